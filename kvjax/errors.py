@@ -1,0 +1,57 @@
+"""Every typed error of the library: each message names the cause and the remedy."""
+
+
+class KvjaxError(Exception):
+    """Base of all errors that kvjax raises on purpose."""
+
+
+class ConfigError(KvjaxError, ValueError):
+    """A setting is impossible by itself or together with another."""
+
+
+class PromptError(KvjaxError, ValueError):
+    """The prompt is empty, or longer than the cache was made for."""
+
+
+class CheckpointError(KvjaxError, ValueError):
+    """A model directory cannot be loaded; names file and tensor."""
+
+
+class StoreError(KvjaxError, OSError):
+    """Base of what a block store can report; names file, block, offset and cause."""
+
+
+class ShortRead(StoreError):
+    """The file ended before the block did."""
+
+
+class ReadFailed(StoreError):
+    """The operating system refused a read."""
+
+
+class WriteFailed(StoreError):
+    """The operating system refused a write."""
+
+
+class NoSpace(StoreError):
+    """The device or the quota is full."""
+
+
+class ChecksumMismatch(StoreError):
+    """A block's bytes are not the bytes that were written."""
+
+
+class FormatMismatch(StoreError):
+    """The file is of another format, version, geometry or model."""
+
+
+class StaleCache(StoreError):
+    """A cache value was used after the store had moved past its generation."""
+
+
+class StoreLocked(StoreError):
+    """Another writer holds the file."""
+
+
+class StoreClosed(StoreError):
+    """The store was closed, or its file is gone."""

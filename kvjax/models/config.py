@@ -1,0 +1,64 @@
+"""What defines a decoder-only model of the Llama family, as hashable values."""
+
+import dataclasses
+from typing import Literal
+
+from kvjax.errors import ConfigError
+
+RopeKind = Literal["default", "linear", "llama3"]
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding: base frequency and how it is stretched to longer contexts."""
+
+    theta: float = 10_000.0
+    kind: RopeKind = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Shape and switches of a model; `windows[i]` is layer i's sliding window or None."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position: int = 2048
+    rms_norm_eps: float = 1e-5
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    use_mlp: bool = True
+    windows: tuple[int | None, ...] = ()
+    rope: RopeConfig = RopeConfig()
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        if self.family not in FAMILIES:
+            raise ConfigError(f"unsupported model family {self.family!r}; use one of {', '.join(FAMILIES)}")
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim={self.head_dim} is odd; rotary embedding needs an even head size")
+        if not self.windows:
+            object.__setattr__(self, "windows", (None,) * self.num_layers)
+        if len(self.windows) != self.num_layers:
+            raise ConfigError(f"{len(self.windows)} sliding windows given for {self.num_layers} layers")
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head (G)."""
+        return self.num_heads // self.num_kv_heads

@@ -1,0 +1,124 @@
+"""The decoder-only transformer as Flax Linen modules.
+
+One `Block` holds what a layer computes beside its attention: `project` gives rotated queries, keys
+and values, `finish` takes the attention's output back into the residual stream. The decode drivers
+call these two around the KV cache; `Transformer.__call__` calls them around dense attention for
+training and for logits over a whole sequence.
+"""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from kvjax.models import rope
+from kvjax.models.config import ModelConfig
+from kvjax.typing import Array, Float, Hidden, Int32, Logits
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square normalisation over the last axis, computed in f32."""
+
+    eps: float
+
+    @nn.compact
+    def __call__(self, x):
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
+        wide = x.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
+        return scale * wide.astype(x.dtype)
+
+
+class GatedMLP(nn.Module):
+    """SwiGLU feed-forward network."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x):
+        def dense(size, name):
+            return nn.Dense(size, use_bias=self.config.mlp_bias, name=name)
+
+        wide = nn.silu(dense(self.config.intermediate_size, "gate_proj")(x))
+        wide = wide * dense(self.config.intermediate_size, "up_proj")(x)
+        return dense(self.config.hidden_size, "down_proj")(wide)
+
+
+class Block(nn.Module):
+    """One transformer layer without its attention."""
+
+    config: ModelConfig
+
+    def setup(self):
+        c = self.config
+        self.input_norm = RMSNorm(c.rms_norm_eps)
+        self.q_proj = nn.Dense(c.num_heads * c.head_dim, use_bias=c.qkv_bias)
+        self.k_proj = nn.Dense(c.num_kv_heads * c.head_dim, use_bias=c.qkv_bias)
+        self.v_proj = nn.Dense(c.num_kv_heads * c.head_dim, use_bias=c.qkv_bias)
+        self.o_proj = nn.Dense(c.hidden_size, use_bias=c.output_bias)
+        if c.qk_norm:
+            self.q_norm = RMSNorm(c.rms_norm_eps)
+            self.k_norm = RMSNorm(c.rms_norm_eps)
+        if c.use_mlp:
+            self.post_norm = RMSNorm(c.rms_norm_eps)
+            self.mlp = GatedMLP(c)
+
+    def queries(self, x: Hidden, positions: Int32[Array, "*T"]) -> Float[Array, "*T H D"]:
+        """Rotated queries of the layer's input; look-ahead methods call this one layer early."""
+        q = _heads(self.q_proj(self.input_norm(x)), self.config.num_heads)
+        return self._rotate(self.q_norm(q) if self.config.qk_norm else q, positions)
+
+    def project(self, x: Hidden, positions: Int32[Array, "*T"]):
+        """Rotated queries `[*T, H, D]`, rotated keys and values `[*T, K, D]` of the layer's input."""
+        c, h = self.config, self.input_norm(x)
+        q = _heads(self.q_proj(h), c.num_heads)
+        k = _heads(self.k_proj(h), c.num_kv_heads)
+        if c.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        v = _heads(self.v_proj(h), c.num_kv_heads)
+        return self._rotate(q, positions), self._rotate(k, positions), v
+
+    def finish(self, x: Hidden, attended: Float[Array, "*T H D"]) -> Hidden:
+        """Output projection, feed-forward network and both residual additions."""
+        x = x + self.o_proj(attended.reshape(*attended.shape[:-2], -1))
+        return x + self.mlp(self.post_norm(x)) if self.config.use_mlp else x
+
+    def __call__(self, x, positions, window):
+        q, k, v = self.project(x, positions)
+        local = None if window is None else (window - 1, 0)
+        attended = jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=local)
+        return self.finish(x, attended)
+
+    def _rotate(self, x, positions):
+        return rope.rotate(x, positions, rope.inverse_frequencies(self.config.head_dim, self.config.rope))
+
+
+class Transformer(nn.Module):
+    """Embedding, blocks, final norm and unembedding."""
+
+    config: ModelConfig
+
+    def setup(self):
+        c = self.config
+        self.embedding = nn.Embed(c.vocab_size, c.hidden_size, embedding_init=nn.initializers.normal(0.02))
+        self.layers = [Block(c, name=f"layers_{i}") for i in range(c.num_layers)]
+        self.norm = RMSNorm(c.rms_norm_eps)
+        if not c.tie_embeddings:
+            self.lm_head = nn.Dense(c.vocab_size, use_bias=False)
+
+    def embed(self, tokens: Int32[Array, "*T"]) -> Hidden:
+        return self.embedding(tokens)
+
+    def unembed(self, x: Hidden) -> Logits:
+        x = self.norm(x)
+        return self.embedding.attend(x) if self.config.tie_embeddings else self.lm_head(x)
+
+    def __call__(self, tokens: Int32[Array, "B T"], positions: Int32[Array, "B T"]) -> Logits:
+        """Logits of every position under dense causal attention; for training and as an oracle."""
+        x = self.embed(tokens)
+        for layer, window in zip(self.layers, self.config.windows, strict=True):
+            x = layer(x, positions, window)
+        return self.unembed(x)
+
+
+def _heads(x, count):
+    return x.reshape(*x.shape[:-1], count, -1)

@@ -1,0 +1,33 @@
+"""Array aliases used in signatures, with one legend for every axis of the library.
+
+    B   sequences in a batch            T   tokens (of a prompt or a chunk)
+    K   KV heads                        G   query heads per KV head
+    H   query heads, H = K * G          D   head size
+    E   hidden size of the model        V   vocabulary
+    NB  blocks of one KV head           C   rows of a block ("cap")
+    M   blocks selected per step        U   held rows per KV head
+    S   sink tokens                     W   recent-window tokens
+    R   rows of the tail, R = S + W + U NS  resident slots of one KV head
+
+A *row* is one token's key and value side by side, so a payload row is 2 * D wide.
+"""
+
+from typing import Any
+
+import jax
+from jaxtyping import Array, Bool, Float, Int32
+
+PyTree = Any
+PRNGKey = jax.Array
+
+Tokens = Int32[Array, "T"]
+Positions = Int32[Array, "T"]
+Hidden = Float[Array, "*T E"]
+Queries = Float[Array, "*T H D"]
+KeysOrValues = Float[Array, "*T K D"]
+Logits = Float[Array, "*T V"]
+
+__all__ = [
+    "Array", "Bool", "Float", "Hidden", "Int32", "KeysOrValues", "Logits",
+    "PRNGKey", "Positions", "PyTree", "Queries", "Tokens",
+]
