@@ -1,0 +1,40 @@
+"""Trains the reference model on CPU.
+
+    python -m experiments.main --config=configs/train_lm.py --workdir=runs/lm
+
+Presets: the default recipe, and `:smoke`. Runtime and result: see the model card.
+"""
+
+import ml_collections
+
+
+def get_config(preset: str = "cpu") -> ml_collections.ConfigDict:
+    config = ml_collections.ConfigDict()
+    config.experiment = "train_lm"
+    config.seed = 0
+    config.tokenizer = "kvjax/reference/tokenizer.json"
+    config.model = ml_collections.ConfigDict({
+        "hidden_size": 128, "intermediate_size": 384, "num_layers": 4,
+        "num_heads": 4, "num_kv_heads": 2, "head_dim": 64,
+        "max_position": 4096, "rope_theta": 100_000.0,
+    })
+    # Stages of (row length, batch rows, steps).
+    config.stages = ((128, 32, 3000), (256, 16, 1500), (512, 8, 1000), (1024, 4, 600), (2048, 2, 600))
+    config.mixture = ml_collections.ConfigDict({
+        "recall": 0.3, "needles": 0.5, "passkey": 0.05,
+        "max_needles": 8, "answer_weight": 5.0, "noise_weight": 0.0,
+    })
+    config.learning_rate = 3e-3
+    config.warmup_steps = 200
+    config.decay_steps = 800
+    config.weight_decay = 0.01
+    config.log_every = 50
+    config.eval_every = 200
+    config.checkpoint_every = 200
+    if preset == "smoke":
+        config.model.update(hidden_size=32, intermediate_size=64, num_layers=2, head_dim=16)
+        config.stages = ((128, 4, 4), (256, 2, 2))
+        config.update(warmup_steps=2, decay_steps=2, log_every=2, eval_every=3, checkpoint_every=3)
+    elif preset != "cpu":
+        raise ValueError(f"unknown preset {preset!r}; use cpu or smoke")
+    return config

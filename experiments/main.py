@@ -1,0 +1,44 @@
+"""Entry point of every experiment.
+
+    python -m experiments.main --config=configs/NAME.py[:PRESET] --workdir=DIR [--config.field=value ...]
+
+Exit code 2 and one line on standard error mean that the input was bad; nothing was written.
+"""
+
+import importlib
+import sys
+
+from absl import app, flags, logging
+from ml_collections import config_flags
+
+from kvjax.errors import KvjaxError
+
+_CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file, with an optional :preset.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Directory for results; running it again resumes.")
+
+
+def run(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+    logging.set_verbosity(logging.INFO)
+    experiment = importlib.import_module(f"experiments.{_CONFIG.value.experiment}")
+    try:
+        experiment.run(_CONFIG.value, _WORKDIR.value)
+    except KvjaxError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def main() -> None:
+    flags.mark_flags_as_required(["config", "workdir"])
+    try:
+        app.run(run)
+    except (AttributeError, KeyError, TypeError) as error:
+        if "config" not in str(error).lower():
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
