@@ -1,0 +1,65 @@
+"""Attention with a cache for any JAX model: one layer, one call per token.
+
+    cache = kvjax.init_cache(kvjax.quest(budget=256), batch=1, kv_heads=8, group=4, head_dim=64, capacity=8192)
+    cache = kvjax.prefill_cache(cache, keys, values, lengths)
+    out, cache = kvjax.attend(cache, q, k, v)
+
+Keys and queries come with their position already applied; blocks are kept in memory. All three
+functions are pure and may be used under `jax.jit`.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from kvjax import layer
+from kvjax.layer import LayerCache, LayerPlan
+from kvjax.method import Method
+from kvjax.pool import Line, MemoryPool
+from kvjax.typing import Array, Float, Int32
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AttentionCache:
+    """The cache of one attention layer."""
+
+    layer: LayerCache
+    length: Int32[Array, "B"]
+    plan: LayerPlan = dataclasses.field(metadata={"static": True})
+
+
+def init_cache(
+    method: Method, *, batch: int, kv_heads: int, group: int, head_dim: int, capacity: int, dtype="float32",
+    sliding: int | None = None,
+) -> AttentionCache:
+    """An empty cache. Raises ConfigError where budget, window and capacity do not fit together."""
+    spec = method.spec(kv_heads=kv_heads, group=group, head_dim=head_dim, capacity=capacity)
+    plan = LayerPlan(method, spec, sliding)
+    pool = MemoryPool.zeros(spec, batch, dtype)
+    return AttentionCache(LayerCache(layer.init(plan, batch, dtype), pool), jnp.zeros(batch, jnp.int32), plan)
+
+
+def prefill_cache(
+    cache: AttentionCache, key: Float[Array, "B T K D"], value: Float[Array, "B T K D"], length: Int32[Array, "B"]
+) -> AttentionCache:
+    """A cache that holds prompts of `length[b] <= T` tokens; what the given cache held is dropped."""
+    dtype = cache.layer.pool.key.dtype
+    state = layer.init(cache.plan, key.shape[0], dtype)
+    return dataclasses.replace(
+        cache, layer=layer.prefill_memory(cache.plan, state, key, value, length, dtype),
+        length=jnp.asarray(length, jnp.int32),
+    )
+
+
+def attend(
+    cache: AttentionCache, q: Float[Array, "B H D"], key: Float[Array, "B K D"], value: Float[Array, "B K D"]
+) -> tuple[Float[Array, "B H D"], AttentionCache]:
+    """Attention of the newest token over the cache, and the cache with that token in it."""
+    line = Line(jnp.int32(-1), jnp.int32(0))
+    at, zero = cache.length, jnp.int32(0)
+    out, read, fresh, _, _ = layer.read(cache.plan, cache.layer, q, key, value, at, zero, line)
+    gate = jnp.ones(at.shape, bool)
+    written = layer.write(cache.plan, read, fresh, at, gate, zero, line)
+    return out, dataclasses.replace(cache, layer=written, length=at + 1)

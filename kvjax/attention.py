@@ -1,0 +1,101 @@
+"""Attention over parts of a cache, merged exactly by their log-sum-exp.
+
+Softmax attention over the union of disjoint token sets is recovered from each set's unnormalised
+output, running maximum and normaliser (the online softmax of Milakov and Gimelshein, 2018). Scores
+and sums are f32 whatever the stored type.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.typing import Array, Bool, Float, Int32
+
+NEGATIVE = -1e30  # finite, so that a part without any valid token merges as weight 0 and never as NaN
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Attention over one set of tokens, not yet normalised."""
+
+    out: Float[Array, "*N D"]  # sum of exp(score - top) * value
+    top: Float[Array, "*N"]  # largest score
+    total: Float[Array, "*N"]  # sum of exp(score - top)
+
+
+def scores_of(q: Float[Array, "*K G D"], key: Float[Array, "*K N D"], valid: Bool[Array, "*K N"]):
+    """Scaled dot products `[*K, G, N]`, NEGATIVE where not valid."""
+    scores = jnp.einsum("...gd,...nd->...gn", q, key.astype(q.dtype), preferred_element_type=jnp.float32)
+    return jnp.where(valid[..., None, :], scores * q.shape[-1] ** -0.5, NEGATIVE)
+
+
+def attend_part(q: Float[Array, "*K G D"], key: Float[Array, "*K N D"], value, valid: Bool[Array, "*K N"]) -> Part:
+    """Attention of each query head over the valid rows of its KV head."""
+    scores = scores_of(q, key, valid)
+    top = jnp.max(scores, axis=-1, initial=NEGATIVE)
+    weight = jnp.where(valid[..., None, :], jnp.exp(scores - top[..., None]), 0.0)
+    out = jnp.einsum("...gn,...nd->...gd", weight, value.astype(jnp.float32))
+    return Part(out, top, jnp.sum(weight, axis=-1))
+
+
+def merge(first: Part, second: Part) -> Part:
+    """The part over the union of two disjoint sets."""
+    top = jnp.maximum(first.top, second.top)
+    a, b = jnp.exp(first.top - top), jnp.exp(second.top - top)
+    out = first.out * a[..., None] + second.out * b[..., None]
+    return Part(out, top, first.total * a + second.total * b)
+
+
+def normalise(part: Part, dtype) -> Float[Array, "*N D"]:
+    """The attention output; zero where no token was valid."""
+    return (part.out / jnp.maximum(part.total, 1e-30)[..., None]).astype(dtype)
+
+
+def weights(parts: Sequence[Float[Array, "K G N"]]) -> list[Float[Array, "K N"]]:
+    """Softmax over the concatenated scores, summed over the query heads of a KV head."""
+    joint = jnp.sum(jax.nn.softmax(jnp.concatenate(parts, axis=-1), axis=-1), axis=-2)
+    sizes = [part.shape[-1] for part in parts]
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes) - 1)]
+    return jnp.split(joint, ends, axis=-1)
+
+
+def causal(
+    q: Float[Array, "C K G D"], key: Float[Array, "T K D"], value: Float[Array, "T K D"], start: Int32[Array, ""],
+    chunk: int, window: int | None,
+) -> Float[Array, "C K G D"]:
+    """Dense causal attention of the queries at `start .. start + C`, one key chunk at a time.
+
+    Memory is C x chunk per head, whatever T is; key chunks after the last query (and before the
+    sliding window) are never visited.
+    """
+    queries = q.shape[0]
+    q = q.transpose(1, 2, 0, 3).reshape(q.shape[1], -1, q.shape[-1])
+    at = start + jnp.arange(queries)
+
+    def visit(i, part):
+        k = jax.lax.dynamic_slice_in_dim(key, i * chunk, chunk).swapaxes(0, 1)
+        v = jax.lax.dynamic_slice_in_dim(value, i * chunk, chunk).swapaxes(0, 1)
+        position = i * chunk + jnp.arange(chunk)
+        seen = position[None, :] <= at[:, None]
+        if window is not None:
+            seen &= position[None, :] > at[:, None] - window
+        return merge(part, _masked_part(q, k, v, seen))
+
+    first = 0 if window is None else jnp.maximum(0, start - window + 1) // chunk
+    last = (start + queries + chunk - 1) // chunk
+    empty = Part(jnp.zeros(q.shape, jnp.float32), jnp.full(q.shape[:2], NEGATIVE), jnp.zeros(q.shape[:2]))
+    out = normalise(jax.lax.fori_loop(first, last, visit, empty), q.dtype)
+    return out.reshape(out.shape[0], -1, queries, out.shape[-1]).transpose(2, 0, 1, 3)
+
+
+def _masked_part(q, k, v, seen):
+    """`attend_part` for a mask that differs per query: q[K, G*C, D], seen[C, N]."""
+    scores = jnp.einsum("kqd,knd->kqn", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+    seen = jnp.tile(seen, (q.shape[1] // seen.shape[0], 1))[None]
+    scores = jnp.where(seen, scores, NEGATIVE)
+    top = jnp.max(scores, axis=-1)
+    weight = jnp.where(seen, jnp.exp(scores - top[..., None]), 0.0)
+    return Part(jnp.einsum("kqn,knd->kqd", weight, v.astype(jnp.float32)), top, jnp.sum(weight, axis=-1))

@@ -1,0 +1,251 @@
+"""The state of one layer's cache for a batch, and the pure functions that read and advance it.
+
+Everything that is not payload lives here: which token is in which row of which block, the tail
+(sinks, the ring of the recent window, held rows), and the method's index. Payload blocks live in a
+`Pool` (`kvjax.pool`), which is memory or slots over a store.
+
+Functions take one sequence and are mapped over the batch by the caller.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.method import Edits, Method, Placement, Selection, Spec, View
+from kvjax.typing import Array, Bool, Float, Int32
+
+
+def pytree(cls):
+    """A frozen dataclass registered as a pytree."""
+    return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
+
+
+@pytree
+class Tail:
+    """Rows that are always attended: S sinks ++ W - 1 ring rows ++ U held rows."""
+
+    key: Float[Array, "*B K R D"]
+    value: Float[Array, "*B K R D"]
+    pos: Int32[Array, "*B K R"]  # -1 = empty
+    held_block: Int32[Array, "*B K U"]  # NB = free
+
+
+@pytree
+class LayerState:
+    """One layer's cache without its payload pool."""
+
+    index: Any  # the method's arrays, [B, ...]
+    pos: Int32[Array, "*B K NB C"]  # position of the token in each row, -1 = empty
+    count: Int32[Array, "*B K NB"]  # valid rows, a prefix of each block
+    loaded: Int32[Array, "*B K M1"]  # blocks fetched in the newest step
+    tail: Tail
+    refused: Int32[Array, "*B K"]  # placements that found their block full (always 0 for a correct method)
+
+
+@pytree
+class Fresh:
+    """What one step adds to a layer: the newest token and the attention it paid."""
+
+    key: Float[Array, "*B K D"]
+    value: Float[Array, "*B K D"]
+    loaded: Int32[Array, "*B K M1"]
+    seen_pos: Int32[Array, "*B K N"]  # attended positions, -1 = none; empty unless the method observes
+    seen_weight: Float[Array, "*B K N"]
+
+
+@pytree
+class Rows:
+    """Selected rows, compacted to tokens: where each is, and whether it fits the budget."""
+
+    rank: Int32[Array, "*B K N"]  # which of the selected blocks
+    row: Int32[Array, "*B K N"]
+    valid: Bool[Array, "*B K N"]
+    pos: Int32[Array, "*B K N"]
+
+
+def empty_layer(spec: Spec, method: Method, dtype) -> LayerState:
+    """A layer's state for one sequence, nothing in it."""
+    heads, rows = spec.kv_heads, spec.tail_rows
+    tail = Tail(
+        key=jnp.zeros((heads, rows, spec.head_dim), dtype),
+        value=jnp.zeros((heads, rows, spec.head_dim), dtype),
+        pos=jnp.full((heads, rows), -1, jnp.int32),
+        held_block=jnp.full((heads, spec.held), spec.num_blocks, jnp.int32),
+    )
+    return LayerState(
+        index=method.init(spec),
+        pos=jnp.full((heads, spec.num_blocks, spec.block_rows), -1, jnp.int32),
+        count=jnp.zeros((heads, spec.num_blocks), jnp.int32),
+        loaded=jnp.full((heads, spec.max_blocks + 1), spec.num_blocks, jnp.int32),
+        tail=tail,
+        refused=jnp.zeros((heads,), jnp.int32),
+    )
+
+
+def view(spec: Spec, layer: LayerState) -> View:
+    """What the method may look at."""
+    first = spec.sinks + spec.ring
+    return View(
+        pos=layer.pos, count=layer.count, held_key=layer.tail.key[:, first:], held_pos=layer.tail.pos[:, first:],
+        held_block=layer.tail.held_block, loaded=layer.loaded,
+    )
+
+
+# ---------------------------------------------------------------------------------------- prefill
+
+
+def tail_sources(spec: Spec, length: Int32[Array, ""]) -> Int32[Array, "S_ring"]:
+    """Position that belongs in each sink and ring row after `length` tokens, -1 = none.
+
+    Ring row r keeps the newest position p >= S with (p - S) % (W - 1) == r.
+    """
+    sink = jnp.arange(spec.sinks)
+    sink = jnp.where(sink < length, sink, -1)
+    row = jnp.arange(spec.ring)
+    turns = (length - 1 - spec.sinks - row) // spec.ring
+    ring = jnp.where(turns >= 0, spec.sinks + row + turns * spec.ring, -1)
+    return jnp.concatenate([sink, ring])
+
+
+def build(
+    spec: Spec, method: Method, layer: LayerState, key: Float[Array, "T K D"], value, length: Int32[Array, ""]
+) -> tuple[LayerState, Placement]:
+    """Fills an empty layer from a prompt's keys and values; the placement says where payload rows go."""
+    source = tail_sources(spec, length)
+    at = jnp.maximum(source, 0)
+    kept = slice(0, spec.sinks + spec.ring)
+    tail = dataclasses.replace(
+        layer.tail,
+        key=layer.tail.key.at[:, kept].set(key[at].swapaxes(0, 1).astype(layer.tail.key.dtype)),
+        value=layer.tail.value.at[:, kept].set(value[at].swapaxes(0, 1).astype(layer.tail.value.dtype)),
+        pos=layer.tail.pos.at[:, kept].set(source),
+    )
+    pos = jnp.arange(key.shape[0], dtype=jnp.int32)
+    middle = (pos >= spec.sinks) & (pos < length - spec.ring)
+    index, placement = method.build(spec, layer.index, key.swapaxes(0, 1), pos, middle)
+    head = jnp.arange(spec.kv_heads)[:, None]
+    table = layer.pos.at[head, placement.block, placement.row].set(pos, mode="drop")
+    count = layer.count.at[head, placement.block].add(placement.row < spec.block_rows, mode="drop")
+    return dataclasses.replace(layer, index=index, tail=tail, pos=table, count=count), placement
+
+
+# ------------------------------------------------------------------------------------ decode: read
+
+
+def needed_blocks(spec: Spec, layer: LayerState, selection: Selection) -> tuple[Int32[Array, "K M1"], Rows]:
+    """Cuts a ranked selection to the rows that fit the budget.
+
+    Returns the blocks to fetch (those of which at least one row fits, and the forced one; NB = none)
+    and the compacted rows. The last block that fits may be attended in part.
+    """
+    none = spec.num_blocks
+    head = jnp.arange(spec.kv_heads)[:, None]
+    count = jnp.where(selection.block < none, layer.count[head, jnp.minimum(selection.block, none - 1)], 0)
+    end = jnp.cumsum(count, axis=-1)
+    room = spec.selected_rows - jnp.sum(view(spec, layer).held_pos >= 0, axis=-1, keepdims=True)
+    fits = (end - count < room) & (count > 0)
+    need = jnp.where(fits, selection.block, none)
+    known = jnp.any(need == selection.force[:, None], axis=-1)
+    force = jnp.where(known, none, selection.force)[:, None]
+
+    nth = jnp.arange(spec.selected_rows)
+    rank = jnp.sum(end[:, None, :] <= nth[None, :, None], axis=-1)  # blocks that end before the nth row
+    rank = jnp.minimum(rank, spec.max_blocks - 1)
+    row = nth[None] - jnp.take_along_axis(end - count, rank, axis=-1)
+    valid = nth[None] < jnp.minimum(end[:, -1:], room)
+    row = jnp.where(valid, row, 0)
+    block = jnp.minimum(jnp.take_along_axis(need, rank, axis=-1), none - 1)
+    pos = jnp.where(valid, layer.pos[head, block, row], -1)
+    return jnp.concatenate([need, force], axis=-1), Rows(rank, row, valid, pos)
+
+
+# ----------------------------------------------------------------------------------- decode: write
+
+
+def push(spec: Spec, tail: Tail, key, value, at: Int32[Array, ""], gate: Bool[Array, ""]):
+    """Puts token `at` into its sink or ring row; returns the tail and what left the ring.
+
+    The leaving token is (key[K, D], value[K, D], pos); pos = -1 where the row was free.
+    """
+    row = jnp.where(at < spec.sinks, at, spec.sinks + (at - spec.sinks) % spec.ring)
+    leaving = (tail.key[:, row], tail.value[:, row], jnp.where(gate, tail.pos[0, row], -1))
+    target = jnp.where(gate, row, spec.tail_rows)
+    tail = dataclasses.replace(
+        tail,
+        key=tail.key.at[:, target].set(key.astype(tail.key.dtype), mode="drop"),
+        value=tail.value.at[:, target].set(value.astype(tail.value.dtype), mode="drop"),
+        pos=tail.pos.at[:, target].set(at, mode="drop"),
+    )
+    return tail, leaving
+
+
+def place(spec: Spec, layer: LayerState, placement: Placement, leaving) -> tuple[LayerState, Placement]:
+    """Books a leaving token into its block, or into a free held row.
+
+    Returns the placement with every row that is not to be written to a block turned into NB.
+    """
+    key, value, at = leaving
+    head = jnp.arange(spec.kv_heads)
+    stored = (placement.block < spec.num_blocks) & (placement.row < spec.block_rows)
+    held = (placement.block < spec.num_blocks) & (placement.row == spec.block_rows)
+    block = jnp.where(stored, placement.block, spec.num_blocks)
+    layer = dataclasses.replace(
+        layer,
+        pos=layer.pos.at[head, block, placement.row].set(at, mode="drop"),
+        count=layer.count.at[head, block].add(1, mode="drop"),
+    )
+    if spec.held:
+        layer = _hold(spec, layer, placement.block, held, key, value, at)
+    return layer, Placement(block, placement.row)
+
+
+def _hold(spec, layer, block, held, key, value, at):
+    """Puts a token into the first free held row of the heads that hold it."""
+    head, tail = jnp.arange(spec.kv_heads), layer.tail
+    free = tail.held_block == spec.num_blocks
+    slot = jnp.where(held & jnp.any(free, axis=-1), jnp.argmax(free, axis=-1), spec.held)
+    row = jnp.where(slot < spec.held, spec.sinks + spec.ring + slot, spec.tail_rows)
+    tail = Tail(
+        key=tail.key.at[head, row].set(key.astype(tail.key.dtype), mode="drop"),
+        value=tail.value.at[head, row].set(value.astype(tail.value.dtype), mode="drop"),
+        pos=tail.pos.at[head, row].set(at, mode="drop"),
+        held_block=tail.held_block.at[head, slot].set(block, mode="drop"),
+    )
+    return dataclasses.replace(layer, tail=tail, refused=layer.refused + (held & (slot == spec.held)))
+
+
+def with_held(spec: Spec, layer: LayerState, rows: Float[Array, "K C D"], held: Float[Array, "K R D"]):
+    """A due block's rows followed by the held rows: what `Edits.rows` indexes."""
+    return jnp.concatenate([rows, held[:, spec.sinks + spec.ring :].astype(rows.dtype)], axis=1)
+
+
+def due_positions(spec: Spec, layer: LayerState, block: Int32[Array, "K"]) -> Int32[Array, "K CU"]:
+    """Positions of the due block's rows and of the rows held for it; -1 = not one of them."""
+    head = jnp.arange(spec.kv_heads)
+    rows = layer.pos[head, jnp.minimum(block, spec.num_blocks - 1)]
+    rows = jnp.where((block < spec.num_blocks)[:, None], rows, -1)
+    mine = layer.tail.held_block == block[:, None]
+    held = jnp.where(mine & (block < spec.num_blocks)[:, None], layer.tail.pos[:, spec.sinks + spec.ring :], -1)
+    return jnp.concatenate([rows, held], axis=-1)
+
+
+def apply_edits(spec: Spec, layer: LayerState, edits: Edits, pos: Int32[Array, "K CU"]) -> LayerState:
+    """Books rewritten blocks and frees the held rows that went into them."""
+    head = jnp.arange(spec.kv_heads)[:, None]
+    taken = edits.rows >= 0
+    moved = jnp.where(taken, jnp.take_along_axis(pos[:, None], jnp.maximum(edits.rows, 0), axis=-1), -1)
+    used = jnp.where((edits.dst < spec.num_blocks)[..., None] & taken, edits.rows - spec.block_rows, -1)
+    freed = jnp.any(used[..., None] == jnp.arange(spec.held), axis=(1, 2))
+    first = spec.sinks + spec.ring
+    tail = dataclasses.replace(
+        layer.tail,
+        pos=layer.tail.pos.at[:, first:].set(jnp.where(freed, -1, layer.tail.pos[:, first:])),
+        held_block=jnp.where(freed, spec.num_blocks, layer.tail.held_block),
+    )
+    return dataclasses.replace(
+        layer, tail=tail,
+        pos=layer.pos.at[head, edits.dst].set(moved, mode="drop"),
+        count=layer.count.at[head, edits.dst].set(jnp.sum(taken, axis=-1), mode="drop"),
+    )

@@ -1,0 +1,135 @@
+"""k-means over fixed-shape arrays: the global clustering of a prompt and the local split of one cluster."""
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.typing import Array, Bool, Float, Int32, PRNGKey
+
+_CHUNK = 1024  # points assigned at once: the distance matrix is _CHUNK x clusters
+_RESEEDS = 64  # empty clusters refilled per iteration
+
+
+def kmeans(
+    points: Float[Array, "T D"], valid: Bool[Array, "T"], clusters: int, active: Int32[Array, ""], seed: PRNGKey,
+    iterations: int = 10,
+) -> Int32[Array, "T"]:
+    """Lloyd's algorithm from a k-means++ start (Arthur and Vassilvitskii, 2007); returns each point's cluster.
+
+    Args:
+      points: what to cluster; `valid` says which count.
+      clusters: static upper bound; `active` of them are used.
+      seed: of the k-means++ draws. The start is drawn from at most max(4096, 4 * clusters) points.
+
+    An empty cluster is moved to the point that is farthest from its own centroid, so no active
+    cluster stays empty while there are distinct points left. Invalid points get cluster `clusters`.
+    """
+    points = points.astype(jnp.float32)
+    centroids = _plus_plus(points, valid, clusters, seed)
+    usable = jnp.arange(clusters) < active
+
+    def lloyd(_, centroids):
+        owner, distance = _assign(points, centroids, usable)
+        weight = valid.astype(jnp.float32)
+        count = jnp.zeros(clusters).at[owner].add(weight)
+        total = jnp.zeros_like(centroids).at[owner].add(points * weight[:, None])
+        moved = jnp.where(count[:, None] > 0, total / jnp.maximum(count, 1)[:, None], centroids)
+        return _refill(moved, usable & (count == 0), points, jnp.where(valid, distance, -1.0))
+
+    centroids = jax.lax.fori_loop(0, iterations, lloyd, centroids)
+    owner, _ = _assign(points, centroids, usable)
+    return jnp.where(valid, owner, clusters).astype(jnp.int32)
+
+
+def _plus_plus(points, valid, clusters, seed):
+    """Draws each next centroid with probability proportional to the squared distance to the nearest one."""
+    draw, pick = jax.random.split(seed)
+    size = min(points.shape[0], max(4096, 4 * clusters))
+    if size < points.shape[0]:
+        noise = jnp.where(valid, jax.random.uniform(pick, valid.shape), -1.0)
+        chosen = jax.lax.top_k(noise, size)[1]
+        points, valid = points[chosen], valid[chosen]
+
+    def step(i, carry):
+        centroids, nearest = carry
+        logits = jnp.where(valid, jnp.log(jnp.maximum(nearest, 1e-30)), -jnp.inf)
+        at = jnp.argmax(logits + jax.random.gumbel(jax.random.fold_in(draw, i), logits.shape))
+        distance = jnp.sum(jnp.square(points - points[at]), axis=-1)
+        return centroids.at[i].set(points[at]), jnp.minimum(nearest, distance)
+
+    start = (jnp.zeros((clusters, points.shape[1])), jnp.full(points.shape[0], 1e30))
+    return jax.lax.fori_loop(0, clusters, step, start)[0]
+
+
+def _assign(points, centroids, usable):
+    """Nearest usable centroid of every point and the squared distance to it, a chunk of points at a time."""
+    offset = jnp.where(usable, jnp.sum(jnp.square(centroids), axis=-1), jnp.inf)
+
+    def nearest(chunk):
+        distance = offset - 2 * chunk @ centroids.T
+        owner = jnp.argmin(distance, axis=-1)
+        best = jnp.take_along_axis(distance, owner[:, None], axis=-1)[:, 0]
+        return owner, best + jnp.sum(jnp.square(chunk), axis=-1)
+
+    size = points.shape[0]
+    padded = jnp.pad(points, ((0, -size % _CHUNK), (0, 0))).reshape(-1, min(_CHUNK, size + -size % _CHUNK), points.shape[1])
+    owner, distance = jax.lax.map(nearest, padded)
+    return owner.reshape(-1)[:size], distance.reshape(-1)[:size]
+
+
+def _refill(centroids, empty, points, distance):
+    """Moves the first empty clusters to the points farthest from their centroids."""
+    count = min(_RESEEDS, points.shape[0])
+    far, at = jax.lax.top_k(distance, count)
+    nth = jnp.cumsum(empty) - 1
+    take = empty & (nth < count) & (far[jnp.clip(nth, 0, count - 1)] > 0)
+    return jnp.where(take[:, None], points[at[jnp.clip(nth, 0, count - 1)]], centroids)
+
+
+def two_means(
+    points: Float[Array, "N D"], valid: Bool[Array, "N"], largest: int, iterations: int = 8
+) -> tuple[Bool[Array, "N"], Bool[Array, "N"]]:
+    """Splits valid points in two non-empty parts of at most `largest` each; deterministic.
+
+    Starts from the point farthest from the mean and the point farthest from that one. At the end
+    points are cut along the difference of their distances, where the sizes demand it off centre.
+    Needs 2 <= valid points <= 2 * largest.
+    """
+    points = points.astype(jnp.float32)
+    weight = valid.astype(jnp.float32)[:, None]
+
+    def farthest(origin):
+        return points[jnp.argmax(jnp.where(valid, jnp.sum(jnp.square(points - origin), axis=-1), -1.0))]
+
+    def margin(pair):
+        squared = jnp.sum(jnp.square(points[:, None] - pair[None]), axis=-1)
+        return squared[:, 0] - squared[:, 1]
+
+    def lloyd(_, pair):
+        first = (margin(pair) < 0)[:, None] * weight
+        parts = jnp.stack([first, weight - first])
+        size = jnp.sum(parts, axis=1)
+        moved = jnp.sum(parts * points[None], axis=1) / jnp.maximum(size, 1)
+        return jnp.where(size > 0, moved, pair)
+
+    start = farthest(jnp.sum(points * weight, axis=0) / jnp.maximum(jnp.sum(weight), 1))
+    pair = jax.lax.fori_loop(0, iterations, lloyd, jnp.stack([start, farthest(start)]))
+    difference = jnp.where(valid, margin(pair), jnp.inf)
+    total = jnp.sum(valid)
+    cut = jnp.clip(jnp.sum(difference < 0), jnp.maximum(1, total - largest), jnp.minimum(total - 1, largest))
+    rank = jnp.argsort(jnp.argsort(difference))
+    return valid & (rank < cut), valid & (rank >= cut)
+
+
+def pack(owner: Int32[Array, "T"], valid: Bool[Array, "T"], clusters: int, rows: int, blocks: int):
+    """Lays clusters out in blocks of `rows`; a larger cluster takes several blocks.
+
+    Returns (block[T], row[T]); `blocks` for invalid tokens. Tokens of a cluster keep their order.
+    """
+    size = jnp.zeros(clusters + 1, jnp.int32).at[owner].add(valid)
+    taken = -(-size // rows)
+    first_block = jnp.cumsum(taken) - taken
+    first_rank = jnp.cumsum(size) - size
+    order = jnp.argsort(jnp.where(valid, owner, clusters), stable=True)
+    rank = jnp.zeros_like(owner).at[order].set(jnp.arange(owner.shape[0], dtype=owner.dtype)) - first_rank[owner]
+    block = jnp.where(valid, first_block[owner] + rank // rows, blocks)
+    return block.astype(jnp.int32), (rank % rows).astype(jnp.int32)

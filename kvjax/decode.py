@@ -1,0 +1,348 @@
+"""Running a model over a cache: prefill layer by layer, then one token at a time.
+
+Two drivers share `layer.read` and `layer.write`. `staged` is a Python loop over layers, each a
+compiled function that is traced once and serves every layer of the same shape; `fused` is the whole
+token as one program with the store's callbacks inside. They give equal tokens. Both read every
+layer before they write any, so that a token either happens in all layers or in none.
+"""
+
+import dataclasses
+import functools
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax import attention, layer
+from kvjax.cache import pytree
+from kvjax.errors import ConfigError, PromptError, StoreError
+from kvjax.layer import LayerCache, LayerPlan, Report
+from kvjax.method import Method
+from kvjax.methods.full import Full
+from kvjax.models.config import ModelConfig
+from kvjax.models.transformer import Block, Transformer
+from kvjax.pool import Line, MemoryPool
+from kvjax.store import base
+from kvjax.store.slots import Backend, SlotPool, default_backend
+from kvjax.typing import Array, Bool, Int32, Logits, PyTree
+
+Driver = Literal["staged", "fused"]
+_CHUNK = 512  # queries of one prefill attention step
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Everything static about decoding with one cache."""
+
+    config: ModelConfig
+    layers: tuple[LayerPlan, ...]
+    batch: int
+    capacity: int
+    dtype: str = "float32"
+
+
+@pytree
+class State:
+    """The cache of a whole model: an immutable value."""
+
+    layers: tuple[LayerCache, ...]
+    length: Int32[Array, "B"]  # tokens of each sequence
+    line: Line
+
+
+@dataclasses.dataclass(frozen=True)
+class Slots:
+    """How a store's blocks are kept in memory: slots per KV head (None = M + 1), policy, callbacks."""
+
+    count: int | None = None
+    policy: str = "lru"
+    backend: Backend | None = None
+
+
+def make_plan(config: ModelConfig, method: Method, batch: int, capacity: int, dtype: str = "float32") -> Plan:
+    """Sizes every layer's cache. Raises ConfigError where they do not fit together."""
+    if capacity < 2:
+        raise ConfigError(f"capacity={capacity} must be at least 2 tokens")
+    sizes = {"kv_heads": config.num_kv_heads, "group": config.group, "head_dim": config.head_dim, "capacity": capacity}
+    dense = Full()
+    layers = []
+    for i in range(config.num_layers):
+        chosen = dense if i < method.dense_layers else method
+        layers.append(LayerPlan(chosen, chosen.spec(**sizes), config.windows[i]))
+    return Plan(config, tuple(layers), batch, capacity, dtype)
+
+
+def on_store(plan: Plan, index: int) -> bool:
+    """Whether a layer's blocks go to the store: dense layers stay in memory unless all are dense."""
+    dense_prefix = isinstance(plan.layers[index].method, Full) and plan.layers[-1].method != plan.layers[index].method
+    return not dense_prefix
+
+
+def geometry(plan: Plan) -> base.Geometry:
+    """What a store has to hold for this plan."""
+    spec = plan.layers[-1].spec
+    return base.Geometry(
+        layers=len(plan.layers), batch=plan.batch, kv_heads=spec.kv_heads, num_blocks=spec.num_blocks,
+        block_rows=spec.block_rows, width=2 * spec.head_dim, dtype=plan.dtype,
+    )
+
+
+# ---------------------------------------------------------------------------------------- prefill
+
+
+def prefill(
+    plan: Plan, params: PyTree, tokens: Int32[Array, "B T"], length: Int32[Array, "B"],
+    branch: base.Branch | None = None, slots: Slots | None = None, keep_keys: bool = False,
+):
+    """Reads prompts, right-padded to T, and fills a new cache one layer at a time.
+
+    Peak memory is the hidden states, one layer's keys and values, and the cache: linear in T.
+    Returns (State, logits after each prompt's last token [B, V], keys per layer if `keep_keys`).
+    """
+    _check_prompts(plan, np.asarray(length))
+    tokens, size = _pad(jnp.asarray(tokens, jnp.int32)), min(_CHUNK, _round_up(tokens.shape[1]))
+    x = _embed(plan.config, params, tokens)
+    layers, kept = [], []
+    for i, layer_plan in enumerate(plan.layers):
+        x, key, value = _prefill_layer(plan.config, layer_plan.sliding, size, params[f"layers_{i}"], x)
+        store = branch if branch is not None and on_store(plan, i) else None
+        layers.append(_fill(plan, i, key, value, length, store, slots or Slots()))
+        if keep_keys:
+            kept.append(np.asarray(key))
+    last = jnp.take_along_axis(x, (length - 1)[:, None, None], axis=1)[:, 0]
+    handle, generation = (-1, 0) if branch is None else (branch.handle, branch.generation)
+    line = Line(jnp.int32(handle), jnp.int32(generation))
+    return State(tuple(layers), jnp.asarray(length, jnp.int32), line), _unembed(plan.config, params, last), kept
+
+
+def _check_prompts(plan: Plan, length: np.ndarray) -> None:
+    if length.min() < 1:
+        raise PromptError("a prompt is empty; give at least one token")
+    if length.max() > plan.capacity:
+        raise PromptError(f"a prompt has {length.max()} tokens but capacity={plan.capacity}; raise the capacity")
+
+
+def _round_up(size: int) -> int:
+    """Padded prompt length: a power of two below the chunk, whole chunks above, so that few shapes compile."""
+    return max(16, 1 << (size - 1).bit_length()) if size < _CHUNK else -(-size // _CHUNK) * _CHUNK
+
+
+def _pad(tokens):
+    return jnp.pad(tokens, ((0, 0), (0, _round_up(tokens.shape[1]) - tokens.shape[1])))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _embed(config, params, tokens):
+    return Transformer(config).apply({"params": params}, tokens, method="embed")
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _unembed(config, params, x):
+    return Transformer(config).apply({"params": params}, x, method="unembed")
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
+def _prefill_layer(config, sliding, size, params, x):
+    """One layer over whole prompts x[B, T, E]; returns the next hidden states, keys and values."""
+    block, length = Block(config), x.shape[1]
+    starts = jnp.arange(0, length, size)
+
+    def one(x):
+        q, key, value = block.apply({"params": params}, x, jnp.arange(length), method="project")
+        q = q.reshape(length, config.num_kv_heads, config.group, config.head_dim)
+
+        def chunk(start):
+            part = jax.lax.dynamic_slice_in_dim(q, start, size)
+            out = attention.causal(part, key, value, start, size, sliding)
+            rows = jax.lax.dynamic_slice_in_dim(x, start, size)
+            return block.apply({"params": params}, rows, out.reshape(size, -1, config.head_dim), method="finish")
+
+        return jax.lax.map(chunk, starts).reshape(x.shape), key, value
+
+    return jax.lax.map(one, x)
+
+
+def _fill(plan: Plan, i: int, key, value, length, branch, slots: Slots) -> LayerCache:
+    """A layer's cache from its prompt keys and values."""
+    layer_plan = plan.layers[i]
+    if branch is None:
+        return _fill_memory(layer_plan, plan.dtype, key, value, length)
+    state, blocks = _fill_packed(layer_plan, plan.dtype, key, value, length)
+    branch.write_layer(i, np.asarray(blocks), np.asarray(state.count))
+    least = layer_plan.spec.max_blocks + 1
+    count = slots.count or least
+    if count < least:
+        raise ConfigError(f"slots={count} is fewer than the {least} blocks one step may need; raise it")
+    backend = slots.backend or default_backend()
+    pool = SlotPool.zeros(layer_plan.spec, plan.batch, count, plan.dtype, slots.policy, backend)
+    return LayerCache(state, pool)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _fill_memory(layer_plan, dtype, key, value, length):
+    state = layer.init(layer_plan, key.shape[0], dtype)
+    return layer.prefill_memory(layer_plan, state, key, value, length, dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _fill_packed(layer_plan, dtype, key, value, length):
+    state = layer.init(layer_plan, key.shape[0], dtype)
+    return layer.prefill_packed(layer_plan, state, key, value, length, dtype)
+
+
+# ----------------------------------------------------------------------------------------- decode
+
+
+@pytree
+class Step:
+    """Result of one token."""
+
+    logits: Logits
+    state: State
+    ok: Bool[Array, ""]  # False: a read failed, and the state is the old one
+    reports: tuple[Report, ...]
+
+
+def step(
+    plan: Plan, params: PyTree, state: State, tokens: Int32[Array, "B"], active: Bool[Array, "B"] | None = None,
+    driver: Driver = "staged", donate: bool = False,
+) -> Step:
+    """Decodes one token per sequence; sequences that are not `active` stay as they are.
+
+    With `donate` the given state's memory is reused and the value must not be used again. The step
+    is committed to the store, or aborted there; a failed read raises the store's typed error, whose
+    `state` attribute is the cache as it was, ready for a retry.
+    """
+    active = jnp.ones(plan.batch, bool) if active is None else jnp.asarray(active)
+    run = {"staged": _staged, "fused": _fused}[driver]
+    result = run(plan, params, state, jnp.asarray(tokens, jnp.int32), active, donate)
+    branch = base.lookup(int(state.line.handle)) if _uses_store(state) else None
+    if _uses_store(state):
+        _settle(branch, int(result.state.line.generation), bool(result.ok), result.state)
+    return result
+
+
+def _uses_store(state: State) -> bool:
+    return any(isinstance(one.pool, SlotPool) for one in state.layers)
+
+
+def _settle(branch, generation: int, ok: bool, state: State) -> None:
+    """Commits the token to the store, or drops it and raises what went wrong."""
+    if branch is None:
+        raise base.closed_error()
+    if ok:
+        branch.commit(generation - 1)
+        return
+    branch.abort(generation)
+    error = branch.take_error() or StoreError("a read failed, and the store kept no reason")
+    error.state = state
+    raise error
+
+
+def _read(config, layer_plan, params, cache, x, before, at, number, line):
+    """One layer of a token up to its output; `before` is the previous layer's input."""
+    block = Block(config)
+    q, key, value = block.apply({"params": params}, x, at, method="project")
+    estimate = None
+    if layer_plan.method.lookahead:
+        estimate = block.apply({"params": params}, before, at, method="queries")
+    out, cache, fresh, ok, report = layer.read(layer_plan, cache, q, key, value, at, number, line, estimate)
+    return block.apply({"params": params}, x, out, method="finish"), cache, fresh, ok, report
+
+
+def _write(layer_plan, cache, fresh, at, gate, number, line):
+    return layer.write(layer_plan, cache, fresh, at, gate, number, line)
+
+
+def _next_line(line: Line, ok) -> Line:
+    return Line(line.handle, line.generation + ok)
+
+
+@functools.cache
+def _compiled(donate: bool):
+    """The staged functions, with and without donation of the cache."""
+    give = {"donate_argnums": 3} if donate else {}
+    read = jax.jit(_read, static_argnums=(0, 1), **give)
+    write = jax.jit(_write, static_argnums=0, **({"donate_argnums": 1} if donate else {}))
+    return read, write
+
+
+def _staged(plan, params, state, tokens, active, donate):
+    read, write = _compiled(donate)
+    x = before = _embed(plan.config, params, tokens)
+    at, layers, fresh, oks, reports = state.length, list(state.layers), [], [], []
+    for i, layer_plan in enumerate(plan.layers):
+        number = _numbers(len(plan.layers))[i]
+        after, layers[i], new, ok, report = read(
+            plan.config, layer_plan, params[f"layers_{i}"], layers[i], x, before, at, number, state.line
+        )
+        before, x = x, after
+        fresh.append(new)
+        oks.append(ok)
+        reports.append(report)
+    logits = _unembed(plan.config, params, x)
+    ok, gate, line, length = _close(oks, active, state.line, at)
+    for i, layer_plan in enumerate(plan.layers):
+        layers[i] = write(layer_plan, layers[i], fresh[i], at, gate, _numbers(len(plan.layers))[i], state.line)
+    return Step(logits, State(tuple(layers), length, line), ok, tuple(reports))
+
+
+@functools.cache
+def _numbers(count: int):
+    """Layer numbers as device scalars, made once: a Python int per call would be transferred each time."""
+    return [jnp.int32(i) for i in range(count)]
+
+
+@jax.jit
+def _close(oks, active, line, length):
+    """Decides the token: gate of the writes, next generation, next lengths."""
+    ok = functools.reduce(jnp.logical_and, oks)
+    gate = ok & active
+    return ok, gate, _next_line(line, ok), length + gate
+
+
+def _fused_token(plan, params, state, tokens, active):
+    model = Transformer(plan.config)
+    x = before = model.apply({"params": params}, tokens, method="embed")
+    at, layers, fresh, reports, ok = state.length, list(state.layers), [], [], jnp.bool_(True)
+    for i, layer_plan in enumerate(plan.layers):
+        number = jnp.int32(i)
+        after, layers[i], new, fine, report = _read(
+            plan.config, layer_plan, params[f"layers_{i}"], layers[i], x, before, at, number, state.line
+        )
+        before, x, ok = x, after, ok & fine
+        fresh.append(new)
+        reports.append(report)
+    logits = model.apply({"params": params}, x, method="unembed")
+    # XLA:CPU copies a whole pool that is read and then written unless the write depends on the read.
+    # No hidden state has this bit pattern, but the compiler cannot know that.
+    gate = ok & active & (jax.lax.bitcast_convert_type(jnp.sum(x), jnp.int32) != -0x7FEDCBA9)
+    for i, layer_plan in enumerate(plan.layers):
+        layers[i] = _write(layer_plan, layers[i], fresh[i], at, gate, jnp.int32(i), state.line)
+    return Step(logits, State(tuple(layers), at + gate, _next_line(state.line, ok)), ok, tuple(reports))
+
+
+@functools.cache
+def _compiled_token(donate: bool):
+    return jax.jit(_fused_token, static_argnums=0, **({"donate_argnums": 2} if donate else {}))
+
+
+def _fused(plan, params, state, tokens, active, donate):
+    return _compiled_token(donate)(plan, params, state, tokens, active)
+
+
+def copy(state: State) -> State:
+    """A state that shares no memory with the given one, so that either may be donated."""
+    return jax.tree.map(jnp.copy, state)
+
+
+def resident_bytes(state: State) -> int:
+    """Bytes of every array of the cache that is held in memory, buffers and tables included."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(state.layers))
+
+
+def pool_bytes(state: State) -> int:
+    """Of these, bytes of key and value payload."""
+    pools = [one.pool for one in state.layers]
+    return sum(leaf.nbytes for pool in pools for leaf in jax.tree.leaves(pool) if isinstance(pool, MemoryPool) or leaf.ndim == 5)

@@ -1,0 +1,274 @@
+"""The three-line API: load a model, prefill a context into a cache, ask.
+
+    llm = kvjax.load(path)
+    cache = llm.prefill(context, method=kvjax.dynakv(budget=256), store=kvjax.FlashStore(path))
+    llm.generate(question, cache).text
+"""
+
+import dataclasses
+import functools
+import hashlib
+import os
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax import decode, sampling
+from kvjax.decode import Driver, Plan, Slots, State, Step
+from kvjax.errors import ConfigError, PromptError
+from kvjax.method import Method
+from kvjax.methods.full import Full
+from kvjax.models import checkpoint, hf_config
+from kvjax.models.config import ModelConfig
+from kvjax.models.tokenizer import TextTokenizer
+from kvjax.pool import Line
+from kvjax.sampling import Sampling
+from kvjax.store.base import Branch, Stats
+from kvjax.store.flash import FlashStore
+from kvjax.typing import Array, PyTree
+
+Observer = Callable[[Step, np.ndarray], None]  # called after every token with its step and its inputs [B]
+
+
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """A prefilled cache: an immutable value. Asking it forks it, so one cache serves many questions."""
+
+    plan: Plan
+    state: State
+    logits: Array  # [B, V] of the next token
+    branch: Branch | None = None
+    keys: tuple[np.ndarray, ...] = ()  # per layer [B, T, K, D], only if `keep_keys` was asked for
+
+    @property
+    def length(self) -> list[int]:
+        """Tokens of each sequence."""
+        return np.asarray(self.state.length).tolist()
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of the cache that are in memory, index, tables and buffers included."""
+        return decode.resident_bytes(self.state)
+
+    def fork(self) -> "Cache":
+        """An independent copy; blocks on flash are shared until either side writes them."""
+        state = decode.copy(self.state)
+        if self.branch is None:
+            return dataclasses.replace(self, state=state)
+        branch = self.branch.fork()
+        line = Line(jnp.int32(branch.handle), jnp.int32(branch.generation))
+        return dataclasses.replace(self, state=dataclasses.replace(state, line=line), branch=branch)
+
+    def flush(self) -> None:
+        """Waits until everything is in the file; raises what failed."""
+        if self.branch is not None:
+            self.branch.flush()
+
+    def close(self) -> None:
+        """Gives the store's blocks back. Forks live on."""
+        if self.branch is not None:
+            self.branch.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class Usage:
+    """What a generation cost; means are over steps, layers and KV heads."""
+
+    steps: int  # tokens decoded, the question's included
+    seconds: float
+    attended_tokens: float  # per KV head and step
+    blocks_needed: int
+    blocks_read: int  # of these, not resident
+    store: Stats | None
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.steps / self.seconds
+
+    @property
+    def hit_rate(self) -> float:
+        return 1.0 - self.blocks_read / max(1, self.blocks_needed)
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """An answer: its text (one string per sequence for a batch), its tokens, and the cache after it."""
+
+    text: str | list[str]
+    tokens: list[list[int]]
+    cache: Cache
+    usage: Usage
+
+
+class LLM:
+    """A model with its tokenizer; holds no state between calls."""
+
+    def __init__(self, config: ModelConfig, params: PyTree, tokenizer: TextTokenizer | None = None):
+        self.config, self.params, self.tokenizer = config, params, tokenizer
+
+    def encode(self, text: str | Sequence[int], start: bool) -> list[int]:
+        """Token ids; a sequence of ids is taken as it is. `start` adds the beginning-of-text token."""
+        if not isinstance(text, str):
+            return list(text)
+        if self.tokenizer is None:
+            raise ConfigError("this model has no tokenizer.json; give token ids instead of text")
+        return self.tokenizer.encode(text, add_special_tokens=start)
+
+    def prefill(
+        self, context, *, method: Method | None = None, store: FlashStore | None = None, capacity: int | None = None,
+        dtype: str = "float32", slots: Slots | None = None, keep_keys: bool = False,
+    ) -> Cache:
+        """Reads a context (text, token ids, or a list of either) into a new cache.
+
+        Args:
+          method: cache method; None = full attention.
+          store: where blocks live; None = memory.
+          capacity: most tokens of a sequence, question and answer included; None = context + 1024.
+          dtype: of stored keys and values.
+          slots: how many blocks of a store are kept in memory, and by which policy.
+          keep_keys: also returns every prompt key on the host, for measurements.
+
+        Raises PromptError, ConfigError or a StoreError before anything is written.
+        """
+        rows = [self.encode(row, start=True) for row in _rows(context)]
+        if not rows or not all(rows):
+            raise PromptError("the prompt is empty; give at least one token")
+        longest = max(map(len, rows))
+        plan = decode.make_plan(self.config, method or Full(), len(rows), capacity or longest + 1024, dtype)
+        if longest > plan.capacity:
+            raise PromptError(f"the prompt has {longest} tokens but capacity={plan.capacity}; raise the capacity")
+        tokens, length = _padded(rows)
+        branch = store.create(decode.geometry(plan), self.fingerprint) if store is not None else None
+        try:
+            state, logits, keys = decode.prefill(plan, self.params, tokens, length, branch, slots, keep_keys)
+        except BaseException:
+            if branch is not None:
+                branch.close()
+            raise
+        return Cache(plan, state, logits, branch, tuple(keys))
+
+    def generate(
+        self, question, cache: Cache, *, max_new_tokens: int = 64, sampling: Sampling = Sampling(), seed: int = 0,
+        driver: Driver = "staged", stop: Sequence[str] = (), observer: Observer | None = None,
+    ) -> Result:
+        """Feeds the question token by token through the cache, then answers. The given cache stays as it is.
+
+        Generation of a sequence ends at an end-of-text token, after text that contains one of `stop`,
+        or after `max_new_tokens`. Raises PromptError if question and answer exceed the capacity.
+        """
+        questions = [self.encode(row, start=False) for row in _rows(question)]
+        if len(questions) != cache.plan.batch:
+            raise PromptError(f"{len(questions)} questions for {cache.plan.batch} cached sequences; give one each")
+        self._check_room(cache, questions, max_new_tokens)
+        run = _Generation(self, cache.fork(), driver, observer)
+        run.feed(questions)
+        tokens = run.answer(max_new_tokens, sampling, jax.random.key(seed), stop)
+        text = [self.tokenizer.decode(row) if self.tokenizer else "" for row in tokens]
+        return Result(text if _is_batch(question) else text[0], tokens, run.cache, run.usage())
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """What a store checks before it serves another process: model shape and tokenizer."""
+        shape = hashlib.sha256(repr(self.config).encode()).hexdigest()[:16]
+        return f"{shape}-{self.tokenizer.fingerprint if self.tokenizer else 'none'}"
+
+    def _check_room(self, cache, questions, max_new_tokens):
+        needed = max(n + len(q) for n, q in zip(cache.length, questions, strict=True)) + max_new_tokens
+        if needed > cache.plan.capacity:
+            raise PromptError(
+                f"question and answer need up to {needed} tokens but the cache was made for {cache.plan.capacity}; "
+                "prefill with a larger capacity or lower max_new_tokens"
+            )
+
+
+class _Generation:
+    """One run over a forked cache."""
+
+    def __init__(self, llm: LLM, cache: Cache, driver: Driver, observer: Observer | None):
+        self.llm, self.cache, self.driver, self.observer = llm, cache, driver, observer
+        self.reports, self.started, self.steps = [], time.perf_counter(), 0
+
+    def step(self, tokens: np.ndarray, active: np.ndarray) -> None:
+        """One token of every active sequence; logits of the others stay."""
+        done = decode.step(
+            self.cache.plan, self.llm.params, self.cache.state, tokens, active, self.driver, donate=True
+        )
+        logits = jnp.where(jnp.asarray(active)[:, None], done.logits, self.cache.logits)
+        self.cache = dataclasses.replace(self.cache, state=done.state, logits=logits)
+        self.reports.append([(r.attended, r.traffic) for r in done.reports])
+        self.steps += 1
+        if self.observer is not None:
+            self.observer(done, tokens)
+
+    def feed(self, questions: list[list[int]]) -> None:
+        for i in range(max(map(len, questions))):
+            active = np.array([i < len(q) for q in questions])
+            self.step(np.array([q[i] if i < len(q) else 0 for q in questions], np.int32), active)
+
+    def answer(self, limit: int, how: Sampling, key, stop: Sequence[str]) -> list[list[int]]:
+        tokens: list[list[int]] = [[] for _ in range(self.cache.plan.batch)]
+        active = np.ones(self.cache.plan.batch, bool)
+        for i in range(limit):
+            drawn = np.asarray(sampling.sample(how, self.cache.logits, jax.random.fold_in(key, i)))
+            for row in np.flatnonzero(active):
+                if drawn[row] in self.llm.config.eos_token_ids:
+                    active[row] = False
+                else:
+                    tokens[row].append(int(drawn[row]))
+                    active[row] = not self._stopped(tokens[row], stop)
+            if not active.any() or i + 1 == limit:
+                break
+            self.step(drawn, active)
+        return tokens
+
+    def _stopped(self, tokens: list[int], stop: Sequence[str]) -> bool:
+        if not stop or self.llm.tokenizer is None:
+            return False
+        text = self.llm.tokenizer.decode(tokens)
+        return any(mark in text for mark in stop)
+
+    def usage(self) -> Usage:
+        jax.block_until_ready(self.cache.state)
+        seconds = time.perf_counter() - self.started
+        reports = jax.device_get(self.reports)
+        attended = [np.mean(a) for step in reports for a, _ in step]
+        needed = sum(int(t.requested.sum()) for step in reports for _, t in step)
+        missed = sum(int(t.missed.sum()) for step in reports for _, t in step)
+        branch = self.cache.branch
+        return Usage(
+            self.steps, seconds, float(np.mean(attended)) if attended else 0.0, needed, missed,
+            None if branch is None else branch.stats(),
+        )
+
+
+def _is_batch(text) -> bool:
+    return not isinstance(text, str) and len(text) > 0 and not isinstance(text[0], (int, np.integer))
+
+
+def _rows(text) -> list:
+    return list(text) if _is_batch(text) else [text]
+
+
+def _padded(rows: list[list[int]]):
+    length = np.array([len(row) for row in rows], np.int32)
+    tokens = np.zeros((len(rows), length.max()), np.int32)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row)] = row
+    return tokens, jnp.asarray(length)
+
+
+def load(path: str | os.PathLike, dtype=jnp.float32) -> LLM:
+    """Loads a local Hugging Face model directory. Raises CheckpointError naming file and tensor."""
+    config = hf_config.read_config(path)
+    params = checkpoint.load_params(path, config, dtype)
+    return LLM(config, params, TextTokenizer.from_directory(path))
+
+
+def save(llm: LLM, path: str | os.PathLike, dtype: str = "float32") -> None:
+    """Writes a directory that `load` and transformers read."""
+    checkpoint.save_params(llm.params, llm.config, path, dtype)
+    if llm.tokenizer is not None:
+        llm.tokenizer.tokenizer.save(os.path.join(path, "tokenizer.json"))

@@ -1,0 +1,245 @@
+"""The contract of a cache method: how it groups tokens into blocks and which blocks a query needs.
+
+A method is a frozen dataclass of pure functions over fixed-shape arrays. It sees **one sequence**;
+the machinery adds the batch with `vmap`, keeps keys and values, moves blocks, and attends. A method
+never touches values, slots or file offsets. To write one, subclass `Method` and give
+
+    blocks(capacity)                       how many blocks of how many rows, and how many to select
+    init(spec) -> index                    every array it will ever need, nothing valid in it
+    build(...) -> index, Placement         the prompt's middle part, placed at prefill
+    select(...) -> Selection               blocks for one query, best first
+    append(...) -> index, Placement        a home for the token that leaves the recent window
+
+and, only if blocks are reorganised while decoding, `due` and `adapt`; only if it learns from the
+attention weights, `observe`. `methods/quest.py` is a complete example in 60 lines.
+
+One decode step of one layer, in this order:
+
+    select -> (plan, fetch, attend) -> observe -> append -> while due: adapt
+
+The first three only read; nothing of the rest happens unless the whole token succeeded, so that a
+failed read leaves the cache as it was.
+"""
+
+import abc
+import dataclasses
+import functools
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.errors import ConfigError
+from kvjax.typing import Array, Bool, Float, Int32
+
+Index = Any  # a pytree of arrays, the method's own
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """Static sizes of one layer's cache (axes: see `kvjax.typing`)."""
+
+    kv_heads: int
+    group: int
+    head_dim: int
+    num_blocks: int  # NB, also the sentinel "no block"
+    block_rows: int  # C, also the sentinel "hold this row in the tail"
+    max_blocks: int  # M
+    held: int  # U
+    sinks: int  # S
+    window: int  # W, the newest token included
+    budget: int  # tokens attended by one KV head at one step
+    capacity: int  # tokens a sequence may grow to
+
+    @property
+    def selected_rows(self) -> int:
+        """Rows that selected blocks may contribute: the budget less sinks and window."""
+        return max(0, min(self.budget - self.sinks - self.window, self.max_blocks * self.block_rows))
+
+    @property
+    def ring(self) -> int:
+        """Rows that keep the recent window between steps: the newest token is not in it yet."""
+        return self.window - 1
+
+    @property
+    def tail_rows(self) -> int:
+        """R: sinks, ring and held rows."""
+        return self.sinks + self.ring + self.held
+
+
+def _pytree(cls):
+    return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
+
+
+@_pytree
+class Selection:
+    """Blocks a query needs, best first; ids are unique, NB stands for none."""
+
+    block: Int32[Array, "K M"]
+    force: Int32[Array, "K"]  # fetched for `adapt`, not attended
+
+
+@_pytree
+class Placement:
+    """Where tokens go: block NB = nowhere (dropped); row C = held in the tail on that block's account."""
+
+    block: Int32[Array, "*K_T"]  # [K] for one token, [K, T] for a prompt
+    row: Int32[Array, "*K_T"]
+
+
+@_pytree
+class Edits:
+    """Whole blocks rewritten by a gather from [the due block's C rows ++ the U held rows]; -1 = empty row."""
+
+    dst: Int32[Array, "*K E"]
+    rows: Int32[Array, "*K E C"]
+
+
+@_pytree
+class View:
+    """What a method may look at: positions, counts, held keys, and which blocks this step fetched."""
+
+    pos: Int32[Array, "K NB C"]  # position of each row, -1 = empty; valid rows are a prefix
+    count: Int32[Array, "K NB"]  # valid rows of each block
+    held_key: Float[Array, "K U D"]
+    held_pos: Int32[Array, "K U"]  # -1 = free
+    held_block: Int32[Array, "K U"]  # block on whose account the row is held, NB = free
+    loaded: Int32[Array, "K M1"]  # this step's fetched blocks: the selection and the forced one
+
+
+@dataclasses.dataclass(frozen=True)
+class Method(abc.ABC):
+    """Base of all methods; the fields are what every method has in common.
+
+    Attributes:
+      budget: tokens whose keys and values enter the attention of one KV head at one step, sinks,
+        window and held rows included. None = as many as the cache can hold.
+      sinks: first tokens of the sequence, always attended.
+      window: newest tokens, always attended (the current one included).
+      max_blocks: blocks selected per step; None derives it from the budget.
+      aggregation: how scores of the query heads of one KV head become one (see `aggregate`).
+      dense_layers: first layers that keep the full cache in memory.
+    """
+
+    budget: int | None = 256
+    sinks: int = 4
+    window: int = 32
+    max_blocks: int | None = None
+    aggregation: str = "max"
+    dense_layers: int = 0
+
+    lookahead: ClassVar[bool] = False  # select with the previous layer's estimate of the query
+    head_shared: ClassVar[bool] = False  # one selection for all KV heads
+    evicts: ClassVar[bool] = False  # tokens may be dropped for good
+    attends_all: ClassVar[bool] = False  # selects every block, in token order
+    adaptive: ClassVar[bool] = False  # `due` and `adapt` do something
+    observes: ClassVar[bool] = False  # `observe` does something
+
+    def __post_init__(self):
+        if self.aggregation not in AGGREGATIONS:
+            raise ConfigError(f"unknown aggregation {self.aggregation!r}; use one of {', '.join(AGGREGATIONS)}")
+        if self.sinks < 0 or self.window < 2:
+            raise ConfigError(f"sinks={self.sinks} must be >= 0 and window={self.window} >= 2")
+
+    @property
+    def name(self) -> str:
+        return type(self).__name__.lower()
+
+    @abc.abstractmethod
+    def blocks(self, capacity: int, rows: int) -> tuple[int, int, int, int]:
+        """(NB, C, M, U) for sequences of up to `capacity` tokens when `rows` selected rows are attended."""
+
+    def spec(self, *, kv_heads: int, group: int, head_dim: int, capacity: int) -> Spec:
+        """Sizes for one layer. Raises ConfigError where budget, window and blocks do not fit together."""
+        budget = capacity if self.budget is None else self.budget
+        rows = max(0, min(budget, capacity) - self.sinks - self.window)
+        num_blocks, block_rows, max_blocks, held = self.blocks(capacity, rows)
+        spec = Spec(
+            kv_heads, group, head_dim, num_blocks, block_rows, min(self.max_blocks or max_blocks, num_blocks), held,
+            self.sinks, self.window, budget, capacity,
+        )
+        self._check(spec)
+        return spec
+
+    def _check(self, spec: Spec) -> None:
+        least = spec.sinks + spec.window + (0 if self.evicts else spec.block_rows) + spec.held
+        if spec.budget < min(least, spec.capacity):
+            raise ConfigError(
+                f"budget={spec.budget} of {self.name} is smaller than sinks + window + one block + held rows = {least}; "
+                "raise the budget, or lower window or block size"
+            )
+        if not self.evicts and spec.num_blocks * spec.block_rows < spec.capacity:
+            raise ConfigError(
+                f"{spec.num_blocks} blocks of {spec.block_rows} rows cannot hold capacity={spec.capacity} tokens; "
+                "raise num_blocks or block_rows"
+            )
+
+    @abc.abstractmethod
+    def init(self, spec: Spec) -> Index:
+        """Every array of the index, nothing valid."""
+
+    @abc.abstractmethod
+    def build(
+        self, spec: Spec, index: Index, keys: Float[Array, "K T D"], pos: Int32[Array, "T"], valid: Bool[Array, "T"],
+    ) -> tuple[Index, Placement]:
+        """Places the prompt's tokens between sinks and window. Invalid tokens go to block NB."""
+
+    @abc.abstractmethod
+    def select(self, spec: Spec, index: Index, view: View, q: Float[Array, "K G D"]) -> Selection:
+        """Blocks for a query, best first."""
+
+    @abc.abstractmethod
+    def append(
+        self, spec: Spec, index: Index, view: View, key: Float[Array, "K D"], pos: Int32[Array, ""],
+        valid: Bool[Array, ""],
+    ) -> tuple[Index, Placement]:
+        """A place for the token that leaves the window. Where not `valid`: index unchanged, block NB."""
+
+    def due(self, spec: Spec, index: Index, view: View) -> Int32[Array, "K"]:
+        """A fetched block of each head that needs adapting, NB = none. Must be cheap."""
+        return jnp.full((spec.kv_heads,), spec.num_blocks, jnp.int32)
+
+    def adapt(
+        self, spec: Spec, index: Index, view: View, block: Int32[Array, "K"], keys: Float[Array, "K CU D"],
+        pos: Int32[Array, "K CU"],
+    ) -> tuple[Index, Edits]:
+        """Reorganises the due block; `keys` and `pos` are its rows followed by the held rows."""
+        raise ConfigError(f"{self.name} is not adaptive")
+
+    def observe(
+        self, spec: Spec, index: Index, view: View, pos: Int32[Array, "K N"], weight: Float[Array, "K N"]
+    ) -> Index:
+        """Learns from the attention weights of this step, keyed by position (-1 = no token)."""
+        return index
+
+
+AGGREGATIONS = ("mean", "max", "softmax_mean", "softmax_max")
+
+
+def aggregate(scores: Float[Array, "K G N"], rule: str) -> Float[Array, "K N"]:
+    """One score per KV head from those of its query heads.
+
+    `mean` and `max` act on raw scores, `softmax_mean` and `softmax_max` on each query head's softmax.
+    """
+    if rule.startswith("softmax"):
+        scores = jax.nn.softmax(scores, axis=-1)
+    return jnp.mean(scores, axis=1) if rule.endswith("mean") else jnp.max(scores, axis=1)
+
+
+def top_blocks(scores: Float[Array, "K NB"], occupied: Bool[Array, "K NB"], count: int) -> Int32[Array, "K M"]:
+    """The `count` best occupied blocks, best first; NB fills up where fewer are occupied."""
+    ranked, block = jax.lax.top_k(jnp.where(occupied, scores, -jnp.inf), count)
+    return jnp.where(ranked > -jnp.inf, block, scores.shape[-1]).astype(jnp.int32)
+
+
+def no_force(spec: Spec) -> Int32[Array, "K"]:
+    """`Selection.force` of a method that never needs a block only to adapt it."""
+    return jnp.full((spec.kv_heads,), spec.num_blocks, jnp.int32)
+
+
+def in_token_order(spec: Spec, stored: Int32[Array, ""], offset: Int32[Array, "*T"], valid: Bool[Array, "*T"]) -> Placement:
+    """Places tokens `stored + offset` in consecutive rows of consecutive blocks, alike in all heads."""
+    at = stored + offset
+    block = jnp.where(valid, at // spec.block_rows, spec.num_blocks)
+    spread = functools.partial(jnp.broadcast_to, shape=(spec.kv_heads, *block.shape))
+    return Placement(spread(block).astype(jnp.int32), spread(at % spec.block_rows).astype(jnp.int32))

@@ -1,0 +1,49 @@
+"""Full attention: every token is attended. The reference that everything else is compared with.
+
+Resident: everything. Cost per step: all keys and values. Blocks are pages in token order, so that
+the same store can hold them.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.method import Method, Selection, in_token_order, no_force
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class FullIndex:
+    stored: jax.Array  # [] tokens in blocks
+
+
+@dataclasses.dataclass(frozen=True)
+class Full(Method):
+    """All blocks, always. `page` is only the unit of storage."""
+
+    budget: int | None = None
+    window: int = 2
+    sinks: int = 0
+    page: int = 64
+    attends_all: ClassVar[bool] = True
+
+    def blocks(self, capacity, rows):
+        count = -(-capacity // self.page)
+        return count, self.page, count, 0
+
+    def init(self, spec):
+        return FullIndex(jnp.int32(0))
+
+    def build(self, spec, index, keys, pos, valid):
+        return FullIndex(jnp.sum(valid, dtype=jnp.int32)), in_token_order(spec, jnp.int32(0), jnp.cumsum(valid) - 1, valid)
+
+    def select(self, spec, index, view, q):
+        every = jnp.arange(spec.num_blocks, dtype=jnp.int32)
+        block = jnp.where(view.count > 0, every, spec.num_blocks)
+        return Selection(block[:, : spec.max_blocks], no_force(spec))
+
+    def append(self, spec, index, view, key, pos, valid):
+        placement = in_token_order(spec, index.stored, jnp.int32(0), valid)
+        return FullIndex(index.stored + valid), placement

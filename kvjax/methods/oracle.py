@@ -1,0 +1,55 @@
+"""Exact top-k by attention: the upper bound of every method that selects tokens.
+
+Scores every stored key with the true query and attends the best ones. Blocks are single tokens. The
+query heads of a group are aggregated by the mean of their softmax over the stored keys, so that the
+selection maximises the attention mass kept per KV head.
+
+Resident: all keys (twice the point of a cache, which is why it is an oracle). Cost per step: full
+attention's scores.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.method import Method, Selection, aggregate, in_token_order, no_force, top_blocks
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class OracleIndex:
+    key: jax.Array  # [K, NB, D] every stored key
+    stored: jax.Array  # []
+
+
+@dataclasses.dataclass(frozen=True)
+class Oracle(Method):
+    """The tokens with the largest attention weight."""
+
+    aggregation: str = "softmax_mean"
+
+    def blocks(self, capacity, rows):
+        return capacity, 1, max(1, rows), 0
+
+    def init(self, spec):
+        return OracleIndex(jnp.zeros((spec.kv_heads, spec.num_blocks, spec.head_dim)), jnp.int32(0))
+
+    def build(self, spec, index, keys, pos, valid):
+        placement = in_token_order(spec, jnp.int32(0), jnp.cumsum(valid) - 1, valid)
+        return OracleIndex(_store(index.key, placement.block, keys), jnp.sum(valid, dtype=jnp.int32)), placement
+
+    def select(self, spec, index, view, q):
+        occupied = view.count > 0
+        scores = jnp.einsum("kgd,knd->kgn", q, index.key) * spec.head_dim**-0.5
+        score = aggregate(jnp.where(occupied[:, None], scores, -1e30), self.aggregation)
+        return Selection(top_blocks(score, occupied, spec.max_blocks), no_force(spec))
+
+    def append(self, spec, index, view, key, pos, valid):
+        placement = in_token_order(spec, index.stored, jnp.int32(0), valid)
+        return OracleIndex(_store(index.key, placement.block[:, None], key[:, None]), index.stored + valid), placement
+
+
+def _store(table, block, keys):
+    head = jnp.arange(block.shape[0])[:, None]
+    return table.at[head, block].set(keys.astype(table.dtype), mode="drop")

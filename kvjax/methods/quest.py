@@ -1,0 +1,68 @@
+"""Quest (Tang et al., 2024): pages in token order, ranked by an upper bound of the attention score.
+
+Each page keeps the element-wise minimum and maximum of its keys; the largest score any key of the
+page could have with q is sum_d max(q_d * min_d, q_d * max_d) (section 3.3). The paper works on
+multi-head attention; for grouped queries the bound is aggregated over the group by `aggregation`
+(default: maximum). The paper keeps layers 0 and 1 dense: set `dense_layers=2` for that.
+
+Resident: 2 D numbers per page. Cost per step: one score per page, then the selected pages.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.method import Method, Selection, aggregate, in_token_order, no_force, top_blocks
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class QuestIndex:
+    low: jax.Array  # [K, NB, D] element-wise minimum of each page's keys
+    high: jax.Array  # [K, NB, D] element-wise maximum
+    stored: jax.Array  # [] tokens in pages
+
+
+@dataclasses.dataclass(frozen=True)
+class Quest(Method):
+    """Pages of `page` consecutive tokens."""
+
+    page: int = 16
+
+    def blocks(self, capacity, rows):
+        return -(-capacity // self.page), self.page, max(1, -(-rows // self.page)), 0
+
+    def init(self, spec):
+        shape = (spec.kv_heads, spec.num_blocks, spec.head_dim)
+        return QuestIndex(jnp.full(shape, jnp.inf), jnp.full(shape, -jnp.inf), jnp.int32(0))
+
+    def build(self, spec, index, keys, pos, valid):
+        placement = in_token_order(spec, jnp.int32(0), jnp.cumsum(valid) - 1, valid)
+        index = _widen(index, placement.block, keys)
+        return dataclasses.replace(index, stored=jnp.sum(valid, dtype=jnp.int32)), placement
+
+    def select(self, spec, index, view, q):
+        occupied = view.count > 0
+        low = jnp.where(occupied[..., None], index.low, 0.0)
+        high = jnp.where(occupied[..., None], index.high, 0.0)
+        # max(q l, q h) = max(q, 0) h + min(q, 0) l, two matrix products instead of a K G NB D tensor.
+        bound = jnp.einsum("kgd,knd->kgn", jnp.maximum(q, 0), high)
+        bound += jnp.einsum("kgd,knd->kgn", jnp.minimum(q, 0), low)
+        score = aggregate(bound * spec.head_dim**-0.5, self.aggregation)
+        return Selection(top_blocks(score, occupied, spec.max_blocks), no_force(spec))
+
+    def append(self, spec, index, view, key, pos, valid):
+        placement = in_token_order(spec, index.stored, jnp.int32(0), valid)
+        index = _widen(index, placement.block[:, None], key[:, None])
+        return dataclasses.replace(index, stored=index.stored + valid), placement
+
+
+def _widen(index: QuestIndex, block, keys) -> QuestIndex:
+    """Takes keys[K, T, D] into the bounds of their pages block[K, T] (NB = none)."""
+    head = jnp.arange(block.shape[0])[:, None]
+    return dataclasses.replace(
+        index,
+        low=index.low.at[head, block].min(keys.astype(index.low.dtype), mode="drop"),
+        high=index.high.at[head, block].max(keys.astype(index.high.dtype), mode="drop"),
+    )

@@ -1,0 +1,52 @@
+"""StreamingLLM (Xiao et al., 2023): attention sinks and a recent window; everything else is dropped.
+
+Resident: the budget. Cost per step: nothing beyond the tail. The window takes the whole budget that
+the sinks leave. Positions stay true positions, as for the other methods (the paper re-numbers them
+inside the cache, which matters only beyond the trained length).
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import jax.numpy as jnp
+
+from kvjax.errors import ConfigError
+from kvjax.method import Method, Placement, Selection, no_force
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamingLLM(Method):
+    """Sinks and window only."""
+
+    evicts: ClassVar[bool] = True
+
+    def spec(self, *, kv_heads, group, head_dim, capacity):
+        if self.budget is None:
+            raise ConfigError("streaming_llm needs a budget: it is what the window is cut to")
+        window = min(self.budget, capacity) - self.sinks
+        if window < 2:
+            raise ConfigError(f"budget={self.budget} leaves no window beside {self.sinks} sinks; raise it")
+        widened = dataclasses.replace(self, window=window)
+        return super(StreamingLLM, widened).spec(
+            kv_heads=kv_heads, group=group, head_dim=head_dim, capacity=capacity
+        )
+
+    def blocks(self, capacity, rows):
+        return 1, 1, 1, 0
+
+    def init(self, spec):
+        return ()
+
+    def build(self, spec, index, keys, pos, valid):
+        return index, _nowhere(spec, pos.shape)
+
+    def select(self, spec, index, view, q):
+        return Selection(jnp.full((spec.kv_heads, spec.max_blocks), spec.num_blocks, jnp.int32), no_force(spec))
+
+    def append(self, spec, index, view, key, pos, valid):
+        return index, _nowhere(spec, ())
+
+
+def _nowhere(spec, shape):
+    block = jnp.full((spec.kv_heads, *shape), spec.num_blocks, jnp.int32)
+    return Placement(block, jnp.zeros_like(block))

@@ -1,0 +1,134 @@
+"""Where the payload of a layer's blocks is while it is being used: the interface and the one in memory.
+
+`MemoryPool` keeps every block in JAX arrays, keys and values apart so that dense attention can read
+them in place. `kvjax.store.slots.SlotPool` keeps a few blocks of a store on disk. Both take batches:
+callbacks have no batching rule, so the batch axis is explicit.
+"""
+
+from typing import Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.cache import pytree
+from kvjax.method import Spec
+from kvjax.typing import Array, Bool, Float, Int32
+
+
+@pytree
+class Line:
+    """Which line of history of which store a step belongs to: operands of every callback."""
+
+    handle: Int32[Array, ""]  # key of the branch in `kvjax.store.base`, -1 = no store
+    generation: Int32[Array, ""]  # tokens committed to it
+
+
+@pytree
+class Traffic:
+    """What one fetch did, per sequence."""
+
+    requested: Int32[Array, "B"]  # blocks the step needed
+    missed: Int32[Array, "B"]  # of these, blocks read from the store
+
+
+@runtime_checkable
+class Pool(Protocol):
+    """Payload blocks of one layer; every method returns a new value."""
+
+    def fetch(self, need: Int32[Array, "B K M1"], layer: Int32[Array, ""], line: Line):
+        """(pool, slot[B, K, M1] of each needed block, ok[], Traffic): the only read from outside."""
+
+    def gather(self, slot: Int32[Array, "B K N"], row: Int32[Array, "B K N"]):
+        """Keys and values `[B, K, N, D]` of single rows; rows of absent blocks are undefined."""
+
+    def block(self, slot: Int32[Array, "B K"]):
+        """Keys and values `[B, K, C, D]` of one block per head."""
+
+    def locate(self, block: Int32[Array, "B K *E"]) -> Int32[Array, "B K *E"]:
+        """Slot of each block, NS where it is not in memory."""
+
+    def put_row(self, block: Int32[Array, "B K"], row, key: Float[Array, "B K D"], value, layer, line: Line):
+        """Writes one row per head (block NB = nothing)."""
+
+    def put_blocks(self, block: Int32[Array, "B K E"], key: Float[Array, "B K E C D"], value, layer, line: Line):
+        """Writes whole blocks (block NB = nothing)."""
+
+
+@pytree
+class MemoryPool:
+    """All blocks in memory; the slot of a block is its number."""
+
+    key: Float[Array, "B K NB C D"]
+    value: Float[Array, "B K NB C D"]
+
+    @classmethod
+    def zeros(cls, spec: Spec, batch: int, dtype) -> "MemoryPool":
+        shape = (batch, spec.kv_heads, spec.num_blocks, spec.block_rows, spec.head_dim)
+        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+    def fetch(self, need, layer, line):
+        quiet = jnp.zeros(need.shape[0], jnp.int32)
+        requested = jnp.sum(need < self.key.shape[2], axis=(1, 2), dtype=jnp.int32)
+        return self, need, jnp.bool_(True), Traffic(requested, quiet)
+
+    def gather(self, slot, row):
+        return take_rows(self.key, slot, row), take_rows(self.value, slot, row)
+
+    def block(self, slot):
+        return take_block(self.key, slot), take_block(self.value, slot)
+
+    def locate(self, block):
+        return block
+
+    def put_row(self, block, row, key, value, layer, line):
+        at = (*batch_and_head(block), block, row)
+        return MemoryPool(
+            self.key.at[at].set(key.astype(self.key.dtype), mode="drop"),
+            self.value.at[at].set(value.astype(self.value.dtype), mode="drop"),
+        )
+
+    def put_blocks(self, block, key, value, layer, line):
+        at = (*batch_and_head(block), block)
+        return MemoryPool(
+            self.key.at[at].set(key.astype(self.key.dtype), mode="drop"),
+            self.value.at[at].set(value.astype(self.value.dtype), mode="drop"),
+        )
+
+    def everything(self):
+        """Keys and values `[B, K, NB * C, D]` in place, in block order."""
+        flat = (*self.key.shape[:2], -1, self.key.shape[-1])
+        return self.key.reshape(flat), self.value.reshape(flat)
+
+
+def batch_and_head(block: Int32[Array, "B K *E"]):
+    """Index arrays that address a block of each sequence and head."""
+    ones = (1,) * (block.ndim - 2)
+    batch = jnp.arange(block.shape[0]).reshape(-1, 1, *ones)
+    head = jnp.arange(block.shape[1]).reshape(1, -1, *ones)
+    return batch, head
+
+
+def take_rows(pool: Float[Array, "B K NS C X"], slot: Int32[Array, "B K N"], row: Int32[Array, "B K N"]):
+    """One gather of single rows from the flattened pool, `[B, K, N, X]`; out-of-range slots are clipped."""
+    batch, heads, slots, rows, width = pool.shape
+    line = jnp.arange(batch * heads).reshape(batch, heads, 1) * slots + jnp.minimum(slot, slots - 1)
+    return jnp.take(pool.reshape(-1, width), line * rows + row, axis=0, mode="clip")
+
+
+def take_block(pool: Float[Array, "B K NS C X"], slot: Int32[Array, "B K"]):
+    """One block per head, `[B, K, C, X]`; out-of-range slots are clipped."""
+    batch, head = batch_and_head(slot)
+    return pool[batch, head, jnp.minimum(slot, pool.shape[2] - 1)]
+
+
+def scatter_prompt(spec: Spec, placement, rows: Float[Array, "B T K X"], dtype) -> Float[Array, "B K NB C X"]:
+    """Blocks filled with a prompt's rows as the placement says; empty rows are zero."""
+    shape = (rows.shape[0], spec.kv_heads, spec.num_blocks, spec.block_rows, rows.shape[-1])
+    batch, head = batch_and_head(placement.block)
+    filled = jnp.zeros(shape, dtype).at[batch, head, placement.block, placement.row]
+    return filled.set(rows.swapaxes(1, 2).astype(dtype), mode="drop")
+
+
+def gated(block: Int32[Array, "B K *E"], gate: Bool[Array, "B"], none: int) -> Int32[Array, "B K *E"]:
+    """Blocks of the sequences that go ahead; none of the others."""
+    return jnp.where(gate.reshape(-1, *(1,) * (block.ndim - 1)), block, none)

@@ -1,0 +1,182 @@
+"""A pool of slots over a store: the working set in memory, everything in the file.
+
+The callbacks of a step are here, behind one interface with three backends that give equal bits:
+`buffer` reads straight into XLA's own memory (CPU), `io` returns fetched blocks from an
+`io_callback` (any platform), `python` is driven from outside the jitted step and is the oracle.
+Callbacks never raise and never touch JAX: they save the first error in the branch and return
+ok = 0, and the step then changes nothing.
+"""
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import io_callback
+from jax.experimental.buffer_callback import buffer_callback
+
+from kvjax.method import Spec
+from kvjax.pool import Line, Traffic, batch_and_head, take_block, take_rows
+from kvjax.store import base, residency
+from kvjax.store.residency import ReadPlan, Residency
+from kvjax.typing import Array, Bool, Float, Int32
+
+Backend = Literal["buffer", "io", "python"]
+
+
+def default_backend() -> Backend:
+    """Straight into XLA's buffers where they are host memory, copies elsewhere."""
+    return "buffer" if jax.default_backend() == "cpu" else "io"
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SlotPool:
+    """Slots of packed rows (key beside value) and the table of what is in them."""
+
+    rows: Float[Array, "B K NS C 2D"]
+    table: Residency
+    num_blocks: int = dataclasses.field(metadata={"static": True})
+    policy: str = dataclasses.field(metadata={"static": True})
+    backend: Backend = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def zeros(cls, spec: Spec, batch: int, slots: int, dtype, policy: str, backend: Backend) -> "SlotPool":
+        shape = (batch, spec.kv_heads, slots, spec.block_rows, 2 * spec.head_dim)
+        table = residency.empty(spec.kv_heads, slots, spec.num_blocks)
+        table = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (batch, *leaf.shape)), table)
+        return cls(jnp.zeros(shape, dtype), table, spec.num_blocks, policy, backend)
+
+    def plan(self, need: Int32[Array, "B K M1"]) -> ReadPlan:
+        """Hits, misses and victims of one fetch; pure."""
+        return jax.vmap(lambda table, need: residency.plan(table, need, self.num_blocks, self.policy))(self.table, need)
+
+    def settle(self, plan: ReadPlan, need: Int32[Array, "B K M1"], rows: Array, ok: Bool[Array, ""]):
+        """The pool after a fetch, and its traffic."""
+        table = jax.tree.map(lambda good, bad: jnp.where(ok, good, bad), plan.success, plan.failure)
+        requested = jnp.sum(need < self.num_blocks, axis=(1, 2), dtype=jnp.int32)
+        missed = jnp.sum(plan.read < self.num_blocks, axis=(1, 2), dtype=jnp.int32)
+        return dataclasses.replace(self, rows=rows, table=table), Traffic(requested, missed)
+
+    def fill(self, plan: ReadPlan, fetched: Float[Array, "B K M1 C 2D"]) -> Array:
+        """Slot contents with fetched blocks put in place."""
+        slot = jnp.where(plan.read < self.num_blocks, plan.slot, self.rows.shape[2])
+        return self.rows.at[(*batch_and_head(slot), slot)].set(fetched, mode="drop")
+
+    def fetch(self, need, layer, line):
+        plan = self.plan(need)
+        if self.backend == "buffer":
+            rows, ok = _read_in_place(self.rows, line, layer, plan)
+        else:
+            fetched, ok = _read_blocks(self.rows, line, layer, plan)
+            rows = jnp.where(ok, self.fill(plan, fetched), self.rows)
+        pool, traffic = self.settle(plan, need, rows, ok)
+        return pool, plan.slot, ok, traffic
+
+    def gather(self, slot, row):
+        return jnp.split(take_rows(self.rows, slot, row), 2, axis=-1)
+
+    def block(self, slot):
+        return jnp.split(take_block(self.rows, slot), 2, axis=-1)
+
+    def locate(self, block):
+        return jax.vmap(residency.locate)(self.table, block)
+
+    def put_row(self, block, row, key, value, layer, line):
+        packed = jnp.concatenate([key, value], axis=-1).astype(self.rows.dtype)
+        slot = jnp.where(block < self.num_blocks, self.locate(block), self.rows.shape[2])
+        _enqueue("put_rows", self.backend, line, layer, block, row, packed)
+        rows = self.rows.at[(*batch_and_head(slot), slot, row)].set(packed, mode="drop")
+        return dataclasses.replace(self, rows=rows)
+
+    def put_blocks(self, block, key, value, layer, line):
+        packed = jnp.concatenate([key, value], axis=-1).astype(self.rows.dtype)
+        slot = jnp.where(block < self.num_blocks, self.locate(block), self.rows.shape[2])
+        _enqueue("put_blocks", self.backend, line, layer, block, packed)
+        rows = self.rows.at[(*batch_and_head(slot), slot)].set(packed, mode="drop")
+        return dataclasses.replace(self, rows=rows)
+
+
+# ------------------------------------------------------------------------------------- callbacks
+# Module-level functions: a callback's identity is part of the compiled program, and a fresh
+# closure per call would compile again.
+
+
+def _branch_call(name: str, handle, *args) -> bool:
+    branch = base.lookup(int(np.asarray(handle)))
+    return branch is not None and getattr(branch, name)(*args)
+
+
+def _scalars(*arrays):
+    return [int(np.asarray(array)) for array in arrays]
+
+
+def _buffer_read(ctx, outs, slots, handle, generation, layer, block, slot):
+    """Reads into the output buffer, which is the input's memory."""
+    rows, ok = outs
+    ok_view = np.asarray(ok)
+    ok_view[...] = _branch_call(
+        "read_into", handle, *_scalars(layer, generation), np.asarray(block), np.asarray(slot), np.asarray(rows)
+    )
+
+
+def _read_in_place(rows, line: Line, layer, plan: ReadPlan):
+    call = buffer_callback(
+        _buffer_read, (jax.ShapeDtypeStruct(rows.shape, rows.dtype), jax.ShapeDtypeStruct((), jnp.int32)),
+        has_side_effect=True, input_output_aliases={0: 0},
+    )
+    rows, ok = call(rows, line.handle, line.generation, layer, plan.read, plan.slot)
+    return rows, ok > 0
+
+
+def _io_read(shape_like, handle, generation, layer, block):
+    fetched = np.zeros((*block.shape, *shape_like.shape[-2:]), shape_like.dtype)
+    order = np.broadcast_to(np.arange(block.shape[-1], dtype=np.int32), block.shape)
+    ok = _branch_call("read_into", handle, *_scalars(layer, generation), np.asarray(block), order, fetched)
+    return fetched, np.int32(ok)
+
+
+def _read_blocks(rows, line: Line, layer, plan: ReadPlan):
+    shape = (*plan.read.shape, *rows.shape[-2:])
+    result = (jax.ShapeDtypeStruct(shape, rows.dtype), jax.ShapeDtypeStruct((), jnp.int32))
+    like = jnp.zeros((1, *rows.shape[-2:]), rows.dtype)
+    fetched, ok = io_callback(_io_read, result, like, line.handle, line.generation, layer, plan.read)
+    return fetched, ok > 0
+
+
+def _buffer_put_rows(ctx, ok, handle, generation, layer, block, row, packed):
+    np.asarray(ok)[...] = _io_put_rows(handle, generation, layer, block, row, packed)
+
+
+def _buffer_put_blocks(ctx, ok, handle, generation, layer, block, packed):
+    np.asarray(ok)[...] = _io_put_blocks(handle, generation, layer, block, packed)
+
+
+def _io_put_rows(handle, generation, layer, block, row, packed):
+    block = np.asarray(block)
+    gate = np.ones(block.shape[0], bool)
+    args = (block, np.asarray(row), np.array(packed), gate)  # a copy: the buffer dies with the callback
+    return np.int32(_branch_call("put_rows", handle, *_scalars(layer, generation), *args))
+
+
+def _io_put_blocks(handle, generation, layer, block, packed):
+    args = (np.asarray(block), np.array(packed))
+    return np.int32(_branch_call("put_blocks", handle, *_scalars(layer, generation), *args))
+
+
+_ENQUEUE = {
+    ("put_rows", True): _buffer_put_rows, ("put_rows", False): _io_put_rows,
+    ("put_blocks", True): _buffer_put_blocks, ("put_blocks", False): _io_put_blocks,
+}
+
+
+def _enqueue(name: str, backend: Backend, line: Line, layer, *args) -> None:
+    """Queues writes under the next generation; a refusal is saved in the branch and ends the token."""
+    in_place = backend == "buffer"
+    result = jax.ShapeDtypeStruct((), jnp.int32)
+    operands = (line.handle, line.generation, layer, *args)
+    if in_place:
+        buffer_callback(_ENQUEUE[name, True], result, has_side_effect=True)(*operands)
+    else:
+        io_callback(_ENQUEUE[name, False], result, *operands)
