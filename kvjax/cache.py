@@ -10,16 +10,10 @@ Functions take one sequence and are mapped over the batch by the caller.
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from kvjax.method import Edits, Method, Placement, Selection, Spec, View
-from kvjax.typing import Array, Bool, Float, Int32
-
-
-def pytree(cls):
-    """A frozen dataclass registered as a pytree."""
-    return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
+from kvjax.typing import Array, Bool, Float, Int32, pytree
 
 
 @pytree

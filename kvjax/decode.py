@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import attention, layer
-from kvjax.cache import pytree
-from kvjax.errors import ConfigError, PromptError, StoreError
+from kvjax.errors import ConfigError, PromptError, StoreClosed, StoreError
 from kvjax.layer import LayerCache, LayerPlan, Report
 from kvjax.method import Method
 from kvjax.methods.full import Full
@@ -25,7 +24,7 @@ from kvjax.models.transformer import Block, Transformer
 from kvjax.pool import Line, MemoryPool
 from kvjax.store import base
 from kvjax.store.slots import Backend, SlotPool, default_backend
-from kvjax.typing import Array, Bool, Int32, Logits, PyTree
+from kvjax.typing import Array, Bool, Int32, Logits, PyTree, pytree
 
 Driver = Literal["staged", "fused"]
 _CHUNK = 512  # queries of one prefill attention step
@@ -230,7 +229,7 @@ def _uses_store(state: State) -> bool:
 def _settle(branch, generation: int, ok: bool, state: State) -> None:
     """Commits the token to the store, or drops it and raises what went wrong."""
     if branch is None:
-        raise base.closed_error()
+        raise StoreClosed("the store of this cache was closed; prefill again, or keep the store open")
     if ok:
         branch.commit(generation - 1)
         return

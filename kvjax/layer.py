@@ -12,10 +12,10 @@ import jax.numpy as jnp
 
 from kvjax import attention
 from kvjax import cache as caching
-from kvjax.cache import Fresh, LayerState, Rows, pytree
+from kvjax.cache import Fresh, LayerState, Rows
 from kvjax.method import Method, Spec
 from kvjax.pool import Line, MemoryPool, Pool, Traffic, gated, scatter_prompt
-from kvjax.typing import Array, Bool, Float, Int32
+from kvjax.typing import Array, Bool, Float, Int32, pytree
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.errors import ConfigError
-from kvjax.typing import Array, Bool, Float, Int32
+from kvjax.typing import Array, Bool, Float, Int32, pytree
 
 Index = Any  # a pytree of arrays, the method's own
 
@@ -67,11 +67,7 @@ class Spec:
         return self.sinks + self.ring + self.held
 
 
-def _pytree(cls):
-    return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
-
-
-@_pytree
+@pytree
 class Selection:
     """Blocks a query needs, best first; ids are unique, NB stands for none."""
 
@@ -79,7 +75,7 @@ class Selection:
     force: Int32[Array, "K"]  # fetched for `adapt`, not attended
 
 
-@_pytree
+@pytree
 class Placement:
     """Where tokens go: block NB = nowhere (dropped); row C = held in the tail on that block's account."""
 
@@ -87,7 +83,7 @@ class Placement:
     row: Int32[Array, "*K_T"]
 
 
-@_pytree
+@pytree
 class Edits:
     """Whole blocks rewritten by a gather from [the due block's C rows ++ the U held rows]; -1 = empty row."""
 
@@ -95,7 +91,7 @@ class Edits:
     rows: Int32[Array, "*K E C"]
 
 
-@_pytree
+@pytree
 class View:
     """What a method may look at: positions, counts, held keys, and which blocks this step fetched."""
 

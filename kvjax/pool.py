@@ -7,12 +7,10 @@ callbacks have no batching rule, so the batch axis is explicit.
 
 from typing import Protocol, runtime_checkable
 
-import jax
 import jax.numpy as jnp
 
-from kvjax.cache import pytree
 from kvjax.method import Spec
-from kvjax.typing import Array, Bool, Float, Int32
+from kvjax.typing import Array, Bool, Float, Int32, pytree
 
 
 @pytree

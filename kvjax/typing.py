@@ -7,16 +7,19 @@
     NB  blocks of one KV head           C   rows of a block ("cap")
     M   blocks selected per step        U   held rows per KV head
     S   sink tokens                     W   recent-window tokens
-    R   rows of the tail, R = S + W + U NS  resident slots of one KV head
+    R   rows of the tail, S + W - 1 + U NS  resident slots of one KV head
 
-A *row* is one token's key and value side by side, so a payload row is 2 * D wide.
+A *row* is one token's key and value side by side, so a payload row is D2 = 2 * D wide.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
-from jaxtyping import Array, Bool, Float, Int32
+import numpy as np
+from jaxtyping import Bool, Float, Int32
 
+Array = jax.Array | np.ndarray  # values brought to the host keep their dataclasses
 PyTree = Any
 PRNGKey = jax.Array
 
@@ -27,7 +30,14 @@ Queries = Float[Array, "*T H D"]
 KeysOrValues = Float[Array, "*T K D"]
 Logits = Float[Array, "*T V"]
 
+
+
+def pytree(cls):
+    """A frozen dataclass registered as a pytree; every field is a child."""
+    return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
+
+
 __all__ = [
     "Array", "Bool", "Float", "Hidden", "Int32", "KeysOrValues", "Logits",
-    "PRNGKey", "Positions", "PyTree", "Queries", "Tokens",
+    "PRNGKey", "Positions", "PyTree", "Queries", "Tokens", "pytree",
 ]

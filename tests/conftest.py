@@ -1,6 +1,5 @@
 """Test-wide settings: runtime type checks of every jaxtyping signature, small thread pools."""
 
-import pytest
 from jaxtyping import install_import_hook
 
 _HOOK = install_import_hook("kvjax", "beartype.beartype")

@@ -31,20 +31,20 @@ import jax.numpy as jnp
 from kvjax import clustering
 from kvjax.errors import ConfigError
 from kvjax.method import Edits, Method, Placement, Selection, aggregate, top_blocks
+from kvjax.typing import Array, Bool, Float, Int32, pytree
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class DynaKVIndex:
-    centroid: jax.Array  # [K, NB, D] r_j, mean key of the rows in the block
-    variance: jax.Array  # [K, NB] sigma_j^2, mean squared distance to r_j
-    split: jax.Array  # [K, NB] f_j = SPLIT: to be split when next fetched
-    tau: jax.Array  # [K] tau_h; < 0 = not calibrated by a prompt
-    seen: jax.Array  # [K] keys appended since init, for the stand-in of tau
-    mean: jax.Array  # [K, D] their mean
-    spread: jax.Array  # [K] their mean squared distance to it
-    splits: jax.Array  # [K] splits done
-    refused: jax.Array  # [K] splits refused for want of a free block
+@pytree
+class DynaKVIndex:  # *B_K: [K], [B, K], or [] inside a function of one head
+    centroid: Float[Array, "*B_K NB D"]  # r_j, mean key of the rows in the block
+    variance: Float[Array, "*B_K NB"]  # sigma_j^2, mean squared distance to r_j
+    split: Bool[Array, "*B_K NB"]  # f_j = SPLIT: to be split when next fetched
+    tau: Float[Array, "*B_K"]  # tau_h; < 0 = not calibrated by a prompt
+    seen: Float[Array, "*B_K"]  # keys appended since init, for the stand-in of tau
+    mean: Float[Array, "*B_K D"]  # their mean
+    spread: Float[Array, "*B_K"]  # their mean squared distance to it
+    splits: Int32[Array, "*B_K"]  # splits done
+    refused: Int32[Array, "*B_K"]  # splits refused for want of a free block
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +84,7 @@ class DynaKV(Method):
         heads, blocks = spec.kv_heads, spec.num_blocks
         return DynaKVIndex(
             centroid=jnp.zeros((heads, blocks, spec.head_dim)), variance=jnp.zeros((heads, blocks)),
-            split=jnp.zeros((heads, blocks), bool), tau=jnp.full(heads, -1.0), seen=jnp.zeros(heads),
+            split=jnp.zeros((heads, blocks), bool), tau=jnp.full(heads, -1.0, jnp.float32), seen=jnp.zeros(heads),
             mean=jnp.zeros((heads, spec.head_dim)), spread=jnp.zeros(heads),
             splits=jnp.zeros(heads, jnp.int32), refused=jnp.zeros(heads, jnp.int32),
         )

@@ -7,16 +7,15 @@ the same store can hold them.
 import dataclasses
 from typing import ClassVar
 
-import jax
 import jax.numpy as jnp
 
 from kvjax.method import Method, Selection, in_token_order, no_force
+from kvjax.typing import Array, Int32, pytree
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class FullIndex:
-    stored: jax.Array  # [] tokens in blocks
+    stored: Int32[Array, "*B"]  # tokens in blocks
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,17 +10,16 @@ attention's scores.
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 
 from kvjax.method import Method, Selection, aggregate, in_token_order, no_force, top_blocks
+from kvjax.typing import Array, Float, Int32, pytree
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class OracleIndex:
-    key: jax.Array  # [K, NB, D] every stored key
-    stored: jax.Array  # []
+    key: Float[Array, "*B K NB D"]  # every stored key
+    stored: Int32[Array, "*B"]  # how many
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,18 +10,17 @@ Resident: 2 D numbers per page. Cost per step: one score per page, then the sele
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 
 from kvjax.method import Method, Selection, aggregate, in_token_order, no_force, top_blocks
+from kvjax.typing import Array, Float, Int32, pytree
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class QuestIndex:
-    low: jax.Array  # [K, NB, D] element-wise minimum of each page's keys
-    high: jax.Array  # [K, NB, D] element-wise maximum
-    stored: jax.Array  # [] tokens in pages
+    low: Float[Array, "*B K NB D"]  # element-wise minimum of each page's keys
+    high: Float[Array, "*B K NB D"]  # element-wise maximum
+    stored: Int32[Array, "*B"]  # tokens in pages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Quest(Method):
 
     def init(self, spec):
         shape = (spec.kv_heads, spec.num_blocks, spec.head_dim)
-        return QuestIndex(jnp.full(shape, jnp.inf), jnp.full(shape, -jnp.inf), jnp.int32(0))
+        return QuestIndex(jnp.full(shape, jnp.inf, jnp.float32), jnp.full(shape, -jnp.inf, jnp.float32), jnp.int32(0))
 
     def build(self, spec, index, keys, pos, valid):
         placement = in_token_order(spec, jnp.int32(0), jnp.cumsum(valid) - 1, valid)

@@ -10,8 +10,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache import pytree
-from kvjax.typing import Array, Int32
+from kvjax.typing import Array, Int32, pytree
 
 
 @pytree

@@ -35,7 +35,7 @@ def default_backend() -> Backend:
 class SlotPool:
     """Slots of packed rows (key beside value) and the table of what is in them."""
 
-    rows: Float[Array, "B K NS C 2D"]
+    rows: Float[Array, "B K NS C D2"]
     table: Residency
     num_blocks: int = dataclasses.field(metadata={"static": True})
     policy: str = dataclasses.field(metadata={"static": True})
@@ -59,7 +59,7 @@ class SlotPool:
         missed = jnp.sum(plan.read < self.num_blocks, axis=(1, 2), dtype=jnp.int32)
         return dataclasses.replace(self, rows=rows, table=table), Traffic(requested, missed)
 
-    def fill(self, plan: ReadPlan, fetched: Float[Array, "B K M1 C 2D"]) -> Array:
+    def fill(self, plan: ReadPlan, fetched: Float[Array, "B K M1 C D2"]) -> Array:
         """Slot contents with fetched blocks put in place."""
         slot = jnp.where(plan.read < self.num_blocks, plan.slot, self.rows.shape[2])
         return self.rows.at[(*batch_and_head(slot), slot)].set(fetched, mode="drop")

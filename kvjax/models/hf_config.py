@@ -1,0 +1,316 @@
+"""Hugging Face's config.json and generation_config.json, read into and written from a `ModelConfig`.
+
+A field that the file leaves out has the value that transformers gives it, which depends on the family.
+A field that would change the model's output and that kvjax cannot follow is an error, never ignored.
+"""
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from kvjax.errors import CheckpointError, ConfigError
+from kvjax.models.config import FAMILIES, ModelConfig, RopeConfig
+
+CONFIG = "config.json"
+GENERATION = "generation_config.json"
+
+Path = str | os.PathLike[str]
+Fields = Mapping[str, Any]
+
+# What the configuration classes of transformers 5.2 assume, where that is not the same for every family.
+_COMMON = {
+    "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "hidden_act": "silu", "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False, "head_dim": None, "rope_theta": 10_000.0,
+}
+_QWEN = _COMMON | {
+    "vocab_size": 151_936, "intermediate_size": 22_016, "num_key_value_heads": 32, "max_position_embeddings": 32_768,
+    "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None,
+    "bos_token_id": None, "eos_token_id": None,
+}
+_DEFAULTS: dict[str, Fields] = {
+    "llama": _COMMON | {
+        "vocab_size": 32_000, "intermediate_size": 11_008, "num_key_value_heads": None, "max_position_embeddings": 2048,
+        "bos_token_id": 1, "eos_token_id": 2,
+    },
+    "mistral": _COMMON | {
+        "vocab_size": 32_000, "intermediate_size": 14_336, "num_key_value_heads": 8, "max_position_embeddings": 131_072,
+        "sliding_window": 4096, "bos_token_id": 1, "eos_token_id": 2,
+    },
+    "qwen2": _QWEN,
+    "qwen3": _QWEN | {"head_dim": 128},
+}
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
+}
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_REQUIRED = object()
+
+
+def read_config(directory: Path) -> ModelConfig:
+    """The model that `directory`'s config.json describes; token ids from generation_config.json first.
+
+    Raises CheckpointError, naming file, field and value, for a missing or corrupt file and for a model,
+    a rope type or an activation that kvjax does not support.
+    """
+    path = model_directory(directory) / CONFIG
+    fields = read_json(path)
+    generation = path.with_name(GENERATION)
+    return _parse(path, fields, read_json(generation) if generation.is_file() else {})
+
+
+def write_config(config: ModelConfig, directory: Path, dtype: str) -> None:
+    """Writes config.json and generation_config.json, from which `read_config` makes `config` again.
+
+    Raises CheckpointError, naming the setting, if the family has no field for a setting of `config`.
+    """
+    path = pathlib.Path(directory) / CONFIG
+    check_writable(config, path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Also the ids' own file: one left by an earlier model would take precedence over config.json.
+    for target, content in ((path.with_name(GENERATION), _special_ids(config)), (path, _to_fields(config, dtype))):
+        with replacing(target) as temporary:
+            temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def check_writable(config: ModelConfig, path: pathlib.Path) -> None:
+    """Raises CheckpointError for the first setting that would not survive being written and read."""
+    back = _parse(path, _to_fields(config, "float32"), _special_ids(config))
+    for name, value in vars(config).items():
+        if getattr(back, name) != value:
+            raise CheckpointError(
+                f"{path}: model_type {config.family!r} cannot express {name}={value!r}; "
+                f"it would be read back as {getattr(back, name)!r}"
+            )
+
+
+def model_directory(directory: Path) -> pathlib.Path:
+    """`directory` as a path; raises CheckpointError if it is not a directory."""
+    path = pathlib.Path(directory)
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: not a directory; download the model and name the folder that holds {CONFIG}")
+    return path
+
+
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+    """The JSON object in `path`; raises CheckpointError if it is missing, corrupt or no object."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: this file is missing from the model directory") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: not readable as JSON ({error}); download the file again") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: holds a JSON {type(content).__name__}; expected an object")
+    return content
+
+
+def token_ids(field: str, *documents: tuple[pathlib.Path, Fields]) -> tuple[int, ...]:
+    """The ids that the first of the `(path, fields)` documents to state `field` gives; () if none does."""
+    for path, fields in documents:
+        value = fields.get(field)
+        if value is not None:
+            ids = tuple(value) if isinstance(value, list) else (value,)
+            if not all(type(i) is int and i >= 0 for i in ids):
+                raise CheckpointError(f"{path}: {field} is {value!r}; expected a token id or a list of them")
+            return ids
+    return ()
+
+
+@contextlib.contextmanager
+def replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A temporary path beside `path` that takes its place at the end, so that no reader sees half a file."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Section:
+    """One JSON object of a file; its readers raise CheckpointError naming file, field and value."""
+
+    path: pathlib.Path
+    fields: Fields
+    prefix: str = ""
+
+    def integer(self, name: str, default: Any = _REQUIRED, least: int = 1) -> Any:
+        """An integer; null means `default` where one is given."""
+        value = self.fields.get(name)
+        if value is None and default is not _REQUIRED:
+            return default
+        if type(value) is not int or value < least:
+            raise self.wrong(name, f"expected an integer of at least {least}")
+        return value
+
+    def number(self, name: str) -> float:
+        value = self.fields.get(name)
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            raise self.wrong(name, "expected a number above zero")
+        return float(value)
+
+    def switch(self, name: str) -> bool:
+        value = self.fields.get(name)
+        if type(value) is not bool:
+            raise self.wrong(name, "expected true or false")
+        return value
+
+    def require(self, name: str, supported: tuple[Any, ...]) -> Any:
+        """A field's value, which has to be one of `supported`."""
+        value = self.fields.get(name)
+        if value not in supported:
+            raise self.wrong(name, f"supported: {', '.join(map(str, supported))}")
+        return value
+
+    def wrong(self, name: str, expected: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: {self.prefix}{name} is {self.fields.get(name)!r}; {expected}")
+
+
+def _parse(path: pathlib.Path, raw: Fields, generation: Fields) -> ModelConfig:
+    family = _Section(path, raw).require("model_type", FAMILIES)
+    section = _Section(path, {**_DEFAULTS[family], **raw})
+    section.require("hidden_act", ("silu",))
+    section.require("quantization_config", (None,))
+    ids = (path.with_name(GENERATION), generation), (path, section.fields)
+    try:
+        return ModelConfig(
+            family=family,
+            **_shape(section),
+            **_switches(section, family),
+            rms_norm_eps=section.number("rms_norm_eps"),
+            windows=_windows(section, family),
+            rope=_rope(section),
+            bos_token_id=next(iter(token_ids("bos_token_id", *ids)), None),
+            eos_token_ids=token_ids("eos_token_id", *ids),
+        )
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+def _shape(section: _Section) -> dict[str, int]:
+    heads, hidden = section.integer("num_attention_heads"), section.integer("hidden_size")
+    return {
+        "vocab_size": section.integer("vocab_size"),
+        "hidden_size": hidden,
+        "intermediate_size": section.integer("intermediate_size"),
+        "num_layers": section.integer("num_hidden_layers"),
+        "num_heads": heads,
+        "num_kv_heads": section.integer("num_key_value_heads", default=heads),
+        "head_dim": section.integer("head_dim", default=hidden // heads),
+        "max_position": section.integer("max_position_embeddings"),
+    }
+
+
+def _switches(section: _Section, family: str) -> dict[str, bool]:
+    # Mistral's and Qwen2's layers do not look at attention_bias, and only Llama's look at mlp_bias.
+    bias = section.switch("attention_bias") and family in ("llama", "qwen3")
+    return {
+        "tie_embeddings": section.switch("tie_word_embeddings"),
+        "qkv_bias": bias or family == "qwen2",
+        "output_bias": bias,
+        "mlp_bias": section.switch("mlp_bias") and family == "llama",
+        "qk_norm": family == "qwen3",
+    }
+
+
+def _windows(section: _Section, family: str) -> tuple[int | None, ...]:
+    """Sliding window of each layer; `layer_types` overrides `max_window_layers` where both are given."""
+    layers = section.integer("num_hidden_layers")
+    if family == "llama":
+        return (None,) * layers
+    window = section.integer("sliding_window", default=None)
+    if family == "mistral":
+        return (window,) * layers
+    if not section.switch("use_sliding_window"):
+        window = None
+    if section.fields["layer_types"] is not None:
+        return _typed_windows(section, layers, window)
+    first = section.integer("max_window_layers", least=0)
+    return tuple(window if i >= first else None for i in range(layers))
+
+
+def _typed_windows(section: _Section, layers: int, window: int | None) -> tuple[int | None, ...]:
+    kinds = section.fields["layer_types"]
+    if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in (_FULL, _SLIDING) for kind in kinds):
+        raise section.wrong("layer_types", f"expected {_FULL!r} or {_SLIDING!r} for each of {layers} layers")
+    if _SLIDING in kinds and window is None:
+        raise section.wrong("layer_types", "sliding layers need use_sliding_window and a sliding_window")
+    return tuple(window if kind == _SLIDING else None for kind in kinds)
+
+
+def _rope(section: _Section) -> RopeConfig:
+    """Rotary embedding from `rope_scaling` beside `rope_theta`, or from the newer `rope_parameters`."""
+    name = "rope_scaling" if section.fields.get("rope_scaling") else "rope_parameters"
+    scaling = section.fields.get(name) or {}
+    if not isinstance(scaling, dict) or any(isinstance(value, dict) for value in scaling.values()):
+        raise section.wrong(name, "expected null or one object of plain values for all layers")
+    # Under the old key `type`, and beside the object, are the places where older files keep these.
+    inherited = {"rope_type": scaling.get("type", "default"), "rope_theta": section.fields["rope_theta"],
+                 "partial_rotary_factor": section.fields.get("partial_rotary_factor")}
+    rope = _Section(section.path, inherited | scaling, f"{name}.")
+    rope.require("partial_rotary_factor", (None, 1.0))
+    kind = rope.require("rope_type", ("default", "linear", "llama3"))
+    theta = rope.number("rope_theta")
+    if kind == "default":
+        return RopeConfig(theta)
+    if kind == "linear":
+        return RopeConfig(theta, kind, rope.number("factor"))
+    return RopeConfig(
+        theta, kind, rope.number("factor"), rope.number("low_freq_factor"), rope.number("high_freq_factor"),
+        _original_max_position(section, rope),
+    )
+
+
+def _original_max_position(section: _Section, rope: _Section) -> int:
+    """The length first trained on: as transformers does, the field beside the rope settings comes first."""
+    name = "original_max_position_embeddings"
+    inside = rope.integer(name, default=section.integer("max_position_embeddings"))
+    return section.integer(name, default=inside)
+
+
+def _to_fields(config: ModelConfig, dtype: str) -> dict[str, Any]:
+    """config.json's content, in the older spelling of rope and dtype: every version of transformers reads it."""
+    rope = {"rope_type": config.rope.kind, "factor": config.rope.factor}
+    if config.rope.kind == "llama3":
+        rope |= {
+            "low_freq_factor": config.rope.low_freq_factor, "high_freq_factor": config.rope.high_freq_factor,
+            "original_max_position_embeddings": config.rope.original_max_position,
+        }
+    return {
+        "architectures": [_ARCHITECTURES[config.family]], "model_type": config.family, "torch_dtype": dtype,
+        "vocab_size": config.vocab_size, "hidden_size": config.hidden_size, "hidden_act": "silu",
+        "intermediate_size": config.intermediate_size, "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads, "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim, "max_position_embeddings": config.max_position,
+        "rms_norm_eps": config.rms_norm_eps, "tie_word_embeddings": config.tie_embeddings,
+        "attention_bias": config.output_bias, "mlp_bias": config.mlp_bias, "rope_theta": config.rope.theta,
+        "rope_scaling": None if config.rope.kind == "default" else rope,
+        **_window_fields(config), **_special_ids(config),
+    }
+
+
+def _window_fields(config: ModelConfig) -> dict[str, Any]:
+    if config.family == "llama":
+        return {}
+    window = next((w for w in config.windows if w is not None), None)
+    if config.family == "mistral":
+        return {"sliding_window": window}
+    return {
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
+        # For versions that do not know layer_types: they slide from this layer on.
+        "max_window_layers": next((i for i, w in enumerate(config.windows) if w is not None), config.num_layers),
+        "layer_types": [_FULL if w is None else _SLIDING for w in config.windows],
+    }
+
+
+def _special_ids(config: ModelConfig) -> dict[str, Any]:
+    eos = list(config.eos_token_ids)
+    return {"bos_token_id": config.bos_token_id, "eos_token_id": eos if len(eos) > 1 else next(iter(eos), None)}

@@ -1,0 +1,178 @@
+"""Text to token ids and back, and chat templates, as a Hugging Face model directory defines them."""
+
+import dataclasses
+import datetime
+import hashlib
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jinja2
+import jinja2.ext
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from kvjax.errors import CheckpointError, PromptError
+from kvjax.models import hf_config
+
+TOKENIZER = "tokenizer.json"
+SETTINGS = "tokenizer_config.json"
+SPECIAL_TOKENS = "special_tokens_map.json"
+TEMPLATE = "chat_template.jinja"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TextTokenizer:
+    """The tokenizer of a model directory; make one with `TextTokenizer.from_directory`.
+
+    directory        where it was read from, for error messages
+    tokenizer        the tokenizer.json, without truncation and padding
+    special_tokens   strings such as `bos_token`, by the name that chat templates use
+    eos_ids          ids that end a generation
+    bos_id           id that starts a text, if the model has one
+    template         source of the chat template, if the model has one
+    fingerprint      first 16 hex digits of the SHA-256 of tokenizer.json
+    """
+
+    directory: pathlib.Path
+    tokenizer: Tokenizer
+    special_tokens: Mapping[str, str]
+    eos_ids: tuple[int, ...]
+    bos_id: int | None
+    template: str | None
+    fingerprint: str
+
+    @classmethod
+    def from_directory(cls, directory: hf_config.Path) -> "TextTokenizer":
+        """Reads tokenizer.json, and what the other files add; CheckpointError if one is missing or corrupt."""
+        root = hf_config.model_directory(directory)
+        content = _read_tokenizer(root / TOKENIZER)
+        tokenizer = _parse_tokenizer(root / TOKENIZER, content)
+        settings = _read_optional(root / SETTINGS)
+        special = _special_tokens(_read_optional(root / SPECIAL_TOKENS)) | _special_tokens(settings)
+        return cls(
+            directory=root,
+            tokenizer=tokenizer,
+            special_tokens=special,
+            eos_ids=_eos_ids(root, tokenizer, special),
+            bos_id=_id_of(tokenizer, special.get("bos_token")),
+            template=_template(root, settings),
+            fingerprint=hashlib.sha256(content).hexdigest()[:16],
+        )
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; leave out special tokens for text from `apply_chat_template`, which has them."""
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids` without special tokens."""
+        return self.tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+        """The conversation as the model was taught to see it; each message has a role and a content.
+
+        Raises CheckpointError if the model has no template or a broken one, and PromptError if the
+        template refuses the messages.
+        """
+        if self.template is None:
+            raise CheckpointError(
+                f"{self.directory}: no chat template in {SETTINGS} or {TEMPLATE}; encode plain text for a base model"
+            )
+        try:
+            template = _environment().from_string(self.template)
+            # Templates test `tools` and `documents` for none, which an undefined name is not.
+            return template.render(
+                messages=list(messages), add_generation_prompt=add_generation_prompt, tools=None, documents=None,
+                **self.special_tokens,
+            )
+        except jinja2.TemplateError as error:
+            raise CheckpointError(f"{self.directory}: the chat template does not work: {error}") from error
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """`{% generation %}` marks an answer for training masks; for text it is transparent."""
+
+    tags = frozenset({"generation"})
+
+    def parse(self, parser):
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """What Hugging Face's templates are written for; sandboxed, because a template is foreign code."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
+    return environment
+
+
+def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+    # Jinja's own filter escapes <, > and & for HTML, which no model was trained on.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _refuse(message: str) -> None:
+    raise PromptError(f"the chat template refuses these messages: {message}")
+
+
+def _now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)
+
+
+def _read_tokenizer(path: pathlib.Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error}); only fast tokenizers are supported") from error
+
+
+def _parse_tokenizer(path: pathlib.Path, content: bytes) -> Tokenizer:
+    try:
+        tokenizer = Tokenizer.from_buffer(content)
+    except Exception as error:  # tokenizers raises no narrower class
+        raise CheckpointError(f"{path}: not a tokenizer ({error}); download the file again") from error
+    # Some files carry the settings of a training run, which would cut or pad every text.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _read_optional(path: pathlib.Path) -> dict[str, Any]:
+    return hf_config.read_json(path) if path.is_file() else {}
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Every `*_token` that is set, each either a string or an object with its `content`."""
+    tokens = {name: value for name, value in settings.items() if name.endswith("_token")}
+    tokens = {name: value.get("content") if isinstance(value, dict) else value for name, value in tokens.items()}
+    return {name: value for name, value in tokens.items() if isinstance(value, str)}
+
+
+def _eos_ids(root: pathlib.Path, tokenizer: Tokenizer, special: Mapping[str, str]) -> tuple[int, ...]:
+    """The model files' ids, which chat models extend with their end of turn; else the tokenizer's own."""
+    files = (root / hf_config.GENERATION, root / hf_config.CONFIG)
+    stated = hf_config.token_ids("eos_token_id", *((file, _read_optional(file)) for file in files))
+    own = _id_of(tokenizer, special.get("eos_token"))
+    return stated or (() if own is None else (own,))
+
+
+def _id_of(tokenizer: Tokenizer, token: str | None) -> int | None:
+    return None if token is None else tokenizer.token_to_id(token)
+
+
+def _template(root: pathlib.Path, settings: Mapping[str, Any]) -> str | None:
+    """The template's own file, else the one in the settings; of several named ones the default."""
+    file = root / TEMPLATE
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default", list(named))
+    if not isinstance(template, str | None):
+        raise CheckpointError(f"{root / SETTINGS}: chat_template is {template!r}; expected text or a list with default")
+    return template

@@ -1,0 +1,191 @@
+"""What every block store has in common: geometry, the branch interface, and the registry of handles.
+
+A *branch* is one writable line of history of one cache. The jitted machinery never holds a branch: it carries the
+branch's `handle` as an int32 operand, and the host callback finds the branch again with `lookup(handle)`.
+
+Axes as in `kvjax.typing`: B sequences, K KV heads, NB blocks, C rows of a block, NS slots, and here
+N blocks asked for in one read, E blocks rewritten in one call, width = 2 * D (key and value side by side).
+"""
+
+import abc
+import dataclasses
+import itertools
+import threading
+import weakref
+from typing import Any, SupportsInt
+
+import ml_dtypes
+import numpy as np
+
+from kvjax.errors import ConfigError, StoreError
+
+PAGE_BYTES = 4096
+DTYPES = {
+    "float32": np.dtype(np.float32),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+    "int8": np.dtype(np.int8),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Geometry:
+    """Shape of one cache; all a store has to know about a model."""
+
+    layers: int
+    batch: int
+    kv_heads: int
+    num_blocks: int  # per KV head
+    block_rows: int
+    width: int  # elements of a row: key and value, 2 * head_dim
+    dtype: str
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self)[:-1]:
+            if getattr(self, field.name) < 1:
+                raise ConfigError(f"geometry: {field.name}={getattr(self, field.name)} must be at least 1")
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"geometry: dtype {self.dtype!r} is unknown; use one of {', '.join(DTYPES)}")
+
+    @property
+    def numpy_dtype(self) -> np.dtype:
+        return DTYPES[self.dtype]
+
+    @property
+    def lanes(self) -> int:
+        """Pairs of sequence and KV head."""
+        return self.batch * self.kv_heads
+
+    @property
+    def total_blocks(self) -> int:
+        return self.layers * self.lanes * self.num_blocks
+
+    @property
+    def row_bytes(self) -> int:
+        return self.width * self.numpy_dtype.itemsize
+
+    @property
+    def block_bytes(self) -> int:
+        return self.block_rows * self.row_bytes
+
+    @property
+    def extent_bytes(self) -> int:
+        """`block_bytes` rounded up to whole pages, which O_DIRECT asks for."""
+        return -(-self.block_bytes // PAGE_BYTES) * PAGE_BYTES
+
+    def describe(self, block_id: SupportsInt) -> str:
+        """`"layer 0, sequence 1, head 2, block 3"` of a flat id over [layers, B, K, NB]."""
+        shape = (self.layers, self.batch, self.kv_heads, self.num_blocks)
+        layer, sequence, head, block = np.unravel_index(int(block_id), shape)
+        return f"layer {layer}, sequence {sequence}, head {head}, block {block}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """What a branch has moved since it was made; a fork starts at zero."""
+
+    reads: int = 0  # I/O requests made by read_into
+    blocks_read: int = 0  # blocks that came from the device
+    bytes_read: int = 0  # bytes asked of the device, padding included
+    bytes_useful: int = 0  # bytes of those blocks without padding
+    rows_written: int = 0  # appended rows that reached the device
+    blocks_written: int = 0  # blocks written, whatever the reason
+    bytes_written: int = 0  # bytes given to the device, padding included
+    read_seconds: float = 0.0  # wall time inside read_into
+
+
+class Tally:
+    """Running totals behind `Stats`, added to from several threads."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._totals: dict[str, Any] = {}
+
+    def add(self, **amounts) -> None:
+        with self._lock:
+            for name, amount in amounts.items():
+                self._totals[name] = self._totals.get(name, 0) + amount
+
+    def stats(self) -> Stats:
+        with self._lock:
+            return Stats(**self._totals)
+
+
+class Branch(abc.ABC):
+    """One writable line of history of one store.
+
+    The callback entry points (`read_into`, `put_rows`, `put_blocks`) run inside XLA: they never raise and never touch
+    JAX. On failure they save the first typed exception and return False, and keep returning False until the exception
+    was fetched by `take_error`, or raised by `commit` or `flush`.
+
+    Attributes:
+      handle: key of this branch in the registry, a small int.
+      geometry: shape of the cache.
+      generation: committed generation, starts at 0 (a fork starts at its parent's).
+    """
+
+    def __init__(self, geometry: Geometry, generation: int = 0):
+        self.geometry = geometry
+        self.generation = generation
+        self.handle = next(_HANDLES)
+        _BRANCHES[self.handle] = self
+
+    @abc.abstractmethod
+    def write_layer(self, layer: int, blocks: np.ndarray, counts: np.ndarray) -> None:
+        """Replaces a whole layer after prefill: blocks[B, K, NB, C, width] in the store's dtype, counts[B, K, NB] valid
+        rows. Blocks with a count of 0 take no space; rows beyond the count read as zero. Raises StoreError, and then
+        the layer is as it was."""
+
+    @abc.abstractmethod
+    def read_into(self, layer, generation, block, slot, slots) -> bool:
+        """Callback. Copies block[B, K, N] int32 (outside 0..NB-1: nothing to read) of a layer to
+        slots[b, k, slot[b, k, n]], where slots[B, K, NS, C, width] is contiguous and writable. A block that was never
+        written reads as zeros. Sees everything committed, and nothing else."""
+
+    @abc.abstractmethod
+    def put_rows(self, layer, generation, block, row, rows, gate) -> bool:
+        """Callback. Enqueues rows[B, K, width] as row[B, K] of block[B, K] for generation + 1; nothing where the block
+        or the row is out of range or gate[B] is False. Keeps no reference to its arguments."""
+
+    @abc.abstractmethod
+    def put_blocks(self, layer, generation, block, rows) -> bool:
+        """Callback. Enqueues rows[B, K, E, C, width] as the whole contents of block[B, K, E] for generation + 1."""
+
+    @abc.abstractmethod
+    def take_error(self) -> StoreError | None:
+        """Pops the saved exception."""
+
+    @abc.abstractmethod
+    def commit(self, generation: int) -> None:
+        """Makes what was enqueued visible to reads; `self.generation` becomes generation + 1. Waits only while more
+        than the staging limit is still unwritten. Raises StoreError, and then nothing was committed and the call may
+        be repeated."""
+
+    @abc.abstractmethod
+    def abort(self, generation: int) -> None:
+        """Drops what was enqueued since the last commit. Does nothing for a generation that is past; never raises."""
+
+    @abc.abstractmethod
+    def fork(self) -> "Branch":
+        """An independent branch with the same committed contents; blocks are copied when either side writes them."""
+
+    @abc.abstractmethod
+    def flush(self) -> None:
+        """Writes all that is committed; raises what failed, and tries it again when called again."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Flushes, gives everything back, then raises what failed. Closing twice is allowed."""
+
+    @abc.abstractmethod
+    def stats(self) -> Stats:
+        """Totals since the branch was made."""
+
+
+_HANDLES = itertools.count(1)
+_BRANCHES: "weakref.WeakValueDictionary[int, Branch]" = weakref.WeakValueDictionary()
+
+
+def lookup(handle: SupportsInt) -> Branch | None:
+    """The live branch with this handle; None when it was garbage-collected or never existed."""
+    return _BRANCHES.get(int(handle))

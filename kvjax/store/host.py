@@ -1,0 +1,65 @@
+"""The store that keeps every block in host memory: the oracle of the tests, and a tier of its own."""
+
+import numpy as np
+
+from kvjax.store.base import Geometry
+from kvjax.store.transaction import Rows, TransactionalBranch
+
+
+class HostStore:
+    """Makes branches over plain NumPy arrays; nothing is shared between branches."""
+
+    def create(self, geometry: Geometry, fingerprint: str) -> "HostBranch":
+        """A branch in which every block is zero; the fingerprint has no use in memory."""
+        del fingerprint
+        return HostBranch(geometry, np.zeros((geometry.total_blocks, geometry.block_bytes), np.uint8))
+
+
+class HostBranch(TransactionalBranch):
+    """All blocks in one array data[layers * B * K * NB, block_bytes]; a fork copies it."""
+
+    def __init__(self, geometry: Geometry, data: np.ndarray, generation: int = 0):
+        super().__init__(geometry, generation)
+        self._data = data
+
+    def write_layer(self, layer, blocks, counts):
+        geometry = self.geometry
+        shape = (geometry.batch, geometry.kv_heads, geometry.num_blocks)
+        with self._mutex:
+            self._raise_saved()
+            self._check(self.generation)
+            self._expect("blocks", blocks, (*shape, geometry.block_rows, geometry.width))
+            valid = np.arange(geometry.block_rows) < self._index("counts", counts, shape)[..., None]
+            start = self._layer_start(layer)
+            kept = np.where(valid[..., None], blocks, np.zeros((), blocks.dtype))
+            count = geometry.lanes * geometry.num_blocks
+            self._data[start:start + count] = kept.reshape(count, -1).view(np.uint8)
+            written = int(valid.any(-1).sum())
+        self._tally.add(blocks_written=written, bytes_written=written * geometry.block_bytes)
+
+    def fork(self) -> "HostBranch":
+        with self._mutex:
+            self._raise_saved()
+            self._check(self.generation)
+            return HostBranch(self.geometry, self._data.copy(), self.generation)
+
+    def _load(self, ids, targets, out):
+        out[targets] = self._data[ids]
+        moved = ids.size * self.geometry.block_bytes
+        self._tally.add(reads=1, blocks_read=ids.size, bytes_read=moved, bytes_useful=moved)
+
+    def _publish(self, records):
+        rows = self._data.reshape(self.geometry.total_blocks, self.geometry.block_rows, -1)
+        for record in records:
+            if isinstance(record, Rows):
+                rows[record.ids, record.row] = record.data
+                self._tally.add(rows_written=record.ids.size, bytes_written=record.data.nbytes)
+            else:
+                self._data[record.ids] = record.data
+                self._tally.add(blocks_written=record.ids.size, bytes_written=record.data.nbytes)
+
+    def _drain(self):
+        pass
+
+    def _release(self):
+        self._data = np.zeros((0, self.geometry.block_bytes), np.uint8)

@@ -1,0 +1,154 @@
+"""What one branch knows: which extent holds each of its blocks, and which blocks are newer in memory than on flash."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from kvjax.errors import StoreError
+from kvjax.store.base import Geometry, Tally
+from kvjax.store.transaction import Blocks, ErrorSlot, Rows
+
+
+class Staged:
+    """A block with committed rows that are not yet on flash.
+
+    Attributes:
+      image: uint8[extent_bytes], the padding zero; only rows in `mask` mean anything.
+      mask: bool[C] rows that were written.
+      complete: the image is the whole block, so nothing is needed from flash.
+      appended: rows put one by one, for the statistics.
+    """
+
+    __slots__ = ("appended", "complete", "image", "mask", "rows")
+
+    def __init__(self, geometry: Geometry):
+        self.image = np.zeros(geometry.extent_bytes, np.uint8)
+        self.rows = self.image[:geometry.block_bytes].reshape(geometry.block_rows, geometry.row_bytes)
+        self.mask = np.zeros(geometry.block_rows, bool)
+        self.complete = False
+        self.appended = 0
+
+    def put_row(self, row: int, data: np.ndarray) -> None:
+        self.rows[row] = data
+        self.mask[row] = True
+        self.appended += 1
+
+    def put_block(self, data: np.ndarray) -> None:
+        self.rows.reshape(-1)[:] = data
+        self.appended = 0
+        self.complete = True
+
+    def fill_under(self, rows: np.ndarray) -> None:
+        """Completes the image with older rows[C, row_bytes] where nothing newer was put."""
+        older = np.flatnonzero(~self.mask)
+        self.rows[older] = rows[older]
+        self.complete = True
+
+    def copy_to(self, out: np.ndarray) -> None:
+        """Lays what was put over out[block_bytes], which holds the older rows."""
+        if self.complete:
+            out[:] = self.rows.reshape(-1)
+        else:
+            out.reshape(self.rows.shape)[self.mask] = self.rows[self.mask]
+
+
+class Sources(NamedTuple):
+    """Where the blocks of one read are, in the order asked for.
+
+    extents: int32[n], sums: uint64[n] what the extent must hash to; both meaningless where not `on_flash`: bool[n].
+    staged: (i, older and newer Staged of block i) for blocks that are in memory, wholly or in part.
+    """
+
+    extents: np.ndarray
+    sums: np.ndarray
+    on_flash: np.ndarray
+    staged: list[tuple[int, tuple[Staged, ...]]]
+
+
+class Lineage:
+    """State of one branch, kept apart from it so that the writer thread keeps no branch alive.
+
+    All fields are guarded by the volume's lock.
+
+    Attributes:
+      table: int32[layers * B * K * NB], extent of each block, -1 before its first write.
+      queue: staged blocks by id, oldest first; they may still take more rows.
+      flight: staged blocks the writer is working on; their rows no longer change.
+      failed: why the writer gave up on this lineage; cleared to let it try again.
+      urgent: somebody waits for the queue to be empty.
+    """
+
+    def __init__(self, geometry: Geometry, table: np.ndarray, errors: ErrorSlot, tally: Tally):
+        self.geometry = geometry
+        self.table = table
+        self.queue: dict[int, Staged] = {}
+        self.flight: dict[int, Staged] = {}
+        self.failed: StoreError | None = None
+        self.urgent = False
+        self.errors = errors
+        self.tally = tally
+        self._pending = np.zeros(table.size, bool)  # ids in queue or flight, for one vectorised look
+
+    @property
+    def idle(self) -> bool:
+        return not self.queue and not self.flight
+
+    def stage(self, record: Rows | Blocks) -> int:
+        """Adds a committed record to the queue; returns how many blocks that staged anew."""
+        before = len(self.queue)
+        ids = record.ids.tolist()
+        if isinstance(record, Rows):
+            for block_id, row, data in zip(ids, record.row.tolist(), record.data, strict=True):
+                self._staged(block_id).put_row(row, data)
+        else:
+            for block_id, data in zip(ids, record.data, strict=True):
+                self._staged(block_id).put_block(data)
+        self._pending[record.ids] = True
+        return len(self.queue) - before
+
+    def _staged(self, block_id: int) -> Staged:
+        staged = self.queue.get(block_id)
+        if staged is None:
+            staged = self.queue[block_id] = Staged(self.geometry)
+        return staged
+
+    def take_oldest(self) -> tuple[int, Staged]:
+        """Moves the block that waits longest from the queue to the writer."""
+        block_id = next(iter(self.queue))
+        staged = self.flight[block_id] = self.queue.pop(block_id)
+        return block_id, staged
+
+    def written(self, block_id: int) -> None:
+        """The writer is done with a block, unless more rows came meanwhile."""
+        del self.flight[block_id]
+        self._pending[block_id] = block_id in self.queue
+
+    def put_back(self, block_id: int, error: StoreError) -> bool:
+        """The writer failed: the block waits first in line again. True when it joined newer rows of the same block."""
+        older, newer = self.flight.pop(block_id), self.queue.pop(block_id, None)
+        if newer is not None and not newer.complete:
+            newer.fill_under(older.rows) if older.complete else _join(newer, older)
+            newer.appended += older.appended
+        self.queue = {block_id: newer or older, **self.queue}
+        self.failed = error
+        return newer is not None
+
+    def resolve(self, ids: np.ndarray, checksums: np.ndarray) -> Sources:
+        """Where ids[n] are at this moment."""
+        extents = self.table[ids]
+        on_flash = extents >= 0
+        staged = []
+        for i in np.flatnonzero(self._pending[ids]).tolist():
+            block_id = int(ids[i])
+            found = (self.flight.get(block_id), self.queue.get(block_id))
+            layers = tuple(staged_block for staged_block in found if staged_block is not None)
+            staged.append((i, layers))
+            if any(layer.complete for layer in layers):
+                on_flash[i] = False
+        return Sources(extents, checksums[extents], on_flash, staged)
+
+
+def _join(newer: Staged, older: Staged) -> None:
+    keep = older.mask & ~newer.mask
+    newer.rows[keep] = older.rows[keep]
+    newer.mask |= keep

@@ -1,0 +1,27 @@
+"""Every system call of the flash store, in one object that tests replace by one that fails on purpose."""
+
+import fcntl
+import os
+
+
+class SystemIO:
+    """Thin names for system calls; each raises OSError as the kernel does.
+
+    Where retries, short counts and error types are decided is `kvjax.store.file`, not here.
+    """
+
+    open = staticmethod(os.open)
+    close = staticmethod(os.close)
+    preadv = staticmethod(os.preadv)
+    pwrite = staticmethod(os.pwrite)
+    ftruncate = staticmethod(os.ftruncate)
+    unlink = staticmethod(os.unlink)
+
+    def lock(self, descriptor: int) -> None:
+        """Takes the exclusive lock of an open file, or raises BlockingIOError at once."""
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def free_bytes(self, descriptor: int) -> int:
+        """What an ordinary user may still write to the file's device."""
+        device = os.fstatvfs(descriptor)
+        return device.f_bavail * device.f_frsize

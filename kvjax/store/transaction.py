@@ -1,0 +1,262 @@
+"""The half of a branch that does not depend on where blocks live: one token is one transaction.
+
+Callbacks check their arguments, turn (layer, b, k, block) into flat ids over [layers, B, K, NB], copy payload out of
+XLA's buffers and collect it in a list; `commit` hands the list to the store, `abort` forgets it.
+"""
+
+import abc
+import dataclasses
+import functools
+import threading
+import time
+
+import numpy as np
+
+from kvjax.errors import FormatMismatch, StaleCache, StoreClosed, StoreError
+from kvjax.store.base import Branch, Geometry, Stats, Tally
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Enqueued single rows: ids[n] int64, row[n], data[n, row_bytes] uint8."""
+
+    ids: np.ndarray
+    row: np.ndarray
+    data: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """Enqueued whole blocks: ids[n] int64, data[n, block_bytes] uint8."""
+
+    ids: np.ndarray
+    data: np.ndarray
+
+
+class ErrorSlot:
+    """Keeps the first exception until somebody takes it."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._first: StoreError | None = None
+
+    @property
+    def first(self) -> StoreError | None:
+        return self._first
+
+    def save(self, cause: BaseException) -> None:
+        error = as_store_error(cause)
+        _forget_frames(error)
+        with self._lock:
+            self._first = self._first or error
+
+    def forget(self, error: StoreError) -> None:
+        """Drops this exception, because it was raised already."""
+        with self._lock:
+            self._first = None if self._first is error else self._first
+
+    def take(self) -> StoreError | None:
+        with self._lock:
+            error, self._first = self._first, None
+            return error
+
+
+def as_store_error(cause: BaseException) -> StoreError:
+    """`cause` itself when it is typed, else a StoreError that names it."""
+    if isinstance(cause, StoreError):
+        return cause
+    error = StoreError(f"unexpected {type(cause).__name__} in the block store: {cause}")
+    error.__cause__ = cause
+    return error
+
+
+def _forget_frames(error: BaseException) -> None:
+    """Drops tracebacks: their frames hold views of XLA's buffers, which die with the callback."""
+    link: BaseException | None = error
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+
+
+def callback(method):
+    """Turns a method that raises into a callback entry point that saves the exception and returns False."""
+
+    @functools.wraps(method)
+    def entry(self, *args, **kwargs) -> bool:
+        try:
+            method(self, *args, **kwargs)
+        except BaseException as cause:  # even KeyboardInterrupt would cost the caller its donated buffers
+            self._errors.save(cause)
+            return False
+        return True
+
+    return entry
+
+
+class TransactionalBranch(Branch):
+    """Arguments, generations, errors and the open transaction; subclasses move the bytes.
+
+    Subclasses give `_load`, `_publish`, `_drain` and `_release`; all but `_load` run under `self._mutex`, which orders
+    the Python-side calls of one branch.
+    """
+
+    def __init__(self, geometry: Geometry, generation: int = 0):
+        self._errors = ErrorSlot()
+        self._tally = Tally()
+        self._mutex = threading.RLock()
+        self._open: list[Rows | Blocks] = []
+        self._closed = False
+        self._lane_start = np.arange(geometry.lanes, dtype=np.int64).reshape(geometry.batch, geometry.kv_heads)
+        self._lane_start *= geometry.num_blocks
+        super().__init__(geometry, generation)
+
+    @abc.abstractmethod
+    def _load(self, ids: np.ndarray, targets: np.ndarray, out: np.ndarray) -> None:
+        """Copies block ids[n] to out[targets[n]], out[slots, block_bytes] uint8."""
+
+    @abc.abstractmethod
+    def _publish(self, records: list[Rows | Blocks]) -> None:
+        """Makes records visible to `_load`, in order; on an exception none of them is."""
+
+    @abc.abstractmethod
+    def _drain(self) -> None:
+        """Waits until everything published is where it belongs; raises what failed."""
+
+    @abc.abstractmethod
+    def _release(self) -> None:
+        """Gives all resources back; never raises."""
+
+    # ---- callback entry points
+
+    @callback
+    def read_into(self, layer, generation, block, slot, slots):
+        started = time.perf_counter()
+        self._enter(generation)
+        try:
+            ids, targets, out = self._locate(layer, block, slot, slots)
+            if ids.size:
+                self._load(ids, targets, out)
+        finally:
+            self._tally.add(read_seconds=time.perf_counter() - started)
+
+    @callback
+    def put_rows(self, layer, generation, block, row, rows, gate):
+        self._enter(generation)
+        shape = self._lane_start.shape
+        block, row = self._index("block", block, shape), self._index("row", row, shape)
+        self._expect("rows", rows, (*shape, self.geometry.width))
+        wanted = _within(block, self.geometry.num_blocks) & _within(row, self.geometry.block_rows)
+        wanted &= np.asarray(gate, bool)[:, None]
+        if wanted.any():
+            ids = (self._layer_start(layer) + self._lane_start + block)[wanted]
+            data = np.ascontiguousarray(rows[wanted]).view(np.uint8)
+            self._open.append(Rows(ids, row[wanted], data))
+
+    @callback
+    def put_blocks(self, layer, generation, block, rows):
+        self._enter(generation)
+        block = self._index("block", block, (*self._lane_start.shape, np.shape(block)[-1]))
+        self._expect("rows", rows, (*block.shape, self.geometry.block_rows, self.geometry.width))
+        wanted = _within(block, self.geometry.num_blocks)
+        if wanted.any():
+            ids = (self._layer_start(layer) + self._lane_start[..., None] + block)[wanted]
+            data = np.ascontiguousarray(rows[wanted]).reshape(ids.size, -1).view(np.uint8)
+            self._open.append(Blocks(ids, data))
+
+    # ---- Python side
+
+    def take_error(self) -> StoreError | None:
+        return self._errors.take()
+
+    def commit(self, generation: int) -> None:
+        with self._mutex:
+            self._raise_saved()
+            self._check(generation)
+            self._publish(self._open)
+            self._open = []
+            self.generation += 1
+
+    def abort(self, generation: int) -> None:
+        with self._mutex:
+            if int(generation) == self.generation:
+                self._open = []
+
+    def flush(self) -> None:
+        with self._mutex:
+            self._raise_saved()
+            self._check(self.generation)
+            self._drain()
+
+    def close(self) -> None:
+        with self._mutex:
+            if self._closed:
+                return
+            try:
+                self.flush()
+            finally:
+                self._closed = True
+                self._open = []
+                self._release()
+
+    def stats(self) -> Stats:
+        return self._tally.stats()
+
+    # ---- checks
+
+    def _raise_saved(self) -> None:
+        error = self._errors.take()
+        if error is not None:
+            raise error
+
+    def _enter(self, generation) -> None:
+        """What every callback checks first; an error nobody has taken yet keeps failing."""
+        if self._errors.first is not None:
+            raise self._errors.first
+        self._check(generation)
+
+    def _check(self, generation) -> None:
+        if self._closed:
+            raise StoreClosed(f"branch {self.handle} was closed; create or fork a new one")
+        if int(generation) != self.generation:
+            raise StaleCache(f"branch {self.handle} is at generation {self.generation}, but a cache value of "
+                             f"generation {int(generation)} was used; use the newest one, or fork() before it")
+
+    def _layer_start(self, layer) -> int:
+        layer = int(layer)
+        if not 0 <= layer < self.geometry.layers:
+            raise FormatMismatch(f"layer {layer} is not one of the store's {self.geometry.layers} layers")
+        return layer * self.geometry.lanes * self.geometry.num_blocks
+
+    def _index(self, name: str, array, shape: tuple[int, ...]) -> np.ndarray:
+        array = np.ascontiguousarray(array, np.int32)
+        if array.shape != shape:
+            raise FormatMismatch(f"{name} has shape {array.shape}, the store expects {shape}")
+        return array
+
+    def _expect(self, name: str, array: np.ndarray, shape: tuple[int, ...]) -> None:
+        if array.shape != shape or array.dtype != self.geometry.numpy_dtype:
+            raise FormatMismatch(f"{name} is {array.dtype}{list(array.shape)}, the store expects "
+                                 f"{self.geometry.dtype}{list(shape)}")
+
+    def _locate(self, layer, block, slot, slots) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Flat ids, flat slots, and the bytes of all slots as out[B * K * NS, block_bytes]."""
+        geometry = self.geometry
+        asked = np.shape(block)[-1]
+        block = self._index("block", block, (geometry.batch, geometry.kv_heads, asked))
+        slot = self._index("slot", slot, block.shape)
+        count = slots.shape[2] if slots.ndim == 5 else 0
+        self._expect("slots", slots, (*block.shape[:2], count, geometry.block_rows, geometry.width))
+        if not (slots.flags.c_contiguous and slots.flags.writeable):
+            raise FormatMismatch("slots must be C-contiguous and writable")
+        where = np.flatnonzero(_within(block, geometry.num_blocks))
+        lane = where // asked
+        slot = slot.reshape(-1)[where]
+        if not _within(slot, count).all():
+            raise FormatMismatch(f"slot {slot[~_within(slot, count)][0]} is not one of the {count} slots")
+        ids = self._layer_start(layer) + lane * geometry.num_blocks + block.reshape(-1)[where]
+        return ids, lane * count + slot, slots.reshape(geometry.lanes * count, -1).view(np.uint8)
+
+
+def _within(index: np.ndarray, size: int) -> np.ndarray:
+    """0 <= index < size in one comparison: a negative int32 is a huge uint32."""
+    return index.view(np.uint32) < size

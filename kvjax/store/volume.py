@@ -1,0 +1,153 @@
+"""One open store file with everything its branches share: lock, extents, staging, reader and writer."""
+
+import collections
+import queue
+import threading
+from collections.abc import Callable
+
+import numpy as np
+
+from kvjax.errors import StoreError, WriteFailed
+from kvjax.store.base import Geometry
+from kvjax.store.extents import ExtentPool
+from kvjax.store.file import BlockFile
+from kvjax.store.lineage import Lineage
+from kvjax.store.reader import Reader
+from kvjax.store.writer import Writer
+
+
+class Volume:
+    """Shared state of the branches of one file.
+
+    No thread refers to a branch, so a forgotten branch is collected. Its finalizer may run anywhere, also while this
+    very thread holds the lock; hence `retire` and `shut_down` take no lock and only leave a message.
+
+    Attributes:
+      lock: guards extents and lineages; held for bookkeeping, never for I/O.
+      changed: notified when the writer has finished or failed a block.
+      staged_bytes: size of all staged blocks.
+    """
+
+    def __init__(self, file: BlockFile, geometry: Geometry, extents: ExtentPool, *,
+                 threads: int, staging_bytes: int, timeout: float):
+        self.file = file
+        self.geometry = geometry
+        self.extents = extents
+        self.timeout = timeout
+        self.lock = threading.Lock()
+        self.changed = threading.Condition(self.lock)
+        self.staged_bytes = 0
+        self._staging_limit = staging_bytes
+        # Rows linger until a quarter of the staging is used, so that those of one block become one write: one token
+        # touches a block of every layer and head, and each costs reading and writing the whole block.
+        self._linger_bytes = staging_bytes // 4
+        self._lineages: list[Lineage] = []
+        self._retired: collections.deque[Lineage] = collections.deque()
+        self._wake: queue.SimpleQueue = queue.SimpleQueue()
+        self.reader = Reader(file, geometry, threads, timeout)
+        self._thread = threading.Thread(target=Writer(self).serve, args=(self._wake,), name="kvjax-write", daemon=True)
+        self._thread.start()
+
+    # ---- branches come and go
+
+    def adopt(self, lineage: Lineage) -> None:
+        """Registers a new branch; its table already owns its extents."""
+        with self.lock:
+            self._lineages.append(lineage)
+
+    def retire(self, lineage: Lineage) -> None:
+        """A branch is gone: drops what it staged and gives back its extents, soon. Takes no lock."""
+        self._retired.append(lineage)
+        self._wake.put(True)
+
+    def reap(self) -> None:
+        """Does what `retire` announced, except for a branch whose block is being written. The lock is held."""
+        for _ in range(len(self._retired)):
+            lineage = self._retired.popleft()
+            if lineage.flight:
+                self._retired.append(lineage)
+                continue
+            self._lineages.remove(lineage)
+            self.unstage(len(lineage.queue))
+            self.extents.release(lineage.table[lineage.table >= 0])
+
+    def shut_down(self) -> None:
+        """The last branch is gone: deletes a temporary file, ends the threads. Takes no lock, returns at once."""
+        self.file.remove_if_temporary()
+        self.reader.stop()
+        self._wake.put(False)
+
+    def join(self) -> None:
+        """After `shut_down`: waits until the file is closed and unlocked."""
+        self._thread.join(self.timeout)
+
+    # ---- staging
+
+    def unstage(self, blocks: int) -> None:
+        """Accounts for staged blocks that are gone. The lock is held."""
+        self.staged_bytes -= blocks * self.geometry.extent_bytes
+
+    def publish(self, lineage: Lineage, records) -> None:
+        """Stages committed records in order, once there is room for them."""
+        with self.changed:
+            self._retry(lineage)
+            self._wait(lineage, lambda: self.staged_bytes <= self._staging_limit)
+            fresh = sum(lineage.stage(record) for record in records)
+            self.unstage(-fresh)
+            if self.staged_bytes > self._linger_bytes:
+                self._wake.put(True)
+
+    def drain(self, lineage: Lineage) -> None:
+        """Waits until everything a branch committed is in the file; raises what failed."""
+        with self.changed:
+            lineage.urgent = True
+            try:
+                self._retry(lineage)
+                self._wait(lineage, lambda: lineage.idle)
+            finally:
+                lineage.urgent = False
+
+    def _retry(self, lineage: Lineage) -> None:
+        lineage.failed = None
+        if not lineage.idle:
+            self._wake.put(True)
+
+    def _wait(self, lineage: Lineage, done: Callable[[], bool]) -> None:
+        """Waits for the writer, as long as it makes progress."""
+        while not done():
+            failed = lineage.failed or self._stuck_on()
+            if failed is not None:
+                lineage.errors.forget(failed)  # raised here, so it need not be reported again
+                raise failed
+            if not self.changed.wait(self.timeout):
+                raise WriteFailed(f"{self.file.path}: no block was written for {self.timeout} s; check the device, or "
+                                  "raise timeout")
+
+    def _stuck_on(self) -> StoreError | None:
+        """Why nothing will be written until another branch retries, if that is so."""
+        if any(lineage.flight or (lineage.queue and not lineage.failed) for lineage in self._lineages):
+            return None
+        return next((lineage.failed for lineage in self._lineages if lineage.failed), None)
+
+    def next_to_write(self) -> Lineage | None:
+        """A branch the writer should serve now. The lock is held."""
+        self.reap()
+        lingering = self.staged_bytes <= self._linger_bytes
+        ready = [lineage for lineage in self._lineages
+                 if lineage.queue and not lineage.failed and (lineage.urgent or not lingering)]
+        return max(ready, key=lambda lineage: lineage.urgent, default=None)
+
+    # ---- extents
+
+    def allocate(self, count: int) -> np.ndarray:
+        """int32[count] new extents; NoSpace. The lock is held."""
+        self.reap()
+        return self.extents.allocate(count)
+
+    def where(self, lineage: Lineage) -> Callable[[int], str]:
+        """Names the block of `lineage` that lies at a file offset."""
+        def describe(offset: int) -> str:
+            extent = (offset - self.extents.offset(0)) // self.geometry.extent_bytes
+            found = np.flatnonzero(lineage.table == extent)
+            return self.geometry.describe(found[0]) if found.size else f"extent {extent}"
+        return describe

@@ -1,0 +1,104 @@
+"""The write-behind thread of a volume: takes staged blocks, completes them, and puts them into extents."""
+
+import queue
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvjax.errors import ChecksumMismatch
+from kvjax.store.format import checksum
+from kvjax.store.lineage import Lineage, Staged
+from kvjax.store.transaction import as_store_error
+
+if TYPE_CHECKING:
+    from kvjax.store.volume import Volume
+
+
+class Writer:
+    """Writes one block at a time.
+
+    An extent of one owner is overwritten in place, so that the layout of a file stays as it was made. A reader that
+    looked the block up before may then see old and new bytes mixed; the checksum tells it, and it looks again. By that
+    time `Staged.complete` has been set, and the block is taken from memory.
+    """
+
+    def __init__(self, volume: "Volume"):
+        self._volume = volume
+
+    def serve(self, wake: queue.SimpleQueue) -> None:
+        """Body of the thread: True in the queue means there may be work, False that the file is to be closed."""
+        while wake.get():
+            while self._write_one():
+                pass
+        self._volume.file.close()
+
+    def _write_one(self) -> bool:
+        volume = self._volume
+        with volume.lock:
+            lineage = volume.next_to_write()
+            if lineage is None:
+                return False
+            block_id, staged = lineage.take_oldest()
+        try:
+            self._complete(lineage, block_id, staged)
+            self._put(lineage, block_id, staged)
+        except Exception as cause:
+            self._give_up(lineage, block_id, cause)
+        return True
+
+    def _complete(self, lineage: Lineage, block_id: int, staged: Staged) -> None:
+        """Fills the rows that were not appended from the block's extent; zeros if it has none."""
+        if staged.complete:
+            return
+        extent = int(lineage.table[block_id])
+        base = np.zeros_like(staged.image)
+        if extent >= 0 and not staged.mask.all():
+            self._read(lineage, extent, base)
+        with self._volume.lock:
+            staged.fill_under(base[:staged.rows.size].reshape(staged.rows.shape))
+
+    def _read(self, lineage: Lineage, extent: int, base: np.ndarray) -> None:
+        volume = self._volume
+        offset, where = volume.extents.offset(extent), volume.where(lineage)
+        volume.file.read([(memoryview(base), offset)], where, direct=False)
+        if checksum(base[:volume.geometry.block_bytes]) != int(volume.extents.checksums[extent]):
+            raise ChecksumMismatch(f"{volume.file.path}: {where(offset)} at offset {offset} is damaged, so that rows "
+                                   "cannot be added to it; prefill again")
+
+    def _put(self, lineage: Lineage, block_id: int, staged: Staged) -> None:
+        """Writes a complete block to its extent, or to a new one if others own that too."""
+        volume = self._volume
+        with volume.lock:
+            old = int(lineage.table[block_id])
+            shared = old < 0 or volume.extents.is_shared(old)
+            target = int(volume.allocate(1)[0]) if shared else old
+        offset, where = volume.extents.offset(target), lambda _: volume.geometry.describe(block_id)
+        try:
+            volume.file.write(staged.image, offset, where)
+        except BaseException:
+            if target != old:
+                with volume.lock:
+                    volume.extents.release(np.array([target]))
+            raise
+        self._finish(lineage, block_id, staged, old, target)
+
+    def _finish(self, lineage: Lineage, block_id: int, staged: Staged, old: int, target: int) -> None:
+        volume, geometry = self._volume, self._volume.geometry
+        with volume.changed:
+            volume.extents.checksums[target] = checksum(staged.image[:geometry.block_bytes])
+            if target != old:
+                lineage.table[block_id] = target
+                volume.extents.release(np.array([old] if old >= 0 else [], np.int32))
+            lineage.written(block_id)
+            lineage.tally.add(rows_written=staged.appended, blocks_written=1, bytes_written=geometry.extent_bytes)
+            volume.unstage(1)
+            volume.changed.notify_all()
+
+    def _give_up(self, lineage: Lineage, block_id: int, cause: Exception) -> None:
+        volume = self._volume
+        error = as_store_error(cause)
+        with volume.changed:
+            if lineage.put_back(block_id, error):
+                volume.unstage(1)
+            lineage.errors.save(error)
+            volume.changed.notify_all()

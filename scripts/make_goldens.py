@@ -1,0 +1,146 @@
+"""Makes the tiny random checkpoints of tests/goldens and what transformers computes from them (seconds).
+
+    python -m scripts.make_goldens DIRECTORY
+
+Needs the extra `oracles`. Every checkpoint is saved as transformers saves it, read back, and run in f32:
+
+    golden.npz: tokens [B, T] int32, logits [B, T, V] f32, greedy [64] int32 (what follows row 0)
+"""
+
+import dataclasses
+import json
+import pathlib
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+from transformers.utils import logging
+
+BATCH, LENGTH, STEPS = 2, 24, 64
+SHAPE = {
+    "vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2,
+}
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model, and how its checkpoint is stored."""
+
+    config: PreTrainedConfig
+    seed: int
+    dtype: torch.dtype = torch.float32
+    max_shard_size: str = "1GB"
+    rope_in_old_spelling: bool = False
+
+
+def cases() -> dict[str, Case]:
+    """One case for each switch of the four families; every one has fewer KV heads than query heads."""
+    return {
+        "llama_llama3_rope": Case(LlamaConfig(**SHAPE | {"eos_token_id": [2, 3]}, rope_parameters=LLAMA3), seed=0),
+        "llama_linear_biases_tied": Case(
+            LlamaConfig(
+                **SHAPE, rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0},
+                attention_bias=True, mlp_bias=True, tie_word_embeddings=True,
+            ),
+            seed=1, rope_in_old_spelling=True,
+        ),
+        "mistral_window": Case(MistralConfig(**SHAPE, sliding_window=8, rms_norm_eps=0.01), seed=2),
+        "qwen2_sharded": Case(
+            Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=10, max_window_layers=1),
+            seed=3, max_shard_size="40KB",
+        ),
+        "qwen3_bf16": Case(
+            Qwen3Config(
+                **SHAPE | {"hidden_size": 48}, head_dim=16, rope_parameters={"rope_type": "default", "rope_theta": 1e6}
+            ),
+            seed=4, dtype=torch.bfloat16,
+        ),
+    }
+
+
+def build(case: Case) -> PreTrainedModel:
+    """A model whose every parameter matters: random norm scales and biases, logits of order one."""
+    generator = torch.Generator().manual_seed(case.seed)
+    model = AutoModelForCausalLM.from_config(case.config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if name.endswith("norm.weight"):
+                parameter.copy_(1 + 0.3 * noise)
+            elif name.endswith("bias"):
+                parameter.copy_(0.3 * noise)
+            else:
+                parameter.copy_(1.5 * noise / parameter.shape[-1] ** 0.5)
+    return model
+
+
+def save(case: Case, directory: pathlib.Path) -> None:
+    """Writes the checkpoint as transformers does, then puts its config into the older spelling if asked."""
+    build(case).to(case.dtype).save_pretrained(directory, max_shard_size=case.max_shard_size)
+    if case.rope_in_old_spelling:
+        path = directory / "config.json"
+        fields = json.loads(path.read_text())
+        rope = fields.pop("rope_parameters")
+        fields |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": {"type": rope.pop("rope_type"), **rope}}
+        path.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
+
+
+def load(directory: pathlib.Path) -> PreTrainedModel:
+    """The stored model in evaluation mode, computing in f32 with attention written out."""
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def random_tokens(case: Case, batch: int, length: int) -> np.ndarray:
+    return np.random.default_rng(case.seed).integers(0, case.config.vocab_size, (batch, length), dtype=np.int32)
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel, tokens: np.ndarray) -> np.ndarray:
+    """Logits [B, T, V] of tokens [B, T], from one pass without a cache."""
+    return model(torch.from_numpy(tokens).long(), use_cache=False).logits.numpy()
+
+
+def greedy(model: PreTrainedModel, tokens: np.ndarray, steps: int) -> np.ndarray:
+    """The `steps` likeliest next tokens after tokens [T]; no step is close enough to hang on rounding."""
+    for _ in range(steps):
+        last = logits(model, tokens[None])[0, -1]
+        second, first = np.sort(last)[-2:]
+        if first - second < 1e-3:
+            raise ValueError(f"token {len(tokens)} is a draw ({first - second:.1e}); take another seed")
+        tokens = np.append(tokens, np.int32(last.argmax()))
+    return tokens[-steps:]
+
+
+def golden(case: Case, directory: pathlib.Path) -> dict[str, Any]:
+    model, tokens = load(directory), random_tokens(case, BATCH, LENGTH)
+    return {"tokens": tokens, "logits": logits(model, tokens), "greedy": greedy(model, tokens[0], STEPS)}
+
+
+def main(root: str) -> None:
+    logging.disable_progress_bar()
+    for name, case in cases().items():
+        directory = pathlib.Path(root) / name
+        save(case, directory)
+        arrays = golden(case, directory)
+        np.savez_compressed(directory / "golden.npz", **arrays)
+        distinct = len(set(arrays["greedy"].tolist()))
+        print(f"{name}: logits of size {np.abs(arrays['logits']).mean():.2f}, {distinct} distinct tokens in greedy")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,167 @@
+"""A one-layer simulation of decoding on made-up keys, with every place a token can be in laid open."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax import layer
+from kvjax.layer import LayerCache, LayerPlan
+from kvjax.method import Method
+from kvjax.methods import DynaKV, Full, Oracle, Quest, StreamingLLM
+from kvjax.pool import Line
+from kvjax.store.base import Geometry
+from kvjax.store.slots import SlotPool
+
+# One small instance of every method; every law runs over this list.
+METHODS = {
+    "full": Full(page=4),
+    "oracle": Oracle(budget=24, sinks=2, window=4),
+    "streaming_llm": StreamingLLM(budget=12, sinks=2),
+    "quest": Quest(budget=24, sinks=2, window=4, page=4),
+    "dynakv": DynaKV(budget=24, sinks=2, window=4, cluster=4, buffer=3, threshold=1.2),
+}
+HEADS, GROUP, SIZE, CAPACITY = 2, 2, 8, 96
+
+
+@dataclasses.dataclass(frozen=True)
+class Stream:
+    """Made-up queries, keys and values of `CAPACITY` tokens; keys drift and come in clumps."""
+
+    q: np.ndarray  # [B, T, H, D]
+    k: np.ndarray  # [B, T, K, D]
+    v: np.ndarray
+
+    @classmethod
+    def draw(cls, seed: int, batch: int = 2, tokens: int = CAPACITY) -> "Stream":
+        rng = np.random.default_rng(seed)
+        centres = rng.normal(size=(batch, 6, HEADS, SIZE)) * 2
+        clump = rng.integers(0, 6, size=(batch, tokens))
+        k = np.take_along_axis(centres, clump[:, :, None, None], axis=1) + 0.5 * rng.normal(
+            size=(batch, tokens, HEADS, SIZE)
+        )
+        k += np.linspace(0, 1.5, tokens)[None, :, None, None]
+        q = rng.normal(size=(batch, tokens, HEADS * GROUP, SIZE)) * 2
+        v = rng.normal(size=(batch, tokens, HEADS, SIZE))
+        return cls(q.astype(np.float32), k.astype(np.float32), v.astype(np.float32))
+
+    def row(self, b: int) -> "Stream":
+        return Stream(self.q[b : b + 1], self.k[b : b + 1], self.v[b : b + 1])
+
+
+@functools.cache
+def plan_of(method: Method, capacity: int = CAPACITY) -> LayerPlan:
+    return LayerPlan(method, method.spec(kv_heads=HEADS, group=GROUP, head_dim=SIZE, capacity=capacity))
+
+
+TRACES: dict[tuple, int] = {}
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _token(plan, cache, q, k, v, at, active, line):
+    key = (plan, q.shape, type(cache.pool).__name__, getattr(cache.pool, "policy", ""), getattr(cache.pool, "backend", ""))
+    TRACES[key] = TRACES.get(key, 0) + 1
+    out, cache, fresh, ok, report = layer.read(plan, cache, q, k, v, at, jnp.int32(0), line)
+    gate = ok & active & (jax.lax.bitcast_convert_type(jnp.sum(out), jnp.int32) != -0x7FEDCBA9)
+    return out, layer.write(plan, cache, fresh, at, gate, jnp.int32(0), line), ok, report
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _fill_memory(plan, k, v, length):
+    return layer.prefill_memory(plan, layer.init(plan, k.shape[0]), k, v, length)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _fill_packed(plan, k, v, length):
+    return layer.prefill_packed(plan, layer.init(plan, k.shape[0]), k, v, length)
+
+
+class Sim:
+    """One layer decoding a `Stream`; over a store if one is given."""
+
+    def __init__(self, method: Method, stream: Stream, prompt, store=None, slots=None, policy="lru", backend="buffer"):
+        self.plan, self.stream, self.branch = plan_of(method), stream, None
+        self.at = np.asarray(prompt, np.int32)
+        batch, size = stream.k.shape[0], CAPACITY
+        k, v, length = jnp.asarray(stream.k[:, :size]), jnp.asarray(stream.v[:, :size]), jnp.asarray(self.at)
+        if store is None:
+            self.cache = _fill_memory(self.plan, k, v, length)
+            return
+        spec = self.plan.spec
+        self.branch = store.create(
+            Geometry(1, batch, HEADS, spec.num_blocks, spec.block_rows, 2 * SIZE, "float32"), "laws"
+        )
+        state, blocks = _fill_packed(self.plan, k, v, length)
+        self.branch.write_layer(0, np.asarray(blocks), np.asarray(state.count))
+        pool = SlotPool.zeros(spec, batch, slots or spec.max_blocks + 1, "float32", policy, backend)
+        self.cache = LayerCache(state, pool)
+
+    @property
+    def line(self) -> Line:
+        handle, generation = (-1, 0) if self.branch is None else (self.branch.handle, self.branch.generation)
+        return Line(jnp.int32(handle), jnp.int32(generation))
+
+    def step(self, active=None):
+        """Decodes one token of every active sequence; returns (out, report). Raises the store's error."""
+        b = np.arange(len(self.at))
+        active = np.ones(len(b), bool) if active is None else np.asarray(active)
+        at = np.minimum(self.at, self.stream.k.shape[1] - 1)
+        out, cache, ok, report = _token(
+            self.plan, self.cache, jnp.asarray(self.stream.q[b, at]), jnp.asarray(self.stream.k[b, at]),
+            jnp.asarray(self.stream.v[b, at]), jnp.asarray(self.at), jnp.asarray(active), self.line,
+        )
+        self.cache = jax.block_until_ready(cache)
+        if self.branch is not None:
+            if not bool(ok):
+                self.branch.abort(self.branch.generation)
+                raise self.branch.take_error()
+            self.branch.commit(self.branch.generation)
+        self.at = self.at + active
+        return np.asarray(out), report
+
+    def run(self, steps: int) -> np.ndarray:
+        return np.stack([self.step()[0] for _ in range(steps)])
+
+    def places(self, b: int, head: int) -> dict[str, list[int]]:
+        """Positions of every token by where it is kept."""
+        state, spec = jax.device_get(self.cache.state), self.plan.spec
+        tail = state.tail.pos[b, head]
+        count, pos = state.count[b, head], state.pos[b, head]
+        blocks = [int(p) for j in range(spec.num_blocks) for p in pos[j, : count[j]]]
+        assert all((pos[j, count[j] :] == -1).all() for j in range(spec.num_blocks)), "valid rows are a prefix"
+        cut = [0, spec.sinks, spec.sinks + spec.ring, spec.tail_rows]
+        kept = {
+            name: [int(p) for p in tail[a:z] if p >= 0]
+            for name, a, z in zip(("sinks", "window", "held"), cut[:-1], cut[1:], strict=True)
+        }
+        return {**kept, "blocks": blocks}
+
+
+def check_every_token_has_one_place(sim: Sim) -> None:
+    """Law 6: every token is in exactly one block, in the window, in the sinks or held."""
+    spec = sim.plan.spec
+    for b, length in enumerate(sim.at):
+        for head in range(HEADS):
+            places = sim.places(b, head)
+            everywhere = sorted(sum(places.values(), []))
+            kept = range(length) if not sim.plan.method.evicts else _tail_positions(spec, int(length))
+            assert everywhere == list(kept), f"row {b} head {head}: {set(kept) ^ set(everywhere)}"
+            assert places["sinks"] == list(range(min(spec.sinks, length)))
+            assert sorted(places["window"]) == list(range(max(spec.sinks, length - spec.ring), length))
+    assert not np.asarray(sim.cache.state.refused).any()
+
+
+def _tail_positions(spec, length):
+    return sorted(set(range(min(spec.sinks, length))) | set(range(max(spec.sinks, length - spec.ring), length)))
+
+
+def dense_attention(stream: Stream, b: int, at: int) -> np.ndarray:
+    """Full attention of token `at` over tokens 0 .. at in float64, `[H, D]`."""
+    k, v = stream.k[b, : at + 1].astype(np.float64), stream.v[b, : at + 1].astype(np.float64)
+    q = stream.q[b, at].astype(np.float64).reshape(HEADS, GROUP, SIZE)
+    scores = np.einsum("kgd,tkd->kgt", q, k) / np.sqrt(SIZE)
+    weight = np.exp(scores - scores.max(-1, keepdims=True))
+    weight /= weight.sum(-1, keepdims=True)
+    return np.einsum("kgt,tkd->kgd", weight, v).reshape(HEADS * GROUP, SIZE)

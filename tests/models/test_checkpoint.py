@@ -1,0 +1,383 @@
+"""Parameters from and to safetensors files."""
+
+import dataclasses
+import json
+import pathlib
+import tracemalloc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import traverse_util
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
+from kvjax.errors import CheckpointError, ConfigError
+from kvjax.models import checkpoint
+from kvjax.models.checkpoint import load_params, param_shapes, save_params
+from kvjax.models.config import ModelConfig
+from kvjax.models.hf_config import read_config
+from kvjax.models.transformer import Transformer
+
+PLAIN = ModelConfig(
+    family="llama", vocab_size=20, hidden_size=12, intermediate_size=16, num_layers=2, num_heads=4, num_kv_heads=2,
+    head_dim=4,
+)
+TIED = dataclasses.replace(PLAIN, tie_embeddings=True)
+BIASED = dataclasses.replace(PLAIN, qkv_bias=True, output_bias=True, mlp_bias=True)
+QWEN3 = dataclasses.replace(PLAIN, family="qwen3", qk_norm=True, head_dim=8)
+QUERY, KEY = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.self_attn.k_proj.weight"
+
+
+def tensors_of(config, dtype=np.float32):
+    """A random checkpoint of `config` as Hugging Face names and lays it out: linear maps are [out, in]."""
+    e, f, v = config.hidden_size, config.intermediate_size, config.vocab_size
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    linear = {"self_attn.q_proj": (q, e), "self_attn.k_proj": (kv, e), "self_attn.v_proj": (kv, e),
+              "self_attn.o_proj": (e, q), "mlp.gate_proj": (f, e), "mlp.up_proj": (f, e), "mlp.down_proj": (e, f)}
+    shapes = {"model.embed_tokens.weight": (v, e), "model.norm.weight": (e,)}
+    if not config.tie_embeddings:
+        shapes["lm_head.weight"] = (v, e)
+    for layer in (f"model.layers.{i}." for i in range(config.num_layers)):
+        shapes |= {f"{layer}{name}_layernorm.weight": (e,) for name in ("input", "post_attention")}
+        shapes |= {f"{layer}{name}.weight": shape for name, shape in linear.items()}
+        if config.mlp_bias:
+            shapes |= {f"{layer}{name}.bias": shape[:1] for name, shape in linear.items()}
+        if config.qk_norm:
+            shapes |= {f"{layer}self_attn.{name}_norm.weight": (config.head_dim,) for name in "qk"}
+    rng = np.random.default_rng(0)
+    return {name: rng.normal(size=shape).astype(dtype) for name, shape in shapes.items()}
+
+
+@pytest.fixture
+def tensors():
+    return tensors_of(PLAIN)
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes tensors as model.safetensors, or as shards with an index; gives the directory."""
+
+    def writer(*shards):
+        if len(shards) == 1:
+            save_file(shards[0], tmp_path / "model.safetensors")
+            return tmp_path
+        names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+        for name, shard in zip(names, shards, strict=True):
+            save_file(shard, tmp_path / name)
+        index = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+        return tmp_path
+
+    return writer
+
+
+def halves(tensors):
+    items = list(tensors.items())
+    return dict(items[: len(items) // 2]), dict(items[len(items) // 2 :])
+
+
+def refused(directory, *words, config=PLAIN):
+    """Loading fails with a message that has every word."""
+    with pytest.raises(CheckpointError) as caught:
+        load_params(directory, config)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def initial_params(config):
+    tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    return jax.eval_shape(Transformer(config).init, jax.random.key(0), tokens, tokens)["params"]
+
+
+def random_params(config):
+    rng = np.random.default_rng(1)
+    return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), jnp.float32), initial_params(config))
+
+
+# ---------------------------------------------------------------- loading
+
+
+@pytest.mark.parametrize("config", [PLAIN, TIED, BIASED, QWEN3], ids=["plain", "tied", "biased", "qwen3"])
+def test_tree_is_that_of_init(write, config):
+    loaded = jax.eval_shape(lambda params: params, load_params(write(tensors_of(config)), config))
+    assert loaded == initial_params(config)
+
+
+@pytest.mark.parametrize(
+    "path, name",
+    [
+        ("layers_0/q_proj/kernel", QUERY),
+        ("layers_1/k_proj/kernel", KEY),
+        ("layers_0/v_proj/kernel", "model.layers.0.self_attn.v_proj.weight"),
+        ("layers_1/o_proj/kernel", "model.layers.1.self_attn.o_proj.weight"),
+        ("layers_0/mlp/gate_proj/kernel", "model.layers.0.mlp.gate_proj.weight"),
+        ("layers_0/mlp/up_proj/kernel", "model.layers.0.mlp.up_proj.weight"),
+        ("layers_1/mlp/down_proj/kernel", "model.layers.1.mlp.down_proj.weight"),
+        ("lm_head/kernel", "lm_head.weight"),
+    ],
+)
+def test_linear_maps_are_transposed(write, tensors, path, name):
+    loaded = traverse_util.flatten_dict(load_params(write(tensors), PLAIN), sep="/")
+    np.testing.assert_array_equal(loaded[path], tensors[name].T)
+
+
+@pytest.mark.parametrize(
+    "config, path, name",
+    [
+        (PLAIN, "embedding/embedding", "model.embed_tokens.weight"),
+        (PLAIN, "norm/scale", "model.norm.weight"),
+        (PLAIN, "layers_1/input_norm/scale", "model.layers.1.input_layernorm.weight"),
+        (PLAIN, "layers_0/post_norm/scale", "model.layers.0.post_attention_layernorm.weight"),
+        (QWEN3, "layers_0/q_norm/scale", "model.layers.0.self_attn.q_norm.weight"),
+        (QWEN3, "layers_1/k_norm/scale", "model.layers.1.self_attn.k_norm.weight"),
+        (BIASED, "layers_0/q_proj/bias", "model.layers.0.self_attn.q_proj.bias"),
+        (BIASED, "layers_1/o_proj/bias", "model.layers.1.self_attn.o_proj.bias"),
+        (BIASED, "layers_1/mlp/down_proj/bias", "model.layers.1.mlp.down_proj.bias"),
+    ],
+)
+def test_other_tensors_are_kept_as_they_are(write, config, path, name):
+    tensors = tensors_of(config)
+    loaded = traverse_util.flatten_dict(load_params(write(tensors), config), sep="/")
+    np.testing.assert_array_equal(loaded[path], tensors[name])
+
+
+@pytest.mark.parametrize("stored", [np.float32, np.float16, jnp.bfloat16])
+@pytest.mark.parametrize("wanted", [jnp.float32, jnp.bfloat16])
+def test_stored_type_is_cast_to_the_wanted_one(write, stored, wanted):
+    tensors = tensors_of(PLAIN, np.dtype(stored))
+    loaded = load_params(write(tensors), PLAIN, wanted)["layers_0"]["q_proj"]["kernel"]
+    assert loaded.dtype == wanted
+    np.testing.assert_array_equal(loaded, tensors[QUERY].T.astype(wanted))
+
+
+def test_shards_give_what_one_file_gives(write, tensors, tmp_path):
+    whole = load_params(write(tensors), PLAIN)
+    (tmp_path / "model.safetensors").unlink()
+    sharded = load_params(write(*halves(tensors)), PLAIN)
+    jax.tree.map(np.testing.assert_array_equal, sharded, whole)
+
+
+def test_one_file_comes_before_an_index(write, tensors):
+    write(*halves({name: np.zeros_like(tensor) for name, tensor in tensors.items()}))
+    loaded = load_params(write(tensors), PLAIN)
+    np.testing.assert_array_equal(loaded["norm"]["scale"], tensors["model.norm.weight"])
+
+
+def test_one_tensor_at_a_time_is_on_the_host(write):
+    config = dataclasses.replace(PLAIN, hidden_size=512, intermediate_size=1024, num_layers=8, windows=())
+    tensors = tensors_of(config)
+    largest, total = max(t.nbytes for t in tensors.values()), sum(t.nbytes for t in tensors.values())
+    directory = write(tensors)
+    load_params(directory, config)  # compiles and fills caches, which would count below
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    load_params(directory, config)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    # NumPy's memory is traced and JAX's is not: one tensor, and the one before it, which JAX lets go late.
+    assert peak - before < 3 * largest < total / 4
+
+
+# ---------------------------------------------------------------- tensors that are ignored on purpose
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq"])
+def test_rotary_frequencies_are_ignored(write, tensors, name):
+    loaded = load_params(write(tensors | {name: np.ones(2, np.float32)}), PLAIN)
+    assert set(loaded) == {"embedding", "layers_0", "layers_1", "norm", "lm_head"}
+
+
+def test_unembedding_of_a_tied_model_is_ignored(write):
+    loaded = load_params(write(tensors_of(TIED) | {"lm_head.weight": np.ones((3, 3), np.float32)}), TIED)
+    assert set(loaded) == {"embedding", "layers_0", "layers_1", "norm"}
+
+
+# ---------------------------------------------------------------- bad checkpoints
+
+
+def test_unknown_tensor(write, tensors):
+    directory = write(tensors | {"model.layers.0.extra.weight": np.ones(2, np.float32)})
+    refused(directory, "model.safetensors", "model.layers.0.extra.weight is unknown")
+
+
+def test_tensor_of_a_layer_beyond_the_last(write, tensors):
+    name = QUERY.replace("layers.0", "layers.2")
+    refused(write(tensors | {name: tensors[QUERY]}), "model.safetensors", f"{name} is unknown")
+
+
+def test_bias_that_the_configuration_does_not_have(write):
+    refused(write(tensors_of(BIASED)), "model.safetensors", ".bias is unknown", "config.json")
+
+
+def test_missing_tensor(write, tensors):
+    del tensors[KEY]
+    refused(write(tensors), "model.safetensors", f"1 tensors missing from model.safetensors, first {KEY}")
+
+
+def test_missing_unembedding_of_an_untied_model(write):
+    refused(write(tensors_of(TIED)), "model.safetensors", "first lm_head.weight")
+
+
+def test_missing_tensor_of_a_sharded_checkpoint(write, tensors):
+    first, second = halves(tensors)
+    del second[KEY]
+    refused(write(first, second), "model-00001-of-00002.safetensors, model-00002-of-00002.safetensors", KEY)
+
+
+def test_duplicate_tensor(write, tensors):
+    first, second = halves(tensors)
+    directory = write(first, second | {"model.norm.weight": tensors["model.norm.weight"]})
+    refused(directory, "00002-of-00002.safetensors: tensor model.norm.weight is also in model-00001-of-00002")
+
+
+@pytest.mark.parametrize("name", [QUERY, "model.norm.weight", "model.embed_tokens.weight"])
+def test_misshapen_tensor(write, tensors, name):
+    shape = tensors[name].shape
+    tensors[name] = np.ones((*shape[:-1], shape[-1] + 1), np.float32)
+    refused(write(tensors), "model.safetensors", name, str(tensors[name].shape), str(shape))
+
+
+def test_linear_map_stored_as_in_by_out(write, tensors):
+    tensors[QUERY] = np.ascontiguousarray(tensors[QUERY].T)
+    refused(write(tensors), "model.safetensors", QUERY, "(12, 16)", "(16, 12)")
+
+
+def test_unsupported_dtype(write, tensors):
+    tensors[QUERY] = tensors[QUERY].astype(np.int8)
+    refused(write(tensors), "model.safetensors", QUERY, "I8", "F32, BF16, F16")
+
+
+@pytest.mark.parametrize("left", [0, 4, 100, -1])
+def test_truncated_file(write, tensors, left):
+    file = write(tensors) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:left])
+    refused(file.parent, "model.safetensors: not a complete safetensors file")
+
+
+def test_truncated_shard(write, tensors):
+    file = write(*halves(tensors)) / "model-00002-of-00002.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    refused(file.parent, "model-00002-of-00002.safetensors: not a complete safetensors file")
+
+
+def test_missing_shard(write, tensors):
+    directory = write(*halves(tensors))
+    (directory / "model-00002-of-00002.safetensors").unlink()
+    refused(directory, "model-00002-of-00002.safetensors: this shard", next(iter(halves(tensors)[1])))
+
+
+@pytest.mark.parametrize(
+    "index", ["{}", '{"weight_map": {}}', '{"weight_map": {"a": 3}}', '{"weight_map": {"a": "../b.safetensors"}}']
+)
+def test_unusable_index(tmp_path, index):
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    refused(tmp_path, "model.safetensors.index.json: weight_map is")
+
+
+def test_corrupt_index(tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map"')
+    refused(tmp_path, "model.safetensors.index.json: not readable as JSON")
+
+
+def test_directory_without_weights(tmp_path):
+    refused(tmp_path, str(tmp_path), "neither model.safetensors nor model.safetensors.index.json")
+
+
+def test_missing_directory(tmp_path):
+    refused(tmp_path / "nowhere", "nowhere: not a directory")
+
+
+# ---------------------------------------------------------------- saving
+
+
+@pytest.mark.parametrize("config", [PLAIN, TIED, BIASED, QWEN3], ids=["plain", "tied", "biased", "qwen3"])
+def test_saved_params_load_equal(tmp_path, config):
+    params = random_params(config)
+    save_params(params, config, tmp_path / "model")
+    jax.tree.map(np.testing.assert_array_equal, load_params(tmp_path / "model", config), params)
+    assert read_config(tmp_path / "model") == config
+
+
+def test_saved_file_has_the_names_and_shapes_of_hugging_face(tmp_path):
+    save_params(random_params(BIASED), BIASED, tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert {n: t.shape for n, t in saved.items()} == {n: t.shape for n, t in tensors_of(BIASED).items()}
+
+
+def test_saved_file_says_whose_layout_it_has(tmp_path):
+    save_params(random_params(PLAIN), PLAIN, tmp_path)
+    with safe_open(tmp_path / "model.safetensors", framework="numpy") as tensors:
+        assert tensors.metadata() == {"format": "pt"}
+
+
+def test_bfloat16_is_rounded_on_save(tmp_path):
+    params = random_params(PLAIN)
+    save_params(params, PLAIN, tmp_path, "bfloat16")
+    saved = load_file(tmp_path / "model.safetensors")
+    assert {tensor.dtype for tensor in saved.values()} == {jnp.dtype(jnp.bfloat16)}
+    np.testing.assert_array_equal(saved[QUERY], params["layers_0"]["q_proj"]["kernel"].T.astype(jnp.bfloat16))
+
+
+def test_config_says_which_dtype_was_saved(tmp_path):
+    save_params(random_params(PLAIN), PLAIN, tmp_path, "bfloat16")
+    assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_unwritable_dtype(tmp_path):
+    with pytest.raises(ConfigError, match=r"'int8'.*float32, bfloat16"):
+        save_params(random_params(PLAIN), PLAIN, tmp_path, "int8")
+
+
+def test_model_without_mlp_has_no_format(tmp_path):
+    config = dataclasses.replace(PLAIN, use_mlp=False)
+    with pytest.raises(CheckpointError, match=r"config\.json.*use_mlp=False"):
+        save_params(random_params(config), config, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_missing_param_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: parameter lm_head/kernel has shape None"):
+        save_params(random_params(TIED), PLAIN, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_surplus_param_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match=r"lm_head/kernel has shape \(12, 20\); the model has None"):
+        save_params(random_params(PLAIN), TIED, tmp_path)
+
+
+def test_variables_in_place_of_params_are_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="parameter embedding/embedding has shape None"):
+        save_params({"params": random_params(PLAIN)}, PLAIN, tmp_path)
+
+
+def test_misshapen_params_are_refused(tmp_path):
+    params = random_params(PLAIN)
+    params["norm"]["scale"] = jnp.ones(13)
+    with pytest.raises(CheckpointError, match=r"norm/scale has shape \(13,\); the model has \(12,\)"):
+        save_params(params, PLAIN, tmp_path)
+
+
+def test_save_that_fails_leaves_the_old_model(tmp_path, monkeypatch):
+    save_params(random_params(PLAIN), PLAIN, tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def half(tensors, file, metadata):
+        pathlib.Path(file).write_bytes(b"half")
+        raise OSError("no space")
+
+    monkeypatch.setattr(checkpoint, "save_file", half)
+    with pytest.raises(OSError, match="no space"):
+        save_params(random_params(TIED), TIED, tmp_path, "bfloat16")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+# ---------------------------------------------------------------- names
+
+
+def test_every_parameter_has_a_tensor_of_its_own(write):
+    config = dataclasses.replace(BIASED, family="qwen3", qk_norm=True)
+    assert len(param_shapes(config)) == len(tensors_of(config))
+    load_params(write(tensors_of(config)), config)

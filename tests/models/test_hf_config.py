@@ -1,0 +1,344 @@
+"""Reading and writing Hugging Face's config.json."""
+
+import json
+
+import pytest
+
+from kvjax.errors import CheckpointError
+from kvjax.models.config import ModelConfig, RopeConfig
+from kvjax.models.hf_config import read_config, write_config
+
+SMALL = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+def model(**changes):
+    shape = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=3, num_heads=4, num_kv_heads=2,
+                 head_dim=8, family="llama")
+    return ModelConfig(**(shape | changes))
+
+
+@pytest.fixture
+def read(tmp_path):
+    """Reads a config.json made of SMALL, a family and changes, without the fields in `drop`."""
+
+    def reader(family="llama", drop=(), generation=None, **changes):
+        fields = {"model_type": family, **SMALL, **changes}
+        fields = {name: value for name, value in fields.items() if name not in drop}
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        if generation is not None:
+            (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+        return read_config(tmp_path)
+
+    return reader
+
+
+def refused(read, *words, **changes):
+    """The message with which a configuration is refused; it names the file and every word."""
+    with pytest.raises(CheckpointError) as caught:
+        read(**changes)
+    for word in ("config.json", *words):
+        assert word in str(caught.value)
+
+
+def test_shape(read):
+    assert read(max_position_embeddings=77, rms_norm_eps=1e-3) == model(
+        max_position=77, rms_norm_eps=1e-3, bos_token_id=1, eos_token_ids=(2,)
+    )
+
+
+# ---------------------------------------------------------------- what a missing field means
+
+
+@pytest.mark.parametrize("family, expected", [("llama", 4), ("mistral", 8), ("qwen2", 32), ("qwen3", 32)])
+def test_missing_kv_heads_have_the_familys_default(read, family, expected):
+    heads = 4 if family == "llama" else 32
+    config = read(family, drop=["num_key_value_heads"], num_attention_heads=heads, head_dim=8)
+    assert config.num_kv_heads == expected
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_null_kv_heads_are_as_many_as_query_heads(read, family):
+    assert read(family, num_key_value_heads=None).num_kv_heads == 4
+
+
+@pytest.mark.parametrize("family, expected", [("llama", 8), ("mistral", 8), ("qwen2", 8), ("qwen3", 128)])
+def test_missing_head_dim(read, family, expected):
+    assert read(family).head_dim == expected
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_null_head_dim_is_hidden_size_over_heads(read, family):
+    assert read(family, head_dim=None).head_dim == 8
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_explicit_head_dim(read, family):
+    assert read(family, head_dim=16).head_dim == 16
+
+
+@pytest.mark.parametrize("family, length", [("llama", 2048), ("mistral", 131072), ("qwen2", 32768), ("qwen3", 32768)])
+def test_missing_lengths_and_epsilon(read, family, length):
+    config = read(family)
+    assert (config.max_position, config.rms_norm_eps, config.tie_embeddings) == (length, 1e-6, False)
+
+
+# ---------------------------------------------------------------- switches
+
+
+@pytest.mark.parametrize(
+    "family, attention_bias, qkv, output",
+    [
+        ("llama", True, True, True), ("llama", False, False, False),
+        ("qwen3", True, True, True), ("qwen3", False, False, False),
+        ("qwen2", False, True, False), ("qwen2", True, True, False),
+        ("mistral", True, False, False),
+    ],
+)
+def test_attention_bias(read, family, attention_bias, qkv, output):
+    config = read(family, attention_bias=attention_bias)
+    assert (config.qkv_bias, config.output_bias) == (qkv, output)
+
+
+@pytest.mark.parametrize("family, expected", [("llama", True), ("mistral", False), ("qwen2", False), ("qwen3", False)])
+def test_only_llama_has_mlp_bias(read, family, expected):
+    assert read(family, mlp_bias=True).mlp_bias is expected
+
+
+@pytest.mark.parametrize("family, expected", [("llama", False), ("mistral", False), ("qwen2", False), ("qwen3", True)])
+def test_only_qwen3_normalises_queries_and_keys(read, family, expected):
+    assert read(family).qk_norm is expected
+
+
+def test_tied_embeddings(read):
+    assert read(tie_word_embeddings=True).tie_embeddings
+
+
+# ---------------------------------------------------------------- rope
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rope_theta": 5e5},
+        {"rope_theta": 5e5, "rope_scaling": None},
+        {"rope_theta": 5e5, "rope_parameters": None},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+        {"rope_theta": 1.0, "rope_parameters": {"rope_theta": 5e5}},
+    ],
+)
+def test_default_rope_in_every_spelling(read, fields):
+    assert read(**fields).rope == RopeConfig(theta=5e5)
+
+
+def test_missing_rope_has_base_ten_thousand(read):
+    assert read().rope == RopeConfig(theta=10_000.0)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 2}},
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}},
+    ],
+)
+def test_linear_rope_in_every_spelling(read, fields):
+    assert read(**fields).rope == RopeConfig(5e5, "linear", 2.0)
+
+
+@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
+def test_llama3_rope(read, name):
+    rope = read(**{name: LLAMA3 | {"original_max_position_embeddings": 512, "low_freq_factor": 2.0}}).rope
+    assert rope == RopeConfig(10_000.0, "llama3", 8.0, 2.0, 4.0, 512)
+
+
+def test_llama3_rope_without_original_length_takes_the_models(read):
+    assert read(rope_scaling=LLAMA3, max_position_embeddings=640).rope.original_max_position == 640
+
+
+def test_original_length_beside_the_rope_settings_comes_first(read):
+    scaling = LLAMA3 | {"original_max_position_embeddings": 512}
+    assert read(rope_scaling=scaling, original_max_position_embeddings=128).rope.original_max_position == 128
+
+
+# ---------------------------------------------------------------- sliding windows
+
+
+@pytest.mark.parametrize("window", [None, 16])
+def test_mistral_window_holds_for_every_layer(read, window):
+    assert read("mistral", sliding_window=window).windows == (window,) * 3
+
+
+def test_mistral_without_window_field_has_4096(read):
+    assert read("mistral").windows == (4096,) * 3
+
+
+def test_llama_has_no_window(read):
+    assert read("llama", sliding_window=16).windows == (None,) * 3
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_qwen_layers_slide_from_max_window_layers_on(read, family):
+    config = read(family, use_sliding_window=True, sliding_window=16, max_window_layers=1)
+    assert config.windows == (None, 16, 16)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_qwen_window_is_off_unless_in_use(read, family):
+    assert read(family, sliding_window=16, max_window_layers=0).windows == (None,) * 3
+
+
+def test_layer_types_override_max_window_layers(read):
+    config = read(
+        "qwen3", use_sliding_window=True, sliding_window=16, max_window_layers=0,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    )
+    assert config.windows == (16, None, 16)
+
+
+# ---------------------------------------------------------------- token ids
+
+
+@pytest.mark.parametrize("eos, expected", [(7, (7,)), ([7, 8], (7, 8)), (0, (0,)), (None, ())])
+def test_eos_ids_of_config(read, eos, expected):
+    assert read(eos_token_id=eos).eos_token_ids == expected
+
+
+def test_generation_config_comes_first(read):
+    config = read(eos_token_id=7, bos_token_id=5, generation={"eos_token_id": [8, 9], "bos_token_id": 6})
+    assert (config.eos_token_ids, config.bos_token_id) == ((8, 9), 6)
+
+
+def test_generation_config_without_ids_leaves_those_of_config(read):
+    config = read(eos_token_id=7, bos_token_id=5, generation={"eos_token_id": None})
+    assert (config.eos_token_ids, config.bos_token_id) == ((7,), 5)
+
+
+@pytest.mark.parametrize("family, bos, eos", [("mistral", 1, (2,)), ("qwen2", None, ()), ("qwen3", None, ())])
+def test_missing_ids_have_the_familys_default(read, family, bos, eos):
+    config = read(family)
+    assert (config.bos_token_id, config.eos_token_ids) == (bos, eos)
+
+
+# ---------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    "words, changes",
+    [
+        (["model_type", "'gpt2'", "llama, mistral, qwen2, qwen3"], {"family": "gpt2"}),
+        (["model_type", "None", "qwen3"], {"drop": ["model_type"]}),
+        (["hidden_act", "'gelu'", "silu"], {"hidden_act": "gelu"}),
+        (["rope_scaling.rope_type", "'yarn'", "llama3"], {"rope_scaling": {"type": "yarn", "factor": 2.0}}),
+        (["rope_parameters.rope_type", "'dynamic'"], {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}),
+        (["rope_scaling.factor", "None"], {"rope_scaling": {"type": "linear"}}),
+        (["rope_scaling.factor", "'x'"], {"rope_scaling": {"type": "linear", "factor": "x"}}),
+        (["rope_scaling.low_freq_factor"], {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}),
+        (["rope_scaling", "'linear'"], {"rope_scaling": "linear"}),
+        (["rope_parameters", "full_attention"], {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}),
+        (["partial_rotary_factor", "0.5"], {"partial_rotary_factor": 0.5}),
+        (["rope_parameters.partial_rotary_factor"], {"rope_parameters": {"partial_rotary_factor": 0.5}}),
+        (["quantization_config", "gptq"], {"quantization_config": {"quant_method": "gptq"}}),
+        (["hidden_size", "'32'"], {"hidden_size": "32"}),
+        (["num_hidden_layers", "0"], {"num_hidden_layers": 0}),
+        (["num_attention_heads", "True"], {"num_attention_heads": True}),
+        (["rms_norm_eps", "-1"], {"rms_norm_eps": -1}),
+        (["tie_word_embeddings", "'yes'"], {"tie_word_embeddings": "yes"}),
+        (["num_kv_heads=3"], {"num_key_value_heads": 3}),
+        (["eos_token_id", "'</s>'"], {"eos_token_id": "</s>"}),
+        (["generation_config.json", "eos_token_id", "-1"], {"generation": {"eos_token_id": [-1]}}),
+        (["sliding_window", "0"], {"family": "mistral", "sliding_window": 0}),
+        (["layer_types", "3 layers"], {"family": "qwen3", "layer_types": ["full_attention"]}),
+        (["layer_types", "'chunked'"], {"family": "qwen3", "layer_types": ["chunked"] * 3}),
+        (["layer_types", "use_sliding_window"], {"family": "qwen3", "layer_types": ["sliding_attention"] * 3}),
+    ],
+)
+def test_unusable_field_is_named(read, words, changes):
+    refused(read, *words, **changes)
+
+
+def test_missing_directory(tmp_path):
+    with pytest.raises(CheckpointError, match="nowhere: not a directory"):
+        read_config(tmp_path / "nowhere")
+
+
+def test_file_in_place_of_a_directory(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="file: not a directory"):
+        read_config(tmp_path / "file")
+
+
+def test_missing_config(tmp_path):
+    with pytest.raises(CheckpointError, match=r"config\.json: this file is missing"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b'{"model_type": "lla', b"\xff\xfe\x00", b"[1, 2]", b""])
+def test_corrupt_config(tmp_path, content):
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        read_config(tmp_path)
+
+
+# ---------------------------------------------------------------- writing
+
+WRITABLE = {
+    "llama": model(bos_token_id=1, eos_token_ids=(2, 3)),
+    "llama_biased": model(qkv_bias=True, output_bias=True, mlp_bias=True, tie_embeddings=True, head_dim=16),
+    "llama3": model(rope=RopeConfig(5e5, "llama3", 8.0, 2.0, 5.0, 512), max_position=4096, eos_token_ids=(0,)),
+    "linear": model(rope=RopeConfig(1e4, "linear", 4.0)),
+    "mistral": model(family="mistral", windows=(16,) * 3),
+    "mistral_full": model(family="mistral"),
+    "qwen2": model(family="qwen2", qkv_bias=True),
+    "qwen2_window": model(family="qwen2", qkv_bias=True, windows=(None, 16, 16)),
+    "qwen3": model(family="qwen3", qk_norm=True, windows=(16, None, 16)),
+    "qwen3_biased": model(family="qwen3", qk_norm=True, qkv_bias=True, output_bias=True),
+}
+
+
+@pytest.mark.parametrize("config", WRITABLE.values(), ids=WRITABLE)
+def test_written_config_reads_back_equal(tmp_path, config):
+    write_config(config, tmp_path / "new" / "folder", "float32")
+    assert read_config(tmp_path / "new" / "folder") == config
+
+
+def test_written_config_names_architecture_and_dtype(tmp_path):
+    write_config(model(), tmp_path, "bfloat16")
+    fields = json.loads((tmp_path / "config.json").read_text())
+    assert (fields["architectures"], fields["torch_dtype"]) == (["LlamaForCausalLM"], "bfloat16")
+
+
+def test_ids_of_an_earlier_model_do_not_survive(tmp_path):
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 60, "bos_token_id": 61}')
+    write_config(model(eos_token_ids=(5,)), tmp_path, "float32")
+    assert (read_config(tmp_path).eos_token_ids, read_config(tmp_path).bos_token_id) == ((5,), None)
+
+
+@pytest.mark.parametrize(
+    "name, config",
+    [
+        ("use_mlp", model(use_mlp=False)),
+        ("qkv_bias", model(qkv_bias=True)),
+        ("qkv_bias", model(family="qwen2")),
+        ("output_bias", model(family="mistral", output_bias=True)),
+        ("mlp_bias", model(family="qwen3", qk_norm=True, mlp_bias=True)),
+        ("qk_norm", model(qk_norm=True)),
+        ("windows", model(windows=(16,) * 3)),
+        ("windows", model(family="mistral", windows=(16, None, 16))),
+        ("windows", model(family="qwen3", qk_norm=True, windows=(16, 8, 16))),
+        ("rope", model(rope=RopeConfig(factor=2.0))),
+    ],
+)
+def test_setting_without_a_field_is_refused_before_anything_is_written(tmp_path, name, config):
+    with pytest.raises(CheckpointError, match=rf"config\.json: model_type '{config.family}' cannot express {name}="):
+        write_config(config, tmp_path, "float32")
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_temporary_is_left(tmp_path):
+    write_config(model(), tmp_path, "float32")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "generation_config.json"]

@@ -1,0 +1,146 @@
+"""Checkpoints exchanged with transformers itself, made anew for every run; needs the extra `oracles`."""
+
+import dataclasses
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.models.checkpoint import load_params, save_params
+from kvjax.models.config import FAMILIES
+from kvjax.models.hf_config import read_config
+from kvjax.models.tokenizer import TextTokenizer
+from kvjax.models.transformer import Transformer
+
+pytestmark = pytest.mark.oracles
+
+# Beyond the goldens' cases: other numbers of KV heads, biases and windows.
+EXTRA = {
+    "llama_one_head_each": ("llama", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "llama_one_kv_head": ("llama", {"num_key_value_heads": 1, "attention_bias": True, "head_dim": 16}),
+    "mistral_full": ("mistral", {"sliding_window": None, "tie_word_embeddings": True}),
+    "qwen2_tied": ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "qwen3_biased_windows": (
+        "qwen3",
+        {"attention_bias": True, "head_dim": 24, "use_sliding_window": True, "sliding_window": 5,
+         "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+}
+GOLDEN_CASES = (
+    "llama_llama3_rope", "llama_linear_biases_tied", "mistral_window", "qwen2_sharded", "qwen3_bf16",
+)
+LENGTH = 80
+
+
+@pytest.fixture(params=[*GOLDEN_CASES, *EXTRA])
+def case(request):
+    """A case of make_goldens with a seed of its own, so that the goldens' numbers are not met again."""
+    from transformers import AutoConfig
+
+    from scripts import make_goldens
+
+    if request.param in EXTRA:
+        family, changes = EXTRA[request.param]
+        return make_goldens.Case(AutoConfig.for_model(family, **make_goldens.SHAPE | changes), seed=11)
+    return dataclasses.replace(make_goldens.cases()[request.param], seed=12)
+
+
+@pytest.fixture
+def stored(case, tmp_path):
+    """The directory to which transformers saved the case's model."""
+    from scripts import make_goldens
+
+    make_goldens.save(case, tmp_path / "theirs")
+    return tmp_path / "theirs"
+
+
+@pytest.fixture
+def tokens(case):
+    from scripts import make_goldens
+
+    return make_goldens.random_tokens(case, batch=2, length=LENGTH)
+
+
+def their_logits(directory, tokens):
+    from scripts import make_goldens
+
+    return make_goldens.logits(make_goldens.load(directory), tokens)
+
+
+def our_logits(directory, tokens):
+    config = read_config(directory)
+    positions = jnp.broadcast_to(jnp.arange(LENGTH, dtype=jnp.int32), tokens.shape)
+    return Transformer(config).apply({"params": load_params(directory, config)}, jnp.asarray(tokens), positions)
+
+
+def test_our_logits_of_their_checkpoint(stored, tokens):
+    np.testing.assert_allclose(our_logits(stored, tokens), their_logits(stored, tokens), rtol=0, atol=1e-4)
+
+
+def test_their_logits_of_our_checkpoint(stored, tokens, tmp_path):
+    config = read_config(stored)
+    save_params(load_params(stored, config), config, tmp_path / "ours")
+    np.testing.assert_array_equal(their_logits(tmp_path / "ours", tokens), their_logits(stored, tokens))
+
+
+def test_their_logits_of_our_bfloat16_checkpoint(stored, tokens, tmp_path):
+    config = read_config(stored)
+    save_params(load_params(stored, config), config, tmp_path / "ours", "bfloat16")
+    np.testing.assert_allclose(
+        our_logits(tmp_path / "ours", tokens), their_logits(tmp_path / "ours", tokens), rtol=0, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_default_is_theirs(family, tmp_path):
+    from transformers import AutoConfig
+
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    ours, theirs = read_config(tmp_path), AutoConfig.from_pretrained(tmp_path)
+    windows = [getattr(theirs, "sliding_window", None)] * ours.num_layers
+    for i, kind in enumerate(getattr(theirs, "layer_types", None) or ()):
+        windows[i] = windows[i] if kind == "sliding_attention" else None
+    assert ours.windows == tuple(windows)
+    assert (ours.vocab_size, ours.hidden_size, ours.intermediate_size, ours.num_layers) == (
+        theirs.vocab_size, theirs.hidden_size, theirs.intermediate_size, theirs.num_hidden_layers
+    )
+    head_dim = getattr(theirs, "head_dim", theirs.hidden_size // theirs.num_attention_heads)
+    assert (ours.num_heads, ours.num_kv_heads, ours.head_dim) == (
+        theirs.num_attention_heads, theirs.num_key_value_heads, head_dim
+    )
+    assert (ours.max_position, ours.rms_norm_eps, ours.tie_embeddings) == (
+        theirs.max_position_embeddings, theirs.rms_norm_eps, theirs.tie_word_embeddings
+    )
+    assert (ours.rope.kind, ours.rope.theta) == (
+        theirs.rope_parameters["rope_type"], theirs.rope_parameters["rope_theta"]
+    )
+    eos = () if theirs.eos_token_id is None else (theirs.eos_token_id,)
+    assert (ours.bos_token_id, ours.eos_token_ids) == (theirs.bos_token_id, eos)
+
+
+CHAT = """\
+{{- bos_token }}
+{%- if tools is not none %}tools{% endif %}
+{% for message in messages %}
+    {%- if message.role == "skip" %}{% continue %}{% endif %}
+{{ message | tojson }}{% generation %}{{ message.content }}{% endgeneration %}
+
+{% endfor %}
+{%- if add_generation_prompt %}<assistant>{{ eos_token }}{% endif %}"""
+
+
+@pytest.mark.parametrize("prompt", [True, False])
+def test_chat_template_renders_as_theirs(tmp_path, prompt):
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "a": 2}, unk_token="a"))
+    theirs = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    theirs.chat_template = CHAT
+    theirs.save_pretrained(tmp_path)
+    messages = [{"role": role, "content": "<é>\n  &"} for role in ("user", "skip", "assistant")]
+    ours = TextTokenizer.from_directory(tmp_path)
+    expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+    assert ours.apply_chat_template(messages, prompt) == expected
+    assert (ours.bos_id, ours.eos_ids) == (0, (1,))

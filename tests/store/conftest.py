@@ -1,0 +1,96 @@
+"""A small cache, the stores to try it on, and a few lines that every store test would repeat."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from kvjax.store.base import Branch, Geometry
+from kvjax.store.flash import FlashStore
+from kvjax.store.host import HostStore
+
+GEOMETRY = Geometry(layers=2, batch=2, kv_heads=2, num_blocks=6, block_rows=4, width=6, dtype="float32")
+
+
+@dataclasses.dataclass
+class Driver:
+    """A branch with calls in whole-cache terms, where every callback must succeed."""
+
+    branch: Branch
+
+    @property
+    def geometry(self) -> Geometry:
+        return self.branch.geometry
+
+    def full(self, seed: int = 0) -> np.ndarray:
+        """Random blocks[B, K, NB, C, width] of one layer."""
+        g = self.geometry
+        shape = (g.batch, g.kv_heads, g.num_blocks, g.block_rows, g.width)
+        return np.random.default_rng(seed).integers(-100, 100, shape).astype(g.numpy_dtype)
+
+    def prefill(self, layer: int = 0, seed: int = 0) -> np.ndarray:
+        blocks = self.full(seed)
+        self.branch.write_layer(layer, blocks, np.full(blocks.shape[:3], self.geometry.block_rows, np.int32))
+        return blocks
+
+    def try_read(self, layer: int = 0, generation: int | None = None) -> tuple[bool, np.ndarray]:
+        """All blocks of a layer, through slots in reverse order."""
+        g = self.geometry
+        block = np.tile(np.arange(g.num_blocks, dtype=np.int32), (g.batch, g.kv_heads, 1))
+        slots = np.full((g.batch, g.kv_heads, g.num_blocks + 1, g.block_rows, g.width), 77).astype(g.numpy_dtype)
+        generation = self.branch.generation if generation is None else generation
+        ok = self.branch.read_into(np.int32(layer), np.int32(generation), block, g.num_blocks - block, slots)
+        return ok, slots[:, :, :0:-1]
+
+    def read(self, layer: int = 0) -> np.ndarray:
+        ok, blocks = self.try_read(layer)
+        assert ok, self.branch.take_error()
+        return blocks
+
+    def row(self, value: float) -> np.ndarray:
+        """rows[B, K, width] of one value."""
+        g = self.geometry
+        return np.full((g.batch, g.kv_heads, g.width), value).astype(g.numpy_dtype)
+
+    def put_row(self, block: int, row: int, value: float, layer: int = 0) -> bool:
+        """The same row of the same block in every lane."""
+        g = self.geometry
+        index = np.full((g.batch, g.kv_heads), block, np.int32)
+        return self.branch.put_rows(layer, self.branch.generation, index, np.full_like(index, row), self.row(value),
+                                    np.ones(g.batch, bool))
+
+    def commit(self) -> None:
+        self.branch.commit(self.branch.generation)
+
+    def append(self, block: int, row: int, value: float, layer: int = 0) -> None:
+        assert self.put_row(block, row, value, layer), self.branch.take_error()
+        self.commit()
+
+
+@pytest.fixture
+def open_branch(tmp_path):
+    """open_branch(store, geometry) -> Driver; whatever is still open is closed at the end."""
+    drivers = []
+
+    def make(store, geometry: Geometry = GEOMETRY) -> Driver:
+        drivers.append(Driver(store.create(geometry, "fingerprint")))
+        return drivers[-1]
+
+    yield make
+    for driver in drivers:
+        driver.branch.take_error()
+        driver.branch.close()
+
+
+@pytest.fixture(params=["host", "buffered", "direct", "eager"])
+def store(request, tmp_path):
+    """Every kind of store; `eager` writes each committed block at once."""
+    if request.param == "host":
+        return HostStore()
+    eager = request.param == "eager"
+    return FlashStore(tmp_path, direct=request.param == "direct", threads=2, staging_bytes=0 if eager else 64 << 20)
+
+
+@pytest.fixture
+def driver(store, open_branch) -> Driver:
+    return open_branch(store)

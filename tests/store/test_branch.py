@@ -1,0 +1,293 @@
+"""What every store promises, run on all of them."""
+
+import dataclasses
+import gc
+
+import numpy as np
+import pytest
+
+from kvjax.errors import FormatMismatch, StaleCache, StoreClosed
+from kvjax.store import base
+from tests.store.conftest import GEOMETRY, Driver
+
+
+def test_unwritten_blocks_are_zero(driver):
+    assert not driver.read().any()
+
+
+@pytest.mark.parametrize("dtype", list(base.DTYPES))
+def test_prefill_comes_back(store, open_branch, dtype):
+    driver = open_branch(store, dataclasses.replace(GEOMETRY, dtype=dtype))
+    blocks = driver.prefill(layer=1)
+    np.testing.assert_array_equal(driver.read(layer=1), blocks)
+    assert not driver.read(layer=0).any()
+
+
+def test_rows_beyond_the_count_are_zero(driver):
+    blocks = driver.full()
+    counts = np.random.default_rng(1).integers(0, 5, blocks.shape[:3]).astype(np.int32)
+    before = blocks.copy()
+    driver.branch.write_layer(0, blocks, counts)
+    valid = np.arange(4) < counts[..., None]
+    np.testing.assert_array_equal(driver.read(), np.where(valid[..., None], blocks, 0))
+    np.testing.assert_array_equal(blocks, before)
+
+
+def test_second_prefill_starts_clean(driver):
+    driver.prefill(seed=0)
+    driver.append(1, 2, 5.0)
+    blocks = driver.full(seed=1)
+    counts = np.zeros(blocks.shape[:3], np.int32)
+    counts[:, :, 3] = 4
+    driver.branch.write_layer(0, blocks, counts)
+    found = driver.read()
+    np.testing.assert_array_equal(found[:, :, 3], blocks[:, :, 3])
+    assert not np.delete(found, 3, axis=2).any()
+
+
+def test_only_asked_slots_change(driver):
+    blocks = driver.prefill()
+    block = np.array([[[2, 6], [6, 6]], [[-1, 0], [99, 5]]], np.int32)
+    slot = np.array([[[1, 0], [0, 0]], [[0, 0], [0, 2]]], np.int32)
+    slots = np.full((2, 2, 3, 4, 6), 7, np.float32)
+    assert driver.branch.read_into(0, 0, block, slot, slots)
+    expected = np.full_like(slots, 7)
+    expected[0, 0, 1], expected[1, 0, 0], expected[1, 1, 2] = blocks[0, 0, 2], blocks[1, 0, 0], blocks[1, 1, 5]
+    np.testing.assert_array_equal(slots, expected)
+
+
+def test_one_block_may_be_read_to_two_slots(driver):
+    blocks = driver.prefill()
+    block, slot = np.full((2, 2, 2), 3, np.int32), np.tile(np.arange(2, dtype=np.int32), (2, 2, 1))
+    slots = np.zeros((2, 2, 2, 4, 6), np.float32)
+    assert driver.branch.read_into(0, 0, block, slot, slots)
+    np.testing.assert_array_equal(slots, np.stack([blocks[:, :, 3]] * 2, axis=2))
+
+
+def test_rows_are_seen_from_the_commit_on(driver):
+    blocks = driver.prefill()
+    assert driver.put_row(2, 1, 5.0)
+    np.testing.assert_array_equal(driver.read(), blocks)
+    driver.commit()
+    blocks[:, :, 2, 1] = 5.0
+    assert driver.branch.generation == 1
+    np.testing.assert_array_equal(driver.read(), blocks)
+    driver.branch.flush()
+    np.testing.assert_array_equal(driver.read(), blocks)
+
+
+def test_rows_of_a_new_block_stand_on_zeros(driver):
+    driver.append(4, 0, 1.0)
+    driver.append(4, 2, 2.0)
+    for _ in range(2):
+        found = driver.read()
+        assert (found[:, :, 4, 0] == 1).all() and (found[:, :, 4, 2] == 2).all()
+        assert np.count_nonzero(found) == 2 * driver.row(1).size
+        driver.branch.flush()
+
+
+def test_gate_and_sentinels_put_nothing(driver):
+    branch, rows = driver.branch, driver.row(9.0)
+    block = np.array([[1, 6], [1, 1]], np.int32)
+    row = np.array([[4, 0], [0, 0]], np.int32)
+    assert branch.put_rows(0, 0, block, row, rows, np.array([True, False]))
+    assert branch.put_blocks(0, 0, np.full((2, 2, 3), 6, np.int32), np.ones((2, 2, 3, 4, 6), np.float32))
+    driver.commit()
+    assert not driver.read().any()
+
+
+def test_order_within_a_transaction_holds(driver):
+    driver.prefill()
+    assert driver.put_row(3, 0, 1.0)
+    blocks = driver.full(seed=2)[:, :, :2]
+    assert driver.branch.put_blocks(0, 0, np.tile(np.array([3, 6], np.int32), (2, 2, 1)), blocks)
+    assert driver.put_row(3, 1, 2.0)
+    driver.commit()
+    expected = blocks[:, :, 0].copy()
+    expected[:, :, 1] = 2.0
+    np.testing.assert_array_equal(driver.read()[:, :, 3], expected)
+
+
+def test_arguments_are_copied(driver):
+    rows, block = driver.row(3.0), np.zeros((2, 2), np.int32)
+    assert driver.branch.put_rows(0, 0, block, block, rows, np.ones(2, bool))
+    rows[:], block[:] = 0, 5
+    driver.commit()
+    assert (driver.read()[:, :, 0, 0] == 3.0).all()
+
+
+def test_abort_drops_and_the_retry_is_as_if_nothing_was(driver):
+    driver.prefill()
+    assert driver.put_row(2, 1, 5.0)
+    driver.branch.abort(0)
+    driver.append(2, 2, 6.0)
+    expected = driver.full()
+    expected[:, :, 2, 2] = 6.0
+    np.testing.assert_array_equal(driver.read(), expected)
+
+
+def test_abort_of_a_past_generation_leaves_the_present(driver):
+    driver.append(0, 0, 1.0)
+    assert driver.put_row(0, 1, 2.0)
+    driver.branch.abort(0)
+    driver.commit()
+    assert (driver.read()[:, :, 0, 1] == 2.0).all()
+
+
+@pytest.mark.parametrize("call", ["read_into", "put_rows", "put_blocks"])
+def test_stale_generation_is_saved_and_harmless(driver, call):
+    driver.append(0, 0, 1.0)
+    before = driver.read()
+    index, rows = np.zeros((2, 2), np.int32), driver.row(4.0)
+    if call == "read_into":
+        ok, slots = driver.try_read(generation=0)
+        assert (slots == 77).all()
+    elif call == "put_rows":
+        ok = driver.branch.put_rows(0, 0, index, index, rows, np.ones(2, bool))
+    else:
+        ok = driver.branch.put_blocks(0, 0, index[..., None], np.ones((2, 2, 1, 4, 6), np.float32))
+    assert not ok
+    assert not driver.put_row(1, 1, 1.0), "an error nobody took keeps failing"
+    assert isinstance(driver.branch.take_error(), StaleCache)
+    assert driver.branch.take_error() is None
+    driver.commit()
+    np.testing.assert_array_equal(driver.read(), before)
+
+
+def test_stale_commit_raises_and_commits_nothing(driver):
+    assert driver.put_row(0, 0, 1.0)
+    with pytest.raises(StaleCache, match="generation 3"):
+        driver.branch.commit(3)
+    assert not driver.read().any()
+    driver.commit()
+    assert driver.read().any()
+
+
+def test_commit_raises_an_error_nobody_took_then_works(driver):
+    assert driver.put_row(0, 0, 1.0)
+    assert not driver.try_read(generation=8)[0]
+    with pytest.raises(StaleCache):
+        driver.commit()
+    assert driver.branch.generation == 0
+    driver.commit()
+    assert (driver.read()[:, :, 0, 0] == 1.0).all()
+
+
+def _bad_calls(branch):
+    block, rows = np.zeros((2, 2, 1), np.int32), np.zeros((2, 2, 6), np.float32)
+    slots, gate = np.zeros((2, 2, 3, 4, 6), np.float32), np.ones(2, bool)
+    index = block[..., 0]
+    return {
+        "layer": lambda: branch.read_into(2, 0, block, block, slots),
+        "slot": lambda: branch.read_into(0, 0, block, block + 3, slots),
+        "negative slot": lambda: branch.read_into(0, 0, block, block - 1, slots),
+        "slot shape": lambda: branch.read_into(0, 0, block, index, slots),
+        "batch": lambda: branch.read_into(0, 0, block[:1], block[:1], slots),
+        "dtype": lambda: branch.read_into(0, 0, block, block, slots.astype(np.float16)),
+        "strided": lambda: branch.read_into(0, 0, block, block, slots[:, :, ::-1]),
+        "read-only": lambda: branch.read_into(0, 0, block, block, np.broadcast_to(slots[:1], slots.shape)),
+        "row width": lambda: branch.put_rows(0, 0, index, index, rows[..., :5], gate),
+        "row dtype": lambda: branch.put_rows(0, 0, index, index, rows.astype(np.int8), gate),
+        "block rows": lambda: branch.put_blocks(0, 0, block, rows[:, :, None]),
+        "nonsense": lambda: branch.put_rows(None, 0, "block", index, rows, gate),
+    }
+
+
+@pytest.mark.parametrize("fault", list(_bad_calls(None)))
+def test_malformed_calls_never_raise(driver, fault):
+    driver.prefill()
+    assert not _bad_calls(driver.branch)[fault]()
+    error = driver.branch.take_error()
+    assert isinstance(error, base.StoreError if fault == "nonsense" else FormatMismatch)
+    assert error.__traceback__ is None, "a traceback would keep XLA's buffers"
+    driver.commit()
+    np.testing.assert_array_equal(driver.read(), driver.full())
+
+
+def test_forks_are_independent(driver):
+    blocks = driver.prefill()
+    driver.append(0, 0, 1.0)
+    assert driver.put_row(0, 1, 9.0), "uncommitted: stays behind"
+    child = Driver(driver.branch.fork())
+    driver.branch.abort(1)
+    assert child.branch.generation == 1 and child.branch.handle != driver.branch.handle
+    child.append(0, 1, 2.0)
+    driver.append(5, 3, 3.0)
+    grandchild = Driver(child.branch.fork())
+    grandchild.append(0, 1, 4.0)
+    blocks[:, :, 0, 0] = 1.0
+    for expected, line in ((2.0, child), (4.0, grandchild)):
+        mine = blocks.copy()
+        mine[:, :, 0, 1] = expected
+        np.testing.assert_array_equal(line.read(), mine)
+    driver.branch.flush()
+    blocks[:, :, 5, 3] = 3.0
+    np.testing.assert_array_equal(driver.read(), blocks)
+    child.branch.close()
+    grandchild.prefill(seed=4)
+    np.testing.assert_array_equal(driver.read(), blocks)
+    grandchild.branch.close()
+
+
+def test_a_fork_outlives_its_parent(driver):
+    blocks = driver.prefill()
+    child = Driver(driver.branch.fork())
+    driver.branch.close()
+    np.testing.assert_array_equal(child.read(), blocks)
+    child.append(0, 0, 1.0)
+    child.branch.close()
+
+
+def test_closed_branch_says_so(driver):
+    driver.prefill()
+    driver.branch.close()
+    driver.branch.close()
+    assert not driver.try_read()[0]
+    assert isinstance(driver.branch.take_error(), StoreClosed)
+    for call in (driver.commit, driver.branch.flush, driver.branch.fork, driver.prefill):
+        with pytest.raises(StoreClosed):
+            call()
+
+
+def test_registry_knows_live_branches_only(store):
+    branch = store.create(GEOMETRY, "fingerprint")
+    handle = branch.handle
+    assert base.lookup(np.int32(handle)) is branch
+    branch.close()
+    del branch
+    gc.collect()
+    assert base.lookup(handle) is None
+
+
+def test_registry_forgets_a_branch_that_failed(store):
+    branch = store.create(GEOMETRY, "fingerprint")
+    handle = branch.handle
+    index = np.zeros((2, 2, 1), np.int32)
+    assert not branch.read_into(9, 0, index, index, np.zeros((2, 2, 1, 4, 6), np.float32))
+    del branch
+    assert base.lookup(handle) is None, "a saved error must not keep its branch alive"
+
+
+def test_bad_prefill_raises_and_changes_nothing(driver):
+    blocks = driver.prefill()
+    counts = np.full(blocks.shape[:3], 4, np.int32)
+    for bad in (blocks[:1], blocks.astype(np.float16), blocks[..., :5]):
+        with pytest.raises(FormatMismatch):
+            driver.branch.write_layer(0, bad, counts)
+    with pytest.raises(FormatMismatch):
+        driver.branch.write_layer(2, blocks, counts)
+    with pytest.raises(FormatMismatch):
+        driver.branch.write_layer(0, blocks, counts[:, :1])
+    np.testing.assert_array_equal(driver.read(), blocks)
+
+
+def test_stats_count_what_moved(driver):
+    driver.prefill()
+    driver.read()
+    driver.append(0, 0, 1.0)
+    driver.branch.flush()
+    stats = driver.branch.stats()
+    assert stats.blocks_read == 24 and stats.bytes_useful == 24 * GEOMETRY.block_bytes
+    assert stats.bytes_read >= stats.bytes_useful and 1 <= stats.reads <= 24
+    assert stats.rows_written == 4 and stats.blocks_written >= 24
+    assert stats.bytes_written >= 24 * GEOMETRY.block_bytes and stats.read_seconds > 0

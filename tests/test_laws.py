@@ -1,0 +1,248 @@
+"""The laws of the contract, over every method and every store."""
+
+import dataclasses
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import CAPACITY, METHODS, Sim, Stream, check_every_token_has_one_place
+
+from kvjax.method import Placement
+from kvjax.methods import DynaKV, Quest
+from kvjax.store.host import HostStore
+from kvjax.store.residency import POLICIES
+
+pytestmark = pytest.mark.filterwarnings("error")
+every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+stored = pytest.mark.parametrize("method", [m for m in METHODS.values() if not m.evicts], ids=lambda m: m.name)
+
+
+@pytest.fixture(params=["host", "flash"])
+def store(request, tmp_path):
+    if request.param == "host":
+        return HostStore()
+    from kvjax.store.flash import FlashStore
+    return FlashStore(tmp_path)
+
+
+def unlimited(method):
+    """The method with a budget that covers every token."""
+    blocks = 10_000 if not method.evicts else None
+    return dataclasses.replace(method, budget=CAPACITY, max_blocks=blocks)
+
+
+# 1. ------------------------------------------------------------------------------------------
+
+
+@every_method
+@pytest.mark.parametrize("prompt", [40, 3], ids=["prompt", "from_scratch"])
+def test_a_budget_that_covers_everything_gives_full_attention(method, prompt):
+    stream = Stream.draw(0)
+    sim = Sim(unlimited(method), stream, [prompt, max(1, prompt - 2)])
+    for _ in range(25):
+        at = sim.at.copy()
+        out, _ = sim.step()
+        for b in range(2):
+            np.testing.assert_allclose(out[b], harness.dense_attention(stream, b, at[b]), atol=2e-5, rtol=0)
+
+
+# 2. ------------------------------------------------------------------------------------------
+
+
+@every_method
+def test_attended_tokens_are_unique_valid_and_within_the_budget(method):
+    sim, spec = Sim(method, Stream.draw(1), [50, 20]), harness.plan_of(method).spec
+    for _ in range(30):
+        before = [[sim.places(b, h) for h in range(harness.HEADS)] for b in range(2)]
+        at = sim.at.copy()
+        _, report = sim.step()
+        selected, attended = np.asarray(report.selected), np.asarray(report.attended)
+        for b in range(2):
+            for head in range(harness.HEADS):
+                places = before[b][head]
+                tail = places["sinks"] + places["window"] + places["held"] + [int(at[b])]
+                if method.attends_all:
+                    chosen = places["blocks"]
+                else:
+                    chosen = [int(p) for p in selected[b, head] if p >= 0]
+                assert len(set(chosen)) == len(chosen) and set(chosen) <= set(places["blocks"])
+                assert attended[b, head] == len(chosen) + len(tail) <= spec.budget
+                assert set(range(spec.sinks)) | {at[b], at[b] - 1} <= set(tail) | set(chosen)
+
+
+@stored
+def test_the_budget_is_used_up(method):
+    """A method that attends less than it may would look cheap for the wrong reason."""
+    sim, spec = Sim(method, Stream.draw(1), [80, 80]), harness.plan_of(method).spec
+    _, report = sim.step()
+    assert (np.asarray(report.attended) == min(spec.budget, 81)).all()
+
+
+# 3. ------------------------------------------------------------------------------------------
+
+
+@every_method
+def test_rows_of_a_batch_are_bit_equal_to_running_alone(method):
+    stream = Stream.draw(2)
+    together = Sim(method, stream, [45, 17]).run(25)
+    for b, prompt in enumerate([45, 17]):
+        alone = Sim(method, stream.row(b), [prompt]).run(25)
+        np.testing.assert_array_equal(together[:, b], alone[:, 0])
+
+
+@every_method
+def test_heads_do_not_see_each_other(method):
+    if method.head_shared:
+        return
+    stream = Stream.draw(3)
+    changed = Stream(stream.q.copy(), stream.k.copy(), stream.v.copy())
+    changed.k[:, :, 1] += 1.0
+    changed.q[:, :, harness.GROUP :] *= -1.0
+    one, other = Sim(method, stream, [40, 20]).run(20), Sim(method, changed, [40, 20]).run(20)
+    np.testing.assert_array_equal(one[:, :, : harness.GROUP], other[:, :, : harness.GROUP])
+    assert not np.array_equal(one[:, :, harness.GROUP :], other[:, :, harness.GROUP :])
+
+
+@every_method
+def test_an_inactive_sequence_stays_as_it_is(method):
+    sim = Sim(method, Stream.draw(4), [40, 30])
+    sim.run(5)
+    frozen = jax.tree.leaves(_without_loaded(sim.cache))
+    sim.step([True, False])
+    for before, now in zip(frozen, jax.tree.leaves(_without_loaded(sim.cache)), strict=True):
+        np.testing.assert_array_equal(before[1], now[1])
+
+
+def _without_loaded(cache):
+    """`loaded` describes the newest step and not the sequence."""
+    return dataclasses.replace(cache, state=dataclasses.replace(cache.state, loaded=cache.state.loaded * 0))
+
+
+# 4. ------------------------------------------------------------------------------------------
+
+
+@every_method
+def test_one_trace_serves_every_step_and_nothing_changes_shape(method):
+    sim = Sim(method, Stream.draw(5), [30, 10])
+    before, tree = sum(harness.TRACES.values()), jax.tree.structure(sim.cache)
+    shapes = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(sim.cache)]
+    sim.run(40)
+    assert jax.tree.structure(sim.cache) == tree
+    assert [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(sim.cache)] == shapes
+    assert sum(harness.TRACES.values()) - before <= 1
+
+
+# 5. ------------------------------------------------------------------------------------------
+
+
+@every_method
+@pytest.mark.parametrize("policy", POLICIES)
+def test_flash_and_memory_give_equal_bits(method, policy, store):
+    stream = Stream.draw(6)
+    in_memory = Sim(method, stream, [40, 25]).run(45)
+    on_flash = Sim(method, stream, [40, 25], store=store, policy=policy).run(45)
+    np.testing.assert_array_equal(in_memory, on_flash)
+
+
+@stored
+def test_more_slots_and_other_callbacks_give_equal_bits(method, store):
+    stream, spec = Stream.draw(7), harness.plan_of(method).spec
+    few = Sim(method, stream, [60, 25], store=store)
+    many = Sim(method, stream, [60, 25], store=store, slots=spec.num_blocks + 2, backend="io")
+    np.testing.assert_array_equal(few.run(30), many.run(30))
+    assert many.branch.stats().blocks_read <= few.branch.stats().blocks_read
+
+
+# 6. ------------------------------------------------------------------------------------------
+
+
+@every_method
+@pytest.mark.parametrize("prompt", [(50, 9), (1, 2), (95, 40)])
+def test_every_token_is_in_exactly_one_place(method, prompt):
+    sim = Sim(method, Stream.draw(8), prompt)
+    check_every_token_has_one_place(sim)
+    for _ in range(CAPACITY - max(prompt)):
+        sim.step()
+        check_every_token_has_one_place(sim)
+
+
+@dataclasses.dataclass(frozen=True)
+class ForgetsEveryFifth(Quest):
+    """Mutant: tells the machinery to drop some tokens."""
+
+    def append(self, spec, index, view, key, pos, valid):
+        index, placement = super().append(spec, index, view, key, pos, valid)
+        gone = (pos % 5 == 0) & valid
+        return index, Placement(jnp.where(gone, spec.num_blocks, placement.block), placement.row)
+
+
+@dataclasses.dataclass(frozen=True)
+class LosesASplitRow(DynaKV):
+    """Mutant: a split leaves one row out."""
+
+    def adapt(self, spec, index, view, block, keys, pos):
+        index, edits = super().adapt(spec, index, view, block, keys, pos)
+        return index, dataclasses.replace(edits, rows=edits.rows.at[:, 0, 0].set(-1))
+
+
+@dataclasses.dataclass(frozen=True)
+class WritesTwice(Quest):
+    """Mutant: puts every token into row 0 of its page."""
+
+    def append(self, spec, index, view, key, pos, valid):
+        index, placement = super().append(spec, index, view, key, pos, valid)
+        return index, Placement(placement.block, jnp.zeros_like(placement.row))
+
+
+@pytest.mark.parametrize("mutant", [
+    ForgetsEveryFifth(budget=24, sinks=2, window=4, page=4), WritesTwice(budget=24, sinks=2, window=4, page=4),
+    LosesASplitRow(budget=24, sinks=2, window=4, cluster=4, buffer=3, threshold=1.2),
+], ids=lambda m: m.name)
+def test_a_leaked_place_is_caught(mutant):
+    sim = Sim(mutant, Stream.draw(8), [50, 30])
+    with pytest.raises(AssertionError):
+        for _ in range(40):
+            sim.step()
+            check_every_token_has_one_place(sim)
+
+
+# 7. ------------------------------------------------------------------------------------------
+
+
+@every_method
+def test_a_prompt_of_one_token_works(method):
+    stream = Stream.draw(9)
+    sim = Sim(method, stream, [1, 2])
+    out, _ = sim.step()
+    for b, at in enumerate([1, 2]):
+        np.testing.assert_allclose(out[b], harness.dense_attention(stream, b, at), atol=2e-5, rtol=0)
+
+
+@every_method
+def test_a_second_prompt_starts_clean(method):
+    first = Sim(method, Stream.draw(10), [60, 60])
+    first.run(10)
+    again = Sim(method, Stream.draw(11), [30, 30]).run(10)
+    np.testing.assert_array_equal(again, Sim(method, Stream.draw(11), [30, 30]).run(10))
+
+
+@stored
+def test_a_retry_after_a_failed_step_equals_an_unfailed_run(method, store):
+    """A stale generation makes the read fail; afterwards everything is as if it had not happened."""
+    stream = Stream.draw(12)
+    good, bad = Sim(method, stream, [60, 40], store=store), Sim(method, stream, [60, 40], store=store)
+    expected = good.run(20)
+    bad.run(8)
+    bad.branch.generation += 1
+    line, bad_line = Sim.line, property(lambda self: dataclasses.replace(
+        line.fget(self), generation=jnp.int32(self.branch.generation - 1)))
+    try:
+        Sim.line = bad_line
+        with pytest.raises(Exception, match="generation"):
+            bad.step()
+    finally:
+        Sim.line = line
+        bad.branch.generation -= 1
+    np.testing.assert_array_equal(expected[8:], bad.run(12))
