@@ -52,8 +52,9 @@ def load_params(directory: hf_config.Path, config: ModelConfig, dtype: DTypeLike
     """Parameters of `Transformer(config)`, each `[in, out]` where the file has `[out, in]`, as `dtype`.
 
     Every name, shape and type is checked before the first tensor is read, and one tensor is read at a
-    time: the host holds the model and one tensor. Raises CheckpointError, naming file and tensor, for a
-    file that is missing or cut short and for a tensor that is unknown, duplicate, missing or misshapen.
+    time, so that the host never holds a second copy of the model. Raises CheckpointError, naming file and
+    tensor, for a file that is missing or cut short and for a tensor that is unknown, duplicate, missing
+    or misshapen.
     """
     files, targets = _weight_files(directory), _targets(config)
     sources = _sources(files, config, targets)
@@ -115,7 +116,7 @@ def _weight_files(directory: hf_config.Path) -> list[pathlib.Path]:
     shards = hf_config.read_json(index).get("weight_map")
     # Plain names only, so that an index cannot make us read outside its directory.
     if not isinstance(shards, dict) or not shards or not all(_is_plain_name(shard) for shard in shards.values()):
-        raise CheckpointError(f"{index}: weight_map is {shards!r}; expected an object of tensor names and file names")
+        raise CheckpointError(f"{index}: weight_map is no object of tensor names and plain file names")
     for name, shard in shards.items():
         if not (root / shard).is_file():
             raise CheckpointError(f"{root / shard}: this shard, which holds tensor {name}, is missing")
@@ -142,8 +143,8 @@ def _sources(
                 sources[name] = file
     missing = sorted(targets.keys() - sources.keys())
     if missing:
-        where = ", ".join(file.name for file in files)
-        raise CheckpointError(f"{files[0].parent}: {len(missing)} tensors missing from {where}, first {missing[0]}")
+        where = files[0].with_name(INDEX) if len(files) > 1 else files[0]
+        raise CheckpointError(f"{where}: tensor {missing[0]} is missing, and {len(missing) - 1} more")
     return sources
 
 
