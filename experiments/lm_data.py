@@ -75,11 +75,12 @@ class Rows:
 
     def _recall(self, rng, length):
         """Pairs over a small random pool, then every pair again in another order (MQAR, Zoology)."""
-        gap = int(rng.choice([0, 0, 1, 2]))  # fixed tokens between key and value
+        gap = int(rng.choice([0, 0, 0, 1, 2]))  # fixed tokens between key and value
+        alphabet = 600 if rng.random() < 0.75 else self.vocab  # few, frequent tokens teach the circuit first
         frame = rng.integers(300, self.vocab, size=gap)
         unit = 3 + gap  # separator, key, frame, value
         pairs = int(rng.integers(3, max(4, min(64, length // (3 * unit)))))
-        pool = rng.choice(np.arange(4, self.vocab), size=2 * pairs, replace=False)
+        pool = rng.choice(np.arange(4, alphabet), size=2 * pairs, replace=False)
         keys, values = pool[:pairs], pool[pairs:]
         width = np.full((pairs, 1), self.newline)
         block = np.concatenate([width, keys[:, None], np.tile(frame, (pairs, 1)), values[:, None]], axis=1)

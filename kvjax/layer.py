@@ -100,8 +100,8 @@ def ask(plan: LayerPlan, state: LayerState, q: Float[Array, "B H D"], key, value
 
 def answer(plan: LayerPlan, cache: LayerCache, asked: Asked, slot: Int32[Array, "B K M1"], at: Int32[Array, "B"]):
     """Attends tail, selected rows and the newest token; returns (out[B, H, D], Fresh, attended[B, K])."""
-    if plan.method.attends_all and isinstance(cache.pool, MemoryPool):
-        key, value = cache.pool.everything()
+    if plan.method.attends_all:
+        key, value = cache.pool.everything(slot[..., : plan.spec.num_blocks])
         valid = (jnp.arange(plan.spec.block_rows) < cache.state.count[..., None]).reshape(key.shape[:3])
         pos = cache.state.pos.reshape(key.shape[:3])
     else:

@@ -164,6 +164,8 @@ class Method(abc.ABC):
                 f"budget={spec.budget} of {self.name} is smaller than sinks + window + one block + held rows = {least}; "
                 "raise the budget, or lower window or block size"
             )
+        if self.attends_all and spec.max_blocks != spec.num_blocks:
+            raise ConfigError(f"{self.name} attends every block; leave max_blocks at None")
         if not self.evicts and spec.num_blocks * spec.block_rows < spec.capacity:
             raise ConfigError(
                 f"{spec.num_blocks} blocks of {spec.block_rows} rows cannot hold capacity={spec.capacity} tokens; "

@@ -42,6 +42,9 @@ class Pool(Protocol):
     def block(self, slot: Int32[Array, "B K"]):
         """Keys and values `[B, K, C, D]` of one block per head."""
 
+    def everything(self, slot: Int32[Array, "B K NB"]):
+        """Keys and values `[B, K, NB * C, D]` of all blocks in order, given their slots."""
+
     def locate(self, block: Int32[Array, "B K *E"]) -> Int32[Array, "B K *E"]:
         """Slot of each block, NS where it is not in memory."""
 
@@ -92,8 +95,7 @@ class MemoryPool:
             self.value.at[at].set(value.astype(self.value.dtype), mode="drop"),
         )
 
-    def everything(self):
-        """Keys and values `[B, K, NB * C, D]` in place, in block order."""
+    def everything(self, slot):
         flat = (*self.key.shape[:2], -1, self.key.shape[-1])
         return self.key.reshape(flat), self.value.reshape(flat)
 

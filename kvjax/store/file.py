@@ -149,8 +149,10 @@ def create_file(path, geometry: Geometry, fingerprint: str, system: SystemIO, *,
     try:
         _claim(path, descriptor, system)
         _check_space(path, descriptor, system, max(max_bytes or 0, HEADER_BYTES + geometry.extent_bytes))
-        _write_header(path, descriptor, system, page)
-        return BlockFile(path, descriptor, system, temporary=temporary, direct=direct)
+        _empty(path, descriptor, system)
+        file = BlockFile(path, descriptor, system, temporary=temporary, direct=direct)
+        file.write(page, 0, lambda _: "the header")
+        return file
     except BaseException:
         system.close(descriptor)
         if made:
@@ -193,13 +195,11 @@ def _check_space(path: str, descriptor: int, system: SystemIO, needed: int) -> N
                       "another device")
 
 
-def _write_header(path: str, descriptor: int, system: SystemIO, page: bytes) -> None:
+def _empty(path: str, descriptor: int, system: SystemIO) -> None:
     try:
         system.ftruncate(descriptor, 0)
-        if system.pwrite(descriptor, page, 0) != len(page):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     except OSError as cause:
-        raise _write_error(f"cannot write the header of {path}", cause) from cause
+        raise _write_error(f"cannot empty {path}", cause) from cause
 
 
 def _write_error(what: str, cause: OSError) -> StoreError:

@@ -59,7 +59,7 @@ class Reader:
         count = plan.extents.size
         begins = np.ones(count, bool)  # where a request begins: neighbouring extents are read at once
         np.not_equal(plan.extents[1:] - plan.extents[:-1], 1, out=begins[1:])
-        bounds = self._bounds(count, np.count_nonzero(begins))
+        bounds = self._bounds(count, int(np.count_nonzero(begins)))
         begins[bounds[:-1]] = True
         chunks = self._chunks(plan, begins.nonzero()[0], bounds)
         jobs = [functools.partial(self._fetch_chunk, chunk, out, where) for chunk in chunks]

@@ -80,6 +80,10 @@ class SlotPool:
     def block(self, slot):
         return jnp.split(take_block(self.rows, slot), 2, axis=-1)
 
+    def everything(self, slot):
+        rows = self.rows[(*batch_and_head(slot), slot)]
+        return jnp.split(rows.reshape(*slot.shape[:2], -1, rows.shape[-1]), 2, axis=-1)
+
     def locate(self, block):
         return jax.vmap(residency.locate)(self.table, block)
 
@@ -156,12 +160,12 @@ def _buffer_put_blocks(ctx, ok, handle, generation, layer, block, packed):
 def _io_put_rows(handle, generation, layer, block, row, packed):
     block = np.asarray(block)
     gate = np.ones(block.shape[0], bool)
-    args = (block, np.asarray(row), np.array(packed), gate)  # a copy: the buffer dies with the callback
+    args = (block, np.asarray(row), np.asarray(packed).copy(), gate)  # the buffer dies with the callback
     return np.int32(_branch_call("put_rows", handle, *_scalars(layer, generation), *args))
 
 
 def _io_put_blocks(handle, generation, layer, block, packed):
-    args = (np.asarray(block), np.array(packed))
+    args = (np.asarray(block), np.asarray(packed).copy())
     return np.int32(_branch_call("put_blocks", handle, *_scalars(layer, generation), *args))
 
 

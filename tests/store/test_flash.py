@@ -1,0 +1,290 @@
+"""What is particular to the flash store: the file, its extents, write-behind, O_DIRECT, threads."""
+
+import errno
+import gc
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from kvjax.errors import ConfigError
+from kvjax.store.flash import FlashStore
+from kvjax.store.format import inspect_header
+from tests.store.conftest import GEOMETRY, Driver
+from tests.store.faults import FaultySystem
+from tests.store.test_history import History
+
+EXTENT = GEOMETRY.extent_bytes
+
+
+def extents_of(driver: Driver) -> int:
+    """Extents in the file, used or free."""
+    return (os.path.getsize(driver.branch.path) - 4096) // EXTENT
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+# ---- the file
+
+def test_store_touches_no_disk(tmp_path):
+    FlashStore(tmp_path / "missing" / "cache.kv")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("setting", [{"threads": 0}, {"timeout": 0.0}, {"max_bytes": 0}, {"staging_bytes": -1}])
+def test_impossible_settings(tmp_path, setting):
+    with pytest.raises(ConfigError):
+        FlashStore(tmp_path, **setting)
+
+
+def test_named_file_stays_and_can_be_replaced(tmp_path, open_branch):
+    path = tmp_path / "cache.kv"
+    for seed in range(2):
+        driver = open_branch(FlashStore(path))
+        blocks = driver.prefill(seed=seed)
+        np.testing.assert_array_equal(driver.read(), blocks)
+        driver.branch.close()
+        assert inspect_header(path).geometry == GEOMETRY
+        assert inspect_header(path).fingerprint == "fingerprint"
+        assert path.stat().st_size == 4096 + 24 * EXTENT
+
+
+def test_directory_gets_temporary_files(tmp_path, open_branch):
+    store = FlashStore(tmp_path)
+    first, second = open_branch(store), open_branch(store)
+    assert len(list(tmp_path.iterdir())) == 2 and first.branch.path != second.branch.path
+    child = first.branch.fork()
+    first.branch.close()
+    assert os.path.exists(first.branch.path), "the fork still needs it"
+    child.close()
+    second.branch.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_forgotten_branch_takes_file_and_threads_along(tmp_path):
+    before = threading.active_count()
+    driver = Driver(FlashStore(tmp_path).create(GEOMETRY, ""))
+    driver.append(0, 0, 1.0)
+    driver.read()
+    assert threading.active_count() > before
+    del driver
+    gc.collect()
+    assert not list(tmp_path.iterdir())
+    wait_until(lambda: threading.active_count() <= before)
+
+
+def test_exit_removes_temporary_files(tmp_path):
+    program = f"""
+from kvjax.store.base import Geometry
+from kvjax.store.flash import FlashStore
+branch = FlashStore({str(tmp_path)!r}).create(Geometry(1, 1, 1, 1, 1, 2, "int8"), "")
+import os
+assert os.path.exists(branch.path)
+"""
+    root = pathlib.Path(__file__).resolve().parents[2]
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=root)
+    assert not list(tmp_path.iterdir())
+
+
+# ---- extents
+
+def test_fork_copies_blocks_only_when_they_are_written(tmp_path, open_branch):
+    driver = open_branch(FlashStore(tmp_path))
+    driver.prefill()
+    child = Driver(driver.branch.fork())
+    assert extents_of(driver) == 24
+    child.append(1, 0, 1.0)
+    child.branch.flush()
+    assert extents_of(driver) == 28
+    child.append(1, 1, 1.0)
+    child.branch.flush()
+    assert extents_of(driver) == 28, "the copy is the child's own by now"
+    child.branch.close()
+
+
+def test_closed_branches_give_extents_back(tmp_path, open_branch):
+    driver = open_branch(FlashStore(tmp_path))
+    blocks = driver.prefill()
+    for seed in range(3):
+        child = Driver(driver.branch.fork())
+        child.prefill(seed=seed)
+        child.branch.close()
+    grandchild = driver.branch.fork()
+    Driver(grandchild).prefill(seed=9)
+    del grandchild
+    gc.collect()
+    driver.prefill(layer=1)
+    assert extents_of(driver) == 48
+    np.testing.assert_array_equal(driver.read(), blocks)
+
+
+def test_empty_blocks_take_no_extent(tmp_path, open_branch):
+    driver = open_branch(FlashStore(tmp_path))
+    counts = np.zeros((2, 2, 6), np.int32)
+    counts[:, 0, 2] = 3
+    driver.branch.write_layer(0, driver.full(), counts)
+    assert extents_of(driver) == 2
+
+
+# ---- reading
+
+def test_neighbours_are_read_at_once(tmp_path, open_branch):
+    driver = open_branch(FlashStore(tmp_path, threads=1))
+    driver.prefill()
+    driver.read()
+    assert driver.branch.stats().reads == 1
+    assert driver.branch.stats().bytes_read == 24 * EXTENT
+
+
+def test_large_reads_go_through_several_arenas(tmp_path, open_branch, monkeypatch):
+    monkeypatch.setattr("kvjax.store.workers.ArenaStack.MAX_BYTES", 5 * EXTENT)
+    driver = open_branch(FlashStore(tmp_path, threads=2))
+    np.testing.assert_array_equal(driver.prefill(), driver.read())
+    assert driver.branch.stats().reads == 5
+
+
+def test_direct_reads_see_buffered_writes(tmp_path, open_branch):
+    driver = open_branch(FlashStore(tmp_path, threads=2))
+    expected = driver.prefill()
+    assert driver.branch.direct, "the tests want a filesystem with O_DIRECT"
+    for i in range(20):
+        driver.append(i % 6, i % 4, float(i))
+        expected[:, :, i % 6, i % 4] = i
+        driver.branch.flush()
+        np.testing.assert_array_equal(driver.read(), expected)
+
+
+@pytest.mark.parametrize("operation", ["open_direct", "preadv"])
+def test_refused_direct_reads_fall_back_visibly(tmp_path, open_branch, caplog, operation):
+    store = FlashStore(tmp_path)
+    store.system = FaultySystem()
+    store.system.fail(operation, errno.EINVAL, times=1)
+    with caplog.at_level("WARNING", logger="absl"):
+        driver = open_branch(store)
+        blocks = driver.prefill()
+        for _ in range(2):
+            np.testing.assert_array_equal(driver.read(), blocks)
+    assert not driver.branch.direct
+    assert len([record for record in caplog.records if "O_DIRECT" in record.message]) == 1
+
+
+# ---- write-behind
+
+def test_rows_of_a_block_become_one_write(tmp_path, open_branch):
+    driver = open_branch(FlashStore(tmp_path))
+    driver.prefill()
+    for row in range(4):
+        driver.append(2, row, 1.0)
+    before = driver.branch.stats().blocks_written
+    driver.branch.flush()
+    stats = driver.branch.stats()
+    assert stats.blocks_written - before == 4 and stats.rows_written == 16
+
+
+def test_staging_is_bounded(tmp_path, open_branch):
+    store = FlashStore(tmp_path, staging_bytes=4 * EXTENT, timeout=0.2)
+    store.system = FaultySystem()
+    driver = open_branch(store)
+    store.system.hang("pwrite")
+    driver.append(0, 0, 1.0)
+    driver.append(1, 0, 1.0)
+    assert driver.put_row(2, 0, 1.0)
+    with pytest.raises(OSError, match="no block was written"):
+        driver.commit()
+    assert driver.branch.generation == 2
+    store.system.heal()
+    driver.commit()
+    driver.branch.flush()
+    assert (driver.read()[:, :, :3, 0] == 1.0).all()
+
+
+class HalfWritten(FaultySystem):
+    """Stops a write in the middle and lets a read happen there.
+
+    The first read after `arm` starts `write` in a thread, goes on when half of the first block is written, and lets the
+    rest be written when it has its bytes.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.half, self.rest = threading.Event(), threading.Event()
+        self.write = None
+
+    def arm(self, write) -> None:
+        self.write = write
+
+    def preadv(self, descriptor, views, offset):
+        write, self.write = self.write, None
+        if write is None:
+            return super().preadv(descriptor, views, offset)
+        threading.Thread(target=write).start()
+        assert self.half.wait(10)
+        got = super().preadv(descriptor, views, offset)
+        self.rest.set()
+        return got
+
+    def pwrite(self, descriptor, data, offset):
+        if offset and not self.half.is_set() and self.calls.count("preadv"):
+            done = super().pwrite(descriptor, data[:40], offset)
+            self.half.set()
+            assert self.rest.wait(10)
+            return done
+        return super().pwrite(descriptor, data, offset)
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_torn_block_is_read_again(tmp_path, open_branch, direct):
+    store = FlashStore(tmp_path, direct=direct, threads=1)
+    store.system = HalfWritten()
+    driver = open_branch(store)
+    expected = driver.prefill()
+    rows = driver.full(seed=5)[:, :, :1]
+    assert driver.branch.put_rows(0, 0, np.zeros((2, 2), np.int32), np.zeros((2, 2), np.int32), rows[:, :, 0, 0],
+                                  np.ones(2, bool))
+    driver.commit()
+    expected[:, :, 0, 0] = rows[:, :, 0, 0]
+    reads = len([call for call in store.system.calls if call == "preadv"])
+    store.system.arm(driver.branch.flush)
+    np.testing.assert_array_equal(driver.read(), expected)
+    assert store.system.half.is_set()
+    assert len([call for call in store.system.calls if call == "preadv"]) > reads + 1
+    driver.branch.flush()
+    np.testing.assert_array_equal(driver.read(), expected)
+
+
+def test_branches_of_one_file_work_in_parallel(tmp_path, open_branch):
+    driver = open_branch(FlashStore(tmp_path, threads=3, staging_bytes=12 * EXTENT))
+    driver.prefill()
+    failures = []
+
+    def work(seed: int, child: Driver, blocks: dict) -> None:
+        history = History(child, seed)
+        history.lines[0].blocks = blocks
+        try:
+            for _ in range(120):
+                history.step()
+            history.check_everything()
+            for line in history.lines:
+                line.driver.branch.close()
+        except BaseException as failure:
+            failures.append(failure)
+
+    start = {(0, b, k, n): driver.full()[b, k, n] for b, k, n in np.ndindex(2, 2, 6)}
+    threads = [threading.Thread(target=work, args=(seed, Driver(driver.branch.fork()), dict(start)))
+               for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures[0]
+    np.testing.assert_array_equal(driver.read(), driver.full())
