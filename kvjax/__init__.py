@@ -1,0 +1,27 @@
+"""Decoding long sequences in JAX when the KV cache does not fit in memory.
+
+    llm = kvjax.load(path)
+    cache = llm.prefill(context, method=kvjax.dynakv(budget=256), store=kvjax.FlashStore(directory))
+    print(llm.generate(question, cache).text)
+"""
+
+from kvjax.attend import AttentionCache, attend, init_cache, prefill_cache
+from kvjax.decode import Slots
+from kvjax.llm import LLM, Cache, Result, load, save
+from kvjax.method import Method
+from kvjax.methods import METHODS
+from kvjax.methods.dynakv import DynaKV as dynakv
+from kvjax.methods.full import Full as full
+from kvjax.methods.oracle import Oracle as oracle
+from kvjax.methods.quest import Quest as quest
+from kvjax.methods.streaming_llm import StreamingLLM as streaming_llm
+from kvjax.sampling import Sampling
+from kvjax.store.flash import FlashStore
+from kvjax.store.host import HostStore
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM", "METHODS", "AttentionCache", "Cache", "FlashStore", "HostStore", "Method", "Result", "Sampling", "Slots",
+    "attend", "dynakv", "full", "init_cache", "load", "oracle", "prefill_cache", "quest", "save", "streaming_llm",
+]

@@ -216,9 +216,8 @@ def step(
     active = jnp.ones(plan.batch, bool) if active is None else jnp.asarray(active)
     run = {"staged": _staged, "fused": _fused}[driver]
     result = run(plan, params, state, jnp.asarray(tokens, jnp.int32), active, donate)
-    branch = base.lookup(int(state.line.handle)) if _uses_store(state) else None
-    if _uses_store(state):
-        _settle(branch, int(result.state.line.generation), bool(result.ok), result.state)
+    if _uses_store(result.state):
+        _settle(result.state, bool(result.ok))
     return result
 
 
@@ -226,8 +225,11 @@ def _uses_store(state: State) -> bool:
     return any(isinstance(one.pool, SlotPool) for one in state.layers)
 
 
-def _settle(branch, generation: int, ok: bool, state: State) -> None:
+def _settle(state: State, ok: bool) -> None:
     """Commits the token to the store, or drops it and raises what went wrong."""
+    # The write callbacks run whenever XLA gets to them: wait until all of them have queued their rows.
+    jax.block_until_ready([one.pool.queued for one in state.layers if isinstance(one.pool, SlotPool)])
+    branch, generation = base.lookup(int(state.line.handle)), int(state.line.generation)
     if branch is None:
         raise StoreClosed("the store of this cache was closed; prefill again, or keep the store open")
     if ok:

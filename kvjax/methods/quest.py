@@ -11,9 +11,12 @@ Resident: 2 D numbers per page. Cost per step: one score per page, then the sele
 import dataclasses
 
 import jax.numpy as jnp
+import numpy as np
 
 from kvjax.method import Method, Selection, aggregate, in_token_order, no_force, top_blocks
 from kvjax.typing import Array, Float, Int32, pytree
+
+_FAR = np.float32(1e30)  # bounds of an empty page: finite, so that its score is very low and never NaN
 
 
 @pytree
@@ -34,7 +37,7 @@ class Quest(Method):
 
     def init(self, spec):
         shape = (spec.kv_heads, spec.num_blocks, spec.head_dim)
-        return QuestIndex(jnp.full(shape, jnp.inf, jnp.float32), jnp.full(shape, -jnp.inf, jnp.float32), jnp.int32(0))
+        return QuestIndex(jnp.full(shape, _FAR), jnp.full(shape, -_FAR), jnp.int32(0))
 
     def build(self, spec, index, keys, pos, valid):
         placement = in_token_order(spec, jnp.int32(0), jnp.cumsum(valid) - 1, valid)
@@ -43,11 +46,9 @@ class Quest(Method):
 
     def select(self, spec, index, view, q):
         occupied = view.count > 0
-        low = jnp.where(occupied[..., None], index.low, 0.0)
-        high = jnp.where(occupied[..., None], index.high, 0.0)
         # max(q l, q h) = max(q, 0) h + min(q, 0) l, two matrix products instead of a K G NB D tensor.
-        bound = jnp.einsum("kgd,knd->kgn", jnp.maximum(q, 0), high)
-        bound += jnp.einsum("kgd,knd->kgn", jnp.minimum(q, 0), low)
+        bound = jnp.einsum("kgd,knd->kgn", jnp.maximum(q, 0), index.high)
+        bound += jnp.einsum("kgd,knd->kgn", jnp.minimum(q, 0), index.low)
         score = aggregate(bound * spec.head_dim**-0.5, self.aggregation)
         return Selection(top_blocks(score, occupied, spec.max_blocks), no_force(spec))
 

@@ -37,6 +37,7 @@ class SlotPool:
 
     rows: Float[Array, "B K NS C D2"]
     table: Residency
+    queued: Int32[Array, ""]  # writes handed to the store: ready only when the callbacks have run
     num_blocks: int = dataclasses.field(metadata={"static": True})
     policy: str = dataclasses.field(metadata={"static": True})
     backend: Backend = dataclasses.field(metadata={"static": True})
@@ -46,7 +47,7 @@ class SlotPool:
         shape = (batch, spec.kv_heads, slots, spec.block_rows, 2 * spec.head_dim)
         table = residency.empty(spec.kv_heads, slots, spec.num_blocks)
         table = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (batch, *leaf.shape)), table)
-        return cls(jnp.zeros(shape, dtype), table, spec.num_blocks, policy, backend)
+        return cls(jnp.zeros(shape, dtype), table, jnp.int32(0), spec.num_blocks, policy, backend)
 
     def plan(self, need: Int32[Array, "B K M1"]) -> ReadPlan:
         """Hits, misses and victims of one fetch; pure."""
@@ -90,16 +91,16 @@ class SlotPool:
     def put_row(self, block, row, key, value, layer, line):
         packed = jnp.concatenate([key, value], axis=-1).astype(self.rows.dtype)
         slot = jnp.where(block < self.num_blocks, self.locate(block), self.rows.shape[2])
-        _enqueue("put_rows", self.backend, line, layer, block, row, packed)
+        queued = _enqueue("put_rows", self.backend, line, layer, block, row, packed)
         rows = self.rows.at[(*batch_and_head(slot), slot, row)].set(packed, mode="drop")
-        return dataclasses.replace(self, rows=rows)
+        return dataclasses.replace(self, rows=rows, queued=self.queued + queued)
 
     def put_blocks(self, block, key, value, layer, line):
         packed = jnp.concatenate([key, value], axis=-1).astype(self.rows.dtype)
         slot = jnp.where(block < self.num_blocks, self.locate(block), self.rows.shape[2])
-        _enqueue("put_blocks", self.backend, line, layer, block, packed)
+        queued = _enqueue("put_blocks", self.backend, line, layer, block, packed)
         rows = self.rows.at[(*batch_and_head(slot), slot)].set(packed, mode="drop")
-        return dataclasses.replace(self, rows=rows)
+        return dataclasses.replace(self, rows=rows, queued=self.queued + queued)
 
 
 # ------------------------------------------------------------------------------------- callbacks
@@ -175,12 +176,11 @@ _ENQUEUE = {
 }
 
 
-def _enqueue(name: str, backend: Backend, line: Line, layer, *args) -> None:
-    """Queues writes under the next generation; a refusal is saved in the branch and ends the token."""
+def _enqueue(name: str, backend: Backend, line: Line, layer, *args) -> Int32[Array, ""]:
+    """Queues writes under the next generation; 1 if they were taken, else the branch keeps the reason."""
     in_place = backend == "buffer"
     result = jax.ShapeDtypeStruct((), jnp.int32)
     operands = (line.handle, line.generation, layer, *args)
     if in_place:
-        buffer_callback(_ENQUEUE[name, True], result, has_side_effect=True)(*operands)
-    else:
-        io_callback(_ENQUEUE[name, False], result, *operands)
+        return buffer_callback(_ENQUEUE[name, True], result, has_side_effect=True)(*operands)
+    return io_callback(_ENQUEUE[name, False], result, *operands)

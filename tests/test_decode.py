@@ -1,0 +1,172 @@
+"""Both drivers over a whole model: against dense logits, against each other, across stores."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from harness import METHODS
+from kvjax import decode
+from kvjax.decode import Slots
+from kvjax.errors import ConfigError, PromptError, StaleCache
+from kvjax.models.config import ModelConfig
+from kvjax.models.transformer import Transformer
+from kvjax.store.flash import FlashStore
+
+CONFIG = ModelConfig(
+    family="llama", vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2,
+    head_dim=8, max_position=128,
+)
+CAPACITY, PROMPT, STEPS = 96, (40, 23), 20
+
+
+@pytest.fixture(scope="module")
+def params():
+    model, dummy = Transformer(CONFIG), jnp.zeros((1, 4), jnp.int32)
+    tree = model.init(jax.random.key(1), dummy, dummy)["params"]
+    return jax.tree.map(lambda leaf: leaf * 3 if leaf.ndim == 2 else leaf, tree)  # sharper than at init
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    return np.random.default_rng(0).integers(0, 64, (2, CAPACITY)).astype(np.int32)
+
+
+def start(params, tokens, method, store=None, config=CONFIG, **slots):
+    plan = decode.make_plan(config, method, 2, CAPACITY)
+    branch = store.create(decode.geometry(plan), "test") if store else None
+    length = jnp.asarray(PROMPT)
+    state, logits, _ = decode.prefill(plan, params, tokens[:, : max(PROMPT)], length, branch, Slots(**slots))
+    return plan, state, logits, branch
+
+
+def teacher_forced(params, tokens, method, driver="staged", store=None, steps=STEPS, config=CONFIG, **slots):
+    """Logits `[steps, B, V]` after each of the next tokens."""
+    plan, state, _, branch = start(params, tokens, method, store, config, **slots)
+    out = []
+    for i in range(steps):
+        fed = tokens[np.arange(2), np.asarray(PROMPT) + i]
+        done = decode.step(plan, params, state, fed, driver=driver, donate=True)
+        state = done.state
+        out.append(np.asarray(done.logits))
+    if branch is not None:
+        branch.close()
+    return np.stack(out)
+
+
+def dense(params, tokens, config=CONFIG):
+    positions = jnp.broadcast_to(jnp.arange(CAPACITY), tokens.shape)
+    return np.asarray(Transformer(config).apply({"params": params}, jnp.asarray(tokens), positions))
+
+
+@pytest.mark.parametrize("driver", ["staged", "fused"])
+@pytest.mark.parametrize("sliding", [None, 16])
+def test_full_cache_equals_dense_logits(params, tokens, driver, sliding):
+    config = dataclasses.replace(CONFIG, windows=(sliding, None))
+    expected = dense(params, tokens, config)
+    plan, _, logits, _ = start(params, tokens, METHODS["full"], config=config)
+    assert plan.layers[0].sliding == sliding
+    got = teacher_forced(params, tokens, METHODS["full"], driver, config=config)
+    for b, prompt in enumerate(PROMPT):
+        np.testing.assert_allclose(logits[b], expected[b, prompt - 1], atol=1e-4)
+        np.testing.assert_allclose(got[:, b], expected[b, prompt : prompt + STEPS], atol=1e-4)
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_drivers_and_stores_agree(params, tokens, method, tmp_path):
+    staged = teacher_forced(params, tokens, method)
+    fused = teacher_forced(params, tokens, method, "fused")
+    flash = teacher_forced(params, tokens, method, "staged", FlashStore(tmp_path))
+    flash_fused = teacher_forced(params, tokens, method, "fused", FlashStore(tmp_path))
+    np.testing.assert_array_equal(staged, flash)
+    np.testing.assert_array_equal(fused, flash_fused)
+    np.testing.assert_array_equal(staged.argmax(-1), fused.argmax(-1))
+    np.testing.assert_allclose(staged, fused, atol=1e-4)
+
+
+def test_a_sliding_window_holds_for_selected_rows(params, tokens):
+    config = dataclasses.replace(CONFIG, windows=(16, 16))
+    method = dataclasses.replace(METHODS["quest"], budget=CAPACITY, max_blocks=1000)
+    got = teacher_forced(params, tokens, method, config=config)
+    expected = dense(params, tokens, config)
+    np.testing.assert_allclose(got[:, 0], expected[0, PROMPT[0] : PROMPT[0] + STEPS], atol=1e-4)
+
+
+def test_dense_layers_stay_in_memory_and_exact(params, tokens, tmp_path):
+    method = dataclasses.replace(METHODS["quest"], dense_layers=1)
+    plan, state, _, branch = start(params, tokens, method, FlashStore(tmp_path))
+    assert [type(one.pool).__name__ for one in state.layers] == ["MemoryPool", "SlotPool"]
+    decode.step(plan, params, state, tokens[:, 0])
+    assert branch.stats().blocks_read > 0
+
+
+def test_a_pure_step_leaves_its_state_usable(params, tokens):
+    plan, state, _, _ = start(params, tokens, METHODS["dynakv"])
+    first = decode.step(plan, params, state, tokens[:, 50])
+    again = decode.step(plan, params, state, tokens[:, 50])
+    np.testing.assert_array_equal(first.logits, again.logits)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+
+
+def test_an_old_value_over_a_moved_store_is_stale(params, tokens, tmp_path):
+    plan, state, _, _ = start(params, tokens, METHODS["quest"], FlashStore(tmp_path))
+    new = decode.step(plan, params, state, tokens[:, 50]).state
+    with pytest.raises(StaleCache):
+        decode.step(plan, params, state, tokens[:, 51])
+    decode.step(plan, params, new, tokens[:, 51])
+
+
+@pytest.mark.parametrize("driver", ["staged", "fused"])
+def test_the_pool_is_updated_in_place(params, tokens, driver):
+    """Temporaries of a compiled step stay far below the pool; donation alone would not show a copy."""
+    method = dataclasses.replace(METHODS["quest"], budget=24)
+    plan = decode.make_plan(CONFIG, method, 1, 60_000)
+    state, _, _ = decode.prefill(plan, params, tokens[:1, :20], jnp.asarray([20]))
+    pool = sum(leaf.nbytes for leaf in jax.tree.leaves(state.layers[0].pool))
+    token, active = jnp.zeros(1, jnp.int32), jnp.ones(1, bool)
+    if driver == "fused":
+        used = [_temporaries(lambda s: decode._fused_token(plan, params, s, token, active).state, state)]
+    else:
+        layer_plan, x = plan.layers[0], jnp.zeros((1, 32))
+        read = functools.partial(decode._read, CONFIG, layer_plan, params["layers_0"])
+        rest = (x, x, state.length, jnp.int32(0), state.line)
+        fresh = read(state.layers[0], *rest)[2]
+        put = (fresh, state.length, active, jnp.int32(0), state.line)
+        used = [
+            _temporaries(lambda one: read(one, *rest)[:3], state.layers[0]),
+            _temporaries(lambda one: decode._write(layer_plan, one, *put), state.layers[0]),
+        ]
+    assert max(used) < pool / 4
+
+
+def _temporaries(function, donated) -> int:
+    """Bytes of temporaries of a compiled function whose argument is donated."""
+    leaves, tree = jax.tree.flatten(donated)
+    program = jax.jit(lambda leaves: function(jax.tree.unflatten(tree, leaves)), donate_argnums=0)
+    return program.lower(leaves).compile().memory_analysis().temp_size_in_bytes
+
+
+def test_nothing_recompiles_while_clusters_split(params, tokens):
+    plan, state, _, _ = start(params, tokens, METHODS["dynakv"])
+    read, write = decode._compiled(True)
+    sizes = []
+    for i in range(50):
+        state = decode.step(plan, params, state, tokens[:, i], donate=True).state
+        sizes.append((read._cache_size(), write._cache_size()))
+    assert len(set(sizes[1:])) == 1
+    assert int(sum(one.state.index.splits.sum() for one in state.layers)) > 0
+
+
+def test_impossible_sizes_are_refused(params, tokens):
+    with pytest.raises(ConfigError, match="budget=6"):
+        decode.make_plan(CONFIG, dataclasses.replace(METHODS["quest"], budget=6), 1, CAPACITY)
+    with pytest.raises(ConfigError, match="cannot hold"):
+        decode.make_plan(CONFIG, dataclasses.replace(METHODS["dynakv"], num_blocks=4), 1, CAPACITY)
+    plan = decode.make_plan(CONFIG, METHODS["full"], 2, 30)
+    with pytest.raises(PromptError, match="capacity=30"):
+        decode.prefill(plan, params, tokens[:, :40], jnp.asarray([40, 3]))
+    with pytest.raises(PromptError, match="empty"):
+        decode.prefill(plan, params, tokens[:, :20], jnp.asarray([20, 0]))
