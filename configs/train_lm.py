@@ -19,14 +19,14 @@ def get_config(preset: str = "cpu") -> ml_collections.ConfigDict:
         "max_position": 4096, "rope_theta": 100_000.0,
     })
     # Stages of (row length, batch rows, steps).
-    config.stages = ((128, 32, 3000), (256, 16, 1000), (512, 8, 700), (1024, 4, 400), (2048, 2, 300))
+    config.stages = ((128, 32, 3000), (256, 16, 900), (512, 8, 600), (1024, 4, 300), (2048, 2, 250))
     config.mixture = ml_collections.ConfigDict({
-        "recall": 0.35, "needles": 0.4, "passkey": 0.1,
-        "max_needles": 8, "answer_weight": 5.0, "noise_weight": 0.0,
+        "recall": 0.1, "needles": 0.6, "passkey": 0.12,
+        "max_needles": 4, "answer_weight": 5.0, "noise_weight": 0.0,
     })
     config.learning_rate = 3e-3
     config.warmup_steps = 200
-    config.decay_steps = 1000
+    config.decay_steps = 900
     config.weight_decay = 0.01
     config.log_every = 50
     config.eval_every = 200

@@ -85,7 +85,7 @@ class Rows:
         width = np.full((pairs, 1), self.newline)
         block = np.concatenate([width, keys[:, None], np.tile(frame, (pairs, 1)), values[:, None]], axis=1)
         tokens, weights = [self.bos], [0.0]
-        value_only = np.r_[np.zeros(unit - 1), 1.0] * self.mixture.answer_weight
+        value_only = np.r_[np.zeros(unit - 1), 1.0]  # many per row: weighted like text, not like an answer
         tokens += block.ravel().tolist()
         weights += [self.mixture.noise_weight] * block.size
         while len(tokens) < length:
