@@ -155,6 +155,12 @@ def needed_blocks(spec: Spec, layer: LayerState, selection: Selection) -> tuple[
     return jnp.concatenate([need, force], axis=-1), Rows(rank, row, valid, pos)
 
 
+def every_block(spec: Spec, layer: LayerState, selection: Selection) -> tuple[Int32[Array, "K M1"], Rows]:
+    """`needed_blocks` of a method that attends everything: all blocks, and no list of rows to compact."""
+    none = jnp.zeros((spec.kv_heads, 0), jnp.int32)
+    return jnp.concatenate([selection.block, selection.force[:, None]], axis=-1), Rows(none, none, none > 0, none)
+
+
 # ----------------------------------------------------------------------------------- decode: write
 
 

@@ -48,11 +48,12 @@ class Asked:
 
 @pytree
 class Report:
-    """What a step of one layer did, per sequence; `selected` are positions, -1 = none."""
+    """What a step of one layer did; enough to measure the selection against exact attention."""
 
-    attended: Int32[Array, "B K"]
-    selected: Int32[Array, "B K N"]
+    attended: Int32[Array, "B K"]  # tokens
+    selected: Int32[Array, "B K N"]  # attended positions beyond sinks and window, -1 = none; empty if all are
     q: Float[Array, "B K G D"]
+    key: Float[Array, "B K D"]  # of the newest token
     traffic: Traffic
 
 
@@ -91,7 +92,8 @@ def ask(plan: LayerPlan, state: LayerState, q: Float[Array, "B H D"], key, value
 
     def one(layer, query):
         selection = method.select(spec, layer.index, caching.view(spec, layer), query)
-        return caching.needed_blocks(spec, layer, selection)
+        cut = caching.every_block if method.attends_all else caching.needed_blocks
+        return cut(spec, layer, selection)
 
     q = _grouped(q, spec)
     need, rows = jax.vmap(one)(state, q if estimate is None else _grouped(estimate, spec))
@@ -150,7 +152,9 @@ def read(plan: LayerPlan, cache: LayerCache, q, key, value, at: Int32[Array, "B"
     pool, slot, ok, traffic = cache.pool.fetch(asked.need, layer, line)
     cache = LayerCache(cache.state, pool)
     out, fresh, seen = answer(plan, cache, asked, slot, at)
-    return out, cache, fresh, ok, Report(seen, asked.rows.pos, asked.q, traffic)
+    held = cache.state.tail.pos[..., plan.spec.sinks + plan.spec.ring :]
+    selected = asked.rows.pos if plan.method.attends_all else jnp.concatenate([asked.rows.pos, held], axis=-1)
+    return out, cache, fresh, ok, Report(seen, selected, asked.q, asked.key, traffic)
 
 
 def _grouped(q, spec):

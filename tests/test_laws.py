@@ -66,7 +66,7 @@ def test_attended_tokens_are_unique_valid_and_within_the_budget(method):
                 if method.attends_all:
                     chosen = places["blocks"]
                 else:
-                    chosen = [int(p) for p in selected[b, head] if p >= 0]
+                    chosen = [int(p) for p in selected[b, head] if p >= 0 and p not in places["held"]]
                 assert len(set(chosen)) == len(chosen) and set(chosen) <= set(places["blocks"])
                 assert attended[b, head] == len(chosen) + len(tail) <= spec.budget
                 assert set(range(spec.sinks)) | {at[b], at[b] - 1} <= set(tail) | set(chosen)

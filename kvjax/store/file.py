@@ -35,18 +35,18 @@ class BlockFile:
     descriptors see the same bytes. Thread-safe: all I/O is positional.
     """
 
-    def __init__(self, path: str, descriptor: int, system: SystemIO, *, temporary: bool, direct: bool):
+    def __init__(self, path: str, descriptor: int, system: SystemIO, *, temporary: bool):
         self.path = path
         self.temporary = temporary
         self.direct = False
         self._system = system
         self._fallback_lock = threading.Lock()
         self._buffered = descriptor
-        self._direct = None
-        if direct:
-            self._open_direct()
+        self._direct: int | None = None
+        self._owner = os.getpid()
 
-    def _open_direct(self) -> None:
+    def open_direct(self) -> None:
+        """Adds the descriptor for O_DIRECT; where it is refused, warns and goes on without."""
         try:
             self._direct = self._system.open(self.path, os.O_RDONLY | os.O_DIRECT)
             self.direct = True
@@ -129,7 +129,7 @@ class BlockFile:
                     self._system.close(descriptor)
 
     def remove_if_temporary(self) -> None:
-        if self.temporary:
+        if self.temporary and os.getpid() == self._owner:  # a forked process runs our finalizer too
             with contextlib.suppress(OSError):
                 self._system.unlink(self.path)
 
@@ -146,19 +146,19 @@ def create_file(path, geometry: Geometry, fingerprint: str, system: SystemIO, *,
     if os.path.isdir(path):
         path, temporary = os.path.join(path, f"kvjax-{os.getpid()}-{uuid.uuid4().hex[:12]}.kv"), True
     descriptor, made = _open_for_writing(path, system)
-    try:
+    with contextlib.ExitStack() as undo:
+        if made:
+            undo.callback(system.unlink, path)
+        undo.callback(system.close, descriptor)
         _claim(path, descriptor, system)
         _check_space(path, descriptor, system, max(max_bytes or 0, HEADER_BYTES + geometry.extent_bytes))
         _empty(path, descriptor, system)
-        file = BlockFile(path, descriptor, system, temporary=temporary, direct=direct)
+        file = BlockFile(path, descriptor, system, temporary=temporary)
         file.write(page, 0, lambda _: "the header")
-        return file
-    except BaseException:
-        system.close(descriptor)
-        if made:
-            with contextlib.suppress(OSError):
-                system.unlink(path)
-        raise
+        undo.pop_all()
+    if direct:
+        file.open_direct()
+    return file
 
 
 def _open_for_writing(path: str, system: SystemIO) -> tuple[int, bool]:

@@ -187,18 +187,33 @@ class FlashBranch(TransactionalBranch):
     def _copy(self, sources: Sources, ids, targets, out) -> np.ndarray:
         """Copies what can be trusted; returns positions of blocks that were being written meanwhile, or are damaged."""
         suspects = np.zeros(0, np.int64)
-        if not sources.on_flash.all():
+        where = sources.on_flash.nonzero()[0]
+        if where.size < targets.size:
             out[targets[~sources.on_flash]] = 0
-        where = np.flatnonzero(sources.on_flash)
         if where.size:
-            where = where[np.argsort(sources.extents[where])]
+            where = where[sources.extents[where].argsort()]
             plan = ExtentPlan(sources.extents[where], sources.sums[where], targets[where])
             names = self._volume.where(self._lineage)
             suspects = where[self._volume.reader.fetch(plan, out, names, self._tally)]
-        for i, layers in sources.staged:
-            for staged in layers:
-                staged.copy_to(out[targets[i]])
+        if sources.staged:
+            self._overlay(sources.staged, targets, out)
         return suspects
+
+    def _overlay(self, staged, targets, out) -> None:
+        """Lays staged blocks and rows over what came from flash; consecutive rows of all blocks in one assignment."""
+        capacity = self.geometry.block_rows
+        pieces, places = [], []
+        for i, layers in staged:
+            block = layers[0]
+            if len(layers) > 1 or block.complete or block.span is None:
+                for block in layers:
+                    block.copy_to(out[targets[i]])
+            else:
+                first, stop = block.span
+                pieces.append(block.rows[first:stop])
+                places.extend(range(targets[i] * capacity + first, targets[i] * capacity + stop))
+        if pieces:
+            out.reshape(-1, self.geometry.row_bytes)[places] = np.concatenate(pieces)
 
     # ---- what TransactionalBranch asks for
 

@@ -14,17 +14,19 @@ class Staged:
 
     Attributes:
       image: uint8[extent_bytes], the padding zero; only rows in `mask` mean anything.
-      mask: bool[C] rows that were written.
+      mask: bool[C] rows that were put.
+      span: (first, last + 1) of those rows while they are consecutive, as appended rows are; None when they are not.
       complete: the image is the whole block, so nothing is needed from flash.
       appended: rows put one by one, for the statistics.
     """
 
-    __slots__ = ("appended", "complete", "image", "mask", "rows")
+    __slots__ = ("appended", "complete", "image", "mask", "rows", "span")
 
     def __init__(self, geometry: Geometry):
         self.image = np.zeros(geometry.extent_bytes, np.uint8)
         self.rows = self.image[:geometry.block_bytes].reshape(geometry.block_rows, geometry.row_bytes)
         self.mask = np.zeros(geometry.block_rows, bool)
+        self.span: tuple[int, int] | None = (0, 0)
         self.complete = False
         self.appended = 0
 
@@ -32,6 +34,9 @@ class Staged:
         self.rows[row] = data
         self.mask[row] = True
         self.appended += 1
+        if self.span is not None:
+            first, stop = self.span if self.span[1] else (row, row)
+            self.span = (first, row + 1) if row == stop else None
 
     def put_block(self, data: np.ndarray) -> None:
         self.rows.reshape(-1)[:] = data
@@ -56,7 +61,8 @@ class Sources(NamedTuple):
     """Where the blocks of one read are, in the order asked for.
 
     extents: int32[n], sums: uint64[n] what the extent must hash to; both meaningless where not `on_flash`: bool[n].
-    staged: (i, older and newer Staged of block i) for blocks that are in memory, wholly or in part.
+    staged: (i, older and newer Staged of block i) for blocks that are in memory, wholly or in part; only the first may
+      be complete.
     """
 
     extents: np.ndarray
@@ -137,18 +143,21 @@ class Lineage:
         """Where ids[n] are at this moment."""
         extents = self.table[ids]
         on_flash = extents >= 0
-        staged = []
-        for i in np.flatnonzero(self._pending[ids]).tolist():
-            block_id = int(ids[i])
-            found = (self.flight.get(block_id), self.queue.get(block_id))
-            layers = tuple(staged_block for staged_block in found if staged_block is not None)
-            staged.append((i, layers))
-            if any(layer.complete for layer in layers):
-                on_flash[i] = False
+        pending = self._pending[ids]
+        staged = [(i, self._layers(int(ids[i]))) for i in pending.nonzero()[0].tolist()]
+        if staged:
+            on_flash[[i for i, layers in staged if layers[0].complete]] = False
         return Sources(extents, checksums[extents], on_flash, staged)
+
+    def _layers(self, block_id: int) -> tuple[Staged, ...]:
+        older, newer = self.flight.get(block_id), self.queue.get(block_id)
+        if newer is None or older is None or newer.complete:
+            return (newer or older,)
+        return older, newer
 
 
 def _join(newer: Staged, older: Staged) -> None:
     keep = older.mask & ~newer.mask
     newer.rows[keep] = older.rows[keep]
     newer.mask |= keep
+    newer.span = None

@@ -106,8 +106,8 @@ class TransactionalBranch(Branch):
         self._mutex = threading.RLock()
         self._open: list[Rows | Blocks] = []
         self._closed = False
-        self._lane_start = np.arange(geometry.lanes, dtype=np.int64).reshape(geometry.batch, geometry.kv_heads)
-        self._lane_start *= geometry.num_blocks
+        self._lane = np.arange(geometry.lanes, dtype=np.int64).reshape(geometry.batch, geometry.kv_heads)
+        self._lane_start = self._lane * geometry.num_blocks
         super().__init__(geometry, generation)
 
     @abc.abstractmethod
@@ -248,13 +248,12 @@ class TransactionalBranch(Branch):
         self._expect("slots", slots, (*block.shape[:2], count, geometry.block_rows, geometry.width))
         if not (slots.flags.c_contiguous and slots.flags.writeable):
             raise FormatMismatch("slots must be C-contiguous and writable")
-        where = np.flatnonzero(_within(block, geometry.num_blocks))
-        lane = where // asked
-        slot = slot.reshape(-1)[where]
-        if not _within(slot, count).all():
-            raise FormatMismatch(f"slot {slot[~_within(slot, count)][0]} is not one of the {count} slots")
-        ids = self._layer_start(layer) + lane * geometry.num_blocks + block.reshape(-1)[where]
-        return ids, lane * count + slot, slots.reshape(geometry.lanes * count, -1).view(np.uint8)
+        wanted = _within(block, geometry.num_blocks)
+        if not _within(slot, count)[wanted].all():
+            raise FormatMismatch(f"slot {slot[wanted & ~_within(slot, count)][0]} is not one of the {count} slots")
+        ids = (block + (self._lane_start + self._layer_start(layer))[..., None])[wanted]
+        targets = (slot + (self._lane * count)[..., None])[wanted]
+        return ids, targets, slots.reshape(geometry.lanes * count, -1).view(np.uint8)
 
 
 def _within(index: np.ndarray, size: int) -> np.ndarray:
