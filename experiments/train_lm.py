@@ -1,7 +1,9 @@
 """Trains the reference language model: real text and retrieval, row length growing in stages."""
 
 import functools
+import json
 import pathlib
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -9,11 +11,14 @@ import jax.numpy as jnp
 import ml_collections
 import numpy as np
 import optax
+from matplotlib.figure import Figure
 from orbax.checkpoint import v1 as ocp
 from tokenizers import Tokenizer
+from tqdm import tqdm
 
 from experiments import lm_data
 from experiments.results import Run
+from kvjax.models import checkpoint
 from kvjax.models.config import ModelConfig, RopeConfig
 from kvjax.models.transformer import Transformer
 from kvjax.tasks import needles
@@ -109,44 +114,76 @@ def exact_answers(model, params, tokenizer, stream, length, count, samples=64, b
     return right / samples
 
 
-def run(config: ml_collections.ConfigDict, workdir: str) -> None:
-    """Trains stage after stage; resumes from the newest checkpoint of the workdir."""
-    run = Run(config, workdir)
-    tokenizer = Tokenizer.from_file(config.tokenizer)
-    model = Transformer(model_config(config, tokenizer))
-    tx = optimiser(config)
-    params = model.init(jax.random.key(config.seed), jnp.zeros((1, 8), jnp.int32), jnp.zeros((1, 8), jnp.int32))
-    state = {"params": params["params"], "opt_state": tx.init(params["params"])}
-    checkpoints = ocp.training.Checkpointer(pathlib.Path(workdir).absolute() / "checkpoints")
-    done = 0
-    if checkpoints.latest is not None:
-        done = checkpoints.latest.step
-        state = checkpoints.load(done, state)
-    rows = lm_data.Rows(
-        tokenizer, lm_data.encode_corpus(tokenizer, held_out=False), lm_data.Mixture(**config.mixture),
-        config.model.max_position,
-    )
-    held_out = lm_data.encode_corpus(tokenizer, held_out=True)
-    plan = [(length, batch) for length, batch, steps in config.stages for _ in range(steps)]
+def batches(rows: lm_data.Rows, seed: int, plan, start: int):
+    """Yields (step, row length, batch); the next batch is drawn while the present one is used."""
+    def draw(step):
+        length, count = plan[step]
+        return rows.batch((seed, step), count, length)
+
     with ThreadPoolExecutor(1) as pool:
-        upcoming = pool.submit(rows.batch, (config.seed, done), plan[done][1], plan[done][0]) if done < len(plan) else None
-        for step in range(done, len(plan)):
-            length, batch = plan[step]
+        upcoming = pool.submit(draw, start) if start < len(plan) else None
+        for step in range(start, len(plan)):
             data = upcoming.result()
             if step + 1 < len(plan):
-                upcoming = pool.submit(rows.batch, (config.seed, step + 1), plan[step + 1][1], plan[step + 1][0])
-            state["params"], state["opt_state"], metrics = train_step(
-                model, tx, state["params"], state["opt_state"], data, config.mixture.answer_weight
-            )
-            last = step + 1 == len(plan)
-            if (step + 1) % config.log_every == 0 or last:
-                run.log(step=step + 1, length=length, **{k: float(v) for k, v in metrics.items()})
-            if (step + 1) % config.eval_every == 0 or last:
-                scores = {
-                    f"exact_{n}_of_{length}": exact_answers(model, state["params"], tokenizer, held_out, length, n)
-                    for n in (1, 4)
-                }
-                run.log(step=step + 1, **scores)
-            if (step + 1) % config.checkpoint_every == 0 or last:
-                checkpoints.save(step + 1, state, overwrite=True)
+                upcoming = pool.submit(draw, step + 1)
+            yield step, plan[step][0], data
+
+
+def export(config: ml_collections.ConfigDict, params, directory: pathlib.Path) -> None:
+    """Writes the model as a Hugging Face directory."""
+    tokenizer = Tokenizer.from_file(config.tokenizer)
+    directory.mkdir(parents=True, exist_ok=True)
+    checkpoint.save_params(params, model_config(config, tokenizer), directory)
+    shutil.copy(config.tokenizer, directory / "tokenizer.json")
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|bos|>", "eos_token": "<|eos|>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def plot_curves(lines: list[dict], path: pathlib.Path) -> None:
+    """Loss and exact answers over the steps."""
+    figure = Figure(figsize=(10, 4))
+    left, right = figure.subplots(1, 2)
+    for name in ("text_loss", "answer_loss"):
+        points = [(line["step"], line[name]) for line in lines if name in line]
+        left.plot(*zip(*points, strict=True), label=name)
+    for count in (1, 4):
+        points = [(line["step"], v) for line in lines for k, v in line.items() if k.startswith(f"exact_{count}_")]
+        right.plot(*zip(*points, strict=True), marker=".", label=f"{count} needle(s), row length of the stage")
+    left.set(xlabel="step", ylabel="nats per token")
+    right.set(xlabel="step", ylabel="exact answers, held out", ylim=(0, 1.02))
+    for axis in (left, right):
+        axis.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def run(config: ml_collections.ConfigDict, workdir: str) -> None:
+    """Trains stage after stage; resumes from the newest checkpoint of the workdir; exports at the end."""
+    run = Run(config, workdir)
+    tokenizer = Tokenizer.from_file(config.tokenizer)
+    model, tx = Transformer(model_config(config, tokenizer)), optimiser(config)
+    params = model.init(jax.random.key(config.seed), jnp.zeros((1, 8), jnp.int32), jnp.zeros((1, 8), jnp.int32))
+    state = {"params": params["params"], "opt_state": tx.init(params["params"])}
+    checkpoints = ocp.training.Checkpointer(run.path.absolute() / "checkpoints")
+    done = checkpoints.latest.step if checkpoints.latest is not None else 0
+    state = checkpoints.load(done, state) if done else state
+    stream = lm_data.encode_corpus(tokenizer, held_out=False)
+    rows = lm_data.Rows(tokenizer, stream, lm_data.Mixture(**config.mixture), config.model.max_position)
+    held_out = lm_data.encode_corpus(tokenizer, held_out=True)
+    plan = [(length, batch) for length, batch, steps in config.stages for _ in range(steps)]
+    for step, length, data in tqdm(batches(rows, config.seed, plan, done), total=len(plan), initial=done, disable=None):
+        state["params"], state["opt_state"], metrics = train_step(
+            model, tx, state["params"], state["opt_state"], data, config.mixture.answer_weight
+        )
+        now, last = step + 1, step + 1 == len(plan)
+        if now % config.log_every == 0 or last:
+            run.log(step=now, length=length, **{k: float(v) for k, v in metrics.items()})
+        if now % config.eval_every == 0 or last:
+            exact = functools.partial(exact_answers, model, state["params"], tokenizer, held_out, length)
+            run.log(step=now, **{f"exact_{n}_of_{length}": exact(n) for n in (1, 4)})
+        if now % config.checkpoint_every == 0 or last:
+            checkpoints.save(now, state, overwrite=True)
     checkpoints.close()
+    export(config, state["params"], run.path / "hf")
+    plot_curves(run.logged(), run.path / "curves.png")
+    run.summary([line for line in run.logged() if any(key.startswith("exact") for key in line)])

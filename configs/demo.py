@@ -1,0 +1,39 @@
+"""The main job: a document with needles, its KV cache on flash, questions answered by every method.
+
+    python -m experiments.main --config=configs/demo.py --workdir=runs/demo
+    python -m experiments.main --config=configs/demo.py --workdir=runs/mine \
+        --config.model=DIR --config.prompt_file=FILE --config.question="..."
+
+Runtime: under three minutes on two cores. Preset `:smoke` is shorter.
+"""
+
+import ml_collections
+
+
+def get_config(preset: str = "default") -> ml_collections.ConfigDict:
+    config = ml_collections.ConfigDict()
+    config.experiment = "demo"
+    config.seed = 0
+    config.model = ""  # empty: the reference model
+    config.store = "flash"
+    config.context = 2048
+    config.digits = 5
+    config.needles = ("The pass key is", "The hidden number of {key} is:", "Note that the value stored for {key} equals")
+    config.prompt_file = ""
+    config.question = ""
+    config.max_new_tokens = 8
+    config.recall_k = 16
+    config.methods = (
+        {"name": "full"},
+        {"name": "quest", "budget": 64, "window": 16, "page": 8},
+        {"name": "dynakv", "budget": 64, "window": 16, "cluster": 8, "buffer": 4},
+        {"name": "quest", "budget": 256},
+        {"name": "dynakv", "budget": 256},
+        {"name": "streaming_llm", "budget": 256},
+    )
+    if preset == "smoke":
+        config.context = 400
+        config.methods = config.methods[:3]
+    elif preset != "default":
+        raise ValueError(f"unknown preset {preset!r}; use default or smoke")
+    return config
