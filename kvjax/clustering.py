@@ -7,13 +7,14 @@ from kvjax.typing import Array, Bool, Float, Int32, PRNGKey
 
 _CHUNK = 1024  # points assigned at once: the distance matrix is _CHUNK x clusters
 _RESEEDS = 64  # empty clusters refilled per iteration
+_TRIALS = 8  # candidates per k-means++ draw
 
 
 def kmeans(
     points: Float[Array, "T D"], valid: Bool[Array, "T"], clusters: int, active: Int32[Array, ""], seed: PRNGKey,
     iterations: int = 10,
 ) -> Int32[Array, "T"]:
-    """Lloyd's algorithm from a k-means++ start (Arthur and Vassilvitskii, 2007); returns each point's cluster.
+    """Lloyd's algorithm from a greedy k-means++ start (Arthur and Vassilvitskii, 2007); returns each point's cluster.
 
     Args:
       points: what to cluster; `valid` says which count.
@@ -41,19 +42,27 @@ def kmeans(
 
 
 def _plus_plus(points, valid, clusters, seed):
-    """Draws each next centroid with probability proportional to the squared distance to the nearest one."""
+    """Draws candidates with probability proportional to the squared distance to the nearest centroid; keeps the best.
+
+    The best is the one that leaves the smallest sum of squared distances.
+    """
     draw, pick = jax.random.split(seed)
     size = min(points.shape[0], max(4096, 4 * clusters))
     if size < points.shape[0]:
         noise = jnp.where(valid, jax.random.uniform(pick, valid.shape), -1.0)
-        chosen = jax.lax.top_k(noise, size)[1]
+        chosen = jnp.sort(jax.lax.top_k(noise, size)[1])  # in order, so that padding does not permute the draws
         points, valid = points[chosen], valid[chosen]
+    squared = jnp.sum(jnp.square(points), axis=-1)
 
     def step(i, carry):
         centroids, nearest = carry
         logits = jnp.where(valid, jnp.log(jnp.maximum(nearest, 1e-30)), -jnp.inf)
-        at = jnp.argmax(logits + jax.random.gumbel(jax.random.fold_in(draw, i), logits.shape))
-        distance = jnp.sum(jnp.square(points - points[at]), axis=-1)
+        noisy = logits + jax.random.gumbel(jax.random.fold_in(draw, i), logits.shape)
+        best, drawn = jax.lax.top_k(noisy, min(_TRIALS, size))
+        distance = squared[drawn][:, None] + squared - 2 * points[drawn] @ points.T
+        left = jnp.sum(jnp.where(valid, jnp.minimum(nearest, distance), 0), axis=-1)
+        at = drawn[jnp.argmin(jnp.where(best > -jnp.inf, left, jnp.inf))]
+        distance = jnp.sum(jnp.square(points - points[at]), axis=-1)  # exact: 0 for a duplicate
         return centroids.at[i].set(points[at]), jnp.minimum(nearest, distance)
 
     start = (jnp.zeros((clusters, points.shape[1])), jnp.full(points.shape[0], 1e30))
@@ -71,7 +80,7 @@ def _assign(points, centroids, usable):
         return owner, best + jnp.sum(jnp.square(chunk), axis=-1)
 
     size = points.shape[0]
-    padded = jnp.pad(points, ((0, -size % _CHUNK), (0, 0))).reshape(-1, min(_CHUNK, size + -size % _CHUNK), points.shape[1])
+    padded = jnp.pad(points, ((0, -size % _CHUNK), (0, 0))).reshape(-1, _CHUNK, points.shape[1])
     owner, distance = jax.lax.map(nearest, padded)
     return owner.reshape(-1)[:size], distance.reshape(-1)[:size]
 

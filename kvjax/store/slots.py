@@ -49,6 +49,11 @@ class SlotPool:
         table = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (batch, *leaf.shape)), table)
         return cls(jnp.zeros(shape, dtype), table, jnp.int32(0), spec.num_blocks, policy, backend)
 
+    def emptied(self) -> "SlotPool":
+        """The same pool with nothing resident: every block will be read again."""
+        table = dataclasses.replace(self.table, block=jnp.full_like(self.table.block, self.num_blocks))
+        return dataclasses.replace(self, table=table)
+
     def plan(self, need: Int32[Array, "B K M1"]) -> ReadPlan:
         """Hits, misses and victims of one fetch; pure."""
         return jax.vmap(lambda table, need: residency.plan(table, need, self.num_blocks, self.policy))(self.table, need)

@@ -1,0 +1,34 @@
+"""What the reference model can do, and what each method leaves of it.
+
+    python -m experiments.main --config=configs/evaluate.py --workdir=runs/evaluate
+
+Runtime and result: see README.md. Preset `:smoke` finishes within a minute.
+"""
+
+import ml_collections
+
+
+def get_config(preset: str = "default") -> ml_collections.ConfigDict:
+    config = ml_collections.ConfigDict()
+    config.experiment = "evaluate"
+    config.seed = 0
+    config.model = ""  # empty: the reference model
+    config.tasks = ("passkey", "needle", "needle_of_4", "perplexity")
+    config.lengths = (512, 1024, 2048)
+    config.samples = 64
+    config.batch = 8
+    config.max_new_tokens = 6
+    config.perplexity_tokens = 64
+    config.methods = (
+        {"name": "full"},
+        {"name": "oracle", "budget": 128},
+        {"name": "streaming_llm", "budget": 128},
+        {"name": "quest", "budget": 128},
+        {"name": "dynakv", "budget": 128},
+    )
+    if preset == "smoke":
+        config.update(tasks=("passkey", "perplexity"), lengths=(256,), samples=4, batch=4, perplexity_tokens=4)
+        config.methods = ({"name": "full"}, {"name": "quest", "budget": 128})
+    elif preset != "default":
+        raise ValueError(f"unknown preset {preset!r}; use default or smoke")
+    return config

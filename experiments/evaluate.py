@@ -1,0 +1,134 @@
+"""Accuracy of methods on retrieval tasks with held-out words, values and templates, and perplexity.
+
+Questions and answers go token by token through the sparse path; only the context is read densely.
+A row of the result is one (task, length, method); rows that the workdir already has are skipped.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+from tqdm import tqdm
+
+import kvjax
+from experiments import common
+from experiments.results import Run
+from kvjax import decode
+from kvjax.errors import ConfigError
+from kvjax.llm import Cache
+from kvjax.tasks import corpus, needles, scoring
+
+TASKS = ("passkey", "needle", "needle_of_4", "perplexity")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """One prompt with its question and the right answer."""
+
+    context: list[int]
+    question: list[int]
+    value: str
+    depth: float
+
+
+def draw_samples(llm: kvjax.LLM, stream, task: str, length: int, count: int, seed: int) -> list[Sample]:
+    """Prompts of `length` tokens, question included; the needle asked for at depths spread over 0..1."""
+    rng, tokenizer = np.random.default_rng((seed, length, TASKS.index(task))), llm.tokenizer.tokenizer
+    samples = []
+    for i in range(count):
+        facts = [needles.passkey(rng, held_out=True)] if task == "passkey" else needles.draw_needles(
+            rng, 4 if task == "needle_of_4" else 1, held_out=True, digits=5
+        )
+        depths = [(i + 0.5) / count, *rng.random(len(facts) - 1)]
+        question = list(needles.encode(tokenizer, "\n" + facts[0].cue))
+        hay = needles.haystack(rng, tokenizer, stream, length - len(question), facts, facts[:1], depths)
+        samples.append(Sample(hay.context, question, facts[0].value, depths[0]))
+    return samples
+
+
+def retrieval_row(llm: kvjax.LLM, method, samples: list[Sample], config: ml_collections.ConfigDict) -> dict:
+    """Accuracy over the samples, `config.batch` prompts at a time."""
+    right, attended, resident = [], [], 0
+    for start in range(0, len(samples), config.batch):
+        group = samples[start : start + config.batch]
+        room = max(len(s.context) + len(s.question) for s in group) + config.max_new_tokens
+        cache = llm.prefill([s.context for s in group], method=method, capacity=-(-room // 64) * 64)
+        result = llm.generate([s.question for s in group], cache, max_new_tokens=config.max_new_tokens, stop=(".",))
+        right += [scoring.answers_number(text, s.value) for text, s in zip(result.text, group, strict=True)]
+        attended.append(result.usage.attended_tokens)
+        resident = cache.resident_bytes / len(group)
+    middle = [ok for ok, s in zip(right, samples, strict=True) if 0.2 <= s.depth <= 0.8]
+    share = float(np.mean(right))
+    return {
+        "accuracy": share, "interval": wilson(share, len(right)), "accuracy_middle_depth": float(np.mean(middle)),
+        "samples": len(right), "attended_tokens": float(np.mean(attended)), "resident_bytes": resident,
+    }
+
+
+def wilson(share: float, count: int, z: float = 1.96) -> tuple[float, float]:
+    """95 % confidence interval of a proportion (Wilson, 1927)."""
+    centre = (share + z * z / (2 * count)) / (1 + z * z / count)
+    half = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count)) / (1 + z * z / count)
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def perplexity_row(llm: kvjax.LLM, method, stream, length: int, config: ml_collections.ConfigDict) -> dict:
+    """Mean negative log-likelihood of held-out text after a dense prefill of `length` tokens.
+
+    `config.perplexity_tokens` are fed one by one through the method's cache: a parallel forward pass
+    would never exercise the selection.
+    """
+    rng, steps = np.random.default_rng((config.seed, length)), config.perplexity_tokens
+    rows = [[llm.config.bos_token_id, *needles.random_span(rng, stream, length + steps - 1)] for _ in range(config.batch)]
+    tokens = np.asarray(rows, np.int32)
+    cache = llm.prefill([row[:length] for row in rows], method=method, capacity=length + steps)
+    losses = teacher_forced_nll(llm, cache, tokens[:, length:])
+    return {"nll": float(np.mean(losses)), "perplexity": float(np.exp(np.mean(losses))), "samples": losses.size}
+
+
+def teacher_forced_nll(llm: kvjax.LLM, cache: Cache, tokens: np.ndarray) -> np.ndarray:
+    """Negative log-likelihood `[B, N]` of the given continuations, in nats."""
+    state, logits, losses = decode.copy(cache.state), cache.logits, []
+    for column in tokens.T:
+        losses.append(-jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.asarray(column)[:, None], axis=1)[:, 0])
+        done = decode.step(cache.plan, llm.params, state, column, donate=True)
+        state, logits = done.state, done.logits
+    return np.stack([np.asarray(loss) for loss in losses], axis=1)
+
+
+def run(config: ml_collections.ConfigDict, workdir: str) -> None:
+    """Evaluates every task, length and method; prints one line each."""
+    unknown = set(config.tasks) - set(TASKS)
+    if unknown:
+        raise ConfigError(f"unknown tasks {sorted(unknown)}; use some of {', '.join(TASKS)}")
+    methods = [common.make_method(settings) for settings in config.methods]
+    llm = common.load_model(config.model)
+    run = Run(config, workdir)
+    stream = np.asarray(llm.encode("\n".join(corpus.stdlib_documents(held_out=True)), start=False))
+    rows = run.logged()
+    done = {(row["task"], row["context"], row["method"]) for row in rows}
+    jobs = [(task, length, method) for task in config.tasks for length in config.lengths for method in methods]
+    for task, length, method in tqdm(jobs, disable=None):
+        if (task, length, common.label(method)) in done:
+            continue
+        if task == "perplexity":
+            measured = perplexity_row(llm, method, stream, length, config)
+        else:
+            samples = draw_samples(llm, stream, task, length, config.samples, config.seed)
+            measured = retrieval_row(llm, method, samples, config)
+        head = {"task": task, "context": length, "method": common.label(method), "store": "memory"}
+        rows.append({**head, "budget": method.budget, "seed": config.seed, **measured})
+        run.log(**rows[-1])
+    run.summary(with_delta_nll(rows))
+
+
+def with_delta_nll(rows: list[dict]) -> list[dict]:
+    """Adds each perplexity row's difference to the full cache at the same length."""
+    full = {row["context"]: row["nll"] for row in rows if row["task"] == "perplexity" and row["method"] == "full"}
+    return [
+        {**row, "delta_nll": row["nll"] - full[row["context"]]} if "nll" in row and row["context"] in full else row
+        for row in rows
+    ]

@@ -1,0 +1,281 @@
+"""Decode speed of methods x stores x contexts, beside the physical limits of the machine.
+
+Caches are filled with made-up keys in clumps that drift along the sequence (random weights make no
+meaningful ones), so that a context of any length costs no dense prefill. Every figure is a median
+over steps after a warm-up; compile time is apart. Limits are measured in the same run: memory
+bandwidth by a matrix-vector product, disk bandwidth by raw threaded reads of the store's block size.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+import pathlib
+import tempfile
+import time
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+
+import kvjax
+from experiments import common, raw_disk
+from experiments.results import Run
+from kvjax import decode, layer
+from kvjax.decode import Slots, State
+from kvjax.errors import ConfigError
+from kvjax.models.config import ModelConfig, RopeConfig
+from kvjax.models.transformer import Transformer
+from kvjax.pool import Line
+from kvjax.store import base
+from kvjax.store.slots import SlotPool, default_backend
+
+
+def shape(name: str) -> ModelConfig:
+    """The random-weight shapes: Llama-3.2-1B cut to 4 layers and a small vocabulary, with and without MLP."""
+    if name not in ("llama-1b-4l", "cache-path"):
+        raise ConfigError(f"unknown shape {name!r}; use reference, llama-1b-4l or cache-path")
+    return ModelConfig(
+        family="llama", vocab_size=4096, hidden_size=2048, intermediate_size=8192, num_layers=4, num_heads=32,
+        num_kv_heads=8, head_dim=64, max_position=131_072, tie_embeddings=True, use_mlp=name == "llama-1b-4l",
+        rope=RopeConfig(theta=500_000.0),
+    )
+
+
+def make_model(name: str) -> kvjax.LLM:
+    """The reference model, or a shape with random weights."""
+    if name == "reference":
+        return common.load_model("")
+    config, token = shape(name), jnp.zeros((1, 1), jnp.int32)
+    shapes = jax.eval_shape(Transformer(config).init, jax.random.key(0), token, token)["params"]
+    leaves, tree = jax.tree.flatten(shapes)
+    rng = np.random.default_rng(0)
+    made = [jnp.asarray(rng.standard_normal(leaf.shape, np.float32) * 0.02 + (leaf.ndim == 1)) for leaf in leaves]
+    return kvjax.LLM(config, jax.tree.unflatten(tree, made))
+
+
+def made_up_keys(config: ModelConfig, tokens: int, seed: int):
+    """Keys and values `[1, T, K, D]` of one layer: clumps of nearby keys that drift."""
+    rng = np.random.default_rng(seed)
+    heads, size = config.num_kv_heads, config.head_dim
+    centres = rng.standard_normal((256, heads, size), np.float32)
+    clump = rng.integers(0, 256, tokens)
+    key = centres[clump] + 0.4 * rng.standard_normal((tokens, heads, size), np.float32)
+    key += np.linspace(0, 0.5, tokens, dtype=np.float32)[:, None, None]
+    return jnp.asarray(key[None]), jnp.asarray(rng.standard_normal((1, tokens, heads, size), np.float32))
+
+
+def filled_cache(llm, method, context: int, steps: int, store, slots: int | None):
+    """A plan and a state that holds `context` made-up tokens; seconds per layer of index building."""
+    plan = decode.make_plan(llm.config, method, 1, context + steps)
+    branch = store.create(decode.geometry(plan), "throughput") if store is not None else None
+    layers, seconds, length = [], [], jnp.asarray([context], jnp.int32)
+    for i in range(llm.config.num_layers):
+        key, value = made_up_keys(llm.config, context, i)
+        started = time.perf_counter()
+        layers.append(jax.block_until_ready(decode._fill(plan, i, key, value, length, branch, Slots(count=slots))))
+        seconds.append(time.perf_counter() - started)
+    line = Line(jnp.int32(branch.handle if branch else -1), jnp.int32(0))
+    return plan, State(tuple(layers), length, line), branch, float(np.min(seconds))
+
+
+def time_tokens(llm, plan, state, steps: int, driver: str):
+    """Milliseconds of each of `steps` tokens after warm-up, the state after them, and compile seconds."""
+    tokens, times = jnp.zeros(1, jnp.int32), []
+    started = time.perf_counter()
+    done = jax.block_until_ready(decode.step(plan, llm.params, state, tokens, driver=driver, donate=True))
+    compile_seconds = time.perf_counter() - started
+    for i in range(steps):
+        started = time.perf_counter()
+        done = decode.step(plan, llm.params, done.state, tokens + i % 7, driver=driver, donate=True)
+        jax.block_until_ready((done.logits, done.state))
+        times.append(1e3 * (time.perf_counter() - started))
+    return np.asarray(times[3:]), done.state, compile_seconds
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _select(layer_plan, state, q, key, value):
+    return layer.ask(layer_plan, state, q, key, value)
+
+
+@jax.jit
+def _fetch(pool, need, number, line):
+    return pool.fetch(need, number, line)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _attend(layer_plan, cache, asked, slot, at):
+    return layer.answer(layer_plan, cache, asked, slot, at)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _whole_read(layer_plan, cache, q, key, value, at, number, line):
+    return layer.read(layer_plan, cache, q, key, value, at, number, line)[0]
+
+
+def median_ms(function, *args, repeats: int = 25) -> float:
+    """Median milliseconds of a compiled function, warm."""
+    jax.block_until_ready(function(*args))
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        jax.block_until_ready(function(*args))
+        times.append(1e3 * (time.perf_counter() - started))
+    return float(np.median(times))
+
+
+def parts(llm, plan, state: State, branch) -> dict[str, float]:
+    """Milliseconds of one layer's select, fetch (of blocks that are all resident), attend and commit."""
+    rng, one, layer_plan = np.random.default_rng(0), state.layers[-1], plan.layers[-1]
+    config, number = llm.config, jnp.int32(llm.config.num_layers - 1)
+    q = jnp.asarray(rng.standard_normal((1, config.num_heads, config.head_dim), np.float32))
+    key = jnp.asarray(rng.standard_normal((1, config.num_kv_heads, config.head_dim), np.float32))
+    line, at = state.line, state.length
+    asked = _select(layer_plan, one.state, q, key, key)
+    pool, slot, _, _ = _fetch(one.pool, asked.need, number, line)
+    cache = dataclasses.replace(one, pool=pool)
+    found = {
+        "select_ms": median_ms(_select, layer_plan, one.state, q, key, key),
+        "attend_ms": median_ms(_attend, layer_plan, cache, asked, slot, at),
+        "layer_read_ms": median_ms(_whole_read, layer_plan, cache, q, key, key, at, number, line),
+    }
+    if branch is not None:
+        found["fetch_ms"] = cold_fetch_ms(one.pool, asked.need, number, line, branch)
+    return found
+
+
+def cold_fetch_ms(pool: SlotPool, need, number, line, branch, repeats: int = 15) -> dict[str, float]:
+    """One layer's fetch with no block resident: whole call, and the share inside the store's read."""
+    empty = pool.emptied()
+    donated = jax.jit(lambda pool, need: pool.fetch(need, number, line)[:3], donate_argnums=0)
+    jax.block_until_ready(donated(jax.tree.map(jnp.copy, empty), need))
+    calls, inside = [], []
+    for _ in range(repeats):
+        fresh = jax.block_until_ready(jax.tree.map(jnp.copy, empty))
+        before, started = branch.stats().read_seconds, time.perf_counter()
+        jax.block_until_ready(donated(fresh, need))
+        calls.append(1e3 * (time.perf_counter() - started))
+        inside.append(1e3 * (branch.stats().read_seconds - before))
+    blocks = int(jnp.sum(need < pool.num_blocks))
+    return {"call": float(np.median(calls)), "store": float(np.median(inside)), "blocks": blocks}
+
+
+def memory_bandwidth() -> float:
+    """Bytes per second of a matrix-vector product over 256 MiB of f32: what decoding is bound by."""
+    matrix, vector = jnp.ones((8192, 8192)), jnp.ones((1, 8192))
+    return matrix.nbytes / (1e-3 * median_ms(jax.jit(jnp.matmul), vector, matrix, repeats=11))
+
+
+def weight_bytes(llm) -> int:
+    """Bytes of weights that one token reads: all but the embedding rows it does not use."""
+    total = sum(leaf.nbytes for leaf in jax.tree.leaves(llm.params))
+    return total if llm.config.tie_embeddings else total - llm.params["embedding"]["embedding"].nbytes
+
+
+def kv_bytes(config: ModelConfig, tokens: float) -> float:
+    """Bytes of f32 keys and values of `tokens` tokens in all layers."""
+    return 8.0 * config.num_layers * config.num_kv_heads * config.head_dim * tokens
+
+
+def measure(llm, name: str, settings, store_name: str, context: int, config, directory: pathlib.Path, bandwidth) -> dict:
+    """One row."""
+    method = common.make_method(settings)
+    store = common.make_store(store_name, directory)
+    steps = config.steps
+    plan, state, branch, build = filled_cache(llm, method, context, 2 * steps + 4, store, config.slots or None)
+    resident, row = decode.resident_bytes(state), {}
+    for driver in config.drivers:
+        times, state, compiled = time_tokens(llm, plan, state, steps, driver)
+        row |= {f"{driver}_ms": float(np.median(times)), f"{driver}_p90_ms": float(np.percentile(times, 90)),
+                f"{driver}_compile_s": compiled}
+    best = min(row[f"{driver}_ms"] for driver in config.drivers)
+    attended = min(method.budget or context, context)
+    limit = 1e3 * (weight_bytes(llm) + kv_bytes(llm.config, attended)) / bandwidth
+    row |= parts(llm, plan, state, branch)
+    row |= {"tokens_per_s": 1e3 / best, "limit_ms": limit, "times_limit": best / limit}
+    if branch is not None:
+        row |= disk_row(branch, plan, row.pop("fetch_ms"), directory, config)
+        branch.close()
+    head = {"model": name, "method": common.label(method), "store": store_name, "context": context}
+    return {**head, "task": "throughput", "budget": method.budget, "seed": 0, "resident_bytes": resident,
+            "index_build_s": build, **row}
+
+
+def disk_row(branch: base.Branch, plan, fetch: dict, directory, config) -> dict:
+    """What the store did per token, and one layer's cold fetch beside raw reads of as many blocks."""
+    stats, size = branch.stats(), decode.geometry(plan).extent_bytes
+    tokens = len(config.drivers) * (config.steps + 1)
+    raw = 1e3 * raw_disk.read_seconds(directory, size, fetch["blocks"], threads=4)
+    return {
+        "bytes_read_per_token": stats.bytes_read / tokens, "reads_per_token": stats.reads / tokens,
+        "fetch_ms": fetch["call"], "fetch_in_store_ms": fetch["store"], "fetch_blocks": fetch["blocks"],
+        "raw_read_ms": raw, "fetch_beyond_store_us": 1e3 * (fetch["call"] - fetch["store"]), "block_bytes": size,
+    }
+
+
+def transformers_row(llm, name: str, context: int, steps: int) -> dict | None:
+    """The same checkpoint decoded by transformers over as long a cache; None where it is not installed."""
+    if importlib.util.find_spec("transformers") is None or importlib.util.find_spec("torch") is None:
+        return None
+    if not llm.config.use_mlp:
+        return None  # there is no such transformers model
+    import torch
+    from transformers import AutoModelForCausalLM, DynamicCache
+
+    with tempfile.TemporaryDirectory() as directory:
+        kvjax.save(llm, directory)
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    cache = DynamicCache()
+    for i in range(llm.config.num_layers):
+        key, value = (torch.tensor(np.asarray(x)).swapaxes(1, 2) for x in made_up_keys(llm.config, context, i))
+        cache.update(key, value, i)
+    times = []
+    with torch.no_grad():
+        for i in range(steps):
+            position = torch.tensor([[context + i]])
+            started = time.perf_counter()
+            model(input_ids=torch.tensor([[i % 7]]), past_key_values=cache, position_ids=position)
+            times.append(1e3 * (time.perf_counter() - started))
+    found = float(np.median(times[3:]))
+    return {"model": name, "method": "transformers", "store": "memory", "context": context, "task": "throughput",
+            "budget": None, "seed": 0, "torch_ms": found, "tokens_per_s": 1e3 / found,
+            "threads": torch.get_num_threads()}
+
+
+def run(config: ml_collections.ConfigDict, workdir: str) -> None:
+    """Measures every combination; re-running skips the rows that are there."""
+    for settings in config.methods:
+        common.make_method(settings)
+    run = Run(config, workdir)
+    rows, bandwidth = run.logged(), memory_bandwidth()
+    done = {(row["model"], row["method"], row["store"], row["context"]) for row in rows}
+    print(f"memory bandwidth of a matrix-vector product: {bandwidth / 1e9:.1f} GB/s; callbacks: {default_backend()}")
+    for name in config.models:
+        llm = make_model(name)
+        for context in config.contexts:
+            for store in config.stores:
+                for settings in config.methods:
+                    label = common.label(common.make_method(settings))
+                    if (name, label, store, context) not in done:
+                        row = measure(llm, name, settings, store, context, config, run.path / "store", bandwidth)
+                        rows.append({**row, "memory_bandwidth": bandwidth})
+                        run.log(**rows[-1])
+            if config.transformers and (name, "transformers", "memory", context) not in done:
+                other = transformers_row(llm, name, context, config.steps)
+                if other is not None:
+                    rows.append(other)
+                    run.log(**other)
+    run.summary(rows)
+    print_table(rows)
+
+
+def print_table(rows: list[dict]) -> None:
+    """The figures that matter, a line per row."""
+    print(f"{'model':>12}{'method':>14}{'store':>8}{'context':>9}{'ms/token':>10}{'limit':>8}{'select':>8}"
+          f"{'attend':>8}{'fetch':>8}{'raw':>8}{'KV MiB':>9}")
+    for row in rows:
+        cells = [row.get(key) for key in ("limit_ms", "select_ms", "attend_ms", "fetch_ms", "raw_read_ms")]
+        shown = "".join(f"{cell:8.2f}" if cell is not None else f"{'-':>8}" for cell in cells)
+        resident = f"{row['resident_bytes'] / 2**20:9.1f}" if "resident_bytes" in row else f"{'-':>9}"
+        print(f"{row['model']:>12}{row['method']:>14}{row['store']:>8}{row['context']:>9,}"
+              f"{1e3 / row['tokens_per_s']:10.2f}{shown}{resident}")
