@@ -3,11 +3,11 @@
     python scripts/bench_store.py [--dir=DIR] [--calls=200] [--threads=4]
 
 One call reads 8 heads x 16 blocks of 16 KB (64 rows of 128 bfloat16). "raw" is os.preadv of the same sorted extents by
-the same number of threads into page-aligned memory: no checksum, no copy to the slots. "staged" reads blocks of which
+the same pool of threads into page-aligned memory: no checksum, no copy to the slots. "staged" reads blocks of which
 each has one committed row that is not yet in the file.
 """
 
-import concurrent.futures
+import functools
 import mmap
 import os
 import pathlib
@@ -23,6 +23,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from kvjax.store.base import Geometry
 from kvjax.store.flash import FlashStore
+from kvjax.store.workers import WorkerPool
 
 DIR = flags.DEFINE_string("dir", None, "directory on the device to measure; default: the temporary directory")
 CALLS = flags.DEFINE_integer("calls", 200, "timed calls per line")
@@ -81,17 +82,19 @@ def measure_raw(path: str, direct: bool, arguments) -> tuple[float, float]:
     memory = memoryview(mmap.mmap(-1, count * size))
     first = np.arange(HEADS)[None, :, None] * BLOCKS  # prefill laid the extents in the order of heads and blocks
 
-    def read(share):
+    def read(share, ticket):
+        del ticket
         for view, offset in share:
             os.preadv(descriptor, [view], offset)
 
     def call(block):
         offsets = (4096 + np.sort((block + first).ravel()) * size).tolist()
         requests = [(memory[i * size:(i + 1) * size], offset) for i, offset in enumerate(offsets)]
-        list(pool.map(read, [requests[i::THREADS.value] for i in range(THREADS.value)]))
+        pool.run([functools.partial(read, requests[i::THREADS.value]) for i in range(THREADS.value)], 60.0)
 
-    with concurrent.futures.ThreadPoolExecutor(THREADS.value) as pool:
-        result = timed(call, arguments)
+    pool = WorkerPool(THREADS.value)
+    result = timed(call, arguments)
+    pool.stop()
     os.close(descriptor)
     return result
 

@@ -111,7 +111,7 @@ class DynaKV(Method):
 
     def select(self, spec, index, view, q):
         """P_req: the clusters whose centroids are most similar to the query."""
-        scores = jnp.einsum("kgd,knd->kgn", q, index.centroid) * spec.head_dim**-0.5
+        scores = jnp.einsum("knd,kgd->kgn", index.centroid, q) * spec.head_dim**-0.5
         occupied = view.count > 0
         score = aggregate(jnp.where(occupied[:, None], scores, -1e30), self.aggregation)
         return Selection(top_blocks(score, occupied, spec.max_blocks), _fullest_buffer(spec, view, self.buffer))

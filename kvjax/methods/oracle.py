@@ -40,7 +40,7 @@ class Oracle(Method):
 
     def select(self, spec, index, view, q):
         occupied = view.count > 0
-        scores = jnp.einsum("kgd,knd->kgn", q, index.key) * spec.head_dim**-0.5
+        scores = jnp.einsum("knd,kgd->kgn", index.key, q) * spec.head_dim**-0.5
         score = aggregate(jnp.where(occupied[:, None], scores, -1e30), self.aggregation)
         return Selection(top_blocks(score, occupied, spec.max_blocks), no_force(spec))
 

@@ -47,8 +47,8 @@ class Quest(Method):
     def select(self, spec, index, view, q):
         occupied = view.count > 0
         # max(q l, q h) = max(q, 0) h + min(q, 0) l, two matrix products instead of a K G NB D tensor.
-        bound = jnp.einsum("kgd,knd->kgn", jnp.maximum(q, 0), index.high)
-        bound += jnp.einsum("kgd,knd->kgn", jnp.minimum(q, 0), index.low)
+        bound = jnp.einsum("knd,kgd->kgn", index.high, jnp.maximum(q, 0))
+        bound += jnp.einsum("knd,kgd->kgn", index.low, jnp.minimum(q, 0))
         score = aggregate(bound * spec.head_dim**-0.5, self.aggregation)
         return Selection(top_blocks(score, occupied, spec.max_blocks), no_force(spec))
 

@@ -25,10 +25,6 @@ class ExtentPool:
         self._free: list[int] = []  # descending once sorted, so that the lowest is popped first
         self._sorted = True
 
-    @property
-    def in_use(self) -> int:
-        return self._end - len(self._free)
-
     def offset(self, extent: SupportsInt) -> int:
         """Where an extent begins in the file, bytes."""
         return HEADER_BYTES + int(extent) * self._extent_bytes

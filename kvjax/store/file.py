@@ -20,7 +20,7 @@ from kvjax.errors import (
     StoreLocked,
     WriteFailed,
 )
-from kvjax.store.base import PAGE_BYTES, Geometry
+from kvjax.store.base import Geometry
 from kvjax.store.format import HEADER_BYTES, Header, is_ours
 from kvjax.store.system import SystemIO
 
@@ -60,29 +60,30 @@ class BlockFile:
     def read(self, requests: Iterable[tuple[memoryview, int]], where: Where, direct: bool = True) -> None:
         """Fills each (view, offset); with O_DIRECT all of them are page-aligned. Raises ShortRead or ReadFailed."""
         direct = direct and self.direct
-        preadv, descriptor = self._system.preadv, self._direct if direct else self._buffered
+        preadv, descriptor = self._system.preadv, self._descriptor(direct)
         for view, offset in requests:
             try:
                 got = preadv(descriptor, (view,), offset)
             except OSError as cause:
                 got = 0
                 direct = self._forgive(cause, offset, where, direct)
+                descriptor = self._descriptor(direct)
             if got != len(view):
                 self._read_rest(view, offset, got, where, direct)
 
     def _read_rest(self, view: memoryview, offset: int, got: int, where: Where, direct: bool) -> None:
         while got < len(view):
-            if direct and got % PAGE_BYTES:  # only the end of the file breaks a page
-                raise self._short(offset, got, len(view), where)
-            descriptor = self._direct if direct else self._buffered
             try:
-                more = self._system.preadv(descriptor, (view[got:],), offset + got)
+                more = self._system.preadv(self._descriptor(direct), (view[got:],), offset + got)
             except OSError as cause:
                 direct = self._forgive(cause, offset, where, direct)
                 continue
             if more == 0:
                 raise self._short(offset, got, len(view), where)
             got += more
+
+    def _descriptor(self, direct: bool) -> int:
+        return self._direct if direct else self._buffered
 
     def _forgive(self, cause: OSError, offset: int, where: Where, direct: bool) -> bool:
         """Whether to go on with O_DIRECT after an error that allows another try; raises after any other."""

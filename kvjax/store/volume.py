@@ -70,6 +70,7 @@ class Volume:
             self._lineages.remove(lineage)
             self.unstage(len(lineage.queue))
             self.extents.release(lineage.table[lineage.table >= 0])
+            self.changed.notify_all()
 
     def shut_down(self) -> None:
         """The last branch is gone: deletes a temporary file, ends the threads. Takes no lock, returns at once."""
@@ -114,6 +115,7 @@ class Volume:
 
     def _wait(self, lineage: Lineage, done: Callable[[], bool]) -> None:
         """Waits for the writer, as long as it makes progress."""
+        self.reap()
         while not done():
             failed = lineage.failed or self._stuck_on()
             if failed is not None:

@@ -1,6 +1,7 @@
 """A small cache, the stores to try it on, and a few lines that every store test would repeat."""
 
 import dataclasses
+import time
 
 import numpy as np
 import pytest
@@ -8,8 +9,17 @@ import pytest
 from kvjax.store.base import Branch, Geometry
 from kvjax.store.flash import FlashStore
 from kvjax.store.host import HostStore
+from tests.store.faults import FaultySystem
 
 GEOMETRY = Geometry(layers=2, batch=2, kv_heads=2, num_blocks=6, block_rows=4, width=6, dtype="float32")
+
+
+def wait_until(condition) -> None:
+    """Waits up to ten seconds for what another thread will do."""
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 @dataclasses.dataclass
@@ -67,6 +77,17 @@ class Driver:
         self.commit()
 
 
+def still_works(driver: Driver, expected: np.ndarray | None = None) -> None:
+    """Reads the expected blocks, adds a row, and reads it too."""
+    expected = driver.full() if expected is None else expected
+    np.testing.assert_array_equal(driver.read(), expected)
+    driver.append(3, 3, 42.0)
+    driver.branch.flush()
+    expected = expected.copy()
+    expected[:, :, 3, 3] = 42.0
+    np.testing.assert_array_equal(driver.read(), expected)
+
+
 @pytest.fixture
 def open_branch(tmp_path):
     """open_branch(store, geometry) -> Driver; whatever is still open is closed at the end."""
@@ -94,3 +115,20 @@ def store(request, tmp_path):
 @pytest.fixture
 def driver(store, open_branch) -> Driver:
     return open_branch(store)
+
+
+@pytest.fixture
+def system():
+    system = FaultySystem()
+    yield system
+    system.heal()
+
+
+@pytest.fixture(params=[False, True], ids=["buffered", "direct"])
+def fragile(request, tmp_path, open_branch, system) -> Driver:
+    """A prefilled branch in a named file, on a system that can be made to fail."""
+    store = FlashStore(tmp_path / "cache.kv", direct=request.param, threads=2, timeout=5.0)
+    store.system = system
+    driver = open_branch(store)
+    driver.prefill()
+    return driver

@@ -1,6 +1,7 @@
 """A system that fails on purpose, for the tests of the flash store."""
 
 import errno
+import fcntl
 import os
 import random
 import threading
@@ -11,8 +12,8 @@ from kvjax.store.system import SystemIO
 class FaultySystem(SystemIO):
     """Real system calls, except where a rule says otherwise.
 
-    A rule is fail(operation, errno, times) or hang(operation); `heal` ends all rules. `storm` is the probability that a
-    read or write is interrupted or does only a part of its work, which a correct caller never notices.
+    A rule is fail(operation, errno) or hang(operation); `heal` ends all rules. `storm` is the probability that a read
+    or write is interrupted or does only a part of its work, which a correct caller never notices.
     """
 
     def __init__(self, seed: int = 0, storm: float = 0.0):
@@ -22,8 +23,9 @@ class FaultySystem(SystemIO):
         self._errors: dict[str, list[int]] = {}
         self._gates: dict[str, threading.Event] = {}
 
-    def fail(self, operation: str, code: int, times: int = 1_000_000) -> None:
-        self._errors[operation] = [code, times]
+    def fail(self, operation: str, code: int, times: int = 1_000_000, skip: int = 0) -> None:
+        """The operation fails `times` times, after `skip` more that work."""
+        self._errors[operation] = [code, skip, times]
 
     def hang(self, operation: str) -> None:
         """Every call of the operation waits until `heal`."""
@@ -31,6 +33,10 @@ class FaultySystem(SystemIO):
 
     def heal(self) -> None:
         self._errors.clear()
+        self.release()
+
+    def release(self) -> None:
+        """Lets go on what hangs."""
         for gate in self._gates.values():
             gate.set()
         self._gates.clear()
@@ -40,6 +46,8 @@ class FaultySystem(SystemIO):
         return os.open(path, flags, mode)
 
     def preadv(self, descriptor, views, offset):
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            self._meet("preadv_direct")
         self._meet("preadv")
         size = self._part(len(views[0]) // 4096) * 4096
         return os.preadv(descriptor, [views[0][:size]] if size else views, offset)
@@ -63,6 +71,8 @@ class FaultySystem(SystemIO):
         rule = self._errors.get(operation)
         if rule is not None and rule[1] > 0:
             rule[1] -= 1
+        elif rule is not None and rule[2] > 0:
+            rule[2] -= 1
             raise OSError(rule[0], os.strerror(rule[0]))
         if operation in ("preadv", "pwrite") and self._random.random() < self._storm:
             raise InterruptedError(errno.EINTR, os.strerror(errno.EINTR))

@@ -7,7 +7,6 @@ import pathlib
 import subprocess
 import sys
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ import pytest
 from kvjax.errors import ConfigError
 from kvjax.store.flash import FlashStore
 from kvjax.store.format import inspect_header
-from tests.store.conftest import GEOMETRY, Driver
+from tests.store.conftest import GEOMETRY, Driver, wait_until
 from tests.store.faults import FaultySystem
 from tests.store.test_history import History
 
@@ -25,13 +24,6 @@ EXTENT = GEOMETRY.extent_bytes
 def extents_of(driver: Driver) -> int:
     """Extents in the file, used or free."""
     return (os.path.getsize(driver.branch.path) - 4096) // EXTENT
-
-
-def wait_until(condition) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 # ---- the file
@@ -128,6 +120,36 @@ def test_closed_branches_give_extents_back(tmp_path, open_branch):
     np.testing.assert_array_equal(driver.read(), blocks)
 
 
+def test_replaced_blocks_give_extents_back(tmp_path, open_branch):
+    driver = open_branch(FlashStore(tmp_path))
+    for seed in range(4):
+        driver.prefill(seed=seed)
+    assert extents_of(driver) == 48, "the new layer is written before the old one goes"
+    child = Driver(driver.branch.fork())
+    child.append(1, 0, 1.0)
+    child.branch.flush()
+    driver.branch.close()
+    child.prefill(layer=1)
+    assert extents_of(child) == 48, "the 24 of the last prefill, less 4 and more 4, leave 24 free"
+    child.branch.close()
+
+
+def test_failed_copies_leak_no_extents(tmp_path, open_branch):
+    store = FlashStore(tmp_path)
+    store.system = FaultySystem()
+    driver = open_branch(store)
+    driver.prefill()
+    child = Driver(driver.branch.fork())
+    child.append(1, 0, 1.0)
+    store.system.fail("pwrite", errno.ENOSPC, times=3)
+    for _ in range(3):
+        with pytest.raises(OSError, match="No space"):
+            child.branch.flush()
+    child.branch.flush()
+    assert extents_of(driver) == 28
+    child.branch.close()
+
+
 def test_empty_blocks_take_no_extent(tmp_path, open_branch):
     driver = open_branch(FlashStore(tmp_path))
     counts = np.zeros((2, 2, 6), np.int32)
@@ -164,17 +186,36 @@ def test_direct_reads_see_buffered_writes(tmp_path, open_branch):
         np.testing.assert_array_equal(driver.read(), expected)
 
 
-@pytest.mark.parametrize("operation", ["open_direct", "preadv"])
+@pytest.mark.parametrize("operation", ["open_direct", "preadv_direct"])
 def test_refused_direct_reads_fall_back_visibly(tmp_path, open_branch, caplog, operation):
     store = FlashStore(tmp_path)
     store.system = FaultySystem()
-    store.system.fail(operation, errno.EINVAL, times=1)
+    store.system.fail(operation, errno.EINVAL)
     with caplog.at_level("WARNING", logger="absl"):
         driver = open_branch(store)
         blocks = driver.prefill()
         for _ in range(2):
             np.testing.assert_array_equal(driver.read(), blocks)
     assert not driver.branch.direct
+    assert len([record for record in caplog.records if "O_DIRECT" in record.message]) == 1
+
+
+def test_threads_that_are_refused_together_warn_once(tmp_path, open_branch, caplog):
+    store = FlashStore(tmp_path, threads=2)
+    store.system = FaultySystem()
+    driver = open_branch(store)
+    blocks = driver.prefill()
+    store.system.hang("preadv_direct")
+    store.system.fail("preadv_direct", errno.EINVAL)
+    block = np.tile(np.arange(0, 6, 2, dtype=np.int32), (2, 2, 1))
+    slots = np.zeros((2, 2, 3, 4, 6), np.float32)
+    with caplog.at_level("WARNING", logger="absl"):
+        thread = threading.Thread(target=driver.branch.read_into, args=(0, 0, block, block // 2, slots))
+        thread.start()
+        wait_until(lambda: store.system.calls.count("preadv_direct") == 2)
+        store.system.release()
+        thread.join()
+    np.testing.assert_array_equal(slots, blocks[:, :, ::2])
     assert len([record for record in caplog.records if "O_DIRECT" in record.message]) == 1
 
 
@@ -206,6 +247,19 @@ def test_staging_is_bounded(tmp_path, open_branch):
     driver.commit()
     driver.branch.flush()
     assert (driver.read()[:, :, :3, 0] == 1.0).all()
+
+
+def test_forgotten_branches_leave_the_staging(tmp_path, open_branch):
+    driver = open_branch(FlashStore(tmp_path, staging_bytes=64 * EXTENT, timeout=1.0))
+    for _ in range(8):
+        child = Driver(driver.branch.fork())
+        for block in range(4):  # 16 blocks in 4 lanes: a quarter, so that they linger
+            child.append(block, 0, 1.0)
+        del child
+        gc.collect()
+    driver.append(0, 0, 1.0)
+    assert driver.branch.stats().blocks_written == 0
+    wait_until(lambda: driver.branch._volume.staged_bytes == 4 * EXTENT)
 
 
 class HalfWritten(FaultySystem):
