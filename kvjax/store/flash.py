@@ -89,6 +89,7 @@ class FlashBranch(TransactionalBranch):
         return self._volume.file.direct
 
     def fork(self) -> "FlashBranch":
+        """Copies the table once everything committed is in the file, and shares all extents; copies no block."""
         with self._mutex:
             self._raise_saved()
             self._check(self.generation)
@@ -99,6 +100,8 @@ class FlashBranch(TransactionalBranch):
             return FlashBranch(self._volume, self._anchor, table, self.generation)
 
     def flush(self) -> None:
+        """Hands everything committed to the kernel; StoreClosed when a named file is no longer at its path. Nothing is
+        synced to the device: without the table of the branch, which is in memory, the bytes have no meaning."""
         with self._mutex:
             super().flush()
             if not self._volume.file.temporary:

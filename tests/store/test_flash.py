@@ -114,7 +114,6 @@ def test_closed_branches_give_extents_back(tmp_path, open_branch):
     grandchild = driver.branch.fork()
     Driver(grandchild).prefill(seed=9)
     del grandchild
-    gc.collect()
     driver.prefill(layer=1)
     assert extents_of(driver) == 48
     np.testing.assert_array_equal(driver.read(), blocks)
@@ -256,7 +255,6 @@ def test_forgotten_branches_leave_the_staging(tmp_path, open_branch):
         for block in range(4):  # 16 blocks in 4 lanes: a quarter, so that they linger
             child.append(block, 0, 1.0)
         del child
-        gc.collect()
     driver.append(0, 0, 1.0)
     assert driver.branch.stats().blocks_written == 0
     wait_until(lambda: driver.branch._volume.staged_bytes == 4 * EXTENT)
