@@ -174,10 +174,14 @@ def _append(spec, threshold, index, count, held_block, key, valid):
     wants_split = (wide | full[nearest] | index.split[nearest]) & (count[nearest] > 0)
     # A flagged cluster has a free block reserved, so that a due split can never fail.
     spare = jnp.sum(count == 0) > jnp.sum(index.split)
-    hold = wants_split & (index.split[nearest] | spare) & jnp.any(held_block == spec.num_blocks)
+    granted = index.split[nearest] | spare
+    start = jnp.all((count == 0) | full)  # no cluster with room
+    # With every free block reserved too, the key waits with a flagged cluster, whose split makes room.
+    crowded = start & ~granted & jnp.any(index.split)
+    nearest = jnp.where(crowded, jnp.argmin(jnp.where(index.split, distance, jnp.inf)), nearest)
+    hold = wants_split & (granted | crowded) & jnp.any(held_block == spec.num_blocks)
 
     roomy = jnp.argmin(jnp.where((count > 0) & ~full, distance, jnp.inf))
-    start = jnp.all((count == 0) | full)  # nothing to join yet: open a block
     target = jnp.where(hold, nearest, jnp.where(start, jnp.argmax(count == 0), roomy))
     added = jnp.where(valid & ~hold, target, spec.num_blocks)
     flagged = jnp.where(valid & hold, target, spec.num_blocks)
@@ -188,7 +192,7 @@ def _append(spec, threshold, index, count, held_block, key, valid):
         ),
         centroid=index.centroid.at[added].add((key - index.centroid[target]) / (n[target] + 1), mode="drop"),
         split=index.split.at[flagged].set(True, mode="drop"),
-        refused=index.refused + (valid & wants_split & ~hold),
+        refused=index.refused + (valid & wants_split & ~(hold & granted)),
     )
     row = jnp.where(hold, spec.block_rows, count[target])
     return index, Placement(jnp.where(valid, target, spec.num_blocks).astype(jnp.int32), row.astype(jnp.int32))
