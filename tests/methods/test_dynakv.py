@@ -1,0 +1,437 @@
+"""DynaKV: running statistics against brute force, and when clusters are split."""
+
+import dataclasses
+import functools
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import GROUP, HEADS, SIZE, Sim, Stream, check_every_token_has_one_place
+
+import kvjax
+from kvjax import cache as caching
+from kvjax.errors import ConfigError
+from kvjax.methods import DynaKV
+
+# A long run -----------------------------------------------------------------------------------------
+
+PROMPT, STEPS = 600, 10_000
+LONG = DynaKV(budget=64, sinks=4, window=16, buffer=6)
+
+
+def long_stream(seed, tokens, clumps=24, drift=3.0):
+    """Queries, keys and values of one sequence; keys come in clumps that drift."""
+    rng = np.random.default_rng(seed)
+    centres = 2 * rng.normal(size=(clumps, HEADS, SIZE))
+    k = centres[rng.integers(0, clumps, tokens)] + 0.5 * rng.normal(size=(tokens, HEADS, SIZE))
+    k += np.linspace(0, drift, tokens)[:, None, None]
+    q = 2 * rng.normal(size=(tokens, HEADS * GROUP, SIZE))
+    return q.astype(np.float32), k.astype(np.float32), rng.normal(size=k.shape).astype(np.float32)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _prefill(method, k, v, length):
+    cache = kvjax.init_cache(
+        method, batch=1, kv_heads=HEADS, group=GROUP, head_dim=SIZE, capacity=PROMPT + STEPS
+    )
+    return kvjax.prefill_cache(cache, k, v, length)
+
+
+def start(stream, prompt):
+    _, k, v = (x[None, :PROMPT] for x in stream)
+    return _prefill(LONG, k, v, np.array([prompt], np.int32))
+
+
+def forced(plan, state, b=0):
+    """What `select` would load on purpose in the next step; the query has no say in it."""
+    one = jax.tree.map(lambda leaf: leaf[b], state)
+    query = jnp.zeros((HEADS, GROUP, SIZE))
+    return plan.method.select(plan.spec, one.index, caching.view(plan.spec, one), query).force
+
+
+@jax.jit
+def decode(cache, q, k, v):
+    """Decodes tokens one by one; returns the cache and, for each step, what was held, forced and loaded."""
+
+    def step(cache, token):
+        force = forced(cache.plan, cache.layer.state)
+        _, cache = kvjax.attend(cache, *(x[None] for x in token))
+        state = cache.layer.state
+        seen = {"held": state.tail.held_block[0], "splits": state.index.splits[0], "loaded": state.loaded[0]}
+        return cache, {**seen, "force": force, "clusters": jnp.sum(state.count[0] > 0, axis=-1)}
+
+    return jax.lax.scan(step, cache, (q, k, v))
+
+
+@functools.cache
+def long_run():
+    stream = long_stream(0, PROMPT + STEPS)
+    cache, history = decode(start(stream, PROMPT), *(x[PROMPT:] for x in stream))
+    return stream[1], jax.device_get(cache), jax.device_get(history)
+
+
+def members(cache, head):
+    """Block, positions and stored keys of every cluster of a head."""
+    state, keys = cache.layer.state, np.asarray(cache.layer.pool.key)
+    for block in np.flatnonzero(state.count[0, head]):
+        rows = state.count[0, head, block]
+        yield block, state.pos[0, head, block, :rows], keys[0, head, block, :rows]
+
+
+@pytest.mark.parametrize("head", range(HEADS))
+def test_the_long_run_splits_clusters(head):
+    """Without this the tests of running statistics would say little."""
+    _, cache, _ = long_run()
+    assert cache.layer.state.index.splits[0, head] > 300
+
+
+@pytest.mark.parametrize("head", range(HEADS))
+def test_blocks_keep_the_keys_of_their_positions(head):
+    keys, cache, _ = long_run()
+    for _, pos, stored in members(cache, head):
+        np.testing.assert_array_equal(stored, keys[pos, head])
+
+
+@pytest.mark.parametrize("head", range(HEADS))
+def test_running_variance_equals_brute_force(head):
+    _, cache, _ = long_run()
+    for block, _, stored in members(cache, head):
+        exact = stored.astype(np.float64).var(axis=0).sum()
+        np.testing.assert_allclose(cache.layer.state.index.variance[0, head, block], exact, rtol=1e-5)
+
+
+@pytest.mark.parametrize("head", range(HEADS))
+def test_running_centroid_equals_brute_force(head):
+    _, cache, _ = long_run()
+    for block, _, stored in members(cache, head):
+        exact = stored.astype(np.float64).mean(axis=0)
+        error = np.linalg.norm(cache.layer.state.index.centroid[0, head, block] - exact)
+        assert error <= 1e-5 * np.linalg.norm(exact)
+
+
+@pytest.mark.parametrize("head", range(HEADS))
+def test_no_key_is_lost_in_ten_thousand_inserts(head):
+    _, cache, _ = long_run()
+    state, spec = cache.layer.state, cache.plan.spec
+    stored = np.concatenate([pos for _, pos, _ in members(cache, head)])
+    tail = state.tail.pos[0, head]
+    assert len(tail[tail >= 0]) >= spec.sinks + spec.ring
+    np.testing.assert_array_equal(np.sort(np.concatenate([stored, tail[tail >= 0]])), np.arange(PROMPT + STEPS))
+
+
+@pytest.mark.parametrize("head", range(HEADS))
+def test_held_keys_never_exceed_the_buffer_after_a_step(head):
+    _, cache, history = long_run()
+    held = (history["held"][:, head] < cache.plan.spec.num_blocks).sum(-1)
+    assert held.max() == LONG.buffer  # reached, and then split
+
+
+@pytest.mark.parametrize("head", range(HEADS))
+def test_a_full_buffer_forces_its_fullest_cluster_and_only_then(head):
+    _, cache, history = long_run()
+    none, pushed = cache.plan.spec.num_blocks, 0
+    before = history["held"][:-1, head]
+    for held, force, loaded, after in zip(
+        before, history["force"][1:, head], history["loaded"][1:, head], history["held"][1:, head], strict=True
+    ):
+        accounts, keys = np.unique(held[held < none], return_counts=True)
+        if keys.sum() < LONG.buffer:
+            assert force == none
+            continue
+        assert force in accounts[keys == keys.max()]
+        assert force in loaded and force not in after  # split in the very step
+        pushed += 1
+    assert pushed > 30
+
+
+@pytest.mark.parametrize("head", range(HEADS))
+def test_every_split_adds_one_cluster(head):
+    _, _, history = long_run()
+    assert (np.diff(history["splits"][:, head]) == np.diff(history["clusters"][:, head])).all()
+
+
+def test_splits_compile_nothing():
+    """2,000 steps with hundreds of splits are served by one trace."""
+    traces = []
+
+    @jax.jit
+    def step(cache, q, k, v):
+        traces.append(None)
+        return kvjax.attend(cache, q[None], k[None], v[None])[1]
+
+    stream = long_stream(1, PROMPT + 2_000)
+    cache = start(stream, PROMPT)
+    for token in zip(*(x[PROMPT:] for x in stream), strict=True):
+        cache = step(cache, *token)
+    assert np.asarray(cache.layer.state.index.splits).sum() > 100
+    assert len(traces) == 1 and step._cache_size() == 1
+
+
+@pytest.mark.parametrize(("clumps", "drift"), [(24, 3.0), (STEPS, 0.0)], ids=["clumps", "isotropic"])
+def test_clusters_that_start_from_three_tokens_stay_few(clumps, drift):
+    """Without a prompt to calibrate tau, keys still gather: on average half the target size and more."""
+    stream = long_stream(2, PROMPT + STEPS, clumps, drift)
+    cache, history = decode(start(stream, 3), *(x[3 : STEPS + 3] for x in stream))
+    assert (np.asarray(cache.layer.state.index.tau) < 0).all()
+    clusters = np.asarray(history["clusters"])
+    assert (clusters[-1] > 10).all()
+    assert (clusters <= 4 + np.arange(1, STEPS + 1)[:, None] / (LONG.cluster / 2)).all()
+
+
+# Scenes of a few tokens -----------------------------------------------------------------------------
+
+# Three clusters A, B, C of eight keys each; a step attends one of them.
+SMALL = DynaKV(budget=32, sinks=2, window=4, cluster=8, buffer=3, max_blocks=1)
+MIDDLE, A, B, C = 26, 0, 1, 2  # first position that leaves the window while decoding; axes of the centres
+FAR = 3.0  # an outlier's distance from its centre: too wide for any cluster here
+
+
+def centre(axis):
+    return 10.0 * np.eye(SIZE, dtype=np.float32)[axis]
+
+
+def scene(leaving, asked, method=SMALL):
+    """A sequence whose n-th decode step asks for cluster asked[n] and in which leaving[n] leaves the window.
+
+    `leaving` are (axis, offset): a key that far from the centre, each in a direction of its own.
+    """
+    rng = np.random.default_rng(0)
+    stream = Stream(*(np.zeros((1, harness.CAPACITY, n, SIZE), np.float32) for n in (HEADS * GROUP, HEADS, HEADS)))
+    stream.v[:] = rng.normal(size=stream.v.shape)
+    for i, axis in enumerate([A] * 8 + [B] * 8 + [C] * 8):
+        stream.k[0, 2 + i] = centre(axis) + 0.1 * rng.normal(size=(HEADS, SIZE))
+    for i, (axis, offset) in enumerate(leaving):
+        stream.k[0, MIDDLE + i] = centre(axis) + offset * np.eye(SIZE)[3 + i % 5]
+    for i, axis in enumerate(asked):
+        stream.q[0, MIDDLE + 3 + i] = 0.4 * centre(axis)
+    return Sim(method, stream, [MIDDLE + 3])
+
+
+def look(sim, head=0):
+    """What a step left behind: held positions, splits, flags, and the cluster each position is in."""
+    state, none = jax.device_get(sim.cache.state), sim.plan.spec.num_blocks
+    check_every_token_has_one_place(sim)
+    held = {int(p): int(j) for p, j in zip(sim.places(0, head)["held"], _used(state, none, head), strict=True)}
+    block = {int(p): int(j) for j in range(none) for p in state.pos[0, head, j] if p >= 0}
+    return dataclasses.make_dataclass("Look", ["held", "splits", "flags", "block"])(
+        held, int(state.index.splits[0, head]), {int(j) for j in np.flatnonzero(state.index.split[0, head])}, block
+    )
+
+
+def _used(state, none, head):
+    return [j for j in state.tail.held_block[0, head] if j < none]
+
+
+def cluster_of(seen, axis):
+    """The block of a cluster's first key."""
+    return seen.block[2 + 8 * axis]
+
+
+def test_the_scene_has_three_clusters():
+    seen = look(scene([], []))
+    assert len({seen.block[p] for p in range(2, MIDDLE)}) == 3
+    assert all(seen.block[p] == cluster_of(seen, (p - 2) // 8) for p in range(2, MIDDLE))
+
+
+def test_a_near_key_is_added_to_its_cluster():
+    sim = scene([(A, 0.0)], [B])
+    sim.step()
+    seen = look(sim)
+    assert seen.block[MIDDLE] == cluster_of(seen, A)
+    assert not seen.held and not seen.flags
+
+
+def test_a_far_key_splits_a_loaded_cluster_at_once():
+    sim = scene([(A, FAR)], [A])
+    sim.step()
+    seen = look(sim)
+    assert seen.splits == 1 and not seen.held and not seen.flags
+    assert len({seen.block[p] for p in range(2, 10)}) == 1  # the near keys stay together
+    assert list(seen.block.values()).count(seen.block[MIDDLE]) == 1  # and the far one is alone
+
+
+def test_a_far_key_waits_while_its_cluster_is_not_loaded():
+    sim = scene([(A, FAR), (B, 0), (B, 0)], [B, B, B])
+    for _ in range(3):
+        sim.step()
+        seen = look(sim)
+        assert seen.held == {MIDDLE: cluster_of(seen, A)}
+        assert seen.flags == {cluster_of(seen, A)} and seen.splits == 0
+
+
+def test_a_waiting_key_is_attended():
+    sim = scene([(A, FAR), (B, 0)], [B, B])
+    sim.step()
+    out, report = sim.step()
+    keys = [0, 1, MIDDLE, *range(10, 18), *range(MIDDLE + 1, MIDDLE + 5)]  # sinks, held, cluster B, window
+    assert int(report.attended[0, 0]) == len(keys)
+    np.testing.assert_allclose(out[0], _dense(sim.stream, MIDDLE + 4, keys), atol=1e-5)
+
+
+def _dense(stream, at, keys):
+    part = Stream(stream.q[:, at : at + 1], stream.k[:, keys], stream.v[:, keys])
+    last = len(keys) - 1
+    return harness.dense_attention(dataclasses.replace(part, q=np.repeat(part.q, last + 1, 1)), 0, last)
+
+
+def test_a_flagged_cluster_is_split_when_it_is_next_loaded():
+    sim = scene([(A, FAR), (B, 0), (B, 0)], [B, B, A])
+    for _ in range(3):
+        sim.step()
+    seen = look(sim)
+    assert seen.splits == 1 and not seen.held and not seen.flags
+    assert seen.block[MIDDLE] != cluster_of(seen, A)
+
+
+def test_a_near_key_waits_too_while_its_cluster_is_flagged():
+    sim = scene([(A, FAR), (A, 0)], [B, B])
+    for _ in range(2):
+        sim.step()
+    seen = look(sim)
+    assert seen.held == {MIDDLE: cluster_of(seen, A), MIDDLE + 1: cluster_of(seen, A)}
+
+
+def test_a_split_takes_its_own_waiting_keys_only():
+    sim = scene([(A, FAR), (C, FAR), (B, 0)], [B, B, A])
+    for _ in range(3):
+        sim.step()
+    seen = look(sim)
+    assert seen.held == {MIDDLE + 1: cluster_of(seen, C)} and seen.flags == {cluster_of(seen, C)}
+
+
+def test_nothing_is_forced_below_the_limit():
+    sim = scene([(A, FAR), (C, FAR)], [B, B])
+    for _ in range(2):
+        sim.step()
+    assert len(look(sim).held) == 2
+    np.testing.assert_array_equal(forced(sim.plan, sim.cache.state), sim.plan.spec.num_blocks)
+
+
+def test_a_full_buffer_forces_the_cluster_with_most_waiting_keys():
+    sim = scene([(A, FAR), (C, FAR), (C, FAR), (B, 0)], [B] * 4)
+    for _ in range(3):
+        sim.step()
+    seen = look(sim)
+    assert len(seen.held) == 3 and int(forced(sim.plan, sim.cache.state)[0]) == cluster_of(seen, C)
+    sim.step()
+    seen = look(sim)
+    assert seen.splits == 1 and seen.held == {MIDDLE: cluster_of(seen, A)}
+
+
+def test_a_forced_cluster_is_fetched_but_not_attended():
+    sim = scene([(A, FAR), (C, FAR), (C, FAR), (B, 0)], [B] * 4)
+    for _ in range(3):
+        sim.step()
+    block = cluster_of(look(sim), C)
+    _, report = sim.step()
+    assert block in np.asarray(sim.cache.state.loaded[0, 0])
+    assert set(np.asarray(report.selected[0, 0])) - {-1} == {*range(10, 18), MIDDLE, MIDDLE + 1, MIDDLE + 2}
+
+
+def test_a_full_cluster_is_split_though_its_keys_are_alike():
+    """Given keys that are all equal, blocks of 16 rows still take one after the other."""
+    sim = scene([(A, 0)] * 60, [A] * 60)
+    sim.stream.k[0, 2:] = centre(A)
+    sim = Sim(SMALL, sim.stream, [MIDDLE + 3])
+    for _ in range(60):
+        sim.step()
+        check_every_token_has_one_place(sim)
+    assert np.asarray(sim.cache.state.index.splits).min() >= 2
+
+
+# Blocks run out -------------------------------------------------------------------------------------
+
+TIGHT = DynaKV(budget=40, sinks=2, window=4, cluster=4, block_rows=8, num_blocks=12, buffer=3, threshold=1.2)
+
+
+def step_numbers(sim):
+    state = jax.device_get(sim.cache.state)
+    none = sim.plan.spec.num_blocks
+    return {
+        "free": (state.count == 0).sum(-1), "flags": state.index.split.sum(-1),
+        "held": (state.tail.held_block < none).sum(-1), "refused": state.index.refused,
+    }
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_refused_splits_are_counted_and_no_key_is_lost(seed):
+    sim = Sim(TIGHT, Stream.draw(seed), [40, 30])
+    for _ in range(56):
+        before = step_numbers(sim)
+        sim.step()
+        after = step_numbers(sim)
+        check_every_token_has_one_place(sim)
+        refused = after["refused"] > before["refused"]
+        assert (before["free"] <= before["flags"])[refused].all()  # never while a block was to be had
+    assert (after["free"] == 0).any() and (after["refused"] > 0).any()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_flagged_cluster_has_a_free_block_in_reserve(seed):
+    sim = Sim(TIGHT, Stream.draw(seed), [40, 30])
+    for _ in range(56):
+        sim.step()
+        now = step_numbers(sim)
+        assert (now["flags"] <= now["free"]).all() and (now["held"] <= TIGHT.buffer).all()
+
+
+def test_a_reserved_block_is_not_given_away():
+    """Given two full clusters, one of them flagged, and one free block: a key of the other one waits as well.
+
+    It could open the free block, but then the flagged cluster could never be split.
+    """
+    method = DynaKV(budget=48, sinks=2, window=4, cluster=32, block_rows=32, num_blocks=3, buffer=3, max_blocks=1)
+    rng = np.random.default_rng(0)
+    stream = Stream.draw(0, batch=1)
+    for i in range(68):
+        stream.k[0, 2 + i] = centre(A if i < 32 else B) + 0.1 * rng.normal(size=(HEADS, SIZE))
+    stream.k[0, 67] = centre(A)  # 66 is of B, 67 of A
+    stream.q[0, 69:] = 0.4 * centre(A)
+    stream.q[0, 71] = 0.4 * centre(B)
+    sim = Sim(method, stream, [69])
+    sim.step()
+    assert step_numbers(sim)["flags"].max() == 1 and step_numbers(sim)["free"].min() == 1
+    sim.step()
+    assert (step_numbers(sim)["free"] == 1).all() and (step_numbers(sim)["refused"] == 1).all()
+    sim.step()
+    check_every_token_has_one_place(sim)
+    assert (np.asarray(sim.cache.state.index.splits) == 1).all() and (step_numbers(sim)["held"] == 0).all()
+
+
+# The threshold --------------------------------------------------------------------------------------
+
+
+def two_scales():
+    """A scene whose second head has keys that spread ten times as wide."""
+    sim = scene([(A, 1.0)], [B])
+    offsets = sim.stream.k[0, 2:MIDDLE, 0] - np.stack([centre(a) for a in [A] * 8 + [B] * 8 + [C] * 8])
+    sim.stream.k[0, 2:MIDDLE, 1] = sim.stream.k[0, 2:MIDDLE, 0] + 9 * offsets
+    return Sim(SMALL, sim.stream, [MIDDLE + 3])
+
+
+def test_the_threshold_is_a_multiple_of_the_mean_cluster_variance_of_each_head():
+    sim = Sim(SMALL, Stream.draw(20), [80, 60])
+    for b in range(2):
+        for head in range(HEADS):
+            pos, count = (np.asarray(x)[b, head] for x in (sim.cache.state.pos, sim.cache.state.count))
+            keys = [sim.stream.k[b, p[:n], head].astype(np.float64) for p, n in zip(pos, count, strict=True) if n]
+            mean = sum(len(k) * k.var(axis=0).sum() for k in keys) / sum(len(k) for k in keys)
+            np.testing.assert_allclose(sim.cache.state.index.tau[b, head], SMALL.threshold * mean, rtol=1e-5)
+
+
+def test_heads_with_keys_of_another_spread_have_another_threshold():
+    tau = np.asarray(two_scales().cache.state.index.tau[0])
+    np.testing.assert_allclose(tau[1] / tau[0], 100, rtol=1e-3)
+
+
+def test_the_same_distance_is_far_for_one_head_and_near_for_another():
+    sim = two_scales()
+    sim.step()
+    assert MIDDLE in look(sim, 0).held and MIDDLE in look(sim, 1).block
+
+
+def test_a_buffer_larger_than_a_block_is_refused():
+    with pytest.raises(ConfigError, match="buffer"):
+        DynaKV(cluster=4, buffer=8).spec(kv_heads=1, group=1, head_dim=8, capacity=1000)
