@@ -18,7 +18,9 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config.store = "flash"
     config.context = 2048
     config.digits = 5
-    config.needles = ("The pass key is", "The hidden number of {key} is:", "Note that the value stored for {key} equals")
+    config.needles = (
+        "The pass key is", "The hidden number of {key} is:", "Note that the value stored for {key} equals",
+    )
     config.prompt_file = ""
     config.question = ""
     config.max_new_tokens = 8

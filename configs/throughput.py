@@ -17,7 +17,9 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config.models = ("reference", "llama-1b-4l", "cache-path")
     config.contexts = (8192, 32768)
     config.stores = ("memory", "flash")
-    config.methods = ({"name": "full"}, {"name": "quest", "budget": 512}, _DYNAKV, {"name": "streaming_llm", "budget": 512})
+    config.methods = (
+        {"name": "full"}, {"name": "quest", "budget": 512}, _DYNAKV, {"name": "streaming_llm", "budget": 512},
+    )
     config.drivers = ("staged", "fused")
     config.steps = 40
     config.slots = 0  # 0: as few as one step may need

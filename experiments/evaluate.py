@@ -82,7 +82,8 @@ def perplexity_row(llm: kvjax.LLM, method, stream, length: int, config: ml_colle
     would never exercise the selection.
     """
     rng, steps = np.random.default_rng((config.seed, length)), config.perplexity_tokens
-    rows = [[llm.config.bos_token_id, *needles.random_span(rng, stream, length + steps - 1)] for _ in range(config.batch)]
+    bos, size = llm.config.bos_token_id, length + steps - 1
+    rows = [[bos, *needles.random_span(rng, stream, size)] for _ in range(config.batch)]
     tokens = np.asarray(rows, np.int32)
     cache = llm.prefill([row[:length] for row in rows], method=method, capacity=length + steps)
     losses = teacher_forced_nll(llm, cache, tokens[:, length:])

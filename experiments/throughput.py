@@ -9,7 +9,6 @@ bandwidth by a matrix-vector product, disk bandwidth by raw threaded reads of th
 import dataclasses
 import functools
 import importlib.util
-import pathlib
 import tempfile
 import time
 
@@ -177,7 +176,7 @@ def kv_bytes(config: ModelConfig, tokens: float) -> float:
     return 8.0 * config.num_layers * config.num_kv_heads * config.head_dim * tokens
 
 
-def measure(llm, name: str, settings, store_name: str, context: int, config, directory: pathlib.Path, bandwidth) -> dict:
+def measure(llm, name: str, settings, store_name: str, context: int, config, directory, bandwidth) -> dict:
     """One row."""
     method = common.make_method(settings)
     store = common.make_store(store_name, directory)

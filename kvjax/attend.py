@@ -45,7 +45,7 @@ def prefill_cache(
     cache: AttentionCache, key: Float[Array, "B T K D"], value: Float[Array, "B T K D"], length: Int32[Array, "B"]
 ) -> AttentionCache:
     """A cache that holds prompts of `length[b] <= T` tokens; what the given cache held is dropped."""
-    dtype = cache.layer.pool.key.dtype
+    dtype = cache.layer.state.tail.key.dtype
     state = layer.init(cache.plan, key.shape[0], dtype)
     return dataclasses.replace(
         cache, layer=layer.prefill_memory(cache.plan, state, key, value, length, dtype),

@@ -6,7 +6,6 @@ and sums are f32 whatever the stored type.
 """
 
 import dataclasses
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +27,7 @@ class Part:
 
 def scores_of(q: Float[Array, "*K G D"], key: Float[Array, "*K N D"], valid: Bool[Array, "*K N"]):
     """Scaled dot products `[*K, G, N]`, NEGATIVE where not valid."""
-    # Keys as the left operand: XLA:CPU then reads them in place, at memory bandwidth (3x over q . k^T).
+    # Keys as the left operand: XLA:CPU then reads them in place, about 3x faster than as the right one.
     scores = jnp.einsum("...nd,...gd->...ng", key.astype(q.dtype), q, preferred_element_type=jnp.float32)
     return jnp.where(valid[..., None, :], scores.swapaxes(-1, -2) * q.shape[-1] ** -0.5, NEGATIVE)
 
@@ -53,14 +52,6 @@ def merge(first: Part, second: Part) -> Part:
 def normalise(part: Part, dtype) -> Float[Array, "*N D"]:
     """The attention output; zero where no token was valid."""
     return (part.out / jnp.maximum(part.total, 1e-30)[..., None]).astype(dtype)
-
-
-def weights(parts: Sequence[Float[Array, "K G N"]]) -> list[Float[Array, "K N"]]:
-    """Softmax over the concatenated scores, summed over the query heads of a KV head."""
-    joint = jnp.sum(jax.nn.softmax(jnp.concatenate(parts, axis=-1), axis=-1), axis=-2)
-    sizes = [part.shape[-1] for part in parts]
-    ends = [sum(sizes[: i + 1]) for i in range(len(sizes) - 1)]
-    return jnp.split(joint, ends, axis=-1)
 
 
 def causal(

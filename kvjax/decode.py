@@ -21,7 +21,7 @@ from kvjax.method import Method
 from kvjax.methods.full import Full
 from kvjax.models.config import ModelConfig
 from kvjax.models.transformer import Block, Transformer
-from kvjax.pool import Line, MemoryPool
+from kvjax.pool import Line
 from kvjax.store import base
 from kvjax.store.slots import Backend, SlotPool, default_backend
 from kvjax.typing import Array, Bool, Int32, Logits, PyTree, pytree
@@ -263,9 +263,8 @@ def _next_line(line: Line, ok) -> Line:
 @functools.cache
 def _compiled(donate: bool):
     """The staged functions, with and without donation of the cache."""
-    give = {"donate_argnums": 3} if donate else {}
-    read = jax.jit(_read, static_argnums=(0, 1), **give)
-    write = jax.jit(_write, static_argnums=0, **({"donate_argnums": 1} if donate else {}))
+    read = jax.jit(_read, static_argnums=(0, 1), donate_argnums=(3,) if donate else ())
+    write = jax.jit(_write, static_argnums=0, donate_argnums=(1,) if donate else ())
     return read, write
 
 
@@ -326,7 +325,7 @@ def _fused_token(plan, params, state, tokens, active):
 
 @functools.cache
 def _compiled_token(donate: bool):
-    return jax.jit(_fused_token, static_argnums=0, **({"donate_argnums": 2} if donate else {}))
+    return jax.jit(_fused_token, static_argnums=0, donate_argnums=(2,) if donate else ())
 
 
 def _fused(plan, params, state, tokens, active, donate):
@@ -343,7 +342,3 @@ def resident_bytes(state: State) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(state.layers))
 
 
-def pool_bytes(state: State) -> int:
-    """Of these, bytes of key and value payload."""
-    pools = [one.pool for one in state.layers]
-    return sum(leaf.nbytes for pool in pools for leaf in jax.tree.leaves(pool) if isinstance(pool, MemoryPool) or leaf.ndim == 5)

@@ -10,7 +10,7 @@ class ConfigError(KvjaxError, ValueError):
 
 
 class PromptError(KvjaxError, ValueError):
-    """The prompt is empty, or longer than the cache was made for."""
+    """The prompt is empty, longer than the cache was made for, or refused by the model's chat template."""
 
 
 class CheckpointError(KvjaxError, ValueError):
@@ -18,7 +18,13 @@ class CheckpointError(KvjaxError, ValueError):
 
 
 class StoreError(KvjaxError, OSError):
-    """Base of what a block store can report; names file, block, offset and cause."""
+    """Base of what a block store can report; names file, block, offset and cause.
+
+    Attributes:
+      state: after a failed decode step, the cache as it was before it, ready for a retry.
+    """
+
+    state: object | None = None
 
 
 class ShortRead(StoreError):

@@ -110,40 +110,49 @@ def answer(plan: LayerPlan, cache: LayerCache, asked: Asked, slot: Int32[Array, 
         taken = jnp.take_along_axis(slot, asked.rows.rank, axis=-1)
         key, value = cache.pool.gather(taken, asked.rows.row)
         valid, pos = asked.rows.valid, asked.rows.pos
-    out, weights, seen = _attend(plan, cache.state.tail, asked, key, value, valid, pos, at)
-    loaded = asked.need
-    fresh = Fresh(asked.key, asked.value, loaded, *weights)
+    args = (cache.state.tail, asked.q, asked.key, asked.value, key, value, valid, pos, at)
+    out, weights, seen = _each_sequence(lambda one: _attend(plan, *one), args)
+    fresh = Fresh(asked.key, asked.value, asked.need, *weights)
     return out.reshape(out.shape[0], -1, out.shape[-1]), fresh, seen
 
 
-def _attend(plan, tail, asked, key, value, valid, pos, at):
-    """Log-sum-exp merge of the tail, the selected rows and the newest token."""
+def _each_sequence(function, args):
+    """Maps over the batch: as one program on accelerators, one sequence after the other on CPU.
+
+    XLA:CPU orders the sums of a product by its whole shape, so that a batched product would not be
+    bit-equal to the sequence alone; its threads share the work inside a sequence anyway.
+    """
+    if jax.default_backend() == "cpu":
+        return jax.lax.map(function, args)
+    return jax.vmap(lambda *one: function(one))(*args)
+
+
+def _attend(plan, tail, q, new_key, new_value, key, value, valid, pos, at):
+    """One sequence: log-sum-exp merge of the tail, the selected rows and the newest token."""
     tail_valid = tail.pos >= 0
     if plan.sliding is not None:
-        oldest = at[:, None, None] - plan.sliding
+        oldest = at - plan.sliding
         tail_valid &= tail.pos > oldest
         valid &= pos > oldest
-    newest = jnp.ones((*asked.key.shape[:2], 1), bool)
+    newest = jnp.ones((new_key.shape[0], 1), bool)
     sets = [
         (tail.key, tail.value, tail_valid, tail.pos), (key, value, valid, pos),
-        (asked.key[:, :, None], asked.value[:, :, None], newest, jnp.broadcast_to(at[:, None, None], newest.shape)),
+        (new_key[:, None], new_value[:, None], newest, jnp.broadcast_to(at, newest.shape)),
     ]
-    part = None
-    for k, v, ok, _ in sets:
-        extra = attention.attend_part(asked.q, k, v, ok)
-        part = extra if part is None else attention.merge(part, extra)
+    tail_part, selected, own = (attention.attend_part(q, k, v, ok) for k, v, ok, _ in sets)
+    part = attention.merge(attention.merge(tail_part, selected), own)
     seen = sum(jnp.sum(ok, axis=-1, dtype=jnp.int32) for _, _, ok, _ in sets)
-    return attention.normalise(part, asked.q.dtype), _weights(plan, asked.q, sets), seen
+    return attention.normalise(part, q.dtype), _weights(plan, q, sets), seen
 
 
 def _weights(plan, q, sets):
     """Attended positions and their weights for `Method.observe`; empty arrays where it does not ask."""
     if not plan.method.observes:
-        return jnp.zeros((*q.shape[:2], 0), jnp.int32), jnp.zeros((*q.shape[:2], 0))
+        return jnp.zeros((q.shape[0], 0), jnp.int32), jnp.zeros((q.shape[0], 0))
     scores = [attention.scores_of(q, k, ok) for k, _, ok, _ in sets]
     pos = jnp.concatenate([jnp.where(ok, p, -1) for _, _, ok, p in sets], axis=-1)
     joint = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)
-    return pos, jnp.sum(jnp.where(pos[:, :, None] >= 0, joint, 0.0), axis=2)
+    return pos, jnp.sum(jnp.where(pos[:, None] >= 0, joint, 0.0), axis=1)
 
 
 def read(plan: LayerPlan, cache: LayerCache, q, key, value, at: Int32[Array, "B"], layer, line: Line, estimate=None):
@@ -166,7 +175,7 @@ def _grouped(q, spec):
 
 def write(plan: LayerPlan, cache: LayerCache, fresh: Fresh, at: Int32[Array, "B"], gate: Bool[Array, "B"], layer, line):
     """Books the newest token where `gate` is set; everything else of the cache stays as it is."""
-    spec, none = plan.spec, plan.spec.num_blocks
+    none = plan.spec.num_blocks
     state, placement, leaving = jax.vmap(lambda *args: _advance(plan, *args))(cache.state, fresh, at, gate)
     pool = cache.pool
     if not plan.method.evicts:

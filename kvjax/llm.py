@@ -24,12 +24,13 @@ from kvjax.methods.full import Full
 from kvjax.models import checkpoint, hf_config
 from kvjax.models.config import ModelConfig
 from kvjax.models.tokenizer import TextTokenizer
-from kvjax.pool import Line
+from kvjax.pool import Line, Traffic
 from kvjax.sampling import Sampling
 from kvjax.store.base import Branch, Stats
 from kvjax.store.flash import FlashStore
 from kvjax.typing import Array, PyTree
 
+GREEDY = Sampling()
 Observer = Callable[[Step, np.ndarray], None]  # called after every token with its step and its inputs [B]
 
 
@@ -151,7 +152,7 @@ class LLM:
         return Cache(plan, state, logits, branch, tuple(keys))
 
     def generate(
-        self, question, cache: Cache, *, max_new_tokens: int = 64, sampling: Sampling = Sampling(), seed: int = 0,
+        self, question, cache: Cache, *, max_new_tokens: int = 64, sampling: Sampling = GREEDY, seed: int = 0,
         driver: Driver = "staged", stop: Sequence[str] = (), observer: Observer | None = None,
     ) -> Result:
         """Feeds the question token by token through the cache, then answers. The given cache stays as it is.
@@ -189,12 +190,14 @@ class _Generation:
 
     def __init__(self, llm: LLM, cache: Cache, driver: Driver, observer: Observer | None):
         self.llm, self.cache, self.driver, self.observer = llm, cache, driver, observer
-        self.reports, self.started, self.steps = [], time.perf_counter(), 0
+        self.reports: list[list[tuple[Array, Traffic]]] = []
+        self.started, self.steps = time.perf_counter(), 0
 
     def step(self, tokens: np.ndarray, active: np.ndarray) -> None:
         """One token of every active sequence; logits of the others stay."""
         done = decode.step(
-            self.cache.plan, self.llm.params, self.cache.state, tokens, active, self.driver, donate=True
+            self.cache.plan, self.llm.params, self.cache.state, jnp.asarray(tokens), jnp.asarray(active), self.driver,
+            donate=True,
         )
         logits = jnp.where(jnp.asarray(active)[:, None], done.logits, self.cache.logits)
         self.cache = dataclasses.replace(self.cache, state=done.state, logits=logits)

@@ -161,8 +161,8 @@ class Method(abc.ABC):
         least = spec.sinks + spec.window + (0 if self.evicts else spec.block_rows) + spec.held
         if spec.budget < min(least, spec.capacity):
             raise ConfigError(
-                f"budget={spec.budget} of {self.name} is smaller than sinks + window + one block + held rows = {least}; "
-                "raise the budget, or lower window or block size"
+                f"budget={spec.budget} of {self.name} is smaller than sinks + window + one block + held rows "
+                f"= {least}; raise the budget, or lower window or block size"
             )
         if self.attends_all and spec.max_blocks != spec.num_blocks:
             raise ConfigError(f"{self.name} attends every block; leave max_blocks at None")
@@ -235,7 +235,9 @@ def no_force(spec: Spec) -> Int32[Array, "K"]:
     return jnp.full((spec.kv_heads,), spec.num_blocks, jnp.int32)
 
 
-def in_token_order(spec: Spec, stored: Int32[Array, ""], offset: Int32[Array, "*T"], valid: Bool[Array, "*T"]) -> Placement:
+def in_token_order(
+    spec: Spec, stored: Int32[Array, ""], offset: Int32[Array, "*T"], valid: Bool[Array, "*T"]
+) -> Placement:
     """Places tokens `stored + offset` in consecutive rows of consecutive blocks, alike in all heads."""
     at = stored + offset
     block = jnp.where(valid, at // spec.block_rows, spec.num_blocks)

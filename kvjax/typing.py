@@ -13,13 +13,16 @@ A *row* is one token's key and value side by side, so a payload row is D2 = 2 * 
 """
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any, dataclass_transform
 
 import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int32
 
-Array = jax.Array | np.ndarray  # values brought to the host keep their dataclasses
+if TYPE_CHECKING:
+    Array = jax.Array
+else:  # at run time also what `jax.device_get` gives, so that values brought to the host keep their dataclasses
+    Array = jax.Array | np.ndarray
 PyTree = Any
 PRNGKey = jax.Array
 
@@ -32,6 +35,7 @@ Logits = Float[Array, "*T V"]
 
 
 
+@dataclass_transform(frozen_default=True)
 def pytree(cls):
     """A frozen dataclass registered as a pytree; every field is a child."""
     return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))

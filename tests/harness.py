@@ -61,7 +61,8 @@ TRACES: dict[tuple, int] = {}
 
 @functools.partial(jax.jit, static_argnums=0)
 def _token(plan, cache, q, k, v, at, active, line):
-    key = (plan, q.shape, type(cache.pool).__name__, getattr(cache.pool, "policy", ""), getattr(cache.pool, "backend", ""))
+    pool = cache.pool
+    key = (plan, q.shape, type(pool).__name__, getattr(pool, "policy", ""), getattr(pool, "backend", ""))
     TRACES[key] = TRACES.get(key, 0) + 1
     out, cache, fresh, ok, report = layer.read(plan, cache, q, k, v, at, jnp.int32(0), line)
     gate = ok & active & (jax.lax.bitcast_convert_type(jnp.sum(out), jnp.int32) != -0x7FEDCBA9)
@@ -145,7 +146,7 @@ def check_every_token_has_one_place(sim: Sim) -> None:
     for b, length in enumerate(sim.at):
         for head in range(HEADS):
             places = sim.places(b, head)
-            everywhere = sorted(sum(places.values(), []))
+            everywhere = sorted(p for kept in places.values() for p in kept)
             kept = range(length) if not sim.plan.method.evicts else _tail_positions(spec, int(length))
             assert everywhere == list(kept), f"row {b} head {head}: {set(kept) ^ set(everywhere)}"
             assert places["sinks"] == list(range(min(spec.sinks, length)))

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from harness import METHODS
+
 from kvjax import decode
 from kvjax.decode import Slots
 from kvjax.errors import ConfigError, PromptError, StaleCache

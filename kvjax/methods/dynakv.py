@@ -103,7 +103,8 @@ class DynaKV(Method):
 
         seeds = jax.random.split(jax.random.key(self.seed), spec.kv_heads)
         block, row = jax.lax.map(one_head, (keys.astype(jnp.float32), seeds))
-        count, centroid, variance = jax.vmap(_statistics, (0, 0, None))(keys.astype(jnp.float32), block, spec.num_blocks)
+        statistics = jax.vmap(_statistics, (0, 0, None))
+        count, centroid, variance = statistics(keys.astype(jnp.float32), block, spec.num_blocks)
         weighted = jnp.sum(variance * count, axis=-1) / jnp.maximum(jnp.sum(count, axis=-1), 1)
         enough = jnp.sum(valid) >= 2 * self.cluster
         tau = jnp.where(enough, self.threshold * weighted, -1.0)

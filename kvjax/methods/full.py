@@ -36,7 +36,8 @@ class Full(Method):
         return FullIndex(jnp.int32(0))
 
     def build(self, spec, index, keys, pos, valid):
-        return FullIndex(jnp.sum(valid, dtype=jnp.int32)), in_token_order(spec, jnp.int32(0), jnp.cumsum(valid) - 1, valid)
+        placement = in_token_order(spec, jnp.int32(0), jnp.cumsum(valid) - 1, valid)
+        return FullIndex(jnp.sum(valid, dtype=jnp.int32)), placement
 
     def select(self, spec, index, view, q):
         every = jnp.arange(spec.num_blocks, dtype=jnp.int32)

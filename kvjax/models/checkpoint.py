@@ -2,7 +2,7 @@
 
 import pathlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -128,7 +128,7 @@ def _is_plain_name(shard: object) -> bool:
 
 
 def _sources(
-    files: Iterable[pathlib.Path], config: ModelConfig, targets: Mapping[str, _Target]
+    files: Sequence[pathlib.Path], config: ModelConfig, targets: Mapping[str, _Target]
 ) -> dict[str, pathlib.Path]:
     """The file of every tensor, from the files' headers alone; none is unknown, duplicate or missing."""
     sources: dict[str, pathlib.Path] = {}

@@ -151,7 +151,7 @@ class _Section:
         return value
 
     def number(self, name: str) -> float:
-        value = self.fields.get(name)
+        value: Any = self.fields.get(name)
         if type(value) not in (int, float) or not 0 < value < math.inf:
             raise self.wrong(name, "expected a number above zero")
         return float(value)
@@ -194,7 +194,7 @@ def _parse(path: pathlib.Path, raw: Fields, generation: Fields) -> ModelConfig:
         raise CheckpointError(f"{path}: {error}") from error
 
 
-def _shape(section: _Section) -> dict[str, int]:
+def _shape(section: _Section) -> dict[str, Any]:
     heads, hidden = section.integer("num_attention_heads"), section.integer("hidden_size")
     return {
         "vocab_size": section.integer("vocab_size"),

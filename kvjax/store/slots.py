@@ -8,7 +8,8 @@ ok = 0, and the step then changes nothing.
 """
 
 import dataclasses
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -175,7 +176,7 @@ def _io_put_blocks(handle, generation, layer, block, packed):
     return np.int32(_branch_call("put_blocks", handle, *_scalars(layer, generation), *args))
 
 
-_ENQUEUE = {
+_ENQUEUE: dict[tuple[str, bool], Callable[..., Any]] = {
     ("put_rows", True): _buffer_put_rows, ("put_rows", False): _io_put_rows,
     ("put_blocks", True): _buffer_put_blocks, ("put_blocks", False): _io_put_blocks,
 }

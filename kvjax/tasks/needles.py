@@ -93,7 +93,8 @@ def insert_needles(
     tokenizer: Tokenizer, filler: Sequence[int], needles: Sequence[Needle], depths: Sequence[float]
 ) -> list[int]:
     """Puts each needle on a line of its own at its depth (0 = start, 1 = end) of the filler."""
-    out, previous = [], 0
+    out: list[int] = []
+    previous = 0
     for needle, depth in sorted(zip(needles, depths, strict=True), key=lambda pair: pair[1]):
         at = int(depth * len(filler))
         out += filler[previous:at]

@@ -1,0 +1,132 @@
+"""The three-line API: text in, text out, one prefilled cache for many questions."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+import kvjax
+from kvjax.errors import CheckpointError, ConfigError, PromptError, StoreError
+from kvjax.metrics import Probe
+from kvjax.models.config import ModelConfig
+from kvjax.models.transformer import Transformer
+
+WORDS = ["<eos>", *"abcdefghijklmnopqrstuvwxyz0123456789", "."]
+CONFIG = ModelConfig(
+    family="llama", vocab_size=len(WORDS), hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4,
+    num_kv_heads=2, head_dim=8, max_position=256, tie_embeddings=True,
+)
+CONTEXT = "the quick brown fox jumps over the lazy dog 0123456789 " * 3
+METHOD = kvjax.dynakv(budget=24, sinks=2, window=4, cluster=4, buffer=3)
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory):
+    """A small random model, written to disk and loaded as a user would."""
+    path, dummy = tmp_path_factory.mktemp("model"), jnp.zeros((1, 4), jnp.int32)
+    params = Transformer(CONFIG).init(jax.random.key(3), dummy, dummy)["params"]
+    params = jax.tree.map(lambda leaf: leaf * 4 if leaf.ndim == 2 else leaf, params)
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="."))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.save(str(path / "tokenizer.json"))
+    kvjax.save(kvjax.LLM(CONFIG, params), path)
+    return kvjax.load(path)
+
+
+def test_a_saved_model_is_loaded_as_it_was(llm, tmp_path):
+    kvjax.save(llm, tmp_path)
+    again = kvjax.load(tmp_path)
+    assert again.config == llm.config and again.fingerprint == llm.fingerprint
+    jax.tree.map(np.testing.assert_array_equal, again.params, llm.params)
+
+
+def test_one_cache_answers_many_questions_and_stays_as_it_was(llm, tmp_path):
+    cache = llm.prefill(CONTEXT, method=METHOD, store=kvjax.FlashStore(tmp_path))
+    first = llm.generate("where", cache, max_new_tokens=8)
+    other = llm.generate("who are you", cache, max_new_tokens=8)
+    again = llm.generate("where", cache, max_new_tokens=8)
+    assert first.tokens == again.tokens and first.tokens != other.tokens
+    assert cache.length == [len(CONTEXT)]
+    cache.close()
+
+
+def test_an_answer_goes_on_from_the_cache_of_the_last_one(llm):
+    cache = llm.prefill(CONTEXT, method=METHOD)
+    first = llm.generate("ab", cache, max_new_tokens=3)
+    then = llm.generate("cd", first.cache, max_new_tokens=3)
+    told = [*llm.encode("ab", False), *first.tokens[0][:-1], *llm.encode("cd", False)]
+    whole = llm.generate(told, cache, max_new_tokens=3)
+    assert then.tokens == whole.tokens
+
+
+def test_flash_and_memory_and_both_drivers_answer_alike(llm, tmp_path):
+    memory = llm.prefill(CONTEXT, method=METHOD)
+    flash = llm.prefill(CONTEXT, method=METHOD, store=kvjax.FlashStore(tmp_path))
+    expected = llm.generate("abc", memory, max_new_tokens=10).tokens
+    assert llm.generate("abc", flash, max_new_tokens=10).tokens == expected
+    assert llm.generate("abc", flash, max_new_tokens=10, driver="fused").tokens == expected
+    flash.close()
+
+
+def test_a_batch_of_unequal_prompts_and_questions_equals_each_alone(llm):
+    contexts, questions = [CONTEXT, CONTEXT[:57]], ["abc", "wxyz0123"]
+    capacity = len(CONTEXT) + 40
+    together = llm.generate(questions, llm.prefill(contexts, method=METHOD, capacity=capacity), max_new_tokens=8)
+    for i in range(2):
+        alone = llm.generate(questions[i], llm.prefill(contexts[i], method=METHOD, capacity=capacity), max_new_tokens=8)
+        assert together.tokens[i] == alone.tokens[0] and together.text[i] == alone.text
+
+
+def test_sampling_depends_on_the_seed_alone(llm):
+    cache, warm = llm.prefill(CONTEXT, method=METHOD), kvjax.Sampling(temperature=1.0, top_k=20, top_p=0.95)
+    one = llm.generate("abc", cache, sampling=warm, seed=1, max_new_tokens=12).tokens
+    assert llm.generate("abc", cache, sampling=warm, seed=1, max_new_tokens=12).tokens == one
+    assert llm.generate("abc", cache, sampling=warm, seed=2, max_new_tokens=12).tokens != one
+
+
+def test_generation_ends_at_a_stop_text_or_an_end_token(llm):
+    cache = llm.prefill(CONTEXT, method=METHOD)
+    free = llm.generate("abc", cache, max_new_tokens=8)
+    mark = free.text.replace(" ", "")[2]
+    assert len(llm.generate("abc", cache, max_new_tokens=8, stop=(mark,)).tokens[0]) <= 3
+    ending = kvjax.LLM(dataclasses.replace(CONFIG, eos_token_ids=(free.tokens[0][3],)), llm.params, llm.tokenizer)
+    assert len(ending.generate("abc", ending.prefill(CONTEXT, method=METHOD), max_new_tokens=8).tokens[0]) <= 3
+
+
+def test_the_probe_finds_full_recall_for_the_full_cache_and_less_for_a_window(llm):
+    found = {}
+    for method in (kvjax.full(page=8), kvjax.oracle(budget=24, sinks=2, window=4), kvjax.streaming_llm(budget=24)):
+        cache = llm.prefill(CONTEXT, method=method, keep_keys=True)
+        probe = Probe(cache, k=4)
+        llm.generate("abcdef", cache, max_new_tokens=4, observer=probe)
+        found[method.name] = probe.quality
+    assert found["full"].recall == 1.0 and found["full"].attention_mass == pytest.approx(1.0)
+    assert 1.0 >= found["oracle"].attention_mass > found["streamingllm"].attention_mass
+    assert found["oracle"].recall > 0.5 > found["streamingllm"].recall == 0.0
+
+
+def test_usage_counts_what_was_read(llm, tmp_path):
+    cache = llm.prefill(CONTEXT, method=METHOD, store=kvjax.FlashStore(tmp_path))
+    usage = llm.generate("abc", cache, max_new_tokens=4).usage
+    assert usage.steps == 3 + 3 and usage.attended_tokens <= 24
+    assert usage.store.blocks_read == usage.blocks_read > 0
+    cache.close()
+
+
+@pytest.mark.parametrize(("call", "error", "words"), [
+    (lambda llm, tmp: llm.prefill(""), PromptError, "empty"),
+    (lambda llm, tmp: llm.prefill(CONTEXT, capacity=10), PromptError, "capacity=10"),
+    (lambda llm, tmp: llm.prefill(CONTEXT, method=kvjax.quest(budget=40)), ConfigError, "sinks"),
+    (lambda llm, tmp: llm.prefill(CONTEXT, store=kvjax.FlashStore(tmp / "no" / "such")), StoreError, "such"),
+    (lambda llm, tmp: llm.generate(["a", "b"], llm.prefill(CONTEXT)), PromptError, "2 questions for 1"),
+    (lambda llm, tmp: llm.generate("a" * 50, llm.prefill("ab", capacity=60)), PromptError, "larger capacity"),
+    (lambda llm, tmp: kvjax.load(tmp / "nowhere"), CheckpointError, "nowhere"),
+    (lambda llm, tmp: kvjax.quest(aggregation="median"), ConfigError, "median"),
+], ids=["empty", "too_long", "budget", "store", "questions", "room", "model", "aggregation"])
+def test_bad_input_gets_a_typed_error_that_names_the_cause(llm, tmp_path, call, error, words):
+    with pytest.raises(error, match=words):
+        call(llm, tmp_path)
+    assert not list(tmp_path.iterdir())
