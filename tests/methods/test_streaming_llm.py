@@ -21,7 +21,8 @@ def attention_over(stream, b, at, positions):
     """Attention of token `at` over exactly these positions."""
     last = len(positions) - 1
     q = np.repeat(stream.q[:, at : at + 1], last + 1, axis=1)
-    return dense_attention(dataclasses.replace(stream, q=q, k=stream.k[:, positions], v=stream.v[:, positions]), b, last)
+    part = dataclasses.replace(stream, q=q, k=stream.k[:, positions], v=stream.v[:, positions])
+    return dense_attention(part, b, last)
 
 
 @pytest.mark.parametrize("prompt", [(60, 30), (13, 12), (1, 5)], ids=["long", "as_the_budget", "short"])
