@@ -243,6 +243,17 @@ def test_a_near_key_is_added_to_its_cluster():
     assert not seen.held and not seen.flags
 
 
+def test_a_key_belongs_to_the_cluster_at_the_smallest_distance():
+    """Given A three times as far from the origin, a key of B has a larger inner product with A, and is B's."""
+    sim = scene([(B, 0.0)], [A])
+    sim.stream.k[0, 2:10] *= 3
+    sim.stream.k[0, MIDDLE] = centre(B) + 0.4 * centre(A)
+    sim = Sim(SMALL, sim.stream, [MIDDLE + 3])
+    sim.step()
+    seen = look(sim)
+    assert seen.held == {MIDDLE: cluster_of(seen, B)}
+
+
 def test_a_far_key_splits_a_loaded_cluster_at_once():
     sim = scene([(A, FAR)], [A])
     sim.step()
