@@ -83,7 +83,7 @@ class BlockFile:
             got += more
 
     def _descriptor(self, direct: bool) -> int:
-        return self._direct if direct else self._buffered
+        return self._direct if direct else self._buffered  # type: ignore[return-value]
 
     def _forgive(self, cause: OSError, offset: int, where: Where, direct: bool) -> bool:
         """Whether to go on with O_DIRECT after an error that allows another try; raises after any other."""

@@ -97,7 +97,7 @@ class FlashBranch(TransactionalBranch):
             with self._volume.lock:
                 table = self._lineage.table.copy()
                 self._volume.extents.share(table[table >= 0])
-            return FlashBranch(self._volume, self._anchor, table, self.generation)
+            return FlashBranch(self._volume, self._anchor, table, self.generation)  # type: ignore[arg-type]
 
     def flush(self) -> None:
         """Hands everything committed to the kernel; StoreClosed when a named file is no longer at its path. Nothing is

@@ -80,7 +80,7 @@ class Header:
         name = dtype.rstrip(b"\0").decode()
         if name not in DTYPES:
             raise FormatMismatch(f"{path} holds dtype {name!r}, which this library does not know")
-        header = cls(Geometry(*sizes, name), fingerprint[:length].decode())
+        header = cls(Geometry(*sizes, name), fingerprint[:length].decode())  # type: ignore[call-arg]
         if header.geometry.extent_bytes != extent_bytes:
             raise FormatMismatch(f"{path} has extents of {extent_bytes} bytes, expected {header.geometry.extent_bytes}")
         return header

@@ -152,7 +152,7 @@ class Lineage:
     def _layers(self, block_id: int) -> tuple[Staged, ...]:
         older, newer = self.flight.get(block_id), self.queue.get(block_id)
         if newer is None or older is None or newer.complete:
-            return (newer or older,)
+            return (newer or older,)  # type: ignore[return-value]
         return older, newer
 
 

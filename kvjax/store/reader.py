@@ -77,7 +77,7 @@ class Reader:
     def _chunks(self, plan: ExtentPlan, begins: np.ndarray, bounds: list[int]) -> list[Chunk]:
         offsets = (HEADER_BYTES + plan.extents[begins].astype(np.int64) * self._extent_bytes).tolist()
         cuts = np.searchsorted(begins, bounds).tolist()
-        begins = [*begins.tolist(), plan.extents.size]
+        begins = [*begins.tolist(), plan.extents.size]  # type: ignore[assignment]
         ranges = zip(itertools.pairwise(bounds), itertools.pairwise(cuts), strict=True)
         return [Chunk(first, [begin - first for begin in begins[low:high + 1]], offsets[low:high],
                       plan.sums[first:last], plan.targets[first:last])

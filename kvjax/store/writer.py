@@ -60,8 +60,8 @@ class Writer:
     def _read(self, lineage: Lineage, extent: int, base: np.ndarray) -> None:
         volume = self._volume
         offset, where = volume.extents.offset(extent), volume.where(lineage)
-        volume.file.read([(memoryview(base), offset)], where, direct=False)
-        if checksum(base[:volume.geometry.block_bytes]) != int(volume.extents.checksums[extent]):
+        volume.file.read([(memoryview(base), offset)], where, direct=False)  # type: ignore[arg-type]
+        if checksum(base[:volume.geometry.block_bytes]) != int(volume.extents.checksums[extent]):  # type: ignore[arg-type]
             raise ChecksumMismatch(f"{volume.file.path}: {where(offset)} at offset {offset} is damaged, so that rows "
                                    "cannot be added to it; prefill again")
 
@@ -85,7 +85,7 @@ class Writer:
     def _finish(self, lineage: Lineage, block_id: int, staged: Staged, old: int, target: int) -> None:
         volume, geometry = self._volume, self._volume.geometry
         with volume.changed:
-            volume.extents.checksums[target] = checksum(staged.image[:geometry.block_bytes])
+            volume.extents.checksums[target] = checksum(staged.image[:geometry.block_bytes])  # type: ignore[arg-type]
             if target != old:
                 lineage.table[block_id] = target
                 volume.extents.release(np.array([old] if old >= 0 else [], np.int32))

@@ -101,7 +101,7 @@ def test_the_bound_is_reached_by_a_page_of_one_key(keys, q, length):
 
 def test_the_machinery_keeps_the_bounds_of_the_true_pages():
     """Given a long and a short prompt and 20 decoded tokens, bounds are those of the keys at each page's positions."""
-    sim = Sim(METHOD, Stream.draw(0), [60, 1])
+    sim = Sim(METHOD, Stream.draw(0), [60, 2])
     sim.run(20)
     state = jax.device_get(sim.cache.state)
     for b in range(2):

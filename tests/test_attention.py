@@ -1,0 +1,144 @@
+"""Attention over parts, causal attention in chunks, and the rules of aggregation, against NumPy in float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.special import softmax
+
+from kvjax import attention
+from kvjax.method import AGGREGATIONS, aggregate
+
+HEADS, GROUP, SIZE, TOKENS, PARTS = 2, 3, 8, 24, 5
+
+
+def exact(q, key, value, valid):
+    """Attention of q[K, G, D] over the valid ones of key[K, N, D] in float64; zero where there is none."""
+    out = np.zeros((HEADS, GROUP, SIZE))
+    for head in range(HEADS):
+        k, v = (x[head, valid[head]].astype(np.float64) for x in (key, value))
+        if len(k):
+            out[head] = softmax(q[head].astype(np.float64) @ k.T / np.sqrt(SIZE), axis=-1) @ v
+    return out
+
+
+@jax.jit
+def merged(q, key, value, owner):
+    """Attention over the tokens of parts 0 .. 4, one part after the other; owner -1 = invalid token."""
+    parts = [attention.attend_part(q, key, value, owner == i) for i in range(PARTS)]
+    return attention.normalise(functools.reduce(attention.merge, parts), q.dtype)
+
+
+def tokens(seed, scale=1.0):
+    rng = np.random.default_rng(seed)
+    q, key, value = (rng.normal(size=(HEADS, n, SIZE)).astype(np.float32) for n in (GROUP, TOKENS, TOKENS))
+    return scale * q, key, value
+
+
+owners = st.lists(st.integers(-1, PARTS - 1), min_size=HEADS * TOKENS, max_size=HEADS * TOKENS).map(
+    lambda owner: np.array(owner, np.int32).reshape(HEADS, TOKENS)
+)
+partitions = given(seed=st.integers(0, 1000), owner=owners, scale=st.sampled_from([0.0, 1.0, 30.0]))
+
+
+# Parts --------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=100)
+@partitions
+def test_merged_parts_equal_softmax_over_the_union(seed, owner, scale):
+    q, key, value = tokens(seed, scale)
+    np.testing.assert_allclose(
+        merged(q, key, value, owner), exact(q, key, value, owner >= 0), atol=2e-6 * max(1, scale)
+    )
+
+
+@settings(deadline=None, max_examples=50)
+@given(seed=st.integers(0, 1000), owner=owners, part=st.integers(0, PARTS - 1))
+def test_empty_parts_change_nothing(seed, owner, part):
+    """Given everything in one part, the other four are empty before and after it."""
+    q, key, value = tokens(seed)
+    np.testing.assert_allclose(
+        merged(q, key, value, np.where(owner >= 0, np.int32(part), np.int32(-1))),
+        exact(q, key, value, owner >= 0), atol=2e-6,
+    )
+
+
+def test_a_part_without_rows_changes_nothing():
+    q, key, value = tokens(0)
+    whole = attention.attend_part(q, key, value, np.ones((HEADS, TOKENS), bool))
+    none = attention.attend_part(q, key[:, :0], value[:, :0], np.ones((HEADS, 0), bool))
+    for both in (attention.merge(whole, none), attention.merge(none, whole)):
+        np.testing.assert_array_equal(attention.normalise(both, jnp.float32), attention.normalise(whole, jnp.float32))
+
+
+def test_no_valid_token_at_all_gives_zero():
+    q, key, value = tokens(0)
+    np.testing.assert_array_equal(merged(q, key, value, np.full((HEADS, TOKENS), -1, np.int32)), 0)
+
+
+def test_scores_beyond_the_range_of_exp_do_not_overflow():
+    q, key, value = tokens(0, 1e4)
+    owner = np.arange(TOKENS, dtype=np.int32)[None].repeat(HEADS, 0) % PARTS
+    found = merged(q, key, value, owner)
+    np.testing.assert_allclose(found, exact(q, key, value, owner >= 0), atol=5e-3)
+
+
+def test_values_of_invalid_tokens_do_not_matter():
+    q, key, value = tokens(1)
+    valid = np.arange(TOKENS)[None].repeat(HEADS, 0) < 10
+    owner = np.where(valid, 0, -1).astype(np.int32)
+    wild = np.where(valid[..., None], value, np.float32(1e30))
+    np.testing.assert_array_equal(merged(q, key, value, owner), merged(q, 100 * key * ~valid[..., None] + key, wild, owner))
+
+
+def test_keys_and_values_in_bf16_are_summed_in_f32():
+    """Given the same rounded numbers, storage in bf16 gives what f32 storage gives, to f32 accuracy."""
+    q, key, value = tokens(2)
+    key16, value16 = jnp.asarray(key, jnp.bfloat16), jnp.asarray(value, jnp.bfloat16)
+    owner = np.zeros((HEADS, TOKENS), np.int32)
+    rounded = (np.asarray(x.astype(jnp.float32)) for x in (key16, value16))
+    np.testing.assert_allclose(merged(q, key16, value16, owner), exact(q, *rounded, owner >= 0), atol=2e-6)
+
+
+# Causal attention in chunks -----------------------------------------------------------------------
+
+LENGTH, QUERIES = 48, 16
+_causal = jax.jit(attention.causal, static_argnums=(4, 5))
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 100])
+@pytest.mark.parametrize("chunk", [4, 16, 48])
+def test_causal_equals_dense_attention_from_every_start(chunk, window):
+    rng = np.random.default_rng(3)
+    q = rng.normal(size=(QUERIES, HEADS, GROUP, SIZE)).astype(np.float32)
+    key, value = (rng.normal(size=(LENGTH, HEADS, SIZE)).astype(np.float32) for _ in range(2))
+    for start in (0, 5, 16, LENGTH - QUERIES):
+        found = _causal(q, key, value, jnp.int32(start), chunk, window)
+        for i in range(QUERIES):
+            at = start + i
+            seen = np.arange(LENGTH) <= at
+            if window is not None:
+                seen &= np.arange(LENGTH) > at - window
+            dense = exact(q[i], key.swapaxes(0, 1), value.swapaxes(0, 1), seen[None].repeat(HEADS, 0))
+            np.testing.assert_allclose(found[i], dense, atol=2e-6)
+
+
+# Aggregation over the query heads of a KV head ----------------------------------------------------
+
+RULES = {
+    "mean": lambda s: s.mean(1), "max": lambda s: s.max(1),
+    "softmax_mean": lambda s: softmax(s, axis=-1).mean(1), "softmax_max": lambda s: softmax(s, axis=-1).max(1),
+}
+
+
+@pytest.mark.parametrize("rule", AGGREGATIONS)
+def test_aggregation_follows_its_rule(rule):
+    scores = 5 * np.random.default_rng(4).normal(size=(HEADS, GROUP, TOKENS))
+    np.testing.assert_allclose(
+        aggregate(jnp.asarray(scores, jnp.float32), rule), RULES[rule](scores), rtol=1e-5, atol=1e-6
+    )
