@@ -29,15 +29,19 @@ def run(argv: list[str]) -> None:
         sys.exit(2)
 
 
+def parse(argv: list[str]) -> list[str]:
+    """Parses the flags; a field that the configuration does not have ends the program with one line."""
+    try:
+        return flags.FLAGS(argv)
+    except (flags.Error, AttributeError, KeyError, TypeError, ValueError, OSError) as error:
+        reason = " ".join(str(error).split())
+        print(f"error: {reason}; see the docstring of the configuration file for its fields", file=sys.stderr)
+        sys.exit(2)
+
+
 def main() -> None:
     flags.mark_flags_as_required(["config", "workdir"])
-    try:
-        app.run(run)
-    except (AttributeError, KeyError, TypeError) as error:
-        if "config" not in str(error).lower():
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    app.run(run, flags_parser=parse)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from kvjax.errors import ConfigError
 from kvjax.typing import Array, Bool, Float, Int32
 
 NEGATIVE = -1e30  # finite, so that a part without any valid token merges as weight 0 and never as NaN
@@ -61,8 +62,10 @@ def causal(
     """Dense causal attention of the queries at `start .. start + C`, one key chunk at a time.
 
     Memory is C x chunk per head, whatever T is; key chunks after the last query (and before the
-    sliding window) are never visited.
+    sliding window) are never visited. T is a multiple of `chunk`.
     """
+    if key.shape[0] % chunk:
+        raise ConfigError(f"{key.shape[0]} keys are not whole chunks of {chunk}; pad them")
     queries = q.shape[0]
     q = q.transpose(1, 2, 0, 3).reshape(q.shape[1], -1, q.shape[-1])
     at = start + jnp.arange(queries)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from scipy.special import softmax
 
 from kvjax import attention
+from kvjax.errors import ConfigError
 from kvjax.method import AGGREGATIONS, aggregate
 
 HEADS, GROUP, SIZE, TOKENS, PARTS = 2, 3, 8, 24, 5
@@ -88,12 +89,11 @@ def test_scores_beyond_the_range_of_exp_do_not_overflow():
     np.testing.assert_allclose(found, exact(q, key, value, owner >= 0), atol=5e-3)
 
 
-def test_values_of_invalid_tokens_do_not_matter():
+def test_keys_and_values_of_invalid_tokens_do_not_matter():
     q, key, value = tokens(1)
-    valid = np.arange(TOKENS)[None].repeat(HEADS, 0) < 10
-    owner = np.where(valid, 0, -1).astype(np.int32)
-    wild = np.where(valid[..., None], value, np.float32(1e30))
-    np.testing.assert_array_equal(merged(q, key, value, owner), merged(q, 100 * key * ~valid[..., None] + key, wild, owner))
+    owner = np.where(np.arange(TOKENS) < 10, 0, -1).astype(np.int32)[None].repeat(HEADS, 0)
+    wild_key, wild_value = (np.where(owner[..., None] == 0, x, np.float32(1e6)) for x in (key, value))
+    np.testing.assert_array_equal(merged(q, key, value, owner), merged(q, wild_key, wild_value, owner))
 
 
 def test_keys_and_values_in_bf16_are_summed_in_f32():
@@ -126,6 +126,12 @@ def test_causal_equals_dense_attention_from_every_start(chunk, window):
                 seen &= np.arange(LENGTH) > at - window
             dense = exact(q[i], key.swapaxes(0, 1), value.swapaxes(0, 1), seen[None].repeat(HEADS, 0))
             np.testing.assert_allclose(found[i], dense, atol=2e-6)
+
+
+def test_keys_that_are_not_whole_chunks_are_refused():
+    q, key = np.zeros((4, HEADS, GROUP, SIZE), np.float32), np.zeros((10, HEADS, SIZE), np.float32)
+    with pytest.raises(ConfigError, match="10 keys"):
+        attention.causal(q, key, key, jnp.int32(0), 4, None)
 
 
 # Aggregation over the query heads of a KV head ----------------------------------------------------

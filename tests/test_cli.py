@@ -1,0 +1,24 @@
+"""Bad input on the command line: one line, exit code 2, no traceback, nothing written."""
+
+import subprocess
+import sys
+
+import pytest
+
+CASES = {
+    "unknown_field": ("configs/demo.py:smoke", "--config.nosuch=1", "nosuch"),
+    "unknown_preset": ("configs/demo.py:nope", "", "unknown preset"),
+    "no_model": ("configs/demo.py:smoke", "--config.model=/nowhere", "/nowhere"),
+    "no_methods": ("configs/demo.py:smoke", "--config.methods=()", "methods is empty"),
+    "unknown_method": ("configs/evaluate.py:smoke", "--config.methods=({'name':'nope'},)", "unknown method 'nope'"),
+    "no_prompt_file": ("configs/demo.py:smoke", "--config.prompt_file=/nofile", "/nofile"),
+}
+
+
+@pytest.mark.parametrize(("config", "flag", "words"), CASES.values(), ids=CASES)
+def test_bad_input_is_one_line_and_exit_code_2(tmp_path, config, flag, words):
+    command = [sys.executable, "-m", "experiments.main", f"--config={config}", f"--workdir={tmp_path / 'run'}"]
+    done = subprocess.run([*command, *([flag] if flag else [])], capture_output=True, text=True, timeout=120)
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode == 2 and len(errors) == 1 and words in errors[0]
+    assert "Traceback" not in done.stderr and not (tmp_path / "run").exists()
