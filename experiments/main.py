@@ -33,9 +33,9 @@ def parse(argv: list[str]) -> list[str]:
     """Parses the flags; a field that the configuration does not have ends the program with one line."""
     try:
         return flags.FLAGS(argv)
-    except (flags.Error, AttributeError, KeyError, TypeError, ValueError, OSError) as error:
-        reason = " ".join(str(error).split())
-        print(f"error: {reason}; see the docstring of the configuration file for its fields", file=sys.stderr)
+    except Exception as error:  # whatever a configuration file or a field raises is bad input
+        reason = " ".join(str(error).split()).rpartition("Error: ")[2]
+        print(f"error: {reason} (see the docstring of the configuration file)", file=sys.stderr)
         sys.exit(2)
 
 
