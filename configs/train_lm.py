@@ -19,14 +19,14 @@ def get_config(preset: str = "cpu") -> ml_collections.ConfigDict:
         "max_position": 4096, "rope_theta": 100_000.0,
     })
     # Stages of (row length, batch rows, steps).
-    config.stages = ((128, 32, 2700), (256, 16, 600), (512, 8, 450), (1024, 4, 250), (2048, 2, 150))
+    config.stages = ((128, 32, 2700), (256, 16, 600), (512, 8, 450), (1024, 4, 120), (2048, 2, 50))
     config.mixture = ml_collections.ConfigDict({
         "recall": 0.1, "needles": 0.6, "passkey": 0.12,
         "max_needles": 4, "answer_weight": 5.0, "noise_weight": 0.0,
     })
     config.learning_rate = 3e-3
     config.warmup_steps = 200
-    config.decay_steps = 700
+    config.decay_steps = 470
     config.weight_decay = 0.01
     config.log_every = 50
     config.eval_every = 200

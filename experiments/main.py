@@ -7,6 +7,7 @@ Exit code 2 and one line on standard error mean that the input was bad; nothing 
 
 import importlib
 import sys
+from typing import NoReturn
 
 from absl import app, flags, logging
 from ml_collections import config_flags
@@ -21,12 +22,21 @@ def run(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
     logging.set_verbosity(logging.INFO)
-    experiment = importlib.import_module(f"experiments.{_CONFIG.value.experiment}")
     try:
-        experiment.run(_CONFIG.value, _WORKDIR.value)
+        config = _CONFIG.value
+        importlib.import_module(f"experiments.{config.experiment}").run(config, _WORKDIR.value)
     except KvjaxError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        stop(error)
+    except OSError as error:
+        if "Configuration is not available" not in str(error):
+            raise
+        stop(f"no configuration file at the given path; see configs/")
+
+
+def stop(reason: object) -> NoReturn:
+    """Ends the program with one line: the input was bad."""
+    print(f"error: {reason}", file=sys.stderr)
+    sys.exit(2)
 
 
 def parse(argv: list[str]) -> list[str]:
@@ -35,8 +45,7 @@ def parse(argv: list[str]) -> list[str]:
         return flags.FLAGS(argv)
     except Exception as error:  # whatever a configuration file or a field raises is bad input
         reason = " ".join(str(error).split()).rpartition("Error: ")[2]
-        print(f"error: {reason} (see the docstring of the configuration file)", file=sys.stderr)
-        sys.exit(2)
+        stop(f"{reason} (see the docstring of the configuration file)")
 
 
 def main() -> None:

@@ -82,11 +82,13 @@ def test_no_valid_token_at_all_gives_zero():
     np.testing.assert_array_equal(merged(q, key, value, np.full((HEADS, TOKENS), -1, np.int32)), 0)
 
 
-def test_scores_beyond_the_range_of_exp_do_not_overflow():
-    q, key, value = tokens(0, 1e4)
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_scores_beyond_the_range_of_exp_neither_overflow_nor_vanish(sign):
+    """Given scores that are all near 500 or all near -500."""
+    q, key, value = tokens(0)
+    q, key = sign * 300 * np.abs(q), np.abs(key)
     owner = np.arange(TOKENS, dtype=np.int32)[None].repeat(HEADS, 0) % PARTS
-    found = merged(q, key, value, owner)
-    np.testing.assert_allclose(found, exact(q, key, value, owner >= 0), atol=5e-3)
+    np.testing.assert_allclose(merged(q, key, value, owner), exact(q, key, value, owner >= 0), atol=5e-4)
 
 
 def test_keys_and_values_of_invalid_tokens_do_not_matter():
