@@ -1,0 +1,150 @@
+"""The slot table against Python models of a FIFO and an LRU cache."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvjax.store import residency
+
+HEADS, SLOTS, BLOCKS, WIDTH = 2, 5, 9, 4  # WIDTH: blocks that one step may need
+_plan = jax.jit(residency.plan, static_argnums=(2, 3))
+
+
+def plan(table, need, policy):
+    """`residency.plan`, brought to the host."""
+    return jax.device_get(_plan(jax.tree.map(jnp.asarray, table), jnp.asarray(need), BLOCKS, policy))
+
+
+@dataclasses.dataclass
+class Model:
+    """One head's cache: when each resident block was brought in, and when it was last needed."""
+
+    filled: dict[int, int] = dataclasses.field(default_factory=dict)
+    used: dict[int, int] = dataclasses.field(default_factory=dict)
+
+    def check_and_follow(self, policy, wanted, resident, step):
+        """Judges which blocks left for `wanted` ones, then does the same; ties may be broken either way."""
+        missing = [block for block in wanted if block not in self.filled]
+        gone = set(self.filled) - resident
+        assert resident == (set(self.filled) - gone) | set(wanted), "hits stay, missing blocks come, nothing else does"
+        assert len(gone) == max(0, len(self.filled) + len(missing) - SLOTS), "nothing leaves while a slot is empty"
+        assert not gone & set(wanted), "a needed block is pinned"
+        age = self.filled if policy == "fifo" else self.used
+        stayed = set(self.filled) - gone - set(wanted)
+        assert not gone or not stayed or max(age[g] for g in gone) <= min(age[s] for s in stayed), "the oldest leave"
+        for block in gone:
+            del self.filled[block], self.used[block]
+        self.filled.update(dict.fromkeys(missing, step))
+        self.used.update(dict.fromkeys(wanted, step))
+
+
+@st.composite
+def needs(draw):
+    """What one step needs: up to WIDTH different blocks per head, in any columns."""
+    rows = []
+    for _ in range(HEADS):
+        blocks = draw(st.lists(st.integers(0, BLOCKS - 1), max_size=WIDTH, unique=True))
+        rows.append(draw(st.permutations(blocks + [BLOCKS] * (WIDTH - len(blocks)))))
+    return np.array(rows, np.int32)
+
+
+def resident(table, head):
+    """Blocks that the table says are in memory; each at most once."""
+    blocks = [int(b) for b in table.block[head] if b < BLOCKS]
+    assert len(set(blocks)) == len(blocks)
+    return set(blocks)
+
+
+@pytest.mark.parametrize("policy", residency.POLICIES)
+@settings(deadline=None, max_examples=60)
+@given(steps=st.lists(st.tuples(needs(), st.booleans()), min_size=1, max_size=25))
+def test_slots_follow_the_model_of_the_policy(policy, steps):
+    """Given any needs, of which some fail to be read, hits, evictions and slots are those of the model."""
+    table, models = jax.device_get(residency.empty(HEADS, SLOTS, BLOCKS)), [Model() for _ in range(HEADS)]
+    for number, (need, success) in enumerate(steps, 1):
+        found = plan(table, need, policy)
+        for head in range(HEADS):
+            wanted, held = [int(b) for b in need[head] if b < BLOCKS], resident(table, head)
+            assert {int(b) for b in found.read[head] if b < BLOCKS} == set(wanted) - held, "misses are read, hits not"
+            if success:
+                models[head].check_and_follow(policy, wanted, resident(found.success, head), number)
+            else:
+                lost = held - resident(found.failure, head)
+                assert not lost & set(wanted), "a needed block is not overwritten"
+                for block in lost:
+                    del models[head].filled[block], models[head].used[block]
+        table = found.success if success else found.failure
+
+
+@settings(deadline=None, max_examples=60)
+@given(before=st.lists(needs(), max_size=6), need=needs(), policy=st.sampled_from(list(residency.POLICIES)))
+def test_every_needed_block_gets_a_slot_of_its_own_that_holds_it(before, need, policy):
+    table = after(before, policy)
+    found = plan(table, need, policy)
+    for head in range(HEADS):
+        slots = [int(s) for s, b in zip(found.slot[head], need[head], strict=True) if b < BLOCKS]
+        blocks = [int(b) for b in need[head] if b < BLOCKS]
+        assert len(set(slots)) == len(slots)
+        assert [int(found.success.block[head, s]) for s in slots] == blocks
+
+
+@settings(deadline=None, max_examples=60)
+@given(before=st.lists(needs(), max_size=6), need=needs(), policy=st.sampled_from(list(residency.POLICIES)))
+def test_blocks_are_read_in_the_columns_in_which_they_are_needed(before, need, policy):
+    table = after(before, policy)
+    found = plan(table, need, policy)
+    for head in range(HEADS):
+        missing = ~np.isin(need[head], list(resident(table, head))) & (need[head] < BLOCKS)
+        np.testing.assert_array_equal(found.read[head], np.where(missing, need[head], BLOCKS))
+
+
+@settings(deadline=None, max_examples=60)
+@given(before=st.lists(needs(), max_size=6), need=needs(), policy=st.sampled_from(list(residency.POLICIES)))
+def test_after_a_failure_no_slot_claims_what_may_be_half_read(before, need, policy):
+    """Slots that were being filled are empty; all others hold what they held."""
+    table = after(before, policy)
+    found = plan(table, need, policy)
+    for head in range(HEADS):
+        filling = {int(s) for s, b in zip(found.slot[head], found.read[head], strict=True) if b < BLOCKS}
+        expected = [BLOCKS if s in filling else int(b) for s, b in enumerate(table.block[head])]
+        np.testing.assert_array_equal(found.failure.block[head], expected)
+        assert not resident(found.failure, head) & {int(b) for b in found.read[head] if b < BLOCKS}
+
+
+def after(needs_before, policy):
+    """The table after these needs, all of them read."""
+    table = jax.device_get(residency.empty(HEADS, SLOTS, BLOCKS))
+    for need in needs_before:
+        table = plan(table, need, policy).success
+    return table
+
+
+def row(*blocks):
+    """The same needs for all heads."""
+    return np.array([[*blocks, *[BLOCKS] * (WIDTH - len(blocks))]] * HEADS, np.int32)
+
+
+@pytest.mark.parametrize(("policy", "evicted"), [("fifo", 0), ("lru", 1)])
+def test_fifo_evicts_what_came_first_and_lru_what_was_needed_longest_ago(policy, evicted):
+    """Given blocks 0 to 4 one after the other and then 0 again, block 5 replaces 0 or 1."""
+    table = after([row(b) for b in (0, 1, 2, 3, 4, 0)], policy)
+    assert resident(plan(table, row(5), policy).success, 0) == set(range(6)) - {evicted}
+
+
+@pytest.mark.parametrize("policy", residency.POLICIES)
+def test_a_needed_block_is_kept_however_old_it_is(policy):
+    table = after([row(b) for b in (0, 1, 2, 3, 4)], policy)
+    assert resident(plan(table, row(7, 0, 8, 1), policy).success, 0) == {0, 1, 4, 7, 8}
+
+
+def test_locate_gives_the_slot_or_the_number_of_slots():
+    table = jax.tree.map(jnp.asarray, after([row(3, 4), row(6)], "lru"))
+    where = np.asarray(residency.locate(table, jnp.asarray(row(6, 5, 3, 4))))
+    for head in range(HEADS):
+        assert where[head, 1] == SLOTS
+        np.testing.assert_array_equal(np.asarray(table.block)[head, where[head, [0, 2, 3]]], [6, 3, 4])
