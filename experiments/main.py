@@ -30,7 +30,7 @@ def run(argv: list[str]) -> None:
     except OSError as error:
         if "Configuration is not available" not in str(error):
             raise
-        stop(f"no configuration file at the given path; see configs/")
+        stop("no configuration file at the given path; see configs/")
 
 
 def stop(reason: object) -> NoReturn:

@@ -167,12 +167,12 @@ def _buffer_put_blocks(ctx, ok, handle, generation, layer, block, packed):
 def _io_put_rows(handle, generation, layer, block, row, packed):
     block = np.asarray(block)
     gate = np.ones(block.shape[0], bool)
-    args = (block, np.asarray(row), np.asarray(packed).copy(), gate)  # the buffer dies with the callback
+    args = (block, np.asarray(row), np.asarray(packed), gate)
     return np.int32(_branch_call("put_rows", handle, *_scalars(layer, generation), *args))
 
 
 def _io_put_blocks(handle, generation, layer, block, packed):
-    args = (np.asarray(block), np.asarray(packed).copy())
+    args = (np.asarray(block), np.asarray(packed))
     return np.int32(_branch_call("put_blocks", handle, *_scalars(layer, generation), *args))
 
 
