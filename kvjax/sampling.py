@@ -19,8 +19,8 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self):
-        if self.temperature < 0:
-            raise ConfigError(f"temperature={self.temperature} must be >= 0 (0 is greedy)")
+        if not 0 <= self.temperature < float("inf"):
+            raise ConfigError(f"temperature={self.temperature} must be finite and >= 0 (0 is greedy)")
         if self.top_k is not None and self.top_k < 1:
             raise ConfigError(f"top_k={self.top_k} must be at least 1, or None for no limit")
         if not 0 < self.top_p <= 1:
