@@ -1,0 +1,185 @@
+"""`kvjax.attend` inside a transformer block that knows nothing of kvjax."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.errors import ConfigError
+
+HIDDEN, HEADS, KV_HEADS, SIZE = 32, 4, 2, 8
+GROUP = HEADS // KV_HEADS
+BATCH, PROMPT, STEPS, CAPACITY = 2, 24, 12, 48
+LENGTHS = np.array([24, 17], np.int32)
+
+METHODS = {
+    "full": kvjax.full(page=8), "oracle": kvjax.oracle(budget=CAPACITY),
+    "streaming_llm": kvjax.streaming_llm(budget=CAPACITY),
+    "quest": kvjax.quest(budget=CAPACITY, sinks=2, window=4, page=4),
+    "dynakv": kvjax.dynakv(budget=CAPACITY, sinks=2, window=4, cluster=4, buffer=3, max_blocks=1000),
+}
+every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+SOME = ("full", "quest", "dynakv")
+some_methods = pytest.mark.parametrize("method", [METHODS[name] for name in SOME], ids=SOME)
+
+
+# A block of someone else's model ------------------------------------------------------------------
+
+
+def weights(seed):
+    rng = np.random.default_rng(seed)
+    shapes = {
+        "q": (HIDDEN, HEADS * SIZE), "k": (HIDDEN, KV_HEADS * SIZE), "v": (HIDDEN, KV_HEADS * SIZE),
+        "o": (HEADS * SIZE, HIDDEN),
+    }
+    return {name: (rng.normal(size=shape) / np.sqrt(shape[0])).astype(np.float32) for name, shape in shapes.items()}
+
+
+def rope(x, position):
+    """Rotates pairs (2i, 2i + 1) of x[..., heads, size] by position * 100^(-2i / size)."""
+    angle = position[..., None, None] * 100.0 ** (-jnp.arange(0, SIZE, 2) / SIZE)
+    even, odd = x[..., ::2], x[..., 1::2]
+    turned = [even * jnp.cos(angle) - odd * jnp.sin(angle), even * jnp.sin(angle) + odd * jnp.cos(angle)]
+    return jnp.stack(turned, axis=-1).reshape(x.shape)
+
+
+def project(w, x, position):
+    q, k, v = ((x @ w[name]).reshape(*x.shape[:-1], -1, SIZE) for name in "qkv")
+    return rope(q, position), rope(k, position), v
+
+
+def block_dense(w, x):
+    """The block over a whole sequence x[T, E], with its own causal attention."""
+    q, k, v = project(w, x, jnp.arange(len(x)))
+    k, v = (jnp.repeat(y, GROUP, axis=1) for y in (k, v))
+    scores = jnp.einsum("qhd,khd->hqk", q, k) / jnp.sqrt(SIZE)
+    scores = jnp.where(jnp.tril(jnp.ones(scores.shape[1:], bool)), scores, -jnp.inf)
+    attended = jnp.einsum("hqk,khd->qhd", jax.nn.softmax(scores, axis=-1), v)
+    return x + attended.reshape(len(x), -1) @ w["o"]
+
+
+@jax.jit
+def block_prefill(w, x, cache, length):
+    _, k, v = project(w, x, jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2]))
+    return kvjax.prefill_cache(cache, k, v, length)
+
+
+@jax.jit
+def block_token(w, x, cache):
+    """The block for one token x[B, E] of each sequence."""
+    q, k, v = project(w, x, cache.length)
+    attended, cache = kvjax.attend(cache, q, k, v)
+    return x + attended.reshape(len(x), -1) @ w["o"], cache
+
+
+# --------------------------------------------------------------------------------------------------
+
+
+def hidden(seed=0):
+    return np.random.default_rng(seed).normal(size=(BATCH, PROMPT + STEPS, HIDDEN)).astype(np.float32)
+
+
+def prefilled(method, x, dtype="float32"):
+    cache = kvjax.init_cache(
+        method, batch=BATCH, kv_heads=KV_HEADS, group=GROUP, head_dim=SIZE, capacity=CAPACITY, dtype=dtype
+    )
+    return block_prefill(weights(1), x[:, :PROMPT], cache, LENGTHS)
+
+
+def decode(x, cache):
+    """Outputs of STEPS tokens that follow each sequence's own prompt."""
+    outs = []
+    for i in range(STEPS):
+        out, cache = block_token(weights(1), x[np.arange(BATCH), LENGTHS + i], cache)
+        outs.append(np.asarray(out))
+    return np.stack(outs, axis=1), cache
+
+
+@functools.cache
+def dense():
+    """What the block's own attention gives for the decoded tokens."""
+    whole = np.stack([np.asarray(block_dense(weights(1), jnp.asarray(x))) for x in hidden()])
+    return np.stack([whole[b, LENGTHS[b] : LENGTHS[b] + STEPS] for b in range(BATCH)])
+
+
+@every_method
+def test_decoding_equals_the_blocks_own_dense_attention(method):
+    out, _ = decode(hidden(), prefilled(method, hidden()))
+    np.testing.assert_allclose(out, dense(), atol=2e-5)
+
+
+@some_methods
+def test_decoding_with_a_bf16_cache_is_near_dense_attention(method):
+    out, _ = decode(hidden(), prefilled(method, hidden(), "bfloat16"))
+    np.testing.assert_allclose(out, dense(), atol=2e-2)
+    assert not np.allclose(out, dense(), atol=1e-5)  # keys and values were in fact rounded
+
+
+@some_methods
+def test_a_bf16_cache_stores_keys_and_values_in_bf16(method):
+    layer = prefilled(method, hidden(), "bfloat16").layer
+    for payload in (layer.pool.key, layer.pool.value, layer.state.tail.key, layer.state.tail.value):
+        assert payload.dtype == jnp.bfloat16
+
+
+@some_methods
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_cache_keeps_its_structure_shapes_and_types(method, dtype):
+    cache = prefilled(method, hidden(), dtype)
+    _, later = decode(hidden(), cache)
+    assert jax.tree.structure(later) == jax.tree.structure(cache)
+    assert [(a.shape, a.dtype) for a in jax.tree.leaves(later)] == [(a.shape, a.dtype) for a in jax.tree.leaves(cache)]
+
+
+def test_an_empty_cache_has_the_structure_of_a_filled_one():
+    method = METHODS["dynakv"]
+    empty = kvjax.init_cache(method, batch=BATCH, kv_heads=KV_HEADS, group=GROUP, head_dim=SIZE, capacity=CAPACITY)
+    assert jax.tree.structure(empty) == jax.tree.structure(prefilled(method, hidden()))
+
+
+def test_length_counts_the_tokens_of_each_sequence():
+    cache = prefilled(METHODS["quest"], hidden())
+    np.testing.assert_array_equal(cache.length, LENGTHS)
+    np.testing.assert_array_equal(decode(hidden(), cache)[1].length, LENGTHS + STEPS)
+
+
+def test_a_decoded_token_leaves_the_given_cache_as_it_was():
+    cache = prefilled(METHODS["quest"], hidden())
+    before = [np.asarray(leaf).copy() for leaf in jax.tree.leaves(cache)]
+    decode(hidden(), cache)
+    for was, leaf in zip(before, jax.tree.leaves(cache), strict=True):
+        np.testing.assert_array_equal(was, leaf)
+
+
+def test_prefilling_again_drops_what_the_cache_held():
+    x, other = hidden(), hidden(5)
+    used = decode(other, prefilled(METHODS["dynakv"], other))[1]
+    again = block_prefill(weights(1), x[:, :PROMPT], used, LENGTHS)
+    np.testing.assert_array_equal(decode(x, again)[0], decode(x, prefilled(METHODS["dynakv"], x))[0])
+
+
+def test_a_sliding_window_hides_older_tokens():
+    """Given a window of 5 tokens, changing the value of an older one changes nothing."""
+    cache = kvjax.init_cache(
+        METHODS["full"], batch=1, kv_heads=KV_HEADS, group=GROUP, head_dim=SIZE, capacity=CAPACITY, sliding=5
+    )
+    rng = np.random.default_rng(2)
+    k, v = (rng.normal(size=(1, 20, KV_HEADS, SIZE)).astype(np.float32) for _ in range(2))
+    q, key, value = (rng.normal(size=(1, n, SIZE)).astype(np.float32) for n in (HEADS, KV_HEADS, KV_HEADS))
+
+    @jax.jit
+    def attended(changed):
+        other = jnp.where(jnp.arange(20)[:, None, None] == changed, v + 1, v)
+        filled = kvjax.prefill_cache(cache, k, other, np.array([20], np.int32))
+        return kvjax.attend(filled, q, key, value)[0]
+
+    np.testing.assert_array_equal(attended(15), attended(3))  # token 20 sees 16 .. 20
+    assert not np.allclose(attended(16), attended(3))
+
+
+def test_a_budget_smaller_than_its_parts_is_refused():
+    with pytest.raises(ConfigError, match="budget"):
+        kvjax.init_cache(kvjax.quest(budget=8), batch=1, kv_heads=1, group=1, head_dim=8, capacity=100)
