@@ -1,4 +1,4 @@
-"""The main job: a document with needles, its KV cache on flash, questions answered by every method.
+"""The main job: documents with a needle each, their KV cache on flash, questions answered by every method.
 
     python -m experiments.main --config=configs/demo.py --workdir=runs/demo
     python -m experiments.main --config=configs/demo.py --workdir=runs/mine \
@@ -19,7 +19,7 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config.context = 2048
     config.digits = 5
     config.needles = (
-        "The pass key is", "The hidden number of {key} is:", "Note that the value stored for {key} equals",
+        "The pass key is", "The number of {key} is", "The special magic number for {key} is:",
     )
     config.prompt_file = ""
     config.question = ""

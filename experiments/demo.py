@@ -1,4 +1,7 @@
-"""The main job: a long document read once, its KV cache on flash, questions answered token by token.
+"""The main job: long documents read once, their KV cache on flash, questions answered token by token.
+
+The reference model cannot choose among several needles by their key word (see its model card), so
+each document holds one needle; the documents are one batch over one store.
 
 For every method: the answers, whether they are right, what was attended and read, and how fast.
 With `prompt_file` and `question` the same job runs on a user's text, without a right answer to
@@ -6,6 +9,7 @@ compare with.
 """
 
 import dataclasses
+import functools
 import pathlib
 
 import ml_collections
@@ -28,15 +32,15 @@ TITLES = ("method", "right", "recall", "attended", "read/token", "resident", "to
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A context in tokens, and questions with their answers where these are known."""
+    """Contexts in tokens, a question to each, and its answer where it is known."""
 
-    context: list[int]
+    contexts: list[list[int]]
     questions: tuple[str, ...]
     answers: tuple[str | None, ...]
 
 
 def reference_job(llm: kvjax.LLM, config: ml_collections.ConfigDict) -> Job:
-    """Held-out library text of `context` tokens with needles in it, each asked for."""
+    """Held-out library texts of `context` tokens, each with one needle that is asked for."""
     rng = np.random.default_rng(config.seed)
     text = "\n".join(corpus.stdlib_documents(held_out=True))
     stream = np.asarray(llm.encode(text, start=False))
@@ -46,8 +50,11 @@ def reference_job(llm: kvjax.LLM, config: ml_collections.ConfigDict) -> Job:
         for cue, word in zip(config.needles, words, strict=True)
     ]
     depths = np.linspace(0.1, 0.9, len(facts))
-    hay = needles.haystack(rng, llm.tokenizer.tokenizer, stream, config.context, facts, facts, depths)
-    return Job(hay.context, tuple("\n" + fact.cue for fact in facts), tuple(fact.value for fact in facts))
+    contexts = [
+        needles.haystack(rng, llm.tokenizer.tokenizer, stream, config.context, [fact], [fact], [depth]).context
+        for fact, depth in zip(facts, depths, strict=True)
+    ]
+    return Job(contexts, tuple("\n" + fact.cue for fact in facts), tuple(fact.value for fact in facts))
 
 
 def user_job(llm: kvjax.LLM, config: ml_collections.ConfigDict) -> Job:
@@ -60,54 +67,53 @@ def user_job(llm: kvjax.LLM, config: ml_collections.ConfigDict) -> Job:
         raise PromptError(f"prompt_file={config.prompt_file} is empty; give a file with text in it")
     if not config.question:
         raise PromptError('no question; give --config.question="..." beside prompt_file')
-    return Job(llm.encode(text, start=True), (config.question,), (None,))
+    return Job([llm.encode(text, start=True)], (config.question,), (None,))
 
 
 def answer_all(llm: kvjax.LLM, job: Job, settings, config: ml_collections.ConfigDict, directory: pathlib.Path) -> dict:
-    """One row of the table: all questions to one method over one prefilled cache."""
+    """One row of the table: every document's question to one method over one prefilled cache."""
     method = common.make_method(settings)
     store = common.make_store(config.store, directory)
-    cache = llm.prefill(job.context, method=method, store=store, capacity=capacity(llm, job, config), keep_keys=True)
-    llm.generate(job.questions[0], cache, max_new_tokens=2)  # compiles; not counted
-    results, probes = [], []
-    for question in job.questions:
-        results.append(llm.generate(question, cache, max_new_tokens=config.max_new_tokens, stop=(".", "\n")))
-    for question in job.questions:  # apart from the timed runs: it brings every step's selection to the host
-        probes.append(Probe(cache, k=config.recall_k))
-        llm.generate(question, cache, max_new_tokens=config.max_new_tokens, stop=(".", "\n"), observer=probes[-1])
-    row = summarise(method, job, results, probes, cache)
+    cache = llm.prefill(job.contexts, method=method, store=store, capacity=capacity(llm, job, config), keep_keys=True)
+    ask = functools.partial(
+        llm.generate, job.questions, cache, max_new_tokens=config.max_new_tokens, stop=(".", "\n")
+    )
+    probe = Probe(cache, k=config.recall_k)
+    ask(observer=probe)  # apart from the timed run: compiles, and brings every step's selection to the host
+    row = summarise(llm, method, job, ask(), probe, cache)
     cache.close()
-    return {**row, "store": config.store, "task": "demo", "context": len(job.context), "seed": config.seed}
+    return {**row, "store": config.store, "task": "demo", "context": longest(job), "seed": config.seed}
+
+
+def longest(job: Job) -> int:
+    """Tokens of the longest context."""
+    return max(map(len, job.contexts))
 
 
 def capacity(llm, job, config) -> int:
     """Room for the context, the longest question and its answer."""
-    longest = max(len(llm.encode(question, start=False)) for question in job.questions)
-    return len(job.context) + longest + config.max_new_tokens
+    question = max(len(llm.encode(question, start=False)) for question in job.questions)
+    return longest(job) + question + config.max_new_tokens
 
 
-def summarise(method, job: Job, results, probes, cache) -> dict:
-    """The measured quantities of one method, means over the questions."""
-    steps = sum(result.usage.steps for result in results)
+def summarise(llm: kvjax.LLM, method, job: Job, result: kvjax.Result, probe: Probe, cache: kvjax.Cache) -> dict:
+    """The measured quantities of one method."""
     known = [
-        scoring.answers_number(result.text, value)
-        for result, value in zip(results, job.answers, strict=True) if value is not None
+        scoring.answers_number(text, value)
+        for text, value in zip(result.text, job.answers, strict=True) if value is not None
     ]
-    recalls = [probe.quality.recall for probe in probes]
-    stores = [result.usage.store for result in results]
+    tokens = sum(len(llm.encode(question, start=False)) for question in job.questions) + sum(map(len, result.tokens))
+    usage, quality = result.usage, probe.quality
     return {
         "method": common.label(method), "budget": method.budget,
         "accuracy": float(np.mean(known)) if known else None,
         "right": f"{sum(known)}/{len(known)}" if known else "-",
-        "recall": float(np.mean(recalls)),
-        "attention_mass": float(np.mean([probe.quality.attention_mass for probe in probes])),
-        "attended_tokens": float(np.mean([result.usage.attended_tokens for result in results])),
-        "bytes_read_per_token": sum(s.bytes_read for s in stores if s) / steps,
-        "reads_per_token": sum(s.reads for s in stores if s) / steps,
-        "hit_rate": float(np.mean([result.usage.hit_rate for result in results])),
-        "resident_bytes": cache.resident_bytes,
-        "tokens_per_s": steps / sum(result.usage.seconds for result in results),
-        "answers": " | ".join(result.text.strip() for result in results),
+        "recall": quality.recall, "attention_mass": quality.attention_mass,
+        "attended_tokens": usage.attended_tokens, "hit_rate": usage.hit_rate,
+        "bytes_read_per_token": usage.store.bytes_read / tokens if usage.store else 0.0,
+        "reads_per_token": usage.store.reads / tokens if usage.store else 0.0,
+        "resident_bytes": cache.resident_bytes / len(job.contexts), "tokens_per_s": tokens / usage.seconds,
+        "answers": " | ".join(text.strip() for text in result.text),
     }
 
 
@@ -142,7 +148,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     llm = common.load_model(config.model)
     job = user_job(llm, config) if config.prompt_file else reference_job(llm, config)
     run = Run(config, workdir)
-    print(f"{len(job.context):,} tokens of context, KV cache on {config.store}; expected: "
+    print(f"{len(job.contexts)} x {longest(job):,} tokens of context, KV cache on {config.store}; expected: "
           f"{' | '.join(answer or '?' for answer in job.answers)}")
     print("".join(form.format(title) for (_, form), title in zip(COLUMNS, TITLES, strict=True)))
     rows = []
