@@ -1,8 +1,8 @@
 """A pool of slots over a store: the working set in memory, everything in the file.
 
-The callbacks of a step are here, behind one interface with three backends that give equal bits:
+The callbacks of a step are here, behind one interface with two backends that give equal bits:
 `buffer` reads straight into XLA's own memory (CPU), `io` returns fetched blocks from an
-`io_callback` (any platform), `python` is driven from outside the jitted step and is the oracle.
+`io_callback` (any platform).
 Callbacks never raise and never touch JAX: they save the first error in the branch and return
 ok = 0, and the step then changes nothing.
 """
@@ -23,7 +23,7 @@ from kvjax.store import base, residency
 from kvjax.store.residency import ReadPlan, Residency
 from kvjax.typing import Array, Bool, Float, Int32
 
-Backend = Literal["buffer", "io", "python"]
+Backend = Literal["buffer", "io"]
 
 
 def default_backend() -> Backend:
