@@ -26,11 +26,7 @@ else:  # at run time also what `jax.device_get` gives, so that values brought to
 PyTree = Any
 PRNGKey = jax.Array
 
-Tokens = Int32[Array, "T"]
-Positions = Int32[Array, "T"]
 Hidden = Float[Array, "*T E"]
-Queries = Float[Array, "*T H D"]
-KeysOrValues = Float[Array, "*T K D"]
 Logits = Float[Array, "*T V"]
 
 
@@ -41,7 +37,4 @@ def pytree(cls):
     return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
 
 
-__all__ = [
-    "Array", "Bool", "Float", "Hidden", "Int32", "KeysOrValues", "Logits",
-    "PRNGKey", "Positions", "PyTree", "Queries", "Tokens", "pytree",
-]
+__all__ = ["Array", "Bool", "Float", "Hidden", "Int32", "Logits", "PRNGKey", "PyTree", "pytree"]

@@ -6,7 +6,7 @@ import weakref
 
 import numpy as np
 
-from kvjax.errors import ChecksumMismatch, ConfigError, FormatMismatch
+from kvjax.errors import ChecksumMismatch, ConfigError
 from kvjax.store.base import Geometry
 from kvjax.store.extents import ExtentPool
 from kvjax.store.file import create_file
@@ -111,14 +111,8 @@ class FlashBranch(TransactionalBranch):
 
     def write_layer(self, layer, blocks, counts):
         geometry = self.geometry
-        shape = (geometry.batch, geometry.kv_heads, geometry.num_blocks)
         with self._mutex:
-            self._raise_saved()
-            self._check(self.generation)
-            self._expect("blocks", blocks, (*shape, geometry.block_rows, geometry.width))
-            counts = self._index("counts", counts, shape).reshape(-1)
-            if counts.max() > geometry.block_rows:
-                raise FormatMismatch(f"counts has {counts.max()} rows in a block of {geometry.block_rows}")
+            counts = self._prefill_counts(blocks, counts).reshape(-1)
             start = self._layer_start(layer)
             self._drain()
             self._replace(start, blocks.reshape(-1, geometry.block_rows, geometry.width), counts)

@@ -24,12 +24,8 @@ class HostBranch(TransactionalBranch):
 
     def write_layer(self, layer, blocks, counts):
         geometry = self.geometry
-        shape = (geometry.batch, geometry.kv_heads, geometry.num_blocks)
         with self._mutex:
-            self._raise_saved()
-            self._check(self.generation)
-            self._expect("blocks", blocks, (*shape, geometry.block_rows, geometry.width))
-            valid = np.arange(geometry.block_rows) < self._index("counts", counts, shape)[..., None]
+            valid = np.arange(geometry.block_rows) < self._prefill_counts(blocks, counts)[..., None]
             start = self._layer_start(layer)
             kept = np.where(valid[..., None], blocks, np.zeros((), blocks.dtype))
             count = geometry.lanes * geometry.num_blocks

@@ -238,6 +238,18 @@ class TransactionalBranch(Branch):
             raise FormatMismatch(f"{name} is {array.dtype}{list(array.shape)}, the store expects "
                                  f"{self.geometry.dtype}{list(shape)}")
 
+    def _prefill_counts(self, blocks: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """Valid rows `[B, K, NB]` of a prefill; raises what was saved, and FormatMismatch on misshapen arrays."""
+        geometry = self.geometry
+        shape = (geometry.batch, geometry.kv_heads, geometry.num_blocks)
+        self._raise_saved()
+        self._check(self.generation)
+        self._expect("blocks", blocks, (*shape, geometry.block_rows, geometry.width))
+        counts = self._index("counts", counts, shape)
+        if counts.max() > geometry.block_rows:
+            raise FormatMismatch(f"counts has {counts.max()} rows in a block of {geometry.block_rows}")
+        return counts
+
     def _locate(self, layer, block, slot, slots) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Flat ids, flat slots, and the bytes of all slots as out[B * K * NS, block_bytes]."""
         geometry = self.geometry
