@@ -18,23 +18,27 @@ def get_config(preset: str = "cpu") -> ml_collections.ConfigDict:
         "num_heads": 4, "num_kv_heads": 2, "head_dim": 64,
         "max_position": 4096, "rope_theta": 100_000.0,
     })
-    # Stages of (row length, batch rows, steps).
-    config.stages = ((128, 32, 2700), (256, 16, 600), (512, 8, 450), (1024, 4, 120), (2048, 2, 50))
+    config.batch_tokens = 4096
+    # Stages of (row lengths, steps): each step draws its length, so that the last stage forgets none.
+    config.stages = (
+        ((128,), 2700), ((256,), 600), ((512,), 450), ((1024,), 120), ((2048,), 50),
+        ((128, 256, 256, 512, 512, 1024, 2048), 3000),
+    )
     config.mixture = ml_collections.ConfigDict({
         "recall": 0.1, "needles": 0.6, "passkey": 0.12,
         "max_needles": 4, "answer_weight": 5.0, "noise_weight": 0.0,
     })
     config.learning_rate = 3e-3
     config.warmup_steps = 200
-    config.decay_steps = 470
+    config.decay_steps = 1200
     config.weight_decay = 0.01
     config.log_every = 50
     config.eval_every = 200
     config.checkpoint_every = 100
     if preset == "smoke":
         config.model.update(hidden_size=32, intermediate_size=64, num_layers=2, head_dim=16)
-        config.stages = ((128, 4, 4), (256, 2, 2))
-        config.update(warmup_steps=2, decay_steps=2, log_every=2, eval_every=3, checkpoint_every=3)
+        config.stages = (((128,), 4), ((128, 256), 2))
+        config.update(batch_tokens=512, warmup_steps=2, decay_steps=2, log_every=2, eval_every=3, checkpoint_every=3)
     elif preset != "cpu":
         raise ValueError(f"unknown preset {preset!r}; use cpu or smoke")
     return config

@@ -96,7 +96,7 @@ class Rows:
 
     def _needles(self, rng, length):
         most = int(min(self.mixture.max_needles, max(2, length // 64)))
-        count = int(rng.integers(1, most + 1))
+        count = 1 if rng.random() < 0.5 else int(rng.integers(1, most + 1))
         facts = needles.draw_needles(rng, count, held_out=False)
         asked = [facts[i] for i in rng.permutation(count)]
         return self._ask(rng, length, facts, asked)

@@ -36,7 +36,7 @@ def model_config(config: ml_collections.ConfigDict, tokenizer: Tokenizer) -> Mod
 
 def optimiser(config: ml_collections.ConfigDict) -> optax.GradientTransformation:
     """Muon on the matrices of the layers, AdamW on embedding and norms; warm-up, plateau, linear decay."""
-    total = sum(steps for _, _, steps in config.stages)
+    total = sum(steps for _, steps in config.stages)
     rate = optax.join_schedules(
         [
             optax.linear_schedule(0.0, config.learning_rate, config.warmup_steps),
@@ -114,11 +114,16 @@ def exact_answers(model, params, tokenizer, stream, length, count, samples=64, b
     return right / samples
 
 
-def batches(rows: lm_data.Rows, seed: int, plan, start: int):
+def row_lengths(config: ml_collections.ConfigDict) -> list[int]:
+    """The row length of every step: drawn from the lengths of its stage."""
+    rng = np.random.default_rng(config.seed)
+    return [int(rng.choice(lengths)) for lengths, steps in config.stages for _ in range(steps)]
+
+
+def batches(rows: lm_data.Rows, config: ml_collections.ConfigDict, plan: list[int], start: int):
     """Yields (step, row length, batch); the next batch is drawn while the present one is used."""
     def draw(step):
-        length, count = plan[step]
-        return rows.batch((seed, step), count, length)
+        return rows.batch((config.seed, step), config.batch_tokens // plan[step], plan[step])
 
     with ThreadPoolExecutor(1) as pool:
         upcoming = pool.submit(draw, start) if start < len(plan) else None
@@ -126,7 +131,7 @@ def batches(rows: lm_data.Rows, seed: int, plan, start: int):
             data = upcoming.result()
             if step + 1 < len(plan):
                 upcoming = pool.submit(draw, step + 1)
-            yield step, plan[step][0], data
+            yield step, plan[step], data
 
 
 def export(config: ml_collections.ConfigDict, params, directory: pathlib.Path) -> None:
@@ -146,9 +151,9 @@ def plot_curves(lines: list[dict], path: pathlib.Path) -> None:
     for name in ("text_loss", "answer_loss"):
         points = [(line["step"], line[name]) for line in lines if name in line]
         left.plot(*zip(*points, strict=True), label=name)
-    for count in (1, 4):
-        points = [(line["step"], v) for line in lines for k, v in line.items() if k.startswith(f"exact_{count}_")]
-        right.plot(*zip(*points, strict=True), marker=".", label=f"{count} needle(s), row length of the stage")
+    for name in sorted({key for line in lines for key in line if key.startswith("exact_1_")}, key=len):
+        points = [(line["step"], line[name]) for line in lines if name in line]
+        right.plot(*zip(*points, strict=True), marker=".", label=f"single needle, {name.split('_')[-1]} tokens")
     left.set(xlabel="step", ylabel="nats per token")
     right.set(xlabel="step", ylabel="exact answers, held out", ylim=(0, 1.02))
     for axis in (left, right):
@@ -170,8 +175,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     stream = lm_data.encode_corpus(tokenizer, held_out=False)
     rows = lm_data.Rows(tokenizer, stream, lm_data.Mixture(**config.mixture), config.model.max_position)
     held_out = lm_data.encode_corpus(tokenizer, held_out=True)
-    plan = [(length, batch) for length, batch, steps in config.stages for _ in range(steps)]
-    for step, length, data in tqdm(batches(rows, config.seed, plan, done), total=len(plan), initial=done, disable=None):
+    plan = row_lengths(config)
+    for step, length, data in tqdm(batches(rows, config, plan, done), total=len(plan), initial=done, disable=None):
         state["params"], state["opt_state"], metrics = train_step(
             model, tx, state["params"], state["opt_state"], data, config.mixture.answer_weight
         )
@@ -179,8 +184,9 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
         if now % config.log_every == 0 or last:
             run.log(step=now, length=length, **{k: float(v) for k, v in metrics.items()})
         if now % config.eval_every == 0 or last:
-            exact = functools.partial(exact_answers, model, state["params"], tokenizer, held_out, length)
-            run.log(step=now, **{f"exact_{n}_of_{length}": exact(n) for n in (1, 4)})
+            exact = functools.partial(exact_answers, model, state["params"], tokenizer, held_out)
+            recent = sorted(set(plan[max(0, now - config.eval_every) : now]))
+            run.log(step=now, **{f"exact_{n}_of_{size}": exact(size, n) for n in (1, 4) for size in recent})
         if now % config.checkpoint_every == 0 or last:
             checkpoints.save(now, state, overwrite=True)
     checkpoints.close()

@@ -66,10 +66,19 @@ def draw_value(rng: np.random.Generator, digits: int, held_out: bool) -> str:
             return value
 
 
+def random_template(rng: np.random.Generator) -> str:
+    """A template of arbitrary words: only copying what followed the same words before can answer it."""
+    words = corpus.key_words(held_out=False)
+    before, after = (" ".join(rng.choice(words, size=rng.integers(most + 1))) for most in (5, 3))
+    return f"{before} {{key}} {after}".strip() + str(rng.choice(["", "", ":", " =", " is", " ->"]))
+
+
 def draw_needles(rng: np.random.Generator, count: int, held_out: bool, digits: int | None = None) -> list[Needle]:
-    """Needles that share one template and differ in key word and value."""
+    """Needles that share one template and differ in key word and value; half of the training templates are random."""
     templates = HELD_OUT_TEMPLATES if held_out else TRAIN_TEMPLATES
     template = templates[rng.integers(len(templates))]
+    if not held_out and rng.random() < 0.5:
+        template = random_template(rng)
     words = rng.choice(corpus.key_words(held_out), size=count, replace=False)
     length = digits or int(rng.choice([3, 3, 5, 6, 7]))
     return [Needle(template.format(key=word), draw_value(rng, length, held_out)) for word in words]
