@@ -98,7 +98,9 @@ class Rows:
         most = int(min(self.mixture.max_needles, max(2, length // 64)))
         count = 1 if rng.random() < 0.5 else int(rng.integers(1, most + 1))
         facts = needles.draw_needles(rng, count, held_out=False)
-        asked = [facts[i] for i in rng.permutation(count)]
+        while len(facts) > 1 and 3 * needles.needle_cost(self.tokenizer, facts) > length:  # each is told and asked
+            facts.pop()
+        asked = [facts[i] for i in rng.permutation(len(facts))]
         return self._ask(rng, length, facts, asked)
 
     def _passkey(self, rng, length):
