@@ -45,12 +45,17 @@ def make_model(name: str) -> kvjax.LLM:
     """The reference model, or a shape with random weights."""
     if name == "reference":
         return common.load_model("")
-    config, token = shape(name), jnp.zeros((1, 1), jnp.int32)
+    return kvjax.LLM(shape(name), random_params(shape(name)))
+
+
+def random_params(config: ModelConfig):
+    """Normal weights of the size that keeps activations steady, norms around one."""
+    token = jnp.zeros((1, 1), jnp.int32)
     shapes = jax.eval_shape(Transformer(config).init, jax.random.key(0), token, token)["params"]
     leaves, tree = jax.tree.flatten(shapes)
     rng = np.random.default_rng(0)
     made = [jnp.asarray(rng.standard_normal(leaf.shape, np.float32) * 0.02 + (leaf.ndim == 1)) for leaf in leaves]
-    return kvjax.LLM(config, jax.tree.unflatten(tree, made))
+    return jax.tree.unflatten(tree, made)
 
 
 def made_up_keys(config: ModelConfig, tokens: int, seed: int):
@@ -64,7 +69,7 @@ def made_up_keys(config: ModelConfig, tokens: int, seed: int):
     return jnp.asarray(key[None]), jnp.asarray(rng.standard_normal((1, tokens, heads, size), np.float32))
 
 
-def filled_cache(llm, method, context: int, steps: int, store, slots: int | None):
+def filled_cache(llm, method, context: int, steps: int, store, slots: Slots):
     """A plan and a state that holds `context` made-up tokens; seconds per layer of index building."""
     plan = decode.make_plan(llm.config, method, 1, context + steps)
     branch = store.create(decode.geometry(plan), "throughput") if store is not None else None
@@ -72,7 +77,7 @@ def filled_cache(llm, method, context: int, steps: int, store, slots: int | None
     for i in range(llm.config.num_layers):
         key, value = made_up_keys(llm.config, context, i)
         started = time.perf_counter()
-        layers.append(jax.block_until_ready(decode._fill(plan, i, key, value, length, branch, Slots(count=slots))))
+        layers.append(jax.block_until_ready(decode._fill(plan, i, key, value, length, branch, slots)))
         seconds.append(time.perf_counter() - started)
     line = Line(jnp.int32(branch.handle if branch else -1), jnp.int32(0))
     return plan, State(tuple(layers), length, line), branch, float(np.min(seconds))
@@ -92,19 +97,9 @@ def time_tokens(llm, plan, state, steps: int, driver: str):
     return np.asarray(times[3:]), done.state, compile_seconds
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _select(layer_plan, state, q, key, value):
-    return layer.ask(layer_plan, state, q, key, value)
-
-
 @jax.jit
 def _fetch(pool, need, number, line):
     return pool.fetch(need, number, line)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _attend(layer_plan, cache, asked, slot, at):
-    return layer.answer(layer_plan, cache, asked, slot, at)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -130,16 +125,16 @@ def parts(llm, plan, state: State, branch) -> dict[str, float]:
     q = jnp.asarray(rng.standard_normal((1, config.num_heads, config.head_dim), np.float32))
     key = jnp.asarray(rng.standard_normal((1, config.num_kv_heads, config.head_dim), np.float32))
     line, at = state.line, state.length
-    asked = _select(layer_plan, one.state, q, key, key)
-    pool, slot, _, _ = _fetch(one.pool, asked.need, number, line)
+    choice = layer.choose(layer_plan, one.state, q)
+    pool, slot, _, _ = _fetch(one.pool, choice.need, number, line)
     cache = dataclasses.replace(one, pool=pool)
     found = {
-        "select_ms": median_ms(_select, layer_plan, one.state, q, key, key),
-        "attend_ms": median_ms(_attend, layer_plan, cache, asked, slot, at),
+        "select_ms": median_ms(layer.choose, layer_plan, one.state, q),
+        "attend_ms": median_ms(layer.answer, layer_plan, cache, choice, q, key, key, slot, at),
         "layer_read_ms": median_ms(_whole_read, layer_plan, cache, q, key, key, at, number, line),
     }
     if branch is not None:
-        found["fetch_ms"] = cold_fetch_ms(one.pool, asked.need, number, line, branch)
+        found["fetch_ms"] = cold_fetch_ms(one.pool, choice.need, number, line, branch)
     return found
 
 
@@ -180,8 +175,8 @@ def measure(llm, name: str, settings, store_name: str, context: int, config, dir
     """One row."""
     method = common.make_method(settings)
     store = common.make_store(store_name, directory)
-    steps = config.steps
-    plan, state, branch, build = filled_cache(llm, method, context, 2 * steps + 4, store, config.slots or None)
+    steps, slots = config.steps, Slots(count=config.slots or None)
+    plan, state, branch, build = filled_cache(llm, method, context, 2 * steps + 4, store, slots)
     resident, row = decode.resident_bytes(state), {}
     for driver in config.drivers:
         times, state, compiled = time_tokens(llm, plan, state, steps, driver)

@@ -23,7 +23,7 @@ from kvjax.models.config import ModelConfig
 from kvjax.models.transformer import Block, Transformer
 from kvjax.pool import Line
 from kvjax.store import base
-from kvjax.store.slots import Backend, SlotPool, default_backend
+from kvjax.store.slots import BACKENDS, PREFETCH, SlotPool, default_backend
 from kvjax.typing import Array, Bool, Int32, Logits, PyTree, pytree
 
 Driver = Literal["staged", "fused"]
@@ -52,11 +52,28 @@ class State:
 
 @dataclasses.dataclass(frozen=True)
 class Slots:
-    """How a store's blocks are kept in memory: slots per KV head (None = M + 1), policy, callbacks."""
+    """How a store's blocks are kept in memory.
+
+    Attributes:
+      count: slots per KV head; None = M + 1, what one step needs.
+      policy: whom to evict (`kvjax.store.residency.POLICIES`).
+      backend: how a step reaches the store; None = the fastest that the platform has.
+      prefetch: what is read before it is asked for. "layer": while a layer computes, the blocks of the next, chosen
+        with the query that this layer's input would give there. "step": the blocks ranked just below this step's, for
+        the next step. Outputs are the same in all cases.
+
+    Raises ConfigError for a backend or prefetch that does not exist.
+    """
 
     count: int | None = None
     policy: str = "lru"
-    backend: Backend | None = None
+    backend: str | None = None
+    prefetch: str = "off"
+
+    def __post_init__(self):
+        if self.prefetch not in PREFETCH or self.backend not in (None, *BACKENDS):
+            raise ConfigError(f"prefetch={self.prefetch!r} must be one of {', '.join(PREFETCH)}; "
+                              f"backend={self.backend!r} None or one of {', '.join(BACKENDS)}")
 
 
 def make_plan(config: ModelConfig, method: Method, batch: int, capacity: int, dtype: str = "float32") -> Plan:
@@ -174,7 +191,7 @@ def _fill(plan: Plan, i: int, key, value, length, branch, slots: Slots) -> Layer
     if count < least:
         raise ConfigError(f"slots={count} is fewer than the {least} blocks one step may need; raise it")
     backend = slots.backend or default_backend()
-    pool = SlotPool.zeros(layer_plan.spec, plan.batch, count, plan.dtype, slots.policy, backend)
+    pool = SlotPool.zeros(layer_plan.spec, plan.batch, count, plan.dtype, slots.policy, backend, slots.prefetch)
     return LayerCache(state, pool)
 
 
@@ -241,15 +258,64 @@ def _settle(state: State, ok: bool) -> None:
     raise error
 
 
-def _read(config, layer_plan, params, cache, x, before, at, number, line):
-    """One layer of a token up to its output; `before` is the previous layer's input."""
-    block = Block(config)
-    q, key, value = block.apply({"params": params}, x, at, method="project")
-    estimate = None
-    if layer_plan.method.lookahead:
-        estimate = block.apply({"params": params}, before, at, method="queries")
-    out, cache, fresh, ok, report = layer.read(layer_plan, cache, q, key, value, at, number, line, estimate)
-    return block.apply({"params": params}, x, out, method="finish"), cache, fresh, ok, report
+def _read(config, layer_plan, next_plan, params, next_params, cache, next_cache, x, choice, at, number, line):
+    """One layer of a token up to its output.
+
+    Begins with a look at the next layer, if there is anything to choose or to read there; `choice` is what the previous
+    layer saw of this one. Returns (output, cache, Fresh, ok, Report, Choice for the next layer or None).
+    """
+    next_choice = None
+    if next_plan is not None:
+        q = _queries(config, next_params, x, at)
+        seen = layer.choose(next_plan, next_cache.state, q)
+        next_choice = seen if next_plan.method.lookahead else None
+        if _prefetches(next_cache, "layer"):
+            x = _after(next_cache.pool.submit(seen.need, number + 1, line), x)
+    q, key, value = _project(config, params, x, at)
+    if choice is not None:  # made a layer ago: without this the wait for its blocks could come before all computing
+        choice = dataclasses.replace(choice, need=jnp.where(_exists(q), choice.need, layer_plan.spec.num_blocks))
+    out, cache, fresh, ok, report = layer.read(layer_plan, cache, q, key, value, at, number, line, choice)
+    if _prefetches(cache, "step"):
+        likely = jnp.where(ok, layer.runners_up(layer_plan, cache.state, q), layer_plan.spec.num_blocks)
+        out = _after(cache.pool.submit(likely, number, line), out)
+    return _finish(config, params, x, out), cache, fresh, ok, report, next_choice
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _queries(config, params, x, at):
+    return Block(config).apply({"params": params}, x, at, method="queries")
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _project(config, params, x, at):
+    return Block(config).apply({"params": params}, x, at, method="project")
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _finish(config, params, x, out):
+    return Block(config).apply({"params": params}, x, out, method="finish")
+
+
+def _prefetches(cache: LayerCache, kind: str) -> bool:
+    return isinstance(cache.pool, SlotPool) and cache.pool.prefetch == kind
+
+
+def _after(token: Int32[Array, ""], x: Array) -> Array:
+    """`x`, but not before the token exists. Tokens are 0 or 1, which the compiler cannot know."""
+    return jnp.where(token < 0, jnp.nan, x)
+
+
+def _exists(x: Array) -> Bool[Array, ""]:
+    """True once `x` has been computed. No hidden state has this bit pattern, but the compiler cannot know that."""
+    return jax.lax.bitcast_convert_type(jnp.sum(x), jnp.int32) != -0x7FEDCBA9
+
+
+def _looks_ahead(plan: Plan, state: State, i: int) -> bool:
+    """Whether layer i looks at the next one: to choose there, or to read early what will be chosen."""
+    if i + 1 == len(plan.layers):
+        return False
+    following = plan.layers[i + 1]
+    return following.method.lookahead or _prefetches(state.layers[i + 1], "layer")
 
 
 def _write(layer_plan, cache, fresh, at, gate, number, line):
@@ -261,23 +327,27 @@ def _next_line(line: Line, ok) -> Line:
 
 
 @functools.cache
-def _compiled(donate: bool):
-    """The staged functions, with and without donation of the cache."""
-    read = jax.jit(_read, static_argnums=(0, 1), donate_argnums=(3,) if donate else ())
+def _compiled(donate: bool, in_python: bool):
+    """The staged functions, with and without donation of the cache; or as they are, if Python is to run the effects
+    between the parts that are compiled."""
+    if in_python:
+        return _read, _write
+    read = jax.jit(_read, static_argnums=(0, 1, 2), donate_argnums=(5,) if donate else ())
     write = jax.jit(_write, static_argnums=0, donate_argnums=(1,) if donate else ())
     return read, write
 
 
 def _staged(plan, params, state, tokens, active, donate):
-    read, write = _compiled(donate)
-    x = before = _embed(plan.config, params, tokens)
+    read, write = _compiled(donate, _effects_in_python(state))
+    x, choice = _embed(plan.config, params, tokens), None
     at, layers, fresh, oks, reports = state.length, list(state.layers), [], [], []
     for i, layer_plan in enumerate(plan.layers):
         number = _numbers(len(plan.layers))[i]
-        after, layers[i], new, ok, report = read(
-            plan.config, layer_plan, params[f"layers_{i}"], layers[i], x, before, at, number, state.line
+        following = _following(plan, params, state, i)
+        x, layers[i], new, ok, report, choice = read(
+            plan.config, layer_plan, following[0], params[f"layers_{i}"], following[1], layers[i], following[2], x,
+            choice, at, number, state.line,
         )
-        before, x = x, after
         fresh.append(new)
         oks.append(ok)
         reports.append(report)
@@ -286,6 +356,13 @@ def _staged(plan, params, state, tokens, active, donate):
     for i, layer_plan in enumerate(plan.layers):
         layers[i] = write(layer_plan, layers[i], fresh[i], at, gate, _numbers(len(plan.layers))[i], state.line)
     return Step(logits, State(tuple(layers), length, line), ok, tuple(reports))
+
+
+def _following(plan: Plan, params, state: State, i: int):
+    """Plan, parameters and cache of the next layer; Nones where layer i has no use for them."""
+    if not _looks_ahead(plan, state, i):
+        return None, None, None
+    return plan.layers[i + 1], params[f"layers_{i + 1}"], state.layers[i + 1]
 
 
 @functools.cache
@@ -304,23 +381,27 @@ def _close(oks, active, line, length):
 
 def _fused_token(plan, params, state, tokens, active):
     model = Transformer(plan.config)
-    x = before = model.apply({"params": params}, tokens, method="embed")
+    x, choice = model.apply({"params": params}, tokens, method="embed"), None
     at, layers, fresh, reports, ok = state.length, list(state.layers), [], [], jnp.bool_(True)
     for i, layer_plan in enumerate(plan.layers):
-        number = jnp.int32(i)
-        after, layers[i], new, fine, report = _read(
-            plan.config, layer_plan, params[f"layers_{i}"], layers[i], x, before, at, number, state.line
+        following = _following(plan, params, state, i)
+        x, layers[i], new, fine, report, choice = _read(
+            plan.config, layer_plan, following[0], params[f"layers_{i}"], following[1], layers[i], following[2], x,
+            choice, at, jnp.int32(i), state.line,
         )
-        before, x, ok = x, after, ok & fine
+        ok = ok & fine
         fresh.append(new)
         reports.append(report)
     logits = model.apply({"params": params}, x, method="unembed")
     # XLA:CPU copies a whole pool that is read and then written unless the write depends on the read.
-    # No hidden state has this bit pattern, but the compiler cannot know that.
-    gate = ok & active & (jax.lax.bitcast_convert_type(jnp.sum(x), jnp.int32) != -0x7FEDCBA9)
+    gate = ok & active & _exists(x)
     for i, layer_plan in enumerate(plan.layers):
         layers[i] = _write(layer_plan, layers[i], fresh[i], at, gate, jnp.int32(i), state.line)
     return Step(logits, State(tuple(layers), at + gate, _next_line(state.line, ok)), ok, tuple(reports))
+
+
+def _effects_in_python(state: State) -> bool:
+    return any(isinstance(one.pool, SlotPool) and one.pool.backend == "python" for one in state.layers)
 
 
 @functools.cache
@@ -329,6 +410,8 @@ def _compiled_token(donate: bool):
 
 
 def _fused(plan, params, state, tokens, active, donate):
+    if _effects_in_python(state):
+        raise ConfigError("backend 'python' runs between compiled parts; use driver='staged'")
     return _compiled_token(donate)(plan, params, state, tokens, active)
 
 

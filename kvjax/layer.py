@@ -6,6 +6,7 @@ gate is set. A driver reads all layers of a model, and writes them once the whol
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -36,13 +37,10 @@ class LayerCache:
 
 
 @pytree
-class Asked:
-    """The first part of a read: what the newest token needs."""
+class Choice:
+    """What a query needs: blocks to fetch, and the rows of them that fit the budget."""
 
-    q: Float[Array, "B K G D"]
-    key: Float[Array, "B K D"]
-    value: Float[Array, "B K D"]
-    need: Int32[Array, "B K M1"]
+    need: Int32[Array, "*B K M1"]
     rows: Rows
 
 
@@ -86,33 +84,46 @@ def prefill_packed(plan: LayerPlan, state: LayerState, key, value, length, dtype
 # ------------------------------------------------------------------------------------------- read
 
 
-def ask(plan: LayerPlan, state: LayerState, q: Float[Array, "B H D"], key, value, estimate=None) -> Asked:
-    """Selects the blocks for a query; `estimate` stands in for `q` where the method looks ahead."""
+@functools.partial(jax.jit, static_argnums=0)
+def choose(plan: LayerPlan, state: LayerState, q: Float[Array, "B H D"]) -> Choice:
+    """Selects the blocks for a query."""
     spec, method = plan.spec, plan.method
 
     def one(layer, query):
         selection = method.select(spec, layer.index, caching.view(spec, layer), query)
         cut = caching.every_block if method.attends_all else caching.needed_blocks
-        return cut(spec, layer, selection)
+        return Choice(*cut(spec, layer, selection))
 
-    q = _grouped(q, spec)
-    need, rows = jax.vmap(one)(state, q if estimate is None else _grouped(estimate, spec))
-    return Asked(q, key, value, need, rows)
+    return jax.vmap(one)(state, _grouped(q, spec))
 
 
-def answer(plan: LayerPlan, cache: LayerCache, asked: Asked, slot: Int32[Array, "B K M1"], at: Int32[Array, "B"]):
-    """Attends tail, selected rows and the newest token; returns (out[B, H, D], Fresh, attended[B, K])."""
+@functools.partial(jax.jit, static_argnums=0)
+def runners_up(plan: LayerPlan, state: LayerState, q: Float[Array, "B H D"]) -> Int32[Array, "B K M"]:
+    """The blocks ranked just below a selection: the likeliest newcomers of the next step. NB = none."""
+    spec = plan.spec
+    wide = dataclasses.replace(spec, max_blocks=min(2 * spec.max_blocks, spec.num_blocks))
+
+    def one(layer, query):
+        ranked = plan.method.select(wide, layer.index, caching.view(spec, layer), query).block
+        return ranked[:, spec.max_blocks :]
+
+    return jax.vmap(one)(state, _grouped(q, spec))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def answer(plan: LayerPlan, cache: LayerCache, choice: Choice, q, key, value, slot: Int32[Array, "B K M1"], at):
+    """Attends tail, chosen rows and the newest token; returns (out[B, H, D], Fresh, Report without traffic)."""
+    spec, rows = plan.spec, choice.rows
     if plan.method.attends_all:
-        key, value = cache.pool.everything(slot[..., : plan.spec.num_blocks])
-        valid = (jnp.arange(plan.spec.block_rows) < cache.state.count[..., None]).reshape(key.shape[:3])
-        pos = cache.state.pos.reshape(key.shape[:3])
+        chosen = cache.pool.everything(slot[..., : spec.num_blocks])
+        valid = (jnp.arange(spec.block_rows) < cache.state.count[..., None]).reshape(chosen[0].shape[:3])
+        pos = cache.state.pos.reshape(valid.shape)
     else:
-        taken = jnp.take_along_axis(slot, asked.rows.rank, axis=-1)
-        key, value = cache.pool.gather(taken, asked.rows.row)
-        valid, pos = asked.rows.valid, asked.rows.pos
-    args = (cache.state.tail, asked.q, asked.key, asked.value, key, value, valid, pos, at)
+        chosen = cache.pool.gather(jnp.take_along_axis(slot, rows.rank, axis=-1), rows.row)
+        valid, pos = rows.valid, rows.pos
+    args = (cache.state.tail, _grouped(q, spec), key, value, *chosen, valid, pos, at)
     out, weights, seen = _each_sequence(lambda one: _attend(plan, *one), args)
-    fresh = Fresh(asked.key, asked.value, asked.need, *weights)
+    fresh = Fresh(key, value, choice.need, *weights)
     return out.reshape(out.shape[0], -1, out.shape[-1]), fresh, seen
 
 
@@ -155,15 +166,27 @@ def _weights(plan, q, sets):
     return pos, jnp.sum(jnp.where(pos[:, None] >= 0, joint, 0.0), axis=1)
 
 
-def read(plan: LayerPlan, cache: LayerCache, q, key, value, at: Int32[Array, "B"], layer, line: Line, estimate=None):
-    """Attention of the newest token. Returns (out[B, H, D], cache, Fresh, ok[], Report)."""
-    asked = ask(plan, cache.state, q, key, value, estimate)
-    pool, slot, ok, traffic = cache.pool.fetch(asked.need, layer, line)
+def read(
+    plan: LayerPlan, cache: LayerCache, q: Float[Array, "B H D"], key: Float[Array, "B K D"], value,
+    at: Int32[Array, "B"], layer, line: Line, choice: Choice | None = None,
+):
+    """Attention of the newest token, over a choice made earlier if one is given.
+
+    Returns (out[B, H, D], cache, Fresh, ok[], Report).
+    """
+    choice = choose(plan, cache.state, q) if choice is None else choice
+    pool, slot, ok, traffic = cache.pool.fetch(choice.need, layer, line)
     cache = LayerCache(cache.state, pool)
-    out, fresh, seen = answer(plan, cache, asked, slot, at)
-    held = cache.state.tail.pos[..., plan.spec.sinks + plan.spec.ring :]
-    selected = asked.rows.pos if plan.method.attends_all else jnp.concatenate([asked.rows.pos, held], axis=-1)
-    return out, cache, fresh, ok, Report(seen, selected, asked.q, asked.key, traffic)
+    out, fresh, seen = answer(plan, cache, choice, q, key, value, slot, at)
+    return out, cache, fresh, ok, report(plan, cache.state, choice, q, key, seen, traffic)
+
+
+def report(plan: LayerPlan, state: LayerState, choice: Choice, q, key, seen, traffic: Traffic) -> Report:
+    """What a step did."""
+    held = state.tail.pos[..., plan.spec.sinks + plan.spec.ring :]
+    rows = choice.rows.pos
+    selected = rows if plan.method.attends_all else jnp.concatenate([rows, held], axis=-1)
+    return Report(seen, selected, _grouped(q, plan.spec), key, traffic)
 
 
 def _grouped(q, spec):
@@ -175,14 +198,19 @@ def _grouped(q, spec):
 
 def write(plan: LayerPlan, cache: LayerCache, fresh: Fresh, at: Int32[Array, "B"], gate: Bool[Array, "B"], layer, line):
     """Books the newest token where `gate` is set; everything else of the cache stays as it is."""
-    none = plan.spec.num_blocks
-    state, placement, leaving = jax.vmap(lambda *args: _advance(plan, *args))(cache.state, fresh, at, gate)
+    state, block, row, leaving = _advance_all(plan, cache.state, fresh, at, gate)
     pool = cache.pool
     if not plan.method.evicts:
-        block = gated(placement.block, gate, none)
-        pool = pool.put_row(block, placement.row, leaving[0], leaving[1], layer, line)
+        pool = pool.put_row(block, row, leaving[0], leaving[1], layer, line)
     cache = LayerCache(state, pool)
     return _adapt_all(plan, cache, gate, layer, line) if plan.method.adaptive else cache
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _advance_all(plan: LayerPlan, state: LayerState, fresh: Fresh, at, gate):
+    """`_advance` of every sequence, and the block and row to which its leaving token goes."""
+    state, placement, leaving = jax.vmap(lambda *args: _advance(plan, *args))(state, fresh, at, gate)
+    return state, gated(placement.block, gate, plan.spec.num_blocks), placement.row, leaving
 
 
 def _advance(plan: LayerPlan, layer: LayerState, fresh: Fresh, at, gate):
@@ -202,23 +230,38 @@ def _advance(plan: LayerPlan, layer: LayerState, fresh: Fresh, at, gate):
 
 def _adapt_all(plan: LayerPlan, cache: LayerCache, gate, layer, line) -> LayerCache:
     """Adapts fetched blocks while any is due. The loop is outside `vmap`: an idle step pays for `due` alone."""
-    spec, method = plan.spec, plan.method
-
-    def due_blocks(cache):
-        due = jax.vmap(lambda one: method.due(spec, one.index, caching.view(spec, one)))(cache.state)
-        return gated(due, gate, spec.num_blocks)
-
     def step(carry):
         cache, due = carry
         cache = _adapt(plan, cache, due, layer, line)
-        return cache, due_blocks(cache)
+        return cache, _due_blocks(plan, cache.state, gate)
 
-    start = (cache, due_blocks(cache))
-    return jax.lax.while_loop(lambda carry: jnp.any(carry[1] < spec.num_blocks), step, start)[0]
+    def unfinished(carry):
+        return jnp.any(carry[1] < plan.spec.num_blocks)
+
+    carry = (cache, _due_blocks(plan, cache.state, gate))
+    if getattr(cache.pool, "backend", None) != "python":
+        return jax.lax.while_loop(unfinished, step, carry)[0]
+    while unfinished(carry):
+        carry = step(carry)
+    return carry[0]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _due_blocks(plan: LayerPlan, state: LayerState, gate) -> Int32[Array, "B K"]:
+    spec, method = plan.spec, plan.method
+    due = jax.vmap(lambda one: method.due(spec, one.index, caching.view(spec, one)))(state)
+    return gated(due, gate, spec.num_blocks)
 
 
 def _adapt(plan: LayerPlan, cache: LayerCache, due: Int32[Array, "B K"], layer, line) -> LayerCache:
     """One round: the due block of every head that has one."""
+    state, block, key, value = _adapted(plan, cache, due)
+    return LayerCache(state, cache.pool.put_blocks(block, key, value, layer, line))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _adapted(plan: LayerPlan, cache: LayerCache, due: Int32[Array, "B K"]):
+    """The state after one round, and the blocks it rewrites: numbers[B, K, E], keys and values[B, K, E, C, D]."""
     spec, method = plan.spec, plan.method
     joined = jax.vmap(lambda *args: caching.with_held(spec, *args))
     key, value = cache.pool.block(cache.pool.locate(due))
@@ -232,8 +275,7 @@ def _adapt(plan: LayerPlan, cache: LayerCache, due: Int32[Array, "B K"], layer, 
         return layer, edits
 
     state, edits = jax.vmap(one)(cache.state, due, key)
-    pool = cache.pool.put_blocks(edits.dst, _regroup(key, edits), _regroup(value, edits), layer, line)
-    return LayerCache(state, pool)
+    return state, edits.dst, _regroup(key, edits), _regroup(value, edits)
 
 
 def _regroup(rows: Float[Array, "B K CU D"], edits) -> Float[Array, "B K E C D"]:

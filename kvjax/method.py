@@ -115,6 +115,8 @@ class Method(abc.ABC):
       max_blocks: blocks selected per step; None derives it from the budget.
       aggregation: how scores of the query heads of one KV head become one (see `aggregate`).
       dense_layers: first layers that keep the full cache in memory.
+      lookahead: select with the query that the previous layer's input would give, so that a store knows a layer early
+        what to read (KVSwap, InfiniGen); the first layer uses its own query.
     """
 
     budget: int | None = 256
@@ -123,8 +125,8 @@ class Method(abc.ABC):
     max_blocks: int | None = None
     aggregation: str = "max"
     dense_layers: int = 0
+    lookahead: bool = False
 
-    lookahead: ClassVar[bool] = False  # select with the previous layer's estimate of the query
     head_shared: ClassVar[bool] = False  # one selection for all KV heads
     evicts: ClassVar[bool] = False  # tokens may be dropped for good
     attends_all: ClassVar[bool] = False  # selects every block, in token order

@@ -36,6 +36,9 @@ class Pool(Protocol):
     def fetch(self, need: Int32[Array, "B K M1"], layer: Int32[Array, ""], line: Line):
         """(pool, slot[B, K, M1] of each needed block, ok[], Traffic): the only read from outside."""
 
+    def submit(self, block: Int32[Array, "B K N"], layer: Int32[Array, ""], line: Line) -> Int32[Array, ""]:
+        """Begins to read blocks that will be needed; the token returned exists once that has begun."""
+
     def gather(self, slot: Int32[Array, "B K N"], row: Int32[Array, "B K N"]):
         """Keys and values `[B, K, N, D]` of single rows; rows of absent blocks are undefined."""
 
@@ -71,6 +74,9 @@ class MemoryPool:
         quiet = jnp.zeros(need.shape[0], jnp.int32)
         requested = jnp.sum(need < self.key.shape[2], axis=(1, 2), dtype=jnp.int32)
         return self, need, jnp.bool_(True), Traffic(requested, quiet)
+
+    def submit(self, block, layer, line):
+        return jnp.int32(1)
 
     def gather(self, slot, row):
         return take_rows(self.key, slot, row), take_rows(self.value, slot, row)

@@ -131,8 +131,8 @@ def test_the_pool_is_updated_in_place(params, tokens, driver):
         used = [_temporaries(lambda s: decode._fused_token(plan, params, s, token, active).state, state)]
     else:
         layer_plan, x = plan.layers[0], jnp.zeros((1, 32))
-        read = functools.partial(decode._read, CONFIG, layer_plan, params["layers_0"])
-        rest = (x, x, state.length, jnp.int32(0), state.line)
+        read = functools.partial(decode._read, CONFIG, layer_plan, None, params["layers_0"], None)
+        rest = (None, x, None, state.length, jnp.int32(0), state.line)
         fresh = read(state.layers[0], *rest)[2]
         put = (fresh, state.length, active, jnp.int32(0), state.line)
         used = [
@@ -151,7 +151,7 @@ def _temporaries(function, donated) -> int:
 
 def test_nothing_recompiles_while_clusters_split(params, tokens):
     plan, state, _, _ = start(params, tokens, METHODS["dynakv"])
-    read, write = decode._compiled(True)
+    read, write = decode._compiled(True, False)
     sizes = []
     for i in range(50):
         state = decode.step(plan, params, state, tokens[:, i], donate=True).state

@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import threading
 import weakref
-from typing import Any, SupportsInt
+from typing import Any, NamedTuple, SupportsInt
 
 import ml_dtypes
 import numpy as np
@@ -92,6 +92,25 @@ class Stats:
     blocks_written: int = 0  # blocks written, whatever the reason
     bytes_written: int = 0  # bytes given to the device, padding included
     read_seconds: float = 0.0  # wall time inside read_into
+    io_seconds: float = 0.0  # of every read that was used: from the first request to the last answer of the device
+    wait_seconds: float = 0.0  # in which read_into was blocked until the device answered
+    prefetched: int = 0  # blocks asked for ahead
+    prefetch_used: int = 0  # of these, blocks that read_into then wanted
+    mispredicted: int = 0  # blocks that read_into wanted of a prefetched layer and had to read itself
+
+    @property
+    def hidden_io_fraction(self) -> float:
+        """Share of the device's time in which the step did something else."""
+        return 1.0 - self.wait_seconds / self.io_seconds if self.io_seconds else 0.0
+
+
+class Event(NamedTuple):
+    """Something that happened to a layer's blocks: `submit` (asked for ahead), `read` (read_into began), `request` (the
+    device was asked), `landed` (it answered), `answer` (read_into returned)."""
+
+    seconds: float  # time.perf_counter
+    kind: str
+    layer: int
 
 
 class Tally:
@@ -114,15 +133,18 @@ class Tally:
 class Branch(abc.ABC):
     """One writable line of history of one store.
 
-    The callback entry points (`read_into`, `put_rows`, `put_blocks`) run inside XLA: they never raise and never touch
-    JAX. On failure they save the first typed exception and return False, and keep returning False until the exception
-    was fetched by `take_error`, or raised by `commit` or `flush`.
+    The callback entry points (`submit`, `read_into`, `put_rows`, `put_blocks`) run inside XLA: they never raise and
+    never touch JAX. On failure they save the first typed exception and return False, and keep returning False until the
+    exception was fetched by `take_error`, or raised by `commit` or `flush`.
 
     Attributes:
       handle: key of this branch in the registry, a small int.
       geometry: shape of the cache.
       generation: committed generation, starts at 0 (a fork starts at its parent's).
+      events: what happened to reads, in order, once it is set to a list; None records nothing.
     """
+
+    events: list[Event] | None = None
 
     def __init__(self, geometry: Geometry, generation: int = 0):
         self.geometry = geometry
@@ -141,6 +163,12 @@ class Branch(abc.ABC):
         """Callback. Copies block[B, K, N] int32 (outside 0..NB-1: nothing to read) of a layer to
         slots[b, k, slot[b, k, n]], where slots[B, K, NS, C, width] is contiguous and writable. A block that was never
         written reads as zeros. Sees everything committed, and nothing else."""
+
+    @abc.abstractmethod
+    def submit(self, layer, generation, block) -> bool:
+        """Callback. A hint that block[B, K, N] of a layer will be wanted by its next `read_into`: begins to read them
+        and returns at once. It replaces the layer's earlier hint. True, also where there is nothing to do; a hint that
+        comes too late or fails costs time and nothing else."""
 
     @abc.abstractmethod
     def put_rows(self, layer, generation, block, row, rows, gate) -> bool:

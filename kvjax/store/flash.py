@@ -3,16 +3,18 @@
 import itertools
 import os
 import weakref
+from collections.abc import Callable
 
 import numpy as np
 
 from kvjax.errors import ChecksumMismatch, ConfigError
+from kvjax.store.ahead import Ahead
 from kvjax.store.base import Geometry
 from kvjax.store.extents import ExtentPool
 from kvjax.store.file import create_file
 from kvjax.store.format import checksum
 from kvjax.store.lineage import Lineage, Sources
-from kvjax.store.reader import ExtentPlan
+from kvjax.store.reader import Fetch
 from kvjax.store.system import SystemIO
 from kvjax.store.transaction import TransactionalBranch
 from kvjax.store.volume import Volume
@@ -79,6 +81,7 @@ class FlashBranch(TransactionalBranch):
         self._lineage = Lineage(volume.geometry, table, self._errors, self._tally)
         volume.adopt(self._lineage)
         self._retire = weakref.finalize(self, volume.retire, self._lineage)
+        self._ahead: dict[int, Ahead] = {}  # by layer
 
     @property
     def path(self) -> str:
@@ -162,11 +165,26 @@ class FlashBranch(TransactionalBranch):
 
     # ---- decode
 
-    def _load(self, ids, targets, out):
+    def _begin(self, layer, ids):
+        sources = self._resolve(ids)
+        where = _ascending(sources)
+        self._forget(self._ahead.pop(layer, None))
+        if where.size:
+            names = self._volume.where(self._lineage)
+            fetch = self._volume.reader.start(sources.extents[where], sources.sums[where], names, urgent=False)
+            self._ahead[layer] = Ahead(fetch)
+            self._tally.add(prefetched=where.size)
+
+    def _forget(self, ahead: Ahead | None) -> None:
+        """Nobody wants these blocks any more."""
+        if ahead is not None:
+            ahead.fetch.drop()
+
+    def _load(self, layer, ids, targets, out):
         volume = self._volume
         sources = self._resolve(ids)
         while True:
-            suspects = self._copy(sources, ids, targets, out)
+            suspects = self._copy(layer, sources, ids, targets, out)
             if not suspects.size:
                 return
             before, ids, targets = sources, ids[suspects], targets[suspects]
@@ -181,20 +199,53 @@ class FlashBranch(TransactionalBranch):
         with self._volume.lock:
             return self._lineage.resolve(ids, self._volume.extents.checksums)
 
-    def _copy(self, sources: Sources, ids, targets, out) -> np.ndarray:
+    def _copy(self, layer, sources: Sources, ids, targets, out) -> np.ndarray:
         """Copies what can be trusted; returns positions of blocks that were being written meanwhile, or are damaged."""
         suspects = np.zeros(0, np.int64)
-        where = sources.on_flash.nonzero()[0]
+        where = _ascending(sources)
         if where.size < targets.size:
             out[targets[~sources.on_flash]] = 0
         if where.size:
-            where = where[sources.extents[where].argsort()]
-            plan = ExtentPlan(sources.extents[where], sources.sums[where], targets[where])
-            names = self._volume.where(self._lineage)
-            suspects = where[self._volume.reader.fetch(plan, out, names, self._tally)]
+            suspects = where[self._fetch(layer, sources.extents[where], sources.sums[where], targets[where], out)]
         if sources.staged:
             self._overlay(sources.staged, targets, out)
         return suspects
+
+    def _fetch(self, layer: int, extents, sums, targets, out) -> np.ndarray:
+        """Copies extents[n], ascending, to out[targets]: those read ahead as they are, the others at once. Returns
+        positions of damaged ones."""
+        ahead = self._ahead.pop(layer, None)
+        if ahead is None:
+            return self._read(layer, extents, sums, targets, out, np.arange(extents.size))()
+        place = ahead.find(extents, sums)
+        missing = (place < 0).nonzero()[0]
+        self._tally.add(prefetch_used=extents.size - missing.size, mispredicted=missing.size)
+        collect = self._read(layer, extents, sums, targets, out, missing)
+        again = ahead.copy(place, targets, out)
+        self._count(layer, ahead.fetch, extents.size - missing.size)
+        return np.concatenate([collect(), self._read(layer, extents, sums, targets, out, again)()])
+
+    def _read(self, layer, extents, sums, targets, out, chosen) -> Callable[[], np.ndarray]:
+        """Starts to read the chosen positions; the result waits for them and returns those that are damaged."""
+        if not chosen.size:
+            return lambda: chosen
+        names = self._volume.where(self._lineage)
+        fetch = self._volume.reader.start(extents[chosen], sums[chosen], names)
+
+        def collect() -> np.ndarray:
+            suspects = fetch.copy(targets[chosen], out)
+            self._count(layer, fetch, chosen.size)
+            return chosen[suspects]
+
+        return collect
+
+    def _count(self, layer: int, fetch: Fetch, useful: int) -> None:
+        geometry, count, times = self.geometry, fetch.extents.size, fetch.times
+        self._note("request", layer, times.began)
+        self._note("landed", layer, times.ended)
+        self._tally.add(reads=fetch.requests, blocks_read=count, bytes_read=count * geometry.extent_bytes,
+                        bytes_useful=useful * geometry.block_bytes, io_seconds=times.ended - times.began,
+                        wait_seconds=times.waited)
 
     def _overlay(self, staged, targets, out) -> None:
         """Lays staged blocks and rows over what came from flash; consecutive rows of all blocks in one assignment."""
@@ -221,12 +272,20 @@ class FlashBranch(TransactionalBranch):
         self._volume.drain(self._lineage)
 
     def _release(self):
+        while self._ahead:
+            self._forget(self._ahead.popitem()[1])
         anchor, self._anchor = self._anchor, None
         self._retire()
         shut_down = anchor.shut_down
         del anchor
         if not shut_down.alive:
             self._volume.join()
+
+
+def _ascending(sources: Sources) -> np.ndarray:
+    """Positions of the blocks on flash, in the order of their extents."""
+    where = sources.on_flash.nonzero()[0]
+    return where[sources.extents[where].argsort()]
 
 
 def _kept(blocks: np.ndarray, counts: np.ndarray) -> np.ndarray:

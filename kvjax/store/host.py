@@ -39,7 +39,7 @@ class HostBranch(TransactionalBranch):
             self._check(self.generation)
             return HostBranch(self.geometry, self._data.copy(), self.generation)
 
-    def _load(self, ids, targets, out):
+    def _load(self, layer, ids, targets, out):
         out[targets] = self._data[ids]
         moved = ids.size * self.geometry.block_bytes
         self._tally.add(reads=1, blocks_read=ids.size, bytes_read=moved, bytes_useful=moved)

@@ -1,110 +1,197 @@
-"""Reading many extents at once: sort, coalesce, share out, verify, copy."""
+"""Reading many extents at once: coalesce, share out, verify; whoever asked copies what has landed."""
 
-import functools
 import itertools
+import queue
+import time
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from kvjax.errors import ReadFailed
-from kvjax.store.base import Geometry, Tally
+from kvjax.store.base import Geometry
 from kvjax.store.file import BlockFile, Where
 from kvjax.store.format import HEADER_BYTES, checksum
-from kvjax.store.workers import ArenaStack, Ticket, WorkerPool
+from kvjax.store.workers import Arena, ArenaStack, WorkerPool
 
-REQUESTS_PER_CHUNK = 2  # at least; a single chunk is read by the caller, as waking a thread costs more
+PIECE_BYTES = 256 << 10  # a long run of neighbouring extents is worth a thread of its own from here on
 
 
-class ExtentPlan(NamedTuple):
-    """Blocks to fetch, ascending by extent.
+class Chunk:
+    """A piece of a fetch that one thread reads and verifies, at most one arena long.
 
-    extents: int32[n]; sums: uint64[n], what each block must hash to; targets: int64[n], row of the output.
+    Attributes:
+      first: position of its first block in the fetch.
+      extents, sums: int32[n] and uint64[n], which extents, and what each must hash to.
+      arena: where they are once the chunk has landed without error.
+      right: bool[n] whether each has its checksum.
+      requests: reads it took, neighbouring extents being one.
+      began, ended: when the device was asked and had answered, `time.perf_counter` seconds.
+      error: why it has not been read, if so.
     """
 
-    extents: np.ndarray
-    sums: np.ndarray
-    targets: np.ndarray
+    __slots__ = ("arena", "began", "ended", "error", "extents", "first", "requests", "right", "sums")
+    arena: Arena
+    right: np.ndarray
+
+    def __init__(self, first: int, extents: np.ndarray, sums: np.ndarray):
+        self.first, self.extents, self.sums = first, extents, sums
+        self.requests = 0
+        self.began = self.ended = 0.0
+        self.error: BaseException | None = None
 
 
-class Chunk(NamedTuple):
-    """A piece of a plan that one thread reads, verifies and copies, at most one arena long.
+class Times(NamedTuple):
+    """When the device was first asked and had answered all (`time.perf_counter`); seconds the caller was blocked."""
 
-    first: position of its first block in the plan. begins: block at which each request begins, counted from there, and
-    the number of blocks. offsets: of each request in the file. sums[n], targets[n]: as in the plan.
+    began: float
+    ended: float
+    waited: float
+
+
+class Fetch:
+    """Extents on their way into arenas, ascending. A read that hangs touches no memory but its arena.
+
+    Attributes:
+      extents, sums: as asked for.
     """
 
-    first: int
-    begins: list[int]
-    offsets: list[int]
-    sums: np.ndarray
-    targets: np.ndarray
+    def __init__(self, reader: "Reader", extents: np.ndarray, sums: np.ndarray, where: Where):
+        self.extents, self.sums = extents, sums
+        self._reader = reader
+        self._where = where
+        self._landed: queue.SimpleQueue[Chunk] = queue.SimpleQueue()
+        self._dropped = False
+        self._waited = 0.0
+        bounds = reader.bounds(extents)
+        self._chunks = [Chunk(a, extents[a:z], sums[a:z]) for a, z in itertools.pairwise(bounds)]
+
+    def start(self, urgent: bool) -> "Fetch":
+        for chunk in self._chunks:
+            self._reader.pool.put(self._job(chunk), urgent)
+        return self
+
+    def _job(self, chunk: Chunk) -> Callable[[], None]:
+        def run() -> None:
+            if self._dropped:
+                return
+            try:
+                self._reader.read(chunk, self._where)
+            except BaseException as cause:
+                chunk.error = cause
+            self._landed.put(chunk)
+            if self._dropped:
+                self.drop()
+        return run
+
+    def landed(self) -> Iterator[Chunk]:
+        """The chunks in the order in which they land; one's arena is good until the next is asked for. ReadFailed when
+        nothing lands for the reader's timeout."""
+        for _ in self._chunks:
+            began = time.perf_counter()
+            try:
+                chunk = self._landed.get(timeout=self._reader.timeout)
+            except queue.Empty:
+                self.drop()
+                raise self._reader.hung() from None
+            self._waited += time.perf_counter() - began
+            yield chunk
+            self._reader.give_back(chunk)
+
+    def copy(self, targets: np.ndarray, out: np.ndarray) -> np.ndarray:
+        """Copies verified blocks to out[targets], out[slots, block_bytes]; returns int64 positions of the damaged ones.
+        Raises the first error once everything has landed; then part of `out` may be written."""
+        suspects, error = [], None
+        for chunk in self.landed():
+            if chunk.error is not None:
+                error = error or chunk.error
+                continue
+            goal, count = targets[chunk.first:chunk.first + chunk.sums.size], chunk.sums.size
+            if chunk.right.all():
+                out[goal] = chunk.arena.blocks[:count]
+            else:
+                out[goal[chunk.right]] = chunk.arena.blocks[:count][chunk.right]
+                suspects.append(chunk.first + (~chunk.right).nonzero()[0])
+        if error is not None:
+            raise error
+        return np.concatenate(suspects) if suspects else np.zeros(0, np.int64)
+
+    @property
+    def requests(self) -> int:
+        """Reads made so far."""
+        return sum(chunk.requests for chunk in self._chunks)
+
+    @property
+    def times(self) -> Times:
+        """Meaningful once everything has landed."""
+        began, ended = zip(*((chunk.began, chunk.ended) for chunk in self._chunks), strict=True)
+        return Times(min(began), max(ended), self._waited)
+
+    def drop(self) -> None:
+        """Nobody will wait any more: what has not begun never will, and the arenas go back."""
+        self._dropped = True
+        while True:
+            try:
+                self._reader.give_back(self._landed.get_nowait())
+            except queue.Empty:
+                return
 
 
 class Reader:
     """Fetches extents of one file with a pool of threads.
 
-    A caller that reads so little that it does so itself has no timeout: its own system call cannot be left behind.
+    Attributes:
+      timeout: seconds after which a device that has not answered is given up.
     """
 
     def __init__(self, file: BlockFile, geometry: Geometry, threads: int, timeout: float):
+        self.timeout = timeout
+        self.pool = WorkerPool(threads)
         self._file = file
         self._extent_bytes = geometry.extent_bytes
-        self._timeout = timeout
         self._arenas = ArenaStack(geometry.extent_bytes, geometry.block_bytes)
-        self._pool = WorkerPool(threads)
 
-    def fetch(self, plan: ExtentPlan, out: np.ndarray, where: Where, tally: Tally) -> np.ndarray:
-        """Copies verified blocks to out[targets], out[slots, block_bytes]; returns int64 positions in the plan of the
-        others, whose output is untouched. Raises ShortRead or ReadFailed; then part of `out` may be written."""
-        count = plan.extents.size
-        begins = np.ones(count, bool)  # where a request begins: neighbouring extents are read at once
-        np.not_equal(plan.extents[1:] - plan.extents[:-1], 1, out=begins[1:])
-        bounds = self._bounds(count, int(np.count_nonzero(begins)))
-        begins[bounds[:-1]] = True
-        chunks = self._chunks(plan, begins.nonzero()[0], bounds)
-        jobs = [functools.partial(self._fetch_chunk, chunk, out, where) for chunk in chunks]
-        suspects = [jobs[0](Ticket())] if len(jobs) == 1 else self._run(jobs)
-        tally.add(reads=sum(len(chunk.offsets) for chunk in chunks), blocks_read=count,
-                  bytes_read=count * self._extent_bytes, bytes_useful=count * out.shape[1])
-        return np.concatenate(suspects)
+    def start(self, extents: np.ndarray, sums: np.ndarray, where: Where, urgent: bool = True) -> Fetch:
+        """Begins to read extents[n], ascending, whose blocks must hash to sums[n]."""
+        return Fetch(self, extents, sums, where).start(urgent)
 
-    def _bounds(self, blocks: int, requests: int) -> list[int]:
-        """Cuts a plan into about one chunk per thread, or more if that does not fit an arena."""
-        busy = min(self._pool.threads, requests // REQUESTS_PER_CHUNK)
-        chunks = max(busy, -(-blocks // self._arenas.extents), 1)
-        return [blocks * i // chunks for i in range(chunks + 1)]
+    def bounds(self, extents: np.ndarray) -> list[int]:
+        """Where to cut a fetch: two chunks per thread if there is that much to read, so that what has landed is copied
+        while the rest is read, and none longer than an arena."""
+        count = extents.size
+        requests = 1 + int(np.count_nonzero(extents[1:] - extents[:-1] != 1))
+        pieces = max(requests // 2, count * self._extent_bytes // PIECE_BYTES)
+        chunks = max(min(2 * self.pool.threads, pieces), -(-count // self._arenas.extents), 1)
+        return [count * i // chunks for i in range(chunks + 1)]
 
-    def _chunks(self, plan: ExtentPlan, begins: np.ndarray, bounds: list[int]) -> list[Chunk]:
-        offsets = (HEADER_BYTES + plan.extents[begins].astype(np.int64) * self._extent_bytes).tolist()
-        cuts = np.searchsorted(begins, bounds).tolist()
-        begins = [*begins.tolist(), plan.extents.size]  # type: ignore[assignment]
-        ranges = zip(itertools.pairwise(bounds), itertools.pairwise(cuts), strict=True)
-        return [Chunk(first, [begin - first for begin in begins[low:high + 1]], offsets[low:high],
-                      plan.sums[first:last], plan.targets[first:last])
-                for (first, last), (low, high) in ranges]
-
-    def _run(self, jobs) -> list:
+    def read(self, chunk: Chunk, where: Where) -> None:
+        """Reads a chunk into an arena and verifies it. Raises ShortRead or ReadFailed, and then it has no arena."""
+        extents, count = chunk.extents, chunk.extents.size
+        starts = [0, *((extents[1:] - extents[:-1] != 1).nonzero()[0] + 1).tolist()]
+        offsets = (HEADER_BYTES + extents[starts].astype(np.int64) * self._extent_bytes).tolist()
+        arena = self._arenas.take()
+        chunk.began = time.perf_counter()
         try:
-            return self._pool.run(jobs, self._timeout)
-        except TimeoutError as cause:
-            raise ReadFailed(f"{self._file.path}: the device did not answer within {self._timeout} s; check it, or "
-                             "raise timeout") from cause
+            self._file.read(zip(map(arena.part, starts, [*starts[1:], count]), offsets, strict=True), where)
+        except BaseException:
+            self._arenas.give(arena)
+            raise
+        finally:
+            chunk.ended = time.perf_counter()
+        chunk.right = np.fromiter(map(checksum, arena.payloads[:count]), np.uint64, count) == chunk.sums
+        chunk.requests = len(starts)
+        chunk.arena = arena
 
-    def _fetch_chunk(self, chunk: Chunk, out: np.ndarray, where: Where, ticket: Ticket) -> np.ndarray:
-        """Reads a chunk into an arena, verifies it, copies what is right; returns plan positions of the rest."""
-        count = chunk.sums.size
-        with self._arenas.lend() as arena:
-            views = map(arena.part, chunk.begins, chunk.begins[1:])
-            self._file.read(zip(views, chunk.offsets, strict=True), where)
-            right = np.fromiter(map(checksum, arena.payloads[:count]), np.uint64, count) == chunk.sums
-            sound = right.all()
-            with ticket.lock:
-                if ticket.valid and sound:
-                    out[chunk.targets] = arena.blocks[:count]
-                elif ticket.valid:
-                    out[chunk.targets[right]] = arena.blocks[:count][right]
-        return chunk.first + (~right).nonzero()[0]
+    def give_back(self, chunk: Chunk) -> None:
+        """The arena of a chunk may be used again."""
+        if hasattr(chunk, "arena"):
+            self._arenas.give(chunk.arena)
+            del chunk.arena
+
+    def hung(self) -> ReadFailed:
+        return ReadFailed(f"{self._file.path}: the device did not answer within {self.timeout} s; check it, or raise "
+                          "timeout")
 
     def stop(self) -> None:
         """Ends the threads once they are idle."""
-        self._pool.stop()
+        self.pool.stop()

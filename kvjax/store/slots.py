@@ -1,15 +1,16 @@
 """A pool of slots over a store: the working set in memory, everything in the file.
 
-The callbacks of a step are here, behind one interface with two backends that give equal bits:
+The callbacks of a step are here, behind one interface with three backends that give equal bits:
 `buffer` reads straight into XLA's own memory (CPU), `io` returns fetched blocks from an
-`io_callback` (any platform).
+`io_callback` (any platform that has them), and `python` calls the store between compiled parts
+(any platform; also the oracle of the other two).
 Callbacks never raise and never touch JAX: they save the first error in the branch and return
 ok = 0, and the step then changes nothing.
 """
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,16 +18,18 @@ import numpy as np
 from jax.experimental import io_callback
 from jax.experimental.buffer_callback import buffer_callback
 
+from kvjax.errors import ConfigError
 from kvjax.method import Spec
 from kvjax.pool import Line, Traffic, batch_and_head, take_block, take_rows
 from kvjax.store import base, residency
 from kvjax.store.residency import ReadPlan, Residency
 from kvjax.typing import Array, Bool, Float, Int32
 
-Backend = Literal["buffer", "io"]
+BACKENDS = ("buffer", "io", "python")
+PREFETCH = ("off", "layer", "step")
 
 
-def default_backend() -> Backend:
+def default_backend() -> str:
     """Straight into XLA's buffers where they are host memory, copies elsewhere."""
     return "buffer" if jax.default_backend() == "cpu" else "io"
 
@@ -34,21 +37,27 @@ def default_backend() -> Backend:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SlotPool:
-    """Slots of packed rows (key beside value) and the table of what is in them."""
+    """Slots of packed rows (key beside value) and the table of what is in them.
+
+    What is read ahead (`prefetch`) waits in the store, not in slots: a wrong guess evicts nothing.
+    """
 
     rows: Float[Array, "B K NS C D2"]
     table: Residency
     queued: Int32[Array, ""]  # writes handed to the store: ready only when the callbacks have run
     num_blocks: int = dataclasses.field(metadata={"static": True})
     policy: str = dataclasses.field(metadata={"static": True})
-    backend: Backend = dataclasses.field(metadata={"static": True})
+    backend: str = dataclasses.field(metadata={"static": True})
+    prefetch: str = dataclasses.field(default="off", metadata={"static": True})
 
     @classmethod
-    def zeros(cls, spec: Spec, batch: int, slots: int, dtype, policy: str, backend: Backend) -> "SlotPool":
+    def zeros(
+        cls, spec: Spec, batch: int, slots: int, dtype, policy: str, backend: str, prefetch: str = "off"
+    ) -> "SlotPool":
         shape = (batch, spec.kv_heads, slots, spec.block_rows, 2 * spec.head_dim)
         table = residency.empty(spec.kv_heads, slots, spec.num_blocks)
         table = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (batch, *leaf.shape)), table)
-        return cls(jnp.zeros(shape, dtype), table, jnp.int32(0), spec.num_blocks, policy, backend)
+        return cls(jnp.zeros(shape, dtype), table, jnp.int32(0), spec.num_blocks, policy, backend, prefetch)
 
     def emptied(self) -> "SlotPool":
         """The same pool with nothing resident: every block will be read again."""
@@ -76,10 +85,14 @@ class SlotPool:
         if self.backend == "buffer":
             rows, ok = _read_in_place(self.rows, line, layer, plan)
         else:
-            fetched, ok = _read_blocks(self.rows, line, layer, plan)
+            fetched, ok = _read_blocks(self.rows, line, layer, plan, self.backend)
             rows = jnp.where(ok, self.fill(plan, fetched), self.rows)
         pool, traffic = self.settle(plan, need, rows, ok)
         return pool, plan.slot, ok, traffic
+
+    def submit(self, block, layer, line):
+        missing = jnp.where(self.locate(block) == self.rows.shape[2], block, self.num_blocks)
+        return _effect("submit", self.backend, line, layer, missing)
 
     def gather(self, slot, row):
         return jnp.split(take_rows(self.rows, slot, row), 2, axis=-1)
@@ -97,14 +110,14 @@ class SlotPool:
     def put_row(self, block, row, key, value, layer, line):
         packed = jnp.concatenate([key, value], axis=-1).astype(self.rows.dtype)
         slot = jnp.where(block < self.num_blocks, self.locate(block), self.rows.shape[2])
-        queued = _enqueue("put_rows", self.backend, line, layer, block, row, packed)
+        queued = _effect("put_rows", self.backend, line, layer, block, row, packed)
         rows = self.rows.at[(*batch_and_head(slot), slot, row)].set(packed, mode="drop")
         return dataclasses.replace(self, rows=rows, queued=self.queued + queued)
 
     def put_blocks(self, block, key, value, layer, line):
         packed = jnp.concatenate([key, value], axis=-1).astype(self.rows.dtype)
         slot = jnp.where(block < self.num_blocks, self.locate(block), self.rows.shape[2])
-        queued = _enqueue("put_blocks", self.backend, line, layer, block, packed)
+        queued = _effect("put_blocks", self.backend, line, layer, block, packed)
         rows = self.rows.at[(*batch_and_head(slot), slot)].set(packed, mode="drop")
         return dataclasses.replace(self, rows=rows, queued=self.queued + queued)
 
@@ -148,11 +161,12 @@ def _io_read(shape_like, handle, generation, layer, block):
     return fetched, np.int32(ok)
 
 
-def _read_blocks(rows, line: Line, layer, plan: ReadPlan):
+def _read_blocks(rows, line: Line, layer, plan: ReadPlan, backend: str):
     shape = (*plan.read.shape, *rows.shape[-2:])
     result = (jax.ShapeDtypeStruct(shape, rows.dtype), jax.ShapeDtypeStruct((), jnp.int32))
     like = jnp.zeros((1, *rows.shape[-2:]), rows.dtype)
-    fetched, ok = io_callback(_io_read, result, like, line.handle, line.generation, layer, plan.read)
+    operands = (like, line.handle, line.generation, layer, plan.read)
+    fetched, ok = _in_python(_io_read, operands) if backend == "python" else io_callback(_io_read, result, *operands)
     return fetched, ok > 0
 
 
@@ -176,17 +190,34 @@ def _io_put_blocks(handle, generation, layer, block, packed):
     return np.int32(_branch_call("put_blocks", handle, *_scalars(layer, generation), *args))
 
 
-_ENQUEUE: dict[tuple[str, bool], Callable[..., Any]] = {
+def _buffer_submit(ctx, ok, handle, generation, layer, block):
+    np.asarray(ok)[...] = _io_submit(handle, generation, layer, block)
+
+
+def _io_submit(handle, generation, layer, block):
+    return np.int32(_branch_call("submit", handle, *_scalars(layer, generation), np.asarray(block)))
+
+
+_EFFECTS: dict[tuple[str, bool], Callable[..., Any]] = {
+    ("submit", True): _buffer_submit, ("submit", False): _io_submit,
     ("put_rows", True): _buffer_put_rows, ("put_rows", False): _io_put_rows,
     ("put_blocks", True): _buffer_put_blocks, ("put_blocks", False): _io_put_blocks,
 }
 
 
-def _enqueue(name: str, backend: Backend, line: Line, layer, *args) -> Int32[Array, ""]:
-    """Queues writes under the next generation; 1 if they were taken, else the branch keeps the reason."""
-    in_place = backend == "buffer"
+def _effect(name: str, backend: str, line: Line, layer, *args) -> Int32[Array, ""]:
+    """Hands something to the branch; 1 if it was taken, else the branch keeps the reason."""
     result = jax.ShapeDtypeStruct((), jnp.int32)
     operands = (line.handle, line.generation, layer, *args)
-    if in_place:
-        return buffer_callback(_ENQUEUE[name, True], result, has_side_effect=True)(*operands)
-    return io_callback(_ENQUEUE[name, False], result, *operands)
+    if backend == "buffer":
+        return buffer_callback(_EFFECTS[name, True], result, has_side_effect=True)(*operands)
+    if backend == "python":
+        return _in_python(_EFFECTS[name, False], operands)
+    return io_callback(_EFFECTS[name, False], result, *operands)
+
+
+def _in_python(call: Callable[..., Any], operands):
+    """Runs a callback here and now; its operands must be values, not parts of a program."""
+    if any(isinstance(one, jax.core.Tracer) for one in operands):
+        raise ConfigError("backend 'python' cannot run inside jit; use the staged driver, or backend 'io'")
+    return jax.tree.map(jnp.asarray, call(*map(np.asarray, operands)))

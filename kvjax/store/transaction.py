@@ -13,7 +13,7 @@ import time
 import numpy as np
 
 from kvjax.errors import FormatMismatch, StaleCache, StoreClosed, StoreError
-from kvjax.store.base import Branch, Geometry, Stats, Tally
+from kvjax.store.base import Branch, Event, Geometry, Stats, Tally
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,8 +96,8 @@ def callback(method):
 class TransactionalBranch(Branch):
     """Arguments, generations, errors and the open transaction; subclasses move the bytes.
 
-    Subclasses give `_load`, `_publish`, `_drain` and `_release`; all but `_load` run under `self._mutex`, which orders
-    the Python-side calls of one branch.
+    Subclasses give `_load`, `_publish`, `_drain` and `_release`, and `_begin` if they can read ahead; all but `_load`
+    and `_begin` run under `self._mutex`, which orders the Python-side calls of one branch.
     """
 
     def __init__(self, geometry: Geometry, generation: int = 0):
@@ -111,8 +111,11 @@ class TransactionalBranch(Branch):
         super().__init__(geometry, generation)
 
     @abc.abstractmethod
-    def _load(self, ids: np.ndarray, targets: np.ndarray, out: np.ndarray) -> None:
-        """Copies block ids[n] to out[targets[n]], out[slots, block_bytes] uint8."""
+    def _load(self, layer: int, ids: np.ndarray, targets: np.ndarray, out: np.ndarray) -> None:
+        """Copies block ids[n] of a layer to out[targets[n]], out[slots, block_bytes] uint8."""
+
+    def _begin(self, layer: int, ids: np.ndarray) -> None:
+        """Starts to read block ids[n] of a layer, for the `_load` that follows."""
 
     @abc.abstractmethod
     def _publish(self, records: list[Rows | Blocks]) -> None:
@@ -132,12 +135,24 @@ class TransactionalBranch(Branch):
     def read_into(self, layer, generation, block, slot, slots):
         started = time.perf_counter()
         self._enter(generation)
+        self._note("read", layer, started)
         try:
             ids, targets, out = self._locate(layer, block, slot, slots)
             if ids.size:
-                self._load(ids, targets, out)
+                self._load(int(layer), ids, targets, out)
         finally:
-            self._tally.add(read_seconds=time.perf_counter() - started)
+            ended = time.perf_counter()
+            self._tally.add(read_seconds=ended - started)
+            self._note("answer", layer, ended)
+
+    @callback
+    def submit(self, layer, generation, block):
+        if self._closed or int(generation) != self.generation:
+            return  # the token is over
+        self._note("submit", layer, time.perf_counter())
+        block = self._index("block", block, (*self._lane_start.shape, np.shape(block)[-1]))
+        wanted = _within(block, self.geometry.num_blocks)
+        self._begin(int(layer), (block + (self._lane_start + self._layer_start(layer))[..., None])[wanted])
 
     @callback
     def put_rows(self, layer, generation, block, row, rows, gate):
@@ -200,6 +215,10 @@ class TransactionalBranch(Branch):
 
     def stats(self) -> Stats:
         return self._tally.stats()
+
+    def _note(self, kind: str, layer, seconds: float) -> None:
+        if self.events is not None:
+            self.events.append(Event(seconds, kind, int(layer)))
 
     # ---- checks
 

@@ -1,83 +1,52 @@
-"""Persistent threads that a caller waits for with a deadline, and pages of memory for O_DIRECT to read into."""
+"""Persistent threads that serve urgent jobs first, and pages of memory for O_DIRECT to read into."""
 
 import collections
 import contextlib
 import mmap
 import queue
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 
 from kvjax.store.base import PAGE_BYTES
 
 
-class Ticket:
-    """Leave to touch the caller's memory, held by a job and withdrawn when the caller stops waiting.
-
-    A read that hangs can end long after its caller has returned, when the memory belongs to somebody else. So a job
-    reads into memory of its own, and copies from there under the ticket's lock.
-    """
-
-    def __init__(self):
-        self.lock = threading.Lock()
-        self.valid = True
-
-    def withdraw(self) -> None:
-        with self.lock:
-            self.valid = False
-
-
 class WorkerPool:
-    """`threads` daemon threads that serve one queue; a thread that hangs leaves its work to the others.
+    """`threads` daemon threads; one that hangs leaves its work to the others.
 
     Unlike concurrent.futures, no thread is joined at interpreter exit, where one that hangs would block for ever.
+    A job never raises: what went wrong it keeps for whoever waits for it.
     """
 
     def __init__(self, threads: int):
         self.threads = threads
-        self._jobs: queue.SimpleQueue = queue.SimpleQueue()
+        self._urgent: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._later: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()  # one True per job, then one False per thread
+        queues = (self._wake, self._urgent, self._later)
         for index in range(threads):
-            threading.Thread(target=_serve, args=(self._jobs,), name=f"kvjax-read-{index}", daemon=True).start()
+            threading.Thread(target=_serve, args=queues, name=f"kvjax-read-{index}", daemon=True).start()
 
-    def run(self, jobs: list[Callable[[Ticket], object]], timeout: float) -> list:
-        """Results of job(ticket) in the order of completion; raises the first exception, after all have ended.
-
-        TimeoutError when that takes longer than `timeout` seconds; no job touches the caller's memory afterwards.
-        """
-        outcomes: queue.SimpleQueue = queue.SimpleQueue()
-        tickets = [Ticket() for _ in jobs]
-        for job, ticket in zip(jobs, tickets, strict=True):
-            self._jobs.put((job, ticket, outcomes))
-        deadline = time.monotonic() + timeout
-        try:
-            results = [outcomes.get(timeout=max(deadline - time.monotonic(), 0)) for _ in jobs]
-        except queue.Empty:
-            raise TimeoutError from None
-        finally:
-            for ticket in tickets:
-                ticket.withdraw()
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-        return results
+    def put(self, job: Callable[[], None], urgent: bool = True) -> None:
+        """Hands over a job; those that are not urgent wait until none is."""
+        (self._urgent if urgent else self._later).put(job)
+        self._wake.put(True)
 
     def stop(self) -> None:
         """Ends the threads once they are idle. Takes no lock: safe inside a finalizer."""
         for _ in range(self.threads):
-            self._jobs.put(None)
+            self._wake.put(False)
 
 
-def _serve(jobs: queue.SimpleQueue) -> None:
-    while (item := jobs.get()) is not None:
-        job, ticket, outcomes = item
+def _serve(wake, urgent, later) -> None:
+    while wake.get():
         try:
-            outcome = job(ticket) if ticket.valid else None
-        except BaseException as cause:
-            outcome = cause
-        outcomes.put(outcome)
-        del item, job, ticket, outcomes, outcome  # an idle thread must not keep a caller's arrays alive
+            job = urgent.get_nowait()
+        except queue.Empty:
+            job = later.get()
+        job()
+        del job  # an idle thread must not keep a caller's arrays alive
 
 
 class Arena:
@@ -86,6 +55,7 @@ class Arena:
     Attributes:
       extents: how many fit.
       blocks: uint8[extents, block_bytes] view of their payloads.
+      payloads: the same, a memoryview each.
     """
 
     def __init__(self, extents: int, extent_bytes: int, block_bytes: int):
@@ -111,13 +81,10 @@ class ArenaStack:
         self._sizes = (extent_bytes, block_bytes)
         self._idle: collections.deque[Arena] = collections.deque()
 
-    @contextlib.contextmanager
-    def lend(self) -> Iterator[Arena]:
-        try:
-            arena = self._idle.pop()
-        except IndexError:
-            arena = Arena(self.extents, *self._sizes)
-        try:
-            yield arena
-        finally:
-            self._idle.append(arena)
+    def take(self) -> Arena:
+        with contextlib.suppress(IndexError):
+            return self._idle.pop()
+        return Arena(self.extents, *self._sizes)
+
+    def give(self, arena: Arena) -> None:
+        self._idle.append(arena)

@@ -1,0 +1,106 @@
+"""How much of the store's reading is hidden behind computing when the next layer's blocks are read ahead.
+
+Two devices: a reader that sleeps, so slow that a layer's reads take a given share of a layer's computing, and the disk
+under the workdir with O_DIRECT. The method looks ahead, so that what is prefetched is what is read; its first layer is
+dense, as nothing comes before it. Weights are random; keys are made up as in `experiments.throughput`.
+"""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+
+import kvjax
+from experiments import throughput
+from experiments.results import Run
+from kvjax import decode
+from kvjax.decode import Slots
+from kvjax.methods import Quest
+from kvjax.models.config import ModelConfig, RopeConfig
+from kvjax.store.flash import FlashStore
+from kvjax.store.system import SystemIO
+
+
+class SleepingReader(SystemIO):
+    """A device that answers every read from the page cache, `delay` seconds late."""
+
+    def __init__(self, delay: float):
+        self._delay = delay
+
+    def preadv(self, descriptor, views, offset):  # type: ignore[override]
+        time.sleep(self._delay)
+        return SystemIO.preadv(descriptor, views, offset)
+
+
+def shape(layers: int, hidden: int) -> ModelConfig:
+    return ModelConfig(
+        family="llama", vocab_size=4096, hidden_size=hidden, intermediate_size=4 * hidden, num_layers=layers,
+        num_heads=hidden // 64, num_kv_heads=4, head_dim=64, max_position=131_072, tie_embeddings=True,
+        rope=RopeConfig(theta=500_000.0),
+    )
+
+
+def make_store(device: str, delay: float, threads: int, directory) -> FlashStore:
+    directory.mkdir(parents=True, exist_ok=True)
+    store = FlashStore(directory, direct=device == "disk", threads=threads)
+    if device == "sleeping":
+        store.system = SleepingReader(delay)
+    return store
+
+
+def decode_tokens(llm, method, config, driver: str, slots: Slots, store=None) -> dict[str, float]:
+    """Medians over tokens after a warm-up; seconds of I/O and of waiting for it, per token."""
+    plan, state, branch, _ = throughput.filled_cache(llm, method, config.context, config.steps + 8, store, slots)
+    rng, times, before = np.random.default_rng(0), [], None
+    for i in range(config.steps + 3):
+        token = jnp.asarray(rng.integers(0, 4096, 1), jnp.int32)
+        started = time.perf_counter()
+        done = decode.step(plan, llm.params, state, token, driver=driver, donate=True)
+        state = jax.block_until_ready(done.state)
+        times.append(time.perf_counter() - started)
+        if branch is not None and i == 2:
+            before = branch.stats()
+    row = {"ms_per_token": 1e3 * float(np.median(times[3:]))}
+    if branch is not None:
+        row |= store_row(before, branch.stats(), config.steps)
+        branch.close()
+    return row
+
+
+def store_row(before, after, steps: int) -> dict[str, float]:
+    """What the store did between two looks at its statistics."""
+    io, waited = after.io_seconds - before.io_seconds, after.wait_seconds - before.wait_seconds
+    return {
+        "io_ms_per_token": 1e3 * io / steps, "wait_ms_per_token": 1e3 * waited / steps,
+        "hidden_io_fraction": 1 - waited / io, "bytes_read_per_token": (after.bytes_read - before.bytes_read) / steps,
+        "reads_per_token": (after.reads - before.reads) / steps,
+        "mispredicted_per_token": (after.mispredicted - before.mispredicted) / steps,
+    }
+
+
+def run(config: ml_collections.ConfigDict, workdir: str) -> None:
+    """One row per device, prefetch and driver; the rows there are already are kept."""
+    run, method = Run(config, workdir), Quest(lookahead=True, dense_layers=1, **config.method)
+    llm = kvjax.LLM(shape(config.layers, config.hidden), throughput.random_params(shape(config.layers, config.hidden)))
+    compute = {driver: decode_tokens(llm, method, config, driver, Slots())["ms_per_token"] for driver in config.drivers}
+    requests = config.method.max_blocks * llm.config.num_kv_heads
+    delay = 1e-3 * config.io_share * min(compute.values()) / config.layers / -(-requests // config.threads)
+    for device in config.devices:
+        for driver in config.drivers:
+            for prefetch in ("off", "layer"):
+                store = make_store(device, delay, config.threads, run.path / "store")
+                row = decode_tokens(llm, method, config, driver, Slots(prefetch=prefetch), store)
+                run.log(device=device, driver=driver, prefetch=prefetch, method="quest", context=config.context,
+                        compute_ms_per_token=compute[driver], **row)
+    run.summary(run.logged())
+    print_table(run.logged())
+
+
+def print_table(rows: list[dict]) -> None:
+    print(f"{'device':>10}{'driver':>8}{'prefetch':>10}{'ms/token':>10}{'compute':>9}{'I/O':>8}{'waited':>8}{'hidden':>8}")
+    for row in rows:
+        print(f"{row['device']:>10}{row['driver']:>8}{row['prefetch']:>10}{row['ms_per_token']:10.1f}"
+              f"{row['compute_ms_per_token']:9.1f}{row['io_ms_per_token']:8.1f}{row['wait_ms_per_token']:8.1f}"
+              f"{row['hidden_io_fraction']:8.2f}")

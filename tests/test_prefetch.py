@@ -1,0 +1,141 @@
+"""Reading ahead: outputs are the same, guesses are counted, and the order of events is what overlap needs."""
+
+import dataclasses
+import itertools
+
+import jax
+import numpy as np
+import pytest
+from harness import METHODS
+from test_decode import CONFIG, PROMPT, start, teacher_forced
+from test_decode import params as params
+from test_decode import tokens as tokens
+
+from kvjax import decode
+from kvjax.decode import Slots
+from kvjax.errors import ConfigError
+from kvjax.store.flash import FlashStore
+from tests.store.conftest import GEOMETRY, Driver, wait_until
+from tests.store.faults import FaultySystem
+
+DEEP = dataclasses.replace(CONFIG, num_layers=4, windows=(None,) * 4)
+
+
+@pytest.fixture(scope="module")
+def deep(params):
+    return {**params, "layers_2": params["layers_0"], "layers_3": params["layers_1"]}
+
+
+def looking_ahead(name):
+    return dataclasses.replace(METHODS[name], lookahead=True)
+
+
+@pytest.mark.parametrize("name", ["quest", "dynakv"])
+@pytest.mark.parametrize("prefetch", ["layer", "step"])
+def test_reading_ahead_changes_no_bit(params, tokens, name, prefetch, tmp_path):
+    expected = teacher_forced(params, tokens, METHODS[name])
+    got = {
+        (driver, backend): teacher_forced(
+            params, tokens, METHODS[name], driver, FlashStore(tmp_path), prefetch=prefetch, backend=backend
+        )
+        for driver, backend in [("staged", "buffer"), ("fused", "buffer"), ("staged", "io"), ("fused", "io")]
+    }
+    np.testing.assert_array_equal(got["staged", "buffer"], expected)
+    np.testing.assert_array_equal(got["staged", "io"], expected)
+    np.testing.assert_array_equal(got["fused", "io"], got["fused", "buffer"])
+    np.testing.assert_array_equal(got["fused", "io"].argmax(-1), expected.argmax(-1))
+
+
+@pytest.mark.parametrize("name", ["quest", "dynakv"])
+def test_effects_driven_from_python_give_the_same_tokens(params, tokens, name, tmp_path):
+    expected = teacher_forced(params, tokens, METHODS[name], store=FlashStore(tmp_path))
+    got = teacher_forced(params, tokens, METHODS[name], store=FlashStore(tmp_path), backend="python", prefetch="layer")
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+    np.testing.assert_array_equal(got.argmax(-1), expected.argmax(-1))
+
+
+def test_a_program_cannot_run_effects_in_python(params, tokens, tmp_path):
+    plan, state, _, _ = start(params, tokens, METHODS["quest"], FlashStore(tmp_path), backend="python")
+    with pytest.raises(ConfigError, match="driver='staged'"):
+        decode.step(plan, params, state, tokens[:, 50], driver="fused")
+
+
+def test_unknown_names():
+    with pytest.raises(ConfigError, match="prefetch='soon' must be one of off, layer, step"):
+        Slots(prefetch="soon")
+    with pytest.raises(ConfigError, match="backend='ffi'"):
+        Slots(backend="ffi")
+
+
+@pytest.mark.parametrize("driver", ["staged", "fused"])
+def test_a_method_that_looks_ahead_reads_nothing_late(deep, tokens, driver, tmp_path):
+    method = looking_ahead("quest")
+    plan, state, _, branch = start(deep, tokens, method, FlashStore(tmp_path), DEEP, prefetch="layer")
+    for i in range(8):
+        state = decode.step(plan, deep, state, tokens[:, max(PROMPT) + i], driver=driver, donate=True).state
+    stats = branch.stats()
+    assert stats.prefetched == stats.prefetch_used > 0
+    assert stats.mispredicted == 0
+
+
+@pytest.mark.parametrize("prefetch", ["layer", "step"])
+def test_wrong_guesses_are_counted(params, tokens, prefetch, tmp_path):
+    method = dataclasses.replace(METHODS["quest"], budget=14)  # two pages of many: the estimate must miss some
+    plan, state, _, branch = start(params, tokens, method, FlashStore(tmp_path), prefetch=prefetch)
+    for i in range(20):
+        state = decode.step(plan, params, state, tokens[:, max(PROMPT) + i], donate=True).state
+    stats = branch.stats()
+    assert stats.prefetched > stats.prefetch_used > 0
+    assert stats.mispredicted > 0
+
+
+@pytest.mark.parametrize("driver", ["staged", "fused"])
+def test_the_next_layer_is_submitted_before_a_layer_is_read(deep, tokens, driver, tmp_path):
+    plan, state, _, branch = start(deep, tokens, looking_ahead("quest"), FlashStore(tmp_path), DEEP, prefetch="layer")
+    expected = [("submit", 1), ("read", 0), ("answer", 0), ("submit", 2), ("read", 1), ("answer", 1),
+                ("submit", 3), ("read", 2), ("answer", 2), ("read", 3), ("answer", 3)]
+    for i in range(50):
+        branch.events = []
+        state = decode.step(plan, deep, state, tokens[:, (max(PROMPT) + i) % 96], driver=driver, donate=True).state
+        jax.block_until_ready(state)
+        order = [(event.kind, event.layer) for event in branch.events if event.kind in ("submit", "read", "answer")]
+        assert order == expected, f"token {i}"
+        for before, after in itertools.pairwise(event for event in branch.events if event.kind == "request"):
+            assert before.layer < after.layer
+
+
+def test_a_broken_prefetch_is_read_again(params, tokens, tmp_path):
+    """The device fails only while it is asked ahead: nobody notices but the counters."""
+    method, store = looking_ahead("quest"), FlashStore(tmp_path)
+    expected = teacher_forced(params, tokens, method)
+    store.system = FaultySystem()
+    plan, state, _, branch = start(params, tokens, method, store, prefetch="layer")
+    begin = branch._begin
+
+    def failing_begin(layer, ids):
+        store.system.fail("preadv", 5)
+        begin(layer, ids)
+        fetch = branch._ahead[layer].fetch
+        wait_until(lambda: fetch._landed.qsize() == len(fetch._chunks))
+        store.system.heal()
+
+    branch._begin = failing_begin
+    for i, logits in enumerate(expected):
+        done = decode.step(plan, params, state, tokens[np.arange(2), np.asarray(PROMPT) + i], donate=True)
+        state = done.state
+        np.testing.assert_array_equal(done.logits, logits)
+
+
+def test_a_prefetched_block_that_is_rewritten_is_read_again(tmp_path):
+    """Between the hint and the read, the block gets other contents."""
+    driver = Driver(FlashStore(tmp_path, staging_bytes=0).create(GEOMETRY, "test"))
+    expected = driver.prefill()
+    block = np.tile(np.arange(GEOMETRY.num_blocks, dtype=np.int32), (GEOMETRY.batch, GEOMETRY.kv_heads, 1))
+    assert driver.branch.submit(0, 0, block)
+    driver.append(2, 1, 42.0)
+    driver.branch.flush()
+    expected[:, :, 2, 1] = 42.0
+    np.testing.assert_array_equal(driver.read(), expected)
+    stats = driver.branch.stats()
+    assert stats.mispredicted == GEOMETRY.lanes and stats.prefetch_used == 5 * GEOMETRY.lanes
+    driver.branch.close()
