@@ -115,7 +115,7 @@ def test_a_broken_prefetch_is_read_again(params, tokens, tmp_path):
     def failing_begin(layer, ids):
         store.system.fail("preadv", 5)
         begin(layer, ids)
-        fetch = branch._ahead[layer].fetch
+        fetch = branch._reads._guesses[layer]
         wait_until(lambda: fetch._landed.qsize() == len(fetch._chunks))
         store.system.heal()
 

@@ -1,40 +1,103 @@
-"""Blocks that are read before anybody asks for them, and what became of the guess."""
+"""Which reads of a branch were begun before anybody asked, and what became of the guesses."""
+
+from collections.abc import Callable
 
 import numpy as np
 
-from kvjax.store.reader import Fetch
+from kvjax.store.base import Geometry, Tally
+from kvjax.store.file import Where
+from kvjax.store.reader import Fetch, Reader
+
+Copy = Callable[[np.ndarray, np.ndarray], np.ndarray]  # (targets, out) -> positions of damaged blocks
+Note = Callable[[str, int, float], None]  # (kind, layer, seconds) of an event
 
 
-class Ahead:
-    """Prefetched extents of one layer.
+class Reads:
+    """The reads of one branch: at most one guess per layer is on its way.
 
     A prefetched block is used only if it still lies in the same extent and has the same checksum as when it was
     asked for; everything else is read again. So a prefetch can be wrong, late or broken, and never changes a result.
     """
 
-    def __init__(self, fetch: Fetch):
-        self._fetch = fetch
+    def __init__(self, reader: Reader, geometry: Geometry, tally: Tally):
+        self._reader = reader
+        self._geometry = geometry
+        self._tally = tally
+        self._guesses: dict[int, Fetch] = {}
 
-    def find(self, extents: np.ndarray, sums: np.ndarray) -> np.ndarray:
-        """Position of each block in the prefetch, -1 where it is not there: int64[n]."""
-        ours = self._fetch.extents
-        place = np.minimum(ours.searchsorted(extents), ours.size - 1)
-        return np.where((ours[place] == extents) & (self._fetch.sums[place] == sums), place, -1)
+    def begin(self, layer: int, extents: np.ndarray, sums: np.ndarray, where: Where) -> None:
+        """Starts to read extents[n], ascending, in place of the layer's earlier guess."""
+        self._drop(layer)
+        if extents.size:
+            self._guesses[layer] = self._reader.start(extents, sums, where, urgent=False)
+            self._tally.add(prefetched=extents.size)
 
-    def copy(self, place: np.ndarray, targets: np.ndarray, out: np.ndarray) -> np.ndarray:
-        """Copies blocks at place[n] (-1: none) to out[targets]; returns int64 positions of those that did not arrive
-        sound and are to be read again. Raises ReadFailed when the device hangs."""
-        done = place < 0
-        for chunk in self._fetch.landed():
-            if chunk.error is not None:
-                continue
-            inside = place - chunk.first
-            mine = ((inside >= 0) & (inside < chunk.sums.size)).nonzero()[0]
-            mine = mine[chunk.right[inside[mine]]]
-            out[targets[mine]] = chunk.arena.blocks[inside[mine]]
-            done[mine] = True
-        return (~done).nonzero()[0]
+    def forget(self) -> None:
+        """Nobody wants any of the guesses any more."""
+        for layer in list(self._guesses):
+            self._drop(layer)
 
-    @property
-    def fetch(self) -> Fetch:
-        return self._fetch
+    def _drop(self, layer: int) -> None:
+        guess = self._guesses.pop(layer, None)
+        if guess is not None:
+            guess.drop()
+
+    def fetch(self, layer: int, extents: np.ndarray, sums: np.ndarray, where: Where, note: Note) -> Copy:
+        """Starts to read those of extents[n], ascending, that were not guessed. The function returned waits for all,
+        copies them, and gives int64 positions of damaged ones; it raises ShortRead or ReadFailed."""
+        guess = self._guesses.pop(layer, None)
+        place = np.full(extents.size, -1) if guess is None else _find(guess, extents, sums)
+        missing = (place < 0).nonzero()[0]
+        late = self._start(extents, sums, missing, where)
+
+        def copy(targets: np.ndarray, out: np.ndarray) -> np.ndarray:
+            suspects = []
+            if guess is not None:
+                again = _copy_guessed(guess, place, targets, out)
+                self._tally.add(prefetch_used=extents.size - missing.size, mispredicted=missing.size)
+                self._count(layer, guess, extents.size - missing.size - again.size, note)
+                second = self._start(extents, sums, again, where)
+                suspects.append(self._collect(layer, second, again, targets, out, note))
+            return np.concatenate([*suspects, self._collect(layer, late, missing, targets, out, note)])
+
+        return copy
+
+    def _start(self, extents, sums, chosen: np.ndarray, where: Where) -> Fetch | None:
+        return self._reader.start(extents[chosen], sums[chosen], where) if chosen.size else None
+
+    def _collect(self, layer: int, fetch: Fetch | None, chosen: np.ndarray, targets, out, note: Note) -> np.ndarray:
+        """Waits for the chosen positions; returns those that are damaged."""
+        if fetch is None:
+            return chosen
+        suspects = fetch.copy(targets[chosen], out)
+        self._count(layer, fetch, chosen.size, note)
+        return chosen[suspects]
+
+    def _count(self, layer: int, fetch: Fetch, useful: int, note: Note) -> None:
+        geometry, count, times = self._geometry, fetch.extents.size, fetch.times
+        note("request", layer, times.began)
+        note("landed", layer, times.ended)
+        self._tally.add(reads=fetch.requests, blocks_read=count, bytes_read=count * geometry.extent_bytes,
+                        bytes_useful=useful * geometry.block_bytes, io_seconds=times.ended - times.began,
+                        wait_seconds=times.waited)
+
+
+def _find(guess: Fetch, extents: np.ndarray, sums: np.ndarray) -> np.ndarray:
+    """Position of each block in a guess, -1 where it is not there: int64[n]."""
+    place = np.minimum(guess.extents.searchsorted(extents), guess.extents.size - 1)
+    return np.where((guess.extents[place] == extents) & (guess.sums[place] == sums), place, -1)
+
+
+def _copy_guessed(guess: Fetch, place: np.ndarray, targets: np.ndarray, out: np.ndarray) -> np.ndarray:
+    """Copies blocks at place[n] of a guess (-1: none) to out[targets]; returns int64 positions of those that did not
+    arrive sound and are to be read again. Raises ReadFailed when the device hangs."""
+    done = place < 0
+    for chunk in guess.landed():
+        if chunk.error is not None:
+            continue  # whoever reads it again finds out whether the cause is still there
+        inside = place - chunk.first
+        mine = ((inside >= 0) & (inside < chunk.sums.size)).nonzero()[0]
+        mine = mine[chunk.right[inside[mine]]]
+        out[targets[mine]] = chunk.arena.blocks[inside[mine]]
+        done[mine] = True
+    return (~done).nonzero()[0]

@@ -1,4 +1,4 @@
-"""Which extents of a file are in use, by how many branches, and what their bytes must hash to."""
+"""Which extents of a file are in use, by how many owners, and what their bytes must hash to."""
 
 from typing import SupportsInt
 
@@ -22,8 +22,6 @@ class ExtentPool:
         self._extent_bytes = extent_bytes
         self._max_bytes = max_bytes
         self._end = 0  # extents from here on were never used
-        self._free: list[int] = []  # descending once sorted, so that the lowest is popped first
-        self._sorted = True
 
     def offset(self, extent: SupportsInt) -> int:
         """Where an extent begins in the file, bytes."""
@@ -31,19 +29,35 @@ class ExtentPool:
 
     def allocate(self, count: int) -> np.ndarray:
         """int32[count] extents with one owner each: free ones first, ascending. NoSpace beyond max_bytes."""
-        reused = min(count, len(self._free))
-        end = self._end + count - reused
+        free = np.flatnonzero(self._owners[:self._end] == 0)[:count]
+        return self.claim(np.concatenate([free, np.arange(self._end, self._end + count - free.size)]))
+
+    def allocate_run(self, count: int) -> np.ndarray:
+        """int32[count] neighbouring extents with one owner each: the lowest that are free, else behind all others."""
+        free = np.flatnonzero(self._owners[:self._end] == 0)
+        begins = np.flatnonzero(free[count - 1:] - free[:max(0, free.size - count + 1)] == count - 1)
+        first = int(free[begins[0]]) if begins.size else self._end
+        return self.claim(np.arange(first, first + count))
+
+    def claim(self, extents: np.ndarray) -> np.ndarray:
+        """Gives one owner to distinct free extents, wherever they are; int32, as given. NoSpace beyond max_bytes."""
+        end = max(self._end, int(extents.max(initial=-1)) + 1)
         if self._max_bytes is not None and end > self._end and self.offset(end) > self._max_bytes:
-            raise NoSpace(f"{self._path}: {count} more blocks of {self._extent_bytes} bytes do not fit in max_bytes="
-                          f"{self._max_bytes}; raise the limit or close forks that are no longer needed")
-        if not self._sorted:
-            self._free.sort(reverse=True)
-            self._sorted = True
-        taken = [self._free.pop() for _ in range(reused)]
-        extents = np.array([*taken, *range(self._end, end)], np.int32)
+            raise NoSpace(f"{self._path}: {extents.size} more blocks of {self._extent_bytes} bytes do not fit in "
+                          f"max_bytes={self._max_bytes}; raise the limit or close forks that are no longer needed")
         self._grow(end)
         self._owners[extents] = 1
-        return extents
+        return extents.astype(np.int32)
+
+    @property
+    def end(self) -> int:
+        """Extents from here on were never used."""
+        return self._end
+
+    @property
+    def free(self) -> int:
+        """How many extents before `end` have no owner."""
+        return int(np.count_nonzero(self._owners[:self._end] == 0))
 
     def _grow(self, end: int) -> None:
         self._end = end
@@ -59,9 +73,21 @@ class ExtentPool:
     def release(self, extents: np.ndarray) -> None:
         """Takes one owner from each of distinct extents; those without any may be allocated again."""
         self._owners[extents] -= 1
-        freed = extents[self._owners[extents] == 0]
-        self._free.extend(freed.tolist())
-        self._sorted = self._sorted and not freed.size
 
     def is_shared(self, extent: int) -> bool:
         return bool(self._owners[extent] > 1)
+
+    # ---- reopening a file
+
+    def restore(self, extents: np.ndarray, sums: np.ndarray) -> None:
+        """Learns what blocks in these extents hash to; their owners come afterwards, through `share`."""
+        self._grow(max(self._end, int(extents.max(initial=-1)) + 1))
+        self.checksums[extents] = sums
+
+    def leave_shared(self) -> None:
+        """What there is so far belongs to somebody else: it is never allocated nor counts for `max_bytes`, and new
+        extents begin after a gap, so that no request spans both kinds."""
+        self._grow(self._end + 1)
+        self._owners[:self._end] += 1
+        if self._max_bytes is not None:
+            self._max_bytes += self.offset(self._end) - HEADER_BYTES

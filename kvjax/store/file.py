@@ -1,17 +1,19 @@
-"""One open store file: creation, positional reads and writes, and what errno means in the library's own errors."""
+"""One open store file: positional reads and writes, its lock, and what errno means in the library's own errors.
+
+Locks: whoever may write a file holds flock(LOCK_EX) on it from creation or opening to closing, so that there is one
+writer at most; readers take no lock, and many may read while one writes. What a writer does to extents that a reader
+still wants, the reader's checksums tell. A lock goes with its process, so that a crash leaves none behind.
+"""
 
 import contextlib
 import errno
 import os
-import stat
 import threading
-import uuid
 from collections.abc import Callable, Iterable
 
 from absl import logging
 
 from kvjax.errors import (
-    FormatMismatch,
     NoSpace,
     ReadFailed,
     ShortRead,
@@ -20,8 +22,6 @@ from kvjax.errors import (
     StoreLocked,
     WriteFailed,
 )
-from kvjax.store.base import Geometry
-from kvjax.store.format import HEADER_BYTES, Header, is_ours
 from kvjax.store.system import SystemIO
 
 Where = Callable[[int], str]  # file offset -> what lies there, for messages
@@ -29,11 +29,17 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class BlockFile:
-    """A locked file with a buffered descriptor and, while `direct`, one for O_DIRECT reads.
+    """An open file with a buffered descriptor and, while `direct`, one for O_DIRECT reads.
 
     Writes are buffered; the kernel writes dirty pages of a range back before it reads the range with O_DIRECT, so both
     descriptors see the same bytes. Thread-safe: all I/O is positional.
+
+    Attributes:
+      temporary: the file is deleted when it is closed.
+      read_only: the file belongs to somebody else.
     """
+
+    read_only = False
 
     def __init__(self, path: str, descriptor: int, system: SystemIO, *, temporary: bool):
         self.path = path
@@ -111,7 +117,31 @@ class BlockFile:
             except InterruptedError:
                 continue
             except OSError as cause:
-                raise _write_error(f"{self.path}: writing {where(offset)} at offset {offset} failed", cause) from cause
+                raise write_error(f"{self.path}: writing {where(offset)} at offset {offset} failed", cause) from cause
+
+    def sync(self) -> None:
+        """Returns when all that was written is on the device. Raises NoSpace or WriteFailed; then the kernel may have
+        dropped any of it, also what it seemed to keep, and must not be asked again."""
+        try:
+            self._system.sync(self._buffered)
+        except OSError as cause:
+            raise write_error(f"{self.path}: syncing to the device failed", cause) from cause
+
+    def lock(self) -> None:
+        """Takes the lock of a writer, until the file is closed. Raises StoreLocked or WriteFailed."""
+        try:
+            self._system.lock(self._buffered)
+        except BlockingIOError as cause:
+            raise StoreLocked(f"{self.path} is in use by another live store; close that one or choose another "
+                              "path") from cause
+        except OSError as cause:
+            raise write_error(f"cannot lock {self.path}; choose a path on a local filesystem", cause) from cause
+
+    def check_room(self, needed: int) -> None:
+        """NoSpace unless the device has `needed` bytes free."""
+        free = self._system.free_bytes(self._buffered)
+        if free < needed:
+            raise NoSpace(f"{self.path}: {needed} bytes are needed and {free} are free; free some, then retry")
 
     def check_present(self) -> None:
         """StoreClosed when the path no longer leads to this file; decoding could go on, but nobody could reopen it."""
@@ -135,75 +165,7 @@ class BlockFile:
                 self._system.unlink(self.path)
 
 
-def create_file(path, geometry: Geometry, fingerprint: str, system: SystemIO, *,
-                direct: bool, max_bytes: int | None) -> BlockFile:
-    """Creates `path`, or a temporary file in the directory `path`, and writes its header.
-
-    A kvjax file nobody holds is replaced. Raises FormatMismatch for any other file, StoreLocked, NoSpace, or
-    WriteFailed when the place cannot be written; a file made by a failed call is removed again.
-    """
-    page = Header(geometry, fingerprint).pack()
-    path, temporary = os.fspath(path), False
-    if os.path.isdir(path):
-        path, temporary = os.path.join(path, f"kvjax-{os.getpid()}-{uuid.uuid4().hex[:12]}.kv"), True
-    descriptor, made = _open_for_writing(path, system)
-    with contextlib.ExitStack() as undo:
-        if made:
-            undo.callback(system.unlink, path)
-        undo.callback(system.close, descriptor)
-        _claim(path, descriptor, system)
-        _check_space(path, descriptor, system, max(max_bytes or 0, HEADER_BYTES + geometry.extent_bytes))
-        _empty(path, descriptor, system)
-        file = BlockFile(path, descriptor, system, temporary=temporary)
-        file.write(page, 0, lambda _: "the header")
-        undo.pop_all()
-    if direct:
-        file.open_direct()
-    return file
-
-
-def _open_for_writing(path: str, system: SystemIO) -> tuple[int, bool]:
-    """A descriptor, and whether this call made the file. O_NONBLOCK: a pipe must not hang us before it is refused."""
-    flags = os.O_RDWR | os.O_NONBLOCK
-    try:
-        with contextlib.suppress(FileExistsError):
-            return system.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600), True
-        return system.open(path, flags), False
-    except OSError as cause:
-        raise _write_error(f"cannot create the store file {path}; give a path in an existing, writable directory",
-                           cause) from cause
-
-
-def _claim(path: str, descriptor: int, system: SystemIO) -> None:
-    """Locks the file and makes sure that replacing it destroys nothing foreign."""
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        raise FormatMismatch(f"{path} is not a regular file; choose another path")
-    try:
-        system.lock(descriptor)
-    except BlockingIOError as cause:
-        raise StoreLocked(f"{path} is in use by another live store; close that one or choose another path") from cause
-    except OSError as cause:
-        raise _write_error(f"cannot lock {path}; choose a path on a local filesystem", cause) from cause
-    beginning = os.pread(descriptor, HEADER_BYTES, 0)
-    if beginning and not is_ours(beginning):
-        raise FormatMismatch(f"{path} exists and is not a kvjax store file; choose another path or remove it")
-
-
-def _check_space(path: str, descriptor: int, system: SystemIO, needed: int) -> None:
-    free = system.free_bytes(descriptor) + os.fstat(descriptor).st_blocks * 512
-    if free < needed:
-        raise NoSpace(f"{path}: {needed} bytes are needed and {free} are free; free some, lower max_bytes, or choose "
-                      "another device")
-
-
-def _empty(path: str, descriptor: int, system: SystemIO) -> None:
-    try:
-        system.ftruncate(descriptor, 0)
-    except OSError as cause:
-        raise _write_error(f"cannot empty {path}", cause) from cause
-
-
-def _write_error(what: str, cause: OSError) -> StoreError:
+def write_error(what: str, cause: OSError) -> StoreError:
     if cause.errno in _FULL:
         return NoSpace(f"{what}: {cause}; free some space, then retry")
     return WriteFailed(f"{what}: {cause}")
