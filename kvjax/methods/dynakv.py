@@ -82,6 +82,10 @@ class DynaKV(Method):
             )
 
     @property
+    def name(self):
+        return super().name if self.update == "adaptive" else f"{super().name}_{self.update}"
+
+    @property
     def largest(self) -> int:
         """Rows of a block."""
         return self.block_rows or 2 * self.cluster
