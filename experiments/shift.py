@@ -55,9 +55,10 @@ def run_strategy(llm: kvjax.LLM, strategy: str, mode: str, tokens: np.ndarray, c
 def check(config) -> None:
     """Raises ConfigError on names or sizes that make no experiment."""
     for name, known in (("strategies", STRATEGIES), ("modes", MODES), ("kinds", KINDS)):
-        unknown = set(config[name]) - set(known)
-        if unknown or not config[name]:
-            raise ConfigError(f"unknown {name} {sorted(unknown)}; use some of {', '.join(known)}")
+        if not config[name] or set(config[name]) - set(known):
+            raise ConfigError(f"{name}={tuple(config[name])} must be some of {', '.join(known)}")
+    if config.pca.kind not in config.kinds:
+        raise ConfigError(f"pca.kind={config.pca.kind} is none of the kinds {', '.join(config.kinds)}")
     starts = window_starts(config)
     if starts[0] != 0 or any(b - a < config.steps for a, b in itertools.pairwise(starts)):
         raise ConfigError(

@@ -111,7 +111,7 @@ class Decoding:
         return Window(start, self.state, np.stack(logits), *by_layer, counts)
 
     def _counts(self):
-        return [np.asarray(one.state.count) for one in self.state.layers]
+        return [np.array(one.state.count) for one in self.state.layers]  # copies: the next step donates the state
 
     def _step(self, step: int) -> decode.Step:
         if self.strategy == "global" and step % self.prompt == 0 and step:

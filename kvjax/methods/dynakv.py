@@ -65,8 +65,8 @@ class DynaKV(Method):
     cluster: int = 16
     block_rows: int | None = None
     num_blocks: int | None = None
-    threshold: float = 1.5
-    gain: float = 1.0
+    threshold: float = 1.2
+    gain: float = 2.0
     buffer: int = 8
     period: int | None = None
     iterations: int = 10

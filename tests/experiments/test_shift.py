@@ -107,7 +107,7 @@ def test_windows_end_at_their_checkpoints():
 
 @pytest.mark.parametrize(("change", "words"), [
     ({"strategies": ("adaptive", "none")}, "none"), ({"kinds": ()}, "kinds"), ({"checkpoints": (1, 2)}, "start with 0"),
-    ({"steps": 200}, "steps=200"),
+    ({"steps": 200}, "steps=200"), ({"pca": {"kind": "code"}}, "pca.kind=code"),
 ])
 def test_settings_that_make_no_experiment_are_refused(change, words):
     wrong = configuration.get_config("smoke")
