@@ -93,14 +93,17 @@ class Edits:
 
 @pytree
 class View:
-    """What a method may look at: positions, counts, held keys, and which blocks this step fetched."""
+    """What a method may look at: positions, counts, held keys, and which blocks this step fetched.
 
-    pos: Int32[Array, "K NB C"]  # position of each row, -1 = empty; valid rows are a prefix
-    count: Int32[Array, "K NB"]  # valid rows of each block
-    held_key: Float[Array, "K U D"]
-    held_pos: Int32[Array, "K U"]  # -1 = free
-    held_block: Int32[Array, "K U"]  # block on whose account the row is held, NB = free
-    loaded: Int32[Array, "K M1"]  # this step's fetched blocks: the selection and the forced one
+    *K: [K], or [] inside a function that a method maps over its heads.
+    """
+
+    pos: Int32[Array, "*K NB C"]  # position of each row, -1 = empty; valid rows are a prefix
+    count: Int32[Array, "*K NB"]  # valid rows of each block
+    held_key: Float[Array, "*K U D"]
+    held_pos: Int32[Array, "*K U"]  # -1 = free
+    held_block: Int32[Array, "*K U"]  # block on whose account the row is held, NB = free
+    loaded: Int32[Array, "*K M1"]  # this step's fetched blocks: the selection and the forced one
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,11 +1,66 @@
-"""How good a selection is, measured against exact attention over all keys (NumPy, on the host)."""
+"""How good a selection is, measured against exact attention over all keys.
+
+Functions take one layer of one sequence and may be mapped over steps and sequences. Their `key` and
+`value` are in token order, padded to any length; tokens after position `at` count nowhere.
+"""
 
 import dataclasses
+import functools
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+from kvjax.attention import NEGATIVE
 from kvjax.decode import Step
+from kvjax.layer import LayerPlan
 from kvjax.llm import Cache
+from kvjax.typing import Array, Bool, Float, Int32
+
+
+def exact_scores(q: Float[Array, "K G D"], key: Float[Array, "T K D"], at: Int32[Array, ""]) -> Float[Array, "K G T"]:
+    """Scaled dot products of the newest token's queries with every key up to its own."""
+    scores = jnp.einsum("kgd,tkd->kgt", q, key) * q.shape[-1] ** -0.5
+    return jnp.where(jnp.arange(key.shape[0]) <= at, scores, NEGATIVE)
+
+
+def attended_mask(plan: LayerPlan, selected: Int32[Array, "K N"], at: Int32[Array, ""], tokens: int):
+    """Attended tokens `[K, tokens]`: sinks, window and the selected positions (-1 = none)."""
+    position, heads = jnp.arange(tokens), selected.shape[0]
+    always = (position < plan.spec.sinks) | (position > at - plan.spec.window) | plan.method.attends_all
+    chosen = jnp.zeros((heads, tokens), bool)
+    chosen = chosen.at[jnp.arange(heads)[:, None], jnp.where(selected >= 0, selected, tokens)].set(True, mode="drop")
+    return (chosen | always) & (position <= at)
+
+
+def recall(
+    plan: LayerPlan, scores: Float[Array, "K G T"], attended: Bool[Array, "K T"], at: Int32[Array, ""], k: int
+) -> Float[Array, "K G"]:
+    """Recall@k: share of the true top-k keys of each query head that were attended.
+
+    Sinks and window are excluded from both sets. NaN where fewer than k keys are left.
+    """
+    position = jnp.arange(scores.shape[-1])
+    candidate = (position >= plan.spec.sinks) & (position <= at - plan.spec.window)
+    _, top = jax.lax.top_k(jnp.where(candidate, scores, -jnp.inf), min(k, len(position)))
+    hit = jnp.take_along_axis(attended[:, None], top, axis=-1)
+    return jnp.where(jnp.sum(candidate) >= k, jnp.mean(hit, axis=-1), jnp.nan)
+
+
+def attention_mass(scores: Float[Array, "K G T"], attended: Bool[Array, "K T"]) -> Float[Array, "K G"]:
+    """Softmax mass of full attention on the attended tokens."""
+    return jnp.sum(jax.nn.softmax(scores) * attended[:, None], axis=-1)
+
+
+def output_error(
+    scores: Float[Array, "K G T"], attended: Bool[Array, "K T"], value: Float[Array, "T K D"]
+) -> Float[Array, "K G"]:
+    """Relative L2 error of the attention output over the attended tokens against full attention's."""
+    def output(scores):
+        return jnp.einsum("kgt,tkd->kgd", jax.nn.softmax(scores), value)
+
+    full, part = output(scores), output(jnp.where(attended[:, None], scores, NEGATIVE))
+    return jnp.linalg.norm(part - full, axis=-1) / jnp.linalg.norm(full, axis=-1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,9 +74,7 @@ class Quality:
 class Probe:
     """Follows a generation (as its `observer`) and measures every step's selection.
 
-    Recall@k: share of the true top-k keys (by q . k after position, per query head) that were
-    attended, sinks and window excluded from both sets; steps with fewer than k candidates are left
-    out. Attention mass: softmax mass of full attention on the attended tokens.
+    Steps with fewer than k candidates are left out of the recall.
     """
 
     def __init__(self, cache: Cache, k: int = 16):
@@ -39,33 +92,21 @@ class Probe:
         for row in np.flatnonzero(after > self.length):
             for keys, plan, report in zip(self.keys, self.plan.layers, step.reports, strict=True):
                 keys[row, self.length[row]] = np.asarray(report.key)[row]
-                self._measure(keys[row, : after[row]], plan, np.asarray(report.q)[row], report, row)
+                found, mass = _measure(plan, self.k, keys[row], report.q[row], report.selected[row], self.length[row])
+                self.masses.append(float(mass))
+                if not np.isnan(found):
+                    self.recalls.append(float(found))
         self.length = after.copy()
-
-    def _measure(self, keys, plan, q, report, row):
-        spec, at = plan.spec, len(keys) - 1
-        scores = np.einsum("kgd,tkd->kgt", q, keys) / np.sqrt(q.shape[-1])
-        attended = self._attended(plan, np.asarray(report.selected)[row], at)
-        weight = np.exp(scores - scores.max(-1, keepdims=True))
-        self.masses.append(float(np.mean((weight * attended[:, None]).sum(-1) / weight.sum(-1))))
-        candidates = slice(spec.sinks, max(spec.sinks, at + 1 - spec.window))
-        if scores[..., candidates].shape[-1] >= self.k:
-            top = np.argpartition(-scores[..., candidates], self.k - 1, axis=-1)[..., : self.k] + spec.sinks
-            hit = np.take_along_axis(np.broadcast_to(attended[:, None], scores.shape), top, axis=-1)
-            self.recalls.append(float(hit.mean()))
-
-    @staticmethod
-    def _attended(plan, selected, at):
-        """Attended tokens as a mask `[K, at + 1]`."""
-        spec = plan.spec
-        mask = np.full((spec.kv_heads, at + 1), plan.method.attends_all)
-        mask[:, : spec.sinks] = True
-        mask[:, max(0, at + 1 - spec.window) :] = True
-        for head in range(spec.kv_heads):
-            mask[head, selected[head][selected[head] >= 0]] = True
-        return mask
 
     @property
     def quality(self) -> Quality:
-        recall = float(np.mean(self.recalls)) if self.recalls else float("nan")
-        return Quality(recall, float(np.mean(self.masses)))
+        found = float(np.mean(self.recalls)) if self.recalls else float("nan")
+        return Quality(found, float(np.mean(self.masses)))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _measure(plan, k, key, q, selected, at):
+    """Recall and attention mass of one step, means over heads."""
+    scores = exact_scores(q, key, at)
+    attended = attended_mask(plan, selected, at, key.shape[0])
+    return jnp.mean(recall(plan, scores, attended, at, k)), jnp.mean(attention_mass(scores, attended))

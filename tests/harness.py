@@ -22,6 +22,8 @@ METHODS = {
     "streaming_llm": StreamingLLM(budget=12, sinks=2),
     "quest": Quest(budget=24, sinks=2, window=4, page=4),
     "dynakv": DynaKV(budget=24, sinks=2, window=4, cluster=4, buffer=3, threshold=1.2),
+    "dynakv_static": DynaKV(budget=24, sinks=2, window=4, cluster=4, update="static"),
+    "dynakv_local": DynaKV(budget=24, sinks=2, window=4, cluster=4, update="local"),
 }
 HEADS, GROUP, SIZE, CAPACITY = 2, 2, 8, 96
 

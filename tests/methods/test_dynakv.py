@@ -446,3 +446,14 @@ def test_the_same_distance_is_far_for_one_head_and_near_for_another():
 def test_a_buffer_larger_than_a_block_is_refused():
     with pytest.raises(ConfigError, match="buffer"):
         DynaKV(cluster=4, buffer=8).spec(kv_heads=1, group=1, head_dim=8, capacity=1000)
+
+
+def test_an_unknown_update_is_refused():
+    with pytest.raises(ConfigError, match="adaptive, static, local"):
+        DynaKV(update="global")
+
+
+def test_a_table_can_tell_the_updates_apart():
+    assert [DynaKV(update=u).name for u in ("adaptive", "static", "local")] == [
+        "dynakv", "dynakv_static", "dynakv_local"
+    ]

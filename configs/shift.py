@@ -1,0 +1,32 @@
+"""How the distribution of keys shifts while decoding, and what each way to update clusters makes of it.
+
+    python -m experiments.main --config=configs/shift.py --workdir=runs/shift
+
+Preset `:smoke` finishes within a minute.
+"""
+
+import ml_collections
+
+
+def get_config(preset: str = "default") -> ml_collections.ConfigDict:
+    config = ml_collections.ConfigDict()
+    config.experiment = "shift"
+    config.seed = 0
+    config.model = ""  # empty: the reference model
+    config.kinds = ("code", "prose", "needles", "mixed")
+    config.texts = 1  # of each kind
+    config.modes = ("teacher", "free")
+    config.temperature = 1.0  # of the free-running mode
+    config.prompt = 256  # tokens
+    config.checkpoints = (0, 1, 2, 4, 8)  # decoded tokens, in prompt lengths
+    config.steps = 48  # measured at each checkpoint
+    config.recall_k = 16
+    config.strategies = ("adaptive", "static", "local", "global", "no_cluster")
+    config.method = {"budget": 128, "window": 16, "cluster": 16}
+    config.pca = {"kind": "mixed", "layer": 1, "head": 0}
+    if preset == "smoke":
+        config.update(kinds=("mixed",), texts=1, modes=("teacher",), prompt=64, checkpoints=(0, 2), steps=16)
+        config.strategies = ("adaptive", "global")
+    elif preset != "default":
+        raise ValueError(f"unknown preset {preset!r}; use default or smoke")
+    return config

@@ -1,0 +1,131 @@
+"""Decoding a batch of texts with one strategy, and recording windows of steps along the way."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+
+import kvjax
+from experiments import common
+from kvjax import decode, layer, sampling
+from kvjax.decode import Plan, State
+from kvjax.layer import LayerCache, LayerPlan
+from kvjax.method import Method
+from kvjax.sampling import Sampling
+
+
+def make_method(strategy: str, settings: ml_collections.ConfigDict) -> Method:
+    """The cache method of a strategy."""
+    fields = dict(settings)
+    if strategy == "no_cluster":
+        shared = {key: fields[key] for key in ("budget", "sinks", "window") if key in fields}
+        return common.make_method({"name": "oracle", **shared})
+    return common.make_method({"name": "dynakv", **fields, "update": "static" if strategy == "global" else strategy})
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def in_token_order(plan: LayerPlan, cache: LayerCache, tokens: int):
+    """Keys, values `[B, T, K, D]` and cluster `[B, T, K]` of every token; cluster NB = not in a block."""
+    state, none = cache.state, plan.spec.num_blocks
+    batch, heads, blocks, rows = state.pos.shape
+    key, value = cache.pool.everything(jnp.broadcast_to(jnp.arange(blocks), (batch, heads, blocks)))
+    owner = getattr(state.index, "cluster", jnp.broadcast_to(jnp.arange(blocks), (batch, heads, blocks)))
+    owner = jnp.concatenate([jnp.repeat(owner, rows, axis=-1), jnp.full(state.tail.pos.shape, none)], axis=-1)
+    pos = jnp.concatenate([state.pos.reshape(batch, heads, -1), state.tail.pos], axis=-1)
+    at = (jnp.arange(batch)[:, None, None], jnp.where(pos >= 0, pos, tokens), jnp.arange(heads)[:, None])
+
+    def ordered(stored, tail):
+        empty = jnp.zeros((batch, tokens, heads, stored.shape[-1]))
+        return empty.at[at].set(jnp.concatenate([stored, tail], axis=2), mode="drop")
+
+    cluster = jnp.full((batch, tokens, heads), none).at[at].set(owner, mode="drop")
+    return ordered(key, state.tail.key), ordered(value, state.tail.value), cluster
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def _reclustered(plan: LayerPlan, cache: LayerCache, length, tokens):
+    key, value, _ = in_token_order(plan, cache, tokens)
+    return layer.prefill_memory(plan, layer.init(plan, key.shape[0]), key, value, length)
+
+
+def recluster(plan: Plan, state: State) -> State:
+    """The cache with k-means over all of its keys, as if everything decoded had been in the prompt."""
+    layers = [
+        _reclustered(one, cache, state.length, plan.capacity)
+        for one, cache in zip(plan.layers, state.layers, strict=True)
+    ]
+    return dataclasses.replace(state, layers=tuple(layers))
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """What was recorded of the S steps of one checkpoint. Lists are over layers."""
+
+    start: int  # decoded tokens before the first step
+    state: State  # after the last step
+    logits: np.ndarray  # [S, B, V]
+    queries: list[np.ndarray]  # [S, B, K, G, D]
+    selected: list[np.ndarray]  # [S, B, K, N]
+    retrieved: list[np.ndarray]  # [S, B, K, M] blocks
+    counts: list[np.ndarray]  # [S + 1, B, K, NB] rows of each block, before the first step and after each
+
+
+class Decoding:
+    """One strategy over a batch of texts; in the free-running mode it writes what it sampled into `tokens`."""
+
+    def __init__(self, llm: kvjax.LLM, strategy: str, tokens: np.ndarray, mode: str, config):
+        self.llm, self.strategy, self.mode, self.config = llm, strategy, mode, config
+        self.tokens, self.prompt = tokens.copy(), config.prompt
+        method = make_method(strategy, config.method)
+        self.plan = decode.make_plan(llm.config, method, *tokens.shape)
+        length = jnp.full(len(tokens), self.prompt, jnp.int32)
+        self.state, self.logits, _ = decode.prefill(self.plan, llm.params, tokens[:, : self.prompt], length)
+
+    def windows(self, starts: list[int]) -> Iterator[Window]:
+        """Decodes, and yields a window of steps from each start on."""
+        at = 0
+        for start in starts:
+            for step in range(at, start):
+                self._step(step)
+            yield self._record(start)
+            at = start + self.config.steps
+
+    def _record(self, start: int) -> Window:
+        if self.strategy == "global":
+            self.state = recluster(self.plan, self.state)
+        counts, steps = [self._counts()], []
+        for step in range(start, start + self.config.steps):
+            done = self._step(step)
+            retrieved = [one.state.loaded[..., :-1] for one in done.state.layers]  # the last one is forced
+            steps.append(jax.device_get((
+                done.logits, [r.q for r in done.reports], [r.selected for r in done.reports], retrieved,
+            )))
+            counts.append(self._counts())
+        logits, queries, selected, retrieved = zip(*steps, strict=True)
+        by_layer = [[np.stack(one) for one in zip(*part, strict=True)] for part in (queries, selected, retrieved)]
+        counts = [np.stack(one) for one in zip(*counts, strict=True)]
+        return Window(start, self.state, np.stack(logits), *by_layer, counts)
+
+    def _counts(self):
+        return [np.array(one.state.count) for one in self.state.layers]  # copies: the next step donates the state
+
+    def _step(self, step: int) -> decode.Step:
+        if self.strategy == "global" and step % self.prompt == 0 and step:
+            self.state = recluster(self.plan, self.state)
+        if self.mode == "free":
+            key = jax.random.fold_in(jax.random.key(self.config.seed), step)
+            drawn = sampling.sample(Sampling(self.config.temperature), self.logits, key)
+            self.tokens[:, self.prompt + step] = np.asarray(drawn)
+        column = self.tokens[:, self.prompt + step]
+        done = decode.step(self.plan, self.llm.params, self.state, column, driver="fused", donate=True)
+        self.state, self.logits = done.state, done.logits
+        return done
+
+
+def window_starts(config: ml_collections.ConfigDict) -> list[int]:
+    """Each checkpoint's window ends there; that of checkpoint 0 begins there."""
+    return [max(0, c * config.prompt - config.steps) for c in config.checkpoints]

@@ -1,0 +1,153 @@
+"""What is measured of a recorded window: the selection, the clusters, and the loss against dense attention."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kvjax
+from experiments.shift_decoding import Decoding, Window, in_token_order
+from kvjax import metrics
+from kvjax.clusters.index import statistics
+from kvjax.decode import Plan, State
+from kvjax.layer import LayerPlan
+from kvjax.models.transformer import Transformer
+
+HORIZONS = (1, 2, 4, 8, 16)  # steps t of Table 2
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _selection(plan: LayerPlan, k: int, key, value, queries, selected, at):
+    """Quality of the selection in one layer of one text, means over heads and steps."""
+
+    def one(args):
+        q, chosen, at = args
+        scores = metrics.exact_scores(q, key, at)
+        attended = metrics.attended_mask(plan, chosen, at, key.shape[0])
+        return {
+            "recall": metrics.recall(plan, scores, attended, at, k),
+            "attention_mass": metrics.attention_mass(scores, attended),
+            "output_error": metrics.output_error(scores, attended, value),
+            "attended_tokens": jnp.sum(attended, axis=-1),
+        }
+
+    return jax.tree.map(jnp.nanmean, jax.lax.map(one, (queries, selected, at)))
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _statistics(key, cluster, blocks: int):
+    return jax.vmap(jax.vmap(statistics, (1, 1, None)), (0, 0, None))(key, cluster, blocks)
+
+
+def partitions(plan: Plan, state: State) -> list[tuple[np.ndarray, ...]]:
+    """n_j `[B, K, NB]`, r_j and sigma_j^2 of every layer's clusters, from the keys; empty where there are none."""
+    if not hasattr(state.layers[0].state.index, "cluster"):
+        return []
+    found = []
+    for one, cache in zip(plan.layers, state.layers, strict=True):
+        key, _, cluster = in_token_order(one, cache, plan.capacity)
+        found.append(jax.device_get(_statistics(key, cluster, one.spec.num_blocks)))
+    return found
+
+
+def measure_window(plan: Plan, window: Window, initial: list[tuple[np.ndarray, ...]], config) -> list[dict[str, float]]:
+    """The figures of each text, means over layers, heads and steps; `initial` are the partitions of the prompt."""
+    at = config.prompt + window.start + jnp.arange(config.steps, dtype=jnp.int32)
+    now, by_layer = partitions(plan, window.state), []
+    for i, one in enumerate(plan.layers):
+        key, value, _ = in_token_order(one, window.state.layers[i], plan.capacity)
+        for b in range(plan.batch):
+            asked, chosen = window.queries[i][:, b], window.selected[i][:, b]
+            row = _selection(one, config.recall_k, key[b], value[b], asked, chosen, at)
+            if now:
+                row |= partition_figures(*(x[b] for x in now[i]), *(x[b] for x in initial[i]))
+                row |= updated_retrieved(window.retrieved[i][:, b], window.counts[i][:, b])
+                row["refused"] = np.sum(window.state.layers[i].state.index.refused[b])
+            by_layer.append(row)
+    texts = [by_layer[b :: plan.batch] for b in range(plan.batch)]
+    return [{name: float(np.nanmean([one[name] for one in text])) for name in text[0]} for text in texts]
+
+
+def partition_figures(count, centroid, variance, count0, centroid0, variance0) -> dict[str, float]:
+    """Size, variance (Table 5) and drift of the clusters of one layer; arrays are `[K, NB, ...]`.
+
+    Variance is the mean over keys of the squared distance to their centroid. Drift is the mean over
+    keys of the squared distance from their centroid to the nearest one of the prompt's clusters,
+    over the prompt's own variance.
+    """
+    heads = range(len(count))
+    inertia = [np.average(variance[h], weights=count[h]) for h in heads]
+    inertia0 = [np.average(variance0[h], weights=count0[h]) for h in heads]
+    drift = []
+    for h in heads:
+        used, used0 = count[h] > 0, count0[h] > 0
+        apart = np.square(centroid[h][used][:, None] - centroid0[h][used0][None]).sum(-1).min(-1)
+        drift.append(np.average(apart, weights=count[h][used]) / max(inertia0[h], 1e-9))
+    return {
+        "clusters": float(np.mean((count > 0).sum(-1))), "cluster_size": float(np.mean(count[count > 0])),
+        "largest_cluster": float(np.mean(count.max(-1))), "single_clusters": float(np.mean((count == 1).sum(-1))),
+        "variance": float(np.mean(inertia)), "centroid_drift": float(np.mean(drift)),
+    }
+
+
+def updated_retrieved(retrieved: np.ndarray, counts: np.ndarray) -> dict[str, float]:
+    """Table 2: probability that a cluster updated by a step is retrieved within the next t steps.
+
+    `retrieved` is `[S, K, M]`, `counts` `[S + 1, K, NB]`. `retrieved_chance_t` is the same of all clusters.
+    """
+    steps, heads, blocks = len(retrieved), counts.shape[1], counts.shape[2]
+    hit = np.zeros((steps, heads, blocks + 1), bool)
+    np.put_along_axis(hit, retrieved, True, axis=-1)
+    hit, updated, occupied = hit[..., :blocks], counts[1:] != counts[:-1], counts[1:] > 0
+    figures = {}
+    for t in HORIZONS:
+        if t >= steps:
+            continue
+        soon = np.stack([hit[s + 1 : s + 1 + t].any(0) for s in range(steps - t)])
+        for name, which in (("retrieved", updated), ("retrieved_chance", occupied)):
+            asked = which[: steps - t]
+            figures[f"{name}_{t}"] = float(soon[asked].mean()) if asked.any() else float("nan")
+    return figures
+
+
+def co_retrieval(retrieved: np.ndarray, blocks: int) -> np.ndarray:
+    """P(ij) of equation 8: how often clusters i and j are retrieved by one step; `retrieved` is `[S, M]`."""
+    hit = np.zeros((len(retrieved), blocks + 1))
+    np.put_along_axis(hit, retrieved, 1.0, axis=-1)
+    pairs = hit[:, :blocks].T @ hit[:, :blocks]
+    np.fill_diagonal(pairs, 0.0)
+    return pairs / max(pairs.sum(), 1.0)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _dense_logits(model_config, params, tokens, at):
+    """Logits of dense causal attention at the positions `at`, one text after the other."""
+    def one(row):
+        model = Transformer(model_config)
+        return model.apply({"params": params}, row[None], jnp.arange(len(row))[None])[0, at]
+
+    return jax.lax.map(one, tokens)
+
+
+def against_dense(llm: kvjax.LLM, decoding: Decoding, windows: list[tuple[int, np.ndarray]]) -> list[list[dict]]:
+    """Per window and text: the negative log-likelihood against that of dense attention over the same tokens.
+
+    `divergence` is KL(dense || sparse) in nats. `delta_nll` is given for teacher-forced text only: of
+    sampled text it measures the sampling. There, `text_nll` is how likely dense attention finds it.
+    """
+    steps, rows = decoding.config.steps, []
+    at = np.concatenate([decoding.prompt + start + np.arange(steps) for start, _ in windows])
+    at = np.minimum(at, decoding.tokens.shape[1] - 2)
+    dense = np.asarray(_dense_logits(llm.config, llm.params, jnp.asarray(decoding.tokens), jnp.asarray(at)))
+    for i, (start, logits) in enumerate(windows):
+        ours = jax.nn.log_softmax(logits.swapaxes(0, 1))[:, : steps - 1]
+        theirs = jax.nn.log_softmax(dense[:, i * steps : (i + 1) * steps])[:, : steps - 1]
+        first = decoding.prompt + start + 1
+        target = decoding.tokens[:, first : first + steps - 1, None]
+        nll, reference = (-np.take_along_axis(np.asarray(x), target, axis=-1).mean((1, 2)) for x in (ours, theirs))
+        divergence = np.asarray(jnp.sum(jnp.exp(theirs) * (theirs - ours), axis=-1).mean(1))
+        quality = {"text_nll": reference} if decoding.mode == "free" else {"nll": nll, "delta_nll": nll - reference}
+        quality["divergence"] = divergence
+        rows.append([{key: float(x[b]) for key, x in quality.items()} for b in range(len(nll))])
+    return rows

@@ -1,0 +1,84 @@
+"""Plots of the distribution-shift experiment: curves over the decode, clusters in PCA space, co-retrieval."""
+
+import pathlib
+
+import ml_collections
+import numpy as np
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+
+CURVES = (
+    ("recall", "recall of the true top-k"), ("attention_mass", "attention mass"),
+    ("output_error", "relative L2 error of the output"), ("divergence", "KL(dense || sparse), nats"),
+    ("variance", "intra-cluster variance"), ("clusters", "clusters per head"),
+    ("largest_cluster", "largest cluster, keys"), ("centroid_drift", "centroid drift / prompt variance"),
+)
+
+
+def plot_all(rows: list[dict], path: pathlib.Path, config: ml_collections.ConfigDict) -> None:
+    """Writes every plot into the workdir."""
+    for mode in config.modes:
+        mine = [row for row in rows if row["task"].startswith(mode)]
+        _curves(mine, config).savefig(path / f"shift_{mode}.png", dpi=100)
+        clustered = [name for name in config.strategies if name != "no_cluster"]
+        stored = {name: _windows(path / "windows", f"{mode}_{name}") for name in clustered}
+        _clusters(stored).savefig(path / f"clusters_{mode}.png", dpi=100)
+        _co_retrieval(next(iter(stored.values())), config.kinds).savefig(path / f"co_retrieval_{mode}.png", dpi=100)
+
+
+def _windows(directory: pathlib.Path, name: str) -> list[tuple[int, dict]]:
+    """What was kept of each window, in order: (decoded tokens before it, arrays)."""
+    found = {int(file.stem.rsplit("_", 1)[1]): dict(np.load(file)) for file in directory.glob(f"{name}_*.npz")}
+    return sorted(found.items())
+
+
+def _curves(rows: list[dict], config) -> Figure:
+    """Each figure over the decoded tokens, one line per strategy: means over the kinds of text."""
+    figure = Figure(figsize=(14, 7), layout="constrained")
+    for axes, (name, title) in zip(figure.subplots(2, 4).flat, CURVES, strict=True):
+        for strategy in config.strategies:
+            mine = [row for row in rows if row["method"] == strategy and name in row]
+            at = sorted({row["decoded"] for row in mine})
+            if at:
+                axes.plot(at, [np.mean([r[name] for r in mine if r["decoded"] == x]) for x in at], "o-", label=strategy)
+        axes.set(title=title, xlabel="decoded tokens")
+        axes.set_yscale("log" if name in ("largest_cluster", "divergence") else "linear")
+    figure.axes[0].legend(fontsize=8)
+    return figure
+
+
+def principal_axes(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and the first two principal axes `[2, D]` of the keys, the largest entry of each axis positive."""
+    mean = keys.mean(0)
+    axes = np.linalg.svd(keys - mean, full_matrices=False)[2][:2]
+    return mean, axes * np.sign(axes[np.arange(2), np.abs(axes).argmax(1)])[:, None]
+
+
+def _clusters(stored: dict[str, list[tuple[int, dict]]]) -> Figure:
+    """Figure 4: keys of one head in the plane of their two principal axes, coloured by cluster, and centroids."""
+    columns = max(map(len, stored.values()))
+    figure = Figure(figsize=(3 * columns, 3 * len(stored)), layout="constrained")
+    grid = figure.subplots(len(stored), columns, squeeze=False, sharex=True, sharey=True)
+    for line, (strategy, windows) in zip(grid, stored.items(), strict=True):
+        mean, axes = principal_axes(windows[-1][1]["key"])
+        for panel, (start, window) in zip(line, windows, strict=True):
+            flat, inside = (window["key"] - mean) @ axes.T, window["cluster"] < window["none"]
+            panel.scatter(*flat[inside].T, c=window["cluster"][inside] % 20, cmap="tab20", s=2, linewidths=0)
+            numbers, size = np.unique(window["cluster"][inside], return_counts=True)
+            centres = np.stack([flat[window["cluster"] == number].mean(0) for number in numbers])
+            panel.scatter(*centres.T, s=size / 4, facecolors="none", edgecolors="black", linewidths=0.5)
+            panel.set_title(f"{strategy}, {start} decoded: {len(numbers)} clusters", fontsize=8)
+    return figure
+
+
+def _co_retrieval(windows: list[tuple[int, dict]], kinds) -> Figure:
+    """Figure 7: P(ij) of the clusters that the last window retrieved, most frequent first, one panel per kind."""
+    figure = Figure(figsize=(4 * len(kinds), 4), layout="constrained")
+    for panel, kind in zip(figure.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True):
+        pairs = windows[-1][1][f"pairs_{kind}"]
+        order = np.argsort(-pairs.sum(0), kind="stable")[: max(2, int((pairs.sum(0) > 0).sum()))]
+        shown = pairs[np.ix_(order, order)]
+        image = panel.imshow(shown, norm=LogNorm(vmin=max(shown[shown > 0].min(initial=1.0), 1e-6)), cmap="viridis")
+        panel.set_title(f"co-retrieval, {kind}: {len(order)} clusters", fontsize=9)
+        figure.colorbar(image, ax=panel, shrink=0.7)
+    return figure

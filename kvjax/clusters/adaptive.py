@@ -1,0 +1,121 @@
+"""Adaptive update (Figure 1c, Algorithm 1): a cluster whose variance exceeds tau_h is split, when it is in memory."""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from kvjax import clustering
+from kvjax.clusters.index import (
+    ClusterIndex,
+    add_entry,
+    nearest_with_room,
+    squared_distances,
+    statistics,
+    updated_variance,
+)
+from kvjax.method import Edits, Placement
+from kvjax.typing import Array, Float
+
+
+@dataclasses.dataclass(frozen=True)
+class Adaptive:
+    """Delayed splits.
+
+    Attributes:
+      cluster: target average cluster size.
+      threshold: see `limit`.
+      gain: see `limit`.
+      buffer: B_max, buffered keys of one head that trigger a forced load.
+    """
+
+    cluster: int
+    threshold: float
+    gain: float
+    buffer: int
+
+    edits = True
+
+    @property
+    def held(self) -> int:
+        return self.buffer + 1
+
+    def limit(self, index: ClusterIndex, count) -> Float[Array, ""]:
+        """The variance beyond which a cluster is split.
+
+        tau_h x (target size / average size)^gain: with more clusters than the target asks for, splits
+        become rarer. Without a calibrated tau_h, half the variance of all keys stands in for the
+        mean variance of the prompt's clusters.
+        """
+        tau = jnp.where(index.tau >= 0, index.tau, 0.5 * self.threshold * index.spread)
+        average = jnp.sum(count) / jnp.maximum(jnp.sum(count > 0), 1)
+        return tau * (self.cluster / jnp.maximum(average, 1.0)) ** self.gain
+
+    def force(self, spec, view):
+        """j-dagger = argmax |Buf_j| where the buffers of the head have reached B_max."""
+        used = view.held_block < spec.num_blocks
+        alike = jnp.sum(view.held_block[:, None] == view.held_block, axis=-1)
+        fullest = view.held_block[jnp.argmax(jnp.where(used, alike, 0))]
+        return jnp.where(jnp.sum(used) >= self.buffer, fullest, spec.num_blocks)
+
+    def append(self, spec, index, view, key, valid):
+        """Assigns a key to its nearest cluster: ADDENTRY, or Buf_j and f_j <- SPLIT."""
+        count, n, index = view.count, view.count.astype(jnp.float32), _observe_key(index, key, valid)
+        squared = squared_distances(index, key)
+        nearest = jnp.argmin(jnp.where(count > 0, squared, jnp.inf))
+        full = count >= spec.block_rows
+        variance = updated_variance(n[nearest], index.variance[nearest], squared[nearest])
+        wide = variance > self.limit(index, count)
+        wants_split = (wide | full[nearest] | index.split[nearest]) & (count[nearest] > 0)
+        # A flagged cluster has a free block reserved, so that a due split can never fail.
+        spare = jnp.sum(count == 0) > jnp.sum(index.split)
+        granted = index.split[nearest] | spare
+        # No cluster with room and every free block reserved: wait with a flagged cluster, whose split makes room.
+        crowded = jnp.all((count == 0) | full) & ~granted & jnp.any(index.split)
+        nearest = jnp.where(crowded, jnp.argmin(jnp.where(index.split, squared, jnp.inf)), nearest)
+        hold = wants_split & (granted | crowded) & jnp.any(view.held_block == spec.num_blocks)
+
+        target = jnp.where(hold, nearest, nearest_with_room(spec, count, squared))
+        block = jnp.where(valid, target, spec.num_blocks).astype(jnp.int32)
+        index = add_entry(index, jnp.where(hold, spec.num_blocks, block), n, squared, key)
+        index = dataclasses.replace(
+            index, split=index.split.at[jnp.where(hold, block, spec.num_blocks)].set(True, mode="drop"),
+            refused=index.refused + (valid & wants_split & ~(hold & granted)),
+        )
+        return index, Placement(block, jnp.where(hold, spec.block_rows, count[target]).astype(jnp.int32))
+
+    def due(self, spec, index, view):
+        """A flagged cluster among those fetched in this step."""
+        present = view.loaded < spec.num_blocks
+        flagged = present & index.split[jnp.minimum(view.loaded, spec.num_blocks - 1)]
+        return jnp.where(jnp.any(flagged), view.loaded[jnp.argmax(flagged)], spec.num_blocks)
+
+    def adapt(self, spec, index, view, block, keys, valid, seed):
+        """SPLITCLUSTER(C_j, Buf_j): one half stays in block j, the other takes a free block."""
+        stay, move = clustering.two_means(keys, valid, spec.block_rows)
+        free = jnp.argmax(view.count == 0)
+        go = (block < spec.num_blocks) & (jnp.sum(valid) >= 2) & (view.count[free] == 0)
+        dst = jnp.where(go, jnp.stack([block, free]), spec.num_blocks).astype(jnp.int32)
+        rows = jnp.stack([_gather_order(stay, spec.block_rows), _gather_order(move, spec.block_rows)])
+        _, centroid, variance = statistics(keys, jnp.where(stay, 0, jnp.where(move, 1, 2)), 2)
+        index = dataclasses.replace(
+            index, centroid=index.centroid.at[dst].set(centroid, mode="drop"),
+            variance=index.variance.at[dst].set(variance, mode="drop"),
+            split=index.split.at[block].set(False, mode="drop"), splits=index.splits + go,
+        )
+        return index, Edits(dst, rows)
+
+
+def _observe_key(index: ClusterIndex, key, valid) -> ClusterIndex:
+    """Welford's update of the statistics of all keys of the head."""
+    n = index.seen
+    squared = jnp.sum(jnp.square(key - index.mean))
+    return dataclasses.replace(
+        index, seen=n + valid, mean=jnp.where(valid, index.mean + (key - index.mean) / (n + 1), index.mean),
+        spread=jnp.where(valid, updated_variance(n, index.spread, squared), index.spread),
+    )
+
+
+def _gather_order(member, rows):
+    """Indices of the members in order, padded with -1 to `rows`."""
+    order = jnp.argsort(~member, stable=True)[:rows]
+    return jnp.where(member[order], order, -1).astype(jnp.int32)

@@ -1,0 +1,73 @@
+"""What is known of every cluster without its rows: size, centroid and variance, updated one key at a time."""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from kvjax.method import Spec
+from kvjax.typing import Array, Bool, Float, Int32, pytree
+
+
+@pytree
+class ClusterIndex:  # *B_K: [K], [B, K], or [] inside a function of one head
+    centroid: Float[Array, "*B_K NB D"]  # r_j, mean key of the block's cluster
+    variance: Float[Array, "*B_K NB"]  # sigma_j^2, mean squared distance to r_j
+    cluster: Int32[Array, "*B_K NB"]  # first block of the cluster; its own number where a cluster is one block
+    split: Bool[Array, "*B_K NB"]  # f_j = SPLIT: to be split when next fetched
+    tau: Float[Array, "*B_K"]  # tau_h; < 0 = not calibrated by a prompt
+    seen: Float[Array, "*B_K"]  # keys appended since init, for the stand-in of tau
+    mean: Float[Array, "*B_K D"]  # their mean
+    spread: Float[Array, "*B_K"]  # their mean squared distance to it
+    splits: Int32[Array, "*B_K"]  # splits done; for `Local`, windows clustered
+    refused: Int32[Array, "*B_K"]  # splits (or windows) refused for want of a free block
+
+
+def empty_index(spec: Spec) -> ClusterIndex:
+    """No cluster of any head."""
+    heads, blocks = spec.kv_heads, spec.num_blocks
+    return ClusterIndex(
+        centroid=jnp.zeros((heads, blocks, spec.head_dim)), variance=jnp.zeros((heads, blocks)),
+        cluster=jnp.tile(jnp.arange(blocks, dtype=jnp.int32), (heads, 1)), split=jnp.zeros((heads, blocks), bool),
+        tau=jnp.full(heads, -1.0, jnp.float32), seen=jnp.zeros(heads), mean=jnp.zeros((heads, spec.head_dim)),
+        spread=jnp.zeros(heads), splits=jnp.zeros(heads, jnp.int32), refused=jnp.zeros(heads, jnp.int32),
+    )
+
+
+def statistics(keys: Float[Array, "T D"], block: Int32[Array, "T"], blocks: int):
+    """n_j, r_j and sigma_j^2 of every block from scratch; tokens of block `blocks` count nowhere."""
+    count = jnp.zeros(blocks).at[block].add(1.0, mode="drop")
+    total = jnp.zeros((blocks, keys.shape[-1])).at[block].add(keys, mode="drop")
+    centroid = total / jnp.maximum(count, 1)[:, None]
+    squared = jnp.sum(jnp.square(keys - centroid[jnp.minimum(block, blocks - 1)]), axis=-1)
+    variance = jnp.zeros(blocks).at[block].add(squared, mode="drop") / jnp.maximum(count, 1)
+    return count, centroid, variance
+
+
+def updated_variance(n, variance, squared_distance):
+    """UPDATEVAR of Algorithm 1: sigma^2 of n + 1 keys, the new one at that distance from the old centroid."""
+    return n / (n + 1) * (variance + squared_distance / (n + 1))
+
+
+def squared_distances(index: ClusterIndex, key: Float[Array, "D"]) -> Float[Array, "NB"]:
+    """Of one head's key to every centroid."""
+    return jnp.sum(jnp.square(index.centroid - key), axis=-1)
+
+
+def add_entry(
+    index: ClusterIndex, block: Int32[Array, ""], n: Float[Array, "NB"], squared: Float[Array, "NB"],
+    key: Float[Array, "D"],
+) -> ClusterIndex:
+    """ADDENTRY and UPDATESTATS of Algorithm 1 for one head; block NB = nothing."""
+    target = jnp.minimum(block, n.shape[0] - 1)
+    variance = updated_variance(n[target], index.variance[target], squared[target])
+    step = (key - index.centroid[target]) / (n[target] + 1)
+    return dataclasses.replace(
+        index, variance=index.variance.at[block].set(variance, mode="drop"),
+        centroid=index.centroid.at[block].add(step, mode="drop"),
+    )
+
+
+def nearest_with_room(spec: Spec, count: Int32[Array, "NB"], squared: Float[Array, "NB"]) -> Int32[Array, ""]:
+    """The nearest cluster that is not full; a free block where all are full."""
+    roomy = (count > 0) & (count < spec.block_rows)
+    return jnp.where(jnp.any(roomy), jnp.argmin(jnp.where(roomy, squared, jnp.inf)), jnp.argmax(count == 0))

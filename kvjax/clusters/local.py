@@ -1,0 +1,83 @@
+"""Local update (Figure 1b; ClusterKV): new keys are clustered among themselves, `period` of them at a time.
+
+They wait in the tail, attended, until `period` of one head are there. Then k-means makes new clusters
+of them, the prompt's being left as they are. ClusterKV takes 320 keys in 4 clusters.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from kvjax import clustering
+from kvjax.clusters.index import ClusterIndex, add_entry, nearest_with_room, squared_distances, statistics
+from kvjax.method import Edits, Placement
+
+
+@dataclasses.dataclass(frozen=True)
+class Local:
+    """Periodic clustering of the newest keys. Too few blocks left: keys go to the nearest cluster with room.
+
+    Attributes:
+      cluster: target average cluster size.
+      block_rows: largest cluster.
+      period: keys clustered together.
+      iterations: of Lloyd's algorithm.
+    """
+
+    cluster: int
+    block_rows: int
+    period: int
+    iterations: int
+
+    edits = True
+
+    @property
+    def held(self) -> int:
+        return self.period
+
+    @property
+    def clusters(self) -> int:
+        """Clusters of one period."""
+        return -(-self.period // self.cluster)
+
+    @property
+    def most_blocks(self) -> int:
+        """E: blocks they may take, larger clusters than `block_rows` taking several."""
+        return self.clusters + self.period // self.block_rows
+
+    def force(self, spec, view):
+        return jnp.int32(spec.num_blocks)
+
+    def append(self, spec, index, view, key, valid):
+        count, squared = view.count, squared_distances(index, key)
+        enough = jnp.sum(count == 0) >= self.most_blocks  # stays so until the period is full
+        account = jnp.argmax(count == 0)
+        target = jnp.where(enough, account, nearest_with_room(spec, count, squared))
+        block = jnp.where(valid, target, spec.num_blocks).astype(jnp.int32)
+        added = jnp.where(enough, spec.num_blocks, block)
+        index = add_entry(index, added, count.astype(jnp.float32), squared, key)
+        row = jnp.where(enough, spec.block_rows, count[target]).astype(jnp.int32)
+        return dataclasses.replace(index, refused=index.refused + (valid & ~enough)), Placement(block, row)
+
+    def due(self, spec, index, view):
+        """The free block on whose account a full period waits. It is empty, so it need not be fetched."""
+        return jnp.where(jnp.all(view.held_block < spec.num_blocks), view.held_block[0], spec.num_blocks)
+
+    def adapt(self, spec, index, view, block, keys, valid, seed):
+        waiting, valid = keys[spec.block_rows :], valid[spec.block_rows :]
+        owner = clustering.kmeans(waiting, valid, self.clusters, jnp.int32(self.clusters), seed, self.iterations)
+        part, row = clustering.pack(owner, valid, self.clusters, spec.block_rows, self.most_blocks)
+        n, centroid, variance = statistics(waiting, part, self.most_blocks)
+        free = jnp.argsort(view.count > 0, stable=True)[: self.most_blocks]
+        dst = jnp.where(n > 0, free, spec.num_blocks).astype(jnp.int32)
+        rows = jnp.full((self.most_blocks, spec.block_rows), -1, jnp.int32)
+        rows = rows.at[part, row].set(spec.block_rows + jnp.arange(self.period, dtype=jnp.int32), mode="drop")
+        return _open(index, dst, centroid, variance, block < spec.num_blocks), Edits(dst, rows)
+
+
+def _open(index: ClusterIndex, dst, centroid, variance, happens) -> ClusterIndex:
+    """The statistics of new clusters."""
+    return dataclasses.replace(
+        index, centroid=index.centroid.at[dst].set(centroid, mode="drop"),
+        variance=index.variance.at[dst].set(variance, mode="drop"), splits=index.splits + happens,
+    )

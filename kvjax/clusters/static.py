@@ -1,0 +1,56 @@
+"""Static update (Figure 1a; PQCache): a new key is added to its nearest cluster, whatever becomes of that.
+
+Clusters never split, so they grow without limit. One that outgrows its block goes on in another
+block, with one centroid, variance and rank for all of them.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from kvjax.clusters.index import ClusterIndex, nearest_with_room, squared_distances, updated_variance
+from kvjax.method import Placement
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """Greedy appending. No block left for a cluster to go on in: the key goes to the nearest block with room."""
+
+    held = 0
+    edits = False
+
+    def force(self, spec, view):
+        return jnp.int32(spec.num_blocks)
+
+    def append(self, spec, index, view, key, valid):
+        count, squared = view.count, squared_distances(index, key)
+        nearest = jnp.argmin(jnp.where(count > 0, squared, jnp.inf))
+        first = jnp.where(jnp.any(count > 0), index.cluster[nearest], jnp.argmax(count == 0))
+        room = (index.cluster == first) & (count < spec.block_rows) & (count > 0)
+        free = count == 0
+        stays = jnp.any(room) | jnp.any(free)
+        target = jnp.where(jnp.any(room), jnp.argmax(room), jnp.argmax(free))
+        target = jnp.where(stays, target, nearest_with_room(spec, count, squared))
+        first = jnp.where(stays, first, index.cluster[target])
+        block = jnp.where(valid, target, spec.num_blocks).astype(jnp.int32)
+        grown = _grow(index, count, first, block, key)
+        return dataclasses.replace(grown, refused=index.refused + (valid & ~stays)), Placement(block, count[target])
+
+    def due(self, spec, index, view):
+        return jnp.int32(spec.num_blocks)
+
+    def adapt(self, spec, index, view, block, keys, valid, seed):
+        raise NotImplementedError("a static update never rewrites a block")
+
+
+def _grow(index: ClusterIndex, count, first, block, key) -> ClusterIndex:
+    """Statistics of cluster `first`, in all of its blocks, with the key added to one of them (NB = nothing)."""
+    cluster = index.cluster.at[block].set(first, mode="drop")
+    mine = (cluster == first) & (block < count.shape[0])
+    n = jnp.sum(jnp.where(mine, count, 0)).astype(jnp.float32)
+    variance = updated_variance(n, index.variance[first], jnp.sum(jnp.square(key - index.centroid[first])))
+    centroid = index.centroid[first] + (key - index.centroid[first]) / (n + 1)
+    return dataclasses.replace(
+        index, cluster=cluster, variance=jnp.where(mine, variance, index.variance),
+        centroid=jnp.where(mine[:, None], centroid, index.centroid),
+    )

@@ -1,0 +1,125 @@
+"""The distribution-shift experiment: caches in token order, its measures against brute force, its texts."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import CAPACITY, HEADS, METHODS, Sim, Stream
+
+from configs import shift as configuration
+from experiments import common, shift, shift_decoding, shift_measures, shift_plots, shift_texts
+from kvjax.errors import ConfigError
+
+config = configuration.get_config("smoke")
+
+
+@pytest.mark.parametrize("name", ["dynakv", "dynakv_static", "dynakv_local"])
+def test_token_order_undoes_the_clusters(name):
+    stream = Stream.draw(0)
+    sim = Sim(METHODS[name], stream, [40, 20])
+    sim.run(30)
+    key, value, cluster = shift_decoding.in_token_order(sim.plan, sim.cache, CAPACITY)
+    for b, length in enumerate(sim.at):
+        np.testing.assert_array_equal(key[b, :length], stream.k[b, :length])
+        np.testing.assert_array_equal(value[b, :length], stream.v[b, :length])
+        assert not np.any(key[b, length:])
+        for head in range(HEADS):
+            inside = np.asarray(cluster[b, :, head]) < sim.plan.spec.num_blocks
+            assert set(np.flatnonzero(inside)) == set(sim.places(b, head)["blocks"])
+
+
+def test_reclustering_is_a_prefill_of_everything_decoded():
+    sim = Sim(METHODS["dynakv"], Stream.draw(1), [40, 30])
+    sim.run(20)
+    fresh = Sim(METHODS["dynakv"], Stream.draw(1), [60, 50])
+    again = shift_decoding._reclustered(sim.plan, sim.cache, jnp.asarray(sim.at), CAPACITY)
+    np.testing.assert_array_equal(again.state.pos, fresh.cache.state.pos)
+    np.testing.assert_array_equal(again.pool.key, fresh.cache.pool.key)
+
+
+def test_variance_and_drift_of_a_partition():
+    """Two clusters of the prompt at 0 and 10; later one of them holds three keys at 13."""
+    count0, centroid0 = np.array([[2.0, 2.0, 0.0]]), np.array([[[0.0], [10.0], [99.0]]])
+    variance0 = np.array([[1.0, 3.0, 50.0]])
+    found = shift_measures.partition_figures(
+        np.array([[2.0, 0.0, 3.0]]), np.array([[[0.0], [7.0], [13.0]]]), np.array([[1.0, 9.0, 6.0]]),
+        count0, centroid0, variance0,
+    )
+    assert found["clusters"] == 2 and found["cluster_size"] == 2.5 and found["largest_cluster"] == 3
+    assert found["variance"] == pytest.approx((2 * 1 + 3 * 6) / 5)
+    assert found["centroid_drift"] == pytest.approx((3 * 9 / 5) / 2)
+
+
+def test_probability_that_updated_clusters_are_retrieved_soon():
+    rng = np.random.default_rng(0)
+    steps, heads, blocks = 20, 2, 6
+    retrieved = np.stack([[rng.permutation(blocks + 1)[:2] for _ in range(heads)] for _ in range(steps)])
+    counts = np.cumsum(rng.random((steps + 1, heads, blocks)) < 0.3, axis=0)
+    found = shift_measures.updated_retrieved(retrieved, counts)
+    for t in (1, 4, 16):
+        hits = [
+            any(j in retrieved[s + 1 + ahead, h] for ahead in range(t))
+            for s in range(steps - t) for h in range(heads) for j in range(blocks)
+            if counts[s + 1, h, j] > counts[s, h, j]
+        ]
+        assert found[f"retrieved_{t}"] == pytest.approx(np.mean(hits))
+    assert found["retrieved_1"] <= found["retrieved_4"] <= 1
+
+
+def test_co_retrieval_is_the_share_of_each_pair():
+    pairs = shift_measures.co_retrieval(np.array([[0, 1], [0, 1], [2, 3], [4, 1]]), 4)  # 4 = none
+    expected = np.zeros((4, 4))
+    expected[0, 1] = expected[1, 0] = 2 / 6
+    expected[2, 3] = expected[3, 2] = 1 / 6
+    np.testing.assert_allclose(pairs, expected)
+
+
+def test_principal_axes_are_those_of_the_covariance():
+    keys = np.random.default_rng(0).normal(size=(200, 5)) * [1, 5, 1, 3, 0.1]
+    mean, axes = shift_plots.principal_axes(keys)
+    values, vectors = np.linalg.eigh(np.cov((keys - mean).T))
+    np.testing.assert_allclose(np.abs(axes @ vectors[:, [-1, -2]]), np.eye(2), atol=1e-8)
+    np.testing.assert_allclose(np.var((keys - mean) @ axes.T, axis=0, ddof=1), values[[-1, -2]])
+
+
+@pytest.mark.parametrize("kind", shift_texts.KINDS)
+def test_texts_have_the_asked_length_and_depend_on_the_number_alone(kind, texts):
+    first = texts.draw(kind, 0, 64, 256)
+    assert len(first) == 256 and first == texts.draw(kind, 0, 64, 256) != texts.draw(kind, 1, 64, 256)
+
+
+@pytest.fixture(scope="module")
+def texts():
+    return shift_texts.Texts(common.load_model(""), seed=0)
+
+
+def test_a_mixed_text_changes_its_kind_after_every_prompt_length(texts):
+    tokens = texts.draw("mixed", 0, 64, 256)
+    prose, code = (" " + " ".join(map(str, stream)) + " " for stream in (texts.prose, texts.code))
+    assert f" {' '.join(map(str, tokens[1:64]))} " in prose
+    assert f" {' '.join(map(str, tokens[65:128]))} " in code
+
+
+def test_windows_end_at_their_checkpoints():
+    assert shift_decoding.window_starts(config) == [0, 2 * config.prompt - config.steps]
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    ({"strategies": ("adaptive", "none")}, "none"), ({"kinds": ()}, "kinds"), ({"checkpoints": (1, 2)}, "start with 0"),
+    ({"steps": 200}, "steps=200"), ({"pca": {"kind": "code"}}, "pca.kind=code"),
+])
+def test_settings_that_make_no_experiment_are_refused(change, words):
+    wrong = configuration.get_config("smoke")
+    wrong.update(change)
+    with pytest.raises(ConfigError, match=words):
+        shift.check(wrong)
+
+
+def test_strategies_share_all_settings_but_the_update():
+    made = {name: shift_decoding.make_method(name, config.method) for name in shift.STRATEGIES}
+    assert made["global"] == made["static"] and made["no_cluster"].budget == config.method.budget
+    assert {name: made[name].update for name in ("adaptive", "static", "local")} == {
+        name: name for name in ("adaptive", "static", "local")
+    }
+    assert dataclasses.replace(made["static"], update="adaptive") == made["adaptive"]
