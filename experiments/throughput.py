@@ -23,11 +23,12 @@ from experiments.results import Run
 from kvjax import decode, layer
 from kvjax.decode import Slots, State
 from kvjax.errors import ConfigError
+from kvjax.layer import LayerCache
 from kvjax.models.config import ModelConfig, RopeConfig
 from kvjax.models.transformer import Transformer
 from kvjax.pool import Line
 from kvjax.store import base
-from kvjax.store.slots import SlotPool, default_backend
+from kvjax.store.slots import default_backend
 
 
 def shape(name: str) -> ModelConfig:
@@ -98,8 +99,8 @@ def _select(layer_plan, state, q, key, value):
 
 
 @jax.jit
-def _fetch(pool, need, number, line):
-    return pool.fetch(need, number, line)
+def _fetch(pool, need, count, number, line):
+    return pool.fetch(need, count, number, line)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -131,7 +132,7 @@ def parts(llm, plan, state: State, branch) -> dict[str, float]:
     key = jnp.asarray(rng.standard_normal((1, config.num_kv_heads, config.head_dim), np.float32))
     line, at = state.line, state.length
     asked = _select(layer_plan, one.state, q, key, key)
-    pool, slot, _, _ = _fetch(one.pool, asked.need, number, line)
+    pool, slot, _, _ = _fetch(one.pool, asked.need, one.state.count, number, line)
     cache = dataclasses.replace(one, pool=pool)
     found = {
         "select_ms": median_ms(_select, layer_plan, one.state, q, key, key),
@@ -139,14 +140,14 @@ def parts(llm, plan, state: State, branch) -> dict[str, float]:
         "layer_read_ms": median_ms(_whole_read, layer_plan, cache, q, key, key, at, number, line),
     }
     if branch is not None:
-        found["fetch_ms"] = cold_fetch_ms(one.pool, asked.need, number, line, branch)
+        found["fetch_ms"] = cold_fetch_ms(one, asked.need, number, line, branch)
     return found
 
 
-def cold_fetch_ms(pool: SlotPool, need, number, line, branch, repeats: int = 15) -> dict[str, float]:
+def cold_fetch_ms(cache: LayerCache, need, number, line, branch, repeats: int = 15) -> dict[str, float]:
     """One layer's fetch with no block resident: whole call, and the share inside the store's read."""
-    empty = pool.emptied()
-    donated = jax.jit(lambda pool, need: pool.fetch(need, number, line)[:3], donate_argnums=0)
+    empty, count = cache.pool.emptied(), cache.state.count
+    donated = jax.jit(lambda pool, need: pool.fetch(need, count, number, line)[:3], donate_argnums=0)
     jax.block_until_ready(donated(jax.tree.map(jnp.copy, empty), need))
     calls, inside = [], []
     for _ in range(repeats):
@@ -155,7 +156,7 @@ def cold_fetch_ms(pool: SlotPool, need, number, line, branch, repeats: int = 15)
         jax.block_until_ready(donated(fresh, need))
         calls.append(1e3 * (time.perf_counter() - started))
         inside.append(1e3 * (branch.stats().read_seconds - before))
-    blocks = int(jnp.sum(need < pool.num_blocks))
+    blocks = int(jnp.sum(need < count.shape[-1]))
     return {"call": float(np.median(calls)), "store": float(np.median(inside)), "blocks": blocks}
 
 

@@ -22,7 +22,7 @@ from kvjax.methods.full import Full
 from kvjax.models.config import ModelConfig
 from kvjax.models.transformer import Block, Transformer
 from kvjax.pool import Line
-from kvjax.store import base
+from kvjax.store import base, residency
 from kvjax.store.slots import Backend, SlotPool, default_backend
 from kvjax.typing import Array, Bool, Int32, Logits, PyTree, pytree
 
@@ -57,6 +57,9 @@ class Slots:
     count: int | None = None
     policy: str = "lru"
     backend: Backend | None = None
+
+    def __post_init__(self):
+        residency.find_policy(self.policy)
 
 
 def make_plan(config: ModelConfig, method: Method, batch: int, capacity: int, dtype: str = "float32") -> Plan:

@@ -158,7 +158,7 @@ def _weights(plan, q, sets):
 def read(plan: LayerPlan, cache: LayerCache, q, key, value, at: Int32[Array, "B"], layer, line: Line, estimate=None):
     """Attention of the newest token. Returns (out[B, H, D], cache, Fresh, ok[], Report)."""
     asked = ask(plan, cache.state, q, key, value, estimate)
-    pool, slot, ok, traffic = cache.pool.fetch(asked.need, layer, line)
+    pool, slot, ok, traffic = cache.pool.fetch(asked.need, cache.state.count, layer, line)
     cache = LayerCache(cache.state, pool)
     out, fresh, seen = answer(plan, cache, asked, slot, at)
     held = cache.state.tail.pos[..., plan.spec.sinks + plan.spec.ring :]
