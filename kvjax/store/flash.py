@@ -7,13 +7,13 @@ import weakref
 import numpy as np
 
 from kvjax.errors import ChecksumMismatch, ConfigError
+from kvjax.store import profiles
 from kvjax.store.base import Geometry
 from kvjax.store.extents import ExtentPool
 from kvjax.store.file import create_file
 from kvjax.store.format import checksum
 from kvjax.store.lineage import Lineage, Sources
 from kvjax.store.reader import ExtentPlan
-from kvjax.store.system import SystemIO
 from kvjax.store.transaction import TransactionalBranch
 from kvjax.store.volume import Volume
 
@@ -32,12 +32,14 @@ class FlashStore:
       max_bytes: how large the file may become; None for as large as the device allows.
       staging_bytes: committed but unwritten blocks kept in memory, at most, plus those of one token.
       timeout: seconds after which a read or write that makes no progress becomes an error.
+      profile: device to emulate, see `kvjax.store.profiles`; all files of one store share it.
+
+    Attributes:
+      system: its system calls; tests replace it.
     """
 
-    system: SystemIO = SystemIO()  # tests replace it
-
     def __init__(self, path, *, threads: int = 4, direct: bool = True, max_bytes: int | None = None,
-                 staging_bytes: int = 64 << 20, timeout: float = 60.0):
+                 staging_bytes: int = 64 << 20, timeout: float = 60.0, profile: str = profiles.NATIVE):
         if threads < 1 or staging_bytes < 0 or timeout <= 0 or (max_bytes is not None and max_bytes < 1):
             raise ConfigError(f"threads={threads}, max_bytes={max_bytes} and timeout={timeout} must be positive, "
                               f"staging_bytes={staging_bytes} not negative")
@@ -47,6 +49,8 @@ class FlashStore:
         self.max_bytes = max_bytes
         self.staging_bytes = staging_bytes
         self.timeout = timeout
+        self.profile = profile
+        self.system = profiles.system_of(profile)
 
     def create(self, geometry: Geometry, fingerprint: str) -> "FlashBranch":
         """Makes the file and its first branch, in which every block is zero. Raises StoreError as `create_file`."""
