@@ -73,11 +73,13 @@ def random_file(directory, size: int) -> Iterator[str]:
         yield file.name
 
 
-def read_seconds(directory: pathlib.Path, size: int, count: int, threads: int, repeats: int = 9) -> float:
+def read_seconds(
+    directory: pathlib.Path, size: int, count: int, threads: int, repeats: int = 9, system: SystemIO | None = None
+) -> float:
     """Median seconds of reading `count` random extents of `size` bytes, past the page cache where possible."""
     rng, total = np.random.default_rng(0), max(64 << 20, 4 * size * count)
     with random_file(directory, total) as path:
-        raw = RawFile(path, threads)
+        raw = RawFile(path, threads, system=system)
         times = [raw.seconds(random_offsets(rng, total, size, count), size) for _ in range(repeats)]
         raw.close()
     return float(np.median(times))

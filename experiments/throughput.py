@@ -194,19 +194,21 @@ def measure(llm, name: str, settings, store_name: str, context: int, config, dir
     row |= parts(llm, plan, state, branch)
     row |= {"tokens_per_s": 1e3 / best, "limit_ms": limit, "times_limit": best / limit}
     if branch is not None:
-        row |= disk_row(branch, plan, row.pop("fetch_ms"), directory, config)
+        row |= disk_row(store, branch, plan, row.pop("fetch_ms"), directory, config)
         branch.close()
     head = {"model": name, "method": common.label(method), "store": store_name, "context": context}
     return {**head, "task": "throughput", "budget": method.budget, "seed": 0, "resident_bytes": resident,
             "index_build_s": build, **row}
 
 
-def disk_row(branch: base.Branch, plan, fetch: dict, directory, config) -> dict:
+def disk_row(store, branch: base.Branch, plan, fetch: dict, directory, config) -> dict:
     """What the store did per token, and one layer's cold fetch beside raw reads of as many blocks."""
     stats, size = branch.stats(), decode.geometry(plan).extent_bytes
     tokens = len(config.drivers) * (config.steps + 1)
-    raw = 1e3 * raw_disk.read_seconds(directory, size, fetch["blocks"], threads=4)
+    system = getattr(store, "system", None)
+    raw = 1e3 * raw_disk.read_seconds(directory, size, fetch["blocks"], threads=4, system=system)
     return {
+        **common.disk_of(store),
         "bytes_read_per_token": stats.bytes_read / tokens, "reads_per_token": stats.reads / tokens,
         "fetch_ms": fetch["call"], "fetch_in_store_ms": fetch["store"], "fetch_blocks": fetch["blocks"],
         "raw_read_ms": raw, "fetch_beyond_store_us": 1e3 * (fetch["call"] - fetch["store"]), "block_bytes": size,
@@ -271,11 +273,11 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
 
 def print_table(rows: list[dict]) -> None:
     """The figures that matter, a line per row."""
-    print(f"{'model':>12}{'method':>14}{'store':>8}{'context':>9}{'ms/token':>10}{'limit':>8}{'select':>8}"
+    print(f"{'model':>12}{'method':>14}{'store':>14}{'context':>9}{'ms/token':>10}{'limit':>8}{'select':>8}"
           f"{'attend':>8}{'fetch':>8}{'raw':>8}{'KV MiB':>9}")
     for row in rows:
         cells = [row.get(key) for key in ("limit_ms", "select_ms", "attend_ms", "fetch_ms", "raw_read_ms")]
         shown = "".join(f"{cell:8.2f}" if cell is not None else f"{'-':>8}" for cell in cells)
         resident = f"{row['resident_bytes'] / 2**20:9.1f}" if "resident_bytes" in row else f"{'-':>9}"
-        print(f"{row['model']:>12}{row['method']:>14}{row['store']:>8}{row['context']:>9,}"
+        print(f"{row['model']:>12}{row['method']:>14}{row['store']:>14}{row['context']:>9,}"
               f"{1e3 / row['tokens_per_s']:10.2f}{shown}{resident}")
