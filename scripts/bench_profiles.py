@@ -4,9 +4,13 @@
 
 Reads a file of which every page is in memory through `EmulatedIO`, at several sizes and numbers of threads, each with
 one request in flight, and compares with the profile's own curve: "ok" within 5 %. Two columns say what the host can do:
-"calls" is the same code with a device that answers at once, "disk" is bare O_DIRECT reads. Where calls or disk are
-slower than the curve, the host cannot emulate the device at that point, and the line says so. Exit code 1 when a point
-that the host can do is off. Medians of three runs, taken in turn.
+"calls" is the same code with a device that answers at once, "disk" is bare O_DIRECT reads. Where the disk is slower
+than the curve, or calls are not three times as fast (one that waits costs two, and wakes a thread), the host cannot
+emulate the device at that point, and the line says so. Exit code 1 when a point that the host can do is off. Medians of
+three runs, taken in turn. Other programs on the machine make waiting threads late: run it on an idle one.
+
+A Python process on two cores answers some 15,000 to 20,000 commands a second from several threads, which is the limit
+of what can be emulated, and of what the store could ask for.
 """
 
 import math
@@ -28,7 +32,7 @@ SECONDS = flags.DEFINE_float("seconds", 0.3, "modelled time of each run", lower_
 DIR = flags.DEFINE_string("dir", None, "directory on the host's disk; default: the temporary directory")
 
 SIZES_KB, DEPTHS = (4, 16, 64, 256), (1, 4, 16)
-FILE_BYTES, RUNS, TOLERANCE = 256 << 20, 3, 0.05
+FILE_BYTES, RUNS, TOLERANCE, CALLS_NEEDED = 256 << 20, 3, 0.05, 3
 INSTANT = Profile("instant", bandwidth=math.inf, iops=math.inf, latency=0.0, depth=1024)
 
 
@@ -53,12 +57,9 @@ def measure(path: str, profile: Profile, size: int, depth: int) -> tuple[float, 
 
 def verdict(curve: float, emulated: float, calls: float, disk: float) -> str:
     """What a line means."""
-    fine = abs(emulated / curve - 1) <= TOLERANCE
-    if not fine and calls < 1.5 * curve:  # half as fast again: waiting takes time from the other threads too
-        return "host's CPU too slow for this device"
-    if fine and disk < curve:
-        return "ok in memory; host's disk slower than this device"
-    return "ok" if fine else "OFF"
+    if abs(emulated / curve - 1) > TOLERANCE:
+        return "host's CPU too slow for this device" if calls < CALLS_NEEDED * curve else "OFF"
+    return "ok in memory; host's disk slower than this device" if disk < curve else "ok"
 
 
 def main(argv):
