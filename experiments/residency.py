@@ -101,7 +101,7 @@ def measure(llm: kvjax.LLM, settings, config: ml_collections.ConfigDict) -> list
             "steps": config.steps, "budget": method.budget, "seed": config.seed, "blocks_needed": needed,
             "blocks_in_use": float(np.mean(np.count_nonzero(trace.count[-1], axis=-1)))}
     on_device, rows = jax.device_put(trace), []
-    for slots in slot_counts(trace, config.times_needed):
+    for slots in sorted({int(trace.need.shape[-1] * times) for times in config.times_needed}):
         missed = {policy: int(replay(on_device, slots=slots, policy=policy).sum()) for policy in residency.POLICIES}
         missed["belady"] = best_possible(trace, slots)
         lane_bytes = slots * block_bytes
@@ -113,18 +113,19 @@ def measure(llm: kvjax.LLM, settings, config: ml_collections.ConfigDict) -> list
     return rows
 
 
-def slot_counts(trace: Trace, multiples) -> list[int]:
-    """Numbers of slots, as multiples of what one step may need."""
-    if not multiples or min(multiples) < 1:
-        raise ConfigError(f"times_needed={tuple(multiples)} must have numbers of at least 1; lower ones have no room")
-    return sorted({int(trace.need.shape[-1] * times) for times in multiples})
+def check(config: ml_collections.ConfigDict) -> None:
+    """Raises ConfigError where nothing could be recorded or replayed."""
+    if min(config.steps, config.context, config.batch) < 1:
+        raise ConfigError(f"context={config.context}, steps={config.steps} and batch={config.batch} must be positive")
+    if not config.times_needed or min(config.times_needed) < 1:
+        raise ConfigError(f"times_needed={tuple(config.times_needed)} must have numbers of at least 1: a step needs "
+                          "all of its blocks at once")
 
 
 def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     """Records and replays every method that the workdir does not have yet."""
     methods = [common.make_method(settings) for settings in config.methods]
-    if config.steps < 1 or config.context < 1 or config.batch < 1:
-        raise ConfigError(f"context={config.context}, steps={config.steps} and batch={config.batch} must be positive")
+    check(config)
     llm = common.load_model(config.model)
     run = Run(config, workdir)
     rows = run.logged()

@@ -11,7 +11,8 @@ which is the shape of DynaKV's figure 3(b) and KVSwap's figure 2. Neither figure
 of ours comes from stands beside it. Writes wait as reads do, although flash writes more slowly: no source gives a rate.
 
 Emulation only slows down. Where the host needs longer than the device would, the answer is as late as the host makes
-it, and `EmulatedIO.late` counts it.
+it, and `EmulatedIO.late` counts it. A host too busy even to ask in time goes uncounted: `scripts/bench_profiles.py`
+compares what is reached with the curve, and says which points this host cannot reach.
 """
 
 import collections

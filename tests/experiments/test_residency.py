@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from configs.residency import get_config
 from experiments import residency
 from kvjax import decode
 from kvjax.errors import ConfigError
@@ -60,7 +61,11 @@ def test_a_trace_knows_which_blocks_were_written(trace):
         assert written == list(np.flatnonzero(grown[step, lane])) and len(written) == 1
 
 
-@pytest.mark.parametrize("multiples", [(), (0.5, 2.0)])
-def test_too_few_slots_are_refused(trace, multiples):
-    with pytest.raises(ConfigError, match="times_needed"):
-        residency.slot_counts(trace, multiples)
+@pytest.mark.parametrize("change", [{"times_needed": ()}, {"times_needed": (0.5, 2.0)}, {"steps": 0}, {"context": 0}])
+def test_bad_settings_are_refused(change):
+    config = get_config("smoke")
+    residency.check(config)
+    with config.unlocked():
+        config.update(change)
+    with pytest.raises(ConfigError, match=next(iter(change))):
+        residency.check(config)
