@@ -8,6 +8,7 @@ from typing import Any
 import kvjax
 from kvjax.errors import ConfigError
 from kvjax.method import Method
+from kvjax.store import profiles
 
 REFERENCE = pathlib.Path(kvjax.__file__).parent / "reference"
 
@@ -26,15 +27,25 @@ def make_method(settings: Mapping[str, Any]) -> Method:
 
 
 def make_store(kind: str, directory: pathlib.Path):
-    """A store by name; None keeps blocks in JAX arrays."""
-    if kind == "memory":
+    """A store by name; None keeps blocks in JAX arrays. "flash:emmc" emulates a device of `kvjax.store.profiles`."""
+    name, _, profile = kind.partition(":")
+    if name not in ("memory", "host", "flash") or (profile and name != "flash"):
+        raise ConfigError(f"unknown store {kind!r}; use memory, host, flash or flash:DEVICE")
+    if name == "memory":
         return None
-    if kind == "host":
+    if name == "host":
         return kvjax.HostStore()
-    if kind != "flash":
-        raise ConfigError(f"unknown store {kind!r}; use memory, host or flash")
+    store = kvjax.FlashStore(directory, profile=profile or profiles.NATIVE)
     directory.mkdir(parents=True, exist_ok=True)
-    return kvjax.FlashStore(directory)
+    return store
+
+
+def disk_of(store) -> dict[str, Any]:
+    """What a row of results says about the device under a store: how far an emulated one was not kept up with, too."""
+    system = getattr(store, "system", None)
+    if not isinstance(system, profiles.EmulatedIO):
+        return {} if system is None else {"disk": profiles.NATIVE}
+    return {"disk": f"{system.profile.name} (emulated)", "late_share": system.late / max(1, system.commands)}
 
 
 def load_model(path: str) -> kvjax.LLM:

@@ -82,7 +82,8 @@ def answer_all(llm: kvjax.LLM, job: Job, settings, config: ml_collections.Config
     ask(observer=probe)  # apart from the timed run: compiles, and brings every step's selection to the host
     row = summarise(llm, method, job, ask(), probe, cache)
     cache.close()
-    return {**row, "store": config.store, "task": "demo", "context": longest(job), "seed": config.seed}
+    head = {"store": config.store, **common.disk_of(store), "task": "demo", "context": longest(job)}
+    return {**row, **head, "seed": config.seed}
 
 
 def longest(job: Job) -> int:

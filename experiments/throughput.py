@@ -23,11 +23,12 @@ from experiments.results import Run
 from kvjax import decode, layer
 from kvjax.decode import Slots, State
 from kvjax.errors import ConfigError
+from kvjax.layer import LayerCache
 from kvjax.models.config import ModelConfig, RopeConfig
 from kvjax.models.transformer import Transformer
 from kvjax.pool import Line
 from kvjax.store import base
-from kvjax.store.slots import SlotPool, default_backend
+from kvjax.store.slots import default_backend
 
 
 def shape(name: str) -> ModelConfig:
@@ -98,8 +99,8 @@ def time_tokens(llm, plan, state, steps: int, driver: str):
 
 
 @jax.jit
-def _fetch(pool, need, number, line):
-    return pool.fetch(need, number, line)
+def _fetch(pool, need, count, number, line):
+    return pool.fetch(need, count, number, line)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -126,7 +127,7 @@ def parts(llm, plan, state: State, branch) -> dict[str, float]:
     key = jnp.asarray(rng.standard_normal((1, config.num_kv_heads, config.head_dim), np.float32))
     line, at = state.line, state.length
     choice = layer.choose(layer_plan, one.state, q)
-    pool, slot, _, _ = _fetch(one.pool, choice.need, number, line)
+    pool, slot, _, _ = _fetch(one.pool, choice.need, one.state.count, number, line)
     cache = dataclasses.replace(one, pool=pool)
     found = {
         "select_ms": median_ms(layer.choose, layer_plan, one.state, q),
@@ -134,14 +135,14 @@ def parts(llm, plan, state: State, branch) -> dict[str, float]:
         "layer_read_ms": median_ms(_whole_read, layer_plan, cache, q, key, key, at, number, line),
     }
     if branch is not None:
-        found["fetch_ms"] = cold_fetch_ms(one.pool, choice.need, number, line, branch)
+        found["fetch_ms"] = cold_fetch_ms(one, choice.need, number, line, branch)
     return found
 
 
-def cold_fetch_ms(pool: SlotPool, need, number, line, branch, repeats: int = 15) -> dict[str, float]:
+def cold_fetch_ms(cache: LayerCache, need, number, line, branch, repeats: int = 15) -> dict[str, float]:
     """One layer's fetch with no block resident: whole call, and the share inside the store's read."""
-    empty = pool.emptied()
-    donated = jax.jit(lambda pool, need: pool.fetch(need, number, line)[:3], donate_argnums=0)
+    empty, count = cache.pool.emptied(), cache.state.count
+    donated = jax.jit(lambda pool, need: pool.fetch(need, count, number, line)[:3], donate_argnums=0)
     jax.block_until_ready(donated(jax.tree.map(jnp.copy, empty), need))
     calls, inside = [], []
     for _ in range(repeats):
@@ -150,7 +151,7 @@ def cold_fetch_ms(pool: SlotPool, need, number, line, branch, repeats: int = 15)
         jax.block_until_ready(donated(fresh, need))
         calls.append(1e3 * (time.perf_counter() - started))
         inside.append(1e3 * (branch.stats().read_seconds - before))
-    blocks = int(jnp.sum(need < pool.num_blocks))
+    blocks = int(jnp.sum(need < count.shape[-1]))
     return {"call": float(np.median(calls)), "store": float(np.median(inside)), "blocks": blocks}
 
 
@@ -188,19 +189,21 @@ def measure(llm, name: str, settings, store_name: str, context: int, config, dir
     row |= parts(llm, plan, state, branch)
     row |= {"tokens_per_s": 1e3 / best, "limit_ms": limit, "times_limit": best / limit}
     if branch is not None:
-        row |= disk_row(branch, plan, row.pop("fetch_ms"), directory, config)
+        row |= disk_row(store, branch, plan, row.pop("fetch_ms"), directory, config)
         branch.close()
     head = {"model": name, "method": common.label(method), "store": store_name, "context": context}
     return {**head, "task": "throughput", "budget": method.budget, "seed": 0, "resident_bytes": resident,
             "index_build_s": build, **row}
 
 
-def disk_row(branch: base.Branch, plan, fetch: dict, directory, config) -> dict:
+def disk_row(store, branch: base.Branch, plan, fetch: dict, directory, config) -> dict:
     """What the store did per token, and one layer's cold fetch beside raw reads of as many blocks."""
     stats, size = branch.stats(), decode.geometry(plan).extent_bytes
     tokens = len(config.drivers) * (config.steps + 1)
-    raw = 1e3 * raw_disk.read_seconds(directory, size, fetch["blocks"], threads=4)
+    system = getattr(store, "system", None)
+    raw = 1e3 * raw_disk.read_seconds(directory, size, fetch["blocks"], threads=4, system=system)
     return {
+        **common.disk_of(store),
         "bytes_read_per_token": stats.bytes_read / tokens, "reads_per_token": stats.reads / tokens,
         "fetch_ms": fetch["call"], "fetch_in_store_ms": fetch["store"], "fetch_blocks": fetch["blocks"],
         "raw_read_ms": raw, "fetch_beyond_store_us": 1e3 * (fetch["call"] - fetch["store"]), "block_bytes": size,
@@ -265,11 +268,11 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
 
 def print_table(rows: list[dict]) -> None:
     """The figures that matter, a line per row."""
-    print(f"{'model':>12}{'method':>14}{'store':>8}{'context':>9}{'ms/token':>10}{'limit':>8}{'select':>8}"
+    print(f"{'model':>12}{'method':>14}{'store':>14}{'context':>9}{'ms/token':>10}{'limit':>8}{'select':>8}"
           f"{'attend':>8}{'fetch':>8}{'raw':>8}{'KV MiB':>9}")
     for row in rows:
         cells = [row.get(key) for key in ("limit_ms", "select_ms", "attend_ms", "fetch_ms", "raw_read_ms")]
         shown = "".join(f"{cell:8.2f}" if cell is not None else f"{'-':>8}" for cell in cells)
         resident = f"{row['resident_bytes'] / 2**20:9.1f}" if "resident_bytes" in row else f"{'-':>9}"
-        print(f"{row['model']:>12}{row['method']:>14}{row['store']:>8}{row['context']:>9,}"
+        print(f"{row['model']:>12}{row['method']:>14}{row['store']:>14}{row['context']:>9,}"
               f"{1e3 / row['tokens_per_s']:10.2f}{shown}{resident}")

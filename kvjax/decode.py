@@ -22,7 +22,7 @@ from kvjax.methods.full import Full
 from kvjax.models.config import ModelConfig
 from kvjax.models.transformer import Block, Transformer
 from kvjax.pool import Line
-from kvjax.store import base
+from kvjax.store import base, residency
 from kvjax.store.slots import BACKENDS, PREFETCH, SlotPool, default_backend
 from kvjax.typing import Array, Bool, Int32, Logits, PyTree, pytree
 
@@ -62,7 +62,7 @@ class Slots:
         with the query that this layer's input would give there. "step": the blocks ranked just below this step's, for
         the next step. Outputs are the same in all cases.
 
-    Raises ConfigError for a backend or prefetch that does not exist.
+    Raises ConfigError for a policy, backend or prefetch that does not exist.
     """
 
     count: int | None = None
@@ -71,10 +71,10 @@ class Slots:
     prefetch: str = "off"
 
     def __post_init__(self):
+        residency.find_policy(self.policy)
         if self.prefetch not in PREFETCH or self.backend not in (None, *BACKENDS):
             raise ConfigError(f"prefetch={self.prefetch!r} must be one of {', '.join(PREFETCH)}; "
                               f"backend={self.backend!r} None or one of {', '.join(BACKENDS)}")
-
 
 def make_plan(config: ModelConfig, method: Method, batch: int, capacity: int, dtype: str = "float32") -> Plan:
     """Sizes every layer's cache. Raises ConfigError where they do not fit together."""

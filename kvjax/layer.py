@@ -175,7 +175,7 @@ def read(
     Returns (out[B, H, D], cache, Fresh, ok[], Report).
     """
     choice = choose(plan, cache.state, q) if choice is None else choice
-    pool, slot, ok, traffic = cache.pool.fetch(choice.need, layer, line)
+    pool, slot, ok, traffic = cache.pool.fetch(choice.need, cache.state.count, layer, line)
     cache = LayerCache(cache.state, pool)
     out, fresh, seen = answer(plan, cache, choice, q, key, value, slot, at)
     return out, cache, fresh, ok, report(plan, cache.state, choice, q, key, seen, traffic)

@@ -33,8 +33,10 @@ class Traffic:
 class Pool(Protocol):
     """Payload blocks of one layer; every method returns a new value."""
 
-    def fetch(self, need: Int32[Array, "B K M1"], layer: Int32[Array, ""], line: Line):
-        """(pool, slot[B, K, M1] of each needed block, ok[], Traffic): the only read from outside."""
+    def fetch(self, need: Int32[Array, "B K M1"], count: Int32[Array, "B K NB"], layer: Int32[Array, ""], line: Line):
+        """(pool, slot[B, K, M1] of each needed block, ok[], Traffic): the only read from outside.
+
+        `count` has the valid rows of every block, which may decide which blocks stay in memory."""
 
     def submit(self, block: Int32[Array, "B K N"], layer: Int32[Array, ""], line: Line) -> Int32[Array, ""]:
         """Begins to read blocks that will be needed; the token returned exists once that has begun."""
@@ -70,7 +72,7 @@ class MemoryPool:
         shape = (batch, spec.kv_heads, spec.num_blocks, spec.block_rows, spec.head_dim)
         return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
-    def fetch(self, need, layer, line):
+    def fetch(self, need, count, layer, line):
         quiet = jnp.zeros(need.shape[0], jnp.int32)
         requested = jnp.sum(need < self.key.shape[2], axis=(1, 2), dtype=jnp.int32)
         return self, need, jnp.bool_(True), Traffic(requested, quiet)

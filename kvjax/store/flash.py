@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvjax.errors import ConfigError, WriteFailed
+from kvjax.store import profiles
 from kvjax.store.ahead import Reads
 from kvjax.store.base import Geometry
 from kvjax.store.creation import create_file, open_file
@@ -18,7 +19,6 @@ from kvjax.store.format import HEADER_BYTES, Header, checksum
 from kvjax.store.lineage import Lineage, Sources
 from kvjax.store.log import Found, adopt, whole_saves
 from kvjax.store.overlay import OverlayFile
-from kvjax.store.system import SystemIO
 from kvjax.store.table import LanePool, Table
 from kvjax.store.transaction import TransactionalBranch
 from kvjax.store.volume import Volume
@@ -39,12 +39,15 @@ class FlashStore:
       staging_bytes: committed but unwritten blocks kept in memory, at most, plus those of one token.
       timeout: seconds after which a read or write that makes no progress becomes an error.
       scratch: directory for what a branch that was opened read-only adds; None for the system's temporary directory.
+      profile: device to emulate, see `kvjax.store.profiles`; all files of one store share it.
+
+    Attributes:
+      system: its system calls; tests replace it.
     """
 
-    system: SystemIO = SystemIO()  # tests replace it
-
     def __init__(self, path, *, threads: int = 4, direct: bool = True, max_bytes: int | None = None,
-                 staging_bytes: int = 64 << 20, timeout: float = 60.0, scratch: str | os.PathLike | None = None):
+                 staging_bytes: int = 64 << 20, timeout: float = 60.0, scratch: str | os.PathLike | None = None,
+                 profile: str = profiles.NATIVE):
         if threads < 1 or staging_bytes < 0 or timeout <= 0 or (max_bytes is not None and max_bytes < 1):
             raise ConfigError(f"threads={threads}, max_bytes={max_bytes} and timeout={timeout} must be positive, "
                               f"staging_bytes={staging_bytes} not negative")
@@ -55,6 +58,8 @@ class FlashStore:
         self.staging_bytes = staging_bytes
         self.timeout = timeout
         self.scratch = scratch
+        self.profile = profile
+        self.system = profiles.system_of(profile)
 
     def create(self, geometry: Geometry, fingerprint: str, least_blocks: int = 1) -> "FlashBranch":
         """Makes the file and its first branch, in which every block is zero.

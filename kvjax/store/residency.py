@@ -1,7 +1,8 @@
 """Which blocks stay in memory: a slot table per KV head and a pure plan of what to read and whom to evict.
 
 Slots are write-through, never dirty, so that evicting costs nothing; blocks needed now are pinned.
-A policy is a score per slot, and the lowest scores are evicted first.
+A policy is a function from the table to sort keys, one per slot; the lowest is evicted first. The best
+that any of them could do is `kvjax.store.belady`.
 """
 
 import dataclasses
@@ -10,7 +11,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from kvjax.errors import ConfigError
 from kvjax.typing import Array, Int32, pytree
+
+RESERVED = 4  # `cluster` keeps one slot in so many for blocks that were written lately
 
 
 @pytree
@@ -20,6 +24,8 @@ class Residency:
     block: Int32[Array, "*B K NS"]  # block in each slot, NB = empty
     filled: Int32[Array, "*B K NS"]  # step in which the slot was filled
     used: Int32[Array, "*B K NS"]  # step in which it was last needed
+    uses: Int32[Array, "*B K NS"]  # steps in which it was needed since it was filled
+    written: Int32[Array, "*B K NS"]  # step in which its block was last written, -1 = not since it was filled
     step: Int32[Array, "*B"]  # fetches so far
 
 
@@ -33,26 +39,58 @@ class ReadPlan:
     failure: Residency  # slots that may hold half-read bytes are empty
 
 
-def fifo(residency: Residency) -> Int32[Array, "K NS"]:
+# ------------------------------------------------------------------------------------- policies
+# Each gets the table and the valid rows of the block in each slot, and returns keys of which the
+# first decides and the next ones break ties.
+
+Keys = tuple[Int32[Array, "K NS"], ...]
+
+
+def fifo(table: Residency, rows: Int32[Array, "K NS"]) -> Keys:
     """The block that came first goes first (KVSwap's reuse buffer)."""
-    return residency.filled
+    return (table.filled,)
 
 
-def lru(residency: Residency) -> Int32[Array, "K NS"]:
+def lru(table: Residency, rows: Int32[Array, "K NS"]) -> Keys:
     """The block that was needed longest ago goes first."""
-    return residency.used
+    return (table.used,)
 
 
-POLICIES: dict[str, Callable[[Residency], Array]] = {"fifo": fifo, "lru": lru}
+def lfu(table: Residency, rows: Int32[Array, "K NS"]) -> Keys:
+    """The block that was needed in the fewest steps since it came goes first, of equals the least recent."""
+    return table.uses, table.used
+
+
+def cluster(table: Residency, rows: Int32[Array, "K NS"]) -> Keys:
+    """DynaKV's cluster-aligned replacement (section 6.2), where it leaves numbers and order open:
+
+    Principle 2, updated clusters stay in dedicated space whatever else is decided: the NS / RESERVED
+    blocks written last, by an appended row or by a split. Principle 1, small clusters are kept: of the
+    rest the one with most rows goes first, of equals the least recent. Slots are of one size here, so
+    that a large cluster costs no more memory than a small one, as it does in the paper.
+    """
+    newest = jax.lax.top_k(table.written, max(1, table.written.shape[-1] // RESERVED))[0]
+    reserved = (table.written >= 0) & (table.written >= newest[:, -1:])
+    return reserved.astype(jnp.int32), -rows, table.used
+
+
+POLICIES: dict[str, Callable[[Residency, Array], Keys]] = {"fifo": fifo, "lru": lru, "lfu": lfu, "cluster": cluster}
+
+
+def find_policy(name: str) -> Callable[[Residency, Array], Keys]:
+    """The policy of that name; ConfigError when there is none."""
+    if name not in POLICIES:
+        raise ConfigError(f"unknown residency policy {name!r}; use one of {', '.join(POLICIES)}")
+    return POLICIES[name]
+
+
+# ---------------------------------------------------------------------------------------- table
 
 
 def empty(kv_heads: int, slots: int, num_blocks: int) -> Residency:
     """A table with nothing in it, for one sequence."""
-    shape = (kv_heads, slots)
-    return Residency(
-        jnp.full(shape, num_blocks, jnp.int32), jnp.full(shape, -1, jnp.int32), jnp.full(shape, -1, jnp.int32),
-        jnp.int32(0),
-    )
+    never = jnp.full((kv_heads, slots), -1, jnp.int32)
+    return Residency(jnp.full_like(never, num_blocks), never, never, jnp.zeros_like(never), never, jnp.int32(0))
 
 
 def locate(residency: Residency, block: Int32[Array, "K *E"]) -> Int32[Array, "K *E"]:
@@ -63,32 +101,46 @@ def locate(residency: Residency, block: Int32[Array, "K *E"]) -> Int32[Array, "K
     return jnp.where(jnp.any(match, axis=-1), jnp.argmax(match, axis=-1), slots).astype(jnp.int32).reshape(block.shape)
 
 
-def plan(residency: Residency, need: Int32[Array, "K M1"], num_blocks: int, policy: str) -> ReadPlan:
-    """Finds the needed blocks in their slots and gives each missing one a slot. Needs NS >= M1."""
-    heads, slots = residency.block.shape
+def plan(table: Residency, need: Int32[Array, "K M1"], count: Int32[Array, "K NB"], policy: str) -> ReadPlan:
+    """Finds the needed blocks in their slots and gives each missing one a slot. Needs NS >= M1.
+
+    `count` has the valid rows of every block. Raises ConfigError on an unknown policy.
+    """
+    slots, num_blocks = table.block.shape[-1], count.shape[-1]
+    head = jnp.arange(need.shape[0])[:, None]
     wanted = need < num_blocks
-    found = locate(residency, jnp.where(wanted, need, -1))
+    found = locate(table, jnp.where(wanted, need, -1))
     hit = found < slots
     missing = wanted & ~hit
 
-    head = jnp.arange(heads)[:, None]
-    pinned = jnp.zeros((heads, slots), bool).at[head, jnp.where(hit, found, slots)].set(True, mode="drop")
-    score = jnp.where(residency.block == num_blocks, -2, POLICIES[policy](residency))
-    score = jnp.where(pinned, jnp.iinfo(jnp.int32).max, score)
-    order = jax.lax.top_k(-score, need.shape[-1])[1].astype(jnp.int32)
+    order = _eviction_order(table, found, count, policy)
     nth = jnp.maximum(jnp.cumsum(missing, axis=-1) - 1, 0)
     slot = jnp.where(hit, found, jnp.take_along_axis(order, nth, axis=-1))
 
     taken = jnp.where(missing, slot, slots)
     needed = jnp.where(wanted, slot, slots)
-    step = residency.step + 1
+    step = table.step + 1
     success = Residency(
-        block=residency.block.at[head, taken].set(need, mode="drop"),
-        filled=residency.filled.at[head, taken].set(step, mode="drop"),
-        used=residency.used.at[head, needed].set(step, mode="drop"),
+        block=table.block.at[head, taken].set(need, mode="drop"),
+        filled=table.filled.at[head, taken].set(step, mode="drop"),
+        used=table.used.at[head, needed].set(step, mode="drop"),
+        uses=table.uses.at[head, taken].set(0, mode="drop").at[head, needed].add(1, mode="drop"),
+        written=table.written.at[head, taken].set(-1, mode="drop"),
         step=step,
     )
-    failure = dataclasses.replace(
-        residency, block=residency.block.at[head, taken].set(num_blocks, mode="drop"), step=step
-    )
+    failure = dataclasses.replace(table, block=table.block.at[head, taken].set(num_blocks, mode="drop"), step=step)
     return ReadPlan(slot, jnp.where(missing, need, num_blocks), success, failure)
+
+
+def _eviction_order(table: Residency, pinned: Int32[Array, "K M1"], count, policy: str) -> Int32[Array, "K NS"]:
+    """Slots in the order in which they are given away: empty ones, those of the policy, pinned ones."""
+    head, num_blocks = jnp.arange(pinned.shape[0])[:, None], count.shape[-1]
+    turn = jnp.where(table.block == num_blocks, 0, 1).at[head, pinned].set(2, mode="drop")
+    rows = count[head, jnp.minimum(table.block, num_blocks - 1)]
+    return jnp.lexsort((*reversed(find_policy(policy)(table, rows)), turn), axis=-1).astype(jnp.int32)
+
+
+def note_written(table: Residency, slot: Int32[Array, "K *E"]) -> Residency:
+    """Books that the blocks in these slots were written in the newest step; NS = not resident."""
+    head = jnp.arange(slot.shape[0]).reshape(-1, *(1,) * (slot.ndim - 1))
+    return dataclasses.replace(table, written=table.written.at[head, slot].set(table.step, mode="drop"))

@@ -64,9 +64,12 @@ class SlotPool:
         table = dataclasses.replace(self.table, block=jnp.full_like(self.table.block, self.num_blocks))
         return dataclasses.replace(self, table=table)
 
-    def plan(self, need: Int32[Array, "B K M1"]) -> ReadPlan:
+    def plan(self, need: Int32[Array, "B K M1"], count: Int32[Array, "B K NB"]) -> ReadPlan:
         """Hits, misses and victims of one fetch; pure."""
-        return jax.vmap(lambda table, need: residency.plan(table, need, self.num_blocks, self.policy))(self.table, need)
+        def one(table, need, count):
+            return residency.plan(table, need, count, self.policy)
+
+        return jax.vmap(one)(self.table, need, count)
 
     def settle(self, plan: ReadPlan, need: Int32[Array, "B K M1"], rows: Array, ok: Bool[Array, ""]):
         """The pool after a fetch, and its traffic."""
@@ -80,8 +83,8 @@ class SlotPool:
         slot = jnp.where(plan.read < self.num_blocks, plan.slot, self.rows.shape[2])
         return self.rows.at[(*batch_and_head(slot), slot)].set(fetched, mode="drop")
 
-    def fetch(self, need, layer, line):
-        plan = self.plan(need)
+    def fetch(self, need, count, layer, line):
+        plan = self.plan(need, count)
         if self.backend == "buffer":
             rows, ok = _read_in_place(self.rows, line, layer, plan)
         else:
@@ -112,14 +115,18 @@ class SlotPool:
         slot = jnp.where(block < self.num_blocks, self.locate(block), self.rows.shape[2])
         queued = _effect("put_rows", self.backend, line, layer, block, row, packed)
         rows = self.rows.at[(*batch_and_head(slot), slot, row)].set(packed, mode="drop")
-        return dataclasses.replace(self, rows=rows, queued=self.queued + queued)
+        return self._written(rows, slot, queued)
 
     def put_blocks(self, block, key, value, layer, line):
         packed = jnp.concatenate([key, value], axis=-1).astype(self.rows.dtype)
         slot = jnp.where(block < self.num_blocks, self.locate(block), self.rows.shape[2])
         queued = _effect("put_blocks", self.backend, line, layer, block, packed)
         rows = self.rows.at[(*batch_and_head(slot), slot)].set(packed, mode="drop")
-        return dataclasses.replace(self, rows=rows, queued=self.queued + queued)
+        return self._written(rows, slot, queued)
+
+    def _written(self, rows, slot, queued) -> "SlotPool":
+        table = jax.vmap(residency.note_written)(self.table, slot)
+        return dataclasses.replace(self, rows=rows, table=table, queued=self.queued + queued)
 
 
 # ------------------------------------------------------------------------------------- callbacks

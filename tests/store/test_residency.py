@@ -1,4 +1,4 @@
-"""The slot table against Python models of a FIFO and an LRU cache."""
+"""The slot table against Python models of every policy."""
 
 import dataclasses
 
@@ -9,38 +9,67 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvjax.decode import Slots
+from kvjax.errors import ConfigError
 from kvjax.store import residency
 
 HEADS, SLOTS, BLOCKS, WIDTH = 2, 5, 9, 4  # WIDTH: blocks that one step may need
-_plan = jax.jit(residency.plan, static_argnums=(2, 3))
+COUNT = np.random.default_rng(0).integers(1, 5, (HEADS, BLOCKS)).astype(np.int32)  # rows of each block
+_plan = jax.jit(residency.plan, static_argnums=3)
+_note_written = jax.jit(lambda table, block: residency.note_written(table, residency.locate(table, block)))
 
 
 def plan(table, need, policy):
     """`residency.plan`, brought to the host."""
-    return jax.device_get(_plan(jax.tree.map(jnp.asarray, table), jnp.asarray(need), BLOCKS, policy))
+    return jax.device_get(_plan(jax.tree.map(jnp.asarray, table), jnp.asarray(need), jnp.asarray(COUNT), policy))
+
+
+def note_written(table, block):
+    """The table after blocks[HEADS, n] were written."""
+    return jax.device_get(_note_written(jax.tree.map(jnp.asarray, table), jnp.asarray(block)))
+
+
+@dataclasses.dataclass
+class Entry:
+    """A resident block of the model."""
+
+    filled: int
+    used: int
+    uses: int = 0
+    written: int = -1
 
 
 @dataclasses.dataclass
 class Model:
-    """One head's cache: when each resident block was brought in, and when it was last needed."""
+    """One head's cache."""
 
-    filled: dict[int, int] = dataclasses.field(default_factory=dict)
-    used: dict[int, int] = dataclasses.field(default_factory=dict)
+    head: int
+    entries: dict[int, Entry] = dataclasses.field(default_factory=dict)
+
+    def value(self, policy, block):
+        """What makes a block worth keeping."""
+        entry = self.entries[block]
+        if policy == "cluster":
+            newest = sorted(e.written for e in self.entries.values())[-max(1, SLOTS // residency.RESERVED) :]
+            reserved = entry.written >= 0 and entry.written >= newest[0]
+            return reserved, -COUNT[self.head, block], entry.used
+        return {"fifo": (entry.filled,), "lru": (entry.used,), "lfu": (entry.uses, entry.used)}[policy]
 
     def check_and_follow(self, policy, wanted, resident, step):
         """Judges which blocks left for `wanted` ones, then does the same; ties may be broken either way."""
-        missing = [block for block in wanted if block not in self.filled]
-        gone = set(self.filled) - resident
-        assert resident == (set(self.filled) - gone) | set(wanted), "hits stay, missing blocks come, nothing else does"
-        assert len(gone) == max(0, len(self.filled) + len(missing) - SLOTS), "nothing leaves while a slot is empty"
+        missing = [block for block in wanted if block not in self.entries]
+        gone = set(self.entries) - resident
+        assert resident == (set(self.entries) - gone) | set(wanted), "hits stay, missing blocks come, nothing else does"
+        assert len(gone) == max(0, len(self.entries) + len(missing) - SLOTS), "nothing leaves while a slot is empty"
         assert not gone & set(wanted), "a needed block is pinned"
-        age = self.filled if policy == "fifo" else self.used
-        stayed = set(self.filled) - gone - set(wanted)
-        assert not gone or not stayed or max(age[g] for g in gone) <= min(age[s] for s in stayed), "the oldest leave"
+        leave, stay = ([self.value(policy, b) for b in some] for some in (gone, set(self.entries) - gone - set(wanted)))
+        assert not leave or not stay or max(leave) <= min(stay), "the least valuable leave"
         for block in gone:
-            del self.filled[block], self.used[block]
-        self.filled.update(dict.fromkeys(missing, step))
-        self.used.update(dict.fromkeys(wanted, step))
+            del self.entries[block]
+        self.entries.update({block: Entry(step, step) for block in missing})
+        for block in wanted:
+            self.entries[block].used = step
+            self.entries[block].uses += 1
 
 
 @st.composite
@@ -62,23 +91,26 @@ def resident(table, head):
 
 @pytest.mark.parametrize("policy", residency.POLICIES)
 @settings(deadline=None, max_examples=60)
-@given(steps=st.lists(st.tuples(needs(), st.booleans()), min_size=1, max_size=25))
+@given(steps=st.lists(st.tuples(needs(), st.booleans(), st.lists(st.integers(0, BLOCKS), min_size=HEADS,
+                                                                 max_size=HEADS)), min_size=1, max_size=25))
 def test_slots_follow_the_model_of_the_policy(policy, steps):
-    """Given any needs, of which some fail to be read, hits, evictions and slots are those of the model."""
-    table, models = jax.device_get(residency.empty(HEADS, SLOTS, BLOCKS)), [Model() for _ in range(HEADS)]
-    for number, (need, success) in enumerate(steps, 1):
+    """Given any needs, of which some fail to be read, and writes, hits, evictions and slots are those of the model."""
+    table, models = jax.device_get(residency.empty(HEADS, SLOTS, BLOCKS)), [Model(head) for head in range(HEADS)]
+    for number, (need, success, written) in enumerate(steps, 1):
         found = plan(table, need, policy)
-        for head in range(HEADS):
+        for head, model in enumerate(models):
             wanted, held = [int(b) for b in need[head] if b < BLOCKS], resident(table, head)
             assert {int(b) for b in found.read[head] if b < BLOCKS} == set(wanted) - held, "misses are read, hits not"
             if success:
-                models[head].check_and_follow(policy, wanted, resident(found.success, head), number)
+                model.check_and_follow(policy, wanted, resident(found.success, head), number)
+                if written[head] in model.entries:
+                    model.entries[written[head]].written = number
             else:
                 lost = held - resident(found.failure, head)
                 assert not lost & set(wanted), "a needed block is not overwritten"
                 for block in lost:
-                    del models[head].filled[block], models[head].used[block]
-        table = found.success if success else found.failure
+                    del model.entries[block]
+        table = note_written(found.success, np.array(written, np.int32)[:, None]) if success else found.failure
 
 
 @settings(deadline=None, max_examples=60)
@@ -129,11 +161,27 @@ def row(*blocks):
     return np.array([[*blocks, *[BLOCKS] * (WIDTH - len(blocks))]] * HEADS, np.int32)
 
 
-@pytest.mark.parametrize(("policy", "evicted"), [("fifo", 0), ("lru", 1)])
-def test_fifo_evicts_what_came_first_and_lru_what_was_needed_longest_ago(policy, evicted):
-    """Given blocks 0 to 4 one after the other and then 0 again, block 5 replaces 0 or 1."""
-    table = after([row(b) for b in (0, 1, 2, 3, 4, 0)], policy)
+@pytest.mark.parametrize(("policy", "evicted"), [("fifo", 0), ("lru", 1), ("lfu", 2)])
+def test_each_policy_gives_up_another_block(policy, evicted):
+    """Given 0, 1, 1, 2, 3, 4, 0: 0 came first, 1 was needed longest ago, and 2 is the oldest needed only once."""
+    table = after([row(b) for b in (0, 1, 1, 2, 3, 4, 0)], policy)
     assert resident(plan(table, row(5), policy).success, 0) == set(range(6)) - {evicted}
+
+
+def test_cluster_gives_up_the_largest_block_unless_it_was_written_lately():
+    """Given five blocks in memory, all slots in use, the one with most rows goes; the one written last stays."""
+    before = [row(b) for b in range(SLOTS)]
+    for head in range(HEADS):
+        by_size = sorted(range(SLOTS), key=lambda block: (-COUNT[head, block], block))
+        table = after(before, "cluster")
+        assert resident(plan(table, row(5), "cluster").success, head) == {*range(6)} - {by_size[0]}
+        table = note_written(table, row(by_size[0])[:, :1])
+        assert resident(plan(table, row(5), "cluster").success, head) == {*range(6)} - {by_size[1]}
+
+
+def test_an_unknown_policy_is_refused_by_name():
+    with pytest.raises(ConfigError, match="unknown residency policy 'mru'; use one of fifo, lru"):
+        Slots(policy="mru")
 
 
 @pytest.mark.parametrize("policy", residency.POLICIES)

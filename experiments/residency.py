@@ -1,0 +1,165 @@
+"""Hit rate of the residency policies against cache size, on what a real decode asked for, beside Belady's optimum.
+
+The reference model decodes held-out library text, teacher-forced, with all blocks in memory: what a step needs does
+not depend on what is resident. Every step's needed blocks are recorded for each layer, sequence and KV head, with the
+rows in each block and the blocks written. The recording is then replayed through `residency.plan`, the function that
+serves real decoding, for every policy and number of slots. Slots are empty at the start, so that first reads count.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+import kvjax
+from experiments import common
+from experiments.results import Run
+from kvjax import decode
+from kvjax.errors import ConfigError
+from kvjax.store import residency
+from kvjax.store.belady import fewest_misses
+from kvjax.tasks import corpus, needles
+from kvjax.typing import Array, Int32, pytree
+
+
+@pytree
+class Trace:
+    """What a decode asks of a store; N lanes are layers x sequences x KV heads, E the most blocks written at once."""
+
+    need: Int32[Array, "T N M1"]  # blocks needed by each step, NB = none
+    count: Int32[Array, "T N NB"]  # valid rows of each block at that time
+    written: Int32[Array, "T N E"]  # blocks written after it, NB = none
+
+
+def record(llm: kvjax.LLM, cache: kvjax.Cache, tokens: np.ndarray) -> Trace:
+    """Feeds tokens[B, T] one by one and notes what each step needs."""
+    state, steps = decode.copy(cache.state), []
+    before = _tables(cache.plan, state)
+    for column in tqdm(tokens.T, desc="record", disable=None):
+        state = decode.step(cache.plan, llm.params, state, column, donate=True).state
+        after = _tables(cache.plan, state)
+        steps.append((after["loaded"], before["count"], np.any(after["pos"] != before["pos"], axis=-1)))
+        before = after
+    need, count, changed = (np.stack(part) for part in zip(*steps, strict=True))
+    return Trace(need, count, _listed(changed))
+
+
+def _tables(plan: decode.Plan, state: decode.State) -> dict[str, np.ndarray]:
+    """Tables of the layers whose blocks a store would hold, as lanes."""
+    stored = [one.state for i, one in enumerate(state.layers) if decode.on_store(plan, i)]
+    parts = {name: np.stack([np.asarray(getattr(one, name)) for one in stored]) for name in ("loaded", "count", "pos")}
+    return {name: part.reshape(-1, *part.shape[3:]) for name, part in parts.items()}
+
+
+def _listed(changed: np.ndarray) -> np.ndarray:
+    """int32[T, N, E] numbers of the True entries of changed[T, N, NB], ascending, padded with NB."""
+    most, blocks = max(1, int(changed.sum(-1).max())), changed.shape[-1]
+    numbers = np.where(changed, np.arange(blocks, dtype=np.int32), np.int32(blocks))
+    return np.sort(numbers, axis=-1)[..., :most]
+
+
+@functools.partial(jax.jit, static_argnames=("slots", "policy"))
+def replay(trace: Trace, *, slots: int, policy: str) -> Int32[Array, "T"]:
+    """Blocks read in each step when every lane has `slots` slots."""
+    lanes, num_blocks = trace.count.shape[1:]
+
+    def step(table, now):
+        plan = residency.plan(table, now.need, now.count, policy)
+        table = residency.note_written(plan.success, residency.locate(plan.success, now.written))
+        return table, jnp.sum(plan.read < num_blocks, dtype=jnp.int32)
+
+    return jax.lax.scan(step, residency.empty(lanes, slots, num_blocks), trace)[1]
+
+
+def best_possible(trace: Trace, slots: int) -> int:
+    """Blocks read under Belady's optimum, over all lanes."""
+    num_blocks = trace.count.shape[-1]
+    return sum(fewest_misses(np.asarray(trace.need)[:, lane], slots, num_blocks) for lane in range(trace.need.shape[1]))
+
+
+def draw_text(llm: kvjax.LLM, config: ml_collections.ConfigDict) -> np.ndarray:
+    """tokens[B, context + steps] of held-out library text; each sequence is of its own place."""
+    rng = np.random.default_rng(config.seed)
+    stream = np.asarray(llm.encode("\n".join(corpus.stdlib_documents(held_out=True)), start=False))
+    size = config.context + config.steps - 1
+    rows = [[llm.config.bos_token_id, *needles.random_span(rng, stream, size)] for _ in range(config.batch)]
+    return np.asarray(rows, np.int32)
+
+
+def measure(llm: kvjax.LLM, settings, config: ml_collections.ConfigDict) -> list[dict]:
+    """One row per policy and number of slots."""
+    method, tokens = common.make_method(settings), draw_text(llm, config)
+    cache = llm.prefill(tokens[:, : config.context].tolist(), method=method, capacity=config.context + config.steps)
+    trace = record(llm, cache, tokens[:, config.context :])
+    needed = int(np.count_nonzero(trace.need < trace.count.shape[-1]))
+    block_bytes = decode.geometry(cache.plan).block_bytes
+    head = {"method": common.label(method), "store": "replay", "task": "residency", "context": config.context,
+            "steps": config.steps, "budget": method.budget, "seed": config.seed, "blocks_needed": needed,
+            "blocks_in_use": float(np.mean(np.count_nonzero(trace.count[-1], axis=-1)))}
+    on_device, rows = jax.device_put(trace), []
+    for slots in sorted({int(trace.need.shape[-1] * times) for times in config.times_needed}):
+        missed = {policy: int(replay(on_device, slots=slots, policy=policy).sum()) for policy in residency.POLICIES}
+        missed["belady"] = best_possible(trace, slots)
+        lane_bytes = slots * block_bytes
+        rows += [{**head, "policy": policy, "slots": slots, "hit_rate": 1 - count / needed,
+                  "reads_per_token": count / tokens.shape[0] / config.steps,
+                  "bytes_read_per_token": count * block_bytes / tokens.shape[0] / config.steps,
+                  "resident_bytes": lane_bytes * trace.need.shape[1] // tokens.shape[0]}
+                 for policy, count in missed.items()]
+    return rows
+
+
+def check(config: ml_collections.ConfigDict) -> None:
+    """Raises ConfigError where nothing could be recorded or replayed."""
+    if min(config.steps, config.context, config.batch) < 1:
+        raise ConfigError(f"context={config.context}, steps={config.steps} and batch={config.batch} must be positive")
+    if not config.times_needed or min(config.times_needed) < 1:
+        raise ConfigError(f"times_needed={tuple(config.times_needed)} must have numbers of at least 1: a step needs "
+                          "all of its blocks at once")
+
+
+def run(config: ml_collections.ConfigDict, workdir: str) -> None:
+    """Records and replays every method that the workdir does not have yet."""
+    methods = [common.make_method(settings) for settings in config.methods]
+    check(config)
+    llm = common.load_model(config.model)
+    run = Run(config, workdir)
+    rows = run.logged()
+    for settings, method in zip(config.methods, methods, strict=True):
+        if common.label(method) in {row["method"] for row in rows}:
+            continue
+        for row in measure(llm, settings, config):
+            rows.append(row)
+            run.log(**row)
+    run.summary(rows)
+    plot(rows, run.path / "residency.png")
+    print_table(rows)
+
+
+def plot(rows: list[dict], path) -> None:
+    """Hit rate against slots, a panel per method."""
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    figure = Figure(figsize=(5 * len(methods), 4))
+    for axis, method in zip(np.atleast_1d(figure.subplots(1, len(methods), sharey=True)), methods, strict=True):
+        mine = [row for row in rows if row["method"] == method]
+        for policy in dict.fromkeys(row["policy"] for row in mine):
+            points = sorted((row["slots"], row["hit_rate"]) for row in mine if row["policy"] == policy)
+            axis.plot(*zip(*points, strict=True), "k--" if policy == "belady" else ".-", label=policy)
+        axis.set(title=f"{method}, {mine[0]['blocks_in_use']:.0f} blocks in use", xlabel="slots per KV head")
+        axis.legend()
+    figure.axes[0].set(ylabel="hit rate")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def print_table(rows: list[dict]) -> None:
+    """Hit rates, a line per method and number of slots."""
+    policies = [*residency.POLICIES, "belady"]
+    print(f"{'method':>14}{'slots':>7}" + "".join(f"{policy:>9}" for policy in policies))
+    for method, slots in dict.fromkeys((row["method"], row["slots"]) for row in rows):
+        rate = {row["policy"]: row["hit_rate"] for row in rows if (row["method"], row["slots"]) == (method, slots)}
+        print(f"{method:>14}{slots:>7}" + "".join(f"{rate[policy]:9.3f}" for policy in policies))
