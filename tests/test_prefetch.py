@@ -30,26 +30,21 @@ def looking_ahead(name):
     return dataclasses.replace(METHODS[name], lookahead=True)
 
 
-@pytest.mark.parametrize("name", ["quest", "dynakv"])
-@pytest.mark.parametrize("prefetch", ["layer", "step"])
+@pytest.mark.parametrize(("name", "prefetch"), [("quest", "layer"), ("dynakv", "step")])
 def test_reading_ahead_changes_no_bit(params, tokens, name, prefetch, tmp_path):
-    expected = teacher_forced(params, tokens, METHODS[name])
-    got = {
-        (driver, backend): teacher_forced(
-            params, tokens, METHODS[name], driver, FlashStore(tmp_path), prefetch=prefetch, backend=backend
-        )
-        for driver, backend in [("staged", "buffer"), ("fused", "buffer"), ("staged", "io"), ("fused", "io")]
-    }
-    np.testing.assert_array_equal(got["staged", "buffer"], expected)
-    np.testing.assert_array_equal(got["staged", "io"], expected)
-    np.testing.assert_array_equal(got["fused", "io"], got["fused", "buffer"])
-    np.testing.assert_array_equal(got["fused", "io"].argmax(-1), expected.argmax(-1))
+    method, reading = METHODS[name], {"prefetch": prefetch, "steps": 12}
+    expected = teacher_forced(params, tokens, method, steps=12)
+    staged = teacher_forced(params, tokens, method, "staged", FlashStore(tmp_path), **reading)
+    np.testing.assert_array_equal(staged, expected)
+    fused = teacher_forced(params, tokens, method, "fused", FlashStore(tmp_path), backend="io", **reading)
+    np.testing.assert_array_equal(fused.argmax(-1), expected.argmax(-1))
+    np.testing.assert_allclose(fused, expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["quest", "dynakv"])
-def test_effects_driven_from_python_give_the_same_tokens(params, tokens, name, tmp_path):
-    expected = teacher_forced(params, tokens, METHODS[name], store=FlashStore(tmp_path))
-    got = teacher_forced(params, tokens, METHODS[name], store=FlashStore(tmp_path), backend="python", prefetch="layer")
+def test_effects_driven_from_python_give_the_same_tokens(params, tokens, tmp_path):
+    method, store = METHODS["dynakv"], FlashStore(tmp_path)
+    expected = teacher_forced(params, tokens, method, store=store)
+    got = teacher_forced(params, tokens, method, store=store, backend="python", prefetch="layer")
     np.testing.assert_allclose(got, expected, atol=1e-5)
     np.testing.assert_array_equal(got.argmax(-1), expected.argmax(-1))
 
@@ -115,8 +110,8 @@ def test_a_broken_prefetch_is_read_again(params, tokens, tmp_path):
     def failing_begin(layer, ids):
         store.system.fail("preadv", 5)
         begin(layer, ids)
-        fetch = branch._reads._guesses[layer]
-        wait_until(lambda: fetch._landed.qsize() == len(fetch._chunks))
+        guess = branch._reads._guesses.get(layer)  # None where every block is there already
+        wait_until(lambda: guess is None or guess._landed.qsize() == len(guess._chunks))
         store.system.heal()
 
     branch._begin = failing_begin
