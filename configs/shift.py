@@ -2,7 +2,7 @@
 
     python -m experiments.main --config=configs/shift.py --workdir=runs/shift
 
-Preset `:smoke` finishes within a minute.
+Runtime: four of the strategies took 3.5 CPU minutes in one mode. Preset `:smoke` finishes within a minute.
 """
 
 import ml_collections
