@@ -51,6 +51,10 @@ class FormatMismatch(StoreError):
     """The file is of another format, version, geometry or model."""
 
 
+class NothingSaved(StoreError):
+    """The file or directory holds no saved cache that is whole."""
+
+
 class StaleCache(StoreError):
     """A cache value was used after the store had moved past its generation."""
 

@@ -23,6 +23,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from kvjax.store.base import Geometry
 from kvjax.store.flash import FlashStore
+from kvjax.store.format import HEADER_BYTES
 from kvjax.store.workers import WorkerPool
 
 DIR = flags.DEFINE_string("dir", None, "directory on the device to measure; default: the temporary directory")
@@ -88,7 +89,7 @@ def measure_raw(path: str, direct: bool, arguments) -> tuple[float, float]:
             os.preadv(descriptor, [view], offset)
 
     def call(block):
-        offsets = (4096 + np.sort((block + first).ravel()) * size).tolist()
+        offsets = (HEADER_BYTES + np.sort((block + first).ravel()) * size).tolist()
         requests = [(memory[i * size:(i + 1) * size], offset) for i, offset in enumerate(offsets)]
         pool.run([functools.partial(read, requests[i::THREADS.value]) for i in range(THREADS.value)], 60.0)
 

@@ -1,7 +1,13 @@
-"""One open store file: creation, positional reads and writes, and what errno means in the library's own errors."""
+"""One open store file: creation, positional reads and writes, and what errno means in the library's own errors.
+
+Locks: whoever may write a file holds flock(LOCK_EX) on it from creation or opening to closing, so that there is one
+writer at most; readers take no lock, and many may read while one writes. What a writer does to extents that a reader
+still wants, the reader's checksums tell. A lock goes with its process, so that a crash leaves none behind.
+"""
 
 import contextlib
 import errno
+import glob
 import os
 import stat
 import threading
@@ -20,7 +26,7 @@ from kvjax.errors import (
     StoreLocked,
     WriteFailed,
 )
-from kvjax.store.base import Geometry
+from kvjax.store.base import PAGE_BYTES, Geometry
 from kvjax.store.format import HEADER_BYTES, Header, is_ours
 from kvjax.store.system import SystemIO
 
@@ -29,11 +35,17 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class BlockFile:
-    """A locked file with a buffered descriptor and, while `direct`, one for O_DIRECT reads.
+    """An open file with a buffered descriptor and, while `direct`, one for O_DIRECT reads.
 
     Writes are buffered; the kernel writes dirty pages of a range back before it reads the range with O_DIRECT, so both
     descriptors see the same bytes. Thread-safe: all I/O is positional.
+
+    Attributes:
+      temporary: the file is deleted when it is closed.
+      read_only: the file belongs to somebody else.
     """
+
+    read_only = False
 
     def __init__(self, path: str, descriptor: int, system: SystemIO, *, temporary: bool):
         self.path = path
@@ -113,6 +125,20 @@ class BlockFile:
             except OSError as cause:
                 raise _write_error(f"{self.path}: writing {where(offset)} at offset {offset} failed", cause) from cause
 
+    def sync(self) -> None:
+        """Returns when all that was written is on the device. Raises NoSpace or WriteFailed; then the kernel may have
+        dropped any of it, also what it seemed to keep, and must not be asked again."""
+        try:
+            self._system.sync(self._buffered)
+        except OSError as cause:
+            raise _write_error(f"{self.path}: syncing to the device failed", cause) from cause
+
+    def check_room(self, needed: int) -> None:
+        """NoSpace unless the device has `needed` bytes free."""
+        free = self._system.free_bytes(self._buffered)
+        if free < needed:
+            raise NoSpace(f"{self.path}: {needed} bytes are needed and {free} are free; free some, then retry")
+
     def check_present(self) -> None:
         """StoreClosed when the path no longer leads to this file; decoding could go on, but nobody could reopen it."""
         ours = os.fstat(self._buffered)
@@ -139,12 +165,14 @@ def create_file(path, geometry: Geometry, fingerprint: str, system: SystemIO, *,
                 direct: bool, max_bytes: int | None) -> BlockFile:
     """Creates `path`, or a temporary file in the directory `path`, and writes its header.
 
-    A kvjax file nobody holds is replaced. Raises FormatMismatch for any other file, StoreLocked, NoSpace, or
-    WriteFailed when the place cannot be written; a file made by a failed call is removed again.
+    A kvjax file nobody holds is replaced; temporary files that a crash left in the directory are removed. Raises
+    FormatMismatch for any other file, StoreLocked, NoSpace, or WriteFailed when the place cannot be written; a file
+    made by a failed call is removed again.
     """
     page = Header(geometry, fingerprint).pack()
     path, temporary = os.fspath(path), False
     if os.path.isdir(path):
+        remove_orphans(path, system)
         path, temporary = os.path.join(path, f"kvjax-{os.getpid()}-{uuid.uuid4().hex[:12]}.kv"), True
     descriptor, made = _open_for_writing(path, system)
     with contextlib.ExitStack() as undo:
@@ -155,11 +183,65 @@ def create_file(path, geometry: Geometry, fingerprint: str, system: SystemIO, *,
         _check_space(path, descriptor, system, max(max_bytes or 0, HEADER_BYTES + geometry.extent_bytes))
         _empty(path, descriptor, system)
         file = BlockFile(path, descriptor, system, temporary=temporary)
-        file.write(page, 0, lambda _: "the header")
+        file.write(page.ljust(HEADER_BYTES, b"\0"), 0, lambda _: "the header")
+        if not temporary:
+            _make_durable(file, system)
         undo.pop_all()
     if direct:
         file.open_direct()
     return file
+
+
+def _make_durable(file: BlockFile, system: SystemIO) -> None:
+    file.sync()
+    try:
+        system.sync_directory(os.path.dirname(os.path.abspath(file.path)))
+    except OSError as cause:
+        raise _write_error(f"{file.path}: syncing its directory failed", cause) from cause
+
+
+def open_file(path: str, system: SystemIO, *, direct: bool, read_only: bool) -> tuple[BlockFile, Header]:
+    """Opens a file that `create_file` made, and reads its header.
+
+    Raises StoreClosed when it is not there, FormatMismatch when it is something else, StoreLocked when another store
+    may write it, ReadFailed or WriteFailed when the system refuses.
+    """
+    try:
+        descriptor = system.open(path, (os.O_RDONLY if read_only else os.O_RDWR) | os.O_NONBLOCK)
+    except FileNotFoundError as cause:
+        raise StoreClosed(f"{path} does not exist; give the path of a saved store file") from cause
+    except OSError as cause:
+        if read_only:
+            raise ReadFailed(f"cannot open {path}: {cause}; check its permissions") from cause
+        raise _write_error(f"cannot open {path} for writing; open it with read_only=True", cause) from cause
+    with contextlib.ExitStack() as undo:
+        undo.callback(system.close, descriptor)
+        _check_kind(path, descriptor)
+        if not read_only:
+            _lock(path, descriptor, system)
+        file = BlockFile(path, descriptor, system, temporary=False)
+        file.read_only = read_only
+        if not read_only:
+            file.check_present()  # whoever held the lock before us may have removed it
+        header = Header.unpack(_first_page(path, descriptor, system), path)
+        undo.pop_all()
+    if direct:
+        file.open_direct()
+    return file, header
+
+
+def remove_orphans(directory: str, system: SystemIO) -> None:
+    """Removes temporary files whose process is gone, as nobody holds their lock.
+
+    An empty one is left alone: its maker may be about to lock it, which must not fail because of us.
+    """
+    for path in glob.glob(os.path.join(glob.escape(directory), "kvjax-*-????????????.kv")):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:  # locked, gone, or somebody else's
+            descriptor = system.open(path, os.O_RDWR | os.O_NONBLOCK)
+            stack.callback(system.close, descriptor)
+            if is_ours(_first_page(path, descriptor, system)):  # not empty
+                system.lock(descriptor)
+                system.unlink(path)
 
 
 def _open_for_writing(path: str, system: SystemIO) -> tuple[int, bool]:
@@ -176,17 +258,39 @@ def _open_for_writing(path: str, system: SystemIO) -> tuple[int, bool]:
 
 def _claim(path: str, descriptor: int, system: SystemIO) -> None:
     """Locks the file and makes sure that replacing it destroys nothing foreign."""
+    _check_kind(path, descriptor)
+    _lock(path, descriptor, system)
+    beginning = _first_page(path, descriptor, system)
+    if beginning and not is_ours(beginning):
+        raise FormatMismatch(f"{path} exists and is not a kvjax store file; choose another path or remove it")
+
+
+def _first_page(path: str, descriptor: int, system: SystemIO) -> bytes:
+    """What is at the beginning of a file, at most a page."""
+    page, got, more = memoryview(bytearray(PAGE_BYTES)), 0, 1
+    while more and got < PAGE_BYTES:
+        try:
+            more = system.preadv(descriptor, (page[got:],), got)
+            got += more
+        except InterruptedError:
+            continue
+        except OSError as cause:
+            raise ReadFailed(f"{path}: reading the header failed: {cause}; check the device, then retry") from cause
+    return bytes(page[:got])
+
+
+def _check_kind(path: str, descriptor: int) -> None:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         raise FormatMismatch(f"{path} is not a regular file; choose another path")
+
+
+def _lock(path: str, descriptor: int, system: SystemIO) -> None:
     try:
         system.lock(descriptor)
     except BlockingIOError as cause:
         raise StoreLocked(f"{path} is in use by another live store; close that one or choose another path") from cause
     except OSError as cause:
         raise _write_error(f"cannot lock {path}; choose a path on a local filesystem", cause) from cause
-    beginning = os.pread(descriptor, HEADER_BYTES, 0)
-    if beginning and not is_ours(beginning):
-        raise FormatMismatch(f"{path} exists and is not a kvjax store file; choose another path or remove it")
 
 
 def _check_space(path: str, descriptor: int, system: SystemIO, needed: int) -> None:

@@ -2,20 +2,25 @@
 
 import itertools
 import os
+import tempfile
 import weakref
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
-from kvjax.errors import ChecksumMismatch, ConfigError
+from kvjax.errors import ConfigError, WriteFailed
 from kvjax.store.ahead import Ahead
 from kvjax.store.base import Geometry
 from kvjax.store.extents import ExtentPool
-from kvjax.store.file import create_file
-from kvjax.store.format import checksum
+from kvjax.store.file import BlockFile, create_file, open_file
+from kvjax.store.format import HEADER_BYTES, Header, checksum
 from kvjax.store.lineage import Lineage, Sources
+from kvjax.store.log import Found, whole_saves
+from kvjax.store.overlay import OverlayFile
 from kvjax.store.reader import Fetch
 from kvjax.store.system import SystemIO
+from kvjax.store.table import LanePool, Table
 from kvjax.store.transaction import TransactionalBranch
 from kvjax.store.volume import Volume
 
@@ -34,12 +39,13 @@ class FlashStore:
       max_bytes: how large the file may become; None for as large as the device allows.
       staging_bytes: committed but unwritten blocks kept in memory, at most, plus those of one token.
       timeout: seconds after which a read or write that makes no progress becomes an error.
+      scratch: directory for what a branch that was opened read-only adds; None for the system's temporary directory.
     """
 
     system: SystemIO = SystemIO()  # tests replace it
 
     def __init__(self, path, *, threads: int = 4, direct: bool = True, max_bytes: int | None = None,
-                 staging_bytes: int = 64 << 20, timeout: float = 60.0):
+                 staging_bytes: int = 64 << 20, timeout: float = 60.0, scratch: str | os.PathLike | None = None):
         if threads < 1 or staging_bytes < 0 or timeout <= 0 or (max_bytes is not None and max_bytes < 1):
             raise ConfigError(f"threads={threads}, max_bytes={max_bytes} and timeout={timeout} must be positive, "
                               f"staging_bytes={staging_bytes} not negative")
@@ -49,14 +55,67 @@ class FlashStore:
         self.max_bytes = max_bytes
         self.staging_bytes = staging_bytes
         self.timeout = timeout
+        self.scratch = scratch
 
     def create(self, geometry: Geometry, fingerprint: str) -> "FlashBranch":
         """Makes the file and its first branch, in which every block is zero. Raises StoreError as `create_file`."""
-        file = create_file(self.path, geometry, fingerprint, self.system, direct=self.direct, max_bytes=self.max_bytes)
-        extents = ExtentPool(file.path, geometry.extent_bytes, self.max_bytes)
-        volume = Volume(file, geometry, extents, threads=self.threads, staging_bytes=self.staging_bytes,
-                        timeout=self.timeout)
-        return FlashBranch(volume, _Anchor(volume), np.full(geometry.total_blocks, -1, np.int32))
+        file = self._create_file(self.path, geometry, fingerprint)
+        volume = self._volume(file, geometry, self._lanes(file, geometry))
+        return FlashBranch(volume, _Anchor(volume), Table.empty(volume.lanes))
+
+    def open(self, geometry: Geometry | None = None, fingerprint: str | None = None, *,
+             read_only: bool = False) -> "FlashBranch":
+        """Opens a saved file at its newest whole save, in this or another process.
+
+        For writing it may have no other user. Any number may read it, also while one writes: a read-only branch sees
+        the save it was opened at, keeps what it adds in a private temporary file, and cannot be saved. When the file is
+        saved twice more, blocks of that save may be overwritten, and reading them raises StaleCache.
+
+        Args:
+          geometry, fingerprint: what the file has to be for; None = anything.
+
+        Raises FormatMismatch when it is for something else, NothingSaved when no save in it is whole, StoreLocked,
+        StoreClosed when there is no file, ReadFailed or WriteFailed. A damaged save is passed over with a warning.
+        """
+        file, header = open_file(self.path, self.system, direct=self.direct, read_only=read_only)
+        try:
+            header.check(file.path, geometry, fingerprint)
+            found = whole_saves(file, header.geometry)
+            volume = self._restored(file, header, found)
+        except BaseException:
+            file.close()
+            raise
+        with volume.lock:
+            table = volume.log.saves()[0].table.share()
+        return FlashBranch(volume, _Anchor(volume), table, found[0].generation)
+
+    def _restored(self, file: BlockFile, header: Header, found: list[Found]) -> Volume:
+        geometry = header.geometry
+        lanes, tables = self._lanes(file, geometry), []
+        for one in found:
+            extents, sums = one.table(geometry)
+            lanes.extents.restore(extents[extents >= 0], sums[extents >= 0])
+            tables.append(Table.of(lanes, extents))
+        if file.read_only:
+            lanes.extents.restored(private=True)
+            private = self._create_file(self.scratch or tempfile.gettempdir(), geometry, header.fingerprint)
+            file = OverlayFile(file, private, lanes.extents.offset(lanes.extents.end), HEADER_BYTES)
+        volume = self._volume(file, geometry, lanes)
+        with volume.lock:
+            volume.log.restore(found, tables)
+            if not file.read_only:
+                lanes.extents.restored(private=False)
+        return volume
+
+    def _create_file(self, path, geometry: Geometry, fingerprint: str) -> BlockFile:
+        return create_file(path, geometry, fingerprint, self.system, direct=self.direct, max_bytes=self.max_bytes)
+
+    def _lanes(self, file: BlockFile, geometry: Geometry) -> LanePool:
+        return LanePool(geometry, ExtentPool(file.path, geometry.extent_bytes, self.max_bytes))
+
+    def _volume(self, file: BlockFile, geometry: Geometry, lanes: LanePool) -> Volume:
+        return Volume(file, geometry, lanes.extents, lanes, threads=self.threads, staging_bytes=self.staging_bytes,
+                      timeout=self.timeout)
 
 
 class _Anchor:
@@ -66,15 +125,23 @@ class _Anchor:
         self.shut_down = weakref.finalize(self, volume.shut_down)
 
 
+class Save(NamedTuple):
+    """A saved cache in a store file: its number, the generation of its branch, and what the caller added."""
+
+    sequence: int
+    generation: int
+    metadata: bytes
+
+
 class FlashBranch(TransactionalBranch):
-    """One line of history in a store file; made by `FlashStore.create` and `fork`.
+    """One line of history in a store file; made by `FlashStore.create`, `FlashStore.open` and `fork`.
 
     Attributes:
       path: the store file.
       direct: whether reads go past the page cache.
     """
 
-    def __init__(self, volume: Volume, anchor: _Anchor, table: np.ndarray, generation: int = 0):
+    def __init__(self, volume: Volume, anchor: _Anchor, table: Table, generation: int = 0):
         super().__init__(volume.geometry, generation)
         self._volume = volume
         self._anchor: _Anchor | None = anchor
@@ -92,19 +159,44 @@ class FlashBranch(TransactionalBranch):
         return self._volume.file.direct
 
     def fork(self) -> "FlashBranch":
-        """Copies the table once everything committed is in the file, and shares all extents; copies no block."""
+        """Shares table and extents once everything committed is in the file; what that costs depends on how much is
+        staged, not on how much the cache holds."""
         with self._mutex:
-            self._raise_saved()
-            self._check(self.generation)
-            self._drain()
-            with self._volume.lock:
-                table = self._lineage.table.copy()
-                self._volume.extents.share(table[table >= 0])
-            return FlashBranch(self._volume, self._anchor, table, self.generation)  # type: ignore[arg-type]
+            return FlashBranch(self._volume, self._anchor, self._settled(), self.generation)  # type: ignore[arg-type]
+
+    def _settled(self) -> Table:
+        """The table with everything committed in the file, as one more owner of it."""
+        self._raise_saved()
+        self._check(self.generation)
+        self._drain()
+        with self._volume.lock:
+            return self._lineage.table.share()
+
+    def save(self, metadata: bytes = b"") -> int:
+        """Makes what is committed the newest saved cache of the file; returns its number once it is on the device.
+
+        Costs as much as has changed since the last save. The file keeps this and the last save; blocks of older ones
+        are used again. Raises ConfigError for a temporary file, WriteFailed for one that was opened read-only, and
+        StoreError as `flush`. An error leaves the last save the newest, unless the device failed in the last step: then
+        only opening the file tells. After a failed sync no more can be saved, as nobody knows what the kernel dropped.
+        """
+        file = self._volume.file
+        if file.read_only:
+            raise WriteFailed(f"{file.path} was opened read-only; open it for writing to save it")
+        if file.temporary:
+            raise ConfigError(f"{file.path} is temporary; give FlashStore the path of a file to be able to save it")
+        with self._mutex:
+            self.flush()
+            return self._volume.save(self._settled(), self.generation, metadata)
+
+    def saves(self) -> list[Save]:
+        """The saved caches in the file, newest first: at most two."""
+        with self._volume.lock:
+            return [Save(saved.sequence, saved.generation, saved.metadata) for saved in self._volume.log.saves()]
 
     def flush(self) -> None:
         """Hands everything committed to the kernel; StoreClosed when a named file is no longer at its path. Nothing is
-        synced to the device: without the table of the branch, which is in memory, the bytes have no meaning."""
+        synced to the device, nor could it be found there before `save`."""
         with self._mutex:
             super().flush()
             if not self._volume.file.temporary:
@@ -122,11 +214,13 @@ class FlashBranch(TransactionalBranch):
 
     def _replace(self, start: int, blocks: np.ndarray, counts: np.ndarray) -> None:
         """Writes blocks[n, C, width] with counts[n] > 0 to new extents, then lets ids start..start+n-1 be those."""
-        volume, table = self._volume, self._lineage.table
+        volume = self._volume
         filled = np.flatnonzero(counts > 0)
         with volume.lock:
+            end = volume.extents.end
             extents = volume.allocate(filled.size)
         try:
+            volume.file.check_room(int(np.count_nonzero(extents >= end)) * self.geometry.extent_bytes)
             sums = self._write_blocks(start, blocks, counts, filled, extents)
         except BaseException:
             with volume.lock:
@@ -134,10 +228,9 @@ class FlashBranch(TransactionalBranch):
             raise
         with volume.lock:
             volume.extents.checksums[extents] = sums
-            old = table[start:start + counts.size].copy()
-            table[start:start + counts.size] = -1
-            table[start + filled] = extents
-            volume.extents.release(old[old >= 0])
+            layer = np.full(counts.size, -1, np.int32)
+            layer[filled] = extents
+            self._lineage.table.replace_layer(start, layer)
 
     def _write_blocks(self, start, blocks, counts, filled, extents) -> np.ndarray:
         """Writes blocks[filled] to extents, a piece at a time; returns uint64 checksums."""
@@ -192,8 +285,7 @@ class FlashBranch(TransactionalBranch):
             torn = (sources.extents != before.extents[suspects]) | (sources.sums != before.sums[suspects])
             for i in np.flatnonzero(~torn & sources.on_flash).tolist():
                 offset = volume.extents.offset(sources.extents[i])
-                raise ChecksumMismatch(f"{volume.file.path}: {self.geometry.describe(ids[i])} at offset {offset} is "
-                                       "not what was written; the device or another program damaged it, prefill again")
+                raise volume.damaged(f"{self.geometry.describe(ids[i])} at offset {offset}")
 
     def _resolve(self, ids: np.ndarray) -> Sources:
         with self._volume.lock:

@@ -1,51 +1,86 @@
-"""The file of a flash store: one header page, then extents.
+"""The file of a flash store: a header page, two superblocks, then extents.
 
-    offset        bytes          what
-    0             4096           header, below
-    4096 + i * S  S              extent i: one block, C rows of [key | value], zero-padded to S
+    offset         bytes          what
+    0              4096           header: what the file is for; written once
+    4096           4096           superblock 0, and
+    8192           4096           superblock 1: one names the newest saved cache, the other the one before it
+    12288 + i * S  S              extent i: one block, C rows of [key | value], or a piece of a log record; zero-padded
 
 S is `extent_bytes`, the size of a block rounded up to 4096, so that every extent can be read with O_DIRECT. Extents
-have no fixed owner: which block lies in which extent is the business of a branch (`kvjax.store.lineage`), and an extent
-may belong to several branches after a fork. An extent with more than one owner is never overwritten.
+have no fixed owner: which block lies in which extent is the business of a table (`kvjax.store.table`), and an extent
+may belong to several tables. An extent with more than one owner is never overwritten, and a saved cache is an owner.
 
-The header, little-endian:
+All numbers are little-endian. The last 8 bytes of each of the first three pages are the checksum of the other 4088.
 
-    offset   type       field
-    0        8 bytes    magic, b"KVJAXBLK"
-    8        u32        format version, 1
-    12       u32        header size, 4096
-    16       6 x u32    layers, batch, kv_heads, num_blocks, block_rows, width
-    40       u64        extent size S
-    48       16 bytes   dtype name, zero-padded
-    64       u32        length of the fingerprint
-    68       256 bytes  fingerprint of model and codec, UTF-8, zero-padded
-    324      ...        zero
-    4088     u64        checksum of bytes 0..4087
+    header         type           field
+    0              8 bytes        magic, b"KVJAXBLK"
+    8              u32            format version, 2
+    12             u32            where extents begin, 12288
+    16             6 x u32        layers, batch, kv_heads, num_blocks, block_rows, width
+    40             u64            extent size S
+    48             16 bytes       dtype name, zero-padded
+    64             16 bytes       codec name, zero-padded
+    80             u32            length of the fingerprint
+    84             256 bytes      fingerprint of model and tokenizer, UTF-8, zero-padded
 
-Checksums are 64-bit xxh3: 0.5 us for 16 KB here, where zlib's crc32 takes 4.6 us and adler32 5.4 us, and 64 bits leave
-no chance for a torn block to pass. A block's checksum covers its `block_bytes` and is verified at every read. For now
-the checksums of blocks live in memory, as an array indexed by extent, like the tables of the branches. Both are written
-as they are when a cache is saved: a saved cache is one more owner of its extents, so later writes go elsewhere.
+    superblock     type           field (a page of zeros was never used)
+    0              8 bytes        magic, b"KVJAXLOG"
+    8              u64            sequence number of the save
+    16             u64            number of records n, oldest first; the first is complete, the others are changes to it
+    24 + 24 * i    3 x u64        record i: first extent, bytes, checksum; it lies in consecutive extents
+
+    log record     type           field
+    0              8 bytes        magic, b"KVJAXREC"
+    8              u64            sequence number of the save
+    16             u64            generation of the branch
+    24             u64            number of blocks n whose place is told; a block never named was never written
+    32             u64            bytes of metadata m
+    40             n x u64        checksum of each block
+    40 + 8 * n     n x u32        id of each block, over [layers, B, K, NB]
+    40 + 12 * n    n x i32        its extent, -1 for none
+    40 + 16 * n    m bytes        the caller's metadata
+
+A record's checksum is in the superblock, not in the record: extents are used again, and an older record that passes its
+own test may lie where a newer one should. Checksums are 64-bit xxh3: 0.5 us for 16 KB here, where zlib's crc32 takes
+4.6 us and adler32 5.4 us, and 64 bits leave no chance for a torn block to pass. A block's checksum covers its
+`block_bytes` and is verified at every read.
 """
 
 import dataclasses
 import struct
 
+import numpy as np
 import xxhash
 
-from kvjax.errors import ConfigError, FormatMismatch
-from kvjax.store.base import DTYPES, Geometry
+from kvjax.errors import ChecksumMismatch, ConfigError, FormatMismatch
+from kvjax.store.base import DTYPES, PAGE_BYTES, Geometry
 
-MAGIC = b"KVJAXBLK"
-VERSION = 1
-HEADER_BYTES = 4096
+MAGIC, LOG_MAGIC, RECORD_MAGIC = b"KVJAXBLK", b"KVJAXLOG", b"KVJAXREC"
+VERSION = 2
+CODEC = "raw"
+SUPERBLOCKS = (PAGE_BYTES, 2 * PAGE_BYTES)  # offsets
+HEADER_BYTES = 3 * PAGE_BYTES  # extents begin here
 FINGERPRINT_BYTES = 256
 
-_FIELDS = struct.Struct(f"<8sII6IQ16sI{FINGERPRINT_BYTES}s")
+_FIELDS = struct.Struct(f"<8sII6IQ16s16sI{FINGERPRINT_BYTES}s")
+_SUPERBLOCK = struct.Struct("<8sQQ")
+_PLACE = struct.Struct("<QQQ")
+_RECORD = struct.Struct("<8sQQQQ")
 _CHECKSUM = struct.Struct("<Q")
-_CHECKSUM_OFFSET = HEADER_BYTES - _CHECKSUM.size
+_SEALED_BYTES = PAGE_BYTES - _CHECKSUM.size
+MAX_RECORDS = (_SEALED_BYTES - _SUPERBLOCK.size) // _PLACE.size
 
 checksum = xxhash.xxh3_64_intdigest  # of anything with the buffer interface; an int below 2**64
+
+
+def _seal(body: bytes) -> bytes:
+    """A page that ends with its own checksum."""
+    body = body.ljust(_SEALED_BYTES, b"\0")
+    return body + _CHECKSUM.pack(checksum(body))
+
+
+def _is_sealed(page: bytes) -> bool:
+    return len(page) >= PAGE_BYTES and checksum(page[:_SEALED_BYTES]) == _CHECKSUM.unpack_from(page, _SEALED_BYTES)[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,36 +89,43 @@ class Header:
 
     geometry: Geometry
     fingerprint: str
+    codec: str = CODEC
 
     def pack(self) -> bytes:
         """The header page. ConfigError when the fingerprint is too long."""
         geometry, fingerprint = self.geometry, self.fingerprint.encode()
         if len(fingerprint) > FINGERPRINT_BYTES:
             raise ConfigError(f"fingerprint has {len(fingerprint)} bytes, more than {FINGERPRINT_BYTES}; hash it")
-        fields = _FIELDS.pack(
+        return _seal(_FIELDS.pack(
             MAGIC, VERSION, HEADER_BYTES, geometry.layers, geometry.batch, geometry.kv_heads, geometry.num_blocks,
-            geometry.block_rows, geometry.width, geometry.extent_bytes, geometry.dtype.encode(),
-            len(fingerprint), fingerprint)
-        body = fields.ljust(_CHECKSUM_OFFSET, b"\0")
-        return body + _CHECKSUM.pack(checksum(body))
+            geometry.block_rows, geometry.width, geometry.extent_bytes, geometry.dtype.encode(), self.codec.encode(),
+            len(fingerprint), fingerprint))
 
     @classmethod
     def unpack(cls, page: bytes, path: str) -> "Header":
         """Parses a header page; FormatMismatch names `path` and what is wrong."""
         if not is_ours(page):
             raise FormatMismatch(f"{path} is not a kvjax store file; choose another path")
-        (_, version, _, *sizes, extent_bytes, dtype, length, fingerprint) = _FIELDS.unpack_from(page)
+        (_, version, _, *sizes, extent_bytes, dtype, codec, length, fingerprint) = _FIELDS.unpack_from(page)
         if version != VERSION:
             raise FormatMismatch(f"{path} has format version {version}, this library reads version {VERSION}")
-        if len(page) < HEADER_BYTES or checksum(page[:_CHECKSUM_OFFSET]) != _stored_checksum(page):
+        if not _is_sealed(page):
             raise FormatMismatch(f"{path} has a damaged header; create the cache anew")
-        name = dtype.rstrip(b"\0").decode()
-        if name not in DTYPES:
-            raise FormatMismatch(f"{path} holds dtype {name!r}, which this library does not know")
-        header = cls(Geometry(*sizes, name), fingerprint[:length].decode())  # type: ignore[call-arg]
+        name, codec = dtype.rstrip(b"\0").decode(), codec.rstrip(b"\0").decode()
+        if name not in DTYPES or codec != CODEC:
+            raise FormatMismatch(f"{path} holds dtype {name!r} in codec {codec!r}, which this library does not know")
+        header = cls(Geometry(*sizes, name), fingerprint[:length].decode(), codec)  # type: ignore[call-arg]
         if header.geometry.extent_bytes != extent_bytes:
             raise FormatMismatch(f"{path} has extents of {extent_bytes} bytes, expected {header.geometry.extent_bytes}")
         return header
+
+    def check(self, path: str, geometry: Geometry | None, fingerprint: str | None) -> None:
+        """FormatMismatch unless the file is for this geometry and this model; None = any."""
+        if geometry is not None and geometry != self.geometry:
+            raise FormatMismatch(f"{path} holds a cache of {self.geometry}, not of {geometry}; choose another file")
+        if fingerprint is not None and fingerprint != self.fingerprint:
+            raise FormatMismatch(f"{path} was made with the model {self.fingerprint!r}, not with {fingerprint!r}; use "
+                                 "that model and tokenizer, or choose another file")
 
 
 def is_ours(page: bytes) -> bool:
@@ -94,8 +136,71 @@ def is_ours(page: bytes) -> bool:
 def inspect_header(path) -> Header:
     """The header of a store file; OSError when it cannot be read, FormatMismatch when it is not one."""
     with open(path, "rb") as file:
-        return Header.unpack(file.read(HEADER_BYTES), str(path))
+        return Header.unpack(file.read(PAGE_BYTES), str(path))
 
 
-def _stored_checksum(page: bytes) -> int:
-    return _CHECKSUM.unpack_from(page, _CHECKSUM_OFFSET)[0]
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a log record lies, and what it must hash to."""
+
+    extent: int
+    bytes: int
+    checksum: int
+
+    def extents(self, extent_bytes: int) -> np.ndarray:
+        """int32[n] the extents it takes."""
+        return np.arange(self.extent, self.extent - (-self.bytes // extent_bytes), dtype=np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Superblock:
+    """The table of contents of one saved cache."""
+
+    sequence: int
+    records: tuple[Place, ...]
+
+    def pack(self) -> bytes:
+        places = b"".join(_PLACE.pack(place.extent, place.bytes, place.checksum) for place in self.records)
+        return _seal(_SUPERBLOCK.pack(LOG_MAGIC, self.sequence, len(self.records)) + places)
+
+    @classmethod
+    def unpack(cls, page: bytes, name: str) -> "Superblock | None":
+        """None for a page that was never used; ChecksumMismatch for one that is torn or damaged."""
+        if not any(page):
+            return None
+        magic, sequence, count = _SUPERBLOCK.unpack_from(page)
+        if magic != LOG_MAGIC or not _is_sealed(page):
+            raise ChecksumMismatch(f"{name} is torn or damaged")
+        places = [_PLACE.unpack_from(page, _SUPERBLOCK.size + i * _PLACE.size) for i in range(count)]
+        return cls(sequence, tuple(Place(*place) for place in places))
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """One save: where blocks are, as far as that changed.
+
+    ids: uint32[n]; extents: int32[n], -1 = no longer written; sums: uint64[n].
+    """
+
+    sequence: int
+    generation: int
+    ids: np.ndarray
+    extents: np.ndarray
+    sums: np.ndarray
+    metadata: bytes
+
+    def pack(self) -> bytes:
+        head = _RECORD.pack(RECORD_MAGIC, self.sequence, self.generation, self.ids.size, len(self.metadata))
+        columns = (self.sums.astype("<u8"), self.ids.astype("<u4"), self.extents.astype("<i4"))
+        return b"".join([head, *(column.tobytes() for column in columns), self.metadata])
+
+    @classmethod
+    def unpack(cls, data: bytes, place: Place, name: str) -> "Record":
+        """ChecksumMismatch when the bytes are not those of the record that `place` tells of."""
+        if len(data) != place.bytes or checksum(data) != place.checksum or not data.startswith(RECORD_MAGIC):
+            raise ChecksumMismatch(f"{name} is damaged")
+        _, sequence, generation, count, length = _RECORD.unpack_from(data)
+        ends = np.cumsum([_RECORD.size, 8 * count, 4 * count, 4 * count, length]).tolist()
+        sums, ids, extents = (np.frombuffer(data[start:stop], kind) for start, stop, kind in
+                              zip(ends, ends[1:], ("<u8", "<u4", "<i4"), strict=False))
+        return cls(sequence, generation, ids, extents, sums, data[ends[3]:ends[4]])

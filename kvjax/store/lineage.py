@@ -6,6 +6,7 @@ import numpy as np
 
 from kvjax.errors import StoreError
 from kvjax.store.base import Geometry, Tally
+from kvjax.store.table import Table
 from kvjax.store.transaction import Blocks, ErrorSlot, Rows
 
 
@@ -77,14 +78,14 @@ class Lineage:
     All fields are guarded by the volume's lock.
 
     Attributes:
-      table: int32[layers * B * K * NB], extent of each block, -1 before its first write.
+      table: the extent of each block.
       queue: staged blocks by id, oldest first; they may still take more rows.
       flight: staged blocks the writer is working on; their rows no longer change.
       failed: why the writer gave up on this lineage; cleared to let it try again.
       urgent: somebody waits for the queue to be empty.
     """
 
-    def __init__(self, geometry: Geometry, table: np.ndarray, errors: ErrorSlot, tally: Tally):
+    def __init__(self, geometry: Geometry, table: Table, errors: ErrorSlot, tally: Tally):
         self.geometry = geometry
         self.table = table
         self.queue: dict[int, Staged] = {}
@@ -93,7 +94,7 @@ class Lineage:
         self.urgent = False
         self.errors = errors
         self.tally = tally
-        self._pending = np.zeros(table.size, bool)  # ids in queue or flight, for one vectorised look
+        self._pending = np.zeros(geometry.total_blocks, bool)  # ids in queue or flight, for one vectorised look
 
     @property
     def idle(self) -> bool:
@@ -141,7 +142,7 @@ class Lineage:
 
     def resolve(self, ids: np.ndarray, checksums: np.ndarray) -> Sources:
         """Where ids[n] are at this moment."""
-        extents = self.table[ids]
+        extents = self.table.extents(ids)
         on_flash = extents >= 0
         pending = self._pending[ids]
         staged = [(i, self._layers(int(ids[i]))) for i in pending.nonzero()[0].tolist()]

@@ -16,10 +16,19 @@ class SystemIO:
     pwrite = staticmethod(os.pwrite)
     ftruncate = staticmethod(os.ftruncate)
     unlink = staticmethod(os.unlink)
+    sync = staticmethod(os.fdatasync)
 
     def lock(self, descriptor: int) -> None:
         """Takes the exclusive lock of an open file, or raises BlockingIOError at once."""
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def sync_directory(self, path: str) -> None:
+        """Makes the names in a directory last."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
     def free_bytes(self, descriptor: int) -> int:
         """What an ordinary user may still write to the file's device."""

@@ -7,12 +7,15 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvjax.errors import StoreError, WriteFailed
+from kvjax.errors import ChecksumMismatch, StaleCache, StoreError, WriteFailed
 from kvjax.store.base import Geometry
 from kvjax.store.extents import ExtentPool
 from kvjax.store.file import BlockFile
 from kvjax.store.lineage import Lineage
+from kvjax.store.log import CommitLog, Request, read_superblocks
+from kvjax.store.overlay import OverlayFile
 from kvjax.store.reader import Reader
+from kvjax.store.table import LanePool, Table
 from kvjax.store.writer import Writer
 
 
@@ -28,15 +31,18 @@ class Volume:
       staged_bytes: size of all staged blocks.
     """
 
-    def __init__(self, file: BlockFile, geometry: Geometry, extents: ExtentPool, *,
+    def __init__(self, file: BlockFile, geometry: Geometry, extents: ExtentPool, lanes: LanePool, *,
                  threads: int, staging_bytes: int, timeout: float):
         self.file = file
         self.geometry = geometry
         self.extents = extents
+        self.lanes = lanes
         self.timeout = timeout
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)
         self.staged_bytes = 0
+        self.log = CommitLog(file, geometry, extents, lanes, self.lock)
+        self._saves: list[Request] = []
         self._staging_limit = staging_bytes
         # Rows linger until a quarter of the staging is used, so that those of one block become one write: one token
         # touches a block of every layer and head, and each costs reading and writing the whole block.
@@ -69,7 +75,7 @@ class Volume:
                 continue
             self._lineages.remove(lineage)
             self.unstage(len(lineage.queue))
-            self.extents.release(lineage.table[lineage.table >= 0])
+            lineage.table.release()
             self.changed.notify_all()
 
     def shut_down(self) -> None:
@@ -139,6 +145,41 @@ class Volume:
                  if lineage.queue and not lineage.failed and (lineage.urgent or not lingering)]
         return max(ready, key=lambda lineage: lineage.urgent, default=None)
 
+    # ---- saving
+
+    def save(self, table: Table, generation: int, metadata: bytes) -> int:
+        """Number of the save, once it is on the device; takes over the table. All that wait at once share a commit."""
+        request = Request(table, generation, metadata)
+        with self.changed:
+            self._saves.append(request)
+            self._wake.put(True)
+            if not self.changed.wait_for(lambda: request.done, self.timeout):
+                if request in self._saves:
+                    self._saves.remove(request)
+                    table.release()
+                raise WriteFailed(f"{self.file.path}: the device did not confirm a save within {self.timeout} s, so it "
+                                  "may have it or not; check it, or raise timeout")
+        if request.error is not None:
+            raise request.error
+        return request.sequence
+
+    def take_saves(self) -> list[Request]:
+        """What waits to be saved, for the writer. The lock is held."""
+        taken, self._saves = self._saves, []
+        return taken
+
+    def damaged(self, what: str) -> StoreError:
+        """Why a block is not what a table says: newer saves have taken its place, or something broke."""
+        if isinstance(self.file, OverlayFile):
+            with self.lock:
+                ours = max((saved.sequence for saved in self.log.saves()), default=0)
+            superblocks, _ = read_superblocks(self.file.shared)
+            if max((one.sequence for one in superblocks.values()), default=0) > ours:
+                return StaleCache(f"{self.file.path}: {what} was overwritten, as the file was saved again since it was "
+                                  "opened; open it again")
+        return ChecksumMismatch(f"{self.file.path}: {what} is not what was written; the device or another program "
+                                "damaged it, prefill again")
+
     # ---- extents
 
     def allocate(self, count: int) -> np.ndarray:
@@ -150,6 +191,7 @@ class Volume:
         """Names the block of `lineage` that lies at a file offset."""
         def describe(offset: int) -> str:
             extent = (offset - self.extents.offset(0)) // self.geometry.extent_bytes
-            found = np.flatnonzero(lineage.table == extent)
+            with self.lock:
+                found = np.flatnonzero(lineage.table.everything() == extent)
             return self.geometry.describe(found[0]) if found.size else f"extent {extent}"
         return describe

@@ -28,9 +28,27 @@ class Writer:
     def serve(self, wake: queue.SimpleQueue) -> None:
         """Body of the thread: True in the queue means there may be work, False that the file is to be closed."""
         while wake.get():
-            while self._write_one():
+            while self._commit_saves() or self._write_one():
                 pass
         self._volume.file.close()
+
+    def _commit_saves(self) -> bool:
+        volume = self._volume
+        with volume.lock:
+            requests = volume.take_saves()
+        if not requests:
+            return False
+        try:
+            volume.log.commit(requests)
+        except Exception as cause:
+            for request in requests:
+                request.error = as_store_error(cause)
+        with volume.changed:
+            for request in requests:
+                request.table.release()
+                request.done = True
+            volume.changed.notify_all()
+        return True
 
     def _write_one(self) -> bool:
         volume = self._volume
@@ -50,7 +68,7 @@ class Writer:
         """Fills the rows that were not appended from the block's extent; zeros if it has none."""
         if staged.complete:
             return
-        extent = int(lineage.table[block_id])
+        extent = lineage.table.extent(block_id)
         base = np.zeros_like(staged.image)
         if extent >= 0 and not staged.mask.all():
             self._read(lineage, extent, base)
@@ -69,7 +87,8 @@ class Writer:
         """Writes a complete block to its extent, or to a new one if others own that too."""
         volume = self._volume
         with volume.lock:
-            old = int(lineage.table[block_id])
+            lineage.table.unshare(block_id)
+            old = lineage.table.extent(block_id)
             shared = old < 0 or volume.extents.is_shared(old)
             target = int(volume.allocate(1)[0]) if shared else old
         offset, where = volume.extents.offset(target), lambda _: volume.geometry.describe(block_id)
@@ -87,8 +106,7 @@ class Writer:
         with volume.changed:
             volume.extents.checksums[target] = checksum(staged.image[:geometry.block_bytes])  # type: ignore[arg-type]
             if target != old:
-                lineage.table[block_id] = target
-                volume.extents.release(np.array([old] if old >= 0 else [], np.int32))
+                lineage.table.put(block_id, target)
             lineage.written(block_id)
             lineage.tally.add(rows_written=staged.appended, blocks_written=1, bytes_written=geometry.extent_bytes)
             volume.unstage(1)

@@ -60,6 +60,14 @@ class FaultySystem(SystemIO):
         self._meet("lock")
         super().lock(descriptor)
 
+    def sync(self, descriptor):
+        self._meet("sync")
+        super().sync(descriptor)
+
+    def sync_directory(self, path):
+        self._meet("sync_directory")
+        super().sync_directory(path)
+
     def free_bytes(self, descriptor):
         return 0 if "free_bytes" in self._errors else super().free_bytes(descriptor)
 

@@ -5,6 +5,7 @@ import pytest
 
 from kvjax.errors import NoSpace
 from kvjax.store.extents import ExtentPool
+from kvjax.store.format import HEADER_BYTES
 
 
 def test_free_extents_are_taken_lowest_first():
@@ -28,7 +29,7 @@ def test_shared_extents_are_free_when_the_last_owner_goes():
 
 
 def test_limit_counts_the_header_and_spares_what_is_there():
-    pool = ExtentPool("file", 4096, 4096 * 4)
+    pool = ExtentPool("file", 4096, HEADER_BYTES + 4096 * 3)
     pool.allocate(2)
     with pytest.raises(NoSpace, match="2 more blocks"):
         pool.allocate(2)
@@ -43,3 +44,32 @@ def test_checksums_survive_growth():
     pool.checksums[extents] = np.arange(60)
     pool.allocate(1000)
     assert pool.checksums[:60].tolist() == list(range(60))
+
+
+def test_runs_are_neighbours_lowest_first():
+    pool = ExtentPool("file", 4096, None)
+    pool.allocate(10)
+    pool.release(np.array([1, 3, 4, 6, 7, 8], np.int32))
+    assert pool.allocate_run(2).tolist() == [3, 4]
+    assert pool.allocate_run(3).tolist() == [6, 7, 8]
+    assert pool.allocate_run(2).tolist() == [10, 11]
+    assert pool.allocate_run(1).tolist() == [1]
+    assert pool.free == 0 and pool.end == 12
+
+
+def test_runs_obey_the_limit():
+    pool = ExtentPool("file", 4096, HEADER_BYTES + 4096 * 3)
+    pool.allocate(2)
+    with pytest.raises(NoSpace):
+        pool.allocate_run(2)
+    assert pool.allocate_run(1).tolist() == [2]
+
+
+def test_private_extents_begin_behind_a_gap():
+    pool = ExtentPool("file", 4096, HEADER_BYTES + 4096)
+    pool.restore(np.array([0, 5]), np.array([1, 2], np.uint64))
+    pool.share(np.array([0, 5]))
+    pool.restored(private=True)
+    assert pool.allocate(1).tolist() == [7], "1..4 belong to somebody else, 6 is the gap"
+    with pytest.raises(NoSpace):
+        pool.allocate(1)

@@ -15,6 +15,7 @@ from kvjax.errors import (
     WriteFailed,
 )
 from kvjax.store.flash import FlashStore
+from kvjax.store.format import HEADER_BYTES
 from tests.store.conftest import GEOMETRY, Driver, still_works, wait_until
 
 EXTENT = GEOMETRY.extent_bytes
@@ -46,13 +47,14 @@ def test_truncated_file(fragile):
 
 
 def test_flipped_bit(fragile):
-    offset = 4096 + 7 * EXTENT + 13
+    offset = HEADER_BYTES + 7 * EXTENT + 13
     with open(fragile.branch.path, "r+b") as file:
         file.seek(offset)
         byte = file.read(1)[0]
         file.seek(offset)
         file.write(bytes([byte ^ 4]))
-    fails_to_read(fragile, ChecksumMismatch, "layer 0, sequence 0, head 1, block 1", f"offset {4096 + 7 * EXTENT}")
+    where = f"offset {HEADER_BYTES + 7 * EXTENT}"
+    fails_to_read(fragile, ChecksumMismatch, "layer 0, sequence 0, head 1, block 1", where)
     fails_to_read(fragile, ChecksumMismatch, "head 1, block 1")
     with open(fragile.branch.path, "r+b") as file:
         file.seek(offset)
@@ -62,15 +64,15 @@ def test_flipped_bit(fragile):
 
 def test_damaged_block_takes_no_rows(fragile):
     with open(fragile.branch.path, "r+b") as file:
-        file.seek(4096)
+        file.seek(HEADER_BYTES)
         good = file.read(4)
-        file.seek(4096)
+        file.seek(HEADER_BYTES)
         file.write(b"oops")
     fragile.append(0, 3, 1.0)
     with pytest.raises(ChecksumMismatch, match="layer 0, sequence 0, head 0, block 0"):
         fragile.branch.flush()
     with open(fragile.branch.path, "r+b") as file:
-        file.seek(4096)
+        file.seek(HEADER_BYTES)
         file.write(good)
     fragile.branch.flush()
     expected = fragile.full()
@@ -173,7 +175,7 @@ def test_half_written_block_is_whole_again_after_the_retry(fragile, system):
     with open(fragile.branch.path, "r+b") as file:
         with pytest.raises(WriteFailed):
             fragile.branch.flush()
-        file.seek(4096)
+        file.seek(HEADER_BYTES)
         file.write(b"\xff" * 50)  # what a write that failed half-way leaves behind
     expected = fragile.full()
     expected[:, :, 0, 0] = 5.0
@@ -242,7 +244,7 @@ def test_rows_that_come_while_their_block_is_being_written(tmp_path, open_branch
 
 
 def test_max_bytes(tmp_path, open_branch):
-    driver = open_branch(FlashStore(tmp_path, max_bytes=4096 + 25 * EXTENT))
+    driver = open_branch(FlashStore(tmp_path, max_bytes=HEADER_BYTES + 25 * EXTENT))
     blocks = driver.prefill()
     with pytest.raises(NoSpace, match="max_bytes"):
         driver.prefill(layer=1)

@@ -13,7 +13,7 @@ import pytest
 
 from kvjax.errors import ConfigError
 from kvjax.store.flash import FlashStore
-from kvjax.store.format import inspect_header
+from kvjax.store.format import HEADER_BYTES, inspect_header
 from tests.store.conftest import GEOMETRY, Driver, wait_until
 from tests.store.faults import FaultySystem
 from tests.store.test_history import History
@@ -23,7 +23,7 @@ EXTENT = GEOMETRY.extent_bytes
 
 def extents_of(driver: Driver) -> int:
     """Extents in the file, used or free."""
-    return (os.path.getsize(driver.branch.path) - 4096) // EXTENT
+    return (os.path.getsize(driver.branch.path) - HEADER_BYTES) // EXTENT
 
 
 # ---- the file
@@ -48,7 +48,7 @@ def test_named_file_stays_and_can_be_replaced(tmp_path, open_branch):
         driver.branch.close()
         assert inspect_header(path).geometry == GEOMETRY
         assert inspect_header(path).fingerprint == "fingerprint"
-        assert path.stat().st_size == 4096 + 24 * EXTENT
+        assert path.stat().st_size == HEADER_BYTES + 24 * EXTENT
 
 
 def test_directory_gets_temporary_files(tmp_path, open_branch):
@@ -270,7 +270,7 @@ class HalfWritten(FaultySystem):
     def __init__(self):
         super().__init__()
         self.half, self.rest = threading.Event(), threading.Event()
-        self.write = None
+        self.write, self.started = None, False
 
     def arm(self, write) -> None:
         self.write = write
@@ -279,6 +279,7 @@ class HalfWritten(FaultySystem):
         write, self.write = self.write, None
         if write is None:
             return super().preadv(descriptor, views, offset)
+        self.started = True
         threading.Thread(target=write).start()
         assert self.half.wait(10)
         got = super().preadv(descriptor, views, offset)
@@ -286,7 +287,7 @@ class HalfWritten(FaultySystem):
         return got
 
     def pwrite(self, descriptor, data, offset):
-        if offset and not self.half.is_set() and self.calls.count("preadv"):
+        if self.started and not self.half.is_set():
             done = super().pwrite(descriptor, data[:40], offset)
             self.half.set()
             assert self.rest.wait(10)

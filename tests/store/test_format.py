@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from kvjax.errors import ConfigError, FormatMismatch
-from kvjax.store.base import Geometry
-from kvjax.store.format import HEADER_BYTES, Header, inspect_header
+from kvjax.store.base import PAGE_BYTES, Geometry
+from kvjax.store.format import Header, inspect_header
 from tests.store.conftest import GEOMETRY
 
 HEADER = Header(Geometry(3, 1, 8, 100, 64, 256, "bfloat16"), "llama/ünïcode")
@@ -29,7 +29,7 @@ def test_header_survives_the_file(tmp_path):
     path = tmp_path / "cache.kv"
     path.write_bytes(HEADER.pack() + b"extents")
     assert inspect_header(path) == HEADER
-    assert len(HEADER.pack()) == HEADER_BYTES
+    assert len(HEADER.pack()) == PAGE_BYTES
 
 
 def test_fingerprint_must_fit():

@@ -1,0 +1,260 @@
+"""Saved caches of one store file: committing them, and finding them again.
+
+A commit is two syncs. The blocks and a log record that tells where they are go to extents nobody owned; sync. Then the
+superblock of the save before last is overwritten by one that names the record; sync. Whatever happens in between, the
+other superblock names a whole saved cache, because its blocks and records are owned until it is overwritten itself.
+"""
+
+import dataclasses
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+from absl import logging
+
+from kvjax.errors import ChecksumMismatch, NothingSaved, ShortRead, WriteFailed
+from kvjax.store.base import PAGE_BYTES, Geometry
+from kvjax.store.extents import ExtentPool
+from kvjax.store.file import BlockFile
+from kvjax.store.format import HEADER_BYTES, MAX_RECORDS, SUPERBLOCKS, Place, Record, Superblock, checksum
+from kvjax.store.table import LanePool, Table
+
+
+@dataclasses.dataclass
+class Saved:
+    """A saved cache that this process keeps track of.
+
+    Attributes:
+      sequence: its number, counted from 1.
+      generation: of the branch that was saved.
+      metadata: the caller's.
+      slot: which superblock names it.
+      table: where its blocks are; owns their extents.
+      places: its log records, the complete one first.
+    """
+
+    sequence: int
+    generation: int
+    metadata: bytes
+    slot: int
+    table: Table
+    places: tuple[Place, ...]
+
+
+@dataclasses.dataclass
+class Request:
+    """A branch that wants to be saved; `error` or `sequence` is set when `done`. Owns its table until then."""
+
+    table: Table
+    generation: int
+    metadata: bytes
+    sequence: int = 0
+    error: BaseException | None = None
+    done: bool = False
+
+
+class CommitLog:
+    """Writes saved caches, on the volume's writer thread.
+
+    Attributes:
+      broken: why nothing can be saved any more. After a failed sync the kernel may report success although data were
+        dropped, so a second one would prove nothing.
+    """
+
+    def __init__(self, file: BlockFile, geometry: Geometry, extents: ExtentPool, lanes: LanePool, lock: threading.Lock):
+        self._file, self._geometry, self._extents, self._lanes, self._lock = file, geometry, extents, lanes, lock
+        self.broken: WriteFailed | None = None
+        self._kept: list[Saved] = []  # what the two superblocks name, oldest first
+        self._doubtful: list[Saved] = []  # their superblock may or may not have reached the device
+        self._sequence = 0
+
+    def saves(self) -> list[Saved]:
+        """Saved caches that the file holds, newest first: at most two. The lock is held."""
+        return self._kept[::-1]
+
+    def restore(self, found: Sequence["Found"], tables: Sequence[Table]) -> None:
+        """Takes over what `recover` found, newest first, whose blocks the given tables own. The lock is held."""
+        pairs = zip(reversed(found), reversed(tables), strict=True)
+        self._kept = [Saved(one.sequence, one.generation, one.metadata, one.slot, table, one.superblock.records)
+                      for one, table in pairs]
+        for place in {place for saved in self._kept for place in saved.places}:
+            extents = place.extents(self._geometry.extent_bytes)
+            self._extents.restore(extents, np.zeros(extents.size, np.uint64))
+            self._extents.share(extents)
+        self._sequence = found[0].latest
+
+    def commit(self, requests: list[Request]) -> None:
+        """Saves the newest of the requests; the others are superseded by it in the same moment, and share its syncs.
+
+        On an error nothing is saved, unless the last step failed: then the save may or may not be there after a crash,
+        and everything it needs is kept until another one has replaced it.
+        """
+        if self.broken is not None:
+            raise self.broken
+        newest = requests[-1]
+        with self._lock:
+            saved, record = self._prepare(newest, self._sequence + len(requests))
+        try:
+            self._write_record(record, saved.places[-1])
+            self._sync()
+        except BaseException:
+            with self._lock:
+                self._drop([saved])
+            raise
+        self._doubtful.append(saved)
+        self._file.write(Superblock(saved.sequence, saved.places).pack(), SUPERBLOCKS[saved.slot],
+                         lambda _: f"superblock {saved.slot}")
+        self._sync()
+        for i, request in enumerate(requests):
+            request.sequence = self._sequence + i + 1
+        with self._lock:
+            self._settle(saved)
+
+    def _prepare(self, request: Request, sequence: int) -> tuple[Saved, bytes]:
+        """A saved cache with its newest record still to be written, and that record."""
+        current = self._kept[-1] if self._kept else None
+        chain = current.places if current is not None and not _outgrown(current.places) else ()
+        table = request.table.share()
+        ids, extents = table.changes_since(current.table) if chain and current else _complete(table)
+        sums = np.where(extents >= 0, self._extents.checksums[extents], 0).astype(np.uint64)
+        data = Record(sequence, request.generation, ids, extents, sums, request.metadata).pack()
+        try:
+            run = self._extents.allocate_run(-(-len(data) // self._geometry.extent_bytes))
+        except BaseException:
+            table.release()
+            raise
+        place = Place(int(run[0]), len(data), checksum(data))
+        slot = 0 if current is None else 1 - current.slot
+        return Saved(sequence, request.generation, request.metadata, slot, table, (*chain, place)), data
+
+    def _write_record(self, data: bytes, place: Place) -> None:
+        padding = -len(data) % self._geometry.extent_bytes
+        self._file.write(data + bytes(padding), self._extents.offset(place.extent), lambda _: "a log record")
+
+    def _sync(self) -> None:
+        try:
+            self._file.sync()
+        except OSError as cause:
+            self.broken = WriteFailed(f"{cause}; nothing more can be saved in this file, whose newest blocks may be "
+                                      "lost. Save to another file, or open this one again at its last save")
+            raise self.broken from cause
+
+    def _settle(self, saved: Saved) -> None:
+        """The superblock is on the device: lets go of what it replaced."""
+        dropped = [*self._kept[:-1], *(one for one in self._doubtful if one is not saved)]
+        self._kept = [*self._kept[-1:], saved]
+        self._doubtful = []
+        self._sequence = saved.sequence
+        self._drop(dropped)
+
+    def _drop(self, dropped: list[Saved]) -> None:
+        needed = {place for saved in (*self._kept, *self._doubtful) for place in saved.places}
+        for saved in dropped:
+            saved.table.release()
+        for place in {place for saved in dropped for place in saved.places} - needed:
+            self._extents.release(place.extents(self._geometry.extent_bytes))
+
+
+def _outgrown(places: tuple[Place, ...]) -> bool:
+    """Whether a new complete record is due, because the changes outweigh the old one or their list is long."""
+    return len(places) > MAX_RECORDS // 2 or sum(place.bytes for place in places[1:]) > places[0].bytes
+
+
+def _complete(table: Table) -> tuple[np.ndarray, np.ndarray]:
+    extents = table.everything()
+    ids = np.flatnonzero(extents >= 0)
+    return ids, extents[ids]
+
+
+# ---- recovery
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """A whole saved cache in a file.
+
+    Attributes:
+      latest: the highest sequence number that any superblock of the file bears.
+    """
+
+    superblock: Superblock
+    slot: int
+    records: tuple[Record, ...]
+    latest: int
+
+    @property
+    def sequence(self) -> int:
+        return self.superblock.sequence
+
+    @property
+    def generation(self) -> int:
+        return self.records[-1].generation
+
+    @property
+    def metadata(self) -> bytes:
+        return self.records[-1].metadata
+
+    def table(self, geometry: Geometry) -> tuple[np.ndarray, np.ndarray]:
+        """Extents int32[total_blocks], -1 where nothing was written, and what the blocks must hash to, uint64."""
+        extents = np.full(geometry.total_blocks, -1, np.int32)
+        sums = np.zeros(geometry.total_blocks, np.uint64)
+        for record in self.records:
+            extents[record.ids], sums[record.ids] = record.extents, record.sums
+        return extents, sums
+
+
+def recover(file: BlockFile, geometry: Geometry) -> tuple[list[Found], list[str]]:
+    """The whole saved caches of a file, newest first, and what is wrong with the others. Raises ReadFailed."""
+    while True:
+        superblocks, problems = read_superblocks(file)
+        latest = max((one.sequence for one in superblocks.values()), default=0)
+        found = []
+        for slot, superblock in sorted(superblocks.items(), key=lambda item: -item[1].sequence):
+            try:
+                found.append(Found(superblock, slot, _read_records(file, geometry, superblock), latest))
+            except (ChecksumMismatch, ShortRead) as cause:
+                problems.append(str(cause))
+        if not problems or read_superblocks(file)[0] == superblocks:  # else a writer saved while we were reading
+            return found, problems
+
+
+def whole_saves(file: BlockFile, geometry: Geometry) -> list[Found]:
+    """`recover`, with a warning for all that is damaged; NothingSaved where nothing whole is left."""
+    found, problems = recover(file, geometry)
+    if not found:
+        why = "; ".join(problems) or "it was never saved"
+        raise NothingSaved(f"{file.path} holds no saved cache ({why}); prefill again")
+    for problem in problems:
+        logging.warning("%s; going on with save %d of %s", problem, found[0].sequence, file.path)
+    return found
+
+
+def read_superblocks(file: BlockFile) -> tuple[dict[int, Superblock], list[str]]:
+    """Valid superblocks by slot, and what is wrong with the others. Raises ReadFailed."""
+    superblocks, problems = {}, []
+    for slot, offset in enumerate(SUPERBLOCKS):
+        name = f"{file.path}: superblock {slot} at offset {offset}"
+        try:
+            superblock = Superblock.unpack(_read(file, offset, PAGE_BYTES, f"superblock {slot}"), name)
+        except (ChecksumMismatch, ShortRead) as cause:
+            problems.append(str(cause))
+            continue
+        if superblock is not None:
+            superblocks[slot] = superblock
+    return superblocks, problems
+
+
+def _read_records(file: BlockFile, geometry: Geometry, superblock: Superblock) -> tuple[Record, ...]:
+    records = []
+    for place in superblock.records:
+        offset = HEADER_BYTES + place.extent * geometry.extent_bytes
+        what = f"a log record of save {superblock.sequence}"
+        data = _read(file, offset, place.bytes, what)
+        records.append(Record.unpack(data, place, f"{file.path}: {what} at offset {offset}"))
+    return tuple(records)
+
+
+def _read(file: BlockFile, offset: int, size: int, what: str) -> bytes:
+    data = bytearray(size)
+    file.read([(memoryview(data), offset)], lambda _: what, direct=False)
+    return bytes(data)
