@@ -16,7 +16,7 @@ from kvjax.store.extents import ExtentPool
 from kvjax.store.file import BlockFile, create_file, open_file
 from kvjax.store.format import HEADER_BYTES, Header, checksum
 from kvjax.store.lineage import Lineage, Sources
-from kvjax.store.log import Found, whole_saves
+from kvjax.store.log import Found, adopt, whole_saves
 from kvjax.store.overlay import OverlayFile
 from kvjax.store.reader import Fetch
 from kvjax.store.system import SystemIO
@@ -91,20 +91,15 @@ class FlashStore:
 
     def _restored(self, file: BlockFile, header: Header, found: list[Found]) -> Volume:
         geometry = header.geometry
-        lanes, tables = self._lanes(file, geometry), []
-        for one in found:
-            extents, sums = one.table(geometry)
-            lanes.extents.restore(extents[extents >= 0], sums[extents >= 0])
-            tables.append(Table.of(lanes, extents))
+        lanes = self._lanes(file, geometry)
+        tables = adopt(found, geometry, lanes)
+        lanes.extents.restored(private=file.read_only)
         if file.read_only:
-            lanes.extents.restored(private=True)
             private = self._create_file(self.scratch or tempfile.gettempdir(), geometry, header.fingerprint)
             file = OverlayFile(file, private, lanes.extents.offset(lanes.extents.end), HEADER_BYTES)
         volume = self._volume(file, geometry, lanes)
         with volume.lock:
             volume.log.restore(found, tables)
-            if not file.read_only:
-                lanes.extents.restored(private=False)
         return volume
 
     def _create_file(self, path, geometry: Geometry, fingerprint: str) -> BlockFile:

@@ -73,14 +73,9 @@ class CommitLog:
         return self._kept[::-1]
 
     def restore(self, found: Sequence["Found"], tables: Sequence[Table]) -> None:
-        """Takes over what `recover` found, newest first, whose blocks the given tables own. The lock is held."""
-        pairs = zip(reversed(found), reversed(tables), strict=True)
+        """Takes over what `recover` found and `adopt` made of it, newest first. The lock is held."""
         self._kept = [Saved(one.sequence, one.generation, one.metadata, one.slot, table, one.superblock.records)
-                      for one, table in pairs]
-        for place in {place for saved in self._kept for place in saved.places}:
-            extents = place.extents(self._geometry.extent_bytes)
-            self._extents.restore(extents, np.zeros(extents.size, np.uint64))
-            self._extents.share(extents)
+                      for one, table in zip(reversed(found), reversed(tables), strict=True)]
         self._sequence = found[0].latest
 
     def commit(self, requests: list[Request]) -> None:
@@ -227,6 +222,20 @@ def whole_saves(file: BlockFile, geometry: Geometry) -> list[Found]:
     for problem in problems:
         logging.warning("%s; going on with save %d of %s", problem, found[0].sequence, file.path)
     return found
+
+
+def adopt(found: Sequence[Found], geometry: Geometry, lanes: LanePool) -> list[Table]:
+    """Tables of saved caches, newest first, that own their blocks; their log records have owners then, too."""
+    tables = []
+    for one in reversed(found):
+        extents, sums = one.table(geometry)
+        lanes.extents.restore(extents[extents >= 0], sums[extents >= 0])
+        tables.append(Table.of(lanes, extents))
+    for place in {place for one in found for place in one.superblock.records}:
+        extents = place.extents(geometry.extent_bytes)
+        lanes.extents.restore(extents, np.zeros(extents.size, np.uint64))
+        lanes.extents.share(extents)
+    return tables[::-1]
 
 
 def read_superblocks(file: BlockFile) -> tuple[dict[int, Superblock], list[str]]:
