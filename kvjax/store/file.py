@@ -133,6 +133,10 @@ class BlockFile:
         except OSError as cause:
             raise _write_error(f"{self.path}: syncing to the device failed", cause) from cause
 
+    def lock(self) -> None:
+        """Takes the lock of a writer, until the file is closed. Raises StoreLocked."""
+        _lock(self.path, self._buffered, self._system)
+
     def check_room(self, needed: int) -> None:
         """NoSpace unless the device has `needed` bytes free."""
         free = self._system.free_bytes(self._buffered)
@@ -203,8 +207,8 @@ def _make_durable(file: BlockFile, system: SystemIO) -> None:
 def open_file(path: str, system: SystemIO, *, direct: bool, read_only: bool) -> tuple[BlockFile, Header]:
     """Opens a file that `create_file` made, and reads its header.
 
-    Raises StoreClosed when it is not there, FormatMismatch when it is something else, StoreLocked when another store
-    may write it, ReadFailed or WriteFailed when the system refuses.
+    Raises StoreClosed when it is not there, FormatMismatch when it is something else, ChecksumMismatch when its header
+    is damaged, StoreLocked when another store may write it, ReadFailed or WriteFailed when the system refuses.
     """
     try:
         descriptor = system.open(path, (os.O_RDONLY if read_only else os.O_RDWR) | os.O_NONBLOCK)
@@ -217,11 +221,10 @@ def open_file(path: str, system: SystemIO, *, direct: bool, read_only: bool) -> 
     with contextlib.ExitStack() as undo:
         undo.callback(system.close, descriptor)
         _check_kind(path, descriptor)
-        if not read_only:
-            _lock(path, descriptor, system)
         file = BlockFile(path, descriptor, system, temporary=False)
         file.read_only = read_only
         if not read_only:
+            file.lock()
             file.check_present()  # whoever held the lock before us may have removed it
         header = Header.unpack(_first_page(path, descriptor, system), path)
         undo.pop_all()

@@ -103,14 +103,14 @@ class Header:
 
     @classmethod
     def unpack(cls, page: bytes, path: str) -> "Header":
-        """Parses a header page; FormatMismatch names `path` and what is wrong."""
+        """Parses a header page; FormatMismatch or ChecksumMismatch names `path` and what is wrong."""
         if not is_ours(page):
             raise FormatMismatch(f"{path} is not a kvjax store file; choose another path")
         (_, version, _, *sizes, extent_bytes, dtype, codec, length, fingerprint) = _FIELDS.unpack_from(page)
         if version != VERSION:
             raise FormatMismatch(f"{path} has format version {version}, this library reads version {VERSION}")
         if not _is_sealed(page):
-            raise FormatMismatch(f"{path} has a damaged header; create the cache anew")
+            raise ChecksumMismatch(f"{path} has a damaged header; create the cache anew")
         name, codec = dtype.rstrip(b"\0").decode(), codec.rstrip(b"\0").decode()
         if name not in DTYPES or codec != CODEC:
             raise FormatMismatch(f"{path} holds dtype {name!r} in codec {codec!r}, which this library does not know")
@@ -134,7 +134,7 @@ def is_ours(page: bytes) -> bool:
 
 
 def inspect_header(path) -> Header:
-    """The header of a store file; OSError when it cannot be read, FormatMismatch when it is not one."""
+    """The header of a store file; OSError when it cannot be read, or is not one."""
     with open(path, "rb") as file:
         return Header.unpack(file.read(PAGE_BYTES), str(path))
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from kvjax.errors import ConfigError, FormatMismatch
+from kvjax.errors import ChecksumMismatch, ConfigError, FormatMismatch
 from kvjax.store.base import PAGE_BYTES, Geometry
 from kvjax.store.format import Header, inspect_header
 from tests.store.conftest import GEOMETRY
@@ -48,5 +48,5 @@ def test_fingerprint_must_fit():
 def test_other_pages_are_refused_by_name(tmp_path, page, cause):
     path = tmp_path / "other.kv"
     path.write_bytes(page)
-    with pytest.raises(FormatMismatch, match=rf"other\.kv.*{cause}"):
+    with pytest.raises((FormatMismatch, ChecksumMismatch), match=rf"other\.kv.*{cause}"):
         inspect_header(path)

@@ -1,0 +1,125 @@
+"""What is in a store file, and whether all of it is still what was written.
+
+    python -m kvjax.store.inspect FILE
+
+Exit code 0: all that any whole save needs is intact; 1: something is damaged, and the last lines say what; 2: FILE is
+no store file. Of a file that a live store may write, what is changed meanwhile may show as damage.
+"""
+
+import os
+import sys
+
+import numpy as np
+
+from kvjax.errors import ChecksumMismatch, ReadFailed, ShortRead, StoreError, StoreLocked
+from kvjax.store.base import Geometry
+from kvjax.store.file import BlockFile, open_file
+from kvjax.store.format import HEADER_BYTES, VERSION, Header, checksum
+from kvjax.store.log import Found, recover
+from kvjax.store.system import SystemIO
+
+
+def inspect(path: str) -> tuple[list[str], list[str]]:
+    """Lines that describe a store file, and lines that name what is damaged. Raises StoreError for other files."""
+    file, header = open_file(path, SystemIO(), direct=False, read_only=True)
+    try:
+        lines = _describe_header(path, header)
+        try:
+            file.lock()
+        except StoreLocked:
+            lines.append("in use        a live store holds the file and may change it while it is read")
+        found, problems = recover(file, header.geometry)
+        lines += [_describe_save(one, header.geometry) for one in found] or ["saves         none"]
+        lines += _describe_space(path, header.geometry, found)
+        checked, damaged = _verify(file, header.geometry, found)
+        lines.append(f"checksums     {checked} blocks verified, {len(damaged)} damaged")
+        return lines, problems + damaged
+    finally:
+        file.close()
+
+
+def _describe_header(path: str, header: Header) -> list[str]:
+    geometry = header.geometry
+    return [
+        f"file          {path}, {os.path.getsize(path)} bytes, format version {VERSION}",
+        f"model         {header.fingerprint}",
+        f"geometry      {geometry.layers} layers, {geometry.batch} sequences, {geometry.kv_heads} KV heads, "
+        f"{geometry.num_blocks} blocks of {geometry.block_rows} rows of {geometry.width} {geometry.dtype}, "
+        f"codec {header.codec}",
+        f"extents       {geometry.extent_bytes} bytes for blocks of {geometry.block_bytes}",
+    ]
+
+
+def _describe_save(found: Found, geometry: Geometry) -> str:
+    extents, _ = found.table(geometry)
+    written, log = np.count_nonzero(extents >= 0), sum(place.bytes for place in found.superblock.records)
+    return (f"save {found.sequence:<8} generation {found.generation}, {written} of {extents.size} blocks, "
+            f"{len(found.records)} log records of {log} bytes together, metadata {_brief(found.metadata)}")
+
+
+def _brief(metadata: bytes) -> str:
+    text = metadata.decode(errors="replace")
+    return repr(text) if len(text) <= 60 else f"{text[:60]!r}... of {len(metadata)} bytes"
+
+
+def _describe_space(path: str, geometry: Geometry, found: list[Found]) -> list[str]:
+    """Who uses the extents, and how scattered the blocks of the newest save are."""
+    size = max(0, os.path.getsize(path) - HEADER_BYTES) // geometry.extent_bytes
+    if not found:
+        return [f"occupancy     {size} extents, no save uses them"]
+    tables = [one.table(geometry)[0] for one in found]
+    newest = tables[0][tables[0] >= 0]
+    older = np.setdiff1d(np.concatenate(tables), np.append(newest, -1))
+    log = np.unique(np.concatenate([place.extents(geometry.extent_bytes) for one in found
+                                    for place in one.superblock.records]))
+    rest = size - newest.size - older.size - log.size
+    scattered = _fragmentation(tables[0].reshape(-1, geometry.num_blocks))
+    return [f"occupancy     {size} extents: {newest.size} of the newest save, {older.size} of the one before, "
+            f"{log.size} of the log, {rest} free",
+            f"fragmentation {scattered:.3f} of the neighbouring blocks of a head do not lie side by side"]
+
+
+def _fragmentation(lanes: np.ndarray) -> float:
+    """Share of steps from one written block of a lane to the next that do not lead to the next extent."""
+    steps = np.concatenate([np.diff(lane[lane >= 0]) for lane in lanes])
+    return float(np.mean(steps != 1)) if steps.size else 0.0
+
+
+def _verify(file: BlockFile, geometry: Geometry, found: list[Found]) -> tuple[int, list[str]]:
+    """Reads every block of every whole save; how many there are, and a line for each that is not what was written."""
+    expected: dict[tuple[int, int], str] = {}  # extent and checksum -> whose
+    for one in found:
+        extents, sums = one.table(geometry)
+        for block_id in np.flatnonzero(extents >= 0).tolist():
+            expected.setdefault((int(extents[block_id]), int(sums[block_id])),
+                                f"{geometry.describe(block_id)} of save {one.sequence}")
+    damaged, payload = [], bytearray(geometry.block_bytes)
+    for (extent, right), name in sorted(expected.items()):
+        offset = HEADER_BYTES + extent * geometry.extent_bytes
+        try:
+            file.read([(memoryview(payload), offset)], lambda _, name=name: name, direct=False)
+        except (ReadFailed, ShortRead) as cause:
+            damaged.append(str(cause))
+            continue
+        if checksum(payload) != right:
+            damaged.append(f"{file.path}: {name} at offset {offset} is not what was written")
+    return len(expected), damaged
+
+
+def main(arguments: list[str]) -> int:
+    if len(arguments) != 1:
+        print("usage: python -m kvjax.store.inspect FILE", file=sys.stderr)
+        return 2
+    try:
+        lines, damage = inspect(arguments[0])
+    except ChecksumMismatch as cause:
+        lines, damage = [], [str(cause)]
+    except StoreError as cause:
+        print(f"error: {cause}", file=sys.stderr)
+        return 2
+    print("\n".join([*lines, *(f"damaged       {line}" for line in damage)]))
+    return 1 if damage else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
