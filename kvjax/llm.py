@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import decode, sampling
+from kvjax import decode, persistence, sampling
 from kvjax.decode import Driver, Plan, Slots, State, Step
 from kvjax.errors import ConfigError, PromptError
 from kvjax.method import Method
@@ -31,6 +31,7 @@ from kvjax.store.flash import FlashStore
 from kvjax.typing import Array, PyTree
 
 GREEDY = Sampling()
+_SAMPLE = 1024  # weights of each array that enter the fingerprint
 Observer = Callable[[Step, np.ndarray], None]  # called after every token with its step and its inputs [B]
 
 
@@ -43,6 +44,7 @@ class Cache:
     logits: Array  # [B, V] of the next token
     branch: Branch | None = None
     keys: tuple[np.ndarray, ...] = ()  # per layer [B, T, K, D], only if `keep_keys` was asked for
+    fingerprint: str = ""  # of model and tokenizer
 
     @property
     def length(self) -> list[int]:
@@ -67,6 +69,14 @@ class Cache:
         """Waits until everything is in the file; raises what failed."""
         if self.branch is not None:
             self.branch.flush()
+
+    def save(self, directory: str | os.PathLike) -> None:
+        """Makes this the cache that `LLM.restore` finds in the directory, in any process; all of it or nothing.
+
+        With a store at `directory/blocks.kv` only what has changed is written; blocks of a store elsewhere are copied.
+        Prompt keys kept for measurements are not saved. Raises ConfigError or StoreError (`kvjax.persistence.save`).
+        """
+        persistence.save(directory, self.plan, self.state, self.logits, self.branch, self.fingerprint)
 
     def close(self) -> None:
         """Gives the store's blocks back. Forks live on."""
@@ -149,7 +159,23 @@ class LLM:
             if branch is not None:
                 branch.close()
             raise
-        return Cache(plan, state, logits, branch, tuple(keys))
+        return Cache(plan, state, logits, branch, tuple(keys), self.fingerprint)
+
+    def restore(
+        self, directory: str | os.PathLike, *, method: Method | None = None, slots: Slots | None = None,
+        read_only: bool = False, **store_settings,
+    ) -> Cache:
+        """The cache last saved in a directory; it decodes the tokens that the saved one would.
+
+        Only one process may have it open for writing; any number may with `read_only`, and keep what they add in a
+        private temporary file. `method` is needed for methods of your own, `slots` and `store_settings` (arguments of
+        `FlashStore`) are free to differ. Raises StoreError or ConfigError (`kvjax.persistence.restore`).
+        """
+        found = persistence.restore(
+            directory, self.config, self.fingerprint, method=method, slots=slots, read_only=read_only,
+            store_settings=store_settings,
+        )
+        return Cache(found.plan, found.state, found.logits, found.branch, fingerprint=self.fingerprint)
 
     def generate(
         self, question, cache: Cache, *, max_new_tokens: int = 64, sampling: Sampling = GREEDY, seed: int = 0,
@@ -172,9 +198,11 @@ class LLM:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """What a store checks before it serves another process: model shape and tokenizer."""
-        shape = hashlib.sha256(repr(self.config).encode()).hexdigest()[:16]
-        return f"{shape}-{self.tokenizer.fingerprint if self.tokenizer else 'none'}"
+        """What a store checks before it serves another process: model shape, a sample of the weights, tokenizer."""
+        digest = hashlib.sha256(repr(self.config).encode())
+        for leaf in jax.tree.leaves(self.params):
+            digest.update(np.asarray(leaf.reshape(-1)[:: max(1, leaf.size // _SAMPLE)]).tobytes())
+        return f"{digest.hexdigest()[:16]}-{self.tokenizer.fingerprint if self.tokenizer else 'none'}"
 
     def _check_room(self, cache, questions, max_new_tokens):
         needed = max(n + len(q) for n, q in zip(cache.length, questions, strict=True)) + max_new_tokens

@@ -153,6 +153,11 @@ class FlashBranch(TransactionalBranch):
     def direct(self) -> bool:
         return self._volume.file.direct
 
+    @property
+    def writable(self) -> bool:
+        """Whether the store file is ours to write; else what is added goes to a private file."""
+        return not self._volume.file.read_only
+
     def fork(self) -> "FlashBranch":
         """Shares table and extents once everything committed is in the file; what that costs depends on how much is
         staged, not on how much the cache holds."""
@@ -176,7 +181,7 @@ class FlashBranch(TransactionalBranch):
         only opening the file tells. After a failed sync no more can be saved, as nobody knows what the kernel dropped.
         """
         file = self._volume.file
-        if file.read_only:
+        if not self.writable:
             raise WriteFailed(f"{file.path} was opened read-only; open it for writing to save it")
         if file.temporary:
             raise ConfigError(f"{file.path} is temporary; give FlashStore the path of a file to be able to save it")

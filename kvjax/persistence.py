@@ -1,0 +1,376 @@
+"""Saving a cache to a directory, and restoring it in another process.
+
+    DIRECTORY/state-HEX/   all of the cache but the blocks of a store: an Orbax checkpoint
+    DIRECTORY/blocks.kv    the blocks of a store, in a store file (`kvjax.store.format`)
+    DIRECTORY/cache.json   only for a cache that is all in memory
+
+A *manifest* says which checkpoint counts, and how the cache was made. It is the metadata of the store file's commit, or
+`cache.json`, replaced by renaming. The checkpoint is on the device before, so that this one step saves both or neither.
+Checkpoints that no manifest names are left-overs of interrupted saves, which the next save or restoration removes.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import pathlib
+import shutil
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import xxhash
+
+from kvjax import decode, layer
+from kvjax.decode import Plan, Slots, State
+from kvjax.errors import (
+    ChecksumMismatch,
+    ConfigError,
+    FormatMismatch,
+    NothingSaved,
+    ReadFailed,
+    StoreLocked,
+    WriteFailed,
+)
+from kvjax.layer import LayerCache
+from kvjax.method import Method
+from kvjax.methods import METHODS
+from kvjax.models.config import ModelConfig
+from kvjax.pool import Line, MemoryPool
+from kvjax.store.base import Branch
+from kvjax.store.file import open_file
+from kvjax.store.flash import FlashBranch, FlashStore
+from kvjax.store.slots import SlotPool, default_backend
+from kvjax.store.system import SystemIO
+from kvjax.typing import Array, PyTree
+
+VERSION = 1
+BLOCKS, MANIFEST, STATE = "blocks.kv", "cache.json", "state-"
+
+
+# ---- saving
+
+
+def save(directory, plan: Plan, state: State, logits: Array, branch: Branch | None, fingerprint: str) -> None:
+    """Makes a cache the saved one of a directory, which is created where it is missing.
+
+    A store file that lies elsewhere is copied. Raises ConfigError when the directory holds a cache of the other kind,
+    StoreLocked when somebody else writes it, StoreError when the device fails; then what was saved before still is.
+    """
+    directory = pathlib.Path(directory).absolute()
+    _check_kind(directory, branch is not None)
+    with _saving(directory):
+        state_name = f"{STATE}{uuid.uuid4().hex[:12]}"
+        saved = _leaves(_tree(state, logits))
+        _write_state(directory / state_name, saved)
+        manifest = {
+            "version": VERSION, "state": state_name, "checksum": _checksum(saved), "fingerprint": fingerprint,
+            "method": _describe(_method(plan)), "batch": plan.batch, "capacity": plan.capacity, "dtype": plan.dtype,
+            "slots": _slots(state),
+        }
+        commit = json.dumps(manifest).encode()
+        if branch is None:
+            _replace(directory / MANIFEST, commit)
+            named = [commit]
+        else:
+            named = _save_blocks(directory, branch, fingerprint, commit)
+        _remove_orphans(directory, named)
+
+
+def _check_kind(directory: pathlib.Path, store: bool) -> None:
+    if (directory / (MANIFEST if store else BLOCKS)).exists():
+        kinds = ("a store", "memory") if store else ("memory", "a store")
+        raise ConfigError(f"{directory} holds a cache in {kinds[1]}, and this one is in {kinds[0]}; choose another "
+                          "directory")
+
+
+@contextlib.contextmanager
+def _saving(directory: pathlib.Path) -> Iterator[None]:
+    """One process at a time, and errors of the system become errors of the library."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as cause:
+        raise WriteFailed(f"cannot use {directory}: {cause}; choose another directory") from cause
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as cause:
+        raise StoreLocked(f"{directory} is being saved to by somebody else; try again, or choose another") from cause
+    finally:
+        os.close(descriptor)
+
+
+def _save_blocks(directory: pathlib.Path, branch: Branch, fingerprint: str, commit: bytes) -> list[bytes]:
+    """Commits in the store file of the directory; returns the manifests it holds then."""
+    path = directory / BLOCKS
+    if isinstance(branch, FlashBranch) and path.exists() and os.path.samefile(branch.path, path) and branch.writable:
+        branch.save(commit)
+        return [one.metadata for one in branch.saves()]
+    fresh = directory / f"{STATE}{uuid.uuid4().hex[:12]}.kv"  # a left-over is removed like any other
+    with contextlib.ExitStack() as stack:
+        if path.exists():  # replacing it under somebody who writes to it would lose what he saves
+            stack.callback(open_file(str(path), SystemIO(), direct=False, read_only=False)[0].close)
+        stack.callback(fresh.unlink, missing_ok=True)
+        with contextlib.closing(_copied(branch, fresh, fingerprint)) as copy:
+            copy.save(commit)
+        os.replace(fresh, path)
+        SystemIO().sync_directory(str(directory))
+    return [commit]
+
+
+def _copied(branch: Branch, path: pathlib.Path, fingerprint: str) -> FlashBranch:
+    """A new store file with what a branch holds, one layer in memory at a time; blocks of zeros take no space."""
+    geometry = branch.geometry
+    copy = FlashStore(path).create(geometry, fingerprint)
+    shape = (geometry.batch, geometry.kv_heads, geometry.num_blocks)
+    block = np.broadcast_to(np.arange(geometry.num_blocks, dtype=np.int32), shape)
+    for number in range(geometry.layers):
+        rows = np.zeros((*shape, geometry.block_rows, geometry.width), geometry.numpy_dtype)
+        if not branch.read_into(number, branch.generation, block, block, rows):
+            copy.close()
+            raise branch.take_error() or ReadFailed(f"layer {number} could not be read, and the store kept no reason")
+        used = rows.reshape(*shape, -1).view(np.uint8).any(-1)
+        copy.write_layer(number, rows, np.where(used, geometry.block_rows, 0).astype(np.int32))
+    return copy
+
+
+def _replace(path: pathlib.Path, data: bytes) -> None:
+    """Lets a file have these contents, or the old ones if anything fails."""
+    fresh = path.with_name(f"{STATE}{uuid.uuid4().hex[:12]}.json")
+    try:
+        with open(fresh, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(fresh, path)
+        SystemIO().sync_directory(str(path.parent))
+    except OSError as cause:
+        raise WriteFailed(f"writing {path} failed: {cause}; choose another directory") from cause
+
+
+def _remove_orphans(directory: pathlib.Path, manifests: list[bytes]) -> None:
+    named = {json.loads(manifest)["state"] for manifest in manifests}
+    for path in directory.glob(f"{STATE}*"):
+        if path.name not in named:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+# ---- the part that is not blocks
+
+
+def _tree(state: State, logits: Any) -> PyTree:
+    """What is saved beside the store: slots are left out, as they only repeat what the store holds."""
+    layers = [(one.state, one.pool if isinstance(one.pool, MemoryPool) else None) for one in state.layers]
+    return {"layers": layers, "length": state.length, "logits": logits}
+
+
+def _leaves(tree: PyTree) -> dict[str, np.ndarray]:
+    """Leaves by name, on the host; those without elements are left out, which Orbax refuses."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {_name(path): np.asarray(leaf) for path, leaf in flat if leaf.size}
+
+
+def _name(path) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def _checksum(leaves: dict[str, np.ndarray]) -> int:
+    """Over names, types, shapes and bytes: not every file of a checkpoint has a checksum of its own."""
+    total = xxhash.xxh3_64()
+    for name, array in sorted(leaves.items()):
+        total.update(f"{name} {array.dtype} {array.shape}".encode())
+        total.update(array.tobytes())
+    return total.intdigest()
+
+
+def _write_state(path: pathlib.Path, leaves: dict[str, np.ndarray]) -> None:
+    from orbax.checkpoint import v1 as ocp  # takes a second to import, which only those should wait for who save
+
+    try:
+        ocp.save(path, leaves)
+        for folder, _, files in os.walk(path):
+            for name in (*files, "."):
+                _sync(os.path.join(folder, name))
+        _sync(path.parent)
+    except OSError as cause:
+        raise WriteFailed(f"writing {path} failed: {cause}; free some space or choose another directory") from cause
+
+
+def _sync(path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _read_state(path: pathlib.Path, checksum: int) -> dict[str, np.ndarray]:
+    from orbax.checkpoint import v1 as ocp
+
+    try:
+        leaves = ocp.load(path)
+    except Exception as cause:  # whatever Orbax and its drivers raise for missing or damaged files
+        raise ReadFailed(f"the checkpoint {path} cannot be read: {cause}; prefill again") from cause
+    if _checksum(leaves) != checksum:
+        raise ChecksumMismatch(f"the checkpoint {path} is not what was written; prefill again")
+    return leaves
+
+
+# ---- restoring
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """A cache as it was saved."""
+
+    plan: Plan
+    state: State
+    logits: Array
+    branch: FlashBranch | None
+
+
+def restore(
+    directory, config: ModelConfig, fingerprint: str, *, method: Method | None = None, slots: Slots | None = None,
+    read_only: bool = False, store_settings: dict[str, Any] | None = None,
+) -> Restored:
+    """The cache that `save` put into a directory.
+
+    Args:
+      config, fingerprint: of the model; must be those of the saved cache.
+      method: needed where the saved one is not in `METHODS`; must be equal to it in any case.
+      slots: how a store's blocks are kept in memory; None = as when it was saved.
+      read_only: see `FlashStore.open`.
+      store_settings: arguments of `FlashStore`.
+
+    Raises NothingSaved, FormatMismatch for another model or method, StoreLocked when somebody else has it, and other
+    StoreErrors when something is damaged or cannot be read.
+    """
+    directory = pathlib.Path(directory).absolute()
+    if (directory / BLOCKS).exists():
+        return _restore_store(directory, config, fingerprint, method, slots, read_only, store_settings or {})
+    manifest = _read_manifest(directory)
+    while True:
+        try:
+            return _restored(directory, manifest, config, fingerprint, method, slots, None)
+        except ReadFailed:
+            before, manifest = manifest, _read_manifest(directory)
+            if manifest == before:  # else somebody saved meanwhile, and removed what we were reading
+                raise
+
+
+def _restore_store(directory, config, fingerprint, method, slots, read_only, settings) -> Restored:
+    store = FlashStore(directory / BLOCKS, **settings)
+    with contextlib.nullcontext() if read_only else _saving(directory):
+        branch = store.open(fingerprint=fingerprint, read_only=read_only)
+        try:
+            manifests = [one.metadata for one in branch.saves()]
+            if not read_only:
+                _remove_orphans(directory, manifests)
+            return _restored(directory, json.loads(manifests[0]), config, fingerprint, method, slots, branch)
+        except BaseException:
+            branch.close()
+            raise
+
+
+def _read_manifest(directory: pathlib.Path) -> dict[str, Any]:
+    try:
+        return json.loads((directory / MANIFEST).read_bytes())
+    except FileNotFoundError as cause:
+        raise NothingSaved(f"{directory} holds no saved cache; give the directory of an earlier save") from cause
+    except (OSError, ValueError) as cause:
+        raise ReadFailed(f"{directory / MANIFEST} cannot be read: {cause}; prefill again") from cause
+
+
+def _restored(directory, manifest, config, fingerprint, method, slots, branch) -> Restored:
+    if manifest["version"] != VERSION:
+        raise FormatMismatch(f"{directory} was saved in version {manifest['version']}, this library reads {VERSION}")
+    if manifest["fingerprint"] != fingerprint:
+        raise FormatMismatch(f"{directory} was saved with the model {manifest['fingerprint']!r}, not with "
+                             f"{fingerprint!r}; use that model and tokenizer")
+    method = _same_method(directory, manifest["method"], method)
+    plan = decode.make_plan(config, method, manifest["batch"], manifest["capacity"], manifest["dtype"])
+    slots = slots or Slots(**manifest["slots"])
+    leaves = _read_state(directory / manifest["state"], manifest["checksum"])
+    state, logits = _assemble(directory, plan, slots, leaves, branch)
+    return Restored(plan, state, logits, branch)
+
+
+def _assemble(directory, plan: Plan, slots: Slots, leaves: dict[str, np.ndarray], branch) -> tuple[State, Array]:
+    """Puts leaves into the shape the plan asks for; slots are empty."""
+    names, shapes, structure = _outline(plan, branch is not None, leaves["logits"])
+    taken = []
+    for name, like in zip(names, shapes, strict=True):
+        leaf = np.zeros(like.shape, like.dtype) if like.size == 0 else leaves.get(name)
+        if leaf is None or leaf.shape != like.shape or leaf.dtype != like.dtype:
+            found = "nothing" if leaf is None else f"{leaf.dtype}{list(leaf.shape)}"
+            raise FormatMismatch(f"{directory}: {found} was saved as {name}, and this method wants "
+                                 f"{like.dtype}{list(like.shape)}; prefill again")
+        taken.append(jnp.asarray(leaf))
+    tree = jax.tree.unflatten(structure, taken)
+    layers = [LayerCache(state, pool or _slot_pool(plan, i, slots)) for i, (state, pool) in enumerate(tree["layers"])]
+    handle, generation = (-1, 0) if branch is None else (branch.handle, branch.generation)
+    return State(tuple(layers), tree["length"], Line(jnp.int32(handle), jnp.int32(generation))), tree["logits"]
+
+
+def _outline(plan: Plan, store: bool, logits: np.ndarray):
+    """Names, shapes and structure of what `_tree` would be; allocates nothing."""
+    known: list[Any] = []
+
+    def leaves():
+        flat, structure = jax.tree_util.tree_flatten_with_path(_empty_tree(plan, store, logits))
+        known.extend(([_name(path) for path, _ in flat], structure))
+        return [leaf for _, leaf in flat]
+
+    shapes = jax.eval_shape(leaves)
+    return known[0], shapes, known[1]
+
+
+def _empty_tree(plan: Plan, store: bool, logits) -> PyTree:
+    """What `_tree` would be for a cache of this plan, nothing in it."""
+    layers = []
+    for i, one in enumerate(plan.layers):
+        in_memory = not (store and decode.on_store(plan, i))
+        pool = MemoryPool.zeros(one.spec, plan.batch, plan.dtype) if in_memory else None
+        layers.append((layer.init(one, plan.batch, plan.dtype), pool))
+    return {"layers": layers, "length": jnp.zeros(plan.batch, jnp.int32), "logits": jnp.asarray(logits)}
+
+
+def _slot_pool(plan: Plan, i: int, slots: Slots) -> SlotPool:
+    spec = plan.layers[i].spec
+    count, backend = slots.count or spec.max_blocks + 1, slots.backend or default_backend()
+    return SlotPool.zeros(spec, plan.batch, count, plan.dtype, slots.policy, backend)
+
+
+# ---- methods and slots as JSON
+
+
+def _method(plan: Plan) -> Method:
+    """The method the plan was made with; its dense layers, if any, come first."""
+    return plan.layers[-1].method
+
+
+def _describe(method: Method) -> dict[str, Any]:
+    kind = type(method)
+    names = [name for name, known in METHODS.items() if known is kind]
+    settings = json.loads(json.dumps(dataclasses.asdict(method), default=repr))
+    return {"name": names[0] if names else f"{kind.__module__}.{kind.__qualname__}", "settings": settings}
+
+
+def _same_method(directory, saved: dict[str, Any], method: Method | None) -> Method:
+    if method is None:
+        if saved["name"] not in METHODS:
+            raise ConfigError(f"{directory} was saved with the method {saved['name']}; give restore that method")
+        return METHODS[saved["name"]](**saved["settings"])
+    if _describe(method) != saved:
+        raise FormatMismatch(f"{directory} was saved with {saved}, not with {_describe(method)}; use that method")
+    return method
+
+
+def _slots(state: State) -> dict[str, Any]:
+    pools = [one.pool for one in state.layers if isinstance(one.pool, SlotPool)]
+    return {"count": pools[-1].rows.shape[2], "policy": pools[-1].policy} if pools else {}

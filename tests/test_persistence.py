@@ -1,0 +1,286 @@
+"""Caches that outlive their process: equal tokens after restoring, and all or nothing when a save is interrupted."""
+
+import dataclasses
+import errno
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import persistence
+from kvjax.errors import (
+    ChecksumMismatch,
+    ConfigError,
+    FormatMismatch,
+    KvjaxError,
+    NothingSaved,
+    ReadFailed,
+    StoreLocked,
+    WriteFailed,
+)
+from tests import test_llm
+from tests.harness import METHODS
+from tests.test_llm import CONTEXT, METHOD
+
+llm = test_llm.llm  # a fixture
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+BATCH = [CONTEXT, CONTEXT[:57]]
+
+
+def answers(model, cache, **kwargs) -> list:
+    """Tokens of two questions."""
+    return [model.generate([q] * cache.plan.batch if cache.plan.batch > 1 else q, cache, max_new_tokens=6,
+                           **kwargs).tokens for q in ("abc", "where is it")]
+
+
+def states(directory) -> int:
+    """How many checkpoints a directory holds."""
+    return len(list(pathlib.Path(directory).glob("state-*")))
+
+
+KINDS = {
+    "memory": lambda path: None,
+    "host": lambda path: kvjax.HostStore(),
+    "flash": lambda path: kvjax.FlashStore(path / "saved" / "blocks.kv"),
+    "elsewhere": lambda path: kvjax.FlashStore(path),
+}
+
+
+@pytest.fixture(params=KINDS)
+def make(request, llm, tmp_path):
+    """make(method, ...) -> a cache over one kind of store; all are closed at the end."""
+    (tmp_path / "saved").mkdir()
+    caches = []
+
+    def prefill(context=CONTEXT, method=METHOD, **kwargs):
+        caches.append(llm.prefill(context, method=method, store=KINDS[request.param](tmp_path), **kwargs))
+        return caches[-1]
+
+    yield prefill
+    for cache in caches:
+        cache.close()
+
+
+def test_a_restored_cache_answers_alike(llm, make, tmp_path):
+    cache = make(BATCH, dtype="bfloat16")
+    expected = answers(llm, cache)
+    cache.save(tmp_path / "saved")
+    cache.close()
+    again = llm.restore(tmp_path / "saved")
+    assert again.plan == cache.plan and again.length == cache.length
+    np.testing.assert_array_equal(again.logits, cache.logits)
+    jax.tree.map(np.testing.assert_array_equal, [one.state for one in again.state.layers],
+                 [one.state for one in cache.state.layers])
+    assert answers(llm, again) == expected
+    assert answers(llm, again, driver="fused") == expected
+    again.close()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_is_restored(llm, tmp_path, name):
+    method = dataclasses.replace(METHODS[name], dense_layers=1)
+    for store in (None, kvjax.FlashStore(tmp_path / "flash" / "blocks.kv")):
+        directory = tmp_path / ("memory" if store is None else "flash")
+        directory.mkdir()
+        cache = llm.prefill(CONTEXT, method=method, store=store)
+        expected = answers(llm, cache)
+        cache.save(directory)
+        cache.close()
+        again = llm.restore(directory)
+        assert again.plan == cache.plan and answers(llm, again) == expected
+        again.close()
+
+
+def test_an_answered_cache_is_saved_and_goes_on(llm, make, tmp_path):
+    cache = make()
+    first = llm.generate("abc", cache, max_new_tokens=5).cache
+    expected = answers(llm, first)
+    cache.save(tmp_path / "saved")
+    first.save(tmp_path / "saved")
+    for one in (first, cache):
+        one.close()
+    again = llm.restore(tmp_path / "saved")
+    assert again.length == first.length and answers(llm, again) == expected
+    again.close()
+
+
+def test_another_process_answers_alike(llm, tmp_path):
+    kvjax.save(llm, tmp_path / "model")
+    cache = llm.prefill(CONTEXT, method=METHOD, store=kvjax.FlashStore(tmp_path / "blocks.kv"))
+    cache.save(tmp_path)
+    expected = answers(llm, cache)
+    cache.close()
+    program = f"""
+import json, kvjax
+llm = kvjax.load({str(tmp_path / "model")!r})
+cache = llm.restore({str(tmp_path)!r})
+print(json.dumps([llm.generate(q, cache, max_new_tokens=6).tokens for q in ("abc", "where is it")]))
+llm.generate("abc", cache, max_new_tokens=6).cache.save({str(tmp_path)!r})
+"""
+    done = subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT, text=True, capture_output=True)
+    assert json.loads(done.stdout) == expected
+    again = llm.restore(tmp_path, read_only=True)
+    assert again.length == [len(CONTEXT) + 3 + 5]
+    again.close()
+
+
+def test_many_readers_and_one_writer(llm, tmp_path):
+    cache = llm.prefill(CONTEXT, method=METHOD, store=kvjax.FlashStore(tmp_path / "blocks.kv"))
+    expected = answers(llm, cache)
+    cache.save(tmp_path)
+    with pytest.raises(StoreLocked):
+        llm.restore(tmp_path)
+    readers = [llm.restore(tmp_path, read_only=True, threads=1, slots=kvjax.Slots(count=12)) for _ in range(2)]
+    llm.generate("zzz", cache, max_new_tokens=4).cache.save(tmp_path)
+    for reader in readers:
+        assert answers(llm, reader) == expected
+        with pytest.raises(WriteFailed, match="read-only"):
+            reader.branch.save()
+        reader.save(tmp_path.parent / f"copy{reader.branch.handle}")
+        reader.close()
+    cache.close()
+
+
+def test_a_save_that_is_interrupted_is_not_visible(llm, make, tmp_path, monkeypatch):
+    cache = make()
+    expected = answers(llm, cache)
+    cache.save(tmp_path / "saved")
+    later = llm.generate("abc", cache, max_new_tokens=5).cache
+
+    class Killed(BaseException):
+        """Nothing after this point is done, not even tidying up."""
+
+    def die(*args):
+        raise Killed
+
+    monkeypatch.setattr(persistence, "_replace", die)
+    monkeypatch.setattr(persistence, "_save_blocks", die)
+    with pytest.raises(Killed):
+        later.save(tmp_path / "saved")
+    assert states(tmp_path / "saved") == 2
+    monkeypatch.undo()
+    later.close()
+    cache.close()
+    again = llm.restore(tmp_path / "saved")
+    assert answers(llm, again) == expected
+    llm.generate("abc", again, max_new_tokens=5).cache.save(tmp_path / "saved")
+    assert states(tmp_path / "saved") <= 2, "what the interrupted save left is gone"
+    again.close()
+
+
+def test_a_checkpoint_that_cannot_be_written_changes_nothing(llm, make, tmp_path, monkeypatch):
+    from orbax.checkpoint import v1 as ocp
+    cache = make()
+    cache.save(tmp_path / "saved")
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(ocp, "save", full)
+    with pytest.raises(WriteFailed, match="No space"):
+        cache.save(tmp_path / "saved")
+    expected = answers(llm, cache)
+    cache.close()
+    again = llm.restore(tmp_path / "saved", read_only=True)
+    assert answers(llm, again) == expected
+    again.close()
+
+
+def test_a_damaged_checkpoint_is_never_decoded(llm, make, tmp_path):
+    cache = make()
+    cache.save(tmp_path / "saved")
+    cache.close()
+    checkpoint = next((tmp_path / "saved").glob("state-*"))
+    files = [path for path in checkpoint.rglob("*") if path.is_file() and path.stat().st_size]
+    rng, detected = np.random.default_rng(0), 0
+    for path in files:
+        data = bytearray(path.read_bytes())
+        for _ in range(6):
+            spoilt = data.copy()
+            spoilt[rng.integers(len(data))] ^= 1 << rng.integers(8)
+            path.write_bytes(spoilt)
+            try:
+                again = llm.restore(tmp_path / "saved", read_only=True)
+            except (ReadFailed, ChecksumMismatch):
+                detected += 1
+                continue
+            np.testing.assert_array_equal(again.logits, cache.logits)
+            again.close()
+        path.write_bytes(data)
+    assert detected > len(files)
+    shutil.rmtree(checkpoint)
+    with pytest.raises(ReadFailed, match="state-"):
+        llm.restore(tmp_path / "saved", read_only=True)
+
+
+def test_what_does_not_fit_is_refused(llm, make, tmp_path):
+    cache = make()
+    with pytest.raises(NothingSaved, match="no saved"):
+        llm.restore(tmp_path / "saved", read_only=True)
+    cache.save(tmp_path / "saved")
+    cache.close()
+    other = kvjax.LLM(llm.config, jax.tree.map(lambda leaf: leaf + 1, llm.params), llm.tokenizer)
+    with pytest.raises(FormatMismatch, match="model"):
+        other.restore(tmp_path / "saved")
+    with pytest.raises(FormatMismatch, match="method"):
+        llm.restore(tmp_path / "saved", method=dataclasses.replace(METHOD, budget=25))
+    llm.restore(tmp_path / "saved", method=METHOD).close()
+
+
+@dataclasses.dataclass(frozen=True)
+class Mine(kvjax.quest):
+    """A method that no registry knows."""
+
+
+def test_a_method_of_your_own_is_given_again(llm, tmp_path):
+    mine = Mine(budget=24, sinks=2, window=4, page=4)
+    cache = llm.prefill(CONTEXT, method=mine)
+    cache.save(tmp_path)
+    with pytest.raises(ConfigError, match="Mine"):
+        llm.restore(tmp_path)
+    assert answers(llm, llm.restore(tmp_path, method=mine)) == answers(llm, cache)
+
+
+def test_a_directory_keeps_its_kind(llm, tmp_path):
+    memory = llm.prefill(CONTEXT, method=METHOD)
+    flash = llm.prefill(CONTEXT, method=METHOD, store=kvjax.FlashStore(tmp_path))
+    memory.save(tmp_path / "memory")
+    flash.save(tmp_path / "flash")
+    for cache, name in ((memory, "flash"), (flash, "memory")):
+        with pytest.raises(ConfigError, match="choose another directory"):
+            cache.save(tmp_path / name)
+    flash.close()
+
+
+def test_one_save_at_a_time(llm, make, tmp_path):
+    cache = make()
+    with persistence._saving(tmp_path / "saved"), pytest.raises(StoreLocked, match="saved to"):
+        cache.save(tmp_path / "saved")
+    cache.save(tmp_path / "saved")
+
+
+def test_a_file_in_use_is_not_replaced(llm, tmp_path):
+    first = llm.prefill(CONTEXT, method=METHOD, store=kvjax.FlashStore(tmp_path / "blocks.kv"))
+    second = llm.prefill(CONTEXT, method=METHOD, store=kvjax.FlashStore(tmp_path))
+    first.save(tmp_path)
+    with pytest.raises(StoreLocked):
+        second.save(tmp_path)
+    first.close()
+    second.save(tmp_path)
+    second.close()
+    assert states(tmp_path) == 1 and (tmp_path / "blocks.kv").exists()
+
+
+@pytest.mark.parametrize("place", ["file/below", "file"])
+def test_places_that_are_no_directory(llm, tmp_path, place):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(KvjaxError, match="file"):
+        llm.prefill(CONTEXT, method=METHOD).save(tmp_path / place)
+    assert os.listdir(tmp_path) == ["file"]
