@@ -152,7 +152,10 @@ class LLM:
         if longest > plan.capacity:
             raise PromptError(f"the prompt has {longest} tokens but capacity={plan.capacity}; raise the capacity")
         tokens, length = _padded(rows)
-        branch = store.create(decode.geometry(plan), self.fingerprint) if store is not None else None
+        branch = None
+        if store is not None:
+            least = _least_blocks(plan, [len(row) for row in rows])
+            branch = store.create(decode.geometry(plan), self.fingerprint, least)
         try:
             state, logits, keys = decode.prefill(plan, self.params, tokens, length, branch, slots, keep_keys)
         except BaseException:
@@ -273,6 +276,16 @@ class _Generation:
             self.steps, seconds, float(np.mean(attended)) if attended else 0.0, needed, missed,
             None if branch is None else branch.stats(),
         )
+
+
+def _least_blocks(plan: Plan, lengths: list[int]) -> int:
+    """How many blocks of a store the prompts fill at least, were every block full."""
+    total = 1
+    for i, one in enumerate(plan.layers):
+        if decode.on_store(plan, i) and not one.method.evicts:
+            middle = [max(0, length - one.spec.sinks - one.spec.window) for length in lengths]
+            total += one.spec.kv_heads * sum(-(-tokens // one.spec.block_rows) for tokens in middle)
+    return total
 
 
 def _is_batch(text) -> bool:

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import kvjax
-from kvjax.errors import CheckpointError, ConfigError, PromptError, StoreError
+from kvjax.errors import CheckpointError, ConfigError, NoSpace, PromptError, StoreError
 from kvjax.metrics import Probe
 from kvjax.models.config import ModelConfig
 from kvjax.models.transformer import Transformer
@@ -123,9 +123,10 @@ def test_usage_counts_what_was_read(llm, tmp_path):
     (lambda llm, tmp: llm.prefill(CONTEXT, store=kvjax.FlashStore(tmp / "no" / "such")), StoreError, "such"),
     (lambda llm, tmp: llm.generate(["a", "b"], llm.prefill(CONTEXT)), PromptError, "2 questions for 1"),
     (lambda llm, tmp: llm.generate("a" * 50, llm.prefill("ab", capacity=60)), PromptError, "larger capacity"),
+    (lambda llm, tmp: llm.prefill(CONTEXT, store=kvjax.FlashStore(tmp, max_bytes=50_000)), NoSpace, "needed at least"),
     (lambda llm, tmp: kvjax.load(tmp / "nowhere"), CheckpointError, "nowhere"),
     (lambda llm, tmp: kvjax.quest(aggregation="median"), ConfigError, "median"),
-], ids=["empty", "too_long", "budget", "store", "questions", "room", "model", "aggregation"])
+], ids=["empty", "too_long", "budget", "store", "questions", "room", "space", "model", "aggregation"])
 def test_bad_input_gets_a_typed_error_that_names_the_cause(llm, tmp_path, call, error, words):
     with pytest.raises(error, match=words):
         call(llm, tmp_path)

@@ -166,7 +166,7 @@ class BlockFile:
 
 
 def create_file(path, geometry: Geometry, fingerprint: str, system: SystemIO, *,
-                direct: bool, max_bytes: int | None) -> BlockFile:
+                direct: bool, max_bytes: int | None, least_blocks: int = 1) -> BlockFile:
     """Creates `path`, or a temporary file in the directory `path`, and writes its header.
 
     A kvjax file nobody holds is replaced; temporary files that a crash left in the directory are removed. Raises
@@ -184,7 +184,7 @@ def create_file(path, geometry: Geometry, fingerprint: str, system: SystemIO, *,
             undo.callback(system.unlink, path)
         undo.callback(system.close, descriptor)
         _claim(path, descriptor, system)
-        _check_space(path, descriptor, system, max(max_bytes or 0, HEADER_BYTES + geometry.extent_bytes))
+        _check_space(path, descriptor, system, HEADER_BYTES + least_blocks * geometry.extent_bytes, max_bytes)
         _empty(path, descriptor, system)
         file = BlockFile(path, descriptor, system, temporary=temporary)
         file.write(page.ljust(HEADER_BYTES, b"\0"), 0, lambda _: "the header")
@@ -296,7 +296,11 @@ def _lock(path: str, descriptor: int, system: SystemIO) -> None:
         raise _write_error(f"cannot lock {path}; choose a path on a local filesystem", cause) from cause
 
 
-def _check_space(path: str, descriptor: int, system: SystemIO, needed: int) -> None:
+def _check_space(path: str, descriptor: int, system: SystemIO, least: int, max_bytes: int | None) -> None:
+    """NoSpace unless the device can hold what the file will have at least, and what it may have at most."""
+    if max_bytes is not None and least > max_bytes:
+        raise NoSpace(f"{path}: {least} bytes are needed at least, more than max_bytes={max_bytes}; raise the limit")
+    needed = max_bytes or least
     free = system.free_bytes(descriptor) + os.fstat(descriptor).st_blocks * 512
     if free < needed:
         raise NoSpace(f"{path}: {needed} bytes are needed and {free} are free; free some, lower max_bytes, or choose "

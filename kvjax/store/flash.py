@@ -57,9 +57,13 @@ class FlashStore:
         self.timeout = timeout
         self.scratch = scratch
 
-    def create(self, geometry: Geometry, fingerprint: str) -> "FlashBranch":
-        """Makes the file and its first branch, in which every block is zero. Raises StoreError as `create_file`."""
-        file = self._create_file(self.path, geometry, fingerprint)
+    def create(self, geometry: Geometry, fingerprint: str, least_blocks: int = 1) -> "FlashBranch":
+        """Makes the file and its first branch, in which every block is zero.
+
+        Raises StoreError as `create_file`: NoSpace where not even `least_blocks` blocks would fit, which the caller is
+        sure to write.
+        """
+        file = self._create_file(self.path, geometry, fingerprint, least_blocks)
         volume = self._volume(file, geometry, self._lanes(file, geometry))
         return FlashBranch(volume, _Anchor(volume), Table.empty(volume.lanes))
 
@@ -102,8 +106,9 @@ class FlashStore:
             volume.log.restore(found, tables)
         return volume
 
-    def _create_file(self, path, geometry: Geometry, fingerprint: str) -> BlockFile:
-        return create_file(path, geometry, fingerprint, self.system, direct=self.direct, max_bytes=self.max_bytes)
+    def _create_file(self, path, geometry: Geometry, fingerprint: str, least_blocks: int = 1) -> BlockFile:
+        return create_file(path, geometry, fingerprint, self.system, direct=self.direct, max_bytes=self.max_bytes,
+                           least_blocks=least_blocks)
 
     def _lanes(self, file: BlockFile, geometry: Geometry) -> LanePool:
         return LanePool(geometry, ExtentPool(file.path, geometry.extent_bytes, self.max_bytes))

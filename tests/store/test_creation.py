@@ -2,12 +2,16 @@
 
 import errno
 import os
+import pathlib
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
-from kvjax.errors import FormatMismatch, NoSpace, StoreClosed, StoreLocked, WriteFailed
+from kvjax.errors import FormatMismatch, NoSpace, ReadFailed, StoreClosed, StoreLocked, WriteFailed
 from kvjax.store.flash import FlashStore
+from kvjax.store.format import HEADER_BYTES
 from tests.store.conftest import GEOMETRY, still_works
 
 
@@ -60,6 +64,9 @@ def test_read_only_directory(tmp_path):
     ("lock", errno.ENOLCK, WriteFailed),
     ("free_bytes", 0, NoSpace),
     ("pwrite", errno.ENOSPC, NoSpace),
+    ("preadv", errno.EIO, ReadFailed),
+    ("sync", errno.EIO, WriteFailed),
+    ("sync_directory", errno.EIO, WriteFailed),
 ])
 def test_failed_creation_leaves_nothing(tmp_path, system, operation, code, kind):
     store = FlashStore(tmp_path / "cache.kv")
@@ -76,3 +83,65 @@ def test_more_than_the_device_holds_is_refused(tmp_path):
     with pytest.raises(NoSpace, match="lower max_bytes"):
         FlashStore(tmp_path, max_bytes=1 << 60).create(GEOMETRY, "")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("limit", [None, HEADER_BYTES + 5 * GEOMETRY.extent_bytes])
+def test_a_prefill_that_cannot_fit_is_refused_before(tmp_path, limit):
+    blocks = 6 if limit else 1 << 50
+    with pytest.raises(NoSpace, match="needed"):
+        FlashStore(tmp_path, max_bytes=limit).create(GEOMETRY, "", least_blocks=blocks)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_layer_that_does_not_fit_writes_nothing(fragile, system):
+    before = system.calls.count("pwrite")
+    system.fail("free_bytes", 0)
+    with pytest.raises(NoSpace, match="98304 bytes are needed and 0 are free"):
+        fragile.prefill(seed=1)
+    assert system.calls.count("pwrite") == before
+    system.heal()
+    still_works(fragile, fragile.prefill(seed=1))
+
+
+def test_files_left_by_a_crash_are_removed(tmp_path):
+    """Those of our naming that nobody holds; not those in use, of other names, or of other makers."""
+    program = f"""
+import os
+from kvjax.store.base import Geometry
+from kvjax.store.flash import FlashStore
+from kvjax.store.format import HEADER_BYTES
+branch = FlashStore({str(tmp_path)!r}).create(Geometry(1, 1, 1, 1, 1, 2, "int8"), "")
+print(branch.path, flush=True)
+os._exit(1)
+"""
+    root = pathlib.Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, text=True, capture_output=True, check=False)
+    orphan = pathlib.Path(done.stdout.strip())
+    assert orphan.exists()
+    foreign, named, fresh = (tmp_path / name for name in
+                             ("kvjax-1-abcdefabcdef.kv", "mine.kv", "kvjax-2-abcdefabcdef.kv"))
+    foreign.write_text("precious" * 1000)
+    named.write_bytes(orphan.read_bytes())
+    fresh.touch()
+    first = FlashStore(tmp_path).create(GEOMETRY, "")
+    assert not orphan.exists()
+    second = FlashStore(tmp_path).create(GEOMETRY, "")
+    kept = {foreign, named, fresh}
+    assert set(tmp_path.iterdir()) == {*kept, pathlib.Path(first.path), pathlib.Path(second.path)}
+    first.close()
+    second.close()
+    assert set(tmp_path.iterdir()) == kept
+
+
+def test_replaced_file(fragile, tmp_path):
+    """Another file at our path is neither written nor mistaken for ours."""
+    path = fragile.branch.path
+    os.rename(path, path + ".away")
+    other = FlashStore(path).create(GEOMETRY, "other")
+    np.testing.assert_array_equal(fragile.read(), fragile.full())
+    for call in (fragile.branch.flush, fragile.branch.save):
+        with pytest.raises(StoreClosed, match="replaced"):
+            call()
+    other.close()
+    os.rename(path + ".away", path)
+    still_works(fragile)
