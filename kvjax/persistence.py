@@ -90,17 +90,18 @@ def _check_kind(directory: pathlib.Path, store: bool) -> None:
 
 @contextlib.contextmanager
 def _saving(directory: pathlib.Path) -> Iterator[None]:
-    """One process at a time, and errors of the system become errors of the library."""
+    """The directory, made and locked: one save or restoration for writing at a time."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as cause:
         raise WriteFailed(f"cannot use {directory}: {cause}; choose another directory") from cause
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as cause:
+            raise StoreLocked(f"{directory} is being saved to by somebody else; try again or choose another") from cause
         yield
-    except BlockingIOError as cause:
-        raise StoreLocked(f"{directory} is being saved to by somebody else; try again, or choose another") from cause
     finally:
         os.close(descriptor)
 
@@ -197,7 +198,7 @@ def _write_state(path: pathlib.Path, leaves: dict[str, np.ndarray]) -> None:
             for name in (*files, "."):
                 _sync(os.path.join(folder, name))
         _sync(path.parent)
-    except OSError as cause:
+    except Exception as cause:  # Orbax's drivers have errors of their own for a full device
         raise WriteFailed(f"writing {path} failed: {cause}; free some space or choose another directory") from cause
 
 

@@ -214,6 +214,8 @@ def open_file(path: str, system: SystemIO, *, direct: bool, read_only: bool) -> 
         descriptor = system.open(path, (os.O_RDONLY if read_only else os.O_RDWR) | os.O_NONBLOCK)
     except FileNotFoundError as cause:
         raise StoreClosed(f"{path} does not exist; give the path of a saved store file") from cause
+    except IsADirectoryError as cause:
+        raise FormatMismatch(f"{path} is a directory; give the path of a saved store file") from cause
     except OSError as cause:
         if read_only:
             raise ReadFailed(f"cannot open {path}: {cause}; check its permissions") from cause

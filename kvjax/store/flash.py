@@ -192,7 +192,8 @@ class FlashBranch(TransactionalBranch):
             raise ConfigError(f"{file.path} is temporary; give FlashStore the path of a file to be able to save it")
         with self._mutex:
             self.flush()
-            return self._volume.save(self._settled(), self.generation, metadata)
+            table, generation = self._settled(), self.generation
+        return self._volume.save(table, generation, metadata)  # tokens may be committed while the device works
 
     def saves(self) -> list[Save]:
         """The saved caches in the file, newest first: at most two."""

@@ -8,6 +8,7 @@ import pathlib
 import subprocess
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -164,8 +165,9 @@ def test_another_model_or_shape_is_refused(saved, path, read_only):
 def test_what_is_no_saved_store_is_refused(tmp_path, path):
     with pytest.raises(StoreClosed, match="does not exist"):
         FlashStore(path).open()
-    with pytest.raises((FormatMismatch, WriteFailed), match=str(tmp_path)):
-        FlashStore(tmp_path).open()
+    for read_only in (False, True):
+        with pytest.raises(FormatMismatch, match=str(tmp_path)):
+            FlashStore(tmp_path).open(read_only=read_only)
     FlashStore(path).create(GEOMETRY, "").close()
     with pytest.raises(NothingSaved, match="never saved"):
         FlashStore(path).open()
@@ -208,6 +210,31 @@ def test_a_reader_of_a_superseded_save_gets_its_bytes_or_a_stale_cache(saved, re
             assert type(reader.branch.take_error()) is StaleCache
     assert not ok, "its extents were used again by now"
     np.testing.assert_array_equal(reopen(read_only=True).read(), writer.read())
+
+
+def test_readers_that_come_while_a_writer_saves(saved, reopen, path):
+    """Each finds a whole save, at whatever moment it looks, and reads that or is told that it is too old."""
+    writer, outcomes = reopen(), []
+
+    def work() -> None:
+        for seed in range(25):
+            writer.prefill(seed=seed)
+            writer.branch.save(b"%d" % seed)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    while thread.is_alive():
+        with contextlib.closing(FlashStore(path, threads=1).open(read_only=True)) as branch:
+            metadata, reader = branch.saves()[0].metadata, Driver(branch)
+            ok, blocks = reader.try_read()
+            if ok:
+                expected = reader.full(int(metadata)) if metadata.isdigit() else saved
+                np.testing.assert_array_equal(blocks, expected)
+            else:
+                assert type(branch.take_error()) is StaleCache
+            outcomes.append(ok)
+    thread.join()
+    assert any(outcomes)
 
 
 def test_damage_is_no_stale_cache(saved, reopen, path):
@@ -458,6 +485,41 @@ def test_a_device_that_hangs(path, open_branch, system, reopen):
     system.heal()
     wait_until(lambda: driver.branch.saves())
     assert driver.branch.save(b"second") == 2
+    np.testing.assert_array_equal(reopen(read_only=True).read(), expected)
+
+
+def test_tokens_are_committed_while_a_save_waits_for_the_device(path, open_branch, system, reopen):
+    store = FlashStore(path)
+    store.system = system
+    driver = open_branch(store)
+    expected = driver.prefill()
+    syncs = system.calls.count("sync")
+    system.hang("sync")
+    thread = threading.Thread(target=driver.branch.save)
+    thread.start()
+    wait_until(lambda: system.calls.count("sync") > syncs)
+    driver.append(0, 0, 1.0)
+    assert (driver.read()[:, :, 0, 0] == 1.0).all()
+    system.heal()
+    thread.join()
+    np.testing.assert_array_equal(reopen(read_only=True).read(), expected)
+    expected[:, :, 0, 0] = 1.0
+    still_works(driver, expected)
+
+
+def test_a_slow_device_slows_commits_down_and_loses_nothing(path, open_branch, system, reopen):
+    store = FlashStore(path, staging_bytes=2 * EXTENT)
+    store.system = system
+    driver = open_branch(store)
+    expected = driver.prefill()
+    write = system.pwrite
+    system.pwrite = lambda *args: (time.sleep(0.002), write(*args))[1]
+    for step in range(12):
+        driver.append(step % 6, step % 4, float(step))
+        expected[:, :, step % 6, step % 4] = step
+        assert driver.branch._volume.staged_bytes <= (2 + 4) * EXTENT, "the limit, and the blocks of one token"
+        np.testing.assert_array_equal(driver.read(), expected)
+    driver.branch.save()
     np.testing.assert_array_equal(reopen(read_only=True).read(), expected)
 
 
