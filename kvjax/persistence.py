@@ -20,15 +20,11 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import xxhash
 
-from kvjax import decode, layer
+from kvjax import decode, state_checkpoint
 from kvjax.decode import Plan, Slots, State
 from kvjax.errors import (
-    ChecksumMismatch,
     ConfigError,
     FormatMismatch,
     NothingSaved,
@@ -36,17 +32,15 @@ from kvjax.errors import (
     StoreLocked,
     WriteFailed,
 )
-from kvjax.layer import LayerCache
 from kvjax.method import Method
 from kvjax.methods import METHODS
 from kvjax.models.config import ModelConfig
-from kvjax.pool import Line, MemoryPool
 from kvjax.store.base import Branch
-from kvjax.store.file import open_file
+from kvjax.store.creation import open_file
 from kvjax.store.flash import FlashBranch, FlashStore
-from kvjax.store.slots import SlotPool, default_backend
+from kvjax.store.slots import SlotPool
 from kvjax.store.system import SystemIO
-from kvjax.typing import Array, PyTree
+from kvjax.typing import Array
 
 VERSION = 1
 BLOCKS, MANIFEST, STATE = "blocks.kv", "cache.json", "state-"
@@ -65,10 +59,9 @@ def save(directory, plan: Plan, state: State, logits: Array, branch: Branch | No
     _check_kind(directory, branch is not None)
     with _saving(directory):
         state_name = f"{STATE}{uuid.uuid4().hex[:12]}"
-        saved = _leaves(_tree(state, logits))
-        _write_state(directory / state_name, saved)
+        checksum = state_checkpoint.save(directory / state_name, state, logits)
         manifest = {
-            "version": VERSION, "state": state_name, "checksum": _checksum(saved), "fingerprint": fingerprint,
+            "version": VERSION, "state": state_name, "checksum": checksum, "fingerprint": fingerprint,
             "method": _describe(_method(plan)), "batch": plan.batch, "capacity": plan.capacity, "dtype": plan.dtype,
             "slots": _slots(state),
         }
@@ -161,67 +154,6 @@ def _remove_orphans(directory: pathlib.Path, manifests: list[bytes]) -> None:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-# ---- the part that is not blocks
-
-
-def _tree(state: State, logits: Any) -> PyTree:
-    """What is saved beside the store: slots are left out, as they only repeat what the store holds."""
-    layers = [(one.state, one.pool if isinstance(one.pool, MemoryPool) else None) for one in state.layers]
-    return {"layers": layers, "length": state.length, "logits": logits}
-
-
-def _leaves(tree: PyTree) -> dict[str, np.ndarray]:
-    """Leaves by name, on the host; those without elements are left out, which Orbax refuses."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {_name(path): np.asarray(leaf) for path, leaf in flat if leaf.size}
-
-
-def _name(path) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator=".")
-
-
-def _checksum(leaves: dict[str, np.ndarray]) -> int:
-    """Over names, types, shapes and bytes: not every file of a checkpoint has a checksum of its own."""
-    total = xxhash.xxh3_64()
-    for name, array in sorted(leaves.items()):
-        total.update(f"{name} {array.dtype} {array.shape}".encode())
-        total.update(array.tobytes())
-    return total.intdigest()
-
-
-def _write_state(path: pathlib.Path, leaves: dict[str, np.ndarray]) -> None:
-    from orbax.checkpoint import v1 as ocp  # takes a second to import, which only those should wait for who save
-
-    try:
-        ocp.save(path, leaves)
-        for folder, _, files in os.walk(path):
-            for name in (*files, "."):
-                _sync(os.path.join(folder, name))
-        _sync(path.parent)
-    except Exception as cause:  # Orbax's drivers have errors of their own for a full device
-        raise WriteFailed(f"writing {path} failed: {cause}; free some space or choose another directory") from cause
-
-
-def _sync(path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _read_state(path: pathlib.Path, checksum: int) -> dict[str, np.ndarray]:
-    from orbax.checkpoint import v1 as ocp
-
-    try:
-        leaves = ocp.load(path)
-    except Exception as cause:  # whatever Orbax and its drivers raise for missing or damaged files
-        raise ReadFailed(f"the checkpoint {path} cannot be read: {cause}; prefill again") from cause
-    if _checksum(leaves) != checksum:
-        raise ChecksumMismatch(f"the checkpoint {path} is not what was written; prefill again")
-    return leaves
-
-
 # ---- restoring
 
 
@@ -296,55 +228,8 @@ def _restored(directory, manifest, config, fingerprint, method, slots, branch) -
     method = _same_method(directory, manifest["method"], method)
     plan = decode.make_plan(config, method, manifest["batch"], manifest["capacity"], manifest["dtype"])
     slots = slots or Slots(**manifest["slots"])
-    leaves = _read_state(directory / manifest["state"], manifest["checksum"])
-    state, logits = _assemble(directory, plan, slots, leaves, branch)
+    state, logits = state_checkpoint.load(directory / manifest["state"], manifest["checksum"], plan, slots, branch)
     return Restored(plan, state, logits, branch)
-
-
-def _assemble(directory, plan: Plan, slots: Slots, leaves: dict[str, np.ndarray], branch) -> tuple[State, Array]:
-    """Puts leaves into the shape the plan asks for; slots are empty."""
-    names, shapes, structure = _outline(plan, branch is not None, leaves["logits"])
-    taken = []
-    for name, like in zip(names, shapes, strict=True):
-        leaf = np.zeros(like.shape, like.dtype) if like.size == 0 else leaves.get(name)
-        if leaf is None or leaf.shape != like.shape or leaf.dtype != like.dtype:
-            found = "nothing" if leaf is None else f"{leaf.dtype}{list(leaf.shape)}"
-            raise FormatMismatch(f"{directory}: {found} was saved as {name}, and this method wants "
-                                 f"{like.dtype}{list(like.shape)}; prefill again")
-        taken.append(jnp.asarray(leaf))
-    tree = jax.tree.unflatten(structure, taken)
-    layers = [LayerCache(state, pool or _slot_pool(plan, i, slots)) for i, (state, pool) in enumerate(tree["layers"])]
-    handle, generation = (-1, 0) if branch is None else (branch.handle, branch.generation)
-    return State(tuple(layers), tree["length"], Line(jnp.int32(handle), jnp.int32(generation))), tree["logits"]
-
-
-def _outline(plan: Plan, store: bool, logits: np.ndarray):
-    """Names, shapes and structure of what `_tree` would be; allocates nothing."""
-    known: list[Any] = []
-
-    def leaves():
-        flat, structure = jax.tree_util.tree_flatten_with_path(_empty_tree(plan, store, logits))
-        known.extend(([_name(path) for path, _ in flat], structure))
-        return [leaf for _, leaf in flat]
-
-    shapes = jax.eval_shape(leaves)
-    return known[0], shapes, known[1]
-
-
-def _empty_tree(plan: Plan, store: bool, logits) -> PyTree:
-    """What `_tree` would be for a cache of this plan, nothing in it."""
-    layers = []
-    for i, one in enumerate(plan.layers):
-        in_memory = not (store and decode.on_store(plan, i))
-        pool = MemoryPool.zeros(one.spec, plan.batch, plan.dtype) if in_memory else None
-        layers.append((layer.init(one, plan.batch, plan.dtype), pool))
-    return {"layers": layers, "length": jnp.zeros(plan.batch, jnp.int32), "logits": jnp.asarray(logits)}
-
-
-def _slot_pool(plan: Plan, i: int, slots: Slots) -> SlotPool:
-    spec = plan.layers[i].spec
-    count, backend = slots.count or spec.max_blocks + 1, slots.backend or default_backend()
-    return SlotPool.zeros(spec, plan.batch, count, plan.dtype, slots.policy, backend)
 
 
 # ---- methods and slots as JSON

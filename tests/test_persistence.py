@@ -242,6 +242,9 @@ def test_what_does_not_fit_is_refused(llm, make, tmp_path):
         other.restore(tmp_path / "saved")
     with pytest.raises(FormatMismatch, match="method"):
         llm.restore(tmp_path / "saved", method=dataclasses.replace(METHOD, budget=25))
+    if cache.branch is not None:
+        with pytest.raises(ConfigError, match="slots=1"):
+            llm.restore(tmp_path / "saved", slots=kvjax.Slots(count=1))
     llm.restore(tmp_path / "saved", method=METHOD).close()
 
 

@@ -12,8 +12,9 @@ import numpy as np
 from kvjax.errors import ConfigError, WriteFailed
 from kvjax.store.ahead import Ahead
 from kvjax.store.base import Geometry
+from kvjax.store.creation import create_file, open_file
 from kvjax.store.extents import ExtentPool
-from kvjax.store.file import BlockFile, create_file, open_file
+from kvjax.store.file import BlockFile
 from kvjax.store.format import HEADER_BYTES, Header, checksum
 from kvjax.store.lineage import Lineage, Sources
 from kvjax.store.log import Found, adopt, whole_saves

@@ -13,7 +13,8 @@ import numpy as np
 
 from kvjax.errors import ChecksumMismatch, ReadFailed, ShortRead, StoreError, StoreLocked
 from kvjax.store.base import Geometry
-from kvjax.store.file import BlockFile, open_file
+from kvjax.store.creation import open_file
+from kvjax.store.file import BlockFile
 from kvjax.store.format import HEADER_BYTES, VERSION, Header, checksum
 from kvjax.store.log import Found, recover
 from kvjax.store.system import SystemIO

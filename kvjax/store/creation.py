@@ -1,0 +1,155 @@
+"""Making and opening store files: what may be replaced, what has to fit, and who may write."""
+
+import contextlib
+import glob
+import os
+import stat
+import uuid
+
+from kvjax.errors import FormatMismatch, NoSpace, ReadFailed, StoreClosed
+from kvjax.store.base import PAGE_BYTES, Geometry
+from kvjax.store.file import BlockFile, write_error
+from kvjax.store.format import HEADER_BYTES, Header, is_ours
+from kvjax.store.system import SystemIO
+
+
+def create_file(path, geometry: Geometry, fingerprint: str, system: SystemIO, *,
+                direct: bool, max_bytes: int | None, least_blocks: int = 1) -> BlockFile:
+    """Creates `path`, or a temporary file in the directory `path`, and writes its header.
+
+    A kvjax file nobody holds is replaced; temporary files that a crash left in the directory are removed. Raises
+    FormatMismatch for any other file, StoreLocked, NoSpace, or WriteFailed when the place cannot be written; a file
+    made by a failed call is removed again.
+    """
+    page = Header(geometry, fingerprint).pack()
+    path, temporary = os.fspath(path), False
+    if os.path.isdir(path):
+        remove_orphans(path, system)
+        path, temporary = os.path.join(path, f"kvjax-{os.getpid()}-{uuid.uuid4().hex[:12]}.kv"), True
+    descriptor, made = _open_for_writing(path, system)
+    with contextlib.ExitStack() as undo:
+        if made:
+            undo.callback(system.unlink, path)
+        undo.callback(system.close, descriptor)
+        file = BlockFile(path, descriptor, system, temporary=temporary)
+        _claim(file, descriptor, system)
+        _check_space(path, descriptor, system, HEADER_BYTES + least_blocks * geometry.extent_bytes, max_bytes)
+        _empty(path, descriptor, system)
+        file.write(page.ljust(HEADER_BYTES, b"\0"), 0, lambda _: "the header")
+        if not temporary:
+            _make_durable(file, system)
+        undo.pop_all()
+    if direct:
+        file.open_direct()
+    return file
+
+
+def _make_durable(file: BlockFile, system: SystemIO) -> None:
+    file.sync()
+    try:
+        system.sync_directory(os.path.dirname(os.path.abspath(file.path)))
+    except OSError as cause:
+        raise write_error(f"{file.path}: syncing its directory failed", cause) from cause
+
+
+def open_file(path: str, system: SystemIO, *, direct: bool, read_only: bool) -> tuple[BlockFile, Header]:
+    """Opens a file that `create_file` made, and reads its header.
+
+    Raises StoreClosed when it is not there, FormatMismatch when it is something else, ChecksumMismatch when its header
+    is damaged, StoreLocked when another store may write it, ReadFailed or WriteFailed when the system refuses.
+    """
+    try:
+        descriptor = system.open(path, (os.O_RDONLY if read_only else os.O_RDWR) | os.O_NONBLOCK)
+    except FileNotFoundError as cause:
+        raise StoreClosed(f"{path} does not exist; give the path of a saved store file") from cause
+    except IsADirectoryError as cause:
+        raise FormatMismatch(f"{path} is a directory; give the path of a saved store file") from cause
+    except OSError as cause:
+        if read_only:
+            raise ReadFailed(f"cannot open {path}: {cause}; check its permissions") from cause
+        raise write_error(f"cannot open {path} for writing; open it with read_only=True", cause) from cause
+    with contextlib.ExitStack() as undo:
+        undo.callback(system.close, descriptor)
+        _check_kind(path, descriptor)
+        file = BlockFile(path, descriptor, system, temporary=False)
+        file.read_only = read_only
+        if not read_only:
+            file.lock()
+            file.check_present()  # whoever held the lock before us may have removed it
+        header = Header.unpack(_first_page(path, descriptor, system), path)
+        undo.pop_all()
+    if direct:
+        file.open_direct()
+    return file, header
+
+
+def remove_orphans(directory: str, system: SystemIO) -> None:
+    """Removes temporary files whose process is gone, as nobody holds their lock.
+
+    An empty one is left alone: its maker may be about to lock it, which must not fail because of us.
+    """
+    for path in glob.glob(os.path.join(glob.escape(directory), "kvjax-*-????????????.kv")):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:  # locked, gone, or somebody else's
+            descriptor = system.open(path, os.O_RDWR | os.O_NONBLOCK)
+            stack.callback(system.close, descriptor)
+            if is_ours(_first_page(path, descriptor, system)):  # not empty
+                system.lock(descriptor)
+                system.unlink(path)
+
+
+def _open_for_writing(path: str, system: SystemIO) -> tuple[int, bool]:
+    """A descriptor, and whether this call made the file. O_NONBLOCK: a pipe must not hang us before it is refused."""
+    flags = os.O_RDWR | os.O_NONBLOCK
+    try:
+        with contextlib.suppress(FileExistsError):
+            return system.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600), True
+        return system.open(path, flags), False
+    except OSError as cause:
+        raise write_error(f"cannot create the store file {path}; give a path in an existing, writable directory",
+                           cause) from cause
+
+
+def _claim(file: BlockFile, descriptor: int, system: SystemIO) -> None:
+    """Locks the file and makes sure that replacing it destroys nothing foreign."""
+    _check_kind(file.path, descriptor)
+    file.lock()
+    beginning = _first_page(file.path, descriptor, system)
+    if beginning and not is_ours(beginning):
+        raise FormatMismatch(f"{file.path} exists and is not a kvjax store file; choose another path or remove it")
+
+
+def _first_page(path: str, descriptor: int, system: SystemIO) -> bytes:
+    """What is at the beginning of a file, at most a page."""
+    page, got, more = memoryview(bytearray(PAGE_BYTES)), 0, 1
+    while more and got < PAGE_BYTES:
+        try:
+            more = system.preadv(descriptor, (page[got:],), got)
+            got += more
+        except InterruptedError:
+            continue
+        except OSError as cause:
+            raise ReadFailed(f"{path}: reading the header failed: {cause}; check the device, then retry") from cause
+    return bytes(page[:got])
+
+
+def _check_kind(path: str, descriptor: int) -> None:
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        raise FormatMismatch(f"{path} is not a regular file; choose another path")
+
+
+def _check_space(path: str, descriptor: int, system: SystemIO, least: int, max_bytes: int | None) -> None:
+    """NoSpace unless the device can hold what the file will have at least, and what it may have at most."""
+    if max_bytes is not None and least > max_bytes:
+        raise NoSpace(f"{path}: {least} bytes are needed at least, more than max_bytes={max_bytes}; raise the limit")
+    needed = max_bytes or least
+    free = system.free_bytes(descriptor) + os.fstat(descriptor).st_blocks * 512
+    if free < needed:
+        raise NoSpace(f"{path}: {needed} bytes are needed and {free} are free; free some, lower max_bytes, or choose "
+                      "another device")
+
+
+def _empty(path: str, descriptor: int, system: SystemIO) -> None:
+    try:
+        system.ftruncate(descriptor, 0)
+    except OSError as cause:
+        raise write_error(f"cannot empty {path}", cause) from cause
