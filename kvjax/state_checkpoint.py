@@ -46,7 +46,7 @@ def _checksum(leaves: dict[str, np.ndarray]) -> int:
 
 def save(path: pathlib.Path, state: State, logits: Array) -> int:
     """Writes a checkpoint that is on the device when this returns; returns its checksum. Raises WriteFailed."""
-    from orbax.checkpoint import v1 as ocp  # takes a second to import, which only those should wait for who save
+    from orbax.checkpoint import v1 as ocp  # imports for a second or two, which only those should wait for who save
 
     leaves = _leaves(_tree(state, logits))
     try:

@@ -1,4 +1,4 @@
-"""The block store on flash: `FlashStore` makes a file, `FlashBranch` reads and writes it."""
+"""The block store on flash: `FlashStore` makes or opens a file, `FlashBranch` reads and writes it."""
 
 import itertools
 import os
