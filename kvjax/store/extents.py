@@ -13,18 +13,15 @@ class ExtentPool:
 
     Attributes:
       checksums: [extents] uint64, of the block in each extent; replaced by a longer array as the file grows.
-      end: extents from here on were never used.
     """
 
     def __init__(self, path: str, extent_bytes: int, max_bytes: int | None):
         self.checksums = np.zeros(64, np.uint64)
-        self.end = 0
         self._owners = np.zeros(64, np.int32)
         self._path = path
         self._extent_bytes = extent_bytes
         self._max_bytes = max_bytes
-        self._free: list[int] = []  # descending once sorted, so that the lowest is popped first
-        self._sorted = True
+        self._end = 0  # extents from here on were never used
 
     def offset(self, extent: SupportsInt) -> int:
         """Where an extent begins in the file, bytes."""
@@ -32,43 +29,38 @@ class ExtentPool:
 
     def allocate(self, count: int) -> np.ndarray:
         """int32[count] extents with one owner each: free ones first, ascending. NoSpace beyond max_bytes."""
-        reused = min(count, len(self._free))
-        end = self.end + count - reused
-        self._check_limit(count, end)
-        self._sort()
-        taken = [self._free.pop() for _ in range(reused)]
-        extents = np.array([*taken, *range(self.end, end)], np.int32)
-        self._grow(end)
-        self._owners[extents] = 1
-        return extents
+        free = np.flatnonzero(self._owners[:self._end] == 0)[:count]
+        return self.claim(np.concatenate([free, np.arange(self._end, self._end + count - free.size)]))
 
     def allocate_run(self, count: int) -> np.ndarray:
         """int32[count] neighbouring extents with one owner each: the lowest that are free, else behind all others."""
-        self._sort()
-        free = np.array(self._free[::-1], np.int32)
-        runs = np.flatnonzero(free[count - 1:] - free[:max(0, free.size - count + 1)] == count - 1)
-        first = int(free[runs[0]]) if runs.size else self.end
-        self._check_limit(count, max(self.end, first + count))
-        self._grow(max(self.end, first + count))
-        if runs.size:
-            behind = len(self._free) - int(runs[0])
-            del self._free[behind - count:behind]
-        extents = np.arange(first, first + count, dtype=np.int32)
+        free = np.flatnonzero(self._owners[:self._end] == 0)
+        begins = np.flatnonzero(free[count - 1:] - free[:max(0, free.size - count + 1)] == count - 1)
+        first = int(free[begins[0]]) if begins.size else self._end
+        return self.claim(np.arange(first, first + count))
+
+    def claim(self, extents: np.ndarray) -> np.ndarray:
+        """Gives one owner to distinct free extents, wherever they are; int32, as given. NoSpace beyond max_bytes."""
+        end = max(self._end, int(extents.max(initial=-1)) + 1)
+        if self._max_bytes is not None and end > self._end and self.offset(end) > self._max_bytes:
+            raise NoSpace(f"{self._path}: {extents.size} more blocks of {self._extent_bytes} bytes do not fit in "
+                          f"max_bytes={self._max_bytes}; raise the limit or close forks that are no longer needed")
+        self._grow(end)
         self._owners[extents] = 1
-        return extents
+        return extents.astype(np.int32)
 
-    def _check_limit(self, count: int, end: int) -> None:
-        if self._max_bytes is not None and end > self.end and self.offset(end) > self._max_bytes:
-            raise NoSpace(f"{self._path}: {count} more blocks of {self._extent_bytes} bytes do not fit in max_bytes="
-                          f"{self._max_bytes}; raise the limit or close forks that are no longer needed")
+    @property
+    def end(self) -> int:
+        """Extents from here on were never used."""
+        return self._end
 
-    def _sort(self) -> None:
-        if not self._sorted:
-            self._free.sort(reverse=True)
-            self._sorted = True
+    @property
+    def free(self) -> int:
+        """How many extents before `end` have no owner."""
+        return int(np.count_nonzero(self._owners[:self._end] == 0))
 
     def _grow(self, end: int) -> None:
-        self.end = end
+        self._end = end
         if end > self._owners.size:
             room = max(end, 2 * self._owners.size) - self._owners.size
             self._owners = np.concatenate([self._owners, np.zeros(room, np.int32)])
@@ -81,9 +73,6 @@ class ExtentPool:
     def release(self, extents: np.ndarray) -> None:
         """Takes one owner from each of distinct extents; those without any may be allocated again."""
         self._owners[extents] -= 1
-        freed = extents[self._owners[extents] == 0]
-        self._free.extend(freed.tolist())
-        self._sorted = self._sorted and not freed.size
 
     def is_shared(self, extent: int) -> bool:
         return bool(self._owners[extent] > 1)
@@ -91,20 +80,14 @@ class ExtentPool:
     # ---- reopening a file
 
     def restore(self, extents: np.ndarray, sums: np.ndarray) -> None:
-        """Learns what blocks in these distinct extents hash to; their owners come afterwards, through `share`."""
-        if extents.size:
-            self._grow(max(self.end, int(extents.max()) + 1))
-            self.checksums[extents] = sums
+        """Learns what blocks in these extents hash to; their owners come afterwards, through `share`."""
+        self._grow(max(self._end, int(extents.max(initial=-1)) + 1))
+        self.checksums[extents] = sums
 
-    def restored(self, private: bool) -> None:
-        """All owners are known: the rest is free. If `private`, nothing up to here belongs to us, nor counts for
-        `max_bytes`: new extents begin after a gap, so that no request spans both kinds."""
-        self._free = [] if private else np.flatnonzero(self._owners[:self.end] == 0)[::-1].tolist()
-        self._grow(self.end + private)
-        if private and self._max_bytes is not None:
-            self._max_bytes += self.offset(self.end) - HEADER_BYTES
-
-    @property
-    def free(self) -> int:
-        """How many extents before `end` have no owner."""
-        return len(self._free)
+    def leave_shared(self) -> None:
+        """What there is so far belongs to somebody else: it is never allocated nor counts for `max_bytes`, and new
+        extents begin after a gap, so that no request spans both kinds."""
+        self._grow(self._end + 1)
+        self._owners[:self._end] += 1
+        if self._max_bytes is not None:
+            self._max_bytes += self.offset(self._end) - HEADER_BYTES

@@ -98,8 +98,8 @@ class FlashStore:
         geometry = header.geometry
         lanes = self._lanes(file, geometry)
         tables = adopt(found, geometry, lanes)
-        lanes.extents.restored(private=file.read_only)
         if file.read_only:
+            lanes.extents.leave_shared()
             private = self._create_file(self.scratch or tempfile.gettempdir(), geometry, header.fingerprint)
             file = OverlayFile(file, private, lanes.extents.offset(lanes.extents.end), HEADER_BYTES)
         volume = self._volume(file, geometry, lanes)

@@ -97,11 +97,12 @@ class CommitLog:
                 self._drop([saved])
             raise
         self._doubtful.append(saved)
+        self._sequence = saved.sequence  # never used twice, even if this fails: a reader may have seen it already
         self._file.write(Superblock(saved.sequence, saved.places).pack(), SUPERBLOCKS[saved.slot],
                          lambda _: f"superblock {saved.slot}")
         self._sync()
         for i, request in enumerate(requests):
-            request.sequence = self._sequence + i + 1
+            request.sequence = saved.sequence - len(requests) + i + 1
         with self._lock:
             self._settle(saved)
 
@@ -110,7 +111,7 @@ class CommitLog:
         current = self._kept[-1] if self._kept else None
         chain = current.places if current is not None and not _outgrown(current.places) else ()
         table = request.table.share()
-        ids, extents = table.changes_since(current.table) if chain and current else _complete(table)
+        ids, extents = table.changes_since(current.table) if current is not None and chain else _complete(table)
         sums = np.where(extents >= 0, self._extents.checksums[extents], 0).astype(np.uint64)
         data = Record(sequence, request.generation, ids, extents, sums, request.metadata).pack()
         try:
@@ -139,7 +140,6 @@ class CommitLog:
         dropped = [*self._kept[:-1], *(one for one in self._doubtful if one is not saved)]
         self._kept = [*self._kept[-1:], saved]
         self._doubtful = []
-        self._sequence = saved.sequence
         self._drop(dropped)
 
     def _drop(self, dropped: list[Saved]) -> None:

@@ -6,7 +6,7 @@ from kvjax.store.file import BlockFile
 class OverlayFile(BlockFile):
     """Offsets below `split` are those of the shared file, the others lie in the private one, in the same format.
 
-    No request spans both: `ExtentPool.restored` leaves an extent between them unused.
+    No request spans both: `ExtentPool.leave_shared` leaves an extent between them unused.
     """
 
     read_only = True

@@ -69,7 +69,7 @@ def test_private_extents_begin_behind_a_gap():
     pool = ExtentPool("file", 4096, HEADER_BYTES + 4096)
     pool.restore(np.array([0, 5]), np.array([1, 2], np.uint64))
     pool.share(np.array([0, 5]))
-    pool.restored(private=True)
+    pool.leave_shared()
     assert pool.allocate(1).tolist() == [7], "1..4 belong to somebody else, 6 is the gap"
     with pytest.raises(NoSpace):
         pool.allocate(1)

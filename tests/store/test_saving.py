@@ -436,7 +436,7 @@ def test_a_failed_save_leaves_the_last_one_and_can_be_repeated(writer, system, r
     np.testing.assert_array_equal(reopen(read_only=True).read(), expected)
     system.heal()
     used = driver.branch._volume.extents.end
-    assert driver.branch.save() == 2
+    assert driver.branch.save() == (2 if step == "record" else 5), "a number that may be on the device is not reused"
     assert driver.branch._volume.extents.end <= used + 1, "failed saves leak nothing"
     expected[:, :, 2, 2] = 9.0
     np.testing.assert_array_equal(reopen(read_only=True).read(), expected)

@@ -101,7 +101,6 @@ def test_a_table_made_from_extents_owns_them():
     extents[[0, 4, 11]] = [7, 2, 5]
     pool.restore(extents[extents >= 0], np.arange(3, dtype=np.uint64))
     table = Table.of(lanes, extents)
-    pool.restored(private=False)
     assert pool.end == 8 and pool.allocate(5).tolist() == [0, 1, 3, 4, 6]
     table.release()
     assert pool.allocate(3).tolist() == [2, 5, 7]
