@@ -98,7 +98,7 @@ def recorded(tmp_path_factory):
     return system
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [60, pytest.param(600, marks=pytest.mark.slow)])
 def test_power_cuts_at_random_points(tmp_path, recorded, expected, count):
     rng, found = np.random.default_rng(count), []
     for _ in range(count):
@@ -226,11 +226,11 @@ def test_one_flipped_bit_in_every_region(saved, tmp_path):
 
 
 @pytest.mark.slow
-def test_one_flipped_bit_in_every_byte_that_means_something(saved, tmp_path):
+def test_many_flipped_bits(saved, tmp_path):
     path, _, place = saved
     rng = np.random.default_rng(1)
     offsets = [offset for offset in range(os.path.getsize(path)) if region(offset, place) in ("log", "block")]
-    counts = flipped_bits(saved, tmp_path, [*range(0, HEADER_BYTES, 7), *offsets[::3]], rng)
+    counts = flipped_bits(saved, tmp_path, [*range(0, HEADER_BYTES, 23), *offsets[::7]], rng)
     assert set(counts) <= LIKELY
     print(dict(counts))
 
