@@ -186,13 +186,18 @@ def _fill(plan: Plan, i: int, key, value, length, branch, slots: Slots) -> Layer
         return _fill_memory(layer_plan, plan.dtype, key, value, length)
     state, blocks = _fill_packed(layer_plan, plan.dtype, key, value, length)
     branch.write_layer(i, np.asarray(blocks), np.asarray(state.count))
-    least = layer_plan.spec.max_blocks + 1
+    return LayerCache(state, slot_pool(plan, i, slots))
+
+
+def slot_pool(plan: Plan, i: int, slots: Slots) -> SlotPool:
+    """A layer's slots with nothing in them. ConfigError when they are too few."""
+    spec = plan.layers[i].spec
+    least = spec.max_blocks + 1
     count = slots.count or least
     if count < least:
         raise ConfigError(f"slots={count} is fewer than the {least} blocks one step may need; raise it")
     backend = slots.backend or default_backend()
-    pool = SlotPool.zeros(layer_plan.spec, plan.batch, count, plan.dtype, slots.policy, backend, slots.prefetch)
-    return LayerCache(state, pool)
+    return SlotPool.zeros(spec, plan.batch, count, plan.dtype, slots.policy, backend, slots.prefetch)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

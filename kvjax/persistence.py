@@ -259,4 +259,6 @@ def _same_method(directory, saved: dict[str, Any], method: Method | None) -> Met
 
 def _slots(state: State) -> dict[str, Any]:
     pools = [one.pool for one in state.layers if isinstance(one.pool, SlotPool)]
-    return {"count": pools[-1].rows.shape[2], "policy": pools[-1].policy} if pools else {}
+    if not pools:
+        return {}
+    return {"count": pools[-1].rows.shape[2], "policy": pools[-1].policy, "prefetch": pools[-1].prefetch}

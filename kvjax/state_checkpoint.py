@@ -11,11 +11,10 @@ import xxhash
 
 from kvjax import decode, layer
 from kvjax.decode import Plan, Slots, State
-from kvjax.errors import ChecksumMismatch, ConfigError, FormatMismatch, ReadFailed, WriteFailed
+from kvjax.errors import ChecksumMismatch, FormatMismatch, ReadFailed, WriteFailed
 from kvjax.layer import LayerCache
 from kvjax.pool import Line, MemoryPool
 from kvjax.store.base import Branch
-from kvjax.store.slots import SlotPool, default_backend
 from kvjax.typing import Array, PyTree
 
 
@@ -96,7 +95,8 @@ def load(path: pathlib.Path, checksum: int, plan: Plan, slots: Slots, branch: Br
                                  f"{like.dtype}{list(like.shape)}; prefill again")
         taken.append(jnp.asarray(leaf))
     tree = jax.tree.unflatten(structure, taken)
-    layers = [LayerCache(state, pool or _slot_pool(plan, i, slots)) for i, (state, pool) in enumerate(tree["layers"])]
+    pairs = enumerate(tree["layers"])
+    layers = [LayerCache(state, pool or decode.slot_pool(plan, i, slots)) for i, (state, pool) in pairs]
     handle, generation = (-1, 0) if branch is None else (branch.handle, branch.generation)
     return State(tuple(layers), tree["length"], Line(jnp.int32(handle), jnp.int32(generation))), tree["logits"]
 
@@ -122,11 +122,3 @@ def _empty_tree(plan: Plan, store: bool, logits) -> PyTree:
         pool = MemoryPool.zeros(one.spec, plan.batch, plan.dtype) if in_memory else None
         layers.append((layer.init(one, plan.batch, plan.dtype), pool))
     return {"layers": layers, "length": jnp.zeros(plan.batch, jnp.int32), "logits": jnp.asarray(logits)}
-
-
-def _slot_pool(plan: Plan, i: int, slots: Slots) -> SlotPool:
-    spec, least = plan.layers[i].spec, plan.layers[i].spec.max_blocks + 1
-    count, backend = slots.count or least, slots.backend or default_backend()
-    if count < least:
-        raise ConfigError(f"slots={count} is fewer than the {least} blocks one step may need; raise it")
-    return SlotPool.zeros(spec, plan.batch, count, plan.dtype, slots.policy, backend)

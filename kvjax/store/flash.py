@@ -103,7 +103,10 @@ class FlashStore:
         tables = adopt(found, geometry, lanes)
         if file.read_only:
             lanes.extents.leave_shared()
-            private = self._create_file(self.scratch or tempfile.gettempdir(), geometry, header.fingerprint)
+            scratch = self.scratch or tempfile.gettempdir()
+            if not os.path.isdir(scratch):
+                raise ConfigError(f"scratch={scratch} is not a directory; give one in which files can be made")
+            private = self._create_file(scratch, geometry, header.fingerprint)
             file = OverlayFile(file, private, lanes.extents.offset(lanes.extents.end), HEADER_BYTES)
         volume = self._volume(file, geometry, lanes)
         with volume.lock:

@@ -137,6 +137,12 @@ def test_a_reader_needs_no_right_to_write(saved, reopen, path, tmp_path):
     assert not list(scratch.iterdir()) and path.read_bytes() == before
 
 
+def test_a_reader_wants_a_directory_for_what_it_adds(saved, reopen, tmp_path):
+    with pytest.raises(ConfigError, match="missing"):
+        reopen(read_only=True, scratch=tmp_path / "missing")
+    assert not (tmp_path / "missing").exists()
+
+
 def test_no_request_spans_shared_and_private_extents(path, open_branch, reopen):
     writer = open_branch(FlashStore(path))
     expected = writer.prefill()
