@@ -87,12 +87,12 @@ class DualHead(Layout):
     A block is fetched whole, so both heads of a pool store rows forward; each grows into its own extent, and the slack
     of the two is that of their extents.
 
-    Beyond the paper: pools of a lane come from *shelves* of `POOLS` neighbouring pools, so that what a lane adds is
-    contiguous even though all lanes add in turn. A lane takes a new shelf only when all its pools are full, and a shelf
-    without blocks goes to whoever needs one. Without releases, a lane thus leaves fewer than 2 * POOLS extents empty.
+    Beyond the paper: pools of a lane come from *shelves* of `SHELF` extents, so that what a lane adds is contiguous
+    even though all lanes add in turn. A lane takes a new shelf only when all its pools are full, and a shelf without
+    blocks goes to whoever needs one. Without releases, a lane thus leaves fewer than `SHELF` extents empty.
     """
 
-    POOLS: ClassVar[int] = 8
+    SHELF: ClassVar[int] = 16  # extents: eight pools
     samples = 64
 
     def __init__(self, geometry, extents):
@@ -102,13 +102,13 @@ class DualHead(Layout):
     def place_prompt(self, ids, retrieved):
         lanes, starts = np.unique(ids // self.geometry.num_blocks, return_index=True)
         groups = np.split(np.arange(ids.size), starts[1:])
-        shelves = [-(-group.size // (2 * self.POOLS)) for group in groups] if ids.size else []
+        shelves = [-(-group.size // self.SHELF) for group in groups] if ids.size else []
         first = self._free_shelves(sum(shelves))
         extents = np.empty(ids.size, np.int64)
         owners = np.repeat(lanes, shelves)
         for lane, group, count in zip(lanes.tolist(), groups, shelves, strict=False):
             order = correlated_order(ids[group] % self.geometry.num_blocks, self._retrieved_by(lane, retrieved))
-            extents[group[order]] = first * 2 * self.POOLS + np.arange(group.size)
+            extents[group[order]] = first * self.SHELF + np.arange(group.size)
             first += count
         claimed = self.extents.claim(extents)
         self._give(first - owners.size, owners)
@@ -124,7 +124,7 @@ class DualHead(Layout):
         partnered = self.extents.occupied(free ^ 1)
         extent = free[np.argmax(partnered)]  # the first pool with an empty partner slot, else the first empty pool
         self.extents.claim(extent[None])
-        self._give(int(extent) // (2 * self.POOLS), np.array([lane]))
+        self._give(int(extent) // self.SHELF, np.array([lane]))
         return int(extent)
 
     def _retrieved_by(self, lane: int, retrieved: np.ndarray | None) -> np.ndarray:
@@ -135,12 +135,14 @@ class DualHead(Layout):
         return retrieved[sequence, :, head]
 
     def _free_extents(self, shelves: np.ndarray) -> np.ndarray:
-        extents = (shelves[:, None] * 2 * self.POOLS + np.arange(2 * self.POOLS)).reshape(-1)
+        extents = (shelves[:, None] * self.SHELF + np.arange(self.SHELF)).reshape(-1)
         return extents[~self.extents.occupied(extents)]
 
     def _busy(self) -> np.ndarray:
-        """bool[shelves] with a block on them."""
-        return self.extents.occupied(np.arange(self._lane.size * 2 * self.POOLS)).reshape(-1, 2 * self.POOLS).max(-1)
+        """bool[shelves]: not wholly free. Somebody else may have claimed extents of shelves that no lane has."""
+        unknown = max(0, -(-self.extents.end // self.SHELF) - self._lane.size)
+        self._lane = np.append(self._lane, np.full(unknown, -1))
+        return self.extents.occupied(np.arange(self._lane.size * self.SHELF)).reshape(-1, self.SHELF).max(-1)
 
     def _free_shelves(self, count: int) -> int:
         """The first of `count` neighbouring shelves without a block, as low as possible."""

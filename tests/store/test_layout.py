@@ -18,7 +18,7 @@ from tests.store.conftest import GEOMETRY
 
 BLOCKS = 40
 LANES = Geometry(layers=2, batch=1, kv_heads=2, num_blocks=BLOCKS, block_rows=4, width=6, dtype="float32")
-SHELF = 2 * DualHead.POOLS
+SHELF = DualHead.SHELF
 
 
 def make(kind, geometry=LANES, max_bytes=None):
@@ -136,6 +136,7 @@ class Placing(RuleBasedStateMachine):
     def start(self, kind):
         self.layout = make(LAYOUTS[kind])
         self.blocks = []  # (block id, extent)
+        self.others = []
         self.released = False
 
     def lane(self, block_id):
@@ -151,6 +152,10 @@ class Placing(RuleBasedStateMachine):
     def place(self, block_id):
         self.blocks.append((block_id, self.layout.place(block_id)))
 
+    @rule(count=st.integers(1, 5))
+    def somebody_else_allocates(self, count):
+        self.others += self.layout.extents.allocate(count).tolist()
+
     @precondition(lambda self: self.blocks)
     @rule(data=st.data())
     def release(self, data):
@@ -161,7 +166,7 @@ class Placing(RuleBasedStateMachine):
 
     @invariant()
     def every_block_has_its_own_extent(self):
-        taken = sorted(extent for _, extent in self.blocks)
+        taken = sorted([extent for _, extent in self.blocks] + self.others)
         assert len(set(taken)) == len(taken)
         extents = self.layout.extents
         assert np.flatnonzero(extents.occupied(np.arange(extents.end))).tolist() == taken
@@ -175,7 +180,7 @@ class Placing(RuleBasedStateMachine):
     @invariant()
     def little_is_left_empty(self):
         """Without releases: less than a shelf for each prompt and each lane."""
-        if isinstance(self.layout, DualHead) and not self.released:
+        if isinstance(self.layout, DualHead) and not self.released and not self.others:
             for lane in range(4):
                 mine = [extent // SHELF for block, extent in self.blocks if self.lane(block) == lane]
                 prompts = -(-len(mine) // SHELF) + len(set(mine))
