@@ -20,6 +20,7 @@ from kvjax.store.layout import LAYOUTS
 from kvjax.store.lineage import Lineage, Sources
 from kvjax.store.log import Found, adopt, whole_saves
 from kvjax.store.overlay import OverlayFile
+from kvjax.store.sequential import SequentialBranch, log_geometry
 from kvjax.store.table import LanePool, Table
 from kvjax.store.transaction import TransactionalBranch
 from kvjax.store.volume import Volume

@@ -93,7 +93,7 @@ class DualHead(Layout):
     """
 
     SHELF: ClassVar[int] = 16  # extents: eight pools
-    samples = 64
+    samples = 128
 
     def __init__(self, geometry, extents):
         super().__init__(geometry, extents)

@@ -211,7 +211,7 @@ def test_a_prompt_reads_back_and_its_extents_are_where_they_should(tmp_path, ope
 
 def test_correlated_blocks_are_read_at_once(tmp_path, open_branch):
     reads = {}
-    retrieved = np.full((2, 64, 2, 2), [0, 5], np.int32)
+    retrieved = np.full((2, 8, 2, 2), [0, 5], np.int32)
     block = np.broadcast_to(np.array([0, 5], np.int32), (2, 2, 2))
     for kind in ("cluster_major", "dual_head"):
         driver = open_branch(FlashStore(tmp_path, layout=kind, threads=1))
