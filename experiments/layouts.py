@@ -91,9 +91,15 @@ class Updates:
 
 @dataclasses.dataclass
 class Probe:
-    """Reads of everything a step needed, with nothing in memory."""
+    """Reads of everything a step needed, with nothing in memory.
+
+    Attributes:
+      stats: of these reads; what the writer did meanwhile is left out.
+      blocks, entries: asked for. A few of them wait to be written, and so did not come from flash.
+    """
 
     stats: Stats = dataclasses.field(default_factory=Stats)
+    blocks: int = 0
     entries: int = 0
 
     def read(self, branch: Branch, state) -> None:
@@ -105,8 +111,11 @@ class Probe:
             slots = np.zeros((*block.shape, *one.pool.rows.shape[-2:]), one.pool.rows.dtype)
             if not branch.read_into(i, branch.generation, block, slot, slots):
                 raise branch.take_error() or RuntimeError("a read failed without a reason")
+            self.blocks += int((block < branch.geometry.num_blocks).sum())
             self.entries += int(slots.any(axis=-1).sum())
-        self.stats = _combine(self.stats, _combine(branch.stats(), before, -1))
+        done = _combine(branch.stats(), before, -1)
+        done = dataclasses.replace(done, rows_written=0, blocks_written=0, bytes_written=0)
+        self.stats = _combine(self.stats, done)
 
 
 def _combine(one: Stats, other: Stats, sign: int = 1) -> Stats:
@@ -165,9 +174,10 @@ def measure(llm: kvjax.LLM, layout: str, tokens: np.ndarray, config: ml_collecti
 def access_row(probe: Probe, row_bytes: int) -> dict[str, float]:
     """Figure 12: what one contiguous access returns when nothing is in memory."""
     stats = probe.stats
-    return {"entries_per_access": probe.entries / stats.reads, "bytes_per_access": stats.bytes_read / stats.reads,
+    came = probe.entries / probe.blocks * stats.blocks_read
+    return {"entries_per_access": came / stats.reads, "bytes_per_access": stats.bytes_read / stats.reads,
             "blocks_per_access": stats.blocks_read / stats.reads,
-            "useful_share": probe.entries * row_bytes / stats.bytes_read}
+            "useful_share": came * row_bytes / stats.bytes_read}
 
 
 def traffic_row(used: Stats, updates: Updates, layout: str, tokens: int, row_bytes: int) -> dict[str, float]:
