@@ -13,6 +13,7 @@ from kvjax.errors import ConfigError, NoSpace
 from kvjax.store.base import Geometry, Prompt
 from kvjax.store.extents import ExtentPool
 from kvjax.store.flash import FlashStore
+from kvjax.store.format import HEADER_BYTES
 from kvjax.store.layout import LAYOUTS, ClusterMajor, DualHead, Grouped, co_retrieval, correlated_order
 from tests.store.conftest import GEOMETRY
 
@@ -230,5 +231,5 @@ def test_holes_of_a_layout_take_no_space(tmp_path, open_branch):
     driver.append(5, 0, 1.0, layer=1)
     driver.branch.flush()
     found = os.stat(tmp_path / "cache.kv")
-    assert found.st_size == 4096 * (1 + GEOMETRY.total_blocks)
+    assert found.st_size == HEADER_BYTES + GEOMETRY.total_blocks * GEOMETRY.extent_bytes
     assert found.st_blocks * 512 < found.st_size / 2, "the tests want a file system with sparse files"

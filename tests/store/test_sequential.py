@@ -6,6 +6,7 @@ import pytest
 from kvjax.errors import ChecksumMismatch
 from kvjax.store.base import Geometry, Prompt
 from kvjax.store.flash import FlashStore
+from kvjax.store.format import HEADER_BYTES
 from kvjax.store.sequential import log_geometry
 
 # Rows of 512 bytes: 8 tokens to a page of a log.
@@ -52,7 +53,7 @@ def test_the_logs_have_room_for_every_row():
 def test_tokens_lie_in_the_file_in_their_order(driver, tmp_path):
     blocks = prefill_striped(driver)
     for head in range(2):
-        log = np.fromfile(tmp_path / "cache.kv", np.float32, 32 * 128, offset=4096 * (1 + 6 * head))
+        log = np.fromfile(tmp_path / "cache.kv", np.float32, 32 * 128, offset=HEADER_BYTES + 4096 * 6 * head)
         tokens = blocks[0, head, :4].swapaxes(0, 1).reshape(32, 128)
         np.testing.assert_array_equal(log.reshape(32, 128), tokens)
 
@@ -130,7 +131,7 @@ def test_a_failed_commit_changes_nothing_and_can_be_repeated(driver):
 def test_damage_is_noticed_and_named(driver, tmp_path):
     prefill_striped(driver)
     with open(tmp_path / "cache.kv", "r+b") as file:
-        file.seek(4096 * 8 + 100)
+        file.seek(HEADER_BYTES + 4096 * 7 + 100)
         file.write(b"damage")
     block = np.zeros((1, 2, 1), np.int32)
     assert not driver.branch.read_into(0, 0, block, block, np.zeros((1, 2, 1, 8, 128), np.float32))
