@@ -185,11 +185,11 @@ def _sample_queries(plan: Plan, i: int, branch, params, x, length):
     """Queries `[Q, B, H, D]` by which the store's layout sees which blocks go together; None if it does not ask."""
     if branch is None or not branch.samples or plan.layers[i].method.attends_all:
         return None
-    return _queries(plan.config, branch.samples, params, x, jnp.asarray(length))
+    return _spread_queries(plan.config, branch.samples, params, x, jnp.asarray(length))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _queries(config, count, params, x, length):
+def _spread_queries(config, count, params, x, length):
     """`count` queries spread evenly over the second half of each prompt x[B, T, E], the last token's first."""
     stride = jnp.maximum(1, length // (2 * count))
     at = jnp.maximum(length - 1 - jnp.arange(count)[:, None] * stride, 0)
