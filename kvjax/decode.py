@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import attention, layer
+from kvjax import cache as caching
 from kvjax.errors import ConfigError, PromptError, StoreClosed, StoreError
 from kvjax.layer import LayerCache, LayerPlan, Report
 from kvjax.method import Method
@@ -121,9 +122,10 @@ def prefill(
     x = _embed(plan.config, params, tokens)
     layers, kept = [], []
     for i, layer_plan in enumerate(plan.layers):
-        x, key, value = _prefill_layer(plan.config, layer_plan.sliding, size, params[f"layers_{i}"], x)
         store = branch if branch is not None and on_store(plan, i) else None
-        layers.append(_fill(plan, i, key, value, length, store, slots or Slots()))
+        queries = _sample_queries(plan, i, store, params[f"layers_{i}"], x, length)
+        x, key, value = _prefill_layer(plan.config, layer_plan.sliding, size, params[f"layers_{i}"], x)
+        layers.append(_fill(plan, i, key, value, length, store, slots or Slots(), queries))
         if keep_keys:
             kept.append(np.asarray(key))
     last = jnp.take_along_axis(x, (length - 1)[:, None, None], axis=1)[:, 0]
@@ -179,13 +181,44 @@ def _prefill_layer(config, sliding, size, params, x):
     return jax.lax.map(one, x)
 
 
-def _fill(plan: Plan, i: int, key, value, length, branch, slots: Slots) -> LayerCache:
-    """A layer's cache from its prompt keys and values."""
+def _sample_queries(plan: Plan, i: int, branch, params, x, length):
+    """Queries `[Q, B, H, D]` by which the store's layout sees which blocks go together; None if it does not ask."""
+    if branch is None or not branch.samples or plan.layers[i].method.attends_all:
+        return None
+    return _spread_queries(plan.config, branch.samples, params, x, jnp.asarray(length))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _spread_queries(config, count, params, x, length):
+    """`count` queries spread evenly over the second half of each prompt x[B, T, E], the last token's first."""
+    stride = jnp.maximum(1, length // (2 * count))
+    at = jnp.maximum(length - 1 - jnp.arange(count)[:, None] * stride, 0)
+    rows = x[jnp.arange(x.shape[0]), at]
+    return Block(config).apply({"params": params}, rows, at, method="queries")
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _retrieved(layer_plan, state, queries):
+    """Blocks `[B, Q, K, M1]` that each of queries[Q, B, H, D] would fetch; a query costs one `select`."""
+    spec, method = layer_plan.spec, layer_plan.method
+
+    def needed(one, q):
+        selection = method.select(spec, one.index, caching.view(spec, one), q)
+        return caching.needed_blocks(spec, one, selection)[0]
+
+    grouped = queries.reshape(*queries.shape[:2], spec.kv_heads, spec.group, spec.head_dim)
+    return jax.lax.map(lambda q: jax.vmap(needed)(state, q), grouped).swapaxes(0, 1)
+
+
+def _fill(plan: Plan, i: int, key, value, length, branch, slots: Slots, queries=None) -> LayerCache:
+    """A layer's cache from its prompt keys and values; `queries` as of `_sample_queries`."""
     layer_plan = plan.layers[i]
     if branch is None:
         return _fill_memory(layer_plan, plan.dtype, key, value, length)
     state, blocks = _fill_packed(layer_plan, plan.dtype, key, value, length)
-    branch.write_layer(i, np.asarray(blocks), np.asarray(state.count))
+    retrieved = None if queries is None else np.asarray(_retrieved(layer_plan, state, queries))
+    prompt = base.Prompt(np.asarray(state.pos), retrieved)
+    branch.write_layer(i, np.asarray(blocks), np.asarray(state.count), prompt)
     return LayerCache(state, slot_pool(plan, i, slots))
 
 

@@ -121,6 +121,7 @@ def _copied(branch: Branch, path: pathlib.Path, fingerprint: str) -> FlashBranch
     """A new store file with what a branch holds, one layer in memory at a time; blocks of zeros take no space."""
     geometry = branch.geometry
     copy = FlashStore(path).create(geometry, fingerprint)
+    assert isinstance(copy, FlashBranch), "as of every layout that places blocks"
     shape = (geometry.batch, geometry.kv_heads, geometry.num_blocks)
     block = np.broadcast_to(np.arange(geometry.num_blocks, dtype=np.int32), shape)
     for number in range(geometry.layers):

@@ -12,7 +12,7 @@ from kvjax.layer import LayerCache, LayerPlan
 from kvjax.method import Method
 from kvjax.methods import DynaKV, Full, Oracle, Quest, StreamingLLM
 from kvjax.pool import Line
-from kvjax.store.base import Geometry
+from kvjax.store.base import Geometry, Prompt
 from kvjax.store.slots import SlotPool
 
 # One small instance of every method; every law runs over this list.
@@ -97,7 +97,7 @@ class Sim:
             Geometry(1, batch, HEADS, spec.num_blocks, spec.block_rows, 2 * SIZE, "float32"), "laws"
         )
         state, blocks = _fill_packed(self.plan, k, v, length)
-        self.branch.write_layer(0, np.asarray(blocks), np.asarray(state.count))
+        self.branch.write_layer(0, np.asarray(blocks), np.asarray(state.count), Prompt(np.asarray(state.pos)))
         pool = SlotPool.zeros(spec, batch, slots or spec.max_blocks + 1, "float32", policy, backend)
         self.cache = LayerCache(state, pool)
 

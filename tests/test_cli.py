@@ -11,6 +11,7 @@ CASES = {
     "no_model": ("configs/demo.py:smoke", "--config.model=/nowhere", "/nowhere"),
     "no_methods": ("configs/demo.py:smoke", "--config.methods=()", "methods is empty"),
     "unknown_method": ("configs/evaluate.py:smoke", "--config.methods=({'name':'nope'},)", "unknown method 'nope'"),
+    "unknown_layout": ("configs/layouts.py:smoke", "--config.layouts=('nope',)", "unknown layouts nope"),
     "no_prompt_file": ("configs/demo.py:smoke", "--config.prompt_file=/nofile", "/nofile"),
 }
 

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 from harness import METHODS
 
+from kvjax import cache as caching
 from kvjax import decode
 from kvjax.decode import Slots
 from kvjax.errors import ConfigError, PromptError, StaleCache
 from kvjax.models.config import ModelConfig
-from kvjax.models.transformer import Transformer
+from kvjax.models.transformer import Block, Transformer
 from kvjax.store.flash import FlashStore
+from kvjax.store.host import HostStore
 
 CONFIG = ModelConfig(
     family="llama", vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2,
@@ -85,6 +87,53 @@ def test_drivers_and_stores_agree(params, tokens, method, tmp_path):
     np.testing.assert_array_equal(fused, flash_fused)
     np.testing.assert_array_equal(staged.argmax(-1), fused.argmax(-1))
     np.testing.assert_allclose(staged, fused, atol=1e-4)
+
+
+@pytest.mark.parametrize("layout", ["dual_head", "sequential"])
+def test_layouts_agree(params, tokens, layout, tmp_path):
+    store = FlashStore(tmp_path, layout=layout, staging_bytes=0)
+    expected = teacher_forced(params, tokens, METHODS["dynakv"])
+    np.testing.assert_array_equal(expected, teacher_forced(params, tokens, METHODS["dynakv"], store=store))
+
+
+class Asking(HostStore):
+    """A store whose layout wants to see the retrievals of eight queries, and keeps what it is told."""
+
+    def create(self, geometry, fingerprint):
+        branch = super().create(geometry, fingerprint)
+        branch.samples, self.prompts, write = 8, [], branch.write_layer
+
+        def write_layer(layer, blocks, counts, prompt=None):
+            self.prompts.append(prompt)
+            write(layer, blocks, counts)
+
+        branch.write_layer = write_layer
+        return branch
+
+
+@pytest.mark.parametrize("method", [METHODS["quest"], METHODS["dynakv"]], ids=lambda m: m.name)
+def test_a_layout_is_told_what_the_prompt_would_retrieve(params, tokens, method):
+    """Layer 0 against a query at a time: eight of the second half of either prompt."""
+    store = Asking()
+    plan, state, _, _ = start(params, tokens, method, store)
+    told, spec, block = store.prompts[0], plan.layers[0].spec, Block(CONFIG)
+    assert len(store.prompts) == 2 and told.retrieved.shape == (2, 8, 2, spec.max_blocks + 1)
+    np.testing.assert_array_equal(told.pos, state.layers[0].state.pos)
+    for b, length in enumerate(PROMPT):
+        stride = max(1, length // 16)
+        for i, at in enumerate(range(length - 1, length - 1 - 8 * stride, -stride)):
+            x = params["embedding"]["embedding"][tokens[b, at]]
+            q, _, _ = block.apply({"params": params["layers_0"]}, x[None], jnp.array([at]), method="project")
+            one = jax.tree.map(lambda leaf, b=b: leaf[b], state.layers[0].state)
+            selection = method.select(spec, one.index, caching.view(spec, one), q.reshape(2, 2, -1))
+            need, _ = caching.needed_blocks(spec, one, selection)
+            np.testing.assert_array_equal(told.retrieved[b, i], need)
+
+
+def test_queries_are_not_sampled_for_who_does_not_ask(params, tokens):
+    store = Asking()
+    start(params, tokens, METHODS["full"], store)
+    assert store.prompts[0].retrieved is None, "it retrieves everything, always"
 
 
 def test_a_sliding_window_holds_for_selected_rows(params, tokens):

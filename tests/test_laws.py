@@ -12,7 +12,9 @@ from harness import CAPACITY, METHODS, Sim, Stream, check_every_token_has_one_pl
 
 from kvjax.method import Placement
 from kvjax.methods import DynaKV, Quest
+from kvjax.store.flash import FlashStore
 from kvjax.store.host import HostStore
+from kvjax.store.layout import LAYOUTS
 from kvjax.store.residency import POLICIES
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -24,7 +26,6 @@ stored = pytest.mark.parametrize("method", [m for m in METHODS.values() if not m
 def store(request, tmp_path):
     if request.param == "host":
         return HostStore()
-    from kvjax.store.flash import FlashStore
     return FlashStore(tmp_path)
 
 
@@ -158,6 +159,13 @@ def test_no_residency_policy_changes_the_output(name, policy):
 @functools.cache
 def _in_memory(name):
     return Sim(METHODS[name], Stream.draw(6), [40, 25]).run(45)
+@pytest.mark.parametrize("layout", [*LAYOUTS, "sequential"])
+@pytest.mark.parametrize("method", [METHODS["quest"], METHODS["dynakv"]], ids=lambda m: m.name)
+def test_every_layout_gives_equal_bits(method, layout, tmp_path):
+    """Nothing is staged for long, so that what is read back has been on flash."""
+    stream, store = Stream.draw(6), FlashStore(tmp_path, layout=layout, staging_bytes=0)
+    in_memory = Sim(method, stream, [40, 25]).run(45)
+    np.testing.assert_array_equal(in_memory, Sim(method, stream, [40, 25], store=store).run(45))
 
 
 @stored

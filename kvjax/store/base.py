@@ -81,6 +81,18 @@ class Geometry:
 
 
 @dataclasses.dataclass(frozen=True)
+class Prompt:
+    """What prefill knows about a layer beside its payload, for layouts that want it.
+
+    pos: int32[B, K, NB, C] position of the token in each row, -1 = empty.
+    retrieved: int32[B, Q, K, M] blocks that a sample of the prompt's queries would fetch, NB = nothing.
+    """
+
+    pos: np.ndarray
+    retrieved: np.ndarray | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Stats:
     """What a branch has moved since it was made; a fork starts at zero."""
 
@@ -142,9 +154,11 @@ class Branch(abc.ABC):
       geometry: shape of the cache.
       generation: committed generation, starts at 0 (a fork starts at its parent's).
       events: what happened to reads, in order, once it is set to a list; None records nothing.
+      samples: how many of the prompt's queries `Prompt.retrieved` should have.
     """
 
     events: list[Event] | None = None
+    samples: int = 0
 
     def __init__(self, geometry: Geometry, generation: int = 0):
         self.geometry = geometry
@@ -153,10 +167,10 @@ class Branch(abc.ABC):
         _BRANCHES[self.handle] = self
 
     @abc.abstractmethod
-    def write_layer(self, layer: int, blocks: np.ndarray, counts: np.ndarray) -> None:
+    def write_layer(self, layer: int, blocks: np.ndarray, counts: np.ndarray, prompt: Prompt | None = None) -> None:
         """Replaces a whole layer after prefill: blocks[B, K, NB, C, width] in the store's dtype, counts[B, K, NB] valid
-        rows. Blocks with a count of 0 take no space; rows beyond the count read as zero. Raises StoreError, and then
-        the layer is as it was."""
+        rows. Blocks with a count of 0 take no space; rows beyond the count read as zero; `prompt` matters for where
+        bytes lie and for nothing else. Raises StoreError, and then the layer is as it was."""
 
     @abc.abstractmethod
     def read_into(self, layer, generation, block, slot, slots) -> bool:

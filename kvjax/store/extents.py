@@ -49,6 +49,13 @@ class ExtentPool:
         self._owners[extents] = 1
         return extents.astype(np.int32)
 
+    def occupied(self, extents: np.ndarray) -> np.ndarray:
+        """bool of extents' shape: which have an owner. Any extent may be asked about."""
+        found = np.zeros(extents.shape, bool)
+        used = extents < self._end
+        found[used] = self._owners[extents[used]] > 0
+        return found
+
     @property
     def end(self) -> int:
         """Extents from here on were never used."""

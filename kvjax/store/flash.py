@@ -16,9 +16,11 @@ from kvjax.store.creation import create_file, open_file
 from kvjax.store.extents import ExtentPool
 from kvjax.store.file import BlockFile
 from kvjax.store.format import HEADER_BYTES, Header, checksum
+from kvjax.store.layout import LAYOUTS
 from kvjax.store.lineage import Lineage, Sources
 from kvjax.store.log import Found, adopt, whole_saves
 from kvjax.store.overlay import OverlayFile
+from kvjax.store.sequential import SequentialBranch, log_geometry
 from kvjax.store.table import LanePool, Table
 from kvjax.store.transaction import TransactionalBranch
 from kvjax.store.volume import Volume
@@ -35,6 +37,7 @@ class FlashStore:
       threads: how many reads run at once.
       direct: read past the page cache with O_DIRECT; where the filesystem refuses, a warning is logged and the
         branch's `direct` becomes False.
+      layout: where blocks lie, one of `LAYOUTS` (see `kvjax.store.layout`) or "sequential"; changes no result.
       max_bytes: how large the file may become; None for as large as the device allows.
       staging_bytes: committed but unwritten blocks kept in memory, at most, plus those of one token.
       timeout: seconds after which a read or write that makes no progress becomes an error.
@@ -45,15 +48,18 @@ class FlashStore:
       system: its system calls; tests replace it.
     """
 
-    def __init__(self, path, *, threads: int = 4, direct: bool = True, max_bytes: int | None = None,
-                 staging_bytes: int = 64 << 20, timeout: float = 60.0, scratch: str | os.PathLike | None = None,
-                 profile: str = profiles.NATIVE):
+    def __init__(self, path, *, threads: int = 4, direct: bool = True, layout: str = "grouped",
+                 max_bytes: int | None = None, staging_bytes: int = 64 << 20, timeout: float = 60.0,
+                 scratch: str | os.PathLike | None = None, profile: str = profiles.NATIVE):
         if threads < 1 or staging_bytes < 0 or timeout <= 0 or (max_bytes is not None and max_bytes < 1):
             raise ConfigError(f"threads={threads}, max_bytes={max_bytes} and timeout={timeout} must be positive, "
                               f"staging_bytes={staging_bytes} not negative")
+        if layout not in (*LAYOUTS, "sequential"):
+            raise ConfigError(f"unknown layout {layout!r}; use one of {', '.join(LAYOUTS)}, sequential")
         self.path = os.fspath(path)
         self.threads = threads
         self.direct = direct
+        self.layout = layout
         self.max_bytes = max_bytes
         self.staging_bytes = staging_bytes
         self.timeout = timeout
@@ -61,12 +67,18 @@ class FlashStore:
         self.profile = profile
         self.system = profiles.system_of(profile)
 
-    def create(self, geometry: Geometry, fingerprint: str, least_blocks: int = 1) -> "FlashBranch":
+    def create(self, geometry: Geometry, fingerprint: str, least_blocks: int = 1) -> "FlashBranch | SequentialBranch":
         """Makes the file and its first branch, in which every block is zero.
 
         Raises StoreError as `create_file`: NoSpace where not even `least_blocks` blocks would fit, which the caller is
         sure to write.
         """
+        if self.layout == "sequential":
+            logs = self._create(log_geometry(geometry), fingerprint, least_blocks)
+            return SequentialBranch.over(geometry, logs)
+        return self._create(geometry, fingerprint, least_blocks)
+
+    def _create(self, geometry: Geometry, fingerprint: str, least_blocks: int) -> "FlashBranch":
         file = self._create_file(self.path, geometry, fingerprint, least_blocks)
         volume = self._volume(file, geometry, self._lanes(file, geometry))
         return FlashBranch(volume, _Anchor(volume), Table.empty(volume.lanes))
@@ -121,8 +133,11 @@ class FlashStore:
         return LanePool(geometry, ExtentPool(file.path, geometry.extent_bytes, self.max_bytes))
 
     def _volume(self, file: BlockFile, geometry: Geometry, lanes: LanePool) -> Volume:
-        return Volume(file, geometry, lanes.extents, lanes, threads=self.threads, staging_bytes=self.staging_bytes,
-                      timeout=self.timeout)
+        # Pages of logs lie in token order: to the layout of their file, a page is a block.
+        layout = "cluster_major" if self.layout == "sequential" else self.layout
+        chosen = LAYOUTS[layout](geometry, lanes.extents)
+        return Volume(file, geometry, lanes.extents, lanes, chosen, threads=self.threads,
+                      staging_bytes=self.staging_bytes, timeout=self.timeout)
 
 
 class _Anchor:
@@ -151,6 +166,7 @@ class FlashBranch(TransactionalBranch):
     def __init__(self, volume: Volume, anchor: _Anchor, table: Table, generation: int = 0):
         super().__init__(volume.geometry, generation)
         self._volume = volume
+        self.samples = volume.samples
         self._anchor: _Anchor | None = anchor
         self._lineage = Lineage(volume.geometry, table, self._errors, self._tally)
         volume.adopt(self._lineage)
@@ -217,21 +233,24 @@ class FlashBranch(TransactionalBranch):
 
     # ---- prefill
 
-    def write_layer(self, layer, blocks, counts):
+    def write_layer(self, layer, blocks, counts, prompt=None):
+        retrieved = None if prompt is None else prompt.retrieved
         geometry = self.geometry
         with self._mutex:
             counts = self._prefill_counts(blocks, counts).reshape(-1)
             start = self._layer_start(layer)
             self._drain()
-            self._replace(start, blocks.reshape(-1, geometry.block_rows, geometry.width), counts)
+            self._replace(start, blocks.reshape(-1, geometry.block_rows, geometry.width), counts, retrieved)
 
-    def _replace(self, start: int, blocks: np.ndarray, counts: np.ndarray) -> None:
+    def _replace(self, start: int, blocks: np.ndarray, counts: np.ndarray, retrieved: np.ndarray | None) -> None:
         """Writes blocks[n, C, width] with counts[n] > 0 to new extents, then lets ids start..start+n-1 be those."""
         volume = self._volume
         filled = np.flatnonzero(counts > 0)
         with volume.lock:
             end = volume.extents.end
-            extents = volume.allocate(filled.size)
+            extents = volume.place_prompt(start + filled, retrieved)
+        order = extents.argsort()
+        filled, extents = filled[order], extents[order]
         try:
             volume.file.check_room(int(np.count_nonzero(extents >= end)) * self.geometry.extent_bytes)
             sums = self._write_blocks(start, blocks, counts, filled, extents)

@@ -22,7 +22,8 @@ class HostBranch(TransactionalBranch):
         super().__init__(geometry, generation)
         self._data = data
 
-    def write_layer(self, layer, blocks, counts):
+    def write_layer(self, layer, blocks, counts, prompt=None):
+        del prompt
         geometry = self.geometry
         with self._mutex:
             valid = np.arange(geometry.block_rows) < self._prefill_counts(blocks, counts)[..., None]

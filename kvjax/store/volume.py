@@ -11,6 +11,7 @@ from kvjax.errors import ChecksumMismatch, StaleCache, StoreError, WriteFailed
 from kvjax.store.base import Geometry
 from kvjax.store.extents import ExtentPool
 from kvjax.store.file import BlockFile
+from kvjax.store.layout import Layout
 from kvjax.store.lineage import Lineage
 from kvjax.store.log import CommitLog, Request, read_superblocks
 from kvjax.store.overlay import OverlayFile
@@ -31,15 +32,17 @@ class Volume:
       staged_bytes: size of all staged blocks.
     """
 
-    def __init__(self, file: BlockFile, geometry: Geometry, extents: ExtentPool, lanes: LanePool, *,
+    def __init__(self, file: BlockFile, geometry: Geometry, extents: ExtentPool, lanes: LanePool, layout: Layout, *,
                  threads: int, staging_bytes: int, timeout: float):
         self.file = file
         self.geometry = geometry
         self.extents = extents
         self.lanes = lanes
+        self._layout = layout
         self.timeout = timeout
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)
+        self.samples = layout.samples
         self.staged_bytes = 0
         self.log = CommitLog(file, geometry, extents, lanes, self.lock)
         self._saves: list[Request] = []
@@ -182,10 +185,15 @@ class Volume:
 
     # ---- extents
 
-    def allocate(self, count: int) -> np.ndarray:
-        """int32[count] new extents; NoSpace. The lock is held."""
+    def place_prompt(self, ids: np.ndarray, retrieved: np.ndarray | None) -> np.ndarray:
+        """`Layout.place_prompt`. The lock is held."""
         self.reap()
-        return self.extents.allocate(count)
+        return self._layout.place_prompt(ids, retrieved)
+
+    def place(self, block_id: int) -> int:
+        """`Layout.place`. The lock is held."""
+        self.reap()
+        return self._layout.place(block_id)
 
     def where(self, lineage: Lineage) -> Callable[[int], str]:
         """Names the block of `lineage` that lies at a file offset."""

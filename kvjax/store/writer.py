@@ -90,7 +90,7 @@ class Writer:
             lineage.table.unshare(block_id)
             old = lineage.table.extent(block_id)
             shared = old < 0 or volume.extents.is_shared(old)
-            target = int(volume.allocate(1)[0]) if shared else old
+            target = volume.place(block_id) if shared else old
         offset, where = volume.extents.offset(target), lambda _: volume.geometry.describe(block_id)
         try:
             volume.file.write(staged.image, offset, where)

@@ -15,6 +15,9 @@ STORES = {
     "buffered": lambda path, seed: FlashStore(path, direct=False, threads=2),
     "direct": lambda path, seed: FlashStore(path, threads=3, staging_bytes=40 * 4096),
     "eager": lambda path, seed: FlashStore(path, threads=2, staging_bytes=0),
+    "cluster_major": lambda path, seed: FlashStore(path, threads=2, staging_bytes=0, layout="cluster_major"),
+    "dual_head": lambda path, seed: FlashStore(path, threads=2, staging_bytes=0, layout="dual_head"),
+    "sequential": lambda path, seed: FlashStore(path, threads=2, staging_bytes=20 * 4096, layout="sequential"),
     "stormy": lambda path, seed: _stormy(path, seed),
 }
 

@@ -1,0 +1,239 @@
+"""What a layout on flash is worth: the same tokens decoded over each, and what was read, written and moved.
+
+The reference model decodes held-out text (teacher-forced) with its cache on a `FlashStore` of every layout. All layouts
+give equal bits, and a digest of the logits in each row shows it. Figures that correspond to DynaKV's:
+
+  entries per access (Figure 12)  An entry is one token's key and value of one KV head in one layer. Every
+      `probe_every` tokens, all blocks that the step needed are read once more from the store, as if none were in
+      memory; what the requests of that read returned of entries in those blocks, divided by their number, is the
+      average continuous access. The requests of decoding itself (`reads_per_token`) are for blocks that are not in
+      memory, which are fewer and so less often neighbours.
+  bytes moved by updates (Figure 13)  Entries that were on flash before a token and lie elsewhere after it. For the
+      cluster-by-cluster layout, in which the clusters of a lane are packed without gaps and an insertion or a split
+      shifts everything behind it, nobody would run a store: its moves are computed, exactly, from where each token is
+      before and after every step. `packed_lane` takes every lane for a file of its own, the mildest reading;
+      `packed_file` packs the lanes of the cache one after the other into one file.
+
+Nothing here is timed.
+"""
+
+import dataclasses
+import hashlib
+import os
+import pathlib
+
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+from tqdm import tqdm
+
+import kvjax
+from experiments import common
+from experiments.results import Run
+from kvjax import decode
+from kvjax.decode import Slots
+from kvjax.errors import ConfigError
+from kvjax.store.base import Branch, Stats
+from kvjax.store.layout import LAYOUTS
+from kvjax.tasks import corpus
+
+
+class Updates:
+    """Follows every token through the blocks, and through the packed layout that was never made.
+
+    Attributes:
+      inserted: entries that were written for the first time.
+      moved: entries whose block or row changed.
+      packed_lane, packed_file: entries whose offset in the packed layout changed.
+    """
+
+    def __init__(self, pos: np.ndarray, tokens: int):
+        """pos: int32[lanes, NB, C], position of the token in each row, below `tokens`; -1 = empty."""
+        self.inserted = self.moved = self.packed_lane = self.packed_file = 0
+        self._tokens = tokens
+        self._count = (pos >= 0).sum(-1)
+        self._order = [np.flatnonzero(count).tolist() for count in self._count]
+        self._home, self._offset, self._length = self._where(pos)
+
+    def see(self, pos: np.ndarray) -> None:
+        """Takes note of the tables after a step."""
+        count = (pos >= 0).sum(-1)
+        for lane, block in np.argwhere((count > 0) & (self._count == 0)).tolist():
+            self._born(lane, block, pos[lane, block])
+        self._count = count
+        home, offset, length = self._where(pos)
+        old = (self._home >= 0) & (home >= 0)
+        start, was = (np.cumsum(x)[:, None] - x[:, None] for x in (length, self._length))
+        self.inserted += int(((self._home < 0) & (home >= 0)).sum())
+        self.moved += int((old & (home != self._home)).sum())
+        self.packed_lane += int((old & (offset != self._offset)).sum())
+        self.packed_file += int((old & (offset + start != self._offset + was)).sum())
+        self._home, self._offset, self._length = home, offset, length
+
+    def _born(self, lane: int, block: int, pos: np.ndarray) -> None:
+        """The second half of a split is packed behind the first; a cluster of new tokens comes last."""
+        homes = self._home[lane, pos[pos >= 0]]
+        parents = homes[homes >= 0] // pos.size
+        order = self._order[lane]
+        order.insert(order.index(int(parents[0])) + 1 if parents.size else len(order), block)
+
+    def _where(self, pos: np.ndarray):
+        """Home[lanes, T] (block * C + row) and packed offset[lanes, T] of every token, -1 = none; entries per lane."""
+        start = np.zeros_like(self._count)
+        for lane, order in enumerate(self._order):
+            start[lane, order] = np.cumsum(self._count[lane, order]) - self._count[lane, order]
+        lane, block, row = np.nonzero(pos >= 0)
+        home, offset = np.full((2, pos.shape[0], self._tokens), -1, np.int64)
+        home[lane, pos[lane, block, row]] = block * pos.shape[2] + row
+        offset[lane, pos[lane, block, row]] = start[lane, block] + row
+        return home, offset, self._count.sum(-1)
+
+
+@dataclasses.dataclass
+class Probe:
+    """Reads of everything a step needed, with nothing in memory.
+
+    Attributes:
+      stats: of these reads; what the writer did meanwhile is left out.
+      blocks, entries: asked for. A few of them wait to be written, and so did not come from flash.
+    """
+
+    stats: Stats = dataclasses.field(default_factory=Stats)
+    blocks: int = 0
+    entries: int = 0
+
+    def read(self, branch: Branch, state) -> None:
+        """Reads the blocks of the newest step again, a layer at a time, and counts the entries that came."""
+        before = branch.stats()
+        for i, one in enumerate(state.layers):
+            block = np.asarray(one.state.loaded)
+            slot = np.broadcast_to(np.arange(block.shape[-1], dtype=np.int32), block.shape)
+            slots = np.zeros((*block.shape, *one.pool.rows.shape[-2:]), one.pool.rows.dtype)
+            if not branch.read_into(i, branch.generation, block, slot, slots):
+                raise branch.take_error() or RuntimeError("a read failed without a reason")
+            self.blocks += int((block < branch.geometry.num_blocks).sum())
+            self.entries += int(slots.any(axis=-1).sum())
+        done = _combine(branch.stats(), before, -1)
+        done = dataclasses.replace(done, rows_written=0, blocks_written=0, bytes_written=0)
+        self.stats = _combine(self.stats, done)
+
+
+def _combine(one: Stats, other: Stats, sign: int = 1) -> Stats:
+    """Field by field, one + sign * other."""
+    names = [field.name for field in dataclasses.fields(Stats)]
+    return Stats(**{name: getattr(one, name) + sign * getattr(other, name) for name in names})
+
+
+def texts(llm: kvjax.LLM, count: int, tokens: int) -> np.ndarray:
+    """int32[count, tokens] of held-out text, every row from a part of its own."""
+    ids = np.array(llm.encode("\n".join(corpus.stdlib_documents(held_out=True)), start=False), np.int32)
+    if ids.size < count * (tokens - 1):
+        raise ConfigError(f"batch={count} rows of {tokens} tokens need more than the {ids.size} tokens of held-out "
+                          "text; lower batch, context or steps")
+    rows = ids[:count * (tokens - 1)].reshape(count, -1)
+    return np.concatenate([np.zeros((count, 1), np.int32), rows], axis=1)  # token 0 begins a text
+
+
+def tables(state) -> np.ndarray:
+    """int32[lanes, NB, C] position of every row of all layers, copied."""
+    return np.concatenate([np.asarray(one.state.pos).reshape(-1, *one.state.pos.shape[2:]) for one in state.layers])
+
+
+def measure(llm: kvjax.LLM, layout: str, tokens: np.ndarray, config: ml_collections.ConfigDict,
+            path: pathlib.Path) -> dict:
+    """One row: decodes tokens[B, context + steps] over a store of this layout."""
+    method = common.make_method(config.method)
+    store = kvjax.FlashStore(path, layout=layout, threads=1, staging_bytes=config.staging_bytes)
+    context, steps = config.context, config.steps
+    cache = llm.prefill(tokens[:, :context].tolist(), method=method, store=store, capacity=context + steps,
+                        slots=Slots(count=config.slots or None))
+    branch, state = cache.branch, cache.state
+    updates, probe, digest = Updates(tables(state), context + steps), Probe(), hashlib.sha256()
+    needed = missed = 0
+    before = branch.stats()
+    for i in tqdm(range(steps), desc=layout, disable=None):
+        done = decode.step(cache.plan, llm.params, state, jnp.asarray(tokens[:, context + i]), donate=True)
+        state = done.state
+        digest.update(np.asarray(done.logits).tobytes())
+        needed += sum(int(report.traffic.requested.sum()) for report in done.reports)
+        missed += sum(int(report.traffic.missed.sum()) for report in done.reports)
+        updates.see(tables(state))
+        if i % config.probe_every == 0:
+            probe.read(branch, state)
+    branch.flush()
+    used = _combine(_combine(branch.stats(), before, -1), probe.stats, -1)
+    row_bytes = decode.geometry(cache.plan).row_bytes
+    space = space_row(path, int((tables(state) >= 0).sum()), row_bytes)
+    branch.close()
+    head = {"layout": layout, "method": common.label(method), "store": "flash", "task": "layouts", "context": context,
+            "budget": method.budget, "seed": 0, "tokens": steps * len(tokens), "logits_sha256": digest.hexdigest()[:16]}
+    return {**head, "hit_rate": 1 - missed / max(1, needed), **access_row(probe, row_bytes),
+            **traffic_row(used, updates, layout, steps * len(tokens), row_bytes), **space}
+
+
+def access_row(probe: Probe, row_bytes: int) -> dict[str, float]:
+    """Figure 12: what one contiguous access returns when nothing is in memory."""
+    stats = probe.stats
+    came = probe.entries / probe.blocks * stats.blocks_read
+    return {"entries_per_access": came / stats.reads, "bytes_per_access": stats.bytes_read / stats.reads,
+            "blocks_per_access": stats.blocks_read / stats.reads,
+            "useful_share": came * row_bytes / stats.bytes_read}
+
+
+def traffic_row(used: Stats, updates: Updates, layout: str, tokens: int, row_bytes: int) -> dict[str, float]:
+    """Decoding's reads and writes, and Figure 13: bytes moved by updates."""
+    # In token order, whatever is written beyond the new entries would be a moved one.
+    moved = used.rows_written - updates.inserted if layout == "sequential" else updates.moved
+    return {
+        "reads_per_token": used.reads / tokens, "bytes_read_per_token": used.bytes_read / tokens,
+        "bytes_written_per_token": used.bytes_written / tokens,
+        "write_amplification": used.bytes_written / (updates.inserted * row_bytes),
+        "moved_bytes_per_token": moved * row_bytes / tokens,
+        "packed_lane_moved_bytes_per_token": updates.packed_lane * row_bytes / tokens,
+        "packed_file_moved_bytes_per_token": updates.packed_file * row_bytes / tokens,
+    }
+
+
+def space_row(path: pathlib.Path, entries: int, row_bytes: int) -> dict[str, float]:
+    """Slack within what the file occupies, and holes in its range of offsets."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())  # delayed allocation: the kernel may not have given blocks yet
+        found = os.fstat(file.fileno())
+    occupied = found.st_blocks * 512
+    return {"file_bytes": found.st_size, "occupied_bytes": occupied,
+            "fragmentation": 1 - entries * row_bytes / occupied, "holes": 1 - occupied / found.st_size}
+
+
+def run(config: ml_collections.ConfigDict, workdir: str) -> None:
+    """Measures every layout; re-running skips the rows that are there."""
+    unknown = set(config.layouts) - {*LAYOUTS, "sequential"}
+    if unknown:
+        raise ConfigError(f"unknown layouts {', '.join(sorted(unknown))}; use {', '.join(LAYOUTS)} or sequential")
+    common.make_method(config.method)
+    llm = common.load_model(config.model)
+    tokens = texts(llm, config.batch, config.context + config.steps)
+    run = Run(config, workdir)
+    rows = run.logged()
+    for layout in config.layouts:
+        if layout not in {row["layout"] for row in rows}:
+            path = run.path / f"{layout}.kv"
+            rows.append(measure(llm, layout, tokens, config, path))
+            path.unlink()
+            run.log(**rows[-1])
+    run.summary(rows)
+    print_table(rows)
+
+
+def print_table(rows: list[dict]) -> None:
+    """The figures that matter, a line per layout."""
+    print(f"{'layout':>14}{'entries':>9}{'KiB':>7}{'reads':>8}{'KiB read':>10}{'write':>7}{'slack':>7}{'holes':>7}"
+          f"{'KiB moved':>11}{'  packed: lane':>15}{'file':>9}  logits\n{'':>14}{'per access':>16}{'per token':>18}"
+          f"{'ampl.':>7}{'':>14}{'per token':>11}{'x as many':>15}")
+    for row in rows:
+        moved = row["moved_bytes_per_token"]
+        packed = [row[f"packed_{unit}_moved_bytes_per_token"] for unit in ("lane", "file")]
+        ratios = [f"{bytes_ / moved:,.0f}" if moved else "-" for bytes_ in packed]
+        print(f"{row['layout']:>14}{row['entries_per_access']:9.1f}{row['bytes_per_access'] / 1024:7.1f}"
+              f"{row['reads_per_token']:8.1f}{row['bytes_read_per_token'] / 1024:10.0f}"
+              f"{row['write_amplification']:7.1f}{row['fragmentation']:7.0%}{row['holes']:7.0%}{moved / 1024:11.2f}"
+              f"{ratios[0]:>15}{ratios[1]:>9}  {row['logits_sha256']}")

@@ -1,0 +1,85 @@
+"""What the layouts experiment computes instead of measuring: moves in a packed layout, against lists of tokens."""
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from experiments.layouts import Updates, texts
+from kvjax.errors import ConfigError
+
+LANES, BLOCKS, ROWS, TOKENS = 2, 8, 4, 30
+
+
+class Lists:
+    """Each lane as lists of tokens by block, and the order of its blocks in the packed layout."""
+
+    def __init__(self):
+        self.rows = [{block: [] for block in range(BLOCKS)} for _ in range(LANES)]
+        self.order = [[] for _ in range(LANES)]
+
+    def table(self) -> np.ndarray:
+        pos = np.full((LANES, BLOCKS, ROWS), -1, np.int32)
+        for lane, rows in enumerate(self.rows):
+            for block, tokens in rows.items():
+                pos[lane, block, :len(tokens)] = tokens
+        return pos
+
+    def append(self, lane, block, token):
+        if not self.rows[lane][block]:
+            self.order[lane].append(block)
+        self.rows[lane][block].append(token)
+
+    def split(self, lane, block, free, stay):
+        tokens = self.rows[lane][block]
+        self.rows[lane][block] = [t for i, t in enumerate(tokens) if stay >> i & 1]
+        self.rows[lane][free] = [t for i, t in enumerate(tokens) if not stay >> i & 1]
+        self.order[lane].insert(self.order[lane].index(block) + 1, free)
+
+    def places(self):
+        """(block and row, offset in the lane, offset in the file) of every token."""
+        found, file = {}, 0
+        for lane, order in enumerate(self.order):
+            packed = [(block, row) for block in order for row in range(len(self.rows[lane][block]))]
+            for offset, (block, row) in enumerate(packed):
+                found[lane, self.rows[lane][block][row]] = ((block, row), offset, file + offset)
+            file += len(packed)
+        return found
+
+
+@hypothesis.given(st.data())
+@hypothesis.settings(max_examples=40, deadline=None)
+def test_updates_count_what_changes_place(data):
+    lists = Lists()
+    for token in range(6):
+        lists.append(token % LANES, data.draw(st.integers(0, 2)), token)
+    for lane in range(LANES):
+        lists.order[lane].sort()  # a prompt's blocks are packed in the order of their numbers
+    updates, expected = Updates(lists.table(), TOKENS), np.zeros(4, int)
+    for token in range(6, TOKENS):
+        before = lists.places()
+        for lane in range(LANES):
+            large = [b for b, rows in lists.rows[lane].items() if len(rows) >= 2]
+            free = [b for b, rows in lists.rows[lane].items() if not rows]
+            if large and free and data.draw(st.booleans()):
+                block = data.draw(st.sampled_from(large))
+                lists.split(lane, block, free[0], data.draw(st.integers(1, 2 ** len(lists.rows[lane][block]) - 2)))
+            roomy = [b for b, rows in lists.rows[lane].items() if rows and len(rows) < ROWS]
+            if roomy and data.draw(st.booleans()):
+                lists.append(lane, data.draw(st.sampled_from(roomy)), token)
+        updates.see(lists.table())
+        after = lists.places()
+        expected[0] += len(after.keys() - before.keys())
+        for key, places in before.items():
+            expected[1:] += [old != new for old, new in zip(places, after[key], strict=True)]
+    found = [updates.inserted, updates.moved, updates.packed_lane, updates.packed_file]
+    assert found == expected.tolist()
+
+
+def test_too_little_text_is_refused():
+    class Few:
+        def encode(self, text, start):
+            return range(10)
+
+    with pytest.raises(ConfigError, match="lower batch"):
+        texts(Few(), 2, 100)
