@@ -46,6 +46,7 @@ def brute_force(retrieved, known) -> np.ndarray:
     return matrix / max(1, matrix.sum())
 
 
+@hypothesis.settings(deadline=None)
 @hypothesis.given(retrievals, st.sets(st.integers(0, 8)))
 def test_co_retrieval_is_equation_8(retrieved, known):
     known = np.array(sorted(known), np.int64)
@@ -57,6 +58,7 @@ def test_co_retrieval_is_equation_8(retrieved, known):
     assert (np.diff(probability) <= 0).all()
 
 
+@hypothesis.settings(deadline=None)
 @hypothesis.given(retrievals, st.sets(st.integers(0, 8)))
 def test_pools_are_a_greedy_matching(retrieved, known):
     """No two blocks of different pools are more correlated than both are with their own partners."""
