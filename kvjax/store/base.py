@@ -102,6 +102,7 @@ class Stats:
     bytes_useful: int = 0  # bytes of those blocks without padding
     rows_written: int = 0  # appended rows that reached the device
     blocks_written: int = 0  # blocks written, whatever the reason
+    bytes_put: int = 0  # bytes of committed rows and blocks, and of a prompt's
     bytes_written: int = 0  # bytes given to the device, padding included
     read_seconds: float = 0.0  # wall time inside read_into
     io_seconds: float = 0.0  # of every read that was used: from the first request to the last answer of the device
@@ -114,6 +115,11 @@ class Stats:
     def hidden_io_fraction(self) -> float:
         """Share of the device's time in which the step did something else."""
         return 1.0 - self.wait_seconds / self.io_seconds if self.io_seconds else 0.0
+
+    @property
+    def write_amplification(self) -> float:
+        """Bytes that reached the device for every byte that was put; flush first, or what is staged is missing."""
+        return self.bytes_written / self.bytes_put if self.bytes_put else 0.0
 
 
 class Event(NamedTuple):

@@ -276,8 +276,9 @@ class FlashBranch(TransactionalBranch):
             payload[:] = _kept(blocks[piece], counts[piece])
             sums[first:first + step] = [checksum(row) for row in payload]
             self._write_runs(buffer, extents[first:first + step], start + piece)
-        written = filled.size * geometry.extent_bytes
-        self._tally.add(blocks_written=filled.size, bytes_written=written)
+        rows = int(np.minimum(counts[filled], geometry.block_rows).sum())
+        self._tally.add(blocks_written=filled.size, bytes_put=rows * geometry.row_bytes,
+                        bytes_written=filled.size * geometry.extent_bytes)
         return sums
 
     def _write_runs(self, buffer: np.ndarray, extents: np.ndarray, ids: np.ndarray) -> None:

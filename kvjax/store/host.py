@@ -32,7 +32,8 @@ class HostBranch(TransactionalBranch):
             count = geometry.lanes * geometry.num_blocks
             self._data[start:start + count] = kept.reshape(count, -1).view(np.uint8)
             written = int(valid.any(-1).sum())
-        self._tally.add(blocks_written=written, bytes_written=written * geometry.block_bytes)
+        self._tally.add(blocks_written=written, bytes_put=int(valid.sum()) * geometry.row_bytes,
+                        bytes_written=written * geometry.block_bytes)
 
     def fork(self) -> "HostBranch":
         with self._mutex:

@@ -79,7 +79,7 @@ class Lineage:
 
     Attributes:
       table: the extent of each block.
-      queue: staged blocks by id, oldest first; they may still take more rows.
+      queue: staged blocks by id, the one that was put longest ago first; they may still take more rows.
       flight: staged blocks the writer is working on; their rows no longer change.
       failed: why the writer gave up on this lineage; cleared to let it try again.
       urgent: somebody waits for the queue to be empty.
@@ -114,13 +114,13 @@ class Lineage:
         return len(self.queue) - before
 
     def _staged(self, block_id: int) -> Staged:
-        staged = self.queue.get(block_id)
-        if staged is None:
-            staged = self.queue[block_id] = Staged(self.geometry)
+        staged = self.queue.pop(block_id) if block_id in self.queue else Staged(self.geometry)
+        self.queue[block_id] = staged
         return staged
 
-    def take_oldest(self) -> tuple[int, Staged]:
-        """Moves the block that waits longest from the queue to the writer."""
+    def take_coldest(self) -> tuple[int, Staged]:
+        """Moves the block that was put longest ago from the queue to the writer: a block that keeps getting rows stays
+        in its buffer until they fill it (DynaKV section 5.2: buffers for hot clusters, direct writes for cold ones)."""
         block_id = next(iter(self.queue))
         staged = self.flight[block_id] = self.queue.pop(block_id)
         return block_id, staged

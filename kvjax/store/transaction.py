@@ -188,6 +188,7 @@ class TransactionalBranch(Branch):
             self._raise_saved()
             self._check(generation)
             self._publish(self._open)
+            self._tally.add(bytes_put=sum(record.data.nbytes for record in self._open))
             self._open = []
             self.generation += 1
 

@@ -56,7 +56,7 @@ class Writer:
             lineage = volume.next_to_write()
             if lineage is None:
                 return False
-            block_id, staged = lineage.take_oldest()
+            block_id, staged = lineage.take_coldest()
         try:
             self._complete(lineage, block_id, staged)
             self._put(lineage, block_id, staged)

@@ -1,0 +1,40 @@
+"""Write-behind: which blocks stay in their buffers, and how many bytes reach the device for those that were put."""
+
+import numpy as np
+import pytest
+
+from kvjax.store.flash import FlashStore
+from tests.store.conftest import GEOMETRY, wait_until
+
+EXTENT = GEOMETRY.extent_bytes
+
+
+def test_a_hot_block_stays_in_its_buffer(tmp_path, open_branch):
+    """Staging holds two layers' worth of one block per lane; one hot block, a new cold one at every token."""
+    driver = open_branch(FlashStore(tmp_path, staging_bytes=4 * 2 * GEOMETRY.lanes * EXTENT))
+    driver.prefill()
+    before = driver.branch.stats().blocks_written
+    hot, cold = 0, (1, 2, 3, 4, 5)
+    for i, block in enumerate(cold):
+        driver.append(hot, i % GEOMETRY.block_rows, float(i))
+        driver.append(block, 0, 1.0)
+    wait_until(lambda: driver.branch.stats().blocks_written > before)
+    lineage = driver.branch._lineage
+    with driver.branch._volume.lock:
+        waiting = {block_id % GEOMETRY.num_blocks for block_id in lineage.queue}
+    assert hot in waiting
+    driver.branch.flush()
+    assert driver.branch.stats().rows_written == 2 * len(cold) * GEOMETRY.lanes
+
+
+@pytest.mark.parametrize("rows", [1, GEOMETRY.block_rows])
+def test_write_amplification(tmp_path, open_branch, rows):
+    """A block is one write, however many of its rows were put before the buffer went to the device."""
+    driver = open_branch(FlashStore(tmp_path))
+    for row in range(rows):
+        driver.append(2, row, float(row))
+    driver.branch.flush()
+    stats = driver.branch.stats()
+    assert stats.bytes_put == rows * GEOMETRY.lanes * GEOMETRY.row_bytes
+    assert stats.bytes_written == GEOMETRY.lanes * EXTENT
+    np.testing.assert_allclose(stats.write_amplification, EXTENT / (rows * GEOMETRY.row_bytes))
