@@ -29,7 +29,6 @@ Cost per step: one score per cluster, then the selected clusters; one distance p
 """
 
 import dataclasses
-from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +39,7 @@ from kvjax.clusters.index import empty_index, statistics
 from kvjax.errors import ConfigError
 from kvjax.method import Method, Placement, Selection, aggregate, top_blocks
 
-Strategy = Literal["adaptive", "static", "local"]
+UPDATES = ("adaptive", "static", "local")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +60,7 @@ class DynaKV(Method):
     """
 
     aggregation: str = "softmax_mean"
-    update: Strategy = "adaptive"
+    update: str = "adaptive"
     cluster: int = 16
     block_rows: int | None = None
     num_blocks: int | None = None
@@ -74,8 +73,8 @@ class DynaKV(Method):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.update not in get_args(Strategy):
-            raise ConfigError(f"unknown update {self.update!r}; use one of {', '.join(get_args(Strategy))}")
+        if self.update not in UPDATES:
+            raise ConfigError(f"unknown update {self.update!r}; use one of {', '.join(UPDATES)}")
         if self.update == "adaptive" and self.rule.held > self.largest:
             raise ConfigError(
                 f"buffer={self.buffer} must be smaller than block_rows={self.largest}: one split takes them all"

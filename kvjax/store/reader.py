@@ -157,12 +157,16 @@ class Reader:
 
     def bounds(self, extents: np.ndarray) -> list[int]:
         """Where to cut a fetch: two chunks per thread if there is that much to read, so that what has landed is copied
-        while the rest is read, and none longer than an arena."""
+        while the rest is read, and none longer than an arena. Runs of neighbours stay whole where they can."""
         count = extents.size
-        requests = 1 + int(np.count_nonzero(extents[1:] - extents[:-1] != 1))
-        pieces = max(requests // 2, count * self._extent_bytes // PIECE_BYTES)
+        starts = np.append(0, (extents[1:] - extents[:-1] != 1).nonzero()[0] + 1)
+        pieces = max(starts.size // 2, count * self._extent_bytes // PIECE_BYTES)
         chunks = max(min(2 * self.pool.threads, pieces), -(-count // self._arenas.extents), 1)
-        return [count * i // chunks for i in range(chunks + 1)]
+        cuts = count * np.arange(chunks + 1) // chunks
+        between_runs = np.unique(np.append(starts, count)[starts.searchsorted(cuts)])
+        if np.diff(between_runs).max(initial=0) <= min(self._arenas.extents, 2 * -(-count // chunks)):
+            cuts = between_runs
+        return cuts.tolist()
 
     def read(self, chunk: Chunk, where: Where) -> None:
         """Reads a chunk into an arena and verifies it. Raises ShortRead or ReadFailed, and then it has no arena."""
