@@ -22,7 +22,7 @@ def get_config(preset: str = "cpu") -> ml_collections.ConfigDict:
     # Stages of (row lengths, steps): each step draws its length, so that the last stage forgets none.
     config.stages = (
         ((128,), 2700), ((256,), 600), ((512,), 450), ((1024,), 120), ((2048,), 50),
-        ((128, 256, 256, 512, 512, 1024, 2048), 3000),
+        ((128, 256, 256, 512, 512, 1024, 2048), 680), ((128, 256, 512, 1024, 1024, 2048, 2048), 420),
     )
     config.mixture = ml_collections.ConfigDict({
         "recall": 0.1, "needles": 0.6, "passkey": 0.12,
@@ -30,7 +30,7 @@ def get_config(preset: str = "cpu") -> ml_collections.ConfigDict:
     })
     config.learning_rate = 3e-3
     config.warmup_steps = 200
-    config.decay_steps = 1200
+    config.decay_steps = 400
     config.weight_decay = 0.01
     config.log_every = 50
     config.eval_every = 200
