@@ -16,7 +16,7 @@ from tqdm import tqdm
 import kvjax
 from experiments import common
 from experiments.results import Run
-from kvjax import decode
+from kvjax import decode, planning
 from kvjax.errors import ConfigError
 from kvjax.llm import Cache
 from kvjax.tasks import corpus, needles, scoring
@@ -92,7 +92,7 @@ def perplexity_row(llm: kvjax.LLM, method, stream, length: int, config: ml_colle
 
 def teacher_forced_nll(llm: kvjax.LLM, cache: Cache, tokens: np.ndarray) -> np.ndarray:
     """Negative log-likelihood `[B, N]` of the given continuations, in nats."""
-    state, logits, losses = decode.copy(cache.state), cache.logits, []
+    state, logits, losses = planning.copy(cache.state), cache.logits, []
     for column in tokens.T:
         losses.append(-jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.asarray(column)[:, None], axis=1)[:, 0])
         done = decode.step(cache.plan, llm.params, state, column, donate=True)

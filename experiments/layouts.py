@@ -30,9 +30,9 @@ from tqdm import tqdm
 import kvjax
 from experiments import common
 from experiments.results import Run
-from kvjax import decode
-from kvjax.decode import Slots
+from kvjax import decode, planning
 from kvjax.errors import ConfigError
+from kvjax.planning import Slots
 from kvjax.store.base import Branch, Stats
 from kvjax.store.layout import LAYOUTS
 from kvjax.tasks import corpus
@@ -162,7 +162,7 @@ def measure(llm: kvjax.LLM, layout: str, tokens: np.ndarray, config: ml_collecti
             probe.read(branch, state)
     branch.flush()
     used = _combine(_combine(branch.stats(), before, -1), probe.stats, -1)
-    row_bytes = decode.geometry(cache.plan).row_bytes
+    row_bytes = planning.geometry(cache.plan).row_bytes
     space = space_row(path, int((tables(state) >= 0).sum()), row_bytes)
     branch.close()
     head = {"layout": layout, "method": common.label(method), "store": "flash", "task": "layouts", "context": context,

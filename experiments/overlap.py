@@ -16,9 +16,9 @@ import kvjax
 from experiments import throughput
 from experiments.results import Run
 from kvjax import decode
-from kvjax.decode import Slots
 from kvjax.methods import Quest
 from kvjax.models.config import ModelConfig, RopeConfig
+from kvjax.planning import Slots
 from kvjax.store.flash import FlashStore
 from kvjax.store.system import SystemIO
 

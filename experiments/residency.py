@@ -18,7 +18,7 @@ from tqdm import tqdm
 import kvjax
 from experiments import common
 from experiments.results import Run
-from kvjax import decode
+from kvjax import decode, planning
 from kvjax.errors import ConfigError
 from kvjax.store import residency
 from kvjax.store.belady import fewest_misses
@@ -37,7 +37,7 @@ class Trace:
 
 def record(llm: kvjax.LLM, cache: kvjax.Cache, tokens: np.ndarray) -> Trace:
     """Feeds tokens[B, T] one by one and notes what each step needs."""
-    state, steps = decode.copy(cache.state), []
+    state, steps = planning.copy(cache.state), []
     before = _tables(cache.plan, state)
     for column in tqdm(tokens.T, desc="record", disable=None):
         state = decode.step(cache.plan, llm.params, state, column, donate=True).state
@@ -48,9 +48,9 @@ def record(llm: kvjax.LLM, cache: kvjax.Cache, tokens: np.ndarray) -> Trace:
     return Trace(need, count, _listed(changed))
 
 
-def _tables(plan: decode.Plan, state: decode.State) -> dict[str, np.ndarray]:
+def _tables(plan: planning.Plan, state: planning.State) -> dict[str, np.ndarray]:
     """Tables of the layers whose blocks a store would hold, as lanes."""
-    stored = [one.state for i, one in enumerate(state.layers) if decode.on_store(plan, i)]
+    stored = [one.state for i, one in enumerate(state.layers) if planning.on_store(plan, i)]
     parts = {name: np.stack([np.asarray(getattr(one, name)) for one in stored]) for name in ("loaded", "count", "pos")}
     return {name: part.reshape(-1, *part.shape[3:]) for name, part in parts.items()}
 
@@ -96,7 +96,7 @@ def measure(llm: kvjax.LLM, settings, config: ml_collections.ConfigDict) -> list
     cache = llm.prefill(tokens[:, : config.context].tolist(), method=method, capacity=config.context + config.steps)
     trace = record(llm, cache, tokens[:, config.context :])
     needed = int(np.count_nonzero(trace.need < trace.count.shape[-1]))
-    block_bytes = decode.geometry(cache.plan).block_bytes
+    block_bytes = planning.geometry(cache.plan).block_bytes
     head = {"method": common.label(method), "store": "replay", "task": "residency", "context": config.context,
             "steps": config.steps, "budget": method.budget, "seed": config.seed, "blocks_needed": needed,
             "blocks_in_use": float(np.mean(np.count_nonzero(trace.count[-1], axis=-1)))}

@@ -22,8 +22,8 @@ from experiments.results import Run
 from experiments.shift_decoding import Decoding, Window, in_token_order, window_starts
 from experiments.shift_measures import against_dense, co_retrieval, measure_window, partitions
 from experiments.shift_texts import KINDS, Texts
-from kvjax.decode import Plan
 from kvjax.errors import ConfigError
+from kvjax.planning import Plan
 
 STRATEGIES = ("adaptive", "static", "local", "global", "no_cluster")
 MODES = ("teacher", "free")

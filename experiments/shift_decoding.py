@@ -11,10 +11,10 @@ import numpy as np
 
 import kvjax
 from experiments import common
-from kvjax import decode, layer, sampling
-from kvjax.decode import Plan, State
+from kvjax import decode, layer, planning, prefill, sampling
 from kvjax.layer import LayerCache, LayerPlan
 from kvjax.method import Method
+from kvjax.planning import Plan, State
 from kvjax.sampling import Sampling
 
 
@@ -81,9 +81,9 @@ class Decoding:
         self.llm, self.strategy, self.mode, self.config = llm, strategy, mode, config
         self.tokens, self.prompt = tokens.copy(), config.prompt
         method = make_method(strategy, config.method)
-        self.plan = decode.make_plan(llm.config, method, *tokens.shape)
+        self.plan = planning.make_plan(llm.config, method, *tokens.shape)
         length = jnp.full(len(tokens), self.prompt, jnp.int32)
-        self.state, self.logits, _ = decode.prefill(self.plan, llm.params, tokens[:, : self.prompt], length)
+        self.state, self.logits, _ = prefill.prefill(self.plan, llm.params, tokens[:, : self.prompt], length)
 
     def windows(self, starts: list[int]) -> Iterator[Window]:
         """Decodes, and yields a window of steps from each start on."""

@@ -10,9 +10,9 @@ import kvjax
 from experiments.shift_decoding import Decoding, Window, in_token_order
 from kvjax import metrics
 from kvjax.clusters.index import statistics
-from kvjax.decode import Plan, State
 from kvjax.layer import LayerPlan
 from kvjax.models.transformer import Transformer
+from kvjax.planning import Plan, State
 
 HORIZONS = (1, 2, 4, 8, 16)  # steps t of Table 2
 

@@ -20,12 +20,12 @@ import numpy as np
 import kvjax
 from experiments import common, raw_disk
 from experiments.results import Run
-from kvjax import decode, layer
-from kvjax.decode import Slots, State
+from kvjax import decode, layer, planning, prefill
 from kvjax.errors import ConfigError
 from kvjax.layer import LayerCache
 from kvjax.models.config import ModelConfig, RopeConfig
 from kvjax.models.transformer import Transformer
+from kvjax.planning import Slots, State
 from kvjax.pool import Line
 from kvjax.store import base
 from kvjax.store.slots import default_backend
@@ -72,13 +72,13 @@ def made_up_keys(config: ModelConfig, tokens: int, seed: int):
 
 def filled_cache(llm, method, context: int, steps: int, store, slots: Slots):
     """A plan and a state that holds `context` made-up tokens; seconds per layer of index building."""
-    plan = decode.make_plan(llm.config, method, 1, context + steps)
-    branch = store.create(decode.geometry(plan), "throughput") if store is not None else None
+    plan = planning.make_plan(llm.config, method, 1, context + steps)
+    branch = store.create(planning.geometry(plan), "throughput") if store is not None else None
     layers, seconds, length = [], [], jnp.asarray([context], jnp.int32)
     for i in range(llm.config.num_layers):
         key, value = made_up_keys(llm.config, context, i)
         started = time.perf_counter()
-        layers.append(jax.block_until_ready(decode._fill(plan, i, key, value, length, branch, slots)))
+        layers.append(jax.block_until_ready(prefill._fill(plan, i, key, value, length, branch, slots)))
         seconds.append(time.perf_counter() - started)
     line = Line(jnp.int32(branch.handle if branch else -1), jnp.int32(0))
     return plan, State(tuple(layers), length, line), branch, float(np.min(seconds))
@@ -178,7 +178,7 @@ def measure(llm, name: str, settings, store_name: str, context: int, config, dir
     store = common.make_store(store_name, directory)
     steps, slots = config.steps, Slots(count=config.slots or None)
     plan, state, branch, build = filled_cache(llm, method, context, 2 * steps + 4, store, slots)
-    resident, row = decode.resident_bytes(state), {}
+    resident, row = planning.resident_bytes(state), {}
     for driver in config.drivers:
         times, state, compiled = time_tokens(llm, plan, state, steps, driver)
         row |= {f"{driver}_ms": float(np.median(times)), f"{driver}_p90_ms": float(np.percentile(times, 90)),
@@ -198,7 +198,7 @@ def measure(llm, name: str, settings, store_name: str, context: int, config, dir
 
 def disk_row(store, branch: base.Branch, plan, fetch: dict, directory, config) -> dict:
     """What the store did per token, and one layer's cold fetch beside raw reads of as many blocks."""
-    stats, size = branch.stats(), decode.geometry(plan).extent_bytes
+    stats, size = branch.stats(), planning.geometry(plan).extent_bytes
     tokens = len(config.drivers) * (config.steps + 1)
     system = getattr(store, "system", None)
     raw = 1e3 * raw_disk.read_seconds(directory, size, fetch["blocks"], threads=4, system=system)

@@ -6,7 +6,6 @@
 """
 
 from kvjax.attend import AttentionCache, attend, init_cache, prefill_cache
-from kvjax.decode import Slots
 from kvjax.llm import LLM, Cache, Result, load, save
 from kvjax.method import Method
 from kvjax.methods import METHODS
@@ -15,6 +14,7 @@ from kvjax.methods.full import Full as full
 from kvjax.methods.oracle import Oracle as oracle
 from kvjax.methods.quest import Quest as quest
 from kvjax.methods.streaming_llm import StreamingLLM as streaming_llm
+from kvjax.planning import Slots
 from kvjax.sampling import Sampling
 from kvjax.store.flash import FlashStore
 from kvjax.store.host import HostStore

@@ -16,14 +16,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import decode, persistence, sampling
-from kvjax.decode import Driver, Plan, Slots, State, Step
+from kvjax import decode, persistence, planning, prefill, sampling
+from kvjax.decode import Driver, Step
 from kvjax.errors import ConfigError, PromptError
 from kvjax.method import Method
 from kvjax.methods.full import Full
 from kvjax.models import checkpoint, hf_config
 from kvjax.models.config import ModelConfig
 from kvjax.models.tokenizer import TextTokenizer
+from kvjax.planning import Plan, Slots, State
 from kvjax.pool import Line, Traffic
 from kvjax.sampling import Sampling
 from kvjax.store.base import Branch, Stats
@@ -54,11 +55,11 @@ class Cache:
     @property
     def resident_bytes(self) -> int:
         """Bytes of the cache that are in memory, index, tables and buffers included."""
-        return decode.resident_bytes(self.state)
+        return planning.resident_bytes(self.state)
 
     def fork(self) -> "Cache":
         """An independent copy; blocks on flash are shared until either side writes them."""
-        state = decode.copy(self.state)
+        state = planning.copy(self.state)
         if self.branch is None:
             return dataclasses.replace(self, state=state)
         branch = self.branch.fork()
@@ -148,16 +149,16 @@ class LLM:
         if not rows or not all(rows):
             raise PromptError("the prompt is empty; give at least one token")
         longest = max(map(len, rows))
-        plan = decode.make_plan(self.config, method or Full(), len(rows), capacity or longest + 1024, dtype)
+        plan = planning.make_plan(self.config, method or Full(), len(rows), capacity or longest + 1024, dtype)
         if longest > plan.capacity:
             raise PromptError(f"the prompt has {longest} tokens but capacity={plan.capacity}; raise the capacity")
         tokens, length = _padded(rows)
         branch = None
         if store is not None:
             least = _least_blocks(plan, [len(row) for row in rows])
-            branch = store.create(decode.geometry(plan), self.fingerprint, least)
+            branch = store.create(planning.geometry(plan), self.fingerprint, least)
         try:
-            state, logits, keys = decode.prefill(plan, self.params, tokens, length, branch, slots, keep_keys)
+            state, logits, keys = prefill.prefill(plan, self.params, tokens, length, branch, slots, keep_keys)
         except BaseException:
             if branch is not None:
                 branch.close()
@@ -282,7 +283,7 @@ def _least_blocks(plan: Plan, lengths: list[int]) -> int:
     """How many blocks of a store the prompts fill at least, were every block full."""
     total = 1
     for i, one in enumerate(plan.layers):
-        if decode.on_store(plan, i) and not one.method.evicts:
+        if planning.on_store(plan, i) and not one.method.evicts:
             middle = [max(0, length - one.spec.sinks - one.spec.window) for length in lengths]
             total += one.spec.kv_heads * sum(-(-tokens // one.spec.block_rows) for tokens in middle)
     return total

@@ -22,8 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from kvjax import decode, state_checkpoint
-from kvjax.decode import Plan, Slots, State
+from kvjax import planning, state_checkpoint
 from kvjax.errors import (
     ConfigError,
     FormatMismatch,
@@ -35,6 +34,7 @@ from kvjax.errors import (
 from kvjax.method import Method
 from kvjax.methods import METHODS
 from kvjax.models.config import ModelConfig
+from kvjax.planning import Plan, Slots, State
 from kvjax.store.base import Branch
 from kvjax.store.creation import open_file
 from kvjax.store.flash import FlashBranch, FlashStore
@@ -227,7 +227,7 @@ def _restored(directory, manifest, config, fingerprint, method, slots, branch) -
         raise FormatMismatch(f"{directory} was saved with the model {manifest['fingerprint']!r}, not with "
                              f"{fingerprint!r}; use that model and tokenizer")
     method = _same_method(directory, manifest["method"], method)
-    plan = decode.make_plan(config, method, manifest["batch"], manifest["capacity"], manifest["dtype"])
+    plan = planning.make_plan(config, method, manifest["batch"], manifest["capacity"], manifest["dtype"])
     slots = slots or Slots(**manifest["slots"])
     state, logits = state_checkpoint.load(directory / manifest["state"], manifest["checksum"], plan, slots, branch)
     return Restored(plan, state, logits, branch)

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import xxhash
 
-from kvjax import decode, layer
-from kvjax.decode import Plan, Slots, State
+from kvjax import layer, planning
 from kvjax.errors import ChecksumMismatch, FormatMismatch, ReadFailed, WriteFailed
 from kvjax.layer import LayerCache
+from kvjax.planning import Plan, Slots, State
 from kvjax.pool import Line, MemoryPool
 from kvjax.store.base import Branch
 from kvjax.typing import Array, PyTree
@@ -96,7 +96,7 @@ def load(path: pathlib.Path, checksum: int, plan: Plan, slots: Slots, branch: Br
         taken.append(jnp.asarray(leaf))
     tree = jax.tree.unflatten(structure, taken)
     pairs = enumerate(tree["layers"])
-    layers = [LayerCache(state, pool or decode.slot_pool(plan, i, slots)) for i, (state, pool) in pairs]
+    layers = [LayerCache(state, pool or planning.slot_pool(plan, i, slots)) for i, (state, pool) in pairs]
     handle, generation = (-1, 0) if branch is None else (branch.handle, branch.generation)
     return State(tuple(layers), tree["length"], Line(jnp.int32(handle), jnp.int32(generation))), tree["logits"]
 
@@ -118,7 +118,7 @@ def _empty_tree(plan: Plan, store: bool, logits) -> PyTree:
     """What `_tree` would be for a cache of this plan, nothing in it."""
     layers = []
     for i, one in enumerate(plan.layers):
-        in_memory = not (store and decode.on_store(plan, i))
+        in_memory = not (store and planning.on_store(plan, i))
         pool = MemoryPool.zeros(one.spec, plan.batch, plan.dtype) if in_memory else None
         layers.append((layer.init(one, plan.batch, plan.dtype), pool))
     return {"layers": layers, "length": jnp.zeros(plan.batch, jnp.int32), "logits": jnp.asarray(logits)}

@@ -10,11 +10,11 @@ import pytest
 from harness import METHODS
 
 from kvjax import cache as caching
-from kvjax import decode
-from kvjax.decode import Slots
+from kvjax import decode, planning, prefill
 from kvjax.errors import ConfigError, PromptError, StaleCache
 from kvjax.models.config import ModelConfig
 from kvjax.models.transformer import Block, Transformer
+from kvjax.planning import Slots
 from kvjax.store.flash import FlashStore
 from kvjax.store.host import HostStore
 
@@ -38,10 +38,10 @@ def tokens():
 
 
 def start(params, tokens, method, store=None, config=CONFIG, **slots):
-    plan = decode.make_plan(config, method, 2, CAPACITY)
-    branch = store.create(decode.geometry(plan), "test") if store else None
+    plan = planning.make_plan(config, method, 2, CAPACITY)
+    branch = store.create(planning.geometry(plan), "test") if store else None
     length = jnp.asarray(PROMPT)
-    state, logits, _ = decode.prefill(plan, params, tokens[:, : max(PROMPT)], length, branch, Slots(**slots))
+    state, logits, _ = prefill.prefill(plan, params, tokens[:, : max(PROMPT)], length, branch, Slots(**slots))
     return plan, state, logits, branch
 
 
@@ -172,8 +172,8 @@ def test_an_old_value_over_a_moved_store_is_stale(params, tokens, tmp_path):
 def test_the_pool_is_updated_in_place(params, tokens, driver):
     """Temporaries of a compiled step stay far below the pool; donation alone would not show a copy."""
     method = dataclasses.replace(METHODS["quest"], budget=24)
-    plan = decode.make_plan(CONFIG, method, 1, 60_000)
-    state, _, _ = decode.prefill(plan, params, tokens[:1, :20], jnp.asarray([20]))
+    plan = planning.make_plan(CONFIG, method, 1, 60_000)
+    state, _, _ = prefill.prefill(plan, params, tokens[:1, :20], jnp.asarray([20]))
     pool = sum(leaf.nbytes for leaf in jax.tree.leaves(state.layers[0].pool))
     token, active = jnp.zeros(1, jnp.int32), jnp.ones(1, bool)
     if driver == "fused":
@@ -211,11 +211,11 @@ def test_nothing_recompiles_while_clusters_split(params, tokens):
 
 def test_impossible_sizes_are_refused(params, tokens):
     with pytest.raises(ConfigError, match="budget=6"):
-        decode.make_plan(CONFIG, dataclasses.replace(METHODS["quest"], budget=6), 1, CAPACITY)
+        planning.make_plan(CONFIG, dataclasses.replace(METHODS["quest"], budget=6), 1, CAPACITY)
     with pytest.raises(ConfigError, match="cannot hold"):
-        decode.make_plan(CONFIG, dataclasses.replace(METHODS["dynakv"], num_blocks=4), 1, CAPACITY)
-    plan = decode.make_plan(CONFIG, METHODS["full"], 2, 30)
+        planning.make_plan(CONFIG, dataclasses.replace(METHODS["dynakv"], num_blocks=4), 1, CAPACITY)
+    plan = planning.make_plan(CONFIG, METHODS["full"], 2, 30)
     with pytest.raises(PromptError, match="capacity=30"):
-        decode.prefill(plan, params, tokens[:, :40], jnp.asarray([40, 3]))
+        prefill.prefill(plan, params, tokens[:, :40], jnp.asarray([40, 3]))
     with pytest.raises(PromptError, match="empty"):
-        decode.prefill(plan, params, tokens[:, :20], jnp.asarray([20, 0]))
+        prefill.prefill(plan, params, tokens[:, :20], jnp.asarray([20, 0]))

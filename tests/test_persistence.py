@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import decode, layer, persistence
-from kvjax.decode import State
+from kvjax import layer, persistence, planning
 from kvjax.errors import (
     ChecksumMismatch,
     ConfigError,
@@ -28,6 +27,7 @@ from kvjax.errors import (
     WriteFailed,
 )
 from kvjax.layer import LayerCache
+from kvjax.planning import State
 from kvjax.pool import Line, MemoryPool
 from tests import test_llm
 from tests.harness import METHODS
@@ -96,7 +96,7 @@ def test_the_state_of_every_method_is_restored(tmp_path, name, dtype):
     """Every array of the state, filled with noise, and those without elements."""
     rng = np.random.default_rng(0)
     method = dataclasses.replace(METHODS[name], dense_layers=1)
-    plan = decode.make_plan(test_llm.CONFIG, method, 2, 96, dtype)
+    plan = planning.make_plan(test_llm.CONFIG, method, 2, 96, dtype)
 
     def noise(leaf):
         return jnp.asarray(rng.integers(0, 2, leaf.shape) if leaf.dtype == bool else rng.normal(0, 99, leaf.shape),

@@ -12,8 +12,8 @@ from test_decode import params as params
 from test_decode import tokens as tokens
 
 from kvjax import decode
-from kvjax.decode import Slots
 from kvjax.errors import ConfigError
+from kvjax.planning import Slots
 from kvjax.store.flash import FlashStore
 from tests.store.conftest import GEOMETRY, Driver, wait_until
 from tests.store.faults import FaultySystem

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvjax.decode import Slots
 from kvjax.errors import ConfigError
+from kvjax.planning import Slots
 from kvjax.store import residency
 
 HEADS, SLOTS, BLOCKS, WIDTH = 2, 5, 9, 4  # WIDTH: blocks that one step may need

@@ -1,0 +1,114 @@
+"""What is static about decoding with a cache, the cache of a whole model, and how the two are made to fit.
+
+Nothing here runs a model: `kvjax.prefill` fills a cache, `kvjax.decode` advances it.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.errors import ConfigError
+from kvjax.layer import LayerCache, LayerPlan
+from kvjax.method import Method
+from kvjax.methods.full import Full
+from kvjax.models.config import ModelConfig
+from kvjax.pool import Line
+from kvjax.store import base, residency
+from kvjax.store.slots import BACKENDS, PREFETCH, SlotPool, default_backend
+from kvjax.typing import Array, Int32, pytree
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Everything static about decoding with one cache."""
+
+    config: ModelConfig
+    layers: tuple[LayerPlan, ...]
+    batch: int
+    capacity: int
+    dtype: str = "float32"
+
+
+@pytree
+class State:
+    """The cache of a whole model: an immutable value."""
+
+    layers: tuple[LayerCache, ...]
+    length: Int32[Array, "B"]  # tokens of each sequence
+    line: Line
+
+
+@dataclasses.dataclass(frozen=True)
+class Slots:
+    """How a store's blocks are kept in memory.
+
+    Attributes:
+      count: slots per KV head; None = M + 1, what one step needs.
+      policy: whom to evict (`kvjax.store.residency.POLICIES`).
+      backend: how a step reaches the store; None = the fastest that the platform has.
+      prefetch: what is read before it is asked for. "layer": while a layer computes, the blocks of the next, chosen
+        with the query that this layer's input would give there. "step": the blocks ranked just below this step's, for
+        the next step. Outputs are the same in all cases.
+
+    Raises ConfigError for a policy, backend or prefetch that does not exist.
+    """
+
+    count: int | None = None
+    policy: str = "lru"
+    backend: str | None = None
+    prefetch: str = "off"
+
+    def __post_init__(self):
+        residency.find_policy(self.policy)
+        if self.prefetch not in PREFETCH or self.backend not in (None, *BACKENDS):
+            raise ConfigError(f"prefetch={self.prefetch!r} must be one of {', '.join(PREFETCH)}; "
+                              f"backend={self.backend!r} None or one of {', '.join(BACKENDS)}")
+
+def make_plan(config: ModelConfig, method: Method, batch: int, capacity: int, dtype: str = "float32") -> Plan:
+    """Sizes every layer's cache. Raises ConfigError where they do not fit together."""
+    if capacity < 2:
+        raise ConfigError(f"capacity={capacity} must be at least 2 tokens")
+    sizes = {"kv_heads": config.num_kv_heads, "group": config.group, "head_dim": config.head_dim, "capacity": capacity}
+    dense = Full()
+    layers = []
+    for i in range(config.num_layers):
+        chosen = dense if i < method.dense_layers else method
+        layers.append(LayerPlan(chosen, chosen.spec(**sizes), config.windows[i]))
+    return Plan(config, tuple(layers), batch, capacity, dtype)
+
+
+def on_store(plan: Plan, index: int) -> bool:
+    """Whether a layer's blocks go to the store: dense layers stay in memory unless all are dense."""
+    dense_prefix = isinstance(plan.layers[index].method, Full) and plan.layers[-1].method != plan.layers[index].method
+    return not dense_prefix
+
+
+def geometry(plan: Plan) -> base.Geometry:
+    """What a store has to hold for this plan."""
+    spec = plan.layers[-1].spec
+    return base.Geometry(
+        layers=len(plan.layers), batch=plan.batch, kv_heads=spec.kv_heads, num_blocks=spec.num_blocks,
+        block_rows=spec.block_rows, width=2 * spec.head_dim, dtype=plan.dtype,
+    )
+
+
+def slot_pool(plan: Plan, i: int, slots: Slots) -> SlotPool:
+    """A layer's slots with nothing in them. ConfigError when they are too few."""
+    spec = plan.layers[i].spec
+    least = spec.max_blocks + 1
+    count = slots.count or least
+    if count < least:
+        raise ConfigError(f"slots={count} is fewer than the {least} blocks one step may need; raise it")
+    backend = slots.backend or default_backend()
+    return SlotPool.zeros(spec, plan.batch, count, plan.dtype, slots.policy, backend, slots.prefetch)
+
+
+def copy(state: State) -> State:
+    """A state that shares no memory with the given one, so that either may be donated."""
+    return jax.tree.map(jnp.copy, state)
+
+
+def resident_bytes(state: State) -> int:
+    """Bytes of every array of the cache that is held in memory, buffers and tables included."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(state.layers))

@@ -1,0 +1,145 @@
+"""Reading prompts: layer by layer over whole prompts, each layer's keys and values going to its cache at once."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax import attention, layer
+from kvjax import cache as caching
+from kvjax.errors import PromptError
+from kvjax.layer import LayerCache
+from kvjax.models.transformer import Block, Transformer
+from kvjax.planning import Plan, Slots, State, on_store, slot_pool
+from kvjax.pool import Line
+from kvjax.store import base
+from kvjax.typing import Array, Int32, PyTree
+
+_CHUNK = 512  # queries of one prefill attention step
+
+
+def prefill(
+    plan: Plan, params: PyTree, tokens: Int32[Array, "B T"], length: Int32[Array, "B"],
+    branch: base.Branch | None = None, slots: Slots | None = None, keep_keys: bool = False,
+):
+    """Reads prompts, right-padded to T, and fills a new cache one layer at a time.
+
+    Peak memory is the hidden states, one layer's keys and values, and the cache: linear in T.
+    Returns (State, logits after each prompt's last token [B, V], keys per layer if `keep_keys`).
+    """
+    _check_prompts(plan, np.asarray(length))
+    tokens, size = _pad(jnp.asarray(tokens, jnp.int32)), min(_CHUNK, _round_up(tokens.shape[1]))
+    x = embed(plan.config, params, tokens)
+    layers, kept = [], []
+    for i, layer_plan in enumerate(plan.layers):
+        store = branch if branch is not None and on_store(plan, i) else None
+        queries = _sample_queries(plan, i, store, params[f"layers_{i}"], x, length)
+        x, key, value = _prefill_layer(plan.config, layer_plan.sliding, size, params[f"layers_{i}"], x)
+        layers.append(_fill(plan, i, key, value, length, store, slots or Slots(), queries))
+        if keep_keys:
+            kept.append(np.asarray(key))
+    last = jnp.take_along_axis(x, (length - 1)[:, None, None], axis=1)[:, 0]
+    handle, generation = (-1, 0) if branch is None else (branch.handle, branch.generation)
+    line = Line(jnp.int32(handle), jnp.int32(generation))
+    return State(tuple(layers), jnp.asarray(length, jnp.int32), line), unembed(plan.config, params, last), kept
+
+
+def _check_prompts(plan: Plan, length: np.ndarray) -> None:
+    if length.min() < 1:
+        raise PromptError("a prompt is empty; give at least one token")
+    if length.max() > plan.capacity:
+        raise PromptError(f"a prompt has {length.max()} tokens but capacity={plan.capacity}; raise the capacity")
+
+
+def _round_up(size: int) -> int:
+    """Padded prompt length: a power of two below the chunk, whole chunks above, so that few shapes compile."""
+    return max(16, 1 << (size - 1).bit_length()) if size < _CHUNK else -(-size // _CHUNK) * _CHUNK
+
+
+def _pad(tokens):
+    return jnp.pad(tokens, ((0, 0), (0, _round_up(tokens.shape[1]) - tokens.shape[1])))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def embed(config, params, tokens):
+    return Transformer(config).apply({"params": params}, tokens, method="embed")
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def unembed(config, params, x):
+    return Transformer(config).apply({"params": params}, x, method="unembed")
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
+def _prefill_layer(config, sliding, size, params, x):
+    """One layer over whole prompts x[B, T, E]; returns the next hidden states, keys and values."""
+    block, length = Block(config), x.shape[1]
+    starts = jnp.arange(0, length, size)
+
+    def one(x):
+        q, key, value = block.apply({"params": params}, x, jnp.arange(length), method="project")
+        q = q.reshape(length, config.num_kv_heads, config.group, config.head_dim)
+
+        def chunk(start):
+            part = jax.lax.dynamic_slice_in_dim(q, start, size)
+            out = attention.causal(part, key, value, start, size, sliding)
+            rows = jax.lax.dynamic_slice_in_dim(x, start, size)
+            return block.apply({"params": params}, rows, out.reshape(size, -1, config.head_dim), method="finish")
+
+        return jax.lax.map(chunk, starts).reshape(x.shape), key, value
+
+    return jax.lax.map(one, x)
+
+
+def _sample_queries(plan: Plan, i: int, branch, params, x, length):
+    """Queries `[Q, B, H, D]` by which the store's layout sees which blocks go together; None if it does not ask."""
+    if branch is None or not branch.samples or plan.layers[i].method.attends_all:
+        return None
+    return _spread_queries(plan.config, branch.samples, params, x, jnp.asarray(length))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _spread_queries(config, count, params, x, length):
+    """`count` queries spread evenly over the second half of each prompt x[B, T, E], the last token's first."""
+    stride = jnp.maximum(1, length // (2 * count))
+    at = jnp.maximum(length - 1 - jnp.arange(count)[:, None] * stride, 0)
+    rows = x[jnp.arange(x.shape[0]), at]
+    return Block(config).apply({"params": params}, rows, at, method="queries")
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _retrieved(layer_plan, state, queries):
+    """Blocks `[B, Q, K, M1]` that each of queries[Q, B, H, D] would fetch; a query costs one `select`."""
+    spec, method = layer_plan.spec, layer_plan.method
+
+    def needed(one, q):
+        selection = method.select(spec, one.index, caching.view(spec, one), q)
+        return caching.needed_blocks(spec, one, selection)[0]
+
+    grouped = queries.reshape(*queries.shape[:2], spec.kv_heads, spec.group, spec.head_dim)
+    return jax.lax.map(lambda q: jax.vmap(needed)(state, q), grouped).swapaxes(0, 1)
+
+
+def _fill(plan: Plan, i: int, key, value, length, branch, slots: Slots, queries=None) -> LayerCache:
+    """A layer's cache from its prompt keys and values; `queries` as of `_sample_queries`."""
+    layer_plan = plan.layers[i]
+    if branch is None:
+        return _fill_memory(layer_plan, plan.dtype, key, value, length)
+    state, blocks = _fill_packed(layer_plan, plan.dtype, key, value, length)
+    retrieved = None if queries is None else np.asarray(_retrieved(layer_plan, state, queries))
+    prompt = base.Prompt(np.asarray(state.pos), retrieved)
+    branch.write_layer(i, np.asarray(blocks), np.asarray(state.count), prompt)
+    return LayerCache(state, slot_pool(plan, i, slots))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _fill_memory(layer_plan, dtype, key, value, length):
+    state = layer.init(layer_plan, key.shape[0], dtype)
+    return layer.prefill_memory(layer_plan, state, key, value, length, dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _fill_packed(layer_plan, dtype, key, value, length):
+    state = layer.init(layer_plan, key.shape[0], dtype)
+    return layer.prefill_packed(layer_plan, state, key, value, length, dtype)
