@@ -22,7 +22,7 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config.methods = ({"name": "dynakv", "budget": 128}, {"name": "quest", "budget": 128})
     if preset == "smoke":
         config.update(context=192, steps=32, batch=1, times_needed=(1.5,))
-        config.methods = ({"name": "dynakv", "budget": 64}, {"name": "quest", "budget": 64})
+        config.methods = ({"name": "dynakv", "budget": 80}, {"name": "quest", "budget": 64})
     elif preset != "default":
         raise ValueError(f"unknown preset {preset!r}; use default or smoke")
     return config

@@ -11,7 +11,8 @@ where that is refused, after the pages were dropped. Three ways, in turn, each t
 
 Figures are medians over the repeats after a warm-up. The ratio, the effective bandwidth over the raw one, is given for
 the median calls and, less sensitive to other work on the machine, for the fastest ones; the store is meant to reach
-0.85. CPU time is that of the whole process, all threads, per block. --cprofile prints where the time of the calling
+0.85. CPU time is that of the whole process, all threads, per block. "beyond I/O" is what a call takes besides the time
+from the first request to the last answer of the device. --cprofile prints where the time of the calling
 thread goes instead.
 """
 
@@ -71,24 +72,25 @@ class Bench:
             self.raw.forget_pages()
         return next(self._picks)
 
-    def read_raw(self) -> tuple[float, float]:
-        """Wall and CPU seconds of one call."""
+    def read_raw(self) -> tuple[float, float, float]:
+        """Wall and CPU seconds of one call, and what is not I/O, here unknown."""
         first = np.arange(HEADS)[:, None] * self.geometry.num_blocks  # prefill laid heads and blocks in order
         extents = np.sort((self._pick() + first).ravel()).astype(np.int64)
         offsets = (HEADER_BYTES + extents * self.geometry.extent_bytes).tolist()
         cpu = time.process_time()
         wall = self.raw.seconds(offsets, self.geometry.extent_bytes)
-        return wall, time.process_time() - cpu
+        return wall, time.process_time() - cpu, np.nan
 
-    def read_store(self, staged: bool = False) -> tuple[float, float]:
-        """Wall and CPU seconds of one call, of blocks with a row in memory if `staged`."""
+    def read_store(self, staged: bool = False) -> tuple[float, float, float]:
+        """Wall and CPU seconds of one call, and wall seconds beyond I/O, of blocks with a row in memory if `staged`."""
         block = self._pick()[None]
         if staged:
             self._stage(block)
-        cpu, wall = time.process_time(), time.perf_counter()
+        before, cpu, started = self.branch.stats().io_seconds, time.process_time(), time.perf_counter()
         if not self.branch.read_into(0, self.branch.generation, block, self._slot, self._slots):
             raise self.branch.take_error()
-        return time.perf_counter() - wall, time.process_time() - cpu
+        wall, cpu = time.perf_counter() - started, time.process_time() - cpu
+        return wall, cpu, wall - (self.branch.stats().io_seconds - before)
 
     def _stage(self, block: np.ndarray) -> None:
         """Commits a row to each block."""
@@ -114,7 +116,7 @@ def filled(store: FlashStore, geometry: Geometry) -> FlashBranch:
 
 
 def measure(bench: Bench) -> dict[str, np.ndarray]:
-    """[repeats, 2] wall and CPU seconds of each way, taken in turn."""
+    """[repeats, 3] wall, CPU and not-I/O seconds of each way, taken in turn."""
     ways = {"raw": bench.read_raw, "store": bench.read_store, "staged": lambda: bench.read_store(staged=True)}
     taken: dict[str, list] = {name: [] for name in ways}
     for turn in range(WARM_UP + REPEATS.value):
@@ -130,9 +132,10 @@ def report(bench: Bench, block_kb: int, found: dict[str, np.ndarray]) -> None:
     count = HEADS * bench.asked
     raw, raw_least = np.median(found["raw"][:, 0]), found["raw"][:, 0].min()
     for name, figures in found.items():
-        (wall, cpu), least = np.median(figures, axis=0), figures[:, 0].min()
+        (wall, cpu, beyond), least = np.median(figures, axis=0), figures[:, 0].min()
         print(f"{block_kb:8} {name:>8} {1e3 * wall:9.2f} {1e3 * least:9.2f} {count * block_kb * 1.024e-3 / wall:9.0f} "
-              f"{raw / wall:7.2f} {raw_least / least:12.2f} {1e6 * cpu / count:12.1f}", flush=True)
+              f"{raw / wall:7.2f} {raw_least / least:12.2f} {1e6 * cpu / count:12.1f} "
+              f"{1e6 * beyond:13.0f}", flush=True)
 
 
 def profile_reads(bench: Bench) -> None:
@@ -156,7 +159,7 @@ def main(argv):
             how = "O_DIRECT" if bench.branch.direct else "page cache, dropped before each call"
             print(f"device {device}, {how}, {THREADS.value} threads, medians of {REPEATS.value} calls")
             print(f"{'block KB':>8} {'way':>8} {'ms':>9} {'fastest':>9} {'MB/s':>9} {'ratio':>7} {'of fastest':>12} "
-                  f"{'CPU us/block':>12}")
+                  f"{'CPU us/block':>12} {'beyond I/O us':>13}")
         if CPROFILE.value:
             profile_reads(bench)
         else:
