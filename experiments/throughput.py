@@ -77,8 +77,8 @@ def filled_cache(llm, method, context: int, steps: int, store, slots: Slots):
     layers, seconds, length = [], [], jnp.asarray([context], jnp.int32)
     for i in range(llm.config.num_layers):
         key, value = made_up_keys(llm.config, context, i)
-        started = time.perf_counter()
-        layers.append(jax.block_until_ready(prefill._fill(plan, i, key, value, length, branch, slots)))
+        home, started = branch if planning.on_store(plan, i) else None, time.perf_counter()
+        layers.append(jax.block_until_ready(prefill._fill(plan, i, key, value, length, home, slots)))
         seconds.append(time.perf_counter() - started)
     line = Line(jnp.int32(branch.handle if branch else -1), jnp.int32(0))
     return plan, State(tuple(layers), length, line), branch, float(np.min(seconds))
