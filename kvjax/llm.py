@@ -27,8 +27,7 @@ from kvjax.models.tokenizer import TextTokenizer
 from kvjax.planning import Plan, Slots, State
 from kvjax.pool import Line, Traffic
 from kvjax.sampling import Sampling
-from kvjax.store.base import Branch, Stats
-from kvjax.store.flash import FlashStore
+from kvjax.store.base import Branch, Stats, Store
 from kvjax.typing import Array, PyTree
 
 GREEDY = Sampling()
@@ -130,7 +129,7 @@ class LLM:
         return self.tokenizer.encode(text, add_special_tokens=start)
 
     def prefill(
-        self, context, *, method: Method | None = None, store: FlashStore | None = None, capacity: int | None = None,
+        self, context, *, method: Method | None = None, store: Store | None = None, capacity: int | None = None,
         dtype: str = "float32", slots: Slots | None = None, keep_keys: bool = False,
     ) -> Cache:
         """Reads a context (text, token ids, or a list of either) into a new cache.

@@ -62,10 +62,11 @@ def test_an_answer_goes_on_from_the_cache_of_the_last_one(llm):
     assert then.tokens == whole.tokens
 
 
-def test_flash_and_memory_and_both_drivers_answer_alike(llm, tmp_path):
-    memory = llm.prefill(CONTEXT, method=METHOD)
+def test_stores_and_both_drivers_answer_alike(llm, tmp_path):
+    memory, host = llm.prefill(CONTEXT, method=METHOD), llm.prefill(CONTEXT, method=METHOD, store=kvjax.HostStore())
     flash = llm.prefill(CONTEXT, method=METHOD, store=kvjax.FlashStore(tmp_path))
     expected = llm.generate("abc", memory, max_new_tokens=10).tokens
+    assert llm.generate("abc", host, max_new_tokens=10).tokens == expected
     assert llm.generate("abc", flash, max_new_tokens=10).tokens == expected
     assert llm.generate("abc", flash, max_new_tokens=10, driver="fused").tokens == expected
     flash.close()

@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import threading
 import weakref
-from typing import Any, NamedTuple, SupportsInt
+from typing import Any, NamedTuple, Protocol, SupportsInt, runtime_checkable
 
 import ml_dtypes
 import numpy as np
@@ -228,6 +228,14 @@ class Branch(abc.ABC):
     @abc.abstractmethod
     def stats(self) -> Stats:
         """Totals since the branch was made."""
+
+
+@runtime_checkable
+class Store(Protocol):
+    """Makes branches."""
+
+    def create(self, geometry: Geometry, fingerprint: str, least_blocks: int = 1) -> Branch:
+        """A branch in which every block is zero. Raises NoSpace where not even `least_blocks` blocks would fit."""
 
 
 _HANDLES = itertools.count(1)

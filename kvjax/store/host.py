@@ -9,9 +9,9 @@ from kvjax.store.transaction import Rows, TransactionalBranch
 class HostStore:
     """Makes branches over plain NumPy arrays; nothing is shared between branches."""
 
-    def create(self, geometry: Geometry, fingerprint: str) -> "HostBranch":
-        """A branch in which every block is zero; the fingerprint has no use in memory."""
-        del fingerprint
+    def create(self, geometry: Geometry, fingerprint: str, least_blocks: int = 1) -> "HostBranch":
+        """A branch in which every block is zero; only the geometry has a use in memory."""
+        del fingerprint, least_blocks
         return HostBranch(geometry, np.zeros((geometry.total_blocks, geometry.block_bytes), np.uint8))
 
 
