@@ -5,10 +5,13 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 import kvjax
 from kvjax.errors import ConfigError
 from kvjax.method import Method
 from kvjax.store import profiles
+from kvjax.tasks import corpus
 
 REFERENCE = pathlib.Path(kvjax.__file__).parent / "reference"
 
@@ -46,6 +49,11 @@ def disk_of(store) -> dict[str, Any]:
     if not isinstance(system, profiles.EmulatedIO):
         return {} if system is None else {"disk": profiles.NATIVE}
     return {"disk": f"{system.profile.name} (emulated)", "late_share": system.late / max(1, system.commands)}
+
+
+def held_out_tokens(llm: kvjax.LLM) -> np.ndarray:
+    """int64[n] token ids of the held-out library files, one after the other."""
+    return np.asarray(llm.encode("\n".join(corpus.stdlib_documents(held_out=True)), start=False))
 
 
 def load_model(path: str) -> kvjax.LLM:

@@ -19,7 +19,7 @@ from experiments.results import Run
 from kvjax import decode, planning
 from kvjax.errors import ConfigError
 from kvjax.llm import Cache
-from kvjax.tasks import corpus, needles, scoring
+from kvjax.tasks import needles, scoring
 
 TASKS = ("passkey", "needle", "needle_of_4", "perplexity")
 
@@ -108,7 +108,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     methods = [common.make_method(settings) for settings in config.methods]
     llm = common.load_model(config.model)
     run = Run(config, workdir)
-    stream = np.asarray(llm.encode("\n".join(corpus.stdlib_documents(held_out=True)), start=False))
+    stream = common.held_out_tokens(llm)
     rows = run.logged()
     done = {(row["task"], row["context"], row["method"]) for row in rows}
     jobs = [(task, length, method) for task in config.tasks for length in config.lengths for method in methods]

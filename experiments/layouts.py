@@ -35,7 +35,6 @@ from kvjax.errors import ConfigError
 from kvjax.planning import Slots
 from kvjax.store.base import Branch, Stats
 from kvjax.store.layout import LAYOUTS
-from kvjax.tasks import corpus
 
 
 class Updates:
@@ -126,7 +125,7 @@ def _combine(one: Stats, other: Stats, sign: int = 1) -> Stats:
 
 def texts(llm: kvjax.LLM, count: int, tokens: int) -> np.ndarray:
     """int32[count, tokens] of held-out text, every row from a part of its own."""
-    ids = np.array(llm.encode("\n".join(corpus.stdlib_documents(held_out=True)), start=False), np.int32)
+    ids = common.held_out_tokens(llm).astype(np.int32)
     if ids.size < count * (tokens - 1):
         raise ConfigError(f"batch={count} rows of {tokens} tokens need more than the {ids.size} tokens of held-out "
                           "text; lower batch, context or steps")

@@ -7,15 +7,12 @@ dense, as nothing comes before it. Weights are random; keys are made up as in `e
 
 import time
 
-import jax
-import jax.numpy as jnp
 import ml_collections
 import numpy as np
 
 import kvjax
 from experiments import throughput
 from experiments.results import Run
-from kvjax import decode
 from kvjax.methods import Quest
 from kvjax.models.config import ModelConfig, RopeConfig
 from kvjax.planning import Slots
@@ -53,16 +50,11 @@ def make_store(device: str, delay: float, threads: int, directory) -> FlashStore
 def decode_tokens(llm, method, config, driver: str, slots: Slots, store=None) -> dict[str, float]:
     """Medians over tokens after a warm-up; seconds of I/O and of waiting for it, per token."""
     plan, state, branch, _ = throughput.filled_cache(llm, method, config.context, config.steps + 8, store, slots)
-    rng, times, before = np.random.default_rng(0), [], None
-    for i in range(config.steps + 3):
-        token = jnp.asarray(rng.integers(0, 4096, 1), jnp.int32)
-        started = time.perf_counter()
-        done = decode.step(plan, llm.params, state, token, driver=driver, donate=True)
-        state = jax.block_until_ready(done.state)
-        times.append(time.perf_counter() - started)
-        if branch is not None and i == 2:
-            before = branch.stats()
-    row = {"ms_per_token": 1e3 * float(np.median(times[3:]))}
+    tokens = np.random.default_rng(0).integers(0, llm.config.vocab_size, config.steps + 3)
+    _, state = throughput.time_tokens(llm, plan, state, tokens[:3], driver)
+    before = branch.stats() if branch is not None else None
+    times, _ = throughput.time_tokens(llm, plan, state, tokens[3:], driver)
+    row = {"ms_per_token": 1e3 * float(np.median(times))}
     if branch is not None:
         row |= store_row(before, branch.stats(), config.steps)
         branch.close()

@@ -22,7 +22,7 @@ from kvjax import decode, planning
 from kvjax.errors import ConfigError
 from kvjax.store import residency
 from kvjax.store.belady import fewest_misses
-from kvjax.tasks import corpus, needles
+from kvjax.tasks import needles
 from kvjax.typing import Array, Int32, pytree
 
 
@@ -84,7 +84,7 @@ def best_possible(trace: Trace, slots: int) -> int:
 def draw_text(llm: kvjax.LLM, config: ml_collections.ConfigDict) -> np.ndarray:
     """tokens[B, context + steps] of held-out library text; each sequence is of its own place."""
     rng = np.random.default_rng(config.seed)
-    stream = np.asarray(llm.encode("\n".join(corpus.stdlib_documents(held_out=True)), start=False))
+    stream = common.held_out_tokens(llm)
     size = config.context + config.steps - 1
     rows = [[llm.config.bos_token_id, *needles.random_span(rng, stream, size)] for _ in range(config.batch)]
     return np.asarray(rows, np.int32)

@@ -5,6 +5,7 @@ import ast
 import numpy as np
 
 import kvjax
+from experiments import common
 from kvjax.errors import ConfigError
 from kvjax.tasks import corpus, needles
 
@@ -16,10 +17,10 @@ class Texts:
     """Draws token rows that start with the beginning-of-text token."""
 
     def __init__(self, llm: kvjax.LLM, seed: int):
-        documents = corpus.stdlib_documents(held_out=True)
         self.llm, self.seed = llm, seed
-        self.code = np.asarray(llm.encode("\n".join(documents), start=False))
-        self.prose = np.asarray(llm.encode("\n\n".join(docstrings(documents)), start=False))
+        self.code = common.held_out_tokens(llm)
+        prose = docstrings(corpus.stdlib_documents(held_out=True))
+        self.prose = np.asarray(llm.encode("\n\n".join(prose), start=False))
 
     def draw(self, kind: str, number: int, prompt: int, length: int) -> list[int]:
         """Text `number` of a kind: `prompt` tokens to read and `length - prompt` to decode.

@@ -77,25 +77,22 @@ def filled_cache(llm, method, context: int, steps: int, store, slots: Slots):
     layers, seconds, length = [], [], jnp.asarray([context], jnp.int32)
     for i in range(llm.config.num_layers):
         key, value = made_up_keys(llm.config, context, i)
-        home, started = branch if planning.on_store(plan, i) else None, time.perf_counter()
-        layers.append(jax.block_until_ready(prefill._fill(plan, i, key, value, length, home, slots)))
+        started = time.perf_counter()
+        layers.append(jax.block_until_ready(prefill._fill(plan, i, key, value, length, branch, slots)))
         seconds.append(time.perf_counter() - started)
     line = Line(jnp.int32(branch.handle if branch else -1), jnp.int32(0))
     return plan, State(tuple(layers), length, line), branch, float(np.min(seconds))
 
 
-def time_tokens(llm, plan, state, steps: int, driver: str):
-    """Milliseconds of each of `steps` tokens after warm-up, the state after them, and compile seconds."""
-    tokens, times = jnp.zeros(1, jnp.int32), []
-    started = time.perf_counter()
-    done = jax.block_until_ready(decode.step(plan, llm.params, state, tokens, driver=driver, donate=True))
-    compile_seconds = time.perf_counter() - started
-    for i in range(steps):
+def time_tokens(llm, plan, state, tokens, driver: str):
+    """Seconds of decoding each of `tokens`, and the state after them; the first one may compile."""
+    times = []
+    for token in tokens:
         started = time.perf_counter()
-        done = decode.step(plan, llm.params, done.state, tokens + i % 7, driver=driver, donate=True)
-        jax.block_until_ready((done.logits, done.state))
-        times.append(1e3 * (time.perf_counter() - started))
-    return np.asarray(times[3:]), done.state, compile_seconds
+        done = decode.step(plan, llm.params, state, jnp.full(1, token, jnp.int32), driver=driver, donate=True)
+        state = jax.block_until_ready((done.state, done.logits))[0]
+        times.append(time.perf_counter() - started)
+    return np.asarray(times), state
 
 
 @jax.jit
@@ -180,7 +177,8 @@ def measure(llm, name: str, settings, store_name: str, context: int, config, dir
     plan, state, branch, build = filled_cache(llm, method, context, 2 * steps + 4, store, slots)
     resident, row = planning.resident_bytes(state), {}
     for driver in config.drivers:
-        times, state, compiled = time_tokens(llm, plan, state, steps, driver)
+        (compiled, *times), state = time_tokens(llm, plan, state, [0, *(i % 7 for i in range(steps))], driver)
+        times = 1e3 * np.asarray(times[3:])
         row |= {f"{driver}_ms": float(np.median(times)), f"{driver}_p90_ms": float(np.percentile(times, 90)),
                 f"{driver}_compile_s": compiled}
     best = min(row[f"{driver}_ms"] for driver in config.drivers)

@@ -135,10 +135,6 @@ def _looks_ahead(plan: Plan, state: State, i: int) -> bool:
     return following.method.lookahead or _prefetches(state.layers[i + 1], "layer")
 
 
-def _write(layer_plan, cache, fresh, at, gate, number, line):
-    return layer.write(layer_plan, cache, fresh, at, gate, number, line)
-
-
 def _next_line(line: Line, ok) -> Line:
     return Line(line.handle, line.generation + ok)
 
@@ -148,9 +144,9 @@ def _compiled(donate: bool, in_python: bool):
     """The staged functions, with and without donation of the cache; or as they are, if Python is to run the effects
     between the parts that are compiled."""
     if in_python:
-        return _read, _write
+        return _read, layer.write
     read = jax.jit(_read, static_argnums=(0, 1, 2), donate_argnums=(5,) if donate else ())
-    write = jax.jit(_write, static_argnums=0, donate_argnums=(1,) if donate else ())
+    write = jax.jit(layer.write, static_argnums=0, donate_argnums=(1,) if donate else ())
     return read, write
 
 
@@ -213,7 +209,7 @@ def _fused_token(plan, params, state, tokens, active):
     # XLA:CPU copies a whole pool that is read and then written unless the write depends on the read.
     gate = ok & active & _exists(x)
     for i, layer_plan in enumerate(plan.layers):
-        layers[i] = _write(layer_plan, layers[i], fresh[i], at, gate, jnp.int32(i), state.line)
+        layers[i] = layer.write(layer_plan, layers[i], fresh[i], at, gate, jnp.int32(i), state.line)
     return Step(logits, State(tuple(layers), at + gate, _next_line(state.line, ok)), ok, tuple(reports))
 
 

@@ -65,6 +65,7 @@ class Slots:
             raise ConfigError(f"prefetch={self.prefetch!r} must be one of {', '.join(PREFETCH)}; "
                               f"backend={self.backend!r} None or one of {', '.join(BACKENDS)}")
 
+
 def make_plan(config: ModelConfig, method: Method, batch: int, capacity: int, dtype: str = "float32") -> Plan:
     """Sizes every layer's cache. Raises ConfigError where they do not fit together."""
     if capacity < 2:

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import attention, layer
-from kvjax import cache as caching
 from kvjax.errors import PromptError
 from kvjax.layer import LayerCache
 from kvjax.models.transformer import Block, Transformer
@@ -33,10 +32,9 @@ def prefill(
     x = embed(plan.config, params, tokens)
     layers, kept = [], []
     for i, layer_plan in enumerate(plan.layers):
-        store = branch if branch is not None and on_store(plan, i) else None
-        queries = _sample_queries(plan, i, store, params[f"layers_{i}"], x, length)
+        queries = _sample_queries(plan, i, branch, params[f"layers_{i}"], x, length)
         x, key, value = _prefill_layer(plan.config, layer_plan.sliding, size, params[f"layers_{i}"], x)
-        layers.append(_fill(plan, i, key, value, length, store, slots or Slots(), queries))
+        layers.append(_fill(plan, i, key, value, length, branch, slots or Slots(), queries))
         if keep_keys:
             kept.append(np.asarray(key))
     last = jnp.take_along_axis(x, (length - 1)[:, None, None], axis=1)[:, 0]
@@ -111,20 +109,13 @@ def _spread_queries(config, count, params, x, length):
 @functools.partial(jax.jit, static_argnums=0)
 def _retrieved(layer_plan, state, queries):
     """Blocks `[B, Q, K, M1]` that each of queries[Q, B, H, D] would fetch; a query costs one `select`."""
-    spec, method = layer_plan.spec, layer_plan.method
-
-    def needed(one, q):
-        selection = method.select(spec, one.index, caching.view(spec, one), q)
-        return caching.needed_blocks(spec, one, selection)[0]
-
-    grouped = queries.reshape(*queries.shape[:2], spec.kv_heads, spec.group, spec.head_dim)
-    return jax.lax.map(lambda q: jax.vmap(needed)(state, q), grouped).swapaxes(0, 1)
+    return jax.lax.map(lambda q: layer.choose(layer_plan, state, q).need, queries).swapaxes(0, 1)
 
 
 def _fill(plan: Plan, i: int, key, value, length, branch, slots: Slots, queries=None) -> LayerCache:
     """A layer's cache from its prompt keys and values; `queries` as of `_sample_queries`."""
     layer_plan = plan.layers[i]
-    if branch is None:
+    if branch is None or not on_store(plan, i):
         return _fill_memory(layer_plan, plan.dtype, key, value, length)
     state, blocks = _fill_packed(layer_plan, plan.dtype, key, value, length)
     retrieved = None if queries is None else np.asarray(_retrieved(layer_plan, state, queries))

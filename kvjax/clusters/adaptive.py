@@ -9,16 +9,18 @@ from kvjax.clusters.index import (
     ClusterIndex,
     add_entry,
     nearest_with_room,
+    replace_clusters,
     squared_distances,
     statistics,
     updated_variance,
 )
+from kvjax.clusters.update import Update
 from kvjax.method import Edits, Placement
 from kvjax.typing import Array, Float
 
 
 @dataclasses.dataclass(frozen=True)
-class Adaptive:
+class Adaptive(Update):
     """Delayed splits.
 
     Attributes:
@@ -32,8 +34,6 @@ class Adaptive:
     threshold: float
     gain: float
     buffer: int
-
-    edits = True
 
     @property
     def held(self) -> int:
@@ -98,8 +98,7 @@ class Adaptive:
         rows = jnp.stack([_gather_order(stay, spec.block_rows), _gather_order(move, spec.block_rows)])
         _, centroid, variance = statistics(keys, jnp.where(stay, 0, jnp.where(move, 1, 2)), 2)
         index = dataclasses.replace(
-            index, centroid=index.centroid.at[dst].set(centroid, mode="drop"),
-            variance=index.variance.at[dst].set(variance, mode="drop"),
+            replace_clusters(index, dst, centroid, variance),
             split=index.split.at[block].set(False, mode="drop"), splits=index.splits + go,
         )
         return index, Edits(dst, rows)

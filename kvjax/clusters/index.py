@@ -67,6 +67,14 @@ def add_entry(
     )
 
 
+def replace_clusters(index: ClusterIndex, block: Int32[Array, "E"], centroid, variance) -> ClusterIndex:
+    """New centroids `[E, D]` and variances `[E]` for blocks of one head; block NB = nothing."""
+    return dataclasses.replace(
+        index, centroid=index.centroid.at[block].set(centroid, mode="drop"),
+        variance=index.variance.at[block].set(variance, mode="drop"),
+    )
+
+
 def nearest_with_room(spec: Spec, count: Int32[Array, "NB"], squared: Float[Array, "NB"]) -> Int32[Array, ""]:
     """The nearest cluster that is not full; a free block where all are full."""
     roomy = (count > 0) & (count < spec.block_rows)

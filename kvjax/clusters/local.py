@@ -9,12 +9,13 @@ import dataclasses
 import jax.numpy as jnp
 
 from kvjax import clustering
-from kvjax.clusters.index import ClusterIndex, add_entry, nearest_with_room, squared_distances, statistics
+from kvjax.clusters.index import add_entry, nearest_with_room, replace_clusters, squared_distances, statistics
+from kvjax.clusters.update import Update
 from kvjax.method import Edits, Placement
 
 
 @dataclasses.dataclass(frozen=True)
-class Local:
+class Local(Update):
     """Periodic clustering of the newest keys. Too few blocks left: keys go to the nearest cluster with room.
 
     Attributes:
@@ -29,8 +30,6 @@ class Local:
     period: int
     iterations: int
 
-    edits = True
-
     @property
     def held(self) -> int:
         return self.period
@@ -44,9 +43,6 @@ class Local:
     def most_blocks(self) -> int:
         """E: blocks they may take, larger clusters than `block_rows` taking several."""
         return self.clusters + self.period // self.block_rows
-
-    def force(self, spec, view):
-        return jnp.int32(spec.num_blocks)
 
     def append(self, spec, index, view, key, valid):
         count, squared = view.count, squared_distances(index, key)
@@ -72,12 +68,5 @@ class Local:
         dst = jnp.where(n > 0, free, spec.num_blocks).astype(jnp.int32)
         rows = jnp.full((self.most_blocks, spec.block_rows), -1, jnp.int32)
         rows = rows.at[part, row].set(spec.block_rows + jnp.arange(self.period, dtype=jnp.int32), mode="drop")
-        return _open(index, dst, centroid, variance, block < spec.num_blocks), Edits(dst, rows)
-
-
-def _open(index: ClusterIndex, dst, centroid, variance, happens) -> ClusterIndex:
-    """The statistics of new clusters."""
-    return dataclasses.replace(
-        index, centroid=index.centroid.at[dst].set(centroid, mode="drop"),
-        variance=index.variance.at[dst].set(variance, mode="drop"), splits=index.splits + happens,
-    )
+        index = replace_clusters(index, dst, centroid, variance)
+        return dataclasses.replace(index, splits=index.splits + (block < spec.num_blocks)), Edits(dst, rows)

@@ -9,18 +9,16 @@ import dataclasses
 import jax.numpy as jnp
 
 from kvjax.clusters.index import ClusterIndex, nearest_with_room, squared_distances, updated_variance
+from kvjax.clusters.update import Update
 from kvjax.method import Placement
 
 
 @dataclasses.dataclass(frozen=True)
-class Static:
+class Static(Update):
     """Greedy appending. No block left for a cluster to go on in: the key goes to the nearest block with room."""
 
     held = 0
     edits = False
-
-    def force(self, spec, view):
-        return jnp.int32(spec.num_blocks)
 
     def append(self, spec, index, view, key, valid):
         count, squared = view.count, squared_distances(index, key)
@@ -35,12 +33,6 @@ class Static:
         block = jnp.where(valid, target, spec.num_blocks).astype(jnp.int32)
         grown = _grow(index, count, first, block, key)
         return dataclasses.replace(grown, refused=index.refused + (valid & ~stays)), Placement(block, count[target])
-
-    def due(self, spec, index, view):
-        return jnp.int32(spec.num_blocks)
-
-    def adapt(self, spec, index, view, block, keys, valid, seed):
-        raise NotImplementedError("a static update never rewrites a block")
 
 
 def _grow(index: ClusterIndex, count, first, block, key) -> ClusterIndex:

@@ -1,27 +1,31 @@
-"""The interface of a cluster update; functions take one head, and the method maps them over its heads."""
+"""The base of the cluster updates; functions take one head, and the method maps them over its heads."""
 
-from typing import Protocol, runtime_checkable
+import abc
+from typing import ClassVar
+
+import jax.numpy as jnp
 
 from kvjax.clusters.index import ClusterIndex
+from kvjax.errors import ConfigError
 from kvjax.method import Edits, Placement, Spec, View
 from kvjax.typing import Array, Bool, Float, Int32, PRNGKey
 
 
-@runtime_checkable
-class Update(Protocol):
+class Update(abc.ABC):
     """What becomes of a key that leaves the recent window. A `View` here is that of one head."""
 
+    edits: ClassVar[bool] = True  # whether `due` and `adapt` ever rewrite blocks
+
     @property
+    @abc.abstractmethod
     def held(self) -> int:
         """U: rows that may wait in the tail."""
 
-    @property
-    def edits(self) -> bool:
-        """Whether `due` and `adapt` ever rewrite blocks."""
-
     def force(self, spec: Spec, view: View) -> Int32[Array, ""]:
         """A block to fetch only in order to rewrite it, NB = none."""
+        return jnp.int32(spec.num_blocks)
 
+    @abc.abstractmethod
     def append(
         self, spec: Spec, index: ClusterIndex, view: View, key: Float[Array, "D"], valid: Bool[Array, ""]
     ) -> tuple[ClusterIndex, Placement]:
@@ -29,9 +33,11 @@ class Update(Protocol):
 
     def due(self, spec: Spec, index: ClusterIndex, view: View) -> Int32[Array, ""]:
         """A block to rewrite now, NB = none."""
+        return jnp.int32(spec.num_blocks)
 
     def adapt(
         self, spec: Spec, index: ClusterIndex, view: View, block: Int32[Array, ""], keys: Float[Array, "CU D"],
         valid: Bool[Array, "CU"], seed: PRNGKey,
     ) -> tuple[ClusterIndex, Edits]:
         """Rewrites the due block and what is held for it; block NB = nothing."""
+        raise ConfigError(f"{type(self).__name__} never rewrites a block")

@@ -8,6 +8,11 @@ from kvjax.errors import NoSpace
 from kvjax.store.format import HEADER_BYTES
 
 
+def run_starts(extents: np.ndarray) -> np.ndarray:
+    """Where runs of neighbours begin in extents[n], n >= 1: int64, the first 0."""
+    return np.append(0, (extents[1:] - extents[:-1] != 1).nonzero()[0] + 1)
+
+
 class ExtentPool:
     """Allocator with owner counts. Not thread-safe: the volume's lock is held around every call.
 

@@ -13,7 +13,7 @@ from kvjax.store import profiles
 from kvjax.store.ahead import Reads
 from kvjax.store.base import Geometry
 from kvjax.store.creation import create_file, open_file
-from kvjax.store.extents import ExtentPool
+from kvjax.store.extents import ExtentPool, run_starts
 from kvjax.store.file import BlockFile
 from kvjax.store.format import HEADER_BYTES, Header, checksum
 from kvjax.store.layout import LAYOUTS
@@ -136,7 +136,7 @@ class FlashStore:
         # Pages of logs lie in token order: to the layout of their file, a page is a block.
         layout = "cluster_major" if self.layout == "sequential" else self.layout
         chosen = LAYOUTS[layout](geometry, lanes.extents)
-        return Volume(file, geometry, lanes.extents, lanes, chosen, threads=self.threads,
+        return Volume(file, geometry, lanes, chosen, threads=self.threads,
                       staging_bytes=self.staging_bytes, timeout=self.timeout)
 
 
@@ -284,8 +284,7 @@ class FlashBranch(TransactionalBranch):
     def _write_runs(self, buffer: np.ndarray, extents: np.ndarray, ids: np.ndarray) -> None:
         """Writes the front of the buffer, neighbouring extents at once."""
         volume, geometry = self._volume, self.geometry
-        cuts = [0, *(np.flatnonzero(np.diff(extents) != 1) + 1).tolist(), extents.size]
-        for begin, end in itertools.pairwise(cuts):
+        for begin, end in itertools.pairwise([*run_starts(extents).tolist(), extents.size]):
             name = geometry.describe(ids[begin])
             volume.file.write(buffer[begin:end].reshape(-1), volume.extents.offset(extents[begin]), lambda _, n=name: n)
 

@@ -61,8 +61,8 @@ class CommitLog:
         dropped, so a second one would prove nothing.
     """
 
-    def __init__(self, file: BlockFile, geometry: Geometry, extents: ExtentPool, lanes: LanePool, lock: threading.Lock):
-        self._file, self._geometry, self._extents, self._lanes, self._lock = file, geometry, extents, lanes, lock
+    def __init__(self, file: BlockFile, geometry: Geometry, extents: ExtentPool, lock: threading.Lock):
+        self._file, self._geometry, self._extents, self._lock = file, geometry, extents, lock
         self.broken: WriteFailed | None = None
         self._kept: list[Saved] = []  # what the two superblocks name, oldest first
         self._doubtful: list[Saved] = []  # their superblock may or may not have reached the device

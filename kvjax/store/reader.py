@@ -10,6 +10,7 @@ import numpy as np
 
 from kvjax.errors import ReadFailed
 from kvjax.store.base import Geometry
+from kvjax.store.extents import run_starts
 from kvjax.store.file import BlockFile, Where
 from kvjax.store.format import HEADER_BYTES, checksum
 from kvjax.store.workers import Arena, ArenaStack, WorkerPool
@@ -159,7 +160,7 @@ class Reader:
         """Where to cut a fetch: two chunks per thread if there is that much to read, so that what has landed is copied
         while the rest is read, and none longer than an arena. Runs of neighbours stay whole where they can."""
         count = extents.size
-        starts = np.append(0, (extents[1:] - extents[:-1] != 1).nonzero()[0] + 1)
+        starts = run_starts(extents)
         pieces = max(starts.size // 2, count * self._extent_bytes // PIECE_BYTES)
         chunks = max(min(2 * self.pool.threads, pieces), -(-count // self._arenas.extents), 1)
         cuts = count * np.arange(chunks + 1) // chunks
@@ -171,19 +172,20 @@ class Reader:
     def read(self, chunk: Chunk, where: Where) -> None:
         """Reads a chunk into an arena and verifies it. Raises ShortRead or ReadFailed, and then it has no arena."""
         extents, count = chunk.extents, chunk.extents.size
-        starts = [0, *((extents[1:] - extents[:-1] != 1).nonzero()[0] + 1).tolist()]
+        starts = run_starts(extents)
         offsets = (HEADER_BYTES + extents[starts].astype(np.int64) * self._extent_bytes).tolist()
+        cuts = itertools.pairwise([*starts.tolist(), count])
         arena = self._arenas.take()
         chunk.began = time.perf_counter()
         try:
-            self._file.read(zip(map(arena.part, starts, [*starts[1:], count]), offsets, strict=True), where)
+            self._file.read(zip(itertools.starmap(arena.part, cuts), offsets, strict=True), where)
         except BaseException:
             self._arenas.give(arena)
             raise
         finally:
             chunk.ended = time.perf_counter()
         chunk.right = np.fromiter(map(checksum, arena.payloads[:count]), np.uint64, count) == chunk.sums
-        chunk.requests = len(starts)
+        chunk.requests = starts.size
         chunk.arena = arena
 
     def give_back(self, chunk: Chunk) -> None:
