@@ -49,7 +49,7 @@ def in_token_order(plan: LayerPlan, cache: LayerCache, tokens: int):
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def _reclustered(plan: LayerPlan, cache: LayerCache, length, tokens):
     key, value, _ = in_token_order(plan, cache, tokens)
-    return layer.prefill_memory(plan, layer.init(plan, key.shape[0]), key, value, length)
+    return layer.prefill_memory(plan, layer.init(plan, key.shape[0]), layer.Prompts(key, value, length))
 
 
 def recluster(plan: Plan, state: State) -> State:

@@ -22,7 +22,7 @@ from experiments import common, raw_disk
 from experiments.results import Run
 from kvjax import decode, layer, planning, prefill
 from kvjax.errors import ConfigError
-from kvjax.layer import LayerCache
+from kvjax.layer import LayerCache, Prompts
 from kvjax.models.config import ModelConfig, RopeConfig
 from kvjax.models.transformer import Transformer
 from kvjax.planning import Slots, State
@@ -78,7 +78,10 @@ def filled_cache(llm, method, context: int, steps: int, store, slots: Slots):
     for i in range(llm.config.num_layers):
         key, value = made_up_keys(llm.config, context, i)
         started = time.perf_counter()
-        layers.append(jax.block_until_ready(prefill._fill(plan, i, key, value, length, branch, slots)))
+        leader = layers[-1].state if plan.layers[i].follows else None
+        layers.append(jax.block_until_ready(
+            prefill.fill(plan, i, Prompts(key, value, length), leader, branch, slots)
+        ))
         seconds.append(time.perf_counter() - started)
     line = Line(jnp.int32(branch.handle if branch else -1), jnp.int32(0))
     return plan, State(tuple(layers), length, line), branch, float(np.min(seconds))

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import layer
-from kvjax.layer import LayerCache, LayerPlan
+from kvjax.layer import LayerCache, LayerPlan, Prompts
 from kvjax.method import Method
 from kvjax.pool import Line, MemoryPool
 from kvjax.typing import Array, Float, Int32
@@ -47,10 +47,9 @@ def prefill_cache(
     """A cache that holds prompts of `length[b] <= T` tokens; what the given cache held is dropped."""
     dtype = cache.layer.state.tail.key.dtype
     state = layer.init(cache.plan, key.shape[0], dtype)
-    return dataclasses.replace(
-        cache, layer=layer.prefill_memory(cache.plan, state, key, value, length, dtype),
-        length=jnp.asarray(length, jnp.int32),
-    )
+    length = jnp.asarray(length, jnp.int32)
+    filled = layer.prefill_memory(cache.plan, state, Prompts(key, value, length), dtype)
+    return dataclasses.replace(cache, layer=filled, length=length)
 
 
 def attend(
@@ -61,5 +60,5 @@ def attend(
     at, zero = cache.length, jnp.int32(0)
     out, read, fresh, _, _ = layer.read(cache.plan, cache.layer, q, key, value, at, zero, line)
     gate = jnp.ones(at.shape, bool)
-    written = layer.write(cache.plan, read, fresh, at, gate, zero, line)
+    written, _ = layer.write(cache.plan, read, fresh, at, gate, zero, line)
     return out, dataclasses.replace(cache, layer=written, length=at + 1)

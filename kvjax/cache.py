@@ -12,7 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from kvjax.method import Edits, Method, Placement, Selection, Spec, View
+from kvjax.method import Context, Edits, Leaving, Method, Placement, Selection, Spec, View
 from kvjax.typing import Array, Bool, Float, Int32, pytree
 
 
@@ -24,6 +24,7 @@ class Tail:
     value: Float[Array, "*B K R D"]
     pos: Int32[Array, "*B K R"]  # -1 = empty
     held_block: Int32[Array, "*B K U"]  # NB = free
+    token: Int32[Array, "*B S_ring"]  # token ids of sinks and ring, -1 = not known
 
 
 @pytree
@@ -59,17 +60,18 @@ class Rows:
     pos: Int32[Array, "*B K N"]
 
 
-def empty_layer(spec: Spec, method: Method, dtype) -> LayerState:
-    """A layer's state for one sequence, nothing in it."""
+def empty_layer(spec: Spec, index: Any, dtype) -> LayerState:
+    """A layer's state for one sequence around the method's own empty index."""
     heads, rows = spec.kv_heads, spec.tail_rows
     tail = Tail(
         key=jnp.zeros((heads, rows, spec.head_dim), dtype),
         value=jnp.zeros((heads, rows, spec.head_dim), dtype),
         pos=jnp.full((heads, rows), -1, jnp.int32),
         held_block=jnp.full((heads, spec.held), spec.num_blocks, jnp.int32),
+        token=jnp.full((spec.sinks + spec.ring,), -1, jnp.int32),
     )
     return LayerState(
-        index=method.init(spec),
+        index=index,
         pos=jnp.full((heads, spec.num_blocks, spec.block_rows), -1, jnp.int32),
         count=jnp.zeros((heads, spec.num_blocks), jnp.int32),
         loaded=jnp.full((heads, spec.max_blocks + 1), spec.num_blocks, jnp.int32),
@@ -104,9 +106,24 @@ def tail_sources(spec: Spec, length: Int32[Array, ""]) -> Int32[Array, "S_ring"]
 
 
 def build(
-    spec: Spec, method: Method, layer: LayerState, key: Float[Array, "T K D"], value, length: Int32[Array, ""]
+    spec: Spec, method: Method, layer: LayerState, key: Float[Array, "T K D"], value, length: Int32[Array, ""],
+    token: Int32[Array, "T"], query: Float[Array, "Q H D"],
 ) -> tuple[LayerState, Placement]:
     """Fills an empty layer from a prompt's keys and values; the placement says where payload rows go."""
+    pos = jnp.arange(key.shape[0], dtype=jnp.int32)
+    middle = (pos >= spec.sinks) & (pos < length - spec.ring)
+    asked = length - query.shape[0] + jnp.arange(query.shape[0], dtype=jnp.int32)
+    context = Context(
+        key=key.swapaxes(0, 1), pos=pos, valid=middle, token=token,
+        query=query.reshape(-1, spec.kv_heads, spec.group, spec.head_dim).transpose(1, 2, 0, 3),
+        query_pos=jnp.maximum(asked, -1),
+    )
+    index, placement = method.build(spec, layer.index, context)
+    return book(spec, dataclasses.replace(layer, index=index), placement, key, value, length, token), placement
+
+
+def book(spec: Spec, layer: LayerState, placement: Placement, key, value, length, token) -> LayerState:
+    """Fills sinks and ring from a prompt, and enters where the rest was placed."""
     source = tail_sources(spec, length)
     at = jnp.maximum(source, 0)
     kept = slice(0, spec.sinks + spec.ring)
@@ -115,14 +132,24 @@ def build(
         key=layer.tail.key.at[:, kept].set(key[at].swapaxes(0, 1).astype(layer.tail.key.dtype)),
         value=layer.tail.value.at[:, kept].set(value[at].swapaxes(0, 1).astype(layer.tail.value.dtype)),
         pos=layer.tail.pos.at[:, kept].set(source),
+        token=jnp.where(source >= 0, token[at], -1),
     )
-    pos = jnp.arange(key.shape[0], dtype=jnp.int32)
-    middle = (pos >= spec.sinks) & (pos < length - spec.ring)
-    index, placement = method.build(spec, layer.index, key.swapaxes(0, 1), pos, middle)
-    head = jnp.arange(spec.kv_heads)[:, None]
+    head, pos = jnp.arange(spec.kv_heads)[:, None], jnp.arange(key.shape[0], dtype=jnp.int32)
     table = layer.pos.at[head, placement.block, placement.row].set(pos, mode="drop")
     count = layer.count.at[head, placement.block].add(placement.row < spec.block_rows, mode="drop")
-    return dataclasses.replace(layer, index=index, tail=tail, pos=table, count=count), placement
+    return dataclasses.replace(layer, tail=tail, pos=table, count=count)
+
+
+def placements(spec: Spec, layer: LayerState, tokens: int) -> Placement:
+    """Where the first `tokens` tokens of a sequence are, read back from a layer's table; block NB = in no block."""
+    head = jnp.arange(spec.kv_heads)[:, None, None]
+    at = jnp.where(layer.pos >= 0, layer.pos, tokens)
+    block, row = (
+        jnp.broadcast_to(axis, layer.pos.shape).astype(jnp.int32)
+        for axis in (jnp.arange(spec.num_blocks)[:, None], jnp.arange(spec.block_rows))
+    )
+    nowhere = jnp.full((spec.kv_heads, tokens), spec.num_blocks, jnp.int32)
+    return Placement(nowhere.at[head, at].set(block, mode="drop"), (nowhere * 0).at[head, at].set(row, mode="drop"))
 
 
 # ------------------------------------------------------------------------------------ decode: read
@@ -164,53 +191,54 @@ def every_block(spec: Spec, layer: LayerState, selection: Selection) -> tuple[In
 # ----------------------------------------------------------------------------------- decode: write
 
 
-def push(spec: Spec, tail: Tail, key, value, at: Int32[Array, ""], gate: Bool[Array, ""]):
-    """Puts token `at` into its sink or ring row; returns the tail and what left the ring.
-
-    The leaving token is (key[K, D], value[K, D], pos); pos = -1 where the row was free.
-    """
+def push(spec: Spec, tail: Tail, key, value, at: Int32[Array, ""], gate: Bool[Array, ""], token: Int32[Array, ""]):
+    """Puts token `at` into its sink or ring row; returns the tail, and what left the ring with its value [K, D]."""
     row = jnp.where(at < spec.sinks, at, spec.sinks + (at - spec.sinks) % spec.ring)
-    leaving = (tail.key[:, row], tail.value[:, row], jnp.where(gate, tail.pos[0, row], -1))
+    left = jnp.where(gate, tail.pos[0, row], -1)
+    leaving, left_value = Leaving(tail.key[:, row], left, tail.token[row], left >= 0), tail.value[:, row]
     target = jnp.where(gate, row, spec.tail_rows)
     tail = dataclasses.replace(
         tail,
         key=tail.key.at[:, target].set(key.astype(tail.key.dtype), mode="drop"),
         value=tail.value.at[:, target].set(value.astype(tail.value.dtype), mode="drop"),
         pos=tail.pos.at[:, target].set(at, mode="drop"),
+        token=tail.token.at[target].set(token, mode="drop"),
     )
-    return tail, leaving
+    return tail, leaving, left_value
 
 
-def place(spec: Spec, layer: LayerState, placement: Placement, leaving) -> tuple[LayerState, Placement]:
+def place(
+    spec: Spec, layer: LayerState, placement: Placement, leaving: Leaving, value: Float[Array, "K D"]
+) -> tuple[LayerState, Placement]:
     """Books a leaving token into its block, or into a free held row.
 
     Returns the placement with every row that is not to be written to a block turned into NB.
     """
-    key, value, at = leaving
     head = jnp.arange(spec.kv_heads)
     stored = (placement.block < spec.num_blocks) & (placement.row < spec.block_rows)
     held = (placement.block < spec.num_blocks) & (placement.row == spec.block_rows)
     block = jnp.where(stored, placement.block, spec.num_blocks)
     layer = dataclasses.replace(
         layer,
-        pos=layer.pos.at[head, block, placement.row].set(at, mode="drop"),
+        pos=layer.pos.at[head, block, placement.row].set(leaving.pos, mode="drop"),
         count=layer.count.at[head, block].add(1, mode="drop"),
     )
     if spec.held:
-        layer = _hold(spec, layer, placement.block, held, key, value, at)
+        layer = _hold(spec, layer, placement.block, held, leaving, value)
     return layer, Placement(block, placement.row)
 
 
-def _hold(spec, layer, block, held, key, value, at):
+def _hold(spec, layer, block, held, leaving, value):
     """Puts a token into the first free held row of the heads that hold it."""
     head, tail = jnp.arange(spec.kv_heads), layer.tail
     free = tail.held_block == spec.num_blocks
     slot = jnp.where(held & jnp.any(free, axis=-1), jnp.argmax(free, axis=-1), spec.held)
     row = jnp.where(slot < spec.held, spec.sinks + spec.ring + slot, spec.tail_rows)
-    tail = Tail(
-        key=tail.key.at[head, row].set(key.astype(tail.key.dtype), mode="drop"),
+    tail = dataclasses.replace(
+        tail,
+        key=tail.key.at[head, row].set(leaving.key.astype(tail.key.dtype), mode="drop"),
         value=tail.value.at[head, row].set(value.astype(tail.value.dtype), mode="drop"),
-        pos=tail.pos.at[head, row].set(at, mode="drop"),
+        pos=tail.pos.at[head, row].set(leaving.pos, mode="drop"),
         held_block=tail.held_block.at[head, slot].set(block, mode="drop"),
     )
     return dataclasses.replace(layer, tail=tail, refused=layer.refused + (held & (slot == spec.held)))

@@ -79,19 +79,26 @@ def _read(config, layer_plan, next_plan, params, next_params, cache, next_cache,
     """One layer of a token up to its output.
 
     Begins with a look at the next layer, if there is anything to choose or to read there; `choice` is what the previous
-    layer saw of this one. Returns (output, cache, Fresh, ok, Report, Choice for the next layer or None).
+    layer saw of this one, or made for both. Returns (output, cache, Fresh, ok, Report, Choice for the next layer or
+    None).
     """
     next_choice = None
-    if next_plan is not None:
+    if next_plan is not None and not next_plan.follows:
         q = _queries(config, next_params, x, at)
         seen = layer.choose(next_plan, next_cache.state, q)
         next_choice = seen if next_plan.method.lookahead else None
         if _prefetches(next_cache, "layer"):
             x = _after(next_cache.pool.submit(seen.need, number + 1, line), x)
     q, key, value = _project(config, params, x, at)
-    if choice is not None:  # made a layer ago: without this the wait for its blocks could come before all computing
+    if choice is None:
+        choice = layer.choose(layer_plan, cache.state, q)
+    else:  # made a layer ago: without this the wait for its blocks could come before all computing
         choice = dataclasses.replace(choice, need=jnp.where(_exists(q), choice.need, layer_plan.spec.num_blocks))
     out, cache, fresh, ok, report = layer.read(layer_plan, cache, q, key, value, at, number, line, choice)
+    if next_plan is not None and next_plan.follows:
+        next_choice = choice
+        if _prefetches(next_cache, "layer"):
+            out = _after(next_cache.pool.submit(choice.need, number + 1, line), out)
     if _prefetches(cache, "step"):
         likely = jnp.where(ok, layer.runners_up(layer_plan, cache.state, q), layer_plan.spec.num_blocks)
         out = _after(cache.pool.submit(likely, number, line), out)
@@ -132,7 +139,7 @@ def _looks_ahead(plan: Plan, state: State, i: int) -> bool:
     if i + 1 == len(plan.layers):
         return False
     following = plan.layers[i + 1]
-    return following.method.lookahead or _prefetches(state.layers[i + 1], "layer")
+    return following.follows or following.method.lookahead or _prefetches(state.layers[i + 1], "layer")
 
 
 def _next_line(line: Line, ok) -> Line:
@@ -166,8 +173,11 @@ def _staged(plan, params, state, tokens, active, donate):
         reports.append(report)
     logits = unembed(plan.config, params, x)
     ok, gate, line, length = _close(oks, active, state.line, at)
+    leader = None
     for i, layer_plan in enumerate(plan.layers):
-        layers[i] = write(layer_plan, layers[i], fresh[i], at, gate, _numbers(len(plan.layers))[i], state.line)
+        number = _numbers(len(plan.layers))[i]
+        leader = leader if layer_plan.follows else None
+        layers[i], leader = write(layer_plan, layers[i], fresh[i], at, gate, number, state.line, tokens, leader)
     return Step(logits, State(tuple(layers), length, line), ok, tuple(reports))
 
 
@@ -208,8 +218,12 @@ def _fused_token(plan, params, state, tokens, active):
     logits = model.apply({"params": params}, x, method="unembed")
     # XLA:CPU copies a whole pool that is read and then written unless the write depends on the read.
     gate = ok & active & _exists(x)
+    leader = None
     for i, layer_plan in enumerate(plan.layers):
-        layers[i] = layer.write(layer_plan, layers[i], fresh[i], at, gate, jnp.int32(i), state.line)
+        leader = leader if layer_plan.follows else None
+        layers[i], leader = layer.write(
+            layer_plan, layers[i], fresh[i], at, gate, jnp.int32(i), state.line, tokens, leader
+        )
     return Step(logits, State(tuple(layers), at + gate, _next_line(state.line, ok)), ok, tuple(reports))
 
 

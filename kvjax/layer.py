@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from kvjax import attention
 from kvjax import cache as caching
 from kvjax.cache import Fresh, LayerState, Rows
-from kvjax.method import Method, Spec
+from kvjax.method import Leaving, Method, Placement, Spec
 from kvjax.pool import Line, MemoryPool, Pool, Traffic, gated, scatter_prompt
-from kvjax.typing import Array, Bool, Float, Int32, pytree
+from kvjax.typing import Array, Bool, Float, Int32, PyTree, pytree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +26,7 @@ class LayerPlan:
     method: Method
     spec: Spec
     sliding: int | None = None  # the model's own sliding window, in tokens
+    follows: bool = False  # placements and choices are those of the layer before (`Method.reuse`)
 
 
 @pytree
@@ -55,30 +56,54 @@ class Report:
     traffic: Traffic
 
 
-def init(plan: LayerPlan, batch: int, dtype=jnp.float32) -> LayerState:
-    """An empty state for `batch` sequences."""
-    one = caching.empty_layer(plan.spec, plan.method, dtype)
+@pytree
+class Prompts:
+    """What one layer makes of prompts, right-padded to T."""
+
+    key: Float[Array, "B T K D"]
+    value: Float[Array, "B T K D"]
+    length: Int32[Array, "B"]
+    token: Int32[Array, "B T"] | None = None  # token ids; None = not known
+    query: Float[Array, "B Q H D"] | None = None  # of each prompt's last Q tokens; None = none, Q = 0
+
+
+def init(plan: LayerPlan, batch: int, dtype=jnp.float32, weights: PyTree | None = None) -> LayerState:
+    """An empty state for `batch` sequences; `weights` are the method's for this layer, by default those of layer 0."""
+    weights = plan.method.weights(0) if weights is None else weights
+    index = () if plan.follows else plan.method.init(plan.spec, weights)
+    one = caching.empty_layer(plan.spec, index, dtype)
     return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (batch, *leaf.shape)), one)
 
 
-def prefill(plan: LayerPlan, state: LayerState, key: Float[Array, "B T K D"], value, length: Int32[Array, "B"]):
-    """Fills an empty state from prompts; returns it and where each token's payload goes."""
-    return jax.vmap(lambda *args: caching.build(plan.spec, plan.method, *args))(state, key, value, length)
+def prefill(plan: LayerPlan, state: LayerState, prompts: Prompts, leader: LayerState | None = None):
+    """Fills an empty state from prompts; returns it and where each token's payload goes.
+
+    A layer that follows another takes the placements of the `leader`.
+    """
+    spec, (batch, tokens) = plan.spec, prompts.key.shape[:2]
+    token = jnp.full((batch, tokens), -1, jnp.int32) if prompts.token is None else prompts.token
+    filled = (prompts.key, prompts.value, prompts.length, token)
+    if plan.follows:
+        placement = jax.vmap(lambda one: caching.placements(spec, one, tokens))(leader)
+        return jax.vmap(lambda *args: caching.book(spec, *args))(state, placement, *filled), placement
+    query = prompts.query
+    if query is None:
+        query = jnp.zeros((batch, 0, spec.kv_heads * spec.group, spec.head_dim), prompts.key.dtype)
+    return jax.vmap(lambda *args: caching.build(spec, plan.method, *args))(state, *filled, query)
 
 
-def prefill_memory(plan: LayerPlan, state: LayerState, key, value, length, dtype=jnp.float32) -> LayerCache:
+def prefill_memory(plan: LayerPlan, state: LayerState, prompts: Prompts, dtype=jnp.float32, leader=None) -> LayerCache:
     """`prefill` into a new memory pool."""
-    state, placement = prefill(plan, state, key, value, length)
-    pool = MemoryPool(
-        scatter_prompt(plan.spec, placement, key, dtype), scatter_prompt(plan.spec, placement, value, dtype)
-    )
-    return LayerCache(state, pool)
+    state, placement = prefill(plan, state, prompts, leader)
+    blocks = (scatter_prompt(plan.spec, placement, rows, dtype) for rows in (prompts.key, prompts.value))
+    return LayerCache(state, MemoryPool(*blocks))
 
 
-def prefill_packed(plan: LayerPlan, state: LayerState, key, value, length, dtype=jnp.float32):
-    """`prefill` for a store: the state, the packed blocks `[B, K, NB, C, 2D]` to write, their counts."""
-    state, placement = prefill(plan, state, key, value, length)
-    return state, scatter_prompt(plan.spec, placement, jnp.concatenate([key, value], axis=-1), dtype)
+def prefill_packed(plan: LayerPlan, state: LayerState, prompts: Prompts, dtype=jnp.float32, leader=None):
+    """`prefill` for a store: the state, and the packed blocks `[B, K, NB, C, 2D]` to write."""
+    state, placement = prefill(plan, state, prompts, leader)
+    rows = jnp.concatenate([prompts.key, prompts.value], axis=-1)
+    return state, scatter_prompt(plan.spec, placement, rows, dtype)
 
 
 # ------------------------------------------------------------------------------------------- read
@@ -196,36 +221,48 @@ def _grouped(q, spec):
 # ------------------------------------------------------------------------------------------ write
 
 
-def write(plan: LayerPlan, cache: LayerCache, fresh: Fresh, at: Int32[Array, "B"], gate: Bool[Array, "B"], layer, line):
-    """Books the newest token where `gate` is set; everything else of the cache stays as it is."""
-    state, block, row, leaving = _advance_all(plan, cache.state, fresh, at, gate)
+def write(
+    plan: LayerPlan, cache: LayerCache, fresh: Fresh, at: Int32[Array, "B"], gate: Bool[Array, "B"], layer, line,
+    token: Int32[Array, "B"] | None = None, leader: Placement | None = None,
+) -> tuple[LayerCache, Placement]:
+    """Books the newest token where `gate` is set; everything else of the cache stays as it is.
+
+    Also returns where the token that left the window went: a layer that follows this one takes it as its `leader`.
+    """
+    token = jnp.full(at.shape, -1, jnp.int32) if token is None else token
+    state, placement, leaving, value = _advance_all(plan, cache.state, fresh, at, gate, token, leader)
     pool = cache.pool
     if not plan.method.evicts:
-        pool = pool.put_row(block, row, leaving[0], leaving[1], layer, line)
+        block = gated(placement.block, gate, plan.spec.num_blocks)
+        pool = pool.put_row(block, placement.row, leaving.key, value, layer, line)
     cache = LayerCache(state, pool)
-    return _adapt_all(plan, cache, gate, layer, line) if plan.method.adaptive else cache
+    return _adapt_all(plan, cache, gate, layer, line) if plan.method.adaptive else cache, placement
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _advance_all(plan: LayerPlan, state: LayerState, fresh: Fresh, at, gate):
-    """`_advance` of every sequence, and the block and row to which its leaving token goes."""
-    state, placement, leaving = jax.vmap(lambda *args: _advance(plan, *args))(state, fresh, at, gate)
-    return state, gated(placement.block, gate, plan.spec.num_blocks), placement.row, leaving
+def _advance_all(plan: LayerPlan, state: LayerState, fresh: Fresh, at, gate, token, leader):
+    """`_advance` of every sequence."""
+    return jax.vmap(lambda *args: _advance(plan, *args))(state, fresh, at, gate, token, leader)
 
 
-def _advance(plan: LayerPlan, layer: LayerState, fresh: Fresh, at, gate):
+def _advance(plan: LayerPlan, layer: LayerState, fresh: Fresh, at, gate, token, leader):
     """One sequence: observe, push the newest token, give the leaving one its place."""
-    spec, method = plan.spec, plan.method
+    spec = plan.spec
     layer = dataclasses.replace(layer, loaded=jnp.where(gate, fresh.loaded, spec.num_blocks))
-    index = layer.index
+    tail, leaving, value = caching.push(spec, layer.tail, fresh.key, fresh.value, at, gate, token)
+    index, placement = (layer.index, leader) if plan.follows else _place(plan, layer, fresh, leaving, gate)
+    layer = dataclasses.replace(layer, index=index, tail=tail)
+    layer, placement = caching.place(spec, layer, placement, leaving, value)
+    return layer, placement, leaving, value
+
+
+def _place(plan: LayerPlan, layer: LayerState, fresh: Fresh, leaving: Leaving, gate):
+    """The method's part: it learns from the attention paid, and finds a place for the leaving token."""
+    spec, method, index, view = plan.spec, plan.method, layer.index, caching.view(plan.spec, layer)
     if method.observes:
         pos = jnp.where(gate, fresh.seen_pos, -1)
-        index = method.observe(spec, index, caching.view(spec, layer), pos, jnp.where(gate, fresh.seen_weight, 0.0))
-    tail, leaving = caching.push(spec, layer.tail, fresh.key, fresh.value, at, gate)
-    key, _, left = leaving
-    index, placement = method.append(spec, index, caching.view(spec, layer), key, left, left >= 0)
-    layer, placement = caching.place(spec, dataclasses.replace(layer, index=index, tail=tail), placement, leaving)
-    return layer, placement, leaving
+        index = method.observe(spec, index, view, pos, jnp.where(gate, fresh.seen_weight, 0.0))
+    return method.append(spec, index, view, leaving)
 
 
 def _adapt_all(plan: LayerPlan, cache: LayerCache, gate, layer, line) -> LayerCache:

@@ -5,13 +5,14 @@ the machinery adds the batch with `vmap`, keeps keys and values, moves blocks, a
 never touches values, slots or file offsets. To write one, subclass `Method` and give
 
     blocks(capacity)                       how many blocks of how many rows, and how many to select
-    init(spec) -> index                    every array it will ever need, nothing valid in it
+    init(spec, weights) -> index           every array it will ever need, nothing valid in it
     build(...) -> index, Placement         the prompt's middle part, placed at prefill
     select(...) -> Selection               blocks for one query, best first
     append(...) -> index, Placement        a home for the token that leaves the recent window
 
 and, only if blocks are reorganised while decoding, `due` and `adapt`; only if it learns from the
-attention weights, `observe`. `methods/quest.py` is a complete example in 60 lines.
+attention weights, `observe`; only if it was fitted to the model beforehand, `weights`.
+`methods/quest.py` is a complete example in 60 lines.
 
 One decode step of one layer, in this order:
 
@@ -30,7 +31,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.errors import ConfigError
-from kvjax.typing import Array, Bool, Float, Int32, pytree
+from kvjax.typing import Array, Bool, Float, Int32, PyTree, pytree
 
 Index = Any  # a pytree of arrays, the method's own
 
@@ -65,6 +66,28 @@ class Spec:
     def tail_rows(self) -> int:
         """R: sinks, ring and held rows."""
         return self.sinks + self.ring + self.held
+
+
+@pytree
+class Context:
+    """A prompt, as a method sees it when it places the middle part: what is neither sink nor in the recent window."""
+
+    key: Float[Array, "K T D"]
+    pos: Int32[Array, "T"]
+    valid: Bool[Array, "T"]  # in the middle part
+    token: Int32[Array, "T"]  # token ids, -1 = not known
+    query: Float[Array, "K G Q D"]  # of the prompt's last Q tokens, oldest first; Q is the method's `observation`
+    query_pos: Int32[Array, "Q"]  # -1 = the prompt is shorter, or queries are not known
+
+
+@pytree
+class Leaving:
+    """The token that leaves the recent window. A method sees one sequence, without the axis B."""
+
+    key: Float[Array, "*B K D"]
+    pos: Int32[Array, "*B"]
+    token: Int32[Array, "*B"]  # token id, -1 = not known
+    valid: Bool[Array, "*B"]  # False: none leaves in this step
 
 
 @pytree
@@ -120,6 +143,9 @@ class Method(abc.ABC):
       dense_layers: first layers that keep the full cache in memory.
       lookahead: select with the query that the previous layer's input would give, so that a store knows a layer early
         what to read (KVSwap, InfiniGen); the first layer uses its own query.
+      reuse: layers that share one selection (IceCache's anchors, OmniKV). The first of every so many layers after the
+        dense ones places and selects, the others follow it.
+      observation: last queries of the prompt that `build` is to see.
     """
 
     budget: int | None = 256
@@ -129,6 +155,8 @@ class Method(abc.ABC):
     aggregation: str = "max"
     dense_layers: int = 0
     lookahead: bool = False
+    reuse: int = 1
+    observation: int = 0
 
     head_shared: ClassVar[bool] = False  # one selection for all KV heads
     evicts: ClassVar[bool] = False  # tokens may be dropped for good
@@ -141,6 +169,9 @@ class Method(abc.ABC):
             raise ConfigError(f"unknown aggregation {self.aggregation!r}; use one of {', '.join(AGGREGATIONS)}")
         if self.sinks < 0 or self.window < 2:
             raise ConfigError(f"sinks={self.sinks} must be >= 0 and window={self.window} >= 2")
+        if self.reuse < 1 or (self.reuse > 1 and self.adaptive):
+            raise ConfigError(f"reuse={self.reuse} must be at least 1, and 1 for {self.name} if it rewrites blocks, "
+                              "as each layer then does so in its own way")
 
     @property
     def name(self) -> str:
@@ -177,14 +208,16 @@ class Method(abc.ABC):
                 "raise num_blocks or block_rows"
             )
 
+    def weights(self, layer: int) -> PyTree:
+        """What was fitted to this layer of the model beforehand (adapters, tables); `init` takes it into the index."""
+        return ()
+
     @abc.abstractmethod
-    def init(self, spec: Spec) -> Index:
+    def init(self, spec: Spec, weights: PyTree) -> Index:
         """Every array of the index, nothing valid."""
 
     @abc.abstractmethod
-    def build(
-        self, spec: Spec, index: Index, keys: Float[Array, "K T D"], pos: Int32[Array, "T"], valid: Bool[Array, "T"],
-    ) -> tuple[Index, Placement]:
+    def build(self, spec: Spec, index: Index, context: Context) -> tuple[Index, Placement]:
         """Places the prompt's tokens between sinks and window. Invalid tokens go to block NB."""
 
     @abc.abstractmethod
@@ -192,11 +225,8 @@ class Method(abc.ABC):
         """Blocks for a query, best first."""
 
     @abc.abstractmethod
-    def append(
-        self, spec: Spec, index: Index, view: View, key: Float[Array, "K D"], pos: Int32[Array, ""],
-        valid: Bool[Array, ""],
-    ) -> tuple[Index, Placement]:
-        """A place for the token that leaves the window. Where not `valid`: index unchanged, block NB."""
+    def append(self, spec: Spec, index: Index, view: View, leaving: Leaving) -> tuple[Index, Placement]:
+        """A place for the token that leaves the window. Where not `leaving.valid`: index unchanged, block NB."""
 
     def due(self, spec: Spec, index: Index, view: View) -> Int32[Array, "K"]:
         """A fetched block of each head that needs adapting, NB = none. Must be cheap."""

@@ -75,7 +75,8 @@ def make_plan(config: ModelConfig, method: Method, batch: int, capacity: int, dt
     layers = []
     for i in range(config.num_layers):
         chosen = dense if i < method.dense_layers else method
-        layers.append(LayerPlan(chosen, chosen.spec(**sizes), config.windows[i]))
+        follows = i >= method.dense_layers and (i - method.dense_layers) % method.reuse > 0
+        layers.append(LayerPlan(chosen, chosen.spec(**sizes), config.windows[i], follows))
     return Plan(config, tuple(layers), batch, capacity, dtype)
 
 

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import attention, layer
+from kvjax.cache import LayerState
 from kvjax.errors import PromptError
-from kvjax.layer import LayerCache
+from kvjax.layer import LayerCache, Prompts
 from kvjax.models.transformer import Block, Transformer
 from kvjax.planning import Plan, Slots, State, on_store, slot_pool
 from kvjax.pool import Line
@@ -32,9 +33,11 @@ def prefill(
     x = embed(plan.config, params, tokens)
     layers, kept = [], []
     for i, layer_plan in enumerate(plan.layers):
-        queries = _sample_queries(plan, i, branch, params[f"layers_{i}"], x, length)
+        samples = _sample_queries(plan, i, branch, params[f"layers_{i}"], x, length)
+        last = _last_queries(plan, i, params[f"layers_{i}"], x, length)
         x, key, value = _prefill_layer(plan.config, layer_plan.sliding, size, params[f"layers_{i}"], x)
-        layers.append(_fill(plan, i, key, value, length, branch, slots or Slots(), queries))
+        prompts, leader = Prompts(key, value, length, tokens, last), layers[-1].state if layer_plan.follows else None
+        layers.append(fill(plan, i, prompts, leader, branch, slots or Slots(), samples))
         if keep_keys:
             kept.append(np.asarray(key))
     last = jnp.take_along_axis(x, (length - 1)[:, None, None], axis=1)[:, 0]
@@ -97,6 +100,19 @@ def _sample_queries(plan: Plan, i: int, branch, params, x, length):
     return _spread_queries(plan.config, branch.samples, params, x, jnp.asarray(length))
 
 
+def _last_queries(plan: Plan, i: int, params, x, length):
+    """Queries `[B, Q, H, D]` of each prompt's last tokens, if the layer's method asks for them."""
+    count = 0 if plan.layers[i].follows else plan.layers[i].method.observation
+    return _queries_before(plan.config, count, params, x, jnp.asarray(length)) if count else None
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _queries_before(config, count, params, x, length):
+    at = jnp.maximum(length[:, None] - count + jnp.arange(count), 0)
+    rows = jnp.take_along_axis(x, at[..., None], axis=1)
+    return Block(config).apply({"params": params}, rows, at, method="queries")
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _spread_queries(config, count, params, x, length):
     """`count` queries spread evenly over the second half of each prompt x[B, T, E], the last token's first."""
@@ -112,25 +128,29 @@ def _retrieved(layer_plan, state, queries):
     return jax.lax.map(lambda q: layer.choose(layer_plan, state, q).need, queries).swapaxes(0, 1)
 
 
-def _fill(plan: Plan, i: int, key, value, length, branch, slots: Slots, queries=None) -> LayerCache:
-    """A layer's cache from its prompt keys and values; `queries` as of `_sample_queries`."""
-    layer_plan = plan.layers[i]
+def fill(
+    plan: Plan, i: int, prompts: Prompts, leader: LayerState | None, branch: base.Branch | None, slots: Slots,
+    samples: Array | None = None,
+) -> LayerCache:
+    """Layer i's cache from its prompts; `leader` is the layer it follows, if any, `samples` as of `_sample_queries`."""
+    layer_plan, weights = plan.layers[i], plan.layers[i].method.weights(i)
     if branch is None or not on_store(plan, i):
-        return _fill_memory(layer_plan, plan.dtype, key, value, length)
-    state, blocks = _fill_packed(layer_plan, plan.dtype, key, value, length)
-    retrieved = None if queries is None else np.asarray(_retrieved(layer_plan, state, queries))
+        return _fill_memory(layer_plan, plan.dtype, weights, prompts, leader)
+    state, blocks = _fill_packed(layer_plan, plan.dtype, weights, prompts, leader)
+    leads = samples is not None and not layer_plan.follows
+    retrieved = np.asarray(_retrieved(layer_plan, state, samples)) if leads else None
     prompt = base.Prompt(np.asarray(state.pos), retrieved)
     branch.write_layer(i, np.asarray(blocks), np.asarray(state.count), prompt)
     return LayerCache(state, slot_pool(plan, i, slots))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _fill_memory(layer_plan, dtype, key, value, length):
-    state = layer.init(layer_plan, key.shape[0], dtype)
-    return layer.prefill_memory(layer_plan, state, key, value, length, dtype)
+def _fill_memory(layer_plan, dtype, weights, prompts, leader):
+    state = layer.init(layer_plan, prompts.key.shape[0], dtype, weights)
+    return layer.prefill_memory(layer_plan, state, prompts, dtype, leader)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _fill_packed(layer_plan, dtype, key, value, length):
-    state = layer.init(layer_plan, key.shape[0], dtype)
-    return layer.prefill_packed(layer_plan, state, key, value, length, dtype)
+def _fill_packed(layer_plan, dtype, weights, prompts, leader):
+    state = layer.init(layer_plan, prompts.key.shape[0], dtype, weights)
+    return layer.prefill_packed(layer_plan, state, prompts, dtype, leader)

@@ -55,7 +55,7 @@ def clumps(length: int) -> np.ndarray:
 
 def filled(plan: LayerPlan, keys: np.ndarray) -> LayerCache:
     length = jnp.array([keys.shape[1]], jnp.int32)
-    return layer.prefill_memory(plan, layer.init(plan, 1), keys, keys, length)
+    return layer.prefill_memory(plan, layer.init(plan, 1), layer.Prompts(keys, keys, length))
 
 
 def flagged(cache: LayerCache, heads: int, clusters: int) -> tuple[LayerCache, jax.Array]:
@@ -100,7 +100,7 @@ def timed(writes, caches: dict[str, LayerCache], keys: np.ndarray) -> dict[str, 
             fresh, at = Fresh(key, key, loaded, *empty), jnp.array([length + step], jnp.int32)
             before = int(np.sum(jax.block_until_ready(cache).state.index.splits))
             wall, cpu = time.perf_counter(), time.process_time()
-            caches[name] = jax.block_until_ready(writes[name](cache, fresh, at, gate, zero, LINE))
+            caches[name] = jax.block_until_ready(writes[name](cache, fresh, at, gate, zero, LINE))[0]
             if step >= 5:
                 times[name].append(((time.perf_counter() - wall) * 1e6, (time.process_time() - cpu) * 1e6))
             splits = int(np.sum(caches[name].state.index.splits)) - before

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import layer
-from kvjax.layer import LayerCache, LayerPlan
+from kvjax.layer import LayerCache, LayerPlan, Prompts
 from kvjax.method import Method
 from kvjax.methods import DynaKV, Full, Oracle, Quest, StreamingLLM
 from kvjax.pool import Line
@@ -68,17 +68,17 @@ def _token(plan, cache, q, k, v, at, active, line):
     TRACES[key] = TRACES.get(key, 0) + 1
     out, cache, fresh, ok, report = layer.read(plan, cache, q, k, v, at, jnp.int32(0), line)
     gate = ok & active & (jax.lax.bitcast_convert_type(jnp.sum(out), jnp.int32) != -0x7FEDCBA9)
-    return out, layer.write(plan, cache, fresh, at, gate, jnp.int32(0), line), ok, report
+    return out, layer.write(plan, cache, fresh, at, gate, jnp.int32(0), line)[0], ok, report
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _fill_memory(plan, k, v, length):
-    return layer.prefill_memory(plan, layer.init(plan, k.shape[0]), k, v, length)
+    return layer.prefill_memory(plan, layer.init(plan, k.shape[0]), Prompts(k, v, length))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _fill_packed(plan, k, v, length):
-    return layer.prefill_packed(plan, layer.init(plan, k.shape[0]), k, v, length)
+    return layer.prefill_packed(plan, layer.init(plan, k.shape[0]), Prompts(k, v, length))
 
 
 class Sim:

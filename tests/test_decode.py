@@ -186,7 +186,7 @@ def test_the_pool_is_updated_in_place(params, tokens, driver):
         put = (fresh, state.length, active, jnp.int32(0), state.line)
         used = [
             _temporaries(lambda one: read(one, *rest)[:3], state.layers[0]),
-            _temporaries(lambda one: layer.write(layer_plan, one, *put), state.layers[0]),
+            _temporaries(lambda one: layer.write(layer_plan, one, *put)[0], state.layers[0]),
         ]
     assert max(used) < pool / 4
 

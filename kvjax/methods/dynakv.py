@@ -107,13 +107,14 @@ class DynaKV(Method):
         count = self.num_blocks or -(-3 * capacity // (2 * self.cluster))
         return max(2, count), self.largest, max(1, -(-3 * rows // (2 * self.cluster))), self.rule.held
 
-    def init(self, spec):
+    def init(self, spec, weights):
         return empty_index(spec)
 
-    def build(self, spec, index, keys, pos, valid):
+    def build(self, spec, index, context):
         """NEWCLUSTER(K_0) and the statistics of each cluster."""
-        most = min(-(-pos.shape[0] // self.cluster), spec.num_blocks)
-        while most > 1 and most + pos.shape[0] // spec.block_rows > spec.num_blocks:
+        keys, valid, size = context.key.astype(jnp.float32), context.valid, context.pos.shape[0]
+        most = min(-(-size // self.cluster), spec.num_blocks)
+        while most > 1 and most + size // spec.block_rows > spec.num_blocks:
             most -= 1  # leaves room for clusters that need several blocks
         active = jnp.clip(-(-jnp.sum(valid) // self.cluster), 1, most)
 
@@ -122,10 +123,8 @@ class DynaKV(Method):
             owner = clustering.kmeans(key, valid, most, active, seed, self.iterations)
             return clustering.pack(owner, valid, most, spec.block_rows, spec.num_blocks)
 
-        block, row = jax.lax.map(one_head, (keys.astype(jnp.float32), self._seeds(spec)))
-        count, centroid, variance = jax.vmap(statistics, (0, 0, None))(
-            keys.astype(jnp.float32), block, spec.num_blocks
-        )
+        block, row = jax.lax.map(one_head, (keys, self._seeds(spec)))
+        count, centroid, variance = jax.vmap(statistics, (0, 0, None))(keys, block, spec.num_blocks)
         weighted = jnp.sum(variance * count, axis=-1) / jnp.maximum(jnp.sum(count, axis=-1), 1)
         enough = jnp.sum(valid) >= 2 * self.cluster
         tau = jnp.where(enough, self.threshold * weighted, -1.0)
@@ -139,8 +138,9 @@ class DynaKV(Method):
         force = jax.vmap(lambda head: self.rule.force(spec, head))(view)
         return Selection(top_blocks(score, occupied, spec.max_blocks), force)
 
-    def append(self, spec, index, view, key, pos, valid):
-        return jax.vmap(lambda *head: self.rule.append(spec, *head, valid))(index, view, key.astype(jnp.float32))
+    def append(self, spec, index, view, leaving):
+        key = leaving.key.astype(jnp.float32)
+        return jax.vmap(lambda *head: self.rule.append(spec, *head, leaving.valid))(index, view, key)
 
     def due(self, spec, index, view):
         return jax.vmap(lambda *head: self.rule.due(spec, *head))(index, view)

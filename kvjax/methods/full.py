@@ -32,18 +32,18 @@ class Full(Method):
         count = -(-capacity // self.page)
         return count, self.page, count, 0
 
-    def init(self, spec):
+    def init(self, spec, weights):
         return FullIndex(jnp.int32(0))
 
-    def build(self, spec, index, keys, pos, valid):
-        placement = in_token_order(spec, jnp.int32(0), jnp.cumsum(valid) - 1, valid)
-        return FullIndex(jnp.sum(valid, dtype=jnp.int32)), placement
+    def build(self, spec, index, context):
+        placement = in_token_order(spec, jnp.int32(0), jnp.cumsum(context.valid) - 1, context.valid)
+        return FullIndex(jnp.sum(context.valid, dtype=jnp.int32)), placement
 
     def select(self, spec, index, view, q):
         every = jnp.arange(spec.num_blocks, dtype=jnp.int32)
         block = jnp.where(view.count > 0, every, spec.num_blocks)
         return Selection(block[:, : spec.max_blocks], no_force(spec))
 
-    def append(self, spec, index, view, key, pos, valid):
-        placement = in_token_order(spec, index.stored, jnp.int32(0), valid)
-        return FullIndex(index.stored + valid), placement
+    def append(self, spec, index, view, leaving):
+        placement = in_token_order(spec, index.stored, jnp.int32(0), leaving.valid)
+        return FullIndex(index.stored + leaving.valid), placement

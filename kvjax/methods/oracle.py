@@ -31,12 +31,13 @@ class Oracle(Method):
     def blocks(self, capacity, rows):
         return capacity, 1, max(1, rows), 0
 
-    def init(self, spec):
+    def init(self, spec, weights):
         return OracleIndex(jnp.zeros((spec.kv_heads, spec.num_blocks, spec.head_dim)), jnp.int32(0))
 
-    def build(self, spec, index, keys, pos, valid):
-        placement = in_token_order(spec, jnp.int32(0), jnp.cumsum(valid) - 1, valid)
-        return OracleIndex(_store(index.key, placement.block, keys), jnp.sum(valid, dtype=jnp.int32)), placement
+    def build(self, spec, index, context):
+        placement = in_token_order(spec, jnp.int32(0), jnp.cumsum(context.valid) - 1, context.valid)
+        key = _store(index.key, placement.block, context.key)
+        return OracleIndex(key, jnp.sum(context.valid, dtype=jnp.int32)), placement
 
     def select(self, spec, index, view, q):
         occupied = view.count > 0
@@ -44,9 +45,10 @@ class Oracle(Method):
         score = aggregate(jnp.where(occupied[:, None], scores, -1e30), self.aggregation)
         return Selection(top_blocks(score, occupied, spec.max_blocks), no_force(spec))
 
-    def append(self, spec, index, view, key, pos, valid):
-        placement = in_token_order(spec, index.stored, jnp.int32(0), valid)
-        return OracleIndex(_store(index.key, placement.block[:, None], key[:, None]), index.stored + valid), placement
+    def append(self, spec, index, view, leaving):
+        placement = in_token_order(spec, index.stored, jnp.int32(0), leaving.valid)
+        key = _store(index.key, placement.block[:, None], leaving.key[:, None])
+        return OracleIndex(key, index.stored + leaving.valid), placement
 
 
 def _store(table, block, keys):

@@ -35,14 +35,14 @@ class Quest(Method):
     def blocks(self, capacity, rows):
         return -(-capacity // self.page), self.page, max(1, -(-rows // self.page)), 0
 
-    def init(self, spec):
+    def init(self, spec, weights):
         shape = (spec.kv_heads, spec.num_blocks, spec.head_dim)
         return QuestIndex(jnp.full(shape, _FAR), jnp.full(shape, -_FAR), jnp.int32(0))
 
-    def build(self, spec, index, keys, pos, valid):
-        placement = in_token_order(spec, jnp.int32(0), jnp.cumsum(valid) - 1, valid)
-        index = _widen(index, placement.block, keys)
-        return dataclasses.replace(index, stored=jnp.sum(valid, dtype=jnp.int32)), placement
+    def build(self, spec, index, context):
+        placement = in_token_order(spec, jnp.int32(0), jnp.cumsum(context.valid) - 1, context.valid)
+        index = _widen(index, placement.block, context.key)
+        return dataclasses.replace(index, stored=jnp.sum(context.valid, dtype=jnp.int32)), placement
 
     def select(self, spec, index, view, q):
         occupied = view.count > 0
@@ -52,10 +52,10 @@ class Quest(Method):
         score = aggregate(bound * spec.head_dim**-0.5, self.aggregation)
         return Selection(top_blocks(score, occupied, spec.max_blocks), no_force(spec))
 
-    def append(self, spec, index, view, key, pos, valid):
-        placement = in_token_order(spec, index.stored, jnp.int32(0), valid)
-        index = _widen(index, placement.block[:, None], key[:, None])
-        return dataclasses.replace(index, stored=index.stored + valid), placement
+    def append(self, spec, index, view, leaving):
+        placement = in_token_order(spec, index.stored, jnp.int32(0), leaving.valid)
+        index = _widen(index, placement.block[:, None], leaving.key[:, None])
+        return dataclasses.replace(index, stored=index.stored + leaving.valid), placement
 
 
 def _widen(index: QuestIndex, block, keys) -> QuestIndex:

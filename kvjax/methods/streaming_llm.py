@@ -34,16 +34,16 @@ class StreamingLLM(Method):
     def blocks(self, capacity, rows):
         return 1, 1, 1, 0
 
-    def init(self, spec):
+    def init(self, spec, weights):
         return ()
 
-    def build(self, spec, index, keys, pos, valid):
-        return index, _nowhere(spec, pos.shape)
+    def build(self, spec, index, context):
+        return index, _nowhere(spec, context.pos.shape)
 
     def select(self, spec, index, view, q):
         return Selection(jnp.full((spec.kv_heads, spec.max_blocks), spec.num_blocks, jnp.int32), no_force(spec))
 
-    def append(self, spec, index, view, key, pos, valid):
+    def append(self, spec, index, view, leaving):
         return index, _nowhere(spec, ())
 
 

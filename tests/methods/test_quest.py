@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from kvjax import cache as caching
-from kvjax.method import AGGREGATIONS, View
+from kvjax.method import AGGREGATIONS, Context, Leaving, View
 from kvjax.methods import Quest, quest
 
 METHOD = Quest(budget=24, sinks=2, window=4, page=4)
@@ -39,10 +39,12 @@ def scores_and_choice(method, index, view, q):
 @jax.jit
 def fill(keys, length):
     """The index after a prompt of `length` of the first 24 tokens and 8 more, one by one."""
-    valid, pos = jnp.arange(PROMPT) < length, jnp.arange(PROMPT)
-    index, _ = METHOD.build(SPEC, METHOD.init(SPEC), keys[:, :PROMPT], pos, valid)
+    pos, none = jnp.arange(PROMPT), jnp.zeros(0, jnp.int32)
+    context = Context(keys[:, :PROMPT], pos, pos < length, pos, jnp.zeros((HEADS, GROUP, 0, SIZE)), none)
+    index, _ = METHOD.build(SPEC, METHOD.init(SPEC, ()), context)
     for i in range(MORE):
-        index, _ = METHOD.append(SPEC, index, view_of(length), keys[:, PROMPT + i], length + i, jnp.bool_(True))
+        leaving = Leaving(keys[:, PROMPT + i], length + i, jnp.int32(-1), jnp.bool_(True))
+        index, _ = METHOD.append(SPEC, index, view_of(length), leaving)
     return index
 
 

@@ -1,0 +1,197 @@
+"""What the machinery shows a method: prompt, queries, token ids, weights; and layers that follow another."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import METHODS
+
+from kvjax import decode, layer, planning, prefill
+from kvjax.errors import ConfigError
+from kvjax.methods import Quest
+from kvjax.models.config import ModelConfig
+from kvjax.models.transformer import Block, Transformer
+from kvjax.planning import Slots
+from kvjax.store.flash import FlashStore
+from kvjax.typing import Array, Float, Int32, pytree
+
+CONFIG = ModelConfig(
+    family="llama", vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=5, num_heads=4, num_kv_heads=2,
+    head_dim=8, max_position=128,
+)
+CAPACITY, PROMPT, STEPS = 96, (40, 3), 30
+QUEST = Quest(budget=24, sinks=2, window=4, page=4)
+
+
+@pytree
+class Seen:
+    """What `Witness` was shown."""
+
+    quest: object
+    weights: Float[Array, "*B 2"]
+    query: Float[Array, "*B K G Q D"]
+    query_pos: Int32[Array, "*B Q"]
+    token: Int32[Array, "*B T"]  # by position: of the prompt's middle part, then of what left the window
+
+
+@dataclasses.dataclass(frozen=True)
+class Witness(Quest):
+    """Quest that writes down what it is shown."""
+
+    observation: int = 4
+    table: ClassVar[np.ndarray] = np.arange(10, dtype=np.float32).reshape(5, 2)
+
+    def weights(self, layer):
+        return jnp.asarray(self.table[layer])
+
+    def init(self, spec, weights):
+        query = jnp.zeros((spec.kv_heads, spec.group, self.observation, spec.head_dim))
+        unknown = jnp.full((self.observation,), -1, jnp.int32)
+        return Seen(super().init(spec, ()), weights, query, unknown, jnp.full((CAPACITY,), -1, jnp.int32))
+
+    def build(self, spec, index, context):
+        quest, placement = super().build(spec, index.quest, context)
+        token = index.token.at[jnp.where(context.valid, context.pos, CAPACITY)].set(context.token, mode="drop")
+        return Seen(quest, index.weights, context.query, context.query_pos, token), placement
+
+    def select(self, spec, index, view, q):
+        return super().select(spec, index.quest, view, q)
+
+    def append(self, spec, index, view, leaving):
+        quest, placement = super().append(spec, index.quest, view, leaving)
+        at = jnp.where(leaving.valid, leaving.pos, CAPACITY)
+        token = index.token.at[at].set(leaving.token, mode="drop")
+        return dataclasses.replace(index, quest=quest, token=token), placement
+
+
+@pytest.fixture(scope="module")
+def params():
+    model, dummy = Transformer(CONFIG), jnp.zeros((1, 4), jnp.int32)
+    tree = model.init(jax.random.key(1), dummy, dummy)["params"]
+    return jax.tree.map(lambda leaf: leaf * 3 if leaf.ndim == 2 else leaf, tree)  # sharper than at init
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    return np.random.default_rng(0).integers(0, 64, (2, CAPACITY)).astype(np.int32)
+
+
+def start(method, params, tokens, store=None, **slots):
+    plan = planning.make_plan(CONFIG, method, 2, CAPACITY)
+    branch = store.create(planning.geometry(plan), "contract") if store else None
+    state, _, _ = prefill.prefill(
+        plan, params, tokens[:, : max(PROMPT)], jnp.asarray(PROMPT), branch, Slots(**slots)
+    )
+    return plan, state, branch
+
+
+def decoded(method, params, tokens, store=None, driver="staged", steps=STEPS, **slots):
+    """Logits of the next tokens, and the state after them."""
+    plan, state, branch = start(method, params, tokens, store, **slots)
+    logits = []
+    for i in range(steps):
+        fed = tokens[np.arange(2), np.asarray(PROMPT) + i]
+        done = decode.step(plan, params, state, fed, driver=driver, donate=True)
+        state = jax.block_until_ready(done.state)
+        logits.append(np.asarray(done.logits))
+    if branch is not None:
+        branch.close()
+    return np.stack(logits), state
+
+
+@pytest.mark.parametrize("driver", ["staged", "fused"])
+def test_token_ids_reach_the_method(params, tokens, driver):
+    method = Witness(budget=24, sinks=2, window=4, page=4)
+    _, state = decoded(method, params, tokens, driver=driver)
+    for one in state.layers:
+        for b, length in enumerate(np.asarray(PROMPT) + STEPS):
+            gone = np.arange(method.sinks, length - method.window + 1)
+            seen = np.asarray(one.state.index.token[b])
+            np.testing.assert_array_equal(seen[gone], tokens[b, gone])
+            assert (np.delete(seen, gone) == -1).all()
+
+
+def test_the_last_queries_of_the_prompt_reach_the_method(params, tokens):
+    _, state, _ = start(Witness(budget=24, sinks=2, window=4, page=4), params, tokens)
+    seen = state.layers[0].state.index
+    np.testing.assert_array_equal(seen.query_pos, [[36, 37, 38, 39], [-1, 0, 1, 2]])
+    x = Transformer(CONFIG).apply({"params": params}, jnp.asarray(tokens), method="embed")
+    position = jnp.broadcast_to(jnp.arange(CAPACITY), tokens.shape)
+    q = Block(CONFIG).apply({"params": params["layers_0"]}, x, position, method="queries")
+    for b in range(2):
+        for i, at in enumerate(np.asarray(seen.query_pos[b])):
+            if at >= 0:
+                got = seen.query[b, :, :, i].reshape(4, 8)
+                np.testing.assert_allclose(got, q[b, at], rtol=1e-5, atol=1e-5)
+
+
+def test_weights_of_each_layer_reach_its_index(params, tokens):
+    _, state, _ = start(Witness(budget=24, sinks=2, window=4, page=4), params, tokens)
+    for i, one in enumerate(state.layers):
+        np.testing.assert_array_equal(one.state.index.weights, np.tile(Witness.table[i], (2, 1)))
+
+
+REUSE = dataclasses.replace(QUEST, dense_layers=1, reuse=2)  # layers: dense, leader, follower, leader, follower
+
+
+def test_followers_place_and_choose_as_their_leader(params, tokens):
+    plan, state, _ = start(REUSE, params, tokens)
+    assert [one.follows for one in plan.layers] == [False, False, True, False, True]
+    for i in range(STEPS):
+        fed = tokens[np.arange(2), np.asarray(PROMPT) + i]
+        done = decode.step(plan, params, state, fed)
+        state = done.state
+        for leader, follower in ((1, 2), (3, 4)):
+            np.testing.assert_array_equal(done.reports[leader].selected, done.reports[follower].selected)
+    assert not np.array_equal(done.reports[1].selected, done.reports[3].selected)
+    for leader, follower in ((1, 2), (3, 4)):
+        one, other = state.layers[leader].state, state.layers[follower].state
+        assert other.index == ()
+        np.testing.assert_array_equal(one.pos, other.pos)
+        np.testing.assert_array_equal(one.count, other.count)
+        assert not np.array_equal(one.tail.key, other.tail.key)
+
+
+def test_followers_keep_every_key(params, tokens):
+    """With a budget for everything the choice does not matter: what followers store must be the whole cache."""
+    whole = dataclasses.replace(REUSE, budget=None)
+    plain, _ = decoded(METHODS["full"], params, tokens)
+    shared, _ = decoded(whole, params, tokens)
+    np.testing.assert_allclose(shared, plain, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("driver", ["staged", "fused"])
+@pytest.mark.parametrize("prefetch", ["off", "layer"])
+def test_followers_on_flash_equal_memory(params, tokens, tmp_path, driver, prefetch):
+    expected, _ = decoded(REUSE, params, tokens, driver=driver)
+    store = FlashStore(tmp_path)
+    got, _ = decoded(REUSE, params, tokens, store, driver, prefetch=prefetch)
+    np.testing.assert_array_equal(got, expected)
+
+
+def test_a_prefetch_for_a_follower_is_always_right(params, tokens, tmp_path):
+    """Followers' blocks are known for certain; with `lookahead` those of leaders are, too."""
+    plan, state, branch = start(dataclasses.replace(REUSE, lookahead=True), params, tokens, FlashStore(tmp_path),
+                                prefetch="layer")
+    for i in range(STEPS):
+        fed = tokens[np.arange(2), np.asarray(PROMPT) + i]
+        state = decode.step(plan, params, state, fed, donate=True).state
+    stats = branch.stats()
+    branch.close()
+    assert stats.prefetched > 0
+    assert stats.mispredicted == 0
+
+
+def test_a_method_that_rewrites_blocks_cannot_be_followed():
+    with pytest.raises(ConfigError, match="reuse=2"):
+        dataclasses.replace(METHODS["dynakv"], reuse=2)
+    with pytest.raises(ConfigError, match="reuse=0"):
+        dataclasses.replace(QUEST, reuse=0)
+
+
+def test_one_layer_alone_has_no_token_ids(params):
+    plan = layer.LayerPlan(QUEST, QUEST.spec(kv_heads=2, group=2, head_dim=8, capacity=CAPACITY))
+    assert (layer.init(plan, 3).tail.token == -1).all()
