@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.errors import ConfigError
-from kvjax.typing import Array, Int32, pytree
+from kvjax.typing import Array, Bool, Int32, pytree
 
 RESERVED = 4  # `cluster` keeps one slot in so many for blocks that were written lately
 
@@ -95,10 +95,14 @@ def empty(kv_heads: int, slots: int, num_blocks: int) -> Residency:
 
 def locate(residency: Residency, block: Int32[Array, "K *E"]) -> Int32[Array, "K *E"]:
     """Slot of each block, NS where it is not resident."""
-    slots = residency.block.shape[-1]
     flat = block.reshape(block.shape[0], -1)
-    match = flat[:, :, None] == residency.block[:, None]
-    return jnp.where(jnp.any(match, axis=-1), jnp.argmax(match, axis=-1), slots).astype(jnp.int32).reshape(block.shape)
+    found = _first(flat[:, :, None] == residency.block[:, None])
+    return jnp.where(found < 0, residency.block.shape[-1], found).reshape(block.shape)
+
+
+def _first(match: Bool[Array, "K E NS"]) -> Int32[Array, "K E"]:
+    """The slot that each row matches, at most one, -1 = none. A maximum: XLA:CPU has no fast argmax."""
+    return jnp.max(jnp.where(match, jnp.arange(match.shape[-1], dtype=jnp.int32), -1), axis=-1)
 
 
 def plan(table: Residency, need: Int32[Array, "K M1"], count: Int32[Array, "K NB"], policy: str) -> ReadPlan:
@@ -106,36 +110,37 @@ def plan(table: Residency, need: Int32[Array, "K M1"], count: Int32[Array, "K NB
 
     `count` has the valid rows of every block. Raises ConfigError on an unknown policy.
     """
-    slots, num_blocks = table.block.shape[-1], count.shape[-1]
-    head = jnp.arange(need.shape[0])[:, None]
+    num_blocks, every = count.shape[-1], jnp.arange(table.block.shape[-1], dtype=jnp.int32)
     wanted = need < num_blocks
-    found = locate(table, jnp.where(wanted, need, -1))
-    hit = found < slots
-    missing = wanted & ~hit
+    match = wanted[:, :, None] & (need[:, :, None] == table.block[:, None])
+    found = _first(match)
+    missing = wanted & (found < 0)
 
-    order = _eviction_order(table, found, count, policy)
+    order = _eviction_order(table, jnp.any(match, axis=1), count, policy)
     nth = jnp.maximum(jnp.cumsum(missing, axis=-1) - 1, 0)
-    slot = jnp.where(hit, found, jnp.take_along_axis(order, nth, axis=-1))
+    slot = jnp.where(found < 0, jnp.take_along_axis(order, nth, axis=-1), found)
 
-    taken = jnp.where(missing, slot, slots)
-    needed = jnp.where(wanted, slot, slots)
-    step = table.step + 1
+    # By slot: the block it takes (-1 = none). Dense, as seven scatters cost more than the whole read of a small block.
+    mine = slot[:, :, None] == every
+    new = jnp.max(jnp.where(mine & missing[:, :, None], need[:, :, None], -1), axis=1)
+    needed = jnp.any(mine & wanted[:, :, None], axis=1)
+    taken, step = new >= 0, table.step + 1
     success = Residency(
-        block=table.block.at[head, taken].set(need, mode="drop"),
-        filled=table.filled.at[head, taken].set(step, mode="drop"),
-        used=table.used.at[head, needed].set(step, mode="drop"),
-        uses=table.uses.at[head, taken].set(0, mode="drop").at[head, needed].add(1, mode="drop"),
-        written=table.written.at[head, taken].set(-1, mode="drop"),
+        block=jnp.where(taken, new, table.block),
+        filled=jnp.where(taken, step, table.filled),
+        used=jnp.where(needed, step, table.used),
+        uses=jnp.where(taken, 0, table.uses) + needed,
+        written=jnp.where(taken, -1, table.written),
         step=step,
     )
-    failure = dataclasses.replace(table, block=table.block.at[head, taken].set(num_blocks, mode="drop"), step=step)
+    failure = dataclasses.replace(table, block=jnp.where(taken, num_blocks, table.block), step=step)
     return ReadPlan(slot, jnp.where(missing, need, num_blocks), success, failure)
 
 
-def _eviction_order(table: Residency, pinned: Int32[Array, "K M1"], count, policy: str) -> Int32[Array, "K NS"]:
+def _eviction_order(table: Residency, pinned: Bool[Array, "K NS"], count, policy: str) -> Int32[Array, "K NS"]:
     """Slots in the order in which they are given away: empty ones, those of the policy, pinned ones."""
     head, num_blocks = jnp.arange(pinned.shape[0])[:, None], count.shape[-1]
-    turn = jnp.where(table.block == num_blocks, 0, 1).at[head, pinned].set(2, mode="drop")
+    turn = jnp.where(pinned, 2, jnp.where(table.block == num_blocks, 0, 1))
     rows = count[head, jnp.minimum(table.block, num_blocks - 1)]
     return jnp.lexsort((*reversed(find_policy(policy)(table, rows)), turn), axis=-1).astype(jnp.int32)
 
