@@ -77,7 +77,7 @@ def causal(
         seen = position[None, :] <= at[:, None]
         if window is not None:
             seen &= position[None, :] > at[:, None] - window
-        return merge(part, _masked_part(q, k, v, seen))
+        return merge(part, attend_masked(q, k, v, seen[None]))
 
     first = 0 if window is None else jnp.maximum(0, start - window + 1) // chunk
     last = (start + queries + chunk - 1) // chunk
@@ -86,11 +86,11 @@ def causal(
     return out.reshape(out.shape[0], -1, queries, out.shape[-1]).transpose(2, 0, 1, 3)
 
 
-def _masked_part(q, k, v, seen):
-    """`attend_part` for a mask that differs per query: q[K, G*C, D], seen[C, N]."""
-    scores = jnp.einsum("kqd,knd->kqn", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
-    seen = jnp.tile(seen, (q.shape[1] // seen.shape[0], 1))[None]
+def attend_masked(q: Float[Array, "K GC D"], k: Float[Array, "K N D"], v, seen: Bool[Array, "#K C N"]) -> Part:
+    """`attend_part` for C queries per query head, each with its own mask."""
+    scores = jnp.einsum("kqd,knd->kqn", q, k.astype(q.dtype), preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+    seen = jnp.tile(seen, (1, q.shape[1] // seen.shape[1], 1))
     scores = jnp.where(seen, scores, NEGATIVE)
-    top = jnp.max(scores, axis=-1)
+    top = jnp.max(scores, axis=-1, initial=NEGATIVE)
     weight = jnp.where(seen, jnp.exp(scores - top[..., None]), 0.0)
     return Part(jnp.einsum("kqn,knd->kqd", weight, v.astype(jnp.float32)), top, jnp.sum(weight, axis=-1))

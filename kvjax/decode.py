@@ -50,16 +50,16 @@ def step(
     active = jnp.ones(plan.batch, bool) if active is None else jnp.asarray(active)
     run = {"staged": _staged, "fused": _fused}[driver]
     result = run(plan, params, state, jnp.asarray(tokens, jnp.int32), active, donate)
-    if _uses_store(result.state):
-        _settle(result.state, bool(result.ok))
+    if uses_store(result.state):
+        settle(result.state, bool(result.ok))
     return result
 
 
-def _uses_store(state: State) -> bool:
+def uses_store(state: State) -> bool:
     return any(isinstance(one.pool, SlotPool) for one in state.layers)
 
 
-def _settle(state: State, ok: bool) -> None:
+def settle(state: State, ok: bool) -> None:
     """Commits the token to the store, or drops it and raises what went wrong."""
     # The write callbacks run whenever XLA gets to them: wait until all of them have queued their rows.
     jax.block_until_ready([one.pool.queued for one in state.layers if isinstance(one.pool, SlotPool)])

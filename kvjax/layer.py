@@ -138,21 +138,24 @@ def runners_up(plan: LayerPlan, state: LayerState, q: Float[Array, "B H D"]) -> 
 @functools.partial(jax.jit, static_argnums=0)
 def answer(plan: LayerPlan, cache: LayerCache, choice: Choice, q, key, value, slot: Int32[Array, "B K M1"], at):
     """Attends tail, chosen rows and the newest token; returns (out[B, H, D], Fresh, Report without traffic)."""
-    spec, rows = plan.spec, choice.rows
-    if plan.method.attends_all:
-        chosen = cache.pool.everything(slot[..., : spec.num_blocks])
-        valid = (jnp.arange(spec.block_rows) < cache.state.count[..., None]).reshape(chosen[0].shape[:3])
-        pos = cache.state.pos.reshape(valid.shape)
-    else:
-        chosen = cache.pool.gather(jnp.take_along_axis(slot, rows.rank, axis=-1), rows.row)
-        valid, pos = rows.valid, rows.pos
-    args = (cache.state.tail, _grouped(q, spec), key, value, *chosen, valid, pos, at)
-    out, weights, seen = _each_sequence(lambda one: _attend(plan, *one), args)
+    args = (cache.state.tail, _grouped(q, plan.spec), key, value, *chosen_rows(plan, cache, choice, slot), at)
+    out, weights, seen = each_sequence(lambda one: _attend(plan, *one), args)
     fresh = Fresh(key, value, choice.need, *weights)
     return out.reshape(out.shape[0], -1, out.shape[-1]), fresh, seen
 
 
-def _each_sequence(function, args):
+def chosen_rows(plan: LayerPlan, cache: LayerCache, choice: Choice, slot: Int32[Array, "B K M1"]):
+    """Keys and values `[B, K, N, D]` of the chosen rows, which of them are valid, and their positions."""
+    spec, rows = plan.spec, choice.rows
+    if not plan.method.attends_all:
+        found = cache.pool.gather(jnp.take_along_axis(slot, rows.rank, axis=-1), rows.row)
+        return *found, rows.valid, rows.pos
+    found = cache.pool.everything(slot[..., : spec.num_blocks])
+    valid = (jnp.arange(spec.block_rows) < cache.state.count[..., None]).reshape(found[0].shape[:3])
+    return *found, valid, cache.state.pos.reshape(valid.shape)
+
+
+def each_sequence(function, args):
     """Maps over the batch: as one program on accelerators, one sequence after the other on CPU.
 
     XLA:CPU orders the sums of a product by its whole shape, so that a batched product would not be

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import decode, persistence, planning, prefill, sampling
+from kvjax import decode, extend, persistence, planning, prefill, sampling
 from kvjax.decode import Driver, Step
 from kvjax.errors import ConfigError, PromptError
 from kvjax.method import Method
@@ -130,9 +130,13 @@ class LLM:
 
     def prefill(
         self, context, *, method: Method | None = None, store: Store | None = None, capacity: int | None = None,
-        dtype: str = "float32", slots: Slots | None = None, keep_keys: bool = False,
+        dtype: str = "float32", slots: Slots | None = None, keep_keys: bool = False, chunk: int | None = None,
     ) -> Cache:
         """Reads a context (text, token ids, or a list of either) into a new cache.
+
+        With `chunk` only so many tokens are read by dense attention. The rest goes through the cache, so many tokens at
+        a time: each chunk attends what the method selects for it of everything before (`kvjax.extend`). That bounds
+        memory for long contexts, and is an approximation as decoding is.
 
         Args:
           method: cache method; None = full attention.
@@ -140,29 +144,57 @@ class LLM:
           capacity: most tokens of a sequence, question and answer included; None = context + 1024.
           dtype: of stored keys and values.
           slots: how many blocks of a store are kept in memory, and by which policy.
-          keep_keys: also returns every prompt key on the host, for measurements.
+          keep_keys: also returns every prompt key on the host, for measurements; not together with `chunk`.
+          chunk: see above; None = dense attention over the whole context.
 
         Raises PromptError, ConfigError or a StoreError before anything is written.
         """
         rows = [self.encode(row, start=True) for row in _rows(context)]
         if not rows or not all(rows):
             raise PromptError("the prompt is empty; give at least one token")
+        if chunk is not None and (keep_keys or chunk < 1):
+            raise ConfigError(f"chunk={chunk} must be at least 1, and keys are kept only without it")
         longest = max(map(len, rows))
         plan = planning.make_plan(self.config, method or Full(), len(rows), capacity or longest + 1024, dtype)
         if longest > plan.capacity:
             raise PromptError(f"the prompt has {longest} tokens but capacity={plan.capacity}; raise the capacity")
-        tokens, length = _padded(rows)
+        first = [row[:chunk] for row in rows]
+        tokens, length = _padded(first)
         branch = None
         if store is not None:
             least = _least_blocks(plan, [len(row) for row in rows])
             branch = store.create(planning.geometry(plan), self.fingerprint, least)
         try:
             state, logits, keys = prefill.prefill(plan, self.params, tokens, length, branch, slots, keep_keys)
+            cache = Cache(plan, state, logits, branch, tuple(keys), self.fingerprint)
+            return cache if chunk is None else self._extended(cache, [row[chunk:] for row in rows], chunk)
         except BaseException:
             if branch is not None:
                 branch.close()
             raise
-        return Cache(plan, state, logits, branch, tuple(keys), self.fingerprint)
+
+    def extend(self, cache: Cache, text, *, chunk: int = 64) -> Cache:
+        """The cache after more text (one for each sequence of a batch), read `chunk` tokens at a time (`kvjax.extend`).
+
+        The given cache stays as it is. Raises PromptError beyond the capacity, ConfigError for methods that need single
+        tokens, or a StoreError.
+        """
+        rows = [self.encode(row, start=False) for row in _rows(text)]
+        if len(rows) != cache.plan.batch:
+            raise PromptError(f"{len(rows)} texts for {cache.plan.batch} cached sequences; give one each")
+        fork = cache.fork()
+        try:
+            return self._extended(fork, rows, chunk)
+        except BaseException:
+            fork.close()
+            raise
+
+    def _extended(self, cache: Cache, rows: list[list[int]], chunk: int) -> Cache:
+        """`cache` with more tokens; it must not be used again."""
+        tokens, length = _padded(rows)
+        state, logits = extend.extend(cache.plan, self.params, cache.state, tokens, length, chunk)
+        logits = jnp.where((length > 0)[:, None], logits, cache.logits)
+        return dataclasses.replace(cache, state=state, logits=logits)
 
     def restore(
         self, directory: str | os.PathLike, *, method: Method | None = None, slots: Slots | None = None,

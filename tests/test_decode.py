@@ -8,41 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import METHODS
+from tiny import CAPACITY, CONFIG, PROMPT, dense, start, temporaries
 
 from kvjax import cache as caching
 from kvjax import decode, layer, planning, prefill
 from kvjax.errors import ConfigError, PromptError, StaleCache
-from kvjax.models.config import ModelConfig
-from kvjax.models.transformer import Block, Transformer
-from kvjax.planning import Slots
+from kvjax.models.transformer import Block
 from kvjax.store.flash import FlashStore
 from kvjax.store.host import HostStore
 
-CONFIG = ModelConfig(
-    family="llama", vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2,
-    head_dim=8, max_position=128,
-)
-CAPACITY, PROMPT, STEPS = 96, (40, 23), 20
-
-
-@pytest.fixture(scope="module")
-def params():
-    model, dummy = Transformer(CONFIG), jnp.zeros((1, 4), jnp.int32)
-    tree = model.init(jax.random.key(1), dummy, dummy)["params"]
-    return jax.tree.map(lambda leaf: leaf * 3 if leaf.ndim == 2 else leaf, tree)  # sharper than at init
-
-
-@pytest.fixture(scope="module")
-def tokens():
-    return np.random.default_rng(0).integers(0, 64, (2, CAPACITY)).astype(np.int32)
-
-
-def start(params, tokens, method, store=None, config=CONFIG, **slots):
-    plan = planning.make_plan(config, method, 2, CAPACITY)
-    branch = store.create(planning.geometry(plan), "test") if store else None
-    length = jnp.asarray(PROMPT)
-    state, logits, _ = prefill.prefill(plan, params, tokens[:, : max(PROMPT)], length, branch, Slots(**slots))
-    return plan, state, logits, branch
+STEPS = 20
 
 
 def teacher_forced(params, tokens, method, driver="staged", store=None, steps=STEPS, config=CONFIG, **slots):
@@ -57,11 +32,6 @@ def teacher_forced(params, tokens, method, driver="staged", store=None, steps=ST
     if branch is not None:
         branch.close()
     return np.stack(out)
-
-
-def dense(params, tokens, config=CONFIG):
-    positions = jnp.broadcast_to(jnp.arange(CAPACITY), tokens.shape)
-    return np.asarray(Transformer(config).apply({"params": params}, jnp.asarray(tokens), positions))
 
 
 @pytest.mark.parametrize("driver", ["staged", "fused"])
@@ -177,7 +147,7 @@ def test_the_pool_is_updated_in_place(params, tokens, driver):
     pool = sum(leaf.nbytes for leaf in jax.tree.leaves(state.layers[0].pool))
     token, active = jnp.zeros(1, jnp.int32), jnp.ones(1, bool)
     if driver == "fused":
-        used = [_temporaries(lambda s: decode._fused_token(plan, params, s, token, active).state, state)]
+        used = [temporaries(lambda s: decode._fused_token(plan, params, s, token, active).state, state)]
     else:
         layer_plan, x = plan.layers[0], jnp.zeros((1, 32))
         read = functools.partial(decode._read, CONFIG, layer_plan, None, params["layers_0"], None)
@@ -185,17 +155,10 @@ def test_the_pool_is_updated_in_place(params, tokens, driver):
         fresh = read(state.layers[0], *rest)[2]
         put = (fresh, state.length, active, jnp.int32(0), state.line)
         used = [
-            _temporaries(lambda one: read(one, *rest)[:3], state.layers[0]),
-            _temporaries(lambda one: layer.write(layer_plan, one, *put)[0], state.layers[0]),
+            temporaries(lambda one: read(one, *rest)[:3], state.layers[0]),
+            temporaries(lambda one: layer.write(layer_plan, one, *put)[0], state.layers[0]),
         ]
     assert max(used) < pool / 4
-
-
-def _temporaries(function, donated) -> int:
-    """Bytes of temporaries of a compiled function whose argument is donated."""
-    leaves, tree = jax.tree.flatten(donated)
-    program = jax.jit(lambda leaves: function(jax.tree.unflatten(tree, leaves)), donate_argnums=0)
-    return program.lower(leaves).compile().memory_analysis().temp_size_in_bytes
 
 
 def test_nothing_recompiles_while_clusters_split(params, tokens):

@@ -1,0 +1,167 @@
+"""Reading more text into a filled cache, a chunk of tokens at a time, as DynaKV's first discussion has it for prefill.
+
+The tokens of a chunk attend one another, and of everything before them what the cache would give a decoded token:
+sinks, recent window, held rows, and the blocks that one selection for the whole chunk fetches within the budget. Then
+they take their places one after the other as if they had been decoded, so that clusters grow and split while the text
+arrives. Memory is bounded by the chunk and what the cache keeps in memory, whatever the length of the text.
+
+A chunk is one transaction: it is read in all layers before it is written in any.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax import attention, decode, layer
+from kvjax import cache as caching
+from kvjax.cache import Fresh, LayerState
+from kvjax.errors import ConfigError, PromptError
+from kvjax.layer import Choice, LayerCache, LayerPlan
+from kvjax.method import Placement, Selection, top_blocks
+from kvjax.models.transformer import Block
+from kvjax.planning import Plan, State
+from kvjax.pool import Line
+from kvjax.prefill import embed, unembed
+from kvjax.store.slots import SlotPool
+from kvjax.typing import Array, Bool, Float, Int32, Logits, PyTree
+
+VOTERS = 8  # queries of a chunk that take part in its selection
+
+
+def extend(
+    plan: Plan, params: PyTree, state: State, tokens: Int32[Array, "B T"], length: Int32[Array, "B"], chunk: int
+) -> tuple[State, Logits]:
+    """Reads `length[b]` of the tokens into each sequence, `chunk` at a time; the given state must not be used again.
+
+    Returns the state and the logits after each sequence's last token, zeros where it got none. Raises PromptError where
+    they do not fit, ConfigError for a method or backend that needs single tokens, and a StoreError whose `state` holds
+    what was read before the chunk that failed.
+    """
+    counts = np.asarray(length)
+    _check(plan, state, counts, chunk)
+    tokens = jnp.pad(jnp.asarray(tokens, jnp.int32), ((0, 0), (0, -tokens.shape[1] % chunk)))
+    logits = jnp.zeros((plan.batch, plan.config.vocab_size))
+    for start in range(0, int(counts.max()), chunk):
+        count = jnp.asarray(np.clip(counts - start, 0, chunk), jnp.int32)
+        state, last, ok = _chunk(plan, params, state, tokens[:, start : start + chunk], count)
+        if decode.uses_store(state):
+            decode.settle(state, bool(ok))
+        logits = jnp.where((count > 0)[:, None], last, logits)
+    return state, logits
+
+
+def _check(plan: Plan, state: State, length: np.ndarray, chunk: int) -> None:
+    if chunk < 1:
+        raise ConfigError(f"chunk={chunk} must be at least one token")
+    longest = int((np.asarray(state.length) + length).max())
+    if longest > plan.capacity:
+        raise PromptError(f"the text makes {longest} tokens but capacity={plan.capacity}; raise the capacity")
+    if any(one.method.observes for one in plan.layers):
+        raise ConfigError(f"{plan.layers[-1].method.name} learns from the attention of single tokens; decode the text")
+    if any(isinstance(one.pool, SlotPool) and one.pool.backend == "python" for one in state.layers):
+        raise ConfigError("backend 'python' runs between compiled parts; use 'buffer' or 'io' to read in chunks")
+
+
+def _chunk(plan: Plan, params, state: State, tokens, count):
+    """One chunk, of which `count[b]` tokens count; (State, logits of the last of them, ok)."""
+    x, at, line, layers, fresh = embed(plan.config, params, tokens), state.length, state.line, list(state.layers), []
+    choice, ok = None, jnp.bool_(True)
+    for i, one in enumerate(plan.layers):
+        choice = choice if one.follows else None
+        x, layers[i], new, fine, choice = _read(
+            plan.config, one, params[f"layers_{i}"], layers[i], x, at, count, jnp.int32(i), line, choice
+        )
+        fresh.append(new)
+        ok = ok & fine
+    last = jnp.take_along_axis(x, jnp.maximum(count - 1, 0)[:, None, None], axis=1)[:, 0]
+    leader = None
+    for i, one in enumerate(plan.layers):
+        leader = leader if one.follows else None
+        layers[i], leader = _write(one, layers[i], fresh[i], tokens, at, count, ok, jnp.int32(i), line, leader)
+    line = Line(line.handle, line.generation + ok)
+    return State(tuple(layers), jnp.where(ok, at + count, at), line), unembed(plan.config, params, last), ok
+
+
+# ------------------------------------------------------------------------------------------- read
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
+def _read(config, plan: LayerPlan, params, cache: LayerCache, x, at, count, number, line, choice):
+    """One layer of a chunk up to its output; (output, cache, Fresh of every token, ok, Choice)."""
+    block, size = Block(config), x.shape[1]
+    pos = at[:, None] + jnp.arange(size, dtype=jnp.int32)
+    q, key, value = block.apply({"params": params}, x, pos, method="project")
+    if choice is None:
+        choice = _choose(plan, cache.state, q, count)
+    pool, slot, ok, _ = cache.pool.fetch(choice.need, cache.state.count, number, line)
+    cache = LayerCache(cache.state, pool)
+    args = (cache.state.tail, q, key, value, layer.chosen_rows(plan, cache, choice, slot), at, count)
+    out = layer.each_sequence(lambda one: _attend(plan, *one), args)
+    x = block.apply({"params": params}, x, out, method="finish")
+    loaded = jnp.broadcast_to(choice.need, (size, *choice.need.shape))
+    seen = jnp.zeros((size, *choice.need.shape[:2], 0))
+    fresh = Fresh(key.swapaxes(0, 1), value.swapaxes(0, 1), loaded, seen.astype(jnp.int32), seen)
+    return x, cache, fresh, ok, choice
+
+
+def _choose(plan: LayerPlan, state: LayerState, q: Float[Array, "B Q H D"], count: Int32[Array, "B"]) -> Choice:
+    """One selection for a chunk: every few queries rank the blocks, and the best are those ranked best by most."""
+    spec, method = plan.spec, plan.method
+    if method.attends_all:
+        return layer.choose(plan, state, q[:, 0])
+
+    def one(state, q, count):
+        view = caching.view(spec, state)
+        voters = q[(jnp.arange(VOTERS) * jnp.maximum(count, 1)) // VOTERS]
+        voters = voters.reshape(VOTERS, spec.kv_heads, spec.group, spec.head_dim)
+        ranked = jax.lax.map(lambda voter: method.select(spec, state.index, view, voter).block, voters)
+        force = method.select(spec, state.index, view, voters[0]).force
+        return Choice(*caching.needed_blocks(spec, state, Selection(_elect(spec, ranked), force)))
+
+    return jax.vmap(one)(state, q, count)
+
+
+def _elect(spec, ranked: Int32[Array, "V K M"]) -> Int32[Array, "K M"]:
+    """The blocks with most points, M for a first rank down to 1 for the last (Borda)."""
+    points = jnp.arange(spec.max_blocks, 0, -1, dtype=jnp.float32)
+    head = jnp.arange(spec.kv_heads)[:, None]
+    total = jnp.zeros((spec.kv_heads, spec.num_blocks)).at[head, ranked].add(points, mode="drop")
+    return top_blocks(total, total > 0, spec.max_blocks)
+
+
+def _attend(plan: LayerPlan, tail, q: Float[Array, "Q H D"], key, value, chosen, at, count) -> Float[Array, "Q H D"]:
+    """One sequence: log-sum-exp merge of the tail, the chosen rows and, causally, the chunk itself."""
+    spec, size = plan.spec, q.shape[0]
+    folded = q.reshape(size, spec.kv_heads, spec.group, -1).transpose(1, 2, 0, 3)
+    folded = folded.reshape(spec.kv_heads, -1, q.shape[-1])
+    mine = at + jnp.arange(size, dtype=jnp.int32)
+    own = jnp.broadcast_to(jnp.where(jnp.arange(size) < count, mine, -1), (spec.kv_heads, size))
+    rows, rows_value, valid, pos = chosen
+    sets = [(tail.key, tail.value, tail.pos), (rows, rows_value, jnp.where(valid, pos, -1)),
+            (key.swapaxes(0, 1), value.swapaxes(0, 1), own)]
+    parts = [attention.attend_masked(folded, k, v, _seen(plan, p, mine)) for k, v, p in sets]
+    out = attention.normalise(functools.reduce(attention.merge, parts), q.dtype)
+    return out.reshape(spec.kv_heads, spec.group, size, -1).transpose(2, 0, 1, 3).reshape(q.shape)
+
+
+def _seen(plan: LayerPlan, pos: Int32[Array, "K N"], mine: Int32[Array, "Q"]) -> Bool[Array, "K Q N"]:
+    """Which tokens each query may attend: earlier ones and itself, inside the model's own sliding window."""
+    seen = (pos[:, None] >= 0) & (pos[:, None] <= mine[:, None])
+    return seen if plan.sliding is None else seen & (pos[:, None] > mine[:, None] - plan.sliding)
+
+
+# ------------------------------------------------------------------------------------------ write
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _write(plan: LayerPlan, cache: LayerCache, fresh: Fresh, tokens, at, count, ok, number, line, leader):
+    """Books the chunk's tokens one after the other; where they went is for layers that follow this one."""
+
+    def one(cache, step) -> tuple[LayerCache, Placement]:
+        j, new, token, placement = step
+        return layer.write(plan, cache, new, at + j, ok & (j < count), number, line, token, placement)
+
+    steps = (jnp.arange(tokens.shape[1], dtype=jnp.int32), fresh, tokens.swapaxes(0, 1), leader)
+    return jax.lax.scan(one, cache, steps)

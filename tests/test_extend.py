@@ -1,0 +1,140 @@
+"""Reading in chunks: against dense logits, against decoding, across stores, and what becomes of every token."""
+
+import dataclasses
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import METHODS
+from tiny import CAPACITY, CONFIG, PROMPT, dense, start, temporaries
+
+from kvjax import decode, planning, prefill
+from kvjax import extend as chunked
+from kvjax.errors import ConfigError, PromptError, ReadFailed
+from kvjax.extend import extend
+from kvjax.models.config import ModelConfig
+from kvjax.store.flash import FlashStore
+
+MORE = (30, 17)
+
+
+def following(tokens):
+    """The text after the prompts, right-padded."""
+    rows = np.zeros((2, max(MORE)), np.int32)
+    for b, (at, count) in enumerate(zip(PROMPT, MORE, strict=True)):
+        rows[b, :count] = tokens[b, at : at + count]
+    return rows
+
+
+def extended(params, tokens, method, chunk, store=None, config: ModelConfig = CONFIG, **slots):
+    plan, state, _, branch = start(params, tokens, method, store, config, **slots)
+    state, logits = extend(plan, params, state, following(tokens), jnp.asarray(MORE), chunk)
+    return plan, state, np.asarray(logits), branch
+
+
+@pytest.mark.parametrize("sliding", [None, 16])
+def test_a_full_cache_gives_dense_logits(params, tokens, sliding):
+    config = dataclasses.replace(CONFIG, windows=(sliding, None))
+    expected = dense(params, tokens, config)
+    _, state, logits, _ = extended(params, tokens, METHODS["full"], 8, config=config)
+    for b, length in enumerate(np.asarray(PROMPT) + MORE):
+        assert int(state.length[b]) == length
+        np.testing.assert_allclose(logits[b], expected[b, length - 1], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["quest", "dynakv", "dynakv_local"])
+def test_a_budget_for_everything_gives_dense_logits(params, tokens, name):
+    whole = dataclasses.replace(METHODS[name], budget=None, max_blocks=CAPACITY)
+    expected = dense(params, tokens)
+    _, _, logits, _ = extended(params, tokens, whole, 8)
+    for b, length in enumerate(np.asarray(PROMPT) + MORE):
+        np.testing.assert_allclose(logits[b], expected[b, length - 1], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["quest", "dynakv", "streaming_llm"])
+def test_a_chunk_of_one_is_a_decoded_token(params, tokens, name):
+    plan, one_by_one, logits, _ = start(params, tokens, METHODS[name])
+    logits = np.asarray(logits)
+    text = following(tokens)
+    for i in range(max(MORE)):
+        active = i < np.asarray(MORE)
+        done = decode.step(plan, params, one_by_one, text[:, i], active)
+        one_by_one, logits = done.state, np.where(active[:, None], done.logits, logits)
+    _, state, got, _ = extended(params, tokens, METHODS[name], 1)
+    np.testing.assert_allclose(got, logits, atol=1e-4)
+    for ours, theirs in zip(state.layers, one_by_one.layers, strict=True):
+        np.testing.assert_array_equal(ours.state.pos, theirs.state.pos)
+        np.testing.assert_array_equal(ours.state.tail.token, theirs.state.tail.token)
+
+
+@pytest.mark.parametrize("name", ["dynakv", "dynakv_local"])
+def test_every_token_has_one_place(params, tokens, name):
+    _, state, _, _ = extended(params, tokens, METHODS[name], 7)
+    for one in state.layers:
+        for b, length in enumerate(np.asarray(PROMPT) + MORE):
+            for head in range(CONFIG.num_kv_heads):
+                kept = np.concatenate([one.state.pos[b, head].ravel(), one.state.tail.pos[b, head]])
+                np.testing.assert_array_equal(np.sort(kept[kept >= 0]), np.arange(length))
+        assert not np.asarray(one.state.refused).any()
+
+
+@pytest.mark.parametrize(("name", "backend"), [("dynakv", "buffer"), ("quest", "io")])
+def test_flash_equals_memory(params, tokens, tmp_path, name, backend):
+    _, expected, logits, _ = extended(params, tokens, METHODS[name], 8)
+    plan, state, got, branch = extended(params, tokens, METHODS[name], 8, FlashStore(tmp_path), backend=backend)
+    np.testing.assert_array_equal(got, logits)
+    text = np.zeros(2, np.int32)
+    after = [decode.step(plan, params, one, text).logits for one in (expected, state)]
+    np.testing.assert_array_equal(*after)
+    branch.close()
+
+
+def test_clusters_split_while_a_text_is_read(params, tokens):
+    _, before, _, _ = start(params, tokens, METHODS["dynakv"])
+    _, after, _, _ = extended(params, tokens, METHODS["dynakv"], 8)
+    assert [int(one.state.index.splits.sum()) for one in before.layers] == [0, 0]
+    assert all(int(one.state.index.splits.sum()) > 0 for one in after.layers)
+
+
+def test_a_failed_read_loses_nothing(params, tokens, tmp_path):
+    plan, state, _, branch = start(params, tokens, METHODS["quest"], FlashStore(tmp_path))
+    _, expected, _, twin = start(params, tokens, METHODS["quest"], FlashStore(tmp_path))
+    text, length = following(tokens), jnp.asarray(MORE)
+    with mock.patch.object(branch, "_load", side_effect=ReadFailed("unplugged")), pytest.raises(ReadFailed) as caught:
+        extend(plan, params, state, text, length, 8)
+    np.testing.assert_array_equal(caught.value.state.length, PROMPT)
+    _, logits = extend(plan, params, caught.value.state, text, length, 8)
+    _, wanted = extend(plan, params, expected, text, length, 8)
+    np.testing.assert_array_equal(logits, wanted)
+    branch.close()
+    twin.close()
+
+
+def test_memory_does_not_grow_with_the_cache(params, tokens):
+    """The pool is written in place: a chunk's temporaries are far smaller than it."""
+    plan = planning.make_plan(CONFIG, METHODS["dynakv"], 1, 60_000)
+    state, _, _ = prefill.prefill(plan, params, tokens[:1, :20], jnp.asarray([20]))
+    pool = sum(leaf.nbytes for leaf in jax.tree.leaves(state.layers[0].pool))
+    x, count, zero = jnp.zeros((1, 8, 32)), jnp.asarray([8], jnp.int32), jnp.int32(0)
+    layer_plan, at, line, ok = plan.layers[0], state.length, state.line, jnp.bool_(True)
+
+    def read(one):
+        return chunked._read(CONFIG, layer_plan, params["layers_0"], one, x, at, count, zero, line, None)
+
+    fresh = read(jax.tree.map(jnp.copy, state.layers[0]))[2]
+
+    def write(one):
+        return chunked._write(layer_plan, one, fresh, jnp.zeros((1, 8), jnp.int32), at, count, ok, zero, line, None)[0]
+
+    assert temporaries(lambda one: read(one)[:3], state.layers[0]) < pool / 4
+    assert temporaries(write, state.layers[0]) < pool / 4
+
+
+def test_bad_input_is_refused(params, tokens):
+    plan, state, _, _ = start(params, tokens, METHODS["quest"])
+    with pytest.raises(PromptError, match="capacity=96"):
+        extend(plan, params, state, np.zeros((2, 80), np.int32), jnp.asarray([80, 80]), 8)
+    with pytest.raises(ConfigError, match="chunk=0"):
+        extend(plan, params, state, following(tokens), jnp.asarray(MORE), 0)

@@ -1,0 +1,46 @@
+"""A small model with random weights, and prompts for it: for tests of what happens around a model."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax import planning, prefill
+from kvjax.models.config import ModelConfig
+from kvjax.models.transformer import Transformer
+from kvjax.planning import Slots
+
+CONFIG = ModelConfig(
+    family="llama", vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2,
+    head_dim=8, max_position=128,
+)
+CAPACITY, PROMPT = 96, (40, 23)
+
+
+def make_params():
+    model, dummy = Transformer(CONFIG), jnp.zeros((1, 4), jnp.int32)
+    tree = model.init(jax.random.key(1), dummy, dummy)["params"]
+    return jax.tree.map(lambda leaf: leaf * 3 if leaf.ndim == 2 else leaf, tree)  # sharper than at init
+
+
+def make_tokens():
+    return np.random.default_rng(0).integers(0, 64, (2, CAPACITY)).astype(np.int32)
+
+
+def start(params, tokens, method, store=None, config=CONFIG, **slots):
+    plan = planning.make_plan(config, method, 2, CAPACITY)
+    branch = store.create(planning.geometry(plan), "test") if store else None
+    length = jnp.asarray(PROMPT)
+    state, logits, _ = prefill.prefill(plan, params, tokens[:, : max(PROMPT)], length, branch, Slots(**slots))
+    return plan, state, logits, branch
+
+
+def dense(params, tokens, config=CONFIG):
+    positions = jnp.broadcast_to(jnp.arange(CAPACITY), tokens.shape)
+    return np.asarray(Transformer(config).apply({"params": params}, jnp.asarray(tokens), positions))
+
+
+def temporaries(function, donated) -> int:
+    """Bytes of temporaries of a compiled function whose argument is donated."""
+    leaves, tree = jax.tree.flatten(donated)
+    program = jax.jit(lambda leaves: function(jax.tree.unflatten(tree, leaves)), donate_argnums=0)
+    return program.lower(leaves).compile().memory_analysis().temp_size_in_bytes
