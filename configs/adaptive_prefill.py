@@ -1,0 +1,29 @@
+"""Prompts read chunk by chunk through the cache, against dense prefill with clustering at the end.
+
+    python -m experiments.main --config=configs/adaptive_prefill.py --workdir=runs/adaptive_prefill
+
+Runtime and result: see README.md. Preset `:smoke` finishes within a minute.
+"""
+
+import ml_collections
+
+
+def get_config(preset: str = "default") -> ml_collections.ConfigDict:
+    config = ml_collections.ConfigDict()
+    config.experiment = "adaptive_prefill"
+    config.seed = 0
+    config.model = ""  # empty: the reference model
+    config.methods = ({"name": "dynakv", "budget": 256}, {"name": "quest", "budget": 256})
+    config.chunks = (0, 64, 256)  # tokens read at a time; 0: the whole prompt densely
+    config.lengths = (2048,)
+    config.memory_lengths = (2048, 8192, 16384)
+    config.samples = 32
+    config.batch = 8
+    config.max_new_tokens = 6
+    config.perplexity_tokens = 32
+    if preset == "smoke":
+        config.update(lengths=(256,), memory_lengths=(512,), chunks=(0, 64), samples=4, batch=4, perplexity_tokens=4)
+        config.methods = ({"name": "dynakv", "budget": 128},)
+    elif preset != "default":
+        raise ValueError(f"unknown preset {preset!r}; use default or smoke")
+    return config

@@ -1,0 +1,137 @@
+"""Reading a prompt chunk by chunk through the cache, against reading it densely and clustering all of it at the end.
+
+DynaKV's first discussion: clusters that adapt while the prompt arrives bound the memory that a long prompt needs. A row
+is one (method, chunk, length): accuracy on held-out needles, the loss of held-out text after the prompt, the time, and
+the most memory that a second, warm prefill took beyond what the process held before, blocks being on flash.
+"""
+
+import multiprocessing
+import os
+import pathlib
+import threading
+import time
+from collections.abc import Callable
+
+import jax
+import ml_collections
+import numpy as np
+from tqdm import tqdm
+
+from experiments import common, evaluate
+from experiments.results import Run
+from kvjax.tasks import needles
+
+# glibc then gives freed arrays back at once, so that the resident set shows what is in use.
+_RETURN_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+
+
+def accuracy_row(llm, method, chunk: int | None, samples: list[evaluate.Sample], config) -> dict:
+    """Share of needles found, and seconds of each prefill after the first."""
+    right, seconds = [], []
+    for start in range(0, len(samples), config.batch):
+        group = samples[start : start + config.batch]
+        room = max(len(s.context) + len(s.question) for s in group) + config.max_new_tokens
+        began = time.perf_counter()
+        cache = llm.prefill([s.context for s in group], method=method, capacity=-(-room // 64) * 64, chunk=chunk)
+        jax.block_until_ready(cache.state)
+        seconds.append(time.perf_counter() - began)
+        result = llm.generate([s.question for s in group], cache, max_new_tokens=config.max_new_tokens, stop=(".",))
+        right += [s.value in text for text, s in zip(result.text, group, strict=True)]
+    share = float(np.mean(right))
+    return {"accuracy": share, "interval": evaluate.wilson(share, len(right)), "samples": len(right),
+            "prefill_s": float(np.median(seconds[1:] or seconds))}
+
+
+def loss_row(llm, method, chunk: int | None, stream, length: int, config) -> dict:
+    """Mean loss of the text after the prompt, fed token by token."""
+    rng, steps = np.random.default_rng((config.seed, length)), config.perplexity_tokens
+    bos = llm.config.bos_token_id
+    rows = [[bos, *needles.random_span(rng, stream, length + steps - 1)] for _ in range(config.batch)]
+    cache = llm.prefill([row[:length] for row in rows], method=method, capacity=length + steps, chunk=chunk)
+    losses = evaluate.teacher_forced_nll(llm, cache, np.asarray(rows, np.int32)[:, length:])
+    return {"nll": float(np.mean(losses))}
+
+
+def peak_bytes(settings: dict, chunk: int | None, length: int, workdir: str) -> int:
+    """`_peak_bytes` in a process of its own."""
+    before = {name: os.environ.get(name) for name in _RETURN_MEMORY}
+    os.environ.update(_RETURN_MEMORY)
+    try:
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            return pool.apply(_peak_bytes, (settings, chunk, length, workdir))
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def _peak_bytes(settings: dict, chunk: int | None, length: int, workdir: str) -> int:
+    llm, method = common.load_model(""), common.make_method(settings)
+    prompt = np.random.default_rng(0).integers(1, llm.config.vocab_size, length).tolist()
+
+    def prefill():
+        store = common.make_store("flash", pathlib.Path(workdir))
+        cache = llm.prefill(prompt, method=method, store=store, capacity=length + 64, chunk=chunk)
+        jax.block_until_ready(cache.state)
+        cache.close()
+
+    prefill()
+    return _growth(prefill)
+
+
+def _growth(call: Callable[[], None]) -> int:
+    """Most bytes that the process is larger during a call than it was before it."""
+    before = peak = _resident()
+    done = threading.Event()
+
+    def watch():
+        nonlocal peak
+        while not done.wait(0.0005):
+            peak = max(peak, _resident())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    call()
+    done.set()
+    watcher.join()
+    return peak - before
+
+
+def _resident() -> int:
+    """Bytes of the process that are in memory (Linux)."""
+    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def run(config: ml_collections.ConfigDict, workdir: str) -> None:
+    """Measures every method, chunk and length; rows that the workdir has are skipped."""
+    methods = [common.make_method(settings) for settings in config.methods]
+    llm, run = common.load_model(config.model), Run(config, workdir)
+    stream, rows = common.held_out_tokens(llm), run.logged()
+    done = {(row["task"], row["method"], row["chunk"], row["context"]) for row in rows}
+    jobs = [("accuracy", i, chunk, n) for n in config.lengths for i in range(len(methods)) for chunk in config.chunks]
+    jobs += [("memory", i, chunk, n) for n in config.memory_lengths for i in range(len(methods))
+             for chunk in config.chunks]
+    for task, i, chunk, length in tqdm(jobs, disable=None):
+        head = {"task": task, "method": common.label(methods[i]), "chunk": chunk, "context": length}
+        if tuple(head.values()) in done:
+            continue
+        if task == "memory":
+            store = str(run.path / "store")
+            measured = {"peak_bytes": peak_bytes(dict(config.methods[i]), chunk or None, length, store)}
+        else:
+            samples = evaluate.draw_samples(llm, stream, "needle", length, config.samples, config.seed)
+            measured = accuracy_row(llm, methods[i], chunk or None, samples, config)
+            measured |= loss_row(llm, methods[i], chunk or None, stream, length, config)
+        store = "flash" if task == "memory" else "memory"
+        rows.append({**head, "store": store, "budget": methods[i].budget, "seed": config.seed, **measured})
+        run.log(**rows[-1])
+    run.summary(rows)
+    print_table(rows)
+
+
+def print_table(rows: list[dict]) -> None:
+    """A line per row; chunk 0 is dense prefill and global clustering."""
+    print(f"{'method':>14}{'chunk':>7}{'context':>9}{'found':>8}{'loss':>8}{'s':>8}{'peak MiB':>10}")
+    for row in rows:
+        cells = [f"{row[key]:8.3f}" if key in row else f"{'-':>8}" for key in ("accuracy", "nll", "prefill_s")]
+        peak = f"{row['peak_bytes'] / 2**20:10.1f}" if "peak_bytes" in row else f"{'-':>10}"
+        print(f"{row['method']:>14}{row['chunk']:>7}{row['context']:>9,}{''.join(cells)}{peak}")
