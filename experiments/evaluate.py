@@ -100,6 +100,14 @@ def teacher_forced_nll(llm: kvjax.LLM, cache: Cache, tokens: np.ndarray) -> np.n
     return np.stack([np.asarray(loss) for loss in losses], axis=1)
 
 
+def measure(llm: kvjax.LLM, method, task: str, length: int, stream, config: ml_collections.ConfigDict) -> dict:
+    """What one method does at one task and length."""
+    if task == "perplexity":
+        return perplexity_row(llm, method, stream, length, config)
+    samples = draw_samples(llm, stream, task, length, config.samples, config.seed)
+    return retrieval_row(llm, method, samples, config)
+
+
 def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     """Evaluates every task, length and method; prints one line each."""
     unknown = set(config.tasks) - set(TASKS)
@@ -115,11 +123,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     for task, length, method in tqdm(jobs, disable=None):
         if (task, length, common.label(method)) in done:
             continue
-        if task == "perplexity":
-            measured = perplexity_row(llm, method, stream, length, config)
-        else:
-            samples = draw_samples(llm, stream, task, length, config.samples, config.seed)
-            measured = retrieval_row(llm, method, samples, config)
+        measured = measure(llm, method, task, length, stream, config)
         head = {"task": task, "context": length, "method": common.label(method), "store": "memory"}
         rows.append({**head, "budget": method.budget, "seed": config.seed, **measured})
         run.log(**rows[-1])

@@ -10,6 +10,7 @@ from kvjax.llm import LLM, Cache, Result, load, save
 from kvjax.method import Method
 from kvjax.methods import METHODS
 from kvjax.methods.dynakv import DynaKV as dynakv
+from kvjax.methods.dynsplit import DynSplit as dynsplit
 from kvjax.methods.full import Full as full
 from kvjax.methods.oracle import Oracle as oracle
 from kvjax.methods.quest import Quest as quest
@@ -23,5 +24,6 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM", "METHODS", "AttentionCache", "Cache", "FlashStore", "HostStore", "Method", "Result", "Sampling", "Slots",
-    "attend", "dynakv", "full", "init_cache", "load", "oracle", "prefill_cache", "quest", "save", "streaming_llm",
+    "attend", "dynakv", "dynsplit", "full", "init_cache", "load", "oracle", "prefill_cache", "quest", "save",
+    "streaming_llm",
 ]

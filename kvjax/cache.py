@@ -195,7 +195,7 @@ def push(spec: Spec, tail: Tail, key, value, at: Int32[Array, ""], gate: Bool[Ar
     """Puts token `at` into its sink or ring row; returns the tail, and what left the ring with its value [K, D]."""
     row = jnp.where(at < spec.sinks, at, spec.sinks + (at - spec.sinks) % spec.ring)
     left = jnp.where(gate, tail.pos[0, row], -1)
-    leaving, left_value = Leaving(tail.key[:, row], left, tail.token[row], left >= 0), tail.value[:, row]
+    left_key, left_token, left_value = tail.key[:, row], tail.token[row], tail.value[:, row]
     target = jnp.where(gate, row, spec.tail_rows)
     tail = dataclasses.replace(
         tail,
@@ -204,7 +204,8 @@ def push(spec: Spec, tail: Tail, key, value, at: Int32[Array, ""], gate: Bool[Ar
         pos=tail.pos.at[:, target].set(at, mode="drop"),
         token=tail.token.at[target].set(token, mode="drop"),
     )
-    return tail, leaving, left_value
+    following = spec.sinks + (left + 1 + jnp.arange(spec.ring) - spec.sinks) % spec.ring
+    return tail, Leaving(left_key, left, left_token, left >= 0, tail.token[following]), left_value
 
 
 def place(

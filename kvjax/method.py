@@ -88,6 +88,7 @@ class Leaving:
     pos: Int32[Array, "*B"]
     token: Int32[Array, "*B"]  # token id, -1 = not known
     valid: Bool[Array, "*B"]  # False: none leaves in this step
+    ahead: Int32[Array, "*B ring"]  # ids of the W - 1 tokens after it, which are in the window; -1 = not known
 
 
 @pytree

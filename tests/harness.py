@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +11,12 @@ import numpy as np
 from kvjax import layer
 from kvjax.layer import LayerCache, LayerPlan, Prompts
 from kvjax.method import Method
-from kvjax.methods import DynaKV, Full, Oracle, Quest, StreamingLLM
+from kvjax.methods import DynaKV, DynSplit, Full, Oracle, Quest, StreamingLLM
 from kvjax.pool import Line
 from kvjax.store.base import Geometry, Prompt
 from kvjax.store.slots import SlotPool
 
+DELIMITERS = str(pathlib.Path(__file__).parent / "delimiters" / "table.json")  # eight of 64 tokens
 # One small instance of every method; every law runs over this list.
 METHODS = {
     "full": Full(page=4),
@@ -24,6 +26,11 @@ METHODS = {
     "dynakv": DynaKV(budget=24, sinks=2, window=4, cluster=4, buffer=3, threshold=1.2),
     "dynakv_static": DynaKV(budget=24, sinks=2, window=4, cluster=4, update="static"),
     "dynakv_local": DynaKV(budget=24, sinks=2, window=4, cluster=4, update="local"),
+    "dynsplit": DynSplit(budget=24, sinks=2, window=4, chunk=4, deviation=1, table=DELIMITERS),
+    "dynsplit_sentence_mean": DynSplit(
+        budget=24, sinks=2, window=5, chunk=4, deviation=1, shortest=2, splitting="sentence", vectors="mean",
+        table=DELIMITERS,
+    ),
 }
 HEADS, GROUP, SIZE, CAPACITY = 2, 2, 8, 96
 
@@ -49,6 +56,11 @@ class Stream:
         v = rng.normal(size=(batch, tokens, HEADS, SIZE))
         return cls(q.astype(np.float32), k.astype(np.float32), v.astype(np.float32))
 
+    @property
+    def token(self) -> np.ndarray:
+        """int32[B, T] ids below 64, made of the keys of head 0."""
+        return (np.abs(self.k[:, :, 0, 0]) * 1000).astype(np.int32) % 64
+
     def row(self, b: int) -> "Stream":
         return Stream(self.q[b : b + 1], self.k[b : b + 1], self.v[b : b + 1])
 
@@ -62,23 +74,23 @@ TRACES: dict[tuple, int] = {}
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _token(plan, cache, q, k, v, at, active, line):
+def _token(plan, cache, q, k, v, token, at, active, line):
     pool = cache.pool
     key = (plan, q.shape, type(pool).__name__, getattr(pool, "policy", ""), getattr(pool, "backend", ""))
     TRACES[key] = TRACES.get(key, 0) + 1
     out, cache, fresh, ok, report = layer.read(plan, cache, q, k, v, at, jnp.int32(0), line)
     gate = ok & active & (jax.lax.bitcast_convert_type(jnp.sum(out), jnp.int32) != -0x7FEDCBA9)
-    return out, layer.write(plan, cache, fresh, at, gate, jnp.int32(0), line)[0], ok, report
+    return out, layer.write(plan, cache, fresh, at, gate, jnp.int32(0), line, token)[0], ok, report
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _fill_memory(plan, k, v, length):
-    return layer.prefill_memory(plan, layer.init(plan, k.shape[0]), Prompts(k, v, length))
+def _fill_memory(plan, k, v, length, token):
+    return layer.prefill_memory(plan, layer.init(plan, k.shape[0]), Prompts(k, v, length, token))
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _fill_packed(plan, k, v, length):
-    return layer.prefill_packed(plan, layer.init(plan, k.shape[0]), Prompts(k, v, length))
+def _fill_packed(plan, k, v, length, token):
+    return layer.prefill_packed(plan, layer.init(plan, k.shape[0]), Prompts(k, v, length, token))
 
 
 class Sim:
@@ -88,15 +100,16 @@ class Sim:
         self.plan, self.stream, self.branch = plan_of(method), stream, None
         self.at = np.asarray(prompt, np.int32)
         batch, size = stream.k.shape[0], CAPACITY
-        k, v, length = jnp.asarray(stream.k[:, :size]), jnp.asarray(stream.v[:, :size]), jnp.asarray(self.at)
+        k, v, token = (jnp.asarray(array[:, :size]) for array in (stream.k, stream.v, stream.token))
+        prompts = (k, v, jnp.asarray(self.at), token)
         if store is None:
-            self.cache = _fill_memory(self.plan, k, v, length)
+            self.cache = _fill_memory(self.plan, *prompts)
             return
         spec = self.plan.spec
         self.branch = store.create(
             Geometry(1, batch, HEADS, spec.num_blocks, spec.block_rows, 2 * SIZE, "float32"), "laws"
         )
-        state, blocks = _fill_packed(self.plan, k, v, length)
+        state, blocks = _fill_packed(self.plan, *prompts)
         self.branch.write_layer(0, np.asarray(blocks), np.asarray(state.count), Prompt(np.asarray(state.pos)))
         pool = SlotPool.zeros(spec, batch, slots or spec.max_blocks + 1, "float32", policy, backend)
         self.cache = LayerCache(state, pool)
@@ -113,7 +126,8 @@ class Sim:
         at = np.minimum(self.at, self.stream.k.shape[1] - 1)
         out, cache, ok, report = _token(
             self.plan, self.cache, jnp.asarray(self.stream.q[b, at]), jnp.asarray(self.stream.k[b, at]),
-            jnp.asarray(self.stream.v[b, at]), jnp.asarray(self.at), jnp.asarray(active), self.line,
+            jnp.asarray(self.stream.v[b, at]), jnp.asarray(self.stream.token[b, at]), jnp.asarray(self.at),
+            jnp.asarray(active), self.line,
         )
         self.cache = jax.block_until_ready(cache)
         if self.branch is not None:

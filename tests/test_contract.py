@@ -35,6 +35,7 @@ class Seen:
     query: Float[Array, "*B K G Q D"]
     query_pos: Int32[Array, "*B Q"]
     token: Int32[Array, "*B T"]  # by position: of the prompt's middle part, then of what left the window
+    ahead: Int32[Array, "*B T"]  # by position: of the tokens after those that left the window
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,12 +51,13 @@ class Witness(Quest):
     def init(self, spec, weights):
         query = jnp.zeros((spec.kv_heads, spec.group, self.observation, spec.head_dim))
         unknown = jnp.full((self.observation,), -1, jnp.int32)
-        return Seen(super().init(spec, ()), weights, query, unknown, jnp.full((CAPACITY,), -1, jnp.int32))
+        nothing = jnp.full((CAPACITY,), -1, jnp.int32)
+        return Seen(super().init(spec, ()), weights, query, unknown, nothing, nothing)
 
     def build(self, spec, index, context):
         quest, placement = super().build(spec, index.quest, context)
         token = index.token.at[jnp.where(context.valid, context.pos, CAPACITY)].set(context.token, mode="drop")
-        return Seen(quest, index.weights, context.query, context.query_pos, token), placement
+        return Seen(quest, index.weights, context.query, context.query_pos, token, index.ahead), placement
 
     def select(self, spec, index, view, q):
         return super().select(spec, index.quest, view, q)
@@ -64,7 +66,9 @@ class Witness(Quest):
         quest, placement = super().append(spec, index.quest, view, leaving)
         at = jnp.where(leaving.valid, leaving.pos, CAPACITY)
         token = index.token.at[at].set(leaving.token, mode="drop")
-        return dataclasses.replace(index, quest=quest, token=token), placement
+        after = jnp.where(leaving.valid, leaving.pos + 1 + jnp.arange(spec.ring), CAPACITY)
+        ahead = index.ahead.at[after].set(leaving.ahead, mode="drop")
+        return dataclasses.replace(index, quest=quest, token=token, ahead=ahead), placement
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +116,10 @@ def test_token_ids_reach_the_method(params, tokens, driver):
             seen = np.asarray(one.state.index.token[b])
             np.testing.assert_array_equal(seen[gone], tokens[b, gone])
             assert (np.delete(seen, gone) == -1).all()
+            first = max(length - STEPS - method.window + 1, method.sinks)  # to leave while decoding
+            seen = np.asarray(one.state.index.ahead[b])
+            np.testing.assert_array_equal(seen[first + 1 : length], tokens[b, first + 1 : length])
+            assert (seen[: first + 1] == -1).all() and (seen[length:] == -1).all()
 
 
 def test_the_last_queries_of_the_prompt_reach_the_method(params, tokens):

@@ -1,9 +1,13 @@
 """Cache methods, one file each. `METHODS` names them for command lines and tests."""
 
 from kvjax.methods.dynakv import DynaKV
+from kvjax.methods.dynsplit import DynSplit
 from kvjax.methods.full import Full
 from kvjax.methods.oracle import Oracle
 from kvjax.methods.quest import Quest
 from kvjax.methods.streaming_llm import StreamingLLM
 
-METHODS = {"full": Full, "oracle": Oracle, "streaming_llm": StreamingLLM, "quest": Quest, "dynakv": DynaKV}
+METHODS = {
+    "full": Full, "oracle": Oracle, "streaming_llm": StreamingLLM, "quest": Quest, "dynakv": DynaKV,
+    "dynsplit": DynSplit,
+}

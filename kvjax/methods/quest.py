@@ -11,18 +11,14 @@ Resident: 2 D numbers per page. Cost per step: one score per page, then the sele
 import dataclasses
 
 import jax.numpy as jnp
-import numpy as np
 
+from kvjax.block_vectors import Bounds
 from kvjax.method import Method, Selection, aggregate, in_token_order, no_force, top_blocks
-from kvjax.typing import Array, Float, Int32, pytree
-
-_FAR = np.float32(1e30)  # bounds of an empty page: finite, so that its score is very low and never NaN
+from kvjax.typing import Array, Int32, pytree
 
 
 @pytree
-class QuestIndex:
-    low: Float[Array, "*B K NB D"]  # element-wise minimum of each page's keys
-    high: Float[Array, "*B K NB D"]  # element-wise maximum
+class QuestIndex(Bounds):
     stored: Int32[Array, "*B"]  # tokens in pages
 
 
@@ -36,33 +32,19 @@ class Quest(Method):
         return -(-capacity // self.page), self.page, max(1, -(-rows // self.page)), 0
 
     def init(self, spec, weights):
-        shape = (spec.kv_heads, spec.num_blocks, spec.head_dim)
-        return QuestIndex(jnp.full(shape, _FAR), jnp.full(shape, -_FAR), jnp.int32(0))
+        return QuestIndex.empty(spec, stored=jnp.int32(0))
 
     def build(self, spec, index, context):
         placement = in_token_order(spec, jnp.int32(0), jnp.cumsum(context.valid) - 1, context.valid)
-        index = _widen(index, placement.block, context.key)
+        index = index.take(placement.block, context.key)
         return dataclasses.replace(index, stored=jnp.sum(context.valid, dtype=jnp.int32)), placement
 
     def select(self, spec, index, view, q):
         occupied = view.count > 0
-        # max(q l, q h) = max(q, 0) h + min(q, 0) l, two matrix products instead of a K G NB D tensor.
-        bound = jnp.einsum("knd,kgd->kgn", index.high, jnp.maximum(q, 0))
-        bound += jnp.einsum("knd,kgd->kgn", index.low, jnp.minimum(q, 0))
-        score = aggregate(bound * spec.head_dim**-0.5, self.aggregation)
+        score = aggregate(index.scores(q, view.count), self.aggregation)
         return Selection(top_blocks(score, occupied, spec.max_blocks), no_force(spec))
 
     def append(self, spec, index, view, leaving):
         placement = in_token_order(spec, index.stored, jnp.int32(0), leaving.valid)
-        index = _widen(index, placement.block[:, None], leaving.key[:, None])
+        index = index.take(placement.block[:, None], leaving.key[:, None])
         return dataclasses.replace(index, stored=index.stored + leaving.valid), placement
-
-
-def _widen(index: QuestIndex, block, keys) -> QuestIndex:
-    """Takes keys[K, T, D] into the bounds of their pages block[K, T] (NB = none)."""
-    head = jnp.arange(block.shape[0])[:, None]
-    return dataclasses.replace(
-        index,
-        low=index.low.at[head, block].min(keys.astype(index.low.dtype), mode="drop"),
-        high=index.high.at[head, block].max(keys.astype(index.high.dtype), mode="drop"),
-    )

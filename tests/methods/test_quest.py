@@ -42,8 +42,9 @@ def fill(keys, length):
     pos, none = jnp.arange(PROMPT), jnp.zeros(0, jnp.int32)
     context = Context(keys[:, :PROMPT], pos, pos < length, pos, jnp.zeros((HEADS, GROUP, 0, SIZE)), none)
     index, _ = METHOD.build(SPEC, METHOD.init(SPEC, ()), context)
+    unknown = jnp.full(SPEC.ring, -1, jnp.int32)
     for i in range(MORE):
-        leaving = Leaving(keys[:, PROMPT + i], length + i, jnp.int32(-1), jnp.bool_(True))
+        leaving = Leaving(keys[:, PROMPT + i], length + i, jnp.int32(-1), jnp.bool_(True), unknown)
         index, _ = METHOD.append(SPEC, index, view_of(length), leaving)
     return index
 

@@ -1,0 +1,142 @@
+"""How important each delimiter is to a model, by kind of text (DynSplit-KV, section 3).
+
+Four results: the table of Appendix B.1 for each kind of text, how far the kinds lie apart (Figure 3 b), after how few
+tokens the scores have converged, and what the method loses when the order of its delimiters is reversed (Figure 3 d).
+The last, which takes longest, is not done again in a workdir that has it.
+"""
+
+import itertools
+import pathlib
+
+import ml_collections
+import numpy as np
+from tqdm import tqdm
+
+import kvjax
+from experiments import common, evaluate
+from experiments.results import Run
+from experiments.shift_texts import KINDS, Texts
+from kvjax.delimiters import Delimiters, Importance, Tally, boundary_scores, delimiter_texts
+from kvjax.errors import ConfigError
+
+
+def tallies(llm: kvjax.LLM, kind: str, config) -> list[Tally]:
+    """Scores of one kind of text, after each checkpoint's number of texts."""
+    texts, rule = Texts(llm, config.seed), Importance(**config.importance)
+    tally, found = Tally(llm.config.vocab_size), []
+    for number in tqdm(range(config.texts), desc=kind, disable=None):
+        tokens = np.asarray(texts.draw(kind, number, 0, config.length))
+        tally.add(tokens, boundary_scores(llm.config, llm.params, tokens, rule))
+        if number + 1 in config.checkpoints:
+            found.append(tally.copy())
+    return found
+
+
+def table_rows(kind: str, table: Delimiters, tally: Tally, config) -> list[dict]:
+    """One row for each delimiter that was seen often enough, the most frequent first."""
+    error, weight = tally.standard_error(), table.weights()
+    columns = zip(table.tokens, table.texts, table.scores, table.counts, strict=True)
+    rows = [
+        {"task": f"table/{kind}", "text": text, "token": token, "weight": float(weight[token]), "score": score,
+         "standard_error": float(error[token]), "count": count}
+        for token, text, score, count in columns if count >= config.least
+    ]
+    return sorted(rows, key=lambda row: -row["count"])
+
+
+def spread_row(tables: dict[str, Delimiters], config) -> dict:
+    """How far the weights of one delimiter lie apart in two kinds of text, over those that are frequent in all."""
+    common_to_all = np.min([table.counts for table in tables.values()], axis=0) >= config.least
+    tokens = np.asarray(next(iter(tables.values())).tokens)[common_to_all]
+    if not len(tokens):
+        raise ConfigError(f"no delimiter occurs {config.least} times in every kind of text; raise texts or length")
+    weights = np.stack([table.weights()[tokens] for table in tables.values()])
+    apart, ranks = np.ptp(weights, axis=0), np.argsort(np.argsort(weights, axis=1), axis=1)
+    return {
+        "task": "spread", "delimiters": len(tokens), "mean": float(apart.mean()), "largest": float(apart.max()),
+        "largest_text": dict(zip(*_names(tables), strict=True))[int(tokens[apart.argmax()])],
+        "rank_correlation": float(np.corrcoef(ranks)[0, -1]) if len(tokens) > 1 else float("nan"),
+    }
+
+
+def _names(tables):
+    table = next(iter(tables.values()))
+    return table.tokens, table.texts
+
+
+def convergence_rows(kind: str, found: list[Tally], config) -> list[dict]:
+    """Distance of the scores after a few texts from the last ones, over delimiters frequent in the end."""
+    final, rows = found[-1], []
+    frequent = final.count >= 4 * config.least
+    for texts, tally in zip(config.checkpoints, found, strict=True):
+        known = frequent & (tally.count >= config.least)
+        error = np.abs(tally.mean() - final.mean())[known]
+        rows.append({
+            "task": f"convergence/{kind}", "tokens": texts * config.length, "delimiters": int(known.sum()),
+            "mean_error": float(error.mean()) if known.any() else None,
+            "largest_error": float(error.max()) if known.any() else None,
+        })
+    return rows
+
+
+def control_rows(llm: kvjax.LLM, tables: dict[str, pathlib.Path], config, run: Run) -> list[dict]:
+    """The method with each table on the same samples; those that the workdir has are read from it."""
+    control = config.control
+    rows = [row for row in run.logged() if row["task"].startswith("control/")]
+    done = {(row["task"], row["method"], row["context"]) for row in rows}
+    settings = ml_collections.ConfigDict({**control.to_dict(), "seed": config.seed})
+    stream = common.held_out_tokens(llm)
+    for (order, path), task, length in itertools.product(tables.items(), control.tasks, control.lengths):
+        method = common.make_method({**control.method.to_dict(), "table": str(path)})
+        head = {"task": f"control/{task}", "method": f"{common.label(method)} {order}", "context": length}
+        if tuple(head.values()) not in done:
+            measured = evaluate.measure(llm, method, task, length, stream, settings)
+            rows.append({**head, "store": "memory", "budget": method.budget, "seed": config.seed, **measured})
+            run.log(**rows[-1])
+    return rows
+
+
+def check(config) -> None:
+    """Raises ConfigError on kinds or numbers that make no experiment."""
+    if not config.kinds or set(config.kinds) - set(KINDS):
+        raise ConfigError(f"kinds={tuple(config.kinds)} must be some of {', '.join(KINDS)}")
+    if list(config.checkpoints) != sorted(set(config.checkpoints)) or config.checkpoints[-1] != config.texts:
+        raise ConfigError(f"checkpoints={tuple(config.checkpoints)} must rise and end with texts={config.texts}")
+
+
+def run(config: ml_collections.ConfigDict, workdir: str) -> None:
+    """Scores every kind of text, writes the tables, then runs the control."""
+    check(config)
+    llm, run = common.load_model(config.model), Run(config, workdir)
+    names, tables, rows, together = delimiter_texts(llm.tokenizer.tokenizer), {}, [], Tally(llm.config.vocab_size)
+    for kind in config.kinds:
+        found = tallies(llm, kind, config)
+        together.merge(found[-1])
+        tables[kind] = found[-1].table(llm.fingerprint, names, config.least)
+        tables[kind].save(run.path / f"delimiters_{kind}.json")
+        shown = table_rows(kind, tables[kind], found[-1], config)
+        print_table(kind, shown[: config.shown])
+        rows += shown + convergence_rows(kind, found, config)
+    rows.append(spread_row(tables, config))
+    table = together.table(llm.fingerprint, names, config.least)
+    paths = {"estimated": run.path / "delimiters.json", "reversed": run.path / "delimiters_reversed.json"}
+    table.save(paths["estimated"])
+    table.reversed().save(paths["reversed"])
+    print_findings(rows)
+    run.summary(rows + control_rows(llm, paths, config, run))
+
+
+def print_table(kind: str, rows: list[dict]) -> None:
+    """The table of Appendix B.1, one delimiter a line."""
+    print(f"{kind:>16}  weight  score       count")
+    for row in rows:
+        score = f"{row['score']:.3f} ±{row['standard_error']:.3f}"
+        print(f"{row['text']!r:>16}  {row['weight']:6.2f}  {score}  {row['count']}")
+
+
+def print_findings(rows: list[dict]) -> None:
+    """Convergence and spread, one line each."""
+    for row in rows:
+        if not row["task"].startswith("table/"):
+            print("  ".join(f"{name} {value:.3f}" if isinstance(value, float) else f"{name} {value}"
+                            for name, value in row.items()))

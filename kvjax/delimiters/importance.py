@@ -1,0 +1,109 @@
+"""Algorithm 1 of DynSplit-KV: how good a boundary is, from the attention that the tokens after it pay.
+
+A token i is a good boundary if the W tokens after it, F_i = i+1 .. i+W, look at what is kept, the R tokens
+O_i = i-R+1 .. i, and not at what is further back, D_i = 0 .. i-R:
+
+    s_i = E_{l, h, q in F_i} ( sum_{k in O_i} A_qk - alpha sum_{k in D_i} A_qk ),     -alpha <= s_i <= 1
+
+Sums over keys are differences of prefix sums of one query's attention, so a block of queries needs its own rows of the
+map only, and means over layers and heads can be taken first. Memory is `block` x T, whatever the number of layers.
+
+Choices the paper leaves open: D_i is empty for i < R, where the paper's max(0, i-R) would count token 0 twice; a
+boundary is scored only if all of F_i is in the text.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.errors import PromptError
+from kvjax.models.config import ModelConfig
+from kvjax.models.transformer import Block, Transformer
+from kvjax.typing import Array, Float, Int32, PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class Importance:
+    """Settings of Algorithm 1.
+
+    Attributes:
+      future: W, tokens after a boundary whose attention counts.
+      overlap: R, tokens before it that count as kept.
+      alpha: penalty of attention to tokens further back.
+      block: queries whose attention is held at a time.
+    """
+
+    future: int = 8
+    overlap: int = 128
+    alpha: float = 1.0
+    block: int = 128
+
+
+def boundary_scores(
+    config: ModelConfig, params: PyTree, tokens: np.ndarray, rule: Importance = Importance()
+) -> np.ndarray:
+    """s_i of every token i < T - W of one text; `tokens` are its T ids. PromptError if T <= W."""
+    length = len(tokens)
+    if length <= rule.future:
+        raise PromptError(f"no boundary in {length} tokens has {rule.future} tokens after it; take a longer one")
+    padded = np.zeros(-(-length // rule.block) * rule.block, np.int32)
+    padded[:length] = tokens
+    x = Transformer(config).apply({"params": params}, jnp.asarray(padded), method="embed")
+    total = jnp.zeros((len(padded), rule.future))
+    for i, sliding in enumerate(config.windows):
+        x, gain = _layer(config, sliding, rule, params[f"layers_{i}"], x)
+        total += gain
+    return mean_over_future(np.asarray(total) / config.num_layers, length)
+
+
+def mean_over_future(gain: np.ndarray, length: int) -> np.ndarray:
+    """E over q in F_i: gain[q, j] is query q's share in the score of token q - 1 - j."""
+    future = gain.shape[1]
+    scored = length - future
+    return np.mean([gain[1 + j : 1 + j + scored, j] for j in range(future)], axis=0)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _layer(config: ModelConfig, sliding: int | None, rule: Importance, params: PyTree, x: Float[Array, "T E"]):
+    """One layer over a text, a block of queries at a time; returns hidden states and gain[T, W], mean over heads."""
+    model, tokens = Block(config), x.shape[0]
+    q, key, value = model.apply({"params": params}, x, jnp.arange(tokens), method="project")
+    q = q.reshape(tokens, config.num_kv_heads, config.group, config.head_dim)
+
+    def block(start):
+        at = start + jnp.arange(rule.block)
+        weight = attention_rows(jax.lax.dynamic_slice_in_dim(q, start, rule.block), key, at, sliding)
+        out = jnp.einsum("kgct,tkd->ckgd", weight, value).reshape(rule.block, -1, config.head_dim)
+        rows = jax.lax.dynamic_slice_in_dim(x, start, rule.block)
+        after = model.apply({"params": params}, rows, out, method="finish")
+        return after, gain_of(jnp.mean(weight, axis=(0, 1)), at, rule)
+
+    after, gain = jax.lax.map(block, jnp.arange(0, tokens, rule.block))
+    return after.reshape(x.shape), gain.reshape(tokens, rule.future)
+
+
+def attention_rows(
+    q: Float[Array, "C K G D"], key: Float[Array, "T K D"], at: Int32[Array, "C"], sliding: int | None
+) -> Float[Array, "K G C T"]:
+    """The rows of the causal attention map that belong to the queries at positions `at`."""
+    scores = jnp.einsum("ckgd,tkd->kgct", q, key, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+    position = jnp.arange(key.shape[0])
+    seen = position <= at[:, None]
+    if sliding is not None:
+        seen &= position > at[:, None] - sliding
+    return jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+
+
+def gain_of(weight: Float[Array, "C T"], at: Int32[Array, "C"], rule: Importance) -> Float[Array, "C W"]:
+    """Lines 6 to 8 for one query each: what the queries at `at` add to the scores of the W tokens before them.
+
+    The attention of a query sums to one, so its last W + R weights tell what is left for those further back.
+    """
+    back = at[:, None] - jnp.arange(rule.future + rule.overlap)  # the query itself, then the keys before it
+    near = jnp.where(back >= 0, jnp.take_along_axis(weight, jnp.maximum(back, 0), axis=-1), 0.0)
+    mass = jnp.pad(jnp.cumsum(near, axis=-1), ((0, 0), (1, 0)))  # mass[c, n]: attention to the last n keys
+    later, kept = mass[:, 1 : 1 + rule.future], mass[:, 1 + rule.overlap :]
+    return (kept - later) - rule.alpha * (1.0 - kept)

@@ -1,0 +1,160 @@
+"""DynSplit-KV: where blocks end, that they end there however tokens arrive, and which blocks a query gets."""
+
+import dataclasses
+import functools
+import itertools
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import DELIMITERS, GROUP, HEADS, METHODS, SIZE, Sim, Stream
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvjax import cache as caching
+from kvjax.delimiters.table import NO_DELIMITER, Delimiters
+from kvjax.errors import ConfigError
+from kvjax.methods import DynSplit
+from kvjax.methods.dynsplit import SPLITTINGS, delimiter_weights
+from kvjax.splitting import Split, weights_of
+
+METHOD = METHODS["dynsplit"]
+SMALL = {
+    name: dataclasses.replace(METHOD, splitting=name, window=6, shortest=2, chunk=5, deviation=2) for name in SPLITTINGS
+}
+
+
+def brute_force(weight, split):
+    """Lengths of the blocks of a sequence, by DD-Select as the paper tells it; the last one may be cut off."""
+    begin, lengths = 0, []
+    while begin < len(weight):
+        ends = [n for n in range(split.least, split.most + 1) if begin + n <= len(weight)]
+        found = [n for n in ends if weight[begin + n - 1] != NO_DELIMITER]
+        reach = max(split.ideal - split.least, split.most - split.ideal, 1)
+
+        def score(n, begin=begin, reach=reach):
+            return split.alpha * weight[begin + n - 1] + (1 - split.alpha) * (1 - abs(n - split.ideal) / reach)
+
+        lengths.append(max(found, key=lambda n: (score(n), -n)) if found else split.otherwise)
+        begin += lengths[-1]
+    return lengths
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def begins(split, weight, count):
+    return split.begins(weight, jnp.int32(0), count)
+
+
+weights = st.lists(st.sampled_from([NO_DELIMITER] * 4 + [0.0, 0.25, 0.5, 0.75, 1.0]), min_size=40, max_size=40)
+
+
+@settings(deadline=None, max_examples=80)
+@given(weight=weights, name=st.sampled_from(SPLITTINGS))
+def test_blocks_end_where_the_paper_says(weight, name):
+    split, weight = SMALL[name].split, np.asarray(weight, np.float32)
+    found = np.diff(begins(split, weight, 21))
+    expected = brute_force(weight, split)
+    np.testing.assert_array_equal(found[: len(expected) - 1], expected[:-1])
+
+
+@pytest.mark.parametrize(("weight", "length"), [
+    ([-1, -1, -1, -1, -1], 5), ([-1, -1, -1, 0, -1], 6), ([0.4, -1, 0.2, -1, 0.4], 5), ([0.9, -1, 0.0, -1, -1], 5),
+    ([-1, 0.8, 0.2, -1, -1], 4), ([-1, 0.5, -1, 0.5, -1], 4),
+])
+def test_a_heavy_delimiter_is_worth_a_detour(weight, length):
+    """Given C = 5, Delta = 2, alpha = 1/2, of the third to the seventh token one is the last."""
+    split = Split(ideal=5, least=3, most=7, alpha=0.5, otherwise=5)
+    assert int(split.length(jnp.asarray(weight, jnp.float32))) == length
+
+
+def test_weights_are_looked_up_by_token():
+    token = jnp.asarray([[7, 3, -1], [40, 9, 8]])
+    found = weights_of(token, jnp.asarray([3, 8, 9]), jnp.asarray([0.5, 0.0, 1.0]))
+    np.testing.assert_array_equal(found, [[-1, 0.5, -1], [-1, 1, 0]])
+
+
+def blocks_of(sim, b, head=0):
+    """Positions in each block of one sequence."""
+    state = jax.device_get(sim.cache.state)
+    return [state.pos[b, head, j, : n].tolist() for j, n in enumerate(state.count[b, head]) if n]
+
+
+def table_weights(method, token):
+    delimiter, weight = delimiter_weights(method.table, method.splitting)
+    known = dict(zip(delimiter.tolist(), weight.tolist(), strict=True))
+    return np.asarray([known.get(t, NO_DELIMITER) for t in token.tolist()], np.float32)
+
+
+@pytest.mark.parametrize("name", SPLITTINGS)
+def test_blocks_are_the_same_however_tokens_arrive(name):
+    """Given any prompt, after the same number of tokens the blocks are those of brute force over all tokens."""
+    method, stream = SMALL[name], Stream.draw(3)
+    for prompt in ([60, 37], [4, 23]):
+        sim = Sim(method, stream, prompt)
+        sim.run(60 - min(prompt) if min(prompt) > 4 else 70)
+        for b, length in enumerate(sim.at):
+            known = table_weights(method, stream.token[b, method.sinks : length])
+            lengths = brute_force(known, method.split)
+            edges = method.sinks + np.cumsum([0, *lengths])
+            last = length - method.window + 1
+            expected = [list(range(a, min(z, last))) for a, z in itertools.pairwise(edges) if a < last]
+            assert blocks_of(sim, b) == blocks_of(sim, b, 1) == expected
+
+
+@pytest.mark.parametrize("vectors", ["minmax", "mean"])
+@pytest.mark.parametrize("rule", ["max", "softmax_mean"])
+def test_blocks_are_selected_as_brute_force_ranks_them(vectors, rule):
+    method = dataclasses.replace(METHOD, vectors=vectors, aggregation=rule)
+    sim, rng = Sim(method, Stream.draw(1), [60, 30]), np.random.default_rng(0)
+    sim.run(20)
+    for b in range(2):
+        one = jax.tree.map(lambda leaf, b=b: jnp.asarray(leaf[b]), sim.cache.state)
+        q = rng.normal(size=(HEADS, GROUP, SIZE)).astype(np.float32)
+        spec = sim.plan.spec
+        found = np.asarray(method.select(spec, one.index, caching.view(spec, one), q).block)
+        for head in range(HEADS):
+            keys = [sim.stream.k[b, block, head] for block in blocks_of(sim, b, head)]
+            expected = brute_force_ranking(keys, q[head], vectors, rule)[: spec.max_blocks]
+            np.testing.assert_array_equal(found[head, : len(expected)], expected)
+            assert (found[head, len(expected) :] == spec.num_blocks).all()
+
+
+def brute_force_ranking(blocks, q, vectors, rule):
+    """Blocks of one head, best first."""
+    if vectors == "mean":
+        score = np.stack([q @ block.mean(0) for block in blocks], axis=1)
+    else:
+        score = np.stack([np.maximum(q * block.min(0), q * block.max(0)).sum(-1) for block in blocks], axis=1)
+    score = score / np.sqrt(SIZE)
+    if rule == "softmax_mean":
+        return np.argsort(-np.asarray(jax.nn.softmax(score)).mean(0), kind="stable")
+    return np.argsort(-score.max(0), kind="stable")
+
+
+def test_unknown_tokens_are_no_delimiters():
+    plan = harness.plan_of(METHOD)
+    index = METHOD.init(plan.spec, METHOD.weights(0))
+    assert (np.asarray(weights_of(jnp.full(4, -1), index.delimiter, index.weight)) == NO_DELIMITER).all()
+
+
+@pytest.mark.parametrize(("wrong", "cause"), [
+    ({"splitting": "paragraph"}, "one of"), ({"vectors": "median"}, "one of"), ({"deviation": 4}, "smaller"),
+    ({"window": 2}, "tokens that decide"), ({"alpha": 1.5}, "alpha"), ({"shortest": 0}, "shortest"),
+])
+def test_impossible_settings_are_refused(wrong, cause):
+    with pytest.raises(ConfigError, match=cause):
+        dataclasses.replace(METHOD, **wrong)
+
+
+def test_a_missing_table_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="needs table="):
+        DynSplit().weights(0)
+    with pytest.raises(ConfigError, match=r"none\.json"):
+        DynSplit(table=str(tmp_path / "none.json")).weights(0)
+    no_ends = dataclasses.replace(Delimiters.load(DELIMITERS), texts=(",",) * 8)
+    no_ends.save(tmp_path / "table.json")
+    with pytest.raises(ConfigError, match="sentence"):
+        DynSplit(table=str(tmp_path / "table.json"), splitting="sentence").weights(0)
+    assert DynSplit(splitting="fixed").weights(0)[0].tolist() == [-1]
