@@ -142,13 +142,15 @@ class LLM:
           slots: how many blocks of a store are kept in memory, and by which policy.
           keep_keys: also returns every prompt key on the host, for measurements.
 
-        Raises PromptError, ConfigError or a StoreError before anything is written.
+        Raises PromptError, ConfigError, FormatMismatch for a method that was fitted to another model, or a StoreError
+        before anything is written.
         """
         rows = [self.encode(row, start=True) for row in _rows(context)]
         if not rows or not all(rows):
             raise PromptError("the prompt is empty; give at least one token")
-        longest = max(map(len, rows))
-        plan = planning.make_plan(self.config, method or Full(), len(rows), capacity or longest + 1024, dtype)
+        longest, method = max(map(len, rows)), method or Full()
+        method.check_model(self.fingerprint)
+        plan = planning.make_plan(self.config, method, len(rows), capacity or longest + 1024, dtype)
         if longest > plan.capacity:
             raise PromptError(f"the prompt has {longest} tokens but capacity={plan.capacity}; raise the capacity")
         tokens, length = _padded(rows)
