@@ -10,7 +10,7 @@ import numpy as np
 from kvjax import layer
 from kvjax.layer import LayerCache, LayerPlan, Prompts
 from kvjax.method import Method
-from kvjax.methods import DynaKV, Full, Oracle, Quest, StreamingLLM
+from kvjax.methods import DynaKV, Full, InfiniGen, KVSwap, Oracle, Quest, ShadowKV, StreamingLLM
 from kvjax.pool import Line
 from kvjax.store.base import Geometry, Prompt
 from kvjax.store.slots import SlotPool
@@ -24,6 +24,9 @@ METHODS = {
     "dynakv": DynaKV(budget=24, sinks=2, window=4, cluster=4, buffer=3, threshold=1.2),
     "dynakv_static": DynaKV(budget=24, sinks=2, window=4, cluster=4, update="static"),
     "dynakv_local": DynaKV(budget=24, sinks=2, window=4, cluster=4, update="local"),
+    "kvswap": KVSwap(budget=24, sinks=2, window=4, group=4, sigma=4),
+    "infinigen": InfiniGen(budget=24, sinks=2, window=4, sigma=2),
+    "shadowkv": ShadowKV(budget=24, sinks=2, window=4, chunk=4),
 }
 HEADS, GROUP, SIZE, CAPACITY = 2, 2, 8, 96
 
