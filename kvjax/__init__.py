@@ -12,8 +12,12 @@ from kvjax.methods import METHODS
 from kvjax.methods.dynakv import DynaKV as dynakv
 from kvjax.methods.dynsplit import DynSplit as dynsplit
 from kvjax.methods.full import Full as full
+from kvjax.methods.infinigen import InfiniGen as infinigen
+from kvjax.methods.kvswap import KVSwap as kvswap
+from kvjax.methods.loki import Loki as loki
 from kvjax.methods.oracle import Oracle as oracle
 from kvjax.methods.quest import Quest as quest
+from kvjax.methods.shadowkv import ShadowKV as shadowkv
 from kvjax.methods.streaming_llm import StreamingLLM as streaming_llm
 from kvjax.planning import Slots
 from kvjax.sampling import Sampling
@@ -23,7 +27,29 @@ from kvjax.store.host import HostStore
 __version__ = "0.1.0"
 
 __all__ = [
-    "LLM", "METHODS", "AttentionCache", "Cache", "FlashStore", "HostStore", "Method", "Result", "Sampling", "Slots",
-    "attend", "dynakv", "dynsplit", "full", "init_cache", "load", "oracle", "prefill_cache", "quest", "save",
+    "LLM",
+    "METHODS",
+    "AttentionCache",
+    "Cache",
+    "FlashStore",
+    "HostStore",
+    "Method",
+    "Result",
+    "Sampling",
+    "Slots",
+    "attend",
+    "dynakv",
+    "dynsplit",
+    "full",
+    "infinigen",
+    "init_cache",
+    "kvswap",
+    "load",
+    "loki",
+    "oracle",
+    "prefill_cache",
+    "quest",
+    "save",
+    "shadowkv",
     "streaming_llm",
 ]

@@ -147,15 +147,17 @@ class LLM:
           keep_keys: also returns every prompt key on the host, for measurements; not together with `chunk`.
           chunk: see above; None = dense attention over the whole context.
 
-        Raises PromptError, ConfigError or a StoreError before anything is written.
+        Raises PromptError, ConfigError, FormatMismatch for a method that was fitted to another model, or a StoreError
+        before anything is written.
         """
         rows = [self.encode(row, start=True) for row in _rows(context)]
         if not rows or not all(rows):
             raise PromptError("the prompt is empty; give at least one token")
         if chunk is not None and (keep_keys or chunk < 1):
             raise ConfigError(f"chunk={chunk} must be at least 1, and keys are kept only without it")
-        longest = max(map(len, rows))
-        plan = planning.make_plan(self.config, method or Full(), len(rows), capacity or longest + 1024, dtype)
+        longest, method = max(map(len, rows)), method or Full()
+        method.check_model(self.fingerprint)
+        plan = planning.make_plan(self.config, method, len(rows), capacity or longest + 1024, dtype)
         if longest > plan.capacity:
             raise PromptError(f"the prompt has {longest} tokens but capacity={plan.capacity}; raise the capacity")
         first = [row[:chunk] for row in rows]

@@ -213,6 +213,10 @@ class Method(abc.ABC):
         """What was fitted to this layer of the model beforehand (adapters, tables); `init` takes it into the index."""
         return ()
 
+    def check_model(self, fingerprint: str) -> None:
+        """Raises FormatMismatch if what was fitted beforehand was fitted to a model of another fingerprint."""
+        return None
+
     @abc.abstractmethod
     def init(self, spec: Spec, weights: PyTree) -> Index:
         """Every array of the index, nothing valid."""

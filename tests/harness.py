@@ -11,7 +11,7 @@ import numpy as np
 from kvjax import layer
 from kvjax.layer import LayerCache, LayerPlan, Prompts
 from kvjax.method import Method
-from kvjax.methods import DynaKV, DynSplit, Full, Oracle, Quest, StreamingLLM
+from kvjax.methods import DynaKV, DynSplit, Full, InfiniGen, KVSwap, Oracle, Quest, ShadowKV, StreamingLLM
 from kvjax.pool import Line
 from kvjax.store.base import Geometry, Prompt
 from kvjax.store.slots import SlotPool
@@ -31,6 +31,9 @@ METHODS = {
         budget=24, sinks=2, window=5, chunk=4, deviation=1, shortest=2, splitting="sentence", vectors="mean",
         table=DELIMITERS,
     ),
+    "kvswap": KVSwap(budget=24, sinks=2, window=4, group=4, sigma=4),
+    "infinigen": InfiniGen(budget=24, sinks=2, window=4, sigma=2),
+    "shadowkv": ShadowKV(budget=24, sinks=2, window=4, chunk=4),
 }
 HEADS, GROUP, SIZE, CAPACITY = 2, 2, 8, 96
 

@@ -3,11 +3,23 @@
 from kvjax.methods.dynakv import DynaKV
 from kvjax.methods.dynsplit import DynSplit
 from kvjax.methods.full import Full
+from kvjax.methods.infinigen import InfiniGen
+from kvjax.methods.kvswap import KVSwap
+from kvjax.methods.loki import Loki
 from kvjax.methods.oracle import Oracle
 from kvjax.methods.quest import Quest
+from kvjax.methods.shadowkv import ShadowKV
 from kvjax.methods.streaming_llm import StreamingLLM
 
 METHODS = {
-    "full": Full, "oracle": Oracle, "streaming_llm": StreamingLLM, "quest": Quest, "dynakv": DynaKV,
+    "full": Full,
+    "oracle": Oracle,
+    "streaming_llm": StreamingLLM,
+    "quest": Quest,
+    "dynakv": DynaKV,
+    "kvswap": KVSwap,
     "dynsplit": DynSplit,
+    "infinigen": InfiniGen,
+    "loki": Loki,
+    "shadowkv": ShadowKV,
 }

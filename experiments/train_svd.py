@@ -1,0 +1,133 @@
+"""Fits low-rank adapters to a model's keys and measures what they make of held-out text of every kind.
+
+A row is one fit on one kind of training text, tried on one kind of test text; the rows that the workdir already has are
+skipped, and adapters are saved as they are fitted. Measures, means over layers:
+
+  reconstruction_error   ||K - K A A^T||^2 / ||K||^2
+  score_error            relative L2 error of the scores, each query's mean taken off, as the softmax does not see it
+  divergence             KL(true || predicted attention), nats
+  recall                 share of a query's true top keys among the predicted ones
+  attention_mass         kept by the tokens with the largest predicted attention, summed over all heads as KVSwap does
+                         it, of what the best tokens would keep
+"""
+
+import functools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+from tqdm import tqdm
+
+import kvjax
+from experiments import common
+from experiments.results import Run
+from experiments.shift_texts import docstrings
+from kvjax.adapters import Adapters, collect, fit, load, refinement
+from kvjax.errors import ConfigError
+from kvjax.tasks import corpus, needles
+
+KINDS, FORMS = ("code", "prose"), ("joint", "per_head")
+
+
+def token_stream(llm: kvjax.LLM, kind: str, held_out: bool, documents: int) -> np.ndarray:
+    """Tokens of library files, or of their docstrings alone."""
+    texts = corpus.stdlib_documents(held_out)[:documents]
+    return np.asarray(llm.encode("\n".join(texts if kind == "code" else docstrings(texts)), start=False))
+
+
+def batches(stream: np.ndarray, count: int, config, seed: int) -> Iterator[np.ndarray]:
+    """`count` times tokens[batch, length], each row from a place of its own."""
+    rng = np.random.default_rng((config.seed, seed))
+    for _ in range(count):
+        yield np.asarray([needles.random_span(rng, stream, config.length) for _ in range(config.batch)], np.int32)
+
+
+def fits(llm: kvjax.LLM, kind: str, config, directory) -> Iterator[tuple[str, int, Adapters]]:
+    """Form, ratio and adapters of every fit on one kind of text; those that are saved are not fitted again."""
+    stream = token_stream(llm, kind, False, config.documents)
+    moments = None
+    for form in config.forms:
+        for ratio in config.ratios:
+            path = directory / f"{kind}_{form}_{ratio}"
+            if not path.exists():
+                moments = moments or collect.key_moments(llm, batches(stream, config.train_batches, config, 1))
+                fit.svd(moments, ratio, form == "joint").save(path)
+            yield form, ratio, load(path)
+            if config.refine_batches:
+                refined = directory / f"{path.name}_refined"
+                if not refined.exists():
+                    rows = tqdm(batches(stream, config.refine_batches, config, 2), desc=refined.name, disable=None)
+                    refinement.refine(llm, load(path), rows, config.learning_rate).save(refined)
+                yield f"{form}_refined", ratio, load(refined)
+
+
+def measure(llm: kvjax.LLM, fitted: Adapters, rows: list[np.ndarray], config) -> dict[str, float]:
+    """Means over layers and batches."""
+    found = []
+    for tokens in rows:
+        for i, query, key in collect.layers_of(llm, tokens):
+            sampled = refinement.sample(query, key)
+            found.append(_scores(config.top, config.kept, fitted.joint, jnp.asarray(fitted.layers[i]), *sampled))
+    means = {name: float(np.mean([one[name] for one in found])) for name in found[0]}
+    errors = fit.reconstruction_error(collect.key_moments(llm, rows), fitted)
+    return {"reconstruction_error": float(np.mean(errors)), **means}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _scores(top, kept, joint, basis, query, key, at):
+    """The measures of one layer that need queries."""
+    seen = jnp.arange(key.shape[1]) <= at[:, None]
+    true = _centred(refinement.exact_scores(query, key), seen)
+    predicted = _centred(refinement.low_rank_scores(basis, joint, query, key), seen)
+    best, guess = (jax.lax.top_k(jnp.where(seen, scores, -jnp.inf), top)[1] for scores in (true, predicted))
+    weight, expected = (jax.nn.softmax(jnp.where(seen, scores, -jnp.inf)).sum((1, 2)) for scores in (true, predicted))
+    most = jnp.sum(jax.lax.top_k(weight, kept)[0], axis=-1)
+    caught = jnp.sum(jnp.take_along_axis(weight, jax.lax.top_k(expected, kept)[1], axis=-1), axis=-1)
+    return {
+        "score_error": jnp.linalg.norm(predicted - true) / jnp.linalg.norm(true),
+        "divergence": refinement.score_loss(basis, joint, query, key, at),
+        "recall": jnp.mean(jnp.any(best[..., :, None] == guess[..., None, :], axis=-1)),
+        "attention_mass": jnp.mean(caught / most),
+    }
+
+
+def _centred(scores, seen):
+    """Scores less each query's mean; zero where a query does not see."""
+    mean = jnp.sum(jnp.where(seen, scores, 0.0), axis=-1, keepdims=True) / jnp.sum(seen, axis=-1, keepdims=True)
+    return jnp.where(seen, scores - mean, 0.0)
+
+
+def check(config) -> None:
+    """Raises ConfigError on names that do not exist."""
+    for name, known in (("kinds", KINDS), ("forms", FORMS)):
+        if not config[name] or set(config[name]) - set(known):
+            raise ConfigError(f"{name}={tuple(config[name])} must be some of {', '.join(known)}")
+
+
+def run(config: ml_collections.ConfigDict, workdir: str) -> None:
+    """Fits on every kind of text and measures on every kind."""
+    check(config)
+    llm, run = common.load_model(config.model), Run(config, workdir)
+    tests = {
+        kind: list(batches(token_stream(llm, kind, True, config.documents), config.test_batches, config, 3))
+        for kind in config.kinds
+    }
+    done = {(row["method"], row["ratio"], row["fitted_on"], row["task"]) for row in run.logged()}
+    for kind in config.kinds:
+        for form, ratio, fitted in fits(llm, kind, config, run.path / "adapters"):
+            for task, rows in tests.items():
+                if (form, ratio, kind, task) not in done:
+                    run.log(method=form, ratio=ratio, rank=fitted.rank, fitted_on=kind, task=task,
+                            context=config.length, seed=config.seed, **measure(llm, fitted, rows, config))
+    run.summary(run.logged())
+    print_table(run.logged())
+
+
+def print_table(rows: list[dict]) -> None:
+    columns = ("reconstruction_error", "score_error", "divergence", "recall", "attention_mass")
+    print(f"{'adapters':>18}{'sigma':>6}{'fitted on':>10}{'tried on':>10}" + "".join(f"{name:>22}" for name in columns))
+    for row in rows:
+        print(f"{row['method']:>18}{row['ratio']:6}{row['fitted_on']:>10}{row['task']:>10}"
+              + "".join(f"{row[name]:22.3f}" for name in columns))

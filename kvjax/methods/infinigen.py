@@ -1,0 +1,55 @@
+"""InfiniGen (Lee et al., 2024): attention predicted one layer ahead from a few dimensions of queries and keys.
+
+The dimensions with the largest mean magnitude in the prompt's keys and queries are kept of each KV head, as they are
+(partial index selection); single tokens are read, each head for itself. KVSwap compares with three forms of it:
+
+    infinigen()                                     as it is
+    infinigen(shared=True)                          "InfiniGen*": scores summed over all heads, as KVSwap does
+    infinigen(shared=True), Slots(policy="fifo")    "InfiniGen*+ru", with more slots than one step needs
+
+Left out: the offline rotation that skews the query and key weights, which does not commute with rotary embedding; and
+the threshold by which the number of tokens varies, as the budget is fixed here. Magnitudes of queries are those of the
+prompt's last `observation` tokens.
+
+Resident: D / sigma numbers per token and KV head. Cost per step: as many products per token and query head.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.errors import ConfigError
+from kvjax.prediction import Predictor
+
+
+@dataclasses.dataclass(frozen=True)
+class InfiniGen(Predictor):
+    """Single tokens by selected dimensions.
+
+    Attributes:
+      sigma: kept is one of so many dimensions (1 / partial weight ratio).
+    """
+
+    group: int = 1
+    shared: bool = False
+    observation: int = 64
+    sigma: int = 4
+
+    @property
+    def joint(self):
+        return False
+
+    def init(self, spec, weights):
+        if not 1 <= self.sigma <= spec.head_dim:
+            raise ConfigError(f"sigma={self.sigma} must be from 1 to the head size {spec.head_dim}")
+        return self.empty(spec, jnp.zeros((spec.kv_heads, spec.head_dim, spec.head_dim // self.sigma)))
+
+    def adapter(self, spec, index, context):
+        """Unit vectors of the dimensions with the largest sum of |K| and |Q|, each a mean over its tokens."""
+        asked = (context.query_pos >= 0)[:, None]
+        query = jnp.sum(jnp.where(asked, jnp.abs(context.query), 0.0), axis=(1, 2))
+        key = jnp.sum(jnp.where(context.valid[:, None], jnp.abs(context.key), 0.0), axis=1)
+        query /= jnp.maximum(spec.group * jnp.sum(asked), 1)
+        kept = jax.lax.top_k(query + key / jnp.maximum(jnp.sum(context.valid), 1), index.adapter.shape[-1])[1]
+        return jax.nn.one_hot(kept, spec.head_dim, axis=1)

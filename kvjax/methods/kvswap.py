@@ -1,0 +1,99 @@
+"""KVSwap (Zhang, Xia and Wang, "KVSwap: Disk-aware KV Cache Offloading for Long-Context On-device Inference").
+
+The full cache is on disk. In memory there is a low-rank K cache, one r-vector per token for all KV heads together:
+K_lr = Flatten(K) A, r = H_k d / sigma (section 3.2). While layer i - 1 computes, its input stands for that of layer i:
+layer i's projections make a query of it, Eq. 1 scores every token, the scores of all heads are summed, a group of G
+consecutive tokens counts as much as its best token, and the M best groups are read (section 3.3). The reuse buffer is
+`kvjax.Slots(policy="fifo")`, the rolling buffer is described in `kvjax.prediction`.
+
+Choices the paper leaves open:
+  - "attention scores" are summed after each head's softmax (`aggregation="softmax_mean"`). Raw products of different
+    heads cancel out in the sum, which is that of one query, the sum of all low-rank queries; "mean" does it so.
+  - the paper attends the groups and the rolling buffer; sinks and window are there as for every method here.
+
+Adapters are fitted beforehand (`configs/train_svd.py`). Without any, each prompt's own keys are decomposed at prefill,
+as ShadowKV does: it costs an eigendecomposition of K D x K D numbers per layer and sequence.
+
+Resident: r numbers per token, K D r of the adapter. Cost per step: r products per token and query head.
+"""
+
+import dataclasses
+import functools
+import os
+
+import jax.numpy as jnp
+
+from kvjax.adapters.value import Adapters, load
+from kvjax.errors import ConfigError
+from kvjax.prediction import Predictor, leading_directions
+
+
+@dataclasses.dataclass(frozen=True)
+class KVSwap(Predictor):
+    """Groups of tokens predicted from a low-rank K cache.
+
+    Attributes:
+      adapters: the model's, or the directory that `Adapters.save` wrote; None = an SVD of each prompt's own keys.
+      sigma: compression ratio H_k d / r of that SVD; given adapters have one of their own.
+      per_head: whether that SVD is one for each KV head (the paper's per-head compression); adapters say it themselves.
+
+    Raises ConfigError for a sigma below 1, and what `kvjax.adapters.load` raises.
+    """
+
+    adapters: Adapters | str | None = None
+    sigma: int = 8
+    per_head: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.sigma < 1:
+            raise ConfigError(f"sigma={self.sigma} must be at least 1")
+        _ = self.fitted  # a directory without adapters is an error here and not at the first prompt
+
+    @property
+    def fitted(self) -> Adapters | None:
+        """The adapters themselves."""
+        return _loaded(os.fspath(self.adapters)) if isinstance(self.adapters, str) else self.adapters
+
+    @property
+    def joint(self) -> bool:
+        return not self.per_head if self.fitted is None else self.fitted.joint
+
+    def check_model(self, fingerprint):
+        if self.fitted is not None:
+            self.fitted.check_model(fingerprint)
+
+    def weights(self, layer):
+        if self.fitted is None:
+            return ()
+        if layer >= len(self.fitted.layers):
+            raise ConfigError(f"the adapters are of {len(self.fitted.layers)} layers and the model has more; fit "
+                              "adapters to this model (configs/train_svd.py)")
+        return self.fitted.layers[layer]
+
+    def init(self, spec, weights):
+        if self.fitted is None:
+            return self.empty(spec, jnp.zeros((spec.kv_heads, spec.head_dim, self._rank(spec))))
+        if weights.shape[:2] != (spec.kv_heads, spec.head_dim):
+            raise ConfigError(f"the adapters are for {weights.shape[0]} KV heads of {weights.shape[1]} numbers, the "
+                              f"model has {spec.kv_heads} of {spec.head_dim}; fit adapters to this model "
+                              "(configs/train_svd.py)")
+        return self.empty(spec, jnp.asarray(weights))
+
+    def adapter(self, spec, index, context):
+        if self.fitted is not None:
+            return index.adapter
+        return leading_directions(context.key, context.valid, self._rank(spec), self.joint)
+
+    def _rank(self, spec) -> int:
+        """r of the prompt's own SVD."""
+        size = spec.head_dim * (spec.kv_heads if self.joint else 1)
+        if self.sigma > size:
+            raise ConfigError(f"sigma={self.sigma} leaves none of {size} dimensions; lower it")
+        return size // self.sigma
+
+
+@functools.cache
+def _loaded(directory: str) -> Adapters:
+    """Adapters of a directory, read once."""
+    return load(directory)

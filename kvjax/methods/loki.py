@@ -1,0 +1,20 @@
+"""Loki (Singhania et al., 2024): tokens ranked by the leading principal components of their keys, each head for itself.
+
+As compared with in KVSwap: its approximate scores predict, one layer ahead, which tokens to read. Components are those
+of the keys as they are, rotated and not centred; the paper centres them for the fit alone.
+
+Resident: D / sigma numbers per token and KV head. Cost per step: as many products per token and query head.
+"""
+
+import dataclasses
+
+from kvjax.methods.kvswap import KVSwap
+
+
+@dataclasses.dataclass(frozen=True)
+class Loki(KVSwap):
+    """Single tokens by per-head components; `adapters` are those of `form` per_head in configs/train_svd.py."""
+
+    group: int = 1
+    shared: bool = False
+    per_head: bool = True

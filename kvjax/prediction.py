@@ -1,0 +1,136 @@
+"""Predicting attention from compressed keys: what KVSwap, InfiniGen and Loki have in common.
+
+Every stored key is kept once more in memory, at a fraction of its size, projected by an adapter A_k of its KV head. A
+query projected the same way scores all tokens. Tokens are stored in groups of consecutive ones, each as important as
+the best of its tokens. The methods differ in their adapters, and in whether heads are scored together or each for
+itself.
+"""
+
+import abc
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.errors import ConfigError
+from kvjax.method import Context, Method, Selection, Spec, aggregate, in_token_order, no_force, top_blocks
+from kvjax.typing import Array, Bool, Float, Int32, pytree
+
+
+@pytree
+class CompressedKeys:
+    """The index; F = 1 where a token has one projection for all heads together, else F = K."""
+
+    adapter: Float[Array, "*B K D r"]  # A_k
+    key: Float[Array, "*B F N r"]  # K_lr of every stored token, in token order; N = NB * C
+    stored: Int32[Array, "*B"]  # tokens in groups
+
+
+@dataclasses.dataclass(frozen=True)
+class Predictor(Method):
+    """Groups of consecutive tokens, selected by their predicted attention.
+
+    A group that is still being filled belongs to the recent tokens: it comes first in every selection, so that it stays
+    in memory and is attended until it is complete. Together with the window this is KVSwap's rolling buffer. Its rows
+    are appended in place, and the store writes them behind, so no row has to be held back and moved later.
+
+    Attributes:
+      group: G, tokens of a group, the unit of selection and of reading.
+      shared: one score per token, over the query heads of all KV heads, so that all heads fetch the same groups; if
+        not, each KV head selects for itself.
+      rolling_buffer: whether tokens of an unfinished group are attended. Only to measure what that is worth: without it
+        the newest tokens beyond the window are missing until their group is complete.
+    """
+
+    aggregation: str = "softmax_mean"
+    lookahead: bool = True
+    group: int = 4
+    shared: bool = True
+    rolling_buffer: bool = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.group < 1:
+            raise ConfigError(f"group={self.group} must be at least one token")
+
+    @property
+    def head_shared(self) -> bool:  # type: ignore[override]  # of the class elsewhere, of its settings here
+        """Whether KV heads depend on each other: by one selection, or by one projection of their keys."""
+        return self.shared or self.joint
+
+    @property
+    @abc.abstractmethod
+    def joint(self) -> bool:
+        """Whether a token's projections are summed over its heads (F = 1)."""
+
+    @abc.abstractmethod
+    def adapter(self, spec: Spec, index: CompressedKeys, context: Context) -> Float[Array, "K D r"]:
+        """A_k of a prompt."""
+
+    def empty(self, spec: Spec, adapter: Float[Array, "K D r"]) -> CompressedKeys:
+        """An index without tokens."""
+        shape = (1 if self.joint else spec.kv_heads, spec.num_blocks * spec.block_rows, adapter.shape[-1])
+        return CompressedKeys(adapter.astype(jnp.float32), jnp.zeros(shape), jnp.int32(0))
+
+    def blocks(self, capacity, rows):
+        return -(-capacity // self.group), self.group, max(1, -(-rows // self.group) + 1), 0
+
+    def build(self, spec, index, context):
+        index = dataclasses.replace(index, adapter=self.adapter(spec, index, context))
+        offset, count = jnp.cumsum(context.valid) - 1, jnp.sum(context.valid, dtype=jnp.int32)
+        key = store(index, compress(index, context.key), jnp.where(context.valid, offset, index.key.shape[1]))
+        placement = in_token_order(spec, jnp.int32(0), offset, context.valid)
+        return dataclasses.replace(index, key=key, stored=count), placement
+
+    def select(self, spec, index, view, q):
+        scores = jnp.where(jnp.arange(index.key.shape[1]) < index.stored, predict(index, q), -1e30)
+        pooled = scores.reshape(1, -1, scores.shape[-1]) if self.shared else scores
+        best = jnp.max(aggregate(pooled, self.aggregation).reshape(-1, spec.num_blocks, spec.block_rows), axis=-1)
+        occupied, unfinished = view.count > 0, (view.count > 0) & (view.count < spec.block_rows)
+        score = jnp.where(unfinished, jnp.inf, best)
+        offered = occupied if self.rolling_buffer else occupied & ~unfinished
+        return Selection(top_blocks(score, offered, spec.max_blocks), no_force(spec))
+
+    def append(self, spec, index, view, leaving):
+        placement = in_token_order(spec, index.stored, jnp.int32(0), leaving.valid)
+        at = jnp.where(leaving.valid, index.stored, index.key.shape[1])
+        key = store(index, compress(index, leaving.key[:, None]), at[None])
+        return dataclasses.replace(index, key=key, stored=index.stored + leaving.valid), placement
+
+
+def compress(index: CompressedKeys, key: Float[Array, "K T D"]) -> Float[Array, "F T r"]:
+    """K_lr = Flatten(K) A, or K_k A_k of each head."""
+    key = key.astype(jnp.float32)
+    if index.key.shape[0] == 1:
+        return jnp.einsum("ktd,kdr->tr", key, index.adapter)[None]
+    return jnp.einsum("ktd,kdr->ktr", key, index.adapter)
+
+
+def store(index: CompressedKeys, low: Float[Array, "F T r"], at: Int32[Array, "T"]) -> Float[Array, "F N r"]:
+    """The compressed keys with more of them at the given places; place N = nowhere."""
+    return index.key.at[:, at].set(low, mode="drop")
+
+
+def predict(index: CompressedKeys, q: Float[Array, "K G D"]) -> Float[Array, "K G N"]:
+    """Eq. 1 of KVSwap, scaled: (Q_h A_g(h)) K_lr^T for every query head h."""
+    low = jnp.einsum("kgd,kdr->kgr", q, index.adapter) * q.shape[-1] ** -0.5
+    low = low.reshape(index.key.shape[0], -1, low.shape[-1])
+    # Keys as the left operand: XLA:CPU then reads them in place.
+    scores = jnp.einsum("fnr,fqr->fnq", index.key, low, preferred_element_type=jnp.float32)
+    return scores.swapaxes(1, 2).reshape(*q.shape[:2], -1)
+
+
+def leading_directions(
+    key: Float[Array, "K T D"], valid: Bool[Array, "T"], rank: int, joint: bool
+) -> Float[Array, "K D r"]:
+    """The `rank` leading right singular vectors of the valid keys: of all heads together, or of each head."""
+    key = jnp.where(valid[:, None], key.astype(jnp.float32), 0.0)
+    leading = functools.partial(_leading, rank=rank)
+    if joint:
+        return leading(key.swapaxes(0, 1).reshape(key.shape[1], -1)).reshape(key.shape[0], -1, rank)
+    return jax.vmap(leading)(key)
+
+
+def _leading(rows: Float[Array, "T N"], rank: int) -> Float[Array, "N r"]:
+    return jnp.linalg.eigh(rows.T @ rows)[1][:, ::-1][:, :rank]

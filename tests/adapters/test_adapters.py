@@ -1,0 +1,173 @@
+"""Adapters against NumPy's SVD of the stacked keys, their files, and what refining them is for."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import adapters
+from kvjax.adapters import collect, fit, refinement
+from kvjax.adapters.collect import layers_of
+from kvjax.errors import ChecksumMismatch, ConfigError, FormatMismatch, PromptError, ReadFailed
+from kvjax.models.config import ModelConfig
+from kvjax.models.transformer import Transformer
+
+CONFIG = ModelConfig(
+    family="llama", vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2,
+    head_dim=8, max_position=128, windows=(None, 16),
+)
+ROWS = np.random.default_rng(0).integers(0, 64, (3, 2, 48)).astype(np.int32)  # three batches of two texts
+RATIO = 4
+
+
+def make_llm(seed):
+    dummy = jnp.zeros((1, 4), jnp.int32)
+    params = Transformer(CONFIG).init(jax.random.key(seed), dummy, dummy)["params"]
+    return kvjax.LLM(CONFIG, jax.tree.map(lambda leaf: leaf * 3 if leaf.ndim == 2 else leaf, params))
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return make_llm(1)
+
+
+@pytest.fixture(scope="module")
+def moments(llm):
+    return collect.key_moments(llm, ROWS)
+
+
+@pytest.fixture(scope="module")
+def stacked(llm):
+    """f64[N, K, D] of each layer: the keys that a cache of the same texts holds."""
+    texts = ROWS.reshape(-1, ROWS.shape[-1])
+    keys = llm.prefill(texts.tolist(), keep_keys=True).keys
+    return [np.concatenate(layer[:, : texts.shape[1]]).astype(np.float64) for layer in keys]
+
+
+def best_possible(keys, rank):
+    """Share of ||keys||^2 that the best approximation of this rank leaves out (Eckart and Young)."""
+    energy = np.linalg.svd(keys, compute_uv=False) ** 2
+    return energy[rank:].sum(), energy.sum()
+
+
+def test_joint_adapters_are_numpys_right_singular_vectors_up_to_sign(moments, stacked):
+    fitted = fit.svd(moments, RATIO)
+    for basis, keys in zip(fitted.layers, stacked, strict=True):
+        flat = keys.reshape(len(keys), -1)
+        expected = np.linalg.svd(flat, full_matrices=False)[2][: flat.shape[1] // RATIO].T
+        np.testing.assert_allclose(np.abs(expected.T @ basis.reshape(expected.shape)), np.eye(fitted.rank), atol=1e-3)
+
+
+def test_adapters_of_each_head_are_numpys_right_singular_vectors_up_to_sign(moments, stacked):
+    fitted = fit.svd(moments, RATIO, joint=False)
+    for basis, keys in zip(fitted.layers, stacked, strict=True):
+        for head in range(CONFIG.num_kv_heads):
+            expected = np.linalg.svd(keys[:, head], full_matrices=False)[2][: CONFIG.head_dim // RATIO].T
+            np.testing.assert_allclose(np.abs(expected.T @ basis[head]), np.eye(fitted.rank), atol=1e-3)
+
+
+@pytest.mark.parametrize("ratio", [2, 4, 8])
+@pytest.mark.parametrize("joint", [True, False], ids=["joint", "per_head"])
+def test_no_adapters_of_this_rank_reconstruct_keys_better(moments, stacked, joint, ratio):
+    fitted = fit.svd(moments, ratio, joint)
+    for error, keys in zip(fit.reconstruction_error(moments, fitted), stacked, strict=True):
+        parts = [keys.reshape(len(keys), -1)] if joint else list(keys.swapaxes(0, 1))
+        lost, total = np.sum([best_possible(part, fitted.rank) for part in parts], axis=0)
+        assert abs(error - lost / total) < 1e-4
+
+
+def test_the_error_of_any_other_adapters_is_that_of_the_reconstructed_keys(moments, stacked):
+    """Given adapters that are neither optimal nor orthonormal."""
+    rng = np.random.default_rng(1)
+    for joint in (True, False):
+        layers = [0.4 * rng.normal(size=(2, 8, 3)) for _ in stacked]
+        other = adapters.Adapters(layers, joint, "")
+        for basis, keys, error in zip(layers, stacked, fit.reconstruction_error(moments, other), strict=True):
+            low = np.einsum("tkd,kdr->tkr", keys, basis)
+            low = np.broadcast_to(low.sum(1, keepdims=True), low.shape) if joint else low
+            back = np.einsum("tkr,kdr->tkd", low, basis)
+            assert abs(error - np.sum((keys - back) ** 2) / np.sum(keys**2)) < 1e-4
+
+
+def test_ratio_says_how_many_numbers_are_kept(moments):
+    for joint in (True, False):
+        assert fit.svd(moments, RATIO, joint).ratio == RATIO
+    assert fit.svd(moments, 4).rank == 2 * fit.svd(moments, 4, joint=False).rank
+
+
+@pytest.mark.parametrize(("ratio", "joint"), [(0, True), (17, True), (9, False)])
+def test_a_ratio_that_leaves_nothing_is_refused(moments, ratio, joint):
+    with pytest.raises(ConfigError, match="ratio"):
+        fit.svd(moments, ratio, joint)
+
+
+def test_collecting_from_nothing_is_refused(llm):
+    with pytest.raises(PromptError, match="batch"):
+        collect.key_moments(llm, [])
+
+
+# refining -----------------------------------------------------------------------------------------
+
+
+def losses(llm, fitted):
+    """Mean score loss of each layer over all rows."""
+    found = np.zeros(CONFIG.num_layers)
+    for tokens in ROWS:
+        for i, query, key in layers_of(llm, tokens):
+            found[i] += refinement.score_loss(
+                jnp.asarray(fitted.layers[i]), fitted.joint, *refinement.sample(query, key)
+            ) / len(ROWS)
+    return found
+
+
+@pytest.mark.parametrize("joint", [True, False], ids=["joint", "per_head"])
+def test_refining_lowers_the_score_loss_of_every_layer(llm, moments, joint):
+    fitted = fit.svd(moments, RATIO, joint)
+    refined = refinement.refine(llm, fitted, [batch for _ in range(10) for batch in ROWS], learning_rate=1e-2)
+    assert (losses(llm, refined) < 0.97 * losses(llm, fitted)).all()
+    assert (refined.joint, refined.fingerprint) == (fitted.joint, fitted.fingerprint)
+
+
+@pytest.mark.parametrize("joint", [True, False], ids=["joint", "per_head"])
+def test_adapters_that_keep_everything_lose_nothing(llm, moments, joint):
+    assert np.abs(losses(llm, fit.svd(moments, 1, joint))).max() < 1e-4
+
+
+# files --------------------------------------------------------------------------------------------
+
+
+def test_what_is_loaded_is_what_was_saved(moments, tmp_path):
+    fitted = fit.svd(moments, RATIO)
+    fitted.save(tmp_path / "a")
+    found = adapters.load(tmp_path / "a")
+    assert found == fitted and hash(found) == hash(fitted)
+    assert found != fit.svd(moments, RATIO, joint=False)
+    fit.svd(moments, 8).save(tmp_path / "a")
+    assert adapters.load(tmp_path / "a").rank == fitted.rank // 2
+
+
+def test_nothing_there_is_a_typed_error(tmp_path):
+    with pytest.raises(ReadFailed, match=r"Adapters\.save"):
+        adapters.load(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize(("change", "error"), [
+    ({"version": 99}, FormatMismatch), ({"joint": False}, ChecksumMismatch), ({"fingerprint": "x"}, ChecksumMismatch),
+])
+def test_a_changed_file_is_a_typed_error(moments, tmp_path, change, error):
+    fit.svd(moments, RATIO).save(tmp_path / "a")
+    path = tmp_path / "a" / "_CHECKPOINT_METADATA"
+    saved = json.loads(path.read_text())
+    saved["custom_metadata"].update(change)
+    path.write_text(json.dumps(saved))
+    with pytest.raises(error):
+        adapters.load(tmp_path / "a")
+
+
+def test_adapters_of_another_model_are_refused(llm, moments):
+    fit.svd(moments, RATIO).check_model(llm.fingerprint)
+    with pytest.raises(FormatMismatch, match="fit adapters to this one"):
+        refinement.refine(make_llm(2), fit.svd(moments, RATIO), ROWS)
