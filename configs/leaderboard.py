@@ -1,0 +1,46 @@
+"""Every method x task x budget on the reference model, or on a user's with --config.model.
+
+    python -m experiments.main --config=configs/leaderboard.py --workdir=runs/leaderboard
+
+Resumable; --config.shard=i/n runs every n-th cell. Result: README.md and report.html. Preset `:smoke` finishes within
+three minutes, `:quick` is one task at two budgets.
+"""
+
+import ml_collections
+
+
+def get_config(preset: str = "default") -> ml_collections.ConfigDict:
+    config = ml_collections.ConfigDict()
+    config.experiment = "leaderboard"
+    config.model = ""  # empty: the reference model
+    config.store = "host"
+    config.shard = "0/1"
+    config.tasks = ("passkey", "needle", "needle_of_4", "perplexity")
+    config.lengths = (2048,)
+    config.budgets = (64, 128, 256, 0.1)  # tokens, or a share of the context
+    config.seeds = (0,)
+    config.samples = 32
+    config.batch = 8
+    config.max_new_tokens = 6
+    config.perplexity_tokens = 32
+    config.recall_k = 16
+    config.methods = (
+        {"name": "full", "whole": True},
+        {"name": "oracle"},
+        {"name": "streaming_llm", "window": 16},
+        {"name": "quest", "window": 16},
+        {"name": "dynakv", "window": 16},
+        {"name": "kvswap", "window": 16},
+        {"name": "infinigen", "window": 16},
+        {"name": "loki", "window": 16},
+        {"name": "shadowkv", "window": 16},
+    )
+    if preset == "smoke":
+        config.update(tasks=("passkey", "perplexity"), lengths=(256,), budgets=(96,), samples=2, batch=2,
+                      perplexity_tokens=2)
+        config.methods = ({"name": "full", "whole": True}, {"name": "quest"}, {"name": "kvswap"})
+    elif preset == "quick":
+        config.update(tasks=("needle",), budgets=(64, 128))
+    elif preset != "default":
+        raise ValueError(f"unknown preset {preset!r}; use default, quick or smoke")
+    return config

@@ -1,0 +1,133 @@
+"""A leaderboard as one HTML file without any outside resource: plots as SVG, tables that sort on a click."""
+
+import html
+import io
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from matplotlib.figure import Figure
+
+Row = dict[str, Any]
+COLUMNS = (
+    ("method", "method"), ("task", "task"), ("context", "context"), ("budget", "budget"), ("seed", "seed"),
+    ("accuracy", "accuracy"), ("interval", "95 % interval"), ("delta_nll", "ΔNLL"), ("recall", "recall@k"),
+    ("attention_mass", "attention mass"), ("attended_tokens", "attended"), ("bytes_read_per_token", "bytes read/token"),
+    ("reads_per_token", "reads/token"), ("hit_rate", "hit rate"), ("resident_bytes", "resident bytes"),
+    ("refused", "refused"),
+)
+_NO_MEAN = ("method", "task", "context", "budget", "seed", "interval", "refused")
+_STYLE = """body{font:14px/1.4 system-ui,sans-serif;margin:2rem auto;max-width:80rem;padding:0 1rem}
+table{border-collapse:collapse;font-variant-numeric:tabular-nums}td,th{padding:.2rem .6rem;text-align:right}
+td:first-child,th:first-child{text-align:left}th{cursor:pointer;border-bottom:2px solid #888;position:sticky;top:0;
+background:#fff}tr:nth-child(even){background:#f4f4f4}svg{max-width:100%;height:auto}pre{overflow:auto}"""
+_SORT = """for(const th of document.querySelectorAll('th'))th.onclick=()=>{const table=th.closest('table'),
+body=table.tBodies[0],i=th.cellIndex,up=th.dataset.up=th.dataset.up==='1'?'0':'1',
+value=r=>{const t=r.cells[i].dataset.v;return t===''?null:isNaN(t)?t:+t};[...body.rows].sort((a,b)=>{const x=value(a),y=value(b);if(x===null)return 1;
+if(y===null)return -1;return (x>y?1:x<y?-1:0)*(up==='1'?1:-1)}).forEach(r=>body.append(r))}"""
+
+
+def mean(rows: Iterable[Row], key: str) -> float | None:
+    """Mean of a column where it is there."""
+    found = [row[key] for row in rows if row.get(key) is not None]
+    return sum(found) / len(found) if found else None
+
+
+def page(title: str, header: Row, rows: list[Row]) -> str:
+    """The whole file."""
+    figures = "".join(map(_svg, _figures(summarise(rows))))
+    parts = [
+        f"<h1>{html.escape(title)}</h1>", figures, "<h2>Means over tasks, contexts and seeds</h2>",
+        table(summarise(rows)), "<h2>All cells</h2>", table(rows), "<h2>Configuration</h2>",
+        f"<pre>{html.escape(json.dumps(header, indent=1))}</pre>",
+    ]
+    return (f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>'
+            f"<style>{_STYLE}</style><body>{''.join(parts)}<script>{_SORT}</script></body></html>")
+
+
+def summarise(rows: list[Row]) -> list[Row]:
+    """One row per method and budget."""
+    keys = [key for key, _ in COLUMNS if key not in _NO_MEAN]
+    groups: dict[tuple, list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["method"], row["budget"]), []).append(row)
+    return [{"method": method, "budget": budget, **{key: mean(group, key) for key in keys}}
+            for (method, budget), group in groups.items()]
+
+
+def table(rows: list[Row]) -> str:
+    """A table of the columns that any row has."""
+    used = [(key, title) for key, title in COLUMNS if any(row.get(key) is not None for row in rows)]
+    head = "".join(f"<th>{html.escape(title)}</th>" for _, title in used)
+    body = "".join(f"<tr>{''.join(_cell(row.get(key)) for key, _ in used)}</tr>" for row in rows)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _cell(value) -> str:
+    if value is None:
+        return '<td data-v="">-</td>'
+    if isinstance(value, (tuple, list)):
+        return f'<td data-v="{value[0]}">{" .. ".join(f"{x:.3f}" for x in value)}</td>'
+    text = html.escape(str(value))
+    if isinstance(value, float):
+        return f'<td data-v="{text}">{value:{",.0f" if abs(value) >= 100 else ".3f"}}</td>'
+    return f'<td data-v="{text}">{text}</td>'
+
+
+def pareto(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Those points (cost, gain) that no other beats in both, by cost."""
+    front: list[tuple[float, float]] = []
+    for cost, gain in sorted(points, key=lambda point: (point[0], -point[1])):
+        if not front or gain > front[-1][1]:
+            front.append((cost, gain))
+    return front
+
+
+def _figures(rows: list[Row]) -> list[Figure]:
+    made = [
+        _scatter(rows, "bytes_read_per_token", "KiB read per token"), _scatter(rows, "resident_bytes", "KiB resident"),
+        _recall(rows),
+    ]
+    return [figure for figure in made if figure is not None]
+
+
+def _scatter(rows: list[Row], cost: str, title: str) -> Figure | None:
+    """Accuracy against a cost, with the Pareto front."""
+    shown = [row for row in rows if row.get("accuracy") is not None and row.get(cost) is not None]
+    if not shown:
+        return None
+    figure = Figure(figsize=(7, 4.5))
+    axes = figure.subplots()
+    for row in shown:
+        at, name = (row[cost] / 1024, row["accuracy"]), f"{row['method']} {row['budget'] or ''}"
+        axes.plot(*at, "o", color="tab:blue")
+        axes.annotate(name, at, fontsize=6, xytext=(3, 3), textcoords="offset points")
+    front = pareto([(row[cost] / 1024, row["accuracy"]) for row in shown])
+    axes.plot(*zip(*front, strict=True), color="tab:orange", label="Pareto front")
+    axes.set(xlabel=title, ylabel="accuracy", xscale="symlog")
+    axes.legend()
+    figure.tight_layout()
+    return figure
+
+
+def _recall(rows: list[Row]) -> Figure | None:
+    """Recall of the true top-k against the budget."""
+    shown = [row for row in rows if row.get("recall") is not None and row["budget"]]
+    if not shown:
+        return None
+    figure = Figure(figsize=(7, 4.5))
+    axes = figure.subplots()
+    for method in dict.fromkeys(row["method"] for row in shown):
+        line = sorted((row["budget"], row["recall"]) for row in shown if row["method"] == method)
+        axes.plot(*zip(*line, strict=True), "o-", label=method)
+    axes.set(xlabel="budget, tokens", ylabel="recall of the true top-k")
+    axes.legend(fontsize=6)
+    figure.tight_layout()
+    return figure
+
+
+def _svg(figure: Figure) -> str:
+    """A figure as inline SVG."""
+    text = io.StringIO()
+    figure.savefig(text, format="svg")
+    return text.getvalue()[text.getvalue().index("<svg") :]

@@ -1,0 +1,69 @@
+"""The leaderboard: which cells there are, how they are shared out, and what the report says of them."""
+
+import html.parser
+
+import ml_collections
+import pytest
+
+from experiments import leaderboard, report
+from kvjax.errors import ConfigError
+
+CONFIG = ml_collections.ConfigDict({
+    "tasks": ("passkey", "needle"), "lengths": (1000,), "seeds": (0, 1), "budgets": (64, 0.1),
+    "methods": ({"name": "full", "whole": True}, {"name": "quest", "label": "small pages", "page": 8}),
+})
+
+
+def test_the_grid_has_every_combination_once():
+    cells = list(leaderboard.cells(CONFIG))
+    assert len({cell.key for cell in cells}) == len(cells) == 2 * 2 * (1 + 2)
+    assert {(cell.label, cell.budget) for cell in cells} == {("full", None), ("small pages", 64), ("small pages", 100)}
+    assert {cell.method.page for cell in cells if cell.label == "small pages"} == {8}
+
+
+def test_shards_share_out_the_grid():
+    cells = list(leaderboard.cells(CONFIG))
+    parts = [leaderboard.take_shard(cells, f"{i}/5") for i in range(5)]
+    assert sorted(cell.key for part in parts for cell in part if cell.budget) == sorted(
+        cell.key for cell in cells if cell.budget
+    )
+    assert sum(map(len, parts)) == len(cells)
+    for wrong in ("5/5", "-1/5", "1", "a/b"):
+        with pytest.raises(ConfigError, match="shard="):
+            leaderboard.take_shard(cells, wrong)
+
+
+def test_nothing_beats_the_pareto_front():
+    points = [(1, 0.2), (2, 0.5), (2, 0.4), (3, 0.5), (4, 0.9), (0.5, 0.2)]
+    assert report.pareto(points) == [(0.5, 0.2), (2, 0.5), (4, 0.9)]
+
+
+class Reader(html.parser.HTMLParser):
+    """Collects the tables of a page, and whatever it would load from elsewhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.values, self.outside = [], []
+
+    def handle_starttag(self, tag, attrs):
+        found = dict(attrs)
+        if tag == "tr":
+            self.values.append([])
+        if tag == "td":
+            self.values[-1].append(found["data-v"])
+        self.outside += [value for name, value in attrs if name in ("src", "href") and not value.startswith("#")]
+
+
+def test_the_report_has_every_figure_and_needs_nothing_else():
+    rows = [
+        {"method": "a<b", "task": "needle", "context": 9, "budget": 4, "seed": s, "accuracy": s / 2, "interval": (0.1, s),
+         "recall": 0.25, "bytes_read_per_token": 2048.0, "resident_bytes": 4096.0} for s in (0, 1)
+    ]
+    reader = Reader()
+    reader.feed(report.page("title", {"versions": {}}, rows))
+    assert reader.outside == []
+    values = [row for row in reader.values if row]
+    assert ["a<b", "4", "0.25", "0.25", "2048.0", "4096.0"] in values
+    assert [row for row in values if "needle" in row] == [
+        ["a<b", "needle", "9", "4", str(s), str(s / 2), "0.1", "0.25", "2048.0", "4096.0"] for s in (0, 1)
+    ]
