@@ -21,10 +21,14 @@ _STYLE = """body{font:14px/1.4 system-ui,sans-serif;margin:2rem auto;max-width:8
 table{border-collapse:collapse;font-variant-numeric:tabular-nums}td,th{padding:.2rem .6rem;text-align:right}
 td:first-child,th:first-child{text-align:left}th{cursor:pointer;border-bottom:2px solid #888;position:sticky;top:0;
 background:#fff}tr:nth-child(even){background:#f4f4f4}svg{max-width:100%;height:auto}pre{overflow:auto}"""
-_SORT = """for(const th of document.querySelectorAll('th'))th.onclick=()=>{const table=th.closest('table'),
-body=table.tBodies[0],i=th.cellIndex,up=th.dataset.up=th.dataset.up==='1'?'0':'1',
-value=r=>{const t=r.cells[i].dataset.v;return t===''?null:isNaN(t)?t:+t};[...body.rows].sort((a,b)=>{const x=value(a),y=value(b);if(x===null)return 1;
-if(y===null)return -1;return (x>y?1:x<y?-1:0)*(up==='1'?1:-1)}).forEach(r=>body.append(r))}"""
+_SORT = """for (const th of document.querySelectorAll('th')) th.onclick = () => {
+  const body = th.closest('table').tBodies[0], i = th.cellIndex
+  const sign = (th.dataset.up = th.dataset.up === '1' ? '-1' : '1') === '1' ? 1 : -1
+  const value = row => { const text = row.cells[i].dataset.v; return text === '' || isNaN(text) ? text : +text }
+  const order = (x, y) => x === '' ? 1 : y === '' ? -1 : sign * (x > y ? 1 : x < y ? -1 : 0)
+  const rows = [...body.rows].sort((a, b) => order(value(a), value(b)))
+  rows.forEach(row => body.append(row))
+}"""
 
 
 def mean(rows: Iterable[Row], key: str) -> float | None:

@@ -56,8 +56,8 @@ class Reader(html.parser.HTMLParser):
 
 def test_the_report_has_every_figure_and_needs_nothing_else():
     rows = [
-        {"method": "a<b", "task": "needle", "context": 9, "budget": 4, "seed": s, "accuracy": s / 2, "interval": (0.1, s),
-         "recall": 0.25, "bytes_read_per_token": 2048.0, "resident_bytes": 4096.0} for s in (0, 1)
+        {"method": "a<b", "task": "needle", "context": 9, "budget": 4, "seed": s, "accuracy": s / 2,
+         "interval": (0.1, s), "recall": 0.25, "bytes_read_per_token": 2048.0, "resident_bytes": 4096.0} for s in (0, 1)
     ]
     reader = Reader()
     reader.feed(report.page("title", {"versions": {}}, rows))
