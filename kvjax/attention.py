@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.errors import ConfigError
-from kvjax.typing import Array, Bool, Float, Int32
+from kvjax.typing import Array, Bool, Float, Int32, Num
 
 NEGATIVE = -1e30  # finite, so that a part without any valid token merges as weight 0 and never as NaN
 
@@ -26,7 +26,7 @@ class Part:
     total: Float[Array, "*N"]  # sum of exp(score - top)
 
 
-def scores_of(q: Float[Array, "*K G D"], key: Float[Array, "*K N D"], valid: Bool[Array, "*K N"]):
+def scores_of(q: Float[Array, "*K G D"], key: Num[Array, "*K N D"], valid: Bool[Array, "*K N"]):
     """Scaled dot products `[*K, G, N]`, NEGATIVE where not valid."""
     # Keys as the left operand: XLA:CPU then reads them in place, about 3x faster than as the right one.
     scores = jnp.einsum("...nd,...gd->...ng", key.astype(q.dtype), q, preferred_element_type=jnp.float32)
@@ -35,7 +35,11 @@ def scores_of(q: Float[Array, "*K G D"], key: Float[Array, "*K N D"], valid: Boo
 
 def attend_part(q: Float[Array, "*K G D"], key: Float[Array, "*K N D"], value, valid: Bool[Array, "*K N"]) -> Part:
     """Attention of each query head over the valid rows of its KV head."""
-    scores = scores_of(q, key, valid)
+    return attend_scores(scores_of(q, key, valid), value, valid)
+
+
+def attend_scores(scores: Float[Array, "*K G N"], value: Float[Array, "*K N D"], valid: Bool[Array, "*K N"]) -> Part:
+    """`attend_part` given the scores, which are NEGATIVE where not valid."""
     top = jnp.max(scores, axis=-1, initial=NEGATIVE)
     weight = jnp.where(valid[..., None, :], jnp.exp(scores - top[..., None]), 0.0)
     out = jnp.einsum("...nd,...gn->...gd", value.astype(jnp.float32), weight)

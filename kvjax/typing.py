@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, dataclass_transform
 
 import jax
 import numpy as np
-from jaxtyping import Bool, Float, Int32
+from jaxtyping import Bool, Float, Int32, Num, UInt
 
 if TYPE_CHECKING:
     Array = jax.Array
@@ -37,4 +37,4 @@ def pytree(cls):
     return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
 
 
-__all__ = ["Array", "Bool", "Float", "Hidden", "Int32", "Logits", "PRNGKey", "PyTree", "pytree"]
+__all__ = ["Array", "Bool", "Float", "Hidden", "Int32", "Logits", "Num", "PRNGKey", "PyTree", "UInt", "pytree"]

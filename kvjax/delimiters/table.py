@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from kvjax.delimiters.candidates import ends_sentence
-from kvjax.errors import ConfigError
+from kvjax.errors import ConfigError, FormatMismatch
 
 NO_DELIMITER = -1.0  # weight of a token that is none
 
@@ -61,6 +61,12 @@ class Delimiters:
         scores[order] = np.asarray(self.scores)[order[::-1]]
         return dataclasses.replace(self, scores=tuple(scores.tolist()))
 
+    def check_model(self, fingerprint: str) -> None:
+        """Raises FormatMismatch unless these are the delimiters of the model of that fingerprint."""
+        if fingerprint != self.fingerprint:
+            raise FormatMismatch(f"the delimiters are those of the model {self.fingerprint!r}, not of {fingerprint!r}; "
+                                 "make a table for this one (configs/delimiters.py)")
+
     def save(self, path: str | os.PathLike) -> None:
         """Writes a JSON file with one delimiter a line."""
         columns = zip(self.tokens, self.texts, self.scores, self.counts, strict=True)
@@ -77,7 +83,7 @@ class Delimiters:
             return cls(content["fingerprint"], content["vocab_size"], *map(tuple, columns))
         except (OSError, ValueError, KeyError, TypeError) as cause:
             raise ConfigError(
-                f"{path}: no table of delimiters ({type(cause).__name__}: {cause}); experiments/delimiters.py makes one"
+                f"{path}: no table of delimiters ({type(cause).__name__}: {cause}); configs/delimiters.py makes one"
             ) from cause
 
 

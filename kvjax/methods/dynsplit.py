@@ -104,6 +104,10 @@ class DynSplit(Method):
         split = self.split
         return -(-capacity // split.least) + 1, split.most, -(-rows // split.least) + 1, 0
 
+    def check_model(self, fingerprint):
+        if self.splitting != "fixed":
+            delimiters_in(self.table).check_model(fingerprint)
+
     def weights(self, layer):
         """Delimiters and their weights, alike in all layers. ConfigError if there is no such file."""
         return delimiter_weights(self.table, self.splitting)
@@ -153,15 +157,20 @@ def _alike(spec, block, row) -> Placement:
     return Placement(*spread)
 
 
+def delimiters_in(path: str) -> Delimiters:
+    """The table in a file. ConfigError where there is none."""
+    if not path:
+        raise ConfigError("dynsplit needs table=, a file of the model's delimiters (configs/delimiters.py makes one), "
+                          "or splitting='fixed'")
+    return Delimiters.load(path)
+
+
 @functools.cache
 def delimiter_weights(path: str, splitting: str) -> tuple[np.ndarray, np.ndarray]:
     """int32[X] rising token ids and float32[X] weights, as a way of splitting wants them."""
     if splitting == "fixed":
         return np.full(1, -1, np.int32), np.full(1, NO_DELIMITER, np.float32)
-    if not path:
-        raise ConfigError(f"splitting={splitting!r} needs table=, a file of the model's delimiters "
-                          "(experiments/delimiters.py makes one)")
-    table = Delimiters.load(path)
+    table = delimiters_in(path)
     weights = table.sentence_weights() if splitting == "sentence" else table.weights()
     token = np.flatnonzero(weights != NO_DELIMITER)
     if not len(token):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvjax import cache as caching
 from kvjax.delimiters.table import NO_DELIMITER, Delimiters
-from kvjax.errors import ConfigError
+from kvjax.errors import ConfigError, FormatMismatch
 from kvjax.methods import DynSplit
 from kvjax.methods.dynsplit import SPLITTINGS, delimiter_weights
 from kvjax.splitting import Split, weights_of
@@ -146,6 +146,13 @@ def test_unknown_tokens_are_no_delimiters():
 def test_impossible_settings_are_refused(wrong, cause):
     with pytest.raises(ConfigError, match=cause):
         dataclasses.replace(METHOD, **wrong)
+
+
+def test_a_table_of_another_model_is_refused():
+    METHOD.check_model("made-up")
+    with pytest.raises(FormatMismatch, match="those of the model 'made-up'"):
+        METHOD.check_model("another")
+    DynSplit(splitting="fixed").check_model("another")
 
 
 def test_a_missing_table_is_named(tmp_path):

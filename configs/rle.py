@@ -1,0 +1,29 @@
+"""Run-length and other codecs of keys: what they save, and what they cost in likelihood.
+
+    python -m experiments.main --config=configs/rle.py --workdir=runs/rle
+
+Preset `:smoke` finishes within a minute.
+"""
+
+import ml_collections
+
+
+def get_config(preset: str = "default") -> ml_collections.ConfigDict:
+    config = ml_collections.ConfigDict()
+    config.experiment = "rle"
+    config.seed = 0
+    config.model = ""  # empty: the reference model
+    config.kinds = ("chat", "documentation", "code")
+    config.texts = 2  # of each kind
+    config.lengths = (512, 1024)  # the last one is also that of the likelihoods; the longest context is worth a try
+    config.tolerances = (0.0, 0.001, 0.01, 0.05)
+    config.itemsize = 2  # bytes of a key's element in the sizes: the source keeps half precision
+    config.span = 32  # tokens of a segment in the hierarchical encoding
+    config.histogram = (1, 2, 3, 5, 9, 17)  # shortest run of each bin
+    config.autoencoder = {"width": 12, "hidden": 64, "steps": 400, "batch": 256, "rate": 3e-3}
+    if preset == "smoke":
+        config.update(texts=1, lengths=(128,), tolerances=(0.0, 0.05))
+        config.autoencoder.update(steps=20)
+    elif preset != "default":
+        raise ValueError(f"unknown preset {preset!r}; use default or smoke")
+    return config

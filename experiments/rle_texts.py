@@ -1,0 +1,34 @@
+"""Texts as the source of the run-length cache has them: chats, documentation and code; from held-out library files."""
+
+import numpy as np
+
+from experiments.shift_texts import Texts
+from kvjax.errors import ConfigError
+
+KINDS = ("chat", "documentation", "code")
+_SYSTEM = "\nSystem: You are a helpful assistant. Answer the user's question in a short and friendly way.\n"
+_TURN = 24  # tokens of one message
+
+
+def draw(texts: Texts, kind: str, number: int, length: int) -> list[int]:
+    """Text `number` of a kind, `length` tokens. ConfigError on an unknown kind."""
+    if kind == "documentation":
+        return texts.draw("prose", number, 0, length)
+    if kind == "code":
+        return texts.draw("code", number, 0, length)
+    if kind != "chat":
+        raise ConfigError(f"unknown kind of text {kind!r}; use some of {', '.join(KINDS)}")
+    return _chat(texts, number, length)
+
+
+def _chat(texts: Texts, number: int, length: int) -> list[int]:
+    """Turns of documentation text with the same system message and the same names before each."""
+    words = np.asarray(texts.draw("prose", number, 0, length))
+    system, user, assistant = (texts.llm.encode(text, start=False) for text in (_SYSTEM, "\nUser: ", "\nAssistant: "))
+    tokens, at = words[:1].tolist(), 1
+    while len(tokens) < length:
+        tokens += system
+        for name in (user, assistant):
+            tokens += [*name, *words[at : at + _TURN].tolist()]
+            at += _TURN
+    return tokens[:length]

@@ -1,0 +1,236 @@
+"""Run-length encoding of keys: consecutive keys that are equal within a tolerance are stored once.
+
+A *run* is one physical slot; `Runs.slot` maps logical tokens to slots. A key joins the open run if it equals the run's
+first key within the tolerance, element by element. Errors do not add up along a run, one comparison per token decides,
+and keys that come one by one give the same runs as all at once. Attention scores each physical key once and expands the
+scores; values are kept per token.
+
+Keys carry their position once they are rotated, so that equal contents are equal keys only before rotation.
+`attend_unrotated` is attention over runs of such keys, which turns them as they are used.
+
+Functions take one KV head of one sequence; map them over heads and sequences with `jax.vmap`.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax import attention
+from kvjax.attention import Part
+from kvjax.errors import ConfigError
+from kvjax.models import rope
+from kvjax.typing import Array, Bool, Float, Int32, Num, UInt, pytree
+
+
+@pytree
+class Tolerance:
+    """How far apart elements of equal keys may be: `absolute` + `relative` x |element of the run's first key|."""
+
+    absolute: Float[Array, ""] | float = 0.0
+    relative: Float[Array, ""] | float = 0.0
+
+    def equal(self, key: Num[Array, "*N D"], first: Num[Array, "*N D"]) -> Bool[Array, "*N"]:
+        """Whether all elements are equal. With no tolerance, and for any type, exactly those that compare equal."""
+        key, first = key.astype(jnp.float32), first.astype(jnp.float32)
+        return jnp.all(jnp.abs(key - first) <= self.absolute + self.relative * jnp.abs(first), axis=-1)
+
+
+@pytree
+class Runs:
+    """Keys of one head, run by run. Physical slots from `runs` and tokens from `tokens` on are free."""
+
+    key: Num[Array, "*B P D"]  # first key of each run
+    count: UInt[Array, "*B P"]  # tokens of each run
+    slot: UInt[Array, "*B T"]  # run of each token
+    runs: Int32[Array, "*B"]
+    tokens: Int32[Array, "*B"]
+    refused: Int32[Array, "*B"]  # tokens left out since a slot was missing: 0, or the caller did not `resize` in time
+
+
+def index_dtype(slots: int):
+    """The narrowest type that numbers so many slots, and none."""
+    return jnp.uint16 if slots < 1 << 16 else jnp.uint32
+
+
+def empty(slots: int, capacity: int, head_dim: int, dtype=jnp.float32) -> Runs:
+    """Room for `capacity` tokens in at most `slots` runs. ConfigError if there is no slot."""
+    if slots < 1:
+        raise ConfigError(f"slots={slots} must be at least 1; as many as tokens are always enough")
+    narrow, zero = index_dtype(capacity), jnp.int32(0)
+    none = jnp.zeros(capacity, narrow)
+    return Runs(jnp.zeros((slots, head_dim), dtype), jnp.zeros(slots, narrow), none, zero, zero, zero)
+
+
+def append(runs: Runs, key: Num[Array, "D"], tolerance: Tolerance) -> Runs:
+    """With one more token; the cost does not depend on how many there are."""
+    key = key.astype(runs.key.dtype)
+    joins = (runs.runs > 0) & tolerance.equal(key, runs.key[jnp.maximum(runs.runs - 1, 0)])
+    return put(runs, key, runs.runs - joins)
+
+
+def put(runs: Runs, key: Num[Array, "D"], slot: Int32[Array, ""]) -> Runs:
+    """With one more token in a slot in use, or in the next one, which then holds its key."""
+    slots, fresh = runs.key.shape[0], slot == runs.runs
+    fits = (slot < slots) & (runs.refused == 0)
+    into = jnp.where(fits, slot, slots)
+    at = jnp.where(fits, runs.tokens, runs.slot.shape[0])
+    return Runs(
+        key=runs.key.at[jnp.where(fresh, into, slots)].set(key, mode="drop"),
+        count=runs.count.at[into].add(1, mode="drop"),
+        slot=runs.slot.at[at].set(slot.astype(runs.slot.dtype), mode="drop"),
+        runs=runs.runs + (fits & fresh), tokens=runs.tokens + fits, refused=runs.refused + ~fits,
+    )
+
+
+def encode(key: Num[Array, "T D"], length: Int32[Array, ""], tolerance: Tolerance, slots: int) -> Runs:
+    """The first `length` keys at once, with room for T tokens: what `append` one by one would give."""
+    first = begins(key, tolerance) & (jnp.arange(key.shape[0]) < length)
+    return collect(key, jnp.cumsum(first, dtype=jnp.int32) - 1, first, length, slots)
+
+
+def collect(
+    key: Num[Array, "T D"], slot: Int32[Array, "T"], first: Bool[Array, "T"], length: Int32[Array, ""], slots: int
+) -> Runs:
+    """The first `length` tokens, given the slot of each and whether it is the first one in it; as by `put`."""
+    valid = jnp.arange(key.shape[0]) < length
+    fits = valid & (jnp.cumsum(valid & (slot >= slots)) == 0)
+    into, fresh = jnp.where(fits, slot, slots), empty(slots, key.shape[0], key.shape[1], key.dtype)
+    return Runs(
+        key=fresh.key.at[jnp.where(first, into, slots)].set(key, mode="drop"),
+        count=fresh.count.at[into].add(1, mode="drop"),
+        slot=jnp.where(fits, slot, 0).astype(fresh.slot.dtype),
+        runs=jnp.sum(first & fits, dtype=jnp.int32), tokens=jnp.sum(fits, dtype=jnp.int32),
+        refused=jnp.sum(valid & ~fits, dtype=jnp.int32),
+    )
+
+
+def begins(key: Num[Array, "T D"], tolerance: Tolerance) -> Bool[Array, "T"]:
+    """Whether each key begins a run."""
+    def follow(first, key):
+        joins = tolerance.equal(key, first)
+        return jnp.where(joins, first, key), ~joins
+
+    rest = jax.lax.scan(follow, key[0], key[1:])[1]
+    return jnp.concatenate([jnp.ones(1, bool), rest])
+
+
+def decode(runs: Runs) -> Num[Array, "T D"]:
+    """The key of each token; those of free tokens are undefined."""
+    return runs.key[runs.slot]
+
+
+def resize(runs: Runs, slots: int) -> Runs:
+    """With room for `slots` runs; on the host, between steps. ConfigError if they are fewer than are in use."""
+    if slots < int(np.max(runs.runs)):
+        raise ConfigError(f"slots={slots} cannot hold {int(np.max(runs.runs))} runs; keep at least so many")
+    more = max(0, slots - runs.key.shape[-2])
+    before = [(0, 0)] * (runs.key.ndim - 2)
+    key = jnp.pad(runs.key, [*before, (0, more), (0, 0)])[..., :slots, :]
+    return dataclasses.replace(runs, key=key, count=jnp.pad(runs.count, [*before, (0, more)])[..., :slots])
+
+
+# -------------------------------------------------------------------------------------- attention
+
+
+def scores(q: Float[Array, "G D"], runs: Runs) -> Float[Array, "G T"]:
+    """Scores of every token: one product with the physical keys, then one gather of numbers."""
+    physical = attention.scores_of(q, runs.key, jnp.arange(runs.key.shape[0]) < runs.runs)
+    # Token by token, as products with keys come: attention then adds in the order in which it does without a codec.
+    return jnp.take(physical.swapaxes(0, 1), runs.slot.astype(jnp.int32), axis=0).swapaxes(0, 1)
+
+
+def attend(q: Float[Array, "G D"], runs: Runs, value: Float[Array, "T D"]) -> Part:
+    """Attention over all tokens; no key is ever expanded."""
+    valid = jnp.arange(runs.slot.shape[0]) < runs.tokens
+    return attention.attend_scores(jnp.where(valid, scores(q, runs), attention.NEGATIVE), value, valid)
+
+
+def attend_unrotated(
+    q: Float[Array, "G D"], runs: Runs, value: Float[Array, "T D"], freqs: np.ndarray, block: int = 128
+) -> Part:
+    """`attend` over runs of keys before rotation; token t is at position t, and `q` is rotated.
+
+    A physical key looks different from each position, so keys are turned as they are used: a block of tokens at a time,
+    which is all that is ever expanded. The capacity T is a multiple of `block`; ConfigError otherwise.
+    """
+    tokens = runs.slot.shape[0]
+    if tokens % block:
+        raise ConfigError(f"{tokens} tokens are not whole blocks of {block}; choose another block or capacity")
+
+    def visit(i, part):
+        at = i * block + jnp.arange(block, dtype=jnp.int32)
+        key = rope.rotate(runs.key[runs.slot[at]].astype(q.dtype)[:, None], at, freqs)[:, 0]
+        return attention.merge(part, attention.attend_part(q, key, value[at], at < runs.tokens))
+
+    nothing = Part(jnp.zeros(q.shape), jnp.full(q.shape[:1], attention.NEGATIVE), jnp.zeros(q.shape[:1]))
+    return jax.lax.fori_loop(0, -(-runs.tokens // block), visit, nothing)
+
+
+# ------------------------------------------------------------------------------------------- size
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """Bytes of one head's keys with and without the codec."""
+
+    raw: int
+    coded: int
+
+    @property
+    def pays(self) -> bool:
+        return self.coded < self.raw
+
+    @property
+    def saved(self) -> float:
+        """Share of the raw bytes that the codec saves; negative where its index costs more than the runs save."""
+        return 1.0 - self.coded / self.raw
+
+
+_HEADER = 3 * 4  # bytes of `runs`, `tokens` and `refused`
+
+
+def size(tokens: int, runs: int, head_dim: int, itemsize: int) -> Size:
+    """Bytes of so many tokens in so many runs: keys, counts, index and header."""
+    narrow = np.dtype(index_dtype(tokens)).itemsize
+    return Size(tokens * head_dim * itemsize, runs * (head_dim * itemsize + narrow) + tokens * narrow + _HEADER)
+
+
+def fewest_tokens(rate: float, head_dim: int, itemsize: int) -> int | None:
+    """The length from which the codec pays at so many runs per token; None if it never does."""
+    for tokens in (*range(1, 1024), *(1 << power for power in range(10, 24))):
+        if size(tokens, max(1, round(rate * tokens)), head_dim, itemsize).pays:
+            return tokens
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Coded:
+    """Keys of several heads `[*B, T, D]` as runs, or as they were where the codec turned itself off."""
+
+    runs: Runs | None
+    key: Array | None
+    size: Size
+    reason: str  # why the codec is off; empty where it is on
+
+
+def compress(key: Num[Array, "*B T D"], tolerance: Tolerance) -> Coded:
+    """Encodes prompts on the host into as few slots as they need, if that saves memory."""
+    *lead, tokens, head_dim = key.shape
+    flat = key.reshape(-1, tokens, head_dim)
+    runs = _encode_all(flat, tolerance)
+    most = int(jnp.max(runs.runs))
+    one = size(tokens, most, head_dim, key.dtype.itemsize)
+    total = Size(one.raw * len(flat), one.coded * len(flat))
+    if not one.pays:
+        reason = f"{tokens} tokens in {most} runs take {one.coded} bytes per head, {one.raw} without: codec off"
+        return Coded(None, key, total, reason)
+    shaped = jax.tree.map(lambda leaf: leaf.reshape(*lead, *leaf.shape[1:]), resize(runs, most))
+    return Coded(shaped, None, total, "")
+
+
+@jax.jit
+def _encode_all(key, tolerance):
+    length = jnp.int32(key.shape[1])
+    return jax.vmap(lambda one: encode(one, length, tolerance, key.shape[1]))(key)

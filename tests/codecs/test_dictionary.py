@@ -1,0 +1,101 @@
+"""Dictionaries of keys, segments of slots, int8 keys and the learned codec."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvjax.codecs import autoencoder, dictionary, int8, rle
+from kvjax.errors import ConfigError
+
+TOKENS, SIZE, VOCAB = 24, 4, 9
+TABLE = np.random.default_rng(0).normal(size=(VOCAB, SIZE)).astype(np.float32)
+texts = st.lists(st.integers(0, VOCAB - 1), min_size=TOKENS, max_size=TOKENS).map(lambda row: np.asarray(row, np.int32))
+by_token = jax.jit(dictionary.by_token, static_argnums=3)
+by_content = jax.jit(dictionary.by_content, static_argnums=2)
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def one_by_one(key, token, length, slots):
+    def step(i, found):
+        return dictionary.append(found, key[i], token[i])
+
+    return jax.lax.fori_loop(0, length, step, dictionary.empty(slots, TOKENS, SIZE, VOCAB))
+
+
+@settings(deadline=None, max_examples=60)
+@given(token=texts, length=st.integers(0, TOKENS), slots=st.sampled_from([4, VOCAB]))
+def test_dictionaries_are_exact_and_alike(token, length, slots):
+    key, token, length = jnp.asarray(TABLE[token]), jnp.asarray(token), jnp.int32(length)
+    known, found = by_token(key, token, length, slots), by_content(key, length, slots)
+    grown = one_by_one(key, token, length, slots).runs
+    for name in ("key", "count", "slot", "runs", "tokens", "refused"):
+        np.testing.assert_array_equal(getattr(known, name), getattr(found, name), err_msg=name)
+        np.testing.assert_array_equal(getattr(known, name), getattr(grown, name), err_msg=name)
+    kept = int(known.tokens)
+    np.testing.assert_array_equal(rle.decode(known)[:kept], key[:kept])
+    assert int(known.runs) == len(set(token[:kept].tolist())) and (slots == 4 or kept == length)
+
+
+def test_keys_that_differ_in_one_bit_are_two():
+    key = np.ones((3, SIZE), np.float32)
+    key[1, 2] = np.nextafter(np.float32(1), np.float32(2))
+    np.testing.assert_array_equal(by_content(key, jnp.int32(3), 3).slot, [0, 1, 0])
+
+
+def test_colliding_rows_stay_apart(monkeypatch):
+    """Given a hash that is the same for all rows, nothing false is merged."""
+    monkeypatch.setattr(jnp, "sum", lambda x, axis, dtype: jnp.zeros(len(x), dtype))
+    rows = np.asarray([[1], [2], [1], [1], [3]], np.int32)
+    leader = np.asarray(dictionary.first_equal(rows))
+    np.testing.assert_array_equal(rows[leader], rows)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.sampled_from([(0, 1, 2), (3, 4, 5), (0, 1, 3)]), min_size=8, max_size=8))
+def test_segments_give_the_index_back(parts):
+    slot = np.asarray(parts, np.uint16).reshape(-1)
+    found = dictionary.segments(slot, 3)
+    assert int(found.count) == len(set(parts))
+    np.testing.assert_array_equal(dictionary.expand(found), slot)
+
+
+def test_segments_pay_where_paragraphs_repeat():
+    repeated, different = (dictionary.index_size(1024, n, 32) for n in (4, 32))
+    assert repeated.coded < repeated.raw < different.coded
+    with pytest.raises(ConfigError, match="whole segments"):
+        dictionary.segments(np.zeros(10, np.uint16), 3)
+
+
+def test_int8_keys_are_half_a_step_off_at_most():
+    key = jnp.asarray(TABLE * np.asarray([1, 100, 0.01, 0], np.float32))
+    scale = int8.scale_of(key)
+    back = int8.dequantise(int8.quantise(key, scale), scale)
+    assert (jnp.abs(back - key) <= 0.501 * scale).all() and int8.quantise(key, scale).dtype == jnp.int8
+    np.testing.assert_array_equal(int8.quantise(jnp.full((1, SIZE), 1e6), scale), 127)
+
+
+def test_runs_of_int8_keys_attend_without_turning_back():
+    key = jnp.asarray(np.repeat(TABLE[:8], 3, axis=0))
+    scale, q = int8.scale_of(key), jnp.asarray(TABLE[:2])
+    coded = int8.quantise(key, scale)
+    runs = rle.encode(coded, jnp.int32(TOKENS), rle.Tolerance(), TOKENS)
+    exact = rle.encode(int8.dequantise(coded, scale), jnp.int32(TOKENS), rle.Tolerance(), TOKENS)
+    assert int(runs.runs) == 8
+    found, expected = rle.attend(q * scale, runs, key), rle.attend(q, exact, key)
+    np.testing.assert_allclose(found.out, expected.out, rtol=2e-5, atol=1e-6)
+
+
+def test_an_autoencoder_learns_a_subspace():
+    rng = np.random.default_rng(1)
+    key = jnp.asarray(rng.normal(size=(512, 3)) @ rng.normal(size=(3, 8)), jnp.float32)
+    how = autoencoder.Training(width=3, hidden=8, steps=300, batch=64, rate=1e-2)
+    model = autoencoder.train(key, how, jax.random.key(0))
+    error = np.linalg.norm(model.decode(model.encode(key)) - key) / np.linalg.norm(key)
+    assert model.encode(key).shape == (512, 3) and error < 0.1
+    with pytest.raises(ConfigError, match="smaller than the head size"):
+        autoencoder.train(key, autoencoder.Training(width=8), jax.random.key(0))

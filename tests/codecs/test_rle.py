@@ -1,0 +1,163 @@
+"""Run-length encoding: runs against brute force, one by one against all at once, attention against all keys."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from kvjax import attention
+from kvjax.codecs import rle
+from kvjax.codecs.rle import Tolerance
+from kvjax.errors import ConfigError
+from kvjax.models import rope
+
+TOKENS, SIZE, GROUP = 24, 4, 2
+FIELDS = ("key", "count", "slot", "runs", "tokens", "refused")
+
+
+def brute_force(key, length, tolerance):
+    """Slot of each token and first key of each run."""
+    slots, firsts = [], []
+    for one in key[:length].astype(np.float32):
+        allowed = tolerance.absolute + np.float32(tolerance.relative) * np.abs(firsts[-1]) if firsts else None
+        if not firsts or not (np.abs(one - firsts[-1]) <= allowed).all():
+            firsts.append(one)
+        slots.append(len(firsts) - 1)
+    return slots, firsts
+
+
+def keys(dtype, values):
+    """Keys with many repeats, next to each other and further apart."""
+    rows = st.lists(st.integers(0, 3), min_size=TOKENS, max_size=TOKENS)
+    table = hnp.arrays(dtype, (4, SIZE), elements=st.sampled_from(values))
+    return st.builds(lambda table, rows: table[rows], table, rows)
+
+
+CASES = st.one_of(keys(np.float32, [-2.0, -0.5, 0.0, 0.5, 0.53, 1.0]), keys(np.int8, [-127, -1, 0, 1, 127]))
+TOLERANCES = st.sampled_from([Tolerance(), Tolerance(absolute=0.05), Tolerance(relative=0.05), Tolerance(1.1, 0.25)])
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def encode(key, length, tolerance, slots):
+    return rle.encode(key, length, tolerance, slots)
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def one_by_one(key, length, tolerance, slots):
+    def step(i, runs):
+        return rle.append(runs, key[i], tolerance)
+
+    return jax.lax.fori_loop(0, length, step, rle.empty(slots, TOKENS, SIZE, key.dtype))
+
+
+@settings(deadline=None, max_examples=80)
+@given(key=CASES, length=st.integers(0, TOKENS), tolerance=TOLERANCES)
+def test_runs_are_those_of_brute_force(key, length, tolerance):
+    runs = encode(key, jnp.int32(length), tolerance, TOKENS)
+    slots, firsts = brute_force(key, length, tolerance)
+    assert (int(runs.tokens), int(runs.runs), int(runs.refused)) == (length, len(firsts), 0)
+    np.testing.assert_array_equal(runs.slot[:length], slots)
+    np.testing.assert_array_equal(runs.key[: len(firsts)], np.reshape(firsts, (-1, SIZE)))
+    np.testing.assert_array_equal(runs.count, np.bincount(slots, minlength=TOKENS))
+    if not tolerance.absolute and not tolerance.relative:
+        np.testing.assert_array_equal(rle.decode(runs)[:length], key[:length])
+
+
+@settings(deadline=None, max_examples=80)
+@given(key=CASES, length=st.integers(0, TOKENS), tolerance=TOLERANCES, slots=st.sampled_from([3, TOKENS]))
+def test_one_by_one_gives_the_same_as_all_at_once(key, length, tolerance, slots):
+    """Also when slots run out: then both leave out the same tokens, and say how many."""
+    bulk = encode(key, jnp.int32(length), tolerance, slots)
+    grown = one_by_one(key, jnp.int32(length), tolerance, slots)
+    for name in FIELDS:
+        np.testing.assert_array_equal(getattr(bulk, name), getattr(grown, name), err_msg=name)
+    assert int(bulk.tokens + bulk.refused) == length
+
+
+def test_more_tokens_follow_an_encoded_prompt():
+    key = np.repeat(np.random.default_rng(0).normal(size=(8, SIZE)), 3, axis=0).astype(np.float32)
+    runs = rle.resize(encode(key, jnp.int32(10), Tolerance(), TOKENS), 8)
+    for one in key[10:]:
+        runs = rle.append(runs, one, Tolerance())
+    whole = encode(key, jnp.int32(24), Tolerance(), 8)
+    for name in FIELDS:
+        np.testing.assert_array_equal(getattr(runs, name), getattr(whole, name), err_msg=name)
+
+
+def problem(seed, repeats=3):
+    rng = np.random.default_rng(seed)
+    key = np.repeat(rng.normal(size=(TOKENS // repeats, SIZE)), repeats, axis=0)
+    q, value = rng.normal(size=(GROUP, SIZE)), rng.normal(size=(TOKENS, SIZE))
+    return tuple(jnp.asarray(array, jnp.float32) for array in (q, key, value))
+
+
+@pytest.mark.parametrize(("tokens", "slots"), [(256, 64), (256, 256), (512, 128)])
+def test_attention_over_runs_has_the_bits_of_attention_over_keys(tokens, slots):
+    """Of heads as models have them; with a few rows of a few numbers XLA:CPU adds in another order."""
+    rng = np.random.default_rng(1)
+    key = jnp.asarray(np.repeat(rng.normal(size=(tokens // 4, 64)), 4, axis=0), jnp.float32)
+    q, value = (jnp.asarray(rng.normal(size=(n, 64)), jnp.float32) for n in (GROUP, tokens))
+    runs = encode(key, jnp.int32(tokens - 6), Tolerance(), slots)
+    expected = jax.jit(attention.attend_part)(q, key, value, jnp.arange(tokens) < tokens - 6)
+    found = jax.jit(rle.attend)(q, runs, value)
+    for name in ("out", "top", "total"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), err_msg=name)
+
+
+def test_no_key_is_expanded():
+    """No intermediate result of scoring is as large as all keys."""
+    made = jax.make_jaxpr(rle.scores)(jnp.zeros((4, 64)), rle.empty(16, 4096, 64))
+    sizes = [np.prod(v.aval.shape) for line in made.jaxpr.eqns for v in line.outvars]
+    assert 4 * 4096 in sizes and max(sizes) < 4096 * 64
+
+
+@pytest.mark.parametrize("length", [20, 24, 1])
+def test_keys_before_rotation_are_turned_to_their_positions(length):
+    q, key, value = problem(2)
+    freqs, at = np.array([1.0, 0.1], np.float32), jnp.arange(TOKENS, dtype=jnp.int32)
+    runs = encode(key, jnp.int32(length), Tolerance(), 8)
+    rotated = rope.rotate(key[:, None], at, freqs)[:, 0]
+    expected = attention.normalise(attention.attend_part(q, rotated, value, at < length), jnp.float32)
+    found = attention.normalise(rle.attend_unrotated(q, runs, value, freqs, block=8), jnp.float32)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_the_index_is_as_narrow_as_its_length_allows():
+    assert rle.empty(1, 65_535, 2).slot.dtype == jnp.uint16 and rle.empty(1, 65_536, 2).slot.dtype == jnp.uint32
+
+
+def test_a_size_counts_every_array():
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(rle.empty(8, TOKENS, SIZE)))
+    assert rle.size(TOKENS, 8, SIZE, 4).coded == held and rle.size(TOKENS, 8, SIZE, 4).raw == TOKENS * SIZE * 4
+
+
+def test_a_codec_that_does_not_pay_turns_itself_off_and_says_so():
+    _, key, _ = problem(3, repeats=1)
+    coded = rle.compress(key[None], Tolerance())
+    assert coded.runs is None and coded.key is not None and "off" in coded.reason and not coded.size.pays
+    _, key, _ = problem(3, repeats=6)
+    coded = rle.compress(jnp.stack([key, key]), Tolerance())
+    assert coded.key is None and coded.runs.key.shape == (2, 4, SIZE) and coded.size.saved > 0 and not coded.reason
+    np.testing.assert_array_equal(jax.vmap(rle.decode)(coded.runs), jnp.stack([key, key]))
+
+
+def test_the_shortest_length_that_pays():
+    least = rle.fewest_tokens(0.5, 64, 2)
+    assert rle.size(least, round(0.5 * least), 64, 2).pays
+    assert not rle.size(least - 1, max(1, round(0.5 * (least - 1))), 64, 2).pays
+    assert rle.fewest_tokens(1.0, 64, 2) is None
+
+
+def test_impossible_sizes_are_refused():
+    runs = encode(problem(0)[1], jnp.int32(24), Tolerance(), 8)
+    with pytest.raises(ConfigError, match="cannot hold 8 runs"):
+        rle.resize(runs, 7)
+    with pytest.raises(ConfigError, match="at least 1"):
+        rle.empty(0, 4, 4)
+    with pytest.raises(ConfigError, match="whole blocks"):
+        rle.attend_unrotated(jnp.zeros((1, SIZE)), runs, jnp.zeros((TOKENS, SIZE)), np.ones(2, np.float32), block=7)
