@@ -7,9 +7,8 @@ import jax
 import numpy as np
 import pytest
 from harness import METHODS
-from test_decode import CONFIG, PROMPT, start, teacher_forced
-from test_decode import params as params
-from test_decode import tokens as tokens
+from test_decode import teacher_forced
+from tiny import CONFIG, PROMPT, start
 
 from kvjax import decode
 from kvjax.errors import ConfigError
