@@ -262,4 +262,5 @@ def _slots(state: State) -> dict[str, Any]:
     pools = [one.pool for one in state.layers if isinstance(one.pool, SlotPool)]
     if not pools:
         return {}
-    return {"count": pools[-1].rows.shape[2], "policy": pools[-1].policy, "prefetch": pools[-1].prefetch}
+    pool = pools[-1]
+    return {"count": pool.rows.shape[2], "policy": pool.policy, "prefetch": pool.prefetch, "keep": pool.keep}

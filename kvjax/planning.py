@@ -50,6 +50,8 @@ class Slots:
       prefetch: what is read before it is asked for. "layer": while a layer computes, the blocks of the next, chosen
         with the query that this layer's input would give there. "step": the blocks ranked just below this step's, for
         the next step. Outputs are the same in all cases.
+      keep: whether blocks stay for later steps, as in KVSwap's reuse buffer; if not, every needed block is read again
+        in every step (FlexGen).
 
     Raises ConfigError for a policy, backend or prefetch that does not exist.
     """
@@ -58,6 +60,7 @@ class Slots:
     policy: str = "lru"
     backend: str | None = None
     prefetch: str = "off"
+    keep: bool = True
 
     def __post_init__(self):
         residency.find_policy(self.policy)
@@ -103,7 +106,7 @@ def slot_pool(plan: Plan, i: int, slots: Slots) -> SlotPool:
     if count < least:
         raise ConfigError(f"slots={count} is fewer than the {least} blocks one step may need; raise it")
     backend = slots.backend or default_backend()
-    return SlotPool.zeros(spec, plan.batch, count, plan.dtype, slots.policy, backend, slots.prefetch)
+    return SlotPool.zeros(spec, plan.batch, count, plan.dtype, slots.policy, backend, slots.prefetch, slots.keep)
 
 
 def copy(state: State) -> State:

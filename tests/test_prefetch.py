@@ -7,9 +7,8 @@ import jax
 import numpy as np
 import pytest
 from harness import METHODS
-from test_decode import CONFIG, PROMPT, start, teacher_forced
-from test_decode import params as params
-from test_decode import tokens as tokens
+from test_decode import teacher_forced
+from tiny import CONFIG, PROMPT, start
 
 from kvjax import decode
 from kvjax.errors import ConfigError
@@ -39,6 +38,21 @@ def test_reading_ahead_changes_no_bit(params, tokens, name, prefetch, tmp_path):
     fused = teacher_forced(params, tokens, method, "fused", FlashStore(tmp_path), backend="io", **reading)
     np.testing.assert_array_equal(fused.argmax(-1), expected.argmax(-1))
     np.testing.assert_allclose(fused, expected, atol=1e-4)
+
+
+def test_slots_that_keep_nothing_read_every_block_in_every_step(params, tokens, tmp_path):
+    """Given more slots than blocks, with reading ahead: the same bits, no hit, and all of it submitted."""
+    method, slots = METHODS["kvswap"], {"count": 32, "prefetch": "layer", "keep": False}
+    expected = teacher_forced(params, tokens, method, steps=6)
+    plan, state, _, branch = start(params, tokens, method, FlashStore(tmp_path), **slots)
+    for i, logits in enumerate(expected):
+        done = decode.step(plan, params, state, tokens[np.arange(2), np.asarray(PROMPT) + i], donate=True)
+        state = done.state
+        np.testing.assert_array_equal(done.logits, logits)
+        for report in done.reports:
+            assert (np.asarray(report.traffic.missed) == np.asarray(report.traffic.requested)).all()
+    assert branch.stats().prefetched == branch.stats().prefetch_used > 0
+    branch.close()
 
 
 def test_effects_driven_from_python_give_the_same_tokens(params, tokens, tmp_path):

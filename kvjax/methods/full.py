@@ -1,5 +1,8 @@
 """Full attention: every token is attended. The reference that everything else is compared with.
 
+Over a store, with `kvjax.Slots(keep=False)`, it is FlexGen (Sheng et al., 2023): the whole cache is on disk, and is
+read layer by layer in every step.
+
 Resident: everything. Cost per step: all keys and values. Blocks are pages in token order, so that
 the same store can hold them.
 """

@@ -49,15 +49,17 @@ class SlotPool:
     policy: str = dataclasses.field(metadata={"static": True})
     backend: str = dataclasses.field(metadata={"static": True})
     prefetch: str = dataclasses.field(default="off", metadata={"static": True})
+    keep: bool = dataclasses.field(default=True, metadata={"static": True})
 
     @classmethod
     def zeros(
-        cls, spec: Spec, batch: int, slots: int, dtype, policy: str, backend: str, prefetch: str = "off"
+        cls, spec: Spec, batch: int, slots: int, dtype, policy: str, backend: str, prefetch: str = "off",
+        keep: bool = True,
     ) -> "SlotPool":
         shape = (batch, spec.kv_heads, slots, spec.block_rows, 2 * spec.head_dim)
         table = residency.empty(spec.kv_heads, slots, spec.num_blocks)
         table = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (batch, *leaf.shape)), table)
-        return cls(jnp.zeros(shape, dtype), table, jnp.int32(0), spec.num_blocks, policy, backend, prefetch)
+        return cls(jnp.zeros(shape, dtype), table, jnp.int32(0), spec.num_blocks, policy, backend, prefetch, keep)
 
     def emptied(self) -> "SlotPool":
         """The same pool with nothing resident: every block will be read again."""
@@ -69,7 +71,8 @@ class SlotPool:
         def one(table, need, count):
             return residency.plan(table, need, count, self.policy)
 
-        return jax.vmap(one)(self.table, need, count)
+        pool = self if self.keep else self.emptied()
+        return jax.vmap(one)(pool.table, need, count)
 
     def settle(self, plan: ReadPlan, need: Int32[Array, "B K M1"], rows: Array, ok: Bool[Array, ""]):
         """The pool after a fetch, and its traffic."""
@@ -94,7 +97,8 @@ class SlotPool:
         return pool, plan.slot, ok, traffic
 
     def submit(self, block, layer, line):
-        missing = jnp.where(self.locate(block) == self.rows.shape[2], block, self.num_blocks)
+        pool = self if self.keep else self.emptied()
+        missing = jnp.where(pool.locate(block) == self.rows.shape[2], block, self.num_blocks)
         return _effect("submit", self.backend, line, layer, missing)
 
     def gather(self, slot, row):

@@ -1,0 +1,188 @@
+"""Methods that predict attention from compressed keys, against brute force; adapters on their way into a cache."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import CAPACITY, GROUP, HEADS, SIZE, Sim, Stream, check_every_token_has_one_place
+
+import kvjax
+from kvjax import cache as caching
+from kvjax import prediction
+from kvjax.adapters import Adapters
+from kvjax.errors import ConfigError, FormatMismatch, ReadFailed
+from kvjax.methods import InfiniGen, KVSwap, Loki
+from kvjax.models.config import ModelConfig
+from kvjax.models.transformer import Transformer
+
+SMALL = {"budget": 24, "sinks": 2, "window": 4}
+PROMPT, STEPS = 51, 13
+RNG = np.random.default_rng(3)
+BASIS = RNG.normal(size=(HEADS, SIZE, 3)).astype(np.float32)
+Q = RNG.normal(size=(HEADS, GROUP, SIZE)).astype(np.float32)
+FITTED = {joint: Adapters([BASIS], joint, "some model") for joint in (True, False)}
+
+
+def softmax(scores):
+    weight = np.exp(scores - scores.max(-1, keepdims=True))
+    return weight / weight.sum(-1, keepdims=True)
+
+
+def brute_force_groups(method, keys, basis, joint):
+    """Groups `[K, n]` by the paper's formulas, best first, an unfinished one before all; keys `[T, K, D]`."""
+    low = np.einsum("tkd,kdr->tkr", keys, basis)
+    low = np.broadcast_to(low.sum(1, keepdims=True), low.shape) if joint else low
+    scores = np.einsum("kgr,tkr->kgt", np.einsum("kgd,kdr->kgr", Q, basis), low) / np.sqrt(SIZE)
+    scores = softmax(scores) if method.aggregation.startswith("softmax") else scores
+    token = scores.sum((0, 1))[None].repeat(HEADS, 0) if method.shared else scores.sum(1)
+    missing = -len(keys) % method.group
+    best = np.pad(token, ((0, 0), (0, missing)), constant_values=-np.inf).reshape(HEADS, -1, method.group).max(-1)
+    best[:, -1] = np.inf if missing else best[:, -1]
+    return np.argsort(-best, axis=-1, kind="stable")
+
+
+def after_decoding(method, prompt=PROMPT, steps=STEPS):
+    """One sequence's layer, its selection for Q, and its stored keys `[T, K, D]`, in token order."""
+    stream = Stream.draw(1, batch=1)
+    sim = Sim(method, stream, [prompt])
+    sim.run(steps)
+    one = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), sim.cache.state)
+    selection = method.select(sim.plan.spec, one.index, caching.view(sim.plan.spec, one), jnp.asarray(Q))
+    return one, np.asarray(selection.block), stream.k[0, method.sinks : prompt + steps - method.window + 1]
+
+
+@pytest.mark.parametrize(("joint", "shared", "group", "rule"), [
+    (True, True, 4, "softmax_mean"), (True, False, 4, "mean"), (False, True, 4, "mean"),
+    (False, False, 1, "softmax_mean"),
+])
+def test_groups_are_selected_as_brute_force_ranks_them(joint, shared, group, rule):
+    """Given adapters, a prompt and decoded tokens, the last of them in an unfinished group unless G = 1."""
+    method = KVSwap(**SMALL, group=group, shared=shared, aggregation=rule, adapters=FITTED[joint])
+    _, block, keys = after_decoding(method)
+    assert group == 1 or len(keys) % group
+    np.testing.assert_array_equal(block, brute_force_groups(method, keys, BASIS, joint)[:, : block.shape[1]])
+
+
+@pytest.mark.parametrize("joint", [True, False], ids=["joint", "per_head"])
+def test_without_adapters_the_prompts_own_keys_are_decomposed(joint):
+    method = KVSwap(**SMALL, sigma=4, per_head=not joint)
+    state, _, keys = after_decoding(method)
+    prompt = keys[: PROMPT - SMALL["sinks"] - SMALL["window"] + 1]
+    parts = [prompt.reshape(len(prompt), -1)] if joint else list(prompt.swapaxes(0, 1))
+    found = np.asarray(state.index.adapter).reshape(len(parts), -1, state.index.adapter.shape[-1])
+    for part, basis in zip(parts, found, strict=True):
+        expected = np.linalg.svd(part, full_matrices=False)[2][: part.shape[1] // 4].T
+        np.testing.assert_allclose(np.abs(expected.T @ basis), np.eye(basis.shape[1]), atol=1e-3)
+
+
+def test_adapters_that_keep_everything_predict_the_true_scores():
+    method = KVSwap(**SMALL, sigma=1)
+    state, _, keys = after_decoding(method)
+    expected = np.einsum("kgd,tkd->kgt", Q, keys) / np.sqrt(SIZE)
+    np.testing.assert_allclose(prediction.predict(state.index, jnp.asarray(Q))[..., : len(keys)], expected, atol=1e-3)
+
+
+def test_an_unfinished_group_is_attended_by_the_rolling_buffer_alone():
+    """Given a group of 8 of which decoding fills one row after the other."""
+    for rolling in (True, False):
+        method = KVSwap(**{**SMALL, "budget": 32}, group=8, sigma=2, rolling_buffer=rolling)
+        sim, seen = Sim(method, Stream.draw(2), [46, 30]), []
+        for _ in range(16):
+            newest = sim.at - SMALL["window"]  # left the window last
+            _, report = sim.step()
+            unfinished = (newest - SMALL["sinks"] + 1) % 8 != 0
+            attended = (np.asarray(report.selected) == newest[:, None, None]).any(-1)
+            seen += attended[unfinished].ravel().tolist()
+            check_every_token_has_one_place(sim)
+        assert all(seen) if rolling else not any(seen)
+
+
+def test_infinigen_keeps_the_dimensions_with_the_largest_magnitudes():
+    method = InfiniGen(**SMALL, sigma=2)
+    spec = method.spec(kv_heads=HEADS, group=GROUP, head_dim=SIZE, capacity=CAPACITY)
+    key = RNG.normal(size=(HEADS, 20, SIZE)).astype(np.float32) * RNG.uniform(0, 3, (HEADS, 1, SIZE))
+    query = RNG.normal(size=(HEADS, GROUP, 5, SIZE)).astype(np.float32)
+    context = kvjax.method.Context(
+        key=jnp.asarray(key, jnp.float32), pos=jnp.arange(20, dtype=jnp.int32), valid=jnp.arange(20) < 17,
+        token=jnp.full(20, -1, jnp.int32), query=jnp.asarray(query),
+        query_pos=jnp.asarray([-1, -1, 14, 15, 16], jnp.int32),
+    )
+    index, _ = method.build(spec, method.init(spec, ()), context)
+    magnitude = np.abs(key[:, :17]).mean(1) + np.abs(query[:, :, 2:]).mean((1, 2))
+    for head in range(HEADS):
+        kept = set(np.argsort(-magnitude[head])[: SIZE // 2])
+        assert set(np.flatnonzero(np.asarray(index.adapter[head]).any(-1))) == kept
+        low = np.asarray(index.key[head, :17])
+        np.testing.assert_array_equal(np.sort(low), np.sort(key[head, :17][:, sorted(kept)].astype(np.float32)))
+
+
+def test_loki_and_infinigen_select_tokens_for_each_head():
+    """Given what the paper compares with, heads have projections and selections of their own."""
+    for method in (Loki(), InfiniGen()):
+        assert not method.head_shared and method.group == 1 and method.lookahead
+    assert InfiniGen(shared=True).head_shared and KVSwap().head_shared and KVSwap(shared=False).head_shared
+
+
+# adapters in a model ------------------------------------------------------------------------------
+
+CONFIG = ModelConfig(
+    family="llama", vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2,
+    head_dim=8, max_position=128,
+)
+TEXT = RNG.integers(0, 64, 40).tolist()
+
+
+@pytest.fixture(scope="module")
+def llm():
+    dummy = jnp.zeros((1, 4), jnp.int32)
+    return kvjax.LLM(CONFIG, Transformer(CONFIG).init(jax.random.key(1), dummy, dummy)["params"])
+
+
+def adapters_of(llm, layers=2, size=8):
+    return Adapters([RNG.normal(size=(2, size, 4)) for _ in range(layers)], True, llm.fingerprint)
+
+
+def answer(llm, cache):
+    return llm.generate([1, 2, 3], cache, max_new_tokens=4).tokens
+
+
+def test_every_layer_gets_its_own_adapters_and_a_directory_serves_as_well(llm, tmp_path):
+    fitted = adapters_of(llm)
+    fitted.save(tmp_path / "adapters")
+    cache = llm.prefill(TEXT, method=KVSwap(**SMALL, adapters=fitted), capacity=64)
+    for layer, basis in zip(cache.state.layers, fitted.layers, strict=True):
+        np.testing.assert_array_equal(layer.state.index.adapter[0], basis)
+    again = llm.prefill(TEXT, method=KVSwap(**SMALL, adapters=str(tmp_path / "adapters")), capacity=64)
+    np.testing.assert_array_equal(answer(llm, cache), answer(llm, again))
+
+
+def test_a_saved_cache_knows_its_adapters_by_their_directory(llm, tmp_path):
+    adapters_of(llm).save(tmp_path / "adapters")
+    method = KVSwap(**SMALL, adapters=str(tmp_path / "adapters"))
+    cache = llm.prefill(TEXT, method=method, capacity=64)
+    cache.save(tmp_path / "cache")
+    found = llm.restore(tmp_path / "cache")
+    assert found.plan.layers[0].method == method
+    assert answer(llm, found) == answer(llm, cache)
+
+
+@pytest.mark.parametrize(("wrong", "error"), [
+    (lambda llm: dataclasses.replace(KVSwap(**SMALL), adapters=FITTED[True]), FormatMismatch),
+    (lambda llm: KVSwap(**SMALL, adapters=adapters_of(llm, layers=1)), ConfigError),
+    (lambda llm: KVSwap(**SMALL, adapters=adapters_of(llm, size=4)), ConfigError),
+    (lambda llm: KVSwap(**SMALL, sigma=32), ConfigError),
+    (lambda llm: InfiniGen(**SMALL, sigma=9), ConfigError),
+], ids=["another_model", "too_few_layers", "another_head_size", "no_dimension_left", "infinigen"])
+def test_what_does_not_fit_the_model_is_refused(llm, wrong, error):
+    with pytest.raises(error):
+        llm.prefill(TEXT, method=wrong(llm), capacity=64)
+
+
+def test_bad_settings_are_refused(tmp_path):
+    for settings in ({"group": 0}, {"sigma": 0}):
+        with pytest.raises(ConfigError, match=next(iter(settings))):
+            KVSwap(**settings)
+    with pytest.raises(ReadFailed):
+        KVSwap(adapters=str(tmp_path))
