@@ -23,6 +23,8 @@ from kvjax.store.system import SystemIO
 class SleepingReader(SystemIO):
     """A device that answers every read from the page cache, `delay` seconds late."""
 
+    asynchronous = False
+
     def __init__(self, delay: float):
         self._delay = delay
 

@@ -5,8 +5,9 @@ from collections.abc import Callable
 import numpy as np
 
 from kvjax.store.base import Geometry, Tally
+from kvjax.store.fetch import Fetch
 from kvjax.store.file import Where
-from kvjax.store.reader import Fetch, Reader
+from kvjax.store.reader import Reader
 
 Copy = Callable[[np.ndarray, np.ndarray], np.ndarray]  # (targets, out) -> positions of damaged blocks
 Note = Callable[[str, int, float], None]  # (kind, layer, seconds) of an event
@@ -83,21 +84,20 @@ class Reads:
 
 
 def _find(guess: Fetch, extents: np.ndarray, sums: np.ndarray) -> np.ndarray:
-    """Position of each block in a guess, -1 where it is not there: int64[n]."""
+    """Position of each block in a guess, -1 where it is not there or taken by the block before: int64[n]."""
     place = np.minimum(guess.extents.searchsorted(extents), guess.extents.size - 1)
-    return np.where((guess.extents[place] == extents) & (guess.sums[place] == sums), place, -1)
+    found = (guess.extents[place] == extents) & (guess.sums[place] == sums)
+    found[1:] &= place[1:] != place[:-1]
+    return np.where(found, place, -1)
 
 
 def _copy_guessed(guess: Fetch, place: np.ndarray, targets: np.ndarray, out: np.ndarray) -> np.ndarray:
     """Copies blocks at place[n] of a guess (-1: none) to out[targets]; returns int64 positions of those that did not
     arrive sound and are to be read again. Raises ReadFailed when the device hangs."""
-    done = place < 0
-    for chunk in guess.landed():
-        if chunk.error is not None:
-            continue  # whoever reads it again finds out whether the cause is still there
-        inside = place - chunk.first
-        mine = ((inside >= 0) & (inside < chunk.sums.size)).nonzero()[0]
-        mine = mine[chunk.right[inside[mine]]]
-        out[targets[mine]] = chunk.arena.blocks[inside[mine]]
-        done[mine] = True
-    return (~done).nonzero()[0]
+    wanted = place >= 0
+    goals = np.full(guess.extents.size, -1)
+    goals[place[wanted]] = targets[wanted]
+    lost, _ = guess.collect(goals, out)  # whoever reads again finds out whether an error is still there
+    arrived = np.ones(guess.extents.size, bool)
+    arrived[lost] = False
+    return (wanted & ~arrived[place]).nonzero()[0]

@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable
 
+import numpy as np
 from absl import logging
 
 from kvjax.errors import (
@@ -101,8 +102,18 @@ class BlockFile:
                     self.direct = False
                     self._warn(cause)
             return False
-        raise ReadFailed(f"{self.path}: reading {where(offset)} at offset {offset} failed: {cause}; "
-                         "check the device, then retry") from cause
+        raise self.read_error(cause, offset, where) from cause
+
+    def read_error(self, cause: OSError, offset: int, where: Where) -> ReadFailed:
+        """What to raise for a read at `offset` that the system refused."""
+        error = ReadFailed(f"{self.path}: reading {where(offset)} at offset {offset} failed: {cause}; "
+                           "check the device, then retry")
+        error.__cause__ = cause
+        return error
+
+    def direct_places(self, offsets: np.ndarray) -> tuple[np.ndarray | int, np.ndarray]:
+        """O_DIRECT descriptor, and offset in it, of what lies at int64 offsets[n]; only while `direct`."""
+        return self._descriptor(direct=True), offsets
 
     def _short(self, offset: int, got: int, wanted: int, where: Where) -> ShortRead:
         return ShortRead(f"{self.path}: the file ends {got} bytes into {where(offset)} at offset {offset}, where "

@@ -20,6 +20,7 @@ from kvjax.store.layout import LAYOUTS
 from kvjax.store.lineage import Lineage, Sources
 from kvjax.store.log import Found, adopt, whole_saves
 from kvjax.store.overlay import OverlayFile
+from kvjax.store.reader import ENGINES, Reader
 from kvjax.store.sequential import SequentialBranch, log_geometry
 from kvjax.store.table import LanePool, Table
 from kvjax.store.transaction import TransactionalBranch
@@ -34,7 +35,9 @@ class FlashStore:
     Args:
       path: a file to create (a kvjax file nobody uses is replaced), or an existing directory, in which a temporary
         file is made that goes away when its last branch is closed or collected, and at exit.
-      threads: how many reads run at once.
+      threads: how many reads run at once where threads read.
+      engine: how blocks are read, "aio" or "threads" (see `kvjax.store.reader`); None for "aio" where it can be. The
+        branch's `engine` tells which it is.
       direct: read past the page cache with O_DIRECT; where the filesystem refuses, a warning is logged and the
         branch's `direct` becomes False.
       layout: where blocks lie, one of `LAYOUTS` (see `kvjax.store.layout`) or "sequential"; changes no result.
@@ -48,16 +51,19 @@ class FlashStore:
       system: its system calls; tests replace it.
     """
 
-    def __init__(self, path, *, threads: int = 4, direct: bool = True, layout: str = "grouped",
-                 max_bytes: int | None = None, staging_bytes: int = 64 << 20, timeout: float = 60.0,
-                 scratch: str | os.PathLike | None = None, profile: str = profiles.NATIVE):
+    def __init__(self, path, *, threads: int = 4, engine: str | None = None, direct: bool = True,
+                 layout: str = "grouped", max_bytes: int | None = None, staging_bytes: int = 64 << 20,
+                 timeout: float = 60.0, scratch: str | os.PathLike | None = None, profile: str = profiles.NATIVE):
         if threads < 1 or staging_bytes < 0 or timeout <= 0 or (max_bytes is not None and max_bytes < 1):
             raise ConfigError(f"threads={threads}, max_bytes={max_bytes} and timeout={timeout} must be positive, "
                               f"staging_bytes={staging_bytes} not negative")
         if layout not in (*LAYOUTS, "sequential"):
             raise ConfigError(f"unknown layout {layout!r}; use one of {', '.join(LAYOUTS)}, sequential")
+        if engine not in (None, *ENGINES):
+            raise ConfigError(f"unknown engine {engine!r}; use one of {', '.join(ENGINES)}, or None")
         self.path = os.fspath(path)
         self.threads = threads
+        self.engine = engine
         self.direct = direct
         self.layout = layout
         self.max_bytes = max_bytes
@@ -80,7 +86,12 @@ class FlashStore:
 
     def _create(self, geometry: Geometry, fingerprint: str, least_blocks: int) -> "FlashBranch":
         file = self._create_file(self.path, geometry, fingerprint, least_blocks)
-        volume = self._volume(file, geometry, self._lanes(file, geometry))
+        try:
+            volume = self._volume(file, geometry, self._lanes(file, geometry))
+        except BaseException:
+            file.remove_if_temporary()
+            file.close()
+            raise
         return FlashBranch(volume, _Anchor(volume), Table.empty(volume.lanes))
 
     def open(self, geometry: Geometry | None = None, fingerprint: str | None = None, *,
@@ -136,8 +147,9 @@ class FlashStore:
         # Pages of logs lie in token order: to the layout of their file, a page is a block.
         layout = "cluster_major" if self.layout == "sequential" else self.layout
         chosen = LAYOUTS[layout](geometry, lanes.extents)
-        return Volume(file, geometry, lanes, chosen, threads=self.threads,
-                      staging_bytes=self.staging_bytes, timeout=self.timeout)
+        reader = Reader(file, geometry, self.system, engine=self.engine, threads=self.threads, timeout=self.timeout)
+        return Volume(file, geometry, lanes, chosen, reader=reader, staging_bytes=self.staging_bytes,
+                      timeout=self.timeout)
 
 
 class _Anchor:
@@ -161,6 +173,7 @@ class FlashBranch(TransactionalBranch):
     Attributes:
       path: the store file.
       direct: whether reads go past the page cache.
+      engine: how blocks are read, "aio" or "threads".
     """
 
     def __init__(self, volume: Volume, anchor: _Anchor, table: Table, generation: int = 0):
@@ -180,6 +193,10 @@ class FlashBranch(TransactionalBranch):
     @property
     def direct(self) -> bool:
         return self._volume.file.direct
+
+    @property
+    def engine(self) -> str:
+        return self._volume.reader.engine
 
     @property
     def writable(self) -> bool:

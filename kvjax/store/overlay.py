@@ -1,5 +1,7 @@
 """A store file that is only read, with a private temporary file for what this process adds."""
 
+import numpy as np
+
 from kvjax.store.file import BlockFile
 
 
@@ -22,7 +24,7 @@ class OverlayFile(BlockFile):
 
     @property
     def direct(self) -> bool:  # type: ignore[override]
-        return self.shared.direct
+        return self.shared.direct and self._private.direct
 
     def read(self, requests, where, direct=True):
         requests = list(requests)
@@ -31,6 +33,16 @@ class OverlayFile(BlockFile):
             self.shared.read([request for request in requests if request[1] < self._split], where, direct)
         if ours:
             self._private.read(ours, lambda offset: where(offset + self._shift), direct)
+
+    def read_error(self, cause, offset, where):
+        if offset < self._split:
+            return self.shared.read_error(cause, offset, where)
+        return self._private.read_error(cause, offset - self._shift, lambda offset: where(offset + self._shift))
+
+    def direct_places(self, offsets):
+        ours = offsets >= self._split
+        shared, private = self.shared.direct_places(offsets)[0], self._private.direct_places(offsets)[0]
+        return np.where(ours, private, shared), offsets - ours * self._shift
 
     def write(self, data, offset, where):
         self._private.write(data, offset - self._shift, lambda offset: where(offset + self._shift))

@@ -152,6 +152,8 @@ class EmulatedIO(SystemIO):
       commands, late: reads and writes so far, and how many of them the host finished later than the device would have.
     """
 
+    asynchronous = False  # only calls that block can be kept waiting
+
     def __init__(self, profile: Profile, clock: Clock | None = None):
         self.profile = profile
         self.commands = 0

@@ -3,12 +3,19 @@
 import fcntl
 import os
 
+from kvjax.store import linux
+
 
 class SystemIO:
     """Thin names for system calls; each raises OSError as the kernel does.
 
     Where retries, short counts and error types are decided is `kvjax.store.file`, not here.
+
+    Attributes:
+      asynchronous: whether reads may go through io_submit; a system that does something of its own in `preadv` says no.
     """
+
+    asynchronous = True
 
     open = staticmethod(os.open)
     close = staticmethod(os.close)
@@ -17,6 +24,10 @@ class SystemIO:
     ftruncate = staticmethod(os.ftruncate)
     unlink = staticmethod(os.unlink)
     sync = staticmethod(os.fdatasync)
+    io_setup = staticmethod(linux.io_setup)
+    io_destroy = staticmethod(linux.io_destroy)
+    io_submit = staticmethod(linux.io_submit)
+    io_getevents = staticmethod(linux.io_getevents)
 
     def lock(self, descriptor: int) -> None:
         """Takes the exclusive lock of an open file, or raises BlockingIOError at once."""

@@ -31,7 +31,7 @@ class Volume:
       staged_bytes: size of all staged blocks.
     """
 
-    def __init__(self, file: BlockFile, geometry: Geometry, lanes: LanePool, layout: Layout, *, threads: int,
+    def __init__(self, file: BlockFile, geometry: Geometry, lanes: LanePool, layout: Layout, *, reader: Reader,
                  staging_bytes: int, timeout: float):
         self.file = file
         self.geometry = geometry
@@ -52,7 +52,7 @@ class Volume:
         self._lineages: list[Lineage] = []
         self._retired: collections.deque[Lineage] = collections.deque()
         self._wake: queue.SimpleQueue = queue.SimpleQueue()
-        self.reader = Reader(file, geometry, threads, timeout)
+        self.reader = reader
         self._thread = threading.Thread(target=Writer(self).serve, args=(self._wake,), name="kvjax-write", daemon=True)
         self._thread.start()
 

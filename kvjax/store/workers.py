@@ -11,9 +11,11 @@ import numpy as np
 
 from kvjax.store.base import PAGE_BYTES
 
+PIECE_BYTES = 256 << 10  # a long run of neighbouring extents is worth a read of its own from here on
+
 
 class WorkerPool:
-    """`threads` daemon threads; one that hangs leaves its work to the others.
+    """`threads` daemon threads, started by the first job; one that hangs leaves its work to the others.
 
     Unlike concurrent.futures, no thread is joined at interpreter exit, where one that hangs would block for ever.
     A job never raises: what went wrong it keeps for whoever waits for it.
@@ -24,12 +26,22 @@ class WorkerPool:
         self._urgent: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._later: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()  # one True per job, then one False per thread
+        self._running = False
+        self._lock = threading.Lock()
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._running:
+                return
+            self._running = True
         queues = (self._wake, self._urgent, self._later)
-        for index in range(threads):
+        for index in range(self.threads):
             threading.Thread(target=_serve, args=queues, name=f"kvjax-read-{index}", daemon=True).start()
 
     def put(self, job: Callable[[], None], urgent: bool = True) -> None:
         """Hands over a job; those that are not urgent wait until none is."""
+        if not self._running:
+            self._start()
         (self._urgent if urgent else self._later).put(job)
         self._wake.put(True)
 
@@ -54,6 +66,7 @@ class Arena:
 
     Attributes:
       extents: how many fit.
+      address: of the first.
       blocks: uint8[extents, block_bytes] view of their payloads.
       payloads: the same, a memoryview each.
     """
@@ -62,7 +75,9 @@ class Arena:
         self.extents = extents
         self._extent_bytes = extent_bytes
         self._memory = memoryview(mmap.mmap(-1, extents * extent_bytes))
-        self.blocks = np.frombuffer(self._memory, np.uint8).reshape(extents, extent_bytes)[:, :block_bytes]
+        whole = np.frombuffer(self._memory, np.uint8).reshape(extents, extent_bytes)
+        self.address = whole.ctypes.data
+        self.blocks = whole[:, :block_bytes]
         self.payloads = [self._memory[i * extent_bytes:][:block_bytes] for i in range(extents)]
 
     def part(self, start: int, stop: int) -> memoryview:

@@ -31,6 +31,7 @@ class Writer:
             while self._commit_saves() or self._write_one():
                 pass
         self._volume.file.close()
+        self._volume.reader.close()
 
     def _commit_saves(self) -> bool:
         volume = self._volume
