@@ -8,6 +8,8 @@ three minutes, `:quick` is one task at two budgets.
 
 import ml_collections
 
+from experiments.common import REFERENCE
+
 
 def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config = ml_collections.ConfigDict()
@@ -31,6 +33,7 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
         {"name": "quest", "window": 16},
         {"name": "dynakv", "window": 16},
         {"name": "kvswap", "window": 16},
+        {"name": "dynsplit", "window": 16, "table": str(REFERENCE / "delimiters.json")},
         {"name": "infinigen", "window": 16},
         {"name": "loki", "window": 16},
         {"name": "shadowkv", "window": 16},
