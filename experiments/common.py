@@ -17,9 +17,13 @@ REFERENCE = pathlib.Path(kvjax.__file__).parent / "reference"
 
 
 def make_method(settings: Mapping[str, Any]) -> Method:
-    """A method from {"name": ..., field: value, ...}. Raises ConfigError on an unknown name or field."""
+    """A method from {"name": ..., field: value, ...}. Raises ConfigError on an unknown name or field.
+
+    A "label" among the settings is what tables call it (`label_of`).
+    """
     fields = dict(settings)
     name = fields.pop("name", None)
+    fields.pop("label", None)
     if name not in kvjax.METHODS:
         raise ConfigError(f"unknown method {name!r}; use one of {', '.join(kvjax.METHODS)}")
     known = {field.name for field in dataclasses.fields(kvjax.METHODS[name])}
@@ -59,6 +63,11 @@ def held_out_tokens(llm: kvjax.LLM) -> np.ndarray:
 def load_model(path: str) -> kvjax.LLM:
     """The model at `path`, or the reference model for an empty path."""
     return kvjax.load(path or REFERENCE)
+
+
+def label_of(settings: Mapping[str, Any]) -> str:
+    """What tables call the method of these settings."""
+    return settings.get("label") or label(make_method(settings))
 
 
 def label(method: Method) -> str:

@@ -113,18 +113,19 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     unknown = set(config.tasks) - set(TASKS)
     if unknown:
         raise ConfigError(f"unknown tasks {sorted(unknown)}; use some of {', '.join(TASKS)}")
-    methods = [common.make_method(settings) for settings in config.methods]
+    methods = {common.label_of(settings): common.make_method(settings) for settings in config.methods}
     llm = common.load_model(config.model)
     run = Run(config, workdir)
     stream = common.held_out_tokens(llm)
     rows = run.logged()
     done = {(row["task"], row["context"], row["method"]) for row in rows}
     jobs = [(task, length, method) for task in config.tasks for length in config.lengths for method in methods]
-    for task, length, method in tqdm(jobs, disable=None):
-        if (task, length, common.label(method)) in done:
+    for task, length, label in tqdm(jobs, disable=None):
+        method = methods[label]
+        if (task, length, label) in done:
             continue
         measured = measure(llm, method, task, length, stream, config)
-        head = {"task": task, "context": length, "method": common.label(method), "store": "memory"}
+        head = {"task": task, "context": length, "method": label, "store": "memory"}
         rows.append({**head, "budget": method.budget, "seed": config.seed, **measured})
         run.log(**rows[-1])
     run.summary(with_delta_nll(rows))

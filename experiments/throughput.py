@@ -179,6 +179,7 @@ def measure(llm, name: str, settings, store_name: str, context: int, config, dir
     steps, slots = config.steps, Slots(count=config.slots or None)
     plan, state, branch, build = filled_cache(llm, method, context, 2 * steps + 4, store, slots)
     resident, row = planning.resident_bytes(state), {}
+    before = branch.stats() if branch is not None else None
     for driver in config.drivers:
         (compiled, *times), state = time_tokens(llm, plan, state, [0, *(i % 7 for i in range(steps))], driver)
         times = 1e3 * np.asarray(times[3:])
@@ -187,25 +188,35 @@ def measure(llm, name: str, settings, store_name: str, context: int, config, dir
     best = min(row[f"{driver}_ms"] for driver in config.drivers)
     attended = min(method.budget or context, context)
     limit = 1e3 * (weight_bytes(llm) + kv_bytes(llm.config, attended)) / bandwidth
+    after = branch.stats() if branch is not None else None
     row |= parts(llm, plan, state, branch)
     row |= {"tokens_per_s": 1e3 / best, "limit_ms": limit, "times_limit": best / limit}
     if branch is not None:
-        row |= disk_row(store, branch, plan, row.pop("fetch_ms"), directory, config)
+        row |= traffic_row(before, after, len(config.drivers) * (steps + 1))
+        row |= disk_row(store, plan, row.pop("fetch_ms"), directory)
         branch.close()
-    head = {"model": name, "method": common.label(method), "store": store_name, "context": context}
+    head = {"model": name, "method": common.label_of(settings), "store": store_name, "context": context}
     return {**head, "task": "throughput", "budget": method.budget, "seed": 0, "resident_bytes": resident,
             "index_build_s": build, **row}
 
 
-def disk_row(store, branch: base.Branch, plan, fetch: dict, directory, config) -> dict:
-    """What the store did per token, and one layer's cold fetch beside raw reads of as many blocks."""
-    stats, size = branch.stats(), planning.geometry(plan).extent_bytes
-    tokens = len(config.drivers) * (config.steps + 1)
-    system = getattr(store, "system", None)
+def traffic_row(before: base.Stats, after: base.Stats, tokens: int) -> dict:
+    """What the store did for each of so many tokens; useful bytes are those of the blocks without padding."""
+    seconds = max(after.io_seconds - before.io_seconds, 1e-9)
+    return {
+        "bytes_read_per_token": (after.bytes_read - before.bytes_read) / tokens,
+        "bytes_put_per_token": (after.bytes_put - before.bytes_put) / tokens,
+        "reads_per_token": (after.reads - before.reads) / tokens,
+        "effective_bandwidth": (after.bytes_useful - before.bytes_useful) / seconds,
+    }
+
+
+def disk_row(store, plan, fetch: dict, directory) -> dict:
+    """One layer's cold fetch beside raw reads of as many blocks."""
+    size, system = planning.geometry(plan).extent_bytes, getattr(store, "system", None)
     raw = 1e3 * raw_disk.read_seconds(directory, size, fetch["blocks"], threads=4, system=system)
     return {
         **common.disk_of(store),
-        "bytes_read_per_token": stats.bytes_read / tokens, "reads_per_token": stats.reads / tokens,
         "fetch_ms": fetch["call"], "fetch_in_store_ms": fetch["store"], "fetch_blocks": fetch["blocks"],
         "raw_read_ms": raw, "fetch_beyond_store_us": 1e3 * (fetch["call"] - fetch["store"]), "block_bytes": size,
     }
@@ -253,7 +264,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
         for context in config.contexts:
             for store in config.stores:
                 for settings in config.methods:
-                    label = common.label(common.make_method(settings))
+                    label = common.label_of(settings)
                     if (name, label, store, context) not in done:
                         row = measure(llm, name, settings, store, context, config, run.path / "store", bandwidth)
                         rows.append({**row, "memory_bandwidth": bandwidth})
