@@ -1,7 +1,6 @@
 """The main job: long documents read once, their KV cache on flash, questions answered token by token.
 
-The reference model cannot choose among several needles by their key word (see its model card), so
-each document holds one needle; the documents are one batch over one store.
+Each document holds one needle; the documents are one batch over one store.
 
 For every method: the answers, whether they are right, what was attended and read, and how fast.
 With `prompt_file` and `question` the same job runs on a user's text, without a right answer to
