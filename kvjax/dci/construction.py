@@ -1,0 +1,135 @@
+"""All points at once (IceCache, Algorithm 2): parents level by level, then every node into consecutive pages.
+
+The parent of a point is its exact nearest neighbour one level up, found by blocked matrix products. The paper uses its
+own search here; for the lengths of a prompt on this machine the products are as fast, and nothing is approximated.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+
+from kvjax import clustering
+from kvjax.dci.projections import adapted_directions
+from kvjax.dci.transform import lift, transform_key
+from kvjax.dci.tree import Shape, Tree, empty_tree
+from kvjax.typing import Array, Bool, Float, Int32, PRNGKey
+
+_CHUNK = 1024  # points compared at once
+
+
+def build(
+    shape: Shape, seed: PRNGKey, key: Float[Array, "T D"], valid: Bool[Array, "T"], level: Int32[Array, "T"]
+) -> tuple[Tree, Int32[Array, "T"], Int32[Array, "T"]]:
+    """A tree of the valid keys, and the page and row of each (page NB for the others).
+
+    Args:
+      seed: of the directions.
+      level: of each point (`draw_levels`). Empty levels are removed, and a level that has by far more points than its
+        share of T is cut to it.
+    """
+    tree = empty_tree(shape, seed)
+    squared = jnp.where(valid, jnp.sum(jnp.square(key), axis=-1), 0.0)
+    radius = jnp.max(squared, initial=0.0)
+    level, rank = _limited(shape, level, valid)
+    level = _without_gaps(shape, jnp.where(valid, level, 0))
+    parent = _parents(shape, key, lift(squared, radius), level, rank)
+    page, row, strays = _pages(shape, parent, valid)
+    unit = transform_key(key, radius)
+    directions = adapted_directions(seed, unit, valid, shape.projections) if shape.projections else tree.directions
+    tree = dataclasses.replace(
+        tree, directions=directions, radius=radius, strays=strays,
+        height=jnp.maximum(jnp.max(level, initial=0), 1).astype(jnp.int32),
+        key=tree.key.at[page, row].set(key, mode="drop"),
+        squared=tree.squared.at[page, row].set(squared, mode="drop"),
+        projected=tree.projected.at[page, row].set(key @ directions[:-1], mode="drop"),
+        count=tree.count.at[page].add(valid, mode="drop"),
+    )
+    return _chains(shape, tree, parent, page, row), page, row
+
+
+def room_of_level(shape: Shape, points: int, level: int) -> int:
+    """Most points of a level among so many: six standard deviations above its expected number."""
+    share = points * shape.ratio ** (level - 1)
+    return min(points, math.ceil(share + 6 * math.sqrt(share) + 8))
+
+
+def _limited(shape: Shape, level, valid):
+    """Level of each point and its rank in it; points beyond the room of a level are moved to the bottom, unranked."""
+    rooms = jnp.array([room_of_level(shape, level.shape[0], number) for number in range(1, shape.levels + 1)])
+    same = (level[:, None] == jnp.arange(1, shape.levels + 1)) & valid[:, None]
+    rank = jnp.sum(jnp.cumsum(same, axis=0, dtype=jnp.int32) * same, axis=-1, dtype=jnp.int32) - 1
+    over = rank >= rooms[level - 1]
+    return jnp.where(over, 1, level), jnp.where(over, level.shape[0], rank)
+
+
+def _without_gaps(shape: Shape, level):
+    """Levels renumbered so that none below the top one is empty; 0 stays 0."""
+    present = jnp.any(level[:, None] == jnp.arange(1, shape.levels + 1), axis=0)
+    return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(present, dtype=jnp.int32)])[level]
+
+
+def _parents(shape: Shape, key, last, level, rank) -> Int32[Array, "T"]:
+    """The nearest point one level up, as its number in the prompt; T = the root."""
+    total = key.shape[0]
+    point = jnp.concatenate([key, last[:, None]], axis=-1)  # c T_K(k): all of one length, so nearest = largest product
+    number = jnp.arange(total, dtype=jnp.int32)
+    below = jnp.where(level == 1, number, total)
+    parent = jnp.full(total, total, jnp.int32)
+    for upper in range(2, shape.levels + 1):
+        room = room_of_level(shape, total, upper)
+        above = jnp.full(room, total, jnp.int32).at[jnp.where(level == upper, rank, room)].set(number, mode="drop")
+        parent = parent.at[below].set(_nearest(point, below, above), mode="drop")
+        below = above
+    return parent
+
+
+def _nearest(point, below, above):
+    """For each point numbered in `below` the one of `above` with the largest product; T where `above` has none."""
+    total = point.shape[0]
+    candidates = point[jnp.minimum(above, total - 1)]
+
+    def chunk(numbers):
+        product = point[jnp.minimum(numbers, total - 1)] @ candidates.T
+        return above[jnp.argmax(jnp.where(above < total, product, -jnp.inf), axis=-1)]
+
+    size = below.shape[0]
+    rows = min(_CHUNK, size)
+    padded = jnp.pad(below, (0, -size % rows)).reshape(-1, rows)
+    return jax.lax.map(chunk, padded).reshape(-1)[:size].astype(jnp.int32)
+
+
+def _pages(shape: Shape, parent, valid):
+    """Page and row of every point, nodes in consecutive pages, the root's first.
+
+    Points for which no page is left fill free rows of any.
+    """
+    total = parent.shape[0]
+    owner = jnp.where(valid, (parent + 1) % (total + 1), total + 1)
+    page, row = clustering.pack(owner, valid, total + 1, shape.rows, shape.pages)
+    stray = valid & (page >= shape.pages)
+    page = jnp.where(stray, shape.pages, page)
+    count = jnp.zeros(shape.pages, jnp.int32).at[page].add(valid, mode="drop")
+    free = jnp.nonzero((jnp.arange(shape.rows) >= count[:, None]).reshape(-1), size=total, fill_value=shape.points)[0]
+    place = free[jnp.maximum(jnp.cumsum(stray) - 1, 0)]
+    page, row = jnp.where(stray, place // shape.rows, page), jnp.where(stray, place % shape.rows, row)
+    return page.astype(jnp.int32), row.astype(jnp.int32), jnp.sum(stray, dtype=jnp.int32)
+
+
+def _chains(shape: Shape, tree: Tree, parent, page, row) -> Tree:
+    """Links the pages of each node, last page first, and hangs them under their parents."""
+    total, none = parent.shape[0], shape.pages
+    opener = jnp.where(row == 0, page, none)  # the first point of a page belongs to the page's node
+    owner = jnp.full(none, total + 1, jnp.int32).at[opener].set(parent, mode="drop")
+    number = jnp.arange(none, dtype=jnp.int32)
+    oldest = jnp.full(total + 2, none, jnp.int32).at[owner].min(number)[owner]
+    newest = jnp.full(total + 2, -1, jnp.int32).at[owner].max(number)
+    newest = jnp.where(newest >= 0, newest, none)
+    taken = owner <= total
+    return dataclasses.replace(
+        tree, next=jnp.where(taken & (number > oldest), number - 1, none),
+        length=jnp.where(taken, number - oldest + 1, 0), root=newest[total],
+        child=tree.child.at[page, row].set(newest[:total], mode="drop"),
+        used=jnp.sum(tree.count > 0, dtype=jnp.int32),
+    )

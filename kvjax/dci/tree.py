@@ -1,0 +1,82 @@
+"""The DCI-tree as arrays of pages.
+
+A node is the group of points that have the same parent (the root node: the points of the top level). It is stored in
+pages of C rows, chained newest first, so that only the first page of a chain has room, and an insert is O(1). A point
+is named by page * C + row. It lives at its own level only, as in Algorithm 4, which therefore collects results from all
+levels.
+"""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+
+from kvjax.dci.projections import random_directions
+from kvjax.errors import ConfigError
+from kvjax.typing import Array, Float, Int32, PRNGKey, pytree
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Static sizes of a tree.
+
+    Attributes:
+      pages: NB, also the sentinel "no page"; NB * C is the sentinel "no point".
+      rows: C, points of a page.
+      size: D, dimensions of a key.
+      ratio: promotion ratio r.
+      levels: most levels.
+      projections: P, directions of the composite index; 0 = none.
+    """
+
+    pages: int
+    rows: int
+    size: int
+    ratio: float
+    levels: int
+    projections: int
+
+    def __post_init__(self):
+        if not 0 < self.ratio < 1:
+            raise ConfigError(f"promotion ratio {self.ratio} must be between 0 and 1; 1 / rows of a page is a good one")
+        if not 0 <= self.projections <= self.size + 1:
+            raise ConfigError(f"projections={self.projections} must be between 0 and {self.size + 1}, the key size + 1")
+
+    @property
+    def points(self) -> int:
+        """Room for points."""
+        return self.pages * self.rows
+
+
+def most_levels(points: int, ratio: float) -> int:
+    """Levels enough for so many points: one more than is expected."""
+    return 1 + max(1, math.ceil(math.log(max(points, 2)) / -math.log(ratio)))
+
+
+@pytree
+class Tree:  # *B_K: [K], [B, K], or [] inside a function of one head
+    key: Float[Array, "*B_K NB C D"]
+    squared: Float[Array, "*B_K NB C"]  # squared norm of each key
+    projected: Float[Array, "*B_K NB C P"]  # of the keys; the lifted coordinate is added when it is used
+    child: Int32[Array, "*B_K NB C"]  # first page of the node under each point, NB = none
+    next: Int32[Array, "*B_K NB"]  # next page of the same node, NB = none
+    length: Int32[Array, "*B_K NB"]  # pages from this one to the end of its node
+    count: Int32[Array, "*B_K NB"]  # points in each page
+    root: Int32[Array, "*B_K"]  # first page of the root node, NB = empty tree
+    height: Int32[Array, "*B_K"]  # levels in use
+    used: Int32[Array, "*B_K"]  # pages in use, 0 .. used - 1
+    radius: Float[Array, "*B_K"]  # c^2: largest squared norm so far
+    directions: Float[Array, "*B_K D1 P"]
+    strays: Int32[Array, "*B_K"]  # points put into another node's page for want of a free page
+
+
+def empty_tree(shape: Shape, seed: PRNGKey) -> Tree:
+    """A tree without points; its directions are uniform until `build` adapts them."""
+    pages, rows, none = shape.pages, shape.rows, jnp.int32(shape.pages)
+    return Tree(
+        key=jnp.zeros((pages, rows, shape.size)), squared=jnp.zeros((pages, rows)),
+        projected=jnp.zeros((pages, rows, shape.projections)), child=jnp.full((pages, rows), none),
+        next=jnp.full(pages, none), length=jnp.zeros(pages, jnp.int32), count=jnp.zeros(pages, jnp.int32),
+        root=none, height=jnp.int32(1), used=jnp.int32(0), radius=jnp.float32(0),
+        directions=random_directions(seed, shape.size + 1, shape.projections), strays=jnp.int32(0),
+    )
