@@ -23,6 +23,7 @@ from kvjax.planning import Slots
 from kvjax.sampling import Sampling
 from kvjax.store.flash import FlashStore
 from kvjax.store.host import HostStore
+from kvjax.tuner.search import tune
 
 __version__ = "0.1.0"
 
@@ -52,4 +53,5 @@ __all__ = [
     "save",
     "shadowkv",
     "streaming_llm",
+    "tune",
 ]

@@ -1,0 +1,34 @@
+"""KVSwap's parameters for a model, a device and a memory budget.
+
+    python -m experiments.main --config=configs/tune.py --workdir=runs/tune
+
+The result is WORKDIR/tuning.json, for `kvjax.tuner.load`. Running it again solves what is missing. Preset `:smoke`
+finishes within a minute.
+"""
+
+import ml_collections
+
+
+def get_config(preset: str = "default") -> ml_collections.ConfigDict:
+    config = ml_collections.ConfigDict()
+    config.experiment = "tune"
+    config.seed = 0
+    config.model = "llama-1b-4l"  # a shape of experiments/throughput.py, "reference", or a directory
+    config.store = "flash:nvme"
+    config.max_mib = 512  # for the caches of the largest batch
+    config.batches = (1, 2, 4, 8)
+    config.contexts = (4096, 8192, 16384, 32768)
+    config.selected = 400  # MG
+    config.relax = 0.0  # alpha
+    config.groups = (1, 2, 4, 8, 16)
+    config.sigmas = (4, 8, 16, 32)
+    config.reuses = (400, 600, 800, 1200, 1600)
+    config.text = 2048  # tokens on which reuse is measured
+    config.adapters = ""  # a directory of configs/train_svd.py; empty: each prompt's own SVD
+    config.adapted = "code_joint"  # which of its adapters
+    if preset == "smoke":
+        config.update(model="reference", store="host", max_mib=8, batches=(1,), contexts=(1024,), selected=32,
+                      groups=(2, 4), sigmas=(4, 8), reuses=(32, 64), text=128)
+    elif preset != "default":
+        raise ValueError(f"unknown preset {preset!r}; use default or smoke")
+    return config

@@ -1,0 +1,12 @@
+"""KVSwap's offline parameter tuning (section 3.5 and appendix A).
+
+    tuner.tune(llm, store, text, max_bytes=2200 << 20, batches=(1, 8)).save("config.json")
+    tuned = tuner.load("config.json")
+    cache = llm.prefill(context, method=tuned.method(8, 32768), store=store, slots=tuned.slots(8, 32768))
+"""
+
+from kvjax.tuner.search import tune
+from kvjax.tuner.solver import Costs, Setting, Solution, Space, solve
+from kvjax.tuner.tuning import Tuning, load
+
+__all__ = ["Costs", "Setting", "Solution", "Space", "Tuning", "load", "solve", "tune"]

@@ -1,0 +1,95 @@
+"""The tuner: measures what a model and a store take, and solves for every batch size and context length."""
+
+import functools
+import itertools
+import os
+import pathlib
+from collections.abc import Sequence
+
+from tqdm import tqdm
+
+from kvjax.errors import ConfigError, FormatMismatch
+from kvjax.llm import LLM
+from kvjax.methods.kvswap import KVSwap
+from kvjax.planning import Slots
+from kvjax.store.base import Store
+from kvjax.tuner import profile, tuning
+from kvjax.tuner.solver import Costs, Setting, Space, solve
+from kvjax.tuner.tuning import Tuning, make_method, make_slots
+
+
+def tune(
+    llm: LLM, store: Store, text: Sequence[int], *, max_bytes: int, batches: Sequence[int] = (1,),
+    contexts: Sequence[int] = (4096, 8192, 16384, 32768), selected: int = 400, relax: float = 0.0,
+    space: Space | None = None, adapters: dict[int, str] | None = None, path: str | os.PathLike | None = None,
+) -> Tuning:
+    """Settings of KVSwap for a model on a store (appendix A).
+
+    Every sequence gets max_bytes / max(batches). Only what the solver asks for is measured, at exactly that setting, so
+    nothing is interpolated.
+
+    Args:
+      text: token ids on which the reuse rate of every buffer size is measured; half is the prompt, the rest decoded.
+      max_bytes: memory for the caches of the largest batch.
+      selected: MG.
+      relax: alpha, the share of reading that need not be hidden.
+      adapters: directory of the adapters of each sigma (`configs/train_svd.py`).
+      path: where to keep solutions as they are found; pairs that are there already are not solved again.
+
+    Raises ConfigError where a batch size and context length do not fit their memory, FormatMismatch where `path` is of
+    another model or MG, or WriteFailed.
+    """
+    space, adapters = space or Space(), adapters or {}
+    found = _resume(path, llm.fingerprint, selected) or Tuning({}, selected, adapters, llm.fingerprint)
+    recurring = _reuse_rates(llm, text, selected, space, adapters)
+    for batch, context in tqdm(list(itertools.product(batches, contexts)), desc="tune", disable=None):
+        if (batch, context) not in found.solutions:
+            costs = _costs(llm, store, batch, context, selected, adapters, recurring)
+            budget = max_bytes * batch // max(batches)
+            found.solutions[batch, context] = solve(space, budget, costs, relax)
+            if path is not None:
+                found.save(path)
+    return found
+
+
+def _resume(path, fingerprint: str, selected: int) -> Tuning | None:
+    if path is None or not pathlib.Path(path).exists():
+        return None
+    found = tuning.load(path)
+    if (found.fingerprint, found.selected) != (fingerprint, selected):
+        raise FormatMismatch(f"{path} was tuned for the model {found.fingerprint!r} and selected={found.selected}, not "
+                             f"for {fingerprint!r} and {selected}; choose another path")
+    return found
+
+
+def _reuse_rates(llm, text, selected, space: Space, adapters):
+    """C -> reuse rate, measured when first asked for, with the group in the middle (the paper has one rate for all)."""
+    if len(text) < 2 * selected:
+        raise ConfigError(f"{len(text)} tokens of text are too few to measure reuse; give at least {2 * selected}")
+    group, sigma = space.groups[len(space.groups) // 2], space.sigmas[0]
+
+    @functools.cache
+    def rate(reuse: int) -> float:
+        setting = Setting(group, sigma, reuse)
+        method = make_method(setting, selected, adapters)
+        return profile.reuse_rate(llm, method, make_slots(setting, selected), list(text), len(text) // 2)
+
+    return rate
+
+
+def _costs(llm, store, batch, context, selected, adapters, recurring) -> Costs:
+    """What settings take at one batch size and context length; nothing is measured twice."""
+    def parts(setting: Setting) -> tuple[KVSwap, Slots]:
+        return make_method(setting, selected, adapters), make_slots(setting, selected)
+
+    def read(group: int, reuse: int) -> float:
+        blocks = round((1 - recurring(reuse)) * selected / group)
+        return profile.read_seconds(store, llm.config, group, blocks, batch)
+
+    read, compute = functools.cache(read), functools.cache(
+        lambda setting: profile.compute_seconds(llm, *parts(setting), batch, context)
+    )
+    return Costs(
+        memory=lambda setting: profile.memory_bytes(llm.config, *parts(setting), batch, context),
+        read=lambda setting: read(setting.group, setting.reuse), compute=compute,
+    )

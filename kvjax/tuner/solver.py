@@ -1,0 +1,97 @@
+"""KVSwap's greedy parameter solver (appendix A.4): the settings that hide reading behind computing at the least loss.
+
+Quality falls with sigma and G, so both start as small as memory allows and grow only while reading takes longer than
+computing; when the largest group does not hide it, memory goes from the low-rank keys to the reuse buffer, and the
+search starts again with the smallest group. What memory and time a setting takes is given as functions.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+from kvjax.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What the solver chooses."""
+
+    group: int  # G, tokens
+    sigma: int  # compression ratio of the low-rank keys
+    reuse: int  # C, tokens of one KV head that the reuse buffer holds
+
+
+@dataclasses.dataclass(frozen=True)
+class Space:
+    """What it may choose from, each in ascending order; the last of each is the limit (G_max, sigma_max).
+
+    Raises ConfigError where one of them is empty or not ascending.
+    """
+
+    groups: tuple[int, ...] = (1, 2, 4, 8, 16)
+    sigmas: tuple[int, ...] = (4, 8, 16, 32)
+    reuses: tuple[int, ...] = (400, 600, 800, 1200, 1600)
+
+    def __post_init__(self):
+        for name, values in dataclasses.asdict(self).items():
+            if not values or list(values) != sorted(set(values)) or values[0] < 1:
+                raise ConfigError(f"{name}={values} must be positive, ascending and not empty")
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """What a setting takes, for one batch size and context length."""
+
+    memory: Callable[[Setting], int]  # bytes in memory
+    read: Callable[[Setting], float]  # T_io, seconds of one layer's reads
+    compute: Callable[[Setting], float]  # T_model, seconds of one layer without them
+
+
+@dataclasses.dataclass(frozen=True)
+class Solution:
+    """A setting and what it is expected to take."""
+
+    setting: Setting
+    memory: int
+    read: float
+    compute: float
+
+    @property
+    def exposed(self) -> float:
+        """Seconds per layer by which reading outlasts computing; negative where it is hidden with time to spare."""
+        return self.read - self.compute
+
+
+def solve(space: Space, budget: int, costs: Costs, relax: float = 0.0) -> Solution:
+    """The first setting in the paper's order that hides (1 - alpha) of its reading.
+
+    Args:
+      budget: bytes of memory.
+      relax: alpha, the share of reading that need not be hidden.
+
+    Where none hides enough, the one that leaves least of its reading exposed (the paper leaves open which it takes).
+    Raises ConfigError where no setting fits the budget.
+    """
+    tried = []
+    for reuse in space.reuses:
+        for group in space.groups:
+            found = _least_compressed(space, budget, costs, group, reuse)
+            if found is None:
+                continue
+            if (1 - relax) * found.read <= found.compute:
+                return found
+            tried.append(found)
+    if not tried:
+        least = min(costs.memory(Setting(group, space.sigmas[-1], space.reuses[0])) for group in space.groups)
+        raise ConfigError(f"a budget of {budget:,} bytes is too small: the smallest setting takes {least:,}; raise the "
+                          "budget, or allow a larger sigma or a smaller reuse buffer")
+    return min(tried, key=lambda one: one.exposed)
+
+
+def _least_compressed(space: Space, budget: int, costs: Costs, group: int, reuse: int) -> Solution | None:
+    """The smallest sigma that fits the budget, None if none does."""
+    for sigma in space.sigmas:
+        setting = Setting(group, sigma, reuse)
+        memory = costs.memory(setting)
+        if memory <= budget:
+            return Solution(setting, memory, costs.read(setting), costs.compute(setting))
+    return None

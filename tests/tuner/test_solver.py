@@ -1,0 +1,124 @@
+"""The greedy solver against exhaustive reading of appendix A.4, and its file."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvjax.errors import ConfigError, FormatMismatch, ReadFailed, WriteFailed
+from kvjax.planning import Slots
+from kvjax.tuner import tuning
+from kvjax.tuner.solver import Costs, Setting, Solution, Space, solve
+
+SPACE = Space(groups=(1, 2, 4, 8), sigmas=(4, 8, 16), reuses=(100, 200, 300))
+
+
+def device(bandwidth, latency, tokens=400):
+    """A made-up device: memory of 32 KiB / sigma plus the buffer, reads of whole groups that the buffer lacks."""
+    return Costs(
+        memory=lambda s: 32768 // s.sigma + 16 * s.reuse,
+        read=lambda s: (1 - s.reuse / 400) * (tokens / s.group * latency + tokens / bandwidth),
+        compute=lambda s: 1.0 + 0.01 / s.sigma,
+    )
+
+
+def test_a_fast_device_gets_the_best_quality():
+    assert solve(SPACE, 10**6, device(1e6, 0.0)).setting == Setting(1, 4, 100)
+
+
+def test_groups_grow_until_reading_is_hidden():
+    found = solve(SPACE, 10**6, device(1e6, 0.01))  # 0.75 * 400 * 0.01 / G <= 1 from G = 4 on
+    assert found.setting == Setting(4, 4, 100) and found.exposed <= 0
+
+
+def test_the_buffer_grows_only_after_the_largest_group():
+    found = solve(SPACE, 10**6, device(400 / 1.9, 0.0))  # (1 - C / 400) * 1.9 <= 1 from C = 200 on
+    assert found.setting == Setting(1, 4, 200)
+
+
+def test_memory_for_the_buffer_comes_from_the_low_rank_keys():
+    slow = device(400 / 1.9, 0.0)
+    assert solve(SPACE, 32768 // 8 + 16 * 200, slow).setting == Setting(1, 8, 200)
+
+
+def test_relaxation_accepts_reading_that_is_not_hidden():
+    slow = device(400 / 1.9, 0.0)  # 1.425 s of reading against 1 s at C = 100
+    assert solve(SPACE, 10**6, slow, relax=0.35).setting == Setting(1, 4, 100)
+    assert solve(SPACE, 10**6, slow, relax=0.25).setting == Setting(1, 4, 200)
+
+
+def test_a_budget_that_nothing_fits_is_refused():
+    with pytest.raises(ConfigError, match=f"{32768 // 16 + 1600:,}"):
+        solve(SPACE, 100, device(1e6, 0.0))
+
+
+@pytest.mark.parametrize("change", [{"groups": ()}, {"sigmas": (8, 4)}, {"reuses": (0, 1)}, {"groups": (2, 2)}])
+def test_a_space_without_order_is_refused(change):
+    with pytest.raises(ConfigError, match=next(iter(change))):
+        Space(**change)
+
+
+@settings(max_examples=200, deadline=None)
+@given(bandwidth=st.floats(50, 5000), latency=st.floats(0, 0.05), budget=st.integers(3000, 20000),
+       relax=st.sampled_from([0.0, 0.3, 0.6]))
+def test_a_solution_is_the_first_that_hides_enough_or_else_the_least_exposed(bandwidth, latency, budget, relax):
+    """Given any device: of all settings within the budget, in the order C, then G, then sigma."""
+    costs = device(bandwidth, latency)
+    fitting = [
+        next((s for sigma in SPACE.sigmas if costs.memory(s := Setting(group, sigma, reuse)) <= budget), None)
+        for reuse in SPACE.reuses for group in SPACE.groups
+    ]
+    fitting = [s for s in fitting if s is not None]
+    if not fitting:
+        with pytest.raises(ConfigError):
+            solve(SPACE, budget, costs, relax)
+        return
+    hidden = [s for s in fitting if (1 - relax) * costs.read(s) <= costs.compute(s)]
+    expected = hidden[0] if hidden else min(fitting, key=lambda s: costs.read(s) - costs.compute(s))
+    found = solve(SPACE, budget, costs, relax)
+    assert found.setting == expected and found.memory <= budget
+
+
+# the file -----------------------------------------------------------------------------------------
+
+FOUND = tuning.Tuning(
+    {(1, 4096): Solution(Setting(4, 8, 800), 1000, 0.001, 0.002),
+     (8, 4096): Solution(Setting(8, 16, 600), 900, 0.002, 0.002),
+     (8, 32768): Solution(Setting(16, 32, 400), 800, 0.003, 0.002)},
+    selected=400, adapters={}, fingerprint="model",
+)
+
+
+def test_what_is_loaded_is_what_was_saved(tmp_path):
+    FOUND.save(tmp_path / "config.json")
+    assert tuning.load(tmp_path / "config.json") == FOUND
+
+
+@pytest.mark.parametrize(("batch", "context", "pair"), [
+    (1, 4096, (1, 4096)), (2, 4096, (1, 4096)), (16, 3000, (8, 4096)), (8, 20000, (8, 32768)), (4, 32768, (8, 32768)),
+])
+def test_a_run_takes_the_nearest_solution(batch, context, pair):
+    assert FOUND.nearest(batch, context) == FOUND.solutions[pair]
+
+
+def test_a_solution_becomes_a_method_and_its_slots():
+    method = FOUND.method(8, 4096, dense_layers=1)
+    assert (method.group, method.sigma, method.adapters, method.dense_layers) == (8, 16, None, 1)
+    assert method.budget - method.sinks - method.window == 400
+    assert FOUND.slots(8, 4096) == Slots(count=75, policy="fifo", prefetch="layer")
+    assert FOUND.slots(8, 32768).count == 27  # 25 groups of 16, the unfinished one, one that is only rewritten
+
+
+def test_bad_files_are_typed_errors(tmp_path):
+    path = tmp_path / "config.json"
+    with pytest.raises(ReadFailed, match=r"tune\.py"):
+        tuning.load(path)
+    path.write_text("[]")
+    with pytest.raises(ReadFailed):
+        tuning.load(path)
+    path.write_text(json.dumps({"version": 99}))
+    with pytest.raises(FormatMismatch):
+        tuning.load(path)
+    with pytest.raises(WriteFailed):
+        FOUND.save(tmp_path / "nowhere" / "config.json")
