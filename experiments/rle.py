@@ -87,6 +87,16 @@ def _quantised(key):
     return jax.vmap(jax.vmap(jax.vmap(one, in_axes=1, out_axes=1)))(key)
 
 
+def distance_row(kind: str, place: str, key: np.ndarray) -> dict:
+    """How far neighbours of key[texts, L, T, K, D] are apart: the absolute tolerance at which they would be one run."""
+    apart = np.abs(np.diff(key, axis=2)).max(-1)
+    quantiles = np.quantile(apart, (0.0, 0.01, 0.5), axis=(0, 2, 3)).T
+    return {
+        "task": f"distance/{kind}", "method": f"rle_{place}", "context": key.shape[2],
+        "root_mean_square": float(np.sqrt(np.mean(key**2))), "least_hundredth_median_by_layer": quantiles.tolist(),
+    }
+
+
 def dictionary_rows(kind: str, key: np.ndarray, token: np.ndarray, length: int, config) -> list[dict]:
     """Different keys before rotation in each layer, and different tokens; key is `[texts, L, T, K, D]`."""
     rows = []
@@ -140,7 +150,8 @@ def measure(llm: kvjax.LLM, texts: Texts, kind: str, models, config) -> list[dic
     token = np.asarray([draw(texts, kind, number, longest) for number in range(config.texts)])
     before = np.stack([rle_model.run(llm, row)[0] for row in token])
     turn = jax.vmap(jax.vmap(functools.partial(rle_model.rotated, llm.config)))
-    after, rows = np.asarray(turn(jnp.asarray(before))), []
+    after = np.asarray(turn(jnp.asarray(before)))
+    rows = [distance_row(kind, "after", after), distance_row(kind, "before", before)]
     for length in config.lengths:
         rows += runs_rows(kind, after, before, length, config)
         rows += dictionary_rows(kind, before, token, length, config)
