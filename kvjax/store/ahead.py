@@ -22,7 +22,7 @@ class Reads:
 
     def __init__(self, reader: Reader, geometry: Geometry, tally: Tally):
         self._reader = reader
-        self._geometry = geometry
+        self._extent_bytes, self._block_bytes = geometry.extent_bytes, geometry.block_bytes
         self._tally = tally
         self._guesses: dict[int, Fetch] = {}
 
@@ -47,19 +47,29 @@ class Reads:
         """Starts to read those of extents[n], ascending, that were not guessed. The function returned waits for all,
         copies them, and gives int64 positions of damaged ones; it raises ShortRead or ReadFailed."""
         guess = self._guesses.pop(layer, None)
-        place = np.full(extents.size, -1) if guess is None else _find(guess, extents, sums)
+        if guess is not None:
+            return self._fetch_rest(layer, guess, extents, sums, where, note)
+        fetch = self._reader.start(extents, sums, where)
+
+        def copy(targets: np.ndarray, out: np.ndarray) -> np.ndarray:
+            suspects = fetch.copy(targets, out)
+            self._count(layer, fetch, extents.size, note)
+            return suspects
+
+        return copy
+
+    def _fetch_rest(self, layer: int, guess: Fetch, extents, sums, where: Where, note: Note) -> Copy:
+        place = _find(guess, extents, sums)
         missing = (place < 0).nonzero()[0]
         late = self._start(extents, sums, missing, where)
 
         def copy(targets: np.ndarray, out: np.ndarray) -> np.ndarray:
-            suspects = []
-            if guess is not None:
-                again = _copy_guessed(guess, place, targets, out)
-                self._tally.add(prefetch_used=extents.size - missing.size, mispredicted=missing.size)
-                self._count(layer, guess, extents.size - missing.size - again.size, note)
-                second = self._start(extents, sums, again, where)
-                suspects.append(self._collect(layer, second, again, targets, out, note))
-            return np.concatenate([*suspects, self._collect(layer, late, missing, targets, out, note)])
+            again = _copy_guessed(guess, place, targets, out)
+            self._tally.add(prefetch_used=extents.size - missing.size, mispredicted=missing.size)
+            self._count(layer, guess, extents.size - missing.size - again.size, note)
+            second = self._start(extents, sums, again, where)
+            return np.concatenate([self._collect(layer, second, again, targets, out, note),
+                                   self._collect(layer, late, missing, targets, out, note)])
 
         return copy
 
@@ -75,11 +85,11 @@ class Reads:
         return chosen[suspects]
 
     def _count(self, layer: int, fetch: Fetch, useful: int, note: Note) -> None:
-        geometry, count, times = self._geometry, fetch.extents.size, fetch.times
+        count, times = fetch.extents.size, fetch.times
         note("request", layer, times.began)
         note("landed", layer, times.ended)
-        self._tally.add(reads=fetch.requests, blocks_read=count, bytes_read=count * geometry.extent_bytes,
-                        bytes_useful=useful * geometry.block_bytes, io_seconds=times.ended - times.began,
+        self._tally.add(reads=fetch.requests, blocks_read=count, bytes_read=count * self._extent_bytes,
+                        bytes_useful=useful * self._block_bytes, io_seconds=times.ended - times.began,
                         wait_seconds=times.waited)
 
 

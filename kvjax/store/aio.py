@@ -11,7 +11,7 @@ still being written back, the device's queue is full) is read once more by threa
 import collections
 import contextlib
 import errno
-import itertools
+import functools
 import os
 import time
 
@@ -31,6 +31,9 @@ from kvjax.store.workers import PIECE_BYTES, Arena
 _TRY_AGAIN = (errno.EINTR, errno.EAGAIN, errno.EINVAL, errno.EOPNOTSUPP)  # threads find out what is behind the last two
 
 
+_NONE = np.zeros(0, np.int64)
+
+
 class Ring:
     """A kernel context and an arena; the user of the ring says which read goes where in it.
 
@@ -44,15 +47,15 @@ class Ring:
         self.in_flight = 0
         self._system = system
         self._events = np.zeros(extents, EVENT)
+        self._steps = np.arange(extents) * IOCB.itemsize
         self._context = system.io_setup(extents)
         self._closed = False
 
     def submit(self, control: np.ndarray) -> int:
         """How many of the IOCB control[n] the kernel took: the first ones, none when it has no room. OSError when it
         will not take the first whatever happens."""
-        pointers = np.arange(control.size, dtype=np.uint64) * np.uint64(IOCB.itemsize) + np.uint64(control.ctypes.data)
         try:
-            taken = self._system.io_submit(self._context, pointers)
+            taken = self._system.io_submit(self._context, self._steps[:control.size] + control.ctypes.data)
         except OSError as cause:
             if cause.errno not in (errno.EAGAIN, errno.EINTR):
                 raise
@@ -137,12 +140,11 @@ class RingFetch(Fetch):
         begins = breaks(extents)
         begins[::engine.rings.piece] = True
         self._starts = begins.nonzero()[0]
-        self._stops = np.append(self._starts[1:], extents.size)
         self._sent = 0
         self._second: Fetch | None = None
         self._ended = self._waited = 0.0
         self._ring = engine.rings.take()
-        self._control = engine.control(self._ring, extents[self._starts], self._starts, self._stops)
+        self._control = engine.control(self._ring, extents, self._starts)
         self._began = time.perf_counter()
         self._send(first=0)
 
@@ -150,7 +152,10 @@ class RingFetch(Fetch):
         """Hands over the reads whose places are free, as far as the kernel takes them; `first` is the earliest read
         that was not copied."""
         ring: Ring = self._ring  # type: ignore[assignment]
-        stop = int(self._stops.searchsorted(self._starts[first] + ring.arena.extents, "right"))
+        stop = self._starts.size
+        if self.extents.size > ring.arena.extents:
+            free = self._starts[first] + ring.arena.extents
+            stop = stop if free >= self.extents.size else int(self._starts.searchsorted(free, "right")) - 1
         while self._sent < stop:
             taken = ring.submit(self._control[self._sent:stop])
             if not taken:
@@ -158,69 +163,42 @@ class RingFetch(Fetch):
             self._sent += taken
 
     def collect(self, targets, out):
-        lost = targets >= 0
+        landing = _Landing(self, targets, out)
+        ring: Ring = self._ring  # type: ignore[assignment]
         try:
-            again, error = self._collect(targets, out, lost)
+            while ring.in_flight:
+                landing.take(ring.arena, *self._wait(ring))
+                if self._sent < self._starts.size:
+                    self._send(landing.first)
         finally:
             self.drop()
-        again = again[lost[again]]
-        if again.size:
-            self._second = self._engine.threads.start(self.extents[again], self.sums[again], self._where)
-            missed, cause = self._second.collect(targets[again], out)
-            lost[again] = False
-            lost[again[missed]] = True
-            error = error or cause
-        return lost.nonzero()[0], error
+        if landing.complete:
+            return _NONE, None
+        return self._finish(landing, targets, out)
 
-    def _collect(self, targets, out, lost) -> tuple[np.ndarray, ReadFailed | None]:
-        """Copies what lands, and clears its marks in lost[n]. Returns positions to read again, and the first error."""
-        ring: Ring = self._ring  # type: ignore[assignment]
-        goals, sums, sizes = targets.tolist(), self.sums.tolist(), self._control["nbytes"].astype(np.int64)
-        copied = np.zeros(self._starts.size, bool)
-        again, error = [], None
-        while ring.in_flight:
-            reads, results = self._wait(ring)
-            whole = results == sizes[reads]
-            lost[self._copy(ring.arena, self._positions(reads[whole]), goals, sums, out)] = False
-            for read, result in zip(reads[~whole].tolist(), results[~whole].tolist(), strict=True):
-                if result < 0 and -result not in _TRY_AGAIN:
-                    error = error or self._failed(read, -result)
-                else:
-                    again.append(read)
-            if self._sent < copied.size:
-                copied[reads] = True
-                self._send(int(copied.argmin()))
-        again.extend(range(self._sent, copied.size))
-        return np.array(self._positions(np.sort(np.array(again, np.int64))), np.int64), error
-
-    def _wait(self, ring: Ring) -> tuple[np.ndarray, np.ndarray]:
-        """Numbers and results of half of the reads in flight, or more: so there are few calls, and hardly anything is
-        left to do when the device is done."""
+    def _wait(self, ring: Ring) -> tuple[list[int], list[int]]:
+        """Numbers and results of a quarter of the reads in flight, or more: so there are few calls, and hardly anything
+        is left to do when the device is done."""
         began = time.perf_counter()
-        events = ring.wait(-(-ring.in_flight // 2), self._engine.timeout)
+        events = ring.wait(-(-ring.in_flight // 4), self._engine.timeout)
         self._ended = time.perf_counter()
         self._waited += self._ended - began
         if not events.size:
             raise hung(self._engine.path, self._engine.timeout)
-        return events["data"].astype(np.int64), events["result"]
+        return events["data"].tolist(), events["result"].tolist()
 
-    def _positions(self, reads: np.ndarray) -> list[int]:
-        """Of all blocks of these reads."""
-        if self._starts.size == self.extents.size:
-            return reads.tolist()
-        spans = zip(self._starts[reads].tolist(), self._stops[reads].tolist(), strict=True)
-        return list(itertools.chain.from_iterable(itertools.starmap(range, spans)))
-
-    @staticmethod
-    def _copy(arena: Arena, positions: list[int], goals: list[int], sums: list[int], out: np.ndarray) -> list[int]:
-        """Verifies and copies block by block, while one is in the CPU's cache; returns positions of those it did."""
-        sound = []
-        for i in positions:
-            place = i % arena.extents
-            if goals[i] >= 0 and checksum(arena.payloads[place]) == sums[i]:
-                out[goals[i]] = arena.blocks[place]
-                sound.append(i)
-        return sound
+    def _finish(self, landing: "_Landing", targets, out) -> tuple[np.ndarray, BaseException | None]:
+        """Lets threads read again what may come then."""
+        lost, error = landing.lost, None
+        for read, code in landing.failed:
+            error = error or self._failed(read, code)
+        again = landing.again
+        if again.size:
+            self._second = self._engine.threads.start(self.extents[again], self.sums[again], self._where)
+            missed, cause = self._second.collect(targets[again], out)
+            lost = np.setdiff1d(lost, np.delete(again, missed))
+            error = error or cause
+        return lost, error
 
     def _failed(self, read: int, code: int) -> ReadFailed:
         engine = self._engine
@@ -246,6 +224,69 @@ class RingFetch(Fetch):
     __del__ = drop  # a guess that is forgotten with its branch
 
 
+class _Landing:
+    """What has landed of a fetch. Reads come a few at a time, so plain lists are faster than arrays.
+
+    Attributes:
+      failed: (read, errno) of those that need not be tried again.
+    """
+
+    def __init__(self, fetch: RingFetch, targets: np.ndarray, out: np.ndarray):
+        starts = fetch._starts.tolist()
+        self._bounds = [*starts, fetch.extents.size]
+        self._sizes = fetch._control["nbytes"].tolist()
+        self._goals, self._sums, self._out = targets.tolist(), fetch.sums.tolist(), out
+        self._whole = [False] * len(starts)  # reads
+        self._copied = [goal < 0 for goal in self._goals]  # blocks, or not wanted
+        self.failed: list[tuple[int, int]] = []
+
+    def take(self, arena: Arena, reads: list[int], results: list[int]) -> None:
+        """Verifies and copies block by block, while one is in the CPU's cache."""
+        goals, sums, out, bounds, copied = self._goals, self._sums, self._out, self._bounds, self._copied
+        payloads, blocks, places = arena.payloads, arena.blocks, arena.extents
+        for read, result in zip(reads, results, strict=True):
+            if result != self._sizes[read]:
+                if result < 0 and -result not in _TRY_AGAIN:
+                    self.failed.append((read, -result))
+                continue
+            self._whole[read] = True
+            for i in range(bounds[read], bounds[read + 1]):
+                if not copied[i] and checksum(payloads[i % places]) == sums[i]:
+                    out[goals[i]] = blocks[i % places]
+                    copied[i] = True
+
+    @property
+    def first(self) -> int:
+        """The earliest read that has not come whole."""
+        return self._whole.index(False)
+
+    @property
+    def complete(self) -> bool:
+        return all(self._copied)
+
+    @property
+    def lost(self) -> np.ndarray:
+        """int64 positions of blocks that are wanted and were not copied."""
+        return np.flatnonzero(~np.array(self._copied))
+
+    @property
+    def again(self) -> np.ndarray:
+        """Those of them whose read did not come whole, but may."""
+        given_up = {read for read, _ in self.failed}
+        reads = [read for read, whole in enumerate(self._whole) if not whole and read not in given_up]
+        positions = [i for read in reads for i in range(self._bounds[read], self._bounds[read + 1])]
+        return np.array([i for i in positions if not self._copied[i]], np.int64)
+
+
+@functools.lru_cache(maxsize=64)
+def _blank(reads: int) -> np.ndarray:
+    """IOCB[reads] with all that is the same in every fetch."""
+    control = np.zeros(reads, IOCB)
+    control["data"] = np.arange(reads)
+    control["opcode"], control["rw_flags"] = IOCB_CMD_PREAD, RWF_NOWAIT
+    return control
+
+
 class RingEngine:
     """Fetches extents of one O_DIRECT file with rings.
 
@@ -269,14 +310,14 @@ class RingEngine:
         """OSError when there is no ring left, or the kernel refuses to use it."""
         return RingFetch(self, extents, sums, where)
 
-    def control(self, ring: Ring, extents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
-        """IOCB[reads] that read extents[reads] and their neighbours, as many as from position start to stop."""
-        control = np.zeros(starts.size, IOCB)
-        offsets = HEADER_BYTES + extents.astype(np.int64) * self.extent_bytes
+    def control(self, ring: Ring, extents: np.ndarray, starts: np.ndarray) -> np.ndarray:
+        """IOCB[reads] that read extents[n] from each of the positions starts[reads] to the next."""
+        offsets = HEADER_BYTES + extents[starts].astype(np.int64) * self.extent_bytes
+        control = _blank(starts.size).copy()
         control["descriptor"], control["offset"] = self.file.direct_places(offsets)
-        control["data"] = np.arange(starts.size)
-        control["opcode"], control["rw_flags"] = IOCB_CMD_PREAD, RWF_NOWAIT
         control["buffer"] = ring.arena.address + starts % ring.arena.extents * self.extent_bytes
+        stops = np.full_like(starts, extents.size)
+        stops[:-1] = starts[1:]
         control["nbytes"] = (stops - starts) * self.extent_bytes
         return control
 

@@ -382,6 +382,8 @@ class FlashBranch(TransactionalBranch):
 
 def _ascending(sources: Sources) -> np.ndarray:
     """Positions of the blocks on flash, in the order of their extents."""
+    if sources.on_flash.all():
+        return sources.extents.argsort()
     where = sources.on_flash.nonzero()[0]
     return where[sources.extents[where].argsort()]
 

@@ -144,9 +144,9 @@ class Lineage:
         """Where ids[n] are at this moment."""
         extents = self.table.extents(ids)
         on_flash = extents >= 0
-        pending = self._pending[ids]
-        staged = [(i, self._layers(int(ids[i]))) for i in pending.nonzero()[0].tolist()]
-        if staged:
+        staged = []
+        if not self.idle:
+            staged = [(i, self._layers(int(ids[i]))) for i in self._pending[ids].nonzero()[0].tolist()]
             on_flash[[i for i, layers in staged if layers[0].complete]] = False
         return Sources(extents, checksums[extents], on_flash, staged)
 

@@ -65,7 +65,7 @@ def io_destroy(context: int) -> None:
 
 
 def io_submit(context: int, pointers: np.ndarray) -> int:
-    """How many of the control blocks at uint64 pointers[n] the kernel took, the first ones; it keeps none of them."""
+    """How many of the control blocks at int64 pointers[n] the kernel took, the first ones; it keeps none of them."""
     return _submit(context, pointers.size, pointers.ctypes.data)
 
 

@@ -281,11 +281,15 @@ class TransactionalBranch(Branch):
         if not (slots.flags.c_contiguous and slots.flags.writeable):
             raise FormatMismatch("slots must be C-contiguous and writable")
         wanted = _within(block, geometry.num_blocks)
-        if not _within(slot, count)[wanted].all():
-            raise FormatMismatch(f"slot {slot[wanted & ~_within(slot, count)][0]} is not one of the {count} slots")
-        ids = (block + (self._lane_start + self._layer_start(layer))[..., None])[wanted]
-        targets = (slot + (self._lane * count)[..., None])[wanted]
-        return ids, targets, slots.reshape(geometry.lanes * count, -1).view(np.uint8)
+        placed = _within(slot, count)
+        ids = block + (self._lane_start + self._layer_start(layer))[..., None]
+        targets = slot + (self._lane * count)[..., None]
+        out = slots.reshape(geometry.lanes * count, -1).view(np.uint8)
+        if wanted.all() and placed.all():  # the usual case: no gathering
+            return ids.reshape(-1), targets.reshape(-1), out
+        if not placed[wanted].all():
+            raise FormatMismatch(f"slot {slot[wanted & ~placed][0]} is not one of the {count} slots")
+        return ids[wanted], targets[wanted], out
 
 
 def _within(index: np.ndarray, size: int) -> np.ndarray:

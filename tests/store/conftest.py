@@ -1,11 +1,13 @@
 """A small cache, the stores to try it on, and a few lines that every store test would repeat."""
 
 import dataclasses
+import os
 import time
 
 import numpy as np
 import pytest
 
+from kvjax.errors import ConfigError
 from kvjax.store.base import Branch, Geometry
 from kvjax.store.flash import FlashStore
 from kvjax.store.host import HostStore
@@ -20,6 +22,13 @@ def wait_until(condition) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
+
+
+def settle(path) -> None:
+    """Brings a file to its device: asynchronous reads leave to threads what is still being written there."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
 @dataclasses.dataclass
@@ -103,13 +112,29 @@ def open_branch(tmp_path):
         driver.branch.close()
 
 
-@pytest.fixture(params=["host", "buffered", "direct", "eager"])
+def _skip_without(engine: str, directory) -> None:
+    try:
+        FlashStore(directory, engine=engine).create(GEOMETRY, "").close()
+    except ConfigError as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.fixture(params=["aio", "threads"])
+def engine(request, tmp_path) -> str:
+    """Each way to read with O_DIRECT."""
+    _skip_without(request.param, tmp_path)
+    return request.param
+
+
+@pytest.fixture(params=["host", "buffered", "threads", "aio", "eager"])
 def store(request, tmp_path):
     """Every kind of store; `eager` writes each committed block at once."""
     if request.param == "host":
         return HostStore()
-    eager = request.param == "eager"
-    return FlashStore(tmp_path, direct=request.param == "direct", threads=2, staging_bytes=0 if eager else 64 << 20)
+    if request.param in ("threads", "aio"):
+        _skip_without(request.param, tmp_path)
+        return FlashStore(tmp_path, engine=request.param, threads=2)
+    return FlashStore(tmp_path, direct=False, threads=2, staging_bytes=0 if request.param == "eager" else 64 << 20)
 
 
 @pytest.fixture
@@ -124,11 +149,14 @@ def system():
     system.heal()
 
 
-@pytest.fixture(params=[False, True], ids=["buffered", "direct"])
+@pytest.fixture(params=["buffered", "threads", "aio"])
 def fragile(request, tmp_path, open_branch, system) -> Driver:
     """A prefilled branch in a named file, on a system that can be made to fail."""
-    store = FlashStore(tmp_path / "cache.kv", direct=request.param, threads=2, timeout=5.0)
+    engine = "threads" if request.param == "buffered" else request.param
+    _skip_without(engine, tmp_path)
+    store = FlashStore(tmp_path / "cache.kv", engine=engine, direct=request.param != "buffered", threads=2, timeout=5.0)
     store.system = system
     driver = open_branch(store)
     driver.prefill()
+    settle(driver.branch.path)
     return driver

@@ -16,7 +16,7 @@ from kvjax.errors import (
 )
 from kvjax.store.flash import FlashStore
 from kvjax.store.format import HEADER_BYTES
-from tests.store.conftest import GEOMETRY, Driver, still_works, wait_until
+from tests.store.conftest import GEOMETRY, Driver, settle, still_works, wait_until
 
 EXTENT = GEOMETRY.extent_bytes
 
@@ -93,11 +93,12 @@ def test_interrupted_calls_are_repeated(fragile, system):
     assert fragile.branch.take_error() is None
 
 
-def test_reads_that_hang(tmp_path, open_branch, system):
-    store = FlashStore(tmp_path, threads=2, timeout=0.1)
+def test_reads_that_hang(tmp_path, open_branch, system, engine):
+    store = FlashStore(tmp_path, engine=engine, threads=2, timeout=0.1)
     store.system = system
     driver = open_branch(store)
     blocks = driver.prefill()
+    settle(driver.branch.path)
     block = np.tile(np.arange(0, 6, 2, dtype=np.int32), (2, 2, 1))  # every other one: many requests
     slots = np.full((2, 2, 3, 4, 6), 77, np.float32)
     system.hang("preadv")

@@ -13,7 +13,8 @@ from tests.store.faults import FaultySystem
 STORES = {
     "host": lambda path, seed: HostStore(),
     "buffered": lambda path, seed: FlashStore(path, direct=False, threads=2),
-    "direct": lambda path, seed: FlashStore(path, threads=3, staging_bytes=40 * 4096),
+    "direct": lambda path, seed: FlashStore(path, staging_bytes=40 * 4096),
+    "threads": lambda path, seed: FlashStore(path, engine="threads", threads=3, staging_bytes=40 * 4096),
     "eager": lambda path, seed: FlashStore(path, threads=2, staging_bytes=0),
     "cluster_major": lambda path, seed: FlashStore(path, threads=2, staging_bytes=0, layout="cluster_major"),
     "dual_head": lambda path, seed: FlashStore(path, threads=2, staging_bytes=0, layout="dual_head"),
