@@ -3,8 +3,8 @@
     python scripts/bench_v2f.py [--tokens 32768] [--repeats 30]
 
 Both score the same blocks of 10 to 18 tokens with the same vectors and return the same tokens. "One by one" looks at
-each block by itself, as blocks of different lengths have to be without a fixed shape: a compiled loop over blocks for the
-scores, then the tokens of the best blocks, one block after the other.
+each block by itself, as one has to with blocks of different lengths and no fixed shape: a compiled loop over blocks for
+the scores, then the tokens of the best blocks, one block after the other.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def made_up(plan, tokens: int):
     pos = np.full((spec.num_blocks, spec.block_rows), -1, np.int32)
     for block, (a, z) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
         pos[block, : z - a] = np.arange(a, z)
-    block, row = (jnp.asarray(axis, jnp.int32) for axis in np.nonzero(pos >= 0))
+    block = jnp.asarray(np.nonzero(pos >= 0)[0], jnp.int32)
     layer = caching.empty_layer(spec, method.init(spec, method.weights(0)), jnp.float32)
     keys = jnp.asarray(rng.normal(size=(HEADS, len(block), SIZE)), jnp.float32)
     vectors = layer.index.vectors.take(jnp.broadcast_to(block, (HEADS, len(block))), keys)
