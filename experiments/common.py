@@ -10,6 +10,7 @@ import numpy as np
 import kvjax
 from kvjax.errors import ConfigError
 from kvjax.method import Method
+from kvjax.planning import Slots
 from kvjax.store import profiles
 from kvjax.tasks import corpus
 
@@ -19,11 +20,13 @@ REFERENCE = pathlib.Path(kvjax.__file__).parent / "reference"
 def make_method(settings: Mapping[str, Any]) -> Method:
     """A method from {"name": ..., field: value, ...}. Raises ConfigError on an unknown name or field.
 
-    A "label" among the settings is what tables call it (`label_of`).
+    A "label" among the settings is what tables call it (`label_of`), "slots" how a store's blocks are kept
+    (`make_slots`).
     """
     fields = dict(settings)
     name = fields.pop("name", None)
-    fields.pop("label", None)
+    for other in ("label", "slots"):
+        fields.pop(other, None)
     if name not in kvjax.METHODS:
         raise ConfigError(f"unknown method {name!r}; use one of {', '.join(kvjax.METHODS)}")
     known = {field.name for field in dataclasses.fields(kvjax.METHODS[name])}
@@ -31,6 +34,15 @@ def make_method(settings: Mapping[str, Any]) -> Method:
     if unknown:
         raise ConfigError(f"{name} has no setting {', '.join(sorted(unknown))}; it has {', '.join(sorted(known))}")
     return kvjax.METHODS[name](**fields)
+
+
+def make_slots(settings: Mapping[str, Any], count: int = 0) -> Slots:
+    """The "slots" of a method's settings; `count` is their number if they do not say it, 0 = what one step needs."""
+    given = dict(settings.get("slots", {}))
+    unknown = set(given) - {field.name for field in dataclasses.fields(Slots)}
+    if unknown:
+        raise ConfigError(f"slots have no setting {', '.join(sorted(unknown))}")
+    return Slots(**{"count": count or None, **given})
 
 
 def make_store(kind: str, directory: pathlib.Path):

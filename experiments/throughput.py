@@ -70,13 +70,14 @@ def made_up_keys(config: ModelConfig, tokens: int, seed: int):
     return jnp.asarray(key[None]), jnp.asarray(rng.standard_normal((1, tokens, heads, size), np.float32))
 
 
-def filled_cache(llm, method, context: int, steps: int, store, slots: Slots):
-    """A plan and a state that holds `context` made-up tokens; seconds per layer of index building."""
-    plan = planning.make_plan(llm.config, method, 1, context + steps)
+def filled_cache(llm, method, context: int, steps: int, store, slots: Slots, batch: int = 1):
+    """A plan and a state that holds `context` made-up tokens per sequence; seconds per layer of index building."""
+    plan = planning.make_plan(llm.config, method, batch, context + steps)
     branch = store.create(planning.geometry(plan), "throughput") if store is not None else None
-    layers, seconds, length = [], [], jnp.asarray([context], jnp.int32)
+    layers, seconds, length = [], [], jnp.full(batch, context, jnp.int32)
     for i in range(llm.config.num_layers):
-        key, value = made_up_keys(llm.config, context, i)
+        made = [made_up_keys(llm.config, context, i + b * llm.config.num_layers) for b in range(batch)]
+        key, value = (jnp.concatenate(rows) for rows in zip(*made, strict=True))
         started = time.perf_counter()
         leader = layers[-1].state if plan.layers[i].follows else None
         layers.append(jax.block_until_ready(
@@ -92,7 +93,8 @@ def time_tokens(llm, plan, state, tokens, driver: str):
     times = []
     for token in tokens:
         started = time.perf_counter()
-        done = decode.step(plan, llm.params, state, jnp.full(1, token, jnp.int32), driver=driver, donate=True)
+        fed = jnp.full(plan.batch, token, jnp.int32)
+        done = decode.step(plan, llm.params, state, fed, driver=driver, donate=True)
         state = jax.block_until_ready((done.state, done.logits))[0]
         times.append(time.perf_counter() - started)
     return np.asarray(times), state
@@ -123,8 +125,8 @@ def parts(llm, plan, state: State, branch) -> dict[str, float]:
     """Milliseconds of one layer's select, fetch (of blocks that are all resident), attend and commit."""
     rng, one, layer_plan = np.random.default_rng(0), state.layers[-1], plan.layers[-1]
     config, number = llm.config, jnp.int32(llm.config.num_layers - 1)
-    q = jnp.asarray(rng.standard_normal((1, config.num_heads, config.head_dim), np.float32))
-    key = jnp.asarray(rng.standard_normal((1, config.num_kv_heads, config.head_dim), np.float32))
+    q = jnp.asarray(rng.standard_normal((plan.batch, config.num_heads, config.head_dim), np.float32))
+    key = jnp.asarray(rng.standard_normal((plan.batch, config.num_kv_heads, config.head_dim), np.float32))
     line, at = state.line, state.length
     choice = layer.choose(layer_plan, one.state, q)
     pool, slot, _, _ = _fetch(one.pool, choice.need, one.state.count, number, line)
@@ -176,8 +178,8 @@ def measure(llm, name: str, settings, store_name: str, context: int, config, dir
     """One row."""
     method = common.make_method(settings)
     store = common.make_store(store_name, directory)
-    steps, slots = config.steps, Slots(count=config.slots or None)
-    plan, state, branch, build = filled_cache(llm, method, context, 2 * steps + 4, store, slots)
+    steps, batch, slots = config.steps, config.get("batch", 1), common.make_slots(settings, config.slots)
+    plan, state, branch, build = filled_cache(llm, method, context, 2 * steps + 4, store, slots, batch)
     resident, row = planning.resident_bytes(state), {}
     before = branch.stats() if branch is not None else None
     for driver in config.drivers:
@@ -187,17 +189,17 @@ def measure(llm, name: str, settings, store_name: str, context: int, config, dir
                 f"{driver}_compile_s": compiled}
     best = min(row[f"{driver}_ms"] for driver in config.drivers)
     attended = min(method.budget or context, context)
-    limit = 1e3 * (weight_bytes(llm) + kv_bytes(llm.config, attended)) / bandwidth
+    limit = 1e3 * (weight_bytes(llm) + batch * kv_bytes(llm.config, attended)) / bandwidth
     after = branch.stats() if branch is not None else None
     row |= parts(llm, plan, state, branch)
-    row |= {"tokens_per_s": 1e3 / best, "limit_ms": limit, "times_limit": best / limit}
+    row |= {"tokens_per_s": batch * 1e3 / best, "limit_ms": limit, "times_limit": best / limit}
     if branch is not None:
         row |= traffic_row(before, after, len(config.drivers) * (steps + 1))
         row |= disk_row(store, plan, row.pop("fetch_ms"), directory)
         branch.close()
     head = {"model": name, "method": common.label_of(settings), "store": store_name, "context": context}
     return {**head, "task": "throughput", "budget": method.budget, "seed": 0, "resident_bytes": resident,
-            "index_build_s": build, **row}
+            "batch": batch, "index_build_s": build, **row}
 
 
 def traffic_row(before: base.Stats, after: base.Stats, tokens: int) -> dict:
