@@ -1,4 +1,4 @@
-"""What bare system calls can read: plain threaded positional reads, beside which the store is judged."""
+"""What bare system calls can read, with threads or asynchronously: beside these the store is judged."""
 
 import contextlib
 import mmap
@@ -11,6 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from kvjax.store.aio import Ring
+from kvjax.store.linux import IOCB
 from kvjax.store.system import SystemIO
 
 
@@ -60,6 +62,36 @@ class RawFile:
 
     def close(self) -> None:
         self._pool.shutdown()
+        os.close(self._descriptor)
+
+
+class RawRing:
+    """An open file and a kernel context that reads all of it that is asked for at once, past the page cache."""
+
+    def __init__(self, path):
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        self._ring: Ring | None = None
+
+    def seconds(self, offsets: Sequence[int], size: int) -> float:
+        """Wall time of reading `size` bytes at every offset, as many each time."""
+        count = len(offsets)
+        ring = self._ring = self._ring or Ring(SystemIO(), count, size, size)
+        control = np.zeros(count, IOCB)
+        control["descriptor"], control["offset"], control["nbytes"] = self._descriptor, offsets, size
+        control["buffer"] = ring.arena.address + size * np.arange(count)
+        started = time.perf_counter()
+        done = ring.submit(control)
+        while done < count:
+            done += ring.submit(control[done:])
+        results = ring.wait(count, 60.0)["result"]
+        taken = time.perf_counter() - started
+        if results.size < count or (results != size).any():
+            raise OSError(f"{count} reads were submitted, and these landed: {results}")
+        return taken
+
+    def close(self) -> None:
+        if self._ring is not None:
+            self._ring.close(60.0)
         os.close(self._descriptor)
 
 

@@ -172,8 +172,9 @@ def needed_blocks(spec: Spec, layer: LayerState, selection: Selection) -> tuple[
     force = jnp.where(known, none, selection.force)[:, None]
 
     nth = jnp.arange(spec.selected_rows)
-    rank = jnp.sum(end[:, None, :] <= nth[None, :, None], axis=-1)  # blocks that end before the nth row
-    rank = jnp.minimum(rank, spec.max_blocks - 1)
+    # Blocks that end before the nth row: a count of ends, as comparing every row with every end is N x M.
+    ends = jnp.zeros((spec.kv_heads, spec.selected_rows), jnp.int32).at[head, end].add(1, mode="drop")
+    rank = jnp.minimum(jnp.cumsum(ends, axis=-1), spec.max_blocks - 1)
     row = nth[None] - jnp.take_along_axis(end - count, rank, axis=-1)
     valid = nth[None] < jnp.minimum(end[:, -1:], room)
     row = jnp.where(valid, row, 0)

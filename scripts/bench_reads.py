@@ -1,22 +1,26 @@
 """What the flash store's read path costs beyond bare system calls, and where it goes.
 
-    python scripts/bench_reads.py [--dir=DIR] [--blocks_kb=16,64,256] [--threads=4] [--repeats=15] [--profile=native]
+    python scripts/bench_reads.py [--dir=DIR] [--blocks_kb=16,64,256] [--asked=N] [--engines=aio,threads] [--threads=4]
+                                  [--repeats=15] [--profile=native]
 
 One call reads 128 scattered blocks of 16 KB, 64 of 64 KB or 32 of 256 KB, cold: past the page cache with O_DIRECT, or,
-where that is refused, after the pages were dropped. Three ways, in turn, each time other blocks:
+where that is refused, after the pages were dropped. Three ways with each engine, in turn, each time other blocks:
 
-    raw     os.preadv of each block by as many threads: no checksum, no copy
+    raw     bare system calls: one io_submit and io_getevents for all blocks (aio), or preadv of each by as many
+            threads; no checksum, no copy
     store   FlashBranch.read_into: the same system calls, checksums verified, blocks copied to their slots
     staged  the same when every block has one committed row that is not in the file yet
 
 Figures are medians over the repeats after a warm-up. The ratio, the effective bandwidth over the raw one, is given for
 the median calls and, less sensitive to other work on the machine, for the fastest ones; the store is meant to reach
 0.85. CPU time is that of the whole process, all threads, per block. "beyond I/O" is what a call takes besides the time
-from the first request to the last answer of the device. --cprofile prints where the time of the calling
-thread goes instead.
+from the first request to the last answer of the device. An answer to an asynchronous read is seen when
+somebody waits for one, so that copying what landed before counts as I/O there. --cprofile prints where the time of the
+calling thread goes instead.
 """
 
 import cProfile
+import functools
 import mmap
 import os
 import pathlib
@@ -24,19 +28,22 @@ import pstats
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 
 import numpy as np
 from absl import app, flags
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from experiments.raw_disk import RawFile
+from experiments.raw_disk import RawFile, RawRing
 from kvjax.store.base import Geometry
 from kvjax.store.flash import FlashBranch, FlashStore
 from kvjax.store.format import HEADER_BYTES
 
 DIR = flags.DEFINE_string("dir", None, "directory on the device to measure; default: the temporary directory")
 SIZES = flags.DEFINE_list("blocks_kb", ["16", "64", "256"], "block sizes, KB")
+BLOCKS = flags.DEFINE_integer("asked", None, "blocks per head (of 8) and call, instead of those above", lower_bound=1)
+ENGINES = flags.DEFINE_list("engines", ["aio", "threads"], "how to read, see kvjax/store/reader.py")
 THREADS = flags.DEFINE_integer("threads", 4, "reading threads, and so requests in flight", lower_bound=1)
 REPEATS = flags.DEFINE_integer("repeats", 15, "timed calls of each way", lower_bound=1)
 PROFILE = flags.DEFINE_string("profile", "native", "device to emulate, see kvjax/store/profiles.py")
@@ -50,15 +57,17 @@ ASKED = {16: 16, 64: 8, 256: 4}  # blocks per head and call
 class Bench:
     """A file whose every block is full, and one timed call of each way to read it."""
 
-    def __init__(self, directory: str, block_kb: int):
-        self.asked = ASKED.get(block_kb, 4)
+    def __init__(self, directory: str, block_kb: int, engine: str):
+        self.asked = BLOCKS.value or ASKED.get(block_kb, 4)
         rounds = 3 * (REPEATS.value + WARM_UP)
         blocks = 2 * self.asked * rounds  # no block is read twice, and no two of a call are neighbours
         self.geometry = Geometry(layers=1, batch=1, kv_heads=HEADS, num_blocks=blocks, width=WIDTH, dtype="bfloat16",
                                  block_rows=block_kb * 1024 // (2 * WIDTH))
-        store = FlashStore(directory, threads=THREADS.value, profile=PROFILE.value, staging_bytes=STAGING)
+        store = FlashStore(directory, engine=engine, threads=THREADS.value, profile=PROFILE.value,
+                           staging_bytes=STAGING)
         self.branch: FlashBranch = filled(store, self.geometry)
-        self.raw = RawFile(self.branch.path, THREADS.value, self.branch.direct, store.system)
+        path, system = self.branch.path, store.system
+        self.raw = RawRing(path) if engine == "aio" else RawFile(path, THREADS.value, self.branch.direct, system)
         order = [2 * np.random.default_rng(head).permutation(blocks // 2) for head in range(HEADS)]
         self._picks = iter(np.stack(order, axis=0).reshape(HEADS, rounds, self.asked).swapaxes(0, 1).astype(np.int32))
         self._slot = np.tile(np.arange(self.asked, dtype=np.int32), (1, HEADS, 1))
@@ -68,7 +77,7 @@ class Bench:
         self._slots = np.frombuffer(memory, self.geometry.numpy_dtype).reshape(shape)
 
     def _pick(self) -> np.ndarray:
-        if not self.branch.direct:
+        if isinstance(self.raw, RawFile) and not self.branch.direct:
             self.raw.forget_pages()
         return next(self._picks)
 
@@ -115,10 +124,14 @@ def filled(store: FlashStore, geometry: Geometry) -> FlashBranch:
     return branch
 
 
-def measure(bench: Bench) -> dict[str, np.ndarray]:
-    """[repeats, 3] wall, CPU and not-I/O seconds of each way, taken in turn."""
-    ways = {"raw": bench.read_raw, "store": bench.read_store, "staged": lambda: bench.read_store(staged=True)}
-    taken: dict[str, list] = {name: [] for name in ways}
+def measure(benches: dict[str, Bench]) -> dict[tuple[str, str], np.ndarray]:
+    """[repeats, 3] wall, CPU and not-I/O seconds of each engine and way, taken in turn."""
+    ways: dict[tuple[str, str], Callable] = {}
+    for engine, bench in benches.items():
+        ways[engine, "raw"] = bench.read_raw
+        ways[engine, "store"] = bench.read_store
+        ways[engine, "staged"] = functools.partial(bench.read_store, staged=True)
+    taken: dict[tuple[str, str], list] = {name: [] for name in ways}
     for turn in range(WARM_UP + REPEATS.value):
         for i in range(len(ways)):
             name = list(ways)[(turn + i) % len(ways)]
@@ -128,14 +141,13 @@ def measure(bench: Bench) -> dict[str, np.ndarray]:
     return {name: np.array(figures) for name, figures in taken.items()}
 
 
-def report(bench: Bench, block_kb: int, found: dict[str, np.ndarray]) -> None:
-    count = HEADS * bench.asked
-    raw, raw_least = np.median(found["raw"][:, 0]), found["raw"][:, 0].min()
-    for name, figures in found.items():
+def report(count: int, block_kb: int, found: dict[tuple[str, str], np.ndarray]) -> None:
+    for (engine, way), figures in found.items():
+        raw, raw_least = np.median(found[engine, "raw"][:, 0]), found[engine, "raw"][:, 0].min()
         (wall, cpu, beyond), least = np.median(figures, axis=0), figures[:, 0].min()
-        print(f"{block_kb:8} {name:>8} {1e3 * wall:9.2f} {1e3 * least:9.2f} {count * block_kb * 1.024e-3 / wall:9.0f} "
-              f"{raw / wall:7.2f} {raw_least / least:12.2f} {1e6 * cpu / count:12.1f} "
-              f"{1e6 * beyond:13.0f}", flush=True)
+        print(f"{block_kb:8} {engine:>8} {way:>8} {1e3 * wall:9.2f} {1e3 * least:9.2f} "
+              f"{count * block_kb * 1.024e-3 / wall:9.0f} {raw / wall:7.2f} {raw_least / least:12.2f} "
+              f"{1e6 * cpu / count:12.1f} {1e6 * beyond:13.0f}", flush=True)
 
 
 def profile_reads(bench: Bench) -> None:
@@ -154,17 +166,20 @@ def main(argv):
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
     device = PROFILE.value if PROFILE.value == "native" else f"{PROFILE.value} (emulated)"
     for i, block_kb in enumerate(map(int, SIZES.value)):
-        bench = Bench(DIR.value or tempfile.gettempdir(), block_kb)
+        benches = {engine: Bench(DIR.value or tempfile.gettempdir(), block_kb, engine) for engine in ENGINES.value}
+        bench = next(iter(benches.values()))
         if i == 0:
             how = "O_DIRECT" if bench.branch.direct else "page cache, dropped before each call"
             print(f"device {device}, {how}, {THREADS.value} threads, medians of {REPEATS.value} calls")
-            print(f"{'block KB':>8} {'way':>8} {'ms':>9} {'fastest':>9} {'MB/s':>9} {'ratio':>7} {'of fastest':>12} "
-                  f"{'CPU us/block':>12} {'beyond I/O us':>13}")
+            print(f"{'block KB':>8} {'engine':>8} {'way':>8} {'ms':>9} {'fastest':>9} {'MB/s':>9} {'ratio':>7} "
+                  f"{'of fastest':>12} {'CPU us/block':>12} {'beyond I/O us':>13}")
         if CPROFILE.value:
-            profile_reads(bench)
+            for bench in benches.values():
+                profile_reads(bench)
         else:
-            report(bench, block_kb, measure(bench))
-        bench.close()
+            report(HEADS * bench.asked, block_kb, measure(benches))
+        for bench in benches.values():
+            bench.close()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ still being written back, the device's queue is full) is read once more by threa
 import collections
 import contextlib
 import errno
-import functools
 import os
 import time
 
@@ -39,6 +38,7 @@ class Ring:
 
     Attributes:
       arena: memory for as many extents as there can be reads in flight.
+      single: IOCB[extents] that read one extent each, number i to place i; all but descriptor and offset.
       in_flight: reads the kernel has not answered yet, or whose answers were not taken.
     """
 
@@ -48,6 +48,11 @@ class Ring:
         self._system = system
         self._events = np.zeros(extents, EVENT)
         self._steps = np.arange(extents) * IOCB.itemsize
+        self.single = np.zeros(extents, IOCB)
+        self.single["data"] = np.arange(extents)
+        self.single["opcode"], self.single["rw_flags"] = IOCB_CMD_PREAD, RWF_NOWAIT
+        self.single["buffer"] = self.arena.address + extent_bytes * np.arange(extents)
+        self.single["nbytes"] = extent_bytes
         self._context = system.io_setup(extents)
         self._closed = False
 
@@ -278,15 +283,6 @@ class _Landing:
         return np.array([i for i in positions if not self._copied[i]], np.int64)
 
 
-@functools.lru_cache(maxsize=64)
-def _blank(reads: int) -> np.ndarray:
-    """IOCB[reads] with all that is the same in every fetch."""
-    control = np.zeros(reads, IOCB)
-    control["data"] = np.arange(reads)
-    control["opcode"], control["rw_flags"] = IOCB_CMD_PREAD, RWF_NOWAIT
-    return control
-
-
 class RingEngine:
     """Fetches extents of one O_DIRECT file with rings.
 
@@ -312,13 +308,14 @@ class RingEngine:
 
     def control(self, ring: Ring, extents: np.ndarray, starts: np.ndarray) -> np.ndarray:
         """IOCB[reads] that read extents[n] from each of the positions starts[reads] to the next."""
+        reads, places = starts.size, ring.arena.extents
+        control = ring.single[:reads].copy() if reads <= places else np.resize(ring.single, reads)
         offsets = HEADER_BYTES + extents[starts].astype(np.int64) * self.extent_bytes
-        control = _blank(starts.size).copy()
         control["descriptor"], control["offset"] = self.file.direct_places(offsets)
-        control["buffer"] = ring.arena.address + starts % ring.arena.extents * self.extent_bytes
-        stops = np.full_like(starts, extents.size)
-        stops[:-1] = starts[1:]
-        control["nbytes"] = (stops - starts) * self.extent_bytes
+        if extents.size > min(reads, places):  # there are neighbours, or places are used again
+            control["data"] = np.arange(reads)
+            control["buffer"] = ring.arena.address + starts % places * self.extent_bytes
+            control["nbytes"] = np.diff(starts, append=extents.size) * self.extent_bytes
         return control
 
     def close(self) -> None:

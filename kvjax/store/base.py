@@ -105,7 +105,9 @@ class Stats:
     bytes_put: int = 0  # bytes of committed rows and blocks, and of a prompt's
     bytes_written: int = 0  # bytes given to the device, padding included
     read_seconds: float = 0.0  # wall time inside read_into
-    io_seconds: float = 0.0  # of every read that was used: from the first request to the last answer of the device
+    # Of every read that was used: from the first request to the last answer of the device. With asynchronous reads an
+    # answer is seen when somebody waits for it: at most that long for what landed before it was wanted.
+    io_seconds: float = 0.0
     wait_seconds: float = 0.0  # in which read_into was blocked until the device answered
     prefetched: int = 0  # blocks asked for ahead
     prefetch_used: int = 0  # of these, blocks that read_into then wanted

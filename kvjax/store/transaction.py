@@ -280,12 +280,11 @@ class TransactionalBranch(Branch):
         self._expect("slots", slots, (*block.shape[:2], count, geometry.block_rows, geometry.width))
         if not (slots.flags.c_contiguous and slots.flags.writeable):
             raise FormatMismatch("slots must be C-contiguous and writable")
-        wanted = _within(block, geometry.num_blocks)
-        placed = _within(slot, count)
         ids = block + (self._lane_start + self._layer_start(layer))[..., None]
         targets = slot + (self._lane * count)[..., None]
         out = slots.reshape(geometry.lanes * count, -1).view(np.uint8)
-        if wanted.all() and placed.all():  # the usual case: no gathering
+        wanted, placed = _within(block, geometry.num_blocks), _within(slot, count)
+        if (wanted & placed).all():  # the usual case: nothing to gather
             return ids.reshape(-1), targets.reshape(-1), out
         if not placed[wanted].all():
             raise FormatMismatch(f"slot {slot[wanted & ~placed][0]} is not one of the {count} slots")
