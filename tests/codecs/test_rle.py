@@ -79,6 +79,14 @@ def test_one_by_one_gives_the_same_as_all_at_once(key, length, tolerance, slots)
     assert int(bulk.tokens + bulk.refused) == length
 
 
+@pytest.mark.parametrize("way", [encode, one_by_one])
+def test_errors_do_not_add_up_along_a_run(way):
+    """Given keys that drift by less than the tolerance, a run ends where its first key is too far away."""
+    key = jnp.broadcast_to(0.04 * jnp.arange(TOKENS, dtype=jnp.float32)[:, None], (TOKENS, SIZE))
+    runs = way(key, jnp.int32(6), Tolerance(absolute=0.05), TOKENS)
+    np.testing.assert_array_equal(runs.slot[:6], [0, 0, 1, 1, 2, 2])
+
+
 def test_more_tokens_follow_an_encoded_prompt():
     key = np.repeat(np.random.default_rng(0).normal(size=(8, SIZE)), 3, axis=0).astype(np.float32)
     runs = rle.resize(encode(key, jnp.int32(10), Tolerance(), TOKENS), 8)
