@@ -12,6 +12,7 @@ from kvjax.methods import METHODS
 from kvjax.methods.dynakv import DynaKV as dynakv
 from kvjax.methods.dynsplit import DynSplit as dynsplit
 from kvjax.methods.full import Full as full
+from kvjax.methods.icecache import IceCache as icecache
 from kvjax.methods.infinigen import InfiniGen as infinigen
 from kvjax.methods.kvswap import KVSwap as kvswap
 from kvjax.methods.loki import Loki as loki
@@ -42,6 +43,7 @@ __all__ = [
     "dynakv",
     "dynsplit",
     "full",
+    "icecache",
     "infinigen",
     "init_cache",
     "kvswap",

@@ -11,7 +11,7 @@ import numpy as np
 from kvjax import layer
 from kvjax.layer import LayerCache, LayerPlan, Prompts
 from kvjax.method import Method
-from kvjax.methods import DynaKV, DynSplit, Full, InfiniGen, KVSwap, Oracle, Quest, ShadowKV, StreamingLLM
+from kvjax.methods import DynaKV, DynSplit, Full, IceCache, InfiniGen, KVSwap, Oracle, Quest, ShadowKV, StreamingLLM
 from kvjax.pool import Line
 from kvjax.store.base import Geometry, Prompt
 from kvjax.store.slots import SlotPool
@@ -30,6 +30,9 @@ METHODS = {
     "dynsplit_sentence_mean": DynSplit(
         budget=24, sinks=2, window=5, chunk=4, deviation=1, shortest=2, splitting="sentence", vectors="mean",
         table=DELIMITERS,
+    ),
+    "icecache": IceCache(
+        budget=24, sinks=2, window=4, page=4, ratio=1 / 8, beam=6, insert_beam=4, projections=4, visit=20
     ),
     "kvswap": KVSwap(budget=24, sinks=2, window=4, group=4, sigma=4),
     "infinigen": InfiniGen(budget=24, sinks=2, window=4, sigma=2),

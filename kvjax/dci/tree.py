@@ -80,3 +80,8 @@ def empty_tree(shape: Shape, seed: PRNGKey) -> Tree:
         root=none, height=jnp.int32(1), used=jnp.int32(0), radius=jnp.float32(0),
         directions=random_directions(seed, shape.size + 1, shape.projections), strays=jnp.int32(0),
     )
+
+
+def occupancy(tree: Tree) -> Float[Array, "*B_K"]:
+    """Share of the rows of pages in use that hold a point."""
+    return jnp.sum(tree.count, axis=-1) / jnp.maximum(tree.used * tree.key.shape[-2], 1)

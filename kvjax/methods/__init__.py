@@ -3,6 +3,7 @@
 from kvjax.methods.dynakv import DynaKV
 from kvjax.methods.dynsplit import DynSplit
 from kvjax.methods.full import Full
+from kvjax.methods.icecache import IceCache
 from kvjax.methods.infinigen import InfiniGen
 from kvjax.methods.kvswap import KVSwap
 from kvjax.methods.loki import Loki
@@ -17,6 +18,7 @@ METHODS = {
     "streaming_llm": StreamingLLM,
     "quest": Quest,
     "dynakv": DynaKV,
+    "icecache": IceCache,
     "kvswap": KVSwap,
     "dynsplit": DynSplit,
     "infinigen": InfiniGen,

@@ -1,0 +1,236 @@
+"""IceCache: passkey grid, the DCI-tree alone, hit rate of its pages, decode time against context.
+
+Each part writes its rows as it goes; a row that the workdir already has is not measured again.
+"""
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+from matplotlib.figure import Figure
+
+import kvjax
+from experiments import common, evaluate, throughput
+from experiments.results import Run
+from kvjax import dci, metrics, planning
+from kvjax.dci.tree import most_levels, occupancy
+from kvjax.errors import ConfigError
+from kvjax.planning import Slots
+from kvjax.tasks import needles
+
+Row = dict
+
+
+# ------------------------------------------------------------------------------------ passkey grid
+
+
+def passkey(llm: kvjax.LLM, config: ml_collections.ConfigDict) -> Iterator[tuple[Row, Callable[[], Row]]]:
+    """Figure 6: right answers over depth, at every length and budget, beside the full cache and exact top-k."""
+    stream = common.held_out_tokens(llm)
+    for length in config.lengths:
+        samples = functools.cache(
+            lambda length=length: evaluate.draw_samples(llm, stream, "passkey", length, config.samples, config.seed)
+        )
+        methods = [kvjax.full()]
+        for budget in config.budgets:
+            methods += [
+                kvjax.icecache(budget=budget, window=config.window, beam=config.beam),
+                kvjax.icecache(budget=budget, window=config.window, beam=config.beam, reuse=3),
+                kvjax.oracle(budget=budget, window=config.window, dense_layers=2),
+            ]
+        for method in methods:
+            head = {"task": "passkey", "method": _label(method), "context": length, "budget": method.budget}
+            yield head, lambda method=method, samples=samples: evaluate.retrieval_row(llm, method, samples(), config)
+
+
+def _label(method) -> str:
+    return common.label(method) + (f"_reuse{method.reuse}" if method.reuse > 1 else "")
+
+
+# --------------------------------------------------------------------------------- the tree alone
+
+
+def real_keys(llm: kvjax.LLM, config) -> tuple[np.ndarray, np.ndarray]:
+    """Keys [N, T, D] of a prompt and queries [N, Q, D] of the tokens after it, of every layer and KV head."""
+    stream = common.held_out_tokens(llm)
+    size = config.key_tokens + config.key_steps
+    text = needles.random_span(np.random.default_rng(config.seed), stream, size)
+    cache = llm.prefill(text[: config.key_tokens], method=kvjax.full(), capacity=size + 8, keep_keys=True)
+    asked: list[np.ndarray] = []
+    llm.generate(
+        text[config.key_tokens :], cache, max_new_tokens=1,
+        observer=lambda step, _: asked.append(np.stack([np.asarray(report.q)[0] for report in step.reports])),
+    )
+    key = np.concatenate([layer[0].swapaxes(0, 1) for layer in cache.keys])
+    query = np.stack(asked).transpose(1, 2, 0, 3, 4)  # layers, KV heads, steps, query heads, D
+    return key, query.reshape(len(key), -1, key.shape[-1])
+
+
+def made_up_points(kind: str, points: int, queries: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Keys [1, T, 64] and queries [1, Q, 64]: `clustered` around 256 centres, or `uniform` in a cube."""
+    rng = np.random.default_rng(seed)
+    query = rng.standard_normal((1, queries, 64), np.float32)
+    if kind == "uniform":
+        return rng.uniform(-1, 1, (1, points, 64)).astype(np.float32), query
+    centre = rng.standard_normal((256, 64), np.float32)
+    noise = 0.4 * rng.standard_normal((points, 64), np.float32)
+    return (centre[rng.integers(0, 256, points)] + noise)[None], query
+
+
+SEARCHES = {  # label -> (projections, visited share of all points, or None: all of the beam's pages)
+    "exact": (0, None),
+    "pdci32": (32, 0.15),
+}
+
+
+def tree_alone(llm: kvjax.LLM, config) -> Iterator[tuple[Row, Callable[[], Row]]]:
+    """Recall against brute force, share of points visited, comparisons and occupancy; two ways to search."""
+    sources = [("real", config.key_tokens), *((kind, n) for kind in ("clustered", "uniform") for n in config.points)]
+    keys = functools.cache(lambda: real_keys(llm, config))
+    for kind, points in sources:
+        for name in SEARCHES:
+            def measured(kind=kind, points=points, name=name):
+                found = keys() if kind == "real" else made_up_points(kind, points, config.queries, config.seed)
+                return _mean([_searched(*pair, name, config.beam) for pair in zip(*found, strict=True)])
+
+            yield {"task": "dci", "method": name, "source": kind, "context": points}, measured
+
+
+def _searched(key: np.ndarray, query: np.ndarray, name: str, beam: int) -> Row:
+    points, (projections, share) = len(key), SEARCHES[name]
+    levels = most_levels(points, 1 / 16)
+    shape = dci.Shape(-(-2 * points // 8) + 1, 8, key.shape[-1], 1 / 16, levels, projections)
+    wide = max(beam, points // 16) if share else beam
+    search = dci.Search(wide, 4 * wide, share and round(share * points))
+    return {k: float(v) for k, v in _search(shape, search, jnp.asarray(key), jnp.asarray(query)).items()}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _search(shape: dci.Shape, search: dci.Search, key, query):
+    """Figures of one head's tree, means over queries."""
+    points = key.shape[0]
+    level = dci.draw_levels(jax.random.key(1), jnp.arange(points), shape.ratio, shape.levels)
+    tree, page, row = dci.build(shape, jax.random.key(0), key, jnp.ones(points, bool), level)
+    number = jnp.full(shape.points, points, jnp.int32).at[page * shape.rows + row].set(jnp.arange(points))
+
+    def one(q):
+        found = dci.query(shape, search, tree, dci.transform_query(q[None]))
+        at = number.at[found.point.reshape(-1)].get(mode="fill", fill_value=points)
+        hit = jnp.zeros(points, bool).at[at].set(True, mode="drop")
+        top = jax.lax.top_k(key @ q, min(256, points))[1]
+        recalls = {f"recall_{k}": jnp.mean(hit[top[:k]]) for k in (16, 64, 256)}
+        return {**recalls, "visited": jnp.sum(hit), "bounds": jnp.sum(found.opened) * (shape.projections > 0)}
+
+    found = jax.tree.map(jnp.mean, jax.lax.map(one, query))
+    return {**found, "visited_share": found["visited"] / points, "occupancy": occupancy(tree)}
+
+
+def _mean(rows: list[Row]) -> Row:
+    return {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
+
+
+# ------------------------------------------------------------------------------- hit rate of pages
+
+
+def pages(llm: kvjax.LLM, config) -> Iterator[tuple[Row, Callable[[], Row]]]:
+    """Share of the true top 16 and of the attention mass that the loaded pages hold, in all layers of one text."""
+    size = config.key_tokens + config.key_steps
+    text = needles.random_span(np.random.default_rng(config.seed), common.held_out_tokens(llm), size)
+    for budget in config.budgets:
+        shared = {"budget": budget, "window": config.window}
+        for method in (
+            kvjax.icecache(**shared, beam=config.beam, dense_layers=0), kvjax.quest(**shared, page=8),
+            kvjax.quest(**shared, page=16), kvjax.oracle(**shared),
+        ):
+            label = common.label(method) + (f"_page{method.page}" if hasattr(method, "page") else "")
+            head = {"task": "pages", "method": label, "context": config.key_tokens, "budget": budget}
+            yield head, lambda method=method: _hit_rate(llm, method, text, config)
+
+
+def _hit_rate(llm: kvjax.LLM, method, text: list[int], config) -> Row:
+    capacity = -(-(len(text) + 8) // 64) * 64
+    cache = llm.prefill(text[: config.key_tokens], method=method, capacity=capacity, keep_keys=True)
+    probe = metrics.Probe(cache, k=16)
+    result = llm.generate(text[config.key_tokens :], cache, max_new_tokens=1, observer=probe)
+    return {"recall": probe.quality.recall, "attention_mass": probe.quality.attention_mass,
+            "attended_tokens": result.usage.attended_tokens, "resident_bytes": cache.resident_bytes}
+
+
+# ---------------------------------------------------------------------------------- time per token
+
+
+def time_per_token(config) -> Iterator[tuple[Row, Callable[[], Row]]]:
+    """Figure 8, and the growth over the decode with the index updated and frozen; made-up keys, in memory."""
+    model = functools.cache(lambda: throughput.make_model(config.model_shape))
+    budget = max(config.budgets)
+    for context in config.contexts:
+        for label, method in {
+            "full": kvjax.full(),
+            "icecache": kvjax.icecache(budget=budget, beam=config.beam),
+            "icecache_frozen": kvjax.icecache(budget=budget, beam=config.beam, update=False),
+            "icecache_reuse3": kvjax.icecache(budget=budget, beam=config.beam, reuse=3, dense_layers=1),
+        }.items():
+            head = {"task": "tpot", "method": label, "context": context, "budget": method.budget}
+            yield head, lambda method=method, context=context: _timed(model(), method, context, config.steps)
+
+
+def _timed(llm: kvjax.LLM, method, context: int, steps: int) -> Row:
+    """Milliseconds of a token: median, of the first and the last quarter, and of one layer's parts."""
+    started = time.perf_counter()
+    plan, state, _, build = throughput.filled_cache(llm, method, context, 2 * steps + 4, None, Slots())
+    filled = time.perf_counter() - started
+    resident = planning.resident_bytes(state)
+    seconds, state = throughput.time_tokens(llm, plan, state, [i % 7 for i in range(steps + 1)], "fused")
+    times, quarter = 1e3 * seconds[1:], max(1, steps // 4)
+    return {
+        "token_ms": float(np.median(times)), "first_quarter_ms": float(np.median(times[:quarter])),
+        "last_quarter_ms": float(np.median(times[-quarter:])), "resident_bytes": resident, "index_build_s": build,
+        "fill_s": filled, **throughput.parts(llm, plan, state, None),
+    }
+
+
+# --------------------------------------------------------------------------------------------- run
+
+
+def run(config: ml_collections.ConfigDict, workdir: str) -> None:
+    """Measures every part; re-running skips the rows that are there."""
+    llm = common.load_model(config.model)
+    parts = {
+        "passkey": lambda: passkey(llm, config), "dci": lambda: tree_alone(llm, config),
+        "pages": lambda: pages(llm, config), "tpot": lambda: time_per_token(config),
+    }
+    unknown = set(config.parts) - set(parts)
+    if unknown:
+        raise ConfigError(f"unknown parts {sorted(unknown)}; use some of {', '.join(parts)}")
+    run = Run(config, workdir)
+    rows = run.logged()
+    for part in config.parts:
+        for head, measured in parts[part]():
+            if not any(head.items() <= row.items() for row in rows):
+                rows.append({**head, "store": "memory", "seed": config.seed, **measured()})
+                run.log(**rows[-1])
+    run.summary(rows)
+    plot(rows).savefig(run.path / "icecache.png", dpi=100)
+
+
+def plot(rows: list[Row]) -> Figure:
+    """Points visited per query against the points of the tree, and time per token against context."""
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    _curves(left, [row for row in rows if row["task"] == "dci" and row["source"] != "real"], "visited", "source")
+    left.set(title="keys compared per query", xlabel="points", xscale="log", yscale="log")
+    _curves(right, [row for row in rows if row["task"] == "tpot"], "token_ms", "task")
+    right.set(title="ms per token", xlabel="context", xscale="log", yscale="log")
+    return figure
+
+
+def _curves(axes, rows: list[Row], name: str, group: str) -> None:
+    for label in sorted({(row[group], row["method"]) for row in rows}):
+        mine = sorted((row["context"], row[name]) for row in rows if (row[group], row["method"]) == label)
+        axes.plot(*zip(*mine, strict=True), "o-", label=" ".join(label))
+    if rows:
+        axes.legend(fontsize=8)

@@ -1,0 +1,123 @@
+"""IceCache (Mao et al., "IceCache: Memory-Efficient KV-Cache Management for Long-Sequence LLMs"), Algorithms 1 to 4.
+
+The keys between sinks and window are indexed per KV head in a DCI-tree (`kvjax.dci`) whose nodes are pages: keys that
+are near each other, hence asked for together, share a page and are read together. A query descends the tree, the best
+tokens it finds name the pages to load, and all tokens of these are attended. While decoding, each token that leaves
+the window is inserted into the tree and goes to the page of its node; a full node opens another page.
+
+Layers 0 and 1 are dense, as in the paper (5.1). `reuse=3` is its IceCache(reuse): every third layer has a tree and
+searches it, the layers between follow (appendix C).
+
+Choices the paper leaves open:
+  - the query heads of a KV head search together (`kvjax.dci.search`), which loads the union of their pages (4.2).
+  - k, the number of tokens that name pages: all that the search compares with the query. Their pages are ranked by the
+    sum of exp(q.k / sqrt(D)) over these tokens, divided by the rows of the page: attention mass per row of the budget.
+    Pages without such a token come last, and fill what the others leave of the budget.
+  - page size, promotion ratio and width of the search are not given. Pages of 8 held most of the true top tokens per
+    budget with the reference model's keys.
+  - every token of an opened page is compared with the query. With `projections` and `visit` only those are that P-DCI
+    gives priority to: fewer products, but more gathers, which on CPU costs as much.
+
+Resident: all keys (as in the paper, where they are in CPU memory with the index), their projections, and the links.
+Cost per step: `pages` pages of keys per level of the tree, and one number per page to rank them.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+
+from kvjax import dci
+from kvjax.dci.tree import most_levels
+from kvjax.method import Method, Placement, Selection, aggregate, no_force, top_blocks
+
+_LOW = -1e30  # rank of a page without a found token: finite, so that it still comes before an empty page
+
+
+@dataclasses.dataclass(frozen=True)
+class IceCache(Method):
+    """Pages that are nodes of a DCI-tree.
+
+    Attributes:
+      page: rows of a page.
+      ratio: promotion ratio r.
+      num_blocks: pages of one head; None = enough for full pages and three quarters of a page for every parent.
+      beam: nodes searched per level.
+      pages: pages opened per level; None = 1.5 * beam.
+      projections: P, directions of P-DCI; 0 = none.
+      visit: tokens compared with the query per level, by the priority of P-DCI; None = all that are opened.
+      insert_beam: nodes searched per level for the parent of a new token.
+      update: whether tokens that leave the window find their place in the tree. Otherwise they go to pages under the
+        root in the order they come, only to measure what an index that follows the decode is worth.
+      seed: of directions and promotions.
+    """
+
+    aggregation: str = "softmax_mean"
+    dense_layers: int = 2
+    page: int = 8
+    ratio: float = 1 / 8
+    num_blocks: int | None = None
+    beam: int = 64
+    pages: int | None = None
+    projections: int = 0
+    visit: int | None = None
+    insert_beam: int = 16
+    update: bool = True
+    seed: int = 0
+
+    def blocks(self, capacity, rows):
+        count = -(-capacity // self.page) + math.ceil(0.75 * capacity * self.ratio) + 1
+        return self.num_blocks or count, self.page, max(1, -(-2 * rows // self.page)), 0
+
+    def init(self, spec, weights):
+        return jax.vmap(lambda seed: dci.empty_tree(self._shape(spec), seed))(self._seeds(spec))
+
+    def build(self, spec, index, context):
+        shape = self._shape(spec)
+
+        def one_head(args):
+            key, seed = args
+            level = dci.draw_levels(seed, context.pos, self.ratio, shape.levels)
+            return dci.build(shape, seed, key, context.valid, level)
+
+        tree, page, row = jax.lax.map(one_head, (context.key.astype(jnp.float32), self._seeds(spec)))
+        return tree, Placement(page, row)
+
+    def select(self, spec, index, view, q):
+        """PAGE-SELECT (Algorithm 3) of every KV head."""
+        score = jax.vmap(lambda *head: self._page_scores(spec, *head))(index, view.count, q)
+        ranked = aggregate(score, self.aggregation)
+        return Selection(top_blocks(ranked, view.count > 0, spec.max_blocks), no_force(spec))
+
+    def _page_scores(self, spec, tree, count, q):
+        """Log of the mean attention weight over the rows of each page [G, NB], up to a constant."""
+        found = dci.query(self._shape(spec), self._search(self.beam), tree, dci.transform_query(q))
+        norm = jnp.sqrt(jnp.sum(jnp.square(q), axis=-1))
+        score = jnp.maximum(found.score, _LOW).reshape(-1, spec.group) * norm * spec.head_dim**-0.5
+        weight = jnp.exp(score - jnp.max(score, axis=0))
+        page = found.point.reshape(-1) // spec.block_rows
+        mass = jnp.zeros((spec.num_blocks, spec.group)).at[page].add(weight, mode="drop")
+        density = jnp.log(jnp.maximum(mass, 1e-37)) - jnp.log(jnp.maximum(count, 1).astype(jnp.float32))[:, None]
+        return jnp.where(mass > 0, density, _LOW).T
+
+    def append(self, spec, index, view, leaving):
+        shape, search = self._shape(spec), self._search(self.insert_beam)
+
+        def one_head(tree, key, seed):
+            drawn = dci.draw_levels(seed, leaving.pos, self.ratio, shape.levels)
+            level = drawn if self.update else tree.height
+            return dci.insert(shape, search, tree, key, level, leaving.valid)
+
+        tree, page, row = jax.vmap(one_head)(index, leaving.key.astype(jnp.float32), self._seeds(spec))
+        return tree, Placement(page, row)
+
+    def _shape(self, spec) -> dci.Shape:
+        levels = most_levels(spec.capacity, self.ratio)
+        return dci.Shape(spec.num_blocks, spec.block_rows, spec.head_dim, self.ratio, levels, self.projections)
+
+    def _search(self, beam: int) -> dci.Search:
+        return dci.Search(beam, self.pages or -(-3 * beam // 2), self.visit)
+
+    def _seeds(self, spec):
+        return jax.random.split(jax.random.key(self.seed), spec.kv_heads)

@@ -1,0 +1,70 @@
+"""IceCache's pages: their ranking against NumPy, where leaving tokens go, what happens when pages run out."""
+
+import dataclasses
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+from harness import GROUP, HEADS, METHODS, SIZE, Sim, Stream, check_every_token_has_one_place
+
+from kvjax import cache as caching
+from kvjax.dci.tree import occupancy
+
+ALL = dataclasses.replace(METHODS["icecache"], beam=48, projections=0, visit=None)  # a search that sees every token
+
+
+def selected(sim, q):
+    """Ranked pages [K, M] of the first sequence."""
+    one = jax.tree.map(lambda leaf: leaf[0], sim.cache.state)
+    spec, method = sim.plan.spec, sim.plan.method
+    return np.asarray(method.select(spec, one.index, caching.view(spec, one), jnp.asarray(q)).block)
+
+
+def test_pages_are_ranked_by_attention_mass_per_row():
+    sim = Sim(ALL, Stream.draw(0, batch=1), [80])
+    state, q = jax.device_get(sim.cache.state), np.random.default_rng(5).normal(size=(HEADS, GROUP, SIZE))
+    chosen = selected(sim, q.astype(np.float32))
+    for head in range(HEADS):
+        count, pos = state.count[0, head], state.pos[0, head]
+        weight = np.exp(sim.stream.k[0, :, head] @ q[head].T / np.sqrt(SIZE))
+        density = np.stack([weight[p[:n]].sum(0) / max(n, 1) for p, n in zip(pos, count, strict=True)])
+        score = (density / density.sum(0)).mean(1)
+        np.testing.assert_array_equal(chosen[head], np.argsort(-score)[: sim.plan.spec.max_blocks])
+
+
+def test_tokens_of_a_page_have_one_parent_and_new_ones_join_their_nearest():
+    """Given 60 tokens in a tree and 20 inserted, near keys share pages far more often than chance."""
+    sim = Sim(ALL, Stream.draw(1, batch=1), [60])
+    sim.run(20)
+    check_every_token_has_one_place(sim)
+    state = jax.device_get(sim.cache.state)
+    assert (state.index.count == state.count).all() and not state.index.strays.any()
+    for head in range(HEADS):
+        spread = [
+            np.var(sim.stream.k[0, p[:n], head], axis=0).sum()
+            for p, n in zip(state.pos[0, head], state.count[0, head], strict=True) if n > 1
+        ]
+        assert np.mean(spread) < 0.5 * np.var(sim.stream.k[0, :80, head], axis=0).sum()
+    share = np.asarray(occupancy(state.index))
+    assert ((share > 0.3) & (share <= 1)).all()
+
+
+def test_a_frozen_index_takes_new_tokens_in_the_order_they_come():
+    sim = Sim(dataclasses.replace(ALL, update=False), Stream.draw(1, batch=1), [60])
+    before = jax.device_get(sim.cache.state)
+    sim.run(20)
+    check_every_token_has_one_place(sim)
+    after = jax.device_get(sim.cache.state)
+    np.testing.assert_array_equal(before.index.height, after.index.height)
+    for head in range(HEADS):
+        new = after.pos[0, head][(after.pos[0, head] >= 57).any(-1)]
+        assert (np.diff(new[new >= 57]) == 1).all() and len(new) <= 20 // 4 + 2
+
+
+def test_with_few_pages_tokens_share_them_and_none_is_lost():
+    sim = Sim(dataclasses.replace(ALL, num_blocks=harness.CAPACITY // 4), Stream.draw(2), [70, 20])
+    for _ in range(26):
+        sim.step()
+        check_every_token_has_one_place(sim)
+    assert np.asarray(sim.cache.state.index.strays).any()
