@@ -32,6 +32,7 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
         {"name": "streaming_llm", "window": 16},
         {"name": "quest", "window": 16},
         {"name": "dynakv", "window": 16},
+        {"name": "icecache", "window": 16, "dense_layers": 0},  # as the others; the paper's two would be half the model
         {"name": "kvswap", "window": 16},
         {"name": "dynsplit", "window": 16, "table": str(REFERENCE / "delimiters.json")},
         {"name": "infinigen", "window": 16},
