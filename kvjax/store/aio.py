@@ -28,8 +28,6 @@ from kvjax.store.threaded import ThreadEngine
 from kvjax.store.workers import PIECE_BYTES, Arena
 
 _TRY_AGAIN = (errno.EINTR, errno.EAGAIN, errno.EINVAL, errno.EOPNOTSUPP)  # threads find out what is behind the last two
-
-
 _NONE = np.zeros(0, np.int64)
 
 
@@ -122,6 +120,10 @@ class RingStack:
     def give(self, ring: Ring) -> None:
         """Takes a ring back; while the kernel may still write to its memory, it is parked."""
         (self._idle if ring.settled() else self._parked).append(ring)
+
+    def park(self, ring: Ring) -> None:
+        """Takes a ring back unseen. Makes no system call: for finalizers, also when the interpreter exits."""
+        self._parked.append(ring)
 
     def close(self, seconds: float) -> None:
         """Nobody reads any more, and whoever has a ring will not use it."""
@@ -226,7 +228,9 @@ class RingFetch(Fetch):
         if ring is not None:
             self._engine.rings.give(ring)
 
-    __del__ = drop  # a guess that is forgotten with its branch
+    def __del__(self):  # a guess that is forgotten with its branch
+        if self._ring is not None:
+            self._engine.rings.park(self._ring)
 
 
 class _Landing:

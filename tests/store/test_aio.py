@@ -4,6 +4,9 @@ import dataclasses
 import errno
 import gc
 import os
+import pathlib
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -233,6 +236,22 @@ def test_a_forgotten_fetch_gives_its_ring_back(fixed):
         gc.collect()
         wait_until(lambda: rings.give(rings.take()) or not any(ring.in_flight for ring in rings._all))
     assert len(rings._all) <= 2
+
+
+def test_a_guess_may_be_in_flight_at_exit(tmp_path):
+    program = f"""
+import numpy as np
+from kvjax.store.base import Geometry
+from kvjax.store.flash import FlashStore
+from tests.store.conftest import settle
+branch = FlashStore({str(tmp_path)!r}).create(Geometry(1, 1, 1, 64, 1, 2, "int8"), "")
+branch.write_layer(0, np.ones((1, 1, 64, 1, 2), np.int8), np.ones((1, 1, 64), np.int32))
+settle(branch.path)
+assert branch.submit(0, 0, np.arange(64, dtype=np.int32)[None, None]) and branch._reads._guesses
+"""
+    root = pathlib.Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", program], check=True, cwd=root, capture_output=True, text=True)
+    assert "Exception" not in done.stderr and not list(tmp_path.iterdir())
 
 
 def test_a_hung_fetch_gives_up_and_its_memory_stays_untouched(fixed):
