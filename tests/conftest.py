@@ -32,3 +32,12 @@ def tokens():
     from tiny import make_tokens
 
     return make_tokens()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _drop_compiled_programs():
+    """Every compiled program holds memory maps, of which Linux gives a process 65,530: beyond, XLA crashes."""
+    yield
+    import jax
+
+    jax.clear_caches()
