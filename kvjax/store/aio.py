@@ -147,7 +147,7 @@ class RingFetch(Fetch):
         begins = breaks(extents)
         begins[::engine.rings.piece] = True
         self._starts = begins.nonzero()[0]
-        self._sent = 0
+        self._sent = self._not_begun = 0
         self._second: Fetch | None = None
         self._ended = self._waited = 0.0
         self._ring = engine.rings.take()
@@ -179,6 +179,7 @@ class RingFetch(Fetch):
                     self._send(landing.first)
         finally:
             self.drop()
+            self._not_begun = landing.not_begun
         if landing.complete:
             return _NONE, None
         return self._finish(landing, targets, out)
@@ -214,7 +215,7 @@ class RingFetch(Fetch):
 
     @property
     def requests(self) -> int:
-        return self._sent + (self._second.requests if self._second else 0)
+        return self._sent - self._not_begun + (self._second.requests if self._second else 0)
 
     @property
     def times(self) -> Times:
@@ -238,6 +239,7 @@ class _Landing:
 
     Attributes:
       failed: (read, errno) of those that need not be tried again.
+      not_begun: reads that the kernel sent back, as they would have blocked.
     """
 
     def __init__(self, fetch: RingFetch, targets: np.ndarray, out: np.ndarray):
@@ -248,6 +250,7 @@ class _Landing:
         self._whole = [False] * len(starts)  # reads
         self._copied = [goal < 0 for goal in self._goals]  # blocks, or not wanted
         self.failed: list[tuple[int, int]] = []
+        self.not_begun = 0
 
     def take(self, arena: Arena, reads: list[int], results: list[int]) -> None:
         """Verifies and copies block by block, while one is in the CPU's cache."""
@@ -255,6 +258,7 @@ class _Landing:
         payloads, blocks, places = arena.payloads, arena.blocks, arena.extents
         for read, result in zip(reads, results, strict=True):
             if result != self._sizes[read]:
+                self.not_begun += result == -errno.EAGAIN
                 if result < 0 and -result not in _TRY_AGAIN:
                     self.failed.append((read, -result))
                 continue
