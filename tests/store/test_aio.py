@@ -183,7 +183,8 @@ def test_reads_the_kernel_puts_off_are_made_by_threads(fixed, code):
     fetch = fixed.start(reader, extents)
     system.heal()
     check(fixed, fetch, extents, rng)
-    assert extents.size < fetch.requests <= extents.size + 10
+    begun = extents.size - 10 * (code == errno.EAGAIN)
+    assert begun < fetch.requests <= begun + 10
 
 
 def test_a_kernel_without_room_is_no_error(fixed):
