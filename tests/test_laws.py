@@ -194,9 +194,9 @@ def test_every_token_is_in_exactly_one_place(method, prompt):
 class ForgetsEveryFifth(Quest):
     """Mutant: tells the machinery to drop some tokens."""
 
-    def append(self, spec, index, view, key, pos, valid):
-        index, placement = super().append(spec, index, view, key, pos, valid)
-        gone = (pos % 5 == 0) & valid
+    def append(self, spec, index, view, leaving):
+        index, placement = super().append(spec, index, view, leaving)
+        gone = (leaving.pos % 5 == 0) & leaving.valid
         return index, Placement(jnp.where(gone, spec.num_blocks, placement.block), placement.row)
 
 
@@ -213,8 +213,8 @@ class LosesASplitRow(DynaKV):
 class WritesTwice(Quest):
     """Mutant: puts every token into row 0 of its page."""
 
-    def append(self, spec, index, view, key, pos, valid):
-        index, placement = super().append(spec, index, view, key, pos, valid)
+    def append(self, spec, index, view, leaving):
+        index, placement = super().append(spec, index, view, leaving)
         return index, Placement(placement.block, jnp.zeros_like(placement.row))
 
 
