@@ -22,7 +22,7 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config.max_new_tokens = 6
     config.perplexity_tokens = 32
     if preset == "smoke":
-        config.update(lengths=(256,), memory_lengths=(512,), chunks=(0, 64), samples=4, batch=4, perplexity_tokens=4)
+        config.update(lengths=(256,), memory_lengths=(512,), chunks=(64,), samples=2, batch=2, perplexity_tokens=2)
         config.methods = ({"name": "dynakv", "budget": 128},)
     elif preset != "default":
         raise ValueError(f"unknown preset {preset!r}; use default or smoke")
