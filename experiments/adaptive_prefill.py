@@ -19,7 +19,6 @@ from tqdm import tqdm
 
 from experiments import common, evaluate
 from experiments.results import Run
-from kvjax.tasks import needles
 
 # glibc then gives freed arrays back at once, so that the resident set shows what is in use.
 _RETURN_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
@@ -30,26 +29,14 @@ def accuracy_row(llm, method, chunk: int | None, samples: list[evaluate.Sample],
     right, seconds = [], []
     for start in range(0, len(samples), config.batch):
         group = samples[start : start + config.batch]
-        room = max(len(s.context) + len(s.question) for s in group) + config.max_new_tokens
-        began = time.perf_counter()
-        cache = llm.prefill([s.context for s in group], method=method, capacity=-(-room // 64) * 64, chunk=chunk)
+        capacity, began = evaluate.capacity_for(group, config), time.perf_counter()
+        cache = llm.prefill([s.context for s in group], method=method, capacity=capacity, chunk=chunk)
         jax.block_until_ready(cache.state)
         seconds.append(time.perf_counter() - began)
-        result = llm.generate([s.question for s in group], cache, max_new_tokens=config.max_new_tokens, stop=(".",))
-        right += [s.value in text for text, s in zip(result.text, group, strict=True)]
+        right += evaluate.ask(llm, cache, group, config)[0]
     share = float(np.mean(right))
     return {"accuracy": share, "interval": evaluate.wilson(share, len(right)), "samples": len(right),
             "prefill_s": float(np.median(seconds[1:] or seconds))}
-
-
-def loss_row(llm, method, chunk: int | None, stream, length: int, config) -> dict:
-    """Mean loss of the text after the prompt, fed token by token."""
-    rng, steps = np.random.default_rng((config.seed, length)), config.perplexity_tokens
-    bos = llm.config.bos_token_id
-    rows = [[bos, *needles.random_span(rng, stream, length + steps - 1)] for _ in range(config.batch)]
-    cache = llm.prefill([row[:length] for row in rows], method=method, capacity=length + steps, chunk=chunk)
-    losses = evaluate.teacher_forced_nll(llm, cache, np.asarray(rows, np.int32)[:, length:])
-    return {"nll": float(np.mean(losses))}
 
 
 def peak_bytes(settings: dict, chunk: int | None, length: int, workdir: str) -> int:
@@ -120,7 +107,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
         else:
             samples = evaluate.draw_samples(llm, stream, "needle", length, config.samples, config.seed)
             measured = accuracy_row(llm, methods[i], chunk or None, samples, config)
-            measured |= loss_row(llm, methods[i], chunk or None, stream, length, config)
+            loss = evaluate.perplexity_row(llm, methods[i], stream, length, config, chunk or None)
+            measured["nll"] = loss["nll"]
         store = "flash" if task == "memory" else "memory"
         rows.append({**head, "store": store, "budget": methods[i].budget, "seed": config.seed, **measured})
         run.log(**rows[-1])

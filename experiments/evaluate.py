@@ -54,10 +54,9 @@ def retrieval_row(llm: kvjax.LLM, method, samples: list[Sample], config: ml_coll
     right, attended, resident = [], [], 0
     for start in range(0, len(samples), config.batch):
         group = samples[start : start + config.batch]
-        room = max(len(s.context) + len(s.question) for s in group) + config.max_new_tokens
-        cache = llm.prefill([s.context for s in group], method=method, capacity=-(-room // 64) * 64)
-        result = llm.generate([s.question for s in group], cache, max_new_tokens=config.max_new_tokens, stop=(".",))
-        right += [scoring.answers_number(text, s.value) for text, s in zip(result.text, group, strict=True)]
+        cache = llm.prefill([s.context for s in group], method=method, capacity=capacity_for(group, config))
+        found, result = ask(llm, cache, group, config)
+        right += found
         attended.append(result.usage.attended_tokens)
         resident = cache.resident_bytes / len(group)
     middle = [ok for ok, s in zip(right, samples, strict=True) if 0.2 <= s.depth <= 0.8]
@@ -68,6 +67,22 @@ def retrieval_row(llm: kvjax.LLM, method, samples: list[Sample], config: ml_coll
     }
 
 
+def capacity_for(group: list[Sample], config: ml_collections.ConfigDict) -> int:
+    """Room for the longest prompt with its question and answer, rounded so that few shapes compile."""
+    room = max(len(s.context) + len(s.question) for s in group) + config.max_new_tokens
+    return -(-room // 64) * 64
+
+
+def ask(
+    llm: kvjax.LLM, cache: Cache, group: list[Sample], config: ml_collections.ConfigDict, observer=None
+) -> tuple[list[bool], kvjax.Result]:
+    """Asks every sample's question; which answers are right, and the result."""
+    questions = [s.question for s in group]
+    result = llm.generate(questions, cache, max_new_tokens=config.max_new_tokens, stop=(".",), observer=observer)
+    right = [scoring.answers_number(text, s.value) for text, s in zip(result.text, group, strict=True)]
+    return right, result
+
+
 def wilson(share: float, count: int, z: float = 1.96) -> tuple[float, float]:
     """95 % confidence interval of a proportion (Wilson, 1927)."""
     centre = (share + z * z / (2 * count)) / (1 + z * z / count)
@@ -75,8 +90,10 @@ def wilson(share: float, count: int, z: float = 1.96) -> tuple[float, float]:
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def perplexity_row(llm: kvjax.LLM, method, stream, length: int, config: ml_collections.ConfigDict) -> dict:
-    """Mean negative log-likelihood of held-out text after a dense prefill of `length` tokens.
+def perplexity_row(
+    llm: kvjax.LLM, method, stream, length: int, config: ml_collections.ConfigDict, chunk: int | None = None
+) -> dict:
+    """Mean negative log-likelihood of held-out text after a prefill of `length` tokens, dense unless in chunks.
 
     `config.perplexity_tokens` are fed one by one through the method's cache: a parallel forward pass
     would never exercise the selection.
@@ -85,7 +102,7 @@ def perplexity_row(llm: kvjax.LLM, method, stream, length: int, config: ml_colle
     bos, size = llm.config.bos_token_id, length + steps - 1
     rows = [[bos, *needles.random_span(rng, stream, size)] for _ in range(config.batch)]
     tokens = np.asarray(rows, np.int32)
-    cache = llm.prefill([row[:length] for row in rows], method=method, capacity=length + steps)
+    cache = llm.prefill([row[:length] for row in rows], method=method, capacity=length + steps, chunk=chunk)
     losses = teacher_forced_nll(llm, cache, tokens[:, length:])
     return {"nll": float(np.mean(losses)), "perplexity": float(np.exp(np.mean(losses))), "samples": losses.size}
 

@@ -7,7 +7,6 @@ n-th, and workdirs of several shards may be joined by concatenating their metric
 """
 
 import dataclasses
-import functools
 import pathlib
 from collections.abc import Iterator
 
@@ -22,7 +21,6 @@ from kvjax.errors import ConfigError
 from kvjax.llm import LLM
 from kvjax.method import Method
 from kvjax.metrics import Probe
-from kvjax.tasks import scoring
 
 TITLES = ("accuracy", "recall", "mass", "delta NLL", "KiB/token", "KiB kept")
 
@@ -88,14 +86,11 @@ def retrieval(llm: LLM, cell: Cell, stream, config, directory: pathlib.Path) -> 
 
 def _ask(llm: LLM, cell: Cell, group: list[evaluate.Sample], config, directory, first: bool):
     """Answers of one batch: which are right, what it cost per token and sequence, and quality if it is the first."""
-    room = max(len(s.context) + len(s.question) for s in group) + config.max_new_tokens
     store = common.make_store(config.store, directory)
-    cache = llm.prefill([s.context for s in group], method=cell.method, store=store, capacity=-(-room // 64) * 64,
-                        keep_keys=first)
-    ask = functools.partial(llm.generate, [s.question for s in group], cache, max_new_tokens=config.max_new_tokens,
-                            stop=(".",))
+    cache = llm.prefill([s.context for s in group], method=cell.method, store=store,
+                        capacity=evaluate.capacity_for(group, config), keep_keys=first)
     probe = Probe(cache, k=config.recall_k) if first else None
-    result = ask(observer=probe)
+    right, result = evaluate.ask(llm, cache, group, config, observer=probe)
     tokens, usage = len(group) * result.usage.steps, result.usage
     cost = {"attended_tokens": usage.attended_tokens, "resident_bytes": cache.resident_bytes / len(group),
             "hit_rate": usage.hit_rate}
@@ -103,7 +98,6 @@ def _ask(llm: LLM, cell: Cell, group: list[evaluate.Sample], config, directory, 
         cost |= {"bytes_read_per_token": usage.store.bytes_read / tokens, "reads_per_token": usage.store.reads / tokens}
     result.cache.close()
     cache.close()
-    right = [scoring.answers_number(text, s.value) for text, s in zip(result.text, group, strict=True)]
     return right, cost, dataclasses.asdict(probe.quality) if probe else {}
 
 

@@ -97,28 +97,23 @@ def _sample_queries(plan: Plan, i: int, branch, params, x, length):
     """Queries `[Q, B, H, D]` by which the store's layout sees which blocks go together; None if it does not ask."""
     if branch is None or not branch.samples or plan.layers[i].method.attends_all:
         return None
-    return _spread_queries(plan.config, branch.samples, params, x, jnp.asarray(length))
+    # Spread evenly over the second half of each prompt, the last token's first.
+    stride = jnp.maximum(1, jnp.asarray(length) // (2 * branch.samples))
+    back = jnp.arange(branch.samples) * stride[:, None]
+    return _queries_at(plan.config, params, x, length, back).swapaxes(0, 1)
 
 
 def _last_queries(plan: Plan, i: int, params, x, length):
     """Queries `[B, Q, H, D]` of each prompt's last tokens, if the layer's method asks for them."""
     count = 0 if plan.layers[i].follows else plan.layers[i].method.observation
-    return _queries_before(plan.config, count, params, x, jnp.asarray(length)) if count else None
+    return _queries_at(plan.config, params, x, length, jnp.arange(count)[None, ::-1]) if count else None
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _queries_before(config, count, params, x, length):
-    at = jnp.maximum(length[:, None] - count + jnp.arange(count), 0)
+@functools.partial(jax.jit, static_argnums=0)
+def _queries_at(config, params, x, length, back):
+    """Queries `[B, Q, H, D]` of the tokens that are back[#B, Q] before each prompt's last in x[B, T, E]."""
+    at = jnp.maximum(jnp.asarray(length)[:, None] - 1 - back, 0)
     rows = jnp.take_along_axis(x, at[..., None], axis=1)
-    return Block(config).apply({"params": params}, rows, at, method="queries")
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _spread_queries(config, count, params, x, length):
-    """`count` queries spread evenly over the second half of each prompt x[B, T, E], the last token's first."""
-    stride = jnp.maximum(1, length // (2 * count))
-    at = jnp.maximum(length - 1 - jnp.arange(count)[:, None] * stride, 0)
-    rows = x[jnp.arange(x.shape[0]), at]
     return Block(config).apply({"params": params}, rows, at, method="queries")
 
 

@@ -112,7 +112,8 @@ def open_branch(tmp_path):
         driver.branch.close()
 
 
-def _skip_without(engine: str, directory) -> None:
+def skip_without(engine: str, directory) -> None:
+    """Skips a test where files in the directory cannot be read in this way."""
     try:
         FlashStore(directory, engine=engine).create(GEOMETRY, "").close()
     except ConfigError as reason:
@@ -122,7 +123,7 @@ def _skip_without(engine: str, directory) -> None:
 @pytest.fixture(params=["aio", "threads"])
 def engine(request, tmp_path) -> str:
     """Each way to read with O_DIRECT."""
-    _skip_without(request.param, tmp_path)
+    skip_without(request.param, tmp_path)
     return request.param
 
 
@@ -132,7 +133,7 @@ def store(request, tmp_path):
     if request.param == "host":
         return HostStore()
     if request.param in ("threads", "aio"):
-        _skip_without(request.param, tmp_path)
+        skip_without(request.param, tmp_path)
         return FlashStore(tmp_path, engine=request.param, threads=2)
     return FlashStore(tmp_path, direct=False, threads=2, staging_bytes=0 if request.param == "eager" else 64 << 20)
 
@@ -153,7 +154,7 @@ def system():
 def fragile(request, tmp_path, open_branch, system) -> Driver:
     """A prefilled branch in a named file, on a system that can be made to fail."""
     engine = "threads" if request.param == "buffered" else request.param
-    _skip_without(engine, tmp_path)
+    skip_without(engine, tmp_path)
     store = FlashStore(tmp_path / "cache.kv", engine=engine, direct=request.param != "buffered", threads=2, timeout=5.0)
     store.system = system
     driver = open_branch(store)

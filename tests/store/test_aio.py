@@ -18,7 +18,7 @@ from kvjax.store.flash import FlashStore
 from kvjax.store.format import HEADER_BYTES, checksum
 from kvjax.store.reader import Reader
 from kvjax.store.system import SystemIO
-from tests.store.conftest import GEOMETRY, settle, wait_until
+from tests.store.conftest import GEOMETRY, settle, skip_without, wait_until
 from tests.store.faults import FaultySystem
 
 EXTENT, BLOCKS = GEOMETRY.extent_bytes, 600
@@ -27,10 +27,7 @@ PAYLOAD = GEOMETRY.block_bytes
 
 @pytest.fixture(autouse=True)
 def _needs_aio(tmp_path):
-    try:
-        FlashStore(tmp_path, engine="aio").create(GEOMETRY, "").close()
-    except ConfigError as reason:
-        pytest.skip(str(reason))
+    skip_without("aio", tmp_path)
 
 
 @dataclasses.dataclass
