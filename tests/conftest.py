@@ -1,7 +1,15 @@
-"""Test-wide settings: runtime type checks of every jaxtyping signature, small thread pools."""
+"""Test-wide settings: run-time type checks of every jaxtyping signature, one cache of compiled programs."""
+
+import os
+import pathlib
 
 import pytest
 from jaxtyping import install_import_hook
+
+# Most of the suite's time is compilation. Workers, modules and the processes that tests start share what they compile.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(__file__).parents[1] / ".pytest_cache" / "xla"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 _HOOK = install_import_hook("kvjax", "beartype.beartype")
 
@@ -16,6 +24,14 @@ def pytest_collection_modifyitems(config, items):
     chosen = [item for item in items if all(wanted[m] or item.get_closest_marker(m) is None for m in wanted)]
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = chosen
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(_group(item)))
+
+
+def _group(item) -> str:
+    """Tests that compile the same programs go to one worker: a file's, or in the laws one method's."""
+    method = getattr(item, "callspec", None) and item.callspec.params.get("method")
+    return f"{item.path.name} {method.name if item.path.name == 'test_laws.py' and method else ''}"
 
 
 @pytest.fixture(scope="session")

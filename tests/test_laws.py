@@ -168,9 +168,10 @@ def test_every_layout_gives_equal_bits(method, layout, tmp_path):
     np.testing.assert_array_equal(in_memory, Sim(method, stream, [40, 25], store=store).run(45))
 
 
-@stored
-def test_more_slots_and_other_callbacks_give_equal_bits(method, store):
-    stream, spec = Stream.draw(7), harness.plan_of(method).spec
+@pytest.mark.parametrize("name", ["full", "quest", "dynakv", "kvswap"])
+def test_more_slots_and_other_callbacks_give_equal_bits(name, store):
+    method, stream = METHODS[name], Stream.draw(7)
+    spec = harness.plan_of(method).spec
     few = Sim(method, stream, [60, 25], store=store)
     many = Sim(method, stream, [60, 25], store=store, slots=spec.num_blocks + 2, backend="io")
     np.testing.assert_array_equal(few.run(30), many.run(30))
