@@ -20,7 +20,7 @@ import numpy as np
 import kvjax
 from experiments import common, raw_disk
 from experiments.results import Run
-from kvjax import decode, layer, planning, prefill
+from kvjax import decode, layer, parking, planning, prefill
 from kvjax.errors import ConfigError
 from kvjax.layer import LayerCache, Prompts
 from kvjax.models.config import ModelConfig, RopeConfig
@@ -85,7 +85,8 @@ def filled_cache(llm, method, context: int, steps: int, store, slots: Slots, bat
         ))
         seconds.append(time.perf_counter() - started)
     line = Line(jnp.int32(branch.handle if branch else -1), jnp.int32(0))
-    return plan, State(tuple(layers), length, line), branch, float(np.min(seconds))
+    layers = parking.park_all(slots.park, layers) if slots.park else tuple(layers)
+    return plan, State(layers, length, line), branch, float(np.min(seconds))
 
 
 def time_tokens(llm, plan, state, tokens, driver: str):

@@ -15,10 +15,11 @@ import jax.numpy as jnp
 
 from kvjax import layer
 from kvjax.errors import ConfigError, StoreClosed, StoreError
-from kvjax.layer import LayerCache, Report
+from kvjax.layer import Report
 from kvjax.models.transformer import Block, Transformer
+from kvjax.parking import Desk, is_parked
 from kvjax.planning import Plan, State
-from kvjax.pool import Line
+from kvjax.pool import Line, Pool
 from kvjax.prefill import embed, unembed
 from kvjax.store import base
 from kvjax.store.slots import SlotPool
@@ -87,7 +88,7 @@ def _read(config, layer_plan, next_plan, params, next_params, cache, next_cache,
         q = _queries(config, next_params, x, at)
         seen = layer.choose(next_plan, next_cache.state, q)
         next_choice = seen if next_plan.method.lookahead else None
-        if _prefetches(next_cache, "layer"):
+        if _prefetches(next_cache.pool, "layer"):
             x = _after(next_cache.pool.submit(seen.need, number + 1, line), x)
     q, key, value = _project(config, params, x, at)
     if choice is None:
@@ -97,9 +98,9 @@ def _read(config, layer_plan, next_plan, params, next_params, cache, next_cache,
     out, cache, fresh, ok, report = layer.read(layer_plan, cache, q, key, value, at, number, line, choice)
     if next_plan is not None and next_plan.follows:
         next_choice = choice
-        if _prefetches(next_cache, "layer"):
+        if _prefetches(next_cache.pool, "layer"):
             out = _after(next_cache.pool.submit(choice.need, number + 1, line), out)
-    if _prefetches(cache, "step"):
+    if _prefetches(cache.pool, "step"):
         likely = jnp.where(ok, layer.runners_up(layer_plan, cache.state, q), layer_plan.spec.num_blocks)
         out = _after(cache.pool.submit(likely, number, line), out)
     return _finish(config, params, x, out), cache, fresh, ok, report, next_choice
@@ -120,8 +121,8 @@ def _finish(config, params, x, out):
     return Block(config).apply({"params": params}, x, out, method="finish")
 
 
-def _prefetches(cache: LayerCache, kind: str) -> bool:
-    return isinstance(cache.pool, SlotPool) and cache.pool.prefetch == kind
+def _prefetches(pool: Pool, kind: str) -> bool:
+    return isinstance(pool, SlotPool) and pool.prefetch == kind
 
 
 def _after(token: Int32[Array, ""], x: Array) -> Array:
@@ -134,12 +135,12 @@ def _exists(x: Array) -> Bool[Array, ""]:
     return jax.lax.bitcast_convert_type(jnp.sum(x), jnp.int32) != -0x7FEDCBA9
 
 
-def _looks_ahead(plan: Plan, state: State, i: int) -> bool:
+def _looks_ahead(plan: Plan, layers, i: int) -> bool:
     """Whether layer i looks at the next one: to choose there, or to read early what will be chosen."""
     if i + 1 == len(plan.layers):
         return False
     following = plan.layers[i + 1]
-    return following.follows or following.method.lookahead or _prefetches(state.layers[i + 1], "layer")
+    return following.follows or following.method.lookahead or _prefetches(layers[i + 1].pool, "layer")
 
 
 def _next_line(line: Line, ok) -> Line:
@@ -158,34 +159,60 @@ def _compiled(donate: bool, in_python: bool):
 
 
 def _staged(plan, params, state, tokens, active, donate):
+    desk = Desk(state.layers)
+    try:
+        return _layer_by_layer(plan, params, state, desk, tokens, active, donate)
+    except StoreError as error:  # of a parked layer: the token is over
+        drop(state, desk, error)
+        raise
+
+
+def drop(state: State, desk: Desk, error: StoreError) -> None:
+    """Ends a token that did not get through all layers; the error keeps the cache as it was, ready for a retry."""
+    desk.abandon()
+    branch = base.lookup(int(state.line.handle))
+    if branch is not None:
+        branch.abort(int(state.line.generation))
+    error.state = dataclasses.replace(state, layers=desk.layers)
+
+
+def _layer_by_layer(plan, params, state, desk, tokens, active, donate):
     read, write = _compiled(donate, _effects_in_python(state))
     x, choice = embed(plan.config, params, tokens), None
-    at, layers, fresh, oks, reports = state.length, list(state.layers), [], [], []
+    at, fresh, oks, reports = state.length, [], [], []
     for i, layer_plan in enumerate(plan.layers):
         number = _numbers(len(plan.layers))[i]
-        following = _following(plan, params, state, i)
-        x, layers[i], new, ok, report, choice = read(
-            plan.config, layer_plan, following[0], params[f"layers_{i}"], following[1], layers[i], following[2], x,
-            choice, at, number, state.line,
+        one = desk.open(i)
+        desk.begin(i + 1)
+        following = _following(plan, params, state.layers, i, desk.open)
+        x, one, new, ok, report, choice = read(
+            plan.config, layer_plan, following[0], params[f"layers_{i}"], following[1], one, following[2], x, choice,
+            at, number, state.line,
         )
+        desk.put(i, one)
         fresh.append(new)
         oks.append(ok)
         reports.append(report)
     logits = unembed(plan.config, params, x)
     ok, gate, line, length = _close(oks, active, state.line, at)
+    desk.commit()
     leader = None
     for i, layer_plan in enumerate(plan.layers):
         number = _numbers(len(plan.layers))[i]
         leader = leader if layer_plan.follows else None
-        layers[i], leader = write(layer_plan, layers[i], fresh[i], at, gate, number, state.line, tokens, leader)
-    return Step(logits, State(tuple(layers), length, line), ok, tuple(reports))
+        one = desk.open(i)
+        desk.begin(i + 1)
+        one, leader = write(layer_plan, one, fresh[i], at, gate, number, state.line, tokens, leader)
+        desk.put(i, one)
+    desk.commit()
+    return Step(logits, State(desk.layers, length, line), ok, tuple(reports))
 
 
-def _following(plan: Plan, params, state: State, i: int):
+def _following(plan: Plan, params, layers, i: int, open_layer):
     """Plan, parameters and cache of the next layer; Nones where layer i has no use for them."""
-    if not _looks_ahead(plan, state, i):
+    if not _looks_ahead(plan, layers, i):
         return None, None, None
-    return plan.layers[i + 1], params[f"layers_{i + 1}"], state.layers[i + 1]
+    return plan.layers[i + 1], params[f"layers_{i + 1}"], open_layer(i + 1)
 
 
 @functools.cache
@@ -207,7 +234,7 @@ def _fused_token(plan, params, state, tokens, active):
     x, choice = model.apply({"params": params}, tokens, method="embed"), None
     at, layers, fresh, reports, ok = state.length, list(state.layers), [], [], jnp.bool_(True)
     for i, layer_plan in enumerate(plan.layers):
-        following = _following(plan, params, state, i)
+        following = _following(plan, params, state.layers, i, state.layers.__getitem__)
         x, layers[i], new, fine, report, choice = _read(
             plan.config, layer_plan, following[0], params[f"layers_{i}"], following[1], layers[i], following[2], x,
             choice, at, jnp.int32(i), state.line,
@@ -237,6 +264,8 @@ def _compiled_token(donate: bool):
 
 
 def _fused(plan, params, state, tokens, active, donate):
+    if is_parked(state.layers):
+        raise ConfigError("parked layers come and go between compiled parts; use driver='staged'")
     if _effects_in_python(state):
         raise ConfigError("backend 'python' runs between compiled parts; use driver='staged'")
     return _compiled_token(donate)(plan, params, state, tokens, active)

@@ -17,10 +17,11 @@ import numpy as np
 from kvjax import attention, decode, layer
 from kvjax import cache as caching
 from kvjax.cache import Fresh, LayerState
-from kvjax.errors import ConfigError, PromptError
+from kvjax.errors import ConfigError, PromptError, StoreError
 from kvjax.layer import Choice, LayerCache, LayerPlan
 from kvjax.method import Placement, Selection, top_blocks
 from kvjax.models.transformer import Block
+from kvjax.parking import Desk
 from kvjax.planning import Plan, State
 from kvjax.pool import Line
 from kvjax.prefill import embed, unembed
@@ -66,22 +67,39 @@ def _check(plan: Plan, state: State, length: np.ndarray, chunk: int) -> None:
 
 def _chunk(plan: Plan, params, state: State, tokens, count):
     """One chunk, of which `count[b]` tokens count; (State, logits of the last of them, ok)."""
-    x, at, line, layers, fresh = embed(plan.config, params, tokens), state.length, state.line, list(state.layers), []
+    desk = Desk(state.layers)
+    try:
+        return _layer_by_layer(plan, params, state, desk, tokens, count)
+    except StoreError as error:  # of a parked layer: the chunk is over
+        decode.drop(state, desk, error)
+        raise
+
+
+def _layer_by_layer(plan: Plan, params, state: State, desk: Desk, tokens, count):
+    x, at, line, fresh = embed(plan.config, params, tokens), state.length, state.line, []
     choice, ok = None, jnp.bool_(True)
     for i, one in enumerate(plan.layers):
         choice = choice if one.follows else None
-        x, layers[i], new, fine, choice = _read(
-            plan.config, one, params[f"layers_{i}"], layers[i], x, at, count, jnp.int32(i), line, choice
+        cache = desk.open(i)
+        desk.begin(i + 1)
+        x, cache, new, fine, choice = _read(
+            plan.config, one, params[f"layers_{i}"], cache, x, at, count, jnp.int32(i), line, choice
         )
+        desk.put(i, cache)
         fresh.append(new)
         ok = ok & fine
     last = jnp.take_along_axis(x, jnp.maximum(count - 1, 0)[:, None, None], axis=1)[:, 0]
+    desk.commit()
     leader = None
     for i, one in enumerate(plan.layers):
         leader = leader if one.follows else None
-        layers[i], leader = _write(one, layers[i], fresh[i], tokens, at, count, ok, jnp.int32(i), line, leader)
+        cache = desk.open(i)
+        desk.begin(i + 1)
+        cache, leader = _write(one, cache, fresh[i], tokens, at, count, ok, jnp.int32(i), line, leader)
+        desk.put(i, cache)
+    desk.commit()
     line = Line(line.handle, line.generation + ok)
-    return State(tuple(layers), jnp.where(ok, at + count, at), line), unembed(plan.config, params, last), ok
+    return State(desk.layers, jnp.where(ok, at + count, at), line), unembed(plan.config, params, last), ok
 
 
 # ------------------------------------------------------------------------------------------- read

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import decode, extend, persistence, planning, prefill, sampling
+from kvjax import decode, extend, parking, persistence, planning, prefill, sampling
 from kvjax.decode import Driver, Step
 from kvjax.errors import ConfigError, PromptError
 from kvjax.method import Method
@@ -76,10 +76,12 @@ class Cache:
         With a store at `directory/blocks.kv` only what has changed is written; blocks of a store elsewhere are copied.
         Prompt keys kept for measurements are not saved. Raises ConfigError or StoreError (`kvjax.persistence.save`).
         """
-        persistence.save(directory, self.plan, self.state, self.logits, self.branch, self.fingerprint)
+        state = dataclasses.replace(self.state, layers=parking.everything(self.state.layers))
+        persistence.save(directory, self.plan, state, self.logits, self.branch, self.fingerprint)
 
     def close(self) -> None:
         """Gives the store's blocks back. Forks live on."""
+        parking.close(self.state.layers)
         if self.branch is not None:
             self.branch.close()
 
@@ -94,6 +96,7 @@ class Usage:
     blocks_needed: int
     blocks_read: int  # of these, not resident
     store: Stats | None
+    parked: Stats | None = None  # of the layers that wait in a store
 
     @property
     def tokens_per_s(self) -> float:
@@ -308,7 +311,7 @@ class _Generation:
         branch = self.cache.branch
         return Usage(
             self.steps, seconds, float(np.mean(attended)) if attended else 0.0, needed, missed,
-            None if branch is None else branch.stats(),
+            None if branch is None else branch.stats(), parking.stats(self.cache.state.layers),
         )
 
 

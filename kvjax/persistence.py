@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from kvjax import planning, state_checkpoint
+from kvjax import parking, planning, state_checkpoint
 from kvjax.errors import (
     ConfigError,
     FormatMismatch,
@@ -230,6 +230,8 @@ def _restored(directory, manifest, config, fingerprint, method, slots, branch) -
     plan = planning.make_plan(config, method, manifest["batch"], manifest["capacity"], manifest["dtype"])
     slots = slots or Slots(**manifest["slots"])
     state, logits = state_checkpoint.load(directory / manifest["state"], manifest["checksum"], plan, slots, branch)
+    if slots.park is not None:
+        state = dataclasses.replace(state, layers=parking.park_all(slots.park, parking.everything(state.layers)))
     return Restored(plan, state, logits, branch)
 
 

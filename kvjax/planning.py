@@ -8,12 +8,14 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from kvjax import layer, parking
 from kvjax.errors import ConfigError
 from kvjax.layer import LayerCache, LayerPlan
 from kvjax.method import Method
 from kvjax.methods.full import Full
 from kvjax.models.config import ModelConfig
-from kvjax.pool import Line
+from kvjax.parking import Parked
+from kvjax.pool import Line, MemoryPool
 from kvjax.store import base, residency
 from kvjax.store.slots import BACKENDS, PREFETCH, SlotPool, default_backend
 from kvjax.typing import Array, Int32, pytree
@@ -34,7 +36,7 @@ class Plan:
 class State:
     """The cache of a whole model: an immutable value."""
 
-    layers: tuple[LayerCache, ...]
+    layers: tuple[LayerCache | Parked, ...]
     length: Int32[Array, "B"]  # tokens of each sequence
     line: Line
 
@@ -52,6 +54,9 @@ class Slots:
         the next step. Outputs are the same in all cases.
       keep: whether blocks stay for later steps, as in KVSwap's reuse buffer; if not, every needed block is read again
         in every step (FlexGen).
+      park: a store in which layers wait while it is not their turn, index, tables and slots (`kvjax.parking`). Memory
+        then is that of two layers, and what its `staging_bytes` allow; each step reads every layer twice and writes
+        what changed.
 
     Raises ConfigError for a policy, backend or prefetch that does not exist.
     """
@@ -61,6 +66,7 @@ class Slots:
     backend: str | None = None
     prefetch: str = "off"
     keep: bool = True
+    park: base.Store | None = None
 
     def __post_init__(self):
         residency.find_policy(self.policy)
@@ -109,11 +115,26 @@ def slot_pool(plan: Plan, i: int, slots: Slots) -> SlotPool:
     return SlotPool.zeros(spec, plan.batch, count, plan.dtype, slots.policy, backend, slots.prefetch, slots.keep)
 
 
+def outline(plan: Plan, i: int, in_memory: bool, slots: Slots) -> LayerCache:
+    """What layer i's cache will look like, with arrays that take no memory."""
+    one, structures = plan.layers[i], []
+
+    def leaves():
+        pool = MemoryPool.zeros(one.spec, plan.batch, plan.dtype) if in_memory else slot_pool(plan, i, slots)
+        state = layer.init(one, plan.batch, plan.dtype, one.method.weights(i))
+        flat, structure = jax.tree.flatten(LayerCache(state, pool))
+        structures.append(structure)
+        return flat
+
+    shapes = jax.eval_shape(leaves)
+    return jax.tree.unflatten(structures[0], [parking.shape_only(one.shape, one.dtype) for one in shapes])
+
+
 def copy(state: State) -> State:
     """A state that shares no memory with the given one, so that either may be donated."""
-    return jax.tree.map(jnp.copy, state)
+    return jax.tree.map(jnp.copy, dataclasses.replace(state, layers=parking.fork(state.layers)))
 
 
 def resident_bytes(state: State) -> int:
-    """Bytes of every array of the cache that is held in memory, buffers and tables included."""
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(state.layers))
+    """Bytes of every array of the cache that is in memory at once, buffers and tables included."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(state.layers)) + parking.working_set(state.layers)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import attention, layer
+from kvjax import attention, layer, parking, planning
 from kvjax.cache import LayerState
 from kvjax.errors import PromptError
 from kvjax.layer import LayerCache, Prompts
@@ -31,19 +31,31 @@ def prefill(
     _check_prompts(plan, np.asarray(length))
     tokens, size = _pad(jnp.asarray(tokens, jnp.int32)), min(_CHUNK, _round_up(tokens.shape[1]))
     x = embed(plan.config, params, tokens)
-    layers, kept = [], []
+    layers, kept, slots, before = [], [], slots or Slots(), None
+    lot = _parking(plan, branch, slots)
     for i, layer_plan in enumerate(plan.layers):
         samples = _sample_queries(plan, i, branch, params[f"layers_{i}"], x, length)
         last = _last_queries(plan, i, params[f"layers_{i}"], x, length)
         x, key, value = _prefill_layer(plan.config, layer_plan.sliding, size, params[f"layers_{i}"], x)
-        prompts, leader = Prompts(key, value, length, tokens, last), layers[-1].state if layer_plan.follows else None
-        layers.append(fill(plan, i, prompts, leader, branch, slots or Slots(), samples))
+        prompts, leader = Prompts(key, value, length, tokens, last), before if layer_plan.follows else None
+        cache = fill(plan, i, prompts, leader, branch, slots, samples)
+        before = cache.state
+        layers.append(parking.park(lot, i, cache) if lot else cache)
         if keep_keys:
             kept.append(np.asarray(key))
     last = jnp.take_along_axis(x, (length - 1)[:, None, None], axis=1)[:, 0]
     handle, generation = (-1, 0) if branch is None else (branch.handle, branch.generation)
     line = Line(jnp.int32(handle), jnp.int32(generation))
     return State(tuple(layers), jnp.asarray(length, jnp.int32), line), unembed(plan.config, params, last), kept
+
+
+def _parking(plan: Plan, branch, slots: Slots):
+    """A branch for layers that wait in a store; None if they stay in memory."""
+    if slots.park is None:
+        return None
+    outlines = [planning.outline(plan, i, branch is None or not on_store(plan, i), slots)
+                for i in range(len(plan.layers))]
+    return parking.create(slots.park, outlines)
 
 
 def _check_prompts(plan: Plan, length: np.ndarray) -> None:

@@ -1,0 +1,87 @@
+"""What it costs to let layers wait on flash, and what memory it saves (`kvjax/parking.py`).
+
+    python scripts/bench_parking.py [--dir=DIR] [--layers=16] [--context=8192] [--steps=20]
+
+The same model with random weights and made-up keys, its blocks on flash, decodes with the caches of all layers in
+memory and with parked ones, in turn. Figures are medians over tokens after a warm-up. "limit" is the time in which the
+device alone would move what a token reads, at the rate of reading all parked layers in the same run.
+"""
+
+import pathlib
+import sys
+import tempfile
+import time
+
+import numpy as np
+from absl import app, flags
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+import kvjax
+from experiments import overlap, throughput
+from kvjax import parking, planning
+from kvjax.planning import Slots
+
+DIR = flags.DEFINE_string("dir", None, "directory on the device to measure; default: the temporary directory")
+LAYERS = flags.DEFINE_integer("layers", 16, "layers of hidden size 1,024", lower_bound=2)
+CONTEXT = flags.DEFINE_integer("context", 8192, "tokens in the cache", lower_bound=512)
+STEPS = flags.DEFINE_integer("steps", 20, "timed tokens", lower_bound=1)
+METHODS = {
+    "quest": kvjax.quest(budget=512), "dynakv": kvjax.dynakv(budget=512, cluster=16, iterations=2),
+    "kvswap": kvjax.kvswap(budget=512),
+}
+WARM_UP = 3
+
+
+def decode(llm, method, slots: Slots, directory: str) -> dict:
+    """Medians of a token's time, bytes in memory between tokens at most, and what parking moved per token."""
+    store = kvjax.FlashStore(directory)
+    plan, state, branch, _ = throughput.filled_cache(llm, method, CONTEXT.value, STEPS.value + 8, store, slots)
+    resident, tokens = planning.resident_bytes(state), np.arange(WARM_UP + STEPS.value) % 7
+    _, state = throughput.time_tokens(llm, plan, state, tokens[:WARM_UP], "staged")
+    before = parking.stats(state.layers)
+    times, state = throughput.time_tokens(llm, plan, state, tokens[WARM_UP:], "staged")
+    row = {"ms": 1e3 * float(np.median(times)), "resident": resident}
+    if before is not None:
+        after = parking.stats(state.layers)
+        row |= {"read": (after.bytes_read - before.bytes_read) / STEPS.value,
+                "written": (after.bytes_written - before.bytes_written) / STEPS.value,
+                "wait": 1e3 * (after.wait_seconds - before.wait_seconds) / STEPS.value,
+                "limit": 1e3 * read_seconds(state) / len(state.layers)}
+        row["limit"] *= (after.blocks_read - before.blocks_read) / STEPS.value / len(state.layers[0].sums)
+    parking.close(state.layers)
+    branch.close()
+    return row
+
+
+def read_seconds(state) -> float:
+    """Seconds to read all parked layers once, nothing else being done."""
+    started = time.perf_counter()
+    for one in state.layers:
+        pages = np.empty((1, 1, len(one.sums), 1, parking.PAGE_BYTES), np.int8)
+        where = np.arange(len(one.sums), dtype=np.int32)[None, None]
+        if not one.branch.read_into(one.number, one.generation, where, where, pages):
+            raise one.branch.take_error()
+    return time.perf_counter() - started
+
+
+def main(argv):
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+    config = overlap.shape(LAYERS.value, 1024)
+    llm, directory = kvjax.LLM(config, throughput.random_params(config)), DIR.value or tempfile.gettempdir()
+    whole = throughput.kv_bytes(config, CONTEXT.value) / 2**20
+    print(f"{LAYERS.value} layers, {CONTEXT.value} tokens, KV cache {whole:.0f} MiB")
+    print(f"{'method':>8} {'in memory MiB':>14} {'parked MiB':>11} {'ratio':>6} {'ms':>8} {'parked ms':>10} "
+          f"{'limit ms':>9} {'waited ms':>10} {'read MiB':>9} {'written MiB':>12}")
+    for name, method in METHODS.items():
+        plain = decode(llm, method, Slots(), directory)
+        parked = decode(llm, method, Slots(park=kvjax.FlashStore(directory)), directory)
+        print(f"{name:>8} {plain['resident'] / 2**20:14.1f} {parked['resident'] / 2**20:11.1f} "
+              f"{plain['resident'] / parked['resident']:6.2f} {plain['ms']:8.1f} {parked['ms']:10.1f} "
+              f"{parked['limit']:9.1f} {parked['wait']:10.1f} {parked['read'] / 2**20:9.1f} "
+              f"{parked['written'] / 2**20:12.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    app.run(main)

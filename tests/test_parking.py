@@ -1,0 +1,155 @@
+"""Layers that wait in a store: the same tokens, less memory, and nothing lost when the store fails."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import METHODS
+from tiny import CONFIG, PROMPT, start
+
+import kvjax
+from kvjax import decode, parking
+from kvjax.errors import ConfigError, ReadFailed, StaleCache
+from kvjax.llm import LLM
+from kvjax.store.flash import FlashStore
+from kvjax.store.host import HostStore
+
+STEPS = 12
+DEEP = dataclasses.replace(CONFIG, num_layers=4, windows=(None,) * 4)
+
+
+def decoded(plan, params, state, tokens, steps=STEPS):
+    """The last state and logits `[steps, B, V]` after each of the next tokens."""
+    out = []
+    for i in range(steps):
+        done = decode.step(plan, params, state, tokens[np.arange(2), np.asarray(PROMPT) + i], donate=True)
+        state = done.state
+        out.append(np.asarray(done.logits))
+    return state, np.stack(out)
+
+
+@pytest.mark.parametrize("prefetch", ["off", "layer"])
+@pytest.mark.parametrize("name", ["full", "dynakv", "kvswap", "dynsplit", "icecache"])
+def test_parked_layers_decode_the_same_bits(params, tokens, name, prefetch, tmp_path):
+    plan, resident, logits, branch = start(params, tokens, METHODS[name], HostStore(), prefetch=prefetch)
+    _, parked, same, other = start(
+        params, tokens, METHODS[name], FlashStore(tmp_path), prefetch=prefetch, park=FlashStore(tmp_path)
+    )
+    np.testing.assert_array_equal(logits, same)
+    resident, expected = decoded(plan, params, resident, tokens)
+    parked, got = decoded(plan, params, parked, tokens)
+    np.testing.assert_array_equal(expected, got)
+    for one, again in zip(_contents(resident.layers), _contents(parking.everything(parked.layers)), strict=True):
+        np.testing.assert_array_equal(one, again)
+    branch.close()
+    other.close()
+    parking.close(parked.layers)
+
+
+def _contents(layers):
+    """All but how many rows were handed to the store so far."""
+    return jax.tree.leaves([(one.state, one.pool.rows, one.pool.table) for one in layers])
+
+
+def test_layers_in_memory_may_be_parked_too(params, tokens, tmp_path):
+    """With no other store: keys and values go to and fro with their layer."""
+    plan, resident, *_ = start(params, tokens, METHODS["quest"])
+    _, parked, *_ = start(params, tokens, METHODS["quest"], park=FlashStore(tmp_path))
+    np.testing.assert_array_equal(decoded(plan, params, resident, tokens)[1], decoded(plan, params, parked, tokens)[1])
+
+
+def test_memory_is_that_of_two_layers(tmp_path):
+    llm = _model(DEEP)
+    context, method = list(range(1, 50)), kvjax.quest(budget=24, sinks=2, window=4, page=4)
+    resident = llm.prefill(context, method=method, store=HostStore())
+    parked = llm.prefill(context, method=method, store=HostStore(), slots=kvjax.Slots(park=FlashStore(tmp_path)))
+    assert not jax.tree.leaves(parked.state.layers), "no array is left in memory between steps"
+    assert parked.resident_bytes == pytest.approx(resident.resident_bytes / 2, rel=0.02)
+    resident.close()
+    parked.close()
+    assert not list(tmp_path.iterdir()), "its temporary file went with it"
+
+
+def _model(config):
+    from kvjax.models.transformer import Transformer
+
+    dummy = jnp.zeros((1, 4), jnp.int32)
+    return LLM(config, Transformer(config).init(jax.random.key(1), dummy, dummy)["params"])
+
+
+def test_only_pages_that_changed_are_written(params, tokens, tmp_path, monkeypatch):
+    monkeypatch.setattr(parking, "PAGE_BYTES", 512)
+    plan, state, *_ = start(params, tokens, METHODS["full"], park=FlashStore(tmp_path, staging_bytes=0))
+    branch = state.layers[0].branch
+    pages = sum(len(one.sums) for one in state.layers)
+    before = branch.stats().blocks_written
+    state, _ = decoded(plan, params, state, tokens)
+    branch.flush()
+    assert pages == before
+    assert branch.stats().blocks_written - before < STEPS * pages / 2
+
+
+def test_a_question_leaves_the_parked_cache_as_it_is(tmp_path):
+    llm, question = _model(CONFIG), [7, 8, 9]
+    slots = kvjax.Slots(park=FlashStore(tmp_path))
+    cache = llm.prefill(list(range(1, 50)), method=METHODS["quest"], store=HostStore(), slots=slots)
+    first = llm.generate(question, cache, max_new_tokens=8)
+    assert first.usage.parked.bytes_read > 0
+    assert llm.generate(question, cache, max_new_tokens=8).tokens == first.tokens
+    grown = llm.extend(cache, question, chunk=2)
+    assert grown.length == [52]
+    whole = llm.prefill(list(range(1, 50)), method=METHODS["quest"], store=HostStore())
+    np.testing.assert_array_equal(grown.logits, llm.extend(whole, question, chunk=2).logits)
+
+
+def test_saved_and_restored(tmp_path):
+    llm = _model(CONFIG)
+    slots = kvjax.Slots(park=FlashStore(tmp_path))
+    cache = llm.prefill(list(range(1, 50)), method=METHODS["quest"], store=HostStore(), slots=slots)
+    cache.save(tmp_path / "saved")
+    expected = llm.generate([7, 8], cache, max_new_tokens=8).tokens
+    again = llm.restore(tmp_path / "saved", method=METHODS["quest"], slots=slots)
+    assert parking.is_parked(again.state.layers)
+    assert llm.generate([7, 8], again, max_new_tokens=8).tokens == expected
+    again.close()
+
+
+@pytest.mark.parametrize("call", range(6))
+def test_a_failed_read_of_a_layer_ends_the_token_and_nothing_else(params, tokens, call, tmp_path, monkeypatch):
+    """Two layers are opened twice each in a token; whichever read fails, the retry decodes the same bits."""
+    plan, expected, _, _kept = start(params, tokens, METHODS["dynakv"], HostStore())
+    _, state, _, _blocks = start(params, tokens, METHODS["dynakv"], HostStore(), park=HostStore())
+    state, _ = decoded(plan, params, state, tokens, 3)
+    branch, calls = state.layers[0].branch, iter(range(100))
+    read = type(branch).read_into
+
+    def failing(self, *args):
+        if self is branch and next(calls) == call:
+            self._errors.save(ReadFailed("injected"))
+            return False
+        return read(self, *args)
+
+    monkeypatch.setattr(type(branch), "read_into", failing)
+    out, i = [], 3
+    while i < STEPS:
+        try:
+            done = decode.step(plan, params, state, tokens[np.arange(2), np.asarray(PROMPT) + i], donate=True)
+        except ReadFailed as error:
+            state = error.state
+            continue
+        state, i = done.state, i + 1
+        out.append(np.asarray(done.logits))
+    np.testing.assert_array_equal(decoded(plan, params, expected, tokens)[1][3:], np.stack(out))
+    assert next(calls) > 4 * (STEPS - 3), "the failure was injected"
+
+
+def test_bad_use_has_typed_errors(params, tokens, tmp_path):
+    plan, state, *_ = start(params, tokens, METHODS["quest"], park=HostStore())
+    fed = tokens[np.arange(2), np.asarray(PROMPT)]
+    with pytest.raises(ConfigError, match="staged"):
+        decode.step(plan, params, state, fed, driver="fused")
+    decode.step(plan, params, state, fed)
+    with pytest.raises(StaleCache, match="generation"):
+        decode.step(plan, params, state, fed)
