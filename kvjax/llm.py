@@ -11,6 +11,7 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ import numpy as np
 
 from kvjax import decode, extend, parking, persistence, planning, prefill, sampling
 from kvjax.decode import Driver, Step
-from kvjax.errors import ConfigError, PromptError
+from kvjax.errors import ConfigError, FormatMismatch, PromptError
 from kvjax.method import Method
 from kvjax.methods.full import Full
 from kvjax.models import checkpoint, hf_config
@@ -117,11 +118,29 @@ class Result:
     usage: Usage
 
 
+@runtime_checkable
+class Tuning(Protocol):
+    """What chooses for a run of so many sequences of so many tokens (`kvjax.tuner.Tuning`)."""
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    def method(self, batch: int, context: int) -> Method: ...
+
+    def slots(self, batch: int, context: int) -> Slots: ...
+
+
 class LLM:
     """A model with its tokenizer; holds no state between calls."""
 
-    def __init__(self, config: ModelConfig, params: PyTree, tokenizer: TextTokenizer | None = None):
-        self.config, self.params, self.tokenizer = config, params, tokenizer
+    def __init__(
+        self, config: ModelConfig, params: PyTree, tokenizer: TextTokenizer | None = None, tuning: Tuning | None = None
+    ):
+        """`tuning` chooses method and slots where `prefill` is given none. Raises FormatMismatch for another model's."""
+        self.config, self.params, self.tokenizer, self.tuning = config, params, tokenizer, tuning
+        if tuning is not None and tuning.fingerprint != self.fingerprint:
+            raise FormatMismatch(f"the tuning is for the model {tuning.fingerprint!r}, not for {self.fingerprint!r}; "
+                                 "run configs/tune.py with this model")
 
     def encode(self, text: str | Sequence[int], start: bool) -> list[int]:
         """Token ids; a sequence of ids is taken as it is. `start` adds the beginning-of-text token."""
@@ -142,7 +161,7 @@ class LLM:
         memory for long contexts, and is an approximation as decoding is.
 
         Args:
-          method: cache method; None = full attention.
+          method: cache method; None = the tuned one, or full attention.
           store: where blocks live; None = memory.
           capacity: most tokens of a sequence, question and answer included; None = context + 1024.
           dtype: of stored keys and values.
@@ -158,9 +177,12 @@ class LLM:
             raise PromptError("the prompt is empty; give at least one token")
         if chunk is not None and (keep_keys or chunk < 1):
             raise ConfigError(f"chunk={chunk} must be at least 1, and keys are kept only without it")
-        longest, method = max(map(len, rows)), method or Full()
+        longest = max(map(len, rows))
+        capacity = capacity or longest + 1024
+        if method is None:
+            method, slots = self._default(len(rows), capacity, slots)
         method.check_model(self.fingerprint)
-        plan = planning.make_plan(self.config, method, len(rows), capacity or longest + 1024, dtype)
+        plan = planning.make_plan(self.config, method, len(rows), capacity, dtype)
         if longest > plan.capacity:
             raise PromptError(f"the prompt has {longest} tokens but capacity={plan.capacity}; raise the capacity")
         first = [row[:chunk] for row in rows]
@@ -177,6 +199,11 @@ class LLM:
             if branch is not None:
                 branch.close()
             raise
+
+    def _default(self, batch: int, context: int, slots: Slots | None) -> tuple[Method, Slots | None]:
+        if self.tuning is None:
+            return Full(), slots
+        return self.tuning.method(batch, context), slots or self.tuning.slots(batch, context)
 
     def extend(self, cache: Cache, text, *, chunk: int = 64) -> Cache:
         """The cache after more text (one for each sequence of a batch), read `chunk` tokens at a time (`kvjax.extend`).
@@ -341,11 +368,17 @@ def _padded(rows: list[list[int]]):
     return tokens, jnp.asarray(length)
 
 
-def load(path: str | os.PathLike, dtype=jnp.float32) -> LLM:
-    """Loads a local Hugging Face model directory. Raises CheckpointError naming file and tensor."""
+def load(path: str | os.PathLike, dtype=jnp.float32, tuning: str | os.PathLike | None = None) -> LLM:
+    """Loads a local Hugging Face model directory, and what `kvjax.tune` chose for it, if that is given.
+
+    Raises CheckpointError naming file and tensor, ReadFailed or FormatMismatch for the tuning.
+    """
+    from kvjax import tuner  # which runs models, and so imports this module
+
+    tuned = None if tuning is None else tuner.load(tuning)
     config = hf_config.read_config(path)
     params = checkpoint.load_params(path, config, dtype)
-    return LLM(config, params, TextTokenizer.from_directory(path))
+    return LLM(config, params, TextTokenizer.from_directory(path), tuned)
 
 
 def save(llm: LLM, path: str | os.PathLike, dtype: str = "float32") -> None:

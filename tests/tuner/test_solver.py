@@ -1,11 +1,14 @@
 """The greedy solver against exhaustive reading of appendix A.4, and its file."""
 
+import dataclasses
 import json
+import pathlib
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import kvjax
 from kvjax.errors import ConfigError, FormatMismatch, ReadFailed, WriteFailed
 from kvjax.planning import Slots
 from kvjax.tuner import tuning
@@ -108,6 +111,19 @@ def test_a_solution_becomes_a_method_and_its_slots():
     assert method.budget - method.sinks - method.window == 400
     assert FOUND.slots(8, 4096) == Slots(count=75, policy="fifo", prefetch="layer")
     assert FOUND.slots(8, 32768).count == 27  # 25 groups of 16, the unfinished one, one that is only rewritten
+
+
+def test_a_model_is_loaded_with_its_tuning(tmp_path):
+    """Without a method, prefill takes the tuned one and its slots; a tuning of another model is refused."""
+    model = pathlib.Path(kvjax.__file__).parent / "reference"
+    dataclasses.replace(FOUND, fingerprint=kvjax.load(model).fingerprint).save(tmp_path / "config.json")
+    llm = kvjax.load(model, tuning=tmp_path / "config.json")
+    cache = llm.prefill("def main(argv):\n    return 0\n", capacity=4000, store=kvjax.HostStore())
+    assert cache.plan.layers[-1].method == FOUND.method(1, 4096)
+    assert cache.state.layers[-1].pool.rows.shape[2] == FOUND.slots(1, 4096).count
+    FOUND.save(tmp_path / "other.json")
+    with pytest.raises(FormatMismatch, match="not for"):
+        kvjax.load(model, tuning=tmp_path / "other.json")
 
 
 def test_bad_files_are_typed_errors(tmp_path):
