@@ -136,7 +136,7 @@ class LLM:
     def __init__(
         self, config: ModelConfig, params: PyTree, tokenizer: TextTokenizer | None = None, tuning: Tuning | None = None
     ):
-        """`tuning` chooses method and slots where `prefill` is given none. Raises FormatMismatch for another model's."""
+        """`tuning` chooses method and slots where `prefill` is given none; FormatMismatch for another model's."""
         self.config, self.params, self.tokenizer, self.tuning = config, params, tokenizer, tuning
         if tuning is not None and tuning.fingerprint != self.fingerprint:
             raise FormatMismatch(f"the tuning is for the model {tuning.fingerprint!r}, not for {self.fingerprint!r}; "
