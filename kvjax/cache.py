@@ -246,19 +246,23 @@ def _hold(spec, layer, block, held, leaving, value):
     return dataclasses.replace(layer, tail=tail, refused=layer.refused + (held & (slot == spec.held)))
 
 
-def with_held(spec: Spec, layer: LayerState, rows: Float[Array, "K C D"], held: Float[Array, "K R D"]):
-    """A due block's rows followed by the held rows: what `Edits.rows` indexes."""
-    return jnp.concatenate([rows, held[:, spec.sinks + spec.ring :].astype(rows.dtype)], axis=1)
+def with_held(spec: Spec, blocks: list[Float[Array, "K C D"]], held: Float[Array, "K R D"]) -> Float[Array, "K CU D"]:
+    """A due block's rows, the held rows, and its partner's rows if there is one: what `Edits.rows` indexes."""
+    held = held[:, spec.sinks + spec.ring :].astype(blocks[0].dtype)
+    return jnp.concatenate([blocks[0], held, *blocks[1:]], axis=1)
 
 
-def due_positions(spec: Spec, layer: LayerState, block: Int32[Array, "K"]) -> Int32[Array, "K CU"]:
-    """Positions of the due block's rows and of the rows held for it; -1 = not one of them."""
-    head = jnp.arange(spec.kv_heads)
-    rows = layer.pos[head, jnp.minimum(block, spec.num_blocks - 1)]
-    rows = jnp.where((block < spec.num_blocks)[:, None], rows, -1)
-    mine = layer.tail.held_block == block[:, None]
-    held = jnp.where(mine & (block < spec.num_blocks)[:, None], layer.tail.pos[:, spec.sinks + spec.ring :], -1)
-    return jnp.concatenate([rows, held], axis=-1)
+def due_positions(spec: Spec, layer: LayerState, blocks: list[Int32[Array, "K"]]) -> Int32[Array, "K CU"]:
+    """Positions of those rows, of the due block first; -1 = empty, or held for another block."""
+    mine = (layer.tail.held_block == blocks[0][:, None]) & (blocks[0] < spec.num_blocks)[:, None]
+    held = jnp.where(mine, layer.tail.pos[:, spec.sinks + spec.ring :], -1)
+    rows = [_positions(spec, layer, block) for block in blocks]
+    return jnp.concatenate([rows[0], held, *rows[1:]], axis=-1)
+
+
+def _positions(spec: Spec, layer: LayerState, block: Int32[Array, "K"]) -> Int32[Array, "K C"]:
+    rows = layer.pos[jnp.arange(spec.kv_heads), jnp.minimum(block, spec.num_blocks - 1)]
+    return jnp.where((block < spec.num_blocks)[:, None], rows, -1)
 
 
 def apply_edits(spec: Spec, layer: LayerState, edits: Edits, pos: Int32[Array, "K CU"]) -> LayerState:

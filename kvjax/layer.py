@@ -303,19 +303,25 @@ def _adapt(plan: LayerPlan, cache: LayerCache, due: Int32[Array, "B K"], layer, 
 def _adapted(plan: LayerPlan, cache: LayerCache, due: Int32[Array, "B K"]):
     """The state after one round, and the blocks it rewrites: numbers[B, K, E], keys and values[B, K, E, C, D]."""
     spec, method = plan.spec, plan.method
+    blocks = [due, _partners(plan, cache.state, due)] if method.pairs else [due]
+    pairs = [cache.pool.block(cache.pool.locate(block)) for block in blocks]
     joined = jax.vmap(lambda *args: caching.with_held(spec, *args))
-    key, value = cache.pool.block(cache.pool.locate(due))
-    key = joined(cache.state, key, cache.state.tail.key)
-    value = joined(cache.state, value, cache.state.tail.value)
+    key = joined([key for key, _ in pairs], cache.state.tail.key)
+    value = joined([value for _, value in pairs], cache.state.tail.value)
 
-    def one(layer, due, keys):
-        pos = caching.due_positions(spec, layer, due)
-        index, edits = method.adapt(spec, layer.index, caching.view(spec, layer), due, keys, pos)
+    def one(layer, blocks, keys):
+        pos = caching.due_positions(spec, layer, blocks)
+        index, edits = method.adapt(spec, layer.index, caching.view(spec, layer), blocks[0], keys, pos)
         layer = caching.apply_edits(spec, dataclasses.replace(layer, index=index), edits, pos)
         return layer, edits
 
-    state, edits = jax.vmap(one)(cache.state, due, key)
+    state, edits = jax.vmap(one)(cache.state, blocks, key)
     return state, edits.dst, _regroup(key, edits), _regroup(value, edits)
+
+
+def _partners(plan: LayerPlan, state: LayerState, due: Int32[Array, "B K"]) -> Int32[Array, "B K"]:
+    spec, method = plan.spec, plan.method
+    return jax.vmap(lambda one, due: method.partner(spec, one.index, caching.view(spec, one), due))(state, due)
 
 
 def _regroup(rows: Float[Array, "B K CU D"], edits) -> Float[Array, "B K E C D"]:

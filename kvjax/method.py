@@ -109,7 +109,8 @@ class Placement:
 
 @pytree
 class Edits:
-    """Whole blocks rewritten by a gather from [the due block's C rows ++ the U held rows]; -1 = empty row."""
+    """Whole blocks rewritten by a gather from what `adapt` sees: [the due block's C rows ++ the U held rows], and the
+    partner's C rows where a method `pairs`; -1 = empty row."""
 
     dst: Int32[Array, "*K E"]
     rows: Int32[Array, "*K E C"]
@@ -163,6 +164,7 @@ class Method(abc.ABC):
     evicts: ClassVar[bool] = False  # tokens may be dropped for good
     attends_all: ClassVar[bool] = False  # selects every block, in token order
     adaptive: ClassVar[bool] = False  # `due` and `adapt` do something
+    pairs: ClassVar[bool] = False  # `partner` does something
     observes: ClassVar[bool] = False  # `observe` does something
 
     def __post_init__(self):
@@ -237,11 +239,16 @@ class Method(abc.ABC):
         """A fetched block of each head that needs adapting, NB = none. Must be cheap."""
         return jnp.full((spec.kv_heads,), spec.num_blocks, jnp.int32)
 
+    def partner(self, spec: Spec, index: Index, view: View, block: Int32[Array, "K"]) -> Int32[Array, "K"]:
+        """Another fetched block whose rows `adapt` is to see with those of the due one, NB = none."""
+        return jnp.full((spec.kv_heads,), spec.num_blocks, jnp.int32)
+
     def adapt(
         self, spec: Spec, index: Index, view: View, block: Int32[Array, "K"], keys: Float[Array, "K CU D"],
         pos: Int32[Array, "K CU"],
     ) -> tuple[Index, Edits]:
-        """Reorganises the due block; `keys` and `pos` are its rows followed by the held rows."""
+        """Reorganises the due block; `keys` and `pos` are its rows, the held rows, and its partner's where it `pairs`.
+        """
         raise ConfigError(f"{self.name} is not adaptive")
 
     def observe(

@@ -23,7 +23,7 @@ METHODS = {
     "oracle": Oracle(budget=24, sinks=2, window=4),
     "streaming_llm": StreamingLLM(budget=12, sinks=2),
     "quest": Quest(budget=24, sinks=2, window=4, page=4),
-    "dynakv": DynaKV(budget=24, sinks=2, window=4, cluster=4, buffer=3, threshold=1.2),
+    "dynakv": DynaKV(budget=24, sinks=2, window=4, cluster=4, buffer=3, threshold=1.2, merge=1),
     "dynakv_static": DynaKV(budget=24, sinks=2, window=4, cluster=4, update="static"),
     "dynakv_local": DynaKV(budget=24, sinks=2, window=4, cluster=4, update="local"),
     "dynsplit": DynSplit(budget=24, sinks=2, window=4, chunk=4, deviation=1, table=DELIMITERS),

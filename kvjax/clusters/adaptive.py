@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 
 from kvjax import clustering
@@ -28,12 +29,15 @@ class Adaptive(Update):
       threshold: see `limit`.
       gain: see `limit`.
       buffer: B_max, buffered keys of one head that trigger a forced load.
+      merge: clusters of at most so many keys go into the nearest fetched one, if both together are half as wide as what
+        is split; 0 = never. Not in the paper: splits leave outliers alone, and each takes a block of its own.
     """
 
     cluster: int
     threshold: float
     gain: float
     buffer: int
+    merge: int = 0
 
     @property
     def held(self) -> int:
@@ -84,12 +88,52 @@ class Adaptive(Update):
         return index, Placement(block, jnp.where(hold, spec.block_rows, count[target]).astype(jnp.int32))
 
     def due(self, spec, index, view):
-        """A flagged cluster among those fetched in this step."""
+        """A flagged cluster among those fetched in this step; else a tiny one that can be merged."""
         present = view.loaded < spec.num_blocks
         flagged = present & index.split[jnp.minimum(view.loaded, spec.num_blocks - 1)]
-        return jnp.where(jnp.any(flagged), view.loaded[jnp.argmax(flagged)], spec.num_blocks)
+        split = jnp.where(jnp.any(flagged), view.loaded[jnp.argmax(flagged)], spec.num_blocks)
+        if not self.merge:
+            return split
+        tiny, other = self._pair(spec, index, view)
+        return jnp.where((split == spec.num_blocks) & (other < spec.num_blocks), tiny, split)
+
+    def partner(self, spec, index, view, block):
+        tiny, other = self._pair(spec, index, view)
+        flagged = index.split[jnp.minimum(block, spec.num_blocks - 1)]
+        return jnp.where((block == tiny) & ~flagged, other, spec.num_blocks)
+
+    def _pair(self, spec, index, view):
+        """The smallest fetched cluster, if it is tiny, and the nearest fetched one it can be merged with; NB = none."""
+        at = jnp.minimum(view.loaded, spec.num_blocks - 1)
+        free = (view.loaded < spec.num_blocks) & ~index.split[at]
+        count = jnp.where(free, view.count[at], 0)
+        small = jnp.where((count > 0) & (count <= self.merge), count, spec.block_rows + 1)
+        one = at[jnp.argmin(small)]
+        squared = squared_distances(index, index.centroid[one])[at]
+        width = _union(view.count[one], index.variance[one], view.count[at], index.variance[at], squared)
+        fits = (count > 0) & (at != one) & (count + view.count[one] <= spec.block_rows)
+        fits &= (width <= 0.5 * self.limit(index, view.count)) & jnp.any(small <= self.merge)
+        other = at[jnp.argmin(jnp.where(fits, squared, jnp.inf))]
+        none = jnp.int32(spec.num_blocks)
+        return jnp.where(jnp.any(fits), one, none), jnp.where(jnp.any(fits), other, none)
 
     def adapt(self, spec, index, view, block, keys, valid, seed):
+        """SPLITCLUSTER, or a merge with the partner."""
+        split = self._split(spec, index, view, block, keys, valid)
+        if not self.merge:
+            return split
+        other = self.partner(spec, index, view, block)
+        merged = self._merged(spec, index, block, other, keys, valid)
+        return jax.tree.map(lambda one, two: jnp.where(other < spec.num_blocks, one, two), merged, split)
+
+    def _merged(self, spec, index, block, other, keys, valid):
+        """Everything goes to the other block."""
+        _, centroid, variance = statistics(keys, jnp.where(valid, 0, 1), 1)
+        index = replace_clusters(index, other[None], centroid, variance)
+        rows = jnp.stack([jnp.full(spec.block_rows, -1, jnp.int32), _gather_order(valid, spec.block_rows)])
+        return index, Edits(jnp.stack([block, other]).astype(jnp.int32), rows)
+
+    def _split(self, spec, index, view, block, keys, valid):
         """SPLITCLUSTER(C_j, Buf_j): one half stays in block j, the other takes a free block."""
         stay, move = clustering.two_means(keys, valid, spec.block_rows)
         free = jnp.argmax(view.count == 0)
@@ -112,6 +156,12 @@ def _observe_key(index: ClusterIndex, key, valid) -> ClusterIndex:
         index, seen=n + valid, mean=jnp.where(valid, index.mean + (key - index.mean) / (n + 1), index.mean),
         spread=jnp.where(valid, updated_variance(n, index.spread, squared), index.spread),
     )
+
+
+def _union(n, variance, other_n, other_variance, squared_distance):
+    """sigma^2 of two clusters together, their centroids at that distance."""
+    total = jnp.maximum(n + other_n, 1)
+    return (n * variance + other_n * other_variance) / total + n * other_n / total**2 * squared_distance
 
 
 def _gather_order(member, rows):

@@ -35,6 +35,10 @@ class Update(abc.ABC):
         """A block to rewrite now, NB = none."""
         return jnp.int32(spec.num_blocks)
 
+    def partner(self, spec: Spec, index: ClusterIndex, view: View, block: Int32[Array, ""]) -> Int32[Array, ""]:
+        """A fetched block that the due one is to be merged with, NB = none."""
+        return jnp.int32(spec.num_blocks)
+
     def adapt(
         self, spec: Spec, index: ClusterIndex, view: View, block: Int32[Array, ""], keys: Float[Array, "CU D"],
         valid: Bool[Array, "CU"], seed: PRNGKey,

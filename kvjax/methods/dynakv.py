@@ -54,6 +54,7 @@ class DynaKV(Method):
       threshold: tau_h over the mean cluster variance of head h after prefill.
       gain: how firmly the average cluster size is kept at `cluster` while decoding; 0 = not at all.
       buffer: B_max, buffered keys of one head that trigger a forced load.
+      merge: clusters of at most so many keys are merged with others (`Adaptive.merge`); 0 = never.
       period: keys that `update="local"` clusters together; None = 2 * cluster.
       iterations: of Lloyd's algorithm.
       seed: of the k-means++ starts.
@@ -67,6 +68,7 @@ class DynaKV(Method):
     threshold: float = 1.2
     gain: float = 2.0
     buffer: int = 8
+    merge: int = 0
     period: int | None = None
     iterations: int = 10
     seed: int = 0
@@ -96,7 +98,7 @@ class DynaKV(Method):
             return Static()
         if self.update == "local":
             return Local(self.cluster, self.largest, self.period or 2 * self.cluster, self.iterations)
-        return Adaptive(self.cluster, self.threshold, self.gain, self.buffer)
+        return Adaptive(self.cluster, self.threshold, self.gain, self.buffer, self.merge)
 
     @property
     def adaptive(self) -> bool:  # type: ignore[override]  # of the class elsewhere, of its `update` here
@@ -144,6 +146,14 @@ class DynaKV(Method):
 
     def due(self, spec, index, view):
         return jax.vmap(lambda *head: self.rule.due(spec, *head))(index, view)
+
+    @property
+    def pairs(self) -> bool:  # type: ignore[override]  # of the class elsewhere, of its settings here
+        """Whether blocks are ever merged."""
+        return self.adaptive and self.merge > 0
+
+    def partner(self, spec, index, view, block):
+        return jax.vmap(lambda *head: self.rule.partner(spec, *head))(index, view, block)
 
     def adapt(self, spec, index, view, block, keys, pos):
         return jax.vmap(lambda *head: self.rule.adapt(spec, *head))(

@@ -47,3 +47,36 @@ def test_steering_keeps_clusters_larger_where_splits_would_be_many():
         count = np.asarray(sim.cache.state.count)
         sizes.append(count.sum() / (count > 0).sum())
     assert sizes[0] < 0.95 * sizes[1] and sizes[1] < METHOD.cluster * 1.2
+
+
+# merging ------------------------------------------------------------------------------------------
+
+
+def decoded(merge, seed=0, steps=50):
+    """The state after decoding with a threshold that leaves many clusters of one key."""
+    sim = Sim(dataclasses.replace(METHOD, threshold=2.0, merge=merge, gain=0.0), Stream.draw(seed), [40, 40])
+    for _ in range(steps):
+        sim.step()
+        harness.check_every_token_has_one_place(sim)
+    return sim
+
+
+def test_tiny_clusters_are_merged_and_their_statistics_stay_exact():
+    """Against brute force over the positions in each block; without merging there are more tiny clusters."""
+    apart, merged = decoded(0), decoded(2)
+    tiny = [int((sim.cache.state.count <= 2).sum() - (sim.cache.state.count == 0).sum()) for sim in (apart, merged)]
+    assert tiny[1] < tiny[0]
+    state, stream = jax.device_get(merged.cache.state), merged.stream
+    for b, head, block in zip(*np.nonzero(state.count), strict=True):
+        at = state.pos[b, head, block, : state.count[b, head, block]]
+        keys = stream.k[b, at, head].astype(np.float64)
+        np.testing.assert_allclose(state.index.centroid[b, head, block], keys.mean(0), atol=1e-5)
+        np.testing.assert_allclose(state.index.variance[b, head, block], keys.var(0).sum(), atol=1e-4)
+
+
+def test_what_is_merged_is_far_from_being_split():
+    """A pair wider than half the limit stays apart: with a limit of nearly nothing, nothing is merged."""
+    sim = Sim(dataclasses.replace(METHOD, threshold=1e-6, merge=4, gain=0.0), Stream.draw(1), [40, 40])
+    before = int((np.asarray(sim.cache.state.count) > 0).sum())
+    sim.run(5)
+    assert int((np.asarray(sim.cache.state.count) > 0).sum()) >= before
