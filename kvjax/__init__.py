@@ -18,9 +18,11 @@ from kvjax.methods.icecache import IceCache as icecache
 from kvjax.methods.infinigen import InfiniGen as infinigen
 from kvjax.methods.kvswap import KVSwap as kvswap
 from kvjax.methods.loki import Loki as loki
+from kvjax.methods.omnikv import OmniKV as omnikv
 from kvjax.methods.oracle import Oracle as oracle
 from kvjax.methods.quest import Quest as quest
 from kvjax.methods.random import Random as random
+from kvjax.methods.sentencekv import SentenceKV as sentencekv
 from kvjax.methods.shadowkv import ShadowKV as shadowkv
 from kvjax.methods.snapkv import SnapKV as snapkv
 from kvjax.methods.streaming_llm import StreamingLLM as streaming_llm
@@ -55,11 +57,13 @@ __all__ = [
     "kvswap",
     "load",
     "loki",
+    "omnikv",
     "oracle",
     "prefill_cache",
     "quest",
     "random",
     "save",
+    "sentencekv",
     "shadowkv",
     "snapkv",
     "streaming_llm",

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from kvjax.errors import ConfigError
 from kvjax.method import Context, Leaving, Method, Spec, every_occupied, in_rows
-from kvjax.typing import Array, Float, pytree
+from kvjax.typing import Array, Bool, Float, pytree
 
 
 @pytree
@@ -63,8 +63,7 @@ class Evictor(Method):
         """`build`, given what every token is worth."""
         head, room = jnp.arange(spec.kv_heads)[:, None], index.worth.shape[-1]
         worth = jnp.where(context.valid, worth, -jnp.inf)
-        ranked, best = jax.lax.top_k(worth, min(room, worth.shape[-1]))
-        kept = jnp.zeros(worth.shape, bool).at[head, best].set(ranked > -jnp.inf)
+        kept = largest(worth, room)
         at = jnp.cumsum(kept, axis=-1) - 1  # in token order, whatever the ranks
         filled = index.worth.at[head, jnp.where(kept, at, room)].set(worth, mode="drop")
         return dataclasses.replace(index, worth=filled), in_rows(spec, at, kept)
@@ -88,3 +87,9 @@ class PromptEvictor(Evictor):
     def leaving_worth(self, spec, index, leaving):
         # Above all votes, which are at most one per query; later tokens above earlier ones.
         return jnp.broadcast_to(1e6 + leaving.pos.astype(jnp.float32), (spec.kv_heads,))
+
+
+def largest(worth: Float[Array, "K T"], count: int) -> Bool[Array, "K T"]:
+    """Marks the `count` largest entries of each row, but none that is -inf; of equal ones the first."""
+    ranked, at = jax.lax.top_k(worth, min(count, worth.shape[-1]))
+    return jnp.zeros(worth.shape, bool).at[jnp.arange(worth.shape[0])[:, None], at].set(ranked > -jnp.inf)

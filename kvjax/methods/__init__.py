@@ -9,9 +9,11 @@ from kvjax.methods.icecache import IceCache
 from kvjax.methods.infinigen import InfiniGen
 from kvjax.methods.kvswap import KVSwap
 from kvjax.methods.loki import Loki
+from kvjax.methods.omnikv import OmniKV
 from kvjax.methods.oracle import Oracle
 from kvjax.methods.quest import Quest
 from kvjax.methods.random import Random
+from kvjax.methods.sentencekv import SentenceKV
 from kvjax.methods.shadowkv import ShadowKV
 from kvjax.methods.snapkv import SnapKV
 from kvjax.methods.streaming_llm import StreamingLLM
@@ -24,6 +26,8 @@ METHODS = {
     "h2o": H2O,
     "snapkv": SnapKV,
     "chunkkv": ChunkKV,
+    "sentencekv": SentenceKV,
+    "omnikv": OmniKV,
     "quest": Quest,
     "dynakv": DynaKV,
     "icecache": IceCache,
