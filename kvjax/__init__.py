@@ -9,16 +9,22 @@ from kvjax.attend import AttentionCache, attend, init_cache, prefill_cache
 from kvjax.llm import LLM, Cache, Result, load, save
 from kvjax.method import Method
 from kvjax.methods import METHODS
+from kvjax.methods.chunkkv import ChunkKV as chunkkv
 from kvjax.methods.dynakv import DynaKV as dynakv
 from kvjax.methods.dynsplit import DynSplit as dynsplit
 from kvjax.methods.full import Full as full
+from kvjax.methods.h2o import H2O as h2o
 from kvjax.methods.icecache import IceCache as icecache
 from kvjax.methods.infinigen import InfiniGen as infinigen
 from kvjax.methods.kvswap import KVSwap as kvswap
 from kvjax.methods.loki import Loki as loki
+from kvjax.methods.omnikv import OmniKV as omnikv
 from kvjax.methods.oracle import Oracle as oracle
 from kvjax.methods.quest import Quest as quest
+from kvjax.methods.random import Random as random
+from kvjax.methods.sentencekv import SentenceKV as sentencekv
 from kvjax.methods.shadowkv import ShadowKV as shadowkv
+from kvjax.methods.snapkv import SnapKV as snapkv
 from kvjax.methods.streaming_llm import StreamingLLM as streaming_llm
 from kvjax.planning import Slots
 from kvjax.sampling import Sampling
@@ -40,20 +46,26 @@ __all__ = [
     "Sampling",
     "Slots",
     "attend",
+    "chunkkv",
     "dynakv",
     "dynsplit",
     "full",
+    "h2o",
     "icecache",
     "infinigen",
     "init_cache",
     "kvswap",
     "load",
     "loki",
+    "omnikv",
     "oracle",
     "prefill_cache",
     "quest",
+    "random",
     "save",
+    "sentencekv",
     "shadowkv",
+    "snapkv",
     "streaming_llm",
     "tune",
 ]

@@ -42,13 +42,18 @@ def init_cache(
 
 
 def prefill_cache(
-    cache: AttentionCache, key: Float[Array, "B T K D"], value: Float[Array, "B T K D"], length: Int32[Array, "B"]
+    cache: AttentionCache, key: Float[Array, "B T K D"], value: Float[Array, "B T K D"], length: Int32[Array, "B"],
+    query: Float[Array, "B Q H D"] | None = None,
 ) -> AttentionCache:
-    """A cache that holds prompts of `length[b] <= T` tokens; what the given cache held is dropped."""
+    """A cache that holds prompts of `length[b] <= T` tokens; what the given cache held is dropped.
+
+    `query` has the queries of each prompt's last Q tokens, oldest first, for methods that ask for them (`observation`).
+    ConfigError where such a method cannot do without.
+    """
     dtype = cache.layer.state.tail.key.dtype
     state = layer.init(cache.plan, key.shape[0], dtype)
     length = jnp.asarray(length, jnp.int32)
-    filled = layer.prefill_memory(cache.plan, state, Prompts(key, value, length), dtype)
+    filled = layer.prefill_memory(cache.plan, state, Prompts(key, value, length, query=query), dtype)
     return dataclasses.replace(cache, layer=filled, length=length)
 
 

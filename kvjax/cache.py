@@ -212,7 +212,8 @@ def push(spec: Spec, tail: Tail, key, value, at: Int32[Array, ""], gate: Bool[Ar
 def place(
     spec: Spec, layer: LayerState, placement: Placement, leaving: Leaving, value: Float[Array, "K D"]
 ) -> tuple[LayerState, Placement]:
-    """Books a leaving token into its block, or into a free held row.
+    """Books a leaving token into its block, in place of the token that is in its row if there is one, or into a free
+    held row.
 
     Returns the placement with every row that is not to be written to a block turned into NB.
     """
@@ -220,10 +221,11 @@ def place(
     stored = (placement.block < spec.num_blocks) & (placement.row < spec.block_rows)
     held = (placement.block < spec.num_blocks) & (placement.row == spec.block_rows)
     block = jnp.where(stored, placement.block, spec.num_blocks)
+    free = layer.pos.at[head, block, placement.row].get(mode="fill", fill_value=-1) < 0
     layer = dataclasses.replace(
         layer,
         pos=layer.pos.at[head, block, placement.row].set(leaving.pos, mode="drop"),
-        count=layer.count.at[head, block].add(1, mode="drop"),
+        count=layer.count.at[head, block].add(free, mode="drop"),
     )
     if spec.held:
         layer = _hold(spec, layer, placement.block, held, leaving, value)

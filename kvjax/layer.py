@@ -235,7 +235,7 @@ def write(
     token = jnp.full(at.shape, -1, jnp.int32) if token is None else token
     state, placement, leaving, value = _advance_all(plan, cache.state, fresh, at, gate, token, leader)
     pool = cache.pool
-    if not plan.method.evicts:
+    if plan.spec.selected_rows or not plan.method.evicts:  # else no block ever holds a row
         block = gated(placement.block, gate, plan.spec.num_blocks)
         pool = pool.put_row(block, placement.row, leaving.key, value, layer, line)
     cache = LayerCache(state, pool)

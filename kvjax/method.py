@@ -101,7 +101,10 @@ class Selection:
 
 @pytree
 class Placement:
-    """Where tokens go: block NB = nowhere (dropped); row C = held in the tail on that block's account."""
+    """Where tokens go: block NB = nowhere (dropped); row C = held in the tail on that block's account.
+
+    A method that `evicts` may name a row that is taken: the token in it is dropped and the new one takes its place.
+    """
 
     block: Int32[Array, "*K_T"]  # [K] for one token, [K, T] for a prompt
     row: Int32[Array, "*K_T"]
@@ -147,7 +150,7 @@ class Method(abc.ABC):
         what to read (KVSwap, InfiniGen); the first layer uses its own query.
       reuse: layers that share one selection (IceCache's anchors, OmniKV). The first of every so many layers after the
         dense ones places and selects, the others follow it.
-      observation: last queries of the prompt that `build` is to see.
+      observation: last queries of the prompt that `build` is to see; None = all.
     """
 
     budget: int | None = 256
@@ -158,10 +161,10 @@ class Method(abc.ABC):
     dense_layers: int = 0
     lookahead: bool = False
     reuse: int = 1
-    observation: int = 0
+    observation: int | None = 0
 
     head_shared: ClassVar[bool] = False  # one selection for all KV heads
-    evicts: ClassVar[bool] = False  # tokens may be dropped for good
+    evicts: ClassVar[bool] = False  # tokens may be dropped for good: not placed, or their row given to another
     attends_all: ClassVar[bool] = False  # selects every block, in token order
     adaptive: ClassVar[bool] = False  # `due` and `adapt` do something
     pairs: ClassVar[bool] = False  # `partner` does something
@@ -290,6 +293,17 @@ def in_token_order(
 ) -> Placement:
     """Places tokens `stored + offset` in consecutive rows of consecutive blocks, alike in all heads."""
     at = stored + offset
+    return in_rows(spec, jnp.broadcast_to(at, (spec.kv_heads, *at.shape)), valid)
+
+
+def in_rows(spec: Spec, at: Int32[Array, "*K_T"], valid: Bool[Array, "*#K_T"]) -> Placement:
+    """Places tokens in given rows, counted through consecutive blocks."""
     block = jnp.where(valid, at // spec.block_rows, spec.num_blocks)
-    spread = functools.partial(jnp.broadcast_to, shape=(spec.kv_heads, *block.shape))
-    return Placement(spread(block).astype(jnp.int32), spread(at % spec.block_rows).astype(jnp.int32))
+    return Placement(block.astype(jnp.int32), (at % spec.block_rows).astype(jnp.int32))
+
+
+def every_occupied(spec: Spec, view: View) -> Selection:
+    """All blocks that hold anything, in their order."""
+    every = jnp.arange(spec.num_blocks, dtype=jnp.int32)
+    block = jnp.where(view.count > 0, every, spec.num_blocks)
+    return Selection(block[:, : spec.max_blocks], no_force(spec))

@@ -117,7 +117,8 @@ def _sample_queries(plan: Plan, i: int, branch, params, x, length):
 
 def _last_queries(plan: Plan, i: int, params, x, length):
     """Queries `[B, Q, H, D]` of each prompt's last tokens, if the layer's method asks for them."""
-    count = 0 if plan.layers[i].follows else plan.layers[i].method.observation
+    wanted = 0 if plan.layers[i].follows else plan.layers[i].method.observation
+    count = x.shape[1] if wanted is None else min(wanted, x.shape[1])
     return _queries_at(plan.config, params, x, length, jnp.arange(count)[None, ::-1]) if count else None
 
 

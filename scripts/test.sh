@@ -5,8 +5,8 @@ cd "$(dirname "$0")/.."
 scripts/setup.sh
 for argument in "$@"; do
   if [ "$argument" = --oracles ]; then
-    .venv/bin/python -c 'import torch, transformers' 2>/dev/null ||
-      .venv/bin/python -m pip install --quiet torch==2.13.0 transformers==5.2.0
+    .venv/bin/python -c 'import torch, transformers, kvpress' 2>/dev/null ||
+      .venv/bin/python -m pip install --quiet torch==2.13.0 transformers==5.2.0 kvpress==0.5.5
   fi
 done
 # One BLAS and XLA thread pool per worker would oversubscribe the cores.

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import pathlib
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,24 @@ import numpy as np
 from kvjax import layer
 from kvjax.layer import LayerCache, LayerPlan, Prompts
 from kvjax.method import Method
-from kvjax.methods import DynaKV, DynSplit, Full, IceCache, InfiniGen, KVSwap, Oracle, Quest, ShadowKV, StreamingLLM
+from kvjax.methods import (
+    H2O,
+    ChunkKV,
+    DynaKV,
+    DynSplit,
+    Full,
+    IceCache,
+    InfiniGen,
+    KVSwap,
+    OmniKV,
+    Oracle,
+    Quest,
+    Random,
+    SentenceKV,
+    ShadowKV,
+    SnapKV,
+    StreamingLLM,
+)
 from kvjax.pool import Line
 from kvjax.store.base import Geometry, Prompt
 from kvjax.store.slots import SlotPool
@@ -21,7 +39,15 @@ DELIMITERS = str(pathlib.Path(__file__).parent / "delimiters" / "table.json")  #
 METHODS = {
     "full": Full(page=4),
     "oracle": Oracle(budget=24, sinks=2, window=4),
+    "random": Random(budget=24, sinks=2, window=4, page=2),
     "streaming_llm": StreamingLLM(budget=12, sinks=2),
+    "h2o": H2O(budget=24, sinks=2, window=4, page=4),
+    "snapkv": SnapKV(budget=24, sinks=2, window=4, page=4, observation=6, kernel=3),
+    "chunkkv": ChunkKV(budget=24, sinks=2, window=4, page=4, observation=6, chunk=5),
+    "sentencekv": SentenceKV(
+        budget=24, sinks=2, window=5, chunk=4, deviation=1, shortest=2, observation=6, keep=1.5, table=DELIMITERS
+    ),
+    "omnikv": OmniKV(budget=24, sinks=2, window=4),
     "quest": Quest(budget=24, sinks=2, window=4, page=4),
     "dynakv": DynaKV(budget=24, sinks=2, window=4, cluster=4, buffer=3, threshold=1.2, merge=1),
     "dynakv_static": DynaKV(budget=24, sinks=2, window=4, cluster=4, update="static"),
@@ -67,6 +93,12 @@ class Stream:
         """int32[B, T] ids below 64, made of the keys of head 0."""
         return (np.abs(self.k[:, :, 0, 0]) * 1000).astype(np.int32) % 64
 
+    def last_queries(self, length: np.ndarray, count: int | None) -> np.ndarray:
+        """Queries `[B, Q, H, D]` of the `count` tokens before each length; None = as many as the stream has."""
+        count = self.q.shape[1] if count is None else count
+        at = np.maximum(length[:, None] - count + np.arange(count), 0)
+        return self.q[np.arange(len(length))[:, None], at]
+
     def row(self, b: int) -> "Stream":
         return Stream(self.q[b : b + 1], self.k[b : b + 1], self.v[b : b + 1])
 
@@ -90,13 +122,13 @@ def _token(plan, cache, q, k, v, token, at, active, line):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _fill_memory(plan, k, v, length, token):
-    return layer.prefill_memory(plan, layer.init(plan, k.shape[0]), Prompts(k, v, length, token))
+def _fill_memory(plan, k, v, length, token, query):
+    return layer.prefill_memory(plan, layer.init(plan, k.shape[0]), Prompts(k, v, length, token, query))
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _fill_packed(plan, k, v, length, token):
-    return layer.prefill_packed(plan, layer.init(plan, k.shape[0]), Prompts(k, v, length, token))
+def _fill_packed(plan, k, v, length, token, query):
+    return layer.prefill_packed(plan, layer.init(plan, k.shape[0]), Prompts(k, v, length, token, query))
 
 
 class Sim:
@@ -107,7 +139,8 @@ class Sim:
         self.at = np.asarray(prompt, np.int32)
         batch, size = stream.k.shape[0], CAPACITY
         k, v, token = (jnp.asarray(array[:, :size]) for array in (stream.k, stream.v, stream.token))
-        prompts = (k, v, jnp.asarray(self.at), token)
+        query = jnp.asarray(stream.last_queries(self.at, method.observation))
+        prompts = (k, v, jnp.asarray(self.at), token, query)
         if store is None:
             self.cache = _fill_memory(self.plan, *prompts)
             return
@@ -163,14 +196,21 @@ class Sim:
 
 
 def check_every_token_has_one_place(sim: Sim) -> None:
-    """Law 6: every token is in exactly one block, in the window, in the sinks or held."""
+    """Law 6: every token is in exactly one block, in the window, in the sinks or held.
+
+    A method that evicts keeps sinks and window, and at least as many others as the budget has room for.
+    """
     spec = sim.plan.spec
     for b, length in enumerate(sim.at):
         for head in range(HEADS):
             places = sim.places(b, head)
             everywhere = sorted(p for kept in places.values() for p in kept)
-            kept = range(length) if not sim.plan.method.evicts else _tail_positions(spec, int(length))
-            assert everywhere == list(kept), f"row {b} head {head}: {set(kept) ^ set(everywhere)}"
+            if sim.plan.method.evicts:
+                tail = _tail_positions(spec, int(length))
+                assert set(tail) <= set(everywhere) <= set(range(length)) and len(set(everywhere)) == len(everywhere)
+                assert len(everywhere) >= min(length, len(tail) + spec.selected_rows)
+            else:
+                assert everywhere == list(range(length)), f"row {b} head {head}: {set(range(length)) ^ set(everywhere)}"
             assert places["sinks"] == list(range(min(spec.sinks, length)))
             assert sorted(places["window"]) == list(range(max(spec.sinks, length - spec.ring), length))
     assert not np.asarray(sim.cache.state.refused).any()
@@ -180,11 +220,23 @@ def _tail_positions(spec, length):
     return sorted(set(range(min(spec.sinks, length))) | set(range(max(spec.sinks, length - spec.ring), length)))
 
 
+def attention_weights(stream: Stream, b: int, at: int, kept: Sequence[Sequence[int]]) -> np.ndarray:
+    """Weights that token `at` pays to the tokens 0 .. at that each KV head has kept, in float64, `[K, G, at + 1]`."""
+    q = stream.q[b, at].astype(np.float64).reshape(HEADS, GROUP, SIZE)
+    scores = np.einsum("kgd,tkd->kgt", q, stream.k[b, : at + 1].astype(np.float64)) / np.sqrt(SIZE)
+    seen = np.zeros((HEADS, 1, at + 1), bool)
+    for head, positions in enumerate(kept):
+        seen[head, 0, list(positions)] = True
+    weight = np.where(seen, np.exp(scores - scores.max(-1, keepdims=True, where=seen, initial=-np.inf)), 0.0)
+    return weight / weight.sum(-1, keepdims=True)
+
+
+def attention_over(stream: Stream, b: int, at: int, kept: Sequence[Sequence[int]]) -> np.ndarray:
+    """Attention of token `at` over the tokens that each KV head has kept, `[H, D]`."""
+    weight = attention_weights(stream, b, at, kept)
+    return np.einsum("kgt,tkd->kgd", weight, stream.v[b, : at + 1].astype(np.float64)).reshape(HEADS * GROUP, SIZE)
+
+
 def dense_attention(stream: Stream, b: int, at: int) -> np.ndarray:
     """Full attention of token `at` over tokens 0 .. at in float64, `[H, D]`."""
-    k, v = stream.k[b, : at + 1].astype(np.float64), stream.v[b, : at + 1].astype(np.float64)
-    q = stream.q[b, at].astype(np.float64).reshape(HEADS, GROUP, SIZE)
-    scores = np.einsum("kgd,tkd->kgt", q, k) / np.sqrt(SIZE)
-    weight = np.exp(scores - scores.max(-1, keepdims=True))
-    weight /= weight.sum(-1, keepdims=True)
-    return np.einsum("kgt,tkd->kgd", weight, v).reshape(HEADS * GROUP, SIZE)
+    return attention_over(stream, b, at, [range(at + 1)] * HEADS)

@@ -11,7 +11,7 @@ import pytest
 from harness import CAPACITY, METHODS, Sim, Stream, check_every_token_has_one_place
 
 from kvjax.method import Placement
-from kvjax.methods import DynaKV, Quest
+from kvjax.methods import DynaKV, Quest, SnapKV
 from kvjax.store.flash import FlashStore
 from kvjax.store.host import HostStore
 from kvjax.store.layout import LAYOUTS
@@ -19,7 +19,8 @@ from kvjax.store.residency import POLICIES
 
 pytestmark = pytest.mark.filterwarnings("error")
 every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
-stored = pytest.mark.parametrize("method", [m for m in METHODS.values() if not m.evicts], ids=lambda m: m.name)
+_stored = {name: method for name, method in METHODS.items() if name != "streaming_llm"}  # which has no blocks
+stored = pytest.mark.parametrize("method", _stored.values(), ids=_stored)
 
 
 @pytest.fixture(params=["host", "flash"])
@@ -55,13 +56,16 @@ def test_a_budget_that_covers_everything_gives_full_attention(method, prompt):
 
 @every_method
 def test_attended_tokens_are_unique_valid_and_within_the_budget(method):
-    sim, spec = Sim(method, Stream.draw(1), [50, 20]), harness.plan_of(method).spec
+    """And the output is the attention over exactly these."""
+    stream = Stream.draw(1)
+    sim, spec = Sim(method, stream, [50, 20]), harness.plan_of(method).spec
     for _ in range(30):
         before = [[sim.places(b, h) for h in range(harness.HEADS)] for b in range(2)]
         at = sim.at.copy()
-        _, report = sim.step()
+        out, report = sim.step()
         selected, attended = np.asarray(report.selected), np.asarray(report.attended)
         for b in range(2):
+            seen = []
             for head in range(harness.HEADS):
                 places = before[b][head]
                 tail = places["sinks"] + places["window"] + places["held"] + [int(at[b])]
@@ -72,6 +76,8 @@ def test_attended_tokens_are_unique_valid_and_within_the_budget(method):
                 assert len(set(chosen)) == len(chosen) and set(chosen) <= set(places["blocks"])
                 assert attended[b, head] == len(chosen) + len(tail) <= spec.budget
                 assert set(range(spec.sinks)) | {at[b], at[b] - 1} <= set(tail) | set(chosen)
+                seen.append(tail + chosen)
+            np.testing.assert_allclose(out[b], harness.attention_over(stream, b, at[b], seen), atol=2e-5, rtol=0)
 
 
 @stored
@@ -191,6 +197,22 @@ def test_every_token_is_in_exactly_one_place(method, prompt):
         check_every_token_has_one_place(sim)
 
 
+@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.evicts])
+def test_what_was_dropped_does_not_come_back(name):
+    sim = Sim(METHODS[name], Stream.draw(8), [50, 9])
+    kept = [_kept(sim, b) for b in range(2)]
+    for _ in range(40):
+        sim.step()
+        for b in range(2):
+            before, kept[b] = kept[b], _kept(sim, b)
+            assert all(new - old == {sim.at[b] - 1} for old, new in zip(before, kept[b], strict=True))
+
+
+def _kept(sim, b):
+    """Positions that each KV head still has."""
+    return [{p for kept in sim.places(b, head).values() for p in kept} for head in range(harness.HEADS)]
+
+
 @dataclasses.dataclass(frozen=True)
 class ForgetsEveryFifth(Quest):
     """Mutant: tells the machinery to drop some tokens."""
@@ -219,12 +241,22 @@ class WritesTwice(Quest):
         return index, Placement(placement.block, jnp.zeros_like(placement.row))
 
 
+@dataclasses.dataclass(frozen=True)
+class DropsTheLeaving(SnapKV):
+    """Mutant: forgets the token for which it made room."""
+
+    def append(self, spec, index, view, leaving):
+        index, placement = super().append(spec, index, view, leaving)
+        return index, Placement(jnp.full_like(placement.block, spec.num_blocks), placement.row)
+
+
 @pytest.mark.parametrize("mutant", [
     ForgetsEveryFifth(budget=24, sinks=2, window=4, page=4), WritesTwice(budget=24, sinks=2, window=4, page=4),
     LosesASplitRow(budget=24, sinks=2, window=4, cluster=4, buffer=3, threshold=1.2),
+    DropsTheLeaving(budget=24, sinks=2, window=4, page=4, observation=6),
 ], ids=lambda m: m.name)
 def test_a_leaked_place_is_caught(mutant):
-    sim = Sim(mutant, Stream.draw(8), [50, 30])
+    sim = Sim(mutant, Stream.draw(8), [50, 10])
     with pytest.raises(AssertionError):
         for _ in range(40):
             sim.step()

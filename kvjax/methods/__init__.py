@@ -1,21 +1,33 @@
 """Cache methods, one file each. `METHODS` names them for command lines and tests."""
 
+from kvjax.methods.chunkkv import ChunkKV
 from kvjax.methods.dynakv import DynaKV
 from kvjax.methods.dynsplit import DynSplit
 from kvjax.methods.full import Full
+from kvjax.methods.h2o import H2O
 from kvjax.methods.icecache import IceCache
 from kvjax.methods.infinigen import InfiniGen
 from kvjax.methods.kvswap import KVSwap
 from kvjax.methods.loki import Loki
+from kvjax.methods.omnikv import OmniKV
 from kvjax.methods.oracle import Oracle
 from kvjax.methods.quest import Quest
+from kvjax.methods.random import Random
+from kvjax.methods.sentencekv import SentenceKV
 from kvjax.methods.shadowkv import ShadowKV
+from kvjax.methods.snapkv import SnapKV
 from kvjax.methods.streaming_llm import StreamingLLM
 
 METHODS = {
     "full": Full,
     "oracle": Oracle,
+    "random": Random,
     "streaming_llm": StreamingLLM,
+    "h2o": H2O,
+    "snapkv": SnapKV,
+    "chunkkv": ChunkKV,
+    "sentencekv": SentenceKV,
+    "omnikv": OmniKV,
     "quest": Quest,
     "dynakv": DynaKV,
     "icecache": IceCache,

@@ -160,8 +160,8 @@ def _alike(spec, block, row) -> Placement:
 def delimiters_in(path: str) -> Delimiters:
     """The table in a file. ConfigError where there is none."""
     if not path:
-        raise ConfigError("dynsplit needs table=, a file of the model's delimiters (configs/delimiters.py makes one), "
-                          "or splitting='fixed'")
+        raise ConfigError("cutting at delimiters needs table=, a file of the model's (configs/delimiters.py makes "
+                          "one); only dynsplit(splitting='fixed') does without")
     return Delimiters.load(path)
 
 

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from kvjax.method import Method, Selection, in_token_order, no_force
+from kvjax.method import Method, every_occupied, in_token_order
 from kvjax.typing import Array, Int32, pytree
 
 
@@ -43,9 +43,7 @@ class Full(Method):
         return FullIndex(jnp.sum(context.valid, dtype=jnp.int32)), placement
 
     def select(self, spec, index, view, q):
-        every = jnp.arange(spec.num_blocks, dtype=jnp.int32)
-        block = jnp.where(view.count > 0, every, spec.num_blocks)
-        return Selection(block[:, : spec.max_blocks], no_force(spec))
+        return every_occupied(spec, view)
 
     def append(self, spec, index, view, leaving):
         placement = in_token_order(spec, index.stored, jnp.int32(0), leaving.valid)

@@ -12,7 +12,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from kvjax.method import Method, Selection, aggregate, in_token_order, no_force, top_blocks
+from kvjax.method import Method, Selection, Spec, View, aggregate, in_token_order, no_force, top_blocks
 from kvjax.typing import Array, Float, Int32, pytree
 
 
@@ -39,11 +39,14 @@ class Oracle(Method):
         key = _store(index.key, placement.block, context.key)
         return OracleIndex(key, jnp.sum(context.valid, dtype=jnp.int32)), placement
 
-    def select(self, spec, index, view, q):
-        occupied = view.count > 0
+    def scores(self, spec: Spec, index: OracleIndex, view: View, q: Float[Array, "K G D"]) -> Float[Array, "K G NB"]:
+        """Scaled products of the query with every stored key."""
         scores = jnp.einsum("knd,kgd->kgn", index.key, q) * spec.head_dim**-0.5
-        score = aggregate(jnp.where(occupied[:, None], scores, -1e30), self.aggregation)
-        return Selection(top_blocks(score, occupied, spec.max_blocks), no_force(spec))
+        return jnp.where(view.count[:, None] > 0, scores, -1e30)
+
+    def select(self, spec, index, view, q):
+        score = aggregate(self.scores(spec, index, view, q), self.aggregation)
+        return Selection(top_blocks(score, view.count > 0, spec.max_blocks), no_force(spec))
 
     def append(self, spec, index, view, leaving):
         placement = in_token_order(spec, index.stored, jnp.int32(0), leaving.valid)

@@ -1,10 +1,8 @@
 """StreamingLLM: attends the sinks and the newest tokens, and nothing else."""
 
-import dataclasses
-
 import numpy as np
 import pytest
-from harness import HEADS, Sim, Stream, dense_attention
+from harness import HEADS, Sim, Stream, attention_over
 
 from kvjax.errors import ConfigError
 from kvjax.methods import StreamingLLM
@@ -17,14 +15,6 @@ def expected(at):
     return sorted({p for p in range(at + 1) if p < METHOD.sinks or p > at - (METHOD.budget - METHOD.sinks)})
 
 
-def attention_over(stream, b, at, positions):
-    """Attention of token `at` over exactly these positions."""
-    last = len(positions) - 1
-    q = np.repeat(stream.q[:, at : at + 1], last + 1, axis=1)
-    part = dataclasses.replace(stream, q=q, k=stream.k[:, positions], v=stream.v[:, positions])
-    return dense_attention(part, b, last)
-
-
 @pytest.mark.parametrize("prompt", [(60, 30), (13, 12), (1, 5)], ids=["long", "as_the_budget", "short"])
 def test_attention_is_over_sinks_and_the_newest_tokens_exactly(prompt):
     stream = Stream.draw(0)
@@ -34,7 +24,7 @@ def test_attention_is_over_sinks_and_the_newest_tokens_exactly(prompt):
         out, report = sim.step()
         for b in range(2):
             positions = expected(at[b])
-            np.testing.assert_allclose(out[b], attention_over(stream, b, at[b], positions), atol=2e-5)
+            np.testing.assert_allclose(out[b], attention_over(stream, b, at[b], [positions] * HEADS), atol=2e-5)
             assert (np.asarray(report.attended[b]) == len(positions)).all()
 
 

@@ -1,0 +1,59 @@
+"""Random blocks: the floor. A method that is no better than this has learnt nothing from query and keys.
+
+Blocks are `page` consecutive tokens; at every step each KV head draws its blocks anew, without looking at anything. A
+draw depends on the seed, the layer, the head and the number of stored tokens, so that runs can be repeated and
+sequences of a batch do not depend on each other.
+
+Resident: nothing beside the tail. Cost per step: one random number per block and KV head, then the drawn blocks.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.errors import ConfigError
+from kvjax.method import Method, Selection, in_token_order, no_force, top_blocks
+from kvjax.typing import Array, Int32, pytree
+
+
+@pytree
+class RandomIndex:
+    layer: Int32[Array, "*B"]  # number of the layer
+    stored: Int32[Array, "*B"]  # tokens in blocks
+
+
+@dataclasses.dataclass(frozen=True)
+class Random(Method):
+    """Random tokens, or pages of them; `seed` of the draws."""
+
+    page: int = 1
+    seed: int = 0
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.page < 1:
+            raise ConfigError(f"page={self.page} must be at least one token")
+
+    def blocks(self, capacity, rows):
+        # One more page than full ones fill the budget: the last page of a sequence may be drawn, and is short.
+        return -(-capacity // self.page), self.page, max(1, -(-rows // self.page) + (self.page > 1)), 0
+
+    def weights(self, layer):
+        return layer
+
+    def init(self, spec, weights):
+        return RandomIndex(jnp.int32(weights), jnp.int32(0))
+
+    def build(self, spec, index, context):
+        placement = in_token_order(spec, jnp.int32(0), jnp.cumsum(context.valid) - 1, context.valid)
+        return dataclasses.replace(index, stored=jnp.sum(context.valid, dtype=jnp.int32)), placement
+
+    def select(self, spec, index, view, q):
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), index.layer), index.stored)
+        drawn = jax.random.uniform(key, (spec.kv_heads, spec.num_blocks))
+        return Selection(top_blocks(drawn, view.count > 0, spec.max_blocks), no_force(spec))
+
+    def append(self, spec, index, view, leaving):
+        placement = in_token_order(spec, index.stored, jnp.int32(0), leaving.valid)
+        return dataclasses.replace(index, stored=index.stored + leaving.valid), placement
