@@ -11,7 +11,8 @@ never touches values, slots or file offsets. To write one, subclass `Method` and
     append(...) -> index, Placement        a home for the token that leaves the recent window
 
 and, only if blocks are reorganised while decoding, `due` and `adapt`; only if it learns from the
-attention weights, `observe`; only if it was fitted to the model beforehand, `weights`.
+attention weights, `observe`; only if it was fitted to the model beforehand, `weights`; only if its selection is a
+sample, `Selection.bias` and `weigh`.
 `methods/quest.py` is a complete example in 60 lines.
 
 One decode step of one layer, in this order:
@@ -97,6 +98,7 @@ class Selection:
 
     block: Int32[Array, "K M"]
     force: Int32[Array, "K"]  # fetched for `adapt`, not attended
+    bias: Float[Array, "K G M"] | None = None  # for the scores of a block's rows, through `weigh`
 
 
 @pytree
@@ -164,6 +166,7 @@ class Method(abc.ABC):
     attends_all: ClassVar[bool] = False  # selects every block, in token order
     adaptive: ClassVar[bool] = False  # `due` and `adapt` do something
     observes: ClassVar[bool] = False  # `observe` does something
+    samples: ClassVar[bool] = False  # selections are samples with a `bias`, as many tokens as are drawn
 
     def __post_init__(self):
         if self.aggregation not in AGGREGATIONS:
@@ -173,6 +176,9 @@ class Method(abc.ABC):
         if self.reuse < 1 or (self.reuse > 1 and self.adaptive):
             raise ConfigError(f"reuse={self.reuse} must be at least 1, and 1 for {self.name} if it rewrites blocks, "
                               "as each layer then does so in its own way")
+        if self.samples and (self.reuse > 1 or self.lookahead):
+            raise ConfigError(f"{self.name} weighs what it drew by the query it drew with; leave reuse at 1 and "
+                              "lookahead off, which attend with another query")
 
     @property
     def name(self) -> str:
@@ -228,6 +234,17 @@ class Method(abc.ABC):
     @abc.abstractmethod
     def select(self, spec: Spec, index: Index, view: View, q: Float[Array, "K G D"]) -> Selection:
         """Blocks for a query, best first."""
+
+    def weigh(
+        self, spec: Spec, index: Index, q: Float[Array, "K G D"], key: Float[Array, "K N D"],
+        bias: Float[Array, "K G N"],
+    ) -> Float[Array, "K G N"]:
+        """What is added to the scores of the selected rows, now that their keys are there.
+
+        Only called if the selection had a `bias`, which comes row by row. An importance weight w is added as log w; a
+        row at `attention.NEGATIVE` is left out for that query head. Rows beyond the valid ones are arbitrary.
+        """
+        return bias
 
     @abc.abstractmethod
     def append(self, spec: Spec, index: Index, view: View, leaving: Leaving) -> tuple[Index, Placement]:
