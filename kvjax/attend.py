@@ -42,13 +42,20 @@ def init_cache(
 
 
 def prefill_cache(
-    cache: AttentionCache, key: Float[Array, "B T K D"], value: Float[Array, "B T K D"], length: Int32[Array, "B"]
+    cache: AttentionCache, key: Float[Array, "B T K D"], value: Float[Array, "B T K D"], length: Int32[Array, "B"],
+    query: Float[Array, "B T H D"] | None = None,
 ) -> AttentionCache:
-    """A cache that holds prompts of `length[b] <= T` tokens; what the given cache held is dropped."""
+    """A cache that holds prompts of `length[b] <= T` tokens; what the given cache held is dropped.
+
+    `query` is for methods that look at the prompt's queries (`Method.observation`): InfLLM needs them, InfiniGen goes
+    by the keys alone without them.
+    """
     dtype = cache.layer.state.tail.key.dtype
     state = layer.init(cache.plan, key.shape[0], dtype)
     length = jnp.asarray(length, jnp.int32)
-    filled = layer.prefill_memory(cache.plan, state, Prompts(key, value, length), dtype)
+    if query is not None:
+        query = layer.last_queries(query, length, cache.plan.method.observation)
+    filled = layer.prefill_memory(cache.plan, state, Prompts(key, value, length, query=query), dtype)
     return dataclasses.replace(cache, layer=filled, length=length)
 
 

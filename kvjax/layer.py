@@ -76,6 +76,13 @@ def init(plan: LayerPlan, batch: int, dtype=jnp.float32, weights: PyTree | None 
     return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (batch, *leaf.shape)), one)
 
 
+def last_queries(query: Float[Array, "B T H D"], length: Int32[Array, "B"], count: int) -> Float[Array, "B Q H D"]:
+    """`Prompts.query` from the queries of all tokens: those of each prompt's last min(count, T) tokens."""
+    count = min(count, query.shape[1])
+    at = jnp.maximum(length[:, None] - count + jnp.arange(count), 0)
+    return jnp.take_along_axis(query, at[..., None, None], axis=1)
+
+
 def prefill(plan: LayerPlan, state: LayerState, prompts: Prompts, leader: LayerState | None = None):
     """Fills an empty state from prompts; returns it and where each token's payload goes.
 

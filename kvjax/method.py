@@ -77,7 +77,7 @@ class Context:
     pos: Int32[Array, "T"]
     valid: Bool[Array, "T"]  # in the middle part
     token: Int32[Array, "T"]  # token ids, -1 = not known
-    query: Float[Array, "K G Q D"]  # of the prompt's last Q tokens, oldest first; Q is the method's `observation`
+    query: Float[Array, "K G Q D"]  # of the prompt's last Q tokens, oldest first; Q = min(`observation`, T)
     query_pos: Int32[Array, "Q"]  # -1 = the prompt is shorter, or queries are not known
 
 
@@ -148,7 +148,7 @@ class Method(abc.ABC):
         what to read (KVSwap, InfiniGen); the first layer uses its own query.
       reuse: layers that share one selection (IceCache's anchors, OmniKV). The first of every so many layers after the
         dense ones places and selects, the others follow it.
-      observation: last queries of the prompt that `build` is to see.
+      observation: last queries of the prompt that `build` is to see; all of them where the prompt has fewer.
     """
 
     budget: int | None = 256

@@ -102,7 +102,7 @@ def _sample_queries(plan: Plan, i: int, branch, params, x, length):
 
 def _last_queries(plan: Plan, i: int, params, x, length):
     """Queries `[B, Q, H, D]` of each prompt's last tokens, if the layer's method asks for them."""
-    count = 0 if plan.layers[i].follows else plan.layers[i].method.observation
+    count = 0 if plan.layers[i].follows else min(plan.layers[i].method.observation, x.shape[1])
     return _queries_before(plan.config, count, params, x, jnp.asarray(length)) if count else None
 
 
