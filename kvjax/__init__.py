@@ -9,14 +9,18 @@ from kvjax.attend import AttentionCache, attend, init_cache, prefill_cache
 from kvjax.llm import LLM, Cache, Result, load, save
 from kvjax.method import Method
 from kvjax.methods import METHODS
+from kvjax.methods.arkvale import ArkVale as arkvale
 from kvjax.methods.dynakv import DynaKV as dynakv
 from kvjax.methods.dynsplit import DynSplit as dynsplit
 from kvjax.methods.full import Full as full
 from kvjax.methods.icecache import IceCache as icecache
 from kvjax.methods.infinigen import InfiniGen as infinigen
+from kvjax.methods.infllm import InfLLM as infllm
 from kvjax.methods.kvswap import KVSwap as kvswap
 from kvjax.methods.loki import Loki as loki
+from kvjax.methods.magicpig import MagicPIG as magicpig
 from kvjax.methods.oracle import Oracle as oracle
+from kvjax.methods.pqcache import PQCache as pqcache
 from kvjax.methods.quest import Quest as quest
 from kvjax.methods.shadowkv import ShadowKV as shadowkv
 from kvjax.methods.streaming_llm import StreamingLLM as streaming_llm
@@ -39,17 +43,21 @@ __all__ = [
     "Result",
     "Sampling",
     "Slots",
+    "arkvale",
     "attend",
     "dynakv",
     "dynsplit",
     "full",
     "icecache",
     "infinigen",
+    "infllm",
     "init_cache",
     "kvswap",
     "load",
     "loki",
+    "magicpig",
     "oracle",
+    "pqcache",
     "prefill_cache",
     "quest",
     "save",

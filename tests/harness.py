@@ -11,7 +11,22 @@ import numpy as np
 from kvjax import layer
 from kvjax.layer import LayerCache, LayerPlan, Prompts
 from kvjax.method import Method
-from kvjax.methods import DynaKV, DynSplit, Full, IceCache, InfiniGen, KVSwap, Oracle, Quest, ShadowKV, StreamingLLM
+from kvjax.methods import (
+    ArkVale,
+    DynaKV,
+    DynSplit,
+    Full,
+    IceCache,
+    InfiniGen,
+    InfLLM,
+    KVSwap,
+    MagicPIG,
+    Oracle,
+    PQCache,
+    Quest,
+    ShadowKV,
+    StreamingLLM,
+)
 from kvjax.pool import Line
 from kvjax.store.base import Geometry, Prompt
 from kvjax.store.slots import SlotPool
@@ -37,6 +52,11 @@ METHODS = {
     "kvswap": KVSwap(budget=24, sinks=2, window=4, group=4, sigma=4),
     "infinigen": InfiniGen(budget=24, sinks=2, window=4, sigma=2),
     "shadowkv": ShadowKV(budget=24, sinks=2, window=4, chunk=4),
+    "pqcache": PQCache(budget=24, sinks=2, window=4, parts=2, bits=3, iterations=4),
+    "magicpig": MagicPIG(budget=24, sinks=2, window=4, bits=3, tables=8),
+    "arkvale": ArkVale(budget=24, sinks=2, window=4, page=4),
+    "arkvale_sphere": ArkVale(budget=24, sinks=2, window=4, page=4, volume="sphere"),
+    "infllm": InfLLM(budget=24, sinks=2, window=4, block=4, representatives=2),
 }
 HEADS, GROUP, SIZE, CAPACITY = 2, 2, 8, 96
 
@@ -89,14 +109,10 @@ def _token(plan, cache, q, k, v, token, at, active, line):
     return out, layer.write(plan, cache, fresh, at, gate, jnp.int32(0), line, token)[0], ok, report
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _fill_memory(plan, k, v, length, token):
-    return layer.prefill_memory(plan, layer.init(plan, k.shape[0]), Prompts(k, v, length, token))
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _fill_packed(plan, k, v, length, token):
-    return layer.prefill_packed(plan, layer.init(plan, k.shape[0]), Prompts(k, v, length, token))
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _fill(fill, plan, k, v, length, token, q):
+    prompts = Prompts(k, v, length, token, layer.last_queries(q, length, plan.method.observation))
+    return fill(plan, layer.init(plan, k.shape[0]), prompts)
 
 
 class Sim:
@@ -106,16 +122,16 @@ class Sim:
         self.plan, self.stream, self.branch = plan_of(method), stream, None
         self.at = np.asarray(prompt, np.int32)
         batch, size = stream.k.shape[0], CAPACITY
-        k, v, token = (jnp.asarray(array[:, :size]) for array in (stream.k, stream.v, stream.token))
-        prompts = (k, v, jnp.asarray(self.at), token)
+        k, v, token, q = (jnp.asarray(array[:, :size]) for array in (stream.k, stream.v, stream.token, stream.q))
+        prompts = (self.plan, k, v, jnp.asarray(self.at), token, q)
         if store is None:
-            self.cache = _fill_memory(self.plan, *prompts)
+            self.cache = _fill(layer.prefill_memory, *prompts)
             return
         spec = self.plan.spec
         self.branch = store.create(
             Geometry(1, batch, HEADS, spec.num_blocks, spec.block_rows, 2 * SIZE, "float32"), "laws"
         )
-        state, blocks = _fill_packed(self.plan, *prompts)
+        state, blocks = _fill(layer.prefill_packed, *prompts)
         self.branch.write_layer(0, np.asarray(blocks), np.asarray(state.count), Prompt(np.asarray(state.pos)))
         pool = SlotPool.zeros(spec, batch, slots or spec.max_blocks + 1, "float32", policy, backend)
         self.cache = LayerCache(state, pool)

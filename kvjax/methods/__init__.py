@@ -1,13 +1,17 @@
 """Cache methods, one file each. `METHODS` names them for command lines and tests."""
 
+from kvjax.methods.arkvale import ArkVale
 from kvjax.methods.dynakv import DynaKV
 from kvjax.methods.dynsplit import DynSplit
 from kvjax.methods.full import Full
 from kvjax.methods.icecache import IceCache
 from kvjax.methods.infinigen import InfiniGen
+from kvjax.methods.infllm import InfLLM
 from kvjax.methods.kvswap import KVSwap
 from kvjax.methods.loki import Loki
+from kvjax.methods.magicpig import MagicPIG
 from kvjax.methods.oracle import Oracle
+from kvjax.methods.pqcache import PQCache
 from kvjax.methods.quest import Quest
 from kvjax.methods.shadowkv import ShadowKV
 from kvjax.methods.streaming_llm import StreamingLLM
@@ -24,4 +28,8 @@ METHODS = {
     "infinigen": InfiniGen,
     "loki": Loki,
     "shadowkv": ShadowKV,
+    "pqcache": PQCache,
+    "magicpig": MagicPIG,
+    "arkvale": ArkVale,
+    "infllm": InfLLM,
 }
