@@ -10,6 +10,7 @@ from kvjax.llm import LLM, Cache, Result, load, save
 from kvjax.method import Method
 from kvjax.methods import METHODS
 from kvjax.methods.arkvale import ArkVale as arkvale
+from kvjax.methods.clusterkv import ClusterKV as clusterkv
 from kvjax.methods.dynakv import DynaKV as dynakv
 from kvjax.methods.dynsplit import DynSplit as dynsplit
 from kvjax.methods.full import Full as full
@@ -45,6 +46,7 @@ __all__ = [
     "Slots",
     "arkvale",
     "attend",
+    "clusterkv",
     "dynakv",
     "dynsplit",
     "full",

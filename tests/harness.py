@@ -13,6 +13,7 @@ from kvjax.layer import LayerCache, LayerPlan, Prompts
 from kvjax.method import Method
 from kvjax.methods import (
     ArkVale,
+    ClusterKV,
     DynaKV,
     DynSplit,
     Full,
@@ -56,6 +57,7 @@ METHODS = {
     "magicpig": MagicPIG(budget=24, sinks=2, window=4, bits=3, tables=8),
     "arkvale": ArkVale(budget=24, sinks=2, window=4, page=4),
     "arkvale_sphere": ArkVale(budget=24, sinks=2, window=4, page=4, volume="sphere"),
+    "clusterkv": ClusterKV(budget=24, sinks=2, window=4, cluster=4),
     "infllm": InfLLM(budget=24, sinks=2, window=4, block=4, representatives=2),
 }
 HEADS, GROUP, SIZE, CAPACITY = 2, 2, 8, 96

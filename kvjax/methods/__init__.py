@@ -1,6 +1,7 @@
 """Cache methods, one file each. `METHODS` names them for command lines and tests."""
 
 from kvjax.methods.arkvale import ArkVale
+from kvjax.methods.clusterkv import ClusterKV
 from kvjax.methods.dynakv import DynaKV
 from kvjax.methods.dynsplit import DynSplit
 from kvjax.methods.full import Full
@@ -29,6 +30,7 @@ METHODS = {
     "loki": Loki,
     "shadowkv": ShadowKV,
     "pqcache": PQCache,
+    "clusterkv": ClusterKV,
     "magicpig": MagicPIG,
     "arkvale": ArkVale,
     "infllm": InfLLM,

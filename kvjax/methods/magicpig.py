@@ -35,6 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.attention import NEGATIVE
+from kvjax.clustering import unit
 from kvjax.errors import ConfigError
 from kvjax.method import Method, Selection, in_token_order, no_force, top_blocks
 from kvjax.typing import Array, Float, Int32, UInt, pytree
@@ -142,11 +143,6 @@ def agreement(q: Float[Array, "K G D"], key: Float[Array, "K N D"]) -> Float[Arr
     """p = 1 - theta / pi: how likely one bit of query and key is the same."""
     cosine = jnp.einsum("kgd,knd->kgn", unit(q), unit(key))
     return 1.0 - jnp.arccos(jnp.clip(cosine, -1.0, 1.0)) / jnp.pi
-
-
-def unit(x: Float[Array, "*N D"]) -> Float[Array, "*N D"]:
-    """Vectors of length 1."""
-    return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-20)
 
 
 def sampling_probability(p: Float[Array, "*N"], bits: int, tables: int) -> Float[Array, "*N"]:
