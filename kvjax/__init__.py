@@ -9,17 +9,22 @@ from kvjax.attend import AttentionCache, attend, init_cache, prefill_cache
 from kvjax.llm import LLM, Cache, Result, load, save
 from kvjax.method import Method
 from kvjax.methods import METHODS
+from kvjax.methods.arkvale import ArkVale as arkvale
 from kvjax.methods.chunkkv import ChunkKV as chunkkv
+from kvjax.methods.clusterkv import ClusterKV as clusterkv
 from kvjax.methods.dynakv import DynaKV as dynakv
 from kvjax.methods.dynsplit import DynSplit as dynsplit
 from kvjax.methods.full import Full as full
 from kvjax.methods.h2o import H2O as h2o
 from kvjax.methods.icecache import IceCache as icecache
 from kvjax.methods.infinigen import InfiniGen as infinigen
+from kvjax.methods.infllm import InfLLM as infllm
 from kvjax.methods.kvswap import KVSwap as kvswap
 from kvjax.methods.loki import Loki as loki
+from kvjax.methods.magicpig import MagicPIG as magicpig
 from kvjax.methods.omnikv import OmniKV as omnikv
 from kvjax.methods.oracle import Oracle as oracle
+from kvjax.methods.pqcache import PQCache as pqcache
 from kvjax.methods.quest import Quest as quest
 from kvjax.methods.random import Random as random
 from kvjax.methods.sentencekv import SentenceKV as sentencekv
@@ -45,20 +50,25 @@ __all__ = [
     "Result",
     "Sampling",
     "Slots",
+    "arkvale",
     "attend",
     "chunkkv",
+    "clusterkv",
     "dynakv",
     "dynsplit",
     "full",
     "h2o",
     "icecache",
     "infinigen",
+    "infllm",
     "init_cache",
     "kvswap",
     "load",
     "loki",
+    "magicpig",
     "omnikv",
     "oracle",
+    "pqcache",
     "prefill_cache",
     "quest",
     "random",

@@ -43,16 +43,18 @@ def init_cache(
 
 def prefill_cache(
     cache: AttentionCache, key: Float[Array, "B T K D"], value: Float[Array, "B T K D"], length: Int32[Array, "B"],
-    query: Float[Array, "B Q H D"] | None = None,
+    query: Float[Array, "B T H D"] | None = None,
 ) -> AttentionCache:
     """A cache that holds prompts of `length[b] <= T` tokens; what the given cache held is dropped.
 
-    `query` has the queries of each prompt's last Q tokens, oldest first, for methods that ask for them (`observation`).
-    ConfigError where such a method cannot do without.
+    `query` is for methods that look at the prompt's queries (`Method.observation`): InfLLM needs them, InfiniGen goes
+    by the keys alone without them.
     """
     dtype = cache.layer.state.tail.key.dtype
     state = layer.init(cache.plan, key.shape[0], dtype)
     length = jnp.asarray(length, jnp.int32)
+    if query is not None:
+        query = layer.last_queries(query, length, cache.plan.method.observation)
     filled = layer.prefill_memory(cache.plan, state, Prompts(key, value, length, query=query), dtype)
     return dataclasses.replace(cache, layer=filled, length=length)
 

@@ -12,7 +12,7 @@ _TRIALS = 8  # candidates per k-means++ draw
 
 def kmeans(
     points: Float[Array, "T D"], valid: Bool[Array, "T"], clusters: int, active: Int32[Array, ""], seed: PRNGKey,
-    iterations: int = 10,
+    iterations: int = 10, cosine: bool = False,
 ) -> Int32[Array, "T"]:
     """Lloyd's algorithm from a greedy k-means++ start (Arthur and Vassilvitskii, 2007); returns each point's cluster.
 
@@ -20,11 +20,12 @@ def kmeans(
       points: what to cluster; `valid` says which count.
       clusters: static upper bound; `active` of them are used.
       seed: of the k-means++ draws. The start is drawn from at most max(4096, 4 * clusters) points.
+      cosine: whether directions are clustered: points and centroids are cut to length 1 (spherical k-means).
 
     An empty cluster is moved to the point that is farthest from its own centroid, so no active
     cluster stays empty while there are distinct points left. Invalid points get cluster `clusters`.
     """
-    points = points.astype(jnp.float32)
+    points = unit(points.astype(jnp.float32)) if cosine else points.astype(jnp.float32)
     centroids = _plus_plus(points, valid, clusters, seed)
     usable = jnp.arange(clusters) < active
 
@@ -33,12 +34,18 @@ def kmeans(
         weight = valid.astype(jnp.float32)
         count = jnp.zeros(clusters).at[owner].add(weight)
         total = jnp.zeros_like(centroids).at[owner].add(points * weight[:, None])
-        moved = jnp.where(count[:, None] > 0, total / jnp.maximum(count, 1)[:, None], centroids)
+        mean = unit(total) if cosine else total / jnp.maximum(count, 1)[:, None]
+        moved = jnp.where(count[:, None] > 0, mean, centroids)
         return _refill(moved, usable & (count == 0), points, jnp.where(valid, distance, -1.0))
 
     centroids = jax.lax.fori_loop(0, iterations, lloyd, centroids)
     owner, _ = _assign(points, centroids, usable)
     return jnp.where(valid, owner, clusters).astype(jnp.int32)
+
+
+def unit(x: Float[Array, "*N D"]) -> Float[Array, "*N D"]:
+    """Vectors of length 1; 0 stays 0."""
+    return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-20)
 
 
 def _plus_plus(points, valid, clusters, seed):

@@ -59,8 +59,9 @@ def _check(plan: Plan, state: State, length: np.ndarray, chunk: int) -> None:
     longest = int((np.asarray(state.length) + length).max())
     if longest > plan.capacity:
         raise PromptError(f"the text makes {longest} tokens but capacity={plan.capacity}; raise the capacity")
-    if any(one.method.observes for one in plan.layers):
-        raise ConfigError(f"{plan.layers[-1].method.name} learns from the attention of single tokens; decode the text")
+    if any(one.method.observes or one.method.samples for one in plan.layers):
+        raise ConfigError(f"{plan.layers[-1].method.name} learns from the attention of single tokens, or draws for "
+                          "single queries; decode the text")
     if any(isinstance(one.pool, SlotPool) and one.pool.backend == "python" for one in state.layers):
         raise ConfigError("backend 'python' runs between compiled parts; use 'buffer' or 'io' to read in chunks")
 

@@ -43,6 +43,7 @@ class Choice:
 
     need: Int32[Array, "*B K M1"]
     rows: Rows
+    bias: Float[Array, "*B K G N"] | None = None  # of each row, for `Method.weigh`; None = the method has none
 
 
 @pytree
@@ -73,6 +74,15 @@ def init(plan: LayerPlan, batch: int, dtype=jnp.float32, weights: PyTree | None 
     index = () if plan.follows else plan.method.init(plan.spec, weights)
     one = caching.empty_layer(plan.spec, index, dtype)
     return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (batch, *leaf.shape)), one)
+
+
+def last_queries(
+    query: Float[Array, "B T H D"], length: Int32[Array, "B"], count: int | None
+) -> Float[Array, "B Q H D"]:
+    """`Prompts.query` from the queries of all tokens: those of each prompt's last min(count, T) tokens; None = all."""
+    count = query.shape[1] if count is None else min(count, query.shape[1])
+    at = jnp.maximum(length[:, None] - count + jnp.arange(count), 0)
+    return jnp.take_along_axis(query, at[..., None, None], axis=1)
 
 
 def prefill(plan: LayerPlan, state: LayerState, prompts: Prompts, leader: LayerState | None = None):
@@ -117,7 +127,9 @@ def choose(plan: LayerPlan, state: LayerState, q: Float[Array, "B H D"]) -> Choi
     def one(layer, query):
         selection = method.select(spec, layer.index, caching.view(spec, layer), query)
         cut = caching.every_block if method.attends_all else caching.needed_blocks
-        return Choice(*cut(spec, layer, selection))
+        need, rows = cut(spec, layer, selection)
+        bias = selection.bias
+        return Choice(need, rows, None if bias is None else jnp.take_along_axis(bias, rows.rank[:, None], axis=-1))
 
     return jax.vmap(one)(state, _grouped(q, spec))
 
@@ -138,7 +150,9 @@ def runners_up(plan: LayerPlan, state: LayerState, q: Float[Array, "B H D"]) -> 
 @functools.partial(jax.jit, static_argnums=0)
 def answer(plan: LayerPlan, cache: LayerCache, choice: Choice, q, key, value, slot: Int32[Array, "B K M1"], at):
     """Attends tail, chosen rows and the newest token; returns (out[B, H, D], Fresh, Report without traffic)."""
-    args = (cache.state.tail, _grouped(q, plan.spec), key, value, *chosen_rows(plan, cache, choice, slot), at)
+    rows = chosen_rows(plan, cache, choice, slot)
+    q = _grouped(q, plan.spec)
+    args = (cache.state.tail, q, key, value, *rows, _row_bias(plan, cache, choice, q, rows[0]), at)
     out, weights, seen = each_sequence(lambda one: _attend(plan, *one), args)
     fresh = Fresh(key, value, choice.need, *weights)
     return out.reshape(out.shape[0], -1, out.shape[-1]), fresh, seen
@@ -166,7 +180,15 @@ def each_sequence(function, args):
     return jax.vmap(lambda *one: function(one))(*args)
 
 
-def _attend(plan, tail, q, new_key, new_value, key, value, valid, pos, at):
+def _row_bias(plan: LayerPlan, cache: LayerCache, choice: Choice, q, key):
+    """What the method adds to the scores of the selected rows, `[B, K, G, N]`; None for most methods."""
+    if choice.bias is None:
+        return None
+    weigh = functools.partial(plan.method.weigh, plan.spec)
+    return each_sequence(lambda one: weigh(*one), (cache.state.index, q, key, choice.bias))
+
+
+def _attend(plan, tail, q, new_key, new_value, key, value, valid, pos, bias, at):
     """One sequence: log-sum-exp merge of the tail, the selected rows and the newest token."""
     tail_valid = tail.pos >= 0
     if plan.sliding is not None:
@@ -175,12 +197,12 @@ def _attend(plan, tail, q, new_key, new_value, key, value, valid, pos, at):
         valid &= pos > oldest
     newest = jnp.ones((new_key.shape[0], 1), bool)
     sets = [
-        (tail.key, tail.value, tail_valid, tail.pos), (key, value, valid, pos),
-        (new_key[:, None], new_value[:, None], newest, jnp.broadcast_to(at, newest.shape)),
+        (tail.key, tail.value, tail_valid, tail.pos, None), (key, value, valid, pos, bias),
+        (new_key[:, None], new_value[:, None], newest, jnp.broadcast_to(at, newest.shape), None),
     ]
-    tail_part, selected, own = (attention.attend_part(q, k, v, ok) for k, v, ok, _ in sets)
+    tail_part, selected, own = (attention.attend_part(q, k, v, ok, b) for k, v, ok, _, b in sets)
     part = attention.merge(attention.merge(tail_part, selected), own)
-    seen = sum(jnp.sum(ok, axis=-1, dtype=jnp.int32) for _, _, ok, _ in sets)
+    seen = sum(jnp.sum(ok, axis=-1, dtype=jnp.int32) for _, _, ok, _, _ in sets)
     return attention.normalise(part, q.dtype), _weights(plan, q, sets), seen
 
 
@@ -188,8 +210,8 @@ def _weights(plan, q, sets):
     """Attended positions and their weights for `Method.observe`; empty arrays where it does not ask."""
     if not plan.method.observes:
         return jnp.zeros((q.shape[0], 0), jnp.int32), jnp.zeros((q.shape[0], 0))
-    scores = [attention.scores_of(q, k, ok) for k, _, ok, _ in sets]
-    pos = jnp.concatenate([jnp.where(ok, p, -1) for _, _, ok, p in sets], axis=-1)
+    scores = [attention.scores_of(q, k, ok, b) for k, _, ok, _, b in sets]
+    pos = jnp.concatenate([jnp.where(ok, p, -1) for _, _, ok, p, _ in sets], axis=-1)
     joint = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)
     return pos, jnp.sum(jnp.where(pos[:, None] >= 0, joint, 0.0), axis=1)
 

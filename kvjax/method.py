@@ -11,7 +11,8 @@ never touches values, slots or file offsets. To write one, subclass `Method` and
     append(...) -> index, Placement        a home for the token that leaves the recent window
 
 and, only if blocks are reorganised while decoding, `due` and `adapt`; only if it learns from the
-attention weights, `observe`; only if it was fitted to the model beforehand, `weights`.
+attention weights, `observe`; only if it was fitted to the model beforehand, `weights`; only if its selection is a
+sample, `Selection.bias` and `weigh`.
 `methods/quest.py` is a complete example in 60 lines.
 
 One decode step of one layer, in this order:
@@ -76,7 +77,7 @@ class Context:
     pos: Int32[Array, "T"]
     valid: Bool[Array, "T"]  # in the middle part
     token: Int32[Array, "T"]  # token ids, -1 = not known
-    query: Float[Array, "K G Q D"]  # of the prompt's last Q tokens, oldest first; Q is the method's `observation`
+    query: Float[Array, "K G Q D"]  # of the prompt's last Q tokens, oldest first; Q = min(`observation`, T)
     query_pos: Int32[Array, "Q"]  # -1 = the prompt is shorter, or queries are not known
 
 
@@ -97,6 +98,7 @@ class Selection:
 
     block: Int32[Array, "K M"]
     force: Int32[Array, "K"]  # fetched for `adapt`, not attended
+    bias: Float[Array, "K G M"] | None = None  # for the scores of a block's rows, through `weigh`
 
 
 @pytree
@@ -150,7 +152,7 @@ class Method(abc.ABC):
         what to read (KVSwap, InfiniGen); the first layer uses its own query.
       reuse: layers that share one selection (IceCache's anchors, OmniKV). The first of every so many layers after the
         dense ones places and selects, the others follow it.
-      observation: last queries of the prompt that `build` is to see; None = all.
+      observation: last queries of the prompt that `build` is to see, as far as it has so many; None = all.
     """
 
     budget: int | None = 256
@@ -169,6 +171,7 @@ class Method(abc.ABC):
     adaptive: ClassVar[bool] = False  # `due` and `adapt` do something
     pairs: ClassVar[bool] = False  # `partner` does something
     observes: ClassVar[bool] = False  # `observe` does something
+    samples: ClassVar[bool] = False  # selections are samples with a `bias`, as many tokens as are drawn
 
     def __post_init__(self):
         if self.aggregation not in AGGREGATIONS:
@@ -178,6 +181,9 @@ class Method(abc.ABC):
         if self.reuse < 1 or (self.reuse > 1 and self.adaptive):
             raise ConfigError(f"reuse={self.reuse} must be at least 1, and 1 for {self.name} if it rewrites blocks, "
                               "as each layer then does so in its own way")
+        if self.samples and (self.reuse > 1 or self.lookahead):
+            raise ConfigError(f"{self.name} weighs what it drew by the query it drew with; leave reuse at 1 and "
+                              "lookahead off, which attend with another query")
 
     @property
     def name(self) -> str:
@@ -233,6 +239,17 @@ class Method(abc.ABC):
     @abc.abstractmethod
     def select(self, spec: Spec, index: Index, view: View, q: Float[Array, "K G D"]) -> Selection:
         """Blocks for a query, best first."""
+
+    def weigh(
+        self, spec: Spec, index: Index, q: Float[Array, "K G D"], key: Float[Array, "K N D"],
+        bias: Float[Array, "K G N"],
+    ) -> Float[Array, "K G N"]:
+        """What is added to the scores of the selected rows, now that their keys are there.
+
+        Only called if the selection had a `bias`, which comes row by row. An importance weight w is added as log w; a
+        row at `attention.NEGATIVE` is left out for that query head. Rows beyond the valid ones are arbitrary.
+        """
+        return bias
 
     @abc.abstractmethod
     def append(self, spec: Spec, index: Index, view: View, leaving: Leaving) -> tuple[Index, Placement]:

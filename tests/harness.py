@@ -14,15 +14,20 @@ from kvjax.layer import LayerCache, LayerPlan, Prompts
 from kvjax.method import Method
 from kvjax.methods import (
     H2O,
+    ArkVale,
     ChunkKV,
+    ClusterKV,
     DynaKV,
     DynSplit,
     Full,
     IceCache,
     InfiniGen,
+    InfLLM,
     KVSwap,
+    MagicPIG,
     OmniKV,
     Oracle,
+    PQCache,
     Quest,
     Random,
     SentenceKV,
@@ -63,6 +68,12 @@ METHODS = {
     "kvswap": KVSwap(budget=24, sinks=2, window=4, group=4, sigma=4),
     "infinigen": InfiniGen(budget=24, sinks=2, window=4, sigma=2),
     "shadowkv": ShadowKV(budget=24, sinks=2, window=4, chunk=4),
+    "pqcache": PQCache(budget=24, sinks=2, window=4, parts=2, bits=3, iterations=4),
+    "magicpig": MagicPIG(budget=24, sinks=2, window=4, bits=3, tables=8),
+    "arkvale": ArkVale(budget=24, sinks=2, window=4, page=4),
+    "arkvale_sphere": ArkVale(budget=24, sinks=2, window=4, page=4, volume="sphere"),
+    "clusterkv": ClusterKV(budget=24, sinks=2, window=4, cluster=4),
+    "infllm": InfLLM(budget=24, sinks=2, window=4, block=4, representatives=2),
 }
 HEADS, GROUP, SIZE, CAPACITY = 2, 2, 8, 96
 
@@ -93,12 +104,6 @@ class Stream:
         """int32[B, T] ids below 64, made of the keys of head 0."""
         return (np.abs(self.k[:, :, 0, 0]) * 1000).astype(np.int32) % 64
 
-    def last_queries(self, length: np.ndarray, count: int | None) -> np.ndarray:
-        """Queries `[B, Q, H, D]` of the `count` tokens before each length; None = as many as the stream has."""
-        count = self.q.shape[1] if count is None else count
-        at = np.maximum(length[:, None] - count + np.arange(count), 0)
-        return self.q[np.arange(len(length))[:, None], at]
-
     def row(self, b: int) -> "Stream":
         return Stream(self.q[b : b + 1], self.k[b : b + 1], self.v[b : b + 1])
 
@@ -121,14 +126,10 @@ def _token(plan, cache, q, k, v, token, at, active, line):
     return out, layer.write(plan, cache, fresh, at, gate, jnp.int32(0), line, token)[0], ok, report
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _fill_memory(plan, k, v, length, token, query):
-    return layer.prefill_memory(plan, layer.init(plan, k.shape[0]), Prompts(k, v, length, token, query))
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _fill_packed(plan, k, v, length, token, query):
-    return layer.prefill_packed(plan, layer.init(plan, k.shape[0]), Prompts(k, v, length, token, query))
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _fill(fill, plan, k, v, length, token, q):
+    prompts = Prompts(k, v, length, token, layer.last_queries(q, length, plan.method.observation))
+    return fill(plan, layer.init(plan, k.shape[0]), prompts)
 
 
 class Sim:
@@ -138,17 +139,16 @@ class Sim:
         self.plan, self.stream, self.branch = plan_of(method), stream, None
         self.at = np.asarray(prompt, np.int32)
         batch, size = stream.k.shape[0], CAPACITY
-        k, v, token = (jnp.asarray(array[:, :size]) for array in (stream.k, stream.v, stream.token))
-        query = jnp.asarray(stream.last_queries(self.at, method.observation))
-        prompts = (k, v, jnp.asarray(self.at), token, query)
+        k, v, token, q = (jnp.asarray(array[:, :size]) for array in (stream.k, stream.v, stream.token, stream.q))
+        prompts = (self.plan, k, v, jnp.asarray(self.at), token, q)
         if store is None:
-            self.cache = _fill_memory(self.plan, *prompts)
+            self.cache = _fill(layer.prefill_memory, *prompts)
             return
         spec = self.plan.spec
         self.branch = store.create(
             Geometry(1, batch, HEADS, spec.num_blocks, spec.block_rows, 2 * SIZE, "float32"), "laws"
         )
-        state, blocks = _fill_packed(self.plan, *prompts)
+        state, blocks = _fill(layer.prefill_packed, *prompts)
         self.branch.write_layer(0, np.asarray(blocks), np.asarray(state.count), Prompt(np.asarray(state.pos)))
         pool = SlotPool.zeros(spec, batch, slots or spec.max_blocks + 1, "float32", policy, backend)
         self.cache = LayerCache(state, pool)

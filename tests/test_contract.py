@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import METHODS
+from harness import GROUP, HEADS, METHODS, SIZE, Sim, Stream
 
-from kvjax import decode, layer, planning, prefill
+from kvjax import decode, extend, layer, planning, prefill
+from kvjax.attention import NEGATIVE
 from kvjax.errors import ConfigError
 from kvjax.methods import Quest
 from kvjax.models.config import ModelConfig
@@ -203,3 +204,63 @@ def test_a_method_that_rewrites_blocks_cannot_be_followed():
 def test_one_layer_alone_has_no_token_ids(params):
     plan = layer.LayerPlan(QUEST, QUEST.spec(kv_heads=2, group=2, head_dim=8, capacity=CAPACITY))
     assert (layer.init(plan, 3).tail.token == -1).all()
+
+
+# Rows with weights --------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Weighted(Quest):
+    """Quest whose page j counts j + 1 times, times exp(first number of the key); query head 1 sees even pages only."""
+
+    samples: ClassVar[bool] = True
+
+    def select(self, spec, index, view, q):
+        selection = super().select(spec, index, view, q)
+        block = jnp.broadcast_to(selection.block[:, None], (spec.kv_heads, spec.group, spec.max_blocks))
+        hidden = (block % 2 == 1) & (jnp.arange(spec.group) == 1)[:, None]
+        bias = jnp.where(hidden, NEGATIVE, jnp.log(block + 1.0))
+        return dataclasses.replace(selection, bias=bias)
+
+    def weigh(self, spec, index, q, key, bias):
+        return bias + key[:, None, :, 0].astype(jnp.float32)
+
+
+WEIGHTED = Weighted(budget=24, sinks=2, window=4, page=4)
+
+
+def weighted_attention(stream, b, at, pos, log_weight):
+    """Attention over the given positions, each weighed, in float64: `[K, G, D]` of pos[K, N], log_weight[K, G, N]."""
+    rows = np.arange(HEADS)[:, None]
+    key, value = (array[b].astype(np.float64)[pos, rows] for array in (stream.k, stream.v))
+    q = stream.q[b, at].astype(np.float64).reshape(HEADS, GROUP, SIZE)
+    weight = np.exp(np.einsum("kgd,knd->kgn", q, key) / np.sqrt(SIZE) + log_weight)
+    return np.einsum("kgn,knd->kgd", weight / weight.sum(-1, keepdims=True), value)
+
+
+def test_rows_count_as_their_selection_says():
+    stream = Stream.draw(3, batch=1)
+    sim = Sim(WEIGHTED, stream, [60])
+    for _ in range(8):
+        at, spec = int(sim.at[0]), sim.plan.spec
+        out, report = sim.step()
+        chosen = np.asarray(report.selected)[0]
+        assert (chosen >= 0).all()
+        tail = np.r_[0 : spec.sinks, at - spec.ring : at + 1]
+        pos = np.concatenate([chosen, np.tile(tail, (HEADS, 1))], axis=1)
+        page = (chosen - spec.sinks) // spec.block_rows
+        first = stream.k[0, chosen, np.arange(HEADS)[:, None], 0]
+        log_weight = np.zeros((HEADS, GROUP, pos.shape[1]))
+        log_weight[:, :, : chosen.shape[1]] = (np.log(page + 1.0) + first)[:, None]
+        log_weight[:, 1, : chosen.shape[1]][page % 2 == 1] = -np.inf
+        expected = weighted_attention(stream, 0, at, pos, log_weight)
+        np.testing.assert_allclose(out[0], expected.reshape(-1, SIZE), atol=1e-5, rtol=0)
+
+
+def test_weights_need_the_query_that_attends(params, tokens):
+    for settings in ({"reuse": 2}, {"lookahead": True}):
+        with pytest.raises(ConfigError, match="weighs what it drew"):
+            dataclasses.replace(WEIGHTED, **settings)
+    plan, state, _ = start(WEIGHTED, params, tokens)
+    with pytest.raises(ConfigError, match="decode the text"):
+        extend.extend(plan, params, state, tokens[:, :4], jnp.asarray([4, 4]), 4)

@@ -1,7 +1,7 @@
 """Local update (Figure 1b; ClusterKV): new keys are clustered among themselves, `period` of them at a time.
 
 They wait in the tail, attended, until `period` of one head are there. Then k-means makes new clusters
-of them, the prompt's being left as they are. ClusterKV takes 320 keys in 4 clusters.
+of them, the prompt's being left as they are. ClusterKV (`kvjax.methods.clusterkv`) takes 320 keys in 4 clusters.
 """
 
 import dataclasses
@@ -23,12 +23,14 @@ class Local(Update):
       block_rows: largest cluster.
       period: keys clustered together.
       iterations: of Lloyd's algorithm.
+      cosine: whether keys are clustered by their directions.
     """
 
     cluster: int
     block_rows: int
     period: int
     iterations: int
+    cosine: bool = False
 
     @property
     def held(self) -> int:
@@ -61,7 +63,8 @@ class Local(Update):
 
     def adapt(self, spec, index, view, block, keys, valid, seed):
         waiting, valid = keys[spec.block_rows :], valid[spec.block_rows :]
-        owner = clustering.kmeans(waiting, valid, self.clusters, jnp.int32(self.clusters), seed, self.iterations)
+        active = jnp.int32(self.clusters)
+        owner = clustering.kmeans(waiting, valid, self.clusters, active, seed, self.iterations, self.cosine)
         part, row = clustering.pack(owner, valid, self.clusters, spec.block_rows, self.most_blocks)
         n, centroid, variance = statistics(waiting, part, self.most_blocks)
         free = jnp.argsort(view.count > 0, stable=True)[: self.most_blocks]

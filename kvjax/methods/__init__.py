@@ -1,16 +1,21 @@
 """Cache methods, one file each. `METHODS` names them for command lines and tests."""
 
+from kvjax.methods.arkvale import ArkVale
 from kvjax.methods.chunkkv import ChunkKV
+from kvjax.methods.clusterkv import ClusterKV
 from kvjax.methods.dynakv import DynaKV
 from kvjax.methods.dynsplit import DynSplit
 from kvjax.methods.full import Full
 from kvjax.methods.h2o import H2O
 from kvjax.methods.icecache import IceCache
 from kvjax.methods.infinigen import InfiniGen
+from kvjax.methods.infllm import InfLLM
 from kvjax.methods.kvswap import KVSwap
 from kvjax.methods.loki import Loki
+from kvjax.methods.magicpig import MagicPIG
 from kvjax.methods.omnikv import OmniKV
 from kvjax.methods.oracle import Oracle
+from kvjax.methods.pqcache import PQCache
 from kvjax.methods.quest import Quest
 from kvjax.methods.random import Random
 from kvjax.methods.sentencekv import SentenceKV
@@ -36,4 +41,9 @@ METHODS = {
     "infinigen": InfiniGen,
     "loki": Loki,
     "shadowkv": ShadowKV,
+    "pqcache": PQCache,
+    "clusterkv": ClusterKV,
+    "magicpig": MagicPIG,
+    "arkvale": ArkVale,
+    "infllm": InfLLM,
 }

@@ -1,0 +1,111 @@
+"""Methods that cluster keys: the prompt's clusters as blocks, ranked by their centroids, and an `Update`.
+
+A cluster that is larger than a block takes several, each ranked by the mean of its own keys.
+"""
+
+import abc
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from kvjax import clustering
+from kvjax.clusters.index import ClusterIndex, empty_index, statistics
+from kvjax.clusters.update import Update
+from kvjax.method import Method, Placement, Selection, aggregate, top_blocks
+from kvjax.typing import Array, Bool, Float
+
+
+@dataclasses.dataclass(frozen=True)
+class ClusterMethod(Method):
+    """Clusters of keys.
+
+    Attributes:
+      cluster: target average cluster size.
+      block_rows: largest cluster; None = 2 * cluster.
+      num_blocks: most clusters of one head; None = 1.5 * capacity / cluster.
+      iterations: of Lloyd's algorithm.
+      seed: of the k-means++ starts.
+    """
+
+    cosine: ClassVar[bool] = False  # whether keys are clustered by their directions
+
+    aggregation: str = "softmax_mean"
+    cluster: int = 16
+    block_rows: int | None = None
+    num_blocks: int | None = None
+    iterations: int = 10
+    seed: int = 0
+
+    @property
+    @abc.abstractmethod
+    def rule(self) -> Update:
+        """What becomes of keys that leave the recent window."""
+
+    def calibrate(
+        self, index: ClusterIndex, count: Float[Array, "K NB"], valid: Bool[Array, "T"]
+    ) -> ClusterIndex:
+        """What the rule learns from a prompt's clusters, of `count` keys each."""
+        return index
+
+    @property
+    def largest(self) -> int:
+        """Rows of a block."""
+        return self.block_rows or 2 * self.cluster
+
+    @property
+    def adaptive(self) -> bool:  # type: ignore[override]  # of the class elsewhere, of its rule here
+        """Whether blocks are ever rewritten."""
+        return self.rule.edits
+
+    def blocks(self, capacity, rows):
+        count = self.num_blocks or -(-3 * capacity // (2 * self.cluster))
+        return max(2, count), self.largest, max(1, -(-3 * rows // (2 * self.cluster))), self.rule.held
+
+    def init(self, spec, weights):
+        return empty_index(spec)
+
+    def build(self, spec, index, context):
+        """NEWCLUSTER(K_0) and the statistics of each cluster."""
+        keys, valid, size = context.key.astype(jnp.float32), context.valid, context.pos.shape[0]
+        most = min(-(-size // self.cluster), spec.num_blocks)
+        while most > 1 and most + size // spec.block_rows > spec.num_blocks:
+            most -= 1  # leaves room for clusters that need several blocks
+        active = jnp.clip(-(-jnp.sum(valid) // self.cluster), 1, most)
+
+        def one_head(args):
+            key, seed = args
+            owner = clustering.kmeans(key, valid, most, active, seed, self.iterations, self.cosine)
+            return clustering.pack(owner, valid, most, spec.block_rows, spec.num_blocks)
+
+        block, row = jax.lax.map(one_head, (keys, self._seeds(spec)))
+        count, centroid, variance = jax.vmap(statistics, (0, 0, None))(keys, block, spec.num_blocks)
+        index = dataclasses.replace(index, centroid=centroid, variance=variance)
+        return self.calibrate(index, count, valid), Placement(block, row)
+
+    def select(self, spec, index, view, q):
+        """P_req: the clusters whose centroids are most similar to the query."""
+        scores = jnp.einsum("knd,kgd->kgn", index.centroid, q) * spec.head_dim**-0.5
+        occupied = view.count > 0
+        score = aggregate(jnp.where(occupied[:, None], scores, -1e30), self.aggregation)
+        force = jax.vmap(lambda head: self.rule.force(spec, head))(view)
+        return Selection(top_blocks(score, occupied, spec.max_blocks), force)
+
+    def append(self, spec, index, view, leaving):
+        key = leaving.key.astype(jnp.float32)
+        return jax.vmap(lambda *head: self.rule.append(spec, *head, leaving.valid))(index, view, key)
+
+    def due(self, spec, index, view):
+        return jax.vmap(lambda *head: self.rule.due(spec, *head))(index, view)
+
+    def partner(self, spec, index, view, block):
+        return jax.vmap(lambda *head: self.rule.partner(spec, *head))(index, view, block)
+
+    def adapt(self, spec, index, view, block, keys, pos):
+        return jax.vmap(lambda *head: self.rule.adapt(spec, *head))(
+            index, view, block, keys.astype(jnp.float32), pos >= 0, self._seeds(spec)
+        )
+
+    def _seeds(self, spec):
+        return jax.random.split(jax.random.key(self.seed), spec.kv_heads)

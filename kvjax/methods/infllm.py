@@ -1,0 +1,182 @@
+"""InfLLM (Xiao et al., "InfLLM: Training-Free Long-Context Extrapolation for LLMs with an Efficient Context Memory",
+2024).
+
+Blocks of `block` consecutive tokens, each known by its `representatives`: the tokens that the queries of their own
+neighbourhood attended most. A token's local score is the attention it got from itself and the tokens of the recent
+window after it, while it was in the window; the best of each block stand for it when it leaves. The relevance of a
+block is
+
+    sim(q, B) = sum_r q . k_r      over its representatives r,
+
+summed over all heads, and the best blocks are attended by all heads (`shared`).
+
+The local score is the softmax over the recent window alone, summed over queries and the query heads of a KV head; the
+authors' code takes the attention weights too, the paper's formula has the products q . k. While decoding it comes from
+the attention that was paid (`observe`), cut to the window and normalised there.
+
+The block that is still being filled comes first in every selection, as the rest that is not a block yet does there.
+
+Differences from the paper:
+  - a KV head has one set of representatives for its group of query heads; there, every query head has its own.
+  - retrieved tokens keep their true positions; there, everything beyond the window is at one and the same distance,
+    which is what lets a model read beyond its trained length. So this is its memory, not its extrapolation.
+  - prompts are read densely and not block by block through the memory, and cannot be read in chunks (`kvjax.extend`).
+  - the cache of blocks in memory is `kvjax.Slots`; there, it evicts by a decaying sum of attention.
+
+`build` needs the queries of the whole prompt. Resident: `representatives` keys of D numbers per block and KV head, the
+local scores of the window. Cost per step: the sum of each block's representatives and one product of size D per block
+and query head, then the selected blocks.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.errors import ConfigError
+from kvjax.method import Context, Method, Selection, aggregate, in_token_order, no_force, top_blocks
+from kvjax.typing import Array, Float, Int32, pytree
+
+_NONE = -1.0  # score of a place without a representative: below every sum of attention weights
+
+
+@pytree
+class InfLLMIndex:
+    key: Float[Array, "*B K NB r D"]  # representatives of each block, 0 = none
+    score: Float[Array, "*B K NB r"]  # their local scores
+    local: Float[Array, "*B K W"]  # local scores of the tokens in the window, at position % W
+    stored: Int32[Array, "*B"]  # tokens in blocks
+
+
+@dataclasses.dataclass(frozen=True)
+class InfLLM(Method):
+    """Blocks known by their locally most attended tokens.
+
+    Attributes:
+      block: tokens of a block (128 in the paper).
+      representatives: r of each block.
+      shared: one selection for all heads; if not, each KV head selects for itself.
+
+    Raises ConfigError for more representatives than tokens.
+    """
+
+    observes = True
+
+    aggregation: str = "mean"
+    observation: int | None = None
+    block: int = 32
+    representatives: int = 4
+    shared: bool = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not 1 <= self.representatives <= self.block:
+            raise ConfigError(f"representatives={self.representatives} must be from 1 to block={self.block}")
+
+    @property
+    def head_shared(self) -> bool:  # type: ignore[override]  # of the class elsewhere, of its settings here
+        """Whether heads depend on each other."""
+        return self.shared
+
+    def blocks(self, capacity, rows):
+        return -(-capacity // self.block), self.block, max(1, -(-rows // self.block) + 1), 0
+
+    def init(self, spec, weights):
+        shape = (spec.kv_heads, spec.num_blocks, self.representatives)
+        window = jnp.zeros((spec.kv_heads, spec.window))
+        return InfLLMIndex(jnp.zeros((*shape, spec.head_dim)), jnp.full(shape, _NONE), window, jnp.int32(0))
+
+    def build(self, spec, index, context):
+        tokens, newest = context.pos.shape[0], jnp.max(context.query_pos, initial=-1)
+        score = local_scores(queries_by_position(context), context.key, newest + 1, spec.window)
+        stored = jnp.sum(context.valid, dtype=jnp.int32)
+        placement = in_token_order(spec, jnp.int32(0), jnp.cumsum(context.valid) - 1, context.valid)
+        head = jnp.arange(spec.kv_heads)[:, None]
+        # Which token is in which row of which block, then the rows of each block by their scores.
+        at = jnp.full((spec.kv_heads, spec.num_blocks, spec.block_rows), tokens, jnp.int32)
+        at = at.at[head, placement.block, placement.row].set(context.pos, mode="drop")
+        padded = jnp.pad(score, ((0, 0), (0, 1)), constant_values=_NONE)
+        best, row = jax.lax.top_k(padded[head[..., None], at], self.representatives)
+        chosen = jnp.take_along_axis(at, row, axis=-1)
+        key = context.key.astype(jnp.float32)[head[..., None], jnp.minimum(chosen, tokens - 1)]
+        key = jnp.where((best > _NONE)[..., None], key, 0.0)
+        inside = (context.pos > newest - spec.window) & (context.pos <= newest)
+        recent = jnp.where(inside, context.pos % spec.window, spec.window)
+        return InfLLMIndex(key, best, index.local.at[:, recent].set(score, mode="drop"), stored), placement
+
+    def select(self, spec, index, view, q):
+        """The open block, then blocks by the relevance of their representatives."""
+        scores = jnp.einsum("knd,kgd->kgn", jnp.sum(index.key, axis=2), q) * spec.head_dim**-0.5
+        pooled = scores.reshape(1, -1, spec.num_blocks) if self.shared else scores
+        occupied, full = view.count > 0, view.count == spec.block_rows
+        score = jnp.where(full, aggregate(pooled, self.aggregation), jnp.inf)
+        return Selection(top_blocks(score, occupied, spec.max_blocks), no_force(spec))
+
+    def observe(self, spec, index, view, pos, weight):
+        """Adds this step's attention to the local scores of the window."""
+        newest = jnp.max(pos, axis=-1, keepdims=True)
+        inside = (pos >= 0) & (pos > newest - spec.window)
+        at = jnp.where(inside, pos % spec.window, spec.window)
+        weight = jnp.where(inside, weight, 0.0)
+        share = spec.group * weight / jnp.maximum(jnp.sum(weight, axis=-1, keepdims=True), 1e-30)
+        head = jnp.arange(spec.kv_heads)[:, None]
+        fresh = jnp.where(newest >= 0, newest % spec.window, spec.window)  # the place of a token that has left
+        local = index.local.at[head, fresh].set(0.0, mode="drop").at[head, at].add(share, mode="drop")
+        return dataclasses.replace(index, local=local)
+
+    def append(self, spec, index, view, leaving):
+        """The leaving token takes the place of its block's weakest representative, if it is stronger."""
+        placement = in_token_order(spec, index.stored, jnp.int32(0), leaving.valid)
+        head, block = jnp.arange(spec.kv_heads), placement.block
+        score = index.local[:, leaving.pos % spec.window]
+        standing = index.score[head, jnp.minimum(block, spec.num_blocks - 1)]
+        weakest = jnp.argmin(standing, axis=-1)
+        stronger = score > jnp.min(standing, axis=-1)
+        place = (head, jnp.where(stronger, block, spec.num_blocks), weakest)
+        return dataclasses.replace(
+            index, key=index.key.at[place].set(leaving.key.astype(jnp.float32), mode="drop"),
+            score=index.score.at[place].set(score, mode="drop"), stored=index.stored + leaving.valid,
+        ), placement
+
+
+def queries_by_position(context: Context) -> Float[Array, "K G T D"]:
+    """The queries of a prompt at their positions. ConfigError where some are not known."""
+    known, tokens = context.query.shape[2], context.pos.shape[0]
+    if known < tokens:
+        raise ConfigError(f"infllm needs the queries of all {tokens} tokens of a prompt and got {known}; leave "
+                          "observation as it is, and give kvjax.prefill_cache the queries")
+    at = jnp.where(context.query_pos >= 0, context.query_pos, tokens)
+    return jnp.zeros((*context.query.shape[:2], tokens, context.query.shape[-1])).at[:, :, at].set(
+        context.query.astype(jnp.float32), mode="drop"
+    )
+
+
+def local_scores(
+    q: Float[Array, "K G T D"], key: Float[Array, "K T D"], length: Int32[Array, ""], window: int
+) -> Float[Array, "K T"]:
+    """Attention that each token gets from itself and the window - 1 tokens after it, each of which attends its window.
+
+    Tokens from `length` on attend nobody.
+    """
+    tokens, size = key.shape[1], key.shape[-1]
+    pad = -tokens % window
+    q, key = (jnp.pad(x, (*((0, 0),) * (x.ndim - 2), (0, pad), (0, 0))) for x in (q, key.astype(jnp.float32)))
+    chunks = q.shape[2] // window
+    there = (jnp.arange(chunks * window) < length).reshape(chunks, window)
+    q = jnp.moveaxis(q.reshape(*q.shape[:2], chunks, window, size), 2, 0)
+    key = jnp.moveaxis(key.reshape(-1, chunks, window, size), 1, 0)
+    before = jnp.concatenate([jnp.zeros_like(key[:1]), key[:-1]])
+    ahead = jnp.arange(window)[:, None] + window - jnp.arange(2 * window)  # from key to query
+    band = (ahead >= 0) & (ahead < window)
+
+    def one(args):
+        first, q, there, keys = args
+        seen = band & (~first | (jnp.arange(2 * window) >= window))
+        scores = jnp.einsum("kgqd,knd->kgqn", q, keys) * size**-0.5
+        weight = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+        return jnp.sum(weight * there[:, None], axis=(1, 2))
+
+    both = jax.lax.map(one, (jnp.arange(chunks) == 0, q, there, jnp.concatenate([before, key], axis=2)))
+    own, earlier = both[..., window:], both[..., :window]
+    total = own + jnp.concatenate([earlier[1:], jnp.zeros_like(earlier[:1])])
+    return jnp.moveaxis(total, 0, 1).reshape(key.shape[1], -1)[:, :tokens]

@@ -1,0 +1,139 @@
+"""PQCache (Zhang et al., "PQCache: Product Quantization-based KVCache for Long Context LLM Inference", 2024).
+
+Attention over a long context as maximum inner product search: each key between sinks and window is cut into `parts`
+(the paper's m), and each part is replaced by the number of its nearest centroid, of which every part has 2^`bits` (b).
+The centroids are those of k-means over the prompt's keys, per KV head and part. A query multiplies its parts with the
+centroids once; the score of token s is a sum of m table entries,
+
+    q . k_s  ~  sum_j <q^(j), c^(j)[code_s^(j)]>,
+
+and the tokens with the best scores are fetched, with their exact keys and values. A token that leaves the window is
+coded with the prompt's centroids, which never change (static update). As in the authors' code, the query heads of a
+group take the softmax over all candidates each, and these are summed (`aggregation="softmax_mean"` ranks alike).
+
+Differences from the paper:
+  - k-means takes `iterations` rounds; there, as many as fit beside the prefill's computing, found by a cost model.
+  - the cache of hot tokens in memory is `kvjax.Slots` (LRU or LFU there, by blocks of tokens; here by single tokens).
+  - a prompt of fewer tokens than centroids has one centroid per different token; without a prompt all codes are equal,
+    and tokens come in no useful order. The paper always has a long prompt.
+
+Resident: m codes of one byte per token and KV head, 2^b D numbers of centroids per KV head. Cost per step: 2^b D
+products per query head for the table, m additions per token and query head, then the selected tokens. Prefill:
+k-means, of T 2^b D products per KV head and round.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from kvjax import clustering
+from kvjax.clusters.index import statistics
+from kvjax.errors import ConfigError
+from kvjax.method import Method, Selection, aggregate, in_token_order, no_force, top_blocks
+from kvjax.typing import Array, Float, Int32, UInt, pytree
+
+
+@pytree
+class PQIndex:
+    codebook: Float[Array, "*B K P V S"]  # V centroids of each of P parts of S = D / P numbers
+    code: UInt[Array, "*B K P NB"]  # centroid of each part of every stored key
+    stored: Int32[Array, "*B"]  # tokens coded
+
+
+@dataclasses.dataclass(frozen=True)
+class PQCache(Method):
+    """Single tokens, ranked by product-quantised keys.
+
+    Attributes:
+      parts: m, parts a key is cut into; divides the head size.
+      bits: b, bits of the code of one part, 1 to 8.
+      iterations: of Lloyd's algorithm.
+      seed: of the k-means++ starts.
+
+    Raises ConfigError for other parts and bits.
+    """
+
+    aggregation: str = "softmax_mean"
+    parts: int = 2
+    bits: int = 6
+    iterations: int = 10
+    seed: int = 0
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.parts < 1 or not 1 <= self.bits <= 8:
+            raise ConfigError(f"parts={self.parts} must be at least 1 and bits={self.bits} from 1 to 8")
+
+    def blocks(self, capacity, rows):
+        return capacity, 1, max(1, rows), 0
+
+    def init(self, spec, weights):
+        if spec.head_dim % self.parts:
+            raise ConfigError(f"parts={self.parts} does not divide the head size {spec.head_dim}")
+        codebook = jnp.zeros((spec.kv_heads, self.parts, 2**self.bits, spec.head_dim // self.parts))
+        code = jnp.zeros((spec.kv_heads, self.parts, spec.num_blocks), jnp.uint8)
+        return PQIndex(codebook, code, jnp.int32(0))
+
+    def build(self, spec, index, context):
+        parts = split(context.key, self.parts)
+        seeds = jax.random.split(jax.random.key(self.seed), (spec.kv_heads, self.parts))
+        learn = functools.partial(centroids_of, count=2**self.bits, iterations=self.iterations)
+
+        def one_part(args):
+            part, seed = args
+            codebook = learn(part, context.valid, seed)
+            return codebook, nearest(codebook, part)
+
+        each_head = functools.partial(jax.lax.map, functools.partial(jax.lax.map, one_part))
+        codebook, code = each_head((parts, seeds))
+        placement = in_token_order(spec, jnp.int32(0), jnp.cumsum(context.valid) - 1, context.valid)
+        stored = jnp.sum(context.valid, dtype=jnp.int32)
+        return PQIndex(codebook, _store(index.code, placement.block[0], code), stored), placement
+
+    def select(self, spec, index, view, q):
+        scores = lookup(index.codebook, index.code, q) * spec.head_dim**-0.5
+        occupied = view.count > 0
+        score = aggregate(jnp.where(occupied[:, None], scores, -1e30), self.aggregation)
+        return Selection(top_blocks(score, occupied, spec.max_blocks), no_force(spec))
+
+    def append(self, spec, index, view, leaving):
+        placement = in_token_order(spec, index.stored, jnp.int32(0), leaving.valid)
+        code = jax.vmap(jax.vmap(nearest))(index.codebook, split(leaving.key[:, None], self.parts))
+        code = _store(index.code, placement.block[:1], code)
+        return dataclasses.replace(index, code=code, stored=index.stored + leaving.valid), placement
+
+
+def split(keys: Float[Array, "K T D"], parts: int) -> Float[Array, "K P T S"]:
+    """Each key cut into parts of consecutive numbers."""
+    return keys.astype(jnp.float32).reshape(*keys.shape[:2], parts, -1).swapaxes(1, 2)
+
+
+def centroids_of(points: Float[Array, "T S"], valid, seed, count: int, iterations: int) -> Float[Array, "V S"]:
+    """Means of the clusters of k-means of the valid points; one without points repeats that of the largest cluster."""
+    active = jnp.clip(jnp.sum(valid), 1, count)
+    owner = clustering.kmeans(points, valid, count, active, seed, iterations)
+    size, mean, _ = statistics(points, owner, count)
+    return jnp.where((size > 0)[:, None], mean, mean[jnp.argmax(size)])
+
+
+def nearest(codebook: Float[Array, "V S"], points: Float[Array, "T S"]) -> UInt[Array, "T"]:
+    """Number of the centroid nearest to each point."""
+    distance = jnp.sum(jnp.square(codebook), axis=-1) - 2 * points @ codebook.T
+    return jnp.argmin(distance, axis=-1).astype(jnp.uint8)
+
+
+def lookup(
+    codebook: Float[Array, "K P V S"], code: UInt[Array, "K P N"], q: Float[Array, "K G D"]
+) -> Float[Array, "K G N"]:
+    """Product of each query head with every key as it was coded."""
+    kv_heads, parts, _, size = codebook.shape
+    table = jnp.einsum("kpvs,kgps->pkgv", codebook, q.reshape(kv_heads, -1, parts, size))
+    at = code.astype(jnp.int32).swapaxes(0, 1)[:, :, None]
+    return jnp.sum(jnp.take_along_axis(table, at, axis=-1), axis=0)
+
+
+def _store(code: UInt[Array, "K P NB"], at: Int32[Array, "T"], new: UInt[Array, "K P T"]) -> UInt[Array, "K P NB"]:
+    """The codes with more of them at the given places; place NB = nowhere."""
+    return code.at[:, :, at].set(new, mode="drop")
