@@ -73,4 +73,5 @@ class Task:
     """A task by name; `draw` may raise ConfigError or TaskFileError."""
 
     draw: Callable[[Request], Sequence[Sample] | Sequence[Continuation]]
+    continues: bool = False  # gives continuations, not samples
     reads_file: bool = False  # its name is followed by a path: "longbench:qasper.jsonl"
