@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The test suite. Extra arguments go to pytest; --oracles adds the live comparisons (installs torch), --slow the rest.
+# The test suite. Extra arguments go to pytest; --slow adds the slow tests, --oracles the live comparisons (installs torch
+# and lm-eval).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup.sh
@@ -7,6 +8,7 @@ for argument in "$@"; do
   if [ "$argument" = --oracles ]; then
     .venv/bin/python -c 'import torch, transformers' 2>/dev/null ||
       .venv/bin/python -m pip install --quiet torch==2.13.0 transformers==5.2.0
+    .venv/bin/python -c 'import lm_eval' 2>/dev/null || .venv/bin/python -m pip install --quiet lm-eval==0.4.13
   fi
 done
 # One BLAS and XLA thread pool per worker would oversubscribe the cores.

@@ -1,5 +1,7 @@
 """Contexts read once and asked often: the same answers as when each question has a cache of its own."""
 
+import pathlib
+
 import pytest
 
 import kvjax
@@ -9,8 +11,6 @@ from kvjax.tasks import asking
 
 @pytest.fixture(scope="module")
 def llm():
-    import pathlib
-
     return kvjax.load(pathlib.Path(kvjax.__file__).parent / "reference")
 
 
