@@ -1,14 +1,18 @@
 """Every method x task x budget on the reference model, or on a user's with --config.model.
 
+`config.tasks` takes any name of `kvjax.tasks.TASKS`; a task that reads a file is written NAME:FILE.
+
     python -m experiments.main --config=configs/leaderboard.py --workdir=runs/leaderboard
 
 Resumable; --config.shard=i/n runs every n-th cell. Result: README.md and report.html. Preset `:smoke` finishes within
-three minutes, `:quick` is one task at two budgets.
+three minutes, `:quick` is one task at two budgets, `:ruler` RULER's tasks, `:recall` MQAR and many questions to one
+context.
 """
 
 import ml_collections
 
 from experiments.common import REFERENCE
+from kvjax.tasks import ruler
 
 
 def get_config(preset: str = "default") -> ml_collections.ConfigDict:
@@ -23,7 +27,8 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config.seeds = (0,)
     config.samples = 32
     config.batch = 8
-    config.max_new_tokens = 6
+    config.continuations = 8  # contexts of tasks that predict given tokens: perplexity, mqar
+    config.max_new_tokens = 0  # most tokens of an answer; 0 = as many as the task says
     config.perplexity_tokens = 32
     config.recall_k = 16
     config.methods = (
@@ -41,10 +46,14 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     )
     if preset == "smoke":
         config.update(tasks=("passkey", "perplexity"), lengths=(256,), budgets=(96,), samples=2, batch=2,
-                      perplexity_tokens=2)
+                      continuations=2, perplexity_tokens=2)
         config.methods = ({"name": "full", "whole": True}, {"name": "quest"}, {"name": "kvswap"})
     elif preset == "quick":
         config.update(tasks=("needle",), budgets=(64, 128))
+    elif preset == "ruler":
+        config.update(tasks=(*ruler.NIAH, "vt", "cwe", "fwe"), budgets=(128, 256), samples=8)
+    elif preset == "recall":
+        config.update(tasks=("mqar", "multi_request"), budgets=(64, 128, 256))
     elif preset != "default":
-        raise ValueError(f"unknown preset {preset!r}; use default, quick or smoke")
+        raise ValueError(f"unknown preset {preset!r}; use default, quick, ruler, recall or smoke")
     return config

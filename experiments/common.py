@@ -2,12 +2,13 @@
 
 import dataclasses
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 import kvjax
+from kvjax import tasks
 from kvjax.errors import ConfigError
 from kvjax.method import Method
 from kvjax.planning import Slots
@@ -70,6 +71,14 @@ def disk_of(store) -> dict[str, Any]:
 def held_out_tokens(llm: kvjax.LLM) -> np.ndarray:
     """int64[n] token ids of the held-out library files, one after the other."""
     return np.asarray(llm.encode("\n".join(corpus.stdlib_documents(held_out=True)), start=False))
+
+
+def draw_task(
+    llm: kvjax.LLM, text: str | np.ndarray, name: str, length: int, count: int, seed: int, new_tokens: int = 32
+) -> Sequence[tasks.Sample] | Sequence[tasks.Continuation]:
+    """The samples of a task by name (`kvjax.tasks`), facts hidden in `text`; the same for the same seed."""
+    rng = np.random.default_rng((seed, length, tasks.number(name)))
+    return tasks.draw(name, tasks.Request(llm.tokenizer, text, length, count, rng, new_tokens=new_tokens))
 
 
 def load_model(path: str) -> kvjax.LLM:

@@ -7,8 +7,6 @@ A row of the result is one (task, length, method); rows that the workdir already
 import dataclasses
 import math
 
-import jax
-import jax.numpy as jnp
 import ml_collections
 import numpy as np
 from tqdm import tqdm
@@ -16,7 +14,6 @@ from tqdm import tqdm
 import kvjax
 from experiments import common
 from experiments.results import Run
-from kvjax import decode, planning
 from kvjax.errors import ConfigError
 from kvjax.llm import Cache
 from kvjax.tasks import needles, scoring
@@ -36,17 +33,8 @@ class Sample:
 
 def draw_samples(llm: kvjax.LLM, stream, task: str, length: int, count: int, seed: int) -> list[Sample]:
     """Prompts of `length` tokens, question included; the needle asked for at depths spread over 0..1."""
-    rng, tokenizer = np.random.default_rng((seed, length, TASKS.index(task))), llm.tokenizer.tokenizer
-    samples = []
-    for i in range(count):
-        facts = [needles.passkey(rng, held_out=True)] if task == "passkey" else needles.draw_needles(
-            rng, 4 if task == "needle_of_4" else 1, held_out=True, digits=5
-        )
-        depths = [(i + 0.5) / count, *rng.random(len(facts) - 1)]
-        question = list(needles.encode(tokenizer, "\n" + facts[0].cue))
-        hay = needles.haystack(rng, tokenizer, stream, length - len(question), facts, facts[:1], depths)
-        samples.append(Sample(hay.context, question, facts[0].value, depths[0]))
-    return samples
+    drawn = common.draw_task(llm, stream, task, length, count, seed)
+    return [Sample(list(one.context), list(one.question), one.answers[0], one.depth) for one in drawn]
 
 
 def retrieval_row(llm: kvjax.LLM, method, samples: list[Sample], config: ml_collections.ConfigDict) -> dict:
@@ -109,12 +97,7 @@ def perplexity_row(
 
 def teacher_forced_nll(llm: kvjax.LLM, cache: Cache, tokens: np.ndarray) -> np.ndarray:
     """Negative log-likelihood `[B, N]` of the given continuations, in nats."""
-    state, logits, losses = planning.copy(cache.state), cache.logits, []
-    for column in tokens.T:
-        losses.append(-jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.asarray(column)[:, None], axis=1)[:, 0])
-        done = decode.step(cache.plan, llm.params, state, column, donate=True)
-        state, logits = done.state, done.logits
-    return np.stack([np.asarray(loss) for loss in losses], axis=1)
+    return -np.stack(llm.score(tokens.tolist(), cache).logprobs)
 
 
 def measure(llm: kvjax.LLM, method, task: str, length: int, stream, config: ml_collections.ConfigDict) -> dict:
@@ -149,9 +132,12 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
 
 
 def with_delta_nll(rows: list[dict]) -> list[dict]:
-    """Adds each perplexity row's difference to the full cache at the same length."""
-    full = {row["context"]: row["nll"] for row in rows if row["task"] == "perplexity" and row["method"] == "full"}
+    """Adds the difference to the full cache, at the same task, length and seed, to each row with a loss."""
+    def same(row: dict) -> tuple:
+        return row["task"], row["context"], row["seed"]
+
+    full = {same(row): row["nll"] for row in rows if "nll" in row and row["method"] == "full"}
     return [
-        {**row, "delta_nll": row["nll"] - full[row["context"]]} if "nll" in row and row["context"] in full else row
+        {**row, "delta_nll": row["nll"] - full[same(row)]} if "nll" in row and same(row) in full else row
         for row in rows
     ]

@@ -1,14 +1,15 @@
 """Every method under one ruler: methods x tasks x budgets x seeds, ranked.
 
-A row is one cell. Retrieval tasks give accuracy with its interval, and from the first batch the quality of every step's
-selection against exact attention; perplexity gives the loss beside that of the full cache. Blocks are on a store, so
-that what a method reads is counted and not estimated. Cells that the workdir has are skipped, `shard=i/n` takes every
-n-th, and workdirs of several shards may be joined by concatenating their metrics.jsonl.
+A row is one cell, of any task of `kvjax.tasks`. Tasks give their mean score with its interval, and from the first batch
+the quality of every step's selection against exact attention; perplexity gives the loss beside that of the full cache.
+Blocks are on a store, so that what a method reads is counted and not estimated. Cells that the workdir has are skipped,
+`shard=i/n` takes every n-th, and workdirs of several shards may be joined by concatenating their metrics.jsonl.
 """
 
+import contextlib
 import dataclasses
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import ml_collections
 import numpy as np
@@ -17,12 +18,14 @@ from tqdm import tqdm
 
 from experiments import common, evaluate, report
 from experiments.results import Run
+from kvjax import tasks
 from kvjax.errors import ConfigError
-from kvjax.llm import LLM
+from kvjax.llm import LLM, Usage
 from kvjax.method import Method
 from kvjax.metrics import Probe
+from kvjax.tasks import Continuation, Sample, asking
 
-TITLES = ("accuracy", "recall", "mass", "delta NLL", "KiB/token", "KiB kept")
+TITLES = ("accuracy", "recall", "mass", "out error", "delta NLL", "KiB/token", "KiB kept")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,46 +71,90 @@ def take_shard(jobs: list[Cell], shard: str) -> list[Cell]:
     return jobs[index::count]
 
 
-def retrieval(llm: LLM, cell: Cell, stream, config, directory: pathlib.Path) -> dict:
-    """Accuracy over the samples, a batch at a time; selection quality and traffic of the batches it was measured in."""
-    samples = evaluate.draw_samples(llm, stream, cell.task, cell.context, config.samples, cell.seed)
-    right, costs, quality = [], [], {}
+def answered(llm: LLM, cell: Cell, samples: Sequence[Sample], config, directory: pathlib.Path) -> dict:
+    """Mean score of the answers; every question of a context goes to a fork of its cache."""
+    if config.max_new_tokens:
+        most = config.max_new_tokens
+        samples = [dataclasses.replace(one, max_new_tokens=min(most, one.max_new_tokens)) for one in samples]
+    scores, runs = [], []
+    for batch in asking.batches(llm, samples, config.batch):
+        contexts = [list(questions[0].context) for questions in batch]
+        with reading(llm, cell, contexts, asking.capacity(batch), config, directory, first=not runs) as (cache, run):
+            found, results = asking.ask(llm, cache, batch, run.probe)
+        scores += [score for of_context in found for score in of_context]
+        runs.append(run.done([result.usage for result in results]))
+    return {**accuracy(scores), **together(runs)}
+
+
+def continued(llm: LLM, cell: Cell, samples: Sequence[Continuation], config, directory: pathlib.Path) -> dict:
+    """How well the scored tokens are predicted: the loss where all are scored, else the share of right ones."""
+    losses, hits, runs = [], [], []
     for start in range(0, len(samples), config.batch):
-        group = samples[start : start + config.batch]
-        found, cost, probe = _ask(llm, cell, group, config, directory, first=start == 0)
-        right += found
-        costs.append(cost)
-        quality = quality or probe
-    share = float(np.mean(right))
-    means = {key: float(np.mean([cost[key] for cost in costs])) for key in costs[0]}
-    found = {"accuracy": share, "interval": evaluate.wilson(share, len(right)), "samples": len(right)}
-    return {**found, **quality, **means}
+        batch = samples[start : start + config.batch]
+        room = max(len(one.context) + len(one.tokens) for one in batch)
+        contexts = [list(one.context) for one in batch]
+        with reading(llm, cell, contexts, room, config, directory, first=not runs) as (cache, run):
+            scores = llm.score([list(one.tokens) for one in batch], cache, observer=run.probe)
+            scores.cache.close()
+        for one, logprobs, greedy in zip(batch, scores.logprobs, scores.greedy, strict=True):
+            losses.append(-logprobs[list(one.scored)])
+            hits += greedy[list(one.scored)].tolist()
+        runs.append(run.done([scores.usage]))
+    if not all(all(one.scored) for one in samples):
+        return {**accuracy(hits), **together(runs)}
+    nll = float(np.mean(np.concatenate(losses)))
+    return {"nll": nll, "perplexity": float(np.exp(nll)), "samples": len(hits), **together(runs)}
 
 
-def _ask(llm: LLM, cell: Cell, group: list[evaluate.Sample], config, directory, first: bool):
-    """Answers of one batch: which are right, what it cost per token and sequence, and quality if it is the first."""
+def accuracy(scores: Sequence[float]) -> dict:
+    """Mean and its 95 % interval: exact for scores of 0 and 1, too wide for those between."""
+    share = float(np.mean(scores))
+    return {"accuracy": share, "interval": evaluate.wilson(share, len(scores)), "samples": len(scores)}
+
+
+@dataclasses.dataclass
+class Reading:
+    """A batch of contexts being asked: the probe of the first batch, and what a token cost."""
+
+    batch: int
+    resident_bytes: float
+    probe: Probe | None
+
+    def done(self, usages: Sequence[Usage]) -> dict:
+        """Quality if there is a probe, and cost per token of one sequence, of all rounds together."""
+        tokens = self.batch * max(1, sum(usage.steps for usage in usages))
+        cost = {"attended_tokens": float(np.mean([usage.attended_tokens for usage in usages])),
+                "resident_bytes": self.resident_bytes, "hit_rate": float(np.mean([one.hit_rate for one in usages]))}
+        stores = [usage.store for usage in usages if usage.store is not None]
+        if stores:
+            cost |= {"bytes_read_per_token": sum(one.bytes_read for one in stores) / tokens,
+                     "reads_per_token": sum(one.reads for one in stores) / tokens}
+        return cost | (dataclasses.asdict(self.probe.quality) if self.probe else {})
+
+
+@contextlib.contextmanager
+def reading(llm: LLM, cell: Cell, contexts: list[list[int]], capacity: int, config, directory, first: bool):
+    """Reads contexts into the cell's cache, on its store; keeps what a probe needs if they are the first."""
     store = common.make_store(config.store, directory)
-    cache = llm.prefill([s.context for s in group], method=cell.method, store=store,
-                        capacity=evaluate.capacity_for(group, config), keep_keys=first)
-    probe = Probe(cache, k=config.recall_k) if first else None
-    right, result = evaluate.ask(llm, cache, group, config, observer=probe)
-    tokens, usage = len(group) * result.usage.steps, result.usage
-    cost = {"attended_tokens": usage.attended_tokens, "resident_bytes": cache.resident_bytes / len(group),
-            "hit_rate": usage.hit_rate}
-    if usage.store is not None:
-        cost |= {"bytes_read_per_token": usage.store.bytes_read / tokens, "reads_per_token": usage.store.reads / tokens}
-    result.cache.close()
-    cache.close()
-    return right, cost, dataclasses.asdict(probe.quality) if probe else {}
+    cache = llm.prefill(contexts, method=cell.method, store=store, capacity=capacity, keep_keys=first)
+    resident = cache.resident_bytes / len(contexts)
+    try:
+        yield cache, Reading(len(contexts), resident, Probe(cache, k=config.recall_k) if first else None)
+    finally:
+        cache.close()
 
 
-def measure(llm: LLM, cell: Cell, stream, config, directory: pathlib.Path) -> dict:
+def together(runs: list[dict]) -> dict:
+    """Means over batches of what they have measured."""
+    return {key: report.mean(runs, key) for key in dict.fromkeys(key for one in runs for key in one)}
+
+
+def measure(llm: LLM, cell: Cell, stream: np.ndarray, config, directory: pathlib.Path) -> dict:
     """One row."""
-    if cell.task == "perplexity":
-        settings = ml_collections.ConfigDict({**config.to_dict(), "seed": cell.seed})
-        measured = evaluate.perplexity_row(llm, cell.method, stream, cell.context, settings)
-    else:
-        measured = retrieval(llm, cell, stream, config, directory)
+    continues = tasks.find(cell.task)[0].continues
+    count = config.continuations if continues else config.samples
+    samples = common.draw_task(llm, stream, cell.task, cell.context, count, cell.seed, config.perplexity_tokens)
+    measured = (continued if continues else answered)(llm, cell, samples, config, directory)
     return {"method": cell.label, "task": cell.task, "context": cell.context, "budget": cell.budget, "seed": cell.seed,
             "store": config.store, **measured}
 
@@ -116,7 +163,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     """Measures every cell of the shard that is not there yet, then writes summary.json and report.html."""
     jobs = take_shard(list(cells(config)), config.shard)
     for cell in jobs:
-        _ = cell.method  # a wrong setting is an error now, not in an hour
+        _ = cell.method, tasks.find(cell.task)  # a wrong setting is an error now, not in an hour
     llm, run = common.load_model(config.model), Run(config, workdir)
     stream, rows = common.held_out_tokens(llm), run.logged()
     done = {(row["method"], row["task"], row["context"], row["budget"], row["seed"]) for row in rows}
@@ -140,7 +187,7 @@ def print_table(rows: list[dict]) -> None:
     """A line per method and budget: means over tasks, contexts and seeds."""
     print(f"{'method':>22}{'budget':>8}" + "".join(f"{title:>11}" for title in TITLES))
     for row in report.summarise(rows):
-        shares = [row[key] for key in ("accuracy", "recall", "attention_mass", "delta_nll")]
+        shares = [row[key] for key in ("accuracy", "recall", "attention_mass", "output_error", "delta_nll")]
         sizes = [row[key] for key in ("bytes_read_per_token", "resident_bytes")]
         shown = "".join(f"{'-':>11}" if share is None else f"{share:11.3f}" for share in shares)
         shown += "".join(f"{'-':>11}" if size is None else f"{size / 1024:11,.0f}" for size in sizes)

@@ -12,7 +12,8 @@ Row = dict[str, Any]
 COLUMNS = (
     ("method", "method"), ("task", "task"), ("context", "context"), ("budget", "budget"), ("seed", "seed"),
     ("accuracy", "accuracy"), ("interval", "95 % interval"), ("delta_nll", "ΔNLL"), ("recall", "recall@k"),
-    ("attention_mass", "attention mass"), ("attended_tokens", "attended"), ("bytes_read_per_token", "bytes read/token"),
+    ("attention_mass", "attention mass"), ("output_error", "output error"), ("attended_tokens", "attended"),
+    ("bytes_read_per_token", "bytes read/token"),
     ("reads_per_token", "reads/token"), ("hit_rate", "hit rate"), ("resident_bytes", "resident bytes"),
     ("refused", "refused"),
 )

@@ -13,6 +13,10 @@ class PromptError(KvjaxError, ValueError):
     """The prompt is empty, longer than the cache was made for, or refused by the model's chat template."""
 
 
+class TaskFileError(KvjaxError, ValueError):
+    """A benchmark's file cannot be used; names file and line."""
+
+
 class CheckpointError(KvjaxError, ValueError):
     """A model directory cannot be loaded; names file and tensor."""
 

@@ -54,6 +54,7 @@ class Report:
     selected: Int32[Array, "B K N"]  # attended positions beyond sinks and window, -1 = none; empty if all are
     q: Float[Array, "B K G D"]
     key: Float[Array, "B K D"]  # of the newest token
+    value: Float[Array, "B K D"]
     traffic: Traffic
 
 
@@ -228,15 +229,15 @@ def read(
     pool, slot, ok, traffic = cache.pool.fetch(choice.need, cache.state.count, layer, line)
     cache = LayerCache(cache.state, pool)
     out, fresh, seen = answer(plan, cache, choice, q, key, value, slot, at)
-    return out, cache, fresh, ok, report(plan, cache.state, choice, q, key, seen, traffic)
+    return out, cache, fresh, ok, report(plan, cache.state, choice, q, key, value, seen, traffic)
 
 
-def report(plan: LayerPlan, state: LayerState, choice: Choice, q, key, seen, traffic: Traffic) -> Report:
+def report(plan: LayerPlan, state: LayerState, choice: Choice, q, key, value, seen, traffic: Traffic) -> Report:
     """What a step did."""
     held = state.tail.pos[..., plan.spec.sinks + plan.spec.ring :]
     rows = choice.rows.pos
     selected = rows if plan.method.attends_all else jnp.concatenate([rows, held], axis=-1)
-    return Report(seen, selected, _grouped(q, plan.spec), key, traffic)
+    return Report(seen, selected, _grouped(q, plan.spec), key, value, traffic)
 
 
 def _grouped(q, spec):

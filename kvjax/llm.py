@@ -45,6 +45,7 @@ class Cache:
     logits: Array  # [B, V] of the next token
     branch: Branch | None = None
     keys: tuple[np.ndarray, ...] = ()  # per layer [B, T, K, D], only if `keep_keys` was asked for
+    values: tuple[np.ndarray, ...] = ()  # the same
     fingerprint: str = ""  # of model and tokenizer
 
     @property
@@ -130,6 +131,16 @@ class Tuning(Protocol):
     def slots(self, batch: int, context: int) -> Slots: ...
 
 
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """What a model thinks of given continuations, one array per sequence, and the cache before their last tokens."""
+
+    logprobs: list[np.ndarray]  # natural logarithm of each token's probability
+    greedy: list[np.ndarray]  # whether it was the likeliest token
+    cache: Cache
+    usage: Usage
+
+
 class LLM:
     """A model with its tokenizer; holds no state between calls."""
 
@@ -166,7 +177,7 @@ class LLM:
           capacity: most tokens of a sequence, question and answer included; None = context + 1024.
           dtype: of stored keys and values.
           slots: how many blocks of a store are kept in memory, and by which policy.
-          keep_keys: also returns every prompt key on the host, for measurements; not together with `chunk`.
+          keep_keys: also returns every prompt key and value on the host, for measurements; not together with `chunk`.
           chunk: see above; None = dense attention over the whole context.
 
         Raises PromptError, ConfigError, FormatMismatch for a method that was fitted to another model, or a StoreError
@@ -192,8 +203,9 @@ class LLM:
             least = _least_blocks(plan, [len(row) for row in rows])
             branch = store.create(planning.geometry(plan), self.fingerprint, least)
         try:
-            state, logits, keys = prefill.prefill(plan, self.params, tokens, length, branch, slots, keep_keys)
-            cache = Cache(plan, state, logits, branch, tuple(keys), self.fingerprint)
+            state, logits, kept = prefill.prefill(plan, self.params, tokens, length, branch, slots, keep_keys)
+            keys, values = zip(*kept, strict=True) if kept else ((), ())
+            cache = Cache(plan, state, logits, branch, keys, values, self.fingerprint)
             return cache if chunk is None else self._extended(cache, [row[chunk:] for row in rows], chunk)
         except BaseException:
             if branch is not None:
@@ -263,6 +275,22 @@ class LLM:
         text = [self.tokenizer.decode(row) if self.tokenizer else "" for row in tokens]
         return Result(text if _is_batch(question) else text[0], tokens, run.cache, run.usage())
 
+    def score(
+        self, continuation, cache: Cache, *, driver: Driver = "staged", observer: Observer | None = None
+    ) -> Scores:
+        """How likely given texts (one for each sequence of a batch) are, fed token by token through the cache.
+
+        Each token is predicted from what the method selects, which a parallel forward pass never exercises. The last
+        one of each text is not fed. The given cache stays as it is. Raises as `generate` does.
+        """
+        rows = [self.encode(row, start=False) for row in _rows(continuation)]
+        if len(rows) != cache.plan.batch or not all(rows):
+            raise PromptError(f"{len(rows)} texts for {cache.plan.batch} cached sequences; give one each, none empty")
+        self._check_room(cache, rows, 0)
+        run = _Generation(self, cache.fork(), driver, observer)
+        logprobs, greedy = run.force(rows)
+        return Scores(logprobs, greedy, run.cache, run.usage())
+
     @functools.cached_property
     def fingerprint(self) -> str:
         """What a store checks before it serves another process: model shape, a sample of the weights, tokenizer."""
@@ -305,6 +333,18 @@ class _Generation:
         for i in range(max(map(len, questions))):
             active = np.array([i < len(q) for q in questions])
             self.step(np.array([q[i] if i < len(q) else 0 for q in questions], np.int32), active)
+
+    def force(self, rows: list[list[int]]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Log-probability of every given token, and whether it was the likeliest; the last one is not fed."""
+        tokens, length = map(np.asarray, _padded(rows))
+        logprobs, greedy = np.zeros(tokens.shape, np.float32), np.zeros(tokens.shape, bool)
+        for i, column in enumerate(tokens.T):
+            logits = self.cache.logits
+            chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.asarray(column)[:, None], axis=1)[:, 0]
+            logprobs[:, i], greedy[:, i] = chosen, np.asarray(jnp.argmax(logits, axis=1)) == column
+            if i + 1 < length.max():
+                self.step(column, i + 1 < length)
+        return _cut(logprobs, length), _cut(greedy, length)
 
     def answer(self, limit: int, how: Sampling, key, stop: Sequence[str]) -> list[list[int]]:
         tokens: list[list[int]] = [[] for _ in range(self.cache.plan.batch)]
@@ -366,6 +406,11 @@ def _padded(rows: list[list[int]]):
     for i, row in enumerate(rows):
         tokens[i, : len(row)] = row
     return tokens, jnp.asarray(length)
+
+
+def _cut(table: np.ndarray, length: np.ndarray) -> list[np.ndarray]:
+    """The first `length` entries of each row."""
+    return [row[:n] for row, n in zip(table, length, strict=True)]
 
 
 def load(path: str | os.PathLike, dtype=jnp.float32, tuning: str | os.PathLike | None = None) -> LLM:

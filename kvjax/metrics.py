@@ -69,6 +69,7 @@ class Quality:
 
     recall: float
     attention_mass: float
+    output_error: float
 
 
 class Probe:
@@ -82,18 +83,26 @@ class Probe:
             raise ValueError("the cache has no keys to measure against; prefill with keep_keys=True")
         self.plan, self.k = cache.plan, k
         self.length = np.asarray(cache.state.length).copy()
-        room = cache.plan.capacity - cache.keys[0].shape[1]
-        self.keys = [np.pad(keys, ((0, 0), (0, max(0, room)), (0, 0), (0, 0))) for keys in cache.keys]
+        room = max(0, cache.plan.capacity - cache.keys[0].shape[1])
+        self.keys, self.values = (
+            [np.pad(rows, ((0, 0), (0, room), (0, 0), (0, 0))) for rows in kept] for kept in (cache.keys, cache.values)
+        )
         self.recalls: list[float] = []
         self.masses: list[float] = []
+        self.errors: list[float] = []
 
     def __call__(self, step: Step, tokens: np.ndarray) -> None:
         after = np.asarray(step.state.length)
         for row in np.flatnonzero(after > self.length):
-            for keys, plan, report in zip(self.keys, self.plan.layers, step.reports, strict=True):
-                keys[row, self.length[row]] = np.asarray(report.key)[row]
-                found, mass = _measure(plan, self.k, keys[row], report.q[row], report.selected[row], self.length[row])
+            at = self.length[row]
+            for keys, values, plan, report in zip(
+                self.keys, self.values, self.plan.layers, step.reports, strict=True
+            ):
+                keys[row, at], values[row, at] = np.asarray(report.key)[row], np.asarray(report.value)[row]
+                kept = keys[row], values[row]
+                found, mass, error = _measure(plan, self.k, *kept, report.q[row], report.selected[row], at)
                 self.masses.append(float(mass))
+                self.errors.append(float(error))
                 if not np.isnan(found):
                     self.recalls.append(float(found))
         self.length = after.copy()
@@ -101,12 +110,14 @@ class Probe:
     @property
     def quality(self) -> Quality:
         found = float(np.mean(self.recalls)) if self.recalls else float("nan")
-        return Quality(found, float(np.mean(self.masses)))
+        return Quality(found, float(np.mean(self.masses)), float(np.mean(self.errors)))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _measure(plan, k, key, q, selected, at):
-    """Recall and attention mass of one step, means over heads."""
+def _measure(plan, k, key, value, q, selected, at):
+    """Recall, attention mass and output error of one step, means over heads."""
     scores = exact_scores(q, key, at)
     attended = attended_mask(plan, selected, at, key.shape[0])
-    return jnp.mean(recall(plan, scores, attended, at, k)), jnp.mean(attention_mass(scores, attended))
+    found = recall(plan, scores, attended, at, k)
+    mass, error = attention_mass(scores, attended), output_error(scores, attended, value)
+    return jnp.mean(found), jnp.mean(mass), jnp.mean(error)

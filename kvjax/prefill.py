@@ -26,7 +26,7 @@ def prefill(
     """Reads prompts, right-padded to T, and fills a new cache one layer at a time.
 
     Peak memory is the hidden states, one layer's keys and values, and the cache: linear in T.
-    Returns (State, logits after each prompt's last token [B, V], keys per layer if `keep_keys`).
+    Returns (State, logits after each prompt's last token [B, V], a (keys, values) per layer if `keep_keys`).
     """
     _check_prompts(plan, np.asarray(length))
     tokens, size = _pad(jnp.asarray(tokens, jnp.int32)), min(_CHUNK, _round_up(tokens.shape[1]))
@@ -42,7 +42,7 @@ def prefill(
         before = cache.state
         layers.append(parking.park(lot, i, cache) if lot else cache)
         if keep_keys:
-            kept.append(np.asarray(key))
+            kept.append((np.asarray(key), np.asarray(value)))
     last = jnp.take_along_axis(x, (length - 1)[:, None, None], axis=1)[:, 0]
     handle, generation = (-1, 0) if branch is None else (branch.handle, branch.generation)
     line = Line(jnp.int32(handle), jnp.int32(generation))

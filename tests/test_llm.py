@@ -105,8 +105,29 @@ def test_the_probe_finds_full_recall_for_the_full_cache_and_less_for_a_window(ll
         llm.generate("abcdef", cache, max_new_tokens=4, observer=probe)
         found[method.name] = probe.quality
     assert found["full"].recall == 1.0 and found["full"].attention_mass == pytest.approx(1.0)
+    assert found["full"].output_error == pytest.approx(0.0, abs=1e-6)
+    assert 0.0 < found["oracle"].output_error < found["streamingllm"].output_error
     assert 1.0 >= found["oracle"].attention_mass > found["streamingllm"].attention_mass
     assert found["oracle"].recall > 0.5 > found["streamingllm"].recall == 0.0
+
+
+def test_scores_are_those_of_a_forward_pass_and_the_cache_stays(llm, tmp_path):
+    contexts, texts = [CONTEXT, CONTEXT[:57]], ["abcde", "xy"]
+    cache = llm.prefill(contexts, method=kvjax.full(page=8), store=kvjax.FlashStore(tmp_path))
+    scores = llm.score(texts, cache)
+    for i, (context, text) in enumerate(zip(contexts, texts, strict=True)):
+        ids = jnp.asarray([llm.encode(context + text, start=True)])
+        logits = Transformer(CONFIG).apply({"params": llm.params}, ids, jnp.arange(ids.shape[1])[None])[0]
+        before = jax.nn.log_softmax(logits)[-len(text) - 1 : -1]
+        expected = np.asarray(before)[np.arange(len(text)), np.asarray(ids[0, -len(text) :])]
+        np.testing.assert_allclose(scores.logprobs[i], expected, atol=2e-4)
+        np.testing.assert_array_equal(scores.greedy[i], np.argmax(before, axis=-1) == ids[0, -len(text) :])
+    assert scores.usage.steps == 4 and scores.cache.length == [len(CONTEXT) + 4, 57 + 1]
+    assert cache.length == [len(CONTEXT), 57]
+    answer = llm.generate(["a", "b"], cache, max_new_tokens=3)
+    forced = llm.score([[llm.encode(q, False)[0], *t] for q, t in zip("ab", answer.tokens, strict=True)], cache)
+    assert all(row[1:].all() for row in forced.greedy)  # what it says itself is what it finds likeliest
+    cache.close()
 
 
 def test_usage_counts_what_was_read(llm, tmp_path):
@@ -123,11 +144,13 @@ def test_usage_counts_what_was_read(llm, tmp_path):
     (lambda llm, tmp: llm.prefill(CONTEXT, method=kvjax.quest(budget=40)), ConfigError, "sinks"),
     (lambda llm, tmp: llm.prefill(CONTEXT, store=kvjax.FlashStore(tmp / "no" / "such")), StoreError, "such"),
     (lambda llm, tmp: llm.generate(["a", "b"], llm.prefill(CONTEXT)), PromptError, "2 questions for 1"),
+    (lambda llm, tmp: llm.score(["a", ""], llm.prefill([CONTEXT, CONTEXT])), PromptError, "none empty"),
+    (lambda llm, tmp: llm.score("abcd", llm.prefill("abc", capacity=6)), PromptError, "7 tokens"),
     (lambda llm, tmp: llm.generate("a" * 50, llm.prefill("ab", capacity=60)), PromptError, "larger capacity"),
     (lambda llm, tmp: llm.prefill(CONTEXT, store=kvjax.FlashStore(tmp, max_bytes=50_000)), NoSpace, "needed at least"),
     (lambda llm, tmp: kvjax.load(tmp / "nowhere"), CheckpointError, "nowhere"),
     (lambda llm, tmp: kvjax.quest(aggregation="median"), ConfigError, "median"),
-], ids=["empty", "too_long", "budget", "store", "questions", "room", "space", "model", "aggregation"])
+], ids=["empty", "too_long", "budget", "store", "questions", "no_text", "no_room", "room", "space", "model", "rule"])
 def test_bad_input_gets_a_typed_error_that_names_the_cause(llm, tmp_path, call, error, words):
     with pytest.raises(error, match=words):
         call(llm, tmp_path)

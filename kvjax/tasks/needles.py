@@ -133,8 +133,7 @@ def haystack(
     depths: Sequence[float] | None = None,
 ) -> Haystack:
     """A context of exactly `length` tokens (begin-of-text included) holding the needles."""
-    bos = tokenizer.token_to_id("<|bos|>")
-    start = [] if bos is None else [bos]
+    start = tokenizer.encode("").ids
     room = length - len(start) - needle_cost(tokenizer, needles)
     if room < 0:
         raise ValueError(f"{len(needles)} needles do not fit in {length} tokens; use a longer context or fewer needles")

@@ -5,7 +5,7 @@ import html.parser
 import ml_collections
 import pytest
 
-from experiments import leaderboard, report
+from experiments import common, leaderboard, report
 from kvjax.errors import ConfigError
 
 CONFIG = ml_collections.ConfigDict({
@@ -67,3 +67,17 @@ def test_the_report_has_every_figure_and_needs_nothing_else():
     assert [row for row in values if "needle" in row] == [
         ["a<b", "needle", "9", "4", str(s), str(s / 2), "0.1", "0.25", "2048.0", "4096.0"] for s in (0, 1)
     ]
+
+
+@pytest.mark.parametrize("task", ["multi_request", "mqar"])
+def test_any_task_is_a_column(task, tmp_path):
+    config = ml_collections.ConfigDict({
+        "store": "host", "samples": 3, "continuations": 1, "batch": 2, "recall_k": 4, "max_new_tokens": 3,
+        "perplexity_tokens": 0,
+    })
+    llm = common.load_model("")
+    cell = leaderboard.Cell((("name", "quest"), ("window", 8)), "quest", task, 250, 64, 0)
+    row = leaderboard.measure(llm, cell, common.held_out_tokens(llm), config, tmp_path)
+    assert row["method"] == "quest" and row["task"] == task and row["bytes_read_per_token"] > 0
+    assert 0 < row["attended_tokens"] <= 64 and 0 < row["output_error"] < 2 and 0 < row["recall"] <= 1
+    assert row["samples"] == (16 if task == "mqar" else 3) and 0 <= row["accuracy"] <= 1

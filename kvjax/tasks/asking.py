@@ -1,0 +1,57 @@
+"""Running samples: each context is read once, and each of its questions asked on a fork of the cache."""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+from kvjax.llm import LLM, Cache, Observer, Result
+from kvjax.tasks import scoring
+from kvjax.tasks.base import Sample
+
+Questions = tuple[Sample, ...]  # to one context
+
+
+def batches(llm: LLM, samples: Sequence[Sample], size: int) -> list[list[Questions]]:
+    """Up to `size` contexts to read at a time, whose questions can be asked side by side; all as token ids."""
+    asked = [_tokenised(llm, tuple(group)) for _, group in itertools.groupby(samples, lambda one: one.context)]
+    found: list[list[Questions]] = []
+    for _, alike in itertools.groupby(asked, lambda one: (len(one), one[0].max_new_tokens, one[0].stop)):
+        contexts = list(alike)
+        found += [contexts[i : i + size] for i in range(0, len(contexts), size)]
+    return found
+
+
+def _tokenised(llm: LLM, questions: Questions) -> Questions:
+    context = tuple(llm.encode(questions[0].context, start=True))
+    return tuple(
+        dataclasses.replace(one, context=context, question=tuple(llm.encode(one.question, start=False)))
+        for one in questions
+    )
+
+
+def capacity(batch: Sequence[Questions]) -> int:
+    """Room for the longest prompt with its answer, rounded up so that few shapes compile."""
+    room = max(len(one.context) + len(one.question) + one.max_new_tokens for group in batch for one in group)
+    return -(-room // 64) * 64
+
+
+def ask(
+    llm: LLM, cache: Cache, batch: Sequence[Questions], observer: Observer | None = None
+) -> tuple[list[list[float]], list[Result]]:
+    """Asks each question of the contexts in the cache: scores by context and question, and a result for each round.
+
+    The observer follows the first round. Forks of a store are closed.
+    """
+    rounds, results = list(zip(*batch, strict=True)), []
+    for i, one in enumerate(rounds):
+        results.append(llm.generate(
+            [list(sample.question) for sample in one], cache, max_new_tokens=one[0].max_new_tokens, stop=one[0].stop,
+            observer=observer if i == 0 else None,
+        ))
+        results[-1].cache.close()
+    scores = [
+        [scoring.score(sample.metric, text, sample.answers, sample.classes)
+         for sample, text in zip(one, result.text, strict=True)]
+        for one, result in zip(rounds, results, strict=True)
+    ]
+    return [list(of_context) for of_context in zip(*scores, strict=True)], results

@@ -1,0 +1,79 @@
+"""Likelihoods and answers on demand, by any method and store: what evaluation harnesses ask of a model.
+
+A context's first part is read densely, once for all requests that share it; its last tokens, and what follows, go token
+by token through the cache, which is what a method is measured by.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+
+from kvjax.errors import PromptError
+from kvjax.llm import LLM, Cache
+from kvjax.method import Method
+from kvjax.planning import Slots
+from kvjax.store.base import Store
+
+LEAST_CAPACITY = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Endpoint:
+    """A model with the method and the store that answer for it, one sequence at a time."""
+
+    llm: LLM
+    method: Method
+    store: Store | None = None
+    slots: Slots | None = None
+    sparse_tokens: int = 32  # of a context that are read through the cache
+    max_length: int = 2048  # longer contexts lose their beginning
+
+    def loglikelihood(self, pairs: Iterable[tuple[Sequence[int], Sequence[int]]]) -> list[tuple[float, bool]]:
+        """For each context and continuation (token ids): the log-probability, and whether greedy decoding gives it.
+
+        Contexts that follow each other share their cache if they are equal. Raises PromptError for a continuation that
+        is empty or too long.
+        """
+        parts = [(*self._split(context, len(rest)), list(rest)) for context, rest in pairs]
+        found = []
+        for read, group in itertools.groupby(parts, lambda part: part[0]):
+            alike = [(tail, rest) for _, tail, rest in group]
+            with_room = len(read) + max(len(tail) + len(rest) for tail, rest in alike)
+            with self._cache(read, with_room) as cache:
+                found += [self._score(cache, tail, rest) for tail, rest in alike]
+        return found
+
+    def generate(self, context: Sequence[int], max_new_tokens: int, stop: Sequence[str] = ()) -> str:
+        """The greedy answer up to the first of `stop`."""
+        read, tail = self._split(context, max_new_tokens)
+        with self._cache(read, len(read) + len(tail) + max_new_tokens) as cache:
+            result = self.llm.generate([tail], cache, max_new_tokens=max_new_tokens, stop=stop)
+            result.cache.close()
+        text = result.text[0]
+        return text[: min((text.find(mark) for mark in stop if mark in text), default=len(text))]
+
+    def _split(self, context: Sequence[int], more: int) -> tuple[list[int], list[int]]:
+        """What of a context is read densely, at least one token, and what token by token."""
+        if not 0 < more <= self.max_length or not context:
+            raise PromptError(f"a context of {len(context)} tokens and {more} after it: both need one at least, and at "
+                              f"most {self.max_length} fit; raise max_length")
+        kept = list(context[-(self.max_length + 1 - more) :])
+        cut = max(1, len(kept) - self.sparse_tokens)
+        return kept[:cut], kept[cut:]
+
+    @contextlib.contextmanager
+    def _cache(self, read: list[int], room: int) -> Iterator[Cache]:
+        """One cache, closed after use; its capacity is a power of two, so that few shapes compile."""
+        capacity = max(LEAST_CAPACITY, 1 << (room - 1).bit_length())
+        cache = self.llm.prefill(read, method=self.method, store=self.store, slots=self.slots, capacity=capacity)
+        try:
+            yield cache
+        finally:
+            cache.close()
+
+    def _score(self, cache: Cache, tail: list[int], rest: list[int]) -> tuple[float, bool]:
+        scores = self.llm.score([tail + rest], cache)
+        scores.cache.close()
+        first = len(tail)
+        return float(scores.logprobs[0][first:].sum()), bool(scores.greedy[0][first:].all())

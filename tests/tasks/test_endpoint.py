@@ -1,0 +1,73 @@
+"""Likelihoods and answers on demand against those of the whole text, whatever is read densely and what is not."""
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.errors import PromptError
+from kvjax.models.transformer import Transformer
+from kvjax.tasks.endpoint import Endpoint
+
+REFERENCE = pathlib.Path(kvjax.__file__).parent / "reference"
+CONTEXT = "\nThe pass key is 29318.\n" + "import os, sys\n" * 6 + "\nThe pass key is"
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return kvjax.load(REFERENCE)
+
+
+def log_probabilities(llm, ids):
+    """Of every token of `ids` but the first, and the likeliest ones, by one forward pass."""
+    tokens = jnp.asarray([ids])
+    logits = Transformer(llm.config).apply({"params": llm.params}, tokens, jnp.arange(len(ids))[None])[0, :-1]
+    chosen = jax.nn.log_softmax(logits)[jnp.arange(len(ids) - 1), tokens[0, 1:]]
+    return np.asarray(chosen), np.asarray(jnp.argmax(logits, axis=1))
+
+
+@pytest.mark.parametrize("sparse", [0, 5, 1_000])
+def test_likelihoods_are_those_of_a_forward_pass(llm, sparse):
+    context = llm.encode(CONTEXT, start=True)
+    rests = [llm.encode(text, start=False) for text in (" 29318.", " 11111", "\n")]
+    found = Endpoint(llm, kvjax.full(), sparse_tokens=sparse).loglikelihood([(context, rest) for rest in rests])
+    for rest, (logprob, greedy) in zip(rests, found, strict=True):
+        chosen, likeliest = log_probabilities(llm, context + rest)
+        assert logprob == pytest.approx(chosen[-len(rest) :].sum(), abs=2e-3)
+        assert greedy == (likeliest[-len(rest) :].tolist() == rest)
+    assert [greedy for _, greedy in found] == [True, False, False]
+
+
+def test_equal_contexts_are_read_once_and_caches_closed(llm, tmp_path, monkeypatch):
+    caches = []
+    prefill = llm.prefill
+    monkeypatch.setattr(llm, "prefill", lambda *args, **more: caches.append(prefill(*args, **more)) or caches[-1])
+    endpoint = Endpoint(llm, kvjax.quest(budget=48, window=8, page=4), kvjax.FlashStore(tmp_path), sparse_tokens=4)
+    a, b = (llm.encode(text, start=True) for text in (CONTEXT, CONTEXT[:60]))
+    rest = llm.encode(" 29318", start=False)
+    found = endpoint.loglikelihood([(a, rest), (a, rest), (b, rest)])
+    assert len(caches) == 2 and found[0] == found[1] != found[2]
+    assert not list(tmp_path.iterdir())  # files of closed caches are gone
+
+
+def test_an_answer_ends_before_its_stop_text(llm):
+    context, endpoint = llm.encode(CONTEXT, start=True), Endpoint(llm, kvjax.full())
+    assert endpoint.generate(context, 6, ["."]) == " 29318"
+    assert endpoint.generate(context, 6, ["zzz"]).startswith(" 29318.")
+
+
+def test_long_contexts_lose_their_beginning(llm):
+    endpoint = Endpoint(llm, kvjax.full(), sparse_tokens=3, max_length=20)
+    context, rest = llm.encode(CONTEXT, start=True), llm.encode(" 29318", start=False)
+    ((logprob, _),) = endpoint.loglikelihood([(context, rest)])
+    kept = context[-(21 - len(rest)) :] + rest
+    assert logprob == pytest.approx(log_probabilities(llm, kept)[0][-len(rest) :].sum(), abs=2e-3)
+
+
+@pytest.mark.parametrize(("context", "rest"), [([], [5]), ([5], []), ([5], [5] * 21)])
+def test_what_cannot_be_asked_is_refused(llm, context, rest):
+    with pytest.raises(PromptError, match="both need one"):
+        Endpoint(llm, kvjax.full(), max_length=20).loglikelihood([(context, rest)])
