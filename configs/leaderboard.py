@@ -34,7 +34,14 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config.methods = (
         {"name": "full", "whole": True},
         {"name": "oracle"},
+        {"name": "random", "window": 16},
         {"name": "streaming_llm", "window": 16},
+        {"name": "h2o", "window": 16},
+        {"name": "snapkv", "window": 16, "observation": 16},
+        {"name": "chunkkv", "window": 16, "observation": 16},
+        {"name": "sentencekv", "window": 16, "observation": 16, "chunk": 16, "shortest": 6,
+         "table": str(REFERENCE / "delimiters.json")},
+        {"name": "omnikv", "window": 16, "dense_layers": 0, "reuse": 2},  # the paper's two, as above; of four layers
         {"name": "quest", "window": 16},
         {"name": "dynakv", "window": 16},
         {"name": "icecache", "window": 16, "dense_layers": 0},  # as the others; the paper's two would be half the model

@@ -53,7 +53,7 @@ def test_a_budget_for_everything_gives_dense_logits(params, tokens, name):
         np.testing.assert_allclose(logits[b], expected[b, length - 1], atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["quest", "dynakv", "streaming_llm"])
+@pytest.mark.parametrize("name", ["quest", "dynakv", "streaming_llm", "snapkv"])
 def test_a_chunk_of_one_is_a_decoded_token(params, tokens, name):
     plan, one_by_one, logits, _ = start(params, tokens, METHODS[name])
     logits = np.asarray(logits)

@@ -17,6 +17,8 @@ Differences from the paper:
 
 Resident: D numbers per sentence. Cost per step: one score per sentence, then the kept tokens of the best ones. As few
 tokens of a sentence may be kept, many blocks are read per step, and on a store the slots for them are mostly empty.
+Blocks have room for the longest sentence, and there are enough for the shortest: in memory they take
+(chunk + deviation) / shortest times what the tokens would.
 """
 
 import dataclasses
