@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The test suite. Extra arguments go to pytest; --oracles adds the live comparisons (installs torch and faiss), --slow the rest.
+# The test suite. Extra arguments go to pytest; --oracles adds comparisons with other libraries, --slow the rest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup.sh
