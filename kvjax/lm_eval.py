@@ -38,7 +38,8 @@ class KvjaxLM(TemplateLM):
       max_gen_toks: most tokens of an answer, where a task does not say.
       add_bos_token: prompts begin with the model's first token, as everywhere in kvjax; the harness's own model class
         leaves it out for most models.
-      batch_size, max_batch_size, device: as the harness passes them; requests are run one by one.
+      batch_size, max_batch_size, device: as the harness passes them, whether asked to or not. Requests are run one by
+        one, on the device that JAX has chosen.
     """
 
     def __init__(
@@ -48,8 +49,8 @@ class KvjaxLM(TemplateLM):
         batch_size: int | str | None = None, max_batch_size: int | None = None, device: str | None = None, **settings,
     ):
         super().__init__()
-        if batch_size not in (None, 1, "1") or device is not None:
-            raise ConfigError(f"batch_size={batch_size}, device={device}: requests are run one by one, on JAX's device")
+        if batch_size not in (None, 1, "1"):
+            raise ConfigError(f"batch_size={batch_size}: requests are run one by one; leave it at 1")
         if method not in kvjax.METHODS:
             raise ConfigError(f"unknown method {method!r}; use one of {', '.join(kvjax.METHODS)}")
         self.llm = kvjax.load(pretrained)
