@@ -19,7 +19,6 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config.memory_lengths = (2048, 8192, 16384)
     config.samples = 32
     config.batch = 8
-    config.max_new_tokens = 6
     config.perplexity_tokens = 32
     if preset == "smoke":
         config.update(lengths=(256,), memory_lengths=(512,), chunks=(64,), samples=2, batch=2, perplexity_tokens=2)

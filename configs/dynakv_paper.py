@@ -61,7 +61,7 @@ def _buffer():
 def _accuracy():
     return ml_collections.ConfigDict({
         "experiment": "evaluate", "seed": 0, "model": "", "tasks": ("needle", "needle_of_4", "perplexity"),
-        "lengths": (2048,), "samples": 32, "batch": 8, "max_new_tokens": 6, "perplexity_tokens": 128,
+        "lengths": (2048,), "samples": 32, "batch": 8, "perplexity_tokens": 128,
         "methods": _with_budget(128),
     })
 

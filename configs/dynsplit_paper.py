@@ -24,7 +24,6 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config = ml_collections.ConfigDict()
     config.seed = 0
     config.model = ""  # empty: the reference model
-    config.max_new_tokens = 6
     config.perplexity_tokens = 64
     config.samples = 32
     config.batch = 8

@@ -17,7 +17,6 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config.lengths = (512, 2048)
     config.samples = 32
     config.batch = 8
-    config.max_new_tokens = 6
     config.perplexity_tokens = 64
     config.methods = (
         {"name": "full"},

@@ -22,7 +22,6 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config.lengths = (512, 1024, 2048)
     config.samples = 20  # one per depth: 0, 5, ..., 95 %
     config.batch = 10
-    config.max_new_tokens = 6
     config.points = (1024, 4096, 16_384, 65_536, 131_072)
     config.queries = 64
     config.beam = 64

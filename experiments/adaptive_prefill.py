@@ -19,21 +19,21 @@ from tqdm import tqdm
 
 from experiments import common, evaluate
 from experiments.results import Run
+from kvjax.tasks import Sample, asking
 
 # glibc then gives freed arrays back at once, so that the resident set shows what is in use.
 _RETURN_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 
-def accuracy_row(llm, method, chunk: int | None, samples: list[evaluate.Sample], config) -> dict:
+def accuracy_row(llm, method, chunk: int | None, samples: list[Sample], config) -> dict:
     """Share of needles found, and seconds of each prefill after the first."""
     right, seconds = [], []
-    for start in range(0, len(samples), config.batch):
-        group = samples[start : start + config.batch]
-        capacity, began = evaluate.capacity_for(group, config), time.perf_counter()
-        cache = llm.prefill([s.context for s in group], method=method, capacity=capacity, chunk=chunk)
+    for batch in asking.batches(llm, samples, config.batch):
+        capacity, began = asking.capacity(batch), time.perf_counter()
+        cache = llm.prefill(asking.contexts(batch), method=method, capacity=capacity, chunk=chunk)
         jax.block_until_ready(cache.state)
         seconds.append(time.perf_counter() - began)
-        right += evaluate.ask(llm, cache, group, config)[0]
+        right += [score for scores in asking.ask(llm, cache, batch)[0] for score in scores]
     share = float(np.mean(right))
     return {"accuracy": share, "interval": evaluate.wilson(share, len(right)), "samples": len(right),
             "prefill_s": float(np.median(seconds[1:] or seconds))}

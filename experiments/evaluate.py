@@ -4,7 +4,6 @@ Questions and answers go token by token through the sparse path; only the contex
 A row of the result is one (task, length, method); rows that the workdir already has are skipped.
 """
 
-import dataclasses
 import math
 
 import ml_collections
@@ -15,60 +14,31 @@ import kvjax
 from experiments import common
 from experiments.results import Run
 from kvjax.errors import ConfigError
-from kvjax.llm import Cache
-from kvjax.tasks import needles, scoring
+from kvjax.tasks import Sample, asking
 
 TASKS = ("passkey", "needle", "needle_of_4", "perplexity")
 
 
-@dataclasses.dataclass(frozen=True)
-class Sample:
-    """One prompt with its question and the right answer."""
-
-    context: list[int]
-    question: list[int]
-    value: str
-    depth: float
-
-
 def draw_samples(llm: kvjax.LLM, stream, task: str, length: int, count: int, seed: int) -> list[Sample]:
     """Prompts of `length` tokens, question included; the needle asked for at depths spread over 0..1."""
-    drawn = common.draw_task(llm, stream, task, length, count, seed)
-    return [Sample(list(one.context), list(one.question), one.answers[0], one.depth) for one in drawn]
+    return list(common.draw_task(llm, stream, task, length, count, seed))
 
 
 def retrieval_row(llm: kvjax.LLM, method, samples: list[Sample], config: ml_collections.ConfigDict) -> dict:
     """Accuracy over the samples, `config.batch` prompts at a time."""
     right, attended, resident = [], [], 0
-    for start in range(0, len(samples), config.batch):
-        group = samples[start : start + config.batch]
-        cache = llm.prefill([s.context for s in group], method=method, capacity=capacity_for(group, config))
-        found, result = ask(llm, cache, group, config)
-        right += found
-        attended.append(result.usage.attended_tokens)
-        resident = cache.resident_bytes / len(group)
+    for batch in asking.batches(llm, samples, config.batch):
+        cache = llm.prefill(asking.contexts(batch), method=method, capacity=asking.capacity(batch))
+        found, results = asking.ask(llm, cache, batch)
+        right += [score for scores in found for score in scores]
+        attended += [result.usage.attended_tokens for result in results]
+        resident = cache.resident_bytes / len(batch)
     middle = [ok for ok, s in zip(right, samples, strict=True) if 0.2 <= s.depth <= 0.8]
     share = float(np.mean(right))
     return {
         "accuracy": share, "interval": wilson(share, len(right)), "accuracy_middle_depth": float(np.mean(middle)),
         "samples": len(right), "attended_tokens": float(np.mean(attended)), "resident_bytes": resident,
     }
-
-
-def capacity_for(group: list[Sample], config: ml_collections.ConfigDict) -> int:
-    """Room for the longest prompt with its question and answer, rounded so that few shapes compile."""
-    room = max(len(s.context) + len(s.question) for s in group) + config.max_new_tokens
-    return -(-room // 64) * 64
-
-
-def ask(
-    llm: kvjax.LLM, cache: Cache, group: list[Sample], config: ml_collections.ConfigDict, observer=None
-) -> tuple[list[bool], kvjax.Result]:
-    """Asks every sample's question; which answers are right, and the result."""
-    questions = [s.question for s in group]
-    result = llm.generate(questions, cache, max_new_tokens=config.max_new_tokens, stop=(".",), observer=observer)
-    right = [scoring.answers_number(text, s.value) for text, s in zip(result.text, group, strict=True)]
-    return right, result
 
 
 def wilson(share: float, count: int, z: float = 1.96) -> tuple[float, float]:
@@ -86,18 +56,11 @@ def perplexity_row(
     `config.perplexity_tokens` are fed one by one through the method's cache: a parallel forward pass
     would never exercise the selection.
     """
-    rng, steps = np.random.default_rng((config.seed, length)), config.perplexity_tokens
-    bos, size = llm.config.bos_token_id, length + steps - 1
-    rows = [[bos, *needles.random_span(rng, stream, size)] for _ in range(config.batch)]
-    tokens = np.asarray(rows, np.int32)
-    cache = llm.prefill([row[:length] for row in rows], method=method, capacity=length + steps, chunk=chunk)
-    losses = teacher_forced_nll(llm, cache, tokens[:, length:])
+    drawn = common.draw_task(llm, stream, "perplexity", length, config.batch, config.seed, config.perplexity_tokens)
+    contexts, steps = [list(one.context) for one in drawn], config.perplexity_tokens
+    cache = llm.prefill(contexts, method=method, capacity=length + steps, chunk=chunk)
+    losses = -np.concatenate(llm.score([list(one.tokens) for one in drawn], cache).logprobs)
     return {"nll": float(np.mean(losses)), "perplexity": float(np.exp(np.mean(losses))), "samples": losses.size}
-
-
-def teacher_forced_nll(llm: kvjax.LLM, cache: Cache, tokens: np.ndarray) -> np.ndarray:
-    """Negative log-likelihood `[B, N]` of the given continuations, in nats."""
-    return -np.stack(llm.score(tokens.tolist(), cache).logprobs)
 
 
 def measure(llm: kvjax.LLM, method, task: str, length: int, stream, config: ml_collections.ConfigDict) -> dict:

@@ -78,8 +78,8 @@ def answered(llm: LLM, cell: Cell, samples: Sequence[Sample], config, directory:
         samples = [dataclasses.replace(one, max_new_tokens=min(most, one.max_new_tokens)) for one in samples]
     scores, runs = [], []
     for batch in asking.batches(llm, samples, config.batch):
-        contexts = [list(questions[0].context) for questions in batch]
-        with reading(llm, cell, contexts, asking.capacity(batch), config, directory, first=not runs) as (cache, run):
+        contexts, room = asking.contexts(batch), asking.capacity(batch)
+        with reading(llm, cell, contexts, room, config, directory, first=not runs) as (cache, run):
             found, results = asking.ask(llm, cache, batch, run.probe)
         scores += [score for of_context in found for score in of_context]
         runs.append(run.done([result.usage for result in results]))

@@ -29,6 +29,11 @@ def _tokenised(llm: LLM, questions: Questions) -> Questions:
     )
 
 
+def contexts(batch: Sequence[Questions]) -> list[list[int]]:
+    """What is to be read, one sequence for each context."""
+    return [list(questions[0].context) for questions in batch]
+
+
 def capacity(batch: Sequence[Questions]) -> int:
     """Room for the longest prompt with its answer, rounded up so that few shapes compile."""
     room = max(len(one.context) + len(one.question) + one.max_new_tokens for group in batch for one in group)
