@@ -50,6 +50,11 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
         {"name": "infinigen", "window": 16},
         {"name": "loki", "window": 16},
         {"name": "shadowkv", "window": 16},
+        {"name": "pqcache", "window": 16},
+        {"name": "magicpig", "window": 16, "bits": 8, "tables": 75},  # the paper's smaller setting
+        {"name": "arkvale", "window": 16, "page": 16},
+        {"name": "clusterkv", "window": 16},
+        {"name": "infllm", "window": 16, "block": 16},
     )
     if preset == "smoke":
         config.update(tasks=("passkey", "perplexity"), lengths=(256,), budgets=(96,), samples=2, batch=2,
