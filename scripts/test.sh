@@ -12,4 +12,4 @@ for argument in "$@"; do
   fi
 done
 # One BLAS and XLA thread pool per worker would oversubscribe the cores.
-exec .venv/bin/python -m pytest -n "${WORKERS:-2}" --dist loadgroup "$@"
+exec .venv/bin/python -m pytest -n "${WORKERS:-2}" "$@"

@@ -5,6 +5,7 @@ import pathlib
 
 import pytest
 from jaxtyping import install_import_hook
+from xdist.scheduler import LoadScopeScheduling
 
 # Most of the suite's time is compilation. Workers, modules and the processes that tests start share what they compile.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(__file__).parents[1] / ".pytest_cache" / "xla"))
@@ -24,14 +25,31 @@ def pytest_collection_modifyitems(config, items):
     chosen = [item for item in items if all(wanted[m] or item.get_closest_marker(m) is None for m in wanted)]
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = chosen
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(_group(item)))
 
 
-def _group(item) -> str:
-    """Tests that compile the same programs go to one worker: a file's, or in the laws one method's."""
-    method = getattr(item, "callspec", None) and item.callspec.params.get("method")
-    return f"{item.path.name} {method.name if item.path.name == 'test_laws.py' and method else ''}"
+def _programs(nodeid: str) -> str:
+    """Tests of which this is the same compile the same programs: a file's, or in the laws one method's."""
+    file, _, test = nodeid.partition("::")
+    return f"{file} {test.rstrip(']').split('[')[-1].split('-')[-1]}" if file.endswith("test_laws.py") else file
+
+
+class _ByPrograms(LoadScopeScheduling):
+    def _split_scope(self, nodeid):
+        return _programs(nodeid)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    return _ByPrograms(config, log)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item, nextitem):
+    """Drops compiled programs: each holds memory maps, of which Linux gives a process 65,530. Beyond, XLA crashes."""
+    if nextitem is None or _programs(item.nodeid) != _programs(nextitem.nodeid):
+        import jax
+
+        jax.clear_caches()
 
 
 @pytest.fixture(scope="session")
@@ -48,12 +66,3 @@ def tokens():
     from tiny import make_tokens
 
     return make_tokens()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _drop_compiled_programs():
-    """Every compiled program holds memory maps, of which Linux gives a process 65,530: beyond, XLA crashes."""
-    yield
-    import jax
-
-    jax.clear_caches()
