@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvjax.llm import LLM, Cache, Observer, Result
 from kvjax.tasks import scoring
-from kvjax.tasks.base import Sample
+from kvjax.tasks.base import Sample, Text
 
 Questions = tuple[Sample, ...]  # to one context
 
@@ -29,9 +29,9 @@ def _tokenised(llm: LLM, questions: Questions) -> Questions:
     )
 
 
-def contexts(batch: Sequence[Questions]) -> list[list[int]]:
+def contexts(batch: Sequence[Questions]) -> list[Text]:
     """What is to be read, one sequence for each context."""
-    return [list(questions[0].context) for questions in batch]
+    return [questions[0].context for questions in batch]
 
 
 def capacity(batch: Sequence[Questions]) -> int:
