@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _programs(nodeid: str) -> str:
-    """Tests of which this is the same compile the same programs: a file's, or in the laws one method's."""
+    """Tests of which this is the same compile the same programs: a file's, or in the laws one method's, named last."""
     file, _, test = nodeid.partition("::")
     return f"{file} {test.rstrip(']').split('[')[-1].split('-')[-1]}" if file.endswith("test_laws.py") else file
 
