@@ -10,7 +10,7 @@ import os
 import pathlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import ml_collections
@@ -25,7 +25,7 @@ from kvjax.tasks import Sample, asking
 _RETURN_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 
-def accuracy_row(llm, method, chunk: int | None, samples: list[Sample], config) -> dict:
+def accuracy_row(llm, method, chunk: int | None, samples: Sequence[Sample], config) -> dict:
     """Share of needles found, and seconds of each prefill after the first."""
     right, seconds = [], []
     for batch in asking.batches(llm, samples, config.batch):
@@ -34,9 +34,7 @@ def accuracy_row(llm, method, chunk: int | None, samples: list[Sample], config) 
         jax.block_until_ready(cache.state)
         seconds.append(time.perf_counter() - began)
         right += [score for scores in asking.ask(llm, cache, batch)[0] for score in scores]
-    share = float(np.mean(right))
-    return {"accuracy": share, "interval": evaluate.wilson(share, len(right)), "samples": len(right),
-            "prefill_s": float(np.median(seconds[1:] or seconds))}
+    return {**evaluate.accuracy(right), "prefill_s": float(np.median(seconds[1:] or seconds))}
 
 
 def peak_bytes(settings: dict, chunk: int | None, length: int, workdir: str) -> int:
@@ -105,7 +103,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
             store = str(run.path / "store")
             measured = {"peak_bytes": peak_bytes(dict(config.methods[i]), chunk or None, length, store)}
         else:
-            samples = evaluate.draw_samples(llm, stream, "needle", length, config.samples, config.seed)
+            samples = common.draw_task(llm, stream, "needle", length, config.samples, config.seed)
             measured = accuracy_row(llm, methods[i], chunk or None, samples, config)
             loss = evaluate.perplexity_row(llm, methods[i], stream, length, config, chunk or None)
             measured["nll"] = loss["nll"]

@@ -5,6 +5,7 @@ A row of the result is one (task, length, method); rows that the workdir already
 """
 
 import math
+from collections.abc import Sequence
 
 import ml_collections
 import numpy as np
@@ -19,12 +20,7 @@ from kvjax.tasks import Sample, asking
 TASKS = ("passkey", "needle", "needle_of_4", "perplexity")
 
 
-def draw_samples(llm: kvjax.LLM, stream, task: str, length: int, count: int, seed: int) -> list[Sample]:
-    """Prompts of `length` tokens, question included; the needle asked for at depths spread over 0..1."""
-    return list(common.draw_task(llm, stream, task, length, count, seed))
-
-
-def retrieval_row(llm: kvjax.LLM, method, samples: list[Sample], config: ml_collections.ConfigDict) -> dict:
+def retrieval_row(llm: kvjax.LLM, method, samples: Sequence[Sample], config: ml_collections.ConfigDict) -> dict:
     """Accuracy over the samples, `config.batch` prompts at a time."""
     right, attended, resident = [], [], 0
     for batch in asking.batches(llm, samples, config.batch):
@@ -34,11 +30,16 @@ def retrieval_row(llm: kvjax.LLM, method, samples: list[Sample], config: ml_coll
         attended += [result.usage.attended_tokens for result in results]
         resident = cache.resident_bytes / len(batch)
     middle = [ok for ok, s in zip(right, samples, strict=True) if 0.2 <= s.depth <= 0.8]
-    share = float(np.mean(right))
     return {
-        "accuracy": share, "interval": wilson(share, len(right)), "accuracy_middle_depth": float(np.mean(middle)),
-        "samples": len(right), "attended_tokens": float(np.mean(attended)), "resident_bytes": resident,
+        **accuracy(right), "accuracy_middle_depth": float(np.mean(middle)),
+        "attended_tokens": float(np.mean(attended)), "resident_bytes": resident,
     }
+
+
+def accuracy(scores: Sequence[float]) -> dict:
+    """Mean and its 95 % interval: exact for scores of 0 and 1, too wide for those between."""
+    share = float(np.mean(scores))
+    return {"accuracy": share, "interval": wilson(share, len(scores)), "samples": len(scores)}
 
 
 def wilson(share: float, count: int, z: float = 1.96) -> tuple[float, float]:
@@ -67,7 +68,7 @@ def measure(llm: kvjax.LLM, method, task: str, length: int, stream, config: ml_c
     """What one method does at one task and length."""
     if task == "perplexity":
         return perplexity_row(llm, method, stream, length, config)
-    samples = draw_samples(llm, stream, task, length, config.samples, config.seed)
+    samples = common.draw_task(llm, stream, task, length, config.samples, config.seed)
     return retrieval_row(llm, method, samples, config)
 
 

@@ -33,7 +33,7 @@ def passkey(llm: kvjax.LLM, config: ml_collections.ConfigDict) -> Iterator[tuple
     stream = common.held_out_tokens(llm)
     for length in config.lengths:
         samples = functools.cache(
-            lambda length=length: evaluate.draw_samples(llm, stream, "passkey", length, config.samples, config.seed)
+            lambda length=length: common.draw_task(llm, stream, "passkey", length, config.samples, config.seed)
         )
         methods = [kvjax.full()]
         for budget in config.budgets:

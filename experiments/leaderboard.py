@@ -83,7 +83,7 @@ def answered(llm: LLM, cell: Cell, samples: Sequence[Sample], config, directory:
             found, results = asking.ask(llm, cache, batch, run.probe)
         scores += [score for of_context in found for score in of_context]
         runs.append(run.done([result.usage for result in results]))
-    return {**accuracy(scores), **together(runs)}
+    return {**evaluate.accuracy(scores), **together(runs)}
 
 
 def continued(llm: LLM, cell: Cell, samples: Sequence[Continuation], config, directory: pathlib.Path) -> dict:
@@ -101,15 +101,9 @@ def continued(llm: LLM, cell: Cell, samples: Sequence[Continuation], config, dir
             hits += greedy[list(one.scored)].tolist()
         runs.append(run.done([scores.usage]))
     if not all(all(one.scored) for one in samples):
-        return {**accuracy(hits), **together(runs)}
+        return {**evaluate.accuracy(hits), **together(runs)}
     nll = float(np.mean(np.concatenate(losses)))
     return {"nll": nll, "perplexity": float(np.exp(nll)), "samples": len(hits), **together(runs)}
-
-
-def accuracy(scores: Sequence[float]) -> dict:
-    """Mean and its 95 % interval: exact for scores of 0 and 1, too wide for those between."""
-    share = float(np.mean(scores))
-    return {"accuracy": share, "interval": evaluate.wilson(share, len(scores)), "samples": len(scores)}
 
 
 @dataclasses.dataclass

@@ -115,9 +115,10 @@ def slot_pool(plan: Plan, i: int, slots: Slots) -> SlotPool:
     return SlotPool.zeros(spec, plan.batch, count, plan.dtype, slots.policy, backend, slots.prefetch, slots.keep)
 
 
-def outline(plan: Plan, i: int, in_memory: bool, slots: Slots) -> LayerCache:
-    """What layer i's cache will look like, with arrays that take no memory."""
+def outline(plan: Plan, i: int, store: bool, slots: Slots) -> LayerCache:
+    """What layer i's cache will look like, on a store or not, with arrays that take no memory."""
     one, structures = plan.layers[i], []
+    in_memory = not (store and on_store(plan, i))
 
     def leaves():
         pool = MemoryPool.zeros(one.spec, plan.batch, plan.dtype) if in_memory else slot_pool(plan, i, slots)

@@ -53,8 +53,7 @@ def _parking(plan: Plan, branch, slots: Slots):
     """A branch for layers that wait in a store; None if they stay in memory."""
     if slots.park is None:
         return None
-    outlines = [planning.outline(plan, i, branch is None or not on_store(plan, i), slots)
-                for i in range(len(plan.layers))]
+    outlines = [planning.outline(plan, i, branch is not None, slots) for i in range(len(plan.layers))]
     return parking.create(slots.park, outlines)
 
 

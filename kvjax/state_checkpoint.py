@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import xxhash
 
-from kvjax import layer, planning
+from kvjax import planning
 from kvjax.errors import ChecksumMismatch, FormatMismatch, ReadFailed, WriteFailed
 from kvjax.layer import LayerCache
 from kvjax.planning import Plan, Slots, State
@@ -85,9 +85,14 @@ def load(path: pathlib.Path, checksum: int, plan: Plan, slots: Slots, branch: Br
     Raises ReadFailed, ChecksumMismatch, or FormatMismatch when the plan is not the one it was saved with.
     """
     leaves = _read(path, checksum)
-    names, shapes, structure = _outline(plan, branch is not None, leaves["logits"])
+    empty = [planning.outline(plan, i, branch is not None, slots) for i in range(len(plan.layers))]
+    handle, generation = (-1, 0) if branch is None else (branch.handle, branch.generation)
+    line = Line(jnp.int32(handle), jnp.int32(generation))
+    expected = _tree(State(tuple(empty), jnp.zeros(plan.batch, jnp.int32), line), leaves["logits"])
+    flat, structure = jax.tree_util.tree_flatten_with_path(expected)
     taken = []
-    for name, like in zip(names, shapes, strict=True):
+    for path_of, like in flat:
+        name = _name(path_of)
         leaf = np.zeros(like.shape, like.dtype) if like.size == 0 else leaves.get(name)
         if leaf is None or leaf.shape != like.shape or leaf.dtype != like.dtype:
             found = "nothing" if leaf is None else f"{leaf.dtype}{list(leaf.shape)}"
@@ -97,28 +102,4 @@ def load(path: pathlib.Path, checksum: int, plan: Plan, slots: Slots, branch: Br
     tree = jax.tree.unflatten(structure, taken)
     pairs = enumerate(tree["layers"])
     layers = [LayerCache(state, pool or planning.slot_pool(plan, i, slots)) for i, (state, pool) in pairs]
-    handle, generation = (-1, 0) if branch is None else (branch.handle, branch.generation)
-    return State(tuple(layers), tree["length"], Line(jnp.int32(handle), jnp.int32(generation))), tree["logits"]
-
-
-def _outline(plan: Plan, store: bool, logits: np.ndarray):
-    """Names, shapes and structure of what `_tree` would be; allocates nothing."""
-    known: list[Any] = []
-
-    def leaves():
-        flat, structure = jax.tree_util.tree_flatten_with_path(_empty_tree(plan, store, logits))
-        known.extend(([_name(path) for path, _ in flat], structure))
-        return [leaf for _, leaf in flat]
-
-    shapes = jax.eval_shape(leaves)
-    return known[0], shapes, known[1]
-
-
-def _empty_tree(plan: Plan, store: bool, logits) -> PyTree:
-    """What `_tree` would be for a cache of this plan, nothing in it."""
-    layers = []
-    for i, one in enumerate(plan.layers):
-        in_memory = not (store and planning.on_store(plan, i))
-        pool = MemoryPool.zeros(one.spec, plan.batch, plan.dtype) if in_memory else None
-        layers.append((layer.init(one, plan.batch, plan.dtype), pool))
-    return {"layers": layers, "length": jnp.zeros(plan.batch, jnp.int32), "logits": jnp.asarray(logits)}
+    return State(tuple(layers), tree["length"], line), tree["logits"]
