@@ -9,7 +9,7 @@ than the curve, or calls are not three times as fast (one that waits costs two, 
 emulate the device at that point, and the line says so. Exit code 1 when a point that the host can do is off. Medians of
 three runs, taken in turn. Other programs on the machine make waiting threads late: run it on an idle one.
 
-A Python process on two cores answers some 15,000 to 20,000 commands a second from several threads, which is the limit
+A Python process on two cores answers some 30,000 to 60,000 commands a second from several threads, which is the limit
 of what can be emulated, and of what the store could ask for.
 """
 

@@ -15,7 +15,7 @@ it, and `EmulatedIO.late` counts it. A host too busy even to ask in time goes un
 compares what is reached with the curve, and says which points this host cannot reach.
 """
 
-import collections
+import bisect
 import dataclasses
 import select
 import threading
@@ -82,22 +82,43 @@ def system_of(name: str) -> SystemIO:
 
 
 class CommandQueue:
-    """When a device would finish each command; knows no clock. Thread-safe."""
+    """When a device would finish each command; knows no clock. Thread-safe.
+
+    Commands may be told in another order than they arrive in, as threads are woken late: one that arrived before
+    others gets the transfer time that they left idle.
+    """
+
+    SPANS = 32  # of transfers that are remembered; what lies before counts as busy
 
     def __init__(self, profile: Profile):
         self._profile = profile
         self._lock = threading.Lock()
-        self._idle_from = 0.0  # when the last transfer ends
-        self._ends = collections.deque([0.0] * profile.depth, profile.depth)  # of the newest `depth` commands
+        self._busy: list[tuple[float, float]] = []  # transfers, ascending
+        self._idle_from = 0.0  # no transfer starts before
+        self._ends = [0.0] * profile.depth  # the latest `depth` ends, ascending
 
     def finish_time(self, arrival: float, size: int) -> float:
         """Seconds on the caller's clock when a command that arrives then is done."""
         with self._lock:
-            begin = max(arrival, self._ends[0])  # once the command `depth` places before has left
-            end = max(begin + self._profile.latency, self._idle_from) + self._profile.transfer_seconds(size)
-            self._idle_from = end
-            self._ends.append(end)
+            begin = max(arrival, self._ends[0])  # once fewer than `depth` commands are in the device
+            end = self._transfer(begin + self._profile.latency, self._profile.transfer_seconds(size))
+            bisect.insort(self._ends, end)
+            del self._ends[0]
             return end
+
+    def _transfer(self, ready: float, seconds: float) -> float:
+        """The end of the first idle span so long, from `ready` on, which is then busy."""
+        start = max(ready, self._idle_from)
+        place = bisect.bisect_left(self._busy, (start, start))
+        if place and self._busy[place - 1][1] > start:
+            start = self._busy[place - 1][1]
+        while place < len(self._busy) and self._busy[place][0] < start + seconds:
+            start = self._busy[place][1]
+            place += 1
+        self._busy.insert(place, (start, start + seconds))
+        if len(self._busy) > self.SPANS:
+            self._idle_from = self._busy.pop(0)[1]
+        return start + seconds
 
 
 class Clock:

@@ -82,6 +82,20 @@ def test_callers_that_always_wait_for_one_read_get_the_curve(profile, depth, siz
 
 
 @every_device
+@pytest.mark.parametrize("depth", [1, 4, 16])
+@pytest.mark.parametrize("size", [4096, 65_536])
+def test_callers_that_are_heard_late_get_the_curve(profile, depth, size):
+    """Given callers whose commands are told up to 100 us after they arrived, so in another order."""
+    queue, rng, count = CommandQueue(profile), np.random.default_rng(depth), 4000
+    waiting, last = [(0.0, 0.0)] * depth, 0.0  # when each is heard, and when it really asked
+    for _ in range(count):
+        _, asked = heapq.heappop(waiting)
+        last = max(last, end := queue.finish_time(asked, size))
+        heapq.heappush(waiting, (end + rng.uniform(0, 100e-6), end))
+    assert count * size / last == pytest.approx(profile.bandwidth_at(size, depth), rel=0.06)
+
+
+@every_device
 @settings(deadline=None, max_examples=50)
 @given(commands=st.lists(st.tuples(st.floats(0, 1e-4), st.integers(1, 1 << 20)), min_size=1, max_size=80))
 def test_no_command_is_faster_than_the_device(profile, commands):
