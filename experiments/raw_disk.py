@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from kvjax.store.aio import Ring
-from kvjax.store.linux import IOCB
+from kvjax.store.linux import EVENT, IOCB
 from kvjax.store.system import SystemIO
 
 
@@ -76,15 +76,17 @@ class RawRing:
         """Wall time of reading `size` bytes at every offset, as many each time."""
         count = len(offsets)
         ring = self._ring = self._ring or Ring(SystemIO(), count, size, size)
-        control = np.zeros(count, IOCB)
+        control = ring.control.view(IOCB)
+        control["data"] = np.arange(count)
         control["descriptor"], control["offset"], control["nbytes"] = self._descriptor, offsets, size
         control["buffer"] = ring.arena.address + size * np.arange(count)
         started = time.perf_counter()
-        done = ring.submit(control)
+        done = ring.submit(0, count)
         while done < count:
-            done += ring.submit(control[done:])
-        results = ring.wait(count, 60.0)["result"]
+            done += ring.submit(done, count)
+        landed = ring.wait(count, 60.0)
         taken = time.perf_counter() - started
+        results = ring.events.view(EVENT)["result"][:landed]
         if results.size < count or (results != size).any():
             raise OSError(f"{count} reads were submitted, and these landed: {results}")
         return taken

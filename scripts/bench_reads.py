@@ -79,7 +79,7 @@ class Bench:
     def _pick(self) -> np.ndarray:
         if isinstance(self.raw, RawFile) and not self.branch.direct:
             self.raw.forget_pages()
-        return next(self._picks)
+        return np.ascontiguousarray(next(self._picks))
 
     def read_raw(self) -> tuple[float, float, float]:
         """Wall and CPU seconds of one call, and what is not I/O, here unknown."""

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 
 from kvjax.store.base import Geometry, Tally
-from kvjax.store.fetch import Fetch
+from kvjax.store.fetch import Fetch, Times
 from kvjax.store.file import Where
 from kvjax.store.reader import Reader
 
@@ -37,6 +37,10 @@ class Reads:
         """Nobody wants any of the guesses any more."""
         for layer in list(self._guesses):
             self._drop(layer)
+
+    def has_guess(self, layer: int) -> bool:
+        """Whether something of the layer is on its way."""
+        return layer in self._guesses
 
     def _drop(self, layer: int) -> None:
         guess = self._guesses.pop(layer, None)
@@ -85,10 +89,13 @@ class Reads:
         return chosen[suspects]
 
     def _count(self, layer: int, fetch: Fetch, useful: int, note: Note) -> None:
-        count, times = fetch.extents.size, fetch.times
+        self.count(layer, fetch.extents.size, useful, fetch.requests, fetch.times, note)
+
+    def count(self, layer: int, blocks: int, useful: int, requests: int, times: Times, note: Note) -> None:
+        """Books a finished fetch."""
         note("request", layer, times.began)
         note("landed", layer, times.ended)
-        self._tally.add(reads=fetch.requests, blocks_read=count, bytes_read=count * self._extent_bytes,
+        self._tally.add(reads=requests, blocks_read=blocks, bytes_read=blocks * self._extent_bytes,
                         bytes_useful=useful * self._block_bytes, io_seconds=times.ended - times.began,
                         wait_seconds=times.waited)
 

@@ -10,25 +10,42 @@ still being written back, the device's queue is full) is read once more by threa
 
 import collections
 import contextlib
+import ctypes
 import errno
 import os
 import time
 
 import numpy as np
+import xxhash
 
 from kvjax.errors import ReadFailed
 from kvjax.store.base import Geometry
-from kvjax.store.extents import breaks
 from kvjax.store.fetch import Fetch, Times, hung
 from kvjax.store.file import BlockFile, Where
-from kvjax.store.format import HEADER_BYTES, checksum
-from kvjax.store.linux import EVENT, IOCB, IOCB_CMD_PREAD, RWF_NOWAIT
+from kvjax.store.format import HEADER_BYTES
+from kvjax.store.linux import EVENT, IOCB
 from kvjax.store.system import SystemIO
 from kvjax.store.threaded import ThreadEngine
 from kvjax.store.workers import PIECE_BYTES, Arena
 
+try:
+    from kvjax.store import native
+except ImportError:  # no C compiler when kvjax was installed: `RingEngine` says so
+    native = None  # type: ignore[assignment]
+
 _TRY_AGAIN = (errno.EINTR, errno.EAGAIN, errno.EINVAL, errno.EOPNOTSUPP)  # threads find out what is behind the last two
+_NO_ANSWER = np.iinfo(np.int64).min
 _NONE = np.zeros(0, np.int64)
+
+
+def _hash_function() -> int:
+    """Address of `checksum` for C, in the library behind the Python package; 0 if it cannot be had."""
+    library = ctypes.CDLL(xxhash._xxhash.__file__)  # type: ignore[attr-defined]
+    function = getattr(library, "XXH3_64bits_dispatch", None) or getattr(library, "XXH3_64bits", None)
+    return ctypes.cast(function, ctypes.c_void_p).value or 0 if function else 0
+
+
+XXH3 = _hash_function()
 
 
 class Ring:
@@ -36,29 +53,49 @@ class Ring:
 
     Attributes:
       arena: memory for as many extents as there can be reads in flight.
-      single: IOCB[extents] that read one extent each, number i to place i; all but descriptor and offset.
+      control: bytes of IOCB[room], the reads of the user's fetch.
+      events: bytes of the EVENT[extents] that `wait` fills.
+      extents, sums, targets: int32, uint64 and int64 [extents] for `read`.
       in_flight: reads the kernel has not answered yet, or whose answers were not taken.
     """
 
-    def __init__(self, system: SystemIO, extents: int, extent_bytes: int, block_bytes: int):
+    def __init__(self, system: SystemIO, extents: int, extent_bytes: int, block_bytes: int, piece: int = 1):
         self.arena = Arena(extents, extent_bytes, block_bytes)
         self.in_flight = 0
         self._system = system
         self._events = np.zeros(extents, EVENT)
-        self._steps = np.arange(extents) * IOCB.itemsize
-        self.single = np.zeros(extents, IOCB)
-        self.single["data"] = np.arange(extents)
-        self.single["opcode"], self.single["rw_flags"] = IOCB_CMD_PREAD, RWF_NOWAIT
-        self.single["buffer"] = self.arena.address + extent_bytes * np.arange(extents)
-        self.single["nbytes"] = extent_bytes
-        self._context = system.io_setup(extents)
+        self.events = self._events.view(np.uint8)
+        self.extents, self.sums = np.zeros(extents, np.int32), np.zeros(extents, np.uint64)
+        self.targets, self._starts, self._results = np.zeros((3, extents), np.int64)
+        self._done = np.zeros(extents, np.uint8)
+        self._sizes = (extents, piece, extent_bytes, block_bytes, HEADER_BYTES)
         self._closed = False
+        self._context = system.io_setup(extents)
+        self.make_room(extents)
 
-    def submit(self, control: np.ndarray) -> int:
-        """How many of the IOCB control[n] the kernel took: the first ones, none when it has no room. OSError when it
-        will not take the first whatever happens."""
+    def make_room(self, reads: int) -> None:
+        """Lets `control` have room for so many."""
+        blocks = np.zeros(reads, IOCB)
+        self._pointers = blocks.ctypes.data + np.arange(reads) * IOCB.itemsize
+        self.control = blocks.view(np.uint8)
+        self.room = reads
+        memory = (blocks, self._pointers, self._events, self.extents, self.sums, self.targets, self._starts,
+                  self._results, self._done)
+        layout = [self._context, *self._sizes, self.arena.address, XXH3, *(array.ctypes.data for array in memory)]
+        self._layout = np.array(layout, np.int64).view(np.uint8)  # RingLayout of native.c
+
+    def read(self, out: np.ndarray, count: int, descriptor: int, timeout: float) -> tuple[int, int, Times]:
+        """Reads the first `count` of `extents`, ascending, and copies what hashes to `sums` to uint8 out[slots,
+        block_bytes] at `targets`: RingFetch in one call, but what is not there at the first try, or after `timeout`
+        seconds without an answer, is left out. Returns blocks copied, reads made, and when."""
+        copied, reads, self.in_flight, *times = native.read(self._layout, out, count, descriptor, timeout)
+        return copied, reads, Times(*times)
+
+    def submit(self, first: int, stop: int) -> int:
+        """How many of `control`'s reads the kernel took: the first ones, none when it has no room. OSError when it will
+        not take the first whatever happens."""
         try:
-            taken = self._system.io_submit(self._context, self._steps[:control.size] + control.ctypes.data)
+            taken = self._system.io_submit(self._context, self._pointers[first:stop])
         except OSError as cause:
             if cause.errno not in (errno.EAGAIN, errno.EINTR):
                 raise
@@ -66,14 +103,15 @@ class Ring:
         self.in_flight += taken
         return taken
 
-    def wait(self, least: int, seconds: float) -> np.ndarray:
-        """EVENT[n] that came, `least` or more; fewer only when the time is up. Good until the next call."""
+    def wait(self, least: int, seconds: float) -> int:
+        """How many events came, `least` or more; fewer only when the time is up. `events` has them until the next call.
+        """
         until = time.monotonic() + seconds
         while True:
             with contextlib.suppress(InterruptedError):
                 count = self._system.io_getevents(self._context, least, self._events, seconds)
                 self.in_flight -= count
-                return self._events[:count]
+                return count
             seconds = max(0.0, until - time.monotonic())
 
     def settled(self) -> bool:
@@ -101,21 +139,26 @@ class RingStack:
         self.piece = max(1, min(PIECE_BYTES, self.MAX_BYTES // 2) // extent_bytes)
         pieces = min(self.MAX_BYTES // (self.piece * extent_bytes), self.MAX_DEPTH // self.piece)
         self.extents = self.piece * max(2, pieces)
-        self._arguments = (system, self.extents, extent_bytes, block_bytes)
+        self._arguments = (system, self.extents, extent_bytes, block_bytes, self.piece)
         self._all: list[Ring] = []
         self._idle: collections.deque[Ring] = collections.deque()
         self._parked: collections.deque[Ring] = collections.deque()
 
     def take(self) -> Ring:
         """A ring with nothing in flight. OSError when the kernel gives no more."""
-        with contextlib.suppress(IndexError):
-            for _ in range(len(self._parked)):
-                self.give(self._parked.popleft())
-        with contextlib.suppress(IndexError):
+        if self._parked:
+            self._look_at_parked()
+        try:
             return self._idle.pop()
-        ring = Ring(*self._arguments)
+        except IndexError:
+            ring = Ring(*self._arguments)
         self._all.append(ring)
         return ring
+
+    def _look_at_parked(self) -> None:
+        with contextlib.suppress(IndexError):  # somebody else was quicker
+            for _ in range(len(self._parked)):
+                self.give(self._parked.popleft())
 
     def give(self, ring: Ring) -> None:
         """Takes a ring back; while the kernel may still write to its memory, it is parked."""
@@ -144,14 +187,12 @@ class RingFetch(Fetch):
         super().__init__(extents, sums)
         self._engine = engine
         self._where = where
-        begins = breaks(extents)
-        begins[::engine.rings.piece] = True
-        self._starts = begins.nonzero()[0]
-        self._sent = self._not_begun = 0
         self._second: Fetch | None = None
+        self._sent = self._not_begun = 0
         self._ended = self._waited = 0.0
         self._ring = engine.rings.take()
-        self._control = engine.control(self._ring, extents, self._starts)
+        self._starts = engine.control(self._ring, extents)
+        self._results = np.full(self._starts.size, _NO_ANSWER)
         self._began = time.perf_counter()
         self._send(first=0)
 
@@ -164,43 +205,55 @@ class RingFetch(Fetch):
             free = self._starts[first] + ring.arena.extents
             stop = stop if free >= self.extents.size else int(self._starts.searchsorted(free, "right")) - 1
         while self._sent < stop:
-            taken = ring.submit(self._control[self._sent:stop])
+            taken = ring.submit(self._sent, stop)
             if not taken:
                 return
             self._sent += taken
 
     def collect(self, targets, out):
-        landing = _Landing(self, targets, out)
-        ring: Ring = self._ring  # type: ignore[assignment]
+        engine, ring = self._engine, self._ring
+        assert ring is not None, "a fetch is collected once"
+        done = (targets < 0).view(np.uint8)
+        left = targets.size - int(np.count_nonzero(done))
+        arrays = ring.events, ring.control, self._starts, self.sums, targets, self._results, done, out
+        numbers = self._starts.size, ring.arena.address, ring.arena.extents, engine.extent_bytes, engine.block_bytes
         try:
             while ring.in_flight:
-                landing.take(ring.arena, *self._wait(ring))
+                left -= native.land(*arrays, self._wait(ring), *numbers, XXH3)
                 if self._sent < self._starts.size:
-                    self._send(landing.first)
+                    self._send(int(self._whole().argmin()))
         finally:
             self.drop()
-            self._not_begun = landing.not_begun
-        if landing.complete:
-            return _NONE, None
-        return self._finish(landing, targets, out)
+        return self._finish(done, targets, out) if left else (_NONE, None)
 
-    def _wait(self, ring: Ring) -> tuple[list[int], list[int]]:
-        """Numbers and results of a quarter of the reads in flight, or more: so there are few calls, and hardly anything
-        is left to do when the device is done."""
+    def _wait(self, ring: Ring) -> int:
+        """How many events came, those of a quarter of the reads in flight or more: so there are few calls, and hardly
+        anything is left to do when the device is done."""
         began = time.perf_counter()
-        events = ring.wait(-(-ring.in_flight // 4), self._engine.timeout)
+        count = ring.wait(-(-ring.in_flight // 4), self._engine.timeout)
         self._ended = time.perf_counter()
         self._waited += self._ended - began
-        if not events.size:
+        if not count:
             raise hung(self._engine.path, self._engine.timeout)
-        return events["data"].tolist(), events["result"].tolist()
+        return count
 
-    def _finish(self, landing: "_Landing", targets, out) -> tuple[np.ndarray, BaseException | None]:
+    def _lengths(self) -> np.ndarray:
+        """int64[reads] extents of each."""
+        return np.diff(self._starts, append=self.extents.size)
+
+    def _whole(self) -> np.ndarray:
+        """bool[reads] that came whole."""
+        return self._results == self._lengths() * self._engine.extent_bytes
+
+    def _finish(self, done: np.ndarray, targets, out) -> tuple[np.ndarray, BaseException | None]:
         """Lets threads read again what may come then."""
-        lost, error = landing.lost, None
-        for read, code in landing.failed:
-            error = error or self._failed(read, code)
-        again = landing.again
+        results, missing = self._results, done == 0
+        self._not_begun = int(np.count_nonzero(results == -errno.EAGAIN))
+        given_up = (results < 0) & (results != _NO_ANSWER) & ~np.isin(-results, _TRY_AGAIN)
+        lost, error = missing.nonzero()[0], None
+        for read in given_up.nonzero()[0].tolist():
+            error = error or self._failed(read, -int(results[read]))
+        again = (missing & np.repeat(~self._whole() & ~given_up, self._lengths())).nonzero()[0]
         if again.size:
             self._second = self._engine.threads.start(self.extents[again], self.sums[again], self._where)
             missed, cause = self._second.collect(targets[again], out)
@@ -234,63 +287,6 @@ class RingFetch(Fetch):
             self._engine.rings.park(self._ring)
 
 
-class _Landing:
-    """What has landed of a fetch. Reads come a few at a time, so plain lists are faster than arrays.
-
-    Attributes:
-      failed: (read, errno) of those that need not be tried again.
-      not_begun: reads that the kernel sent back, as they would have blocked.
-    """
-
-    def __init__(self, fetch: RingFetch, targets: np.ndarray, out: np.ndarray):
-        starts = fetch._starts.tolist()
-        self._bounds = [*starts, fetch.extents.size]
-        self._sizes = fetch._control["nbytes"].tolist()
-        self._goals, self._sums, self._out = targets.tolist(), fetch.sums.tolist(), out
-        self._whole = [False] * len(starts)  # reads
-        self._copied = [goal < 0 for goal in self._goals]  # blocks, or not wanted
-        self.failed: list[tuple[int, int]] = []
-        self.not_begun = 0
-
-    def take(self, arena: Arena, reads: list[int], results: list[int]) -> None:
-        """Verifies and copies block by block, while one is in the CPU's cache."""
-        goals, sums, out, bounds, copied = self._goals, self._sums, self._out, self._bounds, self._copied
-        payloads, blocks, places = arena.payloads, arena.blocks, arena.extents
-        for read, result in zip(reads, results, strict=True):
-            if result != self._sizes[read]:
-                self.not_begun += result == -errno.EAGAIN
-                if result < 0 and -result not in _TRY_AGAIN:
-                    self.failed.append((read, -result))
-                continue
-            self._whole[read] = True
-            for i in range(bounds[read], bounds[read + 1]):
-                if not copied[i] and checksum(payloads[i % places]) == sums[i]:
-                    out[goals[i]] = blocks[i % places]
-                    copied[i] = True
-
-    @property
-    def first(self) -> int:
-        """The earliest read that has not come whole."""
-        return self._whole.index(False)
-
-    @property
-    def complete(self) -> bool:
-        return all(self._copied)
-
-    @property
-    def lost(self) -> np.ndarray:
-        """int64 positions of blocks that are wanted and were not copied."""
-        return np.flatnonzero(~np.array(self._copied))
-
-    @property
-    def again(self) -> np.ndarray:
-        """Those of them whose read did not come whole, but may."""
-        given_up = {read for read, _ in self.failed}
-        reads = [read for read, whole in enumerate(self._whole) if not whole and read not in given_up]
-        positions = [i for read in reads for i in range(self._bounds[read], self._bounds[read + 1])]
-        return np.array([i for i in positions if not self._copied[i]], np.int64)
-
-
 class RingEngine:
     """Fetches extents of one O_DIRECT file with rings.
 
@@ -306,7 +302,10 @@ class RingEngine:
         self.timeout = timeout
         self.threads = threads
         self.file = file
-        self.extent_bytes = geometry.extent_bytes
+        self.extent_bytes, self.block_bytes = geometry.extent_bytes, geometry.block_bytes
+        if native is None or not XXH3:
+            raise OSError("kvjax was installed without its compiled part, or xxhash without its C library")
+        self._quick = type(system) is SystemIO and type(file) is BlockFile
         self.rings = RingStack(system, geometry.extent_bytes, geometry.block_bytes)
         self.rings.give(self.rings.take())
 
@@ -314,17 +313,21 @@ class RingEngine:
         """OSError when there is no ring left, or the kernel refuses to use it."""
         return RingFetch(self, extents, sums, where)
 
-    def control(self, ring: Ring, extents: np.ndarray, starts: np.ndarray) -> np.ndarray:
-        """IOCB[reads] that read extents[n] from each of the positions starts[reads] to the next."""
-        reads, places = starts.size, ring.arena.extents
-        control = ring.single[:reads].copy() if reads <= places else np.resize(ring.single, reads)
-        offsets = HEADER_BYTES + extents[starts].astype(np.int64) * self.extent_bytes
-        control["descriptor"], control["offset"] = self.file.direct_places(offsets)
-        if extents.size > min(reads, places):  # there are neighbours, or places are used again
-            control["data"] = np.arange(reads)
-            control["buffer"] = ring.arena.address + starts % places * self.extent_bytes
-            control["nbytes"] = np.diff(starts, append=extents.size) * self.extent_bytes
-        return control
+    @property
+    def quick(self) -> bool:
+        """Whether `Ring.read` may be used: the file is one, and its system calls are the kernel's."""
+        return self._quick and self.file.direct
+
+    def control(self, ring: Ring, extents: np.ndarray) -> np.ndarray:
+        """Fills the ring's control blocks with reads of extents[n], neighbours in one; int64 starts[reads], where in
+        `extents` each begins."""
+        if ring.room < extents.size:
+            ring.make_room(extents.size)
+        starts = np.empty(extents.size, np.int64)
+        reads = native.control(extents, ring.control, starts, self.rings.piece, ring.arena.extents, ring.arena.address,
+                               self.extent_bytes, HEADER_BYTES, self.file.direct_descriptor)
+        self.file.redirect(ring.control[:reads * IOCB.itemsize].view(IOCB))
+        return starts[:reads]
 
     def close(self) -> None:
         """Ends what the kernel holds for us; nobody reads any more."""

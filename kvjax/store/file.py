@@ -111,9 +111,13 @@ class BlockFile:
         error.__cause__ = cause
         return error
 
-    def direct_places(self, offsets: np.ndarray) -> tuple[np.ndarray | int, np.ndarray]:
-        """O_DIRECT descriptor, and offset in it, of what lies at int64 offsets[n]; only while `direct`."""
-        return self._descriptor(direct=True), offsets
+    @property
+    def direct_descriptor(self) -> int:
+        """The one that is read past the page cache; only while `direct`."""
+        return self._descriptor(direct=True)
+
+    def redirect(self, reads: np.ndarray) -> None:
+        """Corrects descriptor and offset of IOCB reads[n] that were meant for `direct_descriptor`."""
 
     def _short(self, offset: int, got: int, wanted: int, where: Where) -> ShortRead:
         return ShortRead(f"{self.path}: the file ends {got} bytes into {where(offset)} at offset {offset}, where "

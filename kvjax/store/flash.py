@@ -14,6 +14,7 @@ from kvjax.store.ahead import Reads
 from kvjax.store.base import Geometry
 from kvjax.store.creation import create_file, open_file
 from kvjax.store.extents import ExtentPool, run_starts
+from kvjax.store.fetch import hung
 from kvjax.store.file import BlockFile
 from kvjax.store.format import HEADER_BYTES, Header, checksum
 from kvjax.store.layout import LAYOUTS
@@ -185,6 +186,7 @@ class FlashBranch(TransactionalBranch):
         volume.adopt(self._lineage)
         self._retire = weakref.finalize(self, volume.retire, self._lineage)
         self._reads = Reads(volume.reader, volume.geometry, self._tally)
+        self._checked: tuple = ()  # shapes and types that `_is_plain` knows to be right
 
     @property
     def path(self) -> str:
@@ -314,6 +316,41 @@ class FlashBranch(TransactionalBranch):
 
     def _names(self):
         return self._volume.where(self._lineage)
+
+    def _load_at_once(self, layer, block, slot, slots):
+        """Where nothing was read ahead, all blocks are on flash and come at the first try. `_load` finds out what is
+        wrong otherwise."""
+        engine = self._volume.reader.rings
+        if (engine is None or block.size > engine.rings.extents or self._reads.has_guess(layer)
+                or not self._is_plain(layer, block, slot, slots)):
+            return False
+        volume, slots_per_lane = self._volume, slots.shape[2]
+        ring = engine.rings.take()
+        try:
+            with volume.lock:
+                count = self._lineage.resolve_at_once(layer, block, slot, slots_per_lane, volume.extents.checksums,
+                                                      ring.extents, ring.sums, ring.targets)
+            if count > 0:
+                out = slots.view(np.uint8)
+                copied, reads, times = ring.read(out, count, engine.file.direct_descriptor, engine.timeout)
+                if ring.in_flight:
+                    raise hung(engine.path, engine.timeout)
+        finally:
+            engine.rings.give(ring)
+        if count <= 0 or copied < count:
+            return count == 0
+        self._reads.count(layer, count, count, reads, times, self._note)
+        return True
+
+    def _is_plain(self, layer, block, slot, slots) -> bool:
+        """Whether shapes and memory are such that C code can take them as they are; raises as `_locate`."""
+        shapes = block.shape, slot.shape, slots.shape, slots.dtype, block.dtype, slot.dtype
+        if shapes != self._checked:
+            self._locate(layer, block, slot, slots)
+            if not block.dtype == slot.dtype == np.int32:
+                return False
+            self._checked = shapes
+        return block.flags.c_contiguous and slot.flags.c_contiguous and slots.flags.c_contiguous
 
     def _load(self, layer, ids, targets, out):
         volume = self._volume

@@ -1,5 +1,6 @@
 """What one branch knows: which extent holds each of its blocks, and which blocks are newer in memory than on flash."""
 
+import contextlib
 from typing import NamedTuple
 
 import numpy as np
@@ -8,6 +9,9 @@ from kvjax.errors import StoreError
 from kvjax.store.base import Geometry, Tally
 from kvjax.store.table import Table
 from kvjax.store.transaction import Blocks, ErrorSlot, Rows
+
+with contextlib.suppress(ImportError):  # then reads are not asynchronous, and `resolve_at_once` is not called
+    from kvjax.store import native
 
 
 class Staged:
@@ -149,6 +153,15 @@ class Lineage:
             staged = [(i, self._layers(int(ids[i]))) for i in self._pending[ids].nonzero()[0].tolist()]
             on_flash[[i for i, layers in staged if layers[0].complete]] = False
         return Sources(extents, checksums[extents], on_flash, staged)
+
+    def resolve_at_once(self, layer: int, block: np.ndarray, slot: np.ndarray, slots: int, checksums: np.ndarray,
+                        extents: np.ndarray, sums: np.ndarray, targets: np.ndarray) -> int:
+        """Fills int32 extents[n], ascending, uint64 sums[n] and int64 targets[n] for block[B, K, M] that go to
+        slot[B, K, M] of `slots` per lane; returns n, or -1 where a block is not on flash alone or a slot is not there.
+        """
+        lanes, table = self.geometry.lanes, self.table
+        return native.resolve(block, slot, table.pool.rows, table.shift, self._pending, checksums, extents, sums,
+                              targets, lanes, self.geometry.num_blocks, slots, layer * lanes)
 
     def _layers(self, block_id: int) -> tuple[Staged, ...]:
         older, newer = self.flight.get(block_id), self.queue.get(block_id)

@@ -1,7 +1,5 @@
 """A store file that is only read, with a private temporary file for what this process adds."""
 
-import numpy as np
-
 from kvjax.store.file import BlockFile
 
 
@@ -39,10 +37,14 @@ class OverlayFile(BlockFile):
             return self.shared.read_error(cause, offset, where)
         return self._private.read_error(cause, offset - self._shift, lambda offset: where(offset + self._shift))
 
-    def direct_places(self, offsets):
-        ours = offsets >= self._split
-        shared, private = self.shared.direct_places(offsets)[0], self._private.direct_places(offsets)[0]
-        return np.where(ours, private, shared), offsets - ours * self._shift
+    @property
+    def direct_descriptor(self) -> int:
+        return self.shared.direct_descriptor
+
+    def redirect(self, reads):
+        ours = reads["offset"] >= self._split
+        reads["descriptor"][ours] = self._private.direct_descriptor
+        reads["offset"][ours] -= self._shift
 
     def write(self, data, offset, where):
         self._private.write(data, offset - self._shift, lambda offset: where(offset + self._shift))

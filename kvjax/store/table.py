@@ -65,13 +65,17 @@ class Table:
     """Extents of all blocks of one branch or one saved cache, by flat id over [layers, B, K, NB].
 
     Every method is called with the volume's lock held.
+
+    Attributes:
+      pool: the lanes, where all tables of the file have theirs.
+      shift: int64[lanes] from an id to its place in all the pool's rows, by the lane it is in.
     """
 
     def __init__(self, pool: LanePool, lanes: np.ndarray):
-        self._pool = pool
+        self.pool = pool
         self._lanes = lanes
         self._first = np.arange(lanes.size, dtype=np.int64)
-        self._shift = (lanes - self._first) * pool.num_blocks  # from an id to its place in all rows, by lane
+        self.shift = (lanes - self._first) * pool.num_blocks
 
     @classmethod
     def empty(cls, pool: LanePool) -> "Table":
@@ -92,60 +96,60 @@ class Table:
 
     def extents(self, ids: np.ndarray) -> np.ndarray:
         """int32[n] of ids[n], -1 where nothing was written."""
-        return self._pool.rows.reshape(-1)[ids + self._shift[ids // self._pool.num_blocks]]
+        return self.pool.rows.reshape(-1)[ids + self.shift[ids // self.pool.num_blocks]]
 
     def extent(self, block_id: int) -> int:
-        lane, block = divmod(block_id, self._pool.num_blocks)
-        return int(self._pool.rows[self._lanes[lane], block])
+        lane, block = divmod(block_id, self.pool.num_blocks)
+        return int(self.pool.rows[self._lanes[lane], block])
 
     def everything(self) -> np.ndarray:
         """int32[total_blocks], a copy."""
-        return self._pool.rows[self._lanes].reshape(-1)
+        return self.pool.rows[self._lanes].reshape(-1)
 
     def share(self) -> "Table":
         """The same table once more, independent of this one; copies no lane."""
-        self._pool.share(self._lanes)
-        return Table(self._pool, self._lanes.copy())
+        self.pool.share(self._lanes)
+        return Table(self.pool, self._lanes.copy())
 
     def release(self) -> None:
         """Gives all lanes back; the table must not be used again."""
-        self._pool.release(self._lanes)
+        self.pool.release(self._lanes)
 
     def unshare(self, block_id: int) -> None:
         """Makes the lane of a block this table's own, so that owner counts of its extents tell who else needs them."""
-        lane = block_id // self._pool.num_blocks
+        lane = block_id // self.pool.num_blocks
         old = int(self._lanes[lane])
-        if not self._pool.is_shared(old):
+        if not self.pool.is_shared(old):
             return
-        row = self._pool.rows[old]
-        self._pool.extents.share(row[row >= 0])
-        self._set(lane, self._pool.add(row))
-        self._pool.release(np.array([old]))
+        row = self.pool.rows[old]
+        self.pool.extents.share(row[row >= 0])
+        self._set(lane, self.pool.add(row))
+        self.pool.release(np.array([old]))
 
     def put(self, block_id: int, extent: int) -> None:
         """Lets a block of an unshared lane be in a new extent; the old one is released."""
-        lane, block = divmod(block_id, self._pool.num_blocks)
-        row = self._pool.rows[self._lanes[lane]]
+        lane, block = divmod(block_id, self.pool.num_blocks)
+        row = self.pool.rows[self._lanes[lane]]
         if row[block] >= 0:
-            self._pool.extents.release(row[block:block + 1].copy())
+            self.pool.extents.release(row[block:block + 1].copy())
         row[block] = extent
 
     def replace_layer(self, start: int, extents: np.ndarray) -> None:
         """Lets the blocks from id `start` on, whole lanes, be in new extents[n], -1 = nowhere; releases the old."""
-        first = start // self._pool.num_blocks
-        rows = extents.reshape(-1, self._pool.num_blocks)
+        first = start // self.pool.num_blocks
+        rows = extents.reshape(-1, self.pool.num_blocks)
         old = self._lanes[first:first + len(rows)].copy()
         for lane, row in enumerate(rows, first):
-            self._set(lane, self._pool.add(row))
-        self._pool.release(old)
+            self._set(lane, self.pool.add(row))
+        self.pool.release(old)
 
     def changes_since(self, older: "Table") -> tuple[np.ndarray, np.ndarray]:
         """int64 ids of blocks that are elsewhere than in an older table, and their int32 extents in this one."""
         lanes = np.flatnonzero(self._lanes != older._lanes)
-        rows = self._pool.rows[self._lanes[lanes]]
-        which, block = np.nonzero(rows != self._pool.rows[older._lanes[lanes]])
-        return lanes[which] * self._pool.num_blocks + block, rows[which, block]
+        rows = self.pool.rows[self._lanes[lanes]]
+        which, block = np.nonzero(rows != self.pool.rows[older._lanes[lanes]])
+        return lanes[which] * self.pool.num_blocks + block, rows[which, block]
 
     def _set(self, lane: int, row: int) -> None:
         self._lanes[lane] = row
-        self._shift[lane] = (row - lane) * self._pool.num_blocks
+        self.shift[lane] = (row - lane) * self.pool.num_blocks

@@ -96,8 +96,9 @@ def callback(method):
 class TransactionalBranch(Branch):
     """Arguments, generations, errors and the open transaction; subclasses move the bytes.
 
-    Subclasses give `_load`, `_publish`, `_drain` and `_release`, and `_begin` if they can read ahead; all but `_load`
-    and `_begin` run under `self._mutex`, which orders the Python-side calls of one branch.
+    Subclasses give `_load`, `_publish`, `_drain` and `_release`, `_begin` if they can read ahead and `_load_at_once` if
+    they have a quick way. `_publish`, `_drain` and `_release` run under `self._mutex`, which orders the Python-side
+    calls of one branch.
     """
 
     def __init__(self, geometry: Geometry, generation: int = 0):
@@ -113,6 +114,10 @@ class TransactionalBranch(Branch):
     @abc.abstractmethod
     def _load(self, layer: int, ids: np.ndarray, targets: np.ndarray, out: np.ndarray) -> None:
         """Copies block ids[n] of a layer to out[targets[n]], out[slots, block_bytes] uint8."""
+
+    def _load_at_once(self, layer: int, block: np.ndarray, slot: np.ndarray, slots: np.ndarray) -> bool:
+        """Does all of `read_into` in the usual case, if there is a quicker way; False where it did not."""
+        return False
 
     def _begin(self, layer: int, ids: np.ndarray) -> None:
         """Starts to read block ids[n] of a layer, for the `_load` that follows."""
@@ -137,9 +142,10 @@ class TransactionalBranch(Branch):
         self._enter(generation)
         self._note("read", layer, started)
         try:
-            ids, targets, out = self._locate(layer, block, slot, slots)
-            if ids.size:
-                self._load(int(layer), ids, targets, out)
+            if not self._load_at_once(int(layer), block, slot, slots):
+                ids, targets, out = self._locate(layer, block, slot, slots)
+                if ids.size:
+                    self._load(int(layer), ids, targets, out)
         finally:
             ended = time.perf_counter()
             self._tally.add(read_seconds=ended - started)

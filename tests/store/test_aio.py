@@ -147,7 +147,7 @@ def test_neighbours_become_one_read(fixed):
 
 
 def test_damaged_blocks_are_named_and_not_copied(fixed):
-    reader, extents = fixed.reader(SystemIO()), np.arange(10, 40)
+    reader, extents = fixed.reader(SystemIO()), np.arange(10, 40, dtype=np.int32)
     sums = fixed.sums[extents]
     sums[[3, 17]] += np.uint64(1)
     out = np.full((extents.size, PAYLOAD), 77, np.uint8)

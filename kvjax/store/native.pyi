@@ -1,0 +1,45 @@
+"""The compiled part of asynchronous reads (native.c). Arrays are C-contiguous; `control` and `events` are the bytes of
+IOCB and EVENT of `kvjax.store.linux`. ValueError where sizes do not agree."""
+
+import numpy as np
+
+def resolve(
+    block: np.ndarray, slot: np.ndarray, rows: np.ndarray, shift: np.ndarray, pending: np.ndarray,
+    checksums: np.ndarray, extents: np.ndarray, sums: np.ndarray, targets: np.ndarray,
+    lanes: int, num_blocks: int, slots: int, first_lane: int, /,
+) -> int:
+    """Where the blocks of one fetch are, if all of them are on flash and nowhere else.
+
+    Fills int32 extents[n], ascending, uint64 sums[n] and int64 targets[n], the flat slots; n is returned. -1 where a
+    block was never written or has rows that are not in the file, or a slot does not exist.
+
+    Args:
+      block, slot: int32[lanes, M], blocks of a lane and where to; a block outside [0, num_blocks) is not wanted.
+      rows, shift: int32 and int64[all lanes] of a `kvjax.store.table.Table`.
+      pending: bool[all blocks] that are staged.
+      checksums: uint64[all extents].
+      slots: per lane.
+      first_lane: of the layer, among all lanes.
+    """
+
+def control(
+    extents: np.ndarray, control: np.ndarray, starts: np.ndarray, piece: int, places: int, address: int,
+    extent_bytes: int, header_bytes: int, descriptor: int, /,
+) -> int:
+    """Fills control blocks that read int32 extents[n], ascending, extent i to place i % places at `address`, and int64
+    starts[reads], the first extent of each; `reads` is returned. Neighbours are one read, cut at every `piece`."""
+
+def land(
+    events: np.ndarray, control: np.ndarray, starts: np.ndarray, sums: np.ndarray, targets: np.ndarray,
+    results: np.ndarray, done: np.ndarray, out: np.ndarray, count: int, reads: int, address: int, places: int,
+    extent_bytes: int, block_bytes: int, hash: int, /,
+) -> int:
+    """Takes `count` events: notes int64 results[reads], verifies the blocks of reads that came whole and copies them to
+    uint8 out[slots, block_bytes] at int64 targets[n], -1 nowhere. Returns how many it copied and marked in uint8
+    done[n]. Other threads run meanwhile."""
+
+def read(layout: np.ndarray, out: np.ndarray, count: int, descriptor: int, timeout: float, /) -> tuple[
+        int, int, int, float, float, float]:
+    """`control`, submission, waiting and `land` for a ring whose memory is described in `layout`, as `Ring.read` of
+    `kvjax.store.aio` says. Returns blocks copied, reads made, reads in flight, when the first was handed over and the
+    last answered (seconds, the clock of `time.perf_counter`), and seconds waited. Other threads run meanwhile."""
