@@ -56,6 +56,7 @@ class Ring:
       control: bytes of IOCB[room], the reads of the user's fetch.
       events: bytes of the EVENT[extents] that `wait` fills.
       extents, sums, targets: int32, uint64 and int64 [extents] for `read`.
+      staged: int64[extents, 2] for `Lineage.resolve_at_once`.
       in_flight: reads the kernel has not answered yet, or whose answers were not taken.
     """
 
@@ -67,7 +68,7 @@ class Ring:
         self.events = self._events.view(np.uint8)
         self.extents, self.sums = np.zeros(extents, np.int32), np.zeros(extents, np.uint64)
         self.targets, self._starts, self._results = np.zeros((3, extents), np.int64)
-        self._done = np.zeros(extents, np.uint8)
+        self.staged, self._done = np.zeros((extents, 2), np.int64), np.zeros(extents, np.uint8)
         self._sizes = (extents, piece, extent_bytes, block_bytes, HEADER_BYTES)
         self._closed = False
         self._context = system.io_setup(extents)

@@ -4,6 +4,7 @@ import contextlib
 import glob
 import os
 import stat
+import time
 import uuid
 
 from kvjax.errors import FormatMismatch, NoSpace, ReadFailed, StoreClosed
@@ -11,6 +12,8 @@ from kvjax.store.base import PAGE_BYTES, Geometry
 from kvjax.store.file import BlockFile, write_error
 from kvjax.store.format import HEADER_BYTES, Header, is_ours
 from kvjax.store.system import SystemIO
+
+STILLBORN_SECONDS = 60.0  # a temporary file that was empty for so long will never have a header
 
 
 def create_file(path, geometry: Geometry, fingerprint: str, system: SystemIO, *,
@@ -86,13 +89,14 @@ def open_file(path: str, system: SystemIO, *, direct: bool, read_only: bool) -> 
 def remove_orphans(directory: str, system: SystemIO) -> None:
     """Removes temporary files whose process is gone, as nobody holds their lock.
 
-    An empty one is left alone: its maker may be about to lock it, which must not fail because of us.
+    One that is empty and young is left alone: its maker may be about to lock it, which must not fail because of us.
     """
     for path in glob.glob(os.path.join(glob.escape(directory), "kvjax-*-????????????.kv")):
         with contextlib.suppress(OSError), contextlib.ExitStack() as stack:  # locked, gone, or somebody else's
             descriptor = system.open(path, os.O_RDWR | os.O_NONBLOCK)
             stack.callback(system.close, descriptor)
-            if is_ours(_first_page(path, descriptor, system)):  # not empty
+            page = _first_page(path, descriptor, system)
+            if is_ours(page) if page else time.time() - os.fstat(descriptor).st_mtime > STILLBORN_SECONDS:
                 system.lock(descriptor)
                 system.unlink(path)
 

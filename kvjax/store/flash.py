@@ -318,20 +318,20 @@ class FlashBranch(TransactionalBranch):
         return self._volume.where(self._lineage)
 
     def _load_at_once(self, layer, block, slot, slots):
-        """Where nothing was read ahead, all blocks are on flash and come at the first try. `_load` finds out what is
-        wrong otherwise."""
+        """Where nothing was read ahead, and all blocks are in the file and come at the first try; else `_load` finds
+        out what is wrong."""
         engine = self._volume.reader.rings
         if (engine is None or block.size > engine.rings.extents or self._reads.has_guess(layer)
                 or not self._is_plain(layer, block, slot, slots)):
             return False
-        volume, slots_per_lane = self._volume, slots.shape[2]
+        volume, geometry, slots_per_lane = self._volume, self.geometry, slots.shape[2]
         ring = engine.rings.take()
         try:
             with volume.lock:
-                count = self._lineage.resolve_at_once(layer, block, slot, slots_per_lane, volume.extents.checksums,
-                                                      ring.extents, ring.sums, ring.targets)
+                count, staged = self._lineage.resolve_at_once(layer, block, slot, slots_per_lane,
+                                                              volume.extents.checksums, ring)
             if count > 0:
-                out = slots.view(np.uint8)
+                out = slots.reshape(geometry.lanes * slots_per_lane, -1).view(np.uint8)
                 copied, reads, times = ring.read(out, count, engine.file.direct_descriptor, engine.timeout)
                 if ring.in_flight:
                     raise hung(engine.path, engine.timeout)
@@ -339,6 +339,8 @@ class FlashBranch(TransactionalBranch):
             engine.rings.give(ring)
         if count <= 0 or copied < count:
             return count == 0
+        if staged:
+            self._overlay(staged, out)
         self._reads.count(layer, count, count, reads, times, self._note)
         return True
 
@@ -380,22 +382,23 @@ class FlashBranch(TransactionalBranch):
             fetch = self._reads.fetch(layer, sources.extents[where], sources.sums[where], self._names(), self._note)
             suspects = where[fetch(targets[where], out)]
         if sources.staged:
-            self._overlay(sources.staged, targets, out)
+            self._overlay([(int(targets[i]), layers) for i, layers in sources.staged], out)
         return suspects
 
-    def _overlay(self, staged, targets, out) -> None:
-        """Lays staged blocks and rows over what came from flash; consecutive rows of all blocks in one assignment."""
+    def _overlay(self, staged, out) -> None:
+        """Lays staged layers over out[target] of each (target, layers), which came from flash; consecutive rows of all
+        blocks in one assignment."""
         capacity = self.geometry.block_rows
         pieces, places = [], []
-        for i, layers in staged:
+        for target, layers in staged:
             block = layers[0]
             if len(layers) > 1 or block.complete or block.span is None:
                 for block in layers:
-                    block.copy_to(out[targets[i]])
+                    block.copy_to(out[target])
             else:
                 first, stop = block.span
                 pieces.append(block.rows[first:stop])
-                places.extend(range(targets[i] * capacity + first, targets[i] * capacity + stop))
+                places.extend(range(target * capacity + first, target * capacity + stop))
         if pieces:
             out.reshape(-1, self.geometry.row_bytes)[places] = np.concatenate(pieces)
 

@@ -1,7 +1,7 @@
 """What one branch knows: which extent holds each of its blocks, and which blocks are newer in memory than on flash."""
 
 import contextlib
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -9,6 +9,9 @@ from kvjax.errors import StoreError
 from kvjax.store.base import Geometry, Tally
 from kvjax.store.table import Table
 from kvjax.store.transaction import Blocks, ErrorSlot, Rows
+
+if TYPE_CHECKING:
+    from kvjax.store.aio import Ring
 
 with contextlib.suppress(ImportError):  # then reads are not asynchronous, and `resolve_at_once` is not called
     from kvjax.store import native
@@ -155,13 +158,17 @@ class Lineage:
         return Sources(extents, checksums[extents], on_flash, staged)
 
     def resolve_at_once(self, layer: int, block: np.ndarray, slot: np.ndarray, slots: int, checksums: np.ndarray,
-                        extents: np.ndarray, sums: np.ndarray, targets: np.ndarray) -> int:
-        """Fills int32 extents[n], ascending, uint64 sums[n] and int64 targets[n] for block[B, K, M] that go to
-        slot[B, K, M] of `slots` per lane; returns n, or -1 where a block is not on flash alone or a slot is not there.
+                        ring: "Ring") -> tuple[int, list[tuple[int, tuple[Staged, ...]]]]:
+        """Fills the ring's extents, sums and targets for block[B, K, M] that go to slot[B, K, M] of `slots` per lane.
+
+        Returns how many, -1 where a block is not in the file or a slot is not there, and what to lay over flat slots.
         """
         lanes, table = self.geometry.lanes, self.table
-        return native.resolve(block, slot, table.pool.rows, table.shift, self._pending, checksums, extents, sums,
-                              targets, lanes, self.geometry.num_blocks, slots, layer * lanes)
+        count, marked = native.resolve(block, slot, table.pool.rows, table.shift, self._pending, checksums,
+                                       ring.extents, ring.sums, ring.targets, ring.staged, lanes,
+                                       self.geometry.num_blocks, slots, layer * lanes)
+        staged = ring.staged[:marked].tolist() if marked else []
+        return count, [(target, self._layers(block_id)) for block_id, target in staged]
 
     def _layers(self, block_id: int) -> tuple[Staged, ...]:
         older, newer = self.flight.get(block_id), self.queue.get(block_id)

@@ -19,7 +19,7 @@ typedef uint64_t (*Hash)(const void *, size_t);
 
 /* ---- arguments */
 
-#define MOST_BUFFERS 9
+#define MOST_BUFFERS 10
 
 typedef struct {
     Py_buffer views[MOST_BUFFERS];
@@ -84,13 +84,13 @@ static int by_extent(const void *a, const void *b) {
     return (left > right) - (left < right);
 }
 
-/* resolve(block, slot, rows, shift, pending, checksums, extents, sums, targets,
- *         lanes, num_blocks, slots, first_lane) -> count */
+/* resolve(block, slot, rows, shift, pending, checksums, extents, sums, targets, staged,
+ *         lanes, num_blocks, slots, first_lane) -> count, staged */
 static PyObject *resolve(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     Buffers buffers = {.count = 0};
     int64_t number[4];
-    if (nargs != 13) return refuse(&buffers, "resolve takes 13 arguments");
-    if (!integers(args + 9, 4, number)) return NULL;
+    if (nargs != 14) return refuse(&buffers, "resolve takes 14 arguments");
+    if (!integers(args + 10, 4, number)) return NULL;
     int64_t lanes = number[0], num_blocks = number[1], slots = number[2], first_lane = number[3];
     READ(int32_t, block, 0);
     READ(int32_t, slot, 1);
@@ -101,34 +101,42 @@ static PyObject *resolve(PyObject *self, PyObject *const *args, Py_ssize_t nargs
     WRITE(int32_t, extents, 6);
     WRITE(uint64_t, sums, 7);
     WRITE(int64_t, targets, 8);
+    WRITE(int64_t, staged, 9);
     Py_ssize_t most = block_size;
     if (slot_size != most || lanes < 1 || most % lanes || extents_size < most || sums_size < most || targets_size < most ||
-        first_lane < 0 || first_lane + lanes > shift_size || (first_lane + lanes) * num_blocks > pending_size)
+        staged_size < 2 * most || first_lane < 0 || first_lane + lanes > shift_size ||
+        (first_lane + lanes) * num_blocks > pending_size)
         return refuse(&buffers, "resolve: sizes do not agree");
     Found *found = malloc((most + 1) * sizeof(Found));
     if (!found) {
         release(&buffers);
         return PyErr_NoMemory();
     }
-    Py_ssize_t count = 0, asked = most / lanes;
+    Py_ssize_t count = 0, marked = 0, asked = most / lanes;
     for (Py_ssize_t i = 0; i < most && count >= 0; i++) {
         if (block[i] < 0 || block[i] >= num_blocks) continue;
-        int64_t lane = first_lane + i / asked, id = lane * num_blocks + block[i], at = id + shift[lane];
-        int32_t extent = !pending[id] && at >= 0 && at < rows_size ? rows[at] : -1;
+        int64_t lane = first_lane + i / asked, at = lane * num_blocks + block[i] + shift[lane];
+        int32_t extent = at >= 0 && at < rows_size ? rows[at] : -1;
         if (extent < 0 || extent >= checksums_size || slot[i] < 0 || slot[i] >= slots)
-            count = -1; /* not on flash alone, or a bad slot */
+            count = -1; /* never written, or a bad slot */
         else
             found[count++] = (Found){extent, (int32_t)i};
     }
     if (count > 0) qsort(found, count, sizeof(Found), by_extent);
     for (Py_ssize_t k = 0; k < count; k++) {
+        int32_t i = found[k].place;
+        int64_t id = (first_lane + i / asked) * num_blocks + block[i];
         extents[k] = found[k].extent;
         sums[k] = checksums[found[k].extent];
-        targets[k] = found[k].place / asked * slots + slot[found[k].place];
+        targets[k] = i / asked * slots + slot[i];
+        if (pending[id]) {
+            staged[marked++] = id;
+            staged[marked++] = targets[k];
+        }
     }
     free(found);
     release(&buffers);
-    return PyLong_FromSsize_t(count);
+    return Py_BuildValue("nn", count, marked / 2);
 }
 
 /* ---- control */

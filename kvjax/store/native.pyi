@@ -5,13 +5,14 @@ import numpy as np
 
 def resolve(
     block: np.ndarray, slot: np.ndarray, rows: np.ndarray, shift: np.ndarray, pending: np.ndarray,
-    checksums: np.ndarray, extents: np.ndarray, sums: np.ndarray, targets: np.ndarray,
+    checksums: np.ndarray, extents: np.ndarray, sums: np.ndarray, targets: np.ndarray, staged: np.ndarray,
     lanes: int, num_blocks: int, slots: int, first_lane: int, /,
-) -> int:
-    """Where the blocks of one fetch are, if all of them are on flash and nowhere else.
+) -> tuple[int, int]:
+    """Where the blocks of one fetch are.
 
-    Fills int32 extents[n], ascending, uint64 sums[n] and int64 targets[n], the flat slots; n is returned. -1 where a
-    block was never written or has rows that are not in the file, or a slot does not exist.
+    Fills int32 extents[n], ascending, uint64 sums[n] and int64 targets[n], the flat slots, and for those of them that
+    are staged int64 staged[m, 2], flat ids and slots. Returns n and m; n = -1 where a block is not in the file or a
+    slot does not exist.
 
     Args:
       block, slot: int32[lanes, M], blocks of a lane and where to; a block outside [0, num_blocks) is not wanted.

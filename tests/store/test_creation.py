@@ -104,7 +104,8 @@ def test_a_layer_that_does_not_fit_writes_nothing(fragile, system):
 
 
 def test_files_left_by_a_crash_are_removed(tmp_path):
-    """Those of our naming that nobody holds; not those in use, of other names, or of other makers."""
+    """Those of our naming that nobody holds, even without a header; not those in use, of other names or makers,
+    or made just now."""
     program = f"""
 import os
 from kvjax.store.base import Geometry
@@ -118,13 +119,15 @@ os._exit(1)
     done = subprocess.run([sys.executable, "-c", program], cwd=root, text=True, capture_output=True, check=False)
     orphan = pathlib.Path(done.stdout.strip())
     assert orphan.exists()
-    foreign, named, fresh = (tmp_path / name for name in
-                             ("kvjax-1-abcdefabcdef.kv", "mine.kv", "kvjax-2-abcdefabcdef.kv"))
+    foreign, named, fresh, stillborn = (tmp_path / name for name in (
+        "kvjax-1-abcdefabcdef.kv", "mine.kv", "kvjax-2-abcdefabcdef.kv", "kvjax-3-abcdefabcdef.kv"))
     foreign.write_text("precious" * 1000)
     named.write_bytes(orphan.read_bytes())
     fresh.touch()
+    stillborn.touch()
+    os.utime(stillborn, (0, 0))
     first = FlashStore(tmp_path).create(GEOMETRY, "")
-    assert not orphan.exists()
+    assert not orphan.exists() and not stillborn.exists()
     second = FlashStore(tmp_path).create(GEOMETRY, "")
     kept = {foreign, named, fresh}
     assert set(tmp_path.iterdir()) == {*kept, pathlib.Path(first.path), pathlib.Path(second.path)}
