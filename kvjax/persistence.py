@@ -40,6 +40,7 @@ from kvjax.store.creation import open_file
 from kvjax.store.flash import FlashBranch, FlashStore
 from kvjax.store.slots import SlotPool
 from kvjax.store.system import SystemIO
+from kvjax.store.tiers import TieredPool
 from kvjax.typing import Array
 
 VERSION = 1
@@ -265,4 +266,6 @@ def _slots(state: State) -> dict[str, Any]:
     if not pools:
         return {}
     pool = pools[-1]
-    return {"count": pool.rows.shape[2], "policy": pool.policy, "prefetch": pool.prefetch, "keep": pool.keep}
+    host = pool.host_rows.shape[2] if isinstance(pool, TieredPool) else None
+    return {"count": pool.rows.shape[2], "host": host, "policy": pool.policy, "prefetch": pool.prefetch,
+            "keep": pool.keep}

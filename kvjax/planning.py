@@ -18,6 +18,7 @@ from kvjax.parking import Parked
 from kvjax.pool import Line, MemoryPool
 from kvjax.store import base, residency
 from kvjax.store.slots import BACKENDS, PREFETCH, SlotPool, default_backend
+from kvjax.store.tiers import TieredPool
 from kvjax.typing import Array, Int32, pytree
 
 
@@ -47,6 +48,8 @@ class Slots:
 
     Attributes:
       count: slots per KV head; None = M + 1, what one step needs.
+      host: slots per KV head in host memory (`kvjax.store.tiers`), where blocks that are not in the others, those of
+        the device, are looked for before the store is asked; None = none.
       policy: whom to evict (`kvjax.store.residency.POLICIES`).
       backend: how a step reaches the store; None = the fastest that the platform has.
       prefetch: what is read before it is asked for. "layer": while a layer computes, the blocks of the next, chosen
@@ -58,10 +61,11 @@ class Slots:
         then is that of two layers, and what its `staging_bytes` allow; each step reads every layer twice and writes
         what changed.
 
-    Raises ConfigError for a policy, backend or prefetch that does not exist.
+    Raises ConfigError for a policy, backend or prefetch that does not exist, and for host with park or keep=False.
     """
 
     count: int | None = None
+    host: int | None = None
     policy: str = "lru"
     backend: str | None = None
     prefetch: str = "off"
@@ -70,6 +74,8 @@ class Slots:
 
     def __post_init__(self):
         residency.find_policy(self.policy)
+        if self.host is not None and (self.park is not None or not self.keep):
+            raise ConfigError("host= is for blocks that stay in memory; leave it out with park= or keep=False")
         if self.prefetch not in PREFETCH or self.backend not in (None, *BACKENDS):
             raise ConfigError(f"prefetch={self.prefetch!r} must be one of {', '.join(PREFETCH)}; "
                               f"backend={self.backend!r} None or one of {', '.join(BACKENDS)}")
@@ -112,7 +118,12 @@ def slot_pool(plan: Plan, i: int, slots: Slots) -> SlotPool:
     if count < least:
         raise ConfigError(f"slots={count} is fewer than the {least} blocks one step may need; raise it")
     backend = slots.backend or default_backend()
-    return SlotPool.zeros(spec, plan.batch, count, plan.dtype, slots.policy, backend, slots.prefetch, slots.keep)
+    pool = SlotPool.zeros(spec, plan.batch, count, plan.dtype, slots.policy, backend, slots.prefetch, slots.keep)
+    if slots.host is None:
+        return pool
+    if slots.host < least:
+        raise ConfigError(f"host={slots.host} is fewer than the {least} blocks one step may need; raise it")
+    return TieredPool.over(pool, spec, slots.host)
 
 
 def outline(plan: Plan, i: int, store: bool, slots: Slots) -> LayerCache:

@@ -91,7 +91,7 @@ class SlotPool:
         if self.backend == "buffer":
             rows, ok = _read_in_place(self.rows, line, layer, plan)
         else:
-            fetched, ok = _read_blocks(self.rows, line, layer, plan, self.backend)
+            fetched, ok = read_blocks(self.rows, line, layer, plan, self.backend)
             rows = jnp.where(ok, self.fill(plan, fetched), self.rows)
         pool, traffic = self.settle(plan, need, rows, ok)
         return pool, plan.slot, ok, traffic
@@ -172,7 +172,8 @@ def _io_read(shape_like, handle, generation, layer, block):
     return fetched, np.int32(ok)
 
 
-def _read_blocks(rows, line: Line, layer, plan: ReadPlan, backend: str):
+def read_blocks(rows, line: Line, layer, plan: ReadPlan, backend: str):
+    """The missing blocks `[B, K, M1, C, D2]` of a plan, in order, and whether all came; `rows` tells their shape."""
     shape = (*plan.read.shape, *rows.shape[-2:])
     result = (jax.ShapeDtypeStruct(shape, rows.dtype), jax.ShapeDtypeStruct((), jnp.int32))
     like = jnp.zeros((1, *rows.shape[-2:]), rows.dtype)

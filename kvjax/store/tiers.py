@@ -1,0 +1,110 @@
+"""Three tiers: slots in device memory, more slots in host memory, everything in the store (DynaKV, Discussion 2).
+
+The host's slots are a JAX array in pinned host memory, also on CPU, with a table and a policy of the same kind as the
+device's. A block that is missing on the device comes from the host if it is there, else from the store through the
+host; so the host tier holds what the device had lately, and more. What is written goes to all tiers. Work on the host's
+slots is done by the host (`compute_on`): only the blocks that a step needs cross over to the device.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.compute_on import compute_on
+
+from kvjax.method import Spec
+from kvjax.pool import batch_and_head
+from kvjax.store import residency
+from kvjax.store.residency import Residency
+from kvjax.store.slots import SlotPool, read_blocks
+from kvjax.typing import Array, Float, Int32
+
+_HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TieredPool(SlotPool):
+    """A slot pool with a second, larger one behind it; `rows` and `table` are those of the device."""
+
+    host_rows: Float[Array, "B K NH C D2"]  # in pinned host memory
+    host_table: Residency
+
+    @classmethod
+    def over(cls, pool: SlotPool, spec: Spec, slots: int) -> "TieredPool":
+        """`pool` with `slots` more in host memory per KV head."""
+        batch = pool.rows.shape[0]
+        rows = jnp.zeros((*pool.rows.shape[:2], slots, *pool.rows.shape[3:]), pool.rows.dtype)
+        table = residency.empty(spec.kv_heads, slots, spec.num_blocks)
+        table = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (batch, *leaf.shape)), table)
+        kept = {field.name: getattr(pool, field.name) for field in dataclasses.fields(pool)}
+        return cls(**kept, host_rows=jax.device_put(rows, _HOST), host_table=table)
+
+    def fetch(self, need, count, layer, line):
+        plan = self.plan(need, count)
+        behind = jax.vmap(lambda table, need, count: residency.plan(table, need, count, self.policy))(
+            self.host_table, plan.read, count)
+        fetched, ok = read_blocks(self.rows, line, layer, behind, self.backend)
+        filled = jnp.where(ok & (behind.read < self.num_blocks), behind.slot, self.host_rows.shape[2])
+        operands = (self._flat(filled), fetched, self._flat(behind.slot))
+        operands = jax.device_put([one.reshape(-1, *one.shape[3:]) for one in operands], _HOST)
+        host_rows, taken = _set_and_take(self.host_rows, *operands)
+        missing = jax.device_put(taken, _DEVICE).reshape(fetched.shape)
+        slot = jnp.where(ok & (plan.read < self.num_blocks), plan.slot, self.rows.shape[2])
+        rows = self.rows.at[(*batch_and_head(slot), slot)].set(missing, mode="drop")
+        pool, traffic = self.settle(plan, need, rows, ok)
+        table = jax.tree.map(lambda good, bad: jnp.where(ok, good, bad), behind.success, behind.failure)
+        missed = jnp.sum(behind.read < self.num_blocks, axis=(1, 2), dtype=jnp.int32)
+        pool = dataclasses.replace(pool, host_rows=host_rows, host_table=table)
+        return pool, plan.slot, ok, dataclasses.replace(traffic, missed=missed)
+
+    def submit(self, block, layer, line):
+        on_host = self.locate_on_host(block) < self.host_rows.shape[2]
+        return super().submit(jnp.where(on_host, self.num_blocks, block), layer, line)
+
+    def locate_on_host(self, block: Int32[Array, "B K *E"]) -> Int32[Array, "B K *E"]:
+        """Slot of each block in the host tier, NH where it is not there."""
+        return jax.vmap(residency.locate)(self.host_table, block)
+
+    def put_row(self, block, row, key, value, layer, line):
+        pool = super().put_row(block, row, key, value, layer, line)
+        return pool._write_behind(block, key, value, row)
+
+    def put_blocks(self, block, key, value, layer, line):
+        pool = super().put_blocks(block, key, value, layer, line)
+        return pool._write_behind(block, key, value)
+
+    def _write_behind(self, block, key, value, row=None) -> "TieredPool":
+        """Writes whole blocks, or a row of each, to the host tier where it has them."""
+        packed = jnp.concatenate([key, value], axis=-1).astype(self.host_rows.dtype)
+        slot = jnp.where(block < self.num_blocks, self.locate_on_host(block), self.host_rows.shape[2])
+        at = self._flat(slot) if row is None else self._flat(slot) * self.rows.shape[3] + row
+        new = packed.reshape(-1, *packed.shape[slot.ndim:])
+        host_rows = _set(self.host_rows, *jax.device_put((at.reshape(-1), new), _HOST))
+        table = jax.vmap(residency.note_written)(self.host_table, slot)
+        return dataclasses.replace(self, host_rows=host_rows, host_table=table)
+
+
+    def _flat(self, slot: Int32[Array, "B K *E"]) -> Int32[Array, "B K *E"]:
+        """Number of each host slot among those of all sequences and heads; beyond all of them for slot NH."""
+        batch, heads, slots = self.host_rows.shape[:3]
+        lane = jnp.arange(batch * heads, dtype=jnp.int32).reshape(batch, heads, *(1,) * (slot.ndim - 2))
+        return jnp.where(slot < slots, lane * slots + slot, batch * heads * slots)
+
+
+# ----------------------------------------------- what the host does with its slots; all operands are in its memory
+
+
+@compute_on("device_host")
+@jax.jit
+def _set(rows, at, new):
+    """Slots [B, K, NH, C, D2] with new[n, ...] at flat places at[n]: blocks or rows, by their shape."""
+    return rows.reshape(-1, *new.shape[1:]).at[at].set(new, mode="drop").reshape(rows.shape)
+
+
+@compute_on("device_host")
+@jax.jit
+def _set_and_take(rows, at, new, wanted):
+    """The same, and what is then at wanted[n]."""
+    flat = rows.reshape(-1, *new.shape[1:]).at[at].set(new, mode="drop")
+    return flat.reshape(rows.shape), flat[wanted]

@@ -1,0 +1,111 @@
+"""Three tiers: slots in device memory, slots in host memory, a store behind both; all answer alike."""
+
+import dataclasses
+import errno
+
+import jax
+import numpy as np
+import pytest
+from harness import METHODS
+from test_decode import teacher_forced
+from tiny import PROMPT, start
+
+from kvjax import decode, planning
+from kvjax.errors import ConfigError, ReadFailed
+from kvjax.planning import Slots
+from kvjax.store.flash import FlashStore
+from kvjax.store.host import HostStore
+from kvjax.store.tiers import TieredPool
+from tests.store.faults import FaultySystem
+
+HOST, STEPS = 12, 8  # blocks per head; there are fewer than 2 * HOST
+
+
+def decoded(plan, params, state, tokens, driver="staged", steps=STEPS):
+    """The state after some tokens, and the logits of each."""
+    logits = []
+    for i in range(steps):
+        fed = tokens[np.arange(2), np.asarray(PROMPT) + i]
+        done = decode.step(plan, params, state, fed, driver=driver, donate=True)
+        state = done.state
+        logits.append(np.asarray(done.logits))
+    return state, np.stack(logits)
+
+
+def tiers(state) -> list[TieredPool]:
+    return [one.pool for one in state.layers if isinstance(one.pool, TieredPool)]
+
+
+@pytest.mark.parametrize(("name", "driver", "backend"), [
+    ("quest", "staged", "buffer"), ("dynakv", "staged", "io"), ("dynakv", "fused", "buffer"),
+    ("kvswap", "staged", "python"),
+])
+def test_a_host_tier_changes_no_bit(params, tokens, name, driver, backend, tmp_path):
+    """Given methods that append, hold and split, against all blocks in memory with the same driver."""
+    expected = teacher_forced(params, tokens, METHODS[name], driver, steps=STEPS)
+    got = teacher_forced(params, tokens, METHODS[name], driver, FlashStore(tmp_path), steps=STEPS, host=HOST,
+                         backend=backend)
+    if backend == "python":  # compiled in parts, which round differently
+        np.testing.assert_allclose(got, expected, atol=1e-5)
+    else:
+        np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("driver", ["staged", "fused"])
+def test_its_slots_are_in_pinned_host_memory_and_stay_there(params, tokens, driver):
+    plan, state, _, _ = start(params, tokens, METHODS["quest"], HostStore(), host=HOST)
+    for one in (state, planning.copy(state), decoded(plan, params, state, tokens, driver, steps=2)[0]):
+        assert {pool.host_rows.sharding.memory_kind for pool in tiers(one)} == {"pinned_host"}
+        assert {pool.rows.sharding.memory_kind for pool in tiers(one)} == {"device"}
+
+
+def test_what_left_the_device_comes_from_the_host(params, tokens, tmp_path):
+    """Given room for every block in host memory and for one step's on the device, no block is read twice."""
+    method, reads = METHODS["quest"], {}
+    for host in (None, 24):
+        plan, state, _, branch = start(params, tokens, method, FlashStore(tmp_path), host=host)
+        state, _ = decoded(plan, params, state, tokens)
+        reads[host] = branch.stats().blocks_read
+        if host:
+            used = sum(int(jax.device_get(pool.host_table.block < pool.num_blocks).sum()) for pool in tiers(state))
+            assert 0 < reads[host] <= used, "blocks that were never written are not read"
+        branch.close()
+    assert reads[24] < reads[None]
+
+
+def test_device_and_host_hold_what_the_store_holds(params, tokens):
+    """After splits, appended rows and evictions, a block that is in several tiers is the same in each."""
+    plan, state, _, branch = start(params, tokens, METHODS["dynakv"], HostStore(), host=HOST)
+    state, _ = decoded(plan, params, state, tokens)
+    pool = tiers(state)[-1]
+    on_host = np.asarray(pool.locate_on_host(pool.table.block))
+    host_rows, rows = np.asarray(pool.host_rows), np.asarray(pool.rows)
+    shared = 0
+    for b, head, slot in zip(*np.nonzero(on_host < HOST), strict=True):
+        if pool.table.block[b, head, slot] < pool.num_blocks:
+            np.testing.assert_array_equal(rows[b, head, slot], host_rows[b, head, on_host[b, head, slot]])
+            shared += 1
+    assert shared > 4
+    branch.close()
+
+
+def test_a_failed_read_leaves_both_tiers_as_they_were(params, tokens, tmp_path):
+    expected = teacher_forced(params, tokens, METHODS["quest"], steps=STEPS)
+    store = FlashStore(tmp_path)
+    store.system = FaultySystem()
+    plan, state, _, _ = start(params, tokens, METHODS["quest"], store, host=HOST)
+    store.system.fail("preadv", errno.EIO)
+    with pytest.raises(ReadFailed) as failure:
+        decoded(plan, params, state, tokens)
+    store.system.heal()
+    _, logits = decoded(plan, params, failure.value.state, tokens)
+    np.testing.assert_array_equal(logits, expected)
+
+
+def test_bad_settings_are_refused(params, tokens):
+    with pytest.raises(ConfigError, match="host=2 is fewer than"):
+        start(params, tokens, METHODS["quest"], HostStore(), host=2)
+    for other in ({"park": HostStore()}, {"keep": False}):
+        with pytest.raises(ConfigError, match="leave it out"):
+            Slots(host=HOST, **other)
+    assert dataclasses.replace(Slots(), host=HOST).host == HOST
