@@ -89,15 +89,15 @@ class Reads:
         return chosen[suspects]
 
     def _count(self, layer: int, fetch: Fetch, useful: int, note: Note) -> None:
-        self.count(layer, fetch.extents.size, useful, fetch.requests, fetch.times, note)
+        self._tally.add(**self.account(layer, fetch.extents.size, useful, fetch.requests, fetch.times, note))
 
-    def count(self, layer: int, blocks: int, useful: int, requests: int, times: Times, note: Note) -> None:
-        """Books a finished fetch."""
+    def account(self, layer: int, blocks: int, useful: int, requests: int, times: Times, note: Note) -> dict:
+        """Notes the events of a finished fetch; what is to be added to the totals for it."""
         note("request", layer, times.began)
         note("landed", layer, times.ended)
-        self._tally.add(reads=requests, blocks_read=blocks, bytes_read=blocks * self._extent_bytes,
-                        bytes_useful=useful * self._block_bytes, io_seconds=times.ended - times.began,
-                        wait_seconds=times.waited)
+        return {"reads": requests, "blocks_read": blocks, "bytes_read": blocks * self._extent_bytes,
+                "bytes_useful": useful * self._block_bytes, "io_seconds": times.ended - times.began,
+                "wait_seconds": times.waited}
 
 
 def _find(guess: Fetch, extents: np.ndarray, sums: np.ndarray) -> np.ndarray:

@@ -323,26 +323,25 @@ class FlashBranch(TransactionalBranch):
         engine = self._volume.reader.rings
         if (engine is None or block.size > engine.rings.extents or self._reads.has_guess(layer)
                 or not self._is_plain(layer, block, slot, slots)):
-            return False
-        volume, geometry, slots_per_lane = self._volume, self.geometry, slots.shape[2]
+            return None
+        volume, slots_per_lane = self._volume, slots.shape[2]
         ring = engine.rings.take()
         try:
             with volume.lock:
                 count, staged = self._lineage.resolve_at_once(layer, block, slot, slots_per_lane,
                                                               volume.extents.checksums, ring)
             if count > 0:
-                out = slots.reshape(geometry.lanes * slots_per_lane, -1).view(np.uint8)
+                out = slots.view(np.uint8)
                 copied, reads, times = ring.read(out, count, engine.file.direct_descriptor, engine.timeout)
                 if ring.in_flight:
                     raise hung(engine.path, engine.timeout)
         finally:
             engine.rings.give(ring)
         if count <= 0 or copied < count:
-            return count == 0
+            return {} if count == 0 else None
         if staged:
-            self._overlay(staged, out)
-        self._reads.count(layer, count, count, reads, times, self._note)
-        return True
+            self._overlay(staged, out.reshape(self.geometry.lanes * slots_per_lane, -1))
+        return self._reads.account(layer, count, count, reads, times, self._note)
 
     def _is_plain(self, layer, block, slot, slots) -> bool:
         """Whether shapes and memory are such that C code can take them as they are; raises as `_locate`."""

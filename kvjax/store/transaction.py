@@ -115,9 +115,10 @@ class TransactionalBranch(Branch):
     def _load(self, layer: int, ids: np.ndarray, targets: np.ndarray, out: np.ndarray) -> None:
         """Copies block ids[n] of a layer to out[targets[n]], out[slots, block_bytes] uint8."""
 
-    def _load_at_once(self, layer: int, block: np.ndarray, slot: np.ndarray, slots: np.ndarray) -> bool:
-        """Does all of `read_into` in the usual case, if there is a quicker way; False where it did not."""
-        return False
+    def _load_at_once(self, layer: int, block: np.ndarray, slot: np.ndarray, slots: np.ndarray) -> dict | None:
+        """Does all of `read_into` in the usual case, if there is a quicker way, and returns what to add to the totals;
+        None where it did not."""
+        return None
 
     def _begin(self, layer: int, ids: np.ndarray) -> None:
         """Starts to read block ids[n] of a layer, for the `_load` that follows."""
@@ -141,14 +142,16 @@ class TransactionalBranch(Branch):
         started = time.perf_counter()
         self._enter(generation)
         self._note("read", layer, started)
+        done = None
         try:
-            if not self._load_at_once(int(layer), block, slot, slots):
+            done = self._load_at_once(int(layer), block, slot, slots)
+            if done is None:
                 ids, targets, out = self._locate(layer, block, slot, slots)
                 if ids.size:
                     self._load(int(layer), ids, targets, out)
         finally:
             ended = time.perf_counter()
-            self._tally.add(read_seconds=ended - started)
+            self._tally.add(read_seconds=ended - started, **(done or {}))
             self._note("answer", layer, ended)
 
     @callback
