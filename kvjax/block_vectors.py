@@ -8,6 +8,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.attention import products
 from kvjax.method import Spec
 from kvjax.typing import Array, Float, Int32, pytree
 
@@ -39,8 +40,7 @@ class Bounds:
     def scores(self, q: Float[Array, "K G D"], count: Int32[Array, "K NB"]) -> Float[Array, "K G NB"]:
         """sum_d max(q_d low_d, q_d high_d), scaled as attention scores are."""
         # max(q l, q h) = max(q, 0) h + min(q, 0) l, two matrix products instead of a K G NB D tensor.
-        bound = jnp.einsum("knd,kgd->kgn", self.high, jnp.maximum(q, 0))
-        bound += jnp.einsum("knd,kgd->kgn", self.low, jnp.minimum(q, 0))
+        bound = products((self.high, jnp.maximum(q, 0)), (self.low, jnp.minimum(q, 0)))
         return bound * q.shape[-1] ** -0.5
 
 
@@ -62,7 +62,7 @@ class Means:
 
     def scores(self, q: Float[Array, "K G D"], count: Int32[Array, "K NB"]) -> Float[Array, "K G NB"]:
         """q . mean key, scaled as attention scores are."""
-        scores = jnp.einsum("knd,kgd->kgn", self.total, q) * q.shape[-1] ** -0.5
+        scores = products((self.total, q)) * q.shape[-1] ** -0.5
         return jnp.where(count[:, None] > 0, scores / jnp.maximum(count, 1)[:, None], -_FAR)
 
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import clustering
+from kvjax.attention import products
 from kvjax.clusters.index import ClusterIndex, empty_index, statistics
 from kvjax.clusters.update import Update
 from kvjax.method import Method, Placement, Selection, aggregate, top_blocks
@@ -86,7 +87,7 @@ class ClusterMethod(Method):
 
     def select(self, spec, index, view, q):
         """P_req: the clusters whose centroids are most similar to the query."""
-        scores = jnp.einsum("knd,kgd->kgn", index.centroid, q) * spec.head_dim**-0.5
+        scores = products((index.centroid, q)) * spec.head_dim**-0.5
         occupied = view.count > 0
         score = aggregate(jnp.where(occupied[:, None], scores, -1e30), self.aggregation)
         force = jax.vmap(lambda head: self.rule.force(spec, head))(view)

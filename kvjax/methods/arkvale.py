@@ -29,6 +29,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from kvjax.attention import products
 from kvjax.errors import ConfigError
 from kvjax.method import Method, Selection, aggregate, in_token_order, no_force, top_blocks
 from kvjax.typing import Array, Bool, Float, Int32, pytree
@@ -121,4 +122,4 @@ def promise(digest: Volumes, q: Float[Array, "K G D"]) -> Float[Array, "K G NB"]
     """The largest product that a query has with any point of each volume."""
     sphere = digest.extent.shape[-1] == 1
     reach = jnp.linalg.norm(q, axis=-1, keepdims=True) if sphere else jnp.abs(q)
-    return jnp.einsum("knd,kgd->kgn", digest.centre, q) + jnp.einsum("kne,kge->kgn", digest.extent, reach)
+    return products((digest.centre, q), (digest.extent, reach))

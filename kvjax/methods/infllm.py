@@ -33,6 +33,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from kvjax.attention import products
 from kvjax.errors import ConfigError
 from kvjax.method import Context, Method, Selection, aggregate, in_token_order, no_force, top_blocks
 from kvjax.typing import Array, Float, Int32, pytree
@@ -106,7 +107,7 @@ class InfLLM(Method):
 
     def select(self, spec, index, view, q):
         """The open block, then blocks by the relevance of their representatives."""
-        scores = jnp.einsum("knd,kgd->kgn", jnp.sum(index.key, axis=2), q) * spec.head_dim**-0.5
+        scores = products((jnp.sum(index.key, axis=2), q)) * spec.head_dim**-0.5
         pooled = scores.reshape(1, -1, spec.num_blocks) if self.shared else scores
         occupied, full = view.count > 0, view.count == spec.block_rows
         score = jnp.where(full, aggregate(pooled, self.aggregation), jnp.inf)

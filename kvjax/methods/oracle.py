@@ -12,6 +12,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from kvjax.attention import products
 from kvjax.method import Method, Selection, Spec, View, aggregate, in_token_order, no_force, top_blocks
 from kvjax.typing import Array, Float, Int32, pytree
 
@@ -41,7 +42,7 @@ class Oracle(Method):
 
     def scores(self, spec: Spec, index: OracleIndex, view: View, q: Float[Array, "K G D"]) -> Float[Array, "K G NB"]:
         """Scaled products of the query with every stored key."""
-        scores = jnp.einsum("knd,kgd->kgn", index.key, q) * spec.head_dim**-0.5
+        scores = products((index.key, q)) * spec.head_dim**-0.5
         return jnp.where(view.count[:, None] > 0, scores, -1e30)
 
     def select(self, spec, index, view, q):

@@ -18,6 +18,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from kvjax.attention import products
 from kvjax.method import Method, Selection, aggregate, in_token_order, no_force, top_blocks
 from kvjax.typing import Array, Bool, Float, Int32, pytree
 
@@ -56,7 +57,7 @@ class ShadowKV(Method):
 
     def select(self, spec, index, view, q):
         occupied = view.count > 0
-        scores = jnp.einsum("knd,kgd->kgn", index.mean, q) * spec.head_dim**-0.5
+        scores = products((index.mean, q)) * spec.head_dim**-0.5
         score = aggregate(jnp.where(occupied[:, None], scores, -1e30), self.aggregation)
         score = jnp.where(index.outlier, jnp.inf, score)
         return Selection(top_blocks(score, occupied, spec.max_blocks), no_force(spec))
