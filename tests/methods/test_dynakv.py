@@ -406,13 +406,14 @@ def two_scales():
 
 
 def test_the_threshold_is_a_multiple_of_the_mean_cluster_variance_of_each_head():
-    sim = Sim(SMALL, Stream.draw(20), [80, 60])
-    for b in range(2):
+    stream = Stream.draw(20)
+    for b, prompt in enumerate((80, 60)):
+        sim = Sim(SMALL, stream.row(b), [prompt])
         for head in range(HEADS):
-            pos, count = (np.asarray(x)[b, head] for x in (sim.cache.state.pos, sim.cache.state.count))
-            keys = [sim.stream.k[b, p[:n], head].astype(np.float64) for p, n in zip(pos, count, strict=True) if n]
+            pos, count = (np.asarray(x)[0, head] for x in (sim.cache.state.pos, sim.cache.state.count))
+            keys = [sim.stream.k[0, p[:n], head].astype(np.float64) for p, n in zip(pos, count, strict=True) if n]
             mean = sum(len(k) * k.var(axis=0).sum() for k in keys) / sum(len(k) for k in keys)
-            np.testing.assert_allclose(sim.cache.state.index.tau[b, head], SMALL.threshold * mean, rtol=1e-5)
+            np.testing.assert_allclose(sim.cache.state.index.tau[0, head], SMALL.threshold * mean, rtol=1e-5)
 
 
 def test_heads_with_keys_of_another_spread_have_another_threshold():
