@@ -106,15 +106,20 @@ def prefill(plan: LayerPlan, state: LayerState, prompts: Prompts, leader: LayerS
 def prefill_memory(plan: LayerPlan, state: LayerState, prompts: Prompts, dtype=jnp.float32, leader=None) -> LayerCache:
     """`prefill` into a new memory pool."""
     state, placement = prefill(plan, state, prompts, leader)
-    blocks = (scatter_prompt(plan.spec, placement, rows, dtype) for rows in (prompts.key, prompts.value))
-    return LayerCache(state, MemoryPool(*blocks))
+    return LayerCache(state, in_memory(plan, placement, prompts, dtype))
 
 
-def prefill_packed(plan: LayerPlan, state: LayerState, prompts: Prompts, dtype=jnp.float32, leader=None):
-    """`prefill` for a store: the state, and the packed blocks `[B, K, NB, C, 2D]` to write."""
-    state, placement = prefill(plan, state, prompts, leader)
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def in_memory(plan: LayerPlan, placement: Placement, prompts: Prompts, dtype=jnp.float32) -> MemoryPool:
+    """The memory pool of prompts that `prefill` has placed."""
+    return MemoryPool(*(scatter_prompt(plan.spec, placement, rows, dtype) for rows in (prompts.key, prompts.value)))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def packed(plan: LayerPlan, placement: Placement, prompts: Prompts, dtype=jnp.float32) -> Float[Array, "B K NB C D2"]:
+    """The same as blocks for a store, values beside keys."""
     rows = jnp.concatenate([prompts.key, prompts.value], axis=-1)
-    return state, scatter_prompt(plan.spec, placement, rows, dtype)
+    return scatter_prompt(plan.spec, placement, rows, dtype)
 
 
 # ------------------------------------------------------------------------------------------- read

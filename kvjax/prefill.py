@@ -141,9 +141,10 @@ def fill(
 ) -> LayerCache:
     """Layer i's cache from its prompts; `leader` is the layer it follows, if any, `samples` as of `_sample_queries`."""
     layer_plan, weights = plan.layers[i], plan.layers[i].method.weights(i)
+    state, placement = _filled(layer_plan, plan.dtype, weights, prompts, leader)
     if branch is None or not on_store(plan, i):
-        return _fill_memory(layer_plan, plan.dtype, weights, prompts, leader)
-    state, blocks = _fill_packed(layer_plan, plan.dtype, weights, prompts, leader)
+        return LayerCache(state, layer.in_memory(layer_plan, placement, prompts, plan.dtype))
+    blocks = layer.packed(layer_plan, placement, prompts, plan.dtype)
     leads = samples is not None and not layer_plan.follows
     retrieved = np.asarray(_retrieved(layer_plan, state, samples)) if leads else None
     prompt = base.Prompt(np.asarray(state.pos), retrieved)
@@ -152,12 +153,7 @@ def fill(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _fill_memory(layer_plan, dtype, weights, prompts, leader):
+def _filled(layer_plan, dtype, weights, prompts, leader):
+    """The state, and each token's place: what takes long to compile is the same program whatever keeps the blocks."""
     state = layer.init(layer_plan, prompts.key.shape[0], dtype, weights)
-    return layer.prefill_memory(layer_plan, state, prompts, dtype, leader)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _fill_packed(layer_plan, dtype, weights, prompts, leader):
-    state = layer.init(layer_plan, prompts.key.shape[0], dtype, weights)
-    return layer.prefill_packed(layer_plan, state, prompts, dtype, leader)
+    return layer.prefill(layer_plan, state, prompts, leader)

@@ -27,12 +27,23 @@ class Sampling:
             raise ConfigError(f"top_p={self.top_p} must be in (0, 1]")
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def sample(sampling: Sampling, logits: Logits, key: PRNGKey) -> Int32[Array, "B"]:
     """One token per row of logits `[B, V]`; row b uses `fold_in(key, b)`, so rows do not depend on the batch."""
     if sampling.temperature == 0:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    logits = _nucleus(_top_k(logits.astype(jnp.float32) / sampling.temperature, sampling.top_k), sampling.top_p)
+        return _greedy(logits)
+    mass = sampling.top_p if sampling.top_p < 1 else None
+    return _draw(sampling.top_k, logits, sampling.temperature, mass, key)
+
+
+@jax.jit
+def _greedy(logits):
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _draw(count, logits, temperature, mass, key):
+    """The same program for every temperature, and for every mass below 1."""
+    logits = _nucleus(_top_k(logits.astype(jnp.float32) / temperature, count), mass)
     keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(logits.shape[0]))
     return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
 
@@ -46,7 +57,7 @@ def _top_k(logits, count):
 
 def _nucleus(logits, mass):
     """Keeps the smallest set of most likely tokens whose mass reaches `mass` (the first one always)."""
-    if mass == 1.0:
+    if mass is None:
         return logits
     order = jnp.argsort(-logits, axis=-1)
     probability = jnp.take_along_axis(jax.nn.softmax(logits, axis=-1), order, axis=-1)

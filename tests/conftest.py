@@ -45,11 +45,20 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item, nextitem):
-    """Drops compiled programs: each holds memory maps, of which Linux gives a process 65,530. Beyond, XLA crashes."""
-    if nextitem is None or _programs(item.nodeid) != _programs(nextitem.nodeid):
+    """Drops compiled programs: each holds memory maps, of which Linux gives a process 65,530. Beyond, XLA crashes.
+
+    Not before it is time, and then between tests that share none: other files may use the same programs.
+    """
+    if nextitem is None or (_programs(item.nodeid) != _programs(nextitem.nodeid) and _maps() > 20_000):
         import jax
 
         jax.clear_caches()
+
+
+def _maps() -> int:
+    """How many memory maps this process has, where the system tells."""
+    maps = pathlib.Path("/proc/self/maps")
+    return maps.read_bytes().count(b"\n") if maps.exists() else 1 << 20
 
 
 @pytest.fixture(scope="session")

@@ -126,10 +126,11 @@ def _token(plan, cache, q, k, v, token, at, active, line):
     return out, layer.write(plan, cache, fresh, at, gate, jnp.int32(0), line, token)[0], ok, report
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _fill(fill, plan, k, v, length, token, q):
+@functools.partial(jax.jit, static_argnums=0)
+def _fill(plan, k, v, length, token, q):
+    """The state, each token's place and the prompts: one program, whatever keeps the blocks."""
     prompts = Prompts(k, v, length, token, layer.last_queries(q, length, plan.method.observation))
-    return fill(plan, layer.init(plan, k.shape[0]), prompts)
+    return *layer.prefill(plan, layer.init(plan, k.shape[0]), prompts), prompts
 
 
 class Sim:
@@ -140,15 +141,15 @@ class Sim:
         self.at = np.asarray(prompt, np.int32)
         batch, size = stream.k.shape[0], CAPACITY
         k, v, token, q = (jnp.asarray(array[:, :size]) for array in (stream.k, stream.v, stream.token, stream.q))
-        prompts = (self.plan, k, v, jnp.asarray(self.at), token, q)
+        state, *placed = _fill(self.plan, k, v, jnp.asarray(self.at), token, q)
         if store is None:
-            self.cache = _fill(layer.prefill_memory, *prompts)
+            self.cache = LayerCache(state, layer.in_memory(self.plan, *placed))
             return
         spec = self.plan.spec
         self.branch = store.create(
             Geometry(1, batch, HEADS, spec.num_blocks, spec.block_rows, 2 * SIZE, "float32"), "laws"
         )
-        state, blocks = _fill(layer.prefill_packed, *prompts)
+        blocks = layer.packed(self.plan, *placed)
         self.branch.write_layer(0, np.asarray(blocks), np.asarray(state.count), Prompt(np.asarray(state.pos)))
         pool = SlotPool.zeros(spec, batch, slots or spec.max_blocks + 1, "float32", policy, backend)
         self.cache = LayerCache(state, pool)

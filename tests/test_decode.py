@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import METHODS
+from harness import METHODS, plan_of
 from tiny import CAPACITY, CONFIG, PROMPT, dense, start, temporaries
 
 from kvjax import cache as caching
@@ -35,23 +35,41 @@ def teacher_forced(params, tokens, method, driver="staged", store=None, steps=ST
 
 
 @pytest.mark.parametrize("driver", ["staged", "fused"])
-@pytest.mark.parametrize("sliding", [None, 16])
-def test_full_cache_equals_dense_logits(params, tokens, driver, sliding):
-    config = dataclasses.replace(CONFIG, windows=(sliding, None))
+def test_full_cache_equals_dense_logits(params, tokens, driver):
+    """In a layer with a sliding window and in one without."""
+    config = dataclasses.replace(CONFIG, windows=(16, None))
     expected = dense(params, tokens, config)
     plan, _, logits, _ = start(params, tokens, METHODS["full"], config=config)
-    assert plan.layers[0].sliding == sliding
+    assert [one.sliding for one in plan.layers] == [16, None]
     got = teacher_forced(params, tokens, METHODS["full"], driver, config=config)
     for b, prompt in enumerate(PROMPT):
         np.testing.assert_allclose(logits[b], expected[b, prompt - 1], atol=1e-4)
         np.testing.assert_allclose(got[:, b], expected[b, prompt : prompt + STEPS], atol=1e-4)
 
 
-@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
-def test_drivers_agree(params, tokens, method, tmp_path):
+# Methods that a driver can tell from one another: which parts of a layer run, and what they are handed.
+UNLIKE = ("full", "streaming_llm", "h2o", "sentencekv", "quest", "dynakv", "kvswap", "magicpig")
+
+
+def _as_driven(method):
+    return {
+        "attends_all": method.attends_all, "adaptive": method.adaptive, "pairs": method.pairs,
+        "observes": method.observes, "samples": method.samples, "evicts": method.evicts,
+        "head_shared": method.head_shared, "observation": method.observation != 0,
+        "weights": bool(jax.tree.leaves(method.weights(0))), "blocks": plan_of(method).spec.selected_rows > 0,
+    }.items()
+
+
+def test_whatever_a_driver_can_tell_of_a_method_is_tried():
+    seen, every = ({item for name in names for item in _as_driven(METHODS[name])} for names in (UNLIKE, METHODS))
+    assert seen == every
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_drivers_agree(params, tokens, name, tmp_path):
     """The least alike of the four ways to decode: layer by layer in memory, and in one program on flash."""
-    staged = teacher_forced(params, tokens, method)
-    fused = teacher_forced(params, tokens, method, "fused", FlashStore(tmp_path))
+    staged = teacher_forced(params, tokens, METHODS[name])
+    fused = teacher_forced(params, tokens, METHODS[name], "fused", FlashStore(tmp_path))
     np.testing.assert_array_equal(staged.argmax(-1), fused.argmax(-1))
     np.testing.assert_allclose(staged, fused, atol=1e-4)
 
@@ -129,7 +147,7 @@ def test_dense_layers_stay_in_memory_and_exact(params, tokens, tmp_path):
 
 
 def test_a_pure_step_leaves_its_state_usable(params, tokens):
-    plan, state, _, _ = start(params, tokens, METHODS["dynakv"])
+    plan, state, _, _ = start(params, tokens, METHODS["quest"])
     first = decode.step(plan, params, state, tokens[:, 50])
     again = decode.step(plan, params, state, tokens[:, 50])
     np.testing.assert_array_equal(first.logits, again.logits)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import layer, persistence, planning
+from kvjax import persistence, planning
 from kvjax.errors import (
     ChecksumMismatch,
     ConfigError,
@@ -26,9 +26,8 @@ from kvjax.errors import (
     StoreLocked,
     WriteFailed,
 )
-from kvjax.layer import LayerCache
 from kvjax.planning import State
-from kvjax.pool import Line, MemoryPool
+from kvjax.pool import Line
 from tests import test_llm
 from tests.harness import METHODS
 from tests.test_llm import CONTEXT, METHOD
@@ -90,6 +89,11 @@ def test_a_restored_cache_answers_alike(llm, make, tmp_path):
     again.close()
 
 
+def _outlines(plan):
+    """The shape of every layer's cache in memory; nothing is computed, hence nothing compiled."""
+    return [planning.outline(plan, i, False, planning.Slots()) for i in range(len(plan.layers))]
+
+
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_state_of_every_method_is_restored(tmp_path, name, dtype):
@@ -102,8 +106,7 @@ def test_the_state_of_every_method_is_restored(tmp_path, name, dtype):
         return jnp.asarray(rng.integers(0, 2, leaf.shape) if leaf.dtype == bool else rng.normal(0, 99, leaf.shape),
                            leaf.dtype)
 
-    layers = [LayerCache(jax.tree.map(noise, layer.init(one, 2, dtype)),
-                         jax.tree.map(noise, MemoryPool.zeros(one.spec, 2, dtype))) for one in plan.layers]
+    layers = [jax.tree.map(noise, one) for one in _outlines(plan)]
     state = State(tuple(layers), jnp.array([3, 5], jnp.int32), Line(jnp.int32(-1), jnp.int32(0)))
     logits = jnp.asarray(rng.normal(size=(2, 7)), jnp.float32)
     persistence.save(tmp_path, plan, state, logits, None, "model")

@@ -18,12 +18,12 @@ from tests.store.conftest import GEOMETRY, Driver, wait_until
 from tests.store.conftest import engine as engine
 from tests.store.faults import FaultySystem
 
-DEEP = dataclasses.replace(CONFIG, num_layers=4, windows=(None,) * 4)
+DEEP = dataclasses.replace(CONFIG, num_layers=3, windows=(None,) * 3)  # first, inner and last layer
 
 
 @pytest.fixture(scope="module")
 def deep(params):
-    return {**params, "layers_2": params["layers_0"], "layers_3": params["layers_1"]}
+    return {**params, "layers_2": params["layers_0"]}
 
 
 def looking_ahead(name):
@@ -103,7 +103,7 @@ def test_wrong_guesses_are_counted(params, tokens, prefetch, tmp_path):
 def test_the_next_layer_is_submitted_before_a_layer_is_read(deep, tokens, driver, tmp_path):
     plan, state, _, branch = start(deep, tokens, looking_ahead("quest"), FlashStore(tmp_path), DEEP, prefetch="layer")
     expected = [("submit", 1), ("read", 0), ("answer", 0), ("submit", 2), ("read", 1), ("answer", 1),
-                ("submit", 3), ("read", 2), ("answer", 2), ("read", 3), ("answer", 3)]
+                ("read", 2), ("answer", 2)]
     for i in range(50):
         branch.events = []
         state = decode.step(plan, deep, state, tokens[:, (max(PROMPT) + i) % 96], driver=driver, donate=True).state

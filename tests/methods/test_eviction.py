@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -213,5 +214,5 @@ def test_one_layer_alone_needs_the_prompts_queries():
     prompt = [jnp.asarray(array) for array in (stream.k, stream.v, length)]
     with pytest.raises(ConfigError, match="query"):
         kvjax.prefill_cache(cache, *prompt)
-    filled = kvjax.prefill_cache(cache, *prompt, jnp.asarray(stream.q))
+    filled = jax.jit(kvjax.prefill_cache)(cache, *prompt, jnp.asarray(stream.q))
     np.testing.assert_array_equal(filled.layer.state.pos, Sim(SNAPKV, stream, length).cache.state.pos)
