@@ -152,6 +152,23 @@ def test_every_split_adds_one_cluster(head):
     assert (np.diff(history["splits"][:, head]) == np.diff(history["clusters"][:, head])).all()
 
 
+def test_splits_compile_nothing():
+    """2,000 steps with hundreds of splits are served by one trace."""
+    traces = []
+
+    @jax.jit
+    def step(cache, q, k, v):
+        traces.append(None)
+        return kvjax.attend(cache, q[None], k[None], v[None])[1]
+
+    stream = long_stream(1, PROMPT + 2_000)
+    cache = start(stream, PROMPT)
+    for token in zip(*(x[PROMPT:] for x in stream), strict=True):
+        cache = step(cache, *token)
+    assert np.asarray(cache.layer.state.index.splits).sum() > 100
+    assert len(traces) == 1 and step._cache_size() == 1
+
+
 @pytest.mark.parametrize(("clumps", "drift"), [(24, 3.0), (STEPS, 0.0)], ids=["clumps", "isotropic"])
 def test_clusters_that_start_from_three_tokens_stay_few(clumps, drift):
     """Without a prompt to calibrate tau, keys still gather: on average half the target size and more."""
