@@ -121,8 +121,8 @@ def slot_pool(plan: Plan, i: int, slots: Slots) -> SlotPool:
     pool = SlotPool.zeros(spec, plan.batch, count, plan.dtype, slots.policy, backend, slots.prefetch, slots.keep)
     if slots.host is None:
         return pool
-    if slots.host < least:
-        raise ConfigError(f"host={slots.host} is fewer than the {least} blocks one step may need; raise it")
+    if slots.host <= count:
+        raise ConfigError(f"host={slots.host} must be more than the device's {count} slots; raise it")
     return TieredPool.over(pool, spec, slots.host)
 
 

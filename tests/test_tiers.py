@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from harness import METHODS
 from test_decode import teacher_forced
-from tiny import PROMPT, start
+from tiny import CONFIG, PROMPT, start
 
+import kvjax
 from kvjax import decode, planning
 from kvjax.errors import ConfigError, ReadFailed
 from kvjax.planning import Slots
@@ -102,8 +103,34 @@ def test_a_failed_read_leaves_both_tiers_as_they_were(params, tokens, tmp_path):
     np.testing.assert_array_equal(logits, expected)
 
 
+def _model(params):
+    return kvjax.LLM(CONFIG, params)
+
+
+@pytest.mark.parametrize("prefetch", ["off", "layer"])
+def test_asked_extended_saved_and_restored(params, tmp_path, prefetch):
+    """The same answers as with two tiers, of the cache, of one that read on, and of one that was restored."""
+    llm, context, question = _model(params), list(range(1, 50)), [7, 8, 9]
+    answers = []
+    for host in (None, HOST):
+        path = tmp_path / f"{host}"
+        cache = llm.prefill(context, method=METHODS["quest"], store=FlashStore(tmp_path / f"{host}.kv"),
+                            slots=Slots(host=host, prefetch=prefetch))
+        grown = llm.extend(cache, question, chunk=2)
+        cache.save(path)
+        answers.append([llm.generate(question, one, max_new_tokens=8).tokens for one in (cache, grown)])
+        grown.close()
+        cache.close()
+        again = llm.restore(path, method=METHODS["quest"])
+        assert bool(tiers(again.state)) == (host is not None)
+        answers[-1].append(llm.generate(question, again, max_new_tokens=8).tokens)
+        again.close()
+    assert answers[0] == answers[1]
+    assert answers[1][0] == answers[1][2]
+
+
 def test_bad_settings_are_refused(params, tokens):
-    with pytest.raises(ConfigError, match="host=2 is fewer than"):
+    with pytest.raises(ConfigError, match="host=2 must be more than"):
         start(params, tokens, METHODS["quest"], HostStore(), host=2)
     for other in ({"park": HostStore()}, {"keep": False}):
         with pytest.raises(ConfigError, match="leave it out"):

@@ -92,6 +92,10 @@ class Ring:
         copied, reads, self.in_flight, *times = native.read(self._layout, out, count, descriptor, timeout)
         return copied, reads, Times(*times)
 
+    def missed(self, count: int) -> np.ndarray:
+        """Those of the first `count` targets that `read` copied nothing to."""
+        return self.targets[:count][self._done[:count] == 0]
+
     def submit(self, first: int, stop: int) -> int:
         """How many of `control`'s reads the kernel took: the first ones, none when it has no room. OSError when it will
         not take the first whatever happens."""

@@ -318,40 +318,52 @@ class FlashBranch(TransactionalBranch):
         return self._volume.where(self._lineage)
 
     def _load_at_once(self, layer, block, slot, slots):
-        """Where nothing was read ahead, and all blocks are in the file and come at the first try; else `_load` finds
-        out what is wrong."""
+        """Where nothing was read ahead and all blocks are in the file. What does not come at the first try is left to
+        `_load`, which finds out why."""
         engine = self._volume.reader.rings
         if (engine is None or block.size > engine.rings.extents or self._reads.has_guess(layer)
                 or not self._is_plain(layer, block, slot, slots)):
             return None
-        volume, slots_per_lane = self._volume, slots.shape[2]
-        ring = engine.rings.take()
+        try:
+            ring = engine.rings.take()
+        except OSError:  # the kernel gives no more: `_load` lets threads read, and says so
+            return None
+        volume, slots_per_lane, out = self._volume, slots.shape[2], slots.view(np.uint8)
         try:
             with volume.lock:
                 count, staged = self._lineage.resolve_at_once(layer, block, slot, slots_per_lane,
                                                               volume.extents.checksums, ring)
-            if count > 0:
-                out = slots.view(np.uint8)
-                copied, reads, times = ring.read(out, count, engine.file.direct_descriptor, engine.timeout)
-                if ring.in_flight:
-                    raise hung(engine.path, engine.timeout)
+            if count <= 0:
+                return {} if count == 0 else None
+            copied, reads, times = ring.read(out, count, engine.file.direct_descriptor, engine.timeout)
+            if ring.in_flight:
+                raise hung(engine.path, engine.timeout)
+            missed = ring.missed(count) if copied < count else ()
         finally:
             engine.rings.give(ring)
-        if count <= 0 or copied < count:
-            return {} if count == 0 else None
         if staged:
-            self._overlay(staged, out.reshape(self.geometry.lanes * slots_per_lane, -1))
-        return self._reads.account(layer, count, count, reads, times, self._note)
+            here = [one for one in staged if one[0] not in missed]
+            self._overlay(here, out.reshape(self.geometry.lanes * slots_per_lane, -1))
+        if copied < count:
+            self._load_missed(layer, block, slot, slots, missed)
+        return self._reads.account(layer, copied, copied, reads, times, self._note)
+
+    def _load_missed(self, layer, block, slot, slots, missed: np.ndarray) -> None:
+        """Loads what goes to flat slots missed[n]: blocks that were being written, or whose reads came back."""
+        ids, targets, out = self._locate(layer, block, slot, slots)
+        late = np.isin(targets, missed)
+        self._load(layer, ids[late], targets[late], out)
 
     def _is_plain(self, layer, block, slot, slots) -> bool:
         """Whether shapes and memory are such that C code can take them as they are; raises as `_locate`."""
+        self._layer_start(layer)
         shapes = block.shape, slot.shape, slots.shape, slots.dtype, block.dtype, slot.dtype
         if shapes != self._checked:
             self._locate(layer, block, slot, slots)
             if not block.dtype == slot.dtype == np.int32:
                 return False
             self._checked = shapes
-        return block.flags.c_contiguous and slot.flags.c_contiguous and slots.flags.c_contiguous
+        return block.flags.c_contiguous and slot.flags.c_contiguous and slots.flags.carray
 
     def _load(self, layer, ids, targets, out):
         volume = self._volume

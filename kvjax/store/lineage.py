@@ -161,14 +161,17 @@ class Lineage:
                         ring: "Ring") -> tuple[int, list[tuple[int, tuple[Staged, ...]]]]:
         """Fills the ring's extents, sums and targets for block[B, K, M] that go to slot[B, K, M] of `slots` per lane.
 
-        Returns how many, -1 where a block is not in the file or a slot is not there, and what to lay over flat slots.
+        Returns how many, and what to lay over flat slots; -1 where a block is not in the file or need not be read, as
+        all of it is staged, or a slot is not there.
         """
         lanes, table = self.geometry.lanes, self.table
         count, marked = native.resolve(block, slot, table.pool.rows, table.shift, self._pending, checksums,
                                        ring.extents, ring.sums, ring.targets, ring.staged, lanes,
                                        self.geometry.num_blocks, slots, layer * lanes)
-        staged = ring.staged[:marked].tolist() if marked else []
-        return count, [(target, self._layers(block_id)) for block_id, target in staged]
+        if not marked:
+            return count, []
+        staged = [(target, self._layers(block_id)) for block_id, target in ring.staged[:marked].tolist()]
+        return (-1, []) if any(layers[0].complete for _, layers in staged) else (count, staged)
 
     def _layers(self, block_id: int) -> tuple[Staged, ...]:
         older, newer = self.flight.get(block_id), self.queue.get(block_id)

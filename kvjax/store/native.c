@@ -265,7 +265,8 @@ typedef struct {
 } Outcome;
 
 /* Submits reads, waits for a quarter of those in flight at a time and lands them, until none is in flight or none came
- * for `timeout` seconds. What the kernel would not take, or sent back, is not tried again. */
+ * for `timeout` seconds. What came back bad is not tried again; what the kernel had no room for is, while others are in
+ * flight. */
 static Outcome read_all(const RingLayout *ring, const Landing *to, double timeout) {
     Outcome outcome = {.began = now()};
     struct io_event *events = (struct io_event *)(intptr_t)ring->events;

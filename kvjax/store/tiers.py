@@ -2,14 +2,16 @@
 
 The host's slots are a JAX array in pinned host memory, also on CPU, with a table and a policy of the same kind as the
 device's. A block that is missing on the device comes from the host if it is there, else from the store through the
-host; so the host tier holds what the device had lately, and more. What is written goes to all tiers. Work on the host's
-slots is done by the host (`compute_on`): only the blocks that a step needs cross over to the device.
+host. The host's table books what the device asks it for: a block that the device keeps for long may leave the host.
+What is written goes to every tier that has the block. Work on the host's slots is done by the host (`compute_on`): only
+the blocks that a step needs cross over to the device.
 """
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.compute_on import compute_on
 
 from kvjax.method import Spec
@@ -34,7 +36,7 @@ class TieredPool(SlotPool):
     def over(cls, pool: SlotPool, spec: Spec, slots: int) -> "TieredPool":
         """`pool` with `slots` more in host memory per KV head."""
         batch = pool.rows.shape[0]
-        rows = jnp.zeros((*pool.rows.shape[:2], slots, *pool.rows.shape[3:]), pool.rows.dtype)
+        rows = np.zeros((*pool.rows.shape[:2], slots, *pool.rows.shape[3:]), pool.rows.dtype)  # never on the device
         table = residency.empty(spec.kv_heads, slots, spec.num_blocks)
         table = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (batch, *leaf.shape)), table)
         kept = {field.name: getattr(pool, field.name) for field in dataclasses.fields(pool)}
@@ -78,7 +80,10 @@ class TieredPool(SlotPool):
         """Writes whole blocks, or a row of each, to the host tier where it has them."""
         packed = jnp.concatenate([key, value], axis=-1).astype(self.host_rows.dtype)
         slot = jnp.where(block < self.num_blocks, self.locate_on_host(block), self.host_rows.shape[2])
-        at = self._flat(slot) if row is None else self._flat(slot) * self.rows.shape[3] + row
+        at = self._flat(slot)
+        if row is not None:
+            size = self.rows.shape[3]
+            at = jnp.where(slot < self.host_rows.shape[2], at * size + row, at * size)
         new = packed.reshape(-1, *packed.shape[slot.ndim:])
         host_rows = _set(self.host_rows, *jax.device_put((at.reshape(-1), new), _HOST))
         table = jax.vmap(residency.note_written)(self.host_table, slot)

@@ -67,7 +67,34 @@ def test_staged_rows_and_blocks_lie_over_what_is_read(tmp_path, open_branch, qui
     driver.branch.flush()
     settle(driver.branch.path)
     np.testing.assert_array_equal(driver.read(), expected)
-    assert len(quick) == 2
+    assert len(quick) == (1 if whole else 2), "what is wholly in memory is not read"
+
+
+def test_what_does_not_come_at_the_first_try_is_read_again_alone(tmp_path, open_branch, monkeypatch):
+    driver, blocks = filled(open_branch, FlashStore(tmp_path))
+    read = aio.Ring.read
+
+    def torn(self, out, count, *args):
+        copied, reads, times = read(self, out, count, *args)
+        self._done[[0, 3]] = 0
+        for target in self.targets[[0, 3]]:
+            out.reshape(-1, GEOMETRY.block_bytes)[target] = 0
+        return copied - 2, reads, times
+
+    monkeypatch.setattr(aio.Ring, "read", torn)
+    np.testing.assert_array_equal(driver.read(), blocks)
+    assert driver.branch.stats().blocks_read == blocks[..., 0, 0].size
+
+
+def test_a_kernel_without_another_ring_leaves_reading_to_threads(tmp_path, open_branch, monkeypatch, caplog):
+    driver, blocks = filled(open_branch, FlashStore(tmp_path))
+
+    def refused(_):
+        raise OSError(errno.EAGAIN, "no more")
+
+    monkeypatch.setattr(aio.RingStack, "take", refused)
+    np.testing.assert_array_equal(driver.read(), blocks)
+    assert driver.branch.engine == "threads" and "refuses asynchronous reads" in caplog.text
 
 
 def test_what_was_read_ahead_is_used(tmp_path, open_branch, quick):
