@@ -111,7 +111,7 @@ def test_the_next_layer_is_submitted_before_a_layer_is_read(deep, tokens, driver
         order = [(event.kind, event.layer) for event in branch.events if event.kind in ("submit", "read", "answer")]
         assert order == expected, f"token {i}"
         for before, after in itertools.pairwise(event for event in branch.events if event.kind == "request"):
-            assert before.layer < after.layer
+            assert before.layer <= after.layer
 
 
 def test_a_broken_prefetch_is_read_again(params, tokens, tmp_path, engine):

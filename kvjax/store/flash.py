@@ -344,9 +344,10 @@ class FlashBranch(TransactionalBranch):
         if staged:
             here = [one for one in staged if one[0] not in missed]
             self._overlay(here, out.reshape(self.geometry.lanes * slots_per_lane, -1))
+        booked = self._reads.account(layer, copied, copied, reads, times, self._note)
         if copied < count:
             self._load_missed(layer, block, slot, slots, missed)
-        return self._reads.account(layer, copied, copied, reads, times, self._note)
+        return booked
 
     def _load_missed(self, layer, block, slot, slots, missed: np.ndarray) -> None:
         """Loads what goes to flat slots missed[n]: blocks that were being written, or whose reads came back."""

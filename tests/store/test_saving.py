@@ -220,16 +220,14 @@ def test_a_reader_of_a_superseded_save_gets_its_bytes_or_a_stale_cache(saved, re
 
 def test_readers_that_come_while_a_writer_saves(saved, reopen, path):
     """Each finds a whole save, at whatever moment it looks, and reads that or is told that it is too old."""
-    writer, outcomes = reopen(), []
+    writer = reopen()
 
     def work() -> None:
         for seed in range(25):
             writer.prefill(seed=seed)
             writer.branch.save(b"%d" % seed)
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    while thread.is_alive():
+    def look() -> bool:
         with contextlib.closing(FlashStore(path, threads=1).open(read_only=True)) as branch:
             metadata, reader = branch.saves()[0].metadata, Driver(branch)
             ok, blocks = reader.try_read()
@@ -238,9 +236,14 @@ def test_readers_that_come_while_a_writer_saves(saved, reopen, path):
                 np.testing.assert_array_equal(blocks, expected)
             else:
                 assert type(branch.take_error()) is StaleCache
-            outcomes.append(ok)
+            return ok
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    while thread.is_alive():
+        look()
     thread.join()
-    assert any(outcomes)
+    assert look(), "nobody saves any more"
 
 
 def test_damage_is_no_stale_cache(saved, reopen, path):
