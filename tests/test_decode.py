@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import METHODS, plan_of
-from tiny import CAPACITY, CONFIG, PROMPT, dense, start, temporaries
+from tiny import CAPACITY, CONFIG, PROMPT, decoded, dense, start, temporaries
 
 from kvjax import cache as caching
 from kvjax import decode, layer, planning, prefill
@@ -23,15 +23,10 @@ STEPS = 20
 def teacher_forced(params, tokens, method, driver="staged", store=None, steps=STEPS, config=CONFIG, **slots):
     """Logits `[steps, B, V]` after each of the next tokens."""
     plan, state, _, branch = start(params, tokens, method, store, config, **slots)
-    out = []
-    for i in range(steps):
-        fed = tokens[np.arange(2), np.asarray(PROMPT) + i]
-        done = decode.step(plan, params, state, fed, driver=driver, donate=True)
-        state = done.state
-        out.append(np.asarray(done.logits))
+    logits = decoded(plan, params, state, tokens, steps, driver)[1]
     if branch is not None:
         branch.close()
-    return np.stack(out)
+    return logits
 
 
 @pytest.mark.parametrize("driver", ["staged", "fused"])

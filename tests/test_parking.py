@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import METHODS
-from tiny import CONFIG, PROMPT, start
+from tiny import CONFIG, PROMPT, decoded, start
 
 import kvjax
 from kvjax import decode, parking
@@ -20,16 +20,6 @@ STEPS = 12
 DEEP = dataclasses.replace(CONFIG, num_layers=4, windows=(None,) * 4)
 
 
-def decoded(plan, params, state, tokens, steps=STEPS):
-    """The last state and logits `[steps, B, V]` after each of the next tokens."""
-    out = []
-    for i in range(steps):
-        done = decode.step(plan, params, state, tokens[np.arange(2), np.asarray(PROMPT) + i], donate=True)
-        state = done.state
-        out.append(np.asarray(done.logits))
-    return state, np.stack(out)
-
-
 @pytest.mark.parametrize(("name", "prefetch"), [
     *((name, "off") for name in ("full", "dynakv", "kvswap", "dynsplit", "icecache")),
     ("kvswap", "layer"),
@@ -40,8 +30,8 @@ def test_parked_layers_decode_the_same_bits(params, tokens, name, prefetch, tmp_
         params, tokens, METHODS[name], FlashStore(tmp_path), prefetch=prefetch, park=FlashStore(tmp_path)
     )
     np.testing.assert_array_equal(logits, same)
-    resident, expected = decoded(plan, params, resident, tokens)
-    parked, got = decoded(plan, params, parked, tokens)
+    resident, expected = decoded(plan, params, resident, tokens, STEPS)
+    parked, got = decoded(plan, params, parked, tokens, STEPS)
     np.testing.assert_array_equal(expected, got)
     for one, again in zip(_contents(resident.layers), _contents(parking.everything(parked.layers)), strict=True):
         np.testing.assert_array_equal(one, again)
@@ -59,7 +49,8 @@ def test_layers_in_memory_may_be_parked_too(params, tokens, tmp_path):
     """With no other store: keys and values go to and fro with their layer."""
     plan, resident, *_ = start(params, tokens, METHODS["quest"])
     _, parked, *_ = start(params, tokens, METHODS["quest"], park=FlashStore(tmp_path))
-    np.testing.assert_array_equal(decoded(plan, params, resident, tokens)[1], decoded(plan, params, parked, tokens)[1])
+    _, expected = decoded(plan, params, resident, tokens, STEPS)
+    np.testing.assert_array_equal(expected, decoded(plan, params, parked, tokens, STEPS)[1])
 
 
 def test_memory_is_that_of_two_layers(tmp_path):
@@ -87,7 +78,7 @@ def test_only_pages_that_changed_are_written(params, tokens, tmp_path, monkeypat
     branch = state.layers[0].branch
     pages = sum(len(one.sums) for one in state.layers)
     before = branch.stats().blocks_written
-    state, _ = decoded(plan, params, state, tokens)
+    state, _ = decoded(plan, params, state, tokens, STEPS)
     branch.flush()
     assert pages == before
     assert branch.stats().blocks_written - before < STEPS * pages / 2
@@ -143,7 +134,7 @@ def test_a_failed_read_of_a_layer_ends_the_token_and_nothing_else(params, tokens
             continue
         state, i = done.state, i + 1
         out.append(np.asarray(done.logits))
-    np.testing.assert_array_equal(decoded(plan, params, expected, tokens)[1][3:], np.stack(out))
+    np.testing.assert_array_equal(decoded(plan, params, expected, tokens, STEPS)[1][3:], np.stack(out))
     assert next(calls) > 4 * (STEPS - 3), "the failure was injected"
 
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from harness import METHODS
 from test_decode import teacher_forced
-from tiny import CONFIG, PROMPT, start
+from tiny import CONFIG, decoded, start
 
 import kvjax
-from kvjax import decode, planning
+from kvjax import planning
 from kvjax.errors import ConfigError, ReadFailed
 from kvjax.planning import Slots
 from kvjax.store.flash import FlashStore
@@ -20,17 +20,6 @@ from kvjax.store.tiers import TieredPool
 from tests.store.faults import FaultySystem
 
 HOST, STEPS = 12, 8  # blocks per head; there are fewer than 2 * HOST
-
-
-def decoded(plan, params, state, tokens, driver="staged", steps=STEPS):
-    """The state after some tokens, and the logits of each."""
-    logits = []
-    for i in range(steps):
-        fed = tokens[np.arange(2), np.asarray(PROMPT) + i]
-        done = decode.step(plan, params, state, fed, driver=driver, donate=True)
-        state = done.state
-        logits.append(np.asarray(done.logits))
-    return state, np.stack(logits)
 
 
 def tiers(state) -> list[TieredPool]:
@@ -55,7 +44,7 @@ def test_a_host_tier_changes_no_bit(params, tokens, name, driver, backend, tmp_p
 @pytest.mark.parametrize("driver", ["staged", "fused"])
 def test_its_slots_are_in_pinned_host_memory_and_stay_there(params, tokens, driver):
     plan, state, _, _ = start(params, tokens, METHODS["quest"], HostStore(), host=HOST)
-    for one in (state, planning.copy(state), decoded(plan, params, state, tokens, driver, steps=2)[0]):
+    for one in (state, planning.copy(state), decoded(plan, params, state, tokens, 2, driver)[0]):
         assert {pool.host_rows.sharding.memory_kind for pool in tiers(one)} == {"pinned_host"}
         assert {pool.rows.sharding.memory_kind for pool in tiers(one)} == {"device"}
 
@@ -65,7 +54,7 @@ def test_what_left_the_device_comes_from_the_host(params, tokens, tmp_path):
     method, reads = METHODS["quest"], {}
     for host in (None, 24):
         plan, state, _, branch = start(params, tokens, method, FlashStore(tmp_path), host=host)
-        state, _ = decoded(plan, params, state, tokens)
+        state, _ = decoded(plan, params, state, tokens, STEPS)
         reads[host] = branch.stats().blocks_read
         if host:
             used = sum(int(jax.device_get(pool.host_table.block < pool.num_blocks).sum()) for pool in tiers(state))
@@ -77,7 +66,7 @@ def test_what_left_the_device_comes_from_the_host(params, tokens, tmp_path):
 def test_device_and_host_hold_what_the_store_holds(params, tokens):
     """After splits, appended rows and evictions, a block that is in several tiers is the same in each."""
     plan, state, _, branch = start(params, tokens, METHODS["dynakv"], HostStore(), host=HOST)
-    state, _ = decoded(plan, params, state, tokens)
+    state, _ = decoded(plan, params, state, tokens, STEPS)
     pool = tiers(state)[-1]
     on_host = np.asarray(pool.locate_on_host(pool.table.block))
     host_rows, rows = np.asarray(pool.host_rows), np.asarray(pool.rows)
@@ -97,9 +86,9 @@ def test_a_failed_read_leaves_both_tiers_as_they_were(params, tokens, tmp_path):
     plan, state, _, _ = start(params, tokens, METHODS["quest"], store, host=HOST)
     store.system.fail("preadv", errno.EIO)
     with pytest.raises(ReadFailed) as failure:
-        decoded(plan, params, state, tokens)
+        decoded(plan, params, state, tokens, STEPS)
     store.system.heal()
-    _, logits = decoded(plan, params, failure.value.state, tokens)
+    _, logits = decoded(plan, params, failure.value.state, tokens, STEPS)
     np.testing.assert_array_equal(logits, expected)
 
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import planning, prefill
+from kvjax import decode, planning, prefill
 from kvjax.models.config import ModelConfig
 from kvjax.models.transformer import Transformer
 from kvjax.planning import Slots
@@ -32,6 +32,17 @@ def start(params, tokens, method, store=None, config=CONFIG, **slots):
     length = jnp.asarray(PROMPT)
     state, logits, _ = prefill.prefill(plan, params, tokens[:, : max(PROMPT)], length, branch, Slots(**slots))
     return plan, state, logits, branch
+
+
+def decoded(plan, params, state, tokens, steps, driver="staged"):
+    """The last state and logits `[steps, B, V]` after each of the next tokens."""
+    out = []
+    for i in range(steps):
+        fed = tokens[np.arange(2), np.asarray(PROMPT) + i]
+        done = decode.step(plan, params, state, fed, driver=driver, donate=True)
+        state = done.state
+        out.append(np.asarray(done.logits))
+    return state, np.stack(out)
 
 
 def dense(params, tokens, config=CONFIG):

@@ -8,16 +8,11 @@ from kvjax.errors import NoSpace
 from kvjax.store.format import HEADER_BYTES
 
 
-def breaks(extents: np.ndarray) -> np.ndarray:
-    """bool[n], n >= 1: whether each of extents[n] begins a run of neighbours."""
-    found = np.ones(extents.size, bool)
-    np.not_equal(extents[1:] - extents[:-1], 1, out=found[1:])
-    return found
-
-
 def run_starts(extents: np.ndarray) -> np.ndarray:
     """Where runs of neighbours begin in extents[n], n >= 1: int64, the first 0."""
-    return breaks(extents).nonzero()[0]
+    found = np.ones(extents.size, bool)
+    np.not_equal(extents[1:] - extents[:-1], 1, out=found[1:])
+    return found.nonzero()[0]
 
 
 class ExtentPool:

@@ -18,8 +18,6 @@ IOCB = np.dtype([("data", "u8"), (_ORDER[0], "u4"), (_ORDER[1], "u4"), ("opcode"
                  ("descriptor", "u4"), ("buffer", "u8"), ("nbytes", "u8"), ("offset", "i8"), ("reserved", "u8"),
                  ("flags", "u4"), ("eventfd", "u4")])
 EVENT = np.dtype([("data", "u8"), ("iocb", "u8"), ("result", "i8"), ("result2", "i8")])
-IOCB_CMD_PREAD = 0
-RWF_NOWAIT = 8  # a read that could not be begun at once fails with EAGAIN instead of blocking its submission
 
 # Numbers of io_setup, io_destroy, io_getevents, io_submit.
 _NUMBERS = {"x86_64": (206, 207, 208, 209), "aarch64": (0, 1, 4, 2), "riscv64": (0, 1, 4, 2)}

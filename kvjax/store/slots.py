@@ -167,7 +167,7 @@ def _read_in_place(rows, line: Line, layer, plan: ReadPlan):
 
 def _io_read(shape_like, handle, generation, layer, block):
     fetched = np.zeros((*block.shape, *shape_like.shape[-2:]), shape_like.dtype)
-    order = np.ascontiguousarray(np.broadcast_to(np.arange(block.shape[-1], dtype=np.int32), block.shape))
+    order = np.tile(np.arange(block.shape[-1], dtype=np.int32), (*block.shape[:-1], 1))
     ok = _branch_call("read_into", handle, *_scalars(layer, generation), np.asarray(block), order, fetched)
     return fetched, np.int32(ok)
 

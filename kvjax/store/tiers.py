@@ -89,7 +89,6 @@ class TieredPool(SlotPool):
         table = jax.vmap(residency.note_written)(self.host_table, slot)
         return dataclasses.replace(self, host_rows=host_rows, host_table=table)
 
-
     def _flat(self, slot: Int32[Array, "B K *E"]) -> Int32[Array, "B K *E"]:
         """Number of each host slot among those of all sequences and heads; beyond all of them for slot NH."""
         batch, heads, slots = self.host_rows.shape[:3]
