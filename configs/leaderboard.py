@@ -4,9 +4,9 @@
 
     python -m experiments.main --config=configs/leaderboard.py --workdir=runs/leaderboard
 
-Resumable; --config.shard=i/n runs every n-th cell. Result: README.md and report.html. Preset `:smoke` finishes within
-three minutes, `:quick` is one task at two budgets, `:ruler` RULER's tasks, `:recall` MQAR and many questions to one
-context.
+Resumable; --config.shard=i/n runs every n-th method and budget. Result: README.md and report.html. Preset `:smoke`
+finishes within three minutes, `:quick` is one task at two budgets, `:ruler` RULER's tasks, `:recall` MQAR and many
+questions to one context.
 """
 
 import ml_collections
@@ -31,6 +31,8 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config.max_new_tokens = 0  # most tokens of an answer; 0 = as many as the task says
     config.perplexity_tokens = 32
     config.recall_k = 16
+    config.question = "after"  # the prompt, token by token; "within": its end, so that what compresses it knows
+    config.keep_bytes = 4 << 30  # of contexts that were read, kept for the next method
     config.methods = (
         {"name": "full", "whole": True},
         {"name": "oracle"},

@@ -69,15 +69,15 @@ def user_job(llm: kvjax.LLM, config: ml_collections.ConfigDict) -> Job:
     return Job([llm.encode(text, start=True)], (config.question,), (None,))
 
 
-def answer_all(llm: kvjax.LLM, job: Job, settings, config: ml_collections.ConfigDict, directory: pathlib.Path) -> dict:
+def answer_all(llm: kvjax.LLM, job: Job, reading, settings, config: ml_collections.ConfigDict, directory) -> dict:
     """One row of the table: every document's question to one method over one prefilled cache."""
     method = common.make_method(settings)
     store = common.make_store(config.store, directory)
-    cache = llm.prefill(job.contexts, method=method, store=store, capacity=capacity(llm, job, config), keep_keys=True)
+    cache = llm.prefill(reading, method=method, store=store, capacity=capacity(llm, job, config))
     ask = functools.partial(
         llm.generate, job.questions, cache, max_new_tokens=config.max_new_tokens, stop=(".", "\n")
     )
-    probe = Probe(cache, k=config.recall_k)
+    probe = Probe(cache, reading, k=config.recall_k)
     ask(observer=probe)  # apart from the timed run: compiles, and brings every step's selection to the host
     row = summarise(llm, method, job, ask(), probe, cache)
     cache.close()
@@ -151,9 +151,9 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     print(f"{len(job.contexts)} x {longest(job):,} tokens of context, KV cache on {config.store}; expected: "
           f"{' | '.join(answer or '?' for answer in job.answers)}")
     print("".join(form.format(title) for (_, form), title in zip(COLUMNS, TITLES, strict=True)))
-    rows = []
+    rows, reading = [], llm.read(job.contexts)
     for settings in config.methods:
-        rows.append(answer_all(llm, job, settings, config, run.path / "store"))
+        rows.append(answer_all(llm, job, reading, settings, config, run.path / "store"))
         shown = show(rows[-1])
         print("".join(form.format(shown[key]) for key, form in COLUMNS), flush=True)
     run.summary(rows)

@@ -59,13 +59,14 @@ def real_keys(llm: kvjax.LLM, config) -> tuple[np.ndarray, np.ndarray]:
     stream = common.held_out_tokens(llm)
     size = config.key_tokens + config.key_steps
     text = needles.random_span(np.random.default_rng(config.seed), stream, size)
-    cache = llm.prefill(text[: config.key_tokens], method=kvjax.full(), capacity=size + 8, keep_keys=True)
+    reading = llm.read(text[: config.key_tokens])
+    cache = llm.prefill(reading, method=kvjax.full(), capacity=size + 8)
     asked: list[np.ndarray] = []
     llm.generate(
         text[config.key_tokens :], cache, max_new_tokens=1,
         observer=lambda step, _: asked.append(np.stack([np.asarray(report.q)[0] for report in step.reports])),
     )
-    key = np.concatenate([layer[0].swapaxes(0, 1) for layer in cache.keys])
+    key = np.concatenate([layer.key[0, : config.key_tokens].swapaxes(0, 1) for layer in reading.layers])
     query = np.stack(asked).transpose(1, 2, 0, 3, 4)  # layers, KV heads, steps, query heads, D
     return key, query.reshape(len(key), -1, key.shape[-1])
 
@@ -153,8 +154,9 @@ def pages(llm: kvjax.LLM, config) -> Iterator[tuple[Row, Callable[[], Row]]]:
 
 def _hit_rate(llm: kvjax.LLM, method, text: list[int], config) -> Row:
     capacity = -(-(len(text) + 8) // 64) * 64
-    cache = llm.prefill(text[: config.key_tokens], method=method, capacity=capacity, keep_keys=True)
-    probe = metrics.Probe(cache, k=16)
+    reading = llm.read(text[: config.key_tokens])
+    cache = llm.prefill(reading, method=method, capacity=capacity)
+    probe = metrics.Probe(cache, reading, k=16)
     result = llm.generate(text[config.key_tokens :], cache, max_new_tokens=1, observer=probe)
     return {"recall": probe.quality.recall, "attention_mass": probe.quality.attention_mass,
             "attended_tokens": result.usage.attended_tokens, "resident_bytes": cache.resident_bytes}

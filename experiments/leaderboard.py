@@ -3,14 +3,21 @@
 A row is one cell, of any task of `kvjax.tasks`. Tasks give their mean score with its interval, and from the first batch
 the quality of every step's selection against exact attention; perplexity gives the loss beside that of the full cache.
 Blocks are on a store, so that what a method reads is counted and not estimated. Cells that the workdir has are skipped,
-`shard=i/n` takes every n-th, and workdirs of several shards may be joined by concatenating their metrics.jsonl.
+`shard=i/n` takes every n-th pair of method and budget, and workdirs of several shards may be joined by concatenating
+their metrics.jsonl.
+
+All tasks of one length get the same capacity, so that a method and budget is compiled once, and contexts that were read
+once are kept for the next method while they fit in `keep_bytes`.
 """
 
 import contextlib
 import dataclasses
+import functools
+import itertools
 import pathlib
 from collections.abc import Iterator, Sequence
 
+import jax
 import ml_collections
 import numpy as np
 from absl import logging
@@ -23,6 +30,7 @@ from kvjax.errors import ConfigError
 from kvjax.llm import LLM, Usage
 from kvjax.method import Method
 from kvjax.metrics import Probe
+from kvjax.prefill import Reading
 from kvjax.tasks import Continuation, Sample, asking
 
 TITLES = ("accuracy", "recall", "mass", "out error", "delta NLL", "KiB/token", "KiB kept")
@@ -38,10 +46,13 @@ class Cell:
     context: int
     budget: int | None
     seed: int
+    question: str = "after"  # after the prompt, token by token; or "within" the prompt, but for its last token
 
     @property
-    def key(self) -> tuple:
-        return self.label, self.task, self.context, self.budget, self.seed
+    def head(self) -> dict:
+        """What tells its row from others."""
+        return {"method": self.label, "task": self.task, "context": self.context, "budget": self.budget,
+                "seed": self.seed, "question": self.question}
 
     @property
     def method(self) -> Method:
@@ -49,65 +60,84 @@ class Cell:
 
 
 def cells(config: ml_collections.ConfigDict) -> Iterator[Cell]:
-    """The grid in the order in which it is run: one task after the other, so that an early stop has whole tasks."""
-    for task, context, seed in ((t, c, s) for t in config.tasks for c in config.lengths for s in config.seeds):
-        for entry in config.methods:
-            settings = dict(entry)
-            label = settings.pop("label", settings["name"])
-            whole = settings.pop("whole", False)
-            for budget in (None,) if whole else config.budgets:
-                tokens = int(budget * context) if isinstance(budget, float) else budget
-                yield Cell(tuple(settings.items()), label, task, context, tokens, seed)
+    """The grid in the order in which it is run: all that shares compiled programs together."""
+    if config.question not in ("after", "within"):
+        raise ConfigError(f"question={config.question!r} must be after or within the prompt")
+    for entry in config.methods:
+        settings = dict(entry)
+        label, whole = settings.pop("label", settings["name"]), settings.pop("whole", False)
+        budgets = (None,) if whole else config.budgets
+        for context, budget, task, seed in itertools.product(config.lengths, budgets, config.tasks, config.seeds):
+            tokens = int(budget * context) if isinstance(budget, float) else budget
+            yield Cell(tuple(settings.items()), label, task, context, tokens, seed, config.question)
 
 
 def take_shard(jobs: list[Cell], shard: str) -> list[Cell]:
-    """Every n-th cell from the i-th for "i/n", i from 0. Raises ConfigError where that makes no sense."""
+    """Every n-th method and budget from the i-th for "i/n", i from 0. Raises ConfigError where that makes no sense."""
     try:
         index, count = map(int, shard.split("/"))
     except ValueError:
         raise ConfigError(f"shard={shard!r} must be i/n, as 0/4") from None
     if not 0 <= index < count:
         raise ConfigError(f"shard={shard!r}: i must be in 0..{count - 1}")
-    return jobs[index::count]
+    groups = [list(group) for _, group in itertools.groupby(jobs, lambda one: (one.label, one.context, one.budget))]
+    return [cell for group in groups[index::count] for cell in group]
 
 
-def answered(llm: LLM, cell: Cell, samples: Sequence[Sample], config, directory: pathlib.Path) -> dict:
-    """Mean score of the answers; every question of a context goes to a fork of its cache."""
-    if config.max_new_tokens:
-        most = config.max_new_tokens
-        samples = [dataclasses.replace(one, max_new_tokens=min(most, one.max_new_tokens)) for one in samples]
-    scores, runs = [], []
-    for batch in asking.batches(llm, samples, config.batch):
-        contexts, room = asking.contexts(batch), asking.capacity(batch)
-        with reading(llm, cell, contexts, room, config, directory, first=not runs) as (cache, run):
-            found, results = asking.ask(llm, cache, batch, run.probe)
-        scores += [score for of_context in found for score in of_context]
-        runs.append(run.done([result.usage for result in results]))
-    return {**evaluate.accuracy(scores), **together(runs)}
+class Exams:
+    """What the grid asks, drawn once for all methods, and the contexts as the model has read them."""
 
+    def __init__(self, llm: LLM, config: ml_collections.ConfigDict):
+        self.llm, self.config, self.stream = llm, config, common.held_out_tokens(llm)
+        self.drawn = functools.cache(self._draw)
+        self.kept: dict[tuple, Reading] = {}
 
-def continued(llm: LLM, cell: Cell, samples: Sequence[Continuation], config, directory: pathlib.Path) -> dict:
-    """How well the scored tokens are predicted: the loss where all are scored, else the share of right ones."""
-    losses, hits, runs = [], [], []
-    for start in range(0, len(samples), config.batch):
-        batch = samples[start : start + config.batch]
-        room = max(len(one.context) + len(one.tokens) for one in batch)
-        contexts = [list(one.context) for one in batch]
-        with reading(llm, cell, contexts, room, config, directory, first=not runs) as (cache, run):
-            scores = llm.score([list(one.tokens) for one in batch], cache, observer=run.probe)
-            scores.cache.close()
-        for one, logprobs, greedy in zip(batch, scores.logprobs, scores.greedy, strict=True):
-            losses.append(-logprobs[list(one.scored)])
-            hits += greedy[list(one.scored)].tolist()
-        runs.append(run.done([scores.usage]))
-    if not all(all(one.scored) for one in samples):
-        return {**evaluate.accuracy(hits), **together(runs)}
-    nll = float(np.mean(np.concatenate(losses)))
-    return {"nll": nll, "perplexity": float(np.exp(nll)), "samples": len(hits), **together(runs)}
+    def _draw(self, task: str, context: int, seed: int) -> Sequence[Sample] | Sequence[Continuation]:
+        config, continues = self.config, tasks.find(task)[0].continues
+        count = config.continuations if continues else config.samples
+        samples = common.draw_task(self.llm, self.stream, task, context, count, seed, config.perplexity_tokens)
+        if continues:
+            return samples
+        if config.max_new_tokens:
+            most = config.max_new_tokens
+            samples = [dataclasses.replace(one, max_new_tokens=min(most, one.max_new_tokens)) for one in samples]
+        samples = asking.tokenised(self.llm, samples)
+        return asking.within_prompt(samples) if config.question == "within" else samples
+
+    def capacity(self, context: int) -> int:
+        """Room for everything that is asked at one length, rounded up so that few shapes compile."""
+        drawn = [one for task in self.config.tasks for seed in self.config.seeds
+                 for one in self.drawn(task, context, seed)]
+        room = max(
+            len(one.context) + (len(one.tokens) if isinstance(one, Continuation) else asking.length(one))
+            for one in drawn
+        )
+        return -(-room // 64) * 64
+
+    def read(self, contexts: Sequence[Sequence[int]]) -> Reading:
+        """The contexts read densely: kept, if there is room."""
+        key = tuple(map(tuple, contexts))
+        if key in self.kept:
+            return self.kept[key]
+        reading = self.llm.read([list(one) for one in contexts])
+        if sum(one.nbytes for one in self.kept.values()) + reading.nbytes <= self.config.keep_bytes:
+            self.kept[key] = reading
+        return reading
+
+    @contextlib.contextmanager
+    def cached(self, cell: Cell, contexts: Sequence[Sequence[int]], directory: pathlib.Path, first: bool):
+        """Contexts in the cell's cache, on its store, and a `Tally` with a probe if they are the first."""
+        store, reading = common.make_store(self.config.store, directory), self.read(contexts)
+        cache = self.llm.prefill(reading, method=cell.method, store=store, capacity=self.capacity(cell.context))
+        probe = Probe(cache, reading, k=self.config.recall_k) if first else None
+        try:
+            yield cache, Tally(len(contexts), cache.resident_bytes / len(contexts), probe)
+        finally:
+            cache.close()
 
 
 @dataclasses.dataclass
-class Reading:
+class Tally:
     """A batch of contexts being asked: the probe of the first batch, and what a token cost."""
 
     batch: int
@@ -126,16 +156,34 @@ class Reading:
         return cost | (dataclasses.asdict(self.probe.quality) if self.probe else {})
 
 
-@contextlib.contextmanager
-def reading(llm: LLM, cell: Cell, contexts: list[list[int]], capacity: int, config, directory, first: bool):
-    """Reads contexts into the cell's cache, on its store; keeps what a probe needs if they are the first."""
-    store = common.make_store(config.store, directory)
-    cache = llm.prefill(contexts, method=cell.method, store=store, capacity=capacity, keep_keys=first)
-    resident = cache.resident_bytes / len(contexts)
-    try:
-        yield cache, Reading(len(contexts), resident, Probe(cache, k=config.recall_k) if first else None)
-    finally:
-        cache.close()
+def answered(exams: Exams, cell: Cell, directory: pathlib.Path) -> dict:
+    """Mean score of the answers; every question of a context goes to a fork of its cache."""
+    scores, runs = [], []
+    for batch in asking.batches(exams.llm, exams.drawn(cell.task, cell.context, cell.seed), exams.config.batch):
+        with exams.cached(cell, asking.contexts(batch), directory, first=not runs) as (cache, tally):
+            found, results = asking.ask(exams.llm, cache, batch, tally.probe)
+        scores += [score for of_context in found for score in of_context]
+        runs.append(tally.done([result.usage for result in results]))
+    return {**evaluate.accuracy(scores), **together(runs)}
+
+
+def continued(exams: Exams, cell: Cell, directory: pathlib.Path) -> dict:
+    """How well the scored tokens are predicted: the loss where all are scored, else the share of right ones."""
+    samples, size = exams.drawn(cell.task, cell.context, cell.seed), exams.config.batch
+    losses, hits, runs = [], [], []
+    for start in range(0, len(samples), size):
+        batch = samples[start : start + size]
+        with exams.cached(cell, [one.context for one in batch], directory, first=not runs) as (cache, tally):
+            scores = exams.llm.score([list(one.tokens) for one in batch], cache, observer=tally.probe)
+            scores.cache.close()
+        for one, logprobs, greedy in zip(batch, scores.logprobs, scores.greedy, strict=True):
+            losses.append(-logprobs[list(one.scored)])
+            hits += greedy[list(one.scored)].tolist()
+        runs.append(tally.done([scores.usage]))
+    if not all(all(one.scored) for one in samples):
+        return {**evaluate.accuracy(hits), **together(runs)}
+    nll = float(np.mean(np.concatenate(losses)))
+    return {"nll": nll, "perplexity": float(np.exp(nll)), "samples": len(hits), **together(runs)}
 
 
 def together(runs: list[dict]) -> dict:
@@ -143,14 +191,14 @@ def together(runs: list[dict]) -> dict:
     return {key: report.mean(runs, key) for key in dict.fromkeys(key for one in runs for key in one)}
 
 
-def measure(llm: LLM, cell: Cell, stream: np.ndarray, config, directory: pathlib.Path) -> dict:
-    """One row."""
-    continues = tasks.find(cell.task)[0].continues
-    count = config.continuations if continues else config.samples
-    samples = common.draw_task(llm, stream, cell.task, cell.context, count, cell.seed, config.perplexity_tokens)
-    measured = (continued if continues else answered)(llm, cell, samples, config, directory)
-    return {"method": cell.label, "task": cell.task, "context": cell.context, "budget": cell.budget, "seed": cell.seed,
-            "store": config.store, **measured}
+def measure(exams: Exams, cell: Cell, directory: pathlib.Path) -> dict:
+    """One row. A budget that a method cannot be given is a finding, not the end of the run."""
+    head = {**cell.head, "store": exams.config.store}
+    try:
+        return head | (continued if tasks.find(cell.task)[0].continues else answered)(exams, cell, directory)
+    except ConfigError as cause:
+        logging.warning("%s at budget %s: %s", cell.label, cell.budget, cause)
+        return head | {"refused": str(cause)}
 
 
 def run(config: ml_collections.ConfigDict, workdir: str) -> None:
@@ -158,18 +206,16 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     jobs = take_shard(list(cells(config)), config.shard)
     for cell in jobs:
         _ = cell.method, tasks.find(cell.task)  # a wrong setting is an error now, not in an hour
-    llm, run = common.load_model(config.model), Run(config, workdir)
-    stream, rows = common.held_out_tokens(llm), run.logged()
-    done = {(row["method"], row["task"], row["context"], row["budget"], row["seed"]) for row in rows}
-    for cell in tqdm([cell for cell in jobs if cell.key not in done], disable=None):
-        try:
-            measured = measure(llm, cell, stream, config, run.path / "store")
-        except ConfigError as cause:  # a budget that a method cannot be given is a finding, not the end of the run
-            logging.warning("%s at budget %s: %s", cell.label, cell.budget, cause)
-            measured = {"method": cell.label, "task": cell.task, "context": cell.context, "budget": cell.budget,
-                        "seed": cell.seed, "store": config.store, "refused": str(cause)}
-        rows.append(measured)
-        run.log(**measured)
+    exams, run = Exams(common.load_model(config.model), config), Run(config, workdir)
+    rows = run.logged()
+    left = [cell for cell in jobs if not any(cell.head.items() <= row.items() for row in rows)]
+    with tqdm(total=len(left), disable=None) as progress:
+        for _, group in itertools.groupby(left, lambda one: one.label):
+            for cell in group:
+                rows.append(measure(exams, cell, run.path / "store"))
+                run.log(**rows[-1])
+                progress.update()
+            jax.clear_caches()  # no other method uses them, and a process may have so many memory maps only
     rows = evaluate.with_delta_nll(rows)
     run.summary(rows)
     (run.path / "report.html").write_text(report.page("kvjax leaderboard", run.header, rows))

@@ -11,13 +11,14 @@ from matplotlib.figure import Figure
 Row = dict[str, Any]
 COLUMNS = (
     ("method", "method"), ("task", "task"), ("context", "context"), ("budget", "budget"), ("seed", "seed"),
+    ("question", "question"),
     ("accuracy", "accuracy"), ("interval", "95 % interval"), ("delta_nll", "ΔNLL"), ("recall", "recall@k"),
     ("attention_mass", "attention mass"), ("output_error", "output error"), ("attended_tokens", "attended"),
     ("bytes_read_per_token", "bytes read/token"),
     ("reads_per_token", "reads/token"), ("hit_rate", "hit rate"), ("resident_bytes", "resident bytes"),
     ("refused", "refused"),
 )
-_NO_MEAN = ("method", "task", "context", "budget", "seed", "interval", "refused")
+_NO_MEAN = ("method", "task", "context", "budget", "seed", "question", "interval", "refused")
 _STYLE = """body{font:14px/1.4 system-ui,sans-serif;margin:2rem auto;max-width:80rem;padding:0 1rem}
 table{border-collapse:collapse;font-variant-numeric:tabular-nums}td,th{padding:.2rem .6rem;text-align:right}
 td:first-child,th:first-child{text-align:left}th{cursor:pointer;border-bottom:2px solid #888;position:sticky;top:0;
@@ -51,13 +52,13 @@ def page(title: str, header: Row, rows: list[Row]) -> str:
 
 
 def summarise(rows: list[Row]) -> list[Row]:
-    """One row per method and budget."""
+    """One row per method, budget and place of the question."""
     keys = [key for key, _ in COLUMNS if key not in _NO_MEAN]
     groups: dict[tuple, list[Row]] = {}
     for row in rows:
-        groups.setdefault((row["method"], row["budget"]), []).append(row)
-    return [{"method": method, "budget": budget, **{key: mean(group, key) for key in keys}}
-            for (method, budget), group in groups.items()]
+        groups.setdefault((row["method"], row["budget"], row.get("question")), []).append(row)
+    return [{"method": method, "budget": budget, "question": question, **{key: mean(group, key) for key in keys}}
+            for (method, budget, question), group in groups.items()]
 
 
 def table(rows: list[Row]) -> str:

@@ -83,7 +83,7 @@ class Decoding:
         method = make_method(strategy, config.method)
         self.plan = planning.make_plan(llm.config, method, *tokens.shape)
         length = jnp.full(len(tokens), self.prompt, jnp.int32)
-        self.state, self.logits, _ = prefill.prefill(self.plan, llm.params, tokens[:, : self.prompt], length)
+        self.state, self.logits = prefill.prefill(self.plan, llm.params, tokens[:, : self.prompt], length)
 
     def windows(self, starts: list[int]) -> Iterator[Window]:
         """Decodes, and yields a window of steps from each start on."""

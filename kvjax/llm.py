@@ -27,6 +27,7 @@ from kvjax.models.config import ModelConfig
 from kvjax.models.tokenizer import TextTokenizer
 from kvjax.planning import Plan, Slots, State
 from kvjax.pool import Line, Traffic
+from kvjax.prefill import Reading
 from kvjax.sampling import Sampling
 from kvjax.store.base import Branch, Stats, Store
 from kvjax.typing import Array, PyTree
@@ -44,8 +45,6 @@ class Cache:
     state: State
     logits: Array  # [B, V] of the next token
     branch: Branch | None = None
-    keys: tuple[np.ndarray, ...] = ()  # per layer [B, T, K, D], only if `keep_keys` was asked for
-    values: tuple[np.ndarray, ...] = ()  # the same
     fingerprint: str = ""  # of model and tokenizer
 
     @property
@@ -76,7 +75,7 @@ class Cache:
         """Makes this the cache that `LLM.restore` finds in the directory, in any process; all of it or nothing.
 
         With a store at `directory/blocks.kv` only what has changed is written; blocks of a store elsewhere are copied.
-        Prompt keys kept for measurements are not saved. Raises ConfigError or StoreError (`kvjax.persistence.save`).
+        Raises ConfigError or StoreError (`kvjax.persistence.save`).
         """
         state = dataclasses.replace(self.state, layers=parking.everything(self.state.layers))
         persistence.save(directory, self.plan, state, self.logits, self.branch, self.fingerprint)
@@ -161,11 +160,23 @@ class LLM:
             raise ConfigError("this model has no tokenizer.json; give token ids instead of text")
         return self.tokenizer.encode(text, add_special_tokens=start)
 
+    def read(self, context) -> Reading:
+        """Reads a context (text, token ids, or a list of either) densely; `prefill` takes the result in its place.
+
+        For comparing methods, each of which then is filled from the same activations, and for measuring them
+        (`kvjax.metrics.Probe`). All layers' hidden states, keys and values stay in host memory as long as it does.
+        Raises PromptError.
+        """
+        tokens, length = _padded(self._prompts(context))
+        tokens = prefill.pad(jnp.asarray(tokens))
+        layers = tuple(jax.device_get(one) for one in prefill.read(self.config, self.params, tokens))
+        return Reading(tokens, length, layers, self.fingerprint)
+
     def prefill(
         self, context, *, method: Method | None = None, store: Store | None = None, capacity: int | None = None,
-        dtype: str = "float32", slots: Slots | None = None, keep_keys: bool = False, chunk: int | None = None,
+        dtype: str = "float32", slots: Slots | None = None, chunk: int | None = None,
     ) -> Cache:
-        """Reads a context (text, token ids, or a list of either) into a new cache.
+        """Reads a context (text, token ids, or a list of either; or what `read` gave) into a new cache.
 
         With `chunk` only so many tokens are read by dense attention. The rest goes through the cache, so many tokens at
         a time: each chunk attends what the method selects for it of everything before (`kvjax.extend`). That bounds
@@ -177,36 +188,51 @@ class LLM:
           capacity: most tokens of a sequence, question and answer included; None = context + 1024.
           dtype: of stored keys and values.
           slots: how many blocks of a store are kept in memory, and by which policy.
-          keep_keys: also returns every prompt key and value on the host, for measurements; not together with `chunk`.
           chunk: see above; None = dense attention over the whole context.
 
-        Raises PromptError, ConfigError, FormatMismatch for a method that was fitted to another model, or a StoreError
+        Raises PromptError, ConfigError, FormatMismatch for a method or a reading of another model, or a StoreError
         before anything is written.
         """
+        if chunk is not None and (isinstance(context, Reading) or chunk < 1):
+            raise ConfigError(f"chunk={chunk} must be at least 1, and what was read already is not read in chunks")
+        if isinstance(context, Reading):
+            return self._prefilled(context, None, method, store, capacity, dtype, slots)
+        rows = self._prompts(context)
+        tokens, length = _padded([row[:chunk] for row in rows])
+        first = Reading(tokens, length, (), self.fingerprint)
+        return self._prefilled(first, None if chunk is None else (rows, chunk), method, store, capacity, dtype, slots)
+
+    def _prompts(self, context) -> list[list[int]]:
         rows = [self.encode(row, start=True) for row in _rows(context)]
         if not rows or not all(rows):
             raise PromptError("the prompt is empty; give at least one token")
-        if chunk is not None and (keep_keys or chunk < 1):
-            raise ConfigError(f"chunk={chunk} must be at least 1, and keys are kept only without it")
-        longest = max(map(len, rows))
-        capacity = capacity or longest + 1024
+        return rows
+
+    def _prefilled(self, reading: Reading, rest, method, store, capacity, dtype, slots) -> Cache:
+        """A new cache; a reading without layers is done on the way, and `rest` are (all rows, chunk) if it goes on."""
+        if reading.fingerprint != self.fingerprint:
+            raise FormatMismatch(f"the context was read by the model {reading.fingerprint!r}, not by "
+                                 f"{self.fingerprint!r}; read it with this one")
+        lengths = np.asarray(reading.length).tolist() if rest is None else [len(row) for row in rest[0]]
+        capacity = capacity or max(lengths) + 1024
         if method is None:
-            method, slots = self._default(len(rows), capacity, slots)
+            method, slots = self._default(len(lengths), capacity, slots)
         method.check_model(self.fingerprint)
-        plan = planning.make_plan(self.config, method, len(rows), capacity, dtype)
-        if longest > plan.capacity:
-            raise PromptError(f"the prompt has {longest} tokens but capacity={plan.capacity}; raise the capacity")
-        first = [row[:chunk] for row in rows]
-        tokens, length = _padded(first)
+        plan = planning.make_plan(self.config, method, len(lengths), capacity, dtype)
+        if max(lengths) > plan.capacity:
+            raise PromptError(f"the prompt has {max(lengths)} tokens but capacity={plan.capacity}; raise the capacity")
         branch = None
         if store is not None:
-            least = _least_blocks(plan, [len(row) for row in rows])
-            branch = store.create(planning.geometry(plan), self.fingerprint, least)
+            branch = store.create(planning.geometry(plan), self.fingerprint, _least_blocks(plan, lengths))
         try:
-            state, logits, kept = prefill.prefill(plan, self.params, tokens, length, branch, slots, keep_keys)
-            keys, values = zip(*kept, strict=True) if kept else ((), ())
-            cache = Cache(plan, state, logits, branch, keys, values, self.fingerprint)
-            return cache if chunk is None else self._extended(cache, [row[chunk:] for row in rows], chunk)
+            state, logits = prefill.prefill(
+                plan, self.params, reading.tokens, reading.length, branch, slots, reading.layers or None
+            )
+            cache = Cache(plan, state, logits, branch, self.fingerprint)
+            if rest is None:
+                return cache
+            rows, chunk = rest
+            return self._extended(cache, [row[chunk:] for row in rows], chunk)
         except BaseException:
             if branch is not None:
                 branch.close()

@@ -15,6 +15,7 @@ from kvjax.attention import NEGATIVE
 from kvjax.decode import Step
 from kvjax.layer import LayerPlan
 from kvjax.llm import Cache
+from kvjax.prefill import Reading
 from kvjax.typing import Array, Bool, Float, Int32
 
 
@@ -73,19 +74,19 @@ class Quality:
 
 
 class Probe:
-    """Follows a generation (as its `observer`) and measures every step's selection.
+    """Follows a generation (as its `observer`) and measures every step's selection against the keys of the prompt, as
+    `LLM.read` gave them, and of the tokens since.
 
     Steps with fewer than k candidates are left out of the recall.
     """
 
-    def __init__(self, cache: Cache, k: int = 16):
-        if not cache.keys:
-            raise ValueError("the cache has no keys to measure against; prefill with keep_keys=True")
+    def __init__(self, cache: Cache, reading: Reading, k: int = 16):
         self.plan, self.k = cache.plan, k
         self.length = np.asarray(cache.state.length).copy()
-        room = max(0, cache.plan.capacity - cache.keys[0].shape[1])
+        room = max(0, cache.plan.capacity - reading.tokens.shape[1])
         self.keys, self.values = (
-            [np.pad(rows, ((0, 0), (0, room), (0, 0), (0, 0))) for rows in kept] for kept in (cache.keys, cache.values)
+            [np.pad(rows, ((0, 0), (0, room), (0, 0), (0, 0))) for rows in kept]
+            for kept in ([one.key for one in reading.layers], [one.value for one in reading.layers])
         )
         self.recalls: list[float] = []
         self.masses: list[float] = []

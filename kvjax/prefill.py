@@ -1,6 +1,8 @@
 """Reading prompts: layer by layer over whole prompts, each layer's keys and values going to its cache at once."""
 
+import dataclasses
 import functools
+from collections.abc import Iterable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -10,43 +12,77 @@ from kvjax import attention, layer, parking, planning
 from kvjax.cache import LayerState
 from kvjax.errors import PromptError
 from kvjax.layer import LayerCache, Prompts
+from kvjax.models.config import ModelConfig
 from kvjax.models.transformer import Block, Transformer
 from kvjax.planning import Plan, Slots, State, on_store, slot_pool
 from kvjax.pool import Line
 from kvjax.store import base
-from kvjax.typing import Array, Int32, PyTree
+from kvjax.typing import Array, Float, Int32, PyTree, pytree
 
 _CHUNK = 512  # queries of one prefill attention step
 
 
+@pytree
+class Activations:
+    """What one layer saw and made of prompts, right-padded to T."""
+
+    x: Float[Array, "B T E"]  # its input
+    key: Float[Array, "B T K D"]
+    value: Float[Array, "B T K D"]
+    out: Float[Array, "B T E"]  # the next layer's input
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """Prompts that were read densely, with the activations of every layer on the host: caches of any method can be
+    filled from it."""
+
+    tokens: Int32[Array, "B T"]  # right-padded
+    length: Int32[Array, "B"]
+    layers: tuple[Activations, ...]
+    fingerprint: str = ""  # of model and tokenizer
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory; a layer's output is the next one's input."""
+        return sum(one.x.nbytes + one.key.nbytes + one.value.nbytes for one in self.layers)
+
+
+def read(config: ModelConfig, params: PyTree, tokens: Int32[Array, "B T"]) -> Iterator[Activations]:
+    """Reads prompts densely, layer by layer."""
+    x, size = embed(config, params, tokens), min(_CHUNK, tokens.shape[1])
+    for i, sliding in enumerate(config.windows):
+        out, key, value = _read_layer(config, sliding, size, params[f"layers_{i}"], x)
+        yield Activations(x, key, value, out)
+        x = out
+
+
 def prefill(
     plan: Plan, params: PyTree, tokens: Int32[Array, "B T"], length: Int32[Array, "B"],
-    branch: base.Branch | None = None, slots: Slots | None = None, keep_keys: bool = False,
+    branch: base.Branch | None = None, slots: Slots | None = None, layers: Iterable[Activations] | None = None,
 ):
-    """Reads prompts, right-padded to T, and fills a new cache one layer at a time.
+    """Fills a new cache from prompts, right-padded to T, one layer at a time.
 
-    Peak memory is the hidden states, one layer's keys and values, and the cache: linear in T.
-    Returns (State, logits after each prompt's last token [B, V], a (keys, values) per layer if `keep_keys`).
+    Prompts are read as they are needed, if their `layers` are not given: peak memory then is the hidden states of two
+    layers, one layer's keys and values, and the cache, linear in T. Returns (State, logits after each prompt's last
+    token [B, V]).
     """
     _check_prompts(plan, np.asarray(length))
-    tokens, size = _pad(jnp.asarray(tokens, jnp.int32)), min(_CHUNK, _round_up(tokens.shape[1]))
-    x = embed(plan.config, params, tokens)
-    layers, kept, slots, before = [], [], slots or Slots(), None
+    tokens = pad(jnp.asarray(tokens, jnp.int32))
+    caches, slots, before = [], slots or Slots(), None
     lot = _parking(plan, branch, slots)
-    for i, layer_plan in enumerate(plan.layers):
-        samples = _sample_queries(plan, i, branch, params[f"layers_{i}"], x, length)
-        last = _last_queries(plan, i, params[f"layers_{i}"], x, length)
-        x, key, value = _prefill_layer(plan.config, layer_plan.sliding, size, params[f"layers_{i}"], x)
-        prompts, leader = Prompts(key, value, length, tokens, last), before if layer_plan.follows else None
+    for i, (layer_plan, one) in enumerate(zip(plan.layers, layers or read(plan.config, params, tokens), strict=True)):
+        weights = params[f"layers_{i}"]
+        samples = _sample_queries(plan, i, branch, weights, one.x, length)
+        last = _last_queries(plan, i, weights, one.x, length)
+        prompts, leader = Prompts(one.key, one.value, length, tokens, last), before if layer_plan.follows else None
         cache = fill(plan, i, prompts, leader, branch, slots, samples)
-        before = cache.state
-        layers.append(parking.park(lot, i, cache) if lot else cache)
-        if keep_keys:
-            kept.append((np.asarray(key), np.asarray(value)))
-    last = jnp.take_along_axis(x, (length - 1)[:, None, None], axis=1)[:, 0]
+        before, hidden = cache.state, one.out
+        caches.append(parking.park(lot, i, cache) if lot else cache)
+    last = jnp.take_along_axis(hidden, (length - 1)[:, None, None], axis=1)[:, 0]
     handle, generation = (-1, 0) if branch is None else (branch.handle, branch.generation)
     line = Line(jnp.int32(handle), jnp.int32(generation))
-    return State(tuple(layers), jnp.asarray(length, jnp.int32), line), unembed(plan.config, params, last), kept
+    return State(tuple(caches), jnp.asarray(length, jnp.int32), line), unembed(plan.config, params, last)
 
 
 def _parking(plan: Plan, branch, slots: Slots):
@@ -69,7 +105,8 @@ def _round_up(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length()) if size < _CHUNK else -(-size // _CHUNK) * _CHUNK
 
 
-def _pad(tokens):
+def pad(tokens: Int32[Array, "B T"]) -> Int32[Array, "B T2"]:
+    """Prompts, right-padded to one of the lengths that are read."""
     return jnp.pad(tokens, ((0, 0), (0, _round_up(tokens.shape[1]) - tokens.shape[1])))
 
 
@@ -83,8 +120,8 @@ def unembed(config, params, x):
     return Transformer(config).apply({"params": params}, x, method="unembed")
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
-def _prefill_layer(config, sliding, size, params, x):
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _read_layer(config, sliding, size, params, x):
     """One layer over whole prompts x[B, T, E]; returns the next hidden states, keys and values."""
     block, length = Block(config), x.shape[1]
     starts = jnp.arange(0, length, size)

@@ -87,7 +87,7 @@ def tokens():
 def start(method, params, tokens, store=None, **slots):
     plan = planning.make_plan(CONFIG, method, 2, CAPACITY)
     branch = store.create(planning.geometry(plan), "contract") if store else None
-    state, _, _ = prefill.prefill(
+    state, _ = prefill.prefill(
         plan, params, tokens[:, : max(PROMPT)], jnp.asarray(PROMPT), branch, Slots(**slots)
     )
     return plan, state, branch

@@ -162,7 +162,7 @@ def test_the_pool_is_updated_in_place(params, tokens, driver):
     """Temporaries of a compiled step stay far below the pool; donation alone would not show a copy."""
     method = dataclasses.replace(METHODS["quest"], budget=24)
     plan = planning.make_plan(CONFIG, method, 1, 60_000)
-    state, _, _ = prefill.prefill(plan, params, tokens[:1, :20], jnp.asarray([20]))
+    state, _ = prefill.prefill(plan, params, tokens[:1, :20], jnp.asarray([20]))
     pool = sum(leaf.nbytes for leaf in jax.tree.leaves(state.layers[0].pool))
     token, active = jnp.zeros(1, jnp.int32), jnp.ones(1, bool)
     if driver == "fused":

@@ -116,7 +116,7 @@ def test_a_failed_read_loses_nothing(params, tokens, tmp_path):
 def test_memory_does_not_grow_with_the_cache(params, tokens):
     """The pool is written in place: a chunk's temporaries are far smaller than it."""
     plan = planning.make_plan(CONFIG, METHODS["dynakv"], 1, 60_000)
-    state, _, _ = prefill.prefill(plan, params, tokens[:1, :20], jnp.asarray([20]))
+    state, _ = prefill.prefill(plan, params, tokens[:1, :20], jnp.asarray([20]))
     pool = sum(leaf.nbytes for leaf in jax.tree.leaves(state.layers[0].pool))
     x, count, zero = jnp.zeros((1, 8, 32)), jnp.asarray([8], jnp.int32), jnp.int32(0)
     layer_plan, at, line, ok = plan.layers[0], state.length, state.line, jnp.bool_(True)

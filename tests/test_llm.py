@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import kvjax
-from kvjax.errors import CheckpointError, ConfigError, NoSpace, PromptError, StoreError
+from kvjax.errors import CheckpointError, ConfigError, FormatMismatch, NoSpace, PromptError, StoreError
 from kvjax.metrics import Probe
 from kvjax.models.config import ModelConfig
 from kvjax.models.transformer import Transformer
@@ -98,10 +98,10 @@ def test_generation_ends_at_a_stop_text_or_an_end_token(llm):
 
 
 def test_the_probe_finds_full_recall_for_the_full_cache_and_less_for_a_window(llm):
-    found = {}
+    found, reading = {}, llm.read(CONTEXT)
     for method in (kvjax.full(page=8), kvjax.oracle(budget=24, sinks=2, window=4), kvjax.streaming_llm(budget=24)):
-        cache = llm.prefill(CONTEXT, method=method, keep_keys=True)
-        probe = Probe(cache, k=4)
+        cache = llm.prefill(reading, method=method)
+        probe = Probe(cache, reading, k=4)
         llm.generate("abcdef", cache, max_new_tokens=4, observer=probe)
         found[method.name] = probe.quality
     assert found["full"].recall == 1.0 and found["full"].attention_mass == pytest.approx(1.0)
@@ -155,3 +155,17 @@ def test_bad_input_gets_a_typed_error_that_names_the_cause(llm, tmp_path, call, 
     with pytest.raises(error, match=words):
         call(llm, tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_what_was_read_once_fills_the_same_cache_and_none_of_another_model(llm):
+    reading = llm.read([CONTEXT, CONTEXT[:57]])
+    for method in (METHOD, kvjax.streaming_llm(budget=24)):
+        answers = [llm.generate(["abc", "de"], llm.prefill(context, method=method, capacity=200), max_new_tokens=6)
+                   for context in (reading, [CONTEXT, CONTEXT[:57]])]
+        assert answers[0].tokens == answers[1].tokens
+        np.testing.assert_array_equal(answers[0].cache.logits, answers[1].cache.logits)
+    with pytest.raises(ConfigError, match="chunk=8"):
+        llm.prefill(reading, method=METHOD, chunk=8)
+    other = kvjax.LLM(CONFIG, jax.tree.map(lambda leaf: leaf + 1, llm.params), llm.tokenizer)
+    with pytest.raises(FormatMismatch, match="read by the model"):
+        other.prefill(reading, method=METHOD)

@@ -30,7 +30,7 @@ def start(params, tokens, method, store=None, config=CONFIG, **slots):
     plan = planning.make_plan(config, method, 2, CAPACITY)
     branch = store.create(planning.geometry(plan), "test") if store else None
     length = jnp.asarray(PROMPT)
-    state, logits, _ = prefill.prefill(plan, params, tokens[:, : max(PROMPT)], length, branch, Slots(**slots))
+    state, logits = prefill.prefill(plan, params, tokens[:, : max(PROMPT)], length, branch, Slots(**slots))
     return plan, state, logits, branch
 
 

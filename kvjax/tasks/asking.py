@@ -1,6 +1,7 @@
 """Running samples: each context is read once, and each of its questions asked on a fork of the cache."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 
@@ -13,7 +14,7 @@ Questions = tuple[Sample, ...]  # to one context
 
 def batches(llm: LLM, samples: Sequence[Sample], size: int) -> list[list[Questions]]:
     """Up to `size` contexts to read at a time, whose questions can be asked side by side; all as token ids."""
-    asked = [_tokenised(llm, tuple(group)) for _, group in itertools.groupby(samples, lambda one: one.context)]
+    asked = [tuple(group) for _, group in itertools.groupby(tokenised(llm, samples), lambda one: one.context)]
     found: list[list[Questions]] = []
     for _, alike in itertools.groupby(asked, lambda one: (len(one), one[0].max_new_tokens, one[0].stop)):
         contexts = list(alike)
@@ -21,12 +22,22 @@ def batches(llm: LLM, samples: Sequence[Sample], size: int) -> list[list[Questio
     return found
 
 
-def _tokenised(llm: LLM, questions: Questions) -> Questions:
-    context = tuple(llm.encode(questions[0].context, start=True))
-    return tuple(
-        dataclasses.replace(one, context=context, question=tuple(llm.encode(one.question, start=False)))
-        for one in questions
-    )
+def tokenised(llm: LLM, samples: Sequence[Sample]) -> list[Sample]:
+    """The samples with token ids for text; a context that questions share is encoded once."""
+    encode = functools.cache(lambda text: tuple(llm.encode(text, start=True)))
+    return [
+        dataclasses.replace(one, context=encode(one.context), question=tuple(llm.encode(one.question, start=False)))
+        for one in samples
+    ]
+
+
+def within_prompt(samples: Sequence[Sample]) -> list[Sample]:
+    """The tokenised samples with all but the last token of their questions at the end of the context: so a method that
+    compresses a prompt has seen what is asked."""
+    return [
+        dataclasses.replace(one, context=(*one.context, *one.question[:-1]), question=one.question[-1:])
+        for one in samples
+    ]
 
 
 def contexts(batch: Sequence[Questions]) -> list[Text]:
@@ -34,9 +45,14 @@ def contexts(batch: Sequence[Questions]) -> list[Text]:
     return [questions[0].context for questions in batch]
 
 
+def length(sample: Sample) -> int:
+    """Tokens of a question and its longest answer."""
+    return len(sample.question) + sample.max_new_tokens
+
+
 def capacity(batch: Sequence[Questions]) -> int:
     """Room for the longest prompt with its answer, rounded up so that few shapes compile."""
-    room = max(len(one.context) + len(one.question) + one.max_new_tokens for group in batch for one in group)
+    room = max(len(one.context) + length(one) for group in batch for one in group)
     return -(-room // 64) * 64
 
 

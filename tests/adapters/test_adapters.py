@@ -43,8 +43,8 @@ def moments(llm):
 def stacked(llm):
     """f64[N, K, D] of each layer: the keys that a cache of the same texts holds."""
     texts = ROWS.reshape(-1, ROWS.shape[-1])
-    keys = llm.prefill(texts.tolist(), keep_keys=True).keys
-    return [np.concatenate(layer[:, : texts.shape[1]]).astype(np.float64) for layer in keys]
+    layers = llm.read(texts.tolist()).layers
+    return [np.concatenate(layer.key[:, : texts.shape[1]]).astype(np.float64) for layer in layers]
 
 
 def best_possible(keys, rank):

@@ -7,16 +7,18 @@ import pytest
 
 from experiments import common, leaderboard, report
 from kvjax.errors import ConfigError
+from kvjax.tasks import asking
 
 CONFIG = ml_collections.ConfigDict({
     "tasks": ("passkey", "needle"), "lengths": (1000,), "seeds": (0, 1), "budgets": (64, 0.1),
+    "question": "after",
     "methods": ({"name": "full", "whole": True}, {"name": "quest", "label": "small pages", "page": 8}),
 })
 
 
 def test_the_grid_has_every_combination_once():
     cells = list(leaderboard.cells(CONFIG))
-    assert len({cell.key for cell in cells}) == len(cells) == 2 * 2 * (1 + 2)
+    assert len({tuple(cell.head.items()) for cell in cells}) == len(cells) == 2 * 2 * (1 + 2)
     assert {(cell.label, cell.budget) for cell in cells} == {("full", None), ("small pages", 64), ("small pages", 100)}
     assert {cell.method.page for cell in cells if cell.label == "small pages"} == {8}
 
@@ -24,10 +26,10 @@ def test_the_grid_has_every_combination_once():
 def test_shards_share_out_the_grid():
     cells = list(leaderboard.cells(CONFIG))
     parts = [leaderboard.take_shard(cells, f"{i}/5") for i in range(5)]
-    assert sorted(cell.key for part in parts for cell in part if cell.budget) == sorted(
-        cell.key for cell in cells if cell.budget
+    assert sorted((cell.head for part in parts for cell in part), key=str) == sorted(
+        (cell.head for cell in cells), key=str
     )
-    assert sum(map(len, parts)) == len(cells)
+    assert [len({(cell.label, cell.budget) for cell in part}) for part in parts] == [1, 1, 1, 0, 0]
     for wrong in ("5/5", "-1/5", "1", "a/b"):
         with pytest.raises(ConfigError, match="shard="):
             leaderboard.take_shard(cells, wrong)
@@ -69,15 +71,34 @@ def test_the_report_has_every_figure_and_needs_nothing_else():
     ]
 
 
-@pytest.mark.parametrize("task", ["multi_request", "mqar"])
-def test_any_task_is_a_column(task, tmp_path):
-    config = ml_collections.ConfigDict({
+@pytest.fixture(scope="module")
+def exams():
+    return leaderboard.Exams(common.load_model(""), ml_collections.ConfigDict({
         "store": "host", "samples": 3, "continuations": 1, "batch": 2, "recall_k": 4, "max_new_tokens": 3,
-        "perplexity_tokens": 0,
-    })
-    llm = common.load_model("")
+        "perplexity_tokens": 0, "tasks": ("multi_request", "mqar"), "seeds": (0,), "question": "after",
+        "keep_bytes": 1 << 21,
+    }))
+
+
+@pytest.mark.parametrize("task", ["multi_request", "mqar"])
+def test_any_task_is_a_column(exams, task, tmp_path):
     cell = leaderboard.Cell((("name", "quest"), ("window", 8)), "quest", task, 250, 64, 0)
-    row = leaderboard.measure(llm, cell, common.held_out_tokens(llm), config, tmp_path)
+    row = leaderboard.measure(exams, cell, tmp_path)
     assert row["method"] == "quest" and row["task"] == task and row["bytes_read_per_token"] > 0
     assert 0 < row["attended_tokens"] <= 64 and 0 < row["output_error"] < 2 and 0 < row["recall"] <= 1
     assert row["samples"] == (16 if task == "mqar" else 3) and 0 <= row["accuracy"] <= 1
+
+
+def test_contexts_are_read_once_while_they_fit(exams):
+    exams.kept.clear()
+    first, second = [exams.read([range(1, n)]) for n in (40, 50)]
+    assert exams.read([range(1, 40)]) is first and exams.read([range(1, 50)]) is second
+    huge = exams.read([range(1, 600)] * 2)
+    assert huge.nbytes > exams.config.keep_bytes and exams.read([range(1, 600)] * 2) is not huge
+
+
+def test_a_question_within_the_prompt_leaves_its_last_token_to_ask(exams):
+    drawn = exams.drawn("multi_request", 250, 0)
+    for one, other in zip(drawn, asking.within_prompt(drawn), strict=True):
+        assert other.context + other.question == one.context + one.question and len(other.question) == 1
+        assert other.answers == one.answers
