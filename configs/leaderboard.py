@@ -31,7 +31,7 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config.max_new_tokens = 0  # most tokens of an answer; 0 = as many as the task says
     config.perplexity_tokens = 32
     config.recall_k = 16
-    config.question = "after"  # the prompt, token by token; "within": its end, so that what compresses it knows
+    config.question = "after"  # the prompt, token by token; "within": its end, which what compresses prompts needs
     config.keep_bytes = 4 << 30  # of contexts that were read, kept for the next method
     config.methods = (
         {"name": "full", "whole": True},
@@ -53,7 +53,7 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
         {"name": "loki", "window": 16},
         {"name": "shadowkv", "window": 16},
         {"name": "pqcache", "window": 16},
-        {"name": "magicpig", "window": 16, "bits": 8, "tables": 75},  # the paper's smaller setting
+        {"name": "magicpig", "window": 16, "bits": 10, "tables": 150},
         {"name": "arkvale", "window": 16, "page": 16},
         {"name": "clusterkv", "window": 16},
         {"name": "infllm", "window": 16, "block": 16},

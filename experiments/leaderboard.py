@@ -46,7 +46,7 @@ class Cell:
     context: int
     budget: int | None
     seed: int
-    question: str = "after"  # after the prompt, token by token; or "within" the prompt, but for its last token
+    question: str = "after"  # the prompt, token by token; or "within" it
 
     @property
     def head(self) -> dict:

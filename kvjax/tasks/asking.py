@@ -32,12 +32,9 @@ def tokenised(llm: LLM, samples: Sequence[Sample]) -> list[Sample]:
 
 
 def within_prompt(samples: Sequence[Sample]) -> list[Sample]:
-    """The tokenised samples with all but the last token of their questions at the end of the context: so a method that
-    compresses a prompt has seen what is asked."""
-    return [
-        dataclasses.replace(one, context=(*one.context, *one.question[:-1]), question=one.question[-1:])
-        for one in samples
-    ]
+    """The tokenised samples with their questions at the end of the context, so that a method that compresses a prompt has
+    seen what is asked: the first token of an answer then comes from dense attention."""
+    return [dataclasses.replace(one, context=(*one.context, *one.question), question=()) for one in samples]
 
 
 def contexts(batch: Sequence[Questions]) -> list[Text]:
