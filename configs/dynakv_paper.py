@@ -2,30 +2,36 @@
 
     python -m experiments.main --config=configs/dynakv_paper.py:PRESET --workdir=runs/dynakv_paper_PRESET
 
-    latency   ms per token and effective bandwidth at 16K tokens on emulated UFS 4.0 and eMMC (Figure 10 b and c)
-    length    ms per token from 4K to 64K tokens at one budget (the latency against length of section 8.4)
-    buffer    bytes read and written per token against B_max (Figure 11)
-    accuracy  needles and loss (Figure 10 a); the default
-    smoke     finishes within a minute
+    accuracy   needles and loss (Figure 10 a); the default
+    bits       the same with keys and values in 8 and 4 bits
+    latency    ms per token and effective bandwidth at 16K tokens on emulated devices (Figures 10 b, c and 17)
+    length     ms per token from 1K to 16K tokens at one budget (section 8.4)
+    share      ms per token against the tokens that are attended (Figure 15)
+    precision  ms and bytes per token with keys and values in 32, 8 and 4 bits (Figure 16)
+    ratio      memory, ms and bytes per token against the share of the cache in memory, two policies (Figure 14)
+    buffer     bytes read and written per token against B_max (Figure 11)
+    smoke      finishes within a minute
 
 No-cluster is exact top-k of single tokens. Static is PQCache's update and local ClusterKV's, as options of the same
-method. Table 2 and Table 5 come from `configs/shift.py`, Figures 12 and 13 from `configs/layouts.py`, and the residency
-policies from `configs/residency.py`.
+method. Table 2 and Table 5 come from `configs/shift.py`, Figures 12 and 13 from `configs/layouts.py`, hit rates on real
+text from `configs/residency.py`, memory of parked layers (space virtualisation) from `scripts/bench_parking.py`.
 """
 
 import ml_collections
 
 _SIZES = {"cluster": 16, "iterations": 2}
+_DYNAKV = {"name": "dynakv", "label": "dynakv", **_SIZES}
+_NO_CLUSTER = {"name": "oracle", "label": "no cluster"}
 _RIVALS = (
-    {"name": "oracle", "label": "no cluster"},
-    {"name": "dynakv", "label": "static", "update": "static", **_SIZES},
-    {"name": "dynakv", "label": "local", "update": "local", **_SIZES},
-    {"name": "dynakv", "label": "dynakv", **_SIZES},
+    _NO_CLUSTER, {**_DYNAKV, "label": "static", "update": "static"}, {**_DYNAKV, "label": "local", "update": "local"},
+    _DYNAKV,
 )
+_CONTEXT = 16384
 
 
 def get_config(preset: str = "accuracy") -> ml_collections.ConfigDict:
-    makers = {"latency": _latency, "length": _length, "buffer": _buffer, "accuracy": _accuracy, "smoke": _smoke}
+    makers = {"accuracy": _accuracy, "bits": _bits, "latency": _latency, "length": _length, "share": _share,
+              "precision": _precision, "ratio": _ratio, "buffer": _buffer, "smoke": _smoke}
     if preset not in makers:
         raise ValueError(f"unknown preset {preset!r}; use one of {', '.join(makers)}")
     return makers[preset]()
@@ -33,7 +39,7 @@ def get_config(preset: str = "accuracy") -> ml_collections.ConfigDict:
 
 def _throughput(**changes) -> ml_collections.ConfigDict:
     config = ml_collections.ConfigDict({
-        "experiment": "throughput", "models": ("cache-path",), "contexts": (16384,), "stores": ("flash",),
+        "experiment": "throughput", "models": ("cache-path",), "contexts": (_CONTEXT,), "stores": ("flash",),
         "drivers": ("fused",), "steps": 24, "slots": 0, "transformers": False,
     })
     config.update(changes)
@@ -45,26 +51,63 @@ def _with_budget(budget: int):
 
 
 def _latency():
-    return _throughput(stores=("flash:ufs4.0", "flash:emmc"), methods=_with_budget(512))
+    return _throughput(stores=("flash:nvme", "flash:ufs4.0", "flash:ufs3.1", "flash:emmc"), methods=_with_budget(512))
 
 
 def _length():
-    return _throughput(contexts=(4096, 16384, 65536), methods=({**_RIVALS[-1], "budget": 512},))
+    return _throughput(contexts=(1024, 2048, 4096, 8192, 16384), methods=({**_DYNAKV, "budget": 512},))
+
+
+def _share():
+    """1 % to 12.5 % of the context."""
+    return _throughput(stores=("flash:ufs4.0",), methods=tuple(
+        {**method, "budget": budget, "label": f"{method['label']}@{budget}"}
+        for budget in (164, 512, 1024, 2048) for method in (_NO_CLUSTER, _DYNAKV)
+    ))
+
+
+def _precision():
+    return _throughput(stores=("flash:ufs4.0",), methods=tuple(
+        {**method, "budget": 512, "dtype": dtype, "label": f"{method['label']} {dtype}"}
+        for method in (_NO_CLUSTER, _DYNAKV) for dtype in ("float32", "int8", "int4")
+    ))
+
+
+def _ratio():
+    """Slots for 5 to 40 % of the blocks that 16K tokens make."""
+    blocks = 3 * _CONTEXT // (2 * _SIZES["cluster"])
+    return _throughput(steps=64, methods=tuple(
+        {**_DYNAKV, "budget": 512, "label": f"{percent} % {policy}",
+         "slots": {"count": blocks * percent // 100, "policy": policy}}
+        for percent in (5, 10, 20, 40) for policy in ("lru", "cluster")
+    ))
 
 
 def _buffer():
     """A budget of 512 holds the largest buffer beside sinks, window and a block."""
-    sizes = tuple({**_RIVALS[-1], "budget": 512, "label": f"dynakv B_max={b}", "buffer": b} for b in (1, 2, 4, 8, 16))
+    sizes = tuple({**_DYNAKV, "budget": 512, "label": f"dynakv B_max={b}", "buffer": b} for b in (1, 2, 4, 8, 16))
     return _throughput(methods=sizes, steps=128)
 
 
-def _accuracy():
+def _evaluated(methods):
     return ml_collections.ConfigDict({
         "experiment": "evaluate", "seed": 0, "model": "", "tasks": ("needle", "needle_of_4", "perplexity"),
-        "lengths": (2048,), "samples": 32, "batch": 8, "perplexity_tokens": 128,
-        "methods": _with_budget(128),
+        "lengths": (2048,), "samples": 32, "batch": 8, "perplexity_tokens": 128, "methods": methods,
     })
 
 
+def _accuracy():
+    return _evaluated(_with_budget(128))
+
+
+def _bits():
+    return _evaluated(tuple(
+        {**method, "dtype": dtype, "label": f"{method['name']} {dtype}"}
+        for method in ({"name": "full"}, {"name": "dynakv", "budget": 128}) for dtype in ("float32", "int8", "int4")
+    ))
+
+
 def _smoke():
-    return _throughput(models=("reference",), contexts=(512,), steps=8, methods=_with_budget(128)[-1:])
+    config = _throughput(models=("reference",), contexts=(512,), steps=8)
+    config.methods = ({**_DYNAKV, "budget": 128, "dtype": "int4", "slots": {"count": 24, "policy": "cluster"}},)
+    return config

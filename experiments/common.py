@@ -22,11 +22,11 @@ def make_method(settings: Mapping[str, Any]) -> Method:
     """A method from {"name": ..., field: value, ...}. Raises ConfigError on an unknown name or field.
 
     A "label" among the settings is what tables call it (`label_of`), "slots" how a store's blocks are kept
-    (`make_slots`).
+    (`make_slots`), "dtype" what keys and values are kept as (`dtype_of`).
     """
     fields = dict(settings)
     name = fields.pop("name", None)
-    for other in ("label", "slots"):
+    for other in ("label", "slots", "dtype"):
         fields.pop(other, None)
     if name not in kvjax.METHODS:
         raise ConfigError(f"unknown method {name!r}; use one of {', '.join(kvjax.METHODS)}")
@@ -84,6 +84,11 @@ def draw_task(
 def load_model(path: str) -> kvjax.LLM:
     """The model at `path`, or the reference model for an empty path."""
     return kvjax.load(path or REFERENCE)
+
+
+def dtype_of(settings: Mapping[str, Any]) -> str:
+    """The "dtype" of a method's settings (`kvjax.packing`)."""
+    return settings.get("dtype", "float32")
 
 
 def label_of(settings: Mapping[str, Any]) -> str:

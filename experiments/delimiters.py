@@ -87,10 +87,11 @@ def control_rows(llm: kvjax.LLM, tables: dict[str, pathlib.Path], config, run: R
     settings = ml_collections.ConfigDict({**control.to_dict(), "seed": config.seed})
     stream = common.held_out_tokens(llm)
     for (order, path), task, length in itertools.product(tables.items(), control.tasks, control.lengths):
-        method = common.make_method({**control.method.to_dict(), "table": str(path)})
+        wanted = {**control.method.to_dict(), "table": str(path)}
+        method = common.make_method(wanted)
         head = {"task": f"control/{task}", "method": f"{common.label(method)} {order}", "context": length}
         if tuple(head.values()) not in done:
-            measured = evaluate.measure(llm, method, task, length, stream, settings)
+            measured = evaluate.measure(llm, wanted, task, length, stream, settings)
             rows.append({**head, "store": "memory", "budget": method.budget, "seed": config.seed, **measured})
             run.log(**rows[-1])
     return rows

@@ -20,11 +20,13 @@ from kvjax.tasks import Sample, asking
 TASKS = ("passkey", "needle", "needle_of_4", "perplexity")
 
 
-def retrieval_row(llm: kvjax.LLM, method, samples: Sequence[Sample], config: ml_collections.ConfigDict) -> dict:
+def retrieval_row(
+    llm: kvjax.LLM, method, samples: Sequence[Sample], config: ml_collections.ConfigDict, dtype: str = "float32"
+) -> dict:
     """Accuracy over the samples, `config.batch` prompts at a time."""
     right, attended, resident = [], [], 0
     for batch in asking.batches(llm, samples, config.batch):
-        cache = llm.prefill(asking.contexts(batch), method=method, capacity=asking.capacity(batch))
+        cache = llm.prefill(asking.contexts(batch), method=method, capacity=asking.capacity(batch), dtype=dtype)
         found, results = asking.ask(llm, cache, batch)
         right += [score for scores in found for score in scores]
         attended += [result.usage.attended_tokens for result in results]
@@ -50,7 +52,8 @@ def wilson(share: float, count: int, z: float = 1.96) -> tuple[float, float]:
 
 
 def perplexity_row(
-    llm: kvjax.LLM, method, stream, length: int, config: ml_collections.ConfigDict, chunk: int | None = None
+    llm: kvjax.LLM, method, stream, length: int, config: ml_collections.ConfigDict, chunk: int | None = None,
+    dtype: str = "float32",
 ) -> dict:
     """Mean negative log-likelihood of held-out text after a prefill of `length` tokens, dense unless in chunks.
 
@@ -59,17 +62,18 @@ def perplexity_row(
     """
     drawn = common.draw_task(llm, stream, "perplexity", length, config.batch, config.seed, config.perplexity_tokens)
     contexts, steps = [list(one.context) for one in drawn], config.perplexity_tokens
-    cache = llm.prefill(contexts, method=method, capacity=length + steps, chunk=chunk)
+    cache = llm.prefill(contexts, method=method, capacity=length + steps, chunk=chunk, dtype=dtype)
     losses = -np.concatenate(llm.score([list(one.tokens) for one in drawn], cache).logprobs)
     return {"nll": float(np.mean(losses)), "perplexity": float(np.exp(np.mean(losses))), "samples": losses.size}
 
 
-def measure(llm: kvjax.LLM, method, task: str, length: int, stream, config: ml_collections.ConfigDict) -> dict:
+def measure(llm: kvjax.LLM, settings, task: str, length: int, stream, config: ml_collections.ConfigDict) -> dict:
     """What one method does at one task and length."""
+    method, dtype = common.make_method(settings), common.dtype_of(settings)
     if task == "perplexity":
-        return perplexity_row(llm, method, stream, length, config)
+        return perplexity_row(llm, method, stream, length, config, dtype=dtype)
     samples = common.draw_task(llm, stream, task, length, config.samples, config.seed)
-    return retrieval_row(llm, method, samples, config)
+    return retrieval_row(llm, method, samples, config, dtype)
 
 
 def run(config: ml_collections.ConfigDict, workdir: str) -> None:
@@ -77,7 +81,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     unknown = set(config.tasks) - set(TASKS)
     if unknown:
         raise ConfigError(f"unknown tasks {sorted(unknown)}; use some of {', '.join(TASKS)}")
-    methods = {common.label_of(settings): common.make_method(settings) for settings in config.methods}
+    methods = {common.label_of(settings): settings for settings in config.methods}
+    budgets = {label: common.make_method(settings).budget for label, settings in methods.items()}
     llm = common.load_model(config.model)
     run = Run(config, workdir)
     stream = common.held_out_tokens(llm)
@@ -85,12 +90,11 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     done = {(row["task"], row["context"], row["method"]) for row in rows}
     jobs = [(task, length, method) for task in config.tasks for length in config.lengths for method in methods]
     for task, length, label in tqdm(jobs, disable=None):
-        method = methods[label]
         if (task, length, label) in done:
             continue
-        measured = measure(llm, method, task, length, stream, config)
+        measured = measure(llm, methods[label], task, length, stream, config)
         head = {"task": task, "context": length, "method": label, "store": "memory"}
-        rows.append({**head, "budget": method.budget, "seed": config.seed, **measured})
+        rows.append({**head, "budget": budgets[label], "seed": config.seed, **measured})
         run.log(**rows[-1])
     run.summary(with_delta_nll(rows))
 

@@ -128,7 +128,10 @@ class Exams:
     def cached(self, cell: Cell, contexts: Sequence[Sequence[int]], directory: pathlib.Path, first: bool):
         """Contexts in the cell's cache, on its store, and a `Tally` with a probe if they are the first."""
         store, reading = common.make_store(self.config.store, directory), self.read(contexts)
-        cache = self.llm.prefill(reading, method=cell.method, store=store, capacity=self.capacity(cell.context))
+        cache = self.llm.prefill(
+            reading, method=cell.method, store=store, capacity=self.capacity(cell.context),
+            dtype=common.dtype_of(dict(cell.settings)),
+        )
         probe = Probe(cache, reading, k=self.config.recall_k) if first else None
         try:
             yield cache, Tally(len(contexts), cache.resident_bytes / len(contexts), probe)

@@ -20,7 +20,7 @@ import numpy as np
 import kvjax
 from experiments import common, raw_disk
 from experiments.results import Run
-from kvjax import decode, layer, parking, planning, prefill
+from kvjax import decode, layer, packing, parking, planning, prefill
 from kvjax.errors import ConfigError
 from kvjax.layer import LayerCache, Prompts
 from kvjax.models.config import ModelConfig, RopeConfig
@@ -70,9 +70,11 @@ def made_up_keys(config: ModelConfig, tokens: int, seed: int):
     return jnp.asarray(key[None]), jnp.asarray(rng.standard_normal((1, tokens, heads, size), np.float32))
 
 
-def filled_cache(llm, method, context: int, steps: int, store, slots: Slots, batch: int = 1):
+def filled_cache(
+    llm, method, context: int, steps: int, store, slots: Slots, batch: int = 1, dtype: str = "float32"
+):
     """A plan and a state that holds `context` made-up tokens per sequence; seconds per layer of index building."""
-    plan = planning.make_plan(llm.config, method, batch, context + steps)
+    plan = planning.make_plan(llm.config, method, batch, context + steps, dtype)
     branch = store.create(planning.geometry(plan), "throughput") if store is not None else None
     layers, seconds, length = [], [], jnp.full(batch, context, jnp.int32)
     for i in range(llm.config.num_layers):
@@ -170,9 +172,10 @@ def weight_bytes(llm) -> int:
     return total if llm.config.tie_embeddings else total - llm.params["embedding"]["embedding"].nbytes
 
 
-def kv_bytes(config: ModelConfig, tokens: float) -> float:
-    """Bytes of f32 keys and values of `tokens` tokens in all layers."""
-    return 8.0 * config.num_layers * config.num_kv_heads * config.head_dim * tokens
+def kv_bytes(config: ModelConfig, tokens: float, dtype: str = "float32") -> float:
+    """Bytes of keys and values of `tokens` tokens in all layers."""
+    vector = packing.width(dtype, config.head_dim) * base.DTYPES[packing.stored_type(dtype)].itemsize
+    return 2.0 * config.num_layers * config.num_kv_heads * vector * tokens
 
 
 def measure(llm, name: str, settings, store_name: str, context: int, config, directory, bandwidth) -> dict:
@@ -180,7 +183,8 @@ def measure(llm, name: str, settings, store_name: str, context: int, config, dir
     method = common.make_method(settings)
     store = common.make_store(store_name, directory)
     steps, batch, slots = config.steps, config.get("batch", 1), common.make_slots(settings, config.slots)
-    plan, state, branch, build = filled_cache(llm, method, context, 2 * steps + 4, store, slots, batch)
+    dtype = common.dtype_of(settings)
+    plan, state, branch, build = filled_cache(llm, method, context, 2 * steps + 4, store, slots, batch, dtype)
     resident, row = planning.resident_bytes(state), {}
     before = branch.stats() if branch is not None else None
     for driver in config.drivers:
@@ -190,7 +194,7 @@ def measure(llm, name: str, settings, store_name: str, context: int, config, dir
                 f"{driver}_compile_s": compiled}
     best = min(row[f"{driver}_ms"] for driver in config.drivers)
     attended = min(method.budget or context, context)
-    limit = 1e3 * (weight_bytes(llm) + batch * kv_bytes(llm.config, attended)) / bandwidth
+    limit = 1e3 * (weight_bytes(llm) + batch * kv_bytes(llm.config, attended, dtype)) / bandwidth
     after = branch.stats() if branch is not None else None
     row |= parts(llm, plan, state, branch)
     row |= {"tokens_per_s": batch * 1e3 / best, "limit_ms": limit, "times_limit": best / limit}

@@ -13,7 +13,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from kvjax import layer
+from kvjax import layer, packing
 from kvjax.layer import LayerCache, LayerPlan, Prompts
 from kvjax.method import Method
 from kvjax.pool import Line, MemoryPool
@@ -31,10 +31,14 @@ class AttentionCache:
 
 
 def init_cache(
-    method: Method, *, batch: int, kv_heads: int, group: int, head_dim: int, capacity: int, dtype="float32",
+    method: Method, *, batch: int, kv_heads: int, group: int, head_dim: int, capacity: int, dtype: str = "float32",
     sliding: int | None = None,
 ) -> AttentionCache:
-    """An empty cache. Raises ConfigError where budget, window and capacity do not fit together."""
+    """An empty cache; `dtype` is how its blocks keep keys and values (`kvjax.packing`).
+
+    Raises ConfigError where budget, window and capacity do not fit together, or for a type that there is not.
+    """
+    packing.check(dtype, head_dim)
     spec = method.spec(kv_heads=kv_heads, group=group, head_dim=head_dim, capacity=capacity)
     plan = LayerPlan(method, spec, sliding)
     pool = MemoryPool.zeros(spec, batch, dtype)
@@ -50,7 +54,7 @@ def prefill_cache(
     `query` is for methods that look at the prompt's queries (`Method.observation`): InfLLM needs them, InfiniGen goes
     by the keys alone without them.
     """
-    dtype = cache.layer.state.tail.key.dtype
+    dtype = cache.layer.pool.dtype
     state = layer.init(cache.plan, key.shape[0], dtype)
     length = jnp.asarray(length, jnp.int32)
     if query is not None:

@@ -11,12 +11,12 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from kvjax import attention
+from kvjax import attention, packing
 from kvjax import cache as caching
 from kvjax.cache import Fresh, LayerState, Rows
 from kvjax.method import Leaving, Method, Placement, Spec
 from kvjax.pool import Line, MemoryPool, Pool, Traffic, gated, scatter_prompt
-from kvjax.typing import Array, Bool, Float, Int32, PyTree, pytree
+from kvjax.typing import Array, Bool, Float, Int32, Num, PyTree, pytree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,11 +69,11 @@ class Prompts:
     query: Float[Array, "B Q H D"] | None = None  # of each prompt's last Q tokens; None = none, Q = 0
 
 
-def init(plan: LayerPlan, batch: int, dtype=jnp.float32, weights: PyTree | None = None) -> LayerState:
+def init(plan: LayerPlan, batch: int, dtype: str = "float32", weights: PyTree | None = None) -> LayerState:
     """An empty state for `batch` sequences; `weights` are the method's for this layer, by default those of layer 0."""
     weights = plan.method.weights(0) if weights is None else weights
     index = () if plan.follows else plan.method.init(plan.spec, weights)
-    one = caching.empty_layer(plan.spec, index, dtype)
+    one = caching.empty_layer(plan.spec, index, packing.tail_type(dtype))
     return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (batch, *leaf.shape)), one)
 
 
@@ -103,23 +103,30 @@ def prefill(plan: LayerPlan, state: LayerState, prompts: Prompts, leader: LayerS
     return jax.vmap(lambda *args: caching.build(spec, plan.method, *args))(state, *filled, query)
 
 
-def prefill_memory(plan: LayerPlan, state: LayerState, prompts: Prompts, dtype=jnp.float32, leader=None) -> LayerCache:
+def prefill_memory(
+    plan: LayerPlan, state: LayerState, prompts: Prompts, dtype: str = "float32", leader=None
+) -> LayerCache:
     """`prefill` into a new memory pool."""
     state, placement = prefill(plan, state, prompts, leader)
     return LayerCache(state, in_memory(plan, placement, prompts, dtype))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
-def in_memory(plan: LayerPlan, placement: Placement, prompts: Prompts, dtype=jnp.float32) -> MemoryPool:
+def in_memory(plan: LayerPlan, placement: Placement, prompts: Prompts, dtype: str = "float32") -> MemoryPool:
     """The memory pool of prompts that `prefill` has placed."""
-    return MemoryPool(*(scatter_prompt(plan.spec, placement, rows, dtype) for rows in (prompts.key, prompts.value)))
+    key, value = packing.pack(prompts.key, dtype), packing.pack(prompts.value, dtype)
+    return MemoryPool(
+        scatter_prompt(plan.spec, placement, key), scatter_prompt(plan.spec, placement, value), dtype
+    )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
-def packed(plan: LayerPlan, placement: Placement, prompts: Prompts, dtype=jnp.float32) -> Float[Array, "B K NB C D2"]:
+def packed(
+    plan: LayerPlan, placement: Placement, prompts: Prompts, dtype: str = "float32"
+) -> Num[Array, "B K NB C X2"]:
     """The same as blocks for a store, values beside keys."""
-    rows = jnp.concatenate([prompts.key, prompts.value], axis=-1)
-    return scatter_prompt(plan.spec, placement, rows, dtype)
+    rows = jnp.concatenate([packing.pack(rows, dtype) for rows in (prompts.key, prompts.value)], axis=-1)
+    return scatter_prompt(plan.spec, placement, rows)
 
 
 # ------------------------------------------------------------------------------------------- read

@@ -186,7 +186,7 @@ class LLM:
           method: cache method; None = the tuned one, or full attention.
           store: where blocks live; None = memory.
           capacity: most tokens of a sequence, question and answer included; None = context + 1024.
-          dtype: of stored keys and values.
+          dtype: of stored keys and values: float32, bfloat16, float16, int8 or int4 (`kvjax.packing`).
           slots: how many blocks of a store are kept in memory, and by which policy.
           chunk: see above; None = dense attention over the whole context.
 

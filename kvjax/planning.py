@@ -8,7 +8,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from kvjax import layer, parking
+from kvjax import layer, packing, parking
 from kvjax.errors import ConfigError
 from kvjax.layer import LayerCache, LayerPlan
 from kvjax.method import Method
@@ -30,7 +30,7 @@ class Plan:
     layers: tuple[LayerPlan, ...]
     batch: int
     capacity: int
-    dtype: str = "float32"
+    dtype: str = "float32"  # of keys and values in blocks (`kvjax.packing`)
 
 
 @pytree
@@ -82,7 +82,8 @@ class Slots:
 
 
 def make_plan(config: ModelConfig, method: Method, batch: int, capacity: int, dtype: str = "float32") -> Plan:
-    """Sizes every layer's cache. Raises ConfigError where they do not fit together."""
+    """Sizes every layer's cache. Raises ConfigError where they do not fit together, or for a type that there is not."""
+    packing.check(dtype, config.head_dim)
     if capacity < 2:
         raise ConfigError(f"capacity={capacity} must be at least 2 tokens")
     sizes = {"kv_heads": config.num_kv_heads, "group": config.group, "head_dim": config.head_dim, "capacity": capacity}
@@ -106,7 +107,8 @@ def geometry(plan: Plan) -> base.Geometry:
     spec = plan.layers[-1].spec
     return base.Geometry(
         layers=len(plan.layers), batch=plan.batch, kv_heads=spec.kv_heads, num_blocks=spec.num_blocks,
-        block_rows=spec.block_rows, width=2 * spec.head_dim, dtype=plan.dtype,
+        block_rows=spec.block_rows, width=2 * packing.width(plan.dtype, spec.head_dim),
+        dtype=packing.stored_type(plan.dtype),
     )
 
 

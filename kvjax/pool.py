@@ -5,12 +5,15 @@ them in place. `kvjax.store.slots.SlotPool` keeps a few blocks of a store on dis
 callbacks have no batching rule, so the batch axis is explicit.
 """
 
+import dataclasses
 from typing import Protocol, runtime_checkable
 
+import jax
 import jax.numpy as jnp
 
+from kvjax import packing
 from kvjax.method import Spec
-from kvjax.typing import Array, Bool, Float, Int32, pytree
+from kvjax.typing import Array, Bool, Float, Int32, Num, pytree
 
 
 @pytree
@@ -32,6 +35,10 @@ class Traffic:
 @runtime_checkable
 class Pool(Protocol):
     """Payload blocks of one layer; every method returns a new value."""
+
+    @property
+    def dtype(self) -> str:
+        """How keys and values are kept (`kvjax.packing`)."""
 
     def fetch(self, need: Int32[Array, "B K M1"], count: Int32[Array, "B K NB"], layer: Int32[Array, ""], line: Line):
         """(pool, slot[B, K, M1] of each needed block, ok[], Traffic): the only read from outside.
@@ -60,17 +67,20 @@ class Pool(Protocol):
         """Writes whole blocks (block NB = nothing)."""
 
 
-@pytree
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class MemoryPool:
     """All blocks in memory; the slot of a block is its number."""
 
-    key: Float[Array, "B K NB C D"]
-    value: Float[Array, "B K NB C D"]
+    key: Num[Array, "B K NB C X"]  # X numbers that keep D, see `kvjax.packing`
+    value: Num[Array, "B K NB C X"]
+    dtype: str = dataclasses.field(default="float32", metadata={"static": True})
 
     @classmethod
-    def zeros(cls, spec: Spec, batch: int, dtype) -> "MemoryPool":
-        shape = (batch, spec.kv_heads, spec.num_blocks, spec.block_rows, spec.head_dim)
-        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+    def zeros(cls, spec: Spec, batch: int, dtype: str) -> "MemoryPool":
+        shape = (batch, spec.kv_heads, spec.num_blocks, spec.block_rows, packing.width(dtype, spec.head_dim))
+        kept = packing.stored_type(dtype)
+        return cls(jnp.zeros(shape, kept), jnp.zeros(shape, kept), dtype)
 
     def fetch(self, need, count, layer, line):
         quiet = jnp.zeros(need.shape[0], jnp.int32)
@@ -81,31 +91,30 @@ class MemoryPool:
         return jnp.int32(1)
 
     def gather(self, slot, row):
-        return take_rows(self.key, slot, row), take_rows(self.value, slot, row)
+        return self._unpacked(take_rows(self.key, slot, row), take_rows(self.value, slot, row))
 
     def block(self, slot):
-        return take_block(self.key, slot), take_block(self.value, slot)
+        return self._unpacked(take_block(self.key, slot), take_block(self.value, slot))
+
+    def everything(self, slot):
+        flat = (*self.key.shape[:2], -1, self.key.shape[-1])
+        return self._unpacked(self.key.reshape(flat), self.value.reshape(flat))
 
     def locate(self, block):
         return block
 
     def put_row(self, block, row, key, value, layer, line):
-        at = (*batch_and_head(block), block, row)
-        return MemoryPool(
-            self.key.at[at].set(key.astype(self.key.dtype), mode="drop"),
-            self.value.at[at].set(value.astype(self.value.dtype), mode="drop"),
-        )
+        return self._put((*batch_and_head(block), block, row), key, value)
 
     def put_blocks(self, block, key, value, layer, line):
-        at = (*batch_and_head(block), block)
-        return MemoryPool(
-            self.key.at[at].set(key.astype(self.key.dtype), mode="drop"),
-            self.value.at[at].set(value.astype(self.value.dtype), mode="drop"),
-        )
+        return self._put((*batch_and_head(block), block), key, value)
 
-    def everything(self, slot):
-        flat = (*self.key.shape[:2], -1, self.key.shape[-1])
-        return self.key.reshape(flat), self.value.reshape(flat)
+    def _put(self, at, key, value) -> "MemoryPool":
+        key, value = packing.pack(key, self.dtype), packing.pack(value, self.dtype)
+        return MemoryPool(self.key.at[at].set(key, mode="drop"), self.value.at[at].set(value, mode="drop"), self.dtype)
+
+    def _unpacked(self, key, value):
+        return packing.unpack(key, self.dtype), packing.unpack(value, self.dtype)
 
 
 def batch_and_head(block: Int32[Array, "B K *E"]):
@@ -116,25 +125,25 @@ def batch_and_head(block: Int32[Array, "B K *E"]):
     return batch, head
 
 
-def take_rows(pool: Float[Array, "B K NS C X"], slot: Int32[Array, "B K N"], row: Int32[Array, "B K N"]):
+def take_rows(pool: Num[Array, "B K NS C X"], slot: Int32[Array, "B K N"], row: Int32[Array, "B K N"]):
     """One gather of single rows from the flattened pool, `[B, K, N, X]`; out-of-range slots are clipped."""
     batch, heads, slots, rows, width = pool.shape
     line = jnp.arange(batch * heads).reshape(batch, heads, 1) * slots + jnp.minimum(slot, slots - 1)
     return jnp.take(pool.reshape(-1, width), line * rows + row, axis=0, mode="clip")
 
 
-def take_block(pool: Float[Array, "B K NS C X"], slot: Int32[Array, "B K"]):
+def take_block(pool: Num[Array, "B K NS C X"], slot: Int32[Array, "B K"]):
     """One block per head, `[B, K, C, X]`; out-of-range slots are clipped."""
     batch, head = batch_and_head(slot)
     return pool[batch, head, jnp.minimum(slot, pool.shape[2] - 1)]
 
 
-def scatter_prompt(spec: Spec, placement, rows: Float[Array, "B T K X"], dtype) -> Float[Array, "B K NB C X"]:
+def scatter_prompt(spec: Spec, placement, rows: Num[Array, "B T K X"]) -> Num[Array, "B K NB C X"]:
     """Blocks filled with a prompt's rows as the placement says; empty rows are zero."""
     shape = (rows.shape[0], spec.kv_heads, spec.num_blocks, spec.block_rows, rows.shape[-1])
     batch, head = batch_and_head(placement.block)
-    filled = jnp.zeros(shape, dtype).at[batch, head, placement.block, placement.row]
-    return filled.set(rows.swapaxes(1, 2).astype(dtype), mode="drop")
+    filled = jnp.zeros(shape, rows.dtype).at[batch, head, placement.block, placement.row]
+    return filled.set(rows.swapaxes(1, 2), mode="drop")
 
 
 def gated(block: Int32[Array, "B K *E"], gate: Bool[Array, "B"], none: int) -> Int32[Array, "B K *E"]:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import layer
+from kvjax import layer, packing
 from kvjax.layer import LayerCache, LayerPlan, Prompts
 from kvjax.method import Method
 from kvjax.methods import (
@@ -119,7 +119,8 @@ TRACES: dict[tuple, int] = {}
 @functools.partial(jax.jit, static_argnums=0)
 def _token(plan, cache, q, k, v, token, at, active, line):
     pool = cache.pool
-    key = (plan, q.shape, type(pool).__name__, getattr(pool, "policy", ""), getattr(pool, "backend", ""))
+    key = (plan, q.shape, type(pool).__name__, getattr(pool, "policy", ""), getattr(pool, "backend", ""),
+           pool.dtype)
     TRACES[key] = TRACES.get(key, 0) + 1
     out, cache, fresh, ok, report = layer.read(plan, cache, q, k, v, at, jnp.int32(0), line)
     gate = ok & active & (jax.lax.bitcast_convert_type(jnp.sum(out), jnp.int32) != -0x7FEDCBA9)
@@ -136,22 +137,26 @@ def _fill(plan, k, v, length, token, q):
 class Sim:
     """One layer decoding a `Stream`; over a store if one is given."""
 
-    def __init__(self, method: Method, stream: Stream, prompt, store=None, slots=None, policy="lru", backend="buffer"):
+    def __init__(
+        self, method: Method, stream: Stream, prompt, store=None, slots=None, policy="lru", backend="buffer",
+        dtype="float32",
+    ):
         self.plan, self.stream, self.branch = plan_of(method), stream, None
         self.at = np.asarray(prompt, np.int32)
         batch, size = stream.k.shape[0], CAPACITY
         k, v, token, q = (jnp.asarray(array[:, :size]) for array in (stream.k, stream.v, stream.token, stream.q))
         state, *placed = _fill(self.plan, k, v, jnp.asarray(self.at), token, q)
         if store is None:
-            self.cache = LayerCache(state, layer.in_memory(self.plan, *placed))
+            self.cache = LayerCache(state, layer.in_memory(self.plan, *placed, dtype))
             return
         spec = self.plan.spec
         self.branch = store.create(
-            Geometry(1, batch, HEADS, spec.num_blocks, spec.block_rows, 2 * SIZE, "float32"), "laws"
+            Geometry(1, batch, HEADS, spec.num_blocks, spec.block_rows, 2 * packing.width(dtype, SIZE),
+                     packing.stored_type(dtype)), "laws"
         )
-        blocks = layer.packed(self.plan, *placed)
+        blocks = layer.packed(self.plan, *placed, dtype)
         self.branch.write_layer(0, np.asarray(blocks), np.asarray(state.count), Prompt(np.asarray(state.pos)))
-        pool = SlotPool.zeros(spec, batch, slots or spec.max_blocks + 1, "float32", policy, backend)
+        pool = SlotPool.zeros(spec, batch, slots or spec.max_blocks + 1, dtype, policy, backend)
         self.cache = LayerCache(state, pool)
 
     @property

@@ -18,12 +18,13 @@ import numpy as np
 from jax.experimental import io_callback
 from jax.experimental.buffer_callback import buffer_callback
 
+from kvjax import packing
 from kvjax.errors import ConfigError
 from kvjax.method import Spec
 from kvjax.pool import Line, Traffic, batch_and_head, take_block, take_rows
 from kvjax.store import base, residency
 from kvjax.store.residency import ReadPlan, Residency
-from kvjax.typing import Array, Bool, Float, Int32
+from kvjax.typing import Array, Bool, Int32, Num
 
 BACKENDS = ("buffer", "io", "python")
 PREFETCH = ("off", "layer", "step")
@@ -37,29 +38,31 @@ def default_backend() -> str:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SlotPool:
-    """Slots of packed rows (key beside value) and the table of what is in them.
+    """Slots of packed rows (`kvjax.packing`, key beside value) and the table of what is in them.
 
     What is read ahead (`prefetch`) waits in the store, not in slots: a wrong guess evicts nothing.
     """
 
-    rows: Float[Array, "B K NS C D2"]
+    rows: Num[Array, "B K NS C X2"]
     table: Residency
     queued: Int32[Array, ""]  # writes handed to the store: ready only when the callbacks have run
     num_blocks: int = dataclasses.field(metadata={"static": True})
     policy: str = dataclasses.field(metadata={"static": True})
     backend: str = dataclasses.field(metadata={"static": True})
+    dtype: str = dataclasses.field(default="float32", metadata={"static": True})
     prefetch: str = dataclasses.field(default="off", metadata={"static": True})
     keep: bool = dataclasses.field(default=True, metadata={"static": True})
 
     @classmethod
     def zeros(
-        cls, spec: Spec, batch: int, slots: int, dtype, policy: str, backend: str, prefetch: str = "off",
+        cls, spec: Spec, batch: int, slots: int, dtype: str, policy: str, backend: str, prefetch: str = "off",
         keep: bool = True,
     ) -> "SlotPool":
-        shape = (batch, spec.kv_heads, slots, spec.block_rows, 2 * spec.head_dim)
+        shape = (batch, spec.kv_heads, slots, spec.block_rows, 2 * packing.width(dtype, spec.head_dim))
         table = residency.empty(spec.kv_heads, slots, spec.num_blocks)
         table = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (batch, *leaf.shape)), table)
-        return cls(jnp.zeros(shape, dtype), table, jnp.int32(0), spec.num_blocks, policy, backend, prefetch, keep)
+        rows = jnp.zeros(shape, packing.stored_type(dtype))
+        return cls(rows, table, jnp.int32(0), spec.num_blocks, policy, backend, dtype, prefetch, keep)
 
     def emptied(self) -> "SlotPool":
         """The same pool with nothing resident: every block will be read again."""
@@ -81,7 +84,7 @@ class SlotPool:
         missed = jnp.sum(plan.read < self.num_blocks, axis=(1, 2), dtype=jnp.int32)
         return dataclasses.replace(self, rows=rows, table=table), Traffic(requested, missed)
 
-    def fill(self, plan: ReadPlan, fetched: Float[Array, "B K M1 C D2"]) -> Array:
+    def fill(self, plan: ReadPlan, fetched: Num[Array, "B K M1 C X2"]) -> Array:
         """Slot contents with fetched blocks put in place."""
         slot = jnp.where(plan.read < self.num_blocks, plan.slot, self.rows.shape[2])
         return self.rows.at[(*batch_and_head(slot), slot)].set(fetched, mode="drop")
@@ -102,31 +105,38 @@ class SlotPool:
         return _effect("submit", self.backend, line, layer, missing)
 
     def gather(self, slot, row):
-        return jnp.split(take_rows(self.rows, slot, row), 2, axis=-1)
+        return self._unpacked(take_rows(self.rows, slot, row))
 
     def block(self, slot):
-        return jnp.split(take_block(self.rows, slot), 2, axis=-1)
+        return self._unpacked(take_block(self.rows, slot))
 
     def everything(self, slot):
         rows = self.rows[(*batch_and_head(slot), slot)]
-        return jnp.split(rows.reshape(*slot.shape[:2], -1, rows.shape[-1]), 2, axis=-1)
+        return self._unpacked(rows.reshape(*slot.shape[:2], -1, rows.shape[-1]))
 
     def locate(self, block):
         return jax.vmap(residency.locate)(self.table, block)
 
     def put_row(self, block, row, key, value, layer, line):
-        packed = jnp.concatenate([key, value], axis=-1).astype(self.rows.dtype)
+        packed = self.packed(key, value)
         slot = jnp.where(block < self.num_blocks, self.locate(block), self.rows.shape[2])
         queued = _effect("put_rows", self.backend, line, layer, block, row, packed)
         rows = self.rows.at[(*batch_and_head(slot), slot, row)].set(packed, mode="drop")
         return self._written(rows, slot, queued)
 
     def put_blocks(self, block, key, value, layer, line):
-        packed = jnp.concatenate([key, value], axis=-1).astype(self.rows.dtype)
+        packed = self.packed(key, value)
         slot = jnp.where(block < self.num_blocks, self.locate(block), self.rows.shape[2])
         queued = _effect("put_blocks", self.backend, line, layer, block, packed)
         rows = self.rows.at[(*batch_and_head(slot), slot)].set(packed, mode="drop")
         return self._written(rows, slot, queued)
+
+    def packed(self, key, value):
+        """Rows as they are kept, values beside keys."""
+        return jnp.concatenate([packing.pack(one, self.dtype) for one in (key, value)], axis=-1)
+
+    def _unpacked(self, rows):
+        return tuple(packing.unpack(one, self.dtype) for one in jnp.split(rows, 2, axis=-1))
 
     def _written(self, rows, slot, queued) -> "SlotPool":
         table = jax.vmap(residency.note_written)(self.table, slot)
@@ -173,7 +183,7 @@ def _io_read(shape_like, handle, generation, layer, block):
 
 
 def read_blocks(rows, line: Line, layer, plan: ReadPlan, backend: str):
-    """The missing blocks `[B, K, M1, C, D2]` of a plan, in order, and whether all came; `rows` tells their shape."""
+    """The missing blocks `[B, K, M1, C, X2]` of a plan, in order, and whether all came; `rows` tells their shape."""
     shape = (*plan.read.shape, *rows.shape[-2:])
     result = (jax.ShapeDtypeStruct(shape, rows.dtype), jax.ShapeDtypeStruct((), jnp.int32))
     like = jnp.zeros((1, *rows.shape[-2:]), rows.dtype)

@@ -19,7 +19,7 @@ from kvjax.pool import batch_and_head
 from kvjax.store import residency
 from kvjax.store.residency import Residency
 from kvjax.store.slots import SlotPool, read_blocks
-from kvjax.typing import Array, Float, Int32
+from kvjax.typing import Array, Int32, Num
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
@@ -29,7 +29,7 @@ _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 class TieredPool(SlotPool):
     """A slot pool with a second, larger one behind it; `rows` and `table` are those of the device."""
 
-    host_rows: Float[Array, "B K NH C D2"]  # in pinned host memory
+    host_rows: Num[Array, "B K NH C X2"]  # in pinned host memory
     host_table: Residency
 
     @classmethod
@@ -78,7 +78,7 @@ class TieredPool(SlotPool):
 
     def _write_behind(self, block, key, value, row=None) -> "TieredPool":
         """Writes whole blocks, or a row of each, to the host tier where it has them."""
-        packed = jnp.concatenate([key, value], axis=-1).astype(self.host_rows.dtype)
+        packed = self.packed(key, value)
         slot = jnp.where(block < self.num_blocks, self.locate_on_host(block), self.host_rows.shape[2])
         at = self._flat(slot)
         if row is not None:

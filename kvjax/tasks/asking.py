@@ -32,8 +32,10 @@ def tokenised(llm: LLM, samples: Sequence[Sample]) -> list[Sample]:
 
 
 def within_prompt(samples: Sequence[Sample]) -> list[Sample]:
-    """The tokenised samples with their questions at the end of the context, so that a method that compresses a prompt has
-    seen what is asked: the first token of an answer then comes from dense attention."""
+    """The tokenised samples with their questions at the end of the context, for what compresses a prompt by its end.
+
+    The first token of an answer then comes from dense attention.
+    """
     return [dataclasses.replace(one, context=(*one.context, *one.question), question=()) for one in samples]
 
 

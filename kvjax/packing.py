@@ -1,0 +1,74 @@
+"""How a vector is kept in a block: as floats, or as 8 or 4 bit codes with a range of its own.
+
+A key or value x of D numbers becomes D codes c = round((x - low) / step) of `bits` bits, low = min x and step =
+(max x - low) / (2^bits - 1), with low and step as f16 behind them: D + 4 bytes, or D / 2 + 4. A number is off by half a
+step, and by what f16 takes from low. Every vector has its own range, as rows arrive one by one; so KIVI (Liu et al.,
+2024) keeps values, while its keys share a range per channel among many tokens. Packing what was unpacked changes
+nothing, so that clusters may be split again and again.
+
+Sinks, recent window and held rows are kept as floats.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.errors import ConfigError
+from kvjax.typing import Array, Float, Num
+
+FLOATS = ("float32", "bfloat16", "float16")
+BITS = {"int8": 8, "int4": 4}
+_RANGE_BYTES = 4  # low and step
+_LARGEST = 65504.0  # of f16
+
+
+def check(dtype: str, size: int) -> None:
+    """Raises ConfigError for a type that there is not, or that vectors of `size` numbers cannot be kept as."""
+    if dtype not in (*FLOATS, *BITS):
+        raise ConfigError(f"keys and values cannot be kept as {dtype!r}; use one of {', '.join((*FLOATS, *BITS))}")
+    if dtype == "int4" and size % 2:
+        raise ConfigError(f"int4 packs two numbers into a byte, and heads have {size}; use int8")
+
+
+def stored_type(dtype: str) -> str:
+    """The element type of blocks."""
+    return "int8" if dtype in BITS else dtype
+
+
+def tail_type(dtype: str) -> str:
+    """The type of the rows that are not in blocks."""
+    return "float32" if dtype in BITS else dtype
+
+
+def width(dtype: str, size: int) -> int:
+    """Elements of a block that a vector of `size` numbers takes."""
+    return size if dtype not in BITS else size * BITS[dtype] // 8 + _RANGE_BYTES
+
+
+def pack(x: Float[Array, "*N D"], dtype: str) -> Num[Array, "*N X"]:
+    """Vectors as they are kept."""
+    if dtype not in BITS:
+        return x.astype(dtype)
+    levels = 2 ** BITS[dtype] - 1
+    x = jnp.clip(x.astype(jnp.float32), -_LARGEST, _LARGEST)
+    low = jnp.min(x, axis=-1, keepdims=True).astype(jnp.float16)
+    step = ((jnp.max(x, axis=-1, keepdims=True) - low.astype(jnp.float32)) / levels).astype(jnp.float16)
+    # A step of 0 is a vector of equal numbers, up to what f16 can tell apart: all codes are 0 then.
+    per_step = jnp.where(step > 0, 1.0 / jnp.maximum(step.astype(jnp.float32), 1e-30), 0.0)
+    code = jnp.clip(jnp.round((x - low.astype(jnp.float32)) * per_step), 0, levels).astype(jnp.uint8)
+    if dtype == "int4":
+        code = code[..., ::2] | (code[..., 1::2] << 4)
+    spread = jax.lax.bitcast_convert_type(jnp.concatenate([low, step], axis=-1), jnp.uint8)
+    packed = jnp.concatenate([code, spread.reshape(*x.shape[:-1], _RANGE_BYTES)], axis=-1)
+    return jax.lax.bitcast_convert_type(packed, jnp.int8)
+
+
+def unpack(kept: Num[Array, "*N X"], dtype: str) -> Float[Array, "*N D"]:
+    """The vectors again."""
+    if dtype not in BITS:
+        return kept
+    kept = jax.lax.bitcast_convert_type(kept, jnp.uint8)
+    code, spread = kept[..., :-_RANGE_BYTES], kept[..., -_RANGE_BYTES:]
+    spread = jax.lax.bitcast_convert_type(spread.reshape(*spread.shape[:-1], 2, 2), jnp.float16).astype(jnp.float32)
+    if dtype == "int4":
+        code = jnp.stack([code & 15, code >> 4], axis=-1).reshape(*code.shape[:-1], -1)
+    return spread[..., :1] + spread[..., 1:] * code.astype(jnp.float32)
