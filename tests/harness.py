@@ -107,6 +107,11 @@ class Stream:
     def row(self, b: int) -> "Stream":
         return Stream(self.q[b : b + 1], self.k[b : b + 1], self.v[b : b + 1])
 
+    def beside(self, row: "Stream") -> "Stream":
+        """The first row of this one, and another."""
+        pairs = ((self.q, row.q), (self.k, row.k), (self.v, row.v))
+        return Stream(*(np.concatenate([mine[:1], other]) for mine, other in pairs))
+
 
 @functools.cache
 def plan_of(method: Method, capacity: int = CAPACITY) -> LayerPlan:

@@ -95,6 +95,19 @@ def test_the_budget_is_used_up(method):
 
 
 @every_method
+def test_rows_of_a_batch_do_not_see_each_other(method):
+    stream = Stream.draw(2)
+    other = Stream.draw(13).beside(stream.row(1))
+    one, changed = Sim(method, stream, [45, 17]).run(25), Sim(method, other, [20, 17]).run(25)
+    np.testing.assert_array_equal(one[:, 1], changed[:, 1])
+    assert not np.array_equal(one[:, 0], changed[:, 0])
+
+
+@pytest.mark.parametrize("method", [
+    # A batch of one is a program of its own: of the others it takes a while to compile.
+    pytest.param(method, id=name, marks=() if name in ("full", "quest", "dynakv", "kvswap") else pytest.mark.slow)
+    for name, method in METHODS.items()
+])
 def test_rows_of_a_batch_are_bit_equal_to_running_alone(method):
     stream = Stream.draw(2)
     together = Sim(method, stream, [45, 17]).run(25)
@@ -170,6 +183,8 @@ def test_no_residency_policy_changes_the_output(policy, name):
 @functools.cache
 def _in_memory(name):
     return Sim(METHODS[name], Stream.draw(6), [40, 25]).run(45)
+
+
 @pytest.mark.parametrize("method", [METHODS["quest"], METHODS["dynakv"]], ids=lambda m: m.name)
 @pytest.mark.parametrize("layout", [*LAYOUTS, "sequential"])
 def test_every_layout_gives_equal_bits(method, layout, tmp_path):

@@ -42,12 +42,13 @@ DATASETS = {
     "trec": Dataset("classification" + _LINE, 64, _SHOTS, False), "triviaqa": Dataset("f1" + _LINE, 32, _SHOTS, False),
     "samsum": Dataset("rouge_l" + _LINE, 128, _SHOTS, False), "passage_count": Dataset("share_of_numbers", 32, _COUNT),
     "passage_retrieval_en": Dataset("share_of_numbers", 32, _FIND),
+    "lsht": Dataset("classification" + _LINE, 64, _SHOTS, False),
     "lcc": Dataset("edit_similarity", 64, _CODE, False), "repobench-p": Dataset("edit_similarity", 64, _CODE, False),
 }
 
 
 def draw(request: Request) -> list[Sample]:
-    """The first `request.count` rows of a v1 file; the English and code datasets, LongBench-E's too."""
+    """The first `request.count` rows of a v1 file; the English and code datasets, lsht, LongBench-E's too."""
     rows = files.read_rows(request.path, _V1, {"choice_A": "this is LongBench v2; use task longbench_v2"})
     official = _official(request.path)
     return [_v1(request, where, row, official) for where, row in rows[: request.count]]
