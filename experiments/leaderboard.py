@@ -23,11 +23,11 @@ import numpy as np
 from absl import logging
 from tqdm import tqdm
 
-from experiments import common, evaluate, report
+from experiments import common, evaluate, report, throughput
 from experiments.results import Run
-from kvjax import tasks
+from kvjax import layer, tasks
 from kvjax.errors import ConfigError
-from kvjax.llm import LLM, Usage
+from kvjax.llm import LLM, Cache, Usage
 from kvjax.method import Method
 from kvjax.metrics import Probe
 from kvjax.prefill import Reading
@@ -132,20 +132,33 @@ class Exams:
             reading, method=cell.method, store=store, capacity=self.capacity(cell.context),
             dtype=common.dtype_of(dict(cell.settings)),
         )
-        probe = Probe(cache, reading, k=self.config.recall_k) if first else None
         try:
-            yield cache, Tally(len(contexts), cache.resident_bytes / len(contexts), probe)
+            tally = Tally(len(contexts), cache.resident_bytes / len(contexts))
+            if first:
+                tally.probe, tally.select_ms = Probe(cache, reading, k=self.config.recall_k), select_ms(cache)
+            yield cache, tally
         finally:
             cache.close()
 
 
+def select_ms(cache: Cache) -> float:
+    """Median milliseconds in which one layer chooses its blocks, for all sequences of a batch."""
+    plan, one = next((plan, one) for plan, one in zip(cache.plan.layers, cache.state.layers, strict=True)
+                     if not plan.follows and plan.method == cache.plan.layers[-1].method)
+    config = cache.plan.config
+    shape = (cache.plan.batch, config.num_heads, config.head_dim)
+    q = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    return throughput.median_ms(layer.choose, plan, one.state, q)
+
+
 @dataclasses.dataclass
 class Tally:
-    """A batch of contexts being asked: the probe of the first batch, and what a token cost."""
+    """A batch of contexts being asked: what a token cost, and of the first batch the probe and the time to select."""
 
     batch: int
     resident_bytes: float
-    probe: Probe | None
+    probe: Probe | None = None
+    select_ms: float | None = None
 
     def done(self, usages: Sequence[Usage]) -> dict:
         """Quality if there is a probe, and cost per token of one sequence, of all rounds together."""
@@ -156,7 +169,8 @@ class Tally:
         if stores:
             cost |= {"bytes_read_per_token": sum(one.bytes_read for one in stores) / tokens,
                      "reads_per_token": sum(one.reads for one in stores) / tokens}
-        return cost | (dataclasses.asdict(self.probe.quality) if self.probe else {})
+        quality = {**dataclasses.asdict(self.probe.quality), "select_ms": self.select_ms} if self.probe else {}
+        return cost | quality
 
 
 def answered(exams: Exams, cell: Cell, directory: pathlib.Path) -> dict:

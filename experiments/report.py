@@ -16,6 +16,7 @@ COLUMNS = (
     ("attention_mass", "attention mass"), ("output_error", "output error"), ("attended_tokens", "attended"),
     ("bytes_read_per_token", "bytes read/token"),
     ("reads_per_token", "reads/token"), ("hit_rate", "hit rate"), ("resident_bytes", "resident bytes"),
+    ("select_ms", "ms to select"),
     ("refused", "refused"),
 )
 _NO_MEAN = ("method", "task", "context", "budget", "seed", "question", "interval", "refused")

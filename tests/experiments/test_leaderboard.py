@@ -86,6 +86,7 @@ def test_any_task_is_a_column(exams, task, tmp_path):
     cell = leaderboard.Cell((("name", "quest"), ("window", 8)), "quest", task, 250, 64, 0)
     row = leaderboard.measure(exams, cell, tmp_path)
     assert row["method"] == "quest" and row["task"] == task and row["bytes_read_per_token"] > 0
+    assert row["select_ms"] > 0
     assert 0 < row["attended_tokens"] <= 64 and 0 < row["output_error"] < 2 and 0 < row["recall"] <= 1
     assert row["samples"] == (16 if task == "mqar" else 3) and 0 <= row["accuracy"] <= 1
 
