@@ -193,27 +193,8 @@ class LLM:
         Raises PromptError, ConfigError, FormatMismatch for a method or a reading of another model, or a StoreError
         before anything is written.
         """
-        if chunk is not None and (isinstance(context, Reading) or chunk < 1):
-            raise ConfigError(f"chunk={chunk} must be at least 1, and what was read already is not read in chunks")
-        if isinstance(context, Reading):
-            return self._prefilled(context, None, method, store, capacity, dtype, slots)
-        rows = self._prompts(context)
-        tokens, length = _padded([row[:chunk] for row in rows])
-        first = Reading(tokens, length, (), self.fingerprint)
-        return self._prefilled(first, None if chunk is None else (rows, chunk), method, store, capacity, dtype, slots)
-
-    def _prompts(self, context) -> list[list[int]]:
-        rows = [self.encode(row, start=True) for row in _rows(context)]
-        if not rows or not all(rows):
-            raise PromptError("the prompt is empty; give at least one token")
-        return rows
-
-    def _prefilled(self, reading: Reading, rest, method, store, capacity, dtype, slots) -> Cache:
-        """A new cache; a reading without layers is done on the way, and `rest` are (all rows, chunk) if it goes on."""
-        if reading.fingerprint != self.fingerprint:
-            raise FormatMismatch(f"the context was read by the model {reading.fingerprint!r}, not by "
-                                 f"{self.fingerprint!r}; read it with this one")
-        lengths = np.asarray(reading.length).tolist() if rest is None else [len(row) for row in rest[0]]
+        reading, rest = self._opening(context, chunk)
+        lengths = [n + len(more) for n, more in zip(np.asarray(reading.length).tolist(), rest, strict=True)]
         capacity = capacity or max(lengths) + 1024
         if method is None:
             method, slots = self._default(len(lengths), capacity, slots)
@@ -229,14 +210,30 @@ class LLM:
                 plan, self.params, reading.tokens, reading.length, branch, slots, reading.layers or None
             )
             cache = Cache(plan, state, logits, branch, self.fingerprint)
-            if rest is None:
-                return cache
-            rows, chunk = rest
-            return self._extended(cache, [row[chunk:] for row in rows], chunk)
+            return cache if chunk is None else self._extended(cache, rest, chunk)
         except BaseException:
             if branch is not None:
                 branch.close()
             raise
+
+    def _prompts(self, context) -> list[list[int]]:
+        rows = [self.encode(row, start=True) for row in _rows(context)]
+        if not rows or not all(rows):
+            raise PromptError("the prompt is empty; give at least one token")
+        return rows
+
+    def _opening(self, context, chunk: int | None) -> tuple[Reading, list[list[int]]]:
+        """What is read densely, without layers if that is still to be done, and each row's tokens after it."""
+        if chunk is not None and (isinstance(context, Reading) or chunk < 1):
+            raise ConfigError(f"chunk={chunk} must be at least 1, and what was read already is not read in chunks")
+        if not isinstance(context, Reading):
+            rows = self._prompts(context)
+            tokens, length = _padded([row[:chunk] for row in rows])
+            return Reading(tokens, length, (), self.fingerprint), [[] if chunk is None else row[chunk:] for row in rows]
+        if context.fingerprint != self.fingerprint:
+            raise FormatMismatch(f"the context was read by the model {context.fingerprint!r}, not by "
+                                 f"{self.fingerprint!r}; read it with this one")
+        return context, [[]] * len(context.length)
 
     def _default(self, batch: int, context: int, slots: Slots | None) -> tuple[Method, Slots | None]:
         if self.tuning is None:
