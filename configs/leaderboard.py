@@ -43,7 +43,8 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
         {"name": "chunkkv", "window": 16, "observation": 16},
         {"name": "sentencekv", "window": 16, "observation": 16, "chunk": 16, "shortest": 6,
          "table": str(REFERENCE / "delimiters.json")},
-        {"name": "omnikv", "window": 16, "dense_layers": 0, "reuse": 2},  # the paper's two, as above; of four layers
+        # The paper's dense layers and its filter layers, which attend everything, would be half the model or more.
+        {"name": "omnikv", "window": 16, "dense_layers": 0, "reuse": 2, "dense_filters": False},
         {"name": "quest", "window": 16},
         {"name": "dynakv", "window": 16},
         {"name": "icecache", "window": 16, "dense_layers": 0},  # as the others; the paper's two would be half the model

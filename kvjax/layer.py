@@ -27,6 +27,12 @@ class LayerPlan:
     spec: Spec
     sliding: int | None = None  # the model's own sliding window, in tokens
     follows: bool = False  # placements and choices are those of the layer before (`Method.reuse`)
+    filters: bool = False  # attends everything, and selects for those that follow (`Method.dense_filters`)
+
+    @property
+    def attends_all(self) -> bool:
+        """Whether every block is attended."""
+        return self.method.attends_all or self.filters
 
 
 @pytree
@@ -174,7 +180,7 @@ def answer(plan: LayerPlan, cache: LayerCache, choice: Choice, q, key, value, sl
 def chosen_rows(plan: LayerPlan, cache: LayerCache, choice: Choice, slot: Int32[Array, "B K M1"]):
     """Keys and values `[B, K, N, D]` of the chosen rows, which of them are valid, and their positions."""
     spec, rows = plan.spec, choice.rows
-    if not plan.method.attends_all:
+    if not plan.attends_all:
         found = cache.pool.gather(jnp.take_along_axis(slot, rows.rank, axis=-1), rows.row)
         return *found, rows.valid, rows.pos
     found = cache.pool.everything(slot[..., : spec.num_blocks])
@@ -248,7 +254,7 @@ def report(plan: LayerPlan, state: LayerState, choice: Choice, q, key, value, se
     """What a step did."""
     held = state.tail.pos[..., plan.spec.sinks + plan.spec.ring :]
     rows = choice.rows.pos
-    selected = rows if plan.method.attends_all else jnp.concatenate([rows, held], axis=-1)
+    selected = rows if plan.attends_all else jnp.concatenate([rows, held], axis=-1)
     return Report(seen, selected, _grouped(q, plan.spec), key, value, traffic)
 
 

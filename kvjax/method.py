@@ -171,6 +171,7 @@ class Method(abc.ABC):
     adaptive: ClassVar[bool] = False  # `due` and `adapt` do something
     pairs: ClassVar[bool] = False  # `partner` does something
     observes: ClassVar[bool] = False  # `observe` does something
+    dense_filters: ClassVar[bool] = False  # with `reuse`, layers that select for others attend everything, in memory
     samples: ClassVar[bool] = False  # selections are samples with a `bias`, as many tokens as are drawn
 
     def __post_init__(self):

@@ -28,7 +28,7 @@ def exact_scores(q: Float[Array, "K G D"], key: Float[Array, "T K D"], at: Int32
 def attended_mask(plan: LayerPlan, selected: Int32[Array, "K N"], at: Int32[Array, ""], tokens: int):
     """Attended tokens `[K, tokens]`: sinks, window and the selected positions (-1 = none)."""
     position, heads = jnp.arange(tokens), selected.shape[0]
-    always = (position < plan.spec.sinks) | (position > at - plan.spec.window) | plan.method.attends_all
+    always = (position < plan.spec.sinks) | (position > at - plan.spec.window) | plan.attends_all
     chosen = jnp.zeros((heads, tokens), bool)
     chosen = chosen.at[jnp.arange(heads)[:, None], jnp.where(selected >= 0, selected, tokens)].set(True, mode="drop")
     return (chosen | always) & (position <= at)

@@ -92,14 +92,15 @@ def make_plan(config: ModelConfig, method: Method, batch: int, capacity: int, dt
     for i in range(config.num_layers):
         chosen = dense if i < method.dense_layers else method
         follows = i >= method.dense_layers and (i - method.dense_layers) % method.reuse > 0
-        layers.append(LayerPlan(chosen, chosen.spec(**sizes), config.windows[i], follows))
+        filters = chosen.dense_filters and chosen.reuse > 1 and not follows
+        layers.append(LayerPlan(chosen, chosen.spec(**sizes), config.windows[i], follows, filters))
     return Plan(config, tuple(layers), batch, capacity, dtype)
 
 
 def on_store(plan: Plan, index: int) -> bool:
-    """Whether a layer's blocks go to the store: dense layers stay in memory unless all are dense."""
+    """Whether a layer's blocks go to the store: layers that attend everything stay in memory unless all do."""
     dense_prefix = isinstance(plan.layers[index].method, Full) and plan.layers[-1].method != plan.layers[index].method
-    return not dense_prefix
+    return not dense_prefix and not plan.layers[index].filters
 
 
 def geometry(plan: Plan) -> base.Geometry:

@@ -7,14 +7,17 @@ tokens, that is nearly as good as a choice of their own, and only filter layers 
 Aggregation: the largest softmax weight over all query heads of the layer, so that all KV heads get the same tokens.
 
 Differences from the paper:
-  - filter layers attend the chosen tokens only, as the budget holds for every layer. In the paper they attend
-    everything, and so does a layer behind each while the others' tokens are being read.
+  - in the paper a layer behind each filter layer attends everything, too, while the others' tokens are being read.
   - filter layers come at equal distances: every `reuse`-th after the dense ones. The paper places three of them by
     hand (2, 8 and 18 of 32 layers), which gives the last ones longer runs.
   - tokens of the answer are chosen like others once they leave the window; in the paper they always stay.
   - of the paper's selectors this is the one that looks at the newest token alone.
 
-Resident: all keys of the filter layers. Cost per step: full attention's scores in filter layers, nothing in the others.
+Filter layers attend everything and stay in memory, as dense layers do; with `dense_filters=False` the budget holds for
+them, too. The last layer is no filter layer in the paper either, as nobody would follow it.
+
+Resident: keys and values of the filter layers, or their keys alone if the budget holds for them. Cost per step: full
+attention in filter layers, nothing but that of the chosen tokens in the others.
 """
 
 import dataclasses
@@ -28,11 +31,16 @@ from kvjax.methods.oracle import Oracle
 
 @dataclasses.dataclass(frozen=True)
 class OmniKV(Oracle):
-    """Tokens with the largest attention weight of any head, chosen by one layer for `reuse` layers."""
+    """Tokens with the largest attention weight of any head, chosen by one layer for `reuse` layers.
+
+    Attributes:
+      dense_filters: whether the layers that choose attend everything.
+    """
 
     aggregation: str = "softmax_max"
     dense_layers: int = 2
     reuse: int = 4
+    dense_filters: bool = True  # type: ignore[misc]  # of the class elsewhere, a setting here
     head_shared: ClassVar[bool] = True
 
     def select(self, spec, index, view, q):
