@@ -113,15 +113,20 @@ def _whole_read(layer_plan, cache, q, key, value, at, number, line):
     return layer.read(layer_plan, cache, q, key, value, at, number, line)[0]
 
 
-def median_ms(function, *args, repeats: int = 25) -> float:
-    """Median milliseconds of a compiled function, warm."""
+def call_ms(function, *args, repeats: int = 25) -> np.ndarray:
+    """Milliseconds of each call of a compiled function, warm."""
     jax.block_until_ready(function(*args))
     times = []
     for _ in range(repeats):
         started = time.perf_counter()
         jax.block_until_ready(function(*args))
         times.append(1e3 * (time.perf_counter() - started))
-    return float(np.median(times))
+    return np.asarray(times)
+
+
+def median_ms(function, *args, repeats: int = 25) -> float:
+    """Median milliseconds of a compiled function, warm."""
+    return float(np.median(call_ms(function, *args, repeats=repeats)))
 
 
 def parts(llm, plan, state: State, branch) -> dict[str, float]:
@@ -161,9 +166,12 @@ def cold_fetch_ms(cache: LayerCache, need, number, line, branch, repeats: int = 
 
 
 def memory_bandwidth() -> float:
-    """Bytes per second of a matrix-vector product over 256 MiB of f32: what decoding is bound by."""
+    """Bytes per second of a matrix-vector product over 256 MiB of f32: what decoding is bound by.
+
+    The fastest of some: a limit is what can be had, not what was left by whatever else ran.
+    """
     matrix, vector = jnp.ones((8192, 8192)), jnp.ones((1, 8192))
-    return matrix.nbytes / (1e-3 * median_ms(jax.jit(jnp.matmul), vector, matrix, repeats=11))
+    return matrix.nbytes / (1e-3 * float(np.min(call_ms(jax.jit(jnp.matmul), vector, matrix, repeats=31))))
 
 
 def weight_bytes(llm) -> int:
