@@ -1,6 +1,6 @@
 """What splitting clusters costs a decode step, and what the possibility of it costs a step without a split.
 
-    python scripts/bench_split.py [--steps=60] [--capacity=4096]
+    python scripts/bench_split.py [--steps=50] [--capacity=4096]
 
 One layer of 8 KV heads x 4 query heads x 64, blocks in memory. "write" is the half of a step that books the token and
 splits; "never" is the same program without the loop that splits. The cases take turns, each with its own cache, so
@@ -28,7 +28,7 @@ from kvjax.layer import LayerCache, LayerPlan
 from kvjax.methods import DynaKV
 from kvjax.pool import Line
 
-STEPS = flags.DEFINE_integer("steps", 60, "timed steps of each case")
+STEPS = flags.DEFINE_integer("steps", 50, "timed steps of each case")
 CAPACITY = flags.DEFINE_integer("capacity", 4096, "tokens the cache is made for; half are in it")
 
 HEADS, GROUP, SIZE = 8, 4, 64
@@ -112,6 +112,9 @@ def main(argv):
     del argv
     keys, plan = clumps(CAPACITY.value // 2), make_plan(DynaKV)
     base = filled(plan, keys)
+    free = int(jnp.min(jnp.sum(base.state.count == 0, axis=-1)))
+    if free < (STEPS.value + 5) * max(clusters for _, clusters in CASES.values()):
+        raise app.UsageError(f"--steps={STEPS.value}: {free} free blocks per head are too few; raise --capacity")
     write = jax.jit(functools.partial(layer.write, plan), donate_argnums=0)
     never = jax.jit(functools.partial(layer.write, make_plan(NeverSplits)), donate_argnums=0)
     writes = {name: never if name == "never" else write for name in CASES}
