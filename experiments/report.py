@@ -99,20 +99,34 @@ def _figures(rows: list[Row]) -> list[Figure]:
 
 
 def _scatter(rows: list[Row], cost: str, title: str) -> Figure | None:
-    """Accuracy against a cost, with the Pareto front."""
+    """Accuracy against a cost, a colour for each method, with the Pareto front, on which points are named."""
     shown = [row for row in rows if row.get("accuracy") is not None and row.get(cost) is not None]
     if not shown:
         return None
-    figure = Figure(figsize=(7, 4.5))
+    figure = Figure(figsize=(11, 5.5))
     axes = figure.subplots()
-    for row in shown:
-        at, name = (row[cost] / 1024, row["accuracy"]), f"{row['method']} {row['budget'] or ''}"
-        axes.plot(*at, "o", color="tab:blue")
-        axes.annotate(name, at, fontsize=6, xytext=(3, 3), textcoords="offset points")
     front = pareto([(row[cost] / 1024, row["accuracy"]) for row in shown])
-    axes.plot(*zip(*front, strict=True), color="tab:orange", label="Pareto front")
+    axes.plot(*zip(*front, strict=True), color="black", linewidth=1, label="Pareto front")
+    for method, style in _styles(shown).items():
+        points = [(row[cost] / 1024, row["accuracy"], row["budget"]) for row in shown if row["method"] == method]
+        axes.plot(*zip(*((x, y) for x, y, _ in points), strict=True), linestyle="", label=method, **style)
+        for x, y, budget in points:
+            if (x, y) in front:
+                name = f"{method} {budget or ''}"
+                axes.annotate(name, (x, y), fontsize=7, xytext=(4, -9), textcoords="offset points")
     axes.set(xlabel=title, ylabel="accuracy", xscale="symlog")
-    axes.legend()
+    return _with_legend(figure, axes)
+
+
+def _styles(rows: list[Row]) -> dict[str, dict[str, Any]]:
+    """A marker and a colour for each method, no two alike for up to thirty."""
+    methods = dict.fromkeys(row["method"] for row in rows)
+    return {method: {"marker": "os^"[i // 10 % 3], "color": f"C{i % 10}"} for i, method in enumerate(methods)}
+
+
+def _with_legend(figure: Figure, axes) -> Figure:
+    """The figure with its legend beside it, where it hides nothing."""
+    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.tight_layout()
     return figure
 
@@ -122,15 +136,13 @@ def _recall(rows: list[Row]) -> Figure | None:
     shown = [row for row in rows if row.get("recall") is not None and row["budget"]]
     if not shown:
         return None
-    figure = Figure(figsize=(7, 4.5))
+    figure = Figure(figsize=(11, 5.5))
     axes = figure.subplots()
-    for method in dict.fromkeys(row["method"] for row in shown):
+    for method, style in _styles(shown).items():
         line = sorted((row["budget"], row["recall"]) for row in shown if row["method"] == method)
-        axes.plot(*zip(*line, strict=True), "o-", label=method)
+        axes.plot(*zip(*line, strict=True), label=method, **style)
     axes.set(xlabel="budget, tokens", ylabel="recall of the true top-k")
-    axes.legend(fontsize=6)
-    figure.tight_layout()
-    return figure
+    return _with_legend(figure, axes)
 
 
 def _svg(figure: Figure) -> str:
