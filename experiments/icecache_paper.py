@@ -20,7 +20,7 @@ from kvjax import dci, metrics, planning
 from kvjax.dci.tree import most_levels, occupancy
 from kvjax.errors import ConfigError
 from kvjax.planning import Slots
-from kvjax.tasks import needles
+from kvjax.tasks import asking, needles
 
 Row = dict
 
@@ -153,7 +153,7 @@ def pages(llm: kvjax.LLM, config) -> Iterator[tuple[Row, Callable[[], Row]]]:
 
 
 def _hit_rate(llm: kvjax.LLM, method, text: list[int], config) -> Row:
-    capacity = -(-(len(text) + 8) // 64) * 64
+    capacity = asking.rounded(len(text) + 8)
     reading = llm.read(text[: config.key_tokens])
     cache = llm.prefill(reading, method=method, capacity=capacity)
     probe = metrics.Probe(cache, reading, k=16)

@@ -105,14 +105,13 @@ class Exams:
         return asking.within_prompt(samples) if config.question == "within" else samples
 
     def capacity(self, context: int) -> int:
-        """Room for everything that is asked at one length, rounded up so that few shapes compile."""
+        """Room for everything that is asked at one length."""
         drawn = [one for task in self.config.tasks for seed in self.config.seeds
                  for one in self.drawn(task, context, seed)]
-        room = max(
+        return asking.rounded(max(
             len(one.context) + (len(one.tokens) if isinstance(one, Continuation) else asking.length(one))
             for one in drawn
-        )
-        return -(-room // 64) * 64
+        ))
 
     def read(self, contexts: Sequence[Sequence[int]]) -> Reading:
         """The contexts read densely: kept, if there is room."""

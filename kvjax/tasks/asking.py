@@ -50,8 +50,12 @@ def length(sample: Sample) -> int:
 
 
 def capacity(batch: Sequence[Questions]) -> int:
-    """Room for the longest prompt with its answer, rounded up so that few shapes compile."""
-    room = max(len(one.context) + length(one) for group in batch for one in group)
+    """Room for the longest prompt with its answer."""
+    return rounded(max(len(one.context) + length(one) for group in batch for one in group))
+
+
+def rounded(room: int) -> int:
+    """A capacity of at least so many tokens, of which there are few, so that few shapes compile."""
     return -(-room // 64) * 64
 
 
