@@ -24,7 +24,7 @@ from kvjax import decode, layer, packing, parking, planning, prefill
 from kvjax.errors import ConfigError
 from kvjax.layer import LayerCache, Prompts
 from kvjax.models.config import ModelConfig, RopeConfig
-from kvjax.models.transformer import Transformer
+from kvjax.models.transformer import Transformer, apply_rows
 from kvjax.planning import Slots, State
 from kvjax.pool import Line
 from kvjax.store import base
@@ -131,8 +131,9 @@ def median_ms(function, *args, repeats: int = 25) -> float:
 
 def parts(llm, plan, state: State, branch) -> dict[str, float]:
     """Milliseconds of one layer's select, fetch (of blocks that are all resident), attend and commit."""
-    rng, one, layer_plan = np.random.default_rng(0), state.layers[-1], plan.layers[-1]
-    config, number = llm.config, jnp.int32(llm.config.num_layers - 1)
+    last = max(i for i, one in enumerate(plan.layers) if not one.follows)  # followers do not select
+    rng, one, layer_plan = np.random.default_rng(0), state.layers[last], plan.layers[last]
+    config, number = llm.config, jnp.int32(last)
     q = jnp.asarray(rng.standard_normal((plan.batch, config.num_heads, config.head_dim), np.float32))
     key = jnp.asarray(rng.standard_normal((plan.batch, config.num_kv_heads, config.head_dim), np.float32))
     line, at = state.line, state.length
@@ -166,12 +167,12 @@ def cold_fetch_ms(cache: LayerCache, need, number, line, branch, repeats: int = 
 
 
 def memory_bandwidth() -> float:
-    """Bytes per second of a matrix-vector product over 256 MiB of f32: what decoding is bound by.
+    """Bytes per second of a product of 256 MiB of f32 with one vector, row by row: what decoding is bound by.
 
     The fastest of some: a limit is what can be had, not what was left by whatever else ran.
     """
     matrix, vector = jnp.ones((8192, 8192)), jnp.ones((1, 8192))
-    return matrix.nbytes / (1e-3 * float(np.min(call_ms(jax.jit(jnp.matmul), vector, matrix, repeats=31))))
+    return matrix.nbytes / (1e-3 * float(np.min(call_ms(jax.jit(apply_rows), matrix, vector, repeats=31))))
 
 
 def weight_bytes(llm) -> int:

@@ -134,7 +134,7 @@ def test_usage_counts_what_was_read(llm, tmp_path):
     cache = llm.prefill(CONTEXT, method=METHOD, store=kvjax.FlashStore(tmp_path))
     usage = llm.generate("abc", cache, max_new_tokens=4).usage
     assert usage.steps == 3 + 3 and usage.attended_tokens <= 24
-    assert usage.store.blocks_read == usage.blocks_read > 0
+    assert 0 < usage.store.blocks_read <= usage.blocks_read  # blocks of which all is yet to be written are in memory
     cache.close()
 
 
