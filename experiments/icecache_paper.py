@@ -171,7 +171,7 @@ def time_to_second_token(config, directory) -> Iterator[tuple[Row, Callable[[], 
     budget = max(config.budgets)
     for length in config.prompts:
         for method in (
-            kvjax.full(), kvjax.quest(budget=budget), kvjax.dynakv(budget=budget),
+            kvjax.full(), kvjax.quest(budget=budget), kvjax.dynakv(budget=budget, window=config.window),
             kvjax.icecache(budget=budget, beam=config.beam),
         ):
             head = {"task": "tt2t", "method": _label(method), "context": length, "budget": method.budget}

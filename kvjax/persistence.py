@@ -268,4 +268,4 @@ def _slots(state: State) -> dict[str, Any]:
     pool = pools[-1]
     host = pool.host_rows.shape[2] if isinstance(pool, TieredPool) else None
     return {"count": pool.rows.shape[2], "host": host, "policy": pool.policy, "prefetch": pool.prefetch,
-            "keep": pool.keep}
+            "keep": pool.keep, "even": pool.even}

@@ -57,6 +57,8 @@ class Slots:
         the next step. Outputs are the same in all cases.
       keep: whether blocks stay for later steps, as in KVSwap's reuse buffer; if not, every needed block is read again
         in every step (FlexGen).
+      even: whether all KV heads reuse equally many blocks, as in DynSplit-KV's reuse (`kvjax.store.residency.plan`), so
+        that each reads as many as the others; the head that finds the fewest decides.
       park: a store in which layers wait while it is not their turn, index, tables and slots (`kvjax.parking`). Memory
         then is that of two layers, and what its `staging_bytes` allow; each step reads every layer twice and writes
         what changed.
@@ -70,6 +72,7 @@ class Slots:
     backend: str | None = None
     prefetch: str = "off"
     keep: bool = True
+    even: bool = False
     park: base.Store | None = None
 
     def __post_init__(self):
@@ -121,7 +124,9 @@ def slot_pool(plan: Plan, i: int, slots: Slots) -> SlotPool:
     if count < least:
         raise ConfigError(f"slots={count} is fewer than the {least} blocks one step may need; raise it")
     backend = slots.backend or default_backend()
-    pool = SlotPool.zeros(spec, plan.batch, count, plan.dtype, slots.policy, backend, slots.prefetch, slots.keep)
+    pool = SlotPool.zeros(
+        spec, plan.batch, count, plan.dtype, slots.policy, backend, slots.prefetch, slots.keep, slots.even
+    )
     if slots.host is None:
         return pool
     if slots.host <= count:

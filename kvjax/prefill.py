@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -72,7 +73,8 @@ def prefill(
     """
     _check_prompts(plan, np.asarray(length))
     tokens = pad(jnp.asarray(tokens, jnp.int32))
-    slots, caches, before, hidden = slots or Slots(), [], None, None
+    slots, caches, before = slots or Slots(), [], None
+    hidden: Any = None
     lot = _parking(plan, branch, slots)
 
     def index(i, one):

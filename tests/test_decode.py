@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import time
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from tiny import CAPACITY, CONFIG, PROMPT, decoded, dense, start, temporaries
 
 from kvjax import cache as caching
 from kvjax import decode, layer, planning, prefill
-from kvjax.errors import ConfigError, PromptError, StaleCache
+from kvjax.errors import ConfigError, PromptError, StaleCache, WriteFailed
 from kvjax.models.transformer import Block
 from kvjax.store.flash import FlashStore
 from kvjax.store.host import HostStore
@@ -178,6 +179,43 @@ def test_the_pool_is_updated_in_place(params, tokens, driver):
             temporaries(lambda one: layer.write(layer_plan, one, *put)[0], state.layers[0]),
         ]
     assert max(used) < pool / 4
+
+
+@pytest.mark.parametrize("pipelined", [True, False])
+def test_the_next_layer_is_read_while_one_is_indexed(params, tokens, tmp_path, monkeypatch, pipelined):
+    """Or after it, and never more than one ahead; the cache is the same."""
+    plan, events, fill = planning.make_plan(CONFIG, METHODS["quest"], 2, CAPACITY), [], prefill.fill
+
+    def read():
+        for i, one in enumerate(prefill.read(CONFIG, params, prefill.pad(jnp.asarray(tokens[:, :40])))):
+            events.append(("read", i))
+            yield one
+
+    def slow(plan, i, *rest):
+        deadline = time.monotonic() + 20
+        while pipelined and i == 0 and ("read", 1) not in events and time.monotonic() < deadline:
+            time.sleep(0.001)
+        events.append(("index", i))
+        return fill(plan, i, *rest)
+
+    monkeypatch.setattr(prefill, "fill", slow)
+    length = jnp.asarray([40, 23])
+    state, logits = prefill.prefill(plan, params, tokens[:, :40], length, layers=read(), pipelined=pipelined)
+    order = [("read", 0), ("read", 1), ("index", 0), ("index", 1)]
+    assert events == (order if pipelined else [("read", 0), ("index", 0), ("read", 1), ("index", 1)])
+    monkeypatch.undo()
+    expected = prefill.prefill(plan, params, tokens[:, :40], length)
+    for one, other in zip(*map(jax.tree.leaves, ((state, logits), expected)), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_what_fails_behind_a_layer_is_raised(params, tokens, monkeypatch):
+    def broken(*args):
+        raise WriteFailed("no such luck")
+
+    monkeypatch.setattr(prefill, "fill", broken)
+    with pytest.raises(WriteFailed, match="no such luck"):
+        start(params, tokens, METHODS["quest"])
 
 
 def test_nothing_recompiles_while_clusters_split(params, tokens):

@@ -52,17 +52,18 @@ class SlotPool:
     dtype: str = dataclasses.field(default="float32", metadata={"static": True})
     prefetch: str = dataclasses.field(default="off", metadata={"static": True})
     keep: bool = dataclasses.field(default=True, metadata={"static": True})
+    even: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @classmethod
     def zeros(
         cls, spec: Spec, batch: int, slots: int, dtype: str, policy: str, backend: str, prefetch: str = "off",
-        keep: bool = True,
+        keep: bool = True, even: bool = False,
     ) -> "SlotPool":
         shape = (batch, spec.kv_heads, slots, spec.block_rows, 2 * packing.width(dtype, spec.head_dim))
         table = residency.empty(spec.kv_heads, slots, spec.num_blocks)
         table = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (batch, *leaf.shape)), table)
         rows = jnp.zeros(shape, packing.stored_type(dtype))
-        return cls(rows, table, jnp.int32(0), spec.num_blocks, policy, backend, dtype, prefetch, keep)
+        return cls(rows, table, jnp.int32(0), spec.num_blocks, policy, backend, dtype, prefetch, keep, even)
 
     def emptied(self) -> "SlotPool":
         """The same pool with nothing resident: every block will be read again."""
@@ -72,7 +73,7 @@ class SlotPool:
     def plan(self, need: Int32[Array, "B K M1"], count: Int32[Array, "B K NB"]) -> ReadPlan:
         """Hits, misses and victims of one fetch; pure."""
         def one(table, need, count):
-            return residency.plan(table, need, count, self.policy)
+            return residency.plan(table, need, count, self.policy, self.even)
 
         pool = self if self.keep else self.emptied()
         return jax.vmap(one)(pool.table, need, count)
