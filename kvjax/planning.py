@@ -96,7 +96,8 @@ def make_plan(config: ModelConfig, method: Method, batch: int, capacity: int, dt
         chosen = dense if i < method.dense_layers else method
         follows = i >= method.dense_layers and (i - method.dense_layers) % method.reuse > 0
         filters = chosen.dense_filters and chosen.reuse > 1 and not follows
-        layers.append(LayerPlan(chosen, chosen.spec(**sizes), config.windows[i], follows, filters))
+        spec = dataclasses.replace(chosen.spec(**sizes), rope=config.rope)
+        layers.append(LayerPlan(chosen, spec, config.windows[i], follows, filters))
     return Plan(config, tuple(layers), batch, capacity, dtype)
 
 
@@ -111,7 +112,7 @@ def geometry(plan: Plan) -> base.Geometry:
     spec = plan.layers[-1].spec
     return base.Geometry(
         layers=len(plan.layers), batch=plan.batch, kv_heads=spec.kv_heads, num_blocks=spec.num_blocks,
-        block_rows=spec.block_rows, width=2 * packing.width(plan.dtype, spec.head_dim),
+        block_rows=spec.block_rows, width=(1 + spec.keeps_keys) * packing.width(plan.dtype, spec.head_dim),
         dtype=packing.stored_type(plan.dtype),
     )
 

@@ -67,7 +67,8 @@ METHODS = {
     ),
     "kvswap": KVSwap(budget=24, sinks=2, window=4, group=4, sigma=4),
     "infinigen": InfiniGen(budget=24, sinks=2, window=4, sigma=2),
-    "shadowkv": ShadowKV(budget=24, sinks=2, window=4, chunk=4),
+    "shadowkv": ShadowKV(budget=24, sinks=2, window=4, chunk=4, sigma=1.0),  # lossless, as the laws want
+    "shadowkv_keys": ShadowKV(budget=24, sinks=2, window=4, chunk=4, sigma=None),
     "pqcache": PQCache(budget=24, sinks=2, window=4, parts=2, bits=3, iterations=4),
     "magicpig": MagicPIG(budget=24, sinks=2, window=4, bits=3, tables=8),
     "arkvale": ArkVale(budget=24, sinks=2, window=4, page=4),
@@ -156,8 +157,8 @@ class Sim:
             return
         spec = self.plan.spec
         self.branch = store.create(
-            Geometry(1, batch, HEADS, spec.num_blocks, spec.block_rows, 2 * packing.width(dtype, SIZE),
-                     packing.stored_type(dtype)), "laws"
+            Geometry(1, batch, HEADS, spec.num_blocks, spec.block_rows,
+                     (1 + spec.keeps_keys) * packing.width(dtype, SIZE), packing.stored_type(dtype)), "laws"
         )
         blocks = layer.packed(self.plan, *placed, dtype)
         self.branch.write_layer(0, np.asarray(blocks), np.asarray(state.count), Prompt(np.asarray(state.pos)))

@@ -38,7 +38,7 @@ def default_backend() -> str:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SlotPool:
-    """Slots of packed rows (`kvjax.packing`, key beside value) and the table of what is in them.
+    """Slots of packed rows (`kvjax.packing`, key beside value, or values alone) and the table of what is in them.
 
     What is read ahead (`prefetch`) waits in the store, not in slots: a wrong guess evicts nothing.
     """
@@ -53,17 +53,21 @@ class SlotPool:
     prefetch: str = dataclasses.field(default="off", metadata={"static": True})
     keep: bool = dataclasses.field(default=True, metadata={"static": True})
     even: bool = dataclasses.field(default=False, metadata={"static": True})
+    keeps_keys: bool = dataclasses.field(default=True, metadata={"static": True})
 
     @classmethod
     def zeros(
         cls, spec: Spec, batch: int, slots: int, dtype: str, policy: str, backend: str, prefetch: str = "off",
         keep: bool = True, even: bool = False,
     ) -> "SlotPool":
-        shape = (batch, spec.kv_heads, slots, spec.block_rows, 2 * packing.width(dtype, spec.head_dim))
+        width = (1 + spec.keeps_keys) * packing.width(dtype, spec.head_dim)
+        shape = (batch, spec.kv_heads, slots, spec.block_rows, width)
         table = residency.empty(spec.kv_heads, slots, spec.num_blocks)
         table = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (batch, *leaf.shape)), table)
         rows = jnp.zeros(shape, packing.stored_type(dtype))
-        return cls(rows, table, jnp.int32(0), spec.num_blocks, policy, backend, dtype, prefetch, keep, even)
+        return cls(
+            rows, table, jnp.int32(0), spec.num_blocks, policy, backend, dtype, prefetch, keep, even, spec.keeps_keys
+        )
 
     def emptied(self) -> "SlotPool":
         """The same pool with nothing resident: every block will be read again."""
@@ -134,10 +138,11 @@ class SlotPool:
 
     def packed(self, key, value):
         """Rows as they are kept, values beside keys."""
-        return jnp.concatenate([packing.pack(one, self.dtype) for one in (key, value)], axis=-1)
+        return jnp.concatenate([packing.pack(one, self.dtype) for one in (key, value)[not self.keeps_keys :]], axis=-1)
 
     def _unpacked(self, rows):
-        return tuple(packing.unpack(one, self.dtype) for one in jnp.split(rows, 2, axis=-1))
+        halves = jnp.split(rows, 2, axis=-1) if self.keeps_keys else (None, rows)
+        return jax.tree.map(lambda kept: packing.unpack(kept, self.dtype), tuple(halves))
 
     def _written(self, rows, slot, queued) -> "SlotPool":
         table = jax.vmap(residency.note_written)(self.table, slot)
