@@ -208,7 +208,8 @@ def asked(method: Replay, layers: int, context: int, batch: int, steps: int) -> 
     at = (starts(method, batch) + np.arange(steps)[:, None]) % method.table.shape[0]
     played = method.table[at][:, :, np.arange(layers) % method.table.shape[1]]
     stored = stored_tokens(method.inner, context) + np.arange(steps)
-    unfinished = np.where(stored % method.inner.group, stored // method.inner.group, -1)
+    attended = (stored % method.inner.group > 0) & method.inner.rolling_buffer
+    unfinished = np.where(attended, stored // method.inner.group, -1)
     first = np.broadcast_to(unfinished[:, None, None, None, None], (*played.shape[:-1], 1))
     return np.concatenate([first, played], axis=-1).swapaxes(1, 2).reshape(steps, -1, played.shape[-1] + 1)
 
@@ -227,9 +228,10 @@ def check(settings: Mapping[str, Any], config: ml_collections.ConfigDict) -> Non
     if wanted is False:
         return
     method = common.make_method(settings)
-    if not isinstance(method, Predictor) or method.dense_layers or method.reuse > 1 or method.budget is None:
+    fits = isinstance(method, Predictor) and method.budget is not None and method.max_blocks is None
+    if not fits or method.dense_layers or method.reuse > 1:
         raise ConfigError(f"no replay for {method.name}: it is for infinigen, kvswap and loki with a budget, without "
-                          "dense layers or shared selections")
+                          "max_blocks, dense layers or shared selections")
     check_texts(config.get("replay"))
     short = [context for context in config.contexts if context < config.replay.tokens]
     if short:
