@@ -54,6 +54,6 @@ def decode(coded: np.ndarray, rows: np.ndarray, key_bytes: int) -> None:
     bits = -(-count // 8)
     begins = np.unpackbits(coded[:bits], count=count)
     end = bits + int(begins.sum()) * key_bytes
-    keys = coded[bits:end].reshape(-1, key_bytes)[begins.cumsum(dtype=np.int64) - 1]
-    values = coded[end:end + count * (row_bytes - key_bytes)].reshape(count, -1).copy()
-    rows[:, :key_bytes], rows[:, key_bytes:] = keys, values
+    coded = coded[:end + count * (row_bytes - key_bytes)].copy()
+    rows[:, key_bytes:] = coded[end:].reshape(count, -1)
+    rows[:, :key_bytes] = coded[bits:end].reshape(-1, key_bytes).take(begins.cumsum(dtype=np.int64) - 1, axis=0)

@@ -105,7 +105,9 @@ class Writer:
             raise
         self._finish(lineage, block_id, staged, old, target, int(sums[0]), size)
 
-    def _finish(self, lineage: Lineage, block_id: int, staged: Staged, old: int, target: int, right: int, size: int):
+    def _finish(self, lineage: Lineage, block_id: int, staged: Staged, old: int, target: int, right: int,
+                size: int) -> None:
+        """`size` bytes that hash to `right` are in the target; the block is there from now on."""
         volume = self._volume
         with volume.changed:
             volume.extents.checksums[target] = right
