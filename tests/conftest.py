@@ -61,6 +61,13 @@ def _maps() -> int:
     return maps.read_bytes().count(b"\n") if maps.exists() else 1 << 20
 
 
+@pytest.fixture
+def small_pages(monkeypatch):
+    """Pages of 16 bytes, so that small blocks have several; for files that are read without O_DIRECT."""
+    for module in ("base", "codec", "workers"):
+        monkeypatch.setattr(f"kvjax.store.{module}.PAGE_BYTES", 16)
+
+
 @pytest.fixture(scope="session")
 def params():
     """Parameters of the model in `tiny`."""

@@ -194,6 +194,22 @@ def test_every_layout_gives_equal_bits(method, layout, tmp_path):
     np.testing.assert_array_equal(in_memory, Sim(method, stream, [40, 25], store=store).run(45))
 
 
+@pytest.mark.parametrize(("dtype", "method"), [
+    *(pytest.param("float32", method, id=f"float32-{name}") for name, method in _stored.items()),
+    *(pytest.param(dtype, METHODS[name], id=f"{dtype}-{name}") for dtype in ("int8", "int4")
+      for name in ("quest", "dynakv")),
+])
+def test_blocks_with_runs_stored_once_give_equal_bits(dtype, method, small_pages, tmp_path):
+    """Three tokens in a row share a key; nothing is staged for long."""
+    stream = Stream.draw(6)
+    stream = dataclasses.replace(stream, k=np.repeat(stream.k[:, ::3], 3, axis=1))
+    store = FlashStore(tmp_path, codec="rle", direct=False, staging_bytes=0)
+    in_memory = Sim(method, stream, [40, 25], dtype=dtype)
+    on_flash = Sim(method, stream, [40, 25], store=store, dtype=dtype)
+    np.testing.assert_array_equal(in_memory.run(45), on_flash.run(45))
+    assert on_flash.branch.stats().blocks_coded > 0
+
+
 @pytest.mark.parametrize("name", ["full", "quest", "dynakv", "kvswap"])
 def test_more_slots_and_other_callbacks_give_equal_bits(name, store):
     method, stream = METHODS[name], Stream.draw(7)

@@ -99,9 +99,10 @@ class Stats:
     reads: int = 0  # I/O requests made by read_into
     blocks_read: int = 0  # blocks that came from the device
     bytes_read: int = 0  # bytes asked of the device, padding included
-    bytes_useful: int = 0  # bytes of those blocks without padding
+    bytes_useful: int = 0  # bytes of those blocks without padding; more than were read where a codec saves some
     rows_written: int = 0  # appended rows that reached the device
     blocks_written: int = 0  # blocks written, whatever the reason
+    blocks_coded: int = 0  # of these, blocks whose codec made them shorter (`kvjax.store.codec`)
     bytes_put: int = 0  # bytes of committed rows and blocks, and of a prompt's
     bytes_written: int = 0  # bytes given to the device, padding included
     read_seconds: float = 0.0  # wall time inside read_into
@@ -163,10 +164,12 @@ class Branch(abc.ABC):
       generation: committed generation, starts at 0 (a fork starts at its parent's).
       events: what happened to reads, in order, once it is set to a list; None records nothing.
       samples: how many of the prompt's queries `Prompt.retrieved` should have.
+      codec: how its blocks are put into a file, see `kvjax.store.codec`.
     """
 
     events: list[Event] | None = None
     samples: int = 0
+    codec: str = "raw"
 
     def __init__(self, geometry: Geometry, generation: int = 0):
         self.geometry = geometry

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import kvjax
 from experiments import rle as experiment
-from experiments import rle_model
+from experiments import rle_flash, rle_model
 from kvjax.codecs import dictionary, rle
 from kvjax.codecs.rle import Tolerance
 from kvjax.models.config import ModelConfig
@@ -64,3 +65,19 @@ def test_the_first_layers_keys_are_decided_by_the_token(plain):
 def test_runs_are_counted_by_length():
     begins = np.asarray([[1, 1, 0, 0, 1, 0], [1, 0, 0, 0, 0, 0]], bool)
     assert experiment.histogram(begins, (1, 2, 3, 5)) == [1, 1, 1, 1]
+
+
+def test_planted_runs_are_read_in_fewer_bytes_and_change_no_bit(llm, tmp_path):
+    """Pages of four times 4 KB; that of the last tokens is not full, and its empty rows are a run, too."""
+    model = kvjax.LLM(CONFIG, llm.params)
+    token = np.random.default_rng(0).integers(0, 16, 620).astype(np.int32)
+    method = {"name": "quest", "budget": 300, "page": 256, "sinks": 2, "window": 4}
+    flash = SimpleNamespace(methods=(method,), dtypes=("float32",), planted=(1, 8), steps=6)
+    rows = list(rle_flash.rows(model, "code", token, tmp_path, SimpleNamespace(flash=flash)))
+    found = {(row["planted"], row["codec"]): row for row in rows}
+    assert len(rows) == 4 and all(row["equal"] and row["pages_per_block"] == 4 for row in rows)
+    assert found[1, "rle"]["runs_per_token"] == 1 and 0.12 < found[8, "rle"]["runs_per_token"] < 0.13
+    assert found[1, "raw"]["coded_share"] == 0 and found[1, "rle"]["coded_share"] == pytest.approx(1 / 3)
+    assert found[8, "rle"]["coded_share"] == 1
+    assert found[8, "rle"]["bytes_read_per_token"] < found[1, "rle"]["bytes_read_per_token"]
+    assert found[8, "raw"]["bytes_read_per_token"] >= found[1, "rle"]["bytes_read_per_token"]
