@@ -37,13 +37,14 @@ class Geometry:
     kv_heads: int
     num_blocks: int  # per KV head
     block_rows: int
-    width: int  # elements of a row: key and value, 2 * head_dim
+    width: int  # elements of a row
     dtype: str
+    keys: bool = dataclasses.field(default=True, compare=False)  # a row is key beside value; else a value alone
 
     def __post_init__(self):
-        for field in dataclasses.fields(self)[:-1]:
-            if getattr(self, field.name) < 1:
-                raise ConfigError(f"geometry: {field.name}={getattr(self, field.name)} must be at least 1")
+        for name in ("layers", "batch", "kv_heads", "num_blocks", "block_rows", "width"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"geometry: {name}={getattr(self, name)} must be at least 1")
         if self.dtype not in DTYPES:
             raise ConfigError(f"geometry: dtype {self.dtype!r} is unknown; use one of {', '.join(DTYPES)}")
 

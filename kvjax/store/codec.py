@@ -104,7 +104,11 @@ class RunLengthCodec(Codec):
 
 
 def make_codec(name: str, geometry: Geometry, tolerance: float = 0.0) -> Codec:
-    """A codec of `kvjax.store.format.CODECS`. ConfigError for a tolerance where nothing is coded, or no floats are."""
+    """A codec of `kvjax.store.format.CODECS`. ConfigError for a tolerance where nothing is coded, or no floats are, and
+    for blocks without keys."""
+    if name == "rle" and not geometry.keys:
+        raise ConfigError("codec 'rle' is for keys, and these blocks hold values alone (shadowkv: sigma=None keeps "
+                          "keys); use codec 'raw'")
     if tolerance and (name != "rle" or geometry.dtype == "int8"):
         raise ConfigError(f"tolerance={tolerance} is for floats in codec 'rle', not for {geometry.dtype} in codec "
                           f"{name!r}; leave it at 0")

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_decode import teacher_forced
-from tiny import CAPACITY, CONFIG
+from tiny import CAPACITY, CONFIG, start
 
 from kvjax import cache as caching
 from kvjax import planning
@@ -110,6 +110,11 @@ def test_blocks_hold_values_alone():
         for sigma in (None, 8.0)
     ]
     assert widths == [16, 8]
+
+
+def test_a_codec_of_keys_is_refused(params, tokens, tmp_path):
+    with pytest.raises(ConfigError, match="'rle' is for keys"):
+        start(params, tokens, METHOD, FlashStore(tmp_path, codec="rle"))
 
 
 @pytest.mark.parametrize("change", [{"sigma": 0.5}, {"outliers": 0}, {"reuse": 2}], ids=str)
