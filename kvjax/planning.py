@@ -153,7 +153,13 @@ def outline(plan: Plan, i: int, store: bool, slots: Slots) -> LayerCache:
 
 def copy(state: State) -> State:
     """A state that shares no memory with the given one, so that either may be donated."""
-    return jax.tree.map(jnp.copy, dataclasses.replace(state, layers=parking.fork(state.layers)))
+    leaves, structure = jax.tree.flatten(dataclasses.replace(state, layers=parking.fork(state.layers)))
+    return jax.tree.unflatten(structure, _copied(leaves))
+
+
+@jax.jit
+def _copied(leaves: list[Array]) -> list[Array]:
+    return [jnp.copy(leaf) for leaf in leaves]
 
 
 def resident_bytes(state: State) -> int:

@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax import cache as caching
 from kvjax import layer, packing
 from kvjax.layer import LayerCache, LayerPlan, Prompts
-from kvjax.method import Method
+from kvjax.method import Method, Selection
 from kvjax.methods import (
     H2O,
     ArkVale,
@@ -108,10 +109,18 @@ class Stream:
     def row(self, b: int) -> "Stream":
         return Stream(self.q[b : b + 1], self.k[b : b + 1], self.v[b : b + 1])
 
+    @classmethod
+    def rows(cls, *seeds: int) -> "Stream":
+        """Sequences that do not depend on each other, one for each seed."""
+        return functools.reduce(cls.joined, [cls.draw(seed, batch=1) for seed in seeds])
+
     def beside(self, row: "Stream") -> "Stream":
         """The first row of this one, and another."""
-        pairs = ((self.q, row.q), (self.k, row.k), (self.v, row.v))
-        return Stream(*(np.concatenate([mine[:1], other]) for mine, other in pairs))
+        return self.row(0).joined(row)
+
+    def joined(self, other: "Stream") -> "Stream":
+        pairs = ((self.q, other.q), (self.k, other.k), (self.v, other.v))
+        return Stream(*map(np.concatenate, pairs))
 
 
 @functools.cache
@@ -205,6 +214,17 @@ class Sim:
             for name, a, z in zip(("sinks", "window", "held"), cut[:-1], cut[1:], strict=True)
         }
         return {**kept, "blocks": blocks}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _select(method, spec, state, b, q):
+    one = jax.tree.map(lambda leaf: leaf[b], state)
+    return method.select(spec, one.index, caching.view(spec, one), q)
+
+
+def selection(sim: Sim, b: int, q: np.ndarray, method: Method | None = None) -> Selection:
+    """What the method, or another one with an equal index, selects for q[K, G, D] of a sequence."""
+    return jax.device_get(_select(method or sim.plan.method, sim.plan.spec, sim.cache.state, b, q.astype(np.float32)))
 
 
 def check_every_token_has_one_place(sim: Sim) -> None:

@@ -101,22 +101,28 @@ class Asking(HostStore):
         return branch
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def _needed(plan, params, state, b, token, at):
+    """What one query of a sequence would fetch in layer 0."""
+    x = params["embedding"]["embedding"][token]
+    q, _, _ = Block(CONFIG).apply({"params": params["layers_0"]}, x[None], at[None], method="project")
+    one, (spec, method) = jax.tree.map(lambda leaf: leaf[b], state), (plan.layers[0].spec, plan.layers[0].method)
+    selection = method.select(spec, one.index, caching.view(spec, one), q.reshape(2, 2, -1))
+    return caching.needed_blocks(spec, one, selection)[0]
+
+
 @pytest.mark.parametrize("method", [METHODS["quest"], METHODS["dynakv"]], ids=lambda m: m.name)
 def test_a_layout_is_told_what_the_prompt_would_retrieve(params, tokens, method):
     """Layer 0 against a query at a time: eight of the second half of either prompt."""
     store = Asking()
     plan, state, _, _ = start(params, tokens, method, store)
-    told, spec, block = store.prompts[0], plan.layers[0].spec, Block(CONFIG)
+    told, spec = store.prompts[0], plan.layers[0].spec
     assert len(store.prompts) == 2 and told.retrieved.shape == (2, 8, 2, spec.max_blocks + 1)
     np.testing.assert_array_equal(told.pos, state.layers[0].state.pos)
     for b, length in enumerate(PROMPT):
         stride = max(1, length // 16)
         for i, at in enumerate(range(length - 1, length - 1 - 8 * stride, -stride)):
-            x = params["embedding"]["embedding"][tokens[b, at]]
-            q, _, _ = block.apply({"params": params["layers_0"]}, x[None], jnp.array([at]), method="project")
-            one = jax.tree.map(lambda leaf, b=b: leaf[b], state.layers[0].state)
-            selection = method.select(spec, one.index, caching.view(spec, one), q.reshape(2, 2, -1))
-            need, _ = caching.needed_blocks(spec, one, selection)
+            need = _needed(plan, params, state.layers[0].state, b, tokens[b, at], np.int32(at))
             np.testing.assert_array_equal(told.retrieved[b, i], need)
 
 

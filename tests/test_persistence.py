@@ -118,8 +118,8 @@ def test_the_state_of_every_method_is_restored(tmp_path, name, dtype):
     plan = planning.make_plan(test_llm.CONFIG, method, 2, 96, dtype)
 
     def noise(leaf):
-        return jnp.asarray(rng.integers(0, 2, leaf.shape) if leaf.dtype == bool else rng.normal(0, 99, leaf.shape),
-                           leaf.dtype)
+        drawn = rng.integers(0, 2, leaf.shape) if leaf.dtype == bool else rng.normal(0, 99, leaf.shape)
+        return jax.device_put(np.asarray(drawn).astype(leaf.dtype))
 
     layers = [jax.tree.map(noise, one) for one in _outlines(plan)]
     state = State(tuple(layers), jnp.array([3, 5], jnp.int32), Line(jnp.int32(-1), jnp.int32(0)))

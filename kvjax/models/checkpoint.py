@@ -1,5 +1,6 @@
 """Parameters from and to safetensors files in Hugging Face's naming."""
 
+import functools
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
@@ -87,6 +88,7 @@ def save_params(params: PyTree, config: ModelConfig, directory: hf_config.Path, 
         hf_config.write_config(config, directory, dtype)
 
 
+@functools.cache
 def param_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shape of every parameter of `Transformer(config)` by its path, `a/b/c`; computes nothing."""
     tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)

@@ -6,6 +6,7 @@ that any of them could do is `kvjax.store.belady`.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -156,3 +157,31 @@ def note_written(table: Residency, slot: Int32[Array, "K *E"]) -> Residency:
     """Books that the blocks in these slots were written in the newest step; NS = not resident."""
     head = jnp.arange(slot.shape[0]).reshape(-1, *(1,) * (slot.ndim - 1))
     return dataclasses.replace(table, written=table.written.at[head, slot].set(table.step, mode="drop"))
+
+
+# ---------------------------------------------------------------------------------- whole batches
+# Compiled, so that a store driven from Python between compiled parts does not compile operation by operation.
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def empty_all(batch: int, kv_heads: int, slots: int, num_blocks: int) -> Residency:
+    """`empty` of every sequence."""
+    one = empty(kv_heads, slots, num_blocks)
+    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (batch, *leaf.shape)), one)
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def plan_all(
+    table: Residency, need: Int32[Array, "B K M1"], count: Int32[Array, "B K NB"], policy: str, even: bool = False
+) -> ReadPlan:
+    """`plan` of every sequence."""
+    def one(table, need, count):
+        return plan(table, need, count, policy, even)
+
+    return jax.vmap(one)(table, need, count)
+
+
+@jax.jit
+def locate_all(table: Residency, block: Int32[Array, "B K *E"]) -> Int32[Array, "B K *E"]:
+    """`locate` of every sequence."""
+    return jax.vmap(locate)(table, block)

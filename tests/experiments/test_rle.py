@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import dense, make_params
 
 import kvjax
 from experiments import rle as experiment
@@ -13,7 +14,6 @@ from experiments import rle_flash, rle_model
 from kvjax.codecs import dictionary, rle
 from kvjax.codecs.rle import Tolerance
 from kvjax.models.config import ModelConfig
-from kvjax.models.transformer import Transformer
 
 CONFIG = ModelConfig(
     family="llama", vocab_size=16, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4, num_kv_heads=2,
@@ -24,8 +24,7 @@ TOKENS = np.random.default_rng(0).integers(0, 16, 40).astype(np.int32)
 
 @pytest.fixture(scope="module")
 def llm():
-    dummy = jnp.zeros((1, 4), jnp.int32)
-    return SimpleNamespace(config=CONFIG, params=Transformer(CONFIG).init(jax.random.key(1), dummy, dummy)["params"])
+    return SimpleNamespace(config=CONFIG, params=make_params(CONFIG, sharper=1))
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +33,7 @@ def plain(llm):
 
 
 def test_without_a_codec_it_is_the_model(llm, plain):
-    at = jnp.arange(len(TOKENS), dtype=jnp.int32)[None]
-    logits = Transformer(CONFIG).apply({"params": llm.params}, jnp.asarray(TOKENS)[None], at)[0]
+    logits = dense(llm.params, TOKENS[None], CONFIG)[0]
     expected = -jax.nn.log_softmax(logits)[np.arange(39), TOKENS[1:]]
     np.testing.assert_allclose(plain[1], expected, atol=2e-5)
 
