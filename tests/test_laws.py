@@ -198,18 +198,17 @@ def test_every_layout_gives_equal_bits(method, layout, tmp_path):
 
 @pytest.mark.parametrize(("dtype", "method"), [
     *(pytest.param("float32", method, id=f"float32-{name}") for name, method in _stored.items()),
-    *(pytest.param(dtype, METHODS[name], id=f"{dtype}-{name}") for dtype in ("int8", "int4")
-      for name in ("quest", "dynakv")),
+    *(pytest.param("int8", METHODS[name], id=f"int8-{name}") for name in ("quest", "dynakv")),
 ])
 def test_blocks_with_runs_stored_once_give_equal_bits(dtype, method, small_pages, tmp_path):
-    """Three tokens in a row share a key; nothing is staged for long."""
+    """Three tokens in a row share a key; nothing is staged for long. A block of one row has no run to save."""
     stream = Stream.draw(6)
     stream = dataclasses.replace(stream, k=np.repeat(stream.k[:, ::3], 3, axis=1))
     store = FlashStore(tmp_path, codec="rle", direct=False, staging_bytes=0)
     in_memory = Sim(method, stream, [40, 25], dtype=dtype)
     on_flash = Sim(method, stream, [40, 25], store=store, dtype=dtype)
     np.testing.assert_array_equal(in_memory.run(45), on_flash.run(45))
-    assert on_flash.branch.stats().blocks_coded > 0
+    assert (on_flash.branch.stats().blocks_coded > 0) == (on_flash.plan.spec.block_rows > 1)
 
 
 @pytest.mark.parametrize("name", ["full", "quest", "dynakv", "kvswap"])
