@@ -41,12 +41,12 @@ def _reuse(group: int) -> dict:
 
 
 def _compared(sigma: int, suffix: str, budget: int) -> tuple[dict, ...]:
-    """Each keeps 1 / sigma of the keys' numbers in memory to choose by."""
+    """Each keeps 1 / sigma of the keys' numbers in memory to choose by, ShadowKV as many again to make keys of."""
     return tuple({**method, "label": method["label"] + suffix, "budget": budget} for method in (
         {"name": "infinigen", "label": "infinigen", "sigma": sigma},
         {"name": "infinigen", "label": "infinigen*", "sigma": sigma, "shared": True},
         {"name": "loki", "label": "loki", "sigma": sigma},
-        {"name": "shadowkv", "label": "shadowkv", "chunk": sigma},
+        {"name": "shadowkv", "label": "shadowkv", "chunk": sigma, "sigma": sigma},
         {"name": "kvswap", "label": "kvswap", "sigma": sigma},
     ))
 
