@@ -167,7 +167,8 @@ class Sim:
         spec = self.plan.spec
         self.branch = store.create(
             Geometry(1, batch, HEADS, spec.num_blocks, spec.block_rows,
-                     (1 + spec.keeps_keys) * packing.width(dtype, SIZE), packing.stored_type(dtype)), "laws"
+                     (1 + spec.keeps_keys) * packing.width(dtype, SIZE), packing.stored_type(dtype),
+                     spec.keeps_keys), "laws"
         )
         blocks = layer.packed(self.plan, *placed, dtype)
         self.branch.write_layer(0, np.asarray(blocks), np.asarray(state.count), Prompt(np.asarray(state.pos)))
