@@ -86,7 +86,7 @@ def test_without_adapters_the_prompts_own_keys_are_decomposed(joint):
 def test_adapters_that_keep_everything_predict_the_true_scores():
     method = KVSwap(**SMALL, sigma=1)
     sim, keys = after_decoding(method)
-    index = jax.tree.map(lambda leaf: np.asarray(leaf)[0], sim.cache.state.index)
+    index = jax.tree.map(lambda leaf: jnp.asarray(leaf)[0], sim.cache.state.index)
     expected = np.einsum("kgd,tkd->kgt", Q, keys) / np.sqrt(SIZE)
     np.testing.assert_allclose(jax.jit(prediction.predict)(index, Q)[..., : len(keys)], expected, atol=1e-3)
 
