@@ -3,9 +3,11 @@
     python -m experiments.main --config=configs/icecache_paper.py --workdir=runs/icecache
 
 Parts: `passkey` (Figure 6: length x depth at three budgets), `dci` (recall, share visited and comparisons of the tree
-alone, from 1K to 128K points), `pages` (hit rate of pages against Quest's at one budget, on the same keys), `tpot`
-(Figure 8: decode time against context; growth over a decode with the index updated and frozen). `summary.json` also has
-the growth of both between two contexts. The timed parts want a quiet machine. Preset `:smoke` finishes within a minute.
+alone, from 1K to 128K points), `pages` (hit rate of pages against Quest's at one budget, on the same keys), `tt2t`
+(Figure 7 a: time to the second token, layers indexed and written one after the other, or while the next is read),
+`tpot` (Figures 7 b and 8: decode time against context with its parts; growth over a decode with the index updated and
+frozen). `summary.json` also has the growth of both between two contexts. The timed parts want a quiet machine. Preset
+`:smoke` finishes within a minute.
 """
 
 import ml_collections
@@ -16,7 +18,7 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config.experiment = "icecache_paper"
     config.seed = 0
     config.model = ""  # empty: the reference model
-    config.parts = ("passkey", "dci", "pages", "tpot")
+    config.parts = ("passkey", "dci", "pages", "tt2t", "tpot")
     config.budgets = (256, 128, 64)
     config.window = 16
     config.lengths = (512, 1024, 2048)
@@ -28,12 +30,15 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config.key_tokens = 2048  # real keys: prompt tokens of held-out text
     config.key_steps = 32  # and decoded tokens, whose queries ask
     config.model_shape = "cache-path"
+    config.prompts = (4096, 8192)  # of `tt2t`
+    config.repeats = 3
     config.contexts = (16_384, 32_768, 65_536, 131_072, 262_144)
     config.growth = (("select_ms", 16_384, 131_072), ("token_ms", 32_768, 262_144))
     config.steps = 48
     if preset == "smoke":
         config.update(budgets=(64,), lengths=(256,), samples=2, batch=2, points=(256,), queries=8, key_tokens=256)
-        config.update(key_steps=4, model_shape="reference", contexts=(512,), steps=6, parts=("dci", "pages"))
+        config.update(key_steps=4, model_shape="reference", contexts=(512,), steps=6, parts=("dci", "pages", "tt2t"))
+        config.update(prompts=(256,), repeats=1)
     elif preset != "default":
         raise ValueError(f"unknown preset {preset!r}; use default or smoke")
     return config

@@ -21,9 +21,16 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config.span = 32  # tokens of a segment in the hierarchical encoding
     config.histogram = (1, 2, 3, 5, 9, 17)  # shortest run of each bin
     config.autoencoder = {"width": 12, "hidden": 64, "steps": 400, "batch": 256, "rate": 3e-3}
+    config.flash = {  # decodes the last `steps` tokens of the longest text from a flash store in each codec
+        "methods": ({"name": "quest", "budget": 128, "page": 32}, {"name": "dynakv", "budget": 128}),
+        "dtypes": ("float32", "int8"),
+        "planted": (1, 8),  # tokens in a row that share a key; 1: text as it is, more: a control
+        "steps": 64,
+    }
     if preset == "smoke":
         config.update(texts=1, lengths=(128,), tolerances=(0.0, 0.05))
         config.autoencoder.update(steps=20)
+        config.flash.update(methods=({"name": "quest", "budget": 128, "page": 32},), dtypes=("float32",), steps=8)
     elif preset != "default":
         raise ValueError(f"unknown preset {preset!r}; use default or smoke")
     return config

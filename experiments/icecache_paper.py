@@ -1,4 +1,4 @@
-"""IceCache: passkey grid, the DCI-tree alone, hit rate of its pages, decode time against context.
+"""IceCache: passkey grid, the DCI-tree alone, hit rate of its pages, time to the second token, decode time.
 
 Each part writes its rows as it goes; a row that the workdir already has is not measured again.
 """
@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 import kvjax
 from experiments import common, evaluate, throughput
 from experiments.results import Run
-from kvjax import dci, metrics, planning
+from kvjax import dci, decode, metrics, planning, prefill
 from kvjax.dci.tree import most_levels, occupancy
 from kvjax.errors import ConfigError
 from kvjax.planning import Slots
@@ -163,6 +163,50 @@ def _hit_rate(llm: kvjax.LLM, method, text: list[int], config) -> Row:
             "attended_tokens": result.usage.attended_tokens, "resident_bytes": cache.resident_bytes}
 
 
+# ------------------------------------------------------------------------- time to the second token
+
+
+def time_to_second_token(config, directory) -> Iterator[tuple[Row, Callable[[], Row]]]:
+    """Figure 7 a: reading a prompt into a store and decoding one token; layers indexed behind, or one by one."""
+    model = functools.cache(lambda: throughput.make_model(config.model_shape))
+    budget = max(config.budgets)
+    for length in config.prompts:
+        for method in (
+            kvjax.full(), kvjax.quest(budget=budget), kvjax.dynakv(budget=budget, window=config.window),
+            kvjax.icecache(budget=budget, beam=config.beam),
+        ):
+            head = {"task": "tt2t", "method": _label(method), "context": length, "budget": method.budget}
+            yield head, lambda method=method, length=length: _second_token(model(), method, length, config, directory)
+
+
+def _second_token(llm: kvjax.LLM, method, length: int, config, directory) -> Row:
+    """Seconds, medians of warm runs taken in turns, and those of reading the prompt without any cache."""
+    tokens = jnp.asarray(np.random.default_rng(config.seed).integers(0, llm.config.vocab_size, (1, length)), jnp.int32)
+    store, seconds = common.make_store("flash", directory / "store"), {"pipelined": [], "serial": [], "dense": []}
+    for _ in range(config.repeats + 1):
+        for kind, times in seconds.items():
+            started = time.perf_counter()
+            if kind == "dense":
+                jax.block_until_ready([one.out for one in prefill.read(llm.config, llm.params, tokens)][-1])
+            else:
+                _ask(llm, method, tokens, store, kind == "pipelined")
+            times.append(time.perf_counter() - started)
+    return {"store": "flash", **{f"{kind}_s": float(np.median(times[1:])) for kind, times in seconds.items()}}
+
+
+def _ask(llm: kvjax.LLM, method, tokens, store, pipelined: bool) -> None:
+    """Reads one prompt into the store, decodes a token, and gives everything back."""
+    length = tokens.shape[1]
+    plan = planning.make_plan(llm.config, method, 1, asking.rounded(length + 8))
+    branch = store.create(planning.geometry(plan), "tt2t")
+    state, logits = prefill.prefill(
+        plan, llm.params, tokens, jnp.full(1, length, jnp.int32), branch, pipelined=pipelined
+    )
+    done = decode.step(plan, llm.params, state, jnp.argmax(logits, axis=-1).astype(jnp.int32), driver="fused")
+    jax.block_until_ready(done.logits)
+    branch.close()
+
+
 # ---------------------------------------------------------------------------------- time per token
 
 
@@ -217,7 +261,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     llm = common.load_model(config.model)
     parts = {
         "passkey": lambda: passkey(llm, config), "dci": lambda: tree_alone(llm, config),
-        "pages": lambda: pages(llm, config), "tpot": lambda: time_per_token(config),
+        "pages": lambda: pages(llm, config), "tt2t": lambda: time_to_second_token(config, run.path),
+        "tpot": lambda: time_per_token(config),
     }
     unknown = set(config.parts) - set(parts)
     if unknown:

@@ -58,20 +58,9 @@ def decode_tokens(llm, method, config, driver: str, slots: Slots, store=None) ->
     times, _ = throughput.time_tokens(llm, plan, state, tokens[3:], driver)
     row = {"ms_per_token": 1e3 * float(np.median(times))}
     if branch is not None:
-        row |= store_row(before, branch.stats(), config.steps)
+        row |= throughput.traffic_row(before, branch.stats(), config.steps)
         branch.close()
     return row
-
-
-def store_row(before, after, steps: int) -> dict[str, float]:
-    """What the store did between two looks at its statistics."""
-    io, waited = after.io_seconds - before.io_seconds, after.wait_seconds - before.wait_seconds
-    return {
-        "io_ms_per_token": 1e3 * io / steps, "wait_ms_per_token": 1e3 * waited / steps,
-        "bytes_read_per_token": (after.bytes_read - before.bytes_read) / steps,
-        "reads_per_token": (after.reads - before.reads) / steps,
-        "mispredicted_per_token": (after.mispredicted - before.mispredicted) / steps,
-    }
 
 
 def run(config: ml_collections.ConfigDict, workdir: str) -> None:

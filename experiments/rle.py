@@ -2,11 +2,13 @@
 
 Runs are looked for after rotation, as the source of the run-length cache implies, and before it; per layer and head,
 for each tolerance. Beside them: dictionaries of equal keys, segments of their index, int8 keys, and a learned codec.
-Sizes are of keys only, at `itemsize` bytes per element, with index, counts and header.
+Sizes are of keys only, at `itemsize` bytes per element, with index, counts and header. What the flash store's codec
+reads and writes is measured by `experiments.rle_flash`.
 """
 
 import functools
 import itertools
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,7 @@ import numpy as np
 from tqdm import tqdm
 
 import kvjax
-from experiments import common, rle_model
+from experiments import common, rle_flash, rle_model
 from experiments.results import Run
 from experiments.rle_texts import KINDS, draw
 from experiments.shift_texts import Texts
@@ -144,8 +146,8 @@ def train_codec(llm: kvjax.LLM, texts: Texts, config) -> autoencoder.Autoencoder
     return train(jnp.asarray(np.moveaxis(keys, 2, 1)), seeds)
 
 
-def measure(llm: kvjax.LLM, texts: Texts, kind: str, models, config) -> list[dict]:
-    """All rows of one kind of text."""
+def measure(llm: kvjax.LLM, texts: Texts, kind: str, models, path: pathlib.Path, config) -> list[dict]:
+    """All rows of one kind of text; store files are made in `path`."""
     longest = max(config.lengths)
     token = np.asarray([draw(texts, kind, number, longest) for number in range(config.texts)])
     before = np.stack([rle_model.run(llm, row)[0] for row in token])
@@ -155,8 +157,9 @@ def measure(llm: kvjax.LLM, texts: Texts, kind: str, models, config) -> list[dic
     for length in config.lengths:
         rows += runs_rows(kind, after, before, length, config)
         rows += dictionary_rows(kind, before, token, length, config)
+    rows += rle_flash.rows(llm, kind, token[0], path, config)
     rows += likelihood_rows(llm, kind, token, models, config)
-    return [{**row, "store": "memory", "budget": None, "seed": config.seed} for row in rows]
+    return [{"store": "memory", "budget": None, "seed": config.seed, **row} for row in rows]
 
 
 def check(config) -> None:
@@ -176,7 +179,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     texts = Texts(llm, config.seed)
     models = train_codec(llm, texts, config) if missing else None
     for kind in missing:
-        for row in measure(llm, texts, kind, models, config):
+        for row in measure(llm, texts, kind, models, run.path, config):
             rows.append(row)
             run.log(**row)
     run.summary(rows)

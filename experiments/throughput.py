@@ -11,6 +11,7 @@ import functools
 import importlib.util
 import tempfile
 import time
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -18,17 +19,20 @@ import ml_collections
 import numpy as np
 
 import kvjax
-from experiments import common, raw_disk
+from experiments import common, raw_disk, replay, reuse
+from experiments.replay import Replay
 from experiments.results import Run
 from kvjax import decode, layer, packing, parking, planning, prefill
 from kvjax.errors import ConfigError
 from kvjax.layer import LayerCache, Prompts
 from kvjax.models.config import ModelConfig, RopeConfig
-from kvjax.models.transformer import Transformer
+from kvjax.models.transformer import Transformer, apply_rows
 from kvjax.planning import Slots, State
 from kvjax.pool import Line
 from kvjax.store import base
-from kvjax.store.slots import default_backend
+from kvjax.store.slots import SlotPool, default_backend
+
+_WARM_UP = 4  # steps that no median counts, the one that compiles included
 
 
 def shape(name: str) -> ModelConfig:
@@ -91,8 +95,11 @@ def filled_cache(
     return plan, State(layers, length, line), branch, float(np.min(seconds))
 
 
-def time_tokens(llm, plan, state, tokens, driver: str):
-    """Seconds of decoding each of `tokens`, and the state after them; the first one may compile."""
+def time_tokens(llm, plan, state, tokens, driver: str, observe: Callable[[decode.Step], None] | None = None):
+    """Seconds of decoding each of `tokens`, and the state after them; the first one may compile.
+
+    `observe` is called after each token, apart from the time.
+    """
     times = []
     for token in tokens:
         started = time.perf_counter()
@@ -100,7 +107,16 @@ def time_tokens(llm, plan, state, tokens, driver: str):
         done = decode.step(plan, llm.params, state, fed, driver=driver, donate=True)
         state = jax.block_until_ready((done.state, done.logits))[0]
         times.append(time.perf_counter() - started)
+        if observe is not None:
+            observe(done)
     return np.asarray(times), state
+
+
+def needed_and_read(done: decode.Step) -> tuple[int, int]:
+    """Blocks that a token needed of a store in all layers, and those of them that were read."""
+    layers = zip(done.reports, done.state.layers, strict=True)
+    traffic = jax.device_get([report.traffic for report, one in layers if isinstance(one.pool, SlotPool)])
+    return sum(int(one.requested.sum()) for one in traffic), sum(int(one.missed.sum()) for one in traffic)
 
 
 @jax.jit
@@ -131,8 +147,9 @@ def median_ms(function, *args, repeats: int = 25) -> float:
 
 def parts(llm, plan, state: State, branch) -> dict[str, float]:
     """Milliseconds of one layer's select, fetch (of blocks that are all resident), attend and commit."""
-    rng, one, layer_plan = np.random.default_rng(0), state.layers[-1], plan.layers[-1]
-    config, number = llm.config, jnp.int32(llm.config.num_layers - 1)
+    last = max(i for i, one in enumerate(plan.layers) if not one.follows)  # followers do not select
+    rng, one, layer_plan = np.random.default_rng(0), state.layers[last], plan.layers[last]
+    config, number = llm.config, jnp.int32(last)
     q = jnp.asarray(rng.standard_normal((plan.batch, config.num_heads, config.head_dim), np.float32))
     key = jnp.asarray(rng.standard_normal((plan.batch, config.num_kv_heads, config.head_dim), np.float32))
     line, at = state.line, state.length
@@ -144,6 +161,8 @@ def parts(llm, plan, state: State, branch) -> dict[str, float]:
         "attend_ms": median_ms(layer.answer, layer_plan, cache, choice, q, key, key, slot, at),
         "layer_read_ms": median_ms(_whole_read, layer_plan, cache, q, key, key, at, number, line),
     }
+    if isinstance(pool, SlotPool):
+        found["plan_ms"] = median_ms(jax.jit(SlotPool.plan), pool, choice.need, one.state.count)
     if branch is not None:
         found["fetch_ms"] = cold_fetch_ms(one, choice.need, number, line, branch)
     return found
@@ -166,12 +185,12 @@ def cold_fetch_ms(cache: LayerCache, need, number, line, branch, repeats: int = 
 
 
 def memory_bandwidth() -> float:
-    """Bytes per second of a matrix-vector product over 256 MiB of f32: what decoding is bound by.
+    """Bytes per second of a product of 256 MiB of f32 with one vector, row by row: what decoding is bound by.
 
     The fastest of some: a limit is what can be had, not what was left by whatever else ran.
     """
     matrix, vector = jnp.ones((8192, 8192)), jnp.ones((1, 8192))
-    return matrix.nbytes / (1e-3 * float(np.min(call_ms(jax.jit(jnp.matmul), vector, matrix, repeats=31))))
+    return matrix.nbytes / (1e-3 * float(np.min(call_ms(jax.jit(apply_rows), matrix, vector, repeats=31))))
 
 
 def weight_bytes(llm) -> int:
@@ -186,20 +205,28 @@ def kv_bytes(config: ModelConfig, tokens: float, dtype: str = "float32") -> floa
     return 2.0 * config.num_layers * config.num_kv_heads * vector * tokens
 
 
-def measure(llm, name: str, settings, store_name: str, context: int, config, directory, bandwidth) -> dict:
-    """One row."""
-    method = common.make_method(settings)
-    store = common.make_store(store_name, directory)
-    steps, batch, slots = config.steps, config.get("batch", 1), common.make_slots(settings, config.slots)
-    dtype = common.dtype_of(settings)
-    plan, state, branch, build = filled_cache(llm, method, context, 2 * steps + 4, store, slots, batch, dtype)
-    resident, row = planning.resident_bytes(state), {}
-    before = branch.stats() if branch is not None else None
+def time_drivers(llm, plan, state: State, config):
+    """A row of times, the state after them, and `needed_and_read` of every token."""
+    row, traffic, tokens = {}, [], [0, *(i % 7 for i in range(config.steps))]
     for driver in config.drivers:
-        (compiled, *times), state = time_tokens(llm, plan, state, [0, *(i % 7 for i in range(steps))], driver)
-        times = 1e3 * np.asarray(times[3:])
+        (compiled, *times), state = time_tokens(
+            llm, plan, state, tokens, driver, lambda done: traffic.append(needed_and_read(done))
+        )
+        times = 1e3 * np.asarray(times[_WARM_UP - 1 :])
         row |= {f"{driver}_ms": float(np.median(times)), f"{driver}_p90_ms": float(np.percentile(times, 90)),
                 f"{driver}_compile_s": compiled}
+    return row, state, traffic
+
+
+def measure(llm, name: str, settings, store_name: str, context: int, config, path, bandwidth) -> dict:
+    """One row; store and recordings are under `path`."""
+    method, directory = replay.make(settings, config, llm.config, context, path / "recordings"), path / "store"
+    store = common.make_store(store_name, directory)
+    batch, slots, dtype = config.get("batch", 1), common.make_slots(settings, config.slots), common.dtype_of(settings)
+    plan, state, branch, build = filled_cache(llm, method, context, 2 * config.steps + 4, store, slots, batch, dtype)
+    state = replay.stagger(method, state) if isinstance(method, Replay) else state
+    resident, before = planning.resident_bytes(state), branch.stats() if branch is not None else None
+    row, state, traffic = time_drivers(llm, plan, state, config)
     best = min(row[f"{driver}_ms"] for driver in config.drivers)
     attended = min(method.budget or context, context)
     limit = 1e3 * (weight_bytes(llm) + batch * kv_bytes(llm.config, attended, dtype)) / bandwidth
@@ -207,23 +234,41 @@ def measure(llm, name: str, settings, store_name: str, context: int, config, dir
     row |= parts(llm, plan, state, branch)
     row |= {"tokens_per_s": batch * 1e3 / best, "limit_ms": limit, "times_limit": best / limit}
     if branch is not None:
-        row |= traffic_row(before, after, len(config.drivers) * (steps + 1))
+        row |= traffic_row(before, after, len(traffic)) | reuse_row(method, plan, slots, context, traffic)
         row |= disk_row(store, plan, row.pop("fetch_ms"), directory)
         branch.close()
     head = {"model": name, "method": common.label_of(settings), "store": store_name, "context": context}
     return {**head, "task": "throughput", "budget": method.budget, "seed": 0, "resident_bytes": resident,
-            "batch": batch, "index_build_s": build, **row}
+            "batch": batch, "index_build_s": build, "block_ms": best / llm.config.num_layers, **row}
 
 
 def traffic_row(before: base.Stats, after: base.Stats, tokens: int) -> dict:
-    """What the store did for each of so many tokens; useful bytes are those of the blocks without padding."""
+    """What the store did for each of so many tokens; useful bytes are those of the blocks without padding.
+
+    A step waits for `wait_ms_per_token` of the device's `io_ms_per_token`: the rest is hidden behind computing.
+    """
     seconds = max(after.io_seconds - before.io_seconds, 1e-9)
     return {
         "bytes_read_per_token": (after.bytes_read - before.bytes_read) / tokens,
         "bytes_put_per_token": (after.bytes_put - before.bytes_put) / tokens,
         "reads_per_token": (after.reads - before.reads) / tokens,
+        "mispredicted_per_token": (after.mispredicted - before.mispredicted) / tokens,
+        "io_ms_per_token": 1e3 * seconds / tokens,
+        "wait_ms_per_token": 1e3 * (after.wait_seconds - before.wait_seconds) / tokens,
         "effective_bandwidth": (after.bytes_useful - before.bytes_useful) / seconds,
     }
+
+
+def reuse_row(method, plan: planning.Plan, slots: Slots, context: int, traffic: list[tuple[int, int]]) -> dict:
+    """Share of the needed blocks that were not read, after the warm-up; of a replay over a FIFO also what it has to be,
+    by the recording alone."""
+    needed, read = np.sum(traffic[_WARM_UP:], axis=0)
+    row = {"reuse_rate": 1.0 - float(read) / max(1, int(needed))}
+    if isinstance(method, Replay) and slots.keep and slots.policy == "fifo":
+        need = replay.asked(method, len(plan.layers), context, plan.batch, len(traffic))
+        count = slots.count or plan.layers[-1].spec.max_blocks + 1
+        row["recorded_reuse_rate"] = reuse.rate(need, count, skip=_WARM_UP)
+    return row
 
 
 def disk_row(store, plan, fetch: dict, directory) -> dict:
@@ -270,6 +315,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     """Measures every combination; re-running skips the rows that are there."""
     for settings in config.methods:
         common.make_method(settings)
+        replay.check(settings, config)
     run = Run(config, workdir)
     rows, bandwidth = run.logged(), memory_bandwidth()
     done = {(row["model"], row["method"], row["store"], row["context"]) for row in rows}
@@ -281,7 +327,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
                 for settings in config.methods:
                     label = common.label_of(settings)
                     if (name, label, store, context) not in done:
-                        row = measure(llm, name, settings, store, context, config, run.path / "store", bandwidth)
+                        row = measure(llm, name, settings, store, context, config, run.path, bandwidth)
                         rows.append({**row, "memory_bandwidth": bandwidth})
                         run.log(**rows[-1])
             if config.transformers and (name, "transformers", "memory", context) not in done:
@@ -296,9 +342,11 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
 def print_table(rows: list[dict]) -> None:
     """The figures that matter, a line per row."""
     print(f"{'model':>12}{'method':>14}{'store':>14}{'context':>9}{'ms/token':>10}{'limit':>8}{'select':>8}"
-          f"{'attend':>8}{'fetch':>8}{'raw':>8}{'KV MiB':>9}")
+          f"{'attend':>8}{'fetch':>8}{'raw':>8}{'wait':>8}{'reuse %':>8}{'KV MiB':>9}")
     for row in rows:
-        cells = [row.get(key) for key in ("limit_ms", "select_ms", "attend_ms", "fetch_ms", "raw_read_ms")]
+        cells = [row.get(key) for key in ("limit_ms", "select_ms", "attend_ms", "fetch_ms", "raw_read_ms",
+                                          "wait_ms_per_token")]
+        cells.append(100 * row["reuse_rate"] if "reuse_rate" in row else None)
         shown = "".join(f"{cell:8.2f}" if cell is not None else f"{'-':>8}" for cell in cells)
         resident = f"{row['resident_bytes'] / 2**20:9.1f}" if "resident_bytes" in row else f"{'-':>9}"
         print(f"{row['model']:>12}{row['method']:>14}{row['store']:>14}{row['context']:>9,}"

@@ -5,10 +5,11 @@
     out, cache = kvjax.attend(cache, q, k, v)
 
 Keys and queries come with their position already applied; blocks are kept in memory. All three
-functions are pure and may be used under `jax.jit`.
+functions are pure and may be used under `jax.jit`; they are compiled where they are not.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -40,11 +41,16 @@ def init_cache(
     """
     packing.check(dtype, head_dim)
     spec = method.spec(kv_heads=kv_heads, group=group, head_dim=head_dim, capacity=capacity)
-    plan = LayerPlan(method, spec, sliding)
-    pool = MemoryPool.zeros(spec, batch, dtype)
+    return _empty(LayerPlan(method, spec, sliding), batch, dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _empty(plan: LayerPlan, batch: int, dtype: str) -> AttentionCache:
+    pool = MemoryPool.zeros(plan.spec, batch, dtype)
     return AttentionCache(LayerCache(layer.init(plan, batch, dtype), pool), jnp.zeros(batch, jnp.int32), plan)
 
 
+@jax.jit
 def prefill_cache(
     cache: AttentionCache, key: Float[Array, "B T K D"], value: Float[Array, "B T K D"], length: Int32[Array, "B"],
     query: Float[Array, "B T H D"] | None = None,
@@ -63,6 +69,7 @@ def prefill_cache(
     return dataclasses.replace(cache, layer=filled, length=length)
 
 
+@jax.jit
 def attend(
     cache: AttentionCache, q: Float[Array, "B H D"], key: Float[Array, "B K D"], value: Float[Array, "B K D"]
 ) -> tuple[Float[Array, "B H D"], AttentionCache]:

@@ -221,7 +221,8 @@ def place(
     stored = (placement.block < spec.num_blocks) & (placement.row < spec.block_rows)
     held = (placement.block < spec.num_blocks) & (placement.row == spec.block_rows)
     block = jnp.where(stored, placement.block, spec.num_blocks)
-    free = layer.pos.at[head, block, placement.row].get(mode="fill", fill_value=-1) < 0
+    # Valid rows are a prefix. Looking into `pos` instead would have XLA:CPU copy it: a read with no order to the write.
+    free = placement.row >= layer.count[head, jnp.minimum(block, spec.num_blocks - 1)]
     layer = dataclasses.replace(
         layer,
         pos=layer.pos.at[head, block, placement.row].set(leaving.pos, mode="drop"),

@@ -135,6 +135,12 @@ def _exists(x: Array) -> Bool[Array, ""]:
     return jax.lax.bitcast_convert_type(jnp.sum(x), jnp.int32) != -0x7FEDCBA9
 
 
+def _positions_exist(reports: list[Report]) -> Bool[Array, ""]:
+    """True once all attended positions have been looked up: the compiler cannot know that none is below -1."""
+    least = [jnp.min(report.selected, initial=0) for report in reports]
+    return functools.reduce(jnp.minimum, least) > -2
+
+
 def _looks_ahead(plan: Plan, layers, i: int) -> bool:
     """Whether layer i looks at the next one: to choose there, or to read early what will be chosen."""
     if i + 1 == len(plan.layers):
@@ -243,8 +249,9 @@ def _fused_token(plan, params, state, tokens, active):
         fresh.append(new)
         reports.append(report)
     logits = model.apply({"params": params}, x, method="unembed")
-    # XLA:CPU copies a whole pool that is read and then written unless the write depends on the read.
-    gate = ok & active & _exists(x)
+    # XLA:CPU copies a whole pool, or table of positions, that is read and then written unless the write depends on the
+    # read.
+    gate = ok & active & _exists(x) & _positions_exist(reports)
     leader = None
     for i, layer_plan in enumerate(plan.layers):
         leader = leader if layer_plan.follows else None

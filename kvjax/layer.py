@@ -120,19 +120,22 @@ def prefill_memory(
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def in_memory(plan: LayerPlan, placement: Placement, prompts: Prompts, dtype: str = "float32") -> MemoryPool:
     """The memory pool of prompts that `prefill` has placed."""
-    key, value = packing.pack(prompts.key, dtype), packing.pack(prompts.value, dtype)
-    return MemoryPool(
-        scatter_prompt(plan.spec, placement, key), scatter_prompt(plan.spec, placement, value), dtype
-    )
+    *key, value = (scatter_prompt(plan.spec, placement, rows) for rows in _kept(plan, prompts, dtype))
+    return MemoryPool(key[0] if key else None, value, dtype)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def packed(
     plan: LayerPlan, placement: Placement, prompts: Prompts, dtype: str = "float32"
 ) -> Num[Array, "B K NB C X2"]:
-    """The same as blocks for a store, values beside keys."""
-    rows = jnp.concatenate([packing.pack(rows, dtype) for rows in (prompts.key, prompts.value)], axis=-1)
-    return scatter_prompt(plan.spec, placement, rows)
+    """The same as blocks for a store, values beside keys, or alone."""
+    return scatter_prompt(plan.spec, placement, jnp.concatenate(_kept(plan, prompts, dtype), axis=-1))
+
+
+def _kept(plan: LayerPlan, prompts: Prompts, dtype: str) -> list[Num[Array, "B T K X"]]:
+    """What blocks hold of prompts: keys, if they do, and values."""
+    both = (prompts.key, prompts.value)
+    return [packing.pack(rows, dtype) for rows in (both if plan.spec.keeps_keys else both[1:])]
 
 
 # ------------------------------------------------------------------------------------------- read
@@ -181,11 +184,18 @@ def chosen_rows(plan: LayerPlan, cache: LayerCache, choice: Choice, slot: Int32[
     """Keys and values `[B, K, N, D]` of the chosen rows, which of them are valid, and their positions."""
     spec, rows = plan.spec, choice.rows
     if not plan.attends_all:
-        found = cache.pool.gather(jnp.take_along_axis(slot, rows.rank, axis=-1), rows.row)
-        return *found, rows.valid, rows.pos
+        key, value = cache.pool.gather(jnp.take_along_axis(slot, rows.rank, axis=-1), rows.row)
+        return _rebuilt(plan, cache, choice) if key is None else key, value, rows.valid, rows.pos
     found = cache.pool.everything(slot[..., : spec.num_blocks])
     valid = (jnp.arange(spec.block_rows) < cache.state.count[..., None]).reshape(found[0].shape[:3])
     return *found, valid, cache.state.pos.reshape(valid.shape)
+
+
+def _rebuilt(plan: LayerPlan, cache: LayerCache, choice: Choice) -> Float[Array, "B K N D"]:
+    """Keys of the chosen rows, as the method makes them."""
+    rows, rebuild = choice.rows, functools.partial(plan.method.rebuild, plan.spec)
+    block = jnp.take_along_axis(choice.need, rows.rank, axis=-1)
+    return each_sequence(lambda one: rebuild(*one), (cache.state.index, block, rows.row, rows.pos))
 
 
 def each_sequence(function, args):

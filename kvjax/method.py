@@ -12,7 +12,7 @@ never touches values, slots or file offsets. To write one, subclass `Method` and
 
 and, only if blocks are reorganised while decoding, `due` and `adapt`; only if it learns from the
 attention weights, `observe`; only if it was fitted to the model beforehand, `weights`; only if its selection is a
-sample, `Selection.bias` and `weigh`.
+sample, `Selection.bias` and `weigh`; only if keys are made from the index instead of being fetched, `rebuild`.
 `methods/quest.py` is a complete example in 60 lines.
 
 One decode step of one layer, in this order:
@@ -32,6 +32,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.errors import ConfigError
+from kvjax.models.config import RopeConfig
 from kvjax.typing import Array, Bool, Float, Int32, PyTree, pytree
 
 Index = Any  # a pytree of arrays, the method's own
@@ -52,6 +53,8 @@ class Spec:
     window: int  # W, the newest token included
     budget: int  # tokens attended by one KV head at one step
     capacity: int  # tokens a sequence may grow to
+    keeps_keys: bool = True  # blocks hold keys and values; else values alone, see `Method.rebuild`
+    rope: RopeConfig | None = None  # how keys are rotated; None = not known, or not at all
 
     @property
     def selected_rows(self) -> int:
@@ -174,6 +177,11 @@ class Method(abc.ABC):
     dense_filters: ClassVar[bool] = False  # with `reuse`, layers that select for others attend everything, in memory
     samples: ClassVar[bool] = False  # selections are samples with a `bias`, as many tokens as are drawn
 
+    @property
+    def keeps_keys(self) -> bool:
+        """Whether blocks hold keys; if not, `rebuild` makes those that are attended."""
+        return True
+
     def __post_init__(self):
         if self.aggregation not in AGGREGATIONS:
             raise ConfigError(f"unknown aggregation {self.aggregation!r}; use one of {', '.join(AGGREGATIONS)}")
@@ -185,6 +193,9 @@ class Method(abc.ABC):
         if self.samples and (self.reuse > 1 or self.lookahead):
             raise ConfigError(f"{self.name} weighs what it drew by the query it drew with; leave reuse at 1 and "
                               "lookahead off, which attend with another query")
+        if not self.keeps_keys and (self.reuse > 1 or self.adaptive or self.attends_all):
+            raise ConfigError(f"{self.name} makes keys from its index, which a layer that follows another has not, and "
+                              "for selected rows alone; leave reuse at 1")
 
     @property
     def name(self) -> str:
@@ -201,7 +212,7 @@ class Method(abc.ABC):
         num_blocks, block_rows, max_blocks, held = self.blocks(capacity, rows)
         spec = Spec(
             kv_heads, group, head_dim, num_blocks, block_rows, min(self.max_blocks or max_blocks, num_blocks), held,
-            self.sinks, self.window, budget, capacity,
+            self.sinks, self.window, budget, capacity, self.keeps_keys,
         )
         self._check(spec)
         return spec
@@ -251,6 +262,12 @@ class Method(abc.ABC):
         row at `attention.NEGATIVE` is left out for that query head. Rows beyond the valid ones are arbitrary.
         """
         return bias
+
+    def rebuild(
+        self, spec: Spec, index: Index, block: Int32[Array, "K N"], row: Int32[Array, "K N"], pos: Int32[Array, "K N"]
+    ) -> Float[Array, "K N D"]:
+        """Keys of the selected rows where blocks do not hold them; anything for block NB."""
+        raise ConfigError(f"{self.name} keeps the keys of its blocks")
 
     @abc.abstractmethod
     def append(self, spec: Spec, index: Index, view: View, leaving: Leaving) -> tuple[Index, Placement]:

@@ -119,9 +119,10 @@ def _save_blocks(directory: pathlib.Path, branch: Branch, fingerprint: str, comm
 
 
 def _copied(branch: Branch, path: pathlib.Path, fingerprint: str) -> FlashBranch:
-    """A new store file with what a branch holds, one layer in memory at a time; blocks of zeros take no space."""
+    """A new store file with what a branch holds, in its codec, one layer in memory at a time; blocks of zeros take no
+    space."""
     geometry = branch.geometry
-    copy = FlashStore(path).create(geometry, fingerprint)
+    copy = FlashStore(path, codec=branch.codec).create(geometry, fingerprint)
     assert isinstance(copy, FlashBranch), "as of every layout that places blocks"
     shape = (geometry.batch, geometry.kv_heads, geometry.num_blocks)
     block = np.broadcast_to(np.arange(geometry.num_blocks, dtype=np.int32), shape)
@@ -268,4 +269,4 @@ def _slots(state: State) -> dict[str, Any]:
     pool = pools[-1]
     host = pool.host_rows.shape[2] if isinstance(pool, TieredPool) else None
     return {"count": pool.rows.shape[2], "host": host, "policy": pool.policy, "prefetch": pool.prefetch,
-            "keep": pool.keep}
+            "keep": pool.keep, "even": pool.even}

@@ -57,6 +57,8 @@ class Slots:
         the next step. Outputs are the same in all cases.
       keep: whether blocks stay for later steps, as in KVSwap's reuse buffer; if not, every needed block is read again
         in every step (FlexGen).
+      even: whether all KV heads reuse equally many blocks, as in DynSplit-KV's reuse (`kvjax.store.residency.plan`), so
+        that each reads as many as the others; the head that finds the fewest decides.
       park: a store in which layers wait while it is not their turn, index, tables and slots (`kvjax.parking`). Memory
         then is that of two layers, and what its `staging_bytes` allow; each step reads every layer twice and writes
         what changed.
@@ -70,6 +72,7 @@ class Slots:
     backend: str | None = None
     prefetch: str = "off"
     keep: bool = True
+    even: bool = False
     park: base.Store | None = None
 
     def __post_init__(self):
@@ -93,7 +96,8 @@ def make_plan(config: ModelConfig, method: Method, batch: int, capacity: int, dt
         chosen = dense if i < method.dense_layers else method
         follows = i >= method.dense_layers and (i - method.dense_layers) % method.reuse > 0
         filters = chosen.dense_filters and chosen.reuse > 1 and not follows
-        layers.append(LayerPlan(chosen, chosen.spec(**sizes), config.windows[i], follows, filters))
+        spec = dataclasses.replace(chosen.spec(**sizes), rope=config.rope)
+        layers.append(LayerPlan(chosen, spec, config.windows[i], follows, filters))
     return Plan(config, tuple(layers), batch, capacity, dtype)
 
 
@@ -108,8 +112,8 @@ def geometry(plan: Plan) -> base.Geometry:
     spec = plan.layers[-1].spec
     return base.Geometry(
         layers=len(plan.layers), batch=plan.batch, kv_heads=spec.kv_heads, num_blocks=spec.num_blocks,
-        block_rows=spec.block_rows, width=2 * packing.width(plan.dtype, spec.head_dim),
-        dtype=packing.stored_type(plan.dtype),
+        block_rows=spec.block_rows, width=(1 + spec.keeps_keys) * packing.width(plan.dtype, spec.head_dim),
+        dtype=packing.stored_type(plan.dtype), keys=spec.keeps_keys,
     )
 
 
@@ -121,7 +125,9 @@ def slot_pool(plan: Plan, i: int, slots: Slots) -> SlotPool:
     if count < least:
         raise ConfigError(f"slots={count} is fewer than the {least} blocks one step may need; raise it")
     backend = slots.backend or default_backend()
-    pool = SlotPool.zeros(spec, plan.batch, count, plan.dtype, slots.policy, backend, slots.prefetch, slots.keep)
+    pool = SlotPool.zeros(
+        spec, plan.batch, count, plan.dtype, slots.policy, backend, slots.prefetch, slots.keep, slots.even
+    )
     if slots.host is None:
         return pool
     if slots.host <= count:
@@ -147,7 +153,13 @@ def outline(plan: Plan, i: int, store: bool, slots: Slots) -> LayerCache:
 
 def copy(state: State) -> State:
     """A state that shares no memory with the given one, so that either may be donated."""
-    return jax.tree.map(jnp.copy, dataclasses.replace(state, layers=parking.fork(state.layers)))
+    leaves, structure = jax.tree.flatten(dataclasses.replace(state, layers=parking.fork(state.layers)))
+    return jax.tree.unflatten(structure, _copied(leaves))
+
+
+@jax.jit
+def _copied(leaves: list[Array]) -> list[Array]:
+    return [jnp.copy(leaf) for leaf in leaves]
 
 
 def resident_bytes(state: State) -> int:

@@ -49,7 +49,8 @@ class Pool(Protocol):
         """Begins to read blocks that will be needed; the token returned exists once that has begun."""
 
     def gather(self, slot: Int32[Array, "B K N"], row: Int32[Array, "B K N"]):
-        """Keys and values `[B, K, N, D]` of single rows; rows of absent blocks are undefined."""
+        """Keys and values `[B, K, N, D]` of single rows; rows of absent blocks are undefined. Here and below keys are
+        None where blocks hold values alone."""
 
     def block(self, slot: Int32[Array, "B K"]):
         """Keys and values `[B, K, C, D]` of one block per head."""
@@ -72,7 +73,7 @@ class Pool(Protocol):
 class MemoryPool:
     """All blocks in memory; the slot of a block is its number."""
 
-    key: Num[Array, "B K NB C X"]  # X numbers that keep D, see `kvjax.packing`
+    key: Num[Array, "B K NB C X"] | None  # X numbers that keep D, see `kvjax.packing`; None = not kept
     value: Num[Array, "B K NB C X"]
     dtype: str = dataclasses.field(default="float32", metadata={"static": True})
 
@@ -80,25 +81,24 @@ class MemoryPool:
     def zeros(cls, spec: Spec, batch: int, dtype: str) -> "MemoryPool":
         shape = (batch, spec.kv_heads, spec.num_blocks, spec.block_rows, packing.width(dtype, spec.head_dim))
         kept = packing.stored_type(dtype)
-        return cls(jnp.zeros(shape, kept), jnp.zeros(shape, kept), dtype)
+        return cls(jnp.zeros(shape, kept) if spec.keeps_keys else None, jnp.zeros(shape, kept), dtype)
 
     def fetch(self, need, count, layer, line):
         quiet = jnp.zeros(need.shape[0], jnp.int32)
-        requested = jnp.sum(need < self.key.shape[2], axis=(1, 2), dtype=jnp.int32)
+        requested = jnp.sum(need < self.value.shape[2], axis=(1, 2), dtype=jnp.int32)
         return self, need, jnp.bool_(True), Traffic(requested, quiet)
 
     def submit(self, block, layer, line):
         return jnp.int32(1)
 
     def gather(self, slot, row):
-        return self._unpacked(take_rows(self.key, slot, row), take_rows(self.value, slot, row))
+        return self._each(lambda kept: take_rows(kept, slot, row))
 
     def block(self, slot):
-        return self._unpacked(take_block(self.key, slot), take_block(self.value, slot))
+        return self._each(lambda kept: take_block(kept, slot))
 
     def everything(self, slot):
-        flat = (*self.key.shape[:2], -1, self.key.shape[-1])
-        return self._unpacked(self.key.reshape(flat), self.value.reshape(flat))
+        return self._each(lambda kept: kept.reshape(*kept.shape[:2], -1, kept.shape[-1]))
 
     def locate(self, block):
         return block
@@ -110,11 +110,14 @@ class MemoryPool:
         return self._put((*batch_and_head(block), block), key, value)
 
     def _put(self, at, key, value) -> "MemoryPool":
-        key, value = packing.pack(key, self.dtype), packing.pack(value, self.dtype)
-        return MemoryPool(self.key.at[at].set(key, mode="drop"), self.value.at[at].set(value, mode="drop"), self.dtype)
+        def put(kept, new):
+            return kept.at[at].set(packing.pack(new, self.dtype), mode="drop")
 
-    def _unpacked(self, key, value):
-        return packing.unpack(key, self.dtype), packing.unpack(value, self.dtype)
+        return MemoryPool(None if self.key is None else put(self.key, key), put(self.value, value), self.dtype)
+
+    def _each(self, taken):
+        """Part of the keys and of the values, unpacked."""
+        return jax.tree.map(lambda kept: packing.unpack(taken(kept), self.dtype), (self.key, self.value))
 
 
 def batch_and_head(block: Int32[Array, "B K *E"]):

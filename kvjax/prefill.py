@@ -1,8 +1,10 @@
-"""Reading prompts: layer by layer over whole prompts, each layer's keys and values going to its cache at once."""
+"""Reading prompts: layer by layer over whole prompts, each layer being indexed while the next is read."""
 
 import dataclasses
 import functools
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -60,25 +62,39 @@ def read(config: ModelConfig, params: PyTree, tokens: Int32[Array, "B T"]) -> It
 def prefill(
     plan: Plan, params: PyTree, tokens: Int32[Array, "B T"], length: Int32[Array, "B"],
     branch: base.Branch | None = None, slots: Slots | None = None, layers: Iterable[Activations] | None = None,
+    pipelined: bool = True,
 ):
     """Fills a new cache from prompts, right-padded to T, one layer at a time.
 
-    Prompts are read as they are needed, if their `layers` are not given: peak memory then is the hidden states of two
-    layers, one layer's keys and values, and the cache, linear in T. Returns (State, logits after each prompt's last
-    token [B, V]).
+    Prompts are read as they are needed, if their `layers` are not given. While a layer is indexed and written to the
+    store the next one is read (IceCache, section 3.4), unless `pipelined` is False. Peak memory then is the hidden
+    states of three layers, keys and values of two, and the cache, linear in T. Returns (State, logits after each
+    prompt's last token [B, V]).
     """
     _check_prompts(plan, np.asarray(length))
     tokens = pad(jnp.asarray(tokens, jnp.int32))
-    caches, slots, before = [], slots or Slots(), None
+    slots, caches, before = slots or Slots(), [], None
+    hidden: Any = None
     lot = _parking(plan, branch, slots)
-    for i, (layer_plan, one) in enumerate(zip(plan.layers, layers or read(plan.config, params, tokens), strict=True)):
-        weights = params[f"layers_{i}"]
-        samples = _sample_queries(plan, i, branch, weights, one.x, length)
-        last = _last_queries(plan, i, weights, one.x, length)
-        prompts, leader = Prompts(one.key, one.value, length, tokens, last), before if layer_plan.follows else None
+
+    def index(i, one):
+        """Layer i's cache; layers come in their order."""
+        nonlocal before
+        prompts = Prompts(one.key, one.value, length, tokens, _last_queries(plan, i, params, one.x, length))
+        leader = before if plan.layers[i].follows else None
+        samples = _sample_queries(plan, i, branch, params, one.x, length)
         cache = fill(plan, i, prompts, leader, branch, slots, samples)
-        before, hidden = cache.state, one.out
+        before = cache.state
         caches.append(parking.park(lot, i, cache) if lot else cache)
+
+    with ThreadPoolExecutor(1) as indexer:
+        pending = indexer.submit(lambda: None)
+        for i, one in enumerate(layers or read(plan.config, params, tokens)):
+            pending.result()  # one layer waits at most, so that no more are in memory
+            pending, hidden = indexer.submit(index, i, one), one.out
+            if not pipelined:
+                pending.result()
+        pending.result()
     last = jnp.take_along_axis(hidden, (length - 1)[:, None, None], axis=1)[:, 0]
     handle, generation = (-1, 0) if branch is None else (branch.handle, branch.generation)
     line = Line(jnp.int32(handle), jnp.int32(generation))
@@ -148,14 +164,14 @@ def _sample_queries(plan: Plan, i: int, branch, params, x, length):
     # Spread evenly over the second half of each prompt, the last token's first.
     stride = jnp.maximum(1, jnp.asarray(length) // (2 * branch.samples))
     back = jnp.arange(branch.samples) * stride[:, None]
-    return _queries_at(plan.config, params, x, length, back).swapaxes(0, 1)
+    return _queries_at(plan.config, params[f"layers_{i}"], x, length, back).swapaxes(0, 1)
 
 
 def _last_queries(plan: Plan, i: int, params, x, length):
     """Queries `[B, Q, H, D]` of each prompt's last tokens, if the layer's method asks for them."""
     wanted = 0 if plan.layers[i].follows else plan.layers[i].method.observation
     count = x.shape[1] if wanted is None else min(wanted, x.shape[1])
-    return _queries_at(plan.config, params, x, length, jnp.arange(count)[None, ::-1]) if count else None
+    return _queries_at(plan.config, params[f"layers_{i}"], x, length, jnp.arange(count)[None, ::-1]) if count else None
 
 
 @functools.partial(jax.jit, static_argnums=0)

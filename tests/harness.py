@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax import cache as caching
 from kvjax import layer, packing
 from kvjax.layer import LayerCache, LayerPlan, Prompts
-from kvjax.method import Method
+from kvjax.method import Method, Selection
 from kvjax.methods import (
     H2O,
     ArkVale,
@@ -67,7 +68,8 @@ METHODS = {
     ),
     "kvswap": KVSwap(budget=24, sinks=2, window=4, group=4, sigma=4),
     "infinigen": InfiniGen(budget=24, sinks=2, window=4, sigma=2),
-    "shadowkv": ShadowKV(budget=24, sinks=2, window=4, chunk=4),
+    "shadowkv": ShadowKV(budget=24, sinks=2, window=4, chunk=4, sigma=1.0),  # lossless, as the laws want
+    "shadowkv_keys": ShadowKV(budget=24, sinks=2, window=4, chunk=4, sigma=None),
     "pqcache": PQCache(budget=24, sinks=2, window=4, parts=2, bits=3, iterations=4),
     "magicpig": MagicPIG(budget=24, sinks=2, window=4, bits=3, tables=8),
     "arkvale": ArkVale(budget=24, sinks=2, window=4, page=4),
@@ -107,10 +109,18 @@ class Stream:
     def row(self, b: int) -> "Stream":
         return Stream(self.q[b : b + 1], self.k[b : b + 1], self.v[b : b + 1])
 
+    @classmethod
+    def rows(cls, *seeds: int) -> "Stream":
+        """Sequences that do not depend on each other, one for each seed."""
+        return functools.reduce(cls.joined, [cls.draw(seed, batch=1) for seed in seeds])
+
     def beside(self, row: "Stream") -> "Stream":
         """The first row of this one, and another."""
-        pairs = ((self.q, row.q), (self.k, row.k), (self.v, row.v))
-        return Stream(*(np.concatenate([mine[:1], other]) for mine, other in pairs))
+        return self.row(0).joined(row)
+
+    def joined(self, other: "Stream") -> "Stream":
+        pairs = ((self.q, other.q), (self.k, other.k), (self.v, other.v))
+        return Stream(*map(np.concatenate, pairs))
 
 
 @functools.cache
@@ -156,8 +166,9 @@ class Sim:
             return
         spec = self.plan.spec
         self.branch = store.create(
-            Geometry(1, batch, HEADS, spec.num_blocks, spec.block_rows, 2 * packing.width(dtype, SIZE),
-                     packing.stored_type(dtype)), "laws"
+            Geometry(1, batch, HEADS, spec.num_blocks, spec.block_rows,
+                     (1 + spec.keeps_keys) * packing.width(dtype, SIZE), packing.stored_type(dtype),
+                     spec.keeps_keys), "laws"
         )
         blocks = layer.packed(self.plan, *placed, dtype)
         self.branch.write_layer(0, np.asarray(blocks), np.asarray(state.count), Prompt(np.asarray(state.pos)))
@@ -204,6 +215,17 @@ class Sim:
             for name, a, z in zip(("sinks", "window", "held"), cut[:-1], cut[1:], strict=True)
         }
         return {**kept, "blocks": blocks}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _select(method, spec, state, b, q):
+    one = jax.tree.map(lambda leaf: leaf[b], state)
+    return method.select(spec, one.index, caching.view(spec, one), q)
+
+
+def selection(sim: Sim, b: int, q: np.ndarray, method: Method | None = None) -> Selection:
+    """What the method, or another one with an equal index, selects for q[K, G, D] of a sequence."""
+    return jax.device_get(_select(method or sim.plan.method, sim.plan.spec, sim.cache.state, b, q.astype(np.float32)))
 
 
 def check_every_token_has_one_place(sim: Sim) -> None:

@@ -51,6 +51,7 @@ def project(w, x, position):
     return rope(q, position), rope(k, position), v
 
 
+@jax.jit
 def block_dense(w, x):
     """The block over a whole sequence x[T, E], with its own causal attention."""
     q, k, v = project(w, x, jnp.arange(len(x)))

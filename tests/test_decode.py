@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import time
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from tiny import CAPACITY, CONFIG, PROMPT, decoded, dense, start, temporaries
 
 from kvjax import cache as caching
 from kvjax import decode, layer, planning, prefill
-from kvjax.errors import ConfigError, PromptError, StaleCache
+from kvjax.errors import ConfigError, PromptError, StaleCache, WriteFailed
 from kvjax.models.transformer import Block
 from kvjax.store.flash import FlashStore
 from kvjax.store.host import HostStore
@@ -100,22 +101,28 @@ class Asking(HostStore):
         return branch
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def _needed(plan, params, state, b, token, at):
+    """What one query of a sequence would fetch in layer 0."""
+    x = params["embedding"]["embedding"][token]
+    q, _, _ = Block(CONFIG).apply({"params": params["layers_0"]}, x[None], at[None], method="project")
+    one, (spec, method) = jax.tree.map(lambda leaf: leaf[b], state), (plan.layers[0].spec, plan.layers[0].method)
+    selection = method.select(spec, one.index, caching.view(spec, one), q.reshape(2, 2, -1))
+    return caching.needed_blocks(spec, one, selection)[0]
+
+
 @pytest.mark.parametrize("method", [METHODS["quest"], METHODS["dynakv"]], ids=lambda m: m.name)
 def test_a_layout_is_told_what_the_prompt_would_retrieve(params, tokens, method):
     """Layer 0 against a query at a time: eight of the second half of either prompt."""
     store = Asking()
     plan, state, _, _ = start(params, tokens, method, store)
-    told, spec, block = store.prompts[0], plan.layers[0].spec, Block(CONFIG)
+    told, spec = store.prompts[0], plan.layers[0].spec
     assert len(store.prompts) == 2 and told.retrieved.shape == (2, 8, 2, spec.max_blocks + 1)
     np.testing.assert_array_equal(told.pos, state.layers[0].state.pos)
     for b, length in enumerate(PROMPT):
         stride = max(1, length // 16)
         for i, at in enumerate(range(length - 1, length - 1 - 8 * stride, -stride)):
-            x = params["embedding"]["embedding"][tokens[b, at]]
-            q, _, _ = block.apply({"params": params["layers_0"]}, x[None], jnp.array([at]), method="project")
-            one = jax.tree.map(lambda leaf, b=b: leaf[b], state.layers[0].state)
-            selection = method.select(spec, one.index, caching.view(spec, one), q.reshape(2, 2, -1))
-            need, _ = caching.needed_blocks(spec, one, selection)
+            need = _needed(plan, params, state.layers[0].state, b, tokens[b, at], np.int32(at))
             np.testing.assert_array_equal(told.retrieved[b, i], need)
 
 
@@ -178,6 +185,43 @@ def test_the_pool_is_updated_in_place(params, tokens, driver):
             temporaries(lambda one: layer.write(layer_plan, one, *put)[0], state.layers[0]),
         ]
     assert max(used) < pool / 4
+
+
+@pytest.mark.parametrize("pipelined", [True, False])
+def test_the_next_layer_is_read_while_one_is_indexed(params, tokens, tmp_path, monkeypatch, pipelined):
+    """Or after it, and never more than one ahead; the cache is the same."""
+    plan, events, fill = planning.make_plan(CONFIG, METHODS["quest"], 2, CAPACITY), [], prefill.fill
+
+    def read():
+        for i, one in enumerate(prefill.read(CONFIG, params, prefill.pad(jnp.asarray(tokens[:, :40])))):
+            events.append(("read", i))
+            yield one
+
+    def slow(plan, i, *rest):
+        deadline = time.monotonic() + 20
+        while pipelined and i == 0 and ("read", 1) not in events and time.monotonic() < deadline:
+            time.sleep(0.001)
+        events.append(("index", i))
+        return fill(plan, i, *rest)
+
+    monkeypatch.setattr(prefill, "fill", slow)
+    length = jnp.asarray([40, 23])
+    state, logits = prefill.prefill(plan, params, tokens[:, :40], length, layers=read(), pipelined=pipelined)
+    order = [("read", 0), ("read", 1), ("index", 0), ("index", 1)]
+    assert events == (order if pipelined else [("read", 0), ("index", 0), ("read", 1), ("index", 1)])
+    monkeypatch.undo()
+    expected = prefill.prefill(plan, params, tokens[:, :40], length)
+    for one, other in zip(*map(jax.tree.leaves, ((state, logits), expected)), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_what_fails_behind_a_layer_is_raised(params, tokens, monkeypatch):
+    def broken(*args):
+        raise WriteFailed("no such luck")
+
+    monkeypatch.setattr(prefill, "fill", broken)
+    with pytest.raises(WriteFailed, match="no such luck"):
+        start(params, tokens, METHODS["quest"])
 
 
 def test_nothing_recompiles_while_clusters_split(params, tokens):

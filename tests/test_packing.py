@@ -14,6 +14,7 @@ import kvjax
 from kvjax import packing
 from kvjax.errors import ConfigError
 
+pack, unpack = jax.jit(packing.pack, static_argnums=1), jax.jit(packing.unpack, static_argnums=1)
 quantised = pytest.mark.parametrize("dtype", packing.BITS)
 VECTORS = arrays.arrays(np.float32, (3, 8), elements=st.floats(-1e4, 1e4, width=32))
 
@@ -34,10 +35,10 @@ def expected(x: np.ndarray, bits: int) -> np.ndarray:
 @quantised
 def test_codes_are_those_of_numpy_and_take_the_bytes_they_say(dtype):
     x = np.random.default_rng(0).normal(size=(50, 2, 64)).astype(np.float32) * 3
-    kept = packing.pack(jnp.asarray(x), dtype)
+    kept = pack(jnp.asarray(x), dtype)
     bits = packing.BITS[dtype]
     assert kept.dtype == np.int8 and kept.shape == (50, 2, packing.width(dtype, 64)) == (50, 2, 8 * bits + 4)
-    off = np.abs(np.asarray(packing.unpack(kept, dtype)) - expected(x, bits))
+    off = np.abs(np.asarray(unpack(kept, dtype)) - expected(x, bits))
     # Where XLA's quotient lies just on the other side of a rounding of f16, a vector has the next step.
     assert np.mean(off < 1e-5) > 0.98 and off.max() <= 1.01 * np.ptp(x, axis=-1).max() / (2**bits - 1)
 
@@ -46,19 +47,19 @@ def test_codes_are_those_of_numpy_and_take_the_bytes_they_say(dtype):
 @settings(max_examples=60, deadline=None)
 @given(VECTORS)
 def test_a_number_is_off_by_half_a_step_and_packing_again_changes_no_byte(dtype, x):
-    kept = packing.pack(jnp.asarray(x), dtype)
-    again = np.asarray(packing.unpack(kept, dtype))
+    kept = pack(jnp.asarray(x), dtype)
+    again = np.asarray(unpack(kept, dtype))
     low, spread = np.abs(x).max(-1, keepdims=True), np.ptp(x, axis=-1, keepdims=True)
     f16 = 2.0**-11
     allowed = 0.5 * spread / (2 ** packing.BITS[dtype] - 1) + 2 * f16 * (low + spread) + 2.0**-24 * 256
     assert (np.abs(again - x) <= allowed).all()
-    np.testing.assert_array_equal(packing.unpack(packing.pack(jnp.asarray(again), dtype), dtype), again)
+    np.testing.assert_array_equal(unpack(pack(jnp.asarray(again), dtype), dtype), again)
 
 
 @quantised
 def test_equal_numbers_zeros_and_what_f16_cannot_hold(dtype):
     x = jnp.asarray([[0.0] * 8, [3.5] * 8, [1e6] + [0.0] * 7, [1e-9] * 4 + [-1e-9] * 4])
-    back = np.asarray(packing.unpack(packing.pack(x, dtype), dtype))
+    back = np.asarray(unpack(pack(x, dtype), dtype))
     np.testing.assert_array_equal(back[:2], x[:2])
     np.testing.assert_allclose(back[2], [65504] + [0] * 7, rtol=1e-3)
     np.testing.assert_allclose(back[3], 0, atol=1e-7)

@@ -3,11 +3,10 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import METHODS
-from tiny import CONFIG, PROMPT, decoded, start
+from tiny import CONFIG, PROMPT, decoded, make_params, start
 
 import kvjax
 from kvjax import decode, parking
@@ -66,10 +65,7 @@ def test_memory_is_that_of_two_layers(tmp_path):
 
 
 def _model(config):
-    from kvjax.models.transformer import Transformer
-
-    dummy = jnp.zeros((1, 4), jnp.int32)
-    return LLM(config, Transformer(config).init(jax.random.key(1), dummy, dummy)["params"])
+    return LLM(config, make_params(config, sharper=1))
 
 
 def test_only_pages_that_changed_are_written(params, tokens, tmp_path, monkeypatch):

@@ -89,6 +89,21 @@ def test_a_restored_cache_answers_alike(llm, make, tmp_path):
     again.close()
 
 
+def test_the_codec_of_a_store_is_kept(llm, small_pages, tmp_path):
+    """Also where the file of the directory is a copy. The pages that are not full have a run of empty rows."""
+    store = kvjax.FlashStore(tmp_path, codec="rle", direct=False)
+    cache = llm.prefill(CONTEXT, method=METHOD, store=store)
+    assert cache.branch.stats().blocks_coded > 0
+    expected = answers(llm, cache)
+    cache.save(tmp_path / "saved")
+    cache.close()
+    with pytest.raises(FormatMismatch, match="codec 'rle'"):
+        llm.restore(tmp_path / "saved", codec="raw")
+    again = llm.restore(tmp_path / "saved", direct=False)
+    assert again.branch.codec == "rle" and answers(llm, again) == expected
+    again.close()
+
+
 def _outlines(plan):
     """The shape of every layer's cache in memory; nothing is computed, hence nothing compiled."""
     return [planning.outline(plan, i, False, planning.Slots()) for i in range(len(plan.layers))]
@@ -103,8 +118,8 @@ def test_the_state_of_every_method_is_restored(tmp_path, name, dtype):
     plan = planning.make_plan(test_llm.CONFIG, method, 2, 96, dtype)
 
     def noise(leaf):
-        return jnp.asarray(rng.integers(0, 2, leaf.shape) if leaf.dtype == bool else rng.normal(0, 99, leaf.shape),
-                           leaf.dtype)
+        drawn = rng.integers(0, 2, leaf.shape) if leaf.dtype == bool else rng.normal(0, 99, leaf.shape)
+        return jax.device_put(np.asarray(drawn).astype(leaf.dtype))
 
     layers = [jax.tree.map(noise, one) for one in _outlines(plan)]
     state = State(tuple(layers), jnp.array([3, 5], jnp.int32), Line(jnp.int32(-1), jnp.int32(0)))

@@ -56,6 +56,23 @@ def test_slots_that_keep_nothing_read_every_block_in_every_step(params, tokens, 
     branch.close()
 
 
+def test_heads_that_reuse_evenly_read_equally_many_blocks_and_change_no_bit(params, tokens, tmp_path):
+    """Given blocks of variable length, from the store and from a host tier that holds everything."""
+    method = METHODS["dynsplit"]
+    expected, read = teacher_forced(params, tokens, method, steps=6), {}
+    for host, even in ((None, True), (None, False), (64, True)):
+        plan, state, _, branch = start(
+            params, tokens, method, FlashStore(tmp_path), count=20, host=host, even=even, backend="io"
+        )
+        for i, logits in enumerate(expected):
+            done = decode.step(plan, params, state, tokens[np.arange(2), np.asarray(PROMPT) + i], donate=True)
+            state = done.state
+            np.testing.assert_array_equal(done.logits, logits)
+        read[host, even] = branch.stats().blocks_read
+        branch.close()
+    assert read[None, True] > read[None, False] >= read[64, True] > 0
+
+
 def test_effects_driven_from_python_give_the_same_tokens(params, tokens, tmp_path):
     method, store = METHODS["dynakv"], FlashStore(tmp_path)
     expected = teacher_forced(params, tokens, method, store=store)

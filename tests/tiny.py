@@ -1,5 +1,7 @@
 """A small model with random weights, and prompts for it: for tests of what happens around a model."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,10 +18,12 @@ CONFIG = ModelConfig(
 CAPACITY, PROMPT = 96, (40, 23)
 
 
-def make_params():
-    model, dummy = Transformer(CONFIG), jnp.zeros((1, 4), jnp.int32)
-    tree = model.init(jax.random.key(1), dummy, dummy)["params"]
-    return jax.tree.map(lambda leaf: leaf * 3 if leaf.ndim == 2 else leaf, tree)  # sharper than at init
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def make_params(config=CONFIG, seed=1, sharper=3):
+    """Random parameters; matrices are so many times as large as at init."""
+    dummy = jnp.zeros((1, 4), jnp.int32)
+    tree = Transformer(config).init(jax.random.key(seed), dummy, dummy)["params"]
+    return jax.tree.map(lambda leaf: leaf * sharper if leaf.ndim == 2 else leaf, tree)
 
 
 def make_tokens():
@@ -46,8 +50,14 @@ def decoded(plan, params, state, tokens, steps, driver="staged"):
 
 
 def dense(params, tokens, config=CONFIG):
-    positions = jnp.broadcast_to(jnp.arange(CAPACITY), tokens.shape)
-    return np.asarray(Transformer(config).apply({"params": params}, jnp.asarray(tokens), positions))
+    """Logits of every position by one forward pass."""
+    return np.asarray(_forward(config, params, tokens))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _forward(config, params, tokens):
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[-1]), tokens.shape)
+    return Transformer(config).apply({"params": params}, tokens, positions)
 
 
 def temporaries(function, donated) -> int:

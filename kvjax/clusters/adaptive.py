@@ -9,6 +9,8 @@ from kvjax import clustering
 from kvjax.clusters.index import (
     ClusterIndex,
     add_entry,
+    first,
+    first_least,
     nearest_with_room,
     replace_clusters,
     squared_distances,
@@ -65,7 +67,7 @@ class Adaptive(Update):
         """Assigns a key to its nearest cluster: ADDENTRY, or Buf_j and f_j <- SPLIT."""
         count, n, index = view.count, view.count.astype(jnp.float32), _observe_key(index, key, valid)
         squared = squared_distances(index, key)
-        nearest = jnp.argmin(jnp.where(count > 0, squared, jnp.inf))
+        nearest = first_least(squared, count > 0)
         full = count >= spec.block_rows
         variance = updated_variance(n[nearest], index.variance[nearest], squared[nearest])
         wide = variance > self.limit(index, count)
@@ -75,7 +77,7 @@ class Adaptive(Update):
         granted = index.split[nearest] | spare
         # No cluster with room and every free block reserved: wait with a flagged cluster, whose split makes room.
         crowded = jnp.all((count == 0) | full) & ~granted & jnp.any(index.split)
-        nearest = jnp.where(crowded, jnp.argmin(jnp.where(index.split, squared, jnp.inf)), nearest)
+        nearest = jnp.where(crowded, first_least(squared, index.split), nearest)
         hold = wants_split & (granted | crowded) & jnp.any(view.held_block == spec.num_blocks)
 
         target = jnp.where(hold, nearest, nearest_with_room(spec, count, squared))
@@ -136,7 +138,7 @@ class Adaptive(Update):
     def _split(self, spec, index, view, block, keys, valid):
         """SPLITCLUSTER(C_j, Buf_j): one half stays in block j, the other takes a free block."""
         stay, move = clustering.two_means(keys, valid, spec.block_rows)
-        free = jnp.argmax(view.count == 0)
+        free = first(view.count == 0)
         go = (block < spec.num_blocks) & (jnp.sum(valid) >= 2) & (view.count[free] == 0)
         dst = jnp.where(go, jnp.stack([block, free]), spec.num_blocks).astype(jnp.int32)
         rows = jnp.stack([_gather_order(stay, spec.block_rows), _gather_order(move, spec.block_rows)])

@@ -9,7 +9,14 @@ import dataclasses
 import jax.numpy as jnp
 
 from kvjax import clustering
-from kvjax.clusters.index import add_entry, nearest_with_room, replace_clusters, squared_distances, statistics
+from kvjax.clusters.index import (
+    add_entry,
+    first,
+    nearest_with_room,
+    replace_clusters,
+    squared_distances,
+    statistics,
+)
 from kvjax.clusters.update import Update
 from kvjax.method import Edits, Placement
 
@@ -49,7 +56,7 @@ class Local(Update):
     def append(self, spec, index, view, key, valid):
         count, squared = view.count, squared_distances(index, key)
         enough = jnp.sum(count == 0) >= self.most_blocks  # stays so until the period is full
-        account = jnp.argmax(count == 0)
+        account = first(count == 0)
         target = jnp.where(enough, account, nearest_with_room(spec, count, squared))
         block = jnp.where(valid, target, spec.num_blocks).astype(jnp.int32)
         added = jnp.where(enough, spec.num_blocks, block)

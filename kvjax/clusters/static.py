@@ -8,7 +8,14 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from kvjax.clusters.index import ClusterIndex, nearest_with_room, squared_distances, updated_variance
+from kvjax.clusters.index import (
+    ClusterIndex,
+    first,
+    first_least,
+    nearest_with_room,
+    squared_distances,
+    updated_variance,
+)
 from kvjax.clusters.update import Update
 from kvjax.method import Placement
 
@@ -22,26 +29,26 @@ class Static(Update):
 
     def append(self, spec, index, view, key, valid):
         count, squared = view.count, squared_distances(index, key)
-        nearest = jnp.argmin(jnp.where(count > 0, squared, jnp.inf))
-        first = jnp.where(jnp.any(count > 0), index.cluster[nearest], jnp.argmax(count == 0))
-        room = (index.cluster == first) & (count < spec.block_rows) & (count > 0)
+        nearest = first_least(squared, count > 0)
+        cluster = jnp.where(jnp.any(count > 0), index.cluster[nearest], first(count == 0))
+        room = (index.cluster == cluster) & (count < spec.block_rows) & (count > 0)
         free = count == 0
         stays = jnp.any(room) | jnp.any(free)
-        target = jnp.where(jnp.any(room), jnp.argmax(room), jnp.argmax(free))
+        target = jnp.where(jnp.any(room), first(room), first(free))
         target = jnp.where(stays, target, nearest_with_room(spec, count, squared))
-        first = jnp.where(stays, first, index.cluster[target])
+        cluster = jnp.where(stays, cluster, index.cluster[target])
         block = jnp.where(valid, target, spec.num_blocks).astype(jnp.int32)
-        grown = _grow(index, count, first, block, key)
+        grown = _grow(index, count, cluster, block, key)
         return dataclasses.replace(grown, refused=index.refused + (valid & ~stays)), Placement(block, count[target])
 
 
-def _grow(index: ClusterIndex, count, first, block, key) -> ClusterIndex:
-    """Statistics of cluster `first`, in all of its blocks, with the key added to one of them (NB = nothing)."""
-    cluster = index.cluster.at[block].set(first, mode="drop")
-    mine = (cluster == first) & (block < count.shape[0])
+def _grow(index: ClusterIndex, count, number, block, key) -> ClusterIndex:
+    """Statistics of cluster `number`, in all of its blocks, with the key added to one of them (NB = nothing)."""
+    cluster = index.cluster.at[block].set(number, mode="drop")
+    mine = (cluster == number) & (block < count.shape[0])
     n = jnp.sum(jnp.where(mine, count, 0)).astype(jnp.float32)
-    variance = updated_variance(n, index.variance[first], jnp.sum(jnp.square(key - index.centroid[first])))
-    centroid = index.centroid[first] + (key - index.centroid[first]) / (n + 1)
+    variance = updated_variance(n, index.variance[number], jnp.sum(jnp.square(key - index.centroid[number])))
+    centroid = index.centroid[number] + (key - index.centroid[number]) / (n + 1)
     return dataclasses.replace(
         index, cluster=cluster, variance=jnp.where(mine, variance, index.variance),
         centroid=jnp.where(mine[:, None], centroid, index.centroid),

@@ -8,6 +8,8 @@ One layer, one call per token, as with `kvjax.attend`; pure functions that may b
 slot are counted in `runs.refused`, and their keys are not kept.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -27,6 +29,7 @@ class RunCache:
     tolerance: Tolerance
 
 
+@functools.partial(jax.jit, static_argnames=("capacity", "slots"))
 def prefill(
     key: Float[Array, "B T K D"], value: Float[Array, "B T K D"], length: Int32[Array, "B"], *, capacity: int,
     slots: int, tolerance: Tolerance | None = None,

@@ -1,16 +1,21 @@
-"""ShadowKV (Sun et al., 2024): chunks of consecutive tokens, ranked by the mean of their keys.
+"""ShadowKV (Sun et al., 2024): chunks ranked by the mean of their keys; values are fetched, keys reconstructed.
 
 A chunk's landmark is the mean of its rotated keys. Chunks whose landmark describes them badly, by the cosine of the key
 that is least like it, are outliers and always attended. Queries of a group are aggregated by the maximum of their
 softmax over the landmarks.
 
-What is compared is the selection. The paper also keeps a low-rank copy of the keys before rotation, and reconstructs
-the chosen keys from it, so that values alone are fetched. Here a block is fetched with its true keys and values, which
-reads twice as much and loses nothing. Outliers are blocks like others and count in the budget; as they are needed in
-every step, they stay in their slots. Decoded tokens get landmarks when they leave the window; in the paper they never
-leave memory.
+Keys before rotation are of low rank: all heads' keys of a token together are kept as K D / sigma numbers, its part in
+the leading right singular vectors of the prompt's keys (the paper's online SVD, 160 of 1,024 numbers there). Keys of
+selected rows are made from these and rotated to their positions, so that blocks hold values alone and half as much is
+read. Keys of outliers are kept as they are. With `sigma=None` blocks hold keys, too, and nothing is lost.
 
-Resident: D numbers per chunk. Cost per step: one score per chunk, then the selected chunks.
+What the paper leaves out or does otherwise: the values of outliers are blocks like others and count in the budget; as
+they are needed in every step, they stay in their slots. Decoded tokens are projected like the prompt's when they leave
+the window, and get landmarks; in the paper they never leave memory. Where the rotation is not known (`kvjax.attend`)
+keys are decomposed as they come.
+
+Resident: D numbers per chunk, K D / sigma per token, and the outliers' keys. Cost per step: one score per chunk, the
+selected chunks' values, and D x K D / sigma products per selected row.
 """
 
 import dataclasses
@@ -18,32 +23,70 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from kvjax import prediction
 from kvjax.attention import products
-from kvjax.method import Method, Selection, aggregate, in_token_order, no_force, top_blocks
-from kvjax.typing import Array, Bool, Float, Int32, pytree
+from kvjax.errors import ConfigError
+from kvjax.method import Method, Selection, Spec, aggregate, in_token_order, no_force, top_blocks
+from kvjax.models import rope
+from kvjax.prediction import CompressedKeys
+from kvjax.typing import Array, Float, Int32, pytree
+
+
+@pytree
+class Shadow:
+    """What keys are made of."""
+
+    low: CompressedKeys  # of all heads together, before rotation
+    outlier_key: Float[Array, "*B K O C D"]
 
 
 @pytree
 class Landmarks:
     mean: Float[Array, "*B K NB D"]  # of each chunk's keys
-    outlier: Bool[Array, "*B K NB"]
+    outlier: Int32[Array, "*B K O"]  # chunks that are always attended, NB = none
     stored: Int32[Array, "*B"]  # tokens in chunks
+    shadow: Shadow | None  # None where blocks hold keys
 
 
 @dataclasses.dataclass(frozen=True)
 class ShadowKV(Method):
-    """Chunks of `chunk` consecutive tokens; the `outliers` worst of each KV head's prompt are always attended."""
+    """Chunks of `chunk` consecutive tokens.
+
+    Attributes:
+      chunk: tokens of a chunk.
+      outliers: chunks of each KV head's prompt that are always attended, those that their landmark describes worst; at
+        least one.
+      sigma: by how much keys are compressed; None = not, they are fetched with the values.
+    """
 
     aggregation: str = "softmax_max"
     chunk: int = 8
     outliers: int = 2
+    sigma: float | None = 6.4
+
+    def __post_init__(self):
+        super().__post_init__()
+        if (self.sigma is not None and self.sigma < 1) or self.outliers < 1:
+            raise ConfigError(f"sigma={self.sigma} must be at least 1, or None to fetch keys with the values; "
+                              f"outliers={self.outliers} at least 1")
+
+    @property
+    def keeps_keys(self):
+        return self.sigma is None
+
+    @property
+    def head_shared(self) -> bool:  # type: ignore[override]  # of the class elsewhere, of its settings here
+        """Keys of all heads are decomposed together."""
+        return self.sigma is not None
 
     def blocks(self, capacity, rows):
         return -(-capacity // self.chunk), self.chunk, max(1, -(-rows // self.chunk)), 0
 
     def init(self, spec, weights):
-        shape = (spec.kv_heads, spec.num_blocks)
-        return Landmarks(jnp.zeros((*shape, spec.head_dim)), jnp.zeros(shape, bool), jnp.int32(0))
+        outlier = jnp.full((spec.kv_heads, min(self.outliers, spec.num_blocks)), spec.num_blocks, jnp.int32)
+        mean = jnp.zeros((spec.kv_heads, spec.num_blocks, spec.head_dim))
+        shadow = None if self.sigma is None else _empty(spec, self.sigma, outlier.shape)
+        return Landmarks(mean, outlier, jnp.int32(0), shadow)
 
     def build(self, spec, index, context):
         stored, key = jnp.sum(context.valid, dtype=jnp.int32), context.key.astype(jnp.float32)
@@ -53,14 +96,25 @@ class ShadowKV(Method):
         mean = jnp.zeros_like(index.mean).at[head, block].add(key, mode="drop") / jnp.maximum(count, 1.0)[..., None]
         alike = _cosine(key, mean[head, jnp.minimum(block, spec.num_blocks - 1)])
         worst = jnp.full(count.shape, jnp.inf).at[head, block].min(alike, mode="drop")
-        return Landmarks(mean, _smallest(worst, self.outliers), stored), placement
+        outlier = _smallest(worst, index.outlier.shape[1])
+        shadow = index.shadow and _shadow(spec, index.shadow, context, outlier)
+        return Landmarks(mean, outlier, stored, shadow), placement
 
     def select(self, spec, index, view, q):
         occupied = view.count > 0
         scores = products((index.mean, q)) * spec.head_dim**-0.5
         score = aggregate(jnp.where(occupied[:, None], scores, -1e30), self.aggregation)
-        score = jnp.where(index.outlier, jnp.inf, score)
+        score = score.at[jnp.arange(spec.kv_heads)[:, None], index.outlier].set(jnp.inf, mode="drop")
         return Selection(top_blocks(score, occupied, spec.max_blocks), no_force(spec))
+
+    def rebuild(self, spec, index, block, row, pos):
+        low, head = index.shadow.low, jnp.arange(spec.kv_heads)[:, None]
+        code = jnp.take(low.key[0], block * spec.block_rows + row, axis=0, mode="clip")
+        key = jnp.einsum("knr,kdr->knd", code, low.adapter)
+        key = _turn(spec, key, pos)
+        match = block[..., None] == index.outlier[:, None]
+        exact = index.shadow.outlier_key[head, jnp.argmax(match, axis=-1), row]
+        return jnp.where(jnp.any(match, axis=-1)[..., None], exact, key)
 
     def append(self, spec, index, view, leaving):
         placement = in_token_order(spec, index.stored, jnp.int32(0), leaving.valid)
@@ -68,7 +122,46 @@ class ShadowKV(Method):
         mean = index.mean[head, jnp.minimum(block, spec.num_blocks - 1)]
         step = (leaving.key.astype(jnp.float32) - mean) / (placement.row + 1)[:, None]
         mean = index.mean.at[head, block].add(step, mode="drop")
-        return dataclasses.replace(index, mean=mean, stored=index.stored + leaving.valid), placement
+        shadow = index.shadow and _appended(spec, index.shadow, index, leaving, placement)
+        return dataclasses.replace(index, mean=mean, stored=index.stored + leaving.valid, shadow=shadow), placement
+
+
+def _empty(spec: Spec, sigma: float, outliers: tuple[int, ...]) -> Shadow:
+    size = spec.kv_heads * spec.head_dim
+    rank = max(1, round(size / sigma))
+    leading = jnp.eye(size, rank).reshape(spec.kv_heads, spec.head_dim, rank)
+    low = CompressedKeys(leading, jnp.zeros((1, spec.num_blocks * spec.block_rows, rank)), jnp.int32(0))
+    return Shadow(low, jnp.zeros((*outliers, spec.block_rows, spec.head_dim)))
+
+
+def _shadow(spec: Spec, empty: Shadow, context, outlier) -> Shadow:
+    """The prompt's keys: their leading directions, each token's part in these, and the outliers as they are."""
+    raw, rank = _turn(spec, context.key.astype(jnp.float32), -context.pos), empty.low.key.shape[-1]
+    low = dataclasses.replace(empty.low, adapter=prediction.leading_directions(raw, context.valid, rank, True))
+    at = jnp.where(context.valid, jnp.cumsum(context.valid) - 1, low.key.shape[1])
+    low = dataclasses.replace(low, key=prediction.store(low, prediction.compress(low, raw), at))
+    token = jnp.argmax(context.valid) + outlier[..., None] * spec.block_rows + jnp.arange(spec.block_rows)
+    head = jnp.arange(spec.kv_heads)[:, None, None]
+    return Shadow(low, context.key[head, jnp.minimum(token, context.key.shape[1] - 1)].astype(jnp.float32))
+
+
+def _appended(spec: Spec, shadow: Shadow, index: Landmarks, leaving, placement) -> Shadow:
+    """With the token that leaves the window; one that comes into an outlier's chunk is kept as it is, too."""
+    low, key = shadow.low, leaving.key.astype(jnp.float32)
+    raw = _turn(spec, key[:, None], -leaving.pos[None])
+    at = jnp.where(leaving.valid, index.stored, low.key.shape[1])
+    low = dataclasses.replace(low, key=prediction.store(low, prediction.compress(low, raw), at[None]))
+    head, match = jnp.arange(spec.kv_heads), index.outlier == placement.block[:, None]
+    which = jnp.where(jnp.any(match, axis=-1) & leaving.valid, jnp.argmax(match, axis=-1), match.shape[1])
+    return Shadow(low, shadow.outlier_key.at[head, which, placement.row].set(key, mode="drop"))
+
+
+def _turn(spec: Spec, key: Float[Array, "K N D"], pos: Int32[Array, "*#K N"]) -> Float[Array, "K N D"]:
+    """Keys rotated to positions; with -pos, back."""
+    if spec.rope is None:
+        return key
+    freqs = rope.inverse_frequencies(spec.head_dim, spec.rope)
+    return rope.rotate(key[:, :, None], jnp.broadcast_to(pos, key.shape[:2]), freqs)[:, :, 0]
 
 
 def _cosine(a: Float[Array, "*N D"], b: Float[Array, "*N D"]) -> Float[Array, "*N"]:
@@ -76,8 +169,7 @@ def _cosine(a: Float[Array, "*N D"], b: Float[Array, "*N D"]) -> Float[Array, "*
     return jnp.sum(a * b, axis=-1) / jnp.maximum(norms, 1e-9)
 
 
-def _smallest(x: Float[Array, "K N"], count: int) -> Bool[Array, "K N"]:
-    """Marks the `count` smallest finite entries of each row."""
-    found, at = jax.lax.top_k(-x, min(count, x.shape[-1]))
-    at = jnp.where(found > -jnp.inf, at, x.shape[-1])
-    return jnp.zeros(x.shape, bool).at[jnp.arange(x.shape[0])[:, None], at].set(True, mode="drop")
+def _smallest(x: Float[Array, "K N"], count: int) -> Int32[Array, "K O"]:
+    """Places of the `count` smallest finite entries of each row; N where there are fewer."""
+    found, at = jax.lax.top_k(-x, count)
+    return jnp.where(found > -jnp.inf, at, x.shape[-1]).astype(jnp.int32)

@@ -1,5 +1,6 @@
 """Parameters from and to safetensors files in Hugging Face's naming."""
 
+import functools
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
@@ -22,18 +23,18 @@ from kvjax.typing import PyTree
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-# Parameter path -> tensor name, and whether the tensor is transposed: torch keeps a linear map as [out, in].
+# Parameter path -> tensor name.
 _NAMES = (
-    (r"embedding/embedding", r"model.embed_tokens.weight", False),
-    (r"norm/scale", r"model.norm.weight", False),
-    (r"lm_head/kernel", r"lm_head.weight", True),
-    (r"layers_(\d+)/input_norm/scale", r"model.layers.\1.input_layernorm.weight", False),
-    (r"layers_(\d+)/post_norm/scale", r"model.layers.\1.post_attention_layernorm.weight", False),
-    (r"layers_(\d+)/([qk]_norm)/scale", r"model.layers.\1.self_attn.\2.weight", False),
-    (r"layers_(\d+)/([qkvo]_proj)/kernel", r"model.layers.\1.self_attn.\2.weight", True),
-    (r"layers_(\d+)/([qkvo]_proj)/bias", r"model.layers.\1.self_attn.\2.bias", False),
-    (r"layers_(\d+)/mlp/(\w+_proj)/kernel", r"model.layers.\1.mlp.\2.weight", True),
-    (r"layers_(\d+)/mlp/(\w+_proj)/bias", r"model.layers.\1.mlp.\2.bias", False),
+    (r"embedding/embedding", r"model.embed_tokens.weight"),
+    (r"norm/scale", r"model.norm.weight"),
+    (r"lm_head/weight", r"lm_head.weight"),
+    (r"layers_(\d+)/input_norm/scale", r"model.layers.\1.input_layernorm.weight"),
+    (r"layers_(\d+)/post_norm/scale", r"model.layers.\1.post_attention_layernorm.weight"),
+    (r"layers_(\d+)/([qk]_norm)/scale", r"model.layers.\1.self_attn.\2.weight"),
+    (r"layers_(\d+)/([qkvo]_proj)/weight", r"model.layers.\1.self_attn.\2.weight"),
+    (r"layers_(\d+)/([qkvo]_proj)/bias", r"model.layers.\1.self_attn.\2.bias"),
+    (r"layers_(\d+)/mlp/(\w+_proj)/weight", r"model.layers.\1.mlp.\2.weight"),
+    (r"layers_(\d+)/mlp/(\w+_proj)/bias", r"model.layers.\1.mlp.\2.bias"),
 )
 # Older checkpoints carry the rotary frequencies, which follow from the configuration.
 _DERIVED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
@@ -41,15 +42,14 @@ _READABLE, _WRITABLE = ("F32", "BF16", "F16"), ("float32", "bfloat16")
 
 
 class _Target(NamedTuple):
-    """Where a tensor goes: parameter path, the tensor's shape in the file, whether it is transposed."""
+    """Where a tensor goes: parameter path and shape."""
 
     path: str
     shape: tuple[int, ...]
-    transpose: bool
 
 
 def load_params(directory: hf_config.Path, config: ModelConfig, dtype: DTypeLike = jnp.float32) -> PyTree:
-    """Parameters of `Transformer(config)`, each `[in, out]` where the file has `[out, in]`, as `dtype`.
+    """Parameters of `Transformer(config)` as `dtype`.
 
     Every name, shape and type is checked before the first tensor is read, and one tensor is read at a
     time, so that the host never holds a second copy of the model. Raises CheckpointError, naming file and
@@ -62,7 +62,7 @@ def load_params(directory: hf_config.Path, config: ModelConfig, dtype: DTypeLike
     for file in files:
         with _open(file) as tensors:
             for name in (name for name, source in sources.items() if source == file):
-                params[targets[name].path] = _read(tensors, name, targets[name].transpose, dtype)
+                params[targets[name].path] = _read(tensors, name, dtype)
     return traverse_util.unflatten_dict(params, sep="/")
 
 
@@ -79,7 +79,7 @@ def save_params(params: PyTree, config: ModelConfig, directory: hf_config.Path, 
     flat, targets = traverse_util.flatten_dict(params, sep="/"), _targets(config)
     hf_config.check_writable(config, path.with_name(hf_config.CONFIG))
     _check_params(path, flat, targets)
-    tensors = {name: _to_tensor(flat[target.path], target.transpose, dtype) for name, target in targets.items()}
+    tensors = {name: _to_tensor(flat[target.path], dtype) for name, target in targets.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     with hf_config.replacing(path) as temporary:
         # transformers refuses a file that does not say which framework its layout is for.
@@ -88,6 +88,7 @@ def save_params(params: PyTree, config: ModelConfig, directory: hf_config.Path, 
         hf_config.write_config(config, directory, dtype)
 
 
+@functools.cache
 def param_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shape of every parameter of `Transformer(config)` by its path, `a/b/c`; computes nothing."""
     tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
@@ -99,9 +100,9 @@ def _targets(config: ModelConfig) -> dict[str, _Target]:
     """What each tensor of the checkpoint is to become, by the tensor's name."""
     targets = {}
     for path, shape in param_shapes(config).items():
-        for pattern, name, transpose in _NAMES:
+        for pattern, name in _NAMES:
             if match := re.fullmatch(pattern, path):
-                targets[match.expand(name)] = _Target(path, shape[::-1] if transpose else shape, transpose)
+                targets[match.expand(name)] = _Target(path, shape)
     return targets
 
 
@@ -166,7 +167,7 @@ def _check_tensor(file: pathlib.Path, name: str, tensor, targets: Mapping[str, _
 
 
 def _check_params(path: pathlib.Path, flat: Mapping[str, jax.Array], targets: Mapping[str, _Target]) -> None:
-    expected = {target.path: target.shape[::-1] if target.transpose else target.shape for target in targets.values()}
+    expected = {target.path: target.shape for target in targets.values()}
     for name in sorted(flat.keys() | expected.keys()):
         have = flat[name].shape if name in flat else None
         if have != expected.get(name):
@@ -180,14 +181,12 @@ def _open(file: pathlib.Path):
         raise CheckpointError(f"{file}: not a complete safetensors file ({error}); download it again") from error
 
 
-def _read(tensors, name: str, transpose: bool, dtype: DTypeLike) -> jax.Array:
-    """One tensor on the device as `dtype`; turned and cast there, so that the host makes no second copy."""
-    host = tensors.get_tensor(name)
+def _read(tensors, name: str, dtype: DTypeLike) -> jax.Array:
+    """One tensor on the device as `dtype`; cast there, so that the host makes no second copy."""
     # Transfers run behind: without waiting, several tensors would be alive on the host at once.
-    return jnp.asarray(host.T if transpose else host).astype(dtype).block_until_ready()
+    return jnp.asarray(tensors.get_tensor(name)).astype(dtype).block_until_ready()
 
 
-def _to_tensor(value: jax.Array, transpose: bool, dtype: str) -> np.ndarray:
-    host = np.asarray(value)
+def _to_tensor(value: jax.Array, dtype: str) -> np.ndarray:
     # save_file writes the bytes from the array's address on, whatever its strides: they must be in order.
-    return (host.T if transpose else host).astype(jnp.dtype(dtype), order="C")
+    return np.asarray(value).astype(jnp.dtype(dtype), order="C")

@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvjax.store.base import Geometry, Tally
+from kvjax.store.base import Tally
+from kvjax.store.codec import Codec
 from kvjax.store.fetch import Fetch, Times
 from kvjax.store.file import Where
 from kvjax.store.reader import Reader
@@ -20,9 +21,9 @@ class Reads:
     asked for; everything else is read again. So a prefetch can be wrong, late or broken, and never changes a result.
     """
 
-    def __init__(self, reader: Reader, geometry: Geometry, tally: Tally):
+    def __init__(self, reader: Reader, codec: Codec, tally: Tally):
         self._reader = reader
-        self._extent_bytes, self._block_bytes = geometry.extent_bytes, geometry.block_bytes
+        self._codec = codec
         self._tally = tally
         self._guesses: dict[int, Fetch] = {}
 
@@ -89,14 +90,15 @@ class Reads:
         return chosen[suspects]
 
     def _count(self, layer: int, fetch: Fetch, useful: int, note: Note) -> None:
-        self._tally.add(**self.account(layer, fetch.extents.size, useful, fetch.requests, fetch.times, note))
+        size = int(self._codec.sizes(fetch.sums).sum())
+        self._tally.add(**self.account(layer, fetch.sums.size, size, useful, fetch.requests, fetch.times, note))
 
-    def account(self, layer: int, blocks: int, useful: int, requests: int, times: Times, note: Note) -> dict:
-        """Notes the events of a finished fetch; what is to be added to the totals for it."""
+    def account(self, layer: int, blocks: int, size: int, useful: int, requests: int, times: Times, note: Note) -> dict:
+        """Notes the events of a finished fetch of `size` bytes; what is to be added to the totals for it."""
         note("request", layer, times.began)
         note("landed", layer, times.ended)
-        return {"reads": requests, "blocks_read": blocks, "bytes_read": blocks * self._extent_bytes,
-                "bytes_useful": useful * self._block_bytes, "io_seconds": times.ended - times.began,
+        return {"reads": requests, "blocks_read": blocks, "bytes_read": size,
+                "bytes_useful": useful * self._codec.geometry.block_bytes, "io_seconds": times.ended - times.began,
                 "wait_seconds": times.waited}
 
 

@@ -37,13 +37,14 @@ class Geometry:
     kv_heads: int
     num_blocks: int  # per KV head
     block_rows: int
-    width: int  # elements of a row: key and value, 2 * head_dim
+    width: int  # elements of a row
     dtype: str
+    keys: bool = dataclasses.field(default=True, compare=False)  # a row is key beside value; else a value alone
 
     def __post_init__(self):
-        for field in dataclasses.fields(self)[:-1]:
-            if getattr(self, field.name) < 1:
-                raise ConfigError(f"geometry: {field.name}={getattr(self, field.name)} must be at least 1")
+        for name in ("layers", "batch", "kv_heads", "num_blocks", "block_rows", "width"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"geometry: {name}={getattr(self, name)} must be at least 1")
         if self.dtype not in DTYPES:
             raise ConfigError(f"geometry: dtype {self.dtype!r} is unknown; use one of {', '.join(DTYPES)}")
 
@@ -99,9 +100,10 @@ class Stats:
     reads: int = 0  # I/O requests made by read_into
     blocks_read: int = 0  # blocks that came from the device
     bytes_read: int = 0  # bytes asked of the device, padding included
-    bytes_useful: int = 0  # bytes of those blocks without padding
+    bytes_useful: int = 0  # bytes of those blocks without padding; more than were read where a codec saves some
     rows_written: int = 0  # appended rows that reached the device
     blocks_written: int = 0  # blocks written, whatever the reason
+    blocks_coded: int = 0  # of these, blocks whose codec made them shorter (`kvjax.store.codec`)
     bytes_put: int = 0  # bytes of committed rows and blocks, and of a prompt's
     bytes_written: int = 0  # bytes given to the device, padding included
     read_seconds: float = 0.0  # wall time inside read_into
@@ -163,10 +165,12 @@ class Branch(abc.ABC):
       generation: committed generation, starts at 0 (a fork starts at its parent's).
       events: what happened to reads, in order, once it is set to a list; None records nothing.
       samples: how many of the prompt's queries `Prompt.retrieved` should have.
+      codec: how its blocks are put into a file, see `kvjax.store.codec`.
     """
 
     events: list[Event] | None = None
     samples: int = 0
+    codec: str = "raw"
 
     def __init__(self, geometry: Geometry, generation: int = 0):
         self.geometry = geometry

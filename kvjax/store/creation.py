@@ -8,7 +8,7 @@ import time
 import uuid
 
 from kvjax.errors import FormatMismatch, NoSpace, ReadFailed, StoreClosed
-from kvjax.store.base import PAGE_BYTES, Geometry
+from kvjax.store.base import PAGE_BYTES
 from kvjax.store.file import BlockFile, write_error
 from kvjax.store.format import HEADER_BYTES, Header, is_ours
 from kvjax.store.system import SystemIO
@@ -16,15 +16,15 @@ from kvjax.store.system import SystemIO
 STILLBORN_SECONDS = 60.0  # a temporary file that was empty for so long will never have a header
 
 
-def create_file(path, geometry: Geometry, fingerprint: str, system: SystemIO, *,
-                direct: bool, max_bytes: int | None, least_blocks: int = 1) -> BlockFile:
+def create_file(path, header: Header, system: SystemIO, *, direct: bool, max_bytes: int | None,
+                least_blocks: int = 1) -> BlockFile:
     """Creates `path`, or a temporary file in the directory `path`, and writes its header.
 
     A kvjax file nobody holds is replaced; temporary files that a crash left in the directory are removed. Raises
     FormatMismatch for any other file, StoreLocked, NoSpace, or WriteFailed when the place cannot be written; a file
     made by a failed call is removed again.
     """
-    page = Header(geometry, fingerprint).pack()
+    page = header.pack()
     path, temporary = os.fspath(path), False
     if os.path.isdir(path):
         remove_orphans(path, system)
@@ -36,7 +36,7 @@ def create_file(path, geometry: Geometry, fingerprint: str, system: SystemIO, *,
         undo.callback(system.close, descriptor)
         file = BlockFile(path, descriptor, system, temporary=temporary)
         _claim(file, descriptor, system)
-        _check_space(path, descriptor, system, HEADER_BYTES + least_blocks * geometry.extent_bytes, max_bytes)
+        _check_space(path, descriptor, system, HEADER_BYTES + least_blocks * header.geometry.extent_bytes, max_bytes)
         _empty(path, descriptor, system)
         file.write(page.ljust(HEADER_BYTES, b"\0"), 0, lambda _: "the header")
         if not temporary:

@@ -8,10 +8,13 @@ from kvjax.errors import NoSpace
 from kvjax.store.format import HEADER_BYTES
 
 
-def run_starts(extents: np.ndarray) -> np.ndarray:
-    """Where runs of neighbours begin in extents[n], n >= 1: int64, the first 0."""
+def run_starts(extents: np.ndarray, whole: np.ndarray | None = None) -> np.ndarray:
+    """Where runs of neighbours begin in extents[n], n >= 1: int64, the first 0. One that is not whole[n] ends a run, as
+    its last pages are not wanted."""
     found = np.ones(extents.size, bool)
     np.not_equal(extents[1:] - extents[:-1], 1, out=found[1:])
+    if whole is not None:
+        found[1:] |= ~whole[:-1]
     return found.nonzero()[0]
 
 
@@ -19,7 +22,8 @@ class ExtentPool:
     """Allocator with owner counts. Not thread-safe: the volume's lock is held around every call.
 
     Attributes:
-      checksums: [extents] uint64, of the block in each extent; replaced by a longer array as the file grows.
+      checksums: [extents] uint64, of the block in each extent, as its codec makes them; replaced by a longer array as
+        the file grows.
     """
 
     def __init__(self, path: str, extent_bytes: int, max_bytes: int | None):

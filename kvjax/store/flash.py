@@ -1,6 +1,7 @@
 """The block store on flash: `FlashStore` makes or opens a file, `FlashBranch` reads and writes it."""
 
 import itertools
+import math
 import os
 import tempfile
 import weakref
@@ -12,11 +13,12 @@ from kvjax.errors import ConfigError, WriteFailed
 from kvjax.store import profiles
 from kvjax.store.ahead import Reads
 from kvjax.store.base import Geometry
+from kvjax.store.codec import Codec, make_codec
 from kvjax.store.creation import create_file, open_file
 from kvjax.store.extents import ExtentPool, run_starts
 from kvjax.store.fetch import hung
 from kvjax.store.file import BlockFile
-from kvjax.store.format import HEADER_BYTES, Header, checksum
+from kvjax.store.format import CODECS, HEADER_BYTES, Header
 from kvjax.store.layout import LAYOUTS
 from kvjax.store.lineage import Lineage, Sources
 from kvjax.store.log import Found, adopt, whole_saves
@@ -38,7 +40,7 @@ class FlashStore:
         file is made that goes away when its last branch is closed or collected, and at exit.
       threads: how many reads run at once where threads read.
       engine: how blocks are read, "aio" or "threads" (see `kvjax.store.reader`); None for "aio" where it can be. The
-        branch's `engine` tells which it is.
+        branch's `engine` tells which it is. Blocks in another codec than "raw" are read by threads.
       direct: read past the page cache with O_DIRECT; where the filesystem refuses, a warning is logged and the
         branch's `direct` becomes False.
       layout: where blocks lie, one of `LAYOUTS` (see `kvjax.store.layout`) or "sequential"; changes no result.
@@ -47,6 +49,11 @@ class FlashStore:
       timeout: seconds after which a read or write that makes no progress becomes an error.
       scratch: directory for what a branch that was opened read-only adds; None for the system's temporary directory.
       profile: device to emulate, see `kvjax.store.profiles`; all files of one store share it.
+      codec: how blocks are put into the file (`kvjax.store.codec`), "raw" or "rle": runs of equal keys once, where that
+        saves pages. None for "raw" in a new file, and for what it was made with in one that is opened.
+      tolerance: how far an element of a key may be from that of its run's first key, with "rle" and for floats. Above 0
+        keys change: by at most so much at each time that a block is written, which happens behind, so that results
+        also depend on when that was.
 
     Attributes:
       system: its system calls; tests replace it.
@@ -54,7 +61,8 @@ class FlashStore:
 
     def __init__(self, path, *, threads: int = 4, engine: str | None = None, direct: bool = True,
                  layout: str = "grouped", max_bytes: int | None = None, staging_bytes: int = 64 << 20,
-                 timeout: float = 60.0, scratch: str | os.PathLike | None = None, profile: str = profiles.NATIVE):
+                 timeout: float = 60.0, scratch: str | os.PathLike | None = None, profile: str = profiles.NATIVE,
+                 codec: str | None = None, tolerance: float = 0.0):
         if threads < 1 or staging_bytes < 0 or timeout <= 0 or (max_bytes is not None and max_bytes < 1):
             raise ConfigError(f"threads={threads}, max_bytes={max_bytes} and timeout={timeout} must be positive, "
                               f"staging_bytes={staging_bytes} not negative")
@@ -62,6 +70,10 @@ class FlashStore:
             raise ConfigError(f"unknown layout {layout!r}; use one of {', '.join(LAYOUTS)}, sequential")
         if engine not in (None, *ENGINES):
             raise ConfigError(f"unknown engine {engine!r}; use one of {', '.join(ENGINES)}, or None")
+        if codec not in (None, *CODECS):
+            raise ConfigError(f"unknown codec {codec!r}; use one of {', '.join(CODECS)}, or None")
+        if not 0.0 <= tolerance < math.inf:
+            raise ConfigError(f"tolerance={tolerance} must be a finite number, and not negative")
         self.path = os.fspath(path)
         self.threads = threads
         self.engine = engine
@@ -72,13 +84,15 @@ class FlashStore:
         self.timeout = timeout
         self.scratch = scratch
         self.profile = profile
+        self.codec = codec
+        self.tolerance = tolerance
         self.system = profiles.system_of(profile)
 
     def create(self, geometry: Geometry, fingerprint: str, least_blocks: int = 1) -> "FlashBranch | SequentialBranch":
         """Makes the file and its first branch, in which every block is zero.
 
-        Raises StoreError as `create_file`: NoSpace where not even `least_blocks` blocks would fit, which the caller is
-        sure to write.
+        Raises ConfigError for a tolerance where keys must not change, and StoreError as `create_file`: NoSpace where
+        not even `least_blocks` blocks would fit, which the caller is sure to write.
         """
         if self.layout == "sequential":
             logs = self._create(log_geometry(geometry), fingerprint, least_blocks)
@@ -86,9 +100,10 @@ class FlashStore:
         return self._create(geometry, fingerprint, least_blocks)
 
     def _create(self, geometry: Geometry, fingerprint: str, least_blocks: int) -> "FlashBranch":
-        file = self._create_file(self.path, geometry, fingerprint, least_blocks)
+        codec = make_codec(self.codec or "raw", geometry, self.tolerance)
+        file = self._create_file(self.path, Header(geometry, fingerprint, codec.name), least_blocks)
         try:
-            volume = self._volume(file, geometry, self._lanes(file, geometry))
+            volume = self._volume(file, codec, self._lanes(file, geometry))
         except BaseException:
             file.remove_if_temporary()
             file.close()
@@ -106,12 +121,13 @@ class FlashStore:
         Args:
           geometry, fingerprint: what the file has to be for; None = anything.
 
-        Raises FormatMismatch when it is for something else, NothingSaved when no save in it is whole, StoreLocked,
-        StoreClosed when there is no file, ReadFailed or WriteFailed. A damaged save is passed over with a warning.
+        Raises FormatMismatch when it is for something else or in another codec, NothingSaved when no save in it is
+        whole, StoreLocked, StoreClosed when there is no file, ReadFailed or WriteFailed. A damaged save is passed over
+        with a warning.
         """
         file, header = open_file(self.path, self.system, direct=self.direct, read_only=read_only)
         try:
-            header.check(file.path, geometry, fingerprint)
+            header.check(file.path, geometry, fingerprint, self.codec)
             found = whole_saves(file, header.geometry)
             volume = self._restored(file, header, found)
         except BaseException:
@@ -123,6 +139,7 @@ class FlashStore:
 
     def _restored(self, file: BlockFile, header: Header, found: list[Found]) -> Volume:
         geometry = header.geometry
+        codec = make_codec(header.codec, geometry, self.tolerance)
         lanes = self._lanes(file, geometry)
         tables = adopt(found, geometry, lanes)
         if file.read_only:
@@ -130,27 +147,26 @@ class FlashStore:
             scratch = self.scratch or tempfile.gettempdir()
             if not os.path.isdir(scratch):
                 raise ConfigError(f"scratch={scratch} is not a directory; give one in which files can be made")
-            private = self._create_file(scratch, geometry, header.fingerprint)
+            private = self._create_file(scratch, header)
             file = OverlayFile(file, private, lanes.extents.offset(lanes.extents.end), HEADER_BYTES)
-        volume = self._volume(file, geometry, lanes)
+        volume = self._volume(file, codec, lanes)
         with volume.lock:
             volume.log.restore(found, tables)
         return volume
 
-    def _create_file(self, path, geometry: Geometry, fingerprint: str, least_blocks: int = 1) -> BlockFile:
-        return create_file(path, geometry, fingerprint, self.system, direct=self.direct, max_bytes=self.max_bytes,
+    def _create_file(self, path, header: Header, least_blocks: int = 1) -> BlockFile:
+        return create_file(path, header, self.system, direct=self.direct, max_bytes=self.max_bytes,
                            least_blocks=least_blocks)
 
     def _lanes(self, file: BlockFile, geometry: Geometry) -> LanePool:
         return LanePool(geometry, ExtentPool(file.path, geometry.extent_bytes, self.max_bytes))
 
-    def _volume(self, file: BlockFile, geometry: Geometry, lanes: LanePool) -> Volume:
+    def _volume(self, file: BlockFile, codec: Codec, lanes: LanePool) -> Volume:
         # Pages of logs lie in token order: to the layout of their file, a page is a block.
         layout = "cluster_major" if self.layout == "sequential" else self.layout
-        chosen = LAYOUTS[layout](geometry, lanes.extents)
-        reader = Reader(file, geometry, self.system, engine=self.engine, threads=self.threads, timeout=self.timeout)
-        return Volume(file, geometry, lanes, chosen, reader=reader, staging_bytes=self.staging_bytes,
-                      timeout=self.timeout)
+        chosen = LAYOUTS[layout](codec.geometry, lanes.extents)
+        reader = Reader(file, codec, self.system, engine=self.engine, threads=self.threads, timeout=self.timeout)
+        return Volume(file, codec, lanes, chosen, reader=reader, staging_bytes=self.staging_bytes, timeout=self.timeout)
 
 
 class _Anchor:
@@ -175,6 +191,7 @@ class FlashBranch(TransactionalBranch):
       path: the store file.
       direct: whether reads go past the page cache.
       engine: how blocks are read, "aio" or "threads".
+      codec: how they are put into the file, "raw" or "rle".
     """
 
     def __init__(self, volume: Volume, anchor: _Anchor, table: Table, generation: int = 0):
@@ -185,7 +202,7 @@ class FlashBranch(TransactionalBranch):
         self._lineage = Lineage(volume.geometry, table, self._errors, self._tally)
         volume.adopt(self._lineage)
         self._retire = weakref.finalize(self, volume.retire, self._lineage)
-        self._reads = Reads(volume.reader, volume.geometry, self._tally)
+        self._reads = Reads(volume.reader, volume.codec, self._tally)
         self._checked: tuple = ()  # shapes and types that `_is_plain` knows to be right
 
     @property
@@ -199,6 +216,10 @@ class FlashBranch(TransactionalBranch):
     @property
     def engine(self) -> str:
         return self._volume.reader.engine
+
+    @property
+    def codec(self) -> str:  # type: ignore[override]
+        return self._volume.codec.name
 
     @property
     def writable(self) -> bool:
@@ -285,7 +306,7 @@ class FlashBranch(TransactionalBranch):
 
     def _write_blocks(self, start, blocks, counts, filled, extents) -> np.ndarray:
         """Writes blocks[filled] to extents, a piece at a time; returns uint64 checksums."""
-        geometry = self.geometry
+        geometry, codec = self.geometry, self._volume.codec
         step = max(1, WRITE_BYTES // geometry.extent_bytes)
         buffer = np.zeros((min(step, filled.size), geometry.extent_bytes), np.uint8)
         sums = np.empty(filled.size, np.uint64)
@@ -293,19 +314,21 @@ class FlashBranch(TransactionalBranch):
             piece = filled[first:first + step]
             payload = buffer[:piece.size, :geometry.block_bytes]
             payload[:] = _kept(blocks[piece], counts[piece])
-            sums[first:first + step] = [checksum(row) for row in payload]
-            self._write_runs(buffer, extents[first:first + step], start + piece)
-        rows = int(np.minimum(counts[filled], geometry.block_rows).sum())
-        self._tally.add(blocks_written=filled.size, bytes_put=rows * geometry.row_bytes,
-                        bytes_written=filled.size * geometry.extent_bytes)
+            images, sums[first:first + step] = codec.encode(buffer[:piece.size])
+            self._write_runs(images, extents[first:first + step], codec.sizes(sums[first:first + step]), start + piece)
+        rows, sizes = int(np.minimum(counts[filled], geometry.block_rows).sum()), codec.sizes(sums)
+        self._tally.add(blocks_written=filled.size, bytes_put=rows * geometry.row_bytes, bytes_written=int(sizes.sum()),
+                        blocks_coded=int(np.count_nonzero(sizes < geometry.extent_bytes)))
         return sums
 
-    def _write_runs(self, buffer: np.ndarray, extents: np.ndarray, ids: np.ndarray) -> None:
-        """Writes the front of the buffer, neighbouring extents at once."""
+    def _write_runs(self, images: np.ndarray, extents: np.ndarray, sizes: np.ndarray, ids: np.ndarray) -> None:
+        """Writes the first sizes[n] bytes of images[n, extent_bytes], neighbouring extents at once."""
         volume, geometry = self._volume, self.geometry
-        for begin, end in itertools.pairwise([*run_starts(extents).tolist(), extents.size]):
-            name = geometry.describe(ids[begin])
-            volume.file.write(buffer[begin:end].reshape(-1), volume.extents.offset(extents[begin]), lambda _, n=name: n)
+        starts = run_starts(extents, sizes == geometry.extent_bytes)
+        for begin, end in itertools.pairwise([*starts.tolist(), extents.size]):
+            name, size = geometry.describe(ids[begin]), (end - begin - 1) * geometry.extent_bytes + int(sizes[end - 1])
+            data = images[begin:end].reshape(-1)[:size]
+            volume.file.write(data, volume.extents.offset(extents[begin]), lambda _, n=name: n)
 
     # ---- decode
 
@@ -344,7 +367,8 @@ class FlashBranch(TransactionalBranch):
         if staged:
             here = [one for one in staged if one[0] not in missed]
             self._overlay(here, out.reshape(self.geometry.lanes * slots_per_lane, -1))
-        booked = self._reads.account(layer, copied, copied, reads, times, self._note)
+        size = copied * self.geometry.extent_bytes
+        booked = self._reads.account(layer, copied, size, copied, reads, times, self._note)
         if copied < count:
             self._load_missed(layer, block, slot, slots, missed)
         return booked

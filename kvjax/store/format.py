@@ -6,6 +6,8 @@
     8192           4096           superblock 1: one names the newest saved cache, the other the one before it
     12288 + i * S  S              extent i: one block, C rows of [key | value], or a piece of a log record; zero-padded
 
+Extents are written whole, but for blocks that a codec makes shorter: of these only the first pages are, and matter.
+
 S is `extent_bytes`, the size of a block rounded up to 4096, so that every extent can be read with O_DIRECT. Extents
 have no fixed owner: which block lies in which extent is the business of a table (`kvjax.store.table`), and an extent
 may belong to several tables. An extent with more than one owner is never overwritten, and a saved cache is an owner.
@@ -19,7 +21,7 @@ All numbers are little-endian. The last 8 bytes of each of the first three pages
     16             6 x u32        layers, batch, kv_heads, num_blocks, block_rows, width
     40             u64            extent size S
     48             16 bytes       dtype name, zero-padded
-    64             16 bytes       codec name, zero-padded
+    64             16 bytes       codec name, "raw" or "rle", zero-padded
     80             u32            length of the fingerprint
     84             256 bytes      fingerprint of model and tokenizer, UTF-8, zero-padded
 
@@ -43,7 +45,8 @@ All numbers are little-endian. The last 8 bytes of each of the first three pages
 A record's checksum is in the superblock, not in the record: extents are used again, and an older record that passes its
 own test may lie where a newer one should. Checksums are 64-bit xxh3: 0.5 us for 16 KB here, where zlib's crc32 takes
 4.6 us and adler32 5.4 us, and 64 bits leave no chance for a torn block to pass. A block's checksum covers its
-`block_bytes` and is verified at every read.
+`block_bytes` and is verified at every read. In codec "rle" (`kvjax.store.codec`) its low 16 bits are how many pages a
+coded block takes, 0 for a block as it is, and the other 48 are those of the checksum of these pages or `block_bytes`.
 """
 
 import dataclasses
@@ -57,7 +60,7 @@ from kvjax.store.base import DTYPES, PAGE_BYTES, Geometry
 
 MAGIC, LOG_MAGIC, RECORD_MAGIC = b"KVJAXBLK", b"KVJAXLOG", b"KVJAXREC"
 VERSION = 2
-CODEC = "raw"
+CODECS = ("raw", "rle")
 SUPERBLOCKS = (PAGE_BYTES, 2 * PAGE_BYTES)  # offsets
 HEADER_BYTES = 3 * PAGE_BYTES  # extents begin here
 FINGERPRINT_BYTES = 256
@@ -89,7 +92,7 @@ class Header:
 
     geometry: Geometry
     fingerprint: str
-    codec: str = CODEC
+    codec: str = "raw"
 
     def pack(self) -> bytes:
         """The header page. ConfigError when the fingerprint is too long."""
@@ -112,20 +115,23 @@ class Header:
         if not _is_sealed(page):
             raise ChecksumMismatch(f"{path} has a damaged header; create the cache anew")
         name, codec = dtype.rstrip(b"\0").decode(), codec.rstrip(b"\0").decode()
-        if name not in DTYPES or codec != CODEC:
+        if name not in DTYPES or codec not in CODECS:
             raise FormatMismatch(f"{path} holds dtype {name!r} in codec {codec!r}, which this library does not know")
         header = cls(Geometry(*sizes, name), fingerprint[:length].decode(), codec)  # type: ignore[call-arg]
         if header.geometry.extent_bytes != extent_bytes:
             raise FormatMismatch(f"{path} has extents of {extent_bytes} bytes, expected {header.geometry.extent_bytes}")
         return header
 
-    def check(self, path: str, geometry: Geometry | None, fingerprint: str | None) -> None:
-        """FormatMismatch unless the file is for this geometry and this model; None = any."""
+    def check(self, path: str, geometry: Geometry | None, fingerprint: str | None, codec: str | None) -> None:
+        """FormatMismatch unless the file is for this geometry and this model, in this codec; None = any."""
         if geometry is not None and geometry != self.geometry:
             raise FormatMismatch(f"{path} holds a cache of {self.geometry}, not of {geometry}; choose another file")
         if fingerprint is not None and fingerprint != self.fingerprint:
             raise FormatMismatch(f"{path} was made with the model {self.fingerprint!r}, not with {fingerprint!r}; use "
                                  "that model and tokenizer, or choose another file")
+        if codec is not None and codec != self.codec:
+            raise FormatMismatch(f"{path} holds blocks in codec {self.codec!r}, not in {codec!r}; leave it to the file "
+                                 "with codec=None, or choose another file")
 
 
 def is_ours(page: bytes) -> bool:

@@ -13,9 +13,10 @@ import numpy as np
 
 from kvjax.errors import ChecksumMismatch, ReadFailed, ShortRead, StoreError, StoreLocked
 from kvjax.store.base import Geometry
+from kvjax.store.codec import Codec, make_codec
 from kvjax.store.creation import open_file
 from kvjax.store.file import BlockFile
-from kvjax.store.format import HEADER_BYTES, VERSION, Header, checksum
+from kvjax.store.format import HEADER_BYTES, VERSION, Header
 from kvjax.store.log import Found, recover
 from kvjax.store.system import SystemIO
 
@@ -32,7 +33,9 @@ def inspect(path: str) -> tuple[list[str], list[str]]:
         found, problems = recover(file, header.geometry)
         lines += [_describe_save(one, header.geometry) for one in found] or ["saves         none"]
         lines += _describe_space(path, header.geometry, found)
-        checked, damaged = _verify(file, header.geometry, found)
+        codec = make_codec(header.codec, header.geometry)
+        lines += _describe_coding(codec, found[:1])
+        checked, damaged = _verify(file, codec, found)
         lines.append(f"checksums     {checked} blocks verified, {len(damaged)} damaged")
         return lines, problems + damaged
     finally:
@@ -65,7 +68,7 @@ def _brief(metadata: bytes) -> str:
 
 def _describe_space(path: str, geometry: Geometry, found: list[Found]) -> list[str]:
     """Who uses the extents, and how scattered the blocks of the newest save are."""
-    size = max(0, os.path.getsize(path) - HEADER_BYTES) // geometry.extent_bytes
+    size = -(-max(0, os.path.getsize(path) - HEADER_BYTES) // geometry.extent_bytes)  # the last one may be coded
     if not found:
         return [f"occupancy     {size} extents, no save uses them"]
     tables = [one.table(geometry)[0] for one in found]
@@ -80,29 +83,41 @@ def _describe_space(path: str, geometry: Geometry, found: list[Found]) -> list[s
             f"fragmentation {scattered:.3f} of the neighbouring blocks of a head do not lie side by side"]
 
 
+def _describe_coding(codec: Codec, newest: list[Found]) -> list[str]:
+    """What the codec saves in the newest save."""
+    if codec.name == "raw" or not newest:
+        return []
+    extents, sums = newest[0].table(codec.geometry)
+    sizes, whole = codec.sizes(sums[extents >= 0]), codec.geometry.extent_bytes
+    return [f"coding        {np.count_nonzero(sizes < whole)} of {sizes.size} blocks of the newest save are coded, "
+            f"{sizes.sum()} bytes instead of {sizes.size * whole}"]
+
+
 def _fragmentation(lanes: np.ndarray) -> float:
     """Share of steps from one written block of a lane to the next that do not lead to the next extent."""
     steps = np.concatenate([np.diff(lane[lane >= 0]) for lane in lanes])
     return float(np.mean(steps != 1)) if steps.size else 0.0
 
 
-def _verify(file: BlockFile, geometry: Geometry, found: list[Found]) -> tuple[int, list[str]]:
+def _verify(file: BlockFile, codec: Codec, found: list[Found]) -> tuple[int, list[str]]:
     """Reads every block of every whole save; how many there are, and a line for each that is not what was written."""
+    geometry = codec.geometry
     expected: dict[tuple[int, int], str] = {}  # extent and checksum -> whose
     for one in found:
         extents, sums = one.table(geometry)
         for block_id in np.flatnonzero(extents >= 0).tolist():
             expected.setdefault((int(extents[block_id]), int(sums[block_id])),
                                 f"{geometry.describe(block_id)} of save {one.sequence}")
-    damaged, payload = [], bytearray(geometry.block_bytes)
+    damaged, payload = [], memoryview(bytearray(geometry.block_bytes))
     for (extent, right), name in sorted(expected.items()):
-        offset = HEADER_BYTES + extent * geometry.extent_bytes
+        offset, sums = HEADER_BYTES + extent * geometry.extent_bytes, np.array([right], np.uint64)
         try:
-            file.read([(memoryview(payload), offset)], lambda _, name=name: name, direct=False)
+            part = payload[:int(codec.sizes(sums)[0])]
+            file.read([(part, offset)], lambda _, name=name: name, direct=False)
         except (ReadFailed, ShortRead) as cause:
             damaged.append(str(cause))
             continue
-        if checksum(payload) != right:
+        if not codec.decode([payload], sums)[0]:
             damaged.append(f"{file.path}: {name} at offset {offset} is not what was written")
     return len(expected), damaged
 

@@ -1,7 +1,8 @@
 """Reading many extents of one file at once, by the engine that suits the file.
 
-"aio" hands all reads of a fetch to the kernel in one system call; it wants Linux and O_DIRECT. "threads" has threads
-that block, and works everywhere. Both verify checksums as blocks land, and fail with the same errors.
+"aio" hands all reads of a fetch to the kernel in one system call; it wants Linux, O_DIRECT and the codec "raw".
+"threads" has threads that block, and works everywhere. Both verify checksums as blocks land, and fail with the same
+errors.
 """
 
 import numpy as np
@@ -9,7 +10,7 @@ from absl import logging
 
 from kvjax.errors import ConfigError
 from kvjax.store.aio import RingEngine
-from kvjax.store.base import Geometry
+from kvjax.store.codec import Codec
 from kvjax.store.fetch import Fetch
 from kvjax.store.file import BlockFile, Where
 from kvjax.store.system import SystemIO
@@ -27,17 +28,17 @@ class Reader:
     Raises ConfigError when "aio" is asked for where it cannot be.
     """
 
-    def __init__(self, file: BlockFile, geometry: Geometry, system: SystemIO, *, engine: str | None, threads: int,
+    def __init__(self, file: BlockFile, codec: Codec, system: SystemIO, *, engine: str | None, threads: int,
                  timeout: float):
         self._file = file
-        self._threads = ThreadEngine(file, geometry, threads, timeout)
+        self._threads = ThreadEngine(file, codec, threads, timeout)
         self._rings: RingEngine | None = None
         self._refused = False
         if engine == "threads":
             logging.info("%s: %d threads read, as asked for", file.path, threads)
             return
         try:
-            self._rings = _rings(file, geometry, system, self._threads, timeout)
+            self._rings = _rings(file, codec, system, self._threads, timeout)
             logging.info("%s: reads are asynchronous", file.path)
         except OSError as cause:
             if engine == "aio":
@@ -82,10 +83,12 @@ class Reader:
             self._rings.close()
 
 
-def _rings(file: BlockFile, geometry: Geometry, system: SystemIO, threads: ThreadEngine, timeout: float) -> RingEngine:
+def _rings(file: BlockFile, codec: Codec, system: SystemIO, threads: ThreadEngine, timeout: float) -> RingEngine:
     """OSError, with the reason, where reads cannot be asynchronous."""
     if not system.asynchronous:
         raise OSError("the device is emulated, call by call")
     if not file.direct:
         raise OSError("reads go through the page cache, where they would block")
-    return RingEngine(file, geometry, system, threads, timeout)
+    if codec.name != "raw":
+        raise OSError(f"blocks in codec {codec.name!r} have different lengths, and are decoded by threads")
+    return RingEngine(file, codec.geometry, system, threads, timeout)

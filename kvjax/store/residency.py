@@ -6,6 +6,7 @@ that any of them could do is `kvjax.store.belady`.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -105,16 +106,23 @@ def _first(match: Bool[Array, "K E NS"]) -> Int32[Array, "K E"]:
     return jnp.max(jnp.where(match, jnp.arange(match.shape[-1], dtype=jnp.int32), -1), axis=-1)
 
 
-def plan(table: Residency, need: Int32[Array, "K M1"], count: Int32[Array, "K NB"], policy: str) -> ReadPlan:
+def plan(
+    table: Residency, need: Int32[Array, "K M1"], count: Int32[Array, "K NB"], policy: str, even: bool = False
+) -> ReadPlan:
     """Finds the needed blocks in their slots and gives each missing one a slot. Needs NS >= M1.
 
-    `count` has the valid rows of every block. Raises ConfigError on an unknown policy.
+    `count` has the valid rows of every block. With `even` every head reuses as many blocks as the head that finds the
+    fewest, the first ones that it needs, and reads the rest again into their slots (DynSplit-KV, Appendix B.2). Raises
+    ConfigError on an unknown policy.
     """
     num_blocks, every = count.shape[-1], jnp.arange(table.block.shape[-1], dtype=jnp.int32)
     wanted = need < num_blocks
     match = wanted[:, :, None] & (need[:, :, None] == table.block[:, None])
     found = _first(match)
-    missing = wanted & (found < 0)
+    missing, hit = wanted & (found < 0), wanted & (found >= 0)
+    if even:
+        hit &= jnp.cumsum(hit, axis=-1) <= jnp.min(jnp.sum(hit, axis=-1))
+    reads = wanted & ~hit
 
     order = _eviction_order(table, jnp.any(match, axis=1), count, policy)
     nth = jnp.maximum(jnp.cumsum(missing, axis=-1) - 1, 0)
@@ -122,7 +130,7 @@ def plan(table: Residency, need: Int32[Array, "K M1"], count: Int32[Array, "K NB
 
     # By slot: the block it takes (-1 = none). Dense, as seven scatters cost more than the whole read of a small block.
     mine = slot[:, :, None] == every
-    new = jnp.max(jnp.where(mine & missing[:, :, None], need[:, :, None], -1), axis=1)
+    new = jnp.max(jnp.where(mine & reads[:, :, None], need[:, :, None], -1), axis=1)
     needed = jnp.any(mine & wanted[:, :, None], axis=1)
     taken, step = new >= 0, table.step + 1
     success = Residency(
@@ -134,7 +142,7 @@ def plan(table: Residency, need: Int32[Array, "K M1"], count: Int32[Array, "K NB
         step=step,
     )
     failure = dataclasses.replace(table, block=jnp.where(taken, num_blocks, table.block), step=step)
-    return ReadPlan(slot, jnp.where(missing, need, num_blocks), success, failure)
+    return ReadPlan(slot, jnp.where(reads, need, num_blocks), success, failure)
 
 
 def _eviction_order(table: Residency, pinned: Bool[Array, "K NS"], count, policy: str) -> Int32[Array, "K NS"]:
@@ -149,3 +157,31 @@ def note_written(table: Residency, slot: Int32[Array, "K *E"]) -> Residency:
     """Books that the blocks in these slots were written in the newest step; NS = not resident."""
     head = jnp.arange(slot.shape[0]).reshape(-1, *(1,) * (slot.ndim - 1))
     return dataclasses.replace(table, written=table.written.at[head, slot].set(table.step, mode="drop"))
+
+
+# ---------------------------------------------------------------------------------- whole batches
+# Compiled, so that a store driven from Python between compiled parts does not compile operation by operation.
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def empty_all(batch: int, kv_heads: int, slots: int, num_blocks: int) -> Residency:
+    """`empty` of every sequence."""
+    one = empty(kv_heads, slots, num_blocks)
+    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (batch, *leaf.shape)), one)
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def plan_all(
+    table: Residency, need: Int32[Array, "B K M1"], count: Int32[Array, "B K NB"], policy: str, even: bool = False
+) -> ReadPlan:
+    """`plan` of every sequence."""
+    def one(table, need, count):
+        return plan(table, need, count, policy, even)
+
+    return jax.vmap(one)(table, need, count)
+
+
+@jax.jit
+def locate_all(table: Residency, block: Int32[Array, "B K *E"]) -> Int32[Array, "B K *E"]:
+    """`locate` of every sequence."""
+    return jax.vmap(locate)(table, block)

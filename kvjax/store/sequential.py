@@ -149,7 +149,7 @@ class SequentialBranch(TransactionalBranch):
     """A branch that keeps its rows in logs, which are pages in a branch of their own.
 
     Attributes:
-      path, direct: as of `FlashBranch`.
+      path, direct, codec: as of `FlashBranch`.
     """
 
     def __init__(self, geometry: Geometry, pages: "FlashBranch", log: Log, generation: int = 0):
@@ -171,6 +171,10 @@ class SequentialBranch(TransactionalBranch):
     @property
     def direct(self) -> bool:
         return self._pages.direct
+
+    @property
+    def codec(self) -> str:  # type: ignore[override]
+        return self._pages.codec
 
     def stats(self):
         """I/O requests and bytes as of the pages; blocks and useful bytes as of the blocks that were put together."""

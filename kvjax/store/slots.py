@@ -9,6 +9,7 @@ ok = 0, and the step then changes nothing.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -38,7 +39,7 @@ def default_backend() -> str:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SlotPool:
-    """Slots of packed rows (`kvjax.packing`, key beside value) and the table of what is in them.
+    """Slots of packed rows (`kvjax.packing`, key beside value, or values alone) and the table of what is in them.
 
     What is read ahead (`prefetch`) waits in the store, not in slots: a wrong guess evicts nothing.
     """
@@ -52,17 +53,21 @@ class SlotPool:
     dtype: str = dataclasses.field(default="float32", metadata={"static": True})
     prefetch: str = dataclasses.field(default="off", metadata={"static": True})
     keep: bool = dataclasses.field(default=True, metadata={"static": True})
+    even: bool = dataclasses.field(default=False, metadata={"static": True})
+    keeps_keys: bool = dataclasses.field(default=True, metadata={"static": True})
 
     @classmethod
     def zeros(
         cls, spec: Spec, batch: int, slots: int, dtype: str, policy: str, backend: str, prefetch: str = "off",
-        keep: bool = True,
+        keep: bool = True, even: bool = False,
     ) -> "SlotPool":
-        shape = (batch, spec.kv_heads, slots, spec.block_rows, 2 * packing.width(dtype, spec.head_dim))
-        table = residency.empty(spec.kv_heads, slots, spec.num_blocks)
-        table = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (batch, *leaf.shape)), table)
+        width = (1 + spec.keeps_keys) * packing.width(dtype, spec.head_dim)
+        shape = (batch, spec.kv_heads, slots, spec.block_rows, width)
+        table = residency.empty_all(batch, spec.kv_heads, slots, spec.num_blocks)
         rows = jnp.zeros(shape, packing.stored_type(dtype))
-        return cls(rows, table, jnp.int32(0), spec.num_blocks, policy, backend, dtype, prefetch, keep)
+        return cls(
+            rows, table, jnp.int32(0), spec.num_blocks, policy, backend, dtype, prefetch, keep, even, spec.keeps_keys
+        )
 
     def emptied(self) -> "SlotPool":
         """The same pool with nothing resident: every block will be read again."""
@@ -71,23 +76,13 @@ class SlotPool:
 
     def plan(self, need: Int32[Array, "B K M1"], count: Int32[Array, "B K NB"]) -> ReadPlan:
         """Hits, misses and victims of one fetch; pure."""
-        def one(table, need, count):
-            return residency.plan(table, need, count, self.policy)
-
         pool = self if self.keep else self.emptied()
-        return jax.vmap(one)(pool.table, need, count)
+        return residency.plan_all(pool.table, need, count, self.policy, self.even)
 
     def settle(self, plan: ReadPlan, need: Int32[Array, "B K M1"], rows: Array, ok: Bool[Array, ""]):
         """The pool after a fetch, and its traffic."""
-        table = jax.tree.map(lambda good, bad: jnp.where(ok, good, bad), plan.success, plan.failure)
-        requested = jnp.sum(need < self.num_blocks, axis=(1, 2), dtype=jnp.int32)
-        missed = jnp.sum(plan.read < self.num_blocks, axis=(1, 2), dtype=jnp.int32)
-        return dataclasses.replace(self, rows=rows, table=table), Traffic(requested, missed)
-
-    def fill(self, plan: ReadPlan, fetched: Num[Array, "B K M1 C X2"]) -> Array:
-        """Slot contents with fetched blocks put in place."""
-        slot = jnp.where(plan.read < self.num_blocks, plan.slot, self.rows.shape[2])
-        return self.rows.at[(*batch_and_head(slot), slot)].set(fetched, mode="drop")
+        table, traffic = _outcome(self.num_blocks, plan, need, ok)
+        return dataclasses.replace(self, rows=rows, table=table), traffic
 
     def fetch(self, need, count, layer, line):
         plan = self.plan(need, count)
@@ -95,7 +90,7 @@ class SlotPool:
             rows, ok = _read_in_place(self.rows, line, layer, plan)
         else:
             fetched, ok = read_blocks(self.rows, line, layer, plan, self.backend)
-            rows = jnp.where(ok, self.fill(plan, fetched), self.rows)
+            rows = _filled(self.num_blocks, self.rows, plan, fetched, ok)
         pool, traffic = self.settle(plan, need, rows, ok)
         return pool, plan.slot, ok, traffic
 
@@ -115,32 +110,62 @@ class SlotPool:
         return self._unpacked(rows.reshape(*slot.shape[:2], -1, rows.shape[-1]))
 
     def locate(self, block):
-        return jax.vmap(residency.locate)(self.table, block)
+        return residency.locate_all(self.table, block)
 
     def put_row(self, block, row, key, value, layer, line):
         packed = self.packed(key, value)
-        slot = jnp.where(block < self.num_blocks, self.locate(block), self.rows.shape[2])
         queued = _effect("put_rows", self.backend, line, layer, block, row, packed)
-        rows = self.rows.at[(*batch_and_head(slot), slot, row)].set(packed, mode="drop")
-        return self._written(rows, slot, queued)
+        return self._written(queued, block, packed, row)
 
     def put_blocks(self, block, key, value, layer, line):
         packed = self.packed(key, value)
-        slot = jnp.where(block < self.num_blocks, self.locate(block), self.rows.shape[2])
         queued = _effect("put_blocks", self.backend, line, layer, block, packed)
-        rows = self.rows.at[(*batch_and_head(slot), slot)].set(packed, mode="drop")
-        return self._written(rows, slot, queued)
+        return self._written(queued, block, packed, None)
 
     def packed(self, key, value):
         """Rows as they are kept, values beside keys."""
-        return jnp.concatenate([packing.pack(one, self.dtype) for one in (key, value)], axis=-1)
+        return _packed(self.dtype, [key, value] if self.keeps_keys else [value])
 
     def _unpacked(self, rows):
-        return tuple(packing.unpack(one, self.dtype) for one in jnp.split(rows, 2, axis=-1))
+        halves = jnp.split(rows, 2, axis=-1) if self.keeps_keys else (None, rows)
+        return jax.tree.map(lambda kept: packing.unpack(kept, self.dtype), tuple(halves))
 
-    def _written(self, rows, slot, queued) -> "SlotPool":
-        table = jax.vmap(residency.note_written)(self.table, slot)
+    def _written(self, queued, *what) -> "SlotPool":
+        rows, table = _put(self.num_blocks, self.rows, self.table, *what)
         return dataclasses.replace(self, rows=rows, table=table, queued=self.queued + queued)
+
+
+# ------------------------------------------------------------------------------- parts of a step
+# Compiled, so that backend `python` does not go through them operation by operation.
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _outcome(num_blocks: int, plan: ReadPlan, need, ok) -> tuple[Residency, Traffic]:
+    """The tables after a fetch, and what it did."""
+    table = jax.tree.map(lambda good, bad: jnp.where(ok, good, bad), plan.success, plan.failure)
+    requested, missed = (jnp.sum(ids < num_blocks, axis=(1, 2), dtype=jnp.int32) for ids in (need, plan.read))
+    return table, Traffic(requested, missed)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _filled(num_blocks: int, rows, plan: ReadPlan, fetched: Num[Array, "B K M1 C X2"], ok):
+    """Slot contents with fetched blocks put in place, if all of them came."""
+    slot = jnp.where(ok & (plan.read < num_blocks), plan.slot, rows.shape[2])
+    return rows.at[(*batch_and_head(slot), slot)].set(fetched, mode="drop")
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _packed(dtype: str, parts):
+    return jnp.concatenate([packing.pack(one, dtype) for one in parts], axis=-1)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _put(num_blocks: int, rows, table: Residency, block, packed, row):
+    """Slot contents and tables with a packed row of each block, or whole blocks where `row` is None, in the slots that
+    have them; block NB = nothing."""
+    slot = jnp.where(block < num_blocks, jax.vmap(residency.locate)(table, block), rows.shape[2])
+    at = (*batch_and_head(slot), slot) if row is None else (*batch_and_head(slot), slot, row)
+    return rows.at[at].set(packed, mode="drop"), jax.vmap(residency.note_written)(table, slot)
 
 
 # ------------------------------------------------------------------------------------- callbacks

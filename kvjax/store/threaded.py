@@ -1,4 +1,4 @@
-"""Reading with threads that block: coalesce, share out, verify; whoever asked copies what has landed."""
+"""Reading with threads that block: coalesce, share out, verify, decode; whoever asked copies what has landed."""
 
 import itertools
 import queue
@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from kvjax.store.base import Geometry
+from kvjax.store.codec import Codec
 from kvjax.store.extents import run_starts
 from kvjax.store.fetch import Fetch, Times, hung
 from kvjax.store.file import BlockFile, Where
-from kvjax.store.format import HEADER_BYTES, checksum
+from kvjax.store.format import HEADER_BYTES
 from kvjax.store.workers import PIECE_BYTES, Arena, ArenaStack, WorkerPool
 
 
 class Chunk:
-    """A piece of a fetch that one thread reads and verifies, at most one arena long.
+    """A piece of a fetch that one thread reads, verifies and decodes, at most one arena long.
 
     Attributes:
       first: position of its first block in the fetch.
@@ -131,13 +131,14 @@ class ThreadEngine:
       timeout: seconds after which a device that has not answered is given up.
     """
 
-    def __init__(self, file: BlockFile, geometry: Geometry, threads: int, timeout: float):
+    def __init__(self, file: BlockFile, codec: Codec, threads: int, timeout: float):
         self.path = file.path
         self.timeout = timeout
         self.pool = WorkerPool(threads)
         self._file = file
-        self._extent_bytes = geometry.extent_bytes
-        self._arenas = ArenaStack(geometry.extent_bytes, geometry.block_bytes)
+        self._codec = codec
+        self._extent_bytes = codec.geometry.extent_bytes
+        self._arenas = ArenaStack(self._extent_bytes, codec.geometry.block_bytes)
 
     def start(self, extents: np.ndarray, sums: np.ndarray, where: Where, urgent: bool = True) -> ThreadedFetch:
         return ThreadedFetch(self, extents, sums, where).start(urgent)
@@ -156,21 +157,23 @@ class ThreadEngine:
         return cuts.tolist()
 
     def read(self, chunk: Chunk, where: Where) -> None:
-        """Reads a chunk into an arena and verifies it. Raises ShortRead or ReadFailed, and then it has no arena."""
-        extents, count = chunk.extents, chunk.extents.size
-        starts = run_starts(extents)
+        """Reads a chunk into an arena, verifies and decodes it. Raises ShortRead or ReadFailed, and then it has no
+        arena."""
+        extents, sizes, count = chunk.extents, self._codec.sizes(chunk.sums), chunk.extents.size
+        starts = run_starts(extents, sizes == self._extent_bytes)
         offsets = (HEADER_BYTES + extents[starts].astype(np.int64) * self._extent_bytes).tolist()
-        cuts = itertools.pairwise([*starts.tolist(), count])
+        stops = [*starts[1:].tolist(), count]
+        parts = zip(starts.tolist(), stops, sizes[np.array(stops) - 1].tolist(), strict=True)
         arena = self._arenas.take()
         chunk.began = time.perf_counter()
         try:
-            self._file.read(zip(itertools.starmap(arena.part, cuts), offsets, strict=True), where)
+            self._file.read(zip(itertools.starmap(arena.part, parts), offsets, strict=True), where)
         except BaseException:
             self._arenas.give(arena)
             raise
         finally:
             chunk.ended = time.perf_counter()
-        chunk.right = np.fromiter(map(checksum, arena.payloads[:count]), np.uint64, count) == chunk.sums
+        chunk.right = self._codec.decode(arena.payloads[:count], chunk.sums)
         chunk.requests = starts.size
         chunk.arena = arena
 

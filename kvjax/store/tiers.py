@@ -37,15 +37,13 @@ class TieredPool(SlotPool):
         """`pool` with `slots` more in host memory per KV head."""
         batch = pool.rows.shape[0]
         rows = np.zeros((*pool.rows.shape[:2], slots, *pool.rows.shape[3:]), pool.rows.dtype)  # never on the device
-        table = residency.empty(spec.kv_heads, slots, spec.num_blocks)
-        table = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (batch, *leaf.shape)), table)
+        table = residency.empty_all(batch, spec.kv_heads, slots, spec.num_blocks)
         kept = {field.name: getattr(pool, field.name) for field in dataclasses.fields(pool)}
         return cls(**kept, host_rows=jax.device_put(rows, _HOST), host_table=table)
 
     def fetch(self, need, count, layer, line):
         plan = self.plan(need, count)
-        behind = jax.vmap(lambda table, need, count: residency.plan(table, need, count, self.policy))(
-            self.host_table, plan.read, count)
+        behind = residency.plan_all(self.host_table, plan.read, count, self.policy)
         fetched, ok = read_blocks(self.rows, line, layer, behind, self.backend)
         filled = jnp.where(ok & (behind.read < self.num_blocks), behind.slot, self.host_rows.shape[2])
         operands = (self._flat(filled), fetched, self._flat(behind.slot))
@@ -66,7 +64,7 @@ class TieredPool(SlotPool):
 
     def locate_on_host(self, block: Int32[Array, "B K *E"]) -> Int32[Array, "B K *E"]:
         """Slot of each block in the host tier, NH where it is not there."""
-        return jax.vmap(residency.locate)(self.host_table, block)
+        return residency.locate_all(self.host_table, block)
 
     def put_row(self, block, row, key, value, layer, line):
         pool = super().put_row(block, row, key, value, layer, line)

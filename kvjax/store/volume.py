@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from kvjax.errors import ChecksumMismatch, StaleCache, StoreError, WriteFailed
-from kvjax.store.base import Geometry
+from kvjax.store.codec import Codec
 from kvjax.store.file import BlockFile
 from kvjax.store.layout import Layout
 from kvjax.store.lineage import Lineage
@@ -31,10 +31,11 @@ class Volume:
       staged_bytes: size of all staged blocks.
     """
 
-    def __init__(self, file: BlockFile, geometry: Geometry, lanes: LanePool, layout: Layout, *, reader: Reader,
+    def __init__(self, file: BlockFile, codec: Codec, lanes: LanePool, layout: Layout, *, reader: Reader,
                  staging_bytes: int, timeout: float):
         self.file = file
-        self.geometry = geometry
+        self.codec = codec
+        self.geometry = codec.geometry
         self.extents = lanes.extents
         self.lanes = lanes
         self._layout = layout
@@ -43,7 +44,7 @@ class Volume:
         self.changed = threading.Condition(self.lock)
         self.samples = layout.samples
         self.staged_bytes = 0
-        self.log = CommitLog(file, geometry, lanes.extents, self.lock)
+        self.log = CommitLog(file, codec.geometry, lanes.extents, self.lock)
         self._saves: list[Request] = []
         self._staging_limit = staging_bytes
         # Rows linger until a quarter of the staging is used, so that those of one block become one write: one token

@@ -80,9 +80,9 @@ class Arena:
         self.blocks = whole[:, :block_bytes]
         self.payloads = [self._memory[i * extent_bytes:][:block_bytes] for i in range(extents)]
 
-    def part(self, start: int, stop: int) -> memoryview:
-        """Bytes of extents start..stop-1, padding included."""
-        return self._memory[start * self._extent_bytes:stop * self._extent_bytes]
+    def part(self, start: int, stop: int, last: int) -> memoryview:
+        """Bytes of extents start..stop-1, padding included; of the last one only the first `last` bytes."""
+        return self._memory[start * self._extent_bytes:(stop - 1) * self._extent_bytes + last]
 
 
 class ArenaStack:

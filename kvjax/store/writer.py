@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvjax.errors import ChecksumMismatch
-from kvjax.store.format import checksum
 from kvjax.store.lineage import Lineage, Staged
 from kvjax.store.transaction import as_store_error
 
@@ -78,15 +77,19 @@ class Writer:
 
     def _read(self, lineage: Lineage, extent: int, base: np.ndarray) -> None:
         volume = self._volume
-        offset, where = volume.extents.offset(extent), volume.where(lineage)
-        volume.file.read([(memoryview(base), offset)], where, direct=False)  # type: ignore[arg-type]
-        if checksum(base[:volume.geometry.block_bytes]) != int(volume.extents.checksums[extent]):  # type: ignore[arg-type]
+        offset, where, codec = volume.extents.offset(extent), volume.where(lineage), volume.codec
+        sums = volume.extents.checksums[extent:extent + 1]
+        size = int(codec.sizes(sums)[0])
+        volume.file.read([(base.data[:size], offset)], where, direct=False)
+        if not codec.decode([base.data[:volume.geometry.block_bytes]], sums)[0]:
             raise ChecksumMismatch(f"{volume.file.path}: {where(offset)} at offset {offset} is damaged, so that rows "
                                    "cannot be added to it; prefill again")
 
     def _put(self, lineage: Lineage, block_id: int, staged: Staged) -> None:
         """Writes a complete block to its extent, or to a new one if others own that too."""
         volume = self._volume
+        images, sums = volume.codec.encode(staged.image[None])
+        size = int(volume.codec.sizes(sums)[0])
         with volume.lock:
             lineage.table.unshare(block_id)
             old = lineage.table.extent(block_id)
@@ -94,22 +97,25 @@ class Writer:
             target = volume.place(block_id) if shared else old
         offset, where = volume.extents.offset(target), lambda _: volume.geometry.describe(block_id)
         try:
-            volume.file.write(staged.image, offset, where)
+            volume.file.write(images[0, :size], offset, where)
         except BaseException:
             if target != old:
                 with volume.lock:
                     volume.extents.release(np.array([target]))
             raise
-        self._finish(lineage, block_id, staged, old, target)
+        self._finish(lineage, block_id, staged, old, target, int(sums[0]), size)
 
-    def _finish(self, lineage: Lineage, block_id: int, staged: Staged, old: int, target: int) -> None:
-        volume, geometry = self._volume, self._volume.geometry
+    def _finish(self, lineage: Lineage, block_id: int, staged: Staged, old: int, target: int, right: int,
+                size: int) -> None:
+        """`size` bytes that hash to `right` are in the target; the block is there from now on."""
+        volume = self._volume
         with volume.changed:
-            volume.extents.checksums[target] = checksum(staged.image[:geometry.block_bytes])  # type: ignore[arg-type]
+            volume.extents.checksums[target] = right
             if target != old:
                 lineage.table.put(block_id, target)
             lineage.written(block_id)
-            lineage.tally.add(rows_written=staged.appended, blocks_written=1, bytes_written=geometry.extent_bytes)
+            lineage.tally.add(rows_written=staged.appended, blocks_written=1, bytes_written=size,
+                              blocks_coded=int(size < volume.geometry.extent_bytes))
             volume.unstage(1)
             volume.changed.notify_all()
 

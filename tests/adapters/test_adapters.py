@@ -1,11 +1,13 @@
 """Adapters against NumPy's SVD of the stacked keys, their files, and what refining them is for."""
 
+import functools
 import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import make_params
 
 import kvjax
 from kvjax import adapters
@@ -13,7 +15,6 @@ from kvjax.adapters import collect, fit, refinement
 from kvjax.adapters.collect import layers_of
 from kvjax.errors import ChecksumMismatch, ConfigError, FormatMismatch, PromptError, ReadFailed
 from kvjax.models.config import ModelConfig
-from kvjax.models.transformer import Transformer
 
 CONFIG = ModelConfig(
     family="llama", vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2,
@@ -24,9 +25,7 @@ RATIO = 4
 
 
 def make_llm(seed):
-    dummy = jnp.zeros((1, 4), jnp.int32)
-    params = Transformer(CONFIG).init(jax.random.key(seed), dummy, dummy)["params"]
-    return kvjax.LLM(CONFIG, jax.tree.map(lambda leaf: leaf * 3 if leaf.ndim == 2 else leaf, params))
+    return kvjax.LLM(CONFIG, make_params(CONFIG, seed))
 
 
 @pytest.fixture(scope="module")
@@ -117,10 +116,13 @@ def losses(llm, fitted):
     found = np.zeros(CONFIG.num_layers)
     for tokens in ROWS:
         for i, query, key in layers_of(llm, tokens):
-            found[i] += refinement.score_loss(
-                jnp.asarray(fitted.layers[i]), fitted.joint, *refinement.sample(query, key)
-            ) / len(ROWS)
+            found[i] += _loss(jnp.asarray(fitted.layers[i]), fitted.joint, query, key) / len(ROWS)
     return found
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _loss(basis, joint, query, key):
+    return refinement.score_loss(basis, joint, *refinement.sample(query, key))
 
 
 @pytest.mark.parametrize("joint", [True, False], ids=["joint", "per_head"])

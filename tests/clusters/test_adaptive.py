@@ -18,7 +18,7 @@ RULE = Adaptive(cluster=4, threshold=1.5, gain=2.0, buffer=3)
 def limit(count, rule=RULE, tau=10.0, spread=0.0):
     index = jax.tree.map(lambda leaf: leaf[0], empty_index(harness.plan_of(METHOD).spec))
     index = dataclasses.replace(index, tau=np.asarray(tau, np.float32), spread=np.asarray(spread, np.float32))
-    return float(rule.limit(index, np.array(count, np.int32)))
+    return float(jax.jit(rule.limit)(index, np.array(count, np.int32)))
 
 
 @pytest.mark.parametrize(("count", "factor"), [([4, 4, 0], 1), ([2, 2, 0], 4), ([8, 8, 0], 0.25), ([1, 7], 1)])
@@ -38,10 +38,19 @@ def test_nothing_stored_yet_gives_a_finite_limit():
     assert np.isfinite(limit([0, 0]))
 
 
+def simulated(seed, threshold, **settings):
+    """Two prompts under a threshold of its own: tau is a multiple of it, so that one program serves all of them."""
+    sim = Sim(dataclasses.replace(METHOD, **settings), Stream.draw(seed), [40, 40])
+    state = sim.cache.state
+    index = dataclasses.replace(state.index, tau=state.index.tau * (threshold / METHOD.threshold))
+    sim.cache = dataclasses.replace(sim.cache, state=dataclasses.replace(state, index=index))
+    return sim
+
+
 def test_steering_keeps_clusters_larger_where_splits_would_be_many():
     sizes = []
     for gain in (0.0, 2.0):
-        sim = Sim(dataclasses.replace(METHOD, threshold=0.4, gain=gain), Stream.draw(0), [40, 40])
+        sim = simulated(0, 0.4, gain=gain)
         for _ in range(50):
             sim.step()
         count = np.asarray(sim.cache.state.count)
@@ -54,7 +63,7 @@ def test_steering_keeps_clusters_larger_where_splits_would_be_many():
 
 def decoded(merge, seed=0, steps=50):
     """The state after decoding with a threshold that leaves many clusters of one key."""
-    sim = Sim(dataclasses.replace(METHOD, threshold=2.0, merge=merge, gain=0.0), Stream.draw(seed), [40, 40])
+    sim = simulated(seed, 2.0, merge=merge, gain=0.0)
     for _ in range(steps):
         sim.step()
         harness.check_every_token_has_one_place(sim)
@@ -76,7 +85,7 @@ def test_tiny_clusters_are_merged_and_their_statistics_stay_exact():
 
 def test_what_is_merged_is_far_from_being_split():
     """A pair wider than half the limit stays apart: with a limit of nearly nothing, nothing is merged."""
-    sim = Sim(dataclasses.replace(METHOD, threshold=1e-6, merge=4, gain=0.0), Stream.draw(1), [40, 40])
+    sim = simulated(1, 1e-6, merge=2, gain=0.0)
     before = int((np.asarray(sim.cache.state.count) > 0).sum())
     sim.run(5)
     assert int((np.asarray(sim.cache.state.count) > 0).sum()) >= before

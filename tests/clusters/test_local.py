@@ -12,6 +12,7 @@ from kvjax.methods import DynaKV
 
 LOCAL = METHODS["dynakv_local"]
 PERIOD, PROMPT = 8, 40
+kmeans = jax.jit(clustering.kmeans, static_argnums=2)
 FIRST = PROMPT - (LOCAL.window - 1)  # first position that leaves the window while decoding
 
 
@@ -24,7 +25,7 @@ def blocks(sim, head):
 @pytest.fixture(scope="module")
 def run():
     """Two periods and a half, with what there was after the prompt."""
-    sim = Sim(LOCAL, Stream.draw(0, batch=1), [PROMPT])
+    sim = Sim(LOCAL, Stream.rows(0, 1), [PROMPT, PROMPT])
     before = [blocks(sim, head) for head in range(HEADS)]
     for _ in range(20):
         sim.step()
@@ -47,7 +48,7 @@ def test_new_clusters_are_k_means_of_one_period(run, head):
         pos = FIRST + period * PERIOD + np.arange(PERIOD)
         seed = jax.random.split(jax.random.key(LOCAL.seed), HEADS)[head]
         keys = jnp.asarray(sim.stream.k[0, pos, head])
-        owner = np.asarray(clustering.kmeans(keys, jnp.ones(PERIOD, bool), 2, jnp.int32(2), seed))
+        owner = np.asarray(kmeans(keys, jnp.ones(PERIOD, bool), 2, jnp.int32(2), seed))
         mine = [part for part in new if part & set(pos.tolist())]
         assert sorted(map(sorted, mine)) == sorted(sorted(pos[owner == c].tolist()) for c in range(2))
 

@@ -20,8 +20,8 @@ def partition(sim, b, head):
 
 @pytest.fixture(scope="module", params=[0, 1])
 def run(request):
-    """A sequence with few clusters for its length, so that they grow over several blocks, before and after."""
-    sim = Sim(STATIC, Stream.draw(request.param, batch=1), [PROMPT])
+    """Sequences with few clusters for their length, so that they grow over several blocks, before and after."""
+    sim = Sim(STATIC, Stream.rows(request.param, 1 - request.param), [PROMPT, PROMPT])
     before = [partition(sim, 0, head) for head in range(HEADS)]
     for _ in range(STEPS):
         sim.step()
@@ -59,7 +59,7 @@ def test_clusters_outgrow_their_block_and_none_is_added(run):
 
 
 def test_without_a_prompt_all_keys_are_one_cluster():
-    sim = Sim(STATIC, Stream.draw(2, batch=1), [1])
+    sim = Sim(STATIC, Stream.rows(2, 3), [1, 1])
     for _ in range(60):
         sim.step()
     assert all(set(partition(sim, 0, head)) == {0} for head in range(HEADS))

@@ -58,7 +58,7 @@ def one_by_one(key, length, tolerance, slots):
 @settings(deadline=None, max_examples=80)
 @given(key=CASES, length=st.integers(0, TOKENS), tolerance=TOLERANCES)
 def test_runs_are_those_of_brute_force(key, length, tolerance):
-    runs = encode(key, jnp.int32(length), tolerance, TOKENS)
+    runs = jax.device_get(encode(key, jnp.int32(length), tolerance, TOKENS))
     slots, firsts = brute_force(key, length, tolerance)
     assert (int(runs.tokens), int(runs.runs), int(runs.refused)) == (length, len(firsts), 0)
     np.testing.assert_array_equal(runs.slot[:length], slots)
@@ -90,8 +90,9 @@ def test_errors_do_not_add_up_along_a_run(way):
 def test_more_tokens_follow_an_encoded_prompt():
     key = np.repeat(np.random.default_rng(0).normal(size=(8, SIZE)), 3, axis=0).astype(np.float32)
     runs = rle.resize(encode(key, jnp.int32(10), Tolerance(), TOKENS), 8)
+    append = jax.jit(rle.append)
     for one in key[10:]:
-        runs = rle.append(runs, one, Tolerance())
+        runs = append(runs, one, Tolerance())
     whole = encode(key, jnp.int32(24), Tolerance(), 8)
     for name in FIELDS:
         np.testing.assert_array_equal(getattr(runs, name), getattr(whole, name), err_msg=name)
@@ -129,9 +130,14 @@ def test_keys_before_rotation_are_turned_to_their_positions(length):
     q, key, value = problem(2)
     freqs, at = np.array([1.0, 0.1], np.float32), jnp.arange(TOKENS, dtype=jnp.int32)
     runs = encode(key, jnp.int32(length), Tolerance(), 8)
-    rotated = rope.rotate(key[:, None], at, freqs)[:, 0]
-    expected = attention.normalise(attention.attend_part(q, rotated, value, at < length), jnp.float32)
-    found = attention.normalise(rle.attend_unrotated(q, runs, value, freqs, block=8), jnp.float32)
+
+    @jax.jit
+    def both(length, runs):
+        rotated = rope.rotate(key[:, None], at, freqs)[:, 0]
+        parts = attention.attend_part(q, rotated, value, at < length), rle.attend_unrotated(q, runs, value, freqs, 8)
+        return [attention.normalise(part, jnp.float32) for part in parts]
+
+    expected, found = both(length, runs)
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 

@@ -2,15 +2,16 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.special
+from tiny import make_params
 
+from kvjax import decode, prefill
 from kvjax.delimiters import Importance, boundary_scores
 from kvjax.errors import PromptError
 from kvjax.models.config import ModelConfig
-from kvjax.models.transformer import Block, Transformer
 
 CONFIG = ModelConfig(
     family="llama", vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4, num_kv_heads=2,
@@ -22,25 +23,23 @@ AT = np.arange(len(TOKENS), dtype=np.int32)
 
 @pytest.fixture(scope="module")
 def params():
-    dummy = jnp.zeros((1, 4), jnp.int32)
-    tree = Transformer(CONFIG).init(jax.random.key(1), dummy, dummy)["params"]
-    return jax.tree.map(lambda leaf: leaf * 3 if leaf.ndim == 2 else leaf, tree)  # sharper than at init
+    return make_params(CONFIG)
 
 
 @pytest.fixture(scope="module")
 def maps(params):
     """Attention maps `[L, H, T, T]` of the whole text."""
-    x, found = Transformer(CONFIG).apply({"params": params}, TOKENS, method="embed"), []
+    x, found = prefill.embed(CONFIG, params, TOKENS), []
     for i, window in enumerate(CONFIG.windows):
-        variables = {"params": params[f"layers_{i}"]}
-        q, k, v = Block(CONFIG).apply(variables, x, AT, method="project")
+        mine = params[f"layers_{i}"]
+        q, k, v = decode._project(CONFIG, mine, x, AT)
         k, v = np.repeat(k, CONFIG.group, axis=1), np.repeat(v, CONFIG.group, axis=1)
         scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(CONFIG.head_dim)
         behind = AT[:, None] - AT
         seen = (behind >= 0) & (behind < (window or len(TOKENS)))
-        found.append(np.asarray(jax.nn.softmax(jnp.where(seen, scores, -jnp.inf))))
+        found.append(scipy.special.softmax(np.where(seen, scores, -np.inf), axis=-1))
         out = np.einsum("hqk,khd->qhd", found[-1], v)
-        x = Block(CONFIG).apply(variables, x, jnp.asarray(out), method="finish")
+        x = decode._finish(CONFIG, mine, x, jnp.asarray(out))
     return np.stack(found)
 
 

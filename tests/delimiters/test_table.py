@@ -1,11 +1,14 @@
 """Which tokens are delimiters, and the file of their weights."""
 
+import pathlib
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
+import kvjax
 from kvjax.delimiters import Delimiters, Tally, delimiter_texts, ends_sentence
 from kvjax.delimiters.candidates import is_delimiter
 from kvjax.errors import ConfigError
@@ -88,3 +91,8 @@ def test_a_file_that_is_no_table_is_refused(tmp_path, content):
 def test_texts_without_delimiters_are_refused():
     with pytest.raises(ConfigError, match="no delimiter"):
         Tally(16).table("model", TEXTS)
+
+
+def test_the_shipped_table_is_the_shipped_models():
+    reference = pathlib.Path(kvjax.__file__).parent / "reference"
+    Delimiters.load(reference / "delimiters.json").check_model(kvjax.load(reference).fingerprint)

@@ -1,31 +1,22 @@
 """The replay of a recorded decode against the real one, and what the experiment refuses."""
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import CONFIG, make_params
 
 import kvjax
 from configs.residency import get_config
 from experiments import residency
 from kvjax import decode
 from kvjax.errors import ConfigError
-from kvjax.models.config import ModelConfig
-from kvjax.models.transformer import Transformer
 
-CONFIG = ModelConfig(
-    family="llama", vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2,
-    head_dim=8, max_position=128,
-)
 METHOD = kvjax.quest(budget=24, sinks=2, window=4, page=4)
 TOKENS = np.random.default_rng(0).integers(0, 64, (2, 80)).astype(np.int32)
 
 
 @pytest.fixture(scope="module")
 def llm():
-    dummy = jnp.zeros((1, 4), jnp.int32)
-    params = Transformer(CONFIG).init(jax.random.key(1), dummy, dummy)["params"]
-    return kvjax.LLM(CONFIG, jax.tree.map(lambda leaf: leaf * 3 if leaf.ndim == 2 else leaf, params))
+    return kvjax.LLM(CONFIG, make_params())
 
 
 @pytest.fixture(scope="module")

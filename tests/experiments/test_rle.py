@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import dense, make_params
 
+import kvjax
 from experiments import rle as experiment
-from experiments import rle_model
+from experiments import rle_flash, rle_model
 from kvjax.codecs import dictionary, rle
 from kvjax.codecs.rle import Tolerance
 from kvjax.models.config import ModelConfig
-from kvjax.models.transformer import Transformer
 
 CONFIG = ModelConfig(
     family="llama", vocab_size=16, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4, num_kv_heads=2,
@@ -23,8 +24,7 @@ TOKENS = np.random.default_rng(0).integers(0, 16, 40).astype(np.int32)
 
 @pytest.fixture(scope="module")
 def llm():
-    dummy = jnp.zeros((1, 4), jnp.int32)
-    return SimpleNamespace(config=CONFIG, params=Transformer(CONFIG).init(jax.random.key(1), dummy, dummy)["params"])
+    return SimpleNamespace(config=CONFIG, params=make_params(CONFIG, sharper=1))
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +33,7 @@ def plain(llm):
 
 
 def test_without_a_codec_it_is_the_model(llm, plain):
-    at = jnp.arange(len(TOKENS), dtype=jnp.int32)[None]
-    logits = Transformer(CONFIG).apply({"params": llm.params}, jnp.asarray(TOKENS)[None], at)[0]
+    logits = dense(llm.params, TOKENS[None], CONFIG)[0]
     expected = -jax.nn.log_softmax(logits)[np.arange(39), TOKENS[1:]]
     np.testing.assert_allclose(plain[1], expected, atol=2e-5)
 
@@ -64,3 +63,19 @@ def test_the_first_layers_keys_are_decided_by_the_token(plain):
 def test_runs_are_counted_by_length():
     begins = np.asarray([[1, 1, 0, 0, 1, 0], [1, 0, 0, 0, 0, 0]], bool)
     assert experiment.histogram(begins, (1, 2, 3, 5)) == [1, 1, 1, 1]
+
+
+def test_planted_runs_are_read_in_fewer_bytes_and_change_no_bit(llm, tmp_path):
+    """Pages of four times 4 KB; that of the last tokens is not full, and its empty rows are a run, too."""
+    model = kvjax.LLM(CONFIG, llm.params)
+    token = np.random.default_rng(0).integers(0, 16, 620).astype(np.int32)
+    method = {"name": "quest", "budget": 300, "page": 256, "sinks": 2, "window": 4}
+    flash = SimpleNamespace(methods=(method,), dtypes=("float32",), planted=(1, 8), steps=6)
+    rows = list(rle_flash.rows(model, "code", token, tmp_path, SimpleNamespace(flash=flash)))
+    found = {(row["planted"], row["codec"]): row for row in rows}
+    assert len(rows) == 4 and all(row["equal"] and row["pages_per_block"] == 4 for row in rows)
+    assert found[1, "rle"]["runs_per_token"] == 1 and 0.12 < found[8, "rle"]["runs_per_token"] < 0.13
+    assert found[1, "raw"]["coded_share"] == 0 and found[1, "rle"]["coded_share"] == pytest.approx(1 / 3)
+    assert found[8, "rle"]["coded_share"] == 1
+    assert found[8, "rle"]["bytes_read_per_token"] < found[1, "rle"]["bytes_read_per_token"]
+    assert found[8, "raw"]["bytes_read_per_token"] >= found[1, "rle"]["bytes_read_per_token"]

@@ -1,15 +1,13 @@
 """ArkVale: volumes really bound every key's product, are as small as they can be, and follow the pages."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import GROUP, HEADS, METHODS, SIZE, Sim, Stream
+from harness import GROUP, HEADS, METHODS, SIZE, Sim, Stream, selection
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from kvjax import cache as caching
 from kvjax.errors import ConfigError
 from kvjax.methods import ArkVale, Quest
 from kvjax.methods.arkvale import VOLUMES, Volumes, bounding_volumes, promise
@@ -71,18 +69,14 @@ def test_volumes_follow_the_pages_while_decoding(volume):
                 np.testing.assert_allclose(state.index.digest.extent[b, head, page], extent, atol=1e-5)
 
 
-def selected(sim, b, q):
-    spec, one = sim.plan.spec, jax.tree.map(lambda leaf: jnp.asarray(leaf[b]), sim.cache.state)
-    return np.asarray(sim.plan.method.select(spec, one.index, caching.view(spec, one), q).block), np.asarray(one.count)
-
-
 def test_a_cuboid_ranks_full_pages_as_quest_does():
     ours, theirs = METHODS["arkvale"], Quest(budget=28, sinks=2, window=4, page=4)
     stream = Stream.draw(1)
     sims = [Sim(method, stream, [61, 43]) for method in (ours, theirs)]
     q = np.random.default_rng(3).normal(size=(HEADS, GROUP, SIZE)).astype(np.float32)
     for b in range(2):
-        (mine, count), (quests, _) = (selected(sim, b, q) for sim in sims)
+        mine, quests = (selection(sim, b, q).block for sim in sims)
+        count = np.asarray(sims[0].cache.state.count[b])
         for head in range(HEADS):
             full = [page for page in quests[head] if count[head, page] == 4]
             closed = [page for page in mine[head] if count[head, page] == 4]

@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import GROUP, HEADS, METHODS, SIZE, Sim, Stream
+from harness import GROUP, HEADS, METHODS, SIZE, Sim, Stream, selection
 from sklearn.cluster import KMeans
 
-from kvjax import cache as caching
 from kvjax import clustering
 
 METHOD = METHODS["clusterkv"]
@@ -61,7 +60,7 @@ def blocks(state, head):
 @pytest.fixture(scope="module")
 def run():
     """Two periods and a half after the prompt: simulation, state before and after."""
-    sim = Sim(METHOD, Stream.draw(0, batch=1), [PROMPT])
+    sim = Sim(METHOD, Stream.rows(0, 1), [PROMPT, PROMPT])
     start = jax.device_get(sim.cache.state)
     sim.run(20)
     return sim, start, jax.device_get(sim.cache.state)
@@ -71,7 +70,8 @@ def parts_of(keys, clusters, head):
     """Index sets of the clusters of some keys of a head."""
     seed = jax.random.split(jax.random.key(METHOD.seed), HEADS)[head]
     every, active = jnp.ones(len(keys), bool), jnp.int32(clusters)
-    owner = np.asarray(clustering.kmeans(jnp.asarray(keys), every, clusters, active, seed, cosine=True))
+    kmeans = jax.jit(clustering.kmeans, static_argnames=("clusters", "cosine"))
+    owner = np.asarray(kmeans(jnp.asarray(keys), every, clusters, active, seed, cosine=True))
     return [set(np.flatnonzero(owner == c).tolist()) for c in range(clusters)]
 
 
@@ -105,9 +105,9 @@ def test_a_block_of_the_prompt_holds_keys_of_one_direction(run, head):
 
 def test_clusters_are_ranked_by_the_softmax_of_centroid_products(run):
     sim, _, state = run
-    spec, one = sim.plan.spec, jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), sim.cache.state)
+    spec = sim.plan.spec
     q = np.random.default_rng(1).normal(size=(HEADS, GROUP, SIZE)).astype(np.float32)
-    found = np.asarray(METHOD.select(spec, one.index, caching.view(spec, one), q).block)
+    found = selection(sim, 0, q).block
     for head in range(HEADS):
         held = blocks(state, head)
         centroid = np.stack([sim.stream.k[0, pos, head].astype(np.float64).mean(0) for pos in held.values()])

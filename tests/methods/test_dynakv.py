@@ -44,6 +44,7 @@ def start(stream, prompt):
     return _prefill(LONG, k, v, np.array([prompt], np.int32))
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def forced(plan, state, b=0):
     """What `select` would load on purpose in the next step; the query has no say in it."""
     one = jax.tree.map(lambda leaf: leaf[b], state)

@@ -4,27 +4,18 @@ import dataclasses
 
 import harness
 import jax
-import jax.numpy as jnp
 import numpy as np
-from harness import GROUP, HEADS, METHODS, SIZE, Sim, Stream, check_every_token_has_one_place
+from harness import GROUP, HEADS, METHODS, SIZE, Sim, Stream, check_every_token_has_one_place, selection
 
-from kvjax import cache as caching
 from kvjax.dci.tree import occupancy
 
 ALL = dataclasses.replace(METHODS["icecache"], beam=48, projections=0, visit=None)  # a search that sees every token
 
 
-def selected(sim, q):
-    """Ranked pages [K, M] of the first sequence."""
-    one = jax.tree.map(lambda leaf: leaf[0], sim.cache.state)
-    spec, method = sim.plan.spec, sim.plan.method
-    return np.asarray(method.select(spec, one.index, caching.view(spec, one), jnp.asarray(q)).block)
-
-
 def test_pages_are_ranked_by_attention_mass_per_row():
-    sim = Sim(ALL, Stream.draw(0, batch=1), [80])
+    sim = Sim(ALL, Stream.rows(0, 1), [80, 80])
     state, q = jax.device_get(sim.cache.state), np.random.default_rng(5).normal(size=(HEADS, GROUP, SIZE))
-    chosen = selected(sim, q.astype(np.float32))
+    chosen = selection(sim, 0, q).block
     for head in range(HEADS):
         count, pos = state.count[0, head], state.pos[0, head]
         weight = np.exp(sim.stream.k[0, :, head] @ q[head].T / np.sqrt(SIZE))
@@ -35,7 +26,7 @@ def test_pages_are_ranked_by_attention_mass_per_row():
 
 def test_tokens_of_a_page_have_one_parent_and_new_ones_join_their_nearest():
     """Given 60 tokens in a tree and 20 inserted, near keys share pages more often than chance."""
-    sim = Sim(ALL, Stream.draw(1, batch=1), [60])
+    sim = Sim(ALL, Stream.rows(1, 2), [60, 60])
     sim.run(20)
     check_every_token_has_one_place(sim)
     state = jax.device_get(sim.cache.state)

@@ -4,10 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import GROUP, HEADS, METHODS, SIZE, Sim, Stream
+from harness import GROUP, HEADS, METHODS, SIZE, Sim, Stream, selection
 
 import kvjax
-from kvjax import cache as caching
 from kvjax.errors import ConfigError
 from kvjax.methods import InfLLM
 from kvjax.methods.infllm import local_scores
@@ -32,7 +31,8 @@ def brute_force_scores(stream, b, head, length, window):
 def test_local_scores_of_a_prompt(length, window):
     stream, tokens = Stream.draw(0, batch=1), 48
     q = stream.q[0, :tokens].reshape(tokens, HEADS, GROUP, SIZE).transpose(1, 2, 0, 3)
-    found = local_scores(q, stream.k[0, :tokens].swapaxes(0, 1), jnp.int32(length), window)
+    found = jax.jit(local_scores, static_argnums=3)(q, stream.k[0, :tokens].swapaxes(0, 1), jnp.int32(length), window)
+    found = np.asarray(found)
     for head in range(HEADS):
         expected = brute_force_scores(stream, 0, head, length, window)
         np.testing.assert_allclose(found[head, :length], expected, atol=1e-4)
@@ -110,9 +110,9 @@ def test_representatives_of_decoded_blocks():
 def test_blocks_are_ranked_by_the_sum_over_representatives(runs, shared):
     sim, _, state = runs
     method = InfLLM(budget=24, sinks=2, window=4, block=4, representatives=2, shared=shared)
-    spec, one = sim.plan.spec, jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), sim.cache.state)
+    spec = sim.plan.spec
     q = np.random.default_rng(3).normal(size=(HEADS, GROUP, SIZE)).astype(np.float32)
-    found = np.asarray(method.select(spec, one.index, caching.view(spec, one), q).block)
+    found = selection(sim, 0, q, method).block
     relevance = np.einsum("kgd,knrd->kn", q.astype(np.float64), state.index.key[0])
     relevance = np.broadcast_to(relevance.sum(0), relevance.shape) if shared else relevance
     for head in range(HEADS):
@@ -126,12 +126,13 @@ def test_blocks_are_ranked_by_the_sum_over_representatives(runs, shared):
 
 def test_a_prompt_without_its_queries_is_refused():
     cache = kvjax.init_cache(METHOD, batch=1, kv_heads=HEADS, group=GROUP, head_dim=SIZE, capacity=40)
-    stream, length = Stream.draw(4, batch=1, tokens=20), jnp.asarray([20])
+    stream, length = Stream.rows(4, 5), jnp.asarray([20])
+    q, key, value = (jnp.asarray(array[:1, :20]) for array in (stream.q, stream.k, stream.v))
     with pytest.raises(ConfigError, match="queries of all 20 tokens"):
-        kvjax.prefill_cache(cache, jnp.asarray(stream.k), jnp.asarray(stream.v), length)
-    filled = kvjax.prefill_cache(cache, jnp.asarray(stream.k), jnp.asarray(stream.v), length, jnp.asarray(stream.q))
-    alone = Sim(METHOD, stream, [20])
-    np.testing.assert_array_equal(filled.layer.state.index.key[0, :, :4], alone.cache.state.index.key[0, :, :4])
+        kvjax.prefill_cache(cache, key, value, length)
+    filled = kvjax.prefill_cache(cache, key, value, length, q)
+    beside = Sim(METHOD, stream, [20, 20])
+    np.testing.assert_array_equal(filled.layer.state.index.key[0, :, :4], beside.cache.state.index.key[0, :, :4])
 
 
 def test_more_representatives_than_tokens_are_refused():

@@ -1,21 +1,21 @@
 """Methods that predict attention from compressed keys, against brute force; adapters on their way into a cache."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import CAPACITY, GROUP, HEADS, SIZE, Sim, Stream, check_every_token_has_one_place
+from harness import CAPACITY, GROUP, HEADS, SIZE, Sim, Stream, check_every_token_has_one_place, selection
+from tiny import make_params
 
 import kvjax
-from kvjax import cache as caching
 from kvjax import prediction
 from kvjax.adapters import Adapters
 from kvjax.errors import ConfigError, FormatMismatch, ReadFailed
 from kvjax.methods import InfiniGen, KVSwap, Loki
 from kvjax.models.config import ModelConfig
-from kvjax.models.transformer import Transformer
 
 SMALL = {"budget": 24, "sinks": 2, "window": 4}
 PROMPT, STEPS = 51, 13
@@ -43,14 +43,18 @@ def brute_force_groups(method, keys, basis, joint):
     return np.argsort(-best, axis=-1, kind="stable")
 
 
-def after_decoding(method, prompt=PROMPT, steps=STEPS):
-    """One sequence's layer, its selection for Q, and its stored keys `[T, K, D]`, in token order."""
-    stream = Stream.draw(1, batch=1)
-    sim = Sim(method, stream, [prompt])
-    sim.run(steps)
-    one = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), sim.cache.state)
-    selection = method.select(sim.plan.spec, one.index, caching.view(sim.plan.spec, one), jnp.asarray(Q))
-    return one, np.asarray(selection.block), stream.k[0, method.sinks : prompt + steps - method.window + 1]
+def after_decoding(method):
+    """A simulation of two sequences, and the first one's stored keys `[T, K, D]`, in token order."""
+    sim = decoded(dataclasses.replace(method, shared=True, aggregation="mean"))
+    return sim, sim.stream.k[0, method.sinks : PROMPT + STEPS - method.window + 1]
+
+
+@functools.cache
+def decoded(method):
+    """What is kept does not depend on how scores become a selection."""
+    sim = Sim(method, Stream.rows(1, 2), [PROMPT, PROMPT])
+    sim.run(STEPS)
+    return sim
 
 
 @pytest.mark.parametrize(("joint", "shared", "group", "rule"), [
@@ -60,7 +64,8 @@ def after_decoding(method, prompt=PROMPT, steps=STEPS):
 def test_groups_are_selected_as_brute_force_ranks_them(joint, shared, group, rule):
     """Given adapters, a prompt and decoded tokens, the last of them in an unfinished group unless G = 1."""
     method = KVSwap(**SMALL, group=group, shared=shared, aggregation=rule, adapters=FITTED[joint])
-    _, block, keys = after_decoding(method)
+    sim, keys = after_decoding(method)
+    block = selection(sim, 0, Q, method).block
     assert group == 1 or len(keys) % group
     np.testing.assert_array_equal(block, brute_force_groups(method, keys, BASIS, joint)[:, : block.shape[1]])
 
@@ -68,10 +73,11 @@ def test_groups_are_selected_as_brute_force_ranks_them(joint, shared, group, rul
 @pytest.mark.parametrize("joint", [True, False], ids=["joint", "per_head"])
 def test_without_adapters_the_prompts_own_keys_are_decomposed(joint):
     method = KVSwap(**SMALL, sigma=4, per_head=not joint)
-    state, _, keys = after_decoding(method)
+    sim, keys = after_decoding(method)
     prompt = keys[: PROMPT - SMALL["sinks"] - SMALL["window"] + 1]
     parts = [prompt.reshape(len(prompt), -1)] if joint else list(prompt.swapaxes(0, 1))
-    found = np.asarray(state.index.adapter).reshape(len(parts), -1, state.index.adapter.shape[-1])
+    adapter = np.asarray(sim.cache.state.index.adapter)[0]
+    found = adapter.reshape(len(parts), -1, adapter.shape[-1])
     for part, basis in zip(parts, found, strict=True):
         expected = np.linalg.svd(part, full_matrices=False)[2][: part.shape[1] // 4].T
         np.testing.assert_allclose(np.abs(expected.T @ basis), np.eye(basis.shape[1]), atol=1e-3)
@@ -79,9 +85,10 @@ def test_without_adapters_the_prompts_own_keys_are_decomposed(joint):
 
 def test_adapters_that_keep_everything_predict_the_true_scores():
     method = KVSwap(**SMALL, sigma=1)
-    state, _, keys = after_decoding(method)
+    sim, keys = after_decoding(method)
+    index = jax.tree.map(lambda leaf: jnp.asarray(leaf)[0], sim.cache.state.index)
     expected = np.einsum("kgd,tkd->kgt", Q, keys) / np.sqrt(SIZE)
-    np.testing.assert_allclose(prediction.predict(state.index, jnp.asarray(Q))[..., : len(keys)], expected, atol=1e-3)
+    np.testing.assert_allclose(jax.jit(prediction.predict)(index, Q)[..., : len(keys)], expected, atol=1e-3)
 
 
 def test_an_unfinished_group_is_attended_by_the_rolling_buffer_alone():
@@ -109,7 +116,7 @@ def test_infinigen_keeps_the_dimensions_with_the_largest_magnitudes():
         token=jnp.full(20, -1, jnp.int32), query=jnp.asarray(query),
         query_pos=jnp.asarray([-1, -1, 14, 15, 16], jnp.int32),
     )
-    index, _ = method.build(spec, method.init(spec, ()), context)
+    index, _ = jax.device_get(jax.jit(method.build, static_argnums=0)(spec, method.init(spec, ()), context))
     magnitude = np.abs(key[:, :17]).mean(1) + np.abs(query[:, :, 2:]).mean((1, 2))
     for head in range(HEADS):
         kept = set(np.argsort(-magnitude[head])[: SIZE // 2])
@@ -136,8 +143,7 @@ TEXT = RNG.integers(0, 64, 40).tolist()
 
 @pytest.fixture(scope="module")
 def llm():
-    dummy = jnp.zeros((1, 4), jnp.int32)
-    return kvjax.LLM(CONFIG, Transformer(CONFIG).init(jax.random.key(1), dummy, dummy)["params"])
+    return kvjax.LLM(CONFIG, make_params(CONFIG, sharper=1))
 
 
 def adapters_of(llm, layers=2, size=8):

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -107,11 +108,10 @@ def test_codes_are_signs_of_projections_of_centred_keys(run):
 
 def choose(sim, b, q):
     """Selection for a query, and the tokens that each query head samples, by comparing codes."""
-    spec, one = sim.plan.spec, jax.tree.map(lambda leaf: jnp.asarray(leaf[b]), sim.cache.state)
-    selection = jax.device_get(METHOD.select(spec, one.index, caching.view(spec, one), q))
     asked = np.asarray(codes(q, projections(METHOD.seed, SIZE, METHOD.tables, METHOD.bits)))
-    shared = (np.asarray(one.index.code)[:, None] == asked[..., None]).sum(2)  # [K, G, NB]
-    return selection, (shared >= 2) & (np.asarray(one.count) > 0)[:, None]
+    code, count = (np.asarray(array)[b] for array in (sim.cache.state.index.code, sim.cache.state.count))
+    shared = (code[:, None] == asked[..., None]).sum(2)  # [K, G, NB]
+    return harness.selection(sim, b, q), (shared >= 2) & (count > 0)[:, None]
 
 
 def test_a_head_attends_what_it_sampled_and_what_is_kept_counts_for_what_is_not(run):

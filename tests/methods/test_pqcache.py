@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import GROUP, HEADS, METHODS, SIZE, Sim, Stream
+from harness import GROUP, HEADS, METHODS, SIZE, Sim, Stream, selection
 from sklearn.cluster import KMeans
 
-from kvjax import cache as caching
 from kvjax.errors import ConfigError
 from kvjax.methods import PQCache, pqcache
 
@@ -89,7 +88,7 @@ def test_tokens_are_selected_by_the_summed_softmax_of_their_scores(run):
     sim, state, _ = run
     spec, q = sim.plan.spec, np.random.default_rng(2).normal(size=(HEADS, GROUP, SIZE)).astype(np.float32)
     one = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), sim.cache.state)
-    block = np.asarray(METHOD.select(spec, one.index, caching.view(spec, one), q).block)
+    block = selection(sim, 0, q).block
     stored = int(state.index.stored[0])
     score = np.asarray(pqcache.lookup(one.index.codebook, one.index.code, q), np.float64)[..., :stored] / np.sqrt(SIZE)
     weight = np.exp(score - score.max(-1, keepdims=True))

@@ -7,12 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import GROUP, HEADS, SIZE, Sim, Stream
+from harness import GROUP, HEADS, SIZE, Sim, Stream, selection
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from kvjax import cache as caching
 from kvjax.method import AGGREGATIONS, Context, Leaving, View
 from kvjax.methods import Quest, quest
 
@@ -126,17 +125,22 @@ def brute_force_ranking(keys, q, rule, count):
     return np.argsort(-score, kind="stable")[:count]
 
 
-@pytest.mark.parametrize("rule", AGGREGATIONS)
-def test_pages_are_selected_as_brute_force_ranks_them(rule):
-    method = Quest(budget=24, sinks=2, window=4, page=4, aggregation=rule)
-    sim = Sim(method, Stream.draw(1), [60, 30])
+@pytest.fixture(scope="module")
+def decoded():
+    """A long and a short prompt and 20 tokens more, on which the aggregation has no influence."""
+    sim = Sim(METHOD, Stream.draw(1), [60, 30])
     sim.run(20)
-    rng, spec = np.random.default_rng(0), sim.plan.spec
+    return sim
+
+
+@pytest.mark.parametrize("rule", AGGREGATIONS)
+def test_pages_are_selected_as_brute_force_ranks_them(decoded, rule):
+    method = Quest(budget=24, sinks=2, window=4, page=4, aggregation=rule)
+    sim, rng, spec = decoded, np.random.default_rng(0), decoded.plan.spec
     state = jax.device_get(sim.cache.state)
     for b in range(2):
-        one = jax.tree.map(lambda leaf, b=b: jnp.asarray(leaf[b]), sim.cache.state)
         q = rng.normal(size=(HEADS, GROUP, SIZE)).astype(np.float32)
-        found = np.asarray(method.select(spec, one.index, caching.view(spec, one), q).block)
+        found = selection(sim, b, q, method).block
         for head in range(HEADS):
             used = np.flatnonzero(state.count[b, head])
             keys = [sim.stream.k[b, state.pos[b, head, j, : state.count[b, head, j]], head] for j in used]

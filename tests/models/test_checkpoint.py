@@ -106,26 +106,16 @@ def test_tree_is_that_of_init(write, config):
 
 
 @pytest.mark.parametrize(
-    "path, name",
-    [
-        ("layers_0/q_proj/kernel", QUERY),
-        ("layers_1/k_proj/kernel", KEY),
-        ("layers_0/v_proj/kernel", "model.layers.0.self_attn.v_proj.weight"),
-        ("layers_1/o_proj/kernel", "model.layers.1.self_attn.o_proj.weight"),
-        ("layers_0/mlp/gate_proj/kernel", "model.layers.0.mlp.gate_proj.weight"),
-        ("layers_0/mlp/up_proj/kernel", "model.layers.0.mlp.up_proj.weight"),
-        ("layers_1/mlp/down_proj/kernel", "model.layers.1.mlp.down_proj.weight"),
-        ("lm_head/kernel", "lm_head.weight"),
-    ],
-)
-def test_linear_maps_are_transposed(write, tensors, path, name):
-    loaded = traverse_util.flatten_dict(load_params(write(tensors), PLAIN), sep="/")
-    np.testing.assert_array_equal(loaded[path], tensors[name].T)
-
-
-@pytest.mark.parametrize(
     "config, path, name",
     [
+        (PLAIN, "layers_0/q_proj/weight", QUERY),
+        (PLAIN, "layers_1/k_proj/weight", KEY),
+        (PLAIN, "layers_0/v_proj/weight", "model.layers.0.self_attn.v_proj.weight"),
+        (PLAIN, "layers_1/o_proj/weight", "model.layers.1.self_attn.o_proj.weight"),
+        (PLAIN, "layers_0/mlp/gate_proj/weight", "model.layers.0.mlp.gate_proj.weight"),
+        (PLAIN, "layers_0/mlp/up_proj/weight", "model.layers.0.mlp.up_proj.weight"),
+        (PLAIN, "layers_1/mlp/down_proj/weight", "model.layers.1.mlp.down_proj.weight"),
+        (PLAIN, "lm_head/weight", "lm_head.weight"),
         (PLAIN, "embedding/embedding", "model.embed_tokens.weight"),
         (PLAIN, "norm/scale", "model.norm.weight"),
         (PLAIN, "layers_1/input_norm/scale", "model.layers.1.input_layernorm.weight"),
@@ -137,7 +127,7 @@ def test_linear_maps_are_transposed(write, tensors, path, name):
         (BIASED, "layers_1/mlp/down_proj/bias", "model.layers.1.mlp.down_proj.bias"),
     ],
 )
-def test_other_tensors_are_kept_as_they_are(write, config, path, name):
+def test_tensors_are_kept_as_they_are(write, config, path, name):
     tensors = tensors_of(config)
     loaded = traverse_util.flatten_dict(load_params(write(tensors), config), sep="/")
     np.testing.assert_array_equal(loaded[path], tensors[name])
@@ -147,9 +137,9 @@ def test_other_tensors_are_kept_as_they_are(write, config, path, name):
 @pytest.mark.parametrize("wanted", [jnp.float32, jnp.bfloat16])
 def test_stored_type_is_cast_to_the_wanted_one(write, stored, wanted):
     tensors = tensors_of(PLAIN, np.dtype(stored))
-    loaded = load_params(write(tensors), PLAIN, wanted)["layers_0"]["q_proj"]["kernel"]
+    loaded = load_params(write(tensors), PLAIN, wanted)["layers_0"]["q_proj"]["weight"]
     assert loaded.dtype == wanted
-    np.testing.assert_array_equal(loaded, tensors[QUERY].T.astype(wanted))
+    np.testing.assert_array_equal(loaded, tensors[QUERY].astype(wanted))
 
 
 def test_shards_give_what_one_file_gives(write, tensors, tmp_path):
@@ -317,7 +307,7 @@ def test_bfloat16_is_rounded_on_save(tmp_path):
     save_params(params, PLAIN, tmp_path, "bfloat16")
     saved = load_file(tmp_path / "model.safetensors")
     assert {tensor.dtype for tensor in saved.values()} == {jnp.dtype(jnp.bfloat16)}
-    np.testing.assert_array_equal(saved[QUERY], params["layers_0"]["q_proj"]["kernel"].T.astype(jnp.bfloat16))
+    np.testing.assert_array_equal(saved[QUERY], params["layers_0"]["q_proj"]["weight"].astype(jnp.bfloat16))
 
 
 def test_config_says_which_dtype_was_saved(tmp_path):
@@ -338,13 +328,13 @@ def test_model_without_mlp_has_no_format(tmp_path):
 
 
 def test_missing_param_is_refused_before_anything_is_written(tmp_path):
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: parameter lm_head/kernel has shape None"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: parameter lm_head/weight has shape None"):
         save_params(random_params(TIED), PLAIN, tmp_path)
     assert not list(tmp_path.iterdir())
 
 
 def test_surplus_param_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match=r"lm_head/kernel has shape \(12, 20\); the model has None"):
+    with pytest.raises(CheckpointError, match=r"lm_head/weight has shape \(20, 12\); the model has None"):
         save_params(random_params(PLAIN), TIED, tmp_path)
 
 

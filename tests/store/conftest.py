@@ -14,6 +14,15 @@ from kvjax.store.host import HostStore
 from tests.store.faults import FaultySystem
 
 GEOMETRY = Geometry(layers=2, batch=2, kv_heads=2, num_blocks=6, block_rows=4, width=6, dtype="float32")
+WIDE = dataclasses.replace(GEOMETRY, width=2048)  # blocks of 8 pages, keys of one
+
+
+def plant_runs(rows: np.ndarray) -> np.ndarray:
+    """rows[..., C, width] with one key for all rows of some blocks, for all but the last of others."""
+    keys, kind = rows[..., :rows.shape[-1] // 2], rows[..., -1, -1].astype(int) % 3
+    for some, stop in ((kind == 0, rows.shape[-2]), (kind == 1, rows.shape[-2] - 1)):
+        keys[some, :stop] = keys[some, :1]
+    return rows
 
 
 def wait_until(condition) -> None:
@@ -42,10 +51,11 @@ class Driver:
         return self.branch.geometry
 
     def full(self, seed: int = 0) -> np.ndarray:
-        """Random blocks[B, K, NB, C, width] of one layer."""
+        """Random blocks[B, K, NB, C, width] of one layer, some with runs if they are wide enough to be coded."""
         g = self.geometry
         shape = (g.batch, g.kv_heads, g.num_blocks, g.block_rows, g.width)
-        return np.random.default_rng(seed).integers(-100, 100, shape).astype(g.numpy_dtype)
+        blocks = np.random.default_rng(seed).integers(-100, 100, shape).astype(g.numpy_dtype)
+        return plant_runs(blocks) if self.geometry.width == WIDE.width else blocks
 
     def prefill(self, layer: int = 0, seed: int = 0) -> np.ndarray:
         blocks = self.full(seed)
@@ -127,11 +137,14 @@ def engine(request, tmp_path) -> str:
     return request.param
 
 
-@pytest.fixture(params=["host", "buffered", "threads", "aio", "eager"])
+@pytest.fixture(params=["host", "buffered", "threads", "aio", "eager", "coded"])
 def store(request, tmp_path):
-    """Every kind of store; `eager` writes each committed block at once."""
+    """Every kind of store; `eager` writes each committed block at once, and `coded` those with runs in fewer pages."""
     if request.param == "host":
         return HostStore()
+    if request.param == "coded":
+        request.getfixturevalue("small_pages")
+        return FlashStore(tmp_path, codec="rle", direct=False, threads=2, staging_bytes=0)
     if request.param in ("threads", "aio"):
         skip_without(request.param, tmp_path)
         return FlashStore(tmp_path, engine=request.param, threads=2)

@@ -1,4 +1,7 @@
-"""A run like decoding with saves, and two ways to end it: SIGKILL, and a power cut that forgets unsynced writes."""
+"""A run like decoding with saves, and two ways to end it: SIGKILL, and a power cut that forgets unsynced writes.
+
+In codec "rle" blocks have runs, and take another number of pages each time a row breaks or makes one.
+"""
 
 import dataclasses
 import os
@@ -12,14 +15,15 @@ import numpy as np
 from kvjax.store.flash import FlashStore
 from kvjax.store.host import HostStore
 from kvjax.store.system import SystemIO
-from tests.store.conftest import GEOMETRY, Driver
+from tests.store.conftest import GEOMETRY, WIDE, Driver, plant_runs
 
 STEPS = 60
+GEOMETRIES = {"raw": GEOMETRY, "rle": WIDE}
 
 
 def decode_like(driver: Driver, seed: int, save) -> None:
-    """Appends, splits and prefills; calls save(step) now and then. Depends on the seed alone."""
-    rng = np.random.default_rng(seed)
+    """Appends, splits and prefills; calls save(step) now and then. Depends on seed and geometry alone."""
+    rng, width = np.random.default_rng(seed), driver.geometry.width
     for layer in range(2):
         driver.prefill(layer, seed)
     for step in range(STEPS):
@@ -28,7 +32,7 @@ def decode_like(driver: Driver, seed: int, save) -> None:
             driver.append(int(rng.integers(6)), int(rng.integers(4)), float(step), layer)
         elif kind < 0.7:
             block = rng.permuted(np.tile(np.arange(6, dtype=np.int32), (2, 2, 1)), axis=-1)[..., :2].copy()
-            blocks = rng.normal(size=(2, 2, 2, 4, 6)).astype(np.float32)
+            blocks = plant_runs(rng.normal(size=(2, 2, 2, 4, width)).astype(np.float32))
             assert driver.branch.put_blocks(layer, driver.branch.generation, block, blocks)
             driver.commit()
         elif kind < 0.75:
@@ -42,18 +46,19 @@ def contents(driver: Driver) -> np.ndarray:
     return np.stack([driver.read(layer) for layer in range(2)])
 
 
-def expected_saves(seed: int) -> dict[int, np.ndarray]:
+def expected_saves(seed: int, codec: str) -> dict[int, np.ndarray]:
     """What each save of a run holds, by its step: from the store in memory."""
-    driver, found = Driver(HostStore().create(GEOMETRY, "crash")), {}
+    driver, found = Driver(HostStore().create(GEOMETRIES[codec], "crash")), {}
     decode_like(driver, seed, lambda step: found.update({step: contents(driver)}))
     return found
 
 
-def run(path, seed: int, system: SystemIO, saved) -> None:
+def run(path, seed: int, codec: str, system: SystemIO, saved) -> None:
     """The same run on flash; calls saved(step) after each save."""
-    store = FlashStore(path, threads=1, direct=False, staging_bytes=8 * 4096)
+    geometry = GEOMETRIES[codec]
+    store = FlashStore(path, threads=1, direct=False, staging_bytes=8 * geometry.extent_bytes, codec=codec)
     store.system = system
-    driver = Driver(store.create(GEOMETRY, "crash"))
+    driver = Driver(store.create(geometry, "crash"))
 
     def save(step: int) -> None:
         driver.branch.save(b"%d" % step)
@@ -124,7 +129,7 @@ class PowerCut(SystemIO):
         return bytes(device)
 
 
-def serve(path: str, seed: int, points: list[int]) -> None:
+def serve(path: str, seed: int, codec: str, points: list[int]) -> None:
     """For each point forks a process that dies there; prints the saves it lived to see, or how many points there are.
 
     Forking spares importing everything anew; no thread has been started here.
@@ -134,11 +139,12 @@ def serve(path: str, seed: int, points: list[int]) -> None:
         child = os.fork()
         if child == 0:
             killer = Killer(point, seed + point)
-            run(f"{path}.{point}", seed, killer, lambda step, point=point: print("saved", point, step, flush=True))
+            run(f"{path}.{point}", seed, codec, killer,
+                lambda step, point=point: print("saved", point, step, flush=True))
             print("calls", killer.count, flush=True)
             os._exit(0)
         os.waitpid(child, 0)
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1], int(sys.argv[2]), [int(point) for point in sys.argv[3:]])
+    serve(sys.argv[1], int(sys.argv[2]), sys.argv[3], [int(point) for point in sys.argv[4:]])

@@ -13,6 +13,7 @@ import pytest
 
 from kvjax.errors import ConfigError, ReadFailed
 from kvjax.store.aio import Ring, RingStack
+from kvjax.store.codec import Codec
 from kvjax.store.file import BlockFile
 from kvjax.store.flash import FlashStore
 from kvjax.store.format import HEADER_BYTES, checksum
@@ -47,8 +48,9 @@ class Fixed:
     def reader(self, system: SystemIO, engine="aio", timeout=5.0) -> Reader:
         file = BlockFile(self.path, os.open(self.path, os.O_RDONLY), system, temporary=False)
         file.open_direct()
-        self.open_readers.append((Reader(file, GEOMETRY, system, engine=engine, threads=2, timeout=timeout), file))
-        return self.open_readers[-1][0]
+        reader = Reader(file, Codec(GEOMETRY), system, engine=engine, threads=2, timeout=timeout)
+        self.open_readers.append((reader, file))
+        return reader
 
     def start(self, reader: Reader, extents: np.ndarray):
         return reader.start(extents.astype(np.int32), self.sums[extents], lambda offset: f"block at {offset}")

@@ -40,7 +40,8 @@ class Line:
     def block(self, key) -> np.ndarray:
         """A copy of a block as the open transaction would leave it."""
         found = self.open.get(key, self.blocks.get(key))
-        return np.zeros((4, 6), np.float32) if found is None else found.copy()
+        geometry = self.driver.geometry
+        return np.zeros((geometry.block_rows, geometry.width), np.float32) if found is None else found.copy()
 
 
 class History:
@@ -49,6 +50,7 @@ class History:
     def __init__(self, driver: Driver, seed: int):
         self.rng = np.random.default_rng(seed)
         self.lines = [Line(driver, {})]
+        self.width = driver.geometry.width
 
     def step(self) -> None:
         line = self.lines[self.rng.integers(len(self.lines))]
@@ -58,7 +60,7 @@ class History:
 
     def put_rows(self, line: Line) -> None:
         layer, block, row = int(self.rng.integers(2)), self._index(0, 8, (2, 2)), self._index(0, 6, (2, 2))
-        gate, rows = self.rng.random(2) < 0.8, self._payload(2, 2, 6)
+        gate, rows = self.rng.random(2) < 0.8, self._payload(2, 2, self.width)
         branch = line.driver.branch
         assert branch.put_rows(layer, branch.generation, block, row, rows, gate), branch.take_error()
         for b, k in np.ndindex(2, 2):
@@ -68,8 +70,8 @@ class History:
                 line.open[key][row[b, k]] = rows[b, k]
 
     def put_blocks(self, line: Line) -> None:
-        layer, block, rows = int(self.rng.integers(2)), self._index(0, 12, (2, 2, 3)), self._payload(2, 2, 3, 4, 6)
-        branch = line.driver.branch
+        layer, block = int(self.rng.integers(2)), self._index(0, 12, (2, 2, 3))
+        rows, branch = self._payload(2, 2, 3, 4, self.width), line.driver.branch
         assert branch.put_blocks(layer, branch.generation, block, rows), branch.take_error()
         for b, k, e in np.ndindex(2, 2, 3):
             if block[b, k, e] < 6:
@@ -86,7 +88,8 @@ class History:
 
     def prefill(self, line: Line) -> None:
         self.abort(line)
-        layer, counts, blocks = int(self.rng.integers(2)), self._index(0, 5, (2, 2, 6)), self._payload(2, 2, 6, 4, 6)
+        layer, counts = int(self.rng.integers(2)), self._index(0, 5, (2, 2, 6))
+        blocks = self._payload(2, 2, 6, 4, self.width)
         line.driver.branch.write_layer(layer, blocks, counts)
         for b, k, n in np.ndindex(2, 2, 6):
             blocks[b, k, n, counts[b, k, n]:] = 0
@@ -105,7 +108,7 @@ class History:
         line.driver.branch.flush()
 
     def read(self, line: Line) -> None:
-        layer, slots = int(self.rng.integers(2)), np.full((2, 2, 5, 4, 6), -1, np.float32)
+        layer, slots = int(self.rng.integers(2)), np.full((2, 2, 5, 4, self.width), -1, np.float32)
         block = np.stack([self.rng.permutation(9)[:5] for _ in range(4)]).reshape(2, 2, 5).astype(np.int32)
         slot = np.stack([self.rng.permutation(5) for _ in range(4)]).reshape(2, 2, 5).astype(np.int32)
         expected, branch = slots.copy(), line.driver.branch
@@ -121,7 +124,7 @@ class History:
             for layer in range(2):
                 found = line.driver.read(layer)
                 for b, k, n in np.ndindex(2, 2, 6):
-                    np.testing.assert_array_equal(found[b, k, n], line.blocks.get((layer, b, k, n), np.zeros((4, 6))))
+                    np.testing.assert_array_equal(found[b, k, n], line.blocks.get((layer, b, k, n), 0 * found[b, k, n]))
 
     def _index(self, low: int, high: int, shape) -> np.ndarray:
         return self.rng.integers(low, high, shape, np.int32)

@@ -15,13 +15,13 @@ from kvjax.store import residency
 
 HEADS, SLOTS, BLOCKS, WIDTH = 2, 5, 9, 4  # WIDTH: blocks that one step may need
 COUNT = np.random.default_rng(0).integers(1, 5, (HEADS, BLOCKS)).astype(np.int32)  # rows of each block
-_plan = jax.jit(residency.plan, static_argnums=3)
+_plan = jax.jit(residency.plan, static_argnums=(3, 4))
 _note_written = jax.jit(lambda table, block: residency.note_written(table, residency.locate(table, block)))
 
 
-def plan(table, need, policy):
+def plan(table, need, policy, even=False):
     """`residency.plan`, brought to the host."""
-    return jax.device_get(_plan(jax.tree.map(jnp.asarray, table), jnp.asarray(need), jnp.asarray(COUNT), policy))
+    return jax.device_get(_plan(jax.tree.map(jnp.asarray, table), jnp.asarray(need), jnp.asarray(COUNT), policy, even))
 
 
 def note_written(table, block):
@@ -114,10 +114,13 @@ def test_slots_follow_the_model_of_the_policy(policy, steps):
 
 
 @settings(deadline=None, max_examples=60)
-@given(before=st.lists(needs(), max_size=6), need=needs(), policy=st.sampled_from(list(residency.POLICIES)))
-def test_every_needed_block_gets_a_slot_of_its_own_that_holds_it(before, need, policy):
+@given(
+    before=st.lists(needs(), max_size=6), need=needs(), policy=st.sampled_from(list(residency.POLICIES)),
+    even=st.booleans(),
+)
+def test_every_needed_block_gets_a_slot_of_its_own_that_holds_it(before, need, policy, even):
     table = after(before, policy)
-    found = plan(table, need, policy)
+    found = plan(table, need, policy, even)
     for head in range(HEADS):
         slots = [int(s) for s, b in zip(found.slot[head], need[head], strict=True) if b < BLOCKS]
         blocks = [int(b) for b in need[head] if b < BLOCKS]
@@ -136,16 +139,32 @@ def test_blocks_are_read_in_the_columns_in_which_they_are_needed(before, need, p
 
 
 @settings(deadline=None, max_examples=60)
-@given(before=st.lists(needs(), max_size=6), need=needs(), policy=st.sampled_from(list(residency.POLICIES)))
-def test_after_a_failure_no_slot_claims_what_may_be_half_read(before, need, policy):
+@given(
+    before=st.lists(needs(), max_size=6), need=needs(), policy=st.sampled_from(list(residency.POLICIES)),
+    even=st.booleans(),
+)
+def test_after_a_failure_no_slot_claims_what_may_be_half_read(before, need, policy, even):
     """Slots that were being filled are empty; all others hold what they held."""
     table = after(before, policy)
-    found = plan(table, need, policy)
+    found = plan(table, need, policy, even)
     for head in range(HEADS):
         filling = {int(s) for s, b in zip(found.slot[head], found.read[head], strict=True) if b < BLOCKS}
         expected = [BLOCKS if s in filling else int(b) for s, b in enumerate(table.block[head])]
         np.testing.assert_array_equal(found.failure.block[head], expected)
         assert not resident(found.failure, head) & {int(b) for b in found.read[head] if b < BLOCKS}
+
+
+@settings(deadline=None, max_examples=60)
+@given(before=st.lists(needs(), max_size=6), need=needs(), policy=st.sampled_from(list(residency.POLICIES)))
+def test_even_heads_reuse_as_many_blocks_as_the_one_that_finds_the_fewest(before, need, policy):
+    """Each head keeps the first ones that it needs; one head alone reuses all it finds."""
+    table = after(before, policy)
+    found = plan(table, need, policy, even=True)
+    held = [[int(b) for b in need[head] if int(b) in resident(table, head)] for head in range(HEADS)]
+    fewest = min(map(len, held))
+    for head in range(HEADS):
+        read = {int(b) for b in found.read[head] if b < BLOCKS}
+        assert [int(b) for b in need[head] if b < BLOCKS and int(b) not in read] == held[head][:fewest]
 
 
 def after(needs_before, policy):

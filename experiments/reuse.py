@@ -1,0 +1,103 @@
+"""How often the groups that KVSwap needs are still in its reuse buffer, for each kind of text (its Table 5).
+
+The reference model decodes texts of each kind; which groups it selects is recorded (`experiments.replay`), and a buffer
+that evicts what came first is simulated in NumPy, apart from the code that serves real decoding. Slots are given as
+multiples of the selected groups; each text, layer and head has its own, empty at first.
+"""
+
+import ml_collections
+import numpy as np
+
+from experiments import common, replay
+from experiments.results import Run
+from kvjax.errors import ConfigError
+
+
+def misses(need: np.ndarray, slots: int) -> np.ndarray:
+    """int64[steps, lanes] blocks that a FIFO buffer per lane reads for need[steps, lanes, M]; -1 = none needed."""
+    return np.stack([_lane_misses(need[:, lane], slots) for lane in range(need.shape[1])], axis=1)
+
+
+def _lane_misses(need: np.ndarray, slots: int) -> np.ndarray:
+    block, filled, count = np.full(slots, -1), np.zeros(slots, int), []
+    for step, row in enumerate(need, start=1):
+        wanted = row[row >= 0]
+        missing = wanted[~np.isin(wanted, block)]
+        # Given away are empty slots, then those filled first, never one that is needed now.
+        turn = np.where(np.isin(block, wanted), 2, np.where(block < 0, 0, 1))
+        taken = np.lexsort((filled, turn))[: len(missing)]
+        block[taken], filled[taken] = missing, step
+        count.append(len(missing))
+    return np.asarray(count)
+
+
+def rate(need: np.ndarray, slots: int, skip: int) -> float:
+    """Share of the needed blocks that are not read, after the first `skip` steps."""
+    return 1.0 - float(misses(need, slots)[skip:].sum() / np.count_nonzero(need[skip:] >= 0))
+
+
+def overlap(need: np.ndarray) -> float:
+    """Share of need[steps, lanes, M] that was also needed in the step before (KVSwap, section 3.4.2)."""
+    again = (need[1:, :, :, None] == need[:-1, :, None, :]).any(-1)
+    return float(again[need[1:] >= 0].mean())
+
+
+def record(llm, kind: str, settings, selected: int, config: ml_collections.ConfigDict) -> np.ndarray:
+    """int32[steps, texts, lanes, M] groups that a method needs of texts of a kind when it selects so many tokens."""
+    method = common.make_method(settings)
+    how = ml_collections.ConfigDict({**config.replay.to_dict(), "kinds": (kind,)})
+    texts = replay.draw_texts(llm, how, config.texts)
+    block = replay.record(llm, replay.selecting(method, selected), texts, how.steps, selected // method.group).block
+    return block.swapaxes(1, 2).reshape(how.steps, config.texts, -1, block.shape[-1])
+
+
+def measure(llm, kind: str, settings, selected: int, config: ml_collections.ConfigDict) -> list[dict]:
+    """A row per size of the buffer: the mean over texts, and how far they differ."""
+    need, how, rows = record(llm, kind, settings, selected, config), config.replay, []
+    steps, texts, _, groups = need.shape
+    head = {"method": common.label_of(settings), "store": "replay", "task": "reuse", "kind": kind, "budget": selected,
+            "context": how.tokens - steps, "steps": steps, "texts": texts, "seed": how.seed,
+            "overlap": overlap(need.reshape(steps, -1, groups))}
+    for times in config.times_selected:
+        slots = int(times * groups)
+        rates = [rate(need[:, text], slots, config.warm_up) for text in range(texts)]
+        rows.append({**head, "times_selected": times, "slots": slots, "reuse_rate": float(np.mean(rates)),
+                     "min": min(rates), "max": max(rates), "std": float(np.std(rates))})
+    return rows
+
+
+def check(config: ml_collections.ConfigDict) -> None:
+    """Raises ConfigError where nothing could be recorded or simulated."""
+    for settings in config.methods:
+        replay.check({**settings, "replay": True}, config)
+    if not config.times_selected or min(config.times_selected) < 1:
+        raise ConfigError(f"times_selected={tuple(config.times_selected)} must be numbers of at least 1")
+    if not 0 <= config.warm_up < config.replay.steps or config.texts < 1:
+        raise ConfigError(f"warm_up={config.warm_up} must be below replay.steps={config.replay.steps}, and "
+                          f"texts={config.texts} at least 1")
+
+
+def run(config: ml_collections.ConfigDict, workdir: str) -> None:
+    """Records and simulates every method, size and kind of text that the workdir does not have yet."""
+    check(config)
+    llm, run = common.load_model(config.model), Run(config, workdir)
+    rows = run.logged()
+    done = {(row["method"], row["budget"], row["kind"]) for row in rows}
+    for settings in config.methods:
+        for selected in config.selected:
+            for kind in config.replay.kinds:
+                if (common.label_of(settings), selected, kind) in done:
+                    continue
+                for row in measure(llm, kind, settings, selected, config):
+                    rows.append(row)
+                    run.log(**row)
+    run.summary(rows)
+    print_table(rows)
+
+
+def print_table(rows: list[dict]) -> None:
+    """Reuse in %, a line per row."""
+    print(f"{'method':>12}{'selected':>10}{'kind':>10}{'slots':>7}{'overlap':>9}{'reuse':>9}{'min':>9}{'max':>9}{'std':>9}")
+    for row in rows:
+        cells = "".join(f"{100 * row[key]:9.1f}" for key in ("overlap", "reuse_rate", "min", "max", "std"))
+        print(f"{row['method']:>12}{row['budget']:>10}{row['kind']:>10}{row['slots']:7}{cells}")

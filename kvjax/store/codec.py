@@ -1,0 +1,115 @@
+"""How blocks are put into the extents of a file: as they are ("raw"), or with runs of equal keys stored once ("rle").
+
+Where a block lies and how much room it has does not depend on its codec. A coded block takes the first pages of its
+extent, and only these are written and read; one that would save no page stays as it is. Values are never coded, so half
+of a block is the most that can be saved, and nothing of a block of one page. A reader asks for coded neighbours one by
+one: fewer bytes, more requests.
+
+Runs are of rows as they are kept: of packed ones, if keys are kept in 8 or 4 bits (`kvjax.packing`).
+
+How many pages a block takes is part of its checksum, so that it is wherever the checksum is: in tables, commit log,
+forks and reads on their way. `kvjax.store.format` tells how.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvjax.codecs import block_runs
+from kvjax.errors import ConfigError
+from kvjax.store.base import PAGE_BYTES, Geometry
+from kvjax.store.format import checksum
+
+_PAGES = np.uint64(0xFFFF)  # the bits of a checksum that are not the hash's
+
+
+class Codec:
+    """Blocks as they are, and what other codecs have to do.
+
+    Attributes:
+      geometry: of the blocks.
+    """
+
+    name = "raw"
+
+    def __init__(self, geometry: Geometry):
+        self.geometry = geometry
+
+    def encode(self, images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """What to write for blocks in uint8 images[n, extent_bytes], zero beyond `block_bytes`: such images, of which
+        only the first `sizes` bytes matter, and uint64 checksums[n]. Leaves its argument as it is."""
+        return images, self._hashes([image[:self.geometry.block_bytes] for image in images])
+
+    def sizes(self, sums: np.ndarray) -> np.ndarray:
+        """int64[n] bytes to read or write for blocks with these checksums, whole pages."""
+        return np.full(sums.size, self.geometry.extent_bytes)
+
+    def decode(self, payloads: Sequence[memoryview], sums: np.ndarray) -> np.ndarray:
+        """Turns n payloads of `block_bytes`, whose first `sizes` bytes were read, into blocks where they are. bool[n]
+        which of them have their checksums; the others are left as they are."""
+        return self._hashes(payloads) == sums
+
+    @staticmethod
+    def _hashes(payloads) -> np.ndarray:
+        return np.fromiter(map(checksum, payloads), np.uint64, len(payloads))
+
+
+class RunLengthCodec(Codec):
+    """Runs of equal keys once (`kvjax.codecs.block_runs`), in blocks where that saves pages."""
+
+    name = "rle"
+
+    def __init__(self, geometry: Geometry, tolerance: float):
+        super().__init__(geometry)
+        self._tolerance = tolerance
+        self._key_bytes = geometry.width // 2 * geometry.numpy_dtype.itemsize
+
+    def encode(self, images):
+        geometry = self.geometry
+        rows = images[:, :geometry.block_bytes].reshape(-1, geometry.block_rows, geometry.row_bytes)
+        begins = block_runs.begins(rows[..., :self._key_bytes].view(geometry.numpy_dtype), self._tolerance)
+        pages = self._pages(begins.sum(-1))
+        coded = pages.nonzero()[0].tolist()
+        images = images.copy() if coded else images
+        for i in coded:
+            data = block_runs.encode(rows[i], begins[i], self._key_bytes)
+            images[i, :data.size] = data
+            images[i, data.size:] = 0
+        return images, self._seal(images, pages)
+
+    def _pages(self, runs: np.ndarray) -> np.ndarray:
+        """int64[n] pages of blocks with so many runs; 0 where coding saves none."""
+        geometry = self.geometry
+        size = block_runs.size(runs, geometry.block_rows, self._key_bytes, geometry.row_bytes - self._key_bytes)
+        pages = -(-size // PAGE_BYTES)
+        return np.where((pages * PAGE_BYTES < geometry.extent_bytes) & (pages <= int(_PAGES)), pages, 0)
+
+    def _seal(self, payloads, pages: np.ndarray) -> np.ndarray:
+        """uint64 checksums of blocks that take so many pages, 0 = are not coded."""
+        ends = np.where(pages > 0, pages.astype(np.int64) * PAGE_BYTES, self.geometry.block_bytes).tolist()
+        hashes = self._hashes([payload[:end] for payload, end in zip(payloads, ends, strict=True)])
+        return hashes & ~_PAGES | pages.astype(np.uint64)
+
+    def sizes(self, sums):
+        pages = (sums & _PAGES).astype(np.int64)
+        return np.where(pages > 0, pages * PAGE_BYTES, self.geometry.extent_bytes)
+
+    def decode(self, payloads, sums):
+        pages = sums & _PAGES
+        right = self._seal(payloads, pages) == sums
+        for i in (right & (pages > 0)).nonzero()[0].tolist():
+            block = np.frombuffer(payloads[i], np.uint8)
+            block_runs.decode(block, block.reshape(self.geometry.block_rows, -1), self._key_bytes)
+        return right
+
+
+def make_codec(name: str, geometry: Geometry, tolerance: float = 0.0) -> Codec:
+    """A codec of `kvjax.store.format.CODECS`. ConfigError for a tolerance where nothing is coded, or no floats are, and
+    for blocks without keys."""
+    if name == "rle" and not geometry.keys:
+        raise ConfigError("codec 'rle' is for keys, and these blocks hold values alone (shadowkv: sigma=None keeps "
+                          "keys); use codec 'raw'")
+    if tolerance and (name != "rle" or geometry.dtype == "int8"):
+        raise ConfigError(f"tolerance={tolerance} is for floats in codec 'rle', not for {geometry.dtype} in codec "
+                          f"{name!r}; leave it at 0")
+    return RunLengthCodec(geometry, tolerance) if name == "rle" else Codec(geometry)
