@@ -6,7 +6,8 @@ Parts: `passkey` (Figure 6: length x depth at three budgets), `dci` (recall, sha
 alone, from 1K to 128K points), `pages` (hit rate of pages against Quest's at one budget, on the same keys), `tt2t`
 (Figure 7 a: time to the second token, layers indexed and written one after the other, or while the next is read),
 `tpot` (Figures 7 b and 8: decode time against context with its parts; growth over a decode with the index updated and
-frozen). The timed parts want a quiet machine. Preset `:smoke` finishes within a minute.
+frozen). `summary.json` also has the growth of both between two contexts. The timed parts want a quiet machine. Preset
+`:smoke` finishes within a minute.
 """
 
 import ml_collections
@@ -31,7 +32,8 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config.model_shape = "cache-path"
     config.prompts = (4096, 8192)  # of `tt2t`
     config.repeats = 3
-    config.contexts = (32_768, 65_536, 131_072, 262_144)
+    config.contexts = (16_384, 32_768, 65_536, 131_072, 262_144)
+    config.growth = (("select_ms", 16_384, 131_072), ("token_ms", 32_768, 262_144))
     config.steps = 48
     if preset == "smoke":
         config.update(budgets=(64,), lengths=(256,), samples=2, batch=2, points=(256,), queries=8, key_tokens=256)

@@ -5,7 +5,6 @@ own search here; for the lengths of a prompt on this machine the products are as
 """
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +12,10 @@ import jax.numpy as jnp
 from kvjax import clustering
 from kvjax.dci.projections import adapted_directions
 from kvjax.dci.transform import lift, transform_key
-from kvjax.dci.tree import Shape, Tree, empty_tree
+from kvjax.dci.tree import Shape, Tree, empty_tree, room_of_level
 from kvjax.typing import Array, Bool, Float, Int32, PRNGKey
 
-_CHUNK = 1024  # points compared at once
+_PRODUCTS = 1 << 20  # inner products at once: as many as stay in the processor's cache
 
 
 def build(
@@ -35,7 +34,7 @@ def build(
     level, rank = _limited(shape, level, valid)
     level = _without_gaps(shape, jnp.where(valid, level, 0))
     parent = _parents(shape, key, lift(squared, radius), level, rank)
-    page, row, strays = _pages(shape, parent, valid)
+    page, row, strays = _pages(shape, parent, level, valid)
     unit = transform_key(key, radius)
     directions = adapted_directions(seed, unit, valid, shape.projections) if shape.projections else tree.directions
     tree = dataclasses.replace(
@@ -49,19 +48,14 @@ def build(
     return _chains(shape, tree, parent, page, row), page, row
 
 
-def room_of_level(shape: Shape, points: int, level: int) -> int:
-    """Most points of a level among so many: six standard deviations above its expected number."""
-    share = points * shape.ratio ** (level - 1)
-    return min(points, math.ceil(share + 6 * math.sqrt(share) + 8))
-
-
 def _limited(shape: Shape, level, valid):
     """Level of each point and its rank in it; points beyond the room of a level are moved to the bottom, unranked."""
-    rooms = jnp.array([room_of_level(shape, level.shape[0], number) for number in range(1, shape.levels + 1)])
+    total, numbers = level.shape[0], range(1, shape.levels + 1)
+    rooms = jnp.array([room_of_level(total, shape.ratio, number) for number in numbers])
     same = (level[:, None] == jnp.arange(1, shape.levels + 1)) & valid[:, None]
     rank = jnp.sum(jnp.cumsum(same, axis=0, dtype=jnp.int32) * same, axis=-1, dtype=jnp.int32) - 1
     over = rank >= rooms[level - 1]
-    return jnp.where(over, 1, level), jnp.where(over, level.shape[0], rank)
+    return jnp.where(over, 1, level), jnp.where(over, total, rank)
 
 
 def _without_gaps(shape: Shape, level):
@@ -78,7 +72,7 @@ def _parents(shape: Shape, key, last, level, rank) -> Int32[Array, "T"]:
     below = jnp.where(level == 1, number, total)
     parent = jnp.full(total, total, jnp.int32)
     for upper in range(2, shape.levels + 1):
-        room = room_of_level(shape, total, upper)
+        room = room_of_level(total, shape.ratio, upper)
         above = jnp.full(room, total, jnp.int32).at[jnp.where(level == upper, rank, room)].set(number, mode="drop")
         parent = parent.at[below].set(_nearest(point, below, above), mode="drop")
         below = above
@@ -90,23 +84,30 @@ def _nearest(point, below, above):
     total = point.shape[0]
     candidates = point[jnp.minimum(above, total - 1)]
 
+    nth = jnp.arange(above.shape[0])
+
     def chunk(numbers):
         product = point[jnp.minimum(numbers, total - 1)] @ candidates.T
-        return above[jnp.argmax(jnp.where(above < total, product, -jnp.inf), axis=-1)]
+        product = jax.lax.optimization_barrier(jnp.where(above < total, product, -jnp.inf))
+        best = jnp.max(product, axis=-1, keepdims=True)
+        return above[jnp.min(jnp.where(product == best, nth, nth[-1]), axis=-1)]  # argmax takes twice as long
 
     size = below.shape[0]
-    rows = min(_CHUNK, size)
+    rows = min(max(16, _PRODUCTS // above.shape[0]), size)
     padded = jnp.pad(below, (0, -size % rows)).reshape(-1, rows)
     return jax.lax.map(chunk, padded).reshape(-1)[:size].astype(jnp.int32)
 
 
-def _pages(shape: Shape, parent, valid):
-    """Page and row of every point, nodes in consecutive pages, the root's first.
+def _pages(shape: Shape, parent, level, valid):
+    """Page and row of every point, nodes in consecutive pages, the root's first and those of lower levels later.
 
-    Points for which no page is left fill free rows of any.
+    Points for which no page is left fill free rows of any. They are of the bottom, as there is always a page for one of
+    higher levels, and so no node hangs under a point that strayed.
     """
     total = parent.shape[0]
-    owner = jnp.where(valid, (parent + 1) % (total + 1), total + 1)
+    first = jnp.argsort(-level, stable=True)
+    turn = jnp.zeros(total + 1, jnp.int32).at[first].set(jnp.arange(1, total + 1, dtype=jnp.int32))  # root: 0
+    owner = jnp.where(valid, turn[parent], total + 1)
     page, row = clustering.pack(owner, valid, total + 1, shape.rows, shape.pages)
     stray = valid & (page >= shape.pages)
     page = jnp.where(stray, shape.pages, page)
@@ -127,8 +128,9 @@ def _chains(shape: Shape, tree: Tree, parent, page, row) -> Tree:
     newest = jnp.full(total + 2, -1, jnp.int32).at[owner].max(number)
     newest = jnp.where(newest >= 0, newest, none)
     taken = owner <= total
+    further = number - 2 ** jnp.arange(tree.jump.shape[0])[:, None]
     return dataclasses.replace(
-        tree, next=jnp.where(taken & (number > oldest), number - 1, none),
+        tree, jump=jnp.where(taken & (further >= oldest), further, none).astype(jnp.int32),
         length=jnp.where(taken, number - oldest + 1, 0), root=newest[total],
         child=tree.child.at[page, row].set(newest[:total], mode="drop"),
         used=jnp.sum(tree.count > 0, dtype=jnp.int32),

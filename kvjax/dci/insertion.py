@@ -2,9 +2,10 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 
-from kvjax.dci.search import Search, query
+from kvjax.dci.search import Search, descend
 from kvjax.dci.transform import transform_key
 from kvjax.dci.tree import Shape, Tree
 from kvjax.typing import Array, Bool, Float, Int32
@@ -28,7 +29,7 @@ def insert(
     first = jnp.where(grows, shape.pages, first)  # a new chain
     room = tree.count.at[first].get(mode="fill", fill_value=shape.rows) < shape.rows
     stray = valid & ~room & ~free
-    page = jnp.where(room, first, jnp.where(free, tree.used, jnp.argmax(tree.count < shape.rows)))
+    page = jnp.where(room, first, jnp.where(free, tree.used, _any_room(shape, tree, stray)))
     page = jnp.where(valid, page, shape.pages).astype(jnp.int32)
     row = tree.count.at[page].get(mode="fill", fill_value=0)
 
@@ -44,12 +45,26 @@ def insert(
 
 
 def _parent(shape: Shape, search: Search, tree: Tree, key, level) -> Int32[Array, ""]:
-    """The nearest point of the next higher level; NB * C = the root, for the top level."""
+    """The nearest point of the next higher level (line 34: QUERY with k = 1); NB * C = the root, for the top level."""
     above = jnp.minimum(level, tree.height) + 1
-    found = query(shape, search, tree, transform_key(key[None], tree.radius), above)
-    last = jnp.maximum(tree.height - above, 0)
-    best = jnp.argmax(found.score[last, :, 0])
-    return jnp.where(above <= tree.height, found.point[last, best], shape.points)
+    parent = jnp.int32(shape.points)
+    for number, found in descend(shape, search, tree, transform_key(key[None], tree.radius), bottom=2):
+        score = found.score.reshape(-1)
+        best = jnp.min(jnp.where(score == jnp.max(score), jnp.arange(score.shape[0]), score.shape[0] - 1))
+        nearest = found.page[best // shape.rows] * shape.rows + best % shape.rows
+        parent = jnp.where(number == above, nearest, parent)
+    return jnp.where(above <= tree.height, parent, shape.points).astype(jnp.int32)
+
+
+def _any_room(shape: Shape, tree: Tree, wanted) -> Int32[Array, ""]:
+    """The first page with a free row, if it is `wanted`: a loop of at most one turn, as under `vmap` a `cond` would
+    look at all pages every time."""
+    number = jnp.arange(shape.pages, dtype=jnp.int32)
+
+    def look(_):
+        return jnp.min(jnp.where(tree.count < shape.rows, number, shape.pages - 1))
+
+    return jax.lax.while_loop(lambda page: wanted & (page < 0), look, jnp.int32(-1))
 
 
 def _chain(shape: Shape, tree: Tree, page, first, parent, grows) -> Tree:
@@ -57,8 +72,11 @@ def _chain(shape: Shape, tree: Tree, page, first, parent, grows) -> Tree:
     behind = tree.length.at[first].get(mode="fill", fill_value=0)
     owner = jnp.where((page < shape.pages) & ~grows, parent, shape.points)
     child = tree.child.reshape(-1).at[owner].set(page, mode="drop").reshape(tree.child.shape)
+    further = [first]
+    for table in tree.jump[:-1]:  # 2^(j + 1) pages along are 2^j, twice
+        further.append(table.at[further[-1]].get(mode="fill", fill_value=shape.pages))
     return dataclasses.replace(
-        tree, next=tree.next.at[page].set(first, mode="drop"), child=child,
+        tree, jump=tree.jump.at[:, page].set(jnp.stack(further), mode="drop"), child=child,
         length=tree.length.at[page].set(behind + 1, mode="drop"),
     )
 
@@ -71,5 +89,5 @@ def _write(tree: Tree, page, row, key, squared, child) -> Tree:
         squared=tree.squared.at[page, row].set(squared, mode="drop"),
         projected=tree.projected.at[page, row].set(key @ tree.directions[:-1], mode="drop"),
         child=tree.child.at[page, row].set(child, mode="drop"),
-        count=tree.count.at[page].add(1, mode="drop"),
+        count=tree.count.at[page].set(row + 1, mode="drop"),  # not add(1): what follows from the read is in place
     )

@@ -2,16 +2,21 @@
 
 The queries of a group (the query heads of one KV head) search together: a node or a point is as good as it is for the
 query that likes it best, so that what is visited is the union of what each of them asks for, and is read once.
+
+Pages are read whole, one row of C * D numbers each, and all points of a level are compared by one product. The levels
+are unrolled: an upper level has few points, and no more pages are opened there than it can have.
 """
 
 import dataclasses
+import functools
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 
 from kvjax.dci.projections import lower_bounds, prioritised
 from kvjax.dci.transform import lift
-from kvjax.dci.tree import Shape, Tree
+from kvjax.dci.tree import Shape, Tree, room_of_level
 from kvjax.typing import Array, Float, Int32, pytree
 
 
@@ -29,104 +34,113 @@ class Search:
     pages: int = 96
     visit: int | None = None
 
-    def visits(self, shape: Shape) -> int:
-        """V: keys compared per level."""
-        every = self.pages * shape.rows
-        return every if self.visit is None or shape.projections == 0 else min(self.visit, every)
+    def width(self, shape: Shape, level: int) -> int:
+        """Pages opened at a level: no more than its points can fill, of as many nodes as there are points above."""
+        points, above = (room_of_level(shape.points, shape.ratio, one) for one in (level, level + 1))
+        return min(self.pages, above + -(-points // shape.rows))
 
 
 @pytree
 class Found:
-    """What a search visited, level by level from the top."""
+    """What a search opened, level by level from the top, N pages in all."""
 
-    point: Int32[Array, "*B L V"]  # NB * C = none
-    score: Float[Array, "*B L V G"]  # c times the inner product of the two transforms: q.k / |q| for a query
-    opened: Int32[Array, "*B L"]  # points in the opened pages: lower bounds computed
+    page: Int32[Array, "*B N"]  # NB = none
+    count: Int32[Array, "*B N"]  # points in it
+    score: Float[Array, "*B G N C"]  # q.k / |q| of each point, -inf = not compared
+
+    @property
+    def point(self) -> Int32[Array, "*B N C"]:
+        """The points that were compared, page * C + row, and a number beyond all points in the place of others."""
+        rows = self.score.shape[-1]
+        point = self.page[..., None] * rows + jnp.arange(rows, dtype=jnp.int32)
+        return jnp.where(self.score[..., 0, :, :] > -jnp.inf, point, jnp.iinfo(jnp.int32).max)
 
 
-def query(
-    shape: Shape, search: Search, tree: Tree, unit: Float[Array, "G D1"], bottom: Int32[Array, ""] | None = None
-) -> Found:
-    """Visits the points that are likely to be nearest to transformed vectors, from the root down.
+def query(shape: Shape, search: Search, tree: Tree, unit: Float[Array, "G D1"]) -> Found:
+    """Visits the points that are likely to be nearest to queries (QUERY with l = -1, all levels to the bottom).
 
     Args:
-      unit: T_Q(q) of a group of queries, or T_K(k) to find the parent of a key.
-      bottom: last level to be searched; None = all.
+      unit: T_Q(q) of a group of queries.
     """
-    levels, visits = shape.levels, search.visits(shape)
-    projected = unit @ tree.directions
-    found = Found(
-        jnp.full((levels, visits), shape.points, jnp.int32), jnp.full((levels, visits, unit.shape[0]), -jnp.inf),
-        jnp.zeros(levels, jnp.int32),
-    )
-
-    def descend(carry):
-        step, nodes, found = carry
-        page = _open(tree, nodes, search.pages)
-        point = _prioritise(shape, search, tree, page, projected)
-        score = _score(tree, point, unit)
-        found = Found(
-            found.point.at[step].set(point), found.score.at[step].set(score),
-            found.opened.at[step].set(jnp.sum(_count(tree, page))),
-        )
-        return step + 1, _best_nodes(tree, point, jnp.max(score, axis=-1), search.beam), found
-
-    def unfinished(carry):
-        step, nodes, _ = carry
-        return (step < steps) & jnp.any(nodes < shape.pages)
-
-    # Nodes, not the height, end a full search: one under a point that strayed to a lower page is a level deeper.
-    steps = levels if bottom is None else tree.height - bottom + 1
-    nodes = jnp.full(search.beam, shape.pages, jnp.int32).at[0].set(tree.root)
-    return jax.lax.while_loop(unfinished, descend, (jnp.int32(0), nodes, found))[2]
+    opened = [found for _, found in descend(shape, search, tree, unit[:, :-1], bottom=1)]  # the last one is zero
+    page, count = (jnp.concatenate([getattr(found, name) for found in opened]) for name in ("page", "count"))
+    return Found(page, count, jnp.concatenate([found.score for found in opened], axis=1))
 
 
-def _open(tree: Tree, nodes: Int32[Array, "B"], count: int) -> Int32[Array, "P"]:
+def descend(
+    shape: Shape, search: Search, tree: Tree, unit: Float[Array, "G _"], bottom: int
+) -> Iterator[tuple[int, Found]]:
+    """Each level and what is opened there, from the highest that a tree may have down to `bottom`.
+
+    Args:
+      unit: points on the unit sphere; D coordinates if the last one is zero.
+    """
+    nodes = jnp.full(1, shape.pages, jnp.int32)
+    for level in range(shape.levels, bottom - 1, -1):  # for i = L to l
+        root = jnp.where(jnp.arange(nodes.shape[0]) == 0, tree.root, shape.pages)
+        nodes = jnp.where(level == tree.height, root, nodes)  # if i = L: S = {root node}
+        page = _open(tree, nodes, search.width(shape, level))
+        found = Found(page, _entry(tree.count, page), _compare(shape, search, tree, page, unit))
+        yield level, found
+        if level > bottom:
+            nodes = _best_nodes(tree, found, search.beam)  # S = S'
+
+
+def _entry(table: Int32[Array, "NB *_"], page, empty: int = 0):
+    """Entries of pages in one of the tree's tables, `empty` for page NB."""
+    return table.at[page].get(mode="fill", fill_value=empty)
+
+
+def _open(tree: Tree, nodes: Int32[Array, "B"], count: int) -> Int32[Array, "N"]:
     """The pages of the nodes, the first node's first; NB where there are no more."""
-    length = tree.length.at[nodes].get(mode="fill", fill_value=0)
+    length = _entry(tree.length, nodes)
     end = jnp.cumsum(length)
     nth = jnp.arange(count, dtype=jnp.int32)
-    rank = jnp.minimum(jnp.searchsorted(end, nth, side="right", method="compare_all"), nodes.shape[0] - 1)
-    hops = jnp.where(nth < end[-1], nth - (end - length)[rank], 0)
-    page = jnp.where(nth < end[-1], nodes[rank], tree.next.shape[0])
-
-    def hop(step, page):
-        following = tree.next.at[page].get(mode="fill", fill_value=tree.next.shape[0])
-        return jnp.where(step < hops, following, page)
-
-    return jax.lax.fori_loop(0, jnp.max(hops), hop, page)
+    rank = jnp.minimum(jnp.sum(end <= nth[:, None], axis=-1), nodes.shape[0] - 1)
+    none = tree.length.shape[0]
+    page, hops = jnp.where(nth < end[-1], nodes[rank], none), nth - (end - length)[rank]
+    for bit in range((count - 1).bit_length()):
+        page = jax.lax.optimization_barrier(page)  # or XLA:CPU computes all earlier steps again in each
+        page = jnp.where((hops >> bit) & 1 == 1, _entry(tree.jump[bit], page, none), page)
+    return page
 
 
-def _count(tree: Tree, page):
-    return tree.count.at[page].get(mode="fill", fill_value=0)
-
-
-def _prioritise(shape: Shape, search: Search, tree: Tree, page, projected) -> Int32[Array, "V"]:
-    """The points of the opened pages that are visited."""
-    row = jnp.arange(shape.rows, dtype=jnp.int32)
-    valid = (row < _count(tree, page)[:, None]).reshape(-1)
-    point = jnp.where(valid, (page[:, None] * shape.rows + row).reshape(-1), shape.points)
-    if search.visits(shape) == point.shape[0]:
-        return point
+def _compare(shape: Shape, search: Search, tree: Tree, page, unit) -> Float[Array, "G N C"]:
+    """Prioritized-DCI-Query of all opened pages: c times the inner products of their points with the queries."""
     at = jnp.minimum(page, shape.pages - 1)
-    last = lift(tree.squared[at], tree.radius)[..., None] * tree.directions[-1]
-    unit = (tree.projected[at] + last) / jnp.sqrt(jnp.maximum(tree.radius, 1e-30))
-    bound = jnp.min(lower_bounds(unit.reshape(-1, shape.projections), projected), axis=-1)
-    return point.at[prioritised(bound, valid, search.visits(shape))].get(mode="fill", fill_value=shape.points)
+    valid = jnp.arange(shape.rows) < _entry(tree.count, page)[:, None]
+    if shape.projections == 0 or search.visit is None or search.visit >= valid.size:
+        key = tree.key.reshape(shape.pages, -1)[at].reshape(-1, shape.size)
+        score = _products(key, tree.squared[at].reshape(-1), tree.radius, unit)
+        return jnp.where(valid, score.reshape(-1, *valid.shape), -jnp.inf)
+    first = prioritised(_bounds(tree, at, unit), valid.reshape(-1), search.visit)
+    point = jnp.minimum(first, valid.size - 1)
+    point = at[point // shape.rows] * shape.rows + point % shape.rows
+    key, squared = tree.key.reshape(-1, shape.size)[point], tree.squared.reshape(-1)[point]
+    score = jnp.full((unit.shape[0], valid.size), -jnp.inf)
+    score = score.at[:, first].set(_products(key, squared, tree.radius, unit), mode="drop")
+    return score.reshape(-1, *valid.shape)
 
 
-def _score(tree: Tree, point, unit):
-    """c times the inner product of the points' transforms with a transformed vector; -inf for no point."""
-    key, squared = tree.key.reshape(-1, tree.key.shape[-1]), tree.squared.reshape(-1)
-    at = jnp.minimum(point, squared.shape[0] - 1)
-    score = key[at] @ unit[:, :-1].T + lift(squared[at], tree.radius)[:, None] * unit[:, -1]
-    return jnp.where((point < squared.shape[0])[:, None], score, -jnp.inf)
+def _products(key, squared, radius, unit) -> Float[Array, "G V"]:
+    """Keys are the left operand, which XLA:CPU multiplies twice as fast: the barriers keep them there."""
+    size = key.shape[-1]
+    score = jax.lax.optimization_barrier(key @ jax.lax.optimization_barrier(unit[:, :size].T)).T
+    return score if unit.shape[-1] == size else score + lift(squared, radius) * unit[:, size:]
 
 
-def _best_nodes(tree: Tree, point, score, beam: int) -> Int32[Array, "B"]:
+def _bounds(tree: Tree, page, unit) -> Float[Array, "V"]:
+    """Lower bounds of the distances of all points of the pages to the query that is nearest to each."""
+    last = lift(tree.squared[page], tree.radius)[..., None] * tree.directions[-1]
+    point = (tree.projected[page] + last) / jnp.sqrt(jnp.maximum(tree.radius, 1e-30))
+    projected = unit @ tree.directions[: unit.shape[-1]]
+    return jnp.min(lower_bounds(point.reshape(-1, projected.shape[-1]), projected), axis=-1)
+
+
+def _best_nodes(tree: Tree, found: Found, beam: int) -> Int32[Array, "B"]:
     """First pages of the nodes under the best points; NB where there are fewer."""
-    none = tree.next.shape[0]
-    child = tree.child.reshape(-1).at[point].get(mode="fill", fill_value=none)
-    best, at = jax.lax.top_k(jnp.where(child < none, score, -jnp.inf), min(beam, point.shape[0]))
-    nodes = jnp.where(best > -jnp.inf, child[at], none)
-    return jnp.pad(nodes, (0, beam - nodes.shape[0]), constant_values=none)
+    none = tree.length.shape[0]
+    child = _entry(tree.child, found.page, none).reshape(-1)
+    best = functools.reduce(jnp.maximum, list(found.score)).reshape(-1)
+    best, at = jax.lax.top_k(jnp.where(child < none, best, -jnp.inf), min(beam, best.shape[0]))
+    return jnp.where(best > -jnp.inf, child[at], none)

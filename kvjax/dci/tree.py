@@ -1,9 +1,10 @@
 """The DCI-tree as arrays of pages.
 
 A node is the group of points that have the same parent (the root node: the points of the top level). It is stored in
-pages of C rows, chained newest first, so that only the first page of a chain has room, and an insert is O(1). A point
-is named by page * C + row. It lives at its own level only, as in Algorithm 4, which therefore collects results from all
-levels.
+pages of C rows, chained newest first, so that only the first page of a chain has room, and an insert is O(1). What lies
+behind a page never changes, so that each page also knows those 2, 4, 8, ... further, and any page of a node is found in
+a few steps. A point is named by page * C + row. It lives at its own level only, as in Algorithm 4, which therefore
+collects results from all levels.
 """
 
 import dataclasses
@@ -48,6 +49,12 @@ class Shape:
         return self.pages * self.rows
 
 
+def room_of_level(points: int, ratio: float, level: int) -> int:
+    """Most points of a level among so many: six standard deviations above its expected number."""
+    share = points * ratio ** (level - 1)
+    return min(points, math.ceil(share + 6 * math.sqrt(share) + 8))
+
+
 def most_levels(points: int, ratio: float) -> int:
     """Levels enough for so many points: one more than is expected."""
     return 1 + max(1, math.ceil(math.log(max(points, 2)) / -math.log(ratio)))
@@ -59,7 +66,7 @@ class Tree:  # *B_K: [K], [B, K], or [] inside a function of one head
     squared: Float[Array, "*B_K NB C"]  # squared norm of each key
     projected: Float[Array, "*B_K NB C P"]  # of the keys; the lifted coordinate is added when it is used
     child: Int32[Array, "*B_K NB C"]  # first page of the node under each point, NB = none
-    next: Int32[Array, "*B_K NB"]  # next page of the same node, NB = none
+    jump: Int32[Array, "*B_K J NB"]  # page that is 2^j pages further along the same node, NB = none
     length: Int32[Array, "*B_K NB"]  # pages from this one to the end of its node
     count: Int32[Array, "*B_K NB"]  # points in each page
     root: Int32[Array, "*B_K"]  # first page of the root node, NB = empty tree
@@ -76,8 +83,8 @@ def empty_tree(shape: Shape, seed: PRNGKey) -> Tree:
     return Tree(
         key=jnp.zeros((pages, rows, shape.size)), squared=jnp.zeros((pages, rows)),
         projected=jnp.zeros((pages, rows, shape.projections)), child=jnp.full((pages, rows), none),
-        next=jnp.full(pages, none), length=jnp.zeros(pages, jnp.int32), count=jnp.zeros(pages, jnp.int32),
-        root=none, height=jnp.int32(1), used=jnp.int32(0), radius=jnp.float32(0),
+        jump=jnp.full((pages.bit_length(), pages), none), length=jnp.zeros(pages, jnp.int32),
+        count=jnp.zeros(pages, jnp.int32), root=none, height=jnp.int32(1), used=jnp.int32(0), radius=jnp.float32(0),
         directions=random_directions(seed, shape.size + 1, shape.projections), strays=jnp.int32(0),
     )
 

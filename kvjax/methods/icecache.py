@@ -12,14 +12,15 @@ Choices the paper leaves open:
   - the query heads of a KV head search together (`kvjax.dci.search`), which loads the union of their pages (4.2).
   - k, the number of tokens that name pages: all that the search compares with the query. Their pages are ranked by the
     sum of exp(q.k / sqrt(D)) over these tokens, divided by the rows of the page: attention mass per row of the budget.
-    Pages without such a token come last, and fill what the others leave of the budget.
+    Pages without such a token come last, the oldest first, and fill what the others leave of the budget.
   - page size, promotion ratio and width of the search are not given. Pages of 8 held most of the true top tokens per
     budget with the reference model's keys.
   - every token of an opened page is compared with the query. With `projections` and `visit` only those are that P-DCI
     gives priority to: fewer products, but more gathers, which on CPU costs as much.
 
 Resident: all keys (as in the paper, where they are in CPU memory with the index), their projections, and the links.
-Cost per step: `pages` pages of keys per level of the tree, and one number per page to rank them.
+Cost per step: at most `pages` pages of keys per level of the tree. Only opened pages are ranked, so that nothing grows
+with the number of tokens but the number of levels.
 """
 
 import dataclasses
@@ -31,6 +32,7 @@ import jax.numpy as jnp
 from kvjax import dci
 from kvjax.dci.tree import most_levels
 from kvjax.method import Method, Placement, Selection, aggregate, no_force, top_blocks
+from kvjax.typing import Array, Int32
 
 _LOW = -1e30  # rank of a page without a found token: finite, so that it still comes before an empty page
 
@@ -86,20 +88,23 @@ class IceCache(Method):
 
     def select(self, spec, index, view, q):
         """PAGE-SELECT (Algorithm 3) of every KV head."""
-        score = jax.vmap(lambda *head: self._page_scores(spec, *head))(index, view.count, q)
-        ranked = aggregate(score, self.aggregation)
-        return Selection(top_blocks(ranked, view.count > 0, spec.max_blocks), no_force(spec))
+        page, score = jax.vmap(lambda *head: self._page_scores(spec, *head))(index, q)
+        page = jnp.concatenate([page, jax.vmap(lambda opened: _others(spec, opened))(page)], axis=-1)
+        score = jnp.pad(score, ((0, 0), (0, 0), (0, page.shape[-1] - score.shape[-1])), constant_values=_LOW)
+        occupied = jnp.take_along_axis(view.count, jnp.minimum(page, spec.num_blocks - 1), axis=-1) > 0
+        best = top_blocks(aggregate(score, self.aggregation), occupied & (page < spec.num_blocks), spec.max_blocks)
+        page = jnp.pad(page, ((0, 0), (0, 1)), constant_values=spec.num_blocks)
+        return Selection(jnp.take_along_axis(page, best, axis=-1), no_force(spec))
 
-    def _page_scores(self, spec, tree, count, q):
-        """Log of the mean attention weight over the rows of each page [G, NB], up to a constant."""
+    def _page_scores(self, spec, tree, q):
+        """The opened pages [N], and the log of the mean attention weight over their rows [G, N], up to a constant."""
         found = dci.query(self._shape(spec), self._search(self.beam), tree, dci.transform_query(q))
-        norm = jnp.sqrt(jnp.sum(jnp.square(q), axis=-1))
-        score = jnp.maximum(found.score, _LOW).reshape(-1, spec.group) * norm * spec.head_dim**-0.5
-        weight = jnp.exp(score - jnp.max(score, axis=0))
-        page = found.point.reshape(-1) // spec.block_rows
-        mass = jnp.zeros((spec.num_blocks, spec.group)).at[page].add(weight, mode="drop")
-        density = jnp.log(jnp.maximum(mass, 1e-37)) - jnp.log(jnp.maximum(count, 1).astype(jnp.float32))[:, None]
-        return jnp.where(mass > 0, density, _LOW).T
+        norm = jnp.sqrt(jnp.sum(jnp.square(q), axis=-1)) * spec.head_dim**-0.5
+        score = jnp.where(found.score > -jnp.inf, found.score * norm[:, None, None], -jnp.inf)
+        top = jnp.maximum(jnp.max(score, axis=(1, 2), keepdims=True), _LOW)
+        mass = jax.lax.optimization_barrier(jnp.exp(score - top)) @ jnp.ones(spec.block_rows)  # faster than a sum
+        density = jnp.log(jnp.maximum(mass, 1e-37)) - jnp.log(jnp.maximum(found.count, 1).astype(jnp.float32))
+        return found.page, jnp.where(mass > 0, density, _LOW)
 
     def append(self, spec, index, view, leaving):
         shape, search = self._shape(spec), self._search(self.insert_beam)
@@ -121,3 +126,13 @@ class IceCache(Method):
 
     def _seeds(self, spec):
         return jax.random.split(jax.random.key(self.seed), spec.kv_heads)
+
+
+def _others(spec, opened: Int32[Array, "N"]) -> Int32[Array, "O"]:
+    """Pages that were not opened, NB in the place of others: enough to fill a selection. They are among the first.
+
+    Where fewer than M were opened, at most M of the first 2 M pages were.
+    """
+    number = jnp.arange(min(2 * spec.max_blocks, spec.num_blocks), dtype=jnp.int32)
+    known = jnp.zeros(number.shape, bool).at[opened].set(True, mode="drop")
+    return jnp.where(known, spec.num_blocks, number)

@@ -75,7 +75,7 @@ def visited(search, tree, page, row, q, shape=SHAPE):
     number = np.full(shape.points + 1, len(page))
     number[page * shape.rows + row] = np.arange(len(page))
     hit = np.zeros((len(q), len(page) + 1), bool)
-    np.put_along_axis(hit, number[point], True, axis=1)
+    np.put_along_axis(hit, number[np.minimum(point, shape.points)], True, axis=1)
     return hit[:, :-1]
 
 
@@ -89,13 +89,17 @@ def nodes(tree, shape=SHAPE):
     found, waiting = [], [(int(tree.height), None, int(tree.root))]
     while waiting:
         level, parent, page = waiting.pop()
-        points = []
-        assert page == shape.pages or tree.length[page] >= 1
+        chain = []
         while page < shape.pages:
-            rest = tree.length[tree.next[page]] if tree.next[page] < shape.pages else 0
-            assert tree.length[page] == rest + 1
-            points += [page * shape.rows + r for r in range(tree.count[page])]
-            page = int(tree.next[page])
+            chain.append(page)
+            page = int(tree.jump[0, page])
+        for nth, page in enumerate(chain):
+            assert tree.length[page] == len(chain) - nth
+            further = [nth + 2**j for j in range(len(tree.jump))]
+            np.testing.assert_array_equal(
+                tree.jump[:, page], [chain[n] if n < len(chain) else shape.pages for n in further]
+            )
+        points = [page * shape.rows + r for page in chain for r in range(tree.count[page])]
         found.append((level, parent, points))
         child = tree.child.reshape(-1)
         waiting += [(level - 1, p, int(child[p])) for p in points if child[p] < shape.pages]
@@ -259,7 +263,7 @@ def test_a_group_of_queries_visits_what_each_of_them_likes_best():
     tree, *_ = build(key)
     q = np.stack([key[3], key[400]])
     found = jax.jit(dci.query, static_argnums=(0, 1))(SHAPE, dci.Search(8, 16), tree, dci.transform_query(q))
-    score = np.asarray(found.score).reshape(-1, 2).max(0)
+    score = np.asarray(found.score).max((1, 2))
     alone = [float((key @ (one / np.linalg.norm(one))).max()) for one in q]
     np.testing.assert_allclose(score, alone, rtol=1e-4)
 
