@@ -10,6 +10,12 @@ _RESEEDS = 64  # empty clusters refilled per iteration
 _TRIALS = 8  # candidates per k-means++ draw
 
 
+def fixed_seeds(seed: int, shape: int | tuple[int, ...]) -> PRNGKey:
+    """So many seeds: constants of a program, which need not be derived in it each time."""
+    with jax.ensure_compile_time_eval():
+        return jax.random.split(jax.random.key(seed), shape)
+
+
 def kmeans(
     points: Float[Array, "T D"], valid: Bool[Array, "T"], clusters: int, active: Int32[Array, ""], seed: PRNGKey,
     iterations: int = 10, cosine: bool = False,

@@ -109,4 +109,4 @@ class ClusterMethod(Method):
         )
 
     def _seeds(self, spec):
-        return jax.random.split(jax.random.key(self.seed), spec.kv_heads)
+        return clustering.fixed_seeds(self.seed, spec.kv_heads)

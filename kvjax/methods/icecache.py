@@ -29,7 +29,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from kvjax import dci
+from kvjax import clustering, dci
 from kvjax.dci.tree import most_levels
 from kvjax.method import Method, Placement, Selection, aggregate, no_force, top_blocks
 from kvjax.typing import Array, Int32
@@ -125,7 +125,7 @@ class IceCache(Method):
         return dci.Search(beam, self.pages or -(-3 * beam // 2), self.visit)
 
     def _seeds(self, spec):
-        return jax.random.split(jax.random.key(self.seed), spec.kv_heads)
+        return clustering.fixed_seeds(self.seed, spec.kv_heads)
 
 
 def _others(spec, opened: Int32[Array, "N"]) -> Int32[Array, "O"]:

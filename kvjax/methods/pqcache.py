@@ -78,7 +78,7 @@ class PQCache(Method):
 
     def build(self, spec, index, context):
         parts = split(context.key, self.parts)
-        seeds = jax.random.split(jax.random.key(self.seed), (spec.kv_heads, self.parts))
+        seeds = clustering.fixed_seeds(self.seed, (spec.kv_heads, self.parts))
         learn = functools.partial(centroids_of, count=2**self.bits, iterations=self.iterations)
 
         def one_part(args):
