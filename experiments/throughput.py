@@ -272,14 +272,16 @@ def reuse_row(method, plan: planning.Plan, slots: Slots, context: int, traffic: 
 
 
 def disk_row(store, plan, fetch: dict, directory) -> dict:
-    """One layer's cold fetch beside raw reads of as many blocks."""
-    size, system = planning.geometry(plan).extent_bytes, getattr(store, "system", None)
-    raw = 1e3 * raw_disk.read_seconds(directory, size, fetch["blocks"], threads=4, system=system)
-    return {
-        **common.disk_of(store),
+    """One layer's cold fetch; of a store on disk beside raw reads of as many blocks."""
+    size = planning.geometry(plan).extent_bytes
+    row = {
         "fetch_ms": fetch["call"], "fetch_in_store_ms": fetch["store"], "fetch_blocks": fetch["blocks"],
-        "raw_read_ms": raw, "fetch_beyond_store_us": 1e3 * (fetch["call"] - fetch["store"]), "block_bytes": size,
+        "fetch_beyond_store_us": 1e3 * (fetch["call"] - fetch["store"]), "block_bytes": size,
     }
+    if not isinstance(store, kvjax.FlashStore):
+        return row
+    raw = raw_disk.read_seconds(directory, size, fetch["blocks"], threads=4, system=store.system)
+    return {**row, **common.disk_of(store), "raw_read_ms": 1e3 * raw}
 
 
 def transformers_row(llm, name: str, context: int, steps: int) -> dict | None:

@@ -1,6 +1,12 @@
-"""Runs the tuner and shows what it chose; each solution is kept as it is found."""
+"""Runs the tuner and shows what it chose; each solution is kept as it is found.
 
+For some of the pairs also decodes with what was chosen, and with the middle of the grid, beside what the tuner expects
+of either. As many groups come back there as the tuner found on its text (`experiments.replay`).
+"""
+
+import itertools
 import pathlib
+from collections.abc import Iterator
 
 import ml_collections
 import numpy as np
@@ -40,7 +46,10 @@ def found_adapters(config: ml_collections.ConfigDict) -> dict[int, str]:
 
 def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     """Solves every batch size and context length."""
-    adapters = found_adapters(config)
+    adapters, solved = found_adapters(config), set(itertools.product(config.batches, config.contexts))
+    if not set(config.checked) <= solved:
+        raise ConfigError(f"checked={config.checked} must be pairs of one of batches={config.batches} and one of "
+                          f"contexts={config.contexts}")
     llm, run = make_model(config.model), Run(config, workdir)
     store = common.make_store(config.store, run.path / "store")
     if store is None:
@@ -52,8 +61,55 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
         space=space, adapters=adapters, path=run.path / "tuning.json",
     )
     rows = [row(config, *pair, solution) for pair, solution in sorted(found.solutions.items())]
-    run.summary(rows)
     print_table(rows)
+    rows += [one for pair in config.checked for one in check(llm, store, space, found, config, pair, run)]
+    run.summary(rows)
+
+
+def check(llm, store, space: tuner.Space, found: tuner.Tuning, config, pair, run: Run) -> Iterator[dict]:
+    """Expected and measured memory and time of the choice for (batch, context), and of the middle of the grid."""
+    batch, context = pair
+    middle = tuner.Setting(*(one[len(one) // 2] for one in (space.groups, space.sigmas, space.reuses)))
+    settings = {"tuned": found.solutions[pair].setting, "middle of the grid": middle}
+    done = {(row["label"], row["batch"], row["context"]) for row in run.logged()}
+    for label, setting in settings.items():
+        if (label, batch, context) not in done:
+            solution = tuner.expect(
+                llm, store, sample_text(llm, config.text, config.seed), setting, batch=batch, context=context,
+                selected=config.selected, space=space, adapters=found.adapters,
+            )
+            measured = decoded(llm, found, config, solution, batch, context, run.path)
+            head = {**row(config, batch, context, solution), "task": "check", "label": label}
+            run.log(**head, **compared(solution, measured))
+    yield from (row for row in run.logged() if (row["batch"], row["context"]) == pair)
+
+
+def decoded(llm, found: tuner.Tuning, config, solution: tuner.Solution, batch: int, context: int, path) -> dict:
+    """A row of the throughput experiment with these settings, while as many groups come back as expected."""
+    setting, slots = solution.setting, tuner.make_slots(solution.setting, found.selected)
+    settings = {
+        "name": "kvswap", "group": setting.group, "sigma": setting.sigma,
+        "adapters": found.adapters.get(setting.sigma), "replay": solution.reuse_rate,
+        "budget": tuner.make_method(setting, found.selected, found.adapters).budget,
+        "slots": {"count": slots.count, "policy": slots.policy, "prefetch": slots.prefetch},
+    }
+    how = ml_collections.ConfigDict({
+        "steps": config.steps, "drivers": ("fused",), "slots": 0, "batch": batch,
+        "replay": {"tokens": min(context, config.text), "steps": config.steps, "kinds": ("code",), "seed": config.seed},
+    })
+    return throughput.measure(
+        llm, config.model, settings, config.store, context, how, path, throughput.memory_bandwidth()
+    )
+
+
+def compared(solution: tuner.Solution, measured: dict) -> dict:
+    """Measured figures, and how far off what was expected is: 0.1 = a tenth more was expected."""
+    return {
+        "tokens_per_s": measured["tokens_per_s"], "block_ms": measured["block_ms"],
+        "expected_block_ms": 1e3 * solution.seconds, "time_off": 1e3 * solution.seconds / measured["block_ms"] - 1,
+        "measured_bytes": measured["resident_bytes"], "memory_off": solution.memory / measured["resident_bytes"] - 1,
+        "expected_reuse_rate": solution.reuse_rate, "reuse_rate": measured["reuse_rate"],
+    }
 
 
 def row(config, batch: int, context: int, solution: tuner.Solution) -> dict:

@@ -5,8 +5,10 @@
     cache = llm.prefill(context, method=tuned.method(8, 32768), store=store, slots=tuned.slots(8, 32768))
 """
 
-from kvjax.tuner.search import tune
+from kvjax.tuner.search import expect, tune
 from kvjax.tuner.solver import Costs, Setting, Solution, Space, solve
-from kvjax.tuner.tuning import Tuning, load
+from kvjax.tuner.tuning import Tuning, load, make_method, make_slots
 
-__all__ = ["Costs", "Setting", "Solution", "Space", "Tuning", "load", "solve", "tune"]
+__all__ = [
+    "Costs", "Setting", "Solution", "Space", "Tuning", "expect", "load", "make_method", "make_slots", "solve", "tune",
+]

@@ -14,7 +14,7 @@ from kvjax.methods.kvswap import KVSwap
 from kvjax.planning import Slots
 from kvjax.store.base import Store
 from kvjax.tuner import profile, tuning
-from kvjax.tuner.solver import Costs, Setting, Space, solve
+from kvjax.tuner.solver import Costs, Setting, Solution, Space, expected, solve
 from kvjax.tuner.tuning import Tuning, make_method, make_slots
 
 
@@ -50,6 +50,16 @@ def tune(
             if path is not None:
                 found.save(path)
     return found
+
+
+def expect(
+    llm: LLM, store: Store, text: Sequence[int], setting: Setting, *, batch: int, context: int, selected: int = 400,
+    space: Space | None = None, adapters: dict[int, str] | None = None,
+) -> Solution:
+    """What a setting of one's own takes, measured as `tune` does; arguments as there."""
+    space, adapters = space or Space(), adapters or {}
+    recurring = _reuse_rates(llm, text, selected, space, adapters)
+    return expected(_costs(llm, store, batch, context, selected, adapters, recurring), setting)
 
 
 def _resume(path, fingerprint: str, selected: int) -> Tuning | None:
@@ -91,5 +101,5 @@ def _costs(llm, store, batch, context, selected, adapters, recurring) -> Costs:
     )
     return Costs(
         memory=lambda setting: profile.memory_bytes(llm.config, *parts(setting), batch, context),
-        read=lambda setting: read(setting.group, setting.reuse), compute=compute,
+        read=lambda setting: read(setting.group, setting.reuse), compute=compute, reuse_rate=recurring,
     )

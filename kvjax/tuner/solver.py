@@ -44,6 +44,7 @@ class Costs:
     memory: Callable[[Setting], int]  # bytes in memory
     read: Callable[[Setting], float]  # T_io, seconds of one layer's reads
     compute: Callable[[Setting], float]  # T_model, seconds of one layer without them
+    reuse_rate: Callable[[int], float]  # C -> share of the needed groups that are in a buffer of C tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +55,12 @@ class Solution:
     memory: int
     read: float
     compute: float
+    reuse_rate: float
+
+    @property
+    def seconds(self) -> float:
+        """Of one layer: the longer of reading, which goes on meanwhile, and computing."""
+        return max(self.read, self.compute)
 
     @property
     def exposed(self) -> float:
@@ -87,11 +94,16 @@ def solve(space: Space, budget: int, costs: Costs, relax: float = 0.0) -> Soluti
     return min(tried, key=lambda one: one.exposed)
 
 
+def expected(costs: Costs, setting: Setting) -> Solution:
+    """A setting with what it takes."""
+    taken = costs.memory(setting), costs.read(setting), costs.compute(setting), costs.reuse_rate(setting.reuse)
+    return Solution(setting, *taken)
+
+
 def _least_compressed(space: Space, budget: int, costs: Costs, group: int, reuse: int) -> Solution | None:
     """The smallest sigma that fits the budget, None if none does."""
     for sigma in space.sigmas:
         setting = Setting(group, sigma, reuse)
-        memory = costs.memory(setting)
-        if memory <= budget:
-            return Solution(setting, memory, costs.read(setting), costs.compute(setting))
+        if costs.memory(setting) <= budget:
+            return expected(costs, setting)
     return None

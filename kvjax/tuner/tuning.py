@@ -12,7 +12,7 @@ from kvjax.methods.kvswap import KVSwap
 from kvjax.planning import Slots
 from kvjax.tuner.solver import Setting, Solution
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +75,7 @@ def load(path: str | os.PathLike) -> Tuning:
 
 
 def _solution(row: dict[str, Any]) -> Solution:
-    return Solution(Setting(**row["setting"]), row["memory"], row["read"], row["compute"])
+    return Solution(Setting(**row["setting"]), row["memory"], row["read"], row["compute"], row["reuse_rate"])
 
 
 def make_method(setting: Setting, selected: int, adapters: dict[int, str], **settings: Any) -> KVSwap:

@@ -22,7 +22,7 @@ def device(bandwidth, latency, tokens=400):
     return Costs(
         memory=lambda s: 32768 // s.sigma + 16 * s.reuse,
         read=lambda s: (1 - s.reuse / 400) * (tokens / s.group * latency + tokens / bandwidth),
-        compute=lambda s: 1.0 + 0.01 / s.sigma,
+        compute=lambda s: 1.0 + 0.01 / s.sigma, reuse_rate=lambda reuse: reuse / 400,
     )
 
 
@@ -81,14 +81,16 @@ def test_a_solution_is_the_first_that_hides_enough_or_else_the_least_exposed(ban
     expected = hidden[0] if hidden else min(fitting, key=lambda s: costs.read(s) - costs.compute(s))
     found = solve(SPACE, budget, costs, relax)
     assert found.setting == expected and found.memory <= budget
+    assert found.reuse_rate == expected.reuse / 400
+    assert found.seconds == max(costs.read(expected), costs.compute(expected))
 
 
 # the file -----------------------------------------------------------------------------------------
 
 FOUND = tuning.Tuning(
-    {(1, 4096): Solution(Setting(4, 8, 800), 1000, 0.001, 0.002),
-     (8, 4096): Solution(Setting(8, 16, 600), 900, 0.002, 0.002),
-     (8, 32768): Solution(Setting(16, 32, 400), 800, 0.003, 0.002)},
+    {(1, 4096): Solution(Setting(4, 8, 800), 1000, 0.001, 0.002, 0.5),
+     (8, 4096): Solution(Setting(8, 16, 600), 900, 0.002, 0.002, 0.4),
+     (8, 32768): Solution(Setting(16, 32, 400), 800, 0.003, 0.002, 0.3)},
     selected=400, adapters={}, fingerprint="model",
 )
 
