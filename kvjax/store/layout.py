@@ -5,7 +5,8 @@ neighbours. A *lane* is one KV head of one sequence in one layer; a selection ne
 
     grouped        what a plain allocator does. The prompt's blocks of a lane follow each other in the order of block
                    ids, lane after lane; a block that is first written later takes the lowest free extent, so that
-                   what all lanes add while decoding lies mixed, in the order in which it was written.
+                   what all lanes add while decoding lies mixed, in the order in which it was written. Where all KV
+                   heads of a sequence fetch the same block numbers, those of one number follow each other instead.
     cluster_major  every lane has a region of NB extents, and a block's place in it is its id. Methods number clusters
                    as they make them, the blocks of one cluster in a row, so this is cluster order, and stays so.
     dual_head      DynaKV (Wang et al.), section 5: pairs of co-retrieved blocks in pools of two, see `DualHead`.
@@ -54,10 +55,18 @@ class Layout(abc.ABC):
 
 
 class Grouped(Layout):
-    """The lowest free extents, in the order in which blocks are written."""
+    """The lowest free extents, in the order in which blocks are written; those of a prompt in that of how they are
+    fetched."""
 
     def place_prompt(self, ids, retrieved):
-        return self.extents.allocate(ids.size)
+        extents = self.extents.allocate(ids.size)
+        if not self.geometry.head_shared:
+            return extents
+        lane, number = np.divmod(ids, self.geometry.num_blocks)
+        order = np.lexsort((lane, number, lane // self.geometry.kv_heads))
+        placed = np.empty_like(extents)
+        placed[order] = extents
+        return placed
 
     def place(self, block_id):
         return int(self.extents.allocate(1)[0])
