@@ -28,8 +28,8 @@ _RIVALS = (
     _DYNAKV,
 )
 _CONTEXT = 16384
-# After decoding eight times the prompt, recall@16 of the true top keys is .480 for DynaKV with 128 tokens, .476 and .505
-# for local update with 144 and 160, .483 for static with 512 (configs/shift.py with --config.method.budget=).
+# After decoding eight times the prompt, recall@16 of the true top keys is .480 for DynaKV with 128 tokens, .476 and
+# .505 for local update with 144 and 160, .483 for static with 512 (configs/shift.py with --config.method.budget=).
 _EQUAL_RECALL = {"static": 4.0, "local": 1.15}
 
 
