@@ -64,7 +64,7 @@ def _latency():
 
 
 def _length():
-    """Larger clusters than elsewhere: ranking them is the one part of a step that grows with the context."""
+    """Larger clusters than elsewhere: ranking them is the one part of computing that grows with the context."""
     methods = ({**_DYNAKV, "budget": 512, "cluster": 32},)
     return _throughput(contexts=(1024, 4096, 16384, 65536), stores=("memory", "flash"), methods=methods)
 

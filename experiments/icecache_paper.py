@@ -90,7 +90,7 @@ SEARCHES = {  # label -> (projections, visited share of all points, or None: all
 
 
 def tree_alone(llm: kvjax.LLM, config) -> Iterator[tuple[Row, Callable[[], Row]]]:
-    """Recall against brute force, share of points visited, comparisons and occupancy; two ways to search."""
+    """Recall against brute force, share of points visited, comparisons and occupancy, for each way to search."""
     sources = [("real", config.key_tokens), *((kind, n) for kind in ("clustered", "uniform") for n in config.points)]
     keys = functools.cache(lambda: real_keys(llm, config))
     for kind, points in sources:

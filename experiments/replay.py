@@ -124,6 +124,10 @@ class Replay(Method):
     def head_shared(self):  # type: ignore[override]
         return self.inner.head_shared
 
+    @property
+    def fetches_alike(self):  # type: ignore[override]
+        return self.inner.fetches_alike
+
     @functools.cached_property
     def table(self) -> np.ndarray:
         """int32[steps, layers, heads, M] groups of all texts side by side, best first.

@@ -36,7 +36,7 @@ class LayerState:
     count: Int32[Array, "*B K NB"]  # valid rows, a prefix of each block
     loaded: Int32[Array, "*B K M1"]  # blocks fetched in the newest step
     tail: Tail
-    refused: Int32[Array, "*B K"]  # placements that found their block full (always 0 for a correct method)
+    refused: Int32[Array, "*B K"]  # tokens to be held that found no free row (always 0 for a correct method)
 
 
 @pytree

@@ -168,7 +168,8 @@ class Method(abc.ABC):
     reuse: int = 1
     observation: int | None = 0
 
-    head_shared: ClassVar[bool] = False  # one selection for all KV heads
+    head_shared: ClassVar[bool] = False  # KV heads depend on each other
+    fetches_alike: ClassVar[bool] = False  # all KV heads of a sequence fetch the same blocks
     evicts: ClassVar[bool] = False  # tokens may be dropped for good: not placed, or their row given to another
     attends_all: ClassVar[bool] = False  # selects every block, in token order
     adaptive: ClassVar[bool] = False  # `due` and `adapt` do something

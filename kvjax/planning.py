@@ -113,7 +113,7 @@ def geometry(plan: Plan) -> base.Geometry:
     return base.Geometry(
         layers=len(plan.layers), batch=plan.batch, kv_heads=spec.kv_heads, num_blocks=spec.num_blocks,
         block_rows=spec.block_rows, width=(1 + spec.keeps_keys) * packing.width(plan.dtype, spec.head_dim),
-        dtype=packing.stored_type(plan.dtype), keys=spec.keeps_keys, head_shared=plan.layers[-1].method.head_shared,
+        dtype=packing.stored_type(plan.dtype), keys=spec.keeps_keys, alike=plan.layers[-1].method.fetches_alike,
     )
 
 

@@ -60,6 +60,11 @@ class Predictor(Method):
         return self.shared or self.joint
 
     @property
+    def fetches_alike(self) -> bool:  # type: ignore[override]  # of the class elsewhere, of its settings here
+        """Whether all heads select the same groups."""
+        return self.shared
+
+    @property
     @abc.abstractmethod
     def joint(self) -> bool:
         """Whether a token's projections are summed over its heads (F = 1)."""

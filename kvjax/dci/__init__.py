@@ -8,13 +8,13 @@ Functions take the keys of one head; map them over heads. Every array has a fixe
 """
 
 from kvjax.dci.construction import build
-from kvjax.dci.insertion import insert
+from kvjax.dci.insertion import insert, put_aside
 from kvjax.dci.levels import draw_levels
 from kvjax.dci.search import Found, Search, query
 from kvjax.dci.transform import transform_key, transform_query
 from kvjax.dci.tree import Shape, Tree, empty_tree
 
 __all__ = [
-    "Found", "Search", "Shape", "Tree", "build", "draw_levels", "empty_tree", "insert", "query", "transform_key",
-    "transform_query",
+    "Found", "Search", "Shape", "Tree", "build", "draw_levels", "empty_tree", "insert", "put_aside", "query",
+    "transform_key", "transform_query",
 ]

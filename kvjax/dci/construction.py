@@ -83,7 +83,6 @@ def _nearest(point, below, above):
     """For each point numbered in `below` the one of `above` with the largest product; T where `above` has none."""
     total = point.shape[0]
     candidates = point[jnp.minimum(above, total - 1)]
-
     nth = jnp.arange(above.shape[0])
 
     def chunk(numbers):
@@ -101,8 +100,8 @@ def _nearest(point, below, above):
 def _pages(shape: Shape, parent, level, valid):
     """Page and row of every point, nodes in consecutive pages, the root's first and those of lower levels later.
 
-    Points for which no page is left fill free rows of any. They are of the bottom, as there is always a page for one of
-    higher levels, and so no node hangs under a point that strayed.
+    Points for which no page is left fill free rows of any. They are of the bottom, so that no node hangs under a point
+    that strayed, as long as there are pages for all that is above it: else what hangs there is not found.
     """
     total = parent.shape[0]
     first = jnp.argsort(-level, stable=True)

@@ -17,7 +17,8 @@ def insert(
     """The tree with a key at its level, and the page and row it went to (page NB where not `valid`).
 
     A level above the top one makes the tree one level higher: the new point becomes the only one of the new top level,
-    and the old root node its node. The tree must have a free row.
+    and the old root node its node. The tree must have a free row. Levels are drawn (`draw_levels`): a search opens no
+    more pages of a level than such points fill.
     """
     squared = jnp.sum(jnp.square(key))
     tree = dataclasses.replace(tree, radius=jnp.where(valid, jnp.maximum(tree.radius, squared), tree.radius))
@@ -42,6 +43,21 @@ def insert(
         height=tree.height + (valid & grows), used=tree.used + opens, strays=tree.strays + stray,
     )
     return tree, page, row
+
+
+def put_aside(
+    shape: Shape, tree: Tree, key: Float[Array, "D"], valid: Bool[Array, ""]
+) -> tuple[Tree, Int32[Array, ""], Int32[Array, ""]]:
+    """`insert` into no node: keys fill pages of their own, one after the other, that no search opens."""
+    last = jnp.maximum(tree.used - 1, 0)
+    room = (tree.used > 0) & (tree.length[last] == 0) & (tree.count[last] < shape.rows)
+    opens = valid & ~room & (tree.used < shape.pages)
+    stray = valid & ~room & ~opens
+    page = jnp.where(room, last, jnp.where(opens, tree.used, _any_room(shape, tree, stray)))
+    page = jnp.where(valid, page, shape.pages).astype(jnp.int32)
+    row = tree.count.at[page].get(mode="fill", fill_value=0)
+    tree = _write(tree, page, row, key, jnp.sum(jnp.square(key)), shape.pages)
+    return dataclasses.replace(tree, used=tree.used + opens, strays=tree.strays + stray), page, row
 
 
 def _parent(shape: Shape, search: Search, tree: Tree, key, level) -> Int32[Array, ""]:

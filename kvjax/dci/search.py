@@ -37,7 +37,7 @@ class Search:
     def width(self, shape: Shape, level: int) -> int:
         """Pages opened at a level: no more than its points can fill, of as many nodes as there are points above."""
         points, above = (room_of_level(shape.points, shape.ratio, one) for one in (level, level + 1))
-        return min(self.pages, above + -(-points // shape.rows))
+        return min(self.pages, shape.pages, above + -(-points // shape.rows))
 
 
 @pytree
@@ -46,7 +46,7 @@ class Found:
 
     page: Int32[Array, "*B N"]  # NB = none
     count: Int32[Array, "*B N"]  # points in it
-    score: Float[Array, "*B G N C"]  # q.k / |q| of each point, -inf = not compared
+    score: Float[Array, "*B G N C"]  # k times q / |q|, or times T_K of an inserted key; -inf = not compared
 
     @property
     def point(self) -> Int32[Array, "*B N C"]:
@@ -57,7 +57,7 @@ class Found:
 
 
 def query(shape: Shape, search: Search, tree: Tree, unit: Float[Array, "G D1"]) -> Found:
-    """Visits the points that are likely to be nearest to queries (QUERY with l = -1, all levels to the bottom).
+    """Visits the points that are likely to be nearest to queries (QUERY down to the bottom level).
 
     Args:
       unit: T_Q(q) of a group of queries.

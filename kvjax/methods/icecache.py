@@ -46,12 +46,12 @@ class IceCache(Method):
       ratio: promotion ratio r.
       num_blocks: pages of one head; None = enough for full pages and three quarters of a page for every parent.
       beam: nodes searched per level.
-      pages: pages opened per level; None = 1.5 * beam.
+      pages: most pages opened per level, also for a parent; None = 1.5 times the beam of either.
       projections: P, directions of P-DCI; 0 = none.
-      visit: tokens compared with the query per level, by the priority of P-DCI; None = all that are opened.
+      visit: tokens compared per level, by the priority of P-DCI; None = all that are opened.
       insert_beam: nodes searched per level for the parent of a new token.
-      update: whether tokens that leave the window find their place in the tree. Otherwise they go to pages under the
-        root in the order they come, only to measure what an index that follows the decode is worth.
+      update: whether tokens that leave the window find their place in the tree. Otherwise they fill pages that no
+        search opens, only to measure what an index that follows the decode is worth.
       seed: of directions and promotions.
     """
 
@@ -110,8 +110,9 @@ class IceCache(Method):
         shape, search = self._shape(spec), self._search(self.insert_beam)
 
         def one_head(tree, key, seed):
-            drawn = dci.draw_levels(seed, leaving.pos, self.ratio, shape.levels)
-            level = drawn if self.update else tree.height
+            if not self.update:
+                return dci.put_aside(shape, tree, key, leaving.valid)
+            level = dci.draw_levels(seed, leaving.pos, self.ratio, shape.levels)
             return dci.insert(shape, search, tree, key, level, leaving.valid)
 
         tree, page, row = jax.vmap(one_head)(index, leaving.key.astype(jnp.float32), self._seeds(spec))
@@ -129,10 +130,8 @@ class IceCache(Method):
 
 
 def _others(spec, opened: Int32[Array, "N"]) -> Int32[Array, "O"]:
-    """Pages that were not opened, NB in the place of others: enough to fill a selection. They are among the first.
-
-    Where fewer than M were opened, at most M of the first 2 M pages were.
-    """
+    """Enough unopened pages to fill a selection, from the first 2 M, NB in the place of opened ones: where fewer than M
+    were opened, at least M of those are left."""
     number = jnp.arange(min(2 * spec.max_blocks, spec.num_blocks), dtype=jnp.int32)
     known = jnp.zeros(number.shape, bool).at[opened].set(True, mode="drop")
     return jnp.where(known, spec.num_blocks, number)

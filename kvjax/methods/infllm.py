@@ -79,6 +79,11 @@ class InfLLM(Method):
         """Whether heads depend on each other."""
         return self.shared
 
+    @property
+    def fetches_alike(self) -> bool:  # type: ignore[override]  # of the class elsewhere, of its settings here
+        """Whether all heads select the same blocks."""
+        return self.shared
+
     def blocks(self, capacity, rows):
         return -(-capacity // self.block), self.block, max(1, -(-rows // self.block) + 1), 0
 

@@ -42,6 +42,7 @@ class OmniKV(Oracle):
     reuse: int = 4
     dense_filters: bool = True  # type: ignore[misc]  # of the class elsewhere, a setting here
     head_shared: ClassVar[bool] = True
+    fetches_alike: ClassVar[bool] = True
 
     def select(self, spec, index, view, q):
         everyone = self.scores(spec, index, view, q).reshape(1, -1, spec.num_blocks)

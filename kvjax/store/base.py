@@ -40,7 +40,7 @@ class Geometry:
     width: int  # elements of a row
     dtype: str
     keys: bool = dataclasses.field(default=True, compare=False)  # a row is key beside value; else a value alone
-    head_shared: bool = dataclasses.field(default=False, compare=False)  # all KV heads fetch the same block numbers
+    alike: bool = dataclasses.field(default=False, compare=False)  # all KV heads fetch blocks of the same numbers
 
     def __post_init__(self):
         for name in ("layers", "batch", "kv_heads", "num_blocks", "block_rows", "width"):

@@ -55,12 +55,11 @@ class Layout(abc.ABC):
 
 
 class Grouped(Layout):
-    """The lowest free extents, in the order in which blocks are written; those of a prompt in that of how they are
-    fetched."""
+    """The lowest free extents as blocks are written, for a prompt in the order in which they are fetched."""
 
     def place_prompt(self, ids, retrieved):
         extents = self.extents.allocate(ids.size)
-        if not self.geometry.head_shared:
+        if not self.geometry.alike:
             return extents
         lane, number = np.divmod(ids, self.geometry.num_blocks)
         order = np.lexsort((lane, number, lane // self.geometry.kv_heads))

@@ -43,7 +43,7 @@ def read_seconds(store: Store, config: ModelConfig, group: int, blocks: int, bat
         return 0.0
     geometry = Geometry(
         layers=1, batch=batch, kv_heads=config.num_kv_heads, num_blocks=4 * blocks, block_rows=group,
-        width=2 * config.head_dim, dtype="float32",
+        width=2 * config.head_dim, dtype="float32", alike=True,
     )
     branch = store.create(geometry, "tuner")
     try:

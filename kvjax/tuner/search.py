@@ -88,7 +88,7 @@ def _reuse_rates(llm, text, selected, space: Space, adapters):
 
 
 def _costs(llm, store, batch, context, selected, adapters, recurring) -> Costs:
-    """What settings take at one batch size and context length; nothing is measured twice."""
+    """What settings take at one batch size and context length; no time is measured twice."""
     def parts(setting: Setting) -> tuple[KVSwap, Slots]:
         return make_method(setting, selected, adapters), make_slots(setting, selected)
 

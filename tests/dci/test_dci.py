@@ -313,6 +313,21 @@ def test_a_full_tree_takes_points_wherever_there_is_room():
     np.testing.assert_array_equal(np.asarray(tree.key)[page, row], key)
 
 
+def test_keys_put_aside_are_in_no_node_and_hide_none():
+    """Given as many keys aside as in the tree: pages in the order they came, and a search visits just the others."""
+    key, aside, half = clumps(0), jax.jit(dci.put_aside, static_argnums=0), POINTS // 2
+    tree, page, row, _ = build(key, np.arange(POINTS) < half)
+    places = []
+    for new in key[half:]:
+        tree, at, to = aside(SHAPE, tree, new, jnp.asarray(True))
+        places.append((int(at), int(to)))
+    page, row = (np.concatenate([one[:half], more]) for one, more in zip((page, row), np.array(places).T, strict=True))
+    assert tree.strays == 0 and len(set(places)) == half and places == sorted(places)
+    np.testing.assert_array_equal(np.asarray(tree.key)[page, row], key)
+    hit = visited(WIDE, tree, page, row, clumps(1)[:5])
+    assert hit[:, :half].all() and not hit[:, half:].any()
+
+
 @pytest.mark.parametrize("start", [0, POINTS // 2])
 def test_a_tree_built_by_inserts_has_the_recall_of_one_built_at_once(start):
     """Within two points, with a beam of about half of the nodes and the same directions.

@@ -130,6 +130,7 @@ def test_loki_and_infinigen_select_tokens_for_each_head():
     for method in (Loki(), InfiniGen()):
         assert not method.head_shared and method.group == 1 and method.lookahead
     assert InfiniGen(shared=True).head_shared and KVSwap().head_shared and KVSwap(shared=False).head_shared
+    assert KVSwap().fetches_alike and not KVSwap(shared=False).fetches_alike and not Loki().fetches_alike
 
 
 # adapters in a model ------------------------------------------------------------------------------

@@ -229,10 +229,10 @@ def test_correlated_blocks_are_read_at_once(tmp_path, open_branch):
     assert reads == {"cluster_major": 5, "dual_head": 4}, "5 of one lane and 0 of the next are neighbours by chance"
 
 
-@pytest.mark.parametrize(("head_shared", "requests"), [(True, 4), (False, 8)])
-def test_blocks_that_all_heads_fetch_are_read_at_once(tmp_path, open_branch, head_shared, requests):
+@pytest.mark.parametrize(("alike", "requests"), [(True, 4), (False, 8)])
+def test_blocks_that_all_heads_fetch_are_read_at_once(tmp_path, open_branch, alike, requests):
     """Blocks 1 and 5 of two heads of two sequences: one request for both heads, if they are fetched together."""
-    geometry = dataclasses.replace(GEOMETRY, head_shared=head_shared)
+    geometry = dataclasses.replace(GEOMETRY, alike=alike)
     driver = open_branch(FlashStore(tmp_path, threads=1), geometry)
     blocks = driver.full()
     counts, pos = np.full(blocks.shape[:3], 4, np.int32), np.zeros(blocks.shape[:4], np.int32)
