@@ -80,8 +80,8 @@ def _describe_space(path: str, geometry: Geometry, found: list[Found]) -> list[s
     scattered = _fragmentation(tables[0].reshape(-1, geometry.num_blocks), geometry.kv_heads)
     return [f"occupancy     {size} extents: {newest.size} of the newest save, {older.size} of the one before, "
             f"{log.size} of the log, {rest} free",
-            f"fragmentation {scattered:.3f} of a head's neighbouring blocks are apart, by more than a block of each other "
-            "head"]
+            f"fragmentation {scattered:.3f} of a head's neighbouring blocks are more than a block of each other head "
+            "apart"]
 
 
 def _describe_coding(codec: Codec, newest: list[Found]) -> list[str]:
