@@ -9,8 +9,6 @@ from kvjax import clustering
 from kvjax.clusters.index import (
     ClusterIndex,
     add_entry,
-    first,
-    first_least,
     nearest_with_room,
     replace_clusters,
     squared_distances,
@@ -19,6 +17,7 @@ from kvjax.clusters.index import (
 )
 from kvjax.clusters.update import Update
 from kvjax.method import Edits, Placement
+from kvjax.places import first, first_least
 from kvjax.typing import Array, Float
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from kvjax.method import Spec
+from kvjax.places import first, first_least
 from kvjax.typing import Array, Bool, Float, Int32, pytree
 
 
@@ -79,17 +80,3 @@ def nearest_with_room(spec: Spec, count: Int32[Array, "NB"], squared: Float[Arra
     """The nearest cluster that is not full; a free block where all are full."""
     roomy = (count > 0) & (count < spec.block_rows)
     return jnp.where(jnp.any(roomy), first_least(squared, roomy), first(count == 0))
-
-
-def first_least(x: Float[Array, "N"], among: Bool[Array, "N"]) -> Int32[Array, ""]:
-    """Where the least of some numbers is, the first one of equals; the last place if there are none.
-
-    Two minima: on XLA:CPU they take half as long as `argmin`, which carries the place along.
-    """
-    x = jnp.where(among, x, jnp.inf)
-    return first(among & (x == jnp.min(x)))
-
-
-def first(among: Bool[Array, "N"]) -> Int32[Array, ""]:
-    """The first place that is marked; the last place if none is."""
-    return jnp.min(jnp.where(among, jnp.arange(among.shape[0], dtype=jnp.int32), among.shape[0] - 1))

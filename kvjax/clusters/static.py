@@ -10,14 +10,13 @@ import jax.numpy as jnp
 
 from kvjax.clusters.index import (
     ClusterIndex,
-    first,
-    first_least,
     nearest_with_room,
     squared_distances,
     updated_variance,
 )
 from kvjax.clusters.update import Update
 from kvjax.method import Placement
+from kvjax.places import first, first_least
 
 
 @dataclasses.dataclass(frozen=True)

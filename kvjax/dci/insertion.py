@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from kvjax.dci.search import Search, descend
 from kvjax.dci.transform import transform_key
 from kvjax.dci.tree import Shape, Tree
+from kvjax.places import first
 from kvjax.typing import Array, Bool, Float, Int32
 
 
@@ -22,25 +23,18 @@ def insert(
     """
     squared = jnp.sum(jnp.square(key))
     tree = dataclasses.replace(tree, radius=jnp.where(valid, jnp.maximum(tree.radius, squared), tree.radius))
-    free = tree.used < shape.pages
-    grows = (level > tree.height) & (tree.used > 0) & free
+    grows = (level > tree.height) & (tree.used > 0) & (tree.used < shape.pages)
     parent = _parent(shape, search, tree, key, level)
-    first = tree.child.reshape(-1).at[parent].get(mode="fill", fill_value=shape.pages)
-    first = jnp.where(parent == shape.points, tree.root, first)
-    first = jnp.where(grows, shape.pages, first)  # a new chain
-    room = tree.count.at[first].get(mode="fill", fill_value=shape.rows) < shape.rows
-    stray = valid & ~room & ~free
-    page = jnp.where(room, first, jnp.where(free, tree.used, _any_room(shape, tree, stray)))
-    page = jnp.where(valid, page, shape.pages).astype(jnp.int32)
-    row = tree.count.at[page].get(mode="fill", fill_value=0)
-
-    opens = valid & ~room & free
-    tree = _chain(shape, tree, jnp.where(opens, page, shape.pages), first, parent, grows)
+    head = tree.child.reshape(-1).at[parent].get(mode="fill", fill_value=shape.pages)
+    head = jnp.where(parent == shape.points, tree.root, head)
+    head = jnp.where(grows, shape.pages, head)  # a new chain
+    tree, page, row, opens = _take_row(shape, tree, head, valid)
+    tree = _chain(shape, tree, jnp.where(opens, page, shape.pages), head, parent, grows)
     child = jnp.where(grows, tree.root, shape.pages)
     tree = _write(tree, page, row, key, squared, child)
     tree = dataclasses.replace(
         tree, root=jnp.where(valid & (grows | (opens & (parent == shape.points))), page, tree.root),
-        height=tree.height + (valid & grows), used=tree.used + opens, strays=tree.strays + stray,
+        height=tree.height + (valid & grows),
     )
     return tree, page, row
 
@@ -50,14 +44,21 @@ def put_aside(
 ) -> tuple[Tree, Int32[Array, ""], Int32[Array, ""]]:
     """`insert` into no node: keys fill pages of their own, one after the other, that no search opens."""
     last = jnp.maximum(tree.used - 1, 0)
-    room = (tree.used > 0) & (tree.length[last] == 0) & (tree.count[last] < shape.rows)
+    head = jnp.where((tree.used > 0) & (tree.length[last] == 0), last, shape.pages)
+    tree, page, row, _ = _take_row(shape, tree, head, valid)
+    return _write(tree, page, row, key, jnp.sum(jnp.square(key)), shape.pages), page, row
+
+
+def _take_row(shape: Shape, tree: Tree, head, valid):
+    """Page and row for a key, if it is valid, and whether it opens the page: `head` if there is room, else a new page,
+    else any with a free row, where it strays."""
+    room = tree.count.at[head].get(mode="fill", fill_value=shape.rows) < shape.rows
     opens = valid & ~room & (tree.used < shape.pages)
     stray = valid & ~room & ~opens
-    page = jnp.where(room, last, jnp.where(opens, tree.used, _any_room(shape, tree, stray)))
+    page = jnp.where(room, head, jnp.where(opens, tree.used, _any_room(shape, tree, stray)))
     page = jnp.where(valid, page, shape.pages).astype(jnp.int32)
     row = tree.count.at[page].get(mode="fill", fill_value=0)
-    tree = _write(tree, page, row, key, jnp.sum(jnp.square(key)), shape.pages)
-    return dataclasses.replace(tree, used=tree.used + opens, strays=tree.strays + stray), page, row
+    return dataclasses.replace(tree, used=tree.used + opens, strays=tree.strays + stray), page, row, opens
 
 
 def _parent(shape: Shape, search: Search, tree: Tree, key, level) -> Int32[Array, ""]:
@@ -66,7 +67,7 @@ def _parent(shape: Shape, search: Search, tree: Tree, key, level) -> Int32[Array
     parent = jnp.int32(shape.points)
     for number, found in descend(shape, search, tree, transform_key(key[None], tree.radius), bottom=2):
         score = found.score.reshape(-1)
-        best = jnp.min(jnp.where(score == jnp.max(score), jnp.arange(score.shape[0]), score.shape[0] - 1))
+        best = first(score == jnp.max(score))
         nearest = found.page[best // shape.rows] * shape.rows + best % shape.rows
         parent = jnp.where(number == above, nearest, parent)
     return jnp.where(above <= tree.height, parent, shape.points).astype(jnp.int32)
@@ -75,12 +76,9 @@ def _parent(shape: Shape, search: Search, tree: Tree, key, level) -> Int32[Array
 def _any_room(shape: Shape, tree: Tree, wanted) -> Int32[Array, ""]:
     """The first page with a free row, if it is `wanted`: a loop of at most one turn, as under `vmap` a `cond` would
     look at all pages every time."""
-    number = jnp.arange(shape.pages, dtype=jnp.int32)
-
-    def look(_):
-        return jnp.min(jnp.where(tree.count < shape.rows, number, shape.pages - 1))
-
-    return jax.lax.while_loop(lambda page: wanted & (page < 0), look, jnp.int32(-1))
+    return jax.lax.while_loop(
+        lambda page: wanted & (page < 0), lambda _: first(tree.count < shape.rows), jnp.int32(-1)
+    )
 
 
 def _chain(shape: Shape, tree: Tree, page, first, parent, grows) -> Tree:

@@ -88,7 +88,7 @@ def _reuse_rates(llm, text, selected, space: Space, adapters):
 
 
 def _costs(llm, store, batch, context, selected, adapters, recurring) -> Costs:
-    """What settings take at one batch size and context length; no time is measured twice."""
+    """What settings take at one batch size and context length; nothing is measured twice."""
     def parts(setting: Setting) -> tuple[KVSwap, Slots]:
         return make_method(setting, selected, adapters), make_slots(setting, selected)
 
@@ -100,6 +100,6 @@ def _costs(llm, store, batch, context, selected, adapters, recurring) -> Costs:
         lambda setting: profile.compute_seconds(llm, *parts(setting), batch, context)
     )
     return Costs(
-        memory=lambda setting: profile.memory_bytes(llm.config, *parts(setting), batch, context),
+        memory=functools.cache(lambda setting: profile.memory_bytes(llm.config, *parts(setting), batch, context)),
         read=lambda setting: read(setting.group, setting.reuse), compute=compute, reuse_rate=recurring,
     )
