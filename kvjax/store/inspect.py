@@ -77,11 +77,10 @@ def _describe_space(path: str, geometry: Geometry, found: list[Found]) -> list[s
     log = np.unique(np.concatenate([place.extents(geometry.extent_bytes) for one in found
                                     for place in one.superblock.records]))
     rest = size - newest.size - older.size - log.size
-    scattered = _fragmentation(tables[0].reshape(-1, geometry.num_blocks), geometry.kv_heads)
+    scattered = _fragmentation(tables[0].reshape(-1, geometry.num_blocks))
     return [f"occupancy     {size} extents: {newest.size} of the newest save, {older.size} of the one before, "
             f"{log.size} of the log, {rest} free",
-            f"fragmentation {scattered:.3f} of a head's neighbouring blocks are more than a block of each other head "
-            "apart"]
+            f"fragmentation {scattered:.3f} of the neighbouring blocks of a head do not lie side by side"]
 
 
 def _describe_coding(codec: Codec, newest: list[Found]) -> list[str]:
@@ -94,11 +93,10 @@ def _describe_coding(codec: Codec, newest: list[Found]) -> list[str]:
             f"{sizes.sum()} bytes instead of {sizes.size * whole}"]
 
 
-def _fragmentation(lanes: np.ndarray, heads: int) -> float:
-    """Share of steps from one written block of a lane to the next that lead neither to the next extent, nor past one
-    extent of each other head, as where heads fetch alike."""
+def _fragmentation(lanes: np.ndarray) -> float:
+    """Share of steps from one written block of a lane to the next that do not lead to the next extent."""
     steps = np.concatenate([np.diff(lane[lane >= 0]) for lane in lanes])
-    return float(np.mean((steps != 1) & (steps != heads))) if steps.size else 0.0
+    return float(np.mean(steps != 1)) if steps.size else 0.0
 
 
 def _verify(file: BlockFile, codec: Codec, found: list[Found]) -> tuple[int, list[str]]:
