@@ -4,7 +4,10 @@
 
     default    accuracy at 7.5 to 15 % of the cache (Figure 6), the ablations of Figure 11 and Table 6 at 10 %
     passkey    passkey retrieval by budget (Table 3)
-    latency    ms per token and memory at 32K tokens, 7.5 and 10 % of them, beside the full cache (Figures 8 and 10)
+    latency    ms per token and memory at 32K tokens, 7.5 and 10 % of them, beside the full cache (Figures 8 and 9)
+    outputs    seconds for 256, 512 and 1,024 tokens after 32K (Figure 8)
+    memory     memory by batch at 8K tokens (Figure 10; `--config.contexts="(32768,)"` and a larger budget for others)
+    reuse      ms per token with nothing, or blocks of earlier steps kept, head by head or equally many (Figure 12)
     smoke      finishes within a minute
 """
 
@@ -21,6 +24,10 @@ _CHANGES = (
 
 
 def get_config(preset: str = "default") -> ml_collections.ConfigDict:
+    timed = {
+        "latency": _timed, "reuse": _reused, "memory": _memory,
+        "outputs": lambda: _timed(stores=("memory",), steps=1024, outputs=(256, 512, 1024)),
+    }
     config = ml_collections.ConfigDict()
     config.seed = 0
     config.model = ""  # empty: the reference model
@@ -41,26 +48,38 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
             for budget in (36, 64, 128, 256, 512)
             for method in ({"name": "streaming_llm"}, {"name": "quest"}, _DYNSPLIT)
         )
-    elif preset == "latency":
-        return _latency()
+    elif preset in timed:
+        return timed[preset]()
     elif preset == "smoke":
         config.update(tasks=("passkey", "perplexity"), lengths=(256,), samples=4, batch=4, perplexity_tokens=4)
         config.methods = ({"name": "full"}, {**_DYNSPLIT, "budget": 96})
     elif preset != "default":
-        raise ValueError(f"unknown preset {preset!r}; use default, passkey, latency or smoke")
+        raise ValueError(f"unknown preset {preset!r}; use default, passkey, {', '.join(timed)} or smoke")
     return config
 
 
-def _latency() -> ml_collections.ConfigDict:
+def _timed(**changes) -> ml_collections.ConfigDict:
     """Made-up keys have no token ids, so blocks have the ideal length; sizes and costs are those of any text."""
-    config = ml_collections.ConfigDict()
-    config.experiment = "throughput"
-    config.models = ("cache-path",)
-    config.contexts = (32768,)
-    config.stores = ("memory", "flash")
-    config.methods = ({"name": "full"}, {**_DYNSPLIT, "budget": 2458}, {**_DYNSPLIT, "budget": 3277})
-    config.drivers = ("staged", "fused")
-    config.steps = 24
-    config.slots = 0
-    config.transformers = False
+    config = ml_collections.ConfigDict({
+        "experiment": "throughput", "models": ("cache-path",), "contexts": (32768,), "batches": (1,),
+        "stores": ("memory", "flash"), "drivers": ("fused",), "steps": 24, "slots": 0, "transformers": False,
+        "methods": ({"name": "full"}, {**_DYNSPLIT, "budget": 2458}, {**_DYNSPLIT, "budget": 3277}),
+    })
+    config.update(changes)
     return config
+
+
+def _reused():
+    """Slots for twice what is attended; "even": heads reuse equally much (Appendix B.2)."""
+    method, slots = {**_DYNSPLIT, "budget": 3277}, {"count": 656, "policy": "lru"}
+    return _timed(stores=("flash",), methods=(
+        {**method, "label": "none", "slots": {"keep": False}}, {**method, "label": "each head", "slots": slots},
+        {**method, "label": "even", "slots": {**slots, "even": True}},
+    ))
+
+
+def _memory():
+    """A tenth of the tokens, with blocks on flash, beside the full cache in memory."""
+    return _timed(contexts=(8192,), batches=(1, 4, 8), steps=8, methods=(
+        {"name": "full", "stores": ("memory",)}, {**_DYNSPLIT, "budget": 819, "stores": ("flash",)},
+    ))

@@ -5,7 +5,7 @@
     accuracy    needles and loss with 1/8 (relaxed) and 1/32 (tight) of the keys' numbers (Table 2); the default
     rolling     with and without the rolling buffer, G = 2 to 12 (appendix Table 3)
     entries     loss against the number of selected entries MG (Figure 13 b)
-    throughput  tokens/s at 32K tokens on emulated NVMe and eMMC (Table 4; `--config.batch=8` for other batches)
+    throughput  tokens/s at 32K tokens on emulated NVMe and eMMC (Table 4; `--config.batches="(8,)"` for others)
     groups      tokens/s against G, with and without reuse (Figure 12)
     rates       tokens/s against the share of groups that come back, drawn at random (Table 5 from its other end)
     breakdown   where a decode step's time goes, with and without reading ahead (Figure 13 a)
@@ -72,7 +72,7 @@ def _evaluate(methods, **changes) -> ml_collections.ConfigDict:
 def _timed(methods, **changes) -> ml_collections.ConfigDict:
     config = ml_collections.ConfigDict({
         "experiment": "throughput", "models": ("cache-path",), "contexts": (32768,),
-        "stores": ("flash:nvme", "flash:emmc"), "drivers": ("fused",), "steps": 24, "slots": 0, "batch": 1,
+        "stores": ("flash:nvme", "flash:emmc"), "drivers": ("fused",), "steps": 24, "slots": 0, "batches": (1,),
         "transformers": False, "methods": methods, "replay": dict(_REPLAY),
     })
     config.update(changes)

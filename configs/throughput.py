@@ -16,6 +16,7 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config.experiment = "throughput"
     config.models = ("reference", "llama-1b-4l", "cache-path")
     config.contexts = (8192, 32768)
+    config.batches = (1,)
     config.stores = ("memory", "flash")
     config.methods = (
         {"name": "full"}, {"name": "quest", "budget": 512}, _DYNAKV, {"name": "streaming_llm", "budget": 512},

@@ -9,9 +9,10 @@ bandwidth by a matrix-vector product, disk bandwidth by raw threaded reads of th
 import dataclasses
 import functools
 import importlib.util
+import itertools
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -206,23 +207,25 @@ def kv_bytes(config: ModelConfig, tokens: float, dtype: str = "float32") -> floa
 
 
 def time_drivers(llm, plan, state: State, config):
-    """A row of times, the state after them, and `needed_and_read` of every token."""
+    """A row of times, the state after them, and `needed_and_read` of every token. Seconds of `config.outputs` tokens
+    count every one but the first, which compiles."""
     row, traffic, tokens = {}, [], [0, *(i % 7 for i in range(config.steps))]
     for driver in config.drivers:
         (compiled, *times), state = time_tokens(
             llm, plan, state, tokens, driver, lambda done: traffic.append(needed_and_read(done))
         )
+        row |= {f"{driver}_{tokens}_s": float(np.sum(times[:tokens])) for tokens in config.get("outputs", ())}
         times = 1e3 * np.asarray(times[_WARM_UP - 1 :])
         row |= {f"{driver}_ms": float(np.median(times)), f"{driver}_p90_ms": float(np.percentile(times, 90)),
                 f"{driver}_compile_s": compiled}
     return row, state, traffic
 
 
-def measure(llm, name: str, settings, store_name: str, context: int, config, path, bandwidth) -> dict:
+def measure(llm, name: str, settings, store_name: str, context: int, batch: int, config, path, bandwidth) -> dict:
     """One row; store and recordings are under `path`."""
     method, directory = replay.make(settings, config, llm.config, context, path / "recordings"), path / "store"
     store = common.make_store(store_name, directory)
-    batch, slots, dtype = config.get("batch", 1), common.make_slots(settings, config.slots), common.dtype_of(settings)
+    slots, dtype = common.make_slots(settings, config.slots), common.dtype_of(settings)
     plan, state, branch, build = filled_cache(llm, method, context, 2 * config.steps + 4, store, slots, batch, dtype)
     state = replay.stagger(method, state) if isinstance(method, Replay) else state
     resident, before = planning.resident_bytes(state), branch.stats() if branch is not None else None
@@ -309,7 +312,7 @@ def transformers_row(llm, name: str, context: int, steps: int) -> dict | None:
             times.append(1e3 * (time.perf_counter() - started))
     found = float(np.median(times[3:]))
     return {"model": name, "method": "transformers", "store": "memory", "context": context, "task": "throughput",
-            "budget": None, "seed": 0, "torch_ms": found, "tokens_per_s": 1e3 / found,
+            "budget": None, "seed": 0, "batch": 1, "torch_ms": found, "tokens_per_s": 1e3 / found,
             "threads": torch.get_num_threads()}
 
 
@@ -320,19 +323,18 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
         replay.check(settings, config)
     run = Run(config, workdir)
     rows, bandwidth = run.logged(), memory_bandwidth()
-    done = {(row["model"], row["method"], row["store"], row["context"]) for row in rows}
+    done = {_key(row) for row in rows}
     print(f"memory bandwidth of a matrix-vector product: {bandwidth / 1e9:.1f} GB/s; callbacks: {default_backend()}")
     for name in config.models:
         llm = make_model(name)
-        for context in config.contexts:
-            for store in config.stores:
-                for settings in config.methods:
-                    label = common.label_of(settings)
-                    if (name, label, store, context) not in done:
-                        row = measure(llm, name, settings, store, context, config, run.path, bandwidth)
-                        rows.append({**row, "memory_bandwidth": bandwidth})
-                        run.log(**rows[-1])
-            if config.transformers and (name, "transformers", "memory", context) not in done:
+        for context, batch, store, settings in _combinations(config):
+            head = {"model": name, "method": common.label_of(settings), "store": store, "context": context}
+            if _key({**head, "batch": batch}) not in done:
+                row = measure(llm, name, settings, store, context, batch, config, run.path, bandwidth)
+                rows.append({**row, "memory_bandwidth": bandwidth})
+                run.log(**rows[-1])
+        for context in config.contexts if config.transformers else ():
+            if (name, "transformers", "memory", context, 1) not in done:
                 other = transformers_row(llm, name, context, config.steps)
                 if other is not None:
                     rows.append(other)
@@ -341,9 +343,22 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     print_table(rows)
 
 
+def _key(row: dict) -> tuple:
+    return row["model"], row["method"], row["store"], row["context"], row["batch"]
+
+
+def _combinations(config) -> Iterator[tuple]:
+    """(context, batch, store, settings) of every row; a method may name its "stores"."""
+    for context, batch, store, settings in itertools.product(
+        config.contexts, config.batches, config.stores, config.methods
+    ):
+        if store in settings.get("stores", config.stores):
+            yield context, batch, store, settings
+
+
 def print_table(rows: list[dict]) -> None:
     """The figures that matter, a line per row."""
-    print(f"{'model':>12}{'method':>14}{'store':>14}{'context':>9}{'ms/token':>10}{'limit':>8}{'select':>8}"
+    print(f"{'model':>12}{'method':>14}{'store':>14}{'context':>9}{'batch':>6}{'ms/token':>10}{'limit':>8}{'select':>8}"
           f"{'attend':>8}{'fetch':>8}{'raw':>8}{'wait':>8}{'reuse %':>8}{'KV MiB':>9}")
     for row in rows:
         cells = [row.get(key) for key in ("limit_ms", "select_ms", "attend_ms", "fetch_ms", "raw_read_ms",
@@ -351,5 +366,5 @@ def print_table(rows: list[dict]) -> None:
         cells.append(100 * row["reuse_rate"] if "reuse_rate" in row else None)
         shown = "".join(f"{cell:8.2f}" if cell is not None else f"{'-':>8}" for cell in cells)
         resident = f"{row['resident_bytes'] / 2**20:9.1f}" if "resident_bytes" in row else f"{'-':>9}"
-        print(f"{row['model']:>12}{row['method']:>14}{row['store']:>14}{row['context']:>9,}"
+        print(f"{row['model']:>12}{row['method']:>14}{row['store']:>14}{row['context']:>9,}{row['batch']:>6}"
               f"{1e3 / row['tokens_per_s']:10.2f}{shown}{resident}")

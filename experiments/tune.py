@@ -95,11 +95,11 @@ def decoded(llm, found: tuner.Tuning, config, solution: tuner.Solution, batch: i
         "slots": {"count": slots.count, "policy": slots.policy, "prefetch": slots.prefetch},
     }
     how = ml_collections.ConfigDict({
-        "steps": config.steps, "drivers": ("fused",), "slots": 0, "batch": batch,
+        "steps": config.steps, "drivers": ("fused",), "slots": 0,
         "replay": {"tokens": min(context, config.text), "steps": config.steps, "kinds": ("code",), "seed": config.seed},
     })
     return throughput.measure(
-        llm, config.model, settings, config.store, context, how, path, throughput.memory_bandwidth()
+        llm, config.model, settings, config.store, context, batch, how, path, throughput.memory_bandwidth()
     )
 
 

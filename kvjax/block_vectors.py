@@ -1,6 +1,6 @@
 """What stands for the keys of a block when a query ranks blocks: their bounds, or their mean.
 
-Both take keys in as they come and score all blocks with one or two matrix products.
+Both take keys in as they come and score all blocks with one matrix product.
 """
 
 import dataclasses
@@ -19,29 +19,38 @@ _FAR = np.float32(1e30)  # for empty blocks: finite, so that their scores are ve
 class Bounds:
     """Element-wise minimum and maximum: bounds every score (Quest, section 3.3; DynSplit-KV, section 4.2)."""
 
-    low: Float[Array, "*B K NB D"]
-    high: Float[Array, "*B K NB D"]
+    # One array and one sign, so that a key is one maximum to take and all blocks are one product to score.
+    far: Float[Array, "*B K NB D2"]  # greatest of -key, then greatest of key
 
     @classmethod
     def empty(cls, spec: Spec, **fields) -> "Bounds":
         """Of blocks without keys."""
-        shape = (spec.kv_heads, spec.num_blocks, spec.head_dim)
-        return cls(jnp.full(shape, _FAR), jnp.full(shape, -_FAR), **fields)
+        return cls(jnp.full((spec.kv_heads, spec.num_blocks, 2 * spec.head_dim), -_FAR), **fields)
+
+    @property
+    def low(self) -> Float[Array, "*B K NB D"]:
+        """Smallest of each block's keys."""
+        return -self.far[..., : self.far.shape[-1] // 2]
+
+    @property
+    def high(self) -> Float[Array, "*B K NB D"]:
+        """Greatest of each block's keys."""
+        return self.far[..., self.far.shape[-1] // 2 :]
 
     def take(self, block: Int32[Array, "K T"], keys: Float[Array, "K T D"]) -> "Bounds":
         """With keys taken into their blocks (NB = none)."""
         head = jnp.arange(block.shape[0])[:, None]
-        return dataclasses.replace(
-            self,
-            low=self.low.at[head, block].min(keys.astype(self.low.dtype), mode="drop"),
-            high=self.high.at[head, block].max(keys.astype(self.high.dtype), mode="drop"),
-        )
+        both = _both_signs(keys).astype(self.far.dtype)
+        return dataclasses.replace(self, far=self.far.at[head, block].max(both, mode="drop"))
 
     def scores(self, q: Float[Array, "K G D"], count: Int32[Array, "K NB"]) -> Float[Array, "K G NB"]:
         """sum_d max(q_d low_d, q_d high_d), scaled as attention scores are."""
-        # max(q l, q h) = max(q, 0) h + min(q, 0) l, two matrix products instead of a K G NB D tensor.
-        bound = products((self.high, jnp.maximum(q, 0)), (self.low, jnp.minimum(q, 0)))
-        return bound * q.shape[-1] ** -0.5
+        # max(q l, q h) = max(-q, 0) (-l) + max(q, 0) h: a matrix product instead of a K G NB D tensor.
+        return products((self.far, jnp.maximum(_both_signs(q), 0))) * q.shape[-1] ** -0.5
+
+
+def _both_signs(x: Float[Array, "*B D"]) -> Float[Array, "*B D2"]:
+    return jnp.concatenate([-x, x], axis=-1)
 
 
 @pytree

@@ -10,6 +10,7 @@ Functions take one sequence and are mapped over the batch by the caller.
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from kvjax.method import Context, Edits, Leaving, Method, Placement, Selection, Spec, View
@@ -174,7 +175,8 @@ def needed_blocks(spec: Spec, layer: LayerState, selection: Selection) -> tuple[
     nth = jnp.arange(spec.selected_rows)
     # Blocks that end before the nth row: a count of ends, as comparing every row with every end is N x M.
     ends = jnp.zeros((spec.kv_heads, spec.selected_rows), jnp.int32).at[head, end].add(1, mode="drop")
-    rank = jnp.minimum(jnp.cumsum(ends, axis=-1), spec.max_blocks - 1)
+    # Half as long as `cumsum` on XLA:CPU.
+    rank = jnp.minimum(jax.lax.associative_scan(jnp.add, ends, axis=1), spec.max_blocks - 1)
     row = nth[None] - jnp.take_along_axis(end - count, rank, axis=-1)
     valid = nth[None] < jnp.minimum(end[:, -1:], room)
     row = jnp.where(valid, row, 0)
