@@ -6,7 +6,7 @@
     passkey    passkey retrieval by budget (Table 3)
     latency    ms per token and memory at 32K tokens, 7.5 and 10 % of them, beside the full cache (Figures 8 and 9)
     outputs    seconds for 256, 512 and 1,024 tokens after 32K (Figure 8)
-    memory     memory by batch at 8K tokens (Figure 10; `--config.contexts="(32768,)"` and a larger budget for others)
+    memory     memory by batch and length: what is kept, and what a step takes beside it (Figure 10)
     reuse      ms per token with nothing, or blocks of earlier steps kept, head by head or equally many (Figure 12)
     smoke      finishes within a minute
 """
@@ -70,9 +70,9 @@ def _timed(**changes) -> ml_collections.ConfigDict:
 
 
 def _reused():
-    """Slots for twice what is attended; "even": heads reuse equally much (Appendix B.2)."""
+    """Slots for twice what is attended; "even": heads reuse equally much (Appendix B.2). From flash and from memory."""
     method, slots = {**_DYNSPLIT, "budget": 3277}, {"count": 656, "policy": "lru"}
-    return _timed(stores=("flash",), methods=(
+    return _timed(stores=("flash", "host"), methods=(
         {**method, "label": "none", "slots": {"keep": False}}, {**method, "label": "each head", "slots": slots},
         {**method, "label": "even", "slots": {**slots, "even": True}},
     ))
@@ -80,6 +80,9 @@ def _reused():
 
 def _memory():
     """A tenth of the tokens, with blocks on flash, beside the full cache in memory."""
-    return _timed(contexts=(8192,), batches=(1, 4, 8), steps=8, methods=(
-        {"name": "full", "stores": ("memory",)}, {**_DYNSPLIT, "budget": 819, "stores": ("flash",)},
-    ))
+    contexts, full = (8192, 16384, 32768), {"name": "full", "only": {"stores": ("memory",)}}
+    tenth = tuple(
+        {**_DYNSPLIT, "budget": round(context / 10), "only": {"stores": ("flash",), "contexts": (context,)}}
+        for context in contexts
+    )
+    return _timed(contexts=contexts, batches=(1, 4), steps=4, temporaries=True, methods=(full, *tenth))

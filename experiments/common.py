@@ -23,11 +23,11 @@ def make_method(settings: Mapping[str, Any]) -> Method:
 
     A "label" among the settings is what tables call it (`label_of`), "slots" how a store's blocks are kept
     (`make_slots`), "dtype" what keys and values are kept as (`dtype_of`), "replay" what timed runs select
-    (`experiments.replay`), "stores" those on which they time it (`experiments.throughput`).
+    (`experiments.replay`), "only" where they time it (`experiments.throughput`).
     """
     fields = dict(settings)
     name = fields.pop("name", None)
-    for other in ("label", "slots", "dtype", "replay", "stores"):
+    for other in ("label", "slots", "dtype", "replay", "only"):
         fields.pop(other, None)
     if name not in kvjax.METHODS:
         raise ConfigError(f"unknown method {name!r}; use one of {', '.join(kvjax.METHODS)}")

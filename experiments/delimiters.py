@@ -55,8 +55,13 @@ def spread_row(tables: dict[str, Delimiters], config) -> dict:
     return {
         "task": "spread", "delimiters": len(tokens), "mean": float(apart.mean()), "largest": float(apart.max()),
         "largest_text": dict(zip(*_names(tables), strict=True))[int(tokens[apart.argmax()])],
-        "rank_correlation": float(np.corrcoef(ranks)[0, -1]) if len(tokens) > 1 else float("nan"),
+        "rank_correlation": _mean_correlation(ranks) if len(tokens) > 1 else float("nan"),
     }
+
+
+def _mean_correlation(ranks: np.ndarray) -> float:
+    """Correlation of the rows of ranks[N, X], mean over all pairs."""
+    return float(np.corrcoef(ranks)[np.triu_indices(len(ranks), 1)].mean())
 
 
 def _names(tables):

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import ml_collections
 import numpy as np
+from scipy import stats
 from tqdm import tqdm
 
 import kvjax
@@ -63,8 +64,10 @@ def perplexity_row(
     drawn = common.draw_task(llm, stream, "perplexity", length, config.batch, config.seed, config.perplexity_tokens)
     contexts, steps = [list(one.context) for one in drawn], config.perplexity_tokens
     cache = llm.prefill(contexts, method=method, capacity=length + steps, chunk=chunk, dtype=dtype)
-    losses = -np.concatenate(llm.score([list(one.tokens) for one in drawn], cache).logprobs)
-    return {"nll": float(np.mean(losses)), "perplexity": float(np.exp(np.mean(losses))), "samples": losses.size}
+    losses = -np.stack(llm.score([list(one.tokens) for one in drawn], cache).logprobs)
+    nll = float(np.mean(losses))
+    return {"nll": nll, "perplexity": float(np.exp(nll)), "samples": losses.size,
+            "nll_by_text": losses.mean(axis=1).tolist()}
 
 
 def measure(llm: kvjax.LLM, settings, task: str, length: int, stream, config: ml_collections.ConfigDict) -> dict:
@@ -100,12 +103,20 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
 
 
 def with_delta_nll(rows: list[dict]) -> list[dict]:
-    """Adds the difference to the full cache, at the same task, length and seed, to each row with a loss."""
+    """Adds the difference to the full cache, at the same task, length and seed, to each row with a loss; and its 95 %
+    interval where the losses of each text are known."""
     def same(row: dict) -> tuple:
         return row["task"], row["context"], row["seed"]
 
-    full = {same(row): row["nll"] for row in rows if "nll" in row and row["method"] == "full"}
-    return [
-        {**row, "delta_nll": row["nll"] - full[same(row)]} if "nll" in row and same(row) in full else row
-        for row in rows
-    ]
+    full = {same(row): row for row in rows if "nll" in row and row["method"] == "full"}
+    return [row | difference(row, full[same(row)]) if "nll" in row and same(row) in full else row for row in rows]
+
+
+def difference(row: dict, full: dict) -> dict:
+    """By how much a loss is larger than another one on the same texts, with Student's interval over texts."""
+    found = {"delta_nll": row["nll"] - full["nll"]}
+    if len(row.get("nll_by_text", ())) > 1 and "nll_by_text" in full:
+        apart = np.subtract(row["nll_by_text"], full["nll_by_text"])
+        half = float(stats.t.ppf(0.975, len(apart) - 1) * stats.sem(apart))
+        found["delta_nll_interval"] = (found["delta_nll"] - half, found["delta_nll"] + half)
+    return found

@@ -234,6 +234,8 @@ def measure(llm, name: str, settings, store_name: str, context: int, batch: int,
     attended = min(method.budget or context, context)
     limit = 1e3 * (weight_bytes(llm) + batch * kv_bytes(llm.config, attended, dtype)) / bandwidth
     after = branch.stats() if branch is not None else None
+    if config.get("temporaries", False):
+        row["temporary_bytes"] = decode.temporary_bytes(plan, llm.params, state)
     row |= parts(llm, plan, state, branch)
     row |= {"tokens_per_s": batch * 1e3 / best, "limit_ms": limit, "times_limit": best / limit}
     if branch is not None:
@@ -348,11 +350,13 @@ def _key(row: dict) -> tuple:
 
 
 def _combinations(config) -> Iterator[tuple]:
-    """(context, batch, store, settings) of every row; a method may name its "stores"."""
+    """(context, batch, store, settings) of every row; "only" of a method's settings has the contexts and stores that
+    it is measured with, where these are not all."""
     for context, batch, store, settings in itertools.product(
         config.contexts, config.batches, config.stores, config.methods
     ):
-        if store in settings.get("stores", config.stores):
+        only = settings.get("only", {})
+        if context in only.get("contexts", (context,)) and store in only.get("stores", (store,)):
             yield context, batch, store, settings
 
 

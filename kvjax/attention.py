@@ -30,7 +30,7 @@ def products(*pairs: tuple[Array, Array]) -> Float[Array, "*K G N"]:
     """Sum over pairs of key[*K, N, D] and q[*K, G, D] of each query's product with each key of its KV head."""
     # Keys as the left operand: XLA:CPU then reads them in place, about 3x faster than as the right one.
     found = [jnp.einsum("...nd,...gd->...ng", key, q, preferred_element_type=jnp.float32) for key, q in pairs]
-    return _computed_once(sum(found[1:], found[0])).swapaxes(-1, -2)
+    return computed_once(sum(found[1:], found[0])).swapaxes(-1, -2)
 
 
 def scores_of(
@@ -39,7 +39,7 @@ def scores_of(
 ):
     """Scaled dot products `[*K, G, N]`, plus the bias if there is one; NEGATIVE where not valid."""
     scores = products((key.astype(q.dtype), q)) * q.shape[-1] ** -0.5
-    return _computed_once(jnp.where(valid[..., None, :], scores if bias is None else scores + bias, NEGATIVE))
+    return computed_once(jnp.where(valid[..., None, :], scores if bias is None else scores + bias, NEGATIVE))
 
 
 def attend_part(
@@ -53,12 +53,12 @@ def attend_part(
 def attend_scores(scores: Float[Array, "*K G N"], value: Float[Array, "*K N D"], valid: Bool[Array, "*K N"]) -> Part:
     """`attend_part` given the scores, which are NEGATIVE where not valid."""
     top = jnp.max(scores, axis=-1, initial=NEGATIVE)
-    weight = _computed_once(jnp.where(valid[..., None, :], jnp.exp(scores - top[..., None]), 0.0))
+    weight = computed_once(jnp.where(valid[..., None, :], jnp.exp(scores - top[..., None]), 0.0))
     out = jnp.einsum("...nd,...gn->...gd", value.astype(jnp.float32), weight)
     return Part(out, top, jnp.sum(weight, axis=-1))
 
 
-def _computed_once(x: Array) -> Array:
+def computed_once(x: Array) -> Array:
     """`x`, which no later operation computes again: XLA:CPU would transpose the scores, or take their exponentials, in
     each of those that use them, which makes attention a third to a half slower."""
     return jax.lax.optimization_barrier(x) if jax.default_backend() == "cpu" else x

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kvjax.attention import computed_once
 from kvjax.method import Context, Edits, Leaving, Method, Placement, Selection, Spec, View
 from kvjax.typing import Array, Bool, Float, Int32, pytree
 
@@ -162,13 +163,13 @@ def needed_blocks(spec: Spec, layer: LayerState, selection: Selection) -> tuple[
     Returns the blocks to fetch (those of which at least one row fits, and the forced one; NB = none)
     and the compacted rows. The last block that fits may be attended in part.
     """
-    none = spec.num_blocks
+    none, chosen = spec.num_blocks, computed_once(selection.block)
     head = jnp.arange(spec.kv_heads)[:, None]
-    count = jnp.where(selection.block < none, layer.count[head, jnp.minimum(selection.block, none - 1)], 0)
+    count = jnp.where(chosen < none, layer.count[head, jnp.minimum(chosen, none - 1)], 0)
     end = jnp.cumsum(count, axis=-1)
     room = spec.selected_rows - jnp.sum(view(spec, layer).held_pos >= 0, axis=-1, keepdims=True)
     fits = (end - count < room) & (count > 0)
-    need = jnp.where(fits, selection.block, none)
+    need = jnp.where(fits, chosen, none)
     known = jnp.any(need == selection.force[:, None], axis=-1)
     force = jnp.where(known, none, selection.force)[:, None]
 

@@ -56,6 +56,15 @@ def step(
     return result
 
 
+def temporary_bytes(plan: Plan, params: PyTree, state: State) -> int:
+    """Bytes that the fused driver takes for one token beside weights and state, by XLA's plan: gathered rows, scores,
+    and what is computed of them. Compiles the token once more."""
+    compiled = _compiled_token(True).lower(
+        plan, params, state, jnp.zeros(plan.batch, jnp.int32), jnp.ones(plan.batch, bool)
+    ).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
 def uses_store(state: State) -> bool:
     return any(isinstance(one.pool, SlotPool) for one in state.layers)
 

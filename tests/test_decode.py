@@ -171,9 +171,9 @@ def test_the_pool_is_updated_in_place(params, tokens, driver):
     plan = planning.make_plan(CONFIG, method, 1, 60_000)
     state, _ = prefill.prefill(plan, params, tokens[:1, :20], jnp.asarray([20]))
     pool = sum(leaf.nbytes for leaf in jax.tree.leaves(state.layers[0].pool))
-    token, active = jnp.zeros(1, jnp.int32), jnp.ones(1, bool)
+    active = jnp.ones(1, bool)
     if driver == "fused":
-        used = [temporaries(lambda s: decode._fused_token(plan, params, s, token, active).state, state)]
+        used = [decode.temporary_bytes(plan, params, state)]
     else:
         layer_plan, x = plan.layers[0], jnp.zeros((1, 32))
         read = functools.partial(decode._read, CONFIG, layer_plan, None, params["layers_0"], None)

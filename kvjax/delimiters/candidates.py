@@ -22,5 +22,6 @@ def ends_sentence(text: str) -> bool:
 
 def delimiter_texts(tokenizer: Tokenizer) -> dict[int, str]:
     """Text of every token that is a delimiter, by id; special tokens are none."""
-    texts = ((token, tokenizer.decode([token])) for token in range(tokenizer.get_vocab_size()))
+    tokens = sorted(tokenizer.get_vocab(with_added_tokens=True).values())  # some vocabularies have gaps
+    texts = ((token, tokenizer.decode([token])) for token in tokens)
     return {token: text for token, text in texts if is_delimiter(text)}

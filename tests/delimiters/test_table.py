@@ -39,6 +39,13 @@ def test_ids_come_from_the_tokenizer_and_special_tokens_are_none():
     assert set(found) == {2, 3, 4} and found[4] == "\n"
 
 
+def test_ids_of_a_byte_level_vocabulary_with_gaps():
+    vocab = {"Ġthe": 0, "Ċ": 4, "!": 7, "ĠĠ": 8, ").": 40}
+    tokenizer = Tokenizer(models.BPE(vocab, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    assert delimiter_texts(tokenizer) == {4: "\n", 7: "!", 40: ")."}
+
+
 def tallied(seed=0):
     tally, rng = Tally(16), np.random.default_rng(seed)
     tokens = rng.choice([1, 3, 5, 9], size=400)

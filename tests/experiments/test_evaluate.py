@@ -1,0 +1,35 @@
+"""Differences of losses, and which combinations are timed."""
+
+import ml_collections
+import numpy as np
+import pytest
+from scipy import stats
+
+from experiments import evaluate, throughput
+
+
+def row(method, losses, **other):
+    nll = float(np.mean(losses))
+    return {"task": "perplexity", "context": 64, "seed": 0, "method": method, "nll": nll, "nll_by_text": losses} | other
+
+
+def test_a_loss_has_its_difference_to_the_full_cache_with_an_interval_over_texts():
+    full, other = [1.0, 3.0, 2.0, 5.0], [1.1, 3.3, 1.9, 5.5]
+    found = evaluate.with_delta_nll([row("full", full), row("quest", other), row("quest", other, context=128)])
+    test = stats.ttest_rel(other, full)
+    low, high = found[1]["delta_nll_interval"]
+    assert found[1]["delta_nll"] == pytest.approx(0.2)
+    assert (low, high) == pytest.approx(test.confidence_interval(0.95))
+    assert found[0]["delta_nll"] == 0 and "delta_nll" not in found[2]
+
+
+def test_a_method_is_timed_only_where_it_says():
+    config = ml_collections.ConfigDict({
+        "contexts": (8, 16), "batches": (1, 4), "stores": ("memory", "flash"),
+        "methods": ({"name": "full", "only": {"stores": ("memory",)}}, {"name": "quest", "only": {"contexts": (16,)}}),
+    })
+    found = [(context, batch, store, one["name"]) for context, batch, store, one in throughput._combinations(config)]
+    assert found == [
+        (8, 1, "memory", "full"), (8, 4, "memory", "full"), (16, 1, "memory", "full"), (16, 1, "memory", "quest"),
+        (16, 1, "flash", "quest"), (16, 4, "memory", "full"), (16, 4, "memory", "quest"), (16, 4, "flash", "quest"),
+    ]
