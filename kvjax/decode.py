@@ -59,9 +59,13 @@ def step(
 def temporary_bytes(plan: Plan, params: PyTree, state: State) -> int:
     """Bytes that the fused driver takes for one token beside weights and state, by XLA's plan: gathered rows, scores,
     and what is computed of them. Compiles the token once more."""
-    compiled = _compiled_token(True).lower(
-        plan, params, state, jnp.zeros(plan.batch, jnp.int32), jnp.ones(plan.batch, bool)
-    ).compile()
+    leaves, tree = jax.tree.flatten(state)
+    token, active = jnp.zeros(plan.batch, jnp.int32), jnp.ones(plan.batch, bool)
+
+    def one(leaves, params):
+        return _fused_token(plan, params, jax.tree.unflatten(tree, leaves), token, active)
+
+    compiled = jax.jit(one, donate_argnums=0).lower(leaves, params).compile()
     return compiled.memory_analysis().temp_size_in_bytes
 
 
