@@ -65,8 +65,10 @@ def temporary_bytes(plan: Plan, params: PyTree, state: State) -> int:
     def one(leaves, params):
         return _fused_token(plan, params, jax.tree.unflatten(tree, leaves), token, active)
 
-    compiled = jax.jit(one, donate_argnums=0).lower(leaves, params).compile()
-    return compiled.memory_analysis().temp_size_in_bytes
+    found = jax.jit(one, donate_argnums=0).lower(leaves, params).compile().memory_analysis()
+    if found is None:
+        raise ConfigError(f"XLA's {jax.default_backend()} backend does not tell the memory of a program")
+    return found.temp_size_in_bytes
 
 
 def uses_store(state: State) -> bool:
