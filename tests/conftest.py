@@ -14,6 +14,8 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 _HOOK = install_import_hook("kvjax", "beartype.beartype")
 _QUICK = ("tests/models/", "tests/store/", "tests/tasks/", "tests/tuner/")
+# Files that use the programs of another one, among them some with callbacks, which are not cached on disk.
+_SHARING = {"tests/test_parking.py": "tests/test_decode.py", "tests/test_persistence.py": "tests/test_llm.py"}
 
 
 def pytest_addoption(parser):
@@ -32,6 +34,7 @@ def pytest_collection_modifyitems(config, items):
 def _programs(nodeid: str) -> str:
     """Tests of which this is the same compile the same programs: a file's, or in the laws one method's, named last."""
     file, _, test = nodeid.partition("::")
+    file = _SHARING.get(file, file)
     return f"{file} {test.rstrip(']').split('[')[-1].split('-')[-1]}" if file.endswith("test_laws.py") else file
 
 

@@ -155,7 +155,7 @@ def test_the_start_draws_valid_points_only():
     assert sorted(kmeans(points, 4, valid, iterations=0)[valid]) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize(("points", "padded"), [(300, 2000), (3000, 6000), (5000, 6000)])
+@pytest.mark.parametrize(("points", "padded"), [(300, 2000), (2000, 6000), (5000, 6000)])
 def test_padding_does_not_change_the_result(points, padded):
     data, _ = clumps(13, count=20, points=points)
     np.testing.assert_array_equal(kmeans(data, 32, padded=points), kmeans(data, 32, padded=padded))

@@ -196,22 +196,15 @@ def test_every_layout_gives_equal_bits(method, layout, tmp_path):
     np.testing.assert_array_equal(in_memory, Sim(method, stream, [40, 25], store=store).run(45))
 
 
-@pytest.mark.parametrize(("dtype", "method"), [
-    *(pytest.param("float32", one, id=f"float32-{name}") for name, one in _stored.items() if one.keeps_keys),
-    *(pytest.param("int8", METHODS[name], id=f"int8-{name}") for name in ("quest", "dynakv")),
+@pytest.mark.parametrize("method", [
+    pytest.param(method, id=name) for name, method in _stored.items() if method.keeps_keys
 ])
-def test_blocks_with_runs_stored_once_give_equal_bits(dtype, method, small_pages, tmp_path):
-    """Three tokens in a row share a key; nothing is staged for long. A block of one row has no run to save."""
-    stream = Stream.draw(6)
-    stream = dataclasses.replace(stream, k=np.repeat(stream.k[:, ::3], 3, axis=1))
-    store = FlashStore(tmp_path, codec="rle", direct=False, staging_bytes=0)
-    in_memory = Sim(method, stream, [40, 25], dtype=dtype)
-    on_flash = Sim(method, stream, [40, 25], store=store, dtype=dtype)
-    np.testing.assert_array_equal(in_memory.run(45), on_flash.run(45))
-    assert (on_flash.branch.stats().blocks_coded > 0) == (on_flash.plan.spec.block_rows > 1)
+def test_blocks_with_runs_stored_once_give_equal_bits(method, small_pages, tmp_path):
+    """In bytes instead of floats: `test_packing`, which has the programs of these."""
+    harness.check_runs_stored_once(method, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["full", "quest", "dynakv", "kvswap"])
+@pytest.mark.parametrize("name", ["full", "quest", "dynakv"])
 def test_more_slots_and_other_callbacks_give_equal_bits(name, store):
     method, stream = METHODS[name], Stream.draw(7)
     spec = harness.plan_of(method).spec

@@ -20,6 +20,7 @@ CONFIG = ModelConfig(
 )
 CONTEXT = "the quick brown fox jumps over the lazy dog 0123456789 " * 3
 METHOD = kvjax.dynakv(budget=24, sinks=2, window=4, cluster=4, buffer=3)
+QUEST = kvjax.quest(budget=24, sinks=2, window=4, page=4)
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +61,11 @@ def test_an_answer_goes_on_from_the_cache_of_the_last_one(llm):
 
 
 def test_stores_and_both_drivers_answer_alike(llm, tmp_path):
-    memory, host = llm.prefill(CONTEXT, method=METHOD), llm.prefill(CONTEXT, method=METHOD, store=kvjax.HostStore())
-    flash = llm.prefill(CONTEXT, method=METHOD, store=kvjax.FlashStore(tmp_path))
+    """Given a method with small programs: what drivers make of others is in `test_decode`."""
+    memory, host, flash = (
+        llm.prefill(CONTEXT, method=QUEST, store=store)
+        for store in (None, kvjax.HostStore(), kvjax.FlashStore(tmp_path))
+    )
     expected = llm.generate("abc", memory, max_new_tokens=10).tokens
     assert llm.generate("abc", host, max_new_tokens=10).tokens == expected
     assert llm.generate("abc", flash, max_new_tokens=10).tokens == expected
@@ -157,7 +161,7 @@ def test_bad_input_gets_a_typed_error_that_names_the_cause(llm, tmp_path, call, 
 def test_what_was_read_once_fills_the_same_cache_and_none_of_another_model(llm):
     reading = llm.read([CONTEXT, CONTEXT[:57]])
     for method in (METHOD, kvjax.streaming_llm(budget=24)):
-        answers = [llm.generate(["abc", "de"], llm.prefill(context, method=method, capacity=200), max_new_tokens=6)
+        answers = [llm.generate(["abc", "de"], llm.prefill(context, method=method), max_new_tokens=6)
                    for context in (reading, [CONTEXT, CONTEXT[:57]])]
         assert answers[0].tokens == answers[1].tokens
         np.testing.assert_array_equal(answers[0].cache.logits, answers[1].cache.logits)

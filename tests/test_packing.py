@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import METHODS, Sim, Stream
+from harness import METHODS, Sim, Stream, check_runs_stored_once
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
@@ -65,8 +65,9 @@ def test_equal_numbers_zeros_and_what_f16_cannot_hold(dtype):
     np.testing.assert_allclose(back[3], 0, atol=1e-7)
 
 
-@quantised
-@pytest.mark.parametrize("name", ["full", "quest", "dynakv", "kvswap"])
+@pytest.mark.parametrize(("name", "dtype"), [
+    *((name, "int8") for name in ("full", "quest", "dynakv", "kvswap")), ("full", "int4"), ("dynakv", "int4"),
+])
 def test_flash_and_memory_give_equal_bits_near_those_of_floats(name, dtype, tmp_path):
     stream = Stream.draw(6)
     floats = Sim(METHODS["full"], stream, [40, 25]).run(30)
@@ -80,10 +81,15 @@ def test_flash_and_memory_give_equal_bits_near_those_of_floats(name, dtype, tmp_
         assert 0 < error < (0.01 if dtype == "int8" else 0.15)
 
 
+@pytest.mark.parametrize("name", ["quest", "dynakv"])
+def test_blocks_with_runs_stored_once_give_equal_bits(name, small_pages, tmp_path):
+    check_runs_stored_once(METHODS[name], tmp_path, "int8")
+
+
 @quantised
 def test_a_model_decodes_saves_and_restores(llm, dtype, tmp_path):
     prompt = list(range(1, 40))
-    method = kvjax.dynakv(budget=40, sinks=2, window=4, cluster=4, buffer=3)
+    method = METHODS["quest"]  # what splits do to packed rows is compared above
     store = kvjax.FlashStore(tmp_path / "run")
     (tmp_path / "run").mkdir()
     caches = [llm.prefill(prompt, method=method, store=one, dtype=dtype, capacity=80) for one in (None, store)]
@@ -101,8 +107,7 @@ def test_a_model_decodes_saves_and_restores(llm, dtype, tmp_path):
 
 def test_a_host_tier_keeps_them_too(llm):
     prompt = list(range(1, 60))
-    method = kvjax.quest(budget=24, sinks=2, window=4, page=4)
-    logits = []
+    method, logits = METHODS["quest"], []
     for slots in (kvjax.Slots(), kvjax.Slots(host=14)):
         cache = llm.prefill(prompt, method=method, store=kvjax.HostStore(), dtype="int8", capacity=80, slots=slots)
         logits.append(llm.generate([5, 6], cache, max_new_tokens=8).cache.logits)

@@ -6,10 +6,10 @@ import jax
 import numpy as np
 import pytest
 from harness import METHODS
-from tiny import CONFIG, PROMPT, decoded, make_params, start
+from tiny import CAPACITY, CONFIG, PROMPT, decoded, drawn, make_params, start
 
 import kvjax
-from kvjax import decode, parking
+from kvjax import decode, parking, planning
 from kvjax.errors import ConfigError, ReadFailed, StaleCache
 from kvjax.llm import LLM
 from kvjax.store.flash import FlashStore
@@ -19,10 +19,25 @@ STEPS = 12
 DEEP = dataclasses.replace(CONFIG, num_layers=4, windows=(None,) * 4)
 
 
-@pytest.mark.parametrize(("name", "prefetch"), [
-    *((name, "off") for name in ("full", "dynakv", "kvswap", "dynsplit", "icecache")),
-    ("kvswap", "layer"),
-])
+@pytest.mark.parametrize("name", METHODS)
+def test_the_layers_of_every_method_come_back_as_they_were(name, tmp_path):
+    """Every array of the state and of the pool, in memory or over a store, filled with noise."""
+    plan = planning.make_plan(CONFIG, METHODS[name], 2, CAPACITY)
+    rng = np.random.default_rng(0)
+    for stored in (False, True):
+        outlines = [planning.outline(plan, i, stored, planning.Slots()) for i in range(CONFIG.num_layers)]
+        layers = tuple(drawn(one, rng) for one in outlines)
+        parked = parking.park_all(FlashStore(tmp_path), layers)
+        assert not jax.tree.leaves(parked)
+        back = parking.everything(parked)
+        assert jax.tree.structure(back) == jax.tree.structure(layers)
+        for one, again in zip(jax.tree.leaves(layers), jax.tree.leaves(back), strict=True):
+            assert one.dtype == again.dtype
+            np.testing.assert_array_equal(one, again)
+        parking.close(parked)
+
+
+@pytest.mark.parametrize(("name", "prefetch"), [("full", "off"), ("dynakv", "off"), ("kvswap", "layer")])
 def test_parked_layers_decode_the_same_bits(params, tokens, name, prefetch, tmp_path):
     plan, resident, logits, branch = start(params, tokens, METHODS[name], HostStore(), prefetch=prefetch)
     _, parked, same, other = start(

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import drawn
 
 import kvjax
 from kvjax import persistence, planning
@@ -109,19 +110,15 @@ def _outlines(plan):
     return [planning.outline(plan, i, False, planning.Slots()) for i in range(len(plan.layers))]
 
 
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "name"), [
+    *(("float32", name) for name in METHODS), *(("bfloat16", name) for name in ("full", "dynakv", "pqcache")),
+])
 def test_the_state_of_every_method_is_restored(tmp_path, name, dtype):
     """Every array of the state, filled with noise, and those without elements."""
     rng = np.random.default_rng(0)
     method = dataclasses.replace(METHODS[name], dense_layers=1)
     plan = planning.make_plan(test_llm.CONFIG, method, 2, 96, dtype)
-
-    def noise(leaf):
-        drawn = rng.integers(0, 2, leaf.shape) if leaf.dtype == bool else rng.normal(0, 99, leaf.shape)
-        return jax.device_put(np.asarray(drawn).astype(leaf.dtype))
-
-    layers = [jax.tree.map(noise, one) for one in _outlines(plan)]
+    layers = [drawn(one, rng) for one in _outlines(plan)]
     state = State(tuple(layers), jnp.array([3, 5], jnp.int32), Line(jnp.int32(-1), jnp.int32(0)))
     logits = jnp.asarray(rng.normal(size=(2, 7)), jnp.float32)
     persistence.save(tmp_path, plan, state, logits, None, "model")

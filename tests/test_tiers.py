@@ -27,7 +27,7 @@ def tiers(state) -> list[TieredPool]:
 
 
 @pytest.mark.parametrize(("name", "driver", "backend"), [
-    ("quest", "staged", "buffer"), ("dynakv", "staged", "io"), ("dynakv", "fused", "buffer"),
+    ("quest", "staged", "buffer"), ("dynakv", "staged", "io"), ("quest", "fused", "buffer"),
     ("kvswap", "staged", "python"),
 ])
 def test_a_host_tier_changes_no_bit(params, tokens, name, driver, backend, tmp_path):
@@ -65,7 +65,7 @@ def test_what_left_the_device_comes_from_the_host(params, tokens, tmp_path):
 
 def test_device_and_host_hold_what_the_store_holds(params, tokens):
     """After splits, appended rows and evictions, a block that is in several tiers is the same in each."""
-    plan, state, _, branch = start(params, tokens, METHODS["dynakv"], HostStore(), host=HOST)
+    plan, state, _, branch = start(params, tokens, METHODS["dynakv"], HostStore(), host=HOST, backend="io")
     state, _ = decoded(plan, params, state, tokens, STEPS)
     pool = tiers(state)[-1]
     on_host = np.asarray(pool.locate_on_host(pool.table.block))
@@ -96,14 +96,13 @@ def _model(params):
     return kvjax.LLM(CONFIG, params)
 
 
-@pytest.mark.parametrize("prefetch", ["off", "layer"])
-def test_asked_extended_saved_and_restored(params, tmp_path, prefetch):
+def test_asked_extended_saved_and_restored(params, tmp_path):
     """The same answers as with two tiers, of the cache, of one that read on, and of one that was restored."""
     llm, context, question = _model(params), list(range(1, 50)), [7, 8, 9]
     answers = []
-    for host in (None, HOST):
-        path = tmp_path / f"{host}"
-        cache = llm.prefill(context, method=METHODS["quest"], store=FlashStore(tmp_path / f"{host}.kv"),
+    for host, prefetch in ((None, "off"), (HOST, "off"), (HOST, "layer")):
+        path = tmp_path / f"{host}-{prefetch}"
+        cache = llm.prefill(context, method=METHODS["quest"], store=FlashStore(tmp_path / f"{path.name}.kv"),
                             slots=Slots(host=host, prefetch=prefetch))
         grown = llm.extend(cache, question, chunk=2)
         cache.save(path)
@@ -114,7 +113,7 @@ def test_asked_extended_saved_and_restored(params, tmp_path, prefetch):
         assert bool(tiers(again.state)) == (host is not None)
         answers[-1].append(llm.generate(question, again, max_new_tokens=8).tokens)
         again.close()
-    assert answers[0] == answers[1]
+    assert answers[0] == answers[1] == answers[2]
     assert answers[1][0] == answers[1][2]
 
 

@@ -18,9 +18,11 @@ CONFIG = ModelConfig(
 CAPACITY, PROMPT = 96, (40, 23)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 2))
 def make_params(config=CONFIG, seed=1, sharper=3):
-    """Random parameters; matrices are so many times as large as at init."""
+    """Random parameters; matrices are so many times as large as at init.
+
+    Array by array: one program for all of them takes seconds to compile, for each model anew.
+    """
     dummy = jnp.zeros((1, 4), jnp.int32)
     tree = Transformer(config).init(jax.random.key(seed), dummy, dummy)["params"]
     return jax.tree.map(lambda leaf: leaf * sharper if leaf.ndim == 2 else leaf, tree)
@@ -47,6 +49,16 @@ def decoded(plan, params, state, tokens, steps, driver="staged"):
         state = done.state
         out.append(np.asarray(done.logits))
     return state, np.stack(out)
+
+
+def drawn(outline, rng):
+    """Arrays of noise in the place of an outline's."""
+
+    def noise(leaf):
+        bits = rng.integers(0, 2, leaf.shape) if leaf.dtype == bool else rng.normal(0, 99, leaf.shape)
+        return jax.device_put(np.asarray(bits).astype(leaf.dtype))
+
+    return jax.tree.map(noise, outline)
 
 
 def dense(params, tokens, config=CONFIG):

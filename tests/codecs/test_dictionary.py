@@ -17,6 +17,8 @@ TABLE = np.random.default_rng(0).normal(size=(VOCAB, SIZE)).astype(np.float32)
 texts = st.lists(st.integers(0, VOCAB - 1), min_size=TOKENS, max_size=TOKENS).map(lambda row: np.asarray(row, np.int32))
 by_token = jax.jit(dictionary.by_token, static_argnums=3)
 by_content = jax.jit(dictionary.by_content, static_argnums=2)
+encode = jax.jit(rle.encode, static_argnums=3)
+attend = jax.jit(rle.attend)
 
 
 @functools.partial(jax.jit, static_argnums=3)
@@ -83,10 +85,10 @@ def test_runs_of_int8_keys_attend_without_turning_back():
     key = jnp.asarray(np.repeat(TABLE[:8], 3, axis=0))
     scale, q = int8.scale_of(key), jnp.asarray(TABLE[:2])
     coded = int8.quantise(key, scale)
-    runs = rle.encode(coded, jnp.int32(TOKENS), rle.Tolerance(), TOKENS)
-    exact = rle.encode(int8.dequantise(coded, scale), jnp.int32(TOKENS), rle.Tolerance(), TOKENS)
+    runs = encode(coded, jnp.int32(TOKENS), rle.Tolerance(), TOKENS)
+    exact = encode(int8.dequantise(coded, scale), jnp.int32(TOKENS), rle.Tolerance(), TOKENS)
     assert int(runs.runs) == 8
-    found, expected = rle.attend(q * scale, runs, key), rle.attend(q, exact, key)
+    found, expected = attend(q * scale, runs, key), attend(q, exact, key)
     np.testing.assert_allclose(found.out, expected.out, rtol=2e-5, atol=1e-6)
 
 

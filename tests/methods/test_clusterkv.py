@@ -15,6 +15,7 @@ METHOD = METHODS["clusterkv"]
 PROMPT, PERIOD = 50, 8
 FIRST = PROMPT - METHOD.window + 1  # first position that leaves the window while decoding
 cluster = jax.jit(functools.partial(clustering.kmeans, clusters=16, iterations=10, cosine=True))
+kmeans = jax.jit(clustering.kmeans, static_argnames=("clusters", "cosine"))
 
 
 def keys_of(seed):
@@ -70,7 +71,6 @@ def parts_of(keys, clusters, head):
     """Index sets of the clusters of some keys of a head."""
     seed = jax.random.split(jax.random.key(METHOD.seed), HEADS)[head]
     every, active = jnp.ones(len(keys), bool), jnp.int32(clusters)
-    kmeans = jax.jit(clustering.kmeans, static_argnames=("clusters", "cosine"))
     owner = np.asarray(kmeans(jnp.asarray(keys), every, clusters, active, seed, cosine=True))
     return [set(np.flatnonzero(owner == c).tolist()) for c in range(clusters)]
 

@@ -73,8 +73,8 @@ def test_groups_are_selected_as_brute_force_ranks_them(joint, shared, group, rul
 @pytest.mark.parametrize("joint", [True, False], ids=["joint", "per_head"])
 def test_without_adapters_the_prompts_own_keys_are_decomposed(joint):
     method = KVSwap(**SMALL, sigma=4, per_head=not joint)
-    sim, keys = after_decoding(method)
-    prompt = keys[: PROMPT - SMALL["sinks"] - SMALL["window"] + 1]
+    sim = Sim(method, Stream.rows(1, 2), [PROMPT, PROMPT])
+    prompt = sim.stream.k[0, SMALL["sinks"] : PROMPT - SMALL["window"] + 1]
     parts = [prompt.reshape(len(prompt), -1)] if joint else list(prompt.swapaxes(0, 1))
     adapter = np.asarray(sim.cache.state.index.adapter)[0]
     found = adapter.reshape(len(parts), -1, adapter.shape[-1])
