@@ -17,6 +17,7 @@ from kvjax.places import first
 from kvjax.typing import Array, Bool, Float, Int32, PRNGKey
 
 _PRODUCTS = 1 << 20  # inner products at once: as many as stay in the processor's cache
+_CANDIDATES = 1 << 12  # of so many points at most, that these stay there, too
 
 
 def build(
@@ -82,19 +83,28 @@ def _parents(shape: Shape, key, last, level, rank) -> Int32[Array, "T"]:
 
 def _nearest(point, below, above):
     """For each point numbered in `below` the one of `above` with the largest product; T where `above` has none."""
-    total = point.shape[0]
-    candidates = point[jnp.minimum(above, total - 1)]
+    total, (size,) = point.shape[0], below.shape
+    width = min(above.shape[0], _CANDIDATES)
+    rows = min(_PRODUCTS // width, size)
+    blocks = jnp.pad(above, (0, -above.shape[0] % width), constant_values=total).reshape(-1, width)
 
     def chunk(numbers):
-        product = point[jnp.minimum(numbers, total - 1)] @ candidates.T
-        product = jax.lax.optimization_barrier(jnp.where(above < total, product, -jnp.inf))
-        best = jnp.max(product, axis=-1, keepdims=True)
-        return above[jax.vmap(first)(product == best)]
+        mine = point[jnp.minimum(numbers, total - 1)]
+        none = jnp.full(rows, -jnp.inf), jnp.full(rows, total, jnp.int32)
+        return jax.lax.scan(lambda best, some: (_better(point, mine, best, some), None), none, blocks)[0][1]
 
-    size = below.shape[0]
-    rows = min(max(16, _PRODUCTS // above.shape[0]), size)
     padded = jnp.pad(below, (0, -size % rows)).reshape(-1, rows)
-    return jax.lax.map(chunk, padded).reshape(-1)[:size].astype(jnp.int32)
+    return jax.lax.map(chunk, padded).reshape(-1)[:size]
+
+
+def _better(point, mine, best, some):
+    """The largest product of each of `mine` and its point, of those before and of the points numbered in `some`."""
+    total = point.shape[0]
+    product = mine @ point[jnp.minimum(some, total - 1)].T
+    product = jax.lax.optimization_barrier(jnp.where(some < total, product, -jnp.inf))
+    top = jnp.max(product, axis=-1)
+    nearest = some[jax.vmap(first)(product == top[:, None])]
+    return jnp.maximum(top, best[0]), jnp.where(top > best[0], nearest, best[1])
 
 
 def _pages(shape: Shape, parent, level, valid):

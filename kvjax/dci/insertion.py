@@ -75,9 +75,9 @@ def _parent(shape: Shape, search: Search, tree: Tree, key, level) -> Int32[Array
 
 def _any_room(shape: Shape, tree: Tree, wanted) -> Int32[Array, ""]:
     """The first page with a free row, if it is `wanted`: a loop of at most one turn, as under `vmap` a `cond` would
-    look at all pages every time."""
+    look at all pages every time. `page` is -1 in that turn, and in the comparison lest XLA look before the loop."""
     return jax.lax.while_loop(
-        lambda page: wanted & (page < 0), lambda _: first(tree.count < shape.rows), jnp.int32(-1)
+        lambda page: wanted & (page < 0), lambda page: first(tree.count < shape.rows + 1 + page), jnp.int32(-1)
     )
 
 

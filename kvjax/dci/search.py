@@ -26,7 +26,7 @@ class Search:
 
     Attributes:
       beam: nodes searched per level.
-      pages: pages opened per level; where the beam's nodes have more, the best nodes come first.
+      pages: pages opened per level below the top one; where the beam's nodes have more, the best nodes come first.
       visit: points of the opened pages whose keys are compared with the query, by the priority of P-DCI; None = all.
     """
 
@@ -35,8 +35,11 @@ class Search:
     visit: int | None = None
 
     def width(self, shape: Shape, level: int) -> int:
-        """Pages opened at a level: no more than its points can fill, of as many nodes as there are points above."""
+        """Pages opened at a level: no more than its points can fill, of as many nodes as there are points above, and
+        all of the top one."""
         points, above = (room_of_level(shape.points, shape.ratio, one) for one in (level, level + 1))
+        if level == shape.levels:
+            return min(shape.pages, -(-points // shape.rows))
         return min(self.pages, shape.pages, above + -(-points // shape.rows))
 
 

@@ -16,6 +16,8 @@ from kvjax.dci.projections import random_directions
 from kvjax.errors import ConfigError
 from kvjax.typing import Array, Float, Int32, PRNGKey, pytree
 
+_ROOT = 64  # points that the root node is expected to have, or more
+
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
@@ -56,8 +58,11 @@ def room_of_level(points: int, ratio: float, level: int) -> int:
 
 
 def most_levels(points: int, ratio: float) -> int:
-    """Levels enough for so many points: one more than is expected."""
-    return 1 + max(1, math.ceil(math.log(max(points, 2)) / -math.log(ratio)))
+    """Levels for so many points, at least two: as many as leave 64 or more for the root node, which is opened whole.
+
+    Levels above would have few points, and searching one takes many small steps, however few points it has.
+    """
+    return max(2, 1 + math.floor(math.log(max(points, 1) / _ROOT) / -math.log(ratio)))
 
 
 @pytree
