@@ -76,13 +76,21 @@ def made_up_keys(config: ModelConfig, tokens: int, seed: int):
 
 
 def filled_cache(
-    llm, method, context: int, steps: int, store, slots: Slots, batch: int = 1, dtype: str = "float32"
+    llm, method, context: int, steps: int, store, slots: Slots, batch: int = 1, dtype: str = "float32",
+    copies: bool = False,
 ):
-    """A plan and a state that holds `context` made-up tokens per sequence; seconds per layer of index building."""
+    """A plan and a state that holds `context` made-up tokens per sequence; seconds per layer of index building.
+
+    With `copies`, and in memory only, layers that are planned alike are copies of the first of them.
+    """
     plan = planning.make_plan(llm.config, method, batch, context + steps, dtype)
     branch = store.create(planning.geometry(plan), "throughput") if store is not None else None
     layers, seconds, length = [], [], jnp.full(batch, context, jnp.int32)
     for i in range(llm.config.num_layers):
+        twin = plan.layers.index(plan.layers[i])
+        if copies and twin < i:
+            layers.append(jax.tree.map(jnp.copy, layers[twin]))
+            continue
         made = [made_up_keys(llm.config, context, i + b * llm.config.num_layers) for b in range(batch)]
         key, value = (jnp.concatenate(rows) for rows in zip(*made, strict=True))
         started = time.perf_counter()
