@@ -214,8 +214,8 @@ def _ask(llm: kvjax.LLM, method, tokens, store, pipelined: bool) -> None:
 def time_per_token(config) -> Iterator[tuple[Row, Callable[[], Row]]]:
     """Figure 8, and the growth over the decode with the index updated and frozen; made-up keys, in memory.
 
-    No layer is dense: two of 32 are in the paper, but would be half of this model and hide what is measured. One layer's
-    index is built and copied for the others, as building one of 256K tokens takes minutes.
+    No layer is dense: two of 32 are in the paper, but would be half of this model and hide what is measured. One
+    layer's index is built and copied for the others, as building one of 256K tokens takes minutes.
     """
     model = functools.cache(lambda: throughput.make_model(config.model_shape))
     shared = {"budget": max(config.budgets), "beam": config.beam, "dense_layers": 0}
