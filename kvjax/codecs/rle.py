@@ -33,8 +33,17 @@ class Tolerance:
 
     def equal(self, key: Num[Array, "*N D"], first: Num[Array, "*N D"]) -> Bool[Array, "*N"]:
         """Whether all elements are equal. With no tolerance, and for any type, exactly those that compare equal."""
-        key, first = key.astype(jnp.float32), first.astype(jnp.float32)
-        return jnp.all(jnp.abs(key - first) <= self.absolute + self.relative * jnp.abs(first), axis=-1)
+        apart = _distance(key, first)
+        allowed = self.absolute + self.relative * jnp.abs(first.astype(apart.dtype))
+        return jnp.all((key == first) | ((allowed > 0) & (apart <= allowed)), axis=-1)
+
+
+def _distance(key: Num[Array, "*N D"], first: Num[Array, "*N D"]) -> Float[Array, "*N D"]:
+    """How far elements are apart; integers are subtracted as such, as floats do not tell large ones apart."""
+    if not jnp.issubdtype(key.dtype, jnp.integer):
+        return jnp.abs(key.astype(jnp.float32) - first.astype(jnp.float32))
+    unsigned = jnp.dtype(f"uint{8 * key.dtype.itemsize}")  # wraps around to what no signed difference can hold
+    return (jnp.maximum(key, first).astype(unsigned) - jnp.minimum(key, first).astype(unsigned)).astype(jnp.float32)
 
 
 @pytree

@@ -23,8 +23,8 @@ FIELDS = ("key", "count", "slot", "runs", "tokens", "refused")
 def brute_force(key, length, tolerance):
     """Slot of each token and first key of each run."""
     slots, firsts = [], []
-    for one in key[:length].astype(np.float32):
-        allowed = tolerance.absolute + np.float32(tolerance.relative) * np.abs(firsts[-1]) if firsts else None
+    for one in key[:length].astype(np.float64):  # which holds every number of the types below
+        allowed = tolerance.absolute + tolerance.relative * np.abs(firsts[-1]) if firsts else None
         if not firsts or not (np.abs(one - firsts[-1]) <= allowed).all():
             firsts.append(one)
         slots.append(len(firsts) - 1)
@@ -34,11 +34,16 @@ def brute_force(key, length, tolerance):
 def keys(dtype, values):
     """Keys with many repeats, next to each other and further apart."""
     rows = st.lists(st.integers(0, 3), min_size=TOKENS, max_size=TOKENS)
-    table = hnp.arrays(dtype, (4, SIZE), elements=st.sampled_from(values))
-    return st.builds(lambda table, rows: table[rows], table, rows)
+    table = hnp.arrays(np.float64, (4, SIZE), elements=st.sampled_from(values))
+    return st.builds(lambda table, rows: table.astype(dtype)[rows], table, rows)
 
 
-CASES = st.one_of(keys(np.float32, [-2.0, -0.5, 0.0, 0.5, 0.53, 1.0]), keys(np.int8, [-127, -1, 0, 1, 127]))
+FEW = [-2.0, -0.5, 0.0, 0.5, 0.53, 1.0]
+CASES = st.one_of(
+    keys(np.float32, [*FEW, 1.0 + 2.0**-23]), keys(np.float16, [*FEW, 1.0 + 2.0**-10]),
+    keys(jnp.bfloat16, [*FEW, 1.0 + 2.0**-7]), keys(np.int8, [-127.0, -1.0, 0.0, 1.0, 127.0]),
+    keys(np.int32, [-(2.0**31), -1.0, 0.0, 1.0, 2.0**24, 2.0**24 + 1, 2.0**31 - 1]),
+)
 TOLERANCES = st.sampled_from([Tolerance(), Tolerance(absolute=0.05), Tolerance(relative=0.05), Tolerance(1.1, 0.25)])
 
 
@@ -55,7 +60,32 @@ def one_by_one(key, length, tolerance, slots):
     return jax.lax.fori_loop(0, length, step, rle.empty(slots, TOKENS, SIZE, key.dtype))
 
 
-@settings(deadline=None, max_examples=80)
+@pytest.mark.parametrize(
+    ("dtype", "low", "high"),
+    [(np.int32, 2**24, 2**24 + 1), (np.int8, 126, 127), (np.float16, 1, 1 + 2.0**-10),
+     (jnp.bfloat16, 1, 1 + 2.0**-7), (np.float32, 1, 1 + 2.0**-23), (np.float32, 1e30, np.inf)],
+)
+def test_neighbouring_numbers_of_any_type_are_two_keys_and_come_back(dtype, low, high):
+    """All at once and one by one; also where a float of 32 bits does not tell them apart."""
+    key = np.asarray([[low] * SIZE, [low] * SIZE, [low] * (SIZE - 1) + [high], [high] * SIZE, [high] * SIZE], dtype)
+    key = jnp.asarray(np.pad(key, ((0, TOKENS - 5), (0, 0))))
+    bulk, grown = (way(key, jnp.int32(5), Tolerance(), TOKENS) for way in (encode, one_by_one))
+    for name in FIELDS:
+        np.testing.assert_array_equal(getattr(bulk, name), getattr(grown, name), err_msg=name)
+    np.testing.assert_array_equal(bulk.slot[:5], [0, 0, 1, 2, 2])
+    assert bulk.key.dtype == dtype and rle.decode(bulk)[:5].tobytes() == key[:5].tobytes()
+
+
+@pytest.mark.parametrize("far", [2**31 - 1, 2**26 + 3])
+def test_large_integers_are_apart_by_their_difference(far):
+    """Which no number of their type holds, or no float of 32 bits."""
+    first = -(2**31) if far == 2**31 - 1 else 2**26
+    key, first = jnp.asarray([[far]], jnp.int32), jnp.asarray([[first]], jnp.int32)
+    assert not Tolerance(absolute=2.0).equal(key, first) and Tolerance(absolute=2.0**32).equal(key, first)
+    assert bool(Tolerance(absolute=3.0).equal(key, first)) == (far == 2**26 + 3)
+
+
+@settings(deadline=None, max_examples=120)
 @given(key=CASES, length=st.integers(0, TOKENS), tolerance=TOLERANCES)
 def test_runs_are_those_of_brute_force(key, length, tolerance):
     runs = jax.device_get(encode(key, jnp.int32(length), tolerance, TOKENS))
