@@ -155,8 +155,9 @@ def test_no_key_is_expanded():
     assert 4 * 4096 in sizes and max(sizes) < 4096 * 64
 
 
-@pytest.mark.parametrize("length", [20, 24, 1])
-def test_keys_before_rotation_are_turned_to_their_positions(length):
+@pytest.mark.parametrize(("length", "block"), [(20, 8), (24, 7), (1, 8)])
+def test_keys_before_rotation_are_turned_to_their_positions(length, block):
+    """Also where the last block reaches beyond the capacity."""
     q, key, value = problem(2)
     freqs, at = np.array([1.0, 0.1], np.float32), jnp.arange(TOKENS, dtype=jnp.int32)
     runs = encode(key, jnp.int32(length), Tolerance(), 8)
@@ -164,7 +165,8 @@ def test_keys_before_rotation_are_turned_to_their_positions(length):
     @jax.jit
     def both(length, runs):
         rotated = rope.rotate(key[:, None], at, freqs)[:, 0]
-        parts = attention.attend_part(q, rotated, value, at < length), rle.attend_unrotated(q, runs, value, freqs, 8)
+        found = rle.attend_unrotated(q, runs, value, freqs, block)
+        parts = attention.attend_part(q, rotated, value, at < length), found
         return [attention.normalise(part, jnp.float32) for part in parts]
 
     expected, found = both(length, runs)
@@ -181,13 +183,23 @@ def test_a_size_counts_every_array():
 
 
 def test_a_codec_that_does_not_pay_turns_itself_off_and_says_so():
-    _, key, _ = problem(3, repeats=1)
-    coded = rle.compress(key[None], Tolerance())
-    assert coded.runs is None and coded.key is not None and "off" in coded.reason and not coded.size.pays
-    _, key, _ = problem(3, repeats=6)
-    coded = rle.compress(jnp.stack([key, key]), Tolerance())
-    assert coded.key is None and coded.runs.key.shape == (2, 4, SIZE) and coded.size.saved > 0 and not coded.reason
-    np.testing.assert_array_equal(jax.vmap(rle.decode)(coded.runs), jnp.stack([key, key]))
+    """The neediest head decides for all, by its runs so far and the room that there is."""
+    different, alike = problem(3, repeats=1)[1], problem(3, repeats=6)[1]
+    tokens = jnp.asarray([TOKENS, 12])
+    off = rle.compress(jnp.stack([alike, different]), tokens, Tolerance())
+    assert isinstance(off.keys, rle.Plain) and "off" in off.reason and not off.size.pays
+    np.testing.assert_array_equal(off.keys.tokens, tokens)
+    np.testing.assert_array_equal(off.keys.key, jnp.stack([alike, different]))
+    on = rle.compress(jnp.stack([alike, alike]), tokens, Tolerance())
+    assert on.keys.key.shape == (2, 4, SIZE) and on.size.saved > 0 and not on.reason
+    np.testing.assert_array_equal(on.keys.tokens, tokens)
+    np.testing.assert_array_equal(jax.vmap(rle.decode)(on.keys)[:, :12], jnp.stack([alike, alike])[:, :12])
+
+
+def test_slots_are_foreseen_from_the_neediest_head():
+    assert rle.foreseen(np.array([2, 3]), np.array([10, 10]), 25) == 8
+    assert rle.foreseen(np.array([1, 0]), np.array([9, 0]), 25) == 25  # nothing is known of the second one
+    assert rle.foreseen(np.array([0]), np.array([5]), 25) == 1
 
 
 def test_the_shortest_length_that_pays():
@@ -203,5 +215,3 @@ def test_impossible_sizes_are_refused():
         rle.resize(runs, 7)
     with pytest.raises(ConfigError, match="at least 1"):
         rle.empty(0, 4, 4)
-    with pytest.raises(ConfigError, match="whole blocks"):
-        rle.attend_unrotated(jnp.zeros((1, SIZE)), runs, jnp.zeros((TOKENS, SIZE)), np.ones(2, np.float32), block=7)
