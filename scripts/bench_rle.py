@@ -1,13 +1,13 @@
-"""What run-length encoded keys cost: encoding a prompt, and one layer's token, beside full attention without runs.
+"""What run-length encoded keys cost: encoding a prompt, and one layer's token, beside the same cache without runs.
 
     python scripts/bench_rle.py [--tokens 1024,8192,32768] [--repeats 30]
 
 One layer of 8 KV and 32 query heads of 64 numbers; made-up keys stand in runs of 1, 2, 4 and 8 equal ones. A token is
-appended and attends all others, with `kvjax.codecs.run_cache` and with `kvjax.attend` over `kvjax.full()`; "before
-RoPE" with keys that are kept before rotation and turned as they are used. "Append" is its key's part alone: one
-comparison with the open run, whatever the length. "Of a step" is what a token takes longer in a layer, over one layer's
-share of a decode step of `llama-1b-4l` with its full cache in memory at that context; the source has 2.8 %. The limit
-is what has to be read of keys and values over the memory's bandwidth.
+appended and attends all others, in `kvjax.codecs.run_cache` with its codec on and off; "before RoPE" with runs of keys
+that are kept before rotation and turned as they are used. "Append" is its key's part alone: one comparison with the
+open run, whatever the length. "Of a step" is what a token takes longer in a layer than without the codec, over one
+layer's share of a decode step of `llama-1b-4l` with its full cache in memory at that context; the source has 2.8 %. The
+limit is what has to be read of keys and values over the memory's bandwidth.
 """
 
 import argparse
@@ -27,6 +27,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 import kvjax
 from experiments import throughput
 from kvjax.codecs import run_cache
+from kvjax.codecs.rle import Plain
 from kvjax.models import rope
 from kvjax.models.config import RopeConfig
 from kvjax.planning import Slots
@@ -60,10 +61,10 @@ def append(cache, q, key, value):
 
 
 def without_runs(key, value, repeats: int) -> float:
-    cache = kvjax.init_cache(
-        kvjax.full(), batch=1, kv_heads=HEADS, group=GROUP, head_dim=SIZE, capacity=key.shape[1] + repeats + 2
-    )
-    return milliseconds(kvjax.attend, kvjax.prefill_cache(cache, key, value, jnp.asarray([key.shape[1]])), repeats)
+    """Milliseconds of a token in the same cache with its codec off, which the keys are to make it."""
+    cache = run_cache.prefill(key, value, jnp.asarray([key.shape[1]]), capacity=key.shape[1] + repeats + 2)
+    assert isinstance(cache.keys, Plain)
+    return milliseconds(run_cache.attend, cache, repeats)
 
 
 def with_runs(key, value, run: int, repeats: int) -> tuple[float, ...]:

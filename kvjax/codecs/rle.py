@@ -169,25 +169,32 @@ def attend(q: Float[Array, "G D"], runs: Runs | Plain, value: Float[Array, "T D"
 
 
 def attend_unrotated(
-    q: Float[Array, "G D"], runs: Runs | Plain, value: Float[Array, "T D"], freqs: np.ndarray, block: int = 128,
+    q: Float[Array, "G D"], runs: Runs | Plain, value: Float[Array, "T D"], freqs: np.ndarray, block: int = 512,
     most: Int32[Array, ""] | None = None,
 ) -> Part:
     """`attend` over keys before rotation; token t is at position t, and `q` is rotated.
 
     A physical key looks different from each position, so keys are turned as they are used: a block of tokens at a time,
-    which is all that is ever expanded. Mapped over heads and sequences, `most` is the largest number of tokens of any:
-    blocks are then the same for all, and their angles are computed once.
+    which is all that is ever expanded. Mapped over heads and sequences, `most` is the largest number of tokens of any,
+    so that all go through the same blocks.
     """
-    def visit(i, part):
-        at = i * block + jnp.arange(block, dtype=jnp.int32)
-        row = jnp.minimum(at, value.shape[0] - 1)  # the last block may reach beyond the capacity
-        key = runs.key[row] if isinstance(runs, Plain) else runs.key[runs.slot[row]]
-        key = rope.rotate(key.astype(q.dtype)[:, None], at, freqs)[:, 0]
-        return attention.merge(part, attention.attend_part(q, key, value[row], at < runs.tokens))
+    capacity = value.shape[0]
+    block = min(block, capacity)
+    # Only positions within the block turn keys, by angles that are constants; the block's own turns the query back.
+    inside = np.outer(np.arange(block), freqs)
+    cos, sin = jnp.asarray(np.cos(inside), q.dtype), jnp.asarray(np.sin(inside), q.dtype)
 
-    most = runs.tokens if most is None else most
-    nothing = Part(jnp.zeros(q.shape), jnp.full(q.shape[:1], attention.NEGATIVE), jnp.zeros(q.shape[:1]))
-    return jax.lax.fori_loop(0, -(-most // block), visit, nothing)
+    def visit(i, found):
+        at = i * block + jnp.arange(block, dtype=jnp.int32)
+        row = jnp.minimum(at, capacity - 1)  # the last block may reach beyond the capacity
+        key = runs.key[row] if isinstance(runs, Plain) else runs.key[runs.slot[row]]
+        key = rope.turn(key.astype(q.dtype), cos, sin)
+        some = attention.scores_of(rope.rotate(q, -i * block, freqs), key, at < runs.tokens)
+        return jax.lax.dynamic_update_slice_in_dim(found, some.swapaxes(0, 1), i * block, 0)
+
+    nothing = jnp.full((-(-capacity // block) * block, len(q)), attention.NEGATIVE)
+    found = jax.lax.fori_loop(0, -(-(runs.tokens if most is None else most) // block), visit, nothing)
+    return attention.attend_scores(found[:capacity].swapaxes(0, 1), value, jnp.arange(capacity) < runs.tokens)
 
 
 # ------------------------------------------------------------------------------------------- size

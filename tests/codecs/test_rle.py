@@ -173,6 +173,20 @@ def test_keys_before_rotation_are_turned_to_their_positions(length, block):
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
+def test_of_keys_before_rotation_one_block_is_expanded():
+    """At a time."""
+    def made_by(program):
+        for line in program.eqns:
+            yield from (int(np.prod(v.aval.shape)) for v in line.outvars)
+            for part in line.params.values():
+                yield from made_by(part.jaxpr) if hasattr(part, "jaxpr") else ()
+
+    attend = functools.partial(rle.attend_unrotated, freqs=np.ones(32, np.float32), block=128)
+    program = jax.make_jaxpr(attend)(jnp.zeros((4, 64)), rle.empty(16, 4096, 64), jnp.zeros((4096, 64)))
+    sizes = list(made_by(program.jaxpr))
+    assert 128 * 64 in sizes and max(sizes) < 4096 * 64
+
+
 def test_the_index_is_as_narrow_as_its_length_allows():
     assert rle.empty(1, 65_535, 2).slot.dtype == jnp.uint16 and rle.empty(1, 65_536, 2).slot.dtype == jnp.uint32
 
