@@ -15,21 +15,25 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config.model = ""  # empty: the reference model
     config.kinds = ("chat", "documentation", "code")
     config.texts = 2  # of each kind
-    config.lengths = (512, 1024)  # the last one is also that of the likelihoods; the longest context is worth a try
+    config.lengths = (512, 1024, 2048)  # the longest is also that of the likelihoods, and of the model's training
     config.tolerances = (0.0, 0.001, 0.01, 0.05)
     config.itemsize = 2  # bytes of a key's element in the sizes: the source keeps half precision
     config.span = 32  # tokens of a segment in the hierarchical encoding
+    config.cluster = 8  # tokens per cluster where keys are sorted by cluster
+    config.bits = (8, 4, 2)  # of keys in few bits
+    config.parts = {"length": 1024, "tolerances": (0.01, 0.05, 1.0)}  # likelihood with one layer, or head, in runs
     config.histogram = (1, 2, 3, 5, 9, 17)  # shortest run of each bin
     config.autoencoder = {"width": 12, "hidden": 64, "steps": 400, "batch": 256, "rate": 3e-3}
-    config.flash = {  # decodes the last `steps` tokens of the longest text from a flash store in each codec
+    config.flash = {  # decodes the last `steps` of the first `length` tokens of a text from a flash store in each codec
         "methods": ({"name": "quest", "budget": 128, "page": 32}, {"name": "dynakv", "budget": 128}),
         "dtypes": ("float32", "int8"),
         "planted": (1, 8),  # tokens in a row that share a key; 1: text as it is, more: a control
-        "steps": 64,
+        "length": 1024, "steps": 64,
     }
     if preset == "smoke":
         config.update(texts=1, lengths=(128,), tolerances=(0.0, 0.05))
         config.autoencoder.update(steps=20)
+        config.bits, config.parts.tolerances = (2,), (1.0,)
         config.flash.update(methods=({"name": "quest", "budget": 128, "page": 32},), dtypes=("float32",), steps=8)
     elif preset != "default":
         raise ValueError(f"unknown preset {preset!r}; use default or smoke")

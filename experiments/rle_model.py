@@ -4,7 +4,9 @@ A *recoding* turns the keys of one layer before rotation `[T, K, D]` into the ro
 is a pytree, so that its numbers can change without compiling again.
 """
 
+import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +14,13 @@ import numpy as np
 
 import kvjax
 from kvjax import attention
-from kvjax.codecs import int8, rle
+from kvjax.codecs import lowbit, rle, sorted_runs
 from kvjax.codecs.autoencoder import Autoencoder
 from kvjax.codecs.rle import Tolerance
 from kvjax.models import rope
 from kvjax.models.config import ModelConfig
 from kvjax.models.transformer import Block, Transformer
-from kvjax.typing import Array, Float, Int32, PyTree, pytree
+from kvjax.typing import Array, Bool, Float, Int32, PyTree, pytree
 
 _BLOCK = 128  # keys of one step of attention; texts are padded to whole blocks
 
@@ -66,15 +68,31 @@ class RunsBefore:
 
 
 @pytree
-class Int8Runs:
-    """Runs of int8 keys before rotation; the tolerance is in steps of the scale."""
+class RunsSorted:
+    """Runs of keys before rotation, sorted by cluster."""
 
     tolerance: Tolerance
+    clusters: int = dataclasses.field(metadata={"static": True})
 
     def __call__(self, config, layer, key):
-        scale = jax.vmap(int8.scale_of, in_axes=1)(key)
-        coded = _through_runs(int8.quantise(key, scale), self.tolerance)
-        return rotated(config, int8.dequantise(coded, scale))
+        def one(key):
+            length, seed = jnp.int32(key.shape[0]), jax.random.key(0)
+            return rle.decode(sorted_runs.encode(key, length, self.tolerance, self.clusters, seed))
+
+        return rotated(config, jax.vmap(one, in_axes=1, out_axes=1)(key))
+
+
+@pytree
+class LowbitRuns:
+    """Runs of keys before rotation in codes of few bits; the tolerance is in steps of the scale."""
+
+    tolerance: Tolerance
+    bits: int = dataclasses.field(metadata={"static": True})
+
+    def __call__(self, config, layer, key):
+        scale = jax.vmap(lambda one: lowbit.scale_of(one, self.bits), in_axes=1)(key)
+        coded = _through_runs(lowbit.quantise(key, scale, self.bits), self.tolerance)
+        return rotated(config, lowbit.dequantise(coded, scale))
 
 
 @pytree
@@ -89,32 +107,52 @@ class Learned:
         return rotated(config, back)
 
 
+@pytree
+class Only:
+    """Another recoding in some layers and heads; none in the others."""
+
+    recoding: PyTree
+    on: Bool[Array, "L K"]
+
+    def __call__(self, config, layer, key):
+        return jnp.where(self.on[layer][:, None], self.recoding(config, layer, key), rotated(config, key))
+
+
 PLAIN = Plain()
 
 
-def run(llm: kvjax.LLM, tokens: np.ndarray, recoding=PLAIN) -> tuple[np.ndarray, np.ndarray]:
-    """Keys of every layer before codec and rotation `[L, T, K, D]`, and the nats of tokens 1 .. T - 1."""
+class Pass(NamedTuple):
+    """A model's way through a text: keys before codec and rotation, values, and the nats of tokens 1 .. T - 1."""
+
+    key: np.ndarray  # [L, T, K, D]
+    value: np.ndarray
+    nats: np.ndarray  # [T - 1]
+
+
+def run(llm: kvjax.LLM, tokens: np.ndarray, recoding=PLAIN) -> Pass:
+    """Reads a text with recoded keys."""
     padded = np.zeros(-(-len(tokens) // _BLOCK) * _BLOCK, np.int32)
     padded[: len(tokens)] = tokens
     x = Transformer(llm.config).apply({"params": llm.params}, jnp.asarray(padded), method="embed")
-    keys = []
+    rows = []
     for i, window in enumerate(llm.config.windows):
-        x, key = _layer(llm.config, window, recoding, llm.params[f"layers_{i}"], x, jnp.int32(i))
-        keys.append(np.asarray(key[: len(tokens)]))
+        x, *row = _layer(llm.config, window, recoding, llm.params[f"layers_{i}"], x, jnp.int32(i))
+        rows.append([np.asarray(one[: len(tokens)]) for one in row])
     logits = Transformer(llm.config).apply({"params": llm.params}, x[: len(tokens) - 1], method="unembed")
     chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.asarray(tokens)[1:, None], axis=-1)
-    return np.stack(keys), -np.asarray(chosen[:, 0])
+    return Pass(*(np.stack(one) for one in zip(*rows, strict=True)), -np.asarray(chosen[:, 0]))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _layer(
     config: ModelConfig, window: int | None, recoding, params: PyTree, x: Float[Array, "T E"], layer: Int32[Array, ""]
 ):
-    """One layer over a text with recoded keys; returns hidden states, and keys before rotation."""
+    """One layer over a text with recoded keys; returns hidden states, keys before rotation, and values."""
     model, tokens = Block(config), x.shape[0]
     at = jnp.arange(tokens, dtype=jnp.int32)
     _, key, value = model.apply({"params": params}, x, at * 0, method="project")  # position 0 turns nothing
     q = model.apply({"params": params}, x, at, method="queries")
     q = q.reshape(tokens, config.num_kv_heads, config.group, config.head_dim)
     out = attention.causal(q, recoding(config, layer, key), value, jnp.int32(0), _BLOCK, window)
-    return model.apply({"params": params}, x, out.reshape(tokens, -1, config.head_dim), method="finish"), key
+    x = model.apply({"params": params}, x, out.reshape(tokens, -1, config.head_dim), method="finish")
+    return x, key, value

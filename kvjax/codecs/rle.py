@@ -33,8 +33,17 @@ class Tolerance:
 
     def equal(self, key: Num[Array, "*N D"], first: Num[Array, "*N D"]) -> Bool[Array, "*N"]:
         """Whether all elements are equal. With no tolerance, and for any type, exactly those that compare equal."""
-        key, first = key.astype(jnp.float32), first.astype(jnp.float32)
-        return jnp.all(jnp.abs(key - first) <= self.absolute + self.relative * jnp.abs(first), axis=-1)
+        apart = _distance(key, first)
+        allowed = self.absolute + self.relative * jnp.abs(first.astype(apart.dtype))
+        return jnp.all((key == first) | ((allowed > 0) & (apart <= allowed)), axis=-1)
+
+
+def _distance(key: Num[Array, "*N D"], first: Num[Array, "*N D"]) -> Float[Array, "*N D"]:
+    """How far elements are apart; integers are subtracted as such, as floats do not tell large ones apart."""
+    if not jnp.issubdtype(key.dtype, jnp.integer):
+        return jnp.abs(key.astype(jnp.float32) - first.astype(jnp.float32))
+    unsigned = jnp.dtype(f"uint{8 * key.dtype.itemsize}")  # wraps around to what no signed difference can hold
+    return (jnp.maximum(key, first).astype(unsigned) - jnp.minimum(key, first).astype(unsigned)).astype(jnp.float32)
 
 
 @pytree
@@ -47,6 +56,14 @@ class Runs:
     runs: Int32[Array, "*B"]
     tokens: Int32[Array, "*B"]
     refused: Int32[Array, "*B"]  # tokens left out since a slot was missing: 0, or the caller did not `resize` in time
+
+
+@pytree
+class Plain:
+    """Keys of one head token by token, where runs would take more memory. Those from `tokens` on are free."""
+
+    key: Num[Array, "*B T D"]
+    tokens: Int32[Array, "*B"]
 
 
 def index_dtype(slots: int):
@@ -63,9 +80,11 @@ def empty(slots: int, capacity: int, head_dim: int, dtype=jnp.float32) -> Runs:
     return Runs(jnp.zeros((slots, head_dim), dtype), jnp.zeros(slots, narrow), none, zero, zero, zero)
 
 
-def append(runs: Runs, key: Num[Array, "D"], tolerance: Tolerance) -> Runs:
+def append(runs: Runs | Plain, key: Num[Array, "D"], tolerance: Tolerance) -> Runs | Plain:
     """With one more token; the cost does not depend on how many there are."""
     key = key.astype(runs.key.dtype)
+    if isinstance(runs, Plain):
+        return Plain(runs.key.at[runs.tokens].set(key, mode="drop"), runs.tokens + 1)
     joins = (runs.runs > 0) & tolerance.equal(key, runs.key[jnp.maximum(runs.runs - 1, 0)])
     return put(runs, key, runs.runs - joins)
 
@@ -116,9 +135,9 @@ def begins(key: Num[Array, "T D"], tolerance: Tolerance) -> Bool[Array, "T"]:
     return jnp.concatenate([jnp.ones(1, bool), rest])
 
 
-def decode(runs: Runs) -> Num[Array, "T D"]:
+def decode(runs: Runs | Plain) -> Num[Array, "T D"]:
     """The key of each token; those of free tokens are undefined."""
-    return runs.key[runs.slot]
+    return runs.key if isinstance(runs, Plain) else runs.key[runs.slot]
 
 
 def resize(runs: Runs, slots: int) -> Runs:
@@ -141,31 +160,41 @@ def scores(q: Float[Array, "G D"], runs: Runs) -> Float[Array, "G T"]:
     return jnp.take(physical.swapaxes(0, 1), runs.slot.astype(jnp.int32), axis=0).swapaxes(0, 1)
 
 
-def attend(q: Float[Array, "G D"], runs: Runs, value: Float[Array, "T D"]) -> Part:
+def attend(q: Float[Array, "G D"], runs: Runs | Plain, value: Float[Array, "T D"]) -> Part:
     """Attention over all tokens; no key is ever expanded."""
-    valid = jnp.arange(runs.slot.shape[0]) < runs.tokens
+    valid = jnp.arange(value.shape[0]) < runs.tokens
+    if isinstance(runs, Plain):
+        return attention.attend_part(q, runs.key, value, valid)
     return attention.attend_scores(jnp.where(valid, scores(q, runs), attention.NEGATIVE), value, valid)
 
 
 def attend_unrotated(
-    q: Float[Array, "G D"], runs: Runs, value: Float[Array, "T D"], freqs: np.ndarray, block: int = 128
+    q: Float[Array, "G D"], runs: Runs | Plain, value: Float[Array, "T D"], freqs: np.ndarray, block: int = 512,
+    most: Int32[Array, ""] | None = None,
 ) -> Part:
-    """`attend` over runs of keys before rotation; token t is at position t, and `q` is rotated.
+    """`attend` over keys before rotation; token t is at position t, and `q` is rotated.
 
     A physical key looks different from each position, so keys are turned as they are used: a block of tokens at a time,
-    which is all that is ever expanded. The capacity T is a multiple of `block`; ConfigError otherwise.
+    which is all that is ever expanded. Mapped over heads and sequences, `most` is the largest number of tokens of any,
+    so that all go through the same blocks.
     """
-    tokens = runs.slot.shape[0]
-    if tokens % block:
-        raise ConfigError(f"{tokens} tokens are not whole blocks of {block}; choose another block or capacity")
+    capacity = value.shape[0]
+    block = min(block, capacity)
+    # Only positions within the block turn keys, by angles that are constants; the block's own turns the query back.
+    inside = np.outer(np.arange(block), freqs)
+    cos, sin = jnp.asarray(np.cos(inside), q.dtype), jnp.asarray(np.sin(inside), q.dtype)
 
-    def visit(i, part):
+    def visit(i, found):
         at = i * block + jnp.arange(block, dtype=jnp.int32)
-        key = rope.rotate(runs.key[runs.slot[at]].astype(q.dtype)[:, None], at, freqs)[:, 0]
-        return attention.merge(part, attention.attend_part(q, key, value[at], at < runs.tokens))
+        row = jnp.minimum(at, capacity - 1)  # the last block may reach beyond the capacity
+        key = runs.key[row] if isinstance(runs, Plain) else runs.key[runs.slot[row]]
+        key = rope.turn(key.astype(q.dtype), cos, sin)
+        some = attention.scores_of(rope.rotate(q, -i * block, freqs), key, at < runs.tokens)
+        return jax.lax.dynamic_update_slice_in_dim(found, some.swapaxes(0, 1), i * block, 0)
 
-    nothing = Part(jnp.zeros(q.shape), jnp.full(q.shape[:1], attention.NEGATIVE), jnp.zeros(q.shape[:1]))
-    return jax.lax.fori_loop(0, -(-runs.tokens // block), visit, nothing)
+    nothing = jnp.full((-(-capacity // block) * block, len(q)), attention.NEGATIVE)
+    found = jax.lax.fori_loop(0, -(-(runs.tokens if most is None else most) // block), visit, nothing)
+    return attention.attend_scores(found[:capacity].swapaxes(0, 1), value, jnp.arange(capacity) < runs.tokens)
 
 
 # ------------------------------------------------------------------------------------------- size
@@ -207,30 +236,37 @@ def fewest_tokens(rate: float, head_dim: int, itemsize: int) -> int | None:
 
 @dataclasses.dataclass(frozen=True)
 class Coded:
-    """Keys of several heads `[*B, T, D]` as runs, or as they were where the codec turned itself off."""
+    """Keys of several heads `[*B, ...]` as runs, or as they were where the codec turned itself off."""
 
-    runs: Runs | None
-    key: Array | None
+    keys: Runs | Plain
     size: Size
     reason: str  # why the codec is off; empty where it is on
 
 
-def compress(key: Num[Array, "*B T D"], tolerance: Tolerance) -> Coded:
-    """Encodes prompts on the host into as few slots as they need, if that saves memory."""
-    *lead, tokens, head_dim = key.shape
-    flat = key.reshape(-1, tokens, head_dim)
-    runs = _encode_all(flat, tolerance)
-    most = int(jnp.max(runs.runs))
-    one = size(tokens, most, head_dim, key.dtype.itemsize)
+def compress(key: Num[Array, "*B T D"], tokens: Int32[Array, "*B"], tolerance: Tolerance) -> Coded:
+    """The first `tokens` keys of heads with room for T, as runs if these save memory at T tokens; on the host.
+
+    Slots are as many as the neediest head takes at T tokens, if its runs go on as they are.
+    """
+    *lead, capacity, head_dim = key.shape
+    flat = key.reshape(-1, capacity, head_dim)
+    runs = _encode_all(flat, tokens.reshape(-1), tolerance)
+    slots = foreseen(np.asarray(runs.runs), np.asarray(runs.tokens), capacity)
+    one = size(capacity, slots, head_dim, key.dtype.itemsize)
     total = Size(one.raw * len(flat), one.coded * len(flat))
     if not one.pays:
-        reason = f"{tokens} tokens in {most} runs take {one.coded} bytes per head, {one.raw} without: codec off"
-        return Coded(None, key, total, reason)
-    shaped = jax.tree.map(lambda leaf: leaf.reshape(*lead, *leaf.shape[1:]), resize(runs, most))
-    return Coded(shaped, None, total, "")
+        reason = f"{capacity} tokens in {slots} runs take {one.coded} bytes per head, {one.raw} without: codec off"
+        return Coded(Plain(key, tokens), total, reason)
+    shaped = jax.tree.map(lambda leaf: leaf.reshape(*lead, *leaf.shape[1:]), resize(runs, slots))
+    return Coded(shaped, total, "")
+
+
+def foreseen(runs: np.ndarray, tokens: np.ndarray, capacity: int) -> int:
+    """Runs that the neediest head has at its capacity if it gets as many per token as so far; without a token, all."""
+    needed = np.where(tokens > 0, -(-runs.astype(np.int64) * capacity // np.maximum(tokens, 1)), capacity)
+    return int(np.clip(needed.max(), 1, capacity))
 
 
 @jax.jit
-def _encode_all(key, tolerance):
-    length = jnp.int32(key.shape[1])
-    return jax.vmap(lambda one: encode(one, length, tolerance, key.shape[1]))(key)
+def _encode_all(key, tokens, tolerance):
+    return jax.vmap(lambda one, length: encode(one, length, tolerance, key.shape[1]))(key, tokens)

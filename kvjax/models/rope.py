@@ -28,6 +28,10 @@ def _llama3(freqs: np.ndarray, rope: RopeConfig) -> np.ndarray:
 def rotate(x: Float[Array, "*T N D"], positions: Int32[Array, "*T"], freqs: np.ndarray) -> Float[Array, "*T N D"]:
     """Rotates each head of `x` to its true position; angles are computed in f32."""
     angles = positions[..., None, None].astype(jnp.float32) * freqs
-    cos, sin = jnp.cos(angles).astype(x.dtype), jnp.sin(angles).astype(x.dtype)
+    return turn(x, jnp.cos(angles).astype(x.dtype), jnp.sin(angles).astype(x.dtype))
+
+
+def turn(x: Float[Array, "*N D"], cos: Float[Array, "*M F"], sin: Float[Array, "*M F"]) -> Float[Array, "*N D"]:
+    """`x` with each of its F = D / 2 pairs of dimensions turned by the angle of which these are cosine and sine."""
     first, second = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

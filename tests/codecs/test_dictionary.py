@@ -1,4 +1,4 @@
-"""Dictionaries of keys, segments of slots, int8 keys and the learned codec."""
+"""Dictionaries of keys, segments of slots and the learned codec."""
 
 import functools
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvjax.codecs import autoencoder, dictionary, int8, rle
+from kvjax.codecs import autoencoder, dictionary, rle
 from kvjax.errors import ConfigError
 
 TOKENS, SIZE, VOCAB = 24, 4, 9
@@ -17,8 +17,6 @@ TABLE = np.random.default_rng(0).normal(size=(VOCAB, SIZE)).astype(np.float32)
 texts = st.lists(st.integers(0, VOCAB - 1), min_size=TOKENS, max_size=TOKENS).map(lambda row: np.asarray(row, np.int32))
 by_token = jax.jit(dictionary.by_token, static_argnums=3)
 by_content = jax.jit(dictionary.by_content, static_argnums=2)
-encode = jax.jit(rle.encode, static_argnums=3)
-attend = jax.jit(rle.attend)
 
 
 @functools.partial(jax.jit, static_argnums=3)
@@ -57,6 +55,15 @@ def test_colliding_rows_stay_apart(monkeypatch):
     np.testing.assert_array_equal(rows[leader], rows)
 
 
+def test_rows_of_keys_and_values_share_one_index():
+    """Where the token decides both, as in the first layer."""
+    token = jnp.asarray([3, 1, 3, 3, 0, 1], jnp.int32)
+    rows = jnp.concatenate([TABLE[token], np.sin(TABLE)[token]], axis=1)
+    runs = by_token(rows, token, jnp.int32(6), VOCAB)
+    np.testing.assert_array_equal(rle.decode(runs), rows)
+    np.testing.assert_array_equal(runs.slot, [0, 1, 0, 0, 2, 1])
+
+
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.sampled_from([(0, 1, 2), (3, 4, 5), (0, 1, 3)]), min_size=8, max_size=8))
 def test_segments_give_the_index_back(parts):
@@ -66,30 +73,21 @@ def test_segments_give_the_index_back(parts):
     np.testing.assert_array_equal(dictionary.expand(found), slot)
 
 
+@pytest.mark.parametrize(("shift", "different"), [(0, 3), (2, 6)])
+def test_a_repeated_paragraph_is_found_only_where_it_is_aligned(shift, different):
+    """A paragraph of two segments comes again after one more: shifted by two tokens, none of them is the same."""
+    paragraph, between, rest = np.arange(16), np.arange(16, 24 + shift), np.arange(100, 100 + -shift % 8)
+    slot = np.concatenate([paragraph, between, paragraph, rest]).astype(np.uint16)
+    found = dictionary.segments(slot, 8)
+    assert int(found.count) == different
+    np.testing.assert_array_equal(dictionary.expand(found), slot)
+
+
 def test_segments_pay_where_paragraphs_repeat():
     repeated, different = (dictionary.index_size(1024, n, 32) for n in (4, 32))
     assert repeated.coded < repeated.raw < different.coded
     with pytest.raises(ConfigError, match="whole segments"):
         dictionary.segments(np.zeros(10, np.uint16), 3)
-
-
-def test_int8_keys_are_half_a_step_off_at_most():
-    key = jnp.asarray(TABLE * np.asarray([1, 100, 0.01, 0], np.float32))
-    scale = int8.scale_of(key)
-    back = int8.dequantise(int8.quantise(key, scale), scale)
-    assert (jnp.abs(back - key) <= 0.501 * scale).all() and int8.quantise(key, scale).dtype == jnp.int8
-    np.testing.assert_array_equal(int8.quantise(jnp.full((1, SIZE), 1e6), scale), 127)
-
-
-def test_runs_of_int8_keys_attend_without_turning_back():
-    key = jnp.asarray(np.repeat(TABLE[:8], 3, axis=0))
-    scale, q = int8.scale_of(key), jnp.asarray(TABLE[:2])
-    coded = int8.quantise(key, scale)
-    runs = encode(coded, jnp.int32(TOKENS), rle.Tolerance(), TOKENS)
-    exact = encode(int8.dequantise(coded, scale), jnp.int32(TOKENS), rle.Tolerance(), TOKENS)
-    assert int(runs.runs) == 8
-    found, expected = attend(q * scale, runs, key), attend(q, exact, key)
-    np.testing.assert_allclose(found.out, expected.out, rtol=2e-5, atol=1e-6)
 
 
 def test_an_autoencoder_learns_a_subspace():

@@ -23,8 +23,8 @@ FIELDS = ("key", "count", "slot", "runs", "tokens", "refused")
 def brute_force(key, length, tolerance):
     """Slot of each token and first key of each run."""
     slots, firsts = [], []
-    for one in key[:length].astype(np.float32):
-        allowed = tolerance.absolute + np.float32(tolerance.relative) * np.abs(firsts[-1]) if firsts else None
+    for one in key[:length].astype(np.float64):  # which holds every number of the types below
+        allowed = tolerance.absolute + tolerance.relative * np.abs(firsts[-1]) if firsts else None
         if not firsts or not (np.abs(one - firsts[-1]) <= allowed).all():
             firsts.append(one)
         slots.append(len(firsts) - 1)
@@ -34,11 +34,16 @@ def brute_force(key, length, tolerance):
 def keys(dtype, values):
     """Keys with many repeats, next to each other and further apart."""
     rows = st.lists(st.integers(0, 3), min_size=TOKENS, max_size=TOKENS)
-    table = hnp.arrays(dtype, (4, SIZE), elements=st.sampled_from(values))
-    return st.builds(lambda table, rows: table[rows], table, rows)
+    table = hnp.arrays(np.float64, (4, SIZE), elements=st.sampled_from(values))
+    return st.builds(lambda table, rows: table.astype(dtype)[rows], table, rows)
 
 
-CASES = st.one_of(keys(np.float32, [-2.0, -0.5, 0.0, 0.5, 0.53, 1.0]), keys(np.int8, [-127, -1, 0, 1, 127]))
+FEW = [-2.0, -0.5, 0.0, 0.5, 0.53, 1.0]
+CASES = st.one_of(
+    keys(np.float32, [*FEW, 1.0 + 2.0**-23]), keys(np.float16, [*FEW, 1.0 + 2.0**-10]),
+    keys(jnp.bfloat16, [*FEW, 1.0 + 2.0**-7]), keys(np.int8, [-127.0, -1.0, 0.0, 1.0, 127.0]),
+    keys(np.int32, [-(2.0**31), -1.0, 0.0, 1.0, 2.0**24, 2.0**24 + 1, 2.0**31 - 1]),
+)
 TOLERANCES = st.sampled_from([Tolerance(), Tolerance(absolute=0.05), Tolerance(relative=0.05), Tolerance(1.1, 0.25)])
 
 
@@ -55,7 +60,32 @@ def one_by_one(key, length, tolerance, slots):
     return jax.lax.fori_loop(0, length, step, rle.empty(slots, TOKENS, SIZE, key.dtype))
 
 
-@settings(deadline=None, max_examples=80)
+@pytest.mark.parametrize(
+    ("dtype", "low", "high"),
+    [(np.int32, 2**24, 2**24 + 1), (np.int8, 126, 127), (np.float16, 1, 1 + 2.0**-10),
+     (jnp.bfloat16, 1, 1 + 2.0**-7), (np.float32, 1, 1 + 2.0**-23), (np.float32, 1e30, np.inf)],
+)
+def test_neighbouring_numbers_of_any_type_are_two_keys_and_come_back(dtype, low, high):
+    """All at once and one by one; also where a float of 32 bits does not tell them apart."""
+    key = np.asarray([[low] * SIZE, [low] * SIZE, [low] * (SIZE - 1) + [high], [high] * SIZE, [high] * SIZE], dtype)
+    key = jnp.asarray(np.pad(key, ((0, TOKENS - 5), (0, 0))))
+    bulk, grown = (way(key, jnp.int32(5), Tolerance(), TOKENS) for way in (encode, one_by_one))
+    for name in FIELDS:
+        np.testing.assert_array_equal(getattr(bulk, name), getattr(grown, name), err_msg=name)
+    np.testing.assert_array_equal(bulk.slot[:5], [0, 0, 1, 2, 2])
+    assert bulk.key.dtype == dtype and rle.decode(bulk)[:5].tobytes() == key[:5].tobytes()
+
+
+@pytest.mark.parametrize("far", [2**31 - 1, 2**26 + 3])
+def test_large_integers_are_apart_by_their_difference(far):
+    """Which no number of their type holds, or no float of 32 bits."""
+    first = -(2**31) if far == 2**31 - 1 else 2**26
+    key, first = jnp.asarray([[far]], jnp.int32), jnp.asarray([[first]], jnp.int32)
+    assert not Tolerance(absolute=2.0).equal(key, first) and Tolerance(absolute=2.0**32).equal(key, first)
+    assert bool(Tolerance(absolute=3.0).equal(key, first)) == (far == 2**26 + 3)
+
+
+@settings(deadline=None, max_examples=120)
 @given(key=CASES, length=st.integers(0, TOKENS), tolerance=TOLERANCES)
 def test_runs_are_those_of_brute_force(key, length, tolerance):
     runs = jax.device_get(encode(key, jnp.int32(length), tolerance, TOKENS))
@@ -125,8 +155,9 @@ def test_no_key_is_expanded():
     assert 4 * 4096 in sizes and max(sizes) < 4096 * 64
 
 
-@pytest.mark.parametrize("length", [20, 24, 1])
-def test_keys_before_rotation_are_turned_to_their_positions(length):
+@pytest.mark.parametrize(("length", "block"), [(20, 8), (24, 7), (1, 8)])
+def test_keys_before_rotation_are_turned_to_their_positions(length, block):
+    """Also where the last block reaches beyond the capacity."""
     q, key, value = problem(2)
     freqs, at = np.array([1.0, 0.1], np.float32), jnp.arange(TOKENS, dtype=jnp.int32)
     runs = encode(key, jnp.int32(length), Tolerance(), 8)
@@ -134,11 +165,26 @@ def test_keys_before_rotation_are_turned_to_their_positions(length):
     @jax.jit
     def both(length, runs):
         rotated = rope.rotate(key[:, None], at, freqs)[:, 0]
-        parts = attention.attend_part(q, rotated, value, at < length), rle.attend_unrotated(q, runs, value, freqs, 8)
+        found = rle.attend_unrotated(q, runs, value, freqs, block)
+        parts = attention.attend_part(q, rotated, value, at < length), found
         return [attention.normalise(part, jnp.float32) for part in parts]
 
     expected, found = both(length, runs)
     np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_of_keys_before_rotation_one_block_is_expanded():
+    """At a time."""
+    def made_by(program):
+        for line in program.eqns:
+            yield from (int(np.prod(v.aval.shape)) for v in line.outvars)
+            for part in line.params.values():
+                yield from made_by(part.jaxpr) if hasattr(part, "jaxpr") else ()
+
+    attend = functools.partial(rle.attend_unrotated, freqs=np.ones(32, np.float32), block=128)
+    program = jax.make_jaxpr(attend)(jnp.zeros((4, 64)), rle.empty(16, 4096, 64), jnp.zeros((4096, 64)))
+    sizes = list(made_by(program.jaxpr))
+    assert 128 * 64 in sizes and max(sizes) < 4096 * 64
 
 
 def test_the_index_is_as_narrow_as_its_length_allows():
@@ -151,13 +197,23 @@ def test_a_size_counts_every_array():
 
 
 def test_a_codec_that_does_not_pay_turns_itself_off_and_says_so():
-    _, key, _ = problem(3, repeats=1)
-    coded = rle.compress(key[None], Tolerance())
-    assert coded.runs is None and coded.key is not None and "off" in coded.reason and not coded.size.pays
-    _, key, _ = problem(3, repeats=6)
-    coded = rle.compress(jnp.stack([key, key]), Tolerance())
-    assert coded.key is None and coded.runs.key.shape == (2, 4, SIZE) and coded.size.saved > 0 and not coded.reason
-    np.testing.assert_array_equal(jax.vmap(rle.decode)(coded.runs), jnp.stack([key, key]))
+    """The neediest head decides for all, by its runs so far and the room that there is."""
+    different, alike = problem(3, repeats=1)[1], problem(3, repeats=6)[1]
+    tokens = jnp.asarray([TOKENS, 12])
+    off = rle.compress(jnp.stack([alike, different]), tokens, Tolerance())
+    assert isinstance(off.keys, rle.Plain) and "off" in off.reason and not off.size.pays
+    np.testing.assert_array_equal(off.keys.tokens, tokens)
+    np.testing.assert_array_equal(off.keys.key, jnp.stack([alike, different]))
+    on = rle.compress(jnp.stack([alike, alike]), tokens, Tolerance())
+    assert on.keys.key.shape == (2, 4, SIZE) and on.size.saved > 0 and not on.reason
+    np.testing.assert_array_equal(on.keys.tokens, tokens)
+    np.testing.assert_array_equal(jax.vmap(rle.decode)(on.keys)[:, :12], jnp.stack([alike, alike])[:, :12])
+
+
+def test_slots_are_foreseen_from_the_neediest_head():
+    assert rle.foreseen(np.array([2, 3]), np.array([10, 10]), 25) == 8
+    assert rle.foreseen(np.array([1, 0]), np.array([9, 0]), 25) == 25  # nothing is known of the second one
+    assert rle.foreseen(np.array([0]), np.array([5]), 25) == 1
 
 
 def test_the_shortest_length_that_pays():
@@ -173,5 +229,3 @@ def test_impossible_sizes_are_refused():
         rle.resize(runs, 7)
     with pytest.raises(ConfigError, match="at least 1"):
         rle.empty(0, 4, 4)
-    with pytest.raises(ConfigError, match="whole blocks"):
-        rle.attend_unrotated(jnp.zeros((1, SIZE)), runs, jnp.zeros((TOKENS, SIZE)), np.ones(2, np.float32), block=7)

@@ -9,8 +9,7 @@ import pytest
 from tiny import dense, make_params
 
 import kvjax
-from experiments import rle as experiment
-from experiments import rle_flash, rle_model
+from experiments import rle_flash, rle_likelihood, rle_model, rle_sizes, rle_table
 from kvjax.codecs import dictionary, rle
 from kvjax.codecs.rle import Tolerance
 from kvjax.models.config import ModelConfig
@@ -35,24 +34,56 @@ def plain(llm):
 def test_without_a_codec_it_is_the_model(llm, plain):
     logits = dense(llm.params, TOKENS[None], CONFIG)[0]
     expected = -jax.nn.log_softmax(logits)[np.arange(39), TOKENS[1:]]
-    np.testing.assert_allclose(plain[1], expected, atol=2e-5)
+    np.testing.assert_allclose(plain.nats, expected, atol=2e-5)
 
 
-@pytest.mark.parametrize("recoding", [rle_model.RunsBefore, rle_model.RunsAfter])
+def sorted_by_two(tolerance):
+    return rle_model.RunsSorted(tolerance, 2)
+
+
+@pytest.mark.parametrize("recoding", [rle_model.RunsBefore, rle_model.RunsAfter, sorted_by_two])
 def test_runs_without_tolerance_change_no_bit(llm, plain, recoding):
-    keys, nll = rle_model.run(llm, TOKENS, recoding(Tolerance(jnp.float32(0), jnp.float32(0))))
-    np.testing.assert_array_equal(keys, plain[0])
-    np.testing.assert_array_equal(nll, plain[1])
+    found = rle_model.run(llm, TOKENS, recoding(Tolerance(jnp.float32(0), jnp.float32(0))))
+    np.testing.assert_array_equal(found.key, plain.key)
+    np.testing.assert_array_equal(found.nats, plain.nats)
+
+
+WIDE = Tolerance(jnp.float32(100), jnp.float32(0))
 
 
 def test_a_tolerance_has_its_price(llm, plain):
-    _, nll = rle_model.run(llm, TOKENS, rle_model.RunsBefore(Tolerance(jnp.float32(100), jnp.float32(0))))
-    assert np.abs(nll - plain[1]).max() > 1e-4
+    found = rle_model.run(llm, TOKENS, rle_model.RunsBefore(WIDE)).nats
+    assert np.abs(found - plain.nats).max() > 1e-4
 
 
-def test_the_first_layers_keys_are_decided_by_the_token(plain):
+def test_a_layer_or_a_head_is_recoded_alone(llm, plain):
+    """The layers before it do not change; all at once are the recoding itself."""
+    whole, parts = rle_model.RunsBefore(WIDE), dict(
+        (tuple(place.values()), rle_model.run(llm, TOKENS, rle_model.Only(rle_model.RunsBefore(WIDE), on)))
+        for place, on in rle_likelihood.masks(2, 2)
+    )
+    assert list(parts) == [(0,), (0, 0), (0, 1), (1,), (1, 0), (1, 1)]
+    assert len({part.nats.tobytes() for part in parts.values()} | {plain.nats.tobytes()}) == 7
+    np.testing.assert_array_equal(parts[1,].key, plain.key)
+    assert np.abs(parts[0,].key[1] - plain.key[1]).max() > 1e-4
+    for on, expected in ((True, rle_model.run(llm, TOKENS, whole)), (False, plain)):
+        found = rle_model.run(llm, TOKENS, rle_model.Only(whole, np.full((2, 2), on)))
+        np.testing.assert_array_equal(found.nats, expected.nats)
+
+
+def test_errors_are_those_of_paired_differences():
+    plain = np.asarray([[1.0, 3.0], [5.0, 7.0]])
+    found = rle_likelihood.change(plain + np.asarray([[0.1, 0.2], [0.3, 0.4]]), plain)
+    assert found["delta_nll"] == pytest.approx(0.25) and found["relative_delta_nll"] == pytest.approx(0.25 / 4)
+    assert found["delta_nll_error"] == pytest.approx(np.std([0.1, 0.2, 0.3, 0.4], ddof=1) / 2)
+    assert found["perplexity"] == pytest.approx(np.exp(4.25))
+
+
+@pytest.mark.parametrize("part", ["key", "value", "row"])
+def test_the_first_layers_keys_and_values_are_decided_by_the_token(plain, part):
     """So a dictionary by token id is lossless there, and only there."""
-    first, second = (np.asarray(layer[:, 0]) for layer in plain[0])
+    parts = {"key": plain.key, "value": plain.value, "row": np.concatenate([plain.key, plain.value], axis=-1)}
+    first, second = (np.asarray(layer[:, 0]) for layer in parts[part])
     length, token = jnp.int32(len(TOKENS)), jnp.asarray(TOKENS)
     runs = dictionary.by_token(jnp.asarray(first), token, length, 16)
     assert int(runs.runs) == len(set(TOKENS.tolist())) and int(runs.refused) == 0
@@ -60,9 +91,64 @@ def test_the_first_layers_keys_are_decided_by_the_token(plain):
     assert not np.array_equal(rle.decode(dictionary.by_token(jnp.asarray(second), token, length, 16)), second)
 
 
+SIZES = SimpleNamespace(
+    itemsize=2, cluster=8, bits=(4,), tolerances=(0.0, 0.01), histogram=(1, 2, 3, 5), span=8, lengths=(24,)
+)
+
+
 def test_runs_are_counted_by_length():
-    begins = np.asarray([[1, 1, 0, 0, 1, 0], [1, 0, 0, 0, 0, 0]], bool)
-    assert experiment.histogram(begins, (1, 2, 3, 5)) == [1, 1, 1, 1]
+    key = np.asarray([0, 1, 1, 1, 2, 2, 5, 5], np.float32).reshape(1, 1, 1, 8, 1)
+    lengths = rle_sizes.run_lengths(key, {"absolute": 0.0})
+    assert lengths[0, 0, 0].tolist() == [1, 3, 2, 2]
+    assert rle_sizes.histogram(lengths.ravel(), (1, 2, 3, 5)) == [1, 2, 1, 0]
+
+
+def test_rows_of_runs_have_bytes_and_heads():
+    """Two heads: keys in threes, and keys that come again but never in a row."""
+    rng = np.random.default_rng(0)
+    table = rng.normal(size=(8, 4)).astype(np.float32)
+    key = np.stack([np.repeat(table, 3, axis=0), np.tile(table, (3, 1))])[None, None]
+    rows = [rle_sizes.runs_row("code", case, 24, 4, SIZES) for case in rle_sizes.cases(key + 9, key, SIZES)]
+    found = {(row["method"], *(row.get(name) for name in ("absolute", "relative", "steps"))): row for row in rows}
+    assert len(found) == len(rows) == 3 * 3 + 2 * 2
+    runs = found["rle_before", 0.0, None, None]
+    assert runs["runs_per_token_by_layer_and_head"] == [[8 / 24, 1.0]]
+    assert runs["histogram_by_layer_and_head"] == [[[0, 0, 8, 0], [24, 0, 0, 0]]] and runs["histogram"] == [24, 0, 8, 0]
+    coded = rle.size(24, 8, 4, 2).coded + rle.size(24, 24, 4, 2).coded
+    assert (runs["key_bytes"], runs["key_bytes_coded"]) == (2 * 24 * 8, coded) and runs["kv_bytes"] == 4 * 24 * 8
+    assert runs["kv_bytes_coded"] == 2 * 24 * 8 + coded and runs["saved"] == 1 - coded / (2 * 24 * 8)
+    assert found["rle_sorted", 0.0, None, None]["runs_per_token_by_layer_and_head"] == [[8 / 24, 8 / 24]]
+    lowbit = found["int4_sorted_rle", None, None, 0.0]
+    assert lowbit["key_bytes_coded"] <= 2 * (rle.size(24, 8, 2, 1).coded + 8)
+
+
+def test_dictionary_rows_say_where_the_token_decides():
+    rng = np.random.default_rng(1)
+    token = np.arange(24)[None] % 5
+    decided = np.repeat(rng.normal(size=(5, 4))[token][:, None], 2, axis=1)
+    key = np.stack([decided, rng.normal(size=decided.shape)], axis=1).astype(np.float32)
+    rows = {(row["method"], row["layer"]): row for row in rle_sizes.dictionary_rows("code", key, -key, token, SIZES)}
+    for name, width in (("key", 4), ("value", 4), ("row", 8)):
+        first, second = rows[f"dictionary_{name}", 0], rows[f"dictionary_{name}", 1]
+        assert first["lossless_by_token"] and not second["lossless_by_token"]
+        assert first["bytes_coded"] == 2 * rle.size(24, 5, width, 2).coded and first["bytes"] == 2 * 24 * width * 2
+        assert second["different_per_token"] == 1 and second["saved"] < 0 < first["saved"]
+
+
+def test_the_table_has_the_sources_figures_beside_ours(capsys):
+    row = {"task": "runs/chat", "method": "rle_before", "context": 64, "absolute": 0.01, "runs_per_token": 0.9,
+           "saved": 0.1, "kv_saved": 0.05}
+    cost = {"task": "likelihood/chat", "method": "rle_before", "context": 64, "absolute": 0.01,
+            "relative_delta_nll": 0.00123, "relative_error": 0.0004}
+    shorter = row | {"context": 32}
+    left_out = [row | {"absolute": None, "relative": 0.01}, shorter | {"absolute": 0.05}]
+    rle_table.print_table([row, cost, shorter, *left_out])
+    head, *lines, overhead = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines] == [
+        ["chat", "rle_before", "64", "0.01", "abs", "0.900", "10.0", "5.0", "62", "0.123", "0.040", "0.08"],
+        ["chat", "rle_before", "32", "0.01", "abs", "0.900", "10.0", "5.0", "62", "/", "/", "0.08"],
+    ]
+    assert "2.8 %" in overhead and all(len(line) == len(head) for line in lines)
 
 
 def test_planted_runs_are_read_in_fewer_bytes_and_change_no_bit(llm, tmp_path):

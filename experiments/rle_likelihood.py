@@ -1,0 +1,73 @@
+"""Rows of what codecs of keys cost in likelihood: of all layers at once, and of one layer or one head at a time.
+
+Errors are standard errors of the mean difference per token between the same texts with and without the codec.
+"""
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+from tqdm import tqdm
+
+import kvjax
+from experiments import rle_model, rle_sizes
+from kvjax.codecs.rle import Tolerance
+
+
+def change(nats: np.ndarray, plain: np.ndarray) -> dict[str, float]:
+    """Of nats[texts, T - 1] over those without a codec."""
+    apart, nll = nats - plain, float(plain.mean())
+    delta, error = float(apart.mean()), float(apart.std(ddof=1) / np.sqrt(apart.size))
+    return {
+        "nll": float(nats.mean()), "perplexity": float(np.exp(nats.mean())), "delta_nll": delta,
+        "delta_nll_error": error, "relative_delta_nll": delta / nll, "relative_error": error / nll,
+    }
+
+
+def recodings(models, config) -> Iterator[tuple[str, dict, object]]:
+    """Every codec of all layers: its name, what it is set to, and what it does."""
+    clusters = max(config.lengths) // config.cluster
+    for measure, value in rle_sizes.tolerances(config):
+        tolerance = Tolerance(**{"absolute": 0.0, "relative": 0.0, measure: value})
+        yield "rle_after", {measure: value}, rle_model.RunsAfter(tolerance)
+        yield "rle_before", {measure: value}, rle_model.RunsBefore(tolerance)
+        yield "rle_sorted", {measure: value}, rle_model.RunsSorted(tolerance, clusters)
+    for bits, steps in itertools.product(config.bits, (0.0, 1.0)):
+        yield f"int{bits}_rle", {"steps": steps}, rle_model.LowbitRuns(Tolerance(steps), bits)
+    yield f"autoencoder_{config.autoencoder.width}", {}, rle_model.Learned(models)
+
+
+def nats(llm: kvjax.LLM, token: np.ndarray, recoding=rle_model.PLAIN) -> np.ndarray:
+    """Nats per token `[texts, T - 1]` of token[texts, T]."""
+    return np.stack([rle_model.run(llm, row, recoding).nats for row in token])
+
+
+def rows(llm: kvjax.LLM, kind: str, token: np.ndarray, models, config) -> Iterator[dict]:
+    """Keys of all layers through each codec, beside those without."""
+    plain = nats(llm, token)
+    yield {"task": f"likelihood/{kind}", "method": "none", "context": token.shape[1], **change(plain, plain)}
+    for name, setting, recoding in tqdm(list(recodings(models, config)), desc=kind, disable=None):
+        found = change(nats(llm, token, recoding), plain)
+        yield {"task": f"likelihood/{kind}", "method": name, "context": token.shape[1], **setting, **found}
+
+
+def masks(layers: int, heads: int) -> Iterator[tuple[dict, np.ndarray]]:
+    """Each layer alone, and each head alone, `[L, K]`."""
+    for layer in range(layers):
+        on = np.arange(layers)[:, None] == np.full((1, heads), layer)
+        yield {"layer": layer}, on
+        for head in range(heads):
+            yield {"layer": layer, "head": head}, on & (np.arange(heads) == head)
+
+
+def rows_by_part(llm: kvjax.LLM, kind: str, token: np.ndarray, config) -> Iterator[dict]:
+    """Runs before rotation in one layer, or one head, at a time; of the first tokens of each text."""
+    token = token[:, : config.parts.length]
+    plain = nats(llm, token)
+    every = itertools.product(config.parts.tolerances, masks(llm.config.num_layers, llm.config.num_kv_heads))
+    for value, (place, on) in tqdm(list(every), desc=f"{kind}, part by part", disable=None):
+        recoding = rle_model.Only(rle_model.RunsBefore(Tolerance(value, 0.0)), on)
+        yield {
+            "task": f"likelihood_of_part/{kind}", "method": "rle_before", "context": token.shape[1], "absolute": value,
+            **place, **change(nats(llm, token, recoding), plain),
+        }

@@ -1,0 +1,52 @@
+"""Keys in 8, 4 or 2 bits per element, with one scale per channel.
+
+Some channels of keys are much larger than others, so that one scale per channel loses less than one per token. Scales
+are those of the prompt; later keys beyond them are clipped. Codes are odd in number, as 0 stays 0: of 2 bits, three are
+used. Run-length encoding of the result composes: `rle.encode` takes integers, packed bytes too, and
+`rle.attend(q * scale, ...)` needs no key turned back.
+"""
+
+import jax.numpy as jnp
+
+from kvjax.errors import ConfigError
+from kvjax.typing import Array, Float, Num, UInt
+
+BITS = (8, 4, 2)
+
+
+def scale_of(key: Float[Array, "T D"], bits: int = 8) -> Float[Array, "D"]:
+    """The step of each channel; 1 for a channel that is all zero."""
+    largest = jnp.max(jnp.abs(key), axis=0)
+    return jnp.where(largest > 0, largest / _largest(bits), 1.0)
+
+
+def _largest(bits: int) -> int:
+    """The largest code. ConfigError if there is none of so many bits."""
+    if bits not in BITS:
+        raise ConfigError(f"bits={bits} must be one of {', '.join(map(str, BITS))}")
+    return (1 << bits - 1) - 1
+
+
+def quantise(key: Float[Array, "*T D"], scale: Float[Array, "D"], bits: int = 8) -> Num[Array, "*T D"]:
+    """int8 codes, clipped to what the scale can say."""
+    return jnp.clip(jnp.round(key / scale), -_largest(bits), _largest(bits)).astype(jnp.int8)
+
+
+def dequantise(key: Num[Array, "*T D"], scale: Float[Array, "D"]) -> Float[Array, "*T D"]:
+    """Keys again, each element at most half a step off unless it was clipped."""
+    return key.astype(scale.dtype) * scale
+
+
+def pack(code: Num[Array, "*T D"], bits: int) -> UInt[Array, "*T X"]:
+    """Codes as bytes, `8 / bits` in each; equal bytes are equal codes. ConfigError if they do not fill bytes."""
+    each = 8 // bits
+    if code.shape[-1] % each:
+        raise ConfigError(f"{code.shape[-1]} codes of {bits} bits are not whole bytes; use more bits")
+    parts = (code.astype(jnp.uint8) + _largest(bits)).reshape(*code.shape[:-1], -1, each)
+    return jnp.sum(parts << (bits * jnp.arange(each, dtype=jnp.uint8)), axis=-1, dtype=jnp.uint8)
+
+
+def unpack(packed: UInt[Array, "*T X"], bits: int) -> Num[Array, "*T D"]:
+    """The codes again."""
+    parts = packed[..., None] >> (bits * jnp.arange(8 // bits, dtype=jnp.uint8)) & (2**bits - 1)
+    return (parts.astype(jnp.int8) - _largest(bits)).reshape(*packed.shape[:-1], -1)
