@@ -14,7 +14,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from kvjax import layer, packing
+from kvjax import layer, order, packing
 from kvjax.layer import LayerCache, LayerPlan, Prompts
 from kvjax.method import Method
 from kvjax.pool import Line, MemoryPool
@@ -76,7 +76,7 @@ def attend(
     """Attention of the newest token over the cache, and the cache with that token in it."""
     line = Line(jnp.int32(-1), jnp.int32(0))
     at, zero = cache.length, jnp.int32(0)
-    out, read, fresh, _, _ = layer.read(cache.plan, cache.layer, q, key, value, at, zero, line)
-    gate = jnp.ones(at.shape, bool)
+    out, read, fresh, _, report = layer.read(cache.plan, cache.layer, q, key, value, at, zero, line)
+    gate = jnp.ones(at.shape, bool) & order.exists(out) & order.positions_exist([report.selected])
     written, _ = layer.write(cache.plan, read, fresh, at, gate, zero, line)
     return out, dataclasses.replace(cache, layer=written, length=at + 1)

@@ -13,7 +13,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from kvjax import layer
+from kvjax import layer, order
 from kvjax.errors import ConfigError, StoreClosed, StoreError
 from kvjax.layer import Report
 from kvjax.models.transformer import Block, Transformer
@@ -104,20 +104,20 @@ def _read(config, layer_plan, next_plan, params, next_params, cache, next_cache,
         seen = layer.choose(next_plan, next_cache.state, q)
         next_choice = seen if next_plan.method.lookahead else None
         if _prefetches(next_cache.pool, "layer"):
-            x = _after(next_cache.pool.submit(seen.need, number + 1, line), x)
+            x = order.after(next_cache.pool.submit(seen.need, number + 1, line), x)
     q, key, value = _project(config, params, x, at)
     if choice is None:
         choice = layer.choose(layer_plan, cache.state, q)
     else:  # made a layer ago: without this the wait for its blocks could come before all computing
-        choice = dataclasses.replace(choice, need=jnp.where(_exists(q), choice.need, layer_plan.spec.num_blocks))
+        choice = dataclasses.replace(choice, need=jnp.where(order.exists(q), choice.need, layer_plan.spec.num_blocks))
     out, cache, fresh, ok, report = layer.read(layer_plan, cache, q, key, value, at, number, line, choice)
     if next_plan is not None and next_plan.follows:
         next_choice = choice
         if _prefetches(next_cache.pool, "layer"):
-            out = _after(next_cache.pool.submit(choice.need, number + 1, line), out)
+            out = order.after(next_cache.pool.submit(choice.need, number + 1, line), out)
     if _prefetches(cache.pool, "step"):
         likely = jnp.where(ok, layer.runners_up(layer_plan, cache.state, q), layer_plan.spec.num_blocks)
-        out = _after(cache.pool.submit(likely, number, line), out)
+        out = order.after(cache.pool.submit(likely, number, line), out)
     return _finish(config, params, x, out), cache, fresh, ok, report, next_choice
 
 
@@ -138,22 +138,6 @@ def _finish(config, params, x, out):
 
 def _prefetches(pool: Pool, kind: str) -> bool:
     return isinstance(pool, SlotPool) and pool.prefetch == kind
-
-
-def _after(token: Int32[Array, ""], x: Array) -> Array:
-    """`x`, but not before the token exists. Tokens are 0 or 1, which the compiler cannot know."""
-    return jnp.where(token < 0, jnp.nan, x)
-
-
-def _exists(x: Array) -> Bool[Array, ""]:
-    """True once `x` has been computed. No hidden state has this bit pattern, but the compiler cannot know that."""
-    return jax.lax.bitcast_convert_type(jnp.sum(x), jnp.int32) != -0x7FEDCBA9
-
-
-def _positions_exist(reports: list[Report]) -> Bool[Array, ""]:
-    """True once all attended positions have been looked up: the compiler cannot know that none is below -1."""
-    least = [jnp.min(report.selected, initial=0) for report in reports]
-    return functools.reduce(jnp.minimum, least) > -2
 
 
 def _looks_ahead(plan: Plan, layers, i: int) -> bool:
@@ -264,9 +248,7 @@ def _fused_token(plan, params, state, tokens, active):
         fresh.append(new)
         reports.append(report)
     logits = model.apply({"params": params}, x, method="unembed")
-    # XLA:CPU copies a whole pool, or table of positions, that is read and then written unless the write depends on the
-    # read.
-    gate = ok & active & _exists(x) & _positions_exist(reports)
+    gate = ok & active & order.exists(x) & order.positions_exist(report.selected for report in reports)
     leader = None
     for i, layer_plan in enumerate(plan.layers):
         leader = leader if layer_plan.follows else None

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import temporaries
 
 import kvjax
 from kvjax.errors import ConfigError
@@ -184,3 +185,12 @@ def test_a_sliding_window_hides_older_tokens():
 def test_a_budget_smaller_than_its_parts_is_refused():
     with pytest.raises(ConfigError, match="budget"):
         kvjax.init_cache(kvjax.quest(budget=8), batch=1, kv_heads=1, group=1, head_dim=8, capacity=100)
+
+
+@pytest.mark.parametrize("name", ["full", "quest"])
+def test_the_pool_is_updated_in_place(name):
+    """Given a donated cache, temporaries of a token stay far below the pool."""
+    cache = kvjax.init_cache(METHODS[name], batch=1, kv_heads=2, group=2, head_dim=64, capacity=20_000)
+    q, key = jnp.ones((1, 4, 64)), jnp.ones((1, 2, 64))
+    pool = sum(leaf.nbytes for leaf in jax.tree.leaves(cache.layer.pool))
+    assert temporaries(lambda cache: kvjax.attend(cache, q, key, key), cache) < pool / 4
