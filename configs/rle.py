@@ -2,7 +2,7 @@
 
     python -m experiments.main --config=configs/rle.py --workdir=runs/rle
 
-Preset `:smoke` finishes within a minute.
+Preset `:overhead` times encoding and attention, on a quiet machine; `:smoke` finishes within a minute.
 """
 
 import ml_collections
@@ -35,6 +35,11 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
         config.autoencoder.update(steps=20)
         config.bits, config.parts.tolerances = (2,), (1.0,)
         config.flash.update(methods=({"name": "quest", "budget": 128, "page": 32},), dtypes=("float32",), steps=8)
+    elif preset == "overhead":
+        return ml_collections.ConfigDict({
+            "experiment": "rle_overhead", "model": "llama-1b-4l", "tokens": (1024, 8192, 32768), "runs": (1, 2, 4, 8),
+            "repeats": 30,
+        })
     elif preset != "default":
-        raise ValueError(f"unknown preset {preset!r}; use default or smoke")
+        raise ValueError(f"unknown preset {preset!r}; use default, overhead or smoke")
     return config

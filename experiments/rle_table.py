@@ -5,7 +5,7 @@ The source measures Llama 2 7B, Mistral 7B and CodeLlama 7B after quantisation t
 
 SAVED = {("chat", 0.01): 0.62, ("documentation", 0.01): 0.48, ("code", 0.01): 0.38, ("chat", 0.001): 0.54}
 PERPLEXITY = {0.001: 0.0, 0.01: 0.0008, 0.05: 0.016}  # relative increase, whatever the text
-OVERHEAD = "the source: runs cost 2.8 % of a forward pass, 2 us per appended token; here: scripts/bench_rle.py"
+OVERHEAD = "the source: runs cost 2.8 % of a forward pass, 2 us per appended token; here: preset overhead"
 _SETTINGS = {"absolute": "abs", "relative": "rel", "steps": "steps"}
 
 

@@ -9,7 +9,7 @@ import pytest
 from tiny import dense, make_params
 
 import kvjax
-from experiments import rle_flash, rle_likelihood, rle_model, rle_sizes, rle_table
+from experiments import rle_flash, rle_likelihood, rle_model, rle_overhead, rle_sizes, rle_table
 from kvjax.codecs import dictionary, rle
 from kvjax.codecs.rle import Tolerance
 from kvjax.models.config import ModelConfig
@@ -165,3 +165,15 @@ def test_planted_runs_are_read_in_fewer_bytes_and_change_no_bit(llm, tmp_path):
     assert found[8, "rle"]["coded_share"] == 1
     assert found[8, "rle"]["bytes_read_per_token"] < found[1, "rle"]["bytes_read_per_token"]
     assert found[8, "raw"]["bytes_read_per_token"] >= found[1, "rle"]["bytes_read_per_token"]
+
+
+def test_a_tokens_time_is_compared_with_that_of_the_codec_turned_off(llm, capsys):
+    model = kvjax.LLM(CONFIG, llm.params)
+    rows = list(rle_overhead.measure(model, 40, SimpleNamespace(runs=(1, 4), repeats=3), bandwidth=1e9))
+    assert [row["run"] for row in rows] == [1, 4] and rows[0]["plain_ms"] == rows[1]["plain_ms"]
+    for row in rows:
+        share = (row["token_ms"] - row["plain_ms"]) / row["step_ms"]
+        assert row["token_of_step"] == pytest.approx(share) and min(row["append_us"], row["encode_us"]) > 0
+    assert rows[0]["limit_ms"] == pytest.approx(1.6 * rows[1]["limit_ms"])  # 1 + 1 over 1 + 1 / 4
+    rle_overhead.print_table(rows)
+    assert len(capsys.readouterr().out.splitlines()) == 3

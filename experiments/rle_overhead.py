@@ -1,0 +1,123 @@
+"""What run-length encoded keys cost: encoding a prompt, and one layer's token, beside the same cache without runs.
+
+One layer in the model's shape; made-up keys stand in runs of equal ones. A token is appended and attends all others, in
+`kvjax.codecs.run_cache` with its codec on and off; "before RoPE" with runs of keys that are kept before rotation and
+turned as they are used. "Append" is its key's part alone: one comparison with the open run, whatever the length. "Of a
+step" is what a token takes longer in a layer than without the codec, over one layer's share of a decode step with the
+full cache in memory at that context; the source has 2.8 %. The limit is what has to be read of keys and values over the
+memory's bandwidth.
+"""
+
+import dataclasses
+import functools
+import statistics
+import time
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+
+import kvjax
+from experiments import throughput
+from experiments.results import Run
+from kvjax.codecs import run_cache
+from kvjax.codecs.rle import Plain
+from kvjax.errors import ConfigError
+from kvjax.models import rope
+from kvjax.models.config import ModelConfig, RopeConfig
+from kvjax.planning import Slots
+
+_WARM_UP = 2
+
+
+def made_up(config: ModelConfig, tokens: int, run: int):
+    """Keys [1, T, K, D] in runs, and values."""
+    rng, shape = np.random.default_rng(0), (1, -(-tokens // run), config.num_kv_heads, config.head_dim)
+    key = np.repeat(rng.standard_normal(shape, np.float32), run, axis=1)[:, :tokens]
+    return jnp.asarray(key), jnp.asarray(rng.standard_normal(key.shape, np.float32))
+
+
+def milliseconds(config: ModelConfig, attend, cache, repeats: int) -> float:
+    """Median of a compiled layer's token; the cache is handed on."""
+    rng, times = np.random.default_rng(1), []
+    q = jnp.asarray(rng.standard_normal((1, config.num_heads, config.head_dim)), jnp.float32)
+    key = jnp.asarray(rng.standard_normal((1, config.num_kv_heads, config.head_dim)), jnp.float32)
+    step = jax.jit(attend, donate_argnums=0)
+    for _ in range(repeats + _WARM_UP):
+        start = time.perf_counter()
+        _, cache = jax.block_until_ready(step(cache, q, key, key))
+        times.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(times[_WARM_UP:])
+
+
+def append(cache, q, key, value):
+    """The part of a token that encodes its key."""
+    return (), dataclasses.replace(cache, keys=run_cache.append(cache, key))
+
+
+def without_runs(config: ModelConfig, tokens: int, repeats: int) -> float:
+    """Milliseconds of a token in the same cache with its codec off, as keys without any run make it."""
+    key, value = made_up(config, tokens, 1)
+    cache = run_cache.prefill(key, value, jnp.asarray([tokens]), capacity=tokens + repeats + _WARM_UP)
+    if not isinstance(cache.keys, Plain):
+        raise ConfigError(f"{tokens} different keys were coded as runs; there is nothing to compare with")
+    return milliseconds(config, run_cache.attend, cache, repeats)
+
+
+def with_runs(config: ModelConfig, key, value, run: int, repeats: int) -> dict[str, float]:
+    """Microseconds per prompt token of encoding one layer, and of appending a key; milliseconds of a token with keys
+    after and before rotation."""
+    more, length, times = repeats + _WARM_UP, jnp.asarray([key.shape[1]]), []
+    prefill = functools.partial(run_cache.prefill, capacity=key.shape[1] + more, slots=-(-key.shape[1] // run) + more)
+    for _ in range(6):
+        start = time.perf_counter()
+        jax.block_until_ready(prefill(key, value, length))
+        times.append(1e6 * (time.perf_counter() - start) / key.shape[1])
+    freqs = rope.inverse_frequencies(config.head_dim, RopeConfig())
+    after, before = (milliseconds(config, run_cache.attend, prefill(key, value, length, freqs=one), repeats)
+                     for one in (None, freqs))
+    appended = milliseconds(config, append, prefill(key, value, length), repeats)
+    return {"encode_us": statistics.median(times[1:]), "append_us": 1e3 * appended, "token_ms": after,
+            "unrotated_ms": before}
+
+
+def step_ms(llm, tokens: int, repeats: int) -> float:
+    """One layer's share of a decode step."""
+    plan, state, _, _ = throughput.filled_cache(llm, kvjax.full(), tokens, repeats + 4, None, Slots(), copies=True)
+    times, _ = throughput.time_tokens(llm, plan, state, [0] * (repeats + 3), "fused")
+    return 1e3 * float(np.median(times[3:])) / llm.config.num_layers
+
+
+def measure(llm, tokens: int, config, bandwidth: float) -> Iterator[dict]:
+    """A row for each length of the runs."""
+    plain, step = without_runs(llm.config, tokens, config.repeats), step_ms(llm, tokens, config.repeats)
+    for run in config.runs:
+        key, value = made_up(llm.config, tokens, run)
+        row = with_runs(llm.config, key, value, run, config.repeats)
+        shares = {f"{name}_of_step": (row[f"{name}_ms"] - plain) / step for name in ("token", "unrotated")}
+        limit = 1e3 * value.nbytes * (1 + 1 / run) / bandwidth
+        yield {"context": tokens, "run": run, **row, "plain_ms": plain, "step_ms": step, "limit_ms": limit, **shares}
+
+
+def run(config: ml_collections.ConfigDict, workdir: str) -> None:
+    """Measures every length that the workdir does not have yet."""
+    llm, run, bandwidth = throughput.make_model(config.model), Run(config, workdir), throughput.memory_bandwidth()
+    rows = run.logged()
+    for tokens in sorted(set(config.tokens) - {row["context"] for row in rows}):
+        for row in list(measure(llm, tokens, config, bandwidth)):
+            rows.append({"task": "overhead", "method": "rle", "store": "memory", "budget": None, "seed": 0, **row})
+            run.log(**rows[-1])
+    run.summary(rows)
+    print(f"memory bandwidth of a matrix-vector product: {bandwidth / 1e9:.1f} GB/s")
+    print_table(sorted(rows, key=lambda row: (row["context"], row["run"])))
+
+
+def print_table(rows: list[dict]) -> None:
+    print(f"{'tokens':>7}{'run':>5}{'encode us/token':>17}{'append us':>11}{'token ms':>10}{'without':>9}{'limit':>7}"
+          f"{'of a step':>11}{'before RoPE':>13}{'of a step':>11}")
+    for row in rows:
+        print(f"{row['context']:7,}{row['run']:5}{row['encode_us']:17.2f}{row['append_us']:11.0f}{row['token_ms']:10.2f}"
+              f"{row['plain_ms']:9.2f}{row['limit_ms']:7.2f}{row['token_of_step']:11.1%}{row['unrotated_ms']:13.2f}"
+              f"{row['unrotated_of_step']:11.1%}")
