@@ -69,17 +69,14 @@ def without_runs(config: ModelConfig, tokens: int, repeats: int) -> float:
 def with_runs(config: ModelConfig, key, value, run: int, repeats: int) -> dict[str, float]:
     """Microseconds per prompt token of encoding one layer, and of appending a key; milliseconds of a token with keys
     after and before rotation."""
-    more, length, times = repeats + _WARM_UP, jnp.asarray([key.shape[1]]), []
+    more, length = repeats + _WARM_UP, jnp.asarray([key.shape[1]])
     prefill = functools.partial(run_cache.prefill, capacity=key.shape[1] + more, slots=-(-key.shape[1] // run) + more)
-    for _ in range(6):
-        start = time.perf_counter()
-        jax.block_until_ready(prefill(key, value, length))
-        times.append(1e6 * (time.perf_counter() - start) / key.shape[1])
+    encoded = throughput.median_ms(prefill, key, value, length, repeats=5)
     freqs = rope.inverse_frequencies(config.head_dim, RopeConfig())
     after, before = (milliseconds(config, run_cache.attend, prefill(key, value, length, freqs=one), repeats)
                      for one in (None, freqs))
     appended = milliseconds(config, append, prefill(key, value, length), repeats)
-    return {"encode_us": statistics.median(times[1:]), "append_us": 1e3 * appended, "token_ms": after,
+    return {"encode_us": 1e3 * encoded / key.shape[1], "append_us": 1e3 * appended, "token_ms": after,
             "unrotated_ms": before}
 
 

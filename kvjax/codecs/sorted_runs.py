@@ -8,6 +8,7 @@ says what permutation and counts would, in as many bytes as the permutation take
 import jax.numpy as jnp
 
 from kvjax import clustering
+from kvjax.clusters.index import statistics
 from kvjax.codecs import rle
 from kvjax.codecs.rle import Runs, Tolerance
 from kvjax.typing import Array, Float, Int32, PRNGKey
@@ -18,8 +19,7 @@ def order(key: Float[Array, "T D"], length: Int32[Array, ""], clusters: int, see
     key = key.astype(jnp.float32)
     valid = jnp.arange(len(key)) < length
     owner = clustering.kmeans(key, valid, clusters, jnp.minimum(length, clusters), seed)
-    total = jnp.zeros((clusters + 1, key.shape[1])).at[owner].add(key)
-    mean = total / jnp.maximum(jnp.zeros(clusters + 1).at[owner].add(1.0), 1.0)[:, None]
+    _, mean, _ = statistics(key, owner, clusters + 1)
     # The first number of a key tells apart keys at one distance, which would else interrupt each other's runs.
     distance = jnp.sum(jnp.square(key - mean[owner]), axis=-1)
     return jnp.lexsort((key[:, 0], distance, owner)).astype(jnp.int32)
