@@ -39,7 +39,12 @@ def scores_of(
 ):
     """Scaled dot products `[*K, G, N]`, plus the bias if there is one; NEGATIVE where not valid."""
     scores = products((key.astype(q.dtype), q)) * q.shape[-1] ** -0.5
-    return computed_once(jnp.where(valid[..., None, :], scores if bias is None else scores + bias, NEGATIVE))
+    return only_valid(scores if bias is None else scores + bias, valid)
+
+
+def only_valid(scores: Float[Array, "*K G N"], valid: Bool[Array, "*K N"]) -> Float[Array, "*K G N"]:
+    """Scores, NEGATIVE where not valid."""
+    return computed_once(jnp.where(valid[..., None, :], scores, NEGATIVE))
 
 
 def attend_part(
@@ -99,7 +104,7 @@ def causal(
         seen = position[None, :] <= at[:, None]
         if window is not None:
             seen &= position[None, :] > at[:, None] - window
-        return merge(part, attend_masked(q, k, v, seen[None]))
+        return merge(part, attend_masked(scores_of_many(q, k), v, seen[None]))
 
     first = 0 if window is None else jnp.maximum(0, start - window + 1) // chunk
     last = (start + queries + chunk - 1) // chunk
@@ -108,10 +113,14 @@ def causal(
     return out.reshape(out.shape[0], -1, queries, out.shape[-1]).transpose(2, 0, 1, 3)
 
 
-def attend_masked(q: Float[Array, "K GC D"], k: Float[Array, "K N D"], v, seen: Bool[Array, "#K C N"]) -> Part:
-    """`attend_part` for C queries per query head, each with its own mask."""
-    scores = jnp.einsum("kqd,knd->kqn", q, k.astype(q.dtype), preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
-    seen = jnp.tile(seen, (1, q.shape[1] // seen.shape[1], 1))
+def scores_of_many(q: Float[Array, "K GC D"], k: Float[Array, "K N D"]) -> Float[Array, "K GC N"]:
+    """Scaled dot products of C queries per query head, laid out as that is fastest for many."""
+    return jnp.einsum("kqd,knd->kqn", q, k.astype(q.dtype), preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+
+
+def attend_masked(scores: Float[Array, "K GC N"], v: Float[Array, "K N D"], seen: Bool[Array, "#K C N"]) -> Part:
+    """`attend_scores` for C queries per query head, each with its own mask."""
+    seen = jnp.tile(seen, (1, scores.shape[1] // seen.shape[1], 1))
     scores = jnp.where(seen, scores, NEGATIVE)
     top = jnp.max(scores, axis=-1, initial=NEGATIVE)
     weight = jnp.where(seen, jnp.exp(scores - top[..., None]), 0.0)

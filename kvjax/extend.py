@@ -19,7 +19,7 @@ from kvjax import cache as caching
 from kvjax.cache import Fresh, LayerState
 from kvjax.errors import ConfigError, PromptError, StoreError
 from kvjax.layer import Choice, LayerCache, LayerPlan
-from kvjax.method import Placement, Selection, top_blocks
+from kvjax.method import Placement, Selection, Spec, top_blocks
 from kvjax.models.transformer import Block
 from kvjax.parking import Desk
 from kvjax.planning import Plan, State
@@ -116,8 +116,10 @@ def _read(config, plan: LayerPlan, params, cache: LayerCache, x, at, count, numb
         choice = _choose(plan, cache.state, q, count)
     pool, slot, ok, _ = cache.pool.fetch(choice.need, cache.state.count, number, line)
     cache = LayerCache(cache.state, pool)
-    args = (cache.state.tail, q, key, value, layer.chosen_rows(plan, cache, choice, slot), at, count)
-    out = layer.each_sequence(lambda one: _attend(plan, *one), args)
+    folded = _folded(plan.spec, q)
+    args = (cache.state.tail, folded, key, value, layer.chosen_rows(plan, cache, choice, slot),
+            layer.scored(plan, cache, folded), at, count)
+    out = _unfolded(layer.each_sequence(lambda one: _attend(plan, *one), args), q.shape)
     x = block.apply({"params": params}, x, out, method="finish")
     loaded = jnp.broadcast_to(choice.need, (size, *choice.need.shape))
     seen = jnp.zeros((size, *choice.need.shape[:2], 0))
@@ -150,19 +152,32 @@ def _elect(spec, ranked: Int32[Array, "V K M"]) -> Int32[Array, "K M"]:
     return top_blocks(total, total > 0, spec.max_blocks)
 
 
-def _attend(plan: LayerPlan, tail, q: Float[Array, "Q H D"], key, value, chosen, at, count) -> Float[Array, "Q H D"]:
+def _folded(spec: Spec, q: Float[Array, "B Q H D"]) -> Float[Array, "B K GQ D"]:
+    """All queries of a KV head's group, one after the other."""
+    apart = q.reshape(*q.shape[:2], spec.kv_heads, spec.group, -1)
+    return apart.transpose(0, 2, 3, 1, 4).reshape(q.shape[0], spec.kv_heads, -1, q.shape[-1])
+
+
+def _unfolded(out: Float[Array, "B K GQ D"], shape: tuple[int, int, int, int]) -> Float[Array, "B Q H D"]:
+    """What `_folded` was."""
+    batch, size, _, dim = shape
+    return out.reshape(batch, out.shape[1], -1, size, dim).transpose(0, 3, 1, 2, 4).reshape(shape)
+
+
+def _attend(
+    plan: LayerPlan, tail, q: Float[Array, "K GQ D"], key: Float[Array, "Q K D"], value, chosen, made, at, count
+) -> Float[Array, "K GQ D"]:
     """One sequence: log-sum-exp merge of the tail, the chosen rows and, causally, the chunk itself."""
-    spec, size = plan.spec, q.shape[0]
-    folded = q.reshape(size, spec.kv_heads, spec.group, -1).transpose(1, 2, 0, 3)
-    folded = folded.reshape(spec.kv_heads, -1, q.shape[-1])
+    size = key.shape[0]
     mine = at + jnp.arange(size, dtype=jnp.int32)
-    own = jnp.broadcast_to(jnp.where(jnp.arange(size) < count, mine, -1), (spec.kv_heads, size))
+    own = jnp.broadcast_to(jnp.where(jnp.arange(size) < count, mine, -1), (plan.spec.kv_heads, size))
     rows, rows_value, valid, pos = chosen
-    sets = [(tail.key, tail.value, tail.pos), (rows, rows_value, jnp.where(valid, pos, -1)),
-            (key.swapaxes(0, 1), value.swapaxes(0, 1), own)]
-    parts = [attention.attend_masked(folded, k, v, _seen(plan, p, mine)) for k, v, p in sets]
-    out = attention.normalise(functools.reduce(attention.merge, parts), q.dtype)
-    return out.reshape(spec.kv_heads, spec.group, size, -1).transpose(2, 0, 1, 3).reshape(q.shape)
+    scores = functools.partial(attention.scores_of_many, q)
+    sets = [(scores(tail.key), tail.value, tail.pos),
+            (scores(rows) if made is None else made, rows_value, jnp.where(valid, pos, -1)),
+            (scores(key.swapaxes(0, 1)), value.swapaxes(0, 1), own)]
+    parts = [attention.attend_masked(found, v, _seen(plan, p, mine)) for found, v, p in sets]
+    return attention.normalise(functools.reduce(attention.merge, parts), q.dtype)
 
 
 def _seen(plan: LayerPlan, pos: Int32[Array, "K N"], mine: Int32[Array, "Q"]) -> Bool[Array, "K Q N"]:

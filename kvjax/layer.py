@@ -174,20 +174,22 @@ def answer(plan: LayerPlan, cache: LayerCache, choice: Choice, q, key, value, sl
     """Attends tail, chosen rows and the newest token; returns (out[B, H, D], Fresh, Report without traffic)."""
     rows = chosen_rows(plan, cache, choice, slot)
     q = _grouped(q, plan.spec)
-    args = (cache.state.tail, q, key, value, *rows, _row_bias(plan, cache, choice, q, rows[0]), at)
+    made = scored(plan, cache, q)
+    args = (cache.state.tail, q, key, value, *rows, _row_bias(plan, cache, choice, q, rows[0]), made, at)
     out, weights, seen = each_sequence(lambda one: _attend(plan, *one), args)
     fresh = Fresh(key, value, choice.need, *weights)
     return out.reshape(out.shape[0], -1, out.shape[-1]), fresh, seen
 
 
 def chosen_rows(plan: LayerPlan, cache: LayerCache, choice: Choice, slot: Int32[Array, "B K M1"]):
-    """Keys and values `[B, K, N, D]` of the chosen rows, which of them are valid, and their positions."""
+    """Keys and values `[B, K, N, D]` of the chosen rows, which of them are valid, and their positions; no keys where
+    the method has the scores (`scored`)."""
     spec, rows = plan.spec, choice.rows
     if not plan.attends_all:
         key, value = cache.pool.gather(jnp.take_along_axis(slot, rows.rank, axis=-1), rows.row)
         return _rebuilt(plan, cache, choice) if key is None else key, value, rows.valid, rows.pos
     found = cache.pool.everything(slot[..., : spec.num_blocks])
-    valid = (jnp.arange(spec.block_rows) < cache.state.count[..., None]).reshape(found[0].shape[:3])
+    valid = (jnp.arange(spec.block_rows) < cache.state.count[..., None]).reshape(found[1].shape[:3])
     return *found, valid, cache.state.pos.reshape(valid.shape)
 
 
@@ -196,6 +198,13 @@ def _rebuilt(plan: LayerPlan, cache: LayerCache, choice: Choice) -> Float[Array,
     rows, rebuild = choice.rows, functools.partial(plan.method.rebuild, plan.spec)
     block = jnp.take_along_axis(choice.need, rows.rank, axis=-1)
     return each_sequence(lambda one: rebuild(*one), (cache.state.index, block, rows.row, rows.pos))
+
+
+def scored(plan: LayerPlan, cache: LayerCache, q: Float[Array, "B K G D"]) -> Float[Array, "B K G N"] | None:
+    """Scores of all rows by a method that attends everything and keeps no keys in blocks; None for most methods."""
+    if plan.spec.keeps_keys or not plan.attends_all:
+        return None
+    return each_sequence(lambda one: plan.method.score_rows(plan.spec, *one), (cache.state.index, q))
 
 
 def each_sequence(function, args):
@@ -217,7 +226,7 @@ def _row_bias(plan: LayerPlan, cache: LayerCache, choice: Choice, q, key):
     return each_sequence(lambda one: weigh(*one), (cache.state.index, q, key, choice.bias))
 
 
-def _attend(plan, tail, q, new_key, new_value, key, value, valid, pos, bias, at):
+def _attend(plan, tail, q, new_key, new_value, key, value, valid, pos, bias, made, at):
     """One sequence: log-sum-exp merge of the tail, the selected rows and the newest token."""
     tail_valid = tail.pos >= 0
     if plan.sliding is not None:
@@ -226,21 +235,27 @@ def _attend(plan, tail, q, new_key, new_value, key, value, valid, pos, bias, at)
         valid &= pos > oldest
     newest = jnp.ones((new_key.shape[0], 1), bool)
     sets = [
-        (tail.key, tail.value, tail_valid, tail.pos, None), (key, value, valid, pos, bias),
-        (new_key[:, None], new_value[:, None], newest, jnp.broadcast_to(at, newest.shape), None),
+        (attention.scores_of(q, tail.key, tail_valid), tail.value, tail_valid, tail.pos),
+        (_selected_scores(q, key, valid, bias, made), value, valid, pos),
+        (attention.scores_of(q, new_key[:, None], newest), new_value[:, None], newest,
+         jnp.broadcast_to(at, newest.shape)),
     ]
-    tail_part, selected, own = (attention.attend_part(q, k, v, ok, b) for k, v, ok, _, b in sets)
+    tail_part, selected, own = (attention.attend_scores(scores, v, ok) for scores, v, ok, _ in sets)
     part = attention.merge(attention.merge(tail_part, selected), own)
-    seen = sum(jnp.sum(ok, axis=-1, dtype=jnp.int32) for _, _, ok, _, _ in sets)
-    return attention.normalise(part, q.dtype), _weights(plan, q, sets), seen
+    seen = sum(jnp.sum(ok, axis=-1, dtype=jnp.int32) for _, _, ok, _ in sets)
+    return attention.normalise(part, q.dtype), _weights(plan, sets), seen
 
 
-def _weights(plan, q, sets):
+def _selected_scores(q, key, valid, bias, made):
+    return attention.scores_of(q, key, valid, bias) if made is None else attention.only_valid(made, valid)
+
+
+def _weights(plan, sets):
     """Attended positions and their weights for `Method.observe`; empty arrays where it does not ask."""
     if not plan.method.observes:
-        return jnp.zeros((q.shape[0], 0), jnp.int32), jnp.zeros((q.shape[0], 0))
-    scores = [attention.scores_of(q, k, ok, b) for k, _, ok, _, b in sets]
-    pos = jnp.concatenate([jnp.where(ok, p, -1) for _, _, ok, p, _ in sets], axis=-1)
+        return jnp.zeros((plan.spec.kv_heads, 0), jnp.int32), jnp.zeros((plan.spec.kv_heads, 0))
+    scores = [scores for scores, _, _, _ in sets]
+    pos = jnp.concatenate([jnp.where(ok, p, -1) for _, _, ok, p in sets], axis=-1)
     joint = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)
     return pos, jnp.sum(jnp.where(pos[:, None] >= 0, joint, 0.0), axis=1)
 

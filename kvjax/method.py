@@ -12,7 +12,8 @@ never touches values, slots or file offsets. To write one, subclass `Method` and
 
 and, only if blocks are reorganised while decoding, `due` and `adapt`; only if it learns from the
 attention weights, `observe`; only if it was fitted to the model beforehand, `weights`; only if its selection is a
-sample, `Selection.bias` and `weigh`; only if keys are made from the index instead of being fetched, `rebuild`.
+sample, `Selection.bias` and `weigh`; only if keys are made from the index instead of being fetched, `rebuild`, or
+`score_rows` where everything is attended; only if arrays have the size that the prompts ask for, `for_prompts`.
 `methods/quest.py` is a complete example in 60 lines.
 
 One decode step of one layer, in this order:
@@ -26,10 +27,12 @@ failed read leaves the cache as it was.
 import abc
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kvjax.errors import ConfigError
 from kvjax.models.config import RopeConfig
@@ -177,10 +180,11 @@ class Method(abc.ABC):
     observes: ClassVar[bool] = False  # `observe` does something
     dense_filters: ClassVar[bool] = False  # with `reuse`, layers that select for others attend everything, in memory
     samples: ClassVar[bool] = False  # selections are samples with a `bias`, as many tokens as are drawn
+    fits_prompts: ClassVar[bool] = False  # `for_prompts` does something
 
     @property
     def keeps_keys(self) -> bool:
-        """Whether blocks hold keys; if not, `rebuild` makes those that are attended."""
+        """Whether blocks hold keys; if not, `rebuild` makes those that are attended, or `score_rows` does without."""
         return True
 
     def __post_init__(self):
@@ -194,9 +198,9 @@ class Method(abc.ABC):
         if self.samples and (self.reuse > 1 or self.lookahead):
             raise ConfigError(f"{self.name} weighs what it drew by the query it drew with; leave reuse at 1 and "
                               "lookahead off, which attend with another query")
-        if not self.keeps_keys and (self.reuse > 1 or self.adaptive or self.attends_all):
-            raise ConfigError(f"{self.name} makes keys from its index, which a layer that follows another has not, and "
-                              "for selected rows alone; leave reuse at 1")
+        if not self.keeps_keys and (self.reuse > 1 or self.adaptive):
+            raise ConfigError(f"{self.name} has keys in its index, which a layer that follows another has not, and "
+                              "cannot rewrite blocks; leave reuse at 1")
 
     @property
     def name(self) -> str:
@@ -225,8 +229,9 @@ class Method(abc.ABC):
                 f"budget={spec.budget} of {self.name} is smaller than sinks + window + one block + held rows "
                 f"= {least}; raise the budget, or lower window or block size"
             )
-        if self.attends_all and spec.max_blocks != spec.num_blocks:
-            raise ConfigError(f"{self.name} attends every block; leave max_blocks at None")
+        if self.attends_all and (spec.max_blocks != spec.num_blocks or spec.budget < spec.capacity):
+            raise ConfigError(f"{self.name} attends every block; leave max_blocks={spec.max_blocks} and "
+                              f"budget={spec.budget} at None")
         if not self.evicts and spec.num_blocks * spec.block_rows < spec.capacity:
             raise ConfigError(
                 f"{spec.num_blocks} blocks of {spec.block_rows} rows cannot hold capacity={spec.capacity} tokens; "
@@ -236,6 +241,19 @@ class Method(abc.ABC):
     def weights(self, layer: int) -> PyTree:
         """What was fitted to this layer of the model beforehand (adapters, tables); `init` takes it into the index."""
         return ()
+
+    def for_prompts(
+        self, spec: Spec, keys: Sequence[Float[Array, "B T K D"]], length: np.ndarray, key_bytes: int
+    ) -> "Method":
+        """The method as it serves given prompts best; on the host, before anything is sized.
+
+        Args:
+          spec: as sized for this method.
+          keys: of each layer, right-padded to T.
+          length: tokens of each sequence.
+          key_bytes: what a key takes in a block.
+        """
+        return self
 
     def check_model(self, fingerprint: str) -> None:
         """Raises FormatMismatch if what was fitted beforehand was fitted to a model of another fingerprint."""
@@ -268,6 +286,11 @@ class Method(abc.ABC):
         self, spec: Spec, index: Index, block: Int32[Array, "K N"], row: Int32[Array, "K N"], pos: Int32[Array, "K N"]
     ) -> Float[Array, "K N D"]:
         """Keys of the selected rows where blocks do not hold them; anything for block NB."""
+        raise ConfigError(f"{self.name} keeps the keys of its blocks")
+
+    def score_rows(self, spec: Spec, index: Index, q: Float[Array, "K G D"]) -> Float[Array, "K G N"]:
+        """Scaled scores of all N = NB C rows, block after block, where everything is attended and blocks hold no keys;
+        anything for empty rows."""
         raise ConfigError(f"{self.name} keeps the keys of its blocks")
 
     @abc.abstractmethod
