@@ -27,6 +27,7 @@ from kvjax.methods.oracle import Oracle as oracle
 from kvjax.methods.pqcache import PQCache as pqcache
 from kvjax.methods.quest import Quest as quest
 from kvjax.methods.random import Random as random
+from kvjax.methods.rle import RLE as rle
 from kvjax.methods.sentencekv import SentenceKV as sentencekv
 from kvjax.methods.shadowkv import ShadowKV as shadowkv
 from kvjax.methods.snapkv import SnapKV as snapkv
@@ -72,6 +73,7 @@ __all__ = [
     "prefill_cache",
     "quest",
     "random",
+    "rle",
     "save",
     "sentencekv",
     "shadowkv",

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import decode, extend, parking, persistence, planning, prefill, sampling
+from kvjax import decode, extend, packing, parking, persistence, planning, prefill, sampling
 from kvjax.decode import Driver, Step
 from kvjax.errors import ConfigError, FormatMismatch, PromptError
 from kvjax.method import Method
@@ -168,9 +168,13 @@ class LLM:
         Raises PromptError.
         """
         tokens, length = _padded(self._prompts(context))
-        tokens = prefill.pad(jnp.asarray(tokens))
+        return self._read(Reading(prefill.pad(jnp.asarray(tokens)), length, (), self.fingerprint))
+
+    def _read(self, reading: Reading) -> Reading:
+        """With the activations of all layers."""
+        tokens = prefill.pad(jnp.asarray(reading.tokens))
         layers = tuple(jax.device_get(one) for one in prefill.read(self.config, self.params, tokens))
-        return Reading(tokens, length, layers, self.fingerprint)
+        return dataclasses.replace(reading, tokens=tokens, layers=layers)
 
     def prefill(
         self, context, *, method: Method | None = None, store: Store | None = None, capacity: int | None = None,
@@ -202,6 +206,9 @@ class LLM:
         plan = planning.make_plan(self.config, method, len(lengths), capacity, dtype)
         if max(lengths) > plan.capacity:
             raise PromptError(f"the prompt has {max(lengths)} tokens but capacity={plan.capacity}; raise the capacity")
+        if method.fits_prompts and chunk is None:
+            reading = reading if reading.layers else self._read(reading)
+            plan = self._fitted(plan, method, reading)
         branch = None
         if store is not None:
             branch = store.create(planning.geometry(plan), self.fingerprint, _least_blocks(plan, lengths))
@@ -234,6 +241,13 @@ class LLM:
             raise FormatMismatch(f"the context was read by the model {context.fingerprint!r}, not by "
                                  f"{self.fingerprint!r}; read it with this one")
         return context, [[]] * len(context.length)
+
+    def _fitted(self, plan: Plan, method: Method, reading: Reading) -> Plan:
+        """The plan with the method as these prompts want it."""
+        key_bytes = packing.width(plan.dtype, self.config.head_dim) * np.dtype(packing.stored_type(plan.dtype)).itemsize
+        keys = [one.key for one in reading.layers]
+        method = method.for_prompts(plan.layers[-1].spec, keys, np.asarray(reading.length), key_bytes)
+        return planning.make_plan(self.config, method, plan.batch, plan.capacity, plan.dtype)
 
     def _default(self, batch: int, context: int, slots: Slots | None) -> tuple[Method, Slots | None]:
         if self.tuning is None:

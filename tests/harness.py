@@ -15,6 +15,7 @@ from kvjax.layer import LayerCache, LayerPlan, Prompts
 from kvjax.method import Method, Selection
 from kvjax.methods import (
     H2O,
+    RLE,
     ArkVale,
     ChunkKV,
     ClusterKV,
@@ -45,6 +46,7 @@ DELIMITERS = str(pathlib.Path(__file__).parent / "delimiters" / "table.json")  #
 # One small instance of every method; every law runs over this list.
 METHODS = {
     "full": Full(page=4),
+    "rle": RLE(page=4),
     "oracle": Oracle(budget=24, sinks=2, window=4),
     "random": Random(budget=24, sinks=2, window=4, page=2),
     "streaming_llm": StreamingLLM(budget=12, sinks=2),

@@ -44,14 +44,14 @@ def test_full_cache_equals_dense_logits(params, tokens, driver):
 
 
 # Methods that a driver can tell from one another: which parts of a layer run, and what they are handed.
-UNLIKE = ("full", "streaming_llm", "h2o", "sentencekv", "quest", "dynakv", "kvswap", "magicpig")
+UNLIKE = ("full", "rle", "streaming_llm", "h2o", "sentencekv", "quest", "dynakv", "kvswap", "magicpig")
 
 
 def _as_driven(method):
     return {
         "attends_all": method.attends_all, "adaptive": method.adaptive, "pairs": method.pairs,
-        "observes": method.observes, "samples": method.samples, "evicts": method.evicts,
-        "head_shared": method.head_shared, "observation": method.observation != 0,
+        "keeps_keys": method.keeps_keys, "observes": method.observes, "samples": method.samples,
+        "evicts": method.evicts, "head_shared": method.head_shared, "observation": method.observation != 0,
         "weights": bool(jax.tree.leaves(method.weights(0))), "blocks": plan_of(method).spec.selected_rows > 0,
     }.items()
 

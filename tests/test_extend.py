@@ -34,11 +34,12 @@ def extended(params, tokens, method, chunk, store=None, config: ModelConfig = CO
     return plan, state, np.asarray(logits), branch
 
 
-def test_a_full_cache_gives_dense_logits(params, tokens):
+@pytest.mark.parametrize("name", ["full", "rle"])
+def test_a_full_cache_gives_dense_logits(params, tokens, name):
     """In a layer with a sliding window and in one without."""
     config = dataclasses.replace(CONFIG, windows=(16, None))
     expected = dense(params, tokens, config)
-    _, state, logits, _ = extended(params, tokens, METHODS["full"], 8, config=config)
+    _, state, logits, _ = extended(params, tokens, METHODS[name], 8, config=config)
     for b, length in enumerate(np.asarray(PROMPT) + MORE):
         assert int(state.length[b]) == length
         np.testing.assert_allclose(logits[b], expected[b, length - 1], atol=1e-4)

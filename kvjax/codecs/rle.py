@@ -8,6 +8,8 @@ scores; values are kept per token.
 Keys carry their position once they are rotated, so that equal contents are equal keys only before rotation.
 `attend_unrotated` is attention over runs of such keys, which turns them as they are used.
 
+`kvjax.methods.rle` is the cache method that is made of this, `kvjax.codecs.run_cache` one layer by itself.
+
 Functions take one KV head of one sequence; map them over heads and sequences with `jax.vmap`.
 """
 
@@ -80,26 +82,29 @@ def empty(slots: int, capacity: int, head_dim: int, dtype=jnp.float32) -> Runs:
     return Runs(jnp.zeros((slots, head_dim), dtype), jnp.zeros(slots, narrow), none, zero, zero, zero)
 
 
-def append(runs: Runs | Plain, key: Num[Array, "D"], tolerance: Tolerance) -> Runs | Plain:
-    """With one more token; the cost does not depend on how many there are."""
-    key = key.astype(runs.key.dtype)
+def append(
+    runs: Runs | Plain, key: Num[Array, "D"], tolerance: Tolerance, valid: Bool[Array, ""] | bool = True
+) -> Runs | Plain:
+    """With one more token if it is valid; the cost does not depend on how many there are."""
+    key, valid = key.astype(runs.key.dtype), jnp.asarray(valid)
     if isinstance(runs, Plain):
-        return Plain(runs.key.at[runs.tokens].set(key, mode="drop"), runs.tokens + 1)
+        at = jnp.where(valid, runs.tokens, runs.key.shape[0])
+        return Plain(runs.key.at[at].set(key, mode="drop"), runs.tokens + valid)
     joins = (runs.runs > 0) & tolerance.equal(key, runs.key[jnp.maximum(runs.runs - 1, 0)])
-    return put(runs, key, runs.runs - joins)
+    return put(runs, key, runs.runs - joins, valid)
 
 
-def put(runs: Runs, key: Num[Array, "D"], slot: Int32[Array, ""]) -> Runs:
-    """With one more token in a slot in use, or in the next one, which then holds its key."""
-    slots, fresh = runs.key.shape[0], slot == runs.runs
-    fits = (slot < slots) & (runs.refused == 0)
+def put(runs: Runs, key: Num[Array, "D"], slot: Int32[Array, ""], valid: Bool[Array, ""] | bool = True) -> Runs:
+    """With one more token, if it is valid, in a slot in use, or in the next one, which then holds its key."""
+    slots, fresh, valid = runs.key.shape[0], slot == runs.runs, jnp.asarray(valid)
+    fits = valid & (slot < slots) & (runs.refused == 0)
     into = jnp.where(fits, slot, slots)
     at = jnp.where(fits, runs.tokens, runs.slot.shape[0])
     return Runs(
         key=runs.key.at[jnp.where(fresh, into, slots)].set(key, mode="drop"),
         count=runs.count.at[into].add(1, mode="drop"),
         slot=runs.slot.at[at].set(slot.astype(runs.slot.dtype), mode="drop"),
-        runs=runs.runs + (fits & fresh), tokens=runs.tokens + fits, refused=runs.refused + ~fits,
+        runs=runs.runs + (fits & fresh), tokens=runs.tokens + fits, refused=runs.refused + (valid & ~fits),
     )
 
 
@@ -154,7 +159,7 @@ def resize(runs: Runs, slots: int) -> Runs:
 
 
 def scores(q: Float[Array, "G D"], runs: Runs) -> Float[Array, "G T"]:
-    """Scores of every token: one product with the physical keys, then one gather of numbers."""
+    """Scores of every token: one product with the physical keys, then one gather of numbers. Undefined where free."""
     physical = attention.scores_of(q, runs.key, jnp.arange(runs.key.shape[0]) < runs.runs)
     # Token by token, as products with keys come: attention then adds in the order in which it does without a codec.
     return jnp.take(physical.swapaxes(0, 1), runs.slot.astype(jnp.int32), axis=0).swapaxes(0, 1)
@@ -172,13 +177,22 @@ def attend_unrotated(
     q: Float[Array, "G D"], runs: Runs | Plain, value: Float[Array, "T D"], freqs: np.ndarray, block: int = 512,
     most: Int32[Array, ""] | None = None,
 ) -> Part:
-    """`attend` over keys before rotation; token t is at position t, and `q` is rotated.
+    """`attend` over keys before rotation (`scores_unrotated`)."""
+    found = scores_unrotated(q, runs, freqs, block, most)
+    return attention.attend_scores(found, value, jnp.arange(value.shape[0]) < runs.tokens)
+
+
+def scores_unrotated(
+    q: Float[Array, "G D"], runs: Runs | Plain, freqs: np.ndarray, block: int = 512,
+    most: Int32[Array, ""] | None = None,
+) -> Float[Array, "G T"]:
+    """Scores of keys before rotation; token t is at position t, and `q` is rotated. NEGATIVE where free.
 
     A physical key looks different from each position, so keys are turned as they are used: a block of tokens at a time,
     which is all that is ever expanded. Mapped over heads and sequences, `most` is the largest number of tokens of any,
     so that all go through the same blocks.
     """
-    capacity = value.shape[0]
+    capacity = len(runs.key if isinstance(runs, Plain) else runs.slot)
     block = min(block, capacity)
     # Only positions within the block turn keys, by angles that are constants; the block's own turns the query back.
     inside = np.outer(np.arange(block), freqs)
@@ -194,7 +208,7 @@ def attend_unrotated(
 
     nothing = jnp.full((-(-capacity // block) * block, len(q)), attention.NEGATIVE)
     found = jax.lax.fori_loop(0, -(-(runs.tokens if most is None else most) // block), visit, nothing)
-    return attention.attend_scores(found[:capacity].swapaxes(0, 1), value, jnp.arange(capacity) < runs.tokens)
+    return found[:capacity].swapaxes(0, 1)
 
 
 # ------------------------------------------------------------------------------------------- size

@@ -18,6 +18,7 @@ from kvjax.methods.oracle import Oracle
 from kvjax.methods.pqcache import PQCache
 from kvjax.methods.quest import Quest
 from kvjax.methods.random import Random
+from kvjax.methods.rle import RLE
 from kvjax.methods.sentencekv import SentenceKV
 from kvjax.methods.shadowkv import ShadowKV
 from kvjax.methods.snapkv import SnapKV
@@ -38,6 +39,7 @@ METHODS = {
     "icecache": IceCache,
     "kvswap": KVSwap,
     "dynsplit": DynSplit,
+    "rle": RLE,
     "infinigen": InfiniGen,
     "loki": Loki,
     "shadowkv": ShadowKV,

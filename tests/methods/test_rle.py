@@ -1,0 +1,108 @@
+"""Full attention over runs of equal keys: what is stored, when it grows, and when the codec turns itself off."""
+
+import dataclasses
+import logging
+
+import harness
+import jax
+import numpy as np
+import pytest
+from harness import HEADS, Sim, Stream
+from tiny import CONFIG, make_params
+
+import kvjax
+from kvjax.errors import ConfigError
+from kvjax.methods import RLE, Full
+
+METHOD = RLE(page=4, slots=40)
+SAME = [5] * 200  # a text of one token: every layer's keys are alike before rotation, and differ after it
+TOLERANT = {"before_rotation": True, "tolerance": 1e-4}
+
+
+def in_threes(seed: int) -> Stream:
+    """A stream in which each key comes three times in a row."""
+    stream = Stream.draw(seed)
+    return dataclasses.replace(stream, k=np.repeat(stream.k[:, ::3], 3, axis=1))
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return kvjax.LLM(CONFIG, make_params())
+
+
+def test_runs_are_stored_once_and_every_token_is_attended():
+    stream = in_threes(0)
+    sim = Sim(METHOD, stream, [60, 31])
+    for _ in range(30):
+        at = sim.at.copy()
+        out, _ = sim.step()
+        for b in range(2):
+            np.testing.assert_allclose(out[b], harness.dense_attention(stream, b, at[b]), atol=2e-5, rtol=0)
+    runs = sim.state().index.runs
+    stored = sim.at - sim.plan.spec.ring
+    np.testing.assert_array_equal(runs.tokens, np.repeat(stored[:, None], HEADS, axis=1))
+    np.testing.assert_array_equal(runs.runs, np.repeat(-(-stored[:, None] // 3), HEADS, axis=1))
+    assert not runs.refused.any()
+
+
+def test_decoded_tokens_make_the_runs_of_a_prompt():
+    stream = in_threes(1)
+    decoded, prompt = Sim(METHOD, stream, [40, 1]), Sim(METHOD, stream, [65, 26])
+    decoded.run(25)
+    for one, other in zip(*(jax.tree.leaves(sim.state().index) for sim in (decoded, prompt)), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def logits_of(llm, method, context, more, **prefill):
+    """Logits after each of some more tokens, and the cache."""
+    cache, seen = llm.prefill(context, method=method, capacity=len(context) + len(more) + 1, **prefill), []
+    result = llm.generate(more, cache, max_new_tokens=1, observer=lambda step, _: seen.append(np.asarray(step.logits)))
+    assert result.usage.steps == len(more)
+    return np.concatenate(seen), cache
+
+
+@pytest.mark.parametrize("sinks", [0, 3])
+def test_equal_tokens_are_one_run_before_rotation(llm, sinks):
+    """And what follows them is attended at its true position."""
+    more = list(range(10, 26))
+    expected, full = logits_of(llm, Full(), SAME, more)
+    got, cache = logits_of(llm, RLE(**TOLERANT, sinks=sinks, window=5), SAME, more)
+    np.testing.assert_allclose(got, expected, atol=2e-3)
+    layers = [one.state.index.runs for one in cache.state.layers]
+    assert all((np.asarray(runs.runs) == 1).all() for runs in layers)
+    assert cache.resident_bytes < 0.7 * full.resident_bytes
+    assert cache.plan.layers[0].method.slots == 1 + 217 - (200 - 4 - sinks)  # the run, and whatever may follow
+
+
+def test_where_runs_do_not_pay_the_codec_turns_itself_off(llm, caplog):
+    context, more = np.random.default_rng(0).integers(0, 64, 90).tolist(), [1, 2, 3]
+    with caplog.at_level(logging.INFO):
+        got, cache = logits_of(llm, RLE(page=2), context, more)
+    assert isinstance(cache.plan.layers[0].method, Full) and "keys are kept as they are" in caplog.text
+    np.testing.assert_array_equal(got, logits_of(llm, Full(page=2), context, more)[0])
+
+
+def test_it_does_not_pay_against_keys_of_few_bits(llm):
+    """Here a key takes 12 bytes, a token's number of its run 2, and a run 34."""
+    context = SAME[:110]
+    assert isinstance(logits_of(llm, RLE(**TOLERANT), context, [1] * 60)[1].plan.layers[0].method, RLE)
+    assert isinstance(logits_of(llm, RLE(**TOLERANT), context, [1] * 60, dtype="int8")[1].plan.layers[0].method, Full)
+
+
+def test_a_saved_cache_answers_as_before(llm, tmp_path):
+    cache = llm.prefill(SAME, method=RLE(**TOLERANT), capacity=230)
+    cache.save(tmp_path)
+    answers = [llm.generate([7, 8, 9], one, max_new_tokens=8).tokens for one in (cache, llm.restore(tmp_path))]
+    assert answers[0] == answers[1]
+
+
+def test_too_few_slots_and_bad_settings_are_refused(llm):
+    with pytest.raises(ConfigError, match="slots=3 of rle cannot hold"):
+        llm.prefill(SAME, method=RLE(**TOLERANT, slots=3), capacity=230)
+    for bad in ({"tolerance": -1.0}, {"relative": -0.1}, {"slots": 0}):
+        with pytest.raises(ConfigError, match=f"{next(iter(bad))}="):
+            RLE(**bad)
+    with pytest.raises(ConfigError, match="budget=64"):
+        llm.prefill(SAME, method=RLE(budget=64))
+    with pytest.raises(ConfigError, match="before_rotation"):
+        Sim(RLE(page=4, before_rotation=True), Stream.draw(0), [20, 10])
