@@ -1,15 +1,13 @@
 """What run-length encoded keys cost: encoding a prompt, and one layer's token, beside the same cache without runs.
 
-One layer in the model's shape; made-up keys stand in runs of equal ones. A token is appended and attends all others, in
-`kvjax.codecs.run_cache` with its codec on and off; "before RoPE" with runs of keys that are kept before rotation and
-turned as they are used. "Append" is its key's part alone: one comparison with the open run, whatever the length. "Of a
-step" is what a token takes longer in a layer than without the codec, over one layer's share of a decode step with the
-full cache in memory at that context; the source has 2.8 %. The limit is what has to be read of keys and values over the
-memory's bandwidth.
+One layer in the model's shape; made-up keys stand in runs of equal ones. A token is appended and attends all others
+(`kvjax.attend`) with the method `rle`, and with `full`, which it is without its codec; "before RoPE" with runs of keys
+that are kept before rotation and turned as they are used. "Append" is its key's part alone: one comparison with the
+open run, whatever the length. "Of a step" is what a token takes longer in a layer than without the codec, over one
+layer's share of a decode step with the full cache in memory at that context; the source has 2.8 %. The limit is what
+has to be read of keys and values over the memory's bandwidth.
 """
 
-import dataclasses
-import functools
 import statistics
 import time
 from collections.abc import Iterator
@@ -22,11 +20,11 @@ import numpy as np
 import kvjax
 from experiments import throughput
 from experiments.results import Run
-from kvjax.codecs import run_cache
-from kvjax.codecs.rle import Plain
-from kvjax.errors import ConfigError
+from kvjax.codecs import rle
+from kvjax.codecs.rle import Runs, Tolerance
+from kvjax.method import Method
 from kvjax.models import rope
-from kvjax.models.config import ModelConfig, RopeConfig
+from kvjax.models.config import ModelConfig
 from kvjax.planning import Slots
 
 _WARM_UP = 2
@@ -39,12 +37,21 @@ def made_up(config: ModelConfig, tokens: int, run: int):
     return jnp.asarray(key), jnp.asarray(rng.standard_normal(key.shape, np.float32))
 
 
-def milliseconds(config: ModelConfig, attend, cache, repeats: int) -> float:
-    """Median of a compiled layer's token; the cache is handed on."""
+def cached(config: ModelConfig, method: Method, key, value, more: int) -> kvjax.AttentionCache:
+    """A layer's cache of a prompt, with room for more tokens."""
+    tokens, heads, size = key.shape[1:]
+    cache = kvjax.init_cache(
+        method, batch=1, kv_heads=heads, group=config.group, head_dim=size, capacity=tokens + more, rope=config.rope
+    )
+    return kvjax.prefill_cache(cache, key, value, jnp.asarray([tokens]))
+
+
+def milliseconds(config: ModelConfig, step, cache, repeats: int) -> float:
+    """Median of a compiled step of (cache, q, key, value) to (out, cache), which is handed on."""
     rng, times = np.random.default_rng(1), []
     q = jnp.asarray(rng.standard_normal((1, config.num_heads, config.head_dim)), jnp.float32)
     key = jnp.asarray(rng.standard_normal((1, config.num_kv_heads, config.head_dim)), jnp.float32)
-    step = jax.jit(attend, donate_argnums=0)
+    step = jax.jit(step, donate_argnums=0)
     for _ in range(repeats + _WARM_UP):
         start = time.perf_counter()
         _, cache = jax.block_until_ready(step(cache, q, key, key))
@@ -52,32 +59,35 @@ def milliseconds(config: ModelConfig, attend, cache, repeats: int) -> float:
     return statistics.median(times[_WARM_UP:])
 
 
-def append(cache, q, key, value):
+def append(runs: Runs, q, key, value):
     """The part of a token that encodes its key."""
-    return (), dataclasses.replace(cache, keys=run_cache.append(cache, key))
+    return (), jax.vmap(lambda one, key: rle.append(one, key, Tolerance()))(runs, key[0])
 
 
 def without_runs(config: ModelConfig, tokens: int, repeats: int) -> float:
-    """Milliseconds of a token in the same cache with its codec off, as keys without any run make it."""
-    key, value = made_up(config, tokens, 1)
-    cache = run_cache.prefill(key, value, jnp.asarray([tokens]), capacity=tokens + repeats + _WARM_UP)
-    if not isinstance(cache.keys, Plain):
-        raise ConfigError(f"{tokens} different keys were coded as runs; there is nothing to compare with")
-    return milliseconds(config, run_cache.attend, cache, repeats)
+    """Milliseconds of a token with `full`."""
+    cache = cached(config, kvjax.full(), *made_up(config, tokens, 1), repeats + _WARM_UP)
+    return milliseconds(config, kvjax.attend, cache, repeats)
 
 
 def with_runs(config: ModelConfig, key, value, run: int, repeats: int) -> dict[str, float]:
-    """Microseconds per prompt token of encoding one layer, and of appending a key; milliseconds of a token with keys
-    after and before rotation."""
-    more, length = repeats + _WARM_UP, jnp.asarray([key.shape[1]])
-    prefill = functools.partial(run_cache.prefill, capacity=key.shape[1] + more, slots=-(-key.shape[1] // run) + more)
-    encoded = throughput.median_ms(prefill, key, value, length, repeats=5)
-    freqs = rope.inverse_frequencies(config.head_dim, RopeConfig())
-    after, before = (milliseconds(config, run_cache.attend, prefill(key, value, length, freqs=one), repeats)
-                     for one in (None, freqs))
-    appended = milliseconds(config, append, prefill(key, value, length), repeats)
-    return {"encode_us": 1e3 * encoded / key.shape[1], "append_us": 1e3 * appended, "token_ms": after,
-            "unrotated_ms": before}
+    """Microseconds per prompt token of encoding one layer's keys, and of appending one; milliseconds of a token with
+    keys after and before rotation."""
+    more, length = repeats + _WARM_UP, jnp.int32(key.shape[1])
+    slots = -(-key.shape[1] // run) + more
+    encode = jax.jit(jax.vmap(lambda one: rle.encode(one, length, Tolerance(), slots)))
+    encoded = throughput.median_ms(encode, key[0].swapaxes(0, 1), repeats=5)
+    # Rotated first, as a model's keys are; turned back they are equal but for rounding.
+    rotated = cached(config, kvjax.rle(slots=slots), key, value, more)
+    freqs, at = rope.inverse_frequencies(config.head_dim, config.rope), jnp.arange(key.shape[1])[None]
+    unrotated = cached(config, kvjax.rle(slots=slots, before_rotation=True, tolerance=1e-3),
+                       rope.rotate(key, at, freqs), value, more)
+    return {
+        "encode_us": 1e3 * encoded / key.shape[1],
+        "append_us": 1e3 * milliseconds(config, append, encode(key[0].swapaxes(0, 1)), repeats),
+        "token_ms": milliseconds(config, kvjax.attend, rotated, repeats),
+        "unrotated_ms": milliseconds(config, kvjax.attend, unrotated, repeats),
+    }
 
 
 def step_ms(llm, tokens: int, repeats: int) -> float:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from kvjax import layer, order, packing
 from kvjax.layer import LayerCache, LayerPlan, Prompts
 from kvjax.method import Method
+from kvjax.models.config import RopeConfig
 from kvjax.pool import Line, MemoryPool
 from kvjax.typing import Array, Float, Int32
 
@@ -33,15 +34,16 @@ class AttentionCache:
 
 def init_cache(
     method: Method, *, batch: int, kv_heads: int, group: int, head_dim: int, capacity: int, dtype: str = "float32",
-    sliding: int | None = None,
+    sliding: int | None = None, rope: RopeConfig | None = None,
 ) -> AttentionCache:
     """An empty cache; `dtype` is how its blocks keep keys and values (`kvjax.packing`).
 
+    `rope` says how keys were rotated, for methods that turn them back (ShadowKV, run-length keys before rotation).
     Raises ConfigError where budget, window and capacity do not fit together, or for a type that there is not.
     """
     packing.check(dtype, head_dim)
     spec = method.spec(kv_heads=kv_heads, group=group, head_dim=head_dim, capacity=capacity)
-    return _empty(LayerPlan(method, spec, sliding), batch, dtype)
+    return _empty(LayerPlan(method, dataclasses.replace(spec, rope=rope), sliding), batch, dtype)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

@@ -2,13 +2,13 @@
 
 A *run* is one physical slot; `Runs.slot` maps logical tokens to slots. A key joins the open run if it equals the run's
 first key within the tolerance, element by element. Errors do not add up along a run, one comparison per token decides,
-and keys that come one by one give the same runs as all at once. Attention scores each physical key once and expands the
-scores; values are kept per token.
+and keys that come one by one give the same runs as all at once. Each physical key is scored once, and the scores are
+expanded; values are kept per token.
 
 Keys carry their position once they are rotated, so that equal contents are equal keys only before rotation.
-`attend_unrotated` is attention over runs of such keys, which turns them as they are used.
+`scores_unrotated` is for runs of such keys, which it turns as they are used.
 
-`kvjax.methods.rle` is the cache method that is made of this, `kvjax.codecs.run_cache` one layer by itself.
+`kvjax.methods.rle` is the cache method that is made of this.
 
 Functions take one KV head of one sequence; map them over heads and sequences with `jax.vmap`.
 """
@@ -20,7 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import attention
-from kvjax.attention import Part
 from kvjax.errors import ConfigError
 from kvjax.models import rope
 from kvjax.typing import Array, Bool, Float, Int32, Num, UInt, pytree
@@ -57,15 +56,7 @@ class Runs:
     slot: UInt[Array, "*B T"]  # run of each token
     runs: Int32[Array, "*B"]
     tokens: Int32[Array, "*B"]
-    refused: Int32[Array, "*B"]  # tokens left out since a slot was missing: 0, or the caller did not `resize` in time
-
-
-@pytree
-class Plain:
-    """Keys of one head token by token, where runs would take more memory. Those from `tokens` on are free."""
-
-    key: Num[Array, "*B T D"]
-    tokens: Int32[Array, "*B"]
+    refused: Int32[Array, "*B"]  # tokens left out for want of a slot
 
 
 def index_dtype(slots: int):
@@ -82,14 +73,9 @@ def empty(slots: int, capacity: int, head_dim: int, dtype=jnp.float32) -> Runs:
     return Runs(jnp.zeros((slots, head_dim), dtype), jnp.zeros(slots, narrow), none, zero, zero, zero)
 
 
-def append(
-    runs: Runs | Plain, key: Num[Array, "D"], tolerance: Tolerance, valid: Bool[Array, ""] | bool = True
-) -> Runs | Plain:
+def append(runs: Runs, key: Num[Array, "D"], tolerance: Tolerance, valid: Bool[Array, ""] | bool = True) -> Runs:
     """With one more token if it is valid; the cost does not depend on how many there are."""
-    key, valid = key.astype(runs.key.dtype), jnp.asarray(valid)
-    if isinstance(runs, Plain):
-        at = jnp.where(valid, runs.tokens, runs.key.shape[0])
-        return Plain(runs.key.at[at].set(key, mode="drop"), runs.tokens + valid)
+    key = key.astype(runs.key.dtype)
     joins = (runs.runs > 0) & tolerance.equal(key, runs.key[jnp.maximum(runs.runs - 1, 0)])
     return put(runs, key, runs.runs - joins, valid)
 
@@ -140,22 +126,12 @@ def begins(key: Num[Array, "T D"], tolerance: Tolerance) -> Bool[Array, "T"]:
     return jnp.concatenate([jnp.ones(1, bool), rest])
 
 
-def decode(runs: Runs | Plain) -> Num[Array, "T D"]:
+def decode(runs: Runs) -> Num[Array, "T D"]:
     """The key of each token; those of free tokens are undefined."""
-    return runs.key if isinstance(runs, Plain) else runs.key[runs.slot]
+    return runs.key[runs.slot]
 
 
-def resize(runs: Runs, slots: int) -> Runs:
-    """With room for `slots` runs; on the host, between steps. ConfigError if they are fewer than are in use."""
-    if slots < int(np.max(runs.runs)):
-        raise ConfigError(f"slots={slots} cannot hold {int(np.max(runs.runs))} runs; keep at least so many")
-    more = max(0, slots - runs.key.shape[-2])
-    before = [(0, 0)] * (runs.key.ndim - 2)
-    key = jnp.pad(runs.key, [*before, (0, more), (0, 0)])[..., :slots, :]
-    return dataclasses.replace(runs, key=key, count=jnp.pad(runs.count, [*before, (0, more)])[..., :slots])
-
-
-# -------------------------------------------------------------------------------------- attention
+# ----------------------------------------------------------------------------------------- scores
 
 
 def scores(q: Float[Array, "G D"], runs: Runs) -> Float[Array, "G T"]:
@@ -165,26 +141,8 @@ def scores(q: Float[Array, "G D"], runs: Runs) -> Float[Array, "G T"]:
     return jnp.take(physical.swapaxes(0, 1), runs.slot.astype(jnp.int32), axis=0).swapaxes(0, 1)
 
 
-def attend(q: Float[Array, "G D"], runs: Runs | Plain, value: Float[Array, "T D"]) -> Part:
-    """Attention over all tokens; no key is ever expanded."""
-    valid = jnp.arange(value.shape[0]) < runs.tokens
-    if isinstance(runs, Plain):
-        return attention.attend_part(q, runs.key, value, valid)
-    return attention.attend_scores(jnp.where(valid, scores(q, runs), attention.NEGATIVE), value, valid)
-
-
-def attend_unrotated(
-    q: Float[Array, "G D"], runs: Runs | Plain, value: Float[Array, "T D"], freqs: np.ndarray, block: int = 512,
-    most: Int32[Array, ""] | None = None,
-) -> Part:
-    """`attend` over keys before rotation (`scores_unrotated`)."""
-    found = scores_unrotated(q, runs, freqs, block, most)
-    return attention.attend_scores(found, value, jnp.arange(value.shape[0]) < runs.tokens)
-
-
 def scores_unrotated(
-    q: Float[Array, "G D"], runs: Runs | Plain, freqs: np.ndarray, block: int = 512,
-    most: Int32[Array, ""] | None = None,
+    q: Float[Array, "G D"], runs: Runs, freqs: np.ndarray, block: int = 512, most: Int32[Array, ""] | None = None,
 ) -> Float[Array, "G T"]:
     """Scores of keys before rotation; token t is at position t, and `q` is rotated. NEGATIVE where free.
 
@@ -192,7 +150,7 @@ def scores_unrotated(
     which is all that is ever expanded. Mapped over heads and sequences, `most` is the largest number of tokens of any,
     so that all go through the same blocks.
     """
-    capacity = len(runs.key if isinstance(runs, Plain) else runs.slot)
+    capacity = len(runs.slot)
     block = min(block, capacity)
     # Only positions within the block turn keys, by angles that are constants; the block's own turns the query back.
     inside = np.outer(np.arange(block), freqs)
@@ -201,8 +159,7 @@ def scores_unrotated(
     def visit(i, found):
         at = i * block + jnp.arange(block, dtype=jnp.int32)
         row = jnp.minimum(at, capacity - 1)  # the last block may reach beyond the capacity
-        key = runs.key[row] if isinstance(runs, Plain) else runs.key[runs.slot[row]]
-        key = rope.turn(key.astype(q.dtype), cos, sin)
+        key = rope.turn(runs.key[runs.slot[row]].astype(q.dtype), cos, sin)
         some = attention.scores_of(rope.rotate(q, -i * block, freqs), key, at < runs.tokens)
         return jax.lax.dynamic_update_slice_in_dim(found, some.swapaxes(0, 1), i * block, 0)
 
@@ -246,41 +203,3 @@ def fewest_tokens(rate: float, head_dim: int, itemsize: int) -> int | None:
         if size(tokens, max(1, round(rate * tokens)), head_dim, itemsize).pays:
             return tokens
     return None
-
-
-@dataclasses.dataclass(frozen=True)
-class Coded:
-    """Keys of several heads `[*B, ...]` as runs, or as they were where the codec turned itself off."""
-
-    keys: Runs | Plain
-    size: Size
-    reason: str  # why the codec is off; empty where it is on
-
-
-def compress(key: Num[Array, "*B T D"], tokens: Int32[Array, "*B"], tolerance: Tolerance) -> Coded:
-    """The first `tokens` keys of heads with room for T, as runs if these save memory at T tokens; on the host.
-
-    Slots are as many as the neediest head takes at T tokens, if its runs go on as they are.
-    """
-    *lead, capacity, head_dim = key.shape
-    flat = key.reshape(-1, capacity, head_dim)
-    runs = _encode_all(flat, tokens.reshape(-1), tolerance)
-    slots = foreseen(np.asarray(runs.runs), np.asarray(runs.tokens), capacity)
-    one = size(capacity, slots, head_dim, key.dtype.itemsize)
-    total = Size(one.raw * len(flat), one.coded * len(flat))
-    if not one.pays:
-        reason = f"{capacity} tokens in {slots} runs take {one.coded} bytes per head, {one.raw} without: codec off"
-        return Coded(Plain(key, tokens), total, reason)
-    shaped = jax.tree.map(lambda leaf: leaf.reshape(*lead, *leaf.shape[1:]), resize(runs, slots))
-    return Coded(shaped, total, "")
-
-
-def foreseen(runs: np.ndarray, tokens: np.ndarray, capacity: int) -> int:
-    """Runs that the neediest head has at its capacity if it gets as many per token as so far; without a token, all."""
-    needed = np.where(tokens > 0, -(-runs.astype(np.int64) * capacity // np.maximum(tokens, 1)), capacity)
-    return int(np.clip(needed.max(), 1, capacity))
-
-
-@jax.jit
-def _encode_all(key, tokens, tolerance):
-    return jax.vmap(lambda one, length: encode(one, length, tolerance, key.shape[1]))(key, tokens)

@@ -146,8 +146,8 @@ class RLE(Method):
 def _frequencies(spec: Spec) -> np.ndarray:
     """ConfigError where it is not known how keys are rotated."""
     if spec.rope is None:
-        raise ConfigError("before_rotation=True has to know how keys are rotated, as a model's cache does; leave it "
-                          "out with kvjax.attend")
+        raise ConfigError("before_rotation=True has to know how keys are rotated: give kvjax.init_cache rope=, or "
+                          "leave it out")
     return rope.inverse_frequencies(spec.head_dim, spec.rope)
 
 

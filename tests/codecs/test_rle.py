@@ -1,4 +1,4 @@
-"""Run-length encoding: runs against brute force, one by one against all at once, attention against all keys."""
+"""Run-length encoding: runs against brute force, one by one against all at once, scores against all keys."""
 
 import functools
 
@@ -119,7 +119,7 @@ def test_errors_do_not_add_up_along_a_run(way):
 
 def test_more_tokens_follow_an_encoded_prompt():
     key = np.repeat(np.random.default_rng(0).normal(size=(8, SIZE)), 3, axis=0).astype(np.float32)
-    runs = rle.resize(encode(key, jnp.int32(10), Tolerance(), TOKENS), 8)
+    runs = encode(key, jnp.int32(10), Tolerance(), 8)
     append = jax.jit(rle.append)
     for one in key[10:]:
         runs = append(runs, one, Tolerance())
@@ -128,11 +128,17 @@ def test_more_tokens_follow_an_encoded_prompt():
         np.testing.assert_array_equal(getattr(runs, name), getattr(whole, name), err_msg=name)
 
 
-def problem(seed, repeats=3):
+def problem(seed):
+    """Queries, and keys of which three in a row are equal."""
     rng = np.random.default_rng(seed)
-    key = np.repeat(rng.normal(size=(TOKENS // repeats, SIZE)), repeats, axis=0)
-    q, value = rng.normal(size=(GROUP, SIZE)), rng.normal(size=(TOKENS, SIZE))
-    return tuple(jnp.asarray(array, jnp.float32) for array in (q, key, value))
+    q, key = rng.normal(size=(GROUP, SIZE)), np.repeat(rng.normal(size=(TOKENS // 3, SIZE)), 3, axis=0)
+    return jnp.asarray(q, jnp.float32), jnp.asarray(key, jnp.float32)
+
+
+def attended(q, runs, value):
+    """As a cache does with the scores."""
+    valid = jnp.arange(len(value)) < runs.tokens
+    return attention.attend_scores(attention.only_valid(rle.scores(q, runs), valid), value, valid)
 
 
 @pytest.mark.parametrize(("tokens", "slots"), [(256, 64), (256, 256), (512, 128)])
@@ -143,7 +149,7 @@ def test_attention_over_runs_has_the_bits_of_attention_over_keys(tokens, slots):
     q, value = (jnp.asarray(rng.normal(size=(n, 64)), jnp.float32) for n in (GROUP, tokens))
     runs = encode(key, jnp.int32(tokens - 6), Tolerance(), slots)
     expected = jax.jit(attention.attend_part)(q, key, value, jnp.arange(tokens) < tokens - 6)
-    found = jax.jit(rle.attend)(q, runs, value)
+    found = jax.jit(attended)(q, runs, value)
     for name in ("out", "top", "total"):
         np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), err_msg=name)
 
@@ -158,18 +164,13 @@ def test_no_key_is_expanded():
 @pytest.mark.parametrize(("length", "block"), [(20, 8), (24, 7), (1, 8)])
 def test_keys_before_rotation_are_turned_to_their_positions(length, block):
     """Also where the last block reaches beyond the capacity."""
-    q, key, value = problem(2)
+    q, key = problem(2)
     freqs, at = np.array([1.0, 0.1], np.float32), jnp.arange(TOKENS, dtype=jnp.int32)
     runs = encode(key, jnp.int32(length), Tolerance(), 8)
 
-    @jax.jit
-    def both(length, runs):
-        rotated = rope.rotate(key[:, None], at, freqs)[:, 0]
-        found = rle.attend_unrotated(q, runs, value, freqs, block)
-        parts = attention.attend_part(q, rotated, value, at < length), found
-        return [attention.normalise(part, jnp.float32) for part in parts]
-
-    expected, found = both(length, runs)
+    rotated = rope.rotate(key[:, None], at, freqs)[:, 0]
+    expected = attention.scores_of(q, rotated, at < length)
+    found = jax.jit(lambda runs: rle.scores_unrotated(q, runs, freqs, block))(runs)
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
@@ -181,8 +182,8 @@ def test_of_keys_before_rotation_one_block_is_expanded():
             for part in line.params.values():
                 yield from made_by(part.jaxpr) if hasattr(part, "jaxpr") else ()
 
-    attend = functools.partial(rle.attend_unrotated, freqs=np.ones(32, np.float32), block=128)
-    program = jax.make_jaxpr(attend)(jnp.zeros((4, 64)), rle.empty(16, 4096, 64), jnp.zeros((4096, 64)))
+    scores = functools.partial(rle.scores_unrotated, freqs=np.ones(32, np.float32), block=128)
+    program = jax.make_jaxpr(scores)(jnp.zeros((4, 64)), rle.empty(16, 4096, 64))
     sizes = list(made_by(program.jaxpr))
     assert 128 * 64 in sizes and max(sizes) < 4096 * 64
 
@@ -196,26 +197,6 @@ def test_a_size_counts_every_array():
     assert rle.size(TOKENS, 8, SIZE, 4).coded == held and rle.size(TOKENS, 8, SIZE, 4).raw == TOKENS * SIZE * 4
 
 
-def test_a_codec_that_does_not_pay_turns_itself_off_and_says_so():
-    """The neediest head decides for all, by its runs so far and the room that there is."""
-    different, alike = problem(3, repeats=1)[1], problem(3, repeats=6)[1]
-    tokens = jnp.asarray([TOKENS, 12])
-    off = rle.compress(jnp.stack([alike, different]), tokens, Tolerance())
-    assert isinstance(off.keys, rle.Plain) and "off" in off.reason and not off.size.pays
-    np.testing.assert_array_equal(off.keys.tokens, tokens)
-    np.testing.assert_array_equal(off.keys.key, jnp.stack([alike, different]))
-    on = rle.compress(jnp.stack([alike, alike]), tokens, Tolerance())
-    assert on.keys.key.shape == (2, 4, SIZE) and on.size.saved > 0 and not on.reason
-    np.testing.assert_array_equal(on.keys.tokens, tokens)
-    np.testing.assert_array_equal(jax.vmap(rle.decode)(on.keys)[:, :12], jnp.stack([alike, alike])[:, :12])
-
-
-def test_slots_are_foreseen_from_the_neediest_head():
-    assert rle.foreseen(np.array([2, 3]), np.array([10, 10]), 25) == 8
-    assert rle.foreseen(np.array([1, 0]), np.array([9, 0]), 25) == 25  # nothing is known of the second one
-    assert rle.foreseen(np.array([0]), np.array([5]), 25) == 1
-
-
 def test_the_shortest_length_that_pays():
     least = rle.fewest_tokens(0.5, 64, 2)
     assert rle.size(least, round(0.5 * least), 64, 2).pays
@@ -224,8 +205,5 @@ def test_the_shortest_length_that_pays():
 
 
 def test_impossible_sizes_are_refused():
-    runs = encode(problem(0)[1], jnp.int32(24), Tolerance(), 8)
-    with pytest.raises(ConfigError, match="cannot hold 8 runs"):
-        rle.resize(runs, 7)
     with pytest.raises(ConfigError, match="at least 1"):
         rle.empty(0, 4, 4)

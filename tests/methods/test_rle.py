@@ -5,14 +5,18 @@ import logging
 
 import harness
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import HEADS, Sim, Stream
 from tiny import CONFIG, make_params
 
 import kvjax
+from kvjax.codecs import rle
 from kvjax.errors import ConfigError
 from kvjax.methods import RLE, Full
+from kvjax.models import rope
+from kvjax.models.config import RopeConfig
 
 METHOD = RLE(page=4, slots=40)
 SAME = [5] * 200  # a text of one token: every layer's keys are alike before rotation, and differ after it
@@ -51,6 +55,51 @@ def test_decoded_tokens_make_the_runs_of_a_prompt():
     decoded.run(25)
     for one, other in zip(*(jax.tree.leaves(sim.state().index) for sim in (decoded, prompt)), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def attended(method, q, key, value, prompt: int, rope=None) -> np.ndarray:
+    """What the tokens after a prompt attend to, `[N, H, D]`."""
+    cache = kvjax.init_cache(method, batch=1, kv_heads=2, group=2, head_dim=64, capacity=key.shape[1], rope=rope)
+    cache, out = kvjax.prefill_cache(cache, key[:, :prompt], value[:, :prompt], jnp.asarray([prompt])), []
+    for at in range(prompt, key.shape[1]):
+        one, cache = kvjax.attend(cache, q[:, at], key[:, at], value[:, at])
+        out.append(one[0])
+    return np.stack(out)
+
+
+def heads(run: int):
+    """Queries, keys in runs, and values, `[1, T, heads, D]`, of heads as models have them."""
+    rng = np.random.default_rng(0)
+    key = np.repeat(rng.normal(size=(1, 260 // run, 2, 64)), run, axis=1)
+    q, value = rng.normal(size=(1, 260, 4, 64)), rng.normal(size=key.shape)
+    return tuple(jnp.asarray(array, jnp.float32) for array in (q, key, value))
+
+
+def test_without_a_tolerance_no_bit_differs_from_full_attention():
+    q, key, value = heads(4)
+    expected = attended(Full(page=4), q, key, value, 248)
+    np.testing.assert_array_equal(attended(RLE(page=4, slots=70), q, key, value, 248), expected)
+
+
+def test_keys_before_rotation_are_attended_as_rotated_ones():
+    """From a third as many slots, as equal contents are equal keys before rotation only."""
+    q, key, value = heads(4)
+    model, at = RopeConfig(), jnp.arange(key.shape[1], dtype=jnp.int32)
+    rotated = rope.rotate(key, at[None], rope.inverse_frequencies(64, model))
+    method = RLE(page=4, slots=90, before_rotation=True, tolerance=1e-4, sinks=2, window=6)
+    found = attended(method, q, rotated, value, 248, model)
+    np.testing.assert_allclose(found, attended(Full(page=4), q, rotated, value, 248), atol=2e-4, rtol=0)
+    after = dataclasses.replace(method, before_rotation=False)
+    assert np.abs(attended(after, q, rotated, value, 248) - found).max() > 0.1
+
+
+def test_with_a_tolerance_keys_are_off_by_no_more():
+    _, key, value = heads(10)
+    drift = key + 0.004 * (jnp.arange(260) % 10)[:, None, None]
+    cache = kvjax.init_cache(RLE(page=4, tolerance=0.01), batch=1, kv_heads=2, group=2, head_dim=64, capacity=260)
+    runs = kvjax.prefill_cache(cache, drift, value, jnp.asarray([260])).layer.state.index.runs
+    back = jax.vmap(jax.vmap(rle.decode))(runs)[0, :, :259].swapaxes(0, 1)
+    assert 0.007 < float(jnp.abs(back - drift[0, :259]).max()) <= 0.01 and int(runs.runs[0, 0]) < 130
 
 
 def logits_of(llm, method, context, more, **prefill):
