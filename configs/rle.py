@@ -21,7 +21,7 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config.span = 32  # tokens of a segment in the hierarchical encoding
     config.cluster = 8  # tokens per cluster where keys are sorted by cluster
     config.bits = (8, 4, 2)  # of keys in few bits
-    config.parts = {"length": 1024, "tolerances": (0.01, 0.05, 1.0)}  # likelihood with one layer, or head, in runs
+    config.parts = {"length": 1024, "wide": 1.0}  # likelihood with one layer, or head, in runs, and at a wide tolerance
     config.histogram = (1, 2, 3, 5, 9, 17)  # shortest run of each bin
     config.autoencoder = {"width": 12, "hidden": 64, "steps": 400, "batch": 256, "rate": 3e-3}
     config.flash = {  # decodes the last `steps` of the first `length` tokens of a text from a flash store in each codec
@@ -33,7 +33,7 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     if preset == "smoke":
         config.update(texts=1, lengths=(128,), tolerances=(0.0, 0.05))
         config.autoencoder.update(steps=20)
-        config.bits, config.parts.tolerances = (2,), (1.0,)
+        config.bits, config.parts.length = (2,), 128
         config.flash.update(methods=({"name": "quest", "budget": 128, "page": 32},), dtypes=("float32",), steps=8)
     elif preset == "overhead":
         return ml_collections.ConfigDict({

@@ -129,7 +129,9 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     table.save(paths["estimated"])
     table.reversed().save(paths["reversed"])
     print_findings(rows)
-    run.summary(rows + control_rows(llm, paths, config, run))
+    control = control_rows(llm, paths, config, run)
+    run.summary(rows + control)
+    print_control(control)
 
 
 def print_table(kind: str, rows: list[dict]) -> None:
@@ -146,3 +148,10 @@ def print_findings(rows: list[dict]) -> None:
         if not row["task"].startswith("table/"):
             print("  ".join(f"{name} {value:.3f}" if isinstance(value, float) else f"{name} {value}"
                             for name, value in row.items()))
+
+
+def print_control(rows: list[dict]) -> None:
+    """What the method reaches with the estimated and with the reversed order, a line each."""
+    for row in sorted(rows, key=lambda row: (row["task"], row["context"], row["method"])):
+        measures = (f"{name} {row[name]:.3f}" for name in ("accuracy", "nll", "delta_nll") if name in row)
+        print(f"{row['task']:>20}{row['context']:>7,}  {row['method']:32}" + "  ".join(measures))

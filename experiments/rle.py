@@ -80,4 +80,4 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
             rows.append({"store": "memory", "budget": None, "seed": config.seed, **row})
             run.log(**rows[-1])
     run.summary(rows)
-    rle_table.print_table(rows)
+    rle_table.print_table(rows, config.histogram)

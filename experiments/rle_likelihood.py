@@ -64,10 +64,12 @@ def rows_by_part(llm: kvjax.LLM, kind: str, token: np.ndarray, config) -> Iterat
     """Runs before rotation in one layer, or one head, at a time; of the first tokens of each text."""
     token = token[:, : config.parts.length]
     plain = nats(llm, token)
-    every = itertools.product(config.parts.tolerances, masks(llm.config.num_layers, llm.config.num_kv_heads))
-    for value, (place, on) in tqdm(list(every), desc=f"{kind}, part by part", disable=None):
-        recoding = rle_model.Only(rle_model.RunsBefore(Tolerance(value, 0.0)), on)
+    settings = [*rle_sizes.tolerances(config), ("absolute", config.parts.wide)]
+    every = itertools.product(settings, masks(llm.config.num_layers, llm.config.num_kv_heads))
+    for (measure, value), (place, on) in tqdm(list(every), desc=f"{kind}, part by part", disable=None):
+        tolerance = Tolerance(**{"absolute": 0.0, "relative": 0.0, measure: value})
+        recoding = rle_model.Only(rle_model.RunsBefore(tolerance), on)
         yield {
-            "task": f"likelihood_of_part/{kind}", "method": "rle_before", "context": token.shape[1], "absolute": value,
+            "task": f"likelihood_of_part/{kind}", "method": "rle_before", "context": token.shape[1], measure: value,
             **place, **change(nats(llm, token, recoding), plain),
         }

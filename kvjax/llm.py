@@ -206,8 +206,8 @@ class LLM:
         plan = planning.make_plan(self.config, method, len(lengths), capacity, dtype)
         if max(lengths) > plan.capacity:
             raise PromptError(f"the prompt has {max(lengths)} tokens but capacity={plan.capacity}; raise the capacity")
-        if method.fits_prompts and chunk is None:
-            reading = reading if reading.layers else self._read(reading)
+        if method.fits_prompts:
+            reading = reading if reading.layers or chunk is not None else self._read(reading)
             plan = self._fitted(plan, method, reading)
         branch = None
         if store is not None:

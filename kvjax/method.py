@@ -249,7 +249,7 @@ class Method(abc.ABC):
 
         Args:
           spec: as sized for this method.
-          keys: of each layer, right-padded to T.
+          keys: of each layer, right-padded to T; none where prompts are read in chunks, and not known yet.
           length: tokens of each sequence.
           key_bytes: what a key takes in a block.
         """

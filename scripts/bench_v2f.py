@@ -17,6 +17,7 @@ length, or head after head with the length of each. A fifth of the blocks is in 
 import argparse
 import dataclasses
 import functools
+import pathlib
 import statistics
 import time
 
@@ -33,13 +34,14 @@ from kvjax.pool import take_rows
 from kvjax.store import residency
 
 HEADS, GROUP, SIZE = 8, 4, 64
+TABLE = str(pathlib.Path(__file__).parents[1] / "kvjax" / "reference" / "delimiters.json")
 
 
 def made_up(plan, tokens: int):
     """A layer's state with blocks of 10 to 18 tokens of random keys, keys and values [K, NB, C, D], and a query."""
     method, spec = plan
     rng = np.random.default_rng(0)
-    ends = np.cumsum(rng.integers(10, 19, spec.num_blocks))
+    ends = np.cumsum(rng.integers(method.split.least, method.split.most + 1, spec.num_blocks))
     ends = ends[ends <= tokens]
     pos = np.full((spec.num_blocks, spec.block_rows), -1, np.int32)
     for block, (a, z) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
@@ -98,7 +100,11 @@ def found_by_keys(spec, layer, key, q):
 
 
 def _best(spec, layer, score):
-    scores = jax.lax.map(score, jnp.arange(spec.num_blocks)).T
+    def one(block, scores):
+        return scores.at[:, block].set(score(block))
+
+    filled = jnp.max(jnp.sum(layer.count > 0, axis=-1))  # blocks without a key come last, and are not looked at
+    scores = jax.lax.fori_loop(0, filled, one, jnp.zeros((HEADS, spec.num_blocks)))
     return top_blocks(scores, layer.count > 0, spec.max_blocks)
 
 
@@ -188,8 +194,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--repeats", type=int, default=30)
     options = parser.parse_args()
-    method = DynSplit(budget=options.tokens // 10, splitting="fixed", chunk=18)
-    spec = method.spec(kv_heads=HEADS, group=GROUP, head_dim=SIZE, capacity=options.tokens * 2)
+    method = DynSplit(budget=options.tokens // 10, table=TABLE)
+    spec = method.spec(kv_heads=HEADS, group=GROUP, head_dim=SIZE, capacity=options.tokens + 1024)
     layer, key, value, q = made_up((method, spec), options.tokens)
     report_selection(spec, layer, key, value, q, functools.partial(seconds, repeats=options.repeats))
     report_reuse(spec, layer, q, functools.partial(seconds, repeats=options.repeats))

@@ -3,7 +3,7 @@
 Some channels of keys are much larger than others, so that one scale per channel loses less than one per token. Scales
 are those of the prompt; later keys beyond them are clipped. Codes are odd in number, as 0 stays 0: of 2 bits, three are
 used. Run-length encoding of the result composes: `rle.encode` takes integers, packed bytes too, and
-`rle.attend(q * scale, ...)` needs no key turned back.
+`rle.scores(q * scale, ...)` needs no key turned back.
 """
 
 import jax.numpy as jnp

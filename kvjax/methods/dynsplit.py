@@ -13,12 +13,13 @@ block is known when its first possible last token is placed, and no row ever mov
 
     dynamic     DD-Select
     fixed       every C tokens: without delimiters
-    sentence    at the first pre-defined sentence end
-    no_length   at the most important delimiter in reach, wherever it is: without length control
+    sentence    at the first pre-defined sentence end within C + Delta tokens, there if none is
+    no_length   at the most important delimiter within C + Delta tokens, wherever it is: without length control
     no_weight   at the delimiter nearest to the ideal end: without weights
 
 Choices the paper leaves open: alpha = 0.5 and Delta = 4 (C = 14 is its "window length parameter"); `sentence` and
-`no_length` know no shortest block, so `shortest` bounds the number of blocks there.
+`no_length` know no shortest block, so `shortest` bounds the number of blocks there; and a block is an array of C +
+Delta rows, so that no splitting makes a longer one.
 
 Resident: 2 D numbers per block, D with `vectors="mean"`. Cost per step: a score per block, then the selected blocks.
 """

@@ -1,17 +1,19 @@
 """Run-length encoded keys: full attention in which consecutive keys that are equal are stored, and scored, once.
 
-The codec and its attention are `kvjax.codecs.rle`. Every token is attended; blocks, in memory or on flash, hold values
+The codec and its scores are `kvjax.codecs.rle`. Every token is attended; blocks, in memory or on flash, hold values
 alone. What leaves the window is compared with the open run; a prompt is encoded at once, to the same runs.
 
 Arrays are fixed: each head has a slot for every run of the prompts, and for every token that may follow them, so that
 none is ever refused. `llm.prefill` reads the prompts before it sizes the cache. Where that takes more memory than keys
-do in blocks, the codec turns itself off: the method is then `full`, and the log says why. Without prompts to look at
-(`kvjax.attend`, prompts that are read in chunks) there are as many slots as tokens.
+do in blocks, the codec turns itself off: the method is then `full`, and a warning says so. With `kvjax.attend`, which
+does not know the prompts beforehand, there are as many slots as tokens, unless `slots` says otherwise.
 
 `before_rotation` keeps keys as they were before they were rotated, where equal tokens have more alike keys, and turns
-them as they are used. Turning back and forth rounds, so that it wants a tolerance of some 1e-5 to find what is equal.
+them as they are used. Turning back and forth rounds, so that it wants a tolerance of some 1e-5 to find what is equal,
+and is not lossless. With `int8` keys are kept, and compared, as codes of 8 bits with a scale per channel, the prompt's
+(`kvjax.codecs.lowbit`); tolerances then are in steps.
 
-Resident: D numbers per run, and 2 or 4 bytes per token. Cost per step: a score per run, all values.
+Resident: D numbers per slot, and 2 or 4 bytes per token. Cost per step: a score per slot, all values.
 """
 
 import dataclasses
@@ -23,18 +25,20 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
-from kvjax.codecs import rle
+from kvjax.codecs import lowbit, rle
 from kvjax.codecs.rle import Runs, Tolerance
 from kvjax.errors import ConfigError
 from kvjax.method import Method, Spec, every_occupied, in_token_order
 from kvjax.methods.full import Full
 from kvjax.models import rope
-from kvjax.typing import Array, Float, Int32, pytree
+from kvjax.typing import Array, Bool, Float, Int32, Num, pytree
 
 
 @pytree
 class RunIndex:
     runs: Runs  # [*B, K, ...], of the tokens in blocks, in their order
+    scale: Float[Array, "*B K D"]  # of codes; 1 where keys are kept as they are
+    stored: Int32[Array, "*B"]  # tokens in blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +49,10 @@ class RLE(Method):
       tolerance: how far elements of equal keys may be apart; 0 is lossless.
       relative: the same, as a share of the run's first key's element; the two add up.
       before_rotation: whether keys are compared, and kept, before rotation.
+      int8: whether keys are compared, and kept, in 8 bits.
       page: rows of a block of values.
-      slots: runs that each KV head has room for; None = as the prompts ask for, without prompts as many as tokens.
+      slots: runs that each KV head has room for; None = as the prompts ask for, where they are not known as many as
+        tokens. Outputs are NaN after tokens that found no slot, which only `kvjax.attend` can come to.
     """
 
     budget: int | None = None
@@ -55,6 +61,7 @@ class RLE(Method):
     tolerance: float = 0.0
     relative: float = 0.0
     before_rotation: bool = False
+    int8: bool = False
     page: int = 64
     slots: int | None = None
     attends_all: ClassVar[bool] = True
@@ -79,68 +86,95 @@ class RLE(Method):
         count = -(-capacity // self.page)
         return count, self.page, count, 0
 
+    # ----------------------------------------------------------------------------- size, by the prompts
+
     def for_prompts(self, spec, keys, length, key_bytes):
         """With as many slots as these prompts and what may follow them need; `full` where runs take more memory than
-        keys. ConfigError where there are `slots`, but too few."""
-        tokens = np.maximum(length - spec.sinks - spec.ring, 0)
-        runs = np.max([self._count(spec, key, tokens) for key in keys[self.dense_layers :]], axis=0)
-        needed = max(1, int(np.max(runs + (spec.capacity - tokens)[:, None])))
+        keys, or prompts are not known. ConfigError where there are `slots`, but too few."""
+        needed, rows = self._slots(spec, keys[self.dense_layers :], length), spec.num_blocks * spec.block_rows
         if self.slots is not None and self.slots < needed:
             raise ConfigError(f"slots={self.slots} of rle cannot hold the {needed} runs that these prompts, and "
                               f"{spec.capacity} tokens in all, may have; leave it out")
-        slots, rows = self.slots or needed, spec.num_blocks * spec.block_rows
-        coded, raw = rle.size(rows, slots, spec.head_dim, 4).coded, rows * key_bytes
+        fitted = dataclasses.replace(self, slots=self.slots or needed)
+        coded, raw = fitted._key_bytes(spec), rows * key_bytes
         if coded < raw:
-            return dataclasses.replace(self, slots=slots)
-        logging.info("%d runs for %d tokens take %d bytes per KV head, %d without: keys are kept as they are",
-                     slots, rows, coded, raw)
-        return Full(window=self.window, sinks=self.sinks, page=self.page)
+            return fitted
+        logging.warning("%d runs for %d tokens take %d bytes per KV head, %d without: keys are kept as they are",
+                        fitted.slots, rows, coded, raw)
+        return Full(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Full)})
 
-    def _count(self, spec: Spec, key: Float[Array, "B T K D"], tokens: np.ndarray) -> Int32[Array, "B K"]:
-        """Runs of the first so many keys after the sinks."""
-        return _runs_of(self, spec, jnp.asarray(key[:, spec.sinks :]), jnp.asarray(tokens, jnp.int32))
+    def _slots(self, spec: Spec, keys, length: np.ndarray) -> int:
+        """Runs that some head may have at the capacity: those of its prompt, and one for each token after it."""
+        most = max(1, spec.capacity - spec.sinks - spec.ring)
+        if not keys:
+            return most
+        stored = np.maximum(length - spec.sinks - spec.ring, 0)
+        runs = np.max([_runs_of(self, spec, jnp.asarray(key), jnp.asarray(stored, jnp.int32)) for key in keys], axis=0)
+        return max(1, int(np.max(runs + (most - stored)[:, None])))
+
+    def _key_bytes(self, spec: Spec) -> int:
+        """Bytes of one KV head's keys."""
+        held = jax.eval_shape(lambda: jax.tree.leaves(self._empty(spec)))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in held)
 
     def _empty(self, spec: Spec) -> Runs:
+        """Of one KV head."""
         rows = spec.num_blocks * spec.block_rows
-        return rle.empty(min(self.slots or rows, rows), rows, spec.head_dim)
+        return rle.empty(min(self.slots or rows, rows), rows, spec.head_dim, jnp.int8 if self.int8 else jnp.float32)
+
+    # -------------------------------------------------------------------------------------- contract
 
     def init(self, spec, weights):
-        one = self._empty(spec)
-        return RunIndex(jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (spec.kv_heads, *leaf.shape)), one))
+        one, heads = self._empty(spec), spec.kv_heads
+        runs = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (heads, *leaf.shape)), one)
+        return RunIndex(runs, jnp.ones((heads, spec.head_dim)), jnp.int32(0))
 
     def build(self, spec, index, context):
         stored = jnp.sum(context.valid, dtype=jnp.int32)
         placement = in_token_order(spec, jnp.int32(0), jnp.cumsum(context.valid) - 1, context.valid)
         rows, slots = index.runs.slot.shape[-1], index.runs.key.shape[-2]
         at = jnp.minimum(jnp.argmax(context.valid) + jnp.arange(rows), context.key.shape[1] - 1)
-        key = self._kept(spec, context.key[:, at], context.pos[at])
-        return RunIndex(jax.vmap(lambda one: rle.encode(one, stored, self.equal, slots))(key)), placement
-
-    def _kept(self, spec: Spec, key: Float[Array, "K N D"], pos: Int32[Array, "N"]) -> Float[Array, "K N D"]:
-        """Keys as they are compared and kept: as they come, or turned back from their positions."""
-        key = key.astype(jnp.float32)
-        if not self.before_rotation:
-            return key
-        return rope.rotate(key.swapaxes(0, 1), -pos, _frequencies(spec)).swapaxes(0, 1)
+        key, scale = self._scaled(self._turned(spec, context.key[:, at], context.pos[at]), jnp.arange(rows) < stored)
+        runs = jax.vmap(lambda one: rle.encode(one, stored, self.equal, slots))(self._codes(key, scale))
+        return RunIndex(runs, scale, stored), placement
 
     def select(self, spec, index, view, q):
         return every_occupied(spec, view)
 
     def score_rows(self, spec, index, q):
-        if not self.before_rotation:
-            return jax.vmap(rle.scores)(q, index.runs)
-        freqs = _frequencies(spec)
-        # The first row's token is at position S, and the codec counts from 0.
-        q = rope.rotate(q, jnp.full(q.shape[0], -spec.sinks), freqs)
-        one = functools.partial(rle.scores_unrotated, freqs=freqs, most=jnp.max(index.runs.tokens))
-        return jax.vmap(one)(q, index.runs)
+        if self.before_rotation:
+            freqs = _frequencies(spec)
+            # The first row's token is at position S, and the codec counts from 0.
+            q = rope.rotate(q, jnp.full(q.shape[0], -spec.sinks), freqs)
+            one = functools.partial(rle.scores_unrotated, freqs=freqs, most=index.stored)
+            found = jax.vmap(one)(q, index.runs, index.scale)
+        else:
+            found = jax.vmap(rle.scores)(q * index.scale[:, None], index.runs)
+        return jnp.where(index.runs.refused[:, None, None] > 0, jnp.nan, found)
 
     def append(self, spec, index, view, leaving):
-        stored = index.runs.tokens[0]
-        placement = in_token_order(spec, stored, jnp.int32(0), leaving.valid)
-        key = self._kept(spec, leaving.key[:, None], leaving.pos[None])[:, 0]
+        placement = in_token_order(spec, index.stored, jnp.int32(0), leaving.valid)
+        key = self._codes(self._turned(spec, leaving.key[:, None], leaving.pos[None]), index.scale)[:, 0]
         grown = jax.vmap(lambda runs, one: rle.append(runs, one, self.equal, leaving.valid))(index.runs, key)
-        return RunIndex(grown), placement
+        return RunIndex(grown, index.scale, index.stored + leaving.valid), placement
+
+    # --------------------------------------------------------------------- keys as they are compared and kept
+
+    def _turned(self, spec: Spec, key: Float[Array, "K N D"], pos: Int32[Array, "N"]) -> Float[Array, "K N D"]:
+        """As they come, or turned back from their positions."""
+        key = key.astype(jnp.float32)
+        if not self.before_rotation:
+            return key
+        return rope.rotate(key.swapaxes(0, 1), -pos, _frequencies(spec)).swapaxes(0, 1)
+
+    def _scaled(self, key: Float[Array, "K N D"], valid: Bool[Array, "N"]):
+        """The keys, and each head's scale."""
+        if not self.int8:
+            return key, jnp.ones((key.shape[0], key.shape[2]))
+        return key, jax.vmap(lambda one: lowbit.scale_of(jnp.where(valid[:, None], one, 0.0)))(key)
+
+    def _codes(self, key: Float[Array, "K N D"], scale: Float[Array, "K D"]) -> Num[Array, "K N D"]:
+        return jax.vmap(lowbit.quantise)(key, scale) if self.int8 else key
 
 
 def _frequencies(spec: Spec) -> np.ndarray:
@@ -152,7 +186,14 @@ def _frequencies(spec: Spec) -> np.ndarray:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _runs_of(method: RLE, spec: Spec, key: Float[Array, "B T K D"], tokens: Int32[Array, "B"]) -> Int32[Array, "B K"]:
-    kept = jax.vmap(lambda one: method._kept(spec, one.swapaxes(0, 1), spec.sinks + jnp.arange(key.shape[1])))(key)
-    begins = jax.vmap(jax.vmap(lambda one: rle.begins(one, method.equal)))(kept)
-    return jnp.sum(begins & (jnp.arange(key.shape[1]) < tokens[:, None, None]), axis=-1, dtype=jnp.int32)
+def _runs_of(method: RLE, spec: Spec, key: Float[Array, "B T K D"], stored: Int32[Array, "B"]) -> Int32[Array, "B K"]:
+    """Runs of so many keys after the sinks."""
+    at = spec.sinks + jnp.arange(key.shape[1])
+
+    def one(key, stored):
+        rows = jnp.take(key.swapaxes(0, 1), at, axis=1, mode="clip")
+        kept = method._codes(*method._scaled(method._turned(spec, rows, at), jnp.arange(len(at)) < stored))
+        begins = jax.vmap(lambda head: rle.begins(head, method.equal))(kept)
+        return jnp.sum(begins & (jnp.arange(len(at)) < stored), axis=-1, dtype=jnp.int32)
+
+    return jax.vmap(one)(key, stored)

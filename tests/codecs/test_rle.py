@@ -170,7 +170,7 @@ def test_keys_before_rotation_are_turned_to_their_positions(length, block):
 
     rotated = rope.rotate(key[:, None], at, freqs)[:, 0]
     expected = attention.scores_of(q, rotated, at < length)
-    found = jax.jit(lambda runs: rle.scores_unrotated(q, runs, freqs, block))(runs)
+    found = jax.jit(lambda runs: rle.scores_unrotated(q, runs, jnp.ones(SIZE), freqs, block))(runs)
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
@@ -183,7 +183,7 @@ def test_of_keys_before_rotation_one_block_is_expanded():
                 yield from made_by(part.jaxpr) if hasattr(part, "jaxpr") else ()
 
     scores = functools.partial(rle.scores_unrotated, freqs=np.ones(32, np.float32), block=128)
-    program = jax.make_jaxpr(scores)(jnp.zeros((4, 64)), rle.empty(16, 4096, 64))
+    program = jax.make_jaxpr(scores)(jnp.zeros((4, 64)), rle.empty(16, 4096, 64), jnp.ones(64))
     sizes = list(made_by(program.jaxpr))
     assert 128 * 64 in sizes and max(sizes) < 4096 * 64
 

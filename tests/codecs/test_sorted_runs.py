@@ -43,9 +43,8 @@ def test_with_a_tolerance_keys_are_off_by_no_more_and_runs_fewer():
     assert float(jnp.abs(rle.decode(few) - key).max()) <= 0.1
 
 
-def test_attention_over_sorted_runs_is_attention_over_keys():
+def test_scores_of_sorted_runs_are_scores_of_keys():
     key, _ = repeated()
-    q, value = jax.random.normal(jax.random.key(2), (2, SIZE)), jax.random.normal(jax.random.key(3), (TOKENS, SIZE))
-    found = rle.attend(q, encode(key, jnp.int32(40), Tolerance(), 4), value)
-    expected = attention.attend_part(q, key, value, jnp.arange(TOKENS) < 40)
-    np.testing.assert_allclose(found.out, expected.out, rtol=2e-5, atol=1e-5)
+    q = jax.random.normal(jax.random.key(2), (2, SIZE))
+    found = rle.scores(q, encode(key, jnp.int32(40), Tolerance(), 4))[:, :40]
+    np.testing.assert_allclose(found, attention.scores_of(q, key[:40], jnp.ones(40, bool)), rtol=2e-5, atol=1e-5)

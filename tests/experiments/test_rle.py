@@ -137,18 +137,22 @@ def test_dictionary_rows_say_where_the_token_decides():
 
 def test_the_table_has_the_sources_figures_beside_ours(capsys):
     row = {"task": "runs/chat", "method": "rle_before", "context": 64, "absolute": 0.01, "runs_per_token": 0.9,
-           "saved": 0.1, "kv_saved": 0.05}
+           "key_bytes_coded": 2048.0, "saved": 0.1, "kv_saved": 0.05, "histogram": [1234, 5, 0]}
     cost = {"task": "likelihood/chat", "method": "rle_before", "context": 64, "absolute": 0.01,
             "relative_delta_nll": 0.00123, "relative_error": 0.0004}
     shorter = row | {"context": 32}
-    left_out = [row | {"absolute": None, "relative": 0.01}, shorter | {"absolute": 0.05}]
-    rle_table.print_table([row, cost, shorter, *left_out])
+    relative, left_out = row | {"absolute": None, "relative": 0.01}, shorter | {"absolute": 0.05}
+    rle_table.print_table([row, cost, relative, shorter, left_out], (1, 2, 5))
     head, *lines, overhead = capsys.readouterr().out.splitlines()
-    assert [line.split() for line in lines] == [
-        ["chat", "rle_before", "64", "0.01", "abs", "0.900", "10.0", "5.0", "62", "0.123", "0.040", "0.08"],
-        ["chat", "rle_before", "32", "0.01", "abs", "0.900", "10.0", "5.0", "62", "/", "/", "0.08"],
+    histograms = [line.split() for line in lines[3:]]
+    assert [line.split() for line in lines[:3]] == [
+        ["chat", "rle_before", "64", "0.01", "abs", "0.900", "2", "10.0", "5.0", "62", "0.123", "0.040", "0.08"],
+        ["chat", "rle_before", "64", "0.01", "rel", "0.900", "2", "10.0", "5.0", "/", "/", "/", "/"],
+        ["chat", "rle_before", "32", "0.01", "abs", "0.900", "2", "10.0", "5.0", "62", "/", "/", "0.08"],
     ]
-    assert "2.8 %" in overhead and all(len(line) == len(head) for line in lines)
+    assert histograms[0][-3:] == ["1", "2-4", "5-"] and len(histograms) == 3
+    assert histograms[2] == ["chat", "rle_before", "0.01", "rel", "1,234", "5", "0"]
+    assert "2.8 %" in overhead and all(len(line) == len(head) for line in lines[:3])
 
 
 def test_planted_runs_are_read_in_fewer_bytes_and_change_no_bit(llm, tmp_path):

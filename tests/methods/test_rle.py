@@ -90,7 +90,22 @@ def test_keys_before_rotation_are_attended_as_rotated_ones():
     found = attended(method, q, rotated, value, 248, model)
     np.testing.assert_allclose(found, attended(Full(page=4), q, rotated, value, 248), atol=2e-4, rtol=0)
     after = dataclasses.replace(method, before_rotation=False)
-    assert np.abs(attended(after, q, rotated, value, 248) - found).max() > 0.1
+    assert np.isnan(attended(after, q, rotated, value, 248)).all()  # so few slots are not enough
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_keys_in_8_bits_are_runs_of_codes(before):
+    """Noise of less than half a step does not end a run."""
+    q, key, value = heads(4)
+    key += 1e-3 * jnp.asarray(np.random.default_rng(1).normal(size=key.shape), jnp.float32)
+    model, at = RopeConfig(), jnp.arange(key.shape[1], dtype=jnp.int32)
+    rotated = rope.rotate(key, at[None], rope.inverse_frequencies(64, model)) if before else key
+    method = RLE(page=4, int8=True, before_rotation=before, tolerance=1.0)
+    cache = kvjax.init_cache(method, batch=1, kv_heads=2, group=2, head_dim=64, capacity=260, rope=model)
+    runs = kvjax.prefill_cache(cache, rotated, value, jnp.asarray([260])).layer.state.index.runs
+    assert runs.key.dtype == jnp.int8 and (np.asarray(runs.runs) == 65).all()
+    expected = attended(Full(page=4), q, rotated, value, 248)
+    np.testing.assert_allclose(attended(method, q, rotated, value, 248, model), expected, atol=0.1)
 
 
 def test_with_a_tolerance_keys_are_off_by_no_more():
@@ -120,12 +135,12 @@ def test_equal_tokens_are_one_run_before_rotation(llm, sinks):
     layers = [one.state.index.runs for one in cache.state.layers]
     assert all((np.asarray(runs.runs) == 1).all() for runs in layers)
     assert cache.resident_bytes < 0.7 * full.resident_bytes
-    assert cache.plan.layers[0].method.slots == 1 + 217 - (200 - 4 - sinks)  # the run, and whatever may follow
+    assert cache.plan.layers[0].method.slots == 1 + 217 - 200  # the run, and whatever may follow
 
 
 def test_where_runs_do_not_pay_the_codec_turns_itself_off(llm, caplog):
     context, more = np.random.default_rng(0).integers(0, 64, 90).tolist(), [1, 2, 3]
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.WARNING):
         got, cache = logits_of(llm, RLE(page=2), context, more)
     assert isinstance(cache.plan.layers[0].method, Full) and "keys are kept as they are" in caplog.text
     np.testing.assert_array_equal(got, logits_of(llm, Full(page=2), context, more)[0])
@@ -143,6 +158,21 @@ def test_a_saved_cache_answers_as_before(llm, tmp_path):
     cache.save(tmp_path)
     answers = [llm.generate([7, 8, 9], one, max_new_tokens=8).tokens for one in (cache, llm.restore(tmp_path))]
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("method", [RLE(sinks=20, page=2), RLE(dense_layers=CONFIG.num_layers, page=2)])
+def test_a_prompt_without_a_key_to_encode_is_read(llm, method):
+    """It is all sinks, or all layers are dense."""
+    cache = llm.prefill([3, 1, 2], method=method, capacity=30)
+    expected = llm.generate([5], llm.prefill([3, 1, 2], capacity=30), max_new_tokens=6).tokens
+    assert llm.generate([5], cache, max_new_tokens=6).tokens == expected
+
+
+def test_of_prompts_in_chunks_nothing_is_known_yet(llm):
+    cache = llm.prefill(SAME, method=RLE(**TOLERANT, page=2), capacity=230, chunk=50)
+    assert isinstance(cache.plan.layers[0].method, Full)
+    with pytest.raises(ConfigError, match="slots=50 of rle cannot hold"):
+        llm.prefill(SAME, method=RLE(**TOLERANT, slots=50), capacity=230, chunk=50)
 
 
 def test_too_few_slots_and_bad_settings_are_refused(llm):
