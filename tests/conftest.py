@@ -1,8 +1,9 @@
-"""Test-wide settings: run-time type checks of every jaxtyping signature, one cache of compiled programs."""
+"""Test-wide settings: run-time type checks of every jaxtyping signature, one cache of compiled programs, no deadlines."""
 
 import os
 import pathlib
 
+import hypothesis
 import pytest
 from jaxtyping import install_import_hook
 from xdist.scheduler import LoadScopeScheduling
@@ -12,6 +13,9 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(__file__).pa
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
+# An example that compiles, on a busy machine, takes what it takes.
+hypothesis.settings.register_profile("kvjax", deadline=None)
+hypothesis.settings.load_profile("kvjax")
 _HOOK = install_import_hook("kvjax", "beartype.beartype")
 _QUICK = ("tests/models/", "tests/store/", "tests/tasks/", "tests/tuner/")
 # Files that use the programs of another one, among them some with callbacks, which are not cached on disk.

@@ -49,7 +49,7 @@ partitions = given(seed=st.integers(0, 1000), owner=owners, scale=st.sampled_fro
 # Parts --------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @partitions
 def test_merged_parts_equal_softmax_over_the_union(seed, owner, scale):
     q, key, value = tokens(seed, scale)
@@ -58,7 +58,7 @@ def test_merged_parts_equal_softmax_over_the_union(seed, owner, scale):
     )
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(seed=st.integers(0, 1000), owner=owners, part=st.integers(0, PARTS - 1))
 def test_empty_parts_change_nothing(seed, owner, part):
     """Given everything in one part, the other four are empty before and after it."""

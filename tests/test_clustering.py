@@ -174,7 +174,7 @@ def test_another_seed_starts_elsewhere():
 # The split in two ---------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(seed=st.integers(0, 10_000), size=st.integers(2, 32), identical=st.booleans(), skew=st.sampled_from([0, 1, 50]))
 def test_a_split_gives_two_parts_that_fit(seed, size, identical, skew):
     """Given 2 to 32 valid points among 40 and room for 16, both parts are non-empty, fit, and cover all once."""
@@ -236,7 +236,7 @@ def owners(draw):
     return np.pad(np.where(valid, owner, 6), (0, pad), constant_values=6), np.pad(valid, (0, pad))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(owners())
 def test_packing_gives_every_token_its_own_row(case):
     owner, valid = case
@@ -247,7 +247,7 @@ def test_packing_gives_every_token_its_own_row(case):
     assert (block[~valid] == 18).all()
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(owners())
 def test_packing_fills_blocks_of_one_cluster_from_the_front(case):
     """Each block holds one cluster, its rows are a prefix, and only a cluster's last block has room left."""

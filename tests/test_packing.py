@@ -44,7 +44,7 @@ def test_codes_are_those_of_numpy_and_take_the_bytes_they_say(dtype):
 
 
 @quantised
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(VECTORS)
 def test_a_number_is_off_by_half_a_step_and_packing_again_changes_no_byte(dtype, x):
     kept = pack(jnp.asarray(x), dtype)

@@ -26,7 +26,7 @@ def blocks(draw):
     return rows
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(rows=blocks(), kind=st.sampled_from([np.float32, np.float16, np.int8]))
 def test_every_bit_comes_back(rows, kind):
     begins = block_runs.begins(rows[..., :KEY].view(kind))
@@ -48,7 +48,7 @@ def _in_memory(tolerance):
     return jax.jit(jax.vmap(lambda key: rle.begins(key, Tolerance(tolerance))))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 2**32 - 1))
 @pytest.mark.parametrize("tolerance", [0.0, 0.25])
 def test_runs_are_those_of_the_codec_in_memory(tolerance, seed):

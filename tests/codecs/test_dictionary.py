@@ -27,7 +27,7 @@ def one_by_one(key, token, length, slots):
     return jax.lax.fori_loop(0, length, step, dictionary.empty(slots, TOKENS, SIZE, VOCAB))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(token=texts, length=st.integers(0, TOKENS), slots=st.sampled_from([4, VOCAB]))
 def test_dictionaries_are_exact_and_alike(token, length, slots):
     key, token, length = jnp.asarray(TABLE[token]), jnp.asarray(token), jnp.int32(length)
@@ -64,7 +64,7 @@ def test_rows_of_keys_and_values_share_one_index():
     np.testing.assert_array_equal(runs.slot, [0, 1, 0, 0, 2, 1])
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.lists(st.sampled_from([(0, 1, 2), (3, 4, 5), (0, 1, 3)]), min_size=8, max_size=8))
 def test_segments_give_the_index_back(parts):
     slot = np.asarray(parts, np.uint16).reshape(-1)

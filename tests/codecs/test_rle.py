@@ -85,7 +85,7 @@ def test_large_integers_are_apart_by_their_difference(far):
     assert bool(Tolerance(absolute=3.0).equal(key, first)) == (far == 2**26 + 3)
 
 
-@settings(deadline=None, max_examples=120)
+@settings(max_examples=120)
 @given(key=CASES, length=st.integers(0, TOKENS), tolerance=TOLERANCES)
 def test_runs_are_those_of_brute_force(key, length, tolerance):
     runs = jax.device_get(encode(key, jnp.int32(length), tolerance, TOKENS))
@@ -98,7 +98,7 @@ def test_runs_are_those_of_brute_force(key, length, tolerance):
         np.testing.assert_array_equal(rle.decode(runs)[:length], key[:length])
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(key=CASES, length=st.integers(0, TOKENS), tolerance=TOLERANCES, slots=st.sampled_from([3, TOKENS]))
 def test_one_by_one_gives_the_same_as_all_at_once(key, length, tolerance, slots):
     """Also when slots run out: then both leave out the same tokens, and say how many."""

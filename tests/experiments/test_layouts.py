@@ -48,7 +48,7 @@ class Lists:
 
 
 @hypothesis.given(st.data())
-@hypothesis.settings(max_examples=40, deadline=None)
+@hypothesis.settings(max_examples=40)
 def test_updates_count_what_changes_place(data):
     lists = Lists()
     for token in range(6):

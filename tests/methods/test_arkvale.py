@@ -25,7 +25,7 @@ promised = jax.jit(promise)
 
 
 @both_volumes
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @cases
 def test_no_key_of_a_page_has_a_larger_product_than_its_volume_promises(volume, keys, q, filled):
     bound = np.asarray(promised(volumes_of(keys, filled, volume), q))
@@ -36,7 +36,7 @@ def test_no_key_of_a_page_has_a_larger_product_than_its_volume_promises(volume, 
 
 
 @both_volumes
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @cases
 def test_a_point_of_the_volume_reaches_the_promise(volume, keys, q, filled):
     """The farthest point of the ball or box in the query's direction: the bound is no looser than its volume."""

@@ -49,7 +49,7 @@ def begins(split, weight, count):
 weights = st.lists(st.sampled_from([NO_DELIMITER] * 4 + [0.0, 0.25, 0.5, 0.75, 1.0]), min_size=40, max_size=40)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(weight=weights, name=st.sampled_from(SPLITTINGS))
 def test_blocks_end_where_the_paper_says(weight, name):
     split, weight = SMALL[name].split, np.asarray(weight, np.float32)

@@ -71,7 +71,7 @@ cases = given(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @cases
 def test_the_bound_of_a_page_is_not_below_any_of_its_keys_scores(keys, q, length):
     bound, _ = scores_and_choice(METHOD, fill(keys, length), view_of(length + MORE), q)
@@ -81,7 +81,7 @@ def test_the_bound_of_a_page_is_not_below_any_of_its_keys_scores(keys, q, length
     assert (np.asarray(bound)[:, page] >= score - 1e-2).all()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @cases
 def test_bounds_are_the_minimum_and_maximum_of_each_pages_keys(keys, q, length):
     index, stored = fill(keys, length), stored_keys(keys, length)
@@ -91,7 +91,7 @@ def test_bounds_are_the_minimum_and_maximum_of_each_pages_keys(keys, q, length):
         np.testing.assert_array_equal(index.high[:, page], mine.max(axis=1))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @cases
 def test_the_bound_is_reached_by_a_page_of_one_key(keys, q, length):
     """Given equal keys, the bound of every page is their score: it is no looser than the paper's."""

@@ -35,7 +35,7 @@ def padded(steps):
     return np.array([[*step, *[NONE] * (width - len(step))] for step in steps]).reshape(len(steps), width)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     steps=st.lists(st.lists(st.integers(0, BLOCKS - 1), max_size=3, unique=True), max_size=9),
     slots=st.integers(3, BLOCKS),

@@ -51,7 +51,7 @@ def landed(coded: np.ndarray, sizes: np.ndarray, geometry: Geometry) -> tuple[np
 
 @pytest.mark.parametrize("name", ["raw", "rle"])
 @pytest.mark.parametrize("dtype", SOME)
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_every_bit_comes_back_and_a_flipped_one_is_noticed(name, dtype, seed):
     geometry = SOME[dtype]
@@ -85,7 +85,7 @@ def test_only_blocks_that_save_pages_are_coded():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 2**32 - 1), tolerance=st.sampled_from([0.05, 0.2]))
 def test_keys_within_the_tolerance_values_exact(dtype, seed, tolerance):
     """And what was decoded once is coded to the same bytes again: errors do not add up."""

@@ -47,7 +47,6 @@ def brute_force(retrieved, known) -> np.ndarray:
     return matrix / max(1, matrix.sum())
 
 
-@hypothesis.settings(deadline=None)
 @hypothesis.given(retrievals, st.sets(st.integers(0, 8)))
 def test_co_retrieval_is_equation_8(retrieved, known):
     known = np.array(sorted(known), np.int64)
@@ -59,7 +58,6 @@ def test_co_retrieval_is_equation_8(retrieved, known):
     assert (np.diff(probability) <= 0).all()
 
 
-@hypothesis.settings(deadline=None)
 @hypothesis.given(retrievals, st.sets(st.integers(0, 8)))
 def test_pools_are_a_greedy_matching(retrieved, known):
     """No two blocks of different pools are more correlated than both are with their own partners."""
@@ -192,7 +190,7 @@ class Placing(RuleBasedStateMachine):
 
 
 TestPlacing = Placing.TestCase
-TestPlacing.settings = hypothesis.settings(max_examples=30, stateful_step_count=15, deadline=None)
+TestPlacing.settings = hypothesis.settings(max_examples=30, stateful_step_count=15)
 
 
 # ---- on flash

@@ -96,7 +96,7 @@ def test_callers_that_are_heard_late_get_the_curve(profile, depth, size):
 
 
 @every_device
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(commands=st.lists(st.tuples(st.floats(0, 1e-4), st.integers(1, 1 << 20)), min_size=1, max_size=80))
 def test_no_command_is_faster_than_the_device(profile, commands):
     """Given any arrivals, each has its latency and transfer, transfers do not overlap, and few are in flight."""

@@ -90,7 +90,7 @@ def resident(table, head):
 
 
 @pytest.mark.parametrize("policy", residency.POLICIES)
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(steps=st.lists(st.tuples(needs(), st.booleans(), st.lists(st.integers(0, BLOCKS), min_size=HEADS,
                                                                  max_size=HEADS)), min_size=1, max_size=25))
 def test_slots_follow_the_model_of_the_policy(policy, steps):
@@ -113,7 +113,7 @@ def test_slots_follow_the_model_of_the_policy(policy, steps):
         table = note_written(found.success, np.array(written, np.int32)[:, None]) if success else found.failure
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     before=st.lists(needs(), max_size=6), need=needs(), policy=st.sampled_from(list(residency.POLICIES)),
     even=st.booleans(),
@@ -128,7 +128,7 @@ def test_every_needed_block_gets_a_slot_of_its_own_that_holds_it(before, need, p
         assert [int(found.success.block[head, s]) for s in slots] == blocks
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(before=st.lists(needs(), max_size=6), need=needs(), policy=st.sampled_from(list(residency.POLICIES)))
 def test_blocks_are_read_in_the_columns_in_which_they_are_needed(before, need, policy):
     table = after(before, policy)
@@ -138,7 +138,7 @@ def test_blocks_are_read_in_the_columns_in_which_they_are_needed(before, need, p
         np.testing.assert_array_equal(found.read[head], np.where(missing, need[head], BLOCKS))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     before=st.lists(needs(), max_size=6), need=needs(), policy=st.sampled_from(list(residency.POLICIES)),
     even=st.booleans(),
@@ -154,7 +154,7 @@ def test_after_a_failure_no_slot_claims_what_may_be_half_read(before, need, poli
         assert not resident(found.failure, head) & {int(b) for b in found.read[head] if b < BLOCKS}
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(before=st.lists(needs(), max_size=6), need=needs(), policy=st.sampled_from(list(residency.POLICIES)))
 def test_even_heads_reuse_as_many_blocks_as_the_one_that_finds_the_fewest(before, need, policy):
     """Each head keeps the first ones that it needs; one head alone reuses all it finds."""

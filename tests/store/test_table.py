@@ -76,7 +76,7 @@ class World:
 steps = st.tuples(st.sampled_from(["put", "put", "put", "replace", "share", "release"]), st.integers(0, 1000))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(steps, max_size=40))
 def test_any_history_equals_plain_arrays(history):
     world = World()

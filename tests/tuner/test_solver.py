@@ -62,7 +62,7 @@ def test_a_space_without_order_is_refused(change):
         Space(**change)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(bandwidth=st.floats(50, 5000), latency=st.floats(0, 0.05), budget=st.integers(3000, 20000),
        relax=st.sampled_from([0.0, 0.3, 0.6]))
 def test_a_solution_is_the_first_that_hides_enough_or_else_the_least_exposed(bandwidth, latency, budget, relax):
