@@ -1,4 +1,5 @@
-"""Test-wide settings: run-time type checks of every jaxtyping signature, one cache of compiled programs, no deadlines."""
+"""Test-wide settings: run-time type checks of every jaxtyping signature, one cache of compiled programs, and no
+deadline for an example."""
 
 import os
 import pathlib
