@@ -35,6 +35,7 @@ def retrieval_row(
     middle = [ok for ok, s in zip(right, samples, strict=True) if 0.2 <= s.depth <= 0.8]
     return {
         **accuracy(right), "accuracy_middle_depth": float(np.mean(middle)),
+        "by_depth": [(sample.depth, score) for sample, score in zip(samples, right, strict=True)],
         "attended_tokens": float(np.mean(attended)), "resident_bytes": resident,
     }
 
@@ -55,8 +56,8 @@ def wilson(share: float, count: int, z: float = 1.96) -> tuple[float, float]:
 def share_of(scores: Sequence[float], full: Sequence[float]) -> dict:
     """What is left of the full cache's score on the same samples, with its 95 % interval.
 
-    The interval is of the mean difference, Wald's with half a sample added to each kind of pair (Agresti and Min, 2005),
-    so that it does not vanish where no pair differs.
+    The interval is of the mean difference, Wald's with half a sample added to each kind of pair (Agresti and Min,
+    2005), so that it does not vanish where no pair differs.
     """
     apart, count = np.subtract(scores, full), len(scores) + 2
     difference = float(np.sum(apart)) / count

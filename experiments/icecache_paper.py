@@ -30,15 +30,16 @@ def passkey(llm: kvjax.LLM, config: ml_collections.ConfigDict) -> Iterator[tuple
         samples = functools.cache(
             lambda length=length: common.draw_task(llm, stream, "passkey", length, config.samples, config.seed)
         )
-        methods = [kvjax.full()]
+        methods = {"full": kvjax.full()}
         for budget in config.budgets:
-            methods += [
-                kvjax.icecache(budget=budget, window=config.window, beam=config.beam),
-                kvjax.icecache(budget=budget, window=config.window, beam=config.beam, reuse=3),
-                kvjax.oracle(budget=budget, window=config.window, dense_layers=2),
-            ]
-        for method in methods:
-            head = {"task": "passkey", "method": icecache_times.label(method), "context": length, "budget": method.budget}
+            shared = {"budget": budget, "window": config.window}
+            methods |= {
+                f"icecache@{budget}": kvjax.icecache(**shared, beam=config.beam, dense_layers=0),
+                f"icecache@{budget}_reuse3": kvjax.icecache(**shared, beam=config.beam, dense_layers=1, reuse=3),
+                f"oracle@{budget}": kvjax.oracle(**shared),
+            }
+        for name, method in methods.items():
+            head = {"task": "passkey", "method": name, "context": length, "budget": method.budget}
             yield head, lambda method=method, samples=samples: evaluate.retrieval_row(llm, method, samples(), config)
 
 
@@ -96,7 +97,8 @@ def _hit_rate(llm: kvjax.LLM, method, text: list[int], config) -> Row:
     probe = metrics.Probe(cache, reading, k=16)
     result = llm.generate(text[config.key_tokens :], cache, max_new_tokens=1, observer=probe)
     return {"recall": probe.quality.recall, "attention_mass": probe.quality.attention_mass,
-            "attended_tokens": result.usage.attended_tokens, "resident_bytes": cache.resident_bytes}
+            "attended_tokens": result.usage.attended_tokens, "resident_bytes": cache.resident_bytes,
+            "occupancy": icecache_times.occupancy(cache.plan, result.cache.state)}
 
 
 # --------------------------------------------------------------------------------------------- run
@@ -108,7 +110,9 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     parts = {
         "passkey": lambda: passkey(llm, config), "suite": lambda: suite(llm, config, run.path),
         "dci": lambda: icecache_tree.rows(llm, config), "pages": lambda: pages(llm, config),
-        "tt2t": lambda: icecache_times.second_token(config, run.path), "tpot": lambda: icecache_times.per_token(config),
+        "tt2t": lambda: icecache_times.second_token(config, run.path),
+        "breakdown": lambda: icecache_times.breakdown(config, run.path),
+        "tpot": lambda: icecache_times.per_token(config),
     }
     unknown = set(config.parts) - set(parts)
     if unknown:
@@ -127,14 +131,26 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
 
 def plot(rows: list[Row]) -> Figure:
     """Evaluations per query against the points of the tree, and time per token against context."""
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    figure = Figure(figsize=(15, 4), layout="constrained")
+    left, right, grid = figure.subplots(1, 3)
     alone = [row for row in rows if row["part"] == "dci" and row["source"] != "real" and row["built"] == 1]
     _curves(left, alone, "evaluations", "source")
     left.set(title="keys and projections evaluated per query", xlabel="points", xscale="log", yscale="log")
-    _curves(right, [row for row in rows if row["part"] == "tpot"], "token_ms", "task")
+    _curves(right, [row for row in rows if row["task"] == "tpot"], "token_ms", "task")
     right.set(title="ms per token", xlabel="context", xscale="log", yscale="log")
+    _heatmap(grid, [row for row in rows if row["part"] == "passkey" and row["method"].startswith("icecache")])
     return figure
+
+
+def _heatmap(axes, rows: list[Row]) -> None:
+    """Right answers by depth (Figure 6), a line for each method, budget and length."""
+    if not rows:
+        return
+    tenths = [[np.mean([ok for depth, ok in row["by_depth"] if n <= 10 * depth < n + 1] or [np.nan]) for n in range(10)]
+              for row in rows]
+    axes.imshow(tenths, vmin=0, vmax=1, aspect="auto", cmap="RdYlGn")
+    axes.set_yticks(range(len(rows)), [f"{row['method']} {row['context']}" for row in rows], fontsize=6)
+    axes.set(title="passkeys found", xlabel="depth, tenths")
 
 
 def _curves(axes, rows: list[Row], name: str, group: str) -> None:

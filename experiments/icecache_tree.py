@@ -59,16 +59,16 @@ def rows(llm: kvjax.LLM, config) -> Iterator[tuple[Row, Callable[[], Row]]]:
     sizes = [("real", config.key_tokens), *((kind, n) for kind in ("clustered", "uniform") for n in config.points)]
     grown = [("real", config.key_tokens), *((kind, config.grown_points) for kind in ("clustered", "uniform"))]
     jobs = [(*source, 1.0) for source in sizes] + [(*source, share) for source in grown for share in config.grown]
-    for (kind, points, share), name in itertools.product(jobs, SETTINGS):
+    for (kind, points, share), name in itertools.product(jobs, config.trees):
         def measured(kind=kind, points=points, share=share, name=name):
             found = keys() if kind == "real" else made_up_points(kind, points, config.queries, config.seed)
             start = round(share * points)
-            return _mean([_tried(SETTINGS[name], start, *pair) for pair in zip(*found, strict=True)])
+            return _mean([tried(SETTINGS[name], start, *pair) for pair in zip(*found, strict=True)])
 
         yield {"task": "dci", "method": name, "source": kind, "context": points, "built": share}, measured
 
 
-def _tried(method, start: int, key: np.ndarray, query: np.ndarray) -> Row:
+def tried(method, start: int, key: np.ndarray, query: np.ndarray) -> Row:
     """Figures of one head's tree, in the shape and with the searches of the method's cache."""
     points, size = key.shape
     spec = method.spec(kv_heads=1, group=1, head_dim=size, capacity=points)
