@@ -70,7 +70,8 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     if preset == "smoke":
         config.update(budgets=(64,), lengths=(256,), samples=2, batch=2, points=(256,), queries=8, key_tokens=256)
         config.update(key_steps=4, model_shape="reference", contexts=(512,), steps=6, prompts=(256,), repeats=1)
-        config.update(grown=(0.5,), grown_points=256, long_context=512, long_steps=8, timed=("icecache",), trees=("pdci48",))
+        config.update(grown=(0.5,), grown_points=256, trees=("pdci48",), long_context=512, long_steps=8)
+        config.timed = ("icecache",)
         config.suite.update(lengths=(256,), samples=2, batch=2, seeds=(0,), budgets=(64,), tasks=("passkey",))
         config.suite_once = {"seeds": (0,), "methods": ({"name": "quest", "window": 16},)}
     elif preset != "default":
