@@ -35,6 +35,7 @@ def retrieval_row(
     middle = [ok for ok, s in zip(right, samples, strict=True) if 0.2 <= s.depth <= 0.8]
     return {
         **accuracy(right), "accuracy_middle_depth": float(np.mean(middle)),
+        "by_depth": [(sample.depth, score) for sample, score in zip(samples, right, strict=True)],
         "attended_tokens": float(np.mean(attended)), "resident_bytes": resident,
     }
 
@@ -50,6 +51,20 @@ def wilson(share: float, count: int, z: float = 1.96) -> tuple[float, float]:
     centre = (share + z * z / (2 * count)) / (1 + z * z / count)
     half = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count)) / (1 + z * z / count)
     return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def share_of(scores: Sequence[float], full: Sequence[float]) -> dict:
+    """What is left of the full cache's score on the same samples, with its 95 % interval.
+
+    The interval is of the mean difference, Wald's with half a sample added to each kind of pair (Agresti and Min,
+    2005), so that it does not vanish where no pair differs.
+    """
+    apart, count = np.subtract(scores, full), len(scores) + 2
+    difference = float(np.sum(apart)) / count
+    half = 1.96 * math.sqrt(float(np.sum(np.square(apart))) + 1 - count * difference**2) / count
+    whole, around = float(np.mean(full)), float(np.mean(apart))
+    interval = [1 + (difference - half) / whole, 1 + (difference + half) / whole]
+    return {"share_of_full": 1 + around / whole, "share_interval": interval, "samples": len(scores)}
 
 
 def perplexity_row(

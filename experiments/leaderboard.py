@@ -180,7 +180,7 @@ def answered(exams: Exams, cell: Cell, directory: pathlib.Path) -> dict:
             found, results = asking.ask(exams.llm, cache, batch, tally.probe)
         scores += [score for of_context in found for score in of_context]
         runs.append(tally.done([result.usage for result in results]))
-    return {**evaluate.accuracy(scores), **together(runs)}
+    return {**evaluate.accuracy(scores), "scores": scores, **together(runs)}
 
 
 def continued(exams: Exams, cell: Cell, directory: pathlib.Path) -> dict:

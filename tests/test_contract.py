@@ -148,17 +148,19 @@ def test_weights_of_each_layer_reach_its_index(params, tokens):
 
 
 REUSE = dataclasses.replace(QUEST, dense_layers=1, reuse=2)  # layers: dense, leader, follower, leader
+TREE = dataclasses.replace(METHODS["icecache"], dense_layers=1, reuse=3)  # dense, leader, follower, follower
 
 
-def test_followers_place_and_choose_as_their_leader(params, tokens):
-    plan, state, _ = start(REUSE, params, tokens)
-    assert [one.follows for one in plan.layers] == [False, False, True, False]
+@pytest.mark.parametrize("method", [REUSE, TREE], ids=["quest", "icecache"])
+def test_followers_place_and_choose_as_their_leader(method, params, tokens):
+    plan, state, _ = start(method, params, tokens)
+    assert [one.follows for one in plan.layers] == [False, False, True, method.reuse == 3]
     for i in range(STEPS):
         fed = tokens[np.arange(2), np.asarray(PROMPT) + i]
         done = decode.step(plan, params, state, fed, donate=True)
         state = done.state
         np.testing.assert_array_equal(done.reports[1].selected, done.reports[2].selected)
-    assert not np.array_equal(done.reports[1].selected, done.reports[3].selected)
+    assert np.array_equal(done.reports[1].selected, done.reports[3].selected) == (method.reuse == 3)
     one, other = state.layers[1].state, state.layers[2].state
     assert other.index == ()
     np.testing.assert_array_equal(one.pos, other.pos)
@@ -166,9 +168,10 @@ def test_followers_place_and_choose_as_their_leader(params, tokens):
     assert not np.array_equal(one.tail.key, other.tail.key)
 
 
-def test_followers_keep_every_key(params, tokens):
+@pytest.mark.parametrize("method", [REUSE, TREE], ids=["quest", "icecache"])
+def test_followers_keep_every_key(method, params, tokens):
     """With a budget for everything the choice does not matter: what followers store must be the whole cache."""
-    whole = dataclasses.replace(REUSE, budget=None)
+    whole = dataclasses.replace(method, budget=None)
     expected = dense(params, tokens, CONFIG)
     shared, _ = decoded(whole, params, tokens)
     for b, prompt in enumerate(PROMPT):

@@ -38,7 +38,7 @@ def build(
     parent = _parents(shape, key, lift(squared, radius), level, rank)
     page, row, strays = _pages(shape, parent, level, valid)
     unit = transform_key(key, radius)
-    directions = adapted_directions(seed, unit, valid, shape.projections) if shape.projections else tree.directions
+    directions = adapted_directions(tree.directions, unit, valid) if shape.projections else tree.directions
     tree = dataclasses.replace(
         tree, directions=directions, radius=radius, strays=strays,
         height=jnp.maximum(jnp.max(level, initial=0), 1).astype(jnp.int32),

@@ -18,16 +18,15 @@ def random_directions(seed: PRNGKey, size: int, count: int) -> Float[Array, "D1 
 
 
 def adapted_directions(
-    seed: PRNGKey, points: Float[Array, "T D1"], valid: Bool[Array, "T"], count: int
+    start: Float[Array, "D1 P"], points: Float[Array, "T D1"], valid: Bool[Array, "T"]
 ) -> Float[Array, "D1 P"]:
-    """Random orthonormal directions turned to where the points spread: randomised range finder with one power step.
+    """Orthonormal directions turned from `start` to where the points spread: range finder with one power step.
 
     Halko, Martinsson and Tropp (2011), Algorithm 4.3 on the points' second moments. Keys of attention heads fill
     few of their dimensions, so that bounds from such directions are far tighter than from uniform ones.
     """
     points = jnp.where(valid[:, None], points, 0.0)
     moment = points.T @ points / jnp.maximum(jnp.sum(valid), 1)
-    start = random_directions(seed, points.shape[-1], count)
     turned = moment @ (moment @ start)
     return jnp.where(jnp.any(valid), jnp.linalg.qr(turned + 1e-6 * start)[0], start)
 

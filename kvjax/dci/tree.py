@@ -83,7 +83,7 @@ class Tree:  # *B_K: [K], [B, K], or [] inside a function of one head
 
 
 def empty_tree(shape: Shape, seed: PRNGKey) -> Tree:
-    """A tree without points; its directions are uniform until `build` adapts them."""
+    """A tree without points; its directions are uniform until there are keys to adapt them to."""
     pages, rows, none = shape.pages, shape.rows, jnp.int32(shape.pages)
     return Tree(
         key=jnp.zeros((pages, rows, shape.size)), squared=jnp.zeros((pages, rows)),

@@ -73,10 +73,10 @@ class IceCache(Method):
         return self.num_blocks or count, self.page, max(1, -(-2 * rows // self.page)), 0
 
     def init(self, spec, weights):
-        return jax.vmap(lambda seed: dci.empty_tree(self._shape(spec), seed))(self._seeds(spec))
+        return jax.vmap(lambda seed: dci.empty_tree(self.shape(spec), seed))(self._seeds(spec))
 
     def build(self, spec, index, context):
-        shape = self._shape(spec)
+        shape = self.shape(spec)
 
         def one_head(args):
             key, seed = args
@@ -98,7 +98,7 @@ class IceCache(Method):
 
     def _page_scores(self, spec, tree, q):
         """The opened pages [N], and the log of the mean attention weight over their rows [G, N], up to a constant."""
-        found = dci.query(self._shape(spec), self._search(self.beam), tree, dci.transform_query(q))
+        found = dci.query(self.shape(spec), self.search(self.beam), tree, dci.transform_query(q))
         norm = jnp.sqrt(jnp.sum(jnp.square(q), axis=-1)) * spec.head_dim**-0.5
         score = jnp.where(found.score > -jnp.inf, found.score * norm[:, None, None], -jnp.inf)
         top = jnp.maximum(jnp.max(score, axis=(1, 2), keepdims=True), _LOW)
@@ -107,7 +107,7 @@ class IceCache(Method):
         return found.page, jnp.where(mass > 0, density, _LOW)
 
     def append(self, spec, index, view, leaving):
-        shape, search = self._shape(spec), self._search(self.insert_beam)
+        shape, search = self.shape(spec), self.search(self.insert_beam)
 
         def one_head(tree, key, seed):
             if not self.update:
@@ -118,11 +118,13 @@ class IceCache(Method):
         tree, page, row = jax.vmap(one_head)(index, leaving.key.astype(jnp.float32), self._seeds(spec))
         return tree, Placement(page, row)
 
-    def _shape(self, spec) -> dci.Shape:
+    def shape(self, spec) -> dci.Shape:
+        """Of each head's tree."""
         levels = most_levels(spec.capacity, self.ratio)
         return dci.Shape(spec.num_blocks, spec.block_rows, spec.head_dim, self.ratio, levels, self.projections)
 
-    def _search(self, beam: int) -> dci.Search:
+    def search(self, beam: int) -> dci.Search:
+        """What a query looks at, with `beam`, or an insert, with `insert_beam`."""
         return dci.Search(beam, self.pages or -(-3 * beam // 2), self.visit)
 
     def _seeds(self, spec):

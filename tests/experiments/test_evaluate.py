@@ -33,3 +33,13 @@ def test_a_method_is_timed_only_where_it_says():
         (8, 1, "memory", "full"), (8, 4, "memory", "full"), (16, 1, "memory", "full"), (16, 1, "memory", "quest"),
         (16, 1, "flash", "quest"), (16, 4, "memory", "full"), (16, 4, "memory", "quest"), (16, 4, "flash", "quest"),
     ]
+
+
+def test_what_is_left_of_the_full_score_has_an_interval_of_paired_samples():
+    full, mine = [1.0] * 90 + [0.0] * 10, [1.0] * 87 + [0.0] * 9 + [1.0] + [0.0] * 3
+    found = evaluate.share_of(mine, full)
+    assert found["share_of_full"] == pytest.approx(88 / 90) and found["samples"] == 100
+    low, high = found["share_interval"]
+    assert low == pytest.approx(1 + (-2 - 1.96 * (5 - 4 / 102) ** 0.5) / 102 / 0.9) and low < 88 / 90 < high
+    low, high = evaluate.share_of(full, full)["share_interval"]
+    assert 0.97 < low < 1 < high

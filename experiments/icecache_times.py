@@ -1,0 +1,166 @@
+"""IceCache's times: the second token of a prompt, a token's parts, and their growth with context and over a decode."""
+
+import functools
+import itertools
+import time
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kvjax
+from experiments import common, throughput
+from kvjax import decode, layer, planning, prefill
+from kvjax.planning import Slots
+from kvjax.tasks import asking
+
+Row = dict
+
+
+def second_token(config, directory) -> Iterator[tuple[Row, Callable[[], Row]]]:
+    """Figure 7 a: reading a prompt into a store and decoding one token; layers indexed behind, or one by one."""
+    model = functools.cache(lambda: throughput.make_model(config.model_shape))
+    shared = {"budget": max(config.budgets), "dense_layers": 1}  # one for all: the reuse variant of 4 layers needs it
+    methods = {
+        "full": kvjax.full(), "quest": kvjax.quest(**shared), "dynakv": kvjax.dynakv(**shared, window=config.window),
+        "icecache": kvjax.icecache(**shared, beam=config.beam),
+        "icecache_reuse3": kvjax.icecache(**shared, beam=config.beam, reuse=3),
+    }
+    for length, (name, method) in itertools.product(config.prompts, methods.items()):
+        head = {"task": "tt2t", "method": name, "context": length, "budget": method.budget}
+        yield head, lambda method=method, length=length: _second_token(model(), method, length, config, directory)
+
+
+def _second_token(llm: kvjax.LLM, method, length: int, config, directory) -> Row:
+    """Seconds, medians of warm runs taken in turns, and those of reading the prompt without any cache."""
+    tokens = jnp.asarray(np.random.default_rng(config.seed).integers(0, llm.config.vocab_size, (1, length)), jnp.int32)
+    store, seconds = common.make_store("flash", directory / "store"), {"pipelined": [], "serial": [], "dense": []}
+    for _ in range(config.repeats + 1):
+        for kind, times in seconds.items():
+            started = time.perf_counter()
+            if kind == "dense":
+                jax.block_until_ready([one.out for one in prefill.read(llm.config, llm.params, tokens)][-1])
+            else:
+                _ask(llm, method, tokens, store, kind == "pipelined")
+            times.append(time.perf_counter() - started)
+    return {"store": "flash", **{f"{kind}_s": float(np.median(times[1:])) for kind, times in seconds.items()}}
+
+
+def _ask(llm: kvjax.LLM, method, tokens, store, pipelined: bool) -> None:
+    """Reads one prompt into the store, decodes a token, and gives everything back."""
+    length = tokens.shape[1]
+    plan = planning.make_plan(llm.config, method, 1, asking.rounded(length + 8))
+    branch = store.create(planning.geometry(plan), "tt2t")
+    state, logits = prefill.prefill(
+        plan, llm.params, tokens, jnp.full(1, length, jnp.int32), branch, pipelined=pipelined
+    )
+    done = decode.step(plan, llm.params, state, jnp.argmax(logits, axis=-1).astype(jnp.int32), driver="fused")
+    jax.block_until_ready(done.logits)
+    branch.close()
+
+
+# ---------------------------------------------------------------------------------- time per token
+
+
+def per_token(config) -> Iterator[tuple[Row, Callable[[], Row]]]:
+    """Figure 8, and the growth over the decode with the index updated and frozen; made-up keys, in memory.
+
+    No layer is dense: two of 32 are in the paper, but would be half of this model and hide what is measured. One
+    layer's index is built and copied for the others, as building one of 256K tokens takes minutes.
+    """
+    model = functools.cache(lambda: throughput.make_model(config.model_shape))
+    shared = {"budget": max(config.budgets), "beam": config.beam, "dense_layers": 0}
+    methods = {
+        "full": kvjax.full(),
+        "icecache": kvjax.icecache(**shared),
+        "icecache_frozen": kvjax.icecache(**shared, update=False),
+        "icecache_reuse3": kvjax.icecache(**shared | {"dense_layers": 1}, reuse=3),
+    }
+    jobs = [("tpot", *one, config.steps) for one in itertools.product(config.contexts, config.timed)]
+    jobs += [("decode", config.long_context, name, config.long_steps) for name in ("icecache", "icecache_frozen")]
+    for task, context, name, steps in jobs:
+        head = {"task": task, "method": name, "context": context, "budget": methods[name].budget}
+        yield head, lambda args=(methods[name], context, steps): _timed(model(), *args)
+
+
+def _timed(llm: kvjax.LLM, method, context: int, steps: int) -> Row:
+    """Milliseconds of a token: median, of the first and the last quarter, and of one layer's parts."""
+    started = time.perf_counter()
+    plan, state, _, build = throughput.filled_cache(
+        llm, method, context, 2 * steps + 4, None, Slots(), copies=True
+    )
+    filled = time.perf_counter() - started
+    resident = planning.resident_bytes(state)
+    seconds, state = throughput.time_tokens(llm, plan, state, [i % 7 for i in range(steps + 1)], "fused")
+    times, quarter = 1e3 * seconds[1:], max(1, steps // 4)
+    first, last = (float(np.median(part)) for part in (times[:quarter], times[-quarter:]))
+    return {
+        "token_ms": float(np.median(times)), "first_quarter_ms": first, "last_quarter_ms": last,
+        "last_over_first": last / first, "resident_bytes": resident, "occupancy": occupancy(plan, state),
+        "index_build_s": build, "fill_s": filled, **throughput.parts(llm, plan, state, None),
+        "commit_ms": _commit_ms(plan, state, steps),
+    }
+
+
+def occupancy(plan, state) -> float:
+    """Share of the rows of blocks in use that hold a token, in the last layer."""
+    count = state.layers[-1].state.count
+    return float(jnp.sum(count) / jnp.maximum(jnp.sum(count > 0) * plan.layers[-1].spec.block_rows, 1))
+
+
+def _commit_ms(plan, state, repeats: int) -> float:
+    """Median milliseconds in which one layer books a token: the window moves on, and what leaves it is indexed."""
+    number = max(i for i, one in enumerate(plan.layers) if not one.follows)
+    layer_plan, config, rng = plan.layers[number], plan.config, np.random.default_rng(0)
+    q, key = (jnp.asarray(rng.standard_normal((plan.batch, heads, config.head_dim), np.float32))
+              for heads in (config.num_heads, config.num_kv_heads))
+    cache, at, line, active = state.layers[number], state.length, state.line, jnp.ones(plan.batch, bool)
+    fresh = layer.read(layer_plan, cache, q, key, key, at, jnp.int32(number), line)[2]
+    book = jax.jit(
+        lambda cache, at: layer.write(layer_plan, cache, fresh, at, active, jnp.int32(number), line)[0],
+        donate_argnums=0,
+    )
+    cache, times = jax.tree.map(jnp.copy, cache), []
+    for i in range(repeats + 1):
+        started = time.perf_counter()
+        cache = jax.block_until_ready(book(cache, at + i))
+        times.append(1e3 * (time.perf_counter() - started))
+    return float(np.median(times[1:]))
+
+
+def breakdown(config, directory) -> Iterator[tuple[Row, Callable[[], Row]]]:
+    """Figure 7 b: one layer's query, loading of all selected pages from flash, and attention; one layer is dense."""
+    model = functools.cache(lambda: throughput.make_model(config.model_shape))
+    shared = {"budget": max(config.budgets), "dense_layers": 1}
+    methods = {
+        "quest": kvjax.quest(**shared), "icecache": kvjax.icecache(**shared, beam=config.beam),
+        "icecache_reuse3": kvjax.icecache(**shared, beam=config.beam, reuse=3),
+    }
+    for name, method in methods.items():
+        head = {"task": "breakdown", "method": name, "context": config.long_context, "budget": method.budget}
+        yield head, lambda method=method: _loading(model(), method, config, directory)
+
+
+def _loading(llm: kvjax.LLM, method, config, directory) -> Row:
+    store = common.make_store("flash", directory / "store")
+    plan, state, branch, _ = throughput.filled_cache(
+        llm, method, config.long_context, config.steps + 4, store, Slots()
+    )
+    before = branch.stats()
+    seconds, state = throughput.time_tokens(llm, plan, state, [i % 7 for i in range(config.steps)], "fused")
+    traffic = throughput.traffic_row(before, branch.stats(), config.steps)
+    row = {"store": "flash", "token_ms": 1e3 * float(np.median(seconds[1:])), **traffic,
+           **throughput.parts(llm, plan, state, branch)}
+    branch.close()
+    return row | {f"fetch_{name}": value for name, value in row.pop("fetch_ms").items()}
+
+
+def growth(rows: list[Row], pairs) -> Iterator[Row]:
+    """How many times as long a step takes at the longer of two contexts, for each (figure, context, context)."""
+    timed = {(row["method"], row["context"]): row for row in rows if row["task"] == "tpot"}
+    for (method, context), row in timed.items():
+        for name, short, long in pairs:
+            if context == long and (method, short) in timed:
+                ratio = row[name] / timed[method, short][name]
+                yield {"task": "growth", "method": method, "context": long, "from_context": short, name: ratio}
