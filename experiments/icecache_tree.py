@@ -47,7 +47,7 @@ def made_up_points(kind: str, points: int, queries: int, seed: int) -> tuple[np.
 
 SETTINGS = {  # each at every length, so that its growth and its recall are of the same search
     "shipped": kvjax.icecache(),
-    "wide": kvjax.icecache(beam=192),
+    "narrow": kvjax.icecache(beam=64),
     "pdci48": kvjax.icecache(ratio=1 / 32, beam=256, pages=384, projections=48, visit=338),
 }
 
