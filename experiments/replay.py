@@ -128,6 +128,10 @@ class Replay(Method):
     def fetches_alike(self):  # type: ignore[override]
         return self.inner.fetches_alike
 
+    @property
+    def places_alike(self):  # type: ignore[override]
+        return self.inner.places_alike
+
     @functools.cached_property
     def table(self) -> np.ndarray:
         """int32[steps, layers, heads, M] groups of all texts side by side, best first.

@@ -34,11 +34,23 @@ class LayerState:
     """One layer's cache without its payload pool."""
 
     index: Any  # the method's arrays, [B, ...]
-    pos: Int32[Array, "*B K NB C"]  # position of the token in each row, -1 = empty
-    count: Int32[Array, "*B K NB"]  # valid rows, a prefix of each block
+    positions: Int32[Array, "*B KT NB C"]  # position of the token in each row, -1 = empty
+    counts: Int32[Array, "*B KT NB"]  # valid rows, a prefix of each block
     loaded: Int32[Array, "*B K M1"]  # blocks fetched in the newest step
     tail: Tail
     refused: Int32[Array, "*B K"]  # tokens to be held that found no free row (always 0 for a correct method)
+
+    @property
+    def pos(self) -> Int32[Array, "*B K NB C"]:
+        """`positions` of every head, whether it has a table of its own or not."""
+        *lead, _, blocks, rows = self.positions.shape
+        return jnp.broadcast_to(self.positions, (*lead, self.refused.shape[-1], blocks, rows))
+
+    @property
+    def count(self) -> Int32[Array, "*B K NB"]:
+        """`counts` of every head."""
+        *lead, _, blocks = self.counts.shape
+        return jnp.broadcast_to(self.counts, (*lead, self.refused.shape[-1], blocks))
 
 
 @pytree
@@ -74,8 +86,8 @@ def empty_layer(spec: Spec, index: Any, dtype) -> LayerState:
     )
     return LayerState(
         index=index,
-        pos=jnp.full((heads, spec.num_blocks, spec.block_rows), -1, jnp.int32),
-        count=jnp.zeros((heads, spec.num_blocks), jnp.int32),
+        positions=jnp.full((spec.tables, spec.num_blocks, spec.block_rows), -1, jnp.int32),
+        counts=jnp.zeros((spec.tables, spec.num_blocks), jnp.int32),
         loaded=jnp.full((heads, spec.max_blocks + 1), spec.num_blocks, jnp.int32),
         tail=tail,
         refused=jnp.zeros((heads,), jnp.int32),
@@ -136,10 +148,16 @@ def book(spec: Spec, layer: LayerState, placement: Placement, key, value, length
         pos=layer.tail.pos.at[:, kept].set(source),
         token=jnp.where(source >= 0, token[at], -1),
     )
-    head, pos = jnp.arange(spec.kv_heads)[:, None], jnp.arange(key.shape[0], dtype=jnp.int32)
-    table = layer.pos.at[head, placement.block, placement.row].set(pos, mode="drop")
-    count = layer.count.at[head, placement.block].add(placement.row < spec.block_rows, mode="drop")
-    return dataclasses.replace(layer, tail=tail, pos=table, count=count)
+    table, pos = jnp.arange(spec.tables)[:, None], jnp.arange(key.shape[0], dtype=jnp.int32)
+    block, row = placement.block[: spec.tables], placement.row[: spec.tables]
+    positions = layer.positions.at[table, block, row].set(pos, mode="drop")
+    counts = layer.counts.at[table, block].add(row < spec.block_rows, mode="drop")
+    return dataclasses.replace(layer, tail=tail, positions=positions, counts=counts)
+
+
+def table_of(spec: Spec) -> Int32[Array, "K"]:
+    """Which table of positions and counts each head has."""
+    return jnp.arange(spec.kv_heads) % spec.tables
 
 
 def placements(spec: Spec, layer: LayerState, tokens: int) -> Placement:
@@ -164,8 +182,8 @@ def needed_blocks(spec: Spec, layer: LayerState, selection: Selection) -> tuple[
     and the compacted rows. The last block that fits may be attended in part.
     """
     none, chosen = spec.num_blocks, computed_once(selection.block)
-    head = jnp.arange(spec.kv_heads)[:, None]
-    count = jnp.where(chosen < none, layer.count[head, jnp.minimum(chosen, none - 1)], 0)
+    head, table = jnp.arange(spec.kv_heads)[:, None], table_of(spec)[:, None]
+    count = jnp.where(chosen < none, layer.counts[table, jnp.minimum(chosen, none - 1)], 0)
     end = jnp.cumsum(count, axis=-1)
     room = spec.selected_rows - jnp.sum(view(spec, layer).held_pos >= 0, axis=-1, keepdims=True)
     fits = (end - count < room) & (count > 0)
@@ -182,7 +200,7 @@ def needed_blocks(spec: Spec, layer: LayerState, selection: Selection) -> tuple[
     valid = nth[None] < jnp.minimum(end[:, -1:], room)
     row = jnp.where(valid, row, 0)
     block = jnp.minimum(jnp.take_along_axis(need, rank, axis=-1), none - 1)
-    pos = jnp.where(valid, layer.pos[head, block, row], -1)
+    pos = jnp.where(valid, layer.positions[table, block, row], -1)
     return jnp.concatenate([need, force], axis=-1), Rows(rank, row, valid, pos)
 
 
@@ -220,16 +238,17 @@ def place(
 
     Returns the placement with every row that is not to be written to a block turned into NB.
     """
-    head = jnp.arange(spec.kv_heads)
     stored = (placement.block < spec.num_blocks) & (placement.row < spec.block_rows)
     held = (placement.block < spec.num_blocks) & (placement.row == spec.block_rows)
     block = jnp.where(stored, placement.block, spec.num_blocks)
-    # Valid rows are a prefix. Looking into `pos` instead would have XLA:CPU copy it: a read with no order to the write.
-    free = placement.row >= layer.count[head, jnp.minimum(block, spec.num_blocks - 1)]
+    table, at, row = jnp.arange(spec.tables), block[: spec.tables], placement.row[: spec.tables]
+    # Valid rows are a prefix. Looking into `positions` instead would have XLA:CPU copy it: a read with no order to the
+    # write.
+    free = row >= layer.counts[table, jnp.minimum(at, spec.num_blocks - 1)]
     layer = dataclasses.replace(
         layer,
-        pos=layer.pos.at[head, block, placement.row].set(leaving.pos, mode="drop"),
-        count=layer.count.at[head, block].add(free, mode="drop"),
+        positions=layer.positions.at[table, at, row].set(leaving.pos, mode="drop"),
+        counts=layer.counts.at[table, at].add(free, mode="drop"),
     )
     if spec.held:
         layer = _hold(spec, layer, placement.block, held, leaving, value)
@@ -267,7 +286,7 @@ def due_positions(spec: Spec, layer: LayerState, blocks: list[Int32[Array, "K"]]
 
 
 def _positions(spec: Spec, layer: LayerState, block: Int32[Array, "K"]) -> Int32[Array, "K C"]:
-    rows = layer.pos[jnp.arange(spec.kv_heads), jnp.minimum(block, spec.num_blocks - 1)]
+    rows = layer.positions[table_of(spec), jnp.minimum(block, spec.num_blocks - 1)]
     return jnp.where((block < spec.num_blocks)[:, None], rows, -1)
 
 
@@ -286,6 +305,6 @@ def apply_edits(spec: Spec, layer: LayerState, edits: Edits, pos: Int32[Array, "
     )
     return dataclasses.replace(
         layer, tail=tail,
-        pos=layer.pos.at[head, edits.dst].set(moved, mode="drop"),
-        count=layer.count.at[head, edits.dst].set(jnp.sum(taken, axis=-1), mode="drop"),
+        positions=layer.positions.at[head, edits.dst].set(moved, mode="drop"),
+        counts=layer.counts.at[head, edits.dst].set(jnp.sum(taken, axis=-1), mode="drop"),
     )

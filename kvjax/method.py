@@ -56,6 +56,7 @@ class Spec:
     window: int  # W, the newest token included
     budget: int  # tokens attended by one KV head at one step
     capacity: int  # tokens a sequence may grow to
+    tables: int  # KT: tables of positions, one per KV head, or one for all if it places tokens alike
     keeps_keys: bool = True  # blocks hold keys and values; else values alone, see `Method.rebuild`
     rope: RopeConfig | None = None  # how keys are rotated; None = not known, or not at all
 
@@ -173,6 +174,7 @@ class Method(abc.ABC):
 
     head_shared: ClassVar[bool] = False  # KV heads depend on each other
     fetches_alike: ClassVar[bool] = False  # all KV heads of a sequence fetch the same blocks
+    places_alike: ClassVar[bool] = False  # all KV heads have a token in the same row of the same block
     evicts: ClassVar[bool] = False  # tokens may be dropped for good: not placed, or their row given to another
     attends_all: ClassVar[bool] = False  # selects every block, in token order
     adaptive: ClassVar[bool] = False  # `due` and `adapt` do something
@@ -195,6 +197,8 @@ class Method(abc.ABC):
         if self.reuse < 1 or (self.reuse > 1 and self.adaptive):
             raise ConfigError(f"reuse={self.reuse} must be at least 1, and 1 for {self.name} if it rewrites blocks, "
                               "as each layer then does so in its own way")
+        if self.adaptive and self.places_alike:
+            raise ConfigError(f"{self.name} rewrites the blocks of each head for itself; leave places_alike at False")
         if self.samples and (self.reuse > 1 or self.lookahead):
             raise ConfigError(f"{self.name} weighs what it drew by the query it drew with; leave reuse at 1 and "
                               "lookahead off, which attend with another query")
@@ -217,7 +221,7 @@ class Method(abc.ABC):
         num_blocks, block_rows, max_blocks, held = self.blocks(capacity, rows)
         spec = Spec(
             kv_heads, group, head_dim, num_blocks, block_rows, min(self.max_blocks or max_blocks, num_blocks), held,
-            self.sinks, self.window, budget, capacity, self.keeps_keys,
+            self.sinks, self.window, budget, capacity, 1 if self.places_alike else kv_heads, self.keeps_keys,
         )
         self._check(spec)
         return spec

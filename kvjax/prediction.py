@@ -9,6 +9,7 @@ itself.
 import abc
 import dataclasses
 import functools
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +49,7 @@ class Predictor(Method):
     group: int = 4
     shared: bool = True
     rolling_buffer: bool = True
+    places_alike: ClassVar[bool] = True
 
     def __post_init__(self):
         super().__post_init__()

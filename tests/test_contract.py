@@ -213,6 +213,37 @@ def test_one_layer_alone_has_no_token_ids(params):
     assert (layer.init(plan, 3).tail.token == -1).all()
 
 
+# One table of positions for all heads ---------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Apart(Quest):
+    """Quest with a table for each head, as if heads might place tokens in their own ways."""
+
+    places_alike: ClassVar[bool] = False
+
+
+def test_heads_that_place_tokens_alike_share_one_table():
+    apart = Apart(**{field.name: getattr(QUEST, field.name) for field in dataclasses.fields(QUEST)})
+    one, each = (Sim(method, Stream.draw(3, batch=2), [60, 9]) for method in (QUEST, apart))
+    for _ in range(20):
+        (shared, seen), (expected, told) = one.step(), each.step()
+        np.testing.assert_array_equal(shared, expected)
+        np.testing.assert_array_equal(seen.selected, told.selected)
+    assert one.cache.state.positions.shape[1] == one.cache.state.counts.shape[1] == 1
+    assert each.cache.state.positions.shape[1] == each.cache.state.counts.shape[1] == HEADS
+    np.testing.assert_array_equal(one.cache.state.pos, each.cache.state.pos)
+    np.testing.assert_array_equal(one.cache.state.count, each.cache.state.count)
+
+
+def test_a_method_that_rewrites_blocks_has_a_table_for_each_head():
+    class Careless(type(METHODS["dynakv"])):
+        places_alike: ClassVar[bool] = True
+
+    with pytest.raises(ConfigError, match="places_alike"):
+        Careless(budget=64)
+
+
 # Rows with weights --------------------------------------------------------------------------------
 
 

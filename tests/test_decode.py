@@ -51,7 +51,8 @@ def _as_driven(method):
     return {
         "attends_all": method.attends_all, "adaptive": method.adaptive, "pairs": method.pairs,
         "keeps_keys": method.keeps_keys, "observes": method.observes, "samples": method.samples,
-        "evicts": method.evicts, "head_shared": method.head_shared, "observation": method.observation != 0,
+        "evicts": method.evicts, "head_shared": method.head_shared,
+        "places_alike": method.places_alike, "observation": method.observation != 0,
         "weights": bool(jax.tree.leaves(method.weights(0))), "blocks": plan_of(method).spec.selected_rows > 0,
     }.items()
 

@@ -25,6 +25,7 @@ Resident: D + 1 (sphere) or 2 D (cuboid) numbers per page, and the keys of one p
 """
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +59,7 @@ class ArkVale(Method):
 
     page: int = 32
     volume: str = "cuboid"
+    places_alike: ClassVar[bool] = True
 
     def __post_init__(self):
         super().__post_init__()

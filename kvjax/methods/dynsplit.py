@@ -26,6 +26,7 @@ Resident: 2 D numbers per block, D with `vectors="mean"`. Cost per step: a score
 
 import dataclasses
 import functools
+from typing import ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -71,6 +72,7 @@ class DynSplit(Method):
     deviation: int = 4
     alpha: float = 0.5
     shortest: int = 4
+    places_alike: ClassVar[bool] = True
 
     def __post_init__(self):
         super().__post_init__()

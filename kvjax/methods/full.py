@@ -30,6 +30,7 @@ class Full(Method):
     sinks: int = 0
     page: int = 64
     attends_all: ClassVar[bool] = True
+    places_alike: ClassVar[bool] = True
 
     def blocks(self, capacity, rows):
         count = -(-capacity // self.page)

@@ -29,6 +29,7 @@ and query head, then the selected blocks.
 """
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -68,6 +69,7 @@ class InfLLM(Method):
     block: int = 32
     representatives: int = 4
     shared: bool = True
+    places_alike: ClassVar[bool] = True
 
     def __post_init__(self):
         super().__post_init__()

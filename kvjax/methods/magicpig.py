@@ -29,6 +29,7 @@ products and n L comparisons per query head for n tokens, then the sampled token
 
 import dataclasses
 import functools
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +66,7 @@ class MagicPIG(Method):
     bits: int = 10
     tables: int = 150
     seed: int = 0
+    places_alike: ClassVar[bool] = True
 
     def __post_init__(self):
         super().__post_init__()

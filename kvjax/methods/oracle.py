@@ -9,6 +9,7 @@ attention's scores.
 """
 
 import dataclasses
+from typing import ClassVar
 
 import jax.numpy as jnp
 
@@ -28,6 +29,7 @@ class Oracle(Method):
     """The tokens with the largest attention weight."""
 
     aggregation: str = "softmax_mean"
+    places_alike: ClassVar[bool] = True
 
     def blocks(self, capacity, rows):
         return capacity, 1, max(1, rows), 0

@@ -24,6 +24,7 @@ k-means, of T 2^b D products per KV head and round.
 
 import dataclasses
 import functools
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +61,7 @@ class PQCache(Method):
     bits: int = 6
     iterations: int = 10
     seed: int = 0
+    places_alike: ClassVar[bool] = True
 
     def __post_init__(self):
         super().__post_init__()

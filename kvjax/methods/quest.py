@@ -9,6 +9,7 @@ Resident: 2 D numbers per page. Cost per step: one score per page, then the sele
 """
 
 import dataclasses
+from typing import ClassVar
 
 import jax.numpy as jnp
 
@@ -27,6 +28,7 @@ class Quest(Method):
     """Pages of `page` consecutive tokens."""
 
     page: int = 16
+    places_alike: ClassVar[bool] = True
 
     def blocks(self, capacity, rows):
         return -(-capacity // self.page), self.page, max(1, -(-rows // self.page)), 0

@@ -8,6 +8,7 @@ Resident: nothing beside the tail. Cost per step: one random number per block an
 """
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,7 @@ class Random(Method):
 
     page: int = 1
     seed: int = 0
+    places_alike: ClassVar[bool] = True
 
     def __post_init__(self):
         super().__post_init__()

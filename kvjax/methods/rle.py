@@ -66,6 +66,7 @@ class RLE(Method):
     slots: int | None = None
     attends_all: ClassVar[bool] = True
     fits_prompts: ClassVar[bool] = True
+    places_alike: ClassVar[bool] = True
 
     def __post_init__(self):
         super().__post_init__()

@@ -64,6 +64,11 @@ class SentenceKV(DynSplit):
         """Whether tokens of the prompt are dropped."""
         return self.keep is not None
 
+    @property
+    def places_alike(self) -> bool:  # type: ignore[override]  # of the class elsewhere, of its settings here
+        """Not where each head drops other tokens of the prompt."""
+        return self.keep is None
+
     def blocks(self, capacity, rows):
         num_blocks, block_rows, max_blocks, held = super().blocks(capacity, rows)
         # A sentence may have kept a single token, and the budget is to be used up nevertheless.

@@ -19,6 +19,7 @@ selected chunks' values, and D x K D / sigma products per selected row.
 """
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -63,6 +64,7 @@ class ShadowKV(Method):
     chunk: int = 8
     outliers: int = 2
     sigma: float | None = 6.4
+    places_alike: ClassVar[bool] = True
 
     def __post_init__(self):
         super().__post_init__()

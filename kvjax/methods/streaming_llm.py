@@ -19,6 +19,7 @@ class StreamingLLM(Method):
     """Sinks and window only."""
 
     evicts: ClassVar[bool] = True
+    places_alike: ClassVar[bool] = True
 
     def spec(self, *, kv_heads, group, head_dim, capacity):
         if self.budget is None:
