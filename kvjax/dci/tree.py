@@ -80,6 +80,8 @@ class Tree:  # *B_K: [K], [B, K], or [] inside a function of one head
     radius: Float[Array, "*B_K"]  # c^2: largest squared norm so far
     directions: Float[Array, "*B_K D1 P"]
     strays: Int32[Array, "*B_K"]  # points put into another node's page for want of a free page
+    waiting: Int32[Array, "*B_K L1"]  # promotions to levels 2 .. L that were drawn and no inserted point has got yet
+    far: Float[Array, "*B_K L1"]  # squared distance from where on a point has no parent near; 0 = nothing known
 
 
 def empty_tree(shape: Shape, seed: PRNGKey) -> Tree:
@@ -91,6 +93,7 @@ def empty_tree(shape: Shape, seed: PRNGKey) -> Tree:
         jump=jnp.full((pages.bit_length(), pages), none), length=jnp.zeros(pages, jnp.int32),
         count=jnp.zeros(pages, jnp.int32), root=none, height=jnp.int32(1), used=jnp.int32(0), radius=jnp.float32(0),
         directions=random_directions(seed, shape.size + 1, shape.projections), strays=jnp.int32(0),
+        waiting=jnp.zeros(shape.levels - 1, jnp.int32), far=jnp.zeros(shape.levels - 1),
     )
 
 
