@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from kvjax import clustering
 from kvjax.dci.projections import adapted_directions
+from kvjax.dci.promotion import far_from_parents
 from kvjax.dci.transform import lift, transform_key
 from kvjax.dci.tree import Shape, Tree, empty_tree, room_of_level
 from kvjax.places import first
@@ -33,14 +34,15 @@ def build(
     tree = empty_tree(shape, seed)
     squared = jnp.where(valid, jnp.sum(jnp.square(key), axis=-1), 0.0)
     radius = jnp.max(squared, initial=0.0)
+    last = lift(squared, radius)
     level, rank = _limited(shape, level, valid)
     level = _without_gaps(shape, jnp.where(valid, level, 0))
-    parent = _parents(shape, key, lift(squared, radius), level, rank)
+    parent = _parents(shape, key, last, level, rank)
     page, row, strays = _pages(shape, parent, level, valid)
     unit = transform_key(key, radius)
     directions = adapted_directions(tree.directions, unit, valid) if shape.projections else tree.directions
     tree = dataclasses.replace(
-        tree, directions=directions, radius=radius, strays=strays,
+        tree, directions=directions, radius=radius, strays=strays, far=_far(shape, key, last, level, parent),
         height=jnp.maximum(jnp.max(level, initial=0), 1).astype(jnp.int32),
         key=tree.key.at[page, row].set(key, mode="drop"),
         squared=tree.squared.at[page, row].set(squared, mode="drop"),
@@ -79,6 +81,14 @@ def _parents(shape: Shape, key, last, level, rank) -> Int32[Array, "T"]:
         parent = parent.at[below].set(_nearest(point, below, above), mode="drop")
         below = above
     return parent
+
+
+def _far(shape: Shape, key, last, level, parent) -> Float[Array, "L1"]:
+    """From where on a point has no parent near, of levels 2, 3, ..."""
+    total = key.shape[0]
+    own = jnp.minimum(parent, total - 1)
+    distance = jnp.sum(jnp.square(key - key[own]), axis=-1) + jnp.square(last - last[own])
+    return far_from_parents(shape, distance, level, parent < total)
 
 
 def _nearest(point, below, above):

@@ -1,7 +1,7 @@
 """One new point: its parent by search, its place in the first page of the parent's node (IceCache, Algorithm 1).
 
-A point stays under the parent it was given: one that is promoted later, and nearer, gets later points only. A tree that
-was grown by inserts has thus less fitting nodes than one built at once, and a narrow beam finds less in it.
+A point stays under the parent it was given: one that is promoted later, and nearer, gets later points only. So points
+are promoted where parents are missing (`kvjax.dci.promotion`).
 """
 
 import dataclasses
@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.dci.projections import adapted_directions
+from kvjax.dci.promotion import promote
 from kvjax.dci.search import Search, descend
 from kvjax.dci.transform import transform_key
 from kvjax.dci.tree import Shape, Tree
@@ -23,13 +24,18 @@ def insert(
     """The tree with a key at its level, and the page and row it went to (page NB where not `valid`).
 
     A level above the top one makes the tree one level higher: the new point becomes the only one of the new top level,
-    and the old root node its node. The tree must have a free row. Levels are drawn (`draw_levels`): a search opens no
-    more pages of a level than such points fill.
+    and the old root node its node. The tree must have a free row.
+
+    Args:
+      level: as drawn (`draw_levels`): a search opens no more pages of a level than such points fill. The new point or a
+        later one gets to it (`kvjax.dci.promotion`).
     """
     squared = jnp.sum(jnp.square(key))
     tree = dataclasses.replace(tree, radius=jnp.where(valid, jnp.maximum(tree.radius, squared), tree.radius))
-    grows = (level > tree.height) & (tree.used > 0) & (tree.used < shape.pages)
-    parent = _parent(shape, search, tree, key, level)
+    nearest, distance = _nearest(shape, search, tree, key)
+    tree, level = promote(shape, tree, level, distance, valid)
+    grows = (level > tree.height) & (tree.used < shape.pages)
+    parent = jnp.where(level < tree.height, nearest[jnp.minimum(level, shape.levels - 1) - 1], shape.points)
     head = tree.child.reshape(-1).at[parent].get(mode="fill", fill_value=shape.pages)
     head = jnp.where(parent == shape.points, tree.root, head)
     head = jnp.where(grows, shape.pages, head)  # a new chain
@@ -66,16 +72,16 @@ def _take_row(shape: Shape, tree: Tree, head, valid):
     return dataclasses.replace(tree, used=tree.used + opens, strays=tree.strays + stray), page, row, opens
 
 
-def _parent(shape: Shape, search: Search, tree: Tree, key, level) -> Int32[Array, ""]:
-    """The nearest point of the next higher level (line 34: QUERY with k = 1); NB * C = the root, for the top level."""
-    above = jnp.minimum(level, tree.height) + 1
-    parent = jnp.int32(shape.points)
-    for number, found in descend(shape, search, tree, transform_key(key[None], tree.radius), bottom=2):
+def _nearest(shape: Shape, search: Search, tree: Tree, key) -> tuple[Int32[Array, "L1"], Float[Array, "L1"]]:
+    """The nearest points of levels 2, 3, ... (line 34: QUERY with k = 1), and how far they are, squared."""
+    points, scores = [], []
+    for _, found in descend(shape, search, tree, transform_key(key[None], tree.radius), bottom=2):
         score = found.score.reshape(-1)
-        best = first(score == jnp.max(score))
-        nearest = found.page[best // shape.rows] * shape.rows + best % shape.rows
-        parent = jnp.where(number == above, nearest, parent)
-    return jnp.where(above <= tree.height, parent, shape.points).astype(jnp.int32)
+        scores.append(jnp.max(score))
+        best = first(score == scores[-1])
+        points.append(found.page[best // shape.rows] * shape.rows + best % shape.rows)
+    distance = 2 * (tree.radius - jnp.sqrt(tree.radius) * jnp.stack(scores[::-1]))
+    return jnp.stack(points[::-1]), jnp.maximum(distance, 0.0)
 
 
 def _any_room(shape: Shape, tree: Tree, wanted) -> Int32[Array, ""]:

@@ -9,8 +9,8 @@ from kvjax.typing import Array, Int32, PRNGKey
 def draw_levels(seed: PRNGKey, number: Int32[Array, "*T"], ratio: float, most: int) -> Int32[Array, "*T"]:
     """Level of each point, 1 = bottom; a point gets to level l + 1 from level l with probability `ratio`.
 
-    It depends on the seed and the point's own number alone, so that a tree built at once and one built by inserts have
-    the same levels. At most `most`.
+    It depends on the seed and the point's own number alone, so that as many are drawn for a tree built by inserts as
+    for one built at once; inserted points pass them on (`kvjax.dci.promotion`). At most `most`.
     """
     draw = jax.vmap(lambda one: jax.random.uniform(jax.random.fold_in(seed, one), minval=1e-30))
     luck = draw(number.reshape(-1)).reshape(number.shape)

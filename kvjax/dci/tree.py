@@ -57,6 +57,11 @@ def room_of_level(points: int, ratio: float, level: int) -> int:
     return min(points, math.ceil(share + 6 * math.sqrt(share) + 8))
 
 
+def ahead(points: int, ratio: float, level: int) -> int:
+    """Promotions to a level that a tree has in advance: 0.75 standard deviations, of six in `room_of_level`."""
+    return round(0.75 * math.sqrt(points * ratio ** (level - 1)))
+
+
 def most_levels(points: int, ratio: float) -> int:
     """Levels for so many points, at least two: as many as leave 64 or more for the root node, which is opened whole.
 
@@ -80,17 +85,21 @@ class Tree:  # *B_K: [K], [B, K], or [] inside a function of one head
     radius: Float[Array, "*B_K"]  # c^2: largest squared norm so far
     directions: Float[Array, "*B_K D1 P"]
     strays: Int32[Array, "*B_K"]  # points put into another node's page for want of a free page
+    waiting: Int32[Array, "*B_K L1"]  # promotions to levels 2 .. L that no inserted point has got yet
+    far: Float[Array, "*B_K L1"]  # squared distance from where on a point has no parent near; 0 = nothing known
 
 
 def empty_tree(shape: Shape, seed: PRNGKey) -> Tree:
     """A tree without points; its directions are uniform until there are keys to adapt them to."""
     pages, rows, none = shape.pages, shape.rows, jnp.int32(shape.pages)
+    waiting = [ahead(shape.points, shape.ratio, level) for level in range(2, shape.levels + 1)]
     return Tree(
         key=jnp.zeros((pages, rows, shape.size)), squared=jnp.zeros((pages, rows)),
         projected=jnp.zeros((pages, rows, shape.projections)), child=jnp.full((pages, rows), none),
         jump=jnp.full((pages.bit_length(), pages), none), length=jnp.zeros(pages, jnp.int32),
         count=jnp.zeros(pages, jnp.int32), root=none, height=jnp.int32(1), used=jnp.int32(0), radius=jnp.float32(0),
         directions=random_directions(seed, shape.size + 1, shape.projections), strays=jnp.int32(0),
+        waiting=jnp.array(waiting, jnp.int32), far=jnp.zeros(shape.levels - 1),
     )
 
 

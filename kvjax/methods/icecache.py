@@ -16,6 +16,8 @@ Choices the paper leaves open:
   - page size, promotion ratio and width of the search are not given. Pages of 8 held most of the true top tokens per
     budget with the reference model's keys. A beam of 64 takes two thirds of the time per token at 16K, and misses one
     passkey in a hundred, which 192 does not.
+  - promotions drawn while decoding go to tokens that are far from all parents (`kvjax.dci.promotion`), as rows keep
+    their pages and a parent that comes late gets later tokens only.
   - every token of an opened page is compared with the query. With `projections` and `visit` only those are that P-DCI
     gives priority to: fewer products, but more gathers, which on CPU costs as much.
 

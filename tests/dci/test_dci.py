@@ -10,7 +10,8 @@ import pytest
 
 from kvjax import dci
 from kvjax.dci.projections import adapted_directions, lower_bounds, prioritised, random_directions
-from kvjax.dci.tree import most_levels
+from kvjax.dci.promotion import promote
+from kvjax.dci.tree import ahead, most_levels
 from kvjax.errors import ConfigError
 
 SIZE, POINTS = 16, 1000
@@ -304,9 +305,35 @@ def test_inserts_keep_every_point_in_one_node(start):
     assert 2 <= tree.height <= SHAPE.levels and tree.strays == 0
 
 
+@pytest.mark.parametrize("start", [100, 0])
+def test_levels_get_the_points_that_were_drawn_and_those_ahead(start):
+    """Every promotion that was drawn for an inserted point, or is there in advance, was given to one or waits."""
+    key = clumps(3)
+    tree, page, row = grow(key, start)
+    level = np.asarray(dci.draw_levels(jax.random.key(1), jnp.arange(POINTS), SHAPE.ratio, SHAPE.levels))
+    at = {point: depth for depth, _, points in nodes(tree) for point in points}
+    got = np.array([at[int(p * SHAPE.rows + r)] for p, r in zip(page, row, strict=True)])
+    for number, waiting in enumerate(tree.waiting, start=2):
+        drawn = (level[start:] >= number).sum() + ahead(SHAPE.points, SHAPE.ratio, number)
+        assert (got[start:] >= number).sum() + waiting == drawn
+        assert waiting < 0.5 * drawn
+
+
+def test_a_promotion_waits_for_a_point_that_is_far_from_all_parents():
+    tree, *_ = build(clumps(0))
+    tree = dataclasses.replace(tree, waiting=np.zeros_like(tree.waiting), far=np.ones_like(tree.far))
+    told = []
+    for drawn, distance in [(2, 0.5), (1, 0.5), (1, 2.0), (1, 2.0)]:
+        away = np.full(SHAPE.levels - 1, distance, np.float32)
+        tree, level = promote(SHAPE, tree, jnp.int32(drawn), away, jnp.bool_(True))
+        told.append(int(level))
+    assert told == [1, 1, 2, 1] and not np.asarray(tree.waiting).any()
+
+
 def test_an_insert_goes_under_the_nearest_point_one_level_up():
     key = clumps(4)
     tree, *_ = build(key, np.arange(POINTS) < 400)
+    tree = dataclasses.replace(tree, waiting=np.zeros_like(tree.waiting))  # so that none is promoted
     rivals = np.array([p for depth, _, points in nodes(tree) for p in points if depth == 2])
     keys = tree.key.reshape(-1, SIZE)
     for new in key[400:420]:
@@ -364,14 +391,11 @@ def test_keys_put_aside_are_in_no_node_and_hide_none():
 
 @pytest.mark.parametrize("start", [0, POINTS // 2])
 def test_a_tree_built_by_inserts_has_the_recall_of_one_built_at_once(start):
-    """Within two points, with a beam of about half of the nodes.
-
-    New points of upper levels get later children only, so that a much narrower beam finds less in a grown tree.
-    """
+    """Within two points, with about half of the pages opened."""
     key, q = clumps(0), clumps(1)[:60]
     whole, *places, _ = build(key)
     part, *grown_places = grow(key, start)
-    for search in (dci.Search(beam=40, pages=120), NARROW):
+    for search in (dci.Search(beam=40, pages=80), NARROW):
         at_once, grown = visited(search, whole, *places, q), visited(search, part, *grown_places, q)
         for k in (16, 64):
             assert recall(grown, key, q, k) >= recall(at_once, key, q, k) - 0.02

@@ -30,7 +30,17 @@ def test_a_fifth_of_real_keys_visited_holds_nearly_all_of_the_best(keys, start):
 
 @pytest.mark.parametrize(("name", "apart"), [("shipped", 0.02), ("narrow", 0.08)])
 def test_inserts_find_nearly_what_a_tree_built_at_once_finds(keys, name, apart):
-    """Within two points as shipped. A narrow beam loses more: see `kvjax.dci.insertion`."""
+    """Within two points as shipped. A narrow beam loses more."""
     at_once, grown = (tried(name, start, keys) for start in (2048, 0))
     assert all(grown[one] >= at_once[one] - apart for one in RECALLS)
     assert grown["visited_share"] <= at_once["visited_share"] + 0.02
+
+
+def test_a_tree_of_clusters_grown_from_nothing_finds_what_one_built_at_once_finds():
+    """Within two points: promotions by chance alone (`kvjax.dci.promotion`) lost nine."""
+    made = [one[0] for one in icecache_tree.made_up_points("clustered", 4096, 64, 0)]
+    at_once, *grown = (tried("shipped", start, [made]) for start in (4096, 512, 0))
+    for tree in grown:
+        assert all(tree[one] >= at_once[one] - 0.02 for one in RECALLS)
+        assert tree["visited_share"] <= at_once["visited_share"] + 0.02
+        assert tree["occupancy"] >= at_once["occupancy"] - 0.02
