@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kvjax.attention import computed_once
 from kvjax.method import Context, Edits, Leaving, Method, Placement, Selection, Spec, View
@@ -43,14 +44,19 @@ class LayerState:
     @property
     def pos(self) -> Int32[Array, "*B K NB C"]:
         """`positions` of every head, whether it has a table of its own or not."""
-        *lead, _, blocks, rows = self.positions.shape
-        return jnp.broadcast_to(self.positions, (*lead, self.refused.shape[-1], blocks, rows))
+        return _for_heads(self.positions, self.refused.shape[-1], -3)
 
     @property
     def count(self) -> Int32[Array, "*B K NB"]:
         """`counts` of every head."""
-        *lead, _, blocks = self.counts.shape
-        return jnp.broadcast_to(self.counts, (*lead, self.refused.shape[-1], blocks))
+        return _for_heads(self.counts, self.refused.shape[-1], -2)
+
+
+def _for_heads(table: Array, heads: int, axis: int) -> Array:
+    """One table for every head, from one for each or one for all; on the host if the table is."""
+    shape = list(table.shape)
+    shape[axis] = heads
+    return (np if isinstance(table, np.ndarray) else jnp).broadcast_to(table, shape)
 
 
 @pytree
