@@ -248,8 +248,7 @@ def place(
     held = (placement.block < spec.num_blocks) & (placement.row == spec.block_rows)
     block = jnp.where(stored, placement.block, spec.num_blocks)
     table, at, row = jnp.arange(spec.tables), block[: spec.tables], placement.row[: spec.tables]
-    # Valid rows are a prefix. Looking into `positions` instead would have XLA:CPU copy it: a read with no order to the
-    # write.
+    # Valid rows are a prefix. Looking into `positions` would have XLA:CPU copy it: a read with no order to the write.
     free = row >= layer.counts[table, jnp.minimum(at, spec.num_blocks - 1)]
     layer = dataclasses.replace(
         layer,
