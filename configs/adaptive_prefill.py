@@ -17,6 +17,7 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config.chunks = (0, 64, 256)  # tokens read at a time; 0: the whole prompt densely
     config.lengths = (2048,)
     config.memory_lengths = (2048, 8192, 16384)
+    config.staging_kib = 1024  # blocks that wait in memory to be written, at most; the store's usual 64 MiB hold a prompt
     config.samples = 32
     config.batch = 8
     config.perplexity_tokens = 32

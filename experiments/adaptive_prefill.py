@@ -37,33 +37,36 @@ def accuracy_row(llm, method, chunk: int | None, samples: Sequence[Sample], conf
     return {**evaluate.accuracy(right), "prefill_s": float(np.median(seconds[1:] or seconds))}
 
 
-def peak_bytes(settings: dict, chunk: int | None, length: int, workdir: str) -> int:
+def peak_bytes(settings: dict, chunk: int | None, length: int, staging: int, workdir: str) -> tuple[int, int]:
     """`_peak_bytes` in a process of its own."""
     before = {name: os.environ.get(name) for name in _RETURN_MEMORY}
     os.environ.update(_RETURN_MEMORY)
     try:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
-            return pool.apply(_peak_bytes, (settings, chunk, length, workdir))
+            return pool.apply(_peak_bytes, (settings, chunk, length, staging, workdir))
     finally:
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-def _peak_bytes(settings: dict, chunk: int | None, length: int, workdir: str) -> int:
+def _peak_bytes(settings: dict, chunk: int | None, length: int, staging: int, workdir: str) -> tuple[int, int]:
+    """Most bytes that a second prefill takes, and those that its cache goes on keeping in memory."""
     llm, method = common.load_model(""), common.make_method(settings)
     prompt = np.random.default_rng(0).integers(1, llm.config.vocab_size, length).tolist()
 
-    def prefill():
-        store = common.make_store("flash", pathlib.Path(workdir))
+    def prefill() -> int:
+        store = common.make_store("flash", pathlib.Path(workdir), staging_bytes=staging)
         cache = llm.prefill(prompt, method=method, store=store, capacity=length + 64, chunk=chunk)
         jax.block_until_ready(cache.state)
+        kept = cache.resident_bytes
         cache.close()
+        return kept
 
-    prefill()
-    return _growth(prefill)
+    kept = prefill()
+    return _growth(prefill), kept
 
 
-def _growth(call: Callable[[], None]) -> int:
+def _growth(call: Callable[[], object]) -> int:
     """Most bytes that the process is larger during a call than it was before it."""
     before = peak = _resident()
     done = threading.Event()
@@ -101,7 +104,9 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
             continue
         if task == "memory":
             store = str(run.path / "store")
-            measured = {"peak_bytes": peak_bytes(dict(config.methods[i]), chunk or None, length, store)}
+            staging = config.staging_kib << 10
+            peak, kept = peak_bytes(dict(config.methods[i]), chunk or None, length, staging, store)
+            measured = {"peak_bytes": peak, "resident_bytes": kept, "staging_bytes": staging}
         else:
             samples = common.draw_task(llm, stream, "needle", length, config.samples, config.seed)
             measured = accuracy_row(llm, methods[i], chunk or None, samples, config)
@@ -116,8 +121,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
 
 def print_table(rows: list[dict]) -> None:
     """A line per row; chunk 0 is dense prefill and global clustering."""
-    print(f"{'method':>14}{'chunk':>7}{'context':>9}{'found':>8}{'loss':>8}{'s':>8}{'peak MiB':>10}")
+    print(f"{'method':>14}{'chunk':>7}{'context':>9}{'found':>8}{'loss':>8}{'s':>8}{'peak MiB':>10}{'kept MiB':>10}")
     for row in rows:
         cells = [f"{row[key]:8.3f}" if key in row else f"{'-':>8}" for key in ("accuracy", "nll", "prefill_s")]
-        peak = f"{row['peak_bytes'] / 2**20:10.1f}" if "peak_bytes" in row else f"{'-':>10}"
-        print(f"{row['method']:>14}{row['chunk']:>7}{row['context']:>9,}{''.join(cells)}{peak}")
+        sizes = [f"{row[key] / 2**20:10.1f}" if key in row else f"{'-':>10}" for key in ("peak_bytes", "resident_bytes")]
+        print(f"{row['method']:>14}{row['chunk']:>7}{row['context']:>9,}{''.join(cells)}{''.join(sizes)}")

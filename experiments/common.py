@@ -12,7 +12,7 @@ from kvjax import tasks
 from kvjax.errors import ConfigError
 from kvjax.method import Method
 from kvjax.planning import Slots
-from kvjax.store import profiles
+from kvjax.store import emulation, profiles
 from kvjax.tasks import corpus
 
 REFERENCE = pathlib.Path(kvjax.__file__).parent / "reference"
@@ -47,8 +47,11 @@ def make_slots(settings: Mapping[str, Any], count: int = 0) -> Slots:
     return Slots(**{"count": count or None, **given})
 
 
-def make_store(kind: str, directory: pathlib.Path):
-    """A store by name; None keeps blocks in JAX arrays. "flash:emmc" emulates a device of `kvjax.store.profiles`."""
+def make_store(kind: str, directory: pathlib.Path, **settings: Any):
+    """A store by name; None keeps blocks in JAX arrays. "flash:emmc" emulates a device of `kvjax.store.profiles`.
+
+    `settings` are those of a flash store (`kvjax.FlashStore`); the others have none.
+    """
     name, _, profile = kind.partition(":")
     if name not in ("memory", "host", "flash") or (profile and name != "flash"):
         raise ConfigError(f"unknown store {kind!r}; use memory, host, flash or flash:DEVICE")
@@ -56,7 +59,7 @@ def make_store(kind: str, directory: pathlib.Path):
         return None
     if name == "host":
         return kvjax.HostStore()
-    store = kvjax.FlashStore(directory, profile=profile or profiles.NATIVE)
+    store = kvjax.FlashStore(directory, profile=profile or profiles.NATIVE, **settings)
     directory.mkdir(parents=True, exist_ok=True)
     return store
 
@@ -64,7 +67,7 @@ def make_store(kind: str, directory: pathlib.Path):
 def disk_of(store) -> dict[str, Any]:
     """What a row of results says about the device under a store: how far an emulated one was not kept up with, too."""
     system = getattr(store, "system", None)
-    if not isinstance(system, profiles.EmulatedIO):
+    if not isinstance(system, emulation.EmulatedIO):
         return {} if system is None else {"disk": profiles.NATIVE}
     return {"disk": f"{system.profile.name} (emulated)", "late_share": system.late / max(1, system.commands)}
 

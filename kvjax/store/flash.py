@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvjax.errors import ConfigError, WriteFailed
-from kvjax.store import profiles
+from kvjax.store import emulation, profiles
 from kvjax.store.ahead import Reads
 from kvjax.store.base import Geometry
 from kvjax.store.codec import Codec, make_codec
@@ -86,7 +86,7 @@ class FlashStore:
         self.profile = profile
         self.codec = codec
         self.tolerance = tolerance
-        self.system = profiles.system_of(profile)
+        self.system = emulation.system_of(profile)
 
     def create(self, geometry: Geometry, fingerprint: str, least_blocks: int = 1) -> "FlashBranch | SequentialBranch":
         """Makes the file and its first branch, in which every block is zero.

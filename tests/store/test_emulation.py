@@ -11,9 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvjax.errors import ConfigError
+from kvjax.store import linux
+from kvjax.store.emulation import Clock, CommandQueue, EmulatedIO, system_of
 from kvjax.store.flash import FlashStore
-from kvjax.store.profiles import PROFILES, Clock, CommandQueue, EmulatedIO, system_of
+from kvjax.store.profiles import PROFILES
 from kvjax.store.system import SystemIO
+from tests.store.conftest import settle, skip_without
 
 every_device = pytest.mark.parametrize("profile", PROFILES.values(), ids=PROFILES)
 
@@ -185,6 +188,72 @@ def test_a_host_that_is_slower_than_the_device_is_counted_and_not_made_up_for(de
     assert clock.time - before >= 10 * (profile.latency + profile.transfer_seconds(4096)) - 1e-9
 
 
+class Ring:
+    """Reads of `size` bytes of one file through an emulated device, asynchronously."""
+
+    def __init__(self, system, descriptor, size: int, count: int):
+        self.system, self.memory = system, np.zeros((count, size), np.uint8)
+        self.blocks = np.zeros(count, linux.IOCB)
+        self.blocks["data"], self.blocks["descriptor"], self.blocks["nbytes"] = np.arange(count), descriptor, size
+        self.blocks["buffer"] = self.memory.ctypes.data + size * np.arange(count)
+        self.pointers = self.blocks.ctypes.data + np.arange(count) * linux.IOCB.itemsize
+        self.context, self.events = system.io_setup(count), np.zeros(count, linux.EVENT)
+
+    def submit(self):
+        assert self.system.io_submit(self.context, self.pointers) == self.pointers.size
+
+    def wait(self, least: int, seconds: float = 9.0) -> list[int]:
+        """Which reads were answered."""
+        return self.events["data"][:self.system.io_getevents(self.context, least, self.events, seconds)].tolist()
+
+
+@pytest.fixture
+def ring(tmp_path, descriptor):
+    skip_without("aio", tmp_path)
+    made = Ring(EmulatedIO(PROFILES["emmc"], FakeClock()), descriptor, 4096, 4)
+    yield made
+    made.system.io_destroy(made.context)
+
+
+def test_asynchronous_reads_are_in_the_device_together(ring):
+    """Given four reads submitted at once, the last answer is due after one latency and four transfers."""
+    profile, clock = PROFILES["emmc"], ring.system._clock
+    ring.submit()
+    assert sorted(ring.wait(4)) == [0, 1, 2, 3] and ring.memory.tobytes() == bytes(range(256)) * 64
+    expected = profile.latency + 4 * profile.transfer_seconds(4096)
+    assert clock.time - 10.0 == pytest.approx(expected, abs=2e-6)
+    assert (ring.system.commands, ring.system.late) == (4, 0)
+
+
+def test_an_answer_is_held_back_until_the_device_gives_it(ring):
+    """Given four reads that the host has done, each wait for one more ends a transfer later, in order."""
+    profile, clock = PROFILES["emmc"], ring.system._clock
+    ring.submit()
+    assert ring.wait(0) == []
+    for nth in range(4):
+        assert ring.wait(1) == [nth]
+        expected = profile.latency + (nth + 1) * profile.transfer_seconds(4096)
+        assert clock.time - 10.0 == pytest.approx(expected, abs=3e-6)
+
+
+def test_a_wait_that_is_over_gives_what_is_due(ring):
+    """Given time for the first two of four answers, these come, and the others with the next wait."""
+    profile = PROFILES["emmc"]
+    ring.submit()
+    assert ring.wait(4, profile.latency + 2.5 * profile.transfer_seconds(4096)) == [0, 1]
+    assert ring.wait(2) == [2, 3]
+
+
+def test_a_refused_asynchronous_read_is_answered_at_once(ring):
+    ring.blocks["descriptor"][1] = 2**31 - 1  # no such file: the kernel takes the read before it, and then refuses
+    assert ring.system.io_submit(ring.context, ring.pointers) == 1
+    ring.wait(1)
+    before = ring.system._clock.time
+    ring.blocks["descriptor"][2], ring.blocks["buffer"][2] = ring.blocks["descriptor"][0], 8  # no such memory
+    assert ring.system.io_submit(ring.context, ring.pointers[2:3]) == 1
+    assert ring.wait(1) == [2] and ring.events["result"][0] < 0 and ring.system._clock.time == before
+
+
 def test_an_error_is_not_kept_waiting(tmp_path):
     clock = FakeClock()
     with pytest.raises(OSError):
@@ -201,6 +270,22 @@ def test_a_store_on_an_emulated_device_keeps_its_contents(tmp_path, open_branch)
     blocks = driver.prefill()
     np.testing.assert_array_equal(driver.read(), blocks)
     assert store.system.profile.name == "ufs4.0" and store.system.commands >= 2
+
+
+@pytest.mark.parametrize("engine", ["aio", "threads"])
+def test_a_fetch_takes_as_long_as_the_device(tmp_path, open_branch, engine):
+    """Given either engine, a fetch is never answered before the device would have."""
+    skip_without(engine, tmp_path)
+    store = FlashStore(tmp_path, profile="emmc", engine=engine)
+    driver = open_branch(store)
+    blocks = driver.prefill()
+    settle(driver.branch.path)
+    before = driver.branch.stats()
+    np.testing.assert_array_equal(driver.read(), blocks)
+    after, profile = driver.branch.stats(), PROFILES["emmc"]
+    assert driver.branch.engine == engine
+    least = profile.latency + (after.bytes_read - before.bytes_read) / profile.bandwidth
+    assert after.io_seconds - before.io_seconds >= least
 
 
 def test_an_unknown_profile_is_refused_by_name(tmp_path):

@@ -1,0 +1,227 @@
+"""Flash devices that this machine does not have: a device says when it would have answered, `EmulatedIO` waits until then.
+
+Emulation only slows down. Where the host needs longer than the device would, the answer is as late as the host makes
+it, and `EmulatedIO.late` counts it. A host too busy even to ask in time goes uncounted: `scripts/bench_profiles.py`
+compares what is reached with the curve, and says which points this host cannot reach.
+"""
+
+import bisect
+import ctypes
+import select
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from kvjax.errors import ConfigError
+from kvjax.store.linux import IOCB
+from kvjax.store.profiles import NATIVE, PROFILES, Profile
+from kvjax.store.system import SystemIO
+
+_NBYTES = IOCB.fields["nbytes"][1]  # type: ignore[index]
+
+def system_of(name: str) -> SystemIO:
+    """System calls as on that device: the host's own for "native". ConfigError on an unknown name."""
+    if name == NATIVE:
+        return SystemIO()
+    if name not in PROFILES:
+        raise ConfigError(f"unknown device profile {name!r}; use one of {', '.join([NATIVE, *PROFILES])}")
+    return EmulatedIO(PROFILES[name])
+
+
+class CommandQueue:
+    """When a device would finish each command; knows no clock. Thread-safe.
+
+    Commands may be told in another order than they arrive in, as threads are woken late: one that arrived before
+    others gets the transfer time that they left idle.
+    """
+
+    SPANS = 32  # of transfers that are remembered; what lies before counts as busy
+
+    def __init__(self, profile: Profile):
+        self._profile = profile
+        self._lock = threading.Lock()
+        self._busy: list[tuple[float, float]] = []  # transfers, ascending
+        self._idle_from = 0.0  # no transfer starts before
+        self._ends = [0.0] * profile.depth  # the latest `depth` ends, ascending
+
+    def finish_time(self, arrival: float, size: int) -> float:
+        """Seconds on the caller's clock when a command that arrives then is done."""
+        with self._lock:
+            begin = max(arrival, self._ends[0])  # once fewer than `depth` commands are in the device
+            end = self._transfer(begin + self._profile.latency, self._profile.transfer_seconds(size))
+            bisect.insort(self._ends, end)
+            del self._ends[0]
+            return end
+
+    def _transfer(self, ready: float, seconds: float) -> float:
+        """The end of the first idle span so long, from `ready` on, which is then busy."""
+        start = max(ready, self._idle_from)
+        place = bisect.bisect_left(self._busy, (start, start))
+        if place and self._busy[place - 1][1] > start:
+            start = self._busy[place - 1][1]
+        while place < len(self._busy) and self._busy[place][0] < start + seconds:
+            start = self._busy[place][1]
+            place += 1
+        self._busy.insert(place, (start, start + seconds))
+        if len(self._busy) > self.SPANS:
+            self._idle_from = self._busy.pop(0)[1]
+        return start + seconds
+
+
+class Clock:
+    """Time, and waiting for it more precisely than the kernel wakes a sleeping thread."""
+
+    WAKE_SECONDS = 50e-6  # a sleep ends 70 to 100 us too late on an idle Linux machine; more spinning is no better
+
+    now = staticmethod(time.perf_counter)
+    sleep = staticmethod(time.sleep)
+
+    @staticmethod
+    def give_way() -> None:
+        """Lets other Python threads run for an instant: 1 us, where sleep(0) takes 50 to 100."""
+        select.select((), (), (), 0)
+
+    def wait_until(self, due: float) -> None:
+        """Sleeps for the bulk, then asks again and again."""
+        left = due - self.now()
+        if left > self.WAKE_SECONDS:
+            self.sleep(left - self.WAKE_SECONDS)
+        while self.now() < due:
+            self.give_way()
+
+
+class _Debt(threading.local):
+    """How far behind its device one thread is because it was woken too late.
+
+    A thread that goes on at once would have asked for the next block so much earlier, and the device is told so;
+    otherwise every late wake-up would make the device slower than it is. What the host's own calls took too long is
+    no debt, nor is the lateness of a thread that did something else meanwhile.
+    """
+
+    MOST_SECONDS = 5e-3  # about what a busy kernel keeps a thread waiting; beyond it, the host is just too slow
+    PAUSE_SECONDS = 200e-6  # a thread that stays away for longer waited for something else
+
+    seconds = 0.0
+    since = 0.0
+
+    def at(self, now: float) -> float:
+        """The debt of a thread that asks now."""
+        return self.seconds if now - self.since < self.PAUSE_SECONDS else 0.0
+
+    def note(self, seconds: float, now: float) -> None:
+        self.seconds, self.since = min(seconds, self.MOST_SECONDS), now
+
+
+class _InFlight:
+    """Reads of one asynchronous context: when the device answers each, and what the host has answered before that."""
+
+    def __init__(self):
+        self.due: dict[int, float] = {}  # by address of the control block
+        self._early: list[tuple[float, int, tuple]] = []  # due, nth answer, the event
+
+    def __len__(self) -> int:
+        return len(self._early)
+
+    def hear(self, events: np.ndarray, now: float) -> int:
+        """Takes the host's answers; how many of them came after the device's. A refusal is due at once."""
+        late, first = 0, len(self._early)
+        for nth, event in enumerate(events.tolist(), first):
+            due = self.due.pop(event[1])
+            late += event[2] >= 0 and due < now
+            bisect.insort(self._early, (due if event[2] >= 0 else now, nth, event))
+        return late
+
+    def due_at(self, count: int) -> float:
+        """When the device has given the first `count` answers."""
+        return self._early[count - 1][0]
+
+    def release(self, now: float, events: np.ndarray) -> int:
+        """Moves the answers that are due to `events`; how many."""
+        count = min(bisect.bisect(self._early, now, key=lambda one: one[0]), events.size)
+        events[:count] = [event for _, _, event in self._early[:count]]
+        del self._early[:count]
+        return count
+
+
+class EmulatedIO(SystemIO):
+    """The system's calls, where a read or write takes as long as on another device, if that is longer.
+
+    Asynchronous reads are in the device together from their submission on, and their answers are held back.
+
+    Attributes:
+      profile: the device.
+      commands, late: reads and writes so far, and how many of them the host finished later than the device would have.
+    """
+
+    def __init__(self, profile: Profile, clock: Clock | None = None):
+        self.profile = profile
+        self.commands = 0
+        self.late = 0
+        self._queue = CommandQueue(profile)
+        self._counts = threading.Lock()
+        self._clock = clock or Clock()
+        self._debt = _Debt()
+        self._contexts: dict[int, _InFlight] = {}
+
+    def preadv(self, descriptor, views, offset):
+        return self._timed(views, SystemIO.preadv, descriptor, views, offset)
+
+    def pwrite(self, descriptor, data, offset):
+        return self._timed((data,), SystemIO.pwrite, descriptor, data, offset)
+
+    def _timed(self, buffers, call: Callable[..., int], *args) -> int:
+        """The call's result, not before the device would have answered. OSError comes at once."""
+        clock = self._clock
+        asked = clock.now()
+        debt = self._debt.at(asked)
+        due = self._queue.finish_time(asked - debt, sum(map(len, buffers)))
+        result = call(*args)
+        ready = clock.now() - debt
+        with self._counts:
+            self.commands += 1
+            self.late += ready > due
+        clock.wait_until(due)
+        now = clock.now()
+        self._debt.note(now - max(due, ready), now)
+        return result
+
+    def io_setup(self, depth):
+        context = SystemIO.io_setup(depth)
+        self._contexts[context] = _InFlight()
+        return context
+
+    def io_destroy(self, context):
+        SystemIO.io_destroy(context)
+        del self._contexts[context]
+
+    def io_submit(self, context, pointers):
+        asked, due = self._clock.now(), self._contexts[context].due
+        asked -= self._debt.at(asked)
+        taken = SystemIO.io_submit(context, pointers)
+        for address in pointers[:taken].tolist():
+            due[address] = self._queue.finish_time(asked, ctypes.c_uint64.from_address(address + _NBYTES).value)
+        return taken
+
+    def io_getevents(self, context, least, events, seconds):
+        clock, reads = self._clock, self._contexts[context]
+        until = clock.now() + seconds
+        self._hear(context, 0, events, 0.0)
+        while len(reads) < least and self._hear(context, least - len(reads), events, max(0.0, until - clock.now())):
+            pass
+        if least and len(reads) >= least:
+            due, heard = reads.due_at(least), clock.now()
+            clock.wait_until(min(due, until))
+            now = clock.now()
+            self._debt.note(now - max(due, heard), now)
+        return reads.release(clock.now(), events)
+
+    def _hear(self, context: int, least: int, events: np.ndarray, seconds: float) -> int:
+        """Takes answers of the host; how many. What was not waited for may have come any time, and is not called late."""
+        count = SystemIO.io_getevents(context, least, events, seconds)
+        late = self._contexts[context].hear(events[:count], self._clock.now())
+        with self._counts:
+            self.commands += count
+            self.late += late if least else 0
+        return count
