@@ -60,7 +60,9 @@ class Ring:
       in_flight: reads the kernel has not answered yet, or whose answers were not taken.
     """
 
-    def __init__(self, system: SystemIO, extents: int, extent_bytes: int, block_bytes: int, piece: int = 1):
+    def __init__(self, system: SystemIO, extents: int, extent_bytes: int, block_bytes: int, piece: int = 1,
+                 depth: int | None = None):
+        """`depth` reads can be in flight; None = one per extent."""
         self.arena = Arena(extents, extent_bytes, block_bytes)
         self.in_flight = 0
         self._system = system
@@ -71,7 +73,7 @@ class Ring:
         self.staged, self._done = np.zeros((extents, 2), np.int64), np.zeros(extents, np.uint8)
         self._sizes = (extents, piece, extent_bytes, block_bytes, HEADER_BYTES)
         self._closed = False
-        self._context = system.io_setup(extents)
+        self._context = system.io_setup(depth or extents)
         self.make_room(extents)
 
     def make_room(self, reads: int) -> None:
@@ -137,14 +139,14 @@ class Ring:
 class RingStack:
     """Rings that are lent and come back. Takes no lock: a fetch may be forgotten anywhere, also inside a finalizer."""
 
-    MAX_BYTES = 8 << 20  # in flight for one fetch, more than any device needs to be busy
-    MAX_DEPTH = 512  # of /proc/sys/fs/aio-max-nr, 65,536 by default, for all processes
+    MAX_BYTES = 32 << 20  # in flight for one fetch; a guess beyond it waits. Memory is taken when it is first read into
+    MAX_DEPTH = 512  # reads, of /proc/sys/fs/aio-max-nr, 65,536 by default, for all processes
 
     def __init__(self, system: SystemIO, extent_bytes: int, block_bytes: int):
         self.piece = max(1, min(PIECE_BYTES, self.MAX_BYTES // 2) // extent_bytes)
-        pieces = min(self.MAX_BYTES // (self.piece * extent_bytes), self.MAX_DEPTH // self.piece)
-        self.extents = self.piece * max(2, pieces)
-        self._arguments = (system, self.extents, extent_bytes, block_bytes, self.piece)
+        self.extents = self.piece * max(2, self.MAX_BYTES // (self.piece * extent_bytes))
+        depth = min(self.extents, self.MAX_DEPTH)
+        self._arguments = (system, self.extents, extent_bytes, block_bytes, self.piece, depth)
         self._all: list[Ring] = []
         self._idle: collections.deque[Ring] = collections.deque()
         self._parked: collections.deque[Ring] = collections.deque()

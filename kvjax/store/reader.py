@@ -86,7 +86,7 @@ class Reader:
 def _rings(file: BlockFile, codec: Codec, system: SystemIO, threads: ThreadEngine, timeout: float) -> RingEngine:
     """OSError, with the reason, where reads cannot be asynchronous."""
     if not system.asynchronous:
-        raise OSError("the device is emulated, call by call")
+        raise OSError("the system calls are somebody's own, and block")
     if not file.direct:
         raise OSError("reads go through the page cache, where they would block")
     if codec.name != "raw":

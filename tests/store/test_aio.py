@@ -301,7 +301,7 @@ def test_a_ring_that_hangs_is_left_to_the_kernel(tmp_path):
 
 
 @pytest.mark.parametrize("settings, expected", [({}, "aio"), ({"direct": False}, "threads"),
-                                                ({"profile": "nvme"}, "threads"), ({"engine": "threads"}, "threads"),
+                                                ({"profile": "nvme"}, "aio"), ({"engine": "threads"}, "threads"),
                                                 ({"engine": "aio"}, "aio")])
 def test_the_engine_that_runs_is_told(tmp_path, open_branch, caplog, settings, expected):
     with caplog.at_level("INFO", logger="absl"):
@@ -311,7 +311,7 @@ def test_the_engine_that_runs_is_told(tmp_path, open_branch, caplog, settings, e
                 or "reads are asynchronous" in record.message]) == 1
 
 
-@pytest.mark.parametrize("settings, words", [({"direct": False}, "page cache"), ({"profile": "nvme"}, "emulated")])
+@pytest.mark.parametrize("settings, words", [({"direct": False}, "page cache"), ({"codec": "rle"}, "codec 'rle'")])
 def test_aio_where_it_cannot_be(tmp_path, settings, words):
     with pytest.raises(ConfigError, match=rf"engine='aio'.*{words}"):
         FlashStore(tmp_path, engine="aio", **settings).create(GEOMETRY, "")
