@@ -1,4 +1,4 @@
-"""Flash devices that this machine does not have: a device says when it would have answered, `EmulatedIO` waits until then.
+"""Flash devices that are not there: a queue says when a device would have answered, `EmulatedIO` waits until then.
 
 Emulation only slows down. Where the host needs longer than the device would, the answer is as late as the host makes
 it, and `EmulatedIO.late` counts it. A host too busy even to ask in time goes uncounted: `scripts/bench_profiles.py`
@@ -218,7 +218,8 @@ class EmulatedIO(SystemIO):
         return reads.release(clock.now(), events)
 
     def _hear(self, context: int, least: int, events: np.ndarray, seconds: float) -> int:
-        """Takes answers of the host; how many. What was not waited for may have come any time, and is not called late."""
+        """Takes answers of the host; how many. One that was not waited for may have come any time: it is not called late.
+        """
         count = SystemIO.io_getevents(context, least, events, seconds)
         late = self._contexts[context].hear(events[:count], self._clock.now())
         with self._counts:

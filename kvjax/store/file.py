@@ -142,6 +142,13 @@ class BlockFile:
         except OSError as cause:
             raise write_error(f"{self.path}: syncing to the device failed", cause) from cause
 
+    def write_back(self) -> None:
+        """Has what was written on its way to the device while others compute: O_DIRECT reads would wait for it. A hint,
+        so that a refusal is none of anybody's business; without O_DIRECT the page cache is what is read from."""
+        if self.direct:
+            with contextlib.suppress(OSError):
+                self._system.write_back(self._buffered)
+
     def lock(self) -> None:
         """Takes the lock of a writer, until the file is closed. Raises StoreLocked or WriteFailed."""
         try:

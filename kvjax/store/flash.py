@@ -303,6 +303,7 @@ class FlashBranch(TransactionalBranch):
             layer = np.full(counts.size, -1, np.int32)
             layer[filled] = extents
             self._lineage.table.replace_layer(start, layer)
+        volume.file.write_back()
 
     def _write_blocks(self, start, blocks, counts, filled, extents) -> np.ndarray:
         """Writes blocks[filled] to extents, a piece at a time; returns uint64 checksums."""

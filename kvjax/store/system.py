@@ -41,6 +41,12 @@ class SystemIO:
         finally:
             os.close(descriptor)
 
+    def write_back(self, descriptor: int) -> None:
+        """Begins to bring what was written to the device, and lets go of what is there; nothing where there is no such
+        call."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
     def free_bytes(self, descriptor: int) -> int:
         """What an ordinary user may still write to the file's device."""
         device = os.fstatvfs(descriptor)
