@@ -21,6 +21,7 @@ from experiments import common, evaluate
 from experiments.results import Run
 from kvjax.tasks import Sample, asking
 
+_SIZES = ("peak_bytes", "resident_bytes")
 # glibc then gives freed arrays back at once, so that the resident set shows what is in use.
 _RETURN_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
@@ -124,5 +125,5 @@ def print_table(rows: list[dict]) -> None:
     print(f"{'method':>14}{'chunk':>7}{'context':>9}{'found':>8}{'loss':>8}{'s':>8}{'peak MiB':>10}{'kept MiB':>10}")
     for row in rows:
         cells = [f"{row[key]:8.3f}" if key in row else f"{'-':>8}" for key in ("accuracy", "nll", "prefill_s")]
-        sizes = [f"{row[key] / 2**20:10.1f}" if key in row else f"{'-':>10}" for key in ("peak_bytes", "resident_bytes")]
+        sizes = [f"{row[key] / 2**20:10.1f}" if key in row else f"{'-':>10}" for key in _SIZES]
         print(f"{row['method']:>14}{row['chunk']:>7}{row['context']:>9,}{''.join(cells)}{''.join(sizes)}")

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import importlib.util
 import itertools
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -100,21 +99,11 @@ def filled_cache(
             prefill.fill(plan, i, Prompts(key, value, length), leader, branch, slots)
         ))
         seconds.append(time.perf_counter() - started)
-    if isinstance(store, kvjax.FlashStore):
-        settle(branch.path)
+    if branch is not None:
+        branch.settle()  # reads wait for what is still being written, which is nothing in most of a decode
     line = Line(jnp.int32(branch.handle if branch else -1), jnp.int32(0))
     layers = parking.park_all(slots.park, layers) if slots.park else tuple(layers)
     return plan, State(layers, length, line), branch, float(np.min(seconds))
-
-
-def settle(path: str) -> None:
-    """Brings a file to its device. Reads past the page cache wait for what is still to be written, which some seconds
-    after a prompt, and so in most of a decode, is nothing."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def time_tokens(llm, plan, state, tokens, driver: str, observe: Callable[[decode.Step], None] | None = None):

@@ -122,12 +122,15 @@ def row(config, batch: int, context: int, solution: tuner.Solution) -> dict:
         "method": "kvswap", "store": config.store, "task": "tune", "batch": batch, "context": context,
         "budget": config.max_mib << 20, "seed": config.seed, "group": setting.group, "sigma": setting.sigma,
         "reuse_tokens": setting.reuse, "resident_bytes": solution.memory, "fetch_ms": 1e3 * solution.read,
-        "compute_ms": 1e3 * solution.compute, "hidden": solution.exposed <= 0,
+        "busy_ms": 1e3 * solution.busy, "compute_ms": 1e3 * solution.compute,
+        "hidden": solution.exposed <= config.relax * solution.compute,
     }
 
 
 def print_table(rows: list[dict]) -> None:
-    print(f"{'batch':>6}{'context':>9}{'G':>4}{'sigma':>7}{'C':>7}{'MiB':>9}{'read ms':>9}{'compute ms':>12}")
+    print(f"{'batch':>6}{'context':>9}{'G':>4}{'sigma':>7}{'C':>7}{'MiB':>9}{'read ms':>9}{'busy ms':>9}"
+          f"{'compute ms':>12}")
     for one in rows:
         print(f"{one['batch']:6}{one['context']:9,}{one['group']:4}{one['sigma']:7}{one['reuse_tokens']:7}"
-              f"{one['resident_bytes'] / 2**20:9.1f}{one['fetch_ms']:9.2f}{one['compute_ms']:12.2f}")
+              f"{one['resident_bytes'] / 2**20:9.1f}{one['fetch_ms']:9.2f}{one['busy_ms']:9.2f}"
+              f"{one['compute_ms']:12.2f}")

@@ -228,6 +228,10 @@ class Branch(abc.ABC):
     def flush(self) -> None:
         """Writes all that is committed; raises what failed, and tries it again when called again."""
 
+    def settle(self) -> None:
+        """Flushes, and returns when all of it is on the device, if there is one; for whoever times reads."""
+        self.flush()
+
     @abc.abstractmethod
     def close(self) -> None:
         """Flushes, gives everything back, then raises what failed. Closing twice is allowed."""

@@ -218,8 +218,7 @@ class EmulatedIO(SystemIO):
         return reads.release(clock.now(), events)
 
     def _hear(self, context: int, least: int, events: np.ndarray, seconds: float) -> int:
-        """Takes answers of the host; how many. One that was not waited for may have come any time: it is not called late.
-        """
+        """Takes answers of the host; how many. One that was not waited for may have come any time: it is not late."""
         count = SystemIO.io_getevents(context, least, events, seconds)
         late = self._contexts[context].hear(events[:count], self._clock.now())
         with self._counts:

@@ -271,6 +271,11 @@ class FlashBranch(TransactionalBranch):
             if not self._volume.file.temporary:
                 self._volume.file.check_present()
 
+    def settle(self) -> None:
+        with self._mutex:
+            self.flush()
+            self._volume.file.sync()
+
     # ---- prefill
 
     def write_layer(self, layer, blocks, counts, prompt=None):

@@ -49,6 +49,9 @@ class OverlayFile(BlockFile):
     def write(self, data, offset, where):
         self._private.write(data, offset - self._shift, lambda offset: where(offset + self._shift))
 
+    def write_back(self):
+        self._private.write_back()
+
     def check_room(self, needed):
         self._private.check_room(needed)
 

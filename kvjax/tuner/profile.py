@@ -4,22 +4,23 @@ All but the last depend on shapes alone, so they are taken from made-up contents
 cache as on a full one, because every shape is fixed.
 """
 
-import functools
+import dataclasses
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import layer, planning
+from kvjax import decode, layer, planning, prefill
 from kvjax.layer import LayerCache
 from kvjax.llm import LLM
 from kvjax.method import Method
 from kvjax.models.config import ModelConfig
-from kvjax.models.transformer import Block
-from kvjax.planning import Slots
-from kvjax.store.base import Geometry, Store
+from kvjax.planning import Plan, Slots, State
+from kvjax.pool import Line
+from kvjax.store.base import Branch, Geometry, Store
 from kvjax.store.host import HostStore
 
 
@@ -34,58 +35,100 @@ def memory_bytes(config: ModelConfig, method: Method, slots: Slots, batch: int, 
     return config.num_layers * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.eval_shape(one_layer))
 
 
-def read_seconds(store: Store, config: ModelConfig, group: int, blocks: int, batch: int, repeats: int = 9) -> float:
-    """T_io: seconds in which the store reads `blocks` groups, the same for all KV heads, of each of `batch` sequences.
+class Reading(NamedTuple):
+    """Seconds of one layer's reads: all of them, and what they take of the caller if they were begun early enough."""
 
-    The median over reads of groups picked at random from four times as many.
+    whole: float
+    busy: float
+
+
+def read_seconds(
+    store: Store, config: ModelConfig, group: int, blocks: int, batch: int, context: int, repeats: int = 9
+) -> Reading:
+    """T_io: the store reads `blocks` groups, the same for all KV heads, of each of `batch` sequences.
+
+    Medians over reads of groups picked at random, none twice while there are others, from a layer of `context` tokens:
+    of a small file, or of what was read before, a device may keep a copy.
     """
     if not blocks:
-        return 0.0
+        return Reading(0.0, 0.0)
+    count = max(blocks, -(-context // group))
     geometry = Geometry(
-        layers=1, batch=batch, kv_heads=config.num_kv_heads, num_blocks=4 * blocks, block_rows=group,
+        layers=1, batch=batch, kv_heads=config.num_kv_heads, num_blocks=count, block_rows=group,
         width=2 * config.head_dim, dtype="float32", alike=True,
     )
     branch = store.create(geometry, "tuner")
     try:
-        lanes = (batch, config.num_kv_heads)
-        written = np.ones((*lanes, 4 * blocks, group, geometry.width), np.float32)
-        branch.write_layer(0, written, np.full((*lanes, 4 * blocks), group, np.int32))
-        branch.flush()
+        _fill(branch)
+        lanes, picked = (batch, config.num_kv_heads), _picks(count, blocks)
         slots = np.zeros((*lanes, blocks, group, geometry.width), np.float32)
         slot = np.broadcast_to(np.arange(blocks, dtype=np.int32), (*lanes, blocks))
 
-        def read(seed):
-            picked = np.random.default_rng(seed).permutation(4 * blocks)[:blocks].astype(np.int32)
-            if not branch.read_into(0, branch.generation, np.broadcast_to(picked, slot.shape).copy(), slot, slots):
+        def read(nth):
+            block = np.broadcast_to(picked(nth), slot.shape).copy()
+            if not branch.read_into(0, branch.generation, block, slot, slots):
                 raise branch.take_error()
 
-        return _median_seconds(read, repeats)
+        def begin(nth):
+            branch.submit(0, branch.generation, np.broadcast_to(picked(nth), slot.shape).copy())
+
+        def read_ahead(nth):
+            began = _seconds(begin, nth)
+            time.sleep(2 * whole)
+            return began + _seconds(read, nth)
+
+        whole = _median_seconds(read, repeats)
+        busy = [read_ahead(nth) for nth in range(repeats + 1, 2 * repeats + 1)]
+        return Reading(whole, min(whole, float(np.median(busy))))
     finally:
         branch.close()
 
 
+def _fill(branch: Branch) -> None:
+    """Writes every block of a branch's only layer."""
+    geometry = branch.geometry
+    lanes = (geometry.batch, geometry.kv_heads, geometry.num_blocks)
+    ones = np.broadcast_to(np.float32(1), (*lanes, geometry.block_rows, geometry.width))
+    branch.write_layer(0, ones, np.full(lanes, geometry.block_rows, np.int32))
+    branch.settle()
+
+
+def _picks(count: int, size: int) -> Callable[[int], np.ndarray]:
+    """nth -> int32[size] of range(count), different ones until all were there."""
+    order = np.random.default_rng(0).permutation(count).astype(np.int32)
+    return lambda nth: order[np.arange(nth * size, (nth + 1) * size) % count]
+
+
 def compute_seconds(llm: LLM, method: Method, slots: Slots, batch: int, capacity: int, repeats: int = 9) -> float:
-    """T_model: seconds of one layer that has all its groups in memory, with prediction and the slot table's work."""
-    plan = planning.make_plan(llm.config, method, batch, capacity)
-    last = len(plan.layers) - 1
-    cache = LayerCache(layer.init(plan.layers[last], batch), planning.slot_pool(plan, last, slots))
-    x, at = jnp.ones((batch, llm.config.hidden_size)), jnp.full(batch, capacity - 1, jnp.int32)
+    """T_model: seconds of one layer of a token that reads nothing, prediction, slot table and writes included.
 
-    def compute(_):
-        jax.block_until_ready(_one_layer(llm.config, plan.layers[last], llm.params[f"layers_{last}"], cache, x, at))
+    Two layers decode, as each looks at the next one; the model's output layer is taken off.
+    """
+    config = dataclasses.replace(llm.config, num_layers=min(2, llm.config.num_layers))
+    plan = planning.make_plan(config, method, batch, capacity)
+    branch, tokens = HostStore().create(planning.geometry(plan), "tuner"), jnp.zeros(batch, jnp.int32)
+    state = _empty_state(plan, slots, branch, max(0, capacity - repeats - 1))
+    hidden = jnp.ones((batch, config.hidden_size))
 
-    return _median_seconds(compute, repeats)
+    def decode_token(_):
+        nonlocal state
+        done = decode.step(plan, llm.params, state, tokens, driver="fused", donate=True)
+        state = jax.block_until_ready((done.state, done.logits))[0]
+
+    try:
+        whole = _median_seconds(decode_token, repeats)
+    finally:
+        branch.close()
+    output = _median_seconds(lambda _: jax.block_until_ready(prefill.unembed(config, llm.params, hidden)), repeats)
+    return max(0.0, whole - output) / config.num_layers
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _one_layer(config, layer_plan, params, cache, x, at):
-    """A layer of a token without its reads; the query stands for the one that looks ahead."""
-    block = Block(config)
-    q, key, value = block.apply({"params": params}, x, at, method="project")
-    choice = layer.choose(layer_plan, cache.state, q)
-    found = cache.pool.plan(choice.need, cache.state.count)
-    out, _, _ = layer.answer(layer_plan, cache, choice, q, key, value, found.slot, at)
-    return block.apply({"params": params}, x, out, method="finish"), found.success
+def _empty_state(plan: Plan, slots: Slots, branch: Branch, length: int) -> State:
+    """A cache that says it has `length` tokens and holds none."""
+    layers = tuple(
+        LayerCache(layer.init(one, plan.batch), planning.slot_pool(plan, i, slots)) for i, one in enumerate(plan.layers)
+    )
+    return State(layers, jnp.full(plan.batch, length, jnp.int32), Line(jnp.int32(branch.handle), jnp.int32(0)))
 
 
 def reuse_rate(llm: LLM, method: Method, slots: Slots, tokens: list[int], context: int) -> float:
@@ -98,10 +141,12 @@ def reuse_rate(llm: LLM, method: Method, slots: Slots, tokens: list[int], contex
 
 
 def _median_seconds(function: Callable[[int], None], repeats: int) -> float:
+    """Of `repeats` calls after a first one."""
     function(0)
-    times = []
-    for seed in range(1, repeats + 1):
-        started = time.perf_counter()
-        function(seed)
-        times.append(time.perf_counter() - started)
-    return float(np.median(times))
+    return float(np.median([_seconds(function, nth) for nth in range(1, repeats + 1)]))
+
+
+def _seconds(function: Callable[[int], None], nth: int) -> float:
+    started = time.perf_counter()
+    function(nth)
+    return time.perf_counter() - started

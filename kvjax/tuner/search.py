@@ -20,7 +20,7 @@ from kvjax.tuner.tuning import Tuning, make_method, make_slots
 
 def tune(
     llm: LLM, store: Store, text: Sequence[int], *, max_bytes: int, batches: Sequence[int] = (1,),
-    contexts: Sequence[int] = (4096, 8192, 16384, 32768), selected: int = 400, relax: float = 0.0,
+    contexts: Sequence[int] = (4096, 8192, 16384, 32768), selected: int = 400, relax: float = 0.1,
     space: Space | None = None, adapters: dict[int, str] | None = None, path: str | os.PathLike | None = None,
 ) -> Tuning:
     """Settings of KVSwap for a model on a store (appendix A).
@@ -32,7 +32,7 @@ def tune(
       text: token ids on which the reuse rate of every buffer size is measured; half is the prompt, the rest decoded.
       max_bytes: memory for the caches of the largest batch.
       selected: MG.
-      relax: alpha, the share of reading that need not be hidden.
+      relax: alpha, by what share reading may prolong a layer.
       adapters: directory of the adapters of each sigma (`configs/train_svd.py`).
       path: where to keep solutions as they are found; pairs that are there already are not solved again.
 
@@ -92,14 +92,15 @@ def _costs(llm, store, batch, context, selected, adapters, recurring) -> Costs:
     def parts(setting: Setting) -> tuple[KVSwap, Slots]:
         return make_method(setting, selected, adapters), make_slots(setting, selected)
 
-    def read(group: int, reuse: int) -> float:
+    @functools.cache
+    def read(group: int, reuse: int) -> profile.Reading:
         blocks = round((1 - recurring(reuse)) * selected / group)
-        return profile.read_seconds(store, llm.config, group, blocks, batch)
+        return profile.read_seconds(store, llm.config, group, blocks, batch, context)
 
-    read, compute = functools.cache(read), functools.cache(
-        lambda setting: profile.compute_seconds(llm, *parts(setting), batch, context)
-    )
     return Costs(
         memory=functools.cache(lambda setting: profile.memory_bytes(llm.config, *parts(setting), batch, context)),
-        read=lambda setting: read(setting.group, setting.reuse), compute=compute, reuse_rate=recurring,
+        read=lambda setting: read(setting.group, setting.reuse).whole,
+        busy=lambda setting: read(setting.group, setting.reuse).busy,
+        compute=functools.cache(lambda setting: profile.compute_seconds(llm, *parts(setting), batch, context)),
+        reuse_rate=recurring,
     )

@@ -3,6 +3,10 @@
 Quality falls with sigma and G, so both start as small as memory allows and grow only while reading takes longer than
 computing; when the largest group does not hide it, memory goes from the low-rank keys to the reuse buffer, and the
 search starts again with the smallest group. What memory and time a setting takes is given as functions.
+
+The paper's reads cost nothing but waiting. Where the processor that computes also asks for blocks, verifies and copies
+them, no pipeline hides that part (`busy`): a layer takes the longer of T_io and T_model + busy. Hence alpha is not the
+share of T_io that may be seen, but the share of T_model by which reading may prolong a layer.
 """
 
 import dataclasses
@@ -43,6 +47,7 @@ class Costs:
 
     memory: Callable[[Setting], int]  # bytes in memory
     read: Callable[[Setting], float]  # T_io, seconds of one layer's reads
+    busy: Callable[[Setting], float]  # of them, what computing waits for even if they were begun early enough
     compute: Callable[[Setting], float]  # T_model, seconds of one layer without them
     reuse_rate: Callable[[int], float]  # C -> share of the needed groups that are in a buffer of C tokens
 
@@ -54,28 +59,29 @@ class Solution:
     setting: Setting
     memory: int
     read: float
+    busy: float
     compute: float
     reuse_rate: float
 
     @property
     def seconds(self) -> float:
         """Of one layer: the longer of reading, which goes on meanwhile, and computing."""
-        return max(self.read, self.compute)
+        return max(self.read, self.compute + self.busy)
 
     @property
     def exposed(self) -> float:
-        """Seconds per layer by which reading outlasts computing; negative where it is hidden with time to spare."""
-        return self.read - self.compute
+        """Seconds by which reading prolongs a layer."""
+        return self.seconds - self.compute
 
 
 def solve(space: Space, budget: int, costs: Costs, relax: float = 0.0) -> Solution:
-    """The first setting in the paper's order that hides (1 - alpha) of its reading.
+    """The first setting in the paper's order whose reading prolongs a layer by a share of alpha or less.
 
     Args:
       budget: bytes of memory.
-      relax: alpha, the share of reading that need not be hidden.
+      relax: alpha.
 
-    Where none hides enough, the one that leaves least of its reading exposed (the paper leaves open which it takes).
+    Where none hides enough, the fastest (the paper leaves open which it takes).
     Raises ConfigError where no setting fits the budget.
     """
     tried = []
@@ -84,20 +90,22 @@ def solve(space: Space, budget: int, costs: Costs, relax: float = 0.0) -> Soluti
             found = _least_compressed(space, budget, costs, group, reuse)
             if found is None:
                 continue
-            if (1 - relax) * found.read <= found.compute:
+            if found.exposed <= relax * found.compute:
                 return found
             tried.append(found)
     if not tried:
         least = min(costs.memory(Setting(group, space.sigmas[-1], space.reuses[0])) for group in space.groups)
         raise ConfigError(f"a budget of {budget:,} bytes is too small: the smallest setting takes {least:,}; raise the "
                           "budget, or allow a larger sigma or a smaller reuse buffer")
-    return min(tried, key=lambda one: one.exposed)
+    return min(tried, key=lambda one: one.seconds)
 
 
 def expected(costs: Costs, setting: Setting) -> Solution:
     """A setting with what it takes."""
-    taken = costs.memory(setting), costs.read(setting), costs.compute(setting), costs.reuse_rate(setting.reuse)
-    return Solution(setting, *taken)
+    return Solution(
+        setting, memory=costs.memory(setting), read=costs.read(setting), busy=costs.busy(setting),
+        compute=costs.compute(setting), reuse_rate=costs.reuse_rate(setting.reuse),
+    )
 
 
 def _least_compressed(space: Space, budget: int, costs: Costs, group: int, reuse: int) -> Solution | None:

@@ -12,7 +12,7 @@ from kvjax.methods.kvswap import KVSwap
 from kvjax.planning import Slots
 from kvjax.tuner.solver import Setting, Solution
 
-VERSION = 2
+VERSION = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +75,8 @@ def load(path: str | os.PathLike) -> Tuning:
 
 
 def _solution(row: dict[str, Any]) -> Solution:
-    return Solution(Setting(**row["setting"]), row["memory"], row["read"], row["compute"], row["reuse_rate"])
+    fields = {field.name: row[field.name] for field in dataclasses.fields(Solution)}
+    return Solution(**{**fields, "setting": Setting(**row["setting"])})
 
 
 def make_method(setting: Setting, selected: int, adapters: dict[int, str], **settings: Any) -> KVSwap:

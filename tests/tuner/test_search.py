@@ -1,5 +1,7 @@
 """The tuner on the small test model: what it predicts against what a cache really takes, and resuming."""
 
+import time
+
 import numpy as np
 import pytest
 from tiny import CONFIG, make_params
@@ -7,7 +9,7 @@ from tiny import CONFIG, make_params
 import kvjax
 from kvjax import tuner
 from kvjax.errors import ConfigError, FormatMismatch
-from kvjax.store.host import HostStore
+from kvjax.store.host import HostBranch, HostStore
 from kvjax.tuner import profile, tuning
 from kvjax.tuner.solver import Setting
 
@@ -40,8 +42,46 @@ def test_a_larger_buffer_reuses_more(llm):
 
 
 def test_reading_nothing_takes_no_time():
-    assert profile.read_seconds(HostStore(), CONFIG, 4, 0, 1) == 0.0
-    assert profile.read_seconds(HostStore(), CONFIG, 4, 5, 2) > 0.0
+    assert profile.read_seconds(HostStore(), CONFIG, 4, 0, 1, 96) == (0.0, 0.0)
+
+
+class LateBranch(HostBranch):
+    """Answers a read that was not announced 20 ms late, and notes what it was asked for."""
+
+    def __init__(self, geometry, data):
+        super().__init__(geometry, data)
+        self.begun, self.asked = [], []
+
+    def _begin(self, layer, ids):
+        self.begun.append(ids.copy())
+
+    def _load(self, layer, ids, targets, out):
+        self.asked.append(ids.copy())
+        if not (self.begun and np.array_equal(self.begun[-1], ids)):
+            time.sleep(0.02)
+        super()._load(layer, ids, targets, out)
+
+
+@pytest.mark.parametrize("context, groups", [(8, 5), (96, 24)])  # fewer groups than are read, and more
+def test_reads_are_timed_with_and_without_being_announced(context, groups):
+    """No group is read twice while there are others, and what is waited for is not what keeps the caller busy."""
+    made = []
+
+    class LateStore(HostStore):
+        def create(self, geometry, fingerprint, least_blocks=1):
+            made.append(LateBranch(geometry, super().create(geometry, fingerprint)._data))
+            return made[-1]
+
+    whole, busy = profile.read_seconds(LateStore(), CONFIG, 4, 5, 2, context, repeats=3)
+    assert whole >= 0.02 > busy > 0.0
+    first = [ids.reshape(2, -1, 5)[0, 0] for ids in made[0].asked]
+    assert len(first) == 7 and len(made[0].begun) == 3
+    assert len(np.unique(first[:groups // 5])) == groups // 5 * 5
+
+
+def test_a_layer_computes_for_some_time_and_leaves_no_store_open(llm):
+    """Given a cache that has room for few tokens, which the repeats must not outgrow."""
+    assert profile.compute_seconds(llm, *parts(Setting(4, 2, 24)), 2, 48) > 0.0
 
 
 def test_solutions_are_kept_as_they_are_found(llm, tmp_path, monkeypatch):

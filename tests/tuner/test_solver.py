@@ -17,11 +17,13 @@ from kvjax.tuner.solver import Costs, Setting, Solution, Space, solve
 SPACE = Space(groups=(1, 2, 4, 8), sigmas=(4, 8, 16), reuses=(100, 200, 300))
 
 
-def device(bandwidth, latency, tokens=400):
-    """A made-up device: memory of 32 KiB / sigma plus the buffer, reads of whole groups that the buffer lacks."""
+def device(bandwidth, latency, tokens=400, busy=0.0):
+    """A made-up device: memory of 32 KiB / sigma plus the buffer, reads of whole groups that the buffer lacks; each of
+    these keeps the processor busy for so many seconds."""
     return Costs(
         memory=lambda s: 32768 // s.sigma + 16 * s.reuse,
         read=lambda s: (1 - s.reuse / 400) * (tokens / s.group * latency + tokens / bandwidth),
+        busy=lambda s: (1 - s.reuse / 400) * tokens / s.group * busy,
         compute=lambda s: 1.0 + 0.01 / s.sigma, reuse_rate=lambda reuse: reuse / 400,
     )
 
@@ -47,8 +49,16 @@ def test_memory_for_the_buffer_comes_from_the_low_rank_keys():
 
 def test_relaxation_accepts_reading_that_is_not_hidden():
     slow = device(400 / 1.9, 0.0)  # 1.425 s of reading against 1 s at C = 100
-    assert solve(SPACE, 10**6, slow, relax=0.35).setting == Setting(1, 4, 100)
-    assert solve(SPACE, 10**6, slow, relax=0.25).setting == Setting(1, 4, 200)
+    assert solve(SPACE, 10**6, slow, relax=0.45).setting == Setting(1, 4, 100)
+    assert solve(SPACE, 10**6, slow, relax=0.35).setting == Setting(1, 4, 200)
+
+
+def test_requests_that_keep_the_processor_busy_make_groups_grow():
+    """Given a fast device and 1 ms of work for each of the 300 tokens that are read, groups of 4 prolong a layer by
+    7.5 %; where nothing may be seen of reading, the fastest setting is what is left."""
+    found = solve(SPACE, 10**6, device(1e6, 0.0, busy=1e-3), relax=0.1)
+    assert found.setting == Setting(4, 4, 100) and found.exposed == pytest.approx(0.075)
+    assert solve(SPACE, 10**6, device(1e6, 0.0, busy=1e-3)).setting == Setting(8, 4, 300)
 
 
 def test_a_budget_that_nothing_fits_is_refused():
@@ -64,10 +74,14 @@ def test_a_space_without_order_is_refused(change):
 
 @settings(max_examples=200)
 @given(bandwidth=st.floats(50, 5000), latency=st.floats(0, 0.05), budget=st.integers(3000, 20000),
-       relax=st.sampled_from([0.0, 0.3, 0.6]))
-def test_a_solution_is_the_first_that_hides_enough_or_else_the_least_exposed(bandwidth, latency, budget, relax):
+       relax=st.sampled_from([0.0, 0.3, 0.6]), busy=st.sampled_from([0.0, 1e-3]))
+def test_a_solution_is_the_first_that_hides_enough_or_else_the_fastest(bandwidth, latency, budget, relax, busy):
     """Given any device: of all settings within the budget, in the order C, then G, then sigma."""
-    costs = device(bandwidth, latency)
+    costs = device(bandwidth, latency, busy=busy)
+
+    def seconds(s):
+        return max(costs.read(s), costs.compute(s) + costs.busy(s))
+
     fitting = [
         next((s for sigma in SPACE.sigmas if costs.memory(s := Setting(group, sigma, reuse)) <= budget), None)
         for reuse in SPACE.reuses for group in SPACE.groups
@@ -77,20 +91,20 @@ def test_a_solution_is_the_first_that_hides_enough_or_else_the_least_exposed(ban
         with pytest.raises(ConfigError):
             solve(SPACE, budget, costs, relax)
         return
-    hidden = [s for s in fitting if (1 - relax) * costs.read(s) <= costs.compute(s)]
-    expected = hidden[0] if hidden else min(fitting, key=lambda s: costs.read(s) - costs.compute(s))
+    hidden = [s for s in fitting if seconds(s) - costs.compute(s) <= relax * costs.compute(s)]
+    expected = hidden[0] if hidden else min(fitting, key=seconds)
     found = solve(SPACE, budget, costs, relax)
     assert found.setting == expected and found.memory <= budget
     assert found.reuse_rate == expected.reuse / 400
-    assert found.seconds == max(costs.read(expected), costs.compute(expected))
+    assert found.seconds == seconds(expected)
 
 
 # the file -----------------------------------------------------------------------------------------
 
 FOUND = tuning.Tuning(
-    {(1, 4096): Solution(Setting(4, 8, 800), 1000, 0.001, 0.002, 0.5),
-     (8, 4096): Solution(Setting(8, 16, 600), 900, 0.002, 0.002, 0.4),
-     (8, 32768): Solution(Setting(16, 32, 400), 800, 0.003, 0.002, 0.3)},
+    {(1, 4096): Solution(Setting(4, 8, 800), 1000, 0.001, 0.0003, 0.002, 0.5),
+     (8, 4096): Solution(Setting(8, 16, 600), 900, 0.002, 0.0002, 0.002, 0.4),
+     (8, 32768): Solution(Setting(16, 32, 400), 800, 0.003, 0.0001, 0.002, 0.3)},
     selected=400, adapters={}, fingerprint="model",
 )
 
