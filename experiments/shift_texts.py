@@ -13,6 +13,22 @@ KINDS = ("code", "prose", "needles", "mixed")
 _FACT_EVERY = 48  # tokens of library code between two facts of a needles text
 
 
+def facts_in_code(rng, llm: kvjax.LLM, code: np.ndarray, length: int, held_out: bool) -> list[int]:
+    """Facts in library code, `length` tokens or a few more; every second one repeats an earlier one, so that there is
+    something to retrieve. Words, values and templates are held-out ones or those of training."""
+    tokens: list[int] = []
+    facts: list[needles.Needle] = []
+    while len(tokens) < length:
+        tokens += needles.random_span(rng, code, _FACT_EVERY)
+        if len(facts) < 2 or rng.random() < 0.5:
+            facts += needles.draw_needles(rng, 1, held_out=held_out, digits=5)
+            fact = facts[-1]
+        else:
+            fact = facts[rng.integers(len(facts))]
+        tokens += needles.encode(llm.tokenizer.tokenizer, "\n" + fact.sentence)
+    return tokens
+
+
 class Texts:
     """Draws token rows that start with the beginning-of-text token."""
 
@@ -40,18 +56,7 @@ class Texts:
         return needles.random_span(rng, self.prose, length)
 
     def _needles(self, rng, prompt, length):
-        """Facts in library code; every second one repeats an earlier one, so that there is something to retrieve."""
-        tokens: list[int] = []
-        facts: list[needles.Needle] = []
-        while len(tokens) < length:
-            tokens += needles.random_span(rng, self.code, _FACT_EVERY)
-            if len(facts) < 2 or rng.random() < 0.5:
-                facts += needles.draw_needles(rng, 1, held_out=True, digits=5)
-                fact = facts[-1]
-            else:
-                fact = facts[rng.integers(len(facts))]
-            tokens += needles.encode(self.llm.tokenizer.tokenizer, "\n" + fact.sentence)
-        return tokens
+        return facts_in_code(rng, self.llm, self.code, length, held_out=True)
 
     def _mixed(self, rng, prompt, length):
         """A prompt of prose; what is decoded changes its kind after every `prompt` tokens."""

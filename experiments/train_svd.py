@@ -12,7 +12,7 @@ skipped, and adapters are saved as they are fitted. Measures, means over layers:
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -23,42 +23,47 @@ from tqdm import tqdm
 import kvjax
 from experiments import common
 from experiments.results import Run
-from experiments.shift_texts import docstrings
+from experiments.shift_texts import docstrings, facts_in_code
 from kvjax.adapters import Adapters, collect, fit, load, refinement
 from kvjax.errors import ConfigError
 from kvjax.tasks import corpus, needles
 
-KINDS, FORMS = ("code", "prose"), ("joint", "per_head")
+KINDS, FORMS = ("code", "prose", "needles"), ("joint", "per_head")
+Draw = Callable[[np.random.Generator], list[int]]  # a row of tokens
 
 
-def token_stream(llm: kvjax.LLM, kind: str, held_out: bool, documents: int) -> np.ndarray:
-    """Tokens of library files, or of their docstrings alone."""
-    texts = corpus.stdlib_documents(held_out)[:documents]
-    return np.asarray(llm.encode("\n".join(texts if kind == "code" else docstrings(texts)), start=False))
+def rows_of(llm: kvjax.LLM, kind: str, held_out: bool, config) -> Draw:
+    """Draws rows of library files, of their docstrings alone, or of files with facts that come again."""
+    texts = corpus.stdlib_documents(held_out)[: config.documents]
+    text = "\n".join(docstrings(texts) if kind == "prose" else texts)
+    stream = np.asarray(llm.encode(text, start=False))
+    if kind == "needles":
+        return lambda rng: facts_in_code(rng, llm, stream, config.length, held_out)[: config.length]
+    return lambda rng: needles.random_span(rng, stream, config.length)
 
 
-def batches(stream: np.ndarray, count: int, config, seed: int) -> Iterator[np.ndarray]:
+def batches(draw: Draw, count: int, config, seed: int) -> Iterator[np.ndarray]:
     """`count` times tokens[batch, length], each row from a place of its own."""
     rng = np.random.default_rng((config.seed, seed))
     for _ in range(count):
-        yield np.asarray([needles.random_span(rng, stream, config.length) for _ in range(config.batch)], np.int32)
+        yield np.asarray([draw(rng) for _ in range(config.batch)], np.int32)
 
 
 def fits(llm: kvjax.LLM, kind: str, config, directory) -> Iterator[tuple[str, int, Adapters]]:
     """Form, ratio and adapters of every fit on one kind of text; those that are saved are not fitted again."""
-    stream = token_stream(llm, kind, False, config.documents)
+    draw = rows_of(llm, kind, False, config)
     moments = None
     for form in config.forms:
         for ratio in config.ratios:
             path = directory / f"{kind}_{form}_{ratio}"
             if not path.exists():
-                moments = moments or collect.key_moments(llm, batches(stream, config.train_batches, config, 1))
+                moments = moments or collect.key_moments(llm, batches(draw, config.train_batches, config, 1))
                 fit.svd(moments, ratio, form == "joint").save(path)
             yield form, ratio, load(path)
             if config.refine_batches:
                 refined = directory / f"{path.name}_refined"
                 if not refined.exists():
-                    rows = tqdm(batches(stream, config.refine_batches, config, 2), desc=refined.name, disable=None)
+                    rows = tqdm(batches(draw, config.refine_batches, config, 2), desc=refined.name, disable=None)
                     refinement.refine(llm, load(path), rows, config.learning_rate).save(refined)
                 yield f"{form}_refined", ratio, load(refined)
 
@@ -111,7 +116,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     check(config)
     llm, run = common.load_model(config.model), Run(config, workdir)
     tests = {
-        kind: list(batches(token_stream(llm, kind, True, config.documents), config.test_batches, config, 3))
+        kind: list(batches(rows_of(llm, kind, True, config), config.test_batches, config, 3))
         for kind in config.kinds
     }
     done = {(row["method"], row["ratio"], row["fitted_on"], row["task"]) for row in run.logged()}
