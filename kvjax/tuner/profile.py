@@ -104,7 +104,8 @@ def compute_seconds(llm: LLM, method: Method, slots: Slots, batch: int, capacity
 
     Two layers decode, as each looks at the next one; the model's output layer is taken off.
     """
-    config = dataclasses.replace(llm.config, num_layers=min(2, llm.config.num_layers))
+    layers = min(2, llm.config.num_layers)
+    config = dataclasses.replace(llm.config, num_layers=layers, windows=llm.config.windows[:layers])
     plan = planning.make_plan(config, method, batch, capacity)
     branch, tokens = HostStore().create(planning.geometry(plan), "tuner"), jnp.zeros(batch, jnp.int32)
     state = _empty_state(plan, slots, branch, max(0, capacity - repeats - 1))

@@ -1,5 +1,6 @@
 """The tuner on the small test model: what it predicts against what a cache really takes, and resuming."""
 
+import dataclasses
 import time
 
 import numpy as np
@@ -79,9 +80,11 @@ def test_reads_are_timed_with_and_without_being_announced(context, groups):
     assert len(np.unique(first[:groups // 5])) == groups // 5 * 5
 
 
-def test_a_layer_computes_for_some_time_and_leaves_no_store_open(llm):
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_layer_computes_for_some_time_whatever_the_number_of_layers(layers):
     """Given a cache that has room for few tokens, which the repeats must not outgrow."""
-    assert profile.compute_seconds(llm, *parts(Setting(4, 2, 24)), 2, 48) > 0.0
+    config = dataclasses.replace(CONFIG, num_layers=layers, windows=(None,) * layers)
+    assert profile.compute_seconds(kvjax.LLM(config, make_params(config)), *parts(Setting(4, 2, 24)), 2, 48) > 0.0
 
 
 def test_solutions_are_kept_as_they_are_found(llm, tmp_path, monkeypatch):
