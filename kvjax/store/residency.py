@@ -124,15 +124,16 @@ def plan(
         hit &= jnp.cumsum(hit, axis=-1) <= jnp.min(jnp.sum(hit, axis=-1))
     reads = wanted & ~hit
 
-    order = _eviction_order(table, jnp.any(match, axis=1), count, policy)
+    pinned = jnp.any(match, axis=1)
+    order = _eviction_order(table, pinned, count, policy, need.shape[1])
     nth = jnp.maximum(jnp.cumsum(missing, axis=-1) - 1, 0)
     slot = jnp.where(found < 0, jnp.take_along_axis(order, nth, axis=-1), found)
 
     # By slot: the block it takes (-1 = none). Dense, as seven scatters cost more than the whole read of a small block.
     mine = slot[:, :, None] == every
     new = jnp.max(jnp.where(mine & reads[:, :, None], need[:, :, None], -1), axis=1)
-    needed = jnp.any(mine & wanted[:, :, None], axis=1)
     taken, step = new >= 0, table.step + 1
+    needed = pinned | taken
     success = Residency(
         block=jnp.where(taken, new, table.block),
         filled=jnp.where(taken, step, table.filled),
@@ -145,12 +146,19 @@ def plan(
     return ReadPlan(slot, jnp.where(reads, need, num_blocks), success, failure)
 
 
-def _eviction_order(table: Residency, pinned: Bool[Array, "K NS"], count, policy: str) -> Int32[Array, "K NS"]:
-    """Slots in the order in which they are given away: empty ones, those of the policy, pinned ones."""
+def _eviction_order(
+    table: Residency, pinned: Bool[Array, "K NS"], count, policy: str, first: int
+) -> Int32[Array, "K M1"]:
+    """The `first` slots that are given away, in order: empty ones, those of the policy, pinned ones."""
     head, num_blocks = jnp.arange(pinned.shape[0])[:, None], count.shape[-1]
-    turn = jnp.where(pinned, 2, jnp.where(table.block == num_blocks, 0, 1))
-    rows = count[head, jnp.minimum(table.block, num_blocks - 1)]
-    return jnp.lexsort((*reversed(find_policy(policy)(table, rows)), turn), axis=-1).astype(jnp.int32)
+    empty = table.block == num_blocks
+    keys = find_policy(policy)(table, count[head, jnp.minimum(table.block, num_blocks - 1)])
+    if len(keys) > 1:
+        turn = jnp.where(pinned, 2, jnp.where(empty, 0, 1))
+        return jnp.lexsort((*reversed(keys), turn), axis=-1)[:, :first].astype(jnp.int32)
+    # One key: the same order from XLA:CPU's fast top-k, which is for floats. They hold 16 million steps exactly.
+    late = jnp.where(pinned, jnp.inf, jnp.where(empty, -jnp.inf, keys[0].astype(jnp.float32)))
+    return jax.lax.top_k(-late, first)[1].astype(jnp.int32)
 
 
 def note_written(table: Residency, slot: Int32[Array, "K *E"]) -> Residency:
