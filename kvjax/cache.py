@@ -168,14 +168,16 @@ def table_of(spec: Spec) -> Int32[Array, "K"]:
 
 def placements(spec: Spec, layer: LayerState, tokens: int) -> Placement:
     """Where the first `tokens` tokens of a sequence are, read back from a layer's table; block NB = in no block."""
-    head = jnp.arange(spec.kv_heads)[:, None, None]
-    at = jnp.where(layer.pos >= 0, layer.pos, tokens)
+    table, pos = jnp.arange(spec.tables)[:, None, None], layer.positions
+    at = jnp.where(pos >= 0, pos, tokens)
     block, row = (
-        jnp.broadcast_to(axis, layer.pos.shape).astype(jnp.int32)
+        jnp.broadcast_to(axis, pos.shape).astype(jnp.int32)
         for axis in (jnp.arange(spec.num_blocks)[:, None], jnp.arange(spec.block_rows))
     )
-    nowhere = jnp.full((spec.kv_heads, tokens), spec.num_blocks, jnp.int32)
-    return Placement(nowhere.at[head, at].set(block, mode="drop"), (nowhere * 0).at[head, at].set(row, mode="drop"))
+    nowhere = jnp.full((spec.tables, tokens), spec.num_blocks, jnp.int32)
+    block = nowhere.at[table, at].set(block, mode="drop")
+    row = (nowhere * 0).at[table, at].set(row, mode="drop")
+    return Placement(block[table_of(spec)], row[table_of(spec)])
 
 
 # ------------------------------------------------------------------------------------ decode: read
