@@ -1,8 +1,9 @@
 """Reading a prompt chunk by chunk through the cache, against reading it densely and clustering all of it at the end.
 
 DynaKV's first discussion: clusters that adapt while the prompt arrives bound the memory that a long prompt needs. A row
-is one (method, chunk, length): accuracy on held-out needles, the loss of held-out text after the prompt, the time, and
-the most memory that a second, warm prefill took beyond what the process held before, blocks being on flash.
+is one (method, chunk, length): accuracy on held-out needles, the loss of held-out text after the prompt, and the time;
+or the most memory that a second, warm prefill took beyond what the process held before, blocks being on flash and at
+most `staging_kib` of them waiting to be written, and what the cache keeps of it.
 """
 
 import multiprocessing
@@ -51,7 +52,7 @@ def peak_bytes(settings: dict, chunk: int | None, length: int, staging: int, wor
 
 
 def _peak_bytes(settings: dict, chunk: int | None, length: int, staging: int, workdir: str) -> tuple[int, int]:
-    """Most bytes that a second prefill takes, and those that its cache goes on keeping in memory."""
+    """Most bytes that a second prefill takes, and those that a cache goes on keeping in memory."""
     llm, method = common.load_model(""), common.make_method(settings)
     prompt = np.random.default_rng(0).integers(1, llm.config.vocab_size, length).tolist()
 

@@ -1,4 +1,4 @@
-"""Texts of several kinds for the distribution-shift experiment, all from held-out library files."""
+"""Texts of several kinds for the distribution-shift experiment, from held-out library files."""
 
 import ast
 

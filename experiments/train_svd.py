@@ -43,7 +43,7 @@ def rows_of(llm: kvjax.LLM, kind: str, held_out: bool, config) -> Draw:
 
 
 def batches(draw: Draw, count: int, config, seed: int) -> Iterator[np.ndarray]:
-    """`count` times tokens[batch, length], each row from a place of its own."""
+    """`count` times tokens[batch, length], each row drawn anew."""
     rng = np.random.default_rng((config.seed, seed))
     for _ in range(count):
         yield np.asarray([draw(rng) for _ in range(config.batch)], np.int32)

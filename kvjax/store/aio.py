@@ -1,4 +1,4 @@
-"""Reading with Linux native asynchronous I/O: the caller hands the kernel all reads at once, and no thread blocks.
+"""Reading with Linux native asynchronous I/O: the caller hands the kernel many reads at once, and no thread blocks.
 
 A fetch borrows a `Ring`: a kernel context and the memory it reads into. The kernel may write to that memory until it
 has answered, so a ring is used again only when all its answers are in; one that is given back earlier is parked. Only
@@ -52,7 +52,7 @@ class Ring:
     """A kernel context and an arena; the user of the ring says which read goes where in it.
 
     Attributes:
-      arena: memory for as many extents as there can be reads in flight.
+      arena: memory for extents, of which a read has one or several neighbours.
       control: bytes of IOCB[room], the reads of the user's fetch.
       events: bytes of the EVENT[extents] that `wait` fills.
       extents, sums, targets: int32, uint64 and int64 [extents] for `read`.
@@ -72,8 +72,9 @@ class Ring:
         self.targets, self._starts, self._results = np.zeros((3, extents), np.int64)
         self.staged, self._done = np.zeros((extents, 2), np.int64), np.zeros(extents, np.uint8)
         self._sizes = (extents, piece, extent_bytes, block_bytes, HEADER_BYTES)
+        self._depth = depth or extents
         self._closed = False
-        self._context = system.io_setup(depth or extents)
+        self._context = system.io_setup(self._depth)
         self.make_room(extents)
 
     def make_room(self, reads: int) -> None:
@@ -84,7 +85,8 @@ class Ring:
         self.room = reads
         memory = (blocks, self._pointers, self._events, self.extents, self.sums, self.targets, self._starts,
                   self._results, self._done)
-        layout = [self._context, *self._sizes, self.arena.address, XXH3, *(array.ctypes.data for array in memory)]
+        layout = [self._context, *self._sizes, self.arena.address, XXH3, *(array.ctypes.data for array in memory),
+                  self._depth]
         self._layout = np.array(layout, np.int64).view(np.uint8)  # RingLayout of native.c
 
     def read(self, out: np.ndarray, count: int, descriptor: int, timeout: float) -> tuple[int, int, Times]:
@@ -101,6 +103,9 @@ class Ring:
     def submit(self, first: int, stop: int) -> int:
         """How many of `control`'s reads the kernel took: the first ones, none when it has no room. OSError when it will
         not take the first whatever happens."""
+        stop = min(stop, first + self._depth - self.in_flight)
+        if stop == first:
+            return 0
         try:
             taken = self._system.io_submit(self._context, self._pointers[first:stop])
         except OSError as cause:
@@ -139,7 +144,7 @@ class Ring:
 class RingStack:
     """Rings that are lent and come back. Takes no lock: a fetch may be forgotten anywhere, also inside a finalizer."""
 
-    MAX_BYTES = 32 << 20  # in flight for one fetch; a guess beyond it waits. Memory is taken when it is first read into
+    MAX_BYTES = 32 << 20  # in flight for one fetch; a guess beyond it waits. What is never read into takes no memory
     MAX_DEPTH = 512  # reads, of /proc/sys/fs/aio-max-nr, 65,536 by default, for all processes
 
     def __init__(self, system: SystemIO, extent_bytes: int, block_bytes: int):
@@ -186,7 +191,8 @@ class RingStack:
 
 class RingFetch(Fetch):
     """A fetch whose block i passes through place i % extents of its ring: a read is handed to the kernel once those
-    that had its places before have been copied. Runs of neighbours are one read, cut at every `piece` of the fetch."""
+    that had its places before have been copied, and fewer are in flight than the ring's depth. Runs of neighbours are
+    one read, cut at every `piece` of the fetch."""
 
     _ring: Ring | None = None
 

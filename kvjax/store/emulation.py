@@ -6,6 +6,7 @@ compares what is reached with the curve, and says which points this host cannot 
 """
 
 import bisect
+import contextlib
 import ctypes
 import select
 import threading
@@ -15,11 +16,12 @@ from collections.abc import Callable
 import numpy as np
 
 from kvjax.errors import ConfigError
-from kvjax.store.linux import IOCB
+from kvjax.store.linux import EVENT, IOCB
 from kvjax.store.profiles import NATIVE, PROFILES, Profile
 from kvjax.store.system import SystemIO
 
 _NBYTES = IOCB.fields["nbytes"][1]  # type: ignore[index]
+
 
 def system_of(name: str) -> SystemIO:
     """System calls as on that device: the host's own for "native". ConfigError on an unknown name."""
@@ -115,33 +117,44 @@ class _Debt(threading.local):
 
 
 class _InFlight:
-    """Reads of one asynchronous context: when the device answers each, and what the host has answered before that."""
+    """Reads of one asynchronous context.
+
+    Attributes:
+      due: when the device answers each that the host has not answered yet, by address of its control block.
+    """
 
     def __init__(self):
-        self.due: dict[int, float] = {}  # by address of the control block
-        self._early: list[tuple[float, int, tuple]] = []  # due, nth answer, the event
+        self.due: dict[int, float] = {}
+        self._heard: list[tuple[float, tuple]] = []  # the host's answers: when each is due, and its event; ascending
 
-    def __len__(self) -> int:
-        return len(self._early)
+    @property
+    def heard(self) -> int:
+        """Answers of the host that are held back."""
+        return len(self._heard)
 
     def hear(self, events: np.ndarray, now: float) -> int:
-        """Takes the host's answers; how many of them came after the device's. A refusal is due at once."""
-        late, first = 0, len(self._early)
-        for nth, event in enumerate(events.tolist(), first):
+        """Takes answers of the host; how many of them came after the device's."""
+        late = 0
+        for event in events.tolist():
             due = self.due.pop(event[1])
-            late += event[2] >= 0 and due < now
-            bisect.insort(self._early, (due if event[2] >= 0 else now, nth, event))
+            late += due < now
+            bisect.insort(self._heard, (due, event))
         return late
 
-    def due_at(self, count: int) -> float:
-        """When the device has given the first `count` answers."""
-        return self._early[count - 1][0]
+    def ready(self, now: float) -> int:
+        """How many answers of the host are due."""
+        return bisect.bisect(self._heard, now, key=lambda one: one[0])
+
+    def due_of(self, count: int) -> float:
+        """When the device has given `count` answers, whatever the host has done by then."""
+        dues = sorted([*self.due.values(), *(due for due, _ in self._heard)])
+        return dues[min(count, len(dues)) - 1]
 
     def release(self, now: float, events: np.ndarray) -> int:
         """Moves the answers that are due to `events`; how many."""
-        count = min(bisect.bisect(self._early, now, key=lambda one: one[0]), events.size)
-        events[:count] = [event for _, _, event in self._early[:count]]
-        del self._early[:count]
+        count = min(self.ready(now), events.size)
+        events[:count] = [event for _, event in self._heard[:count]]
+        del self._heard[:count]
         return count
 
 
@@ -152,7 +165,8 @@ class EmulatedIO(SystemIO):
 
     Attributes:
       profile: the device.
-      commands, late: reads and writes so far, and how many of them the host finished later than the device would have.
+      commands, late: reads and writes so far, and how many of them the host finished later than the device would have;
+        of asynchronous reads, those that were waited for by then.
     """
 
     def __init__(self, profile: Profile, clock: Clock | None = None):
@@ -193,35 +207,46 @@ class EmulatedIO(SystemIO):
         return context
 
     def io_destroy(self, context):
+        del self._contexts[context]  # first: the kernel may give the number to another thread's context at once
         SystemIO.io_destroy(context)
-        del self._contexts[context]
 
     def io_submit(self, context, pointers):
-        asked, due = self._clock.now(), self._contexts[context].due
-        asked -= self._debt.at(asked)
+        asked, reads = self._clock.now(), self._contexts[context]
         taken = SystemIO.io_submit(context, pointers)
+        answers = np.zeros(taken, EVENT)
+        with contextlib.suppress(InterruptedError):
+            answers = answers[:SystemIO.io_getevents(context, 0, answers, 0.0)]
+        refused = {event[1] for event in answers.tolist() if event[2] < 0}  # nothing was read: will be asked for again
+        asked -= self._debt.at(asked)
         for address in pointers[:taken].tolist():
-            due[address] = self._queue.finish_time(asked, ctypes.c_uint64.from_address(address + _NBYTES).value)
+            size = ctypes.c_uint64.from_address(address + _NBYTES).value
+            reads.due[address] = asked if address in refused else self._queue.finish_time(asked, size)
+        reads.hear(answers, asked)
+        with self._counts:
+            self.commands += taken - len(refused)
         return taken
 
     def io_getevents(self, context, least, events, seconds):
         clock, reads = self._clock, self._contexts[context]
         until = clock.now() + seconds
         self._hear(context, 0, events, 0.0)
-        while len(reads) < least and self._hear(context, least - len(reads), events, max(0.0, until - clock.now())):
-            pass
-        if least and len(reads) >= least:
-            due, heard = reads.due_at(least), clock.now()
-            clock.wait_until(min(due, until))
-            now = clock.now()
-            self._debt.note(now - max(due, heard), now)
+        while reads.ready(now := clock.now()) < least and now < until:
+            due = reads.due_of(least)
+            if now < due:
+                self._wait_until(min(due, until))
+                self._hear(context, 0, events, 0.0)
+            else:  # the host is late
+                self._hear(context, 1, events, until - now)
         return reads.release(clock.now(), events)
 
-    def _hear(self, context: int, least: int, events: np.ndarray, seconds: float) -> int:
-        """Takes answers of the host; how many. One that was not waited for may have come any time: it is not late."""
+    def _wait_until(self, due: float) -> None:
+        self._clock.wait_until(due)
+        now = self._clock.now()
+        self._debt.note(now - due, now)
+
+    def _hear(self, context: int, least: int, events: np.ndarray, seconds: float) -> None:
+        """Takes answers of the host. One that was not waited for may have come any time: it is not called late."""
         count = SystemIO.io_getevents(context, least, events, seconds)
         late = self._contexts[context].hear(events[:count], self._clock.now())
         with self._counts:
-            self.commands += count
             self.late += late if least else 0
-        return count

@@ -149,6 +149,18 @@ class BlockFile:
             with contextlib.suppress(OSError):
                 self._system.write_back(self._buffered)
 
+    def settle(self) -> None:
+        """Waits until what was written is on the device. On a descriptor of its own: an error is told to each open file
+        once, and `sync` must not miss it. Raises NoSpace or WriteFailed."""
+        try:
+            descriptor = self._system.open(self.path, os.O_RDONLY)
+            try:
+                self._system.sync(descriptor)
+            finally:
+                self._system.close(descriptor)
+        except OSError as cause:
+            raise write_error(f"{self.path}: syncing to the device failed", cause) from cause
+
     def lock(self) -> None:
         """Takes the lock of a writer, until the file is closed. Raises StoreLocked or WriteFailed."""
         try:

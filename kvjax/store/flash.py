@@ -272,9 +272,8 @@ class FlashBranch(TransactionalBranch):
                 self._volume.file.check_present()
 
     def settle(self) -> None:
-        with self._mutex:
-            self.flush()
-            self._volume.file.sync()
+        self.flush()
+        self._volume.file.settle()
 
     # ---- prefill
 

@@ -251,6 +251,7 @@ static PyObject *land(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
 typedef struct { /* memory and constants of a ring: `Ring.layout` of aio.py */
     int64_t context, places, piece, extent_bytes, block_bytes, header_bytes;
     int64_t arena, hash, control, pointers, events, extents, sums, targets, starts, results, done;
+    int64_t depth;
 } RingLayout;
 
 static double now(void) {
@@ -274,20 +275,22 @@ static Outcome read_all(const RingLayout *ring, const Landing *to, double timeou
     int64_t sent = 0;
     outcome.ended = outcome.began;
     for (;;) {
-        long taken = sent < to->reads ? syscall(SYS_io_submit, ring->context, to->reads - sent, pointers + sent) : 0;
+        int64_t room = ring->depth - outcome.in_flight, left = to->reads - sent;
+        int64_t next = left < room ? left : room;
+        long taken = next > 0 ? syscall(SYS_io_submit, ring->context, next, pointers + sent) : 0;
         if (taken > 0) {
             sent += taken;
             outcome.in_flight += taken;
         }
         if (!outcome.in_flight) return outcome;
-        double asked = now(), left = timeout;
+        double asked = now(), patience = timeout;
         long came;
         do {
-            struct timespec time = {(time_t)left, (long)(1e9 * (left - (time_t)left))};
+            struct timespec time = {(time_t)patience, (long)(1e9 * (patience - (time_t)patience))};
             came = syscall(SYS_io_getevents, ring->context, (outcome.in_flight + 3) / 4, ring->places, events, &time);
             outcome.ended = now();
-            left = asked + timeout - outcome.ended;
-        } while (came < 0 && errno == EINTR && left > 0);
+            patience = asked + timeout - outcome.ended;
+        } while (came < 0 && errno == EINTR && patience > 0);
         outcome.waited += outcome.ended - asked;
         if (came <= 0) return outcome;
         outcome.in_flight -= came;

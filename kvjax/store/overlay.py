@@ -52,6 +52,9 @@ class OverlayFile(BlockFile):
     def write_back(self):
         self._private.write_back()
 
+    def settle(self):
+        self._private.settle()
+
     def check_room(self, needed):
         self._private.check_room(needed)
 

@@ -260,6 +260,10 @@ class SequentialBranch(TransactionalBranch):
     def _drain(self):
         self._pages.flush()
 
+    def settle(self):
+        self.flush()
+        self._pages.settle()
+
     def _release(self):
         with contextlib.suppress(StoreError):  # `close` has raised it already
             self._pages.close()

@@ -12,7 +12,8 @@ class SystemIO:
     Where retries, short counts and error types are decided is `kvjax.store.file`, not here.
 
     Attributes:
-      asynchronous: whether reads may go through io_submit; a system that does something of its own in `preadv` says no.
+      asynchronous: whether reads may go through io_submit; one that does something of its own in `preadv` alone says
+        no.
     """
 
     asynchronous = True

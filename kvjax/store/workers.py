@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import functools
 import mmap
 import queue
 import threading
@@ -78,7 +79,11 @@ class Arena:
         whole = np.frombuffer(self._memory, np.uint8).reshape(extents, extent_bytes)
         self.address = whole.ctypes.data
         self.blocks = whole[:, :block_bytes]
-        self.payloads = [self._memory[i * extent_bytes:][:block_bytes] for i in range(extents)]
+
+    @functools.cached_property
+    def payloads(self) -> list[memoryview]:
+        count, size = self.blocks.shape
+        return [self._memory[i * self._extent_bytes:][:size] for i in range(count)]
 
     def part(self, start: int, stop: int, last: int) -> memoryview:
         """Bytes of extents start..stop-1, padding included; of the last one only the first `last` bytes."""

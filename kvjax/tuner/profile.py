@@ -42,55 +42,54 @@ class Reading(NamedTuple):
     busy: float
 
 
-def read_seconds(
-    store: Store, config: ModelConfig, group: int, blocks: int, batch: int, context: int, repeats: int = 9
-) -> Reading:
-    """T_io: the store reads `blocks` groups, the same for all KV heads, of each of `batch` sequences.
+class StoredLayer:
+    """A layer of `context` tokens of each of `batch` sequences on a store, in groups that all KV heads read alike.
 
-    Medians over reads of groups picked at random, none twice while there are others, from a layer of `context` tokens:
-    of a small file, or of what was read before, a device may keep a copy.
+    As large as it will be: of a small file, or of what was read before, a device may keep a copy.
     """
-    if not blocks:
-        return Reading(0.0, 0.0)
-    count = max(blocks, -(-context // group))
-    geometry = Geometry(
-        layers=1, batch=batch, kv_heads=config.num_kv_heads, num_blocks=count, block_rows=group,
-        width=2 * config.head_dim, dtype="float32", alike=True,
-    )
-    branch = store.create(geometry, "tuner")
-    try:
-        _fill(branch)
-        lanes, picked = (batch, config.num_kv_heads), _picks(count, blocks)
-        slots = np.zeros((*lanes, blocks, group, geometry.width), np.float32)
-        slot = np.broadcast_to(np.arange(blocks, dtype=np.int32), (*lanes, blocks))
 
-        def read(nth):
-            block = np.broadcast_to(picked(nth), slot.shape).copy()
-            if not branch.read_into(0, branch.generation, block, slot, slots):
-                raise branch.take_error()
+    def __init__(self, store: Store, config: ModelConfig, group: int, batch: int, context: int):
+        self._groups = max(1, -(-context // group))
+        geometry = Geometry(
+            layers=1, batch=batch, kv_heads=config.num_kv_heads, num_blocks=self._groups, block_rows=group,
+            width=2 * config.head_dim, dtype="float32", alike=True,
+        )
+        self._branch = store.create(geometry, "tuner")
+        lanes = (batch, config.num_kv_heads, self._groups)
+        ones = np.broadcast_to(np.float32(1), (*lanes, group, geometry.width))
+        self._branch.write_layer(0, ones, np.full(lanes, group, np.int32))
+        self._branch.settle()
+
+    def read_seconds(self, groups: int, repeats: int = 9) -> Reading:
+        """T_io of so many groups, or all there are: medians over groups picked at random, none twice while there are
+        others."""
+        if not groups:
+            return Reading(0.0, 0.0)
+        groups = min(groups, self._groups)
+        geometry, picked = self._branch.geometry, _picks(self._groups, groups)
+        shape = (geometry.batch, geometry.kv_heads, groups)
+        slots = np.zeros((*shape, geometry.block_rows, geometry.width), np.float32)
+        slot = np.broadcast_to(np.arange(groups, dtype=np.int32), shape)
 
         def begin(nth):
-            branch.submit(0, branch.generation, np.broadcast_to(picked(nth), slot.shape).copy())
+            self._branch.submit(0, self._branch.generation, np.broadcast_to(picked(nth), shape).copy())
 
-        def read_ahead(nth):
-            began = _seconds(begin, nth)
-            time.sleep(2 * whole)
-            return began + _seconds(read, nth)
+        def read(nth):
+            block = np.broadcast_to(picked(nth), shape).copy()
+            if not self._branch.read_into(0, self._branch.generation, block, slot, slots):
+                raise self._branch.take_error()
 
         whole = _median_seconds(read, repeats)
-        busy = [read_ahead(nth) for nth in range(repeats + 1, 2 * repeats + 1)]
+        busy = []
+        for nth in range(repeats + 1, 2 * repeats + 1):
+            began = _seconds(begin, nth)
+            time.sleep(2 * whole)
+            busy.append(began + _seconds(read, nth))
         return Reading(whole, min(whole, float(np.median(busy))))
-    finally:
-        branch.close()
 
-
-def _fill(branch: Branch) -> None:
-    """Writes every block of a branch's only layer."""
-    geometry = branch.geometry
-    lanes = (geometry.batch, geometry.kv_heads, geometry.num_blocks)
-    ones = np.broadcast_to(np.float32(1), (*lanes, geometry.block_rows, geometry.width))
-    branch.write_layer(0, ones, np.full(lanes, geometry.block_rows, np.int32))
-    branch.settle()
+    def close(self) -> None:
+        """Gives the space on the store back."""
+        self._branch.close()
 
 
 def _picks(count: int, size: int) -> Callable[[int], np.ndarray]:

@@ -1,10 +1,11 @@
 """The tuner: measures what a model and a store take, and solves for every batch size and context length."""
 
+import contextlib
 import functools
 import itertools
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from tqdm import tqdm
 
@@ -37,16 +38,16 @@ def tune(
       path: where to keep solutions as they are found; pairs that are there already are not solved again.
 
     Raises ConfigError where a batch size and context length do not fit their memory, FormatMismatch where `path` is of
-    another model or MG, or WriteFailed.
+    another model, MG or alpha, or WriteFailed; and what the store raises, NoSpace where it has no room for a layer.
     """
     space, adapters = space or Space(), adapters or {}
-    found = _resume(path, llm.fingerprint, selected) or Tuning({}, selected, adapters, llm.fingerprint)
+    found = _resume(path, llm.fingerprint, selected, relax) or Tuning({}, selected, relax, adapters, llm.fingerprint)
     recurring = _reuse_rates(llm, text, selected, space, adapters)
     for batch, context in tqdm(list(itertools.product(batches, contexts)), desc="tune", disable=None):
         if (batch, context) not in found.solutions:
-            costs = _costs(llm, store, batch, context, selected, adapters, recurring)
             budget = max_bytes * batch // max(batches)
-            found.solutions[batch, context] = solve(space, budget, costs, relax)
+            with _costs(llm, store, batch, context, selected, adapters, recurring) as costs:
+                found.solutions[batch, context] = solve(space, budget, costs, relax)
             if path is not None:
                 found.save(path)
     return found
@@ -59,16 +60,18 @@ def expect(
     """What a setting of one's own takes, measured as `tune` does; arguments as there."""
     space, adapters = space or Space(), adapters or {}
     recurring = _reuse_rates(llm, text, selected, space, adapters)
-    return expected(_costs(llm, store, batch, context, selected, adapters, recurring), setting)
+    with _costs(llm, store, batch, context, selected, adapters, recurring) as costs:
+        return expected(costs, setting)
 
 
-def _resume(path, fingerprint: str, selected: int) -> Tuning | None:
+def _resume(path, fingerprint: str, selected: int, relax: float) -> Tuning | None:
     if path is None or not pathlib.Path(path).exists():
         return None
     found = tuning.load(path)
-    if (found.fingerprint, found.selected) != (fingerprint, selected):
-        raise FormatMismatch(f"{path} was tuned for the model {found.fingerprint!r} and selected={found.selected}, not "
-                             f"for {fingerprint!r} and {selected}; choose another path")
+    if (found.fingerprint, found.selected, found.relax) != (fingerprint, selected, relax):
+        raise FormatMismatch(f"{path} was tuned for the model {found.fingerprint!r}, selected={found.selected} and "
+                             f"relax={found.relax}, not for {fingerprint!r}, {selected} and {relax}; choose "
+                             "another path")
     return found
 
 
@@ -87,20 +90,30 @@ def _reuse_rates(llm, text, selected, space: Space, adapters):
     return rate
 
 
-def _costs(llm, store, batch, context, selected, adapters, recurring) -> Costs:
-    """What settings take at one batch size and context length; nothing is measured twice."""
+@contextlib.contextmanager
+def _costs(llm, store, batch, context, selected, adapters, recurring) -> Iterator[Costs]:
+    """What settings take at one batch size and context length; nothing is measured twice. Meanwhile the store has one
+    layer for each group size that was asked for."""
+    stored: dict[int, profile.StoredLayer] = {}
+
     def parts(setting: Setting) -> tuple[KVSwap, Slots]:
         return make_method(setting, selected, adapters), make_slots(setting, selected)
 
     @functools.cache
     def read(group: int, reuse: int) -> profile.Reading:
-        blocks = round((1 - recurring(reuse)) * selected / group)
-        return profile.read_seconds(store, llm.config, group, blocks, batch, context)
+        if group not in stored:
+            stored[group] = profile.StoredLayer(store, llm.config, group, batch, context)
+        return stored[group].read_seconds(round((1 - recurring(reuse)) * selected / group))
 
-    return Costs(
+    costs = Costs(
         memory=functools.cache(lambda setting: profile.memory_bytes(llm.config, *parts(setting), batch, context)),
         read=lambda setting: read(setting.group, setting.reuse).whole,
         busy=lambda setting: read(setting.group, setting.reuse).busy,
         compute=functools.cache(lambda setting: profile.compute_seconds(llm, *parts(setting), batch, context)),
         reuse_rate=recurring,
     )
+    try:
+        yield costs
+    finally:
+        for layer in stored.values():
+            layer.close()

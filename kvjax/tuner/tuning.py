@@ -22,12 +22,14 @@ class Tuning:
     Attributes:
       solutions: by (batch size, context length).
       selected: MG, tokens that groups may contribute to one step.
+      relax: alpha (`kvjax.tuner.solver`).
       adapters: directory of the adapters of each sigma; a sigma without one decomposes each prompt's own keys.
       fingerprint: of the model.
     """
 
     solutions: dict[tuple[int, int], Solution]
     selected: int
+    relax: float
     adapters: dict[int, str]
     fingerprint: str
 
@@ -53,7 +55,7 @@ class Tuning:
             for (batch, context), found in sorted(self.solutions.items())
         ]
         saved = {"version": VERSION, "fingerprint": self.fingerprint, "selected": self.selected,
-                 "adapters": self.adapters, "solutions": rows}
+                 "relax": self.relax, "adapters": self.adapters, "solutions": rows}
         try:
             pathlib.Path(path).write_text(json.dumps(saved, indent=2) + "\n")
         except OSError as cause:
@@ -71,7 +73,7 @@ def load(path: str | os.PathLike) -> Tuning:
         raise FormatMismatch(f"{path} is a tuning of version {version}, this library reads {VERSION}; tune again")
     adapters = {int(sigma): directory for sigma, directory in saved["adapters"].items()}
     solutions = {(row["batch"], row["context"]): _solution(row) for row in saved["solutions"]}
-    return Tuning(solutions, saved["selected"], adapters, saved["fingerprint"])
+    return Tuning(solutions, saved["selected"], saved["relax"], adapters, saved["fingerprint"])
 
 
 def _solution(row: dict[str, Any]) -> Solution:

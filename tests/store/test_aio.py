@@ -297,6 +297,23 @@ def test_a_ring_that_hangs_is_left_to_the_kernel(tmp_path):
     assert ring._closed
 
 
+@pytest.mark.parametrize("depth", [1, 3])
+def test_more_reads_than_may_be_in_flight(fixed, monkeypatch, depth):
+    """Given 400 single blocks, no more than `depth` reads are ever with the kernel, and all blocks arrive."""
+    monkeypatch.setattr(RingStack, "MAX_DEPTH", depth)
+    taken = []
+
+    class Counting(SystemIO):
+        def io_submit(self, context, pointers):
+            taken.append(SystemIO.io_submit(context, pointers))
+            return taken[-1]
+
+    extents = np.arange(0, BLOCKS, 2)
+    reader = fixed.reader(Counting())
+    check(fixed, fixed.start(reader, extents), extents, np.random.default_rng(0))
+    assert max(taken) <= depth and sum(taken) == extents.size
+
+
 # ---- the choice
 
 

@@ -238,6 +238,7 @@ def test_a_saved_file_opens_in_its_codec(saved, codec, read_only):
         still_works(driver, blocks)
         before = branch.stats().blocks_coded
         driver.prefill(layer=1)
+        branch.settle()
         assert branch.stats().blocks_coded > before, "what a reader adds is coded too"
 
 

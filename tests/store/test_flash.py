@@ -11,7 +11,7 @@ import threading
 import numpy as np
 import pytest
 
-from kvjax.errors import ConfigError
+from kvjax.errors import ConfigError, WriteFailed
 from kvjax.store.flash import FlashStore
 from kvjax.store.format import HEADER_BYTES, inspect_header
 from tests.store.conftest import GEOMETRY, Driver, settle, wait_until
@@ -24,6 +24,19 @@ EXTENT = GEOMETRY.extent_bytes
 def extents_of(driver: Driver) -> int:
     """Extents in the file, used or free."""
     return (os.path.getsize(driver.branch.path) - HEADER_BYTES) // EXTENT
+
+
+@pytest.mark.parametrize("layout", ["grouped", "sequential"])
+def test_settling_waits_for_the_device_and_tells_what_it_refused(tmp_path, open_branch, layout):
+    store = FlashStore(tmp_path / "cache.kv", layout=layout)
+    store.system = FaultySystem()
+    driver = open_branch(store)
+    blocks = driver.prefill()
+    store.system.fail("sync", errno.EIO, times=1)
+    with pytest.raises(WriteFailed, match="syncing"):
+        driver.branch.settle()
+    driver.branch.settle()
+    np.testing.assert_array_equal(driver.read(), blocks)
 
 
 # ---- the file

@@ -43,7 +43,7 @@ def test_a_larger_buffer_reuses_more(llm):
 
 
 def test_reading_nothing_takes_no_time():
-    assert profile.read_seconds(HostStore(), CONFIG, 4, 0, 1, 96) == (0.0, 0.0)
+    assert profile.StoredLayer(HostStore(), CONFIG, 4, 1, 96).read_seconds(0) == (0.0, 0.0)
 
 
 class LateBranch(HostBranch):
@@ -63,7 +63,7 @@ class LateBranch(HostBranch):
         super()._load(layer, ids, targets, out)
 
 
-@pytest.mark.parametrize("context, groups", [(8, 5), (96, 24)])  # fewer groups than are read, and more
+@pytest.mark.parametrize("context, groups", [(8, 2), (96, 24)])  # fewer groups than are asked for, and more
 def test_reads_are_timed_with_and_without_being_announced(context, groups):
     """No group is read twice while there are others, and what is waited for is not what keeps the caller busy."""
     made = []
@@ -73,11 +73,11 @@ def test_reads_are_timed_with_and_without_being_announced(context, groups):
             made.append(LateBranch(geometry, super().create(geometry, fingerprint)._data))
             return made[-1]
 
-    whole, busy = profile.read_seconds(LateStore(), CONFIG, 4, 5, 2, context, repeats=3)
+    whole, busy = profile.StoredLayer(LateStore(), CONFIG, 4, 2, context).read_seconds(5, repeats=3)
     assert whole >= 0.02 > busy > 0.0
-    first = [ids.reshape(2, -1, 5)[0, 0] for ids in made[0].asked]
+    first = [ids.reshape(2, CONFIG.num_kv_heads, -1)[0, 0] for ids in made[0].asked]
     assert len(first) == 7 and len(made[0].begun) == 3
-    assert len(np.unique(first[:groups // 5])) == groups // 5 * 5
+    assert len(np.unique(first[:4])) == min(groups, 4 * 5)
 
 
 @pytest.mark.parametrize("layers", [1, 3])
@@ -93,8 +93,9 @@ def test_solutions_are_kept_as_they_are_found(llm, tmp_path, monkeypatch):
     assert tuner.load(path) == first and first.solutions[1, 96].setting.sigma == 2
     monkeypatch.setattr(profile, "compute_seconds", lambda *args: pytest.fail("measured again"))
     assert tuner.tune(llm, HostStore(), TEXT, contexts=(96,), path=path, **settings) == first
-    with pytest.raises(FormatMismatch, match="selected=24"):
-        tuner.tune(llm, HostStore(), TEXT, contexts=(96,), path=path, **{**settings, "selected": 32})
+    for change in ({"selected": 32}, {"relax": 0.5}):
+        with pytest.raises(FormatMismatch, match=r"selected=24 and relax=0\.1"):
+            tuner.tune(llm, HostStore(), TEXT, contexts=(96,), path=path, **{**settings, **change})
 
 
 def test_bad_settings_are_refused(llm):

@@ -105,7 +105,7 @@ FOUND = tuning.Tuning(
     {(1, 4096): Solution(Setting(4, 8, 800), 1000, 0.001, 0.0003, 0.002, 0.5),
      (8, 4096): Solution(Setting(8, 16, 600), 900, 0.002, 0.0002, 0.002, 0.4),
      (8, 32768): Solution(Setting(16, 32, 400), 800, 0.003, 0.0001, 0.002, 0.3)},
-    selected=400, adapters={}, fingerprint="model",
+    selected=400, relax=0.1, adapters={}, fingerprint="model",
 )
 
 
