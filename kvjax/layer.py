@@ -146,14 +146,15 @@ def choose(plan: LayerPlan, state: LayerState, q: Float[Array, "B H D"]) -> Choi
     """Selects the blocks for a query."""
     spec, method = plan.spec, plan.method
 
-    def one(layer, query):
+    def one(args):
+        layer, query = args
         selection = method.select(spec, layer.index, caching.view(spec, layer), query)
         cut = caching.every_block if method.attends_all else caching.needed_blocks
         need, rows = cut(spec, layer, selection)
         bias = selection.bias
         return Choice(need, rows, None if bias is None else jnp.take_along_axis(bias, rows.rank[:, None], axis=-1))
 
-    return jax.vmap(one)(state, _grouped(q, spec))
+    return each_sequence(one, (state, _grouped(q, spec)))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -162,11 +163,12 @@ def runners_up(plan: LayerPlan, state: LayerState, q: Float[Array, "B H D"]) -> 
     spec = plan.spec
     wide = dataclasses.replace(spec, max_blocks=min(2 * spec.max_blocks, spec.num_blocks))
 
-    def one(layer, query):
+    def one(args):
+        layer, query = args
         ranked = plan.method.select(wide, layer.index, caching.view(spec, layer), query).block
         return ranked[:, spec.max_blocks :]
 
-    return jax.vmap(one)(state, _grouped(q, spec))
+    return each_sequence(one, (state, _grouped(q, spec)))
 
 
 @functools.partial(jax.jit, static_argnums=0)

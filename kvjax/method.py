@@ -57,6 +57,7 @@ class Spec:
     budget: int  # tokens attended by one KV head at one step
     capacity: int  # tokens a sequence may grow to
     tables: int  # KT: tables of positions, one per KV head, or one for all if it places tokens alike
+    slot_tables: int  # KS: tables of what is in slots, one per KV head, or one for all if it also fetches alike
     keeps_keys: bool = True  # blocks hold keys and values; else values alone, see `Method.rebuild`
     rope: RopeConfig | None = None  # how keys are rotated; None = not known, or not at all
 
@@ -219,9 +220,11 @@ class Method(abc.ABC):
         budget = capacity if self.budget is None else self.budget
         rows = max(0, min(budget, capacity) - self.sinks - self.window)
         num_blocks, block_rows, max_blocks, held = self.blocks(capacity, rows)
+        tables = 1 if self.places_alike else kv_heads
         spec = Spec(
             kv_heads, group, head_dim, num_blocks, block_rows, min(self.max_blocks or max_blocks, num_blocks), held,
-            self.sinks, self.window, budget, capacity, 1 if self.places_alike else kv_heads, self.keeps_keys,
+            self.sinks, self.window, budget, capacity, tables, tables if self.fetches_alike else kv_heads,
+            self.keeps_keys,
         )
         self._check(spec)
         return spec

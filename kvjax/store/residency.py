@@ -20,13 +20,13 @@ RESERVED = 4  # `cluster` keeps one slot in so many for blocks that were written
 
 @pytree
 class Residency:
-    """Slot table of one sequence."""
+    """Slot table of one sequence, for each KV head (KS = K) or for all of them (KS = 1, if they fetch alike)."""
 
-    block: Int32[Array, "*B K NS"]  # block in each slot, NB = empty
-    filled: Int32[Array, "*B K NS"]  # step in which the slot was filled
-    used: Int32[Array, "*B K NS"]  # step in which it was last needed
-    uses: Int32[Array, "*B K NS"]  # steps in which it was needed since it was filled
-    written: Int32[Array, "*B K NS"]  # step in which its block was last written, -1 = not since it was filled
+    block: Int32[Array, "*B KS NS"]  # block in each slot, NB = empty
+    filled: Int32[Array, "*B KS NS"]  # step in which the slot was filled
+    used: Int32[Array, "*B KS NS"]  # step in which it was last needed
+    uses: Int32[Array, "*B KS NS"]  # steps in which it was needed since it was filled
+    written: Int32[Array, "*B KS NS"]  # step in which its block was last written, -1 = not since it was filled
     step: Int32[Array, "*B"]  # fetches so far
 
 
@@ -168,13 +168,14 @@ def note_written(table: Residency, slot: Int32[Array, "K *E"]) -> Residency:
 
 
 # ---------------------------------------------------------------------------------- whole batches
-# Compiled, so that a store driven from Python between compiled parts does not compile operation by operation.
+# Compiled, so that a store driven from Python between compiled parts does not compile operation by operation. Blocks are
+# those of all KV heads: of one table for them the first head's count, which are everyone's.
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def empty_all(batch: int, kv_heads: int, slots: int, num_blocks: int) -> Residency:
+def empty_all(batch: int, tables: int, slots: int, num_blocks: int) -> Residency:
     """`empty` of every sequence."""
-    one = empty(kv_heads, slots, num_blocks)
+    one = empty(tables, slots, num_blocks)
     return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (batch, *leaf.shape)), one)
 
 
@@ -183,13 +184,19 @@ def plan_all(
     table: Residency, need: Int32[Array, "B K M1"], count: Int32[Array, "B K NB"], policy: str, even: bool = False
 ) -> ReadPlan:
     """`plan` of every sequence."""
-    def one(table, need, count):
-        return plan(table, need, count, policy, even)
-
-    return jax.vmap(one)(table, need, count)
+    tables = table.block.shape[1]
+    found = jax.vmap(lambda *args: plan(*args, policy, even))(table, need[:, :tables], count[:, :tables])
+    slot, read = (jnp.broadcast_to(one, need.shape) for one in (found.slot, found.read))
+    return dataclasses.replace(found, slot=slot, read=read)
 
 
 @jax.jit
 def locate_all(table: Residency, block: Int32[Array, "B K *E"]) -> Int32[Array, "B K *E"]:
     """`locate` of every sequence."""
-    return jax.vmap(locate)(table, block)
+    return jnp.broadcast_to(jax.vmap(locate)(table, block[:, : table.block.shape[1]]), block.shape)
+
+
+@jax.jit
+def note_written_all(table: Residency, slot: Int32[Array, "B K *E"]) -> Residency:
+    """`note_written` of every sequence."""
+    return jax.vmap(note_written)(table, slot[:, : table.block.shape[1]])

@@ -63,7 +63,7 @@ class SlotPool:
     ) -> "SlotPool":
         width = (1 + spec.keeps_keys) * packing.width(dtype, spec.head_dim)
         shape = (batch, spec.kv_heads, slots, spec.block_rows, width)
-        table = residency.empty_all(batch, spec.kv_heads, slots, spec.num_blocks)
+        table = residency.empty_all(batch, spec.slot_tables, slots, spec.num_blocks)
         rows = jnp.zeros(shape, packing.stored_type(dtype))
         return cls(
             rows, table, jnp.int32(0), spec.num_blocks, policy, backend, dtype, prefetch, keep, even, spec.keeps_keys
@@ -163,9 +163,9 @@ def _packed(dtype: str, parts):
 def _put(num_blocks: int, rows, table: Residency, block, packed, row):
     """Slot contents and tables with a packed row of each block, or whole blocks where `row` is None, in the slots that
     have them; block NB = nothing."""
-    slot = jnp.where(block < num_blocks, jax.vmap(residency.locate)(table, block), rows.shape[2])
+    slot = jnp.where(block < num_blocks, residency.locate_all(table, block), rows.shape[2])
     at = (*batch_and_head(slot), slot) if row is None else (*batch_and_head(slot), slot, row)
-    return rows.at[at].set(packed, mode="drop"), jax.vmap(residency.note_written)(table, slot)
+    return rows.at[at].set(packed, mode="drop"), residency.note_written_all(table, slot)
 
 
 # ------------------------------------------------------------------------------------- callbacks

@@ -37,7 +37,7 @@ class TieredPool(SlotPool):
         """`pool` with `slots` more in host memory per KV head."""
         batch = pool.rows.shape[0]
         rows = np.zeros((*pool.rows.shape[:2], slots, *pool.rows.shape[3:]), pool.rows.dtype)  # never on the device
-        table = residency.empty_all(batch, spec.kv_heads, slots, spec.num_blocks)
+        table = residency.empty_all(batch, spec.slot_tables, slots, spec.num_blocks)
         kept = {field.name: getattr(pool, field.name) for field in dataclasses.fields(pool)}
         return cls(**kept, host_rows=jax.device_put(rows, _HOST), host_table=table)
 
@@ -84,7 +84,7 @@ class TieredPool(SlotPool):
             at = jnp.where(slot < self.host_rows.shape[2], at * size + row, at * size)
         new = packed.reshape(-1, *packed.shape[slot.ndim:])
         host_rows = _set(self.host_rows, *jax.device_put((at.reshape(-1), new), _HOST))
-        table = jax.vmap(residency.note_written)(self.host_table, slot)
+        table = residency.note_written_all(self.host_table, slot)
         return dataclasses.replace(self, host_rows=host_rows, host_table=table)
 
     def _flat(self, slot: Int32[Array, "B K *E"]) -> Int32[Array, "B K *E"]:
