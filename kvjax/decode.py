@@ -98,18 +98,24 @@ def _read(config, layer_plan, next_plan, params, next_params, cache, next_cache,
     layer saw of this one, or made for both. Returns (output, cache, Fresh, ok, Report, Choice for the next layer or
     None).
     """
-    next_choice = None
+    next_choice = projected = None
+    if choice is None and layer_plan.method.lookahead and _prefetches(cache.pool, "layer"):
+        # The first layer, which nobody looked ahead at: its reads should not queue behind those of the next one.
+        projected = _project(config, params, x, at)
+        choice = layer.choose(layer_plan, cache.state, projected[0])
+        x = order.after(cache.pool.submit(choice.need, number, line), x)
     if next_plan is not None and not next_plan.follows:
         q = _queries(config, next_params, x, at)
         seen = layer.choose(next_plan, next_cache.state, q)
         next_choice = seen if next_plan.method.lookahead else None
         if _prefetches(next_cache.pool, "layer"):
             x = order.after(next_cache.pool.submit(seen.need, number + 1, line), x)
-    q, key, value = _project(config, params, x, at)
+    q, key, value = _project(config, params, x, at) if projected is None else projected
     if choice is None:
         choice = layer.choose(layer_plan, cache.state, q)
-    else:  # made a layer ago: without this the wait for its blocks could come before all computing
-        choice = dataclasses.replace(choice, need=jnp.where(order.exists(q), choice.need, layer_plan.spec.num_blocks))
+    else:  # made earlier: without this the wait for its blocks could come before all computing
+        ready = order.exists(q) & order.exists(x)
+        choice = dataclasses.replace(choice, need=jnp.where(ready, choice.need, layer_plan.spec.num_blocks))
     out, cache, fresh, ok, report = layer.read(layer_plan, cache, q, key, value, at, number, line, choice)
     if next_plan is not None and next_plan.follows:
         next_choice = choice

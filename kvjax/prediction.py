@@ -91,13 +91,19 @@ class Predictor(Method):
         return dataclasses.replace(index, key=key, stored=count), placement
 
     def select(self, spec, index, view, q):
-        scores = jnp.where(jnp.arange(index.key.shape[1]) < index.stored, predict(index, q), -1e30)
-        pooled = scores.reshape(1, -1, scores.shape[-1]) if self.shared else scores
-        best = jnp.max(aggregate(pooled, self.aggregation).reshape(-1, spec.num_blocks, spec.block_rows), axis=-1)
+        best = jnp.max(self._importance(index, q).reshape(-1, spec.num_blocks, spec.block_rows), axis=-1)
         occupied, unfinished = view.count > 0, (view.count > 0) & (view.count < spec.block_rows)
         score = jnp.where(unfinished, jnp.inf, best)
         offered = occupied if self.rolling_buffer else occupied & ~unfinished
         return Selection(top_blocks(score, offered, spec.max_blocks), no_force(spec))
+
+    def _importance(self, index: CompressedKeys, q: Float[Array, "K G D"]) -> Float[Array, "H N"]:
+        """Every token's score, for all heads (H = 1) or for each KV head."""
+        scores = jnp.where(jnp.arange(index.key.shape[1])[:, None] < index.stored, predict(index, q), -1e30)
+        if self.shared and self.joint:
+            return aggregate_where_they_lie(scores, self.aggregation)
+        by_head = scores.swapaxes(1, 2).reshape(*q.shape[:2], -1)
+        return aggregate(by_head.reshape(1, -1, by_head.shape[-1]) if self.shared else by_head, self.aggregation)
 
     def append(self, spec, index, view, leaving):
         placement = in_token_order(spec, index.stored, jnp.int32(0), leaving.valid)
@@ -119,13 +125,19 @@ def store(index: CompressedKeys, low: Float[Array, "F T r"], at: Int32[Array, "T
     return index.key.at[:, at].set(low, mode="drop")
 
 
-def predict(index: CompressedKeys, q: Float[Array, "K G D"]) -> Float[Array, "K G N"]:
-    """Eq. 1 of KVSwap, scaled: (Q_h A_g(h)) K_lr^T for every query head h."""
+def predict(index: CompressedKeys, q: Float[Array, "K G D"]) -> Float[Array, "F N Q"]:
+    """Eq. 1 of KVSwap, scaled: (Q_h A_g(h)) K_lr^T for every query head h; Q = K * G where F = 1, else G."""
     low = jnp.einsum("kgd,kdr->kgr", q, index.adapter) * q.shape[-1] ** -0.5
     low = low.reshape(index.key.shape[0], -1, low.shape[-1])
     # Keys as the left operand: XLA:CPU then reads them in place.
-    scores = jnp.einsum("fnr,fqr->fnq", index.key, low, preferred_element_type=jnp.float32)
-    return scores.swapaxes(1, 2).reshape(*q.shape[:2], -1)
+    return jnp.einsum("fnr,fqr->fnq", index.key, low, preferred_element_type=jnp.float32)
+
+
+def aggregate_where_they_lie(scores: Float[Array, "F N Q"], rule: str) -> Float[Array, "F N"]:
+    """`kvjax.method.aggregate` of scores that lie token by token; of many queries the faster way round on XLA:CPU."""
+    if rule.startswith("softmax"):
+        scores = jnp.exp(scores - jax.nn.logsumexp(scores, axis=1, keepdims=True))
+    return jnp.mean(scores, axis=-1) if rule.endswith("mean") else jnp.max(scores, axis=-1)
 
 
 def leading_directions(

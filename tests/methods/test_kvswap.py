@@ -14,6 +14,7 @@ import kvjax
 from kvjax import prediction
 from kvjax.adapters import Adapters
 from kvjax.errors import ConfigError, FormatMismatch, ReadFailed
+from kvjax.method import AGGREGATIONS, aggregate
 from kvjax.methods import InfiniGen, KVSwap, Loki
 from kvjax.models.config import ModelConfig
 
@@ -58,7 +59,7 @@ def decoded(method):
 
 
 @pytest.mark.parametrize(("joint", "shared", "group", "rule"), [
-    (True, True, 4, "softmax_mean"), (True, False, 4, "mean"), (False, True, 4, "mean"),
+    (True, True, 4, "softmax_mean"), (True, True, 4, "mean"), (True, False, 4, "mean"), (False, True, 4, "mean"),
     (False, False, 1, "softmax_mean"),
 ])
 def test_groups_are_selected_as_brute_force_ranks_them(joint, shared, group, rule):
@@ -88,7 +89,15 @@ def test_adapters_that_keep_everything_predict_the_true_scores():
     sim, keys = after_decoding(method)
     index = jax.tree.map(lambda leaf: jnp.asarray(leaf)[0], sim.cache.state.index)
     expected = np.einsum("kgd,tkd->kgt", Q, keys) / np.sqrt(SIZE)
-    np.testing.assert_allclose(jax.jit(prediction.predict)(index, Q)[..., : len(keys)], expected, atol=1e-3)
+    found = jax.jit(prediction.predict)(index, Q)[0, : len(keys)]
+    np.testing.assert_allclose(found, expected.reshape(-1, len(keys)).T, atol=1e-3)
+
+
+@pytest.mark.parametrize("rule", AGGREGATIONS)
+def test_scores_are_aggregated_alike_whichever_way_they_lie(rule):
+    scores = jnp.asarray(3 * RNG.normal(size=(1, 6, 40)), jnp.float32)
+    found = prediction.aggregate_where_they_lie(scores.swapaxes(1, 2), rule)
+    np.testing.assert_allclose(found, aggregate(scores, rule), rtol=1e-5, atol=1e-6)
 
 
 def test_an_unfinished_group_is_attended_by_the_rolling_buffer_alone():
