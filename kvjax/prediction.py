@@ -1,9 +1,9 @@
 """Predicting attention from compressed keys: what KVSwap, InfiniGen and Loki have in common.
 
-Every stored key is kept once more in memory, at a fraction of its size, projected by an adapter A_k of its KV head. A
-query projected the same way scores all tokens. Tokens are stored in groups of consecutive ones, each as important as
-the best of its tokens. The methods differ in their adapters, and in whether heads are scored together or each for
-itself.
+Every stored key is kept once more in memory, at a fraction of its size, projected by an adapter A_k of its KV head, if
+wanted in few bits (`kvjax.codecs.lowbit`). A query projected the same way scores all tokens. Tokens are stored in
+groups of consecutive ones, each as important as the best of its tokens. The methods differ in their adapters, and in
+whether heads are scored together or each for itself.
 """
 
 import abc
@@ -14,9 +14,12 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
+from kvjax.codecs import lowbit
 from kvjax.errors import ConfigError
 from kvjax.method import Context, Method, Selection, Spec, aggregate, in_token_order, no_force, top_blocks
-from kvjax.typing import Array, Bool, Float, Int32, pytree
+from kvjax.typing import Array, Bool, Float, Int32, Num, UInt, pytree
+
+_FLOAT = 32  # bits of a number that is kept as it is
 
 
 @pytree
@@ -24,8 +27,9 @@ class CompressedKeys:
     """The index; F = 1 where a token has one projection for all heads together, else F = K."""
 
     adapter: Float[Array, "*B K D r"]  # A_k
-    key: Float[Array, "*B F N r"]  # K_lr of every stored token, in token order; N = NB * C
+    key: Float[Array, "*B F N r"] | UInt[Array, "*B F N X"]  # K_lr of every stored token, in token order; N = NB * C
     stored: Int32[Array, "*B"]  # tokens in groups
+    scale: Float[Array, "*B F r"] | None = None  # what keys are multiples of, as integers; None = they are floats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +46,8 @@ class Predictor(Method):
         not, each KV head selects for itself.
       rolling_buffer: whether tokens of an unfinished group are attended. Only to measure what that is worth: without it
         the newest tokens beyond the window are missing until their group is complete.
+      bits: of each number of a compressed key: 32, floats, or 8, 4 or 2, with one scale per dimension, the prompt's.
+        No paper has it. With 4 bits, eight times as many dimensions take as much memory.
     """
 
     aggregation: str = "softmax_mean"
@@ -49,12 +55,15 @@ class Predictor(Method):
     group: int = 4
     shared: bool = True
     rolling_buffer: bool = True
+    bits: int = _FLOAT
     places_alike: ClassVar[bool] = True
 
     def __post_init__(self):
         super().__post_init__()
         if self.group < 1:
             raise ConfigError(f"group={self.group} must be at least one token")
+        if self.bits not in (_FLOAT, *lowbit.BITS):
+            raise ConfigError(f"bits={self.bits} must be {_FLOAT}, or one of {', '.join(map(str, lowbit.BITS))}")
 
     @property
     def head_shared(self) -> bool:  # type: ignore[override]  # of the class elsewhere, of its settings here
@@ -78,7 +87,10 @@ class Predictor(Method):
     def empty(self, spec: Spec, adapter: Float[Array, "K D r"]) -> CompressedKeys:
         """An index without tokens."""
         shape = (1 if self.joint else spec.kv_heads, spec.num_blocks * spec.block_rows, adapter.shape[-1])
-        return CompressedKeys(adapter.astype(jnp.float32), jnp.zeros(shape), jnp.int32(0))
+        key, scale = jnp.zeros(shape), None
+        if self.bits != _FLOAT:
+            key, scale = jnp.zeros(lowbit.packed_shape(shape, self.bits), jnp.uint8), jnp.ones((shape[0], shape[2]))
+        return CompressedKeys(adapter.astype(jnp.float32), key, jnp.int32(0), scale)
 
     def blocks(self, capacity, rows):
         return -(-capacity // self.group), self.group, max(1, -(-rows // self.group) + 1), 0
@@ -86,7 +98,11 @@ class Predictor(Method):
     def build(self, spec, index, context):
         index = dataclasses.replace(index, adapter=self.adapter(spec, index, context))
         offset, count = jnp.cumsum(context.valid) - 1, jnp.sum(context.valid, dtype=jnp.int32)
-        key = store(index, compress(index, context.key), jnp.where(context.valid, offset, index.key.shape[1]))
+        low = compress(index, context.key)
+        if index.scale is not None:
+            scale = functools.partial(lowbit.scale_of, bits=self.bits)
+            index = dataclasses.replace(index, scale=jax.vmap(scale)(jnp.where(context.valid[:, None], low, 0.0)))
+        key = store(index, low, jnp.where(context.valid, offset, index.key.shape[1]))
         placement = in_token_order(spec, jnp.int32(0), offset, context.valid)
         return dataclasses.replace(index, key=key, stored=count), placement
 
@@ -120,17 +136,30 @@ def compress(index: CompressedKeys, key: Float[Array, "K T D"]) -> Float[Array, 
     return jnp.einsum("ktd,kdr->ktr", key, index.adapter)
 
 
-def store(index: CompressedKeys, low: Float[Array, "F T r"], at: Int32[Array, "T"]) -> Float[Array, "F N r"]:
+def store(index: CompressedKeys, low: Float[Array, "F T r"], at: Int32[Array, "T"]) -> Num[Array, "F N X"]:
     """The compressed keys with more of them at the given places; place N = nowhere."""
+    if index.scale is not None:
+        bits = _bits(index.key, index.scale)
+        low = lowbit.pack(jax.vmap(lambda low, scale: lowbit.quantise(low, scale, bits))(low, index.scale), bits)
     return index.key.at[:, at].set(low, mode="drop")
+
+
+def _bits(key: UInt[Array, "F N X"], scale: Float[Array, "F r"]) -> int:
+    """Of each number of a key that is codes."""
+    return 8 * key.shape[-1] // scale.shape[-1]
 
 
 def predict(index: CompressedKeys, q: Float[Array, "K G D"]) -> Float[Array, "F N Q"]:
     """Eq. 1 of KVSwap, scaled: (Q_h A_g(h)) K_lr^T for every query head h; Q = K * G where F = 1, else G."""
     low = jnp.einsum("kgd,kdr->kgr", q, index.adapter) * q.shape[-1] ** -0.5
     low = low.reshape(index.key.shape[0], -1, low.shape[-1])
+    key = index.key
+    if index.scale is not None:
+        # Codes are exact in bfloat16. As floats they would be a second cache, and several times slower.
+        key = lowbit.unpack(key, _bits(key, index.scale)).astype(jnp.bfloat16)
+        low = (low * index.scale[:, None]).astype(jnp.bfloat16)
     # Keys as the left operand: XLA:CPU then reads them in place.
-    return jnp.einsum("fnr,fqr->fnq", index.key, low, preferred_element_type=jnp.float32)
+    return jnp.einsum("fnr,fqr->fnq", key, low, preferred_element_type=jnp.float32)
 
 
 def aggregate_where_they_lie(scores: Float[Array, "F N Q"], rule: str) -> Float[Array, "F N"]:

@@ -37,12 +37,18 @@ def dequantise(key: Num[Array, "*T D"], scale: Float[Array, "D"]) -> Float[Array
     return key.astype(scale.dtype) * scale
 
 
+def packed_shape(shape: tuple[int, ...], bits: int) -> tuple[int, ...]:
+    """The shape of codes as bytes. ConfigError if they do not fill bytes."""
+    each = 8 // bits
+    if shape[-1] % each:
+        raise ConfigError(f"{shape[-1]} codes of {bits} bits are not whole bytes; use more bits")
+    return (*shape[:-1], shape[-1] // each)
+
+
 def pack(code: Num[Array, "*T D"], bits: int) -> UInt[Array, "*T X"]:
     """Codes as bytes, `8 / bits` in each; equal bytes are equal codes. ConfigError if they do not fill bytes."""
-    each = 8 // bits
-    if code.shape[-1] % each:
-        raise ConfigError(f"{code.shape[-1]} codes of {bits} bits are not whole bytes; use more bits")
-    parts = (code.astype(jnp.uint8) + _largest(bits)).reshape(*code.shape[:-1], -1, each)
+    shape, each = packed_shape(code.shape, bits), 8 // bits
+    parts = (code.astype(jnp.uint8) + _largest(bits)).reshape(*shape, each)
     return jnp.sum(parts << (bits * jnp.arange(each, dtype=jnp.uint8)), axis=-1, dtype=jnp.uint8)
 
 

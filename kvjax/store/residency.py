@@ -168,8 +168,8 @@ def note_written(table: Residency, slot: Int32[Array, "K *E"]) -> Residency:
 
 
 # ---------------------------------------------------------------------------------- whole batches
-# Compiled, so that a store driven from Python between compiled parts does not compile operation by operation. Blocks are
-# those of all KV heads: of one table for them the first head's count, which are everyone's.
+# Compiled, so that a store driven from Python between compiled parts does not compile operation by operation.
+# Blocks are those of all KV heads; where these share one table, the first head's are everyone's.
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
@@ -184,8 +184,11 @@ def plan_all(
     table: Residency, need: Int32[Array, "B K M1"], count: Int32[Array, "B K NB"], policy: str, even: bool = False
 ) -> ReadPlan:
     """`plan` of every sequence."""
+    def one(table, need, count):
+        return plan(table, need, count, policy, even)
+
     tables = table.block.shape[1]
-    found = jax.vmap(lambda *args: plan(*args, policy, even))(table, need[:, :tables], count[:, :tables])
+    found = jax.vmap(one)(table, need[:, :tables], count[:, :tables])
     slot, read = (jnp.broadcast_to(one, need.shape) for one in (found.slot, found.read))
     return dataclasses.replace(found, slot=slot, read=read)
 

@@ -13,6 +13,7 @@ from tiny import make_params
 import kvjax
 from kvjax import prediction
 from kvjax.adapters import Adapters
+from kvjax.codecs import lowbit
 from kvjax.errors import ConfigError, FormatMismatch, ReadFailed
 from kvjax.method import AGGREGATIONS, aggregate
 from kvjax.methods import InfiniGen, KVSwap, Loki
@@ -91,6 +92,31 @@ def test_adapters_that_keep_everything_predict_the_true_scores():
     expected = np.einsum("kgd,tkd->kgt", Q, keys) / np.sqrt(SIZE)
     found = jax.jit(prediction.predict)(index, Q)[0, : len(keys)]
     np.testing.assert_allclose(found, expected.reshape(-1, len(keys)).T, atol=1e-3)
+
+
+@pytest.mark.parametrize(("bits", "joint"), [(8, True), (4, True), (4, False), (2, True)])
+def test_keys_in_few_bits_are_near_those_in_floats_and_score_as_what_they_are(bits, joint):
+    """Given decoded tokens too, which may lie beyond the prompt's scale."""
+    method = KVSwap(**SMALL, sigma=2, per_head=not joint)
+    whole, few = (decoded(dataclasses.replace(method, bits=bits)).cache.state.index for bits in (32, bits))
+    assert few.key.nbytes * 32 == whole.key.nbytes * bits
+    index = jax.tree.map(lambda leaf: jnp.asarray(leaf)[0], few)
+    key = lowbit.unpack(index.key, bits).astype(jnp.float32) * index.scale[:, None]
+    count, prompt = int(index.stored), PROMPT - method.sinks - method.window + 1
+    floats = np.asarray(whole.key)[0, :, :count]
+    near = np.abs(key[:, :count] - floats) <= 0.501 * np.asarray(index.scale)[:, None]
+    largest = (2 ** (bits - 1) - 1) * np.asarray(index.scale)[:, None]
+    assert near[:, :prompt].all() and (near | (np.abs(floats) > largest)).all()
+    found = jax.jit(prediction.predict)(index, Q)
+    expected = jax.jit(prediction.predict)(dataclasses.replace(index, key=key, scale=None), Q)
+    np.testing.assert_allclose(found, expected, atol=0.01 * float(jnp.abs(expected).max()))  # queries in bfloat16
+
+
+def test_bits_that_there_are_not_are_refused():
+    with pytest.raises(ConfigError, match="bits=3"):
+        KVSwap(bits=3)
+    with pytest.raises(ConfigError, match="whole bytes"):
+        decoded(KVSwap(**SMALL, sigma=HEADS * SIZE, bits=4))
 
 
 @pytest.mark.parametrize("rule", AGGREGATIONS)
