@@ -124,7 +124,7 @@ def _read(config, plan: LayerPlan, params, cache: LayerCache, x, at, count, numb
     loaded = jnp.broadcast_to(choice.need, (size, *choice.need.shape))
     seen = jnp.zeros((size, *choice.need.shape[:2], 0))
     fresh = Fresh(key.swapaxes(0, 1), value.swapaxes(0, 1), loaded, seen.astype(jnp.int32), seen)
-    return x, cache, fresh, ok, choice
+    return x, LayerCache(cache.state, pool.released()), fresh, ok, choice
 
 
 def _choose(plan: LayerPlan, state: LayerState, q: Float[Array, "B Q H D"], count: Int32[Array, "B"]) -> Choice:

@@ -268,5 +268,5 @@ def _slots(state: State) -> dict[str, Any]:
         return {}
     pool = pools[-1]
     host = pool.host_rows.shape[2] if isinstance(pool, TieredPool) else None
-    return {"count": pool.rows.shape[2], "host": host, "policy": pool.policy, "prefetch": pool.prefetch,
+    return {"count": pool.slots, "host": host, "policy": pool.policy, "prefetch": pool.prefetch,
             "keep": pool.keep, "even": pool.even}

@@ -56,7 +56,8 @@ class Slots:
         with the query that this layer's input would give there. "step": the blocks ranked just below this step's, for
         the next step. Outputs are the same in all cases.
       keep: whether blocks stay for later steps, as in KVSwap's reuse buffer; if not, every needed block is read again
-        in every step (FlexGen).
+        in every step (FlexGen), into slots that all layers share, one after the other. An adaptive method, which
+        rewrites blocks once all layers were read, has slots in each layer all the same.
       even: whether all KV heads reuse equally many blocks, as in DynSplit-KV's reuse (`kvjax.store.residency.plan`), so
         that each reads as many as the others; the head that finds the fewest decides.
       park: a store in which layers wait while it is not their turn, index, tables and slots (`kvjax.parking`). Memory
@@ -126,7 +127,8 @@ def slot_pool(plan: Plan, i: int, slots: Slots) -> SlotPool:
         raise ConfigError(f"slots={count} is fewer than the {least} blocks one step may need; raise it")
     backend = slots.backend or default_backend()
     pool = SlotPool.zeros(
-        spec, plan.batch, count, plan.dtype, slots.policy, backend, slots.prefetch, slots.keep, slots.even
+        spec, plan.batch, count, plan.dtype, slots.policy, backend, slots.prefetch, slots.keep, slots.even,
+        passing=not slots.keep and not plan.layers[i].method.adaptive,
     )
     if slots.host is None:
         return pool
@@ -164,4 +166,6 @@ def _copied(leaves: list[Array]) -> list[Array]:
 
 def resident_bytes(state: State) -> int:
     """Bytes of every array of the cache that is in memory at once, buffers and tables included."""
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(state.layers)) + parking.working_set(state.layers)
+    passing = [one.pool.passing_bytes for one in state.layers if isinstance(one.pool, SlotPool)]
+    kept = sum(leaf.nbytes for leaf in jax.tree.leaves(state.layers))
+    return kept + max(passing, default=0) + parking.working_set(state.layers)

@@ -45,6 +45,9 @@ class Pool(Protocol):
 
         `count` has the valid rows of every block, which may decide which blocks stay in memory."""
 
+    def released(self) -> "Pool":
+        """The pool once the layer's step has attended what it fetched: without slots that nobody needs any more."""
+
     def submit(self, block: Int32[Array, "B K N"], layer: Int32[Array, ""], line: Line) -> Int32[Array, ""]:
         """Begins to read blocks that will be needed; the token returned exists once that has begun."""
 
@@ -87,6 +90,9 @@ class MemoryPool:
         quiet = jnp.zeros(need.shape[0], jnp.int32)
         requested = jnp.sum(need < self.value.shape[2], axis=(1, 2), dtype=jnp.int32)
         return self, need, jnp.bool_(True), Traffic(requested, quiet)
+
+    def released(self):
+        return self
 
     def submit(self, block, layer, line):
         return jnp.int32(1)

@@ -10,7 +10,7 @@ from harness import METHODS
 from test_decode import teacher_forced
 from tiny import CONFIG, PROMPT, start
 
-from kvjax import decode
+from kvjax import decode, planning
 from kvjax.errors import ConfigError
 from kvjax.planning import Slots
 from kvjax.store.flash import FlashStore
@@ -60,6 +60,40 @@ def test_slots_that_keep_nothing_read_every_block_in_every_step(params, tokens, 
             assert (np.asarray(report.traffic.missed) == np.asarray(report.traffic.requested)).all()
     assert branch.stats().prefetched == branch.stats().prefetch_used > 0
     branch.close()
+
+
+@pytest.mark.parametrize("backend", ["buffer", "io", "python"])
+@pytest.mark.parametrize("name", ["kvswap", "quest", "dynakv", "shadowkv"])
+def test_layers_that_keep_nothing_share_their_slots_unless_they_rewrite_blocks(params, tokens, name, backend, tmp_path):
+    """Given as many tokens as split a cluster: the same logits, and memory of one layer's slots."""
+    method, slots = METHODS[name], {"backend": backend, "keep": False}
+    expected = teacher_forced(params, tokens, method, steps=8)
+    np.testing.assert_allclose(
+        teacher_forced(params, tokens, method, store=FlashStore(tmp_path / "tokens"), steps=8, **slots), expected,
+        atol=1e-5,
+    )
+    sizes = {}
+    for keep in (True, False):
+        plan, state, _, branch = start(params, tokens, method, FlashStore(tmp_path / f"{keep}"), keep=keep)
+        state = decode.step(plan, params, state, tokens[:, max(PROMPT)]).state
+        sizes[keep] = planning.resident_bytes(state)
+        branch.close()
+    pools = [one.pool for one in state.layers]
+    if name == "dynakv":
+        assert sizes[False] == sizes[True] and not any(pool.passing for pool in pools)
+    else:
+        assert sizes[True] - sizes[False] == sum(pool.passing_bytes for pool in pools[1:]) > 0
+        assert not any(pool.rows.size for pool in pools)
+
+
+def test_heads_that_fetch_alike_have_one_slot_table(params, tokens, tmp_path):
+    """Given blocks that are evicted: the same bits as from memory, and a table for each head where heads differ."""
+    for name, tables in (("kvswap", 1), ("quest", 2)):
+        plan, state, _, branch = start(params, tokens, METHODS[name], FlashStore(tmp_path / name))
+        assert {one.pool.table.block.shape[1] for one in state.layers} == {tables}
+        branch.close()
+        got = teacher_forced(params, tokens, METHODS[name], store=FlashStore(tmp_path / name), steps=8)
+        np.testing.assert_array_equal(got, teacher_forced(params, tokens, METHODS[name], steps=8))
 
 
 def test_heads_that_reuse_evenly_read_equally_many_blocks_and_change_no_bit(params, tokens, tmp_path):
@@ -126,7 +160,7 @@ def test_wrong_guesses_are_counted(params, tokens, prefetch, tmp_path):
 @pytest.mark.parametrize("driver", ["staged", "fused"])
 def test_the_next_layer_is_submitted_before_a_layer_is_read(deep, tokens, driver, tmp_path):
     plan, state, _, branch = start(deep, tokens, looking_ahead("quest"), FlashStore(tmp_path), DEEP, prefetch="layer")
-    expected = [("submit", 1), ("read", 0), ("answer", 0), ("submit", 2), ("read", 1), ("answer", 1),
+    expected = [("submit", 0), ("submit", 1), ("read", 0), ("answer", 0), ("submit", 2), ("read", 1), ("answer", 1),
                 ("read", 2), ("answer", 2)]
     for i in range(50):
         branch.events = []

@@ -44,7 +44,7 @@ class SlotPool:
     What is read ahead (`prefetch`) waits in the store, not in slots: a wrong guess evicts nothing.
     """
 
-    rows: Num[Array, "B K NS C X2"]
+    rows: Num[Array, "B K NS C X2"]  # of a `passing` pool without slots, but from fetch to release
     table: Residency
     queued: Int32[Array, ""]  # writes handed to the store: ready only when the callbacks have run
     num_blocks: int = dataclasses.field(metadata={"static": True})
@@ -55,19 +55,36 @@ class SlotPool:
     keep: bool = dataclasses.field(default=True, metadata={"static": True})
     even: bool = dataclasses.field(default=False, metadata={"static": True})
     keeps_keys: bool = dataclasses.field(default=True, metadata={"static": True})
+    passing: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @classmethod
     def zeros(
         cls, spec: Spec, batch: int, slots: int, dtype: str, policy: str, backend: str, prefetch: str = "off",
-        keep: bool = True, even: bool = False,
+        keep: bool = True, even: bool = False, passing: bool = False,
     ) -> "SlotPool":
+        """Slots with nothing in them; of a `passing` pool they exist while its layer is read, and no longer."""
         width = (1 + spec.keeps_keys) * packing.width(dtype, spec.head_dim)
-        shape = (batch, spec.kv_heads, slots, spec.block_rows, width)
+        shape = (batch, spec.kv_heads, 0 if passing else slots, spec.block_rows, width)
         table = residency.empty_all(batch, spec.slot_tables, slots, spec.num_blocks)
         rows = jnp.zeros(shape, packing.stored_type(dtype))
         return cls(
-            rows, table, jnp.int32(0), spec.num_blocks, policy, backend, dtype, prefetch, keep, even, spec.keeps_keys
+            rows, table, jnp.int32(0), spec.num_blocks, policy, backend, dtype, prefetch, keep, even, spec.keeps_keys,
+            passing,
         )
+
+    @property
+    def slots(self) -> int:
+        """NS, per KV head."""
+        return self.table.block.shape[-1]
+
+    @property
+    def passing_bytes(self) -> int:
+        """Of the slots that exist while the layer is read, and are not in the state."""
+        return self._space().size * self.rows.dtype.itemsize if self.passing else 0
+
+    def _space(self) -> jax.ShapeDtypeStruct:
+        """What slots are like."""
+        return jax.ShapeDtypeStruct((*self.rows.shape[:2], self.slots, *self.rows.shape[3:]), self.rows.dtype)
 
     def emptied(self) -> "SlotPool":
         """The same pool with nothing resident: every block will be read again."""
@@ -85,18 +102,23 @@ class SlotPool:
         return dataclasses.replace(self, rows=rows, table=table), traffic
 
     def fetch(self, need, count, layer, line):
-        plan = self.plan(need, count)
+        plan, rows = self.plan(need, count), self.rows
+        if self.passing:
+            rows = jnp.zeros(self._space().shape, rows.dtype)
         if self.backend == "buffer":
-            rows, ok = _read_in_place(self.rows, line, layer, plan)
+            rows, ok = _read_in_place(rows, line, layer, plan)
         else:
-            fetched, ok = read_blocks(self.rows, line, layer, plan, self.backend)
-            rows = _filled(self.num_blocks, self.rows, plan, fetched, ok)
+            fetched, ok = read_blocks(rows, line, layer, plan, self.backend)
+            rows = _filled(self.num_blocks, rows, plan, fetched, ok)
         pool, traffic = self.settle(plan, need, rows, ok)
         return pool, plan.slot, ok, traffic
 
+    def released(self):
+        return dataclasses.replace(self.emptied(), rows=self.rows[:, :, :0]) if self.passing else self
+
     def submit(self, block, layer, line):
         pool = self if self.keep else self.emptied()
-        missing = jnp.where(pool.locate(block) == self.rows.shape[2], block, self.num_blocks)
+        missing = jnp.where(pool.locate(block) == self.slots, block, self.num_blocks)
         return _effect("submit", self.backend, line, layer, missing)
 
     def gather(self, slot, row):
@@ -131,6 +153,8 @@ class SlotPool:
         return jax.tree.map(lambda kept: packing.unpack(kept, self.dtype), tuple(halves))
 
     def _written(self, queued, *what) -> "SlotPool":
+        if self.passing:
+            return dataclasses.replace(self, queued=self.queued + queued)
         rows, table = _put(self.num_blocks, self.rows, self.table, *what)
         return dataclasses.replace(self, rows=rows, table=table, queued=self.queued + queued)
 

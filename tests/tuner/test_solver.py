@@ -136,7 +136,7 @@ def test_a_model_is_loaded_with_its_tuning(tmp_path):
     llm = kvjax.load(model, tuning=tmp_path / "config.json")
     cache = llm.prefill("def main(argv):\n    return 0\n", capacity=4000, store=kvjax.HostStore())
     assert cache.plan.layers[-1].method == FOUND.method(1, 4096)
-    assert cache.state.layers[-1].pool.rows.shape[2] == FOUND.slots(1, 4096).count
+    assert cache.state.layers[-1].pool.slots == FOUND.slots(1, 4096).count
     FOUND.save(tmp_path / "other.json")
     with pytest.raises(FormatMismatch, match="not for"):
         kvjax.load(model, tuning=tmp_path / "other.json")
