@@ -89,7 +89,7 @@ def test_layers_that_keep_nothing_share_their_slots_unless_they_rewrite_blocks(p
 def test_heads_that_fetch_alike_have_one_slot_table(params, tokens, tmp_path):
     """Given blocks that are evicted: the same bits as from memory, and a table for each head where heads differ."""
     for name, tables in (("kvswap", 1), ("quest", 2)):
-        plan, state, _, branch = start(params, tokens, METHODS[name], FlashStore(tmp_path / name))
+        _, state, _, branch = start(params, tokens, METHODS[name], FlashStore(tmp_path / name))
         assert {one.pool.table.block.shape[1] for one in state.layers} == {tables}
         branch.close()
         got = teacher_forced(params, tokens, METHODS[name], store=FlashStore(tmp_path / name), steps=8)

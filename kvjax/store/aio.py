@@ -145,7 +145,7 @@ class RingStack:
     """Rings that are lent and come back. Takes no lock: a fetch may be forgotten anywhere, also inside a finalizer."""
 
     MAX_BYTES = 32 << 20  # in flight for one fetch; a guess beyond it waits. What is never read into takes no memory
-    MAX_DEPTH = 512  # reads, of /proc/sys/fs/aio-max-nr, 65,536 by default, for all processes
+    MAX_DEPTH = 2048  # reads, of /proc/sys/fs/aio-max-nr, 65,536 by default, for all processes
 
     def __init__(self, system: SystemIO, extent_bytes: int, block_bytes: int):
         self.piece = max(1, min(PIECE_BYTES, self.MAX_BYTES // 2) // extent_bytes)
