@@ -105,7 +105,7 @@ class Probe:
         """Reads the blocks of the newest step again, a layer at a time, and counts the entries that came."""
         before = branch.stats()
         for i, one in enumerate(state.layers):
-            block = np.asarray(one.state.loaded)
+            block = np.asarray(one.pool.own(one.state.loaded))
             slot = np.broadcast_to(np.arange(block.shape[-1], dtype=np.int32), block.shape)
             slots = np.zeros((*block.shape, *one.pool.rows.shape[-2:]), one.pool.rows.dtype)
             if not branch.read_into(i, branch.generation, block, slot, slots):

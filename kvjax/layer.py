@@ -127,9 +127,10 @@ def in_memory(plan: LayerPlan, placement: Placement, prompts: Prompts, dtype: st
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def packed(
     plan: LayerPlan, placement: Placement, prompts: Prompts, dtype: str = "float32"
-) -> Num[Array, "B K NB C X2"]:
+) -> Num[Array, "B KB NB C X2"]:
     """The same as blocks for a store, values beside keys, or alone."""
-    return scatter_prompt(plan.spec, placement, jnp.concatenate(_kept(plan, prompts, dtype), axis=-1))
+    kept = [rows.reshape(*rows.shape[:2], plan.spec.block_heads, -1) for rows in _kept(plan, prompts, dtype)]
+    return scatter_prompt(plan.spec, placement, jnp.concatenate(kept, axis=-1))
 
 
 def _kept(plan: LayerPlan, prompts: Prompts, dtype: str) -> list[Num[Array, "B T K X"]]:

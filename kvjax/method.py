@@ -57,7 +57,7 @@ class Spec:
     budget: int  # tokens attended by one KV head at one step
     capacity: int  # tokens a sequence may grow to
     tables: int  # KT: tables of positions, one per KV head, or one for all if it places tokens alike
-    slot_tables: int  # KS: tables of what is in slots, one per KV head, or one for all if it also fetches alike
+    block_heads: int  # KB: heads that have blocks of their own in stores and slots; 1 if all fetch and place alike
     keeps_keys: bool = True  # blocks hold keys and values; else values alone, see `Method.rebuild`
     rope: RopeConfig | None = None  # how keys are rotated; None = not known, or not at all
 

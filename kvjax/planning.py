@@ -15,7 +15,7 @@ from kvjax.method import Method
 from kvjax.methods.full import Full
 from kvjax.models.config import ModelConfig
 from kvjax.parking import Parked
-from kvjax.pool import Line, MemoryPool
+from kvjax.pool import Line, MemoryPool, row_width
 from kvjax.store import base, residency
 from kvjax.store.slots import BACKENDS, PREFETCH, SlotPool, default_backend
 from kvjax.store.tiers import TieredPool
@@ -112,9 +112,9 @@ def geometry(plan: Plan) -> base.Geometry:
     """What a store has to hold for this plan."""
     spec = plan.layers[-1].spec
     return base.Geometry(
-        layers=len(plan.layers), batch=plan.batch, kv_heads=spec.kv_heads, num_blocks=spec.num_blocks,
-        block_rows=spec.block_rows, width=(1 + spec.keeps_keys) * packing.width(plan.dtype, spec.head_dim),
-        dtype=packing.stored_type(plan.dtype), keys=spec.keeps_keys, alike=plan.layers[-1].method.fetches_alike,
+        layers=len(plan.layers), batch=plan.batch, kv_heads=spec.block_heads, num_blocks=spec.num_blocks,
+        block_rows=spec.block_rows, width=row_width(spec, plan.dtype), dtype=packing.stored_type(plan.dtype),
+        keys=spec.keeps_keys,
     )
 
 

@@ -147,12 +147,34 @@ def take_block(pool: Num[Array, "B K NS C X"], slot: Int32[Array, "B K"]):
     return pool[batch, head, jnp.minimum(slot, pool.shape[2] - 1)]
 
 
-def scatter_prompt(spec: Spec, placement, rows: Num[Array, "B T K X"]) -> Num[Array, "B K NB C X"]:
-    """Blocks filled with a prompt's rows as the placement says; empty rows are zero."""
-    shape = (rows.shape[0], spec.kv_heads, spec.num_blocks, spec.block_rows, rows.shape[-1])
-    batch, head = batch_and_head(placement.block)
-    filled = jnp.zeros(shape, rows.dtype).at[batch, head, placement.block, placement.row]
-    return filled.set(rows.swapaxes(1, 2), mode="drop")
+def scatter_prompt(spec: Spec, placement, rows: Num[Array, "B T KB X"]) -> Num[Array, "B KB NB C X"]:
+    """Blocks filled with a prompt's rows as the placement says; empty rows are zero. KB is 1 or K."""
+    batch, _, heads, width = rows.shape
+    block, row = placement.block[:, :heads], placement.row[:, :heads]
+    filled = jnp.zeros((batch, heads, spec.num_blocks, spec.block_rows, width), rows.dtype)
+    return filled.at[(*batch_and_head(block), block, row)].set(rows.swapaxes(1, 2), mode="drop")
+
+
+# Where all heads place and fetch alike, a block has the rows of all of them, side by side.
+
+
+def row_width(spec: Spec, dtype: str) -> int:
+    """Numbers of a row in stores and slots."""
+    return (1 + spec.keeps_keys) * packing.width(dtype, spec.head_dim) * (spec.kv_heads // spec.block_heads)
+
+
+def join_heads(rows: Num[Array, "B K *E X"], heads: int) -> Num[Array, "B KB *E X2"]:
+    """Each head's rows, or those of all heads side by side."""
+    if rows.shape[1] == heads:
+        return rows
+    return jnp.moveaxis(rows, 1, -2).reshape(rows.shape[0], 1, *rows.shape[2:-1], -1)
+
+
+def split_heads(rows: Num[Array, "B KB *E X2"], heads: int) -> Num[Array, "B K *E X"]:
+    """What `join_heads` joined."""
+    if rows.shape[1] == heads:
+        return rows
+    return jnp.moveaxis(rows[:, 0].reshape(rows.shape[0], *rows.shape[2:-1], heads, -1), -2, 1)
 
 
 def gated(block: Int32[Array, "B K *E"], gate: Bool[Array, "B"], none: int) -> Int32[Array, "B K *E"]:

@@ -200,8 +200,9 @@ def fill(
     blocks = layer.packed(layer_plan, placement, prompts, plan.dtype)
     leads = samples is not None and not layer_plan.follows
     retrieved = np.asarray(_retrieved(layer_plan, state, samples)) if leads else None
-    prompt = base.Prompt(np.asarray(state.pos), retrieved)
-    branch.write_layer(i, np.asarray(blocks), np.asarray(state.count), prompt)
+    heads = layer_plan.spec.block_heads
+    prompt = base.Prompt(np.asarray(state.pos[:, :heads]), None if retrieved is None else retrieved[:, :, :heads])
+    branch.write_layer(i, np.asarray(blocks), np.asarray(state.count[:, :heads]), prompt)
     return LayerCache(state, slot_pool(plan, i, slots))
 
 

@@ -37,7 +37,7 @@ from kvjax.methods import (
     SnapKV,
     StreamingLLM,
 )
-from kvjax.pool import Line
+from kvjax.pool import Line, row_width
 from kvjax.store.base import Geometry, Prompt
 from kvjax.store.flash import FlashStore
 from kvjax.store.slots import SlotPool
@@ -170,12 +170,12 @@ class Sim:
             return
         spec = self.plan.spec
         self.branch = store.create(
-            Geometry(1, batch, HEADS, spec.num_blocks, spec.block_rows,
-                     (1 + spec.keeps_keys) * packing.width(dtype, SIZE), packing.stored_type(dtype),
-                     spec.keeps_keys), "laws"
+            Geometry(1, batch, spec.block_heads, spec.num_blocks, spec.block_rows, row_width(spec, dtype),
+                     packing.stored_type(dtype), spec.keeps_keys), "laws"
         )
         blocks = layer.packed(self.plan, *placed, dtype)
-        self.branch.write_layer(0, np.asarray(blocks), np.asarray(state.count), Prompt(np.asarray(state.pos)))
+        count, pos = (np.asarray(one[:, : spec.block_heads]) for one in (state.count, state.pos))
+        self.branch.write_layer(0, np.asarray(blocks), count, Prompt(pos))
         pool = SlotPool.zeros(spec, batch, slots or spec.max_blocks + 1, dtype, policy, backend)
         self.cache = LayerCache(state, pool)
 

@@ -86,11 +86,11 @@ def test_layers_that_keep_nothing_share_their_slots_unless_they_rewrite_blocks(p
         assert not any(pool.rows.size for pool in pools)
 
 
-def test_heads_that_fetch_alike_have_one_slot_table(params, tokens, tmp_path):
-    """Given blocks that are evicted: the same bits as from memory, and a table for each head where heads differ."""
-    for name, tables in (("kvswap", 1), ("quest", 2)):
+def test_heads_that_fetch_alike_share_their_blocks(params, tokens, tmp_path):
+    """Given blocks that are evicted: the same bits as from memory, and blocks for each head where heads differ."""
+    for name, heads in (("kvswap", 1), ("quest", 2)):
         _, state, _, branch = start(params, tokens, METHODS[name], FlashStore(tmp_path / name))
-        assert {one.pool.table.block.shape[1] for one in state.layers} == {tables}
+        assert {one.pool.rows.shape[1] for one in state.layers} == {branch.geometry.kv_heads} == {heads}
         branch.close()
         got = teacher_forced(params, tokens, METHODS[name], store=FlashStore(tmp_path / name), steps=8)
         np.testing.assert_array_equal(got, teacher_forced(params, tokens, METHODS[name], steps=8))

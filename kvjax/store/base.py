@@ -40,7 +40,6 @@ class Geometry:
     width: int  # elements of a row
     dtype: str
     keys: bool = dataclasses.field(default=True, compare=False)  # a row is key beside value; else a value alone
-    alike: bool = dataclasses.field(default=False, compare=False)  # all KV heads fetch blocks of the same numbers
 
     def __post_init__(self):
         for name in ("layers", "batch", "kv_heads", "num_blocks", "block_rows", "width"):

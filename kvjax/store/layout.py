@@ -55,17 +55,10 @@ class Layout(abc.ABC):
 
 
 class Grouped(Layout):
-    """The lowest free extents as blocks are written, for a prompt in the order in which they are fetched."""
+    """The lowest free extents, in the order in which blocks are written."""
 
     def place_prompt(self, ids, retrieved):
-        extents = self.extents.allocate(ids.size)
-        if not self.geometry.alike:
-            return extents
-        lane, number = np.divmod(ids, self.geometry.num_blocks)
-        order = np.lexsort((lane, number, lane // self.geometry.kv_heads))
-        placed = np.empty_like(extents)
-        placed[order] = extents
-        return placed
+        return self.extents.allocate(ids.size)
 
     def place(self, block_id):
         return int(self.extents.allocate(1)[0])

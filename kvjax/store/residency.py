@@ -1,4 +1,5 @@
-"""Which blocks stay in memory: a slot table per KV head and a pure plan of what to read and whom to evict.
+"""Which blocks stay in memory: a slot table per KV head, or one for all that fetch alike, and a pure plan of what to
+read and whom to evict.
 
 Slots are write-through, never dirty, so that evicting costs nothing; blocks needed now are pinned.
 A policy is a function from the table to sort keys, one per slot; the lowest is evicted first. The best
@@ -20,13 +21,13 @@ RESERVED = 4  # `cluster` keeps one slot in so many for blocks that were written
 
 @pytree
 class Residency:
-    """Slot table of one sequence, for each KV head (KS = K) or for all of them (KS = 1, if they fetch alike)."""
+    """Slot table of one sequence, with a row for each head that has blocks of its own."""
 
-    block: Int32[Array, "*B KS NS"]  # block in each slot, NB = empty
-    filled: Int32[Array, "*B KS NS"]  # step in which the slot was filled
-    used: Int32[Array, "*B KS NS"]  # step in which it was last needed
-    uses: Int32[Array, "*B KS NS"]  # steps in which it was needed since it was filled
-    written: Int32[Array, "*B KS NS"]  # step in which its block was last written, -1 = not since it was filled
+    block: Int32[Array, "*B KB NS"]  # block in each slot, NB = empty
+    filled: Int32[Array, "*B KB NS"]  # step in which the slot was filled
+    used: Int32[Array, "*B KB NS"]  # step in which it was last needed
+    uses: Int32[Array, "*B KB NS"]  # steps in which it was needed since it was filled
+    written: Int32[Array, "*B KB NS"]  # step in which its block was last written, -1 = not since it was filled
     step: Int32[Array, "*B"]  # fetches so far
 
 
@@ -34,8 +35,8 @@ class Residency:
 class ReadPlan:
     """What one fetch has to do, and the tables it leaves behind."""
 
-    slot: Int32[Array, "*B K M1"]  # slot of each needed block (any slot where none is needed)
-    read: Int32[Array, "*B K M1"]  # blocks to read into their slots, NB = nothing
+    slot: Int32[Array, "*B KB M1"]  # slot of each needed block (any slot where none is needed)
+    read: Int32[Array, "*B KB M1"]  # blocks to read into their slots, NB = nothing
     success: Residency
     failure: Residency  # slots that may hold half-read bytes are empty
 
@@ -44,25 +45,25 @@ class ReadPlan:
 # Each gets the table and the valid rows of the block in each slot, and returns keys of which the
 # first decides and the next ones break ties.
 
-Keys = tuple[Int32[Array, "K NS"], ...]
+Keys = tuple[Int32[Array, "KB NS"], ...]
 
 
-def fifo(table: Residency, rows: Int32[Array, "K NS"]) -> Keys:
+def fifo(table: Residency, rows: Int32[Array, "KB NS"]) -> Keys:
     """The block that came first goes first (KVSwap's reuse buffer)."""
     return (table.filled,)
 
 
-def lru(table: Residency, rows: Int32[Array, "K NS"]) -> Keys:
+def lru(table: Residency, rows: Int32[Array, "KB NS"]) -> Keys:
     """The block that was needed longest ago goes first."""
     return (table.used,)
 
 
-def lfu(table: Residency, rows: Int32[Array, "K NS"]) -> Keys:
+def lfu(table: Residency, rows: Int32[Array, "KB NS"]) -> Keys:
     """The block that was needed in the fewest steps since it came goes first, of equals the least recent."""
     return table.uses, table.used
 
 
-def cluster(table: Residency, rows: Int32[Array, "K NS"]) -> Keys:
+def cluster(table: Residency, rows: Int32[Array, "KB NS"]) -> Keys:
     """DynaKV's cluster-aligned replacement (section 6.2), where it leaves numbers and order open:
 
     Principle 2, updated clusters stay in dedicated space whatever else is decided: the NS / RESERVED
@@ -88,26 +89,26 @@ def find_policy(name: str) -> Callable[[Residency, Array], Keys]:
 # ---------------------------------------------------------------------------------------- table
 
 
-def empty(kv_heads: int, slots: int, num_blocks: int) -> Residency:
+def empty(heads: int, slots: int, num_blocks: int) -> Residency:
     """A table with nothing in it, for one sequence."""
-    never = jnp.full((kv_heads, slots), -1, jnp.int32)
+    never = jnp.full((heads, slots), -1, jnp.int32)
     return Residency(jnp.full_like(never, num_blocks), never, never, jnp.zeros_like(never), never, jnp.int32(0))
 
 
-def locate(residency: Residency, block: Int32[Array, "K *E"]) -> Int32[Array, "K *E"]:
+def locate(residency: Residency, block: Int32[Array, "KB *E"]) -> Int32[Array, "KB *E"]:
     """Slot of each block, NS where it is not resident."""
     flat = block.reshape(block.shape[0], -1)
     found = _first(flat[:, :, None] == residency.block[:, None])
     return jnp.where(found < 0, residency.block.shape[-1], found).reshape(block.shape)
 
 
-def _first(match: Bool[Array, "K E NS"]) -> Int32[Array, "K E"]:
+def _first(match: Bool[Array, "KB E NS"]) -> Int32[Array, "KB E"]:
     """The slot that each row matches, at most one, -1 = none. A maximum: XLA:CPU has no fast argmax."""
     return jnp.max(jnp.where(match, jnp.arange(match.shape[-1], dtype=jnp.int32), -1), axis=-1)
 
 
 def plan(
-    table: Residency, need: Int32[Array, "K M1"], count: Int32[Array, "K NB"], policy: str, even: bool = False
+    table: Residency, need: Int32[Array, "KB M1"], count: Int32[Array, "KB NB"], policy: str, even: bool = False
 ) -> ReadPlan:
     """Finds the needed blocks in their slots and gives each missing one a slot. Needs NS >= M1.
 
@@ -147,8 +148,8 @@ def plan(
 
 
 def _eviction_order(
-    table: Residency, pinned: Bool[Array, "K NS"], count, policy: str, first: int
-) -> Int32[Array, "K M1"]:
+    table: Residency, pinned: Bool[Array, "KB NS"], count, policy: str, first: int
+) -> Int32[Array, "KB M1"]:
     """The `first` slots that are given away, in order: empty ones, those of the policy, pinned ones."""
     head, num_blocks = jnp.arange(pinned.shape[0])[:, None], count.shape[-1]
     empty = table.block == num_blocks
@@ -161,7 +162,7 @@ def _eviction_order(
     return jax.lax.top_k(-late, first)[1].astype(jnp.int32)
 
 
-def note_written(table: Residency, slot: Int32[Array, "K *E"]) -> Residency:
+def note_written(table: Residency, slot: Int32[Array, "KB *E"]) -> Residency:
     """Books that the blocks in these slots were written in the newest step; NS = not resident."""
     head = jnp.arange(slot.shape[0]).reshape(-1, *(1,) * (slot.ndim - 1))
     return dataclasses.replace(table, written=table.written.at[head, slot].set(table.step, mode="drop"))
@@ -169,37 +170,33 @@ def note_written(table: Residency, slot: Int32[Array, "K *E"]) -> Residency:
 
 # ---------------------------------------------------------------------------------- whole batches
 # Compiled, so that a store driven from Python between compiled parts does not compile operation by operation.
-# Blocks are those of all KV heads; where these share one table, the first head's are everyone's.
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def empty_all(batch: int, tables: int, slots: int, num_blocks: int) -> Residency:
+def empty_all(batch: int, heads: int, slots: int, num_blocks: int) -> Residency:
     """`empty` of every sequence."""
-    one = empty(tables, slots, num_blocks)
+    one = empty(heads, slots, num_blocks)
     return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (batch, *leaf.shape)), one)
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4))
 def plan_all(
-    table: Residency, need: Int32[Array, "B K M1"], count: Int32[Array, "B K NB"], policy: str, even: bool = False
+    table: Residency, need: Int32[Array, "B KB M1"], count: Int32[Array, "B KB NB"], policy: str, even: bool = False
 ) -> ReadPlan:
     """`plan` of every sequence."""
     def one(table, need, count):
         return plan(table, need, count, policy, even)
 
-    tables = table.block.shape[1]
-    found = jax.vmap(one)(table, need[:, :tables], count[:, :tables])
-    slot, read = (jnp.broadcast_to(one, need.shape) for one in (found.slot, found.read))
-    return dataclasses.replace(found, slot=slot, read=read)
+    return jax.vmap(one)(table, need, count)
 
 
 @jax.jit
-def locate_all(table: Residency, block: Int32[Array, "B K *E"]) -> Int32[Array, "B K *E"]:
+def locate_all(table: Residency, block: Int32[Array, "B KB *E"]) -> Int32[Array, "B KB *E"]:
     """`locate` of every sequence."""
-    return jnp.broadcast_to(jax.vmap(locate)(table, block[:, : table.block.shape[1]]), block.shape)
+    return jax.vmap(locate)(table, block)
 
 
 @jax.jit
-def note_written_all(table: Residency, slot: Int32[Array, "B K *E"]) -> Residency:
+def note_written_all(table: Residency, slot: Int32[Array, "B KB *E"]) -> Residency:
     """`note_written` of every sequence."""
-    return jax.vmap(note_written)(table, slot[:, : table.block.shape[1]])
+    return jax.vmap(note_written)(table, slot)

@@ -22,7 +22,7 @@ from jax.experimental.buffer_callback import buffer_callback
 from kvjax import packing
 from kvjax.errors import ConfigError
 from kvjax.method import Spec
-from kvjax.pool import Line, Traffic, batch_and_head, take_block, take_rows
+from kvjax.pool import Line, Traffic, batch_and_head, join_heads, row_width, split_heads, take_block, take_rows
 from kvjax.store import base, residency
 from kvjax.store.residency import ReadPlan, Residency
 from kvjax.typing import Array, Bool, Int32, Num
@@ -44,12 +44,13 @@ class SlotPool:
     What is read ahead (`prefetch`) waits in the store, not in slots: a wrong guess evicts nothing.
     """
 
-    rows: Num[Array, "B K NS C X2"]  # of a `passing` pool without slots, but from fetch to release
+    rows: Num[Array, "B KB NS C X2"]  # of a `passing` pool without slots, but from fetch to release
     table: Residency
     queued: Int32[Array, ""]  # writes handed to the store: ready only when the callbacks have run
     num_blocks: int = dataclasses.field(metadata={"static": True})
     policy: str = dataclasses.field(metadata={"static": True})
     backend: str = dataclasses.field(metadata={"static": True})
+    kv_heads: int = dataclasses.field(metadata={"static": True})
     dtype: str = dataclasses.field(default="float32", metadata={"static": True})
     prefetch: str = dataclasses.field(default="off", metadata={"static": True})
     keep: bool = dataclasses.field(default=True, metadata={"static": True})
@@ -63,18 +64,17 @@ class SlotPool:
         keep: bool = True, even: bool = False, passing: bool = False,
     ) -> "SlotPool":
         """Slots with nothing in them; of a `passing` pool they exist while its layer is read, and no longer."""
-        width = (1 + spec.keeps_keys) * packing.width(dtype, spec.head_dim)
-        shape = (batch, spec.kv_heads, 0 if passing else slots, spec.block_rows, width)
-        table = residency.empty_all(batch, spec.slot_tables, slots, spec.num_blocks)
+        shape = (batch, spec.block_heads, 0 if passing else slots, spec.block_rows, row_width(spec, dtype))
+        table = residency.empty_all(batch, spec.block_heads, slots, spec.num_blocks)
         rows = jnp.zeros(shape, packing.stored_type(dtype))
         return cls(
-            rows, table, jnp.int32(0), spec.num_blocks, policy, backend, dtype, prefetch, keep, even, spec.keeps_keys,
-            passing,
+            rows, table, jnp.int32(0), spec.num_blocks, policy, backend, spec.kv_heads, dtype, prefetch, keep, even,
+            spec.keeps_keys, passing,
         )
 
     @property
     def slots(self) -> int:
-        """NS, per KV head."""
+        """NS, for each head that has blocks of its own."""
         return self.table.block.shape[-1]
 
     @property
@@ -94,7 +94,11 @@ class SlotPool:
     def plan(self, need: Int32[Array, "B K M1"], count: Int32[Array, "B K NB"]) -> ReadPlan:
         """Hits, misses and victims of one fetch; pure."""
         pool = self if self.keep else self.emptied()
-        return residency.plan_all(pool.table, need, count, self.policy, self.even)
+        return residency.plan_all(pool.table, self.own(need), self.own(count), self.policy, self.even)
+
+    def own(self, what: Int32[Array, "B K *E"]) -> Int32[Array, "B KB *E"]:
+        """Of the heads that have blocks of their own; where they have not, the first one's is everyone's."""
+        return what[:, : self.rows.shape[1]]
 
     def settle(self, plan: ReadPlan, need: Int32[Array, "B K M1"], rows: Array, ok: Bool[Array, ""]):
         """The pool after a fetch, and its traffic."""
@@ -111,7 +115,7 @@ class SlotPool:
             fetched, ok = read_blocks(rows, line, layer, plan, self.backend)
             rows = _filled(self.num_blocks, rows, plan, fetched, ok)
         pool, traffic = self.settle(plan, need, rows, ok)
-        return pool, plan.slot, ok, traffic
+        return pool, jnp.broadcast_to(plan.slot, need.shape), ok, traffic
 
     def released(self):
         return dataclasses.replace(self.emptied(), rows=self.rows[:, :, :0]) if self.passing else self
@@ -119,38 +123,39 @@ class SlotPool:
     def submit(self, block, layer, line):
         pool = self if self.keep else self.emptied()
         missing = jnp.where(pool.locate(block) == self.slots, block, self.num_blocks)
-        return _effect("submit", self.backend, line, layer, missing)
+        return _effect("submit", self.backend, line, layer, self.own(missing))
 
     def gather(self, slot, row):
-        return self._unpacked(take_rows(self.rows, slot, row))
+        return self._unpacked(take_rows(self.rows, self.own(slot), self.own(row)))
 
     def block(self, slot):
-        return self._unpacked(take_block(self.rows, slot))
+        return self._unpacked(take_block(self.rows, self.own(slot)))
 
     def everything(self, slot):
+        slot = self.own(slot)
         rows = self.rows[(*batch_and_head(slot), slot)]
         return self._unpacked(rows.reshape(*slot.shape[:2], -1, rows.shape[-1]))
 
     def locate(self, block):
-        return residency.locate_all(self.table, block)
+        return jnp.broadcast_to(residency.locate_all(self.table, self.own(block)), block.shape)
 
     def put_row(self, block, row, key, value, layer, line):
-        packed = self.packed(key, value)
+        block, row, packed = self.own(block), self.own(row), self.packed(key, value)
         queued = _effect("put_rows", self.backend, line, layer, block, row, packed)
         return self._written(queued, block, packed, row)
 
     def put_blocks(self, block, key, value, layer, line):
-        packed = self.packed(key, value)
+        block, packed = self.own(block), self.packed(key, value)
         queued = _effect("put_blocks", self.backend, line, layer, block, packed)
         return self._written(queued, block, packed, None)
 
     def packed(self, key, value):
         """Rows as they are kept, values beside keys."""
-        return _packed(self.dtype, [key, value] if self.keeps_keys else [value])
+        return _packed(self.dtype, self.rows.shape[1], [key, value] if self.keeps_keys else [value])
 
     def _unpacked(self, rows):
         halves = jnp.split(rows, 2, axis=-1) if self.keeps_keys else (None, rows)
-        return jax.tree.map(lambda kept: packing.unpack(kept, self.dtype), tuple(halves))
+        return jax.tree.map(lambda kept: packing.unpack(split_heads(kept, self.kv_heads), self.dtype), tuple(halves))
 
     def _written(self, queued, *what) -> "SlotPool":
         if self.passing:
@@ -168,19 +173,19 @@ def _outcome(num_blocks: int, plan: ReadPlan, need, ok) -> tuple[Residency, Traf
     """The tables after a fetch, and what it did."""
     table = jax.tree.map(lambda good, bad: jnp.where(ok, good, bad), plan.success, plan.failure)
     requested, missed = (jnp.sum(ids < num_blocks, axis=(1, 2), dtype=jnp.int32) for ids in (need, plan.read))
-    return table, Traffic(requested, missed)
+    return table, Traffic(requested, missed * (need.shape[1] // plan.read.shape[1]))
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _filled(num_blocks: int, rows, plan: ReadPlan, fetched: Num[Array, "B K M1 C X2"], ok):
+def _filled(num_blocks: int, rows, plan: ReadPlan, fetched: Num[Array, "B KB M1 C X2"], ok):
     """Slot contents with fetched blocks put in place, if all of them came."""
     slot = jnp.where(ok & (plan.read < num_blocks), plan.slot, rows.shape[2])
     return rows.at[(*batch_and_head(slot), slot)].set(fetched, mode="drop")
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _packed(dtype: str, parts):
-    return jnp.concatenate([packing.pack(one, dtype) for one in parts], axis=-1)
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _packed(dtype: str, heads: int, parts):
+    return jnp.concatenate([join_heads(packing.pack(one, dtype), heads) for one in parts], axis=-1)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -232,7 +237,7 @@ def _io_read(shape_like, handle, generation, layer, block):
 
 
 def read_blocks(rows, line: Line, layer, plan: ReadPlan, backend: str):
-    """The missing blocks `[B, K, M1, C, X2]` of a plan, in order, and whether all came; `rows` tells their shape."""
+    """The missing blocks `[B, KB, M1, C, X2]` of a plan, in order, and whether all came; `rows` tells their shape."""
     shape = (*plan.read.shape, *rows.shape[-2:])
     result = (jax.ShapeDtypeStruct(shape, rows.dtype), jax.ShapeDtypeStruct((), jnp.int32))
     like = jnp.zeros((1, *rows.shape[-2:]), rows.dtype)

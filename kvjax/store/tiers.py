@@ -29,7 +29,7 @@ _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 class TieredPool(SlotPool):
     """A slot pool with a second, larger one behind it; `rows` and `table` are those of the device."""
 
-    host_rows: Num[Array, "B K NH C X2"]  # in pinned host memory
+    host_rows: Num[Array, "B KB NH C X2"]  # in pinned host memory
     host_table: Residency
 
     @classmethod
@@ -37,13 +37,13 @@ class TieredPool(SlotPool):
         """`pool` with `slots` more in host memory per KV head."""
         batch = pool.rows.shape[0]
         rows = np.zeros((*pool.rows.shape[:2], slots, *pool.rows.shape[3:]), pool.rows.dtype)  # never on the device
-        table = residency.empty_all(batch, spec.slot_tables, slots, spec.num_blocks)
+        table = residency.empty_all(batch, spec.block_heads, slots, spec.num_blocks)
         kept = {field.name: getattr(pool, field.name) for field in dataclasses.fields(pool)}
         return cls(**kept, host_rows=jax.device_put(rows, _HOST), host_table=table)
 
     def fetch(self, need, count, layer, line):
         plan = self.plan(need, count)
-        behind = residency.plan_all(self.host_table, plan.read, count, self.policy)
+        behind = residency.plan_all(self.host_table, plan.read, self.own(count), self.policy)
         fetched, ok = read_blocks(self.rows, line, layer, behind, self.backend)
         filled = jnp.where(ok & (behind.read < self.num_blocks), behind.slot, self.host_rows.shape[2])
         operands = (self._flat(filled), fetched, self._flat(behind.slot))
@@ -54,9 +54,10 @@ class TieredPool(SlotPool):
         rows = self.rows.at[(*batch_and_head(slot), slot)].set(missing, mode="drop")
         pool, traffic = self.settle(plan, need, rows, ok)
         table = jax.tree.map(lambda good, bad: jnp.where(ok, good, bad), behind.success, behind.failure)
-        missed = jnp.sum(behind.read < self.num_blocks, axis=(1, 2), dtype=jnp.int32)
+        read = jnp.broadcast_to(behind.read, need.shape)
+        missed = jnp.sum(read < self.num_blocks, axis=(1, 2), dtype=jnp.int32)
         pool = dataclasses.replace(pool, host_rows=host_rows, host_table=table)
-        return pool, plan.slot, ok, dataclasses.replace(traffic, missed=missed)
+        return pool, jnp.broadcast_to(plan.slot, need.shape), ok, dataclasses.replace(traffic, missed=missed)
 
     def submit(self, block, layer, line):
         on_host = self.locate_on_host(block) < self.host_rows.shape[2]
@@ -64,7 +65,7 @@ class TieredPool(SlotPool):
 
     def locate_on_host(self, block: Int32[Array, "B K *E"]) -> Int32[Array, "B K *E"]:
         """Slot of each block in the host tier, NH where it is not there."""
-        return residency.locate_all(self.host_table, block)
+        return jnp.broadcast_to(residency.locate_all(self.host_table, self.own(block)), block.shape)
 
     def put_row(self, block, row, key, value, layer, line):
         pool = super().put_row(block, row, key, value, layer, line)
@@ -76,7 +77,8 @@ class TieredPool(SlotPool):
 
     def _write_behind(self, block, key, value, row=None) -> "TieredPool":
         """Writes whole blocks, or a row of each, to the host tier where it has them."""
-        packed = self.packed(key, value)
+        block, packed = self.own(block), self.packed(key, value)
+        row = None if row is None else self.own(row)
         slot = jnp.where(block < self.num_blocks, self.locate_on_host(block), self.host_rows.shape[2])
         at = self._flat(slot)
         if row is not None:

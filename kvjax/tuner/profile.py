@@ -51,11 +51,11 @@ class StoredLayer:
     def __init__(self, store: Store, config: ModelConfig, group: int, batch: int, context: int):
         self._groups = max(1, -(-context // group))
         geometry = Geometry(
-            layers=1, batch=batch, kv_heads=config.num_kv_heads, num_blocks=self._groups, block_rows=group,
-            width=2 * config.head_dim, dtype="float32", alike=True,
+            layers=1, batch=batch, kv_heads=1, num_blocks=self._groups, block_rows=group,
+            width=2 * config.num_kv_heads * config.head_dim, dtype="float32",
         )
         self._branch = store.create(geometry, "tuner")
-        lanes = (batch, config.num_kv_heads, self._groups)
+        lanes = (batch, 1, self._groups)
         ones = np.broadcast_to(np.float32(1), (*lanes, group, geometry.width))
         self._branch.write_layer(0, ones, np.full(lanes, group, np.int32))
         self._branch.settle()

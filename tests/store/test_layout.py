@@ -1,6 +1,5 @@
 """Where layouts put blocks: against brute force, and under random histories of placing and releasing."""
 
-import dataclasses
 import itertools
 import os
 
@@ -225,21 +224,6 @@ def test_correlated_blocks_are_read_at_once(tmp_path, open_branch):
         np.testing.assert_array_equal(slots, blocks[:, :, [0, 5]])
         reads[kind] = driver.branch.stats().reads
     assert reads == {"cluster_major": 5, "dual_head": 4}, "5 of one lane and 0 of the next are neighbours by chance"
-
-
-@pytest.mark.parametrize(("alike", "requests"), [(True, 4), (False, 8)])
-def test_blocks_that_all_heads_fetch_are_read_at_once(tmp_path, open_branch, alike, requests):
-    """Blocks 1 and 5 of two heads of two sequences: one request for both heads, if they are fetched together."""
-    geometry = dataclasses.replace(GEOMETRY, alike=alike)
-    driver = open_branch(FlashStore(tmp_path, threads=1), geometry)
-    blocks = driver.full()
-    counts, pos = np.full(blocks.shape[:3], 4, np.int32), np.zeros(blocks.shape[:4], np.int32)
-    driver.branch.write_layer(0, blocks, counts, Prompt(pos, None))
-    block = np.broadcast_to(np.array([1, 5], np.int32), (2, 2, 2))
-    slots = np.zeros((2, 2, 2, 4, 6), np.float32)
-    assert driver.branch.read_into(0, 0, block, np.broadcast_to(np.arange(2, dtype=np.int32), (2, 2, 2)), slots)
-    np.testing.assert_array_equal(slots, blocks[:, :, [1, 5]])
-    assert driver.branch.stats().reads == requests
 
 
 def test_holes_of_a_layout_take_no_space(tmp_path, open_branch):
