@@ -191,7 +191,7 @@ def cold_fetch_ms(cache: LayerCache, need, number, line, branch, repeats: int = 
         jax.block_until_ready(donated(fresh, need))
         calls.append(1e3 * (time.perf_counter() - started))
         inside.append(1e3 * (branch.stats().read_seconds - before))
-    blocks = int(jnp.sum(need < count.shape[-1]))
+    blocks = int(jnp.sum(cache.pool.own(need) < count.shape[-1]))  # of the store: one where heads share it
     return {"call": float(np.median(calls)), "store": float(np.median(inside)), "blocks": blocks}
 
 

@@ -225,6 +225,8 @@ def test_every_token_is_in_exactly_one_place(method, prompt):
     for _ in range(CAPACITY - max(prompt)):
         sim.step()
         check_every_token_has_one_place(sim)
+        loaded = np.asarray(sim.cache.state.loaded)
+        assert (loaded == loaded[:, :1]).all() or not method.fetches_alike
     pos = np.asarray(sim.cache.state.pos)
     if prompt == (50, 9):  # a wrong claim fails above; here, none is missing
         assert (pos == pos[:, :1]).all() == method.places_alike

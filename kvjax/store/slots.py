@@ -137,7 +137,11 @@ class SlotPool:
         return self._unpacked(rows.reshape(*slot.shape[:2], -1, rows.shape[-1]))
 
     def locate(self, block):
-        return jnp.broadcast_to(residency.locate_all(self.table, self.own(block)), block.shape)
+        return self.locate_in(self.table, block)
+
+    def locate_in(self, table: Residency, block: Int32[Array, "B K *E"]) -> Int32[Array, "B K *E"]:
+        """Slot of each block by a table, as many as it has slots where the block is in none."""
+        return jnp.broadcast_to(residency.locate_all(table, self.own(block)), block.shape)
 
     def put_row(self, block, row, key, value, layer, line):
         block, row, packed = self.own(block), self.own(row), self.packed(key, value)

@@ -65,7 +65,7 @@ class TieredPool(SlotPool):
 
     def locate_on_host(self, block: Int32[Array, "B K *E"]) -> Int32[Array, "B K *E"]:
         """Slot of each block in the host tier, NH where it is not there."""
-        return jnp.broadcast_to(residency.locate_all(self.host_table, self.own(block)), block.shape)
+        return self.locate_in(self.host_table, block)
 
     def put_row(self, block, row, key, value, layer, line):
         pool = super().put_row(block, row, key, value, layer, line)
