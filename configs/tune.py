@@ -23,6 +23,7 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config.relax = 0.1  # alpha, the share by which reading may prolong a layer
     config.groups = (1, 2, 4, 8, 16)
     config.sigmas = (4, 8, 16, 32)
+    config.bits = 32  # of each compressed number; 4 goes well with sigmas (2, 3, 4, 8)
     config.reuses = (400, 600, 800, 1200, 1600)
     config.text = 2048  # tokens on which reuse is measured
     config.checked = ((1, 32768), (8, 8192))  # pairs of batch and context for which both are decoded

@@ -57,8 +57,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     space = tuner.Space(tuple(config.groups), tuple(config.sigmas), tuple(config.reuses))
     found = tuner.tune(
         llm, store, sample_text(llm, config.text, config.seed), max_bytes=config.max_mib << 20,
-        batches=tuple(config.batches), contexts=tuple(config.contexts), selected=config.selected, relax=config.relax,
-        space=space, adapters=adapters, path=run.path / "tuning.json",
+        batches=tuple(config.batches), contexts=tuple(config.contexts), selected=config.selected, bits=config.bits,
+        relax=config.relax, space=space, adapters=adapters, path=run.path / "tuning.json",
     )
     rows = [row(config, *pair, solution) for pair, solution in sorted(found.solutions.items())]
     print_table(rows)
@@ -72,8 +72,7 @@ def check(llm, store, space: tuner.Space, found: tuner.Tuning, config, pair, run
     middle = tuner.Setting(*(one[len(one) // 2] for one in (space.groups, space.sigmas, space.reuses)))
     text = sample_text(llm, config.text, config.seed)
     expected = {"tuned": lambda: found.solutions[pair], "middle of the grid": lambda: tuner.expect(
-        llm, store, text, middle, batch=batch, context=context, selected=config.selected, space=space,
-        adapters=found.adapters,
+        llm, store, text, found.family, middle, batch=batch, context=context, space=space,
     )}
     done = {(one["label"], one["batch"], one["context"]) for one in run.logged()}
     for label, solve in expected.items():
@@ -87,11 +86,10 @@ def check(llm, store, space: tuner.Space, found: tuner.Tuning, config, pair, run
 
 def decoded(llm, found: tuner.Tuning, config, solution: tuner.Solution, batch: int, context: int, path) -> dict:
     """A row of the throughput experiment with these settings, while as many groups come back as expected."""
-    setting, slots = solution.setting, tuner.make_slots(solution.setting, found.selected)
+    slots, method = found.family.slots(solution.setting), found.family.method(solution.setting)
     settings = {
-        "name": "kvswap", "group": setting.group, "sigma": setting.sigma,
-        "adapters": found.adapters.get(setting.sigma), "replay": solution.reuse_rate,
-        "budget": tuner.make_method(setting, found.selected, found.adapters).budget,
+        **{name: getattr(method, name) for name in ("name", "group", "sigma", "bits", "adapters", "budget")},
+        "replay": solution.reuse_rate,
         "slots": {"count": slots.count, "policy": slots.policy, "prefetch": slots.prefetch},
     }
     how = ml_collections.ConfigDict({

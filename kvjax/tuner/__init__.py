@@ -7,8 +7,6 @@
 
 from kvjax.tuner.search import expect, tune
 from kvjax.tuner.solver import Costs, Setting, Solution, Space, solve
-from kvjax.tuner.tuning import Tuning, load, make_method, make_slots
+from kvjax.tuner.tuning import Family, Tuning, load
 
-__all__ = [
-    "Costs", "Setting", "Solution", "Space", "Tuning", "expect", "load", "make_method", "make_slots", "solve", "tune",
-]
+__all__ = ["Costs", "Family", "Setting", "Solution", "Space", "Tuning", "expect", "load", "solve", "tune"]

@@ -16,13 +16,14 @@ from kvjax.planning import Slots
 from kvjax.store.base import Store
 from kvjax.tuner import profile, tuning
 from kvjax.tuner.solver import Costs, Setting, Solution, Space, expected, solve
-from kvjax.tuner.tuning import Tuning, make_method, make_slots
+from kvjax.tuner.tuning import Family, Tuning
 
 
 def tune(
     llm: LLM, store: Store, text: Sequence[int], *, max_bytes: int, batches: Sequence[int] = (1,),
-    contexts: Sequence[int] = (4096, 8192, 16384, 32768), selected: int = 400, relax: float = 0.1,
-    space: Space | None = None, adapters: dict[int, str] | None = None, path: str | os.PathLike | None = None,
+    contexts: Sequence[int] = (4096, 8192, 16384, 32768), selected: int = 400, bits: int = 32,
+    relax: float = 0.1, space: Space | None = None, adapters: dict[int, str] | None = None,
+    path: str | os.PathLike | None = None,
 ) -> Tuning:
     """Settings of KVSwap for a model on a store (appendix A).
 
@@ -32,21 +33,20 @@ def tune(
     Args:
       text: token ids on which the reuse rate of every buffer size is measured; half is the prompt, the rest decoded.
       max_bytes: memory for the caches of the largest batch.
-      selected: MG.
+      selected, bits, adapters: what all settings have in common (`Family`).
       relax: alpha, by what share reading may prolong a layer.
-      adapters: directory of the adapters of each sigma (`configs/train_svd.py`).
       path: where to keep solutions as they are found; pairs that are there already are not solved again.
 
     Raises ConfigError where a batch size and context length do not fit their memory, FormatMismatch where `path` is of
-    another model, MG or alpha, or WriteFailed; and what the store raises, NoSpace where it has no room for a layer.
+    another model, family or alpha, or WriteFailed; and what the store raises, NoSpace where it has no room for a layer.
     """
-    space, adapters = space or Space(), adapters or {}
-    found = _resume(path, llm.fingerprint, selected, relax) or Tuning({}, selected, relax, adapters, llm.fingerprint)
-    recurring = _reuse_rates(llm, text, selected, space, adapters)
+    space, family = space or Space(), Family(selected, bits, adapters or {})
+    found = _resume(path, llm.fingerprint, family, relax) or Tuning({}, family, relax, llm.fingerprint)
+    recurring = _reuse_rates(llm, text, space, family)
     for batch, context in tqdm(list(itertools.product(batches, contexts)), desc="tune", disable=None):
         if (batch, context) not in found.solutions:
             budget = max_bytes * batch // max(batches)
-            with _costs(llm, store, batch, context, selected, adapters, recurring) as costs:
+            with _costs(llm, store, batch, context, family, recurring) as costs:
                 found.solutions[batch, context] = solve(space, budget, costs, relax)
             if path is not None:
                 found.save(path)
@@ -54,56 +54,54 @@ def tune(
 
 
 def expect(
-    llm: LLM, store: Store, text: Sequence[int], setting: Setting, *, batch: int, context: int, selected: int = 400,
-    space: Space | None = None, adapters: dict[int, str] | None = None,
+    llm: LLM, store: Store, text: Sequence[int], family: Family, setting: Setting, *, batch: int, context: int,
+    space: Space | None = None,
 ) -> Solution:
     """What a setting of one's own takes, measured as `tune` does; arguments as there."""
-    space, adapters = space or Space(), adapters or {}
-    recurring = _reuse_rates(llm, text, selected, space, adapters)
-    with _costs(llm, store, batch, context, selected, adapters, recurring) as costs:
+    recurring = _reuse_rates(llm, text, space or Space(), family)
+    with _costs(llm, store, batch, context, family, recurring) as costs:
         return expected(costs, setting)
 
 
-def _resume(path, fingerprint: str, selected: int, relax: float) -> Tuning | None:
+def _resume(path, fingerprint: str, family: Family, relax: float) -> Tuning | None:
     if path is None or not pathlib.Path(path).exists():
         return None
     found = tuning.load(path)
-    if (found.fingerprint, found.selected, found.relax) != (fingerprint, selected, relax):
-        raise FormatMismatch(f"{path} was tuned for the model {found.fingerprint!r}, selected={found.selected} and "
-                             f"relax={found.relax}, not for {fingerprint!r}, {selected} and {relax}; choose "
-                             "another path")
+    if (found.fingerprint, found.family, found.relax) != (fingerprint, family, relax):
+        raise FormatMismatch(f"{path} was tuned for the model {found.fingerprint!r}, {found.family} and "
+                             f"relax={found.relax}, not for {fingerprint!r}, {family} and {relax}; choose another path")
     return found
 
 
-def _reuse_rates(llm, text, selected, space: Space, adapters):
+def _reuse_rates(llm, text, space: Space, family: Family):
     """C -> reuse rate, measured when first asked for, with the group in the middle (the paper has one rate for all)."""
-    if len(text) < 2 * selected:
-        raise ConfigError(f"{len(text)} tokens of text are too few to measure reuse; give at least {2 * selected}")
+    if len(text) < 2 * family.selected:
+        raise ConfigError(f"{len(text)} tokens of text are too few to measure reuse; give at least "
+                          f"{2 * family.selected}")
     group, sigma = space.groups[len(space.groups) // 2], space.sigmas[0]
 
     @functools.cache
     def rate(reuse: int) -> float:
         setting = Setting(group, sigma, reuse)
-        method = make_method(setting, selected, adapters)
-        return profile.reuse_rate(llm, method, make_slots(setting, selected), list(text), len(text) // 2)
+        return profile.reuse_rate(llm, family.method(setting), family.slots(setting), list(text), len(text) // 2)
 
     return rate
 
 
 @contextlib.contextmanager
-def _costs(llm, store, batch, context, selected, adapters, recurring) -> Iterator[Costs]:
+def _costs(llm, store, batch, context, family: Family, recurring) -> Iterator[Costs]:
     """What settings take at one batch size and context length; nothing is measured twice. Meanwhile the store has one
     layer for each group size that was asked for."""
     stored: dict[int, profile.StoredLayer] = {}
 
     def parts(setting: Setting) -> tuple[KVSwap, Slots]:
-        return make_method(setting, selected, adapters), make_slots(setting, selected)
+        return family.method(setting), family.slots(setting)
 
     @functools.cache
     def read(group: int, reuse: int) -> profile.Reading:
         if group not in stored:
             stored[group] = profile.StoredLayer(store, llm.config, group, batch, context)
-        return stored[group].read_seconds(round((1 - recurring(reuse)) * selected / group))
+        return stored[group].read_seconds(round((1 - recurring(reuse)) * family.selected / group))
 
     costs = Costs(
         memory=functools.cache(lambda setting: profile.memory_bytes(llm.config, *parts(setting), batch, context)),

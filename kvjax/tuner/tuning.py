@@ -12,7 +12,33 @@ from kvjax.methods.kvswap import KVSwap
 from kvjax.planning import Slots
 from kvjax.tuner.solver import Setting, Solution
 
-VERSION = 3
+VERSION = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """What all settings of a tuning have in common.
+
+    Attributes:
+      selected: MG, tokens that groups may contribute to one step.
+      bits: of each number of a compressed key (`kvjax.kvswap`); the paper has floats.
+      adapters: directory of the adapters of each sigma; a sigma without one decomposes each prompt's own keys.
+    """
+
+    selected: int = 400
+    bits: int = 32
+    adapters: dict[int, str] = dataclasses.field(default_factory=dict)
+
+    def method(self, setting: Setting, **settings: Any) -> KVSwap:
+        """KVSwap with MG = `selected`; its budget also has sinks, window, and what a group adds by being whole."""
+        made = KVSwap(group=setting.group, sigma=setting.sigma, bits=self.bits,
+                      adapters=self.adapters.get(setting.sigma), **settings)
+        return dataclasses.replace(made, budget=made.sinks + made.window + self.selected)
+
+    def slots(self, setting: Setting) -> Slots:
+        """Room for C tokens in groups, and for what one step needs at least: FIFO, filled while a layer computes."""
+        least = -(-self.selected // setting.group) + 2
+        return Slots(count=max(least, -(-setting.reuse // setting.group)), policy="fifo", prefetch="layer")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,16 +47,14 @@ class Tuning:
 
     Attributes:
       solutions: by (batch size, context length).
-      selected: MG, tokens that groups may contribute to one step.
+      family: what all of them have in common.
       relax: alpha (`kvjax.tuner.solver`).
-      adapters: directory of the adapters of each sigma; a sigma without one decomposes each prompt's own keys.
       fingerprint: of the model.
     """
 
     solutions: dict[tuple[int, int], Solution]
-    selected: int
+    family: Family
     relax: float
-    adapters: dict[int, str]
     fingerprint: str
 
     def nearest(self, batch: int, context: int) -> Solution:
@@ -42,11 +66,11 @@ class Tuning:
 
     def method(self, batch: int, context: int, **settings: Any) -> KVSwap:
         """KVSwap for a run of so many sequences and tokens; `settings` are further fields of it."""
-        return make_method(self.nearest(batch, context).setting, self.selected, self.adapters, **settings)
+        return self.family.method(self.nearest(batch, context).setting, **settings)
 
     def slots(self, batch: int, context: int) -> Slots:
-        """The reuse buffer for such a run: FIFO slots, filled while the layer before computes."""
-        return make_slots(self.nearest(batch, context).setting, self.selected)
+        """The reuse buffer for such a run."""
+        return self.family.slots(self.nearest(batch, context).setting)
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes a JSON file. Raises WriteFailed."""
@@ -54,8 +78,8 @@ class Tuning:
             {"batch": batch, "context": context, **dataclasses.asdict(found)}
             for (batch, context), found in sorted(self.solutions.items())
         ]
-        saved = {"version": VERSION, "fingerprint": self.fingerprint, "selected": self.selected,
-                 "relax": self.relax, "adapters": self.adapters, "solutions": rows}
+        saved = {"version": VERSION, "fingerprint": self.fingerprint, "relax": self.relax,
+                 "family": dataclasses.asdict(self.family), "solutions": rows}
         try:
             pathlib.Path(path).write_text(json.dumps(saved, indent=2) + "\n")
         except OSError as cause:
@@ -71,23 +95,11 @@ def load(path: str | os.PathLike) -> Tuning:
         raise ReadFailed(f"{path} is no tuning that can be read: {cause}; run configs/tune.py") from cause
     if version != VERSION:
         raise FormatMismatch(f"{path} is a tuning of version {version}, this library reads {VERSION}; tune again")
-    adapters = {int(sigma): directory for sigma, directory in saved["adapters"].items()}
-    solutions = {(row["batch"], row["context"]): _solution(row) for row in saved["solutions"]}
-    return Tuning(solutions, saved["selected"], saved["relax"], adapters, saved["fingerprint"])
+    family, solutions = saved["family"], {(row["batch"], row["context"]): _solution(row) for row in saved["solutions"]}
+    adapters = {int(sigma): directory for sigma, directory in family["adapters"].items()}
+    return Tuning(solutions, Family(**{**family, "adapters": adapters}), saved["relax"], saved["fingerprint"])
 
 
 def _solution(row: dict[str, Any]) -> Solution:
     fields = {field.name: row[field.name] for field in dataclasses.fields(Solution)}
     return Solution(**{**fields, "setting": Setting(**row["setting"])})
-
-
-def make_method(setting: Setting, selected: int, adapters: dict[int, str], **settings: Any) -> KVSwap:
-    """KVSwap with MG = `selected`; its budget also has sinks, window, and what a group adds by being whole."""
-    method = KVSwap(group=setting.group, sigma=setting.sigma, adapters=adapters.get(setting.sigma), **settings)
-    return dataclasses.replace(method, budget=method.sinks + method.window + selected)
-
-
-def make_slots(setting: Setting, selected: int) -> Slots:
-    """Room for C tokens in groups, and for what one step needs at least."""
-    least = -(-selected // setting.group) + 2
-    return Slots(count=max(least, -(-setting.reuse // setting.group)), policy="fifo", prefetch="layer")

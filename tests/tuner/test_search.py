@@ -11,12 +11,13 @@ import kvjax
 from kvjax import tuner
 from kvjax.errors import ConfigError, FormatMismatch
 from kvjax.store.host import HostBranch, HostStore
-from kvjax.tuner import profile, tuning
+from kvjax.tuner import profile
 from kvjax.tuner.solver import Setting
 
 TEXT = np.random.default_rng(0).integers(0, CONFIG.vocab_size, 90).tolist()
 SPACE = tuner.Space(groups=(2, 4), sigmas=(2, 4), reuses=(24, 48))
 SELECTED = 24
+FAMILY = tuner.Family(SELECTED)
 
 
 @pytest.fixture(scope="module")
@@ -25,12 +26,14 @@ def llm():
 
 
 def parts(setting):
-    return tuning.make_method(setting, SELECTED, {}), tuning.make_slots(setting, SELECTED)
+    return FAMILY.method(setting), FAMILY.slots(setting)
 
 
+@pytest.mark.parametrize("bits", [32, 4])
 @pytest.mark.parametrize("setting", [Setting(4, 2, 24), Setting(2, 4, 48)])
-def test_predicted_memory_is_what_a_cache_takes(llm, setting):
-    method, slots = parts(setting)
+def test_predicted_memory_is_what_a_cache_takes(llm, setting, bits):
+    family = tuner.Family(SELECTED, bits)
+    method, slots = family.method(setting), family.slots(setting)
     cache = llm.prefill([TEXT[:60], TEXT[:50]], method=method, slots=slots, store=HostStore(), capacity=96)
     assert profile.memory_bytes(CONFIG, method, slots, 2, 96) == cache.resident_bytes
     cache.close()
@@ -93,8 +96,8 @@ def test_solutions_are_kept_as_they_are_found(llm, tmp_path, monkeypatch):
     assert tuner.load(path) == first and first.solutions[1, 96].setting.sigma == 2
     monkeypatch.setattr(profile, "compute_seconds", lambda *args: pytest.fail("measured again"))
     assert tuner.tune(llm, HostStore(), TEXT, contexts=(96,), path=path, **settings) == first
-    for change in ({"selected": 32}, {"relax": 0.5}):
-        with pytest.raises(FormatMismatch, match=r"selected=24 and relax=0\.1"):
+    for change in ({"selected": 32}, {"bits": 4}, {"relax": 0.5}):
+        with pytest.raises(FormatMismatch, match=r"selected=24, bits=32, .* and relax=0\.1"):
             tuner.tune(llm, HostStore(), TEXT, contexts=(96,), path=path, **{**settings, **change})
 
 
