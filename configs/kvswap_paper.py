@@ -24,7 +24,7 @@ by a standard deviation of at most 1 %. The paper's models, thousands of times a
 `"replay": 0.77` draws selections of which that share comes back, as the paper's tuner does (appendix A.3).
 
 In a row of times, `block_ms` is one layer's share of a step; select_ms is choosing, plan_ms the slot table (what reuse
-costs), attend_ms attention; of the device's io_ms_per_token a step waits for wait_ms_per_token.
+costs), attend_ms attention; of the device's io_ms_per_step a step waits for wait_ms_per_step.
 """
 
 import ml_collections

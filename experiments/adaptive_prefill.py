@@ -97,7 +97,7 @@ def _resident() -> int:
 def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     """Measures every method, chunk and length; rows that the workdir has are skipped."""
     methods = [common.make_method(settings) for settings in config.methods]
-    llm, run = common.load_model(config.model), Run(config, workdir)
+    llm, run = common.load_model(config.model), Run(config, workdir, ("methods", "chunks", "lengths", "memory_lengths"))
     stream, rows = common.held_out_tokens(llm), run.logged()
     done = {(row["task"], row["method"], row["chunk"], row["context"]) for row in rows}
     jobs = [("accuracy", i, chunk, n) for n in config.lengths for i in range(len(methods)) for chunk in config.chunks]

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 import kvjax
-from kvjax import tasks
-from kvjax.errors import ConfigError
+from kvjax import methods, tasks
+from kvjax.errors import ConfigError, FormatMismatch
 from kvjax.method import Method
 from kvjax.planning import Slots
 from kvjax.store import emulation, profiles
@@ -23,19 +23,14 @@ def make_method(settings: Mapping[str, Any]) -> Method:
 
     A "label" among the settings is what tables call it (`label_of`), "slots" how a store's blocks are kept
     (`make_slots`), "dtype" what keys and values are kept as (`dtype_of`), "replay" what timed runs select
-    (`experiments.replay`), "only" where they time it (`experiments.throughput`).
+    (`experiments.replay`), "only" where they time it (`experiments.throughput`), "whole" that it has no budget
+    (`experiments.leaderboard`).
     """
     fields = dict(settings)
     name = fields.pop("name", None)
-    for other in ("label", "slots", "dtype", "replay", "only"):
+    for other in ("label", "slots", "dtype", "replay", "only", "whole"):
         fields.pop(other, None)
-    if name not in kvjax.METHODS:
-        raise ConfigError(f"unknown method {name!r}; use one of {', '.join(kvjax.METHODS)}")
-    known = {field.name for field in dataclasses.fields(kvjax.METHODS[name])}
-    unknown = set(fields) - known
-    if unknown:
-        raise ConfigError(f"{name} has no setting {', '.join(sorted(unknown))}; it has {', '.join(sorted(known))}")
-    return kvjax.METHODS[name](**fields)
+    return methods.make(name, fields)
 
 
 def make_slots(settings: Mapping[str, Any], count: int = 0) -> Slots:
@@ -47,14 +42,21 @@ def make_slots(settings: Mapping[str, Any], count: int = 0) -> Slots:
     return Slots(**{"count": count or None, **given})
 
 
+def check_store(kind: str) -> tuple[str, str]:
+    """Name and device of a kind of store. Raises ConfigError on an unknown one."""
+    name, _, profile = kind.partition(":")
+    if name not in ("memory", "host", "flash") or (profile and name != "flash"):
+        raise ConfigError(f"unknown store {kind!r}; use memory, host, flash or flash:DEVICE")
+    emulation.system_of(profile or profiles.NATIVE)
+    return name, profile
+
+
 def make_store(kind: str, directory: pathlib.Path, **settings: Any):
     """A store by name; None keeps blocks in JAX arrays. "flash:emmc" emulates a device of `kvjax.store.profiles`.
 
     `settings` are those of a flash store (`kvjax.FlashStore`); the others have none.
     """
-    name, _, profile = kind.partition(":")
-    if name not in ("memory", "host", "flash") or (profile and name != "flash"):
-        raise ConfigError(f"unknown store {kind!r}; use memory, host, flash or flash:DEVICE")
+    name, profile = check_store(kind)
     if name == "memory":
         return None
     if name == "host":
@@ -85,9 +87,9 @@ def draw_task(
     return tasks.draw(name, tasks.Request(llm.tokenizer, text, length, count, rng, new_tokens=new_tokens))
 
 
-def load_model(path: str) -> kvjax.LLM:
-    """The model at `path`, or the reference model for an empty path."""
-    return kvjax.load(path or REFERENCE)
+def load_model(path: str, dtype: str = "float32") -> kvjax.LLM:
+    """The model at `path`, or the reference model for an empty path; `dtype` is that of its weights."""
+    return kvjax.load(path or REFERENCE, dtype)
 
 
 def dtype_of(settings: Mapping[str, Any]) -> str:
@@ -98,6 +100,24 @@ def dtype_of(settings: Mapping[str, Any]) -> str:
 def label_of(settings: Mapping[str, Any]) -> str:
     """What tables call the method of these settings."""
     return settings.get("label") or label(make_method(settings))
+
+
+def by_label(entries: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """The settings of each method by what tables call it. Raises ConfigError where two are called the same."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for settings in entries:
+        if found.setdefault(label_of(settings), settings) != settings:
+            raise ConfigError(f'two methods are called {label_of(settings)}; give one of them another "label"')
+    return found
+
+
+def check_model(llm: kvjax.LLM, entries: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ConfigError where what a method was given is of another model: now, not in an hour."""
+    for settings in entries:
+        try:
+            make_method(settings).check_model(llm.fingerprint)
+        except FormatMismatch as cause:
+            raise ConfigError(f"{label_of(settings)}: {cause}; or leave it out of config.methods") from cause
 
 
 def label(method: Method) -> str:

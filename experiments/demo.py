@@ -4,7 +4,8 @@ Each document holds one needle; the documents are one batch over one store.
 
 For every method: the answers, whether they are right, what was attended and read, and how fast.
 With `prompt_file` and `question` the same job runs on a user's text, without a right answer to
-compare with.
+compare with. With `chat` both go into the model's chat template. With `chunk` the text is read so many
+tokens at a time, by each method for itself, which takes little memory, and no recall is measured.
 """
 
 import dataclasses
@@ -18,6 +19,7 @@ from matplotlib.figure import Figure
 import kvjax
 from experiments import common
 from experiments.results import Run
+from kvjax import planning
 from kvjax.errors import ConfigError, PromptError
 from kvjax.metrics import Probe
 from kvjax.tasks import corpus, needles, scoring
@@ -36,6 +38,7 @@ class Job:
     contexts: list[list[int]]
     questions: tuple[str, ...]
     answers: tuple[str | None, ...]
+    stop: tuple[str, ...] = ()  # what ends an answer
 
 
 def reference_job(llm: kvjax.LLM, config: ml_collections.ConfigDict) -> Job:
@@ -53,11 +56,13 @@ def reference_job(llm: kvjax.LLM, config: ml_collections.ConfigDict) -> Job:
         needles.haystack(rng, llm.tokenizer.tokenizer, stream, config.context, [fact], [fact], [depth]).context
         for fact, depth in zip(facts, depths, strict=True)
     ]
-    return Job(contexts, tuple("\n" + fact.cue for fact in facts), tuple(fact.value for fact in facts))
+    return Job(contexts, tuple("\n" + fact.cue for fact in facts), tuple(fact.value for fact in facts), (".", "\n"))
 
 
 def user_job(llm: kvjax.LLM, config: ml_collections.ConfigDict) -> Job:
     """A user's own text and question. Raises PromptError where they are missing or empty."""
+    if not config.prompt_file:
+        raise PromptError("a question and no text; give --config.prompt_file=FILE beside question")
     path = pathlib.Path(config.prompt_file)
     if not path.is_file():
         raise PromptError(f"prompt_file={config.prompt_file} is not a file; give the path of a text file")
@@ -66,20 +71,32 @@ def user_job(llm: kvjax.LLM, config: ml_collections.ConfigDict) -> Job:
         raise PromptError(f"prompt_file={config.prompt_file} is empty; give a file with text in it")
     if not config.question:
         raise PromptError('no question; give --config.question="..." beside prompt_file')
-    return Job([llm.encode(text, start=True)], (config.question,), (None,))
+    before, question = _in_template(llm, text, config.question) if config.chat else (text, config.question)
+    return Job([llm.encode(before, start=not config.chat)], (question,), (None,))
+
+
+def _in_template(llm: kvjax.LLM, text: str, question: str) -> tuple[str, str]:
+    """The chat template around a text and a question on it, cut before the question."""
+    mark = "<<<the question>>>"
+    chat = llm.tokenizer.apply_chat_template([{"role": "user", "content": f"{text}\n\n{mark}"}])
+    before, _, after = chat.rpartition(mark)
+    return before, question + after
 
 
 def answer_all(llm: kvjax.LLM, job: Job, reading, settings, config: ml_collections.ConfigDict, directory) -> dict:
     """One row of the table: every document's question to one method over one prefilled cache."""
     method = common.make_method(settings)
     store = common.make_store(config.store, directory)
-    cache = llm.prefill(reading, method=method, store=store, capacity=capacity(llm, job, config))
-    ask = functools.partial(
-        llm.generate, job.questions, cache, max_new_tokens=config.max_new_tokens, stop=(".", "\n")
+    cache = llm.prefill(
+        reading or job.contexts, method=method, store=store, capacity=capacity(llm, job, config),
+        chunk=config.chunk or None,
     )
-    probe = Probe(cache, reading, k=config.recall_k)
+    ask = functools.partial(
+        llm.generate, job.questions, cache, max_new_tokens=config.max_new_tokens, stop=job.stop
+    )
+    probe = Probe(cache, reading, k=config.recall_k) if reading else None
     ask(observer=probe)  # apart from the timed run: compiles, and brings every step's selection to the host
-    row = summarise(llm, method, job, ask(), probe, cache)
+    row = summarise(method, job, ask(), probe, cache)
     cache.close()
     head = {"store": config.store, **common.disk_of(store), "task": "demo", "context": longest(job)}
     return {**row, **head, "seed": config.seed}
@@ -96,23 +113,22 @@ def capacity(llm, job, config) -> int:
     return longest(job) + question + config.max_new_tokens
 
 
-def summarise(llm: kvjax.LLM, method, job: Job, result: kvjax.Result, probe: Probe, cache: kvjax.Cache) -> dict:
+def summarise(method, job: Job, result: kvjax.Result, probe: Probe | None, cache: kvjax.Cache) -> dict:
     """The measured quantities of one method."""
     known = [
         scoring.answers_number(text, value)
         for text, value in zip(result.text, job.answers, strict=True) if value is not None
     ]
-    tokens = sum(len(llm.encode(question, start=False)) for question in job.questions) + sum(map(len, result.tokens))
-    usage, quality = result.usage, probe.quality
+    usage, quality = result.usage, probe.quality if probe else None
     return {
         "method": common.label(method), "budget": method.budget,
         "accuracy": float(np.mean(known)) if known else None,
         "right": f"{sum(known)}/{len(known)}" if known else "-",
-        "recall": quality.recall, "attention_mass": quality.attention_mass,
+        "recall": quality and quality.recall, "attention_mass": quality and quality.attention_mass,
         "attended_tokens": usage.attended_tokens, "hit_rate": usage.hit_rate,
-        "bytes_read_per_token": usage.store.bytes_read / tokens if usage.store else 0.0,
-        "reads_per_token": usage.store.reads / tokens if usage.store else 0.0,
-        "resident_bytes": cache.resident_bytes / len(job.contexts), "tokens_per_s": tokens / usage.seconds,
+        "bytes_read_per_token": usage.store.bytes_read / usage.tokens if usage.store else 0.0,
+        "reads_per_token": usage.store.reads / usage.tokens if usage.store else 0.0,
+        "resident_bytes": cache.resident_bytes / len(job.contexts), "tokens_per_s": usage.tokens_per_s,
         "answers": " | ".join(text.strip() for text in result.text),
     }
 
@@ -121,7 +137,8 @@ def show(row: dict) -> dict:
     """A row as the table prints it."""
     size = {key: f"{row[key] / 1024:,.0f} KiB" for key in ("bytes_read_per_token", "resident_bytes")}
     return {
-        **row, **size, "recall": f"{row['recall']:.3f}", "attended_tokens": f"{row['attended_tokens']:,.0f}",
+        **row, **size, "recall": "-" if row["recall"] is None else f"{row['recall']:.3f}",
+        "attended_tokens": f"{row['attended_tokens']:,.0f}",
         "tokens_per_s": f"{row['tokens_per_s']:.1f}",
     }
 
@@ -130,7 +147,7 @@ def plot(rows: list[dict], path: pathlib.Path) -> None:
     """Recall against bytes read, and resident memory."""
     figure = Figure(figsize=(10, 4))
     left, right = figure.subplots(1, 2)
-    for row in rows:
+    for row in [row for row in rows if row["recall"] is not None]:
         left.plot(row["bytes_read_per_token"] / 1024, row["recall"], "o")
         left.annotate(row["method"], (row["bytes_read_per_token"] / 1024, row["recall"]), fontsize=8)
     right.barh([row["method"] for row in rows], [row["resident_bytes"] / 2**20 for row in rows])
@@ -145,13 +162,17 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     methods = [common.make_method(settings) for settings in config.methods]
     if not methods:
         raise ConfigError("config.methods is empty; name at least one method")
-    llm = common.load_model(config.model)
-    job = user_job(llm, config) if config.prompt_file else reference_job(llm, config)
+    llm = common.load_model(config.model, config.dtype)
+    common.check_model(llm, config.methods)
+    job = user_job(llm, config) if config.prompt_file or config.question else reference_job(llm, config)
+    for method in methods:  # a budget that does not fit is an error before anything is written
+        planning.make_plan(llm.config, method, len(job.contexts), capacity(llm, job, config))
+    common.check_store(config.store)
     run = Run(config, workdir)
     print(f"{len(job.contexts)} x {longest(job):,} tokens of context, KV cache on {config.store}; expected: "
           f"{' | '.join(answer or '?' for answer in job.answers)}")
     print("".join(form.format(title) for (_, form), title in zip(COLUMNS, TITLES, strict=True)))
-    rows, reading = [], llm.read(job.contexts)
+    rows, reading = [], None if config.chunk else llm.read(job.contexts)
     for settings in config.methods:
         rows.append(answer_all(llm, job, reading, settings, config, run.path / "store"))
         shown = show(rows[-1])

@@ -99,10 +99,11 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     unknown = set(config.tasks) - set(TASKS)
     if unknown:
         raise ConfigError(f"unknown tasks {sorted(unknown)}; use some of {', '.join(TASKS)}")
-    methods = {common.label_of(settings): settings for settings in config.methods}
+    methods = common.by_label(config.methods)
     budgets = {label: common.make_method(settings).budget for label, settings in methods.items()}
     llm = common.load_model(config.model)
-    run = Run(config, workdir)
+    common.check_model(llm, config.methods)
+    run = Run(config, workdir, ("methods", "tasks", "lengths"))
     stream = common.held_out_tokens(llm)
     rows = run.logged()
     done = {(row["task"], row["context"], row["method"]) for row in rows}

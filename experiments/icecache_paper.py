@@ -117,7 +117,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     unknown = set(config.parts) - set(parts)
     if unknown:
         raise ConfigError(f"unknown parts {sorted(unknown)}; use some of {', '.join(parts)}")
-    run = Run(config, workdir)
+    run = Run(config, workdir, ("parts",))
     rows = run.logged()
     for part in config.parts:
         for head, measured in parts[part]():

@@ -211,7 +211,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     common.make_method(config.method)
     llm = common.load_model(config.model)
     tokens = texts(llm, config.batch, config.context + config.steps)
-    run = Run(config, workdir)
+    run = Run(config, workdir, ("layouts",))
     rows = run.logged()
     for layout in config.layouts:
         if layout not in {row["layout"] for row in rows}:

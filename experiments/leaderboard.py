@@ -33,6 +33,7 @@ from kvjax.metrics import Probe
 from kvjax.prefill import Reading
 from kvjax.tasks import Continuation, Sample, asking
 
+_GRID = ("methods", "tasks", "lengths", "budgets", "seeds", "question", "shard", "keep_bytes")
 TITLES = ("accuracy", "recall", "mass", "out error", "delta NLL", "KiB/token", "KiB kept")
 
 
@@ -63,9 +64,12 @@ def cells(config: ml_collections.ConfigDict) -> Iterator[Cell]:
     """The grid in the order in which it is run: all that shares compiled programs together."""
     if config.question not in ("after", "within"):
         raise ConfigError(f"question={config.question!r} must be after or within the prompt")
+    called: dict[str, object] = {}
     for entry in config.methods:
         settings = dict(entry)
         label, whole = settings.pop("label", settings["name"]), settings.pop("whole", False)
+        if called.setdefault(label, entry) != entry:
+            raise ConfigError(f'two methods are called {label}; give one of them a "label"')
         budgets = (None,) if whole else config.budgets
         for context, budget, task, seed in itertools.product(config.lengths, budgets, config.tasks, config.seeds):
             tokens = int(budget * context) if isinstance(budget, float) else budget
@@ -161,7 +165,7 @@ class Tally:
 
     def done(self, usages: Sequence[Usage]) -> dict:
         """Quality if there is a probe, and cost per token of one sequence, of all rounds together."""
-        tokens = self.batch * max(1, sum(usage.steps for usage in usages))
+        tokens = max(1, sum(usage.tokens for usage in usages))
         cost = {"attended_tokens": float(np.mean([usage.attended_tokens for usage in usages])),
                 "resident_bytes": self.resident_bytes, "hit_rate": float(np.mean([one.hit_rate for one in usages]))}
         stores = [usage.store for usage in usages if usage.store is not None]
@@ -222,7 +226,9 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     jobs = take_shard(list(cells(config)), config.shard)
     for cell in jobs:
         _ = cell.method, tasks.find(cell.task)  # a wrong setting is an error now, not in an hour
-    exams, run = Exams(common.load_model(config.model), config), Run(config, workdir)
+    llm = common.load_model(config.model)
+    common.check_model(llm, config.methods)
+    exams, run = Exams(llm, config), Run(config, workdir, _GRID)
     rows = run.logged()
     left = [cell for cell in jobs if not any(cell.head.items() <= row.items() for row in rows)]
     with tqdm(total=len(left), disable=None) as progress:

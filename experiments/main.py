@@ -2,10 +2,11 @@
 
     python -m experiments.main --config=configs/NAME.py[:PRESET] --workdir=DIR [--config.field=value ...]
 
-Exit code 2 and one line on standard error mean that the input was bad; nothing was written.
+Exit code 2 and one line on standard error mean that the input was bad.
 """
 
 import importlib
+import logging as standard_logging
 import sys
 from typing import NoReturn
 
@@ -15,6 +16,7 @@ from ml_collections import config_flags
 from kvjax.errors import KvjaxError
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file, with an optional :preset.")
+QUOTES = "'\""
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory for results; running it again resumes.")
 
 
@@ -43,12 +45,16 @@ def parse(argv: list[str]) -> list[str]:
     """Parses the flags; a field that the configuration does not have ends the program with one line."""
     try:
         return flags.FLAGS(argv)
+    except AttributeError as error:  # of the ConfigDict, which names the field and nothing else
+        stop(f"unknown field {str(error).strip(QUOTES)!r}; see the file given as --config for those there are")
     except Exception as error:  # whatever a configuration file or a field raises is bad input
         reason = " ".join(str(error).split()).rpartition("Error: ")[2]
-        stop(f"{reason} (see the docstring of the configuration file)")
+        stop(f"{reason} (see the docstring of the configuration file)" if "--config" in str(error) else reason)
 
 
 def main() -> None:
+    # JAX reports each accelerator that a machine has not, which looks like a failure.
+    standard_logging.getLogger("jax._src.xla_bridge").setLevel(standard_logging.WARNING)
     flags.mark_flags_as_required(["config", "workdir"])
     app.run(run, flags_parser=parse)
 

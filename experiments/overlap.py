@@ -77,8 +77,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
                 store = make_store(device, delay, config.threads, run.path / "store")
                 row = decode_tokens(llm, method, config, driver, Slots(prefetch=prefetch), store)
                 # Against the run without prefetch: when an asynchronous read that nobody waited for ended is not known.
-                blocked = blocked or row["wait_ms_per_token"]
-                row["hidden_io_fraction"] = 1 - row["wait_ms_per_token"] / blocked
+                blocked = blocked or row["wait_ms_per_step"]
+                row["hidden_io_fraction"] = 1 - row["wait_ms_per_step"] / blocked
                 run.log(device=device, driver=driver, prefetch=prefetch, method="quest", context=config.context,
                         compute_ms_per_token=compute[driver], **row)
     run.summary(run.logged())
@@ -89,5 +89,5 @@ def print_table(rows: list[dict]) -> None:
     print(f"{'device':>10}{'driver':>8}{'prefetch':>10}{'ms/token':>10}{'compute':>9}{'I/O':>8}{'waited':>8}{'hidden':>8}")
     for row in rows:
         print(f"{row['device']:>10}{row['driver']:>8}{row['prefetch']:>10}{row['ms_per_token']:10.1f}"
-              f"{row['compute_ms_per_token']:9.1f}{row['io_ms_per_token']:8.1f}{row['wait_ms_per_token']:8.1f}"
+              f"{row['compute_ms_per_token']:9.1f}{row['io_ms_per_step']:8.1f}{row['wait_ms_per_step']:8.1f}"
               f"{row['hidden_io_fraction']:8.2f}")

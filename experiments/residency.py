@@ -127,7 +127,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     methods = [common.make_method(settings) for settings in config.methods]
     check(config)
     llm = common.load_model(config.model)
-    run = Run(config, workdir)
+    run = Run(config, workdir, ("methods",))
     rows = run.logged()
     for settings, method in zip(config.methods, methods, strict=True):
         if common.label(method) in {row["method"] for row in rows}:

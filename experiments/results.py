@@ -4,12 +4,15 @@ import importlib.metadata
 import json
 import pathlib
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import ml_collections
 from absl import logging
+
+from experiments import common
+from kvjax.errors import ConfigError
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "tokenizers", "safetensors")
 
@@ -20,18 +23,29 @@ def versions() -> dict[str, str]:
 
 
 class Run:
-    """A workdir in use. Lines of `metrics.jsonl` that are already there are what is done."""
+    """A workdir in use. Lines of `metrics.jsonl` that are already there are what is done.
 
-    def __init__(self, config: ml_collections.ConfigDict, workdir: str):
+    They have to be of the same configuration, or nobody would know what a table shows. Only fields of the `grid`, by
+    which rows are told apart, may differ, and "methods" by entries of other labels; None = any field. Raises
+    ConfigError for other differences, and for a workdir that cannot be used.
+    """
+
+    def __init__(self, config: ml_collections.ConfigDict, workdir: str, grid: Sequence[str] | None = ()):
         self.path = pathlib.Path(workdir)
-        self.path.mkdir(parents=True, exist_ok=True)
         self.header = {
             "experiment": config.experiment,
             "config": json.loads(config.to_json_best_effort()),
             "versions": versions(),
             "device": str(jax.devices()[0]),
         }
-        (self.path / "config.json").write_text(json.dumps(self.header, indent=2) + "\n")
+        file = self.path / "config.json"
+        try:
+            if grid is not None and file.exists() and self.logged():
+                _check_same(workdir, json.loads(file.read_text())["config"], self.header["config"], grid)
+            self.path.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(self.header, indent=2) + "\n")
+        except OSError as cause:
+            raise ConfigError(f"workdir={workdir} cannot be used: {cause}; give a directory") from cause
 
     def log(self, **values: Any) -> None:
         """Appends one line to metrics.jsonl and logs it."""
@@ -47,3 +61,14 @@ class Run:
     def summary(self, rows: Iterable[dict[str, Any]]) -> None:
         """Writes summary.json."""
         (self.path / "summary.json").write_text(json.dumps({**self.header, "rows": list(rows)}, indent=2) + "\n")
+
+
+def _check_same(workdir: str, before: dict[str, Any], now: dict[str, Any], grid: Sequence[str]) -> None:
+    pairs = {name: (before.get(name), now.get(name)) for name in {**before, **now} if name not in grid}
+    if "methods" in grid:
+        known, asked = common.by_label(before["methods"]), common.by_label(now["methods"])
+        pairs |= {label: (known[label], asked[label]) for label in known if label in asked}
+    changed = [f"{name} was {was} and is {value}" for name, (was, value) in pairs.items() if was != value]
+    if changed:
+        raise ConfigError(f"{workdir} has results of another configuration: {'; '.join(changed)}; give another "
+                          "--workdir")

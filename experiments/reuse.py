@@ -80,7 +80,7 @@ def check(config: ml_collections.ConfigDict) -> None:
 def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     """Records and simulates every method, size and kind of text that the workdir does not have yet."""
     check(config)
-    llm, run = common.load_model(config.model), Run(config, workdir)
+    llm, run = common.load_model(config.model), Run(config, workdir, ("methods", "selected"))
     rows = run.logged()
     done = {(row["method"], row["budget"], row["kind"]) for row in rows}
     for settings in config.methods:

@@ -69,7 +69,7 @@ def check(config) -> None:
 def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     """Decodes and measures every mode and strategy, then plots."""
     check(config)
-    llm, run = common.load_model(config.model), Run(config, workdir)
+    llm, run = common.load_model(config.model), Run(config, workdir, ("modes", "strategies"))
     length = config.prompt * (1 + max(config.checkpoints))
     texts = Texts(llm, config.seed)
     tokens = np.asarray([

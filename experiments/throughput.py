@@ -33,6 +33,7 @@ from kvjax.pool import Line
 from kvjax.store import base
 from kvjax.store.slots import SlotPool, default_backend
 
+_GRID = ("models", "methods", "contexts", "batches", "stores", "transformers")
 _WARM_UP = 4  # steps that no median counts, the one that compiles included
 
 
@@ -249,7 +250,7 @@ def measure(llm, name: str, settings, store_name: str, context: int, batch: int,
     row |= parts(llm, plan, state, branch)
     row |= {"tokens_per_s": batch * 1e3 / best, "limit_ms": limit, "times_limit": best / limit}
     if branch is not None:
-        row |= traffic_row(before, after, len(traffic)) | reuse_row(method, plan, slots, context, traffic)
+        row |= traffic_row(before, after, len(traffic), batch) | reuse_row(method, plan, slots, context, traffic)
         row |= disk_row(store, plan, row.pop("fetch_ms"), directory)
         branch.close()
     head = {"model": name, "method": common.label_of(settings), "store": store_name, "context": context}
@@ -257,19 +258,20 @@ def measure(llm, name: str, settings, store_name: str, context: int, batch: int,
             "batch": batch, "index_build_s": build, "block_ms": best / llm.config.num_layers, **row}
 
 
-def traffic_row(before: base.Stats, after: base.Stats, tokens: int) -> dict:
-    """What the store did for each of so many tokens; useful bytes are those of the blocks without padding.
+def traffic_row(before: base.Stats, after: base.Stats, steps: int, batch: int = 1) -> dict:
+    """What the store did for each of so many steps, of a token in each sequence; useful bytes are those of the blocks
+    without padding.
 
-    A step waits for `wait_ms_per_token` of the device's `io_ms_per_token`: the rest is hidden behind computing.
+    A step waits for `wait_ms_per_step` of the device's `io_ms_per_step`: the rest is hidden behind computing.
     """
-    seconds = max(after.io_seconds - before.io_seconds, 1e-9)
+    seconds, tokens = max(after.io_seconds - before.io_seconds, 1e-9), steps * batch
     return {
         "bytes_read_per_token": (after.bytes_read - before.bytes_read) / tokens,
         "bytes_put_per_token": (after.bytes_put - before.bytes_put) / tokens,
         "reads_per_token": (after.reads - before.reads) / tokens,
         "mispredicted_per_token": (after.mispredicted - before.mispredicted) / tokens,
-        "io_ms_per_token": 1e3 * seconds / tokens,
-        "wait_ms_per_token": 1e3 * (after.wait_seconds - before.wait_seconds) / tokens,
+        "io_ms_per_step": 1e3 * seconds / steps,
+        "wait_ms_per_step": 1e3 * (after.wait_seconds - before.wait_seconds) / steps,
         "effective_bandwidth": (after.bytes_useful - before.bytes_useful) / seconds,
     }
 
@@ -330,10 +332,9 @@ def transformers_row(llm, name: str, context: int, steps: int) -> dict | None:
 
 def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     """Measures every combination; re-running skips the rows that are there."""
-    for settings in config.methods:
-        common.make_method(settings)
+    for settings in common.by_label(config.methods).values():
         replay.check(settings, config)
-    run = Run(config, workdir)
+    run = Run(config, workdir, _GRID)
     rows, bandwidth = run.logged(), memory_bandwidth()
     done = {_key(row) for row in rows}
     print(f"memory bandwidth of a matrix-vector product: {bandwidth / 1e9:.1f} GB/s; callbacks: {default_backend()}")
@@ -376,7 +377,7 @@ def print_table(rows: list[dict]) -> None:
           f"{'attend':>8}{'fetch':>8}{'raw':>8}{'wait':>8}{'reuse %':>8}{'KV MiB':>9}")
     for row in rows:
         cells = [row.get(key) for key in ("limit_ms", "select_ms", "attend_ms", "fetch_ms", "raw_read_ms",
-                                          "wait_ms_per_token")]
+                                          "wait_ms_per_step")]
         cells.append(100 * row["reuse_rate"] if "reuse_rate" in row else None)
         shown = "".join(f"{cell:8.2f}" if cell is not None else f"{'-':>8}" for cell in cells)
         resident = f"{row['resident_bytes'] / 2**20:9.1f}" if "resident_bytes" in row else f"{'-':>9}"

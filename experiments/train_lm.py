@@ -164,7 +164,7 @@ def plot_curves(lines: list[dict], path: pathlib.Path) -> None:
 
 def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     """Trains stage after stage; resumes from the newest checkpoint of the workdir; exports at the end."""
-    run = Run(config, workdir)
+    run = Run(config, workdir, None)  # longer stages, or another rate, go on from what there is
     tokenizer = Tokenizer.from_file(config.tokenizer)
     model, tx = Transformer(model_config(config, tokenizer)), optimiser(config)
     params = model.init(jax.random.key(config.seed), jnp.zeros((1, 8), jnp.int32), jnp.zeros((1, 8), jnp.int32))

@@ -114,7 +114,7 @@ def check(config) -> None:
 def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     """Fits on every kind of text and measures on every kind."""
     check(config)
-    llm, run = common.load_model(config.model), Run(config, workdir)
+    llm, run = common.load_model(config.model), Run(config, workdir, ("kinds", "ratios", "forms"))
     tests = {
         kind: list(batches(rows_of(llm, kind, True, config), config.test_batches, config, 3))
         for kind in config.kinds

@@ -50,7 +50,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     if not set(config.checked) <= solved:
         raise ConfigError(f"checked={config.checked} must be pairs of one of batches={config.batches} and one of "
                           f"contexts={config.contexts}")
-    llm, run = make_model(config.model), Run(config, workdir)
+    llm, run = make_model(config.model), Run(config, workdir, ("checked",))
     store = common.make_store(config.store, run.path / "store")
     if store is None:
         raise ConfigError("store='memory' reads nothing; use host, flash or flash:DEVICE")

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 import kvjax
 from kvjax.errors import ConfigError
-from kvjax.models.tokenizer import TextTokenizer
+from kvjax.methods import make
 from kvjax.store import profiles
 from kvjax.tasks.endpoint import Endpoint
 
@@ -51,23 +51,21 @@ class KvjaxLM(TemplateLM):
         super().__init__()
         if batch_size not in (None, 1, "1"):
             raise ConfigError(f"batch_size={batch_size}: requests are run one by one; leave it at 1")
-        if method not in kvjax.METHODS:
-            raise ConfigError(f"unknown method {method!r}; use one of {', '.join(kvjax.METHODS)}")
         self.llm = kvjax.load(pretrained)
-        self.text = TextTokenizer.from_directory(pretrained)
+        assert self.llm.tokenizer is not None, "a directory without one is not loaded"
+        self.text = self.llm.tokenizer
         self.max_gen_toks, self.add_bos_token = max_gen_toks, add_bos_token
         self.endpoint = Endpoint(
-            self.llm, kvjax.METHODS[method](**settings), _store(store, directory, profile),
+            self.llm, make(method, settings), _store(store, directory, profile),
             None if slots is None else kvjax.Slots(count=slots), sparse_tokens,
             max_length or self.llm.config.max_position,
         )
 
     @property
     def eot_token_id(self) -> int:
-        ids = self.llm.config.eos_token_ids or self.text.eos_ids
-        if not ids:
+        if not self.llm.eos_ids:
             raise ConfigError("the model has no end-of-text token, which the harness needs")
-        return ids[0]
+        return self.llm.eos_ids[0]
 
     @property
     def prefix_token_id(self) -> int:

@@ -6,13 +6,17 @@ import sys
 import pytest
 
 CASES = {
-    "unknown_field": ("configs/demo.py:smoke", "--config.nosuch=1", "nosuch"),
+    "unknown_field": ("configs/demo.py:smoke", "--config.nosuch=1", "unknown field 'nosuch'"),
     "unknown_preset": ("configs/demo.py:nope", "", "unknown preset"),
     "no_model": ("configs/demo.py:smoke", "--config.model=/nowhere", "/nowhere"),
     "no_methods": ("configs/demo.py:smoke", "--config.methods=()", "methods is empty"),
     "unknown_method": ("configs/evaluate.py:smoke", "--config.methods=({'name':'nope'},)", "unknown method 'nope'"),
     "unknown_layout": ("configs/layouts.py:smoke", "--config.layouts=('nope',)", "unknown layouts nope"),
     "no_prompt_file": ("configs/demo.py:smoke", "--config.prompt_file=/nofile", "/nofile"),
+    "question_alone": ("configs/demo.py:smoke", "--config.question=why", "prompt_file"),
+    "small_budget": ("configs/demo.py:smoke", "--config.methods=({'name':'dynakv','budget':8},)", "budget=8"),
+    "small_context": ("configs/demo.py:smoke", "--config.context=5", "do not fit in 5 tokens"),
+    "unknown_store": ("configs/demo.py:smoke", "--config.store=disk", "unknown store 'disk'"),
 }
 
 

@@ -1,5 +1,11 @@
 """Cache methods, one file each. `METHODS` names them for command lines and tests."""
 
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from kvjax.errors import ConfigError
+from kvjax.method import Method
 from kvjax.methods.arkvale import ArkVale
 from kvjax.methods.chunkkv import ChunkKV
 from kvjax.methods.clusterkv import ClusterKV
@@ -24,7 +30,7 @@ from kvjax.methods.shadowkv import ShadowKV
 from kvjax.methods.snapkv import SnapKV
 from kvjax.methods.streaming_llm import StreamingLLM
 
-METHODS = {
+METHODS: dict[str, type[Method]] = {
     "full": Full,
     "oracle": Oracle,
     "random": Random,
@@ -49,3 +55,14 @@ METHODS = {
     "arkvale": ArkVale,
     "infllm": InfLLM,
 }
+
+
+def make(name: str | None, settings: Mapping[str, Any]) -> Method:
+    """A method by name. Raises ConfigError on an unknown name or setting."""
+    if name not in METHODS:
+        raise ConfigError(f"unknown method {name!r}; use one of {', '.join(METHODS)}")
+    known = {field.name for field in dataclasses.fields(METHODS[name])}
+    unknown = set(settings) - known
+    if unknown:
+        raise ConfigError(f"{name} has no setting {', '.join(sorted(unknown))}; it has {', '.join(sorted(known))}")
+    return METHODS[name](**settings)

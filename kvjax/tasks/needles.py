@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from tokenizers import Tokenizer
 
+from kvjax.errors import ConfigError
 from kvjax.tasks import corpus
 
 # Text before the value; {key} is the key word. The question repeats it, as RULER's answer prefix does.
@@ -136,7 +137,8 @@ def haystack(
     start = tokenizer.encode("").ids
     room = length - len(start) - needle_cost(tokenizer, needles)
     if room < 0:
-        raise ValueError(f"{len(needles)} needles do not fit in {length} tokens; use a longer context or fewer needles")
+        raise ConfigError(f"{len(needles)} needles do not fit in {length} tokens; use a longer context or fewer "
+                          "needles")
     depths = tuple(rng.random(len(needles))) if depths is None else tuple(depths)
     filler = random_span(rng, stream, room)
     return Haystack(start + insert_needles(tokenizer, filler, needles, depths), tuple(questions), depths)

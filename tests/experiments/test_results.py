@@ -1,0 +1,65 @@
+"""A workdir holds the results of one configuration."""
+
+import json
+
+import ml_collections
+import pytest
+
+from experiments import common
+from experiments.results import Run
+from kvjax.errors import ConfigError
+
+QUEST, DYNAKV = {"name": "quest", "budget": 64}, {"name": "dynakv", "budget": 64}
+GRID = ("methods", "tasks")
+
+
+def config(**changes) -> ml_collections.ConfigDict:
+    return ml_collections.ConfigDict({
+        "experiment": "evaluate", "model": "", "samples": 8, "tasks": ("needle",), "methods": (QUEST,), **changes
+    })
+
+
+@pytest.fixture
+def used(tmp_path):
+    """A workdir with a row."""
+    Run(config(), str(tmp_path), GRID).log(method="quest@64", accuracy=0.5)
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"tasks": ("needle", "passkey")}, {"methods": (QUEST, DYNAKV)}, {"methods": (DYNAKV,)},
+    {"methods": ({"name": "quest", "budget": 64, "page": 4, "label": "small pages"},)},
+])
+def test_more_of_the_grid_goes_on(used, changes):
+    run = Run(config(**changes), used, GRID)
+    assert run.logged() == [{"method": "quest@64", "accuracy": 0.5}]
+    assert json.loads((run.path / "config.json").read_text()) == json.loads(json.dumps(run.header))
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"model": "/mine"}, "model was  and is /mine"), ({"samples": 16}, "samples was 8 and is 16"),
+    ({"methods": ({**QUEST, "page": 4},)}, "quest@64 was"), ({"added": 1}, "added was None and is 1"),
+])
+def test_anything_else_is_refused_and_nothing_written(used, changes, words):
+    with pytest.raises(ConfigError, match=f"{words}.*another --workdir"):
+        Run(config(**changes), used, GRID)
+    assert Run(config(), used, GRID).logged()
+
+
+def test_without_rows_or_where_any_field_may_differ_nothing_is_refused(tmp_path, used):
+    Run(config(), str(tmp_path / "new"), GRID)
+    Run(config(samples=16), str(tmp_path / "new"), GRID)
+    Run(config(samples=16), used, None)
+
+
+@pytest.mark.parametrize("name", ["file", "file/below"])
+def test_a_workdir_that_cannot_be_used(tmp_path, name):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="give a directory"):
+        Run(config(), str(tmp_path / name))
+
+
+def test_two_methods_of_one_label_are_refused():
+    with pytest.raises(ConfigError, match="two methods are called quest@64"):
+        common.by_label((QUEST, {**QUEST, "page": 4}))
+    assert len(common.by_label((QUEST, {**QUEST, "page": 4, "label": "small"}, DYNAKV))) == 3
