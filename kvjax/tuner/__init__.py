@@ -6,7 +6,7 @@
 """
 
 from kvjax.tuner.search import expect, tune
-from kvjax.tuner.solver import Costs, Setting, Solution, Space, solve
+from kvjax.tuner.solver import Costs, Limits, Setting, Solution, Space, solve
 from kvjax.tuner.tuning import Family, Tuning, load
 
-__all__ = ["Costs", "Family", "Setting", "Solution", "Space", "Tuning", "expect", "load", "solve", "tune"]
+__all__ = ["Costs", "Family", "Limits", "Setting", "Solution", "Space", "Tuning", "expect", "load", "solve", "tune"]

@@ -1,6 +1,7 @@
 """The tuner: measures what a model and a store take, and solves for every batch size and context length."""
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import os
@@ -15,12 +16,12 @@ from kvjax.methods.kvswap import KVSwap
 from kvjax.planning import Slots
 from kvjax.store.base import Store
 from kvjax.tuner import profile, tuning
-from kvjax.tuner.solver import Costs, Setting, Solution, Space, expected, solve
+from kvjax.tuner.solver import Costs, Limits, Setting, Solution, Space, expected, solve
 from kvjax.tuner.tuning import Family, Tuning
 
 
 def tune(
-    llm: LLM, store: Store, text: Sequence[int], *, max_bytes: int, batches: Sequence[int] = (1,),
+    llm: LLM, store: Store, text: str | Sequence[int], *, max_bytes: int, batches: Sequence[int] = (1,),
     contexts: Sequence[int] = (4096, 8192, 16384, 32768), selected: int = 400, bits: int = 32,
     relax: float = 0.1, space: Space | None = None, adapters: dict[int, str] | None = None,
     path: str | os.PathLike | None = None,
@@ -31,30 +32,34 @@ def tune(
     nothing is interpolated.
 
     Args:
-      text: token ids on which the reuse rate of every buffer size is measured; half is the prompt, the rest decoded.
+      text: text or token ids on which the reuse rate of every buffer size is measured; half is the prompt, the rest
+        decoded.
       max_bytes: memory for the caches of the largest batch.
       selected, bits, adapters: what all settings have in common (`Family`).
       relax: alpha, by what share reading may prolong a layer.
       path: where to keep solutions as they are found; pairs that are there already are not solved again.
 
     Raises ConfigError where a batch size and context length do not fit their memory, FormatMismatch where `path` is of
-    another model, family or alpha, or WriteFailed; and what the store raises, NoSpace where it has no room for a layer.
+    another model, family, memory, alpha or space, or WriteFailed; and what the store raises, NoSpace where it has no
+    room for a layer.
     """
-    space, family = space or Space(), Family(selected, bits, adapters or {})
-    found = _resume(path, llm.fingerprint, family, relax) or Tuning({}, family, relax, llm.fingerprint)
-    recurring = _reuse_rates(llm, text, space, family)
+    family = Family(selected, bits, adapters or {})
+    limits = Limits(max_bytes // max(batches), relax, space or Space())
+    found = _resumed(path, Tuning({}, family, limits, llm.fingerprint))
+    recurring = _reuse_rates(llm, text, limits.space, family)
     for batch, context in tqdm(list(itertools.product(batches, contexts)), desc="tune", disable=None):
         if (batch, context) not in found.solutions:
-            budget = max_bytes * batch // max(batches)
             with _costs(llm, store, batch, context, family, recurring) as costs:
-                found.solutions[batch, context] = solve(space, budget, costs, relax)
+                found.solutions[batch, context] = solve(
+                    limits.space, limits.sequence_bytes * batch, costs, limits.relax
+                )
             if path is not None:
                 found.save(path)
     return found
 
 
 def expect(
-    llm: LLM, store: Store, text: Sequence[int], family: Family, setting: Setting, *, batch: int, context: int,
+    llm: LLM, store: Store, text: str | Sequence[int], family: Family, setting: Setting, *, batch: int, context: int,
     space: Space | None = None,
 ) -> Solution:
     """What a setting of one's own takes, measured as `tune` does; arguments as there."""
@@ -63,27 +68,30 @@ def expect(
         return expected(costs, setting)
 
 
-def _resume(path, fingerprint: str, family: Family, relax: float) -> Tuning | None:
+def _resumed(path, fresh: Tuning) -> Tuning:
+    """The tuning in that file, or a fresh one where there is none."""
     if path is None or not pathlib.Path(path).exists():
-        return None
+        return fresh
     found = tuning.load(path)
-    if (found.fingerprint, found.family, found.relax) != (fingerprint, family, relax):
+    if dataclasses.replace(found, solutions={}) != fresh:
         raise FormatMismatch(f"{path} was tuned for the model {found.fingerprint!r}, {found.family} and "
-                             f"relax={found.relax}, not for {fingerprint!r}, {family} and {relax}; choose another path")
+                             f"{found.limits}, not for {fresh.fingerprint!r}, {fresh.family} and {fresh.limits}; "
+                             "choose another path")
     return found
 
 
 def _reuse_rates(llm, text, space: Space, family: Family):
     """C -> reuse rate, measured when first asked for, with the group in the middle (the paper has one rate for all)."""
-    if len(text) < 2 * family.selected:
-        raise ConfigError(f"{len(text)} tokens of text are too few to measure reuse; give at least "
+    ids = llm.encode(text, start=False)
+    if len(ids) < 2 * family.selected:
+        raise ConfigError(f"{len(ids)} tokens of text are too few to measure reuse; give at least "
                           f"{2 * family.selected}")
     group, sigma = space.groups[len(space.groups) // 2], space.sigmas[0]
 
     @functools.cache
     def rate(reuse: int) -> float:
         setting = Setting(group, sigma, reuse)
-        return profile.reuse_rate(llm, family.method(setting), family.slots(setting), list(text), len(text) // 2)
+        return profile.reuse_rate(llm, family.method(setting), family.slots(setting), ids, len(ids) // 2)
 
     return rate
 

@@ -42,6 +42,20 @@ class Space:
 
 
 @dataclasses.dataclass(frozen=True)
+class Limits:
+    """Within which a solution is looked for.
+
+    Attributes:
+      sequence_bytes: memory for the cache of each sequence of a batch.
+      relax: alpha, by what share reading may prolong a layer.
+    """
+
+    sequence_bytes: int
+    relax: float = 0.1
+    space: Space = dataclasses.field(default_factory=Space)
+
+
+@dataclasses.dataclass(frozen=True)
 class Costs:
     """What a setting takes, for one batch size and context length."""
 

@@ -10,7 +10,7 @@ from typing import Any
 from kvjax.errors import FormatMismatch, ReadFailed, WriteFailed
 from kvjax.methods.kvswap import KVSwap
 from kvjax.planning import Slots
-from kvjax.tuner.solver import Setting, Solution
+from kvjax.tuner.solver import Limits, Setting, Solution, Space
 
 VERSION = 4
 
@@ -48,13 +48,13 @@ class Tuning:
     Attributes:
       solutions: by (batch size, context length).
       family: what all of them have in common.
-      relax: alpha (`kvjax.tuner.solver`).
+      limits: within which they were found.
       fingerprint: of the model.
     """
 
     solutions: dict[tuple[int, int], Solution]
     family: Family
-    relax: float
+    limits: Limits
     fingerprint: str
 
     def nearest(self, batch: int, context: int) -> Solution:
@@ -78,8 +78,8 @@ class Tuning:
             {"batch": batch, "context": context, **dataclasses.asdict(found)}
             for (batch, context), found in sorted(self.solutions.items())
         ]
-        saved = {"version": VERSION, "fingerprint": self.fingerprint, "relax": self.relax,
-                 "family": dataclasses.asdict(self.family), "solutions": rows}
+        saved = {"version": VERSION, "fingerprint": self.fingerprint, "family": dataclasses.asdict(self.family),
+                 "limits": dataclasses.asdict(self.limits), "solutions": rows}
         try:
             pathlib.Path(path).write_text(json.dumps(saved, indent=2) + "\n")
         except OSError as cause:
@@ -95,9 +95,11 @@ def load(path: str | os.PathLike) -> Tuning:
         raise ReadFailed(f"{path} is no tuning that can be read: {cause}; run configs/tune.py") from cause
     if version != VERSION:
         raise FormatMismatch(f"{path} is a tuning of version {version}, this library reads {VERSION}; tune again")
-    family, solutions = saved["family"], {(row["batch"], row["context"]): _solution(row) for row in saved["solutions"]}
-    adapters = {int(sigma): directory for sigma, directory in family["adapters"].items()}
-    return Tuning(solutions, Family(**{**family, "adapters": adapters}), saved["relax"], saved["fingerprint"])
+    solutions = {(row["batch"], row["context"]): _solution(row) for row in saved["solutions"]}
+    adapters = {int(sigma): directory for sigma, directory in saved["family"]["adapters"].items()}
+    family = Family(**{**saved["family"], "adapters": adapters})
+    space = Space(**{name: tuple(values) for name, values in saved["limits"]["space"].items()})
+    return Tuning(solutions, family, Limits(**{**saved["limits"], "space": space}), saved["fingerprint"])
 
 
 def _solution(row: dict[str, Any]) -> Solution:

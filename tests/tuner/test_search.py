@@ -96,8 +96,9 @@ def test_solutions_are_kept_as_they_are_found(llm, tmp_path, monkeypatch):
     assert tuner.load(path) == first and first.solutions[1, 96].setting.sigma == 2
     monkeypatch.setattr(profile, "compute_seconds", lambda *args: pytest.fail("measured again"))
     assert tuner.tune(llm, HostStore(), TEXT, contexts=(96,), path=path, **settings) == first
-    for change in ({"selected": 32}, {"bits": 4}, {"relax": 0.5}):
-        with pytest.raises(FormatMismatch, match=r"selected=24, bits=32, .* and relax=0\.1"):
+    changes = ({"selected": 32}, {"bits": 4}, {"relax": 0.5}, {"max_bytes": 10**7}, {"space": tuner.Space()})
+    for change in changes:
+        with pytest.raises(FormatMismatch, match=r"selected=24, bits=32, .* relax=0\.1"):
             tuner.tune(llm, HostStore(), TEXT, contexts=(96,), path=path, **{**settings, **change})
 
 

@@ -12,7 +12,7 @@ import kvjax
 from kvjax.errors import ConfigError, FormatMismatch, ReadFailed, WriteFailed
 from kvjax.planning import Slots
 from kvjax.tuner import tuning
-from kvjax.tuner.solver import Costs, Setting, Solution, Space, solve
+from kvjax.tuner.solver import Costs, Limits, Setting, Solution, Space, solve
 
 SPACE = Space(groups=(1, 2, 4, 8), sigmas=(4, 8, 16), reuses=(100, 200, 300))
 
@@ -105,7 +105,8 @@ FOUND = tuning.Tuning(
     {(1, 4096): Solution(Setting(4, 8, 800), 1000, 0.001, 0.0003, 0.002, 0.5),
      (8, 4096): Solution(Setting(8, 16, 600), 900, 0.002, 0.0002, 0.002, 0.4),
      (8, 32768): Solution(Setting(16, 32, 400), 800, 0.003, 0.0001, 0.002, 0.3)},
-    tuning.Family(selected=400, bits=4, adapters={32: "adapters_32"}), relax=0.1, fingerprint="model",
+    tuning.Family(selected=400, bits=4, adapters={32: "adapters_32"}),
+    Limits(10**9, 0.2, Space(sigmas=(2, 3))), fingerprint="model",
 )
 
 
