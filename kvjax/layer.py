@@ -124,13 +124,11 @@ def in_memory(plan: LayerPlan, placement: Placement, prompts: Prompts, dtype: st
     return MemoryPool(key[0] if key else None, value, dtype)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 3))
-def packed(
-    plan: LayerPlan, placement: Placement, prompts: Prompts, dtype: str = "float32"
-) -> Num[Array, "B KB NB C X2"]:
-    """The same as blocks for a store, values beside keys, or alone."""
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def stored_rows(plan: LayerPlan, prompts: Prompts, dtype: str = "float32") -> Num[Array, "B KB T X2"]:
+    """What blocks of a store hold of each token: values beside keys, or alone."""
     kept = [rows.reshape(*rows.shape[:2], plan.spec.block_heads, -1) for rows in _kept(plan, prompts, dtype)]
-    return scatter_prompt(plan.spec, placement, jnp.concatenate(kept, axis=-1))
+    return jnp.concatenate(kept, axis=-1).swapaxes(1, 2)
 
 
 def _kept(plan: LayerPlan, prompts: Prompts, dtype: str) -> list[Num[Array, "B T K X"]]:
@@ -156,6 +154,13 @@ def choose(plan: LayerPlan, state: LayerState, q: Float[Array, "B H D"]) -> Choi
         return Choice(need, rows, None if bias is None else jnp.take_along_axis(bias, rows.rank[:, None], axis=-1))
 
     return each_sequence(one, (state, _grouped(q, spec)))
+
+
+def of_active(plan: LayerPlan, choice: Choice, active: Bool[Array, "B"]) -> Choice:
+    """The choice, and nothing for sequences that take no part in this step: no store should read for them."""
+    need = gated(choice.need, active, plan.spec.num_blocks)
+    rows = dataclasses.replace(choice.rows, valid=choice.rows.valid & active[:, None, None])
+    return dataclasses.replace(choice, need=need, rows=rows)
 
 
 @functools.partial(jax.jit, static_argnums=0)

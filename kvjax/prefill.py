@@ -197,12 +197,12 @@ def fill(
     state, placement = _filled(layer_plan, plan.dtype, weights, prompts, leader)
     if branch is None or not on_store(plan, i):
         return LayerCache(state, layer.in_memory(layer_plan, placement, prompts, plan.dtype))
-    blocks = layer.packed(layer_plan, placement, prompts, plan.dtype)
     leads = samples is not None and not layer_plan.follows
     retrieved = np.asarray(_retrieved(layer_plan, state, samples)) if leads else None
     heads = layer_plan.spec.block_heads
-    prompt = base.Prompt(np.asarray(state.pos[:, :heads]), None if retrieved is None else retrieved[:, :, :heads])
-    branch.write_layer(i, np.asarray(blocks), np.asarray(state.count[:, :heads]), prompt)
+    pos, rows = np.asarray(state.pos[:, :heads]), np.asarray(layer.stored_rows(layer_plan, prompts, plan.dtype))
+    prompt = base.Prompt(pos, None if retrieved is None else retrieved[:, :, :heads])
+    branch.write_layer(i, base.Gathered(rows, pos), np.asarray(state.count[:, :heads]), prompt)
     return LayerCache(state, slot_pool(plan, i, slots))
 
 

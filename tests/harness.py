@@ -38,7 +38,7 @@ from kvjax.methods import (
     StreamingLLM,
 )
 from kvjax.pool import Line, row_width
-from kvjax.store.base import Geometry, Prompt
+from kvjax.store.base import Gathered, Geometry, Prompt
 from kvjax.store.flash import FlashStore
 from kvjax.store.slots import SlotPool
 
@@ -173,9 +173,9 @@ class Sim:
             Geometry(1, batch, spec.block_heads, spec.num_blocks, spec.block_rows, row_width(spec, dtype),
                      packing.stored_type(dtype), spec.keeps_keys), "laws"
         )
-        blocks = layer.packed(self.plan, *placed, dtype)
+        rows = np.asarray(layer.stored_rows(self.plan, placed[1], dtype))
         count, pos = (np.asarray(one[:, : spec.block_heads]) for one in (state.count, state.pos))
-        self.branch.write_layer(0, np.asarray(blocks), count, Prompt(pos))
+        self.branch.write_layer(0, Gathered(rows, pos), count, Prompt(pos))
         pool = SlotPool.zeros(spec, batch, slots or spec.max_blocks + 1, dtype, policy, backend)
         self.cache = LayerCache(state, pool)
 

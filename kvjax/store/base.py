@@ -94,6 +94,38 @@ class Prompt:
 
 
 @dataclasses.dataclass(frozen=True)
+class Gathered:
+    """Blocks of a prompt that are put together when they are asked for, so that all of them are never in memory.
+
+    rows: [B, K, T, width] what blocks hold of each token.
+    pos: int32[B, K, NB, C] token in each row, -1 = a row of zeros.
+    """
+
+    rows: np.ndarray
+    pos: np.ndarray
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.pos.shape, self.rows.shape[-1])
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.rows.dtype
+
+    def take(self, ids: np.ndarray) -> np.ndarray:
+        """Blocks `[n, C, width]` by flat number over [B, K, NB]."""
+        pos = self.pos.reshape(-1, self.pos.shape[-1])[ids]
+        lanes = self.rows.reshape(-1, *self.rows.shape[2:])
+        found = lanes[ids[:, None] // self.pos.shape[2], pos]
+        found[pos < 0] = 0
+        return found
+
+    def all(self) -> np.ndarray:
+        """Blocks `[B, K, NB, C, width]`."""
+        return self.take(np.arange(self.pos[..., 0].size)).reshape(self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
 class Stats:
     """What a branch has moved since it was made; a fork starts at zero."""
 
@@ -179,7 +211,9 @@ class Branch(abc.ABC):
         _BRANCHES[self.handle] = self
 
     @abc.abstractmethod
-    def write_layer(self, layer: int, blocks: np.ndarray, counts: np.ndarray, prompt: Prompt | None = None) -> None:
+    def write_layer(
+        self, layer: int, blocks: np.ndarray | Gathered, counts: np.ndarray, prompt: Prompt | None = None
+    ) -> None:
         """Replaces a whole layer after prefill: blocks[B, K, NB, C, width] in the store's dtype, counts[B, K, NB] valid
         rows. Blocks with a count of 0 take no space; rows beyond the count read as zero; `prompt` matters for where
         bytes lie and for nothing else. Raises StoreError, and then the layer is as it was."""

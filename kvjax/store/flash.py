@@ -5,6 +5,7 @@ import math
 import os
 import tempfile
 import weakref
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy as np
 from kvjax.errors import ConfigError, WriteFailed
 from kvjax.store import emulation, profiles
 from kvjax.store.ahead import Reads
-from kvjax.store.base import Geometry
+from kvjax.store.base import Gathered, Geometry
 from kvjax.store.codec import Codec, make_codec
 from kvjax.store.creation import create_file, open_file
 from kvjax.store.extents import ExtentPool, run_starts
@@ -30,6 +31,7 @@ from kvjax.store.transaction import TransactionalBranch
 from kvjax.store.volume import Volume
 
 WRITE_BYTES = 4 << 20  # prefill is gathered and written in pieces of this size
+Take = Callable[[np.ndarray], np.ndarray]  # blocks [n, C, width] of a layer by number
 
 
 class FlashStore:
@@ -95,8 +97,10 @@ class FlashStore:
         not even `least_blocks` blocks would fit, which the caller is sure to write.
         """
         if self.layout == "sequential":
-            logs = self._create(log_geometry(geometry), fingerprint, least_blocks)
-            return SequentialBranch.over(geometry, logs)
+            pages = log_geometry(geometry)
+            full = max(0, least_blocks - geometry.layers * geometry.lanes)  # the last block of a lane may be a row
+            least_pages = max(1, full * geometry.block_rows // pages.block_rows)
+            return SequentialBranch.over(geometry, self._create(pages, fingerprint, least_pages))
         return self._create(geometry, fingerprint, least_blocks)
 
     def _create(self, geometry: Geometry, fingerprint: str, least_blocks: int) -> "FlashBranch":
@@ -125,6 +129,8 @@ class FlashStore:
         whole, StoreLocked, StoreClosed when there is no file, ReadFailed or WriteFailed. A damaged save is passed over
         with a warning.
         """
+        if self.layout == "sequential":
+            raise ConfigError("layout='sequential' is not saved, so that no file can be opened with it; use another")
         file, header = open_file(self.path, self.system, direct=self.direct, read_only=read_only)
         try:
             header.check(file.path, geometry, fingerprint, self.codec)
@@ -284,10 +290,11 @@ class FlashBranch(TransactionalBranch):
             counts = self._prefill_counts(blocks, counts).reshape(-1)
             start = self._layer_start(layer)
             self._drain()
-            self._replace(start, blocks.reshape(-1, geometry.block_rows, geometry.width), counts, retrieved)
+            flat = None if isinstance(blocks, Gathered) else blocks.reshape(-1, geometry.block_rows, geometry.width)
+            self._replace(start, blocks.take if flat is None else flat.__getitem__, counts, retrieved)
 
-    def _replace(self, start: int, blocks: np.ndarray, counts: np.ndarray, retrieved: np.ndarray | None) -> None:
-        """Writes blocks[n, C, width] with counts[n] > 0 to new extents, then lets ids start..start+n-1 be those."""
+    def _replace(self, start: int, take: Take, counts: np.ndarray, retrieved: np.ndarray | None) -> None:
+        """Writes the blocks n with counts[n] > 0 to new extents, then lets ids start..start+n-1 be those."""
         volume = self._volume
         filled = np.flatnonzero(counts > 0)
         with volume.lock:
@@ -297,7 +304,7 @@ class FlashBranch(TransactionalBranch):
         filled, extents = filled[order], extents[order]
         try:
             volume.file.check_room(int(np.count_nonzero(extents >= end)) * self.geometry.extent_bytes)
-            sums = self._write_blocks(start, blocks, counts, filled, extents)
+            sums = self._write_blocks(start, take, counts, filled, extents)
         except BaseException:
             with volume.lock:
                 volume.extents.release(extents)
@@ -309,8 +316,8 @@ class FlashBranch(TransactionalBranch):
             self._lineage.table.replace_layer(start, layer)
         volume.file.write_back()
 
-    def _write_blocks(self, start, blocks, counts, filled, extents) -> np.ndarray:
-        """Writes blocks[filled] to extents, a piece at a time; returns uint64 checksums."""
+    def _write_blocks(self, start, take: Take, counts, filled, extents) -> np.ndarray:
+        """Writes the filled blocks to extents, a piece at a time; returns uint64 checksums."""
         geometry, codec = self.geometry, self._volume.codec
         step = max(1, WRITE_BYTES // geometry.extent_bytes)
         buffer = np.zeros((min(step, filled.size), geometry.extent_bytes), np.uint8)
@@ -318,7 +325,7 @@ class FlashBranch(TransactionalBranch):
         for first in range(0, filled.size, step):
             piece = filled[first:first + step]
             payload = buffer[:piece.size, :geometry.block_bytes]
-            payload[:] = _kept(blocks[piece], counts[piece])
+            payload[:] = _kept(take(piece), counts[piece])
             images, sums[first:first + step] = codec.encode(buffer[:piece.size])
             self._write_runs(images, extents[first:first + step], codec.sizes(sums[first:first + step]), start + piece)
         rows, sizes = int(np.minimum(counts[filled], geometry.block_rows).sum()), codec.sizes(sums)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvjax.errors import StoreError
-from kvjax.store.base import PAGE_BYTES, Geometry, Prompt
+from kvjax.store.base import PAGE_BYTES, Gathered, Geometry, Prompt
 from kvjax.store.format import checksum
 from kvjax.store.transaction import Blocks, Rows, TransactionalBranch
 
@@ -177,10 +177,11 @@ class SequentialBranch(TransactionalBranch):
         return self._pages.codec
 
     def stats(self):
-        """I/O requests and bytes as of the pages; blocks and useful bytes as of the blocks that were put together."""
-        ours = super().stats()
-        return dataclasses.replace(self._pages.stats(), blocks_read=ours.blocks_read, bytes_useful=ours.bytes_useful,
-                                   read_seconds=ours.read_seconds)
+        """I/O requests and bytes as of the pages; blocks and useful bytes as of the blocks that were put together.
+        Prompts are put by the pages, tokens by this branch."""
+        ours, pages = super().stats(), self._pages.stats()
+        return dataclasses.replace(pages, blocks_read=ours.blocks_read, bytes_useful=ours.bytes_useful,
+                                   bytes_put=pages.bytes_put + ours.bytes_put, read_seconds=ours.read_seconds)
 
     def fork(self):
         with self._mutex:
@@ -195,6 +196,7 @@ class SequentialBranch(TransactionalBranch):
         geometry, pages = self.geometry, self._pages.geometry
         with self._mutex:
             counts = self._prefill_counts(blocks, counts)
+            blocks = blocks.all() if isinstance(blocks, Gathered) else blocks
             valid = (np.arange(geometry.block_rows) < counts[..., None]).reshape(geometry.lanes, -1)
             valid &= blocks.reshape(*valid.shape, -1).any(-1)
             order = np.arange(valid.shape[1]) if prompt is None else prompt.pos.reshape(valid.shape)

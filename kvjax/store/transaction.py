@@ -13,7 +13,7 @@ import time
 import numpy as np
 
 from kvjax.errors import FormatMismatch, StaleCache, StoreClosed, StoreError
-from kvjax.store.base import Branch, Event, Geometry, Stats, Tally
+from kvjax.store.base import Branch, Event, Gathered, Geometry, Stats, Tally
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,12 +262,12 @@ class TransactionalBranch(Branch):
             raise FormatMismatch(f"{name} has shape {array.shape}, the store expects {shape}")
         return array
 
-    def _expect(self, name: str, array: np.ndarray, shape: tuple[int, ...]) -> None:
+    def _expect(self, name: str, array: np.ndarray | Gathered, shape: tuple[int, ...]) -> None:
         if array.shape != shape or array.dtype != self.geometry.numpy_dtype:
             raise FormatMismatch(f"{name} is {array.dtype}{list(array.shape)}, the store expects "
                                  f"{self.geometry.dtype}{list(shape)}")
 
-    def _prefill_counts(self, blocks: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    def _prefill_counts(self, blocks: np.ndarray | Gathered, counts: np.ndarray) -> np.ndarray:
         """Valid rows `[B, K, NB]` of a prefill; raises what was saved, and FormatMismatch on misshapen arrays."""
         geometry = self.geometry
         shape = (geometry.batch, geometry.kv_heads, geometry.num_blocks)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvjax.errors import ChecksumMismatch
+from kvjax.errors import ChecksumMismatch, ConfigError
 from kvjax.store.base import Geometry, Prompt
 from kvjax.store.flash import FlashStore
 from kvjax.store.format import HEADER_BYTES
@@ -48,6 +48,19 @@ def test_the_logs_have_room_for_every_row():
     wide = log_geometry(Geometry(1, 1, 1, 3, 5, 2048, "float32"))
     assert (wide.num_blocks, wide.block_rows) == (15, 1)
     assert "tokens of log page 5" in logs.describe(11)
+
+
+def test_tokens_count_as_put(driver):
+    prefill_striped(driver)
+    before = driver.branch.stats().bytes_put
+    assert before == 2 * 32 * GEOMETRY.row_bytes
+    driver.append(4, 0, 1.0)
+    assert driver.branch.stats().bytes_put - before == 2 * GEOMETRY.row_bytes
+
+
+def test_files_are_not_opened(tmp_path):
+    with pytest.raises(ConfigError, match="sequential"):
+        FlashStore(tmp_path / "cache.kv", layout="sequential").open()
 
 
 def test_tokens_lie_in_the_file_in_their_order(driver, tmp_path):
