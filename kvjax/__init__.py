@@ -6,7 +6,8 @@
 """
 
 from kvjax.attend import AttentionCache, attend, init_cache, prefill_cache
-from kvjax.llm import LLM, Cache, Result, load, save
+from kvjax.errors import KvjaxError, StoreError
+from kvjax.llm import LLM, Cache, Result, Scores, Usage, load, save
 from kvjax.method import Method
 from kvjax.methods import METHODS
 from kvjax.methods.arkvale import ArkVale as arkvale
@@ -33,6 +34,7 @@ from kvjax.methods.shadowkv import ShadowKV as shadowkv
 from kvjax.methods.snapkv import SnapKV as snapkv
 from kvjax.methods.streaming_llm import StreamingLLM as streaming_llm
 from kvjax.planning import Slots
+from kvjax.prefill import Reading
 from kvjax.sampling import Sampling
 from kvjax.store.flash import FlashStore
 from kvjax.store.host import HostStore
@@ -47,10 +49,15 @@ __all__ = [
     "Cache",
     "FlashStore",
     "HostStore",
+    "KvjaxError",
     "Method",
+    "Reading",
     "Result",
     "Sampling",
+    "Scores",
     "Slots",
+    "StoreError",
+    "Usage",
     "arkvale",
     "attend",
     "chunkkv",

@@ -5,7 +5,8 @@
     out, cache = kvjax.attend(cache, q, k, v)
 
 Keys and queries come with their position already applied; blocks are kept in memory. All three
-functions are pure and may be used under `jax.jit`; they are compiled where they are not.
+functions are pure and may be used under `jax.jit`; they are compiled where they are not. What a method
+says of other layers (`dense_layers`, `lookahead`, `reuse`) has no effect here, where there is one.
 """
 
 import dataclasses
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import layer, order, packing
+from kvjax.errors import PromptError
 from kvjax.layer import LayerCache, LayerPlan, Prompts
 from kvjax.method import Method
 from kvjax.models.config import RopeConfig
@@ -52,7 +54,6 @@ def _empty(plan: LayerPlan, batch: int, dtype: str) -> AttentionCache:
     return AttentionCache(LayerCache(layer.init(plan, batch, dtype), pool), jnp.zeros(batch, jnp.int32), plan)
 
 
-@jax.jit
 def prefill_cache(
     cache: AttentionCache, key: Float[Array, "B T K D"], value: Float[Array, "B T K D"], length: Int32[Array, "B"],
     query: Float[Array, "B T H D"] | None = None,
@@ -60,11 +61,21 @@ def prefill_cache(
     """A cache that holds prompts of `length[b] <= T` tokens; what the given cache held is dropped.
 
     `query` is for methods that look at the prompt's queries (`Method.observation`): InfLLM needs them, InfiniGen goes
-    by the keys alone without them.
+    by the keys alone without them. Raises PromptError for lengths beyond T or the capacity; under `jax.jit`, where
+    nobody knows them, tokens beyond either are lost.
     """
+    length = jnp.asarray(length, jnp.int32)
+    most = min(key.shape[1], cache.plan.spec.capacity)
+    if not isinstance(length, jax.core.Tracer) and int(jnp.max(length)) > most:
+        raise PromptError(f"length={int(jnp.max(length))} is beyond the {key.shape[1]} given tokens or "
+                          f"capacity={cache.plan.spec.capacity}; give all tokens, or raise the capacity")
+    return _prefilled(cache, key, value, length, query)
+
+
+@jax.jit
+def _prefilled(cache: AttentionCache, key, value, length, query) -> AttentionCache:
     dtype = cache.layer.pool.dtype
     state = layer.init(cache.plan, key.shape[0], dtype)
-    length = jnp.asarray(length, jnp.int32)
     if query is not None:
         query = layer.last_queries(query, length, cache.plan.method.observation)
     filled = layer.prefill_memory(cache.plan, state, Prompts(key, value, length, query=query), dtype)
@@ -75,10 +86,14 @@ def prefill_cache(
 def attend(
     cache: AttentionCache, q: Float[Array, "B H D"], key: Float[Array, "B K D"], value: Float[Array, "B K D"]
 ) -> tuple[Float[Array, "B H D"], AttentionCache]:
-    """Attention of the newest token over the cache, and the cache with that token in it."""
+    """Attention of the newest token over the cache, and the cache with that token in it.
+
+    A cache that is full has no place for it: the output of a token beyond the capacity is NaN.
+    """
     line = Line(jnp.int32(-1), jnp.int32(0))
     at, zero = cache.length, jnp.int32(0)
     out, read, fresh, _, report = layer.read(cache.plan, cache.layer, q, key, value, at, zero, line)
     gate = jnp.ones(at.shape, bool) & order.exists(out) & order.positions_exist([report.selected])
     written, _ = layer.write(cache.plan, read, fresh, at, gate, zero, line)
-    return out, dataclasses.replace(cache, layer=written, length=at + 1)
+    fits = (at < cache.plan.spec.capacity)[:, None, None]
+    return jnp.where(fits, out, jnp.nan), dataclasses.replace(cache, layer=written, length=at + 1)

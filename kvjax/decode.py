@@ -8,6 +8,7 @@ layer before they write any, so that a token either happens in all layers or in 
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Literal
 
 import jax
@@ -15,11 +16,12 @@ import jax.numpy as jnp
 
 from kvjax import layer, order
 from kvjax.errors import ConfigError, StoreClosed, StoreError
-from kvjax.layer import Report
+from kvjax.layer import LayerCache, Report
+from kvjax.method import Placement
 from kvjax.models.transformer import Block, Transformer
 from kvjax.parking import Desk, is_parked
 from kvjax.planning import Plan, State
-from kvjax.pool import Line, Pool
+from kvjax.pool import Line, Pool, gated
 from kvjax.prefill import embed, unembed
 from kvjax.store import base
 from kvjax.store.slots import SlotPool
@@ -46,11 +48,14 @@ def step(
 
     With `donate` the given state's memory is reused and the value must not be used again. The step
     is committed to the store, or aborted there; a failed read raises the store's typed error, whose
-    `state` attribute is the cache as it was, ready for a retry.
+    `state` attribute is the cache as it was, ready for a retry. Where a read was fine and the commit
+    fails, the given state is what is left, unless it was donated or has parked layers.
     """
     active = jnp.ones(plan.batch, bool) if active is None else jnp.asarray(active)
-    run = {"staged": _staged, "fused": _fused}[driver]
-    result = run(plan, params, state, jnp.asarray(tokens, jnp.int32), active, donate)
+    drivers = {"staged": _staged, "fused": _fused}
+    if driver not in drivers:
+        raise ConfigError(f"unknown driver {driver!r}; use {' or '.join(drivers)}")
+    result = drivers[driver](plan, params, state, jnp.asarray(tokens, jnp.int32), active, donate)
     if uses_store(result.state):
         settle(result.state, bool(result.ok))
     return result
@@ -83,7 +88,11 @@ def settle(state: State, ok: bool) -> None:
     if branch is None:
         raise StoreClosed("the store of this cache was closed; prefill again, or keep the store open")
     if ok:
-        branch.commit(generation - 1)
+        try:
+            branch.commit(generation - 1)
+        except StoreError:
+            branch.abort(generation - 1)  # the token is over, and another one may be tried in its place
+            raise
         return
     branch.abort(generation)
     error = branch.take_error() or StoreError("a read failed, and the store kept no reason")
@@ -91,7 +100,7 @@ def settle(state: State, ok: bool) -> None:
     raise error
 
 
-def _read(config, layer_plan, next_plan, params, next_params, cache, next_cache, x, choice, at, number, line):
+def _read(config, layer_plan, next_plan, params, next_params, cache, next_cache, x, choice, at, number, line, active):
     """One layer of a token up to its output.
 
     Begins with a look at the next layer, if there is anything to choose or to read there; `choice` is what the previous
@@ -102,17 +111,17 @@ def _read(config, layer_plan, next_plan, params, next_params, cache, next_cache,
     if choice is None and layer_plan.method.lookahead and _prefetches(cache.pool, "layer"):
         # The first layer, which nobody looked ahead at: its reads should not queue behind those of the next one.
         projected = _project(config, params, x, at)
-        choice = layer.choose(layer_plan, cache.state, projected[0])
+        choice = _choose(layer_plan, cache.state, projected[0], active)
         x = order.after(cache.pool.submit(choice.need, number, line), x)
     if next_plan is not None and not next_plan.follows:
         q = _queries(config, next_params, x, at)
-        seen = layer.choose(next_plan, next_cache.state, q)
+        seen = _choose(next_plan, next_cache.state, q, active)
         next_choice = seen if next_plan.method.lookahead else None
         if _prefetches(next_cache.pool, "layer"):
             x = order.after(next_cache.pool.submit(seen.need, number + 1, line), x)
     q, key, value = _project(config, params, x, at) if projected is None else projected
     if choice is None:
-        choice = layer.choose(layer_plan, cache.state, q)
+        choice = _choose(layer_plan, cache.state, q, active)
     else:  # made earlier: without this the wait for its blocks could come before all computing
         ready = order.exists(q) & order.exists(x)
         choice = dataclasses.replace(choice, need=jnp.where(ready, choice.need, layer_plan.spec.num_blocks))
@@ -122,9 +131,13 @@ def _read(config, layer_plan, next_plan, params, next_params, cache, next_cache,
         if _prefetches(next_cache.pool, "layer"):
             out = order.after(next_cache.pool.submit(choice.need, number + 1, line), out)
     if _prefetches(cache.pool, "step"):
-        likely = jnp.where(ok, layer.runners_up(layer_plan, cache.state, q), layer_plan.spec.num_blocks)
+        likely = gated(layer.runners_up(layer_plan, cache.state, q), ok & active, layer_plan.spec.num_blocks)
         out = order.after(cache.pool.submit(likely, number, line), out)
     return _finish(config, params, x, out), cache, fresh, ok, report, next_choice
+
+
+def _choose(layer_plan, state, q, active):
+    return layer.of_active(layer_plan, layer.choose(layer_plan, state, q), active)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -198,7 +211,7 @@ def _layer_by_layer(plan, params, state, desk, tokens, active, donate):
         following = _following(plan, params, state.layers, i, desk.open)
         x, one, new, ok, report, choice = read(
             plan.config, layer_plan, following[0], params[f"layers_{i}"], following[1], one, following[2], x, choice,
-            at, number, state.line,
+            at, number, state.line, active,
         )
         desk.put(i, one)
         fresh.append(new)
@@ -207,16 +220,22 @@ def _layer_by_layer(plan, params, state, desk, tokens, active, donate):
     logits = unembed(plan.config, params, x)
     ok, gate, line, length = _close(oks, active, state.line, at)
     desk.commit()
+    numbers = _numbers(len(plan.layers))
+    write_layers(plan, desk, lambda i, cache, leader: write(
+        plan.layers[i], cache, fresh[i], at, gate, numbers[i], state.line, tokens, leader
+    ))
+    return Step(logits, State(desk.layers, length, line), ok, tuple(reports))
+
+
+def write_layers(plan: Plan, desk: Desk, write: Callable[[int, LayerCache, Placement | None], tuple]) -> None:
+    """Has `write(i, cache, leader)` give the cache of every layer, and where tokens went for layers that follow it."""
     leader = None
     for i, layer_plan in enumerate(plan.layers):
-        number = _numbers(len(plan.layers))[i]
-        leader = leader if layer_plan.follows else None
-        one = desk.open(i)
+        cache = desk.open(i)
         desk.begin(i + 1)
-        one, leader = write(layer_plan, one, fresh[i], at, gate, number, state.line, tokens, leader)
-        desk.put(i, one)
+        cache, leader = write(i, cache, leader if layer_plan.follows else None)
+        desk.put(i, cache)
     desk.commit()
-    return Step(logits, State(desk.layers, length, line), ok, tuple(reports))
 
 
 def _following(plan: Plan, params, layers, i: int, open_layer):
@@ -248,7 +267,7 @@ def _fused_token(plan, params, state, tokens, active):
         following = _following(plan, params, state.layers, i, state.layers.__getitem__)
         x, layers[i], new, fine, report, choice = _read(
             plan.config, layer_plan, following[0], params[f"layers_{i}"], following[1], layers[i], following[2], x,
-            choice, at, jnp.int32(i), state.line,
+            choice, at, jnp.int32(i), state.line, active,
         )
         ok = ok & fine
         fresh.append(new)

@@ -25,7 +25,8 @@ class StoreError(KvjaxError, OSError):
     """Base of what a block store can report; names file, block, offset and cause.
 
     Attributes:
-      state: after a failed decode step, the cache as it was before it, ready for a retry.
+      state: after a failed read, the cache as it was before the token, ready for a retry; None where something else
+        failed, as writing what was decoded.
     """
 
     state: object | None = None

@@ -91,14 +91,9 @@ def _layer_by_layer(plan: Plan, params, state: State, desk: Desk, tokens, count)
         ok = ok & fine
     last = jnp.take_along_axis(x, jnp.maximum(count - 1, 0)[:, None, None], axis=1)[:, 0]
     desk.commit()
-    leader = None
-    for i, one in enumerate(plan.layers):
-        leader = leader if one.follows else None
-        cache = desk.open(i)
-        desk.begin(i + 1)
-        cache, leader = _write(one, cache, fresh[i], tokens, at, count, ok, jnp.int32(i), line, leader)
-        desk.put(i, cache)
-    desk.commit()
+    decode.write_layers(plan, desk, lambda i, cache, leader: _write(
+        plan.layers[i], cache, fresh[i], tokens, at, count, ok, jnp.int32(i), state.line, leader
+    ))
     line = Line(line.handle, line.generation + ok)
     return State(desk.layers, jnp.where(ok, at + count, at), line), unembed(plan.config, params, last), ok
 
@@ -113,7 +108,7 @@ def _read(config, plan: LayerPlan, params, cache: LayerCache, x, at, count, numb
     pos = at[:, None] + jnp.arange(size, dtype=jnp.int32)
     q, key, value = block.apply({"params": params}, x, pos, method="project")
     if choice is None:
-        choice = _choose(plan, cache.state, q, count)
+        choice = layer.of_active(plan, _choose(plan, cache.state, q, count), count > 0)
     pool, slot, ok, _ = cache.pool.fetch(choice.need, cache.state.count, number, line)
     cache = LayerCache(cache.state, pool)
     folded = _folded(plan.spec, q)

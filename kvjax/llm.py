@@ -5,12 +5,13 @@
     llm.generate(question, cache).text
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
 import jax
@@ -82,18 +83,21 @@ class Cache:
 
     def close(self) -> None:
         """Gives the store's blocks back. Forks live on."""
-        parking.close(self.state.layers)
-        if self.branch is not None:
-            self.branch.close()
+        try:
+            parking.close(self.state.layers)
+        finally:
+            if self.branch is not None:
+                self.branch.close()
 
 
 @dataclasses.dataclass(frozen=True)
 class Usage:
-    """What a generation cost; means are over steps, layers and KV heads."""
+    """What a generation cost; means are over tokens, layers and KV heads."""
 
-    steps: int  # tokens decoded, the question's included
+    steps: int
+    tokens: int  # decoded in all sequences, the questions' included
     seconds: float
-    attended_tokens: float  # per KV head and step
+    attended_tokens: float  # per KV head and token
     blocks_needed: int
     blocks_read: int  # of these, not resident
     store: Stats | None
@@ -101,7 +105,7 @@ class Usage:
 
     @property
     def tokens_per_s(self) -> float:
-        return self.steps / self.seconds
+        return self.tokens / self.seconds
 
     @property
     def hit_rate(self) -> float:
@@ -110,10 +114,15 @@ class Usage:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """An answer: its text (one string per sequence for a batch), its tokens, and the cache after it."""
+    """An answer: its text (one string per sequence for a batch), its tokens, and the cache after it.
+
+    A token is fed when the next one is to be drawn. So the last one of an answer that ends otherwise than by an
+    end-of-text token is not in the cache yet: it is `pending`, and goes before the next question.
+    """
 
     text: str | list[str]
     tokens: list[list[int]]
+    pending: list[list[int]]  # none or one for each sequence
     cache: Cache
     usage: Usage
 
@@ -152,13 +161,27 @@ class LLM:
             raise FormatMismatch(f"the tuning is for the model {tuning.fingerprint!r}, not for {self.fingerprint!r}; "
                                  "run configs/tune.py with this model")
 
-    def encode(self, text: str | Sequence[int], start: bool) -> list[int]:
+    def encode(self, text: str | Sequence[int] | Array, start: bool) -> list[int]:
         """Token ids; a sequence of ids is taken as it is. `start` adds the beginning-of-text token."""
         if not isinstance(text, str):
-            return list(text)
+            return self._known(text)
         if self.tokenizer is None:
             raise ConfigError("this model has no tokenizer.json; give token ids instead of text")
         return self.tokenizer.encode(text, add_special_tokens=start)
+
+    def _known(self, ids: Sequence[int] | Array) -> list[int]:
+        """Token ids, all of which the model has."""
+        known, size = [int(one) for one in np.asarray(ids)], self.config.vocab_size
+        unknown = [one for one in known if not 0 <= one < size]
+        if unknown:
+            raise PromptError(f"token id {unknown[0]} is none of the model's, which are 0 to {size - 1}; encode the "
+                              "text with the model's own tokenizer")
+        return known
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Token ids that end a generation: those of the model's files, else the tokenizer's own."""
+        return self.config.eos_token_ids or (self.tokenizer.eos_ids if self.tokenizer else ())
 
     def read(self, context) -> Reading:
         """Reads a context (text, token ids, or a list of either) densely; `prefill` takes the result in its place.
@@ -197,9 +220,10 @@ class LLM:
         Raises PromptError, ConfigError, FormatMismatch for a method or a reading of another model, or a StoreError
         before anything is written.
         """
+        check_kinds(method, store, slots)
         reading, rest = self._opening(context, chunk)
         lengths = [n + len(more) for n, more in zip(np.asarray(reading.length).tolist(), rest, strict=True)]
-        capacity = capacity or max(lengths) + 1024
+        capacity = max(lengths) + 1024 if capacity is None else capacity
         if method is None:
             method, slots = self._default(len(lengths), capacity, slots)
         method.check_model(self.fingerprint)
@@ -260,9 +284,7 @@ class LLM:
         The given cache stays as it is. Raises PromptError beyond the capacity, ConfigError for methods that need single
         tokens, or a StoreError.
         """
-        rows = [self.encode(row, start=False) for row in _rows(text)]
-        if len(rows) != cache.plan.batch:
-            raise PromptError(f"{len(rows)} texts for {cache.plan.batch} cached sequences; give one each")
+        rows = self._asked("texts", text, cache)
         fork = cache.fork()
         try:
             return self._extended(fork, rows, chunk)
@@ -295,22 +317,22 @@ class LLM:
 
     def generate(
         self, question, cache: Cache, *, max_new_tokens: int = 64, sampling: Sampling = GREEDY, seed: int = 0,
-        driver: Driver = "staged", stop: Sequence[str] = (), observer: Observer | None = None,
+        driver: Driver = "staged", stop: str | Sequence[str] = (), observer: Observer | None = None,
     ) -> Result:
         """Feeds the question token by token through the cache, then answers. The given cache stays as it is.
 
         Generation of a sequence ends at an end-of-text token, after text that contains one of `stop`,
-        or after `max_new_tokens`. Raises PromptError if question and answer exceed the capacity.
+        or after `max_new_tokens`. Raises PromptError if question and answer exceed the capacity, FormatMismatch for
+        another model's cache, ConfigError or a StoreError.
         """
-        questions = [self.encode(row, start=False) for row in _rows(question)]
-        if len(questions) != cache.plan.batch:
-            raise PromptError(f"{len(questions)} questions for {cache.plan.batch} cached sequences; give one each")
+        questions = self._asked("questions", question, cache)
         self._check_room(cache, questions, max_new_tokens)
-        run = _Generation(self, cache.fork(), driver, observer)
-        run.feed(questions)
-        tokens = run.answer(max_new_tokens, sampling, jax.random.key(seed), stop)
-        text = [self.tokenizer.decode(row) if self.tokenizer else "" for row in tokens]
-        return Result(text if _is_batch(question) else text[0], tokens, run.cache, run.usage())
+        with _running(self, cache, driver, observer) as run:
+            run.feed(questions)
+            stop = (stop,) if isinstance(stop, str) else tuple(stop)
+            tokens, pending = run.answer(max_new_tokens, sampling, jax.random.key(seed), stop)
+            text = [self.tokenizer.decode(row) if self.tokenizer else "" for row in tokens]
+            return Result(text if _is_batch(question) else text[0], tokens, pending, run.cache, run.usage())
 
     def score(
         self, continuation, cache: Cache, *, driver: Driver = "staged", observer: Observer | None = None
@@ -320,13 +342,13 @@ class LLM:
         Each token is predicted from what the method selects, which a parallel forward pass never exercises. The last
         one of each text is not fed. The given cache stays as it is. Raises as `generate` does.
         """
-        rows = [self.encode(row, start=False) for row in _rows(continuation)]
-        if len(rows) != cache.plan.batch or not all(rows):
-            raise PromptError(f"{len(rows)} texts for {cache.plan.batch} cached sequences; give one each, none empty")
+        rows = self._asked("texts", continuation, cache)
+        if not all(rows):
+            raise PromptError("a text to score is empty; give at least one token of each")
         self._check_room(cache, rows, 0)
-        run = _Generation(self, cache.fork(), driver, observer)
-        logprobs, greedy = run.force(rows)
-        return Scores(logprobs, greedy, run.cache, run.usage())
+        with _running(self, cache, driver, observer) as run:
+            logprobs, greedy = run.force(rows)
+            return Scores(logprobs, greedy, run.cache, run.usage())
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -335,6 +357,16 @@ class LLM:
         for leaf in jax.tree.leaves(self.params):
             digest.update(np.asarray(leaf.reshape(-1)[:: max(1, leaf.size // _SAMPLE)]).tobytes())
         return f"{digest.hexdigest()[:16]}-{self.tokenizer.fingerprint if self.tokenizer else 'none'}"
+
+    def _asked(self, kind: str, text, cache: Cache) -> list[list[int]]:
+        """The token ids of one text for each sequence of a cache that is this model's."""
+        if cache.fingerprint != self.fingerprint:
+            raise FormatMismatch(f"the cache is of the model {cache.fingerprint!r}, not of {self.fingerprint!r}; "
+                                 "prefill with this one")
+        rows = [self.encode(row, start=False) for row in _rows(text)]
+        if len(rows) != cache.plan.batch:
+            raise PromptError(f"{len(rows)} {kind} for {cache.plan.batch} cached sequences; give one each")
+        return rows
 
     def _check_room(self, cache, questions, max_new_tokens):
         needed = max(n + len(q) for n, q in zip(cache.length, questions, strict=True)) + max_new_tokens
@@ -351,7 +383,8 @@ class _Generation:
     def __init__(self, llm: LLM, cache: Cache, driver: Driver, observer: Observer | None):
         self.llm, self.cache, self.driver, self.observer = llm, cache, driver, observer
         self.reports: list[list[tuple[Array, Traffic]]] = []
-        self.started, self.steps = time.perf_counter(), 0
+        self.active: list[np.ndarray] = []  # of every step
+        self.started = time.perf_counter()
 
     def step(self, tokens: np.ndarray, active: np.ndarray) -> None:
         """One token of every active sequence; logits of the others stay."""
@@ -362,7 +395,7 @@ class _Generation:
         logits = jnp.where(jnp.asarray(active)[:, None], done.logits, self.cache.logits)
         self.cache = dataclasses.replace(self.cache, state=done.state, logits=logits)
         self.reports.append([(r.attended, r.traffic) for r in done.reports])
-        self.steps += 1
+        self.active.append(active.copy())
         if self.observer is not None:
             self.observer(done, tokens)
 
@@ -377,27 +410,29 @@ class _Generation:
         logprobs, greedy = np.zeros(tokens.shape, np.float32), np.zeros(tokens.shape, bool)
         for i, column in enumerate(tokens.T):
             logits = self.cache.logits
-            chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.asarray(column)[:, None], axis=1)[:, 0]
+            likely = jax.nn.log_softmax(logits.astype(jnp.float32))
+            chosen = jnp.take_along_axis(likely, jnp.asarray(column)[:, None], axis=1)[:, 0]
             logprobs[:, i], greedy[:, i] = chosen, np.asarray(jnp.argmax(logits, axis=1)) == column
             if i + 1 < length.max():
                 self.step(column, i + 1 < length)
         return _cut(logprobs, length), _cut(greedy, length)
 
-    def answer(self, limit: int, how: Sampling, key, stop: Sequence[str]) -> list[list[int]]:
+    def answer(self, limit: int, how: Sampling, key, stop: Sequence[str]) -> tuple[list[list[int]], list[list[int]]]:
+        """The tokens of every answer, and those of them that were not fed."""
         tokens: list[list[int]] = [[] for _ in range(self.cache.plan.batch)]
-        active = np.ones(self.cache.plan.batch, bool)
+        pending: list[list[int]] = [[] for _ in tokens]
+        active = np.ones(len(tokens), bool)
         for i in range(limit):
             drawn = np.asarray(sampling.sample(how, self.cache.logits, jax.random.fold_in(key, i)))
             for row in np.flatnonzero(active):
-                if drawn[row] in self.llm.config.eos_token_ids:
-                    active[row] = False
-                else:
-                    tokens[row].append(int(drawn[row]))
-                    active[row] = not self._stopped(tokens[row], stop)
+                ended = drawn[row] in self.llm.eos_ids
+                pending[row] = [] if ended else [int(drawn[row])]
+                tokens[row] += pending[row]
+                active[row] = not ended and not self._stopped(tokens[row], stop)
             if not active.any() or i + 1 == limit:
                 break
             self.step(drawn, active)
-        return tokens
+        return tokens, pending
 
     def _stopped(self, tokens: list[int], stop: Sequence[str]) -> bool:
         if not stop or self.llm.tokenizer is None:
@@ -409,28 +444,50 @@ class _Generation:
         jax.block_until_ready(self.cache.state)
         seconds = time.perf_counter() - self.started
         reports = jax.device_get(self.reports)
-        attended = [np.mean(a) for step in reports for a, _ in step]
+        attended = [a[active] for step, active in zip(reports, self.active, strict=True) for a, _ in step]
         needed = sum(int(t.requested.sum()) for step in reports for _, t in step)
         missed = sum(int(t.missed.sum()) for step in reports for _, t in step)
         branch = self.cache.branch
         return Usage(
-            self.steps, seconds, float(np.mean(attended)) if attended else 0.0, needed, missed,
+            len(reports), int(np.sum(self.active)), seconds,
+            float(np.mean(np.concatenate(attended))) if attended else 0.0, needed, missed,
             None if branch is None else branch.stats(), parking.stats(self.cache.state.layers),
         )
 
 
+@contextlib.contextmanager
+def _running(llm: LLM, cache: Cache, driver: Driver, observer: Observer | None) -> Iterator[_Generation]:
+    """A run over a fork of the cache, which is closed if the run fails."""
+    run = _Generation(llm, cache.fork(), driver, observer)
+    try:
+        yield run
+    except BaseException:
+        run.cache.close()
+        raise
+
+
+def check_kinds(method, store, slots) -> None:
+    """Raises ConfigError for arguments of `prefill` that are no method or store, or have no effect."""
+    if not isinstance(method, Method | None):
+        raise ConfigError(f"method={method!r} is no method; give one such as kvjax.quest(budget=256)")
+    if not isinstance(store, Store | None):
+        raise ConfigError(f"store={store!r} is no store; give one such as kvjax.FlashStore(path), or None for memory")
+    if slots is not None and store is None:
+        raise ConfigError("slots are for blocks on a store; give a store such as kvjax.HostStore() beside them")
+
+
 def _least_blocks(plan: Plan, lengths: list[int]) -> int:
     """How many blocks of a store the prompts fill at least, were every block full."""
-    total = 1
+    total = 0
     for i, one in enumerate(plan.layers):
         if planning.on_store(plan, i) and not one.method.evicts:
             middle = [max(0, length - one.spec.sinks - one.spec.window) for length in lengths]
-            total += one.spec.kv_heads * sum(-(-tokens // one.spec.block_rows) for tokens in middle)
-    return total
+            total += one.spec.block_heads * sum(-(-tokens // one.spec.block_rows) for tokens in middle)
+    return max(1, total)
 
 
 def _is_batch(text) -> bool:
-    return not isinstance(text, str) and len(text) > 0 and not isinstance(text[0], (int, np.integer))
+    return not isinstance(text, str) and len(text) > 0 and (isinstance(text[0], str) or np.ndim(text[0]) > 0)
 
 
 def _rows(text) -> list:
@@ -453,18 +510,29 @@ def _cut(table: np.ndarray, length: np.ndarray) -> list[np.ndarray]:
 def load(path: str | os.PathLike, dtype=jnp.float32, tuning: str | os.PathLike | None = None) -> LLM:
     """Loads a local Hugging Face model directory, and what `kvjax.tune` chose for it, if that is given.
 
-    Raises CheckpointError naming file and tensor, ReadFailed or FormatMismatch for the tuning.
+    `dtype` is that of the weights, as "bfloat16". Raises CheckpointError naming file and tensor, ConfigError for an
+    unknown type, ReadFailed or FormatMismatch for the tuning.
     """
     from kvjax import tuner  # which runs models, and so imports this module
 
     tuned = None if tuning is None else tuner.load(tuning)
     config = hf_config.read_config(path)
-    params = checkpoint.load_params(path, config, dtype)
+    params = checkpoint.load_params(path, config, _float_type(dtype))
     return LLM(config, params, TextTokenizer.from_directory(path), tuned)
+
+
+def _float_type(dtype) -> jnp.dtype:
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or not jnp.issubdtype(found, jnp.floating):
+        raise ConfigError(f"dtype={dtype!r} is no type of weights; use float32, bfloat16 or float16")
+    return found
 
 
 def save(llm: LLM, path: str | os.PathLike, dtype: str = "float32") -> None:
     """Writes a directory that `load` and transformers read."""
     checkpoint.save_params(llm.params, llm.config, path, dtype)
     if llm.tokenizer is not None:
-        llm.tokenizer.tokenizer.save(os.path.join(path, "tokenizer.json"))
+        llm.tokenizer.save(path)

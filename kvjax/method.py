@@ -195,6 +195,11 @@ class Method(abc.ABC):
             raise ConfigError(f"unknown aggregation {self.aggregation!r}; use one of {', '.join(AGGREGATIONS)}")
         if self.sinks < 0 or self.window < 2:
             raise ConfigError(f"sinks={self.sinks} must be >= 0 and window={self.window} >= 2")
+        for name in ("page", "chunk", "group", "cluster", "block"):  # tokens; most methods have one of them
+            if getattr(self, name, 1) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.dense_layers < 0:
+            raise ConfigError(f"dense_layers={self.dense_layers} must not be negative")
         if self.reuse < 1 or (self.reuse > 1 and self.adaptive):
             raise ConfigError(f"reuse={self.reuse} must be at least 1, and 1 for {self.name} if it rewrites blocks, "
                               "as each layer then does so in its own way")
@@ -220,9 +225,10 @@ class Method(abc.ABC):
         budget = capacity if self.budget is None else self.budget
         rows = max(0, min(budget, capacity) - self.sinks - self.window)
         num_blocks, block_rows, max_blocks, held = self.blocks(capacity, rows)
+        max_blocks = max_blocks if self.max_blocks is None else self.max_blocks
         tables = 1 if self.places_alike else kv_heads
         spec = Spec(
-            kv_heads, group, head_dim, num_blocks, block_rows, min(self.max_blocks or max_blocks, num_blocks), held,
+            kv_heads, group, head_dim, num_blocks, block_rows, min(max_blocks, num_blocks), held,
             self.sinks, self.window, budget, capacity, tables, tables if self.fetches_alike else kv_heads,
             self.keeps_keys,
         )

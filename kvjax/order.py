@@ -19,7 +19,7 @@ def after(token: Int32[Array, ""], x: Array) -> Array:
 
 def exists(x: Array) -> Bool[Array, ""]:
     """True once `x` has been computed. No hidden state has this bit pattern, but the compiler cannot know that."""
-    return jax.lax.bitcast_convert_type(jnp.sum(x), jnp.int32) != -0x7FEDCBA9
+    return jax.lax.bitcast_convert_type(jnp.sum(x, dtype=jnp.float32), jnp.int32) != -0x7FEDCBA9
 
 
 def positions_exist(selected: Iterable[Int32[Array, "B K N"]]) -> Bool[Array, ""]:

@@ -17,6 +17,7 @@ import os
 import pathlib
 import shutil
 import uuid
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,6 +45,7 @@ from kvjax.store.tiers import TieredPool
 from kvjax.typing import Array
 
 VERSION = 1
+_NOT_SAVED = "not saved"  # marks a setting that JSON cannot hold
 BLOCKS, MANIFEST, STATE = "blocks.kv", "cache.json", "state-"
 
 
@@ -95,6 +97,8 @@ def _saving(directory: pathlib.Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as cause:
             raise StoreLocked(f"{directory} is being saved to by somebody else; try again or choose another") from cause
+        except OSError as cause:
+            raise WriteFailed(f"{directory} cannot be locked: {cause}; choose one on another file system") from cause
         yield
     finally:
         os.close(descriptor)
@@ -154,7 +158,10 @@ def _remove_orphans(directory: pathlib.Path, manifests: list[bytes]) -> None:
     named = {json.loads(manifest)["state"] for manifest in manifests}
     for path in directory.glob(f"{STATE}*"):
         if path.name not in named:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            try:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            except OSError as cause:  # what was to be saved is, and what is left over takes space and nothing else
+                warnings.warn(f"{path} is not needed any more, and could not be removed: {cause}", stacklevel=2)
 
 
 # ---- restoring
@@ -248,7 +255,7 @@ def _method(plan: Plan) -> Method:
 def _describe(method: Method) -> dict[str, Any]:
     kind = type(method)
     names = [name for name, known in METHODS.items() if known is kind]
-    settings = json.loads(json.dumps(dataclasses.asdict(method), default=repr))
+    settings = json.loads(json.dumps(dataclasses.asdict(method), default=lambda value: {_NOT_SAVED: repr(value)}))
     return {"name": names[0] if names else f"{kind.__module__}.{kind.__qualname__}", "settings": settings}
 
 
@@ -256,6 +263,10 @@ def _same_method(directory, saved: dict[str, Any], method: Method | None) -> Met
     if method is None:
         if saved["name"] not in METHODS:
             raise ConfigError(f"{directory} was saved with the method {saved['name']}; give restore that method")
+        for name, value in saved["settings"].items():
+            if isinstance(value, dict) and _NOT_SAVED in value:
+                raise ConfigError(f"{directory} was saved with {saved['name']}({name}={value[_NOT_SAVED]}), which no "
+                                  "file holds; give restore that method")
         return METHODS[saved["name"]](**saved["settings"])
     if _describe(method) != saved:
         raise FormatMismatch(f"{directory} was saved with {saved}, not with {_describe(method)}; use that method")

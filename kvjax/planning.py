@@ -122,7 +122,7 @@ def slot_pool(plan: Plan, i: int, slots: Slots) -> SlotPool:
     """A layer's slots with nothing in them. ConfigError when they are too few."""
     spec = plan.layers[i].spec
     least = spec.max_blocks + 1
-    count = slots.count or least
+    count = least if slots.count is None else slots.count
     if count < least:
         raise ConfigError(f"slots={count} is fewer than the {least} blocks one step may need; raise it")
     backend = slots.backend or default_backend()

@@ -60,8 +60,6 @@ class Predictor(Method):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.group < 1:
-            raise ConfigError(f"group={self.group} must be at least one token")
         if self.bits not in (_FLOAT, *lowbit.BITS):
             raise ConfigError(f"bits={self.bits} must be {_FLOAT}, or one of {', '.join(map(str, lowbit.BITS))}")
 

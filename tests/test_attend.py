@@ -9,7 +9,7 @@ import pytest
 from tiny import temporaries
 
 import kvjax
-from kvjax.errors import ConfigError
+from kvjax.errors import ConfigError, PromptError
 
 HIDDEN, HEADS, KV_HEADS, SIZE = 32, 4, 2, 8
 GROUP = HEADS // KV_HEADS
@@ -194,3 +194,31 @@ def test_the_pool_is_updated_in_place(name):
     q, key = jnp.ones((1, 4, 64)), jnp.ones((1, 2, 64))
     pool = sum(leaf.nbytes for leaf in jax.tree.leaves(cache.layer.pool))
     assert temporaries(lambda cache: kvjax.attend(cache, q, key, key), cache) < pool / 4
+
+
+def test_beyond_the_capacity_outputs_are_nan_and_prompts_refused():
+    method = kvjax.quest(budget=CAPACITY, sinks=2, window=4, page=4)
+    cache = kvjax.init_cache(method, batch=1, kv_heads=KV_HEADS, group=GROUP, head_dim=SIZE, capacity=8)
+    rng = np.random.default_rng(0)
+    q, *new = (jnp.asarray(rng.normal(size=(1, heads, SIZE)), jnp.float32) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    found = []
+    for _ in range(9):
+        out, cache = kvjax.attend(cache, q, *new)
+        found.append(bool(jnp.isfinite(out).all()))
+    assert found == [True] * 8 + [False]
+    rows = jnp.zeros((1, 12, KV_HEADS, SIZE))
+    for length, words in ((9, "capacity=8"), (13, "12 given tokens")):
+        with pytest.raises(PromptError, match=words):
+            kvjax.prefill_cache(cache, rows, rows, jnp.array([length]))
+
+
+def test_queries_in_sixteen_bits():
+    method = kvjax.quest(budget=16, sinks=2, window=4, page=4)
+    rng, outs = np.random.default_rng(0), {}
+    tokens = [[rng.normal(size=(1, heads, SIZE)) for heads in (HEADS, KV_HEADS, KV_HEADS)] for _ in range(24)]
+    for dtype in (jnp.bfloat16, jnp.float32):
+        cache = kvjax.init_cache(method, batch=1, kv_heads=KV_HEADS, group=GROUP, head_dim=SIZE, capacity=32)
+        for token in tokens:
+            out, cache = kvjax.attend(cache, *(jnp.asarray(part, dtype) for part in token))
+        outs[dtype] = np.asarray(out, np.float32)
+    np.testing.assert_allclose(outs[jnp.bfloat16], outs[jnp.float32], atol=0.1)

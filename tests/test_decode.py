@@ -13,7 +13,7 @@ from tiny import CAPACITY, CONFIG, PROMPT, decoded, dense, start, temporaries
 
 from kvjax import cache as caching
 from kvjax import decode, layer, planning, prefill
-from kvjax.errors import ConfigError, PromptError, StaleCache, WriteFailed
+from kvjax.errors import ConfigError, NoSpace, PromptError, StaleCache, WriteFailed
 from kvjax.models.transformer import Block
 from kvjax.store.flash import FlashStore
 from kvjax.store.host import HostStore
@@ -170,6 +170,26 @@ def test_an_old_value_over_a_moved_store_is_stale(params, tokens, tmp_path):
     decode.step(plan, params, new, tokens[:, 51])
 
 
+def test_another_token_may_be_tried_after_a_commit_that_failed(params, tokens, monkeypatch):
+    """What is put then is as if the first one had never been."""
+    def put(fails: bool) -> tuple[int, np.ndarray]:
+        plan, state, _, branch = start(params, tokens, METHODS["dynakv"], HostStore())
+        if fails:
+            with monkeypatch.context() as failing, pytest.raises(NoSpace, match="full") as caught:
+                failing.setattr(branch, "_publish", refuse)
+                decode.step(plan, params, state, tokens[:, 0])
+            assert caught.value.state is None
+        done = decode.step(plan, params, state, tokens[:, 1])
+        return branch.stats().bytes_put, np.asarray(done.logits)
+
+    def refuse(records):
+        raise NoSpace("full")
+
+    (bytes_put, logits), (expected_bytes, expected) = put(True), put(False)
+    assert bytes_put == expected_bytes
+    np.testing.assert_array_equal(logits, expected)
+
+
 @pytest.mark.parametrize("driver", ["staged", "fused"])
 def test_the_pool_is_updated_in_place(params, tokens, driver):
     """Temporaries of a compiled step stay far below the pool; donation alone would not show a copy."""
@@ -183,7 +203,7 @@ def test_the_pool_is_updated_in_place(params, tokens, driver):
     else:
         layer_plan, x = plan.layers[0], jnp.zeros((1, 32))
         read = functools.partial(decode._read, CONFIG, layer_plan, None, params["layers_0"], None)
-        rest = (None, x, None, state.length, jnp.int32(0), state.line)
+        rest = (None, x, None, state.length, jnp.int32(0), state.line, active)
         fresh = read(state.layers[0], *rest)[2]
         put = (fresh, state.length, active, jnp.int32(0), state.line)
         used = [

@@ -3,15 +3,26 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny import dense, make_params
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import kvjax
-from kvjax.errors import CheckpointError, ConfigError, FormatMismatch, NoSpace, PromptError, StoreError
+from kvjax.errors import (
+    CheckpointError,
+    ConfigError,
+    FormatMismatch,
+    NoSpace,
+    PromptError,
+    StoreClosed,
+    StoreError,
+)
+from kvjax.llm import check_kinds
 from kvjax.metrics import Probe
 from kvjax.models.config import ModelConfig
+from kvjax.store import base
 
 WORDS = ["<eos>", *"abcdefghijklmnopqrstuvwxyz0123456789", "."]
 CONFIG = ModelConfig(
@@ -60,6 +71,19 @@ def test_an_answer_goes_on_from_the_cache_of_the_last_one(llm):
     assert then.tokens == whole.tokens
 
 
+def test_what_is_pending_goes_before_the_next_question(llm):
+    """The last token of an answer is not fed, unless an end-of-text token came after it."""
+    cache = llm.prefill([CONTEXT, CONTEXT[:57]], method=METHOD)
+    free = llm.generate(["ab", "c"], cache, max_new_tokens=6)
+    half = llm.generate(["ab", "c"], cache, max_new_tokens=3)
+    assert half.pending == [row[2:3] for row in free.tokens]
+    rest = llm.generate(half.pending, half.cache, max_new_tokens=3)
+    assert [a + b for a, b in zip(half.tokens, rest.tokens, strict=True)] == free.tokens
+    ending = kvjax.LLM(dataclasses.replace(CONFIG, eos_token_ids=(free.tokens[0][2],)), llm.params, llm.tokenizer)
+    ended = ending.generate("ab", ending.prefill(CONTEXT, method=METHOD), max_new_tokens=6)
+    assert ended.pending == [[]] and ended.cache.length == [len(CONTEXT) + 2 + len(ended.tokens[0])]
+
+
 def test_stores_and_both_drivers_answer_alike(llm, tmp_path):
     """Given a method with small programs: what drivers make of others is in `test_decode`."""
     memory, host, flash = (
@@ -93,7 +117,13 @@ def test_generation_ends_at_a_stop_text_or_an_end_token(llm):
     cache = llm.prefill(CONTEXT, method=METHOD)
     free = llm.generate("abc", cache, max_new_tokens=8)
     mark = free.text.replace(" ", "")[2]
-    assert len(llm.generate("abc", cache, max_new_tokens=8, stop=(mark,)).tokens[0]) <= 3
+    stopped = llm.generate("abc", cache, max_new_tokens=8, stop=(mark,)).tokens
+    assert len(stopped[0]) <= 3 and llm.generate("abc", cache, max_new_tokens=8, stop=mark).tokens == stopped
+    longer = llm.generate("abc", cache, max_new_tokens=8, stop=mark + "!").tokens  # a text, not its characters
+    assert longer == free.tokens
+    knowing = dataclasses.replace(llm.tokenizer, eos_ids=(free.tokens[0][3],))  # no file of the model's names one
+    other = kvjax.LLM(CONFIG, llm.params, knowing)
+    assert len(other.generate("abc", other.prefill(CONTEXT, method=METHOD), max_new_tokens=8).tokens[0]) <= 3
     ending = kvjax.LLM(dataclasses.replace(CONFIG, eos_token_ids=(free.tokens[0][3],)), llm.params, llm.tokenizer)
     assert len(ending.generate("abc", ending.prefill(CONTEXT, method=METHOD), max_new_tokens=8).tokens[0]) <= 3
 
@@ -134,7 +164,7 @@ def test_scores_are_those_of_a_forward_pass_and_the_cache_stays(llm, tmp_path):
 def test_usage_counts_what_was_read(llm, tmp_path):
     cache = llm.prefill(CONTEXT, method=METHOD, store=kvjax.FlashStore(tmp_path))
     usage = llm.generate("abc", cache, max_new_tokens=4).usage
-    assert usage.steps == 3 + 3 and usage.attended_tokens <= 24
+    assert usage.steps == usage.tokens == 3 + 3 and usage.attended_tokens <= 24
     assert 0 < usage.store.blocks_read <= usage.blocks_read  # blocks of which all is yet to be written are in memory
     cache.close()
 
@@ -145,13 +175,25 @@ def test_usage_counts_what_was_read(llm, tmp_path):
     (lambda llm, tmp: llm.prefill(CONTEXT, method=kvjax.quest(budget=40)), ConfigError, "sinks"),
     (lambda llm, tmp: llm.prefill(CONTEXT, store=kvjax.FlashStore(tmp / "no" / "such")), StoreError, "such"),
     (lambda llm, tmp: llm.generate(["a", "b"], llm.prefill(CONTEXT)), PromptError, "2 questions for 1"),
-    (lambda llm, tmp: llm.score(["a", ""], llm.prefill([CONTEXT, CONTEXT])), PromptError, "none empty"),
+    (lambda llm, tmp: llm.score(["a", ""], llm.prefill([CONTEXT, CONTEXT])), PromptError, "is empty"),
     (lambda llm, tmp: llm.score("abcd", llm.prefill("abc", capacity=6)), PromptError, "7 tokens"),
     (lambda llm, tmp: llm.generate("a" * 50, llm.prefill("ab", capacity=60)), PromptError, "larger capacity"),
     (lambda llm, tmp: llm.prefill(CONTEXT, store=kvjax.FlashStore(tmp, max_bytes=50_000)), NoSpace, "needed at least"),
     (lambda llm, tmp: kvjax.load(tmp / "nowhere"), CheckpointError, "nowhere"),
     (lambda llm, tmp: kvjax.quest(aggregation="median"), ConfigError, "median"),
-], ids=["empty", "too_long", "budget", "store", "questions", "no_text", "no_room", "room", "space", "model", "rule"])
+    (lambda llm, tmp: kvjax.quest(page=0), ConfigError, "page=0"),
+    (lambda llm, tmp: kvjax.quest(dense_layers=-1), ConfigError, "dense_layers=-1"),
+    (lambda llm, tmp: llm.prefill(CONTEXT, capacity=0), ConfigError, "capacity=0"),
+    (lambda llm, tmp: check_kinds("quest", None, None), ConfigError, "'quest' is no method"),  # tests check types
+    (lambda llm, tmp: check_kinds(None, "/tmp", None), ConfigError, "'/tmp' is no store"),
+    (lambda llm, tmp: llm.prefill(CONTEXT, slots=kvjax.Slots(count=9)), ConfigError, "give a store"),
+    (lambda llm, tmp: llm.prefill(CONTEXT, method=QUEST, store=kvjax.HostStore(), slots=kvjax.Slots(count=0)),
+     ConfigError, "slots=0"),
+    (lambda llm, tmp: llm.prefill([1, 99]), PromptError, "token id 99"),
+    (lambda llm, tmp: llm.generate([-1], llm.prefill("ab")), PromptError, "token id -1"),
+    (lambda llm, tmp: kvjax.load(llm.tokenizer.directory, dtype="bf16"), ConfigError, "bf16"),
+], ids=["empty", "too_long", "budget", "store", "questions", "no_text", "no_room", "room", "space", "model", "rule",
+        "page", "dense", "capacity", "no_method", "no_store", "slots", "no_slots", "id", "negative_id", "dtype"])
 def test_bad_input_gets_a_typed_error_that_names_the_cause(llm, tmp_path, call, error, words):
     with pytest.raises(error, match=words):
         call(llm, tmp_path)
@@ -170,3 +212,77 @@ def test_what_was_read_once_fills_the_same_cache_and_none_of_another_model(llm):
     other = kvjax.LLM(CONFIG, jax.tree.map(lambda leaf: leaf + 1, llm.params), llm.tokenizer)
     with pytest.raises(FormatMismatch, match="read by the model"):
         other.prefill(reading, method=METHOD)
+    with pytest.raises(FormatMismatch, match="the cache is of the model"):
+        other.generate("a", llm.prefill("ab"))
+
+
+def test_given_ids_may_be_arrays(llm):
+    ids = llm.encode(CONTEXT, start=True)
+    expected = llm.generate("abc", llm.prefill(ids, method=QUEST), max_new_tokens=4).tokens
+    question = jnp.asarray(llm.encode("abc", start=False))
+    assert llm.generate(question, llm.prefill(np.asarray(ids), method=QUEST), max_new_tokens=4).tokens == expected
+
+
+def test_a_sequence_that_has_ended_reads_nothing(llm):
+    """A batch with questions of unequal lengths needs the blocks that its sequences need alone."""
+    contexts, questions = [CONTEXT, CONTEXT[:57]], ["a", "wxyz01234567"]
+    capacity = len(CONTEXT) + 64
+    usage = [
+        llm.generate(question, llm.prefill(context, method=QUEST, store=kvjax.HostStore(), capacity=capacity),
+                     max_new_tokens=1).usage
+        for context, question in [*zip(contexts, questions, strict=True), (contexts, questions)]
+    ]
+    assert usage[2].steps == 12 and usage[2].tokens == 13
+    assert usage[2].blocks_needed == usage[0].blocks_needed + usage[1].blocks_needed
+    assert usage[2].blocks_read == usage[0].blocks_read + usage[1].blocks_read
+    parts = usage[0].attended_tokens + 12 * usage[1].attended_tokens
+    assert usage[2].attended_tokens == pytest.approx(parts / 13)
+
+
+def test_a_generation_that_fails_closes_its_fork(llm):
+    cache, handles = llm.prefill(CONTEXT, method=QUEST, store=kvjax.HostStore()), []
+
+    def fail(step, tokens):
+        handles.append(int(step.state.line.handle))
+        raise RuntimeError("observed")
+
+    with pytest.raises(RuntimeError, match="observed") as caught:
+        llm.generate("abc", cache, observer=fail)
+    with pytest.raises(StoreClosed):
+        base.lookup(handles[0]).flush()
+    cache.flush()
+    assert caught.traceback  # which keeps the fork alive
+
+
+@pytest.mark.parametrize("driver", ["staged", "fused"])
+@pytest.mark.parametrize("settings", [{}, {"lookahead": True}, {"reuse": 2}], ids=["plain", "lookahead", "reuse"])
+def test_models_in_sixteen_bits_decode(llm, driver, settings):
+    """Nearly as in 32 bits: the loss of a text is the same to what bfloat16 can tell."""
+    half = kvjax.LLM(CONFIG, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), llm.params), llm.tokenizer)
+    method = dataclasses.replace(QUEST, **settings)
+    found, expected = (
+        np.mean(model.score("abcdef", model.prefill(CONTEXT, method=method, dtype=dtype), driver=driver).logprobs[0])
+        for model, dtype in ((half, "bfloat16"), (llm, "float32"))
+    )
+    assert found == pytest.approx(expected, rel=0.1)
+
+
+@pytest.mark.parametrize(("method", "settings"), [
+    (kvjax.kvswap(budget=24, sinks=2, window=4, group=4, sigma=2), {}), (QUEST, {}), (QUEST, {"layout": "sequential"}),
+], ids=["kvswap", "quest", "sequential"])
+def test_a_quota_of_what_is_written_is_enough(llm, tmp_path, method, settings):
+    path = tmp_path / "blocks.kv"
+    llm.prefill(CONTEXT, method=method, store=kvjax.FlashStore(path, **settings), capacity=240).close()
+    least = -(-path.stat().st_size // 4096) * 4096
+    llm.prefill(CONTEXT, method=method, store=kvjax.FlashStore(path, max_bytes=least, **settings), capacity=240).close()
+
+
+def test_special_tokens_and_chat_template_are_saved(llm, tmp_path):
+    chatty = dataclasses.replace(
+        llm.tokenizer, special_tokens={"eos_token": "<eos>", "bos_token": "a"}, template="{{ messages[0].content }}!"
+    )
+    kvjax.save(kvjax.LLM(CONFIG, llm.params, chatty), tmp_path)
+    again = kvjax.load(tmp_path)
+    assert again.tokenizer.special_tokens == chatty.special_tokens and again.tokenizer.bos_id == WORDS.index("a")
+    assert again.eos_ids == (WORDS.index("<eos>"),)
+    assert again.tokenizer.apply_chat_template([{"role": "user", "content": "hi"}]) == "hi!"

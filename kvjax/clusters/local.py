@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from kvjax import clustering
 from kvjax.clusters.index import (
     add_entry,
-    first,
     nearest_with_room,
     replace_clusters,
     squared_distances,
@@ -19,6 +18,7 @@ from kvjax.clusters.index import (
 )
 from kvjax.clusters.update import Update
 from kvjax.method import Edits, Placement
+from kvjax.places import first
 
 
 @dataclasses.dataclass(frozen=True)

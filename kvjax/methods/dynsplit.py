@@ -25,7 +25,7 @@ Resident: 2 D numbers per block, D with `vectors="mean"`. Cost per step: a score
 """
 
 import dataclasses
-import functools
+import os
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -35,6 +35,7 @@ from kvjax.block_vectors import VECTORS, Bounds, Means
 from kvjax.delimiters.table import NO_DELIMITER, Delimiters
 from kvjax.errors import ConfigError
 from kvjax.method import Method, Placement, Selection, aggregate, no_force, top_blocks
+from kvjax.methods.fitted import read_once
 from kvjax.splitting import Split, weights_of
 from kvjax.typing import Array, Float, Int32, pytree
 
@@ -65,7 +66,7 @@ class DynSplit(Method):
       shortest: shortest block where nothing else bounds it.
     """
 
-    table: str = ""
+    table: str | os.PathLike = ""
     splitting: str = "dynamic"
     vectors: str = "minmax"
     chunk: int = 14
@@ -76,6 +77,7 @@ class DynSplit(Method):
 
     def __post_init__(self):
         super().__post_init__()
+        object.__setattr__(self, "table", os.fspath(self.table))
         if self.splitting not in SPLITTINGS or self.vectors not in VECTORS:
             raise ConfigError(f"splitting={self.splitting!r} must be one of {', '.join(SPLITTINGS)}; "
                               f"vectors={self.vectors!r} one of {', '.join(VECTORS)}")
@@ -168,7 +170,7 @@ def delimiters_in(path: str) -> Delimiters:
     return Delimiters.load(path)
 
 
-@functools.cache
+@read_once
 def delimiter_weights(path: str, splitting: str) -> tuple[np.ndarray, np.ndarray]:
     """int32[X] rising token ids and float32[X] weights, as a way of splitting wants them."""
     if splitting == "fixed":

@@ -18,13 +18,13 @@ Resident: r numbers per token, K D r of the adapter. Cost per step: r products p
 """
 
 import dataclasses
-import functools
 import os
 
 import jax.numpy as jnp
 
 from kvjax.adapters.value import Adapters, load
 from kvjax.errors import ConfigError
+from kvjax.methods.fitted import read_once
 from kvjax.prediction import Predictor, leading_directions
 
 
@@ -40,7 +40,7 @@ class KVSwap(Predictor):
     Raises ConfigError for a sigma below 1, and what `kvjax.adapters.load` raises.
     """
 
-    adapters: Adapters | str | None = None
+    adapters: Adapters | str | os.PathLike | None = None
     sigma: int = 8
     per_head: bool = False
 
@@ -48,12 +48,14 @@ class KVSwap(Predictor):
         super().__post_init__()
         if self.sigma < 1:
             raise ConfigError(f"sigma={self.sigma} must be at least 1")
+        if isinstance(self.adapters, os.PathLike):
+            object.__setattr__(self, "adapters", os.fspath(self.adapters))
         _ = self.fitted  # a directory without adapters is an error here and not at the first prompt
 
     @property
     def fitted(self) -> Adapters | None:
         """The adapters themselves."""
-        return _loaded(os.fspath(self.adapters)) if isinstance(self.adapters, str) else self.adapters
+        return self.adapters if isinstance(self.adapters, Adapters | None) else _loaded(os.fspath(self.adapters))
 
     @property
     def joint(self) -> bool:
@@ -93,7 +95,4 @@ class KVSwap(Predictor):
         return size // self.sigma
 
 
-@functools.cache
-def _loaded(directory: str) -> Adapters:
-    """Adapters of a directory, read once."""
-    return load(directory)
+_loaded = read_once(load)

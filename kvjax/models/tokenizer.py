@@ -61,6 +61,15 @@ class TextTokenizer:
             fingerprint=hashlib.sha256(content).hexdigest()[:16],
         )
 
+    def save(self, directory: hf_config.Path) -> None:
+        """Writes what `from_directory` reads, and transformers too."""
+        root = pathlib.Path(directory)
+        self.tokenizer.save(str(root / TOKENIZER))
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", **self.special_tokens}
+        if self.template is not None:
+            settings["chat_template"] = self.template
+        (root / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; leave out special tokens for text from `apply_chat_template`, which has them."""
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids

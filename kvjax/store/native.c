@@ -248,7 +248,7 @@ static PyObject *land(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
 
 /* ---- read */
 
-typedef struct { /* memory and constants of a ring: `Ring.layout` of aio.py */
+typedef struct { /* memory and constants of a ring: `_layout` of aio.py */
     int64_t context, places, piece, extent_bytes, block_bytes, header_bytes;
     int64_t arena, hash, control, pointers, events, extents, sums, targets, starts, results, done;
     int64_t depth;

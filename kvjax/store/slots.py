@@ -102,7 +102,7 @@ class SlotPool:
 
     def settle(self, plan: ReadPlan, need: Int32[Array, "B K M1"], rows: Array, ok: Bool[Array, ""]):
         """The pool after a fetch, and its traffic."""
-        table, traffic = _outcome(self.num_blocks, plan, need, ok)
+        table, traffic = outcome(self.num_blocks, plan, need, ok)
         return dataclasses.replace(self, rows=rows, table=table), traffic
 
     def fetch(self, need, count, layer, line):
@@ -113,7 +113,7 @@ class SlotPool:
             rows, ok = _read_in_place(rows, line, layer, plan)
         else:
             fetched, ok = read_blocks(rows, line, layer, plan, self.backend)
-            rows = _filled(self.num_blocks, rows, plan, fetched, ok)
+            rows = filled(self.num_blocks, rows, plan, fetched, ok)
         pool, traffic = self.settle(plan, need, rows, ok)
         return pool, jnp.broadcast_to(plan.slot, need.shape), ok, traffic
 
@@ -173,7 +173,7 @@ class SlotPool:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _outcome(num_blocks: int, plan: ReadPlan, need, ok) -> tuple[Residency, Traffic]:
+def outcome(num_blocks: int, plan: ReadPlan, need, ok) -> tuple[Residency, Traffic]:
     """The tables after a fetch, and what it did."""
     table = jax.tree.map(lambda good, bad: jnp.where(ok, good, bad), plan.success, plan.failure)
     requested, missed = (jnp.sum(ids < num_blocks, axis=(1, 2), dtype=jnp.int32) for ids in (need, plan.read))
@@ -181,7 +181,7 @@ def _outcome(num_blocks: int, plan: ReadPlan, need, ok) -> tuple[Residency, Traf
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _filled(num_blocks: int, rows, plan: ReadPlan, fetched: Num[Array, "B KB M1 C X2"], ok):
+def filled(num_blocks: int, rows, plan: ReadPlan, fetched: Num[Array, "B KB M1 C X2"], ok):
     """Slot contents with fetched blocks put in place, if all of them came."""
     slot = jnp.where(ok & (plan.read < num_blocks), plan.slot, rows.shape[2])
     return rows.at[(*batch_and_head(slot), slot)].set(fetched, mode="drop")

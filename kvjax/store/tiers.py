@@ -15,10 +15,9 @@ import numpy as np
 from jax.experimental.compute_on import compute_on
 
 from kvjax.method import Spec
-from kvjax.pool import batch_and_head
 from kvjax.store import residency
 from kvjax.store.residency import Residency
-from kvjax.store.slots import SlotPool, read_blocks
+from kvjax.store.slots import SlotPool, filled, outcome, read_blocks
 from kvjax.typing import Array, Int32, Num
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
@@ -45,19 +44,15 @@ class TieredPool(SlotPool):
         plan = self.plan(need, count)
         behind = residency.plan_all(self.host_table, plan.read, self.own(count), self.policy)
         fetched, ok = read_blocks(self.rows, line, layer, behind, self.backend)
-        filled = jnp.where(ok & (behind.read < self.num_blocks), behind.slot, self.host_rows.shape[2])
-        operands = (self._flat(filled), fetched, self._flat(behind.slot))
+        target = jnp.where(ok & (behind.read < self.num_blocks), behind.slot, self.host_rows.shape[2])
+        operands = (self._flat(target), fetched, self._flat(behind.slot))
         operands = jax.device_put([one.reshape(-1, *one.shape[3:]) for one in operands], _HOST)
         host_rows, taken = _set_and_take(self.host_rows, *operands)
         missing = jax.device_put(taken, _DEVICE).reshape(fetched.shape)
-        slot = jnp.where(ok & (plan.read < self.num_blocks), plan.slot, self.rows.shape[2])
-        rows = self.rows.at[(*batch_and_head(slot), slot)].set(missing, mode="drop")
-        pool, traffic = self.settle(plan, need, rows, ok)
-        table = jax.tree.map(lambda good, bad: jnp.where(ok, good, bad), behind.success, behind.failure)
-        read = jnp.broadcast_to(behind.read, need.shape)
-        missed = jnp.sum(read < self.num_blocks, axis=(1, 2), dtype=jnp.int32)
+        pool, traffic = self.settle(plan, need, filled(self.num_blocks, self.rows, plan, missing, ok), ok)
+        table, beyond = outcome(self.num_blocks, behind, need, ok)
         pool = dataclasses.replace(pool, host_rows=host_rows, host_table=table)
-        return pool, jnp.broadcast_to(plan.slot, need.shape), ok, dataclasses.replace(traffic, missed=missed)
+        return pool, jnp.broadcast_to(plan.slot, need.shape), ok, dataclasses.replace(traffic, missed=beyond.missed)
 
     def submit(self, block, layer, line):
         on_host = self.locate_on_host(block) < self.host_rows.shape[2]

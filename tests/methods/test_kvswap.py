@@ -210,6 +210,25 @@ def test_a_saved_cache_knows_its_adapters_by_their_directory(llm, tmp_path):
     assert answer(llm, found) == answer(llm, cache)
 
 
+def test_adapters_that_are_a_value_are_given_to_restore_again(llm, tmp_path):
+    method = KVSwap(**SMALL, adapters=adapters_of(llm))
+    cache = llm.prefill(TEXT, method=method, capacity=64)
+    cache.save(tmp_path)
+    with pytest.raises(ConfigError, match=r"kvswap\(adapters=Adapters\(.*give restore that method"):
+        llm.restore(tmp_path)
+    assert answer(llm, llm.restore(tmp_path, method=method)) == answer(llm, cache)
+
+
+def test_adapters_are_read_again_when_they_were_replaced(llm, tmp_path):
+    fitted = adapters_of(llm)
+    fitted.save(tmp_path / "adapters")
+    method = KVSwap(**SMALL, adapters=tmp_path / "adapters")  # a path, too
+    assert method.fitted is method.fitted and method.fitted == fitted
+    other = Adapters([2 * layer for layer in fitted.layers], fitted.joint, fitted.fingerprint)
+    other.save(tmp_path / "adapters")
+    assert method.fitted == other
+
+
 @pytest.mark.parametrize(("wrong", "error"), [
     (lambda llm: dataclasses.replace(KVSwap(**SMALL), adapters=FITTED[True]), FormatMismatch),
     (lambda llm: KVSwap(**SMALL, adapters=adapters_of(llm, layers=1)), ConfigError),
