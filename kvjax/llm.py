@@ -11,6 +11,7 @@ import functools
 import hashlib
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
@@ -223,6 +224,9 @@ class LLM:
         check_kinds(method, store, slots)
         reading, rest = self._opening(context, chunk)
         lengths = [n + len(more) for n, more in zip(np.asarray(reading.length).tolist(), rest, strict=True)]
+        if max(lengths) > self.config.max_position:
+            warnings.warn(f"the prompt has {max(lengths)} tokens, and the model was made for "
+                          f"{self.config.max_position}: expect little of what it says", stacklevel=2)
         capacity = max(lengths) + 1024 if capacity is None else capacity
         if method is None:
             method, slots = self._default(len(lengths), capacity, slots)

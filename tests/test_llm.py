@@ -286,3 +286,8 @@ def test_special_tokens_and_chat_template_are_saved(llm, tmp_path):
     assert again.tokenizer.special_tokens == chatty.special_tokens and again.tokenizer.bos_id == WORDS.index("a")
     assert again.eos_ids == (WORDS.index("<eos>"),)
     assert again.tokenizer.apply_chat_template([{"role": "user", "content": "hi"}]) == "hi!"
+
+
+def test_prompts_beyond_what_a_model_was_made_for_are_read_with_a_warning(llm):
+    with pytest.warns(UserWarning, match="300 tokens, and the model was made for 256"):
+        llm.prefill([1] * 300, method=QUEST)
