@@ -63,7 +63,7 @@ class ShadowKV(Method):
     aggregation: str = "softmax_max"
     chunk: int = 8
     outliers: int = 2
-    sigma: float | None = 6.4
+    sigma: float | int | None = 6.4
     places_alike: ClassVar[bool] = True
 
     def __post_init__(self):
@@ -128,7 +128,7 @@ class ShadowKV(Method):
         return dataclasses.replace(index, mean=mean, stored=index.stored + leaving.valid, shadow=shadow), placement
 
 
-def _empty(spec: Spec, sigma: float, outliers: tuple[int, ...]) -> Shadow:
+def _empty(spec: Spec, sigma: float | int, outliers: tuple[int, ...]) -> Shadow:
     size = spec.kv_heads * spec.head_dim
     rank = max(1, round(size / sigma))
     leading = jnp.eye(size, rank).reshape(spec.kv_heads, spec.head_dim, rank)

@@ -80,7 +80,7 @@ def test_keys_are_the_low_rank_ones_turned_to_their_positions_and_outliers_are_e
 @pytest.mark.parametrize("outliers", [1, 9])
 def test_a_decoded_token_is_projected_and_kept_exactly_in_an_outlier(raw, outliers):
     """The token comes into the ninth chunk, which is an outlier if all are."""
-    method = dataclasses.replace(METHOD, sigma=8.0, outliers=outliers)
+    method = dataclasses.replace(METHOD, sigma=8, outliers=outliers)
     spec, index, _ = built(method, raw)
     new = np.random.default_rng(1).normal(size=(2, 1, 8)).astype(np.float32)
     pos = START + STORED
