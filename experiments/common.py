@@ -15,6 +15,7 @@ from kvjax.planning import Slots
 from kvjax.store import emulation, profiles
 from kvjax.tasks import corpus
 
+NOT_FIELDS = ("label", "slots", "dtype", "replay", "only", "whole")  # of a method: see `make_method`
 REFERENCE = pathlib.Path(kvjax.__file__).parent / "reference"
 
 
@@ -28,7 +29,7 @@ def make_method(settings: Mapping[str, Any]) -> Method:
     """
     fields = dict(settings)
     name = fields.pop("name", None)
-    for other in ("label", "slots", "dtype", "replay", "only", "whole"):
+    for other in NOT_FIELDS:
         fields.pop(other, None)
     return methods.make(name, fields)
 

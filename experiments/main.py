@@ -16,7 +16,7 @@ from ml_collections import config_flags
 from kvjax.errors import KvjaxError
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file, with an optional :preset.")
-QUOTES = "'\""
+_QUOTES = "'\""
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory for results; running it again resumes.")
 
 
@@ -46,7 +46,7 @@ def parse(argv: list[str]) -> list[str]:
     try:
         return flags.FLAGS(argv)
     except AttributeError as error:  # of the ConfigDict, which names the field and nothing else
-        stop(f"unknown field {str(error).strip(QUOTES)!r}; see the file given as --config for those there are")
+        stop(f"unknown field {str(error).strip(_QUOTES)!r}; see the file given as --config for those there are")
     except Exception as error:  # whatever a configuration file or a field raises is bad input
         reason = " ".join(str(error).split()).rpartition("Error: ")[2]
         stop(f"{reason} (see the docstring of the configuration file)" if "--config" in str(error) else reason)

@@ -95,16 +95,16 @@ def test_a_model_of_ones_own_answers_and_comes_back(tmp_path):
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_commands_parse(page):
+    from experiments.common import NOT_FIELDS
     from kvjax import METHODS
 
-    others = {"name", "label", "slots", "dtype", "replay", "only", "whole"}  # of `experiments.common.make_method`
     for command in commands_in(page.read_text()):
         config = parsed(command)
         for field in command.fields:
             functools.reduce(getattr, field.partition("=")[0].removeprefix("--config.").split("."), config)
         for settings in config.get("methods", ()):
             known = {one.name for one in dataclasses.fields(METHODS[settings["name"]])}
-            assert set(settings) <= known | others, command
+            assert set(settings) <= known | {"name", *NOT_FIELDS}, command
 
 
 def test_commands_are_found():

@@ -162,6 +162,7 @@ def _alike(spec, block, row) -> Placement:
     return Placement(*spread)
 
 
+@read_once
 def delimiters_in(path: str) -> Delimiters:
     """The table in a file. ConfigError where there is none."""
     if not path:

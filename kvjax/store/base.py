@@ -125,6 +125,11 @@ class Gathered:
         return self.take(np.arange(self.pos[..., 0].size)).reshape(self.shape)
 
 
+def whole(blocks: np.ndarray | Gathered) -> np.ndarray:
+    """Blocks `[B, K, NB, C, width]` in memory."""
+    return blocks.all() if isinstance(blocks, Gathered) else blocks
+
+
 @dataclasses.dataclass(frozen=True)
 class Stats:
     """What a branch has moved since it was made; a fork starts at zero."""

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kvjax.store.base import Gathered, Geometry
+from kvjax.store.base import Geometry, whole
 from kvjax.store.transaction import Rows, TransactionalBranch
 
 
@@ -26,7 +26,7 @@ class HostBranch(TransactionalBranch):
         del prompt
         geometry = self.geometry
         with self._mutex:
-            blocks = blocks.all() if isinstance(blocks, Gathered) else blocks
+            blocks = whole(blocks)
             valid = np.arange(geometry.block_rows) < self._prefill_counts(blocks, counts)[..., None]
             start = self._layer_start(layer)
             kept = np.where(valid[..., None], blocks, np.zeros((), blocks.dtype))

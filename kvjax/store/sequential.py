@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvjax.errors import StoreError
-from kvjax.store.base import PAGE_BYTES, Gathered, Geometry, Prompt
+from kvjax.store.base import PAGE_BYTES, Geometry, Prompt, whole
 from kvjax.store.format import checksum
 from kvjax.store.transaction import Blocks, Rows, TransactionalBranch
 
@@ -196,7 +196,7 @@ class SequentialBranch(TransactionalBranch):
         geometry, pages = self.geometry, self._pages.geometry
         with self._mutex:
             counts = self._prefill_counts(blocks, counts)
-            blocks = blocks.all() if isinstance(blocks, Gathered) else blocks
+            blocks = whole(blocks)
             valid = (np.arange(geometry.block_rows) < counts[..., None]).reshape(geometry.lanes, -1)
             valid &= blocks.reshape(*valid.shape, -1).any(-1)
             order = np.arange(valid.shape[1]) if prompt is None else prompt.pos.reshape(valid.shape)
