@@ -27,10 +27,12 @@ from experiments import common, evaluate, report, throughput
 from experiments.results import Run
 from kvjax import layer, tasks
 from kvjax.errors import ConfigError
-from kvjax.llm import LLM, Cache, Usage
+from kvjax.generation import Usage
+from kvjax.llm import LLM
 from kvjax.method import Method
 from kvjax.metrics import Probe
 from kvjax.prefill import Reading
+from kvjax.prefilled import Cache
 from kvjax.tasks import Continuation, Sample, asking
 
 _GRID = ("methods", "tasks", "lengths", "budgets", "seeds", "question", "shard", "keep_bytes")

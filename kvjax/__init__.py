@@ -7,7 +7,8 @@
 
 from kvjax.attend import AttentionCache, attend, init_cache, prefill_cache
 from kvjax.errors import KvjaxError, StoreError
-from kvjax.llm import LLM, Cache, Result, Scores, Usage, load, save
+from kvjax.generation import Usage
+from kvjax.llm import LLM, Result, Scores, load, save
 from kvjax.method import Method
 from kvjax.methods import METHODS
 from kvjax.methods.arkvale import ArkVale as arkvale
@@ -35,6 +36,7 @@ from kvjax.methods.snapkv import SnapKV as snapkv
 from kvjax.methods.streaming_llm import StreamingLLM as streaming_llm
 from kvjax.planning import Slots
 from kvjax.prefill import Reading
+from kvjax.prefilled import Cache
 from kvjax.sampling import Sampling
 from kvjax.store.flash import FlashStore
 from kvjax.store.host import HostStore

@@ -5,112 +5,36 @@
     llm.generate(question, cache).text
 """
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
 import os
-import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import decode, extend, packing, parking, persistence, planning, prefill, sampling
-from kvjax.decode import Driver, Step
+from kvjax import extend, packing, persistence, planning, prefill
+from kvjax.decode import Driver
 from kvjax.errors import ConfigError, FormatMismatch, PromptError
+from kvjax.generation import Observer, Usage, running
 from kvjax.method import Method
 from kvjax.methods.full import Full
 from kvjax.models import checkpoint, hf_config
 from kvjax.models.config import ModelConfig
 from kvjax.models.tokenizer import TextTokenizer
-from kvjax.planning import Plan, Slots, State
-from kvjax.pool import Line, Traffic
+from kvjax.planning import Plan, Slots
 from kvjax.prefill import Reading
+from kvjax.prefilled import Cache
 from kvjax.sampling import Sampling
-from kvjax.store.base import Branch, Stats, Store
+from kvjax.store.base import Store
 from kvjax.typing import Array, PyTree
 
 GREEDY = Sampling()
 _SAMPLE = 1024  # weights of each array that enter the fingerprint
-Observer = Callable[[Step, np.ndarray], None]  # called after every token with its step and its inputs [B]
-
-
-@dataclasses.dataclass(frozen=True)
-class Cache:
-    """A prefilled cache: an immutable value. Asking it forks it, so one cache serves many questions."""
-
-    plan: Plan
-    state: State
-    logits: Array  # [B, V] of the next token
-    branch: Branch | None = None
-    fingerprint: str = ""  # of model and tokenizer
-
-    @property
-    def length(self) -> list[int]:
-        """Tokens of each sequence."""
-        return np.asarray(self.state.length).tolist()
-
-    @property
-    def resident_bytes(self) -> int:
-        """Bytes of the cache that are in memory, index, tables and buffers included."""
-        return planning.resident_bytes(self.state)
-
-    def fork(self) -> "Cache":
-        """An independent copy; blocks on flash are shared until either side writes them."""
-        state = planning.copy(self.state)
-        if self.branch is None:
-            return dataclasses.replace(self, state=state)
-        branch = self.branch.fork()
-        line = Line(jnp.int32(branch.handle), jnp.int32(branch.generation))
-        return dataclasses.replace(self, state=dataclasses.replace(state, line=line), branch=branch)
-
-    def flush(self) -> None:
-        """Waits until everything is in the file; raises what failed."""
-        if self.branch is not None:
-            self.branch.flush()
-
-    def save(self, directory: str | os.PathLike) -> None:
-        """Makes this the cache that `LLM.restore` finds in the directory, in any process; all of it or nothing.
-
-        With a store at `directory/blocks.kv` only what has changed is written; blocks of a store elsewhere are copied.
-        Raises ConfigError or StoreError (`kvjax.persistence.save`).
-        """
-        state = dataclasses.replace(self.state, layers=parking.everything(self.state.layers))
-        persistence.save(directory, self.plan, state, self.logits, self.branch, self.fingerprint)
-
-    def close(self) -> None:
-        """Gives the store's blocks back. Forks live on."""
-        try:
-            parking.close(self.state.layers)
-        finally:
-            if self.branch is not None:
-                self.branch.close()
-
-
-@dataclasses.dataclass(frozen=True)
-class Usage:
-    """What a generation cost; means are over tokens, layers and KV heads."""
-
-    steps: int
-    tokens: int  # decoded in all sequences, the questions' included
-    seconds: float
-    attended_tokens: float  # per KV head and token
-    blocks_needed: int
-    blocks_read: int  # of these, not resident
-    store: Stats | None
-    parked: Stats | None = None  # of the layers that wait in a store
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.tokens / self.seconds
-
-    @property
-    def hit_rate(self) -> float:
-        return 1.0 - self.blocks_read / max(1, self.blocks_needed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,8 +115,8 @@ class LLM:
         (`kvjax.metrics.Probe`). All layers' hidden states, keys and values stay in host memory as long as it does.
         Raises PromptError.
         """
-        tokens, length = _padded(self._prompts(context))
-        return self._read(Reading(prefill.pad(jnp.asarray(tokens)), length, (), self.fingerprint))
+        tokens, length = prefill.batch(self._prompts(context))
+        return self._read(Reading(prefill.pad(tokens), length, (), self.fingerprint))
 
     def _read(self, reading: Reading) -> Reading:
         """With the activations of all layers."""
@@ -263,7 +187,7 @@ class LLM:
             raise ConfigError(f"chunk={chunk} must be at least 1, and what was read already is not read in chunks")
         if not isinstance(context, Reading):
             rows = self._prompts(context)
-            tokens, length = _padded([row[:chunk] for row in rows])
+            tokens, length = prefill.batch([row[:chunk] for row in rows])
             return Reading(tokens, length, (), self.fingerprint), [[] if chunk is None else row[chunk:] for row in rows]
         if context.fingerprint != self.fingerprint:
             raise FormatMismatch(f"the context was read by the model {context.fingerprint!r}, not by "
@@ -298,7 +222,7 @@ class LLM:
 
     def _extended(self, cache: Cache, rows: list[list[int]], chunk: int) -> Cache:
         """`cache` with more tokens; it must not be used again."""
-        tokens, length = _padded(rows)
+        tokens, length = prefill.batch(rows)
         state, logits = extend.extend(cache.plan, self.params, cache.state, tokens, length, chunk)
         logits = jnp.where((length > 0)[:, None], logits, cache.logits)
         return dataclasses.replace(cache, state=state, logits=logits)
@@ -331,10 +255,10 @@ class LLM:
         """
         questions = self._asked("questions", question, cache)
         self._check_room(cache, questions, max_new_tokens)
-        with _running(self, cache, driver, observer) as run:
+        with running(self.params, cache, driver, observer) as run:
             run.feed(questions)
-            stop = (stop,) if isinstance(stop, str) else tuple(stop)
-            tokens, pending = run.answer(max_new_tokens, sampling, jax.random.key(seed), stop)
+            complete = functools.partial(self._contains, (stop,) if isinstance(stop, str) else tuple(stop))
+            tokens, pending = run.answer(max_new_tokens, sampling, jax.random.key(seed), self.eos_ids, complete)
             text = [self.tokenizer.decode(row) if self.tokenizer else "" for row in tokens]
             return Result(text if _is_batch(question) else text[0], tokens, pending, run.cache, run.usage())
 
@@ -350,7 +274,7 @@ class LLM:
         if not all(rows):
             raise PromptError("a text to score is empty; give at least one token of each")
         self._check_room(cache, rows, 0)
-        with _running(self, cache, driver, observer) as run:
+        with running(self.params, cache, driver, observer) as run:
             logprobs, greedy = run.force(rows)
             return Scores(logprobs, greedy, run.cache, run.usage())
 
@@ -372,6 +296,13 @@ class LLM:
             raise PromptError(f"{len(rows)} {kind} for {cache.plan.batch} cached sequences; give one each")
         return rows
 
+    def _contains(self, marks: Sequence[str], tokens: list[int]) -> bool:
+        """Whether any of the marks is in the text of the tokens."""
+        if not marks or self.tokenizer is None:
+            return False
+        text = self.tokenizer.decode(tokens)
+        return any(mark in text for mark in marks)
+
     def _check_room(self, cache, questions, max_new_tokens):
         needed = max(n + len(q) for n, q in zip(cache.length, questions, strict=True)) + max_new_tokens
         if needed > cache.plan.capacity:
@@ -379,95 +310,6 @@ class LLM:
                 f"question and answer need up to {needed} tokens but the cache was made for {cache.plan.capacity}; "
                 "prefill with a larger capacity or lower max_new_tokens"
             )
-
-
-class _Generation:
-    """One run over a forked cache."""
-
-    def __init__(self, llm: LLM, cache: Cache, driver: Driver, observer: Observer | None):
-        self.llm, self.cache, self.driver, self.observer = llm, cache, driver, observer
-        self.reports: list[list[tuple[Array, Traffic]]] = []
-        self.active: list[np.ndarray] = []  # of every step
-        self.started = time.perf_counter()
-
-    def step(self, tokens: np.ndarray, active: np.ndarray) -> None:
-        """One token of every active sequence; logits of the others stay."""
-        done = decode.step(
-            self.cache.plan, self.llm.params, self.cache.state, jnp.asarray(tokens), jnp.asarray(active), self.driver,
-            donate=True,
-        )
-        logits = jnp.where(jnp.asarray(active)[:, None], done.logits, self.cache.logits)
-        self.cache = dataclasses.replace(self.cache, state=done.state, logits=logits)
-        self.reports.append([(r.attended, r.traffic) for r in done.reports])
-        self.active.append(active.copy())
-        if self.observer is not None:
-            self.observer(done, tokens)
-
-    def feed(self, questions: list[list[int]]) -> None:
-        for i in range(max(map(len, questions))):
-            active = np.array([i < len(q) for q in questions])
-            self.step(np.array([q[i] if i < len(q) else 0 for q in questions], np.int32), active)
-
-    def force(self, rows: list[list[int]]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Log-probability of every given token, and whether it was the likeliest; the last one is not fed."""
-        tokens, length = map(np.asarray, _padded(rows))
-        logprobs, greedy = np.zeros(tokens.shape, np.float32), np.zeros(tokens.shape, bool)
-        for i, column in enumerate(tokens.T):
-            logits = self.cache.logits
-            likely = jax.nn.log_softmax(logits.astype(jnp.float32))
-            chosen = jnp.take_along_axis(likely, jnp.asarray(column)[:, None], axis=1)[:, 0]
-            logprobs[:, i], greedy[:, i] = chosen, np.asarray(jnp.argmax(logits, axis=1)) == column
-            if i + 1 < length.max():
-                self.step(column, i + 1 < length)
-        return _cut(logprobs, length), _cut(greedy, length)
-
-    def answer(self, limit: int, how: Sampling, key, stop: Sequence[str]) -> tuple[list[list[int]], list[list[int]]]:
-        """The tokens of every answer, and those of them that were not fed."""
-        tokens: list[list[int]] = [[] for _ in range(self.cache.plan.batch)]
-        pending: list[list[int]] = [[] for _ in tokens]
-        active = np.ones(len(tokens), bool)
-        for i in range(limit):
-            drawn = np.asarray(sampling.sample(how, self.cache.logits, jax.random.fold_in(key, i)))
-            for row in np.flatnonzero(active):
-                ended = drawn[row] in self.llm.eos_ids
-                pending[row] = [] if ended else [int(drawn[row])]
-                tokens[row] += pending[row]
-                active[row] = not ended and not self._stopped(tokens[row], stop)
-            if not active.any() or i + 1 == limit:
-                break
-            self.step(drawn, active)
-        return tokens, pending
-
-    def _stopped(self, tokens: list[int], stop: Sequence[str]) -> bool:
-        if not stop or self.llm.tokenizer is None:
-            return False
-        text = self.llm.tokenizer.decode(tokens)
-        return any(mark in text for mark in stop)
-
-    def usage(self) -> Usage:
-        jax.block_until_ready(self.cache.state)
-        seconds = time.perf_counter() - self.started
-        reports = jax.device_get(self.reports)
-        attended = [a[active] for step, active in zip(reports, self.active, strict=True) for a, _ in step]
-        needed = sum(int(t.requested.sum()) for step in reports for _, t in step)
-        missed = sum(int(t.missed.sum()) for step in reports for _, t in step)
-        branch = self.cache.branch
-        return Usage(
-            len(reports), int(np.sum(self.active)), seconds,
-            float(np.mean(np.concatenate(attended))) if attended else 0.0, needed, missed,
-            None if branch is None else branch.stats(), parking.stats(self.cache.state.layers),
-        )
-
-
-@contextlib.contextmanager
-def _running(llm: LLM, cache: Cache, driver: Driver, observer: Observer | None) -> Iterator[_Generation]:
-    """A run over a fork of the cache, which is closed if the run fails."""
-    run = _Generation(llm, cache.fork(), driver, observer)
-    try:
-        yield run
-    except BaseException:
-        run.cache.close()
-        raise
 
 
 def check_kinds(method, store, slots) -> None:
@@ -496,19 +338,6 @@ def _is_batch(text) -> bool:
 
 def _rows(text) -> list:
     return list(text) if _is_batch(text) else [text]
-
-
-def _padded(rows: list[list[int]]):
-    length = np.array([len(row) for row in rows], np.int32)
-    tokens = np.zeros((len(rows), length.max()), np.int32)
-    for i, row in enumerate(rows):
-        tokens[i, : len(row)] = row
-    return tokens, jnp.asarray(length)
-
-
-def _cut(table: np.ndarray, length: np.ndarray) -> list[np.ndarray]:
-    """The first `length` entries of each row."""
-    return [row[:n] for row, n in zip(table, length, strict=True)]
 
 
 def load(path: str | os.PathLike, dtype=jnp.float32, tuning: str | os.PathLike | None = None) -> LLM:

@@ -14,8 +14,8 @@ import numpy as np
 from kvjax.attention import NEGATIVE
 from kvjax.decode import Step
 from kvjax.layer import LayerPlan
-from kvjax.llm import Cache
 from kvjax.prefill import Reading
+from kvjax.prefilled import Cache
 from kvjax.typing import Array, Bool, Float, Int32
 
 

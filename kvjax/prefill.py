@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -124,6 +124,15 @@ def _round_up(size: int) -> int:
 def pad(tokens: Int32[Array, "B T"]) -> Int32[Array, "B T2"]:
     """Prompts, right-padded to one of the lengths that are read."""
     return jnp.pad(tokens, ((0, 0), (0, _round_up(tokens.shape[1]) - tokens.shape[1])))
+
+
+def batch(rows: Sequence[Sequence[int]]) -> tuple[Int32[Array, "B T"], Int32[Array, "B"]]:
+    """Token ids of sequences side by side, right-padded, and how many each has."""
+    length = np.array([len(row) for row in rows], np.int32)
+    tokens = np.zeros((len(rows), length.max()), np.int32)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row)] = row
+    return jnp.asarray(tokens), jnp.asarray(length)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -5,7 +5,9 @@ import functools
 import itertools
 from collections.abc import Sequence
 
-from kvjax.llm import LLM, Cache, Observer, Result
+from kvjax.generation import Observer
+from kvjax.llm import LLM, Result
+from kvjax.prefilled import Cache
 from kvjax.tasks import scoring
 from kvjax.tasks.base import Sample, Text
 

@@ -10,9 +10,10 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from kvjax.errors import PromptError
-from kvjax.llm import LLM, Cache
+from kvjax.llm import LLM
 from kvjax.method import Method
 from kvjax.planning import Slots
+from kvjax.prefilled import Cache
 from kvjax.store.base import Store
 
 LEAST_CAPACITY = 256

@@ -1,0 +1,133 @@
+"""One run of a model over a cache, token by token: feeding questions, drawing answers, scoring given text."""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax import decode, parking, prefill, sampling
+from kvjax.decode import Driver, Step
+from kvjax.pool import Traffic
+from kvjax.prefilled import Cache
+from kvjax.sampling import Sampling
+from kvjax.store.base import Stats
+from kvjax.typing import Array, PyTree
+
+Observer = Callable[[Step, np.ndarray], None]  # called after every token with its step and its inputs [B]
+
+
+@dataclasses.dataclass(frozen=True)
+class Usage:
+    """What a generation cost; means are over tokens, layers and KV heads."""
+
+    steps: int
+    tokens: int  # decoded in all sequences, the questions' included
+    seconds: float
+    attended_tokens: float  # per KV head and token
+    blocks_needed: int
+    blocks_read: int  # of these, not resident
+    store: Stats | None
+    parked: Stats | None = None  # of the layers that wait in a store
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def hit_rate(self) -> float:
+        return 1.0 - self.blocks_read / max(1, self.blocks_needed)
+
+
+class Generation:
+    """One run over a cache of its own, which every step replaces by the next one."""
+
+    def __init__(self, params: PyTree, cache: Cache, driver: Driver, observer: Observer | None):
+        self.params, self.cache, self.driver, self.observer = params, cache, driver, observer
+        self.reports: list[list[tuple[Array, Traffic]]] = []
+        self.active: list[np.ndarray] = []  # of every step
+        self.started = time.perf_counter()
+
+    def step(self, tokens: np.ndarray, active: np.ndarray) -> None:
+        """One token of every active sequence; logits of the others stay."""
+        done = decode.step(
+            self.cache.plan, self.params, self.cache.state, jnp.asarray(tokens), jnp.asarray(active), self.driver,
+            donate=True,
+        )
+        logits = jnp.where(jnp.asarray(active)[:, None], done.logits, self.cache.logits)
+        self.cache = dataclasses.replace(self.cache, state=done.state, logits=logits)
+        self.reports.append([(r.attended, r.traffic) for r in done.reports])
+        self.active.append(active.copy())
+        if self.observer is not None:
+            self.observer(done, tokens)
+
+    def feed(self, questions: list[list[int]]) -> None:
+        for i in range(max(map(len, questions))):
+            active = np.array([i < len(q) for q in questions])
+            self.step(np.array([q[i] if i < len(q) else 0 for q in questions], np.int32), active)
+
+    def force(self, rows: list[list[int]]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Log-probability of every given token, and whether it was the likeliest; the last one is not fed."""
+        tokens, length = map(np.asarray, prefill.batch(rows))
+        logprobs, greedy = np.zeros(tokens.shape, np.float32), np.zeros(tokens.shape, bool)
+        for i, column in enumerate(tokens.T):
+            logits = self.cache.logits
+            likely = jax.nn.log_softmax(logits.astype(jnp.float32))
+            chosen = jnp.take_along_axis(likely, jnp.asarray(column)[:, None], axis=1)[:, 0]
+            logprobs[:, i], greedy[:, i] = chosen, np.asarray(jnp.argmax(logits, axis=1)) == column
+            if i + 1 < length.max():
+                self.step(column, i + 1 < length)
+        return _cut(logprobs, length), _cut(greedy, length)
+
+    def answer(
+        self, limit: int, how: Sampling, key: Array, eos_ids: Sequence[int], complete: Callable[[list[int]], bool]
+    ) -> tuple[list[list[int]], list[list[int]]]:
+        """The tokens of every answer, and those of them that were not fed. An answer ends before one of `eos_ids`, or
+        where its tokens are `complete`."""
+        tokens: list[list[int]] = [[] for _ in range(self.cache.plan.batch)]
+        pending: list[list[int]] = [[] for _ in tokens]
+        active = np.ones(len(tokens), bool)
+        for i in range(limit):
+            drawn = np.asarray(sampling.sample(how, self.cache.logits, jax.random.fold_in(key, i)))
+            for row in np.flatnonzero(active):
+                ended = drawn[row] in eos_ids
+                pending[row] = [] if ended else [int(drawn[row])]
+                tokens[row] += pending[row]
+                active[row] = not ended and not complete(tokens[row])
+            if not active.any() or i + 1 == limit:
+                break
+            self.step(drawn, active)
+        return tokens, pending
+
+    def usage(self) -> Usage:
+        jax.block_until_ready(self.cache.state)
+        seconds = time.perf_counter() - self.started
+        reports = jax.device_get(self.reports)
+        attended = [a[active] for step, active in zip(reports, self.active, strict=True) for a, _ in step]
+        needed = sum(int(t.requested.sum()) for step in reports for _, t in step)
+        missed = sum(int(t.missed.sum()) for step in reports for _, t in step)
+        branch = self.cache.branch
+        return Usage(
+            len(reports), int(np.sum(self.active)), seconds,
+            float(np.mean(np.concatenate(attended))) if attended else 0.0, needed, missed,
+            None if branch is None else branch.stats(), parking.stats(self.cache.state.layers),
+        )
+
+
+@contextlib.contextmanager
+def running(params: PyTree, cache: Cache, driver: Driver, observer: Observer | None) -> Iterator[Generation]:
+    """A run over a fork of the cache, which is closed if the run fails."""
+    run = Generation(params, cache.fork(), driver, observer)
+    try:
+        yield run
+    except BaseException:
+        run.cache.close()
+        raise
+
+
+def _cut(table: np.ndarray, length: np.ndarray) -> list[np.ndarray]:
+    """The first `length` entries of each row."""
+    return [row[:n] for row, n in zip(table, length, strict=True)]

@@ -1,0 +1,65 @@
+"""A prefilled cache: what `LLM.prefill` gives and every question is asked of."""
+
+import dataclasses
+import os
+
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax import parking, persistence, planning
+from kvjax.planning import Plan, State
+from kvjax.pool import Line
+from kvjax.store.base import Branch
+from kvjax.typing import Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """A prefilled cache: an immutable value. Asking it forks it, so one cache serves many questions."""
+
+    plan: Plan
+    state: State
+    logits: Array  # [B, V] of the next token
+    branch: Branch | None = None
+    fingerprint: str = ""  # of model and tokenizer
+
+    @property
+    def length(self) -> list[int]:
+        """Tokens of each sequence."""
+        return np.asarray(self.state.length).tolist()
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of the cache that are in memory, index, tables and buffers included."""
+        return planning.resident_bytes(self.state)
+
+    def fork(self) -> "Cache":
+        """An independent copy; blocks on flash are shared until either side writes them."""
+        state = planning.copy(self.state)
+        if self.branch is None:
+            return dataclasses.replace(self, state=state)
+        branch = self.branch.fork()
+        line = Line(jnp.int32(branch.handle), jnp.int32(branch.generation))
+        return dataclasses.replace(self, state=dataclasses.replace(state, line=line), branch=branch)
+
+    def flush(self) -> None:
+        """Waits until everything is in the file; raises what failed."""
+        if self.branch is not None:
+            self.branch.flush()
+
+    def save(self, directory: str | os.PathLike) -> None:
+        """Makes this the cache that `LLM.restore` finds in the directory, in any process; all of it or nothing.
+
+        With a store at `directory/blocks.kv` only what has changed is written; blocks of a store elsewhere are copied.
+        Raises ConfigError or StoreError (`kvjax.persistence.save`).
+        """
+        state = dataclasses.replace(self.state, layers=parking.everything(self.state.layers))
+        persistence.save(directory, self.plan, state, self.logits, self.branch, self.fingerprint)
+
+    def close(self) -> None:
+        """Gives the store's blocks back. Forks live on."""
+        try:
+            parking.close(self.state.layers)
+        finally:
+            if self.branch is not None:
+                self.branch.close()
