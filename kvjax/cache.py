@@ -279,16 +279,16 @@ def _hold(spec, layer, block, held, leaving, value):
 
 
 def with_held(spec: Spec, blocks: list[Float[Array, "K C D"]], held: Float[Array, "K R D"]) -> Float[Array, "K CU D"]:
-    """A due block's rows, the held rows, and its partner's rows if there is one: what `Edits.rows` indexes."""
+    """The first due block's rows, the held rows, and those of the other due blocks: what `Edits.rows` indexes."""
     held = held[:, spec.sinks + spec.ring :].astype(blocks[0].dtype)
     return jnp.concatenate([blocks[0], held, *blocks[1:]], axis=1)
 
 
-def due_positions(spec: Spec, layer: LayerState, blocks: list[Int32[Array, "K"]]) -> Int32[Array, "K CU"]:
-    """Positions of those rows, of the due block first; -1 = empty, or held for another block."""
-    mine = (layer.tail.held_block == blocks[0][:, None]) & (blocks[0] < spec.num_blocks)[:, None]
+def due_positions(spec: Spec, layer: LayerState, due: Int32[Array, "K P"]) -> Int32[Array, "K CU"]:
+    """Positions of those rows; -1 = empty, or held for another block than the first."""
+    mine = (layer.tail.held_block == due[:, :1]) & (due[:, :1] < spec.num_blocks)
     held = jnp.where(mine, layer.tail.pos[:, spec.sinks + spec.ring :], -1)
-    rows = [_positions(spec, layer, block) for block in blocks]
+    rows = [_positions(spec, layer, block) for block in due.T]
     return jnp.concatenate([rows[0], held, *rows[1:]], axis=-1)
 
 

@@ -351,7 +351,7 @@ def _adapt_all(plan: LayerPlan, cache: LayerCache, gate, layer, line) -> LayerCa
         return cache, _due_blocks(plan, cache.state, gate)
 
     def unfinished(carry):
-        return jnp.any(carry[1] < plan.spec.num_blocks)
+        return jnp.any(carry[1][..., 0] < plan.spec.num_blocks)
 
     carry = (cache, _due_blocks(plan, cache.state, gate))
     if getattr(cache.pool, "backend", None) != "python":
@@ -362,41 +362,35 @@ def _adapt_all(plan: LayerPlan, cache: LayerCache, gate, layer, line) -> LayerCa
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _due_blocks(plan: LayerPlan, state: LayerState, gate) -> Int32[Array, "B K"]:
+def _due_blocks(plan: LayerPlan, state: LayerState, gate) -> Int32[Array, "B K P"]:
     spec, method = plan.spec, plan.method
     due = jax.vmap(lambda one: method.due(spec, one.index, caching.view(spec, one)))(state)
     return gated(due, gate, spec.num_blocks)
 
 
-def _adapt(plan: LayerPlan, cache: LayerCache, due: Int32[Array, "B K"], layer, line) -> LayerCache:
+def _adapt(plan: LayerPlan, cache: LayerCache, due: Int32[Array, "B K P"], layer, line) -> LayerCache:
     """One round: the due block of every head that has one."""
     state, block, key, value = _adapted(plan, cache, due)
     return LayerCache(state, cache.pool.put_blocks(block, key, value, layer, line))
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _adapted(plan: LayerPlan, cache: LayerCache, due: Int32[Array, "B K"]):
+def _adapted(plan: LayerPlan, cache: LayerCache, due: Int32[Array, "B K P"]):
     """The state after one round, and the blocks it rewrites: numbers[B, K, E], keys and values[B, K, E, C, D]."""
     spec, method = plan.spec, plan.method
-    blocks = [due, _partners(plan, cache.state, due)] if method.pairs else [due]
-    pairs = [cache.pool.block(cache.pool.locate(block)) for block in blocks]
+    found = [cache.pool.block(cache.pool.locate(block)) for block in jnp.moveaxis(due, -1, 0)]
     joined = jax.vmap(lambda *args: caching.with_held(spec, *args))
-    key = joined([key for key, _ in pairs], cache.state.tail.key)
-    value = joined([value for _, value in pairs], cache.state.tail.value)
+    key = joined([key for key, _ in found], cache.state.tail.key)
+    value = joined([value for _, value in found], cache.state.tail.value)
 
-    def one(layer, blocks, keys):
-        pos = caching.due_positions(spec, layer, blocks)
-        index, edits = method.adapt(spec, layer.index, caching.view(spec, layer), blocks[0], keys, pos)
+    def one(layer, due, keys):
+        pos = caching.due_positions(spec, layer, due)
+        index, edits = method.adapt(spec, layer.index, caching.view(spec, layer), due, keys, pos)
         layer = caching.apply_edits(spec, dataclasses.replace(layer, index=index), edits, pos)
         return layer, edits
 
-    state, edits = jax.vmap(one)(cache.state, blocks, key)
+    state, edits = jax.vmap(one)(cache.state, due, key)
     return state, edits.dst, _regroup(key, edits), _regroup(value, edits)
-
-
-def _partners(plan: LayerPlan, state: LayerState, due: Int32[Array, "B K"]) -> Int32[Array, "B K"]:
-    spec, method = plan.spec, plan.method
-    return jax.vmap(lambda one, due: method.partner(spec, one.index, caching.view(spec, one), due))(state, due)
 
 
 def _regroup(rows: Float[Array, "B K CU D"], edits) -> Float[Array, "B K E C D"]:

@@ -122,8 +122,8 @@ class Placement:
 
 @pytree
 class Edits:
-    """Whole blocks rewritten by a gather from what `adapt` sees: [the due block's C rows ++ the U held rows], and the
-    partner's C rows where a method `pairs`; -1 = empty row."""
+    """Whole blocks rewritten by a gather from what `adapt` sees: [C rows of the due block ++ U held rows ++ C rows of
+    each block that is due with it]; -1 = empty row."""
 
     dst: Int32[Array, "*K E"]
     rows: Int32[Array, "*K E C"]
@@ -179,7 +179,6 @@ class Method(abc.ABC):
     evicts: ClassVar[bool] = False  # tokens may be dropped for good: not placed, or their row given to another
     attends_all: ClassVar[bool] = False  # selects every block, in token order
     adaptive: ClassVar[bool] = False  # `due` and `adapt` do something
-    pairs: ClassVar[bool] = False  # `partner` does something
     observes: ClassVar[bool] = False  # `observe` does something
     dense_filters: ClassVar[bool] = False  # with `reuse`, layers that select for others attend everything, in memory
     samples: ClassVar[bool] = False  # selections are samples with a `bias`, as many tokens as are drawn
@@ -310,19 +309,16 @@ class Method(abc.ABC):
     def append(self, spec: Spec, index: Index, view: View, leaving: Leaving) -> tuple[Index, Placement]:
         """A place for the token that leaves the window. Where not `leaving.valid`: index unchanged, block NB."""
 
-    def due(self, spec: Spec, index: Index, view: View) -> Int32[Array, "K"]:
-        """A fetched block of each head that needs adapting, NB = none. Must be cheap."""
-        return jnp.full((spec.kv_heads,), spec.num_blocks, jnp.int32)
-
-    def partner(self, spec: Spec, index: Index, view: View, block: Int32[Array, "K"]) -> Int32[Array, "K"]:
-        """Another fetched block whose rows `adapt` is to see with those of the due one, NB = none."""
-        return jnp.full((spec.kv_heads,), spec.num_blocks, jnp.int32)
+    def due(self, spec: Spec, index: Index, view: View) -> Int32[Array, "K P"]:
+        """A fetched block of each head that needs adapting, and P - 1 others that `adapt` is to see with it; NB = none.
+        Must be cheap."""
+        return jnp.full((spec.kv_heads, 1), spec.num_blocks, jnp.int32)
 
     def adapt(
-        self, spec: Spec, index: Index, view: View, block: Int32[Array, "K"], keys: Float[Array, "K CU D"],
+        self, spec: Spec, index: Index, view: View, block: Int32[Array, "K P"], keys: Float[Array, "K CU D"],
         pos: Int32[Array, "K CU"],
     ) -> tuple[Index, Edits]:
-        """Reorganises the due block; `keys` and `pos` are its rows, the held rows, and its partner's where it `pairs`.
+        """Reorganises what is due; `keys` and `pos` are the first block's rows, the held rows, and those of the others.
         """
         raise ConfigError(f"{self.name} is not adaptive")
 

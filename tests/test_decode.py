@@ -47,9 +47,14 @@ def test_full_cache_equals_dense_logits(params, tokens, driver):
 UNLIKE = ("full", "rle", "streaming_llm", "h2o", "sentencekv", "quest", "dynakv", "kvswap", "magicpig")
 
 
+def _due_together(plan):
+    """Of how many blocks a method sees the rows at once when it adapts."""
+    return jax.eval_shape(lambda: layer._due_blocks(plan, layer.init(plan, 1), jnp.ones(1, bool))).shape[-1]
+
+
 def _as_driven(method):
     return {
-        "attends_all": method.attends_all, "adaptive": method.adaptive, "pairs": method.pairs,
+        "attends_all": method.attends_all, "adaptive": method.adaptive, "due": _due_together(plan_of(method)),
         "keeps_keys": method.keeps_keys, "observes": method.observes, "samples": method.samples,
         "evicts": method.evicts, "head_shared": method.head_shared,
         "places_alike": method.places_alike, "observation": method.observation != 0,

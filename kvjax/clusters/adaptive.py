@@ -89,19 +89,13 @@ class Adaptive(Update):
         return index, Placement(block, jnp.where(hold, spec.block_rows, count[target]).astype(jnp.int32))
 
     def due(self, spec, index, view):
-        """A flagged cluster among those fetched in this step; else a tiny one that can be merged."""
-        present = view.loaded < spec.num_blocks
-        flagged = present & index.split[jnp.minimum(view.loaded, spec.num_blocks - 1)]
-        split = jnp.where(jnp.any(flagged), view.loaded[jnp.argmax(flagged)], spec.num_blocks)
+        """A flagged cluster among those fetched in this step; else a tiny one and what it can be merged with."""
+        none = jnp.int32(spec.num_blocks)
+        flagged = (view.loaded < none) & index.split[jnp.minimum(view.loaded, none - 1)]
+        split = jnp.where(jnp.any(flagged), view.loaded[jnp.argmax(flagged)], none)
         if not self.merge:
-            return split
-        tiny, other = self._pair(spec, index, view)
-        return jnp.where((split == spec.num_blocks) & (other < spec.num_blocks), tiny, split)
-
-    def partner(self, spec, index, view, block):
-        tiny, other = self._pair(spec, index, view)
-        flagged = index.split[jnp.minimum(block, spec.num_blocks - 1)]
-        return jnp.where((block == tiny) & ~flagged, other, spec.num_blocks)
+            return split[None]
+        return jnp.where(split < none, jnp.stack([split, none]), self._pair(spec, index, view))
 
     def _pair(self, spec, index, view):
         """The smallest fetched cluster, if it is tiny, and the nearest fetched one it can be merged with; NB = none."""
@@ -115,24 +109,22 @@ class Adaptive(Update):
         fits = (count > 0) & (at != one) & (count + view.count[one] <= spec.block_rows)
         fits &= (width <= 0.5 * self.limit(index, view.count)) & jnp.any(small <= self.merge)
         other = at[jnp.argmin(jnp.where(fits, squared, jnp.inf))]
-        none = jnp.int32(spec.num_blocks)
-        return jnp.where(jnp.any(fits), one, none), jnp.where(jnp.any(fits), other, none)
+        return jnp.where(jnp.any(fits), jnp.stack([one, other]), spec.num_blocks)
 
     def adapt(self, spec, index, view, block, keys, valid, seed):
-        """SPLITCLUSTER, or a merge with the partner."""
-        split = self._split(spec, index, view, block, keys, valid)
+        """SPLITCLUSTER, or a merge of two."""
+        split = self._split(spec, index, view, block[0], keys, valid)
         if not self.merge:
             return split
-        other = self.partner(spec, index, view, block)
-        merged = self._merged(spec, index, block, other, keys, valid)
-        return jax.tree.map(lambda one, two: jnp.where(other < spec.num_blocks, one, two), merged, split)
+        merged = self._merged(spec, index, block, keys, valid)
+        return jax.tree.map(lambda one, two: jnp.where(block[1] < spec.num_blocks, one, two), merged, split)
 
-    def _merged(self, spec, index, block, other, keys, valid):
-        """Everything goes to the other block."""
+    def _merged(self, spec, index, block, keys, valid):
+        """Everything goes to the second block."""
         _, centroid, variance = statistics(keys, jnp.where(valid, 0, 1), 1)
-        index = replace_clusters(index, other[None], centroid, variance)
+        index = replace_clusters(index, block[1:], centroid, variance)
         rows = jnp.stack([jnp.full(spec.block_rows, -1, jnp.int32), _gather_order(valid, spec.block_rows)])
-        return index, Edits(jnp.stack([block, other]).astype(jnp.int32), rows)
+        return index, Edits(block, rows)
 
     def _split(self, spec, index, view, block, keys, valid):
         """SPLITCLUSTER(C_j, Buf_j): one half stays in block j, the other takes a free block."""

@@ -66,7 +66,7 @@ class Local(Update):
 
     def due(self, spec, index, view):
         """The free block on whose account a full period waits. It is empty, so it need not be fetched."""
-        return jnp.where(jnp.all(view.held_block < spec.num_blocks), view.held_block[0], spec.num_blocks)
+        return jnp.where(jnp.all(view.held_block < spec.num_blocks), view.held_block[:1], spec.num_blocks)
 
     def adapt(self, spec, index, view, block, keys, valid, seed):
         waiting, valid = keys[spec.block_rows :], valid[spec.block_rows :]
@@ -79,4 +79,4 @@ class Local(Update):
         rows = jnp.full((self.most_blocks, spec.block_rows), -1, jnp.int32)
         rows = rows.at[part, row].set(spec.block_rows + jnp.arange(self.period, dtype=jnp.int32), mode="drop")
         index = replace_clusters(index, dst, centroid, variance)
-        return dataclasses.replace(index, splits=index.splits + (block < spec.num_blocks)), Edits(dst, rows)
+        return dataclasses.replace(index, splits=index.splits + (block[0] < spec.num_blocks)), Edits(dst, rows)

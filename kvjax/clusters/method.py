@@ -100,9 +100,6 @@ class ClusterMethod(Method):
     def due(self, spec, index, view):
         return jax.vmap(lambda *head: self.rule.due(spec, *head))(index, view)
 
-    def partner(self, spec, index, view, block):
-        return jax.vmap(lambda *head: self.rule.partner(spec, *head))(index, view, block)
-
     def adapt(self, spec, index, view, block, keys, pos):
         return jax.vmap(lambda *head: self.rule.adapt(spec, *head))(
             index, view, block, keys.astype(jnp.float32), pos >= 0, self._seeds(spec)

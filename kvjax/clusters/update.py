@@ -31,17 +31,13 @@ class Update(abc.ABC):
     ) -> tuple[ClusterIndex, Placement]:
         """A place for the key; where not `valid` nothing changes."""
 
-    def due(self, spec: Spec, index: ClusterIndex, view: View) -> Int32[Array, ""]:
-        """A block to rewrite now, NB = none."""
-        return jnp.int32(spec.num_blocks)
-
-    def partner(self, spec: Spec, index: ClusterIndex, view: View, block: Int32[Array, ""]) -> Int32[Array, ""]:
-        """A fetched block that the due one is to be merged with, NB = none."""
-        return jnp.int32(spec.num_blocks)
+    def due(self, spec: Spec, index: ClusterIndex, view: View) -> Int32[Array, "P"]:
+        """A block to rewrite now, and one to merge it with if the update merges; NB = none."""
+        return jnp.full((1,), spec.num_blocks, jnp.int32)
 
     def adapt(
-        self, spec: Spec, index: ClusterIndex, view: View, block: Int32[Array, ""], keys: Float[Array, "CU D"],
+        self, spec: Spec, index: ClusterIndex, view: View, block: Int32[Array, "P"], keys: Float[Array, "CU D"],
         valid: Bool[Array, "CU"], seed: PRNGKey,
     ) -> tuple[ClusterIndex, Edits]:
-        """Rewrites the due block and what is held for it; block NB = nothing."""
+        """Rewrites the due blocks and what is held for the first; block NB = nothing."""
         raise ConfigError(f"{type(self).__name__} never rewrites a block")

@@ -86,8 +86,3 @@ class DynaKV(ClusterMethod):
         weighted = jnp.sum(index.variance * count, axis=-1) / jnp.maximum(jnp.sum(count, axis=-1), 1)
         enough = jnp.sum(valid) >= 2 * self.cluster
         return dataclasses.replace(index, tau=jnp.where(enough, self.threshold * weighted, -1.0))
-
-    @property
-    def pairs(self) -> bool:  # type: ignore[override]  # of the class elsewhere, of its settings here
-        """Whether blocks are ever merged."""
-        return self.adaptive and self.merge > 0
