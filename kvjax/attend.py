@@ -14,9 +14,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kvjax import layer, order, packing
-from kvjax.errors import PromptError
+from kvjax.errors import ConfigError, PromptError
 from kvjax.layer import LayerCache, LayerPlan, Prompts
 from kvjax.method import Method
 from kvjax.models.config import RopeConfig
@@ -45,7 +46,8 @@ def init_cache(
     """
     packing.check(dtype, head_dim)
     spec = method.spec(kv_heads=kv_heads, group=group, head_dim=head_dim, capacity=capacity)
-    return _empty(LayerPlan(method, dataclasses.replace(spec, rope=rope), sliding), batch, dtype)
+    spec = dataclasses.replace(spec, rope=rope, key_type=packing.tail_type(dtype))
+    return _empty(LayerPlan(method, spec, sliding), batch, dtype)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -56,44 +58,56 @@ def _empty(plan: LayerPlan, batch: int, dtype: str) -> AttentionCache:
 
 def prefill_cache(
     cache: AttentionCache, key: Float[Array, "B T K D"], value: Float[Array, "B T K D"], length: Int32[Array, "B"],
-    query: Float[Array, "B T H D"] | None = None,
+    query: Float[Array, "B T H D"] | None = None, token: Int32[Array, "B T"] | None = None,
 ) -> AttentionCache:
     """A cache that holds prompts of `length[b] <= T` tokens; what the given cache held is dropped.
 
     `query` is for methods that look at the prompt's queries (`Method.observation`): InfLLM needs them, InfiniGen goes
-    by the keys alone without them. Raises PromptError for lengths beyond T or the capacity; under `jax.jit`, where
-    nobody knows them, tokens beyond either are lost.
+    by the keys alone without them; `token` has the ids of all tokens, which DynSplit-KV and SentenceKV ask for. Raises
+    ConfigError without those, PromptError for lengths beyond T or the capacity, or too short for a method
+    that learns from prompts (`Method.least_prompt`). Under `jax.jit`, where nobody knows them, tokens beyond are lost.
     """
     length = jnp.asarray(length, jnp.int32)
     most = min(key.shape[1], cache.plan.spec.capacity)
-    if not isinstance(length, jax.core.Tracer) and int(jnp.max(length)) > most:
-        raise PromptError(f"length={int(jnp.max(length))} is beyond the {key.shape[1]} given tokens or "
-                          f"capacity={cache.plan.spec.capacity}; give all tokens, or raise the capacity")
-    return _prefilled(cache, key, value, length, query)
+    if not isinstance(length, jax.core.Tracer):
+        if int(jnp.max(length)) > most:
+            raise PromptError(f"length={int(jnp.max(length))} is beyond the {key.shape[1]} given tokens or "
+                              f"capacity={cache.plan.spec.capacity}; give all tokens, or raise the capacity")
+        layer.check_enough(cache.plan, np.asarray(length))
+    _check_token(cache, token)
+    return _prefilled(cache, key, value, length, query, token)
+
+
+def _check_token(cache: AttentionCache, token) -> None:
+    if token is None and cache.plan.method.reads_tokens:
+        raise ConfigError(f"{cache.plan.method.name} ends blocks at delimiters; give token=, the ids of the tokens")
 
 
 @jax.jit
-def _prefilled(cache: AttentionCache, key, value, length, query) -> AttentionCache:
+def _prefilled(cache: AttentionCache, key, value, length, query, token) -> AttentionCache:
     dtype = cache.layer.pool.dtype
     state = layer.init(cache.plan, key.shape[0], dtype)
     if query is not None:
         query = layer.last_queries(query, length, cache.plan.method.observation)
-    filled = layer.prefill_memory(cache.plan, state, Prompts(key, value, length, query=query), dtype)
+    filled = layer.prefill_memory(cache.plan, state, Prompts(key, value, length, token, query), dtype)
     return dataclasses.replace(cache, layer=filled, length=length)
 
 
 @jax.jit
 def attend(
-    cache: AttentionCache, q: Float[Array, "B H D"], key: Float[Array, "B K D"], value: Float[Array, "B K D"]
+    cache: AttentionCache, q: Float[Array, "B H D"], key: Float[Array, "B K D"], value: Float[Array, "B K D"],
+    token: Int32[Array, "B"] | None = None,
 ) -> tuple[Float[Array, "B H D"], AttentionCache]:
     """Attention of the newest token over the cache, and the cache with that token in it.
 
-    A cache that is full has no place for it: the output of a token beyond the capacity is NaN.
+    A cache that is full has no place for it: the output of a token beyond the capacity is NaN. `token` has its id, for
+    methods that ask for it; raises ConfigError if one does, and is not given it.
     """
+    _check_token(cache, token)
     line = Line(jnp.int32(-1), jnp.int32(0))
     at, zero = cache.length, jnp.int32(0)
     out, read, fresh, _, report = layer.read(cache.plan, cache.layer, q, key, value, at, zero, line)
     gate = jnp.ones(at.shape, bool) & order.exists(out) & order.positions_exist([report.selected])
-    written, _ = layer.write(cache.plan, read, fresh, at, gate, zero, line)
+    written, _ = layer.write(cache.plan, read, fresh, at, gate, zero, line, token)
     fits = (at < cache.plan.spec.capacity)[:, None, None]
     return jnp.where(fits, out, jnp.nan), dataclasses.replace(cache, layer=written, length=at + 1)

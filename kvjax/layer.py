@@ -10,10 +10,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kvjax import attention, packing
 from kvjax import cache as caching
 from kvjax.cache import Fresh, LayerState, Rows
+from kvjax.errors import PromptError
 from kvjax.method import Leaving, Method, Placement, Spec
 from kvjax.pool import Line, MemoryPool, Pool, Traffic, gated, scatter_prompt
 from kvjax.typing import Array, Bool, Float, Int32, Num, PyTree, pytree
@@ -90,6 +92,15 @@ def last_queries(
     count = query.shape[1] if count is None else min(count, query.shape[1])
     at = jnp.maximum(length[:, None] - count + jnp.arange(count), 0)
     return jnp.take_along_axis(query, at[..., None, None], axis=1)
+
+
+def check_enough(plan: LayerPlan, length: np.ndarray) -> None:
+    """Raises PromptError for prompts of too few tokens to learn from."""
+    beside = plan.spec.sinks + plan.spec.ring
+    least = plan.method.least_prompt(plan.spec)
+    if least and length.min() - beside < least:
+        raise PromptError(f"{plan.method.name} learns from the prompt, and needs {least + beside} tokens of it where "
+                          f"there are {length.min()}; give it more at once (context or chunk), or another method")
 
 
 def prefill(plan: LayerPlan, state: LayerState, prompts: Prompts, leader: LayerState | None = None):

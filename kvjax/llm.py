@@ -161,6 +161,7 @@ class LLM:
         if method.fits_prompts:
             reading = reading if reading.layers or chunk is not None else self._read(reading)
             plan = self._fitted(plan, method, reading)
+        prefill.check_prompts(plan, np.asarray(reading.length))
         branch = None
         if store is not None:
             branch = store.create(planning.geometry(plan), self.fingerprint, _least_blocks(plan, lengths))

@@ -60,6 +60,7 @@ class Spec:
     block_heads: int  # KB: heads that have blocks of their own in stores and slots; 1 if all fetch and place alike
     keeps_keys: bool = True  # blocks hold keys and values; else values alone, see `Method.rebuild`
     rope: RopeConfig | None = None  # how keys are rotated; None = not known, or not at all
+    key_type: str = "float32"  # of keys in the window; those of a prompt come in the model's type
 
     @property
     def selected_rows(self) -> int:
@@ -183,6 +184,8 @@ class Method(abc.ABC):
     dense_filters: ClassVar[bool] = False  # with `reuse`, layers that select for others attend everything, in memory
     samples: ClassVar[bool] = False  # selections are samples with a `bias`, as many tokens as are drawn
     fits_prompts: ClassVar[bool] = False  # `for_prompts` does something
+    reads_tokens: ClassVar[bool] = False  # token ids decide where blocks end
+    files: ClassVar[tuple[str, ...]] = ()  # settings that are paths
 
     @property
     def keeps_keys(self) -> bool:
@@ -266,6 +269,11 @@ class Method(abc.ABC):
           key_bytes: what a key takes in a block.
         """
         return self
+
+    def least_prompt(self, spec: Spec) -> int:
+        """How many tokens prompts must have between sinks and window, if keys are changed by what they teach; else 0.
+        """
+        return 0
 
     def check_model(self, fingerprint: str) -> None:
         """Raises FormatMismatch if what was fitted beforehand was fitted to a model of another fingerprint."""

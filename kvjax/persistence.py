@@ -256,6 +256,9 @@ def _describe(method: Method) -> dict[str, Any]:
     kind = type(method)
     names = [name for name, known in METHODS.items() if known is kind]
     settings = json.loads(json.dumps(dataclasses.asdict(method), default=lambda value: {_NOT_SAVED: repr(value)}))
+    for name in kind.files:  # which are to be found from any directory
+        if isinstance(settings[name], str) and settings[name]:
+            settings[name] = os.path.abspath(settings[name])
     return {"name": names[0] if names else f"{kind.__module__}.{kind.__qualname__}", "settings": settings}
 
 

@@ -13,6 +13,7 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kvjax.codecs import lowbit
 from kvjax.errors import ConfigError
@@ -179,4 +180,19 @@ def leading_directions(
 
 
 def _leading(rows: Float[Array, "T N"], rank: int) -> Float[Array, "N r"]:
-    return jnp.linalg.eigh(rows.T @ rows)[1][:, ::-1][:, :rank]
+    gram, spread = rows.T @ rows, _spread(rows.shape[1])
+    # Directions that the rows, where they are few, say nothing of come from noise that is too small to change others.
+    noise = jnp.maximum(1e-6 * jnp.trace(gram) / rows.shape[1], 1e-12)
+    return jnp.linalg.eigh(gram + noise * spread)[1][:, ::-1][:, :rank]
+
+
+def unknown_directions(heads: int, head_dim: int, rank: int, joint: bool) -> Float[Array, "K D r"]:
+    """`leading_directions` of no key at all: random ones, which favour no head and no dimension."""
+    return leading_directions(jnp.zeros((heads, 1, head_dim)), jnp.zeros(1, bool), rank, joint)
+
+
+@functools.cache
+def _spread(size: int) -> np.ndarray:
+    """A matrix `[size, size]` of distinct eigenvalues in [1, 2] and random eigenvectors."""
+    basis = np.linalg.qr(np.random.default_rng(0).normal(size=(size, size)))[0]
+    return (basis * np.linspace(1, 2, size) @ basis.T).astype(np.float32)

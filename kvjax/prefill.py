@@ -71,7 +71,7 @@ def prefill(
     states of three layers, keys and values of two, and the cache, linear in T. Returns (State, logits after each
     prompt's last token [B, V]).
     """
-    _check_prompts(plan, np.asarray(length))
+    check_prompts(plan, np.asarray(length))
     tokens = pad(jnp.asarray(tokens, jnp.int32))
     slots, caches, before = slots or Slots(), [], None
     hidden: Any = None
@@ -109,11 +109,13 @@ def _parking(plan: Plan, branch, slots: Slots):
     return parking.create(slots.park, outlines)
 
 
-def _check_prompts(plan: Plan, length: np.ndarray) -> None:
+def check_prompts(plan: Plan, length: np.ndarray) -> None:
+    """Raises PromptError for prompts of so many tokens that this plan cannot be filled from."""
     if length.min() < 1:
         raise PromptError("a prompt is empty; give at least one token")
     if length.max() > plan.capacity:
         raise PromptError(f"a prompt has {length.max()} tokens but capacity={plan.capacity}; raise the capacity")
+    layer.check_enough(plan.layers[-1], length)
 
 
 def _round_up(size: int) -> int:

@@ -50,9 +50,11 @@ def made_up(plan, tokens: int):
     layer = caching.empty_layer(spec, method.init(spec, method.weights(0)), jnp.float32)
     key = jnp.asarray(rng.normal(size=(HEADS, len(block), SIZE)), jnp.float32)
     vectors = layer.index.vectors.take(jnp.broadcast_to(block, (HEADS, len(block))), key)
-    table = jnp.broadcast_to(jnp.asarray(pos), (HEADS, *pos.shape))
-    layer = dataclasses.replace(layer, index=dataclasses.replace(layer.index, vectors=vectors), pos=table)
-    layer = dataclasses.replace(layer, count=jnp.sum(table >= 0, axis=-1, dtype=jnp.int32))
+    table = jnp.asarray(pos)[None]  # one for all heads
+    layer = dataclasses.replace(
+        layer, index=dataclasses.replace(layer.index, vectors=vectors), positions=table,
+        counts=jnp.sum(table >= 0, axis=-1, dtype=jnp.int32),
+    )
     blocks = jnp.zeros((HEADS, *pos.shape, SIZE)).at[:, block, row].set(key)
     value = jnp.asarray(rng.normal(size=blocks.shape), jnp.float32)
     return layer, blocks, value, jnp.asarray(rng.normal(size=(HEADS, GROUP, SIZE)), jnp.float32)

@@ -2,6 +2,7 @@
 
 import functools
 
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -222,3 +223,22 @@ def test_queries_in_sixteen_bits():
             out, cache = kvjax.attend(cache, *(jnp.asarray(part, dtype) for part in token))
         outs[dtype] = np.asarray(out, np.float32)
     np.testing.assert_allclose(outs[jnp.bfloat16], outs[jnp.float32], atol=0.1)
+
+
+def test_a_method_that_ends_blocks_at_delimiters_asks_for_token_ids():
+    """And cuts by them, prompt and decoded tokens alike."""
+    method, rng = harness.METHODS["dynsplit"], np.random.default_rng(0)
+    empty = kvjax.init_cache(method, batch=1, kv_heads=KV_HEADS, group=GROUP, head_dim=SIZE, capacity=CAPACITY)
+    key = jnp.asarray(rng.normal(size=(1, 40, KV_HEADS, SIZE)), jnp.float32)
+    token = jnp.asarray(rng.integers(0, 64, (1, 40)), jnp.int32)
+    q = jnp.ones((1, HEADS, SIZE))
+    with pytest.raises(ConfigError, match="token="):
+        kvjax.prefill_cache(empty, key, key, jnp.array([40]))
+    with pytest.raises(ConfigError, match="token="):
+        kvjax.attend(empty, q, key[:, 0], key[:, 0])
+    whole = kvjax.prefill_cache(empty, key, key, jnp.array([40]), token=token)
+    cache = kvjax.prefill_cache(empty, key, key, jnp.array([20]), token=token)
+    for at in range(20, 40):
+        _, cache = kvjax.attend(cache, q, key[:, at], key[:, at], token[:, at])
+    np.testing.assert_array_equal(cache.layer.state.counts, whole.layer.state.counts)
+    assert len(np.unique(np.asarray(whole.layer.state.counts)[0, 0, :5])) > 1

@@ -101,6 +101,17 @@ def test_clusters_split_while_a_text_is_read(params, tokens):
     assert all(int(one.state.index.splits.sum()) > 0 for one in after.layers)
 
 
+def test_a_chunk_refuses_no_split_that_single_tokens_are_granted(params, tokens):
+    """Given chunks in which more keys want a split than may be held: their clusters are flagged, and split later."""
+    method = dataclasses.replace(METHODS["dynakv"], merge=0)
+    splits = {}
+    for chunk in (1, 16):
+        _, state, _, _ = extended(params, tokens, method, chunk)
+        splits[chunk] = sum(int((one.state.index.splits + one.state.index.split.sum(-1)).sum()) for one in state.layers)
+        assert not any(np.asarray(one.state.refused).any() for one in state.layers)
+    assert splits[16] > 0.7 * splits[1] > 4
+
+
 def test_a_failed_read_loses_nothing(params, tokens, tmp_path):
     plan, state, _, branch = start(params, tokens, METHODS["quest"], FlashStore(tmp_path))
     _, expected, _, twin = start(params, tokens, METHODS["quest"], FlashStore(tmp_path))

@@ -17,6 +17,7 @@ from tiny import drawn
 
 import kvjax
 from kvjax import persistence, planning
+from kvjax.delimiters import Delimiters
 from kvjax.errors import (
     ChecksumMismatch,
     ConfigError,
@@ -30,7 +31,7 @@ from kvjax.errors import (
 from kvjax.planning import State
 from kvjax.pool import Line
 from tests import test_llm
-from tests.harness import METHODS
+from tests.harness import DELIMITERS, METHODS
 from tests.test_llm import CONTEXT, METHOD
 
 llm = test_llm.llm  # a fixture
@@ -313,3 +314,21 @@ def test_places_that_are_no_directory(llm, tmp_path, place):
     with pytest.raises(KvjaxError, match="file"):
         llm.prefill(CONTEXT, method=METHOD).save(tmp_path / place)
     assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_method_made_from_a_file_is_restored_from_any_directory(llm, tmp_path, monkeypatch):
+    """Given a path that was relative to where the cache was made."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    for path in (here, there):
+        path.mkdir()
+    table = Delimiters.load(DELIMITERS)
+    dataclasses.replace(table, fingerprint=llm.fingerprint).save(here / "table.json")
+    monkeypatch.chdir(here)
+    method = dataclasses.replace(METHODS["dynsplit"], table="table.json")
+    cache = llm.prefill("text of some length, with stops. And more", method=method, capacity=90)
+    cache.save("saved")
+    expected = llm.generate("abc", cache, max_new_tokens=5).tokens
+    monkeypatch.chdir(there)
+    for given in (None, dataclasses.replace(method, table=str(here / "table.json"))):
+        again = llm.restore(here / "saved", method=given)
+        assert llm.generate("abc", again, max_new_tokens=5).tokens == expected

@@ -28,7 +28,7 @@ class Adapters:
     """
 
     def __init__(self, layers: Sequence[np.ndarray], joint: bool, fingerprint: str):
-        self.layers = tuple(np.asarray(layer, np.float32) for layer in layers)
+        self.layers = tuple(np.array(layer, np.float32) for layer in layers)
         self.joint, self.fingerprint = joint, fingerprint
         for layer in self.layers:
             layer.flags.writeable = False

@@ -63,7 +63,11 @@ class Adaptive(Update):
         return jnp.where(jnp.sum(used) >= self.buffer, fullest, spec.num_blocks)
 
     def append(self, spec, index, view, key, valid):
-        """Assigns a key to its nearest cluster: ADDENTRY, or Buf_j and f_j <- SPLIT."""
+        """Assigns a key to its nearest cluster: ADDENTRY, or Buf_j and f_j <- SPLIT.
+
+        Where no held row is free, as within a chunk that loads one block for all its tokens, the cluster is flagged all
+        the same and takes the key.
+        """
         count, n, index = view.count, view.count.astype(jnp.float32), _observe_key(index, key, valid)
         squared = squared_distances(index, key)
         nearest = first_least(squared, count > 0)
@@ -82,9 +86,10 @@ class Adaptive(Update):
         target = jnp.where(hold, nearest, nearest_with_room(spec, count, squared))
         block = jnp.where(valid, target, spec.num_blocks).astype(jnp.int32)
         index = add_entry(index, jnp.where(hold, spec.num_blocks, block), n, squared, key)
+        flagged = jnp.where(valid & wants_split & granted, nearest, spec.num_blocks)
         index = dataclasses.replace(
-            index, split=index.split.at[jnp.where(hold, block, spec.num_blocks)].set(True, mode="drop"),
-            refused=index.refused + (valid & wants_split & ~(hold & granted)),
+            index, split=index.split.at[flagged].set(True, mode="drop"),
+            refused=index.refused + (valid & wants_split & ~granted),
         )
         return index, Placement(block, jnp.where(hold, spec.block_rows, count[target]).astype(jnp.int32))
 

@@ -14,6 +14,7 @@ from kvjax import clustering
 from kvjax.attention import products
 from kvjax.clusters.index import ClusterIndex, empty_index, statistics
 from kvjax.clusters.update import Update
+from kvjax.errors import ConfigError
 from kvjax.method import Method, Placement, Selection, aggregate, top_blocks
 from kvjax.typing import Array, Bool, Float
 
@@ -39,6 +40,12 @@ class ClusterMethod(Method):
     iterations: int = 10
     seed: int = 0
 
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("block_rows", "num_blocks", "iterations"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+
     @property
     @abc.abstractmethod
     def rule(self) -> Update:
@@ -53,7 +60,7 @@ class ClusterMethod(Method):
     @property
     def largest(self) -> int:
         """Rows of a block."""
-        return self.block_rows or 2 * self.cluster
+        return 2 * self.cluster if self.block_rows is None else self.block_rows
 
     @property
     def adaptive(self) -> bool:  # type: ignore[override]  # of the class elsewhere, of its rule here
@@ -61,7 +68,7 @@ class ClusterMethod(Method):
         return self.rule.edits
 
     def blocks(self, capacity, rows):
-        count = self.num_blocks or -(-3 * capacity // (2 * self.cluster))
+        count = -(-3 * capacity // (2 * self.cluster)) if self.num_blocks is None else self.num_blocks
         return max(2, count), self.largest, max(1, -(-3 * rows // (2 * self.cluster))), self.rule.held
 
     def init(self, spec, weights):

@@ -63,6 +63,10 @@ class DynaKV(ClusterMethod):
         super().__post_init__()
         if self.update not in UPDATES:
             raise ConfigError(f"unknown update {self.update!r}; use one of {', '.join(UPDATES)}")
+        least = 1 if self.period is None else min(self.period, 1)
+        if self.threshold <= 0 or min(self.gain, self.merge) < 0 or min(self.buffer, least) < 1:
+            raise ConfigError(f"threshold={self.threshold}, buffer={self.buffer} and period={self.period} must be "
+                              f"positive, gain={self.gain} and merge={self.merge} not negative")
         if self.update == "adaptive" and self.rule.held > self.largest:
             raise ConfigError(
                 f"buffer={self.buffer} must be smaller than block_rows={self.largest}: one split takes them all"
@@ -78,7 +82,8 @@ class DynaKV(ClusterMethod):
         if self.update == "static":
             return Static()
         if self.update == "local":
-            return Local(self.cluster, self.largest, self.period or 2 * self.cluster, self.iterations)
+            period = 2 * self.cluster if self.period is None else self.period
+            return Local(self.cluster, self.largest, period, self.iterations)
         return Adaptive(self.cluster, self.threshold, self.gain, self.buffer, self.merge)
 
     def calibrate(self, index, count, valid):

@@ -74,6 +74,7 @@ class DynSplit(Method):
     alpha: float = 0.5
     shortest: int = 4
     places_alike: ClassVar[bool] = True
+    files: ClassVar[tuple[str, ...]] = ("table",)
 
     def __post_init__(self):
         super().__post_init__()
@@ -92,6 +93,11 @@ class DynSplit(Method):
     def name(self):
         changed = [value for value, usual in ((self.splitting, "dynamic"), (self.vectors, "minmax")) if value != usual]
         return "_".join([super().name, *changed])
+
+    @property
+    def reads_tokens(self) -> bool:  # type: ignore[override]  # of the class elsewhere, of its settings here
+        """Whether blocks end at delimiters."""
+        return self.splitting != "fixed"
 
     @property
     def split(self) -> Split:

@@ -12,12 +12,15 @@ Choices the paper leaves open:
   - the query heads of a KV head search together (`kvjax.dci.search`), which loads the union of their pages (4.2).
   - k, the number of tokens that name pages: all that the search compares with the query. Their pages are ranked by the
     sum of exp(q.k / sqrt(D)) over these tokens, divided by the rows of the page: attention mass per row of the budget.
-    Pages without such a token come last, the oldest first, and fill what the others leave of the budget.
+    With `top`, Algorithm 3 to the letter: the pages of each query head's k best tokens, best first, in union. Pages
+    without such a token come last, the oldest first, and fill what the others leave of the budget.
   - page size, promotion ratio and width of the search are not given. Pages of 8 held most of the true top tokens per
     budget with the reference model's keys. A beam of 64 takes two thirds of the time per token at 16K, and misses one
     passkey in a hundred, which 192 does not.
   - promotions drawn while decoding go to tokens that are far from all parents (`kvjax.dci.promotion`), as rows keep
     their pages and a parent that comes late gets later tokens only.
+  - tokens leave the window one by one and are inserted as they leave, as with every method here; in Algorithm 1 a page
+    of them leaves at once.
   - every token of an opened page is compared with the query. With `projections` and `visit` only those are that P-DCI
     gives priority to: fewer products, but more gathers, which on CPU costs as much.
 
@@ -34,8 +37,9 @@ import jax.numpy as jnp
 
 from kvjax import clustering, dci
 from kvjax.dci.tree import most_levels
+from kvjax.errors import ConfigError
 from kvjax.method import Method, Placement, Selection, aggregate, no_force, top_blocks
-from kvjax.typing import Array, Int32
+from kvjax.typing import Array, Float, Int32
 
 _LOW = -1e30  # rank of a page without a found token: finite, so that it still comes before an empty page
 
@@ -52,10 +56,13 @@ class IceCache(Method):
       pages: most pages opened per level, also for a parent; None = 1.5 times the beam of either.
       projections: P, directions of P-DCI; 0 = none.
       visit: tokens compared per level, by the priority of P-DCI; None = all that are opened.
+      top: k of Algorithm 3; None = all that are compared.
       insert_beam: nodes searched per level for the parent of a new token.
       update: whether tokens that leave the window find their place in the tree. Otherwise they fill pages that no
         search opens, only to measure what an index that follows the decode is worth.
       seed: of directions and promotions.
+
+    Raises ConfigError for numbers below 1, and where only one of `projections` and `visit` is given.
     """
 
     aggregation: str = "softmax_mean"
@@ -67,13 +74,23 @@ class IceCache(Method):
     pages: int | None = None
     projections: int = 0
     visit: int | None = None
+    top: int | None = None
     insert_beam: int = 16
     update: bool = True
     seed: int = 0
 
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("beam", "pages", "visit", "top", "insert_beam", "num_blocks"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        if (self.visit is None) != (self.projections == 0):
+            raise ConfigError(f"projections={self.projections} and visit={self.visit} go together: the first rank the "
+                              "tokens of which so many are compared; give both or neither")
+
     def blocks(self, capacity, rows):
         count = -(-capacity // self.page) + math.ceil(0.75 * capacity * self.ratio) + 1
-        return self.num_blocks or count, self.page, max(1, -(-2 * rows // self.page)), 0
+        return count if self.num_blocks is None else self.num_blocks, self.page, max(1, -(-2 * rows // self.page)), 0
 
     def init(self, spec, weights):
         return jax.vmap(lambda seed: dci.empty_tree(self.shape(spec), seed))(self._seeds(spec))
@@ -100,10 +117,13 @@ class IceCache(Method):
         return Selection(jnp.take_along_axis(page, best, axis=-1), no_force(spec))
 
     def _page_scores(self, spec, tree, q):
-        """The opened pages [N], and the log of the mean attention weight over their rows [G, N], up to a constant."""
+        """The opened pages [N] and how good each is [G, N]: the log of the mean attention weight over its rows, up to a
+        constant, or with `top` the score of its best token."""
         found = dci.query(self.shape(spec), self.search(self.beam), tree, dci.transform_query(q))
         norm = jnp.sqrt(jnp.sum(jnp.square(q), axis=-1)) * spec.head_dim**-0.5
         score = jnp.where(found.score > -jnp.inf, found.score * norm[:, None, None], -jnp.inf)
+        if self.top is not None:
+            return found.page, _best_of(score, self.top)
         top = jnp.maximum(jnp.max(score, axis=(1, 2), keepdims=True), _LOW)
         mass = jax.lax.optimization_barrier(jnp.exp(score - top)) @ jnp.ones(spec.block_rows)  # faster than a sum
         density = jnp.log(jnp.maximum(mass, 1e-37)) - jnp.log(jnp.maximum(found.count, 1).astype(jnp.float32))
@@ -128,10 +148,18 @@ class IceCache(Method):
 
     def search(self, beam: int) -> dci.Search:
         """What a query looks at, with `beam`, or an insert, with `insert_beam`."""
-        return dci.Search(beam, self.pages or -(-3 * beam // 2), self.visit)
+        return dci.Search(beam, -(-3 * beam // 2) if self.pages is None else self.pages, self.visit)
 
     def _seeds(self, spec):
         return clustering.fixed_seeds(self.seed, spec.kv_heads)
+
+
+def _best_of(score: Float[Array, "G N C"], count: int) -> Float[Array, "G N"]:
+    """The best score of each page that has one of a query's `count` best tokens, _LOW of the others."""
+    flat = score.reshape(score.shape[0], -1)
+    last = jax.lax.top_k(flat, min(count, flat.shape[1]))[0][:, -1:]
+    best = jnp.max(score, axis=-1)
+    return jnp.where((best >= last) & (best > -jnp.inf), best, _LOW)
 
 
 def _others(spec, opened: Int32[Array, "N"]) -> Int32[Array, "O"]:

@@ -48,8 +48,8 @@ class InfiniGen(Predictor):
     def adapter(self, spec, index, context):
         """Unit vectors of the dimensions with the largest sum of |K| and |Q|, each a mean over its tokens."""
         asked = (context.query_pos >= 0)[:, None]
-        query = jnp.sum(jnp.where(asked, jnp.abs(context.query), 0.0), axis=(1, 2))
-        key = jnp.sum(jnp.where(context.valid[:, None], jnp.abs(context.key), 0.0), axis=1)
+        query = jnp.sum(jnp.where(asked, jnp.abs(context.query.astype(jnp.float32)), 0.0), axis=(1, 2))
+        key = jnp.sum(jnp.where(context.valid[:, None], jnp.abs(context.key.astype(jnp.float32)), 0.0), axis=1)
         query /= jnp.maximum(spec.group * jnp.sum(asked), 1)
         kept = jax.lax.top_k(query + key / jnp.maximum(jnp.sum(context.valid), 1), index.adapter.shape[-1])[1]
         return jax.nn.one_hot(kept, spec.head_dim, axis=1)

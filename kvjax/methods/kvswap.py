@@ -12,20 +12,24 @@ Choices the paper leaves open:
   - the paper attends the groups and the rolling buffer; sinks and window are there as for every method here.
 
 Adapters are fitted beforehand (`configs/train_svd.py`). Without any, each prompt's own keys are decomposed at prefill,
-as ShadowKV does: it costs an eigendecomposition of K D x K D numbers per layer and sequence.
+as ShadowKV does: it costs an eigendecomposition of K D x K D numbers per layer and sequence. A prompt of fewer than r
+tokens gives as many directions as it has tokens, and the others are random.
 
 Resident: r numbers per token, K D r of the adapter. Cost per step: r products per token and query head.
 """
 
 import dataclasses
 import os
+from typing import ClassVar
 
 import jax.numpy as jnp
 
 from kvjax.adapters.value import Adapters, load
 from kvjax.errors import ConfigError
 from kvjax.methods.fitted import read_once
-from kvjax.prediction import Predictor, leading_directions
+from kvjax.prediction import Predictor, leading_directions, unknown_directions
+
+_SIGMA = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,23 +38,26 @@ class KVSwap(Predictor):
 
     Attributes:
       adapters: the model's, or the directory that `Adapters.save` wrote; None = an SVD of each prompt's own keys.
-      sigma: compression ratio H_k d / r of that SVD; given adapters have one of their own.
+      sigma: compression ratio H_k d / r of that SVD; None = 8, or that of the given adapters.
       per_head: whether that SVD is one for each KV head (the paper's per-head compression); adapters say it themselves.
 
-    Raises ConfigError for a sigma below 1, and what `kvjax.adapters.load` raises.
+    Raises ConfigError for a sigma below 1 or another than the adapters', and what `kvjax.adapters.load` raises.
     """
 
     adapters: Adapters | str | os.PathLike | None = None
-    sigma: int = 8
+    sigma: int | None = None
     per_head: bool = False
+    files: ClassVar[tuple[str, ...]] = ("adapters",)
 
     def __post_init__(self):
         super().__post_init__()
-        if self.sigma < 1:
+        if self.sigma is not None and self.sigma < 1:
             raise ConfigError(f"sigma={self.sigma} must be at least 1")
         if isinstance(self.adapters, os.PathLike):
             object.__setattr__(self, "adapters", os.fspath(self.adapters))
-        _ = self.fitted  # a directory without adapters is an error here and not at the first prompt
+        fitted = self.fitted  # a directory without adapters is an error here and not at the first prompt
+        if fitted is not None and self.sigma not in (None, round(fitted.ratio)):
+            raise ConfigError(f"sigma={self.sigma}, but the adapters' is {fitted.ratio:g}; leave sigma out")
 
     @property
     def fitted(self) -> Adapters | None:
@@ -75,7 +82,7 @@ class KVSwap(Predictor):
 
     def init(self, spec, weights):
         if self.fitted is None:
-            return self.empty(spec, jnp.zeros((spec.kv_heads, spec.head_dim, self._rank(spec))))
+            return self.empty(spec, unknown_directions(spec.kv_heads, spec.head_dim, self._rank(spec), self.joint))
         if weights.shape[:2] != (spec.kv_heads, spec.head_dim):
             raise ConfigError(f"the adapters are for {weights.shape[0]} KV heads of {weights.shape[1]} numbers, the "
                               f"model has {spec.kv_heads} of {spec.head_dim}; fit adapters to this model "
@@ -90,9 +97,10 @@ class KVSwap(Predictor):
     def _rank(self, spec) -> int:
         """r of the prompt's own SVD."""
         size = spec.head_dim * (spec.kv_heads if self.joint else 1)
-        if self.sigma > size:
-            raise ConfigError(f"sigma={self.sigma} leaves none of {size} dimensions; lower it")
-        return size // self.sigma
+        sigma = self.sigma or _SIGMA
+        if sigma > size:
+            raise ConfigError(f"sigma={sigma} leaves none of {size} dimensions; lower it")
+        return size // sigma
 
 
 _loaded = read_once(load)

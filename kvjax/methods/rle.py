@@ -8,10 +8,13 @@ none is ever refused. `llm.prefill` reads the prompts before it sizes the cache.
 do in blocks, the codec turns itself off: the method is then `full`, and a warning says so. With `kvjax.attend`, which
 does not know the prompts beforehand, there are as many slots as tokens, unless `slots` says otherwise.
 
+Keys are compared, and kept, in the type in which the cache keeps them: as floats, where that is one of few bits.
+
 `before_rotation` keeps keys as they were before they were rotated, where equal tokens have more alike keys, and turns
 them as they are used. Turning back and forth rounds, so that it wants a tolerance of some 1e-5 to find what is equal,
 and is not lossless. With `int8` keys are kept, and compared, as codes of 8 bits with a scale per channel, the prompt's
-(`kvjax.codecs.lowbit`); tolerances then are in steps.
+(`kvjax.codecs.lowbit`); tolerances then are in steps. Prompts of fewer than 64 tokens are refused then, as later keys
+would be clipped to what a few tokens span.
 
 Resident: D numbers per slot, and 2 or 4 bytes per token. Cost per step: a score per slot, all values.
 """
@@ -32,6 +35,8 @@ from kvjax.method import Method, Spec, every_occupied, in_token_order
 from kvjax.methods.full import Full
 from kvjax.models import rope
 from kvjax.typing import Array, Bool, Float, Int32, Num, pytree
+
+_LEAST = 64  # tokens that a scale is taken from
 
 
 @pytree
@@ -87,12 +92,15 @@ class RLE(Method):
         count = -(-capacity // self.page)
         return count, self.page, count, 0
 
+    def least_prompt(self, spec):
+        return _LEAST if self.int8 else 0
+
     # ----------------------------------------------------------------------------- size, by the prompts
 
     def for_prompts(self, spec, keys, length, key_bytes):
         """With as many slots as these prompts and what may follow them need; `full` where runs take more memory than
         keys, or prompts are not known. ConfigError where there are `slots`, but too few."""
-        needed, rows = self._slots(spec, keys[self.dense_layers :], length), spec.num_blocks * spec.block_rows
+        needed, rows = self._slots(spec, keys[self.dense_layers :], length), _most(spec)
         if self.slots is not None and self.slots < needed:
             raise ConfigError(f"slots={self.slots} of rle cannot hold the {needed} runs that these prompts, and "
                               f"{spec.capacity} tokens in all, may have; leave it out")
@@ -106,7 +114,7 @@ class RLE(Method):
 
     def _slots(self, spec: Spec, keys, length: np.ndarray) -> int:
         """Runs that some head may have at the capacity: those of its prompt, and one for each token after it."""
-        most = max(1, spec.capacity - spec.sinks - spec.ring)
+        most = _most(spec)
         if not keys:
             return most
         stored = np.maximum(length - spec.sinks - spec.ring, 0)
@@ -121,7 +129,8 @@ class RLE(Method):
     def _empty(self, spec: Spec) -> Runs:
         """Of one KV head."""
         rows = spec.num_blocks * spec.block_rows
-        return rle.empty(min(self.slots or rows, rows), rows, spec.head_dim, jnp.int8 if self.int8 else jnp.float32)
+        kind = jnp.int8 if self.int8 else jnp.dtype(spec.key_type)
+        return rle.empty(min(self.slots or rows, rows), rows, spec.head_dim, kind)
 
     # -------------------------------------------------------------------------------------- contract
 
@@ -136,7 +145,7 @@ class RLE(Method):
         rows, slots = index.runs.slot.shape[-1], index.runs.key.shape[-2]
         at = jnp.minimum(jnp.argmax(context.valid) + jnp.arange(rows), context.key.shape[1] - 1)
         key, scale = self._scaled(self._turned(spec, context.key[:, at], context.pos[at]), jnp.arange(rows) < stored)
-        runs = jax.vmap(lambda one: rle.encode(one, stored, self.equal, slots))(self._codes(key, scale))
+        runs = jax.vmap(lambda one: rle.encode(one, stored, self.equal, slots))(self._codes(spec, key, scale))
         return RunIndex(runs, scale, stored), placement
 
     def select(self, spec, index, view, q):
@@ -150,20 +159,20 @@ class RLE(Method):
             one = functools.partial(rle.scores_unrotated, freqs=freqs, most=index.stored)
             found = jax.vmap(one)(q, index.runs, index.scale)
         else:
-            found = jax.vmap(rle.scores)(q * index.scale[:, None], index.runs)
+            found = jax.vmap(rle.scores)(q * index.scale[:, None] if self.int8 else q, index.runs)
         return jnp.where(index.runs.refused[:, None, None] > 0, jnp.nan, found)
 
     def append(self, spec, index, view, leaving):
         placement = in_token_order(spec, index.stored, jnp.int32(0), leaving.valid)
-        key = self._codes(self._turned(spec, leaving.key[:, None], leaving.pos[None]), index.scale)[:, 0]
+        key = self._codes(spec, self._turned(spec, leaving.key[:, None], leaving.pos[None]), index.scale)[:, 0]
         grown = jax.vmap(lambda runs, one: rle.append(runs, one, self.equal, leaving.valid))(index.runs, key)
         return RunIndex(grown, index.scale, index.stored + leaving.valid), placement
 
     # --------------------------------------------------------------------- keys as they are compared and kept
 
     def _turned(self, spec: Spec, key: Float[Array, "K N D"], pos: Int32[Array, "N"]) -> Float[Array, "K N D"]:
-        """As they come, or turned back from their positions."""
-        key = key.astype(jnp.float32)
+        """As the cache keeps them, or turned back from their positions."""
+        key = key.astype(spec.key_type).astype(jnp.float32)
         if not self.before_rotation:
             return key
         return rope.rotate(key.swapaxes(0, 1), -pos, _frequencies(spec)).swapaxes(0, 1)
@@ -174,8 +183,13 @@ class RLE(Method):
             return key, jnp.ones((key.shape[0], key.shape[2]))
         return key, jax.vmap(lambda one: lowbit.scale_of(jnp.where(valid[:, None], one, 0.0)))(key)
 
-    def _codes(self, key: Float[Array, "K N D"], scale: Float[Array, "K D"]) -> Num[Array, "K N D"]:
-        return jax.vmap(lowbit.quantise)(key, scale) if self.int8 else key
+    def _codes(self, spec: Spec, key: Float[Array, "K N D"], scale: Float[Array, "K D"]) -> Num[Array, "K N D"]:
+        return jax.vmap(lowbit.quantise)(key, scale) if self.int8 else key.astype(spec.key_type)
+
+
+def _most(spec: Spec) -> int:
+    """Tokens that blocks hold at the capacity."""
+    return max(1, spec.capacity - spec.sinks - spec.ring)
 
 
 def _frequencies(spec: Spec) -> np.ndarray:
@@ -193,7 +207,7 @@ def _runs_of(method: RLE, spec: Spec, key: Float[Array, "B T K D"], stored: Int3
 
     def one(key, stored):
         rows = jnp.take(key.swapaxes(0, 1), at, axis=1, mode="clip")
-        kept = method._codes(*method._scaled(method._turned(spec, rows, at), jnp.arange(len(at)) < stored))
+        kept = method._codes(spec, *method._scaled(method._turned(spec, rows, at), jnp.arange(len(at)) < stored))
         begins = jax.vmap(lambda head: rle.begins(head, method.equal))(kept)
         return jnp.sum(begins & (jnp.arange(len(at)) < stored), axis=-1, dtype=jnp.int32)
 

@@ -11,8 +11,9 @@ read. Keys of outliers are kept as they are. With `sigma=None` blocks hold keys,
 
 What the paper leaves out or does otherwise: the values of outliers are blocks like others and count in the budget; as
 they are needed in every step, they stay in their slots. Decoded tokens are projected like the prompt's when they leave
-the window, and get landmarks; in the paper they never leave memory. Where the rotation is not known (`kvjax.attend`)
-keys are decomposed as they come.
+the window, and get landmarks; in the paper they never leave memory. Prompts of fewer tokens than a token has numbers
+are refused, as they say too little of the keys to come. Where the rotation is not known (`kvjax.attend`) keys are
+decomposed as they come.
 
 Resident: D numbers per chunk, K D / sigma per token, and the outliers' keys. Cost per step: one score per chunk, the
 selected chunks' values, and D x K D / sigma products per selected row.
@@ -81,6 +82,9 @@ class ShadowKV(Method):
         """Keys of all heads are decomposed together."""
         return self.sigma is not None
 
+    def least_prompt(self, spec):
+        return 0 if self.sigma is None else _rank(spec, self.sigma)
+
     def blocks(self, capacity, rows):
         return -(-capacity // self.chunk), self.chunk, max(1, -(-rows // self.chunk)), 0
 
@@ -129,11 +133,15 @@ class ShadowKV(Method):
 
 
 def _empty(spec: Spec, sigma: float | int, outliers: tuple[int, ...]) -> Shadow:
-    size = spec.kv_heads * spec.head_dim
-    rank = max(1, round(size / sigma))
-    leading = jnp.eye(size, rank).reshape(spec.kv_heads, spec.head_dim, rank)
+    rank = _rank(spec, sigma)
+    leading = prediction.unknown_directions(spec.kv_heads, spec.head_dim, rank, True)
     low = CompressedKeys(leading, jnp.zeros((1, spec.num_blocks * spec.block_rows, rank)), jnp.int32(0))
     return Shadow(low, jnp.zeros((*outliers, spec.block_rows, spec.head_dim)))
+
+
+def _rank(spec: Spec, sigma: float | int) -> int:
+    """Numbers that a token's keys are kept as."""
+    return max(1, round(spec.kv_heads * spec.head_dim / sigma))
 
 
 def _shadow(spec: Spec, empty: Shadow, context, outlier) -> Shadow:

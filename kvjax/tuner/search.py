@@ -81,17 +81,22 @@ def _resumed(path, fresh: Tuning) -> Tuning:
 
 
 def _reuse_rates(llm, text, space: Space, family: Family):
-    """C -> reuse rate, measured when first asked for, with the group in the middle (the paper has one rate for all)."""
+    """(C, context) -> reuse rate, measured when first asked for with the group in the middle (the paper has one rate).
+
+    Half of the text stands for a longer context: as large a share of it is selected, and kept, as of the real one.
+    """
     ids = llm.encode(text, start=False)
     if len(ids) < 2 * family.selected:
         raise ConfigError(f"{len(ids)} tokens of text are too few to measure reuse; give at least "
                           f"{2 * family.selected}")
-    group, sigma = space.groups[len(space.groups) // 2], space.sigmas[0]
+    group, sigma, prompt = space.groups[len(space.groups) // 2], space.sigmas[0], len(ids) // 2
 
     @functools.cache
-    def rate(reuse: int) -> float:
-        setting = Setting(group, sigma, reuse)
-        return profile.reuse_rate(llm, family.method(setting), family.slots(setting), ids, len(ids) // 2)
+    def rate(reuse: int, context: int) -> float:
+        share = min(1.0, prompt / context)
+        some = dataclasses.replace(family, selected=max(2 * group, round(share * family.selected)))
+        setting = Setting(group, sigma, round(share * reuse))
+        return profile.reuse_rate(llm, some.method(setting), some.slots(setting), ids, prompt)
 
     return rate
 
@@ -109,14 +114,14 @@ def _costs(llm, store, batch, context, family: Family, recurring) -> Iterator[Co
     def read(group: int, reuse: int) -> profile.Reading:
         if group not in stored:
             stored[group] = profile.StoredLayer(store, llm.config, group, batch, context)
-        return stored[group].read_seconds(round((1 - recurring(reuse)) * family.selected / group))
+        return stored[group].read_seconds(round((1 - recurring(reuse, context)) * family.selected / group))
 
     costs = Costs(
         memory=functools.cache(lambda setting: profile.memory_bytes(llm.config, *parts(setting), batch, context)),
         read=lambda setting: read(setting.group, setting.reuse).whole,
         busy=lambda setting: read(setting.group, setting.reuse).busy,
         compute=functools.cache(lambda setting: profile.compute_seconds(llm, *parts(setting), batch, context)),
-        reuse_rate=recurring,
+        reuse_rate=lambda reuse: recurring(reuse, context),
     )
     try:
         yield costs

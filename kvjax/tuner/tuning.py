@@ -73,15 +73,17 @@ class Tuning:
         return self.family.slots(self.nearest(batch, context).setting)
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes a JSON file. Raises WriteFailed."""
+        """Writes a JSON file, in place of one that is there once all of it is written. Raises WriteFailed."""
         rows = [
             {"batch": batch, "context": context, **dataclasses.asdict(found)}
             for (batch, context), found in sorted(self.solutions.items())
         ]
         saved = {"version": VERSION, "fingerprint": self.fingerprint, "family": dataclasses.asdict(self.family),
                  "limits": dataclasses.asdict(self.limits), "solutions": rows}
+        fresh = f"{os.fspath(path)}.new"
         try:
-            pathlib.Path(path).write_text(json.dumps(saved, indent=2) + "\n")
+            pathlib.Path(fresh).write_text(json.dumps(saved, indent=2) + "\n")
+            os.replace(fresh, path)
         except OSError as cause:
             raise WriteFailed(f"writing {path} failed: {cause}; choose another path") from cause
 
@@ -90,11 +92,17 @@ def load(path: str | os.PathLike) -> Tuning:
     """What `Tuning.save` wrote. Raises ReadFailed where that cannot be read, FormatMismatch for another version."""
     try:
         saved = json.loads(pathlib.Path(path).read_text())
-        version = saved["version"]
-    except (OSError, ValueError, KeyError, TypeError) as cause:
-        raise ReadFailed(f"{path} is no tuning that can be read: {cause}; run configs/tune.py") from cause
-    if version != VERSION:
-        raise FormatMismatch(f"{path} is a tuning of version {version}, this library reads {VERSION}; tune again")
+        if saved["version"] != VERSION:
+            raise FormatMismatch(f"{path} is a tuning of version {saved['version']}, this library reads {VERSION}; "
+                                 "tune again")
+        return _tuning(saved)
+    except FormatMismatch:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as cause:
+        raise ReadFailed(f"{path} is no tuning that can be read: {cause!r}; run configs/tune.py") from cause
+
+
+def _tuning(saved: dict[str, Any]) -> Tuning:
     solutions = {(row["batch"], row["context"]): _solution(row) for row in saved["solutions"]}
     adapters = {int(sigma): directory for sigma, directory in saved["family"]["adapters"].items()}
     family = Family(**{**saved["family"], "adapters": adapters})

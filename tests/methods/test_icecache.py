@@ -5,9 +5,11 @@ import dataclasses
 import harness
 import jax
 import numpy as np
+import pytest
 from harness import GROUP, HEADS, METHODS, SIZE, Sim, Stream, check_every_token_has_one_place, selection
 
 from kvjax.dci.tree import occupancy
+from kvjax.errors import ConfigError
 
 ALL = dataclasses.replace(METHODS["icecache"], beam=48, projections=0, visit=None)  # a search that sees every token
 
@@ -22,6 +24,29 @@ def test_pages_are_ranked_by_attention_mass_per_row():
         density = np.stack([weight[p[:n]].sum(0) / max(n, 1) for p, n in zip(pos, count, strict=True)])
         score = (density / density.sum(0)).mean(1)
         np.testing.assert_array_equal(chosen[head], np.argsort(-score)[: sim.plan.spec.max_blocks])
+
+
+def test_with_top_the_pages_of_each_query_heads_best_tokens_are_loaded():
+    """Algorithm 3: in union over the query heads of a KV head, before all others."""
+    sim = Sim(dataclasses.replace(ALL, top=2, aggregation="max"), Stream.rows(0, 1), [80, 80])
+    state, q = jax.device_get(sim.cache.state), np.random.default_rng(5).normal(size=(HEADS, GROUP, SIZE))
+    chosen = selection(sim, 0, q).block
+    for head in range(HEADS):
+        score = np.full((GROUP, harness.CAPACITY), -np.inf)
+        page = np.zeros(harness.CAPACITY, int)
+        for block, (p, n) in enumerate(zip(state.pos[0, head], state.count[0, head], strict=True)):
+            score[:, p[:n]], page[p[:n]] = q[head] @ sim.stream.k[0, p[:n], head].T, block
+        wanted = set(page[np.argsort(-score, axis=1)[:, :2]].ravel().tolist())
+        assert len(wanted) > 1 and set(chosen[head, : len(wanted)].tolist()) == wanted
+
+
+@pytest.mark.parametrize("change", [
+    {"beam": 0}, {"pages": 0}, {"top": 0}, {"insert_beam": 0}, {"num_blocks": 0}, {"visit": 5}, {"projections": 5},
+    {"visit": 0, "projections": 5},
+], ids=str)
+def test_bad_settings_are_refused(change):
+    with pytest.raises(ConfigError, match=next(iter(change))):
+        dataclasses.replace(ALL, **change)
 
 
 def test_tokens_of_a_page_have_one_parent_and_new_ones_join_their_nearest():

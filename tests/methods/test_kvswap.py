@@ -85,6 +85,20 @@ def test_without_adapters_the_prompts_own_keys_are_decomposed(joint):
         np.testing.assert_allclose(np.abs(expected.T @ basis), np.eye(basis.shape[1]), atol=1e-3)
 
 
+@pytest.mark.parametrize("joint", [True, False], ids=["joint", "per_head"])
+@pytest.mark.parametrize("prompt", [1, SMALL["sinks"] + SMALL["window"] + 2])
+def test_after_a_short_prompt_no_head_is_left_out(joint, prompt):
+    """Directions that its tokens do not give are orthogonal to theirs, and say as much of one head as of another."""
+    method = KVSwap(**SMALL, sigma=2, per_head=not joint)
+    sim = Sim(method, Stream.draw(1), [prompt, prompt])
+    adapter = np.asarray(sim.cache.state.index.adapter)
+    parts = adapter.reshape(2, 1 if joint else HEADS, -1, adapter.shape[-1])
+    np.testing.assert_allclose(parts.swapaxes(-1, -2) @ parts, np.broadcast_to(
+        np.eye(adapter.shape[-1]), (*parts.shape[:2], *[adapter.shape[-1]] * 2)), atol=1e-5)
+    share = np.square(adapter).sum((2, 3)) / np.square(adapter).sum((1, 2, 3))[:, None]
+    assert share.min() > 0.2
+
+
 def test_adapters_that_keep_everything_predict_the_true_scores():
     method = KVSwap(**SMALL, sigma=1)
     sim, keys = after_decoding(method)
@@ -247,3 +261,14 @@ def test_bad_settings_are_refused(tmp_path):
             KVSwap(**settings)
     with pytest.raises(ReadFailed):
         KVSwap(adapters=str(tmp_path))
+    fitted = Adapters([np.ones((2, 8, 4))], True, "model")  # 4 of 16 numbers
+    with pytest.raises(ConfigError, match="sigma=8, but the adapters' is 4"):
+        KVSwap(adapters=fitted, sigma=8)
+    assert KVSwap(adapters=fitted, sigma=4).joint
+
+
+def test_adapters_leave_the_given_arrays_as_they_are():
+    layer = np.ones((2, 8, 4), np.float32)
+    fitted = Adapters([layer], True, "model")
+    layer[:] = 2
+    assert (fitted.layers[0] == 1).all()

@@ -13,7 +13,7 @@ from tiny import CONFIG, make_params
 
 import kvjax
 from kvjax.codecs import rle
-from kvjax.errors import ConfigError
+from kvjax.errors import ConfigError, PromptError
 from kvjax.methods import RLE, Full
 from kvjax.models import rope
 from kvjax.models.config import RopeConfig
@@ -81,6 +81,30 @@ def test_without_a_tolerance_no_bit_differs_from_full_attention():
     np.testing.assert_array_equal(attended(RLE(page=4, slots=70), q, key, value, 248), expected)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_in_16_bits_no_bit_differs_and_runs_are_those_of_a_prompt(dtype):
+    """Given float32 keys that are alike in 16 bits only."""
+    q, key, value = heads(4)
+    noise = jnp.asarray(np.random.default_rng(1).normal(size=key.shape), jnp.float32)
+    key = key.astype(dtype).astype(jnp.float32) * (1 + 1e-5 * noise)
+    made = {
+        method: kvjax.init_cache(method, batch=1, kv_heads=2, group=2, head_dim=64, capacity=260, dtype=dtype)
+        for method in (RLE(page=4), Full(page=4))
+    }
+    runs = []
+    for prompt in (40, 248):
+        caches = [kvjax.prefill_cache(one, key[:, :prompt], value[:, :prompt], jnp.asarray([prompt]))
+                  for one in made.values()]
+        for at in range(prompt, 260):
+            (one, other), caches = zip(
+                *(kvjax.attend(cache, q[:, at], key[:, at], value[:, at]) for cache in caches), strict=True)
+            np.testing.assert_array_equal(one, other)
+        runs.append(caches[0].layer.state.index.runs)
+    assert runs[0].key.dtype == dtype and int(runs[0].runs.max()) < 130
+    for one, other in zip(*map(jax.tree.leaves, runs), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_keys_before_rotation_are_attended_as_rotated_ones():
     """From a third as many slots, as equal contents are equal keys before rotation only."""
     q, key, value = heads(4)
@@ -144,6 +168,21 @@ def test_where_runs_do_not_pay_the_codec_turns_itself_off(llm, caplog):
         got, cache = logits_of(llm, RLE(page=2), context, more)
     assert isinstance(cache.plan.layers[0].method, Full) and "keys are kept as they are" in caplog.text
     np.testing.assert_array_equal(got, logits_of(llm, Full(page=2), context, more)[0])
+
+
+@pytest.mark.parametrize("capacity", [113, 128])
+def test_rows_that_no_token_can_fill_do_not_speak_for_runs(llm, capacity):
+    """Without runs the codec is off, however far blocks are padded."""
+    context = np.random.default_rng(0).integers(0, 64, 90).tolist()
+    assert isinstance(llm.prefill(context, method=RLE(page=64), capacity=capacity).plan.layers[0].method, Full)
+
+
+def test_in_8_bits_short_prompts_are_refused(llm):
+    with pytest.raises(PromptError, match="needs 65 tokens of it where there are 60"):
+        llm.prefill(SAME[:60], method=RLE(int8=True), capacity=230)
+    with pytest.raises(PromptError, match="there are 50"):
+        llm.prefill(SAME, method=RLE(int8=True), capacity=230, chunk=50)
+    llm.prefill(SAME[:70], method=RLE(int8=True), capacity=230)
 
 
 def test_it_does_not_pay_against_keys_of_few_bits(llm):

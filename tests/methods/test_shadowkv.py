@@ -9,9 +9,10 @@ import pytest
 from test_decode import teacher_forced
 from tiny import CAPACITY, CONFIG, start
 
+import kvjax
 from kvjax import cache as caching
 from kvjax import planning
-from kvjax.errors import ConfigError
+from kvjax.errors import ConfigError, PromptError
 from kvjax.method import Context, Leaving
 from kvjax.methods import ShadowKV
 from kvjax.models import rope
@@ -102,6 +103,14 @@ def test_at_full_rank_nothing_is_lost(params, tokens, tmp_path):
     np.testing.assert_allclose(teacher_forced(params, tokens, whole, steps=8), fetched, atol=2e-3)
     lossy = teacher_forced(params, tokens, dataclasses.replace(METHOD, sigma=8.0), "fused", FlashStore(tmp_path), 8)
     assert np.abs(lossy - fetched).max() > 0.02
+
+
+def test_a_prompt_that_says_too_little_of_keys_is_refused(params, tokens):
+    llm = kvjax.LLM(CONFIG, params)
+    with pytest.raises(PromptError, match="needs 13 tokens of it where there are 12"):
+        llm.prefill(tokens[0, :12].tolist(), method=dataclasses.replace(METHOD, sigma=2.0), capacity=60)
+    llm.prefill(tokens[0, :13].tolist(), method=dataclasses.replace(METHOD, sigma=2.0), capacity=60)
+    llm.prefill(tokens[0, :2].tolist(), method=dataclasses.replace(METHOD, sigma=None), capacity=60)
 
 
 def test_blocks_hold_values_alone():

@@ -153,5 +153,17 @@ def test_bad_files_are_typed_errors(tmp_path):
     path.write_text(json.dumps({"version": 99}))
     with pytest.raises(FormatMismatch):
         tuning.load(path)
+    path.write_text(json.dumps({"version": tuning.VERSION}))
+    with pytest.raises(ReadFailed, match="solutions"):
+        tuning.load(path)
     with pytest.raises(WriteFailed):
         FOUND.save(tmp_path / "nowhere" / "config.json")
+
+
+def test_a_save_that_fails_leaves_the_one_before(tmp_path, monkeypatch):
+    FOUND.save(tmp_path / "config.json")
+    with monkeypatch.context() as patch:
+        patch.setattr(pathlib.Path, "write_text", lambda path, text: path.write_bytes(text[:9].encode()) and 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            dataclasses.replace(FOUND, fingerprint="other").save(tmp_path / "config.json")
+    assert tuning.load(tmp_path / "config.json") == FOUND
