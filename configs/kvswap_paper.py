@@ -80,7 +80,13 @@ def _timed(methods, **changes) -> ml_collections.ConfigDict:
 
 
 def _accuracy():
-    return _evaluate(({"name": "full"}, *_compared(8, "", 128), *_compared(32, "-t", 128)))
+    """Beside the rivals, variants of KVSwap: section 6 has G = 0 for heads that choose for themselves."""
+    kvswap = {"name": "kvswap", "budget": 128}
+    variants = tuple({**kvswap, **change, "label": f"kvswap {label}"} for label, change in (
+        ("own layer", {"lookahead": False}), ("per head", {"shared": False}), ("G=1", {"group": 1}),
+        ("G=0", {"group": 1, "shared": False}),
+    ))
+    return _evaluate(({"name": "full"}, *_compared(8, "", 128), *_compared(32, "-t", 128), *variants))
 
 
 def _rolling():
@@ -131,7 +137,7 @@ def _breakdown():
     return _timed(tuple(
         {**method, "label": f"{method['label']} {prefetch}", "slots": {**method["slots"], "prefetch": prefetch}}
         for method in (_FLEXGEN, shared, shared_kept, once, kvswap) for prefetch in ("layer", "off")
-    ), models=("llama-1b-4l",), stores=("flash:nvme",), batch=8)
+    ), models=("llama-1b-4l",), stores=("flash:nvme",))
 
 
 def _reuse_rates():
@@ -146,7 +152,7 @@ def _reuse_rates():
 
 def _smoke():
     config = _throughput()
-    config.update(models=("reference",), contexts=(512,), stores=("flash:nvme",), steps=4, batch=2)
+    config.update(models=("reference",), contexts=(512,), stores=("flash:nvme",), steps=4)
     config.replay.update(tokens=256, steps=16)
     kvswap = {**config.methods[-1], "budget": 100, "slots": {**_reuse(4), "count": 32}}
     config.methods = (kvswap, {**kvswap, "label": "kvswap drawn", "replay": 0.77})

@@ -7,6 +7,7 @@ The last, which takes longest, is not done again in a workdir that has it.
 
 import itertools
 import pathlib
+from collections.abc import Collection
 
 import ml_collections
 import numpy as np
@@ -69,10 +70,11 @@ def _names(tables):
     return table.tokens, table.texts
 
 
-def convergence_rows(kind: str, found: list[Tally], config) -> list[dict]:
-    """Distance of the scores after a few texts from the last ones, over delimiters frequent in the end."""
+def convergence_rows(kind: str, found: list[Tally], tokens: Collection[int], config) -> list[dict]:
+    """Distance of the scores after a few texts from the last ones, over those of these delimiters that are frequent in
+    the end."""
     final, rows = found[-1], []
-    frequent = final.count >= 4 * config.least
+    frequent = np.isin(np.arange(len(final.count)), sorted(tokens)) & (final.count >= 4 * config.least)
     for texts, tally in zip(config.checkpoints, found, strict=True):
         known = frequent & (tally.count >= config.least)
         error = np.abs(tally.mean() - final.mean())[known]
@@ -122,7 +124,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
         tables[kind].save(run.path / f"delimiters_{kind}.json")
         shown = table_rows(kind, tables[kind], found[-1], config)
         print_table(kind, shown[: config.shown])
-        rows += shown + convergence_rows(kind, found, config)
+        rows += shown + convergence_rows(kind, found, names, config)
     rows.append(spread_row(tables, config))
     table = together.table(llm.fingerprint, names, config.least)
     paths = {"estimated": run.path / "delimiters.json", "reversed": run.path / "delimiters_reversed.json"}

@@ -10,6 +10,7 @@ import pytest
 from tiny import temporaries
 
 import kvjax
+from kvjax.delimiters import Delimiters
 from kvjax.errors import ConfigError, PromptError
 
 HIDDEN, HEADS, KV_HEADS, SIZE = 32, 4, 2, 8
@@ -230,7 +231,8 @@ def test_a_method_that_ends_blocks_at_delimiters_asks_for_token_ids():
     method, rng = harness.METHODS["dynsplit"], np.random.default_rng(0)
     empty = kvjax.init_cache(method, batch=1, kv_heads=KV_HEADS, group=GROUP, head_dim=SIZE, capacity=CAPACITY)
     key = jnp.asarray(rng.normal(size=(1, 40, KV_HEADS, SIZE)), jnp.float32)
-    token = jnp.asarray(rng.integers(0, 64, (1, 40)), jnp.int32)
+    ids = [*Delimiters.load(harness.DELIMITERS).tokens, 60, 61, 62]
+    token = jnp.asarray(rng.choice(ids, (1, 40)), jnp.int32)
     q = jnp.ones((1, HEADS, SIZE))
     with pytest.raises(ConfigError, match="token="):
         kvjax.prefill_cache(empty, key, key, jnp.array([40]))
