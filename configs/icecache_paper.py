@@ -11,7 +11,7 @@ Parts:
     pages      hit rate of pages against Quest's at one budget, on the same keys
     tt2t       time to the second token (Figure 7 a), layers indexed and written one after the other, or while the next
                is read
-    breakdown  one layer's query, loading of its pages from flash, and attention (Figure 7 b)
+    breakdown  one layer's query, loading of its pages from flash, and attention (Figure 7 c)
     tpot       decode time against context with its parts, a token's commit included (Figure 8); growth over a long
                decode with the index updated and frozen
 

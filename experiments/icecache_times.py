@@ -130,7 +130,7 @@ def _commit_ms(plan, state, repeats: int) -> float:
 
 
 def breakdown(config, directory) -> Iterator[tuple[Row, Callable[[], Row]]]:
-    """Figure 7 b: one layer's query, loading of all selected pages from flash, and attention; one layer is dense."""
+    """Figure 7 c: one layer's query, loading of all selected pages from flash, and attention; one layer is dense."""
     model = functools.cache(lambda: throughput.make_model(config.model_shape))
     shared = {"budget": max(config.budgets), "dense_layers": 1}
     methods = {

@@ -67,7 +67,7 @@ def prefill(
     """Fills a new cache from prompts, right-padded to T, one layer at a time.
 
     Prompts are read as they are needed, if their `layers` are not given. While a layer is indexed and written to the
-    store the next one is read (IceCache, section 3.4), unless `pipelined` is False. Peak memory then is the hidden
+    store the next one is read (IceCache, section 4.3), unless `pipelined` is False. Peak memory then is the hidden
     states of three layers, keys and values of two, and the cache, linear in T. Returns (State, logits after each
     prompt's last token [B, V]).
     """

@@ -1,4 +1,4 @@
-"""Adaptive update (Figure 1c, Algorithm 1): a cluster whose variance exceeds tau_h is split, when it is in memory."""
+"""Adaptive update (Figure 1c, Algorithm 1): a cluster whose variance exceeds tau_h is split when a step has read it."""
 
 import dataclasses
 

@@ -69,7 +69,8 @@ def cluster(table: Residency, rows: Int32[Array, "KB NS"]) -> Keys:
     Principle 2, updated clusters stay in dedicated space whatever else is decided: the NS / RESERVED
     blocks written last, by an appended row or by a split. Principle 1, small clusters are kept: of the
     rest the one with most rows goes first, of equals the least recent. Slots are of one size here, so
-    that a large cluster costs no more memory than a small one, as it does in the paper.
+    that a large cluster costs no more memory than a small one, as it does in the paper; and the new half
+    of a split has no slot before it is fetched, where the paper keeps both halves.
     """
     newest = jax.lax.top_k(table.written, max(1, table.written.shape[-1] // RESERVED))[0]
     reserved = (table.written >= 0) & (table.written >= newest[:, -1:])
