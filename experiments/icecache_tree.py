@@ -93,7 +93,7 @@ def _try(shape: dci.Shape, inserting: dci.Search, search: dci.Search, start: int
         return {**recalls, "visited": jnp.sum(hit), "bounds": bounds, "evaluations": jnp.sum(hit) + bounds}
 
     found = jax.tree.map(jnp.mean, jax.lax.map(one, query))
-    return {**found, "visited_share": found["visited"] / points, "occupancy": occupancy(tree)}
+    return {**found, "visited_share": found["visited"] / points, "occupancy": occupancy(tree), "strays": tree.strays}
 
 
 def _grown(shape: dci.Shape, search: dci.Search, start: int, key):
