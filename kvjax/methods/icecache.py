@@ -24,7 +24,8 @@ Choices the paper leaves open:
   - every token of an opened page is compared with the query. With `projections` and `visit` only those are that P-DCI
     gives priority to: fewer products, but more gathers, which on CPU costs as much.
 
-Resident: all keys (as in the paper, where they are in CPU memory with the index), their projections, and the links.
+Resident: all keys (as in the paper, where they are in CPU memory with the index), their projections, and the links. So
+blocks hold values alone, and half as much is read.
 Cost per step: at most `pages` pages of keys per level of the tree. Only opened pages are ranked, so that nothing grows
 with the number of tokens but the number of levels.
 """
@@ -88,6 +89,12 @@ class IceCache(Method):
             raise ConfigError(f"projections={self.projections} and visit={self.visit} go together: the first rank the "
                               "tokens of which so many are compared; give both or neither")
 
+    @property
+    def keeps_keys(self):
+        """Only where layers share a selection, as those that follow have no tree: else its keys are those of the pages.
+        """
+        return self.reuse > 1
+
     def blocks(self, capacity, rows):
         count = -(-capacity // self.page) + math.ceil(0.75 * capacity * self.ratio) + 1
         return count if self.num_blocks is None else self.num_blocks, self.page, max(1, -(-2 * rows // self.page)), 0
@@ -128,6 +135,10 @@ class IceCache(Method):
         mass = jax.lax.optimization_barrier(jnp.exp(score - top)) @ jnp.ones(spec.block_rows)  # faster than a sum
         density = jnp.log(jnp.maximum(mass, 1e-37)) - jnp.log(jnp.maximum(found.count, 1).astype(jnp.float32))
         return found.page, jnp.where(mass > 0, density, _LOW)
+
+    def rebuild(self, spec, index, block, row, pos):
+        head = jnp.arange(spec.kv_heads)[:, None]
+        return index.key[head, jnp.minimum(block, spec.num_blocks - 1), row]
 
     def append(self, spec, index, view, leaving):
         shape, search = self.shape(spec), self.search(self.insert_beam)
