@@ -44,6 +44,11 @@ class Adapters:
         heads, size, rank = self.layers[0].shape
         return heads * size / (rank if self.joint else heads * rank)
 
+    def has_ratio(self, sigma: int) -> bool:
+        """Whether adapters of that sigma have this rank, which is a whole number."""
+        heads, size, rank = self.layers[0].shape
+        return (heads * size if self.joint else size) // sigma == rank
+
     @functools.cached_property
     def digest(self) -> str:
         """Of everything that makes the value what it is."""

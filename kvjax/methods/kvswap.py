@@ -56,7 +56,7 @@ class KVSwap(Predictor):
         if isinstance(self.adapters, os.PathLike):
             object.__setattr__(self, "adapters", os.fspath(self.adapters))
         fitted = self.fitted  # a directory without adapters is an error here and not at the first prompt
-        if fitted is not None and self.sigma not in (None, round(fitted.ratio)):
+        if fitted is not None and self.sigma is not None and not fitted.has_ratio(self.sigma):
             raise ConfigError(f"sigma={self.sigma}, but the adapters' is {fitted.ratio:g}; leave sigma out")
 
     @property

@@ -265,6 +265,7 @@ def test_bad_settings_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="sigma=8, but the adapters' is 4"):
         KVSwap(adapters=fitted, sigma=8)
     assert KVSwap(adapters=fitted, sigma=4).joint
+    KVSwap(adapters=Adapters([np.ones((2, 8, 1))], True, "model"), sigma=11)  # 16 / 11 numbers are one
 
 
 def test_adapters_leave_the_given_arrays_as_they_are():
