@@ -25,7 +25,7 @@ Choices the paper leaves open:
     gives priority to: fewer products, but more gathers, which on CPU costs as much.
 
 Resident: all keys (as in the paper, where they are in CPU memory with the index), their projections, and the links. So
-blocks hold values alone, and half as much is read.
+blocks hold values alone, and half as much is read, where that fills pages of the device.
 Cost per step: at most `pages` pages of keys per level of the tree. Only opened pages are ranked, so that nothing grows
 with the number of tokens but the number of levels.
 """
