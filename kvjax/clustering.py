@@ -113,33 +113,32 @@ def two_means(
     """Splits valid points in two non-empty parts of at most `largest` each; deterministic.
 
     Starts from the point farthest from the mean and the point farthest from that one. At the end
-    points are cut along the difference of their distances, where the sizes demand it off centre.
+    points are cut across the line between the means, where the sizes demand it off centre.
     Needs 2 <= valid points <= 2 * largest.
     """
     points = points.astype(jnp.float32)
-    weight = valid.astype(jnp.float32)[:, None]
+    total, whole = jnp.sum(valid), valid.astype(jnp.float32) @ points
 
     def farthest(origin):
         return points[jnp.argmax(jnp.where(valid, jnp.sum(jnp.square(points - origin), axis=-1), -1.0))]
 
-    def margin(pair):
-        squared = jnp.sum(jnp.square(points[:, None] - pair[None]), axis=-1)
-        return squared[:, 0] - squared[:, 1]
+    def margin(one, other):
+        """Below 0 on the side of the first centre: half the difference of the squared distances."""
+        return (points - (one + other) / 2) @ (other - one)
 
     def lloyd(_, pair):
-        first = (margin(pair) < 0)[:, None] * weight
-        parts = jnp.stack([first, weight - first])
-        size = jnp.sum(parts, axis=1)
-        moved = jnp.sum(parts * points[None], axis=1) / jnp.maximum(size, 1)
-        return jnp.where(size > 0, moved, pair)
+        near = (valid & (margin(*pair) < 0)).astype(jnp.float32)
+        size, part = jnp.sum(near), near @ points
+        moved = part / jnp.maximum(size, 1), (whole - part) / jnp.maximum(total - size, 1)
+        return jnp.where(size > 0, moved[0], pair[0]), jnp.where(size < total, moved[1], pair[1])
 
-    start = farthest(jnp.sum(points * weight, axis=0) / jnp.maximum(jnp.sum(weight), 1))
-    pair = jax.lax.fori_loop(0, iterations, lloyd, jnp.stack([start, farthest(start)]))
-    difference = jnp.where(valid, margin(pair), jnp.inf)
-    total = jnp.sum(valid)
+    start = farthest(whole / jnp.maximum(total, 1))
+    pair = jax.lax.fori_loop(0, iterations, lloyd, (start, farthest(start)))
+    difference = jnp.where(valid, margin(*pair), jnp.inf)
     cut = jnp.clip(jnp.sum(difference < 0), jnp.maximum(1, total - largest), jnp.minimum(total - 1, largest))
-    rank = jnp.argsort(jnp.argsort(difference))
-    return valid & (rank < cut), valid & (rank >= cut)
+    order = jnp.argsort(difference)
+    first = jnp.zeros_like(valid).at[order].set(jnp.arange(valid.shape[0]) < cut)
+    return valid & first, valid & ~first
 
 
 def pack(owner: Int32[Array, "T"], valid: Bool[Array, "T"], clusters: int, rows: int, blocks: int):

@@ -14,10 +14,11 @@ from kvjax.clusters.index import (
     squared_distances,
     statistics,
     updated_variance,
+    widened,
 )
 from kvjax.clusters.update import Update
 from kvjax.method import Edits, Placement
-from kvjax.places import first, first_least
+from kvjax.places import first, first_least, places_of
 from kvjax.typing import Array, Float
 
 
@@ -72,8 +73,7 @@ class Adaptive(Update):
         squared = squared_distances(index, key)
         nearest = first_least(squared, count > 0)
         full = count >= spec.block_rows
-        variance = updated_variance(n[nearest], index.variance[nearest], squared[nearest])
-        wide = variance > self.limit(index, count)
+        wide = widened(index, nearest, n, key) > self.limit(index, count)
         wants_split = (wide | full[nearest] | index.split[nearest]) & (count[nearest] > 0)
         # A flagged cluster has a free block reserved, so that a due split can never fail.
         spare = jnp.sum(count == 0) > jnp.sum(index.split)
@@ -85,7 +85,7 @@ class Adaptive(Update):
 
         target = jnp.where(hold, nearest, nearest_with_room(spec, count, squared))
         block = jnp.where(valid, target, spec.num_blocks).astype(jnp.int32)
-        index = add_entry(index, jnp.where(hold, spec.num_blocks, block), n, squared, key)
+        index = add_entry(index, jnp.where(hold, spec.num_blocks, block), n, key)
         flagged = jnp.where(valid & wants_split & granted, nearest, spec.num_blocks)
         index = dataclasses.replace(
             index, split=index.split.at[flagged].set(True, mode="drop"),
@@ -109,7 +109,7 @@ class Adaptive(Update):
         count = jnp.where(free, view.count[at], 0)
         small = jnp.where((count > 0) & (count <= self.merge), count, spec.block_rows + 1)
         one = at[jnp.argmin(small)]
-        squared = squared_distances(index, index.centroid[one])[at]
+        squared = jnp.sum(jnp.square(index.centroid[at] - index.centroid[one]), axis=-1)
         width = _union(view.count[one], index.variance[one], view.count[at], index.variance[at], squared)
         fits = (count > 0) & (at != one) & (count + view.count[one] <= spec.block_rows)
         fits &= (width <= 0.5 * self.limit(index, view.count)) & jnp.any(small <= self.merge)
@@ -128,7 +128,7 @@ class Adaptive(Update):
         """Everything goes to the second block."""
         _, centroid, variance = statistics(keys, jnp.where(valid, 0, 1), 1)
         index = replace_clusters(index, block[1:], centroid, variance)
-        rows = jnp.stack([jnp.full(spec.block_rows, -1, jnp.int32), _gather_order(valid, spec.block_rows)])
+        rows = jnp.stack([jnp.full(spec.block_rows, -1, jnp.int32), places_of(valid, spec.block_rows)])
         return index, Edits(block, rows)
 
     def _split(self, spec, index, view, block, keys, valid):
@@ -137,7 +137,7 @@ class Adaptive(Update):
         free = first(view.count == 0)
         go = (block < spec.num_blocks) & (jnp.sum(valid) >= 2) & (view.count[free] == 0)
         dst = jnp.where(go, jnp.stack([block, free]), spec.num_blocks).astype(jnp.int32)
-        rows = jnp.stack([_gather_order(stay, spec.block_rows), _gather_order(move, spec.block_rows)])
+        rows = jnp.stack([places_of(stay, spec.block_rows), places_of(move, spec.block_rows)])
         _, centroid, variance = statistics(keys, jnp.where(stay, 0, jnp.where(move, 1, 2)), 2)
         index = dataclasses.replace(
             replace_clusters(index, dst, centroid, variance),
@@ -160,9 +160,3 @@ def _union(n, variance, other_n, other_variance, squared_distance):
     """sigma^2 of two clusters together, their centroids at that distance."""
     total = jnp.maximum(n + other_n, 1)
     return (n * variance + other_n * other_variance) / total + n * other_n / total**2 * squared_distance
-
-
-def _gather_order(member, rows):
-    """Indices of the members in order, padded with -1 to `rows`."""
-    order = jnp.argsort(~member, stable=True)[:rows]
-    return jnp.where(member[order], order, -1).astype(jnp.int32)

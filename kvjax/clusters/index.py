@@ -12,6 +12,7 @@ from kvjax.typing import Array, Bool, Float, Int32, pytree
 @pytree
 class ClusterIndex:  # *B_K: [K], [B, K], or [] inside a function of one head
     centroid: Float[Array, "*B_K NB D"]  # r_j, mean key of the block's cluster
+    norm: Float[Array, "*B_K NB"]  # |r_j|^2, so that distances to a key are one product
     variance: Float[Array, "*B_K NB"]  # sigma_j^2, mean squared distance to r_j
     cluster: Int32[Array, "*B_K NB"]  # first block of the cluster; its own number where a cluster is one block
     split: Bool[Array, "*B_K NB"]  # f_j = SPLIT: to be split when next fetched
@@ -27,10 +28,11 @@ def empty_index(spec: Spec) -> ClusterIndex:
     """No cluster of any head."""
     heads, blocks = spec.kv_heads, spec.num_blocks
     return ClusterIndex(
-        centroid=jnp.zeros((heads, blocks, spec.head_dim)), variance=jnp.zeros((heads, blocks)),
-        cluster=jnp.tile(jnp.arange(blocks, dtype=jnp.int32), (heads, 1)), split=jnp.zeros((heads, blocks), bool),
-        tau=jnp.full(heads, -1.0, jnp.float32), seen=jnp.zeros(heads), mean=jnp.zeros((heads, spec.head_dim)),
-        spread=jnp.zeros(heads), splits=jnp.zeros(heads, jnp.int32), refused=jnp.zeros(heads, jnp.int32),
+        centroid=jnp.zeros((heads, blocks, spec.head_dim)), norm=jnp.zeros((heads, blocks)),
+        variance=jnp.zeros((heads, blocks)), cluster=jnp.tile(jnp.arange(blocks, dtype=jnp.int32), (heads, 1)),
+        split=jnp.zeros((heads, blocks), bool), tau=jnp.full(heads, -1.0, jnp.float32), seen=jnp.zeros(heads),
+        mean=jnp.zeros((heads, spec.head_dim)), spread=jnp.zeros(heads), splits=jnp.zeros(heads, jnp.int32),
+        refused=jnp.zeros(heads, jnp.int32),
     )
 
 
@@ -50,28 +52,36 @@ def updated_variance(n, variance, squared_distance):
 
 
 def squared_distances(index: ClusterIndex, key: Float[Array, "D"]) -> Float[Array, "NB"]:
-    """Of one head's key to every centroid."""
-    return jnp.sum(jnp.square(index.centroid - key), axis=-1)
+    """Of one head's key to every centroid, but for rounding that grows with their lengths: enough to rank them."""
+    return index.norm - 2 * jnp.matmul(index.centroid, key, precision="highest") + squared_norm(key)
+
+
+def squared_norm(x: Float[Array, "*N D"]) -> Float[Array, "*N"]:
+    """Of each vector."""
+    return jnp.sum(jnp.square(x), axis=-1)
+
+
+def widened(index: ClusterIndex, block: Int32[Array, ""], n: Float[Array, "NB"], key: Float[Array, "D"]):
+    """sigma^2 of a cluster of one head once it has taken the key."""
+    return updated_variance(n[block], index.variance[block], squared_norm(key - index.centroid[block]))
 
 
 def add_entry(
-    index: ClusterIndex, block: Int32[Array, ""], n: Float[Array, "NB"], squared: Float[Array, "NB"],
-    key: Float[Array, "D"],
+    index: ClusterIndex, block: Int32[Array, ""], n: Float[Array, "NB"], key: Float[Array, "D"]
 ) -> ClusterIndex:
     """ADDENTRY and UPDATESTATS of Algorithm 1 for one head; block NB = nothing."""
     target = jnp.minimum(block, n.shape[0] - 1)
-    variance = updated_variance(n[target], index.variance[target], squared[target])
-    step = (key - index.centroid[target]) / (n[target] + 1)
-    return dataclasses.replace(
-        index, variance=index.variance.at[block].set(variance, mode="drop"),
-        centroid=index.centroid.at[block].add(step, mode="drop"),
-    )
+    centroid = index.centroid[target] + (key - index.centroid[target]) / (n[target] + 1)
+    return replace_clusters(index, block, centroid, widened(index, target, n, key))
 
 
-def replace_clusters(index: ClusterIndex, block: Int32[Array, "E"], centroid, variance) -> ClusterIndex:
-    """New centroids `[E, D]` and variances `[E]` for blocks of one head; block NB = nothing."""
+def replace_clusters(
+    index: ClusterIndex, block: Int32[Array, "*E"], centroid: Float[Array, "*E D"], variance: Float[Array, "*E"]
+) -> ClusterIndex:
+    """New statistics for blocks of one head; block NB = nothing."""
     return dataclasses.replace(
         index, centroid=index.centroid.at[block].set(centroid, mode="drop"),
+        norm=index.norm.at[block].set(squared_norm(centroid), mode="drop"),
         variance=index.variance.at[block].set(variance, mode="drop"),
     )
 

@@ -60,7 +60,7 @@ class Local(Update):
         target = jnp.where(enough, account, nearest_with_room(spec, count, squared))
         block = jnp.where(valid, target, spec.num_blocks).astype(jnp.int32)
         added = jnp.where(enough, spec.num_blocks, block)
-        index = add_entry(index, added, count.astype(jnp.float32), squared, key)
+        index = add_entry(index, added, count.astype(jnp.float32), key)
         row = jnp.where(enough, spec.block_rows, count[target]).astype(jnp.int32)
         return dataclasses.replace(index, refused=index.refused + (valid & ~enough)), Placement(block, row)
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from kvjax import clustering
 from kvjax.attention import products
-from kvjax.clusters.index import ClusterIndex, empty_index, statistics
+from kvjax.clusters.index import ClusterIndex, empty_index, squared_norm, statistics
 from kvjax.clusters.update import Update
 from kvjax.errors import ConfigError
 from kvjax.method import Method, Placement, Selection, aggregate, top_blocks
@@ -89,7 +89,7 @@ class ClusterMethod(Method):
 
         block, row = jax.lax.map(one_head, (keys, self._seeds(spec)))
         count, centroid, variance = jax.vmap(statistics, (0, 0, None))(keys, block, spec.num_blocks)
-        index = dataclasses.replace(index, centroid=centroid, variance=variance)
+        index = dataclasses.replace(index, centroid=centroid, norm=squared_norm(centroid), variance=variance)
         return self.calibrate(index, count, valid), Placement(block, row)
 
     def select(self, spec, index, view, q):

@@ -12,6 +12,7 @@ from kvjax.clusters.index import (
     ClusterIndex,
     nearest_with_room,
     squared_distances,
+    squared_norm,
     updated_variance,
 )
 from kvjax.clusters.update import Update
@@ -46,9 +47,10 @@ def _grow(index: ClusterIndex, count, number, block, key) -> ClusterIndex:
     cluster = index.cluster.at[block].set(number, mode="drop")
     mine = (cluster == number) & (block < count.shape[0])
     n = jnp.sum(jnp.where(mine, count, 0)).astype(jnp.float32)
-    variance = updated_variance(n, index.variance[number], jnp.sum(jnp.square(key - index.centroid[number])))
+    variance = updated_variance(n, index.variance[number], squared_norm(key - index.centroid[number]))
     centroid = index.centroid[number] + (key - index.centroid[number]) / (n + 1)
     return dataclasses.replace(
         index, cluster=cluster, variance=jnp.where(mine, variance, index.variance),
+        norm=jnp.where(mine, squared_norm(centroid), index.norm),
         centroid=jnp.where(mine[:, None], centroid, index.centroid),
     )

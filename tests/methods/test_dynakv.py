@@ -112,6 +112,12 @@ def test_running_centroid_equals_brute_force(head):
         assert error <= 1e-5 * np.linalg.norm(exact)
 
 
+def test_the_norm_kept_of_every_cluster_is_that_of_its_centroid():
+    _, cache, _ = long_run()
+    index = cache.layer.state.index
+    np.testing.assert_allclose(index.norm, np.square(index.centroid).sum(-1), rtol=1e-5)
+
+
 @pytest.mark.parametrize("head", range(HEADS))
 def test_no_key_is_lost_in_ten_thousand_inserts(head):
     _, cache, _ = long_run()

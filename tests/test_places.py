@@ -1,0 +1,27 @@
+"""Places in an array, against NumPy."""
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvjax import places
+
+places_of = jax.jit(places.places_of, static_argnums=1)
+masks = st.lists(st.booleans(), min_size=12, max_size=12).map(np.array)
+
+
+@pytest.mark.parametrize("size", [3, 12, 20])
+@given(among=masks)
+def test_marked_places_come_in_order_and_the_rest_is_padding(size, among):
+    marked = np.flatnonzero(among)[:size]
+    expected = np.pad(marked, (0, size - len(marked)), constant_values=-1)
+    np.testing.assert_array_equal(places_of(among, size), expected)
+
+
+@given(among=masks, numbers=st.lists(st.integers(0, 3), min_size=12, max_size=12).map(np.array))
+def test_the_first_of_the_least_is_found(among, numbers):
+    expected = np.flatnonzero(among & (numbers == numbers[among].min()))[0] if among.any() else 11
+    assert jax.jit(places.first_least)(numbers.astype(np.float32), among) == expected
+    assert jax.jit(places.first)(among) == (np.flatnonzero(among)[0] if among.any() else 11)
