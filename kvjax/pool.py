@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import packing
+from kvjax.attention import computed_once
 from kvjax.method import Spec
 from kvjax.typing import Array, Bool, Float, Int32, Num, pytree
 
@@ -138,7 +139,7 @@ def take_rows(pool: Num[Array, "B K NS C X"], slot: Int32[Array, "B K N"], row: 
     """One gather of single rows from the flattened pool, `[B, K, N, X]`; out-of-range slots are clipped."""
     batch, heads, slots, rows, width = pool.shape
     line = jnp.arange(batch * heads).reshape(batch, heads, 1) * slots + jnp.minimum(slot, slots - 1)
-    return jnp.take(pool.reshape(-1, width), line * rows + row, axis=0, mode="clip")
+    return jnp.take(pool.reshape(-1, width), computed_once(line * rows + row), axis=0, mode="clip")
 
 
 def take_block(pool: Num[Array, "B K NS C X"], slot: Int32[Array, "B K"]):

@@ -9,6 +9,7 @@ from kvjax import clustering
 from kvjax.clusters.index import (
     ClusterIndex,
     add_entry,
+    has_room,
     nearest_with_room,
     replace_clusters,
     squared_distances,
@@ -72,14 +73,14 @@ class Adaptive(Update):
         count, n, index = view.count, view.count.astype(jnp.float32), _observe_key(index, key, valid)
         squared = squared_distances(index, key)
         nearest = first_least(squared, count > 0)
-        full = count >= spec.block_rows
         wide = widened(index, nearest, n, key) > self.limit(index, count)
-        wants_split = (wide | full[nearest] | index.split[nearest]) & (count[nearest] > 0)
+        wants_split = (wide | (count[nearest] >= spec.block_rows) | index.split[nearest]) & (count[nearest] > 0)
         # A flagged cluster has a free block reserved, so that a due split can never fail.
-        spare = jnp.sum(count == 0) > jnp.sum(index.split)
+        reserved = jnp.sum(index.split)
+        spare = jnp.sum(count == 0) > reserved
         granted = index.split[nearest] | spare
         # No cluster with room and every free block reserved: wait with a flagged cluster, whose split makes room.
-        crowded = jnp.all((count == 0) | full) & ~granted & jnp.any(index.split)
+        crowded = ~jnp.any(has_room(spec, count)) & ~granted & (reserved > 0)
         nearest = jnp.where(crowded, first_least(squared, index.split), nearest)
         hold = wants_split & (granted | crowded) & jnp.any(view.held_block == spec.num_blocks)
 

@@ -86,7 +86,12 @@ def replace_clusters(
     )
 
 
+def has_room(spec: Spec, count: Int32[Array, "NB"]) -> Bool[Array, "NB"]:
+    """Clusters that are not full."""
+    return (count > 0) & (count < spec.block_rows)
+
+
 def nearest_with_room(spec: Spec, count: Int32[Array, "NB"], squared: Float[Array, "NB"]) -> Int32[Array, ""]:
     """The nearest cluster that is not full; a free block where all are full."""
-    roomy = (count > 0) & (count < spec.block_rows)
+    roomy = has_room(spec, count)
     return jnp.where(jnp.any(roomy), first_least(squared, roomy), first(count == 0))
