@@ -108,13 +108,15 @@ class Predictor(Method):
 
     def select(self, spec, index, view, q):
         best = jnp.max(self._importance(index, q).reshape(-1, spec.num_blocks, spec.block_rows), axis=-1)
-        occupied, unfinished = view.count > 0, (view.count > 0) & (view.count < spec.block_rows)
+        count = view.count[: best.shape[0]]  # alike in all heads
+        occupied, unfinished = count > 0, (count > 0) & (count < spec.block_rows)
         score = jnp.where(unfinished, jnp.inf, best)
         offered = occupied if self.rolling_buffer else occupied & ~unfinished
-        return Selection(top_blocks(score, offered, spec.max_blocks), no_force(spec))
+        block = top_blocks(score, offered, spec.max_blocks)
+        return Selection(jnp.broadcast_to(block, (spec.kv_heads, spec.max_blocks)), no_force(spec))
 
-    def _importance(self, index: CompressedKeys, q: Float[Array, "K G D"]) -> Float[Array, "H N"]:
-        """Every token's score, for all heads (H = 1) or for each KV head."""
+    def _importance(self, index: CompressedKeys, q: Float[Array, "K G D"]) -> Float[Array, "S N"]:
+        """Every token's score, for all heads (S = 1) or for each KV head."""
         scores = jnp.where(jnp.arange(index.key.shape[1])[:, None] < index.stored, predict(index, q), -1e30)
         if self.shared and self.joint:
             return aggregate_where_they_lie(scores, self.aggregation)
