@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.errors import ConfigError
+from kvjax.order import computed_once
 from kvjax.typing import Array, Bool, Float, Int32, Num
 
 NEGATIVE = -1e30  # finite, so that a part without any valid token merges as weight 0 and never as NaN
@@ -61,13 +62,6 @@ def attend_scores(scores: Float[Array, "*K G N"], value: Float[Array, "*K N D"],
     weight = computed_once(jnp.where(valid[..., None, :], jnp.exp(scores - top[..., None]), 0.0))
     out = jnp.einsum("...nd,...gn->...gd", value.astype(jnp.float32), weight)
     return Part(out, top, jnp.sum(weight, axis=-1))
-
-
-def computed_once(x: Array) -> Array:
-    """`x`, which no later operation computes again: XLA:CPU would transpose scores, take their exponentials, rank
-    blocks by them, or find a row's place for each of its numbers, in all that use the result, which makes attention a
-    third to a half slower."""
-    return jax.lax.optimization_barrier(x) if jax.default_backend() == "cpu" else x
 
 
 def merge(first: Part, second: Part) -> Part:

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.attention import computed_once
 from kvjax.method import Context, Edits, Leaving, Method, Placement, Selection, Spec, View
+from kvjax.order import computed_once
 from kvjax.typing import Array, Bool, Float, Int32, pytree
 
 

@@ -36,6 +36,7 @@ import numpy as np
 
 from kvjax.errors import ConfigError
 from kvjax.models.config import RopeConfig
+from kvjax.order import computed_once
 from kvjax.typing import Array, Bool, Float, Int32, PyTree, pytree
 
 Index = Any  # a pytree of arrays, the method's own
@@ -347,7 +348,7 @@ def aggregate(scores: Float[Array, "K G N"], rule: str) -> Float[Array, "K N"]:
     """
     if rule.startswith("softmax"):
         weight = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
-        scores = jax.lax.optimization_barrier(weight) / jnp.sum(weight, axis=-1, keepdims=True)
+        scores = computed_once(weight) / jnp.sum(weight, axis=-1, keepdims=True)
     # Query heads one by one: a reduction over the middle axis is several times slower on XLA:CPU.
     heads = [scores[:, g] for g in range(scores.shape[1])]
     return sum(heads[1:], heads[0]) / len(heads) if rule.endswith("mean") else functools.reduce(jnp.maximum, heads)

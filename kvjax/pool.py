@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import packing
-from kvjax.attention import computed_once
 from kvjax.method import Spec
+from kvjax.order import computed_once
 from kvjax.typing import Array, Bool, Float, Int32, Num, pytree
 
 

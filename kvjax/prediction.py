@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.attention import computed_once
 from kvjax.codecs import lowbit
 from kvjax.errors import ConfigError
 from kvjax.method import Context, Method, Selection, Spec, aggregate, in_token_order, no_force, top_blocks
+from kvjax.order import computed_once
 from kvjax.typing import Array, Bool, Float, Int32, Num, UInt, pytree
 
 _FLOAT = 32  # bits of a number that is kept as it is

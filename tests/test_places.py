@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from kvjax import places
 
 places_of = jax.jit(places.places_of, static_argnums=1)
+first, first_least = jax.jit(places.first), jax.jit(places.first_least)
 masks = st.lists(st.booleans(), min_size=12, max_size=12).map(np.array)
 
 
@@ -23,5 +24,5 @@ def test_marked_places_come_in_order_and_the_rest_is_padding(size, among):
 @given(among=masks, numbers=st.lists(st.integers(0, 3), min_size=12, max_size=12).map(np.array))
 def test_the_first_of_the_least_is_found(among, numbers):
     expected = np.flatnonzero(among & (numbers == numbers[among].min()))[0] if among.any() else 11
-    assert jax.jit(places.first_least)(numbers.astype(np.float32), among) == expected
-    assert jax.jit(places.first)(among) == (np.flatnonzero(among)[0] if among.any() else 11)
+    assert first_least(numbers.astype(np.float32), among) == expected
+    assert first(among) == (np.flatnonzero(among)[0] if among.any() else 11)

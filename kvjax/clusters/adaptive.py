@@ -13,9 +13,10 @@ from kvjax.clusters.index import (
     nearest_with_room,
     replace_clusters,
     squared_distances,
+    squared_norm,
     statistics,
     updated_variance,
-    widened,
+    with_key,
 )
 from kvjax.clusters.update import Update
 from kvjax.method import Edits, Placement
@@ -73,7 +74,8 @@ class Adaptive(Update):
         count, n, index = view.count, view.count.astype(jnp.float32), _observe_key(index, key, valid)
         squared = squared_distances(index, key)
         nearest = first_least(squared, count > 0)
-        wide = widened(index, nearest, n, key) > self.limit(index, count)
+        _, variance = with_key(index, nearest, n[nearest], key)
+        wide = variance > self.limit(index, count)
         wants_split = (wide | (count[nearest] >= spec.block_rows) | index.split[nearest]) & (count[nearest] > 0)
         # A flagged cluster has a free block reserved, so that a due split can never fail.
         reserved = jnp.sum(index.split)
@@ -110,7 +112,7 @@ class Adaptive(Update):
         count = jnp.where(free, view.count[at], 0)
         small = jnp.where((count > 0) & (count <= self.merge), count, spec.block_rows + 1)
         one = at[jnp.argmin(small)]
-        squared = jnp.sum(jnp.square(index.centroid[at] - index.centroid[one]), axis=-1)
+        squared = squared_norm(index.centroid[at] - index.centroid[one])
         width = _union(view.count[one], index.variance[one], view.count[at], index.variance[at], squared)
         fits = (count > 0) & (at != one) & (count + view.count[one] <= spec.block_rows)
         fits &= (width <= 0.5 * self.limit(index, view.count)) & jnp.any(small <= self.merge)
@@ -150,7 +152,7 @@ class Adaptive(Update):
 def _observe_key(index: ClusterIndex, key, valid) -> ClusterIndex:
     """Welford's update of the statistics of all keys of the head."""
     n = index.seen
-    squared = jnp.sum(jnp.square(key - index.mean))
+    squared = squared_norm(key - index.mean)
     return dataclasses.replace(
         index, seen=n + valid, mean=jnp.where(valid, index.mean + (key - index.mean) / (n + 1), index.mean),
         spread=jnp.where(valid, updated_variance(n, index.spread, squared), index.spread),

@@ -41,7 +41,7 @@ def statistics(keys: Float[Array, "T D"], block: Int32[Array, "T"], blocks: int)
     count = jnp.zeros(blocks).at[block].add(1.0, mode="drop")
     total = jnp.zeros((blocks, keys.shape[-1])).at[block].add(keys, mode="drop")
     centroid = total / jnp.maximum(count, 1)[:, None]
-    squared = jnp.sum(jnp.square(keys - centroid[jnp.minimum(block, blocks - 1)]), axis=-1)
+    squared = squared_norm(keys - centroid[jnp.minimum(block, blocks - 1)])
     variance = jnp.zeros(blocks).at[block].add(squared, mode="drop") / jnp.maximum(count, 1)
     return count, centroid, variance
 
@@ -61,18 +61,18 @@ def squared_norm(x: Float[Array, "*N D"]) -> Float[Array, "*N"]:
     return jnp.sum(jnp.square(x), axis=-1)
 
 
-def widened(index: ClusterIndex, block: Int32[Array, ""], n: Float[Array, "NB"], key: Float[Array, "D"]):
-    """sigma^2 of a cluster of one head once it has taken the key."""
-    return updated_variance(n[block], index.variance[block], squared_norm(key - index.centroid[block]))
+def with_key(index: ClusterIndex, block: Int32[Array, ""], n: Float[Array, ""], key: Float[Array, "D"]):
+    """UPDATESTATS of Algorithm 1: r_j and sigma_j^2 of a cluster of one head, of n keys, once it has taken one more."""
+    apart = key - index.centroid[block]
+    return index.centroid[block] + apart / (n + 1), updated_variance(n, index.variance[block], squared_norm(apart))
 
 
 def add_entry(
     index: ClusterIndex, block: Int32[Array, ""], n: Float[Array, "NB"], key: Float[Array, "D"]
 ) -> ClusterIndex:
-    """ADDENTRY and UPDATESTATS of Algorithm 1 for one head; block NB = nothing."""
+    """ADDENTRY of Algorithm 1 for one head; block NB = nothing."""
     target = jnp.minimum(block, n.shape[0] - 1)
-    centroid = index.centroid[target] + (key - index.centroid[target]) / (n[target] + 1)
-    return replace_clusters(index, block, centroid, widened(index, target, n, key))
+    return replace_clusters(index, block, *with_key(index, target, n[target], key))
 
 
 def replace_clusters(

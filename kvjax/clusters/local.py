@@ -18,7 +18,7 @@ from kvjax.clusters.index import (
 )
 from kvjax.clusters.update import Update
 from kvjax.method import Edits, Placement
-from kvjax.places import first
+from kvjax.places import first, places_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Local(Update):
         owner = clustering.kmeans(waiting, valid, self.clusters, active, seed, self.iterations, self.cosine)
         part, row = clustering.pack(owner, valid, self.clusters, spec.block_rows, self.most_blocks)
         n, centroid, variance = statistics(waiting, part, self.most_blocks)
-        free = jnp.argsort(view.count > 0, stable=True)[: self.most_blocks]
+        free = places_of(view.count == 0, self.most_blocks)
         dst = jnp.where(n > 0, free, spec.num_blocks).astype(jnp.int32)
         rows = jnp.full((self.most_blocks, spec.block_rows), -1, jnp.int32)
         rows = rows.at[part, row].set(spec.block_rows + jnp.arange(self.period, dtype=jnp.int32), mode="drop")

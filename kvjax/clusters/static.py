@@ -13,7 +13,7 @@ from kvjax.clusters.index import (
     nearest_with_room,
     squared_distances,
     squared_norm,
-    updated_variance,
+    with_key,
 )
 from kvjax.clusters.update import Update
 from kvjax.method import Placement
@@ -47,8 +47,7 @@ def _grow(index: ClusterIndex, count, number, block, key) -> ClusterIndex:
     cluster = index.cluster.at[block].set(number, mode="drop")
     mine = (cluster == number) & (block < count.shape[0])
     n = jnp.sum(jnp.where(mine, count, 0)).astype(jnp.float32)
-    variance = updated_variance(n, index.variance[number], squared_norm(key - index.centroid[number]))
-    centroid = index.centroid[number] + (key - index.centroid[number]) / (n + 1)
+    centroid, variance = with_key(index, number, n, key)
     return dataclasses.replace(
         index, cluster=cluster, variance=jnp.where(mine, variance, index.variance),
         norm=jnp.where(mine, squared_norm(centroid), index.norm),

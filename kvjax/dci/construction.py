@@ -14,6 +14,7 @@ from kvjax.dci.projections import adapted_directions
 from kvjax.dci.promotion import far_from_parents
 from kvjax.dci.transform import lift, transform_key
 from kvjax.dci.tree import Shape, Tree, empty_tree, room_of_level
+from kvjax.order import computed_once
 from kvjax.places import first
 from kvjax.typing import Array, Bool, Float, Int32, PRNGKey
 
@@ -111,7 +112,7 @@ def _better(point, mine, best, some):
     """The largest product of each of `mine` and its point, of those before and of the points numbered in `some`."""
     total = point.shape[0]
     product = mine @ point[jnp.minimum(some, total - 1)].T
-    product = jax.lax.optimization_barrier(jnp.where(some < total, product, -jnp.inf))
+    product = computed_once(jnp.where(some < total, product, -jnp.inf))
     top = jnp.max(product, axis=-1)
     nearest = some[jax.vmap(first)(product == top[:, None])]
     return jnp.maximum(top, best[0]), jnp.where(top > best[0], nearest, best[1])

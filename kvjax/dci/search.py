@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from kvjax.dci.projections import lower_bounds, prioritised
 from kvjax.dci.transform import lift
 from kvjax.dci.tree import Shape, Tree, room_of_level
+from kvjax.order import computed_once
 from kvjax.typing import Array, Float, Int32, pytree
 
 
@@ -103,7 +104,7 @@ def _open(tree: Tree, nodes: Int32[Array, "B"], count: int) -> Int32[Array, "N"]
     none = tree.length.shape[0]
     page, hops = jnp.where(nth < end[-1], nodes[rank], none), nth - (end - length)[rank]
     for bit in range((count - 1).bit_length()):
-        page = jax.lax.optimization_barrier(page)  # or XLA:CPU computes all earlier steps again in each
+        page = computed_once(page)  # or XLA:CPU computes all earlier steps again in each
         page = jnp.where((hops >> bit) & 1 == 1, _entry(tree.jump[bit], page, none), page)
     return page
 
@@ -128,7 +129,7 @@ def _compare(shape: Shape, search: Search, tree: Tree, page, unit) -> Float[Arra
 def _products(key, squared, radius, unit) -> Float[Array, "G V"]:
     """Keys are the left operand, which XLA:CPU multiplies twice as fast: the barriers keep them there."""
     size = key.shape[-1]
-    score = jax.lax.optimization_barrier(key @ jax.lax.optimization_barrier(unit[:, :size].T)).T
+    score = computed_once(key @ computed_once(unit[:, :size].T)).T
     return score if unit.shape[-1] == size else score + lift(squared, radius) * unit[:, size:]
 
 

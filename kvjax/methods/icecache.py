@@ -40,6 +40,7 @@ from kvjax import clustering, dci
 from kvjax.dci.tree import most_levels
 from kvjax.errors import ConfigError
 from kvjax.method import Method, Placement, Selection, aggregate, no_force, top_blocks
+from kvjax.order import computed_once
 from kvjax.typing import Array, Float, Int32
 
 _LOW = -1e30  # rank of a page without a found token: finite, so that it still comes before an empty page
@@ -132,7 +133,7 @@ class IceCache(Method):
         if self.top is not None:
             return found.page, _best_of(score, self.top)
         top = jnp.maximum(jnp.max(score, axis=(1, 2), keepdims=True), _LOW)
-        mass = jax.lax.optimization_barrier(jnp.exp(score - top)) @ jnp.ones(spec.block_rows)  # faster than a sum
+        mass = computed_once(jnp.exp(score - top)) @ jnp.ones(spec.block_rows)  # faster than a sum
         density = jnp.log(jnp.maximum(mass, 1e-37)) - jnp.log(jnp.maximum(found.count, 1).astype(jnp.float32))
         return found.page, jnp.where(mass > 0, density, _LOW)
 
