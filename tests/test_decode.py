@@ -195,6 +195,24 @@ def test_another_token_may_be_tried_after_a_commit_that_failed(params, tokens, m
     np.testing.assert_array_equal(logits, expected)
 
 
+@pytest.mark.parametrize("prefetch", ["off", "layer", "step"])
+def test_callbacks_are_undeclared_and_all_there(params, tokens, prefetch):
+    """With declared effects each call would be dispatched in Python; without, XLA might drop or merge some."""
+    plan, state, _, _ = start(params, tokens, METHODS["dynakv"], HostStore(), prefetch=prefetch)
+    leaves, tree = jax.tree.flatten(state)
+
+    def token(leaves):
+        state = jax.tree.unflatten(tree, leaves)
+        return jax.tree.leaves(decode._fused_token(plan, params, state, jnp.asarray(tokens[:, 0]), jnp.ones(2, bool)))
+
+    traced = jax.jit(token).trace(leaves)
+    assert not traced.jaxpr.effects
+    asked = str(traced.jaxpr).count("buffer_callback[")
+    assert asked >= 3 * len(plan.layers)  # a read, a row, and blocks that split
+    compiled = traced.lower().compile().as_text()
+    assert compiled.count('custom_call_target="xla_buffer_python_cpu_callback"') == asked
+
+
 @pytest.mark.parametrize("driver", ["staged", "fused"])
 def test_the_pool_is_updated_in_place(params, tokens, driver):
     """Temporaries of a compiled step stay far below the pool; donation alone would not show a copy."""

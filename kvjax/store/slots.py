@@ -215,6 +215,14 @@ def _scalars(*arrays):
     return [int(np.asarray(array)) for array in arrays]
 
 
+def _in_buffers(callback: Callable[..., None], result, **options) -> Callable[..., Any]:
+    """A callback on XLA's own memory. It has side effects and is not declared so: JAX dispatches every call of a program
+    with declared effects in Python, which takes some 20 us for each array that goes in or out. What keeps XLA from
+    leaving a call out, merging two or changing their order is data alone: each has operands of its own, its result goes
+    into what the step returns, and a write takes what depends on the reads (`kvjax.order`)."""
+    return buffer_callback(callback, result, has_side_effect=False, **options)
+
+
 def _buffer_read(ctx, outs, slots, handle, generation, layer, block, slot):
     """Reads into the output buffer, which is the input's memory."""
     rows, ok = outs
@@ -225,10 +233,8 @@ def _buffer_read(ctx, outs, slots, handle, generation, layer, block, slot):
 
 
 def _read_in_place(rows, line: Line, layer, plan: ReadPlan):
-    call = buffer_callback(
-        _buffer_read, (jax.ShapeDtypeStruct(rows.shape, rows.dtype), jax.ShapeDtypeStruct((), jnp.int32)),
-        has_side_effect=True, input_output_aliases={0: 0},
-    )
+    result = (jax.ShapeDtypeStruct(rows.shape, rows.dtype), jax.ShapeDtypeStruct((), jnp.int32))
+    call = _in_buffers(_buffer_read, result, input_output_aliases={0: 0})
     rows, ok = call(rows, line.handle, line.generation, layer, plan.read, plan.slot)
     return rows, ok > 0
 
@@ -290,7 +296,7 @@ def _effect(name: str, backend: str, line: Line, layer, *args) -> Int32[Array, "
     result = jax.ShapeDtypeStruct((), jnp.int32)
     operands = (line.handle, line.generation, layer, *args)
     if backend == "buffer":
-        return buffer_callback(_EFFECTS[name, True], result, has_side_effect=True)(*operands)
+        return _in_buffers(_EFFECTS[name, True], result)(*operands)
     if backend == "python":
         return _in_python(_EFFECTS[name, False], operands)
     return io_callback(_EFFECTS[name, False], result, *operands)
