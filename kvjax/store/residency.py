@@ -98,14 +98,14 @@ def empty(heads: int, slots: int, num_blocks: int) -> Residency:
 
 def locate(residency: Residency, block: Int32[Array, "KB *E"]) -> Int32[Array, "KB *E"]:
     """Slot of each block, NS where it is not resident."""
-    flat = block.reshape(block.shape[0], -1)
-    found = _first(flat[:, :, None] == residency.block[:, None])
+    found = _slot_of(residency, block.reshape(block.shape[0], -1))
     return jnp.where(found < 0, residency.block.shape[-1], found).reshape(block.shape)
 
 
-def _first(match: Bool[Array, "KB E NS"]) -> Int32[Array, "KB E"]:
-    """The slot that each row matches, at most one, -1 = none. A maximum: XLA:CPU has no fast argmax."""
-    return jnp.max(jnp.where(match, jnp.arange(match.shape[-1], dtype=jnp.int32), -1), axis=-1)
+def _slot_of(table: Residency, block: Int32[Array, "KB E"]) -> Int32[Array, "KB E"]:
+    """Slot of each block, -1 = none. For XLA:CPU a maximum, as it has no fast argmax, over an axis before the last."""
+    every = jnp.arange(table.block.shape[-1], dtype=jnp.int32)[:, None]
+    return jnp.max(jnp.where(table.block[:, :, None] == block[:, None], every, -1), axis=1)
 
 
 def plan(
@@ -119,14 +119,14 @@ def plan(
     """
     num_blocks, every = count.shape[-1], jnp.arange(table.block.shape[-1], dtype=jnp.int32)
     wanted = need < num_blocks
-    match = wanted[:, :, None] & (need[:, :, None] == table.block[:, None])
-    found = _first(match)
+    found = jnp.where(wanted, _slot_of(table, need), -1)
     missing, hit = wanted & (found < 0), wanted & (found >= 0)
     if even:
         hit &= jnp.cumsum(hit, axis=-1) <= jnp.min(jnp.sum(hit, axis=-1))
     reads = wanted & ~hit
 
-    pinned = jnp.any(match, axis=1)
+    match = wanted[:, :, None] & (need[:, :, None] == table.block[:, None])
+    pinned = jnp.max(match.astype(jnp.int32), axis=1) > 0  # XLA:CPU reduces booleans one by one
     order = _eviction_order(table, pinned, count, policy, need.shape[1])
     nth = jnp.maximum(jnp.cumsum(missing, axis=-1) - 1, 0)
     slot = jnp.where(found < 0, jnp.take_along_axis(order, nth, axis=-1), found)
