@@ -73,14 +73,14 @@ def _share():
     """1 % to 12.5 % of the context."""
     return _throughput(stores=("flash:ufs4.0",), methods=tuple(
         {**method, "budget": budget, "label": f"{method['label']}@{budget}"}
-        for budget in (164, 512, 1024, 2048) for method in (_NO_CLUSTER, _DYNAKV)
+        for budget in (164, 512, 1024, 2048) for method in _RIVALS
     ))
 
 
 def _precision():
     return _throughput(stores=("flash:ufs4.0",), methods=tuple(
         {**method, "budget": 512, "dtype": dtype, "label": f"{method['label']} {dtype}"}
-        for method in (_NO_CLUSTER, _DYNAKV) for dtype in ("float32", "int8", "int4")
+        for method in _RIVALS for dtype in ("float32", "int8", "int4")
     ))
 
 
