@@ -23,7 +23,10 @@ hypothesis.settings.load_profile("kvjax")
 _HOOK = install_import_hook("kvjax", "beartype.beartype")
 _QUICK = ("tests/models/", "tests/store/", "tests/tasks/", "tests/tuner/")
 # Files that use the programs of another one, among them some with callbacks, which are not cached on disk.
-_SHARING = {"tests/test_parking.py": "tests/test_decode.py", "tests/test_persistence.py": "tests/test_llm.py"}
+_SHARING = {
+    "tests/test_parking.py": "tests/test_decode.py", "tests/test_prefetch.py": "tests/test_decode.py",
+    "tests/test_tiers.py": "tests/test_decode.py", "tests/test_persistence.py": "tests/test_llm.py",
+}
 
 
 def pytest_addoption(parser):
