@@ -188,12 +188,14 @@ def cold_fetch_ms(cache: LayerCache, need, number, line, branch, repeats: int = 
     calls, inside = [], []
     for _ in range(repeats):
         fresh = jax.block_until_ready(jax.tree.map(jnp.copy, empty))
-        before, started = branch.stats().read_seconds, time.perf_counter()
+        before, started = branch.stats(), time.perf_counter()
         jax.block_until_ready(donated(fresh, need))
         calls.append(1e3 * (time.perf_counter() - started))
-        inside.append(1e3 * (branch.stats().read_seconds - before))
+        after = branch.stats()
+        inside.append(1e3 * (after.read_seconds - before.read_seconds))
     blocks = int(jnp.sum(cache.pool.own(need) < count.shape[-1]))  # of the store: one where heads share it
-    return {"call": float(np.median(calls)), "store": float(np.median(inside)), "blocks": blocks}
+    size = (after.bytes_read - before.bytes_read) / max(1, blocks)
+    return {"call": float(np.median(calls)), "store": float(np.median(inside)), "blocks": blocks, "block_bytes": size}
 
 
 def memory_bandwidth() -> float:
@@ -251,7 +253,7 @@ def measure(llm, name: str, settings, store_name: str, context: int, batch: int,
     row |= {"tokens_per_s": batch * 1e3 / best, "limit_ms": limit, "times_limit": best / limit}
     if branch is not None:
         row |= traffic_row(before, after, len(traffic), batch) | reuse_row(method, plan, slots, context, traffic)
-        row |= disk_row(store, plan, row.pop("fetch_ms"), directory)
+        row |= disk_row(store, row.pop("fetch_ms"), directory)
         branch.close()
     head = {"model": name, "method": common.label_of(settings), "store": store_name, "context": context}
     return {**head, "task": "throughput", "budget": method.budget, "seed": 0, "resident_bytes": resident,
@@ -288,15 +290,15 @@ def reuse_row(method, plan: planning.Plan, slots: Slots, context: int, traffic: 
     return row
 
 
-def disk_row(store, plan, fetch: dict, directory) -> dict:
-    """One layer's cold fetch; of a store on disk beside raw reads of as many blocks."""
-    size = planning.geometry(plan).extent_bytes
+def disk_row(store, fetch: dict, directory) -> dict:
+    """One layer's cold fetch; of a store on disk beside raw reads of as many blocks of as many pages on average."""
     row = {
         "fetch_ms": fetch["call"], "fetch_in_store_ms": fetch["store"], "fetch_blocks": fetch["blocks"],
-        "fetch_beyond_store_us": 1e3 * (fetch["call"] - fetch["store"]), "block_bytes": size,
+        "fetch_beyond_store_us": 1e3 * (fetch["call"] - fetch["store"]), "block_bytes": fetch["block_bytes"],
     }
     if not isinstance(store, kvjax.FlashStore):
         return row
+    size = base.PAGE_BYTES * max(1, round(fetch["block_bytes"] / base.PAGE_BYTES))
     raw = raw_disk.read_seconds(directory, size, fetch["blocks"], threads=4, system=store.system)
     return {**row, **common.disk_of(store), "raw_read_ms": 1e3 * raw}
 

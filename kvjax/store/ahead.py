@@ -58,7 +58,7 @@ class Reads:
 
         def copy(targets: np.ndarray, out: np.ndarray) -> np.ndarray:
             suspects = fetch.copy(targets, out)
-            self._count(layer, fetch, extents.size, note)
+            self._count(layer, fetch, sums, note)
             return suspects
 
         return copy
@@ -71,7 +71,8 @@ class Reads:
         def copy(targets: np.ndarray, out: np.ndarray) -> np.ndarray:
             again = _copy_guessed(guess, place, targets, out)
             self._tally.add(prefetch_used=extents.size - missing.size, mispredicted=missing.size)
-            self._count(layer, guess, extents.size - missing.size - again.size, note)
+            used = np.delete(sums, np.concatenate([missing, again]))
+            self._count(layer, guess, used, note)
             second = self._start(extents, sums, again, where)
             return np.concatenate([self._collect(layer, second, again, targets, out, note),
                                    self._collect(layer, late, missing, targets, out, note)])
@@ -86,19 +87,22 @@ class Reads:
         if fetch is None:
             return chosen
         suspects = fetch.copy(targets[chosen], out)
-        self._count(layer, fetch, chosen.size, note)
+        self._count(layer, fetch, fetch.sums, note)
         return chosen[suspects]
 
-    def _count(self, layer: int, fetch: Fetch, useful: int, note: Note) -> None:
-        size = int(self._codec.sizes(fetch.sums).sum())
-        self._tally.add(**self.account(layer, fetch.sums.size, size, useful, fetch.requests, fetch.times, note))
+    def _count(self, layer: int, fetch: Fetch, used: np.ndarray, note: Note) -> None:
+        totals = self.account(layer, fetch.sums.size, fetch.size, used, fetch.requests, fetch.times, note)
+        self._tally.add(**totals)
 
-    def account(self, layer: int, blocks: int, size: int, useful: int, requests: int, times: Times, note: Note) -> dict:
-        """Notes the events of a finished fetch of `size` bytes; what is to be added to the totals for it."""
+    def account(
+        self, layer: int, blocks: int, size: int, used: np.ndarray, requests: int, times: Times, note: Note
+    ) -> dict:
+        """Notes the events of a finished fetch of `size` bytes, of which blocks with checksums used[n] are wanted; what
+        is to be added to the totals for it."""
         note("request", layer, times.began)
         note("landed", layer, times.ended)
         return {"reads": requests, "blocks_read": blocks, "bytes_read": size,
-                "bytes_useful": useful * self._codec.geometry.block_bytes, "io_seconds": times.ended - times.began,
+                "bytes_useful": self._codec.useful(used), "io_seconds": times.ended - times.began,
                 "wait_seconds": times.waited}
 
 

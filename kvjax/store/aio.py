@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 
 from kvjax.errors import ReadFailed
-from kvjax.store.base import Geometry
+from kvjax.store.base import PAGE_BYTES, Geometry
 from kvjax.store.fetch import Fetch, Times, hung
 from kvjax.store.file import BlockFile, Where
 from kvjax.store.format import HEADER_BYTES
@@ -71,7 +71,7 @@ class Ring:
         self.extents, self.sums = np.zeros(extents, np.int32), np.zeros(extents, np.uint64)
         self.targets, self._starts, self._results = np.zeros((3, extents), np.int64)
         self.staged, self._done = np.zeros((extents, 2), np.int64), np.zeros(extents, np.uint8)
-        self._sizes = (extents, piece, extent_bytes, block_bytes, HEADER_BYTES)
+        self._sizes = (extents, piece, extent_bytes, block_bytes, HEADER_BYTES, PAGE_BYTES)
         self._depth = depth or extents
         self._closed = False
         self._context = system.io_setup(self._depth)
@@ -89,12 +89,17 @@ class Ring:
                   self._depth]
         self._layout = np.array(layout, np.int64).view(np.uint8)  # RingLayout of native.c
 
-    def read(self, out: np.ndarray, count: int, descriptor: int, timeout: float) -> tuple[int, int, Times]:
+    def read(self, out: np.ndarray, count: int, descriptor: int, timeout: float) -> tuple[int, int, int, Times]:
         """Reads the first `count` of `extents`, ascending, and copies what hashes to `sums` to uint8 out[slots,
         block_bytes] at `targets`: RingFetch in one call, but what is not there at the first try, or after `timeout`
-        seconds without an answer, is left out. Returns blocks copied, reads made, and when."""
-        copied, reads, self.in_flight, *times = native.read(self._layout, out, count, descriptor, timeout)
-        return copied, reads, Times(*times)
+        seconds without an answer, is left out. Returns blocks copied, reads made, bytes of those that came whole, and
+        when."""
+        copied, reads, size, self.in_flight, *times = native.read(self._layout, out, count, descriptor, timeout)
+        return copied, reads, size, Times(*times)
+
+    def copied(self, count: int) -> np.ndarray:
+        """Of the first `count` sums, those of blocks that `read` copied."""
+        return self.sums[:count][self._done[:count] != 0]
 
     def missed(self, count: int) -> np.ndarray:
         """Those of the first `count` targets that `read` copied nothing to."""
@@ -204,7 +209,7 @@ class RingFetch(Fetch):
         self._sent = self._not_begun = 0
         self._ended = self._waited = 0.0
         self._ring = engine.rings.take()
-        self._starts = engine.control(self._ring, extents)
+        self._starts, self._asked = engine.control(self._ring, extents, sums)
         self._results = np.full(self._starts.size, _NO_ANSWER)
         self._began = time.perf_counter()
         self._send(first=0)
@@ -229,7 +234,8 @@ class RingFetch(Fetch):
         done = (targets < 0).view(np.uint8)
         left = targets.size - int(np.count_nonzero(done))
         arrays = ring.events, ring.control, self._starts, self.sums, targets, self._results, done, out
-        numbers = self._starts.size, ring.arena.address, ring.arena.extents, engine.extent_bytes, engine.block_bytes
+        numbers = (self._starts.size, ring.arena.address, ring.arena.extents, engine.extent_bytes, engine.block_bytes,
+                   PAGE_BYTES)
         try:
             while ring.in_flight:
                 left -= native.land(*arrays, self._wait(ring), *numbers, XXH3)
@@ -256,7 +262,7 @@ class RingFetch(Fetch):
 
     def _whole(self) -> np.ndarray:
         """bool[reads] that came whole."""
-        return self._results == self._lengths() * self._engine.extent_bytes
+        return self._results == self._asked
 
     def _finish(self, done: np.ndarray, targets, out) -> tuple[np.ndarray, BaseException | None]:
         """Lets threads read again what may come then."""
@@ -282,6 +288,11 @@ class RingFetch(Fetch):
     @property
     def requests(self) -> int:
         return self._sent - self._not_begun + (self._second.requests if self._second else 0)
+
+    @property
+    def size(self) -> int:
+        begun = self._asked[self._results != -errno.EAGAIN]
+        return int(begun.sum()) + (self._second.size if self._second else 0)
 
     @property
     def times(self) -> Times:
@@ -331,16 +342,18 @@ class RingEngine:
         """Whether `Ring.read` may be used: the file is one, and its system calls are the kernel's."""
         return self._quick and self.file.direct
 
-    def control(self, ring: Ring, extents: np.ndarray) -> np.ndarray:
-        """Fills the ring's control blocks with reads of extents[n], neighbours in one; int64 starts[reads], where in
-        `extents` each begins."""
+    def control(self, ring: Ring, extents: np.ndarray, sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Fills the ring's control blocks with reads of extents[n], of which sums[n] tell the pages, neighbours in one;
+        int64 starts[reads], where in `extents` each begins, and how many bytes each has."""
         if ring.room < extents.size:
             ring.make_room(extents.size)
         starts = np.empty(extents.size, np.int64)
-        reads = native.control(extents, ring.control, starts, self.rings.piece, ring.arena.extents, ring.arena.address,
-                               self.extent_bytes, HEADER_BYTES, self.file.direct_descriptor)
-        self.file.redirect(ring.control[:reads * IOCB.itemsize].view(IOCB))
-        return starts[:reads]
+        reads = native.control(extents, sums, ring.control, starts, self.rings.piece, ring.arena.extents,
+                               ring.arena.address, self.extent_bytes, PAGE_BYTES, HEADER_BYTES,
+                               self.file.direct_descriptor)
+        control = ring.control[:reads * IOCB.itemsize].view(IOCB)
+        self.file.redirect(control)
+        return starts[:reads], control["nbytes"].astype(np.int64)
 
     def close(self) -> None:
         """Ends what the kernel holds for us; nobody reads any more."""

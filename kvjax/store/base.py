@@ -137,10 +137,10 @@ class Stats:
     reads: int = 0  # I/O requests made by read_into
     blocks_read: int = 0  # blocks that came from the device
     bytes_read: int = 0  # bytes asked of the device, padding included
-    bytes_useful: int = 0  # bytes of those blocks without padding; more than were read where a codec saves some
+    bytes_useful: int = 0  # bytes that those blocks take in the file, without padding; of coded ones, decoded
     rows_written: int = 0  # appended rows that reached the device
     blocks_written: int = 0  # blocks written, whatever the reason
-    blocks_coded: int = 0  # of these, blocks whose codec made them shorter (`kvjax.store.codec`)
+    blocks_short: int = 0  # of these, blocks that take fewer pages than they might (`kvjax.store.codec`)
     bytes_put: int = 0  # bytes of committed rows and blocks, and of a prompt's
     bytes_written: int = 0  # bytes given to the device, padding included
     read_seconds: float = 0.0  # wall time inside read_into

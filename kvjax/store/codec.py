@@ -1,11 +1,13 @@
 """How blocks are put into the extents of a file: as they are ("raw"), or with runs of equal keys stored once ("rle").
 
-Where a block lies and how much room it has does not depend on its codec. A coded block takes the first pages of its
-extent, and only these are written and read; one that would save no page stays as it is. Values are never coded, so half
-of a block is the most that can be saved, and nothing of a block of one page. A reader asks for coded neighbours one by
-one: fewer bytes, more requests.
+Where a block lies and how much room it has does not depend on its codec. A block takes the first pages of its extent,
+and only these are written and read.
 
-Runs are of rows as they are kept: of packed ones, if keys are kept in 8 or 4 bits (`kvjax.packing`).
+As they are, blocks end with their last page that is not all zeros: of a cluster that is half full, half is read.
+Neighbours are read at once, with the zeros between them. With runs stored once, values are never coded, so half of a
+block is the most that can be saved, and nothing of a block of one page; one that would save no page stays as it is.
+Coded neighbours are read one by one: fewer bytes, more requests. Runs are of rows as they are kept: of packed ones, if
+keys are kept in 8 or 4 bits (`kvjax.packing`).
 
 How many pages a block takes is part of its checksum, so that it is wherever the checksum is: in tables, commit log,
 forks and reads on their way. `kvjax.store.format` tells how.
@@ -28,9 +30,11 @@ class Codec:
 
     Attributes:
       geometry: of the blocks.
+      joins: whether neighbours are one read, or write, whatever lies between them.
     """
 
     name = "raw"
+    joins = True
 
     def __init__(self, geometry: Geometry):
         self.geometry = geometry
@@ -38,26 +42,46 @@ class Codec:
     def encode(self, images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """What to write for blocks in uint8 images[n, extent_bytes], zero beyond `block_bytes`: such images, of which
         only the first `sizes` bytes matter, and uint64 checksums[n]. Leaves its argument as it is."""
-        return images, self._hashes([image[:self.geometry.block_bytes] for image in images])
+        pages = images.reshape(len(images), -1, PAGE_BYTES).max(-1) > 0
+        filled = np.where(pages, 1 + np.arange(pages.shape[1]), 1).max(-1)
+        return images, self._seal(images, self._fewer(filled))
 
     def sizes(self, sums: np.ndarray) -> np.ndarray:
         """int64[n] bytes to read or write for blocks with these checksums, whole pages."""
-        return np.full(sums.size, self.geometry.extent_bytes)
+        pages = self._fewer((sums & _PAGES).astype(np.int64))
+        return np.where(pages > 0, pages * PAGE_BYTES, self.geometry.extent_bytes)
+
+    def useful(self, sums: np.ndarray) -> int:
+        """Bytes that blocks with these checksums are worth reading for."""
+        return int(np.minimum(self.sizes(sums), self.geometry.block_bytes).sum())
 
     def decode(self, payloads: Sequence[memoryview], sums: np.ndarray) -> np.ndarray:
         """Turns n payloads of `block_bytes`, whose first `sizes` bytes were read, into blocks where they are. bool[n]
         which of them have their checksums; the others are left as they are."""
-        return self._hashes(payloads) == sums
+        right, sizes = self._are_sealed(payloads, sums), self.sizes(sums)
+        for i in (right & (sizes < self.geometry.block_bytes)).nonzero()[0].tolist():
+            np.frombuffer(payloads[i], np.uint8)[sizes[i]:] = 0
+        return right
 
-    @staticmethod
-    def _hashes(payloads) -> np.ndarray:
-        return np.fromiter(map(checksum, payloads), np.uint64, len(payloads))
+    def _fewer(self, pages: np.ndarray) -> np.ndarray:
+        """pages[n] of blocks, 0 where those are all of an extent, or too many to say."""
+        return np.where((pages * PAGE_BYTES < self.geometry.extent_bytes) & (pages <= int(_PAGES)), pages, 0)
+
+    def _are_sealed(self, payloads, sums: np.ndarray) -> np.ndarray:
+        return self._seal(payloads, self._fewer((sums & _PAGES).astype(np.int64))) == sums
+
+    def _seal(self, payloads, pages: np.ndarray) -> np.ndarray:
+        """uint64 checksums of blocks that take so many pages, 0 = are whole."""
+        ends = np.where(pages > 0, pages * PAGE_BYTES, self.geometry.block_bytes).tolist()
+        hashes = map(checksum, (payload[:end] for payload, end in zip(payloads, ends, strict=True)))
+        return np.fromiter(hashes, np.uint64, len(ends)) & ~_PAGES | pages.astype(np.uint64)
 
 
 class RunLengthCodec(Codec):
     """Runs of equal keys once (`kvjax.codecs.block_runs`), in blocks where that saves pages."""
 
     name = "rle"
+    joins = False
 
     def __init__(self, geometry: Geometry, tolerance: float):
         super().__init__(geometry)
@@ -81,23 +105,14 @@ class RunLengthCodec(Codec):
         """int64[n] pages of blocks with so many runs; 0 where coding saves none."""
         geometry = self.geometry
         size = block_runs.size(runs, geometry.block_rows, self._key_bytes, geometry.row_bytes - self._key_bytes)
-        pages = -(-size // PAGE_BYTES)
-        return np.where((pages * PAGE_BYTES < geometry.extent_bytes) & (pages <= int(_PAGES)), pages, 0)
+        return self._fewer(-(-size // PAGE_BYTES))
 
-    def _seal(self, payloads, pages: np.ndarray) -> np.ndarray:
-        """uint64 checksums of blocks that take so many pages, 0 = are not coded."""
-        ends = np.where(pages > 0, pages.astype(np.int64) * PAGE_BYTES, self.geometry.block_bytes).tolist()
-        hashes = self._hashes([payload[:end] for payload, end in zip(payloads, ends, strict=True)])
-        return hashes & ~_PAGES | pages.astype(np.uint64)
-
-    def sizes(self, sums):
-        pages = (sums & _PAGES).astype(np.int64)
-        return np.where(pages > 0, pages * PAGE_BYTES, self.geometry.extent_bytes)
+    def useful(self, sums):
+        return sums.size * self.geometry.block_bytes
 
     def decode(self, payloads, sums):
-        pages = sums & _PAGES
-        right = self._seal(payloads, pages) == sums
-        for i in (right & (pages > 0)).nonzero()[0].tolist():
+        right = self._are_sealed(payloads, sums)
+        for i in (right & (sums & _PAGES > 0)).nonzero()[0].tolist():
             block = np.frombuffer(payloads[i], np.uint8)
             block_runs.decode(block, block.reshape(self.geometry.block_rows, -1), self._key_bytes)
         return right

@@ -50,6 +50,11 @@ class Fetch(abc.ABC):
 
     @property
     @abc.abstractmethod
+    def size(self) -> int:
+        """Bytes of these."""
+
+    @property
+    @abc.abstractmethod
     def times(self) -> Times:
         """Meaningful once everything has been collected."""
 

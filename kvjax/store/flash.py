@@ -321,26 +321,30 @@ class FlashBranch(TransactionalBranch):
         geometry, codec = self.geometry, self._volume.codec
         step = max(1, WRITE_BYTES // geometry.extent_bytes)
         buffer = np.zeros((min(step, filled.size), geometry.extent_bytes), np.uint8)
-        sums = np.empty(filled.size, np.uint64)
+        sums, written = np.empty(filled.size, np.uint64), 0
         for first in range(0, filled.size, step):
             piece = filled[first:first + step]
             payload = buffer[:piece.size, :geometry.block_bytes]
             payload[:] = _kept(take(piece), counts[piece])
             images, sums[first:first + step] = codec.encode(buffer[:piece.size])
-            self._write_runs(images, extents[first:first + step], codec.sizes(sums[first:first + step]), start + piece)
-        rows, sizes = int(np.minimum(counts[filled], geometry.block_rows).sum()), codec.sizes(sums)
-        self._tally.add(blocks_written=filled.size, bytes_put=rows * geometry.row_bytes, bytes_written=int(sizes.sum()),
-                        blocks_coded=int(np.count_nonzero(sizes < geometry.extent_bytes)))
+            written += self._write_runs(images, extents[first:first + step], codec.sizes(sums[first:first + step]),
+                                        start + piece)
+        rows = int(np.minimum(counts[filled], geometry.block_rows).sum())
+        self._tally.add(blocks_written=filled.size, bytes_put=rows * geometry.row_bytes, bytes_written=written,
+                        blocks_short=int(np.count_nonzero(codec.sizes(sums) < geometry.extent_bytes)))
         return sums
 
-    def _write_runs(self, images: np.ndarray, extents: np.ndarray, sizes: np.ndarray, ids: np.ndarray) -> None:
-        """Writes the first sizes[n] bytes of images[n, extent_bytes], neighbouring extents at once."""
-        volume, geometry = self._volume, self.geometry
-        starts = run_starts(extents, sizes == geometry.extent_bytes)
+    def _write_runs(self, images: np.ndarray, extents: np.ndarray, sizes: np.ndarray, ids: np.ndarray) -> int:
+        """Writes the first sizes[n] bytes of images[n, extent_bytes], neighbours at once where the codec joins them;
+        how many bytes that were."""
+        volume, geometry, written = self._volume, self.geometry, 0
+        starts = run_starts(extents, None if volume.codec.joins else sizes == geometry.extent_bytes)
         for begin, end in itertools.pairwise([*starts.tolist(), extents.size]):
             name, size = geometry.describe(ids[begin]), (end - begin - 1) * geometry.extent_bytes + int(sizes[end - 1])
             data = images[begin:end].reshape(-1)[:size]
             volume.file.write(data, volume.extents.offset(extents[begin]), lambda _, n=name: n)
+            written += size
+        return written
 
     # ---- decode
 
@@ -370,17 +374,16 @@ class FlashBranch(TransactionalBranch):
                                                               volume.extents.checksums, ring)
             if count <= 0:
                 return {} if count == 0 else None
-            copied, reads, times = ring.read(out, count, engine.file.direct_descriptor, engine.timeout)
+            copied, reads, size, times = ring.read(out, count, engine.file.direct_descriptor, engine.timeout)
             if ring.in_flight:
                 raise hung(engine.path, engine.timeout)
-            missed = ring.missed(count) if copied < count else ()
+            missed, sums = ring.missed(count) if copied < count else (), ring.copied(count)
         finally:
             engine.rings.give(ring)
         if staged:
             here = [one for one in staged if one[0] not in missed]
             self._overlay(here, out.reshape(self.geometry.lanes * slots_per_lane, -1))
-        size = copied * self.geometry.extent_bytes
-        booked = self._reads.account(layer, copied, size, copied, reads, times, self._note)
+        booked = self._reads.account(layer, copied, size, sums, reads, times, self._note)
         if copied < count:
             self._load_missed(layer, block, slot, slots, missed)
         return booked

@@ -6,7 +6,7 @@
     8192           4096           superblock 1: one names the newest saved cache, the other the one before it
     12288 + i * S  S              extent i: one block, C rows of [key | value], or a piece of a log record; zero-padded
 
-Extents are written whole, but for blocks that a codec makes shorter: of these only the first pages are, and matter.
+Of an extent only the pages that its block takes matter (`kvjax.store.codec`); beyond them it may hold anything.
 
 S is `extent_bytes`, the size of a block rounded up to 4096, so that every extent can be read with O_DIRECT. Extents
 have no fixed owner: which block lies in which extent is the business of a table (`kvjax.store.table`), and an extent
@@ -16,7 +16,7 @@ All numbers are little-endian. The last 8 bytes of each of the first three pages
 
     header         type           field
     0              8 bytes        magic, b"KVJAXBLK"
-    8              u32            format version, 2
+    8              u32            format version, 3
     12             u32            where extents begin, 12288
     16             6 x u32        layers, batch, kv_heads, num_blocks, block_rows, width
     40             u64            extent size S
@@ -44,9 +44,9 @@ All numbers are little-endian. The last 8 bytes of each of the first three pages
 
 A record's checksum is in the superblock, not in the record: extents are used again, and an older record that passes its
 own test may lie where a newer one should. Checksums are 64-bit xxh3: 0.5 us for 16 KB here, where zlib's crc32 takes
-4.6 us and adler32 5.4 us, and 64 bits leave no chance for a torn block to pass. A block's checksum covers its
-`block_bytes` and is verified at every read. In codec "rle" (`kvjax.store.codec`) its low 16 bits are how many pages a
-coded block takes, 0 for a block as it is, and the other 48 are those of the checksum of these pages or `block_bytes`.
+4.6 us and adler32 5.4 us. A block's checksum is verified at every read. Its low 16 bits are how many pages the block
+takes, 0 where all of them, and the other 48 are those of the checksum of these pages or of `block_bytes`; they leave no
+chance for a torn block to pass.
 """
 
 import dataclasses
@@ -59,7 +59,7 @@ from kvjax.errors import ChecksumMismatch, ConfigError, FormatMismatch
 from kvjax.store.base import DTYPES, PAGE_BYTES, Geometry
 
 MAGIC, LOG_MAGIC, RECORD_MAGIC = b"KVJAXBLK", b"KVJAXLOG", b"KVJAXREC"
-VERSION = 2
+VERSION = 3
 CODECS = ("raw", "rle")
 SUPERBLOCKS = (PAGE_BYTES, 2 * PAGE_BYTES)  # offsets
 HEADER_BYTES = 3 * PAGE_BYTES  # extents begin here

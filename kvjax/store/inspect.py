@@ -34,7 +34,7 @@ def inspect(path: str) -> tuple[list[str], list[str]]:
         lines += [_describe_save(one, header.geometry) for one in found] or ["saves         none"]
         lines += _describe_space(path, header.geometry, found)
         codec = make_codec(header.codec, header.geometry)
-        lines += _describe_coding(codec, found[:1])
+        lines += _describe_pages(codec, found[:1])
         checked, damaged = _verify(file, codec, found)
         lines.append(f"checksums     {checked} blocks verified, {len(damaged)} damaged")
         return lines, problems + damaged
@@ -83,13 +83,13 @@ def _describe_space(path: str, geometry: Geometry, found: list[Found]) -> list[s
             f"fragmentation {scattered:.3f} of the neighbouring blocks of a head do not lie side by side"]
 
 
-def _describe_coding(codec: Codec, newest: list[Found]) -> list[str]:
-    """What the codec saves in the newest save."""
-    if codec.name == "raw" or not newest:
+def _describe_pages(codec: Codec, newest: list[Found]) -> list[str]:
+    """What is saved in the newest save by blocks that take fewer pages."""
+    if not newest:
         return []
     extents, sums = newest[0].table(codec.geometry)
     sizes, whole = codec.sizes(sums[extents >= 0]), codec.geometry.extent_bytes
-    return [f"coding        {np.count_nonzero(sizes < whole)} of {sizes.size} blocks of the newest save are coded, "
+    return [f"pages         {np.count_nonzero(sizes < whole)} of {sizes.size} blocks of the newest save take fewer, "
             f"{sizes.sum()} bytes instead of {sizes.size * whole}"]
 
 

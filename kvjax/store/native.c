@@ -141,39 +141,54 @@ static PyObject *resolve(PyObject *self, PyObject *const *args, Py_ssize_t nargs
 
 /* ---- control */
 
+#define PAGES 0xffff /* the bits of a checksum that are not the hash's: pages that the block takes, 0 for all */
+
+/* Bytes of the pages that a block takes, `whole` if all, or if it claims more. */
+static int64_t size_of(uint64_t sum, int64_t page_bytes, int64_t whole) {
+    int64_t size = (int64_t)(sum & PAGES) * page_bytes;
+    return size && size < whole ? size : whole;
+}
+
+typedef struct { /* which memory and which part of the file reads are of */
+    int64_t piece, places, arena, extent_bytes, page_bytes, header_bytes, descriptor;
+} Reading;
+
 /* Control blocks that read extents[n], neighbours in one; starts[reads] and the number of reads. */
-static Py_ssize_t fill_control(const int32_t *extents, Py_ssize_t n, int64_t piece, int64_t places, int64_t arena,
-                               int64_t extent_bytes, int64_t header_bytes, int64_t descriptor, struct iocb *control,
-                               int64_t *starts) {
+static Py_ssize_t fill_control(const int32_t *extents, const uint64_t *sums, Py_ssize_t n, const Reading *from,
+                               struct iocb *control, int64_t *starts) {
     Py_ssize_t reads = 0;
     for (Py_ssize_t i = 0; i < n; i++) {
-        if (i % piece && extents[i] == extents[i - 1] + 1) {
-            control[reads - 1].aio_nbytes += extent_bytes;
+        int64_t size = size_of(sums[i], from->page_bytes, from->extent_bytes);
+        if (i % from->piece && extents[i] == extents[i - 1] + 1) {
+            control[reads - 1].aio_nbytes = (i - starts[reads - 1]) * from->extent_bytes + size;
             continue;
         }
         starts[reads] = i;
         control[reads] = (struct iocb){
-            .aio_data = reads, .aio_rw_flags = NOWAIT, .aio_lio_opcode = IOCB_CMD_PREAD, .aio_fildes = descriptor,
-            .aio_buf = arena + i % places * extent_bytes, .aio_nbytes = extent_bytes,
-            .aio_offset = header_bytes + extents[i] * extent_bytes};
+            .aio_data = reads, .aio_rw_flags = NOWAIT, .aio_lio_opcode = IOCB_CMD_PREAD,
+            .aio_fildes = from->descriptor, .aio_buf = from->arena + i % from->places * from->extent_bytes,
+            .aio_nbytes = size, .aio_offset = from->header_bytes + extents[i] * from->extent_bytes};
         reads++;
     }
     return reads;
 }
 
-/* control(extents, control, starts, piece, places, arena, extent_bytes, header_bytes, descriptor) -> reads */
+/* control(extents, sums, control, starts, piece, places, arena, extent_bytes, page_bytes, header_bytes, descriptor)
+ * -> reads */
 static PyObject *control(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     Buffers buffers = {.count = 0};
-    int64_t number[6];
-    if (nargs != 9) return refuse(&buffers, "control takes 9 arguments");
-    if (!integers(args + 3, 6, number)) return NULL;
+    int64_t number[7];
+    if (nargs != 11) return refuse(&buffers, "control takes 11 arguments");
+    if (!integers(args + 4, 7, number)) return NULL;
     READ(int32_t, extents, 0);
-    WRITE(struct iocb, blocks, 1);
-    WRITE(int64_t, starts, 2);
-    if (blocks_size < extents_size || starts_size < extents_size || number[0] < 1 || number[1] < number[0])
+    READ(uint64_t, sums, 1);
+    WRITE(struct iocb, blocks, 2);
+    WRITE(int64_t, starts, 3);
+    if (sums_size != extents_size || blocks_size < extents_size || starts_size < extents_size || number[0] < 1 ||
+        number[1] < number[0])
         return refuse(&buffers, "control: sizes do not agree");
-    Py_ssize_t reads = fill_control(extents, extents_size, number[0], number[1], number[2], number[3], number[4],
-                                    number[5], blocks, starts);
+    Reading from = {number[0], number[1], number[2], number[3], number[4], number[5], number[6]};
+    Py_ssize_t reads = fill_control(extents, sums, extents_size, &from, blocks, starts);
     release(&buffers);
     return PyLong_FromSsize_t(reads);
 }
@@ -181,7 +196,7 @@ static PyObject *control(PyObject *self, PyObject *const *args, Py_ssize_t nargs
 /* ---- land */
 
 typedef struct { /* what is being read, and where to */
-    int64_t reads, extents, slots, places, extent_bytes, block_bytes;
+    int64_t reads, extents, slots, places, extent_bytes, block_bytes, page_bytes;
     const char *arena;
     Hash hash;
     const struct iocb *control;
@@ -190,22 +205,28 @@ typedef struct { /* what is being read, and where to */
     int64_t *results;
     uint8_t *done;
     char *out;
+    int64_t bytes; /* of the reads that came whole */
 } Landing;
 
 /* Notes the results of events, verifies the blocks of reads that came whole and copies them; how many. */
-static int64_t land_events(const Landing *to, const struct io_event *events, int64_t count) {
+static int64_t land_events(Landing *to, const struct io_event *events, int64_t count) {
     int64_t copied = 0;
     for (int64_t event = 0; event < count; event++) {
         uint64_t read = events[event].data;
         if (read >= (uint64_t)to->reads) continue;
         to->results[read] = events[event].res;
         if (events[event].res != (int64_t)to->control[read].aio_nbytes) continue;
+        to->bytes += events[event].res;
         int64_t stop = (int64_t)read + 1 < to->reads ? to->starts[read + 1] : to->extents;
         for (int64_t i = to->starts[read]; i < stop; i++) {
             const char *payload = to->arena + i % to->places * to->extent_bytes;
+            int64_t size = size_of(to->sums[i], to->page_bytes, to->block_bytes);
             if (to->done[i] || to->targets[i] < 0 || to->targets[i] >= to->slots) continue;
-            if (to->hash(payload, to->block_bytes) != to->sums[i]) continue;
-            memcpy(to->out + to->targets[i] * to->block_bytes, payload, to->block_bytes);
+            uint64_t pages = size < to->block_bytes ? size / to->page_bytes : 0;
+            if (((to->hash(payload, size) & ~(uint64_t)PAGES) | pages) != to->sums[i]) continue;
+            char *slot = to->out + to->targets[i] * to->block_bytes;
+            memcpy(slot, payload, size);
+            memset(slot + size, 0, to->block_bytes - size);
             to->done[i] = 1;
             copied++;
         }
@@ -214,12 +235,12 @@ static int64_t land_events(const Landing *to, const struct io_event *events, int
 }
 
 /* land(events, control, starts, sums, targets, results, done, out,
- *      count, reads, arena, places, extent_bytes, block_bytes, hash) -> blocks copied */
+ *      count, reads, arena, places, extent_bytes, block_bytes, page_bytes, hash) -> blocks copied */
 static PyObject *land(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     Buffers buffers = {.count = 0};
-    int64_t number[7];
-    if (nargs != 15) return refuse(&buffers, "land takes 15 arguments");
-    if (!integers(args + 8, 7, number)) return NULL;
+    int64_t number[8];
+    if (nargs != 16) return refuse(&buffers, "land takes 16 arguments");
+    if (!integers(args + 8, 8, number)) return NULL;
     int64_t count = number[0], reads = number[1];
     READ(struct io_event, events, 0);
     READ(struct iocb, blocks, 1);
@@ -231,12 +252,12 @@ static PyObject *land(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     WRITE(char, out, 7);
     if (count > events_size || reads > blocks_size || reads > starts_size || reads > results_size ||
         targets_size != sums_size || done_size != sums_size || number[3] < 1 || number[5] > number[4] || number[5] < 1 ||
-        !number[6])
+        !number[7])
         return refuse(&buffers, "land: sizes do not agree");
     Landing to = {
         .reads = reads, .extents = sums_size, .slots = out_size / number[5], .places = number[3],
-        .extent_bytes = number[4], .block_bytes = number[5], .arena = (const char *)(intptr_t)number[2],
-        .hash = (Hash)(intptr_t)number[6], .control = blocks, .starts = starts, .targets = targets, .sums = sums,
+        .extent_bytes = number[4], .block_bytes = number[5], .page_bytes = number[6],
+        .arena = (const char *)(intptr_t)number[2], .hash = (Hash)(intptr_t)number[7], .control = blocks, .starts = starts, .targets = targets, .sums = sums,
         .results = results, .done = done, .out = out};
     int64_t copied;
     Py_BEGIN_ALLOW_THREADS
@@ -249,7 +270,7 @@ static PyObject *land(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
 /* ---- read */
 
 typedef struct { /* memory and constants of a ring: `_layout` of aio.py */
-    int64_t context, places, piece, extent_bytes, block_bytes, header_bytes;
+    int64_t context, places, piece, extent_bytes, block_bytes, header_bytes, page_bytes;
     int64_t arena, hash, control, pointers, events, extents, sums, targets, starts, results, done;
     int64_t depth;
 } RingLayout;
@@ -268,7 +289,7 @@ typedef struct {
 /* Submits reads, waits for a quarter of those in flight at a time and lands them, until none is in flight or none came
  * for `timeout` seconds. What came back bad is not tried again; what the kernel had no room for is, while others are in
  * flight. */
-static Outcome read_all(const RingLayout *ring, const Landing *to, double timeout) {
+static Outcome read_all(const RingLayout *ring, Landing *to, double timeout) {
     Outcome outcome = {.began = now()};
     struct io_event *events = (struct io_event *)(intptr_t)ring->events;
     struct iocb **pointers = (struct iocb **)(intptr_t)ring->pointers;
@@ -298,7 +319,7 @@ static Outcome read_all(const RingLayout *ring, const Landing *to, double timeou
     }
 }
 
-/* read(layout, out, count, descriptor, timeout) -> copied, reads, in_flight, began, ended, waited */
+/* read(layout, out, count, descriptor, timeout) -> copied, reads, bytes, in_flight, began, ended, waited */
 static PyObject *read_blocks(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     Buffers buffers = {.count = 0};
     int64_t number[2];
@@ -314,20 +335,22 @@ static PyObject *read_blocks(PyObject *self, PyObject *const *args, Py_ssize_t n
     int64_t *starts = (int64_t *)(intptr_t)ring->starts;
     Landing to = {
         .extents = number[0], .slots = out_size / ring->block_bytes, .places = ring->places,
-        .extent_bytes = ring->extent_bytes, .block_bytes = ring->block_bytes, .arena = (const char *)(intptr_t)ring->arena,
+        .extent_bytes = ring->extent_bytes, .block_bytes = ring->block_bytes, .page_bytes = ring->page_bytes,
+        .arena = (const char *)(intptr_t)ring->arena,
         .hash = (Hash)(intptr_t)ring->hash, .control = blocks, .starts = starts,
         .targets = (const int64_t *)(intptr_t)ring->targets, .sums = (const uint64_t *)(intptr_t)ring->sums,
         .results = (int64_t *)(intptr_t)ring->results, .done = (uint8_t *)(intptr_t)ring->done, .out = out};
+    Reading from = {ring->piece, ring->places, ring->arena, ring->extent_bytes, ring->page_bytes, ring->header_bytes,
+                    number[1]};
     Outcome outcome;
     Py_BEGIN_ALLOW_THREADS
-    to.reads = fill_control((const int32_t *)(intptr_t)ring->extents, number[0], ring->piece, ring->places, ring->arena,
-                            ring->extent_bytes, ring->header_bytes, number[1], blocks, starts);
+    to.reads = fill_control((const int32_t *)(intptr_t)ring->extents, to.sums, number[0], &from, blocks, starts);
     memset(to.done, 0, number[0]);
     outcome = read_all(ring, &to, timeout);
     Py_END_ALLOW_THREADS
     release(&buffers);
-    return Py_BuildValue("LLLddd", (long long)outcome.copied, (long long)to.reads, (long long)outcome.in_flight,
-                         outcome.began, outcome.ended, outcome.waited);
+    return Py_BuildValue("LLLLddd", (long long)outcome.copied, (long long)to.reads, (long long)to.bytes,
+                         (long long)outcome.in_flight, outcome.began, outcome.ended, outcome.waited);
 }
 
 static PyMethodDef methods[] = {

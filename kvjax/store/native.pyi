@@ -24,23 +24,25 @@ def resolve(
     """
 
 def control(
-    extents: np.ndarray, control: np.ndarray, starts: np.ndarray, piece: int, places: int, address: int,
-    extent_bytes: int, header_bytes: int, descriptor: int, /,
+    extents: np.ndarray, sums: np.ndarray, control: np.ndarray, starts: np.ndarray, piece: int, places: int,
+    address: int, extent_bytes: int, page_bytes: int, header_bytes: int, descriptor: int, /,
 ) -> int:
-    """Fills control blocks that read int32 extents[n], ascending, extent i to place i % places at `address`, and int64
-    starts[reads], the first extent of each; `reads` is returned. Neighbours are one read, cut at every `piece`."""
+    """Fills control blocks that read int32 extents[n], ascending, of each the pages that uint64 sums[n] tell, extent i
+    to place i % places at `address`, and int64 starts[reads], the first extent of each; `reads` is returned.
+    Neighbours are one read, with what lies between them, cut at every `piece`."""
 
 def land(
     events: np.ndarray, control: np.ndarray, starts: np.ndarray, sums: np.ndarray, targets: np.ndarray,
     results: np.ndarray, done: np.ndarray, out: np.ndarray, count: int, reads: int, address: int, places: int,
-    extent_bytes: int, block_bytes: int, hash: int, /,
+    extent_bytes: int, block_bytes: int, page_bytes: int, hash: int, /,
 ) -> int:
     """Takes `count` events: notes int64 results[reads], verifies the blocks of reads that came whole and copies them to
-    uint8 out[slots, block_bytes] at int64 targets[n], -1 nowhere. Returns how many it copied and marked in uint8
-    done[n]. Other threads run meanwhile."""
+    uint8 out[slots, block_bytes] at int64 targets[n], -1 nowhere, zeros after the pages that were read. Returns how
+    many it copied and marked in uint8 done[n]. Other threads run meanwhile."""
 
 def read(layout: np.ndarray, out: np.ndarray, count: int, descriptor: int, timeout: float, /) -> tuple[
-        int, int, int, float, float, float]:
+        int, int, int, int, float, float, float]:
     """`control`, submission, waiting and `land` for a ring whose memory is described in `layout`, as `Ring.read` of
-    `kvjax.store.aio` says. Returns blocks copied, reads made, reads in flight, when the first was handed over and the
-    last answered (seconds, the clock of `time.perf_counter`), and seconds waited. Other threads run meanwhile."""
+    `kvjax.store.aio` says. Returns blocks copied, reads made, bytes of those that came whole, reads in flight, when the
+    first was handed over and the last answered (seconds, the clock of `time.perf_counter`), and seconds waited. Other
+    threads run meanwhile."""

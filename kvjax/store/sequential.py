@@ -246,7 +246,7 @@ class SequentialBranch(TransactionalBranch):
         rows = np.zeros((*place.shape, geometry.row_bytes), np.uint8)
         rows[kept] = read.reshape(-1, pages.block_rows, geometry.row_bytes)[at, place[kept] % pages.block_rows]
         out[targets] = rows.reshape(ids.size, -1)
-        self._tally.add(blocks_read=ids.size, bytes_useful=ids.size * geometry.block_bytes)
+        self._tally.add(blocks_read=ids.size, bytes_useful=int(kept.sum()) * geometry.row_bytes)
 
     def _publish(self, records):
         draft = Draft(self._log, self.geometry)

@@ -216,7 +216,7 @@ def _scalars(*arrays):
 
 
 def _in_buffers(callback: Callable[..., None], result, **options) -> Callable[..., Any]:
-    """A callback on XLA's own memory. It has side effects and is not declared so: JAX dispatches every call of a program
+    """A callback on XLA's own memory. It has side effects and is not declared so: JAX dispatches each call of a program
     with declared effects in Python, which takes some 20 us for each array that goes in or out. What keeps XLA from
     leaving a call out, merging two or changing their order is data alone: each has operands of its own, its result is
     part of what the step returns, and a write takes what depends on the reads (`kvjax.order`)."""

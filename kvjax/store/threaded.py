@@ -23,18 +23,18 @@ class Chunk:
       extents, sums: int32[n] and uint64[n], which extents, and what each must hash to.
       arena: where they are once the chunk has landed without error.
       right: bool[n] whether each has its checksum.
-      requests: reads it took, neighbouring extents being one.
+      requests, size: reads it took, neighbouring extents being one, and bytes of them.
       began, ended: when the device was asked and had answered, `time.perf_counter` seconds.
       error: why it has not been read, if so.
     """
 
-    __slots__ = ("arena", "began", "ended", "error", "extents", "first", "requests", "right", "sums")
+    __slots__ = ("arena", "began", "ended", "error", "extents", "first", "requests", "right", "size", "sums")
     arena: Arena
     right: np.ndarray
 
     def __init__(self, first: int, extents: np.ndarray, sums: np.ndarray):
         self.first, self.extents, self.sums = first, extents, sums
-        self.requests = 0
+        self.requests = self.size = 0
         self.began = self.ended = 0.0
         self.error: BaseException | None = None
 
@@ -105,6 +105,10 @@ class ThreadedFetch(Fetch):
         return sum(chunk.requests for chunk in self._chunks)
 
     @property
+    def size(self) -> int:
+        return sum(chunk.size for chunk in self._chunks)
+
+    @property
     def times(self) -> Times:
         began, ended = zip(*((chunk.began, chunk.ended) for chunk in self._chunks), strict=True)
         return Times(min(began), max(ended), self._waited)
@@ -160,10 +164,11 @@ class ThreadEngine:
         """Reads a chunk into an arena, verifies and decodes it. Raises ShortRead or ReadFailed, and then it has no
         arena."""
         extents, sizes, count = chunk.extents, self._codec.sizes(chunk.sums), chunk.extents.size
-        starts = run_starts(extents, sizes == self._extent_bytes)
+        starts = run_starts(extents, None if self._codec.joins else sizes == self._extent_bytes)
         offsets = (HEADER_BYTES + extents[starts].astype(np.int64) * self._extent_bytes).tolist()
         stops = [*starts[1:].tolist(), count]
-        parts = zip(starts.tolist(), stops, sizes[np.array(stops) - 1].tolist(), strict=True)
+        ends = sizes[np.array(stops) - 1]
+        parts = zip(starts.tolist(), stops, ends.tolist(), strict=True)
         arena = self._arenas.take()
         chunk.began = time.perf_counter()
         try:
@@ -175,6 +180,7 @@ class ThreadEngine:
             chunk.ended = time.perf_counter()
         chunk.right = self._codec.decode(arena.payloads[:count], chunk.sums)
         chunk.requests = starts.size
+        chunk.size = (count - starts.size) * self._extent_bytes + int(ends.sum())
         chunk.arena = arena
 
     def give_back(self, chunk: Chunk) -> None:

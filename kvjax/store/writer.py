@@ -115,7 +115,7 @@ class Writer:
                 lineage.table.put(block_id, target)
             lineage.written(block_id)
             lineage.tally.add(rows_written=staged.appended, blocks_written=1, bytes_written=size,
-                              blocks_coded=int(size < volume.geometry.extent_bytes))
+                              blocks_short=int(size < volume.geometry.extent_bytes))
             volume.unstage(1)
             volume.changed.notify_all()
 

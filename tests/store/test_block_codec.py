@@ -132,12 +132,12 @@ def test_runs_are_read_and_written_in_fewer_bytes(coded, tmp_path, open_branch):
     np.testing.assert_array_equal(coded.read(), blocks)
     stats = coded.branch.stats()
     assert stats.bytes_read == stats.bytes_written == expected.sum() * PAGE_BYTES < 24 * EXTENT
-    assert stats.blocks_coded == (expected < 8).sum() and stats.blocks_written == stats.blocks_read == 24
+    assert stats.blocks_short == (expected < 8).sum() and stats.blocks_written == stats.blocks_read == 24
     assert stats.bytes_useful == 24 * WIDE.block_bytes and coded.branch.engine == "threads"
     plain = open_branch(FlashStore(tmp_path), WIDE)
     plain.prefill()
     plain.read()
-    assert plain.branch.stats().bytes_read == 24 * EXTENT and plain.branch.stats().blocks_coded == 0
+    assert plain.branch.stats().bytes_read == 24 * EXTENT and plain.branch.stats().blocks_short == 0
 
 
 def test_blocks_without_runs_are_as_they_were(coded, tmp_path, open_branch):
@@ -146,7 +146,7 @@ def test_blocks_without_runs_are_as_they_were(coded, tmp_path, open_branch):
     for driver in (coded, plain):
         driver.branch.write_layer(0, blocks.copy(), np.full((2, 2, 6), 4, np.int32))
         np.testing.assert_array_equal(driver.read(), blocks)
-    assert coded.branch.stats().blocks_coded == 0
+    assert coded.branch.stats().blocks_short == 0
     ours, raw = (pathlib.Path(one.branch.path).read_bytes()[HEADER_BYTES:] for one in (coded, plain))
     assert ours == raw
 
@@ -207,7 +207,7 @@ def test_random_history_equals_a_dictionary(tmp_path, open_branch, seed, layout)
     for line in list(history.lines):
         history.flush(line)
     history.check_everything()
-    assert sum(line.driver.branch.stats().blocks_coded for line in history.lines) > 0
+    assert sum(line.driver.branch.stats().blocks_short for line in history.lines) > 0
     for line in history.lines:
         line.driver.branch.close()
 
@@ -236,10 +236,10 @@ def test_a_saved_file_opens_in_its_codec(saved, codec, read_only):
         assert branch.codec == "rle"
         driver = Driver(branch)
         still_works(driver, blocks)
-        before = branch.stats().blocks_coded
+        before = branch.stats().blocks_short
         driver.prefill(layer=1)
         branch.settle()
-        assert branch.stats().blocks_coded > before, "what a reader adds is coded too"
+        assert branch.stats().blocks_short > before, "what a reader adds is coded too"
 
 
 def test_another_codec_is_refused(saved, tmp_path, open_branch):
@@ -276,7 +276,7 @@ def test_inspection_reads_coded_blocks(saved, capsys):
     out = capsys.readouterr().out
     assert "codec rle" in out and "28 blocks verified, 0 damaged" in out
     assert "24 of the newest save, 4 of the one before, 2 of the log, 0 free" in out
-    coded, total = (int(word) for word in out.split("coding        ")[1].split()[:3:2])
+    coded, total = (int(word) for word in out.split("pages         ")[1].split()[:3:2])
     assert 8 < coded < total == 24
     with open(path, "r+b") as file:
         file.seek(HEADER_BYTES + 4 * EXTENT + 100)

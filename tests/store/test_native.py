@@ -75,11 +75,11 @@ def test_what_does_not_come_at_the_first_try_is_read_again_alone(tmp_path, open_
     read = aio.Ring.read
 
     def torn(self, out, count, *args):
-        copied, reads, times = read(self, out, count, *args)
+        copied, reads, size, times = read(self, out, count, *args)
         self._done[[0, 3]] = 0
         for target in self.targets[[0, 3]]:
             out.reshape(-1, GEOMETRY.block_bytes)[target] = 0
-        return copied - 2, reads, times
+        return copied - 2, reads, size, times
 
     monkeypatch.setattr(aio.Ring, "read", torn)
     np.testing.assert_array_equal(driver.read(), blocks)
@@ -124,7 +124,7 @@ def test_a_damaged_block_is_not_copied(tmp_path, open_branch, quick):
 def test_a_device_that_does_not_answer_is_an_error_and_its_ring_is_not_used_again(tmp_path, open_branch, monkeypatch):
     driver, blocks = filled(open_branch, FlashStore(tmp_path, timeout=0.5))
     rings = driver.branch._volume.reader._rings.rings
-    monkeypatch.setattr(aio.native, "read", lambda *_: (0, 3, 3, 0.0, 0.0, 0.5))
+    monkeypatch.setattr(aio.native, "read", lambda *_: (0, 3, 0, 3, 0.0, 0.0, 0.5))
     monkeypatch.setattr(aio.Ring, "wait", lambda *_: 0)
     assert not driver.try_read()[0]
     error = driver.branch.take_error()
@@ -155,21 +155,31 @@ def test_without_the_compiled_part_threads_read(tmp_path, open_branch, monkeypat
 # ---- functions
 
 
+PAGE = 64
+
+
+def sealed(payload: np.ndarray, pages: int = 0) -> np.uint64:
+    """The checksum of a block that takes so many pages, 0 = all."""
+    return np.uint64(checksum(payload[: pages * PAGE or None]) & ~0xFFFF | pages)
+
+
 def landed(payloads: np.ndarray, sums: np.ndarray, targets: list[int], results: list[int]):
     """`native.land` of one read per payload[n, block_bytes], and what it left in out, done and results."""
     count, size = payloads.shape
     control, events = np.zeros(count, IOCB), np.zeros(count, EVENT)
-    control["nbytes"], events["data"], events["result"] = size, np.arange(count), results
+    pages = (sums & np.uint64(0xFFFF)).astype(int)
+    control["nbytes"] = np.where(pages, pages * PAGE, size)
+    events["data"], events["result"] = np.arange(count), results
     out, done, seen = np.full((count, size), 77, np.uint8), np.zeros(count, np.uint8), np.zeros(count, np.int64)
     copied = native.land(events.view(np.uint8), control.view(np.uint8), np.arange(count), sums, np.array(targets), seen,
-                         done, out, count, count, payloads.ctypes.data, count, size, size, aio.XXH3)
+                         done, out, count, count, payloads.ctypes.data, count, size, size, PAGE, aio.XXH3)
     return copied, out, done, seen
 
 
 @pytest.mark.parametrize("size", [1, 100, 240, 241, 1024, 5000, 16_384])
 def test_checksums_are_those_of_the_package(size):
     payloads = np.random.default_rng(size).integers(0, 256, (3, size), np.uint8)
-    sums = np.array([checksum(payload) for payload in payloads], np.uint64)
+    sums = np.array([sealed(payload) for payload in payloads])
     copied, out, done, _ = landed(payloads, sums, [2, 0, 1], [size] * 3)
     assert copied == 3 and done.all()
     np.testing.assert_array_equal(out[[2, 0, 1]], payloads)
@@ -177,8 +187,8 @@ def test_checksums_are_those_of_the_package(size):
 
 def test_land_copies_whole_sound_wanted_blocks_only():
     payloads = np.random.default_rng(0).integers(0, 256, (5, 512), np.uint8)
-    sums = np.array([checksum(payload) for payload in payloads], np.uint64)
-    sums[1] += np.uint64(1)
+    sums = np.array([sealed(payload) for payload in payloads])
+    sums[1] += np.uint64(1 << 16)
     results = [512, 512, -errno.EIO, 511, 512]
     copied, out, done, seen = landed(payloads, sums, [0, 1, 2, 3, -1], results)
     assert copied == 1 and done.tolist() == [1, 0, 0, 0, 0] and seen.tolist() == results
@@ -186,12 +196,25 @@ def test_land_copies_whole_sound_wanted_blocks_only():
     assert (out[1:] == 77).all()
 
 
+def test_land_puts_zeros_after_the_pages_that_were_read():
+    """Given blocks of 8 pages of which 3, all, and as many as no block has are said to be there."""
+    payloads = np.random.default_rng(0).integers(0, 256, (3, 8 * PAGE), np.uint8)
+    sums = np.array([sealed(payloads[0], 3), sealed(payloads[1]), sealed(payloads[2], 9)])
+    copied, out, done, _ = landed(payloads, sums, [1, 0, 2], [3 * PAGE, 8 * PAGE, 9 * PAGE])
+    assert copied == 2 and done.tolist() == [1, 1, 0]
+    np.testing.assert_array_equal(out[0], payloads[1])
+    np.testing.assert_array_equal(out[1], np.where(np.arange(8 * PAGE) < 3 * PAGE, payloads[0], 0))
+    assert (out[2] == 77).all()
+
+
 def test_control_joins_neighbours_up_to_a_piece():
+    """Of the last of them only the pages that it takes are read; what lies between is read with them."""
     extents = np.array([3, 4, 5, 6, 9, 11, 12], np.int32)
+    sums = np.array([0, 2, 1, 0, 3, 0xF0000, 2], np.uint64)
     control, starts = np.zeros(7, IOCB), np.zeros(7, np.int64)
-    reads = native.control(extents, control.view(np.uint8), starts, 3, 6, 1 << 20, 4096, 512, 9)
+    reads = native.control(extents, sums, control.view(np.uint8), starts, 3, 6, 1 << 20, 4096, 1024, 512, 9)
     assert starts[:reads].tolist() == [0, 3, 4, 5, 6]
-    assert control["nbytes"][:reads].tolist() == [3 * 4096, 4096, 4096, 4096, 4096]
+    assert control["nbytes"][:reads].tolist() == [2 * 4096 + 1024, 4096, 3 * 1024, 4096, 2 * 1024]
     assert control["offset"][:reads].tolist() == [512 + 4096 * extent for extent in (3, 6, 9, 11, 12)]
     assert control["buffer"][:reads].tolist() == [(1 << 20) + 4096 * place for place in (0, 3, 4, 5, 0)]
     assert (control["descriptor"][:reads] == 9).all() and (control["data"][:reads] == np.arange(reads)).all()
