@@ -55,7 +55,7 @@ def _moved(cache: kvjax.Cache, scores: Scores) -> dict[str, float]:
     written, read, steps = cache.branch.stats(), scores.usage.store, scores.usage.steps
     return {
         "pages_per_block": cache.branch.geometry.extent_bytes // PAGE_BYTES, "bytes_written": written.bytes_written,
-        "coded_share": written.blocks_short / written.blocks_written,
+        "short_share": written.blocks_short / written.blocks_written,
         "bytes_read_per_token": read.bytes_read / steps, "reads_per_token": read.reads / steps,
     }
 

@@ -44,9 +44,9 @@ All numbers are little-endian. The last 8 bytes of each of the first three pages
 
 A record's checksum is in the superblock, not in the record: extents are used again, and an older record that passes its
 own test may lie where a newer one should. Checksums are 64-bit xxh3: 0.5 us for 16 KB here, where zlib's crc32 takes
-4.6 us and adler32 5.4 us. A block's checksum is verified at every read. Its low 16 bits are how many pages the block
-takes, 0 where all of them, and the other 48 are those of the checksum of these pages or of `block_bytes`; they leave no
-chance for a torn block to pass.
+4.6 us and adler32 5.4 us. A block's checksum is verified at every read. Its low 15 bits are how many pages the block
+takes, 0 where all of them, the next one is whether it is coded, and the other 48 are those of the checksum of these
+pages or of `block_bytes`; they leave no chance for a torn block to pass.
 """
 
 import dataclasses

@@ -165,8 +165,8 @@ def test_planted_runs_are_read_in_fewer_bytes_and_change_no_bit(llm, tmp_path):
     found = {(row["planted"], row["codec"]): row for row in rows}
     assert len(rows) == 4 and all(row["equal"] and row["pages_per_block"] == 4 for row in rows)
     assert found[1, "rle"]["runs_per_token"] == 1 and 0.12 < found[8, "rle"]["runs_per_token"] < 0.13
-    assert found[1, "raw"]["coded_share"] == 0 and found[1, "rle"]["coded_share"] == pytest.approx(1 / 3)
-    assert found[8, "rle"]["coded_share"] == 1
+    assert found[1, "raw"]["short_share"] == found[1, "rle"]["short_share"] == pytest.approx(1 / 3)
+    assert found[8, "rle"]["short_share"] == 1
     assert found[8, "rle"]["bytes_read_per_token"] < found[1, "rle"]["bytes_read_per_token"]
     assert found[8, "raw"]["bytes_read_per_token"] >= found[1, "rle"]["bytes_read_per_token"]
 

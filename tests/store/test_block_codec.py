@@ -154,12 +154,12 @@ def test_blocks_without_runs_are_as_they_were(coded, tmp_path, open_branch):
 def test_a_block_grows_and_shrinks_where_it_is(coded):
     """Rows that break a run, and make it again; staged ones lie over coded ones, and so do those of a fork."""
     expected = coded.prefill()
-    expected[:, :, 2] = plant_runs(np.zeros_like(expected[:, :, 2]))
+    expected[:, :, 2] = plant_runs(np.full_like(expected[:, :, 2], 9.0))
     index = np.full((2, 2, 1), 2, np.int32)
     assert coded.branch.put_blocks(0, 0, index, expected[:, :, 2:3].copy())
     coded.commit()
     size = None
-    for row, value, pages in ((1, 5.0, 8), (1, 0.0, 6), (3, 5.0, 7), (2, 5.0, 7), (3, 0.0, 8)):
+    for row, value, pages in ((1, 5.0, 8), (1, 9.0, 6), (3, 5.0, 7), (2, 5.0, 7), (3, 9.0, 8)):
         coded.append(2, row, value)
         expected[:, :, 2, row] = value
         np.testing.assert_array_equal(coded.read(), expected)
@@ -172,6 +172,17 @@ def test_a_block_grows_and_shrinks_where_it_is(coded):
     still_works(child, expected)
     np.testing.assert_array_equal(coded.read(), expected)
     child.branch.close()
+
+
+def test_a_block_that_is_not_full_is_coded_only_if_that_saves_more(coded):
+    """Of two rows of four, which take four pages, two keys could be one: coded, all four values stay."""
+    blocks = coded.full()
+    blocks[..., 1, :1024] = blocks[..., 0, :1024]
+    counts = np.full(blocks.shape[:3], 2, np.int32)
+    coded.branch.write_layer(0, blocks.copy(), counts)
+    blocks[..., 2:, :] = 0
+    assert (pages_of(coded) == 4).all()
+    np.testing.assert_array_equal(coded.read(), blocks)
 
 
 def test_what_is_read_ahead_is_decoded(coded):
