@@ -141,7 +141,7 @@ static PyObject *resolve(PyObject *self, PyObject *const *args, Py_ssize_t nargs
 
 /* ---- control */
 
-#define PAGES 0xffff /* the bits of a checksum that are not the hash's: pages that the block takes, 0 for all */
+#define PAGES 0xffff /* the bits of a checksum that are not the hash's: pages that a block takes as it is, 0 for all */
 
 /* Bytes of the pages that a block takes, `whole` if all, or if it claims more. */
 static int64_t size_of(uint64_t sum, int64_t page_bytes, int64_t whole) {
@@ -257,8 +257,8 @@ static PyObject *land(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     Landing to = {
         .reads = reads, .extents = sums_size, .slots = out_size / number[5], .places = number[3],
         .extent_bytes = number[4], .block_bytes = number[5], .page_bytes = number[6],
-        .arena = (const char *)(intptr_t)number[2], .hash = (Hash)(intptr_t)number[7], .control = blocks, .starts = starts, .targets = targets, .sums = sums,
-        .results = results, .done = done, .out = out};
+        .arena = (const char *)(intptr_t)number[2], .hash = (Hash)(intptr_t)number[7], .control = blocks,
+        .starts = starts, .targets = targets, .sums = sums, .results = results, .done = done, .out = out};
     int64_t copied;
     Py_BEGIN_ALLOW_THREADS
     copied = land_events(&to, events, count);
@@ -336,8 +336,8 @@ static PyObject *read_blocks(PyObject *self, PyObject *const *args, Py_ssize_t n
     Landing to = {
         .extents = number[0], .slots = out_size / ring->block_bytes, .places = ring->places,
         .extent_bytes = ring->extent_bytes, .block_bytes = ring->block_bytes, .page_bytes = ring->page_bytes,
-        .arena = (const char *)(intptr_t)ring->arena,
-        .hash = (Hash)(intptr_t)ring->hash, .control = blocks, .starts = starts,
+        .arena = (const char *)(intptr_t)ring->arena, .hash = (Hash)(intptr_t)ring->hash, .control = blocks,
+        .starts = starts,
         .targets = (const int64_t *)(intptr_t)ring->targets, .sums = (const uint64_t *)(intptr_t)ring->sums,
         .results = (int64_t *)(intptr_t)ring->results, .done = (uint8_t *)(intptr_t)ring->done, .out = out};
     Reading from = {ring->piece, ring->places, ring->arena, ring->extent_bytes, ring->page_bytes, ring->header_bytes,
