@@ -155,13 +155,10 @@ def predict(index: CompressedKeys, q: Float[Array, "K G D"]) -> Float[Array, "F 
     """Eq. 1 of KVSwap, scaled: (Q_h A_g(h)) K_lr^T for every query head h; Q = K * G where F = 1, else G."""
     low = jnp.einsum("kgd,kdr->kgr", q, index.adapter) * q.shape[-1] ** -0.5
     low = low.reshape(index.key.shape[0], -1, low.shape[-1])
-    key = index.key
     if index.scale is not None:
-        # Codes are exact in bfloat16. As floats they would be a second cache, and several times slower.
-        key = lowbit.unpack(key, _bits(key, index.scale)).astype(jnp.bfloat16)
-        low = (low * index.scale[:, None]).astype(jnp.bfloat16)
+        return lowbit.products(index.key, low * index.scale[:, None], _bits(index.key, index.scale))
     # Keys as the left operand: XLA:CPU then reads them in place.
-    return jnp.einsum("fnr,fqr->fnq", key, low, preferred_element_type=jnp.float32)
+    return jnp.einsum("fnr,fqr->fnq", index.key, low, preferred_element_type=jnp.float32)
 
 
 def aggregate_where_they_lie(scores: Float[Array, "F N Q"], rule: str) -> Float[Array, "F N"]:

@@ -6,12 +6,14 @@ used. Run-length encoding of the result composes: `rle.encode` takes integers, p
 `rle.scores(q * scale, ...)` needs no key turned back.
 """
 
+import jax
 import jax.numpy as jnp
 
 from kvjax.errors import ConfigError
 from kvjax.typing import Array, Float, Num, UInt
 
 BITS = (8, 4, 2)
+_PIECE = 1 << 20  # codes that are floats at a time: about what a core's cache holds
 
 
 def scale_of(key: Float[Array, "T D"], bits: int = 8) -> Float[Array, "D"]:
@@ -56,3 +58,28 @@ def unpack(packed: UInt[Array, "*T X"], bits: int) -> Num[Array, "*T D"]:
     """The codes again."""
     parts = packed[..., None] >> (bits * jnp.arange(8 // bits, dtype=jnp.uint8)) & (2**bits - 1)
     return (parts.astype(jnp.int8) - _largest(bits)).reshape(*packed.shape[:-1], -1)
+
+
+def products(packed: UInt[Array, "F N X"], q: Float[Array, "F Q D"], bits: int) -> Float[Array, "F N Q"]:
+    """Every vector of codes with every query, in f32.
+
+    Codes are unpacked a piece of the tokens at a time, as all of them as floats would be a second cache.
+    """
+    heads, tokens, _ = packed.shape
+    size = max(1, _PIECE // (heads * q.shape[-1]))
+    whole = tokens - tokens % size
+    rest = _products(packed[:, whole:], q, bits)
+    if not whole:
+        return rest
+    starts = jnp.arange(0, whole, size)
+    pieces = jax.lax.map(lambda at: _products(jax.lax.dynamic_slice_in_dim(packed, at, size, axis=1), q, bits), starts)
+    return jnp.concatenate([pieces.swapaxes(0, 1).reshape(heads, whole, -1), rest], axis=1)
+
+
+def _products(packed: UInt[Array, "F N X"], q: Float[Array, "F Q D"], bits: int) -> Float[Array, "F N Q"]:
+    """Codes that share a byte lie `8 / bits` apart, and are not brought into order: each meets its own part of q."""
+    each, byte = 8 // bits, packed.astype(jnp.int32)
+    codes = [(byte >> bits * i & 2**bits - 1) - _largest(bits) for i in range(each)]
+    # Codes as the left operand: XLA:CPU then reads them in place.
+    found = [jnp.einsum("fnx,fqx->fnq", code.astype(q.dtype), q[..., i::each]) for i, code in enumerate(codes)]
+    return sum(found[1:], found[0])

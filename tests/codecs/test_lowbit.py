@@ -31,6 +31,18 @@ def test_every_code_comes_back_from_its_bytes(bits):
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("piece", [1, 2 * 2 * SIZE, 2 * 5 * SIZE, 1 << 20])
+def test_products_piece_by_piece_are_those_of_the_codes(bits, piece, monkeypatch):
+    """Two heads of 42 tokens: a token at a time, pieces that fit and that leave a rest, all at once."""
+    monkeypatch.setattr(lowbit, "_PIECE", piece)
+    rng, largest = np.random.default_rng(2), 2 ** (bits - 1) - 1
+    code = rng.integers(-largest, largest + 1, (2, 42, SIZE)).astype(np.int8)
+    q = rng.normal(size=(2, 3, SIZE)).astype(np.float32)
+    found = lowbit.products(lowbit.pack(jnp.asarray(code), bits), jnp.asarray(q), bits)
+    np.testing.assert_allclose(found, np.einsum("fnd,fqd->fnq", code, q), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
 def test_runs_of_packed_keys_are_scored_without_turning_back(bits):
     """Given keys that stand in threes."""
     key = jnp.asarray(np.repeat(TABLE[:8], 3, axis=0))
