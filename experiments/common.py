@@ -67,12 +67,20 @@ def make_store(kind: str, directory: pathlib.Path, **settings: Any):
     return store
 
 
-def disk_of(store) -> dict[str, Any]:
-    """What a row of results says about the device under a store: how far an emulated one was not kept up with, too."""
+def disk_of(store, since: tuple[int, int] = (0, 0)) -> dict[str, Any]:
+    """What a row of results says about the device under a store; of an emulated one also which share of the commands
+    after `since`, an earlier `commands_of`, the host answered later than the device would have."""
     system = getattr(store, "system", None)
     if not isinstance(system, emulation.EmulatedIO):
         return {} if system is None else {"disk": profiles.NATIVE}
-    return {"disk": f"{system.profile.name} (emulated)", "late_share": system.late / max(1, system.commands)}
+    late, commands = np.subtract(commands_of(store), since)
+    return {"disk": f"{system.profile.name} (emulated)", "late_share": float(late / max(1, commands))}
+
+
+def commands_of(store) -> tuple[int, int]:
+    """Commands of an emulated device so far, the late ones and all; none of other stores."""
+    system = getattr(store, "system", None)
+    return (system.late, system.commands) if isinstance(system, emulation.EmulatedIO) else (0, 0)
 
 
 def held_out_tokens(llm: kvjax.LLM) -> np.ndarray:

@@ -34,6 +34,7 @@ from kvjax.store import base
 from kvjax.store.slots import SlotPool, default_backend
 
 _GRID = ("models", "methods", "contexts", "batches", "stores", "transformers")
+_LATE = 0.2  # of an emulated device's commands; beyond it, times are more the host's than the device's
 _WARM_UP = 4  # steps that no median counts, the one that compiles included
 
 
@@ -242,18 +243,19 @@ def measure(llm, name: str, settings, store_name: str, context: int, batch: int,
     plan, state, branch, build = filled_cache(llm, method, context, 2 * config.steps + 4, store, slots, batch, dtype)
     state = replay.stagger(method, state) if isinstance(method, Replay) else state
     resident, before = planning.resident_bytes(state), branch.stats() if branch is not None else None
+    commands = common.commands_of(store)
     row, state, traffic = time_drivers(llm, plan, state, config)
     best = min(row[f"{driver}_ms"] for driver in config.drivers)
     attended = min(method.budget or context, context)
     limit = 1e3 * (weight_bytes(llm) + batch * kv_bytes(llm.config, attended, dtype)) / bandwidth
-    after = branch.stats() if branch is not None else None
+    after, disk = branch.stats() if branch is not None else None, common.disk_of(store, commands)
     if config.get("temporaries", False):
         row["temporary_bytes"] = decode.temporary_bytes(plan, llm.params, state)
     row |= parts(llm, plan, state, branch)
     row |= {"tokens_per_s": batch * 1e3 / best, "limit_ms": limit, "times_limit": best / limit}
     if branch is not None:
         row |= traffic_row(before, after, len(traffic), batch) | reuse_row(method, plan, slots, context, traffic)
-        row |= disk_row(store, row.pop("fetch_ms"), directory)
+        row |= disk | fetch_row(store, row.pop("fetch_ms"), directory)
         branch.close()
     head = {"model": name, "method": common.label_of(settings), "store": store_name, "context": context}
     return {**head, "task": "throughput", "budget": method.budget, "seed": 0, "resident_bytes": resident,
@@ -290,7 +292,7 @@ def reuse_row(method, plan: planning.Plan, slots: Slots, context: int, traffic: 
     return row
 
 
-def disk_row(store, fetch: dict, directory) -> dict:
+def fetch_row(store, fetch: dict, directory) -> dict:
     """One layer's cold fetch; of a store on disk beside raw reads of as many blocks of as many pages on average."""
     row = {
         "fetch_ms": fetch["call"], "fetch_in_store_ms": fetch["store"], "fetch_blocks": fetch["blocks"],
@@ -300,7 +302,7 @@ def disk_row(store, fetch: dict, directory) -> dict:
         return row
     size = base.PAGE_BYTES * max(1, round(fetch["block_bytes"] / base.PAGE_BYTES))
     raw = raw_disk.read_seconds(directory, size, fetch["blocks"], threads=4, system=store.system)
-    return {**row, **common.disk_of(store), "raw_read_ms": 1e3 * raw}
+    return {**row, "raw_read_ms": 1e3 * raw}
 
 
 def transformers_row(llm, name: str, context: int, steps: int) -> dict | None:
@@ -376,12 +378,15 @@ def _combinations(config) -> Iterator[tuple]:
 def print_table(rows: list[dict]) -> None:
     """The figures that matter, a line per row."""
     print(f"{'model':>12}{'method':>14}{'store':>14}{'context':>9}{'batch':>6}{'ms/token':>10}{'limit':>8}{'select':>8}"
-          f"{'attend':>8}{'fetch':>8}{'raw':>8}{'wait':>8}{'reuse %':>8}{'KV MiB':>9}")
+          f"{'attend':>8}{'fetch':>8}{'raw':>8}{'wait':>8}{'reuse %':>8}{'late %':>8}{'KV MiB':>9}")
     for row in rows:
         cells = [row.get(key) for key in ("limit_ms", "select_ms", "attend_ms", "fetch_ms", "raw_read_ms",
                                           "wait_ms_per_step")]
-        cells.append(100 * row["reuse_rate"] if "reuse_rate" in row else None)
+        cells.extend(100 * row[key] if key in row else None for key in ("reuse_rate", "late_share"))
         shown = "".join(f"{cell:8.2f}" if cell is not None else f"{'-':>8}" for cell in cells)
         resident = f"{row['resident_bytes'] / 2**20:9.1f}" if "resident_bytes" in row else f"{'-':>9}"
         print(f"{row['model']:>12}{row['method']:>14}{row['store']:>14}{row['context']:>9,}{row['batch']:>6}"
               f"{1e3 / row['tokens_per_s']:10.2f}{shown}{resident}")
+    if any(row.get("late_share", 0.0) > _LATE for row in rows):
+        print(f"late % above {100 * _LATE:.0f}: the disk under an emulated device is slower than that device; put --workdir "
+              "on a RAM disk (docs/store.md), or other work away")

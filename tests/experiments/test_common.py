@@ -25,3 +25,12 @@ def test_results_say_what_was_emulated(tmp_path):
     assert common.disk_of(None) == common.disk_of(kvjax.HostStore()) == {}
     assert common.disk_of(common.make_store("flash", tmp_path)) == {"disk": "native"}
     assert common.disk_of(common.make_store("flash:emmc", tmp_path)) == {"disk": "emmc (emulated)", "late_share": 0.0}
+
+
+def test_late_commands_are_those_since_a_moment(tmp_path):
+    store = common.make_store("flash:emmc", tmp_path)
+    store.system.commands, store.system.late = 10, 4
+    since = common.commands_of(store)
+    store.system.commands, store.system.late = 30, 9
+    assert common.disk_of(store, since)["late_share"] == 5 / 20
+    assert common.commands_of(None) == common.commands_of(common.make_store("flash", tmp_path)) == (0, 0)
