@@ -388,5 +388,5 @@ def print_table(rows: list[dict]) -> None:
         print(f"{row['model']:>12}{row['method']:>14}{row['store']:>14}{row['context']:>9,}{row['batch']:>6}"
               f"{1e3 / row['tokens_per_s']:10.2f}{shown}{resident}")
     if any(row.get("late_share", 0.0) > _LATE for row in rows):
-        print(f"late % above {100 * _LATE:.0f}: the disk under an emulated device is slower than that device; put --workdir "
-              "on a RAM disk (docs/store.md), or other work away")
+        print(f"late % above {100 * _LATE:.0f}: the disk under an emulated device is slower than that device; put "
+              "--workdir on a RAM disk (docs/store.md), or other work away")
