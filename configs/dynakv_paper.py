@@ -7,6 +7,7 @@
     latency    ms per token and effective bandwidth at 16K tokens on emulated devices (Figures 10 b, c and 17), at one
                budget, and for static and local update also at budgets of equal recall
     length     ms per token from 1K to 64K tokens at one budget, in memory and on UFS 4.0 (section 8.4)
+    decode     seconds of 1K to 16K tokens decoded one after the other, with splits as they come (Table 6)
     share      ms per token against the tokens that are attended (Figure 15)
     precision  ms and bytes per token with keys and values in 32, 8 and 4 bits (Figure 16)
     ratio      memory, ms and bytes per token against the share of the cache in memory, two policies (Figure 14)
@@ -34,8 +35,8 @@ _EQUAL_RECALL = {"static": 4.0, "local": 1.15}
 
 
 def get_config(preset: str = "accuracy") -> ml_collections.ConfigDict:
-    makers = {"accuracy": _accuracy, "bits": _bits, "latency": _latency, "length": _length, "share": _share,
-              "precision": _precision, "ratio": _ratio, "buffer": _buffer, "smoke": _smoke}
+    makers = {"accuracy": _accuracy, "bits": _bits, "latency": _latency, "length": _length, "decode": _decode,
+              "share": _share, "precision": _precision, "ratio": _ratio, "buffer": _buffer, "smoke": _smoke}
     if preset not in makers:
         raise ValueError(f"unknown preset {preset!r}; use one of {', '.join(makers)}")
     return makers[preset]()
@@ -67,6 +68,13 @@ def _length():
     """Larger clusters than elsewhere: ranking them is the one part of computing that grows with the context."""
     methods = ({**_DYNAKV, "budget": 512, "cluster": 32},)
     return _throughput(contexts=(1024, 4096, 16384, 65536), stores=("memory", "flash:ufs4.0"), methods=methods)
+
+
+def _decode():
+    """After 1,024 tokens, with the clusters of `length`."""
+    methods = ({**_DYNAKV, "budget": 512, "cluster": 32},)
+    return _throughput(contexts=(1024,), stores=("memory", "flash:ufs4.0"), methods=methods, steps=16384,
+                       outputs=(1024, 2048, 4096, 8192, 16384))
 
 
 def _share():

@@ -223,7 +223,8 @@ def kv_bytes(config: ModelConfig, tokens: float, dtype: str = "float32") -> floa
 def time_drivers(llm, plan, state: State, config):
     """A row of times, the state after them, and `needed_and_read` of every token. Seconds of `config.outputs` tokens
     count every one but the first, which compiles."""
-    row, traffic, tokens = {}, [], [0, *(i % 7 for i in range(config.steps))]
+    row, traffic = {}, []
+    tokens = np.random.default_rng(0).integers(llm.config.vocab_size, size=config.steps + 1).tolist()
     for driver in config.drivers:
         (compiled, *times), state = time_tokens(
             llm, plan, state, tokens, driver, lambda done: traffic.append(needed_and_read(done))
