@@ -24,6 +24,7 @@ from experiments import common, raw_disk, replay, reuse
 from experiments.replay import Replay
 from experiments.results import Run
 from kvjax import decode, layer, packing, parking, planning, prefill
+from kvjax.cache import Fresh
 from kvjax.errors import ConfigError
 from kvjax.layer import LayerCache, Prompts
 from kvjax.models.config import ModelConfig, RopeConfig
@@ -159,7 +160,7 @@ def median_ms(function, *args, repeats: int = 25) -> float:
 
 
 def parts(llm, plan, state: State, branch) -> dict[str, float]:
-    """Milliseconds of one layer's select, fetch (of blocks that are all resident), attend and commit."""
+    """Milliseconds of one layer's select, fetch, attend and commit; the store is not to be used afterwards."""
     last = max(i for i, one in enumerate(plan.layers) if not one.follows)  # followers do not select
     rng, one, layer_plan = np.random.default_rng(0), state.layers[last], plan.layers[last]
     config, number = llm.config, jnp.int32(last)
@@ -178,7 +179,23 @@ def parts(llm, plan, state: State, branch) -> dict[str, float]:
         found["plan_ms"] = median_ms(jax.jit(SlotPool.plan), pool, choice.need, one.state.count)
     if branch is not None:
         found["fetch_ms"] = cold_fetch_ms(one, choice.need, number, line, branch)
-    return found
+    fresh = layer.read(layer_plan, cache, q, key, key, at, number, line, choice)[2]
+    repeats = min(25, plan.capacity - int(at.max()) - 2)
+    return found | {"commit_ms": commit_ms(layer_plan, cache, fresh, at, number, line, branch, repeats)}
+
+
+def commit_ms(layer_plan, cache: LayerCache, fresh: Fresh, at, number, line: Line, branch, repeats: int) -> float:
+    """One layer's end of a token: its key is placed, clusters are adapted, the store commits. Median of tokens that
+    follow each other."""
+    write = jax.jit(layer.write, static_argnums=0, donate_argnums=1)
+    cache, gate, times = jax.tree.map(jnp.copy, cache), jnp.ones(at.shape, bool), []
+    for i in range(repeats + 1):  # the first compiles
+        started, now = time.perf_counter(), dataclasses.replace(line, generation=line.generation + i)
+        cache = jax.block_until_ready(write(layer_plan, cache, fresh, at + i, gate, number, now))[0]
+        if branch is not None:
+            branch.commit(int(now.generation))
+        times.append(1e3 * (time.perf_counter() - started))
+    return float(np.median(times[1:]))
 
 
 def cold_fetch_ms(cache: LayerCache, need, number, line, branch, repeats: int = 15) -> dict[str, float]:
@@ -379,10 +396,10 @@ def _combinations(config) -> Iterator[tuple]:
 def print_table(rows: list[dict]) -> None:
     """The figures that matter, a line per row."""
     print(f"{'model':>12}{'method':>14}{'store':>14}{'context':>9}{'batch':>6}{'ms/token':>10}{'limit':>8}{'select':>8}"
-          f"{'attend':>8}{'fetch':>8}{'raw':>8}{'wait':>8}{'reuse %':>8}{'late %':>8}{'KV MiB':>9}")
+          f"{'attend':>8}{'commit':>8}{'fetch':>8}{'raw':>8}{'wait':>8}{'reuse %':>8}{'late %':>8}{'KV MiB':>9}")
     for row in rows:
-        cells = [row.get(key) for key in ("limit_ms", "select_ms", "attend_ms", "fetch_ms", "raw_read_ms",
-                                          "wait_ms_per_step")]
+        cells = [row.get(key) for key in ("limit_ms", "select_ms", "attend_ms", "commit_ms", "fetch_ms",
+                                          "raw_read_ms", "wait_ms_per_step")]
         cells.extend(100 * row[key] if key in row else None for key in ("reuse_rate", "late_share"))
         shown = "".join(f"{cell:8.2f}" if cell is not None else f"{'-':>8}" for cell in cells)
         resident = f"{row['resident_bytes'] / 2**20:9.1f}" if "resident_bytes" in row else f"{'-':>9}"
