@@ -35,6 +35,7 @@ from kvjax.store import base
 from kvjax.store.slots import SlotPool, default_backend
 
 _GRID = ("models", "methods", "contexts", "batches", "stores", "transformers")
+_COMMITS = 25  # tokens that a layer's commit is timed with
 _LATE = 0.2  # of an emulated device's commands; beyond it, times are more the host's than the device's
 _WARM_UP = 4  # steps that no median counts, the one that compiles included
 
@@ -180,16 +181,15 @@ def parts(llm, plan, state: State, branch) -> dict[str, float]:
     if branch is not None:
         found["fetch_ms"] = cold_fetch_ms(one, choice.need, number, line, branch)
     fresh = layer.read(layer_plan, cache, q, key, key, at, number, line, choice)[2]
-    repeats = min(25, plan.capacity - int(at.max()) - 2)
-    return found | {"commit_ms": commit_ms(layer_plan, cache, fresh, at, number, line, branch, repeats)}
+    return found | {"commit_ms": commit_ms(layer_plan, cache, fresh, at, number, line, branch)}
 
 
-def commit_ms(layer_plan, cache: LayerCache, fresh: Fresh, at, number, line: Line, branch, repeats: int) -> float:
+def commit_ms(layer_plan, cache: LayerCache, fresh: Fresh, at, number, line: Line, branch) -> float:
     """One layer's end of a token: its key is placed, clusters are adapted, the store commits. Median of tokens that
     follow each other."""
     write = jax.jit(layer.write, static_argnums=0, donate_argnums=1)
     cache, gate, times = jax.tree.map(jnp.copy, cache), jnp.ones(at.shape, bool), []
-    for i in range(repeats + 1):  # the first compiles
+    for i in range(_COMMITS + 1):  # the first compiles
         started, now = time.perf_counter(), dataclasses.replace(line, generation=line.generation + i)
         cache = jax.block_until_ready(write(layer_plan, cache, fresh, at + i, gate, number, now))[0]
         if branch is not None:
@@ -258,7 +258,8 @@ def measure(llm, name: str, settings, store_name: str, context: int, batch: int,
     method, directory = replay.make(settings, config, llm.config, context, path / "recordings"), path / "store"
     store = common.make_store(store_name, directory)
     slots, dtype = common.make_slots(settings, config.slots), common.dtype_of(settings)
-    plan, state, branch, build = filled_cache(llm, method, context, 2 * config.steps + 4, store, slots, batch, dtype)
+    room = len(config.drivers) * (config.steps + 1) + _COMMITS + 1
+    plan, state, branch, build = filled_cache(llm, method, context, room, store, slots, batch, dtype)
     state = replay.stagger(method, state) if isinstance(method, Replay) else state
     resident, before = planning.resident_bytes(state), branch.stats() if branch is not None else None
     commands = common.commands_of(store)
