@@ -21,6 +21,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 hypothesis.settings.register_profile("kvjax", deadline=None)
 hypothesis.settings.load_profile("kvjax")
 _HOOK = install_import_hook("kvjax", "beartype.beartype")
+_TEARDOWNS: list[str] = []  # tests that this worker has run
 _QUICK = ("tests/models/", "tests/store/", "tests/tasks/", "tests/tuner/")
 # Files that use the programs of another one, among them some with callbacks, which are not cached on disk.
 _SHARING = {
@@ -64,9 +65,11 @@ def pytest_xdist_make_scheduler(config, log):
 def pytest_runtest_teardown(item, nextitem):
     """Drops compiled programs: each holds memory maps, of which Linux gives a process 65,530. Beyond, XLA crashes.
 
-    Not before it is time, and then between tests that share none: other files may use the same programs.
+    Not before it is time, and rather between tests that share none: other files may use the same programs.
     """
-    if nextitem is None or (_programs(item.nodeid) != _programs(nextitem.nodeid) and _maps() > 20_000):
+    _TEARDOWNS.append(item.nodeid)
+    apart = nextitem is None or _programs(item.nodeid) != _programs(nextitem.nodeid)
+    if nextitem is None or (apart and _maps() > 20_000) or (len(_TEARDOWNS) % 8 == 0 and _maps() > 40_000):
         import jax
 
         jax.clear_caches()
