@@ -59,17 +59,20 @@ class Adaptive(Update):
         return tau * (self.cluster / jnp.maximum(average, 1.0)) ** self.gain
 
     def force(self, spec, view):
-        """j-dagger = argmax |Buf_j| where the buffers of the head have reached B_max."""
+        """j-dagger = argmax |Buf_j| where the buffers of the head have reached B_max and a split is possible."""
         used = view.held_block < spec.num_blocks
         alike = jnp.sum(view.held_block[:, None] == view.held_block, axis=-1)
         fullest = view.held_block[jnp.argmax(jnp.where(used, alike, 0))]
-        return jnp.where(jnp.sum(used) >= self.buffer, fullest, spec.num_blocks)
+        full = (jnp.sum(used) >= self.buffer) & jnp.any(view.count == 0)
+        return jnp.where(full, fullest, spec.num_blocks)
 
     def append(self, spec, index, view, key, valid):
         """Assigns a key to its nearest cluster: ADDENTRY, or Buf_j and f_j <- SPLIT.
 
         Where no held row is free, as within a chunk that loads one block for all its tokens, the cluster is flagged all
-        the same and takes the key.
+        the same and takes the key, or the nearest with room does. Where none has room the key takes a free block, if
+        need be one that a flagged cluster counted on, which then stays flagged until another is free. That is counted
+        as a refusal, as flags are that are not granted.
         """
         count, n, index = view.count, view.count.astype(jnp.float32), _observe_key(index, key, valid)
         squared = squared_distances(index, key)
@@ -77,10 +80,9 @@ class Adaptive(Update):
         _, variance = with_key(index, nearest, n[nearest], key)
         wide = variance > self.limit(index, count)
         wants_split = (wide | (count[nearest] >= spec.block_rows) | index.split[nearest]) & (count[nearest] > 0)
-        # A flagged cluster has a free block reserved, so that a due split can never fail.
-        reserved = jnp.sum(index.split)
-        spare = jnp.sum(count == 0) > reserved
-        granted = index.split[nearest] | spare
+        # A flag reserves a free block for the other half.
+        reserved, free = jnp.sum(index.split), jnp.sum(count == 0)
+        granted = index.split[nearest] | (free > reserved)
         # No cluster with room and every free block reserved: wait with a flagged cluster, whose split makes room.
         crowded = ~jnp.any(has_room(spec, count)) & ~granted & (reserved > 0)
         nearest = jnp.where(crowded, first_least(squared, index.split), nearest)
@@ -89,17 +91,19 @@ class Adaptive(Update):
         target = jnp.where(hold, nearest, nearest_with_room(spec, count, squared))
         block = jnp.where(valid, target, spec.num_blocks).astype(jnp.int32)
         index = add_entry(index, jnp.where(hold, spec.num_blocks, block), n, key)
+        new = ~hold & (count[target] == 0)
+        granted &= index.split[nearest] | (free - new > reserved)
         flagged = jnp.where(valid & wants_split & granted, nearest, spec.num_blocks)
         index = dataclasses.replace(
             index, split=index.split.at[flagged].set(True, mode="drop"),
-            refused=index.refused + (valid & wants_split & ~granted),
+            refused=index.refused + (valid & ((wants_split & ~granted) | (new & (free <= reserved)))),
         )
         return index, Placement(block, jnp.where(hold, spec.block_rows, count[target]).astype(jnp.int32))
 
     def due(self, spec, index, view):
         """A flagged cluster among those fetched in this step; else a tiny one and what it can be merged with."""
         none = jnp.int32(spec.num_blocks)
-        flagged = (view.loaded < none) & index.split[jnp.minimum(view.loaded, none - 1)]
+        flagged = (view.loaded < none) & index.split[jnp.minimum(view.loaded, none - 1)] & jnp.any(view.count == 0)
         split = jnp.where(jnp.any(flagged), view.loaded[jnp.argmax(flagged)], none)
         if not self.merge:
             return split[None]

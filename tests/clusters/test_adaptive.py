@@ -1,6 +1,7 @@
 """How the threshold follows the average cluster size. Splits themselves: tests/methods/test_dynakv.py."""
 
 import dataclasses
+import functools
 
 import harness
 import jax
@@ -10,6 +11,7 @@ from harness import METHODS, Sim, Stream
 
 from kvjax.clusters import Adaptive
 from kvjax.clusters.index import empty_index
+from kvjax.method import View
 
 METHOD = METHODS["dynakv"]
 RULE = Adaptive(cluster=4, threshold=1.5, gain=2.0, buffer=3)
@@ -56,6 +58,51 @@ def test_steering_keeps_clusters_larger_where_splits_would_be_many():
         count = np.asarray(sim.cache.state.count)
         sizes.append(count.sum() / (count > 0).sum())
     assert sizes[0] < 0.95 * sizes[1] and sizes[1] < METHOD.cluster * 1.2
+
+
+# too few blocks -----------------------------------------------------------------------------------
+
+
+def crowded(counts, flagged, held):
+    """One head of the rule with full clusters: (spec, index, view)."""
+    spec = dataclasses.replace(harness.plan_of(METHOD).spec, num_blocks=len(counts), block_rows=8, held=RULE.held)
+    index = jax.tree.map(lambda leaf: leaf[0], empty_index(spec))
+    index = dataclasses.replace(
+        index, tau=np.asarray(1e9, np.float32), split=np.isin(np.arange(len(counts)), flagged),
+        centroid=np.arange(len(counts), dtype=np.float32)[:, None] * np.ones(spec.head_dim, np.float32),
+    )
+    index = dataclasses.replace(index, norm=np.square(index.centroid).sum(-1))
+    block = np.array(held + [len(counts)] * (RULE.held - len(held)), np.int32)
+    view = View(
+        pos=np.zeros((len(counts), 8), np.int32), count=np.array(counts, np.int32),
+        held_key=np.zeros((RULE.held, spec.head_dim), np.float32),
+        held_pos=np.where(block < len(counts), 0, -1).astype(np.int32), held_block=block, loaded=np.arange(len(counts), dtype=np.int32),
+    )
+    return spec, index, view
+
+
+def appended(spec, index, view, near):
+    """Block, new flags and refusals of a key beside that cluster."""
+    append = jax.jit(functools.partial(RULE.append, spec))
+    index, placement = append(index, view, index.centroid[near], np.asarray(True))
+    return int(placement.block), np.flatnonzero(index.split).tolist(), int(index.refused)
+
+
+def test_a_key_that_fits_nowhere_takes_a_reserved_block_and_that_is_counted():
+    """The flag stays until a block is free; meanwhile nothing is due, and nothing is loaded for it."""
+    spec, index, view = crowded([8, 8, 0], flagged=[1], held=[1] * RULE.held)
+    assert int(RULE.force(spec, view)) == 1 and int(RULE.due(spec, index, view)[0]) == 1
+    assert appended(spec, index, view, near=0) == (2, [1], 1)
+    view = dataclasses.replace(view, count=np.array([8, 8, 1], np.int32))
+    assert int(RULE.force(spec, view)) == 3 and int(RULE.due(spec, index, view)[0]) == 3
+    assert appended(spec, index, view, near=1) == (2, [1], 0), "what is there is not counted again"
+
+
+def test_no_flag_is_granted_for_the_block_that_its_key_takes():
+    spec, index, view = crowded([8, 8, 0, 0], flagged=[1], held=[1] * RULE.held)
+    assert appended(spec, index, view, near=0) == (2, [1], 1)
+    spec, index, view = crowded([8, 8, 0, 0, 0], flagged=[1], held=[1] * RULE.held)
+    assert appended(spec, index, view, near=0) == (2, [0, 1], 0)
 
 
 # merging ------------------------------------------------------------------------------------------
