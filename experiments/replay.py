@@ -53,20 +53,10 @@ def record(llm: kvjax.LLM, method: Predictor, texts: Sequence[Sequence[int]], st
 
     def note(step, tokens):
         loaded = np.stack([one.state.loaded[:, :heads] for one in step.state.layers])
-        found.append(_best_complete(loaded, complete_groups(method, int(step.state.length[0]) - 1), ranks))
+        found.append(_best_complete(loaded, method.complete_groups(int(step.state.length[0]) - 1), ranks))
 
     llm.score([[*text[-steps:], 0] for text in texts], cache, observer=note)  # the last token is not fed
-    return Recording(np.stack(found), complete_groups(method, length))
-
-
-def complete_groups(method: Predictor, length: int) -> int:
-    """How many groups of one head are full after `length` tokens."""
-    return stored_tokens(method, length) // method.group
-
-
-def stored_tokens(method: Predictor, length: int) -> int:
-    """Tokens in groups after `length` tokens: all but sinks and window, whose newest token comes with the next step."""
-    return max(0, length - method.sinks - (method.window - 1))
+    return Recording(np.stack(found), method.complete_groups(length))
 
 
 def _best_complete(loaded: np.ndarray, complete: int, ranks: int) -> np.ndarray:
@@ -85,6 +75,10 @@ def draw(rate: float, shape: tuple[int, int, int, int], groups: int, seed: int) 
     As one text of so many groups; what is drawn may have been selected before, a few steps ago.
     """
     rng, (steps, layers, heads, count) = np.random.default_rng(seed), shape
+    fresh = count - round(rate * count)
+    if count + fresh > groups:
+        raise ConfigError(f"of {groups} groups no step can select {count}, {fresh} of them anew; replay at longer "
+                          "contexts, or lower the budget")
     block = np.empty((steps, layers, 1, heads, count), np.int32)
     for layer, head in np.ndindex(layers, heads):
         now = rng.permutation(groups)[:count]
@@ -215,7 +209,7 @@ def asked(method: Replay, layers: int, context: int, batch: int, steps: int) -> 
     """
     at = (starts(method, batch) + np.arange(steps)[:, None]) % method.table.shape[0]
     played = method.table[at][:, :, np.arange(layers) % method.table.shape[1]]
-    stored = stored_tokens(method.inner, context) + np.arange(steps)
+    stored = method.inner.stored_tokens(context) + np.arange(steps)
     attended = (stored % method.inner.group > 0) & method.inner.rolling_buffer
     unfinished = np.where(attended, stored // method.inner.group, -1)
     first = np.broadcast_to(unfinished[:, None, None, None, None], (*played.shape[:-1], 1))
@@ -272,7 +266,7 @@ def make(
         return replayed(method, _recorded(method, config.replay, context // config.replay.tokens, directory))
     heads = 1 if method.shared else model.num_kv_heads
     shape = (config.replay.steps, model.num_layers, heads, groups_of(method))
-    return replayed(method, draw(wanted, shape, complete_groups(method, context), config.replay.seed))
+    return replayed(method, draw(wanted, shape, method.complete_groups(context), config.replay.seed))
 
 
 def selecting(method: Predictor, tokens: int) -> Predictor:

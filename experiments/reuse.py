@@ -1,8 +1,8 @@
 """How often the groups that KVSwap needs are still in its reuse buffer, for each kind of text (its Table 5).
 
 The reference model decodes texts of each kind; which groups it selects is recorded (`experiments.replay`), and a buffer
-that evicts what came first is simulated in NumPy, apart from the code that serves real decoding. Slots are given as
-multiples of the selected groups; each text, layer and head has its own, empty at first.
+that evicts what came first is simulated (`kvjax.store.fifo`). Slots are given as multiples of the selected groups; each
+text, layer and head has its own, empty at first.
 """
 
 import ml_collections
@@ -11,29 +11,7 @@ import numpy as np
 from experiments import common, replay
 from experiments.results import Run
 from kvjax.errors import ConfigError
-
-
-def misses(need: np.ndarray, slots: int) -> np.ndarray:
-    """int64[steps, lanes] blocks that a FIFO buffer per lane reads for need[steps, lanes, M]; -1 = none needed."""
-    return np.stack([_lane_misses(need[:, lane], slots) for lane in range(need.shape[1])], axis=1)
-
-
-def _lane_misses(need: np.ndarray, slots: int) -> np.ndarray:
-    block, filled, count = np.full(slots, -1), np.zeros(slots, int), []
-    for step, row in enumerate(need, start=1):
-        wanted = row[row >= 0]
-        missing = wanted[~np.isin(wanted, block)]
-        # Given away are empty slots, then those filled first, never one that is needed now.
-        turn = np.where(np.isin(block, wanted), 2, np.where(block < 0, 0, 1))
-        taken = np.lexsort((filled, turn))[: len(missing)]
-        block[taken], filled[taken] = missing, step
-        count.append(len(missing))
-    return np.asarray(count)
-
-
-def rate(need: np.ndarray, slots: int, skip: int) -> float:
-    """Share of the needed blocks that are not read, after the first `skip` steps."""
-    return 1.0 - float(misses(need, slots)[skip:].sum() / np.count_nonzero(need[skip:] >= 0))
+from kvjax.store import fifo
 
 
 def overlap(need: np.ndarray) -> float:
@@ -60,7 +38,7 @@ def measure(llm, kind: str, settings, selected: int, config: ml_collections.Conf
             "overlap": overlap(need.reshape(steps, -1, groups))}
     for times in config.times_selected:
         slots = int(times * groups)
-        rates = [rate(need[:, text], slots, config.warm_up) for text in range(texts)]
+        rates = [fifo.rate(need[:, text], slots, config.warm_up) for text in range(texts)]
         rows.append({**head, "times_selected": times, "slots": slots, "reuse_rate": float(np.mean(rates)),
                      "min": min(rates), "max": max(rates), "std": float(np.std(rates))})
     return rows

@@ -20,7 +20,7 @@ import ml_collections
 import numpy as np
 
 import kvjax
-from experiments import common, raw_disk, replay, reuse
+from experiments import common, raw_disk, replay
 from experiments.replay import Replay
 from experiments.results import Run
 from kvjax import decode, layer, packing, parking, planning, prefill
@@ -31,7 +31,7 @@ from kvjax.models.config import ModelConfig, RopeConfig
 from kvjax.models.transformer import Transformer, apply_rows
 from kvjax.planning import Slots, State
 from kvjax.pool import Line
-from kvjax.store import base
+from kvjax.store import base, fifo
 from kvjax.store.slots import SlotPool, default_backend
 
 _GRID = ("models", "methods", "contexts", "batches", "stores", "transformers")
@@ -307,7 +307,7 @@ def reuse_row(method, plan: planning.Plan, slots: Slots, context: int, traffic: 
     if isinstance(method, Replay) and slots.keep and slots.policy == "fifo":
         need = replay.asked(method, len(plan.layers), context, plan.batch, len(traffic))
         count = slots.count or plan.layers[-1].spec.max_blocks + 1
-        row["recorded_reuse_rate"] = reuse.rate(need, count, skip=_WARM_UP)
+        row["recorded_reuse_rate"] = fifo.rate(need, count, skip=_WARM_UP)
     return row
 
 

@@ -95,6 +95,17 @@ class Predictor(Method):
     def blocks(self, capacity, rows):
         return -(-capacity // self.group), self.group, max(1, -(-rows // self.group) + 1), 0
 
+    def stored_tokens(self, length: int) -> int:
+        """Tokens in groups after `length` tokens: all but sinks and window, whose newest comes with the next step."""
+        return max(0, length - self.sinks - (self.window - 1))
+
+    def complete_groups(self, length: int) -> int:
+        """How many groups of one head are full after `length` tokens."""
+        return self.stored_tokens(length) // self.group
+
+    def least_prompt(self, spec):
+        return 0 if self.bits == _FLOAT else lowbit.TOKENS
+
     def build(self, spec, index, context):
         index = dataclasses.replace(index, adapter=self.adapter(spec, index, context))
         offset, count = jnp.cumsum(context.valid) - 1, jnp.sum(context.valid, dtype=jnp.int32)

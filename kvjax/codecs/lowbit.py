@@ -13,6 +13,7 @@ from kvjax.errors import ConfigError
 from kvjax.typing import Array, Float, Num, UInt
 
 BITS = (8, 4, 2)
+TOKENS = 64  # that a scale is taken from, at least
 _PIECE = 1 << 20  # codes that are floats at a time: about what a core's cache holds
 
 

@@ -8,6 +8,7 @@ Resident: D / sigma numbers per token and KV head. Cost per step: as many produc
 
 import dataclasses
 
+from kvjax.errors import ConfigError
 from kvjax.methods.kvswap import KVSwap
 
 
@@ -18,3 +19,8 @@ class Loki(KVSwap):
     group: int = 1
     shared: bool = False
     per_head: bool = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.joint:
+            raise ConfigError("Loki has components of each head; give adapters of form per_head, and per_head=True")

@@ -36,8 +36,6 @@ from kvjax.methods.full import Full
 from kvjax.models import rope
 from kvjax.typing import Array, Bool, Float, Int32, Num, pytree
 
-_LEAST = 64  # tokens that a scale is taken from
-
 
 @pytree
 class RunIndex:
@@ -93,7 +91,7 @@ class RLE(Method):
         return count, self.page, count, 0
 
     def least_prompt(self, spec):
-        return _LEAST if self.int8 else 0
+        return lowbit.TOKENS if self.int8 else 0
 
     # ----------------------------------------------------------------------------- size, by the prompts
 

@@ -6,7 +6,7 @@ cache as on a full one, because every shape is fixed.
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -17,6 +17,7 @@ from kvjax import decode, layer, planning, prefill
 from kvjax.layer import LayerCache
 from kvjax.llm import LLM
 from kvjax.method import Method
+from kvjax.methods.kvswap import KVSwap
 from kvjax.models.config import ModelConfig
 from kvjax.planning import Plan, Slots, State
 from kvjax.pool import Line
@@ -131,13 +132,20 @@ def _empty_state(plan: Plan, slots: Slots, branch: Branch, length: int) -> State
     return State(layers, jnp.full(plan.batch, length, jnp.int32), Line(jnp.int32(branch.handle), jnp.int32(0)))
 
 
-def reuse_rate(llm: LLM, method: Method, slots: Slots, tokens: list[int], context: int) -> float:
-    """Share of needed groups that are in the reuse buffer while tokens[context:] are decoded after the others."""
-    cache = llm.prefill(tokens[:context], method=method, store=HostStore(), slots=slots, capacity=len(tokens) + 1)
-    try:
-        return llm.generate(tokens[context:], cache, max_new_tokens=1).usage.hit_rate
-    finally:
-        cache.close()
+def needed_groups(llm: LLM, method: KVSwap, tokens: Sequence[int], context: int) -> np.ndarray:
+    """int32[steps, layers, M + 1] complete groups that are needed while tokens[context:] are decoded; -1 = none.
+
+    A group that is still being filled is in memory whatever the buffer.
+    """
+    found: list[np.ndarray] = []
+
+    def note(step, _):
+        loaded = np.stack([one.state.loaded[0, 0] for one in step.state.layers])
+        found.append(np.where(loaded < method.complete_groups(int(step.state.length[0]) - 1), loaded, -1))
+
+    cache = llm.prefill(tokens[:context], method=method, capacity=len(tokens) + 1)
+    llm.score([*tokens[context:], tokens[-1]], cache, observer=note)  # the last token is not fed
+    return np.stack(found)
 
 
 def _median_seconds(function: Callable[[int], None], repeats: int) -> float:

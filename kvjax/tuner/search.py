@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import logging
 import os
 import pathlib
 from collections.abc import Iterator, Sequence
@@ -14,10 +15,13 @@ from kvjax.errors import ConfigError, FormatMismatch
 from kvjax.llm import LLM
 from kvjax.methods.kvswap import KVSwap
 from kvjax.planning import Slots
+from kvjax.store import fifo
 from kvjax.store.base import Store
 from kvjax.tuner import profile, tuning
 from kvjax.tuner.solver import Costs, Limits, Setting, Solution, Space, expected, solve
 from kvjax.tuner.tuning import Family, Tuning
+
+_LOG = logging.getLogger(__name__)
 
 
 def tune(
@@ -53,6 +57,7 @@ def tune(
                 found.solutions[batch, context] = solve(
                     limits.space, limits.sequence_bytes * batch, costs, limits.relax
                 )
+            _LOG.info("batch %d, context %d: %s", batch, context, found.solutions[batch, context])
             if path is not None:
                 found.save(path)
     return found
@@ -81,9 +86,10 @@ def _resumed(path, fresh: Tuning) -> Tuning:
 
 
 def _reuse_rates(llm, text, space: Space, family: Family):
-    """(C, context) -> reuse rate, measured when first asked for with the group in the middle (the paper has one rate).
+    """(C, context) -> reuse rate, with the group in the middle (the paper has one rate).
 
-    Half of the text stands for a longer context: as large a share of it is selected, and kept, as of the real one.
+    Half of the text stands for a longer context: as large a share of it is selected as of the real one, and the buffer
+    holds as many times what is selected.
     """
     ids = llm.encode(text, start=False)
     if len(ids) < 2 * family.selected:
@@ -91,12 +97,19 @@ def _reuse_rates(llm, text, space: Space, family: Family):
                           f"{2 * family.selected}")
     group, sigma, prompt = space.groups[len(space.groups) // 2], space.sigmas[0], len(ids) // 2
 
+    def groups(context: int) -> int:
+        return max(2, round(min(1.0, prompt / context) * family.selected / group))
+
+    @functools.cache
+    def needed(context: int):
+        method = dataclasses.replace(family, selected=groups(context) * group).method(Setting(group, sigma, 0))
+        return profile.needed_groups(llm, method, ids, prompt)
+
     @functools.cache
     def rate(reuse: int, context: int) -> float:
-        share = min(1.0, prompt / context)
-        some = dataclasses.replace(family, selected=max(2 * group, round(share * family.selected)))
-        setting = Setting(group, sigma, round(share * reuse))
-        return profile.reuse_rate(llm, some.method(setting), some.slots(setting), ids, prompt)
+        count = family.slots(Setting(group, sigma, reuse)).count or 0
+        times = (count - 1) * group / family.selected  # one slot is the unfinished group's
+        return fifo.rate(needed(context), max(groups(context) + 1, round(times * groups(context))))
 
     return rate
 

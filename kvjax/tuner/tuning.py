@@ -29,6 +29,10 @@ class Family:
     bits: int = 32
     adapters: dict[int, str] = dataclasses.field(default_factory=dict)
 
+    def __post_init__(self):  # so that they are found from wherever a saved tuning is loaded
+        found = {sigma: os.path.abspath(directory) for sigma, directory in self.adapters.items()}
+        object.__setattr__(self, "adapters", found)
+
     def method(self, setting: Setting, **settings: Any) -> KVSwap:
         """KVSwap with MG = `selected`; its budget also has sinks, window, and what a group adds by being whole."""
         made = KVSwap(group=setting.group, sigma=setting.sigma, bits=self.bits,

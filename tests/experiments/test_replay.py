@@ -16,6 +16,7 @@ from kvjax import cache as caching
 from kvjax import decode
 from kvjax.errors import ConfigError
 from kvjax.methods import InfiniGen, KVSwap
+from kvjax.store import fifo
 
 TEXTS, TEXT, RECORDED = 2, 40, 8
 CONTEXT, STEPS = 80, 12  # more steps than recorded
@@ -128,7 +129,7 @@ def test_reuse_is_that_of_the_recording(llm, method, tokens, recording, tmp_path
     if not keep:
         assert all(needed == read for needed, read in traffic)
         return
-    simulated = each * reuse.misses(need, SLOTS[method.name]).sum(axis=1)
+    simulated = each * fifo.misses(need, SLOTS[method.name]).sum(axis=1)
     np.testing.assert_array_equal([read for _, read in traffic], simulated)
     assert simulated[-1] < traffic[-1][0]
     plan = llm.prefill(tokens[:, :CONTEXT].tolist(), method=player, capacity=CAPACITY).plan
@@ -156,9 +157,9 @@ def test_the_methods_own_selection_is_paid_for(llm, method, tokens, recording):
 def test_a_fifo_buffer_by_hand():
     need = np.array([[0, 1], [1, 2], [3, 0], [0, 3]])[:, None]
     # 3 slots: 0 1 | 1 stays, 2 comes | full: 3 and 0 take the places of 0 and 1 | both are there.
-    np.testing.assert_array_equal(reuse.misses(need, 3)[:, 0], [2, 1, 1, 0])
-    np.testing.assert_array_equal(reuse.misses(need, 2)[:, 0], [2, 1, 2, 0])
-    assert reuse.rate(need, 3, skip=1) == pytest.approx(4 / 6) and reuse.overlap(need) == pytest.approx(3 / 6)
+    np.testing.assert_array_equal(fifo.misses(need, 3)[:, 0], [2, 1, 1, 0])
+    np.testing.assert_array_equal(fifo.misses(need, 2)[:, 0], [2, 1, 2, 0])
+    assert fifo.rate(need, 3, skip=1) == pytest.approx(4 / 6) and reuse.overlap(need) == pytest.approx(3 / 6)
 
 
 def test_drawn_selections_come_back_at_their_rate():
@@ -167,7 +168,12 @@ def test_drawn_selections_come_back_at_their_rate():
         need = block.reshape(20, 2, 100)
         assert all(len(set(row)) == 100 for row in need.reshape(-1, 100))
         assert reuse.overlap(need) == pytest.approx(rate)
-        assert rate <= reuse.rate(need, 200, skip=4) < rate + 0.05
+        assert rate <= fifo.rate(need, 200, skip=4) < rate + 0.05
+
+
+def test_more_than_there_are_cannot_be_drawn_anew():
+    with pytest.raises(ConfigError, match="of 119 groups no step can select 100, 80 of them anew"):
+        replay.draw(0.2, (4, 1, 1, 100), groups=119, seed=0)
 
 
 SETTINGS = {"name": "kvswap", "replay": True, "group": 2, **SIZES}
@@ -228,7 +234,7 @@ def test_reuse_of_a_kind_of_text_is_that_of_its_recording(llm, texts, monkeypatc
     config.update({"texts": TEXTS, "times_selected": (1.0, 2.0), "warm_up": 1})
     small, large = reuse.measure(llm, "code", settings, 8, config)
     block = replay.record(llm, replay.selecting(METHODS["kvswap"], 8), texts, RECORDED, 4).block[:, :, :, 0]
-    rates = [reuse.rate(block[:, :, text], 4, skip=1) for text in range(TEXTS)]
+    rates = [fifo.rate(block[:, :, text], 4, skip=1) for text in range(TEXTS)]
     assert small["reuse_rate"] == pytest.approx(np.mean(rates)) and small["max"] == pytest.approx(max(rates))
     assert small["slots"] == 4 and large["slots"] == 8 and small["reuse_rate"] <= large["reuse_rate"]
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 from harness import CAPACITY, GROUP, HEADS, SIZE, Sim, Stream, check_every_token_has_one_place, selection
 from tiny import make_params
 
@@ -14,7 +15,7 @@ import kvjax
 from kvjax import prediction
 from kvjax.adapters import Adapters
 from kvjax.codecs import lowbit
-from kvjax.errors import ConfigError, FormatMismatch, ReadFailed
+from kvjax.errors import ConfigError, FormatMismatch, PromptError, ReadFailed
 from kvjax.method import AGGREGATIONS, aggregate
 from kvjax.methods import InfiniGen, KVSwap, Loki
 from kvjax.models.config import ModelConfig
@@ -124,6 +125,17 @@ def test_keys_in_few_bits_are_near_those_in_floats_and_score_as_what_they_are(bi
     found = jax.jit(prediction.predict)(index, Q)
     expected = jax.jit(prediction.predict)(dataclasses.replace(index, key=key, scale=None), Q)
     np.testing.assert_allclose(found, expected, atol=0.01 * float(jnp.abs(expected).max()))  # queries in bfloat16
+
+
+def test_scales_are_not_taken_from_a_few_tokens(params):
+    llm = kvjax.LLM(tiny.CONFIG, params)
+    with pytest.raises(PromptError, match=f"needs {64 + 2 + 3} tokens of it where there are 60"):
+        llm.prefill([1] * 60, method=KVSwap(**SMALL, sigma=2, bits=4))
+
+
+def test_components_of_all_heads_are_not_lokis():
+    with pytest.raises(ConfigError, match="per_head"):
+        Loki(per_head=False)
 
 
 def test_bits_that_there_are_not_are_refused():

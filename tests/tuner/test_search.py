@@ -10,6 +10,7 @@ from tiny import CONFIG, make_params
 import kvjax
 from kvjax import tuner
 from kvjax.errors import ConfigError, FormatMismatch
+from kvjax.store import fifo
 from kvjax.store.host import HostBranch, HostStore
 from kvjax.tuner import profile
 from kvjax.tuner.solver import Setting
@@ -34,15 +35,30 @@ def parts(setting):
 def test_predicted_memory_is_what_a_cache_takes(llm, setting, bits):
     family = tuner.Family(SELECTED, bits)
     method, slots = family.method(setting), family.slots(setting)
-    cache = llm.prefill([TEXT[:60], TEXT[:50]], method=method, slots=slots, store=HostStore(), capacity=96)
-    assert profile.memory_bytes(CONFIG, method, slots, 2, 96) == cache.resident_bytes
+    texts = [2 * TEXT[:60], 2 * TEXT[:50]]
+    cache = llm.prefill(texts, method=method, slots=slots, store=HostStore(), capacity=128)
+    assert profile.memory_bytes(CONFIG, method, slots, 2, 128) == cache.resident_bytes
     cache.close()
 
 
 def test_a_larger_buffer_reuses_more(llm):
     """A buffer for all that was ever selected reads each group once; the least one reads some again."""
-    rates = [profile.reuse_rate(llm, *parts(Setting(4, 2, reuse)), TEXT, 60) for reuse in (24, 200)]
+    need = profile.needed_groups(llm, FAMILY.method(Setting(4, 2, 24)), TEXT, 60)
+    rates = [fifo.rate(need, slots) for slots in (7, 50)]
     assert 0 < rates[0] <= rates[1] < 1
+
+
+def test_what_is_needed_is_what_a_cache_over_a_store_reads(llm):
+    """But for groups that are being filled, which are in memory from their first token on."""
+    method, slots, context = FAMILY.method(Setting(4, 2, 24)), FAMILY.slots(Setting(4, 2, 200)), 60
+    need = profile.needed_groups(llm, method, TEXT, context)
+    assert need.shape[0] == len(TEXT) - context and (need >= 0).any(axis=2).all()
+    cache = llm.prefill(TEXT[:context], method=method, store=HostStore(), slots=slots, capacity=len(TEXT) + 1)
+    usage = llm.score([*TEXT[context:], 0], cache).usage
+    begun = method.complete_groups(len(TEXT) - 1) - method.complete_groups(context)
+    read = fifo.misses(need, slots.count).sum()
+    assert read <= usage.blocks_read <= read + CONFIG.num_layers * CONFIG.num_kv_heads * (begun + 1)
+    cache.close()
 
 
 def test_reading_nothing_takes_no_time():
