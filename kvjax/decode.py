@@ -9,7 +9,7 @@ layer before they write any, so that a token either happens in all layers or in 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -52,13 +52,18 @@ def step(
     fails, the given state is what is left, unless it was donated or has parked layers.
     """
     active = jnp.ones(plan.batch, bool) if active is None else jnp.asarray(active)
-    drivers = {"staged": _staged, "fused": _fused}
-    if driver not in drivers:
-        raise ConfigError(f"unknown driver {driver!r}; use {' or '.join(drivers)}")
-    result = drivers[driver](plan, params, state, jnp.asarray(tokens, jnp.int32), active, donate)
+    check_driver(driver)
+    run = _staged if driver == "staged" else _fused
+    result = run(plan, params, state, jnp.asarray(tokens, jnp.int32), active, donate)
     if uses_store(result.state):
         settle(result.state, bool(result.ok))
     return result
+
+
+def check_driver(driver: str) -> None:
+    """Raises ConfigError for a driver that there is not."""
+    if driver not in get_args(Driver):
+        raise ConfigError(f"unknown driver {driver!r}; use {' or '.join(get_args(Driver))}")
 
 
 def temporary_bytes(plan: Plan, params: PyTree, state: State) -> int:

@@ -53,15 +53,20 @@ def extend(
     return state, logits
 
 
-def _check(plan: Plan, state: State, length: np.ndarray, chunk: int) -> None:
+def check(plan: Plan, chunk: int) -> None:
+    """Raises ConfigError for a method that needs single tokens, or chunks of none."""
     if chunk < 1:
         raise ConfigError(f"chunk={chunk} must be at least one token")
-    longest = int((np.asarray(state.length) + length).max())
-    if longest > plan.capacity:
-        raise PromptError(f"the text makes {longest} tokens but capacity={plan.capacity}; raise the capacity")
     if any(one.method.observes or one.method.samples for one in plan.layers):
         raise ConfigError(f"{plan.layers[-1].method.name} learns from the attention of single tokens, or draws for "
                           "single queries; decode the text")
+
+
+def _check(plan: Plan, state: State, length: np.ndarray, chunk: int) -> None:
+    check(plan, chunk)
+    longest = int((np.asarray(state.length) + length).max())
+    if longest > plan.capacity:
+        raise PromptError(f"the text makes {longest} tokens but capacity={plan.capacity}; raise the capacity")
     if any(isinstance(one.pool, SlotPool) and one.pool.backend == "python" for one in state.layers):
         raise ConfigError("backend 'python' runs between compiled parts; use 'buffer' or 'io' to read in chunks")
 

@@ -120,6 +120,7 @@ class Generation:
 @contextlib.contextmanager
 def running(params: PyTree, cache: Cache, driver: Driver, observer: Observer | None) -> Iterator[Generation]:
     """A run over a fork of the cache, which is closed if the run fails."""
+    decode.check_driver(driver)
     run = Generation(params, cache.fork(), driver, observer)
     try:
         yield run

@@ -10,7 +10,7 @@ import functools
 import hashlib
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from typing import Protocol, runtime_checkable
 
 import jax
@@ -31,7 +31,7 @@ from kvjax.prefill import Reading
 from kvjax.prefilled import Cache
 from kvjax.sampling import Sampling
 from kvjax.store.base import Store
-from kvjax.typing import Array, PyTree
+from kvjax.typing import PyTree
 
 GREEDY = Sampling()
 _SAMPLE = 1024  # weights of each array that enter the fingerprint
@@ -86,17 +86,23 @@ class LLM:
             raise FormatMismatch(f"the tuning is for the model {tuning.fingerprint!r}, not for {self.fingerprint!r}; "
                                  "run configs/tune.py with this model")
 
-    def encode(self, text: str | Sequence[int] | Array, start: bool) -> list[int]:
-        """Token ids; a sequence of ids is taken as it is. `start` adds the beginning-of-text token."""
+    def encode(self, text, start: bool) -> list[int]:
+        """Token ids of a text, or those that are given. `start` adds a text's beginning-of-text token.
+
+        Raises PromptError for what is neither, or an id that the model has not.
+        """
         if not isinstance(text, str):
             return self._known(text)
         if self.tokenizer is None:
             raise ConfigError("this model has no tokenizer.json; give token ids instead of text")
-        return self.tokenizer.encode(text, add_special_tokens=start)
+        return self._known(self.tokenizer.encode(text, add_special_tokens=start))
 
-    def _known(self, ids: Sequence[int] | Array) -> list[int]:
+    def _known(self, ids) -> list[int]:
         """Token ids, all of which the model has."""
-        known, size = [int(one) for one in np.asarray(ids)], self.config.vocab_size
+        given = np.asarray(ids)
+        if given.ndim != 1 or (given.size and not np.issubdtype(given.dtype, np.integer)):
+            raise PromptError(f"{ids!r:.80} is no text and no sequence of token ids; give one of them")
+        known, size = given.astype(int).tolist(), self.config.vocab_size
         unknown = [one for one in known if not 0 <= one < size]
         if unknown:
             raise PromptError(f"token id {unknown[0]} is none of the model's, which are 0 to {size - 1}; encode the "
@@ -177,8 +183,9 @@ class LLM:
             raise
 
     def _prompts(self, context) -> list[list[int]]:
-        rows = [self.encode(row, start=True) for row in _rows(context)]
-        if not rows or not all(rows):
+        given = _rows(context)
+        rows = [self.encode(row, start=True) for row in given]
+        if not rows or not all(rows) or "" in [row for row in given if isinstance(row, str)]:
             raise PromptError("the prompt is empty; give at least one token")
         return rows
 
@@ -305,6 +312,8 @@ class LLM:
         return any(mark in text for mark in marks)
 
     def _check_room(self, cache, questions, max_new_tokens):
+        if max_new_tokens < 0:
+            raise PromptError(f"max_new_tokens={max_new_tokens} must not be negative")
         needed = max(n + len(q) for n, q in zip(cache.length, questions, strict=True)) + max_new_tokens
         if needed > cache.plan.capacity:
             raise PromptError(
@@ -334,7 +343,8 @@ def _least_blocks(plan: Plan, lengths: list[int]) -> int:
 
 
 def _is_batch(text) -> bool:
-    return not isinstance(text, str) and len(text) > 0 and (isinstance(text[0], str) or np.ndim(text[0]) > 0)
+    some = isinstance(text, Sized) and not isinstance(text, str) and len(text) > 0
+    return some and (isinstance(text[0], str) or np.ndim(text[0]) > 0)
 
 
 def _rows(text) -> list:
@@ -360,7 +370,7 @@ def _float_type(dtype) -> jnp.dtype:
         found = jnp.dtype(dtype)
     except TypeError:
         found = None
-    if found is None or not jnp.issubdtype(found, jnp.floating):
+    if found not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise ConfigError(f"dtype={dtype!r} is no type of weights; use float32, bfloat16 or float16")
     return found
 

@@ -14,7 +14,7 @@ and, only if blocks are reorganised while decoding, `due` and `adapt`; only if i
 attention weights, `observe`; only if it was fitted to the model beforehand, `weights`; only if its selection is a
 sample, `Selection.bias` and `weigh`; only if keys are made from the index instead of being fetched, `rebuild`, or
 `score_rows` where everything is attended; only if arrays have the size that the prompts ask for, `for_prompts`.
-`methods/quest.py` is a complete example in 60 lines.
+`methods/README.md` writes one from nothing.
 
 One decode step of one layer, in this order:
 
@@ -34,6 +34,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax import fields
 from kvjax.errors import ConfigError
 from kvjax.models.config import RopeConfig
 from kvjax.order import computed_once
@@ -194,6 +195,10 @@ class Method(abc.ABC):
         return True
 
     def __post_init__(self):
+        fields.check(self)
+        for name in ("budget", "max_blocks"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1, or None")
         if self.aggregation not in AGGREGATIONS:
             raise ConfigError(f"unknown aggregation {self.aggregation!r}; use one of {', '.join(AGGREGATIONS)}")
         if self.sinks < 0 or self.window < 2:

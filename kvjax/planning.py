@@ -4,11 +4,12 @@ Nothing here runs a model: `kvjax.prefill` fills a cache, `kvjax.decode` advance
 """
 
 import dataclasses
+import numbers
 
 import jax
 import jax.numpy as jnp
 
-from kvjax import layer, packing, parking
+from kvjax import fields, layer, packing, parking
 from kvjax.errors import ConfigError
 from kvjax.layer import LayerCache, LayerPlan
 from kvjax.method import Method
@@ -77,6 +78,9 @@ class Slots:
     park: base.Store | None = None
 
     def __post_init__(self):
+        fields.check(self)
+        if min(1 if n is None else n for n in (self.count, self.host)) < 1:
+            raise ConfigError(f"count={self.count} and host={self.host} are slots of a head; give at least 1, or None")
         residency.find_policy(self.policy)
         if self.host is not None and (self.park is not None or not self.keep):
             raise ConfigError("host= is for blocks that stay in memory; leave it out with park= or keep=False")
@@ -88,8 +92,8 @@ class Slots:
 def make_plan(config: ModelConfig, method: Method, batch: int, capacity: int, dtype: str = "float32") -> Plan:
     """Sizes every layer's cache. Raises ConfigError where they do not fit together, or for a type that there is not."""
     packing.check(dtype, config.head_dim)
-    if capacity < 2:
-        raise ConfigError(f"capacity={capacity} must be at least 2 tokens")
+    if not isinstance(capacity, numbers.Integral) or capacity < 2:
+        raise ConfigError(f"capacity={capacity!r} must be a whole number of at least 2 tokens")
     sizes = {"kv_heads": config.num_kv_heads, "group": config.group, "head_dim": config.head_dim, "capacity": capacity}
     dense = Full()
     layers = []

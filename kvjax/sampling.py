@@ -6,6 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from kvjax import fields
 from kvjax.errors import ConfigError
 from kvjax.typing import Array, Int32, Logits, PRNGKey
 
@@ -19,6 +20,7 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self):
+        fields.check(self)
         if not 0 <= self.temperature < float("inf"):
             raise ConfigError(f"temperature={self.temperature} must be finite and >= 0 (0 is greedy)")
         if self.top_k is not None and self.top_k < 1:

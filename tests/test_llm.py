@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny import dense, make_params
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import kvjax
+from kvjax import decode
 from kvjax.errors import (
     CheckpointError,
     ConfigError,
@@ -169,8 +170,23 @@ def test_usage_counts_what_was_read(llm, tmp_path):
     cache.close()
 
 
+FEWER = dataclasses.replace(CONFIG, vocab_size=30)
+
+
+def starting(llm):
+    """The model with a tokenizer that begins every text with a token."""
+    ours = Tokenizer.from_str(llm.tokenizer.tokenizer.to_str())
+    ours.post_processor = processors.TemplateProcessing(single="a $A", special_tokens=[("a", WORDS.index("a"))])
+    return kvjax.LLM(CONFIG, llm.params, dataclasses.replace(llm.tokenizer, tokenizer=ours))
+
+
 @pytest.mark.parametrize(("call", "error", "words"), [
     (lambda llm, tmp: llm.prefill(""), PromptError, "empty"),
+    (lambda llm, tmp: starting(llm).prefill(["a", ""]), PromptError, "empty"),
+    (lambda llm, tmp: starting(llm).prefill(""), PromptError, "empty"),
+    (lambda llm, tmp: llm.prefill(None), PromptError, "None is no text"),
+    (lambda llm, tmp: llm.prefill([1.7, 2.2]), PromptError, "no sequence of token ids"),
+    (lambda llm, tmp: kvjax.LLM(FEWER, make_params(FEWER), llm.tokenizer).prefill("9"), PromptError, "token id 36"),
     (lambda llm, tmp: llm.prefill(CONTEXT, capacity=10), PromptError, "capacity=10"),
     (lambda llm, tmp: llm.prefill(CONTEXT, method=kvjax.quest(budget=40)), ConfigError, "sinks"),
     (lambda llm, tmp: llm.prefill(CONTEXT, store=kvjax.FlashStore(tmp / "no" / "such")), StoreError, "such"),
@@ -184,16 +200,22 @@ def test_usage_counts_what_was_read(llm, tmp_path):
     (lambda llm, tmp: kvjax.quest(page=0), ConfigError, "page=0"),
     (lambda llm, tmp: kvjax.quest(dense_layers=-1), ConfigError, "dense_layers=-1"),
     (lambda llm, tmp: llm.prefill(CONTEXT, capacity=0), ConfigError, "capacity=0"),
+    (lambda llm, tmp: llm.generate("a", llm.prefill("ab"), max_new_tokens=-1), PromptError, "max_new_tokens=-1"),
+    (lambda llm, tmp: decode.check_driver("eager"), ConfigError, "unknown driver 'eager'"),
     (lambda llm, tmp: check_kinds("quest", None, None), ConfigError, "'quest' is no method"),  # tests check types
     (lambda llm, tmp: check_kinds(None, "/tmp", None), ConfigError, "'/tmp' is no store"),
     (lambda llm, tmp: llm.prefill(CONTEXT, slots=kvjax.Slots(count=9)), ConfigError, "give a store"),
-    (lambda llm, tmp: llm.prefill(CONTEXT, method=QUEST, store=kvjax.HostStore(), slots=kvjax.Slots(count=0)),
-     ConfigError, "slots=0"),
+    (lambda llm, tmp: llm.prefill(CONTEXT, method=QUEST, store=kvjax.HostStore(), slots=kvjax.Slots(count=1)),
+     ConfigError, "slots=1"),
     (lambda llm, tmp: llm.prefill([1, 99]), PromptError, "token id 99"),
     (lambda llm, tmp: llm.generate([-1], llm.prefill("ab")), PromptError, "token id -1"),
     (lambda llm, tmp: kvjax.load(llm.tokenizer.directory, dtype="bf16"), ConfigError, "bf16"),
-], ids=["empty", "too_long", "budget", "store", "questions", "no_text", "no_room", "room", "space", "model", "rule",
-        "page", "dense", "capacity", "no_method", "no_store", "slots", "no_slots", "id", "negative_id", "dtype"])
+    (lambda llm, tmp: kvjax.load(llm.tokenizer.directory, dtype="float64"), ConfigError, "float64"),
+    (lambda llm, tmp: kvjax.save(llm, llm.tokenizer.directory / "tokenizer.json"), CheckpointError, "choose another"),
+], ids=["empty", "one_empty", "only_start", "nothing", "fractions", "foreign_tokenizer", "too_long", "budget",
+        "store", "questions", "no_text", "no_room", "room", "space", "model", "rule", "page", "dense", "capacity",
+        "negative", "driver", "no_method", "no_store", "slots", "no_slots", "id", "negative_id", "dtype",
+        "wide_dtype", "file"])
 def test_bad_input_gets_a_typed_error_that_names_the_cause(llm, tmp_path, call, error, words):
     with pytest.raises(error, match=words):
         call(llm, tmp_path)

@@ -80,7 +80,10 @@ def save_params(params: PyTree, config: ModelConfig, directory: hf_config.Path, 
     hf_config.check_writable(config, path.with_name(hf_config.CONFIG))
     _check_params(path, flat, targets)
     tensors = {name: _to_tensor(flat[target.path], dtype) for name, target in targets.items()}
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{directory}: no directory can be made there ({error}); choose another") from error
     with hf_config.replacing(path) as temporary:
         # transformers refuses a file that does not say which framework its layout is for.
         save_file(tensors, temporary, metadata={"format": "pt"})

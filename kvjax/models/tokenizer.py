@@ -69,6 +69,7 @@ class TextTokenizer:
         if self.template is not None:
             settings["chat_template"] = self.template
         (root / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        (root / TEMPLATE).unlink(missing_ok=True)  # of a model that was there before: it would come first
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; leave out special tokens for text from `apply_chat_template`, which has them."""
@@ -95,7 +96,9 @@ class TextTokenizer:
                 messages=list(messages), add_generation_prompt=add_generation_prompt, tools=None, documents=None,
                 **self.special_tokens,
             )
-        except jinja2.TemplateError as error:
+        except PromptError:
+            raise
+        except Exception as error:  # the template is a program, which fails as it likes
             raise CheckpointError(f"{self.directory}: the chat template does not work: {error}") from error
 
 
@@ -177,7 +180,10 @@ def _template(root: pathlib.Path, settings: Mapping[str, Any]) -> str | None:
     """The template's own file, else the one in the settings; of several named ones the default."""
     file = root / TEMPLATE
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{file}: cannot be read ({error}); download the file again") from error
     template = settings.get("chat_template")
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}

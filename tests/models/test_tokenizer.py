@@ -178,7 +178,9 @@ def test_model_without_template(read, tmp_path):
         read().apply_chat_template(HELLO)
 
 
-@pytest.mark.parametrize("template", ["{% if %}", "{{ nothing.at.all }}", "{{ messages.append(1) }}"])
+@pytest.mark.parametrize("template", [
+    "{% if %}", "{{ nothing.at.all }}", "{{ messages.append(1) }}", "{{ 1 / 0 }}", "{{ messages[0].content + 1 }}",
+])
 def test_broken_or_unsafe_template(read, tmp_path, template):
     with pytest.raises(CheckpointError, match=f"{tmp_path}: the chat template does not work"):
         read(chat_template=template).apply_chat_template(HELLO)
@@ -188,6 +190,20 @@ def test_broken_or_unsafe_template(read, tmp_path, template):
 def test_template_of_a_wrong_kind(read, template):
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: chat_template is"):
         read(chat_template=template)
+
+
+def test_template_file_that_is_no_text(read, tmp_path):
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe\xff")
+    with pytest.raises(CheckpointError, match=r"chat_template\.jinja: cannot be read"):
+        read()
+
+
+def test_what_is_saved_over_another_model_has_its_own_template_or_none(read, tmp_path):
+    old = read({"chat_template.jinja": "old"})
+    for template in ("new", None):
+        (tmp_path / "chat_template.jinja").write_text("old")
+        dataclasses.replace(old, template=template).save(tmp_path)
+        assert TextTokenizer.from_directory(tmp_path).template == template
 
 
 # ---------------------------------------------------------------- identity and bad files

@@ -1,0 +1,45 @@
+"""Settings have the types that their dataclasses declare: a wrong one is an error by its name, where it is made."""
+
+import dataclasses
+import math
+import numbers
+import os
+import types
+import typing
+from typing import Any
+
+from kvjax.errors import ConfigError
+
+_KINDS: dict[Any, type] = {int: numbers.Integral, float: numbers.Real}  # NumPy's numbers count too
+
+
+def check(settings: Any) -> None:
+    """Raises ConfigError for a field of a dataclass that is not of its type, and for one that is no number."""
+    for name, kind in _hints(type(settings)).items():
+        value = getattr(settings, name)
+        either = typing.get_origin(kind) in (types.UnionType, typing.Union)
+        allowed = typing.get_args(kind) if either else (kind,)
+        if not any(_is(value, one) for one in allowed):
+            raise ConfigError(f"{name}={value!r} of {type(settings).__name__} must be "
+                              f"{' or '.join(_name(one) for one in allowed)}")
+        if isinstance(value, float) and math.isnan(value):
+            raise ConfigError(f"{name} of {type(settings).__name__} is not a number; give one")
+
+
+def _hints(kind: Any) -> dict[str, Any]:
+    """The types of a dataclass's fields by name."""
+    hints = typing.get_type_hints(kind)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+
+
+def _is(value: Any, kind: Any) -> bool:
+    kind = typing.get_origin(kind) or kind
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, _KINDS.get(kind, kind))
+
+
+def _name(kind: Any) -> str:
+    known = {int: "an integer", float: "a number", bool: "True or False", types.NoneType: "None", str: "a text",
+             os.PathLike: "a path"}
+    return known.get(kind, getattr(kind, "__name__", str(kind)))

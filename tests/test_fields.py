@@ -1,0 +1,59 @@
+"""Settings are of the types that their dataclasses declare. That methods are checked so: `tests/test_cli.py`, in
+processes of their own, as here a hook checks their types before."""
+
+import dataclasses
+import os
+import pathlib
+
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import fields
+from kvjax.errors import ConfigError
+from kvjax.methods import METHODS
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    budget: int | None = 256
+    threshold: float = 1.0
+    lookahead: bool = False
+    rule: str = "max"
+    path: str | os.PathLike | None = None
+    sizes: tuple[int, ...] = ()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_has_settings_of_its_types(name):
+    fields.check(METHODS[name]())
+
+
+@pytest.mark.parametrize("settings", [
+    {"budget": None}, {"budget": np.int64(64)}, {"threshold": 2}, {"threshold": np.float32(2)}, {"lookahead": True},
+    {"path": pathlib.Path("x")}, {"path": "x"}, {"sizes": (1, 2)},
+])
+def test_what_is_of_a_type_is_taken(settings):
+    fields.check(Settings(**settings))
+
+
+@pytest.mark.parametrize(("settings", "words"), [
+    ({"budget": "64"}, "budget='64' of Settings must be an integer or None"), ({"budget": 64.0}, "budget=64.0"),
+    ({"budget": True}, "budget=True"), ({"threshold": "1"}, "threshold='1' of Settings must be a number"),
+    ({"threshold": float("nan")}, "threshold of Settings is not a number"), ({"threshold": None}, "threshold=None"),
+    ({"lookahead": 1}, "lookahead=1 of Settings must be True or False"), ({"rule": 3}, "rule=3"),
+    ({"path": 3}, "must be a text or a path or None"), ({"sizes": 3}, "sizes=3"),
+])
+def test_what_is_not_is_refused_by_name(settings, words):
+    with pytest.raises(ConfigError, match=words):
+        fields.check(Settings(**settings))
+
+
+@pytest.mark.parametrize(("make", "words"), [
+    (lambda: kvjax.quest(max_blocks=0), "max_blocks=0"), (lambda: kvjax.quest(budget=-1), "budget=-1"),
+    (lambda: kvjax.dynakv(threshold=float("nan")), "threshold of DynaKV is not a number"),
+    (lambda: kvjax.Slots(count=-3), "count=-3"), (lambda: kvjax.Slots(host=0), "host=0"),
+])
+def test_impossible_numbers_are_refused(make, words):
+    with pytest.raises(ConfigError, match=words):
+        make()
