@@ -41,21 +41,25 @@ def accuracy_row(llm, method, chunk: int | None, samples: Sequence[Sample], conf
     return {**evaluate.accuracy(right), "prefill_s": float(np.median(seconds[1:] or seconds))}
 
 
-def peak_bytes(settings: dict, chunk: int | None, length: int, staging: int, workdir: str) -> tuple[int, int]:
+def peak_bytes(
+    model: str, settings: dict, chunk: int | None, length: int, staging: int, workdir: str
+) -> tuple[int, int]:
     """`_peak_bytes` in a process of its own."""
     before = {name: os.environ.get(name) for name in _RETURN_MEMORY}
     os.environ.update(_RETURN_MEMORY)
     try:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
-            return pool.apply(_peak_bytes, (settings, chunk, length, staging, workdir))
+            return pool.apply(_peak_bytes, (model, settings, chunk, length, staging, workdir))
     finally:
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-def _peak_bytes(settings: dict, chunk: int | None, length: int, staging: int, workdir: str) -> tuple[int, int]:
+def _peak_bytes(
+    model: str, settings: dict, chunk: int | None, length: int, staging: int, workdir: str
+) -> tuple[int, int]:
     """Most bytes that a second prefill takes, and those that a cache goes on keeping in memory."""
-    llm, method = common.load_model(""), common.make_method(settings)
+    llm, method = common.load_model(model), common.make_method(settings)
     prompt = np.random.default_rng(0).integers(1, llm.config.vocab_size, length).tolist()
 
     def prefill() -> int:
@@ -110,7 +114,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
         if task == "memory":
             store = str(run.path / "store")
             staging = config.staging_kib << 10
-            peak, kept = peak_bytes(dict(config.methods[i]), chunk or None, length, staging, store)
+            peak, kept = peak_bytes(config.model, dict(config.methods[i]), chunk or None, length, staging, store)
             measured = {"peak_bytes": peak, "resident_bytes": kept, "staging_bytes": staging}
         else:
             samples = common.draw_task(llm, stream, "needle", length, config.samples, config.seed)

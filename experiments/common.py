@@ -27,6 +27,8 @@ def make_method(settings: Mapping[str, Any]) -> Method:
     (`experiments.replay`), "only" where they time it (`experiments.throughput`), "whole" that it has no budget
     (`experiments.leaderboard`).
     """
+    if not isinstance(settings, Mapping):
+        raise ConfigError(f"{settings!r} is no method; give settings such as {{'name': 'quest', 'budget': 256}}")
     fields = dict(settings)
     name = fields.pop("name", None)
     for other in NOT_FIELDS:
@@ -108,7 +110,8 @@ def dtype_of(settings: Mapping[str, Any]) -> str:
 
 def label_of(settings: Mapping[str, Any]) -> str:
     """What tables call the method of these settings."""
-    return settings.get("label") or label(make_method(settings))
+    named = label(make_method(settings))
+    return settings.get("label") or named
 
 
 def by_label(entries: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 import kvjax
 from experiments import common
 from experiments.results import Run
-from kvjax import planning
+from kvjax import extend, planning
 from kvjax.errors import ConfigError, PromptError
 from kvjax.metrics import Probe
 from kvjax.tasks import corpus, needles, scoring
@@ -43,6 +43,8 @@ class Job:
 
 def reference_job(llm: kvjax.LLM, config: ml_collections.ConfigDict) -> Job:
     """Held-out library texts of `context` tokens, each with one needle that is asked for."""
+    if not config.needles:
+        raise ConfigError("config.needles is empty; name at least one sentence that a fact is told in")
     rng = np.random.default_rng(config.seed)
     text = "\n".join(corpus.stdlib_documents(held_out=True))
     stream = np.asarray(llm.encode(text, start=False))
@@ -66,7 +68,10 @@ def user_job(llm: kvjax.LLM, config: ml_collections.ConfigDict) -> Job:
     path = pathlib.Path(config.prompt_file)
     if not path.is_file():
         raise PromptError(f"prompt_file={config.prompt_file} is not a file; give the path of a text file")
-    text = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise PromptError(f"prompt_file={config.prompt_file} cannot be read: {error}; give a text file") from error
     if not text.strip():
         raise PromptError(f"prompt_file={config.prompt_file} is empty; give a file with text in it")
     if not config.question:
@@ -85,7 +90,7 @@ def _in_template(llm: kvjax.LLM, text: str, question: str) -> tuple[str, str]:
 
 def answer_all(llm: kvjax.LLM, job: Job, reading, settings, config: ml_collections.ConfigDict, directory) -> dict:
     """One row of the table: every document's question to one method over one prefilled cache."""
-    method = common.make_method(settings)
+    method, label = common.make_method(settings), common.label_of(settings)
     store = common.make_store(config.store, directory)
     cache = llm.prefill(
         reading or job.contexts, method=method, store=store, capacity=capacity(llm, job, config),
@@ -98,7 +103,7 @@ def answer_all(llm: kvjax.LLM, job: Job, reading, settings, config: ml_collectio
     ask(observer=probe)  # apart from the timed run: compiles, and brings every step's selection to the host
     row = summarise(method, job, ask(), probe, cache)
     cache.close()
-    head = {"store": config.store, **common.disk_of(store), "task": "demo", "context": longest(job)}
+    head = {"method": label, "store": config.store, **common.disk_of(store), "task": "demo", "context": longest(job)}
     return {**row, **head, "seed": config.seed}
 
 
@@ -121,16 +126,21 @@ def summarise(method, job: Job, result: kvjax.Result, probe: Probe | None, cache
     ]
     usage, quality = result.usage, probe.quality if probe else None
     return {
-        "method": common.label(method), "budget": method.budget,
+        "budget": method.budget,
         "accuracy": float(np.mean(known)) if known else None,
         "right": f"{sum(known)}/{len(known)}" if known else "-",
-        "recall": quality and quality.recall, "attention_mass": quality and quality.attention_mass,
+        "recall": quality and _known(quality.recall), "attention_mass": quality and _known(quality.attention_mass),
         "attended_tokens": usage.attended_tokens, "hit_rate": usage.hit_rate,
         "bytes_read_per_token": usage.store.bytes_read / usage.tokens if usage.store else 0.0,
         "reads_per_token": usage.store.reads / usage.tokens if usage.store else 0.0,
         "resident_bytes": cache.resident_bytes / len(job.contexts), "tokens_per_s": usage.tokens_per_s,
         "answers": " | ".join(text.strip() for text in result.text),
     }
+
+
+def _known(share: float) -> float | None:
+    """None for what could not be measured, as recall among fewer tokens than it looks for."""
+    return None if np.isnan(share) else float(share)
 
 
 def show(row: dict) -> dict:
@@ -159,24 +169,34 @@ def plot(rows: list[dict], path: pathlib.Path) -> None:
 
 def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     """Runs the job with every method of the configuration; prints and saves the table."""
-    methods = [common.make_method(settings) for settings in config.methods]
-    if not methods:
+    if not config.methods:
         raise ConfigError("config.methods is empty; name at least one method")
+    if config.max_new_tokens < 1 or config.chunk < 0:
+        raise ConfigError(f"max_new_tokens={config.max_new_tokens} must be at least 1, and chunk={config.chunk} not "
+                          "negative; 0 reads densely")
+    methods = {label: common.make_method(settings) for label, settings in common.by_label(config.methods).items()}
     llm = common.load_model(config.model, config.dtype)
     common.check_model(llm, config.methods)
     job = user_job(llm, config) if config.prompt_file or config.question else reference_job(llm, config)
-    for method in methods:  # a budget that does not fit is an error before anything is written
-        planning.make_plan(llm.config, method, len(job.contexts), capacity(llm, job, config))
+    for method in methods.values():  # what does not fit is an error before anything is written
+        plan = planning.make_plan(llm.config, method, len(job.contexts), capacity(llm, job, config))
+        if config.chunk:
+            extend.check(plan, config.chunk)
     common.check_store(config.store)
-    run = Run(config, workdir)
+    run = Run(config, workdir, grid=("methods",))
+    done = {row["method"]: row for row in run.logged()}
     print(f"{len(job.contexts)} x {longest(job):,} tokens of context, KV cache on {config.store}; expected: "
           f"{' | '.join(answer or '?' for answer in job.answers)}")
     print("".join(form.format(title) for (_, form), title in zip(COLUMNS, TITLES, strict=True)))
-    rows, reading = [], None if config.chunk else llm.read(job.contexts)
+    reading = None if config.chunk or set(methods) <= set(done) else llm.read(job.contexts)
     for settings in config.methods:
-        rows.append(answer_all(llm, job, reading, settings, config, run.path / "store"))
-        shown = show(rows[-1])
+        label = common.label_of(settings)
+        if label not in done:
+            done[label] = answer_all(llm, job, reading, settings, config, run.path / "store")
+            run.keep(**done[label])
+        shown = show(done[label])
         print("".join(form.format(shown[key]) for key, form in COLUMNS), flush=True)
+    rows = [done[label] for label in methods]
     run.summary(rows)
     plot(rows, run.path / "demo.png")
     print(f"results in {run.path / 'summary.json'} and {run.path / 'demo.png'}")

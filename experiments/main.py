@@ -8,12 +8,14 @@ Exit code 2 and one line on standard error mean that the input was bad.
 import importlib
 import logging as standard_logging
 import sys
+from collections.abc import Callable
 from typing import NoReturn
 
+import ml_collections
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from kvjax.errors import KvjaxError
+from kvjax.errors import ConfigError, KvjaxError
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file, with an optional :preset.")
 _QUOTES = "'\""
@@ -26,13 +28,23 @@ def run(argv: list[str]) -> None:
     logging.set_verbosity(logging.INFO)
     try:
         config = _CONFIG.value
-        importlib.import_module(f"experiments.{config.experiment}").run(config, _WORKDIR.value)
+        _experiment(config.experiment)(config, _WORKDIR.value)
     except KvjaxError as error:
         stop(error)
     except OSError as error:
         if "Configuration is not available" not in str(error):
             raise
         stop("no configuration file at the given path; see configs/")
+
+
+def _experiment(name: str) -> Callable[[ml_collections.ConfigDict, str], None]:
+    """`run` of that module. Raises ConfigError where there is none."""
+    try:
+        return importlib.import_module(f"experiments.{name}").run
+    except (ModuleNotFoundError, AttributeError) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name != f"experiments.{name}":
+            raise
+        raise ConfigError(f"no experiment {name!r}; see configs/ for those there are") from error
 
 
 def stop(reason: object) -> NoReturn:

@@ -47,10 +47,14 @@ class Run:
         except OSError as cause:
             raise ConfigError(f"workdir={workdir} cannot be used: {cause}; give a directory") from cause
 
-    def log(self, **values: Any) -> None:
-        """Appends one line to metrics.jsonl and logs it."""
+    def keep(self, **values: Any) -> None:
+        """Appends one line to metrics.jsonl."""
         with (self.path / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(values) + "\n")
+
+    def log(self, **values: Any) -> None:
+        """Appends one line to metrics.jsonl and logs it."""
+        self.keep(**values)
         logging.info("%s", "  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items()))
 
     def logged(self) -> list[dict[str, Any]]:

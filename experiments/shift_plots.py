@@ -21,6 +21,8 @@ def plot_all(rows: list[dict], path: pathlib.Path, config: ml_collections.Config
         mine = [row for row in rows if row["task"].startswith(mode)]
         _curves(mine, config).savefig(path / f"shift_{mode}.png", dpi=100)
         clustered = [name for name in config.strategies if name != "no_cluster"]
+        if not clustered:
+            continue
         stored = {name: _windows(path / "windows", f"{mode}_{name}") for name in clustered}
         _clusters(stored).savefig(path / f"clusters_{mode}.png", dpi=100)
         _co_retrieval(next(iter(stored.values())), config.kinds).savefig(path / f"co_retrieval_{mode}.png", dpi=100)

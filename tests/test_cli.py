@@ -16,6 +16,14 @@ CASES = {
     "question_alone": ("configs/demo.py:smoke", "--config.question=why", "prompt_file"),
     "small_budget": ("configs/demo.py:smoke", "--config.methods=({'name':'dynakv','budget':8},)", "budget=8"),
     "small_context": ("configs/demo.py:smoke", "--config.context=5", "do not fit in 5 tokens"),
+    "unknown_experiment": ("configs/demo.py:smoke", "--config.experiment=nosuch", "no experiment 'nosuch'"),
+    "no_settings": ("configs/demo.py:smoke", "--config.methods=('quest',)", "'quest' is no method"),
+    "budget_as_text": ("configs/demo.py:smoke", "--config.methods=({'name':'quest','budget':'64'},)", "budget='64'"),
+    "unreadable_file": ("configs/demo.py:smoke", "--config.prompt_file=/proc/self/mem", "cannot be read"),
+    "no_needles": ("configs/demo.py:smoke", "--config.needles=()", "needles is empty"),
+    "negative_chunk": ("configs/demo.py:smoke", "--config.chunk=-1", "chunk=-1"),
+    "no_answer": ("configs/demo.py:smoke", "--config.max_new_tokens=-5", "max_new_tokens=-5"),
+    "no_chunks": ("configs/demo.py:smoke", "--config.chunk=16 --config.methods=({'name':'h2o'},)", "single tokens"),
     "unknown_store": ("configs/demo.py:smoke", "--config.store=disk", "unknown store 'disk'"),
 }
 
@@ -23,7 +31,7 @@ CASES = {
 @pytest.mark.parametrize(("config", "flag", "words"), CASES.values(), ids=CASES)
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path, config, flag, words):
     command = [sys.executable, "-m", "experiments.main", f"--config={config}", f"--workdir={tmp_path / 'run'}"]
-    done = subprocess.run([*command, *([flag] if flag else [])], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*command, *flag.split()], capture_output=True, text=True, timeout=120)
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert done.returncode == 2 and len(errors) == 1 and words in errors[0]
     assert "Traceback" not in done.stderr and not (tmp_path / "run").exists()
