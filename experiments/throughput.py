@@ -268,6 +268,8 @@ def measure(llm, name: str, settings, store_name: str, context: int, batch: int,
     attended = min(method.budget or context, context)
     limit = 1e3 * (weight_bytes(llm) + batch * kv_bytes(llm.config, attended, dtype)) / bandwidth
     after, disk = branch.stats() if branch is not None else None, common.disk_of(store, commands)
+    if branch is not None:
+        row["store_bytes"] = branch.held_bytes
     if config.get("temporaries", False):
         row["temporary_bytes"] = decode.temporary_bytes(plan, llm.params, state)
     row |= parts(llm, plan, state, branch)
@@ -397,13 +399,15 @@ def _combinations(config) -> Iterator[tuple]:
 def print_table(rows: list[dict]) -> None:
     """The figures that matter, a line per row."""
     print(f"{'model':>12}{'method':>14}{'store':>14}{'context':>9}{'batch':>6}{'ms/token':>10}{'limit':>8}{'select':>8}"
-          f"{'attend':>8}{'commit':>8}{'fetch':>8}{'raw':>8}{'wait':>8}{'reuse %':>8}{'late %':>8}{'KV MiB':>9}")
+          f"{'attend':>8}{'commit':>8}{'fetch':>8}{'raw':>8}{'wait':>8}{'reuse %':>8}{'late %':>8}{'KV MiB':>9}"
+          f"{'store MiB':>10}")
     for row in rows:
         cells = [row.get(key) for key in ("limit_ms", "select_ms", "attend_ms", "commit_ms", "fetch_ms",
                                           "raw_read_ms", "wait_ms_per_step")]
         cells.extend(100 * row[key] if key in row else None for key in ("reuse_rate", "late_share"))
         shown = "".join(f"{cell:8.2f}" if cell is not None else f"{'-':>8}" for cell in cells)
         resident = f"{row['resident_bytes'] / 2**20:9.1f}" if "resident_bytes" in row else f"{'-':>9}"
+        resident += f"{row['store_bytes'] / 2**20:10.1f}" if "store_bytes" in row else f"{'-':>10}"
         print(f"{row['model']:>12}{row['method']:>14}{row['store']:>14}{row['context']:>9,}{row['batch']:>6}"
               f"{1e3 / row['tokens_per_s']:10.2f}{shown}{resident}")
     if any(row.get("late_share", 0.0) > _LATE for row in rows):

@@ -30,8 +30,14 @@ class Cache:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of the cache that are in memory, index, tables and buffers included."""
+        """Bytes of the cache's arrays that are in memory, index, tables and buffers included."""
         return planning.resident_bytes(self.state)
+
+    @property
+    def store_bytes(self) -> int:
+        """Host memory that its store takes at this moment beside them: where blocks are and what they hash to, rows
+        that wait to be written, and what reads land in. Forks share most of it."""
+        return 0 if self.branch is None else self.branch.held_bytes
 
     def fork(self) -> "Cache":
         """An independent copy; blocks on flash are shared until either side writes them."""

@@ -57,6 +57,7 @@ class Ring:
       events: bytes of the EVENT[extents] that `wait` fills.
       extents, sums, targets: int32, uint64 and int64 [extents] for `read`.
       staged: int64[extents, 2] for `Lineage.resolve_at_once`.
+      used: most extents that the arena has had at once.
       in_flight: reads the kernel has not answered yet, or whose answers were not taken.
     """
 
@@ -64,7 +65,7 @@ class Ring:
                  depth: int | None = None):
         """`depth` reads can be in flight; None = one per extent."""
         self.arena = Arena(extents, extent_bytes, block_bytes)
-        self.in_flight = 0
+        self.in_flight = self.used = 0
         self._system = system
         self._events = np.zeros(extents, EVENT)
         self.events = self._events.view(np.uint8)
@@ -94,6 +95,7 @@ class Ring:
         block_bytes] at `targets`: RingFetch in one call, but what is not there at the first try, or after `timeout`
         seconds without an answer, is left out. Returns blocks copied, reads made, bytes of those that came whole, and
         when."""
+        self.used = max(self.used, count)
         copied, reads, size, self.in_flight, *times = native.read(self._layout, out, count, descriptor, timeout)
         return copied, reads, size, Times(*times)
 
@@ -157,9 +159,15 @@ class RingStack:
         self.extents = self.piece * max(2, self.MAX_BYTES // (self.piece * extent_bytes))
         depth = min(self.extents, self.MAX_DEPTH)
         self._arguments = (system, self.extents, extent_bytes, block_bytes, self.piece, depth)
+        self._extent_bytes = extent_bytes
         self._all: list[Ring] = []
         self._idle: collections.deque[Ring] = collections.deque()
         self._parked: collections.deque[Ring] = collections.deque()
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the arenas that were ever read into."""
+        return sum(ring.used for ring in list(self._all)) * self._extent_bytes
 
     def take(self) -> Ring:
         """A ring with nothing in flight. OSError when the kernel gives no more."""
@@ -209,6 +217,7 @@ class RingFetch(Fetch):
         self._sent = self._not_begun = 0
         self._ended = self._waited = 0.0
         self._ring = engine.rings.take()
+        self._ring.used = max(self._ring.used, min(extents.size, self._ring.arena.extents))
         self._starts, self._asked = engine.control(self._ring, extents, sums)
         self._results = np.full(self._starts.size, _NO_ANSWER)
         self._began = time.perf_counter()

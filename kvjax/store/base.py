@@ -244,6 +244,12 @@ class Branch(abc.ABC):
     def put_blocks(self, layer, generation, block, rows) -> bool:
         """Callback. Enqueues rows[B, K, E, C, width] as the whole contents of block[B, K, E] for generation + 1."""
 
+    @property
+    @abc.abstractmethod
+    def held_bytes(self) -> int:
+        """Host memory that serving blocks takes at this moment, and not the blocks that are stored there: tables, what
+        waits to be written, and what reads have landed in."""
+
     @abc.abstractmethod
     def take_error(self) -> StoreError | None:
         """Pops the saved exception."""

@@ -34,6 +34,11 @@ class ExtentPool:
         self._max_bytes = max_bytes
         self._end = 0  # extents from here on were never used
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of owner counts and checksums."""
+        return self.checksums.nbytes + self._owners.nbytes
+
     def offset(self, extent: SupportsInt) -> int:
         """Where an extent begins in the file, bytes."""
         return HEADER_BYTES + int(extent) * self._extent_bytes

@@ -228,6 +228,12 @@ class FlashBranch(TransactionalBranch):
         return self._volume.codec.name
 
     @property
+    def held_bytes(self):
+        """With forks, the volume's part is that of all of them."""
+        with self._volume.lock:
+            return self._volume.held_bytes + self._lineage.held_bytes
+
+    @property
     def writable(self) -> bool:
         """Whether the store file is ours to write; else what is added goes to a private file."""
         return not self._volume.file.read_only

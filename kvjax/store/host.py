@@ -36,6 +36,10 @@ class HostBranch(TransactionalBranch):
         self._tally.add(blocks_written=written, bytes_put=int(valid.sum()) * geometry.row_bytes,
                         bytes_written=written * geometry.block_bytes)
 
+    @property
+    def held_bytes(self):
+        return 0
+
     def fork(self) -> "HostBranch":
         with self._mutex:
             self._raise_saved()

@@ -107,6 +107,11 @@ class Lineage:
     def idle(self) -> bool:
         return not self.queue and not self.flight
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of its own tables; what is staged is the volume's."""
+        return self._pending.nbytes + self.table.shift.nbytes
+
     def stage(self, record: Rows | Blocks) -> int:
         """Adds a committed record to the queue; returns how many blocks that staged anew."""
         before = len(self.queue)

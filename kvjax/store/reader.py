@@ -51,6 +51,11 @@ class Reader:
         """The one that serves the next fetch; "aio" becomes "threads", with a warning, when the system refuses it."""
         return "aio" if self._rings is not None and not self._refused and self._file.direct else "threads"
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of arenas that were ever read into: what a fetch needs at most, for each one that was under way."""
+        return self._threads.held_bytes + (self._rings.rings.held_bytes if self._rings is not None else 0)
+
     def start(self, extents: np.ndarray, sums: np.ndarray, where: Where, urgent: bool = True) -> Fetch:
         """Begins to read extents[n], ascending, n >= 1, whose blocks must hash to sums[n]. Those that are not urgent
         give way to others, as far as the engine can."""

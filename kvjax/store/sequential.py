@@ -176,6 +176,11 @@ class SequentialBranch(TransactionalBranch):
     def codec(self) -> str:  # type: ignore[override]
         return self._pages.codec
 
+    @property
+    def held_bytes(self):
+        log = self._log
+        return self._pages.held_bytes + log.place.nbytes + log.sums.nbytes + log.end.nbytes
+
     def stats(self):
         """I/O requests and bytes as of the pages; blocks and useful bytes as of the blocks that were put together.
         Prompts are put by the pages, tokens by this branch."""

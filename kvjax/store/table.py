@@ -37,6 +37,11 @@ class LanePool:
         self._owners = np.concatenate([self._owners, np.zeros(more, np.int64)])
         self._free.extend(range(old + more - 1, old - 1, -1))
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all lanes, whoever's they are."""
+        return self.rows.nbytes + self._owners.nbytes
+
     def add(self, row: np.ndarray) -> int:
         """A new lane with one owner and these extents, each of which the caller's ownership passes to it."""
         if not self._free:

@@ -144,6 +144,11 @@ class ThreadEngine:
         self._extent_bytes = codec.geometry.extent_bytes
         self._arenas = ArenaStack(self._extent_bytes, codec.geometry.block_bytes)
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all arenas."""
+        return self._arenas.held_bytes
+
     def start(self, extents: np.ndarray, sums: np.ndarray, where: Where, urgent: bool = True) -> ThreadedFetch:
         return ThreadedFetch(self, extents, sums, where).start(urgent)
 

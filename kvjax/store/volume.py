@@ -57,6 +57,11 @@ class Volume:
         self._thread = threading.Thread(target=Writer(self).serve, args=(self._wake,), name="kvjax-write", daemon=True)
         self._thread.start()
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of tables, of what is staged, and of the memory that was read into. The lock is held."""
+        return self.lanes.held_bytes + self.extents.held_bytes + self.staged_bytes + self.reader.held_bytes
+
     # ---- branches come and go
 
     def adopt(self, lineage: Lineage) -> None:

@@ -100,11 +100,19 @@ class ArenaStack:
         self.extents = max(1, self.MAX_BYTES // extent_bytes)
         self._sizes = (extent_bytes, block_bytes)
         self._idle: collections.deque[Arena] = collections.deque()
+        self._all: list[Arena] = []
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all arenas, lent or not."""
+        return len(self._all) * self.extents * self._sizes[0]
 
     def take(self) -> Arena:
         with contextlib.suppress(IndexError):
             return self._idle.pop()
-        return Arena(self.extents, *self._sizes)
+        arena = Arena(self.extents, *self._sizes)
+        self._all.append(arena)
+        return arena
 
     def give(self, arena: Arena) -> None:
         self._idle.append(arena)

@@ -1,5 +1,6 @@
 """Our transformer against what transformers computed from the same checkpoints (scripts/make_goldens.py)."""
 
+import dataclasses
 import functools
 import pathlib
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from tiny import dense
 
+import kvjax
 from kvjax.models.checkpoint import load_params
 from kvjax.models.config import FAMILIES
 from kvjax.models.hf_config import read_config
@@ -50,6 +52,29 @@ def test_logits(directory):
     golden = np.load(directory / "golden.npz")
     logits = dense(params, golden["tokens"], model.config)
     np.testing.assert_allclose(logits, golden["logits"], rtol=0, atol=1e-4)
+
+
+@over_goldens
+def test_logits_of_a_prompt_and_of_each_token_decoded_after_it(directory):
+    """Through the cache: half of each row is read at once, and the rest token by token."""
+    model, params = load(directory)
+    golden = np.load(directory / "golden.npz")
+    tokens, half = golden["tokens"], golden["tokens"].shape[1] // 2
+    llm = kvjax.LLM(model.config, params)
+    cache = llm.prefill(tokens[:, :half].tolist())
+    logits = [cache.logits]
+    llm.score(tokens[:, half:].tolist(), cache, observer=lambda step, _: logits.append(step.logits))
+    np.testing.assert_allclose(np.stack(logits, 1), golden["logits"][:, half - 1 : -1], rtol=0, atol=1e-4)
+
+
+@over_goldens
+def test_greedy_answers_through_the_cache(directory):
+    model, params = load(directory)
+    golden = np.load(directory / "golden.npz")
+    prompt, expected = golden["tokens"][0].tolist(), golden["greedy"].tolist()
+    llm = kvjax.LLM(dataclasses.replace(model.config, eos_token_ids=()), params)
+    result = llm.generate(prompt[-1:], llm.prefill(prompt[:-1]), max_new_tokens=len(expected))
+    assert result.tokens == [expected]
 
 
 @over_goldens

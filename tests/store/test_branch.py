@@ -7,6 +7,7 @@ import pytest
 
 from kvjax.errors import FormatMismatch, StaleCache, StoreClosed
 from kvjax.store import base
+from kvjax.store.host import HostBranch
 from tests.store.conftest import GEOMETRY, Driver
 
 
@@ -246,6 +247,27 @@ def test_closed_branch_says_so(driver):
     for call in (driver.commit, driver.branch.flush, driver.branch.fork, driver.prefill):
         with pytest.raises(StoreClosed):
             call()
+
+
+def test_memory_beside_the_blocks_is_told(driver):
+    """Tables of every block from the start, and after a read what it landed in; of a store in memory nothing."""
+    branch, geometry = driver.branch, driver.geometry
+    if isinstance(branch, HostBranch):
+        assert branch.held_bytes == 0
+        return
+    driver.prefill()
+    branch.settle()
+    before = branch.held_bytes
+    assert before >= (4 + 1) * geometry.total_blocks  # an extent and a mark of what waits
+    driver.read()
+    if geometry.block_bytes >= 4096:  # else the sequential layout reads as many pages as there are rows
+        assert branch.held_bytes >= before + geometry.lanes * geometry.num_blocks * geometry.block_bytes
+    assert branch.held_bytes > before
+    read = branch.held_bytes
+    assert driver.put_row(0, 1, 5.0)
+    branch.commit(branch.generation)
+    branch.settle()
+    assert branch.held_bytes <= read + 3 * geometry.extent_bytes * geometry.lanes, "nothing waits, and little was read"
 
 
 def test_registry_knows_live_branches_only(store):

@@ -1,0 +1,65 @@
+"""The main job on a model and a text of one's own."""
+
+import json
+
+import pytest
+from tiny import CONFIG, make_params
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+import kvjax
+from configs.demo import get_config
+from experiments import demo
+from kvjax.errors import ConfigError
+
+TEMPLATE = "{% for message in messages %}user {{ message.content }} bot {% endfor %}"
+METHODS = ({"name": "quest", "budget": 24, "sinks": 2, "window": 4, "page": 4},
+           {"name": "dynakv", "budget": 24, "sinks": 2, "window": 4, "cluster": 4, "buffer": 3})
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A directory with a small model, a tokenizer of words and a chat template."""
+    path = tmp_path_factory.mktemp("model")
+    words = {f"w{i}": i for i in range(CONFIG.vocab_size - 3)} | {
+        word: CONFIG.vocab_size - 3 + i for i, word in enumerate(("user", "bot", "?"))}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    kvjax.save(kvjax.LLM(CONFIG, make_params()), path)
+    return path
+
+
+def make_config(model, text: str, directory, **settings):
+    file = directory / "text.txt"
+    file.write_text(text)
+    config = get_config("smoke")
+    config.update(model=str(model), prompt_file=str(file), question="w5 w6", methods=METHODS, max_new_tokens=3,
+                  **settings)
+    return config
+
+
+@pytest.mark.parametrize("settings", [{}, {"chat": True, "chunk": 16}], ids=["plain", "chat_in_chunks"])
+def test_a_text_of_ones_own_is_read_and_asked_about(model, tmp_path, settings, capsys):
+    config = make_config(model, " ".join(f"w{i % 40}" for i in range(60)), tmp_path, **settings)
+    demo.run(config, str(tmp_path / "run"))
+    rows = json.loads((tmp_path / "run" / "summary.json").read_text())["rows"]
+    assert [row["method"] for row in rows] == ["quest@24", "dynakv@24"]
+    for row in rows:
+        assert row["answers"] and row["bytes_read_per_token"] > 0 and row["accuracy"] is None
+        assert row["context"] == 60 + (1 if config.chat else 0)
+        assert (row["recall"] is None) == config.chat
+    assert "quest@24" in capsys.readouterr().out
+
+
+def test_a_run_goes_on_and_is_not_mixed_with_another(model, tmp_path, monkeypatch):
+    """Of a text that is shorter than what recall looks for, it is not measured, and the results stay JSON."""
+    config = make_config(model, "w1 w2 w3 w4", tmp_path)
+    demo.run(config, str(tmp_path / "run"))
+    text = (tmp_path / "run" / "summary.json").read_text()
+    assert "NaN" not in text and json.loads(text)["rows"][0]["recall"] is None
+    monkeypatch.setattr(demo, "answer_all", lambda *args: pytest.fail("measured again"))
+    demo.run(config, str(tmp_path / "run"))
+    config.question = "w7"
+    with pytest.raises(ConfigError, match="another configuration: question"):
+        demo.run(config, str(tmp_path / "run"))
