@@ -12,6 +12,7 @@ skipped, and adapters are saved as they are fitted. Measures, means over layers:
 """
 
 import functools
+import pathlib
 from collections.abc import Callable, Iterator
 
 import jax
@@ -32,8 +33,30 @@ KINDS, FORMS = ("code", "prose", "needles"), ("joint", "per_head")
 Draw = Callable[[np.random.Generator], list[int]]  # a row of tokens
 
 
+def name_of(kind: str) -> str:
+    """What tables and directories call a kind: a file of one's own by its name without suffix."""
+    return kind if kind in KINDS else pathlib.Path(kind).stem
+
+
+def own_rows(llm: kvjax.LLM, path: str, held_out: bool, config) -> Draw:
+    """Draws rows of a text file: to try adapters on, of its last fifth, which they are not fitted to."""
+    try:
+        stream = np.asarray(llm.encode(pathlib.Path(path).read_text(encoding="utf-8", errors="replace"), start=False))
+    except OSError as cause:
+        raise ConfigError(f"{path} cannot be read: {cause}; give a text file") from cause
+    cut = len(stream) - len(stream) // 5
+    part = stream[cut:] if held_out else stream[:cut]
+    if len(part) < config.length:
+        raise ConfigError(f"{path} has {len(stream)} tokens, the last fifth of them held out; give five times "
+                          f"length={config.length} or more, or lower it")
+    return lambda rng: needles.random_span(rng, part, config.length)
+
+
 def rows_of(llm: kvjax.LLM, kind: str, held_out: bool, config) -> Draw:
-    """Draws rows of library files, of their docstrings alone, or of files with facts that come again."""
+    """Draws rows of library files, of their docstrings alone, of files with facts that come again, or of a user's file.
+    """
+    if kind not in KINDS:
+        return own_rows(llm, kind, held_out, config)
     texts = corpus.stdlib_documents(held_out)[: config.documents]
     text = "\n".join(docstrings(texts) if kind == "prose" else texts)
     stream = np.asarray(llm.encode(text, start=False))
@@ -55,7 +78,7 @@ def fits(llm: kvjax.LLM, kind: str, config, directory) -> Iterator[tuple[str, in
     moments = None
     for form in config.forms:
         for ratio in config.ratios:
-            path = directory / f"{kind}_{form}_{ratio}"
+            path = directory / f"{name_of(kind)}_{form}_{ratio}"
             if not path.exists():
                 moments = moments or collect.key_moments(llm, batches(draw, config.train_batches, config, 1))
                 fit.svd(moments, ratio, form == "joint").save(path)
@@ -105,10 +128,14 @@ def _centred(scores, seen):
 
 
 def check(config) -> None:
-    """Raises ConfigError on names that do not exist."""
-    for name, known in (("kinds", KINDS), ("forms", FORMS)):
-        if not config[name] or set(config[name]) - set(known):
-            raise ConfigError(f"{name}={tuple(config[name])} must be some of {', '.join(known)}")
+    """Raises ConfigError on names and files that do not exist."""
+    if not config.forms or set(config.forms) - set(FORMS):
+        raise ConfigError(f"forms={tuple(config.forms)} must be some of {', '.join(FORMS)}")
+    missing = [kind for kind in config.kinds if kind not in KINDS and not pathlib.Path(kind).is_file()]
+    if not config.kinds or missing:
+        raise ConfigError(f"kinds={tuple(config.kinds)} must be some of {', '.join(KINDS)}, or text files")
+    if len(set(map(name_of, config.kinds))) < len(config.kinds):
+        raise ConfigError(f"of kinds={tuple(config.kinds)} two are called the same; rename a file")
 
 
 def run(config: ml_collections.ConfigDict, workdir: str) -> None:
@@ -116,15 +143,15 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     check(config)
     llm, run = common.load_model(config.model), Run(config, workdir, ("kinds", "ratios", "forms"))
     tests = {
-        kind: list(batches(rows_of(llm, kind, True, config), config.test_batches, config, 3))
+        name_of(kind): list(batches(rows_of(llm, kind, True, config), config.test_batches, config, 3))
         for kind in config.kinds
     }
     done = {(row["method"], row["ratio"], row["fitted_on"], row["task"]) for row in run.logged()}
     for kind in config.kinds:
         for form, ratio, fitted in fits(llm, kind, config, run.path / "adapters"):
             for task, rows in tests.items():
-                if (form, ratio, kind, task) not in done:
-                    run.log(method=form, ratio=ratio, rank=fitted.rank, fitted_on=kind, task=task,
+                if (form, ratio, name_of(kind), task) not in done:
+                    run.log(method=form, ratio=ratio, rank=fitted.rank, fitted_on=name_of(kind), task=task,
                             context=config.length, seed=config.seed, **measure(llm, fitted, rows, config))
     run.summary(run.logged())
     print_table(run.logged())

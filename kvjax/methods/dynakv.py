@@ -13,12 +13,19 @@ loaded on purpose. Buffered keys are in the tail, hence attended.
 adds every key to its nearest cluster, `local` clusters new keys among themselves. Prefill, index and
 selection are the same code (`kvjax.clusters`).
 
+Where the paper's text and Algorithm 1 differ, or a step here is another one:
+  - a key for a flagged cluster waits however near it is, as in the text; Algorithm 1 would add one within tau_h.
+  - sigma_j^2 of a key that waits is computed to decide, and not kept: the split computes both halves' from their rows.
+  - a cluster that is loaded because of B_max comes with the next token's fetch, not in the same step.
+  - clusters are attended in the order of their scores until the budget is full; of the last one only a part may be.
+
 Choices the paper leaves open:
   - nearest = smallest Euclidean distance, the one that the variance measures; relevance to a query =
     inner product with the centroid, aggregated over a KV head's queries by `aggregation`.
   - tau_h, "head-specific" without a formula in the paper: `threshold` x the size-weighted mean
     variance of the head's clusters after prefill, the k-means inertia per key. So one knob serves
-    heads of any scale, and k-means' target size fixes what is cohesive.
+    heads of any scale, and k-means' target size fixes what is cohesive. It stays what the first clusters made it, of
+    a prompt that is read in chunks those of the first chunk.
   - the average cluster size is steered back to `cluster` by scaling tau_h (`Adaptive.limit`).
   - a cluster holds at most `block_rows` keys; a full one is split as a too wide one is.
   - no block left for the second half: the key goes to the nearest cluster with room, and the refusal

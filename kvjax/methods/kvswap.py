@@ -6,10 +6,16 @@ layer i's projections make a query of it, Eq. 1 scores every token, the scores o
 consecutive tokens counts as much as its best token, and the M best groups are read (section 3.3). The reuse buffer is
 `kvjax.Slots(policy="fifo")`, the rolling buffer is described in `kvjax.prediction`.
 
+The mapping table is the slot table (`kvjax.store.residency`): groups that were kept, those just read and the one that
+is still being filled are slots, which one gather collects. Sinks and window are apart, and attention over the parts is
+merged by their log-sum-exps (`kvjax.attention`).
+
 Choices the paper leaves open:
   - "attention scores" are summed after each head's softmax (`aggregation="softmax_mean"`). Raw products of different
     heads cancel out in the sum, which is that of one query, the sum of all low-rank queries; "mean" does it so.
-  - the paper attends the groups and the rolling buffer; sinks and window are there as for every method here.
+  - the paper attends the groups and the rolling buffer; sinks and window are there as for every method here. The group
+    that is being filled counts as one of those the budget allows, so that of the last one selected only a part may be
+    attended.
 
 Adapters are fitted beforehand (`configs/train_svd.py`). Without any, each prompt's own keys are decomposed at prefill,
 as ShadowKV does: it costs an eigendecomposition of K D x K D numbers per layer and sequence. A prompt of fewer than r

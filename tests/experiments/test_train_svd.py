@@ -1,0 +1,35 @@
+"""Adapters for text of one's own."""
+
+import json
+
+import pytest
+
+from configs.train_svd import get_config
+from experiments import train_svd
+from kvjax import adapters
+from kvjax.errors import ConfigError
+
+
+def make_config(*files, **settings):
+    config = get_config("smoke")
+    config.update(kinds=tuple(map(str, files)), length=64, train_batches=1, refine_batches=0, **settings)
+    return config
+
+
+def test_a_file_is_a_kind_of_text(tmp_path):
+    """Fitted to its first four fifths, tried on the rest; where it came from is not in the name."""
+    file = tmp_path / "mine.txt"
+    file.write_text("def main(argv):\n    return [int(one) for one in argv]\n" * 60)
+    train_svd.run(make_config(file), str(tmp_path / "run"))
+    row = json.loads((tmp_path / "run" / "summary.json").read_text())["rows"][0]
+    assert row["fitted_on"] == row["task"] == "mine" and 0 < row["reconstruction_error"] < 1
+    assert adapters.load(tmp_path / "run" / "adapters" / "mine_joint_8").has_ratio(8)
+
+
+def test_files_that_cannot_be_used_are_refused(tmp_path):
+    short = tmp_path / "short.txt"
+    short.write_text("too little")
+    for config, words in ((make_config(short), "give five times length=64"), (make_config("nowhere.txt"), "text files"),
+                          (make_config(short, short), "called the same")):
+        with pytest.raises(ConfigError, match=words):
+            train_svd.run(config, str(tmp_path / "run"))
