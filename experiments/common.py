@@ -5,6 +5,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import ml_collections
 import numpy as np
 
 import kvjax
@@ -27,7 +28,7 @@ def make_method(settings: Mapping[str, Any]) -> Method:
     (`experiments.replay`), "only" where they time it (`experiments.throughput`), "whole" that it has no budget
     (`experiments.leaderboard`).
     """
-    if not isinstance(settings, Mapping):
+    if not isinstance(settings, Mapping | ml_collections.ConfigDict):
         raise ConfigError(f"{settings!r} is no method; give settings such as {{'name': 'quest', 'budget': 256}}")
     fields = dict(settings)
     name = fields.pop("name", None)

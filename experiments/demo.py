@@ -10,6 +10,7 @@ tokens at a time, by each method for itself, which takes little memory, and no r
 
 import dataclasses
 import functools
+import hashlib
 import pathlib
 
 import ml_collections
@@ -107,6 +108,11 @@ def answer_all(llm: kvjax.LLM, job: Job, reading, settings, config: ml_collectio
     return {**row, **head, "seed": config.seed}
 
 
+def fingerprint(llm: kvjax.LLM, job: Job) -> str:
+    """Of what a run reads, whatever its files are called."""
+    return hashlib.sha256(repr((llm.fingerprint, job)).encode()).hexdigest()[:16]
+
+
 def longest(job: Job) -> int:
     """Tokens of the longest context."""
     return max(map(len, job.contexts))
@@ -183,8 +189,10 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
         if config.chunk:
             extend.check(plan, config.chunk)
     common.check_store(config.store)
-    run = Run(config, workdir, grid=("methods",))
+    run, content = Run(config, workdir, grid=("methods",)), fingerprint(llm, job)
     done = {row["method"]: row for row in run.logged()}
+    if any(row["fingerprint"] != content for row in done.values()):
+        raise ConfigError(f"{workdir} has results of another text or model by the same name; give another --workdir")
     print(f"{len(job.contexts)} x {longest(job):,} tokens of context, KV cache on {config.store}; expected: "
           f"{' | '.join(answer or '?' for answer in job.answers)}")
     print("".join(form.format(title) for (_, form), title in zip(COLUMNS, TITLES, strict=True)))
@@ -193,6 +201,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
         label = common.label_of(settings)
         if label not in done:
             done[label] = answer_all(llm, job, reading, settings, config, run.path / "store")
+            done[label]["fingerprint"] = content
             run.keep(**done[label])
         shown = show(done[label])
         print("".join(form.format(shown[key]) for key, form in COLUMNS), flush=True)

@@ -40,11 +40,14 @@ def run(argv: list[str]) -> None:
 def _experiment(name: str) -> Callable[[ml_collections.ConfigDict, str], None]:
     """`run` of that module. Raises ConfigError where there is none."""
     try:
-        return importlib.import_module(f"experiments.{name}").run
-    except (ModuleNotFoundError, AttributeError) as error:
-        if isinstance(error, ModuleNotFoundError) and error.name != f"experiments.{name}":
+        module = importlib.import_module(f"experiments.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != f"experiments.{name}":
             raise
         raise ConfigError(f"no experiment {name!r}; see configs/ for those there are") from error
+    if not hasattr(module, "run"):
+        raise ConfigError(f"experiments/{name}.py is no experiment; see configs/ for those there are")
+    return module.run
 
 
 def stop(reason: object) -> NoReturn:

@@ -12,6 +12,7 @@ skipped, and adapters are saved as they are fitted. Measures, means over layers:
 """
 
 import functools
+import hashlib
 import pathlib
 from collections.abc import Callable, Iterator
 
@@ -34,16 +35,22 @@ Draw = Callable[[np.random.Generator], list[int]]  # a row of tokens
 
 
 def name_of(kind: str) -> str:
-    """What tables and directories call a kind: a file of one's own by its name without suffix."""
-    return kind if kind in KINDS else pathlib.Path(kind).stem
+    """What tables and directories call a kind: a file of one's own by its name, and a hash of what is in it."""
+    if kind in KINDS:
+        return kind
+    return f"{pathlib.Path(kind).stem}_{hashlib.sha256(_content(kind)).hexdigest()[:8]}"
+
+
+def _content(path: str) -> bytes:
+    try:
+        return pathlib.Path(path).read_bytes()
+    except OSError as cause:
+        raise ConfigError(f"{path} cannot be read: {cause}; give a text file") from cause
 
 
 def own_rows(llm: kvjax.LLM, path: str, held_out: bool, config) -> Draw:
     """Draws rows of a text file: to try adapters on, of its last fifth, which they are not fitted to."""
-    try:
-        stream = np.asarray(llm.encode(pathlib.Path(path).read_text(encoding="utf-8", errors="replace"), start=False))
-    except OSError as cause:
-        raise ConfigError(f"{path} cannot be read: {cause}; give a text file") from cause
+    stream = np.asarray(llm.encode(_content(path).decode("utf-8", errors="replace"), start=False))
     cut = len(stream) - len(stream) // 5
     part = stream[cut:] if held_out else stream[:cut]
     if len(part) < config.length:
@@ -135,7 +142,7 @@ def check(config) -> None:
     if not config.kinds or missing:
         raise ConfigError(f"kinds={tuple(config.kinds)} must be some of {', '.join(KINDS)}, or text files")
     if len(set(map(name_of, config.kinds))) < len(config.kinds):
-        raise ConfigError(f"of kinds={tuple(config.kinds)} two are called the same; rename a file")
+        raise ConfigError(f"of kinds={tuple(config.kinds)} two are the same")
 
 
 def run(config: ml_collections.ConfigDict, workdir: str) -> None:

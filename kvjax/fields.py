@@ -8,6 +8,8 @@ import types
 import typing
 from typing import Any
 
+import numpy as np
+
 from kvjax.errors import ConfigError
 
 _KINDS: dict[Any, type] = {int: numbers.Integral, float: numbers.Real}  # NumPy's numbers count too
@@ -22,19 +24,24 @@ def check(settings: Any) -> None:
         if not any(_is(value, one) for one in allowed):
             raise ConfigError(f"{name}={value!r} of {type(settings).__name__} must be "
                               f"{' or '.join(_name(one) for one in allowed)}")
-        if isinstance(value, float) and math.isnan(value):
+        if isinstance(value, numbers.Real) and math.isnan(value):
             raise ConfigError(f"{name} of {type(settings).__name__} is not a number; give one")
 
 
 def _hints(kind: Any) -> dict[str, Any]:
-    """The types of a dataclass's fields by name."""
-    hints = typing.get_type_hints(kind)
+    """The types of a dataclass's fields by name; none where they are not known at run time."""
+    try:
+        hints = typing.get_type_hints(kind)
+    except NameError:  # a method of somebody's own may name types that are there for type checkers alone
+        return {}
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
 def _is(value: Any, kind: Any) -> bool:
     kind = typing.get_origin(kind) or kind
-    if isinstance(value, bool):
+    if kind is Any or not isinstance(kind, type):  # or a Literal: not for us to judge
+        return True
+    if isinstance(value, bool | np.bool_):
         return kind is bool
     return isinstance(value, _KINDS.get(kind, kind))
 

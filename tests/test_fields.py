@@ -4,6 +4,7 @@ processes of their own, as here a hook checks their types before."""
 import dataclasses
 import os
 import pathlib
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -24,6 +25,26 @@ class Settings:
     sizes: tuple[int, ...] = ()
 
 
+@dataclasses.dataclass(frozen=True)
+class Own:
+    """Of types that are not for the check to judge."""
+
+    mode: Literal["a", "b"] = "a"
+    other: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Unknown:
+    """Of a type that is there for type checkers alone."""
+
+    other: "NotThere" = None
+
+
+def test_what_cannot_be_judged_is_taken():
+    fields.check(Own("c", 3))
+    fields.check(Unknown(3))
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_has_settings_of_its_types(name):
     fields.check(METHODS[name]())
@@ -31,6 +52,7 @@ def test_every_method_has_settings_of_its_types(name):
 
 @pytest.mark.parametrize("settings", [
     {"budget": None}, {"budget": np.int64(64)}, {"threshold": 2}, {"threshold": np.float32(2)}, {"lookahead": True},
+    {"lookahead": np.bool_(True)},
     {"path": pathlib.Path("x")}, {"path": "x"}, {"sizes": (1, 2)},
 ])
 def test_what_is_of_a_type_is_taken(settings):
@@ -40,7 +62,8 @@ def test_what_is_of_a_type_is_taken(settings):
 @pytest.mark.parametrize(("settings", "words"), [
     ({"budget": "64"}, "budget='64' of Settings must be an integer or None"), ({"budget": 64.0}, "budget=64.0"),
     ({"budget": True}, "budget=True"), ({"threshold": "1"}, "threshold='1' of Settings must be a number"),
-    ({"threshold": float("nan")}, "threshold of Settings is not a number"), ({"threshold": None}, "threshold=None"),
+    ({"threshold": np.float32("nan")}, "not a number"), ({"threshold": None}, "threshold=None"),
+    ({"threshold": float("nan")}, "threshold of Settings is not a number"),
     ({"lookahead": 1}, "lookahead=1 of Settings must be True or False"), ({"rule": 3}, "rule=3"),
     ({"path": 3}, "must be a text or a path or None"), ({"sizes": 3}, "sizes=3"),
 ])

@@ -26,4 +26,4 @@ def _lane_misses(need: np.ndarray, slots: int) -> np.ndarray:
 
 def rate(need: np.ndarray, slots: int, skip: int = 0) -> float:
     """Share of the needed blocks that are not read, after the first `skip` steps."""
-    return 1.0 - float(misses(need, slots)[skip:].sum() / np.count_nonzero(need[skip:] >= 0))
+    return 1.0 - float(misses(need, slots)[skip:].sum() / max(1, np.count_nonzero(need[skip:] >= 0)))

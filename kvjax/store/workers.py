@@ -6,6 +6,7 @@ import functools
 import mmap
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -100,7 +101,7 @@ class ArenaStack:
         self.extents = max(1, self.MAX_BYTES // extent_bytes)
         self._sizes = (extent_bytes, block_bytes)
         self._idle: collections.deque[Arena] = collections.deque()
-        self._all: list[Arena] = []
+        self._all: weakref.WeakSet[Arena] = weakref.WeakSet()  # those of a forgotten fetch go with it
 
     @property
     def held_bytes(self) -> int:
@@ -111,7 +112,7 @@ class ArenaStack:
         with contextlib.suppress(IndexError):
             return self._idle.pop()
         arena = Arena(self.extents, *self._sizes)
-        self._all.append(arena)
+        self._all.add(arena)
         return arena
 
     def give(self, arena: Arena) -> None:

@@ -60,6 +60,9 @@ def test_a_run_goes_on_and_is_not_mixed_with_another(model, tmp_path, monkeypatc
     assert "NaN" not in text and json.loads(text)["rows"][0]["recall"] is None
     monkeypatch.setattr(demo, "answer_all", lambda *args: pytest.fail("measured again"))
     demo.run(config, str(tmp_path / "run"))
+    (tmp_path / "text.txt").write_text("w4 w3 w2 w1")
+    with pytest.raises(ConfigError, match="another text or model"):
+        demo.run(config, str(tmp_path / "run"))
     config.question = "w7"
     with pytest.raises(ConfigError, match="another configuration: question"):
         demo.run(config, str(tmp_path / "run"))

@@ -22,14 +22,17 @@ def test_a_file_is_a_kind_of_text(tmp_path):
     file.write_text("def main(argv):\n    return [int(one) for one in argv]\n" * 60)
     train_svd.run(make_config(file), str(tmp_path / "run"))
     row = json.loads((tmp_path / "run" / "summary.json").read_text())["rows"][0]
-    assert row["fitted_on"] == row["task"] == "mine" and 0 < row["reconstruction_error"] < 1
-    assert adapters.load(tmp_path / "run" / "adapters" / "mine_joint_8").has_ratio(8)
+    assert row["fitted_on"] == row["task"] == train_svd.name_of(str(file)) and 0 < row["reconstruction_error"] < 1
+    assert adapters.load(tmp_path / "run" / "adapters" / f"{row['task']}_joint_8").has_ratio(8)
+    name = row["task"]
+    file.write_text("another text")
+    assert train_svd.name_of(str(file)) != name, "what was fitted to another text is not taken for it"
 
 
 def test_files_that_cannot_be_used_are_refused(tmp_path):
     short = tmp_path / "short.txt"
     short.write_text("too little")
     for config, words in ((make_config(short), "give five times length=64"), (make_config("nowhere.txt"), "text files"),
-                          (make_config(short, short), "called the same")):
+                          (make_config(short, short), "are the same")):
         with pytest.raises(ConfigError, match=words):
             train_svd.run(config, str(tmp_path / "run"))
