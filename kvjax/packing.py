@@ -50,11 +50,14 @@ def pack(x: Float[Array, "*N D"], dtype: str) -> Num[Array, "*N X"]:
         return x.astype(dtype)
     levels = 2 ** BITS[dtype] - 1
     x = jnp.clip(x.astype(jnp.float32), -_LARGEST, _LARGEST)
-    low = jnp.min(x, axis=-1, keepdims=True).astype(jnp.float16)
+    least = jnp.min(x, axis=-1, keepdims=True)
+    low = least.astype(jnp.float16)
     step = ((jnp.max(x, axis=-1, keepdims=True) - low.astype(jnp.float32)) / levels).astype(jnp.float16)
     # A step of 0 is a vector of equal numbers, up to what f16 can tell apart: all codes are 0 then.
     per_step = jnp.where(step > 0, 1.0 / jnp.maximum(step.astype(jnp.float32), 1e-30), 0.0)
     code = jnp.clip(jnp.round((x - low.astype(jnp.float32)) * per_step), 0, levels).astype(jnp.uint8)
+    # Were f16 to put `low` steps below the least number, that would be the next packing's `low`, and another one.
+    code = jnp.where(x == least, 0, code)
     if dtype == "int4":
         code = code[..., ::2] | (code[..., 1::2] << 4)
     spread = jax.lax.bitcast_convert_type(jnp.concatenate([low, step], axis=-1), jnp.uint8)
