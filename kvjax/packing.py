@@ -50,19 +50,29 @@ def pack(x: Float[Array, "*N D"], dtype: str) -> Num[Array, "*N X"]:
         return x.astype(dtype)
     levels = 2 ** BITS[dtype] - 1
     x = jnp.clip(x.astype(jnp.float32), -_LARGEST, _LARGEST)
-    least = jnp.min(x, axis=-1, keepdims=True)
-    low = least.astype(jnp.float16)
-    step = ((jnp.max(x, axis=-1, keepdims=True) - low.astype(jnp.float32)) / levels).astype(jnp.float16)
-    # A step of 0 is a vector of equal numbers, up to what f16 can tell apart: all codes are 0 then.
-    per_step = jnp.where(step > 0, 1.0 / jnp.maximum(step.astype(jnp.float32), 1e-30), 0.0)
-    code = jnp.clip(jnp.round((x - low.astype(jnp.float32)) * per_step), 0, levels).astype(jnp.uint8)
-    # Were f16 to put `low` steps below the least number, that would be the next packing's `low`, and another one.
-    code = jnp.where(x == least, 0, code)
+    low = jnp.min(x, axis=-1, keepdims=True).astype(jnp.float16)
+    step = _step(low, jnp.max(x, axis=-1, keepdims=True), levels)
+    # f16 may have made of the step one with which the largest code is another: that has the range of the next packing.
+    largest = jnp.max(_codes(x, low, step, levels), axis=-1, keepdims=True)
+    step = _step(low, low.astype(jnp.float32) + step.astype(jnp.float32) * largest, levels)
+    code = _codes(x, low, step, levels).astype(jnp.uint8)
     if dtype == "int4":
         code = code[..., ::2] | (code[..., 1::2] << 4)
     spread = jax.lax.bitcast_convert_type(jnp.concatenate([low, step], axis=-1), jnp.uint8)
     packed = jnp.concatenate([code, spread.reshape(*x.shape[:-1], _RANGE_BYTES)], axis=-1)
     return jax.lax.bitcast_convert_type(packed, jnp.int8)
+
+
+def _step(low: Float[Array, "*N 1"], largest: Float[Array, "*N 1"], levels: int) -> Float[Array, "*N 1"]:
+    return ((largest - low.astype(jnp.float32)) / levels).astype(jnp.float16)
+
+
+def _codes(x: Float[Array, "*N D"], low: Float[Array, "*N 1"], step: Float[Array, "*N 1"], levels: int):
+    """Steps above `low`, 0 to `levels`. A step of 0 is a vector of equal numbers, up to what f16 can tell apart: all
+    codes are 0 then, and that of the least number is in any case, lest f16 puts `low` steps below it."""
+    per_step = jnp.where(step > 0, 1.0 / jnp.maximum(step.astype(jnp.float32), 1e-30), 0.0)
+    codes = jnp.clip(jnp.round((x - low.astype(jnp.float32)) * per_step), 0, levels)
+    return jnp.where(x == jnp.min(x, axis=-1, keepdims=True), 0, codes)
 
 
 def unpack(kept: Num[Array, "*N X"], dtype: str) -> Float[Array, "*N D"]:

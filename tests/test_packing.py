@@ -58,6 +58,17 @@ def test_a_number_is_off_by_half_a_step_and_packing_again_changes_no_byte(dtype,
 
 
 @quantised
+def test_packing_again_changes_no_byte_whatever_the_spread(dtype):
+    """Also where all numbers are alike but for what f16 can hardly tell: their steps are few of its smallest."""
+    rng, again = np.random.default_rng(0), jax.jit(lambda x: unpack(pack(x, dtype), dtype))
+    for size in (1e-4, 1e-2, 1.0, 50.0, 1e4):
+        for spread in (1e-5, 1e-3, 1e-1):
+            x = size * (rng.normal(size=(2000, 1)) + spread * rng.normal(size=(2000, 8)))
+            once = again(jnp.asarray(x.clip(-6e4, 6e4), jnp.float32))
+            np.testing.assert_array_equal(again(once), once)
+
+
+@quantised
 def test_equal_numbers_zeros_and_what_f16_cannot_hold(dtype):
     x = jnp.asarray([[0.0] * 8, [3.5] * 8, [1e6] + [0.0] * 7, [1e-9] * 4 + [-1e-9] * 4])
     back = np.asarray(unpack(pack(x, dtype), dtype))
