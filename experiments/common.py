@@ -111,8 +111,8 @@ def dtype_of(settings: Mapping[str, Any]) -> str:
 
 def label_of(settings: Mapping[str, Any]) -> str:
     """What tables call the method of these settings."""
-    named = label(make_method(settings))
-    return settings.get("label") or named
+    own = label(make_method(settings))  # made in any case: what is no method has no label either
+    return settings.get("label") or own
 
 
 def by_label(entries: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:

@@ -91,7 +91,7 @@ def _in_template(llm: kvjax.LLM, text: str, question: str) -> tuple[str, str]:
 
 def answer_all(llm: kvjax.LLM, job: Job, reading, settings, config: ml_collections.ConfigDict, directory) -> dict:
     """One row of the table: every document's question to one method over one prefilled cache."""
-    method, label = common.make_method(settings), common.label_of(settings)
+    method = common.make_method(settings)
     store = common.make_store(config.store, directory)
     cache = llm.prefill(
         reading or job.contexts, method=method, store=store, capacity=capacity(llm, job, config),
@@ -104,8 +104,8 @@ def answer_all(llm: kvjax.LLM, job: Job, reading, settings, config: ml_collectio
     ask(observer=probe)  # apart from the timed run: compiles, and brings every step's selection to the host
     row = summarise(method, job, ask(), probe, cache)
     cache.close()
-    head = {"method": label, "store": config.store, **common.disk_of(store), "task": "demo", "context": longest(job)}
-    return {**row, **head, "seed": config.seed}
+    head = {"method": common.label_of(settings), "store": config.store, **common.disk_of(store)}
+    return {**row, **head, "task": "demo", "context": longest(job), "seed": config.seed}
 
 
 def fingerprint(llm: kvjax.LLM, job: Job) -> str:
@@ -180,11 +180,12 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     if config.max_new_tokens < 1 or config.chunk < 0:
         raise ConfigError(f"max_new_tokens={config.max_new_tokens} must be at least 1, and chunk={config.chunk} not "
                           "negative; 0 reads densely")
-    methods = {label: common.make_method(settings) for label, settings in common.by_label(config.methods).items()}
+    entries = common.by_label(config.methods)
     llm = common.load_model(config.model, config.dtype)
     common.check_model(llm, config.methods)
     job = user_job(llm, config) if config.prompt_file or config.question else reference_job(llm, config)
-    for method in methods.values():  # what does not fit is an error before anything is written
+    for settings in entries.values():  # what does not fit is an error before anything is written
+        method = common.make_method(settings)
         plan = planning.make_plan(llm.config, method, len(job.contexts), capacity(llm, job, config))
         if config.chunk:
             extend.check(plan, config.chunk)
@@ -196,16 +197,15 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     print(f"{len(job.contexts)} x {longest(job):,} tokens of context, KV cache on {config.store}; expected: "
           f"{' | '.join(answer or '?' for answer in job.answers)}")
     print("".join(form.format(title) for (_, form), title in zip(COLUMNS, TITLES, strict=True)))
-    reading = None if config.chunk or set(methods) <= set(done) else llm.read(job.contexts)
-    for settings in config.methods:
-        label = common.label_of(settings)
+    reading = None if config.chunk or set(entries) <= set(done) else llm.read(job.contexts)
+    for label, settings in entries.items():
         if label not in done:
-            done[label] = answer_all(llm, job, reading, settings, config, run.path / "store")
-            done[label]["fingerprint"] = content
+            row = answer_all(llm, job, reading, settings, config, run.path / "store")
+            done[label] = {**row, "fingerprint": content}
             run.keep(**done[label])
         shown = show(done[label])
         print("".join(form.format(shown[key]) for key, form in COLUMNS), flush=True)
-    rows = [done[label] for label in methods]
+    rows = [done[label] for label in entries]
     run.summary(rows)
     plot(rows, run.path / "demo.png")
     print(f"results in {run.path / 'summary.json'} and {run.path / 'demo.png'}")

@@ -155,10 +155,11 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     }
     done = {(row["method"], row["ratio"], row["fitted_on"], row["task"]) for row in run.logged()}
     for kind in config.kinds:
+        name = name_of(kind)
         for form, ratio, fitted in fits(llm, kind, config, run.path / "adapters"):
             for task, rows in tests.items():
-                if (form, ratio, name_of(kind), task) not in done:
-                    run.log(method=form, ratio=ratio, rank=fitted.rank, fitted_on=name_of(kind), task=task,
+                if (form, ratio, name, task) not in done:
+                    run.log(method=form, ratio=ratio, rank=fitted.rank, fitted_on=name, task=task,
                             context=config.length, seed=config.seed, **measure(llm, fitted, rows, config))
     run.summary(run.logged())
     print_table(run.logged())
