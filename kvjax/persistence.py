@@ -37,8 +37,9 @@ from kvjax.methods import METHODS
 from kvjax.models.config import ModelConfig
 from kvjax.planning import Plan, Slots, State
 from kvjax.store.base import Branch
+from kvjax.store.branch import FlashBranch
 from kvjax.store.creation import open_file
-from kvjax.store.flash import FlashBranch, FlashStore
+from kvjax.store.flash import FlashStore
 from kvjax.store.slots import SlotPool
 from kvjax.store.system import SystemIO
 from kvjax.store.tiers import TieredPool

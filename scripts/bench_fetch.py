@@ -27,7 +27,7 @@ from experiments import raw_disk
 from kvjax.method import Spec
 from kvjax.pool import Line
 from kvjax.store.base import Geometry
-from kvjax.store.flash import FlashBranch
+from kvjax.store.branch import FlashBranch
 from kvjax.store.slots import SlotPool, default_backend
 
 BLOCKS = flags.DEFINE_list("blocks", ["0", "1", "4", "8", "32"], "blocks of each head that a fetch needs")

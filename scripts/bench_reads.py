@@ -37,7 +37,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from experiments.raw_disk import RawFile, RawRing
 from kvjax.store.base import Geometry
-from kvjax.store.flash import FlashBranch, FlashStore
+from kvjax.store.branch import FlashBranch
+from kvjax.store.flash import FlashStore
 from kvjax.store.format import HEADER_BYTES
 
 DIR = flags.DEFINE_string("dir", None, "directory on the device to measure; default: the temporary directory")

@@ -1,37 +1,25 @@
-"""The block store on flash: `FlashStore` makes or opens a file, `FlashBranch` reads and writes it."""
+"""The block store on flash: makes and opens files, which branches (`kvjax.store.branch`) read and write."""
 
-import itertools
 import math
 import os
 import tempfile
-import weakref
-from collections.abc import Callable
-from typing import NamedTuple
 
-import numpy as np
-
-from kvjax.errors import ConfigError, WriteFailed
+from kvjax.errors import ConfigError
 from kvjax.store import emulation, profiles
-from kvjax.store.ahead import Reads
-from kvjax.store.base import Gathered, Geometry
+from kvjax.store.base import Geometry
+from kvjax.store.branch import Anchor, FlashBranch
 from kvjax.store.codec import Codec, make_codec
 from kvjax.store.creation import create_file, open_file
-from kvjax.store.extents import ExtentPool, run_starts
-from kvjax.store.fetch import hung
+from kvjax.store.extents import ExtentPool
 from kvjax.store.file import BlockFile
 from kvjax.store.format import CODECS, HEADER_BYTES, Header
 from kvjax.store.layout import LAYOUTS
-from kvjax.store.lineage import Lineage, Sources
 from kvjax.store.log import Found, adopt, whole_saves
 from kvjax.store.overlay import OverlayFile
 from kvjax.store.reader import ENGINES, Reader
 from kvjax.store.sequential import SequentialBranch, log_geometry
 from kvjax.store.table import LanePool, Table
-from kvjax.store.transaction import TransactionalBranch
 from kvjax.store.volume import Volume
-
-WRITE_BYTES = 4 << 20  # prefill is gathered and written in pieces of this size
-Take = Callable[[np.ndarray], np.ndarray]  # blocks [n, C, width] of a layer by number
 
 
 class FlashStore:
@@ -112,7 +100,7 @@ class FlashStore:
             file.remove_if_temporary()
             file.close()
             raise
-        return FlashBranch(volume, _Anchor(volume), Table.empty(volume.lanes))
+        return FlashBranch(volume, Anchor(volume), Table.empty(volume.lanes))
 
     def open(self, geometry: Geometry | None = None, fingerprint: str | None = None, *,
              read_only: bool = False) -> "FlashBranch":
@@ -141,7 +129,7 @@ class FlashStore:
             raise
         with volume.lock:
             table = volume.log.saves()[0].table.share()
-        return FlashBranch(volume, _Anchor(volume), table, found[0].generation)
+        return FlashBranch(volume, Anchor(volume), table, found[0].generation)
 
     def _restored(self, file: BlockFile, header: Header, found: list[Found]) -> Volume:
         geometry = header.geometry
@@ -173,320 +161,3 @@ class FlashStore:
         chosen = LAYOUTS[layout](codec.geometry, lanes.extents)
         reader = Reader(file, codec, self.system, engine=self.engine, threads=self.threads, timeout=self.timeout)
         return Volume(file, codec, lanes, chosen, reader=reader, staging_bytes=self.staging_bytes, timeout=self.timeout)
-
-
-class _Anchor:
-    """Held by every branch of a volume and by nothing else: when it goes, so do file and threads."""
-
-    def __init__(self, volume: Volume):
-        self.shut_down = weakref.finalize(self, volume.shut_down)
-
-
-class Save(NamedTuple):
-    """A saved cache in a store file: its number, the generation of its branch, and what the caller added."""
-
-    sequence: int
-    generation: int
-    metadata: bytes
-
-
-class FlashBranch(TransactionalBranch):
-    """One line of history in a store file; made by `FlashStore.create`, `FlashStore.open` and `fork`.
-
-    Attributes:
-      path: the store file.
-      direct: whether reads go past the page cache.
-      engine: how blocks are read, "aio" or "threads".
-      codec: how they are put into the file, "raw" or "rle".
-    """
-
-    def __init__(self, volume: Volume, anchor: _Anchor, table: Table, generation: int = 0):
-        super().__init__(volume.geometry, generation)
-        self._volume = volume
-        self.samples = volume.samples
-        self._anchor: _Anchor | None = anchor
-        self._lineage = Lineage(volume.geometry, table, self._errors, self._tally)
-        volume.adopt(self._lineage)
-        self._retire = weakref.finalize(self, volume.retire, self._lineage)
-        self._reads = Reads(volume.reader, volume.codec, self._tally)
-        self._checked: tuple = ()  # shapes and types that `_is_plain` knows to be right
-
-    @property
-    def path(self) -> str:
-        return self._volume.file.path
-
-    @property
-    def direct(self) -> bool:
-        return self._volume.file.direct
-
-    @property
-    def engine(self) -> str:
-        return self._volume.reader.engine
-
-    @property
-    def codec(self) -> str:  # type: ignore[override]
-        return self._volume.codec.name
-
-    @property
-    def held_bytes(self):
-        """With forks, the volume's part is that of all of them."""
-        with self._volume.lock:
-            return self._volume.held_bytes + self._lineage.held_bytes
-
-    @property
-    def writable(self) -> bool:
-        """Whether the store file is ours to write; else what is added goes to a private file."""
-        return not self._volume.file.read_only
-
-    def fork(self) -> "FlashBranch":
-        """Shares table and extents once everything committed is in the file; what that costs depends on how much is
-        staged, not on how much the cache holds."""
-        with self._mutex:
-            return FlashBranch(self._volume, self._anchor, self._settled(), self.generation)  # type: ignore[arg-type]
-
-    def _settled(self) -> Table:
-        """The table with everything committed in the file, as one more owner of it."""
-        self._raise_saved()
-        self._check(self.generation)
-        self._drain()
-        with self._volume.lock:
-            return self._lineage.table.share()
-
-    def save(self, metadata: bytes = b"") -> int:
-        """Makes what is committed the newest saved cache of the file; returns its number once it is on the device.
-
-        Costs as much as has changed since the last save. The file keeps this and the last save; blocks of older ones
-        are used again. Raises ConfigError for a temporary file, WriteFailed for one that was opened read-only, and
-        StoreError as `flush`. An error leaves the last save the newest, unless the device failed in the last step: then
-        only opening the file tells. After a failed sync no more can be saved, as nobody knows what the kernel dropped.
-        """
-        file = self._volume.file
-        if not self.writable:
-            raise WriteFailed(f"{file.path} was opened read-only; open it for writing to save it")
-        if file.temporary:
-            raise ConfigError(f"{file.path} is temporary; give FlashStore the path of a file to be able to save it")
-        with self._mutex:
-            self.flush()
-            table, generation = self._settled(), self.generation
-        return self._volume.save(table, generation, metadata)  # tokens may be committed while the device works
-
-    def saves(self) -> list[Save]:
-        """The saved caches in the file, newest first: at most two."""
-        with self._volume.lock:
-            return [Save(saved.sequence, saved.generation, saved.metadata) for saved in self._volume.log.saves()]
-
-    def flush(self) -> None:
-        """Hands everything committed to the kernel; StoreClosed when a named file is no longer at its path. Nothing is
-        synced to the device, nor could it be found there before `save`."""
-        with self._mutex:
-            super().flush()
-            if not self._volume.file.temporary:
-                self._volume.file.check_present()
-
-    def settle(self) -> None:
-        self.flush()
-        self._volume.file.settle()
-
-    # ---- prefill
-
-    def write_layer(self, layer, blocks, counts, prompt=None):
-        retrieved = None if prompt is None else prompt.retrieved
-        geometry = self.geometry
-        with self._mutex:
-            counts = self._prefill_counts(blocks, counts).reshape(-1)
-            start = self._layer_start(layer)
-            self._drain()
-            flat = None if isinstance(blocks, Gathered) else blocks.reshape(-1, geometry.block_rows, geometry.width)
-            self._replace(start, blocks.take if flat is None else flat.__getitem__, counts, retrieved)
-
-    def _replace(self, start: int, take: Take, counts: np.ndarray, retrieved: np.ndarray | None) -> None:
-        """Writes the blocks n with counts[n] > 0 to new extents, then lets ids start..start+n-1 be those."""
-        volume = self._volume
-        filled = np.flatnonzero(counts > 0)
-        with volume.lock:
-            end = volume.extents.end
-            extents = volume.place_prompt(start + filled, retrieved)
-        order = extents.argsort()
-        filled, extents = filled[order], extents[order]
-        try:
-            volume.file.check_room(int(np.count_nonzero(extents >= end)) * self.geometry.extent_bytes)
-            sums = self._write_blocks(start, take, counts, filled, extents)
-        except BaseException:
-            with volume.lock:
-                volume.extents.release(extents)
-            raise
-        with volume.lock:
-            volume.extents.checksums[extents] = sums
-            layer = np.full(counts.size, -1, np.int32)
-            layer[filled] = extents
-            self._lineage.table.replace_layer(start, layer)
-        volume.file.write_back()
-
-    def _write_blocks(self, start, take: Take, counts, filled, extents) -> np.ndarray:
-        """Writes the filled blocks to extents, a piece at a time; returns uint64 checksums."""
-        geometry, codec = self.geometry, self._volume.codec
-        step = max(1, WRITE_BYTES // geometry.extent_bytes)
-        buffer = np.zeros((min(step, filled.size), geometry.extent_bytes), np.uint8)
-        sums, written = np.empty(filled.size, np.uint64), 0
-        for first in range(0, filled.size, step):
-            piece = filled[first:first + step]
-            payload = buffer[:piece.size, :geometry.block_bytes]
-            payload[:] = _kept(take(piece), counts[piece])
-            images, sums[first:first + step] = codec.encode(buffer[:piece.size])
-            written += self._write_runs(images, extents[first:first + step], codec.sizes(sums[first:first + step]),
-                                        start + piece)
-        rows = int(np.minimum(counts[filled], geometry.block_rows).sum())
-        self._tally.add(blocks_written=filled.size, bytes_put=rows * geometry.row_bytes, bytes_written=written,
-                        blocks_short=int(np.count_nonzero(codec.sizes(sums) < geometry.extent_bytes)))
-        return sums
-
-    def _write_runs(self, images: np.ndarray, extents: np.ndarray, sizes: np.ndarray, ids: np.ndarray) -> int:
-        """Writes the first sizes[n] bytes of images[n, extent_bytes], neighbours at once where the codec joins them;
-        how many bytes that were."""
-        volume, geometry, written = self._volume, self.geometry, 0
-        starts = run_starts(extents, None if volume.codec.joins else sizes == geometry.extent_bytes)
-        for begin, end in itertools.pairwise([*starts.tolist(), extents.size]):
-            name, size = geometry.describe(ids[begin]), (end - begin - 1) * geometry.extent_bytes + int(sizes[end - 1])
-            data = images[begin:end].reshape(-1)[:size]
-            volume.file.write(data, volume.extents.offset(extents[begin]), lambda _, n=name: n)
-            written += size
-        return written
-
-    # ---- decode
-
-    def _begin(self, layer, ids):
-        sources = self._resolve(ids)
-        where = _ascending(sources)
-        self._reads.begin(layer, sources.extents[where], sources.sums[where], self._names())
-
-    def _names(self):
-        return self._volume.where(self._lineage)
-
-    def _load_at_once(self, layer, block, slot, slots):
-        """Where nothing was read ahead and all blocks are in the file. What does not come at the first try is left to
-        `_load`, which finds out why."""
-        engine = self._volume.reader.rings
-        if (engine is None or block.size > engine.rings.extents or self._reads.has_guess(layer)
-                or not self._is_plain(layer, block, slot, slots)):
-            return None
-        try:
-            ring = engine.rings.take()
-        except OSError:  # the kernel gives no more: `_load` lets threads read, and says so
-            return None
-        volume, slots_per_lane, out = self._volume, slots.shape[2], slots.view(np.uint8)
-        try:
-            with volume.lock:
-                count, staged = self._lineage.resolve_at_once(layer, block, slot, slots_per_lane,
-                                                              volume.extents.checksums, ring)
-            if count <= 0:
-                return {} if count == 0 else None
-            copied, reads, size, times = ring.read(out, count, engine.file.direct_descriptor, engine.timeout)
-            if ring.in_flight:
-                raise hung(engine.path, engine.timeout)
-            missed, sums = ring.missed(count) if copied < count else (), ring.copied(count)
-        finally:
-            engine.rings.give(ring)
-        if staged:
-            here = [one for one in staged if one[0] not in missed]
-            self._overlay(here, out.reshape(self.geometry.lanes * slots_per_lane, -1))
-        booked = self._reads.account(layer, copied, size, sums, reads, times, self._note)
-        if copied < count:
-            self._load_missed(layer, block, slot, slots, missed)
-        return booked
-
-    def _load_missed(self, layer, block, slot, slots, missed: np.ndarray) -> None:
-        """Loads what goes to flat slots missed[n]: blocks that were being written, or whose reads came back."""
-        ids, targets, out = self._locate(layer, block, slot, slots)
-        late = np.isin(targets, missed)
-        self._load(layer, ids[late], targets[late], out)
-
-    def _is_plain(self, layer, block, slot, slots) -> bool:
-        """Whether shapes and memory are such that C code can take them as they are; raises as `_locate`."""
-        self._layer_start(layer)
-        shapes = block.shape, slot.shape, slots.shape, slots.dtype, block.dtype, slot.dtype
-        if shapes != self._checked:
-            self._locate(layer, block, slot, slots)
-            if not block.dtype == slot.dtype == np.int32:
-                return False
-            self._checked = shapes
-        return block.flags.c_contiguous and slot.flags.c_contiguous and slots.flags.carray
-
-    def _load(self, layer, ids, targets, out):
-        volume = self._volume
-        sources = self._resolve(ids)
-        while True:
-            suspects = self._copy(layer, sources, ids, targets, out)
-            if not suspects.size:
-                return
-            before, ids, targets = sources, ids[suspects], targets[suspects]
-            sources = self._resolve(ids)
-            torn = (sources.extents != before.extents[suspects]) | (sources.sums != before.sums[suspects])
-            for i in np.flatnonzero(~torn & sources.on_flash).tolist():
-                offset = volume.extents.offset(sources.extents[i])
-                raise volume.damaged(f"{self.geometry.describe(ids[i])} at offset {offset}")
-
-    def _resolve(self, ids: np.ndarray) -> Sources:
-        with self._volume.lock:
-            return self._lineage.resolve(ids, self._volume.extents.checksums)
-
-    def _copy(self, layer, sources: Sources, ids, targets, out) -> np.ndarray:
-        """Copies what can be trusted; returns positions of blocks that were being written meanwhile, or are damaged."""
-        suspects = np.zeros(0, np.int64)
-        where = _ascending(sources)
-        if where.size < targets.size:
-            out[targets[~sources.on_flash]] = 0
-        if where.size:
-            fetch = self._reads.fetch(layer, sources.extents[where], sources.sums[where], self._names(), self._note)
-            suspects = where[fetch(targets[where], out)]
-        if sources.staged:
-            self._overlay([(int(targets[i]), layers) for i, layers in sources.staged], out)
-        return suspects
-
-    def _overlay(self, staged, out) -> None:
-        """Lays staged layers over out[target] of each (target, layers), which came from flash; consecutive rows of all
-        blocks in one assignment."""
-        capacity = self.geometry.block_rows
-        pieces, places = [], []
-        for target, layers in staged:
-            block = layers[0]
-            if len(layers) > 1 or block.complete or block.span is None:
-                for block in layers:
-                    block.copy_to(out[target])
-            else:
-                first, stop = block.span
-                pieces.append(block.rows[first:stop])
-                places.extend(range(target * capacity + first, target * capacity + stop))
-        if pieces:
-            out.reshape(-1, self.geometry.row_bytes)[places] = np.concatenate(pieces)
-
-    # ---- what TransactionalBranch asks for
-
-    def _publish(self, records):
-        self._volume.publish(self._lineage, records)
-
-    def _drain(self):
-        self._volume.drain(self._lineage)
-
-    def _release(self):
-        self._reads.forget()
-        anchor, self._anchor = self._anchor, None
-        self._retire()
-        shut_down = anchor.shut_down
-        del anchor
-        if not shut_down.alive:
-            self._volume.join()
-
-
-def _ascending(sources: Sources) -> np.ndarray:
-    """Positions of the blocks on flash, in the order of their extents."""
-    if sources.on_flash.all():
-        return sources.extents.argsort()
-    where = sources.on_flash.nonzero()[0]
-    return where[sources.extents[where].argsort()]
-
-
-def _kept(blocks: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """blocks[n, C, width] as bytes[n, block_bytes] with zeros beyond counts[n]; may alter `blocks`."""
-    for i in np.flatnonzero(counts < blocks.shape[1]).tolist():
-        blocks[i, counts[i]:] = 0
-    return np.ascontiguousarray(blocks).reshape(len(blocks), -1).view(np.uint8)

@@ -19,7 +19,7 @@ from kvjax.store.format import checksum
 from kvjax.store.transaction import Blocks, Rows, TransactionalBranch
 
 if TYPE_CHECKING:
-    from kvjax.store.flash import FlashBranch
+    from kvjax.store.branch import FlashBranch
 
 
 class LogGeometry(Geometry):
