@@ -10,11 +10,13 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.errors import ConfigError
+from kvjax.order import computed_once
 from kvjax.typing import Array, Float, Num, UInt
 
 BITS = (8, 4, 2)
 TOKENS = 64  # that a scale is taken from, at least
 _PIECE = 1 << 20  # codes that are floats at a time: about what a core's cache holds
+_TERMS = 16  # products that are added at a time: XLA:CPU makes slow code of long sums
 
 
 def scale_of(key: Float[Array, "T D"], bits: int = 8) -> Float[Array, "D"]:
@@ -62,7 +64,7 @@ def unpack(packed: UInt[Array, "*T X"], bits: int) -> Num[Array, "*T D"]:
 
 
 def products(packed: UInt[Array, "F N X"], q: Float[Array, "F Q D"], bits: int) -> Float[Array, "F N Q"]:
-    """Every vector of codes with every query, in f32.
+    """Every vector of codes with every query, in f32; for many queries.
 
     Codes are unpacked a piece of the tokens at a time, as all of them as floats would be a second cache.
     """
@@ -84,3 +86,17 @@ def _products(packed: UInt[Array, "F N X"], q: Float[Array, "F Q D"], bits: int)
     # Codes as the left operand: XLA:CPU then reads them in place.
     found = [jnp.einsum("fnx,fqx->fnq", code.astype(q.dtype), q[..., i::each]) for i, code in enumerate(codes)]
     return sum(found[1:], found[0])
+
+
+def products_by_dimension(packed: UInt[Array, "F X N"], q: Float[Array, "F Q D"], bits: int) -> Float[Array, "F Q N"]:
+    """Every query with every vector of codes, which lie dimension by dimension, in f32; for few queries.
+
+    Codes are multiplied as they are unpacked, once for each query, so that they are never stored as floats.
+    """
+    each, found = 8 // bits, jnp.zeros((*q.shape[:2], packed.shape[-1]), q.dtype)
+    for d in range(q.shape[-1]):
+        byte = packed[:, None, d // each].astype(jnp.int32)
+        code = (byte >> bits * (d % each) & 2**bits - 1) - _largest(bits)
+        found = found + code.astype(q.dtype) * q[..., d, None]
+        found = computed_once(found) if (d + 1) % _TERMS == 0 else found
+    return found

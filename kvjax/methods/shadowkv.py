@@ -148,7 +148,7 @@ def _shadow(spec: Spec, empty: Shadow, context, outlier) -> Shadow:
     """The prompt's keys: their leading directions, each token's part in these, and the outliers as they are."""
     raw, rank = _turn(spec, context.key.astype(jnp.float32), -context.pos), empty.low.key.shape[-1]
     low = dataclasses.replace(empty.low, adapter=prediction.leading_directions(raw, context.valid, rank, True))
-    at = jnp.where(context.valid, jnp.cumsum(context.valid) - 1, low.key.shape[1])
+    at = jnp.where(context.valid, jnp.cumsum(context.valid) - 1, low.tokens)
     low = dataclasses.replace(low, key=prediction.store(low, prediction.compress(low, raw), at))
     token = jnp.argmax(context.valid) + outlier[..., None] * spec.block_rows + jnp.arange(spec.block_rows)
     head = jnp.arange(spec.kv_heads)[:, None, None]
@@ -159,7 +159,7 @@ def _appended(spec: Spec, shadow: Shadow, index: Landmarks, leaving, placement) 
     """With the token that leaves the window; one that comes into an outlier's chunk is kept as it is, too."""
     low, key = shadow.low, leaving.key.astype(jnp.float32)
     raw = _turn(spec, key[:, None], -leaving.pos[None])
-    at = jnp.where(leaving.valid, index.stored, low.key.shape[1])
+    at = jnp.where(leaving.valid, index.stored, low.tokens)
     low = dataclasses.replace(low, key=prediction.store(low, prediction.compress(low, raw), at[None]))
     head, match = jnp.arange(spec.kv_heads), index.outlier == placement.block[:, None]
     which = jnp.where(jnp.any(match, axis=-1) & leaving.valid, jnp.argmax(match, axis=-1), match.shape[1])

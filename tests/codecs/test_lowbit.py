@@ -43,6 +43,18 @@ def test_products_piece_by_piece_are_those_of_the_codes(bits, piece, monkeypatch
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("size", [4, 16, 40])
+def test_products_dimension_by_dimension_are_those_of_the_codes(bits, size):
+    """Two heads of 42 tokens: fewer dimensions than are added at a time, as many, and more."""
+    rng, largest = np.random.default_rng(3), 2 ** (bits - 1) - 1
+    code = rng.integers(-largest, largest + 1, (2, 42, size)).astype(np.int8)
+    q = rng.normal(size=(2, 3, size)).astype(np.float32)
+    packed = lowbit.pack(jnp.asarray(code), bits).swapaxes(1, 2)
+    found = lowbit.products_by_dimension(packed, jnp.asarray(q), bits)
+    np.testing.assert_allclose(found, np.einsum("fnd,fqd->fqn", code, q), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
 def test_runs_of_packed_keys_are_scored_without_turning_back(bits):
     """Given keys that stand in threes."""
     key = jnp.asarray(np.repeat(TABLE[:8], 3, axis=0))

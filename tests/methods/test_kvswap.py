@@ -105,7 +105,7 @@ def test_adapters_that_keep_everything_predict_the_true_scores():
     sim, keys = after_decoding(method)
     index = jax.tree.map(lambda leaf: jnp.asarray(leaf)[0], sim.cache.state.index)
     expected = np.einsum("kgd,tkd->kgt", Q, keys) / np.sqrt(SIZE)
-    found = jax.jit(prediction.predict)(index, Q)[0, : len(keys)]
+    found = jax.jit(prediction.predict_together)(index, Q)[0, : len(keys)]
     np.testing.assert_allclose(found, expected.reshape(-1, len(keys)).T, atol=1e-3)
 
 
@@ -116,15 +116,23 @@ def test_keys_in_few_bits_are_near_those_in_floats_and_score_as_what_they_are(bi
     whole, few = (decoded(dataclasses.replace(method, bits=bits)).cache.state.index for bits in (32, bits))
     assert few.key.nbytes * 32 == whole.key.nbytes * bits
     index = jax.tree.map(lambda leaf: jnp.asarray(leaf)[0], few)
-    key = lowbit.unpack(index.key, bits).astype(jnp.float32) * index.scale[:, None]
+    key = lowbit.unpack(token_by_token(index), bits).astype(jnp.float32) * index.scale[:, None]
     count, prompt = int(index.stored), PROMPT - method.sinks - method.window + 1
-    floats = np.asarray(whole.key)[0, :, :count]
+    floats = np.asarray(token_by_token(jax.tree.map(lambda leaf: leaf[0], whole)))[:, :count]
     near = np.abs(key[:, :count] - floats) <= 0.501 * np.asarray(index.scale)[:, None]
     largest = (2 ** (bits - 1) - 1) * np.asarray(index.scale)[:, None]
     assert near[:, :prompt].all() and (near | (np.abs(floats) > largest)).all()
-    found = jax.jit(prediction.predict)(index, Q)
-    expected = jax.jit(prediction.predict)(dataclasses.replace(index, key=key, scale=None), Q)
-    np.testing.assert_allclose(found, expected, atol=0.01 * float(jnp.abs(expected).max()))  # queries in bfloat16
+    low = np.asarray(prediction.project(index, Q))
+    if joint:
+        found, expected = prediction.predict_together, np.einsum("fnr,kgr->fnkg", key, low).reshape(1, key.shape[1], -1)
+    else:
+        found, expected = prediction.predict_by_head, np.einsum("knr,kgr->kgn", key, low)
+    np.testing.assert_allclose(jax.jit(found)(index, Q), expected, atol=1e-5 * np.abs(expected).max())
+
+
+def token_by_token(index):
+    """Keys of one sequence `[F, N, X]`, however they lie."""
+    return index.key if index.together else index.key.swapaxes(1, 2)
 
 
 def test_scales_are_not_taken_from_a_few_tokens(params):
@@ -182,7 +190,7 @@ def test_infinigen_keeps_the_dimensions_with_the_largest_magnitudes():
     for head in range(HEADS):
         kept = set(np.argsort(-magnitude[head])[: SIZE // 2])
         assert set(np.flatnonzero(np.asarray(index.adapter[head]).any(-1))) == kept
-        low = np.asarray(index.key[head, :17])
+        low = np.asarray(index.key[head, :, :17].T)
         np.testing.assert_array_equal(np.sort(low), np.sort(key[head, :17][:, sorted(kept)].astype(np.float32)))
 
 
