@@ -386,13 +386,14 @@ def _key(row: dict) -> tuple:
 
 
 def _combinations(config) -> Iterator[tuple]:
-    """(context, batch, store, settings) of every row; "only" of a method's settings has the contexts and stores that
-    it is measured with, where these are not all."""
+    """(context, batch, store, settings) of every row; "only" of a method's settings has the contexts, batches and
+    stores that it is measured with, where these are not all."""
     for context, batch, store, settings in itertools.product(
         config.contexts, config.batches, config.stores, config.methods
     ):
         only = settings.get("only", {})
-        if context in only.get("contexts", (context,)) and store in only.get("stores", (store,)):
+        row = {"contexts": context, "batches": batch, "stores": store}
+        if all(value in only.get(name, (value,)) for name, value in row.items()):
             yield context, batch, store, settings
 
 

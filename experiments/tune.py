@@ -58,7 +58,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     found = tuner.tune(
         llm, store, sample_text(llm, config.text, config.seed), max_bytes=config.max_mib << 20,
         batches=tuple(config.batches), contexts=tuple(config.contexts), selected=config.selected, bits=config.bits,
-        relax=config.relax, space=space, adapters=adapters, path=run.path / "tuning.json",
+        per_head=config.per_head, relax=config.relax, space=space, adapters=adapters, path=run.path / "tuning.json",
     )
     rows = [row(config, *pair, solution) for pair, solution in sorted(found.solutions.items())]
     print_table(rows)
@@ -87,8 +87,9 @@ def check(llm, store, space: tuner.Space, found: tuner.Tuning, config, pair, run
 def decoded(llm, found: tuner.Tuning, config, solution: tuner.Solution, batch: int, context: int, path) -> dict:
     """A row of the throughput experiment with these settings, while as many groups come back as expected."""
     slots, method = found.family.slots(solution.setting), found.family.method(solution.setting)
+    fields = ("name", "group", "sigma", "bits", "per_head", "adapters", "budget")
     settings = {
-        **{name: getattr(method, name) for name in ("name", "group", "sigma", "bits", "adapters", "budget")},
+        **{name: getattr(method, name) for name in fields},
         "replay": solution.reuse_rate,
         "slots": {"count": slots.count, "policy": slots.policy, "prefetch": slots.prefetch},
     }

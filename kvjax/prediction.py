@@ -131,7 +131,7 @@ class Predictor(Method):
         offset, count = jnp.cumsum(context.valid) - 1, jnp.sum(context.valid, dtype=jnp.int32)
         low = compress(index, context.key)
         if index.scale is not None:
-            scale = functools.partial(lowbit.scale_of, bits=self.bits)
+            scale = functools.partial(lowbit.closest_scale, bits=self.bits)
             index = dataclasses.replace(index, scale=jax.vmap(scale)(jnp.where(context.valid[:, None], low, 0.0)))
         key = store(index, low, jnp.where(context.valid, offset, index.tokens))
         placement = in_token_order(spec, jnp.int32(0), offset, context.valid)

@@ -1,44 +1,65 @@
 """Keys in 8, 4 or 2 bits per element, with one scale per channel.
 
 Some channels of keys are much larger than others, so that one scale per channel loses less than one per token. Scales
-are those of the prompt; later keys beyond them are clipped. Codes are odd in number, as 0 stays 0: of 2 bits, three are
-used. Run-length encoding of the result composes: `rle.encode` takes integers, packed bytes too, and
-`rle.scores(q * scale, ...)` needs no key turned back.
+are those of the prompt; later keys beyond them are clipped. Codes of 8 and 4 bits are whole numbers, -127 to 127 and -7
+to 7, so that 0 stays 0; those of 2 bits are -3, -1, 1 and 3, as three levels would be too few. Run-length encoding of
+the result composes: `rle.encode` takes integers, packed bytes too, and `rle.scores(q * scale, ...)` needs no key turned
+back.
 """
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kvjax.errors import ConfigError
 from kvjax.order import computed_once
 from kvjax.typing import Array, Float, Num, UInt
 
 BITS = (8, 4, 2)
+_LARGEST = {8: 127, 4: 7, 2: 3}  # code; the smallest is as far from 0
+_APART = {8: 1, 4: 1, 2: 2}  # neighbouring codes
 TOKENS = 64  # that a scale is taken from, at least
+_NOTHING = 1e-30  # a channel's largest number, at least
 _PIECE = 1 << 20  # codes that are floats at a time: about what a core's cache holds
 _TERMS = 16  # products that are added at a time: XLA:CPU makes slow code of long sums
 
 
 def scale_of(key: Float[Array, "T D"], bits: int = 8) -> Float[Array, "D"]:
-    """The step of each channel; 1 for a channel that is all zero."""
+    """What a code of 1 stands for in each channel: the channel's largest number has the largest code."""
     largest = jnp.max(jnp.abs(key), axis=0)
-    return jnp.where(largest > 0, largest / _largest(bits), 1.0)
+    return jnp.maximum(largest, _NOTHING) / _largest(bits)
+
+
+def closest_scale(key: Float[Array, "T D"], bits: int) -> Float[Array, "D"]:
+    """The scale of each channel with which codes are nearest to its numbers in the mean; what is rare is clipped.
+
+    Of few bits, most codes of `scale_of` would be zeros: a channel's largest number is several times its usual one.
+    """
+    scales = scale_of(key, bits) * 2.0 ** -np.arange(0, 3.25, 0.25, np.float32)[:, None]
+
+    def error(scale):
+        return jnp.sum(jnp.square(dequantise(quantise(key, scale, bits), scale) - key), axis=0)
+
+    best = jnp.argmin(jax.lax.map(error, scales), axis=0)
+    return jnp.take_along_axis(scales, best[None], axis=0)[0]
 
 
 def _largest(bits: int) -> int:
     """The largest code. ConfigError if there is none of so many bits."""
     if bits not in BITS:
         raise ConfigError(f"bits={bits} must be one of {', '.join(map(str, BITS))}")
-    return (1 << bits - 1) - 1
+    return _LARGEST[bits]
 
 
 def quantise(key: Float[Array, "*T D"], scale: Float[Array, "D"], bits: int = 8) -> Num[Array, "*T D"]:
     """int8 codes, clipped to what the scale can say."""
-    return jnp.clip(jnp.round(key / scale), -_largest(bits), _largest(bits)).astype(jnp.int8)
+    largest, apart = _largest(bits), _APART[bits]
+    level = jnp.round((key / scale + largest) / apart)  # from 0, the smallest code's
+    return (jnp.clip(level, 0, 2 * largest // apart) * apart - largest).astype(jnp.int8)
 
 
 def dequantise(key: Num[Array, "*T D"], scale: Float[Array, "D"]) -> Float[Array, "*T D"]:
-    """Keys again, each element at most half a step off unless it was clipped."""
+    """Keys again, each element at most half of what codes are apart off, unless it was clipped."""
     return key.astype(scale.dtype) * scale
 
 
@@ -53,14 +74,18 @@ def packed_shape(shape: tuple[int, ...], bits: int) -> tuple[int, ...]:
 def pack(code: Num[Array, "*T D"], bits: int) -> UInt[Array, "*T X"]:
     """Codes as bytes, `8 / bits` in each; equal bytes are equal codes. ConfigError if they do not fill bytes."""
     shape, each = packed_shape(code.shape, bits), 8 // bits
-    parts = (code.astype(jnp.uint8) + _largest(bits)).reshape(*shape, each)
+    parts = ((code.astype(jnp.uint8) + _largest(bits)) // _APART[bits]).reshape(*shape, each)
     return jnp.sum(parts << (bits * jnp.arange(each, dtype=jnp.uint8)), axis=-1, dtype=jnp.uint8)
 
 
 def unpack(packed: UInt[Array, "*T X"], bits: int) -> Num[Array, "*T D"]:
     """The codes again."""
     parts = packed[..., None] >> (bits * jnp.arange(8 // bits, dtype=jnp.uint8)) & (2**bits - 1)
-    return (parts.astype(jnp.int8) - _largest(bits)).reshape(*packed.shape[:-1], -1)
+    return _code(parts.astype(jnp.int8), bits).reshape(*packed.shape[:-1], -1)
+
+
+def _code(level: Num[Array, "..."], bits: int) -> Num[Array, "..."]:
+    return level * _APART[bits] - _largest(bits)
 
 
 def products(packed: UInt[Array, "F N X"], q: Float[Array, "F Q D"], bits: int) -> Float[Array, "F N Q"]:
@@ -82,7 +107,7 @@ def products(packed: UInt[Array, "F N X"], q: Float[Array, "F Q D"], bits: int) 
 def _products(packed: UInt[Array, "F N X"], q: Float[Array, "F Q D"], bits: int) -> Float[Array, "F N Q"]:
     """Codes that share a byte lie `8 / bits` apart, and are not brought into order: each meets its own part of q."""
     each, byte = 8 // bits, packed.astype(jnp.int32)
-    codes = [(byte >> bits * i & 2**bits - 1) - _largest(bits) for i in range(each)]
+    codes = [_code(byte >> bits * i & 2**bits - 1, bits) for i in range(each)]
     # Codes as the left operand: XLA:CPU then reads them in place.
     found = [jnp.einsum("fnx,fqx->fnq", code.astype(q.dtype), q[..., i::each]) for i, code in enumerate(codes)]
     return sum(found[1:], found[0])
@@ -96,7 +121,7 @@ def products_by_dimension(packed: UInt[Array, "F X N"], q: Float[Array, "F Q D"]
     each, found = 8 // bits, jnp.zeros((*q.shape[:2], packed.shape[-1]), q.dtype)
     for d in range(q.shape[-1]):
         byte = packed[:, None, d // each].astype(jnp.int32)
-        code = (byte >> bits * (d % each) & 2**bits - 1) - _largest(bits)
+        code = _code(byte >> bits * (d % each) & 2**bits - 1, bits)
         found = found + code.astype(q.dtype) * q[..., d, None]
         found = computed_once(found) if (d + 1) % _TERMS == 0 else found
     return found

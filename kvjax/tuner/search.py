@@ -27,7 +27,7 @@ _LOG = logging.getLogger(__name__)
 def tune(
     llm: LLM, store: Store, text: str | Sequence[int], *, max_bytes: int, batches: Sequence[int] = (1,),
     contexts: Sequence[int] = (4096, 8192, 16384, 32768), selected: int = 400, bits: int = 32,
-    relax: float = 0.1, space: Space | None = None, adapters: dict[int, str] | None = None,
+    per_head: bool = False, relax: float = 0.1, space: Space | None = None, adapters: dict[int, str] | None = None,
     path: str | os.PathLike | None = None,
 ) -> Tuning:
     """Settings of KVSwap for a model on a store (appendix A).
@@ -39,7 +39,7 @@ def tune(
       text: text or token ids on which the reuse rate of every buffer size is measured; half is the prompt, the rest
         decoded.
       max_bytes: memory for the caches of the largest batch.
-      selected, bits, adapters: what all settings have in common (`Family`).
+      selected, bits, per_head, adapters: what all settings have in common (`Family`).
       relax: alpha, by what share reading may prolong a layer.
       path: where to keep solutions as they are found; pairs that are there already are not solved again.
 
@@ -47,7 +47,7 @@ def tune(
     another model, family, memory, alpha or space, or WriteFailed; and what the store raises, NoSpace where it has no
     room for a layer.
     """
-    family = Family(selected, bits, adapters or {})
+    family = Family(selected, bits, adapters or {}, per_head)
     limits = Limits(max_bytes // max(batches), relax, space or Space())
     found = _resumed(path, Tuning({}, family, limits, llm.fingerprint))
     recurring = _reuse_rates(llm, text, limits.space, family)

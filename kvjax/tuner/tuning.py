@@ -23,11 +23,13 @@ class Family:
       selected: MG, tokens that groups may contribute to one step.
       bits: of each number of a compressed key (`kvjax.kvswap`); the paper has floats.
       adapters: directory of the adapters of each sigma; a sigma without one decomposes each prompt's own keys.
+      per_head: whether that decomposition is each head's for itself, which goes well with few bits.
     """
 
     selected: int = 400
     bits: int = 32
     adapters: dict[int, str] = dataclasses.field(default_factory=dict)
+    per_head: bool = False
 
     def __post_init__(self):  # so that they are found from wherever a saved tuning is loaded
         found = {sigma: os.path.abspath(directory) for sigma, directory in self.adapters.items()}
@@ -35,7 +37,7 @@ class Family:
 
     def method(self, setting: Setting, **settings: Any) -> KVSwap:
         """KVSwap with MG = `selected`; its budget also has sinks, window, and what a group adds by being whole."""
-        made = KVSwap(group=setting.group, sigma=setting.sigma, bits=self.bits,
+        made = KVSwap(group=setting.group, sigma=setting.sigma, bits=self.bits, per_head=self.per_head,
                       adapters=self.adapters.get(setting.sigma), **settings)
         return dataclasses.replace(made, budget=made.sinks + made.window + self.selected)
 

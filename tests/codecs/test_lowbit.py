@@ -8,23 +8,36 @@ from kvjax.codecs import lowbit, rle
 from kvjax.errors import ConfigError
 
 TOKENS, SIZE = 24, 8
+CODES = {8: np.arange(-127, 128), 4: np.arange(-7, 8), 2: np.asarray([-3, -1, 1, 3])}
 TABLE = np.random.default_rng(0).normal(size=(9, SIZE)).astype(np.float32)
 
 
-@pytest.mark.parametrize(("bits", "largest"), [(8, 127), (4, 7), (2, 1)])
-def test_keys_are_half_a_step_off_at_most(bits, largest):
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_keys_are_half_a_step_off_at_most(bits):
+    """Given channels of unlike size, and one that is all zero."""
     key = jnp.asarray(TABLE * np.asarray([1, 100, 0.01, 0, 1, 1, 1, 1], np.float32))
     scale = lowbit.scale_of(key, bits)
-    code = lowbit.quantise(key, scale, bits)
-    assert (jnp.abs(lowbit.dequantise(code, scale) - key) <= 0.501 * scale).all() and code.dtype == jnp.int8
-    assert int(jnp.abs(code).max()) == largest and not np.asarray(code[:, 3]).any()
-    np.testing.assert_array_equal(lowbit.quantise(jnp.full((1, SIZE), 1e6), scale, bits), largest)
+    code, apart = lowbit.quantise(key, scale, bits), CODES[bits][1] - CODES[bits][0]
+    assert (jnp.abs(lowbit.dequantise(code, scale) - key) <= 0.501 * apart * scale).all() and code.dtype == jnp.int8
+    assert set(np.unique(code)) <= set(CODES[bits]) and int(jnp.abs(code).max()) == CODES[bits][-1]
+    np.testing.assert_allclose(lowbit.dequantise(code, scale)[:, 3], 0, atol=1e-20)
+    np.testing.assert_array_equal(lowbit.quantise(jnp.full((1, SIZE), 1e6), scale, bits), CODES[bits][-1])
+
+
+@pytest.mark.parametrize(("bits", "best"), [(4, 0.352), (2, 0.498)])
+def test_the_closest_scale_is_known_for_normal_numbers(bits, best):
+    """Given what is best for 15 and for 4 levels; the scales tried lie 19 % apart. Zeros stay what they are."""
+    key = np.random.default_rng(5).normal(size=(4000, 3)).astype(np.float32) * np.asarray([1, 50, 0], np.float32)
+    scale = np.asarray(lowbit.closest_scale(jnp.asarray(key), bits))
+    assert np.abs(np.log2(scale[:2] / np.asarray([best, 50 * best]))).max() <= 0.15 and scale[2] > 0
+    error = [np.square(lowbit.dequantise(lowbit.quantise(key, one, bits), one) - key).sum(0)
+             for one in (scale, np.asarray(lowbit.scale_of(jnp.asarray(key), bits)))]
+    assert (error[0][:2] < 0.8 * error[1][:2]).all() and error[0][2] < 1e-20
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
 def test_every_code_comes_back_from_its_bytes(bits):
-    largest = 2 ** (bits - 1) - 1
-    code = np.random.default_rng(1).integers(-largest, largest + 1, (40, SIZE)).astype(np.int8)
+    code = np.random.default_rng(1).choice(CODES[bits], (40, SIZE)).astype(np.int8)
     packed = lowbit.pack(jnp.asarray(code), bits)
     assert packed.dtype == jnp.uint8 and packed.shape == (40, SIZE * bits // 8)
     np.testing.assert_array_equal(lowbit.unpack(packed, bits), code)
@@ -35,8 +48,8 @@ def test_every_code_comes_back_from_its_bytes(bits):
 def test_products_piece_by_piece_are_those_of_the_codes(bits, piece, monkeypatch):
     """Two heads of 42 tokens: a token at a time, pieces that fit and that leave a rest, all at once."""
     monkeypatch.setattr(lowbit, "_PIECE", piece)
-    rng, largest = np.random.default_rng(2), 2 ** (bits - 1) - 1
-    code = rng.integers(-largest, largest + 1, (2, 42, SIZE)).astype(np.int8)
+    rng = np.random.default_rng(2)
+    code = rng.choice(CODES[bits], (2, 42, SIZE)).astype(np.int8)
     q = rng.normal(size=(2, 3, SIZE)).astype(np.float32)
     found = lowbit.products(lowbit.pack(jnp.asarray(code), bits), jnp.asarray(q), bits)
     np.testing.assert_allclose(found, np.einsum("fnd,fqd->fnq", code, q), rtol=1e-5, atol=1e-4)
@@ -46,8 +59,8 @@ def test_products_piece_by_piece_are_those_of_the_codes(bits, piece, monkeypatch
 @pytest.mark.parametrize("size", [4, 16, 40])
 def test_products_dimension_by_dimension_are_those_of_the_codes(bits, size):
     """Two heads of 42 tokens: fewer dimensions than are added at a time, as many, and more."""
-    rng, largest = np.random.default_rng(3), 2 ** (bits - 1) - 1
-    code = rng.integers(-largest, largest + 1, (2, 42, size)).astype(np.int8)
+    rng = np.random.default_rng(3)
+    code = rng.choice(CODES[bits], (2, 42, size)).astype(np.int8)
     q = rng.normal(size=(2, 3, size)).astype(np.float32)
     packed = lowbit.pack(jnp.asarray(code), bits).swapaxes(1, 2)
     found = lowbit.products_by_dimension(packed, jnp.asarray(q), bits)

@@ -26,12 +26,15 @@ def test_a_loss_has_its_difference_to_the_full_cache_with_an_interval_over_texts
 def test_a_method_is_timed_only_where_it_says():
     config = ml_collections.ConfigDict({
         "contexts": (8, 16), "batches": (1, 4), "stores": ("memory", "flash"),
-        "methods": ({"name": "full", "only": {"stores": ("memory",)}}, {"name": "quest", "only": {"contexts": (16,)}}),
+        "methods": (
+            {"name": "full", "only": {"stores": ("memory",)}},
+            {"name": "quest", "only": {"contexts": (16,), "batches": (4,)}},
+        ),
     })
     found = [(context, batch, store, one["name"]) for context, batch, store, one in throughput._combinations(config)]
     assert found == [
-        (8, 1, "memory", "full"), (8, 4, "memory", "full"), (16, 1, "memory", "full"), (16, 1, "memory", "quest"),
-        (16, 1, "flash", "quest"), (16, 4, "memory", "full"), (16, 4, "memory", "quest"), (16, 4, "flash", "quest"),
+        (8, 1, "memory", "full"), (8, 4, "memory", "full"), (16, 1, "memory", "full"), (16, 4, "memory", "full"),
+        (16, 4, "memory", "quest"), (16, 4, "flash", "quest"),
     ]
 
 

@@ -111,17 +111,18 @@ def test_adapters_that_keep_everything_predict_the_true_scores():
 
 @pytest.mark.parametrize(("bits", "joint"), [(8, True), (4, True), (4, False), (2, True)])
 def test_keys_in_few_bits_are_near_those_in_floats_and_score_as_what_they_are(bits, joint):
-    """Given decoded tokens too, which may lie beyond the prompt's scale."""
+    """Given decoded tokens too; what is rare, or lies beyond the prompt's, is clipped."""
     method = KVSwap(**SMALL, sigma=2, per_head=not joint)
     whole, few = (decoded(dataclasses.replace(method, bits=bits)).cache.state.index for bits in (32, bits))
     assert few.key.nbytes * 32 == whole.key.nbytes * bits
     index = jax.tree.map(lambda leaf: jnp.asarray(leaf)[0], few)
     key = lowbit.unpack(token_by_token(index), bits).astype(jnp.float32) * index.scale[:, None]
-    count, prompt = int(index.stored), PROMPT - method.sinks - method.window + 1
+    count = int(index.stored)
     floats = np.asarray(token_by_token(jax.tree.map(lambda leaf: leaf[0], whole)))[:, :count]
-    near = np.abs(key[:, :count] - floats) <= 0.501 * np.asarray(index.scale)[:, None]
-    largest = (2 ** (bits - 1) - 1) * np.asarray(index.scale)[:, None]
-    assert near[:, :prompt].all() and (near | (np.abs(floats) > largest)).all()
+    step, largest, share = {8: (1, 127, 0.8), 4: (1, 7, 0.8), 2: (2, 3, 0.7)}[bits]
+    near = np.abs(key[:, :count] - floats) <= 0.501 * step * np.asarray(index.scale)[:, None]
+    largest *= np.asarray(index.scale)[:, None]
+    assert near.mean() > share and (near | (np.abs(floats) > largest)).all()
     low = np.asarray(prediction.project(index, Q))
     if joint:
         found, expected = prediction.predict_together, np.einsum("fnr,kgr->fnkg", key, low).reshape(1, key.shape[1], -1)

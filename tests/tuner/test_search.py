@@ -30,10 +30,10 @@ def parts(setting):
     return FAMILY.method(setting), FAMILY.slots(setting)
 
 
-@pytest.mark.parametrize("bits", [32, 4])
+@pytest.mark.parametrize(("bits", "per_head"), [(32, False), (4, False), (4, True)])
 @pytest.mark.parametrize("setting", [Setting(4, 2, 24), Setting(2, 4, 48)])
-def test_predicted_memory_is_what_a_cache_takes(llm, setting, bits):
-    family = tuner.Family(SELECTED, bits)
+def test_predicted_memory_is_what_a_cache_takes(llm, setting, bits, per_head):
+    family = tuner.Family(SELECTED, bits, per_head=per_head)
     method, slots = family.method(setting), family.slots(setting)
     texts = [2 * TEXT[:60], 2 * TEXT[:50]]
     cache = llm.prefill(texts, method=method, slots=slots, store=HostStore(), capacity=128)
@@ -112,7 +112,10 @@ def test_solutions_are_kept_as_they_are_found(llm, tmp_path, monkeypatch):
     assert tuner.load(path) == first and first.solutions[1, 96].setting.sigma == 2
     monkeypatch.setattr(profile, "compute_seconds", lambda *args: pytest.fail("measured again"))
     assert tuner.tune(llm, HostStore(), TEXT, contexts=(96,), path=path, **settings) == first
-    changes = ({"selected": 32}, {"bits": 4}, {"relax": 0.5}, {"max_bytes": 10**7}, {"space": tuner.Space()})
+    changes = (
+        {"selected": 32}, {"bits": 4}, {"per_head": True}, {"relax": 0.5}, {"max_bytes": 10**7},
+        {"space": tuner.Space()},
+    )
     for change in changes:
         with pytest.raises(FormatMismatch, match=r"selected=24, bits=32, .* relax=0\.1"):
             tuner.tune(llm, HostStore(), TEXT, contexts=(96,), path=path, **{**settings, **change})
