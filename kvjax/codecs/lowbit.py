@@ -9,7 +9,6 @@ back.
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from kvjax.errors import ConfigError
 from kvjax.order import computed_once
@@ -35,7 +34,7 @@ def closest_scale(key: Float[Array, "T D"], bits: int) -> Float[Array, "D"]:
 
     Of few bits, most codes of `scale_of` would be zeros: a channel's largest number is several times its usual one.
     """
-    scales = scale_of(key, bits) * 2.0 ** -np.arange(0, 3.25, 0.25, np.float32)[:, None]
+    scales = scale_of(key, bits) * jnp.exp2(-jnp.arange(0, 3.25, 0.25))[:, None]
 
     def error(scale):
         return jnp.sum(jnp.square(dequantise(quantise(key, scale, bits), scale) - key), axis=0)
