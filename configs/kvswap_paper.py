@@ -103,23 +103,30 @@ def _entries():
     return _evaluate(sizes, tasks=("needle_of_4", "perplexity"))
 
 
+def _systems() -> dict[str, dict]:
+    """What is timed, by label: groups or tokens that are read each time, unless it says otherwise."""
+    found = {one["label"]: {**one, "slots": _READ_ONCE, "replay": True} for one in _compared(8, "", _SELECTED + _TAIL)}
+    del found["shadowkv"]["replay"]  # nothing is kept of it, and its outliers are in no recording
+    kvswap = found.pop("kvswap")
+    half = {**kvswap, "sigma": 2, "bits": 4, "per_head": True}  # four times as many numbers in half the memory
+    others = (
+        _FLEXGEN, {**found["infinigen*"], "label": "infinigen*+ru", "slots": _reuse(1)},
+        {**kvswap, "label": "kvswap no reuse"}, {**kvswap, "slots": _reuse(4)},
+        {**half, "label": "4 bits no reuse"}, {**half, "label": "4 bits", "slots": _reuse(4)},
+        {**kvswap, "label": "4 bits tight", "sigma": 3, "bits": 4},
+    )
+    return found | {one["label"]: one for one in others}
+
+
 def _throughput():
     """Batches of 8 for KVSwap and its nearest rival alone: what reads many small pieces takes minutes a step."""
-    once = tuple({**method, "slots": _READ_ONCE} for method in _compared(8, "", _SELECTED + _TAIL))
-    infinigen, shared, loki, shadowkv, kvswap = ({**method, "replay": True} for method in once)
-    del shadowkv["replay"]  # nothing is kept of it, and its outliers are in no recording
-    alone = ({"name": "full", "only": {"stores": ("memory",)}}, _FLEXGEN, infinigen, shared, loki,
-             {**shared, "label": "infinigen*+ru", "slots": _reuse(1)})
-    few_bits = {**kvswap, "bits": 4, "per_head": True}  # eight times as many numbers in as much memory
-    half, quarter = ({**few_bits, "label": f"4 bits 1/{sigma}", "sigma": sigma} for sigma in (2, 4))
-    at_once, on_flash = {"batches": (1,)}, {"stores": ("flash:nvme", "flash:emmc")}
-    return _timed((
-        *({**method, "only": {**on_flash, **at_once, **method.get("only", {})}} for method in alone),
-        *({**method, "only": on_flash} for method in (
-            shadowkv, {**kvswap, "label": "kvswap no reuse"}, {**kvswap, "slots": _reuse(4)},
-            {**half, "label": "4 bits, once"}, {**half, "slots": _reuse(4)}, quarter,
-        )),
-    ), stores=("memory", "flash:nvme", "flash:emmc"), batches=(1, 8))
+    flash, both = ("flash:nvme", "flash:emmc"), ("shadowkv", "kvswap no reuse", "kvswap", "4 bits no reuse", "4 bits")
+    methods = tuple(
+        {**one, "only": {"stores": flash, "batches": (1, 8) if label in both else (1,)}}
+        for label, one in _systems().items()
+    )
+    full = {"name": "full", "only": {"stores": ("memory",), "batches": (1,)}}
+    return _timed((full, *methods), stores=("memory", *flash), batches=(1, 8))
 
 
 def _groups():
@@ -141,10 +148,11 @@ def _rates():
 
 def _breakdown():
     """A whole block, MLP included; each method with and without reading the next layer's blocks ahead."""
-    _, _, shared, _, _, shared_kept, once, kvswap = _throughput().methods
+    systems = _systems()
     return _timed(tuple(
-        {**method, "label": f"{method['label']} {prefetch}", "slots": {**method["slots"], "prefetch": prefetch}}
-        for method in (_FLEXGEN, shared, shared_kept, once, kvswap) for prefetch in ("layer", "off")
+        {**systems[label], "label": f"{label} {prefetch}", "slots": {**systems[label]["slots"], "prefetch": prefetch}}
+        for label in ("flexgen", "infinigen*", "infinigen*+ru", "kvswap no reuse", "kvswap")
+        for prefetch in ("layer", "off")
     ), models=("llama-1b-4l",), stores=("flash:nvme",))
 
 
@@ -162,6 +170,6 @@ def _smoke():
     config = _throughput()
     config.update(models=("reference",), contexts=(512,), stores=("flash:nvme",), steps=4)
     config.replay.update(tokens=256, steps=16)
-    kvswap = {**config.methods[-1], "budget": 100, "slots": {**_reuse(4), "count": 32}}
+    kvswap = {**_systems()["kvswap"], "budget": 100, "slots": {**_reuse(4), "count": 32}}
     config.methods = (kvswap, {**kvswap, "label": "kvswap drawn", "replay": 0.77})
     return config

@@ -14,6 +14,7 @@ from kvjax.errors import ConfigError, FormatMismatch
 from kvjax.method import Method
 from kvjax.planning import Slots
 from kvjax.store import emulation, profiles
+from kvjax.store.layout import SEQUENTIAL, check_layout
 from kvjax.tasks import corpus
 
 NOT_FIELDS = ("label", "slots", "dtype", "replay", "only", "whole")  # of a method: see `make_method`
@@ -46,26 +47,29 @@ def make_slots(settings: Mapping[str, Any], count: int = 0) -> Slots:
     return Slots(**{"count": count or None, **given})
 
 
-def check_store(kind: str) -> tuple[str, str]:
-    """Name and device of a kind of store. Raises ConfigError on an unknown one."""
-    name, _, profile = kind.partition(":")
-    if name not in ("memory", "host", "flash") or (profile and name != "flash"):
-        raise ConfigError(f"unknown store {kind!r}; use memory, host, flash or flash:DEVICE")
-    emulation.system_of(profile or profiles.NATIVE)
-    return name, profile
+def check_store(kind: str) -> tuple[str, dict[str, str]]:
+    """Name of a kind of store, and the device and layout that it names. Raises ConfigError on an unknown one."""
+    name, *rest = kind.split(":")
+    if name not in ("memory", "host", "flash") or (rest and name != "flash") or len(rest) > 2:
+        raise ConfigError(f"unknown store {kind!r}; use memory, host, flash, flash:DEVICE or flash:DEVICE:LAYOUT")
+    named = dict(zip(("profile", "layout"), rest, strict=False))
+    emulation.system_of(named.get("profile", profiles.NATIVE))
+    check_layout(named.get("layout", SEQUENTIAL))
+    return name, named
 
 
 def make_store(kind: str, directory: pathlib.Path, **settings: Any):
-    """A store by name; None keeps blocks in JAX arrays. "flash:emmc" emulates a device of `kvjax.store.profiles`.
+    """A store by name; None keeps blocks in JAX arrays. "flash:emmc" emulates a device of `kvjax.store.profiles`, and
+    "flash:emmc:sequential" has its blocks there in that layout.
 
     `settings` are those of a flash store (`kvjax.FlashStore`); the others have none.
     """
-    name, profile = check_store(kind)
+    name, named = check_store(kind)
     if name == "memory":
         return None
     if name == "host":
         return kvjax.HostStore()
-    store = kvjax.FlashStore(directory, profile=profile or profiles.NATIVE, **settings)
+    store = kvjax.FlashStore(directory, **named, **settings)
     directory.mkdir(parents=True, exist_ok=True)
     return store
 

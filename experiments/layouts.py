@@ -34,7 +34,7 @@ from kvjax import decode, planning
 from kvjax.errors import ConfigError
 from kvjax.planning import Slots
 from kvjax.store.base import Branch, Stats
-from kvjax.store.layout import LAYOUTS
+from kvjax.store.layout import SEQUENTIAL, check_layout
 
 
 class Updates:
@@ -182,7 +182,7 @@ def access_row(probe: Probe, row_bytes: int) -> dict[str, float]:
 def traffic_row(used: Stats, updates: Updates, layout: str, tokens: int, row_bytes: int) -> dict[str, float]:
     """Decoding's reads and writes, and Figure 13: bytes moved by updates."""
     # In token order, whatever is written beyond the new entries would be a moved one.
-    moved = used.rows_written - updates.inserted if layout == "sequential" else updates.moved
+    moved = used.rows_written - updates.inserted if layout == SEQUENTIAL else updates.moved
     return {
         "reads_per_token": used.reads / tokens, "bytes_read_per_token": used.bytes_read / tokens,
         "bytes_written_per_token": used.bytes_written / tokens,
@@ -205,9 +205,8 @@ def space_row(path: pathlib.Path, entries: int, row_bytes: int) -> dict[str, flo
 
 def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     """Measures every layout; re-running skips the rows that are there."""
-    unknown = set(config.layouts) - {*LAYOUTS, "sequential"}
-    if unknown:
-        raise ConfigError(f"unknown layouts {', '.join(sorted(unknown))}; use {', '.join(LAYOUTS)} or sequential")
+    for layout in config.layouts:
+        check_layout(layout)
     common.make_method(config.method)
     llm = common.load_model(config.model)
     tokens = texts(llm, config.batch, config.context + config.steps)

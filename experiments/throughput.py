@@ -68,12 +68,15 @@ def random_params(config: ModelConfig):
     return jax.tree.unflatten(tree, made)
 
 
-def made_up_keys(config: ModelConfig, tokens: int, seed: int):
-    """Keys and values `[1, T, K, D]` of one layer: clumps of nearby keys that drift."""
+def made_up_keys(config: ModelConfig, tokens: int, seed: int, run: float = 1.0):
+    """Keys and values `[1, T, K, D]` of one layer: clumps of nearby keys that drift. `run` neighbours on average are of
+    one clump."""
     rng = np.random.default_rng(seed)
     heads, size = config.num_kv_heads, config.head_dim
     centres = rng.standard_normal((256, heads, size), np.float32)
     clump = rng.integers(0, 256, tokens)
+    if run > 1:
+        clump = clump[np.cumsum(rng.random(tokens) < 1 / run) - 1]
     key = centres[clump] + 0.4 * rng.standard_normal((tokens, heads, size), np.float32)
     key += np.linspace(0, 0.5, tokens, dtype=np.float32)[:, None, None]
     return jnp.asarray(key[None]), jnp.asarray(rng.standard_normal((1, tokens, heads, size), np.float32))
@@ -81,11 +84,12 @@ def made_up_keys(config: ModelConfig, tokens: int, seed: int):
 
 def filled_cache(
     llm, method, context: int, steps: int, store, slots: Slots, batch: int = 1, dtype: str = "float32",
-    copies: bool = False,
+    copies: bool = False, run: float = 1.0,
 ):
     """A plan and a state that holds `context` made-up tokens per sequence; seconds per layer of index building.
 
-    With `copies`, and in memory only, layers that are planned alike are copies of the first of them.
+    With `copies`, and in memory only, layers that are planned alike are copies of the first of them. `run`: see
+    `made_up_keys`.
     """
     plan = planning.make_plan(llm.config, method, batch, context + steps, dtype)
     branch = store.create(planning.geometry(plan), "throughput") if store is not None else None
@@ -95,7 +99,7 @@ def filled_cache(
         if copies and twin < i:
             layers.append(jax.tree.map(jnp.copy, layers[twin]))
             continue
-        made = [made_up_keys(llm.config, context, i + b * llm.config.num_layers) for b in range(batch)]
+        made = [made_up_keys(llm.config, context, i + b * llm.config.num_layers, run) for b in range(batch)]
         key, value = (jnp.concatenate(rows) for rows in zip(*made, strict=True))
         started = time.perf_counter()
         leader = layers[-1].state if plan.layers[i].follows else None
@@ -259,7 +263,9 @@ def measure(llm, name: str, settings, store_name: str, context: int, batch: int,
     store = common.make_store(store_name, directory)
     slots, dtype = common.make_slots(settings, config.slots), common.dtype_of(settings)
     room = len(config.drivers) * (config.steps + 1) + _COMMITS + 1
-    plan, state, branch, build = filled_cache(llm, method, context, room, store, slots, batch, dtype)
+    plan, state, branch, build = filled_cache(
+        llm, method, context, room, store, slots, batch, dtype, run=config.get("clump_run", 1.0)
+    )
     state = replay.stagger(method, state) if isinstance(method, Replay) else state
     resident, before = planning.resident_bytes(state), branch.stats() if branch is not None else None
     commands = common.commands_of(store)
@@ -292,6 +298,7 @@ def traffic_row(before: base.Stats, after: base.Stats, steps: int, batch: int = 
     seconds, tokens = max(after.io_seconds - before.io_seconds, 1e-9), steps * batch
     return {
         "bytes_read_per_token": (after.bytes_read - before.bytes_read) / tokens,
+        "useful_bytes_per_read": (after.bytes_useful - before.bytes_useful) / max(1, after.reads - before.reads),
         "bytes_put_per_token": (after.bytes_put - before.bytes_put) / tokens,
         "reads_per_token": (after.reads - before.reads) / tokens,
         "mispredicted_per_token": (after.mispredicted - before.mispredicted) / tokens,
@@ -399,7 +406,7 @@ def _combinations(config) -> Iterator[tuple]:
 
 def print_table(rows: list[dict]) -> None:
     """The figures that matter, a line per row."""
-    print(f"{'model':>12}{'method':>14}{'store':>14}{'context':>9}{'batch':>6}{'ms/token':>10}{'limit':>8}{'select':>8}"
+    print(f"{'model':>12}{'method':>14}{'store':>24}{'context':>9}{'batch':>6}{'ms/token':>10}{'limit':>8}{'select':>8}"
           f"{'attend':>8}{'commit':>8}{'fetch':>8}{'raw':>8}{'wait':>8}{'reuse %':>8}{'late %':>8}{'KV MiB':>9}"
           f"{'store MiB':>10}")
     for row in rows:
@@ -409,7 +416,7 @@ def print_table(rows: list[dict]) -> None:
         shown = "".join(f"{cell:8.2f}" if cell is not None else f"{'-':>8}" for cell in cells)
         resident = f"{row['resident_bytes'] / 2**20:9.1f}" if "resident_bytes" in row else f"{'-':>9}"
         resident += f"{row['store_bytes'] / 2**20:10.1f}" if "store_bytes" in row else f"{'-':>10}"
-        print(f"{row['model']:>12}{row['method']:>14}{row['store']:>14}{row['context']:>9,}{row['batch']:>6}"
+        print(f"{row['model']:>12}{row['method']:>14}{row['store']:>24}{row['context']:>9,}{row['batch']:>6}"
               f"{1e3 / row['tokens_per_s']:10.2f}{shown}{resident}")
     if any(row.get("late_share", 0.0) > _LATE for row in rows):
         print(f"late % above {100 * _LATE:.0f}: the disk under an emulated device is slower than that device; put "

@@ -13,7 +13,7 @@ from kvjax.store.creation import create_file, open_file
 from kvjax.store.extents import ExtentPool
 from kvjax.store.file import BlockFile
 from kvjax.store.format import CODECS, HEADER_BYTES, Header
-from kvjax.store.layout import LAYOUTS
+from kvjax.store.layout import LAYOUTS, SEQUENTIAL, check_layout
 from kvjax.store.log import Found, adopt, whole_saves
 from kvjax.store.overlay import OverlayFile
 from kvjax.store.reader import ENGINES, Reader
@@ -56,8 +56,7 @@ class FlashStore:
         if threads < 1 or staging_bytes < 0 or timeout <= 0 or (max_bytes is not None and max_bytes < 1):
             raise ConfigError(f"threads={threads}, max_bytes={max_bytes} and timeout={timeout} must be positive, "
                               f"staging_bytes={staging_bytes} not negative")
-        if layout not in (*LAYOUTS, "sequential"):
-            raise ConfigError(f"unknown layout {layout!r}; use one of {', '.join(LAYOUTS)}, sequential")
+        check_layout(layout)
         if engine not in (None, *ENGINES):
             raise ConfigError(f"unknown engine {engine!r}; use one of {', '.join(ENGINES)}, or None")
         if codec not in (None, *CODECS):
@@ -84,7 +83,7 @@ class FlashStore:
         Raises ConfigError for a tolerance where keys must not change, and StoreError as `create_file`: NoSpace where
         not even `least_blocks` blocks would fit, which the caller is sure to write.
         """
-        if self.layout == "sequential":
+        if self.layout == SEQUENTIAL:
             pages = log_geometry(geometry)
             full = max(0, least_blocks - geometry.layers * geometry.lanes)  # the last block of a lane may be a row
             least_pages = max(1, full * geometry.block_rows // pages.block_rows)
@@ -117,7 +116,7 @@ class FlashStore:
         whole, StoreLocked, StoreClosed when there is no file, ReadFailed or WriteFailed. A damaged save is passed over
         with a warning.
         """
-        if self.layout == "sequential":
+        if self.layout == SEQUENTIAL:
             raise ConfigError("layout='sequential' is not saved, so that no file can be opened with it; use another")
         file, header = open_file(self.path, self.system, direct=self.direct, read_only=read_only)
         try:
@@ -157,7 +156,7 @@ class FlashStore:
 
     def _volume(self, file: BlockFile, codec: Codec, lanes: LanePool) -> Volume:
         # Pages of logs lie in token order: to the layout of their file, a page is a block.
-        layout = "cluster_major" if self.layout == "sequential" else self.layout
+        layout = "cluster_major" if self.layout == SEQUENTIAL else self.layout
         chosen = LAYOUTS[layout](codec.geometry, lanes.extents)
         reader = Reader(file, codec, self.system, engine=self.engine, threads=self.threads, timeout=self.timeout)
         return Volume(file, codec, lanes, chosen, reader=reader, staging_bytes=self.staging_bytes, timeout=self.timeout)

@@ -23,6 +23,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from kvjax.errors import ConfigError
 from kvjax.store.base import Geometry
 from kvjax.store.extents import ExtentPool
 
@@ -159,6 +160,13 @@ class DualHead(Layout):
 
 
 LAYOUTS: dict[str, type[Layout]] = {"grouped": Grouped, "cluster_major": ClusterMajor, "dual_head": DualHead}
+SEQUENTIAL = "sequential"
+
+
+def check_layout(name: str) -> None:
+    """Raises ConfigError for a layout that there is not."""
+    if name not in (*LAYOUTS, SEQUENTIAL):
+        raise ConfigError(f"unknown layout {name!r}; use one of {', '.join(LAYOUTS)}, {SEQUENTIAL}")
 
 
 # ---------------------------------------------------------------------------- correlation of blocks

@@ -11,10 +11,13 @@ def test_stores_by_name(tmp_path):
     assert common.make_store("memory", tmp_path) is None
     assert isinstance(common.make_store("host", tmp_path), kvjax.HostStore)
     assert common.make_store("flash", tmp_path / "new").profile == "native" and (tmp_path / "new").is_dir()
-    assert common.make_store("flash:emmc", tmp_path).profile == "emmc"
+    store = common.make_store("flash:emmc", tmp_path)
+    assert (store.profile, store.layout) == ("emmc", "grouped")
+    store = common.make_store("flash:emmc:sequential", tmp_path)
+    assert (store.profile, store.layout) == ("emmc", "sequential")
 
 
-@pytest.mark.parametrize("kind", ["disk", "", "host:emmc", "flash:floppy"])
+@pytest.mark.parametrize("kind", ["disk", "", "host:emmc", "flash:floppy", "flash:emmc:spiral", "flash:emmc:grouped:x"])
 def test_unknown_stores_are_refused_and_make_nothing(tmp_path, kind):
     with pytest.raises(ConfigError, match="unknown"):
         common.make_store(kind, tmp_path / "new")
