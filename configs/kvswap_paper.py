@@ -32,7 +32,7 @@ import ml_collections
 _SELECTED, _TAIL = 400, 36  # MG; sinks and window
 _READ_ONCE = {"keep": False, "prefetch": "layer"}
 _REUSE_TOKENS = 800  # C
-_REPLAY = {"tokens": 2048, "steps": 256, "kinds": ("prose", "code"), "seed": 0}
+_REPLAY = {"model": "", "tokens": 2048, "steps": 256, "kinds": ("prose", "code"), "seed": 0}
 _FLEXGEN = {"name": "full", "label": "flexgen", "page": 64, "slots": {"keep": False}}
 
 

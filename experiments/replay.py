@@ -1,9 +1,10 @@
 """Timed runs that select what was selected elsewhere: recordings, and a method that plays them.
 
-On made-up keys and random weights, groups do not come back from step to step as they do on real text. So the reference
-model decodes real text, with the method at the same share of tokens, and what it selected is what the timed run reads
-and attends. Its contexts are short: a long one is as many texts as fit, side by side. Text j's groups are numbered from
-j times the groups of one text, so that groups come back exactly as in the texts.
+On made-up keys and random weights, groups do not come back from step to step as they do on real text. So a trained
+model, the reference model if none is named, decodes real text, with the method at the same share of tokens, and what it
+selected is what the timed run reads and attends. Its contexts may be short: a long one is as many texts as fit, side by
+side. Text j's groups are numbered from j times the groups of one text, so that groups come back exactly as in the
+texts.
 
 Recorded are complete groups; an unfinished one is the timed run's own. A group that a text completes while it is
 decoded is in memory by then; in the timed run, whose prompt has it, it is read once (1 to 2 % of what a step needs).
@@ -241,10 +242,12 @@ def check(settings: Mapping[str, Any], config: ml_collections.ConfigDict) -> Non
 
 
 def check_texts(how: ml_collections.ConfigDict | None) -> None:
-    """Raises ConfigError unless `how` has what a recording is made of: `tokens` of each text, of which the last `steps`
-    are decoded, the `kinds` of texts in turn (`experiments.shift_texts`), and a `seed`."""
-    if how is None or set(how) != {"tokens", "steps", "kinds", "seed"}:
-        raise ConfigError("a replay needs replay.tokens, .steps, .kinds and .seed in the configuration, and no more")
+    """Raises ConfigError unless `how` has what a recording is made of: the directory of the `model`, empty for the
+    reference model, `tokens` of each text, of which the last `steps` are decoded, the `kinds` of texts in turn
+    (`experiments.shift_texts`), and a `seed`."""
+    if how is None or set(how) != {"model", "tokens", "steps", "kinds", "seed"}:
+        raise ConfigError("a replay needs replay.model, .tokens, .steps, .kinds and .seed in the configuration, and no "
+                          "more")
     if not 0 < how.steps < how.tokens or not how.kinds or set(how.kinds) - set(KINDS):
         raise ConfigError(f"replay.steps={how.steps} must be from 1 to below replay.tokens={how.tokens}, replay.kinds="
                           f"{tuple(how.kinds)} some of {', '.join(KINDS)}")
@@ -263,10 +266,18 @@ def make(
         return method
     assert isinstance(method, Predictor)
     if wanted is True:
-        return replayed(method, _recorded(method, config.replay, context // config.replay.tokens, directory))
+        found = _recorded(method, config.replay, context // config.replay.tokens, directory)
+        return replayed(method, spread(found, model.num_layers))
     heads = 1 if method.shared else model.num_kv_heads
     shape = (config.replay.steps, model.num_layers, heads, groups_of(method))
     return replayed(method, draw(wanted, shape, method.complete_groups(context), config.replay.seed))
+
+
+def spread(recording: Recording, layers: int) -> Recording:
+    """The recording of at most so many layers, evenly spread over those of its model."""
+    recorded = recording.block.shape[1]
+    kept = np.arange(layers) * recorded // layers if layers < recorded else slice(None)
+    return dataclasses.replace(recording, block=recording.block[:, kept])
 
 
 def selecting(method: Predictor, tokens: int) -> Predictor:
@@ -283,7 +294,7 @@ def draw_texts(llm: kvjax.LLM, how: ml_collections.ConfigDict, count: int) -> li
 
 def _recorded(method: Predictor, how: ml_collections.ConfigDict, texts: int, directory: pathlib.Path) -> Recording:
     """The recording of so many texts that is in the directory, made if it is not."""
-    llm, ranks = common.load_model(""), -(-groups_of(method) // texts)
+    llm, ranks = common.load_model(how.model), -(-groups_of(method) // texts)
     share = selecting(method, -(-selected_tokens(method) // texts))
     made_of = repr((llm.fingerprint, share, texts, ranks, sorted(how.to_dict().items())))
     path = directory / f"{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.npz"

@@ -1,6 +1,6 @@
 """How often the groups that KVSwap needs are still in its reuse buffer, for each kind of text (its Table 5).
 
-The reference model decodes texts of each kind; which groups it selects is recorded (`experiments.replay`), and a buffer
+The model decodes texts of each kind; which groups it selects is recorded (`experiments.replay`), and a buffer
 that evicts what came first is simulated (`kvjax.store.fifo`). Slots are given as multiples of the selected groups; each
 text, layer and head has its own, empty at first.
 """

@@ -95,7 +95,8 @@ def decoded(llm, found: tuner.Tuning, config, solution: tuner.Solution, batch: i
     }
     how = ml_collections.ConfigDict({
         "steps": config.steps, "drivers": ("fused",), "slots": 0,
-        "replay": {"tokens": min(context, config.text), "steps": config.steps, "kinds": ("code",), "seed": config.seed},
+        "replay": {"model": "", "tokens": min(context, config.text), "steps": config.steps, "kinds": ("code",),
+                   "seed": config.seed},
     })
     return throughput.measure(
         llm, config.model, settings, config.store, context, batch, how, path, throughput.memory_bandwidth()

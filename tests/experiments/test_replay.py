@@ -180,7 +180,7 @@ SETTINGS = {"name": "kvswap", "replay": True, "group": 2, **SIZES}
 
 
 def config_with(**changes):
-    how = {"tokens": TEXT, "steps": RECORDED, "kinds": ("code",), "seed": 0}
+    how = {"model": "", "tokens": TEXT, "steps": RECORDED, "kinds": ("code",), "seed": 0}
     config = ml_collections.ConfigDict({"contexts": (CONTEXT,), "replay": how})
     config.replay.update(changes)
     return config
@@ -251,3 +251,10 @@ def test_bad_settings_of_the_reuse_preset_are_refused(change):
 def test_a_text_too_short_for_the_selection_is_refused(llm, texts):
     with pytest.raises(ConfigError, match="cannot select"):
         replay.record(llm, METHODS["kvswap"], [text[:24] for text in texts], 4, ranks=9)
+
+
+def test_a_deep_model_gives_layers_from_all_its_depth():
+    block = np.arange(30)[None, :, None, None, None] * np.ones((2, 1, 3, 1, 5), np.int32)
+    recording = replay.Recording(block.astype(np.int32), 40)
+    np.testing.assert_array_equal(replay.spread(recording, 4).block[0, :, 0, 0, 0], [0, 7, 15, 22])
+    assert replay.spread(recording, 30).block.shape == replay.spread(recording, 64).block.shape == block.shape
