@@ -82,7 +82,8 @@ def test_logits_are_those_of_transformers(file, convert, tmp_path):
     with torch.no_grad():
         expected = theirs.eval()(torch.tensor(tokens)).logits.numpy()
     llm = kvjax.load(tmp_path / "made")
-    found = Transformer(llm.config).apply({"params": llm.params}, tokens.astype(np.int32), np.broadcast_to(np.arange(40), (2, 40)))
+    where = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
+    found = Transformer(llm.config).apply({"params": llm.params}, tokens, where)
     np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
