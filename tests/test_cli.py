@@ -11,7 +11,7 @@ CASES = {
     "no_model": ("configs/demo.py:smoke", "--config.model=/nowhere", "/nowhere"),
     "no_methods": ("configs/demo.py:smoke", "--config.methods=()", "methods is empty"),
     "unknown_method": ("configs/evaluate.py:smoke", "--config.methods=({'name':'nope'},)", "unknown method 'nope'"),
-    "unknown_layout": ("configs/layouts.py:smoke", "--config.layouts=('nope',)", "unknown layouts nope"),
+    "unknown_layout": ("configs/layouts.py:smoke", "--config.layouts=('nope',)", "unknown layout 'nope'"),
     "no_prompt_file": ("configs/demo.py:smoke", "--config.prompt_file=/nofile", "/nofile"),
     "question_alone": ("configs/demo.py:smoke", "--config.question=why", "prompt_file"),
     "small_budget": ("configs/demo.py:smoke", "--config.methods=({'name':'dynakv','budget':8},)", "budget=8"),
