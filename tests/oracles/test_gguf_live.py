@@ -53,7 +53,7 @@ def file(tmp_path):
         kind = gguf.GGMLQuantizationType.Q4_1
         writer.add_tensor(name, gguf.quants.quantize(weight, kind), raw_dtype=kind)
 
-    writer.add_tensor("token_embd.weight", rng.normal(0, 1, (len(TOKENS), width)).astype(np.float32))
+    writer.add_tensor("token_embd.weight", rng.normal(0, 0.3, (len(TOKENS), width)).astype(np.float32))
     writer.add_tensor("output_norm.weight", rng.normal(1, 0.1, width).astype(np.float32))
     for i in range(LAYERS):
         for norm in ("attn_norm", "ffn_norm"):
@@ -78,11 +78,11 @@ def test_logits_are_those_of_transformers(file, convert, tmp_path):
 
     convert(file, tmp_path / "made")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-    tokens = np.random.default_rng(1).integers(0, len(TOKENS), (2, 40))
+    tokens = np.random.default_rng(1).integers(0, len(TOKENS), (2, 40), np.int32)
     with torch.no_grad():
         expected = theirs.eval()(torch.tensor(tokens)).logits.numpy()
     llm = kvjax.load(tmp_path / "made")
-    where = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
+    where = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
     found = Transformer(llm.config).apply({"params": llm.params}, tokens, where)
     np.testing.assert_allclose(found, expected, atol=1e-4)
 
