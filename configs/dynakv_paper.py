@@ -33,7 +33,8 @@ _CONTEXT = 16384
 # .505 for local update with 144 and 160, .483 for static with 512 (configs/shift.py with --config.method.budget=).
 _EQUAL_RECALL = {"static": 4.0, "local": 1.15, "no cluster": 0.53}
 _TOKEN_ORDER, _CLUSTERED = (
-    tuple(f"flash:{device}:{layout}" for device in ("ufs4.0", "emmc")) for layout in ("sequential", "dual_head")
+    tuple(f"flash:{device}:{layout}" for device in ("nvme", "ufs4.0", "ufs3.1", "emmc"))
+    for layout in ("sequential", "dual_head")
 )
 # Neighbouring tokens of made-up keys that are of one clump: with 3, a cluster of 16 lies as scattered in pages of 8
 # tokens as one of the reference model on real text (3.0 and 2.4 of its tokens in a request and in a page; 3.4 and 2.0).

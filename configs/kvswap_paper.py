@@ -113,7 +113,7 @@ def _systems() -> dict[str, dict]:
         _FLEXGEN, {**found["infinigen*"], "label": "infinigen*+ru", "slots": _reuse(1)},
         {**kvswap, "label": "kvswap no reuse"}, {**kvswap, "slots": _reuse(4)},
         {**half, "label": "4 bits no reuse"}, {**half, "label": "4 bits", "slots": _reuse(4)},
-        {**kvswap, "label": "4 bits tight", "sigma": 3, "bits": 4},
+        {**kvswap, "label": "4 bits a third", "sigma": 3, "bits": 4},
     )
     return found | {one["label"]: one for one in others}
 
