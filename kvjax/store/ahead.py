@@ -91,19 +91,18 @@ class Reads:
         return chosen[suspects]
 
     def _count(self, layer: int, fetch: Fetch, used: np.ndarray, note: Note) -> None:
-        totals = self.account(layer, fetch.sums.size, fetch.size, used, fetch.requests, fetch.times, note)
+        useful = self._codec.useful(used)
+        totals = account(layer, fetch.sums.size, fetch.size, useful, fetch.requests, fetch.times, note)
         self._tally.add(**totals)
 
-    def account(
-        self, layer: int, blocks: int, size: int, used: np.ndarray, requests: int, times: Times, note: Note
-    ) -> dict:
-        """Notes the events of a finished fetch of `size` bytes, of which blocks with checksums used[n] are wanted; what
-        is to be added to the totals for it."""
-        note("request", layer, times.began)
-        note("landed", layer, times.ended)
-        return {"reads": requests, "blocks_read": blocks, "bytes_read": size,
-                "bytes_useful": self._codec.useful(used), "io_seconds": times.ended - times.began,
-                "wait_seconds": times.waited}
+
+def account(layer: int, blocks: int, size: int, useful: int, requests: int, times: Times, note: Note) -> dict:
+    """Notes the events of a finished fetch of `size` bytes, of which `useful` are of blocks that are wanted; what is to
+    be added to the totals for it."""
+    note("request", layer, times.began)
+    note("landed", layer, times.ended)
+    return {"reads": requests, "blocks_read": blocks, "bytes_read": size, "bytes_useful": useful,
+            "io_seconds": times.ended - times.began, "wait_seconds": times.waited}
 
 
 def _find(guess: Fetch, extents: np.ndarray, sums: np.ndarray) -> np.ndarray:

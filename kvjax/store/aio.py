@@ -14,6 +14,7 @@ import ctypes
 import errno
 import os
 import time
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -46,6 +47,16 @@ def _hash_function() -> int:
 
 
 XXH3 = _hash_function()
+
+
+class Landed(NamedTuple):
+    """What `Ring.read` did."""
+
+    copied: int  # blocks
+    reads: int  # made
+    size: int  # bytes of reads that came whole
+    useful: int  # bytes that the copied blocks take in the file
+    times: Times
 
 
 class Ring:
@@ -90,18 +101,13 @@ class Ring:
                   self._depth]
         self._layout = np.array(layout, np.int64).view(np.uint8)  # RingLayout of native.c
 
-    def read(self, out: np.ndarray, count: int, descriptor: int, timeout: float) -> tuple[int, int, int, Times]:
+    def read(self, out: np.ndarray, count: int, descriptor: int, timeout: float) -> Landed:
         """Reads the first `count` of `extents`, ascending, and copies what hashes to `sums` to uint8 out[slots,
         block_bytes] at `targets`: RingFetch in one call, but what is not there at the first try, or after `timeout`
-        seconds without an answer, is left out. Returns blocks copied, reads made, bytes of those that came whole, and
-        when."""
+        seconds without an answer, is left out."""
         self.used = max(self.used, count)
-        copied, reads, size, self.in_flight, *times = native.read(self._layout, out, count, descriptor, timeout)
-        return copied, reads, size, Times(*times)
-
-    def copied(self, count: int) -> np.ndarray:
-        """Of the first `count` sums, those of blocks that `read` copied."""
-        return self.sums[:count][self._done[:count] != 0]
+        *counts, self.in_flight, began, ended, waited = native.read(self._layout, out, count, descriptor, timeout)
+        return Landed(*counts, Times(began, ended, waited))
 
     def missed(self, count: int) -> np.ndarray:
         """Those of the first `count` targets that `read` copied nothing to."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvjax.errors import ConfigError, WriteFailed
-from kvjax.store.ahead import Reads
+from kvjax.store.ahead import Reads, account
 from kvjax.store.base import Gathered
 from kvjax.store.extents import run_starts
 from kvjax.store.fetch import hung
@@ -226,17 +226,17 @@ class FlashBranch(TransactionalBranch):
                                                               volume.extents.checksums, ring)
             if count <= 0:
                 return {} if count == 0 else None
-            copied, reads, size, times = ring.read(out, count, engine.file.direct_descriptor, engine.timeout)
+            landed = ring.read(out, count, engine.file.direct_descriptor, engine.timeout)
             if ring.in_flight:
                 raise hung(engine.path, engine.timeout)
-            missed, sums = ring.missed(count) if copied < count else (), ring.copied(count)
+            missed = ring.missed(count) if landed.copied < count else ()
         finally:
             engine.rings.give(ring)
         if staged:
             here = [one for one in staged if one[0] not in missed]
             self._overlay(here, out.reshape(self.geometry.lanes * slots_per_lane, -1))
-        booked = self._reads.account(layer, copied, size, sums, reads, times, self._note)
-        if copied < count:
+        booked = account(layer, landed.copied, landed.size, landed.useful, landed.reads, landed.times, self._note)
+        if landed.copied < count:
             self._load_missed(layer, block, slot, slots, missed)
         return booked
 

@@ -206,6 +206,7 @@ typedef struct { /* what is being read, and where to */
     uint8_t *done;
     char *out;
     int64_t bytes; /* of the reads that came whole */
+    int64_t useful; /* of the blocks that were copied */
 } Landing;
 
 /* Notes the results of events, verifies the blocks of reads that came whole and copies them; how many. */
@@ -228,6 +229,7 @@ static int64_t land_events(Landing *to, const struct io_event *events, int64_t c
             memcpy(slot, payload, size);
             memset(slot + size, 0, to->block_bytes - size);
             to->done[i] = 1;
+            to->useful += size;
             copied++;
         }
     }
@@ -319,7 +321,7 @@ static Outcome read_all(const RingLayout *ring, Landing *to, double timeout) {
     }
 }
 
-/* read(layout, out, count, descriptor, timeout) -> copied, reads, bytes, in_flight, began, ended, waited */
+/* read(layout, out, count, descriptor, timeout) -> copied, reads, bytes, useful, in_flight, began, ended, waited */
 static PyObject *read_blocks(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     Buffers buffers = {.count = 0};
     int64_t number[2];
@@ -349,8 +351,8 @@ static PyObject *read_blocks(PyObject *self, PyObject *const *args, Py_ssize_t n
     outcome = read_all(ring, &to, timeout);
     Py_END_ALLOW_THREADS
     release(&buffers);
-    return Py_BuildValue("LLLLddd", (long long)outcome.copied, (long long)to.reads, (long long)to.bytes,
-                         (long long)outcome.in_flight, outcome.began, outcome.ended, outcome.waited);
+    return Py_BuildValue("LLLLLddd", (long long)outcome.copied, (long long)to.reads, (long long)to.bytes,
+                         (long long)to.useful, (long long)outcome.in_flight, outcome.began, outcome.ended, outcome.waited);
 }
 
 static PyMethodDef methods[] = {

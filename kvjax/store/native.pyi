@@ -41,8 +41,8 @@ def land(
     many it copied and marked in uint8 done[n]. Other threads run meanwhile."""
 
 def read(layout: np.ndarray, out: np.ndarray, count: int, descriptor: int, timeout: float, /) -> tuple[
-        int, int, int, int, float, float, float]:
+        int, int, int, int, int, float, float, float]:
     """`control`, submission, waiting and `land` for a ring whose memory is described in `layout`, as `Ring.read` of
-    `kvjax.store.aio` says. Returns blocks copied, reads made, bytes of those that came whole, reads in flight, when the
-    first was handed over and the last answered (seconds, the clock of `time.perf_counter`), and seconds waited. Other
-    threads run meanwhile."""
+    `kvjax.store.aio` says. Returns blocks copied, reads made, bytes of those that came whole, bytes of the blocks
+    copied, reads in flight, when the first was handed over and the last answered (seconds, the clock of
+    `time.perf_counter`), and seconds waited. Other threads run meanwhile."""
