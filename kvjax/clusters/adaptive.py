@@ -116,7 +116,7 @@ class Adaptive(Update):
         count = jnp.where(free, view.count[at], 0)
         small = jnp.where((count > 0) & (count <= self.merge), count, spec.block_rows + 1)
         one = at[jnp.argmin(small)]
-        squared = squared_norm(index.centroid[at] - index.centroid[one])
+        squared = squared_norm(index.centroid[:, at].T - index.centroid[:, one])
         width = _union(view.count[one], index.variance[one], view.count[at], index.variance[at], squared)
         fits = (count > 0) & (at != one) & (count + view.count[one] <= spec.block_rows)
         fits &= (width <= 0.5 * self.limit(index, view.count)) & jnp.any(small <= self.merge)

@@ -11,7 +11,8 @@ from kvjax.typing import Array, Bool, Float, Int32, pytree
 
 @pytree
 class ClusterIndex:  # *B_K: [K], [B, K], or [] inside a function of one head
-    centroid: Float[Array, "*B_K NB D"]  # r_j, mean key of the block's cluster
+    # r_j, mean key of the block's cluster; dimension by dimension, which XLA:CPU reads faster where few keys meet them
+    centroid: Float[Array, "*B_K D NB"]
     norm: Float[Array, "*B_K NB"]  # |r_j|^2, so that distances to a key are one product
     variance: Float[Array, "*B_K NB"]  # sigma_j^2, mean squared distance to r_j
     cluster: Int32[Array, "*B_K NB"]  # first block of the cluster; its own number where a cluster is one block
@@ -28,7 +29,7 @@ def empty_index(spec: Spec) -> ClusterIndex:
     """No cluster of any head."""
     heads, blocks = spec.kv_heads, spec.num_blocks
     return ClusterIndex(
-        centroid=jnp.zeros((heads, blocks, spec.head_dim)), norm=jnp.zeros((heads, blocks)),
+        centroid=jnp.zeros((heads, spec.head_dim, blocks)), norm=jnp.zeros((heads, blocks)),
         variance=jnp.zeros((heads, blocks)), cluster=jnp.tile(jnp.arange(blocks, dtype=jnp.int32), (heads, 1)),
         split=jnp.zeros((heads, blocks), bool), tau=jnp.full(heads, -1.0, jnp.float32), seen=jnp.zeros(heads),
         mean=jnp.zeros((heads, spec.head_dim)), spread=jnp.zeros(heads), splits=jnp.zeros(heads, jnp.int32),
@@ -53,7 +54,7 @@ def updated_variance(n, variance, squared_distance):
 
 def squared_distances(index: ClusterIndex, key: Float[Array, "D"]) -> Float[Array, "NB"]:
     """Of one head's key to every centroid, but for rounding that grows with their lengths: enough to rank them."""
-    return index.norm - 2 * jnp.matmul(index.centroid, key, precision="highest") + squared_norm(key)
+    return index.norm - 2 * jnp.matmul(key, index.centroid, precision="highest") + squared_norm(key)
 
 
 def squared_norm(x: Float[Array, "*N D"]) -> Float[Array, "*N"]:
@@ -63,8 +64,9 @@ def squared_norm(x: Float[Array, "*N D"]) -> Float[Array, "*N"]:
 
 def with_key(index: ClusterIndex, block: Int32[Array, ""], n: Float[Array, ""], key: Float[Array, "D"]):
     """UPDATESTATS of Algorithm 1: r_j and sigma_j^2 of a cluster of one head, of n keys, once it has taken one more."""
-    apart = key - index.centroid[block]
-    return index.centroid[block] + apart / (n + 1), updated_variance(n, index.variance[block], squared_norm(apart))
+    centroid = index.centroid[:, block]
+    apart = key - centroid
+    return centroid + apart / (n + 1), updated_variance(n, index.variance[block], squared_norm(apart))
 
 
 def add_entry(
@@ -80,7 +82,7 @@ def replace_clusters(
 ) -> ClusterIndex:
     """New statistics for blocks of one head; block NB = nothing."""
     return dataclasses.replace(
-        index, centroid=index.centroid.at[block].set(centroid, mode="drop"),
+        index, centroid=index.centroid.at[:, block].set(jnp.moveaxis(centroid, -1, 0), mode="drop"),
         norm=index.norm.at[block].set(squared_norm(centroid), mode="drop"),
         variance=index.variance.at[block].set(variance, mode="drop"),
     )

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import clustering
-from kvjax.attention import products
 from kvjax.clusters.index import ClusterIndex, empty_index, squared_norm, statistics
 from kvjax.clusters.update import Update
 from kvjax.errors import ConfigError
@@ -89,12 +88,12 @@ class ClusterMethod(Method):
 
         block, row = jax.lax.map(one_head, (keys, self._seeds(spec)))
         count, centroid, variance = jax.vmap(statistics, (0, 0, None))(keys, block, spec.num_blocks)
-        index = dataclasses.replace(index, centroid=centroid, norm=squared_norm(centroid), variance=variance)
+        index = dataclasses.replace(index, centroid=centroid.swapaxes(1, 2), norm=squared_norm(centroid), variance=variance)
         return self.calibrate(index, count, valid), Placement(block, row)
 
     def select(self, spec, index, view, q):
         """P_req: the clusters whose centroids are most similar to the query."""
-        scores = products((index.centroid, q)) * spec.head_dim**-0.5
+        scores = jnp.einsum("kdn,kgd->kgn", index.centroid, q, preferred_element_type=jnp.float32) * spec.head_dim**-0.5
         occupied = view.count > 0
         score = aggregate(jnp.where(occupied[:, None], scores, -1e30), self.aggregation)
         force = jax.vmap(lambda head: self.rule.force(spec, head))(view)

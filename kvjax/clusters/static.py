@@ -51,5 +51,5 @@ def _grow(index: ClusterIndex, count, number, block, key) -> ClusterIndex:
     return dataclasses.replace(
         index, cluster=cluster, variance=jnp.where(mine, variance, index.variance),
         norm=jnp.where(mine, squared_norm(centroid), index.norm),
-        centroid=jnp.where(mine[:, None], centroid, index.centroid),
+        centroid=jnp.where(mine, centroid[:, None], index.centroid),
     )

@@ -69,9 +69,9 @@ def crowded(counts, flagged, held):
     index = jax.tree.map(lambda leaf: leaf[0], empty_index(spec))
     index = dataclasses.replace(
         index, tau=np.asarray(1e9, np.float32), split=np.isin(np.arange(len(counts)), flagged),
-        centroid=np.arange(len(counts), dtype=np.float32)[:, None] * np.ones(spec.head_dim, np.float32),
+        centroid=np.arange(len(counts), dtype=np.float32) * np.ones((spec.head_dim, 1), np.float32),
     )
-    index = dataclasses.replace(index, norm=np.square(index.centroid).sum(-1))
+    index = dataclasses.replace(index, norm=np.square(index.centroid).sum(0))
     block = np.array(held + [len(counts)] * (RULE.held - len(held)), np.int32)
     view = View(
         pos=np.zeros((len(counts), 8), np.int32), count=np.array(counts, np.int32),
@@ -85,7 +85,7 @@ def crowded(counts, flagged, held):
 def appended(spec, index, view, near):
     """Block, new flags and refusals of a key beside that cluster."""
     append = jax.jit(functools.partial(RULE.append, spec))
-    index, placement = append(index, view, index.centroid[near], np.asarray(True))
+    index, placement = append(index, view, index.centroid[:, near], np.asarray(True))
     return int(placement.block), np.flatnonzero(index.split).tolist(), int(index.refused)
 
 
@@ -127,7 +127,7 @@ def test_tiny_clusters_are_merged_and_their_statistics_stay_exact():
     for b, head, block in zip(*np.nonzero(state.count), strict=True):
         at = state.pos[b, head, block, : state.count[b, head, block]]
         keys = stream.k[b, at, head].astype(np.float64)
-        np.testing.assert_allclose(state.index.centroid[b, head, block], keys.mean(0), atol=1e-5)
+        np.testing.assert_allclose(state.index.centroid[b, head, :, block], keys.mean(0), atol=1e-5)
         np.testing.assert_allclose(state.index.variance[b, head, block], keys.var(0).sum(), atol=1e-4)
 
 

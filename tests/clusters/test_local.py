@@ -59,7 +59,7 @@ def test_statistics_of_new_clusters_are_those_of_their_keys(run, head):
     index = jax.device_get(sim.cache.state.index)
     for block, pos in blocks(sim, head).items():
         keys = sim.stream.k[0, pos, head].astype(np.float64)
-        np.testing.assert_allclose(index.centroid[0, head, block], keys.mean(0), atol=1e-5)
+        np.testing.assert_allclose(index.centroid[0, head, :, block], keys.mean(0), atol=1e-5)
         np.testing.assert_allclose(index.variance[0, head, block], keys.var(0).sum(), atol=1e-4)
 
 
@@ -83,7 +83,7 @@ def test_without_free_blocks_keys_go_to_clusters_with_room_and_are_counted():
     for head in range(HEADS):
         for block, pos in blocks(sim, head).items():
             keys = sim.stream.k[0, pos, head].astype(np.float64)
-            np.testing.assert_allclose(state.index.centroid[0, head, block], keys.mean(0), atol=1e-4)
+            np.testing.assert_allclose(state.index.centroid[0, head, :, block], keys.mean(0), atol=1e-4)
 
 
 def test_the_tail_has_room_for_one_period():

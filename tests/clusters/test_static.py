@@ -46,7 +46,7 @@ def test_blocks_of_one_cluster_share_its_mean_and_variance(run, head):
     for cluster, pos in partition(sim, 0, head).items():
         keys = sim.stream.k[0, pos, head].astype(np.float64)
         for block in np.flatnonzero((index.cluster[0, head] == cluster) & (count > 0)):
-            np.testing.assert_allclose(index.centroid[0, head, block], keys.mean(0), atol=1e-5)
+            np.testing.assert_allclose(index.centroid[0, head, :, block], keys.mean(0), atol=1e-5)
             np.testing.assert_allclose(index.norm[0, head, block], np.square(keys.mean(0)).sum(), rtol=1e-4)
             np.testing.assert_allclose(index.variance[0, head, block], keys.var(0).sum(), rtol=1e-4)
 

@@ -102,14 +102,14 @@ def test_running_centroid_equals_brute_force(head):
     _, cache, _ = long_run()
     for block, _, stored in members(cache, head):
         exact = stored.astype(np.float64).mean(axis=0)
-        error = np.linalg.norm(cache.layer.state.index.centroid[0, head, block] - exact)
+        error = np.linalg.norm(cache.layer.state.index.centroid[0, head, :, block] - exact)
         assert error <= 1e-5 * np.linalg.norm(exact)
 
 
 def test_the_norm_kept_of_every_cluster_is_that_of_its_centroid():
     _, cache, _ = long_run()
     index = cache.layer.state.index
-    np.testing.assert_allclose(index.norm, np.square(index.centroid).sum(-1), rtol=1e-5)
+    np.testing.assert_allclose(index.norm, np.square(index.centroid).sum(-2), rtol=1e-5)
 
 
 @pytest.mark.parametrize("head", range(HEADS))
