@@ -88,7 +88,8 @@ class ClusterMethod(Method):
 
         block, row = jax.lax.map(one_head, (keys, self._seeds(spec)))
         count, centroid, variance = jax.vmap(statistics, (0, 0, None))(keys, block, spec.num_blocks)
-        index = dataclasses.replace(index, centroid=centroid.swapaxes(1, 2), norm=squared_norm(centroid), variance=variance)
+        norm, centroid = squared_norm(centroid), centroid.swapaxes(1, 2)
+        index = dataclasses.replace(index, centroid=centroid, norm=norm, variance=variance)
         return self.calibrate(index, count, valid), Placement(block, row)
 
     def select(self, spec, index, view, q):

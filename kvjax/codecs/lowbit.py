@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.errors import ConfigError
-from kvjax.order import computed_once
 from kvjax.typing import Array, Float, Num, UInt
 
 BITS = (8, 4, 2)
@@ -20,7 +19,6 @@ _APART = {8: 1, 4: 1, 2: 2}  # neighbouring codes
 TOKENS = 64  # that a scale is taken from, at least
 _NOTHING = 1e-30  # a channel's largest number, at least
 _PIECE = 1 << 20  # codes that are floats at a time: about what a core's cache holds
-_TERMS = 16  # products that are added at a time: XLA:CPU makes slow code of long sums
 
 
 def scale_of(key: Float[Array, "T D"], bits: int = 8) -> Float[Array, "D"]:
@@ -104,23 +102,34 @@ def products(packed: UInt[Array, "F N X"], q: Float[Array, "F Q D"], bits: int) 
 
 
 def _products(packed: UInt[Array, "F N X"], q: Float[Array, "F Q D"], bits: int) -> Float[Array, "F N Q"]:
-    """Codes that share a byte lie `8 / bits` apart, and are not brought into order: each meets its own part of q."""
-    each, byte = 8 // bits, packed.astype(jnp.int32)
-    codes = [_code(byte >> bits * i & 2**bits - 1, bits) for i in range(each)]
     # Codes as the left operand: XLA:CPU then reads them in place.
-    found = [jnp.einsum("fnx,fqx->fnq", code.astype(q.dtype), q[..., i::each]) for i, code in enumerate(codes)]
+    found = [jnp.einsum("fnx,fqx->fnq", code, q[..., i :: 8 // bits])
+             for i, code in enumerate(_codes_apart(packed, q.dtype, bits))]
     return sum(found[1:], found[0])
 
 
 def products_by_dimension(packed: UInt[Array, "F X N"], q: Float[Array, "F Q D"], bits: int) -> Float[Array, "F Q N"]:
     """Every query with every vector of codes, which lie dimension by dimension, in f32; for few queries.
 
-    Codes are multiplied as they are unpacked, once for each query, so that they are never stored as floats.
+    One head after the other, and of many tokens a piece at a time, so that codes that are floats stay in the cache.
     """
-    each, found = 8 // bits, jnp.zeros((*q.shape[:2], packed.shape[-1]), q.dtype)
-    for d in range(q.shape[-1]):
-        byte = packed[:, None, d // each].astype(jnp.int32)
-        code = _code(byte >> bits * (d % each) & 2**bits - 1, bits)
-        found = found + code.astype(q.dtype) * q[..., d, None]
-        found = computed_once(found) if (d + 1) % _TERMS == 0 else found
-    return found
+    size = max(1, _PIECE // q.shape[-1])
+
+    def one_head(args):
+        packed, q = args
+        pieces = [packed[:, at : at + size] for at in range(0, packed.shape[1], size)]
+        return jnp.concatenate([_products_by_dimension(piece, q, bits) for piece in pieces], axis=-1)
+
+    return jax.lax.map(one_head, (packed, q))
+
+
+def _products_by_dimension(packed: UInt[Array, "X N"], q: Float[Array, "Q D"], bits: int) -> Float[Array, "Q N"]:
+    found = [jnp.einsum("xn,qx->qn", code, q[:, i :: 8 // bits])
+             for i, code in enumerate(_codes_apart(packed, q.dtype, bits))]
+    return sum(found[1:], found[0])
+
+
+def _codes_apart(packed: UInt[Array, "*T X"], dtype, bits: int) -> list[Float[Array, "*T X"]]:
+    """Codes that share a byte lie `8 / bits` apart, and are not brought into order: each meets its own part of q."""
+    byte = packed.astype(jnp.int32)
+    return [_code(byte >> bits * i & 2**bits - 1, bits).astype(dtype) for i in range(8 // bits)]

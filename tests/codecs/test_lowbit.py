@@ -56,12 +56,13 @@ def test_products_piece_by_piece_are_those_of_the_codes(bits, piece, monkeypatch
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
-@pytest.mark.parametrize("size", [4, 16, 40])
-def test_products_dimension_by_dimension_are_those_of_the_codes(bits, size):
-    """Two heads of 42 tokens: fewer dimensions than are added at a time, as many, and more."""
+@pytest.mark.parametrize("piece", [1, 7 * SIZE, 10 * SIZE, 1 << 20])
+def test_products_dimension_by_dimension_are_those_of_the_codes(bits, piece, monkeypatch):
+    """Two heads of 42 tokens: a token at a time, pieces that fit and that leave a rest, all at once."""
+    monkeypatch.setattr(lowbit, "_PIECE", piece)
     rng = np.random.default_rng(3)
-    code = rng.choice(CODES[bits], (2, 42, size)).astype(np.int8)
-    q = rng.normal(size=(2, 3, size)).astype(np.float32)
+    code = rng.choice(CODES[bits], (2, 42, SIZE)).astype(np.int8)
+    q = rng.normal(size=(2, 3, SIZE)).astype(np.float32)
     packed = lowbit.pack(jnp.asarray(code), bits).swapaxes(1, 2)
     found = lowbit.products_by_dimension(packed, jnp.asarray(q), bits)
     np.testing.assert_allclose(found, np.einsum("fnd,fqd->fqn", code, q), rtol=1e-5, atol=1e-4)
