@@ -352,8 +352,11 @@ def aggregate(scores: Float[Array, "K G N"], rule: str) -> Float[Array, "K N"]:
     `mean` and `max` act on raw scores, `softmax_mean` and `softmax_max` on each query head's softmax.
     """
     if rule.startswith("softmax"):
-        weight = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
-        scores = computed_once(weight) / jnp.sum(weight, axis=-1, keepdims=True)
+        weight = computed_once(jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True)))
+        share = 1 / jnp.sum(weight, axis=-1)
+        if rule.endswith("mean"):
+            return jnp.einsum("kgn,kg->kn", weight, share / scores.shape[1])
+        scores = weight * share[..., None]
     # Query heads one by one: a reduction over the middle axis is several times slower on XLA:CPU.
     heads = [scores[:, g] for g in range(scores.shape[1])]
     return sum(heads[1:], heads[0]) / len(heads) if rule.endswith("mean") else functools.reduce(jnp.maximum, heads)
