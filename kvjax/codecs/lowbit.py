@@ -19,6 +19,7 @@ _APART = {8: 1, 4: 1, 2: 2}  # neighbouring codes
 TOKENS = 64  # that a scale is taken from, at least
 _NOTHING = 1e-30  # a channel's largest number, at least
 _PIECE = 1 << 20  # codes that are floats at a time: about what a core's cache holds
+_SHIFT = 16  # floats less than a power of two in a row, or all rows begin in the same few sets of the cache
 
 
 def scale_of(key: Float[Array, "T D"], bits: int = 8) -> Float[Array, "D"]:
@@ -113,7 +114,7 @@ def products_by_dimension(packed: UInt[Array, "F X N"], q: Float[Array, "F Q D"]
 
     One head after the other, and of many tokens a piece at a time, so that codes that are floats stay in the cache.
     """
-    size = max(1, _PIECE // q.shape[-1])
+    size = max(1, _PIECE // q.shape[-1] - _SHIFT)
 
     def one_head(args):
         packed, q = args

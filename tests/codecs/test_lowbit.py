@@ -56,7 +56,7 @@ def test_products_piece_by_piece_are_those_of_the_codes(bits, piece, monkeypatch
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
-@pytest.mark.parametrize("piece", [1, 7 * SIZE, 10 * SIZE, 1 << 20])
+@pytest.mark.parametrize("piece", [1, (7 + lowbit._SHIFT) * SIZE, (10 + lowbit._SHIFT) * SIZE, 1 << 20])
 def test_products_dimension_by_dimension_are_those_of_the_codes(bits, piece, monkeypatch):
     """Two heads of 42 tokens: a token at a time, pieces that fit and that leave a rest, all at once."""
     monkeypatch.setattr(lowbit, "_PIECE", piece)
