@@ -1,9 +1,10 @@
 """KV-cache distribution shift (DynaKV, section 2.3): clusters of a prompt's keys, many decoded tokens later.
 
-A prompt is followed by at least eight times as many decoded tokens, given (`teacher`) or sampled
-(`free`). At checkpoints along the way a window of steps is measured for every strategy: `static`,
-`local` and `adaptive` updates of the clusters, `global` = static with k-means over the whole cache
-every prompt length (an offline reference), and `no_cluster` = the exact top-k tokens.
+A prompt is followed by at least eight times as many decoded tokens: those of the text (`teacher`), what the model
+samples with its full cache, the same for every strategy (`sampled`), or what it samples with the strategy's own
+(`free`), so that texts differ. At checkpoints along the way a window of steps is measured for every strategy: `static`,
+`local` and `adaptive` updates of the clusters, `global` = static with k-means over the whole cache every prompt length
+(an offline reference), and `no_cluster` = the exact top-k tokens.
 
 One (mode, strategy) is decoded at a time, all texts as one batch; those that the workdir already has
 are skipped. What the plots need is kept in `windows/`.
@@ -19,14 +20,14 @@ from tqdm import tqdm
 import kvjax
 from experiments import common, shift_plots
 from experiments.results import Run
-from experiments.shift_decoding import Decoding, Window, in_token_order, window_starts
+from experiments.shift_decoding import Decoding, Window, continued, in_token_order, window_starts
 from experiments.shift_measures import against_dense, co_retrieval, measure_window, partitions
 from experiments.shift_texts import KINDS, Texts
 from kvjax.errors import ConfigError
 from kvjax.planning import Plan
 
 STRATEGIES = ("adaptive", "static", "local", "global", "no_cluster")
-MODES = ("teacher", "free")
+MODES = ("teacher", "sampled", "free")
 
 
 def run_strategy(llm: kvjax.LLM, strategy: str, mode: str, tokens: np.ndarray, config, keep) -> list[dict]:
@@ -79,6 +80,10 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     directory.mkdir(exist_ok=True)
     rows = run.logged()
     done = {(row["task"], row["decoded"], row["method"]) for row in rows}
+    @functools.cache
+    def tokens_of(mode: str) -> np.ndarray:
+        return continued(llm, tokens, config) if mode == "sampled" else tokens
+
     for mode, strategy in tqdm(list(itertools.product(config.modes, config.strategies)), disable=None):
         wanted = {
             (f"{mode}/{kind}", c * config.prompt, strategy) for kind in config.kinds for c in config.checkpoints
@@ -86,7 +91,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
         if wanted <= done:
             continue
         keep = functools.partial(keep_window, directory, f"{mode}_{strategy}", config)
-        for row in run_strategy(llm, strategy, mode, tokens, config, keep):
+        for row in run_strategy(llm, strategy, mode, tokens_of(mode), config, keep):
             if (row["task"], row["decoded"], row["method"]) not in done:
                 rows.append(row)
                 run.log(**row)

@@ -21,6 +21,8 @@ from kvjax.sampling import Sampling
 def make_method(strategy: str, settings: ml_collections.ConfigDict) -> Method:
     """The cache method of a strategy."""
     fields = dict(settings)
+    if strategy == "full":
+        return common.make_method({"name": "full"})
     if strategy == "no_cluster":
         shared = {key: fields[key] for key in ("budget", "sinks", "window") if key in fields}
         return common.make_method({"name": "oracle", **shared})
@@ -75,7 +77,7 @@ class Window:
 
 
 class Decoding:
-    """One strategy over a batch of texts; in the free-running mode it writes what it sampled into `tokens`."""
+    """One strategy over a batch of texts; in mode `free` it writes what it sampled into `tokens`."""
 
     def __init__(self, llm: kvjax.LLM, strategy: str, tokens: np.ndarray, mode: str, config):
         self.llm, self.strategy, self.mode, self.config = llm, strategy, mode, config
@@ -93,6 +95,12 @@ class Decoding:
                 self._step(step)
             yield self._record(start)
             at = start + self.config.steps
+
+    def texts(self) -> np.ndarray:
+        """Decodes to the end; the tokens of prompts and what followed."""
+        for step in range(self.tokens.shape[1] - self.prompt):
+            self._step(step)
+        return self.tokens
 
     def _record(self, start: int) -> Window:
         if self.strategy == "global":
@@ -124,6 +132,11 @@ class Decoding:
         done = decode.step(self.plan, self.llm.params, self.state, column, driver="fused", donate=True)
         self.state, self.logits = done.state, done.logits
         return done
+
+
+def continued(llm: kvjax.LLM, tokens: np.ndarray, config) -> np.ndarray:
+    """The same prompts, continued by what the model samples with its full cache."""
+    return Decoding(llm, "full", tokens, "free", config).texts()
 
 
 def window_starts(config: ml_collections.ConfigDict) -> list[int]:

@@ -116,6 +116,17 @@ def test_settings_that_make_no_experiment_are_refused(change, words):
         shift.check(wrong)
 
 
+def test_sampled_texts_are_what_the_model_says_with_its_full_cache(texts):
+    """At a temperature of 0, the likeliest token after all that is before it."""
+    greedy, llm = configuration.get_config("smoke"), texts.llm
+    greedy.temperature, greedy.prompt = 0.0, 24
+    given = np.asarray([texts.draw(kind, 0, 24, 40) for kind in ("code", "prose")], np.int32)
+    tokens = shift_decoding.continued(llm, given, greedy)
+    np.testing.assert_array_equal(tokens[:, :24], given[:, :24])
+    logits = shift_measures._dense_logits(llm.config, llm.params, jnp.asarray(tokens), jnp.arange(23, 39))
+    np.testing.assert_array_equal(np.argmax(logits, axis=-1), tokens[:, 24:])
+
+
 def test_strategies_share_all_settings_but_the_update():
     made = {name: shift_decoding.make_method(name, config.method) for name in shift.STRATEGIES}
     assert made["global"] == made["static"] and made["no_cluster"].budget == config.method.budget
