@@ -106,8 +106,9 @@ class Ring:
         block_bytes] at `targets`: RingFetch in one call, but what is not there at the first try, or after `timeout`
         seconds without an answer, is left out."""
         self.used = max(self.used, count)
-        *counts, self.in_flight, began, ended, waited = native.read(self._layout, out, count, descriptor, timeout)
-        return Landed(*counts, Times(began, ended, waited))
+        found = native.read(self._layout, out, count, descriptor, timeout)
+        copied, reads, size, useful, self.in_flight, *times = found
+        return Landed(copied, reads, size, useful, Times(*times))
 
     def missed(self, count: int) -> np.ndarray:
         """Those of the first `count` targets that `read` copied nothing to."""
