@@ -80,6 +80,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     directory.mkdir(exist_ok=True)
     rows = run.logged()
     done = {(row["task"], row["decoded"], row["method"]) for row in rows}
+
     @functools.cache
     def tokens_of(mode: str) -> np.ndarray:
         return continued(llm, tokens, config) if mode == "sampled" else tokens

@@ -20,9 +20,9 @@ from kvjax.sampling import Sampling
 
 def make_method(strategy: str, settings: ml_collections.ConfigDict) -> Method:
     """The cache method of a strategy."""
-    fields = dict(settings)
     if strategy == "full":
         return common.make_method({"name": "full"})
+    fields = dict(settings)
     if strategy == "no_cluster":
         shared = {key: fields[key] for key in ("budget", "sinks", "window") if key in fields}
         return common.make_method({"name": "oracle", **shared})
