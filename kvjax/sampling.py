@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from kvjax import fields
 from kvjax.errors import ConfigError
-from kvjax.typing import Array, Int32, Logits, PRNGKey
+from kvjax.typing import Array, Float, Int32, Logits, PRNGKey
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,24 +45,25 @@ def _greedy(logits):
 @functools.partial(jax.jit, static_argnums=0)
 def _draw(count, logits, temperature, mass, key):
     """The same program for every temperature, and for every mass below 1."""
-    logits = _nucleus(_top_k(logits.astype(jnp.float32) / temperature, count), mass)
+    logits = logits.astype(jnp.float32) / temperature
+    logits = jnp.where(logits >= _least(logits, count, mass), logits, -jnp.inf)
     keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(logits.shape[0]))
     return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
 
 
-def _top_k(logits, count):
-    if count is None or count >= logits.shape[-1]:
-        return logits
-    least = jax.lax.top_k(logits, count)[0][..., -1:]
-    return jnp.where(logits >= least, logits, -jnp.inf)
+def _least(logits: Logits, count: int | None, mass) -> Float[Array, "B 1"]:
+    """Of the tokens that are drawn from: the `count` most likely ones, of those the smallest set that reaches `mass`.
 
-
-def _nucleus(logits, mass):
-    """Keeps the smallest set of most likely tokens whose mass reaches `mass` (the first one always)."""
-    if mass is None:
-        return logits
-    order = jnp.argsort(-logits, axis=-1)
-    probability = jnp.take_along_axis(jax.nn.softmax(logits, axis=-1), order, axis=-1)
-    before = jnp.cumsum(probability, axis=-1) - probability
-    rank = jnp.argsort(order, axis=-1)
-    return jnp.where(jnp.take_along_axis(before < mass, rank, axis=-1), logits, -jnp.inf)
+    A minimum, and not the last one: of a top-k of which it needs a part, XLA:CPU makes a sort of the whole vocabulary.
+    """
+    if count is not None and count < logits.shape[-1]:
+        ranked = jax.lax.top_k(logits, count)[0]
+    elif mass is not None:
+        ranked = jnp.sort(logits, axis=-1, descending=True)
+    else:
+        return jnp.full((logits.shape[0], 1), -jnp.inf)
+    if mass is not None:
+        probability = jax.nn.softmax(ranked, axis=-1)
+        before = jnp.cumsum(probability, axis=-1) - probability
+        ranked = jnp.where(before < mass, ranked, jnp.inf)
+    return jnp.min(ranked, axis=-1, keepdims=True)

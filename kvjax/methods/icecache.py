@@ -169,7 +169,8 @@ class IceCache(Method):
 def _best_of(score: Float[Array, "G N C"], count: int) -> Float[Array, "G N"]:
     """The best score of each page that has one of a query's `count` best tokens, _LOW of the others."""
     flat = score.reshape(score.shape[0], -1)
-    last = jax.lax.top_k(flat, min(count, flat.shape[1]))[0][:, -1:]
+    # A minimum, and not the last one: XLA:CPU sorts everything for a part of a top-k.
+    last = jnp.min(jax.lax.top_k(flat, min(count, flat.shape[1]))[0], axis=-1, keepdims=True)
     best = jnp.max(score, axis=-1)
     return jnp.where((best >= last) & (best > -jnp.inf), best, _LOW)
 
