@@ -68,6 +68,7 @@ class Fresh:
     loaded: Int32[Array, "*B K M1"]
     seen_pos: Int32[Array, "*B K N"]  # attended positions, -1 = none; empty unless the method observes
     seen_weight: Float[Array, "*B K N"]
+    note: Any = None  # `Selection.note`; None also for tokens of a chunk
 
 
 @pytree
@@ -102,10 +103,11 @@ def empty_layer(spec: Spec, index: Any, dtype) -> LayerState:
 
 def view(spec: Spec, layer: LayerState) -> View:
     """What the method may look at."""
-    first = spec.sinks + spec.ring
+    first, tail = spec.sinks + spec.ring, layer.tail
+    oldest = spec.sinks + jnp.argmin(tail.pos[0, spec.sinks : first])
     return View(
-        pos=layer.pos, count=layer.count, held_key=layer.tail.key[:, first:], held_pos=layer.tail.pos[:, first:],
-        held_block=layer.tail.held_block, loaded=layer.loaded,
+        pos=layer.pos, count=layer.count, held_key=tail.key[:, first:], held_pos=tail.pos[:, first:],
+        held_block=tail.held_block, loaded=layer.loaded, oldest_key=tail.key[:, oldest],
     )
 
 

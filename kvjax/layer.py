@@ -52,6 +52,7 @@ class Choice:
     need: Int32[Array, "*B K M1"]
     rows: Rows
     bias: Float[Array, "*B K G N"] | None = None  # of each row, for `Method.weigh`; None = the method has none
+    note: PyTree | None = None  # `Selection.note`
 
 
 @pytree
@@ -162,7 +163,8 @@ def choose(plan: LayerPlan, state: LayerState, q: Float[Array, "B H D"]) -> Choi
         cut = caching.every_block if method.attends_all else caching.needed_blocks
         need, rows = cut(spec, layer, selection)
         bias = selection.bias
-        return Choice(need, rows, None if bias is None else jnp.take_along_axis(bias, rows.rank[:, None], axis=-1))
+        bias = None if bias is None else jnp.take_along_axis(bias, rows.rank[:, None], axis=-1)
+        return Choice(need, rows, bias, selection.note)
 
     return each_sequence(one, (state, _grouped(q, spec)))
 
@@ -196,7 +198,8 @@ def answer(plan: LayerPlan, cache: LayerCache, choice: Choice, q, key, value, sl
     made = scored(plan, cache, q)
     args = (cache.state.tail, q, key, value, *rows, _row_bias(plan, cache, choice, q, rows[0]), made, at)
     out, weights, seen = each_sequence(lambda one: _attend(plan, *one), args)
-    fresh = Fresh(key, value, choice.need, *weights)
+    seen_pos, seen_weight = weights
+    fresh = Fresh(key, value, choice.need, seen_pos, seen_weight, choice.note)
     return out.reshape(out.shape[0], -1, out.shape[-1]), fresh, seen
 
 
@@ -351,7 +354,7 @@ def _place(plan: LayerPlan, layer: LayerState, fresh: Fresh, leaving: Leaving, g
     if method.observes:
         pos = jnp.where(gate, fresh.seen_pos, -1)
         index = method.observe(spec, index, view, pos, jnp.where(gate, fresh.seen_weight, 0.0))
-    return method.append(spec, index, view, leaving)
+    return method.append(spec, index, view, dataclasses.replace(leaving, note=fresh.note))
 
 
 def _adapt_all(plan: LayerPlan, cache: LayerCache, gate, layer, line) -> LayerCache:

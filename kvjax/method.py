@@ -101,6 +101,7 @@ class Leaving:
     token: Int32[Array, "*B"]  # token id, -1 = not known
     valid: Bool[Array, "*B"]  # False: none leaves in this step
     ahead: Int32[Array, "*B ring"]  # ids of the W - 1 tokens after it, which are in the window; -1 = not known
+    note: PyTree | None = None  # this step's `Selection.note`; None in a chunk of several tokens
 
 
 @pytree
@@ -110,6 +111,7 @@ class Selection:
     block: Int32[Array, "K M"]
     force: Int32[Array, "K"]  # fetched for `adapt`, not attended
     bias: Float[Array, "K G M"] | None = None  # for the scores of a block's rows, through `weigh`
+    note: PyTree | None = None  # what `append` would compute again: the index stays as it is until then
 
 
 @pytree
@@ -145,6 +147,7 @@ class View:
     held_pos: Int32[Array, "*K U"]  # -1 = free
     held_block: Int32[Array, "*K U"]  # block on whose account the row is held, NB = free
     loaded: Int32[Array, "*K M1"]  # this step's fetched blocks: the selection and the forced one
+    oldest_key: Float[Array, "*K D"]  # the window's, which the next token makes leave; anything while it is not full
 
 
 @dataclasses.dataclass(frozen=True)

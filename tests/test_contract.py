@@ -38,6 +38,7 @@ class Seen:
     query_pos: Int32[Array, "*B Q"]
     token: Int32[Array, "*B T"]  # by position: of the prompt's middle part, then of what left the window
     ahead: Int32[Array, "*B T"]  # by position: of the tokens after those that left the window
+    noted: Int32[Array, "*B"]  # how many came with the key that `select` had expected to leave
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,15 +55,17 @@ class Witness(Quest):
         query = jnp.zeros((spec.kv_heads, spec.group, self.observation, spec.head_dim))
         unknown = jnp.full((self.observation,), -1, jnp.int32)
         nothing = jnp.full((CAPACITY,), -1, jnp.int32)
-        return Seen(super().init(spec, ()), weights, query, unknown, nothing, nothing)
+        return Seen(super().init(spec, ()), weights, query, unknown, nothing, nothing, jnp.int32(0))
 
     def build(self, spec, index, context):
         quest, placement = super().build(spec, index.quest, context)
         token = index.token.at[jnp.where(context.valid, context.pos, CAPACITY)].set(context.token, mode="drop")
-        return Seen(quest, index.weights, context.query, context.query_pos, token, index.ahead), placement
+        return dataclasses.replace(
+            index, quest=quest, query=context.query, query_pos=context.query_pos, token=token
+        ), placement
 
     def select(self, spec, index, view, q):
-        return super().select(spec, index.quest, view, q)
+        return dataclasses.replace(super().select(spec, index.quest, view, q), note=view.oldest_key)
 
     def append(self, spec, index, view, leaving):
         quest, placement = super().append(spec, index.quest, view, leaving)
@@ -70,7 +73,9 @@ class Witness(Quest):
         token = index.token.at[at].set(leaving.token, mode="drop")
         after = jnp.where(leaving.valid, leaving.pos + 1 + jnp.arange(spec.ring), CAPACITY)
         ahead = index.ahead.at[after].set(leaving.ahead, mode="drop")
-        return dataclasses.replace(index, quest=quest, token=token, ahead=ahead), placement
+        expected = False if leaving.note is None else jnp.array_equal(leaving.note, leaving.key)
+        noted = index.noted + (leaving.valid & expected)
+        return dataclasses.replace(index, quest=quest, token=token, ahead=ahead, noted=noted), placement
 
 
 def first_layers(count):
@@ -125,6 +130,23 @@ def test_token_ids_reach_the_method(params, tokens, driver):
             seen = np.asarray(one.state.index.ahead[b])
             np.testing.assert_array_equal(seen[first + 1 : length], tokens[b, first + 1 : length])
             assert (seen[: first + 1] == -1).all() and (seen[length:] == -1).all()
+
+
+@pytest.mark.parametrize("driver", ["staged", "fused"])
+def test_what_a_selection_notes_reaches_the_append_of_its_step(params, tokens, driver):
+    """And `select` sees the key that is about to leave; the second prompt does not fill the window."""
+    method = Witness(budget=24, sinks=2, window=4, page=4)
+    _, state = decoded(method, params, tokens, driver=driver, config=first_layers(2))
+    for one in state.layers:
+        left = np.asarray(PROMPT) + STEPS - method.window + 1 - np.maximum(np.asarray(PROMPT) - method.window + 1, 2)
+        np.testing.assert_array_equal(one.state.index.noted, left)
+
+
+def test_tokens_of_a_chunk_come_without_a_note(params, tokens):
+    method = Witness(budget=24, sinks=2, window=4, page=4)
+    plan, state, _ = start(method, params, tokens)
+    state, _ = extend.extend(plan, params, state, tokens[:, 40:60], jnp.full(2, 20), chunk=8)
+    assert all((one.state.index.noted == 0).all() for one in state.layers)
 
 
 def test_the_last_queries_of_the_prompt_reach_the_method(params, tokens):

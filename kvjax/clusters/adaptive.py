@@ -12,7 +12,6 @@ from kvjax.clusters.index import (
     has_room,
     nearest_with_room,
     replace_clusters,
-    squared_distances,
     squared_norm,
     statistics,
     updated_variance,
@@ -66,31 +65,32 @@ class Adaptive(Update):
         full = (jnp.sum(used) >= self.buffer) & jnp.any(view.count == 0)
         return jnp.where(full, fullest, spec.num_blocks)
 
-    def append(self, spec, index, view, key, valid):
+    def append(self, spec, index, view, key, squared, valid):
         """Assigns a key to its nearest cluster: ADDENTRY, or Buf_j and f_j <- SPLIT.
 
         Where no held row is free, as within a chunk that loads one block for all its tokens, the cluster is flagged all
         the same and takes the key, or the nearest with room does. Where none has room the key takes a free block, if
         need be one that a flagged cluster counted on, which then stays flagged until another is free. That is counted
         as a refusal, as flags are that are not granted.
+
+        What is done for every cluster is most of the time a key takes, so that each is looked at as seldom as can be.
         """
-        count, n, index = view.count, view.count.astype(jnp.float32), _observe_key(index, key, valid)
-        squared = squared_distances(index, key)
-        nearest = first_least(squared, count > 0)
-        _, variance = with_key(index, nearest, n[nearest], key)
+        count, index = view.count, _observe_key(index, key, valid)
+        # A flag reserves a free block for the other half.
+        reserved, free = jnp.sum(index.split), spec.num_blocks - jnp.sum(count > 0)
+        roomy = nearest_with_room(spec, count, squared)
+        # No cluster with room and every free block reserved: wait with a flagged cluster, whose split makes room.
+        crowded = ~has_room(spec, count[roomy]) & (free <= reserved) & (reserved > 0)
+        nearest = first_least(squared, jnp.where(crowded, index.split, count > 0))
+        _, variance = with_key(index, nearest, count[nearest], key)
         wide = variance > self.limit(index, count)
         wants_split = (wide | (count[nearest] >= spec.block_rows) | index.split[nearest]) & (count[nearest] > 0)
-        # A flag reserves a free block for the other half.
-        reserved, free = jnp.sum(index.split), jnp.sum(count == 0)
         granted = index.split[nearest] | (free > reserved)
-        # No cluster with room and every free block reserved: wait with a flagged cluster, whose split makes room.
-        crowded = ~jnp.any(has_room(spec, count)) & ~granted & (reserved > 0)
-        nearest = jnp.where(crowded, first_least(squared, index.split), nearest)
-        hold = wants_split & (granted | crowded) & jnp.any(view.held_block == spec.num_blocks)
+        hold = wants_split & granted & jnp.any(view.held_block == spec.num_blocks)
 
-        target = jnp.where(hold, nearest, nearest_with_room(spec, count, squared))
+        target = jnp.where(hold, nearest, roomy)
         block = jnp.where(valid, target, spec.num_blocks).astype(jnp.int32)
-        index = add_entry(index, jnp.where(hold, spec.num_blocks, block), n, key)
+        index = add_entry(index, jnp.where(hold, spec.num_blocks, block), count, key)
         new = ~hold & (count[target] == 0)
         granted &= index.split[nearest] | (free - new > reserved)
         flagged = jnp.where(valid & wants_split & granted, nearest, spec.num_blocks)

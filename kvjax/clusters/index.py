@@ -24,6 +24,15 @@ class ClusterIndex:  # *B_K: [K], [B, K], or [] inside a function of one head
     splits: Int32[Array, "*B_K"]  # splits done; for `Local`, windows clustered
     refused: Int32[Array, "*B_K"]  # splits (or windows) refused for want of a free block
 
+    def products(self, vectors: Float[Array, "K G D"]) -> Float[Array, "K G NB"]:
+        """Inner products with every centroid."""
+        return jnp.einsum("kdn,kgd->kgn", self.centroid, vectors, precision="highest")
+
+    def squared_distances(self, key: Float[Array, "K D"], product: Float[Array, "K NB"]) -> Float[Array, "K NB"]:
+        """Of each head's key to every centroid, from their products, but for rounding that grows with their lengths:
+        enough to rank them."""
+        return self.norm - 2 * product + squared_norm(key)[:, None]
+
 
 def empty_index(spec: Spec) -> ClusterIndex:
     """No cluster of any head."""
@@ -52,25 +61,20 @@ def updated_variance(n, variance, squared_distance):
     return n / (n + 1) * (variance + squared_distance / (n + 1))
 
 
-def squared_distances(index: ClusterIndex, key: Float[Array, "D"]) -> Float[Array, "NB"]:
-    """Of one head's key to every centroid, but for rounding that grows with their lengths: enough to rank them."""
-    return index.norm - 2 * jnp.matmul(key, index.centroid, precision="highest") + squared_norm(key)
-
-
 def squared_norm(x: Float[Array, "*N D"]) -> Float[Array, "*N"]:
     """Of each vector."""
     return jnp.sum(jnp.square(x), axis=-1)
 
 
-def with_key(index: ClusterIndex, block: Int32[Array, ""], n: Float[Array, ""], key: Float[Array, "D"]):
+def with_key(index: ClusterIndex, block: Int32[Array, ""], n: Int32[Array, ""], key: Float[Array, "D"]):
     """UPDATESTATS of Algorithm 1: r_j and sigma_j^2 of a cluster of one head, of n keys, once it has taken one more."""
-    centroid = index.centroid[:, block]
+    n, centroid = n.astype(jnp.float32), index.centroid[:, block]
     apart = key - centroid
     return centroid + apart / (n + 1), updated_variance(n, index.variance[block], squared_norm(apart))
 
 
 def add_entry(
-    index: ClusterIndex, block: Int32[Array, ""], n: Float[Array, "NB"], key: Float[Array, "D"]
+    index: ClusterIndex, block: Int32[Array, ""], n: Int32[Array, "NB"], key: Float[Array, "D"]
 ) -> ClusterIndex:
     """ADDENTRY of Algorithm 1 for one head; block NB = nothing."""
     target = jnp.minimum(block, n.shape[0] - 1)
@@ -88,12 +92,12 @@ def replace_clusters(
     )
 
 
-def has_room(spec: Spec, count: Int32[Array, "NB"]) -> Bool[Array, "NB"]:
-    """Clusters that are not full."""
+def has_room(spec: Spec, count: Int32[Array, "*N"]) -> Bool[Array, "*N"]:
+    """Whether clusters of so many keys are there, and not full."""
     return (count > 0) & (count < spec.block_rows)
 
 
 def nearest_with_room(spec: Spec, count: Int32[Array, "NB"], squared: Float[Array, "NB"]) -> Int32[Array, ""]:
     """The nearest cluster that is not full; a free block where all are full."""
-    roomy = has_room(spec, count)
-    return jnp.where(jnp.any(roomy), first_least(squared, roomy), first(count == 0))
+    nearest = first_least(squared, has_room(spec, count))
+    return jnp.where(has_room(spec, count[nearest]), nearest, first(count == 0))

@@ -13,7 +13,6 @@ from kvjax.clusters.index import (
     add_entry,
     nearest_with_room,
     replace_clusters,
-    squared_distances,
     statistics,
 )
 from kvjax.clusters.update import Update
@@ -53,14 +52,14 @@ class Local(Update):
         """E: blocks they may take, larger clusters than `block_rows` taking several."""
         return self.clusters + self.period // self.block_rows
 
-    def append(self, spec, index, view, key, valid):
-        count, squared = view.count, squared_distances(index, key)
+    def append(self, spec, index, view, key, squared, valid):
+        count = view.count
         enough = jnp.sum(count == 0) >= self.most_blocks  # stays so until the period is full
         account = first(count == 0)
         target = jnp.where(enough, account, nearest_with_room(spec, count, squared))
         block = jnp.where(valid, target, spec.num_blocks).astype(jnp.int32)
         added = jnp.where(enough, spec.num_blocks, block)
-        index = add_entry(index, added, count.astype(jnp.float32), key)
+        index = add_entry(index, added, count, key)
         row = jnp.where(enough, spec.block_rows, count[target]).astype(jnp.int32)
         return dataclasses.replace(index, refused=index.refused + (valid & ~enough)), Placement(block, row)
 

@@ -93,16 +93,24 @@ class ClusterMethod(Method):
         return self.calibrate(index, count, valid), Placement(block, row)
 
     def select(self, spec, index, view, q):
-        """P_req: the clusters whose centroids are most similar to the query."""
-        scores = jnp.einsum("kdn,kgd->kgn", index.centroid, q, preferred_element_type=jnp.float32) * spec.head_dim**-0.5
-        occupied = view.count > 0
+        """P_req: the clusters whose centroids are most similar to the query.
+
+        The key that this step will make leave meets the centroids with the queries: they are most of what is read, and
+        one more vector costs next to nothing.
+        """
+        leaving = view.oldest_key.astype(jnp.float32)
+        products = index.products(jnp.concatenate([q.astype(jnp.float32), leaving[:, None]], axis=1))
+        occupied, scores = view.count > 0, products[:, :-1] * spec.head_dim**-0.5
         score = aggregate(jnp.where(occupied[:, None], scores, -1e30), self.aggregation)
         force = jax.vmap(lambda head: self.rule.force(spec, head))(view)
-        return Selection(top_blocks(score, occupied, spec.max_blocks), force)
+        squared = index.squared_distances(leaving, products[:, -1])
+        return Selection(top_blocks(score, occupied, spec.max_blocks), force, note=squared)
 
     def append(self, spec, index, view, leaving):
-        key = leaving.key.astype(jnp.float32)
-        return jax.vmap(lambda *head: self.rule.append(spec, *head, leaving.valid))(index, view, key)
+        key, squared = leaving.key.astype(jnp.float32), leaving.note
+        if squared is None:
+            squared = index.squared_distances(key, index.products(key[:, None])[:, 0])
+        return jax.vmap(lambda *head: self.rule.append(spec, *head, leaving.valid))(index, view, key, squared)
 
     def due(self, spec, index, view):
         return jax.vmap(lambda *head: self.rule.due(spec, *head))(index, view)

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from kvjax.clusters.index import (
     ClusterIndex,
     nearest_with_room,
-    squared_distances,
     squared_norm,
     with_key,
 )
@@ -27,8 +26,8 @@ class Static(Update):
     held = 0
     edits = False
 
-    def append(self, spec, index, view, key, valid):
-        count, squared = view.count, squared_distances(index, key)
+    def append(self, spec, index, view, key, squared, valid):
+        count = view.count
         nearest = first_least(squared, count > 0)
         cluster = jnp.where(jnp.any(count > 0), index.cluster[nearest], first(count == 0))
         room = (index.cluster == cluster) & (count < spec.block_rows) & (count > 0)
@@ -46,7 +45,7 @@ def _grow(index: ClusterIndex, count, number, block, key) -> ClusterIndex:
     """Statistics of cluster `number`, in all of its blocks, with the key added to one of them (NB = nothing)."""
     cluster = index.cluster.at[block].set(number, mode="drop")
     mine = (cluster == number) & (block < count.shape[0])
-    n = jnp.sum(jnp.where(mine, count, 0)).astype(jnp.float32)
+    n = jnp.sum(jnp.where(mine, count, 0))
     centroid, variance = with_key(index, number, n, key)
     return dataclasses.replace(
         index, cluster=cluster, variance=jnp.where(mine, variance, index.variance),

@@ -27,9 +27,11 @@ class Update(abc.ABC):
 
     @abc.abstractmethod
     def append(
-        self, spec: Spec, index: ClusterIndex, view: View, key: Float[Array, "D"], valid: Bool[Array, ""]
+        self, spec: Spec, index: ClusterIndex, view: View, key: Float[Array, "D"], squared: Float[Array, "NB"],
+        valid: Bool[Array, ""],
     ) -> tuple[ClusterIndex, Placement]:
-        """A place for the key; where not `valid` nothing changes."""
+        """A place for the key, whose squared distances to all centroids are given; where not `valid` nothing changes.
+        """
 
     def due(self, spec: Spec, index: ClusterIndex, view: View) -> Int32[Array, "P"]:
         """A block to rewrite now, and one to merge it with if the update merges; NB = none."""

@@ -77,15 +77,16 @@ def crowded(counts, flagged, held):
         pos=np.zeros((len(counts), 8), np.int32), count=np.array(counts, np.int32),
         held_key=np.zeros((RULE.held, spec.head_dim), np.float32),
         held_pos=np.where(block < len(counts), 0, -1).astype(np.int32), held_block=block,
-        loaded=np.arange(len(counts), dtype=np.int32),
+        loaded=np.arange(len(counts), dtype=np.int32), oldest_key=np.zeros(spec.head_dim, np.float32),
     )
     return spec, index, view
 
 
 def appended(spec, index, view, near):
     """Block, new flags and refusals of a key beside that cluster."""
-    append = jax.jit(functools.partial(RULE.append, spec))
-    index, placement = append(index, view, index.centroid[:, near], np.asarray(True))
+    append, key = jax.jit(functools.partial(RULE.append, spec)), index.centroid[:, near]
+    squared = np.square(index.centroid - key[:, None]).sum(0)
+    index, placement = append(index, view, key, squared, np.asarray(True))
     return int(placement.block), np.flatnonzero(index.split).tolist(), int(index.refused)
 
 
