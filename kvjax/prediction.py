@@ -148,14 +148,17 @@ class Predictor(Method):
 
     def _importance(self, index: CompressedKeys, q: Float[Array, "K G D"]) -> Float[Array, "S N"]:
         """Every token's score, for all heads (S = 1) or for each KV head."""
-        stored = jnp.arange(index.tokens) < index.stored
+        stored, low = jnp.arange(index.tokens) < index.stored, project(index, q)
+        if self.shared and self.aggregation == "mean":
+            # The mean of products with many queries is the product with their mean.
+            low = jnp.mean(low, axis=(0, 1) if index.together else 1, keepdims=True)
         if index.together:
-            scores = jnp.where(stored[:, None], predict_together(index, q), -1e30)
+            scores = jnp.where(stored[:, None], predict_together(index, low), -1e30)
             if self.shared:
                 return aggregate_where_they_lie(scores, self.aggregation)
             by_head = scores.swapaxes(1, 2).reshape(*q.shape[:2], -1)
         else:
-            by_head = jnp.where(stored, predict_by_head(index, q), -1e30)
+            by_head = jnp.where(stored, predict_by_head(index, low), -1e30)
         return aggregate(by_head.reshape(1, -1, index.tokens) if self.shared else by_head, self.aggregation)
 
     def append(self, spec, index, view, leaving):
@@ -188,18 +191,17 @@ def project(index: CompressedKeys, q: Float[Array, "K G D"]) -> Float[Array, "K 
     return jnp.einsum("kgd,kdr->kgr", q, index.adapter) * q.shape[-1] ** -0.5
 
 
-def predict_together(index: CompressedKeys, q: Float[Array, "K G D"]) -> Float[Array, "1 N Q"]:
-    """Eq. 1 of KVSwap, scaled: (Q_h A_g(h)) K_lr^T for every query head h of all KV heads, Q = K * G."""
-    low = project(index, q).reshape(1, -1, index.adapter.shape[-1])
+def predict_together(index: CompressedKeys, low: Float[Array, "#K #G r"]) -> Float[Array, "1 N Q"]:
+    """Eq. 1 of KVSwap: (Q_h A_g(h)) K_lr^T for every projected query; of all heads, Q = K * G."""
+    low = low.reshape(1, -1, index.adapter.shape[-1])
     if index.scale is not None:
         return lowbit.products(index.key, low * index.scale[:, None], index.bits)
     # Keys as the left operand: XLA:CPU then reads them in place.
     return jnp.einsum("fnr,fqr->fnq", index.key, low, preferred_element_type=jnp.float32)
 
 
-def predict_by_head(index: CompressedKeys, q: Float[Array, "K G D"]) -> Float[Array, "K G N"]:
-    """Eq. 1, scaled, of keys that each KV head has for itself."""
-    low = project(index, q)
+def predict_by_head(index: CompressedKeys, low: Float[Array, "K #G r"]) -> Float[Array, "K #G N"]:
+    """Eq. 1 of keys that each KV head has for itself."""
     if index.scale is not None:
         return lowbit.products_by_dimension(index.key, low * index.scale[:, None], index.bits)
     return jnp.einsum("krn,kgr->kgn", index.key, low, preferred_element_type=jnp.float32)

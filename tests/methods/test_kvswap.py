@@ -105,7 +105,7 @@ def test_adapters_that_keep_everything_predict_the_true_scores():
     sim, keys = after_decoding(method)
     index = jax.tree.map(lambda leaf: jnp.asarray(leaf)[0], sim.cache.state.index)
     expected = np.einsum("kgd,tkd->kgt", Q, keys) / np.sqrt(SIZE)
-    found = jax.jit(prediction.predict_together)(index, Q)[0, : len(keys)]
+    found = jax.jit(prediction.predict_together)(index, prediction.project(index, Q))[0, : len(keys)]
     np.testing.assert_allclose(found, expected.reshape(-1, len(keys)).T, atol=1e-3)
 
 
@@ -123,12 +123,12 @@ def test_keys_in_few_bits_are_near_those_in_floats_and_score_as_what_they_are(bi
     near = np.abs(key[:, :count] - floats) <= 0.501 * step * np.asarray(index.scale)[:, None]
     largest *= np.asarray(index.scale)[:, None]
     assert near.mean() > share and (near | (np.abs(floats) > largest)).all()
-    low = np.asarray(prediction.project(index, Q))
+    low = prediction.project(index, Q)
     if joint:
         found, expected = prediction.predict_together, np.einsum("fnr,kgr->fnkg", key, low).reshape(1, key.shape[1], -1)
     else:
         found, expected = prediction.predict_by_head, np.einsum("knr,kgr->kgn", key, low)
-    np.testing.assert_allclose(jax.jit(found)(index, Q), expected, atol=1e-5 * np.abs(expected).max())
+    np.testing.assert_allclose(jax.jit(found)(index, low), expected, atol=1e-5 * np.abs(expected).max())
 
 
 def token_by_token(index):
