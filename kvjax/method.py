@@ -12,7 +12,8 @@ never touches values, slots or file offsets. To write one, subclass `Method` and
 
 and, only if blocks are reorganised while decoding, `due` and `adapt`; only if it learns from the
 attention weights, `observe`; only if it was fitted to the model beforehand, `weights`; only if its selection is a
-sample, `Selection.bias` and `weigh`; only if keys are made from the index instead of being fetched, `rebuild`, or
+sample, `Selection.bias` and `weigh`; only if `append` would compute again what `select` can as well, `Selection.note`;
+only if keys are made from the index instead of being fetched, `rebuild`, or
 `score_rows` where everything is attended; only if arrays have the size that the prompts ask for, `for_prompts`.
 `methods/README.md` writes one from nothing.
 

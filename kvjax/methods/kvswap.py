@@ -12,7 +12,8 @@ merged by their log-sum-exps (`kvjax.attention`).
 
 Choices the paper leaves open:
   - "attention scores" are summed after each head's softmax (`aggregation="softmax_mean"`). Raw products of different
-    heads cancel out in the sum, which is that of one query, the sum of all low-rank queries; "mean" does it so.
+    heads cancel out in the sum. It is that of one query, the sum of all low-rank queries, so that it takes one product
+    instead of one per query head; "mean" does it so.
   - the paper attends the groups and the rolling buffer; sinks and window are there as for every method here. The group
     that is being filled counts as one of those the budget allows, so that of the last one selected only a part may be
     attended.
