@@ -82,6 +82,7 @@ class Adaptive(Update):
         # No cluster with room and every free block reserved: wait with a flagged cluster, whose split makes room.
         crowded = ~has_room(spec, count[roomy]) & (free <= reserved) & (reserved > 0)
         nearest = first_least(squared, jnp.where(crowded, index.split, count > 0))
+        elsewhere = crowded & (jnp.min(jnp.where(count > 0, squared, jnp.inf)) < squared[nearest])
         _, variance = with_key(index, nearest, count[nearest], key)
         wide = variance > self.limit(index, count)
         wants_split = (wide | (count[nearest] >= spec.block_rows) | index.split[nearest]) & (count[nearest] > 0)
@@ -96,7 +97,7 @@ class Adaptive(Update):
         flagged = jnp.where(valid & wants_split & granted, nearest, spec.num_blocks)
         index = dataclasses.replace(
             index, split=index.split.at[flagged].set(True, mode="drop"),
-            refused=index.refused + (valid & ((wants_split & ~granted) | (new & (free <= reserved)))),
+            refused=index.refused + (valid & ((wants_split & ~granted) | elsewhere | (new & (free <= reserved)))),
         )
         return index, Placement(block, jnp.where(hold, spec.block_rows, count[target]).astype(jnp.int32))
 
