@@ -197,8 +197,7 @@ def answer(plan: LayerPlan, cache: LayerCache, choice: Choice, q, key, value, sl
     q = _grouped(q, plan.spec)
     made = scored(plan, cache, q)
     args = (cache.state.tail, q, key, value, *rows, _row_bias(plan, cache, choice, q, rows[0]), made, at)
-    out, weights, seen = each_sequence(lambda one: _attend(plan, *one), args)
-    seen_pos, seen_weight = weights
+    out, (seen_pos, seen_weight), seen = each_sequence(lambda one: _attend(plan, *one), args)
     fresh = Fresh(key, value, choice.need, seen_pos, seen_weight, choice.note)
     return out.reshape(out.shape[0], -1, out.shape[-1]), fresh, seen
 

@@ -73,7 +73,7 @@ class Adaptive(Update):
         need be one that a flagged cluster counted on, which then stays flagged until another is free. That is counted
         as a refusal, as flags are that are not granted.
 
-        What is done for every cluster is most of the time a key takes, so that each is looked at as seldom as can be.
+        Looking at every cluster is most of the time a key takes: the nearest is looked for once, among those it may be.
         """
         count, index = view.count, _observe_key(index, key, valid)
         # A flag reserves a free block for the other half.
@@ -82,6 +82,7 @@ class Adaptive(Update):
         # No cluster with room and every free block reserved: wait with a flagged cluster, whose split makes room.
         crowded = ~has_room(spec, count[roomy]) & (free <= reserved) & (reserved > 0)
         nearest = first_least(squared, jnp.where(crowded, index.split, count > 0))
+        # Its own cluster is another one, which is not flagged, and is refused its split.
         elsewhere = crowded & (jnp.min(jnp.where(count > 0, squared, jnp.inf)) < squared[nearest])
         _, variance = with_key(index, nearest, count[nearest], key)
         wide = variance > self.limit(index, count)

@@ -131,6 +131,20 @@ def test_keys_in_few_bits_are_near_those_in_floats_and_score_as_what_they_are(bi
     np.testing.assert_allclose(jax.jit(found)(index, low), expected, atol=1e-5 * np.abs(expected).max())
 
 
+@pytest.mark.parametrize(("bits", "joint"), [(32, True), (32, False), (4, True), (4, False)])
+def test_raw_scores_summed_over_heads_are_those_of_the_mean_query(bits, joint):
+    method = KVSwap(**SMALL, sigma=2, per_head=not joint, bits=bits)
+    index = jax.tree.map(lambda leaf: jnp.asarray(leaf)[0], decoded(method).cache.state.index)
+    low = prediction.project(index, Q)
+    if joint:
+        expected = np.mean(prediction.predict_together(index, low), axis=-1)[0]
+    else:
+        expected = np.mean(prediction.predict_by_head(index, low), axis=(0, 1))
+    raw = dataclasses.replace(method, aggregation="mean")
+    found, count = raw._importance(index, jnp.asarray(Q))[0], int(index.stored)
+    np.testing.assert_allclose(found[:count], expected[:count], atol=1e-5 * np.abs(expected).max())
+
+
 def token_by_token(index):
     """Keys of one sequence `[F, N, X]`, however they lie."""
     return index.key if index.together else index.key.swapaxes(1, 2)
