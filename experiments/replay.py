@@ -127,6 +127,10 @@ class Replay(Method):
     def places_alike(self):  # type: ignore[override]
         return self.inner.places_alike
 
+    @property
+    def selects_together(self):
+        return self.inner.selects_together
+
     @functools.cached_property
     def table(self) -> np.ndarray:
         """int32[steps, layers, heads, M] groups of all texts side by side, best first.

@@ -166,7 +166,7 @@ def choose(plan: LayerPlan, state: LayerState, q: Float[Array, "B H D"]) -> Choi
         bias = None if bias is None else jnp.take_along_axis(bias, rows.rank[:, None], axis=-1)
         return Choice(need, rows, bias, selection.note)
 
-    return each_sequence(one, (state, _grouped(q, spec)))
+    return each_sequence(one, (state, _grouped(q, spec)), method.selects_together)
 
 
 def of_active(plan: LayerPlan, choice: Choice, active: Bool[Array, "B"]) -> Choice:
@@ -187,7 +187,7 @@ def runners_up(plan: LayerPlan, state: LayerState, q: Float[Array, "B H D"]) -> 
         ranked = plan.method.select(wide, layer.index, caching.view(spec, layer), query).block
         return ranked[:, spec.max_blocks :]
 
-    return each_sequence(one, (state, _grouped(q, spec)))
+    return each_sequence(one, (state, _grouped(q, spec)), plan.method.selects_together)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -228,13 +228,14 @@ def scored(plan: LayerPlan, cache: LayerCache, q: Float[Array, "B K G D"]) -> Fl
     return each_sequence(lambda one: plan.method.score_rows(plan.spec, *one), (cache.state.index, q))
 
 
-def each_sequence(function, args):
-    """Maps over the batch: as one program on accelerators, one sequence after the other on CPU.
+def each_sequence(function, args, together: bool = False):
+    """Maps over the batch: as one program on accelerators and if `together`, else one sequence after the other on CPU.
 
-    XLA:CPU orders the sums of a product by its whole shape, so that a batched product would not be
-    bit-equal to the sequence alone; its threads share the work inside a sequence anyway.
+    XLA:CPU orders the sums of a softmax by the whole shape, so that a batched one would not be bit-equal to the
+    sequence alone, and what is made of one sequence stays in its caches. But it copies the sequence's part of every
+    array that meets a product, which takes longer than the product where that gives few numbers.
     """
-    if jax.default_backend() == "cpu":
+    if jax.default_backend() == "cpu" and not together:
         return jax.lax.map(function, args)
     return jax.vmap(lambda *one: function(one))(*args)
 

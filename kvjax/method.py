@@ -194,6 +194,12 @@ class Method(abc.ABC):
     files: ClassVar[tuple[str, ...]] = ()  # settings that are paths
 
     @property
+    def selects_together(self) -> bool:
+        """Whether `select` may run for a whole batch at once on CPU: worth it where it makes few numbers of a large
+        index, and right where no sum but those of products has many terms (`kvjax.layer.each_sequence`)."""
+        return False
+
+    @property
     def keeps_keys(self) -> bool:
         """Whether blocks hold keys; if not, `rebuild` makes those that are attended, or `score_rows` does without."""
         return True

@@ -95,6 +95,16 @@ class Predictor(Method):
         return self.shared
 
     @property
+    def one_query(self) -> bool:
+        """Whether one product scores a token for all heads: the mean of raw products with many queries is the product
+        with their mean."""
+        return self.shared and self.aggregation == "mean"
+
+    @property
+    def selects_together(self) -> bool:
+        return self.one_query and self.bits == _FLOAT  # codes become floats first, which are many
+
+    @property
     @abc.abstractmethod
     def joint(self) -> bool:
         """Whether a token's projections are summed over its heads (F = 1)."""
@@ -148,10 +158,8 @@ class Predictor(Method):
 
     def _importance(self, index: CompressedKeys, q: Float[Array, "K G D"]) -> Float[Array, "S N"]:
         """Every token's score, for all heads (S = 1) or for each KV head."""
-        stored, low = jnp.arange(index.tokens) < index.stored, project(index, q)
-        if self.shared and self.aggregation == "mean":
-            # The mean of products with many queries is the product with their mean.
-            low = jnp.mean(low, axis=(0, 1) if index.together else 1, keepdims=True)
+        stored = jnp.arange(index.tokens) < index.stored
+        low = project_mean(index, q) if self.one_query else project(index, q)
         if index.together:
             scores = jnp.where(stored[:, None], predict_together(index, low), -1e30)
             if self.shared:
@@ -189,6 +197,14 @@ def store(index: CompressedKeys, low: Float[Array, "F T r"], at: Int32[Array, "T
 def project(index: CompressedKeys, q: Float[Array, "K G D"]) -> Float[Array, "K G r"]:
     """Q_h A_g(h) of every query head h, scaled."""
     return jnp.einsum("kgd,kdr->kgr", q, index.adapter) * q.shape[-1] ** -0.5
+
+
+def project_mean(index: CompressedKeys, q: Float[Array, "K G D"]) -> Float[Array, "#K 1 r"]:
+    """The mean of `project` over the query heads that meet the same keys: all of them, or those of each KV head."""
+    mean = jnp.mean(q, axis=1) * q.shape[-1] ** -0.5
+    if index.together:
+        return jnp.einsum("kd,kdr->r", mean, index.adapter)[None, None] / len(q)
+    return jnp.einsum("kd,kdr->kr", mean, index.adapter)[:, None]
 
 
 def predict_together(index: CompressedKeys, low: Float[Array, "#K #G r"]) -> Float[Array, "1 N Q"]:

@@ -20,6 +20,7 @@ from kvjax.store.residency import POLICIES
 pytestmark = pytest.mark.filterwarnings("error")
 every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 _stored = {name: method for name, method in METHODS.items() if name != "streaming_llm"}  # which has no blocks
+OF_ALL_KINDS = ("full", "quest", "dynakv", "kvswap", "raw")
 stored = pytest.mark.parametrize("method", _stored.values(), ids=_stored)
 
 
@@ -105,8 +106,8 @@ def test_rows_of_a_batch_do_not_see_each_other(method):
 
 @pytest.mark.parametrize("method", [
     # A batch of one is a program of its own: of the others it takes a while to compile.
-    pytest.param(method, id=name, marks=() if name in ("full", "quest", "dynakv", "kvswap") else pytest.mark.slow)
-    for name, method in METHODS.items()
+    pytest.param(method, id=name, marks=() if name in OF_ALL_KINDS else pytest.mark.slow)
+    for name, method in {**METHODS, "raw": dataclasses.replace(METHODS["kvswap"], aggregation="mean")}.items()
 ])
 def test_rows_of_a_batch_are_bit_equal_to_running_alone(method):
     stream = Stream.draw(2)

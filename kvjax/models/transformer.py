@@ -6,13 +6,18 @@ call these two around the KV cache; `Transformer.__call__` calls them around den
 training and for logits over a whole sequence.
 """
 
+import math
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from kvjax.models import rope
 from kvjax.models.config import ModelConfig
+from kvjax.order import computed_once
 from kvjax.typing import Array, Float, Hidden, Int32, Logits
+
+_FEW = 64  # x of a product of a matrix; of more, the product itself takes as long either way
 
 
 class RMSNorm(nn.Module):
@@ -43,8 +48,16 @@ class Linear(nn.Module):
 
 
 def apply_rows(weight: Float[Array, "Y X"], x: Float[Array, "*T X"]) -> Float[Array, "*T Y"]:
-    """Products of each x with each row."""
-    return jnp.einsum("yx,...x->...y", weight, x)
+    """Products of each x with each row.
+
+    XLA:CPU writes the weights anew, transposed, for every product with a few x, which takes a step of a batch more than
+    twice as long, unless the x come as columns, and it does not see that they were rows.
+    """
+    count = math.prod(x.shape[:-1])
+    if jax.default_backend() != "cpu" or not 1 < count <= _FEW:
+        return jnp.einsum("yx,...x->...y", weight, x)
+    columns = computed_once(weight @ computed_once(x.reshape(count, -1).T))
+    return columns.T.reshape(*x.shape[:-1], -1)
 
 
 class GatedMLP(nn.Module):

@@ -145,6 +145,22 @@ def test_raw_scores_summed_over_heads_are_those_of_the_mean_query(bits, joint):
     np.testing.assert_allclose(found[:count], expected[:count], atol=1e-5 * np.abs(expected).max())
 
 
+@pytest.mark.parametrize("joint", [True, False])
+@pytest.mark.parametrize(("heads", "group", "size", "rank", "tokens"), [
+    (2, 2, 16, 5, 100), (3, 3, 24, 12, 436), (5, 1, 16, 4, 516), (8, 4, 64, 8, 2048), (8, 4, 64, 64, 4092),
+])
+def test_what_selects_for_a_whole_batch_scores_each_sequence_as_if_alone(joint, heads, group, size, rank, tokens):
+    method = KVSwap(**SMALL, per_head=not joint, aggregation="mean")
+    assert method.selects_together and not KVSwap(**SMALL).selects_together
+    shape, rng = (1, tokens, rank) if joint else (heads, rank, tokens), np.random.default_rng(tokens)
+    adapter, key, q = (jnp.asarray(rng.normal(size=(3, *one)), jnp.float32)
+                       for one in ((heads, size, rank), shape, (heads, group, size)))
+    index = prediction.CompressedKeys(adapter, key, jnp.full(3, tokens - 3, jnp.int32))
+    together, alone = jax.jit(jax.vmap(method._importance))(index, q), jax.jit(method._importance)
+    for b in range(3):
+        np.testing.assert_array_equal(together[b], alone(jax.tree.map(lambda leaf: leaf[b], index), q[b]))  # noqa: B023
+
+
 def token_by_token(index):
     """Keys of one sequence `[F, N, X]`, however they lie."""
     return index.key if index.together else index.key.swapaxes(1, 2)
