@@ -99,7 +99,7 @@ class MemoryPool:
         return jnp.int32(1)
 
     def gather(self, slot, row):
-        return self._each(lambda kept: take_rows(kept, slot, row))
+        return self._each(lambda kept: take_rows(kept, slot, row, kept.shape[1], 1)[0])
 
     def block(self, slot):
         return self._each(lambda kept: take_block(kept, slot))
@@ -135,11 +135,17 @@ def batch_and_head(block: Int32[Array, "B K *E"]):
     return batch, head
 
 
-def take_rows(pool: Num[Array, "B K NS C X"], slot: Int32[Array, "B K N"], row: Int32[Array, "B K N"]):
-    """One gather of single rows from the flattened pool, `[B, K, N, X]`; out-of-range slots are clipped."""
-    batch, heads, slots, rows, width = pool.shape
-    line = jnp.arange(batch * heads).reshape(batch, heads, 1) * slots + jnp.minimum(slot, slots - 1)
-    return jnp.take(pool.reshape(-1, width), computed_once(line * rows + row), axis=0, mode="clip")
+def take_rows(
+    pool: Num[Array, "B KB NS C X2"], slot: Int32[Array, "B KB N"], row: Int32[Array, "B KB N"], heads: int, parts: int
+) -> tuple[Num[Array, "B K N X"], ...]:
+    """Each part of single rows that hold several, one after the other, of each of `heads`; out-of-range slots are
+    clipped. One gather a part, straight to where attention reads: rows that are taken whole are copied twice more."""
+    batch, tables, slots, rows, width = pool.shape
+    beside = heads // tables
+    line = jnp.arange(batch * tables).reshape(batch, tables, 1) * slots + jnp.minimum(slot, slots - 1)
+    first = computed_once(line * rows + row) * (parts * beside) + jnp.arange(heads)[:, None] % beside
+    flat = pool.reshape(-1, width // (parts * beside))
+    return tuple(jnp.take(flat, computed_once(first + part * beside), axis=0, mode="clip") for part in range(parts))
 
 
 def take_block(pool: Num[Array, "B K NS C X"], slot: Int32[Array, "B K"]):

@@ -126,15 +126,15 @@ class SlotPool:
         return _effect("submit", self.backend, line, layer, self.own(missing))
 
     def gather(self, slot, row):
-        return self._unpacked(take_rows(self.rows, self.own(slot), self.own(row)))
+        return self._unpacked(take_rows(self.rows, self.own(slot), self.own(row), self.kv_heads, self.parts))
 
     def block(self, slot):
-        return self._unpacked(take_block(self.rows, self.own(slot)))
+        return self._unpacked(self._parted(take_block(self.rows, self.own(slot))))
 
     def everything(self, slot):
         slot = self.own(slot)
         rows = self.rows[(*batch_and_head(slot), slot)]
-        return self._unpacked(rows.reshape(*slot.shape[:2], -1, rows.shape[-1]))
+        return self._unpacked(self._parted(rows.reshape(*slot.shape[:2], -1, rows.shape[-1])))
 
     def locate(self, block):
         return self.locate_in(self.table, block)
@@ -157,9 +157,17 @@ class SlotPool:
         """Rows as they are kept, values beside keys."""
         return _packed(self.dtype, self.rows.shape[1], [key, value] if self.keeps_keys else [value])
 
-    def _unpacked(self, rows):
-        halves = jnp.split(rows, 2, axis=-1) if self.keeps_keys else (None, rows)
-        return jax.tree.map(lambda kept: packing.unpack(split_heads(kept, self.kv_heads), self.dtype), tuple(halves))
+    @property
+    def parts(self) -> int:
+        """Of a row: keys and values, or values alone."""
+        return 1 + self.keeps_keys
+
+    def _parted(self, rows):
+        return [split_heads(part, self.kv_heads) for part in jnp.split(rows, self.parts, axis=-1)]
+
+    def _unpacked(self, parts):
+        *key, value = (packing.unpack(part, self.dtype) for part in parts)
+        return key[0] if key else None, value
 
     def _written(self, queued, *what) -> "SlotPool":
         if self.passing:
