@@ -116,10 +116,8 @@ def _read(config, plan: LayerPlan, params, cache: LayerCache, x, at, count, numb
         choice = layer.of_active(plan, _choose(plan, cache.state, q, count), count > 0)
     pool, slot, ok, _ = cache.pool.fetch(choice.need, cache.state.count, number, line)
     cache = LayerCache(cache.state, pool)
-    folded = _folded(plan.spec, q)
-    args = (cache.state.tail, folded, key, value, layer.chosen_rows(plan, cache, choice, slot),
-            layer.scored(plan, cache, folded), at, count)
-    out = _unfolded(layer.each_sequence(lambda one: _attend(plan, *one), args), q.shape)
+    args = (layer.fetched(plan, cache, choice, slot), _folded(plan.spec, q), key, value, at, count)
+    out = _unfolded(layer.each_sequence(lambda one: _attend(plan, cache.pool, *one), args), q.shape)
     x = block.apply({"params": params}, x, out, method="finish")
     loaded = jnp.broadcast_to(choice.need, (size, *choice.need.shape))
     seen = jnp.zeros((size, *choice.need.shape[:2], 0))
@@ -165,18 +163,19 @@ def _unfolded(out: Float[Array, "B K GQ D"], shape: tuple[int, int, int, int]) -
 
 
 def _attend(
-    plan: LayerPlan, tail, q: Float[Array, "K GQ D"], key: Float[Array, "Q K D"], value, chosen, made, at, count
+    plan: LayerPlan, pool, found: layer.Fetched, q: Float[Array, "K GQ D"], key: Float[Array, "Q K D"], value, at, count
 ) -> Float[Array, "K GQ D"]:
     """One sequence: log-sum-exp merge of the tail, the chosen rows and, causally, the chunk itself."""
     size = key.shape[0]
     mine = at + jnp.arange(size, dtype=jnp.int32)
     own = jnp.broadcast_to(jnp.where(jnp.arange(size) < count, mine, -1), (plan.spec.kv_heads, size))
-    rows, rows_value, valid, pos = chosen
+    rows, rows_value, valid, pos = layer.chosen_rows(plan, pool, found)
+    tail, made = found.state.tail, layer.scored(plan, found, q)
     scores = functools.partial(attention.scores_of_many, q)
     sets = [(scores(tail.key), tail.value, tail.pos),
             (scores(rows) if made is None else made, rows_value, jnp.where(valid, pos, -1)),
             (scores(key.swapaxes(0, 1)), value.swapaxes(0, 1), own)]
-    parts = [attention.attend_masked(found, v, _seen(plan, p, mine)) for found, v, p in sets]
+    parts = [attention.attend_masked(score, v, _seen(plan, p, mine)) for score, v, p in sets]
     return attention.normalise(functools.reduce(attention.merge, parts), q.dtype)
 
 

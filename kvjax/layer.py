@@ -56,6 +56,17 @@ class Choice:
 
 
 @pytree
+class Fetched:
+    """What a layer attends beside its newest tokens, of a batch or of one of its sequences."""
+
+    number: Int32[Array, "*B"]  # of the sequence in its batch
+    state: LayerState
+    choice: Choice
+    slot: Int32[Array, "*B K M1"]  # of each block that is needed
+    everything: tuple | None  # keys and values [*B, K, NB * C, D] where every block is attended
+
+
+@pytree
 class Report:
     """What a step of one layer did; enough to measure the selection against exact attention."""
 
@@ -193,39 +204,37 @@ def runners_up(plan: LayerPlan, state: LayerState, q: Float[Array, "B H D"]) -> 
 @functools.partial(jax.jit, static_argnums=0)
 def answer(plan: LayerPlan, cache: LayerCache, choice: Choice, q, key, value, slot: Int32[Array, "B K M1"], at):
     """Attends tail, chosen rows and the newest token; returns (out[B, H, D], Fresh, Report without traffic)."""
-    rows = chosen_rows(plan, cache, choice, slot)
-    q = _grouped(q, plan.spec)
-    made = scored(plan, cache, q)
-    args = (cache.state.tail, q, key, value, *rows, _row_bias(plan, cache, choice, q, rows[0]), made, at)
-    out, (seen_pos, seen_weight), seen = each_sequence(lambda one: _attend(plan, *one), args)
+    args = (fetched(plan, cache, choice, slot), _grouped(q, plan.spec), key, value, at)
+    out, (seen_pos, seen_weight), seen = each_sequence(lambda one: _attend(plan, cache.pool, *one), args)
     fresh = Fresh(key, value, choice.need, seen_pos, seen_weight, choice.note)
     return out.reshape(out.shape[0], -1, out.shape[-1]), fresh, seen
 
 
-def chosen_rows(plan: LayerPlan, cache: LayerCache, choice: Choice, slot: Int32[Array, "B K M1"]):
-    """Keys and values `[B, K, N, D]` of the chosen rows, which of them are valid, and their positions; no keys where
-    the method has the scores (`scored`)."""
-    spec, rows = plan.spec, choice.rows
-    if not plan.attends_all:
-        key, value = cache.pool.gather(jnp.take_along_axis(slot, rows.rank, axis=-1), rows.row)
-        return _rebuilt(plan, cache, choice) if key is None else key, value, rows.valid, rows.pos
-    found = cache.pool.everything(slot[..., : spec.num_blocks])
-    valid = (jnp.arange(spec.block_rows) < cache.state.count[..., None]).reshape(found[1].shape[:3])
-    return *found, valid, cache.state.pos.reshape(valid.shape)
+def fetched(plan: LayerPlan, cache: LayerCache, choice: Choice, slot: Int32[Array, "B K M1"]) -> Fetched:
+    """What was fetched for a batch."""
+    everything = cache.pool.everything(slot[..., : plan.spec.num_blocks]) if plan.attends_all else None
+    return Fetched(jnp.arange(len(slot), dtype=jnp.int32), cache.state, choice, slot, everything)
 
 
-def _rebuilt(plan: LayerPlan, cache: LayerCache, choice: Choice) -> Float[Array, "B K N D"]:
-    """Keys of the chosen rows, as the method makes them."""
-    rows, rebuild = choice.rows, functools.partial(plan.method.rebuild, plan.spec)
-    block = jnp.take_along_axis(choice.need, rows.rank, axis=-1)
-    return each_sequence(lambda one: rebuild(*one), (cache.state.index, block, rows.row, rows.pos))
+def chosen_rows(plan: LayerPlan, pool: Pool, mine: Fetched):
+    """Keys and values `[K, N, D]` of one sequence's chosen rows, which of them are valid, and their positions; no keys
+    where the method has the scores (`scored`)."""
+    state, choice, rows = mine.state, mine.choice, mine.choice.rows
+    if plan.attends_all:
+        valid = (jnp.arange(plan.spec.block_rows) < state.count[..., None]).reshape(plan.spec.kv_heads, -1)
+        return *mine.everything, valid, state.pos.reshape(valid.shape)
+    key, value = pool.gather(mine.number, jnp.take_along_axis(mine.slot, rows.rank, axis=-1), rows.row)
+    if key is None:
+        block = jnp.take_along_axis(choice.need, rows.rank, axis=-1)
+        key = plan.method.rebuild(plan.spec, state.index, block, rows.row, rows.pos)
+    return key, value, rows.valid, rows.pos
 
 
-def scored(plan: LayerPlan, cache: LayerCache, q: Float[Array, "B K G D"]) -> Float[Array, "B K G N"] | None:
+def scored(plan: LayerPlan, mine: Fetched, q: Float[Array, "K G D"]) -> Float[Array, "K G N"] | None:
     """Scores of all rows by a method that attends everything and keeps no keys in blocks; None for most methods."""
     if plan.spec.keeps_keys or not plan.attends_all:
         return None
-    return each_sequence(lambda one: plan.method.score_rows(plan.spec, *one), (cache.state.index, q))
+    return plan.method.score_rows(plan.spec, mine.state.index, q)
 
 
 def each_sequence(function, args, together: bool = False):
@@ -240,16 +249,10 @@ def each_sequence(function, args, together: bool = False):
     return jax.vmap(lambda *one: function(one))(*args)
 
 
-def _row_bias(plan: LayerPlan, cache: LayerCache, choice: Choice, q, key):
-    """What the method adds to the scores of the selected rows, `[B, K, G, N]`; None for most methods."""
-    if choice.bias is None:
-        return None
-    weigh = functools.partial(plan.method.weigh, plan.spec)
-    return each_sequence(lambda one: weigh(*one), (cache.state.index, q, key, choice.bias))
-
-
-def _attend(plan, tail, q, new_key, new_value, key, value, valid, pos, bias, made, at):
+def _attend(plan, pool, mine: Fetched, q, new_key, new_value, at):
     """One sequence: log-sum-exp merge of the tail, the selected rows and the newest token."""
+    key, value, valid, pos = chosen_rows(plan, pool, mine)
+    tail = mine.state.tail
     tail_valid = tail.pos >= 0
     if plan.sliding is not None:
         oldest = at - plan.sliding
@@ -258,7 +261,7 @@ def _attend(plan, tail, q, new_key, new_value, key, value, valid, pos, bias, mad
     newest = jnp.ones((new_key.shape[0], 1), bool)
     sets = [
         (attention.scores_of(q, tail.key, tail_valid), tail.value, tail_valid, tail.pos),
-        (_selected_scores(q, key, valid, bias, made), value, valid, pos),
+        (_selected_scores(plan, mine, q, key, valid), value, valid, pos),
         (attention.scores_of(q, new_key[:, None], newest), new_value[:, None], newest,
          jnp.broadcast_to(at, newest.shape)),
     ]
@@ -268,8 +271,14 @@ def _attend(plan, tail, q, new_key, new_value, key, value, valid, pos, bias, mad
     return attention.normalise(part, q.dtype), _weights(plan, sets), seen
 
 
-def _selected_scores(q, key, valid, bias, made):
-    return attention.scores_of(q, key, valid, bias) if made is None else attention.only_valid(made, valid)
+def _selected_scores(plan, mine, q, key, valid):
+    """Of the chosen rows, with what the method adds to them, if it does."""
+    made, bias = scored(plan, mine, q), mine.choice.bias
+    if made is not None:
+        return attention.only_valid(made, valid)
+    if bias is not None:
+        bias = plan.method.weigh(plan.spec, mine.state.index, q, key, bias)
+    return attention.scores_of(q, key, valid, bias)
 
 
 def _weights(plan, sets):

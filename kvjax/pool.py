@@ -52,9 +52,9 @@ class Pool(Protocol):
     def submit(self, block: Int32[Array, "B K N"], layer: Int32[Array, ""], line: Line) -> Int32[Array, ""]:
         """Begins to read blocks that will be needed; the token returned exists once that has begun."""
 
-    def gather(self, slot: Int32[Array, "B K N"], row: Int32[Array, "B K N"]):
-        """Keys and values `[B, K, N, D]` of single rows; rows of absent blocks are undefined. Here and below keys are
-        None where blocks hold values alone."""
+    def gather(self, number: Int32[Array, ""], slot: Int32[Array, "K N"], row: Int32[Array, "K N"]):
+        """Keys and values `[K, N, D]` of single rows of a sequence, given its number in the batch; rows of absent
+        blocks are undefined. Here and below keys are None where blocks hold values alone."""
 
     def block(self, slot: Int32[Array, "B K"]):
         """Keys and values `[B, K, C, D]` of one block per head."""
@@ -98,8 +98,8 @@ class MemoryPool:
     def submit(self, block, layer, line):
         return jnp.int32(1)
 
-    def gather(self, slot, row):
-        return self._each(lambda kept: take_rows(kept, slot, row, kept.shape[1], 1)[0])
+    def gather(self, number, slot, row):
+        return self._each(lambda kept: take_rows(kept, number, slot, row, len(slot), 1)[0])
 
     def block(self, slot):
         return self._each(lambda kept: take_block(kept, slot))
@@ -136,13 +136,15 @@ def batch_and_head(block: Int32[Array, "B K *E"]):
 
 
 def take_rows(
-    pool: Num[Array, "B KB NS C X2"], slot: Int32[Array, "B KB N"], row: Int32[Array, "B KB N"], heads: int, parts: int
-) -> tuple[Num[Array, "B K N X"], ...]:
-    """Each part of single rows that hold several, one after the other, of each of `heads`; out-of-range slots are
-    clipped. One gather a part, straight to where attention reads: rows that are taken whole are copied twice more."""
-    batch, tables, slots, rows, width = pool.shape
+    pool: Num[Array, "B KB NS C X2"], number: Int32[Array, ""], slot: Int32[Array, "KB N"], row: Int32[Array, "KB N"],
+    heads: int, parts: int,
+) -> tuple[Num[Array, "K N X"], ...]:
+    """Each part of single rows of a sequence, which hold several, one after the other, of each of `heads`;
+    out-of-range slots are clipped. One gather a part, straight from the pool of the whole batch to where attention
+    reads it: rows that are taken whole, or for all sequences at once, are copied again."""
+    _, tables, slots, rows, width = pool.shape
     beside = heads // tables
-    line = jnp.arange(batch * tables).reshape(batch, tables, 1) * slots + jnp.minimum(slot, slots - 1)
+    line = (number * tables + jnp.arange(tables)[:, None]) * slots + jnp.minimum(slot, slots - 1)
     first = computed_once(line * rows + row) * (parts * beside) + jnp.arange(heads)[:, None] % beside
     flat = pool.reshape(-1, width // (parts * beside))
     return tuple(jnp.take(flat, computed_once(first + part * beside), axis=0, mode="clip") for part in range(parts))

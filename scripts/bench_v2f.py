@@ -79,7 +79,7 @@ def attended_at_once(spec, layer, key, value, q):
     """Steps 1 to 3."""
     need, rows = found_at_once(spec, layer, q)
     block = jnp.take_along_axis(need, rows.rank, axis=-1)
-    chosen = (take_rows(kept[None], block[None], rows.row[None], len(kept), 1)[0][0] for kept in (key, value))
+    chosen = (take_rows(kept[None], jnp.int32(0), block, rows.row, len(kept), 1)[0] for kept in (key, value))
     return attention.normalise(attention.attend_part(q, *chosen, rows.valid), q.dtype)
 
 

@@ -125,8 +125,9 @@ class SlotPool:
         missing = jnp.where(pool.locate(block) == self.slots, block, self.num_blocks)
         return _effect("submit", self.backend, line, layer, self.own(missing))
 
-    def gather(self, slot, row):
-        return self._unpacked(take_rows(self.rows, self.own(slot), self.own(row), self.kv_heads, self.parts))
+    def gather(self, number, slot, row):
+        tables = self.rows.shape[1]
+        return self._unpacked(take_rows(self.rows, number, slot[:tables], row[:tables], self.kv_heads, self.parts))
 
     def block(self, slot):
         return self._unpacked(self._parted(take_block(self.rows, self.own(slot))))
