@@ -99,7 +99,7 @@ class MemoryPool:
         return jnp.int32(1)
 
     def gather(self, number, slot, row):
-        return self._each(lambda kept: take_rows(kept, number, slot, row, len(slot), 1)[0])
+        return self._each(lambda kept: take_rows(kept, number, slot, row, len(slot), parts=1)[0])
 
     def block(self, slot):
         return self._each(lambda kept: take_block(kept, slot))
@@ -136,16 +136,19 @@ def batch_and_head(block: Int32[Array, "B K *E"]):
 
 
 def take_rows(
-    pool: Num[Array, "B KB NS C X2"], number: Int32[Array, ""], slot: Int32[Array, "KB N"], row: Int32[Array, "KB N"],
+    pool: Num[Array, "B KB NS C X2"], number: Int32[Array, ""], slot: Int32[Array, "K N"], row: Int32[Array, "K N"],
     heads: int, parts: int,
 ) -> tuple[Num[Array, "K N X"], ...]:
-    """Each part of single rows of a sequence, which hold several, one after the other, of each of `heads`;
-    out-of-range slots are clipped. One gather a part, straight from the pool of the whole batch to where attention
-    reads it: rows that are taken whole, or for all sequences at once, are copied again."""
+    """Each part of single rows of a sequence, which hold several, one after the other, of each of `heads`.
+
+    Where all heads share their blocks (KB = 1), the first one's slots count; those out of range are clipped. One gather
+    a part, straight from the pool of the whole batch to where attention reads it: rows that are taken whole, or for all
+    sequences at once, are copied again.
+    """
     _, tables, slots, rows, width = pool.shape
     beside = heads // tables
-    line = (number * tables + jnp.arange(tables)[:, None]) * slots + jnp.minimum(slot, slots - 1)
-    first = computed_once(line * rows + row) * (parts * beside) + jnp.arange(heads)[:, None] % beside
+    line = (number * tables + jnp.arange(tables)[:, None]) * slots + jnp.minimum(slot[:tables], slots - 1)
+    first = computed_once(line * rows + row[:tables]) * (parts * beside) + jnp.arange(heads)[:, None] % beside
     flat = pool.reshape(-1, width // (parts * beside))
     return tuple(jnp.take(flat, computed_once(first + part * beside), axis=0, mode="clip") for part in range(parts))
 

@@ -20,8 +20,8 @@ from kvjax.store.residency import POLICIES
 pytestmark = pytest.mark.filterwarnings("error")
 every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 _stored = {name: method for name, method in METHODS.items() if name != "streaming_llm"}  # which has no blocks
-OF_ALL_KINDS = ("full", "quest", "dynakv", "kvswap", "raw")
 stored = pytest.mark.parametrize("method", _stored.values(), ids=_stored)
+OF_ALL_KINDS = ("full", "quest", "dynakv", "kvswap", "raw")
 
 
 @pytest.fixture(params=["host", "flash"])

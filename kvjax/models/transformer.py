@@ -17,7 +17,7 @@ from kvjax.models.config import ModelConfig
 from kvjax.order import computed_once
 from kvjax.typing import Array, Float, Hidden, Int32, Logits
 
-_FEW = 64  # x of a product of a matrix; of more, the product itself takes as long either way
+_FEW = 64  # x that meet a matrix at once; with more, both ways take as long
 
 
 class RMSNorm(nn.Module):

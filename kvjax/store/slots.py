@@ -126,8 +126,7 @@ class SlotPool:
         return _effect("submit", self.backend, line, layer, self.own(missing))
 
     def gather(self, number, slot, row):
-        tables = self.rows.shape[1]
-        return self._unpacked(take_rows(self.rows, number, slot[:tables], row[:tables], self.kv_heads, self.parts))
+        return self._unpacked(take_rows(self.rows, number, slot, row, self.kv_heads, self.parts))
 
     def block(self, slot):
         return self._unpacked(self._parted(take_block(self.rows, self.own(slot))))
