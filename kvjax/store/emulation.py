@@ -11,7 +11,7 @@ import ctypes
 import select
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -19,8 +19,6 @@ from kvjax.errors import ConfigError
 from kvjax.store.linux import EVENT, IOCB
 from kvjax.store.profiles import NATIVE, PROFILES, Profile
 from kvjax.store.system import SystemIO
-
-_NBYTES = IOCB.fields["nbytes"][1]  # type: ignore[index]
 
 
 def system_of(name: str) -> SystemIO:
@@ -39,36 +37,42 @@ class CommandQueue:
     others gets the transfer time that they left idle.
     """
 
-    SPANS = 32  # of transfers that are remembered; what lies before counts as busy
+    SPANS = 32  # of time without a pause between transfers that are remembered; what lies before counts as busy
 
     def __init__(self, profile: Profile):
         self._profile = profile
         self._lock = threading.Lock()
-        self._busy: list[tuple[float, float]] = []  # transfers, ascending
+        self._busy: list[tuple[float, float]] = []  # such spans, ascending
         self._idle_from = 0.0  # no transfer starts before
         self._ends = [0.0] * profile.depth  # the latest `depth` ends, ascending
 
-    def finish_time(self, arrival: float, size: int) -> float:
-        """Seconds on the caller's clock when a command that arrives then is done."""
+    def finish_times(self, arrival: float, sizes: Iterable[int]) -> list[float]:
+        """Seconds on the caller's clock when each of the commands that arrive then is done."""
         with self._lock:
-            begin = max(arrival, self._ends[0])  # once fewer than `depth` commands are in the device
-            end = self._transfer(begin + self._profile.latency, self._profile.transfer_seconds(size))
-            bisect.insort(self._ends, end)
-            del self._ends[0]
-            return end
+            return [self._finish_time(arrival, size) for size in sizes]
+
+    def _finish_time(self, arrival: float, size: int) -> float:
+        begin = max(arrival, self._ends[0])  # once fewer than `depth` commands are in the device
+        end = self._transfer(begin + self._profile.latency, self._profile.transfer_seconds(size))
+        bisect.insort(self._ends, end)
+        del self._ends[0]
+        return end
 
     def _transfer(self, ready: float, seconds: float) -> float:
         """The end of the first idle span so long, from `ready` on, which is then busy."""
-        start = max(ready, self._idle_from)
-        place = bisect.bisect_left(self._busy, (start, start))
-        if place and self._busy[place - 1][1] > start:
-            start = self._busy[place - 1][1]
-        while place < len(self._busy) and self._busy[place][0] < start + seconds:
-            start = self._busy[place][1]
+        start, busy = max(ready, self._idle_from), self._busy
+        place = bisect.bisect_left(busy, (start, start))
+        if place and busy[place - 1][1] > start:
+            start = busy[place - 1][1]
+        while place < len(busy) and busy[place][0] < start + seconds:
+            start = busy[place][1]
             place += 1
-        self._busy.insert(place, (start, start + seconds))
-        if len(self._busy) > self.SPANS:
-            self._idle_from = self._busy.pop(0)[1]
+        if place and busy[place - 1][1] == start:
+            busy[place - 1] = busy[place - 1][0], start + seconds
+            return start + seconds
+        busy.insert(place, (start, start + seconds))
+        if len(busy) > self.SPANS:
+            self._idle_from = busy.pop(0)[1]
         return start + seconds
 
 
@@ -134,12 +138,12 @@ class _InFlight:
 
     def hear(self, events: np.ndarray, now: float) -> int:
         """Takes answers of the host; how many of them came after the device's."""
-        late = 0
-        for event in events.tolist():
-            due = self.due.pop(event[1])
-            late += due < now
-            bisect.insort(self._heard, (due, event))
-        return late
+        if not events.size:
+            return 0
+        dues = [self.due.pop(address) for address in events["iocb"].tolist()]
+        self._heard.extend(zip(dues, events.tolist(), strict=True))
+        self._heard.sort()
+        return sum(due < now for due in dues)
 
     def ready(self, now: float) -> int:
         """How many answers of the host are due."""
@@ -156,6 +160,16 @@ class _InFlight:
         events[:count] = [event for _, event in self._heard[:count]]
         del self._heard[:count]
         return count
+
+
+def _sizes(pointers: np.ndarray) -> list[int]:
+    """Bytes that the control blocks at int64 pointers[n], of one array, ask for."""
+    if not pointers.size:
+        return []
+    first = int(pointers.min())
+    span = int(pointers.max()) - first + IOCB.itemsize
+    blocks = np.frombuffer((ctypes.c_ubyte * span).from_address(first), np.uint8).view(IOCB)
+    return blocks["nbytes"][(pointers - first) // IOCB.itemsize].tolist()
 
 
 class EmulatedIO(SystemIO):
@@ -190,7 +204,7 @@ class EmulatedIO(SystemIO):
         clock = self._clock
         asked = clock.now()
         debt = self._debt.at(asked)
-        due = self._queue.finish_time(asked - debt, sum(map(len, buffers)))
+        due = self._queue.finish_times(asked - debt, [sum(map(len, buffers))])[0]
         result = call(*args)
         ready = clock.now() - debt
         with self._counts:
@@ -216,14 +230,14 @@ class EmulatedIO(SystemIO):
         answers = np.zeros(taken, EVENT)
         with contextlib.suppress(InterruptedError):
             answers = answers[:SystemIO.io_getevents(context, 0, answers, 0.0)]
-        refused = {event[1] for event in answers.tolist() if event[2] < 0}  # nothing was read: will be asked for again
+        refused = answers["iocb"][answers["result"] < 0]  # nothing was read: will be asked for again
         asked -= self._debt.at(asked)
-        for address in pointers[:taken].tolist():
-            size = ctypes.c_uint64.from_address(address + _NBYTES).value
-            reads.due[address] = asked if address in refused else self._queue.finish_time(asked, size)
+        reads.due.update(dict.fromkeys(refused.tolist(), asked))
+        begun = np.setdiff1d(pointers[:taken], refused, assume_unique=True) if refused.size else pointers[:taken]
+        reads.due.update(zip(begun.tolist(), self._queue.finish_times(asked, _sizes(begun)), strict=True))
         reads.hear(answers, asked)
         with self._counts:
-            self.commands += taken - len(refused)
+            self.commands += begun.size
         return taken
 
     def io_getevents(self, context, least, events, seconds):

@@ -80,7 +80,7 @@ def test_callers_that_always_wait_for_one_read_get_the_curve(profile, depth, siz
     """Given `depth` callers that ask again as soon as they are answered, as an event simulation."""
     queue, ready, count = CommandQueue(profile), [0.0] * depth, 4000
     for _ in range(count):
-        heapq.heappush(ready, queue.finish_time(heapq.heappop(ready), size))
+        heapq.heappush(ready, queue.finish_times(heapq.heappop(ready), [size])[0])
     assert count * size / max(ready) == pytest.approx(profile.bandwidth_at(size, depth), rel=0.02)
 
 
@@ -93,7 +93,7 @@ def test_callers_that_are_heard_late_get_the_curve(profile, depth, size):
     waiting, last = [(0.0, 0.0)] * depth, 0.0  # when each is heard, and when it really asked
     for _ in range(count):
         _, asked = heapq.heappop(waiting)
-        last = max(last, end := queue.finish_time(asked, size))
+        last = max(last, end := queue.finish_times(asked, [size])[0])
         heapq.heappush(waiting, (end + rng.uniform(0, 100e-6), end))
     assert count * size / last == pytest.approx(profile.bandwidth_at(size, depth), rel=0.06)
 
@@ -106,7 +106,7 @@ def test_no_command_is_faster_than_the_device(profile, commands):
     queue, now, ends = CommandQueue(profile), 0.0, []
     for gap, size in commands:
         now += gap
-        ends.append(queue.finish_time(now, size))
+        ends += queue.finish_times(now, [size])
         transfer = profile.transfer_seconds(size)
         assert ends[-1] >= now + profile.latency + transfer - 1e-12
         assert len(ends) < 2 or ends[-1] - ends[-2] >= transfer - 1e-12
@@ -121,7 +121,7 @@ def test_threads_share_one_device():
 
     def ask():
         for _ in range(50):
-            ends.append(queue.finish_time(0.0, 65_536))
+            ends.extend(queue.finish_times(0.0, [65_536]))
 
     threads = [threading.Thread(target=ask) for _ in range(4)]
     for thread in threads:
