@@ -224,8 +224,8 @@ class FlashBranch(TransactionalBranch):
             with volume.lock:
                 count, staged = self._lineage.resolve_at_once(layer, block, slot, slots_per_lane,
                                                               volume.extents.checksums, ring)
-            if count <= 0:
-                return {} if count == 0 else None
+            if count < 0:
+                return None
             landed = ring.read(out, count, engine.file.direct_descriptor, engine.timeout)
             if ring.in_flight:
                 raise hung(engine.path, engine.timeout)

@@ -168,7 +168,7 @@ def _sizes(pointers: np.ndarray) -> list[int]:
         return []
     first = int(pointers.min())
     span = int(pointers.max()) - first + IOCB.itemsize
-    blocks = np.frombuffer((ctypes.c_ubyte * span).from_address(first), np.uint8).view(IOCB)
+    blocks = np.ctypeslib.as_array((ctypes.c_ubyte * span).from_address(first)).view(IOCB)
     return blocks["nbytes"][(pointers - first) // IOCB.itemsize].tolist()
 
 

@@ -149,6 +149,13 @@ class BlockFile:
             with contextlib.suppress(OSError):
                 self._system.write_back(self._buffered)
 
+    def write_back_range(self, offset: int, size: int, wait: bool) -> None:
+        """The same for a range; with `wait`, returns when O_DIRECT reads of it need not wait. It has their descriptor,
+        so that an error stays for `sync` to tell."""
+        if self._direct is not None:
+            with contextlib.suppress(OSError):
+                self._system.sync_range(self._direct, offset, size, wait)
+
     def settle(self) -> None:
         """Waits until what was written is on the device. On a descriptor of its own: an error is told to each open file
         once, and `sync` must not miss it. Raises NoSpace or WriteFailed."""

@@ -87,7 +87,7 @@ class Lineage:
     Attributes:
       table: the extent of each block.
       queue: staged blocks by id, the one that was put longest ago first; they may still take more rows.
-      flight: staged blocks the writer is working on; their rows no longer change.
+      flight: staged blocks that the writer has, until they are on the device; their rows no longer change.
       failed: why the writer gave up on this lineage; cleared to let it try again.
       urgent: somebody waits for the queue to be empty.
     """
@@ -101,7 +101,8 @@ class Lineage:
         self.urgent = False
         self.errors = errors
         self.tally = tally
-        self._pending = np.zeros(geometry.total_blocks, bool)  # ids in queue or flight, for one vectorised look
+        # Of ids in queue or flight, for one vectorised look: 1, or 2 where nothing of the block is needed from flash.
+        self._pending = np.zeros(geometry.total_blocks, np.uint8)
 
     @property
     def idle(self) -> bool:
@@ -119,10 +120,11 @@ class Lineage:
         if isinstance(record, Rows):
             for block_id, row, data in zip(ids, record.row.tolist(), record.data, strict=True):
                 self._staged(block_id).put_row(row, data)
+            self._pending[record.ids] = np.maximum(self._pending[record.ids], 1)
         else:
             for block_id, data in zip(ids, record.data, strict=True):
                 self._staged(block_id).put_block(data)
-        self._pending[record.ids] = True
+            self._pending[record.ids] = 2
         return len(self.queue) - before
 
     def _staged(self, block_id: int) -> Staged:
@@ -130,17 +132,25 @@ class Lineage:
         self.queue[block_id] = staged
         return staged
 
-    def take_coldest(self) -> tuple[int, Staged]:
+    def take_coldest(self) -> tuple[int, Staged] | None:
         """Moves the block that was put longest ago from the queue to the writer: a block that keeps getting rows stays
-        in its buffer until they fill it (DynaKV section 5.2: buffers for hot clusters, direct writes for cold ones)."""
-        block_id = next(iter(self.queue))
+        in its buffer until they fill it (DynaKV section 5.2: buffers for hot clusters, direct writes for cold ones).
+        None while the writer still has older rows of all that wait."""
+        block_id = next((waiting for waiting in self.queue if waiting not in self.flight), None)
+        if block_id is None:
+            return None
         staged = self.flight[block_id] = self.queue.pop(block_id)
         return block_id, staged
+
+    def complete(self, block_id: int, rows: np.ndarray) -> None:
+        """Gives the writer's block the older rows[C, row_bytes] where nothing newer was put."""
+        self.flight[block_id].fill_under(rows)
+        self._pending[block_id] = 2
 
     def written(self, block_id: int) -> None:
         """The writer is done with a block, unless more rows came meanwhile."""
         del self.flight[block_id]
-        self._pending[block_id] = block_id in self.queue
+        self._pending[block_id] = 1 + self.queue[block_id].complete if block_id in self.queue else 0
 
     def put_back(self, block_id: int, error: StoreError) -> bool:
         """The writer failed: the block waits first in line again. True when it joined newer rows of the same block."""
@@ -149,6 +159,7 @@ class Lineage:
             newer.fill_under(older.rows) if older.complete else _join(newer, older)
             newer.appended += older.appended
         self.queue = {block_id: newer or older, **self.queue}
+        self._pending[block_id] = 1 + self.queue[block_id].complete
         self.failed = error
         return newer is not None
 
@@ -166,17 +177,14 @@ class Lineage:
                         ring: "Ring") -> tuple[int, list[tuple[int, tuple[Staged, ...]]]]:
         """Fills the ring's extents, sums and targets for block[B, K, M] that go to slot[B, K, M] of `slots` per lane.
 
-        Returns how many, and what to lay over flat slots; -1 where a block is not in the file or need not be read, as
-        all of it is staged, or a slot is not there.
+        Returns how many are to be read, and what to lay over flat slots; -1 where a block is neither in the file nor
+        wholly staged, or a slot is not there.
         """
         lanes, table = self.geometry.lanes, self.table
         count, marked = native.resolve(block, slot, table.pool.rows, table.shift, self._pending, checksums,
                                        ring.extents, ring.sums, ring.targets, ring.staged, lanes,
                                        self.geometry.num_blocks, slots, layer * lanes)
-        if not marked:
-            return count, []
-        staged = [(target, self._layers(block_id)) for block_id, target in ring.staged[:marked].tolist()]
-        return (-1, []) if any(layers[0].complete for _, layers in staged) else (count, staged)
+        return count, [(target, self._layers(block_id)) for block_id, target in ring.staged[:marked].tolist()]
 
     def _layers(self, block_id: int) -> tuple[Staged, ...]:
         older, newer = self.flight.get(block_id), self.queue.get(block_id)

@@ -1,4 +1,4 @@
-"""The system calls of Linux native asynchronous I/O (`man 2 io_submit`), which Python has no names for.
+"""The system calls of Linux native asynchronous I/O (`man 2 io_submit`), and one more, which Python has no names for.
 
 A context takes control blocks with `io_submit` and answers each with an event, in any order, which `io_getevents`
 takes. Structures are those of <linux/aio_abi.h>, as NumPy dtypes, so that many are filled and read at once.
@@ -10,6 +10,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -72,3 +73,21 @@ def io_getevents(context: int, least: int, events: np.ndarray, seconds: float) -
     whole = int(seconds)
     time = (ctypes.c_long * 2)(whole, int(1e9 * (seconds - whole)))
     return _getevents(context, least, events.size, events.ctypes.data, time)
+
+
+def sync_file_range(descriptor: int, offset: int, size: int, wait: bool) -> None:
+    """Has dirty pages of a range on their way to the device; with `wait`, returns when they are there. That is no sync:
+    see `man 2 sync_file_range`."""
+    if _sync_file_range(descriptor, offset, size, 7 if wait else 2) < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+
+
+def _missing(*_) -> int:
+    ctypes.set_errno(errno.ENOSYS)
+    return -1
+
+
+_sync_file_range: Any = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", _missing)
+if _sync_file_range is not _missing:
+    _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)

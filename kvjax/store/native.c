@@ -74,6 +74,8 @@ static int integers(PyObject *const *from, Py_ssize_t count, int64_t *to) {
 
 /* ---- resolve */
 
+#define WHOLE 2 /* of `pending`: all of a block is staged, so that it is not read */
+
 typedef struct {
     int32_t extent;
     int32_t place; /* in the order asked for */
@@ -113,26 +115,27 @@ static PyObject *resolve(PyObject *self, PyObject *const *args, Py_ssize_t nargs
         return PyErr_NoMemory();
     }
     Py_ssize_t count = 0, marked = 0, asked = most / lanes;
-    for (Py_ssize_t i = 0; i < most && count >= 0; i++) {
+    for (Py_ssize_t i = 0; i < most; i++) {
         if (block[i] < 0 || block[i] >= num_blocks) continue;
-        int64_t lane = first_lane + i / asked, at = lane * num_blocks + block[i] + shift[lane];
+        int64_t lane = first_lane + i / asked, id = lane * num_blocks + block[i], at = id + shift[lane];
         int32_t extent = at >= 0 && at < rows_size ? rows[at] : -1;
-        if (extent < 0 || extent >= checksums_size || slot[i] < 0 || slot[i] >= slots)
+        int read = pending[id] != WHOLE;
+        if ((read && (extent < 0 || extent >= checksums_size)) || slot[i] < 0 || slot[i] >= slots) {
             count = -1; /* never written, or a bad slot */
-        else
-            found[count++] = (Found){extent, (int32_t)i};
+            break;
+        }
+        if (read) found[count++] = (Found){extent, (int32_t)i};
+        if (pending[id]) {
+            staged[marked++] = id;
+            staged[marked++] = i / asked * slots + slot[i];
+        }
     }
     if (count > 0) qsort(found, count, sizeof(Found), by_extent);
     for (Py_ssize_t k = 0; k < count; k++) {
         int32_t i = found[k].place;
-        int64_t id = (first_lane + i / asked) * num_blocks + block[i];
         extents[k] = found[k].extent;
         sums[k] = checksums[found[k].extent];
         targets[k] = i / asked * slots + slot[i];
-        if (pending[id]) {
-            staged[marked++] = id;
-            staged[marked++] = targets[k];
-        }
     }
     free(found);
     release(&buffers);

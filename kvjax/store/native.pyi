@@ -10,14 +10,14 @@ def resolve(
 ) -> tuple[int, int]:
     """Where the blocks of one fetch are.
 
-    Fills int32 extents[n], ascending, uint64 sums[n] and int64 targets[n], the flat slots, and for those of them that
-    are staged int64 staged[m, 2], flat ids and slots. Returns n and m; n = -1 where a block is not in the file or a
-    slot does not exist.
+    Fills int32 extents[n], ascending, uint64 sums[n] and int64 targets[n], the flat slots, of blocks to read, and int64
+    staged[m, 2], flat ids and slots, of those that are staged. Returns n and m; n = -1 where a block is neither in the
+    file nor wholly staged, or a slot does not exist.
 
     Args:
       block, slot: int32[lanes, M], blocks of a lane and where to; a block outside [0, num_blocks) is not wanted.
       rows, shift: int32 and int64[all lanes] of a `kvjax.store.table.Table`.
-      pending: bool[all blocks] that are staged.
+      pending: uint8[all blocks], 1 where rows of a block are staged, 2 where all of it is.
       checksums: uint64[all extents].
       slots: per lane.
       first_lane: of the layer, among all lanes.

@@ -52,6 +52,9 @@ class OverlayFile(BlockFile):
     def write_back(self):
         self._private.write_back()
 
+    def write_back_range(self, offset, size, wait):
+        self._private.write_back_range(offset - self._shift, size, wait)
+
     def settle(self):
         self._private.settle()
 

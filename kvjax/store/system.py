@@ -29,6 +29,7 @@ class SystemIO:
     io_destroy = staticmethod(linux.io_destroy)
     io_submit = staticmethod(linux.io_submit)
     io_getevents = staticmethod(linux.io_getevents)
+    sync_range = staticmethod(linux.sync_file_range)
 
     def lock(self, descriptor: int) -> None:
         """Takes the exclusive lock of an open file, or raises BlockingIOError at once."""

@@ -146,9 +146,10 @@ class Volume:
         return next((lineage.failed for lineage in self._lineages if lineage.failed), None)
 
     def next_to_write(self) -> Lineage | None:
-        """A branch the writer should serve now. The lock is held."""
+        """A branch the writer should serve now. What it already has does not count. The lock is held."""
         self.reap()
-        lingering = self.staged_bytes <= self._linger_bytes
+        waiting = sum(len(lineage.queue) for lineage in self._lineages) * self.geometry.extent_bytes
+        lingering = waiting <= self._linger_bytes
         ready = [lineage for lineage in self._lineages
                  if lineage.queue and not lineage.failed and (lineage.urgent or not lingering)]
         return max(ready, key=lambda lineage: lineage.urgent, default=None)

@@ -1,7 +1,7 @@
 """The write-behind thread of a volume: takes staged blocks, completes them, and puts them into extents."""
 
 import queue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -13,21 +13,42 @@ if TYPE_CHECKING:
     from kvjax.store.volume import Volume
 
 
+class Written(NamedTuple):
+    """A block that is in the file, and may not be on the device yet.
+
+    old, target: the extent that it had, -1 = none, and the one that it is in; of `size` bytes, which hash to `right`.
+    """
+
+    lineage: Lineage
+    block_id: int
+    staged: Staged
+    old: int
+    target: int
+    right: int
+    size: int
+
+
 class Writer:
-    """Writes one block at a time.
+    """Writes one block at a time, and waits for the device for many.
+
+    Until a block is on the device it is read from memory: O_DIRECT reads of dirty pages wait for it, and asynchronous
+    ones are refused.
 
     An extent of one owner is overwritten in place, so that the layout of a file stays as it was made. A reader that
     looked the block up before may then see old and new bytes mixed; the checksum tells it, and it looks again. By that
     time `Staged.complete` has been set, and the block is taken from memory.
     """
 
+    MOST_UNFINISHED = 64
+
     def __init__(self, volume: "Volume"):
         self._volume = volume
+        self._unfinished: list[Written] = []
 
     def serve(self, wake: queue.SimpleQueue) -> None:
         """Body of the thread: True in the queue means there may be work, False that the file is to be closed."""
         while wake.get():
-            while self._commit_saves() or self._write_one():
+            while self._commit_saves() or self._write_one() or self._finish_all():
                 pass
         self._volume.file.close()
         self._volume.reader.close()
@@ -52,11 +73,14 @@ class Writer:
 
     def _write_one(self) -> bool:
         volume = self._volume
+        if len(self._unfinished) == self.MOST_UNFINISHED:
+            return False
         with volume.lock:
             lineage = volume.next_to_write()
-            if lineage is None:
-                return False
-            block_id, staged = lineage.take_coldest()
+            taken = None if lineage is None else lineage.take_coldest()
+        if lineage is None or taken is None:
+            return False
+        block_id, staged = taken
         try:
             self._complete(lineage, block_id, staged)
             self._put(lineage, block_id, staged)
@@ -73,7 +97,7 @@ class Writer:
         if extent >= 0 and not staged.mask.all():
             self._read(lineage, extent, base)
         with self._volume.lock:
-            staged.fill_under(base[:staged.rows.size].reshape(staged.rows.shape))
+            lineage.complete(block_id, base[:staged.rows.size].reshape(staged.rows.shape))
 
     def _read(self, lineage: Lineage, extent: int, base: np.ndarray) -> None:
         volume = self._volume
@@ -103,21 +127,29 @@ class Writer:
                 with volume.lock:
                     volume.extents.release(np.array([target]))
             raise
-        self._finish(lineage, block_id, staged, old, target, int(sums[0]), size)
+        volume.file.write_back_range(offset, size, wait=False)
+        self._unfinished.append(Written(lineage, block_id, staged, old, target, int(sums[0]), size))
 
-    def _finish(self, lineage: Lineage, block_id: int, staged: Staged, old: int, target: int, right: int,
-                size: int) -> None:
-        """`size` bytes that hash to `right` are in the target; the block is there from now on."""
-        volume = self._volume
+    def _finish_all(self) -> bool:
+        """Waits until what was written is on the device; the blocks are there from now on."""
+        volume, done, self._unfinished = self._volume, self._unfinished, []
+        for one in done:
+            volume.file.write_back_range(volume.extents.offset(one.target), one.size, wait=True)
         with volume.changed:
-            volume.extents.checksums[target] = right
-            if target != old:
-                lineage.table.put(block_id, target)
-            lineage.written(block_id)
-            lineage.tally.add(rows_written=staged.appended, blocks_written=1, bytes_written=size,
-                              blocks_short=int(size < volume.geometry.extent_bytes))
-            volume.unstage(1)
+            for one in done:
+                self._finish(one)
             volume.changed.notify_all()
+        return bool(done)
+
+    def _finish(self, one: Written) -> None:
+        volume, lineage = self._volume, one.lineage
+        volume.extents.checksums[one.target] = one.right
+        if one.target != one.old:
+            lineage.table.put(one.block_id, one.target)
+        lineage.written(one.block_id)
+        lineage.tally.add(rows_written=one.staged.appended, blocks_written=1, bytes_written=one.size,
+                          blocks_short=int(one.size < volume.geometry.extent_bytes))
+        volume.unstage(1)
 
     def _give_up(self, lineage: Lineage, block_id: int, cause: Exception) -> None:
         volume = self._volume

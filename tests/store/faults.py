@@ -116,6 +116,11 @@ class FaultySystem(SystemIO):
         self._meet("sync")
         super().sync(descriptor)
 
+    def sync_range(self, descriptor, offset, size, wait):
+        if wait:
+            self._meet("sync_range")
+        super().sync_range(descriptor, offset, size, wait)
+
     def sync_directory(self, path):
         self._meet("sync_directory")
         super().sync_directory(path)

@@ -16,7 +16,12 @@ from kvjax.store import residency
 HEADS, SLOTS, BLOCKS, WIDTH = 2, 5, 9, 4  # WIDTH: blocks that one step may need
 COUNT = np.random.default_rng(0).integers(1, 5, (HEADS, BLOCKS)).astype(np.int32)  # rows of each block
 _plan = jax.jit(residency.plan, static_argnums=(3, 4))
-_note_written = jax.jit(lambda table, block: residency.note_written(table, residency.locate(table, block)))
+
+
+@jax.jit
+def _note_written(table, block):
+    slot = jnp.where(block < BLOCKS, residency.locate(table, block), SLOTS)  # BLOCKS: none
+    return residency.note_written(table, slot)
 
 
 def plan(table, need, policy, even=False):

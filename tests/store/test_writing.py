@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvjax.store.flash import FlashStore
-from tests.store.conftest import GEOMETRY, wait_until
+from tests.store.conftest import GEOMETRY, settle, skip_without, wait_until
 
 EXTENT = GEOMETRY.extent_bytes
 
@@ -38,3 +38,29 @@ def test_write_amplification(tmp_path, open_branch, rows):
     assert stats.bytes_put == rows * GEOMETRY.lanes * GEOMETRY.row_bytes
     assert stats.bytes_written == GEOMETRY.lanes * EXTENT
     np.testing.assert_allclose(stats.write_amplification, EXTENT / (rows * GEOMETRY.row_bytes))
+
+
+def test_a_block_is_read_from_memory_until_the_device_has_it(tmp_path, open_branch, system):
+    """Given blocks that are in the file and not yet on the device, and that get a second row meanwhile."""
+    skip_without("aio", tmp_path)
+    store = FlashStore(tmp_path, staging_bytes=3 * GEOMETRY.lanes * EXTENT)
+    store.system = system
+    driver = open_branch(store)
+    expected = driver.prefill()
+    settle(driver.branch.path)
+    lineage = driver.branch._lineage
+    system.hang("sync_range")
+    driver.append(1, 2, 5.0)
+    wait_until(lambda: "sync_range" in system.calls)
+    on_the_way = set(lineage.flight)
+    driver.append(1, 3, 7.0)
+    expected[:, :, 1, 2], expected[:, :, 1, 3] = 5.0, 7.0
+    before = driver.branch.stats()
+    np.testing.assert_array_equal(driver.read(), expected)
+    assert driver.branch.stats().blocks_read - before.blocks_read == expected[..., 0, 0].size - len(on_the_way)
+    assert set(lineage.flight) == on_the_way and before.rows_written == 0
+    system.release()
+    driver.branch.flush()
+    settle(driver.branch.path)
+    np.testing.assert_array_equal(driver.read(), expected)
+    assert driver.branch.stats().rows_written == 2 * GEOMETRY.lanes
