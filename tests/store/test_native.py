@@ -1,6 +1,7 @@
 """The compiled part of asynchronous reads: when it is used, what it leaves to others, and what it refuses."""
 
 import errno
+import os
 
 import numpy as np
 import pytest
@@ -84,6 +85,17 @@ def test_what_does_not_come_at_the_first_try_is_read_again_alone(tmp_path, open_
     monkeypatch.setattr(aio.Ring, "read", torn)
     np.testing.assert_array_equal(driver.read(), blocks)
     assert driver.branch.stats().blocks_read == blocks[..., 0, 0].size
+
+
+def test_what_the_kernel_puts_off_every_time_is_left_to_threads(tmp_path, open_branch, quick):
+    """Given a block that was written a moment ago, as it was, and is not on the device; all blocks are one read."""
+    path = tmp_path / "dirty.kv"
+    driver, blocks = filled(open_branch, FlashStore(path))
+    with open(path, "r+b") as file:
+        offset = driver.branch._volume.extents.offset(driver.branch._lineage.table.extent(0))
+        os.pwrite(file.fileno(), os.pread(file.fileno(), GEOMETRY.extent_bytes, offset), offset)
+    np.testing.assert_array_equal(driver.read(), blocks)
+    assert quick == [0] and driver.branch.stats().blocks_read == blocks[..., 0, 0].size
 
 
 def test_a_kernel_without_another_ring_leaves_reading_to_threads(tmp_path, open_branch, monkeypatch, caplog):
