@@ -9,6 +9,8 @@
     groups      tokens/s against G, with and without reuse (Figure 12)
     rates       tokens/s against the share of groups that come back, drawn at random (Table 5 from its other end)
     breakdown   where a decode step's time goes, with and without reading ahead (Figure 13 a)
+    pretrained  what keeping groups gains with the selections of a pretrained model (docs/real_model.md), by four ways
+                of choosing, which come back as often as in the paper; `--config.replay.model=DIR`
     reuse       how often groups come back in real text, for each kind of it (Table 5); seven minutes on two cores
     smoke       finishes within a minute
 
@@ -53,7 +55,8 @@ def _compared(sigma: int, suffix: str, budget: int) -> tuple[dict, ...]:
 
 def get_config(preset: str = "accuracy") -> ml_collections.ConfigDict:
     makers = {"accuracy": _accuracy, "rolling": _rolling, "entries": _entries, "throughput": _throughput,
-              "groups": _groups, "rates": _rates, "breakdown": _breakdown, "reuse": _reuse_rates, "smoke": _smoke}
+              "groups": _groups, "rates": _rates, "breakdown": _breakdown, "pretrained": _pretrained,
+              "reuse": _reuse_rates, "smoke": _smoke}
     if preset not in makers:
         raise ValueError(f"unknown preset {preset!r}; use one of {', '.join(makers)}")
     return makers[preset]()
@@ -154,6 +157,21 @@ def _breakdown():
         for label in ("flexgen", "infinigen*", "infinigen*+ru", "kvswap no reuse", "kvswap")
         for prefetch in ("layer", "off")
     ), models=("llama-1b-4l",), stores=("flash:nvme",))
+
+
+def _pretrained():
+    """Scores summed over heads after each one's softmax, of floats and of 4 bits, and raw scores summed (section 3.3),
+    with an SVD of each head and one of all heads."""
+    four_bits = {"sigma": 2, "bits": 4, "per_head": True}
+    ways = {"kvswap": {}, "4 bits": four_bits, "raw, heads": {"per_head": True, "aggregation": "mean"},
+            "raw": {"aggregation": "mean"}}
+    kvswap = {"name": "kvswap", "budget": _SELECTED + _TAIL, "sigma": 8, "replay": True}
+    methods = tuple(
+        {**kvswap, **way, "label": label + suffix, "slots": slots}
+        for label, way in ways.items() for suffix, slots in ((" no reuse", _READ_ONCE), ("", _reuse(4)))
+    )
+    replayed = {**_REPLAY, "model": "runs/smollm2", "tokens": 8192, "steps": 128}
+    return _timed(methods, batches=(1, 8), replay=replayed)
 
 
 def _reuse_rates():
