@@ -406,7 +406,8 @@ def _combinations(config) -> Iterator[tuple]:
 
 def print_table(rows: list[dict]) -> None:
     """The figures that matter, a line per row."""
-    print(f"{'model':>12}{'method':>14}{'store':>24}{'context':>9}{'batch':>6}{'ms/token':>10}{'limit':>8}{'select':>8}"
+    width = 2 + max((len(row["method"]) for row in rows), default=6)
+    print(f"{'model':>12}{'method':>{width}}{'store':>24}{'context':>9}{'batch':>6}{'ms/token':>10}{'limit':>8}{'select':>8}"
           f"{'attend':>8}{'commit':>8}{'fetch':>8}{'raw':>8}{'wait':>8}{'reuse %':>8}{'late %':>8}{'KV MiB':>9}"
           f"{'store MiB':>10}")
     for row in rows:
@@ -416,7 +417,7 @@ def print_table(rows: list[dict]) -> None:
         shown = "".join(f"{cell:8.2f}" if cell is not None else f"{'-':>8}" for cell in cells)
         resident = f"{row['resident_bytes'] / 2**20:9.1f}" if "resident_bytes" in row else f"{'-':>9}"
         resident += f"{row['store_bytes'] / 2**20:10.1f}" if "store_bytes" in row else f"{'-':>10}"
-        print(f"{row['model']:>12}{row['method']:>14}{row['store']:>24}{row['context']:>9,}{row['batch']:>6}"
+        print(f"{row['model']:>12}{row['method']:>{width}}{row['store']:>24}{row['context']:>9,}{row['batch']:>6}"
               f"{1e3 / row['tokens_per_s']:10.2f}{shown}{resident}")
     if any(row.get("late_share", 0.0) > _LATE for row in rows):
         print(f"late % above {100 * _LATE:.0f}: the disk under an emulated device is slower than that device; put "

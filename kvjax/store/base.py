@@ -257,8 +257,8 @@ class Branch(abc.ABC):
     @abc.abstractmethod
     def commit(self, generation: int) -> None:
         """Makes what was enqueued visible to reads; `self.generation` becomes generation + 1. Waits only while more
-        than the staging limit is still unwritten. Raises StoreError, and then nothing was committed and the call may
-        be repeated."""
+        than the staging limit is not on the device. Raises StoreError, and then nothing was committed and the call
+        may be repeated."""
 
     @abc.abstractmethod
     def abort(self, generation: int) -> None:

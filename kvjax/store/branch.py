@@ -122,8 +122,8 @@ class FlashBranch(TransactionalBranch):
             return [Save(saved.sequence, saved.generation, saved.metadata) for saved in self._volume.log.saves()]
 
     def flush(self) -> None:
-        """Hands everything committed to the kernel; StoreClosed when a named file is no longer at its path. Nothing is
-        synced to the device, nor could it be found there before `save`."""
+        """Writes everything committed, and waits until the device has taken it; StoreClosed when a named file is no
+        longer at its path. That is no sync, nor could anything be found there before `save`."""
         with self._mutex:
             super().flush()
             if not self._volume.file.temporary:
@@ -226,6 +226,8 @@ class FlashBranch(TransactionalBranch):
                                                               volume.extents.checksums, ring)
             if count < 0:
                 return None
+            if not (count or staged):
+                return {}
             landed = ring.read(out, count, engine.file.direct_descriptor, engine.timeout)
             if ring.in_flight:
                 raise hung(engine.path, engine.timeout)

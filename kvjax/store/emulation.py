@@ -227,13 +227,15 @@ class EmulatedIO(SystemIO):
     def io_submit(self, context, pointers):
         asked, reads = self._clock.now(), self._contexts[context]
         taken = SystemIO.io_submit(context, pointers)
-        answers = np.zeros(taken, EVENT)
+        answers, came = np.zeros(taken, EVENT), 0
         with contextlib.suppress(InterruptedError):
-            answers = answers[:SystemIO.io_getevents(context, 0, answers, 0.0)]
-        refused = answers["iocb"][answers["result"] < 0]  # nothing was read: will be asked for again
+            came = SystemIO.io_getevents(context, 0, answers, 0.0)
+        answers = answers[:came]
+        failed = answers["iocb"][answers["result"] < 0].astype(np.int64)
+        refused = np.isin(pointers[:taken], failed)  # nothing was read: will be asked for again
         asked -= self._debt.at(asked)
-        reads.due.update(dict.fromkeys(refused.tolist(), asked))
-        begun = np.setdiff1d(pointers[:taken], refused, assume_unique=True) if refused.size else pointers[:taken]
+        reads.due.update(dict.fromkeys(pointers[:taken][refused].tolist(), asked))
+        begun = pointers[:taken][~refused]
         reads.due.update(zip(begun.tolist(), self._queue.finish_times(asked, _sizes(begun)), strict=True))
         reads.hear(answers, asked)
         with self._counts:

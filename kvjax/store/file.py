@@ -27,6 +27,7 @@ from kvjax.store.system import SystemIO
 
 Where = Callable[[int], str]  # file offset -> what lies there, for messages
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_NO_SUCH_CALL = (errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EOPNOTSUPP)  # of the system, or for such a file
 
 
 class BlockFile:
@@ -151,10 +152,14 @@ class BlockFile:
 
     def write_back_range(self, offset: int, size: int, wait: bool) -> None:
         """The same for a range; with `wait`, returns when O_DIRECT reads of it need not wait. It has their descriptor,
-        so that an error stays for `sync` to tell."""
-        if self._direct is not None:
-            with contextlib.suppress(OSError):
-                self._system.sync_range(self._direct, offset, size, wait)
+        so that `sync` is told of an error, too. Raises NoSpace or WriteFailed: what is there may be lost."""
+        if not self.direct:
+            return
+        try:
+            self._system.sync_range(self.direct_descriptor, offset, size, wait)
+        except OSError as cause:
+            if cause.errno not in _NO_SUCH_CALL:
+                raise write_error(f"{self.path}: writing back {size} bytes at offset {offset} failed", cause) from cause
 
     def settle(self) -> None:
         """Waits until what was written is on the device. On a descriptor of its own: an error is told to each open file

@@ -151,7 +151,8 @@ class Volume:
         waiting = sum(len(lineage.queue) for lineage in self._lineages) * self.geometry.extent_bytes
         lingering = waiting <= self._linger_bytes
         ready = [lineage for lineage in self._lineages
-                 if lineage.queue and not lineage.failed and (lineage.urgent or not lingering)]
+                 if lineage.queue and not lineage.failed and lineage not in self._retired
+                 and (lineage.urgent or not lingering)]
         return max(ready, key=lambda lineage: lineage.urgent, default=None)
 
     # ---- saving

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from kvjax.errors import ChecksumMismatch
+from kvjax.errors import ChecksumMismatch, NoSpace
 from kvjax.store.lineage import Lineage, Staged
 from kvjax.store.transaction import as_store_error
 
@@ -83,7 +83,12 @@ class Writer:
         block_id, staged = taken
         try:
             self._complete(lineage, block_id, staged)
-            self._put(lineage, block_id, staged)
+            try:
+                self._put(lineage, block_id, staged)
+            except NoSpace:
+                if not self._finish_all():  # which frees what finished blocks no longer need
+                    raise
+                self._put(lineage, block_id, staged)
         except Exception as cause:
             self._give_up(lineage, block_id, cause)
         return True
@@ -122,24 +127,34 @@ class Writer:
         offset, where = volume.extents.offset(target), lambda _: volume.geometry.describe(block_id)
         try:
             volume.file.write(images[0, :size], offset, where)
+            volume.file.write_back_range(offset, size, wait=False)
         except BaseException:
             if target != old:
                 with volume.lock:
                     volume.extents.release(np.array([target]))
             raise
-        volume.file.write_back_range(offset, size, wait=False)
         self._unfinished.append(Written(lineage, block_id, staged, old, target, int(sums[0]), size))
+        self._tell_of_progress()
 
     def _finish_all(self) -> bool:
-        """Waits until what was written is on the device; the blocks are there from now on."""
+        """Waits until what was written is on the device; the blocks are there from now on. If the device refuses one,
+        none is: it does not say which."""
         volume, done, self._unfinished = self._volume, self._unfinished, []
-        for one in done:
-            volume.file.write_back_range(volume.extents.offset(one.target), one.size, wait=True)
-        with volume.changed:
+        try:
             for one in done:
-                self._finish(one)
-            volume.changed.notify_all()
+                volume.file.write_back_range(volume.extents.offset(one.target), one.size, wait=True)
+                self._tell_of_progress()
+            with volume.lock:
+                for one in done:
+                    self._finish(one)
+        except Exception as cause:
+            self._give_all_up(done, cause)
+        self._tell_of_progress()
         return bool(done)
+
+    def _tell_of_progress(self) -> None:
+        with self._volume.changed:
+            self._volume.changed.notify_all()
 
     def _finish(self, one: Written) -> None:
         volume, lineage = self._volume, one.lineage
@@ -150,6 +165,16 @@ class Writer:
         lineage.tally.add(rows_written=one.staged.appended, blocks_written=1, bytes_written=one.size,
                           blocks_short=int(one.size < volume.geometry.extent_bytes))
         volume.unstage(1)
+
+    def _give_all_up(self, done: list[Written], cause: Exception) -> None:
+        volume = self._volume
+        for one in reversed(done):  # the first one will be first in line again
+            if one.block_id not in one.lineage.flight:
+                continue
+            if one.target != one.old:
+                with volume.lock:
+                    volume.extents.release(np.array([one.target]))
+            self._give_up(one.lineage, one.block_id, cause)
 
     def _give_up(self, lineage: Lineage, block_id: int, cause: Exception) -> None:
         volume = self._volume

@@ -247,7 +247,7 @@ def test_rows_of_a_block_become_one_write(tmp_path, open_branch):
 
 
 def test_staging_is_bounded(tmp_path, open_branch):
-    store = FlashStore(tmp_path, staging_bytes=4 * EXTENT, timeout=0.2)
+    store = FlashStore(tmp_path, staging_bytes=4 * EXTENT, timeout=0.5)
     store.system = FaultySystem()
     driver = open_branch(store)
     store.system.hang("pwrite")

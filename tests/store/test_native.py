@@ -87,7 +87,7 @@ def test_what_does_not_come_at_the_first_try_is_read_again_alone(tmp_path, open_
     assert driver.branch.stats().blocks_read == blocks[..., 0, 0].size
 
 
-def test_what_the_kernel_puts_off_every_time_is_left_to_threads(tmp_path, open_branch, quick):
+def test_what_the_kernel_puts_off_again_and_again_is_left_to_threads(tmp_path, open_branch, quick):
     """Given a block that was written a moment ago, as it was, and is not on the device; all blocks are one read."""
     path = tmp_path / "dirty.kv"
     driver, blocks = filled(open_branch, FlashStore(path))

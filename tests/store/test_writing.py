@@ -1,8 +1,11 @@
 """Write-behind: which blocks stay in their buffers, and how many bytes reach the device for those that were put."""
 
+import errno
+
 import numpy as np
 import pytest
 
+from kvjax.errors import WriteFailed
 from kvjax.store.flash import FlashStore
 from tests.store.conftest import GEOMETRY, settle, skip_without, wait_until
 
@@ -64,3 +67,29 @@ def test_a_block_is_read_from_memory_until_the_device_has_it(tmp_path, open_bran
     settle(driver.branch.path)
     np.testing.assert_array_equal(driver.read(), expected)
     assert driver.branch.stats().rows_written == 2 * GEOMETRY.lanes
+
+
+def test_blocks_that_the_device_refuses_stay_in_memory(tmp_path, open_branch, system):
+    """Given blocks that the file takes and its device does not, of which some have an extent, and some none yet."""
+    skip_without("aio", tmp_path)
+    store = FlashStore(tmp_path)
+    store.system = system
+    driver = open_branch(store)
+    expected = driver.prefill()
+    settle(driver.branch.path)
+    driver.append(1, 2, 5.0)
+    driver.append(4, 0, 6.0, layer=1)
+    expected[:, :, 1, 2] = 5.0
+    system.fail("sync_range", errno.EIO, times=1)
+    with pytest.raises(WriteFailed, match="writing back"):
+        driver.branch.flush()
+    np.testing.assert_array_equal(driver.read(), expected)
+    driver.append(1, 3, 7.0)
+    expected[:, :, 1, 3] = 7.0
+    driver.branch.flush()
+    settle(driver.branch.path)
+    np.testing.assert_array_equal(driver.read(), expected)
+    block = np.full((*expected.shape[:2], 1), 4, np.int32)
+    out = np.zeros((*expected.shape[:2], 1, *expected.shape[3:]), np.float32)
+    assert driver.branch.read_into(1, driver.branch.generation, block, np.zeros_like(block), out)
+    assert (out[:, :, 0, 0] == 6.0).all()
