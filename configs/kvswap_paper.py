@@ -162,13 +162,12 @@ def _breakdown():
 def _pretrained():
     """Scores summed over heads after each one's softmax, of floats and of 4 bits, and raw scores summed (section 3.3),
     with an SVD of each head and one of all heads."""
-    four_bits = {"sigma": 2, "bits": 4, "per_head": True}
-    ways = {"kvswap": {}, "4 bits": four_bits, "raw, heads": {"per_head": True, "aggregation": "mean"},
-            "raw": {"aggregation": "mean"}}
-    kvswap = {"name": "kvswap", "budget": _SELECTED + _TAIL, "sigma": 8, "replay": True}
+    systems = _systems()
+    raw = {**systems["kvswap"], "label": "raw", "aggregation": "mean"}
+    ways = systems["kvswap"], systems["4 bits"], {**raw, "label": "raw, heads", "per_head": True}, raw
     methods = tuple(
-        {**kvswap, **way, "label": label + suffix, "slots": slots}
-        for label, way in ways.items() for suffix, slots in ((" no reuse", _READ_ONCE), ("", _reuse(4)))
+        {**way, "label": way["label"] + suffix, "slots": slots}
+        for way in ways for suffix, slots in ((" no reuse", _READ_ONCE), ("", _reuse(4)))
     )
     replayed = {**_REPLAY, "model": "runs/smollm2", "tokens": 8192, "steps": 128}
     return _timed(methods, batches=(1, 8), replay=replayed)

@@ -129,9 +129,7 @@ class Writer:
             volume.file.write(images[0, :size], offset, where)
             volume.file.write_back_range(offset, size, wait=False)
         except BaseException:
-            if target != old:
-                with volume.lock:
-                    volume.extents.release(np.array([target]))
+            self._release(old, target)
             raise
         self._unfinished.append(Written(lineage, block_id, staged, old, target, int(sums[0]), size))
         self._tell_of_progress()
@@ -139,18 +137,20 @@ class Writer:
     def _finish_all(self) -> bool:
         """Waits until what was written is on the device; the blocks are there from now on. If the device refuses one,
         none is: it does not say which."""
+        if not self._unfinished:
+            return False
         volume, done, self._unfinished = self._volume, self._unfinished, []
         try:
             for one in done:
                 volume.file.write_back_range(volume.extents.offset(one.target), one.size, wait=True)
                 self._tell_of_progress()
-            with volume.lock:
+            with volume.changed:
                 for one in done:
                     self._finish(one)
+                volume.changed.notify_all()
         except Exception as cause:
             self._give_all_up(done, cause)
-        self._tell_of_progress()
-        return bool(done)
+        return True
 
     def _tell_of_progress(self) -> None:
         with self._volume.changed:
@@ -166,14 +166,17 @@ class Writer:
                           blocks_short=int(one.size < volume.geometry.extent_bytes))
         volume.unstage(1)
 
+    def _release(self, old: int, target: int) -> None:
+        """Gives back an extent that a block got, and will not have."""
+        if target != old:
+            with self._volume.lock:
+                self._volume.extents.release(np.array([target]))
+
     def _give_all_up(self, done: list[Written], cause: Exception) -> None:
-        volume = self._volume
         for one in reversed(done):  # the first one will be first in line again
             if one.block_id not in one.lineage.flight:
                 continue
-            if one.target != one.old:
-                with volume.lock:
-                    volume.extents.release(np.array([one.target]))
+            self._release(one.old, one.target)
             self._give_up(one.lineage, one.block_id, cause)
 
     def _give_up(self, lineage: Lineage, block_id: int, cause: Exception) -> None:
