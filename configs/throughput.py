@@ -15,6 +15,7 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config = ml_collections.ConfigDict()
     config.experiment = "throughput"
     config.models = ("reference", "llama-1b-4l", "cache-path")
+    config.dtype = "float32"  # of weights; a method's "dtype" is that of keys and values
     config.contexts = (8192, 32768)
     config.batches = (1,)
     config.stores = ("memory", "flash")

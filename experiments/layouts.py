@@ -107,7 +107,7 @@ class Probe:
         for i, one in enumerate(state.layers):
             block = np.asarray(one.pool.own(one.state.loaded))
             slot = np.broadcast_to(np.arange(block.shape[-1], dtype=np.int32), block.shape)
-            slots = np.zeros((*block.shape, *one.pool.rows.shape[-2:]), one.pool.rows.dtype)
+            slots = np.zeros((*block.shape, *one.pool.rows.shape[-2:]), branch.geometry.numpy_dtype)
             if not branch.read_into(i, branch.generation, block, slot, slots):
                 raise branch.take_error() or RuntimeError("a read failed without a reason")
             self.blocks += int((block < branch.geometry.num_blocks).sum())

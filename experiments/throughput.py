@@ -51,20 +51,21 @@ def shape(name: str) -> ModelConfig:
     )
 
 
-def make_model(name: str) -> kvjax.LLM:
-    """The reference model, or a shape with random weights."""
+def make_model(name: str, dtype: str = "float32") -> kvjax.LLM:
+    """The reference model, or a shape with random weights; `dtype` is that of its weights."""
     if name == "reference":
-        return common.load_model("")
-    return kvjax.LLM(shape(name), random_params(shape(name)))
+        return common.load_model("", dtype)
+    return kvjax.LLM(shape(name), random_params(shape(name), dtype))
 
 
-def random_params(config: ModelConfig):
+def random_params(config: ModelConfig, dtype: str = "float32"):
     """Normal weights of the size that keeps activations steady, norms around one."""
     token = jnp.zeros((1, 1), jnp.int32)
     shapes = jax.eval_shape(Transformer(config).init, jax.random.key(0), token, token)["params"]
     leaves, tree = jax.tree.flatten(shapes)
     rng = np.random.default_rng(0)
-    made = [jnp.asarray(rng.standard_normal(leaf.shape, np.float32) * 0.02 + (leaf.ndim == 1)) for leaf in leaves]
+    made = [rng.standard_normal(leaf.shape, np.float32) * 0.02 + (leaf.ndim == 1) for leaf in leaves]
+    made = [jnp.asarray(one, dtype) for one in made]
     return jax.tree.unflatten(tree, made)
 
 
@@ -371,7 +372,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     done = {_key(row) for row in rows}
     print(f"memory bandwidth of a matrix-vector product: {bandwidth / 1e9:.1f} GB/s; callbacks: {default_backend()}")
     for name in config.models:
-        llm = make_model(name)
+        llm = make_model(name, config.get("dtype", "float32"))
         for context, batch, store, settings in _combinations(config):
             head = {"model": name, "method": common.label_of(settings), "store": store, "context": context}
             if _key({**head, "batch": batch}) not in done:

@@ -30,8 +30,32 @@ class Part:
 def products(*pairs: tuple[Array, Array]) -> Float[Array, "*K G N"]:
     """Sum over pairs of key[*K, N, D] and q[*K, G, D] of each query's product with each key of its KV head."""
     # Keys as the left operand: XLA:CPU then reads them in place, about 3x faster than as the right one.
-    found = [jnp.einsum("...nd,...gd->...ng", key, q, preferred_element_type=jnp.float32) for key, q in pairs]
+    found = [_contract("...nd,...gd->...ng", key, q) for key, q in pairs]
     return computed_once(sum(found[1:], found[0])).swapaxes(-1, -2)
+
+
+def _contract(equation: str, rows: Num[Array, "*K N D"], vectors: Float[Array, "*K G M"]) -> Float[Array, "*K _ _"]:
+    """Stored rows and the vectors of a few queries (axis `g`) in f32.
+
+    Rows in bfloat16 are not widened for f32 vectors: the vectors are taken apart instead, each in three of bfloat16
+    whose sum it is. XLA:CPU would write all rows to memory as f32 first, and take two to four times as long.
+    """
+    if rows.dtype != jnp.bfloat16 or vectors.dtype != jnp.float32:
+        return jnp.einsum(equation, rows.astype(vectors.dtype), vectors, preferred_element_type=jnp.float32)
+    parts = jnp.concatenate(in_bfloat16(vectors), axis=-2)
+    found = jnp.einsum(equation, rows, parts, preferred_element_type=jnp.float32)
+    first, second, third = jnp.split(found, 3, axis=equation.index("g", equation.index(">")) - len(equation))
+    return first + (second + third)
+
+
+def in_bfloat16(x: Float[Array, "*N"]) -> list[Array]:
+    """Three arrays of which `x` is the sum: of its 24 bits each has eight."""
+    parts = []
+    for _ in range(3):
+        # Not a conversion and back, which XLA may leave out (xla_allow_excess_precision).
+        parts.append(jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7))
+        x = x - parts[-1]
+    return [part.astype(jnp.bfloat16) for part in parts]
 
 
 def scores_of(
@@ -39,7 +63,7 @@ def scores_of(
     bias: Float[Array, "*K G N"] | None = None,
 ):
     """Scaled dot products `[*K, G, N]`, plus the bias if there is one; NEGATIVE where not valid."""
-    scores = products((key.astype(q.dtype), q)) * q.shape[-1] ** -0.5
+    scores = products((key, q)) * q.shape[-1] ** -0.5
     return only_valid(scores if bias is None else scores + bias, valid)
 
 
@@ -60,7 +84,7 @@ def attend_scores(scores: Float[Array, "*K G N"], value: Float[Array, "*K N D"],
     """`attend_part` given the scores, which are NEGATIVE where not valid."""
     top = jnp.max(scores, axis=-1, initial=NEGATIVE)
     weight = computed_once(jnp.where(valid[..., None, :], jnp.exp(scores - top[..., None]), 0.0))
-    out = jnp.einsum("...nd,...gn->...gd", value.astype(jnp.float32), weight)
+    out = _contract("...nd,...gn->...gd", value, weight)
     return Part(out, top, jnp.sum(weight, axis=-1))
 
 

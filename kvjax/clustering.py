@@ -144,7 +144,8 @@ def two_means(
 def pack(owner: Int32[Array, "T"], valid: Bool[Array, "T"], clusters: int, rows: int, blocks: int):
     """Lays clusters out in blocks of `rows`; a larger cluster takes several blocks.
 
-    Returns (block[T], row[T]); `blocks` for invalid tokens. Tokens of a cluster keep their order.
+    Returns (block[T], row[T], strays[]); `blocks` for invalid tokens. Tokens of a cluster keep their order. Those for
+    which no block is left, the strays, fill free rows of any, from the first on. Needs blocks * rows >= T.
     """
     size = jnp.zeros(clusters + 1, jnp.int32).at[owner].add(valid)
     taken = -(-size // rows)
@@ -152,5 +153,11 @@ def pack(owner: Int32[Array, "T"], valid: Bool[Array, "T"], clusters: int, rows:
     first_rank = jnp.cumsum(size) - size
     order = jnp.argsort(jnp.where(valid, owner, clusters), stable=True)
     rank = jnp.zeros_like(owner).at[order].set(jnp.arange(owner.shape[0], dtype=owner.dtype)) - first_rank[owner]
-    block = jnp.where(valid, first_block[owner] + rank // rows, blocks)
-    return block.astype(jnp.int32), (rank % rows).astype(jnp.int32)
+    block, row = first_block[owner] + rank // rows, rank % rows
+
+    stray = valid & (block >= blocks)
+    used = jnp.zeros(blocks, jnp.int32).at[block].add(valid, mode="drop")
+    free, nth = jnp.cumsum(rows - used), jnp.cumsum(stray) - 1
+    spare = jnp.searchsorted(free, nth, side="right")  # the block of the nth free row
+    block, row = jnp.where(stray, spare, block), jnp.where(stray, rows - (free[spare] - nth), row)
+    return jnp.where(valid, block, blocks).astype(jnp.int32), row.astype(jnp.int32), jnp.sum(stray, dtype=jnp.int32)

@@ -7,10 +7,15 @@ step, and by what f16 takes from low. Every vector has its own range, as rows ar
 nothing, so that clusters may be split again and again.
 
 Sinks, recent window and held rows are kept as floats.
+
+Arrays of blocks in bfloat16 hold its bits. XLA:CPU has no scatter in bfloat16: to write a row it copies the whole array
+as f32, and that copy back.
 """
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
 
 from kvjax.errors import ConfigError
 from kvjax.typing import Array, Float, Num
@@ -30,8 +35,18 @@ def check(dtype: str, size: int) -> None:
 
 
 def stored_type(dtype: str) -> str:
-    """The element type of blocks."""
+    """The element type of blocks in a store."""
     return "int8" if dtype in BITS else dtype
+
+
+def array_type(dtype: str) -> str:
+    """The element type of arrays of blocks."""
+    return "uint16" if dtype == "bfloat16" else stored_type(dtype)
+
+
+def as_stored(rows: np.ndarray) -> np.ndarray:
+    """The same memory as a store sees it, which knows numbers by their own type."""
+    return rows.view(ml_dtypes.bfloat16) if rows.dtype == np.uint16 else rows
 
 
 def tail_type(dtype: str) -> str:
@@ -46,6 +61,8 @@ def width(dtype: str, size: int) -> int:
 
 def pack(x: Float[Array, "*N D"], dtype: str) -> Num[Array, "*N X"]:
     """Vectors as they are kept."""
+    if dtype == "bfloat16":
+        return jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
     if dtype not in BITS:
         return x.astype(dtype)
     levels = 2 ** BITS[dtype] - 1
@@ -77,6 +94,8 @@ def _codes(x: Float[Array, "*N D"], low: Float[Array, "*N 1"], step: Float[Array
 
 def unpack(kept: Num[Array, "*N X"], dtype: str) -> Float[Array, "*N D"]:
     """The vectors again."""
+    if dtype == "bfloat16":
+        return jax.lax.bitcast_convert_type(kept, jnp.bfloat16)
     if dtype not in BITS:
         return kept
     kept = jax.lax.bitcast_convert_type(kept, jnp.uint8)

@@ -45,7 +45,7 @@ from kvjax.store.system import SystemIO
 from kvjax.store.tiers import TieredPool
 from kvjax.typing import Array
 
-VERSION = 1
+VERSION = 2  # 2: arrays of bfloat16 hold its bits
 _NOT_SAVED = "not saved"  # marks a setting that JSON cannot hold
 BLOCKS, MANIFEST, STATE = "blocks.kv", "cache.json", "state-"
 

@@ -84,7 +84,7 @@ class MemoryPool:
     @classmethod
     def zeros(cls, spec: Spec, batch: int, dtype: str) -> "MemoryPool":
         shape = (batch, spec.kv_heads, spec.num_blocks, spec.block_rows, packing.width(dtype, spec.head_dim))
-        kept = packing.stored_type(dtype)
+        kept = packing.array_type(dtype)
         return cls(jnp.zeros(shape, kept) if spec.keeps_keys else None, jnp.zeros(shape, kept), dtype)
 
     def fetch(self, need, count, layer, line):

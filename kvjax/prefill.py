@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import attention, layer, parking, planning
+from kvjax import attention, layer, packing, parking, planning
 from kvjax.cache import LayerState
 from kvjax.errors import PromptError
 from kvjax.layer import LayerCache, Prompts
@@ -211,7 +211,8 @@ def fill(
     leads = samples is not None and not layer_plan.follows
     retrieved = np.asarray(_retrieved(layer_plan, state, samples)) if leads else None
     heads = layer_plan.spec.block_heads
-    pos, rows = np.asarray(state.pos[:, :heads]), np.asarray(layer.stored_rows(layer_plan, prompts, plan.dtype))
+    pos = np.asarray(state.pos[:, :heads])
+    rows = packing.as_stored(np.asarray(layer.stored_rows(layer_plan, prompts, plan.dtype)))
     prompt = base.Prompt(pos, None if retrieved is None else retrieved[:, :, :heads])
     branch.write_layer(i, base.Gathered(rows, pos), np.asarray(state.count[:, :heads]), prompt)
     return LayerCache(state, slot_pool(plan, i, slots))

@@ -10,6 +10,7 @@ import pytest
 from tiny import temporaries
 
 import kvjax
+from kvjax import packing
 from kvjax.delimiters import Delimiters
 from kvjax.errors import ConfigError, PromptError
 
@@ -125,8 +126,10 @@ def test_decoding_with_a_bf16_cache_is_near_dense_attention(method):
 @some_methods
 def test_a_bf16_cache_stores_keys_and_values_in_bf16(method):
     layer = prefilled(method, hidden(), "bfloat16").layer
-    for payload in (layer.pool.key, layer.pool.value, layer.state.tail.key, layer.state.tail.value):
+    for payload in (layer.state.tail.key, layer.state.tail.value):
         assert payload.dtype == jnp.bfloat16
+    for bits in (layer.pool.key, layer.pool.value):
+        assert bits.dtype == jnp.uint16 and packing.unpack(bits, "bfloat16").dtype == jnp.bfloat16
 
 
 @some_methods

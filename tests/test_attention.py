@@ -107,6 +107,23 @@ def test_keys_and_values_in_bf16_are_summed_in_f32():
     np.testing.assert_allclose(merged(q, key16, value16, owner), exact(q, *rounded, owner >= 0), atol=2e-6)
 
 
+@settings(max_examples=100)
+@given(st.lists(st.floats(2.0**-80, 2.0**80, width=32), min_size=1, max_size=8), st.sampled_from([-1.0, 0.0, 1.0]))
+def test_three_numbers_of_bfloat16_are_one_of_f32(numbers, sign):
+    x = np.float32(numbers) * np.float32(sign)
+    parts = jax.jit(attention.in_bfloat16)(x)
+    assert all(part.dtype == jnp.bfloat16 for part in parts)
+    np.testing.assert_array_equal(sum(np.asarray(part, np.float64) for part in parts), x)
+
+
+def test_rows_in_bf16_are_not_widened_before_they_are_attended():
+    q, rows = jnp.ones((HEADS, GROUP, SIZE)), jnp.ones((HEADS, 4096, SIZE), jnp.bfloat16)
+    attend = jax.jit(attention.attend_part).lower(q, rows, rows, jnp.ones((HEADS, 4096), bool)).compile()
+    scores = 4 * HEADS * GROUP * 4096
+    assert f"f32[{HEADS},4096,{SIZE}]" not in attend.as_text()
+    assert attend.memory_analysis().temp_size_in_bytes < 8 * scores  # scores, weights, and the weights in three parts
+
+
 # Causal attention in chunks -----------------------------------------------------------------------
 
 LENGTH, QUERIES = 48, 16

@@ -240,7 +240,7 @@ def owners(draw):
 @given(owners())
 def test_packing_gives_every_token_its_own_row(case):
     owner, valid = case
-    block, row = (np.asarray(x) for x in _pack(owner, valid, 6, 4, 18))
+    block, row, _ = (np.asarray(x) for x in _pack(owner, valid, 6, 4, 18))
     places = list(zip(block[valid], row[valid], strict=True))
     assert len(set(places)) == len(places)
     assert (block[valid] < 18).all() and (row[valid] >= 0).all() and (row[valid] < 4).all()
@@ -252,10 +252,29 @@ def test_packing_gives_every_token_its_own_row(case):
 def test_packing_fills_blocks_of_one_cluster_from_the_front(case):
     """Each block holds one cluster, its rows are a prefix, and only a cluster's last block has room left."""
     owner, valid = case
-    block, row = (np.asarray(x) for x in _pack(owner, valid, 6, 4, 18))
+    block, row, _ = (np.asarray(x) for x in _pack(owner, valid, 6, 4, 18))
     used = 0
     for cluster in range(6):
         mine = np.flatnonzero(valid & (owner == cluster))
         expected = [(used + i // 4, i % 4) for i in range(len(mine))]  # tokens keep their order
         assert list(zip(block[mine], row[mine], strict=True)) == expected
         used += -(-len(mine) // 4)
+
+
+@settings(max_examples=150)
+@given(owners())
+def test_without_enough_blocks_packing_fills_those_that_are_there(case):
+    """What has its block keeps it, the rest goes where rows are free, and rows in use stay a prefix."""
+    owner, valid = case
+    wide_block, wide_row, none = (np.asarray(x) for x in _pack(owner, valid, 6, 4, 18))
+    block, row, strays = (np.asarray(x) for x in _pack(owner, valid, 6, 4, 12))
+    kept = valid & (wide_block < 12)
+    assert none == 0 and strays == (valid & ~kept).sum()
+    np.testing.assert_array_equal(block[kept], wide_block[kept])
+    np.testing.assert_array_equal(row[kept], wide_row[kept])
+    assert (block[~valid] == 12).all()
+    for number in range(12):
+        rows = np.sort(row[valid & (block == number)])
+        np.testing.assert_array_equal(rows, np.arange(len(rows)))
+        assert len(rows) <= 4
+    assert (block[valid] < 12).all()

@@ -13,6 +13,7 @@ from tiny import CONFIG, make_params
 import kvjax
 from kvjax import packing
 from kvjax.errors import ConfigError
+from kvjax.pool import MemoryPool
 
 pack, unpack = jax.jit(packing.pack, static_argnums=1), jax.jit(packing.unpack, static_argnums=1)
 quantised = pytest.mark.parametrize("dtype", packing.BITS)
@@ -75,6 +76,20 @@ def test_equal_numbers_zeros_and_what_f16_cannot_hold(dtype):
     np.testing.assert_array_equal(back[:2], x[:2])
     np.testing.assert_allclose(back[2], [65504] + [0] * 7, rtol=1e-3)
     np.testing.assert_allclose(back[3], 0, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [*packing.FLOATS, *packing.BITS])
+def test_writing_a_row_makes_no_copy_of_the_blocks(dtype):
+    kept = jnp.zeros((1, 2, 64, 16, packing.width(dtype, 8)), packing.array_type(dtype))
+    place, row = jnp.ones((1, 2), jnp.int32), jnp.full((1, 2, 8), 3.0)
+
+    def put(key, value):
+        return jax.tree.leaves(MemoryPool(key, value, dtype).put_row(place, place, row, row, 0, None))
+
+    program = jax.jit(put, donate_argnums=(0, 1)).lower(kept, kept).compile()
+    assert program.memory_analysis().temp_size_in_bytes < kept.nbytes / 4
+    key, _ = MemoryPool(*program(kept, kept + 0), dtype).block(place)
+    np.testing.assert_array_equal(np.asarray(key[0, :, 1], np.float32), 3)
 
 
 @pytest.mark.parametrize(("name", "dtype"), [

@@ -71,7 +71,7 @@ class Local(Update):
         waiting, valid = keys[spec.block_rows :], valid[spec.block_rows :]
         active = jnp.int32(self.clusters)
         owner = clustering.kmeans(waiting, valid, self.clusters, active, seed, self.iterations, self.cosine)
-        part, row = clustering.pack(owner, valid, self.clusters, spec.block_rows, self.most_blocks)
+        part, row, _ = clustering.pack(owner, valid, self.clusters, spec.block_rows, self.most_blocks)
         n, centroid, variance = statistics(waiting, part, self.most_blocks)
         free = places_of(view.count == 0, self.most_blocks)
         dst = jnp.where(n > 0, free, spec.num_blocks).astype(jnp.int32)

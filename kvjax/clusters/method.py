@@ -27,7 +27,8 @@ class ClusterMethod(Method):
     Attributes:
       cluster: target average cluster size.
       block_rows: largest cluster; None = 2 * cluster.
-      num_blocks: most clusters of one head; None = 1.5 * capacity / cluster, rounded up to a multiple of `ALIGNED`.
+      num_blocks: most clusters of one head; None = 1.25 * capacity / cluster, rounded up to a multiple of `ALIGNED`.
+        All of them are read in each step; after long texts heads use about capacity / cluster.
       iterations: of Lloyd's algorithm.
       seed: of the k-means++ starts.
     """
@@ -71,7 +72,7 @@ class ClusterMethod(Method):
     def blocks(self, capacity, rows):
         count = self.num_blocks
         if count is None:
-            count = -(-3 * capacity // (2 * self.cluster * ALIGNED)) * ALIGNED
+            count = -(-5 * capacity // (4 * self.cluster * ALIGNED)) * ALIGNED
         return max(2, count), self.largest, max(1, -(-3 * rows // (2 * self.cluster))), self.rule.held
 
     def init(self, spec, weights):
@@ -81,14 +82,12 @@ class ClusterMethod(Method):
         """NEWCLUSTER(K_0) and the statistics of each cluster."""
         keys, valid, size = context.key.astype(jnp.float32), context.valid, context.pos.shape[0]
         most = min(-(-size // self.cluster), spec.num_blocks)
-        while most > 1 and most + size // spec.block_rows > spec.num_blocks:
-            most -= 1  # leaves room for clusters that need several blocks
         active = jnp.clip(-(-jnp.sum(valid) // self.cluster), 1, most)
 
         def one_head(args):
             key, seed = args
             owner = clustering.kmeans(key, valid, most, active, seed, self.iterations, self.cosine)
-            return clustering.pack(owner, valid, most, spec.block_rows, spec.num_blocks)
+            return clustering.pack(owner, valid, most, spec.block_rows, spec.num_blocks)[:2]
 
         block, row = jax.lax.map(one_head, (keys, self._seeds(spec)))
         count, centroid, variance = jax.vmap(statistics, (0, 0, None))(keys, block, spec.num_blocks)

@@ -121,21 +121,14 @@ def _better(point, mine, best, some):
 def _pages(shape: Shape, parent, level, valid):
     """Page and row of every point, nodes in consecutive pages, the root's first and those of lower levels later.
 
-    Points for which no page is left fill free rows of any. They are of the bottom, so that no node hangs under a point
-    that strayed, as long as there are pages for all that is above it: else what hangs there is not found.
+    Points for which no page is left fill free rows of any, and are counted. They are of the bottom, so that no node
+    hangs under one of them, as long as there are pages for all that is above it: else what hangs there is not found.
     """
     total = parent.shape[0]
     first = jnp.argsort(-level, stable=True)
     turn = jnp.zeros(total + 1, jnp.int32).at[first].set(jnp.arange(1, total + 1, dtype=jnp.int32))  # root: 0
     owner = jnp.where(valid, turn[parent], total + 1)
-    page, row = clustering.pack(owner, valid, total + 1, shape.rows, shape.pages)
-    stray = valid & (page >= shape.pages)
-    page = jnp.where(stray, shape.pages, page)
-    count = jnp.zeros(shape.pages, jnp.int32).at[page].add(valid, mode="drop")
-    free = jnp.nonzero((jnp.arange(shape.rows) >= count[:, None]).reshape(-1), size=total, fill_value=shape.points)[0]
-    place = free[jnp.maximum(jnp.cumsum(stray) - 1, 0)]
-    page, row = jnp.where(stray, place // shape.rows, page), jnp.where(stray, place % shape.rows, row)
-    return page.astype(jnp.int32), row.astype(jnp.int32), jnp.sum(stray, dtype=jnp.int32)
+    return clustering.pack(owner, valid, total + 1, shape.rows, shape.pages)
 
 
 def _chains(shape: Shape, tree: Tree, parent, page, row) -> Tree:

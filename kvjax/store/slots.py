@@ -66,7 +66,7 @@ class SlotPool:
         """Slots with nothing in them; of a `passing` pool they exist while its layer is read, and no longer."""
         shape = (batch, spec.block_heads, 0 if passing else slots, spec.block_rows, row_width(spec, dtype))
         table = residency.empty_all(batch, spec.block_heads, slots, spec.num_blocks)
-        rows = jnp.zeros(shape, packing.stored_type(dtype))
+        rows = jnp.zeros(shape, packing.array_type(dtype))
         return cls(
             rows, table, jnp.int32(0), spec.num_blocks, policy, backend, spec.kv_heads, dtype, prefetch, keep, even,
             spec.keeps_keys, passing,
@@ -234,9 +234,9 @@ def _in_buffers(callback: Callable[..., None], result, **options) -> Callable[..
 def _buffer_read(ctx, outs, slots, handle, generation, layer, block, slot):
     """Reads into the output buffer, which is the input's memory."""
     rows, ok = outs
-    ok_view = np.asarray(ok)
+    ok_view, rows = np.asarray(ok), packing.as_stored(np.asarray(rows))
     ok_view[...] = _branch_call(
-        "read_into", handle, *_scalars(layer, generation), np.asarray(block), np.asarray(slot), np.asarray(rows)
+        "read_into", handle, *_scalars(layer, generation), np.asarray(block), np.asarray(slot), rows
     )
 
 
@@ -250,7 +250,8 @@ def _read_in_place(rows, line: Line, layer, plan: ReadPlan):
 def _io_read(shape_like, handle, generation, layer, block):
     fetched = np.zeros((*block.shape, *shape_like.shape[-2:]), shape_like.dtype)
     order = np.tile(np.arange(block.shape[-1], dtype=np.int32), (*block.shape[:-1], 1))
-    ok = _branch_call("read_into", handle, *_scalars(layer, generation), np.asarray(block), order, fetched)
+    rows = packing.as_stored(fetched)
+    ok = _branch_call("read_into", handle, *_scalars(layer, generation), np.asarray(block), order, rows)
     return fetched, np.int32(ok)
 
 
@@ -275,12 +276,12 @@ def _buffer_put_blocks(ctx, ok, handle, generation, layer, block, packed):
 def _io_put_rows(handle, generation, layer, block, row, packed):
     block = np.asarray(block)
     gate = np.ones(block.shape[0], bool)
-    args = (block, np.asarray(row), np.asarray(packed), gate)
+    args = (block, np.asarray(row), packing.as_stored(np.asarray(packed)), gate)
     return np.int32(_branch_call("put_rows", handle, *_scalars(layer, generation), *args))
 
 
 def _io_put_blocks(handle, generation, layer, block, packed):
-    args = (np.asarray(block), np.asarray(packed))
+    args = (np.asarray(block), packing.as_stored(np.asarray(packed)))
     return np.int32(_branch_call("put_blocks", handle, *_scalars(layer, generation), *args))
 
 

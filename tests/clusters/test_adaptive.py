@@ -52,7 +52,7 @@ def simulated(seed, threshold, **settings):
 def test_steering_keeps_clusters_larger_where_splits_would_be_many():
     sizes = []
     for gain in (0.0, 2.0):
-        sim = simulated(0, 0.4, gain=gain)
+        sim = simulated(0, 0.4, gain=gain, num_blocks=harness.CAPACITY // 2)
         for _ in range(50):
             sim.step()
         count = np.asarray(sim.cache.state.count)
