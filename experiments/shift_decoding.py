@@ -34,7 +34,8 @@ def in_token_order(plan: LayerPlan, cache: LayerCache, tokens: int):
     """Keys, values `[B, T, K, D]` and cluster `[B, T, K]` of every token; cluster NB = not in a block."""
     state, none = cache.state, plan.spec.num_blocks
     batch, heads, blocks, rows = state.pos.shape
-    key, value = cache.pool.everything(jnp.broadcast_to(jnp.arange(blocks), (batch, heads, blocks)))
+    everything = cache.pool.everything(jnp.broadcast_to(jnp.arange(blocks), (batch, heads, blocks)))
+    key, value = (kept.unpacked() for kept in everything)
     owner = getattr(state.index, "cluster", jnp.broadcast_to(jnp.arange(blocks), (batch, heads, blocks)))
     owner = jnp.concatenate([jnp.repeat(owner, rows, axis=-1), jnp.full(state.tail.pos.shape, none)], axis=-1)
     pos = jnp.concatenate([state.pos.reshape(batch, heads, -1), state.tail.pos], axis=-1)

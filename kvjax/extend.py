@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import attention, decode, layer
+from kvjax import attention, decode, layer, packing
 from kvjax import cache as caching
 from kvjax.cache import Fresh, LayerState
 from kvjax.errors import ConfigError, PromptError, StoreError
@@ -169,7 +169,8 @@ def _attend(
     size = key.shape[0]
     mine = at + jnp.arange(size, dtype=jnp.int32)
     own = jnp.broadcast_to(jnp.where(jnp.arange(size) < count, mine, -1), (plan.spec.kv_heads, size))
-    rows, rows_value, valid, pos = layer.chosen_rows(plan, pool, found)
+    *rows, valid, pos = layer.chosen_rows(plan, pool, found)
+    rows, rows_value = (one.unpacked() if isinstance(one, packing.Kept) else one for one in rows)
     tail, made = found.state.tail, layer.scored(plan, found, q)
     scores = functools.partial(attention.scores_of_many, q)
     sets = [(scores(tail.key), tail.value, tail.pos),

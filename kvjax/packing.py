@@ -12,6 +12,8 @@ Arrays of blocks in bfloat16 hold its bits. XLA:CPU has no scatter in bfloat16: 
 as f32, and that copy back.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -24,6 +26,20 @@ FLOATS = ("float32", "bfloat16", "float16")
 BITS = {"int8": 8, "int4": 4}
 _RANGE_BYTES = 4  # low and step
 _LARGEST = 65504.0  # of f16
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """Many vectors as they are kept: all of them unpacked at once would be fresh memory in every step, which costs more
+    than unpacking them."""
+
+    vectors: Num[Array, "*K N X"]
+    dtype: str = dataclasses.field(metadata={"static": True})
+
+    def unpacked(self) -> Float[Array, "*K N D"]:
+        """All of them."""
+        return unpack(self.vectors, self.dtype)
 
 
 def check(dtype: str, size: int) -> None:

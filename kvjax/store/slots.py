@@ -134,7 +134,9 @@ class SlotPool:
     def everything(self, slot):
         slot = self.own(slot)
         rows = self.rows[(*batch_and_head(slot), slot)]
-        return self._unpacked(self._parted(rows.reshape(*slot.shape[:2], -1, rows.shape[-1])))
+        parts = self._parted(rows.reshape(*slot.shape[:2], -1, rows.shape[-1]))
+        *key, value = (packing.Kept(part, self.dtype) for part in parts)
+        return key[0] if key else None, value
 
     def locate(self, block):
         return self.locate_in(self.table, block)
