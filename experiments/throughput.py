@@ -338,8 +338,8 @@ def transformers_row(llm, name: str, context: int, steps: int) -> dict | None:
     """The same checkpoint decoded by transformers over as long a cache; None where it is not installed."""
     if importlib.util.find_spec("transformers") is None or importlib.util.find_spec("torch") is None:
         return None
-    if not llm.config.use_mlp:
-        return None  # there is no such transformers model
+    if not llm.config.use_mlp or jax.tree.leaves(llm.params)[0].dtype != jnp.float32:
+        return None  # there is no such transformers model, and the others are compared in f32
     import torch
     from transformers import AutoModelForCausalLM, DynamicCache
 
