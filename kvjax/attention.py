@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from kvjax.errors import ConfigError
 from kvjax.order import computed_once
-from kvjax.packing import Kept
+from kvjax.packing import Packed
 from kvjax.typing import Array, Bool, Float, Int32, Num
 
 NEGATIVE = -1e30  # finite, so that a part without any valid token merges as weight 0 and never as NaN
@@ -28,7 +28,7 @@ class Part:
     total: Float[Array, "*N"]  # sum of exp(score - top)
 
 
-def products(*pairs: tuple[Array | Kept, Array]) -> Float[Array, "*K G N"]:
+def products(*pairs: tuple[Array | Packed, Array]) -> Float[Array, "*K G N"]:
     """Sum over pairs of key[*K, N, D] and q[*K, G, D] of each query's product with each key of its KV head."""
     # Keys as the left operand: XLA:CPU then reads them in place, about 3x faster than as the right one.
     found = [_contract("...nd,...gd->...ng", key, q) for key, q in pairs]
@@ -36,33 +36,28 @@ def products(*pairs: tuple[Array | Kept, Array]) -> Float[Array, "*K G N"]:
 
 
 def _contract(
-    equation: str, rows: Num[Array, "*K N D"] | Kept, vectors: Float[Array, "*K G M"]
+    equation: str, rows: Num[Array, "*K N D"] | Packed, vectors: Float[Array, "*K G M"]
 ) -> Float[Array, "*K _ _"]:
     """Stored rows and the vectors of a few queries (axis `g`) in f32.
 
     Rows in bfloat16 are not widened for f32 vectors: the vectors are taken apart instead, each in three of bfloat16
     whose sum it is. XLA:CPU would write all rows to memory as f32 first, and take two to four times as long.
     """
-    if isinstance(rows, Kept):
-        return _contract_kept(equation, rows, vectors)
+    if isinstance(rows, Packed):
+        return _contract_packed(equation, rows, vectors)
     if rows.dtype != jnp.bfloat16 or vectors.dtype != jnp.float32:
-        return jnp.einsum(equation, rows.astype(vectors.dtype), vectors, preferred_element_type=jnp.float32)
+        return jnp.einsum(equation, rows, vectors, preferred_element_type=jnp.float32)
     parts = jnp.concatenate(in_bfloat16(vectors), axis=-2)
     found = jnp.einsum(equation, rows, parts, preferred_element_type=jnp.float32)
     first, second, third = jnp.split(found, 3, axis=equation.index("g", equation.index(">")) - len(equation))
     return first + (second + third)
 
 
-def _contract_kept(equation, rows: Kept, vectors: Float[Array, "K G M"]) -> Float[Array, "K _ _"]:
+def _contract_packed(equation: str, rows: Packed, vectors: Float[Array, "K G M"]) -> Float[Array, "K _ _"]:
     """Rows of one head after the other on CPU, so that what is unpacked stays in its caches."""
     if jax.default_backend() != "cpu" or rows.dtype == "float32":
         return _contract(equation, rows.unpacked(), vectors)
-
-    def one_head(args):
-        kept, vector = args
-        return _contract(equation, kept.unpacked(), vector)
-
-    return jax.lax.map(one_head, (rows, vectors))
+    return jax.lax.map(lambda head: _contract(equation, head[0].unpacked(), head[1]), (rows, vectors))
 
 
 def in_bfloat16(x: Float[Array, "*N"]) -> list[Array]:
@@ -76,7 +71,7 @@ def in_bfloat16(x: Float[Array, "*N"]) -> list[Array]:
 
 
 def scores_of(
-    q: Float[Array, "*K G D"], key: Num[Array, "*K N D"] | Kept, valid: Bool[Array, "*K N"],
+    q: Float[Array, "*K G D"], key: Num[Array, "*K N D"] | Packed, valid: Bool[Array, "*K N"],
     bias: Float[Array, "*K G N"] | None = None,
 ):
     """Scaled dot products `[*K, G, N]`, plus the bias if there is one; NEGATIVE where not valid."""
@@ -98,7 +93,7 @@ def attend_part(
 
 
 def attend_scores(
-    scores: Float[Array, "*K G N"], value: Float[Array, "*K N D"] | Kept, valid: Bool[Array, "*K N"]
+    scores: Float[Array, "*K G N"], value: Float[Array, "*K N D"] | Packed, valid: Bool[Array, "*K N"]
 ) -> Part:
     """`attend_part` given the scores, which are NEGATIVE where not valid."""
     top = jnp.max(scores, axis=-1, initial=NEGATIVE)

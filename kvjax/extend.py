@@ -170,7 +170,7 @@ def _attend(
     mine = at + jnp.arange(size, dtype=jnp.int32)
     own = jnp.broadcast_to(jnp.where(jnp.arange(size) < count, mine, -1), (plan.spec.kv_heads, size))
     *rows, valid, pos = layer.chosen_rows(plan, pool, found)
-    rows, rows_value = (one.unpacked() if isinstance(one, packing.Kept) else one for one in rows)
+    rows, rows_value = (one.unpacked() if isinstance(one, packing.Packed) else one for one in rows)
     tail, made = found.state.tail, layer.scored(plan, found, q)
     scores = functools.partial(attention.scores_of_many, q)
     sets = [(scores(tail.key), tail.value, tail.pos),

@@ -63,7 +63,7 @@ class Fetched:
     state: LayerState
     choice: Choice
     slot: Int32[Array, "*B K M1"]  # of each block that is needed
-    everything: tuple | None  # keys and values (`packing.Kept`, [*B, K, NB * C, X]) where every block is attended
+    everything: tuple | None  # keys and values (`packing.Packed`, [*B, K, NB * C, X]) where every block is attended
 
 
 @pytree
@@ -217,7 +217,7 @@ def fetched(plan: LayerPlan, cache: LayerCache, choice: Choice, slot: Int32[Arra
 
 
 def chosen_rows(plan: LayerPlan, pool: Pool, mine: Fetched):
-    """Keys and values `[K, N, D]` of one sequence's chosen rows (`packing.Kept` of all), which are valid, and their
+    """Keys and values `[K, N, D]` of one sequence's chosen rows (`packing.Packed` of all), which are valid, and their
     positions; no keys where the method has the scores (`scored`)."""
     state, choice, rows = mine.state, mine.choice, mine.choice.rows
     if plan.attends_all:

@@ -30,7 +30,7 @@ _LARGEST = 65504.0  # of f16
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Kept:
+class Packed:
     """Many vectors as they are kept: all of them unpacked at once would be fresh memory in every step, which costs more
     than unpacking them."""
 

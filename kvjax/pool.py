@@ -60,7 +60,7 @@ class Pool(Protocol):
         """Keys and values `[B, K, C, D]` of one block per head."""
 
     def everything(self, slot: Int32[Array, "B K NB"]):
-        """Keys and values (`packing.Kept`, `[B, K, NB * C, X]`) of all blocks in order, given their slots."""
+        """Keys and values (`packing.Packed`, `[B, K, NB * C, X]`) of all blocks in order, given their slots."""
 
     def locate(self, block: Int32[Array, "B K *E"]) -> Int32[Array, "B K *E"]:
         """Slot of each block, NS where it is not in memory."""
@@ -106,7 +106,7 @@ class MemoryPool:
 
     def everything(self, slot):
         rows = jax.tree.map(lambda kept: kept.reshape(*kept.shape[:2], -1, kept.shape[-1]), (self.key, self.value))
-        return jax.tree.map(lambda kept: packing.Kept(kept, self.dtype), rows)
+        return jax.tree.map(lambda kept: packing.Packed(kept, self.dtype), rows)
 
     def locate(self, block):
         return block

@@ -116,6 +116,16 @@ def test_three_numbers_of_bfloat16_are_one_of_f32(numbers, sign):
     np.testing.assert_array_equal(sum(np.asarray(part, np.float64) for part in parts), x)
 
 
+@pytest.mark.parametrize("narrow", ["q", "key"])
+def test_products_of_two_types_round_neither(narrow):
+    """As of the queries of a model in bf16 with what a method keeps in f32, and of f32 queries with a cache in bf16."""
+    q, key, _ = tokens(3)
+    pair = {"q": jnp.asarray(q), "key": jnp.asarray(key)}
+    pair[narrow] = pair[narrow].astype(jnp.bfloat16)
+    exact_products = np.einsum("kgd,knd->kgn", *(np.asarray(pair[name], np.float64) for name in ("q", "key")))
+    np.testing.assert_allclose(jax.jit(attention.products)((pair["key"], pair["q"])), exact_products, atol=2e-6)
+
+
 def test_rows_in_bf16_are_not_widened_before_they_are_attended():
     q, rows = jnp.ones((HEADS, GROUP, SIZE)), jnp.ones((HEADS, 4096, SIZE), jnp.bfloat16)
     attend = jax.jit(attention.attend_part).lower(q, rows, rows, jnp.ones((HEADS, 4096), bool)).compile()

@@ -135,7 +135,7 @@ class SlotPool:
         slot = self.own(slot)
         rows = self.rows[(*batch_and_head(slot), slot)]
         parts = self._parted(rows.reshape(*slot.shape[:2], -1, rows.shape[-1]))
-        *key, value = (packing.Kept(part, self.dtype) for part in parts)
+        *key, value = (packing.Packed(part, self.dtype) for part in parts)
         return key[0] if key else None, value
 
     def locate(self, block):
