@@ -169,6 +169,12 @@ def note_written(table: Residency, slot: Int32[Array, "KB *E"]) -> Residency:
     return dataclasses.replace(table, written=table.written.at[head, slot].set(table.step, mode="drop"))
 
 
+def forget(table: Residency, slot: Int32[Array, "KB *E"], num_blocks: int) -> Residency:
+    """Empties these slots; NS = none."""
+    head = jnp.arange(slot.shape[0]).reshape(-1, *(1,) * (slot.ndim - 1))
+    return dataclasses.replace(table, block=table.block.at[head, slot].set(num_blocks, mode="drop"))
+
+
 # ---------------------------------------------------------------------------------- whole batches
 # Compiled, so that a store driven from Python between compiled parts does not compile operation by operation.
 
@@ -201,3 +207,9 @@ def locate_all(table: Residency, block: Int32[Array, "B KB *E"]) -> Int32[Array,
 def note_written_all(table: Residency, slot: Int32[Array, "B KB *E"]) -> Residency:
     """`note_written` of every sequence."""
     return jax.vmap(note_written)(table, slot)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def forget_all(table: Residency, slot: Int32[Array, "B KB *E"], num_blocks: int) -> Residency:
+    """`forget` of every sequence."""
+    return jax.vmap(lambda *one: forget(*one, num_blocks))(table, slot)
