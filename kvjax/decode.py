@@ -147,17 +147,19 @@ def _choose(layer_plan, state, q, active):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _queries(config, params, x, at):
-    return Block(config).apply({"params": params}, x, at, method="queries")
+    return order.rounded(Block(config).apply({"params": params}, order.rounded(x), at, method="queries"))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _project(config, params, x, at):
-    return Block(config).apply({"params": params}, x, at, method="project")
+    made = Block(config).apply({"params": params}, order.rounded(x), at, method="project")
+    return jax.tree.map(order.rounded, made)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _finish(config, params, x, out):
-    return Block(config).apply({"params": params}, x, out, method="finish")
+    x, out = order.rounded(x), order.rounded(out)
+    return order.rounded(Block(config).apply({"params": params}, x, out, method="finish"))
 
 
 def _prefetches(pool: Pool, kind: str) -> bool:

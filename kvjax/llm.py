@@ -10,14 +10,14 @@ import functools
 import hashlib
 import os
 import warnings
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import extend, packing, persistence, planning, prefill
+from kvjax import arguments, extend, packing, persistence, planning, prefill
 from kvjax.decode import Driver
 from kvjax.errors import ConfigError, FormatMismatch, PromptError
 from kvjax.generation import Observer, Usage, running
@@ -99,7 +99,10 @@ class LLM:
 
     def _known(self, ids) -> list[int]:
         """Token ids, all of which the model has."""
-        given = np.asarray(ids)
+        try:
+            given = np.asarray(ids)
+        except ValueError:  # rows of several lengths
+            given = np.empty((0, 0))
         if given.ndim != 1 or (given.size and not np.issubdtype(given.dtype, np.integer)):
             raise PromptError(f"{ids!r:.80} is no text and no sequence of token ids; give one of them")
         known, size = given.astype(int).tolist(), self.config.vocab_size
@@ -151,7 +154,9 @@ class LLM:
         Raises PromptError, ConfigError, FormatMismatch for a method or a reading of another model, or a StoreError
         before anything is written.
         """
-        check_kinds(method, store, slots)
+        arguments.check_kinds(method, store, slots)
+        if chunk is not None:
+            arguments.check_chunk(chunk)
         reading, rest = self._opening(context, chunk)
         lengths = [n + len(more) for n, more in zip(np.asarray(reading.length).tolist(), rest, strict=True)]
         if max(lengths) > self.config.max_position:
@@ -168,7 +173,9 @@ class LLM:
             reading = reading if reading.layers or chunk is not None else self._read(reading)
             plan = self._fitted(plan, method, reading)
         prefill.check_prompts(plan, np.asarray(reading.length))
-        branch = None
+        if chunk is not None:
+            extend.check(plan, chunk)
+        branch = cache = None
         if store is not None:
             branch = store.create(planning.geometry(plan), self.fingerprint, _least_blocks(plan, lengths))
         try:
@@ -178,12 +185,14 @@ class LLM:
             cache = Cache(plan, state, logits, branch, self.fingerprint)
             return cache if chunk is None else self._extended(cache, rest, chunk)
         except BaseException:
-            if branch is not None:
+            if cache is not None:
+                cache.close()
+            elif branch is not None:
                 branch.close()
             raise
 
     def _prompts(self, context) -> list[list[int]]:
-        given = _rows(context)
+        given = arguments.rows(context)
         rows = [self.encode(row, start=True) for row in given]
         if not rows or not all(rows) or "" in [row for row in given if isinstance(row, str)]:
             raise PromptError("the prompt is empty; give at least one token")
@@ -191,8 +200,8 @@ class LLM:
 
     def _opening(self, context, chunk: int | None) -> tuple[Reading, list[list[int]]]:
         """What is read densely, without layers if that is still to be done, and each row's tokens after it."""
-        if chunk is not None and (isinstance(context, Reading) or chunk < 1):
-            raise ConfigError(f"chunk={chunk} must be at least 1, and what was read already is not read in chunks")
+        if chunk is not None and isinstance(context, Reading):
+            raise ConfigError(f"chunk={chunk}, but what was read already is not read in chunks; give the text")
         if not isinstance(context, Reading):
             rows = self._prompts(context)
             tokens, length = prefill.batch([row[:chunk] for row in rows])
@@ -220,6 +229,7 @@ class LLM:
         The given cache stays as it is. Raises PromptError beyond the capacity, ConfigError for methods that need single
         tokens, or a StoreError.
         """
+        arguments.check_chunk(chunk)
         rows = self._asked("texts", text, cache)
         fork = cache.fork()
         try:
@@ -261,14 +271,15 @@ class LLM:
         or after `max_new_tokens`. Raises PromptError if question and answer exceed the capacity, FormatMismatch for
         another model's cache, ConfigError or a StoreError.
         """
+        arguments.check_generation(max_new_tokens, sampling, seed)
+        complete = functools.partial(self._contains, arguments.marks(stop, self.tokenizer))
         questions = self._asked("questions", question, cache)
         self._check_room(cache, questions, max_new_tokens)
         with running(self.params, cache, driver, observer) as run:
             run.feed(questions)
-            complete = functools.partial(self._contains, (stop,) if isinstance(stop, str) else tuple(stop))
             tokens, pending = run.answer(max_new_tokens, sampling, jax.random.key(seed), self.eos_ids, complete)
             text = [self.tokenizer.decode(row) if self.tokenizer else "" for row in tokens]
-            return Result(text if _is_batch(question) else text[0], tokens, pending, run.cache, run.usage())
+            return Result(text if arguments.is_batch(question) else text[0], tokens, pending, run.cache, run.usage())
 
     def score(
         self, continuation, cache: Cache, *, driver: Driver = "staged", observer: Observer | None = None
@@ -296,10 +307,11 @@ class LLM:
 
     def _asked(self, kind: str, text, cache: Cache) -> list[list[int]]:
         """The token ids of one text for each sequence of a cache that is this model's."""
+        arguments.check_cache(cache)
         if cache.fingerprint != self.fingerprint:
             raise FormatMismatch(f"the cache is of the model {cache.fingerprint!r}, not of {self.fingerprint!r}; "
                                  "prefill with this one")
-        rows = [self.encode(row, start=False) for row in _rows(text)]
+        rows = [self.encode(row, start=False) for row in arguments.rows(text)]
         if len(rows) != cache.plan.batch:
             raise PromptError(f"{len(rows)} {kind} for {cache.plan.batch} cached sequences; give one each")
         return rows
@@ -312,24 +324,12 @@ class LLM:
         return any(mark in text for mark in marks)
 
     def _check_room(self, cache, questions, max_new_tokens):
-        if max_new_tokens < 0:
-            raise PromptError(f"max_new_tokens={max_new_tokens} must not be negative")
         needed = max(n + len(q) for n, q in zip(cache.length, questions, strict=True)) + max_new_tokens
         if needed > cache.plan.capacity:
             raise PromptError(
                 f"question and answer need up to {needed} tokens but the cache was made for {cache.plan.capacity}; "
                 "prefill with a larger capacity or lower max_new_tokens"
             )
-
-
-def check_kinds(method, store, slots) -> None:
-    """Raises ConfigError for arguments of `prefill` that are no method or store, or have no effect."""
-    if not isinstance(method, Method | None):
-        raise ConfigError(f"method={method!r} is no method; give one such as kvjax.quest(budget=256)")
-    if not isinstance(store, Store | None):
-        raise ConfigError(f"store={store!r} is no store; give one such as kvjax.FlashStore(path), or None for memory")
-    if slots is not None and store is None:
-        raise ConfigError("slots are for blocks on a store; give a store such as kvjax.HostStore() beside them")
 
 
 def _least_blocks(plan: Plan, lengths: list[int]) -> int:
@@ -340,15 +340,6 @@ def _least_blocks(plan: Plan, lengths: list[int]) -> int:
             middle = [max(0, length - one.spec.sinks - one.spec.window) for length in lengths]
             total += one.spec.block_heads * sum(-(-tokens // one.spec.block_rows) for tokens in middle)
     return max(1, total)
-
-
-def _is_batch(text) -> bool:
-    some = isinstance(text, Sized) and not isinstance(text, str) and len(text) > 0
-    return some and (isinstance(text[0], str) or np.ndim(text[0]) > 0)
-
-
-def _rows(text) -> list:
-    return list(text) if _is_batch(text) else [text]
 
 
 def load(path: str | os.PathLike, dtype=jnp.float32, tuning: str | os.PathLike | None = None) -> LLM:

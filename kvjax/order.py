@@ -20,6 +20,12 @@ def computed_once(x: Array) -> Array:
     return jax.lax.optimization_barrier(x) if jax.default_backend() == "cpu" else x
 
 
+def rounded(x: Array) -> Array:
+    """`x` as numbers of its type: in one program XLA computes on with the wider ones that they were rounded from, so that
+    a token as one program would differ from one of several."""
+    return x if x.dtype == jnp.float32 else jax.lax.optimization_barrier(x)
+
+
 def after(token: Int32[Array, ""], x: Array) -> Array:
     """`x`, but not before the token exists. Tokens are 0 or 1, which the compiler cannot know."""
     return jnp.where(token < 0, jnp.nan, x)

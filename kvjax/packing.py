@@ -42,9 +42,9 @@ class Packed:
         return unpack(self.vectors, self.dtype)
 
 
-def check(dtype: str, size: int) -> None:
+def check(dtype, size: int) -> None:
     """Raises ConfigError for a type that there is not, or that vectors of `size` numbers cannot be kept as."""
-    if dtype not in (*FLOATS, *BITS):
+    if not isinstance(dtype, str) or dtype not in (*FLOATS, *BITS):  # NumPy's types are equal to their names
         raise ConfigError(f"keys and values cannot be kept as {dtype!r}; use one of {', '.join((*FLOATS, *BITS))}")
     if dtype == "int4" and size % 2:
         raise ConfigError(f"int4 packs two numbers into a byte, and heads have {size}; use int8")

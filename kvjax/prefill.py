@@ -87,14 +87,19 @@ def prefill(
         before = cache.state
         caches.append(parking.park(lot, i, cache) if lot else cache)
 
-    with ThreadPoolExecutor(1) as indexer:
-        pending = indexer.submit(lambda: None)
-        for i, one in enumerate(layers or read(plan.config, params, tokens)):
-            pending.result()  # one layer waits at most, so that no more are in memory
-            pending, hidden = indexer.submit(index, i, one), one.out
-            if not pipelined:
-                pending.result()
-        pending.result()
+    try:
+        with ThreadPoolExecutor(1) as indexer:
+            pending = indexer.submit(lambda: None)
+            for i, one in enumerate(layers or read(plan.config, params, tokens)):
+                pending.result()  # one layer waits at most, so that no more are in memory
+                pending, hidden = indexer.submit(index, i, one), one.out
+                if not pipelined:
+                    pending.result()
+            pending.result()
+    except BaseException:
+        if lot is not None:
+            lot.close()
+        raise
     last = jnp.take_along_axis(hidden, (length - 1)[:, None, None], axis=1)[:, 0]
     handle, generation = (-1, 0) if branch is None else (branch.handle, branch.generation)
     line = Line(jnp.int32(handle), jnp.int32(generation))

@@ -10,6 +10,8 @@ from kvjax import fields
 from kvjax.errors import ConfigError
 from kvjax.typing import Array, Float, Int32, Logits, PRNGKey
 
+_LEAST = 1e-6  # below, the logits of any model are greedy, and then beyond what f32 holds
+
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
@@ -21,8 +23,8 @@ class Sampling:
 
     def __post_init__(self):
         fields.check(self)
-        if not 0 <= self.temperature < float("inf"):
-            raise ConfigError(f"temperature={self.temperature} must be finite and >= 0 (0 is greedy)")
+        if self.temperature and not _LEAST <= self.temperature < float("inf"):
+            raise ConfigError(f"temperature={self.temperature} must be 0 (greedy), or finite and at least {_LEAST}")
         if self.top_k is not None and self.top_k < 1:
             raise ConfigError(f"top_k={self.top_k} must be at least 1, or None for no limit")
         if not 0 < self.top_p <= 1:

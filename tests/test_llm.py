@@ -10,7 +10,7 @@ from tiny import dense, make_params
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import kvjax
-from kvjax import decode
+from kvjax import arguments, decode, packing
 from kvjax.errors import (
     CheckpointError,
     ConfigError,
@@ -20,7 +20,6 @@ from kvjax.errors import (
     StoreClosed,
     StoreError,
 )
-from kvjax.llm import check_kinds
 from kvjax.metrics import Probe
 from kvjax.models.config import ModelConfig
 from kvjax.store import base
@@ -203,8 +202,22 @@ def starting(llm):
     (lambda llm, tmp: llm.prefill(CONTEXT, capacity=0), ConfigError, "capacity=0"),
     (lambda llm, tmp: llm.generate("a", llm.prefill("ab"), max_new_tokens=-1), PromptError, "max_new_tokens=-1"),
     (lambda llm, tmp: decode.check_driver("eager"), ConfigError, "unknown driver 'eager'"),
-    (lambda llm, tmp: check_kinds("quest", None, None), ConfigError, "'quest' is no method"),  # tests check types
-    (lambda llm, tmp: check_kinds(None, "/tmp", None), ConfigError, "'/tmp' is no store"),
+    (lambda llm, tmp: arguments.check_kinds("quest", None, None), ConfigError, "'quest' is no method"),
+    (lambda llm, tmp: arguments.check_kinds(None, "/tmp", None), ConfigError, "'/tmp' is no store"),
+    (lambda llm, tmp: arguments.check_kinds(None, kvjax.HostStore(), {"count": 3}), ConfigError, "kvjax.Slots"),
+    (lambda llm, tmp: arguments.check_generation(2.5, kvjax.Sampling(), 0), PromptError, "max_new_tokens=2.5"),
+    (lambda llm, tmp: arguments.check_generation(2, {}, 0), ConfigError, "kvjax.Sampling"),
+    (lambda llm, tmp: arguments.check_generation(2, kvjax.Sampling(), None), ConfigError, "seed=None"),
+    (lambda llm, tmp: arguments.marks("", llm.tokenizer), ConfigError, "none of them empty"),
+    (lambda llm, tmp: arguments.marks(5, llm.tokenizer), ConfigError, "stop=5"),
+    (lambda llm, tmp: arguments.marks("a", None), ConfigError, "no tokenizer.json"),
+    (lambda llm, tmp: arguments.check_cache(None), ConfigError, "result's .cache"),
+    (lambda llm, tmp: arguments.check_chunk(2.5), ConfigError, "chunk=2.5"),
+    (lambda llm, tmp: packing.check(np.dtype("int8"), 8), ConfigError, "int8"),
+    (lambda llm, tmp: llm.prefill([1, [2, 3]]), PromptError, "no text"),
+    (lambda llm, tmp: llm.prefill({"a": 1}), PromptError, "no text"),
+    (lambda llm, tmp: llm.prefill(CONTEXT, method=kvjax.quest(budget=64, dense_layers=9)), ConfigError, "lower it"),
+    (lambda llm, tmp: kvjax.Sampling(temperature=1e-38), ConfigError, "greedy"),
     (lambda llm, tmp: llm.prefill(CONTEXT, slots=kvjax.Slots(count=9)), ConfigError, "give a store"),
     (lambda llm, tmp: llm.prefill(CONTEXT, method=QUEST, store=kvjax.HostStore(), slots=kvjax.Slots(count=1)),
      ConfigError, "slots=1"),
@@ -215,7 +228,9 @@ def starting(llm):
     (lambda llm, tmp: kvjax.save(llm, llm.tokenizer.directory / "tokenizer.json"), CheckpointError, "choose another"),
 ], ids=["empty", "one_empty", "only_start", "nothing", "fractions", "foreign_tokenizer", "too_long", "budget",
         "store", "questions", "no_text", "no_room", "room", "space", "model", "rule", "page", "dense", "capacity",
-        "negative", "driver", "no_method", "no_store", "slots", "no_slots", "id", "negative_id", "dtype",
+        "negative", "driver", "no_method", "no_store", "slots_kind", "length_kind", "sampling_kind", "seed_kind",
+        "empty_stop", "stop_kind", "stop_without_text", "no_cache", "chunk_kind", "type_kind", "ragged", "mapping",
+        "all_dense", "cold", "slots", "no_slots", "id", "negative_id", "dtype",
         "wide_dtype", "file"])
 def test_bad_input_gets_a_typed_error_that_names_the_cause(llm, tmp_path, call, error, words):
     with pytest.raises(error, match=words):

@@ -212,4 +212,4 @@ def note_written_all(table: Residency, slot: Int32[Array, "B KB *E"]) -> Residen
 @functools.partial(jax.jit, static_argnums=2)
 def forget_all(table: Residency, slot: Int32[Array, "B KB *E"], num_blocks: int) -> Residency:
     """`forget` of every sequence."""
-    return jax.vmap(lambda *one: forget(*one, num_blocks))(table, slot)
+    return jax.vmap(lambda table, slot: forget(table, slot, num_blocks))(table, slot)

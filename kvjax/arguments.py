@@ -1,0 +1,75 @@
+"""What the three-line API is given: checked before anything is computed or written."""
+
+import numbers
+from collections.abc import Sequence
+
+from kvjax.errors import ConfigError, PromptError
+from kvjax.method import Method
+from kvjax.planning import Slots
+from kvjax.prefilled import Cache
+from kvjax.sampling import Sampling
+from kvjax.store.base import Store
+
+
+def check_kinds(method, store, slots) -> None:
+    """Raises ConfigError for arguments of `prefill` that are no method or store, or have no effect."""
+    if not isinstance(method, Method | None):
+        raise ConfigError(f"method={method!r} is no method; give one such as kvjax.quest(budget=256)")
+    if not isinstance(store, Store | None):
+        raise ConfigError(f"store={store!r} is no store; give one such as kvjax.FlashStore(path), or None for memory")
+    if not isinstance(slots, Slots | None):
+        raise ConfigError(f"slots={slots!r} are none; give kvjax.Slots(...), or None")
+    if slots is not None and store is None:
+        raise ConfigError("slots are for blocks on a store; give a store such as kvjax.HostStore() beside them")
+
+
+def check_chunk(chunk) -> None:
+    """Raises ConfigError for a chunk that is no number of tokens."""
+    if not _whole(chunk) or chunk < 1:
+        raise ConfigError(f"chunk={chunk!r} must be a whole number of at least 1 token")
+
+
+def check_cache(cache) -> None:
+    """Raises ConfigError for what is no cache, above all the result that has one."""
+    if not isinstance(cache, Cache):
+        raise ConfigError(f"{type(cache).__name__} is no cache; give what prefill returned, or a result's .cache")
+
+
+def check_generation(max_new_tokens, sampling, seed) -> None:
+    """Raises PromptError for a length of the answer, ConfigError for a way to sample it, that are none."""
+    if not _whole(max_new_tokens) or max_new_tokens < 0:
+        raise PromptError(f"max_new_tokens={max_new_tokens!r} must be a whole number, and not negative")
+    if not isinstance(sampling, Sampling):
+        raise ConfigError(f"sampling={sampling!r} is none; give kvjax.Sampling(temperature=...)")
+    if not _whole(seed):
+        raise ConfigError(f"seed={seed!r} must be a whole number")
+
+
+def marks(stop, tokenizer) -> tuple[str, ...]:
+    """The texts that end an answer. Raises ConfigError for others, and where there is no text to find them in."""
+    found = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Sequence) else (stop,)
+    if not all(isinstance(one, str) and one for one in found):
+        raise ConfigError(f"stop={stop!r} must be a text or several, none of them empty; () for none")
+    if found and tokenizer is None:
+        raise ConfigError("stop= is text, and this model has no tokenizer.json; cut the tokens of the answer yourself")
+    return found
+
+
+def is_batch(text) -> bool:
+    """Whether these are several texts or sequences of token ids, not one."""
+    if isinstance(text, str) or not _is_row(text) or len(text) == 0:
+        return False
+    return isinstance(text[0], str) or _is_row(text[0])
+
+
+def _is_row(given) -> bool:
+    return isinstance(given, Sequence) or getattr(given, "ndim", 0) > 0
+
+
+def rows(text) -> list:
+    """One text or sequence of token ids for each sequence of a batch."""
+    return list(text) if is_batch(text) else [text]
+
+
+def _whole(number) -> bool:
+    return isinstance(number, numbers.Integral) and not isinstance(number, bool)
