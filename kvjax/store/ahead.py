@@ -31,8 +31,10 @@ class Reads:
         """Starts to read extents[n], ascending, in place of the layer's earlier guess."""
         self._drop(layer)
         if extents.size:
-            self._guesses[layer] = self._reader.start(extents, sums, where, urgent=False)
-            self._tally.add(prefetched=extents.size)
+            guess = self._reader.guess(extents, sums, where)
+            if guess is not None:
+                self._guesses[layer] = guess
+                self._tally.add(prefetched=extents.size)
 
     def forget(self) -> None:
         """Nobody wants any of the guesses any more."""

@@ -160,11 +160,13 @@ class RingStack:
 
     MAX_BYTES = 32 << 20  # in flight for one fetch; a guess beyond it waits. What is never read into takes no memory
     MAX_DEPTH = 2048  # reads, of /proc/sys/fs/aio-max-nr, 65,536 by default, for all processes
+    GUESS_DEPTH = 512  # reads of a guess: as many guesses as there are layers may be on their way
 
-    def __init__(self, system: SystemIO, extent_bytes: int, block_bytes: int):
+    def __init__(self, system: SystemIO, extent_bytes: int, block_bytes: int, most: int):
+        """Rings in which at most `most` reads are in flight."""
         self.piece = max(1, min(PIECE_BYTES, self.MAX_BYTES // 2) // extent_bytes)
         self.extents = self.piece * max(2, self.MAX_BYTES // (self.piece * extent_bytes))
-        depth = min(self.extents, self.MAX_DEPTH)
+        depth = min(self.extents, most)
         self._arguments = (system, self.extents, extent_bytes, block_bytes, self.piece, depth)
         self._extent_bytes = extent_bytes
         self._all: list[Ring] = []
@@ -216,14 +218,15 @@ class RingFetch(Fetch):
 
     _ring: Ring | None = None
 
-    def __init__(self, engine: "RingEngine", extents: np.ndarray, sums: np.ndarray, where: Where):
+    def __init__(self, engine: "RingEngine", rings: RingStack, extents: np.ndarray, sums: np.ndarray, where: Where):
         super().__init__(extents, sums)
         self._engine = engine
+        self._rings = rings
         self._where = where
         self._second: Fetch | None = None
         self._sent = self._not_begun = 0
         self._ended = self._waited = 0.0
-        self._ring = engine.rings.take()
+        self._ring = rings.take()
         self._ring.used = max(self._ring.used, min(extents.size, self._ring.arena.extents))
         self._starts, self._asked = engine.control(self._ring, extents, sums)
         self._results = np.full(self._starts.size, _NO_ANSWER)
@@ -320,11 +323,11 @@ class RingFetch(Fetch):
     def drop(self) -> None:
         ring, self._ring = self._ring, None
         if ring is not None:
-            self._engine.rings.give(ring)
+            self._rings.give(ring)
 
     def __del__(self):  # a guess that is forgotten with its branch
         if self._ring is not None:
-            self._engine.rings.park(self._ring)
+            self._rings.park(self._ring)
 
 
 class RingEngine:
@@ -334,6 +337,7 @@ class RingEngine:
       path: the file's, for messages.
       timeout: seconds after which a device that has not answered is given up.
       threads: for what has to be read again.
+      rings, guess_rings: for what somebody waits for, and for guesses.
     """
 
     def __init__(self, file: BlockFile, geometry: Geometry, system: SystemIO, threads: ThreadEngine, timeout: float):
@@ -346,12 +350,26 @@ class RingEngine:
         if native is None or not XXH3:
             raise OSError("kvjax was installed without its compiled part, or xxhash without its C library")
         self._quick = type(system) is SystemIO and type(file) is BlockFile
-        self.rings = RingStack(system, geometry.extent_bytes, geometry.block_bytes)
+        sizes = geometry.extent_bytes, geometry.block_bytes
+        self.rings = RingStack(system, *sizes, RingStack.MAX_DEPTH)
+        self.guess_rings = RingStack(system, *sizes, RingStack.GUESS_DEPTH)
         self.rings.give(self.rings.take())
 
     def start(self, extents: np.ndarray, sums: np.ndarray, where: Where) -> RingFetch:
         """OSError when there is no ring left, or the kernel refuses to use it."""
-        return RingFetch(self, extents, sums, where)
+        return RingFetch(self, self.rings, extents, sums, where)
+
+    def guess(self, extents: np.ndarray, sums: np.ndarray, where: Where) -> RingFetch | None:
+        """The same for what may be wanted later; None while the kernel has no ring left for that."""
+        try:
+            return RingFetch(self, self.guess_rings, extents, sums, where)
+        except BlockingIOError:  # EAGAIN
+            return None
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the arenas that were ever read into."""
+        return self.rings.held_bytes + self.guess_rings.held_bytes
 
     @property
     def quick(self) -> bool:
@@ -373,4 +391,5 @@ class RingEngine:
 
     def close(self) -> None:
         """Ends what the kernel holds for us; nobody reads any more."""
-        self.rings.close(self.timeout)
+        for rings in (self.rings, self.guess_rings):
+            rings.close(self.timeout)

@@ -309,8 +309,12 @@ class FlashBranch(TransactionalBranch):
 
     # ---- what TransactionalBranch asks for
 
+    def _prepare(self, records):
+        self._volume.make_room(self._lineage)
+        return records
+
     def _publish(self, records):
-        self._volume.publish(self._lineage, records)
+        self._volume.stage(self._lineage, records)
 
     def _drain(self):
         self._volume.drain(self._lineage)

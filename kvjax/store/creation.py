@@ -1,13 +1,14 @@
 """Making and opening store files: what may be replaced, what has to fit, and who may write."""
 
 import contextlib
+import functools
 import glob
 import os
 import stat
 import time
 import uuid
 
-from kvjax.errors import FormatMismatch, NoSpace, ReadFailed, StoreClosed
+from kvjax.errors import FormatMismatch, NoSpace, ReadFailed, StoreClosed, StoreLocked
 from kvjax.store.base import PAGE_BYTES
 from kvjax.store.file import BlockFile, write_error
 from kvjax.store.format import HEADER_BYTES, Header, is_ours
@@ -21,8 +22,8 @@ def create_file(path, header: Header, system: SystemIO, *, direct: bool, max_byt
     """Creates `path`, or a temporary file in the directory `path`, and writes its header.
 
     A kvjax file nobody holds is replaced; temporary files that a crash left in the directory are removed. Raises
-    FormatMismatch for any other file, StoreLocked, NoSpace, or WriteFailed when the place cannot be written; a file
-    made by a failed call is removed again.
+    FormatMismatch for any other file, StoreLocked, StoreClosed when somebody removes it meanwhile, NoSpace, or
+    WriteFailed when the place cannot be written; a file made by a failed call is removed again.
     """
     page = header.pack()
     path, temporary = os.fspath(path), False
@@ -31,9 +32,9 @@ def create_file(path, header: Header, system: SystemIO, *, direct: bool, max_byt
         path, temporary = os.path.join(path, f"kvjax-{os.getpid()}-{uuid.uuid4().hex[:12]}.kv"), True
     descriptor, made = _open_for_writing(path, system)
     with contextlib.ExitStack() as undo:
-        if made:
-            undo.callback(system.unlink, path)
         undo.callback(system.close, descriptor)
+        if made:
+            undo.push(functools.partial(_remove_made, path, system))  # while we have the lock, if we got it
         file = BlockFile(path, descriptor, system, temporary=temporary)
         _claim(file, descriptor, system)
         _check_space(path, descriptor, system, HEADER_BYTES + least_blocks * header.geometry.extent_bytes, max_bytes)
@@ -113,10 +114,18 @@ def _open_for_writing(path: str, system: SystemIO) -> tuple[int, bool]:
                            cause) from cause
 
 
+def _remove_made(path: str, system: SystemIO, kind: type[BaseException] | None, *_) -> None:
+    """Removes what a failed call made, unless another store was quicker to lock it, or removed it."""
+    if kind is not None and not issubclass(kind, (StoreLocked, StoreClosed)):
+        with contextlib.suppress(OSError):
+            system.unlink(path)
+
+
 def _claim(file: BlockFile, descriptor: int, system: SystemIO) -> None:
     """Locks the file and makes sure that replacing it destroys nothing foreign."""
     _check_kind(file.path, descriptor)
     file.lock()
+    file.check_present()  # whoever held the lock before us may have removed it, as a failed call does
     beginning = _first_page(file.path, descriptor, system)
     if beginning and not is_ours(beginning):
         raise FormatMismatch(f"{file.path} exists and is not a kvjax store file; choose another path or remove it")

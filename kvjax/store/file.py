@@ -183,6 +183,11 @@ class BlockFile:
         except OSError as cause:
             raise write_error(f"cannot lock {self.path}; choose a path on a local filesystem", cause) from cause
 
+    def unlock(self) -> None:
+        """Gives the lock of a writer back."""
+        with contextlib.suppress(OSError):  # then closing does it
+            self._system.unlock(self._buffered)
+
     def check_room(self, needed: int) -> None:
         """NoSpace unless the device has `needed` bytes free."""
         free = self._system.free_bytes(self._buffered)
@@ -200,6 +205,8 @@ class BlockFile:
             raise StoreClosed(f"{self.path} was removed or replaced while in use; put it back, or create a new one")
 
     def close(self) -> None:
+        if os.getpid() == self._owner:
+            self.unlock()  # a forked process has our descriptors too, so that closing ours would leave the lock
         for descriptor in (self._direct, self._buffered):
             if descriptor is not None:
                 with contextlib.suppress(OSError):

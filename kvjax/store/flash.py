@@ -1,8 +1,10 @@
 """The block store on flash: makes and opens files, which branches (`kvjax.store.branch`) read and write."""
 
+import contextlib
 import math
 import os
 import tempfile
+import threading
 
 from kvjax.errors import ConfigError
 from kvjax.store import emulation, profiles
@@ -53,9 +55,11 @@ class FlashStore:
                  layout: str = "grouped", max_bytes: int | None = None, staging_bytes: int = 64 << 20,
                  timeout: float = 60.0, scratch: str | os.PathLike | None = None, profile: str = profiles.NATIVE,
                  codec: str | None = None, tolerance: float = 0.0):
-        if threads < 1 or staging_bytes < 0 or timeout <= 0 or (max_bytes is not None and max_bytes < 1):
-            raise ConfigError(f"threads={threads}, max_bytes={max_bytes} and timeout={timeout} must be positive, "
+        if threads < 1 or staging_bytes < 0 or (max_bytes is not None and max_bytes < 1):
+            raise ConfigError(f"threads={threads} and max_bytes={max_bytes} must be positive, "
                               f"staging_bytes={staging_bytes} not negative")
+        if not 0.0 < timeout <= threading.TIMEOUT_MAX:
+            raise ConfigError(f"timeout={timeout} must be positive, and at most {threading.TIMEOUT_MAX:.0f} seconds")
         check_layout(layout)
         if engine not in (None, *ENGINES):
             raise ConfigError(f"unknown engine {engine!r}; use one of {', '.join(ENGINES)}, or None")
@@ -63,7 +67,7 @@ class FlashStore:
             raise ConfigError(f"unknown codec {codec!r}; use one of {', '.join(CODECS)}, or None")
         if not 0.0 <= tolerance < math.inf:
             raise ConfigError(f"tolerance={tolerance} must be a finite number, and not negative")
-        self.path = os.fspath(path)
+        self.path = os.path.abspath(os.fspath(path))  # the process may change its directory
         self.threads = threads
         self.engine = engine
         self.direct = direct
@@ -71,7 +75,7 @@ class FlashStore:
         self.max_bytes = max_bytes
         self.staging_bytes = staging_bytes
         self.timeout = timeout
-        self.scratch = scratch
+        self.scratch = None if scratch is None else os.path.abspath(os.fspath(scratch))
         self.profile = profile
         self.codec = codec
         self.tolerance = tolerance
@@ -135,17 +139,25 @@ class FlashStore:
         codec = make_codec(header.codec, geometry, self.tolerance)
         lanes = self._lanes(file, geometry)
         tables = adopt(found, geometry, lanes)
-        if file.read_only:
-            lanes.extents.leave_shared()
-            scratch = self.scratch or tempfile.gettempdir()
-            if not os.path.isdir(scratch):
-                raise ConfigError(f"scratch={scratch} is not a directory; give one in which files can be made")
-            private = self._create_file(scratch, header)
-            file = OverlayFile(file, private, lanes.extents.offset(lanes.extents.end), HEADER_BYTES)
-        volume = self._volume(file, codec, lanes)
+        with contextlib.ExitStack() as undo:
+            if file.read_only:
+                lanes.extents.leave_shared()
+                private = self._create_private(header)
+                undo.callback(private.close)
+                undo.callback(private.remove_if_temporary)
+                file = OverlayFile(file, private, lanes.extents.offset(lanes.extents.end), HEADER_BYTES)
+            volume = self._volume(file, codec, lanes)
+            undo.pop_all()
         with volume.lock:
             volume.log.restore(found, tables)
         return volume
+
+    def _create_private(self, header: Header) -> BlockFile:
+        """For what is added to a file that was opened read-only."""
+        scratch = self.scratch or tempfile.gettempdir()
+        if not os.path.isdir(scratch):
+            raise ConfigError(f"scratch={scratch} is not a directory; give one in which files can be made")
+        return self._create_file(scratch, header)
 
     def _create_file(self, path, header: Header, least_blocks: int = 1) -> BlockFile:
         return create_file(path, header, self.system, direct=self.direct, max_bytes=self.max_bytes,

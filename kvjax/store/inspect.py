@@ -28,6 +28,7 @@ def inspect(path: str) -> tuple[list[str], list[str]]:
         lines = _describe_header(path, header)
         try:
             file.lock()
+            file.unlock()  # at once: others may want to write before all is read
         except StoreLocked:
             lines.append("in use        a live store holds the file and may change it while it is read")
         found, problems = recover(file, header.geometry)

@@ -1,5 +1,6 @@
 """What one branch knows: which extent holds each of its blocks, and which blocks are newer in memory than on flash."""
 
+import collections
 import contextlib
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -95,7 +96,7 @@ class Lineage:
     def __init__(self, geometry: Geometry, table: Table, errors: ErrorSlot, tally: Tally):
         self.geometry = geometry
         self.table = table
-        self.queue: dict[int, Staged] = {}
+        self.queue: collections.OrderedDict[int, Staged] = collections.OrderedDict()
         self.flight: dict[int, Staged] = {}
         self.failed: StoreError | None = None
         self.urgent = False
@@ -113,9 +114,9 @@ class Lineage:
         """Bytes of its own tables; what is staged is the volume's."""
         return self._pending.nbytes + self.table.shift.nbytes
 
-    def stage(self, record: Rows | Blocks) -> int:
-        """Adds a committed record to the queue; returns how many blocks that staged anew."""
-        before = len(self.queue)
+    def stage(self, record: Rows | Blocks) -> None:
+        """Adds a committed record to the queue. Ctrl-C may cut it short: what was staged before stays, and the same
+        record may be added again."""
         ids = record.ids.tolist()
         if isinstance(record, Rows):
             for block_id, row, data in zip(ids, record.row.tolist(), record.data, strict=True):
@@ -125,12 +126,13 @@ class Lineage:
             for block_id, data in zip(ids, record.data, strict=True):
                 self._staged(block_id).put_block(data)
             self._pending[record.ids] = 2
-        return len(self.queue) - before
 
     def _staged(self, block_id: int) -> Staged:
-        staged = self.queue.pop(block_id) if block_id in self.queue else Staged(self.geometry)
-        self.queue[block_id] = staged
-        return staged
+        if block_id in self.queue:
+            self.queue.move_to_end(block_id)
+        else:
+            self.queue[block_id] = Staged(self.geometry)
+        return self.queue[block_id]
 
     def take_coldest(self) -> tuple[int, Staged] | None:
         """Moves the block that was put longest ago from the queue to the writer: a block that keeps getting rows stays
@@ -152,16 +154,16 @@ class Lineage:
         del self.flight[block_id]
         self._pending[block_id] = 1 + self.queue[block_id].complete if block_id in self.queue else 0
 
-    def put_back(self, block_id: int, error: StoreError) -> bool:
-        """The writer failed: the block waits first in line again. True when it joined newer rows of the same block."""
-        older, newer = self.flight.pop(block_id), self.queue.pop(block_id, None)
+    def put_back(self, block_id: int, error: StoreError) -> None:
+        """The writer failed: the block waits first in line again, with newer rows that came meanwhile."""
+        older, newer = self.flight.pop(block_id), self.queue.get(block_id)
         if newer is not None and not newer.complete:
             newer.fill_under(older.rows) if older.complete else _join(newer, older)
             newer.appended += older.appended
-        self.queue = {block_id: newer or older, **self.queue}
+        self.queue[block_id] = newer or older
+        self.queue.move_to_end(block_id, last=False)
         self._pending[block_id] = 1 + self.queue[block_id].complete
         self.failed = error
-        return newer is not None
 
     def resolve(self, ids: np.ndarray, checksums: np.ndarray) -> Sources:
         """Where ids[n] are at this moment."""

@@ -57,6 +57,7 @@ class MappedSave:
             raise ChecksumMismatch(f"{self.path}: layer {layer}, sequence {sequence}, head {head}, block {block} at "
                                    f"offset {start} is not what save {self.sequence} wrote; open the file again, or "
                                    "run kvjax.store.inspect to see what else is damaged")
+        image.flags.writeable = False  # also where it is a copy
         return np.asarray(image).view(geometry.numpy_dtype).reshape(geometry.block_rows, geometry.width)
 
 
@@ -74,7 +75,7 @@ def open_saved(path: str | os.PathLike) -> MappedSave:
         file.close()
     geometry, codec = header.geometry, make_codec(header.codec, header.geometry)
     extents, sums = newest.table(geometry)
-    ends = HEADER_BYTES + extents * geometry.extent_bytes + codec.sizes(sums)
+    ends = HEADER_BYTES + extents.astype(np.int64) * geometry.extent_bytes + codec.sizes(sums)
     needed, size = max(ends[extents >= 0], default=0), os.path.getsize(path)
     if size < needed:  # beyond its end a mapped file is SIGBUS
         raise ShortRead(f"{path} has {size} bytes, and save {newest.sequence} needs {needed}; restore a whole copy")

@@ -54,17 +54,25 @@ class Reader:
     @property
     def held_bytes(self) -> int:
         """Bytes of arenas that were ever read into: what a fetch needs at most, for each one that was under way."""
-        return self._threads.held_bytes + (self._rings.rings.held_bytes if self._rings is not None else 0)
+        return self._threads.held_bytes + (self._rings.held_bytes if self._rings is not None else 0)
 
-    def start(self, extents: np.ndarray, sums: np.ndarray, where: Where, urgent: bool = True) -> Fetch:
-        """Begins to read extents[n], ascending, n >= 1, whose blocks must hash to sums[n]. Those that are not urgent
-        give way to others, as far as the engine can."""
+    def start(self, extents: np.ndarray, sums: np.ndarray, where: Where) -> Fetch:
+        """Begins to read extents[n], ascending, n >= 1, whose blocks must hash to sums[n]."""
         if self.engine == "aio":
             try:
                 return self._rings.start(extents, sums, where)  # type: ignore[union-attr]
             except OSError as cause:
                 self._refuse(cause)
-        return self._threads.start(extents, sums, where, urgent)
+        return self._threads.start(extents, sums, where)
+
+    def guess(self, extents: np.ndarray, sums: np.ndarray, where: Where) -> Fetch | None:
+        """The same for what gives way to others, as far as the engine can; None where there is no room for a guess."""
+        if self.engine == "aio":
+            try:
+                return self._rings.guess(extents, sums, where)  # type: ignore[union-attr]
+            except OSError as cause:
+                self._refuse(cause)
+        return self._threads.start(extents, sums, where, urgent=False)
 
     @property
     def rings(self) -> RingEngine | None:

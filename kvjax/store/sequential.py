@@ -253,15 +253,19 @@ class SequentialBranch(TransactionalBranch):
         out[targets] = rows.reshape(ids.size, -1)
         self._tally.add(blocks_read=ids.size, bytes_useful=int(kept.sum()) * geometry.row_bytes)
 
-    def _publish(self, records):
+    def _prepare(self, records):
         draft = Draft(self._log, self.geometry)
         for record in records:
             if isinstance(record, Rows):
                 draft.put_rows(record)
             else:
                 draft.put_blocks(record)
+        return draft, self._pages._prepare(draft.rows(self._pages.geometry))
+
+    def _publish(self, prepared):
+        draft, rows = prepared
         with self._guard:
-            self._pages._publish(draft.rows(self._pages.geometry))
+            self._pages._publish(rows)
             draft.take_over()
 
     def _drain(self):

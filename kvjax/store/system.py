@@ -35,6 +35,10 @@ class SystemIO:
         """Takes the exclusive lock of an open file, or raises BlockingIOError at once."""
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
+    def unlock(self, descriptor: int) -> None:
+        """Gives it back, for all processes that have this open file."""
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+
     def sync_directory(self, path: str) -> None:
         """Makes the names in a directory last."""
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import threading
 import time
+from typing import Any
 
 import numpy as np
 
@@ -96,9 +97,9 @@ def callback(method):
 class TransactionalBranch(Branch):
     """Arguments, generations, errors and the open transaction; subclasses move the bytes.
 
-    Subclasses give `_load`, `_publish`, `_drain` and `_release`, `_begin` if they can read ahead and `_load_at_once` if
-    they have a quick way. `_publish`, `_drain` and `_release` run under `self._mutex`, which orders the Python-side
-    calls of one branch.
+    Subclasses give `_load`, `_publish`, `_drain` and `_release`, `_prepare` if publishing may have to wait or fail,
+    `_begin` if they can read ahead and `_load_at_once` if they have a quick way. `_prepare`, `_publish`, `_drain` and
+    `_release` run under `self._mutex`, which orders the Python-side calls of one branch.
     """
 
     def __init__(self, geometry: Geometry, generation: int = 0):
@@ -123,9 +124,14 @@ class TransactionalBranch(Branch):
     def _begin(self, layer: int, ids: np.ndarray) -> None:
         """Starts to read block ids[n] of a layer, for the `_load` that follows."""
 
+    def _prepare(self, records: list[Rows | Blocks]) -> Any:
+        """Does all that can wait or fail before records become visible; what `_publish` is to be given."""
+        return records
+
     @abc.abstractmethod
-    def _publish(self, records: list[Rows | Blocks]) -> None:
-        """Makes records visible to `_load`, in order; on an exception none of them is."""
+    def _publish(self, prepared: Any) -> None:
+        """Makes records visible to `_load`, in order; on an Exception none of them is. What Ctrl-C cut short, a second
+        call with the same argument makes whole."""
 
     @abc.abstractmethod
     def _drain(self) -> None:
@@ -196,10 +202,24 @@ class TransactionalBranch(Branch):
         with self._mutex:
             self._raise_saved()
             self._check(generation)
-            self._publish(self._open)
-            self._tally.add(bytes_put=sum(record.data.nbytes for record in self._open))
-            self._open = []
-            self.generation += 1
+            prepared, following = self._prepare(self._open), self.generation + 1
+            try:
+                self._publish(prepared)
+                self._move_on(following)
+            except Exception:
+                raise  # nothing became visible, and the token may be committed again
+            except BaseException:  # Ctrl-C amid it: a part of a token must not show under the old generation
+                try:
+                    self._publish(prepared)
+                finally:
+                    self._move_on(following)
+                raise
+
+    def _move_on(self, following: int) -> None:
+        """The open transaction is visible: the next one begins."""
+        self._tally.add(bytes_put=sum(record.data.nbytes for record in self._open))
+        self._open = []
+        self.generation = following
 
     def abort(self, generation: int) -> None:
         with self._mutex:

@@ -28,7 +28,6 @@ class Volume:
     Attributes:
       lock: guards extents and lineages; held for bookkeeping, never for I/O.
       changed: notified when the writer has finished or failed a block.
-      staged_bytes: size of all staged blocks.
     """
 
     def __init__(self, file: BlockFile, codec: Codec, lanes: LanePool, layout: Layout, *, reader: Reader,
@@ -43,7 +42,6 @@ class Volume:
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)
         self.samples = layout.samples
-        self.staged_bytes = 0
         self.log = CommitLog(file, codec.geometry, lanes.extents, self.lock)
         self._saves: list[Request] = []
         self._staging_limit = staging_bytes
@@ -82,7 +80,6 @@ class Volume:
                 self._retired.append(lineage)
                 continue
             self._lineages.remove(lineage)
-            self.unstage(len(lineage.queue))
             lineage.table.release()
             self.changed.notify_all()
 
@@ -98,17 +95,23 @@ class Volume:
 
     # ---- staging
 
-    def unstage(self, blocks: int) -> None:
-        """Accounts for staged blocks that are gone. The lock is held."""
-        self.staged_bytes -= blocks * self.geometry.extent_bytes
+    @property
+    def staged_bytes(self) -> int:
+        """Size of all staged blocks: counted, not kept, so that Ctrl-C cannot part it from what is staged."""
+        blocks = sum(len(lineage.queue) + len(lineage.flight) for lineage in self._lineages)
+        return blocks * self.geometry.extent_bytes
 
-    def publish(self, lineage: Lineage, records) -> None:
-        """Stages committed records in order, once there is room for them."""
+    def make_room(self, lineage: Lineage) -> None:
+        """Waits until what a branch is about to commit may be staged; raises what failed."""
         with self.changed:
             self._retry(lineage)
             self._wait(lineage, lambda: self.staged_bytes <= self._staging_limit)
-            fresh = sum(lineage.stage(record) for record in records)
-            self.unstage(-fresh)
+
+    def stage(self, lineage: Lineage, records) -> None:
+        """Makes committed records visible, in order. Staging the same again changes nothing."""
+        with self.lock:  # not `changed`, which is entered in Python: Ctrl-C there would leave it locked
+            for record in records:
+                lineage.stage(record)
             if self.staged_bytes > self._linger_bytes:
                 self._wake.put(True)
 

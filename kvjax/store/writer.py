@@ -164,7 +164,6 @@ class Writer:
         lineage.written(one.block_id)
         lineage.tally.add(rows_written=one.staged.appended, blocks_written=1, bytes_written=one.size,
                           blocks_short=int(one.size < volume.geometry.extent_bytes))
-        volume.unstage(1)
 
     def _release(self, old: int, target: int) -> None:
         """Gives back an extent that a block got, and will not have."""
@@ -183,7 +182,6 @@ class Writer:
         volume = self._volume
         error = as_store_error(cause)
         with volume.changed:
-            if lineage.put_back(block_id, error):
-                volume.unstage(1)
+            lineage.put_back(block_id, error)
             lineage.errors.save(error)
             volume.changed.notify_all()

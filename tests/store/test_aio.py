@@ -314,6 +314,26 @@ def test_more_reads_than_may_be_in_flight(fixed, monkeypatch, depth):
     assert max(taken) <= depth and sum(taken) == extents.size
 
 
+def test_a_guess_is_left_out_when_the_kernel_has_no_ring_left(fixed):
+    """Given contexts of other depths for guesses, which run out: reads stay asynchronous."""
+    depths = []
+
+    class Scarce(SystemIO):
+        def io_setup(self, depth):
+            depths.append(depth)
+            if len(depths) > 2:
+                raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+            return SystemIO.io_setup(depth)
+
+    reader, extents = fixed.reader(Scarce()), np.arange(3)
+    guesses = [reader.guess(extents.astype(np.int32), fixed.sums[extents], str) for _ in range(2)]
+    assert guesses[0] is not None and guesses[1] is None
+    assert depths[1:] == [512, 512]
+    check(fixed, fixed.start(reader, extents), extents, np.random.default_rng(0))
+    check(fixed, guesses[0], extents, np.random.default_rng(0))
+    assert reader.engine == "aio"
+
+
 # ---- the choice
 
 

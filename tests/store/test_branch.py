@@ -163,6 +163,35 @@ def test_stale_commit_raises_and_commits_nothing(driver):
     assert driver.read().any()
 
 
+def test_ctrl_c_amid_a_commit_leaves_a_whole_token_and_no_old_generation(driver, monkeypatch):
+    """Given an interrupt after the first of two records of a token, over a row that was committed before."""
+    driver.prefill()
+    driver.append(1, 0, 7.0)
+    records = []
+
+    class Interrupted(list):
+        def __iter__(self):
+            for record in super().__iter__():
+                if len(records) == 1:
+                    records.append(None)
+                    raise KeyboardInterrupt
+                records.append(record)
+                yield record
+
+    assert driver.put_row(1, 1, 5.0) and driver.put_row(2, 2, 6.0)
+    publish = driver.branch._publish
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(driver.branch, "_publish", lambda prepared: publish(Interrupted(prepared)))
+        driver.commit()
+    driver.branch.abort(1)
+    assert not driver.try_read(generation=1)[0] and isinstance(driver.branch.take_error(), StaleCache)
+    expected = driver.full()
+    expected[:, :, 1, 0], expected[:, :, 1, 1], expected[:, :, 2, 2] = 7.0, 5.0, 6.0
+    for _ in range(2):
+        np.testing.assert_array_equal(driver.read(), expected)
+        driver.branch.flush()
+
+
 def test_commit_raises_an_error_nobody_took_then_works(driver):
     assert driver.put_row(0, 0, 1.0)
     assert not driver.try_read(generation=8)[0]

@@ -3,6 +3,7 @@
 import errno
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ import pytest
 from kvjax.errors import FormatMismatch, NoSpace, ReadFailed, StoreClosed, StoreLocked, WriteFailed
 from kvjax.store.flash import FlashStore
 from kvjax.store.format import HEADER_BYTES
+from kvjax.store.system import SystemIO
 from tests.store.conftest import GEOMETRY, still_works
 
 
@@ -148,3 +150,50 @@ def test_replaced_file(fragile, tmp_path):
     other.close()
     os.rename(path + ".away", path)
     still_works(fragile)
+
+
+def test_who_is_quicker_to_lock_a_new_file_keeps_it(tmp_path, open_branch):
+    """Given two stores that create the same path at once."""
+    path, quicker = tmp_path / "cache.kv", []
+
+    class Slow(SystemIO):
+        def lock(self, descriptor):
+            if not quicker:
+                quicker.append(open_branch(FlashStore(path)))
+            super().lock(descriptor)
+
+    slower = FlashStore(path)
+    slower.system = Slow()
+    with pytest.raises(StoreLocked):
+        slower.create(GEOMETRY, "")
+    quicker[0].prefill()
+    assert quicker[0].branch.save() == 1
+
+
+def test_a_file_that_its_maker_removes_before_we_lock_it_is_not_used(tmp_path):
+    path = tmp_path / "cache.kv"
+    path.touch()
+
+    class Late(SystemIO):
+        def lock(self, descriptor):
+            path.unlink()
+            super().lock(descriptor)
+
+    store = FlashStore(path)
+    store.system = Late()
+    with pytest.raises(StoreClosed, match="removed"):
+        store.create(GEOMETRY, "")
+
+
+def test_a_forked_process_does_not_keep_the_lock(tmp_path):
+    path = tmp_path / "cache.kv"
+    branch = FlashStore(path).create(GEOMETRY, "")
+    child = os.fork()
+    if not child:
+        signal.pause()
+    try:
+        branch.close()
+        FlashStore(path).create(GEOMETRY, "").close()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)

@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import math
 import os
 import pathlib
 import subprocess
@@ -46,10 +47,22 @@ def test_store_touches_no_disk(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("setting", [{"threads": 0}, {"timeout": 0.0}, {"max_bytes": 0}, {"staging_bytes": -1}])
+@pytest.mark.parametrize("setting", [{"threads": 0}, {"timeout": 0.0}, {"timeout": math.inf}, {"timeout": math.nan},
+                                     {"timeout": 1e12}, {"max_bytes": 0}, {"staging_bytes": -1}])
 def test_impossible_settings(tmp_path, setting):
     with pytest.raises(ConfigError):
         FlashStore(tmp_path, **setting)
+
+
+def test_a_relative_path_outlives_a_change_of_directory(tmp_path, open_branch, monkeypatch):
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    named, temporary = open_branch(FlashStore("cache.kv", scratch="other")), open_branch(FlashStore("."))
+    monkeypatch.chdir("other")
+    named.prefill()
+    assert named.branch.save() == 1
+    temporary.branch.close()
+    assert {path.name for path in tmp_path.iterdir()} == {"other", "cache.kv"}
 
 
 def test_named_file_stays_and_can_be_replaced(tmp_path, open_branch):

@@ -92,3 +92,14 @@ def test_a_file_in_use_and_never_saved(tmp_path, open_branch, capsys):
     out = capsys.readouterr().out
     assert "in use" in out and "saves         none" in out and "24 extents, no save uses them" in out
     np.testing.assert_array_equal(driver.read(), driver.full())
+
+
+def test_a_file_may_be_written_while_it_is_inspected(path, monkeypatch):
+    verify = inspect._verify
+
+    def write_meanwhile(*arguments):
+        FlashStore(path).open().close()
+        return verify(*arguments)
+
+    monkeypatch.setattr(inspect, "_verify", write_meanwhile)
+    assert inspect.main([str(path)]) == 0

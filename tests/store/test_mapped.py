@@ -56,6 +56,29 @@ def test_blocks_in_runs_are_decoded(tmp_path, open_branch):
     assert (blocks == plant_runs(blocks.copy())).all()
 
 
+def test_copies_cannot_be_changed_either(tmp_path, open_branch):
+    saved(open_branch, tmp_path / "a.kv", WIDE, codec="rle")
+    mapped = open_saved(tmp_path / "a.kv")
+    sums = mapped.sums[0]
+    short = np.argwhere(mapped.codec.sizes(sums.reshape(-1)).reshape(sums.shape) < WIDE.extent_bytes)
+    with pytest.raises(ValueError, match="read-only"):
+        mapped.block(0, *short[0].tolist())[:] = 0
+
+
+def test_a_file_beyond_two_gigabytes_that_is_cut_is_refused(tmp_path, open_branch, monkeypatch):
+    saved(open_branch, tmp_path / "a.kv")
+
+    def far(file, geometry):
+        found = whole_saves(file, geometry)[0]
+        extents, sums = found.table(geometry)
+        monkeypatch.setattr(type(found), "table", lambda *_: (np.where(extents < 0, extents, 1 << 21), sums))
+        return [found]
+
+    monkeypatch.setattr(mapping, "whole_saves", far)
+    with pytest.raises(ShortRead, match="restore a whole copy"):
+        open_saved(tmp_path / "a.kv")
+
+
 def test_a_save_stays_as_it_is_while_the_cache_goes_on(tmp_path, open_branch):
     driver, blocks = saved(open_branch, tmp_path / "a.kv")
     mapped = open_saved(tmp_path / "a.kv")

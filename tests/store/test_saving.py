@@ -194,6 +194,19 @@ def test_a_failed_opening_leaves_no_lock(saved, path):
     FlashStore(path).open().close()
 
 
+def test_a_failed_read_only_opening_leaves_no_file_and_no_descriptor(saved, path, tmp_path):
+    """Given a system that cannot do what the store insists on, once the private file is there."""
+    scratch, system = tmp_path / "scratch", FaultySystem()
+    scratch.mkdir()
+    system.fail("io_setup", errno.EAGAIN)
+    store = FlashStore(path, engine="aio", scratch=scratch)
+    store.system = system
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ConfigError, match="engine='aio' cannot be used"):
+        store.open(read_only=True)
+    assert len(os.listdir("/proc/self/fd")) == before and not list(scratch.iterdir())
+
+
 def test_temporary_files_are_not_saved(tmp_path, open_branch):
     driver = open_branch(FlashStore(tmp_path))
     with pytest.raises(ConfigError, match="temporary"):
