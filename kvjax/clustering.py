@@ -8,6 +8,7 @@ from kvjax.typing import Array, Bool, Float, Int32, PRNGKey
 _CHUNK = 1024  # points assigned at once: the distance matrix is _CHUNK x clusters
 _RESEEDS = 64  # empty clusters refilled per iteration
 _TRIALS = 8  # candidates per k-means++ draw
+_SAMPLE = 4096  # points that a k-means++ start is drawn from, or four per cluster where that is more
 
 
 def fixed_seeds(seed: int, shape: int | tuple[int, ...]) -> PRNGKey:
@@ -25,14 +26,15 @@ def kmeans(
     Args:
       points: what to cluster; `valid` says which count.
       clusters: static upper bound; `active` of them are used.
-      seed: of the k-means++ draws. The start is drawn from at most max(4096, 4 * clusters) points.
+      seed: of the k-means++ draws. The start is drawn from at most max(4096, 4 * active) points.
       cosine: whether directions are clustered: points and centroids are cut to length 1 (spherical k-means).
 
     An empty cluster is moved to the point that is farthest from its own centroid, so no active
     cluster stays empty while there are distinct points left. Invalid points get cluster `clusters`.
+    Neither they nor clusters beyond the active ones have any influence, however many there are.
     """
     points = unit(points.astype(jnp.float32)) if cosine else points.astype(jnp.float32)
-    centroids = _plus_plus(points, valid, clusters, seed)
+    centroids = _plus_plus(points, valid, clusters, active, seed)
     usable = jnp.arange(clusters) < active
 
     def lloyd(_, centroids):
@@ -54,17 +56,21 @@ def unit(x: Float[Array, "*N D"]) -> Float[Array, "*N D"]:
     return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-20)
 
 
-def _plus_plus(points, valid, clusters, seed):
+def _plus_plus(points, valid, clusters, active, seed):
     """Draws candidates with probability proportional to the squared distance to the nearest centroid; keeps the best.
 
     The best is the one that leaves the smallest sum of squared distances.
     """
     draw, pick = jax.random.split(seed)
-    size = min(points.shape[0], max(4096, 4 * clusters))
-    if size < points.shape[0]:
+    size = min(points.shape[0], max(_SAMPLE, 4 * clusters))
+    if points.shape[0] > _SAMPLE:
         noise = jnp.where(valid, jax.random.uniform(pick, valid.shape), -1.0)
-        chosen = jnp.sort(jax.lax.top_k(noise, size)[1])  # in order, so that padding does not permute the draws
-        points, valid = points[chosen], valid[chosen]
+        # Padding makes more clusters, but not more active ones: no more than these ask for, whatever the room.
+        drawn = jnp.arange(size) < jnp.maximum(_SAMPLE, 4 * active)
+        # In order, so that padding does not permute the draws.
+        chosen = jnp.sort(jnp.where(drawn, jax.lax.top_k(noise, size)[1], points.shape[0]))
+        valid = jnp.take(valid, chosen, mode="fill", fill_value=False)
+        points = jnp.take(points, chosen, axis=0, mode="clip")
     squared = jnp.sum(jnp.square(points), axis=-1)
 
     def step(i, carry):

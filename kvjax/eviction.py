@@ -54,7 +54,7 @@ class Evictor(Method):
         return spec
 
     def init(self, spec, weights):
-        return Kept(jnp.full((spec.kv_heads, max(1, spec.selected_rows)), -jnp.inf))
+        return Kept(jnp.full((spec.kv_heads, max(1, spec.selected_rows)), -jnp.inf, jnp.float32))
 
     def build(self, spec, index, context):
         return self.keep(spec, index, context, self.prompt_worth(spec, context))

@@ -218,6 +218,8 @@ class Method(abc.ABC):
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
         if self.dense_layers < 0:
             raise ConfigError(f"dense_layers={self.dense_layers} must not be negative")
+        if self.observation is not None and self.observation < 0:
+            raise ConfigError(f"observation={self.observation} must not be negative; None = all queries")
         if self.reuse < 1 or (self.reuse > 1 and self.adaptive):
             raise ConfigError(f"reuse={self.reuse} must be at least 1, and 1 for {self.name} if it rewrites blocks, "
                               "as each layer then does so in its own way")

@@ -201,7 +201,7 @@ def project(index: CompressedKeys, q: Float[Array, "K G D"]) -> Float[Array, "K 
 
 def project_mean(index: CompressedKeys, q: Float[Array, "K G D"]) -> Float[Array, "#K 1 r"]:
     """The mean of `project` over the query heads that meet the same keys: all of them, or those of each KV head."""
-    mean = jnp.mean(q, axis=1) * q.shape[-1] ** -0.5
+    mean = jnp.mean(q.astype(jnp.float32), axis=1) * q.shape[-1] ** -0.5
     if index.together:
         return jnp.einsum("kd,kdr->r", mean, index.adapter)[None, None] / len(q)
     return jnp.einsum("kd,kdr->kr", mean, index.adapter)[:, None]

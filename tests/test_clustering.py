@@ -161,6 +161,19 @@ def test_padding_does_not_change_the_result(points, padded):
     np.testing.assert_array_equal(kmeans(data, 32, padded=points), kmeans(data, 32, padded=padded))
 
 
+def test_clusters_that_padding_adds_do_not_change_the_draws(monkeypatch):
+    """Where there are more points than a start is drawn from, with a cluster for every eight, padding included."""
+    monkeypatch.setattr(clustering, "_SAMPLE", 64)
+    data, valid = isotropic(13, points=400), np.arange(400) >= 3
+    owners = []
+    for padded in (400, 1200):
+        program = jax.jit(lambda points, valid, most=padded // 8: clustering.kmeans(
+            points, valid, most, jnp.int32(50), jax.random.key(0), 3))
+        found = np.asarray(program(*(np.pad(x, ((0, padded - 400), *((0, 0),) * (x.ndim - 1))) for x in (data, valid))))
+        owners.append(found[:400][valid])
+    np.testing.assert_array_equal(*owners)
+
+
 def test_same_seed_same_result():
     points = isotropic(14, points=500)
     np.testing.assert_array_equal(kmeans(points, seed=3), kmeans(points, seed=3))

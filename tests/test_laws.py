@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from harness import CAPACITY, METHODS, Sim, Stream, check_every_token_has_one_place
 
+from kvjax.attend import AttentionCache, prefill_cache
 from kvjax.method import Placement
 from kvjax.methods import DynaKV, Quest, SnapKV
 from kvjax.store.flash import FlashStore
@@ -154,11 +155,16 @@ def _leaves_but_loaded(cache):
 def test_one_trace_serves_every_step_and_nothing_changes_shape(method):
     sim = Sim(method, Stream.draw(5), [30, 10])
     before, tree = sum(harness.TRACES.values()), jax.tree.structure(sim.cache)
-    shapes = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(sim.cache)]
+    shapes = _shapes(sim.cache)
     sim.run(40)
     assert jax.tree.structure(sim.cache) == tree
-    assert [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(sim.cache)] == shapes
+    assert _shapes(sim.cache) == shapes
     assert sum(harness.TRACES.values()) - before <= 1
+
+
+def _shapes(cache):
+    """What a program is compiled for: of an array of a weak type and one of the same type there are two."""
+    return [(leaf.shape, leaf.dtype, leaf.weak_type) for leaf in jax.tree.leaves(cache)]
 
 
 # 5. ------------------------------------------------------------------------------------------
@@ -316,10 +322,28 @@ def test_a_prompt_of_one_token_works(method):
 
 @every_method
 def test_a_second_prompt_starts_clean(method):
-    first = Sim(method, Stream.draw(10), [60, 60])
-    first.run(10)
-    again = Sim(method, Stream.draw(11), [30, 30]).run(10)
-    np.testing.assert_array_equal(again, Sim(method, Stream.draw(11), [30, 30]).run(10))
+    """In a cache that holds a longer prompt and what was decoded after it."""
+    used, second = Sim(method, Stream.draw(10), [60, 60]), Stream.draw(11)
+    used.run(10)
+    held = AttentionCache(used.cache, jnp.asarray(used.at), used.plan)
+    empty = jax.tree.map(jnp.zeros_like, held)
+    q, key, value, token = (jnp.asarray(array) for array in (second.q, second.k, second.v, second.token))
+    again, fresh = (prefill_cache(cache, key, value, jnp.asarray([30, 25]), q, token) for cache in (held, empty))
+    assert jax.tree.structure(again) == jax.tree.structure(fresh)
+    for one, other in zip(jax.tree.leaves(again), jax.tree.leaves(fresh), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("name", ["quest", "dynakv"])
+def test_a_second_prompt_on_a_store_starts_clean(name, store):
+    """While what the first one wrote is there, and after it is gone."""
+    method, second = METHODS[name], Stream.draw(11)
+    used = Sim(method, Stream.draw(10), [60, 60], store=store)
+    used.run(10)
+    expected = Sim(method, second, [30, 25]).run(10)
+    np.testing.assert_array_equal(Sim(method, second, [30, 25], store=store).run(10), expected)
+    used.branch.close()
+    np.testing.assert_array_equal(Sim(method, second, [30, 25], store=store).run(10), expected)
 
 
 @stored

@@ -151,6 +151,7 @@ def scores_unrotated(
     are used: a block of tokens at a time, which is all that is ever expanded. Mapped over heads and sequences, `most`
     is the largest number of tokens of any, so that all go through the same blocks.
     """
+    q = q.astype(jnp.float32)  # else each turn would round to the query's type
     capacity = len(runs.slot)
     block = min(block, capacity)
     # Only positions within the block turn keys, by angles that are constants; the block's own turns the query back.

@@ -23,5 +23,6 @@ def transform_key(key: Float[Array, "*N D"], radius: Float[Array, ""]) -> Float[
 
 def transform_query(query: Float[Array, "*N D"]) -> Float[Array, "*N D1"]:
     """T_Q(q) = [q / |q|, 0] (Eq. 3); zero for a zero query."""
+    query = query.astype(jnp.float32)
     norm = jnp.sqrt(jnp.maximum(jnp.sum(jnp.square(query), axis=-1, keepdims=True), 1e-30))
     return jnp.concatenate([query / norm, jnp.zeros_like(norm)], axis=-1)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from kvjax.delimiters.candidates import ends_sentence
-from kvjax.errors import ConfigError, FormatMismatch
+from kvjax.errors import ConfigError, FormatMismatch, WriteFailed
 
 NO_DELIMITER = -1.0  # weight of a token that is none
 
@@ -68,11 +68,14 @@ class Delimiters:
                                  "make a table for this one (configs/delimiters.py)")
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes a JSON file with one delimiter a line."""
+        """Writes a JSON file with one delimiter a line. Raises WriteFailed."""
         columns = zip(self.tokens, self.texts, self.scores, self.counts, strict=True)
         rows = ",\n".join(json.dumps(row) for row in columns)
         head = json.dumps({"fingerprint": self.fingerprint, "vocab_size": self.vocab_size})
-        pathlib.Path(path).write_text(f'{head[:-1]}, "delimiters": [\n{rows}\n]}}\n')
+        try:
+            pathlib.Path(path).write_text(f'{head[:-1]}, "delimiters": [\n{rows}\n]}}\n')
+        except OSError as cause:
+            raise WriteFailed(f"writing {path} failed: {cause}; choose another path") from cause
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Delimiters":

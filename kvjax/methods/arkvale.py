@@ -122,6 +122,6 @@ def bounding_volumes(keys: Float[Array, "K N C D"], filled: Bool[Array, "N C"], 
 
 def promise(digest: Volumes, q: Float[Array, "K G D"]) -> Float[Array, "K G NB"]:
     """The largest product that a query has with any point of each volume."""
-    sphere = digest.extent.shape[-1] == 1
+    q, sphere = q.astype(jnp.float32), digest.extent.shape[-1] == 1
     reach = jnp.linalg.norm(q, axis=-1, keepdims=True) if sphere else jnp.abs(q)
     return products((digest.centre, q), (digest.extent, reach))

@@ -30,6 +30,7 @@ from typing import ClassVar
 
 from kvjax.clusters import Local, Update
 from kvjax.clusters.method import ClusterMethod
+from kvjax.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +45,13 @@ class ClusterKV(ClusterMethod):
 
     period: int | None = None
 
+    def __post_init__(self):
+        super().__post_init__()
+        if self.period is not None and self.period < 1:
+            raise ConfigError(f"period={self.period} must be at least 1, or None for 2 * cluster")
+
     @property
     def rule(self) -> Update:
         """Clusters of each period."""
-        return Local(self.cluster, self.largest, self.period or 2 * self.cluster, self.iterations, self.cosine)
+        period = 2 * self.cluster if self.period is None else self.period
+        return Local(self.cluster, self.largest, period, self.iterations, self.cosine)

@@ -62,7 +62,7 @@ class DynSplit(Method):
       vectors: what stands for a block's keys: "minmax", or "mean" (Appendix A.2).
       chunk: C, ideal length of a block.
       deviation: Delta, by which a block may be shorter or longer.
-      alpha: share of the delimiter's weight in the score of an end.
+      alpha: share of the delimiter's weight in the score of an end; of no meaning for other splittings than dynamic.
       shortest: shortest block where nothing else bounds it.
     """
 
@@ -109,7 +109,8 @@ class DynSplit(Method):
             return Split(chunk, self.shortest, most, 1.0, most)
         if self.splitting == "no_length":
             return Split(chunk, self.shortest, most, 1.0, chunk)
-        return Split(chunk, chunk - self.deviation, most, self.alpha, chunk)
+        alpha = 0.0 if self.splitting == "no_weight" else self.alpha
+        return Split(chunk, chunk - self.deviation, most, alpha, chunk)
 
     def blocks(self, capacity, rows):
         split = self.split

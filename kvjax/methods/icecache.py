@@ -13,7 +13,8 @@ Choices the paper leaves open:
   - k, the number of tokens that name pages: all that the search compares with the query. Their pages are ranked by the
     sum of exp(q.k / sqrt(D)) over these tokens, divided by the rows of the page: attention mass per row of the budget.
     With `top`, Algorithm 3 to the letter: the pages of each query head's k best tokens, best first, in union. Pages
-    without such a token come last, the oldest first, and fill what the others leave of the budget.
+    without such a token come last and fill what the others leave of the budget: those that were opened in the order of
+    the search, then the others by their numbers.
   - page size, promotion ratio and width of the search are not given. Pages of 8 held most of the true top tokens per
     budget with the reference model's keys. A beam of 64 takes two thirds of the time per token at 16K, and misses one
     passkey in a hundred, which 192 does not.
@@ -64,7 +65,8 @@ class IceCache(Method):
         search opens, only to measure what an index that follows the decode is worth.
       seed: of directions and promotions.
 
-    Raises ConfigError for numbers below 1, and where only one of `projections` and `visit` is given.
+    Raises ConfigError for numbers below 1, a ratio outside (0, 1), and where only one of `projections` and `visit` is
+    given.
     """
 
     aggregation: str = "softmax_mean"
@@ -86,6 +88,9 @@ class IceCache(Method):
         for name in ("beam", "pages", "visit", "top", "insert_beam", "num_blocks"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        if not 0 < self.ratio < 1:
+            raise ConfigError(f"ratio={self.ratio} must be above 0 and below 1: the share of tokens of one level that "
+                              "are on the next")
         if (self.visit is None) != (self.projections == 0):
             raise ConfigError(f"projections={self.projections} and visit={self.visit} go together: the first rank the "
                               "tokens of which so many are compared; give both or neither")
@@ -127,6 +132,7 @@ class IceCache(Method):
     def _page_scores(self, spec, tree, q):
         """The opened pages [N] and how good each is [G, N]: the log of the mean attention weight over its rows, up to a
         constant, or with `top` the score of its best token."""
+        q = q.astype(jnp.float32)
         found = dci.query(self.shape(spec), self.search(self.beam), tree, dci.transform_query(q))
         norm = jnp.sqrt(jnp.sum(jnp.square(q), axis=-1)) * spec.head_dim**-0.5
         score = jnp.where(found.score > -jnp.inf, found.score * norm[:, None, None], -jnp.inf)

@@ -117,7 +117,8 @@ class InfLLM(Method):
         scores = products((jnp.sum(index.key, axis=2), q)) * spec.head_dim**-0.5
         pooled = scores.reshape(1, -1, spec.num_blocks) if self.shared else scores
         occupied, full = view.count > 0, view.count == spec.block_rows
-        score = jnp.where(full, aggregate(pooled, self.aggregation), jnp.inf)
+        known = jnp.where(full[: len(pooled), None], pooled, -1e30)  # blocks are full in all heads or in none
+        score = jnp.where(full, aggregate(known, self.aggregation), jnp.inf)
         return Selection(top_blocks(score, occupied, spec.max_blocks), no_force(spec))
 
     def observe(self, spec, index, view, pos, weight):

@@ -58,7 +58,8 @@ class MagicPIG(Method):
       tables: L, hash tables, at least 2.
       seed: of the projections and of what is kept where too much was drawn.
 
-    `aggregation` has no meaning here. Raises ConfigError for other bits and tables, and for `reuse` and `lookahead`.
+    `aggregation` has no meaning here. Raises ConfigError for other bits and tables, negative seeds, and for `reuse` and
+    `lookahead`.
     """
 
     samples = True
@@ -72,6 +73,8 @@ class MagicPIG(Method):
         super().__post_init__()
         if not 1 <= self.bits <= 16 or self.tables < 2:
             raise ConfigError(f"bits={self.bits} must be from 1 to 16 and tables={self.tables} at least 2")
+        if self.seed < 0:
+            raise ConfigError(f"seed={self.seed} must not be negative, as NumPy takes no such seed")
 
     def blocks(self, capacity, rows):
         return capacity, 1, max(1, rows), 0

@@ -53,7 +53,7 @@ class PQCache(Method):
       iterations: of Lloyd's algorithm.
       seed: of the k-means++ starts.
 
-    Raises ConfigError for other parts and bits.
+    Raises ConfigError for other parts and bits, and for negative iterations.
     """
 
     aggregation: str = "softmax_mean"
@@ -65,8 +65,9 @@ class PQCache(Method):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.parts < 1 or not 1 <= self.bits <= 8:
-            raise ConfigError(f"parts={self.parts} must be at least 1 and bits={self.bits} from 1 to 8")
+        if self.parts < 1 or not 1 <= self.bits <= 8 or self.iterations < 0:
+            raise ConfigError(f"parts={self.parts} must be at least 1, bits={self.bits} from 1 to 8 and "
+                              f"iterations={self.iterations} not negative")
 
     def blocks(self, capacity, rows):
         return capacity, 1, max(1, rows), 0

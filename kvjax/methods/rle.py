@@ -153,7 +153,7 @@ class RLE(Method):
         if self.before_rotation:
             freqs = _frequencies(spec)
             # The first row's token is at position S, and the codec counts from 0.
-            q = rope.rotate(q, jnp.full(q.shape[0], -spec.sinks), freqs)
+            q = rope.rotate(q.astype(jnp.float32), jnp.full(q.shape[0], -spec.sinks), freqs)
             one = functools.partial(rle.scores_unrotated, freqs=freqs, most=index.stored)
             found = jax.vmap(one)(q, index.runs, index.scale)
         else:

@@ -22,6 +22,7 @@ Blocks have room for the longest sentence, and there are enough for the shortest
 """
 
 import dataclasses
+import math
 
 import jax.numpy as jnp
 
@@ -51,9 +52,9 @@ class SentenceKV(DynSplit):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.splitting != "sentence" or (self.keep is not None and self.keep < 1):
+        if self.splitting != "sentence" or (self.keep is not None and not 1 <= self.keep < math.inf):
             raise ConfigError(f"sentencekv has splitting='sentence', not {self.splitting!r} (that is dynsplit), and "
-                              f"keep={self.keep} must be None or at least 1")
+                              f"keep={self.keep} must be finite and at least 1, or None to keep all")
 
     @property
     def name(self):

@@ -57,7 +57,7 @@ class ShadowKV(Method):
     Attributes:
       chunk: tokens of a chunk.
       outliers: chunks of each KV head's prompt that are always attended, those that their landmark describes worst; at
-        least one.
+        least one. Of more than `max_blocks` those with the lowest numbers are attended, and nothing else.
       sigma: by how much keys are compressed; None = not, they are fetched with the values.
     """
 

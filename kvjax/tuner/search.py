@@ -18,7 +18,7 @@ from kvjax.planning import Slots
 from kvjax.store import fifo
 from kvjax.store.base import Store
 from kvjax.tuner import profile, tuning
-from kvjax.tuner.solver import Costs, Limits, Setting, Solution, Space, expected, solve
+from kvjax.tuner.solver import Costs, Limits, Setting, Solution, Space, expected, positive_integer, solve
 from kvjax.tuner.tuning import Family, Tuning
 
 _LOG = logging.getLogger(__name__)
@@ -43,10 +43,13 @@ def tune(
       relax: alpha, by what share reading may prolong a layer.
       path: where to keep solutions as they are found; pairs that are there already are not solved again.
 
-    Raises ConfigError where a batch size and context length do not fit their memory, FormatMismatch where `path` is of
-    another model, family, memory, alpha or space, or WriteFailed; and what the store raises, NoSpace where it has no
-    room for a layer.
+    Raises ConfigError where `batches` or `contexts` are not positive integers or there are none, or a batch size and
+    context length do not fit their memory, FormatMismatch where `path` is of another model, family, memory, alpha or
+    space, or WriteFailed; and what the store raises, NoSpace where it has no room for a layer.
     """
+    for name, sizes in (("batches", batches), ("contexts", contexts)):
+        if not sizes or not all(map(positive_integer, sizes)):
+            raise ConfigError(f"{name}={sizes} must be positive integers, at least one")
     family = Family(selected, bits, adapters or {}, per_head)
     limits = Limits(max_bytes // max(batches), relax, space or Space())
     found = _resumed(path, Tuning({}, family, limits, llm.fingerprint))

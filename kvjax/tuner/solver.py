@@ -10,7 +10,8 @@ share of T_io that may be seen, but the share of T_model by which reading may pr
 """
 
 import dataclasses
-from collections.abc import Callable
+import numbers
+from collections.abc import Callable, Sequence
 
 from kvjax.errors import ConfigError
 
@@ -26,19 +27,28 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True)
 class Space:
-    """What it may choose from, each in ascending order; the last of each is the limit (G_max, sigma_max).
+    """What it may choose from, each ascending, kept as a tuple; the last of each is the limit (G_max, sigma_max).
 
-    Raises ConfigError where one of them is empty or not ascending.
+    Raises ConfigError where one of them is empty, not ascending, or has something other than positive integers.
     """
 
-    groups: tuple[int, ...] = (1, 2, 4, 8, 16)
-    sigmas: tuple[int, ...] = (4, 8, 16, 32)
-    reuses: tuple[int, ...] = (400, 600, 800, 1200, 1600)
+    groups: Sequence[int] = (1, 2, 4, 8, 16)
+    sigmas: Sequence[int] = (4, 8, 16, 32)
+    reuses: Sequence[int] = (400, 600, 800, 1200, 1600)
 
     def __post_init__(self):
-        for name, values in dataclasses.asdict(self).items():
-            if not values or list(values) != sorted(set(values)) or values[0] < 1:
-                raise ConfigError(f"{name}={values} must be positive, ascending and not empty")
+        for name, given in dataclasses.asdict(self).items():
+            if not all(positive_integer(one) for one in given):
+                raise ConfigError(f"{name}={given} must be positive integers")
+            values = tuple(map(int, given))  # a list would not equal the tuple that a saved tuning is loaded with
+            if not values or list(values) != sorted(set(values)):
+                raise ConfigError(f"{name}={given} must be positive, ascending and not empty")
+            object.__setattr__(self, name, values)
+
+
+def positive_integer(value: object) -> bool:
+    """Whether it is a number of tokens, or the like; NumPy's integers count too."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) > 0
 
 
 @dataclasses.dataclass(frozen=True)

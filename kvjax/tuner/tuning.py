@@ -7,12 +7,14 @@ import os
 import pathlib
 from typing import Any
 
-from kvjax.errors import FormatMismatch, ReadFailed, WriteFailed
+from kvjax import fields
+from kvjax.errors import ConfigError, FormatMismatch, ReadFailed, WriteFailed
 from kvjax.methods.kvswap import KVSwap
 from kvjax.planning import Slots
-from kvjax.tuner.solver import Limits, Setting, Solution, Space
+from kvjax.tuner.solver import Limits, Setting, Solution, Space, positive_integer
 
 VERSION = 4
+_TUNED = {"budget", "group", "sigma", "bits", "per_head", "adapters"}  # fields of KVSwap that a tuning decides
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +26,8 @@ class Family:
       bits: of each number of a compressed key (`kvjax.kvswap`); the paper has floats.
       adapters: directory of the adapters of each sigma; a sigma without one decomposes each prompt's own keys.
       per_head: whether that decomposition is each head's for itself, which goes well with few bits.
+
+    Raises ConfigError where `selected`, `bits` or a sigma is no positive integer.
     """
 
     selected: int = 400
@@ -31,12 +35,24 @@ class Family:
     adapters: dict[int, str] = dataclasses.field(default_factory=dict)
     per_head: bool = False
 
-    def __post_init__(self):  # so that they are found from wherever a saved tuning is loaded
+    def __post_init__(self):
+        fields.check(self)
+        sigmas = (("sigma", sigma) for sigma in self.adapters)
+        for name, value in (("selected", self.selected), ("bits", self.bits), *sigmas):
+            if not positive_integer(value):
+                raise ConfigError(f"{name}={value!r} of a tuning must be a positive integer")
+        # So that they are found from wherever a saved tuning is loaded.
         found = {sigma: os.path.abspath(directory) for sigma, directory in self.adapters.items()}
         object.__setattr__(self, "adapters", found)
 
     def method(self, setting: Setting, **settings: Any) -> KVSwap:
-        """KVSwap with MG = `selected`; its budget also has sinks, window, and what a group adds by being whole."""
+        """KVSwap with MG = `selected`; its budget also has sinks, window, and what a group adds by being whole.
+
+        Raises ConfigError for settings that are the tuning's.
+        """
+        taken = sorted(_TUNED & settings.keys())
+        if taken:
+            raise ConfigError(f"the tuning sets {', '.join(taken)}; leave that out, or make a KVSwap of your own")
         made = KVSwap(group=setting.group, sigma=setting.sigma, bits=self.bits, per_head=self.per_head,
                       adapters=self.adapters.get(setting.sigma), **settings)
         return dataclasses.replace(made, budget=made.sinks + made.window + self.selected)
@@ -71,7 +87,7 @@ class Tuning:
         return self.solutions[min(self.solutions, key=distance)]
 
     def method(self, batch: int, context: int, **settings: Any) -> KVSwap:
-        """KVSwap for a run of so many sequences and tokens; `settings` are further fields of it."""
+        """KVSwap for a run of so many sequences and tokens; `settings` are further fields, as in `Family.method`."""
         return self.family.method(self.nearest(batch, context).setting, **settings)
 
     def slots(self, batch: int, context: int) -> Slots:
@@ -117,5 +133,5 @@ def _tuning(saved: dict[str, Any]) -> Tuning:
 
 
 def _solution(row: dict[str, Any]) -> Solution:
-    fields = {field.name: row[field.name] for field in dataclasses.fields(Solution)}
-    return Solution(**{**fields, "setting": Setting(**row["setting"])})
+    known = {field.name: row[field.name] for field in dataclasses.fields(Solution)}
+    return Solution(**{**known, "setting": Setting(**row["setting"])})

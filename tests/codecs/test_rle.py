@@ -15,6 +15,7 @@ from kvjax.codecs import rle
 from kvjax.codecs.rle import Tolerance
 from kvjax.errors import ConfigError
 from kvjax.models import rope
+from kvjax.models.config import RopeConfig
 
 TOKENS, SIZE, GROUP = 24, 4, 2
 FIELDS = ("key", "count", "slot", "runs", "tokens", "refused")
@@ -172,6 +173,15 @@ def test_keys_before_rotation_are_turned_to_their_positions(length, block):
     expected = attention.scores_of(q, rotated, at < length)
     found = jax.jit(lambda runs: rle.scores_unrotated(q, runs, jnp.ones(SIZE), freqs, block))(runs)
     np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_keys_before_rotation_meet_a_query_of_16_bits_unrounded():
+    rng, freqs = np.random.default_rng(0), rope.inverse_frequencies(64, RopeConfig())
+    key, q = jnp.asarray(rng.normal(size=(256, 64)), jnp.float32), jnp.asarray(rng.normal(size=(GROUP, 64)), "bfloat16")
+    runs = rle.encode(key, jnp.int32(256), Tolerance(), 256)
+    found = rle.scores_unrotated(q, runs, jnp.ones(64), freqs, 32)
+    expected = rle.scores_unrotated(q.astype(jnp.float32), runs, jnp.ones(64), freqs, 32)
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_of_keys_before_rotation_one_block_is_expanded():

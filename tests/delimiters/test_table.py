@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models
 import kvjax
 from kvjax.delimiters import Delimiters, Tally, delimiter_texts, ends_sentence
 from kvjax.delimiters.candidates import is_delimiter
-from kvjax.errors import ConfigError
+from kvjax.errors import ConfigError, WriteFailed
 
 TEXTS = {3: ".", 5: ",", 9: "\n", 11: ");"}
 
@@ -84,6 +84,11 @@ def test_a_file_gives_the_table_back(tmp_path):
     table = tallied().table("model", TEXTS)
     table.save(tmp_path / "table.json")
     assert Delimiters.load(tmp_path / "table.json") == table
+
+
+def test_a_table_that_cannot_be_written_is_a_typed_error(tmp_path):
+    with pytest.raises(WriteFailed, match="another path"):
+        tallied().table("model", TEXTS).save(tmp_path / "nowhere" / "table.json")
 
 
 @pytest.mark.parametrize("content", [None, "{}", "no json", '{"fingerprint": "x", "vocab_size": 2, "delimiters": 1}'])

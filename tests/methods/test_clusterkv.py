@@ -10,6 +10,8 @@ from harness import GROUP, HEADS, METHODS, SIZE, Sim, Stream, selection
 from sklearn.cluster import KMeans
 
 from kvjax import clustering
+from kvjax.errors import ConfigError
+from kvjax.methods import ClusterKV
 
 METHOD = METHODS["clusterkv"]
 PROMPT, PERIOD = 50, 8
@@ -115,3 +117,9 @@ def test_clusters_are_ranked_by_the_softmax_of_centroid_products(run):
         weight = np.exp(score - score.max(-1, keepdims=True))
         order = np.argsort(-(weight / weight.sum(-1, keepdims=True)).mean(0))
         np.testing.assert_array_equal(found[head], np.array(list(held))[order][: spec.max_blocks])
+
+
+@pytest.mark.parametrize("period", [0, -3])
+def test_an_empty_period_is_refused(period):
+    with pytest.raises(ConfigError, match=f"period={period}"):
+        ClusterKV(period=period)

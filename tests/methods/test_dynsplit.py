@@ -68,6 +68,12 @@ def test_a_heavy_delimiter_is_worth_a_detour(weight, length):
     assert int(split.length(jnp.asarray(weight, jnp.float32))) == length
 
 
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+def test_without_weights_the_nearest_delimiter_ends_a_block(alpha):
+    split = dataclasses.replace(SMALL["no_weight"], alpha=alpha).split
+    assert int(split.length(jnp.asarray([1, -1, -1, 1, 1], jnp.float32))) == 6
+
+
 def test_weights_are_looked_up_by_token():
     token = jnp.asarray([[7, 3, -1], [40, 9, 8]])
     found = weights_of(token, jnp.asarray([3, 8, 9]), jnp.asarray([0.5, 0.0, 1.0]))

@@ -42,7 +42,7 @@ def test_with_top_the_pages_of_each_query_heads_best_tokens_are_loaded():
 
 @pytest.mark.parametrize("change", [
     {"beam": 0}, {"pages": 0}, {"top": 0}, {"insert_beam": 0}, {"num_blocks": 0}, {"visit": 5}, {"projections": 5},
-    {"visit": 0, "projections": 5},
+    {"visit": 0, "projections": 5}, {"ratio": 0.0}, {"ratio": -0.5}, {"ratio": 1.0},
 ], ids=str)
 def test_bad_settings_are_refused(change):
     with pytest.raises(ConfigError, match=next(iter(change))):

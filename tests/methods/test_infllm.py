@@ -1,5 +1,7 @@
 """InfLLM: local scores, representatives and relevance against brute force."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -104,6 +106,29 @@ def test_representatives_of_decoded_blocks():
         for head in range(HEADS):
             score = decoded_scores(sim.stream, b, head, prompt, sim.at[b], METHOD.window, attended[b][head])
             check_representatives(sim, state, b, head, score)
+
+
+@pytest.mark.parametrize("rule", ["softmax_mean", "softmax_max"])
+@pytest.mark.parametrize("shared", [True, False])
+def test_blocks_without_all_their_tokens_have_no_part_in_a_softmax(runs, shared, rule):
+    """Given queries of very different sizes, so that a block more in the softmax of each would change the order."""
+    sim, _, state = runs
+    method = dataclasses.replace(METHOD, shared=shared, aggregation=rule)
+    key, count = state.index.key[0].astype(np.float64).sum(2), state.count[0]
+    for seed in range(8):
+        q = np.random.default_rng(seed).normal(size=(HEADS, GROUP, SIZE)).astype(np.float32) / 4
+        q[:, 0] -= key.mean(1) / 8  # all products of this query are negative
+        found = selection(sim, 0, q, method).block
+        score = np.einsum("kgd,knd->kgn", q.astype(np.float64), key) / np.sqrt(SIZE)
+        weight = np.exp(np.where(count[:, None] == 4, score, -np.inf))
+        share = weight / weight.sum(-1, keepdims=True)
+        share = share.reshape(1, -1, share.shape[-1]) if shared else share
+        relevance = np.broadcast_to(share.mean(1) if rule == "softmax_mean" else share.max(1), count.shape)
+        for head in range(HEADS):
+            opened = np.flatnonzero((count[head] > 0) & (count[head] < 4))
+            full = np.flatnonzero(count[head] == 4)
+            expected = [*opened, *full[np.argsort(-relevance[head, full], kind="stable")]]
+            np.testing.assert_array_equal(found[head], expected[: sim.plan.spec.max_blocks])
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -183,3 +183,5 @@ def test_impossible_settings_are_refused():
     for wrong in ({"bits": 17}, {"tables": 1}):
         with pytest.raises(ConfigError, match="tables="):
             MagicPIG(**wrong)
+    with pytest.raises(ConfigError, match="seed=-1"):
+        MagicPIG(seed=-1)

@@ -100,7 +100,7 @@ def test_tokens_are_selected_by_the_summed_softmax_of_their_scores(run):
 
 
 def test_impossible_settings_are_refused():
-    for wrong in ({"bits": 9}, {"bits": 0}, {"parts": 0}):
+    for wrong in ({"bits": 9}, {"bits": 0}, {"parts": 0}, {"iterations": -3}):
         with pytest.raises(ConfigError, match="bits="):
             PQCache(**wrong)
     with pytest.raises(ConfigError, match="head size"):

@@ -1,6 +1,7 @@
 """SentenceKV: which tokens of the prompt are kept, in which sentence, and what stands for it."""
 
 import dataclasses
+import math
 
 import jax
 import numpy as np
@@ -71,7 +72,7 @@ def test_a_factor_that_covers_the_prompt_changes_nothing():
     )
 
 
-@pytest.mark.parametrize("change", [{"keep": 0.5}, {"splitting": "dynamic"}], ids=str)
+@pytest.mark.parametrize("change", [{"keep": 0.5}, {"keep": math.inf}, {"splitting": "dynamic"}], ids=str)
 def test_impossible_settings_are_refused(change):
     with pytest.raises(ConfigError, match="sentencekv"):
         dataclasses.replace(METHOD, **change)

@@ -124,5 +124,9 @@ def test_solutions_are_kept_as_they_are_found(llm, tmp_path, monkeypatch):
 def test_bad_settings_are_refused(llm):
     with pytest.raises(ConfigError, match="budget"):
         tuner.tune(llm, HostStore(), TEXT, contexts=(96,), max_bytes=10, selected=SELECTED, space=SPACE)
+    for name in ("batches", "contexts"):
+        for sizes in ((), (0,)):
+            with pytest.raises(ConfigError, match=f"{name}="):
+                tuner.tune(llm, HostStore(), TEXT, max_bytes=10**8, **{name: sizes})
     with pytest.raises(ConfigError, match="too few"):
         tuner.tune(llm, HostStore(), TEXT[:10], max_bytes=10**8, selected=SELECTED)

@@ -66,7 +66,8 @@ def test_a_budget_that_nothing_fits_is_refused():
         solve(SPACE, 100, device(1e6, 0.0))
 
 
-@pytest.mark.parametrize("change", [{"groups": ()}, {"sigmas": (8, 4)}, {"reuses": (0, 1)}, {"groups": (2, 2)}])
+@pytest.mark.parametrize("change", [{"groups": ()}, {"sigmas": (8, 4)}, {"reuses": (0, 1)}, {"groups": (2, 2)},
+                                    {"sigmas": (True, 2)}])
 def test_a_space_without_order_is_refused(change):
     with pytest.raises(ConfigError, match=next(iter(change))):
         Space(**change)
@@ -128,6 +129,27 @@ def test_a_solution_becomes_a_method_and_its_slots():
     assert method.per_head and method.budget - method.sinks - method.window == 400
     assert FOUND.slots(8, 4096) == Slots(count=75, policy="fifo", prefetch="layer")
     assert FOUND.slots(8, 32768).count == 27  # 25 groups of 16, the unfinished one, one that is only rewritten
+
+
+@pytest.mark.parametrize("name", ["budget", "group", "sigma", "bits"])
+def test_what_a_tuning_sets_is_not_for_a_run_to_set(name):
+    with pytest.raises(ConfigError, match=f"the tuning sets {name}"):
+        FOUND.method(8, 4096, **{name: 8})
+
+
+def test_a_list_is_a_space_too(tmp_path):
+    """What is loaded of it equals it, so that a tuning can be resumed."""
+    space = Space(groups=[1, 2], sigmas=range(2, 4))
+    assert space == Space(groups=(1, 2), sigmas=(2, 3)) and hash(space) == hash(Space(groups=(1, 2), sigmas=(2, 3)))
+    found = dataclasses.replace(FOUND, limits=Limits(10**9, 0.2, space))
+    found.save(tmp_path / "config.json")
+    assert tuning.load(tmp_path / "config.json") == found
+
+
+@pytest.mark.parametrize("change", [{"selected": 0}, {"bits": 0}, {"adapters": {0: "there"}}])
+def test_a_family_of_impossible_numbers_is_refused(change):
+    with pytest.raises(ConfigError, match="must be a positive integer"):
+        tuning.Family(**change)
 
 
 def test_a_model_is_loaded_with_its_tuning(tmp_path):
