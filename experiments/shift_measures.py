@@ -23,7 +23,7 @@ def _selection(plan: LayerPlan, k: int, key, value, queries, selected, at):
 
     def one(args):
         q, chosen, at = args
-        scores = metrics.exact_scores(q, key, at)
+        scores = metrics.exact_scores(plan, q, key, at)
         attended = metrics.attended_mask(plan, chosen, at, key.shape[0])
         return {
             "recall": metrics.recall(plan, scores, attended, at, k),

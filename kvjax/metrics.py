@@ -19,10 +19,18 @@ from kvjax.prefilled import Cache
 from kvjax.typing import Array, Bool, Float, Int32
 
 
-def exact_scores(q: Float[Array, "K G D"], key: Float[Array, "T K D"], at: Int32[Array, ""]) -> Float[Array, "K G T"]:
-    """Scaled dot products of the newest token's queries with every key up to its own."""
+def exact_scores(
+    plan: LayerPlan, q: Float[Array, "K G D"], key: Float[Array, "T K D"], at: Int32[Array, ""]
+) -> Float[Array, "K G T"]:
+    """Scaled dot products of the newest token's queries with every key that the model lets it see."""
     scores = jnp.einsum("kgd,tkd->kgt", q, key) * q.shape[-1] ** -0.5
-    return jnp.where(jnp.arange(key.shape[0]) <= at, scores, NEGATIVE)
+    return jnp.where(_seen(plan, key.shape[0], at), scores, NEGATIVE)
+
+
+def _seen(plan: LayerPlan, tokens: int, at: Int32[Array, ""]) -> Bool[Array, "T"]:
+    """Tokens up to the newest, in a model's sliding window if it has one."""
+    position = jnp.arange(tokens)
+    return (position <= at) & (plan.sliding is None or position > at - plan.sliding)
 
 
 def attended_mask(plan: LayerPlan, selected: Int32[Array, "K N"], at: Int32[Array, ""], tokens: int):
@@ -31,7 +39,7 @@ def attended_mask(plan: LayerPlan, selected: Int32[Array, "K N"], at: Int32[Arra
     always = (position < plan.spec.sinks) | (position > at - plan.spec.window) | plan.attends_all
     chosen = jnp.zeros((heads, tokens), bool)
     chosen = chosen.at[jnp.arange(heads)[:, None], jnp.where(selected >= 0, selected, tokens)].set(True, mode="drop")
-    return (chosen | always) & (position <= at)
+    return (chosen | always) & _seen(plan, tokens, at)
 
 
 def recall(
@@ -42,7 +50,7 @@ def recall(
     Sinks and window are excluded from both sets. NaN where fewer than k keys are left.
     """
     position = jnp.arange(scores.shape[-1])
-    candidate = (position >= plan.spec.sinks) & (position <= at - plan.spec.window)
+    candidate = (position >= plan.spec.sinks) & (position <= at - plan.spec.window) & _seen(plan, len(position), at)
     _, top = jax.lax.top_k(jnp.where(candidate, scores, -jnp.inf), min(k, len(position)))
     hit = jnp.take_along_axis(attended[:, None], top, axis=-1)
     return jnp.where(jnp.sum(candidate) >= k, jnp.mean(hit, axis=-1), jnp.nan)
@@ -117,7 +125,7 @@ class Probe:
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _measure(plan, k, key, value, q, selected, at):
     """Recall, attention mass and output error of one step, means over heads."""
-    scores = exact_scores(q, key, at)
+    scores = exact_scores(plan, q, key, at)
     attended = attended_mask(plan, selected, at, key.shape[0])
     found = recall(plan, scores, attended, at, k)
     mass, error = attention_mass(scores, attended), output_error(scores, attended, value)

@@ -84,7 +84,7 @@ def test_drivers_agree(params, tokens, name, tmp_path):
 def test_drivers_give_equal_logits_in_bfloat16(params, tokens):
     """As one program, XLA would compute on with what was to be rounded between two layers."""
     narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
-    staged, fused = (teacher_forced(narrow, tokens, METHODS["quest"], driver, steps=4) for driver in ("staged", "fused"))
+    staged, fused = (teacher_forced(narrow, tokens, METHODS["quest"], one, steps=4) for one in ("staged", "fused"))
     np.testing.assert_array_equal(staged, fused)
 
 
@@ -156,6 +156,22 @@ def test_a_sliding_window_holds_for_selected_rows(params, tokens):
     got = teacher_forced(params, tokens, method, config=config)
     expected = dense(params, tokens, config)
     np.testing.assert_allclose(got[:, 0], expected[0, PROMPT[0] : PROMPT[0] + STEPS], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["quest", "kvswap", "oracle"])
+def test_no_budget_goes_to_blocks_that_a_sliding_window_hides(params, tokens, name):
+    """Given windows of which two pages are beyond the recent tokens."""
+    config = dataclasses.replace(CONFIG, windows=(16, 16))
+    plan, state, _, _ = start(params, tokens, METHODS[name], config=config)
+    page = plan.layers[0].spec.block_rows
+    for i in range(4):
+        at = np.asarray(state.length)[:, None, None]
+        done = decode.step(plan, params, state, tokens[np.arange(2), np.asarray(PROMPT) + i])
+        for report in done.reports:
+            selected = np.asarray(report.selected)
+            assert (selected >= 0).any()
+            assert ((selected < 0) | (selected > at - 16 - page)).all()
+        state = done.state
 
 
 def test_dense_layers_stay_in_memory_and_exact(params, tokens, tmp_path):

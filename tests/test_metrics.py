@@ -1,5 +1,7 @@
 """Measures of a selection against brute force in float64."""
 
+import dataclasses
+
 import harness
 import jax.numpy as jnp
 import numpy as np
@@ -27,7 +29,7 @@ def softmax(x):
 
 
 def measured(measure, *args):
-    exact = metrics.exact_scores(Q, KEY, jnp.int32(AT))
+    exact = metrics.exact_scores(QUEST, Q, KEY, jnp.int32(AT))
     attended = metrics.attended_mask(QUEST, SELECTED, jnp.int32(AT), TOKENS)
     return np.asarray(measure(exact, attended, *args))
 
@@ -41,6 +43,15 @@ def test_a_method_that_attends_all_attends_every_token_so_far():
     plan = harness.plan_of(Full(page=4))
     mask = np.asarray(metrics.attended_mask(plan, np.zeros((HEADS, 0), np.int32), jnp.int32(AT), TOKENS))
     np.testing.assert_array_equal(mask, np.broadcast_to(np.arange(TOKENS) <= AT, (HEADS, TOKENS)))
+
+
+def test_what_a_sliding_window_hides_counts_nowhere():
+    plan = dataclasses.replace(QUEST, sliding=8)
+    mask = np.asarray(metrics.attended_mask(plan, SELECTED, jnp.int32(AT), TOKENS))
+    assert [set(np.flatnonzero(row)) for row in mask] == [{27, 28, 29, 30}, {25, 27, 28, 29, 30}]
+    exact = np.asarray(metrics.exact_scores(plan, Q, KEY, jnp.int32(AT)))
+    np.testing.assert_array_equal((exact > -1e29).all((0, 1)), (np.arange(TOKENS) > AT - 8) & (np.arange(TOKENS) <= AT))
+    assert np.isnan(metrics.recall(plan, exact, mask, jnp.int32(AT), k=5)).all(), "there are four candidates"
 
 
 def test_recall_is_the_share_of_the_best_keys_between_sinks_and_window():
