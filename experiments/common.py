@@ -1,8 +1,9 @@
 """What the experiments share: methods and stores from configuration, the reference model."""
 
 import dataclasses
+import numbers
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import ml_collections
@@ -17,34 +18,64 @@ from kvjax.store import emulation, profiles
 from kvjax.store.layout import SEQUENTIAL, check_layout
 from kvjax.tasks import corpus
 
-NOT_FIELDS = ("label", "slots", "dtype", "replay", "only", "whole")  # of a method: see `make_method`
+NOT_FIELDS = ("label", "slots", "dtype", "replay", "only", "whole")  # that are no fields of a method: see `make_method`
 REFERENCE = pathlib.Path(kvjax.__file__).parent / "reference"
 
 
-def make_method(settings: Mapping[str, Any]) -> Method:
-    """A method from {"name": ..., field: value, ...}. Raises ConfigError on an unknown name or field.
+def check_counts(config: Mapping[str, Any], **least: int) -> None:
+    """Raises ConfigError where a number of the configuration, or one of several, is not whole or below its least."""
+    for name, lowest in least.items():
+        given = config[name]
+        several = isinstance(given, tuple | list)
+        if several:
+            check_some(config, name)
+        for one in given if several else (given,):
+            if not isinstance(one, numbers.Integral) or isinstance(one, bool) or one < lowest:
+                raise ConfigError(f"{name}={given!r} must be {'whole numbers' if several else 'a whole number'} of at "
+                                  f"least {lowest}")
+
+
+def check_some(config: Mapping[str, Any], *names: str) -> None:
+    """Raises ConfigError where a list of the configuration is empty."""
+    for name in names:
+        if not config[name]:
+            raise ConfigError(f"config.{name} is empty; name at least one")
+
+
+def make_method(settings: Mapping[str, Any], extras: Collection[str] = ()) -> Method:
+    """A method from {"name": ..., field: value, ...}. Raises ConfigError on an unknown name or field; `extras`: see
+    `check_extras`.
 
     A "label" among the settings is what tables call it (`label_of`), "slots" how a store's blocks are kept
     (`make_slots`), "dtype" what keys and values are kept as (`dtype_of`), "replay" what timed runs select
     (`experiments.replay`), "only" where they time it (`experiments.throughput`), "whole" that it has no budget
     (`experiments.leaderboard`).
     """
+    check_extras(settings, extras)
+    fields = {field: value for field, value in settings.items() if field not in NOT_FIELDS}
+    return methods.make(fields.pop("name", None), fields)
+
+
+def check_extras(settings: Mapping[str, Any], extras: Collection[str]) -> None:
+    """Raises ConfigError for what is no method's settings, and for one of `NOT_FIELDS` that is not among those which an
+    experiment understands: its table would show what was not measured."""
     if not isinstance(settings, Mapping | ml_collections.ConfigDict):
         raise ConfigError(f"{settings!r} is no method; give settings such as {{'name': 'quest', 'budget': 256}}")
-    fields = dict(settings)
-    name = fields.pop("name", None)
-    for other in NOT_FIELDS:
-        fields.pop(other, None)
-    return methods.make(name, fields)
+    ignored = [extra for extra in NOT_FIELDS if extra in settings and extra not in extras]
+    if ignored:
+        raise ConfigError(f"{settings.get('name')}: this experiment has no use for a method's {', '.join(ignored)}; "
+                          "leave it out")
 
 
 def make_slots(settings: Mapping[str, Any], count: int = 0) -> Slots:
     """The "slots" of a method's settings; `count` is their number if they do not say it, 0 = what one step needs."""
-    given = dict(settings.get("slots", {}))
+    given = settings.get("slots", {})
+    if not isinstance(given, Mapping | ml_collections.ConfigDict):
+        raise ConfigError(f"slots={given!r} must be settings such as {{'count': 32, 'policy': 'lru'}}")
     unknown = set(given) - {field.name for field in dataclasses.fields(Slots)}
     if unknown:
         raise ConfigError(f"slots have no setting {', '.join(sorted(unknown))}")
-    return Slots(**{"count": count or None, **given})
+    return Slots(**{"count": count or None, **dict(given)})
 
 
 def check_store(kind: str) -> tuple[str, dict[str, str]]:
@@ -115,7 +146,7 @@ def dtype_of(settings: Mapping[str, Any]) -> str:
 
 def label_of(settings: Mapping[str, Any]) -> str:
     """What tables call the method of these settings."""
-    own = label(make_method(settings))  # made in any case: what is no method has no label either
+    own = label(make_method(settings, NOT_FIELDS))  # made in any case: what is no method has no label either
     return settings.get("label") or own
 
 
@@ -132,11 +163,12 @@ def check_model(llm: kvjax.LLM, entries: Sequence[Mapping[str, Any]]) -> None:
     """Raises ConfigError where what a method was given is of another model: now, not in an hour."""
     for settings in entries:
         try:
-            make_method(settings).check_model(llm.fingerprint)
+            make_method(settings, NOT_FIELDS).check_model(llm.fingerprint)
         except FormatMismatch as cause:
             raise ConfigError(f"{label_of(settings)}: {cause}; or leave it out of config.methods") from cause
 
 
 def label(method: Method) -> str:
-    """Name and budget, as tables show them."""
-    return method.name if method.budget is None else f"{method.name}@{method.budget}"
+    """Name and budget, as tables show them; the name is the one that configurations use."""
+    name = next((name for name, kind in methods.METHODS.items() if type(method) is kind), method.name)
+    return name if method.budget is None else f"{name}@{method.budget}"

@@ -95,7 +95,7 @@ def control_rows(llm: kvjax.LLM, tables: dict[str, pathlib.Path], config, run: R
     stream = common.held_out_tokens(llm)
     for (order, path), task, length in itertools.product(tables.items(), control.tasks, control.lengths):
         wanted = {**control.method.to_dict(), "table": str(path)}
-        method = common.make_method(wanted)
+        method = common.make_method(wanted, ("dtype",))
         head = {"task": f"control/{task}", "method": f"{common.label(method)} {order}", "context": length}
         if tuple(head.values()) not in done:
             measured = evaluate.measure(llm, wanted, task, length, stream, settings)

@@ -29,6 +29,7 @@ COLUMNS = (
     ("method", "{:>18}"), ("right", "{:>6}"), ("recall", "{:>7}"), ("attended_tokens", "{:>9}"),
     ("bytes_read_per_token", "{:>11}"), ("resident_bytes", "{:>11}"), ("tokens_per_s", "{:>9}"), ("answers", " {}"),
 )
+_EXTRAS = ("label", "slots", "dtype")  # of a method's settings
 TITLES = ("method", "right", "recall", "attended", "read/token", "resident", "tokens/s", "answers")
 
 
@@ -44,14 +45,13 @@ class Job:
 
 def reference_job(llm: kvjax.LLM, config: ml_collections.ConfigDict) -> Job:
     """Held-out library texts of `context` tokens, each with one needle that is asked for."""
-    if not config.needles:
-        raise ConfigError("config.needles is empty; name at least one sentence that a fact is told in")
+    common.check_some(config, "needles")
     rng = np.random.default_rng(config.seed)
     text = "\n".join(corpus.stdlib_documents(held_out=True))
     stream = np.asarray(llm.encode(text, start=False))
     words = rng.choice(corpus.key_words(held_out=True), size=len(config.needles), replace=False)
     facts = [
-        needles.Needle(cue.format(key=word), needles.draw_value(rng, config.digits, held_out=True))
+        needles.Needle(_cue(cue, word), needles.draw_value(rng, config.digits, held_out=True))
         for cue, word in zip(config.needles, words, strict=True)
     ]
     depths = np.linspace(0.1, 0.9, len(facts))
@@ -60,6 +60,14 @@ def reference_job(llm: kvjax.LLM, config: ml_collections.ConfigDict) -> Job:
         for fact, depth in zip(facts, depths, strict=True)
     ]
     return Job(contexts, tuple("\n" + fact.cue for fact in facts), tuple(fact.value for fact in facts), (".", "\n"))
+
+
+def _cue(template: str, word: str) -> str:
+    """The sentence with its key word. Raises ConfigError for one that no word can be put into."""
+    try:
+        return template.format(key=word)
+    except (LookupError, ValueError, AttributeError, TypeError) as cause:
+        raise ConfigError(f"needle {template!r} is no sentence with at most {{key}} to fill in; correct it") from cause
 
 
 def user_job(llm: kvjax.LLM, config: ml_collections.ConfigDict) -> Job:
@@ -91,11 +99,11 @@ def _in_template(llm: kvjax.LLM, text: str, question: str) -> tuple[str, str]:
 
 def answer_all(llm: kvjax.LLM, job: Job, reading, settings, config: ml_collections.ConfigDict, directory) -> dict:
     """One row of the table: every document's question to one method over one prefilled cache."""
-    method = common.make_method(settings)
+    method = common.make_method(settings, _EXTRAS)
     store = common.make_store(config.store, directory)
     cache = llm.prefill(
         reading or job.contexts, method=method, store=store, capacity=capacity(llm, job, config),
-        chunk=config.chunk or None,
+        chunk=config.chunk or None, dtype=common.dtype_of(settings), slots=slots_of(settings),
     )
     ask = functools.partial(
         llm.generate, job.questions, cache, max_new_tokens=config.max_new_tokens, stop=job.stop
@@ -106,6 +114,11 @@ def answer_all(llm: kvjax.LLM, job: Job, reading, settings, config: ml_collectio
     cache.close()
     head = {"method": common.label_of(settings), "store": config.store, **common.disk_of(store)}
     return {**row, **head, "task": "demo", "context": longest(job), "seed": config.seed}
+
+
+def slots_of(settings) -> kvjax.Slots | None:
+    """How a store's blocks are kept, where a method's settings say it."""
+    return common.make_slots(settings) if "slots" in settings else None
 
 
 def fingerprint(llm: kvjax.LLM, job: Job) -> str:
@@ -173,23 +186,44 @@ def plot(rows: list[dict], path: pathlib.Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def check(config: ml_collections.ConfigDict) -> None:
+    """Raises ConfigError on settings that make no job, before a model is loaded."""
+    common.check_some(config, "methods")
+    # No value of one digit is held out, and numbers of more than 18 do not fit in 64 bits.
+    common.check_counts(config, context=1, digits=2, max_new_tokens=1, chunk=0, recall_k=1, seed=0)
+    if config.digits > 18:
+        raise ConfigError(f"digits={config.digits} must be at most 18")
+    if config.chat and not config.prompt_file:
+        raise ConfigError("chat=True is for a text of your own; give --config.prompt_file=FILE and question beside it")
+    common.check_store(config.store)
+    for settings in config.methods:
+        common.make_method(settings, _EXTRAS)
+
+
+def check_fit(llm: kvjax.LLM, job: Job, settings, config: ml_collections.ConfigDict) -> None:
+    """Raises ConfigError where a method, its type and slots do not fit the job."""
+    method, slots, on_store = common.make_method(settings, _EXTRAS), slots_of(settings), config.store != "memory"
+    plan = planning.make_plan(
+        llm.config, method, len(job.contexts), capacity(llm, job, config), common.dtype_of(settings)
+    )
+    if config.chunk:
+        extend.check(plan, config.chunk)
+    if slots is not None and not on_store:
+        raise ConfigError(f"{common.label_of(settings)}: slots are for blocks on a store; leave them out with "
+                          "--config.store=memory")
+    if slots is not None:
+        planning.outline(plan, len(plan.layers) - 1, on_store, slots)  # raises where they are too few
+
+
 def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     """Runs the job with every method of the configuration; prints and saves the table."""
-    if not config.methods:
-        raise ConfigError("config.methods is empty; name at least one method")
-    if config.max_new_tokens < 1 or config.chunk < 0:
-        raise ConfigError(f"max_new_tokens={config.max_new_tokens} must be at least 1, and chunk={config.chunk} not "
-                          "negative; 0 reads densely")
+    check(config)
     entries = common.by_label(config.methods)
     llm = common.load_model(config.model, config.dtype)
     common.check_model(llm, config.methods)
     job = user_job(llm, config) if config.prompt_file or config.question else reference_job(llm, config)
     for settings in entries.values():  # what does not fit is an error before anything is written
-        method = common.make_method(settings)
-        plan = planning.make_plan(llm.config, method, len(job.contexts), capacity(llm, job, config))
-        if config.chunk:
-            extend.check(plan, config.chunk)
-    common.check_store(config.store)
+        check_fit(llm, job, settings, config)
     run, content = Run(config, workdir, grid=("methods",)), fingerprint(llm, job)
     done = {row["method"]: row for row in run.logged()}
     if any(row["fingerprint"] != content for row in done.values()):

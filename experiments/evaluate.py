@@ -19,6 +19,7 @@ from kvjax.errors import ConfigError
 from kvjax.tasks import Sample, asking
 
 TASKS = ("passkey", "needle", "needle_of_4", "perplexity")
+_EXTRAS = ("label", "dtype")  # of a method's settings
 
 
 def retrieval_row(
@@ -87,20 +88,29 @@ def perplexity_row(
 
 def measure(llm: kvjax.LLM, settings, task: str, length: int, stream, config: ml_collections.ConfigDict) -> dict:
     """What one method does at one task and length."""
-    method, dtype = common.make_method(settings), common.dtype_of(settings)
+    method, dtype = common.make_method(settings, _EXTRAS), common.dtype_of(settings)
     if task == "perplexity":
         return perplexity_row(llm, method, stream, length, config, dtype=dtype)
     samples = common.draw_task(llm, stream, task, length, config.samples, config.seed)
     return retrieval_row(llm, method, samples, config, dtype)
 
 
-def run(config: ml_collections.ConfigDict, workdir: str) -> None:
-    """Evaluates every task, length and method; prints one line each."""
+def check(config: ml_collections.ConfigDict) -> None:
+    """Raises ConfigError on tasks or numbers that make no experiment."""
+    common.check_some(config, "tasks", "methods")
+    common.check_counts(config, lengths=1, samples=1, batch=1, perplexity_tokens=1, seed=0)
     unknown = set(config.tasks) - set(TASKS)
     if unknown:
         raise ConfigError(f"unknown tasks {sorted(unknown)}; use some of {', '.join(TASKS)}")
+    for settings in config.methods:
+        common.make_method(settings, _EXTRAS)
+
+
+def run(config: ml_collections.ConfigDict, workdir: str) -> None:
+    """Evaluates every task, length and method; prints one line each."""
+    check(config)
     methods = common.by_label(config.methods)
-    budgets = {label: common.make_method(settings).budget for label, settings in methods.items()}
+    budgets = {label: common.make_method(settings, _EXTRAS).budget for label, settings in methods.items()}
     llm = common.load_model(config.model)
     common.check_model(llm, config.methods)
     run = Run(config, workdir, ("methods", "tasks", "lengths"))
@@ -115,7 +125,12 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
         head = {"task": task, "context": length, "method": label, "store": "memory"}
         rows.append({**head, "budget": budgets[label], "seed": config.seed, **measured})
         run.log(**rows[-1])
-    run.summary(with_delta_nll(rows))
+    run.summary(asked_for(with_delta_nll(rows), jobs))
+
+
+def asked_for(rows: list[dict], jobs: list[tuple[str, int, str]]) -> list[dict]:
+    """The rows of these tasks, lengths and methods: a workdir may have others, of an earlier grid."""
+    return [row for row in rows if (row["task"], row["context"], row["method"]) in jobs]
 
 
 def with_delta_nll(rows: list[dict]) -> list[dict]:

@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from experiments import common, evaluate, report, throughput
 from experiments.results import Run
-from kvjax import layer, tasks
+from kvjax import layer, packing, tasks
 from kvjax.errors import ConfigError
 from kvjax.generation import Usage
 from kvjax.llm import LLM
@@ -36,6 +36,7 @@ from kvjax.prefilled import Cache
 from kvjax.tasks import Continuation, Sample, asking
 
 _GRID = ("methods", "tasks", "lengths", "budgets", "seeds", "question", "shard", "keep_bytes")
+_EXTRAS = ("label", "dtype", "whole")  # of a method's settings
 TITLES = ("accuracy", "recall", "mass", "out error", "delta NLL", "KiB/token", "KiB kept")
 
 
@@ -59,7 +60,11 @@ class Cell:
 
     @property
     def method(self) -> Method:
-        return common.make_method({**dict(self.settings), "budget": self.budget})
+        return common.make_method({**dict(self.settings), "budget": self.budget}, _EXTRAS)
+
+
+class Refused(ConfigError):
+    """A budget that a method cannot be given: a finding, where any other bad setting ends the run."""
 
 
 def cells(config: ml_collections.ConfigDict) -> Iterator[Cell]:
@@ -69,7 +74,7 @@ def cells(config: ml_collections.ConfigDict) -> Iterator[Cell]:
     called: dict[str, object] = {}
     for entry in config.methods:
         settings = dict(entry)
-        label, whole = settings.pop("label", settings["name"]), settings.pop("whole", False)
+        label, whole = settings.pop("label", settings.get("name")), settings.pop("whole", False)
         if called.setdefault(label, entry) != entry:
             raise ConfigError(f'two methods are called {label}; give one of them a "label"')
         budgets = (None,) if whole else config.budgets
@@ -133,10 +138,13 @@ class Exams:
     def cached(self, cell: Cell, contexts: Sequence[Sequence[int]], directory: pathlib.Path, first: bool):
         """Contexts in the cell's cache, on its store, and a `Tally` with a probe if they are the first."""
         store, reading = common.make_store(self.config.store, directory), self.read(contexts)
-        cache = self.llm.prefill(
-            reading, method=cell.method, store=store, capacity=self.capacity(cell.context),
-            dtype=common.dtype_of(dict(cell.settings)),
-        )
+        capacity = self.capacity(cell.context)
+        try:
+            cache = self.llm.prefill(
+                reading, method=cell.method, store=store, capacity=capacity, dtype=common.dtype_of(dict(cell.settings))
+            )
+        except ConfigError as cause:
+            raise Refused(str(cause)) from cause
         try:
             tally = Tally(len(contexts), cache.resident_bytes / len(contexts))
             if first:
@@ -214,23 +222,44 @@ def together(runs: list[dict]) -> dict:
 
 
 def measure(exams: Exams, cell: Cell, directory: pathlib.Path) -> dict:
-    """One row. A budget that a method cannot be given is a finding, not the end of the run."""
+    """One row. A budget that a method cannot be given is a row, not the end of the run."""
     head = {**cell.head, "store": exams.config.store}
     try:
         return head | (continued if tasks.find(cell.task)[0].continues else answered)(exams, cell, directory)
-    except ConfigError as cause:
+    except Refused as cause:
         logging.warning("%s at budget %s: %s", cell.label, cell.budget, cause)
         return head | {"refused": str(cause)}
 
 
+def check(config: ml_collections.ConfigDict) -> None:
+    """Raises ConfigError on settings that make no grid."""
+    common.check_some(config, "methods", "tasks")
+    common.check_counts(config, lengths=1, seeds=0, samples=1, batch=1, continuations=1, max_new_tokens=0,
+                        perplexity_tokens=1, recall_k=1, keep_bytes=0)
+    common.check_store(config.store)
+    for settings in config.methods:
+        common.check_extras(settings, _EXTRAS)
+
+
+def check_fit(exams: Exams, jobs: list[Cell]) -> None:
+    """Raises ConfigError where a model's keys cannot be kept in a method's type, or a task does not fit its length."""
+    for dtype in {common.dtype_of(dict(cell.settings)) for cell in jobs}:
+        packing.check(dtype, exams.llm.config.head_dim)
+    for context in {cell.context for cell in jobs}:
+        exams.capacity(context)  # draws all that is asked at this length, which is kept
+
+
 def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     """Measures every cell of the shard that is not there yet, then writes summary.json and report.html."""
+    check(config)
     jobs = take_shard(list(cells(config)), config.shard)
     for cell in jobs:
         _ = cell.method, tasks.find(cell.task)  # a wrong setting is an error now, not in an hour
     llm = common.load_model(config.model)
     common.check_model(llm, config.methods)
-    exams, run = Exams(llm, config), Run(config, workdir, _GRID)
+    exams = Exams(llm, config)
+    check_fit(exams, jobs)
+    run = Run(config, workdir, _GRID)
     rows = run.logged()
     left = [cell for cell in jobs if not any(cell.head.items() <= row.items() for row in rows)]
     with tqdm(total=len(left), disable=None) as progress:
@@ -240,11 +269,16 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
                 run.log(**rows[-1])
                 progress.update()
             jax.clear_caches()  # no other method uses them, and a process may have so many memory maps only
-    rows = evaluate.with_delta_nll(rows)
+    rows = asked_for(evaluate.with_delta_nll(rows), jobs)
     run.summary(rows)
     (run.path / "report.html").write_text(report.page("kvjax leaderboard", run.header, rows))
     print_table(rows)
     print(f"results in {run.path / 'summary.json'} and {run.path / 'report.html'}")
+
+
+def asked_for(rows: list[dict], jobs: list[Cell]) -> list[dict]:
+    """The rows of these cells: a workdir may have others, of an earlier grid."""
+    return [row for row in rows if any(cell.head.items() <= row.items() for cell in jobs)]
 
 
 def print_table(rows: list[dict]) -> None:

@@ -16,7 +16,9 @@ from kvjax.tasks import drift, needles
 
 def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     """A row for each method and window; rows of methods that the workdir has are kept."""
-    methods = {label: common.make_method(settings) for label, settings in common.by_label(config.methods).items()}
+    methods = {
+        label: common.make_method(settings, ("label",)) for label, settings in common.by_label(config.methods).items()
+    }
     llm, run = common.load_model(config.model), Run(config, workdir, ("methods",))
     rng, stream = np.random.default_rng(config.seed), common.held_out_tokens(llm)
     start = llm.encode("", start=True)

@@ -234,7 +234,7 @@ def check(settings: Mapping[str, Any], config: ml_collections.ConfigDict) -> Non
         raise ConfigError(f"replay={wanted!r} must be True, False or a share of groups that come back, such as 0.77")
     if wanted is False:
         return
-    method = common.make_method(settings)
+    method = common.make_method(settings, common.NOT_FIELDS)
     fits = isinstance(method, Predictor) and method.budget is not None and method.max_blocks is None
     if not fits or method.dense_layers or method.reuse > 1:
         raise ConfigError(f"no replay for {method.name}: it is for infinigen, kvswap and loki with a budget, without "
@@ -265,7 +265,7 @@ def make(
 
     A recording is made once and kept in the directory.
     """
-    method, wanted = common.make_method(settings), settings.get("replay", False)
+    method, wanted = common.make_method(settings, common.NOT_FIELDS), settings.get("replay", False)
     if wanted is False:
         return method
     assert isinstance(method, Predictor)

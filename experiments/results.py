@@ -43,6 +43,7 @@ class Run:
             if grid is not None and file.exists() and self.logged():
                 _check_same(workdir, json.loads(file.read_text())["config"], self.header["config"], grid)
             self.path.mkdir(parents=True, exist_ok=True)
+            self._mend()
             file.write_text(json.dumps(self.header, indent=2) + "\n")
         except OSError as cause:
             raise ConfigError(f"workdir={workdir} cannot be used: {cause}; give a directory") from cause
@@ -59,12 +60,43 @@ class Run:
 
     def logged(self) -> list[dict[str, Any]]:
         """Lines of metrics.jsonl written so far."""
+        return self._read()[0]
+
+    def _read(self) -> tuple[list[dict[str, Any]], int]:
+        """The rows of metrics.jsonl, and the bytes they take: a last line that was cut short is not among them. Raises
+        ConfigError for any other line that is no row."""
+        path, rows, size = self.path / "metrics.jsonl", [], 0
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        for number, line in enumerate(lines, start=1):
+            row = _row(line)
+            if row is not None:
+                rows.append(row)
+                size += len(line)
+            elif number < len(lines):
+                raise ConfigError(f"{path}, line {number} is no row of results; remove it, or give another --workdir")
+        return rows, size
+
+    def _mend(self) -> None:
+        """Cuts off a last line that a run did not get to finish, so that what is appended begins a line."""
         path = self.path / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        _, size = self._read()
+        if path.exists() and size < path.stat().st_size:
+            logging.warning("%s: the last line was cut short and is removed; its row is measured again", path)
+            with path.open("r+b") as file:
+                file.truncate(size)
 
     def summary(self, rows: Iterable[dict[str, Any]]) -> None:
         """Writes summary.json."""
         (self.path / "summary.json").write_text(json.dumps({**self.header, "rows": list(rows)}, indent=2) + "\n")
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """A whole line of metrics.jsonl, its end included; None for anything else."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) and line.endswith(b"\n") else None
 
 
 def _check_same(workdir: str, before: dict[str, Any], now: dict[str, Any], grid: Sequence[str]) -> None:

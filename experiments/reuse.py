@@ -22,7 +22,7 @@ def overlap(need: np.ndarray) -> float:
 
 def record(llm, kind: str, settings, selected: int, config: ml_collections.ConfigDict) -> np.ndarray:
     """int32[steps, texts, lanes, M] groups that a method needs of texts of a kind when it selects so many tokens."""
-    method = common.make_method(settings)
+    method = common.make_method(settings, ("label",))
     how = ml_collections.ConfigDict({**config.replay.to_dict(), "kinds": (kind,)})
     texts = replay.draw_texts(llm, how, config.texts)
     block = replay.record(llm, replay.selecting(method, selected), texts, how.steps, selected // method.group).block
@@ -47,6 +47,7 @@ def measure(llm, kind: str, settings, selected: int, config: ml_collections.Conf
 def check(config: ml_collections.ConfigDict) -> None:
     """Raises ConfigError where nothing could be recorded or simulated."""
     for settings in config.methods:
+        common.make_method(settings, ("label",))
         replay.check({**settings, "replay": True}, config)
     if not config.times_selected or min(config.times_selected) < 1:
         raise ConfigError(f"times_selected={tuple(config.times_selected)} must be numbers of at least 1")

@@ -35,6 +35,7 @@ from kvjax.store import base, fifo
 from kvjax.store.slots import SlotPool, default_backend
 
 _GRID = ("models", "methods", "contexts", "batches", "stores", "transformers")
+_EXTRAS = ("label", "slots", "dtype", "replay", "only")  # of a method's settings
 _COMMITS = 25  # tokens that a layer's commit is timed with
 _LATE = 0.2  # of an emulated device's commands; beyond it, times are more the host's than the device's
 _WARM_UP = 4  # steps that no median counts, the one that compiles included
@@ -363,10 +364,19 @@ def transformers_row(llm, name: str, context: int, steps: int) -> dict | None:
             "threads": torch.get_num_threads()}
 
 
+def check(config: ml_collections.ConfigDict) -> None:
+    """Raises ConfigError on settings with which nothing could be measured."""
+    common.check_some(config, "models", "methods", "stores", "drivers")
+    common.check_counts(config, steps=_WARM_UP, batches=1, contexts=1, slots=0)  # fewer steps would all be warm-up
+    for settings in common.by_label(config.methods).values():
+        common.make_method(settings, _EXTRAS)
+        common.make_slots(settings, config.slots)
+        replay.check(settings, config)
+
+
 def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     """Measures every combination; re-running skips the rows that are there."""
-    for settings in common.by_label(config.methods).values():
-        replay.check(settings, config)
+    check(config)
     run = Run(config, workdir, _GRID)
     rows, bandwidth = run.logged(), memory_bandwidth()
     done = {_key(row) for row in rows}

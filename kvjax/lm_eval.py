@@ -38,6 +38,9 @@ class KvjaxLM(TemplateLM):
       max_gen_toks: most tokens of an answer, where a task does not say.
       add_bos_token: prompts begin with the model's first token, as everywhere in kvjax; the harness's own model class
         leaves it out for most models.
+      dtype: of the weights: float32, bfloat16 or float16.
+      cache_dtype: of stored keys and values: float32, bfloat16, float16, int8 or int4.
+      chunk: tokens of a context that are read at a time through the cache (`kvjax.LLM.prefill`); None = densely.
       batch_size, max_batch_size, device: as the harness passes them, whether asked to or not. Requests are run one by
         one, on the device that JAX has chosen.
     """
@@ -46,19 +49,20 @@ class KvjaxLM(TemplateLM):
         self, pretrained: str, method: str = "full", store: str = "memory", directory: str = ".",
         profile: str = profiles.NATIVE, slots: int | None = None, sparse_tokens: int = 32,
         max_length: int | None = None, max_gen_toks: int = 256, add_bos_token: bool = True,
+        dtype: str = "float32", cache_dtype: str = "float32", chunk: int | None = None,
         batch_size: int | str | None = None, max_batch_size: int | None = None, device: str | None = None, **settings,
     ):
         super().__init__()
         if batch_size not in (None, 1, "1"):
             raise ConfigError(f"batch_size={batch_size}: requests are run one by one; leave it at 1")
-        self.llm = kvjax.load(pretrained)
+        self.llm = kvjax.load(pretrained, dtype)
         assert self.llm.tokenizer is not None, "a directory without one is not loaded"
         self.text = self.llm.tokenizer
         self.max_gen_toks, self.add_bos_token = max_gen_toks, add_bos_token
         self.endpoint = Endpoint(
             self.llm, make(method, settings), _store(store, directory, profile),
             None if slots is None else kvjax.Slots(count=slots), sparse_tokens,
-            max_length or self.llm.config.max_position,
+            max_length or self.llm.config.max_position, cache_dtype, chunk,
         )
 
     @property

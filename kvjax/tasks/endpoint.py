@@ -29,6 +29,8 @@ class Endpoint:
     slots: Slots | None = None
     sparse_tokens: int = 32  # of a context that are read through the cache
     max_length: int = 2048  # longer contexts lose their beginning
+    dtype: str = "float32"  # of stored keys and values
+    chunk: int | None = None  # tokens of a context that are read at a time (`LLM.prefill`)
 
     def loglikelihood(self, pairs: Iterable[tuple[Sequence[int], Sequence[int]]]) -> list[tuple[float, bool]]:
         """For each context and continuation (token ids): the log-probability, and whether greedy decoding gives it.
@@ -67,7 +69,8 @@ class Endpoint:
     def _cache(self, read: list[int], room: int) -> Iterator[Cache]:
         """One cache, closed after use; its capacity is a power of two, so that few shapes compile."""
         capacity = max(LEAST_CAPACITY, 1 << (room - 1).bit_length())
-        cache = self.llm.prefill(read, method=self.method, store=self.store, slots=self.slots, capacity=capacity)
+        cache = self.llm.prefill(read, method=self.method, store=self.store, slots=self.slots, capacity=capacity,
+                                 dtype=self.dtype, chunk=self.chunk)
         try:
             yield cache
         finally:

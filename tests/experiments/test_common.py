@@ -1,9 +1,12 @@
 """Stores by name, and what a row of results says about the device under them."""
 
+import importlib
+
+import ml_collections
 import pytest
 
 import kvjax
-from experiments import common
+from experiments import adaptive_prefill, common, long_generation, residency, throughput
 from kvjax.errors import ConfigError
 
 
@@ -37,3 +40,53 @@ def test_late_commands_are_those_since_a_moment(tmp_path):
     store.system.commands, store.system.late = 30, 9
     assert common.disk_of(store, since)["late_share"] == 5 / 20
     assert common.commands_of(None) == common.commands_of(common.make_store("flash", tmp_path)) == (0, 0)
+
+
+def test_what_an_experiment_does_not_understand_of_a_method_is_refused():
+    settings = {"name": "quest", "budget": 64, "dtype": "int8", "slots": {"count": 9}}
+    assert common.make_method(settings, ("dtype", "slots")).budget == 64
+    with pytest.raises(ConfigError, match=r"quest: .* no use for a method's slots"):
+        common.make_method(settings, ("dtype",))
+    with pytest.raises(ConfigError, match="slots=9 must be settings"):
+        common.make_slots({**settings, "slots": 9})
+
+
+@pytest.mark.parametrize("run", [long_generation.run, adaptive_prefill.run, residency.run, throughput.run])
+def test_runs_refuse_what_they_do_not_understand(run):
+    config = ml_collections.ConfigDict({
+        "methods": ({"name": "quest", "budget": 64, "whole": True},), "models": ("x",), "stores": ("x",),
+        "drivers": ("x",), "steps": 9, "batches": (1,), "contexts": (9,), "slots": 0,
+    })
+    with pytest.raises(ConfigError, match="no use for a method's whole"):
+        run(config, "unused")
+
+
+PRESETS = (
+    "demo", "demo:smoke", "evaluate", "evaluate:smoke", "leaderboard", "leaderboard:smoke", "leaderboard:quick",
+    "leaderboard:ruler", "leaderboard:recall", "throughput", "throughput:smoke", "throughput:quick", "dynsplit_paper",
+    *(f"dynakv_paper:{name}" for name in ("accuracy", "bits", "latency", "length", "decode", "share", "precision",
+                                          "ratio", "buffer", "smoke")),
+    *(f"dynsplit_paper:{name}" for name in ("tenth", "passkey", "latency", "outputs", "memory", "reuse", "smoke")),
+    *(f"kvswap_paper:{name}" for name in ("accuracy", "rolling", "entries", "throughput", "groups", "rates",
+                                          "breakdown", "pretrained", "reuse", "smoke")),
+)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_ask_for_what_their_experiment_understands(preset):
+    name, *args = preset.split(":")
+    config = importlib.import_module(f"configs.{name}").get_config(*args)
+    importlib.import_module(f"experiments.{config.experiment}").check(config)
+
+
+@pytest.mark.parametrize("given", [0, -1, 1.5, True, (), (1, 0), (256.5,)], ids=str)
+def test_counts_are_whole_and_not_below_their_least(given):
+    common.check_counts({"samples": 1, "lengths": (1, 2)}, samples=1, lengths=1)
+    with pytest.raises(ConfigError, match="samples"):
+        common.check_counts({"samples": given}, samples=1)
+
+
+def test_labels_have_the_names_of_configurations():
+    for name in kvjax.METHODS:
+        budget = {} if name in ("full", "rle") else {"budget": 256}
+        assert common.label_of({"name": name, **budget}).partition("@")[0] == name

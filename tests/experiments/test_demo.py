@@ -66,3 +66,44 @@ def test_a_run_goes_on_and_is_not_mixed_with_another(model, tmp_path, monkeypatc
     config.question = "w7"
     with pytest.raises(ConfigError, match="another configuration: question"):
         demo.run(config, str(tmp_path / "run"))
+
+
+def test_type_and_slots_of_a_method_have_their_effect(model, tmp_path):
+    changes = {}, {"label": "int8", "dtype": "int8"}, {"label": "again", "slots": {"keep": False}}
+    config = make_config(model, " ".join(f"w{i % 40}" for i in range(60)), tmp_path, store="host")
+    config.methods = tuple({**METHODS[0], **change} for change in changes)
+    demo.run(config, str(tmp_path / "run"))
+    rows = json.loads((tmp_path / "run" / "summary.json").read_text())["rows"]
+    (usual, int8, again) = ([row[key] for key in ("resident_bytes", "hit_rate")] for row in rows)
+    assert int8[0] < usual[0] and again[1] == 0.0 < usual[1]
+
+
+@pytest.mark.parametrize(("settings", "changes", "words"), [
+    ({"dtype": "int3"}, {}, "int3"), ({"slots": {"count": 1}}, {}, "slots=1"),
+    ({"slots": {"keep": False}}, {"store": "memory"}, "slots are for blocks on a store"),
+])
+def test_types_and_slots_that_do_not_fit_leave_nothing_behind(model, tmp_path, settings, changes, words):
+    config = make_config(model, "w1 w2 w3", tmp_path, **changes)
+    config.methods = ({**METHODS[0], **settings},)
+    with pytest.raises(ConfigError, match=words):
+        demo.run(config, str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"chat": True}, "chat=True"), ({"seed": -1}, "seed=-1"), ({"digits": -1}, "digits=-1"),
+    ({"digits": 1}, "digits=1"), ({"digits": 30}, "digits=30"), ({"recall_k": -2}, "recall_k=-2"),
+    ({"methods": ({"name": "quest", "whole": True},)}, "no use for a method's whole"),
+])
+def test_settings_that_make_no_job_are_refused(changes, words):
+    config = get_config("smoke")
+    config.update(changes)
+    with pytest.raises(ConfigError, match=words):
+        demo.run(config, "unused")
+
+
+@pytest.mark.parametrize("needle", ["Hello {nokey}", "{", "{}", "{key.x}", 5])
+def test_a_needle_has_at_most_a_key_to_fill_in(needle):
+    assert demo._cue("The number of {key} is", "word") == "The number of word is"
+    with pytest.raises(ConfigError, match="is no sentence"):
+        demo._cue(needle, "word")

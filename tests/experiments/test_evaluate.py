@@ -5,7 +5,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from configs.evaluate import get_config
+from configs.throughput import get_config as timed_config
 from experiments import evaluate, throughput
+from kvjax.errors import ConfigError
 
 
 def row(method, losses, **other):
@@ -46,3 +49,31 @@ def test_what_is_left_of_the_full_score_has_an_interval_of_paired_samples():
     assert low == pytest.approx(1 + (-2 - 1.96 * (5 - 4 / 102) ** 0.5) / 102 / 0.9) and low < 88 / 90 < high
     low, high = evaluate.share_of(full, full)["share_interval"]
     assert 0.97 < low < 1 < high
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"samples": 0}, "samples=0"), ({"batch": 0}, "batch=0"), ({"seed": -1}, "seed=-1"),
+    ({"tasks": ()}, "tasks is empty"),
+    ({"methods": ({"name": "quest", "slots": {"count": 9}},)}, "no use for a method's slots"),
+])
+def test_settings_that_make_no_evaluation_are_refused(changes, words):
+    config = get_config("smoke")
+    config.update(changes)
+    with pytest.raises(ConfigError, match=words):
+        evaluate.run(config, "unused")
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"steps": 0}, "steps=0"), ({"batches": (0,)}, "batches="), ({"contexts": (0,)}, "contexts="),
+    ({"stores": ()}, "stores is empty"), ({"methods": ({"name": "quest", "slots": {"size": 9}},)}, "no setting size"),
+])
+def test_settings_with_which_nothing_can_be_timed_are_refused(changes, words):
+    config = timed_config("smoke")
+    config.update(changes)
+    with pytest.raises(ConfigError, match=words):
+        throughput.run(config, "unused")
+
+
+def test_a_summary_has_the_rows_that_were_asked_for():
+    rows = [row("full", [1.0]), row("quest", [2.0]), row("full", [1.0], context=128)]
+    assert evaluate.asked_for(rows, [("perplexity", 64, "quest"), ("perplexity", 128, "full")]) == rows[1:]

@@ -6,6 +6,7 @@ import ml_collections
 import pytest
 
 import kvjax
+from configs.leaderboard import get_config
 from experiments import common, leaderboard, report
 from kvjax.errors import ConfigError
 from kvjax.tasks import asking
@@ -108,3 +109,38 @@ def test_a_question_within_the_prompt_is_answered_from_there(exams):
         cache = exams.llm.prefill(asking.contexts(batch), method=kvjax.full(), capacity=asking.capacity(batch))
         answers.append(asking.ask(exams.llm, cache, batch)[1][0].tokens)
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"samples": 0}, "samples=0"), ({"samples": -1}, "samples=-1"), ({"batch": 0}, "batch=0"),
+    ({"continuations": 0}, "continuations=0"), ({"seeds": (-1,)}, "seeds="), ({"lengths": (256.5,)}, "lengths="),
+    ({"tasks": ()}, "tasks is empty"), ({"lengths": ()}, "lengths is empty"), ({"store": "disk"}, "unknown store"),
+    ({"methods": ({"name": "quest", "slots": {}},)}, "no use for a method's slots"),
+    ({"methods": ({"label": "mine"},)}, "unknown method None"), ({"methods": ("quest",)}, "'quest' is no method"),
+])
+def test_settings_that_make_no_grid_are_refused(changes, words):
+    config = get_config("smoke")
+    config.update(changes)
+    with pytest.raises(ConfigError, match=words):
+        leaderboard.run(config, "unused")
+
+
+@pytest.mark.parametrize(("context", "dtype", "words"), [(250, "int3", "int3"), (8, "float32", "fit")])
+def test_what_no_budget_would_mend_ends_the_run(exams, context, dtype, words):
+    job = leaderboard.Cell((("name", "quest"), ("dtype", dtype)), "quest", "multi_request", context, 64, 0)
+    with pytest.raises(ConfigError, match=words):
+        leaderboard.check_fit(exams, [job])
+
+
+def test_only_a_budget_that_does_not_fit_is_a_row(exams, tmp_path, monkeypatch):
+    cell = leaderboard.Cell((("name", "quest"), ("window", 8)), "quest", "multi_request", 250, 9, 0)
+    assert "budget" in leaderboard.measure(exams, cell, tmp_path)["refused"]
+    monkeypatch.setitem(exams.config, "store", "disk")
+    with pytest.raises(ConfigError, match="unknown store"):
+        leaderboard.measure(exams, cell, tmp_path)
+
+
+def test_a_summary_has_the_cells_that_were_asked_for():
+    cells = list(leaderboard.cells(CONFIG))
+    rows = [{**cell.head, "accuracy": 1.0} for cell in cells]
+    assert leaderboard.asked_for(rows, cells[3:]) == rows[3:]

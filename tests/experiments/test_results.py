@@ -1,6 +1,7 @@
 """A workdir holds the results of one configuration."""
 
 import json
+import pathlib
 
 import ml_collections
 import pytest
@@ -63,3 +64,22 @@ def test_two_methods_of_one_label_are_refused():
     with pytest.raises(ConfigError, match="two methods are called quest@64"):
         common.by_label((QUEST, {**QUEST, "page": 4}))
     assert len(common.by_label((QUEST, {**QUEST, "page": 4, "label": "small"}, DYNAKV))) == 3
+
+
+@pytest.mark.parametrize("torn", [b'{"method": "dyna', b'{"method": "full"}', b"\0\n"], ids=["half", "no_end", "zero"])
+def test_a_last_line_that_was_cut_short_is_measured_again(used, torn):
+    file = pathlib.Path(used) / "metrics.jsonl"
+    whole = file.read_bytes()
+    file.write_bytes(whole + torn)
+    run = Run(config(), used, GRID)
+    assert len(run.logged()) == 1 and file.read_bytes() == whole
+    run.keep(method="full")
+    assert [row["method"] for row in run.logged()] == ["quest@64", "full"]
+
+
+@pytest.mark.parametrize("bad", [b'{"method"\n', b"7\n"])
+def test_any_other_line_that_is_no_row_is_named(used, bad):
+    file = pathlib.Path(used) / "metrics.jsonl"
+    file.write_bytes(bad + file.read_bytes())
+    with pytest.raises(ConfigError, match=r"metrics.jsonl, line 1 is no row"):
+        Run(config(), used, GRID)

@@ -1,0 +1,44 @@
+"""What the model class for lm-evaluation-harness passes on, with the harness itself left out."""
+
+import importlib
+import pathlib
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import kvjax
+from kvjax.errors import ConfigError
+from kvjax.tasks import endpoint
+
+STUBS = {
+    "lm_eval": {"utils": None}, "lm_eval.__main__": {"cli_evaluate": None}, "lm_eval.api": {},
+    "lm_eval.api.model": {"TemplateLM": object},
+    "lm_eval.api.registry": {"register_model": lambda name: lambda kind: kind},
+    "lm_eval.models": {}, "lm_eval.models.utils": {"handle_stop_sequences": None},
+}
+
+
+@pytest.fixture
+def module(monkeypatch):
+    """`kvjax.lm_eval` over modules that have nothing but the names it imports."""
+    for name, has in STUBS.items():
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+        vars(sys.modules[name]).update(has)
+    monkeypatch.delitem(sys.modules, "kvjax.lm_eval", raising=False)
+    found = importlib.import_module("kvjax.lm_eval")
+    yield found
+    sys.modules.pop("kvjax.lm_eval", None)
+
+
+def test_types_and_chunk_reach_the_model_and_its_caches(module):
+    reference = str(pathlib.Path(kvjax.__file__).parent / "reference")
+    made = module.KvjaxLM(reference, method="streaming_llm", dtype="bfloat16", cache_dtype="int8")
+    assert {leaf.dtype for leaf in jax.tree.leaves(made.llm.params)} == {jnp.dtype("bfloat16")}
+    with made.endpoint._cache([1, 2, 3], 4) as cache:
+        assert (cache.plan.dtype, cache.plan.capacity) == ("int8", endpoint.LEAST_CAPACITY)
+    wrong = module.KvjaxLM(reference, chunk=0)
+    with pytest.raises(ConfigError, match="chunk=0"), wrong.endpoint._cache([1, 2, 3], 4):
+        pass
