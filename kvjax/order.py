@@ -21,8 +21,8 @@ def computed_once(x: Array) -> Array:
 
 
 def rounded(x: Array) -> Array:
-    """`x` as numbers of its type: in one program XLA computes on with the wider ones that they were rounded from, so that
-    a token as one program would differ from one of several."""
+    """`x` as numbers of its type: in one program XLA computes on with the wider ones that they were rounded from, and a
+    token as one program would differ from one of several."""
     return x if x.dtype == jnp.float32 else jax.lax.optimization_barrier(x)
 
 
