@@ -42,6 +42,7 @@ def extend(
     """
     counts = np.asarray(length)
     _check(plan, state, counts, chunk)
+    chunk = min(chunk, 1 << (max(1, int(counts.max())) - 1).bit_length())  # a short text is not padded to a long chunk
     tokens = jnp.pad(jnp.asarray(tokens, jnp.int32), ((0, 0), (0, -tokens.shape[1] % chunk)))
     logits = jnp.zeros((plan.batch, plan.config.vocab_size))
     for start in range(0, int(counts.max()), chunk):

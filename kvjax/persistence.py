@@ -187,7 +187,8 @@ def restore(
     Args:
       config, fingerprint: of the model; must be those of the saved cache.
       method: needed where the saved one is not in `METHODS`; must be equal to it in any case.
-      slots: how a store's blocks are kept in memory; None = as when it was saved.
+      slots: how a store's blocks are kept in memory; None = as when it was saved, but for `park` and `backend`, which
+        are not saved.
       read_only: see `FlashStore.open`.
       store_settings: arguments of `FlashStore`.
 
@@ -198,6 +199,9 @@ def restore(
     if (directory / BLOCKS).exists():
         return _restore_store(directory, config, fingerprint, method, slots, read_only, store_settings or {})
     manifest = _read_manifest(directory)
+    if store_settings or (slots is not None and slots.park is None):
+        raise ConfigError(f"{directory} was saved from memory; leave out slots, which are for blocks on a store, and "
+                          f"settings of a store ({', '.join(store_settings or ('none',))})")
     while True:
         try:
             return _restored(directory, manifest, config, fingerprint, method, slots, None)

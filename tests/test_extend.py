@@ -147,6 +147,13 @@ def test_memory_does_not_grow_with_the_cache(params, tokens):
     assert temporaries(write, state.layers[0]) < pool / 4
 
 
+def test_a_short_text_is_not_padded_to_a_long_chunk(params, tokens):
+    plan, state, _, _ = start(params, tokens, METHODS["quest"])
+    with mock.patch.object(chunked, "_chunk", side_effect=chunked._chunk) as read:
+        extend(plan, params, state, following(tokens)[:, :3], jnp.asarray([3, 2]), 64)
+    assert [call.args[3].shape for call in read.call_args_list] == [(2, 4)]
+
+
 def test_bad_input_is_refused(params, tokens):
     plan, state, _, _ = start(params, tokens, METHODS["quest"])
     with pytest.raises(PromptError, match="capacity=96"):

@@ -79,6 +79,20 @@ def test_memory_is_that_of_two_layers(tmp_path):
     assert not list(tmp_path.iterdir()), "its temporary file went with it"
 
 
+def test_a_prompt_that_is_not_read_leaves_no_file(tmp_path, monkeypatch):
+    """Refused, or failed while layers are parked; the exception may be kept, as notebooks do."""
+    llm, context = _model(DEEP), list(range(1, 50))
+    slots = kvjax.Slots(park=FlashStore(tmp_path / "p.kv"))
+    with pytest.raises(ConfigError, match="h2o") as kept:
+        llm.prefill(context, method=kvjax.h2o(budget=24, sinks=2, window=4), store=HostStore(), slots=slots, chunk=8)
+    assert not list(tmp_path.iterdir()), kept
+    with monkeypatch.context() as broken:
+        broken.setattr(parking, "park", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError) as kept:
+            llm.prefill(context, method=METHODS["quest"], store=HostStore(), slots=slots)
+    llm.prefill(context, method=METHODS["quest"], store=HostStore(), slots=slots).close()  # no lock was left
+
+
 def _model(config):
     return LLM(config, make_params(config, sharper=1))
 
