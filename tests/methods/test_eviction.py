@@ -162,12 +162,12 @@ class SlowH2O:
             self.kept.remove(min(self.kept, key=self.sums.get))
 
 
-@pytest.mark.parametrize("prompt", [(50, 31), (24, 4), (1, 9)], ids=str)
 def test_a_negative_number_of_observed_queries_is_refused():
     with pytest.raises(ConfigError, match="observation=-5"):
         dataclasses.replace(H2O_, observation=-5)
 
 
+@pytest.mark.parametrize("prompt", [(50, 31), (24, 4), (1, 9)], ids=str)
 @pytest.mark.parametrize("observation", [None, 8])
 def test_h2o_keeps_the_heavy_hitters_at_every_step(prompt, observation):
     stream = Stream.draw(4)
