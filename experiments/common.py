@@ -1,7 +1,6 @@
 """What the experiments share: methods and stores from configuration, the reference model."""
 
 import dataclasses
-import numbers
 import pathlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -10,7 +9,7 @@ import ml_collections
 import numpy as np
 
 import kvjax
-from kvjax import methods, tasks
+from kvjax import fields, methods, tasks
 from kvjax.errors import ConfigError, FormatMismatch
 from kvjax.method import Method
 from kvjax.planning import Slots
@@ -30,7 +29,7 @@ def check_counts(config: Mapping[str, Any], **least: int) -> None:
         if several:
             check_some(config, name)
         for one in given if several else (given,):
-            if not isinstance(one, numbers.Integral) or isinstance(one, bool) or one < lowest:
+            if not fields.whole(one, lowest):
                 raise ConfigError(f"{name}={given!r} must be {'whole numbers' if several else 'a whole number'} of at "
                                   f"least {lowest}")
 
@@ -52,8 +51,8 @@ def make_method(settings: Mapping[str, Any], extras: Collection[str] = ()) -> Me
     (`experiments.leaderboard`).
     """
     check_extras(settings, extras)
-    fields = {field: value for field, value in settings.items() if field not in NOT_FIELDS}
-    return methods.make(fields.pop("name", None), fields)
+    given = {field: value for field, value in settings.items() if field not in NOT_FIELDS}
+    return methods.make(given.pop("name", None), given)
 
 
 def check_extras(settings: Mapping[str, Any], extras: Collection[str]) -> None:
@@ -170,5 +169,5 @@ def check_model(llm: kvjax.LLM, entries: Sequence[Mapping[str, Any]]) -> None:
 
 def label(method: Method) -> str:
     """Name and budget, as tables show them; the name is the one that configurations use."""
-    name = next((name for name, kind in methods.METHODS.items() if type(method) is kind), method.name)
+    name = methods.name_of(type(method)) or method.name
     return name if method.budget is None else f"{name}@{method.budget}"

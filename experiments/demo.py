@@ -29,8 +29,8 @@ COLUMNS = (
     ("method", "{:>18}"), ("right", "{:>6}"), ("recall", "{:>7}"), ("attended_tokens", "{:>9}"),
     ("bytes_read_per_token", "{:>11}"), ("resident_bytes", "{:>11}"), ("tokens_per_s", "{:>9}"), ("answers", " {}"),
 )
-_EXTRAS = ("label", "slots", "dtype")  # of a method's settings
 TITLES = ("method", "right", "recall", "attended", "read/token", "resident", "tokens/s", "answers")
+_EXTRAS = ("label", "slots", "dtype")  # of a method's settings
 
 
 @dataclasses.dataclass(frozen=True)

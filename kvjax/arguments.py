@@ -1,8 +1,8 @@
 """What the three-line API is given: checked before anything is computed or written."""
 
-import numbers
 from collections.abc import Sequence
 
+from kvjax import fields
 from kvjax.errors import ConfigError, PromptError
 from kvjax.method import Method
 from kvjax.planning import Slots
@@ -23,12 +23,6 @@ def check_kinds(method, store, slots) -> None:
         raise ConfigError("slots are for blocks on a store; give a store such as kvjax.HostStore() beside them")
 
 
-def check_chunk(chunk) -> None:
-    """Raises ConfigError for a chunk that is no number of tokens."""
-    if not _whole(chunk) or chunk < 1:
-        raise ConfigError(f"chunk={chunk!r} must be a whole number of at least 1 token")
-
-
 def check_cache(cache) -> None:
     """Raises ConfigError for what is no cache, above all the result that has one."""
     if not isinstance(cache, Cache):
@@ -37,11 +31,11 @@ def check_cache(cache) -> None:
 
 def check_generation(max_new_tokens, sampling, seed) -> None:
     """Raises PromptError for a length of the answer, ConfigError for a way to sample it, that are none."""
-    if not _whole(max_new_tokens) or max_new_tokens < 0:
+    if not fields.whole(max_new_tokens, 0):
         raise PromptError(f"max_new_tokens={max_new_tokens!r} must be a whole number, and not negative")
     if not isinstance(sampling, Sampling):
         raise ConfigError(f"sampling={sampling!r} is none; give kvjax.Sampling(temperature=...)")
-    if not _whole(seed):
+    if not fields.whole(seed):
         raise ConfigError(f"seed={seed!r} must be a whole number")
 
 
@@ -69,7 +63,3 @@ def _is_row(given) -> bool:
 def rows(text) -> list:
     """One text or sequence of token ids for each sequence of a batch."""
     return list(text) if is_batch(text) else [text]
-
-
-def _whole(number) -> bool:
-    return isinstance(number, numbers.Integral) and not isinstance(number, bool)

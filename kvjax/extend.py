@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import attention, decode, layer, packing
+from kvjax import attention, decode, fields, layer, packing
 from kvjax import cache as caching
 from kvjax.cache import Fresh, LayerState
 from kvjax.errors import ConfigError, PromptError, StoreError
@@ -54,10 +54,15 @@ def extend(
     return state, logits
 
 
+def check_chunk(chunk) -> None:
+    """Raises ConfigError for a chunk that is no number of tokens."""
+    if not fields.whole(chunk, 1):
+        raise ConfigError(f"chunk={chunk!r} must be a whole number of at least 1 token")
+
+
 def check(plan: Plan, chunk: int) -> None:
     """Raises ConfigError for a method that needs single tokens, or chunks of none."""
-    if chunk < 1:
-        raise ConfigError(f"chunk={chunk} must be at least one token")
+    check_chunk(chunk)
     if any(one.method.observes or one.method.samples for one in plan.layers):
         raise ConfigError(f"{plan.layers[-1].method.name} learns from the attention of single tokens, or draws for "
                           "single queries; decode the text")

@@ -28,6 +28,11 @@ def check(settings: Any) -> None:
             raise ConfigError(f"{name} of {type(settings).__name__} is not a number; give one")
 
 
+def whole(value: Any, least: int | None = None) -> bool:
+    """Whether it is an integer, and not below the least one; NumPy's count too, True and False do not."""
+    return _is(value, int) and (least is None or value >= least)
+
+
 def _hints(kind: Any) -> dict[str, Any]:
     """The types of a dataclass's fields by name; none where they are not known at run time."""
     try:

@@ -156,7 +156,7 @@ class LLM:
         """
         arguments.check_kinds(method, store, slots)
         if chunk is not None:
-            arguments.check_chunk(chunk)
+            extend.check_chunk(chunk)
         reading, rest = self._opening(context, chunk)
         lengths = [n + len(more) for n, more in zip(np.asarray(reading.length).tolist(), rest, strict=True)]
         if max(lengths) > self.config.max_position:
@@ -229,7 +229,6 @@ class LLM:
         The given cache stays as it is. Raises PromptError beyond the capacity, ConfigError for methods that need single
         tokens, or a StoreError.
         """
-        arguments.check_chunk(chunk)
         rows = self._asked("texts", text, cache)
         fork = cache.fork()
         try:

@@ -33,7 +33,7 @@ from kvjax.errors import (
     WriteFailed,
 )
 from kvjax.method import Method
-from kvjax.methods import METHODS
+from kvjax.methods import METHODS, name_of
 from kvjax.models.config import ModelConfig
 from kvjax.planning import Plan, Slots, State
 from kvjax.store.base import Branch
@@ -259,12 +259,11 @@ def _method(plan: Plan) -> Method:
 
 def _describe(method: Method) -> dict[str, Any]:
     kind = type(method)
-    names = [name for name, known in METHODS.items() if known is kind]
     settings = json.loads(json.dumps(dataclasses.asdict(method), default=lambda value: {_NOT_SAVED: repr(value)}))
     for name in kind.files:  # which are to be found from any directory
         if isinstance(settings[name], str) and settings[name]:
             settings[name] = os.path.abspath(settings[name])
-    return {"name": names[0] if names else f"{kind.__module__}.{kind.__qualname__}", "settings": settings}
+    return {"name": name_of(kind) or f"{kind.__module__}.{kind.__qualname__}", "settings": settings}
 
 
 def _same_method(directory, saved: dict[str, Any], method: Method | None) -> Method:

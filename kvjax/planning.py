@@ -4,7 +4,6 @@ Nothing here runs a model: `kvjax.prefill` fills a cache, `kvjax.decode` advance
 """
 
 import dataclasses
-import numbers
 
 import jax
 import jax.numpy as jnp
@@ -92,7 +91,7 @@ class Slots:
 def make_plan(config: ModelConfig, method: Method, batch: int, capacity: int, dtype: str = "float32") -> Plan:
     """Sizes every layer's cache. Raises ConfigError where they do not fit together, or for a type that there is not."""
     packing.check(dtype, config.head_dim)
-    if not isinstance(capacity, numbers.Integral) or capacity < 2:
+    if not fields.whole(capacity, 2):
         raise ConfigError(f"capacity={capacity!r} must be a whole number of at least 2 tokens")
     sizes = {"kv_heads": config.num_kv_heads, "group": config.group, "head_dim": config.head_dim, "capacity": capacity}
     dense = Full()

@@ -10,7 +10,7 @@ from tiny import dense, make_params
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import kvjax
-from kvjax import arguments, decode, packing
+from kvjax import arguments, decode, extend, packing
 from kvjax.errors import (
     CheckpointError,
     ConfigError,
@@ -212,7 +212,7 @@ def starting(llm):
     (lambda llm, tmp: arguments.marks(5, llm.tokenizer), ConfigError, "stop=5"),
     (lambda llm, tmp: arguments.marks("a", None), ConfigError, "no tokenizer.json"),
     (lambda llm, tmp: arguments.check_cache(None), ConfigError, "result's .cache"),
-    (lambda llm, tmp: arguments.check_chunk(2.5), ConfigError, "chunk=2.5"),
+    (lambda llm, tmp: extend.check_chunk(2.5), ConfigError, "chunk=2.5"),
     (lambda llm, tmp: packing.check(np.dtype("int8"), 8), ConfigError, "int8"),
     (lambda llm, tmp: llm.prefill([1, [2, 3]]), PromptError, "no text"),
     (lambda llm, tmp: llm.prefill({"a": 1}), PromptError, "no text"),

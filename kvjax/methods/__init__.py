@@ -57,6 +57,11 @@ METHODS: dict[str, type[Method]] = {
 }
 
 
+def name_of(kind: type[Method]) -> str | None:
+    """The name that configurations have for a method; None for one that is not in `METHODS`."""
+    return next((name for name, known in METHODS.items() if known is kind), None)
+
+
 def make(name: str | None, settings: Mapping[str, Any]) -> Method:
     """A method by name. Raises ConfigError on an unknown name or setting."""
     if name not in METHODS:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from tqdm import tqdm
 
+from kvjax import fields
 from kvjax.errors import ConfigError, FormatMismatch
 from kvjax.llm import LLM
 from kvjax.methods.kvswap import KVSwap
@@ -18,7 +19,7 @@ from kvjax.planning import Slots
 from kvjax.store import fifo
 from kvjax.store.base import Store
 from kvjax.tuner import profile, tuning
-from kvjax.tuner.solver import Costs, Limits, Setting, Solution, Space, expected, positive_integer, solve
+from kvjax.tuner.solver import Costs, Limits, Setting, Solution, Space, expected, solve
 from kvjax.tuner.tuning import Family, Tuning
 
 _LOG = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ def tune(
     space, or WriteFailed; and what the store raises, NoSpace where it has no room for a layer.
     """
     for name, sizes in (("batches", batches), ("contexts", contexts)):
-        if not sizes or not all(map(positive_integer, sizes)):
+        if not sizes or not all(fields.whole(one, 1) for one in sizes):
             raise ConfigError(f"{name}={sizes} must be positive integers, at least one")
     family = Family(selected, bits, adapters or {}, per_head)
     limits = Limits(max_bytes // max(batches), relax, space or Space())

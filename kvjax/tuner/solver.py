@@ -10,9 +10,9 @@ share of T_io that may be seen, but the share of T_model by which reading may pr
 """
 
 import dataclasses
-import numbers
 from collections.abc import Callable, Sequence
 
+from kvjax import fields
 from kvjax.errors import ConfigError
 
 
@@ -38,17 +38,12 @@ class Space:
 
     def __post_init__(self):
         for name, given in dataclasses.asdict(self).items():
-            if not all(positive_integer(one) for one in given):
+            if not all(fields.whole(one, 1) for one in given):
                 raise ConfigError(f"{name}={given} must be positive integers")
             values = tuple(map(int, given))  # a list would not equal the tuple that a saved tuning is loaded with
             if not values or list(values) != sorted(set(values)):
                 raise ConfigError(f"{name}={given} must be positive, ascending and not empty")
             object.__setattr__(self, name, values)
-
-
-def positive_integer(value: object) -> bool:
-    """Whether it is a number of tokens, or the like; NumPy's integers count too."""
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) > 0
 
 
 @dataclasses.dataclass(frozen=True)

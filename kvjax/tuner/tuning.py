@@ -11,7 +11,7 @@ from kvjax import fields
 from kvjax.errors import ConfigError, FormatMismatch, ReadFailed, WriteFailed
 from kvjax.methods.kvswap import KVSwap
 from kvjax.planning import Slots
-from kvjax.tuner.solver import Limits, Setting, Solution, Space, positive_integer
+from kvjax.tuner.solver import Limits, Setting, Solution, Space
 
 VERSION = 4
 _TUNED = {"budget", "group", "sigma", "bits", "per_head", "adapters"}  # fields of KVSwap that a tuning decides
@@ -39,7 +39,7 @@ class Family:
         fields.check(self)
         sigmas = (("sigma", sigma) for sigma in self.adapters)
         for name, value in (("selected", self.selected), ("bits", self.bits), *sigmas):
-            if not positive_integer(value):
+            if not fields.whole(value, 1):
                 raise ConfigError(f"{name}={value!r} of a tuning must be a positive integer")
         # So that they are found from wherever a saved tuning is loaded.
         found = {sigma: os.path.abspath(directory) for sigma, directory in self.adapters.items()}
