@@ -1,5 +1,6 @@
 """A small cache, the stores to try it on, and a few lines that every store test would repeat."""
 
+import contextlib
 import dataclasses
 import os
 import time
@@ -174,3 +175,42 @@ def fragile(request, tmp_path, open_branch, system) -> Driver:
     driver.prefill()
     settle(driver.branch.path)
     return driver
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "cache.kv"
+
+
+@pytest.fixture
+def reopen(path):
+    """reopen(**settings) -> Driver on the saved file; whatever is still open is closed at the end."""
+    drivers = []
+
+    def make(read_only=False, system=None, **settings) -> Driver:
+        store = FlashStore(path, **settings)
+        if system is not None:
+            store.system = system
+        drivers.append(Driver(store.open(GEOMETRY, "fingerprint", read_only=read_only)))
+        return drivers[-1]
+
+    yield make
+    for driver in drivers:
+        driver.branch.take_error()
+        with contextlib.suppress(OSError):
+            driver.branch.close()
+
+
+@pytest.fixture
+def saved(path, open_branch) -> np.ndarray:
+    """A closed file with save 1 (prefill), save 2 (block 0 changed) and an unsaved row; the blocks of save 2."""
+    driver = open_branch(FlashStore(path))
+    driver.prefill()
+    assert driver.branch.save(b"first") == 1
+    driver.append(0, 0, 5.0)
+    assert driver.branch.save(b"second") == 2
+    expected = driver.read()
+    driver.append(0, 1, 6.0)
+    driver.append(5, 0, 7.0)
+    driver.branch.close()
+    return expected
