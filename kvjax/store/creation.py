@@ -21,39 +21,67 @@ def create_file(path, header: Header, system: SystemIO, *, direct: bool, max_byt
                 least_blocks: int = 1) -> BlockFile:
     """Creates `path`, or a temporary file in the directory `path`, and writes its header.
 
-    A kvjax file nobody holds is replaced; temporary files that a crash left in the directory are removed. Raises
-    FormatMismatch for any other file, StoreLocked, StoreClosed when somebody removes it meanwhile, NoSpace, or
-    WriteFailed when the place cannot be written; a file made by a failed call is removed again.
+    A kvjax file that nobody writes is replaced by a new one; who reads the old one, reads on. Temporary files that a
+    crash left in the directory are removed. Raises FormatMismatch for any other file, StoreLocked, StoreClosed when
+    somebody removes it meanwhile, NoSpace, or WriteFailed when the place cannot be written. After a failed call there
+    is what there was before; if it was the last step that failed, syncing the directory, an empty store instead.
     """
-    page = header.pack()
     path, temporary = os.fspath(path), False
     if os.path.isdir(path):
         remove_orphans(path, system)
-        path, temporary = os.path.join(path, f"kvjax-{os.getpid()}-{uuid.uuid4().hex[:12]}.kv"), True
+        path, temporary = _name_in(path), True
     descriptor, made = _open_for_writing(path, system)
     with contextlib.ExitStack() as undo:
-        undo.callback(system.close, descriptor)
-        if made:
-            undo.push(functools.partial(_remove_made, path, system))  # while we have the lock, if we got it
-        file = BlockFile(path, descriptor, system, temporary=temporary)
+        file = _tentative(path, descriptor, made, system, undo)
         _claim(file, descriptor, system)
         _check_space(path, descriptor, system, HEADER_BYTES + least_blocks * header.geometry.extent_bytes, max_bytes)
-        _empty(path, descriptor, system)
-        file.write(page.ljust(HEADER_BYTES, b"\0"), 0, lambda _: "the header")
+        if not made:
+            file = _beside(path, os.fstat(descriptor), system, undo)
+        file.temporary = temporary
+        file.write(header.pack().ljust(HEADER_BYTES, b"\0"), 0, lambda _: "the header")
         if not temporary:
-            _make_durable(file, system)
+            _make_durable(file, path, system)
         undo.pop_all()
+    if not made:
+        system.close(descriptor)
     if direct:
         file.open_direct()
     return file
 
 
-def _make_durable(file: BlockFile, system: SystemIO) -> None:
+def _name_in(directory: str) -> str:
+    return os.path.join(directory, f"kvjax-{os.getpid()}-{uuid.uuid4().hex[:12]}.kv")
+
+
+def _make_durable(file: BlockFile, path: str, system: SystemIO) -> None:
+    """Has the file last, at `path`."""
     file.sync()
     try:
-        system.sync_directory(os.path.dirname(os.path.abspath(file.path)))
+        if file.path != path:
+            system.replace(file.path, os.path.realpath(path))
+            file.path = path
+        system.sync_directory(os.path.dirname(os.path.abspath(path)))
     except OSError as cause:
-        raise write_error(f"{file.path}: syncing its directory failed", cause) from cause
+        raise write_error(f"{path}: its directory could not be written", cause) from cause
+
+
+def _tentative(path: str, descriptor: int, made: bool, system: SystemIO, undo: contextlib.ExitStack) -> BlockFile:
+    """An open file that is closed, and removed if we made it, should what follows fail."""
+    undo.callback(system.close, descriptor)
+    if made:
+        undo.push(functools.partial(_remove_made, path, system))  # while we have the lock, if we got it
+    return BlockFile(path, descriptor, system, temporary=False)
+
+
+def _beside(path: str, old: os.stat_result, system: SystemIO, undo: contextlib.ExitStack) -> BlockFile:
+    """A locked file that is to take the place of `path`. To empty that one instead would be SIGBUS to those who have it
+    mapped, and lose what was saved in it if we fail."""
+    name = _name_in(os.path.dirname(os.path.realpath(path)))
+    descriptor, made = _open_for_writing(name, system)
+    file = _tentative(name, descriptor, made, system, undo)
+    os.fchmod(descriptor, stat.S_IMODE(old.st_mode))
+    file.lock()
+    return file
 
 
 def open_file(path: str, system: SystemIO, *, direct: bool, read_only: bool) -> tuple[BlockFile, Header]:
@@ -159,10 +187,3 @@ def _check_space(path: str, descriptor: int, system: SystemIO, least: int, max_b
     if free < needed:
         raise NoSpace(f"{path}: {needed} bytes are needed and {free} are free; free some, lower max_bytes, or choose "
                       "another device")
-
-
-def _empty(path: str, descriptor: int, system: SystemIO) -> None:
-    try:
-        system.ftruncate(descriptor, 0)
-    except OSError as cause:
-        raise write_error(f"cannot empty {path}", cause) from cause

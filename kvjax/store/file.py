@@ -7,6 +7,7 @@ still wants, the reader's checksums tell. A lock goes with its process, so that 
 
 import contextlib
 import errno
+import mmap
 import os
 import threading
 from collections.abc import Callable, Iterable
@@ -172,6 +173,10 @@ class BlockFile:
                 self._system.close(descriptor)
         except OSError as cause:
             raise write_error(f"{self.path}: syncing to the device failed", cause) from cause
+
+    def mapped(self) -> np.ndarray:
+        """uint8[bytes] the file as it is now, read-only; it stays mapped while the array is there."""
+        return np.frombuffer(mmap.mmap(self._buffered, 0, access=mmap.ACCESS_READ), np.uint8)
 
     def lock(self) -> None:
         """Takes the lock of a writer, until the file is closed. Raises StoreLocked or WriteFailed."""

@@ -28,7 +28,7 @@ class FlashStore:
     """Where and how blocks are kept on flash; touches no disk before `create`.
 
     Args:
-      path: a file to create (a kvjax file nobody uses is replaced), or an existing directory, in which a temporary
+      path: a file to create (a kvjax file nobody writes is replaced), or an existing directory, in which a temporary
         file is made that goes away when its last branch is closed or collected, and at exit.
       threads: how many reads run at once where threads read.
       engine: how blocks are read, "aio" or "threads" (see `kvjax.store.reader`); None for "aio" where it can be. The

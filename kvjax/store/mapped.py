@@ -37,7 +37,7 @@ class MappedSave:
     extents: np.ndarray
     sums: np.ndarray
     sequence: int
-    _bytes: np.memmap
+    _bytes: np.ndarray
 
     def block(self, layer: int, sequence: int, head: int, block: int) -> np.ndarray:
         """Rows `[C, width]` of a block, keys before values and as they are stored; zeros where nothing was written.
@@ -70,15 +70,14 @@ def open_saved(path: str | os.PathLike) -> MappedSave:
     path = os.fspath(path)
     file, header = open_file(path, SystemIO(), direct=False, read_only=True)
     try:
-        newest = whole_saves(file, header.geometry)[0]
+        newest, mapped = whole_saves(file, header.geometry)[0], file.mapped()
     finally:
         file.close()
     geometry, codec = header.geometry, make_codec(header.codec, header.geometry)
     extents, sums = newest.table(geometry)
     ends = HEADER_BYTES + extents.astype(np.int64) * geometry.extent_bytes + codec.sizes(sums)
-    needed, size = max(ends[extents >= 0], default=0), os.path.getsize(path)
+    needed, size = max(ends[extents >= 0], default=0), mapped.size
     if size < needed:  # beyond its end a mapped file is SIGBUS
         raise ShortRead(f"{path} has {size} bytes, and save {newest.sequence} needs {needed}; restore a whole copy")
     shape = (geometry.layers, geometry.batch, geometry.kv_heads, geometry.num_blocks)
-    mapped = np.memmap(path, np.uint8, mode="r")
     return MappedSave(path, codec, extents.reshape(shape), sums.reshape(shape), newest.sequence, mapped)

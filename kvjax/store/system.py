@@ -22,7 +22,6 @@ class SystemIO:
     close = staticmethod(os.close)
     preadv = staticmethod(os.preadv)
     pwrite = staticmethod(os.pwrite)
-    ftruncate = staticmethod(os.ftruncate)
     unlink = staticmethod(os.unlink)
     sync = staticmethod(os.fdatasync)
     io_setup = staticmethod(linux.io_setup)
@@ -38,6 +37,10 @@ class SystemIO:
     def unlock(self, descriptor: int) -> None:
         """Gives it back, for all processes that have this open file."""
         fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+    def replace(self, old: str, new: str) -> None:
+        """Gives a file the name of another, which goes."""
+        os.replace(old, new)
 
     def sync_directory(self, path: str) -> None:
         """Makes the names in a directory last."""

@@ -125,6 +125,10 @@ class FaultySystem(SystemIO):
         self._meet("sync_directory")
         super().sync_directory(path)
 
+    def replace(self, old, new):
+        self._meet("replace")
+        super().replace(old, new)
+
     def free_bytes(self, descriptor):
         return 0 if "free_bytes" in self._errors else super().free_bytes(descriptor)
 
