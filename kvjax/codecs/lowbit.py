@@ -113,7 +113,10 @@ def products_by_dimension(packed: UInt[Array, "F X N"], q: Float[Array, "F Q D"]
     """Every query with every vector of codes, which lie dimension by dimension, in f32; for few queries.
 
     One head after the other, and of many tokens a piece at a time, so that codes that are floats stay in the cache.
+    With one query a head none are kept, which is two to four times as fast.
     """
+    if q.shape[1] == 1:
+        return jax.lax.map(lambda args: _products_with_one(args[0], args[1], bits), (packed, q[:, 0]))[:, None]
     size = max(1, _PIECE // q.shape[-1] - _SHIFT)
 
     def one_head(args):
@@ -128,6 +131,16 @@ def _products_by_dimension(packed: UInt[Array, "X N"], q: Float[Array, "Q D"], b
     found = [jnp.einsum("xn,qx->qn", code, q[:, i :: 8 // bits])
              for i, code in enumerate(_codes_apart(packed, q.dtype, bits))]
     return sum(found[1:], found[0])
+
+
+def _products_with_one(packed: UInt[Array, "X N"], q: Float[Array, "D"], bits: int) -> Float[Array, "N"]:
+    """A byte's codes of all tokens at a time are added to the sums."""
+    def add(sums, row):
+        byte, part = row
+        found = [code * part[i] for i, code in enumerate(_codes_apart(byte, q.dtype, bits))]
+        return sums + sum(found[1:], found[0]), None
+
+    return jax.lax.scan(add, jnp.zeros(packed.shape[1], q.dtype), (packed, q.reshape(len(packed), -1)), unroll=8)[0]
 
 
 def _codes_apart(packed: UInt[Array, "*T X"], dtype, bits: int) -> list[Float[Array, "*T X"]]:

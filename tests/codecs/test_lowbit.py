@@ -64,8 +64,9 @@ def test_products_dimension_by_dimension_are_those_of_the_codes(bits, piece, mon
     code = rng.choice(CODES[bits], (2, 42, SIZE)).astype(np.int8)
     q = rng.normal(size=(2, 3, SIZE)).astype(np.float32)
     packed = lowbit.pack(jnp.asarray(code), bits).swapaxes(1, 2)
-    found = lowbit.products_by_dimension(packed, jnp.asarray(q), bits)
-    np.testing.assert_allclose(found, np.einsum("fnd,fqd->fqn", code, q), rtol=1e-5, atol=1e-4)
+    for queries in (q, q[:, :1]):
+        found = lowbit.products_by_dimension(packed, jnp.asarray(queries), bits)
+        np.testing.assert_allclose(found, np.einsum("fnd,fqd->fqn", code, queries), rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
