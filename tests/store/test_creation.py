@@ -15,7 +15,7 @@ from kvjax.store.flash import FlashStore
 from kvjax.store.format import HEADER_BYTES
 from kvjax.store.mapped import open_saved
 from kvjax.store.system import SystemIO
-from tests.store.conftest import GEOMETRY, Driver, still_works
+from tests.store.conftest import GEOMETRY, still_works
 
 
 def test_removed_file(fragile):
@@ -86,40 +86,32 @@ def test_failed_creation_leaves_nothing(tmp_path, system, operation, code, kind)
     ("open", errno.EMFILE, 1), ("lock", errno.ENOLCK, 1), ("pwrite", errno.ENOSPC, 0), ("sync", errno.EIO, 0),
     ("replace", errno.EIO, 0),
 ])
-def test_a_failed_replacement_loses_nothing(tmp_path, open_branch, system, operation, code, skip):
-    path, store = tmp_path / "cache.kv", FlashStore(tmp_path / "cache.kv")
-    before = open_branch(FlashStore(path))
-    blocks = before.prefill()
-    before.branch.save()
-    before.branch.close()
+def test_a_failed_replacement_loses_nothing(saved, path, reopen, system, operation, code, skip):
+    store = FlashStore(path)
     store.system = system
     system.fail(operation, code, skip=skip)
     with pytest.raises((WriteFailed, NoSpace)):
         store.create(GEOMETRY, "")
-    assert list(tmp_path.iterdir()) == [path]
-    still_works(Driver(FlashStore(path).open(GEOMETRY, "fingerprint")), blocks)
+    assert list(path.parent.iterdir()) == [path]
+    still_works(reopen(), saved)
 
 
-def test_who_reads_a_file_that_is_replaced_reads_on(tmp_path, open_branch):
-    path, link = tmp_path / "cache.kv", tmp_path / "link.kv"
+def test_who_reads_a_file_that_is_replaced_reads_on(saved, path, reopen, open_branch):
+    link = path.with_name("link.kv")
     link.symlink_to(path)
-    old = open_branch(FlashStore(path))
-    blocks = old.prefill()
-    old.branch.save()
-    old.branch.close()
     path.chmod(0o640)
-    mapped, reader = open_saved(path), Driver(FlashStore(path).open(read_only=True))
+    mapped, reader = open_saved(path), reopen(read_only=True)
     new = open_branch(FlashStore(link))
     other = new.prefill(seed=1)
     new.branch.save()
-    still_works(reader, blocks)
-    np.testing.assert_array_equal(mapped.block(0, 1, 1, 5), blocks[1, 1, 5])
+    still_works(reader, saved)
+    np.testing.assert_array_equal(mapped.block(0, 1, 1, 5), saved[1, 1, 5])
     np.testing.assert_array_equal(open_saved(path).block(0, 1, 1, 5), other[1, 1, 5])
     assert link.is_symlink() and path.stat().st_mode & 0o777 == 0o640
     with pytest.raises(StoreLocked):
         FlashStore(path).create(GEOMETRY, "")
     reader.branch.close()
-    assert set(tmp_path.iterdir()) == {path, link}
+    assert set(path.parent.iterdir()) == {path, link}
 
 
 def test_more_than_the_device_holds_is_refused(tmp_path):
