@@ -22,11 +22,10 @@ from kvjax.layer import LayerCache, LayerPlan, Prompts
 from kvjax.method import Method
 from kvjax.models.config import RopeConfig
 from kvjax.pool import Line, MemoryPool
-from kvjax.typing import Array, Float, Int32
+from kvjax.typing import Array, Float, Int32, pytree
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class AttentionCache:
     """The cache of one attention layer."""
 

@@ -5,7 +5,6 @@ output, running maximum and normaliser (the online softmax of Milakov and Gimels
 and sums are f32 whatever the stored type.
 """
 
-import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +12,12 @@ import jax.numpy as jnp
 from kvjax.errors import ConfigError
 from kvjax.order import computed_once
 from kvjax.packing import Packed
-from kvjax.typing import Array, Bool, Float, Int32, Num
+from kvjax.typing import Array, Bool, Float, Int32, Num, pytree
 
 NEGATIVE = -1e30  # finite, so that a part without any valid token merges as weight 0 and never as NaN
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class Part:
     """Attention over one set of tokens, not yet normalised."""
 

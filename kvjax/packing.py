@@ -20,7 +20,7 @@ import ml_dtypes
 import numpy as np
 
 from kvjax.errors import ConfigError
-from kvjax.typing import Array, Float, Num
+from kvjax.typing import Array, Float, Num, pytree
 
 FLOATS = ("float32", "bfloat16", "float16")
 BITS = {"int8": 8, "int4": 4}
@@ -28,8 +28,7 @@ _RANGE_BYTES = 4  # low and step
 _LARGEST = 65504.0  # of f16
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class Packed:
     """Many vectors as they are kept: all of them unpacked at once would be fresh memory in every step, which costs more
     than unpacking them."""

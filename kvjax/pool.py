@@ -72,8 +72,7 @@ class Pool(Protocol):
         """Writes whole blocks (block NB = nothing)."""
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class MemoryPool:
     """All blocks in memory; the slot of a block is its number."""
 

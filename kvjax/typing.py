@@ -16,6 +16,7 @@ all heads, then their values.
 """
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any, dataclass_transform
 
 import jax
@@ -33,11 +34,35 @@ Hidden = Float[Array, "*T E"]
 Logits = Float[Array, "*T V"]
 
 
+@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
+def pytree(cls=None, /, *, kw_only: bool = False):
+    """A frozen dataclass registered as a pytree; fields with the metadata `static` are no children.
 
-@dataclass_transform(frozen_default=True)
-def pytree(cls):
-    """A frozen dataclass registered as a pytree; every field is a child."""
-    return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
+    JAX puts one together again without `__init__`: at each call of a compiled function, of arrays that were checked
+    when they were traced, or of whatever JAX has in their place.
+    """
+    if cls is None:
+        return functools.partial(pytree, kw_only=kw_only)
+    cls = dataclasses.dataclass(frozen=True, kw_only=kw_only)(cls)
+    fields = dataclasses.fields(cls)
+    static = tuple(field.name for field in fields if field.metadata.get("static"))
+    children = tuple(field.name for field in fields if field.name not in static)
+    keys = tuple(map(jax.tree_util.GetAttrKey, children))
+
+    def flatten(tree):
+        return [getattr(tree, name) for name in children], tuple([getattr(tree, name) for name in static])
+
+    def flatten_with_keys(tree):
+        values, fixed = flatten(tree)
+        return tuple(zip(keys, values, strict=True)), fixed
+
+    def unflatten(fixed, values):
+        tree = object.__new__(cls)
+        vars(tree).update(zip(children, values, strict=True), **dict(zip(static, fixed, strict=True)))
+        return tree
+
+    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
+    return cls
 
 
 __all__ = ["Array", "Bool", "Float", "Hidden", "Int32", "Logits", "Num", "PRNGKey", "PyTree", "UInt", "pytree"]

@@ -182,7 +182,7 @@ class Sim:
     @property
     def line(self) -> Line:
         handle, generation = (-1, 0) if self.branch is None else (self.branch.handle, self.branch.generation)
-        return Line(jnp.int32(handle), jnp.int32(generation))
+        return Line(np.asarray(handle, np.int32), np.asarray(generation, np.int32))
 
     def step(self, active=None):
         """Decodes one token of every active sequence; returns (out, report). Raises the store's error."""
@@ -190,9 +190,8 @@ class Sim:
         active = np.ones(len(b), bool) if active is None else np.asarray(active)
         at = np.minimum(self.at, self.stream.k.shape[1] - 1)
         out, cache, ok, report = _token(
-            self.plan, self.cache, jnp.asarray(self.stream.q[b, at]), jnp.asarray(self.stream.k[b, at]),
-            jnp.asarray(self.stream.v[b, at]), jnp.asarray(self.stream.token[b, at]), jnp.asarray(self.at),
-            jnp.asarray(active), self.line,
+            self.plan, self.cache, self.stream.q[b, at], self.stream.k[b, at], self.stream.v[b, at],
+            self.stream.token[b, at], self.at, active, self.line,
         )
         self.cache = jax.block_until_ready(cache)
         if self.branch is not None:

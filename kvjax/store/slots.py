@@ -25,7 +25,7 @@ from kvjax.method import Spec
 from kvjax.pool import Line, Traffic, batch_and_head, join_heads, row_width, split_heads, take_block, take_rows
 from kvjax.store import base, residency
 from kvjax.store.residency import ReadPlan, Residency
-from kvjax.typing import Array, Bool, Int32, Num
+from kvjax.typing import Array, Bool, Int32, Num, pytree
 
 BACKENDS = ("buffer", "io", "python")
 PREFETCH = ("off", "layer", "step")
@@ -36,8 +36,7 @@ def default_backend() -> str:
     return "buffer" if jax.default_backend() == "cpu" else "io"
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree
 class SlotPool:
     """Slots of packed rows (`kvjax.packing`, key beside value, or values alone) and the table of what is in them.
 

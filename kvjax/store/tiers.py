@@ -20,13 +20,12 @@ from kvjax.method import Spec
 from kvjax.store import residency
 from kvjax.store.residency import Residency
 from kvjax.store.slots import SlotPool, filled, outcome, read_blocks
-from kvjax.typing import Array, Int32, Num
+from kvjax.typing import Array, Int32, Num, pytree
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree(kw_only=True)
 class TieredPool(SlotPool):
     """A slot pool with a second, larger one behind it; `rows` and `table` are those of the device."""
 
