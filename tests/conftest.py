@@ -16,7 +16,10 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 # The same operations in the same order, in machine code that takes half the time to make. It has no fused
 # multiply-adds, with which this way of making it would round alike programs differently. Users' machine code is that of
 # `XLA_FLAGS= scripts/test.sh`, with which `.ci/run` tries what is said about equal bits.
-QUICK_TO_MAKE = ("--xla_backend_optimization_level=0", "--xla_cpu_use_fusion_emitters=false", "--xla_cpu_max_isa=AVX")
+QUICK_TO_MAKE = (
+    "--xla_backend_optimization_level=0", "--xla_cpu_use_fusion_emitters=false", "--xla_cpu_max_isa=AVX",
+    "--xla_cpu_parallel_codegen_split_count=1",
+)
 os.environ.setdefault("XLA_FLAGS", " ".join(QUICK_TO_MAKE))
 
 # An example that compiles, on a busy machine, takes what it takes.
