@@ -49,11 +49,12 @@ def step(
     With `donate` the given state's memory is reused and the value must not be used again. The step
     is committed to the store, or aborted there; a failed read raises the store's typed error, whose
     `state` attribute is the cache as it was, ready for a retry. Where a read was fine and the commit
-    fails, the given state is what is left, unless it was donated or has parked layers.
+    fails, or after Ctrl-C, the given state is what is left, unless it was donated or has parked layers.
     """
     active = jnp.ones(plan.batch, bool) if active is None else jnp.asarray(active)
     check_driver(driver)
     run = _staged if driver == "staged" else _fused
+    forget(state)
     result = run(plan, params, state, jnp.asarray(tokens, jnp.int32), active, donate)
     if uses_store(result.state):
         settle(result.state, bool(result.ok))
@@ -86,23 +87,25 @@ def uses_store(state: State) -> bool:
 
 
 def settle(state: State, ok: bool) -> None:
-    """Commits the token to the store, or drops it and raises what went wrong."""
-    # The write callbacks run whenever XLA gets to them: wait until all of them have queued their rows.
-    jax.block_until_ready([one.pool.queued for one in state.layers if isinstance(one.pool, SlotPool)])
-    branch, generation = base.lookup(int(state.line.handle)), int(state.line.generation)
+    """Commits the token to the store, or drops it and raises what went wrong, Ctrl-C amid a callback as itself."""
+    branch, generation = base.lookup(int(state.line.handle)), int(state.line.generation) - ok
     if branch is None:
         raise StoreClosed("the store of this cache was closed; prefill again, or keep the store open")
-    if ok:
-        try:
-            branch.commit(generation - 1)
-        except StoreError:
-            branch.abort(generation - 1)  # the token is over, and another one may be tried in its place
-            raise
-        return
-    branch.abort(generation)
-    error = branch.take_error() or StoreError("a read failed, and the store kept no reason")
-    error.state = state
-    raise error
+    try:
+        # The write callbacks run whenever XLA gets to them: wait until all of them have queued their rows.
+        jax.block_until_ready([one.pool.queued for one in state.layers if isinstance(one.pool, SlotPool)])
+        if ok:
+            branch.commit(generation)
+            return
+        failure = branch.take_error() or StoreError("a read failed, and the store kept no reason")
+        failure.state = state
+        raise failure
+    except BaseException as error:
+        branch.abort(generation)  # the token is over, and another one may be tried in its place
+        cause = error.__cause__
+        if cause is not None and not isinstance(cause, Exception):  # Ctrl-C, which a callback had to keep
+            raise cause from None
+        raise
 
 
 def _read(config, layer_plan, next_plan, params, next_params, cache, next_cache, x, choice, at, number, line, active):
@@ -193,18 +196,24 @@ def _staged(plan, params, state, tokens, active, donate):
     desk = Desk(state.layers)
     try:
         return _layer_by_layer(plan, params, state, desk, tokens, active, donate)
-    except StoreError as error:  # of a parked layer: the token is over
+    except BaseException as error:  # Ctrl-C, or a parked layer cannot be read: the token is over
         drop(state, desk, error)
         raise
 
 
-def drop(state: State, desk: Desk, error: StoreError) -> None:
-    """Ends a token that did not get through all layers; the error keeps the cache as it was, ready for a retry."""
+def drop(state: State, desk: Desk, error: BaseException) -> None:
+    """Ends a token that did not get through all layers; a StoreError keeps the cache as it was, ready for a retry."""
     desk.abandon()
-    branch = base.lookup(int(state.line.handle))
+    forget(state)
+    if isinstance(error, StoreError):
+        error.state = dataclasses.replace(state, layers=desk.layers)
+
+
+def forget(state: State) -> None:
+    """Drops what is queued of a token after this state: of one that Ctrl-C ended on its way to `settle`."""
+    branch = base.lookup(int(state.line.handle)) if uses_store(state) else None
     if branch is not None:
         branch.abort(int(state.line.generation))
-    error.state = dataclasses.replace(state, layers=desk.layers)
 
 
 def _layer_by_layer(plan, params, state, desk, tokens, active, donate):

@@ -19,6 +19,7 @@ from kvjax.errors import StoreError
 from kvjax.layer import LayerCache
 from kvjax.store.base import Branch, Geometry, Stats, Store
 from kvjax.store.format import checksum
+from kvjax.store.slots import SlotPool
 
 PAGE_BYTES = 16 << 10
 _ALIGN = 64  # bytes between which leaves begin
@@ -152,7 +153,9 @@ class Desk:
         self.layers = tuple(self._fresh)
 
     def abandon(self) -> None:
-        """Forgets what was put back since the last commit, of parked layers."""
+        """Forgets what was put back since the last commit, of parked layers; waits for the callbacks of others."""
+        queued = [one.pool.queued for one in self._fresh if isinstance(one.pool, SlotPool)]
+        jax.block_until_ready([one for one in queued if isinstance(one, jax.Array) and not one.is_deleted()])
         for one in self.layers:
             if isinstance(one, Parked):
                 one.branch.take_error()
