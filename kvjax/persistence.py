@@ -12,14 +12,16 @@ Checkpoints that no manifest names are left-overs of interrupted saves, which th
 import contextlib
 import dataclasses
 import fcntl
+import inspect
 import json
 import os
 import pathlib
+import re
 import shutil
 import uuid
 import warnings
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -48,6 +50,7 @@ from kvjax.typing import Array
 VERSION = 2  # 2: arrays of bfloat16 hold its bits
 _NOT_SAVED = "not saved"  # marks a setting that JSON cannot hold
 BLOCKS, MANIFEST, STATE = "blocks.kv", "cache.json", "state-"
+_OURS = re.compile(r"state-[0-9a-f]{12}(\.kv|\.json)?")  # other files are the user's
 
 
 # ---- saving
@@ -59,14 +62,14 @@ def save(directory, plan: Plan, state: State, logits: Array, branch: Branch | No
     A store file that lies elsewhere is copied. Raises ConfigError when the directory holds a cache of the other kind,
     StoreLocked when somebody else writes it, StoreError when the device fails; then what was saved before still is.
     """
-    directory = pathlib.Path(directory).absolute()
+    directory = _absolute(directory)
     _check_kind(directory, branch is not None)
     with _saving(directory):
         state_name = f"{STATE}{uuid.uuid4().hex[:12]}"
         checksum = state_checkpoint.save(directory / state_name, state, logits)
         manifest = {
             "version": VERSION, "state": state_name, "checksum": checksum, "fingerprint": fingerprint,
-            "method": _describe(_method(plan)), "batch": plan.batch, "capacity": plan.capacity, "dtype": plan.dtype,
+            "method": _describe(plan.method), "batch": plan.batch, "capacity": plan.capacity, "dtype": plan.dtype,
             "slots": _slots(state),
         }
         commit = json.dumps(manifest).encode()
@@ -78,8 +81,13 @@ def save(directory, plan: Plan, state: State, logits: Array, branch: Branch | No
         _remove_orphans(directory, named)
 
 
+def _is_of_store(directory: pathlib.Path) -> bool:
+    """A store file beside a manifest was never saved: then it would have been refused."""
+    return (directory / BLOCKS).exists() and not (directory / MANIFEST).exists()
+
+
 def _check_kind(directory: pathlib.Path, store: bool) -> None:
-    if (directory / (MANIFEST if store else BLOCKS)).exists():
+    if (directory / MANIFEST).exists() if store else _is_of_store(directory):
         kinds = ("a store", "memory") if store else ("memory", "a store")
         raise ConfigError(f"{directory} holds a cache in {kinds[1]}, and this one is in {kinds[0]}; choose another "
                           "directory")
@@ -126,19 +134,26 @@ def _save_blocks(directory: pathlib.Path, branch: Branch, fingerprint: str, comm
 def _copied(branch: Branch, path: pathlib.Path, fingerprint: str) -> FlashBranch:
     """A new store file with what a branch holds, in its codec, one layer in memory at a time; blocks of zeros take no
     space."""
-    geometry = branch.geometry
-    copy = FlashStore(path, codec=branch.codec).create(geometry, fingerprint)
+    copy = FlashStore(path, codec=branch.codec).create(branch.geometry, fingerprint)
     assert isinstance(copy, FlashBranch), "as of every layout that places blocks"
+    try:
+        _copy_layers(branch, copy)
+    except BaseException:
+        copy.close()
+        raise
+    return copy
+
+
+def _copy_layers(branch: Branch, copy: FlashBranch) -> None:
+    geometry = branch.geometry
     shape = (geometry.batch, geometry.kv_heads, geometry.num_blocks)
     block = np.broadcast_to(np.arange(geometry.num_blocks, dtype=np.int32), shape)
     for number in range(geometry.layers):
         rows = np.zeros((*shape, geometry.block_rows, geometry.width), geometry.numpy_dtype)
         if not branch.read_into(number, branch.generation, block, block, rows):
-            copy.close()
             raise branch.take_error() or ReadFailed(f"layer {number} could not be read, and the store kept no reason")
         used = rows.reshape(*shape, -1).view(np.uint8).any(-1)
         copy.write_layer(number, rows, np.where(used, geometry.block_rows, 0).astype(np.int32))
-    return copy
 
 
 def _replace(path: pathlib.Path, data: bytes) -> None:
@@ -157,8 +172,8 @@ def _replace(path: pathlib.Path, data: bytes) -> None:
 
 def _remove_orphans(directory: pathlib.Path, manifests: list[bytes]) -> None:
     named = {json.loads(manifest)["state"] for manifest in manifests}
-    for path in directory.glob(f"{STATE}*"):
-        if path.name not in named:
+    for path in directory.iterdir():
+        if _OURS.fullmatch(path.name) and path.name not in named:
             try:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
             except OSError as cause:  # what was to be saved is, and what is left over takes space and nothing else
@@ -195,34 +210,64 @@ def restore(
     Raises NothingSaved, FormatMismatch for another model or method, StoreLocked when somebody else has it, and other
     StoreErrors when something is damaged or cannot be read.
     """
-    directory = pathlib.Path(directory).absolute()
-    if (directory / BLOCKS).exists():
-        return _restore_store(directory, config, fingerprint, method, slots, read_only, store_settings or {})
-    manifest = _read_manifest(directory)
+    directory = _absolute(directory)
+    if not isinstance(slots, Slots | None):
+        raise ConfigError(f"slots={slots!r} are none; give kvjax.Slots(...), or None")
+    if _is_of_store(directory):
+        store = _store(directory / BLOCKS, store_settings or {})
+        with contextlib.nullcontext() if read_only else _saving(directory):
+            return _newest(lambda: _open_blocks(store, directory, fingerprint, read_only),
+                           lambda saved: _restored(directory, saved, config, fingerprint, method, slots))
     if store_settings or (slots is not None and slots.park is None):
         raise ConfigError(f"{directory} was saved from memory; leave out slots, which are for blocks on a store, and "
                           f"settings of a store ({', '.join(store_settings or ('none',))})")
+    return _newest(lambda: _Saved(_read_manifest(directory), None),
+                   lambda saved: _restored(directory, saved, config, fingerprint, method, slots))
+
+
+def _absolute(directory) -> pathlib.Path:
+    if not isinstance(directory, str | os.PathLike):
+        raise ConfigError(f"{directory!r} is no directory; give its path")
+    return pathlib.Path(directory).absolute()
+
+
+def _store(path: pathlib.Path, settings: dict[str, Any]) -> FlashStore:
+    known = sorted(inspect.signature(FlashStore).parameters.keys() - {"path"})
+    unknown = sorted(settings.keys() - set(known))
+    if unknown:
+        raise ConfigError(f"{', '.join(unknown)}: no setting of a store; use {', '.join(known)}")
+    return FlashStore(path, **settings)
+
+
+class _Saved(NamedTuple):
+    manifest: dict[str, Any]
+    branch: FlashBranch | None
+
+
+def _newest(find: Callable[[], _Saved], load: Callable[[_Saved], Restored]) -> Restored:
+    """What is saved, loaded; once more if somebody saved meanwhile, and removed what was being read."""
+    saved, before = find(), None
     while True:
         try:
-            return _restored(directory, manifest, config, fingerprint, method, slots, None)
-        except ReadFailed:
-            before, manifest = manifest, _read_manifest(directory)
-            if manifest == before:  # else somebody saved meanwhile, and removed what we were reading
+            return load(saved)
+        except BaseException as error:
+            if saved.branch is not None:
+                saved.branch.close()
+            if not isinstance(error, ReadFailed) or saved.manifest == before:
                 raise
+        before, saved = saved.manifest, find()
 
 
-def _restore_store(directory, config, fingerprint, method, slots, read_only, settings) -> Restored:
-    store = FlashStore(directory / BLOCKS, **settings)
-    with contextlib.nullcontext() if read_only else _saving(directory):
-        branch = store.open(fingerprint=fingerprint, read_only=read_only)
-        try:
-            manifests = [one.metadata for one in branch.saves()]
-            if not read_only:
-                _remove_orphans(directory, manifests)
-            return _restored(directory, json.loads(manifests[0]), config, fingerprint, method, slots, branch)
-        except BaseException:
-            branch.close()
-            raise
+def _open_blocks(store: FlashStore, directory: pathlib.Path, fingerprint: str, read_only: bool) -> _Saved:
+    branch = store.open(fingerprint=fingerprint, read_only=read_only)
+    try:
+        manifests = [one.metadata for one in branch.saves()]
+        if not read_only:
+            _remove_orphans(directory, manifests)
+        return _Saved(json.loads(manifests[0]), branch)
+    except BaseException:
+        branch.close()
+        raise
 
 
 def _read_manifest(directory: pathlib.Path) -> dict[str, Any]:
@@ -234,7 +279,8 @@ def _read_manifest(directory: pathlib.Path) -> dict[str, Any]:
         raise ReadFailed(f"{directory / MANIFEST} cannot be read: {cause}; prefill again") from cause
 
 
-def _restored(directory, manifest, config, fingerprint, method, slots, branch) -> Restored:
+def _restored(directory, saved: _Saved, config, fingerprint, method, slots) -> Restored:
+    manifest, branch = saved
     if manifest["version"] != VERSION:
         raise FormatMismatch(f"{directory} was saved in version {manifest['version']}, this library reads {VERSION}")
     if manifest["fingerprint"] != fingerprint:
@@ -250,11 +296,6 @@ def _restored(directory, manifest, config, fingerprint, method, slots, branch) -
 
 
 # ---- methods and slots as JSON
-
-
-def _method(plan: Plan) -> Method:
-    """The method the plan was made with; its dense layers, if any, come first."""
-    return plan.layers[-1].method
 
 
 def _describe(method: Method) -> dict[str, Any]:
@@ -275,6 +316,8 @@ def _same_method(directory, saved: dict[str, Any], method: Method | None) -> Met
                 raise ConfigError(f"{directory} was saved with {saved['name']}({name}={value[_NOT_SAVED]}), which no "
                                   "file holds; give restore that method")
         return METHODS[saved["name"]](**saved["settings"])
+    if not isinstance(method, Method):
+        raise ConfigError(f"method={method!r} is no method; give one such as kvjax.quest(budget=256)")
     if _describe(method) != saved:
         raise FormatMismatch(f"{directory} was saved with {saved}, not with {_describe(method)}; use that method")
     return method
