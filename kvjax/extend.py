@@ -9,6 +9,7 @@ A chunk is one transaction: it is read in all layers before it is written in any
 """
 
 import functools
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ import numpy as np
 from kvjax import attention, decode, fields, layer, packing
 from kvjax import cache as caching
 from kvjax.cache import Fresh, LayerState
-from kvjax.errors import ConfigError, PromptError, StoreError
+from kvjax.errors import ConfigError, PromptError
 from kvjax.layer import Choice, LayerCache, LayerPlan
 from kvjax.method import Placement, Selection, Spec, top_blocks
 from kvjax.models.transformer import Block
@@ -37,14 +38,15 @@ def extend(
     """Reads `length[b]` of the tokens into each sequence, `chunk` at a time; the given state must not be used again.
 
     Returns the state and the logits after each sequence's last token, zeros where it got none. Raises PromptError where
-    they do not fit, ConfigError for a method or backend that needs single tokens, and a StoreError whose `state` holds
-    what was read before the chunk that failed.
+    they do not fit, ConfigError for a method or backend that needs single tokens, and a StoreError. Its `state` holds
+    what was read before the chunk that failed; where a chunk was read and cannot be committed there is none.
     """
     counts = np.asarray(length)
     _check(plan, state, counts, chunk)
     chunk = min(chunk, 1 << (max(1, int(counts.max())) - 1).bit_length())  # a short text is not padded to a long chunk
     tokens = jnp.pad(jnp.asarray(tokens, jnp.int32), ((0, 0), (0, -tokens.shape[1] % chunk)))
     logits = jnp.zeros((plan.batch, plan.config.vocab_size))
+    decode.forget(state)
     for start in range(0, int(counts.max()), chunk):
         count = jnp.asarray(np.clip(counts - start, 0, chunk), jnp.int32)
         state, last, ok = _chunk(plan, params, state, tokens[:, start : start + chunk], count)
@@ -60,21 +62,21 @@ def check_chunk(chunk) -> None:
         raise ConfigError(f"chunk={chunk!r} must be a whole number of at least 1 token")
 
 
-def check(plan: Plan, chunk: int) -> None:
-    """Raises ConfigError for a method that needs single tokens, or chunks of none."""
+def check(plan: Plan, chunk: int, backends: Iterable[str] = ()) -> None:
+    """Raises ConfigError for a method or backend that needs single tokens, or chunks of none."""
     check_chunk(chunk)
+    if "python" in backends:
+        raise ConfigError("backend 'python' runs between compiled parts; use 'buffer' or 'io' to read in chunks")
     if any(one.method.observes or one.method.samples for one in plan.layers):
-        raise ConfigError(f"{plan.layers[-1].method.name} learns from the attention of single tokens, or draws for "
+        raise ConfigError(f"{plan.method.name} learns from the attention of single tokens, or draws for "
                           "single queries; decode the text")
 
 
 def _check(plan: Plan, state: State, length: np.ndarray, chunk: int) -> None:
-    check(plan, chunk)
+    check(plan, chunk, (one.pool.backend for one in state.layers if isinstance(one.pool, SlotPool)))
     longest = int((np.asarray(state.length) + length).max())
     if longest > plan.capacity:
         raise PromptError(f"the text makes {longest} tokens but capacity={plan.capacity}; raise the capacity")
-    if any(isinstance(one.pool, SlotPool) and one.pool.backend == "python" for one in state.layers):
-        raise ConfigError("backend 'python' runs between compiled parts; use 'buffer' or 'io' to read in chunks")
 
 
 def _chunk(plan: Plan, params, state: State, tokens, count):
@@ -82,7 +84,7 @@ def _chunk(plan: Plan, params, state: State, tokens, count):
     desk = Desk(state.layers)
     try:
         return _layer_by_layer(plan, params, state, desk, tokens, count)
-    except StoreError as error:  # of a parked layer: the chunk is over
+    except BaseException as error:  # Ctrl-C, or a parked layer cannot be read: the chunk is over
         decode.drop(state, desk, error)
         raise
 

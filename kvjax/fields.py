@@ -33,6 +33,11 @@ def whole(value: Any, least: int | None = None) -> bool:
     return _is(value, int) and (least is None or value >= least)
 
 
+def number(value: Any) -> bool:
+    """Whether it is a real number; NumPy's count too, True and False do not."""
+    return _is(value, float)
+
+
 def _hints(kind: Any) -> dict[str, Any]:
     """The types of a dataclass's fields by name; none where they are not known at run time."""
     try:

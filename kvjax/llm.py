@@ -174,9 +174,10 @@ class LLM:
             plan = self._fitted(plan, method, reading)
         prefill.check_prompts(plan, np.asarray(reading.length))
         if chunk is not None:
-            extend.check(plan, chunk)
+            extend.check(plan, chunk, () if slots is None else (slots.backend or "",))
         branch = cache = None
         if store is not None:
+            planning.check_slots(plan, slots or Slots())
             branch = store.create(planning.geometry(plan), self.fingerprint, _least_blocks(plan, lengths))
         try:
             state, logits = prefill.prefill(

@@ -21,12 +21,15 @@ from kvjax.store.slots import BACKENDS, PREFETCH, SlotPool, default_backend
 from kvjax.store.tiers import TieredPool
 from kvjax.typing import Array, Int32, pytree
 
+_MOST_TOKENS = 2**31 - 1  # positions are int32
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """Everything static about decoding with one cache."""
 
     config: ModelConfig
+    method: Method  # as it was given; dense layers have `full` in its place
     layers: tuple[LayerPlan, ...]
     batch: int
     capacity: int
@@ -91,8 +94,8 @@ class Slots:
 def make_plan(config: ModelConfig, method: Method, batch: int, capacity: int, dtype: str = "float32") -> Plan:
     """Sizes every layer's cache. Raises ConfigError where they do not fit together, or for a type that there is not."""
     packing.check(dtype, config.head_dim)
-    if not fields.whole(capacity, 2):
-        raise ConfigError(f"capacity={capacity!r} must be a whole number of at least 2 tokens")
+    if not fields.whole(capacity, 2) or capacity > _MOST_TOKENS:
+        raise ConfigError(f"capacity={capacity!r} must be a whole number of 2 to {_MOST_TOKENS:,} tokens")
     sizes = {"kv_heads": config.num_kv_heads, "group": config.group, "head_dim": config.head_dim, "capacity": capacity}
     dense = Full()
     layers = []
@@ -102,7 +105,7 @@ def make_plan(config: ModelConfig, method: Method, batch: int, capacity: int, dt
         filters = chosen.dense_filters and chosen.reuse > 1 and not follows
         spec = dataclasses.replace(chosen.spec(**sizes), rope=config.rope, key_type=packing.tail_type(dtype))
         layers.append(LayerPlan(chosen, spec, config.windows[i], follows, filters))
-    return Plan(config, tuple(layers), batch, capacity, dtype)
+    return Plan(config, method, tuple(layers), batch, capacity, dtype)
 
 
 def on_store(plan: Plan, index: int) -> bool:
@@ -154,6 +157,12 @@ def outline(plan: Plan, i: int, store: bool, slots: Slots) -> LayerCache:
 
     shapes = jax.eval_shape(leaves)
     return jax.tree.unflatten(structures[0], [parking.shape_only(one.shape, one.dtype) for one in shapes])
+
+
+def check_slots(plan: Plan, slots: Slots) -> None:
+    """Raises ConfigError for slots that a store's blocks could not be read with."""
+    for i in {one: i for i, one in enumerate(plan.layers)}.values():  # of equal layers one
+        outline(plan, i, True, slots)
 
 
 def copy(state: State) -> State:

@@ -6,6 +6,7 @@ import os
 import tempfile
 import threading
 
+from kvjax import fields
 from kvjax.errors import ConfigError
 from kvjax.store import emulation, profiles
 from kvjax.store.base import Geometry
@@ -55,18 +56,21 @@ class FlashStore:
                  layout: str = "grouped", max_bytes: int | None = None, staging_bytes: int = 64 << 20,
                  timeout: float = 60.0, scratch: str | os.PathLike | None = None, profile: str = profiles.NATIVE,
                  codec: str | None = None, tolerance: float = 0.0):
-        if threads < 1 or staging_bytes < 0 or (max_bytes is not None and max_bytes < 1):
-            raise ConfigError(f"threads={threads} and max_bytes={max_bytes} must be positive, "
-                              f"staging_bytes={staging_bytes} not negative")
-        if not 0.0 < timeout <= threading.TIMEOUT_MAX:
-            raise ConfigError(f"timeout={timeout} must be positive, and at most {threading.TIMEOUT_MAX:.0f} seconds")
+        _check_sizes(threads, max_bytes, staging_bytes, direct)
+        if not fields.number(timeout) or not 0.0 < timeout <= threading.TIMEOUT_MAX:
+            raise ConfigError(f"timeout={timeout!r} must be positive, and at most {threading.TIMEOUT_MAX:.0f} seconds")
         check_layout(layout)
         if engine not in (None, *ENGINES):
             raise ConfigError(f"unknown engine {engine!r}; use one of {', '.join(ENGINES)}, or None")
         if codec not in (None, *CODECS):
             raise ConfigError(f"unknown codec {codec!r}; use one of {', '.join(CODECS)}, or None")
-        if not 0.0 <= tolerance < math.inf:
-            raise ConfigError(f"tolerance={tolerance} must be a finite number, and not negative")
+        if engine == "aio" and codec not in (None, "raw"):
+            raise ConfigError(f"engine='aio' reads blocks as they are, and codec={codec!r} has others; leave out one")
+        if not fields.number(tolerance) or not 0.0 <= tolerance < math.inf:
+            raise ConfigError(f"tolerance={tolerance!r} must be a finite number, and not negative")
+        for name, given in (("path", path), *((("scratch", scratch),) if scratch is not None else ())):
+            if not isinstance(given, str | os.PathLike):
+                raise ConfigError(f"{name}={given!r} must be a path")
         self.path = os.path.abspath(os.fspath(path))  # the process may change its directory
         self.threads = threads
         self.engine = engine
@@ -172,3 +176,13 @@ class FlashStore:
         chosen = LAYOUTS[layout](codec.geometry, lanes.extents)
         reader = Reader(file, codec, self.system, engine=self.engine, threads=self.threads, timeout=self.timeout)
         return Volume(file, codec, lanes, chosen, reader=reader, staging_bytes=self.staging_bytes, timeout=self.timeout)
+
+
+def _check_sizes(threads, max_bytes, staging_bytes, direct) -> None:
+    """Raises ConfigError for the first setting of a store that is none."""
+    for name, value, least in (("threads", threads, 1), ("max_bytes", 1 if max_bytes is None else max_bytes, 1),
+                               ("staging_bytes", staging_bytes, 0)):
+        if not fields.whole(value, least):
+            raise ConfigError(f"{name}={value!r} must be a whole number of at least {least}")
+    if not isinstance(direct, bool):
+        raise ConfigError(f"direct={direct!r} must be True or False")

@@ -85,9 +85,11 @@ class Volume:
 
     def shut_down(self) -> None:
         """The last branch is gone: deletes a temporary file, ends the threads. Takes no lock, returns at once."""
-        self.file.remove_if_temporary()
-        self.reader.stop()
-        self._wake.put(False)
+        try:
+            self.file.remove_if_temporary()
+            self.reader.stop()
+        finally:  # the thread that this ends closes and unlocks the file
+            self._wake.put(False)
 
     def join(self) -> None:
         """After `shut_down`: waits until the file is closed and unlocked."""

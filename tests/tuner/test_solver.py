@@ -158,7 +158,7 @@ def test_a_model_is_loaded_with_its_tuning(tmp_path):
     dataclasses.replace(FOUND, fingerprint=kvjax.load(model).fingerprint).save(tmp_path / "config.json")
     llm = kvjax.load(model, tuning=tmp_path / "config.json")
     cache = llm.prefill("def main(argv):\n    return 0\n" * 12, capacity=4000, store=kvjax.HostStore())
-    assert cache.plan.layers[-1].method == FOUND.method(1, 4096)
+    assert cache.plan.method == FOUND.method(1, 4096)
     assert cache.state.layers[-1].pool.slots == FOUND.slots(1, 4096).count
     FOUND.save(tmp_path / "other.json")
     with pytest.raises(FormatMismatch, match="not for"):
