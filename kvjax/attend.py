@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import layer, order, packing
+from kvjax import fields, layer, order, packing
 from kvjax.errors import ConfigError, PromptError
 from kvjax.layer import LayerCache, LayerPlan, Prompts
 from kvjax.method import Method
@@ -43,6 +43,12 @@ def init_cache(
     `rope` says how keys were rotated, for methods that turn them back (ShadowKV, run-length keys before rotation).
     Raises ConfigError where budget, window and capacity do not fit together, or for a type that there is not.
     """
+    sizes = {"batch": batch, "kv_heads": kv_heads, "group": group, "head_dim": head_dim, "capacity": capacity}
+    for name, size in sizes.items() if sliding is None else {**sizes, "sliding": sliding}.items():
+        if not fields.whole(size, 1):
+            raise ConfigError(f"{name}={size!r} must be a whole number of at least 1")
+    if not isinstance(rope, RopeConfig | None):
+        raise ConfigError(f"rope={rope!r} must be a RopeConfig, or None for keys that no method turns back")
     packing.check(dtype, head_dim)
     spec = method.spec(kv_heads=kv_heads, group=group, head_dim=head_dim, capacity=capacity)
     spec = dataclasses.replace(spec, rope=rope, key_type=packing.tail_type(dtype))
@@ -66,15 +72,32 @@ def prefill_cache(
     ConfigError without those, PromptError for lengths beyond T or the capacity, or too short for a method
     that learns from prompts (`Method.least_prompt`). Under `jax.jit`, where nobody knows them, tokens beyond are lost.
     """
-    length = jnp.asarray(length, jnp.int32)
+    length = jnp.asarray(length)
+    _check_shapes(cache, (length.size, key.shape[1]), query, key, value, token)
+    if not jnp.issubdtype(length.dtype, jnp.integer):
+        raise PromptError(f"lengths are {length.dtype}; give whole numbers")
+    length = length.astype(jnp.int32)
     most = min(key.shape[1], cache.plan.spec.capacity)
     if not isinstance(length, jax.core.Tracer):
+        if int(jnp.min(length)) < 0:
+            raise PromptError(f"length={int(jnp.min(length))} is negative; give 0 for a sequence without a prompt")
         if int(jnp.max(length)) > most:
             raise PromptError(f"length={int(jnp.max(length))} is beyond the {key.shape[1]} given tokens or "
                               f"capacity={cache.plan.spec.capacity}; give all tokens, or raise the capacity")
         layer.check_enough(cache.plan, np.asarray(length))
     _check_token(cache, token)
     return _prefilled(cache, key, value, length, query, token)
+
+
+def _check_shapes(cache: AttentionCache, rows: tuple[int, ...], query, key, value, token) -> None:
+    """Raises ConfigError for arrays that are not of this cache, of which JAX would make others of the right size."""
+    spec = cache.plan.spec
+    keys, batch = (spec.kv_heads, spec.head_dim), cache.length.shape
+    expected = {"q": (*rows, spec.kv_heads * spec.group, spec.head_dim), "key": (*rows, *keys),
+                "value": (*rows, *keys), "token": rows}
+    for (name, shape), given in zip(expected.items(), (query, key, value, token), strict=True):
+        if given is not None and (given.shape != shape or shape[:1] != batch):
+            raise ConfigError(f"{name} is {list(given.shape)}, and this cache wants {[*batch, *shape[1:]]}")
 
 
 def _check_token(cache: AttentionCache, token) -> None:
@@ -102,6 +125,7 @@ def attend(
     A cache that is full has no place for it: the output of a token beyond the capacity is NaN. `token` has its id, for
     methods that ask for it; raises ConfigError if one does, and is not given it.
     """
+    _check_shapes(cache, q.shape[:1], q, key, value, token)
     _check_token(cache, token)
     line = Line(jnp.int32(-1), jnp.int32(0))
     at, zero = cache.length, jnp.int32(0)
