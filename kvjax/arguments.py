@@ -35,8 +35,8 @@ def check_generation(max_new_tokens, sampling, seed) -> None:
         raise PromptError(f"max_new_tokens={max_new_tokens!r} must be a whole number, and not negative")
     if not isinstance(sampling, Sampling):
         raise ConfigError(f"sampling={sampling!r} is none; give kvjax.Sampling(temperature=...)")
-    if not fields.whole(seed):
-        raise ConfigError(f"seed={seed!r} must be a whole number")
+    if not fields.whole(seed) or not -(2**63) <= seed < 2**63:
+        raise ConfigError(f"seed={seed!r} must be a whole number of 64 bits")
 
 
 def marks(stop, tokenizer) -> tuple[str, ...]:

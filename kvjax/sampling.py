@@ -10,7 +10,7 @@ from kvjax import fields
 from kvjax.errors import ConfigError
 from kvjax.typing import Array, Float, Int32, Logits, PRNGKey
 
-_LEAST = 1e-6  # below, the logits of any model are greedy, and then beyond what f32 holds
+_LEAST = 1e-6  # with less, what is drawn is the most likely token for any model, and then f32 does not hold it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,12 +23,12 @@ class Sampling:
 
     def __post_init__(self):
         fields.check(self)
-        if self.temperature and not _LEAST <= self.temperature < float("inf"):
-            raise ConfigError(f"temperature={self.temperature} must be 0 (greedy), or finite and at least {_LEAST}")
+        if self.temperature and not _LEAST <= self.temperature <= 1 / _LEAST:
+            raise ConfigError(f"temperature={self.temperature} must be 0 (greedy), or {_LEAST} to {1 / _LEAST:.0f}")
         if self.top_k is not None and self.top_k < 1:
             raise ConfigError(f"top_k={self.top_k} must be at least 1, or None for no limit")
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p={self.top_p} must be in (0, 1]")
+        if not _LEAST <= self.top_p <= 1:
+            raise ConfigError(f"top_p={self.top_p} must be {_LEAST} to 1")
 
 
 def sample(sampling: Sampling, logits: Logits, key: PRNGKey) -> Int32[Array, "B"]:
@@ -47,25 +47,20 @@ def _greedy(logits):
 @functools.partial(jax.jit, static_argnums=0)
 def _draw(count, logits, temperature, mass, key):
     """The same program for every temperature, and for every mass below 1."""
-    logits = logits.astype(jnp.float32) / temperature
-    logits = jnp.where(logits >= _least(logits, count, mass), logits, -jnp.inf)
-    keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(logits.shape[0]))
-    return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
-
-
-def _least(logits: Logits, count: int | None, mass) -> Float[Array, "B 1"]:
-    """Of the tokens that are drawn from: the `count` most likely ones, of those the smallest set that reaches `mass`.
-
-    A minimum, and not the last one: of a top-k of which it needs a part, XLA:CPU makes a sort of the whole vocabulary.
-    """
+    logits, token = logits.astype(jnp.float32) / temperature, None
     if count is not None and count < logits.shape[-1]:
-        ranked = jax.lax.top_k(logits, count)[0]
-    elif mass is not None:
-        ranked = jnp.sort(logits, axis=-1, descending=True)
-    else:
-        return jnp.full((logits.shape[0], 1), -jnp.inf)
+        logits, token = jax.lax.top_k(logits, count)  # not a threshold, which equal logits would all reach
     if mass is not None:
-        probability = jax.nn.softmax(ranked, axis=-1)
-        before = jnp.cumsum(probability, axis=-1) - probability
-        ranked = jnp.where(before < mass, ranked, jnp.inf)
-    return jnp.min(ranked, axis=-1, keepdims=True)
+        logits = jnp.where(logits >= _least(logits, mass, ranked=token is not None), logits, -jnp.inf)
+    keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(logits.shape[0]))
+    drawn = jax.vmap(jax.random.categorical)(keys, logits)
+    drawn = drawn if token is None else jnp.take_along_axis(token, drawn[:, None], axis=-1)[:, 0]
+    return drawn.astype(jnp.int32)
+
+
+def _least(logits: Logits, mass, ranked: bool) -> Float[Array, "B 1"]:
+    """The smallest logit of the smallest set of tokens that reaches `mass`; `ranked`: they come best first."""
+    ranks = logits if ranked else jnp.sort(logits, axis=-1, descending=True)
+    probability = jax.nn.softmax(ranks, axis=-1)
+    before = jnp.cumsum(probability, axis=-1) - probability
+    return jnp.min(jnp.where(before < mass, ranks, jnp.inf), axis=-1, keepdims=True)
