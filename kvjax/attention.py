@@ -146,7 +146,9 @@ def causal(
 
 def scores_of_many(q: Float[Array, "K GC D"], k: Float[Array, "K N D"]) -> Float[Array, "K GC N"]:
     """Scaled dot products of C queries per query head, laid out as that is fastest for many."""
-    return jnp.einsum("kqd,knd->kqn", q, k.astype(q.dtype), preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+    wider = jnp.promote_types(q.dtype, k.dtype)  # keys of more bits than the queries are not rounded to theirs
+    found = jnp.einsum("kqd,knd->kqn", q.astype(wider), k.astype(wider), preferred_element_type=jnp.float32)
+    return found * q.shape[-1] ** -0.5
 
 
 def attend_masked(scores: Float[Array, "K GC N"], v: Float[Array, "K N D"], seen: Bool[Array, "#K C N"]) -> Part:
