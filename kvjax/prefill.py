@@ -77,6 +77,7 @@ def prefill(
     hidden: Any = None
     lot = _parking(plan, branch, slots)
 
+    @_as_in_this_thread
     def index(i, one):
         """Layer i's cache; layers come in their order."""
         nonlocal before
@@ -96,14 +97,26 @@ def prefill(
                 if not pipelined:
                     pending.result()
             pending.result()
+        last = jnp.take_along_axis(hidden, (length - 1)[:, None, None], axis=1)[:, 0]
+        handle, generation = (-1, 0) if branch is None else (branch.handle, branch.generation)
+        line = Line(jnp.int32(handle), jnp.int32(generation))
+        return State(tuple(caches), jnp.asarray(length, jnp.int32), line), unembed(plan.config, params, last)
     except BaseException:
         if lot is not None:
             lot.close()
         raise
-    last = jnp.take_along_axis(hidden, (length - 1)[:, None, None], axis=1)[:, 0]
-    handle, generation = (-1, 0) if branch is None else (branch.handle, branch.generation)
-    line = Line(jnp.int32(handle), jnp.int32(generation))
-    return State(tuple(caches), jnp.asarray(length, jnp.int32), line), unembed(plan.config, params, last)
+
+
+def _as_in_this_thread(function):
+    """The function with the precision and the device that this thread has chosen, whichever thread it runs in."""
+    precision, device = jax.config.jax_default_matmul_precision, jax.config.jax_default_device
+
+    @functools.wraps(function)
+    def there(*args):
+        with jax.default_matmul_precision(precision), jax.default_device(device):
+            return function(*args)
+
+    return there
 
 
 def _parking(plan: Plan, branch, slots: Slots):
