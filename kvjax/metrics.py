@@ -13,6 +13,7 @@ import numpy as np
 
 from kvjax.attention import NEGATIVE
 from kvjax.decode import Step
+from kvjax.errors import ConfigError
 from kvjax.layer import LayerPlan
 from kvjax.prefill import Reading
 from kvjax.prefilled import Cache
@@ -91,6 +92,9 @@ class Probe:
     def __init__(self, cache: Cache, reading: Reading, k: int = 16):
         self.plan, self.k = cache.plan, k
         self.length = np.asarray(cache.state.length).copy()
+        if not np.array_equal(self.length, reading.length):
+            raise ConfigError(f"the cache has {self.length.tolist()} tokens, and what was read "
+                              f"{np.asarray(reading.length).tolist()}; give a cache that was filled from it alone")
         room = max(0, cache.plan.capacity - reading.tokens.shape[1])
         self.keys, self.values = (
             [np.pad(rows, ((0, 0), (0, room), (0, 0), (0, 0))) for rows in kept]

@@ -72,7 +72,15 @@ class TextTokenizer:
         (root / TEMPLATE).unlink(missing_ok=True)  # of a model that was there before: it would come first
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; leave out special tokens for text from `apply_chat_template`, which has them."""
+        """Token ids of `text`; leave out special tokens for text from `apply_chat_template`, which has them.
+
+        Raises PromptError for text with half a character of UTF-16 in it, as of a file read with `surrogateescape`.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as cause:
+            raise PromptError(f"character {cause.start} of the text is no character ({cause.reason}); read the file "
+                              "with errors='replace'") from cause
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -63,6 +63,22 @@ def _check(where: str, row: Any, fields: Mapping[str, type], other_version: Mapp
             raise TaskFileError(f"{where}: {name} is {type(row[name]).__name__}, expected {kind.__name__}")
 
 
+def text_of(where: str, row: Row, field: str) -> str:
+    """A text that may be missing. Raises TaskFileError for what is none."""
+    value = row.get(field) or ""
+    if not isinstance(value, str):
+        raise TaskFileError(f"{where}: {field} is {type(value).__name__}, expected str or nothing")
+    return value
+
+
+def classes_of(where: str, row: Row) -> tuple[str, ...]:
+    """The answers that a row of a classification allows; none in others. Raises TaskFileError for what is no list."""
+    value = row.get("all_classes") or []
+    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        raise TaskFileError(f"{where}: all_classes is {value!r:.80}, expected a list of texts")
+    return tuple(value)
+
+
 def answers_of(where: str, row: Row, field: str) -> tuple[str, ...]:
     """A list of right answers as text. Raises TaskFileError if it is empty."""
     if not row[field]:

@@ -63,7 +63,7 @@ def _v1(request: Request, where: str, row: files.Row, official: dict[str, str]) 
     if not context or "{input}" in before:
         raise TaskFileError(f"dataset2prompt.json of {request.path}: {{context}} is not before {{input}} in {name}")
     ids = prompts.split(request, before + row["context"], after.replace("{input}", row["input"]), dataset.chat)
-    answers, classes = files.answers_of(where, row, "answers"), tuple(row.get("all_classes") or ())
+    answers, classes = files.answers_of(where, row, "answers"), files.classes_of(where, row)
     return Sample(*ids, answers, dataset.metric, dataset.new_tokens, classes=classes)
 
 

@@ -119,7 +119,9 @@ def needle_cost(tokenizer: Tokenizer, needles: Sequence[Needle]) -> int:
 
 
 def random_span(rng: np.random.Generator, stream: np.ndarray, length: int) -> list[int]:
-    """`length` consecutive tokens of a long token stream."""
+    """`length` consecutive tokens of a long token stream. Raises ConfigError for a stream that is shorter."""
+    if len(stream) < length:
+        raise ConfigError(f"the text has {len(stream)} tokens, and {length} of it are wanted; give a longer one")
     start = int(rng.integers(0, max(1, len(stream) - length)))
     return stream[start : start + length].tolist()
 

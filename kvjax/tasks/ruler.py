@@ -127,6 +127,8 @@ def _hay(task: Niah, request: Request, taken: Collection[str]) -> Callable[[int]
 
         return distractors
     words = request.words
+    if not words:
+        raise ConfigError("the text has no words to hide facts among; give one that has")
     return lambda n: (_sentences(" ".join((words * (n // len(words) + 1))[:n])), " ")
 
 

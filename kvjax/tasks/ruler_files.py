@@ -18,7 +18,7 @@ def draw(request: Request) -> list[Sample]:
     samples = []
     for where, row in files.read_rows(path, _FIELDS, {})[: request.count]:
         context, line, question = row["input"].rstrip("\n").rpartition("\n")
-        question += row.get("answer_prefix", "")
+        question += files.text_of(where, row, "answer_prefix")
         ids = prompts.split(request, context + line, question)
         samples.append(Sample(*ids, files.answers_of(where, row, "outputs"), metric, _NEW_TOKENS[kind]))
     return samples

@@ -128,7 +128,8 @@ def gsm8k_strict(text: str, answer: str) -> float:
 def gsm8k(text: str, answer: str) -> float:
     """GSM8K: the right number in "The answer is N", or as the last number where nothing is said so."""
     said = said_number(text)
-    return float((last_number(text) if said is None else said) == _number(answer))
+    found = last_number(text) if said is None else said
+    return float(found is not None and found == _number(answer))
 
 
 def _best(one: Callable[[str, str], float]) -> Metric:

@@ -18,6 +18,7 @@ from kvjax.methods.kvswap import KVSwap
 from kvjax.planning import Slots
 from kvjax.store import fifo
 from kvjax.store.base import Store
+from kvjax.store.flash import FlashStore
 from kvjax.tuner import profile, tuning
 from kvjax.tuner.solver import Costs, Limits, Setting, Solution, Space, expected, solve
 from kvjax.tuner.tuning import Family, Tuning
@@ -45,12 +46,14 @@ def tune(
       path: where to keep solutions as they are found; pairs that are there already are not solved again.
 
     Raises ConfigError where `batches` or `contexts` are not positive integers or there are none, or a batch size and
-    context length do not fit their memory, FormatMismatch where `path` is of another model, family, memory, alpha or
-    space, or WriteFailed; and what the store raises, NoSpace where it has no room for a layer.
+    context length do not fit their memory, or for a `FlashStore` of one file; FormatMismatch where `path` is of another
+    model, family, memory, alpha or space, or WriteFailed; and what the store raises, NoSpace where it has no room for a
+    layer.
     """
     for name, sizes in (("batches", batches), ("contexts", contexts)):
         if not sizes or not all(fields.whole(one, 1) for one in sizes):
             raise ConfigError(f"{name}={sizes} must be positive integers, at least one")
+    _check_store(store)
     family = Family(selected, bits, adapters or {}, per_head)
     limits = Limits(max_bytes // max(batches), relax, space or Space())
     found = _resumed(path, Tuning({}, family, limits, llm.fingerprint))
@@ -72,9 +75,16 @@ def expect(
     space: Space | None = None,
 ) -> Solution:
     """What a setting of one's own takes, measured as `tune` does; arguments as there."""
+    _check_store(store)
     recurring = _reuse_rates(llm, text, space or Space(), family)
     with _costs(llm, store, batch, context, family, recurring) as costs:
         return expected(costs, setting)
+
+
+def _check_store(store: Store) -> None:
+    """Raises ConfigError for a store of one file: each group size that is tried needs one, of which none is kept."""
+    if isinstance(store, FlashStore) and not os.path.isdir(store.path):
+        raise ConfigError(f"{store.path} is a file; give FlashStore a directory on the device, where files come and go")
 
 
 def _resumed(path, fresh: Tuning) -> Tuning:
