@@ -5,6 +5,7 @@ import os
 import pathlib
 
 import hypothesis
+import jaxtyping
 import pytest
 from jaxtyping import install_import_hook
 from xdist.scheduler import LoadScopeScheduling
@@ -64,6 +65,14 @@ class _ByPrograms(LoadScopeScheduling):
 def pytest_xdist_make_scheduler(config, log):
     config.option.loadscopereorder = False  # else groups of many tests came first
     return _ByPrograms(config, log)
+
+
+@pytest.fixture
+def unchecked():
+    """Without run-time type checks, as users run it: they would come before the library's own errors."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.hookimpl(trylast=True)

@@ -247,3 +247,35 @@ def test_a_method_that_ends_blocks_at_delimiters_asks_for_token_ids():
         _, cache = kvjax.attend(cache, q, key[:, at], key[:, at], token[:, at])
     np.testing.assert_array_equal(cache.layer.state.counts, whole.layer.state.counts)
     assert len(np.unique(np.asarray(whole.layer.state.counts)[0, 0, :5])) > 1
+
+
+def _arrays(*shapes):
+    return [jnp.ones(shape) for shape in shapes]
+
+
+@pytest.mark.parametrize(("shapes", "name"), [
+    (((2, 4, 8), (2, 1, 8), (2, 2, 8)), "key"), (((2, 4, 8), (2, 2, 8), (2, 1, 8)), "value"),
+    (((2, 8, 4), (2, 2, 8), (2, 2, 8)), "q"), (((1, 4, 8), (1, 2, 8), (1, 2, 8)), "q"),
+])
+def test_arrays_of_other_shapes_are_refused(unchecked, shapes, name):
+    """And not broadcast or reshaped: wrong results would be the only sign."""
+    cache = kvjax.init_cache(METHODS["full"], batch=2, kv_heads=2, group=2, head_dim=8, capacity=16)
+    with pytest.raises(ConfigError, match=f"{name} is"):
+        kvjax.attend(cache, *_arrays(*shapes))
+
+
+def test_prompts_and_sizes_that_are_none_are_refused(unchecked):
+    sizes = {"batch": 2, "kv_heads": 2, "group": 2, "head_dim": 8, "capacity": 16}
+    cache = kvjax.init_cache(METHODS["full"], **sizes)
+    rows, one_head = _arrays((2, 6, 2, 8), (2, 6, 1, 8))
+    for args, error, words in (
+        ((one_head, rows, jnp.array([6, 5])), ConfigError, "key is"),
+        ((rows, rows, jnp.array([6])), ConfigError, "key"),
+        ((rows, rows, jnp.array([-1, 5])), PromptError, "negative"),
+        ((rows, rows, jnp.array([5.5, 5])), PromptError, "whole numbers"),
+    ):
+        with pytest.raises(error, match=words):
+            kvjax.prefill_cache(cache, *args)
+    for name, wrong in ({"sliding": 0, "rope": 5} | dict.fromkeys(sizes, 0)).items():
+        with pytest.raises(ConfigError, match=f"{name}={wrong}"):
+            kvjax.init_cache(METHODS["full"], **{**sizes, name: wrong})

@@ -12,7 +12,7 @@ from harness import METHODS, plan_of
 from tiny import CAPACITY, CONFIG, PROMPT, decoded, dense, start, temporaries
 
 from kvjax import cache as caching
-from kvjax import decode, layer, planning, prefill
+from kvjax import decode, layer, parking, planning, prefill
 from kvjax.errors import ConfigError, NoSpace, PromptError, StaleCache, WriteFailed
 from kvjax.models.transformer import Block
 from kvjax.store.flash import FlashStore
@@ -216,6 +216,47 @@ def test_another_token_may_be_tried_after_a_commit_that_failed(params, tokens, m
     (bytes_put, logits), (expected_bytes, expected) = put(True), put(False)
     assert bytes_put == expected_bytes
     np.testing.assert_array_equal(logits, expected)
+
+
+@pytest.mark.parametrize("parked", [False, True])
+def test_of_a_token_that_ctrl_c_ended_nothing_is_left(params, tokens, monkeypatch, parked):
+    """Whether it comes before the token is committed, or amid parked layers that were put back."""
+    def logits(interrupted: bool) -> np.ndarray:
+        slots = {"park": HostStore()} if parked else {}
+        plan, state, _, branch = start(params, tokens, METHODS["dynakv"], HostStore(), **slots)
+        out = []
+        for i in range(8):
+            if interrupted and i == 3:
+                with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+                    patched.setattr(*((parking.Desk, "commit") if parked else (decode, "settle")), interrupt)
+                    decode.step(plan, params, state, tokens[:, 0])
+            done = decode.step(plan, params, state, tokens[:, i])
+            state = done.state
+            out.append(np.asarray(done.logits))
+        branch.close()
+        return np.stack(out)
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    np.testing.assert_array_equal(logits(interrupted=True), logits(interrupted=False))
+
+
+@pytest.mark.parametrize(("driver", "backend"), [("staged", "buffer"), ("fused", "buffer"), ("fused", "io")])
+@pytest.mark.parametrize("call", ["_load", "_check"])
+def test_ctrl_c_amid_a_callback_stays_ctrl_c(params, tokens, monkeypatch, driver, backend, call):
+    plan, state, _, branch = start(params, tokens, METHODS["quest"], HostStore(), backend=backend)
+    expected = decode.step(plan, params, state, tokens[:, 1], driver=driver).logits
+    plan, state, _, branch = start(params, tokens, METHODS["quest"], HostStore(), backend=backend)
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(branch, call, interrupt)
+        decode.step(plan, params, state, tokens[:, 0], driver=driver)
+    np.testing.assert_array_equal(decode.step(plan, params, state, tokens[:, 1], driver=driver).logits, expected)
+    branch.close()
 
 
 @pytest.mark.parametrize("prefetch", ["off", "layer", "step"])

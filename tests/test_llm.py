@@ -208,6 +208,9 @@ def starting(llm):
     (lambda llm, tmp: arguments.check_generation(2.5, kvjax.Sampling(), 0), PromptError, "max_new_tokens=2.5"),
     (lambda llm, tmp: arguments.check_generation(2, {}, 0), ConfigError, "kvjax.Sampling"),
     (lambda llm, tmp: arguments.check_generation(2, kvjax.Sampling(), None), ConfigError, "seed=None"),
+    (lambda llm, tmp: arguments.check_generation(2, kvjax.Sampling(), 2**63), ConfigError, "64 bits"),
+    (lambda llm, tmp: llm.prefill("abc", capacity=2**31), ConfigError, "capacity=2147483648"),
+    (lambda llm, tmp: llm.prefill("ab\ud800"), PromptError, "character 2"),
     (lambda llm, tmp: arguments.marks("", llm.tokenizer), ConfigError, "none of them empty"),
     (lambda llm, tmp: arguments.marks(5, llm.tokenizer), ConfigError, "stop=5"),
     (lambda llm, tmp: arguments.marks("a", None), ConfigError, "no tokenizer.json"),
@@ -228,8 +231,8 @@ def starting(llm):
 ], ids=["empty", "one_empty", "only_start", "nothing", "fractions", "foreign_tokenizer", "too_long", "budget",
         "store", "questions", "no_text", "no_room", "room", "space", "model", "rule", "page", "dense", "capacity",
         "negative", "driver", "no_method", "no_store", "slots_kind", "length_kind", "sampling_kind", "seed_kind",
-        "empty_stop", "stop_kind", "stop_without_text", "no_cache", "chunk_kind", "type_kind", "ragged", "mapping",
-        "cold", "slots", "no_slots", "id", "negative_id", "dtype",
+        "large_seed", "large_capacity", "half_a_character", "empty_stop", "stop_kind", "stop_without_text", "no_cache",
+        "chunk_kind", "type_kind", "ragged", "mapping", "cold", "slots", "no_slots", "id", "negative_id", "dtype",
         "wide_dtype", "file"])
 def test_bad_input_gets_a_typed_error_that_names_the_cause(llm, tmp_path, call, error, words):
     with pytest.raises(error, match=words):

@@ -1,5 +1,6 @@
 """Caches that outlive their process: equal tokens after restoring, and all or nothing when a save is interrupted."""
 
+import contextlib
 import dataclasses
 import errno
 import json
@@ -16,7 +17,7 @@ import pytest
 from tiny import drawn
 
 import kvjax
-from kvjax import persistence, planning
+from kvjax import persistence, planning, state_checkpoint
 from kvjax.delimiters import Delimiters
 from kvjax.errors import (
     ChecksumMismatch,
@@ -291,6 +292,77 @@ def test_a_directory_keeps_its_kind(llm, tmp_path):
         with pytest.raises(ConfigError, match="choose another directory"):
             cache.save(tmp_path / name)
     flash.close()
+
+
+def test_files_of_the_user_stay(llm, make, tmp_path):
+    """Also those that are called much like ours."""
+    mine, left_over = tmp_path / "saved" / "state-of-work.md", tmp_path / "saved" / f"state-{'0' * 12}"
+    mine.write_text("mine")
+    left_over.mkdir()
+    make().save(tmp_path / "saved")
+    assert mine.exists() and not left_over.exists()
+
+
+def test_a_store_file_that_was_never_saved_hides_nothing(llm, tmp_path):
+    memory = llm.prefill(CONTEXT, method=METHOD)
+    memory.save(tmp_path)
+    llm.prefill(CONTEXT, method=METHOD, store=kvjax.FlashStore(tmp_path / "blocks.kv")).close()
+    again = llm.restore(tmp_path)
+    assert again.branch is None and answers(llm, again) == answers(llm, memory)
+    memory.save(tmp_path)
+
+
+@pytest.mark.parametrize("bad", [
+    {"slots": kvjax.Slots(count=1)}, {"slots": kvjax.Slots(host=1)},
+    {"chunk": 16, "slots": kvjax.Slots(backend="python")},
+], ids=["count", "host", "chunk"])
+def test_a_prefill_that_is_refused_loses_no_saved_cache(llm, tmp_path, bad):
+    method, store = METHODS["quest"], kvjax.FlashStore(tmp_path / "blocks.kv")
+    cache = llm.prefill(CONTEXT, method=method, store=store)
+    cache.save(tmp_path)
+    expected = answers(llm, cache)
+    cache.close()
+    with pytest.raises(ConfigError):
+        llm.prefill(CONTEXT, method=method, store=store, **bad)
+    with contextlib.closing(llm.restore(tmp_path)) as again:
+        assert answers(llm, again) == expected
+
+
+def _on_flash(llm, directory):
+    return contextlib.closing(llm.prefill(CONTEXT, method=METHOD, store=kvjax.FlashStore(directory / "blocks.kv")))
+
+
+def test_a_reader_that_is_overtaken_reads_what_was_saved_last(llm, tmp_path, monkeypatch):
+    """Two saves while it reads the first one's checkpoint, which is gone then."""
+    load = state_checkpoint.load
+    with _on_flash(llm, tmp_path) as cache:
+        cache.save(tmp_path)
+
+        def overtaken(*args):
+            monkeypatch.undo()
+            for question in ("zz", "yy"):
+                llm.generate(question, cache, max_new_tokens=2).cache.save(tmp_path)
+            return load(*args)
+
+        monkeypatch.setattr(state_checkpoint, "load", overtaken)
+        with contextlib.closing(llm.restore(tmp_path, read_only=True)) as reader:
+            assert reader.length == [len(CONTEXT) + 3]
+
+
+def test_a_method_of_which_every_layer_is_dense_is_saved_by_its_name(llm, tmp_path):
+    method = dataclasses.replace(METHODS["quest"], dense_layers=2)
+    llm.prefill(CONTEXT, method=method).save(tmp_path)
+    assert llm.restore(tmp_path).plan.method == llm.restore(tmp_path, method=method).plan.method == method
+
+
+@pytest.mark.parametrize(("settings", "words"), [
+    ({"method": "quest"}, "method='quest'"), ({"slots": 5}, "slots=5"), ({"bogus": 1}, "bogus"),
+])
+def test_what_restores_nothing_is_refused_by_name(unchecked, llm, tmp_path, settings, words):
+    with _on_flash(llm, tmp_path) as cache:
+        cache.save(tmp_path)
+    with pytest.raises(ConfigError, match=words):
+        llm.restore(tmp_path, **settings)
 
 
 def test_one_save_at_a_time(llm, make, tmp_path):

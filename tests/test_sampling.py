@@ -101,6 +101,13 @@ def test_top_k_does_not_sort_the_vocabulary(mass):
     assert " sort(" in compiled(Sampling(1.0, top_p=0.9)), "what the test looks for is there where it is expected"
 
 
+def test_top_k_keeps_k_of_equal_logits():
+    """As logits of sixteen bits often are."""
+    ties = np.array([1, 3, 3, 0, 3, 2], np.float32)
+    assert set(draw(Sampling(1.0, top_k=1), ties).tolist()) == {1}
+    assert set(draw(Sampling(1.0, top_k=2), ties).tolist()) == {1, 2}
+
+
 def test_a_row_does_not_depend_on_the_rest_of_the_batch():
     logits = jnp.asarray(np.random.default_rng(2).normal(size=(8, VOCAB)), jnp.float32)
     for sampling in (Sampling(), Sampling(1.0), Sampling(1.5, top_k=6, top_p=0.9)):
@@ -125,7 +132,7 @@ def test_same_key_same_tokens_and_another_key_others():
 
 @pytest.mark.parametrize("settings", [
     {"temperature": -0.1}, {"temperature": float("nan")}, {"temperature": float("inf")}, {"top_k": 0}, {"top_k": -3},
-    {"top_p": 0.0}, {"top_p": 1.1}, {"top_p": -0.5}, {"top_p": float("nan")},
+    {"temperature": 1e39}, {"top_p": 1e-46}, {"top_p": 0.0}, {"top_p": 1.1}, {"top_p": -0.5}, {"top_p": float("nan")},
 ], ids=str)
 def test_bad_settings_are_refused_by_name(settings):
     with pytest.raises(ConfigError, match=next(iter(settings))):

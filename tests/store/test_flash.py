@@ -48,8 +48,10 @@ def test_store_touches_no_disk(tmp_path):
 
 
 @pytest.mark.parametrize("setting", [{"threads": 0}, {"timeout": 0.0}, {"timeout": math.inf}, {"timeout": math.nan},
-                                     {"timeout": 1e12}, {"max_bytes": 0}, {"staging_bytes": -1}])
-def test_impossible_settings(tmp_path, setting):
+                                     {"timeout": 1e12}, {"max_bytes": 0}, {"staging_bytes": -1}, {"threads": 2.5},
+                                     {"threads": True}, {"timeout": "1"}, {"direct": None}, {"scratch": 3},
+                                     {"engine": "aio", "codec": "rle"}])
+def test_impossible_settings(unchecked, tmp_path, setting):
     with pytest.raises(ConfigError):
         FlashStore(tmp_path, **setting)
 

@@ -86,6 +86,8 @@ def test_ruler_files_are_told_apart_by_their_name(request_for, tmp_path):
     )
     with pytest.raises(TaskFileError, match="tells no RULER task"):
         tasks.draw(f"ruler:{lines(tmp_path / 'other.jsonl', RULER)}", request)
+    with pytest.raises(TaskFileError, match="answer_prefix is int"):
+        tasks.draw(f"ruler:{lines(tmp_path / 'vt.jsonl', {**RULER, 'answer_prefix': 5})}", request)
 
 
 def test_gsm8k_shares_its_examples_and_wants_the_number_after_the_mark(request_for, tmp_path):
@@ -119,6 +121,7 @@ def without(row, field):
     ("longbench", json.dumps({**V1, "dataset": "dureader"}), ":1: dataset 'dureader' is not supported"),
     ("longbench", json.dumps({**V1, "context": 7}), ":1: context is int, expected str"),
     ("longbench", json.dumps({**V1, "answers": []}), ":1: answers is empty"),
+    ("longbench", json.dumps({**V1, "all_classes": 5}), ":1: all_classes is 5"),
     ("longbench", "", "no rows"),
     ("gsm8k", json.dumps({**GSM, "answer": "4"}), ":1: the answer has no ####"),
     ("gsm8k", json.dumps(RULER), "this is a file of RULER"),

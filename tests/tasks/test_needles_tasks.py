@@ -58,6 +58,9 @@ def test_what_does_not_fit_is_refused(request_for):
         tasks.draw("mqar", request_for(length=9000))
     with pytest.raises(ConfigError, match="longer text"):
         tasks.draw("perplexity", request_for(length=90_000))
+    for name in ("passkey", "niah_grid", "multi_request"):
+        with pytest.raises(ConfigError, match="give a longer one"):
+            tasks.draw(name, request_for(length=90_000))
 
 
 @pytest.mark.parametrize("name", ruler.NIAH)

@@ -65,6 +65,10 @@ def test_a_number_is_found_only_where_there_is_one():
     assert scoring.last_number("1 and 2.5.") == scoring.said_number("The answer is 2.50") == pytest.approx(2.5)
 
 
+def test_no_number_is_not_the_right_one():
+    assert score("gsm8k", "I do not know", ["1/2 cup"]) == score("gsm8k_strict", "I do not know", ["1/2 cup"]) == 0.0
+
+
 @pytest.mark.oracles
 def test_rouge_l_is_that_of_rouge_score():
     scorer = pytest.importorskip("rouge_score.rouge_scorer").RougeScorer(["rougeL"])

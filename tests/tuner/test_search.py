@@ -11,6 +11,7 @@ import kvjax
 from kvjax import tuner
 from kvjax.errors import ConfigError, FormatMismatch
 from kvjax.store import fifo
+from kvjax.store.flash import FlashStore
 from kvjax.store.host import HostBranch, HostStore
 from kvjax.tuner import profile
 from kvjax.tuner.solver import Setting
@@ -121,7 +122,7 @@ def test_solutions_are_kept_as_they_are_found(llm, tmp_path, monkeypatch):
             tuner.tune(llm, HostStore(), TEXT, contexts=(96,), path=path, **{**settings, **change})
 
 
-def test_bad_settings_are_refused(llm):
+def test_bad_settings_are_refused(llm, tmp_path):
     with pytest.raises(ConfigError, match="budget"):
         tuner.tune(llm, HostStore(), TEXT, contexts=(96,), max_bytes=10, selected=SELECTED, space=SPACE)
     for name in ("batches", "contexts"):
@@ -130,3 +131,5 @@ def test_bad_settings_are_refused(llm):
                 tuner.tune(llm, HostStore(), TEXT, max_bytes=10**8, **{name: sizes})
     with pytest.raises(ConfigError, match="too few"):
         tuner.tune(llm, HostStore(), TEXT[:10], max_bytes=10**8, selected=SELECTED)
+    with pytest.raises(ConfigError, match="a directory"):
+        tuner.tune(llm, FlashStore(tmp_path / "one.kv"), TEXT, max_bytes=10**8, selected=SELECTED)
