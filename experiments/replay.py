@@ -16,7 +16,6 @@ that rate, as KVSwap's tuner takes its I/O times (appendix A.3).
 import dataclasses
 import functools
 import hashlib
-import os
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,6 +27,7 @@ import numpy as np
 import kvjax
 from experiments import common
 from experiments.shift_texts import KINDS, Texts
+from kvjax import files
 from kvjax.errors import ConfigError
 from kvjax.method import Method, Selection, no_force
 from kvjax.models.config import ModelConfig
@@ -311,7 +311,5 @@ def _recorded(method: Predictor, how: ml_collections.ConfigDict, texts: int, dir
 def _save(recording: Recording, path: pathlib.Path) -> None:
     """Writes all of the file or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_suffix(".new")
-    with fresh.open("wb") as file:
+    with files.replacing(path) as fresh, fresh.open("wb") as file:
         np.savez_compressed(file, block=recording.block, width=recording.width)
-    os.replace(fresh, path)

@@ -1,6 +1,7 @@
 """Test-wide settings: run-time type checks of every jaxtyping signature, one cache of compiled programs, and no
 deadline for an example."""
 
+import gc
 import os
 import pathlib
 
@@ -22,6 +23,9 @@ QUICK_TO_MAKE = (
     "--xla_cpu_parallel_codegen_split_count=1",
 )
 os.environ.setdefault("XLA_FLAGS", " ".join(QUICK_TO_MAKE))
+
+# Tracing makes objects by the million, few of them garbage: looking for it took 6 % of the laws' time.
+gc.set_threshold(100_000)
 
 # An example that compiles, on a busy machine, takes what it takes.
 hypothesis.settings.register_profile("kvjax", deadline=None)

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from kvjax import files
 from kvjax.errors import CheckpointError, ConfigError
 from kvjax.models import hf_config
 from kvjax.models.config import ModelConfig
@@ -84,7 +85,7 @@ def save_params(params: PyTree, config: ModelConfig, directory: hf_config.Path, 
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CheckpointError(f"{directory}: no directory can be made there ({error}); choose another") from error
-    with hf_config.replacing(path) as temporary:
+    with files.replacing(path) as temporary:
         # transformers refuses a file that does not say which framework its layout is for.
         save_file(tensors, temporary, metadata={"format": "pt"})
         # Last, so that a full disk leaves an earlier model as it was.

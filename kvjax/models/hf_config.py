@@ -4,15 +4,15 @@ A field that the file leaves out has the value that transformers gives it, which
 A field that would change the model's output and that kvjax cannot follow is an error, never ignored.
 """
 
-import contextlib
 import dataclasses
 import json
 import math
 import os
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from kvjax import files
 from kvjax.errors import CheckpointError, ConfigError
 from kvjax.models.config import FAMILIES, ModelConfig, RopeConfig
 
@@ -74,7 +74,7 @@ def write_config(config: ModelConfig, directory: Path, dtype: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     # Also the ids' own file: one left by an earlier model would take precedence over config.json.
     for target, content in ((path.with_name(GENERATION), _special_ids(config)), (path, _to_fields(config, dtype))):
-        with replacing(target) as temporary:
+        with files.replacing(target) as temporary:
             temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
@@ -120,17 +120,6 @@ def token_ids(field: str, *documents: tuple[pathlib.Path, Fields]) -> tuple[int,
                 raise CheckpointError(f"{path}: {field} is {value!r}; expected a token id or a list of them")
             return ids
     return ()
-
-
-@contextlib.contextmanager
-def replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A temporary path beside `path` that takes its place at the end, so that no reader sees half a file."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        yield temporary
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -131,11 +131,6 @@ class _InFlight:
         self.due: dict[int, float] = {}
         self._heard: list[tuple[float, tuple]] = []  # the host's answers: when each is due, and its event; ascending
 
-    @property
-    def heard(self) -> int:
-        """Answers of the host that are held back."""
-        return len(self._heard)
-
     def hear(self, events: np.ndarray, now: float) -> int:
         """Takes answers of the host; how many of them came after the device's."""
         if not events.size:

@@ -65,7 +65,7 @@ class FlashStore:
         if codec not in (None, *CODECS):
             raise ConfigError(f"unknown codec {codec!r}; use one of {', '.join(CODECS)}, or None")
         if engine == "aio" and codec not in (None, "raw"):
-            raise ConfigError(f"engine='aio' reads blocks as they are, and codec={codec!r} has others; leave out one")
+            raise ConfigError(f"engine='aio' reads blocks as they are, and codec {codec!r} has others; leave out one")
         if not fields.number(tolerance) or not 0.0 <= tolerance < math.inf:
             raise ConfigError(f"tolerance={tolerance!r} must be a finite number, and not negative")
         for name, given in (("path", path), *((("scratch", scratch),) if scratch is not None else ())):

@@ -139,12 +139,6 @@ def is_ours(page: bytes) -> bool:
     return len(page) >= _FIELDS.size and page.startswith(MAGIC)
 
 
-def inspect_header(path) -> Header:
-    """The header of a store file; OSError when it cannot be read, or is not one."""
-    with open(path, "rb") as file:
-        return Header.unpack(file.read(PAGE_BYTES), str(path))
-
-
 @dataclasses.dataclass(frozen=True)
 class Place:
     """Where a log record lies, and what it must hash to."""

@@ -7,7 +7,7 @@ import os
 import pathlib
 from typing import Any
 
-from kvjax import fields
+from kvjax import fields, files
 from kvjax.errors import ConfigError, FormatMismatch, ReadFailed, WriteFailed
 from kvjax.methods.kvswap import KVSwap
 from kvjax.planning import Slots
@@ -102,10 +102,9 @@ class Tuning:
         ]
         saved = {"version": VERSION, "fingerprint": self.fingerprint, "family": dataclasses.asdict(self.family),
                  "limits": dataclasses.asdict(self.limits), "solutions": rows}
-        fresh = f"{os.fspath(path)}.new"
         try:
-            pathlib.Path(fresh).write_text(json.dumps(saved, indent=2) + "\n")
-            os.replace(fresh, path)
+            with files.replacing(pathlib.Path(path)) as fresh:
+                fresh.write_text(json.dumps(saved, indent=2) + "\n")
         except OSError as cause:
             raise WriteFailed(f"writing {path} failed: {cause}; choose another path") from cause
 

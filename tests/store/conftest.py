@@ -11,6 +11,7 @@ import pytest
 from kvjax.errors import ConfigError
 from kvjax.store.base import Branch, Geometry
 from kvjax.store.flash import FlashStore
+from kvjax.store.format import PAGE_BYTES, Header
 from kvjax.store.host import HostStore
 from tests.store.faults import FaultySystem
 
@@ -24,6 +25,12 @@ def plant_runs(rows: np.ndarray) -> np.ndarray:
     for some, stop in ((kind == 0, rows.shape[-2]), (kind == 1, rows.shape[-2] - 1)):
         keys[some, :stop] = keys[some, :1]
     return rows
+
+
+def inspect_header(path) -> Header:
+    """The header of a store file, without opening it as a store."""
+    with open(path, "rb") as file:
+        return Header.unpack(file.read(PAGE_BYTES), str(path))
 
 
 def wait_until(condition) -> None:

@@ -15,8 +15,8 @@ from kvjax.store import inspect
 from kvjax.store.base import PAGE_BYTES, Geometry
 from kvjax.store.codec import make_codec
 from kvjax.store.flash import FlashStore
-from kvjax.store.format import HEADER_BYTES, inspect_header
-from tests.store.conftest import GEOMETRY, WIDE, Driver, plant_runs, settle, still_works
+from kvjax.store.format import HEADER_BYTES
+from tests.store.conftest import GEOMETRY, WIDE, Driver, inspect_header, plant_runs, settle, still_works
 from tests.store.faults import FaultySystem
 from tests.store.test_history import History
 

@@ -14,8 +14,8 @@ import pytest
 
 from kvjax.errors import ConfigError, WriteFailed
 from kvjax.store.flash import FlashStore
-from kvjax.store.format import HEADER_BYTES, inspect_header
-from tests.store.conftest import GEOMETRY, Driver, settle, wait_until
+from kvjax.store.format import HEADER_BYTES
+from tests.store.conftest import GEOMETRY, Driver, inspect_header, settle, wait_until
 from tests.store.faults import FaultySystem
 from tests.store.test_history import History
 

@@ -6,8 +6,8 @@ import pytest
 
 from kvjax.errors import ChecksumMismatch, ConfigError, FormatMismatch
 from kvjax.store.base import PAGE_BYTES, Geometry
-from kvjax.store.format import Header, inspect_header
-from tests.store.conftest import GEOMETRY
+from kvjax.store.format import Header
+from tests.store.conftest import GEOMETRY, inspect_header
 
 HEADER = Header(Geometry(3, 1, 8, 100, 64, 256, "bfloat16"), "llama/ünïcode")
 
