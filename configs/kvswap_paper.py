@@ -161,10 +161,11 @@ def _breakdown():
 
 def _pretrained():
     """Scores summed over heads after each one's softmax, of floats and of 4 bits, and raw scores summed (section 3.3),
-    with an SVD of each head and one of all heads."""
+    with an SVD of each head and one of all heads, and of 4 bits."""
     systems = _systems()
     raw = {**systems["kvswap"], "label": "raw", "aggregation": "mean"}
-    ways = systems["kvswap"], systems["4 bits"], {**raw, "label": "raw, heads", "per_head": True}, raw
+    ways = (systems["kvswap"], systems["4 bits"], {**raw, "label": "raw, heads", "per_head": True}, raw,
+            {**systems["4 bits"], "label": "raw, 4 bits", "aggregation": "mean"})
     methods = tuple(
         {**way, "label": way["label"] + suffix, "slots": slots}
         for way in ways for suffix, slots in ((" no reuse", _READ_ONCE), ("", _reuse(4)))
