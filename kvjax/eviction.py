@@ -33,6 +33,11 @@ class Evictor(Method):
     page: int = 16
     evicts: ClassVar[bool] = True
 
+    def __post_init__(self):
+        super().__post_init__()
+        if self.observation == 0:
+            raise ConfigError(f"{self.name} drops what the prompt's last queries leave unattended; observation=0 is none")
+
     @abc.abstractmethod
     def prompt_worth(self, spec: Spec, context: Context) -> Float[Array, "K T"]:
         """What each token of a prompt is worth."""

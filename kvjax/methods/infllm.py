@@ -59,7 +59,7 @@ class InfLLM(Method):
       representatives: r of each block.
       shared: one selection for all heads; if not, each KV head selects for itself.
 
-    Raises ConfigError for more representatives than tokens.
+    Raises ConfigError for more representatives than tokens, or for an observation of fewer queries than there are.
     """
 
     observes = True
@@ -75,6 +75,8 @@ class InfLLM(Method):
         super().__post_init__()
         if not 1 <= self.representatives <= self.block:
             raise ConfigError(f"representatives={self.representatives} must be from 1 to block={self.block}")
+        if self.observation is not None:
+            raise ConfigError(f"observation={self.observation}, but infllm needs all of a prompt's queries; leave it out")
 
     @property
     def head_shared(self) -> bool:  # type: ignore[override]  # of the class elsewhere, of its settings here
@@ -152,8 +154,8 @@ def queries_by_position(context: Context) -> Float[Array, "K G T D"]:
     """The queries of a prompt at their positions. ConfigError where some are not known."""
     known, tokens = context.query.shape[2], context.pos.shape[0]
     if known < tokens:
-        raise ConfigError(f"infllm needs the queries of all {tokens} tokens of a prompt and got {known}; leave "
-                          "observation as it is, and give kvjax.prefill_cache the queries")
+        raise ConfigError(f"infllm needs the queries of all {tokens} tokens of a prompt and got {known}; give "
+                          "kvjax.prefill_cache the queries")
     at = jnp.where(context.query_pos >= 0, context.query_pos, tokens)
     return jnp.zeros((*context.query.shape[:2], tokens, context.query.shape[-1])).at[:, :, at].set(
         context.query.astype(jnp.float32), mode="drop"

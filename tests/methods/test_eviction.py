@@ -165,6 +165,8 @@ class SlowH2O:
 def test_a_negative_number_of_observed_queries_is_refused():
     with pytest.raises(ConfigError, match="observation=-5"):
         dataclasses.replace(H2O_, observation=-5)
+    with pytest.raises(ConfigError, match="observation=0"):
+        dataclasses.replace(H2O_, observation=0)
 
 
 @pytest.mark.parametrize("prompt", [(50, 31), (24, 4), (1, 9)], ids=str)

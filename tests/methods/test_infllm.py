@@ -163,3 +163,5 @@ def test_a_prompt_without_its_queries_is_refused():
 def test_more_representatives_than_tokens_are_refused():
     with pytest.raises(ConfigError, match="representatives=9"):
         InfLLM(block=8, representatives=9)
+    with pytest.raises(ConfigError, match="observation=3"):
+        InfLLM(observation=3)
