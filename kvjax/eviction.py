@@ -36,7 +36,7 @@ class Evictor(Method):
     def __post_init__(self):
         super().__post_init__()
         if self.observation == 0:
-            raise ConfigError(f"{self.name} drops what the prompt's last queries leave unattended; observation=0 is none")
+            raise ConfigError(f"{self.name} drops what a prompt's last queries do not attend; observation=0 is none")
 
     @abc.abstractmethod
     def prompt_worth(self, spec: Spec, context: Context) -> Float[Array, "K T"]:

@@ -76,7 +76,7 @@ class InfLLM(Method):
         if not 1 <= self.representatives <= self.block:
             raise ConfigError(f"representatives={self.representatives} must be from 1 to block={self.block}")
         if self.observation is not None:
-            raise ConfigError(f"observation={self.observation}, but infllm needs all of a prompt's queries; leave it out")
+            raise ConfigError(f"observation={self.observation}, but infllm needs a prompt's queries; leave it out")
 
     @property
     def head_shared(self) -> bool:  # type: ignore[override]  # of the class elsewhere, of its settings here
