@@ -62,7 +62,7 @@ def check_chunk(chunk) -> None:
         raise ConfigError(f"chunk={chunk!r} must be a whole number of at least 1 token")
 
 
-def check(plan: Plan, chunk: int, backends: Iterable[str] = ()) -> None:
+def check(plan: Plan, chunk: int, backends: Iterable[str | None] = ()) -> None:
     """Raises ConfigError for a method or backend that needs single tokens, or chunks of none."""
     check_chunk(chunk)
     if "python" in backends:

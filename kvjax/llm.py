@@ -174,7 +174,7 @@ class LLM:
             plan = self._fitted(plan, method, reading)
         prefill.check_prompts(plan, np.asarray(reading.length))
         if chunk is not None:
-            extend.check(plan, chunk, () if slots is None else (slots.backend or "",))
+            extend.check(plan, chunk, () if slots is None else (slots.backend,))
         branch = cache = None
         if store is not None:
             planning.check_slots(plan, slots or Slots())
