@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from kvjax import fields, layer, packing, parking
 from kvjax.errors import ConfigError
 from kvjax.layer import LayerCache, LayerPlan
-from kvjax.method import Method
+from kvjax.method import Method, Spec
 from kvjax.methods.full import Full
 from kvjax.models.config import ModelConfig
 from kvjax.parking import Parked
@@ -124,23 +124,34 @@ def geometry(plan: Plan) -> base.Geometry:
     )
 
 
-def slot_pool(plan: Plan, i: int, slots: Slots) -> SlotPool:
-    """A layer's slots with nothing in them. ConfigError when they are too few."""
-    spec = plan.layers[i].spec
+def check_slots(plan: Plan, slots: Slots) -> None:
+    """Raises ConfigError for slots that a layer on a store cannot do with."""
+    for i, one in enumerate(plan.layers):
+        if on_store(plan, i):
+            _slot_count(one.spec, slots)
+
+
+def _slot_count(spec: Spec, slots: Slots) -> int:
+    """Slots of each head. ConfigError when they are too few, or those of the host no more."""
     least = spec.max_blocks + 1
     count = least if slots.count is None else slots.count
     if count < least:
         raise ConfigError(f"slots={count} is fewer than the {least} blocks one step may need; raise it")
+    if slots.host is not None and slots.host <= count:
+        raise ConfigError(f"host={slots.host} must be more than the device's {count} slots; raise it")
+    return count
+
+
+def slot_pool(plan: Plan, i: int, slots: Slots) -> SlotPool:
+    """A layer's slots with nothing in them. ConfigError when they are too few."""
+    spec = plan.layers[i].spec
+    count = _slot_count(spec, slots)
     backend = slots.backend or default_backend()
     pool = SlotPool.zeros(
         spec, plan.batch, count, plan.dtype, slots.policy, backend, slots.prefetch, slots.keep, slots.even,
         passing=not slots.keep and not plan.layers[i].method.adaptive,
     )
-    if slots.host is None:
-        return pool
-    if slots.host <= count:
-        raise ConfigError(f"host={slots.host} must be more than the device's {count} slots; raise it")
-    return TieredPool.over(pool, spec, slots.host)
+    return pool if slots.host is None else TieredPool.over(pool, spec, slots.host)
 
 
 def outline(plan: Plan, i: int, store: bool, slots: Slots) -> LayerCache:
@@ -157,12 +168,6 @@ def outline(plan: Plan, i: int, store: bool, slots: Slots) -> LayerCache:
 
     shapes = jax.eval_shape(leaves)
     return jax.tree.unflatten(structures[0], [parking.shape_only(one.shape, one.dtype) for one in shapes])
-
-
-def check_slots(plan: Plan, slots: Slots) -> None:
-    """Raises ConfigError for slots that a store's blocks could not be read with."""
-    for i in {one: i for i, one in enumerate(plan.layers)}.values():  # of equal layers one
-        outline(plan, i, True, slots)
 
 
 def copy(state: State) -> State:
