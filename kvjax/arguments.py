@@ -13,14 +13,19 @@ from kvjax.store.base import Store
 
 def check_kinds(method, store, slots) -> None:
     """Raises ConfigError for arguments of `prefill` that are no method or store, or have no effect."""
-    if not isinstance(method, Method | None):
-        raise ConfigError(f"method={method!r} is no method; give one such as kvjax.quest(budget=256)")
+    check_method_and_slots(method, slots)
     if not isinstance(store, Store | None):
         raise ConfigError(f"store={store!r} is no store; give one such as kvjax.FlashStore(path), or None for memory")
-    if not isinstance(slots, Slots | None):
-        raise ConfigError(f"slots={slots!r} are none; give kvjax.Slots(...), or None")
     if slots is not None and store is None:
         raise ConfigError("slots are for blocks on a store; give a store such as kvjax.HostStore() beside them")
+
+
+def check_method_and_slots(method, slots) -> None:
+    """Raises ConfigError for what is none."""
+    if not isinstance(method, Method | None):
+        raise ConfigError(f"method={method!r} is no method; give one such as kvjax.quest(budget=256)")
+    if not isinstance(slots, Slots | None):
+        raise ConfigError(f"slots={slots!r} are none; give kvjax.Slots(...), or None")
 
 
 def check_cache(cache) -> None:

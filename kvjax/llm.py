@@ -255,6 +255,7 @@ class LLM:
         private temporary file. `method` is needed for methods of your own, `slots` and `store_settings` (arguments of
         `FlashStore`) are free to differ. Raises StoreError or ConfigError (`kvjax.persistence.restore`).
         """
+        arguments.check_method_and_slots(method, slots)
         found = persistence.restore(
             directory, self.config, self.fingerprint, method=method, slots=slots, read_only=read_only,
             store_settings=store_settings,

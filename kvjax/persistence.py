@@ -49,8 +49,8 @@ from kvjax.typing import Array
 
 VERSION = 2  # 2: arrays of bfloat16 hold its bits
 _NOT_SAVED = "not saved"  # marks a setting that JSON cannot hold
-BLOCKS, MANIFEST, STATE = "blocks.kv", "cache.json", "state-"
-_OURS = re.compile(r"state-[0-9a-f]{12}(\.kv|\.json)?")  # other files are the user's
+BLOCKS, MANIFEST = "blocks.kv", "cache.json"
+_OURS = re.compile(r"state-[0-9a-f]{12}(\.kv|\.json)?")  # `_new_name`; other files are the user's
 
 
 # ---- saving
@@ -65,7 +65,7 @@ def save(directory, plan: Plan, state: State, logits: Array, branch: Branch | No
     directory = _absolute(directory)
     _check_kind(directory, branch is not None)
     with _saving(directory):
-        state_name = f"{STATE}{uuid.uuid4().hex[:12]}"
+        state_name = _new_name()
         checksum = state_checkpoint.save(directory / state_name, state, logits)
         manifest = {
             "version": VERSION, "state": state_name, "checksum": checksum, "fingerprint": fingerprint,
@@ -79,6 +79,10 @@ def save(directory, plan: Plan, state: State, logits: Array, branch: Branch | No
         else:
             named = _save_blocks(directory, branch, fingerprint, commit)
         _remove_orphans(directory, named)
+
+
+def _new_name() -> str:
+    return f"state-{uuid.uuid4().hex[:12]}"
 
 
 def _is_of_store(directory: pathlib.Path) -> bool:
@@ -119,7 +123,7 @@ def _save_blocks(directory: pathlib.Path, branch: Branch, fingerprint: str, comm
     if isinstance(branch, FlashBranch) and path.exists() and os.path.samefile(branch.path, path) and branch.writable:
         branch.save(commit)
         return [one.metadata for one in branch.saves()]
-    fresh = directory / f"{STATE}{uuid.uuid4().hex[:12]}.kv"  # a left-over is removed like any other
+    fresh = directory / f"{_new_name()}.kv"  # a left-over is removed like any other
     with contextlib.ExitStack() as stack:
         if path.exists():  # replacing it under somebody who writes to it would lose what he saves
             stack.callback(open_file(str(path), SystemIO(), direct=False, read_only=False)[0].close)
@@ -158,7 +162,7 @@ def _copy_layers(branch: Branch, copy: FlashBranch) -> None:
 
 def _replace(path: pathlib.Path, data: bytes) -> None:
     """Lets a file have these contents, or the old ones if anything fails."""
-    fresh = path.with_name(f"{STATE}{uuid.uuid4().hex[:12]}.json")
+    fresh = path.with_name(f"{_new_name()}.json")
     try:
         with open(fresh, "wb") as file:
             file.write(data)
@@ -211,8 +215,6 @@ def restore(
     StoreErrors when something is damaged or cannot be read.
     """
     directory = _absolute(directory)
-    if not isinstance(slots, Slots | None):
-        raise ConfigError(f"slots={slots!r} are none; give kvjax.Slots(...), or None")
     if _is_of_store(directory):
         store = _store(directory / BLOCKS, store_settings or {})
         with contextlib.nullcontext() if read_only else _saving(directory):
@@ -316,8 +318,6 @@ def _same_method(directory, saved: dict[str, Any], method: Method | None) -> Met
                 raise ConfigError(f"{directory} was saved with {saved['name']}({name}={value[_NOT_SAVED]}), which no "
                                   "file holds; give restore that method")
         return METHODS[saved["name"]](**saved["settings"])
-    if not isinstance(method, Method):
-        raise ConfigError(f"method={method!r} is no method; give one such as kvjax.quest(budget=256)")
     if _describe(method) != saved:
         raise FormatMismatch(f"{directory} was saved with {saved}, not with {_describe(method)}; use that method")
     return method
