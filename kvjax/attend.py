@@ -44,7 +44,9 @@ def init_cache(
     Raises ConfigError where budget, window and capacity do not fit together, or for a type that there is not.
     """
     sizes = {"batch": batch, "kv_heads": kv_heads, "group": group, "head_dim": head_dim, "capacity": capacity}
-    for name, size in sizes.items() if sliding is None else {**sizes, "sliding": sliding}.items():
+    if sliding is not None:
+        sizes["sliding"] = sliding
+    for name, size in sizes.items():
         if not fields.whole(size, 1):
             raise ConfigError(f"{name}={size!r} must be a whole number of at least 1")
     if not isinstance(rope, RopeConfig | None):

@@ -5,7 +5,6 @@ output, running maximum and normaliser (the online softmax of Milakov and Gimels
 and sums are f32 whatever the stored type.
 """
 
-
 import jax
 import jax.numpy as jnp
 

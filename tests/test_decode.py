@@ -218,6 +218,10 @@ def test_another_token_may_be_tried_after_a_commit_that_failed(params, tokens, m
     np.testing.assert_array_equal(logits, expected)
 
 
+def interrupt(*args):
+    raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize("parked", [False, True])
 def test_of_a_token_that_ctrl_c_ended_nothing_is_left(params, tokens, monkeypatch, parked):
     """Whether it comes before the token is committed, or amid parked layers that were put back."""
@@ -236,9 +240,6 @@ def test_of_a_token_that_ctrl_c_ended_nothing_is_left(params, tokens, monkeypatc
         branch.close()
         return np.stack(out)
 
-    def interrupt(*args):
-        raise KeyboardInterrupt
-
     np.testing.assert_array_equal(logits(interrupted=True), logits(interrupted=False))
 
 
@@ -248,9 +249,6 @@ def test_ctrl_c_amid_a_callback_stays_ctrl_c(params, tokens, monkeypatch, driver
     plan, state, _, branch = start(params, tokens, METHODS["quest"], HostStore(), backend=backend)
     expected = decode.step(plan, params, state, tokens[:, 1], driver=driver).logits
     plan, state, _, branch = start(params, tokens, METHODS["quest"], HostStore(), backend=backend)
-
-    def interrupt(*args):
-        raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(branch, call, interrupt)

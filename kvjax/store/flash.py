@@ -68,10 +68,7 @@ class FlashStore:
             raise ConfigError(f"engine='aio' reads blocks as they are, and codec {codec!r} has others; leave out one")
         if not fields.number(tolerance) or not 0.0 <= tolerance < math.inf:
             raise ConfigError(f"tolerance={tolerance!r} must be a finite number, and not negative")
-        for name, given in (("path", path), *((("scratch", scratch),) if scratch is not None else ())):
-            if not isinstance(given, str | os.PathLike):
-                raise ConfigError(f"{name}={given!r} must be a path")
-        self.path = os.path.abspath(os.fspath(path))  # the process may change its directory
+        self.path = _absolute("path", path)
         self.threads = threads
         self.engine = engine
         self.direct = direct
@@ -79,7 +76,7 @@ class FlashStore:
         self.max_bytes = max_bytes
         self.staging_bytes = staging_bytes
         self.timeout = timeout
-        self.scratch = None if scratch is None else os.path.abspath(os.fspath(scratch))
+        self.scratch = None if scratch is None else _absolute("scratch", scratch)
         self.profile = profile
         self.codec = codec
         self.tolerance = tolerance
@@ -176,6 +173,13 @@ class FlashStore:
         chosen = LAYOUTS[layout](codec.geometry, lanes.extents)
         reader = Reader(file, codec, self.system, engine=self.engine, threads=self.threads, timeout=self.timeout)
         return Volume(file, codec, lanes, chosen, reader=reader, staging_bytes=self.staging_bytes, timeout=self.timeout)
+
+
+def _absolute(name: str, given) -> str:
+    """The path from the root, as the process may change its directory. Raises ConfigError for what is none."""
+    if not isinstance(given, str | os.PathLike):
+        raise ConfigError(f"{name}={given!r} must be a path")
+    return os.path.abspath(os.fspath(given))
 
 
 def _check_sizes(threads, max_bytes, staging_bytes, direct) -> None:

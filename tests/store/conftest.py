@@ -132,8 +132,9 @@ def open_branch(tmp_path):
 
 def skip_without(engine: str, directory) -> None:
     """Skips a test where files in the directory cannot be read in this way."""
+    store = FlashStore(directory, engine=engine)
     try:
-        FlashStore(directory, engine=engine).create(GEOMETRY, "").close()
+        store.create(GEOMETRY, "").close()
     except ConfigError as reason:
         pytest.skip(str(reason))
 
