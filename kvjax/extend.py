@@ -178,12 +178,12 @@ def _attend(
     size = key.shape[0]
     mine = at + jnp.arange(size, dtype=jnp.int32)
     own = jnp.broadcast_to(jnp.where(jnp.arange(size) < count, mine, -1), (plan.spec.kv_heads, size))
-    *rows, valid, pos = layer.chosen_rows(plan, pool, found)
-    rows, rows_value = (one.unpacked() if isinstance(one, packing.Packed) else one for one in rows)
-    tail, made = found.state.tail, layer.scored(plan, found, q)
+    rows, rows_value, valid, pos = layer.chosen_rows(plan, pool, found)
     scores = functools.partial(attention.scores_of_many, q)
+    tail, made = found.state.tail, layer.scored(plan, found, q)
+    made = scores(packing.all_of(rows)) if made is None else made
     sets = [(scores(tail.key), tail.value, tail.pos),
-            (scores(rows) if made is None else made, rows_value, jnp.where(valid, pos, -1)),
+            (made, packing.all_of(rows_value), jnp.where(valid, pos, -1)),
             (scores(key.swapaxes(0, 1)), value.swapaxes(0, 1), own)]
     parts = [attention.attend_masked(score, v, _seen(plan, p, mine)) for score, v, p in sets]
     return attention.normalise(functools.reduce(attention.merge, parts), q.dtype)

@@ -217,13 +217,13 @@ def fetched(plan: LayerPlan, cache: LayerCache, choice: Choice, slot: Int32[Arra
 
 
 def chosen_rows(plan: LayerPlan, pool: Pool, mine: Fetched):
-    """Keys and values `[K, N, D]` of one sequence's chosen rows (`packing.Packed` of all), which are valid, and their
-    positions; no keys where the method has the scores (`scored`)."""
+    """Keys and values `[K, N, D]` of one sequence's chosen rows (`packing.Scattered`, `packing.Packed` of all), which
+    are valid, and their positions; no keys where the method has the scores (`scored`)."""
     state, choice, rows = mine.state, mine.choice, mine.choice.rows
     if plan.attends_all:
         valid = (jnp.arange(plan.spec.block_rows) < state.count[..., None]).reshape(plan.spec.kv_heads, -1)
         return *mine.everything, valid, state.pos.reshape(valid.shape)
-    key, value = pool.gather(mine.number, jnp.take_along_axis(mine.slot, rows.rank, axis=-1), rows.row)
+    key, value = pool.rows_at(mine.number, jnp.take_along_axis(mine.slot, rows.rank, axis=-1), rows.row)
     if key is None:
         block = jnp.take_along_axis(choice.need, rows.rank, axis=-1)
         key = plan.method.rebuild(plan.spec, state.index, block, rows.row, rows.pos)
@@ -277,7 +277,7 @@ def _selected_scores(plan, mine, q, key, valid):
     if made is not None:
         return attention.only_valid(made, valid)
     if bias is not None:
-        bias = plan.method.weigh(plan.spec, mine.state.index, q, key, bias)
+        bias = plan.method.weigh(plan.spec, mine.state.index, q, packing.all_of(key), bias)
     return attention.scores_of(q, key, valid, bias)
 
 

@@ -20,7 +20,7 @@ import ml_dtypes
 import numpy as np
 
 from kvjax.errors import ConfigError
-from kvjax.typing import Array, Float, Num, pytree
+from kvjax.typing import Array, Float, Int32, Num, pytree
 
 FLOATS = ("float32", "bfloat16", "float16")
 BITS = {"int8": 8, "int4": 4}
@@ -39,6 +39,24 @@ class Packed:
     def unpacked(self) -> Float[Array, "*K N D"]:
         """All of them."""
         return unpack(self.vectors, self.dtype)
+
+
+@pytree
+class Scattered:
+    """Single rows of a pool where they lie: gathered they would be fresh memory, too, and be read twice."""
+
+    pool: Num[Array, "R X"]  # every row there is
+    index: Int32[Array, "*K N"]  # which of them; those out of range are clipped
+    dtype: str = dataclasses.field(metadata={"static": True})
+
+    def unpacked(self) -> Float[Array, "*K N D"]:
+        """All of them."""
+        return unpack(jnp.take(self.pool, self.index, axis=0, mode="clip"), self.dtype)
+
+
+def all_of(rows: Packed | Scattered | Array) -> Float[Array, "*K N D"]:
+    """Rows as an array."""
+    return rows.unpacked() if isinstance(rows, Packed | Scattered) else rows
 
 
 def check(dtype, size: int) -> None:

@@ -52,9 +52,9 @@ class Pool(Protocol):
     def submit(self, block: Int32[Array, "B K N"], layer: Int32[Array, ""], line: Line) -> Int32[Array, ""]:
         """Begins to read blocks that will be needed; the token returned exists once that has begun."""
 
-    def gather(self, number: Int32[Array, ""], slot: Int32[Array, "K N"], row: Int32[Array, "K N"]):
-        """Keys and values `[K, N, D]` of single rows of a sequence, given its number in the batch; rows of absent
-        blocks are undefined. Here and below keys are None where blocks hold values alone."""
+    def rows_at(self, number: Int32[Array, ""], slot: Int32[Array, "K N"], row: Int32[Array, "K N"]):
+        """Keys and values (`packing.Scattered`, `[K, N]`) of single rows of a sequence, given its number in the batch;
+        rows of absent blocks are undefined. Here and below keys are None where blocks hold values alone."""
 
     def block(self, slot: Int32[Array, "B K"]):
         """Keys and values `[B, K, C, D]` of one block per head."""
@@ -97,15 +97,14 @@ class MemoryPool:
     def submit(self, block, layer, line):
         return jnp.int32(1)
 
-    def gather(self, number, slot, row):
-        return self._each(lambda kept: take_rows(kept, number, slot, row, len(slot), parts=1)[0])
+    def rows_at(self, number, slot, row):
+        return self._each(lambda kept: find_rows(kept, self.dtype, number, slot, row, len(slot), parts=1)[0])
 
     def block(self, slot):
-        return self._each(lambda kept: take_block(kept, slot))
+        return self._each(lambda kept: packing.unpack(take_block(kept, slot), self.dtype))
 
     def everything(self, slot):
-        rows = jax.tree.map(lambda kept: kept.reshape(*kept.shape[:2], -1, kept.shape[-1]), (self.key, self.value))
-        return jax.tree.map(lambda kept: packing.Packed(kept, self.dtype), rows)
+        return self._each(lambda kept: packing.Packed(kept.reshape(*kept.shape[:2], -1, kept.shape[-1]), self.dtype))
 
     def locate(self, block):
         return block
@@ -123,8 +122,8 @@ class MemoryPool:
         return MemoryPool(None if self.key is None else put(self.key, key), put(self.value, value), self.dtype)
 
     def _each(self, taken):
-        """Part of the keys and of the values, unpacked."""
-        return jax.tree.map(lambda kept: packing.unpack(taken(kept), self.dtype), (self.key, self.value))
+        """Part of the keys and of the values."""
+        return jax.tree.map(taken, (self.key, self.value))
 
 
 def batch_and_head(block: Int32[Array, "B K *E"]):
@@ -135,22 +134,21 @@ def batch_and_head(block: Int32[Array, "B K *E"]):
     return batch, head
 
 
-def take_rows(
-    pool: Num[Array, "B KB NS C X2"], number: Int32[Array, ""], slot: Int32[Array, "K N"], row: Int32[Array, "K N"],
-    heads: int, parts: int,
-) -> tuple[Num[Array, "K N X"], ...]:
+def find_rows(
+    pool: Num[Array, "B KB NS C X2"], dtype: str, number: Int32[Array, ""], slot: Int32[Array, "K N"],
+    row: Int32[Array, "K N"], heads: int, parts: int,
+) -> tuple[packing.Scattered, ...]:
     """Each part of single rows of a sequence, which hold several, one after the other, of each of `heads`.
 
-    Where all heads share their blocks (KB = 1), the first one's slots count; those out of range are clipped. One gather
-    a part, straight from the pool of the whole batch to where attention reads it: rows that are taken whole, or for all
-    sequences at once, are copied again.
+    Where all heads share their blocks (KB = 1), the first one's slots count; those out of range are clipped. Rows are
+    those of the whole batch's pool, part by part: what is taken of it in two steps is copied in between.
     """
     _, tables, slots, rows, width = pool.shape
     beside = heads // tables
     line = (number * tables + jnp.arange(tables)[:, None]) * slots + jnp.minimum(slot[:tables], slots - 1)
     first = computed_once(line * rows + row[:tables]) * (parts * beside) + jnp.arange(heads)[:, None] % beside
     flat = pool.reshape(-1, width // (parts * beside))
-    return tuple(jnp.take(flat, computed_once(first + part * beside), axis=0, mode="clip") for part in range(parts))
+    return tuple(packing.Scattered(flat, computed_once(first + part * beside), dtype) for part in range(parts))
 
 
 def take_block(pool: Num[Array, "B K NS C X"], slot: Int32[Array, "B K"]):

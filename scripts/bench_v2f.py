@@ -30,7 +30,7 @@ from kvjax import cache as caching
 from kvjax.attention import Part
 from kvjax.method import Selection, top_blocks
 from kvjax.methods import DynSplit
-from kvjax.pool import take_rows
+from kvjax.pool import find_rows
 from kvjax.store import residency
 
 HEADS, GROUP, SIZE = 8, 4, 64
@@ -79,7 +79,7 @@ def attended_at_once(spec, layer, key, value, q):
     """Steps 1 to 3."""
     need, rows = found_at_once(spec, layer, q)
     block = jnp.take_along_axis(need, rows.rank, axis=-1)
-    chosen = (take_rows(kept[None], jnp.int32(0), block, rows.row, len(kept), 1)[0] for kept in (key, value))
+    chosen = (find_rows(kept[None], "float32", jnp.int32(0), block, rows.row, len(kept), 1)[0] for kept in (key, value))
     return attention.normalise(attention.attend_part(q, *chosen, rows.valid), q.dtype)
 
 

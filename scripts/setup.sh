@@ -3,7 +3,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-wanted=$(cat setup.cfg setup.py constraints.txt kvjax/store/native.c | sha256sum | cut -d' ' -f1)
+wanted=$(cat setup.cfg setup.py constraints.txt kvjax/store/native.c kvjax/kernels.c | sha256sum | cut -d' ' -f1)
 stamp=.venv/.kvjax-setup
 if [ "$(cat "$stamp" 2>/dev/null || true)" = "$wanted" ]; then
   exit 0
@@ -21,5 +21,7 @@ if [ -z "$python" ]; then
 fi
 echo "making .venv with $("$python" --version) (a few minutes the first time)"
 "$python" -m venv .venv
-.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+# What kvjax is built with goes into .venv itself: an environment for building alone would install jaxlib twice.
+.venv/bin/python -m pip install --quiet --constraint constraints.txt setuptools jaxlib
+.venv/bin/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[test]'
 echo "$wanted" > "$stamp"

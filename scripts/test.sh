@@ -11,7 +11,9 @@ for argument in "$@"; do
     if ! "$venv/bin/python" -c 'import faiss, gguf, kvpress, lm_eval, torch, transformers' 2>/dev/null; then
       .venv/bin/python -m venv "$venv"
       grep -v -e '^tokenizers==' -e '^huggingface_hub==' constraints.txt > "$venv/constraints.txt"
-      "$venv/bin/python" -m pip install --quiet --constraint "$venv/constraints.txt" --editable '.[test]' \
+      "$venv/bin/python" -m pip install --quiet --constraint "$venv/constraints.txt" setuptools jaxlib
+      "$venv/bin/python" -m pip install --quiet --constraint "$venv/constraints.txt" --no-build-isolation \
+        --editable '.[test]' \
         faiss-cpu==1.15.1 gguf==0.19.0 kvpress==0.5.5 lm-eval==0.4.13 torch==2.13.0 transformers==5.2.0
     fi
   fi

@@ -22,7 +22,7 @@ from jax.experimental.buffer_callback import buffer_callback
 from kvjax import packing
 from kvjax.errors import ConfigError
 from kvjax.method import Spec
-from kvjax.pool import Line, Traffic, batch_and_head, join_heads, row_width, split_heads, take_block, take_rows
+from kvjax.pool import Line, Traffic, batch_and_head, find_rows, join_heads, row_width, split_heads, take_block
 from kvjax.store import base, residency
 from kvjax.store.residency import ReadPlan, Residency
 from kvjax.typing import Array, Bool, Int32, Num, pytree
@@ -124,11 +124,14 @@ class SlotPool:
         missing = jnp.where(pool.locate(block) == self.slots, block, self.num_blocks)
         return _effect("submit", self.backend, line, layer, self.own(missing))
 
-    def gather(self, number, slot, row):
-        return self._unpacked(take_rows(self.rows, number, slot, row, self.kv_heads, self.parts))
+    def rows_at(self, number, slot, row):
+        found = find_rows(self.rows, self.dtype, number, slot, row, self.kv_heads, self.parts)
+        return found if self.keeps_keys else (None, *found)
 
     def block(self, slot):
-        return self._unpacked(self._parted(take_block(self.rows, self.own(slot))))
+        parts = self._parted(take_block(self.rows, self.own(slot)))
+        *key, value = (packing.unpack(part, self.dtype) for part in parts)
+        return key[0] if key else None, value
 
     def everything(self, slot):
         slot = self.own(slot)
@@ -165,10 +168,6 @@ class SlotPool:
 
     def _parted(self, rows):
         return [split_heads(part, self.kv_heads) for part in jnp.split(rows, self.parts, axis=-1)]
-
-    def _unpacked(self, parts):
-        *key, value = (packing.unpack(part, self.dtype) for part in parts)
-        return key[0] if key else None, value
 
     def _written(self, queued, *what) -> "SlotPool":
         if self.passing:
