@@ -5,7 +5,10 @@
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <sched.h>
+#include <stdatomic.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "xla/ffi/api/c_api.h"
@@ -182,7 +185,10 @@ FOR_EACH_PROCESSOR static void row_sums(const Rows *from, const float *weight, f
 
 typedef struct {
     const uint8_t *codes; /* [heads, bytes, tokens] */
+    const float *q, *first; /* [heads, queries, size], [heads, queries] */
+    float *out; /* [heads, queries, tokens] */
     int64_t heads, bytes, tokens, queries;
+    int bits;
 } Codes;
 
 /* Adds to sums[queries][TILE] the levels in `rows` bytes of a batch of tokens times their numbers of q[queries][size].
@@ -239,24 +245,86 @@ INLINED void add_tile(const Codes *from, const uint8_t *codes, int64_t count, co
     }
 }
 
-INLINED void levels_of(const Codes *from, const float *q, const float *first, float *out, int bits) {
-    int64_t size = from->bytes * (8 / bits);
-    for (int64_t head = 0; head < from->heads; head++)
-        for (int64_t start = 0; start < from->tokens; start += TILE) {
-            const uint8_t *codes = from->codes + head * from->bytes * from->tokens + start;
-            int64_t count = start + TILE < from->tokens ? TILE : from->tokens - start, line = head * from->queries;
-            int64_t stop = line + from->queries;
-            for (; line + AT_ONCE <= stop; line += AT_ONCE)
-                add_tile(from, codes, count, q + line * size, first + line, bits, AT_ONCE, out + line * from->tokens + start);
-            for (; line < stop; line++)
-                add_tile(from, codes, count, q + line * size, first + line, bits, 1, out + line * from->tokens + start);
-        }
+INLINED int64_t tiles_of(const Codes *from) { return (from->tokens + TILE - 1) / TILE; }
+
+/* One tile of one head. */
+INLINED void levels_of(const Codes *from, int64_t piece, int bits) {
+    int64_t head = piece / tiles_of(from), start = piece % tiles_of(from) * TILE, size = from->bytes * (8 / bits);
+    const uint8_t *codes = from->codes + head * from->bytes * from->tokens + start;
+    int64_t count = start + TILE < from->tokens ? TILE : from->tokens - start, line = head * from->queries;
+    int64_t stop = line + from->queries;
+    for (; line + AT_ONCE <= stop; line += AT_ONCE)
+        add_tile(from, codes, count, from->q + line * size, from->first + line, bits, AT_ONCE,
+                 from->out + line * from->tokens + start);
+    for (; line < stop; line++)
+        add_tile(from, codes, count, from->q + line * size, from->first + line, bits, 1,
+                 from->out + line * from->tokens + start);
 }
 
-FOR_EACH_PROCESSOR static void code_products(const Codes *from, const float *q, const float *first, float *out, int bits) {
-    if (bits == 8) levels_of(from, q, first, out, 8);
-    else if (bits == 4) levels_of(from, q, first, out, 4);
-    else levels_of(from, q, first, out, 2);
+FOR_EACH_PROCESSOR static void code_products(const void *codes, int64_t piece) {
+    const Codes *from = codes;
+    if (from->bits == 8) levels_of(from, piece, 8);
+    else if (from->bits == 4) levels_of(from, piece, 4);
+    else levels_of(from, piece, 2);
+}
+
+/* ---- XLA's threads */
+
+typedef void Piece(const void *job, int64_t piece);
+
+typedef struct {
+    Piece *run;
+    const void *job;
+    int64_t pieces;
+    _Atomic int64_t next, done;
+    _Atomic int64_t users;
+} Shared;
+
+static void leave(Shared *shared) {
+    if (atomic_fetch_sub(&shared->users, 1) == 1) free(shared);
+}
+
+static void work(Shared *shared) {
+    int64_t piece;
+    while ((piece = atomic_fetch_add(&shared->next, 1)) < shared->pieces) {
+        shared->run(shared->job, piece);
+        atomic_fetch_add(&shared->done, 1);
+    }
+}
+
+static void help(void *shared) {
+    work(shared);
+    leave(shared);
+}
+
+/* Whether there was no error, which is forgotten. */
+static int fine(const XLA_FFI_CallFrame *call, XLA_FFI_Error *error) {
+    XLA_FFI_Error_Destroy_Args args = {.struct_size = XLA_FFI_Error_Destroy_Args_STRUCT_SIZE, .error = error};
+    if (error) call->api->XLA_FFI_Error_Destroy(&args);
+    return !error;
+}
+
+/* Does all pieces of a job, with the help of as many of XLA's threads as there are. One that comes when nothing is left
+ * touches no more than `Shared`, which the last to leave frees. */
+static void in_pieces(const XLA_FFI_CallFrame *call, Piece *run, const void *job, int64_t pieces) {
+    int64_t threads = 1;
+    XLA_FFI_ThreadPool_NumThreads_Args ask = {.struct_size = XLA_FFI_ThreadPool_NumThreads_Args_STRUCT_SIZE,
+                                              .ctx = call->ctx, .num_threads = &threads};
+    Shared *shared = pieces > 1 && fine(call, call->api->XLA_FFI_ThreadPool_NumThreads(&ask)) ? malloc(sizeof *shared) : NULL;
+    if (!shared) {
+        for (int64_t piece = 0; piece < pieces; piece++) run(job, piece);
+        return;
+    }
+    *shared = (Shared){.run = run, .job = job, .pieces = pieces, .users = 1};
+    for (int64_t i = 1; i < threads && i < pieces; i++) {
+        XLA_FFI_ThreadPool_Schedule_Args later = {.struct_size = XLA_FFI_ThreadPool_Schedule_Args_STRUCT_SIZE,
+                                                  .ctx = call->ctx, .task = help, .data = shared};
+        atomic_fetch_add(&shared->users, 1);
+        if (!fine(call, call->api->XLA_FFI_ThreadPool_Schedule(&later))) leave(shared);
+    }
+    work(shared);
+    while (atomic_load(&shared->done) < pieces) sched_yield();
+    leave(shared);
 }
 
 /* ---- the interface */
@@ -311,21 +379,32 @@ static XLA_FFI_Error *on_row_products(XLA_FFI_CallFrame *call) { return on_rows(
 
 static XLA_FFI_Error *on_row_sums(XLA_FFI_CallFrame *call) { return on_rows(call, 1); }
 
+/* The product of all but the last `count` sizes: heads, and whatever is mapped over. */
+static int64_t leading(const XLA_FFI_Buffer *buffer, int64_t count) {
+    int64_t size = 1;
+    for (int64_t i = 0; i < buffer->rank - count; i++) size *= buffer->dims[i];
+    return size;
+}
+
+static int64_t last(const XLA_FFI_Buffer *buffer, int64_t i) { return buffer->dims[buffer->rank - i]; }
+
 /* Codes [F, X, N], q [F, Q, D] and where sums begin [F, Q], to [F, Q, N]. */
 static XLA_FFI_Error *on_codes(XLA_FFI_CallFrame *call) {
     if (asks_version(call)) return NULL;
     if (call->args.size != 3 || call->rets.size != 1) return refused(call, "codes: 3 operands and a result");
     const XLA_FFI_Buffer *codes = operand(call, 0), *q = operand(call, 1), *first = operand(call, 2), *out = result(call);
-    if (!is_of(codes, XLA_FFI_DataType_U8, 3) || !is_of(q, XLA_FFI_DataType_F32, 3) ||
-        !is_of(first, XLA_FFI_DataType_F32, 2) || !is_of(out, XLA_FFI_DataType_F32, 3))
+    int64_t rank = codes->rank;
+    if (rank < 3 || !is_of(codes, XLA_FFI_DataType_U8, rank) || !is_of(q, XLA_FFI_DataType_F32, rank) ||
+        !is_of(first, XLA_FFI_DataType_F32, rank - 1) || !is_of(out, XLA_FFI_DataType_F32, rank))
         return refused(call, "codes: types or ranks of operands");
-    Codes from = {codes->data, codes->dims[0], codes->dims[1], codes->dims[2], q->dims[1]};
-    int64_t each = from.bytes ? q->dims[2] / from.bytes : 0;
-    if ((each != 1 && each != 2 && each != 4) || each * from.bytes != q->dims[2] || q->dims[0] != from.heads ||
-        first->dims[0] != from.heads || first->dims[1] != from.queries || out->dims[0] != from.heads ||
-        out->dims[1] != from.queries || out->dims[2] != from.tokens)
+    Codes from = {codes->data, q->data, first->data, out->data, leading(codes, 2), last(codes, 2), last(codes, 1), last(q, 2)};
+    int64_t each = from.bytes ? last(q, 1) / from.bytes : 0;
+    if ((each != 1 && each != 2 && each != 4) || each * from.bytes != last(q, 1) || leading(q, 2) != from.heads ||
+        leading(first, 1) != from.heads || last(first, 1) != from.queries || leading(out, 2) != from.heads ||
+        last(out, 2) != from.queries || last(out, 1) != from.tokens)
         return refused(call, "codes: sizes do not agree");
-    code_products(&from, q->data, first->data, out->data, (int)(8 / each));
+    from.bits = (int)(8 / each);
+    in_pieces(call, code_products, &from, from.heads * tiles_of(&from));
     return NULL;
 }
 

@@ -26,13 +26,17 @@ except ImportError:  # built without a C compiler
 COMPILED = _kernels is not None
 
 
+# How `jax.vmap` calls them: one after the other where rows of one pool are not to be copied for each.
+_MAPPED = {"row_products": "sequential", "row_sums": "sequential", "code_products": "broadcast_all"}
+
+
 def on_cpu(name: str, shape: tuple[int, ...], otherwise: Callable[..., Array], *operands: Array) -> Array:
     """The kernel's f32 result on CPU, and `otherwise` of the operands elsewhere."""
     if not COMPILED:
         return otherwise(*operands)
 
     def kernel(*operands):
-        call = jax.ffi.ffi_call(f"kvjax_{name}", jax.ShapeDtypeStruct(shape, jnp.float32), vmap_method="sequential")
+        call = jax.ffi.ffi_call(f"kvjax_{name}", jax.ShapeDtypeStruct(shape, jnp.float32), vmap_method=_MAPPED[name])
         return call(*(one.astype(jnp.float32) if jnp.issubdtype(one.dtype, jnp.floating) else one for one in operands))
 
     return jax.lax.platform_dependent(*operands, cpu=kernel, default=otherwise)

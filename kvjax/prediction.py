@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax import kernels
 from kvjax.codecs import lowbit
 from kvjax.errors import ConfigError
 from kvjax.method import Context, Method, Selection, Spec, aggregate, in_token_order, no_force, top_blocks
@@ -102,7 +103,8 @@ class Predictor(Method):
 
     @property
     def selects_together(self) -> bool:
-        return self.one_query and self.bits == _FLOAT  # codes become floats first, which are many
+        # Codes become floats first where there is no kernel, which are many.
+        return self.one_query and (self.bits == _FLOAT or kernels.COMPILED)
 
     @property
     @abc.abstractmethod
@@ -160,6 +162,8 @@ class Predictor(Method):
         """Every token's score, for all heads (S = 1) or for each KV head."""
         stored = jnp.arange(index.tokens) < index.stored
         low = project_mean(index, q) if self.one_query else project(index, q)
+        if self.one_query and index.scale is not None and not index.together:
+            return jnp.where(stored, predict_mean(index, low), -1e30)
         if index.together:
             scores = jnp.where(stored[:, None], predict_together(index, low), -1e30)
             if self.shared:
@@ -221,6 +225,13 @@ def predict_by_head(index: CompressedKeys, low: Float[Array, "K #G r"]) -> Float
     if index.scale is not None:
         return lowbit.products_by_dimension(index.key, low * index.scale[:, None], index.bits)
     return jnp.einsum("krn,kgr->kgn", index.key, low, preferred_element_type=jnp.float32)
+
+
+def predict_mean(index: CompressedKeys, low: Float[Array, "K 1 r"]) -> Float[Array, "1 N"]:
+    """The mean over KV heads of `predict_by_head`, of codes: one product of all heads' dimensions."""
+    assert index.scale is not None
+    q = (low * index.scale[:, None]).reshape(1, 1, -1) / len(low)
+    return lowbit.products_by_dimension(index.key.reshape(1, -1, index.tokens), q, index.bits)[0]
 
 
 def aggregate_where_they_lie(scores: Float[Array, "F N Q"], rule: str) -> Float[Array, "F N"]:

@@ -1,5 +1,7 @@
 """Kernels against NumPy in float64, of every size that their loops treat apart; and what replaces them."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -113,3 +115,14 @@ def test_products_with_codes(bits, size, group, tokens):
     q = rng.normal(size=(2, group, size)).astype(np.float32)
     found = lowbit.products_by_dimension(packed, q, bits)
     np.testing.assert_allclose(found, np.einsum("fqd,fnd->fqn", np.float64(q), code), rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("group", [1, 4])
+def test_codes_of_a_batch_are_those_of_each_alone(group):
+    packed = jnp.asarray(np.random.default_rng(0).integers(0, 256, (3, 2, 5, 70), np.uint8))
+    q = vectors(3, 2, group, 10)
+    product = functools.partial(lowbit.products_by_dimension, bits=4)
+    batch, batches = jax.vmap(product), jax.vmap(jax.vmap(product))
+    for many in (batch(packed, q), batches(packed[None], q[None])[0]):
+        for i in range(3):
+            np.testing.assert_array_equal(many[i], product(packed[i], q[i]))

@@ -7,9 +7,12 @@ the result composes: `rle.encode` takes integers, packed bytes too, and `rle.sco
 back.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
+from kvjax import kernels
 from kvjax.errors import ConfigError
 from kvjax.typing import Array, Float, Num, UInt
 
@@ -19,7 +22,6 @@ _APART = {8: 1, 4: 1, 2: 2}  # neighbouring codes
 TOKENS = 64  # that a scale is taken from, at least
 _NOTHING = 1e-30  # a channel's largest number, at least
 _PIECE = 1 << 20  # codes that are floats at a time: about what a core's cache holds
-_SHIFT = 16  # floats less than a power of two in a row, or all rows begin in the same few sets of the cache
 
 
 def scale_of(key: Float[Array, "T D"], bits: int = 8) -> Float[Array, "D"]:
@@ -104,46 +106,31 @@ def products(packed: UInt[Array, "F N X"], q: Float[Array, "F Q D"], bits: int) 
 
 def _products(packed: UInt[Array, "F N X"], q: Float[Array, "F Q D"], bits: int) -> Float[Array, "F N Q"]:
     # Codes as the left operand: XLA:CPU then reads them in place.
-    found = [jnp.einsum("fnx,fqx->fnq", code, q[..., i :: 8 // bits])
-             for i, code in enumerate(_codes_apart(packed, q.dtype, bits))]
+    found = [jnp.einsum("fnx,fqx->fnq", _code(level, bits), q[..., i :: 8 // bits])
+             for i, level in enumerate(_levels_apart(packed, q.dtype, bits))]
     return sum(found[1:], found[0])
 
 
 def products_by_dimension(packed: UInt[Array, "F X N"], q: Float[Array, "F Q D"], bits: int) -> Float[Array, "F Q N"]:
-    """Every query with every vector of codes, which lie dimension by dimension, in f32; for few queries.
+    """Every query with every vector of codes, which lie dimension by dimension, in f32; for few queries."""
+    shape = (*q.shape[:2], packed.shape[-1])
+    first = -_largest(bits) * jnp.sum(q, axis=-1)  # a code is as much less than what its bits say
+    by_head = functools.partial(_products_by_dimension, bits=bits)
+    return kernels.on_cpu("code_products", shape, by_head, packed, q * _APART[bits], first)
 
-    One head after the other, and of many tokens a piece at a time, so that codes that are floats stay in the cache.
-    With one query a head none are kept, which is two to four times as fast.
-    """
-    if q.shape[1] == 1:
-        return jax.lax.map(lambda args: _products_with_one(args[0], args[1], bits), (packed, q[:, 0]))[:, None]
-    size = max(1, _PIECE // q.shape[-1] - _SHIFT)
 
+def _products_by_dimension(packed, q, first, bits: int) -> Float[Array, "F Q N"]:
+    """What the kernel does, one head after the other: codes of all at once would be a second cache as floats."""
     def one_head(args):
-        packed, q = args
-        pieces = [packed[:, at : at + size] for at in range(0, packed.shape[1], size)]
-        return jnp.concatenate([_products_by_dimension(piece, q, bits) for piece in pieces], axis=-1)
+        packed, q, first = args
+        found = [jnp.einsum("xn,qx->qn", level, q[:, i :: 8 // bits])
+                 for i, level in enumerate(_levels_apart(packed, q.dtype, bits))]
+        return sum(found[1:], found[0]) + first[:, None]
 
-    return jax.lax.map(one_head, (packed, q))
-
-
-def _products_by_dimension(packed: UInt[Array, "X N"], q: Float[Array, "Q D"], bits: int) -> Float[Array, "Q N"]:
-    found = [jnp.einsum("xn,qx->qn", code, q[:, i :: 8 // bits])
-             for i, code in enumerate(_codes_apart(packed, q.dtype, bits))]
-    return sum(found[1:], found[0])
+    return jax.lax.map(one_head, (packed, q, first))
 
 
-def _products_with_one(packed: UInt[Array, "X N"], q: Float[Array, "D"], bits: int) -> Float[Array, "N"]:
-    """A byte's codes of all tokens at a time are added to the sums."""
-    def add(sums, row):
-        byte, part = row
-        found = [code * part[i] for i, code in enumerate(_codes_apart(byte, q.dtype, bits))]
-        return sums + sum(found[1:], found[0]), None
-
-    return jax.lax.scan(add, jnp.zeros(packed.shape[1], q.dtype), (packed, q.reshape(len(packed), -1)), unroll=8)[0]
-
-
-def _codes_apart(packed: UInt[Array, "*T X"], dtype, bits: int) -> list[Float[Array, "*T X"]]:
+def _levels_apart(packed: UInt[Array, "*T X"], dtype, bits: int) -> list[Float[Array, "*T X"]]:
     """Codes that share a byte lie `8 / bits` apart, and are not brought into order: each meets its own part of q."""
     byte = packed.astype(jnp.int32)
-    return [_code(byte >> bits * i & 2**bits - 1, bits).astype(dtype) for i in range(8 // bits)]
+    return [(byte >> bits * i & 2**bits - 1).astype(dtype) for i in range(8 // bits)]

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax import kernels
 from kvjax.codecs import lowbit, rle
 from kvjax.errors import ConfigError
 
@@ -56,10 +57,9 @@ def test_products_piece_by_piece_are_those_of_the_codes(bits, piece, monkeypatch
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
-@pytest.mark.parametrize("piece", [1, (7 + lowbit._SHIFT) * SIZE, (10 + lowbit._SHIFT) * SIZE, 1 << 20])
-def test_products_dimension_by_dimension_are_those_of_the_codes(bits, piece, monkeypatch):
-    """Two heads of 42 tokens: a token at a time, pieces that fit and that leave a rest, all at once."""
-    monkeypatch.setattr(lowbit, "_PIECE", piece)
+@pytest.mark.parametrize("compiled", [True, False])
+def test_products_dimension_by_dimension_are_those_of_the_codes(bits, compiled, monkeypatch):
+    monkeypatch.setattr(kernels, "COMPILED", compiled and kernels.COMPILED)
     rng = np.random.default_rng(3)
     code = rng.choice(CODES[bits], (2, 42, SIZE)).astype(np.int8)
     q = rng.normal(size=(2, 3, SIZE)).astype(np.float32)
