@@ -180,7 +180,7 @@ FOR_EACH_PROCESSOR static void row_sums(const Rows *from, const float *weight, f
 
 #define IN_WORD 4                 /* bytes, which are of neighbouring tokens */
 #define BATCH (LANES * IN_WORD)   /* tokens whose bytes a vector of words has */
-#define TILE (32 * BATCH)
+#define TILE (64 * BATCH)         /* tokens whose sums stay in the processor's nearest cache */
 #define TOGETHER 8                /* bytes of a token that are added to its sum while that is in a register */
 
 typedef struct {
@@ -191,36 +191,42 @@ typedef struct {
     int bits;
 } Codes;
 
+/* The number that the levels in some bits of words stand for, times 2^shift: the highest alone are shifted down. */
+INLINED Lanes levels_at(Words word, int shift, int bits) {
+    if (shift + bits == 32) return __builtin_convertvector((Integers)(word >> shift), Lanes);
+    return __builtin_convertvector((Integers)(word & (uint32_t)((1 << bits) - 1) << shift), Lanes);
+}
+
 /* Adds to sums[queries][TILE] the levels in `rows` bytes of a batch of tokens times their numbers of q[queries][size].
  * `words` bytes of each word are done at a time. A batch's sums lie as its bytes come out of the words: byte by byte. */
 INLINED void add_levels(const uint8_t *codes, int64_t tokens, const float *q, int64_t size, int rows, int bits, int queries,
                         int words, float *sums) {
     const int each = 8 / bits;
+#pragma GCC unroll 4 /* for shifts that are constants */
     for (int first = 0; first < IN_WORD; first += words) {
-        Lanes found[IN_WORD][AT_ONCE];
-        for (int i = 0; i < words; i++)
-            for (int query = 0; query < queries; query++)
-                found[i][query] = *(Lanes *)(sums + query * TILE + (first + i) * LANES);
+        Lanes found[IN_WORD * 4 * AT_ONCE]; /* of each byte of a word, part of the byte and query */
+        for (int i = 0; i < words * each * queries; i++) found[i] = (Lanes){0};
         for (int row = 0; row < rows; row++) {
             Words word = *(const Words *)(codes + row * tokens);
-            for (int i = 0; i < words; i++)
-                for (int part = 0; part < each; part++) {
-                    Words level = word >> (8 * (first + i) + bits * part) & ((1 << bits) - 1);
-                    Lanes number = __builtin_convertvector((Integers)level, Lanes);
-                    for (int query = 0; query < queries; query++)
-                        found[i][query] += number * q[query * size + row * each + part];
-                }
+            for (int i = 0; i < words * each; i++) {
+                Lanes number = levels_at(word, 8 * first + bits * i, bits);
+                for (int query = 0; query < queries; query++)
+                    found[i * queries + query] += number * q[query * size + row * each + i % each];
+            }
         }
-        for (int i = 0; i < words; i++)
-            for (int query = 0; query < queries; query++)
-                *(Lanes *)(sums + query * TILE + (first + i) * LANES) = found[i][query];
+        for (int i = 0; i < words * each; i++)
+            for (int query = 0; query < queries; query++) {
+                int shift = 8 * first + bits * i;
+                float scale = shift + bits == 32 ? 1 : 1 / (float)(1u << shift);
+                *(Lanes *)(sums + query * TILE + (first + i / each) * LANES) += found[i * queries + query] * scale;
+            }
     }
 }
 
 /* The sums of `count` tokens, a tile at most, whose bytes begin at `codes`, with `queries` queries. */
 INLINED void add_tile(const Codes *from, const uint8_t *codes, int64_t count, const float *q, const float *first, int bits,
                       int queries, float *out) {
-    const int each = 8 / bits, words = queries == 1 ? IN_WORD : 1;
+    const int each = 8 / bits, words = queries > 1 ? 1 : each < 4 ? IN_WORD : 2; /* as many sums as there are registers */
     float sums[AT_ONCE * TILE];
     int64_t size = from->bytes * each, whole = count - count % BATCH;
     for (int query = 0; query < queries; query++)

@@ -162,7 +162,7 @@ class Predictor(Method):
         """Every token's score, for all heads (S = 1) or for each KV head."""
         stored = jnp.arange(index.tokens) < index.stored
         low = project_mean(index, q) if self.one_query else project(index, q)
-        if self.one_query and index.scale is not None and not index.together:
+        if self.one_query and not index.together:
             return jnp.where(stored, predict_mean(index, low), -1e30)
         if index.together:
             scores = jnp.where(stored[:, None], predict_together(index, low), -1e30)
@@ -228,10 +228,11 @@ def predict_by_head(index: CompressedKeys, low: Float[Array, "K #G r"]) -> Float
 
 
 def predict_mean(index: CompressedKeys, low: Float[Array, "K 1 r"]) -> Float[Array, "1 N"]:
-    """The mean over KV heads of `predict_by_head`, of codes: one product of all heads' dimensions."""
-    assert index.scale is not None
-    q = (low * index.scale[:, None]).reshape(1, 1, -1) / len(low)
-    return lowbit.products_by_dimension(index.key.reshape(1, -1, index.tokens), q, index.bits)[0]
+    """The mean of `predict_by_head` over KV heads: one product of all heads' dimensions."""
+    q, key = low[:, 0] / len(low), index.key.reshape(-1, index.tokens)
+    if index.scale is not None:
+        return lowbit.products_by_dimension(key[None], (q * index.scale).reshape(1, 1, -1), index.bits)[0]
+    return jnp.einsum("xn,x->n", key, q.reshape(-1), preferred_element_type=jnp.float32)[None]
 
 
 def aggregate_where_they_lie(scores: Float[Array, "F N Q"], rule: str) -> Float[Array, "F N"]:
