@@ -51,7 +51,9 @@ INLINED Four sums_of_four(const Lanes *x) {
 
 typedef struct {
     const char *rows; /* [have, size] */
-    const int32_t *index;
+    const int32_t *index; /* [heads, tokens] */
+    const float *given; /* queries [heads, queries, size], or weights [heads, queries, tokens] */
+    float *out; /* the other shape */
     int64_t have, heads, tokens, queries, size;
     int wide; /* f32 */
 } Rows;
@@ -118,15 +120,16 @@ INLINED void meet(const Rows *from, int64_t head, int64_t first, const float *q,
     }
 }
 
-INLINED void products_of(const Rows *from, const float *q, float *out, int wide) {
-    for (int64_t head = 0; head < from->heads; head++)
-        for (int64_t first = 0; first < from->tokens; first += AT_ONCE)
-            meet(from, head, first, q + head * from->queries * from->size, wide, out + head * from->queries * from->tokens);
+INLINED void products_of(const Rows *from, int64_t head, int wide) {
+    const float *q = from->given + head * from->queries * from->size;
+    for (int64_t first = 0; first < from->tokens; first += AT_ONCE)
+        meet(from, head, first, q, wide, from->out + head * from->queries * from->tokens);
 }
 
-FOR_EACH_PROCESSOR static void row_products(const Rows *from, const float *q, float *out) {
-    if (from->wide) products_of(from, q, out, 1);
-    else products_of(from, q, out, 0);
+FOR_EACH_PROCESSOR static void row_products(const void *rows, int64_t head) {
+    const Rows *from = rows;
+    if (from->wide) products_of(from, head, 1);
+    else products_of(from, head, 0);
 }
 
 /* Adds `count` rows, each times its weight, to the sums of one query. */
@@ -149,31 +152,30 @@ INLINED int weighs(const float *weight, int64_t queries, int64_t tokens, int cou
     return 0;
 }
 
-INLINED void sums_of(const Rows *from, const float *weight, float *out, int wide) {
-    memset(out, 0, from->heads * from->queries * from->size * sizeof *out);
-    for (int64_t head = 0; head < from->heads; head++) {
-        const float *mine = weight + head * from->queries * from->tokens;
-        float *to = out + head * from->queries * from->size;
-        const char *rows[AT_ONCE];
-        for (int64_t i = 0; i < from->tokens; i += AT_ONCE) {
-            int count = i + AT_ONCE <= from->tokens ? AT_ONCE : (int)(from->tokens - i);
-            if (!weighs(mine + i, from->queries, from->tokens, count)) continue;
-            for (int j = 0; j < count; j++) {
-                rows[j] = row_of(from, head * from->tokens + i + j);
-                ask_ahead(from, head * from->tokens + i + j, (head + 1) * from->tokens);
-            }
-            for (int64_t query = 0; query < from->queries; query++) {
-                const float *some = mine + query * from->tokens + i;
-                if (count == AT_ONCE) add_rows(rows, some, AT_ONCE, from->size, wide, to + query * from->size);
-                else add_rows(rows, some, count, from->size, wide, to + query * from->size);
-            }
+INLINED void sums_of(const Rows *from, int64_t head, int wide) {
+    const float *weight = from->given + head * from->queries * from->tokens;
+    float *out = from->out + head * from->queries * from->size;
+    const char *rows[AT_ONCE];
+    memset(out, 0, from->queries * from->size * sizeof *out);
+    for (int64_t i = 0; i < from->tokens; i += AT_ONCE) {
+        int count = i + AT_ONCE <= from->tokens ? AT_ONCE : (int)(from->tokens - i);
+        if (!weighs(weight + i, from->queries, from->tokens, count)) continue;
+        for (int j = 0; j < count; j++) {
+            rows[j] = row_of(from, head * from->tokens + i + j);
+            ask_ahead(from, head * from->tokens + i + j, (head + 1) * from->tokens);
+        }
+        for (int64_t query = 0; query < from->queries; query++) {
+            const float *some = weight + query * from->tokens + i;
+            if (count == AT_ONCE) add_rows(rows, some, AT_ONCE, from->size, wide, out + query * from->size);
+            else add_rows(rows, some, count, from->size, wide, out + query * from->size);
         }
     }
 }
 
-FOR_EACH_PROCESSOR static void row_sums(const Rows *from, const float *weight, float *out) {
-    if (from->wide) sums_of(from, weight, out, 1);
-    else sums_of(from, weight, out, 0);
+FOR_EACH_PROCESSOR static void row_sums(const void *rows, int64_t head) {
+    const Rows *from = rows;
+    if (from->wide) sums_of(from, head, 1);
+    else sums_of(from, head, 0);
 }
 
 /* ---- codes of a few bits, dimension by dimension */
@@ -310,13 +312,16 @@ static int fine(const XLA_FFI_CallFrame *call, XLA_FFI_Error *error) {
     return !error;
 }
 
-/* Does all pieces of a job, with the help of as many of XLA's threads as there are. One that comes when nothing is left
- * touches no more than `Shared`, which the last to leave frees. */
-static void in_pieces(const XLA_FFI_CallFrame *call, Piece *run, const void *job, int64_t pieces) {
+#define WORTH_SHARING (1 << 20) /* numbers that take longer than a thread takes to come */
+
+/* Does all pieces of a job, if it is of many numbers with the help of as many of XLA's threads as there are. One that
+ * comes when nothing is left touches no more than `Shared`, which the last to leave frees. */
+static void in_pieces(const XLA_FFI_CallFrame *call, Piece *run, const void *job, int64_t pieces, int64_t numbers) {
     int64_t threads = 1;
     XLA_FFI_ThreadPool_NumThreads_Args ask = {.struct_size = XLA_FFI_ThreadPool_NumThreads_Args_STRUCT_SIZE,
                                               .ctx = call->ctx, .num_threads = &threads};
-    Shared *shared = pieces > 1 && fine(call, call->api->XLA_FFI_ThreadPool_NumThreads(&ask)) ? malloc(sizeof *shared) : NULL;
+    int shares = pieces > 1 && numbers >= WORTH_SHARING && fine(call, call->api->XLA_FFI_ThreadPool_NumThreads(&ask));
+    Shared *shared = shares && threads > 1 ? malloc(sizeof *shared) : NULL;
     if (!shared) {
         for (int64_t piece = 0; piece < pieces; piece++) run(job, piece);
         return;
@@ -371,13 +376,13 @@ static XLA_FFI_Error *on_rows(XLA_FFI_CallFrame *call, int sums) {
     if (!is_of(rows, wide ? XLA_FFI_DataType_F32 : XLA_FFI_DataType_U16, 2) || !is_of(index, XLA_FFI_DataType_S32, 2) ||
         !is_of(given, XLA_FFI_DataType_F32, 3) || !is_of(out, XLA_FFI_DataType_F32, 3))
         return refused(call, "rows: types or ranks of operands");
-    Rows from = {rows->data, index->data, rows->dims[0], index->dims[0], index->dims[1], given->dims[1], rows->dims[1], wide};
+    Rows from = {rows->data, index->data, given->data, out->data, rows->dims[0], index->dims[0], index->dims[1],
+                 given->dims[1], rows->dims[1], wide};
     int64_t takes = sums ? from.tokens : from.size, gives = sums ? from.size : from.tokens;
     if (!from.have || given->dims[0] != from.heads || given->dims[2] != takes || out->dims[0] != from.heads ||
         out->dims[1] != from.queries || out->dims[2] != gives)
         return refused(call, "rows: sizes do not agree");
-    if (sums) row_sums(&from, given->data, out->data);
-    else row_products(&from, given->data, out->data);
+    in_pieces(call, sums ? row_sums : row_products, &from, from.heads, from.heads * from.tokens * from.size);
     return NULL;
 }
 
@@ -410,7 +415,7 @@ static XLA_FFI_Error *on_codes(XLA_FFI_CallFrame *call) {
         last(out, 2) != from.queries || last(out, 1) != from.tokens)
         return refused(call, "codes: sizes do not agree");
     from.bits = (int)(8 / each);
-    in_pieces(call, code_products, &from, from.heads * tiles_of(&from));
+    in_pieces(call, code_products, &from, from.heads * tiles_of(&from), from.heads * from.bytes * from.tokens);
     return NULL;
 }
 
