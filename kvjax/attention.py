@@ -115,7 +115,7 @@ def only_valid(scores: Float[Array, "*K G N"], valid: Bool[Array, "*K N"]) -> Fl
 
 
 def attend_part(
-    q: Float[Array, "*K G D"], key: Float[Array, "*K N D"], value, valid: Bool[Array, "*K N"],
+    q: Float[Array, "*K G D"], key: Float[Array, "*K N D"] | Packed | Scattered, value, valid: Bool[Array, "*K N"],
     bias: Float[Array, "*K G N"] | None = None,
 ) -> Part:
     """Attention of each query head over the valid rows of its KV head; the bias is added to the scores."""

@@ -15,9 +15,9 @@
 
 #pragma GCC diagnostic ignored "-Wpsabi" /* vectors are passed between inlined functions alone */
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
+#if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__)
 #define FOR_EACH_PROCESSOR __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#elif defined(__x86_64__)
+#elif defined(__x86_64__) && defined(__GLIBC__)
 #define FOR_EACH_PROCESSOR __attribute__((target_clones("avx2", "default")))
 #else
 #define FOR_EACH_PROCESSOR
@@ -26,10 +26,9 @@
 
 #define LANES 8
 typedef float Lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-typedef uint32_t Words __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint32_t Words __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
 typedef int32_t Integers __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
-typedef uint8_t Bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
 
 typedef float Four __attribute__((vector_size(16)));
 
@@ -144,7 +143,7 @@ INLINED void add_rows(const char *const *rows, const float *weight, int count, i
         for (int i = 0; i < count; i++) out[at] += weight[i] * number_of(rows[i], at, wide);
 }
 
-/* Rows that no query gives any weight are not read: those that are not valid come last. */
+/* Whether any query gives any of some rows a weight. Others are not read: those that are not valid come last. */
 INLINED int weighs(const float *weight, int64_t queries, int64_t tokens, int count) {
     for (int64_t query = 0; query < queries; query++)
         for (int i = 0; i < count; i++)
@@ -187,7 +186,7 @@ FOR_EACH_PROCESSOR static void row_sums(const void *rows, int64_t head) {
 
 typedef struct {
     const uint8_t *codes; /* [heads, bytes, tokens] */
-    const float *q, *first; /* [heads, queries, size], [heads, queries] */
+    const float *q; /* [heads, queries, size] */
     float *out; /* [heads, queries, tokens] */
     int64_t heads, bytes, tokens, queries;
     int bits;
@@ -226,13 +225,16 @@ INLINED void add_levels(const uint8_t *codes, int64_t tokens, const float *q, in
 }
 
 /* The sums of `count` tokens, a tile at most, whose bytes begin at `codes`, with `queries` queries. */
-INLINED void add_tile(const Codes *from, const uint8_t *codes, int64_t count, const float *q, const float *first, int bits,
-                      int queries, float *out) {
+INLINED void add_tile(const Codes *from, const uint8_t *codes, int64_t count, const float *q, int bits, int queries,
+                      float *out) {
     const int each = 8 / bits, words = queries > 1 ? 1 : each < 4 ? IN_WORD : 2; /* as many sums as there are registers */
-    float sums[AT_ONCE * TILE];
+    const float zero = bits == 2 ? 1.5f : (float)((1 << (bits - 1)) - 1); /* the level of the code 0 */
+    float sums[AT_ONCE * TILE], first[AT_ONCE] = {0};
     int64_t size = from->bytes * each, whole = count - count % BATCH;
-    for (int query = 0; query < queries; query++)
+    for (int query = 0; query < queries; query++) {
+        for (int64_t i = 0; i < size; i++) first[query] -= zero * q[query * size + i];
         for (int64_t at = 0; at < whole; at++) sums[query * TILE + at] = first[query];
+    }
     for (int64_t byte = 0; byte < from->bytes; byte += TOGETHER)
         for (int64_t at = 0; at < whole; at += BATCH) {
             const uint8_t *some = codes + byte * from->tokens + at;
@@ -262,11 +264,9 @@ INLINED void levels_of(const Codes *from, int64_t piece, int bits) {
     int64_t count = start + TILE < from->tokens ? TILE : from->tokens - start, line = head * from->queries;
     int64_t stop = line + from->queries;
     for (; line + AT_ONCE <= stop; line += AT_ONCE)
-        add_tile(from, codes, count, from->q + line * size, from->first + line, bits, AT_ONCE,
-                 from->out + line * from->tokens + start);
+        add_tile(from, codes, count, from->q + line * size, bits, AT_ONCE, from->out + line * from->tokens + start);
     for (; line < stop; line++)
-        add_tile(from, codes, count, from->q + line * size, from->first + line, bits, 1,
-                 from->out + line * from->tokens + start);
+        add_tile(from, codes, count, from->q + line * size, bits, 1, from->out + line * from->tokens + start);
 }
 
 FOR_EACH_PROCESSOR static void code_products(const void *codes, int64_t piece) {
@@ -354,6 +354,7 @@ static int asks_version(const XLA_FFI_CallFrame *call) {
             metadata->api_version.major_version = XLA_FFI_API_MAJOR;
             metadata->api_version.minor_version = XLA_FFI_API_MINOR;
             metadata->traits = 0;
+            metadata->state_type_id = (XLA_FFI_TypeId){0};
             return 1;
         }
     return 0;
@@ -399,19 +400,19 @@ static int64_t leading(const XLA_FFI_Buffer *buffer, int64_t count) {
 
 static int64_t last(const XLA_FFI_Buffer *buffer, int64_t i) { return buffer->dims[buffer->rank - i]; }
 
-/* Codes [F, X, N], q [F, Q, D] and where sums begin [F, Q], to [F, Q, N]. */
+/* Codes [F, X, N] and q [F, Q, D] to [F, Q, N]. */
 static XLA_FFI_Error *on_codes(XLA_FFI_CallFrame *call) {
     if (asks_version(call)) return NULL;
-    if (call->args.size != 3 || call->rets.size != 1) return refused(call, "codes: 3 operands and a result");
-    const XLA_FFI_Buffer *codes = operand(call, 0), *q = operand(call, 1), *first = operand(call, 2), *out = result(call);
+    if (call->args.size != 2 || call->rets.size != 1) return refused(call, "codes: 2 operands and a result");
+    const XLA_FFI_Buffer *codes = operand(call, 0), *q = operand(call, 1), *out = result(call);
     int64_t rank = codes->rank;
     if (rank < 3 || !is_of(codes, XLA_FFI_DataType_U8, rank) || !is_of(q, XLA_FFI_DataType_F32, rank) ||
-        !is_of(first, XLA_FFI_DataType_F32, rank - 1) || !is_of(out, XLA_FFI_DataType_F32, rank))
+        !is_of(out, XLA_FFI_DataType_F32, rank))
         return refused(call, "codes: types or ranks of operands");
-    Codes from = {codes->data, q->data, first->data, out->data, leading(codes, 2), last(codes, 2), last(codes, 1), last(q, 2)};
+    Codes from = {codes->data, q->data, out->data, leading(codes, 2), last(codes, 2), last(codes, 1), last(q, 2)};
     int64_t each = from.bytes ? last(q, 1) / from.bytes : 0;
     if ((each != 1 && each != 2 && each != 4) || each * from.bytes != last(q, 1) || leading(q, 2) != from.heads ||
-        leading(first, 1) != from.heads || last(first, 1) != from.queries || leading(out, 2) != from.heads ||
+        leading(out, 2) != from.heads ||
         last(out, 2) != from.queries || last(out, 1) != from.tokens)
         return refused(call, "codes: sizes do not agree");
     from.bits = (int)(8 / each);
@@ -439,4 +440,8 @@ static PyMethodDef methods[] = {{"handlers", handlers, METH_NOARGS, NULL}, {NULL
 
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_kernels", NULL, -1, methods, NULL, NULL, NULL, NULL};
 
-PyMODINIT_FUNC PyInit__kernels(void) { return PyModule_Create(&module); }
+PyMODINIT_FUNC PyInit__kernels(void) {
+    PyObject *made = PyModule_Create(&module);
+    if (made && PyModule_AddStringConstant(made, "JAXLIB", JAXLIB) < 0) Py_CLEAR(made);
+    return made;
+}

@@ -1,16 +1,18 @@
 """What XLA:CPU is slow at, as kernels for CPU (kernels.c), which compiled programs call.
 
-Of every kernel there is an equal in XLA's operations: it runs on other platforms, and where pip found no C compiler and
-left the kernels out (`COMPILED` is False then). The two round differently.
+Of every kernel there is an equal in XLA's operations, which rounds differently. It runs on other platforms, and where
+pip found no GCC 12 or clang and left the kernels out (`COMPILED` is False then).
 
   - `row_products`: rows[R, D], index[K, N], q[K, G, D] to [K, G, N], each KV head's rows with its queries;
   - `row_sums`: rows[R, D], index[K, N], weight[K, G, N] to [K, G, D], each KV head's rows times their weights;
-  - `code_products`: codes[F, X, N], q[F, Q, D], first[F, Q] to [F, Q, N], each vector of codes with each query, beyond
-    `first`; a byte has the codes of D / X dimensions, the lowest bits the first's.
+  - `code_products`: codes[F, X, N], q[F, Q, D] to [F, Q, N], each vector of codes with each query. A byte has the codes
+    of D / X dimensions, the lowest bits the first's, of 8, 4 and 2 bits with 127, 7 and 1.5 added.
 
-Rows are f32, or bfloat16 as uint16, codes uint8, indices int32 and clipped, all else is f32.
+Rows are f32, or bfloat16 as uint16, codes uint8, indices int32 and clipped, all else is f32. There are no derivatives.
 """
 
+import importlib.metadata
+import logging
 from collections.abc import Callable
 
 import jax
@@ -20,14 +22,29 @@ from kvjax.typing import Array
 
 try:
     from kvjax import _kernels
-except ImportError:  # built without a C compiler
+except ImportError:  # left out by pip
     _kernels = None  # type: ignore[assignment]
-
-COMPILED = _kernels is not None
-
 
 # How `jax.vmap` calls them: one after the other where rows of one pool are not to be copied for each.
 _MAPPED = {"row_products": "sequential", "row_sums": "sequential", "code_products": "broadcast_all"}
+
+
+def _registered() -> bool:
+    """Whether XLA knows the kernels. One newer than XLA would keep its CPU backend from starting."""
+    if _kernels is None:
+        return False
+    compiled, installed = (tuple(map(int, version.split(".")[:3]))
+                           for version in (_kernels.JAXLIB, importlib.metadata.version("jaxlib")))
+    if compiled > installed:
+        logging.warning("kvjax's kernels are left out: they were compiled for jaxlib %s, and %s is here; install kvjax "
+                        "again", _kernels.JAXLIB, importlib.metadata.version("jaxlib"))
+        return False
+    for name, handler in _kernels.handlers().items():
+        jax.ffi.register_ffi_target(f"kvjax_{name}", handler, platform="cpu")
+    return True
+
+
+COMPILED = _registered()
 
 
 def on_cpu(name: str, shape: tuple[int, ...], otherwise: Callable[..., Array], *operands: Array) -> Array:
@@ -40,7 +57,3 @@ def on_cpu(name: str, shape: tuple[int, ...], otherwise: Callable[..., Array], *
         return call(*(one.astype(jnp.float32) if jnp.issubdtype(one.dtype, jnp.floating) else one for one in operands))
 
     return jax.lax.platform_dependent(*operands, cpu=kernel, default=otherwise)
-
-
-for _name, _handler in _kernels.handlers().items() if COMPILED else ():
-    jax.ffi.register_ffi_target(f"kvjax_{_name}", _handler, platform="cpu")

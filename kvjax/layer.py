@@ -277,7 +277,8 @@ def _selected_scores(plan, mine, q, key, valid):
     if made is not None:
         return attention.only_valid(made, valid)
     if bias is not None:
-        bias = plan.method.weigh(plan.spec, mine.state.index, q, packing.all_of(key), bias)
+        key = packing.all_of(key)
+        bias = plan.method.weigh(plan.spec, mine.state.index, q, key, bias)
     return attention.scores_of(q, key, valid, bias)
 
 

@@ -145,8 +145,10 @@ def find_rows(
     """
     _, tables, slots, rows, width = pool.shape
     beside = heads // tables
-    line = (number * tables + jnp.arange(tables)[:, None]) * slots + jnp.minimum(slot[:tables], slots - 1)
-    first = computed_once(line * rows + row[:tables]) * (parts * beside) + jnp.arange(heads)[:, None] % beside
+    table = jnp.arange(tables, dtype=jnp.int32)[:, None]
+    line = (number * tables + table) * slots + jnp.minimum(slot[:tables], slots - 1)
+    first = computed_once(line * rows + row[:tables]) * (parts * beside)
+    first += jnp.arange(heads, dtype=jnp.int32)[:, None] % beside
     flat = pool.reshape(-1, width // (parts * beside))
     return tuple(packing.Scattered(flat, computed_once(first + part * beside), dtype) for part in range(parts))
 

@@ -57,14 +57,42 @@ def test_rows_are_read_where_they_lie(dtype, size, group, tokens):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("dtype", [*TYPES, "float16", "int8", "int4"])
-def test_kernels_and_what_replaces_them_agree(dtype, monkeypatch):
+@pytest.mark.parametrize("dtype", ["float16", "int8", "int4"])
+def test_rows_of_other_types_are_gathered(dtype):
+    rows, exact = scattered(dtype, 64)
+    given = vectors(3, 4, 64), vectors(3, 4, 11)
+    for found, expected in zip(both(rows, *given), exactly(exact, *map(np.float64, given)), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=2e-5)
+
+
+@compiled
+@pytest.mark.parametrize("dtype", TYPES)
+def test_what_replaces_a_kernel_agrees_with_it(dtype, monkeypatch):
     rows, _ = scattered(dtype, 64)
     given = rows, vectors(3, 4, 64), vectors(3, 4, 11)
     found = both(*given)
     monkeypatch.setattr(kernels, "COMPILED", False)
     for one, other in zip(found, both(*given), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+@compiled
+def test_kernels_newer_than_xla_are_left_out(monkeypatch, caplog):
+    monkeypatch.setattr(kernels._kernels, "JAXLIB", "999.1.2")
+    assert not kernels._registered()
+    assert "compiled for jaxlib 999.1.2" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_threads_share_what_is_large(dtype):
+    """Several times, as threads come at other times in each."""
+    rows, exact = scattered(dtype, 72, heads=8, tokens=2051)
+    given = vectors(8, 5, 72), vectors(8, 5, 2051)
+    expected = exactly(exact, *map(np.float64, given))
+    attend = jax.jit(both)
+    for _ in range(20):
+        for found, right in zip(attend(rows, *given), expected, strict=True):
+            np.testing.assert_allclose(found, right, rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -84,7 +112,7 @@ def test_queries_in_bf16_are_those_numbers():
     np.testing.assert_allclose(found, exactly(exact, np.asarray(q, np.float64), np.zeros((3, 4, 11)))[0], atol=2e-5)
 
 
-def test_rows_that_nobody_attends_may_be_anything():
+def test_rows_after_the_last_that_is_attended_may_be_anything():
     rows, _ = scattered("float32", 16, tokens=12)
     valid = jnp.broadcast_to(jnp.arange(12) < 8, (3, 12))
     spoilt = packing.Scattered(rows.pool.at[0].set(jnp.nan), jnp.where(valid, rows.index % 39 + 1, 0), rows.dtype)
@@ -104,7 +132,7 @@ def test_sizes_that_do_not_agree_are_refused(operands):
         kernels.on_cpu("row_products", (3, 2, 5), lambda *_: jnp.zeros(()), *map(jnp.asarray, operands))
 
 
-@pytest.mark.parametrize("tokens", [1, 31, 32, 100, 1024, 1100])
+@pytest.mark.parametrize("tokens", [0, 1, 31, 32, 100, 2048, 2148])
 @pytest.mark.parametrize("group", [1, 3, 4, 6])
 @pytest.mark.parametrize("size", [8, 72])
 @pytest.mark.parametrize("bits", lowbit.BITS)
@@ -117,10 +145,28 @@ def test_products_with_codes(bits, size, group, tokens):
     np.testing.assert_allclose(found, np.einsum("fqd,fnd->fqn", np.float64(q), code), rtol=1e-5, atol=1e-3)
 
 
+@pytest.mark.parametrize("group", [1, 5])
+def test_threads_share_many_codes(group):
+    packed = np.random.default_rng(0).integers(0, 256, (2, 144, 6177), np.uint8)
+    levels = np.stack([packed & 15, packed >> 4], axis=2).reshape(2, 288, 6177)
+    q = vectors(2, group, 288)
+    expected = np.einsum("fqd,fdn->fqn", np.float64(q), levels - 7.0)
+    product = jax.jit(functools.partial(lowbit.products_by_dimension, bits=4))
+    for _ in range(20):
+        np.testing.assert_allclose(product(packed, q), expected, rtol=1e-5, atol=2e-3)
+
+
+@compiled
+def test_codes_of_other_sizes_are_refused():
+    operands = jnp.zeros((2, 5, 9), jnp.uint8), jnp.zeros((2, 3, 15))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="codes: "):
+        kernels.on_cpu("code_products", (2, 3, 9), lambda *_: jnp.zeros(()), *operands)
+
+
 @pytest.mark.parametrize("group", [1, 4])
 def test_codes_of_a_batch_are_those_of_each_alone(group):
-    packed = jnp.asarray(np.random.default_rng(0).integers(0, 256, (3, 2, 5, 70), np.uint8))
-    q = vectors(3, 2, group, 10)
+    packed = jnp.asarray(np.random.default_rng(0).integers(0, 256, (3, 2, 100, 70), np.uint8))
+    q = vectors(3, 2, group, 200)
     product = functools.partial(lowbit.products_by_dimension, bits=4)
     batch, batches = jax.vmap(product), jax.vmap(jax.vmap(product))
     for many in (batch(packed, q), batches(packed[None], q[None])[0]):

@@ -113,21 +113,22 @@ def _products(packed: UInt[Array, "F N X"], q: Float[Array, "F Q D"], bits: int)
 
 def products_by_dimension(packed: UInt[Array, "F X N"], q: Float[Array, "F Q D"], bits: int) -> Float[Array, "F Q N"]:
     """Every query with every vector of codes, which lie dimension by dimension, in f32; for few queries."""
-    shape = (*q.shape[:2], packed.shape[-1])
-    first = -_largest(bits) * jnp.sum(q, axis=-1)  # a code is as much less than what its bits say
-    by_head = functools.partial(_products_by_dimension, bits=bits)
-    return kernels.on_cpu("code_products", shape, by_head, packed, q * _APART[bits], first)
+    shape, q = (*q.shape[:2], packed.shape[-1]), q.astype(jnp.float32) * _APART[bits]
+    return kernels.on_cpu("code_products", shape, functools.partial(_products_by_dimension, bits=bits), packed, q)
 
 
-def _products_by_dimension(packed, q, first, bits: int) -> Float[Array, "F Q N"]:
-    """What the kernel does, one head after the other: codes of all at once would be a second cache as floats."""
-    def one_head(args):
-        packed, q, first = args
-        found = [jnp.einsum("xn,qx->qn", level, q[:, i :: 8 // bits])
-                 for i, level in enumerate(_levels_apart(packed, q.dtype, bits))]
-        return sum(found[1:], found[0]) + first[:, None]
+def _products_by_dimension(packed: UInt[Array, "F X N"], q: Float[Array, "F Q D"], bits: int) -> Float[Array, "F Q N"]:
+    """What the kernel does. The codes in a byte are added to all sums at a time, so that none stay as floats."""
+    def add(sums, row):
+        byte, part = row  # [F, N], [F, Q, 8 / bits]
+        for i, level in enumerate(_levels_apart(byte, q.dtype, bits)):
+            sums = sums + part[..., i, None] * level[:, None]
+        return sums, None
 
-    return jax.lax.map(one_head, (packed, q, first))
+    first = -_largest(bits) / _APART[bits] * jnp.sum(q, axis=-1, keepdims=True)  # codes are as much less than levels
+    first = jnp.broadcast_to(first, (*q.shape[:2], packed.shape[-1]))
+    parts = jnp.moveaxis(q.reshape(*q.shape[:2], packed.shape[1], -1), 2, 0)
+    return jax.lax.scan(add, first, (packed.swapaxes(0, 1), parts), unroll=8)[0]
 
 
 def _levels_apart(packed: UInt[Array, "*T X"], dtype, bits: int) -> list[Float[Array, "*T X"]]:

@@ -13,7 +13,7 @@ from harness import CAPACITY, GROUP, HEADS, SIZE, Sim, Stream, check_every_token
 from tiny import make_params
 
 import kvjax
-from kvjax import prediction
+from kvjax import kernels, prediction
 from kvjax.adapters import Adapters
 from kvjax.codecs import lowbit
 from kvjax.errors import ConfigError, FormatMismatch, PromptError, ReadFailed
@@ -147,16 +147,23 @@ def test_raw_scores_summed_over_heads_are_those_of_the_mean_query(bits, joint):
 
 
 @pytest.mark.parametrize("joint", [True, False])
+@pytest.mark.parametrize("bits", [32, 8, 4])
 @pytest.mark.parametrize(("heads", "group", "size", "rank", "tokens"), [
-    (2, 2, 16, 5, 100), (3, 3, 24, 12, 436), (5, 1, 16, 4, 516), (8, 4, 64, 8, 2048), (8, 4, 64, 64, 4092),
+    (2, 2, 16, 6, 100), (3, 3, 24, 12, 436), (5, 1, 16, 4, 516), (8, 4, 64, 8, 2048), (8, 4, 64, 64, 4092),
 ])
-def test_what_selects_for_a_whole_batch_scores_each_sequence_as_if_alone(joint, heads, group, size, rank, tokens):
-    method = KVSwap(**SMALL, per_head=not joint, aggregation="mean")
-    assert method.selects_together and not KVSwap(**SMALL).selects_together
-    shape, rng = (1, tokens, rank) if joint else (heads, rank, tokens), np.random.default_rng(tokens)
+def test_what_selects_for_a_whole_batch_scores_each_sequence_as_if_alone(joint, bits, heads, group, size, rank, tokens):
+    method = KVSwap(**SMALL, per_head=not joint, aggregation="mean", bits=bits)
+    assert not KVSwap(**SMALL).selects_together
+    assert method.selects_together or not (bits == 32 or kernels.COMPILED)
+    rng, each = np.random.default_rng(tokens), max(1, 8 // bits)
+    shape = (1, tokens, rank // each) if joint else (heads, rank // each, tokens)
     adapter, key, q = (jnp.asarray(rng.normal(size=(3, *one)), jnp.float32)
                        for one in ((heads, size, rank), shape, (heads, group, size)))
-    index = prediction.CompressedKeys(adapter, key, jnp.full(3, tokens - 3, jnp.int32))
+    scale = None
+    if bits < 32:
+        key = jnp.asarray(rng.integers(0, 256, key.shape, np.uint8))
+        scale = jnp.asarray(rng.uniform(size=(3, shape[0], rank)), jnp.float32)
+    index = prediction.CompressedKeys(adapter, key, jnp.full(3, tokens - 3, jnp.int32), scale)
     together, alone = jax.jit(jax.vmap(method._importance))(index, q), jax.jit(method._importance)
     for b in range(3):
         np.testing.assert_array_equal(together[b], alone(*jax.tree.map(operator.itemgetter(b), (index, q))))
