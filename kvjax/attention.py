@@ -61,7 +61,8 @@ def _in_place(
 
     if rows.dtype not in _READ_IN_PLACE:
         return otherwise(rows.pool, rows.index, vectors)
-    return kernels.on_cpu(name, shape, otherwise, rows.pool, rows.index, vectors)
+    result = jax.ShapeDtypeStruct(shape, jnp.float32)
+    return kernels.on_cpu(name, result, otherwise, rows.pool, rows.index, vectors)
 
 
 def _contract(

@@ -7,13 +7,17 @@ pip found no GCC 12 or clang and left the kernels out (`COMPILED` is False then)
   - `row_sums`: rows[R, D], index[K, N], weight[K, G, N] to [K, G, D], each KV head's rows times their weights;
   - `code_products`: codes[F, X, N], q[F, Q, D] to [F, Q, N], each vector of codes with each query. A byte has the codes
     of D / X dimensions, the lowest bits the first's, of 8, 4 and 2 bits with 127, 7 and 1.5 added.
+  - `assign`: block[KB, NS], keys[KB, NS, P], need[KB, M], NB to slot[KB, M], read[KB, M], new[KB, NS], pinned[KB, NS],
+    as `kvjax.store.residency` says; exactly equal.
 
-Rows are f32, or bfloat16 as uint16, codes uint8, indices int32 and clipped, all else is f32. There are no derivatives.
+Rows are f32, or bfloat16 as uint16, codes uint8, indices int32 and clipped, what `assign` takes and
+gives int32, all else f32. There are no derivatives.
 """
 
 import importlib.metadata
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +30,8 @@ except ImportError:  # left out by pip
     _kernels = None  # type: ignore[assignment]
 
 # How `jax.vmap` calls them: one after the other where rows of one pool are not to be copied for each.
-_MAPPED = {"row_products": "sequential", "row_sums": "sequential", "code_products": "broadcast_all"}
+_MAPPED = {"row_products": "sequential", "row_sums": "sequential", "code_products": "broadcast_all",
+           "assign": "broadcast_all"}
 
 
 def _registered() -> bool:
@@ -47,13 +52,13 @@ def _registered() -> bool:
 COMPILED = _registered()
 
 
-def on_cpu(name: str, shape: tuple[int, ...], otherwise: Callable[..., Array], *operands: Array) -> Array:
-    """The kernel's f32 result on CPU, and `otherwise` of the operands elsewhere."""
+def on_cpu(name: str, result: Any, otherwise: Callable[..., Any], *operands: Array) -> Any:
+    """The kernel's result on CPU, one `jax.ShapeDtypeStruct` or several, and `otherwise` of the operands elsewhere."""
     if not COMPILED:
         return otherwise(*operands)
 
     def kernel(*operands):
-        call = jax.ffi.ffi_call(f"kvjax_{name}", jax.ShapeDtypeStruct(shape, jnp.float32), vmap_method=_MAPPED[name])
+        call = jax.ffi.ffi_call(f"kvjax_{name}", result, vmap_method=_MAPPED[name])
         return call(*(one.astype(jnp.float32) if jnp.issubdtype(one.dtype, jnp.floating) else one for one in operands))
 
     return jax.lax.platform_dependent(*operands, cpu=kernel, default=otherwise)

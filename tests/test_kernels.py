@@ -6,10 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy.special import softmax
 
 from kvjax import attention, kernels, packing
 from kvjax.codecs import lowbit
+from kvjax.store import residency
 
 compiled = pytest.mark.skipif(not kernels.COMPILED, reason="built without a C compiler")
 TYPES = ("float32", "bfloat16")
@@ -32,6 +35,12 @@ def test_the_kernels_are_here():
     """Where there is a C compiler. Without this test a broken build would only be slow."""
     pytest.importorskip("kvjax.store.native", reason="built without a C compiler")
     assert kernels.COMPILED
+
+
+def refuse(name, shape, message, operands):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        result = jax.ShapeDtypeStruct(shape, jnp.float32)
+        kernels.on_cpu(name, result, lambda *_: jnp.zeros(shape), *map(jnp.asarray, operands))
 
 
 def both(rows: packing.Scattered, q, weight):
@@ -128,8 +137,7 @@ def test_rows_after_the_last_that_is_attended_may_be_anything():
     (np.zeros((4, 8), np.int8), np.zeros((3, 5), np.int32), np.zeros((3, 2, 8))),
 ])
 def test_sizes_that_do_not_agree_are_refused(operands):
-    with pytest.raises(jax.errors.JaxRuntimeError, match="rows: "):
-        kernels.on_cpu("row_products", (3, 2, 5), lambda *_: jnp.zeros(()), *map(jnp.asarray, operands))
+    refuse("row_products", (3, 2, 5), "rows: ", operands)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 31, 32, 100, 2048, 2148])
@@ -158,9 +166,7 @@ def test_threads_share_many_codes(group):
 
 @compiled
 def test_codes_of_other_sizes_are_refused():
-    operands = jnp.zeros((2, 5, 9), jnp.uint8), jnp.zeros((2, 3, 15))
-    with pytest.raises(jax.errors.JaxRuntimeError, match="codes: "):
-        kernels.on_cpu("code_products", (2, 3, 9), lambda *_: jnp.zeros(()), *operands)
+    refuse("code_products", (2, 3, 9), "codes: ", (np.zeros((2, 5, 9), np.uint8), np.zeros((2, 3, 15))))
 
 
 @pytest.mark.parametrize("group", [1, 4])
@@ -172,3 +178,33 @@ def test_codes_of_a_batch_are_those_of_each_alone(group):
     for many in (batch(packed, q), batches(packed[None], q[None])[0]):
         for i in range(3):
             np.testing.assert_array_equal(many[i], product(packed[i], q[i]))
+
+
+@compiled
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 3), st.sampled_from([1, 2, 7, 40]), st.booleans())
+def test_slots_are_given_as_by_xla(seed, policy, slots, batch):
+    """Few keys, so that many are equal; empty slots with keys of what they had; blocks that are not needed at the end or
+    in between."""
+    rng = np.random.default_rng(seed)
+    lead, blocks, asked = ((2, 3) if batch else (3,)), slots + 9, rng.integers(1, slots + 1)
+
+    def some(count):
+        rows = np.stack([rng.permutation(blocks)[:count] for _ in range(int(np.prod(lead)))])
+        rows = np.where(rng.random(rows.shape) < rng.choice([0, 0.3, 1]), blocks + rng.integers(0, 2), rows)
+        return rows.reshape(*lead, count).astype(np.int32)
+
+    block = np.minimum(some(slots), blocks)
+    keys = rng.integers(-1, 3, (*lead, slots, policy), np.int32)
+    need = some(int(asked))
+
+    def compiled_too(*operands):
+        results = [jax.ShapeDtypeStruct(operands[i].shape, jnp.int32) for i in (2, 2, 0, 0)]
+        return kernels.on_cpu("assign", results, residency._assign, *operands)
+
+    expected, found = residency._assign, compiled_too
+    if batch:
+        expected, found = (jax.vmap(one, in_axes=(0, 0, 0, None)) for one in (expected, found))
+    operands = (*map(jnp.asarray, (block, keys, need)), jnp.int32(blocks))
+    for one, other in zip(found(*operands), expected(*operands), strict=True):
+        np.testing.assert_array_equal(one, other)

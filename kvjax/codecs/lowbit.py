@@ -113,8 +113,9 @@ def _products(packed: UInt[Array, "F N X"], q: Float[Array, "F Q D"], bits: int)
 
 def products_by_dimension(packed: UInt[Array, "F X N"], q: Float[Array, "F Q D"], bits: int) -> Float[Array, "F Q N"]:
     """Every query with every vector of codes, which lie dimension by dimension, in f32; for few queries."""
-    shape, q = (*q.shape[:2], packed.shape[-1]), q.astype(jnp.float32) * _APART[bits]
-    return kernels.on_cpu("code_products", shape, functools.partial(_products_by_dimension, bits=bits), packed, q)
+    q = q.astype(jnp.float32) * _APART[bits]
+    result = jax.ShapeDtypeStruct((*q.shape[:2], packed.shape[-1]), jnp.float32)
+    return kernels.on_cpu("code_products", result, functools.partial(_products_by_dimension, bits=bits), packed, q)
 
 
 def _products_by_dimension(packed: UInt[Array, "F X N"], q: Float[Array, "F Q D"], bits: int) -> Float[Array, "F Q N"]:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from kvjax import kernels
 from kvjax.errors import ConfigError
 from kvjax.typing import Array, Bool, Int32, pytree
 
@@ -98,14 +99,14 @@ def empty(heads: int, slots: int, num_blocks: int) -> Residency:
 
 def locate(residency: Residency, block: Int32[Array, "KB *E"]) -> Int32[Array, "KB *E"]:
     """Slot of each block, NS where it is not resident."""
-    found = _slot_of(residency, block.reshape(block.shape[0], -1))
+    found = _slot_of(residency.block, block.reshape(block.shape[0], -1))
     return jnp.where(found < 0, residency.block.shape[-1], found).reshape(block.shape)
 
 
-def _slot_of(table: Residency, block: Int32[Array, "KB E"]) -> Int32[Array, "KB E"]:
+def _slot_of(table: Int32[Array, "KB NS"], block: Int32[Array, "KB E"]) -> Int32[Array, "KB E"]:
     """Slot of each block, -1 = none. For XLA:CPU a maximum, as it has no fast argmax, over an axis before the last."""
-    every = jnp.arange(table.block.shape[-1], dtype=jnp.int32)[:, None]
-    return jnp.max(jnp.where(table.block[:, :, None] == block[:, None], every, -1), axis=1)
+    every = jnp.arange(table.shape[-1], dtype=jnp.int32)[:, None]
+    return jnp.max(jnp.where(table[:, :, None] == block[:, None], every, -1), axis=1)
 
 
 def plan(
@@ -117,25 +118,17 @@ def plan(
     fewest, the first ones that it needs, and reads the rest again into their slots (DynSplit-KV, Appendix B.2). Raises
     ConfigError on an unknown policy.
     """
-    num_blocks, every = count.shape[-1], jnp.arange(table.block.shape[-1], dtype=jnp.int32)
-    wanted = need < num_blocks
-    found = jnp.where(wanted, _slot_of(table, need), -1)
-    missing, hit = wanted & (found < 0), wanted & (found >= 0)
+    num_blocks, head = count.shape[-1], jnp.arange(len(need))[:, None]
+    keys = find_policy(policy)(table, count[head, jnp.minimum(table.block, num_blocks - 1)])
+    operands = table.block, jnp.stack(keys, axis=-1), need, jnp.int32(num_blocks)
     if even:
-        hit &= jnp.cumsum(hit, axis=-1) <= jnp.min(jnp.sum(hit, axis=-1))
-    reads = wanted & ~hit
-
-    match = wanted[:, :, None] & (need[:, :, None] == table.block[:, None])
-    pinned = jnp.max(match.astype(jnp.int32), axis=1) > 0  # XLA:CPU reduces booleans one by one
-    order = _eviction_order(table, pinned, count, policy, need.shape[1])
-    nth = jnp.maximum(jnp.cumsum(missing, axis=-1) - 1, 0)
-    slot = jnp.where(found < 0, jnp.take_along_axis(order, nth, axis=-1), found)
-
-    # By slot: the block it takes (-1 = none). Dense, as seven scatters cost more than the whole read of a small block.
-    mine = slot[:, :, None] == every
-    new = jnp.max(jnp.where(mine & reads[:, :, None], need[:, :, None], -1), axis=1)
+        assigned = _assign(*operands, even=True)
+    else:
+        results = [jax.ShapeDtypeStruct(like.shape, jnp.int32) for like in (need, need, table.block, table.block)]
+        assigned = kernels.on_cpu("assign", results, _assign, *operands)
+    slot, read, new, pinned = assigned
     taken, step = new >= 0, table.step + 1
-    needed = pinned | taken
+    needed = (pinned > 0) | taken
     success = Residency(
         block=jnp.where(taken, new, table.block),
         filled=jnp.where(taken, step, table.filled),
@@ -145,21 +138,44 @@ def plan(
         step=step,
     )
     failure = dataclasses.replace(table, block=jnp.where(taken, num_blocks, table.block), step=step)
-    return ReadPlan(slot, jnp.where(reads, need, num_blocks), success, failure)
+    return ReadPlan(slot, read, success, failure)
+
+
+def _assign(
+    block: Int32[Array, "KB NS"], keys: Int32[Array, "KB NS P"], need: Int32[Array, "KB M1"],
+    num_blocks: Int32[Array, ""], even: bool = False,
+) -> tuple[Int32[Array, "KB M1"], Int32[Array, "KB M1"], Int32[Array, "KB NS"], Int32[Array, "KB NS"]]:
+    """Slots of needed blocks, and which of these to read; of each slot the block it takes, -1 = none, and 1 where it
+    has one that is needed."""
+    wanted = need < num_blocks
+    found = jnp.where(wanted, _slot_of(block, need), -1)
+    missing, hit = wanted & (found < 0), wanted & (found >= 0)
+    if even:
+        hit &= jnp.cumsum(hit, axis=-1) <= jnp.min(jnp.sum(hit, axis=-1))
+    reads = wanted & ~hit
+
+    match = wanted[:, :, None] & (need[:, :, None] == block[:, None])
+    pinned = jnp.max(match.astype(jnp.int32), axis=1)  # XLA:CPU reduces booleans one by one
+    order = _eviction_order(block == num_blocks, keys, pinned > 0, need.shape[1])
+    nth = jnp.maximum(jnp.cumsum(missing, axis=-1) - 1, 0)
+    slot = jnp.where(found < 0, jnp.take_along_axis(order, nth, axis=-1), found)
+
+    # By slot: the block it takes. Dense, as seven scatters cost more than the whole read of a small block.
+    mine = slot[:, :, None] == jnp.arange(block.shape[-1], dtype=jnp.int32)
+    new = jnp.max(jnp.where(mine & reads[:, :, None], need[:, :, None], -1), axis=1)
+    return slot, jnp.where(reads, need, num_blocks), new, pinned
 
 
 def _eviction_order(
-    table: Residency, pinned: Bool[Array, "KB NS"], count, policy: str, first: int
+    empty: Bool[Array, "KB NS"], keys: Int32[Array, "KB NS P"], pinned: Bool[Array, "KB NS"], first: int
 ) -> Int32[Array, "KB M1"]:
     """The `first` slots that are given away, in order: empty ones, those of the policy, pinned ones."""
-    head, num_blocks = jnp.arange(pinned.shape[0])[:, None], count.shape[-1]
-    empty = table.block == num_blocks
-    keys = find_policy(policy)(table, count[head, jnp.minimum(table.block, num_blocks - 1)])
-    if len(keys) > 1:
+    if keys.shape[-1] > 1:
         turn = jnp.where(pinned, 2, jnp.where(empty, 0, 1))
-        return jnp.lexsort((*reversed(keys), turn), axis=-1)[:, :first].astype(jnp.int32)
+        last_first = jnp.moveaxis(keys, -1, 0)[::-1]
+        return jnp.lexsort((*last_first, turn), axis=-1)[:, :first].astype(jnp.int32)
     # One key: the same order from XLA:CPU's fast top-k, which is for floats. They hold 16 million steps exactly.
-    late = jnp.where(pinned, jnp.inf, jnp.where(empty, -jnp.inf, keys[0].astype(jnp.float32)))
+    late = jnp.where(pinned, jnp.inf, jnp.where(empty, -jnp.inf, keys[..., 0].astype(jnp.float32)))
     return jax.lax.top_k(-late, first)[1].astype(jnp.int32)
 
 
