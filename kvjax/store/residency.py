@@ -124,7 +124,7 @@ def plan(
     if even:
         assigned = _assign(*operands, even=True)
     else:
-        results = [jax.ShapeDtypeStruct(like.shape, jnp.int32) for like in (need, need, table.block, table.block)]
+        results = tuple(jax.ShapeDtypeStruct(like.shape, jnp.int32) for like in (need, need, table.block, table.block))
         assigned = kernels.on_cpu("assign", results, _assign, *operands)
     slot, read, new, pinned = assigned
     taken, step = new >= 0, table.step + 1
