@@ -102,6 +102,7 @@ def test_threads_share_what_is_large(dtype):
             np.testing.assert_allclose(found, right, rtol=1e-5, atol=2e-5)
 
 
+@compiled
 @pytest.mark.parametrize("dtype", TYPES)
 def test_many_at_once_are_each_alone(dtype):
     rows, _ = scattered(dtype, 24)
@@ -119,6 +120,7 @@ def test_queries_in_bf16_are_those_numbers():
     np.testing.assert_allclose(found, exactly(exact, np.asarray(q, np.float64), np.zeros((3, 4, 11)))[0], atol=2e-5)
 
 
+@compiled
 def test_rows_after_the_last_that_is_attended_may_be_anything():
     rows, _ = scattered("float32", 16, tokens=12)
     valid = jnp.broadcast_to(jnp.arange(12) < 8, (3, 12))
@@ -167,6 +169,7 @@ def test_codes_of_other_sizes_are_refused():
     refuse("code_products", (2, 3, 9), "codes: ", (np.zeros((2, 5, 9), np.uint8), np.zeros((2, 3, 15))))
 
 
+@compiled
 @pytest.mark.parametrize("group", [1, 4])
 def test_codes_of_a_batch_are_those_of_each_alone(group):
     packed = jnp.asarray(np.random.default_rng(0).integers(0, 256, (3, 2, 100, 70), np.uint8))
