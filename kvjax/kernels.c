@@ -433,7 +433,7 @@ static int asks_version(const XLA_FFI_CallFrame *call) {
 
 static const XLA_FFI_Buffer *operand(const XLA_FFI_CallFrame *call, int64_t i) { return call->args.args[i]; }
 
-static const XLA_FFI_Buffer *result(const XLA_FFI_CallFrame *call) { return call->rets.rets[0]; }
+static const XLA_FFI_Buffer *result(const XLA_FFI_CallFrame *call, int64_t i) { return call->rets.rets[i]; }
 
 static int is_of(const XLA_FFI_Buffer *buffer, XLA_FFI_DataType type, int64_t rank) {
     return buffer->dtype == type && buffer->rank == rank;
@@ -443,7 +443,7 @@ static int is_of(const XLA_FFI_Buffer *buffer, XLA_FFI_DataType type, int64_t ra
 static XLA_FFI_Error *on_rows(XLA_FFI_CallFrame *call, int sums) {
     if (asks_version(call)) return NULL;
     if (call->args.size != 3 || call->rets.size != 1) return refused(call, "rows: 3 operands and a result");
-    const XLA_FFI_Buffer *rows = operand(call, 0), *index = operand(call, 1), *given = operand(call, 2), *out = result(call);
+    const XLA_FFI_Buffer *rows = operand(call, 0), *index = operand(call, 1), *given = operand(call, 2), *out = result(call, 0);
     int wide = rows->dtype == XLA_FFI_DataType_F32;
     if (!is_of(rows, wide ? XLA_FFI_DataType_F32 : XLA_FFI_DataType_U16, 2) || !is_of(index, XLA_FFI_DataType_S32, 2) ||
         !is_of(given, XLA_FFI_DataType_F32, 3) || !is_of(out, XLA_FFI_DataType_F32, 3))
@@ -475,7 +475,7 @@ static int64_t last(const XLA_FFI_Buffer *buffer, int64_t i) { return buffer->di
 static XLA_FFI_Error *on_codes(XLA_FFI_CallFrame *call) {
     if (asks_version(call)) return NULL;
     if (call->args.size != 2 || call->rets.size != 1) return refused(call, "codes: 2 operands and a result");
-    const XLA_FFI_Buffer *codes = operand(call, 0), *q = operand(call, 1), *out = result(call);
+    const XLA_FFI_Buffer *codes = operand(call, 0), *q = operand(call, 1), *out = result(call, 0);
     int64_t rank = codes->rank;
     if (rank < 3 || !is_of(codes, XLA_FFI_DataType_U8, rank) || !is_of(q, XLA_FFI_DataType_F32, rank) ||
         !is_of(out, XLA_FFI_DataType_F32, rank))
@@ -483,15 +483,12 @@ static XLA_FFI_Error *on_codes(XLA_FFI_CallFrame *call) {
     Codes from = {codes->data, q->data, out->data, leading(codes, 2), last(codes, 2), last(codes, 1), last(q, 2)};
     int64_t each = from.bytes ? last(q, 1) / from.bytes : 0;
     if ((each != 1 && each != 2 && each != 4) || each * from.bytes != last(q, 1) || leading(q, 2) != from.heads ||
-        leading(out, 2) != from.heads ||
-        last(out, 2) != from.queries || last(out, 1) != from.tokens)
+        leading(out, 2) != from.heads || last(out, 2) != from.queries || last(out, 1) != from.tokens)
         return refused(call, "codes: sizes do not agree");
     from.bits = (int)(8 / each);
     in_pieces(call, code_products, &from, from.heads * tiles_of(&from), from.heads * from.bytes * from.tokens);
     return NULL;
 }
-
-static const XLA_FFI_Buffer *result_at(const XLA_FFI_CallFrame *call, int64_t i) { return call->rets.rets[i]; }
 
 /* Blocks [KB, NS], keys [KB, NS, P], needed blocks [KB, M] and NB []; to what `Slots` has. */
 static XLA_FFI_Error *on_assign(XLA_FFI_CallFrame *call) {
@@ -507,7 +504,7 @@ static XLA_FFI_Error *on_assign(XLA_FFI_CallFrame *call) {
     if (leading(keys, 2) != heads || last(keys, 2) != one.slots || leading(need, 1) != heads || one.asked > one.slots)
         return refused(call, "assign: sizes do not agree, or there are fewer slots than blocks needed");
     for (int64_t i = 0; i < 4; i++) {
-        const XLA_FFI_Buffer *like = i < 2 ? need : block, *out = result_at(call, i);
+        const XLA_FFI_Buffer *like = i < 2 ? need : block, *out = result(call, i);
         if (!is_of(out, XLA_FFI_DataType_S32, rank) || leading(out, 1) != heads || last(out, 1) != last(like, 1))
             return refused(call, "assign: results");
     }
@@ -515,15 +512,15 @@ static XLA_FFI_Error *on_assign(XLA_FFI_CallFrame *call) {
     one.heap = malloc((one.slots + one.places) * sizeof *one.heap);
     if (!one.heap) return refused(call, "assign: no memory");
     one.at = one.heap + one.slots;
+    one.none = heads ? *(const int32_t *)none->data : 0; /* of a batch alike */
     for (int64_t head = 0; head < heads; head++) {
-        one.none = *(const int32_t *)none->data;
         one.block = (const int32_t *)block->data + head * one.slots;
         one.keys = (const int32_t *)keys->data + head * one.slots * one.policy;
         one.need = (const int32_t *)need->data + head * one.asked;
-        one.slot = (int32_t *)result_at(call, 0)->data + head * one.asked;
-        one.read = (int32_t *)result_at(call, 1)->data + head * one.asked;
-        one.new = (int32_t *)result_at(call, 2)->data + head * one.slots;
-        one.pinned = (int32_t *)result_at(call, 3)->data + head * one.slots;
+        one.slot = (int32_t *)result(call, 0)->data + head * one.asked;
+        one.read = (int32_t *)result(call, 1)->data + head * one.asked;
+        one.new = (int32_t *)result(call, 2)->data + head * one.slots;
+        one.pinned = (int32_t *)result(call, 3)->data + head * one.slots;
         assign_head(&one);
     }
     free(one.heap);
