@@ -417,9 +417,15 @@ static XLA_FFI_Error *refused(const XLA_FFI_CallFrame *call, const char *why) {
     return call->api->XLA_FFI_Error_Create(&args);
 }
 
+#if XLA_FFI_API_MINOR < 4
+typedef XLA_FFI_Extension_Base Extension;
+#else
+typedef XLA_FFI_InternalExtension Extension; /* JAX 0.11 */
+#endif
+
 /* Whether the call only asks which version of the interface this was compiled for; then it is answered. */
 static int asks_version(const XLA_FFI_CallFrame *call) {
-    for (XLA_FFI_Extension_Base *one = call->extension_start; one; one = one->next)
+    for (Extension *one = call->extension_start; one; one = one->next)
         if (one->type == XLA_FFI_Extension_Metadata) {
             XLA_FFI_Metadata *metadata = ((XLA_FFI_Metadata_Extension *)one)->metadata;
             metadata->api_version.major_version = XLA_FFI_API_MAJOR;

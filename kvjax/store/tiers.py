@@ -9,11 +9,11 @@ work gives go through the device's memory on its way to the next (`scripts/check
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.compute_on import compute_on
 
 from kvjax import order
 from kvjax.method import Spec
@@ -21,6 +21,11 @@ from kvjax.store import residency
 from kvjax.store.residency import Residency
 from kvjax.store.slots import SlotPool, filled, outcome, read_blocks
 from kvjax.typing import Array, Int32, Num, pytree
+
+try:
+    from jax.experimental.compute_on import compute_on2 as compute_on
+except ImportError:  # from JAX 0.11 on, the new one has the old one's name
+    from jax.experimental.compute_on import compute_on
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
@@ -90,20 +95,21 @@ class TieredPool(SlotPool):
 # ----------------------------------------------- what the host does with its slots; all operands are in its memory
 
 
+_on_host = functools.partial(compute_on, compute_type="device_host", out_memory_spaces=_HOST)
+
+
 def _to_host(*what: Num[Array, "B KB M1 ..."]):
     """Block after block, in host memory."""
     return jax.device_put([one.reshape(-1, *one.shape[3:]) for one in what], _HOST)
 
 
-@compute_on("device_host")
-@jax.jit
+@_on_host
 def _take(rows, wanted):
     """Blocks at flat places wanted[n] of slots [B, KB, NH, C, X2]; any block for a place beyond all of them."""
     return rows.reshape(-1, *rows.shape[3:]).at[wanted].get(mode="clip")
 
 
-@compute_on("device_host")
-@jax.jit
+@_on_host
 def _set(rows, at, new):
     """Slots [B, KB, NH, C, X2] with blocks new[n] at flat places at[n]."""
     return rows.reshape(-1, *rows.shape[3:]).at[at].set(new, mode="drop").reshape(rows.shape)
