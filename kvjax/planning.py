@@ -147,6 +147,8 @@ def slot_pool(plan: Plan, i: int, slots: Slots) -> SlotPool:
     spec = plan.layers[i].spec
     count = _slot_count(spec, slots)
     backend = slots.backend or default_backend()
+    if backend == "buffer" and default_backend() != "buffer":
+        raise ConfigError(f"backend='buffer' is CPU's alone, and this is {jax.default_backend()}; leave it out")
     pool = SlotPool.zeros(
         spec, plan.batch, count, plan.dtype, slots.policy, backend, slots.prefetch, slots.keep, slots.even,
         passing=not slots.keep and not plan.layers[i].method.adaptive,

@@ -40,7 +40,7 @@ from kvjax.methods import (
 from kvjax.pool import Line, row_width
 from kvjax.store.base import Gathered, Geometry, Prompt
 from kvjax.store.flash import FlashStore
-from kvjax.store.slots import SlotPool
+from kvjax.store.slots import SlotPool, default_backend
 
 DELIMITERS = str(pathlib.Path(__file__).parent / "delimiters" / "table.json")  # eight of 64 tokens
 # One small instance of every method; every law runs over this list.
@@ -156,7 +156,7 @@ class Sim:
     """One layer decoding a `Stream`; over a store if one is given."""
 
     def __init__(
-        self, method: Method, stream: Stream, prompt, store=None, slots=None, policy="lru", backend="buffer",
+        self, method: Method, stream: Stream, prompt, store=None, slots=None, policy="lru", backend=None,
         dtype="float32",
     ):
         self.plan, self.stream, self.branch = plan_of(method), stream, None
@@ -176,7 +176,7 @@ class Sim:
         rows = np.asarray(layer.stored_rows(self.plan, placed[1], dtype))
         count, pos = (np.asarray(one[:, : spec.block_heads]) for one in (state.count, state.pos))
         self.branch.write_layer(0, Gathered(rows, pos), count, Prompt(pos))
-        pool = SlotPool.zeros(spec, batch, slots or spec.max_blocks + 1, dtype, policy, backend)
+        pool = SlotPool.zeros(spec, batch, slots or spec.max_blocks + 1, dtype, policy, backend or default_backend())
         self.cache = LayerCache(state, pool)
 
     @property

@@ -132,6 +132,12 @@ def test_asked_extended_saved_and_restored(params, tmp_path):
     assert answers[1][0] == answers[1][2]
 
 
+def test_buffers_of_an_accelerator_are_not_for_python(params, tokens, monkeypatch):
+    monkeypatch.setattr(planning, "default_backend", lambda: "io")
+    with pytest.raises(ConfigError, match="backend='buffer' is CPU's alone"):
+        start(params, tokens, METHODS["quest"], HostStore(), backend="buffer")
+
+
 def test_bad_settings_are_refused(params, tokens):
     with pytest.raises(ConfigError, match="host=2 must be more than"):
         start(params, tokens, METHODS["quest"], HostStore(), host=2)
