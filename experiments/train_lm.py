@@ -114,6 +114,14 @@ def exact_answers(model, params, tokenizer, stream, length, count, samples=64, b
     return right / samples
 
 
+def first_params(config: ml_collections.ConfigDict, model: Transformer):
+    """Those of the checkpoint to go on from, or random ones."""
+    if config.start:
+        return checkpoint.load_params(config.start, model.config)
+    token = jnp.zeros((1, 8), jnp.int32)
+    return model.init(jax.random.key(config.seed), token, token)["params"]
+
+
 def row_lengths(config: ml_collections.ConfigDict) -> list[int]:
     """The row length of every step: drawn from the lengths of its stage."""
     rng = np.random.default_rng(config.seed)
@@ -167,8 +175,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     run = Run(config, workdir, None)  # longer stages, or another rate, go on from what there is
     tokenizer = Tokenizer.from_file(config.tokenizer)
     model, tx = Transformer(model_config(config, tokenizer)), optimiser(config)
-    params = model.init(jax.random.key(config.seed), jnp.zeros((1, 8), jnp.int32), jnp.zeros((1, 8), jnp.int32))
-    state = {"params": params["params"], "opt_state": tx.init(params["params"])}
+    params = first_params(config, model)
+    state = {"params": params, "opt_state": tx.init(params)}
     checkpoints = ocp.training.Checkpointer(run.path.absolute() / "checkpoints")
     done = checkpoints.latest.step if checkpoints.latest is not None else 0
     state = checkpoints.load(done, state) if done else state
