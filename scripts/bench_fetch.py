@@ -2,11 +2,12 @@
 
     python scripts/bench_fetch.py [--blocks=0,1,4,8,32] [--rest_ms=0] [--dir=DIR]
 
-One program fetches for several layers of 8 KV heads x 64, each after the layer before is there, as a token does but for
-its computing. Blocks of 16 tokens are drawn anew for every fetch, so that nearly all are read. The disk's time is from
-the first request to the last answer. A fetch is what the program takes longer than one that fetches nothing. Beyond the
-disk are planning, the callback, finding, verifying and copying blocks. `--rest_ms` is how long the machine
-rests between programs, which leaves its caches cold. Beside it are raw reads of as many blocks by four threads.
+Two programs fetch once and twice for each of some layers of 8 KV heads x 64, each fetch after the one before is there, as
+in a token but for its computing. A fetch is what a further one takes, so that calling a program, and handing its arrays
+over, is in no fetch. Blocks of 16 tokens are drawn anew for every fetch, so that nearly all are read. The disk's time is
+from the first request to the last answer. Beyond the disk are planning, the callback, finding, verifying and copying blocks. `--rest_ms` is how long
+the machine rests between programs, which leaves its caches cold. Beside it are raw reads of as many blocks by four
+threads.
 """
 
 import functools
@@ -31,7 +32,7 @@ from kvjax.store.branch import FlashBranch
 from kvjax.store.slots import SlotPool, default_backend
 
 BLOCKS = flags.DEFINE_list("blocks", ["0", "1", "4", "8", "32"], "blocks of each head that a fetch needs")
-LAYERS = flags.DEFINE_integer("layers", 4, "fetches in one program")
+LAYERS = flags.DEFINE_integer("layers", 4, "whose blocks a program fetches")
 CONTEXT = flags.DEFINE_integer("context", 16384, "tokens")
 REPEATS = flags.DEFINE_integer("repeats", 60, "programs timed for each number of blocks")
 REST = flags.DEFINE_float("rest_ms", 0.0, "milliseconds between two programs")
@@ -50,7 +51,7 @@ def filled(directory: str) -> FlashBranch:
     blocks = make_spec().num_blocks
     geometry = Geometry(LAYERS.value, 1, HEADS, blocks, ROWS, 2 * SIZE, "float32")
     branch, rng = kvjax.FlashStore(directory).create(geometry, "bench_fetch"), np.random.default_rng(0)
-    for layer in range(LAYERS.value):
+    for layer in range(geometry.layers):
         rows = rng.standard_normal((1, HEADS, blocks, ROWS, 2 * SIZE), dtype=np.float32)
         branch.write_layer(layer, rows, np.full((1, HEADS, blocks), ROWS, np.int32))
     branch.settle()
@@ -63,35 +64,44 @@ def pools(needed: int) -> list[SlotPool]:
     return [SlotPool.zeros(make_spec(), 1, slots, "float32", "lru", default_backend()) for _ in range(LAYERS.value)]
 
 
-def _token(pools, needs, line, fetches: bool):
-    """The pools after a fetch for each of them, if it is wanted, each once the one before has come."""
-    fetched, fine = [], jnp.bool_(True)
-    for layer, pool in enumerate(pools):
-        if fetches:
-            need = jnp.where(fine, needs[layer], pool.num_blocks)
-            count = jnp.full((1, HEADS, pool.num_blocks), ROWS, jnp.int32)
-            pool, _, ok, _ = pool.fetch(need, count, jnp.int32(layer), line)
-            fine &= ok
-        fetched.append(pool)
-    return fetched, fine
+@functools.partial(jax.jit, donate_argnums=0)
+def _token(pools, needs, line):
+    """The pools after fetches for one after the other, each once the one before has come."""
+    pools, fine = list(pools), jnp.bool_(True)
+    for i, need in enumerate(needs):
+        layer = i % len(pools)
+        pool = pools[layer]
+        count = jnp.full((1, HEADS, pool.num_blocks), ROWS, jnp.int32)
+        pools[layer], _, ok, _ = pool.fetch(jnp.where(fine, need, pool.num_blocks), count, jnp.int32(layer), line)
+        fine &= ok
+    return pools, fine
 
 
-def timed(branch: FlashBranch, needed: int, fetches: bool) -> tuple[float, float, float]:
-    """Milliseconds of one layer: of the program, of the disk, and inside the store's read; medians."""
-    token, state = jax.jit(functools.partial(_token, fetches=fetches), donate_argnums=0), pools(max(1, needed))
-    line, rng, rows = Line(jnp.int32(branch.handle), jnp.int32(branch.generation)), np.random.default_rng(1), []
-    blocks = state[0].num_blocks
+def timed(branch: FlashBranch, state, times: int, needed: int, rng: np.random.Generator):
+    """Pools after a program that fetches so many times for each of them; its seconds, the disk's, and those inside the
+    store's reads."""
+    line, blocks = Line(jnp.int32(branch.handle), jnp.int32(branch.generation)), state[0].num_blocks
+    shape = (times * LAYERS.value, 1, HEADS, 1)
+    need = rng.permuted(np.tile(np.arange(blocks, dtype=np.int32), shape), axis=-1)[..., :needed]
+    need = jnp.asarray(need if needed else np.full(shape, blocks, np.int32))
+    jax.block_until_ready((need, state))
+    time.sleep(1e-3 * REST.value)
+    before, started = branch.stats(), time.perf_counter()
+    state, fine = jax.block_until_ready(_token(state, need, line))
+    seconds, after = time.perf_counter() - started, branch.stats()
+    assert fine, branch.take_error()
+    return state, (seconds, after.io_seconds - before.io_seconds, after.read_seconds - before.read_seconds)
+
+
+def one_more(branch: FlashBranch, needed: int) -> np.ndarray:
+    """Milliseconds that a further fetch takes, of the disk in it, and inside the store's read: medians of differences
+    between two programs that take turns."""
+    state, rng, rows = pools(max(1, needed)), np.random.default_rng(1), []
     for _ in range(REPEATS.value + 5):
-        need = rng.permuted(np.tile(np.arange(blocks, dtype=np.int32), (LAYERS.value, 1, HEADS, 1)), axis=-1)
-        need = jnp.asarray(need[..., :needed] if needed else np.full((LAYERS.value, 1, HEADS, 1), blocks, np.int32))
-        jax.block_until_ready((need, state))
-        time.sleep(1e-3 * REST.value)
-        before, started = branch.stats(), time.perf_counter()
-        state, fine = jax.block_until_ready(token(state, need, line))
-        seconds, after = time.perf_counter() - started, branch.stats()
-        assert fine, branch.take_error()
-        rows.append((seconds, after.io_seconds - before.io_seconds, after.read_seconds - before.read_seconds))
-    return tuple(1e3 * np.median(rows[5:], axis=0) / LAYERS.value)
+        state, once = timed(branch, state, 1, needed, rng)
+        state, twice = timed(branch, state, 2, needed, rng)
+        rows.append(np.subtract(twice, once))
+    return 1e3 * np.median(rows[5:], axis=0) / LAYERS.value
 
 
 def main(argv):
@@ -102,8 +112,7 @@ def main(argv):
         print(f"{'blocks':>6} {'of bytes':>8} {'fetch ms':>9} {'disk ms':>8} {'in store':>9} {'beyond disk us':>15} "
               f"{'raw ms':>7} {'raw MB/s':>9}")
         for needed in map(int, BLOCKS.value):
-            program, disk, store = timed(branch, needed, fetches=True)
-            fetch = program - timed(branch, needed, fetches=False)[0]
+            fetch, disk, store = one_more(branch, needed)
             count, raw = HEADS * needed, 0.0
             if count:
                 raw = raw_disk.read_seconds(pathlib.Path(directory), size, count, threads=4)
