@@ -1,10 +1,10 @@
-"""Trains the reference models.
+"""Trains the reference model.
 
     python -m experiments.main --config=configs/train_lm.py --workdir=runs/lm
     python -m experiments.main --config=configs/train_lm.py:long --workdir=runs/lm_long
 
-Presets: the default recipe, for two CPU cores; `:long` goes on from the shipped model to rows of 8,192 tokens, on a GPU;
-`:smoke`. Runtimes and results: see the model cards.
+Presets: the default recipe, for two CPU cores; `:long` goes on from the shipped model to rows of 8,192 tokens, on a
+GPU, and does not give a better one (docs/gpu.md); `:smoke`. Runtime and result: see the model card.
 """
 
 import ml_collections

@@ -2,12 +2,12 @@
 
     python scripts/bench_fetch.py [--blocks=0,1,4,8,32] [--rest_ms=0] [--dir=DIR]
 
-Two programs fetch once and twice for each of some layers of 8 KV heads x 64, each fetch after the one before is there, as
-in a token but for its computing. A fetch is what a further one takes, so that calling a program, and handing its arrays
-over, is in no fetch. Blocks of 16 tokens are drawn anew for every fetch, so that nearly all are read. The disk's time is
-from the first request to the last answer. Beyond the disk are planning, the callback, finding, verifying and copying blocks. `--rest_ms` is how long
-the machine rests between programs, which leaves its caches cold. Beside it are raw reads of as many blocks by four
-threads.
+Two programs fetch once and twice for each of some layers of 8 KV heads x 64, each fetch after the one before is there,
+as in a token but for its computing. A fetch is what a further one takes, so that calling a program, and handing its
+arrays over, is in no fetch. Blocks of 16 tokens are drawn anew for every fetch, so that nearly all are read. The disk's
+time is from the first request to the last answer. Beyond the disk are planning, the callback, finding, verifying and
+copying blocks. `--rest_ms` is how long the machine rests between programs, which leaves its caches cold. Beside it are
+raw reads of as many blocks by four threads.
 """
 
 import functools

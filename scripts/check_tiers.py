@@ -1,0 +1,73 @@
+"""Decodes over memory, over two tiers and over three, on whatever device JAX has, and compares.
+
+    python scripts/check_tiers.py [--methods=quest,dynakv] [--drivers=fused,staged] [--host=192]
+
+The reference model reads kvjax's own source and then 40 random tokens, at a budget of 256. For each way of keeping
+blocks it prints how far logits are from those of blocks in memory, blocks read from the store, the kind of memory that the
+host's slots are in before and after, and milliseconds of a token. On a GPU set JAX_DEFAULT_MATMUL_PRECISION=highest:
+programs that differ multiply in TF32 otherwise, and round differently.
+"""
+
+import pathlib
+import sys
+import time
+from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags
+
+import kvjax
+from kvjax import decode
+from kvjax.planning import Slots, State
+
+METHODS = flags.DEFINE_list("methods", ["quest", "dynakv"], "methods, at a budget of 256")
+DRIVERS = flags.DEFINE_list("drivers", ["fused", "staged"], "drivers")
+HOST = flags.DEFINE_integer("host", 192, "slots per KV head in host memory")
+
+_TOKENS, _WARM_UP = 40, 4
+
+
+def kinds(state: State) -> str:
+    """Memory of the host's slots, "-" where there are none."""
+    pools = [one.pool for one in state.layers]
+    return ", ".join({pool.host_rows.sharding.memory_kind for pool in pools if hasattr(pool, "host_rows")}) or "-"
+
+
+def decoded(llm: kvjax.LLM, context: str, name: str, driver: str, **where: Any):
+    """Logits of every token, blocks read, memory before and after, and the median milliseconds of a token."""
+    cache = llm.prefill(context, method=kvjax.METHODS[name](budget=256, window=32), **where)
+    state, logits, times, before = cache.state, [], [], kinds(cache.state)
+    for token in np.random.default_rng(0).integers(10, 2000, _TOKENS):
+        started = time.perf_counter()
+        done = decode.step(cache.plan, llm.params, state, jnp.full(1, token, jnp.int32), driver=driver, donate=True)
+        state = jax.block_until_ready((done.state, done.logits))[0]
+        times.append(1e3 * (time.perf_counter() - started))
+        logits.append(np.asarray(done.logits))
+    reads = cache.branch.stats().blocks_read if cache.branch is not None else 0
+    return np.stack(logits), reads, before, kinds(state), np.median(times[_WARM_UP:])
+
+
+def main(argv):
+    del argv
+    llm = kvjax.load(pathlib.Path(kvjax.__file__).parent / "reference")
+    context = (pathlib.Path(decode.__file__).read_text() * 3)[:6000]
+    ways = {"memory": {}, "two tiers": {"store": kvjax.HostStore()},
+            "three tiers": {"store": kvjax.HostStore(), "slots": Slots(host=HOST.value)}}
+    print(f"{jax.devices()[0].device_kind}, JAX {jax.__version__}, matrix products "
+          f"{jax.config.jax_default_matmul_precision or 'of default precision'}")
+    for name in METHODS.value:
+        for driver in DRIVERS.value:
+            expected = None
+            for label, where in ways.items():
+                logits, reads, before, after, took = decoded(llm, context, name, driver, **where)
+                expected = logits if expected is None else expected
+                print(f"{name:>8} {driver:>7} {label:>12}: {np.abs(logits - expected).max():.1e} apart, {reads:6,} "
+                      f"blocks read, host's slots {before} -> {after}, {took:.2f} ms", flush=True)
+
+
+if __name__ == "__main__":
+    app.run(main)
