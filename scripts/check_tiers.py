@@ -3,9 +3,9 @@
     python scripts/check_tiers.py [--methods=quest,dynakv] [--drivers=fused,staged] [--host=192]
 
 The reference model reads kvjax's own source and then 40 random tokens, at a budget of 256. For each way of keeping
-blocks it prints how far logits are from those of blocks in memory, blocks read from the store, the kind of memory that the
-host's slots are in before and after, and milliseconds of a token. On a GPU set JAX_DEFAULT_MATMUL_PRECISION=highest:
-programs that differ multiply in TF32 otherwise, and round differently.
+blocks it prints how far logits are from those of blocks in memory, blocks read from the store, the kind of memory that
+the host's slots are in before and after, and milliseconds of a token. JAX_DEFAULT_MATMUL_PRECISION=highest keeps a GPU
+from rounding products otherwise in each program.
 """
 
 import pathlib
