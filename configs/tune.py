@@ -3,8 +3,9 @@
     python -m experiments.main --config=configs/tune.py --workdir=runs/tune
 
 The result is WORKDIR/tuning.json, for `kvjax.tuner.load`. Running it again solves what is missing. For the pairs in
-`checked` summary.json also has what was expected of the choice and of the middle of the grid beside what decoding with
-them takes (`time_off`, `memory_off`: 0.1 = a tenth more was expected). Preset `:smoke` finishes within a minute.
+`checked` it also prints, and summary.json has, what was expected of the choice and of the middle of the grid beside
+what decoding with them takes (`time_off`, `memory_off`: 0.1 = a tenth more was expected). Preset `:smoke` finishes
+within a minute.
 """
 
 import ml_collections
@@ -28,12 +29,13 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config.reuses = (400, 600, 800, 1200, 1600)
     config.text = 2048  # tokens on which reuse is measured
     config.checked = ((1, 32768), (8, 8192))  # pairs of batch and context for which both are decoded
-    config.steps = 24
+    config.steps = 6  # tokens of a turn
+    config.rounds = 12  # turns of either
     config.adapters = ""  # a directory of configs/train_svd.py; empty: each prompt's own SVD
     config.adapted = "code_joint"  # which of its adapters
     if preset == "smoke":
         config.update(model="reference", store="host", max_mib=8, batches=(1,), contexts=(1024,), selected=32,
-                      groups=(2, 4), sigmas=(4, 8), reuses=(32, 64), text=128, checked=((1, 1024),), steps=6)
+                      groups=(2, 4), sigmas=(4, 8), reuses=(32, 64), text=128, checked=((1, 1024),), rounds=2)
     elif preset != "default":
         raise ValueError(f"unknown preset {preset!r}; use default or smoke")
     return config

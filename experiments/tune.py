@@ -1,9 +1,10 @@
 """Runs the tuner and shows what it chose; each solution is kept as it is found.
 
-For some of the pairs also decodes with what was chosen, and with the middle of the grid, beside what the tuner expects
-of either. As many groups come back there as the tuner found on its text (`experiments.replay`).
+For some of the pairs also decodes with what was chosen and with the middle of the grid, in turn, beside what the tuner
+expects of either. As many groups come back there as the tuner found on its text (`experiments.replay`).
 """
 
+import dataclasses
 import itertools
 import pathlib
 from collections.abc import Iterator
@@ -12,10 +13,12 @@ import ml_collections
 import numpy as np
 
 import kvjax
-from experiments import common, throughput
+from experiments import common, replay, throughput
 from experiments.results import Run
-from kvjax import tuner
+from kvjax import planning, tuner
 from kvjax.errors import ConfigError
+from kvjax.planning import State
+from kvjax.store.base import Branch
 from kvjax.tasks import needles
 
 
@@ -62,55 +65,94 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     )
     rows = [row(config, *pair, solution) for pair, solution in sorted(found.solutions.items())]
     print_table(rows)
-    rows += [one for pair in config.checked for one in check(llm, store, space, found, config, pair, run)]
-    run.summary(rows)
+    checks = [one for pair in config.checked for one in check(llm, store, space, found, config, pair, run)]
+    print_checks(checks)
+    run.summary(rows + checks)
 
 
 def check(llm, store, space: tuner.Space, found: tuner.Tuning, config, pair, run: Run) -> Iterator[dict]:
     """Expected and measured memory and time of the choice for (batch, context), and of the middle of the grid."""
     batch, context = pair
-    middle = tuner.Setting(*(one[len(one) // 2] for one in (space.groups, space.sigmas, space.reuses)))
-    text = sample_text(llm, config.text, config.seed)
-    expected = {"tuned": lambda: found.solutions[pair], "middle of the grid": lambda: tuner.expect(
-        llm, store, text, found.family, middle, batch=batch, context=context, space=space,
-    )}
-    done = {(one["label"], one["batch"], one["context"]) for one in run.logged()}
-    for label, solve in expected.items():
-        if (label, batch, context) not in done:
-            solution = solve()
-            measured = decoded(llm, found, config, solution, batch, context, run.path)
+    if not any((one["batch"], one["context"]) == pair for one in run.logged()):
+        middle = tuner.Setting(*(one[len(one) // 2] for one in (space.groups, space.sigmas, space.reuses)))
+        solutions = {"tuned": found.solutions[pair], "middle of the grid": tuner.expect(
+            llm, store, sample_text(llm, config.text, config.seed), found.family, middle, batch=batch, context=context,
+            space=space,
+        )}
+        measured = in_turn(llm, found.family, config, solutions, batch, context, run.path)
+        for label, solution in solutions.items():
             head = {**row(config, batch, context, solution), "task": "check", "label": label}
-            run.log(**head, **compared(solution, measured))
+            run.log(**head, **compared(solution, measured[label]))
     yield from (one for one in run.logged() if (one["batch"], one["context"]) == pair)
 
 
-def decoded(llm, found: tuner.Tuning, config, solution: tuner.Solution, batch: int, context: int, path) -> dict:
-    """A row of the throughput experiment with these settings, while as many groups come back as expected."""
-    slots, method = found.family.slots(solution.setting), found.family.method(solution.setting)
+@dataclasses.dataclass
+class Decoding:
+    """A filled cache that is being decoded."""
+
+    plan: planning.Plan
+    state: State
+    branch: Branch
+    bytes: int  # in memory, before the first token
+    seconds: list[float] = dataclasses.field(default_factory=list)  # median of each turn's tokens
+    traffic: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # blocks needed and read, of each token
+
+
+def begun(llm, family: tuner.Family, config, solution: tuner.Solution, batch: int, context: int, path) -> Decoding:
+    """A cache of made-up tokens with these settings, of which as many groups come back as expected."""
+    slots, method = family.slots(solution.setting), family.method(solution.setting)
     fields = ("name", "group", "sigma", "bits", "per_head", "adapters", "budget")
-    settings = {
-        **{name: getattr(method, name) for name in fields},
-        "replay": solution.reuse_rate,
-        "slots": {"count": slots.count, "policy": slots.policy, "prefetch": slots.prefetch},
-    }
-    how = ml_collections.ConfigDict({
-        "steps": config.steps, "drivers": ("fused",), "slots": 0,
-        "replay": {"model": "", "tokens": min(context, config.text), "steps": config.steps, "kinds": ("code",),
-                   "seed": config.seed},
-    })
-    return throughput.measure(
-        llm, config.model, settings, config.store, context, batch, how, path, throughput.memory_bandwidth()
+    settings = {**{name: getattr(method, name) for name in fields}, "replay": solution.reuse_rate}
+    how = ml_collections.ConfigDict({"replay": {
+        "model": "", "tokens": min(context, config.text), "steps": config.steps, "kinds": ("code",),
+        "seed": config.seed,
+    }})
+    replayed = replay.make(settings, how, llm.config, context, path / "recordings")
+    plan, state, branch, _ = throughput.filled_cache(
+        llm, replayed, context, config.rounds * config.steps, common.make_store(config.store, path / "store"), slots,
+        batch,
     )
+    state = replay.stagger(replayed, state)
+    return Decoding(plan, state, branch, planning.resident_bytes(state))
+
+
+def in_turn(llm, family, config, solutions: dict[str, tuner.Solution], batch: int, context: int, path) -> dict:
+    """What decoding takes with each solution, some tokens with one and then with the other: whatever else the machine
+    does is then the same for both. The first token of a turn, which finds the other's data in the caches, is left out,
+    and so is the first turn."""
+    decodings = {name: begun(llm, family, config, one, batch, context, path) for name, one in solutions.items()}
+    rng = np.random.default_rng(config.seed)
+    for _ in range(config.rounds):
+        tokens = rng.integers(llm.config.vocab_size, size=config.steps).tolist()
+        for one in decodings.values():
+            times, one.state = throughput.time_tokens(
+                llm, one.plan, one.state, tokens, "fused",
+                lambda done, one=one: one.traffic.append(throughput.needed_and_read(done)),
+            )
+            one.seconds.append(float(np.median(times[1:])))
+    reference = np.asarray(decodings["middle of the grid"].seconds[1:])
+    found = {}
+    for name, one in decodings.items():
+        one.branch.close()
+        seconds, (needed, read) = np.asarray(one.seconds[1:]), np.sum(one.traffic[config.steps:], axis=0)
+        found[name] = {
+            "tokens_per_s": batch / np.median(seconds), "block_ms": 1e3 * np.median(seconds) / llm.config.num_layers,
+            "resident_bytes": one.bytes, "reuse_rate": 1.0 - float(read) / max(1, int(needed)),
+            "over_middle": float(np.median(reference / seconds)),
+        }
+    return found
 
 
 def compared(solution: tuner.Solution, measured: dict) -> dict:
     """Measured figures, and how far off what was expected is: 0.1 = a tenth more was expected.
 
-    A layer's measured time is its share of a whole token, embedding and output included.
+    A layer's measured time is its share of a whole token, embedding and output included. `over_middle`: how many times
+    as fast as the middle of the grid, the median of the turns.
     """
     return {
-        "tokens_per_s": measured["tokens_per_s"], "block_ms": measured["block_ms"],
-        "expected_block_ms": 1e3 * solution.seconds, "time_off": 1e3 * solution.seconds / measured["block_ms"] - 1,
+        "tokens_per_s": measured["tokens_per_s"], "over_middle": measured["over_middle"],
+        "block_ms": measured["block_ms"], "expected_block_ms": 1e3 * solution.seconds,
+        "time_off": 1e3 * solution.seconds / measured["block_ms"] - 1,
         "measured_bytes": measured["resident_bytes"], "memory_off": solution.memory / measured["resident_bytes"] - 1,
         "expected_reuse_rate": solution.reuse_rate, "reuse_rate": measured["reuse_rate"],
     }
@@ -134,3 +176,12 @@ def print_table(rows: list[dict]) -> None:
         print(f"{one['batch']:6}{one['context']:9,}{one['group']:4}{one['sigma']:7}{one['reuse_tokens']:7}"
               f"{one['resident_bytes'] / 2**20:9.1f}{one['fetch_ms']:9.2f}{one['busy_ms']:9.2f}"
               f"{one['compute_ms']:12.2f}")
+
+
+def print_checks(rows: list[dict]) -> None:
+    print(f"{'batch':>6}{'context':>9} {'setting':<20}{'tokens/s':>9}{'over middle':>12}{'ms/layer':>9}{'expected':>9}"
+          f"{'MiB':>8}{'expected':>9}")
+    for one in rows:
+        print(f"{one['batch']:6}{one['context']:9,} {one['label']:<20}{one['tokens_per_s']:9.1f}"
+              f"{one['over_middle']:11.2f}x{one['block_ms']:9.1f}{one['expected_block_ms']:9.1f}"
+              f"{one['measured_bytes'] / 2**20:8.1f}{one['resident_bytes'] / 2**20:9.1f}")
