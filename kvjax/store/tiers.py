@@ -25,7 +25,7 @@ from kvjax.typing import Array, Int32, Num, pytree
 try:
     from jax.experimental.compute_on import compute_on2 as compute_on
 except ImportError:  # from JAX 0.11 on, the new one has the old one's name
-    from jax.experimental.compute_on import compute_on
+    from jax.experimental.compute_on import compute_on  # type: ignore[assignment]
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
