@@ -32,3 +32,10 @@ def test_bench(command, tmp_path):
     name, *settings = command.split()
     where = [] if name == "split" else [f"--dir={tmp_path}"]
     assert output_of(f"bench_{name}", *settings, *where)
+
+
+@pytest.mark.slow
+def test_check_tiers():
+    out = output_of("check_tiers", "--methods=quest", "--drivers=fused").splitlines()[1:]
+    assert len(out) == 3 and all("0.0e+00 apart" in line for line in out)
+    assert "pinned_host -> pinned_host" in out[2]
