@@ -4,6 +4,7 @@ For some of the pairs also decodes with what was chosen and with the middle of t
 expects of either. As many groups come back there as the tuner found on its text (`experiments.replay`).
 """
 
+import contextlib
 import dataclasses
 import itertools
 import pathlib
@@ -49,6 +50,7 @@ def found_adapters(config: ml_collections.ConfigDict) -> dict[int, str]:
 
 def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     """Solves every batch size and context length."""
+    common.check_counts(config, steps=2, rounds=2)  # the first token of a turn and the first turn are left out
     adapters, solved = found_adapters(config), set(itertools.product(config.batches, config.contexts))
     if not set(config.checked) <= solved:
         raise ConfigError(f"checked={config.checked} must be pairs of one of batches={config.batches} and one of "
@@ -73,7 +75,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
 def check(llm, store, space: tuner.Space, found: tuner.Tuning, config, pair, run: Run) -> Iterator[dict]:
     """Expected and measured memory and time of the choice for (batch, context), and of the middle of the grid."""
     batch, context = pair
-    if not any((one["batch"], one["context"]) == pair for one in run.logged()):
+    done = {one["label"] for one in run.logged() if (one["batch"], one["context"]) == pair}
+    if len(done) < 2:
         middle = tuner.Setting(*(one[len(one) // 2] for one in (space.groups, space.sigmas, space.reuses)))
         solutions = {"tuned": found.solutions[pair], "middle of the grid": tuner.expect(
             llm, store, sample_text(llm, config.text, config.seed), found.family, middle, batch=batch, context=context,
@@ -81,6 +84,8 @@ def check(llm, store, space: tuner.Space, found: tuner.Tuning, config, pair, run
         )}
         measured = in_turn(llm, found.family, config, solutions, batch, context, run.path)
         for label, solution in solutions.items():
+            if label in done:
+                continue
             head = {**row(config, batch, context, solution), "task": "check", "label": label}
             run.log(**head, **compared(solution, measured[label]))
     yield from (one for one in run.logged() if (one["batch"], one["context"]) == pair)
@@ -104,7 +109,7 @@ def begun(llm, family: tuner.Family, config, solution: tuner.Solution, batch: in
     fields = ("name", "group", "sigma", "bits", "per_head", "adapters", "budget")
     settings = {**{name: getattr(method, name) for name in fields}, "replay": solution.reuse_rate}
     how = ml_collections.ConfigDict({"replay": {
-        "model": "", "tokens": min(context, config.text), "steps": config.steps, "kinds": ("code",),
+        "model": "", "tokens": min(context, config.text), "steps": config.rounds * config.steps, "kinds": ("code",),
         "seed": config.seed,
     }})
     replayed = replay.make(settings, how, llm.config, context, path / "recordings")
@@ -120,20 +125,22 @@ def in_turn(llm, family, config, solutions: dict[str, tuner.Solution], batch: in
     """What decoding takes with each solution, some tokens with one and then with the other: whatever else the machine
     does is then the same for both. The first token of a turn, which finds the other's data in the caches, is left out,
     and so is the first turn."""
-    decodings = {name: begun(llm, family, config, one, batch, context, path) for name, one in solutions.items()}
-    rng = np.random.default_rng(config.seed)
-    for _ in range(config.rounds):
-        tokens = rng.integers(llm.config.vocab_size, size=config.steps).tolist()
-        for one in decodings.values():
-            times, one.state = throughput.time_tokens(
-                llm, one.plan, one.state, tokens, "fused",
-                lambda done, one=one: one.traffic.append(throughput.needed_and_read(done)),
-            )
-            one.seconds.append(float(np.median(times[1:])))
+    decodings, rng = {}, np.random.default_rng(config.seed)
+    with contextlib.ExitStack() as stack:
+        for name, solution in solutions.items():
+            decodings[name] = begun(llm, family, config, solution, batch, context, path)
+            stack.callback(decodings[name].branch.close)
+        for _ in range(config.rounds):
+            tokens = rng.integers(llm.config.vocab_size, size=config.steps).tolist()
+            for one in decodings.values():
+                times, one.state = throughput.time_tokens(
+                    llm, one.plan, one.state, tokens, "fused",
+                    lambda done, one=one: one.traffic.append(throughput.needed_and_read(done)),
+                )
+                one.seconds.append(float(np.median(times[1:])))
     reference = np.asarray(decodings["middle of the grid"].seconds[1:])
     found = {}
     for name, one in decodings.items():
-        one.branch.close()
         seconds, (needed, read) = np.asarray(one.seconds[1:]), np.sum(one.traffic[config.steps:], axis=0)
         found[name] = {
             "tokens_per_s": batch / np.median(seconds), "block_ms": 1e3 * np.median(seconds) / llm.config.num_layers,
@@ -180,8 +187,9 @@ def print_table(rows: list[dict]) -> None:
 
 def print_checks(rows: list[dict]) -> None:
     print(f"{'batch':>6}{'context':>9} {'setting':<20}{'tokens/s':>9}{'over middle':>12}{'ms/layer':>9}{'expected':>9}"
-          f"{'MiB':>8}{'expected':>9}")
+          f"{'MiB':>8}{'expected':>9}{'reuse %':>9}{'expected':>9}")
     for one in rows:
         print(f"{one['batch']:6}{one['context']:9,} {one['label']:<20}{one['tokens_per_s']:9.1f}"
               f"{one['over_middle']:11.2f}x{one['block_ms']:9.1f}{one['expected_block_ms']:9.1f}"
-              f"{one['measured_bytes'] / 2**20:8.1f}{one['resident_bytes'] / 2**20:9.1f}")
+              f"{one['measured_bytes'] / 2**20:8.1f}{one['resident_bytes'] / 2**20:9.1f}"
+              f"{100 * one['reuse_rate']:9.1f}{100 * one['expected_reuse_rate']:9.1f}")

@@ -1,13 +1,12 @@
 """What a layer's fetch takes beyond the disk's own time, inside a compiled token.
 
-    python scripts/bench_fetch.py [--blocks=0,1,4,8,32] [--rest_ms=0] [--dir=DIR]
+    python scripts/bench_fetch.py [--blocks=0,1,4,8,32] [--dir=DIR]
 
 Two programs fetch once and twice for each of some layers of 8 KV heads x 64, each fetch after the one before is there,
 as in a token but for its computing. A fetch is what a further one takes, so that calling a program, and handing its
 arrays over, is in no fetch. Blocks of 16 tokens are drawn anew for every fetch, so that nearly all are read. The disk's
 time is from the first request to the last answer. Beyond the disk are planning, the callback, finding, verifying and
-copying blocks. `--rest_ms` is how long the machine rests between programs, which leaves its caches cold. Beside it are
-raw reads of as many blocks by four threads.
+copying blocks. Beside it are raw reads of as many blocks by four threads.
 """
 
 import functools
@@ -35,7 +34,6 @@ BLOCKS = flags.DEFINE_list("blocks", ["0", "1", "4", "8", "32"], "blocks of each
 LAYERS = flags.DEFINE_integer("layers", 4, "whose blocks a program fetches")
 CONTEXT = flags.DEFINE_integer("context", 16384, "tokens")
 REPEATS = flags.DEFINE_integer("repeats", 60, "programs timed for each number of blocks")
-REST = flags.DEFINE_float("rest_ms", 0.0, "milliseconds between two programs")
 DIR = flags.DEFINE_string("dir", "", "where the file is made; by default the system's temporary directory")
 
 HEADS, SIZE, ROWS = 8, 64, 16
@@ -85,7 +83,6 @@ def timed(branch: FlashBranch, state, times: int, needed: int, rng: np.random.Ge
     need = rng.permuted(np.tile(np.arange(blocks, dtype=np.int32), shape), axis=-1)[..., :needed]
     need = jnp.asarray(need if needed else np.full(shape, blocks, np.int32))
     jax.block_until_ready((need, state))
-    time.sleep(1e-3 * REST.value)
     before, started = branch.stats(), time.perf_counter()
     state, fine = jax.block_until_ready(_token(state, need, line))
     seconds, after = time.perf_counter() - started, branch.stats()

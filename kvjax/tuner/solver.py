@@ -11,6 +11,7 @@ share of T_io that may be seen, but the share of T_model by which reading may pr
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 from kvjax import fields
@@ -94,7 +95,7 @@ class Solution:
         return self.seconds - self.compute
 
 
-_GAIN = 0.02  # of a layer's time, below which a larger reuse buffer may be faster by chance
+_GAIN = 0.02  # of a layer's time, below which one setting may be faster than another by chance
 
 
 def solve(space: Space, budget: int, costs: Costs, relax: float = 0.0) -> Solution:
@@ -105,7 +106,7 @@ def solve(space: Space, budget: int, costs: Costs, relax: float = 0.0) -> Soluti
       budget: bytes of memory.
       relax: alpha.
 
-    Where none hides enough, the fastest (the paper leaves open which it takes).
+    Where none hides enough, the fastest, of about equal ones the first (the paper leaves open which it takes).
     Raises ConfigError where no setting fits the budget.
     """
     tried = []
@@ -121,7 +122,11 @@ def solve(space: Space, budget: int, costs: Costs, relax: float = 0.0) -> Soluti
         least = min(costs.memory(Setting(group, space.sigmas[-1], space.reuses[0])) for group in space.groups)
         raise ConfigError(f"a budget of {budget:,} bytes is too small: the smallest setting takes {least:,}; raise the "
                           "budget, or allow a larger sigma or a smaller reuse buffer")
-    return min(tried, key=lambda one: one.seconds)
+    return functools.reduce(_faster, tried)
+
+
+def _faster(first: Solution, other: Solution) -> Solution:
+    return other if other.seconds < (1 - _GAIN) * first.seconds else first
 
 
 def _with_larger_buffer(space: Space, budget: int, costs: Costs, found: Solution) -> Solution:

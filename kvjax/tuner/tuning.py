@@ -13,7 +13,7 @@ from kvjax.methods.kvswap import KVSwap
 from kvjax.planning import Slots
 from kvjax.tuner.solver import Limits, Setting, Solution, Space
 
-VERSION = 4
+VERSION = 5  # of the file, and of how solutions are chosen
 _TUNED = {"budget", "group", "sigma", "bits", "per_head", "adapters"}  # fields of KVSwap that a tuning decides
 
 

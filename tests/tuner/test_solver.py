@@ -84,7 +84,7 @@ def test_a_space_without_order_is_refused(change):
        relax=st.sampled_from([0.0, 0.3, 0.6]), busy=st.sampled_from([0.0, 1e-3]))
 def test_a_solution_is_the_first_that_hides_enough_or_else_the_fastest(bandwidth, latency, budget, relax, busy):
     """Given any device: of all settings within the budget, in the order C, then G, then sigma; the first with a larger
-    buffer if a layer is then faster by a fiftieth."""
+    buffer if a layer is then faster by a fiftieth, as the fastest has to be."""
     costs = device(bandwidth, latency, busy=busy)
 
     def seconds(s):
@@ -100,11 +100,10 @@ def test_a_solution_is_the_first_that_hides_enough_or_else_the_fastest(bandwidth
             solve(SPACE, budget, costs, relax)
         return
     hidden = [s for s in fitting if seconds(s) - costs.compute(s) <= relax * costs.compute(s)]
-    expected = hidden[0] if hidden else min(fitting, key=seconds)
-    for reuse in SPACE.reuses if hidden else ():
-        larger = dataclasses.replace(expected, reuse=reuse)
-        if reuse > expected.reuse and costs.memory(larger) <= budget and seconds(larger) < 0.98 * seconds(expected):
-            expected = larger
+    expected = hidden[0] if hidden else fitting[0]
+    larger = [dataclasses.replace(expected, reuse=reuse) for reuse in SPACE.reuses if reuse > expected.reuse]
+    for other in [s for s in larger if costs.memory(s) <= budget] if hidden else fitting:
+        expected = other if seconds(other) < 0.98 * seconds(expected) else expected
     found = solve(SPACE, budget, costs, relax)
     assert found.setting == expected and found.memory <= budget
     assert found.reuse_rate == expected.reuse / 400
