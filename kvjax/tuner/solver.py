@@ -126,19 +126,16 @@ def solve(space: Space, budget: int, costs: Costs, relax: float = 0.0) -> Soluti
 
 
 def _faster(first: Solution, other: Solution) -> Solution:
+    """The first, unless the other is faster by more than chance."""
     return other if other.seconds < (1 - _GAIN) * first.seconds else first
 
 
 def _with_larger_buffer(space: Space, budget: int, costs: Costs, found: Solution) -> Solution:
     """The one that should be fastest of those that differ in the reuse buffer alone, if it is."""
-    best, least = found.setting, found.seconds
-    for reuse in space.reuses:
-        setting = dataclasses.replace(found.setting, reuse=reuse)
-        if reuse > best.reuse and costs.memory(setting) <= budget:
-            seconds = max(costs.read(setting), found.compute + costs.busy(setting))  # computing hardly depends on it
-            best, least = (setting, seconds) if seconds < (1 - _GAIN) * least else (best, least)
-    larger = expected(costs, best)
-    return larger if larger.seconds < found.seconds else found
+    known = dataclasses.replace(costs, compute=lambda _: found.compute)  # which hardly depends on the buffer
+    larger = (dataclasses.replace(found.setting, reuse=one) for one in space.reuses if one > found.setting.reuse)
+    best = functools.reduce(_faster, (expected(known, one) for one in larger if costs.memory(one) <= budget), found)
+    return min(found, expected(costs, best.setting), key=lambda one: one.seconds)
 
 
 def expected(costs: Costs, setting: Setting) -> Solution:
