@@ -272,9 +272,14 @@ def make(
     if wanted is True:
         found = _recorded(method, config.replay, context // config.replay.tokens, directory)
         return replayed(method, spread(found, model.num_layers))
+    return at_random(method, wanted, config.replay.steps, model, context, config.replay.seed)
+
+
+def at_random(method: Predictor, rate: float, steps: int, model: ModelConfig, context: int, seed: int) -> Replay:
+    """A replay of groups drawn at random for so many steps, of which that share comes back."""
     heads = 1 if method.shared else model.num_kv_heads
-    shape = (config.replay.steps, model.num_layers, heads, groups_of(method))
-    return replayed(method, draw(wanted, shape, method.complete_groups(context), config.replay.seed))
+    shape = (steps, model.num_layers, heads, groups_of(method))
+    return replayed(method, draw(rate, shape, method.complete_groups(context), seed))
 
 
 def spread(recording: Recording, layers: int) -> Recording:

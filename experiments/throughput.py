@@ -140,6 +140,12 @@ def needed_and_read(done: decode.Step) -> tuple[int, int]:
     return sum(int(one.requested.sum()) for one in traffic), sum(int(one.missed.sum()) for one in traffic)
 
 
+def came_back(traffic: list[tuple[int, int]]) -> float:
+    """Share of the blocks needed that were not read, given `needed_and_read` of tokens."""
+    needed, read = np.sum(traffic, axis=0)
+    return 1.0 - float(read) / max(1, int(needed))
+
+
 @jax.jit
 def _fetch(pool, need, count, number, line):
     return pool.fetch(need, count, number, line)
@@ -313,8 +319,7 @@ def traffic_row(before: base.Stats, after: base.Stats, steps: int, batch: int = 
 def reuse_row(method, plan: planning.Plan, slots: Slots, context: int, traffic: list[tuple[int, int]]) -> dict:
     """Share of the needed blocks that were not read, after the warm-up; of a replay over a FIFO also what it has to be,
     by the recording alone."""
-    needed, read = np.sum(traffic[_WARM_UP:], axis=0)
-    row = {"reuse_rate": 1.0 - float(read) / max(1, int(needed))}
+    row = {"reuse_rate": came_back(traffic[_WARM_UP:])}
     if isinstance(method, Replay) and slots.keep and slots.policy == "fifo":
         need = replay.asked(method, len(plan.layers), context, plan.batch, len(traffic))
         count = slots.count or plan.layers[-1].spec.max_blocks + 1

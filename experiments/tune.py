@@ -22,6 +22,8 @@ from kvjax.planning import State
 from kvjax.store.base import Branch
 from kvjax.tasks import needles
 
+_CHOICE, _MIDDLE = "tuned", "middle of the grid"
+
 
 def make_model(name: str) -> kvjax.LLM:
     """A shape of the throughput experiment, or a model directory."""
@@ -76,18 +78,16 @@ def check(llm, store, space: tuner.Space, found: tuner.Tuning, config, pair, run
     """Expected and measured memory and time of the choice for (batch, context), and of the middle of the grid."""
     batch, context = pair
     done = {one["label"] for one in run.logged() if (one["batch"], one["context"]) == pair}
-    if len(done) < 2:
+    if done != {_CHOICE, _MIDDLE}:
         middle = tuner.Setting(*(one[len(one) // 2] for one in (space.groups, space.sigmas, space.reuses)))
-        solutions = {"tuned": found.solutions[pair], "middle of the grid": tuner.expect(
+        solutions = {_CHOICE: found.solutions[pair], _MIDDLE: tuner.expect(
             llm, store, sample_text(llm, config.text, config.seed), found.family, middle, batch=batch, context=context,
             space=space,
         )}
-        measured = in_turn(llm, found.family, config, solutions, batch, context, run.path)
-        for label, solution in solutions.items():
-            if label in done:
-                continue
-            head = {**row(config, batch, context, solution), "task": "check", "label": label}
-            run.log(**head, **compared(solution, measured[label]))
+        decodings = in_turn(llm, found.family, config, solutions, batch, context, run.path)
+        for label in (one for one in solutions if one not in done):
+            head = {**row(config, batch, context, solutions[label]), "task": "check", "label": label}
+            run.log(**head, **compared(solutions[label], decodings[label], decodings[_MIDDLE]))
     yield from (one for one in run.logged() if (one["batch"], one["context"]) == pair)
 
 
@@ -105,63 +105,53 @@ class Decoding:
 
 def begun(llm, family: tuner.Family, config, solution: tuner.Solution, batch: int, context: int, path) -> Decoding:
     """A cache of made-up tokens with these settings, of which as many groups come back as expected."""
-    slots, method = family.slots(solution.setting), family.method(solution.setting)
-    fields = ("name", "group", "sigma", "bits", "per_head", "adapters", "budget")
-    settings = {**{name: getattr(method, name) for name in fields}, "replay": solution.reuse_rate}
-    how = ml_collections.ConfigDict({"replay": {
-        "model": "", "tokens": min(context, config.text), "steps": config.rounds * config.steps, "kinds": ("code",),
-        "seed": config.seed,
-    }})
-    replayed = replay.make(settings, how, llm.config, context, path / "recordings")
-    plan, state, branch, _ = throughput.filled_cache(
-        llm, replayed, context, config.rounds * config.steps, common.make_store(config.store, path / "store"), slots,
-        batch,
-    )
+    steps, method = config.rounds * config.steps, family.method(solution.setting)
+    replayed = replay.at_random(method, solution.reuse_rate, steps, llm.config, context, config.seed)
+    store, slots = common.make_store(config.store, path / "store"), family.slots(solution.setting)
+    plan, state, branch, _ = throughput.filled_cache(llm, replayed, context, steps, store, slots, batch)
     state = replay.stagger(replayed, state)
     return Decoding(plan, state, branch, planning.resident_bytes(state))
 
 
-def in_turn(llm, family, config, solutions: dict[str, tuner.Solution], batch: int, context: int, path) -> dict:
-    """What decoding takes with each solution, some tokens with one and then with the other: whatever else the machine
-    does is then the same for both. The first token of a turn, which finds the other's data in the caches, is left out,
-    and so is the first turn."""
+def in_turn(
+    llm, family: tuner.Family, config, solutions: dict[str, tuner.Solution], batch: int, context: int, path
+) -> dict[str, Decoding]:
+    """Decodes some tokens with one solution and then with the other: whatever else the machine does is then the same
+    for both. The first token of a turn, which finds the other's data in the caches, is left out of the times, and the
+    first turn of everything."""
     decodings, rng = {}, np.random.default_rng(config.seed)
     with contextlib.ExitStack() as stack:
         for name, solution in solutions.items():
             decodings[name] = begun(llm, family, config, solution, batch, context, path)
             stack.callback(decodings[name].branch.close)
-        for _ in range(config.rounds):
+        for turn in range(config.rounds):
             tokens = rng.integers(llm.config.vocab_size, size=config.steps).tolist()
             for one in decodings.values():
+                traffic: list[tuple[int, int]] = []
                 times, one.state = throughput.time_tokens(
                     llm, one.plan, one.state, tokens, "fused",
-                    lambda done, one=one: one.traffic.append(throughput.needed_and_read(done)),
+                    lambda done, to=traffic: to.append(throughput.needed_and_read(done)),
                 )
-                one.seconds.append(float(np.median(times[1:])))
-    reference = np.asarray(decodings["middle of the grid"].seconds[1:])
-    found = {}
-    for name, one in decodings.items():
-        seconds, (needed, read) = np.asarray(one.seconds[1:]), np.sum(one.traffic[config.steps:], axis=0)
-        found[name] = {
-            "tokens_per_s": batch / np.median(seconds), "block_ms": 1e3 * np.median(seconds) / llm.config.num_layers,
-            "resident_bytes": one.bytes, "reuse_rate": 1.0 - float(read) / max(1, int(needed)),
-            "over_middle": float(np.median(reference / seconds)),
-        }
-    return found
+                if turn:
+                    one.seconds.append(float(np.median(times[1:])))
+                    one.traffic.extend(traffic)
+    return decodings
 
 
-def compared(solution: tuner.Solution, measured: dict) -> dict:
+def compared(solution: tuner.Solution, one: Decoding, middle: Decoding) -> dict:
     """Measured figures, and how far off what was expected is: 0.1 = a tenth more was expected.
 
     A layer's measured time is its share of a whole token, embedding and output included. `over_middle`: how many times
     as fast as the middle of the grid, the median of the turns.
     """
+    seconds = float(np.median(one.seconds))
+    block = seconds / len(one.plan.layers)
     return {
-        "tokens_per_s": measured["tokens_per_s"], "over_middle": measured["over_middle"],
-        "block_ms": measured["block_ms"], "expected_block_ms": 1e3 * solution.seconds,
-        "time_off": 1e3 * solution.seconds / measured["block_ms"] - 1,
-        "measured_bytes": measured["resident_bytes"], "memory_off": solution.memory / measured["resident_bytes"] - 1,
-        "expected_reuse_rate": solution.reuse_rate, "reuse_rate": measured["reuse_rate"],
+        "tokens_per_s": one.plan.batch / seconds,
+        "over_middle": float(np.median(np.divide(middle.seconds, one.seconds))),
+        "block_ms": 1e3 * block, "expected_block_ms": 1e3 * solution.seconds, "time_off": solution.seconds / block - 1,
+        "measured_bytes": one.bytes, "memory_off": solution.memory / one.bytes - 1,
+        "expected_reuse_rate": solution.reuse_rate, "reuse_rate": throughput.came_back(one.traffic),
     }
 
 

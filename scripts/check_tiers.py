@@ -10,19 +10,19 @@ from rounding products otherwise in each program.
 
 import pathlib
 import sys
-import time
 from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
 import kvjax
+from experiments import common, throughput
 from kvjax import decode
 from kvjax.planning import Slots, State
+from kvjax.store.tiers import TieredPool
 
 METHODS = flags.DEFINE_list("methods", ["quest", "dynakv"], "methods, at a budget of 256")
 DRIVERS = flags.DEFINE_list("drivers", ["fused", "staged"], "drivers")
@@ -33,27 +33,25 @@ _TOKENS, _WARM_UP = 40, 4
 
 def kinds(state: State) -> str:
     """Memory of the host's slots, "-" where there are none."""
-    pools = [one.pool for one in state.layers]
-    return ", ".join({pool.host_rows.sharding.memory_kind for pool in pools if hasattr(pool, "host_rows")}) or "-"
+    pools = [one.pool for one in state.layers if isinstance(one.pool, TieredPool)]
+    return ", ".join({pool.host_rows.sharding.memory_kind for pool in pools}) or "-"
 
 
 def decoded(llm: kvjax.LLM, context: str, name: str, driver: str, **where: Any):
     """Logits of every token, blocks read, memory before and after, and the median milliseconds of a token."""
     cache = llm.prefill(context, method=kvjax.METHODS[name](budget=256, window=32), **where)
-    state, logits, times, before = cache.state, [], [], kinds(cache.state)
-    for token in np.random.default_rng(0).integers(10, 2000, _TOKENS):
-        started = time.perf_counter()
-        done = decode.step(cache.plan, llm.params, state, jnp.full(1, token, jnp.int32), driver=driver, donate=True)
-        state = jax.block_until_ready((done.state, done.logits))[0]
-        times.append(1e3 * (time.perf_counter() - started))
-        logits.append(np.asarray(done.logits))
+    tokens, logits, before = np.random.default_rng(0).integers(10, 2000, _TOKENS), [], kinds(cache.state)
+    times, state = throughput.time_tokens(
+        llm, cache.plan, cache.state, tokens, driver, lambda done: logits.append(np.asarray(done.logits))
+    )
     reads = cache.branch.stats().blocks_read if cache.branch is not None else 0
-    return np.stack(logits), reads, before, kinds(state), np.median(times[_WARM_UP:])
+    cache.close()
+    return np.stack(logits), reads, before, kinds(state), 1e3 * np.median(times[_WARM_UP:])
 
 
 def main(argv):
     del argv
-    llm = kvjax.load(pathlib.Path(kvjax.__file__).parent / "reference")
+    llm = common.load_model("")
     context = (pathlib.Path(decode.__file__).read_text() * 3)[:6000]
     ways = {"memory": {}, "two tiers": {"store": kvjax.HostStore()},
             "three tiers": {"store": kvjax.HostStore(), "slots": Slots(host=HOST.value)}}
