@@ -25,7 +25,7 @@ RECALLS = ("recall_16", "recall_64", "recall_256")
 @pytest.mark.parametrize("start", [2048, 0], ids=["at_once", "grown"])
 def test_a_fifth_of_real_keys_visited_holds_nearly_all_of_the_best(keys, start):
     found = tried("pdci48", start, keys)
-    assert found["visited_share"] <= 0.2 and min(found[name] for name in RECALLS) >= 0.94
+    assert found["visited_share"] <= 0.2 and round(min(found[name] for name in RECALLS), 2) >= 0.95
 
 
 @pytest.mark.parametrize(("name", "apart"), [("shipped", 0.02), ("narrow", 0.08)])
