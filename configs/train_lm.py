@@ -21,6 +21,8 @@ def get_config(preset: str = "cpu") -> ml_collections.ConfigDict:
         "num_heads": 4, "num_kv_heads": 2, "head_dim": 64,
         "max_position": 4096, "rope_theta": 100_000.0,
     })
+    config.dtype = "float32"  # of products; bfloat16 with cuDNN's attention, on NVIDIA's GPUs
+    config.drawers = 1  # processes that draw batches
     config.batch_tokens = 4096
     # Stages of (row lengths, steps): each step draws its length, so that the last stage forgets none.
     config.stages = (
@@ -29,7 +31,8 @@ def get_config(preset: str = "cpu") -> ml_collections.ConfigDict:
     )
     config.mixture = ml_collections.ConfigDict({
         "recall": 0.1, "needles": 0.6, "passkey": 0.12,
-        "max_needles": 4, "answer_weight": 5.0, "noise_weight": 0.0,
+        "max_needles": 4, "made_words": 0.0, "answer_weight": 5.0, "text_weight": 0.3,
+        "noise_weight": 0.0,
     })
     config.learning_rate = 3e-3
     config.warmup_steps = 200
@@ -41,9 +44,11 @@ def get_config(preset: str = "cpu") -> ml_collections.ConfigDict:
     if preset == "long":
         config.start = "kvjax/reference"
         config.model.max_position = 16_384
-        config.batch_tokens = 16_384
-        config.stages = (((512, 2048, 4096, 8192, 8192, 8192), 4000),)
-        config.update(learning_rate=1e-3, warmup_steps=100, decay_steps=800, eval_every=500, checkpoint_every=500)
+        config.stages = (((512, 2048, 8192, 8192), 30_000),)
+        # Words drawn anew cannot be learnt by heart; of a long row's tokens few are answers, so that they weigh more.
+        config.mixture.update(max_needles=16, made_words=0.75, answer_weight=50.0, text_weight=0.03)
+        config.update(dtype="bfloat16", drawers=12, batch_tokens=32_768, learning_rate=1e-3, warmup_steps=200)
+        config.update(decay_steps=6000, eval_every=3000, checkpoint_every=3000, log_every=100)
     elif preset == "smoke":
         config.model.update(hidden_size=32, intermediate_size=64, num_layers=2, head_dim=16)
         config.stages = (((128,), 4), ((128, 256), 2))

@@ -12,6 +12,8 @@ from tokenizers import Tokenizer
 
 from kvjax.tasks import corpus, needles
 
+_SPARE_WORDS = 8  # for templates, beside those of the needles
+
 
 @dataclasses.dataclass(frozen=True)
 class Mixture:
@@ -21,7 +23,9 @@ class Mixture:
     needles: float = 0.5
     passkey: float = 0.1
     max_needles: int = 8
+    made_words: float = 0.0  # share of rows with needles whose words are drawn anew
     answer_weight: float = 5.0
+    text_weight: float = 0.3  # of text with needles in it
     noise_weight: float = 0.0
 
 
@@ -32,6 +36,21 @@ def encode_corpus(tokenizer: Tokenizer, held_out: bool) -> np.ndarray:
     for text in corpus.stdlib_documents(held_out):
         pieces += [np.asarray(tokenizer.encode(text, add_special_tokens=False).ids, np.uint16), [eos]]
     return np.concatenate(pieces).astype(np.uint16)
+
+
+_rows: "Rows | None" = None  # of a process that draws
+
+
+def start_drawing(rows: "Rows") -> None:
+    """What a process that draws begins with: rows are sent to it once."""
+    global _rows
+    _rows = rows
+
+
+def draw(seed: tuple[int, ...], rows: int, length: int) -> dict[str, np.ndarray]:
+    """A batch, in a process that `start_drawing` has been called in."""
+    assert _rows is not None
+    return _rows.batch(seed, rows, length)
 
 
 class Rows:
@@ -97,7 +116,9 @@ class Rows:
     def _needles(self, rng, length):
         most = int(min(self.mixture.max_needles, max(2, length // 64)))
         count = 1 if rng.random() < 0.5 else int(rng.integers(1, most + 1))
-        facts = needles.draw_needles(rng, count, held_out=False)
+        anew = self.mixture.made_words and rng.random() < self.mixture.made_words
+        words = needles.made_words(rng, self.tokenizer, count + _SPARE_WORDS) if anew else ()
+        facts = needles.draw_needles(rng, count, held_out=False, words=words)
         while len(facts) > 1 and 3 * needles.needle_cost(self.tokenizer, facts) > length:  # each is told and asked
             facts.pop()
         asked = [facts[i] for i in rng.permutation(len(facts))]
@@ -117,4 +138,4 @@ class Rows:
             tail_weights += [0.1] * len(cue) + [self.mixture.answer_weight] * len(answer)
         room = length - len(tail)
         text = needles.haystack(rng, self.tokenizer, self.stream, room, facts, asked).context
-        return text + tail, np.r_[np.full(len(text), 0.3), tail_weights]
+        return text + tail, np.r_[np.full(len(text), self.mixture.text_weight), tail_weights]

@@ -1,10 +1,12 @@
 """Trains the reference language model: real text and retrieval, row length growing in stages."""
 
+import collections
 import functools
 import json
+import multiprocessing
 import pathlib
 import shutil
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -66,10 +68,12 @@ def weighted_loss(logits, targets, weights):
     return jnp.sum(loss * weights) / jnp.maximum(jnp.sum(weights), 1.0), loss
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(2, 3))
-def train_step(model, tx, params, opt_state, batch, answer_weight):
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=(3, 4))
+def train_step(model, tx, dtype, params, opt_state, batch, answer_weight):
+    """A step whose products are of the given type; parameters and their updates are f32."""
     def objective(params):
-        logits = model.apply({"params": params}, batch["tokens"][:, :-1], batch["positions"])
+        rounded = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+        logits = model.apply({"params": rounded}, batch["tokens"][:, :-1], batch["positions"]).astype(jnp.float32)
         total, loss = weighted_loss(logits, batch["tokens"][:, 1:], batch["weights"])
         answers = batch["weights"] >= answer_weight
         right = (jnp.argmax(logits, -1) == batch["tokens"][:, 1:]) & answers
@@ -129,17 +133,15 @@ def row_lengths(config: ml_collections.ConfigDict) -> list[int]:
 
 
 def batches(rows: lm_data.Rows, config: ml_collections.ConfigDict, plan: list[int], start: int):
-    """Yields (step, row length, batch); the next batch is drawn while the present one is used."""
-    def draw(step):
-        return rows.batch((config.seed, step), config.batch_tokens // plan[step], plan[step])
-
-    with ThreadPoolExecutor(1) as pool:
-        upcoming = pool.submit(draw, start) if start < len(plan) else None
+    """Yields (step, row length, batch); later batches are drawn meanwhile, by processes of their own."""
+    spawned = multiprocessing.get_context("spawn")  # a fork of a process with JAX's threads may hang
+    with ProcessPoolExecutor(config.drawers, spawned, lm_data.start_drawing, (rows,)) as pool:
+        upcoming: collections.deque = collections.deque()
         for step in range(start, len(plan)):
-            data = upcoming.result()
-            if step + 1 < len(plan):
-                upcoming = pool.submit(draw, step + 1)
-            yield step, plan[step], data
+            for later in range(step + len(upcoming), min(step + 4 * config.drawers, len(plan))):
+                row = plan[later]
+                upcoming.append(pool.submit(lm_data.draw, (config.seed, later), config.batch_tokens // row, row))
+            yield step, plan[step], upcoming.popleft().result()
 
 
 def export(config: ml_collections.ConfigDict, params, directory: pathlib.Path) -> None:
@@ -175,6 +177,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     run = Run(config, workdir, None)  # longer stages, or another rate, go on from what there is
     tokenizer = Tokenizer.from_file(config.tokenizer)
     model, tx = Transformer(model_config(config, tokenizer)), optimiser(config)
+    trained = Transformer(model.config, "cudnn") if config.dtype == "bfloat16" else model
     params = first_params(config, model)
     state = {"params": params, "opt_state": tx.init(params)}
     checkpoints = ocp.training.Checkpointer(run.path.absolute() / "checkpoints")
@@ -186,7 +189,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     plan = row_lengths(config)
     for step, length, data in tqdm(batches(rows, config, plan, done), total=len(plan), initial=done, disable=None):
         state["params"], state["opt_state"], metrics = train_step(
-            model, tx, state["params"], state["opt_state"], data, config.mixture.answer_weight
+            trained, tx, config.dtype, state["params"], state["opt_state"], data, config.mixture.answer_weight
         )
         now, last = step + 1, step + 1 == len(plan)
         if now % config.log_every == 0 or last:

@@ -89,6 +89,7 @@ class Block(nn.Module):
     """One transformer layer without its attention."""
 
     config: ModelConfig
+    attention: str | None = None  # `implementation` of JAX's dense attention, for whole sequences
 
     def setup(self):
         c = self.config
@@ -127,7 +128,9 @@ class Block(nn.Module):
     def __call__(self, x, positions, window):
         q, k, v = self.project(x, positions)
         local = None if window is None else (window - 1, 0)
-        attended = jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=local)
+        attended = jax.nn.dot_product_attention(
+            q, k, v, is_causal=True, local_window_size=local, implementation=self.attention
+        )
         return self.finish(x, attended)
 
     def _rotate(self, x, positions):
@@ -138,11 +141,12 @@ class Transformer(nn.Module):
     """Embedding, blocks, final norm and unembedding."""
 
     config: ModelConfig
+    attention: str | None = None
 
     def setup(self):
         c = self.config
         self.embedding = nn.Embed(c.vocab_size, c.hidden_size, embedding_init=nn.initializers.normal(0.02))
-        self.layers = [Block(c, name=f"layers_{i}") for i in range(c.num_layers)]
+        self.layers = [Block(c, self.attention, name=f"layers_{i}") for i in range(c.num_layers)]
         self.norm = RMSNorm(c.rms_norm_eps)
         if not c.tie_embeddings:
             self.lm_head = Linear(c.vocab_size)

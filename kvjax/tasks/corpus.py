@@ -7,6 +7,7 @@ import sysconfig
 import zlib
 from collections import Counter
 
+HELD_OUT_WORDS = 0.2  # share of key words
 _SKIP = {"site-packages", "__pycache__", "test", "tests", "idle_test", "lib2to3", "encodings"}
 
 
@@ -45,4 +46,4 @@ def key_words(held_out: bool) -> tuple[str, ...]:
     for text in stdlib_documents(held_out=False):
         counts.update(re.findall(r"(?<= )[a-z]{4,9}(?= )", text))
     common = [word for word, seen in counts.most_common(4_000) if seen >= 5]
-    return tuple(word for word in common if is_held_out(word, 0.2) == held_out)
+    return tuple(word for word in common if is_held_out(word, HELD_OUT_WORDS) == held_out)

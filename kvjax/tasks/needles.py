@@ -7,6 +7,7 @@ passkey task of landmark attention.
 
 import dataclasses
 import functools
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -67,22 +68,47 @@ def draw_value(rng: np.random.Generator, digits: int, held_out: bool) -> str:
             return value
 
 
-def random_template(rng: np.random.Generator) -> str:
+def made_words(rng: np.random.Generator, tokenizer: Tokenizer, count: int) -> list[str]:
+    """Words that there are not, of one to three pieces each; none is held out. There are too many to be learnt."""
+    first, later = _pieces(tokenizer)
+    words: list[str] = []
+    while len(words) < count:
+        ends = rng.integers(len(later), size=rng.integers(3))
+        word = first[rng.integers(len(first))] + "".join(later[i] for i in ends)
+        if 4 <= len(word) <= 12 and not corpus.is_held_out(word, corpus.HELD_OUT_WORDS) and word not in words:
+            words.append(word)
+    return words
+
+
+@functools.lru_cache(maxsize=2)
+def _pieces(tokenizer: Tokenizer) -> tuple[list[str], list[str]]:
+    """Tokens of lower-case letters that begin words, and those that go on with them."""
+    tokens = sorted(tokenizer.get_vocab())
+    return ([token[1:] for token in tokens if re.fullmatch("\u0120[a-z]{2,}", token)],  # \u0120 stands for a space
+            [token for token in tokens if re.fullmatch("[a-z]{1,4}", token)])
+
+
+def random_template(rng: np.random.Generator, words: Sequence[str]) -> str:
     """A template of arbitrary words: only copying what followed the same words before can answer it."""
-    words = corpus.key_words(held_out=False)
     before, after = (" ".join(rng.choice(words, size=rng.integers(most + 1))) for most in (5, 3))
     return f"{before} {{key}} {after}".strip() + str(rng.choice(["", "", ":", " =", " is", " ->"]))
 
 
-def draw_needles(rng: np.random.Generator, count: int, held_out: bool, digits: int | None = None) -> list[Needle]:
-    """Needles that share one template and differ in key word and value; half of the training templates are random."""
+def draw_needles(
+    rng: np.random.Generator, count: int, held_out: bool, digits: int | None = None, words: Sequence[str] = ()
+) -> list[Needle]:
+    """Needles that share one template and differ in key word and value; half of the training templates are random.
+
+    `words` are those to draw from, by default the plain words of the split.
+    """
+    words = words or corpus.key_words(held_out)
     templates = HELD_OUT_TEMPLATES if held_out else TRAIN_TEMPLATES
     template = templates[rng.integers(len(templates))]
     if not held_out and rng.random() < 0.5:
-        template = random_template(rng)
-    words = rng.choice(corpus.key_words(held_out), size=count, replace=False)
+        template = random_template(rng, words)
+    keys = rng.choice(words, size=count, replace=False)
     length = digits or int(rng.choice([3, 3, 5, 6, 7]))
-    return [Needle(template.format(key=word), draw_value(rng, length, held_out)) for word in words]
+    return [Needle(template.format(key=word), draw_value(rng, length, held_out)) for word in keys]
 
 
 def passkey(rng: np.random.Generator, held_out: bool) -> Needle:
