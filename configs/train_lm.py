@@ -31,7 +31,7 @@ def get_config(preset: str = "cpu") -> ml_collections.ConfigDict:
     )
     config.mixture = ml_collections.ConfigDict({
         "recall": 0.1, "needles": 0.6, "passkey": 0.12,
-        "max_needles": 4, "made_words": 0.0, "answer_weight": 5.0, "text_weight": 0.3,
+        "max_needles": 4, "made_needles": 0.0, "answer_weight": 5.0, "text_weight": 0.3,
         "noise_weight": 0.0,
     })
     config.learning_rate = 3e-3
@@ -46,7 +46,7 @@ def get_config(preset: str = "cpu") -> ml_collections.ConfigDict:
         config.model.max_position = 16_384
         config.stages = (((512, 2048, 8192, 8192), 30_000),)
         # Words drawn anew cannot be learnt by heart; of a long row's tokens few are answers, so that they weigh more.
-        config.mixture.update(max_needles=16, made_words=0.75, answer_weight=50.0, text_weight=0.03)
+        config.mixture.update(max_needles=16, made_needles=0.9, answer_weight=50.0, text_weight=0.03)
         config.update(dtype="bfloat16", drawers=12, batch_tokens=32_768, learning_rate=1e-3, warmup_steps=200)
         config.update(decay_steps=6000, eval_every=3000, checkpoint_every=3000, log_every=100)
     elif preset == "smoke":

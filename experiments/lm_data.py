@@ -12,8 +12,6 @@ from tokenizers import Tokenizer
 
 from kvjax.tasks import corpus, needles
 
-_SPARE_WORDS = 8  # for templates, beside those of the needles
-
 
 @dataclasses.dataclass(frozen=True)
 class Mixture:
@@ -23,7 +21,7 @@ class Mixture:
     needles: float = 0.5
     passkey: float = 0.1
     max_needles: int = 8
-    made_words: float = 0.0  # share of rows with needles whose words are drawn anew
+    made_needles: float = 0.0  # share of rows with needles in which words and template are drawn anew
     answer_weight: float = 5.0
     text_weight: float = 0.3  # of text with needles in it
     noise_weight: float = 0.0
@@ -116,9 +114,10 @@ class Rows:
     def _needles(self, rng, length):
         most = int(min(self.mixture.max_needles, max(2, length // 64)))
         count = 1 if rng.random() < 0.5 else int(rng.integers(1, most + 1))
-        anew = self.mixture.made_words and rng.random() < self.mixture.made_words
-        words = needles.made_words(rng, self.tokenizer, count + _SPARE_WORDS) if anew else ()
-        facts = needles.draw_needles(rng, count, held_out=False, words=words)
+        if self.mixture.made_needles and rng.random() < self.mixture.made_needles:
+            facts = needles.made_needles(rng, self.tokenizer, self.stream, count)
+        else:
+            facts = needles.draw_needles(rng, count, held_out=False)
         while len(facts) > 1 and 3 * needles.needle_cost(self.tokenizer, facts) > length:  # each is told and asked
             facts.pop()
         asked = [facts[i] for i in rng.permutation(len(facts))]

@@ -36,6 +36,7 @@ HELD_OUT_TEMPLATES = (
     "Please keep in mind that {key} was given",
     "The secret code for {key} =",
 )
+_SPARE_WORDS = 8  # for a random template, beside those of its needles
 PASSKEY = "The pass key is"
 
 
@@ -68,47 +69,58 @@ def draw_value(rng: np.random.Generator, digits: int, held_out: bool) -> str:
             return value
 
 
-def made_words(rng: np.random.Generator, tokenizer: Tokenizer, count: int) -> list[str]:
-    """Words that there are not, of one to three pieces each; none is held out. There are too many to be learnt."""
-    first, later = _pieces(tokenizer)
-    words: list[str] = []
+def made_words(rng: np.random.Generator, count: int) -> list[str]:
+    """Words that there are not, the beginning of one and the end of another; none is held out. There are too many to be
+    learnt."""
+    known, words = corpus.key_words(held_out=False), set[str]()
     while len(words) < count:
-        ends = rng.integers(len(later), size=rng.integers(3))
-        word = first[rng.integers(len(first))] + "".join(later[i] for i in ends)
-        if 4 <= len(word) <= 12 and not corpus.is_held_out(word, corpus.HELD_OUT_WORDS) and word not in words:
-            words.append(word)
-    return words
+        first, second = (known[i] for i in rng.integers(len(known), size=2))
+        word = first[: rng.integers(2, len(first))] + second[rng.integers(1, len(second) - 1) :]
+        if 4 <= len(word) <= 9 and not corpus.is_held_out(word, corpus.HELD_OUT_WORDS):
+            words.add(word)
+    return sorted(words)
 
 
-@functools.lru_cache(maxsize=2)
-def _pieces(tokenizer: Tokenizer) -> tuple[list[str], list[str]]:
-    """Tokens of lower-case letters that begin words, and those that go on with them."""
-    tokens = sorted(tokenizer.get_vocab())
-    return ([token[1:] for token in tokens if re.fullmatch("\u0120[a-z]{2,}", token)],  # \u0120 stands for a space
-            [token for token in tokens if re.fullmatch("[a-z]{1,4}", token)])
+def text_template(rng: np.random.Generator, tokenizer: Tokenizer, stream: np.ndarray) -> str:
+    """A template of two pieces of text, without their numbers."""
+    before, after = (tokenizer.decode(random_span(rng, stream, rng.integers(least, least + 8))) for least in (1, 0))
+    before, after = (re.sub(r"[{}\d\s]+", " ", text).strip() for text in (before, after))
+    return f"{before} {{key}} {after}".strip() + _ending(rng)
 
 
 def random_template(rng: np.random.Generator, words: Sequence[str]) -> str:
     """A template of arbitrary words: only copying what followed the same words before can answer it."""
     before, after = (" ".join(rng.choice(words, size=rng.integers(most + 1))) for most in (5, 3))
-    return f"{before} {{key}} {after}".strip() + str(rng.choice(["", "", ":", " =", " is", " ->"]))
+    return f"{before} {{key}} {after}".strip() + _ending(rng)
+
+
+def _ending(rng: np.random.Generator) -> str:
+    return str(rng.choice(["", "", ":", " =", " is", " ->"]))
 
 
 def draw_needles(
-    rng: np.random.Generator, count: int, held_out: bool, digits: int | None = None, words: Sequence[str] = ()
+    rng: np.random.Generator, count: int, held_out: bool, digits: int | None = None
 ) -> list[Needle]:
-    """Needles that share one template and differ in key word and value; half of the training templates are random.
-
-    `words` are those to draw from, by default the plain words of the split.
-    """
-    words = words or corpus.key_words(held_out)
-    templates = HELD_OUT_TEMPLATES if held_out else TRAIN_TEMPLATES
+    """Needles that share one template and differ in key word and value; half of the training templates are random."""
+    templates, words = HELD_OUT_TEMPLATES if held_out else TRAIN_TEMPLATES, corpus.key_words(held_out)
     template = templates[rng.integers(len(templates))]
     if not held_out and rng.random() < 0.5:
         template = random_template(rng, words)
-    keys = rng.choice(words, size=count, replace=False)
+    return _with_values(rng, template, rng.choice(words, size=count, replace=False), held_out, digits)
+
+
+def made_needles(rng: np.random.Generator, tokenizer: Tokenizer, stream: np.ndarray, count: int) -> list[Needle]:
+    """Needles for training whose words and template are drawn anew, so that neither can be learnt by heart."""
+    words = made_words(rng, count + _SPARE_WORDS)
+    template = random_template(rng, words) if rng.random() < 0.5 else text_template(rng, tokenizer, stream)
+    return _with_values(rng, template, rng.choice(words, size=count, replace=False), held_out=False)
+
+
+def _with_values(
+    rng: np.random.Generator, template: str, words: Sequence[str], held_out: bool, digits: int | None = None
+) -> list[Needle]:
     length = digits or int(rng.choice([3, 3, 5, 6, 7]))
-    return [Needle(template.format(key=word), draw_value(rng, length, held_out)) for word in keys]
+    return [Needle(template.format(key=word), draw_value(rng, length, held_out)) for word in words]
 
 
 def passkey(rng: np.random.Generator, held_out: bool) -> Needle:
