@@ -5,7 +5,7 @@ output, running maximum and normaliser (the online softmax of Milakov and Gimels
 and sums are f32 whatever the stored type.
 """
 
-from collections.abc import Callable
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,8 @@ from kvjax.order import computed_once
 from kvjax.packing import Packed, Scattered
 from kvjax.typing import Array, Bool, Float, Int32, Num, pytree
 
-_READ_IN_PLACE = ("float32", "bfloat16")  # types of rows that kernels know
+_FOUR = 4  # queries that the kernel takes together
+_SEGMENT = 8192  # tokens that one thread attends, where they are many
 NEGATIVE = -1e30  # finite, so that a part without any valid token merges as weight 0 and never as NaN
 
 
@@ -29,50 +30,30 @@ class Part:
     total: Float[Array, "*N"]  # sum of exp(score - top)
 
 
-def products(*pairs: tuple[Array | Packed, Array]) -> Float[Array, "*K G N"]:
+def products(*pairs: tuple[Array | Packed | Scattered, Array]) -> Float[Array, "*K G N"]:
     """Sum over pairs of key[*K, N, D] and q[*K, G, D] of each query's product with each key of its KV head."""
     # Keys as the left operand: XLA:CPU then reads them in place, about 3x faster than as the right one.
     found = [_contract("...nd,...gd->...ng", key, q) for key, q in pairs]
     return computed_once(sum(found[1:], found[0])).swapaxes(-1, -2)
 
 
-def _weighted(value: Float[Array, "*K N D"] | Packed, weight: Float[Array, "*K G N"]) -> Float[Array, "*K G D"]:
+def _weighted(
+    value: Float[Array, "*K N D"] | Packed | Scattered, weight: Float[Array, "*K G N"]
+) -> Float[Array, "*K G D"]:
     """Sum over the rows of a KV head, each times its weight for a query."""
     return _contract("...nd,...gn->...gd", value, weight)
 
 
-def _row_products(key: Scattered, q: Float[Array, "K G D"]) -> Float[Array, "K G N"]:
-    """`products` with keys that are read where they lie."""
-    shape = (*q.shape[:2], key.index.shape[-1])
-    return _in_place("row_products", shape, lambda rows, q: products((rows, q)), key, q)
-
-
-def _row_sums(value: Scattered, weight: Float[Array, "K G N"]) -> Float[Array, "K G D"]:
-    """`_weighted` of values that are read where they lie."""
-    return _in_place("row_sums", (*weight.shape[:2], value.pool.shape[-1]), _weighted, value, weight)
-
-
-def _in_place(
-    name: str, shape: tuple[int, ...], gathered: Callable[..., Array], rows: Scattered, vectors: Float[Array, "K G _"]
-) -> Float[Array, "K G _"]:
-    """A kernel's result, or that of `gathered` with the rows as an array."""
-    def otherwise(pool, index, vectors):
-        return gathered(Scattered(pool, index, rows.dtype).unpacked(), vectors)
-
-    if rows.dtype not in _READ_IN_PLACE:
-        return otherwise(rows.pool, rows.index, vectors)
-    result = jax.ShapeDtypeStruct(shape, jnp.float32)
-    return kernels.on_cpu(name, result, otherwise, rows.pool, rows.index, vectors)
-
-
 def _contract(
-    equation: str, rows: Num[Array, "*K N D"] | Packed, vectors: Float[Array, "*K G M"]
+    equation: str, rows: Num[Array, "*K N D"] | Packed | Scattered, vectors: Float[Array, "*K G M"]
 ) -> Float[Array, "*K _ _"]:
     """Stored rows and the vectors of a few queries (axis `g`) in f32.
 
     Rows in bfloat16 are not widened for f32 vectors: the vectors are taken apart instead, each in three of bfloat16
     whose sum it is. XLA:CPU would write all rows to memory as f32 first, and take two to four times as long.
     """
+    if isinstance(rows, Scattered):
+        rows = rows.unpacked()
     if isinstance(rows, Packed):
         return _contract_packed(equation, rows, vectors)
     if rows.dtype != jnp.bfloat16 or vectors.dtype != jnp.float32:
@@ -105,8 +86,7 @@ def scores_of(
     bias: Float[Array, "*K G N"] | None = None,
 ):
     """Scaled dot products `[*K, G, N]`, plus the bias if there is one; NEGATIVE where not valid."""
-    found = _row_products(key, q) if isinstance(key, Scattered) else products((key, q))
-    scores = found * q.shape[-1] ** -0.5
+    scores = products((key, q)) * q.shape[-1] ** -0.5
     return only_valid(scores if bias is None else scores + bias, valid)
 
 
@@ -120,6 +100,10 @@ def attend_part(
     bias: Float[Array, "*K G N"] | None = None,
 ) -> Part:
     """Attention of each query head over the valid rows of its KV head; the bias is added to the scores."""
+    in_place = isinstance(value, Scattered) and reads_in_place(value.dtype)
+    # Keys that a method makes may have more bits than values.
+    if in_place and not isinstance(key, Packed) and key.dtype == value.dtype:
+        return _attend_in_place(q, key, value, valid, bias)
     return attend_scores(scores_of(q, key, valid, bias), value, valid)
 
 
@@ -129,8 +113,30 @@ def attend_scores(
     """`attend_part` given the scores, which are NEGATIVE where not valid."""
     top = jnp.max(scores, axis=-1, initial=NEGATIVE)
     weight = computed_once(jnp.where(valid[..., None, :], jnp.exp(scores - top[..., None]), 0.0))
-    out = _row_sums(value, weight) if isinstance(value, Scattered) else _weighted(value, weight)
-    return Part(out, top, jnp.sum(weight, axis=-1))
+    return Part(_weighted(value, weight), top, jnp.sum(weight, axis=-1))
+
+
+def reads_in_place(dtype: str) -> bool:
+    """Whether there is a kernel for rows of this type that lie anywhere."""
+    return kernels.COMPILED and dtype in ("float32", "bfloat16") and jax.default_backend() == "cpu"
+
+
+def _attend_in_place(
+    q: Float[Array, "K G D"], key: Scattered | Float[Array, "K N D"], value: Scattered, valid: Bool[Array, "K N"],
+    bias: Float[Array, "K G N"] | None,
+) -> Part:
+    """`attend_part` of rows that are read once, where they lie."""
+    (heads, group, size), tokens = q.shape, valid.shape[-1]
+    if not isinstance(key, Scattered):
+        index = jnp.arange(heads * tokens, dtype=jnp.int32).reshape(heads, tokens)
+        key = Scattered(key.reshape(-1, size), index, value.dtype)
+    segments, more = max(1, -(-tokens // _SEGMENT)), ((0, 0), (0, -group % _FOUR), (0, 0))
+    bias = jnp.zeros((heads, group, 0)) if bias is None else bias
+    results = [jax.ShapeDtypeStruct((heads, segments, group + more[1][1], *rest), jnp.float32)
+               for rest in ((size,), (), ())]
+    found = kernels.call("row_attention", results, key.pool, key.index, value.pool, value.index, valid,
+                         jnp.pad(q * size**-0.5, more), jnp.pad(bias, more))
+    return functools.reduce(merge, (Part(*(x[:, i, :group] for x in found)) for i in range(segments)))
 
 
 def merge(first: Part, second: Part) -> Part:

@@ -30,7 +30,7 @@ typedef uint32_t Words __attribute__((vector_size(4 * LANES), aligned(1), may_al
 typedef int32_t Integers __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 
-typedef float Four __attribute__((vector_size(16)));
+typedef float Four __attribute__((vector_size(16), aligned(4), may_alias));
 
 /* The sum of each of four vectors. */
 INLINED Four sums_of_four(const Lanes *x) {
@@ -43,23 +43,37 @@ INLINED Four sums_of_four(const Lanes *x) {
     return __builtin_shufflevector(all, all, 0, 1, 2, 3) + __builtin_shufflevector(all, all, 4, 5, 6, 7);
 }
 
-/* ---- rows of a pool: f32, or the bits of bfloat16 */
+/* ---- attention over rows of a pool: f32, or the bits of bfloat16 */
 
-#define AT_ONCE 4 /* rows or queries that meet each other while they are in registers */
-#define AHEAD 16  /* rows that are asked for before their turn */
+#define FOUR 4       /* queries that meet a row while it is in registers */
+#define TILE_ROWS 32 /* rows whose keys and values stay in the processor's nearest cache */
+#define NEGATIVE -1e30f /* as in attention.py */
 
 typedef struct {
-    const char *rows; /* [have, size] */
-    const int32_t *index; /* [heads, tokens] */
-    const float *given; /* queries [heads, queries, size], or weights [heads, queries, tokens] */
-    float *out; /* the other shape */
-    int64_t have, heads, tokens, queries, size;
+    const char *keys, *values;        /* [have, size] */
+    const int32_t *key_at, *value_at; /* [heads, tokens] */
+    const uint8_t *valid;             /* [heads, tokens] */
+    const float *q, *bias;            /* [heads, queries, size], [heads, queries, tokens] or none */
+    float *out, *top, *total;         /* [heads, segments, queries, size], and without size */
+    int64_t have_keys, have_values, heads, segments, tokens, queries, size; /* queries are whole fours */
     int wide; /* f32 */
 } Rows;
 
-INLINED const char *row_of(const Rows *from, int64_t at) {
-    int64_t row = from->index[at] < 0 ? 0 : from->index[at];
-    return from->rows + (row < from->have ? row : from->have - 1) * from->size * (from->wide ? 4 : 2);
+/* The valid ones of some rows, as many as fit, and the last of them once more, as they are taken in pairs. */
+typedef struct {
+    const char *key[TILE_ROWS + 1], *value[TILE_ROWS + 1];
+    int64_t at[TILE_ROWS + 1];
+    int count;
+} Tile;
+
+/* Of each row of a tile and of four queries: scores, then weights. */
+typedef union {
+    float of[TILE_ROWS + 1][FOUR];
+    Lanes pairs[(TILE_ROWS + 1) / 2];
+} Weights;
+
+INLINED const char *row_of(const char *rows, int32_t row, int64_t have, int64_t bytes) {
+    return rows + (row < 0 ? 0 : row < have ? row : have - 1) * bytes;
 }
 
 INLINED Lanes lanes_of(const char *row, int64_t at, int wide) {
@@ -76,109 +90,156 @@ INLINED float number_of(const char *row, int64_t at, int wide) {
     return number;
 }
 
-/* A row that comes later. */
-INLINED void ask_ahead(const Rows *from, int64_t at, int64_t stop) {
-    const char *row = row_of(from, at + AHEAD < stop ? at + AHEAD : at);
-    for (int64_t byte = 0; byte < from->size * (from->wide ? 4 : 2); byte += 64) __builtin_prefetch(row + byte);
+INLINED void ask_for(const char *row, int64_t bytes) {
+    for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(row + byte);
 }
 
-/* The products of rows[i] and q[i], which may be one row or one query. */
-INLINED Four products_of_four(const char *const *rows, const float *const *q, int64_t size, int wide) {
-    Lanes sums[AT_ONCE] = {{0}};
-    Four rest = {0};
+INLINED Lanes twice(Four x) { return __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7); }
+
+INLINED Four half(Lanes x, int which) {
+    if (which) return __builtin_shufflevector(x, x, 4, 5, 6, 7);
+    return __builtin_shufflevector(x, x, 0, 1, 2, 3);
+}
+
+INLINED Lanes larger(Lanes a, Lanes b) {
+    Integers b_is = a < b;
+    return (Lanes)((b_is & (Integers)b) | (~b_is & (Integers)a));
+}
+
+/* e to the power of numbers from -87 to 0, and of -87 where they are less: within 2 units in the last place (the
+ * polynomial of Cephes' expf). */
+INLINED Lanes exponentials(Lanes x) {
+    x = larger(x, (Lanes){-87, -87, -87, -87, -87, -87, -87, -87});
+    Lanes whole = (x * 1.44269504f + 12582912.0f) - 12582912.0f; /* rounded: there are no bits for fractions */
+    Lanes rest = x - whole * 0.693359375f + whole * 2.12194440e-4f;
+    Lanes sum = rest * 1.9875691500e-4f + 1.3981999507e-3f;
+    sum = sum * rest + 8.3334519073e-3f;
+    sum = sum * rest + 4.1665795894e-2f;
+    sum = sum * rest + 1.6666665459e-1f;
+    sum = sum * rest + 5.0000001201e-1f;
+    sum = sum * rest * rest + rest + 1.0f;
+    return sum * (Lanes)((__builtin_convertvector(whole, Integers) + 127) << 23);
+}
+
+/* Fills a tile with rows of a head from `first` on; returns the first that did not fit. */
+INLINED int64_t fill_tile(const Rows *from, int64_t head, int64_t first, int64_t stop, Tile *tile) {
+    int64_t at = first, line = head * from->tokens, bytes = from->size * (from->wide ? 4 : 2);
+    int count = 0;
+    for (; at < stop && count < TILE_ROWS; at++) {
+        if (!from->valid[line + at]) continue;
+        tile->key[count] = row_of(from->keys, from->key_at[line + at], from->have_keys, bytes);
+        tile->value[count] = row_of(from->values, from->value_at[line + at], from->have_values, bytes);
+        tile->at[count++] = at;
+    }
+    tile->count = count;
+    if (count) {
+        tile->key[count] = tile->key[count - 1];
+        tile->value[count] = tile->value[count - 1];
+        tile->at[count] = tile->at[count - 1];
+    }
+    return at;
+}
+
+/* Products of a tile's keys with four queries. Rows of the next tile are asked for meanwhile. */
+INLINED void score(const Tile *tile, const Tile *next, const float *q, int64_t size, int wide, Weights *scores) {
+    for (int row = 0; row < tile->count; row += 2) {
+        Lanes sums[2 * FOUR] = {{0}};
+        Four rest[2] = {{0}};
+        int64_t at = 0;
+        for (int i = row; next && i < row + 2; i++) {
+            ask_for(next->key[i], size * (wide ? 4 : 2));
+            ask_for(next->value[i], size * (wide ? 4 : 2));
+        }
+        for (; at + LANES <= size; at += LANES)
+            for (int i = 0; i < 2; i++) {
+                Lanes numbers = lanes_of(tile->key[row + i], at, wide);
+                for (int query = 0; query < FOUR; query++)
+                    sums[i * FOUR + query] += numbers * *(const Lanes *)(q + query * size + at);
+            }
+        for (; at < size; at++)
+            for (int i = 0; i < 2 * FOUR; i++)
+                rest[i / FOUR][i % FOUR] += number_of(tile->key[row + i / FOUR], at, wide) * q[i % FOUR * size + at];
+        *(Four *)scores->of[row] = sums_of_four(sums) + rest[0];
+        *(Four *)scores->of[row + 1] = sums_of_four(sums + FOUR) + rest[1];
+    }
+}
+
+/* Scores become weights relative to the largest so far; what was summed before is scaled to that. */
+INLINED void weigh(int count, Weights *weights, int64_t size, float *out, Four *top, Four *total) {
+    Lanes most = twice(*top), sums = {0};
+    if (count % 2) *(Four *)weights->of[count] = (Four){NEGATIVE, NEGATIVE, NEGATIVE, NEGATIVE};
+    for (int i = 0; 2 * i < count; i++) most = larger(most, weights->pairs[i]);
+    most = larger(most, __builtin_shufflevector(most, most, 4, 5, 6, 7, 0, 1, 2, 3));
+    Four kept = half(exponentials(twice(*top) - most), 0);
+    for (int query = 0; query < FOUR; query++)
+        for (int64_t at = 0; kept[query] != 1 && at < size; at++) out[query * size + at] *= kept[query];
+    for (int i = 0; 2 * i < count; i++) sums += weights->pairs[i] = exponentials(weights->pairs[i] - most);
+    *top = half(most, 0);
+    *total = *total * kept + half(sums, 0) + half(sums, 1);
+}
+
+/* Adds a tile's values, each times its weight, to `vectors` vectors of the sums of four queries. */
+INLINED void add_vectors(const Tile *tile, const Weights *weights, int vectors, int64_t size, int64_t at, int wide, float *out) {
+    Lanes sums[FOUR][2];
+    for (int query = 0; query < FOUR; query++)
+        for (int j = 0; j < vectors; j++) sums[query][j] = *(Lanes *)(out + query * size + at + j * LANES);
+    for (int row = 0; row < tile->count; row++)
+        for (int j = 0; j < vectors; j++) {
+            Lanes numbers = lanes_of(tile->value[row], at + j * LANES, wide);
+            for (int query = 0; query < FOUR; query++) sums[query][j] += weights->of[row][query] * numbers;
+        }
+    for (int query = 0; query < FOUR; query++)
+        for (int j = 0; j < vectors; j++) *(Lanes *)(out + query * size + at + j * LANES) = sums[query][j];
+}
+
+INLINED void add_values(const Tile *tile, const Weights *weights, int64_t size, int wide, float *out) {
     int64_t at = 0;
-    for (; at + LANES <= size; at += LANES)
-        for (int i = 0; i < AT_ONCE; i++) sums[i] += lanes_of(rows[i], at, wide) * *(const Lanes *)(q[i] + at);
+    for (; at + 2 * LANES <= size; at += 2 * LANES) add_vectors(tile, weights, 2, size, at, wide, out);
+    for (; at + LANES <= size; at += LANES) add_vectors(tile, weights, 1, size, at, wide, out);
     for (; at < size; at++)
-        for (int i = 0; i < AT_ONCE; i++) rest[i] += number_of(rows[i], at, wide) * q[i][at];
-    return sums_of_four(sums) + rest;
+        for (int row = 0; row < tile->count; row++)
+            for (int query = 0; query < FOUR; query++)
+                out[query * size + at] += weights->of[row][query] * number_of(tile->value[row], at, wide);
 }
 
-/* Products of the rows of one head from `first` on, AT_ONCE at most, with all its queries. */
-INLINED void meet(const Rows *from, int64_t head, int64_t first, const float *q, int wide, float *out) {
-    int64_t last = from->tokens - 1, query = 0, size = from->size;
-    int count = first + AT_ONCE <= from->tokens ? AT_ONCE : (int)(from->tokens - first);
-    const char *rows[AT_ONCE];
-    for (int i = 0; i < AT_ONCE; i++) {
-        int64_t at = head * from->tokens + (first + i < last ? first + i : last);
-        rows[i] = row_of(from, at);
-        ask_ahead(from, at, (head + 1) * from->tokens);
+/* Attention of all queries of a head over a segment of its tokens. */
+INLINED void attend_segment(const Rows *from, int64_t piece, int wide) {
+    int64_t head = piece / from->segments, segment = piece % from->segments, size = from->size;
+    int64_t at = from->tokens * segment / from->segments, stop = from->tokens * (segment + 1) / from->segments;
+    float *out = from->out + piece * from->queries * size;
+    Four *top = (Four *)(from->top + piece * from->queries), *total = (Four *)(from->total + piece * from->queries);
+    const float *q = from->q + head * from->queries * size;
+    Tile tiles[2] = {0};
+    Weights weights;
+    memset(out, 0, from->queries * size * sizeof *out);
+    for (int64_t i = 0; i < from->queries / FOUR; i++) {
+        top[i] = (Four){NEGATIVE, NEGATIVE, NEGATIVE, NEGATIVE};
+        total[i] = (Four){0};
     }
-    for (; query + AT_ONCE <= from->queries; query += AT_ONCE) {
-        const float *some[AT_ONCE] = {q + query * size, q + (query + 1) * size, q + (query + 2) * size, q + (query + 3) * size};
-        for (int i = 0; i < count; i++) {
-            const char *same[AT_ONCE] = {rows[i], rows[i], rows[i], rows[i]};
-            Four found = products_of_four(same, some, size, wide);
-            for (int j = 0; j < AT_ONCE; j++) out[(query + j) * from->tokens + first + i] = found[j];
+    at = fill_tile(from, head, at, stop, tiles);
+    for (int turn = 0; tiles[turn].count; turn = !turn) {
+        const Tile *tile = tiles + turn;
+        at = fill_tile(from, head, at, stop, tiles + !turn);
+        for (int64_t i = 0; i < from->queries / FOUR; i++) {
+            const float *bias = from->bias ? from->bias + (head * from->queries + i * FOUR) * from->tokens : NULL;
+            score(tile, i ? NULL : tiles + !turn, q + i * FOUR * size, size, wide, &weights);
+            for (int j = 0; bias && j < FOUR * tile->count; j++)
+                weights.of[j / FOUR][j % FOUR] += bias[j % FOUR * from->tokens + tile->at[j / FOUR]];
+            weigh(tile->count, &weights, size, out + i * FOUR * size, top + i, total + i);
+            add_values(tile, &weights, size, wide, out + i * FOUR * size);
         }
     }
-    for (; query < from->queries; query++) {
-        const float *same[AT_ONCE] = {q + query * size, q + query * size, q + query * size, q + query * size};
-        Four found = products_of_four(rows, same, size, wide);
-        for (int i = 0; i < count; i++) out[query * from->tokens + first + i] = found[i];
-    }
 }
 
-INLINED void products_of(const Rows *from, int64_t head, int wide) {
-    const float *q = from->given + head * from->queries * from->size;
-    for (int64_t first = 0; first < from->tokens; first += AT_ONCE)
-        meet(from, head, first, q, wide, from->out + head * from->queries * from->tokens);
-}
-
-FOR_EACH_PROCESSOR static void row_products(const void *rows, int64_t head) {
+FOR_EACH_PROCESSOR static void row_attention(const void *rows, int64_t piece) {
     const Rows *from = rows;
-    if (from->wide) products_of(from, head, 1);
-    else products_of(from, head, 0);
-}
-
-/* Adds `count` rows, each times its weight, to the sums of one query. */
-INLINED void add_rows(const char *const *rows, const float *weight, int count, int64_t size, int wide, float *out) {
-    int64_t at = 0;
-    for (; at + LANES <= size; at += LANES) {
-        Lanes sums = *(Lanes *)(out + at);
-        for (int i = 0; i < count; i++) sums += weight[i] * lanes_of(rows[i], at, wide);
-        *(Lanes *)(out + at) = sums;
-    }
-    for (; at < size; at++)
-        for (int i = 0; i < count; i++) out[at] += weight[i] * number_of(rows[i], at, wide);
-}
-
-/* Whether any query gives any of some rows a weight. Others are not read: those that are not valid come last. */
-INLINED int weighs(const float *weight, int64_t queries, int64_t tokens, int count) {
-    for (int64_t query = 0; query < queries; query++)
-        for (int i = 0; i < count; i++)
-            if (weight[query * tokens + i] != 0) return 1;
-    return 0;
-}
-
-INLINED void sums_of(const Rows *from, int64_t head, int wide) {
-    const float *weight = from->given + head * from->queries * from->tokens;
-    float *out = from->out + head * from->queries * from->size;
-    const char *rows[AT_ONCE];
-    memset(out, 0, from->queries * from->size * sizeof *out);
-    for (int64_t i = 0; i < from->tokens; i += AT_ONCE) {
-        int count = i + AT_ONCE <= from->tokens ? AT_ONCE : (int)(from->tokens - i);
-        if (!weighs(weight + i, from->queries, from->tokens, count)) continue;
-        for (int j = 0; j < count; j++) {
-            rows[j] = row_of(from, head * from->tokens + i + j);
-            ask_ahead(from, head * from->tokens + i + j, (head + 1) * from->tokens);
-        }
-        for (int64_t query = 0; query < from->queries; query++) {
-            const float *some = weight + query * from->tokens + i;
-            if (count == AT_ONCE) add_rows(rows, some, AT_ONCE, from->size, wide, out + query * from->size);
-            else add_rows(rows, some, count, from->size, wide, out + query * from->size);
-        }
-    }
-}
-
-FOR_EACH_PROCESSOR static void row_sums(const void *rows, int64_t head) {
-    const Rows *from = rows;
-    if (from->wide) sums_of(from, head, 1);
-    else sums_of(from, head, 0);
+    if (from->wide) attend_segment(from, piece, 1);
+    else attend_segment(from, piece, 0);
 }
 
 /* ---- codes of a few bits, dimension by dimension */
 
+#define AT_ONCE 4                 /* queries whose sums are in registers together */
 #define IN_WORD 4                 /* bytes, which are of neighbouring tokens */
 #define BATCH (LANES * IN_WORD)   /* tokens whose bytes a vector of words has */
 #define TILE (64 * BATCH)         /* tokens whose sums stay in the processor's nearest cache */
@@ -383,7 +444,7 @@ static int fine(const XLA_FFI_CallFrame *call, XLA_FFI_Error *error) {
     return !error;
 }
 
-#define WORTH_SHARING (1 << 20) /* numbers that take longer than a thread takes to come */
+#define WORTH_SHARING (1 << 18) /* numbers that take longer than a thread takes to come */
 
 /* Does all pieces of a job, if it is of many numbers with the help of as many of XLA's threads as there are. One that
  * comes when nothing is left touches no more than `Shared`, which the last to leave frees. */
@@ -445,28 +506,41 @@ static int is_of(const XLA_FFI_Buffer *buffer, XLA_FFI_DataType type, int64_t ra
     return buffer->dtype == type && buffer->rank == rank;
 }
 
-/* Rows [R, D], index [K, N], then q [K, G, D] or weights [K, G, N], to [K, G, N] or [K, G, D]. */
-static XLA_FFI_Error *on_rows(XLA_FFI_CallFrame *call, int sums) {
-    if (asks_version(call)) return NULL;
-    if (call->args.size != 3 || call->rets.size != 1) return refused(call, "rows: 3 operands and a result");
-    const XLA_FFI_Buffer *rows = operand(call, 0), *index = operand(call, 1), *given = operand(call, 2), *out = result(call, 0);
-    int wide = rows->dtype == XLA_FFI_DataType_F32;
-    if (!is_of(rows, wide ? XLA_FFI_DataType_F32 : XLA_FFI_DataType_U16, 2) || !is_of(index, XLA_FFI_DataType_S32, 2) ||
-        !is_of(given, XLA_FFI_DataType_F32, 3) || !is_of(out, XLA_FFI_DataType_F32, 3))
-        return refused(call, "rows: types or ranks of operands");
-    Rows from = {rows->data, index->data, given->data, out->data, rows->dims[0], index->dims[0], index->dims[1],
-                 given->dims[1], rows->dims[1], wide};
-    int64_t takes = sums ? from.tokens : from.size, gives = sums ? from.size : from.tokens;
-    if (!from.have || given->dims[0] != from.heads || given->dims[2] != takes || out->dims[0] != from.heads ||
-        out->dims[1] != from.queries || out->dims[2] != gives)
-        return refused(call, "rows: sizes do not agree");
-    in_pieces(call, sums ? row_sums : row_products, &from, from.heads, from.heads * from.tokens * from.size);
-    return NULL;
+/* Whether a buffer has a type and these sizes, as many as there are before a negative one. */
+static int has(const XLA_FFI_Buffer *buffer, XLA_FFI_DataType type, const int64_t *sizes) {
+    int64_t rank = 0;
+    for (; sizes[rank] >= 0; rank++)
+        if (rank >= buffer->rank || buffer->dims[rank] != sizes[rank]) return 0;
+    return buffer->dtype == type && buffer->rank == rank;
 }
 
-static XLA_FFI_Error *on_row_products(XLA_FFI_CallFrame *call) { return on_rows(call, 0); }
+#define HAS(buffer, type, ...) has(buffer, XLA_FFI_DataType_##type, (const int64_t[]){__VA_ARGS__, -1})
 
-static XLA_FFI_Error *on_row_sums(XLA_FFI_CallFrame *call) { return on_rows(call, 1); }
+/* Keys [R, D], index [K, N], values [R2, D], index [K, N], valid [K, N], q [K, G, D] and bias [K, G, N] or [K, G, 0];
+ * to out [K, S, G, D], top and total [K, S, G]. */
+static XLA_FFI_Error *on_rows(XLA_FFI_CallFrame *call) {
+    if (asks_version(call)) return NULL;
+    if (call->args.size != 7 || call->rets.size != 3) return refused(call, "rows: 7 operands and 3 results");
+    const XLA_FFI_Buffer *keys = operand(call, 0), *index = operand(call, 1), *values = operand(call, 2);
+    const XLA_FFI_Buffer *q = operand(call, 5), *bias = operand(call, 6), *out = result(call, 0);
+    XLA_FFI_DataType type = keys->dtype;
+    if ((type != XLA_FFI_DataType_F32 && type != XLA_FFI_DataType_U16) || values->dtype != type || keys->rank != 2 ||
+        values->rank != 2 || index->rank != 2 || q->rank != 3 || bias->rank != 3 || out->rank != 4)
+        return refused(call, "rows: types or ranks of operands");
+    Rows from = {keys->data, values->data, operand(call, 1)->data, operand(call, 3)->data, operand(call, 4)->data, q->data,
+                 bias->dims[2] ? bias->data : NULL, out->data, result(call, 1)->data, result(call, 2)->data, keys->dims[0],
+                 values->dims[0], index->dims[0], out->dims[1], index->dims[1], q->dims[1], keys->dims[1],
+                 type == XLA_FFI_DataType_F32};
+    int64_t heads = from.heads, tokens = from.tokens, queries = from.queries, size = from.size, segments = from.segments;
+    if (!from.have_keys || !from.have_values || !segments || queries % FOUR || values->dims[1] != size ||
+        !HAS(index, S32, heads, tokens) || !HAS(operand(call, 3), S32, heads, tokens) || !HAS(operand(call, 4), PRED, heads, tokens) ||
+        !HAS(q, F32, heads, queries, size) || !HAS(bias, F32, heads, queries, from.bias ? tokens : 0) ||
+        !HAS(out, F32, heads, segments, queries, size) || !HAS(result(call, 1), F32, heads, segments, queries) ||
+        !HAS(result(call, 2), F32, heads, segments, queries))
+        return refused(call, "rows: sizes do not agree");
+    in_pieces(call, row_attention, &from, heads * segments, 2 * heads * tokens * size);
+    return NULL;
+}
 
 /* The product of all but the last `count` sizes: heads, and whatever is mapped over. */
 static int64_t leading(const XLA_FFI_Buffer *buffer, int64_t count) {
@@ -536,7 +610,7 @@ static XLA_FFI_Error *on_assign(XLA_FFI_CallFrame *call) {
 static const struct {
     const char *name;
     XLA_FFI_Handler *handler;
-} kernels[] = {{"row_products", on_row_products}, {"row_sums", on_row_sums}, {"code_products", on_codes},
+} kernels[] = {{"row_attention", on_rows}, {"code_products", on_codes},
               {"assign", on_assign}};
 
 /* handlers() -> {name: capsule} */

@@ -3,8 +3,9 @@
 Of every kernel there is an equal in XLA's operations, which rounds differently. It runs on other platforms, and where
 pip found no GCC 12 or clang and left the kernels out (`COMPILED` is False then).
 
-  - `row_products`: rows[R, D], index[K, N], q[K, G, D] to [K, G, N], each KV head's rows with its queries;
-  - `row_sums`: rows[R, D], index[K, N], weight[K, G, N] to [K, G, D], each KV head's rows times their weights;
+  - `row_attention`: keys[R, D], index[K, N], values[R2, D], index[K, N], valid[K, N], q[K, G, D] and bias[K, G, N] or
+    [K, G, 0] to out[K, S, G, D], top[K, S, G], total[K, S, G] as `kvjax.attention.Part` says, of each KV head's rows in
+    S segments; G is a multiple of 4;
   - `code_products`: codes[F, X, N], q[F, Q, D] to [F, Q, N], each vector of codes with each query. A byte has the codes
     of D / X dimensions, the lowest bits the first's, of 8, 4 and 2 bits with 127, 7 and 1.5 added.
   - `assign`: block[KB, NS], keys[KB, NS, P], need[KB, M], NB to slot[KB, M], read[KB, M], new[KB, NS], pinned[KB, NS],
@@ -14,6 +15,7 @@ Rows are f32, or bfloat16 as uint16, codes uint8, indices int32 and clipped, wha
 gives int32, all else f32. There are no derivatives.
 """
 
+import functools
 import importlib.metadata
 import logging
 from collections.abc import Callable
@@ -30,7 +32,7 @@ except ImportError:  # left out by pip
     _kernels = None  # type: ignore[assignment]
 
 # How `jax.vmap` calls them: one after the other where rows of one pool are not to be copied for each.
-_MAPPED = {"row_products": "sequential", "row_sums": "sequential", "code_products": "broadcast_all",
+_MAPPED = {"row_attention": "sequential", "code_products": "broadcast_all",
            "assign": "broadcast_all"}
 
 
@@ -56,9 +58,10 @@ def on_cpu(name: str, result: Any, otherwise: Callable[..., Any], *operands: Arr
     """The kernel's result on CPU, one `jax.ShapeDtypeStruct` or several, and `otherwise` of the operands elsewhere."""
     if not COMPILED:
         return otherwise(*operands)
+    return jax.lax.platform_dependent(*operands, cpu=functools.partial(call, name, result), default=otherwise)
 
-    def kernel(*operands):
-        call = jax.ffi.ffi_call(f"kvjax_{name}", result, vmap_method=_MAPPED[name])
-        return call(*(one.astype(jnp.float32) if jnp.issubdtype(one.dtype, jnp.floating) else one for one in operands))
 
-    return jax.lax.platform_dependent(*operands, cpu=kernel, default=otherwise)
+def call(name: str, result: Any, *operands: Array) -> Any:
+    """The kernel's result; only for CPU, and where they are `COMPILED`."""
+    kernel = jax.ffi.ffi_call(f"kvjax_{name}", result, vmap_method=_MAPPED[name])
+    return kernel(*(one.astype(jnp.float32) if jnp.issubdtype(one.dtype, jnp.floating) else one for one in operands))

@@ -63,7 +63,8 @@ class Fetched:
     state: LayerState
     choice: Choice
     slot: Int32[Array, "*B K M1"]  # of each block that is needed
-    everything: tuple | None  # keys and values (`packing.Packed`, [*B, K, NB * C, X]) where every block is attended
+    everything: tuple | None  # keys and values (`packing.Packed`, [*B, K, NB * C, X]) of all blocks, where those are
+    # attended and not read in place
 
 
 @pytree
@@ -212,21 +213,35 @@ def answer(plan: LayerPlan, cache: LayerCache, choice: Choice, q, key, value, sl
 
 def fetched(plan: LayerPlan, cache: LayerCache, choice: Choice, slot: Int32[Array, "B K M1"]) -> Fetched:
     """What was fetched for a batch."""
-    everything = cache.pool.everything(slot[..., : plan.spec.num_blocks]) if plan.attends_all else None
+    at_once = plan.attends_all and not _in_place(plan, cache.pool)
+    everything = cache.pool.everything(slot[..., : plan.spec.num_blocks]) if at_once else None
     return Fetched(jnp.arange(len(slot), dtype=jnp.int32), cache.state, choice, slot, everything)
 
 
+def _in_place(plan: LayerPlan, pool: Pool) -> bool:
+    """Whether all rows are attended where they lie, and not gathered."""
+    return plan.spec.keeps_keys and attention.reads_in_place(pool.dtype)
+
+
+def _every_row(spec: Spec, pool: Pool, mine: Fetched):
+    """Keys and values (`packing.Scattered`) of all rows of all blocks."""
+    slot = jnp.repeat(mine.slot[:, : spec.num_blocks], spec.block_rows, axis=-1)
+    row = jnp.arange(slot.shape[1], dtype=jnp.int32) % spec.block_rows
+    return pool.rows_at(mine.number, slot, jnp.broadcast_to(row, slot.shape))
+
+
 def chosen_rows(plan: LayerPlan, pool: Pool, mine: Fetched):
-    """Keys and values `[K, N, D]` of one sequence's chosen rows (`packing.Scattered`, `packing.Packed` of all), which
-    are valid, and their positions; no keys where the method has the scores (`scored`)."""
-    state, choice, rows = mine.state, mine.choice, mine.choice.rows
+    """Keys and values `[K, N, D]` of one sequence's chosen rows (`packing.Scattered`, or `packing.Packed` of all),
+    which are valid, and their positions; no keys where the method has the scores (`scored`)."""
+    spec, state, choice, rows = plan.spec, mine.state, mine.choice, mine.choice.rows
     if plan.attends_all:
-        valid = (jnp.arange(plan.spec.block_rows) < state.count[..., None]).reshape(plan.spec.kv_heads, -1)
-        return *mine.everything, valid, state.pos.reshape(valid.shape)
+        valid = (jnp.arange(spec.block_rows) < state.count[..., None]).reshape(spec.kv_heads, -1)
+        both = _every_row(spec, pool, mine) if mine.everything is None else mine.everything
+        return *both, valid, state.pos.reshape(valid.shape)
     key, value = pool.rows_at(mine.number, jnp.take_along_axis(mine.slot, rows.rank, axis=-1), rows.row)
     if key is None:
         block = jnp.take_along_axis(choice.need, rows.rank, axis=-1)
-        key = plan.method.rebuild(plan.spec, state.index, block, rows.row, rows.pos)
+        key = plan.method.rebuild(spec, state.index, block, rows.row, rows.pos)
     return key, value, rows.valid, rows.pos
 
 
@@ -251,43 +266,46 @@ def each_sequence(function, args, together: bool = False):
 
 def _attend(plan, pool, mine: Fetched, q, new_key, new_value, at):
     """One sequence: log-sum-exp merge of the tail, the selected rows and the newest token."""
+    sets = tail, chosen, newest = _attended_sets(plan, pool, mine, q, new_key, new_value, at)
+    part = attention.merge(_part(q, tail), _part(q, chosen, scored(plan, mine, q)))
+    part = attention.merge(part, _part(q, newest))
+    seen = sum(jnp.sum(valid, axis=-1, dtype=jnp.int32) for _, _, valid, _, _ in sets)
+    return attention.normalise(part, q.dtype), _weights(plan, q, sets), seen
+
+
+def _attended_sets(plan, pool, mine: Fetched, q, new_key, new_value, at):
+    """Keys, values, which are valid, positions and bias (None = none) of the tail, the chosen rows and the newest."""
     key, value, valid, pos = chosen_rows(plan, pool, mine)
-    tail = mine.state.tail
+    tail, bias = mine.state.tail, mine.choice.bias
     tail_valid = tail.pos >= 0
     if plan.sliding is not None:
         oldest = at - plan.sliding
         tail_valid &= tail.pos > oldest
         valid &= pos > oldest
-    newest = jnp.ones((new_key.shape[0], 1), bool)
-    sets = [
-        (attention.scores_of(q, tail.key, tail_valid), tail.value, tail_valid, tail.pos),
-        (_selected_scores(plan, mine, q, key, valid), value, valid, pos),
-        (attention.scores_of(q, new_key[:, None], newest), new_value[:, None], newest,
-         jnp.broadcast_to(at, newest.shape)),
-    ]
-    tail_part, selected, own = (attention.attend_scores(scores, v, ok) for scores, v, ok, _ in sets)
-    part = attention.merge(attention.merge(tail_part, selected), own)
-    seen = sum(jnp.sum(ok, axis=-1, dtype=jnp.int32) for _, _, ok, _ in sets)
-    return attention.normalise(part, q.dtype), _weights(plan, sets), seen
-
-
-def _selected_scores(plan, mine, q, key, valid):
-    """Of the chosen rows, with what the method adds to them, if it does."""
-    made, bias = scored(plan, mine, q), mine.choice.bias
-    if made is not None:
-        return attention.only_valid(made, valid)
     if bias is not None:
         key = packing.all_of(key)
         bias = plan.method.weigh(plan.spec, mine.state.index, q, key, bias)
-    return attention.scores_of(q, key, valid, bias)
+    newest = jnp.ones((new_key.shape[0], 1), bool)
+    return (
+        (tail.key, tail.value, tail_valid, tail.pos, None), (key, value, valid, pos, bias),
+        (new_key[:, None], new_value[:, None], newest, jnp.broadcast_to(at, newest.shape), None),
+    )
 
 
-def _weights(plan, sets):
+def _part(q, attended, scores=None) -> attention.Part:
+    """Attention over one set, given the scores if the method has them."""
+    key, value, valid, _, bias = attended
+    if scores is None:
+        return attention.attend_part(q, key, value, valid, bias)
+    return attention.attend_scores(attention.only_valid(scores, valid), value, valid)
+
+
+def _weights(plan, q, sets):
     """Attended positions and their weights for `Method.observe`; empty arrays where it does not ask."""
     if not plan.method.observes:
         return jnp.zeros((plan.spec.kv_heads, 0), jnp.int32), jnp.zeros((plan.spec.kv_heads, 0))
-    scores = [scores for scores, _, _, _ in sets]
-    pos = jnp.concatenate([jnp.where(ok, p, -1) for _, _, ok, p in sets], axis=-1)
+    scores = [attention.scores_of(q, key, valid, bias) for key, _, valid, _, bias in sets]
+    pos = jnp.concatenate([jnp.where(valid, pos, -1) for _, _, valid, pos, _ in sets], axis=-1)
     joint = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)
     return pos, jnp.sum(jnp.where(pos[:, None] >= 0, joint, 0.0), axis=1)
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy.special import softmax
+from scipy.special import logsumexp, softmax
 
 from kvjax import attention, kernels, packing
 from kvjax.codecs import lowbit
@@ -16,9 +16,9 @@ compiled = pytest.mark.skipif(not kernels.COMPILED, reason="built without a C co
 TYPES = ("float32", "bfloat16")
 
 
-def scattered(dtype: str, size: int, heads: int = 3, tokens: int = 11):
+def scattered(dtype: str, size: int, heads: int = 3, tokens: int = 11, seed: int = 0):
     """Rows of a pool of 40, some of them out of range, and as numbers of float64."""
-    rng = np.random.default_rng(size)
+    rng = np.random.default_rng((size, seed))
     pool = packing.pack(jnp.asarray(rng.normal(size=(40, size)), jnp.float32), dtype)
     index = rng.integers(-5, 50, (heads, tokens)).astype(np.int32)
     rows = np.asarray(packing.unpack(pool, dtype), np.float64)[index.clip(0, 39)]
@@ -41,46 +41,78 @@ def refuse(name, shape, message, operands):
         kernels.on_cpu(name, result, lambda *_: jnp.zeros(shape), *map(jnp.asarray, operands))
 
 
-def both(rows: packing.Scattered, q, weight):
-    """Products with q, and the sums of exp(weight - top) times the rows: what attention takes of keys and of values."""
-    valid = jnp.ones(rows.index.shape, bool)
-    part = attention.attend_scores(weight, rows, valid)
-    return attention.scores_of(q, rows, valid), part.out / part.total[..., None]
+def attended(q, key, value, valid, bias=None):
+    """The output of attention, and the logarithm of its sum of exponentials."""
+    part = attention.attend_part(q, key, value, valid, bias)
+    return attention.normalise(part, jnp.float32), part.top + jnp.log(part.total)
 
 
-def exactly(rows: np.ndarray, q, weight):
+def exactly(q, key, value, valid, bias=0.0):
     """The same of float64 rows[K, N, D]."""
-    return np.einsum("kgd,knd->kgn", q, rows) * q.shape[-1] ** -0.5, softmax(weight, axis=-1) @ rows
+    scores = np.einsum("kgd,knd->kgn", np.float64(q), key) * q.shape[-1] ** -0.5 + bias
+    scores = np.where(valid[:, None], scores, -np.inf)
+    return softmax(scores, axis=-1) @ value, logsumexp(scores, axis=-1)
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 4, 11, 64])
+def close(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=2e-5)
+
+
+def rows_and_queries(dtype, size, group, tokens, heads=3):
+    """Operands, and the same with rows as numbers; one row in five is not valid."""
+    (key, keys), (value, values) = (scattered(dtype, size, heads, tokens, seed) for seed in (0, 1))
+    valid = np.random.default_rng(tokens).random((heads, tokens)) < 0.8
+    valid[:, tokens // 2] = True
+    q = vectors(heads, group, size)
+    return (q, key, value, valid), (q, keys, values, valid)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 4, 11, 40, 100])
 @pytest.mark.parametrize("group", [1, 3, 4, 5, 9])
 @pytest.mark.parametrize("size", [1, 7, 8, 27, 64])
 @pytest.mark.parametrize("dtype", TYPES)
-def test_rows_are_read_where_they_lie(dtype, size, group, tokens):
-    rows, exact = scattered(dtype, size, tokens=tokens)
-    given = vectors(3, group, size), vectors(3, group, tokens)
-    for found, expected in zip(both(rows, *given), exactly(exact, *map(np.float64, given)), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=2e-5)
+def test_rows_are_attended_where_they_lie(dtype, size, group, tokens):
+    rows, exact = rows_and_queries(dtype, size, group, tokens)
+    close(attended(*rows), exactly(*exact))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "int8", "int4"])
 def test_rows_of_other_types_are_gathered(dtype):
-    rows, exact = scattered(dtype, 64)
-    given = vectors(3, 4, 64), vectors(3, 4, 11)
-    for found, expected in zip(both(rows, *given), exactly(exact, *map(np.float64, given)), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=2e-5)
+    rows, exact = rows_and_queries(dtype, 64, 4, 11)
+    close(attended(*rows), exactly(*exact))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_bias_is_added_to_the_scores(dtype):
+    rows, exact = rows_and_queries(dtype, 16, 5, 70)
+    bias = 3 * vectors(3, 5, 70)
+    close(attended(*rows, bias), exactly(*exact, bias))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_keys_may_be_an_array(dtype):
+    """Those that a method makes of what it keeps. Values are where they lie."""
+    (q, _, value, valid), (_, keys, values, _) = rows_and_queries(dtype, 24, 4, 70)
+    close(attended(q, jnp.asarray(keys, jnp.float32), value, valid), exactly(q, keys, values, valid))
+
+
+@pytest.mark.parametrize("scale", [0.0, 30.0, 3000.0])
+def test_scores_of_any_size(scale):
+    """The exponentials that the kernel computes: all 1, of a common spread, and all but one 0."""
+    (q, *rows), (_, *exact) = rows_and_queries("float32", 16, 4, 100)
+    found, expected = attended(scale * q, *rows), exactly(scale * q, *exact)
+    np.testing.assert_allclose(found[0], expected[0], atol=2e-5 * max(1, scale / 10))
+    np.testing.assert_allclose(found[1], expected[1], rtol=2e-6, atol=1e-6)
 
 
 @compiled
 @pytest.mark.parametrize("dtype", TYPES)
 def test_what_replaces_a_kernel_agrees_with_it(dtype, monkeypatch):
-    rows, _ = scattered(dtype, 64)
-    given = rows, vectors(3, 4, 64), vectors(3, 4, 11)
-    found = both(*given)
+    rows, _ = rows_and_queries(dtype, 64, 4, 11)
+    found = attended(*rows)
     monkeypatch.setattr(kernels, "COMPILED", False)
-    for one, other in zip(found, both(*given), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+    close(found, attended(*rows))
 
 
 @compiled
@@ -93,51 +125,69 @@ def test_kernels_newer_than_xla_are_left_out(monkeypatch, caplog):
 @pytest.mark.parametrize("dtype", TYPES)
 def test_threads_share_what_is_large(dtype):
     """Several times, as threads come at other times in each."""
-    rows, exact = scattered(dtype, 72, heads=8, tokens=2051)
-    given = vectors(8, 5, 72), vectors(8, 5, 2051)
-    expected = exactly(exact, *map(np.float64, given))
-    attend = jax.jit(both)
+    rows, exact = rows_and_queries(dtype, 72, 5, 2051, heads=8)
+    expected, attend = exactly(*exact), jax.jit(attended)
     for _ in range(20):
-        for found, right in zip(attend(rows, *given), expected, strict=True):
-            np.testing.assert_allclose(found, right, rtol=1e-5, atol=2e-5)
+        close(attend(*rows), expected)
+
+
+@pytest.mark.parametrize("tokens", [8192, 8193, 20_000])
+def test_many_tokens_are_attended_in_segments(tokens):
+    rows, exact = rows_and_queries("float32", 8, 4, tokens, heads=1)
+    close(attended(*rows), exactly(*exact))
 
 
 @compiled
 @pytest.mark.parametrize("dtype", TYPES)
 def test_many_at_once_are_each_alone(dtype):
-    rows, _ = scattered(dtype, 24)
-    q, weight = vectors(5, 3, 2, 24), vectors(5, 3, 2, 11)
-    found = jax.vmap(both, in_axes=(None, 0, 0))(rows, q, weight)
+    (_, *rows), _ = rows_and_queries(dtype, 24, 2, 11)
+    q = vectors(5, 3, 2, 24)
+    found = jax.vmap(attended, in_axes=(0, None, None, None))(q, *rows)
     for i in range(5):
-        for one, other in zip(found, both(rows, q[i], weight[i]), strict=True):
+        for one, other in zip(found, attended(q[i], *rows), strict=True):
             np.testing.assert_array_equal(one[i], other)
 
 
 def test_queries_in_bf16_are_those_numbers():
-    rows, exact = scattered("bfloat16", 64)
-    q = jnp.asarray(vectors(3, 4, 64), jnp.bfloat16)
-    found = attention.scores_of(q, rows, jnp.ones((3, 11), bool))
-    np.testing.assert_allclose(found, exactly(exact, np.asarray(q, np.float64), np.zeros((3, 4, 11)))[0], atol=2e-5)
+    (q, *rows), (_, *exact) = rows_and_queries("bfloat16", 64, 4, 11)
+    q = jnp.asarray(q, jnp.bfloat16)
+    close(attended(q, *rows), exactly(np.asarray(q, np.float64), *exact))
 
 
 @compiled
-def test_rows_after_the_last_that_is_attended_may_be_anything():
-    rows, _ = scattered("float32", 16, tokens=12)
-    valid = jnp.broadcast_to(jnp.arange(12) < 8, (3, 12))
-    spoilt = packing.Scattered(rows.pool.at[0].set(jnp.nan), jnp.where(valid, rows.index % 39 + 1, 0), rows.dtype)
-    scores = attention.scores_of(vectors(3, 4, 16), spoilt, valid)
-    assert np.isfinite(attention.attend_scores(scores, spoilt, valid).out).all()
+def test_rows_that_are_not_valid_may_be_anything():
+    (q, key, value, valid), _ = rows_and_queries("float32", 16, 4, 100)
+    spoilt = [packing.Scattered(rows.pool.at[0].set(jnp.nan), jnp.where(valid, rows.index.clip(1), 0), rows.dtype)
+              for rows in (key, value)]
+    right = [np.asarray(rows.pool, np.float64)[np.asarray(rows.index).clip(1, 39)] for rows in (key, value)]
+    close(attended(q, *spoilt, valid), exactly(q, *right, valid))
 
 
 @compiled
-@pytest.mark.parametrize("operands", [
-    (np.zeros((4, 8)), np.zeros((3, 5), np.int32), np.zeros((3, 2, 7))),
-    (np.zeros((4, 8)), np.zeros((2, 5), np.int32), np.zeros((3, 2, 8))),
-    (np.zeros((0, 8)), np.zeros((3, 5), np.int32), np.zeros((3, 2, 8))),
-    (np.zeros((4, 8), np.int8), np.zeros((3, 5), np.int32), np.zeros((3, 2, 8))),
+def test_no_valid_row_is_a_part_of_nothing():
+    (q, key, value, valid), _ = rows_and_queries("float32", 16, 4, 100)
+    part = attention.attend_part(q, key, value, np.zeros_like(valid))
+    np.testing.assert_array_equal(part.out, 0)
+    np.testing.assert_array_equal(part.total, 0)
+
+
+OPERANDS = {"keys": np.zeros((4, 8)), "key index": np.zeros((3, 5), np.int32), "values": np.zeros((6, 8)),
+            "value index": np.zeros((3, 5), np.int32), "valid": np.ones((3, 5), bool), "q": np.zeros((3, 4, 8)),
+            "bias": np.zeros((3, 4, 0))}
+
+
+@compiled
+@pytest.mark.parametrize(("name", "spoilt"), [
+    ("keys", np.zeros((4, 7))), ("keys", np.zeros((0, 8))), ("keys", np.zeros((4, 8), np.uint16)),
+    ("key index", np.zeros((2, 5), np.int32)), ("values", np.zeros((6, 7))), ("values", np.zeros((0, 8))),
+    ("value index", np.zeros((3, 4), np.int32)), ("valid", np.ones((3, 5), np.int32)), ("valid", np.ones((3, 6), bool)),
+    ("q", np.zeros((3, 4, 7))), ("q", np.zeros((2, 4, 8))), ("q", np.zeros((3, 3, 8))), ("bias", np.zeros((3, 4, 4))),
+    ("bias", np.zeros((3, 1, 5))),
 ])
-def test_sizes_that_do_not_agree_are_refused(operands):
-    refuse("row_products", (3, 2, 5), "rows: ", operands)
+def test_sizes_that_do_not_agree_are_refused(name, spoilt):
+    results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((3, 1, 4, 8), (3, 1, 4), (3, 1, 4))]
+    with pytest.raises(jax.errors.JaxRuntimeError, match="rows: "):
+        kernels.call("row_attention", results, *map(jnp.asarray, (OPERANDS | {name: spoilt}).values()))
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 31, 32, 100, 2048, 2148])

@@ -83,8 +83,9 @@ def made_words(rng: np.random.Generator, count: int) -> list[str]:
 
 def text_template(rng: np.random.Generator, tokenizer: Tokenizer, stream: np.ndarray) -> str:
     """A template of two pieces of text, without their numbers."""
-    before, after = (tokenizer.decode(random_span(rng, stream, rng.integers(least, least + 8))) for least in (1, 0))
-    before, after = (re.sub(r"[{}\d\s]+", " ", text).strip() for text in (before, after))
+    lengths = int(rng.integers(1, 9)), int(rng.integers(0, 8))
+    before, after = (re.sub(r"[{}\d\s]+", " ", tokenizer.decode(random_span(rng, stream, length))).strip()
+                     for length in lengths)
     return f"{before} {{key}} {after}".strip() + _ending(rng)
 
 
@@ -106,14 +107,14 @@ def draw_needles(
     template = templates[rng.integers(len(templates))]
     if not held_out and rng.random() < 0.5:
         template = random_template(rng, words)
-    return _with_values(rng, template, rng.choice(words, size=count, replace=False), held_out, digits)
+    return _with_values(rng, template, rng.choice(words, size=count, replace=False).tolist(), held_out, digits)
 
 
 def made_needles(rng: np.random.Generator, tokenizer: Tokenizer, stream: np.ndarray, count: int) -> list[Needle]:
     """Needles for training whose words and template are drawn anew, so that neither can be learnt by heart."""
     words = made_words(rng, count + _SPARE_WORDS)
     template = random_template(rng, words) if rng.random() < 0.5 else text_template(rng, tokenizer, stream)
-    return _with_values(rng, template, rng.choice(words, size=count, replace=False), held_out=False)
+    return _with_values(rng, template, rng.choice(words, size=count, replace=False).tolist(), held_out=False)
 
 
 def _with_values(
