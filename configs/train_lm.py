@@ -3,8 +3,8 @@
     python -m experiments.main --config=configs/train_lm.py --workdir=runs/lm
     python -m experiments.main --config=configs/train_lm.py:long --workdir=runs/lm_long
 
-Presets: the default recipe, for two CPU cores; `:long` goes on from the shipped model to rows of 8,192 tokens, on a
-GPU, and does not give a better one (docs/gpu.md); `:smoke`. Runtime and result: see the model card.
+Presets: the default recipe, for two CPU cores; `:long` goes on from the reference model to rows of 8,192 tokens, on
+an NVIDIA GPU; `:smoke`. Runtime and result: see the model cards.
 """
 
 import ml_collections
@@ -44,8 +44,8 @@ def get_config(preset: str = "cpu") -> ml_collections.ConfigDict:
     if preset == "long":
         config.start = "kvjax/reference"
         config.model.max_position = 16_384
-        config.stages = (((512, 2048, 8192, 8192), 30_000),)
-        # Words drawn anew cannot be learnt by heart; of a long row's tokens few are answers, so that they weigh more.
+        config.stages = (((512, 2048, 8192, 8192), 20_000),)
+        # Words and templates drawn anew cannot be learnt by heart. Answers are few in long rows, and weigh more.
         config.mixture.update(max_needles=16, made_needles=0.9, answer_weight=50.0, text_weight=0.03)
         config.update(dtype="bfloat16", drawers=12, batch_tokens=32_768, learning_rate=1e-3, warmup_steps=200)
         config.update(decay_steps=6000, eval_every=3000, checkpoint_every=3000, log_every=100)

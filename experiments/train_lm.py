@@ -79,8 +79,8 @@ def train_step(model, tx, dtype, params, opt_state, batch, answer_weight):
         right = (jnp.argmax(logits, -1) == batch["tokens"][:, 1:]) & answers
         return total, {
             "loss": total,
-            "answer_loss": jnp.sum(loss * answers) / jnp.sum(answers),
-            "answer_accuracy": jnp.sum(right) / jnp.sum(answers),
+            "answer_loss": jnp.sum(loss * answers) / jnp.maximum(jnp.sum(answers), 1),
+            "answer_accuracy": jnp.sum(right) / jnp.maximum(jnp.sum(answers), 1),
             "text_loss": jnp.sum(loss * (batch["weights"] == 1.0)) / jnp.maximum(jnp.sum(batch["weights"] == 1.0), 1),
         }
 
@@ -135,13 +135,16 @@ def row_lengths(config: ml_collections.ConfigDict) -> list[int]:
 def batches(rows: lm_data.Rows, config: ml_collections.ConfigDict, plan: list[int], start: int):
     """Yields (step, row length, batch); later batches are drawn meanwhile, by processes of their own."""
     spawned = multiprocessing.get_context("spawn")  # a fork of a process with JAX's threads may hang
-    with ProcessPoolExecutor(config.drawers, spawned, lm_data.start_drawing, (rows,)) as pool:
-        upcoming: collections.deque = collections.deque()
+    pool = ProcessPoolExecutor(config.drawers, spawned, lm_data.start_drawing, (rows,))
+    upcoming: collections.deque = collections.deque()
+    try:
         for step in range(start, len(plan)):
             for later in range(step + len(upcoming), min(step + 4 * config.drawers, len(plan))):
                 row = plan[later]
                 upcoming.append(pool.submit(lm_data.draw, (config.seed, later), config.batch_tokens // row, row))
             yield step, plan[step], upcoming.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def export(config: ml_collections.ConfigDict, params, directory: pathlib.Path) -> None:
@@ -159,7 +162,7 @@ def plot_curves(lines: list[dict], path: pathlib.Path) -> None:
     figure = Figure(figsize=(10, 4))
     left, right = figure.subplots(1, 2)
     for name in ("text_loss", "answer_loss"):
-        points = [(line["step"], line[name]) for line in lines if name in line]
+        points = [(line["step"], line[name]) for line in lines if line.get(name)]  # 0: no row of the batch had any
         left.plot(*zip(*points, strict=True), label=name)
     for name in sorted({key for line in lines for key in line if key.startswith("exact_1_")}, key=len):
         points = [(line["step"], line[name]) for line in lines if name in line]

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from kvjax import kernels
 from kvjax.errors import ConfigError
 from kvjax.order import computed_once
-from kvjax.packing import Packed, Scattered
+from kvjax.packing import Packed, Scattered, pack
 from kvjax.typing import Array, Bool, Float, Int32, Num, pytree
 
 _FOUR = 4  # queries that the kernel takes together
-_SEGMENT = 8192  # tokens that one thread attends, where they are many
+_SEGMENT = 4096  # tokens that it gives one thread, where they are more
 NEGATIVE = -1e30  # finite, so that a part without any valid token merges as weight 0 and never as NaN
 
 
@@ -117,7 +117,7 @@ def attend_scores(
 
 
 def reads_in_place(dtype: str) -> bool:
-    """Whether there is a kernel for rows of this type that lie anywhere."""
+    """Whether there is a kernel for rows of this type that lie anywhere: one for CPU, if that is JAX's backend."""
     return kernels.COMPILED and dtype in ("float32", "bfloat16") and jax.default_backend() == "cpu"
 
 
@@ -129,13 +129,13 @@ def _attend_in_place(
     (heads, group, size), tokens = q.shape, valid.shape[-1]
     if not isinstance(key, Scattered):
         index = jnp.arange(heads * tokens, dtype=jnp.int32).reshape(heads, tokens)
-        key = Scattered(key.reshape(-1, size), index, value.dtype)
+        key = Scattered(pack(key.reshape(-1, size), value.dtype), index, value.dtype)
     segments, more = max(1, -(-tokens // _SEGMENT)), ((0, 0), (0, -group % _FOUR), (0, 0))
     bias = jnp.zeros((heads, group, 0)) if bias is None else bias
     results = [jax.ShapeDtypeStruct((heads, segments, group + more[1][1], *rest), jnp.float32)
                for rest in ((size,), (), ())]
     found = kernels.call("row_attention", results, key.pool, key.index, value.pool, value.index, valid,
-                         jnp.pad(q * size**-0.5, more), jnp.pad(bias, more))
+                         jnp.pad(q.astype(jnp.float32) * size**-0.5, more), jnp.pad(bias, more))
     return functools.reduce(merge, (Part(*(x[:, i, :group] for x in found)) for i in range(segments)))
 
 

@@ -5,6 +5,7 @@
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <math.h>
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>
@@ -47,6 +48,7 @@ INLINED Four sums_of_four(const Lanes *x) {
 
 #define FOUR 4       /* queries that meet a row while it is in registers */
 #define TILE_ROWS 32 /* rows whose keys and values stay in the processor's nearest cache */
+#define SEGMENT 4096    /* tokens of a head that one thread attends, where they are more */
 #define NEGATIVE -1e30f /* as in attention.py */
 
 typedef struct {
@@ -167,7 +169,7 @@ INLINED void score(const Tile *tile, const Tile *next, const float *q, int64_t s
 /* Scores become weights relative to the largest so far; what was summed before is scaled to that. */
 INLINED void weigh(int count, Weights *weights, int64_t size, float *out, Four *top, Four *total) {
     Lanes most = twice(*top), sums = {0};
-    if (count % 2) *(Four *)weights->of[count] = (Four){NEGATIVE, NEGATIVE, NEGATIVE, NEGATIVE};
+    if (count % 2) *(Four *)weights->of[count] = (Four){-INFINITY, -INFINITY, -INFINITY, -INFINITY};
     for (int i = 0; 2 * i < count; i++) most = larger(most, weights->pairs[i]);
     most = larger(most, __builtin_shufflevector(most, most, 4, 5, 6, 7, 0, 1, 2, 3));
     Four kept = half(exponentials(twice(*top) - most), 0);
@@ -205,7 +207,7 @@ INLINED void add_values(const Tile *tile, const Weights *weights, int64_t size, 
 /* Attention of all queries of a head over a segment of its tokens. */
 INLINED void attend_segment(const Rows *from, int64_t piece, int wide) {
     int64_t head = piece / from->segments, segment = piece % from->segments, size = from->size;
-    int64_t at = from->tokens * segment / from->segments, stop = from->tokens * (segment + 1) / from->segments;
+    int64_t at = segment * SEGMENT, stop = at + SEGMENT < from->tokens ? at + SEGMENT : from->tokens;
     float *out = from->out + piece * from->queries * size;
     Four *top = (Four *)(from->top + piece * from->queries), *total = (Four *)(from->total + piece * from->queries);
     const float *q = from->q + head * from->queries * size;
@@ -532,7 +534,9 @@ static XLA_FFI_Error *on_rows(XLA_FFI_CallFrame *call) {
                  values->dims[0], index->dims[0], out->dims[1], index->dims[1], q->dims[1], keys->dims[1],
                  type == XLA_FFI_DataType_F32};
     int64_t heads = from.heads, tokens = from.tokens, queries = from.queries, size = from.size, segments = from.segments;
-    if (!from.have_keys || !from.have_values || !segments || queries % FOUR || values->dims[1] != size ||
+    int64_t wanted = tokens > SEGMENT ? (tokens + SEGMENT - 1) / SEGMENT : 1;
+    if ((tokens && (!from.have_keys || !from.have_values)) || segments != wanted ||
+        queries % FOUR || values->dims[1] != size ||
         !HAS(index, S32, heads, tokens) || !HAS(operand(call, 3), S32, heads, tokens) || !HAS(operand(call, 4), PRED, heads, tokens) ||
         !HAS(q, F32, heads, queries, size) || !HAS(bias, F32, heads, queries, from.bias ? tokens : 0) ||
         !HAS(out, F32, heads, segments, queries, size) || !HAS(result(call, 1), F32, heads, segments, queries) ||

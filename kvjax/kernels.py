@@ -4,8 +4,8 @@ Of every kernel there is an equal in XLA's operations, which rounds differently.
 pip found no GCC 12 or clang and left the kernels out (`COMPILED` is False then).
 
   - `row_attention`: keys[R, D], index[K, N], values[R2, D], index[K, N], valid[K, N], q[K, G, D] and bias[K, G, N] or
-    [K, G, 0] to out[K, S, G, D], top[K, S, G], total[K, S, G] as `kvjax.attention.Part` says, of each KV head's rows in
-    S segments; G is a multiple of 4;
+    [K, G, 0] to out[K, S, G, D], top[K, S, G], total[K, S, G], as `kvjax.attention.Part` says, of each 4,096 rows of a
+    KV head; scores are products with q, plus the bias; G is a multiple of 4;
   - `code_products`: codes[F, X, N], q[F, Q, D] to [F, Q, N], each vector of codes with each query. A byte has the codes
     of D / X dimensions, the lowest bits the first's, of 8, 4 and 2 bits with 127, 7 and 1.5 added.
   - `assign`: block[KB, NS], keys[KB, NS, P], need[KB, M], NB to slot[KB, M], read[KB, M], new[KB, NS], pinned[KB, NS],

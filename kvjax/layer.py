@@ -205,22 +205,25 @@ def runners_up(plan: LayerPlan, state: LayerState, q: Float[Array, "B H D"]) -> 
 @functools.partial(jax.jit, static_argnums=0)
 def answer(plan: LayerPlan, cache: LayerCache, choice: Choice, q, key, value, slot: Int32[Array, "B K M1"], at):
     """Attends tail, chosen rows and the newest token; returns (out[B, H, D], Fresh, Report without traffic)."""
-    args = (fetched(plan, cache, choice, slot), _grouped(q, plan.spec), key, value, at)
+    found = fetched(plan, cache, choice, slot, in_place=_in_place(plan, cache.pool))
+    args = (found, _grouped(q, plan.spec), key, value, at)
     out, (seen_pos, seen_weight), seen = each_sequence(lambda one: _attend(plan, cache.pool, *one), args)
     fresh = Fresh(key, value, choice.need, seen_pos, seen_weight, choice.note)
     return out.reshape(out.shape[0], -1, out.shape[-1]), fresh, seen
 
 
-def fetched(plan: LayerPlan, cache: LayerCache, choice: Choice, slot: Int32[Array, "B K M1"]) -> Fetched:
-    """What was fetched for a batch."""
-    at_once = plan.attends_all and not _in_place(plan, cache.pool)
+def fetched(
+    plan: LayerPlan, cache: LayerCache, choice: Choice, slot: Int32[Array, "B K M1"], in_place: bool = False
+) -> Fetched:
+    """What was fetched for a batch; `in_place`: of all blocks no array is made."""
+    at_once = plan.attends_all and not in_place
     everything = cache.pool.everything(slot[..., : plan.spec.num_blocks]) if at_once else None
     return Fetched(jnp.arange(len(slot), dtype=jnp.int32), cache.state, choice, slot, everything)
 
 
 def _in_place(plan: LayerPlan, pool: Pool) -> bool:
-    """Whether all rows are attended where they lie, and not gathered."""
-    return plan.spec.keeps_keys and attention.reads_in_place(pool.dtype)
+    """Whether rows of all blocks are attended where they lie. A layer that filters has no slots of all blocks."""
+    return plan.method.attends_all and plan.spec.keeps_keys and attention.reads_in_place(pool.dtype)
 
 
 def _every_row(spec: Spec, pool: Pool, mine: Fetched):
@@ -266,11 +269,11 @@ def each_sequence(function, args, together: bool = False):
 
 def _attend(plan, pool, mine: Fetched, q, new_key, new_value, at):
     """One sequence: log-sum-exp merge of the tail, the selected rows and the newest token."""
-    sets = tail, chosen, newest = _attended_sets(plan, pool, mine, q, new_key, new_value, at)
-    part = attention.merge(_part(q, tail), _part(q, chosen, scored(plan, mine, q)))
-    part = attention.merge(part, _part(q, newest))
+    sets = _attended_sets(plan, pool, mine, q, new_key, new_value, at)
+    scores = _scores(plan, mine, q, sets)
+    part = functools.reduce(attention.merge, (_part(q, *both) for both in zip(sets, scores, strict=True)))
     seen = sum(jnp.sum(valid, axis=-1, dtype=jnp.int32) for _, _, valid, _, _ in sets)
-    return attention.normalise(part, q.dtype), _weights(plan, q, sets), seen
+    return attention.normalise(part, q.dtype), _weights(plan, sets, scores), seen
 
 
 def _attended_sets(plan, pool, mine: Fetched, q, new_key, new_value, at):
@@ -283,8 +286,7 @@ def _attended_sets(plan, pool, mine: Fetched, q, new_key, new_value, at):
         tail_valid &= tail.pos > oldest
         valid &= pos > oldest
     if bias is not None:
-        key = packing.all_of(key)
-        bias = plan.method.weigh(plan.spec, mine.state.index, q, key, bias)
+        bias = plan.method.weigh(plan.spec, mine.state.index, q, packing.all_of(key), bias)
     newest = jnp.ones((new_key.shape[0], 1), bool)
     return (
         (tail.key, tail.value, tail_valid, tail.pos, None), (key, value, valid, pos, bias),
@@ -292,19 +294,30 @@ def _attended_sets(plan, pool, mine: Fetched, q, new_key, new_value, at):
     )
 
 
-def _part(q, attended, scores=None) -> attention.Part:
-    """Attention over one set, given the scores if the method has them."""
+def _scores(plan, mine: Fetched, q, sets) -> list:
+    """Of each set, if the method has them or asks for weights; None where attention is to make them."""
+    scores: list = [None] * len(sets)
+    made = scored(plan, mine, q)
+    if made is not None:
+        scores[1] = attention.only_valid(made, sets[1][2])
+    if plan.method.observes:
+        return [attention.scores_of(q, key, valid, bias) if found is None else found
+                for found, (key, _, valid, _, bias) in zip(scores, sets, strict=True)]
+    return scores
+
+
+def _part(q, attended, scores) -> attention.Part:
+    """Attention over one set."""
     key, value, valid, _, bias = attended
     if scores is None:
         return attention.attend_part(q, key, value, valid, bias)
-    return attention.attend_scores(attention.only_valid(scores, valid), value, valid)
+    return attention.attend_scores(scores, value, valid)
 
 
-def _weights(plan, q, sets):
+def _weights(plan, sets, scores):
     """Attended positions and their weights for `Method.observe`; empty arrays where it does not ask."""
     if not plan.method.observes:
         return jnp.zeros((plan.spec.kv_heads, 0), jnp.int32), jnp.zeros((plan.spec.kv_heads, 0))
-    scores = [attention.scores_of(q, key, valid, bias) for key, _, valid, _, bias in sets]
     pos = jnp.concatenate([jnp.where(valid, pos, -1) for _, _, valid, pos, _ in sets], axis=-1)
     joint = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)
     return pos, jnp.sum(jnp.where(pos[:, None] >= 0, joint, 0.0), axis=1)

@@ -70,8 +70,7 @@ def draw_value(rng: np.random.Generator, digits: int, held_out: bool) -> str:
 
 
 def made_words(rng: np.random.Generator, count: int) -> list[str]:
-    """Words that there are not, the beginning of one and the end of another; none is held out. There are too many to be
-    learnt."""
+    """Words of which there are too many to be learnt, the beginning of one and the end of another; none is held out."""
     known, words = corpus.key_words(held_out=False), set[str]()
     while len(words) < count:
         first, second = (known[i] for i in rng.integers(len(known), size=2))
@@ -132,9 +131,9 @@ def passkey(rng: np.random.Generator, held_out: bool) -> Needle:
             return Needle(PASSKEY, value)
 
 
-@functools.lru_cache(maxsize=50_000)
+@functools.lru_cache(maxsize=4096)
 def encode(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
-    """Token ids without special tokens (cached: templates and words recur)."""
+    """Token ids without special tokens (cached: a needle is told, asked for and counted)."""
     return tuple(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
