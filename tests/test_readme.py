@@ -14,7 +14,7 @@ from ml_collections import config_flags
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-PAGES = [ROOT / "README.md", ROOT / "kvjax/methods/README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "kvjax").glob("*/README.md")), *sorted((ROOT / "docs").glob("*.md"))]
 CONFIG = re.compile(r"(?:--config=)?(configs/[a-z_]+\.py(?::\w+)?)")
 
 
