@@ -61,10 +61,10 @@ typedef struct {
     int wide; /* f32 */
 } Rows;
 
-/* The valid ones of some rows, as many as fit, and the last of them once more, as they are taken in pairs. */
+/* The valid ones of some rows, as many as fit, and the last key once more, as keys are taken in pairs. */
 typedef struct {
     const char *key[TILE_ROWS + 1], *value[TILE_ROWS + 1];
-    int64_t at[TILE_ROWS + 1];
+    int64_t at[TILE_ROWS];
     int count;
 } Tile;
 
@@ -134,11 +134,7 @@ INLINED int64_t fill_tile(const Rows *from, int64_t head, int64_t first, int64_t
         tile->at[count++] = at;
     }
     tile->count = count;
-    if (count) {
-        tile->key[count] = tile->key[count - 1];
-        tile->value[count] = tile->value[count - 1];
-        tile->at[count] = tile->at[count - 1];
-    }
+    if (count) tile->key[count] = tile->key[count - 1];
     return at;
 }
 
