@@ -5,20 +5,21 @@
     python -m experiments.main --config=configs/leaderboard.py --workdir=runs/leaderboard
 
 Resumable; --config.shard=i/n runs every n-th method and budget. Result: README.md and report.html. Preset `:smoke`
-finishes within three minutes, `:quick` is one task at two budgets, `:ruler` RULER's tasks, `:recall` MQAR and many
-questions to one context.
+finishes within three minutes, `:quick` is one task at two budgets, `:long` the second reference model at 8,192 tokens,
+`:ruler` RULER's tasks, `:recall` MQAR and many questions to one context.
 """
 
 import ml_collections
 
-from experiments.common import REFERENCE
+from experiments.common import REFERENCE, REFERENCE_8K
 from kvjax.tasks import ruler
 
 
 def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config = ml_collections.ConfigDict()
     config.experiment = "leaderboard"
-    config.model = ""  # empty: the reference model
+    config.model = str(REFERENCE_8K) if preset == "long" else ""  # empty: the reference model
+    table = str((REFERENCE_8K if preset == "long" else REFERENCE) / "delimiters.json")
     config.store = "host"
     config.shard = "0/1"
     config.tasks = ("passkey", "needle", "needle_of_4", "perplexity")
@@ -42,14 +43,14 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
         {"name": "snapkv", "window": 16, "observation": 16},
         {"name": "chunkkv", "window": 16, "observation": 16},
         {"name": "sentencekv", "window": 16, "observation": 16, "chunk": 16, "shortest": 6,
-         "table": str(REFERENCE / "delimiters.json")},
+         "table": table},
         # The paper's dense layers and its filter layers, which attend everything, would be half the model or more.
         {"name": "omnikv", "window": 16, "dense_layers": 0, "reuse": 2, "dense_filters": False},
         {"name": "quest", "window": 16},
         {"name": "dynakv", "window": 16},
         {"name": "icecache", "window": 16, "dense_layers": 0},  # as the others; the paper's two would be half the model
         {"name": "kvswap", "window": 16},
-        {"name": "dynsplit", "window": 16, "table": str(REFERENCE / "delimiters.json")},
+        {"name": "dynsplit", "window": 16, "table": table},
         {"name": "infinigen", "window": 16},
         {"name": "loki", "window": 16},
         {"name": "shadowkv", "window": 16},
@@ -65,10 +66,12 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
         config.methods = ({"name": "full", "whole": True}, {"name": "quest"}, {"name": "kvswap"})
     elif preset == "quick":
         config.update(tasks=("needle",), budgets=(64, 128))
+    elif preset == "long":
+        config.update(lengths=(8192,), budgets=(128,))
     elif preset == "ruler":
         config.update(tasks=(*ruler.NIAH, "vt", "cwe", "fwe"), budgets=(128, 256), samples=8)
     elif preset == "recall":
         config.update(tasks=("mqar", "multi_request"), budgets=(64, 128, 256))
     elif preset != "default":
-        raise ValueError(f"unknown preset {preset!r}; use default, quick, ruler, recall or smoke")
+        raise ValueError(f"unknown preset {preset!r}; use default, quick, long, ruler, recall or smoke")
     return config

@@ -19,6 +19,7 @@ from kvjax.tasks import corpus
 
 NOT_FIELDS = ("label", "slots", "dtype", "replay", "only", "whole")  # that are no fields of a method: see `make_method`
 REFERENCE = pathlib.Path(kvjax.__file__).parent / "reference"
+REFERENCE_8K = REFERENCE.parent / "reference_8k"
 
 
 def check_counts(config: Mapping[str, Any], **least: int) -> None:
