@@ -1,5 +1,6 @@
 """The compiled parts; everything else about the package is in setup.cfg. What cannot be compiled is left out: threads
-make reads then (kvjax/store/reader.py), and XLA does what kernels would (kvjax/kernels.py)."""
+make reads then (kvjax/store/reader.py), JAX calls back (kvjax/store/callbacks.py), and XLA does what kernels would
+(kvjax/kernels.py)."""
 
 import importlib.metadata
 import importlib.util
@@ -8,17 +9,22 @@ import pathlib
 from setuptools import Extension, setup
 
 
-def kernels() -> list[Extension]:
+def extensions() -> list[Extension]:
     """None without jaxlib, which has the headers."""
     jaxlib = importlib.util.find_spec("jaxlib")
     if jaxlib is None or jaxlib.origin is None:
         return []
     include = pathlib.Path(jaxlib.origin).parent / "include"
-    return [Extension(
-        "kvjax._kernels", ["kvjax/kernels.c"], include_dirs=[str(include)], extra_compile_args=["-O3"], optional=True,
-        define_macros=[("JAXLIB", f'"{importlib.metadata.version("jaxlib")}"')],
-        depends=[str(include / "xla/ffi/api/c_api.h")],
-    )]
+
+    def extension(name: str, *sources: str, **options) -> Extension:
+        return Extension(
+            name, list(sources), include_dirs=[str(include)], optional=True,
+            define_macros=[("JAXLIB", f'"{importlib.metadata.version("jaxlib")}"')],
+            depends=[str(include / "xla/ffi/api/c_api.h"), "kvjax/ffi.h", "kvjax/store/native.h"], **options,
+        )
+
+    return [extension("kvjax.store.native", "kvjax/store/native.c", "kvjax/store/callback.c"),
+            extension("kvjax._kernels", "kvjax/kernels.c", extra_compile_args=["-O3"])]
 
 
-setup(ext_modules=[Extension("kvjax.store.native", ["kvjax/store/native.c"], optional=True), *kernels()])
+setup(ext_modules=extensions())

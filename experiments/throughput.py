@@ -32,7 +32,8 @@ from kvjax.models.transformer import Transformer, apply_rows
 from kvjax.planning import Slots, State
 from kvjax.pool import Line
 from kvjax.store import base, fifo
-from kvjax.store.slots import SlotPool, default_backend
+from kvjax.store.callbacks import default_backend
+from kvjax.store.slots import SlotPool
 
 _GRID = ("models", "methods", "contexts", "batches", "stores", "transformers")
 _EXTRAS = ("label", "slots", "dtype", "replay", "only")  # of a method's settings

@@ -3,16 +3,10 @@
  *
  * Sums are over eight lanes whatever the processor has, so that only the rounding of fused operations depends on it.
  */
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#include <math.h>
-#include <sched.h>
-#include <stdatomic.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
+#include "ffi.h"
 
-#include "xla/ffi/api/c_api.h"
+#include <math.h>
+#include <string.h>
 
 #pragma GCC diagnostic ignored "-Wpsabi" /* vectors are passed between inlined functions alone */
 
@@ -406,113 +400,7 @@ static void assign_head(const Slots *in) {
     }
 }
 
-/* ---- XLA's threads */
-
-typedef void Piece(const void *job, int64_t piece);
-
-typedef struct {
-    Piece *run;
-    const void *job;
-    int64_t pieces;
-    _Atomic int64_t next, done;
-    _Atomic int64_t users;
-} Shared;
-
-static void leave(Shared *shared) {
-    if (atomic_fetch_sub(&shared->users, 1) == 1) free(shared);
-}
-
-static void work(Shared *shared) {
-    int64_t piece;
-    while ((piece = atomic_fetch_add(&shared->next, 1)) < shared->pieces) {
-        shared->run(shared->job, piece);
-        atomic_fetch_add(&shared->done, 1);
-    }
-}
-
-static void help(void *shared) {
-    work(shared);
-    leave(shared);
-}
-
-/* Whether there was no error, which is forgotten. */
-static int fine(const XLA_FFI_CallFrame *call, XLA_FFI_Error *error) {
-    XLA_FFI_Error_Destroy_Args args = {.struct_size = XLA_FFI_Error_Destroy_Args_STRUCT_SIZE, .error = error};
-    if (error) call->api->XLA_FFI_Error_Destroy(&args);
-    return !error;
-}
-
-#define WORTH_SHARING (1 << 18) /* numbers that take longer than a thread takes to come */
-
-/* Does all pieces of a job, if it is of many numbers with the help of as many of XLA's threads as there are. One that
- * comes when nothing is left touches no more than `Shared`, which the last to leave frees. */
-static void in_pieces(const XLA_FFI_CallFrame *call, Piece *run, const void *job, int64_t pieces, int64_t numbers) {
-    int64_t threads = 1;
-    XLA_FFI_ThreadPool_NumThreads_Args ask = {.struct_size = XLA_FFI_ThreadPool_NumThreads_Args_STRUCT_SIZE,
-                                              .ctx = call->ctx, .num_threads = &threads};
-    int shares = pieces > 1 && numbers >= WORTH_SHARING && fine(call, call->api->XLA_FFI_ThreadPool_NumThreads(&ask));
-    Shared *shared = shares && threads > 1 ? malloc(sizeof *shared) : NULL;
-    if (!shared) {
-        for (int64_t piece = 0; piece < pieces; piece++) run(job, piece);
-        return;
-    }
-    *shared = (Shared){.run = run, .job = job, .pieces = pieces, .users = 1};
-    for (int64_t i = 1; i < threads && i < pieces; i++) {
-        XLA_FFI_ThreadPool_Schedule_Args later = {.struct_size = XLA_FFI_ThreadPool_Schedule_Args_STRUCT_SIZE,
-                                                  .ctx = call->ctx, .task = help, .data = shared};
-        atomic_fetch_add(&shared->users, 1);
-        if (!fine(call, call->api->XLA_FFI_ThreadPool_Schedule(&later))) leave(shared);
-    }
-    work(shared);
-    while (atomic_load(&shared->done) < pieces) sched_yield();
-    leave(shared);
-}
-
 /* ---- the interface */
-
-static XLA_FFI_Error *refused(const XLA_FFI_CallFrame *call, const char *why) {
-    XLA_FFI_Error_Create_Args args = {.struct_size = XLA_FFI_Error_Create_Args_STRUCT_SIZE, .message = why,
-                                      .errc = XLA_FFI_Error_Code_INVALID_ARGUMENT};
-    return call->api->XLA_FFI_Error_Create(&args);
-}
-
-#if XLA_FFI_API_MINOR < 4
-typedef XLA_FFI_Extension_Base Extension;
-#else
-typedef XLA_FFI_InternalExtension Extension; /* JAX 0.11 */
-#endif
-
-/* Whether the call only asks which version of the interface this was compiled for; then it is answered. */
-static int asks_version(const XLA_FFI_CallFrame *call) {
-    for (Extension *one = call->extension_start; one; one = one->next)
-        if (one->type == XLA_FFI_Extension_Metadata) {
-            XLA_FFI_Metadata *metadata = ((XLA_FFI_Metadata_Extension *)one)->metadata;
-            metadata->api_version.major_version = XLA_FFI_API_MAJOR;
-            metadata->api_version.minor_version = XLA_FFI_API_MINOR;
-            metadata->traits = 0;
-            metadata->state_type_id = (XLA_FFI_TypeId){0};
-            return 1;
-        }
-    return 0;
-}
-
-static const XLA_FFI_Buffer *operand(const XLA_FFI_CallFrame *call, int64_t i) { return call->args.args[i]; }
-
-static const XLA_FFI_Buffer *result(const XLA_FFI_CallFrame *call, int64_t i) { return call->rets.rets[i]; }
-
-static int is_of(const XLA_FFI_Buffer *buffer, XLA_FFI_DataType type, int64_t rank) {
-    return buffer->dtype == type && buffer->rank == rank;
-}
-
-/* Whether a buffer has a type and these sizes, as many as there are before a negative one. */
-static int has(const XLA_FFI_Buffer *buffer, XLA_FFI_DataType type, const int64_t *sizes) {
-    int64_t rank = 0;
-    for (; sizes[rank] >= 0; rank++)
-        if (rank >= buffer->rank || buffer->dims[rank] != sizes[rank]) return 0;
-    return buffer->dtype == type && buffer->rank == rank;
-}
-
-#define HAS(buffer, type, ...) has(buffer, XLA_FFI_DataType_##type, (const int64_t[]){__VA_ARGS__, -1})
 
 /* Keys [R, D], index [K, N], values [R2, D], index [K, N], valid [K, N], q [K, G, D] and bias [K, G, N] or [K, G, 0];
  * to out [K, S, G, D], top and total [K, S, G]. */
@@ -541,15 +429,6 @@ static XLA_FFI_Error *on_rows(XLA_FFI_CallFrame *call) {
     in_pieces(call, row_attention, &from, heads * segments, 2 * heads * tokens * size);
     return NULL;
 }
-
-/* The product of all but the last `count` sizes: heads, and whatever is mapped over. */
-static int64_t leading(const XLA_FFI_Buffer *buffer, int64_t count) {
-    int64_t size = 1;
-    for (int64_t i = 0; i < buffer->rank - count; i++) size *= buffer->dims[i];
-    return size;
-}
-
-static int64_t last(const XLA_FFI_Buffer *buffer, int64_t i) { return buffer->dims[buffer->rank - i]; }
 
 /* Codes [F, X, N] and q [F, Q, D] to [F, Q, N]. */
 static XLA_FFI_Error *on_codes(XLA_FFI_CallFrame *call) {
@@ -607,29 +486,13 @@ static XLA_FFI_Error *on_assign(XLA_FFI_CallFrame *call) {
     return NULL;
 }
 
-static const struct {
-    const char *name;
-    XLA_FFI_Handler *handler;
-} kernels[] = {{"row_attention", on_rows}, {"code_products", on_codes},
-              {"assign", on_assign}};
+static const Target kernels[] = {{"row_attention", on_rows}, {"code_products", on_codes}, {"assign", on_assign}, {NULL, NULL}};
 
 /* handlers() -> {name: capsule} */
-static PyObject *handlers(PyObject *self, PyObject *none) {
-    PyObject *found = PyDict_New();
-    for (size_t i = 0; found && i < sizeof kernels / sizeof *kernels; i++) {
-        PyObject *capsule = PyCapsule_New((void *)kernels[i].handler, NULL, NULL);
-        if (!capsule || PyDict_SetItemString(found, kernels[i].name, capsule) < 0) Py_CLEAR(found);
-        Py_XDECREF(capsule);
-    }
-    return found;
-}
+static PyObject *handlers(PyObject *self, PyObject *none) { return capsules(kernels); }
 
 static PyMethodDef methods[] = {{"handlers", handlers, METH_NOARGS, NULL}, {NULL, NULL, 0, NULL}};
 
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_kernels", NULL, -1, methods, NULL, NULL, NULL, NULL};
 
-PyMODINIT_FUNC PyInit__kernels(void) {
-    PyObject *made = PyModule_Create(&module);
-    if (made && PyModule_AddStringConstant(made, "JAXLIB", JAXLIB) < 0) Py_CLEAR(made);
-    return made;
-}
+PyMODINIT_FUNC PyInit__kernels(void) { return with_version(PyModule_Create(&module)); }

@@ -36,22 +36,23 @@ _MAPPED = {"row_attention": "sequential", "code_products": "broadcast_all",
            "assign": "broadcast_all"}
 
 
-def _registered() -> bool:
-    """Whether XLA knows the kernels. One newer than XLA would keep its CPU backend from starting."""
-    if _kernels is None:
+def register(module: Any) -> bool:
+    """Whether XLA knows the functions of a compiled part, None = left out. One newer than XLA would keep its CPU backend
+    from starting."""
+    if module is None:
         return False
     compiled, installed = (tuple(map(int, version.split(".")[:3]))
-                           for version in (_kernels.JAXLIB, importlib.metadata.version("jaxlib")))
+                           for version in (module.JAXLIB, importlib.metadata.version("jaxlib")))
     if compiled > installed:
-        logging.warning("kvjax's kernels are left out: they were compiled for jaxlib %s, and %s is here; install kvjax "
-                        "again", _kernels.JAXLIB, importlib.metadata.version("jaxlib"))
+        logging.warning("%s is left out: it was compiled for jaxlib %s, and %s is here; install kvjax again",
+                        module.__name__, module.JAXLIB, importlib.metadata.version("jaxlib"))
         return False
-    for name, handler in _kernels.handlers().items():
+    for name, handler in module.handlers().items():
         jax.ffi.register_ffi_target(f"kvjax_{name}", handler, platform="cpu")
     return True
 
 
-COMPILED = _registered()
+COMPILED = register(_kernels)
 
 
 def on_cpu(name: str, result: Any, otherwise: Callable[..., Any], *operands: Array) -> Any:

@@ -17,7 +17,8 @@ from kvjax.models.config import ModelConfig
 from kvjax.parking import Parked
 from kvjax.pool import Line, MemoryPool, row_width
 from kvjax.store import base, residency
-from kvjax.store.slots import BACKENDS, PREFETCH, SlotPool, default_backend
+from kvjax.store.callbacks import BACKENDS, default_backend
+from kvjax.store.slots import PREFETCH, SlotPool
 from kvjax.store.tiers import TieredPool
 from kvjax.typing import Array, Int32, pytree
 

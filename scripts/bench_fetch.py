@@ -28,7 +28,8 @@ from kvjax.method import Spec
 from kvjax.pool import Line
 from kvjax.store.base import Geometry
 from kvjax.store.branch import FlashBranch
-from kvjax.store.slots import SlotPool, default_backend
+from kvjax.store.callbacks import default_backend
+from kvjax.store.slots import SlotPool
 
 BLOCKS = flags.DEFINE_list("blocks", ["0", "1", "4", "8", "32"], "blocks of each head that a fetch needs")
 LAYERS = flags.DEFINE_integer("layers", 4, "whose blocks a program fetches")

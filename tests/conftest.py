@@ -49,7 +49,7 @@ def pytest_addoption(parser):
 
 def _has_backend(item) -> bool:
     """False for a test of what only programs on CPU have, elsewhere."""
-    from kvjax.store.slots import default_backend  # imports JAX, which is to see what is set above
+    from kvjax.store.callbacks import default_backend  # imports JAX, which is to see what is set above
 
     asked = item.callspec.params.get("backend") if hasattr(item, "callspec") else None
     return asked != "buffer" or default_backend() == "buffer"

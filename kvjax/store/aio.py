@@ -14,7 +14,6 @@ import ctypes
 import errno
 import os
 import time
-from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -49,16 +48,6 @@ def _hash_function() -> int:
 XXH3 = _hash_function()
 
 
-class Landed(NamedTuple):
-    """What `Ring.read` did."""
-
-    copied: int  # blocks
-    reads: int  # made
-    size: int  # bytes of reads that came whole
-    useful: int  # bytes that the copied blocks take in the file
-    times: Times
-
-
 class Ring:
     """A kernel context and an arena; the user of the ring says which read goes where in it.
 
@@ -66,8 +55,8 @@ class Ring:
       arena: memory for extents, of which a read has one or several neighbours.
       control: bytes of IOCB[room], the reads of the user's fetch.
       events: bytes of the EVENT[extents] that `wait` fills.
-      extents, sums, targets: int32, uint64 and int64 [extents] for `read`.
-      staged: int64[extents, 2] for `Lineage.resolve_at_once`.
+      layout: where all of it lies, for `native.fetch`, as bytes of a RingLayout of native.c.
+      targets: int64[extents] flat slots of the blocks that `native.fetch` read.
       used: most extents that the arena has had at once.
       in_flight: reads the kernel has not answered yet, or whose answers were not taken.
     """
@@ -80,9 +69,10 @@ class Ring:
         self._system = system
         self._events = np.zeros(extents, EVENT)
         self.events = self._events.view(np.uint8)
-        self.extents, self.sums = np.zeros(extents, np.int32), np.zeros(extents, np.uint64)
+        self._extents, self._sums = np.zeros(extents, np.int32), np.zeros(extents, np.uint64)
         self.targets, self._starts, self._results = np.zeros((3, extents), np.int64)
-        self.staged, self._done = np.zeros((extents, 2), np.int64), np.zeros(extents, np.uint8)
+        self._found, self._staged = np.zeros((extents, 2), np.int32), np.zeros((extents, 2), np.int64)
+        self._done = np.zeros(extents, np.uint8)
         self._sizes = (extents, piece, extent_bytes, block_bytes, HEADER_BYTES, PAGE_BYTES)
         self._depth = depth or extents
         self._closed = False
@@ -95,23 +85,14 @@ class Ring:
         self._pointers = blocks.ctypes.data + np.arange(reads) * IOCB.itemsize
         self.control = blocks.view(np.uint8)
         self.room = reads
-        memory = (blocks, self._pointers, self._events, self.extents, self.sums, self.targets, self._starts,
-                  self._results, self._done)
+        memory = (blocks, self._pointers, self._events, self._extents, self._sums, self.targets, self._starts,
+                  self._results, self._done, self._found, self._staged)
         layout = [self._context, *self._sizes, self.arena.address, XXH3, *(array.ctypes.data for array in memory),
                   self._depth]
-        self._layout = np.array(layout, np.int64).view(np.uint8)  # RingLayout of native.c
-
-    def read(self, out: np.ndarray, count: int, descriptor: int, timeout: float) -> Landed:
-        """Reads the first `count` of `extents`, ascending, and copies what hashes to `sums` to uint8 out[slots,
-        block_bytes] at `targets`: RingFetch in one call, but what is not there at the first try, or after `timeout`
-        seconds without an answer, is left out."""
-        self.used = max(self.used, count)
-        found = native.read(self._layout, out, count, descriptor, timeout)
-        copied, reads, size, useful, self.in_flight, *times = found
-        return Landed(copied, reads, size, useful, Times(*times))
+        self.layout = np.array(layout, np.int64).view(np.uint8)
 
     def missed(self, count: int) -> np.ndarray:
-        """Those of the first `count` targets that `read` copied nothing to."""
+        """Those of the first `count` targets that `native.fetch` copied nothing to."""
         return self.targets[:count][self._done[:count] == 0]
 
     def submit(self, first: int, stop: int) -> int:
@@ -373,7 +354,7 @@ class RingEngine:
 
     @property
     def quick(self) -> bool:
-        """Whether `Ring.read` may be used: the file is one, and its system calls are the kernel's."""
+        """Whether `native.fetch` may be used: the file is one, and its system calls are the kernel's."""
         return self._quick and self.file.direct
 
     def control(self, ring: Ring, extents: np.ndarray, sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

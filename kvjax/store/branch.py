@@ -1,6 +1,7 @@
 """A branch of a store file: its blocks are written by prefill and behind the tokens, and read for each layer."""
 
 import itertools
+import time
 import weakref
 from collections.abc import Callable
 from typing import NamedTuple
@@ -9,10 +10,11 @@ import numpy as np
 
 from kvjax.errors import ConfigError, WriteFailed
 from kvjax.store.ahead import Reads, account
+from kvjax.store.aio import Ring, native
 from kvjax.store.base import Gathered
 from kvjax.store.extents import run_starts
-from kvjax.store.fetch import hung
-from kvjax.store.lineage import Lineage, Sources
+from kvjax.store.fetch import Times, hung
+from kvjax.store.lineage import Lineage, Sources, Staged
 from kvjax.store.table import Table
 from kvjax.store.transaction import TransactionalBranch
 from kvjax.store.volume import Volume
@@ -55,7 +57,8 @@ class FlashBranch(TransactionalBranch):
         volume.adopt(self._lineage)
         self._retire = weakref.finalize(self, volume.retire, self._lineage)
         self._reads = Reads(volume.reader, volume.codec, self._tally)
-        self._checked: tuple = ()  # shapes and types that `_is_plain` knows to be right
+        lineage = self._lineage
+        self._places = (volume.lock, volume.lanes, volume.extents, lineage.table.shift, lineage.pending)
 
     @property
     def path(self) -> str:
@@ -208,56 +211,57 @@ class FlashBranch(TransactionalBranch):
     def _names(self):
         return self._volume.where(self._lineage)
 
-    def _load_at_once(self, layer, block, slot, slots):
-        """Where nothing was read ahead and all blocks are in the file. What does not come at the first try is left to
-        `_load`, which finds out why."""
-        engine = self._volume.reader.rings
-        if (engine is None or block.size > engine.rings.extents or self._reads.has_guess(layer)
-                or not self._is_plain(layer, block, slot, slots)):
+    def _read_at_once(self, layer, generation, block, slot, slots):
+        return native is not None and native.fetch(self, int(layer), int(generation), block, slot, slots)
+
+    def window(self, layer: int, generation: int) -> tuple | None:
+        """What `native.fetch` reads with; None where Python has to look: something was read ahead, or is not right."""
+        rings, lanes = self._volume.reader.rings, self.geometry.lanes
+        if (rings is None or self._errors.first is not None or self._closed or generation != self.generation
+                or self._reads.has_guess(layer)):
             return None
         try:
-            ring = engine.rings.take()
+            ring = rings.rings.take()
         except OSError:  # the kernel gives no more: `_load` lets threads read, and says so
             return None
-        volume, slots_per_lane, out = self._volume, slots.shape[2], slots.view(np.uint8)
-        try:
-            with volume.lock:
-                count, staged = self._lineage.resolve_at_once(layer, block, slot, slots_per_lane,
-                                                              volume.extents.checksums, ring)
-            if count < 0:
-                return None
-            if not (count or staged):
-                return {}
-            landed = ring.read(out, count, engine.file.direct_descriptor, engine.timeout)
-            if ring.in_flight:
-                raise hung(engine.path, engine.timeout)
-            missed = ring.missed(count) if landed.copied < count else ()
-        finally:
-            engine.rings.give(ring)
+        return (ring, ring.layout, *self._places, layer * lanes, lanes, self.geometry.num_blocks,
+                self.geometry.numpy_dtype.itemsize, rings.file.direct_descriptor, rings.timeout)
+
+    def unused(self, ring: Ring) -> None:
+        """Takes a window's ring back: `native.fetch` found something for Python to look at."""
+        self._volume.reader.give_back(ring)
+
+    def staged(self, places: memoryview) -> list[tuple[int, tuple[Staged, ...]]]:
+        """For `native.fetch`, which holds the volume's lock: what to lay over slots; int64 ids and flat slots."""
+        return self._lineage.staged_at(np.frombuffer(places, np.int64).reshape(-1, 2))
+
+    def landed(self, ring: Ring, layer: int, started: float, count: int, copied: int, reads: int, size: int, useful: int,
+               in_flight: int, began: float, ended: float, waited: float, staged, block, slot, slots) -> None:
+        """What `native.fetch` did: of `count` blocks it copied some, with so many reads, their bytes, and those of the
+        copied blocks. Lays over them what is staged, and loads what did not come at the first try as `_load` does, which
+        finds out why."""
+        volume = self._volume
+        ring.in_flight, ring.used = in_flight, max(ring.used, count)
+        missed = ring.missed(count) if copied < count else ()
+        volume.reader.give_back(ring)
+        if in_flight:
+            raise hung(volume.file.path, volume.timeout)
         if staged:
-            here = [one for one in staged if one[0] not in missed]
-            self._overlay(here, out.reshape(self.geometry.lanes * slots_per_lane, -1))
-        booked = account(layer, landed.copied, landed.size, landed.useful, landed.reads, landed.times, self._note)
-        if landed.copied < count:
+            _, _, out = self._locate(layer, block, slot, slots)
+            self._overlay([one for one in staged if one[0] not in missed], out)
+        self._note("read", layer, started)
+        booked = account(layer, copied, size, useful, reads, Times(began, ended, waited), self._note) if count else {}
+        if copied < count:
             self._load_missed(layer, block, slot, slots, missed)
-        return booked
+        answered = time.perf_counter()
+        self._tally.add(read_seconds=answered - started, **booked)
+        self._note("answer", layer, answered)
 
     def _load_missed(self, layer, block, slot, slots, missed: np.ndarray) -> None:
         """Loads what goes to flat slots missed[n]: blocks that were being written, or whose reads came back."""
         ids, targets, out = self._locate(layer, block, slot, slots)
         late = np.isin(targets, missed)
         self._load(layer, ids[late], targets[late], out)
-
-    def _is_plain(self, layer, block, slot, slots) -> bool:
-        """Whether shapes and memory are such that C code can take them as they are; raises as `_locate`."""
-        self._layer_start(layer)
-        shapes = block.shape, slot.shape, slots.shape, slots.dtype, block.dtype, slot.dtype
-        if shapes != self._checked:
-            self._locate(layer, block, slot, slots)
-            if not block.dtype == slot.dtype == np.int32:
-                return False
-            self._checked = shapes
-        return block.flags.c_contiguous and slot.flags.c_contiguous and slots.flags.carray
 
     def _load(self, layer, ids, targets, out):
         volume = self._volume

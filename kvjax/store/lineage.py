@@ -1,8 +1,7 @@
 """What one branch knows: which extent holds each of its blocks, and which blocks are newer in memory than on flash."""
 
 import collections
-import contextlib
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -10,12 +9,6 @@ from kvjax.errors import StoreError
 from kvjax.store.base import Geometry, Tally
 from kvjax.store.table import Table
 from kvjax.store.transaction import Blocks, ErrorSlot, Rows
-
-if TYPE_CHECKING:
-    from kvjax.store.aio import Ring
-
-with contextlib.suppress(ImportError):  # then reads are not asynchronous, and `resolve_at_once` is not called
-    from kvjax.store import native
 
 
 class Staged:
@@ -91,6 +84,7 @@ class Lineage:
       flight: staged blocks that the writer has, until they are on the device; their rows no longer change.
       failed: why the writer gave up on this lineage; cleared to let it try again.
       urgent: somebody waits for the queue to be empty.
+      pending: uint8[total_blocks] of ids in queue or flight: 1, or 2 where nothing of the block is needed from flash.
     """
 
     def __init__(self, geometry: Geometry, table: Table, errors: ErrorSlot, tally: Tally):
@@ -102,8 +96,7 @@ class Lineage:
         self.urgent = False
         self.errors = errors
         self.tally = tally
-        # Of ids in queue or flight, for one vectorised look: 1, or 2 where nothing of the block is needed from flash.
-        self._pending = np.zeros(geometry.total_blocks, np.uint8)
+        self.pending = np.zeros(geometry.total_blocks, np.uint8)
 
     @property
     def idle(self) -> bool:
@@ -112,7 +105,7 @@ class Lineage:
     @property
     def held_bytes(self) -> int:
         """Bytes of its own tables; what is staged is the volume's."""
-        return self._pending.nbytes + self.table.shift.nbytes
+        return self.pending.nbytes + self.table.shift.nbytes
 
     def stage(self, record: Rows | Blocks) -> None:
         """Adds a committed record to the queue. Ctrl-C may cut it short: what was staged before stays, and the same
@@ -121,11 +114,11 @@ class Lineage:
         if isinstance(record, Rows):
             for block_id, row, data in zip(ids, record.row.tolist(), record.data, strict=True):
                 self._staged(block_id).put_row(row, data)
-            self._pending[record.ids] = np.maximum(self._pending[record.ids], 1)
+            self.pending[record.ids] = np.maximum(self.pending[record.ids], 1)
         else:
             for block_id, data in zip(ids, record.data, strict=True):
                 self._staged(block_id).put_block(data)
-            self._pending[record.ids] = 2
+            self.pending[record.ids] = 2
 
     def _staged(self, block_id: int) -> Staged:
         if block_id in self.queue:
@@ -147,12 +140,12 @@ class Lineage:
     def complete(self, block_id: int, rows: np.ndarray) -> None:
         """Gives the writer's block the older rows[C, row_bytes] where nothing newer was put."""
         self.flight[block_id].fill_under(rows)
-        self._pending[block_id] = 2
+        self.pending[block_id] = 2
 
     def written(self, block_id: int) -> None:
         """The writer is done with a block, unless more rows came meanwhile."""
         del self.flight[block_id]
-        self._pending[block_id] = 1 + self.queue[block_id].complete if block_id in self.queue else 0
+        self.pending[block_id] = 1 + self.queue[block_id].complete if block_id in self.queue else 0
 
     def put_back(self, block_id: int, error: StoreError) -> None:
         """The writer failed: the block waits first in line again, with newer rows that came meanwhile."""
@@ -162,7 +155,7 @@ class Lineage:
             newer.appended += older.appended
         self.queue[block_id] = newer or older
         self.queue.move_to_end(block_id, last=False)
-        self._pending[block_id] = 1 + self.queue[block_id].complete
+        self.pending[block_id] = 1 + self.queue[block_id].complete
         self.failed = error
 
     def resolve(self, ids: np.ndarray, checksums: np.ndarray) -> Sources:
@@ -171,22 +164,13 @@ class Lineage:
         on_flash = extents >= 0
         staged = []
         if not self.idle:
-            staged = [(i, self._layers(int(ids[i]))) for i in self._pending[ids].nonzero()[0].tolist()]
+            staged = [(i, self._layers(int(ids[i]))) for i in self.pending[ids].nonzero()[0].tolist()]
             on_flash[[i for i, layers in staged if layers[0].complete]] = False
         return Sources(extents, checksums[extents], on_flash, staged)
 
-    def resolve_at_once(self, layer: int, block: np.ndarray, slot: np.ndarray, slots: int, checksums: np.ndarray,
-                        ring: "Ring") -> tuple[int, list[tuple[int, tuple[Staged, ...]]]]:
-        """Fills the ring's extents, sums and targets for block[B, K, M] that go to slot[B, K, M] of `slots` per lane.
-
-        Returns how many are to be read, and what to lay over flat slots; -1 where a block is neither in the file nor
-        wholly staged, or a slot is not there.
-        """
-        lanes, table = self.geometry.lanes, self.table
-        count, marked = native.resolve(block, slot, table.pool.rows, table.shift, self._pending, checksums,
-                                       ring.extents, ring.sums, ring.targets, ring.staged, lanes,
-                                       self.geometry.num_blocks, slots, layer * lanes)
-        return count, [(target, self._layers(block_id)) for block_id, target in ring.staged[:marked].tolist()]
+    def staged_at(self, places: np.ndarray) -> list[tuple[int, tuple[Staged, ...]]]:
+        """What to lay over flat slots, of int64 places[n, 2], ids of blocks that are staged and slots."""
+        return [(target, self._layers(block_id)) for block_id, target in places.tolist()]
 
     def _layers(self, block_id: int) -> tuple[Staged, ...]:
         older, newer = self.flight.get(block_id), self.queue.get(block_id)

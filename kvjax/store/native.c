@@ -1,18 +1,18 @@
-/* The part of asynchronous reads that has to be quick. Between a block's landing and its place in the caller's memory no
- * Python object is touched, and other Python threads run; before the first request, what takes NumPy a dozen calls is one
- * pass. What goes wrong is found here and dealt with in kvjax/store/aio.py. Signatures are in native.pyi.
+/* The part of asynchronous reads that has to be quick. Python says what to read with (`window`) and is told what came of it
+ * (`landed`); what lies between is here. From the first request to the last block's place in the caller's memory no Python
+ * object is touched, and other Python threads run. What goes wrong is found here and dealt with in kvjax/store/branch.py
+ * and aio.py. Signatures are in native.pyi.
  */
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include "native.h"
+
 #include <errno.h>
 #include <linux/aio_abi.h>
-#include <stdint.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
+#define NO_ANSWER INT64_MIN
 #define NOWAIT 8 /* RWF_NOWAIT: a read that would block its submission fails with EAGAIN instead */
 
 typedef uint64_t (*Hash)(const void *, size_t);
@@ -48,13 +48,13 @@ static void *take(Buffers *buffers, PyObject *argument, size_t size, int flags, 
     return view->buf;
 }
 
-#define READ(type, name, index)                                                          \
-    Py_ssize_t name##_size;                                                              \
-    const type *name = take(&buffers, args[index], sizeof(type), PyBUF_SIMPLE, &name##_size); \
+#define READ(type, name, from)                                                      \
+    Py_ssize_t name##_size;                                                         \
+    const type *name = take(&buffers, from, sizeof(type), PyBUF_SIMPLE, &name##_size); \
     if (!name) return NULL
-#define WRITE(type, name, index)                                                         \
-    Py_ssize_t name##_size;                                                              \
-    type *name = take(&buffers, args[index], sizeof(type), PyBUF_WRITABLE, &name##_size); \
+#define WRITE(type, name, from)                                                     \
+    Py_ssize_t name##_size;                                                         \
+    type *name = take(&buffers, from, sizeof(type), PyBUF_WRITABLE, &name##_size);     \
     if (!name) return NULL
 
 static PyObject *refuse(Buffers *buffers, const char *why) {
@@ -78,7 +78,7 @@ static int integers(PyObject *const *from, Py_ssize_t count, int64_t *to) {
 
 typedef struct {
     int32_t extent;
-    int32_t place; /* in the order asked for */
+    int32_t target; /* flat slot */
 } Found;
 
 static int by_extent(const void *a, const void *b) {
@@ -86,60 +86,49 @@ static int by_extent(const void *a, const void *b) {
     return (left > right) - (left < right);
 }
 
-/* resolve(block, slot, rows, shift, pending, checksums, extents, sums, targets, staged,
- *         lanes, num_blocks, slots, first_lane) -> count, staged */
-static PyObject *resolve(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
-    Buffers buffers = {.count = 0};
-    int64_t number[4];
-    if (nargs != 14) return refuse(&buffers, "resolve takes 14 arguments");
-    if (!integers(args + 10, 4, number)) return NULL;
-    int64_t lanes = number[0], num_blocks = number[1], slots = number[2], first_lane = number[3];
-    READ(int32_t, block, 0);
-    READ(int32_t, slot, 1);
-    READ(int32_t, rows, 2);
-    READ(int64_t, shift, 3);
-    READ(uint8_t, pending, 4);
-    READ(uint64_t, checksums, 5);
-    WRITE(int32_t, extents, 6);
-    WRITE(uint64_t, sums, 7);
-    WRITE(int64_t, targets, 8);
-    WRITE(int64_t, staged, 9);
-    Py_ssize_t most = block_size;
-    if (slot_size != most || lanes < 1 || most % lanes || extents_size < most || sums_size < most || targets_size < most ||
-        staged_size < 2 * most || first_lane < 0 || first_lane + lanes > shift_size ||
-        (first_lane + lanes) * num_blocks > pending_size)
-        return refuse(&buffers, "resolve: sizes do not agree");
-    Found *found = malloc((most + 1) * sizeof(Found));
-    if (!found) {
-        release(&buffers);
-        return PyErr_NoMemory();
-    }
-    Py_ssize_t count = 0, marked = 0, asked = most / lanes;
-    for (Py_ssize_t i = 0; i < most; i++) {
-        if (block[i] < 0 || block[i] >= num_blocks) continue;
-        int64_t lane = first_lane + i / asked, id = lane * num_blocks + block[i], at = id + shift[lane];
-        int32_t extent = at >= 0 && at < rows_size ? rows[at] : -1;
-        int read = pending[id] != WHOLE;
-        if ((read && (extent < 0 || extent >= checksums_size)) || slot[i] < 0 || slot[i] >= slots) {
-            count = -1; /* never written, or a bad slot */
-            break;
-        }
-        if (read) found[count++] = (Found){extent, (int32_t)i};
-        if (pending[id]) {
-            staged[marked++] = id;
-            staged[marked++] = i / asked * slots + slot[i];
+typedef struct { /* a layer's blocks, and where they are */
+    const int32_t *block, *slot; /* what is wanted: asked of each lane */
+    int64_t asked, lanes, first_lane, num_blocks, slots;
+    const int32_t *rows; /* `LanePool.rows`, and `Table.shift` from an id to its place in them */
+    const int64_t *shift;
+    Py_ssize_t rows_size, shift_size, pending_size, checksums_size;
+    const uint8_t *pending;
+    const uint64_t *checksums;
+    Found *found; /* room for all that is wanted */
+    int32_t *extents;
+    uint64_t *sums;
+    int64_t *targets, *staged; /* of these blocks: flat slots; of staged ones: flat ids and slots */
+    int64_t count, marked;
+} Wanted;
+
+/* Fills extents, ascending, sums and targets of blocks to read, and what is staged; 0 where one is neither in the file nor
+ * wholly staged, or a slot does not exist. */
+static int resolve(Wanted *in) {
+    in->count = in->marked = 0;
+    if (in->first_lane < 0 || in->first_lane + in->lanes > in->shift_size ||
+        (in->first_lane + in->lanes) * in->num_blocks > in->pending_size)
+        return 0;
+    for (int64_t i = 0; i < in->lanes * in->asked; i++) {
+        int32_t block = in->block[i], slot = in->slot[i];
+        if (block < 0 || block >= in->num_blocks) continue;
+        int64_t lane = in->first_lane + i / in->asked, id = lane * in->num_blocks + block, at = id + in->shift[lane];
+        int32_t extent = at >= 0 && at < in->rows_size ? in->rows[at] : -1;
+        int read = in->pending[id] != WHOLE;
+        if ((read && (extent < 0 || extent >= in->checksums_size)) || slot < 0 || slot >= in->slots) return 0;
+        int64_t target = i / in->asked * in->slots + slot;
+        if (read) in->found[in->count++] = (Found){extent, (int32_t)target};
+        if (in->pending[id]) {
+            in->staged[2 * in->marked] = id;
+            in->staged[2 * in->marked++ + 1] = target;
         }
     }
-    if (count > 0) qsort(found, count, sizeof(Found), by_extent);
-    for (Py_ssize_t k = 0; k < count; k++) {
-        int32_t i = found[k].place;
-        extents[k] = found[k].extent;
-        sums[k] = checksums[found[k].extent];
-        targets[k] = i / asked * slots + slot[i];
+    qsort(in->found, in->count, sizeof(Found), by_extent);
+    for (int64_t k = 0; k < in->count; k++) {
+        in->extents[k] = in->found[k].extent;
+        in->sums[k] = in->checksums[in->found[k].extent];
+        in->targets[k] = in->found[k].target;
     }
-    free(found);
-    release(&buffers);
-    return Py_BuildValue("nn", count, marked / 2);
+    return 1;
 }
 
 /* ---- control */
@@ -183,10 +172,10 @@ static PyObject *control(PyObject *self, PyObject *const *args, Py_ssize_t nargs
     int64_t number[7];
     if (nargs != 11) return refuse(&buffers, "control takes 11 arguments");
     if (!integers(args + 4, 7, number)) return NULL;
-    READ(int32_t, extents, 0);
-    READ(uint64_t, sums, 1);
-    WRITE(struct iocb, blocks, 2);
-    WRITE(int64_t, starts, 3);
+    READ(int32_t, extents, args[0]);
+    READ(uint64_t, sums, args[1]);
+    WRITE(struct iocb, blocks, args[2]);
+    WRITE(int64_t, starts, args[3]);
     if (sums_size != extents_size || blocks_size < extents_size || starts_size < extents_size || number[0] < 1 ||
         number[1] < number[0])
         return refuse(&buffers, "control: sizes do not agree");
@@ -212,31 +201,42 @@ typedef struct { /* what is being read, and where to */
     int64_t useful; /* of the blocks that were copied */
 } Landing;
 
+/* Verifies and copies a block; whether it was wanted and sound. */
+static int land_block(const Landing *to, int64_t i) {
+    const char *payload = to->arena + i % to->places * to->extent_bytes;
+    int64_t size = size_of(to->sums[i], to->page_bytes, to->block_bytes);
+    uint64_t pages = size < to->block_bytes ? size / to->page_bytes : 0;
+    if (to->done[i] || to->targets[i] < 0 || to->targets[i] >= to->slots) return 0;
+    if (((to->hash(payload, size) & ~(uint64_t)PAGES) | pages) != to->sums[i]) return 0;
+    char *slot = to->out + to->targets[i] * to->block_bytes;
+    memcpy(slot, payload, size);
+    memset(slot + size, 0, to->block_bytes - size);
+    to->done[i] = 1;
+    return 1;
+}
+
+/* Extents of a read that came whole: from `starts[read]` to there. */
+static int64_t stop_of(const Landing *to, int64_t read) { return read + 1 < to->reads ? to->starts[read + 1] : to->extents; }
+
 /* Notes the results of events, verifies the blocks of reads that came whole and copies them; how many. */
-static int64_t land_events(Landing *to, const struct io_event *events, int64_t count) {
+static int64_t land_events(const Landing *to, const struct io_event *events, int64_t count) {
     int64_t copied = 0;
-    for (int64_t event = 0; event < count; event++) {
-        uint64_t read = events[event].data;
+    for (const struct io_event *event = events; event < events + count; event++) {
+        uint64_t read = event->data;
         if (read >= (uint64_t)to->reads) continue;
-        to->results[read] = events[event].res;
-        if (events[event].res != (int64_t)to->control[read].aio_nbytes) continue;
-        to->bytes += events[event].res;
-        int64_t stop = (int64_t)read + 1 < to->reads ? to->starts[read + 1] : to->extents;
-        for (int64_t i = to->starts[read]; i < stop; i++) {
-            const char *payload = to->arena + i % to->places * to->extent_bytes;
-            int64_t size = size_of(to->sums[i], to->page_bytes, to->block_bytes);
-            if (to->done[i] || to->targets[i] < 0 || to->targets[i] >= to->slots) continue;
-            uint64_t pages = size < to->block_bytes ? size / to->page_bytes : 0;
-            if (((to->hash(payload, size) & ~(uint64_t)PAGES) | pages) != to->sums[i]) continue;
-            char *slot = to->out + to->targets[i] * to->block_bytes;
-            memcpy(slot, payload, size);
-            memset(slot + size, 0, to->block_bytes - size);
-            to->done[i] = 1;
-            to->useful += size;
-            copied++;
-        }
+        to->results[read] = event->res;
+        if (event->res != (int64_t)to->control[read].aio_nbytes) continue;
+        for (int64_t i = to->starts[read]; i < stop_of(to, read); i++) copied += land_block(to, i);
     }
     return copied;
+}
+
+/* Bytes of the reads that came whole, and of the blocks that were copied. */
+static void add_up(Landing *to) {
+    for (int64_t i = 0; i < to->reads; i++)
+        if (to->results[i] == (int64_t)to->control[i].aio_nbytes) to->bytes += to->results[i];
+    for (int64_t i = 0; i < to->extents; i++)
+        if (to->done[i]) to->useful += size_of(to->sums[i], to->page_bytes, to->block_bytes);
 }
 
 /* land(events, control, starts, sums, targets, results, done, out,
@@ -247,14 +247,14 @@ static PyObject *land(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     if (nargs != 16) return refuse(&buffers, "land takes 16 arguments");
     if (!integers(args + 8, 8, number)) return NULL;
     int64_t count = number[0], reads = number[1];
-    READ(struct io_event, events, 0);
-    READ(struct iocb, blocks, 1);
-    READ(int64_t, starts, 2);
-    READ(uint64_t, sums, 3);
-    READ(int64_t, targets, 4);
-    WRITE(int64_t, results, 5);
-    WRITE(uint8_t, done, 6);
-    WRITE(char, out, 7);
+    READ(struct io_event, events, args[0]);
+    READ(struct iocb, blocks, args[1]);
+    READ(int64_t, starts, args[2]);
+    READ(uint64_t, sums, args[3]);
+    READ(int64_t, targets, args[4]);
+    WRITE(int64_t, results, args[5]);
+    WRITE(uint8_t, done, args[6]);
+    WRITE(char, out, args[7]);
     if (count > events_size || reads > blocks_size || reads > starts_size || reads > results_size ||
         targets_size != sums_size || done_size != sums_size || number[3] < 1 || number[5] > number[4] || number[5] < 1 ||
         !number[7])
@@ -276,7 +276,7 @@ static PyObject *land(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
 
 typedef struct { /* memory and constants of a ring: `_layout` of aio.py */
     int64_t context, places, piece, extent_bytes, block_bytes, header_bytes, page_bytes;
-    int64_t arena, hash, control, pointers, events, extents, sums, targets, starts, results, done;
+    int64_t arena, hash, control, pointers, events, extents, sums, targets, starts, results, done, found, staged;
     int64_t depth;
 } RingLayout;
 
@@ -339,48 +339,175 @@ static Outcome read_all(const RingLayout *ring, Landing *to, double timeout) {
     }
 }
 
-/* read(layout, out, count, descriptor, timeout) -> copied, reads, bytes, useful, in_flight, began, ended, waited */
-static PyObject *read_blocks(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
-    Buffers buffers = {.count = 0};
-    int64_t number[2];
-    if (nargs != 5) return refuse(&buffers, "read takes 5 arguments");
-    if (!integers(args + 2, 2, number)) return NULL;
-    double timeout = PyFloat_AsDouble(args[4]);
-    if (timeout == -1 && PyErr_Occurred()) return NULL;
-    READ(RingLayout, ring, 0);
-    WRITE(char, out, 1);
-    if (ring_size != 1 || number[0] < 0 || number[0] > ring->places)
-        return refuse(&buffers, "read: sizes do not agree");
-    struct iocb *blocks = (struct iocb *)(intptr_t)ring->control;
-    int64_t *starts = (int64_t *)(intptr_t)ring->starts;
-    Landing to = {
-        .extents = number[0], .slots = out_size / ring->block_bytes, .places = ring->places,
-        .extent_bytes = ring->extent_bytes, .block_bytes = ring->block_bytes, .page_bytes = ring->page_bytes,
-        .arena = (const char *)(intptr_t)ring->arena, .hash = (Hash)(intptr_t)ring->hash, .control = blocks,
-        .starts = starts,
-        .targets = (const int64_t *)(intptr_t)ring->targets, .sums = (const uint64_t *)(intptr_t)ring->sums,
-        .results = (int64_t *)(intptr_t)ring->results, .done = (uint8_t *)(intptr_t)ring->done, .out = out};
-    Reading from = {ring->piece, ring->places, ring->arena, ring->extent_bytes, ring->page_bytes, ring->header_bytes,
-                    number[1]};
-    Outcome outcome;
-    Py_BEGIN_ALLOW_THREADS
-    to.reads = fill_control((const int32_t *)(intptr_t)ring->extents, to.sums, number[0], &from, blocks, starts);
-    memset(to.done, 0, number[0]);
-    outcome = read_all(ring, &to, timeout);
-    Py_END_ALLOW_THREADS
-    release(&buffers);
-    return Py_BuildValue("LLLLLddd", (long long)outcome.copied, (long long)to.reads, (long long)to.bytes,
-                         (long long)to.useful, (long long)outcome.in_flight, outcome.began, outcome.ended, outcome.waited);
+/* ---- fetch */
+
+typedef struct { /* what a branch gives for a fetch, `FlashBranch.window` */
+    PyObject *ring, *layout, *lock, *lanes, *extents, *shift, *pending;
+    long long first_lane, lane_count, num_blocks, item_bytes, descriptor;
+    double timeout;
+} Window;
+
+static PyObject *name_window, *name_unused, *name_staged, *name_acquire, *name_release, *name_rows, *name_checksums;
+
+static int intern_names(void) {
+    static const struct {
+        PyObject **name;
+        const char *text;
+    } all[] = {{&name_window, "window"}, {&name_unused, "unused"}, {&name_staged, "staged"}, {&name_acquire, "acquire"},
+               {&name_release, "release"}, {&name_rows, "rows"}, {&name_checksums, "checksums"}};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+        if (!*all[i].name && !(*all[i].name = PyUnicode_InternFromString(all[i].text))) return 0;
+    return 1;
 }
 
+/* A call while an exception may be on its way, which stays. */
+static void call_aside(PyObject *object, PyObject *name, PyObject *argument) {
+    PyObject *kind, *value, *trace;
+    PyErr_Fetch(&kind, &value, &trace);
+    Py_XDECREF(PyObject_CallMethodObjArgs(object, name, argument, NULL));
+    PyErr_Restore(kind, value, trace);
+}
+
+/* What is wanted of which memory: 1, 0 where the caller's arrays are not of the usual kind, -1 on an exception. */
+static int take_arrays(Buffers *buffers, const Window *from, PyObject *const *arrays, const RingLayout **ring, Wanted *to,
+                       char **out) {
+    Py_ssize_t count;
+    if (!(*ring = take(buffers, from->layout, sizeof **ring, PyBUF_SIMPLE, &count)) ||
+        !(to->shift = take(buffers, from->shift, sizeof *to->shift, PyBUF_SIMPLE, &to->shift_size)) ||
+        !(to->pending = take(buffers, from->pending, sizeof *to->pending, PyBUF_SIMPLE, &to->pending_size)))
+        return -1;
+    const Py_buffer *block = &buffers->views[buffers->count], *slot = block + 1, *slots = block + 2;
+    if (!(to->block = take(buffers, arrays[0], sizeof *to->block, PyBUF_ND, &count)) ||
+        !(to->slot = take(buffers, arrays[1], sizeof *to->slot, PyBUF_ND, &count)) ||
+        !(*out = take(buffers, arrays[2], from->item_bytes, PyBUF_ND | PyBUF_WRITABLE, &count))) {
+        PyErr_Clear();
+        return 0;
+    }
+    if (block->ndim != 3 || slot->ndim != 3 || slots->ndim != 5 || block->itemsize != 4 || slot->itemsize != 4) return 0;
+    to->asked = block->shape[2];
+    to->slots = slots->shape[2];
+    return !memcmp(block->shape, slot->shape, 3 * sizeof *slot->shape) &&
+           !memcmp(block->shape, slots->shape, 2 * sizeof *slots->shape) &&
+           block->shape[0] * block->shape[1] == from->lane_count && count * from->item_bytes == slots->len &&
+           slots->len == from->lane_count * to->slots * (*ring)->block_bytes &&
+           from->lane_count * to->asked <= (*ring)->places;
+}
+
+/* Finds the blocks with the volume's lock held, and what is staged of them; as `take_arrays`. */
+static int find_blocks(PyObject *branch, const Window *window, Wanted *to, PyObject **staged) {
+    Buffers buffers = {.count = 0};
+    PyObject *locked = PyObject_CallMethodNoArgs(window->lock, name_acquire);
+    if (!locked) return -1;
+    Py_DECREF(locked);
+    int found = -1;
+    PyObject *rows = PyObject_GetAttr(window->lanes, name_rows);
+    PyObject *checksums = rows ? PyObject_GetAttr(window->extents, name_checksums) : NULL;
+    if (checksums && (to->rows = take(&buffers, rows, sizeof *to->rows, PyBUF_SIMPLE, &to->rows_size)) &&
+        (to->checksums = take(&buffers, checksums, sizeof *to->checksums, PyBUF_SIMPLE, &to->checksums_size)))
+        found = resolve(to);
+    if (found == 1 && to->marked) {
+        PyObject *places = PyMemoryView_FromMemory((char *)to->staged, 2 * to->marked * sizeof *to->staged, PyBUF_READ);
+        *staged = places ? PyObject_CallMethodOneArg(branch, name_staged, places) : NULL;
+        Py_XDECREF(places);
+        if (!*staged) found = -1;
+    }
+    release(&buffers);
+    Py_XDECREF(rows);
+    Py_XDECREF(checksums);
+    call_aside(window->lock, name_release, NULL);
+    return found;
+}
+
+/* Reads what is wanted through a ring. */
+static Outcome read_wanted(const RingLayout *ring, const Wanted *from, const Window *window, Landing *to) {
+    Reading reading = {ring->piece, ring->places, ring->arena, ring->extent_bytes, ring->page_bytes, ring->header_bytes,
+                       window->descriptor};
+    struct iocb *blocks = (struct iocb *)(intptr_t)ring->control;
+    int64_t *starts = (int64_t *)(intptr_t)ring->starts;
+    *to = (Landing){
+        .extents = from->count, .slots = from->lanes * from->slots, .places = ring->places,
+        .extent_bytes = ring->extent_bytes, .block_bytes = ring->block_bytes, .page_bytes = ring->page_bytes,
+        .arena = (const char *)(intptr_t)ring->arena, .hash = (Hash)(intptr_t)ring->hash, .control = blocks,
+        .starts = starts, .targets = from->targets, .sums = from->sums,
+        .results = (int64_t *)(intptr_t)ring->results, .done = (uint8_t *)(intptr_t)ring->done, .out = to->out};
+    memset(to->done, 0, from->count);
+    to->reads = fill_control(from->extents, from->sums, from->count, &reading, blocks, starts);
+    for (int64_t i = 0; i < to->reads; i++) to->results[i] = NO_ANSWER;
+    Outcome outcome = read_all(ring, to, window->timeout);
+    add_up(to);
+    return outcome;
+}
+
+/* Reads blocks and tells the branch what came of it; 1, or as `take_arrays`. */
+static int fetch_with(PyObject *branch, const Window *window, PyObject *const *args, double started) {
+    Buffers buffers = {.count = 0};
+    const RingLayout *ring;
+    Wanted wanted = {.lanes = window->lane_count, .first_lane = window->first_lane, .num_blocks = window->num_blocks};
+    Landing to = {.reads = 0};
+    Outcome outcome = {.copied = 0};
+    PyObject *staged = NULL;
+    int found = take_arrays(&buffers, window, args + 2, &ring, &wanted, &to.out);
+    if (found == 1) {
+        wanted.found = (Found *)(intptr_t)ring->found;
+        wanted.extents = (int32_t *)(intptr_t)ring->extents;
+        wanted.sums = (uint64_t *)(intptr_t)ring->sums;
+        wanted.targets = (int64_t *)(intptr_t)ring->targets;
+        wanted.staged = (int64_t *)(intptr_t)ring->staged;
+        found = find_blocks(branch, window, &wanted, &staged);
+    }
+    if (found == 1 && wanted.count) {
+        Py_BEGIN_ALLOW_THREADS
+        outcome = read_wanted(ring, &wanted, window, &to);
+        Py_END_ALLOW_THREADS
+    }
+    release(&buffers);
+    if (found != 1) {
+        call_aside(branch, name_unused, window->ring);
+        return found;
+    }
+    PyObject *told = PyObject_CallMethod(
+        branch, "landed", "OOdLLLLLLdddOOOO", window->ring, args[0], started, (long long)wanted.count,
+        (long long)outcome.copied, (long long)to.reads, (long long)to.bytes, (long long)to.useful,
+        (long long)outcome.in_flight, outcome.began, outcome.ended, outcome.waited, staged ? staged : Py_None, args[2],
+        args[3], args[4]);
+    Py_XDECREF(staged);
+    Py_XDECREF(told);
+    return told ? 1 : -1;
+}
+
+/* fetch(branch, layer, generation, block, slot, slots) -> whether it is done */
+static PyObject *fetch(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
+    double started = now();
+    if (nargs != 6) return PyErr_Format(PyExc_TypeError, "fetch takes 6 arguments");
+    PyObject *given = PyObject_CallMethodObjArgs(args[0], name_window, args[1], args[2], NULL);
+    if (!given) return NULL;
+    Window with;
+    int found = 0;
+    if (given != Py_None)
+        found = PyArg_ParseTuple(given, "OOOOOOOLLLLLd", &with.ring, &with.layout, &with.lock, &with.lanes, &with.extents,
+                                 &with.shift, &with.pending, &with.first_lane, &with.lane_count, &with.num_blocks,
+                                 &with.item_bytes, &with.descriptor, &with.timeout)
+                    ? fetch_with(args[0], &with, args + 1, started) : -1;
+    Py_DECREF(given);
+    return found < 0 ? NULL : PyBool_FromLong(found);
+}
+
+/* ---- callbacks */
+
+static const Target targets[] = {{"callback", on_callback}, {NULL, NULL}};
+
+/* handlers() -> {name: capsule} */
+static PyObject *handlers(PyObject *self, PyObject *none) { return capsules(targets); }
+
 static PyMethodDef methods[] = {
-    {"resolve", (PyCFunction)(void (*)(void))resolve, METH_FASTCALL, NULL},
+    {"handlers", handlers, METH_NOARGS, NULL},
+    {"serve", serve, METH_O, NULL},
     {"control", (PyCFunction)(void (*)(void))control, METH_FASTCALL, NULL},
     {"land", (PyCFunction)(void (*)(void))land, METH_FASTCALL, NULL},
-    {"read", (PyCFunction)(void (*)(void))read_blocks, METH_FASTCALL, NULL},
+    {"fetch", (PyCFunction)(void (*)(void))fetch, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };
 
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "native", NULL, -1, methods, NULL, NULL, NULL, NULL};
 
-PyMODINIT_FUNC PyInit_native(void) { return PyModule_Create(&module); }
+PyMODINIT_FUNC PyInit_native(void) { return intern_names() ? with_version(PyModule_Create(&module)) : NULL; }

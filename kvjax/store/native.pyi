@@ -1,27 +1,21 @@
 """The compiled part of asynchronous reads (native.c). Arrays are C-contiguous; `control` and `events` are the bytes of
 IOCB and EVENT of `kvjax.store.linux`. ValueError where sizes do not agree."""
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import numpy as np
 
-def resolve(
-    block: np.ndarray, slot: np.ndarray, rows: np.ndarray, shift: np.ndarray, pending: np.ndarray,
-    checksums: np.ndarray, extents: np.ndarray, sums: np.ndarray, targets: np.ndarray, staged: np.ndarray,
-    lanes: int, num_blocks: int, slots: int, first_lane: int, /,
-) -> tuple[int, int]:
-    """Where the blocks of one fetch are.
+JAXLIB: str
+"""Version that it was compiled for."""
 
-    Fills int32 extents[n], ascending, uint64 sums[n] and int64 targets[n], the flat slots, of blocks to read, and int64
-    staged[m, 2], flat ids and slots, of those that are staged. Returns n and m; n = -1 where a block is neither in the
-    file nor wholly staged, or a slot does not exist.
+def handlers() -> dict[str, object]:
+    """XLA's handler of "callback", as a capsule: a call with attribute `function`, int32, calls that one of `serve`'s with
+    its operands, at most eight: int32[] as numbers, all else as memoryviews that are good until it returns, writable
+    where they are results, too. What it returns is the last result, int32[]; 0, with a message on stderr, if it raises."""
 
-    Args:
-      block, slot: int32[lanes, M], blocks of a lane and where to; a block outside [0, num_blocks) is not wanted.
-      rows, shift: int32 and int64[all lanes] of a `kvjax.store.table.Table`.
-      pending: uint8[all blocks], 1 where rows of a block are staged, 2 where all of it is.
-      checksums: uint64[all extents].
-      slots: per lane.
-      first_lane: of the layer, among all lanes.
-    """
+def serve(functions: Sequence[Callable[..., Any]], /) -> None:
+    """Replaces the functions that programs may call."""
 
 def control(
     extents: np.ndarray, sums: np.ndarray, control: np.ndarray, starts: np.ndarray, piece: int, places: int,
@@ -40,9 +34,11 @@ def land(
     uint8 out[slots, block_bytes] at int64 targets[n], -1 nowhere, zeros after the pages that were read. Returns how
     many it copied and marked in uint8 done[n]. Other threads run meanwhile."""
 
-def read(layout: np.ndarray, out: np.ndarray, count: int, descriptor: int, timeout: float, /) -> tuple[
-        int, int, int, int, int, float, float, float]:
-    """`control`, submission, waiting and `land` for a ring whose memory is described in `layout`, as `Ring.read` of
-    `kvjax.store.aio` says. Returns blocks copied, reads made, bytes of those that came whole, bytes of the blocks
-    copied, reads in flight, when the first was handed over and the last answered (seconds, the clock of
-    `time.perf_counter`), and seconds waited. Other threads run meanwhile."""
+def fetch(branch: Any, layer: int, generation: int, block: Any, slot: Any, slots: Any, /) -> bool:
+    """`FlashBranch.read_into` of int32 block[B, K, M] to int32 slot[B, K, M] of slots[B, K, NS, C, width], in the usual
+    case; False, with nothing done, where Python has to look: `branch.window` says so, arrays are not what they should be,
+    a block is neither in the file nor wholly staged, or a slot does not exist.
+
+    Finds the blocks with the volume's lock held, reads them through the window's ring, in the order of their extents,
+    verifies and copies them, and tells `branch.landed`. Other Python threads run meanwhile. What these raise goes on.
+    """

@@ -1,39 +1,19 @@
-"""A pool of slots over a store: the working set in memory, everything in the file.
-
-The callbacks of a step are here, behind one interface with three backends that give equal bits:
-`buffer` reads straight into XLA's own memory (CPU), `io` returns fetched blocks from an
-`io_callback` (any platform that has them), and `python` calls the store between compiled parts
-(any platform; also the oracle of the other two).
-Callbacks never raise and never touch JAX: they save the first error in the branch and return
-ok = 0, and the step then changes nothing.
-"""
+"""A pool of slots over a store: the working set in memory, everything in the file."""
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental import io_callback
-from jax.experimental.buffer_callback import buffer_callback
 
 from kvjax import packing
-from kvjax.errors import ConfigError
 from kvjax.method import Spec
 from kvjax.pool import Line, Traffic, batch_and_head, find_rows, join_heads, row_width, split_heads, take_block
-from kvjax.store import base, residency
+from kvjax.store import callbacks, residency
 from kvjax.store.residency import ReadPlan, Residency
 from kvjax.typing import Array, Bool, Int32, Num, pytree
 
-BACKENDS = ("buffer", "io", "python")
 PREFETCH = ("off", "layer", "step")
-
-
-def default_backend() -> str:
-    """Straight into XLA's buffers where they are host memory, copies elsewhere."""
-    return "buffer" if jax.default_backend() == "cpu" else "io"
 
 
 @pytree
@@ -109,9 +89,9 @@ class SlotPool:
         if self.passing:
             rows = jnp.zeros(self._space().shape, rows.dtype)
         if self.backend == "buffer":
-            rows, ok = _read_in_place(rows, line, layer, plan)
+            rows, ok = callbacks.read_in_place(rows, line, layer, plan.read, plan.slot)
         else:
-            fetched, ok = read_blocks(rows, line, layer, plan, self.backend)
+            fetched, ok = callbacks.read_blocks(rows, line, layer, plan.read, self.backend)
             rows = filled(self.num_blocks, rows, plan, fetched, ok)
         pool, traffic = self.settle(plan, need, rows, ok)
         return pool, jnp.broadcast_to(plan.slot, need.shape), ok, traffic
@@ -122,7 +102,7 @@ class SlotPool:
     def submit(self, block, layer, line):
         pool = self if self.keep else self.emptied()
         missing = jnp.where(pool.locate(block) == self.slots, block, self.num_blocks)
-        return _effect("submit", self.backend, line, layer, self.own(missing))
+        return callbacks.effect("submit", self.backend, line, layer, self.own(missing))
 
     def rows_at(self, number, slot, row):
         found = find_rows(self.rows, self.dtype, number, slot, row, self.kv_heads, self.parts)
@@ -149,12 +129,12 @@ class SlotPool:
 
     def put_row(self, block, row, key, value, layer, line):
         block, row, packed = self.own(block), self.own(row), self.packed(key, value)
-        queued = _effect("put_rows", self.backend, line, layer, block, row, packed)
+        queued = callbacks.effect("put_rows", self.backend, line, layer, block, row, packed)
         return self._written(queued, block, packed, row)
 
     def put_blocks(self, block, key, value, layer, line):
         block, packed = self.own(block), self.packed(key, value)
-        queued = _effect("put_blocks", self.backend, line, layer, block, packed)
+        queued = callbacks.effect("put_blocks", self.backend, line, layer, block, packed)
         return self._written(queued, block, packed, None)
 
     def packed(self, key, value):
@@ -207,112 +187,3 @@ def _put(num_blocks: int, rows, table: Residency, block, packed, row):
     slot = jnp.where(block < num_blocks, residency.locate_all(table, block), rows.shape[2])
     at = (*batch_and_head(slot), slot) if row is None else (*batch_and_head(slot), slot, row)
     return rows.at[at].set(packed, mode="drop"), residency.note_written_all(table, slot)
-
-
-# ------------------------------------------------------------------------------------- callbacks
-# Module-level functions: a callback's identity is part of the compiled program, and a fresh
-# closure per call would compile again.
-
-
-def _branch_call(name: str, handle, *args) -> bool:
-    branch = base.lookup(int(np.asarray(handle)))
-    return branch is not None and getattr(branch, name)(*args)
-
-
-def _scalars(*arrays):
-    return [int(np.asarray(array)) for array in arrays]
-
-
-def _in_buffers(callback: Callable[..., None], result, **options) -> Callable[..., Any]:
-    """A callback on XLA's own memory. It has side effects and is not declared so: JAX dispatches each call of a program
-    with declared effects in Python, which takes some 20 us for each array that goes in or out. What keeps XLA from
-    leaving a call out, merging two or changing their order is data alone: each has operands of its own, its result is
-    part of what the step returns, and a write takes what depends on the reads (`kvjax.order`)."""
-    return buffer_callback(callback, result, has_side_effect=False, **options)
-
-
-def _buffer_read(ctx, outs, slots, handle, generation, layer, block, slot):
-    """Reads into the output buffer, which is the input's memory."""
-    rows, ok = outs
-    ok_view, rows = np.asarray(ok), packing.as_stored(np.asarray(rows))
-    ok_view[...] = _branch_call(
-        "read_into", handle, *_scalars(layer, generation), np.asarray(block), np.asarray(slot), rows
-    )
-
-
-def _read_in_place(rows, line: Line, layer, plan: ReadPlan):
-    result = (jax.ShapeDtypeStruct(rows.shape, rows.dtype), jax.ShapeDtypeStruct((), jnp.int32))
-    call = _in_buffers(_buffer_read, result, input_output_aliases={0: 0})
-    rows, ok = call(rows, line.handle, line.generation, layer, plan.read, plan.slot)
-    return rows, ok > 0
-
-
-def _io_read(shape_like, handle, generation, layer, block):
-    fetched = np.zeros((*block.shape, *shape_like.shape[-2:]), shape_like.dtype)
-    order = np.tile(np.arange(block.shape[-1], dtype=np.int32), (*block.shape[:-1], 1))
-    rows = packing.as_stored(fetched)
-    ok = _branch_call("read_into", handle, *_scalars(layer, generation), np.asarray(block), order, rows)
-    return fetched, np.int32(ok)
-
-
-def read_blocks(rows, line: Line, layer, plan: ReadPlan, backend: str):
-    """The missing blocks `[B, KB, M1, C, X2]` of a plan, in order, and whether all came; `rows` tells their shape."""
-    shape = (*plan.read.shape, *rows.shape[-2:])
-    result = (jax.ShapeDtypeStruct(shape, rows.dtype), jax.ShapeDtypeStruct((), jnp.int32))
-    like = jnp.zeros((1, *rows.shape[-2:]), rows.dtype)
-    operands = (like, line.handle, line.generation, layer, plan.read)
-    fetched, ok = _in_python(_io_read, operands) if backend == "python" else io_callback(_io_read, result, *operands)
-    return fetched, ok > 0
-
-
-def _buffer_put_rows(ctx, ok, handle, generation, layer, block, row, packed):
-    np.asarray(ok)[...] = _io_put_rows(handle, generation, layer, block, row, packed)
-
-
-def _buffer_put_blocks(ctx, ok, handle, generation, layer, block, packed):
-    np.asarray(ok)[...] = _io_put_blocks(handle, generation, layer, block, packed)
-
-
-def _io_put_rows(handle, generation, layer, block, row, packed):
-    block = np.asarray(block)
-    gate = np.ones(block.shape[0], bool)
-    args = (block, np.asarray(row), packing.as_stored(np.asarray(packed)), gate)
-    return np.int32(_branch_call("put_rows", handle, *_scalars(layer, generation), *args))
-
-
-def _io_put_blocks(handle, generation, layer, block, packed):
-    args = (np.asarray(block), packing.as_stored(np.asarray(packed)))
-    return np.int32(_branch_call("put_blocks", handle, *_scalars(layer, generation), *args))
-
-
-def _buffer_submit(ctx, ok, handle, generation, layer, block):
-    np.asarray(ok)[...] = _io_submit(handle, generation, layer, block)
-
-
-def _io_submit(handle, generation, layer, block):
-    return np.int32(_branch_call("submit", handle, *_scalars(layer, generation), np.asarray(block)))
-
-
-_EFFECTS: dict[tuple[str, bool], Callable[..., Any]] = {
-    ("submit", True): _buffer_submit, ("submit", False): _io_submit,
-    ("put_rows", True): _buffer_put_rows, ("put_rows", False): _io_put_rows,
-    ("put_blocks", True): _buffer_put_blocks, ("put_blocks", False): _io_put_blocks,
-}
-
-
-def _effect(name: str, backend: str, line: Line, layer, *args) -> Int32[Array, ""]:
-    """Hands something to the branch; 1 if it was taken, else the branch keeps the reason."""
-    result = jax.ShapeDtypeStruct((), jnp.int32)
-    operands = (line.handle, line.generation, layer, *args)
-    if backend == "buffer":
-        return _in_buffers(_EFFECTS[name, True], result)(*operands)
-    if backend == "python":
-        return _in_python(_EFFECTS[name, False], operands)
-    return io_callback(_EFFECTS[name, False], result, *operands)
-
-
-def _in_python(call: Callable[..., Any], operands):
-    """Runs a callback here and now; its operands must be values, not parts of a program."""
-    if any(isinstance(one, jax.core.Tracer) for one in operands):
-        raise ConfigError("backend 'python' cannot run inside jit; use the staged driver, or backend 'io'")
-    return jax.tree.map(jnp.asarray, call(*map(np.asarray, operands)))

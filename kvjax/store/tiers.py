@@ -17,9 +17,9 @@ import numpy as np
 
 from kvjax import order
 from kvjax.method import Spec
-from kvjax.store import residency
+from kvjax.store import callbacks, residency
 from kvjax.store.residency import Residency
-from kvjax.store.slots import SlotPool, filled, outcome, read_blocks
+from kvjax.store.slots import SlotPool, filled, outcome
 from kvjax.typing import Array, Int32, Num, pytree
 
 try:
@@ -54,7 +54,7 @@ class TieredPool(SlotPool):
     def fetch(self, need, count, layer, line):
         plan = self.plan(need, count)
         behind = residency.plan_all(self.host_table, plan.read, self.own(count), self.policy)
-        fetched, ok = read_blocks(self.rows, line, layer, behind, self.backend)
+        fetched, ok = callbacks.read_blocks(self.rows, line, layer, behind.read, self.backend)
         missed = behind.read < self.num_blocks
         known = jnp.where(missed, self.host_slots, behind.slot)
         taken = jax.device_put(_take(self.host_rows, *_to_host(self._flat(known))), _DEVICE).reshape(fetched.shape)

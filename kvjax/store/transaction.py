@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from kvjax import packing
 from kvjax.errors import FormatMismatch, StaleCache, StoreClosed, StoreError
 from kvjax.store.base import Branch, Event, Gathered, Geometry, Stats, Tally
 
@@ -98,7 +99,7 @@ class TransactionalBranch(Branch):
     """Arguments, generations, errors and the open transaction; subclasses move the bytes.
 
     Subclasses give `_load`, `_publish`, `_drain` and `_release`, `_prepare` if publishing may have to wait or fail,
-    `_begin` if they can read ahead and `_load_at_once` if they have a quick way. `_prepare`, `_publish`, `_drain` and
+    `_begin` if they can read ahead and `_read_at_once` if they have a quick way. `_prepare`, `_publish`, `_drain` and
     `_release` run under `self._mutex`, which orders the Python-side calls of one branch.
     """
 
@@ -116,10 +117,9 @@ class TransactionalBranch(Branch):
     def _load(self, layer: int, ids: np.ndarray, targets: np.ndarray, out: np.ndarray) -> None:
         """Copies block ids[n] of a layer to out[targets[n]], out[slots, block_bytes] uint8."""
 
-    def _load_at_once(self, layer: int, block: np.ndarray, slot: np.ndarray, slots: np.ndarray) -> dict | None:
-        """Does all of `read_into` in the usual case, if there is a quicker way, and returns what to add to the totals;
-        None where it did not."""
-        return None
+    def _read_at_once(self, layer, generation, block, slot, slots) -> bool:
+        """Does all of `read_into`, if there is a quick way and nothing is unusual; whether it did."""
+        return False
 
     def _begin(self, layer: int, ids: np.ndarray) -> None:
         """Starts to read block ids[n] of a layer, for the `_load` that follows."""
@@ -145,19 +145,20 @@ class TransactionalBranch(Branch):
 
     @callback
     def read_into(self, layer, generation, block, slot, slots):
+        if not self._read_at_once(layer, generation, block, slot, slots):
+            self._read(layer, generation, block, slot, slots)
+
+    def _read(self, layer, generation, block, slot, slots) -> None:
         started = time.perf_counter()
         self._enter(generation)
         self._note("read", layer, started)
-        done = None
         try:
-            done = self._load_at_once(int(layer), block, slot, slots)
-            if done is None:
-                ids, targets, out = self._locate(layer, block, slot, slots)
-                if ids.size:
-                    self._load(int(layer), ids, targets, out)
+            ids, targets, out = self._locate(layer, block, slot, slots)
+            if ids.size:
+                self._load(int(layer), ids, targets, out)
         finally:
             ended = time.perf_counter()
-            self._tally.add(read_seconds=ended - started, **(done or {}))
+            self._tally.add(read_seconds=ended - started)
             self._note("answer", layer, ended)
 
     @callback
@@ -304,7 +305,7 @@ class TransactionalBranch(Branch):
         geometry = self.geometry
         asked = np.shape(block)[-1]
         block = self._index("block", block, (geometry.batch, geometry.kv_heads, asked))
-        slot = self._index("slot", slot, block.shape)
+        slot, slots = self._index("slot", slot, block.shape), packing.as_stored(np.asarray(slots))
         count = slots.shape[2] if slots.ndim == 5 else 0
         self._expect("slots", slots, (*block.shape[:2], count, geometry.block_rows, geometry.width))
         if not (slots.flags.c_contiguous and slots.flags.writeable):

@@ -1,0 +1,93 @@
+/* A compiled program's way to a function in Python, with less around it than JAX's own callbacks have: operands become
+ * numbers and views of XLA's memory, which are good until the function returns, and its answer is a number.
+ */
+#include "native.h"
+
+#define MOST_OPERANDS 8
+
+static PyObject *functions; /* a tuple; a call says which it wants */
+
+/* serve(functions) */
+PyObject *serve(PyObject *self, PyObject *given) {
+    PyObject *replaced = functions;
+    functions = PySequence_Tuple(given);
+    if (!functions) {
+        functions = replaced;
+        return NULL;
+    }
+    Py_XDECREF(replaced);
+    Py_RETURN_NONE;
+}
+
+/* What Python's buffers call a type; NULL for one that no cache has. */
+static const char *format_of(XLA_FFI_DataType type) {
+    switch (type) {
+    case XLA_FFI_DataType_S32: return "i";
+    case XLA_FFI_DataType_F32: return "f";
+    case XLA_FFI_DataType_F16: return "e";
+    case XLA_FFI_DataType_U16: return "H";
+    case XLA_FFI_DataType_S8: return "b";
+    case XLA_FFI_DataType_U8: return "B";
+    default: return NULL;
+    }
+}
+
+static Py_ssize_t size_of(char format) { return format == 'i' || format == 'f' ? 4 : format == 'e' || format == 'H' ? 2 : 1; }
+
+/* Whether an operand's memory is that of a result. */
+static int is_result(const XLA_FFI_CallFrame *call, const XLA_FFI_Buffer *buffer) {
+    for (int64_t i = 0; i < call->rets.size; i++)
+        if (result(call, i)->data == buffer->data) return 1;
+    return 0;
+}
+
+/* An int32 without axes as a number, all else as a view, which can be written where it is a result, too. */
+static PyObject *as_python(const XLA_FFI_CallFrame *call, const XLA_FFI_Buffer *buffer) {
+    static char nothing;
+    if (is_of(buffer, XLA_FFI_DataType_S32, 0)) return PyLong_FromLong(*(const int32_t *)buffer->data);
+    const char *format = format_of(buffer->dtype);
+    if (!format) return PyErr_Format(PyExc_TypeError, "a callback got an array of XLA's type %d", buffer->dtype);
+    Py_ssize_t item = size_of(*format), bytes = item * leading(buffer, 0);
+    Py_buffer view = {.buf = bytes ? buffer->data : &nothing, .len = bytes, .itemsize = item, .ndim = buffer->rank,
+                      .readonly = !is_result(call, buffer), .format = (char *)format, .shape = (Py_ssize_t *)buffer->dims};
+    return PyMemoryView_FromBuffer(&view);
+}
+
+/* The answer of a function; 0, and a message on stderr, where it raises, which it should not. */
+static int32_t answer(const XLA_FFI_CallFrame *call, PyObject *function) {
+    PyObject *operands[MOST_OPERANDS], *found = NULL;
+    int64_t count = 0;
+    while (count < call->args.size && (operands[count] = as_python(call, operand(call, count)))) count++;
+    if (count == call->args.size) found = PyObject_Vectorcall(function, operands, count, NULL);
+    while (count) Py_DECREF(operands[--count]);
+    long number = found ? PyLong_AsLong(found) : -1;
+    Py_XDECREF(found);
+    if (PyErr_Occurred()) {
+        PyErr_WriteUnraisable(function);
+        return 0;
+    }
+    return (int32_t)number;
+}
+
+/* Takes Python's lock. A thread keeps what Python knows of it from call to call: making it anew takes as long as a read. */
+static PyGILState_STATE enter_python(void) {
+    if (!PyGILState_GetThisThreadState()) {
+        PyGILState_Ensure();
+        PyEval_SaveThread();
+    }
+    return PyGILState_Ensure();
+}
+
+/* Any operands; to what the last result, int32 [], is to be. The attribute says which function answers. */
+XLA_FFI_Error *on_callback(XLA_FFI_CallFrame *call) {
+    if (asks_version(call)) return NULL;
+    if (call->args.size > MOST_OPERANDS || call->rets.size < 1 || call->attrs.size != 1 ||
+        !is_of(result(call, call->rets.size - 1), XLA_FFI_DataType_S32, 0))
+        return refused(call, "callback: operands or results");
+    int32_t which = *(const int32_t *)((const XLA_FFI_Scalar *)call->attrs.attrs[0])->value;
+    PyGILState_STATE state = enter_python();
+    int known = functions && which >= 0 && which < PyTuple_GET_SIZE(functions);
+    if (known) *(int32_t *)result(call, call->rets.size - 1)->data = answer(call, PyTuple_GET_ITEM(functions, which));
+    PyGILState_Release(state);
+    return known ? NULL : refused(call, "callback: there is no such function");
+}
