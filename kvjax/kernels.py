@@ -37,8 +37,8 @@ _MAPPED = {"row_attention": "sequential", "code_products": "broadcast_all",
 
 
 def register(module: Any) -> bool:
-    """Whether XLA knows the functions of a compiled part, None = left out. One newer than XLA would keep its CPU backend
-    from starting."""
+    """Whether XLA knows the functions of a compiled part; None = left out. One newer than XLA would keep its CPU
+    backend from starting."""
     if module is None:
         return False
     compiled, installed = (tuple(map(int, version.split(".")[:3]))

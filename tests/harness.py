@@ -39,8 +39,8 @@ from kvjax.methods import (
 )
 from kvjax.pool import Line, row_width
 from kvjax.store.base import Gathered, Geometry, Prompt
-from kvjax.store.flash import FlashStore
 from kvjax.store.callbacks import default_backend
+from kvjax.store.flash import FlashStore
 from kvjax.store.slots import SlotPool
 
 DELIMITERS = str(pathlib.Path(__file__).parent / "delimiters" / "table.json")  # eight of 64 tokens

@@ -14,6 +14,7 @@ import ctypes
 import errno
 import os
 import time
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -46,6 +47,20 @@ def _hash_function() -> int:
 
 
 XXH3 = _hash_function()
+
+
+class Landed(NamedTuple):
+    """What `native.fetch` did."""
+
+    asked: int  # blocks that were to be read
+    copied: int  # of these, that came at the first try
+    reads: int  # made
+    size: int  # bytes of reads that came whole
+    useful: int  # bytes that the copied blocks take in the file
+    in_flight: int  # reads that the device did not answer in time
+    began: float  # as `Times`
+    ended: float
+    waited: float
 
 
 class Ring:

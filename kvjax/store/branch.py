@@ -10,7 +10,7 @@ import numpy as np
 
 from kvjax.errors import ConfigError, WriteFailed
 from kvjax.store.ahead import Reads, account
-from kvjax.store.aio import Ring, native
+from kvjax.store.aio import Landed, Ring, native
 from kvjax.store.base import Gathered
 from kvjax.store.extents import run_starts
 from kvjax.store.fetch import Times, hung
@@ -20,6 +20,7 @@ from kvjax.store.transaction import TransactionalBranch
 from kvjax.store.volume import Volume
 
 WRITE_BYTES = 4 << 20  # prefill is gathered and written in pieces of this size
+_NONE = np.zeros(0, np.int64)
 Take = Callable[[np.ndarray], np.ndarray]  # blocks [n, C, width] of a layer by number
 
 
@@ -235,23 +236,24 @@ class FlashBranch(TransactionalBranch):
         """For `native.fetch`, which holds the volume's lock: what to lay over slots; int64 ids and flat slots."""
         return self._lineage.staged_at(np.frombuffer(places, np.int64).reshape(-1, 2))
 
-    def landed(self, ring: Ring, layer: int, started: float, count: int, copied: int, reads: int, size: int, useful: int,
-               in_flight: int, began: float, ended: float, waited: float, staged, block, slot, slots) -> None:
-        """What `native.fetch` did: of `count` blocks it copied some, with so many reads, their bytes, and those of the
-        copied blocks. Lays over them what is staged, and loads what did not come at the first try as `_load` does, which
-        finds out why."""
-        volume = self._volume
-        ring.in_flight, ring.used = in_flight, max(ring.used, count)
-        missed = ring.missed(count) if copied < count else ()
+    def landed(self, ring: Ring, layer: int, started: float, numbers: tuple, staged, block, slot, slots) -> None:
+        """What `native.fetch` did (`Landed`). Lays what is `staged` over it, and loads what did not come at the first
+        try as `_load` does, which finds out why."""
+        volume, found = self._volume, Landed(*numbers)
+        ring.in_flight, ring.used = found.in_flight, max(ring.used, found.asked)
+        missed = ring.missed(found.asked) if found.copied < found.asked else _NONE
         volume.reader.give_back(ring)
-        if in_flight:
+        if found.in_flight:
             raise hung(volume.file.path, volume.timeout)
         if staged:
             _, _, out = self._locate(layer, block, slot, slots)
             self._overlay([one for one in staged if one[0] not in missed], out)
         self._note("read", layer, started)
-        booked = account(layer, copied, size, useful, reads, Times(began, ended, waited), self._note) if count else {}
-        if copied < count:
+        booked = {}
+        if found.asked:
+            times = Times(found.began, found.ended, found.waited)
+            booked = account(layer, found.copied, found.size, found.useful, found.reads, times, self._note)
+        if missed.size:
             self._load_missed(layer, block, slot, slots, missed)
         answered = time.perf_counter()
         self._tally.add(read_seconds=answered - started, **booked)

@@ -1,17 +1,17 @@
 """How a step reaches the store from inside a compiled program, with three backends that give equal bits.
 
-`buffer` reads straight into XLA's own memory (CPU), `io` returns fetched blocks from an `io_callback` (any platform that
-has them), and `python` calls the store between compiled parts (any platform; also the oracle of the other two). Where it
-could be compiled, `buffer` is a call of our own (callback.c) and not JAX's `buffer_callback`, which takes some 30 us more.
+`buffer` reads straight into XLA's own memory (CPU), `io` returns fetched blocks from an `io_callback` (any platform
+that has them), and `python` calls the store between compiled parts (any platform; also the oracle of the other two).
+Where it could be compiled, `buffer` is a call of our own (callback.c): JAX's `buffer_callback` takes 15 to 20 us more.
 
-Callbacks never raise and never touch JAX: they save the first error in the branch and answer 0, and the step then changes
-nothing. None has declared side effects: JAX dispatches each call of a program with such effects in Python, which takes
-some 20 us for each array that goes in or out. What keeps XLA from leaving a call out, merging two or changing their order
-is data alone: each has operands of its own, its result is part of what the step returns, and a write takes what depends
-on the reads (`kvjax.order`).
+Callbacks never raise and never touch JAX: they save the first error in the branch and answer 0, and the step then
+changes nothing. None has declared side effects: JAX dispatches each call of a program with such effects in Python,
+which takes some 20 us for each array that goes in or out. What keeps XLA from leaving a call out, merging two or changing
+their order is data alone: each has operands of its own, its result is part of what the step returns, and a write takes
+what depends on the reads (`kvjax.order`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -79,8 +79,8 @@ def _read_copies(shape_like, handle, generation, layer, block):
 
 _FUNCTIONS: dict[str, Callable[..., np.int32]] = {
     "read": _read, "submit": _submit, "put_rows": _put_rows, "put_blocks": _put_blocks}
-_COMPILED = kernels.register(native)
-if _COMPILED:
+COMPILED = kernels.register(native)
+if COMPILED:
     native.serve(list(_FUNCTIONS.values()))
 
 
@@ -96,11 +96,11 @@ def _through_jax(function: Callable[..., np.int32]) -> Callable[..., None]:
 _THROUGH_JAX = {name: _through_jax(function) for name, function in _FUNCTIONS.items()}
 
 
-def _in_buffers(name: str, operands: tuple[Array, ...], written: int = 0) -> list[Array]:
+def _in_buffers(name: str, operands: tuple[Array, ...], written: int = 0) -> Sequence[Array]:
     """What a function left in the first `written` operands, which it may write to, and its answer."""
     results = [*(jax.ShapeDtypeStruct(one.shape, one.dtype) for one in operands[:written]), _OK]
     aliases = {i: i for i in range(written)}
-    if _COMPILED:
+    if COMPILED:
         call = jax.ffi.ffi_call("kvjax_callback", results, input_output_aliases=aliases)
         return call(*operands, function=np.int32(list(_FUNCTIONS).index(name)))
     return buffer_callback(_THROUGH_JAX[name], results, input_output_aliases=aliases)(*operands)
@@ -131,8 +131,10 @@ def read_blocks(
     result = (jax.ShapeDtypeStruct((*block.shape, *rows.shape[-2:]), rows.dtype), _OK)
     like = jnp.zeros((1, *rows.shape[-2:]), rows.dtype)
     operands = (like, line.handle, line.generation, layer, block)
-    call = _in_python(_read_copies, operands) if backend == "python" else io_callback(_read_copies, result, *operands)
-    fetched, ok = call
+    if backend == "python":
+        fetched, ok = _in_python(_read_copies, operands)
+    else:
+        fetched, ok = io_callback(_read_copies, result, *operands)
     return fetched, ok > 0
 
 

@@ -466,7 +466,7 @@ static int fetch_with(PyObject *branch, const Window *window, PyObject *const *a
         return found;
     }
     PyObject *told = PyObject_CallMethod(
-        branch, "landed", "OOdLLLLLLdddOOOO", window->ring, args[0], started, (long long)wanted.count,
+        branch, "landed", "OOd(LLLLLLddd)OOOO", window->ring, args[0], started, (long long)wanted.count,
         (long long)outcome.copied, (long long)to.reads, (long long)to.bytes, (long long)to.useful,
         (long long)outcome.in_flight, outcome.began, outcome.ended, outcome.waited, staged ? staged : Py_None, args[2],
         args[3], args[4]);

@@ -10,9 +10,10 @@ JAXLIB: str
 """Version that it was compiled for."""
 
 def handlers() -> dict[str, object]:
-    """XLA's handler of "callback", as a capsule: a call with attribute `function`, int32, calls that one of `serve`'s with
-    its operands, at most eight: int32[] as numbers, all else as memoryviews that are good until it returns, writable
-    where they are results, too. What it returns is the last result, int32[]; 0, with a message on stderr, if it raises."""
+    """XLA's handler of "callback", as a capsule: a call with attribute `function`, int32, calls that one of `serve`'s
+    with its operands, at most eight: int32[] as numbers, all else as memoryviews that are good until it returns,
+    writable where they are results, too. What it returns is the last result, int32[]; 0, with a message on stderr, if it
+    raises."""
 
 def serve(functions: Sequence[Callable[..., Any]], /) -> None:
     """Replaces the functions that programs may call."""
@@ -36,7 +37,7 @@ def land(
 
 def fetch(branch: Any, layer: int, generation: int, block: Any, slot: Any, slots: Any, /) -> bool:
     """`FlashBranch.read_into` of int32 block[B, K, M] to int32 slot[B, K, M] of slots[B, K, NS, C, width], in the usual
-    case; False, with nothing done, where Python has to look: `branch.window` says so, arrays are not what they should be,
+    case; False, with nothing done, where Python has to look: `branch.window` says so, arrays are not as they should be,
     a block is neither in the file nor wholly staged, or a slot does not exist.
 
     Finds the blocks with the volume's lock held, reads them through the window's ring, in the order of their extents,

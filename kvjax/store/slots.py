@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from kvjax import packing
 from kvjax.method import Spec
-from kvjax.pool import Line, Traffic, batch_and_head, find_rows, join_heads, row_width, split_heads, take_block
+from kvjax.pool import Traffic, batch_and_head, find_rows, join_heads, row_width, split_heads, take_block
 from kvjax.store import callbacks, residency
 from kvjax.store.residency import ReadPlan, Residency
 from kvjax.typing import Array, Bool, Int32, Num, pytree

@@ -2,15 +2,19 @@
 
 import errno
 import os
+import threading
+import types
 
 import numpy as np
 import pytest
 
 from kvjax.errors import ReadFailed, StoreError
 from kvjax.store import aio
+from kvjax.store.branch import FlashBranch
 from kvjax.store.flash import FlashStore
-from kvjax.store.format import checksum
+from kvjax.store.format import HEADER_BYTES, checksum
 from kvjax.store.linux import EVENT, IOCB
+from kvjax.store.system import SystemIO
 from tests.store.conftest import GEOMETRY, settle, skip_without
 from tests.store.faults import FaultySystem
 
@@ -24,16 +28,15 @@ def _needs_aio(tmp_path):
 
 @pytest.fixture
 def quick(monkeypatch):
-    """How many blocks each `Ring.read` copied."""
-    copied, read = [], aio.Ring.read
+    """How many blocks each `native.fetch` copied."""
+    fetches, landed = [], FlashBranch.landed
 
-    def counted(self, *args):
-        found = read(self, *args)
-        copied.append(found.copied)
-        return found
+    def counted(self, ring, layer, started, numbers, *rest):
+        fetches.append(aio.Landed(*numbers).copied)
+        landed(self, ring, layer, started, numbers, *rest)
 
-    monkeypatch.setattr(aio.Ring, "read", counted)
-    return copied
+    monkeypatch.setattr(FlashBranch, "landed", counted)
+    return fetches
 
 
 def filled(open_branch, store):
@@ -73,16 +76,15 @@ def test_staged_rows_and_blocks_lie_over_what_is_read(tmp_path, open_branch, qui
 
 def test_what_does_not_come_at_the_first_try_is_read_again_alone(tmp_path, open_branch, monkeypatch):
     driver, blocks = filled(open_branch, FlashStore(tmp_path))
-    read = aio.Ring.read
+    landed = FlashBranch.landed
 
-    def torn(self, out, count, *args):
-        landed = read(self, out, count, *args)
-        self._done[[0, 3]] = 0
-        for target in self.targets[[0, 3]]:
-            out.reshape(-1, GEOMETRY.block_bytes)[target] = 0
-        return landed._replace(copied=landed.copied - 2)
+    def torn(self, ring, layer, started, numbers, *rest):
+        ring._done[[0, 3]] = 0
+        rest[-1].reshape(-1, *rest[-1].shape[3:])[ring.targets[[0, 3]]] = 0
+        found = aio.Landed(*numbers)
+        landed(self, ring, layer, started, found._replace(copied=found.copied - 2), *rest)
 
-    monkeypatch.setattr(aio.Ring, "read", torn)
+    monkeypatch.setattr(FlashBranch, "landed", torn)
     np.testing.assert_array_equal(driver.read(), blocks)
     assert driver.branch.stats().blocks_read == blocks[..., 0, 0].size
 
@@ -136,7 +138,12 @@ def test_a_damaged_block_is_not_copied(tmp_path, open_branch, quick):
 def test_a_device_that_does_not_answer_is_an_error_and_its_ring_is_not_used_again(tmp_path, open_branch, monkeypatch):
     driver, blocks = filled(open_branch, FlashStore(tmp_path, timeout=0.5))
     rings = driver.branch._volume.reader._rings.rings
-    monkeypatch.setattr(aio.native, "read", lambda *_: (0, 3, 0, 0, 3, 0.0, 0.0, 0.5))
+    landed = FlashBranch.landed
+
+    def stuck(self, ring, layer, started, numbers, *rest):
+        landed(self, ring, layer, started, aio.Landed(*numbers)._replace(copied=0, in_flight=3), *rest)
+
+    monkeypatch.setattr(FlashBranch, "landed", stuck)
     monkeypatch.setattr(aio.Ring, "wait", lambda *_: 0)
     assert not driver.try_read()[0]
     error = driver.branch.take_error()
@@ -232,46 +239,108 @@ def test_control_joins_neighbours_up_to_a_piece():
     assert (control["descriptor"][:reads] == 9).all() and (control["data"][:reads] == np.arange(reads)).all()
 
 
-def resolved(**changes):
-    """`native.resolve` over two lanes of three blocks, and its outputs."""
-    given = {
-        "block": np.array([[0, 3, 2], [1, -1, 0]], np.int32), "slot": np.array([[1, 9, 0], [3, 9, 2]], np.int32),
-        "rows": np.array([7, 5, 6, 2, 4, 1], np.int32), "shift": np.zeros(2, np.int64),
-        "pending": np.zeros(6, np.uint8), "checksums": np.arange(8, dtype=np.uint64) * 10,
-    } | changes
-    outputs = np.zeros(6, np.int32), np.zeros(6, np.uint64), np.zeros(6, np.int64)
-    staged = np.zeros((6, 2), np.int64)
-    count, marked = native.resolve(*given.values(), *outputs, staged, 2, 3, 4, 0)
-    return count, *(output[:max(count, 0)].tolist() for output in outputs), staged[:marked].tolist()
+class Asked:
+    """What `native.fetch` asks of a branch, and is told: two lanes of three blocks, in a file of eight extents."""
+
+    def __init__(self, path, **changes):
+        rng = np.random.default_rng(0)
+        self.payloads = rng.integers(0, 256, (8, 4096), np.uint8)
+        path.write_bytes(bytes(HEADER_BYTES) + self.payloads.tobytes())
+        self.arrays = {
+            "rows": np.array([7, 5, 6, 2, 4, 1], np.int32), "shift": np.zeros(2, np.int64),
+            "pending": np.zeros(6, np.uint8),
+            "checksums": np.array([checksum(payload) & ~0xFFFF for payload in self.payloads], np.uint64),
+            "block": np.array([[[0, 3, 2], [1, -1, 0]]], np.int32),
+            "slot": np.array([[[1, 9, 0], [3, 9, 2]]], np.int32),
+            "slots": np.full((1, 2, 4, 1, 4096), 77, np.uint8)} | changes
+        self.ring, self.lock = aio.Ring(SystemIO(), 8, 4096, 4096, piece=8), threading.Lock()
+        self.descriptor = os.open(path, os.O_RDONLY)
+        self.overlaid, self.told, self.refused = [], None, False
+
+    def fetch(self) -> bool:
+        arrays = self.arrays
+        try:
+            return native.fetch(self, 0, 0, arrays["block"], arrays["slot"], arrays["slots"])
+        finally:
+            assert self.lock.acquire(blocking=False), "whatever happens, the lock is given back"
+            self.ring.close(1.0)
+            os.close(self.descriptor)
+
+    def window(self, layer, generation):
+        arrays = self.arrays
+        lanes, extents = (types.SimpleNamespace(**{name: arrays[name]}) for name in ("rows", "checksums"))
+        return (self.ring, self.ring.layout, self.lock, lanes, extents, arrays["shift"], arrays["pending"], 0, 2, 3, 1,
+                self.descriptor, 5.0)
+
+    def staged(self, places):
+        assert self.lock.locked()
+        self.overlaid = np.frombuffer(places, np.int64).reshape(-1, 2).tolist()
+        return self.overlaid
+
+    def landed(self, ring, layer, started, numbers, *rest):
+        self.told = numbers[:3]
+
+    def unused(self, ring):
+        self.refused = True
+
+    def check(self, *extents_by_slot: int | None) -> None:
+        """Each flat slot has the payload of an extent, None = what it had."""
+        for found, extent in zip(self.arrays["slots"].reshape(-1, 4096), extents_by_slot, strict=True):
+            np.testing.assert_array_equal(found, 77 if extent is None else self.payloads[extent])
 
 
-def test_resolve_sorts_by_extent_and_leaves_out_what_nobody_wants():
-    assert resolved() == (4, [2, 4, 6, 7], [20, 40, 60, 70], [6, 7, 0, 1], [])
+def test_fetch_puts_what_is_wanted_into_its_slots(tmp_path):
+    asked = Asked(tmp_path / "file")
+    assert asked.fetch() and asked.told == (4, 4, 3) and not asked.refused, "extents 6 and 7 are one read"
+    asked.check(6, 7, None, None, None, None, 2, 4)
+    assert asked.overlaid == []
 
 
-def test_resolve_tells_what_is_staged():
+def test_fetch_tells_what_is_staged(tmp_path):
     """Rows of blocks 1 and 2 of the first lane and 0 of the second are staged; the first of them is not asked for."""
-    assert resolved(pending=np.array([0, 1, 1, 1, 0, 0], np.uint8))[-1] == [[2, 0], [3, 6]]
+    asked = Asked(tmp_path / "file", pending=np.array([0, 1, 1, 1, 0, 0], np.uint8))
+    assert asked.fetch() and asked.overlaid == [[2, 0], [3, 6]]
 
 
-def test_resolve_does_not_read_what_is_wholly_staged():
+def test_fetch_does_not_read_what_is_wholly_staged(tmp_path):
     """Given all of block 2 of the first lane, which was never written, and rows of block 0 of the second."""
     rows, pending = np.array([7, 5, -1, 2, 4, 1], np.int32), np.array([0, 0, 2, 1, 0, 0], np.uint8)
-    assert resolved(rows=rows, pending=pending) == (3, [2, 4, 7], [20, 40, 70], [6, 7, 1], [[2, 0], [3, 6]])
+    asked = Asked(tmp_path / "file", rows=rows, pending=pending)
+    assert asked.fetch() and asked.told[:2] == (3, 3) and asked.overlaid == [[2, 0], [3, 6]]
+    asked.check(None, 7, None, None, None, None, 2, 4)
+
+
+def test_fetch_leaves_out_what_is_damaged(tmp_path):
+    sums = Asked(tmp_path / "file").arrays["checksums"]
+    sums[6] += 1 << 16
+    asked = Asked(tmp_path / "file", checksums=sums)
+    assert asked.fetch() and asked.told[:2] == (4, 3) and asked.ring.missed(4).tolist() == [0]
+    asked.check(None, 7, None, None, None, None, 2, 4)
 
 
 @pytest.mark.parametrize("changes", [
     {"rows": np.array([7, 5, -1, 2, 4, 1], np.int32)}, {"checksums": np.zeros(7, np.uint64)},
-    {"slot": np.array([[4, 9, 0], [3, 9, 2]], np.int32)}, {"slot": np.array([[-1, 9, 0], [3, 9, 2]], np.int32)},
-], ids=["never written", "beyond the file", "slot too large", "negative slot"])
-def test_resolve_leaves_the_unusual_to_others(changes):
-    assert resolved(**changes)[0] == -1
+    {"slot": np.array([[[4, 9, 0], [3, 9, 2]]], np.int32)}, {"slot": np.array([[[-1, 9, 0], [3, 9, 2]]], np.int32)},
+    {"slot": np.zeros((1, 2, 2), np.int32)}, {"slot": np.zeros((2, 1, 3), np.int32)},
+    {"block": np.zeros((1, 2, 3), np.int64)}, {"shift": np.zeros(1, np.int64)}, {"pending": np.zeros(5, np.uint8)},
+    {"slots": np.zeros((1, 2, 4, 1, 4095), np.uint8)}, {"slots": np.zeros((1, 2, 4, 4096), np.uint8)},
+    {"slots": np.zeros((1, 2, 4, 1, 2048), np.float16)}, {"slots": np.zeros((1, 2, 8, 1, 4096), np.uint8)[:, :, ::2]},
+    {"slots": np.broadcast_to(np.zeros(4096, np.uint8), (1, 2, 4, 1, 4096))},
+], ids=["never written", "beyond the file", "slot too large", "negative slot", "fewer slots", "shape", "type", "lanes",
+        "pending", "size", "rank", "item", "strided", "read-only"])
+def test_fetch_leaves_the_unusual_to_others(tmp_path, changes):
+    asked = Asked(tmp_path / "file", **changes)
+    assert not asked.fetch() and asked.refused and asked.told is None
 
 
-@pytest.mark.parametrize("changes", [
-    {"slot": np.zeros((2, 2), np.int32)}, {"shift": np.zeros(1, np.int64)}, {"pending": np.zeros(5, np.uint8)},
-    {"block": np.zeros((2, 3), np.int64)},
-], ids=["slots", "lanes", "pending", "type"])
-def test_resolve_refuses_what_does_not_fit_together(changes):
-    with pytest.raises(ValueError, match=r"sizes do not agree|items of 8 bytes"):
-        resolved(**changes)
+@pytest.mark.parametrize("method", ["window", "staged", "landed"])
+def test_what_a_branch_raises_comes_out_of_fetch(tmp_path, method):
+    asked = Asked(tmp_path / "file", pending=np.ones(6, np.uint8))
+
+    def broken(*_):
+        raise ZeroDivisionError(method)
+
+    setattr(asked, method, broken)
+    with pytest.raises(ZeroDivisionError, match=method):
+        asked.fetch()
+    assert asked.refused == (method == "staged"), "the ring comes back"
