@@ -6,9 +6,9 @@ Where it could be compiled, `buffer` is a call of our own (callback.c): JAX's `b
 
 Callbacks never raise and never touch JAX: they save the first error in the branch and answer 0, and the step then
 changes nothing. None has declared side effects: JAX dispatches each call of a program with such effects in Python,
-which takes some 20 us for each array that goes in or out. What keeps XLA from leaving a call out, merging two or changing
-their order is data alone: each has operands of its own, its result is part of what the step returns, and a write takes
-what depends on the reads (`kvjax.order`).
+which takes some 20 us for each array that goes in or out. What keeps XLA from leaving a call out, merging two or
+changing their order is data alone: each has operands of its own, its result is part of what the step returns, and a
+write takes what depends on the reads (`kvjax.order`).
 """
 
 from collections.abc import Callable, Sequence

@@ -12,8 +12,8 @@ JAXLIB: str
 def handlers() -> dict[str, object]:
     """XLA's handler of "callback", as a capsule: a call with attribute `function`, int32, calls that one of `serve`'s
     with its operands, at most eight: int32[] as numbers, all else as memoryviews that are good until it returns,
-    writable where they are results, too. What it returns is the last result, int32[]; 0, with a message on stderr, if it
-    raises."""
+    writable where they are results, too. What it returns is the last result, int32[]; 0, with a message on stderr, if
+    it raises."""
 
 def serve(functions: Sequence[Callable[..., Any]], /) -> None:
     """Replaces the functions that programs may call."""

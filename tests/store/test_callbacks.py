@@ -1,0 +1,102 @@
+"""How compiled programs call back: our own way and JAX's do the same, and whatever happens there, a program goes on."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import packing
+from kvjax.pool import Line
+from kvjax.store import base, callbacks
+from kvjax.store.base import DTYPES, Geometry
+from kvjax.store.host import HostStore
+
+pytestmark = pytest.mark.skipif(callbacks.default_backend() != "buffer", reason="of programs on CPU")
+compiled = pytest.mark.skipif(not callbacks.COMPILED, reason="kvjax was installed without its compiled part")
+BLOCK, SLOT = jnp.asarray([[[3, 0], [1, 4]]], jnp.int32), jnp.asarray([[[1, 2], [0, 1]]], jnp.int32)
+
+
+@pytest.fixture(params=[pytest.param(True, marks=compiled), False], ids=["ours", "jax"])
+def way(request, monkeypatch):
+    monkeypatch.setattr(callbacks, "COMPILED", request.param)
+
+
+def filled(dtype: str = "float32"):
+    """A branch of four blocks of three rows for each of two heads, its line, and the blocks."""
+    branch = HostStore().create(Geometry(1, 1, 2, 4, 3, 8, dtype), "")
+    blocks = np.random.default_rng(0).integers(-9, 9, (1, 2, 4, 3, 8)).astype(DTYPES[dtype])
+    branch.write_layer(0, blocks, np.full((1, 2, 4), 3, np.int32))
+    return branch, Line(jnp.int32(branch.handle), jnp.int32(0)), blocks
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_blocks_are_read_into_their_slots(way, dtype):
+    branch, line, blocks = filled(dtype)
+    rows = jnp.full((1, 2, 3, 3, 8), 7, packing.array_type(dtype))
+    read, ok = jax.jit(lambda rows: callbacks.read_in_place(rows, line, jnp.int32(0), BLOCK, SLOT))(rows)
+    expected = np.array(packing.as_stored(np.asarray(rows)))
+    expected[0, 0, [1, 2]], expected[0, 1, 0] = blocks[0, 0, [3, 0]], blocks[0, 1, 1]
+    assert ok
+    np.testing.assert_array_equal(packing.as_stored(np.asarray(read)), expected)
+    branch.close()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_and_blocks_are_put(way, dtype):
+    branch, line, blocks = filled(dtype)
+    ones, kind = np.ones((1, 2, 3, 8), DTYPES[dtype]), packing.array_type(dtype)
+
+    @jax.jit
+    def put(packed):
+        first = callbacks.effect("put_rows", "buffer", line, jnp.int32(0), BLOCK[..., 0], SLOT[..., 0], packed[:, :, 0])
+        return first + callbacks.effect("put_blocks", "buffer", line, jnp.int32(0), BLOCK[..., 1:], packed[:, :, None])
+
+    assert put(jnp.asarray(ones.view(kind) if dtype == "bfloat16" else ones)) == 2
+    branch.commit(0)
+    blocks[0, 0, 3, 1], blocks[0, 1, 1, 0], blocks[0, 0, 0] = 1, 1, 1
+    found = np.zeros((1, 2, 4, 3, 8), DTYPES[dtype])
+    every = np.tile(np.arange(4, dtype=np.int32), (1, 2, 1))
+    assert branch.read_into(0, 1, every, every, found)
+    np.testing.assert_array_equal(found, blocks)
+    branch.close()
+
+
+def test_what_goes_wrong_is_kept_in_the_branch(way):
+    branch, line, _ = filled()
+    rows = jnp.ones((1, 2, 3, 3, 8))
+    read, ok = jax.jit(lambda rows: callbacks.read_in_place(rows, line, jnp.int32(9), BLOCK, SLOT))(rows)
+    assert not ok and "layer 9" in str(branch.take_error())
+    np.testing.assert_array_equal(read, rows)
+    branch.close()
+    assert jax.jit(lambda block: callbacks.effect("submit", "buffer", line, jnp.int32(0), block))(BLOCK) == 1, "a hint"
+
+
+def test_a_branch_that_is_gone_is_no_answer(way):
+    line = Line(jnp.int32(2**31 - 1), jnp.int32(0))
+    assert jax.jit(lambda block: callbacks.effect("submit", "buffer", line, jnp.int32(0), block))(BLOCK) == 0
+
+
+@compiled
+def test_what_is_raised_is_told_and_the_program_goes_on(monkeypatch):
+    _, line, _ = filled()
+    told = []
+
+    def broken(handle):
+        raise ZeroDivisionError("broken")
+
+    monkeypatch.setattr(sys, "unraisablehook", told.append)
+    monkeypatch.setattr(base, "lookup", broken)
+    assert jax.jit(lambda block: callbacks.effect("submit", "buffer", line, jnp.int32(0), block))(BLOCK) == 0
+    assert "broken" in str(told[0].exc_value)
+    assert callbacks._in_buffers("submit", (jnp.ones(3, jnp.complex64),))[0] == 0
+    assert "XLA's type" in str(told[1].exc_value)
+
+
+@compiled
+@pytest.mark.parametrize("operands,function", [(1, 99), (1, -1), (9, 0)], ids=["beyond", "negative", "operands"])
+def test_a_call_of_nothing_is_refused(operands, function):
+    call = jax.ffi.ffi_call("kvjax_callback", [jax.ShapeDtypeStruct((), jnp.int32)])
+    with pytest.raises(jax.errors.JaxRuntimeError, match="callback"):
+        jax.block_until_ready(call(*[jnp.int32(0)] * operands, function=np.int32(function)))
