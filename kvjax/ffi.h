@@ -1,6 +1,7 @@
 /* XLA's foreign function interface, as far as kvjax's compiled parts use it: what a call's operands and results are, work
  * shared among XLA's threads, and how Python comes by the functions.
  */
+#pragma once
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <sched.h>

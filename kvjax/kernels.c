@@ -7,6 +7,9 @@
 
 #include <math.h>
 #include <string.h>
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
 
 #pragma GCC diagnostic ignored "-Wpsabi" /* vectors are passed between inlined functions alone */
 
@@ -231,102 +234,206 @@ FOR_EACH_PROCESSOR static void row_attention(const void *rows, int64_t piece) {
 
 /* ---- codes of a few bits, dimension by dimension */
 
-#define AT_ONCE 4                 /* queries whose sums are in registers together */
-#define IN_WORD 4                 /* bytes, which are of neighbouring tokens */
-#define BATCH (LANES * IN_WORD)   /* tokens whose bytes a vector of words has */
-#define TILE (64 * BATCH)         /* tokens whose sums stay in the processor's nearest cache */
-#define TOGETHER 8                /* bytes of a token that are added to its sum while that is in a register */
+#define AT_ONCE 4  /* queries whose sums are in registers together */
+#define BATCH 32   /* tokens whose bytes are one vector */
+#define TILE 2048  /* tokens whose sums stay in the processor's nearest cache */
+#define TOGETHER 8 /* bytes of a token whose products fit into 16 bits: 8 * 2 * 15 * 127 */
+#define NOTHING -1e30f /* the score of a token that there is not */
 
 typedef struct {
     const uint8_t *codes; /* [heads, bytes, tokens] */
-    const float *q; /* [heads, queries, size] */
+    const int8_t *q; /* [heads, queries, size] */
+    const float *step; /* [heads, queries] what a product of 1 stands for */
+    const int32_t *stored; /* [sequences] tokens that there are */
     float *out; /* [heads, queries, tokens] */
-    int64_t heads, bytes, tokens, queries;
+    int64_t heads, bytes, tokens, queries, sequences;
     int bits;
 } Codes;
 
-/* The number that the levels in some bits of words stand for, times 2^shift: the highest alone are shifted down. */
-INLINED Lanes levels_at(Words word, int shift, int bits) {
-    if (shift + bits == 32) return __builtin_convertvector((Integers)(word >> shift), Lanes);
-    return __builtin_convertvector((Integers)(word & (uint32_t)((1 << bits) - 1) << shift), Lanes);
+/* Adds to sums[queries][TILE] the levels in `rows` bytes of a batch of tokens times their numbers of q[queries][size]. */
+typedef void AddLevels(const uint8_t *codes, int64_t tokens, const int8_t *q, int64_t size, int rows, int bits, int queries,
+                       int32_t *sums);
+
+static void add_levels(const uint8_t *codes, int64_t tokens, const int8_t *q, int64_t size, int rows, int bits, int queries,
+                       int32_t *sums) {
+    int each = 8 / bits;
+    for (int query = 0; query < queries; query++)
+        for (int64_t i = 0; i < (int64_t)rows * each; i++) {
+            int32_t number = q[query * size + i];
+            for (int at = 0; at < BATCH; at++)
+                sums[query * TILE + at] += (codes[i / each * tokens + at] >> (i % each * bits) & ((1 << bits) - 1)) * number;
+        }
 }
 
-/* Adds to sums[queries][TILE] the levels in `rows` bytes of a batch of tokens times their numbers of q[queries][size].
- * `words` bytes of each word are done at a time. A batch's sums lie as its bytes come out of the words: byte by byte. */
-INLINED void add_levels(const uint8_t *codes, int64_t tokens, const float *q, int64_t size, int rows, int bits, int queries,
-                        int words, float *sums) {
-    const int each = 8 / bits;
-#pragma GCC unroll 4 /* for shifts that are constants */
-    for (int first = 0; first < IN_WORD; first += words) {
-        Lanes found[IN_WORD * 4 * AT_ONCE]; /* of each byte of a word, part of the byte and query */
-        for (int i = 0; i < words * each * queries; i++) found[i] = (Lanes){0};
-        for (int row = 0; row < rows; row++) {
-            Words word = *(const Words *)(codes + row * tokens);
-            for (int i = 0; i < words * each; i++) {
-                Lanes number = levels_at(word, 8 * first + bits * i, bits);
-                for (int query = 0; query < queries; query++)
-                    found[i * queries + query] += number * q[query * size + row * each + i % each];
-            }
-        }
-        for (int i = 0; i < words * each; i++)
+#ifdef __x86_64__
+/* The same with two levels of a token side by side in bytes, whose products are added up in 16 bits. */
+__attribute__((target("avx2"), always_inline)) static inline void add_pairs(
+    const uint8_t *codes, int64_t tokens, const int8_t *q, int64_t size, int rows, const int bits, const int queries,
+    int32_t *sums) {
+    const __m256i mask = _mm256_set1_epi8((1 << bits) - 1);
+    __m256i found[2 * AT_ONCE];
+    for (int i = 0; i < 2 * queries; i++) found[i] = _mm256_setzero_si256();
+    for (int row = 0; row < rows; row++) {
+        __m256i bytes = _mm256_loadu_si256((const __m256i *)(codes + row * tokens));
+#pragma GCC unroll 2
+        for (int shift = 0; shift < 8; shift += 2 * bits) {
+            __m256i one = _mm256_and_si256(_mm256_srli_epi16(bytes, shift), mask);
+            __m256i two = _mm256_and_si256(_mm256_srli_epi16(bytes, shift + bits), mask);
+            __m256i near = _mm256_unpacklo_epi8(one, two), far = _mm256_unpackhi_epi8(one, two);
             for (int query = 0; query < queries; query++) {
-                int shift = 8 * first + bits * i;
-                float scale = shift + bits == 32 ? 1 : 1 / (float)(1u << shift);
-                *(Lanes *)(sums + query * TILE + (first + i / each) * LANES) += found[i * queries + query] * scale;
+                int16_t pair;
+                memcpy(&pair, q + query * size + (row * 8 + shift) / bits, sizeof pair);
+                __m256i numbers = _mm256_set1_epi16(pair);
+                found[2 * query] = _mm256_add_epi16(found[2 * query], _mm256_maddubs_epi16(near, numbers));
+                found[2 * query + 1] = _mm256_add_epi16(found[2 * query + 1], _mm256_maddubs_epi16(far, numbers));
             }
+        }
     }
+    for (int query = 0; query < queries; query++)
+        for (int part = 0; part < 4; part++) { /* tokens 8 * part and on: halves of 128 bits are apart */
+            __m256i half = found[2 * query + part % 2], *to = (__m256i *)(sums + query * TILE + 8 * part);
+            __m128i eight = part < 2 ? _mm256_castsi256_si128(half) : _mm256_extracti128_si256(half, 1);
+            _mm256_storeu_si256(to, _mm256_add_epi32(_mm256_loadu_si256(to), _mm256_cvtepi16_epi32(eight)));
+        }
 }
 
-/* The sums of `count` tokens, a tile at most, whose bytes begin at `codes`, with `queries` queries. */
-INLINED void add_tile(const Codes *from, const uint8_t *codes, int64_t count, const float *q, int bits, int queries,
-                      float *out) {
-    const int each = 8 / bits, words = queries > 1 ? 1 : each < 4 ? IN_WORD : 2; /* as many sums as there are registers */
-    const float zero = bits == 2 ? 1.5f : (float)((1 << (bits - 1)) - 1); /* the level of the code 0 */
-    float sums[AT_ONCE * TILE], first[AT_ONCE] = {0};
-    int64_t size = from->bytes * each, whole = count - count % BATCH;
-    for (int query = 0; query < queries; query++) {
-        for (int64_t i = 0; i < size; i++) first[query] -= zero * q[query * size + i];
-        for (int64_t at = 0; at < whole; at++) sums[query * TILE + at] = first[query];
+__attribute__((target("avx2"))) static void add_levels_avx2(const uint8_t *codes, int64_t tokens, const int8_t *q, int64_t size,
+                                                            int rows, int bits, int queries, int32_t *sums) {
+    if (bits == 4 && queries == AT_ONCE) add_pairs(codes, tokens, q, size, rows, 4, AT_ONCE, sums);
+    else if (bits == 4) add_pairs(codes, tokens, q, size, rows, 4, 1, sums);
+    else if (queries == AT_ONCE) add_pairs(codes, tokens, q, size, rows, 2, AT_ONCE, sums);
+    else add_pairs(codes, tokens, q, size, rows, 2, 1, sums);
+}
+
+static AddLevels *fastest(int bits) { return bits < 8 && __builtin_cpu_supports("avx2") ? add_levels_avx2 : add_levels; }
+#else
+static AddLevels *fastest(int bits) { return add_levels; }
+#endif
+
+/* The scores of `count` tokens, a tile at most, whose bytes begin at `codes`, with `queries` queries from `line` on, those of
+ * a query `apart` from the last one's. */
+static void add_tile(const Codes *from, const uint8_t *codes, int64_t count, int64_t line, int queries, float *out,
+                     int64_t apart) {
+    int64_t each = 8 / from->bits, size = from->bytes * each, whole = count - count % BATCH;
+    const float zero = from->bits == 2 ? 1.5f : (float)((1 << (from->bits - 1)) - 1); /* the level of the code 0 */
+    const int8_t *q = from->q + line * size;
+    AddLevels *add = fastest(from->bits);
+    int32_t sums[AT_ONCE * TILE] = {0};
+    uint8_t last[TOGETHER * BATCH];
+    for (int64_t byte = 0; byte < from->bytes; byte += TOGETHER) {
+        int rows = byte + TOGETHER < from->bytes ? TOGETHER : (int)(from->bytes - byte);
+        const uint8_t *some = codes + byte * from->tokens;
+        for (int64_t at = 0; at < whole; at += BATCH)
+            add(some + at, from->tokens, q + byte * each, size, rows, from->bits, queries, sums + at);
+        if (whole == count) continue;
+        for (int row = 0; row < rows; row++) memcpy(last + row * BATCH, some + row * from->tokens + whole, count - whole);
+        add(last, BATCH, q + byte * each, size, rows, from->bits, queries, sums + whole);
     }
-    for (int64_t byte = 0; byte < from->bytes; byte += TOGETHER)
-        for (int64_t at = 0; at < whole; at += BATCH) {
-            const uint8_t *some = codes + byte * from->tokens + at;
-            if (byte + TOGETHER <= from->bytes)
-                add_levels(some, from->tokens, q + byte * each, size, TOGETHER, bits, queries, words, sums + at);
-            else
-                add_levels(some, from->tokens, q + byte * each, size, from->bytes - byte, bits, queries, words, sums + at);
-        }
     for (int query = 0; query < queries; query++) {
-        float *to = out + query * from->tokens;
-        for (int64_t at = 0; at < whole; at++)
-            to[at] = sums[query * TILE + (at / BATCH * IN_WORD + at % IN_WORD) * LANES + at % BATCH / IN_WORD];
-        for (int64_t at = whole; at < count; at++) {
-            to[at] = first[query];
-            for (int64_t i = 0; i < size; i++)
-                to[at] += (float)(codes[i / each * from->tokens + at] >> (i % each * bits) & ((1 << bits) - 1)) * q[query * size + i];
-        }
+        float step = from->step[line + query], first = 0;
+        for (int64_t i = 0; i < size; i++) first -= zero * q[query * size + i];
+        for (int64_t at = 0; at < count; at++) out[query * apart + at] = ((float)sums[query * TILE + at] + first) * step;
     }
 }
 
 INLINED int64_t tiles_of(const Codes *from) { return (from->tokens + TILE - 1) / TILE; }
 
-/* One tile of one head. */
-INLINED void levels_of(const Codes *from, int64_t piece, int bits) {
-    int64_t head = piece / tiles_of(from), start = piece % tiles_of(from) * TILE, size = from->bytes * (8 / bits);
-    const uint8_t *codes = from->codes + head * from->bytes * from->tokens + start;
-    int64_t count = start + TILE < from->tokens ? TILE : from->tokens - start, line = head * from->queries;
-    int64_t stop = line + from->queries;
-    for (; line + AT_ONCE <= stop; line += AT_ONCE)
-        add_tile(from, codes, count, from->q + line * size, bits, AT_ONCE, from->out + line * from->tokens + start);
-    for (; line < stop; line++)
-        add_tile(from, codes, count, from->q + line * size, bits, 1, from->out + line * from->tokens + start);
+INLINED int64_t shorter(int64_t a, int64_t b) { return a < b ? a : b; }
+
+typedef struct { /* some queries and tokens of one head */
+    int64_t head, start, stop, known; /* from `known` on tokens are not stored */
+    const uint8_t *codes;
+} Part;
+
+static Part part_of(const Codes *from, int64_t piece) {
+    Part part = {.head = piece / tiles_of(from), .start = piece % tiles_of(from) * TILE};
+    int64_t stored = from->stored[part.head * from->sequences / from->heads];
+    part.stop = shorter(part.start + TILE, from->tokens);
+    part.known = stored < part.start ? part.start : shorter(stored, part.stop);
+    part.codes = from->codes + part.head * from->bytes * from->tokens + part.start;
+    return part;
 }
 
-FOR_EACH_PROCESSOR static void code_products(const void *codes, int64_t piece) {
-    const Codes *from = codes;
-    if (from->bits == 8) levels_of(from, piece, 8);
-    else if (from->bits == 4) levels_of(from, piece, 4);
-    else levels_of(from, piece, 2);
+/* The scores of one tile of one head. */
+FOR_EACH_PROCESSOR static void code_products(const void *job, int64_t piece) {
+    const Codes *from = job;
+    Part part = part_of(from, piece);
+    for (int64_t query = 0, step; query < from->queries; query += step) {
+        int64_t line = part.head * from->queries + query;
+        float *out = from->out + line * from->tokens + part.start;
+        step = query + AT_ONCE <= from->queries ? AT_ONCE : 1;
+        add_tile(from, part.codes, part.known - part.start, line, step, out, from->tokens);
+        for (int64_t i = 0; i < step; i++)
+            for (int64_t at = part.known; at < part.stop; at++) out[i * from->tokens + at - part.start] = NOTHING;
+    }
+}
+
+/* ---- the mean of many queries' softmaxes */
+
+typedef struct {
+    Codes from; /* whose `out` gets exponentials of scores less the highest of the tile */
+    float *most, *share; /* [heads, queries, tiles] the highest score; the sum of exponentials, then the tile's factor */
+    float *mean; /* [groups, tokens] */
+    int64_t groups;
+} Softmax;
+
+/* Exponentials of scores[count] less the highest of them, in their place, and zeros after them; the highest, and their sum. */
+INLINED void exponentiate(float *scores, int64_t count, int64_t stop, float *highest, float *sum) {
+    Lanes sums = {0}, most = sums - INFINITY;
+    for (int64_t at = count; at < stop || at % LANES; at++) scores[at] = -INFINITY;
+    for (int64_t at = 0; at < count; at += LANES) most = larger(most, *(const Lanes *)(scores + at));
+    *highest = most[0];
+    for (int i = 1; i < LANES; i++) *highest = most[i] > *highest ? most[i] : *highest;
+    for (int64_t at = 0; at < count; at += LANES)
+        sums += *(Lanes *)(scores + at) = exponentials(*(const Lanes *)(scores + at) - *highest);
+    for (int64_t at = count; at < stop; at++) scores[at] = 0;
+    *sum = 0;
+    for (int i = 0; i < LANES; i++) *sum += sums[i];
+}
+
+/* One tile of one head, as if there were no others. */
+FOR_EACH_PROCESSOR static void tile_exponentials(const void *job, int64_t piece) {
+    const Softmax *in = job;
+    const Codes *from = &in->from;
+    Part part = part_of(from, piece);
+    float scores[AT_ONCE * TILE];
+    for (int64_t query = 0, step; query < from->queries; query += step) {
+        int64_t line = part.head * from->queries + query;
+        step = query + AT_ONCE <= from->queries ? AT_ONCE : 1;
+        add_tile(from, part.codes, part.known - part.start, line, step, scores, TILE);
+        for (int64_t i = 0; i < step; i++) {
+            int64_t at = (line + i) * tiles_of(from) + part.start / TILE;
+            exponentiate(scores + i * TILE, part.known - part.start, part.stop - part.start, in->most + at, in->share + at);
+            memcpy(from->out + (line + i) * from->tokens + part.start, scores + i * TILE, (part.stop - part.start) * sizeof *scores);
+        }
+    }
+}
+
+/* What the exponentials of each tile of a query are to be multiplied with. */
+static void find_shares(const Softmax *in, int64_t line) {
+    int64_t tiles = tiles_of(&in->from);
+    float *most = in->most + line * tiles, *share = in->share + line * tiles, highest = -INFINITY, total = 0;
+    for (int64_t tile = 0; tile < tiles; tile++) highest = most[tile] > highest ? most[tile] : highest;
+    for (int64_t tile = 0; tile < tiles; tile++) {
+        most[tile] = most[tile] > -INFINITY ? expf(most[tile] - highest) : 0;
+        total += share[tile] * most[tile];
+    }
+    total *= in->from.heads / in->groups * in->from.queries;
+    for (int64_t tile = 0; tile < tiles; tile++) share[tile] = total > 0 ? most[tile] / total : 0;
+}
+
+/* The mean over all queries of a tile of one group of heads. */
+FOR_EACH_PROCESSOR static void tile_mean(const void *job, int64_t piece) {
+    const Softmax *in = job;
+    const Codes *from = &in->from;
+    int64_t tiles = tiles_of(from), group = piece / tiles, start = piece % tiles * TILE, lines = from->heads / in->groups * from->queries;
+    int64_t count = shorter(TILE, from->tokens - start);
+    float *mean = in->mean + group * from->tokens + start;
+    for (int64_t at = 0; at < count; at++) mean[at] = 0;
+    for (int64_t line = group * lines; line < (group + 1) * lines; line++) {
+        const float *weights = from->out + line * from->tokens + start, share = in->share[line * tiles + start / TILE];
+        for (int64_t at = 0; at < count; at++) mean[at] += weights[at] * share;
+    }
 }
 
 /* ---- slots for blocks */
@@ -430,22 +537,58 @@ static XLA_FFI_Error *on_rows(XLA_FFI_CallFrame *call) {
     return NULL;
 }
 
-/* Codes [F, X, N] and q [F, Q, D] to [F, Q, N]. */
+/* Codes [F, X, N], q [F, Q, D], step [F, Q] and stored [S], of which F is a multiple, and a result [F, Q, N]; why not. */
+static const char *take_codes(const XLA_FFI_CallFrame *call, Codes *from) {
+    const XLA_FFI_Buffer *codes = operand(call, 0), *q = operand(call, 1), *step = operand(call, 2), *stored = operand(call, 3);
+    const XLA_FFI_Buffer *out = result(call, 0);
+    int64_t rank = codes->rank;
+    if (rank < 3 || !is_of(codes, XLA_FFI_DataType_U8, rank) || !is_of(q, XLA_FFI_DataType_S8, rank) ||
+        !is_of(step, XLA_FFI_DataType_F32, rank - 1) || !is_of(stored, XLA_FFI_DataType_S32, rank - 3) ||
+        !is_of(out, XLA_FFI_DataType_F32, rank))
+        return "codes: types or ranks of operands";
+    *from = (Codes){codes->data, q->data, step->data, stored->data, out->data, leading(codes, 2), last(codes, 2),
+                    last(codes, 1), last(q, 2), leading(stored, 0)};
+    int64_t each = from->bytes ? last(q, 1) / from->bytes : 0;
+    if ((each != 1 && each != 2 && each != 4) || each * from->bytes != last(q, 1) || leading(q, 2) != from->heads ||
+        leading(out, 2) != from->heads || last(out, 2) != from->queries || last(out, 1) != from->tokens ||
+        leading(step, 1) != from->heads || last(step, 1) != from->queries ||
+        (from->heads && (from->sequences < 1 || from->heads % from->sequences)))
+        return "codes: sizes do not agree";
+    from->bits = (int)(8 / each);
+    return NULL;
+}
+
+/* To [F, Q, N]. */
 static XLA_FFI_Error *on_codes(XLA_FFI_CallFrame *call) {
     if (asks_version(call)) return NULL;
-    if (call->args.size != 2 || call->rets.size != 1) return refused(call, "codes: 2 operands and a result");
-    const XLA_FFI_Buffer *codes = operand(call, 0), *q = operand(call, 1), *out = result(call, 0);
-    int64_t rank = codes->rank;
-    if (rank < 3 || !is_of(codes, XLA_FFI_DataType_U8, rank) || !is_of(q, XLA_FFI_DataType_F32, rank) ||
-        !is_of(out, XLA_FFI_DataType_F32, rank))
-        return refused(call, "codes: types or ranks of operands");
-    Codes from = {codes->data, q->data, out->data, leading(codes, 2), last(codes, 2), last(codes, 1), last(q, 2)};
-    int64_t each = from.bytes ? last(q, 1) / from.bytes : 0;
-    if ((each != 1 && each != 2 && each != 4) || each * from.bytes != last(q, 1) || leading(q, 2) != from.heads ||
-        leading(out, 2) != from.heads || last(out, 2) != from.queries || last(out, 1) != from.tokens)
-        return refused(call, "codes: sizes do not agree");
-    from.bits = (int)(8 / each);
+    if (call->args.size != 4 || call->rets.size != 1) return refused(call, "codes: 4 operands and a result");
+    Codes from;
+    const char *why_not = take_codes(call, &from);
+    if (why_not) return refused(call, why_not);
     in_pieces(call, code_products, &from, from.heads * tiles_of(&from), from.heads * from.bytes * from.tokens);
+    return NULL;
+}
+
+/* To exponentials [F, Q, N], two numbers of each tile [2, F, Q, T], and means [S, N], S a divisor of F. */
+static XLA_FFI_Error *on_softmax(XLA_FFI_CallFrame *call) {
+    if (asks_version(call)) return NULL;
+    if (call->args.size != 4 || call->rets.size != 3) return refused(call, "softmax: 4 operands and 3 results");
+    Softmax in;
+    Codes *from = &in.from;
+    const char *why_not = take_codes(call, from);
+    if (why_not) return refused(call, why_not);
+    const XLA_FFI_Buffer *room = result(call, 1), *mean = result(call, 2);
+    int64_t lines = from->heads * from->queries, tiles = tiles_of(from);
+    if (room->dtype != XLA_FFI_DataType_F32 || leading(room, 0) != 2 * lines * tiles || mean->dtype != XLA_FFI_DataType_F32 ||
+        mean->rank < 2 || last(mean, 1) != from->tokens || leading(mean, 1) < 1 || from->heads % leading(mean, 1))
+        return refused(call, "softmax: results");
+    in.most = room->data;
+    in.share = in.most + lines * tiles;
+    in.mean = mean->data;
+    in.groups = leading(mean, 1);
+    in_pieces(call, tile_exponentials, &in, from->heads * tiles, from->heads * from->bytes * from->tokens);
+    for (int64_t line = 0; line < lines; line++) find_shares(&in, line);
+    in_pieces(call, tile_mean, &in, in.groups * tiles, lines * from->tokens);
     return NULL;
 }
 
@@ -486,7 +629,8 @@ static XLA_FFI_Error *on_assign(XLA_FFI_CallFrame *call) {
     return NULL;
 }
 
-static const Target kernels[] = {{"row_attention", on_rows}, {"code_products", on_codes}, {"assign", on_assign}, {NULL, NULL}};
+static const Target kernels[] = {{"row_attention", on_rows}, {"code_products", on_codes}, {"code_softmax", on_softmax},
+                                 {"assign", on_assign}, {NULL, NULL}};
 
 /* handlers() -> {name: capsule} */
 static PyObject *handlers(PyObject *self, PyObject *none) { return capsules(kernels); }

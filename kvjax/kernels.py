@@ -6,12 +6,15 @@ pip found no GCC 12 or clang and left the kernels out (`COMPILED` is False then)
   - `row_attention`: keys[R, D], index[K, N], values[R2, D], index[K, N], valid[K, N], q[K, G, D] and bias[K, G, N] or
     [K, G, 0] to out[K, S, G, D], top[K, S, G], total[K, S, G], as `kvjax.attention.Part` says, of each 4,096 rows of a
     KV head; scores are products with q, plus the bias; G is a multiple of 4;
-  - `code_products`: codes[F, X, N], q[F, Q, D] to [F, Q, N], each vector of codes with each query. A byte has the codes
-    of D / X dimensions, the lowest bits the first's, of 8, 4 and 2 bits with 127, 7 and 1.5 added.
+  - `code_products`: codes[F, X, N], q[F, Q, D], step[F, Q], stored[] to [F, Q, N], each vector of codes with each
+    query, times the step; -1e30 from the stored token on. A byte has the codes of D / X dimensions, the lowest bits the
+    first's, of 8, 4 and 2 bits with 127, 7 and 1.5 added; exactly equal;
+  - `code_softmax`: the same to exponentials [F, Q, N], room[2, F, Q, T] for each 2,048 tokens, and the mean [S, N] of
+    the softmaxes of those scores over the queries of each F / S of the heads;
   - `assign`: block[KB, NS], keys[KB, NS, P], need[KB, M], NB to slot[KB, M], read[KB, M], new[KB, NS], pinned[KB, NS],
     as `kvjax.store.residency` says; exactly equal.
 
-Rows are f32, or bfloat16 as uint16, codes uint8, indices int32 and clipped, what `assign` takes and
+Rows are f32, or bfloat16 as uint16, codes uint8, their queries int8, indices int32 and clipped, what `assign` takes and
 gives int32, all else f32. There are no derivatives.
 """
 
@@ -32,8 +35,9 @@ except ImportError:  # left out by pip
     _kernels = None  # type: ignore[assignment]
 
 # How `jax.vmap` calls them: one after the other where rows of one pool are not to be copied for each.
-_MAPPED = {"row_attention": "sequential", "code_products": "broadcast_all",
+_MAPPED = {"row_attention": "sequential", "code_products": "broadcast_all", "code_softmax": "broadcast_all",
            "assign": "broadcast_all"}
+TILE = 2048  # tokens of codes that are worked on together
 
 
 def register(module: Any) -> bool:
@@ -44,7 +48,7 @@ def register(module: Any) -> bool:
     compiled, installed = (tuple(map(int, version.split(".")[:3]))
                            for version in (module.JAXLIB, importlib.metadata.version("jaxlib")))
     if compiled > installed:
-        logging.warning("%s is left out: it was compiled for jaxlib %s, and %s is here; install kvjax again",
+        logging.warning("programs do without %s: it was compiled for jaxlib %s, and %s is here; install kvjax again",
                         module.__name__, module.JAXLIB, importlib.metadata.version("jaxlib"))
         return False
     for name, handler in module.handlers().items():

@@ -29,8 +29,9 @@ _FLOAT = 32  # bits of a number that is kept as it is
 class CompressedKeys:
     """The index; F = 1 where a token has one projection for all heads together, else F = K.
 
-    Keys lie token by token where all query heads meet them (F = 1), which is a product of two matrices. Where each head
-    has its own, few query heads meet them, and they lie dimension by dimension, which is twice as fast on XLA:CPU.
+    Keys lie token by token where they are floats and all query heads meet them (F = 1), which is a product of two
+    matrices. Codes, and keys of which each head has its own, so that few query heads meet them, lie dimension by
+    dimension, which is twice as fast on XLA:CPU.
     """
 
     adapter: Float[Array, "*B K D r"]  # A_k
@@ -44,14 +45,19 @@ class CompressedKeys:
         return self.key.shape[-3] == 1
 
     @property
+    def by_token(self) -> bool:
+        """Whether keys lie token by token."""
+        return self.together and self.scale is None
+
+    @property
     def tokens(self) -> int:
         """N."""
-        return self.key.shape[-2 if self.together else -1]
+        return self.key.shape[-2 if self.by_token else -1]
 
     @property
     def bits(self) -> int:
         """Of each number of a key that is codes."""
-        return 8 * self.key.shape[-1 if self.together else -2] // self.adapter.shape[-1]
+        return 8 * self.key.shape[-2] // self.adapter.shape[-1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +127,7 @@ class Predictor(Method):
         key, scale = jnp.zeros(shape), None
         if self.bits != _FLOAT:
             key, scale = jnp.zeros(lowbit.packed_shape(shape, self.bits), jnp.uint8), jnp.ones((shape[0], shape[2]))
-        key = key if shape[0] == 1 else key.swapaxes(1, 2)
+        key = key if shape[0] == 1 and scale is None else key.swapaxes(1, 2)
         return CompressedKeys(adapter.astype(jnp.float32), key, jnp.int32(0), scale)
 
     def blocks(self, capacity, rows):
@@ -160,18 +166,19 @@ class Predictor(Method):
 
     def _importance(self, index: CompressedKeys, q: Float[Array, "K G D"]) -> Float[Array, "S N"]:
         """Every token's score, for all heads (S = 1) or for each KV head."""
-        stored = jnp.arange(index.tokens) < index.stored
-        low = project_mean(index, q) if self.one_query else project(index, q)
-        if self.one_query and not index.together:
-            return jnp.where(stored, predict_mean(index, low), -1e30)
-        if index.together:
-            scores = jnp.where(stored[:, None], predict_together(index, low), -1e30)
+        low, heads = project_mean(index, q) if self.one_query else project(index, q), 1 if self.shared else len(q)
+        if index.scale is not None and self.aggregation == "softmax_mean":
+            return predict_shares(index, low, heads)
+        if index.by_token:
+            scores = predict_by_token(index, low)
             if self.shared:
                 return aggregate_where_they_lie(scores, self.aggregation)
-            by_head = scores.swapaxes(1, 2).reshape(*q.shape[:2], -1)
+            scores = scores.swapaxes(1, 2)
+        elif self.one_query:
+            return predict_mean(index, low)
         else:
-            by_head = jnp.where(stored, predict_by_head(index, low), -1e30)
-        return aggregate(by_head.reshape(1, -1, index.tokens) if self.shared else by_head, self.aggregation)
+            scores = predict_by_dimension(index, low)
+        return aggregate(scores.reshape(heads, -1, index.tokens), self.aggregation)
 
     def append(self, spec, index, view, leaving):
         placement = in_token_order(spec, index.stored, jnp.int32(0), leaving.valid)
@@ -193,7 +200,7 @@ def store(index: CompressedKeys, low: Float[Array, "F T r"], at: Int32[Array, "T
     if index.scale is not None:
         coded = jax.vmap(lambda low, scale: lowbit.quantise(low, scale, index.bits))(low, index.scale)
         low = lowbit.pack(coded, index.bits)
-    if index.together:
+    if index.by_token:
         return index.key.at[:, at].set(low, mode="drop")
     return index.key.at[:, :, at].set(low.swapaxes(1, 2), mode="drop")
 
@@ -211,28 +218,40 @@ def project_mean(index: CompressedKeys, q: Float[Array, "K G D"]) -> Float[Array
     return jnp.einsum("kd,kdr->kr", mean, index.adapter)[:, None]
 
 
-def predict_together(index: CompressedKeys, low: Float[Array, "#K #G r"]) -> Float[Array, "1 N Q"]:
-    """Eq. 1 of KVSwap: (Q_h A_g(h)) K_lr^T for every projected query; of all heads, Q = K * G."""
-    low = low.reshape(1, -1, index.adapter.shape[-1])
-    if index.scale is not None:
-        return lowbit.products(index.key, low * index.scale[:, None], index.bits)
+def predict_by_token(index: CompressedKeys, low: Float[Array, "#K #G r"]) -> Float[Array, "1 N Q"]:
+    """Eq. 1 of KVSwap: (Q_h A_g(h)) K_lr^T for every projected query, of keys that lie token by token; of all heads,
+    Q = K * G. A token that is not stored has -1e30, here and below."""
     # Keys as the left operand: XLA:CPU then reads them in place.
-    return jnp.einsum("fnr,fqr->fnq", index.key, low, preferred_element_type=jnp.float32)
+    low = low.reshape(1, -1, index.adapter.shape[-1])
+    scores = jnp.einsum("fnr,fqr->fnq", index.key, low, preferred_element_type=jnp.float32)
+    return jnp.where(jnp.arange(index.tokens)[:, None] < index.stored, scores, -1e30)
 
 
-def predict_by_head(index: CompressedKeys, low: Float[Array, "K #G r"]) -> Float[Array, "K #G N"]:
-    """Eq. 1 of keys that each KV head has for itself."""
+def predict_by_dimension(index: CompressedKeys, low: Float[Array, "#K #G r"]) -> Float[Array, "F Q N"]:
+    """The same of keys that lie dimension by dimension; of all heads, or of each KV head."""
+    low = low.reshape(index.key.shape[0], -1, index.adapter.shape[-1])
     if index.scale is not None:
-        return lowbit.products_by_dimension(index.key, low * index.scale[:, None], index.bits)
-    return jnp.einsum("krn,kgr->kgn", index.key, low, preferred_element_type=jnp.float32)
+        return lowbit.products(index.key, low * index.scale[:, None], index.stored, index.bits)
+    scores = jnp.einsum("krn,kgr->kgn", index.key, low, preferred_element_type=jnp.float32)
+    return jnp.where(jnp.arange(index.tokens) < index.stored, scores, -1e30)
 
 
-def predict_mean(index: CompressedKeys, low: Float[Array, "K 1 r"]) -> Float[Array, "1 N"]:
-    """The mean of `predict_by_head` over KV heads: one product of all heads' dimensions."""
-    q, key = low[:, 0] / len(low), index.key.reshape(-1, index.tokens)
+def predict_shares(index: CompressedKeys, low: Float[Array, "K G r"], heads: int) -> Float[Array, "heads N"]:
+    """The mean of the softmaxes of `predict_by_dimension` over all query heads, or over those of each KV head."""
+    low = low.reshape(index.key.shape[0], -1, index.adapter.shape[-1]) * index.scale[:, None]  # type: ignore[index]
+    if index.together and heads > 1:
+        return aggregate(lowbit.products(index.key, low, index.stored, index.bits).reshape(heads, -1, index.tokens),
+                         "softmax_mean")
+    return lowbit.softmax_mean(index.key, low, index.stored, index.bits, heads)
+
+
+def predict_mean(index: CompressedKeys, low: Float[Array, "#K 1 r"]) -> Float[Array, "1 N"]:
+    """The mean of `predict_by_dimension` over KV heads: one product of all heads' dimensions."""
+    q, key = low.reshape(1, 1, -1) / len(low), index.key.reshape(1, -1, index.tokens)
     if index.scale is not None:
-        return lowbit.products_by_dimension(key[None], (q * index.scale).reshape(1, 1, -1), index.bits)[0]
-    return jnp.einsum("xn,x->n", key, q.reshape(-1), preferred_element_type=jnp.float32)[None]
+        return lowbit.products(key, q * index.scale.reshape(1, 1, -1), index.stored, index.bits)[0]
+    scores = jnp.einsum("xn,x->n", key[0], q.reshape(-1), preferred_element_type=jnp.float32)
+    return jnp.where(jnp.arange(index.tokens) < index.stored, scores, -1e30)[None]
 
 
 def aggregate_where_they_lie(scores: Float[Array, "F N Q"], rule: str) -> Float[Array, "F N"]:

@@ -35,12 +35,6 @@ def test_the_kernels_are_here():
     assert kernels.COMPILED
 
 
-def refuse(name, shape, message, operands):
-    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
-        result = jax.ShapeDtypeStruct(shape, jnp.float32)
-        kernels.on_cpu(name, result, lambda *_: jnp.zeros(shape), *map(jnp.asarray, operands))
-
-
 def attended(q, key, value, valid, bias=None):
     """The output of attention, and the logarithm of its sum of exponentials."""
     part = attention.attend_part(q, key, value, valid, bias)
@@ -209,45 +203,72 @@ def test_sizes_that_do_not_agree_are_refused(name, spoilt):
         kernels.call("row_attention", results, *map(jnp.asarray, (OPERANDS | {name: spoilt}).values()))
 
 
+@compiled
 @pytest.mark.parametrize("tokens", [0, 1, 31, 32, 100, 2048, 2148])
 @pytest.mark.parametrize("group", [1, 3, 4, 6])
 @pytest.mark.parametrize("size", [8, 72])
 @pytest.mark.parametrize("bits", lowbit.BITS)
-def test_products_with_codes(bits, size, group, tokens):
+def test_products_with_codes_are_exactly_those_of_xla(bits, size, group, tokens):
     rng = np.random.default_rng(size)
-    code = np.asarray(lowbit.quantise(vectors(2, tokens, size), np.full(size, 0.3, np.float32), bits))
-    packed = lowbit.pack(jnp.asarray(code), bits).swapaxes(1, 2)
-    q = rng.normal(size=(2, group, size)).astype(np.float32)
-    found = lowbit.products_by_dimension(packed, q, bits)
-    np.testing.assert_allclose(found, np.einsum("fqd,fnd->fqn", np.float64(q), code), rtol=1e-5, atol=1e-3)
+    packed = jnp.asarray(rng.integers(0, 256, (2, size * bits // 8, tokens), np.uint8))
+    q, stored = jnp.asarray(rng.normal(size=(2, group, size)), jnp.float32), jnp.int32(tokens - tokens // 5)
+    found = lowbit.products(packed, q, stored, bits)
+    np.testing.assert_array_equal(found, lowbit._products(packed, *lowbit._whole(q, bits), stored, bits))
 
 
 @pytest.mark.parametrize("group", [1, 5])
 def test_threads_share_many_codes(group):
-    packed = np.random.default_rng(0).integers(0, 256, (2, 144, 6177), np.uint8)
-    levels = np.stack([packed & 15, packed >> 4], axis=2).reshape(2, 288, 6177)
-    q = vectors(2, group, 288)
-    expected = np.einsum("fqd,fdn->fqn", np.float64(q), levels - 7.0)
-    product = jax.jit(functools.partial(lowbit.products_by_dimension, bits=4))
+    packed = jnp.asarray(np.random.default_rng(0).integers(0, 256, (2, 144, 6177), np.uint8))
+    q, stored = jnp.asarray(vectors(2, group, 288)), jnp.int32(6177)
+    expected = lowbit._products(packed, *lowbit._whole(q, 4), stored, 4)
+    weight = np.exp(np.float64(expected) - np.max(expected, axis=-1, keepdims=True))
+    share = np.mean(weight / weight.sum(-1, keepdims=True), axis=(0, 1))[None]
+    product = jax.jit(functools.partial(lowbit.products, bits=4))
+    mean = jax.jit(functools.partial(lowbit.softmax_mean, bits=4, groups=1))
     for _ in range(20):
-        np.testing.assert_allclose(product(packed, q), expected, rtol=1e-5, atol=2e-3)
+        np.testing.assert_array_equal(product(packed, q, stored), expected)
+        np.testing.assert_allclose(mean(packed, q, stored), share, rtol=1e-4, atol=1e-9)
+
+
+CODES = {"codes": np.zeros((2, 4, 9), np.uint8), "q": np.zeros((2, 3, 8), np.int8), "step": np.zeros((2, 3)),
+         "stored": np.int32(9)}
 
 
 @compiled
-def test_codes_of_other_sizes_are_refused():
-    refuse("code_products", (2, 3, 9), "codes: ", (np.zeros((2, 5, 9), np.uint8), np.zeros((2, 3, 15))))
+@pytest.mark.parametrize("kernel", ["code_products", "code_softmax"])
+@pytest.mark.parametrize(("name", "spoilt"), [
+    ("codes", np.zeros((2, 5, 9), np.uint8)), ("codes", np.zeros((2, 4, 9), np.int8)),
+    ("q", np.zeros((3, 3, 8), np.int8)),
+    ("q", np.zeros((2, 3, 24), np.int8)), ("q", np.zeros((2, 3, 8))), ("step", np.zeros((2, 4))), ("step", np.zeros(2)),
+    ("stored", np.zeros(1, np.int32)), ("stored", np.float32(9)), ("codes", np.zeros((2, 4, 8), np.uint8)),
+])
+def test_codes_of_other_sizes_are_refused(kernel, name, spoilt):
+    results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2, 3, 9), (2, 2, 3, 1), (1, 9))]
+    results = results[0] if kernel == "code_products" else results
+    with pytest.raises(jax.errors.JaxRuntimeError, match="codes: "):
+        kernels.call(kernel, results, *map(jnp.asarray, (CODES | {name: spoilt}).values()))
+
+
+@compiled
+@pytest.mark.parametrize(("room", "mean"), [((2, 2, 3, 2), (1, 9)), ((2, 2, 3, 1), (3, 9)), ((2, 2, 3, 1), (1, 8)),
+                                            ((2, 2, 3, 1), (0, 9))])
+def test_softmaxes_of_other_sizes_are_refused(room, mean):
+    results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2, 3, 9), room, mean)]
+    with pytest.raises(jax.errors.JaxRuntimeError, match="softmax: "):
+        kernels.call("code_softmax", results, *map(jnp.asarray, CODES.values()))
 
 
 @compiled
 @pytest.mark.parametrize("group", [1, 4])
-def test_codes_of_a_batch_are_those_of_each_alone(group):
+@pytest.mark.parametrize("function", [lowbit.products, functools.partial(lowbit.softmax_mean, groups=1)])
+def test_codes_of_a_batch_are_those_of_each_alone(group, function):
     packed = jnp.asarray(np.random.default_rng(0).integers(0, 256, (3, 2, 100, 70), np.uint8))
-    q = vectors(3, 2, group, 200)
-    product = functools.partial(lowbit.products_by_dimension, bits=4)
-    batch, batches = jax.vmap(product), jax.vmap(jax.vmap(product))
-    for many in (batch(packed, q), batches(packed[None], q[None])[0]):
+    q, stored = jnp.asarray(vectors(3, 2, group, 200)), jnp.asarray([70, 33, 1], jnp.int32)
+    one = functools.partial(function, bits=4)
+    batch, batches = jax.vmap(one), jax.vmap(jax.vmap(one))
+    for many in (batch(packed, q, stored), batches(packed[None], q[None], stored[None])[0]):
         for i in range(3):
-            np.testing.assert_array_equal(many[i], product(packed[i], q[i]))
+            np.testing.assert_array_equal(many[i], one(packed[i], q[i], stored[i]))
 
 
 @compiled

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from kvjax import kernels
 from kvjax.errors import ConfigError
-from kvjax.typing import Array, Float, Num, UInt
+from kvjax.typing import Array, Float, Int32, Num, UInt
 
 BITS = (8, 4, 2)
 _LARGEST = {8: 127, 4: 7, 2: 3}  # code; the smallest is as far from 0
@@ -88,48 +88,60 @@ def _code(level: Num[Array, "..."], bits: int) -> Num[Array, "..."]:
     return level * _APART[bits] - _largest(bits)
 
 
-def products(packed: UInt[Array, "F N X"], q: Float[Array, "F Q D"], bits: int) -> Float[Array, "F N Q"]:
-    """Every vector of codes with every query, in f32; for many queries.
+def products(
+    packed: UInt[Array, "F X N"], q: Float[Array, "F Q D"], stored: Int32[Array, ""], bits: int
+) -> Float[Array, "F Q N"]:
+    """Every query with every vector of codes, which lie dimension by dimension, in f32; -1e30 for those that are not
+    stored, the ones from `stored` on.
 
-    Codes are unpacked a piece of the tokens at a time, as all of them as floats would be a second cache.
+    Queries are rounded to whole numbers, the largest of each to 127, so that sums are exact, whoever adds them up. That
+    is far less than what codes of 4 and 2 bits are off.
     """
-    heads, tokens, _ = packed.shape
-    size = max(1, _PIECE // (heads * q.shape[-1]))
-    whole = tokens - tokens % size
-    rest = _products(packed[:, whole:], q, bits)
-    if not whole:
-        return rest
-    starts = jnp.arange(0, whole, size)
-    pieces = jax.lax.map(lambda at: _products(jax.lax.dynamic_slice_in_dim(packed, at, size, axis=1), q, bits), starts)
-    return jnp.concatenate([pieces.swapaxes(0, 1).reshape(heads, whole, -1), rest], axis=1)
-
-
-def _products(packed: UInt[Array, "F N X"], q: Float[Array, "F Q D"], bits: int) -> Float[Array, "F N Q"]:
-    # Codes as the left operand: XLA:CPU then reads them in place.
-    found = [jnp.einsum("fnx,fqx->fnq", _code(level, bits), q[..., i :: 8 // bits])
-             for i, level in enumerate(_levels_apart(packed, q.dtype, bits))]
-    return sum(found[1:], found[0])
-
-
-def products_by_dimension(packed: UInt[Array, "F X N"], q: Float[Array, "F Q D"], bits: int) -> Float[Array, "F Q N"]:
-    """Every query with every vector of codes, which lie dimension by dimension, in f32; for few queries."""
-    q = q.astype(jnp.float32) * _APART[bits]
     result = jax.ShapeDtypeStruct((*q.shape[:2], packed.shape[-1]), jnp.float32)
-    return kernels.on_cpu("code_products", result, functools.partial(_products_by_dimension, bits=bits), packed, q)
+    otherwise = functools.partial(_products, bits=bits)
+    return kernels.on_cpu("code_products", result, otherwise, packed, *_whole(q, bits), stored)
 
 
-def _products_by_dimension(packed: UInt[Array, "F X N"], q: Float[Array, "F Q D"], bits: int) -> Float[Array, "F Q N"]:
-    """What the kernel does. The codes in a byte are added to all sums at a time, so that none stay as floats."""
-    def add(sums, row):
-        byte, part = row  # [F, N], [F, Q, 8 / bits]
-        for i, level in enumerate(_levels_apart(byte, q.dtype, bits)):
-            sums = sums + part[..., i, None] * level[:, None]
-        return sums, None
+def softmax_mean(
+    packed: UInt[Array, "F X N"], q: Float[Array, "F Q D"], stored: Int32[Array, ""], bits: int, groups: int
+) -> Float[Array, "groups N"]:
+    """The mean of the softmaxes of `products` over the queries of all heads of each group, which are neighbours."""
+    heads, queries, tokens = *q.shape[:2], packed.shape[-1]
+    shapes = (heads, queries, tokens), (2, heads, queries, -(-tokens // kernels.TILE)), (groups, tokens)
+    results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
 
-    first = -_largest(bits) / _APART[bits] * jnp.sum(q, axis=-1, keepdims=True)  # codes are as much less than levels
-    first = jnp.broadcast_to(first, (*q.shape[:2], packed.shape[-1]))
-    parts = jnp.moveaxis(q.reshape(*q.shape[:2], packed.shape[1], -1), 2, 0)
-    return jax.lax.scan(add, first, (packed.swapaxes(0, 1), parts), unroll=8)[0]
+    def otherwise(*operands):
+        scores = _products(*operands, bits=bits)
+        mean = jnp.mean(jax.nn.softmax(scores).reshape(groups, -1, tokens), axis=1)
+        return [scores, jnp.zeros(shapes[1]), mean]
+
+    return kernels.on_cpu("code_softmax", results, otherwise, packed, *_whole(q, bits), stored)[-1]
+
+
+def _whole(q: Float[Array, "F Q D"], bits: int) -> tuple[Num[Array, "F Q D"], Float[Array, "F Q"]]:
+    """Queries as whole numbers, and what a product of 1 with levels stands for."""
+    q = q.astype(jnp.float32) * _APART[bits]
+    step = jnp.maximum(jnp.max(jnp.abs(q), axis=-1), _NOTHING) / _LARGEST[8]
+    return jnp.round(q / step[..., None]).astype(jnp.int8), step
+
+
+def _products(packed, q, step, stored, bits: int) -> Float[Array, "F Q N"]:
+    """What the kernel does. Codes are unpacked a piece of the tokens at a time, as all of them as floats would be a
+    second cache."""
+    heads, width, tokens = packed.shape
+    size = max(1, min(tokens, _PIECE // (heads * q.shape[-1])))
+    pad = -tokens % size
+    padded = jnp.pad(packed, ((0, 0), (0, 0), (0, pad)))
+    pieces = jnp.moveaxis(padded.reshape(heads, width, (tokens + pad) // size, size), 2, 0)
+    q = q.astype(jnp.float32)
+
+    def piece(some):
+        return sum(jnp.einsum("fxn,fqx->fqn", level, q[..., i :: 8 // bits])
+                   for i, level in enumerate(_levels_apart(some, q.dtype, bits)))
+
+    sums = jnp.moveaxis(jax.lax.map(piece, pieces), 0, 2).reshape(heads, q.shape[1], -1)[..., :tokens]
+    first = _largest(bits) / _APART[bits] * jnp.sum(q, axis=-1)  # codes are as much less than levels
+    return jnp.where(jnp.arange(tokens) < stored, (sums - first[..., None]) * step[..., None], -1e30)
 
 
 def _levels_apart(packed: UInt[Array, "*T X"], dtype, bits: int) -> list[Float[Array, "*T X"]]:

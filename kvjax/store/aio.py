@@ -36,7 +36,7 @@ except ImportError:  # no C compiler when kvjax was installed: `RingEngine` says
 
 _TRY_AGAIN = (errno.EINTR, errno.EAGAIN, errno.EINVAL, errno.EOPNOTSUPP)  # threads find out what is behind the last two
 _NO_ANSWER = np.iinfo(np.int64).min
-_NONE = np.zeros(0, np.int64)
+NONE = np.zeros(0, np.int64)
 
 
 def _hash_function() -> int:
@@ -73,6 +73,7 @@ class Ring:
       layout: where all of it lies, for `native.fetch`, as bytes of a RingLayout of native.c.
       targets: int64[extents] flat slots of the blocks that `native.fetch` read.
       used: most extents that the arena has had at once.
+      lent: whether `native.fetch` has it.
       in_flight: reads the kernel has not answered yet, or whose answers were not taken.
     """
 
@@ -81,6 +82,7 @@ class Ring:
         """`depth` reads can be in flight; None = one per extent."""
         self.arena = Arena(extents, extent_bytes, block_bytes)
         self.in_flight = self.used = 0
+        self.lent = False
         self._system = system
         self._events = np.zeros(extents, EVENT)
         self.events = self._events.view(np.uint8)
@@ -258,7 +260,7 @@ class RingFetch(Fetch):
                     self._send(int(self._whole().argmin()))
         finally:
             self.drop()
-        return self._finish(done, targets, out) if left else (_NONE, None)
+        return self._finish(done, targets, out) if left else (NONE, None)
 
     def _wait(self, ring: Ring) -> int:
         """How many events came, those of a quarter of the reads in flight or more: so there are few calls, and hardly

@@ -251,6 +251,10 @@ class Branch(abc.ABC):
         waits to be written, and what reads have landed in."""
 
     @abc.abstractmethod
+    def keep(self, cause: BaseException) -> None:
+        """Saves an exception, if none is saved yet, as one that came up in a callback."""
+
+    @abc.abstractmethod
     def take_error(self) -> StoreError | None:
         """Pops the saved exception."""
 

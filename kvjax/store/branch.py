@@ -1,7 +1,6 @@
 """A branch of a store file: its blocks are written by prefill and behind the tokens, and read for each layer."""
 
 import itertools
-import time
 import weakref
 from collections.abc import Callable
 from typing import NamedTuple
@@ -10,7 +9,7 @@ import numpy as np
 
 from kvjax.errors import ConfigError, WriteFailed
 from kvjax.store.ahead import Reads, account
-from kvjax.store.aio import Landed, Ring, native
+from kvjax.store.aio import NONE, Landed, Ring, native
 from kvjax.store.base import Gathered
 from kvjax.store.extents import run_starts
 from kvjax.store.fetch import Times, hung
@@ -20,7 +19,6 @@ from kvjax.store.transaction import TransactionalBranch
 from kvjax.store.volume import Volume
 
 WRITE_BYTES = 4 << 20  # prefill is gathered and written in pieces of this size
-_NONE = np.zeros(0, np.int64)
 Take = Callable[[np.ndarray], np.ndarray]  # blocks [n, C, width] of a layer by number
 
 
@@ -58,8 +56,10 @@ class FlashBranch(TransactionalBranch):
         volume.adopt(self._lineage)
         self._retire = weakref.finalize(self, volume.retire, self._lineage)
         self._reads = Reads(volume.reader, volume.codec, self._tally)
-        lineage = self._lineage
+        lineage, geometry = self._lineage, volume.geometry
         self._places = (volume.lock, volume.lanes, volume.extents, lineage.table.shift, lineage.pending)
+        self._shape = (geometry.batch, geometry.kv_heads, geometry.num_blocks, geometry.block_rows, geometry.width)
+        self._format = {"bfloat16": "H"}.get(geometry.dtype, geometry.numpy_dtype.char)  # of programs' arrays
 
     @property
     def path(self) -> str:
@@ -215,49 +215,49 @@ class FlashBranch(TransactionalBranch):
     def _read_at_once(self, layer, generation, block, slot, slots):
         return native is not None and native.fetch(self, int(layer), int(generation), block, slot, slots)
 
-    def window(self, layer: int, generation: int) -> tuple | None:
+    def _window(self, layer: int, generation: int) -> tuple | None:
         """What `native.fetch` reads with; None where Python has to look: something was read ahead, or is not right."""
-        rings, lanes = self._volume.reader.rings, self.geometry.lanes
+        rings = self._volume.reader.rings
         if (rings is None or self._errors.first is not None or self._closed or generation != self.generation
-                or self._reads.has_guess(layer)):
+                or not 0 <= layer < self.geometry.layers or self._reads.has_guess(layer)):
             return None
         try:
             ring = rings.rings.take()
         except OSError:  # the kernel gives no more: `_load` lets threads read, and says so
             return None
-        return (ring, ring.layout, *self._places, layer * lanes, lanes, self.geometry.num_blocks,
-                self.geometry.numpy_dtype.itemsize, rings.file.direct_descriptor, rings.timeout)
+        ring.lent = True
+        return (ring, ring.layout, *self._places, layer * self.geometry.lanes, *self._shape,
+                rings.file.direct_descriptor, self._format, rings.timeout)
 
-    def unused(self, ring: Ring) -> None:
-        """Takes a window's ring back: `native.fetch` found something for Python to look at."""
-        self._volume.reader.give_back(ring)
+    def _unused(self, ring: Ring) -> None:
+        """Takes a window's ring back, if it is not back: `native.fetch` found something for Python to look at."""
+        if ring.lent:
+            ring.lent = False
+            self._volume.reader.give_back(ring)
 
-    def staged(self, places: memoryview) -> list[tuple[int, tuple[Staged, ...]]]:
+    def _staged(self, places: memoryview) -> list[tuple[int, tuple[Staged, ...]]]:
         """For `native.fetch`, which holds the volume's lock: what to lay over slots; int64 ids and flat slots."""
         return self._lineage.staged_at(np.frombuffer(places, np.int64).reshape(-1, 2))
 
-    def landed(self, ring: Ring, layer: int, started: float, numbers: tuple, staged, block, slot, slots) -> None:
+    def _landed(self, ring: Ring, layer: int, started: float, numbers: tuple, staged, block, slot, slots) -> None:
         """What `native.fetch` did (`Landed`). Lays what is `staged` over it, and loads what did not come at the first
         try as `_load` does, which finds out why."""
         volume, found = self._volume, Landed(*numbers)
-        ring.in_flight, ring.used = found.in_flight, max(ring.used, found.asked)
-        missed = ring.missed(found.asked) if found.copied < found.asked else _NONE
-        volume.reader.give_back(ring)
-        if found.in_flight:
-            raise hung(volume.file.path, volume.timeout)
-        if staged:
-            _, _, out = self._locate(layer, block, slot, slots)
-            self._overlay([one for one in staged if one[0] not in missed], out)
-        self._note("read", layer, started)
-        booked = {}
-        if found.asked:
-            times = Times(found.began, found.ended, found.waited)
-            booked = account(layer, found.copied, found.size, found.useful, found.reads, times, self._note)
-        if missed.size:
-            self._load_missed(layer, block, slot, slots, missed)
-        answered = time.perf_counter()
-        self._tally.add(read_seconds=answered - started, **booked)
-        self._note("answer", layer, answered)
+        ring.used = max(ring.used, found.asked)
+        missed = ring.missed(found.asked) if found.copied < found.asked else NONE
+        self._unused(ring)
+        with self._timed(layer, started):
+            if found.in_flight:
+                raise hung(volume.file.path, volume.timeout)
+            if staged:
+                _, _, out = self._locate(layer, block, slot, slots)
+                self._overlay([one for one in staged if one[0] not in missed], out)
+            if found.asked:
+                times = Times(found.began, found.ended, found.waited)
+                booked = account(layer, found.copied, found.size, found.useful, found.reads, times, self._note)
+                self._tally.add(**booked)
+            if missed.size:
+                self._load_missed(layer, block, slot, slots, missed)
 
     def _load_missed(self, layer, block, slot, slots, missed: np.ndarray) -> None:
         """Loads what goes to flat slots missed[n]: blocks that were being written, or whose reads came back."""

@@ -6,16 +6,16 @@
 #define MOST_OPERANDS 8
 
 static PyObject *functions; /* a tuple; a call says which it wants */
+static PyObject *failed; /* is told what one raised */
 
-/* serve(functions) */
-PyObject *serve(PyObject *self, PyObject *given) {
-    PyObject *replaced = functions;
-    functions = PySequence_Tuple(given);
-    if (!functions) {
-        functions = replaced;
-        return NULL;
-    }
-    Py_XDECREF(replaced);
+/* serve(functions, failed) */
+PyObject *serve(PyObject *self, PyObject *args) {
+    PyObject *given, *teller;
+    if (!PyArg_ParseTuple(args, "O!O", &PyTuple_Type, &given, &teller)) return NULL;
+    Py_INCREF(given);
+    Py_INCREF(teller);
+    Py_XSETREF(functions, given);
+    Py_XSETREF(failed, teller);
     Py_RETURN_NONE;
 }
 
@@ -32,7 +32,7 @@ static const char *format_of(XLA_FFI_DataType type) {
     }
 }
 
-static Py_ssize_t size_of(char format) { return format == 'i' || format == 'f' ? 4 : format == 'e' || format == 'H' ? 2 : 1; }
+static Py_ssize_t item_size(char format) { return format == 'i' || format == 'f' ? 4 : format == 'e' || format == 'H' ? 2 : 1; }
 
 /* Whether an operand's memory is that of a result. */
 static int is_result(const XLA_FFI_CallFrame *call, const XLA_FFI_Buffer *buffer) {
@@ -47,25 +47,39 @@ static PyObject *as_python(const XLA_FFI_CallFrame *call, const XLA_FFI_Buffer *
     if (is_of(buffer, XLA_FFI_DataType_S32, 0)) return PyLong_FromLong(*(const int32_t *)buffer->data);
     const char *format = format_of(buffer->dtype);
     if (!format) return PyErr_Format(PyExc_TypeError, "a callback got an array of XLA's type %d", buffer->dtype);
-    Py_ssize_t item = size_of(*format), bytes = item * leading(buffer, 0);
+    Py_ssize_t item = item_size(*format), bytes = item * leading(buffer, 0);
     Py_buffer view = {.buf = bytes ? buffer->data : &nothing, .len = bytes, .itemsize = item, .ndim = buffer->rank,
                       .readonly = !is_result(call, buffer), .format = (char *)format, .shape = (Py_ssize_t *)buffer->dims};
     return PyMemoryView_FromBuffer(&view);
 }
 
-/* The answer of a function; 0, and a message on stderr, where it raises, which it should not. */
+/* Tells `failed` of the exception that is on its way, with the operands of the function that raised it; whether it was
+ * told. Else it is shown. */
+static int tell(PyObject *const *operands, int64_t count) {
+    PyObject *kind, *value, *trace, *with[MOST_OPERANDS + 1];
+    PyErr_Fetch(&kind, &value, &trace);
+    PyErr_NormalizeException(&kind, &value, &trace);
+    with[0] = value;
+    for (int64_t i = 0; i < count; i++) with[i + 1] = operands[i];
+    PyObject *told = PyObject_Vectorcall(failed, with, count + 1, NULL);
+    if (!told) PyErr_WriteUnraisable(failed);
+    Py_XDECREF(told);
+    Py_XDECREF(kind);
+    Py_XDECREF(value);
+    Py_XDECREF(trace);
+    return told != NULL;
+}
+
+/* The answer of a function, 0 where it raises; -1 where nobody could be told of that. */
 static int32_t answer(const XLA_FFI_CallFrame *call, PyObject *function) {
     PyObject *operands[MOST_OPERANDS], *found = NULL;
     int64_t count = 0;
     while (count < call->args.size && (operands[count] = as_python(call, operand(call, count)))) count++;
     if (count == call->args.size) found = PyObject_Vectorcall(function, operands, count, NULL);
-    while (count) Py_DECREF(operands[--count]);
-    long number = found ? PyLong_AsLong(found) : -1;
+    long number = found ? PyLong_AsLong(found) : 0;
     Py_XDECREF(found);
-    if (PyErr_Occurred()) {
-        PyErr_WriteUnraisable(function);
-        return 0;
-    }
+    if (PyErr_Occurred()) number = tell(operands, count) ? 0 : -1;
+    while (count) Py_DECREF(operands[--count]);
     return (int32_t)number;
 }
 
@@ -84,10 +98,17 @@ XLA_FFI_Error *on_callback(XLA_FFI_CallFrame *call) {
     if (call->args.size > MOST_OPERANDS || call->rets.size < 1 || call->attrs.size != 1 ||
         !is_of(result(call, call->rets.size - 1), XLA_FFI_DataType_S32, 0))
         return refused(call, "callback: operands or results");
-    int32_t which = *(const int32_t *)((const XLA_FFI_Scalar *)call->attrs.attrs[0])->value;
+    int32_t which = *(const int32_t *)((const XLA_FFI_Scalar *)call->attrs.attrs[0])->value, number = -1;
     PyGILState_STATE state = enter_python();
     int known = functions && which >= 0 && which < PyTuple_GET_SIZE(functions);
-    if (known) *(int32_t *)result(call, call->rets.size - 1)->data = answer(call, PyTuple_GET_ITEM(functions, which));
+    if (known) {
+        PyObject *function = PyTuple_GET_ITEM(functions, which);
+        Py_INCREF(function);
+        number = answer(call, function);
+        Py_DECREF(function);
+    }
     PyGILState_Release(state);
-    return known ? NULL : refused(call, "callback: there is no such function");
+    if (number < 0) return refused(call, known ? "callback: it raised" : "callback: there is no such function");
+    *(int32_t *)result(call, call->rets.size - 1)->data = number;
+    return NULL;
 }

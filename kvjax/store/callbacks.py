@@ -69,6 +69,14 @@ def _put_blocks(handle, generation, layer, block, packed) -> np.int32:
     return _call("put_blocks", handle, generation, layer, np.asarray(block), packed)
 
 
+def _failed(cause: BaseException, *operands) -> None:
+    """Keeps in the branch what came up outside its own methods: above all Ctrl-C, which Python raises as it enters one
+    of the functions above. Handles are the first numbers of all."""
+    branch = base.lookup(next(one for one in operands if isinstance(one, int)))
+    if branch is not None:
+        branch.keep(cause)
+
+
 def _read_copies(shape_like, handle, generation, layer, block):
     fetched = np.zeros((*block.shape, *shape_like.shape[-2:]), shape_like.dtype)
     order = np.tile(np.arange(block.shape[-1], dtype=np.int32), (*block.shape[:-1], 1))
@@ -81,7 +89,7 @@ _FUNCTIONS: dict[str, Callable[..., np.int32]] = {
     "read": _read, "submit": _submit, "put_rows": _put_rows, "put_blocks": _put_blocks}
 COMPILED = kernels.register(native)
 if COMPILED:
-    native.serve(list(_FUNCTIONS.values()))
+    native.serve(tuple(_FUNCTIONS.values()), _failed)
 
 
 def _through_jax(function: Callable[..., np.int32]) -> Callable[..., None]:

@@ -1,5 +1,5 @@
-/* The part of asynchronous reads that has to be quick. Python says what to read with (`window`) and is told what came of it
- * (`landed`); what lies between is here. From the first request to the last block's place in the caller's memory no Python
+/* The part of asynchronous reads that has to be quick. Python says what to read with (`_window`) and is told what came of it
+ * (`_landed`); what lies between is here. From the first request to the last block's place in the caller's memory no Python
  * object is touched, and other Python threads run. What goes wrong is found here and dealt with in kvjax/store/branch.py
  * and aio.py. Signatures are in native.pyi.
  */
@@ -274,7 +274,7 @@ static PyObject *land(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
 
 /* ---- read */
 
-typedef struct { /* memory and constants of a ring: `_layout` of aio.py */
+typedef struct { /* memory and constants of a ring: `Ring.layout` */
     int64_t context, places, piece, extent_bytes, block_bytes, header_bytes, page_bytes;
     int64_t arena, hash, control, pointers, events, extents, sums, targets, starts, results, done, found, staged;
     int64_t depth;
@@ -341,20 +341,22 @@ static Outcome read_all(const RingLayout *ring, Landing *to, double timeout) {
 
 /* ---- fetch */
 
-typedef struct { /* what a branch gives for a fetch, `FlashBranch.window` */
+typedef struct { /* what a branch gives for a fetch, `FlashBranch._window` */
     PyObject *ring, *layout, *lock, *lanes, *extents, *shift, *pending;
-    long long first_lane, lane_count, num_blocks, item_bytes, descriptor;
+    long long first_lane, batch, heads, num_blocks, block_rows, width, descriptor;
+    const char *format; /* of an element, in Python's buffers */
     double timeout;
 } Window;
 
-static PyObject *name_window, *name_unused, *name_staged, *name_acquire, *name_release, *name_rows, *name_checksums;
+static PyObject *name_window, *name_unused, *name_staged, *name_acquire, *name_release, *name_rows, *name_checksums, *name_in_flight;
 
 static int intern_names(void) {
     static const struct {
         PyObject **name;
         const char *text;
-    } all[] = {{&name_window, "window"}, {&name_unused, "unused"}, {&name_staged, "staged"}, {&name_acquire, "acquire"},
-               {&name_release, "release"}, {&name_rows, "rows"}, {&name_checksums, "checksums"}};
+    } all[] = {{&name_window, "_window"}, {&name_unused, "_unused"}, {&name_staged, "_staged"}, {&name_acquire, "acquire"},
+               {&name_release, "release"}, {&name_rows, "rows"}, {&name_checksums, "checksums"},
+               {&name_in_flight, "in_flight"}};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         if (!*all[i].name && !(*all[i].name = PyUnicode_InternFromString(all[i].text))) return 0;
     return 1;
@@ -365,7 +367,7 @@ static void call_aside(PyObject *object, PyObject *name, PyObject *argument) {
     PyObject *kind, *value, *trace;
     PyErr_Fetch(&kind, &value, &trace);
     Py_XDECREF(PyObject_CallMethodObjArgs(object, name, argument, NULL));
-    PyErr_Restore(kind, value, trace);
+    if (kind) PyErr_Restore(kind, value, trace);
 }
 
 /* What is wanted of which memory: 1, 0 where the caller's arrays are not of the usual kind, -1 on an exception. */
@@ -377,20 +379,21 @@ static int take_arrays(Buffers *buffers, const Window *from, PyObject *const *ar
         !(to->pending = take(buffers, from->pending, sizeof *to->pending, PyBUF_SIMPLE, &to->pending_size)))
         return -1;
     const Py_buffer *block = &buffers->views[buffers->count], *slot = block + 1, *slots = block + 2;
-    if (!(to->block = take(buffers, arrays[0], sizeof *to->block, PyBUF_ND, &count)) ||
-        !(to->slot = take(buffers, arrays[1], sizeof *to->slot, PyBUF_ND, &count)) ||
-        !(*out = take(buffers, arrays[2], from->item_bytes, PyBUF_ND | PyBUF_WRITABLE, &count))) {
+    if (!(to->block = take(buffers, arrays[0], sizeof *to->block, PyBUF_ND | PyBUF_FORMAT, &count)) ||
+        !(to->slot = take(buffers, arrays[1], sizeof *to->slot, PyBUF_ND | PyBUF_FORMAT, &count)) ||
+        !(*out = take(buffers, arrays[2], (*ring)->block_bytes / (from->block_rows * from->width),
+                      PyBUF_ND | PyBUF_FORMAT | PyBUF_WRITABLE, &count))) {
         PyErr_Clear();
         return 0;
     }
-    if (block->ndim != 3 || slot->ndim != 3 || slots->ndim != 5 || block->itemsize != 4 || slot->itemsize != 4) return 0;
+    if (block->ndim != 3 || slot->ndim != 3 || slots->ndim != 5) return 0;
     to->asked = block->shape[2];
     to->slots = slots->shape[2];
-    return !memcmp(block->shape, slot->shape, 3 * sizeof *slot->shape) &&
-           !memcmp(block->shape, slots->shape, 2 * sizeof *slots->shape) &&
-           block->shape[0] * block->shape[1] == from->lane_count && count * from->item_bytes == slots->len &&
-           slots->len == from->lane_count * to->slots * (*ring)->block_bytes &&
-           from->lane_count * to->asked <= (*ring)->places;
+    const Py_ssize_t index[] = {from->batch, from->heads, to->asked};
+    const Py_ssize_t rows[] = {from->batch, from->heads, to->slots, from->block_rows, from->width};
+    return !memcmp(block->shape, index, sizeof index) && !memcmp(slot->shape, index, sizeof index) &&
+           !memcmp(slots->shape, rows, sizeof rows) && !strcmp(block->format, "i") && !strcmp(slot->format, "i") &&
+           !strcmp(slots->format, from->format) && to->lanes * to->asked <= (*ring)->places;
 }
 
 /* Finds the blocks with the volume's lock held, and what is staged of them; as `take_arrays`. */
@@ -442,7 +445,7 @@ static Outcome read_wanted(const RingLayout *ring, const Wanted *from, const Win
 static int fetch_with(PyObject *branch, const Window *window, PyObject *const *args, double started) {
     Buffers buffers = {.count = 0};
     const RingLayout *ring;
-    Wanted wanted = {.lanes = window->lane_count, .first_lane = window->first_lane, .num_blocks = window->num_blocks};
+    Wanted wanted = {.lanes = window->batch * window->heads, .first_lane = window->first_lane, .num_blocks = window->num_blocks};
     Landing to = {.reads = 0};
     Outcome outcome = {.copied = 0};
     PyObject *staged = NULL;
@@ -465,11 +468,16 @@ static int fetch_with(PyObject *branch, const Window *window, PyObject *const *a
         call_aside(branch, name_unused, window->ring);
         return found;
     }
-    PyObject *told = PyObject_CallMethod(
-        branch, "landed", "OOd(LLLLLLddd)OOOO", window->ring, args[0], started, (long long)wanted.count,
-        (long long)outcome.copied, (long long)to.reads, (long long)to.bytes, (long long)to.useful,
-        (long long)outcome.in_flight, outcome.began, outcome.ended, outcome.waited, staged ? staged : Py_None, args[2],
-        args[3], args[4]);
+    /* Whatever happens there, a ring that the device may still write to is not used again. */
+    PyObject *in_flight = PyLong_FromLongLong(outcome.in_flight), *told = NULL;
+    if (in_flight && PyObject_SetAttr(window->ring, name_in_flight, in_flight) == 0)
+        told = PyObject_CallMethod(
+            branch, "_landed", "OOd(LLLLLLddd)OOOO", window->ring, args[0], started, (long long)wanted.count,
+            (long long)outcome.copied, (long long)to.reads, (long long)to.bytes, (long long)to.useful,
+            (long long)outcome.in_flight, outcome.began, outcome.ended, outcome.waited, staged ? staged : Py_None, args[2],
+            args[3], args[4]);
+    if (!told) call_aside(branch, name_unused, window->ring);
+    Py_XDECREF(in_flight);
     Py_XDECREF(staged);
     Py_XDECREF(told);
     return told ? 1 : -1;
@@ -484,9 +492,9 @@ static PyObject *fetch(PyObject *self, PyObject *const *args, Py_ssize_t nargs) 
     Window with;
     int found = 0;
     if (given != Py_None)
-        found = PyArg_ParseTuple(given, "OOOOOOOLLLLLd", &with.ring, &with.layout, &with.lock, &with.lanes, &with.extents,
-                                 &with.shift, &with.pending, &with.first_lane, &with.lane_count, &with.num_blocks,
-                                 &with.item_bytes, &with.descriptor, &with.timeout)
+        found = PyArg_ParseTuple(given, "OOOOOOOLLLLLLLsd", &with.ring, &with.layout, &with.lock, &with.lanes, &with.extents,
+                                 &with.shift, &with.pending, &with.first_lane, &with.batch, &with.heads, &with.num_blocks,
+                                 &with.block_rows, &with.width, &with.descriptor, &with.format, &with.timeout)
                     ? fetch_with(args[0], &with, args + 1, started) : -1;
     Py_DECREF(given);
     return found < 0 ? NULL : PyBool_FromLong(found);
@@ -501,7 +509,7 @@ static PyObject *handlers(PyObject *self, PyObject *none) { return capsules(targ
 
 static PyMethodDef methods[] = {
     {"handlers", handlers, METH_NOARGS, NULL},
-    {"serve", serve, METH_O, NULL},
+    {"serve", serve, METH_VARARGS, NULL},
     {"control", (PyCFunction)(void (*)(void))control, METH_FASTCALL, NULL},
     {"land", (PyCFunction)(void (*)(void))land, METH_FASTCALL, NULL},
     {"fetch", (PyCFunction)(void (*)(void))fetch, METH_FASTCALL, NULL},

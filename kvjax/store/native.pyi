@@ -1,7 +1,8 @@
-"""The compiled part of asynchronous reads (native.c). Arrays are C-contiguous; `control` and `events` are the bytes of
-IOCB and EVENT of `kvjax.store.linux`. ValueError where sizes do not agree."""
+"""The compiled part of asynchronous reads (native.c), and of programs that call back (callback.c). Arrays are
+C-contiguous; `control` and `events` are the bytes of IOCB and EVENT of `kvjax.store.linux`. ValueError where sizes do
+not agree."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,11 @@ JAXLIB: str
 def handlers() -> dict[str, object]:
     """XLA's handler of "callback", as a capsule: a call with attribute `function`, int32, calls that one of `serve`'s
     with its operands, at most eight: int32[] as numbers, all else as memoryviews that are good until it returns,
-    writable where they are results, too. What it returns is the last result, int32[]; 0, with a message on stderr, if
-    it raises."""
+    writable where they are results, too. What it returns, 0 or more, is the last result, int32[]; 0 if it raises."""
 
-def serve(functions: Sequence[Callable[..., Any]], /) -> None:
-    """Replaces the functions that programs may call."""
+def serve(functions: tuple[Callable[..., Any], ...], failed: Callable[..., Any], /) -> None:
+    """Replaces the functions that programs may call, and the one that is told of what they raise: the exception, then
+    the operands. A program fails if that one raises."""
 
 def control(
     extents: np.ndarray, sums: np.ndarray, control: np.ndarray, starts: np.ndarray, piece: int, places: int,
@@ -37,9 +38,9 @@ def land(
 
 def fetch(branch: Any, layer: int, generation: int, block: Any, slot: Any, slots: Any, /) -> bool:
     """`FlashBranch.read_into` of int32 block[B, K, M] to int32 slot[B, K, M] of slots[B, K, NS, C, width], in the usual
-    case; False, with nothing done, where Python has to look: `branch.window` says so, arrays are not as they should be,
-    a block is neither in the file nor wholly staged, or a slot does not exist.
+    case; False, with nothing done, where Python has to look: `branch._window` says so, arrays are not as they should
+    be, a block is neither in the file nor wholly staged, or a slot does not exist.
 
     Finds the blocks with the volume's lock held, reads them through the window's ring, in the order of their extents,
-    verifies and copies them, and tells `branch.landed`. Other Python threads run meanwhile. What these raise goes on.
+    verifies and copies them, and tells `branch._landed`. Other Python threads run meanwhile. What these raise goes on.
     """

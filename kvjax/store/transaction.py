@@ -5,10 +5,12 @@ XLA's buffers and collect it in a list; `commit` hands the list to the store, `a
 """
 
 import abc
+import contextlib
 import dataclasses
 import functools
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -151,11 +153,17 @@ class TransactionalBranch(Branch):
     def _read(self, layer, generation, block, slot, slots) -> None:
         started = time.perf_counter()
         self._enter(generation)
-        self._note("read", layer, started)
-        try:
+        with self._timed(layer, started):
             ids, targets, out = self._locate(layer, block, slot, slots)
             if ids.size:
                 self._load(int(layer), ids, targets, out)
+
+    @contextlib.contextmanager
+    def _timed(self, layer, started: float) -> Iterator[None]:
+        """Books what is left of a read that began then, and how long it took in all."""
+        self._note("read", layer, started)
+        try:
+            yield
         finally:
             ended = time.perf_counter()
             self._tally.add(read_seconds=ended - started)
@@ -195,6 +203,9 @@ class TransactionalBranch(Branch):
             self._open.append(Blocks(ids, data))
 
     # ---- Python side
+
+    def keep(self, cause: BaseException) -> None:
+        self._errors.save(cause)
 
     def take_error(self) -> StoreError | None:
         return self._errors.take()

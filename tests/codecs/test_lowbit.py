@@ -44,29 +44,50 @@ def test_every_code_comes_back_from_its_bytes(bits):
     np.testing.assert_array_equal(lowbit.unpack(packed, bits), code)
 
 
+def whole_queries(q: np.ndarray) -> np.ndarray:
+    """Queries as `products` sees them: the largest number of each is 127 steps."""
+    step = np.abs(q).max(-1, keepdims=True) / 127
+    return np.round(q / step).astype(np.float64) * step
+
+
 @pytest.mark.parametrize("bits", [8, 4, 2])
-@pytest.mark.parametrize("piece", [1, 2 * 2 * SIZE, 2 * 5 * SIZE, 1 << 20])
-def test_products_piece_by_piece_are_those_of_the_codes(bits, piece, monkeypatch):
-    """Two heads of 42 tokens: a token at a time, pieces that fit and that leave a rest, all at once."""
-    monkeypatch.setattr(lowbit, "_PIECE", piece)
+@pytest.mark.parametrize("piece", [1, 2 * 2 * SIZE, 2 * 5 * SIZE, 1 << 20, None])
+def test_products_are_those_of_the_codes(bits, piece, monkeypatch):
+    """Two heads of 42 tokens, 40 of them stored: by XLA a token at a time, in pieces that fit and that leave a rest,
+    and all at once, and by the kernel."""
+    if piece is not None:
+        monkeypatch.setattr(lowbit, "_PIECE", piece)
+        monkeypatch.setattr(kernels, "COMPILED", False)
     rng = np.random.default_rng(2)
-    code = rng.choice(CODES[bits], (2, 42, SIZE)).astype(np.int8)
-    q = rng.normal(size=(2, 3, SIZE)).astype(np.float32)
-    found = lowbit.products(lowbit.pack(jnp.asarray(code), bits), jnp.asarray(q), bits)
-    np.testing.assert_allclose(found, np.einsum("fnd,fqd->fnq", code, q), rtol=1e-5, atol=1e-4)
-
-
-@pytest.mark.parametrize("bits", [8, 4, 2])
-@pytest.mark.parametrize("compiled", [True, False])
-def test_products_dimension_by_dimension_are_those_of_the_codes(bits, compiled, monkeypatch):
-    monkeypatch.setattr(kernels, "COMPILED", compiled and kernels.COMPILED)
-    rng = np.random.default_rng(3)
     code = rng.choice(CODES[bits], (2, 42, SIZE)).astype(np.int8)
     q = rng.normal(size=(2, 3, SIZE)).astype(np.float32)
     packed = lowbit.pack(jnp.asarray(code), bits).swapaxes(1, 2)
     for queries in (q, q[:, :1]):
-        found = lowbit.products_by_dimension(packed, jnp.asarray(queries), bits)
-        np.testing.assert_allclose(found, np.einsum("fnd,fqd->fqn", code, queries), rtol=1e-5, atol=1e-4)
+        found = np.asarray(lowbit.products(packed, jnp.asarray(queries), jnp.int32(40), bits))
+        exact = np.einsum("fnd,fqd->fqn", code[:, :40], whole_queries(queries))
+        np.testing.assert_allclose(found[..., :40], exact, rtol=1e-5, atol=1e-4)
+        assert (found[..., 40:] == -1e30).all()
+        off = np.abs(queries).max(-1) / 254  # at most, of each number of a query
+        wanted = np.einsum("fnd,fqd->fqn", code[:, :40], queries)
+        assert (np.abs(found[..., :40] - wanted) <= off[..., None] * np.abs(code[:, None, :40]).sum(-1) + 1e-4).all()
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_the_mean_of_softmaxes_is_that_of_the_products(bits, compiled, groups, monkeypatch):
+    """Four heads with three queries each; nothing is stored of the last tile, and a part of the one before."""
+    monkeypatch.setattr(kernels, "COMPILED", compiled and kernels.COMPILED)
+    rng, tokens, stored = np.random.default_rng(3), 2 * kernels.TILE + 5, kernels.TILE + 77
+    code = rng.choice(CODES[bits], (4, tokens, SIZE)).astype(np.int8)
+    q = rng.normal(size=(4, 3, SIZE)).astype(np.float32) * 2 / np.abs(code).max()
+    packed = lowbit.pack(jnp.asarray(code), bits).swapaxes(1, 2)
+    found = lowbit.softmax_mean(packed, jnp.asarray(q), jnp.int32(stored), bits, groups)
+    scores = np.einsum("fnd,fqd->fqn", code[:, :stored], whole_queries(q))
+    weight = np.exp(scores - scores.max(-1, keepdims=True))
+    share = (weight / weight.sum(-1, keepdims=True)).reshape(groups, -1, stored).mean(1)
+    np.testing.assert_allclose(found[:, :stored], share, rtol=2e-5, atol=1e-9)
+    assert (np.asarray(found[:, stored:]) == 0).all()
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])

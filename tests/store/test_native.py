@@ -29,13 +29,13 @@ def _needs_aio(tmp_path):
 @pytest.fixture
 def quick(monkeypatch):
     """How many blocks each `native.fetch` copied."""
-    fetches, landed = [], FlashBranch.landed
+    fetches, landed = [], FlashBranch._landed
 
     def counted(self, ring, layer, started, numbers, *rest):
         fetches.append(aio.Landed(*numbers).copied)
         landed(self, ring, layer, started, numbers, *rest)
 
-    monkeypatch.setattr(FlashBranch, "landed", counted)
+    monkeypatch.setattr(FlashBranch, "_landed", counted)
     return fetches
 
 
@@ -76,7 +76,7 @@ def test_staged_rows_and_blocks_lie_over_what_is_read(tmp_path, open_branch, qui
 
 def test_what_does_not_come_at_the_first_try_is_read_again_alone(tmp_path, open_branch, monkeypatch):
     driver, blocks = filled(open_branch, FlashStore(tmp_path))
-    landed = FlashBranch.landed
+    landed = FlashBranch._landed
 
     def torn(self, ring, layer, started, numbers, *rest):
         ring._done[[0, 3]] = 0
@@ -84,7 +84,7 @@ def test_what_does_not_come_at_the_first_try_is_read_again_alone(tmp_path, open_
         found = aio.Landed(*numbers)
         landed(self, ring, layer, started, found._replace(copied=found.copied - 2), *rest)
 
-    monkeypatch.setattr(FlashBranch, "landed", torn)
+    monkeypatch.setattr(FlashBranch, "_landed", torn)
     np.testing.assert_array_equal(driver.read(), blocks)
     assert driver.branch.stats().blocks_read == blocks[..., 0, 0].size
 
@@ -138,12 +138,13 @@ def test_a_damaged_block_is_not_copied(tmp_path, open_branch, quick):
 def test_a_device_that_does_not_answer_is_an_error_and_its_ring_is_not_used_again(tmp_path, open_branch, monkeypatch):
     driver, blocks = filled(open_branch, FlashStore(tmp_path, timeout=0.5))
     rings = driver.branch._volume.reader._rings.rings
-    landed = FlashBranch.landed
+    landed = FlashBranch._landed
 
     def stuck(self, ring, layer, started, numbers, *rest):
+        ring.in_flight = 3
         landed(self, ring, layer, started, aio.Landed(*numbers)._replace(copied=0, in_flight=3), *rest)
 
-    monkeypatch.setattr(FlashBranch, "landed", stuck)
+    monkeypatch.setattr(FlashBranch, "_landed", stuck)
     monkeypatch.setattr(aio.Ring, "wait", lambda *_: 0)
     assert not driver.try_read()[0]
     error = driver.branch.take_error()
@@ -266,21 +267,21 @@ class Asked:
             self.ring.close(1.0)
             os.close(self.descriptor)
 
-    def window(self, layer, generation):
+    def _window(self, layer, generation):
         arrays = self.arrays
         lanes, extents = (types.SimpleNamespace(**{name: arrays[name]}) for name in ("rows", "checksums"))
-        return (self.ring, self.ring.layout, self.lock, lanes, extents, arrays["shift"], arrays["pending"], 0, 2, 3, 1,
-                self.descriptor, 5.0)
+        return (self.ring, self.ring.layout, self.lock, lanes, extents, arrays["shift"], arrays["pending"],
+                0, 1, 2, 3, 1, 4096, self.descriptor, "B", 5.0)
 
-    def staged(self, places):
+    def _staged(self, places):
         assert self.lock.locked()
         self.overlaid = np.frombuffer(places, np.int64).reshape(-1, 2).tolist()
         return self.overlaid
 
-    def landed(self, ring, layer, started, numbers, *rest):
+    def _landed(self, ring, layer, started, numbers, *rest):
         self.told = numbers[:3]
 
-    def unused(self, ring):
+    def _unused(self, ring):
         self.refused = True
 
     def check(self, *extents_by_slot: int | None) -> None:
@@ -324,16 +325,18 @@ def test_fetch_leaves_out_what_is_damaged(tmp_path):
     {"slot": np.zeros((1, 2, 2), np.int32)}, {"slot": np.zeros((2, 1, 3), np.int32)},
     {"block": np.zeros((1, 2, 3), np.int64)}, {"shift": np.zeros(1, np.int64)}, {"pending": np.zeros(5, np.uint8)},
     {"slots": np.zeros((1, 2, 4, 1, 4095), np.uint8)}, {"slots": np.zeros((1, 2, 4, 4096), np.uint8)},
-    {"slots": np.zeros((1, 2, 4, 1, 2048), np.float16)}, {"slots": np.zeros((1, 2, 8, 1, 4096), np.uint8)[:, :, ::2]},
+    {"slots": np.zeros((1, 2, 4, 1, 2048), np.float16)},
+    {"slots": np.zeros((1, 2, 4, 1, 4096), np.int8)}, {"slot": np.zeros((1, 2, 3), np.float32)},
+    {"slots": np.zeros((2, 1, 4, 1, 4096), np.uint8)}, {"slots": np.zeros((1, 2, 8, 1, 4096), np.uint8)[:, :, ::2]},
     {"slots": np.broadcast_to(np.zeros(4096, np.uint8), (1, 2, 4, 1, 4096))},
 ], ids=["never written", "beyond the file", "slot too large", "negative slot", "fewer slots", "shape", "type", "lanes",
-        "pending", "size", "rank", "item", "strided", "read-only"])
+        "pending", "size", "rank", "item", "kind", "index", "batch", "strided", "read-only"])
 def test_fetch_leaves_the_unusual_to_others(tmp_path, changes):
     asked = Asked(tmp_path / "file", **changes)
     assert not asked.fetch() and asked.refused and asked.told is None
 
 
-@pytest.mark.parametrize("method", ["window", "staged", "landed"])
+@pytest.mark.parametrize("method", ["_window", "_staged", "_landed"])
 def test_what_a_branch_raises_comes_out_of_fetch(tmp_path, method):
     asked = Asked(tmp_path / "file", pending=np.ones(6, np.uint8))
 
@@ -343,4 +346,4 @@ def test_what_a_branch_raises_comes_out_of_fetch(tmp_path, method):
     setattr(asked, method, broken)
     with pytest.raises(ZeroDivisionError, match=method):
         asked.fetch()
-    assert asked.refused == (method == "staged"), "the ring comes back"
+    assert asked.refused == (method != "_window"), "the ring comes back"
