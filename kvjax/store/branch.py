@@ -242,22 +242,24 @@ class FlashBranch(TransactionalBranch):
     def _landed(self, ring: Ring, layer: int, started: float, numbers: tuple, staged, block, slot, slots) -> None:
         """What `native.fetch` did (`Landed`). Lays what is `staged` over it, and loads what did not come at the first
         try as `_load` does, which finds out why."""
-        volume, found = self._volume, Landed(*numbers)
+        found, booked = Landed(*numbers), {}
+        missed = NONE if found.copied == found.asked else ring.missed(found.asked)
         ring.used = max(ring.used, found.asked)
-        missed = ring.missed(found.asked) if found.copied < found.asked else NONE
         self._unused(ring)
-        with self._timed(layer, started):
+        self._note("read", layer, started)
+        if found.asked:
+            times = Times(found.began, found.ended, found.waited)
+            booked = account(layer, found.copied, found.size, found.useful, found.reads, times, self._note)
+        try:
             if found.in_flight:
-                raise hung(volume.file.path, volume.timeout)
+                raise hung(self._volume.file.path, self._volume.timeout)
             if staged:
                 _, _, out = self._locate(layer, block, slot, slots)
                 self._overlay([one for one in staged if one[0] not in missed], out)
-            if found.asked:
-                times = Times(found.began, found.ended, found.waited)
-                booked = account(layer, found.copied, found.size, found.useful, found.reads, times, self._note)
-                self._tally.add(**booked)
             if missed.size:
                 self._load_missed(layer, block, slot, slots, missed)
+        finally:
+            self._answered(layer, started, **booked)
 
     def _load_missed(self, layer, block, slot, slots, missed: np.ndarray) -> None:
         """Loads what goes to flat slots missed[n]: blocks that were being written, or whose reads came back."""

@@ -5,12 +5,10 @@ XLA's buffers and collect it in a list; `commit` hands the list to the store, `a
 """
 
 import abc
-import contextlib
 import dataclasses
 import functools
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -153,21 +151,19 @@ class TransactionalBranch(Branch):
     def _read(self, layer, generation, block, slot, slots) -> None:
         started = time.perf_counter()
         self._enter(generation)
-        with self._timed(layer, started):
+        self._note("read", layer, started)
+        try:
             ids, targets, out = self._locate(layer, block, slot, slots)
             if ids.size:
                 self._load(int(layer), ids, targets, out)
-
-    @contextlib.contextmanager
-    def _timed(self, layer, started: float) -> Iterator[None]:
-        """Books what is left of a read that began then, and how long it took in all."""
-        self._note("read", layer, started)
-        try:
-            yield
         finally:
-            ended = time.perf_counter()
-            self._tally.add(read_seconds=ended - started)
-            self._note("answer", layer, ended)
+            self._answered(layer, started)
+
+    def _answered(self, layer, started: float, **booked) -> None:
+        """Books a read that began then and ends now, and what else is to be added to the totals for it."""
+        ended = time.perf_counter()
+        self._tally.add(read_seconds=ended - started, **booked)
+        self._note("answer", layer, ended)
 
     @callback
     def submit(self, layer, generation, block):
