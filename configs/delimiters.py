@@ -3,7 +3,7 @@
     python -m experiments.main --config=configs/delimiters.py --workdir=runs/delimiters
 
 Leaves `delimiters.json` (all kinds of text together) and `delimiters_KIND.json` in the workdir; the first of them is in
-`kvjax/reference/` for the reference model. Preset `:smoke` finishes within a minute.
+`kvjax/reference/` and `kvjax/reference_8k/` for the reference models. Preset `:smoke` finishes within a minute.
 """
 
 import ml_collections
