@@ -236,9 +236,8 @@ FOR_EACH_PROCESSOR static void row_attention(const void *rows, int64_t piece) {
 
 #define AT_ONCE 4  /* queries whose sums are in registers together */
 #define BATCH 32   /* tokens whose bytes are one vector */
-#define TILE 2048  /* tokens whose sums stay in the processor's nearest cache */
+#define TILE 2048  /* tokens whose sums stay in the processor's nearest cache; as in kernels.py */
 #define TOGETHER 8 /* bytes of a token whose products fit into 16 bits: 8 * 2 * 15 * 127 */
-#define NOTHING -1e30f /* the score of a token that there is not */
 
 typedef struct {
     const uint8_t *codes; /* [heads, bytes, tokens] */
@@ -254,8 +253,8 @@ typedef struct {
 typedef void AddLevels(const uint8_t *codes, int64_t tokens, const int8_t *q, int64_t size, int rows, int bits, int queries,
                        int32_t *sums);
 
-static void add_levels(const uint8_t *codes, int64_t tokens, const int8_t *q, int64_t size, int rows, int bits, int queries,
-                       int32_t *sums) {
+FOR_EACH_PROCESSOR static void add_levels(const uint8_t *codes, int64_t tokens, const int8_t *q, int64_t size, int rows,
+                                          int bits, int queries, int32_t *sums) {
     int each = 8 / bits;
     for (int query = 0; query < queries; query++)
         for (int64_t i = 0; i < (int64_t)rows * each; i++) {
@@ -319,15 +318,15 @@ static void add_tile(const Codes *from, const uint8_t *codes, int64_t count, int
     const int8_t *q = from->q + line * size;
     AddLevels *add = fastest(from->bits);
     int32_t sums[AT_ONCE * TILE] = {0};
-    uint8_t last[TOGETHER * BATCH];
+    uint8_t rest[TOGETHER * BATCH];
     for (int64_t byte = 0; byte < from->bytes; byte += TOGETHER) {
         int rows = byte + TOGETHER < from->bytes ? TOGETHER : (int)(from->bytes - byte);
         const uint8_t *some = codes + byte * from->tokens;
         for (int64_t at = 0; at < whole; at += BATCH)
             add(some + at, from->tokens, q + byte * each, size, rows, from->bits, queries, sums + at);
         if (whole == count) continue;
-        for (int row = 0; row < rows; row++) memcpy(last + row * BATCH, some + row * from->tokens + whole, count - whole);
-        add(last, BATCH, q + byte * each, size, rows, from->bits, queries, sums + whole);
+        for (int row = 0; row < rows; row++) memcpy(rest + row * BATCH, some + row * from->tokens + whole, count - whole);
+        add(rest, BATCH, q + byte * each, size, rows, from->bits, queries, sums + whole);
     }
     for (int query = 0; query < queries; query++) {
         float step = from->step[line + query], first = 0;
@@ -337,6 +336,11 @@ static void add_tile(const Codes *from, const uint8_t *codes, int64_t count, int
 }
 
 INLINED int64_t tiles_of(const Codes *from) { return (from->tokens + TILE - 1) / TILE; }
+
+/* Bytes that are gone through, once for as many queries as meet them together. */
+INLINED int64_t work_of(const Codes *from) {
+    return from->heads * from->bytes * from->tokens * ((from->queries + AT_ONCE - 1) / AT_ONCE);
+}
 
 INLINED int64_t shorter(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -364,7 +368,7 @@ FOR_EACH_PROCESSOR static void code_products(const void *job, int64_t piece) {
         step = query + AT_ONCE <= from->queries ? AT_ONCE : 1;
         add_tile(from, part.codes, part.known - part.start, line, step, out, from->tokens);
         for (int64_t i = 0; i < step; i++)
-            for (int64_t at = part.known; at < part.stop; at++) out[i * from->tokens + at - part.start] = NOTHING;
+            for (int64_t at = part.known; at < part.stop; at++) out[i * from->tokens + at - part.start] = NEGATIVE;
     }
 }
 
@@ -372,7 +376,7 @@ FOR_EACH_PROCESSOR static void code_products(const void *job, int64_t piece) {
 
 typedef struct {
     Codes from; /* whose `out` gets exponentials of scores less the highest of the tile */
-    float *most, *share; /* [heads, queries, tiles] the highest score; the sum of exponentials, then the tile's factor */
+    float *most, *share; /* [heads, queries, tiles] the highest score and the sum of exponentials, then factors of them */
     float *mean; /* [groups, tokens] */
     int64_t groups;
 } Softmax;
@@ -565,11 +569,11 @@ static XLA_FFI_Error *on_codes(XLA_FFI_CallFrame *call) {
     Codes from;
     const char *why_not = take_codes(call, &from);
     if (why_not) return refused(call, why_not);
-    in_pieces(call, code_products, &from, from.heads * tiles_of(&from), from.heads * from.bytes * from.tokens);
+    in_pieces(call, code_products, &from, from.heads * tiles_of(&from), work_of(&from));
     return NULL;
 }
 
-/* To exponentials [F, Q, N], two numbers of each tile [2, F, Q, T], and means [S, N], S a divisor of F. */
+/* To exponentials [F, Q, N], two numbers of each tile [2, F, Q, T], and means [G, N], G a divisor of F. */
 static XLA_FFI_Error *on_softmax(XLA_FFI_CallFrame *call) {
     if (asks_version(call)) return NULL;
     if (call->args.size != 4 || call->rets.size != 3) return refused(call, "softmax: 4 operands and 3 results");
@@ -586,7 +590,7 @@ static XLA_FFI_Error *on_softmax(XLA_FFI_CallFrame *call) {
     in.share = in.most + lines * tiles;
     in.mean = mean->data;
     in.groups = leading(mean, 1);
-    in_pieces(call, tile_exponentials, &in, from->heads * tiles, from->heads * from->bytes * from->tokens);
+    in_pieces(call, tile_exponentials, &in, from->heads * tiles, work_of(from));
     for (int64_t line = 0; line < lines; line++) find_shares(&in, line);
     in_pieces(call, tile_mean, &in, in.groups * tiles, lines * from->tokens);
     return NULL;

@@ -1,6 +1,7 @@
 """What XLA:CPU is slow at, as kernels for CPU (kernels.c), which compiled programs call.
 
-Of every kernel there is an equal in XLA's operations, which rounds differently. It runs on other platforms, and where
+Of every kernel there is an equal in XLA's operations, which rounds differently if nothing is said. It runs on other
+platforms, and where
 pip found no GCC 12 or clang and left the kernels out (`COMPILED` is False then).
 
   - `row_attention`: keys[R, D], index[K, N], values[R2, D], index[K, N], valid[K, N], q[K, G, D] and bias[K, G, N] or
@@ -8,9 +9,9 @@ pip found no GCC 12 or clang and left the kernels out (`COMPILED` is False then)
     KV head; scores are products with q, plus the bias; G is a multiple of 4;
   - `code_products`: codes[F, X, N], q[F, Q, D], step[F, Q], stored[] to [F, Q, N], each vector of codes with each
     query, times the step; -1e30 from the stored token on. A byte has the codes of D / X dimensions, the lowest bits the
-    first's, of 8, 4 and 2 bits with 127, 7 and 1.5 added; exactly equal;
-  - `code_softmax`: the same to exponentials [F, Q, N], room[2, F, Q, T] for each 2,048 tokens, and the mean [S, N] of
-    the softmaxes of those scores over the queries of each F / S of the heads;
+    first's, of 8, 4 and 2 bits with 127, 7 and 1.5 added; exactly equal while sums stay below 2^24;
+  - `code_softmax`: the same to exponentials [F, Q, N], room[2, F, Q, T] for each 2,048 tokens, and the mean [G, N] of
+    the softmaxes of those scores over the queries of each F / G of the heads, 0 for tokens that are not stored;
   - `assign`: block[KB, NS], keys[KB, NS, P], need[KB, M], NB to slot[KB, M], read[KB, M], new[KB, NS], pinned[KB, NS],
     as `kvjax.store.residency` says; exactly equal.
 
@@ -37,7 +38,7 @@ except ImportError:  # left out by pip
 # How `jax.vmap` calls them: one after the other where rows of one pool are not to be copied for each.
 _MAPPED = {"row_attention": "sequential", "code_products": "broadcast_all", "code_softmax": "broadcast_all",
            "assign": "broadcast_all"}
-TILE = 2048  # tokens of codes that are worked on together
+TILE = 2048  # tokens of codes that are worked on together, as in kernels.c
 
 
 def register(module: Any) -> bool:

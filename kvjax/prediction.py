@@ -30,8 +30,8 @@ class CompressedKeys:
     """The index; F = 1 where a token has one projection for all heads together, else F = K.
 
     Keys lie token by token where they are floats and all query heads meet them (F = 1), which is a product of two
-    matrices. Codes, and keys of which each head has its own, so that few query heads meet them, lie dimension by
-    dimension, which is twice as fast on XLA:CPU.
+    matrices. Keys of which each head has its own, so that few query heads meet them, lie dimension by dimension, which
+    is twice as fast on XLA:CPU, and so do codes, as their kernel has it.
     """
 
     adapter: Float[Array, "*B K D r"]  # A_k
@@ -75,6 +75,7 @@ class Predictor(Method):
       rolling_buffer: whether tokens of an unfinished group are attended. Only to measure what that is worth: without it
         the newest tokens beyond the window are missing until their group is complete.
       bits: of each number of a compressed key: 32, floats, or 8, 4 or 2, with one scale per dimension, the prompt's.
+        Queries have 8 bits then.
         No paper has it. With 4 bits, eight times as many dimensions take as much memory.
     """
 
@@ -236,13 +237,13 @@ def predict_by_dimension(index: CompressedKeys, low: Float[Array, "#K #G r"]) ->
     return jnp.where(jnp.arange(index.tokens) < index.stored, scores, -1e30)
 
 
-def predict_shares(index: CompressedKeys, low: Float[Array, "K G r"], heads: int) -> Float[Array, "heads N"]:
+def predict_shares(index: CompressedKeys, low: Float[Array, "K G r"], groups: int) -> Float[Array, "groups N"]:
     """The mean of the softmaxes of `predict_by_dimension` over all query heads, or over those of each KV head."""
     low = low.reshape(index.key.shape[0], -1, index.adapter.shape[-1]) * index.scale[:, None]  # type: ignore[index]
-    if index.together and heads > 1:
-        return aggregate(lowbit.products(index.key, low, index.stored, index.bits).reshape(heads, -1, index.tokens),
-                         "softmax_mean")
-    return lowbit.softmax_mean(index.key, low, index.stored, index.bits, heads)
+    if index.together and groups > 1:
+        scores = lowbit.products(index.key, low, index.stored, index.bits)
+        return aggregate(scores.reshape(groups, -1, index.tokens), "softmax_mean")
+    return lowbit.softmax_mean(index.key, low, index.stored, index.bits, groups)
 
 
 def predict_mean(index: CompressedKeys, low: Float[Array, "#K 1 r"]) -> Float[Array, "1 N"]:

@@ -260,10 +260,11 @@ def test_softmaxes_of_other_sizes_are_refused(room, mean):
 
 @compiled
 @pytest.mark.parametrize("group", [1, 4])
-@pytest.mark.parametrize("function", [lowbit.products, functools.partial(lowbit.softmax_mean, groups=1)])
+@pytest.mark.parametrize("function", [lowbit.products, functools.partial(lowbit.softmax_mean, groups=1),
+                                      functools.partial(lowbit.softmax_mean, groups=2)])
 def test_codes_of_a_batch_are_those_of_each_alone(group, function):
     packed = jnp.asarray(np.random.default_rng(0).integers(0, 256, (3, 2, 100, 70), np.uint8))
-    q, stored = jnp.asarray(vectors(3, 2, group, 200)), jnp.asarray([70, 33, 1], jnp.int32)
+    q, stored = jnp.asarray(vectors(3, 2, group, 200)), jnp.asarray([70, 33, 0], jnp.int32)
     one = functools.partial(function, bits=4)
     batch, batches = jax.vmap(one), jax.vmap(jax.vmap(one))
     for many in (batch(packed, q, stored), batches(packed[None], q[None], stored[None])[0]):

@@ -20,7 +20,7 @@ BITS = (8, 4, 2)
 _LARGEST = {8: 127, 4: 7, 2: 3}  # code; the smallest is as far from 0
 _APART = {8: 1, 4: 1, 2: 2}  # neighbouring codes
 TOKENS = 64  # that a scale is taken from, at least
-_NOTHING = 1e-30  # a channel's largest number, at least
+_NOTHING = 1e-30  # a channel's or query's largest number, at least
 _PIECE = 1 << 20  # codes that are floats at a time: about what a core's cache holds
 
 
@@ -95,7 +95,7 @@ def products(
     stored, the ones from `stored` on.
 
     Queries are rounded to whole numbers, the largest of each to 127, so that sums are exact, whoever adds them up. That
-    is far less than what codes of 4 and 2 bits are off.
+    is far less than what codes of 4 and 2 bits are off, and as much as codes of 8 bits are.
     """
     result = jax.ShapeDtypeStruct((*q.shape[:2], packed.shape[-1]), jnp.float32)
     otherwise = functools.partial(_products, bits=bits)

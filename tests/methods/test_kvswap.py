@@ -148,6 +148,18 @@ def test_raw_scores_summed_over_heads_are_those_of_the_mean_query(bits, joint):
     np.testing.assert_allclose(found[:count], expected[:count], atol=close * np.abs(expected[:count]).max())
 
 
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("joint", [True, False])
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_importance_is_the_mean_of_softmaxes(bits, joint, shared):
+    method = KVSwap(**SMALL, sigma=2, per_head=not joint, bits=bits, shared=shared)
+    index = jax.tree.map(lambda leaf: jnp.asarray(leaf)[0], decoded(method).cache.state.index)
+    scores = prediction.predict_by_dimension(index, prediction.project(index, Q))
+    expected = aggregate(scores.reshape(1 if shared else len(Q), -1, index.tokens), "softmax_mean")
+    found = method._importance(index, jnp.asarray(Q))
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-9)
+
+
 @pytest.mark.parametrize("joint", [True, False])
 @pytest.mark.parametrize("bits", [32, 8, 4])
 @pytest.mark.parametrize(("heads", "group", "size", "rank", "tokens"), [
