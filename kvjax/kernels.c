@@ -317,7 +317,8 @@ static void add_tile(const Codes *from, const uint8_t *codes, int64_t count, int
     const float zero = from->bits == 2 ? 1.5f : (float)((1 << (from->bits - 1)) - 1); /* the level of the code 0 */
     const int8_t *q = from->q + line * size;
     AddLevels *add = fastest(from->bits);
-    int32_t sums[AT_ONCE * TILE] = {0};
+    int32_t sums[AT_ONCE * TILE];
+    memset(sums, 0, queries * TILE * sizeof *sums);
     uint8_t rest[TOGETHER * BATCH];
     for (int64_t byte = 0; byte < from->bytes; byte += TOGETHER) {
         int rows = byte + TOGETHER < from->bytes ? TOGETHER : (int)(from->bytes - byte);

@@ -1,8 +1,7 @@
 """What XLA:CPU is slow at, as kernels for CPU (kernels.c), which compiled programs call.
 
 Of every kernel there is an equal in XLA's operations, which rounds differently if nothing is said. It runs on other
-platforms, and where
-pip found no GCC 12 or clang and left the kernels out (`COMPILED` is False then).
+platforms, and where pip found no GCC 12 or clang and left the kernels out (`COMPILED` is False then).
 
   - `row_attention`: keys[R, D], index[K, N], values[R2, D], index[K, N], valid[K, N], q[K, G, D] and bias[K, G, N] or
     [K, G, 0] to out[K, S, G, D], top[K, S, G], total[K, S, G], as `kvjax.attention.Part` says, of each 4,096 rows of a

@@ -75,8 +75,7 @@ class Predictor(Method):
       rolling_buffer: whether tokens of an unfinished group are attended. Only to measure what that is worth: without it
         the newest tokens beyond the window are missing until their group is complete.
       bits: of each number of a compressed key: 32, floats, or 8, 4 or 2, with one scale per dimension, the prompt's.
-        Queries have 8 bits then.
-        No paper has it. With 4 bits, eight times as many dimensions take as much memory.
+        No paper has it. With 4 bits, eight times as many dimensions take as much memory. Queries have 8 bits then.
     """
 
     aggregation: str = "softmax_mean"
@@ -168,7 +167,7 @@ class Predictor(Method):
     def _importance(self, index: CompressedKeys, q: Float[Array, "K G D"]) -> Float[Array, "S N"]:
         """Every token's score, for all heads (S = 1) or for each KV head."""
         low, heads = project_mean(index, q) if self.one_query else project(index, q), 1 if self.shared else len(q)
-        if index.scale is not None and self.aggregation == "softmax_mean":
+        if index.scale is not None and self.aggregation == "softmax_mean" and index.key.shape[0] % heads == 0:
             return predict_shares(index, low, heads)
         if index.by_token:
             scores = predict_by_token(index, low)
@@ -238,11 +237,9 @@ def predict_by_dimension(index: CompressedKeys, low: Float[Array, "#K #G r"]) ->
 
 
 def predict_shares(index: CompressedKeys, low: Float[Array, "K G r"], groups: int) -> Float[Array, "groups N"]:
-    """The mean of the softmaxes of `predict_by_dimension` over all query heads, or over those of each KV head."""
+    """The mean of the softmaxes of `predict_by_dimension` over all query heads, or over those of each KV head that has
+    codes of its own, without scores in between."""
     low = low.reshape(index.key.shape[0], -1, index.adapter.shape[-1]) * index.scale[:, None]  # type: ignore[index]
-    if index.together and groups > 1:
-        scores = lowbit.products(index.key, low, index.stored, index.bits)
-        return aggregate(scores.reshape(groups, -1, index.tokens), "softmax_mean")
     return lowbit.softmax_mean(index.key, low, index.stored, index.bits, groups)
 
 

@@ -57,7 +57,6 @@ class Landed(NamedTuple):
     reads: int  # made
     size: int  # bytes of reads that came whole
     useful: int  # bytes that the copied blocks take in the file
-    in_flight: int  # reads that the device did not answer in time
     began: float  # as `Times`
     ended: float
     waited: float

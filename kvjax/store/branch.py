@@ -242,7 +242,7 @@ class FlashBranch(TransactionalBranch):
     def _landed(self, ring: Ring, layer: int, started: float, numbers: tuple, staged, block, slot, slots) -> None:
         """What `native.fetch` did (`Landed`). Lays what is `staged` over it, and loads what did not come at the first
         try as `_load` does, which finds out why."""
-        found, booked = Landed(*numbers), {}
+        found, hangs, booked = Landed(*numbers), ring.in_flight > 0, {}
         missed = NONE if found.copied == found.asked else ring.missed(found.asked)
         ring.used = max(ring.used, found.asked)
         self._unused(ring)
@@ -251,7 +251,7 @@ class FlashBranch(TransactionalBranch):
             times = Times(found.began, found.ended, found.waited)
             booked = account(layer, found.copied, found.size, found.useful, found.reads, times, self._note)
         try:
-            if found.in_flight:
+            if hangs:
                 raise hung(self._volume.file.path, self._volume.timeout)
             if staged:
                 _, _, out = self._locate(layer, block, slot, slots)

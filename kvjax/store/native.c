@@ -472,10 +472,9 @@ static int fetch_with(PyObject *branch, const Window *window, PyObject *const *a
     PyObject *in_flight = PyLong_FromLongLong(outcome.in_flight), *told = NULL;
     if (in_flight && PyObject_SetAttr(window->ring, name_in_flight, in_flight) == 0)
         told = PyObject_CallMethod(
-            branch, "_landed", "OOd(LLLLLLddd)OOOO", window->ring, args[0], started, (long long)wanted.count,
+            branch, "_landed", "OOd(LLLLLddd)OOOO", window->ring, args[0], started, (long long)wanted.count,
             (long long)outcome.copied, (long long)to.reads, (long long)to.bytes, (long long)to.useful,
-            (long long)outcome.in_flight, outcome.began, outcome.ended, outcome.waited, staged ? staged : Py_None, args[2],
-            args[3], args[4]);
+            outcome.began, outcome.ended, outcome.waited, staged ? staged : Py_None, args[2], args[3], args[4]);
     if (!told) call_aside(branch, name_unused, window->ring);
     Py_XDECREF(in_flight);
     Py_XDECREF(staged);
