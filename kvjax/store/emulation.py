@@ -11,7 +11,7 @@ import ctypes
 import select
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -46,10 +46,41 @@ class CommandQueue:
         self._idle_from = 0.0  # no transfer starts before
         self._ends = [0.0] * profile.depth  # the latest `depth` ends, ascending
 
-    def finish_times(self, arrival: float, sizes: Iterable[int]) -> list[float]:
+    def finish_times(self, arrival: float, sizes: Sequence[int] | np.ndarray) -> list[float]:
         """Seconds on the caller's clock when each of the commands that arrive then is done."""
+        times: list[float] = []
         with self._lock:
-            return [self._finish_time(arrival, size) for size in sizes]
+            for first in range(0, len(sizes), self._profile.depth):
+                part = np.asarray(sizes[first:first + self._profile.depth])
+                together = self._finish_together(arrival, part)
+                times += [self._finish_time(arrival, size) for size in part.tolist()] if together is None else together
+        return times
+
+    def _finish_together(self, arrival: float, sizes: np.ndarray) -> list[float] | None:
+        """What `_finish_time` says of two to `depth` commands, without a loop; None where the first could be
+        transferred before what was told earlier."""
+        ready = np.maximum(arrival, self._ends[:sizes.size]) + self._profile.latency
+        since, until = self._busy[-1] if self._busy else (self._idle_from, self._idle_from)
+        if sizes.size < 2 or ready[0] < since:
+            return None
+        seconds = self._profile.transfer_seconds(sizes)
+        done = np.cumsum(seconds)
+        base = np.maximum.accumulate(np.maximum(ready - (done - seconds), until))  # grows where the device was idle
+        ends = base + done
+        idle = np.diff(base, prepend=until) > 0  # before it was transferred
+        idle[0] |= not self._busy
+        self._note_busy((ends - seconds)[idle].tolist(), ends[np.append(idle[1:], True)].tolist())
+        times: list[float] = ends.tolist()
+        self._ends = [*self._ends[sizes.size:], *times]
+        return times
+
+    def _note_busy(self, starts: list[float], ends: list[float]) -> None:
+        """Spans after all that are known; one end more than starts is that of the last known one."""
+        if len(ends) > len(starts):
+            self._busy[-1] = self._busy[-1][0], ends.pop(0)
+        self._busy.extend(zip(starts, ends, strict=True))
+        for _ in range(len(self._busy) - self.SPANS):
+            self._idle_from = self._busy.pop(0)[1]
 
     def _finish_time(self, arrival: float, size: int) -> float:
         begin = max(arrival, self._ends[0])  # once fewer than `depth` commands are in the device
@@ -129,42 +160,43 @@ class _InFlight:
 
     def __init__(self):
         self.due: dict[int, float] = {}
-        self._heard: list[tuple[float, tuple]] = []  # the host's answers: when each is due, and its event; ascending
+        self._dues, self._events = np.zeros(0), np.zeros(0, EVENT)  # the host's answers: when each is due, ascending
 
     def hear(self, events: np.ndarray, now: float) -> int:
         """Takes answers of the host; how many of them came after the device's."""
         if not events.size:
             return 0
-        dues = [self.due.pop(address) for address in events["iocb"].tolist()]
-        self._heard.extend(zip(dues, events.tolist(), strict=True))
-        self._heard.sort()
-        return sum(due < now for due in dues)
+        dues = np.array([self.due.pop(address) for address in events["iocb"].tolist()])
+        both, heard = np.append(self._dues, dues), np.append(self._events, events)
+        order = both.argsort(kind="stable")
+        self._dues, self._events = both[order], heard[order]
+        return int(np.count_nonzero(dues < now))
 
     def ready(self, now: float) -> int:
         """How many answers of the host are due."""
-        return bisect.bisect(self._heard, now, key=lambda one: one[0])
+        return int(self._dues.searchsorted(now, "right"))
 
     def due_of(self, count: int) -> float:
         """When the device has given `count` answers, whatever the host has done by then."""
-        dues = sorted([*self.due.values(), *(due for due, _ in self._heard)])
-        return dues[min(count, len(dues)) - 1]
+        dues = np.sort(np.append(self._dues, list(self.due.values())))
+        return float(dues[min(count, dues.size) - 1])
 
     def release(self, now: float, events: np.ndarray) -> int:
         """Moves the answers that are due to `events`; how many."""
         count = min(self.ready(now), events.size)
-        events[:count] = [event for _, event in self._heard[:count]]
-        del self._heard[:count]
+        events[:count] = self._events[:count]
+        self._dues, self._events = self._dues[count:], self._events[count:]
         return count
 
 
-def _sizes(pointers: np.ndarray) -> list[int]:
+def _sizes(pointers: np.ndarray) -> np.ndarray:
     """Bytes that the control blocks at int64 pointers[n], of one array, ask for."""
     if not pointers.size:
-        return []
+        return np.zeros(0, np.int64)
     first = int(pointers.min())
     span = int(pointers.max()) - first + IOCB.itemsize
     blocks = np.ctypeslib.as_array((ctypes.c_ubyte * span).from_address(first)).view(IOCB)
-    return blocks["nbytes"][(pointers - first) // IOCB.itemsize].tolist()
+    return blocks["nbytes"][(pointers - first) // IOCB.itemsize]
 
 
 class EmulatedIO(SystemIO):
@@ -225,12 +257,12 @@ class EmulatedIO(SystemIO):
         answers, came = np.zeros(taken, EVENT), 0
         with contextlib.suppress(InterruptedError):
             came = SystemIO.io_getevents(context, 0, answers, 0.0)
-        answers = answers[:came]
+        answers, begun = answers[:came], pointers[:taken]
         failed = answers["iocb"][answers["result"] < 0].astype(np.int64)
-        refused = np.isin(pointers[:taken], failed)  # nothing was read: will be asked for again
         asked -= self._debt.at(asked)
-        reads.due.update(dict.fromkeys(pointers[:taken][refused].tolist(), asked))
-        begun = pointers[:taken][~refused]
+        if failed.size:  # nothing was read: will be asked for again
+            begun = begun[~np.isin(begun, failed)]
+            reads.due.update(dict.fromkeys(failed.tolist(), asked))
         reads.due.update(zip(begun.tolist(), self._queue.finish_times(asked, _sizes(begun)), strict=True))
         reads.hear(answers, asked)
         with self._counts:

@@ -13,6 +13,8 @@ of ours comes from stands beside it. Writes wait as reads do, although flash wri
 
 import dataclasses
 
+import numpy as np
+
 NATIVE = "native"
 
 
@@ -33,9 +35,9 @@ class Profile:
     latency: float
     depth: int
 
-    def transfer_seconds(self, size: int) -> float:
-        """How long a command of `size` bytes keeps the others from being transferred."""
-        return max(size / self.bandwidth, 1 / self.iops)
+    def transfer_seconds(self, size):
+        """How long a command of `size` bytes keeps the others from being transferred; an array of each of several."""
+        return np.maximum(size / self.bandwidth, 1 / self.iops)
 
     def bandwidth_at(self, size: int, depth: int) -> float:
         """Bytes per second with `depth` commands of `size` bytes always in flight."""

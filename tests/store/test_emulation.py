@@ -114,6 +114,18 @@ def test_no_command_is_faster_than_the_device(profile, commands):
         assert place < 0 or ends[-1] >= ends[place] + profile.latency + transfer - 1e-12
 
 
+@every_device
+@settings(max_examples=100)
+@given(batches=st.lists(st.tuples(st.floats(-1e-3, 4e-3), st.lists(st.integers(1, 1 << 17), max_size=70)), max_size=12))
+def test_commands_that_arrive_together_end_as_if_told_one_by_one(profile, batches):
+    """Given any batches, also some that are heard after what arrived later."""
+    together, singly, now = CommandQueue(profile), CommandQueue(profile), 1.0
+    for gap, sizes in batches:
+        now += gap
+        expected = [singly.finish_times(now, [size])[0] for size in sizes]
+        np.testing.assert_allclose(together.finish_times(now, sizes), expected, rtol=0, atol=1e-11)
+
+
 def test_threads_share_one_device():
     """Given commands from several threads at one moment, the last ends when all transfers are done."""
     profile, ends = PROFILES["nvme"], []
