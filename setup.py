@@ -20,10 +20,11 @@ def extensions() -> list[Extension]:
         return Extension(
             name, list(sources), include_dirs=[str(include)], optional=True,
             define_macros=[("JAXLIB", f'"{importlib.metadata.version("jaxlib")}"')],
-            depends=[str(include / "xla/ffi/api/c_api.h"), "kvjax/ffi.h", "kvjax/store/native.h"], **options,
+            depends=[str(include / "xla/ffi/api/c_api.h"), "kvjax/ffi.h", "kvjax/store/callback.h",
+                     "kvjax/store/reads.h"], **options,
         )
 
-    return [extension("kvjax.store.native", "kvjax/store/native.c", "kvjax/store/callback.c"),
+    return [extension("kvjax.store.native", "kvjax/store/native.c", "kvjax/store/reads.c", "kvjax/store/callback.c"),
             extension("kvjax._kernels", "kvjax/kernels.c", extra_compile_args=["-O3"])]
 
 

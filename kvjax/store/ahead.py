@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from kvjax.store.aio import Guess
 from kvjax.store.base import Tally
 from kvjax.store.codec import Codec
 from kvjax.store.fetch import Fetch, Times
@@ -25,27 +26,37 @@ class Reads:
         self._reader = reader
         self._codec = codec
         self._tally = tally
-        self._guesses: dict[int, Fetch] = {}
+        self._guesses: dict[int, Fetch | Guess] = {}
 
     def begin(self, layer: int, extents: np.ndarray, sums: np.ndarray, where: Where) -> None:
         """Starts to read extents[n], ascending, in place of the layer's earlier guess."""
-        self._drop(layer)
+        self.drop(layer)
         if extents.size:
             guess = self._reader.guess(extents, sums, where)
             if guess is not None:
-                self._guesses[layer] = guess
-                self._tally.add(prefetched=extents.size)
+                self.keep(layer, guess, extents.size)
+
+    def keep(self, layer: int, guess: Fetch | Guess, blocks: int) -> None:
+        """Reads of so many blocks were begun, where the layer has no guess."""
+        self._guesses[layer] = guess
+        self._tally.add(prefetched=blocks)
 
     def forget(self) -> None:
         """Nobody wants any of the guesses any more."""
         for layer in list(self._guesses):
-            self._drop(layer)
+            self.drop(layer)
 
-    def has_guess(self, layer: int) -> bool:
-        """Whether something of the layer is on its way."""
-        return layer in self._guesses
+    def has_fetch(self, layer: int) -> bool:
+        """Whether something of the layer is on its way that only `fetch` can take."""
+        return isinstance(self._guesses.get(layer), Fetch)
 
-    def _drop(self, layer: int) -> None:
+    def take(self, layer: int) -> Guess | None:
+        """What `native.guess` began for the layer; the caller lands it."""
+        guess = self._guesses.pop(layer, None)
+        return guess if isinstance(guess, Guess) else None
+
+    def drop(self, layer: int) -> None:
+        """Nobody wants the layer's guess any more."""
         guess = self._guesses.pop(layer, None)
         if guess is not None:
             guess.drop()
@@ -54,7 +65,9 @@ class Reads:
         """Starts to read those of extents[n], ascending, that were not guessed. The function returned waits for all,
         copies them, and gives int64 positions of damaged ones; it raises ShortRead or ReadFailed."""
         guess = self._guesses.pop(layer, None)
-        if guess is not None:
+        if isinstance(guess, Guess):  # an unusual read: it is begun anew
+            guess.drop()
+        elif guess is not None:
             return self._fetch_rest(layer, guess, extents, sums, where, note)
         fetch = self._reader.start(extents, sums, where)
 

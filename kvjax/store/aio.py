@@ -21,6 +21,7 @@ import xxhash
 
 from kvjax.errors import ReadFailed
 from kvjax.store.base import PAGE_BYTES, Geometry
+from kvjax.store.emulation import EmulatedIO
 from kvjax.store.fetch import Fetch, Times, hung
 from kvjax.store.file import BlockFile, Where
 from kvjax.store.format import HEADER_BYTES
@@ -50,9 +51,10 @@ XXH3 = _hash_function()
 
 
 class Landed(NamedTuple):
-    """What `native.fetch` did."""
+    """What `native.fetch` did with one ring."""
 
     asked: int  # blocks that were to be read
+    wanted: int  # of these, that had a place to go to
     copied: int  # of these, that came at the first try
     reads: int  # made
     size: int  # bytes of reads that came whole
@@ -69,19 +71,21 @@ class Ring:
       arena: memory for extents, of which a read has one or several neighbours.
       control: bytes of IOCB[room], the reads of the user's fetch.
       events: bytes of the EVENT[extents] that `wait` fills.
-      layout: where all of it lies, for `native.fetch`, as bytes of a RingLayout of native.c.
-      targets: int64[extents] flat slots of the blocks that `native.fetch` read.
+      layout: where all of it lies, for `native.fetch`, as bytes of a RingLayout of reads.h.
+      targets: int64[extents] flat slots of the blocks that `native.fetch` read, -1 = nowhere.
       used: most extents that the arena has had at once.
-      lent: whether `native.fetch` has it.
+      lent: whether `native.fetch` or `native.guess` has it.
+      home: where it goes back to.
       in_flight: reads the kernel has not answered yet, or whose answers were not taken.
     """
 
     def __init__(self, system: SystemIO, extents: int, extent_bytes: int, block_bytes: int, piece: int = 1,
-                 depth: int | None = None):
+                 depth: int | None = None, home: "RingStack | None" = None):
         """`depth` reads can be in flight; None = one per extent."""
         self.arena = Arena(extents, extent_bytes, block_bytes)
         self.in_flight = self.used = 0
         self.lent = False
+        self.home = home
         self._system = system
         self._events = np.zeros(extents, EVENT)
         self.events = self._events.view(np.uint8)
@@ -104,12 +108,13 @@ class Ring:
         memory = (blocks, self._pointers, self._events, self._extents, self._sums, self.targets, self._starts,
                   self._results, self._done, self._found, self._staged)
         layout = [self._context, *self._sizes, self.arena.address, XXH3, *(array.ctypes.data for array in memory),
-                  self._depth]
+                  self._depth, type(self._system) is SystemIO]
         self.layout = np.array(layout, np.int64).view(np.uint8)
 
     def missed(self, count: int) -> np.ndarray:
         """Those of the first `count` targets that `native.fetch` copied nothing to."""
-        return self.targets[:count][self._done[:count] == 0]
+        targets = self.targets[:count]
+        return targets[(self._done[:count] == 0) & (targets >= 0)]
 
     def submit(self, first: int, stop: int) -> int:
         """How many of `control`'s reads the kernel took: the first ones, none when it has no room. OSError when it will
@@ -182,7 +187,7 @@ class RingStack:
         try:
             return self._idle.pop()
         except IndexError:
-            ring = Ring(*self._arguments)
+            ring = Ring(*self._arguments, self)
         self._all.append(ring)
         return ring
 
@@ -206,6 +211,35 @@ class RingStack:
         until = time.monotonic() + seconds
         for ring in self._all:
             ring.close(max(0.0, until - time.monotonic()))
+
+
+class Guess:
+    """Reads that `native.guess` began, until `native.fetch` lands what is wanted of them."""
+
+    def __init__(self, ring: Ring, blocks: int, reads: int, sent: int, began: float):
+        self._ring: Ring | None = ring
+        self._numbers = blocks, reads, sent
+        self._began = began
+        ring.used = max(ring.used, blocks)
+
+    @property
+    def ring(self) -> Ring:
+        assert self._ring is not None, "a guess is landed once"
+        return self._ring
+
+    def window(self) -> tuple:
+        """What `native.fetch` is to know."""
+        return self, self.ring, self.ring.layout, *self._numbers, self.ring.in_flight, self._began
+
+    def drop(self) -> None:
+        """Nobody will land it: its ring goes back, and is not used before the kernel has done with it."""
+        ring, self._ring = self._ring, None
+        if ring is not None:
+            ring.home.give(ring)  # type: ignore[union-attr]
+
+    def __del__(self):  # one that is forgotten with its branch
+        if self._ring is not None:
+            self._ring.home.park(self._ring)
 
 
 class RingFetch(Fetch):
@@ -346,7 +380,7 @@ class RingEngine:
         self.extent_bytes, self.block_bytes = geometry.extent_bytes, geometry.block_bytes
         if native is None or not XXH3:
             raise OSError("kvjax was installed without its compiled part, or xxhash without its C library")
-        self._quick = type(system) is SystemIO and type(file) is BlockFile
+        self._quick = type(file) is BlockFile and type(system) in (SystemIO, EmulatedIO)
         sizes = geometry.extent_bytes, geometry.block_bytes
         self.rings = RingStack(system, *sizes, RingStack.MAX_DEPTH)
         self.guess_rings = RingStack(system, *sizes, RingStack.GUESS_DEPTH)
@@ -370,7 +404,7 @@ class RingEngine:
 
     @property
     def quick(self) -> bool:
-        """Whether `native.fetch` may be used: the file is one, and its system calls are the kernel's."""
+        """Whether `native.fetch` may be used: the file is one, and its system calls are the kernel's, if later ones."""
         return self._quick and self.file.direct
 
     def control(self, ring: Ring, extents: np.ndarray, sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvjax.errors import ConfigError, WriteFailed
 from kvjax.store.ahead import Reads, account
-from kvjax.store.aio import NONE, Landed, Ring, native
+from kvjax.store.aio import NONE, Guess, Landed, Ring, RingEngine, RingStack, native
 from kvjax.store.base import Gathered
 from kvjax.store.extents import run_starts
 from kvjax.store.fetch import Times, hung
@@ -215,41 +215,71 @@ class FlashBranch(TransactionalBranch):
     def _read_at_once(self, layer, generation, block, slot, slots):
         return native is not None and native.fetch(self, int(layer), int(generation), block, slot, slots)
 
-    def _window(self, layer: int, generation: int) -> tuple | None:
-        """What `native.fetch` reads with; None where Python has to look: something was read ahead, or is not right."""
+    def _begin_at_once(self, layer, generation, block):
+        return native is not None and native.guess(self, int(layer), int(generation), block)
+
+    def _guess_window(self, layer: int, generation: int) -> tuple | None:
+        """What `native.guess` reads with, in place of the layer's earlier guess; None where Python has to look."""
+        self._reads.drop(layer)
         rings = self._volume.reader.rings
-        if (rings is None or self._errors.first is not None or self._closed or generation != self.generation
-                or not 0 <= layer < self.geometry.layers or self._reads.has_guess(layer)):
+        return None if rings is None else self._reads_with(rings, rings.guess_rings, layer, generation, None)
+
+    def _window(self, layer: int, generation: int) -> tuple | None:
+        """What `native.fetch` reads with; None where Python has to look: something is not right, or was read ahead in
+        another way."""
+        rings = self._volume.reader.rings
+        if rings is None or self._reads.has_fetch(layer):
+            return None
+        return self._reads_with(rings, rings.rings, layer, generation, self._reads.take(layer))
+
+    def _reads_with(self, engine: RingEngine, rings: RingStack, layer, generation, guess: Guess | None) -> tuple | None:
+        """A window with one of these rings."""
+        if (self._errors.first is not None or self._closed or generation != self.generation
+                or not 0 <= layer < self.geometry.layers):
             return None
         try:
-            ring = rings.rings.take()
+            ring = rings.take()
         except OSError:  # the kernel gives no more: `_load` lets threads read, and says so
             return None
         ring.lent = True
         return (ring, ring.layout, *self._places, layer * self.geometry.lanes, *self._shape,
-                rings.file.direct_descriptor, self._format, rings.timeout)
+                engine.file.direct_descriptor, self._format, engine.timeout, guess and guess.window())
 
     def _unused(self, ring: Ring) -> None:
-        """Takes a window's ring back, if it is not back: `native.fetch` found something for Python to look at."""
+        """Takes a window's ring back, if it is not back: there was nothing to read, or something for Python to look at.
+        """
         if ring.lent:
             ring.lent = False
-            self._volume.reader.give_back(ring)
+            ring.home.give(ring)  # type: ignore[union-attr]
+
+    def _guessed(self, ring: Ring, layer: int, blocks: int, reads: int, sent: int, began: float) -> None:
+        """What `native.guess` began."""
+        ring.lent = False
+        self._reads.keep(layer, Guess(ring, blocks, reads, sent, began), blocks)
 
     def _staged(self, places: memoryview) -> list[tuple[int, tuple[Staged, ...]]]:
         """For `native.fetch`, which holds the volume's lock: what to lay over slots; int64 ids and flat slots."""
         return self._lineage.staged_at(np.frombuffer(places, np.int64).reshape(-1, 2))
 
-    def _landed(self, ring: Ring, layer: int, started: float, numbers: tuple, staged, block, slot, slots) -> None:
-        """What `native.fetch` did (`Landed`). Lays what is `staged` over it, and loads what did not come at the first
-        try as `_load` does, which finds out why."""
-        found, hangs, booked = Landed(*numbers), ring.in_flight > 0, {}
-        missed = NONE if found.copied == found.asked else ring.missed(found.asked)
+    def _landed(self, ring: Ring, layer: int, started: float, numbers: tuple, ahead: tuple[Guess, tuple] | None,
+                staged, block, slot, slots) -> None:
+        """What `native.fetch` did (`Landed`), with its ring and with a guess. Lays what is `staged` over it, and loads
+        what did not come at the first try as `_load` does, which finds out why."""
+        self._note("read", layer, started)
+        found, missed, hangs = Landed(*numbers), NONE, ring.in_flight > 0
+        booked = self._booked(layer, found, found.copied)
+        if found.copied < found.wanted:
+            missed = ring.missed(found.asked)
         ring.used = max(ring.used, found.asked)
         self._unused(ring)
-        self._note("read", layer, started)
-        if found.asked:
-            times = Times(found.began, found.ended, found.waited)
-            booked = account(layer, found.copied, found.size, found.useful, found.reads, times, self._note)
+        if ahead is not None:
+            guess, guessed = ahead[0], Landed(*ahead[1])
+            hangs |= guess.ring.in_flight > 0
+            if guessed.copied < guessed.wanted:
+                missed = np.append(missed, guess.ring.missed(guessed.asked))
+            guess.drop()
+            self._tally.add(prefetch_used=guessed.wanted, mispredicted=found.asked,
+                            **self._booked(layer, guessed, guessed.asked))
         try:
             if hangs:
                 raise hung(self._volume.file.path, self._volume.timeout)
@@ -260,6 +290,13 @@ class FlashBranch(TransactionalBranch):
                 self._load_missed(layer, block, slot, slots, missed)
         finally:
             self._answered(layer, started, **booked)
+
+    def _booked(self, layer: int, found: Landed, blocks: int) -> dict:
+        """What is to be added to the totals, with `blocks` as read."""
+        if not found.asked:
+            return {}
+        times = Times(found.began, found.ended, found.waited)
+        return account(layer, blocks, found.size, found.useful, found.reads, times, self._note)
 
     def _load_missed(self, layer, block, slot, slots, missed: np.ndarray) -> None:
         """Loads what goes to flat slots missed[n]: blocks that were being written, or whose reads came back."""

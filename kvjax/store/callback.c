@@ -1,7 +1,7 @@
 /* A compiled program's way to a function in Python, with less around it than JAX's own callbacks have: operands become
  * numbers and views of XLA's memory, which are good until the function returns, and its answer is a number.
  */
-#include "native.h"
+#include "callback.h"
 
 #define MOST_OPERANDS 8
 

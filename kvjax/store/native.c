@@ -1,21 +1,11 @@
-/* The part of asynchronous reads that has to be quick. Python says what to read with (`_window`) and is told what came of it
- * (`_landed`); what lies between is here. From the first request to the last block's place in the caller's memory no Python
- * object is touched, and other Python threads run. What goes wrong is found here and dealt with in kvjax/store/branch.py
- * and aio.py. Signatures are in native.pyi.
+/* The part of asynchronous reads that has to be quick. Python says what to read with (`_window`, `_guess_window`) and is told
+ * what came of it (`_landed`, `_guessed`); what lies between is here and in reads.c, and other Python threads run meanwhile.
+ * What goes wrong is found here and dealt with in kvjax/store/branch.py and aio.py. Signatures are in native.pyi.
  */
-#include "native.h"
+#include "callback.h"
+#include "reads.h"
 
-#include <errno.h>
-#include <linux/aio_abi.h>
 #include <string.h>
-#include <sys/syscall.h>
-#include <time.h>
-#include <unistd.h>
-
-#define NO_ANSWER INT64_MIN
-#define NOWAIT 8 /* RWF_NOWAIT: a read that would block its submission fails with EAGAIN instead */
-
-typedef uint64_t (*Hash)(const void *, size_t);
 
 /* ---- arguments */
 
@@ -87,8 +77,9 @@ static int by_extent(const void *a, const void *b) {
 }
 
 typedef struct { /* a layer's blocks, and where they are */
-    const int32_t *block, *slot; /* what is wanted: asked of each lane */
-    int64_t asked, lanes, first_lane, num_blocks, slots;
+    const int32_t *block, *slot; /* what is wanted: asked of each lane; no slots where nothing is to be copied yet */
+    int64_t asked, lanes, first_lane, num_blocks, slots, block_bytes;
+    char *out; /* the memory of these slots */
     const int32_t *rows; /* `LanePool.rows`, and `Table.shift` from an id to its place in them */
     const int64_t *shift;
     Py_ssize_t rows_size, shift_size, pending_size, checksums_size;
@@ -101,22 +92,24 @@ typedef struct { /* a layer's blocks, and where they are */
     int64_t count, marked;
 } Wanted;
 
-/* Fills extents, ascending, sums and targets of blocks to read, and what is staged; 0 where one is neither in the file nor
- * wholly staged, or a slot does not exist. */
+/* Fills extents, ascending, sums and targets of blocks to read, and what is staged, and puts zeros where a block goes that
+ * was never written; 0 where one lies beyond the table or the file, or a slot does not exist. */
 static int resolve(Wanted *in) {
     in->count = in->marked = 0;
     if (in->first_lane < 0 || in->first_lane + in->lanes > in->shift_size ||
         (in->first_lane + in->lanes) * in->num_blocks > in->pending_size)
         return 0;
     for (int64_t i = 0; i < in->lanes * in->asked; i++) {
-        int32_t block = in->block[i], slot = in->slot[i];
+        int32_t block = in->block[i], slot = in->slot ? in->slot[i] : 0;
         if (block < 0 || block >= in->num_blocks) continue;
         int64_t lane = in->first_lane + i / in->asked, id = lane * in->num_blocks + block, at = id + in->shift[lane];
-        int32_t extent = at >= 0 && at < in->rows_size ? in->rows[at] : -1;
-        int read = in->pending[id] != WHOLE;
-        if ((read && (extent < 0 || extent >= in->checksums_size)) || slot < 0 || slot >= in->slots) return 0;
-        int64_t target = i / in->asked * in->slots + slot;
-        if (read) in->found[in->count++] = (Found){extent, (int32_t)target};
+        if (at < 0 || at >= in->rows_size || in->rows[at] >= in->checksums_size || slot < 0 || slot >= in->slots) return 0;
+        int64_t target = in->slot ? i / in->asked * in->slots + slot : -1;
+        int needed = in->pending[id] != WHOLE; /* from the file */
+        if (needed && in->rows[at] >= 0)
+            in->found[in->count++] = (Found){in->rows[at], (int32_t)target};
+        else if (needed && in->out)
+            memset(in->out + target * in->block_bytes, 0, in->block_bytes);
         if (in->pending[id]) {
             in->staged[2 * in->marked] = id;
             in->staged[2 * in->marked++ + 1] = target;
@@ -131,39 +124,7 @@ static int resolve(Wanted *in) {
     return 1;
 }
 
-/* ---- control */
-
-#define PAGES 0xffff /* the bits of a checksum that are not the hash's: pages that a block takes as it is, 0 for all */
-
-/* Bytes of the pages that a block takes, `whole` if all, or if it claims more. */
-static int64_t size_of(uint64_t sum, int64_t page_bytes, int64_t whole) {
-    int64_t size = (int64_t)(sum & PAGES) * page_bytes;
-    return size && size < whole ? size : whole;
-}
-
-typedef struct { /* which memory and which part of the file reads are of */
-    int64_t piece, places, arena, extent_bytes, page_bytes, header_bytes, descriptor;
-} Reading;
-
-/* Control blocks that read extents[n], neighbours in one; starts[reads] and the number of reads. */
-static Py_ssize_t fill_control(const int32_t *extents, const uint64_t *sums, Py_ssize_t n, const Reading *from,
-                               struct iocb *control, int64_t *starts) {
-    Py_ssize_t reads = 0;
-    for (Py_ssize_t i = 0; i < n; i++) {
-        int64_t size = size_of(sums[i], from->page_bytes, from->extent_bytes);
-        if (i % from->piece && extents[i] == extents[i - 1] + 1) {
-            control[reads - 1].aio_nbytes = (i - starts[reads - 1]) * from->extent_bytes + size;
-            continue;
-        }
-        starts[reads] = i;
-        control[reads] = (struct iocb){
-            .aio_data = reads, .aio_rw_flags = NOWAIT, .aio_lio_opcode = IOCB_CMD_PREAD,
-            .aio_fildes = from->descriptor, .aio_buf = from->arena + i % from->places * from->extent_bytes,
-            .aio_nbytes = size, .aio_offset = from->header_bytes + extents[i] * from->extent_bytes};
-        reads++;
-    }
-    return reads;
-}
+/* ---- control and land */
 
 /* control(extents, sums, control, starts, piece, places, arena, extent_bytes, page_bytes, header_bytes, descriptor)
  * -> reads */
@@ -183,60 +144,6 @@ static PyObject *control(PyObject *self, PyObject *const *args, Py_ssize_t nargs
     Py_ssize_t reads = fill_control(extents, sums, extents_size, &from, blocks, starts);
     release(&buffers);
     return PyLong_FromSsize_t(reads);
-}
-
-/* ---- land */
-
-typedef struct { /* what is being read, and where to */
-    int64_t reads, extents, slots, places, extent_bytes, block_bytes, page_bytes;
-    const char *arena;
-    Hash hash;
-    const struct iocb *control;
-    const int64_t *starts, *targets;
-    const uint64_t *sums;
-    int64_t *results;
-    uint8_t *done;
-    char *out;
-    int64_t bytes; /* of the reads that came whole */
-    int64_t useful; /* of the blocks that were copied */
-} Landing;
-
-/* Verifies and copies a block; whether it was wanted and sound. */
-static int land_block(const Landing *to, int64_t i) {
-    const char *payload = to->arena + i % to->places * to->extent_bytes;
-    int64_t size = size_of(to->sums[i], to->page_bytes, to->block_bytes);
-    uint64_t pages = size < to->block_bytes ? size / to->page_bytes : 0;
-    if (to->done[i] || to->targets[i] < 0 || to->targets[i] >= to->slots) return 0;
-    if (((to->hash(payload, size) & ~(uint64_t)PAGES) | pages) != to->sums[i]) return 0;
-    char *slot = to->out + to->targets[i] * to->block_bytes;
-    memcpy(slot, payload, size);
-    memset(slot + size, 0, to->block_bytes - size);
-    to->done[i] = 1;
-    return 1;
-}
-
-/* Extents of a read that came whole: from `starts[read]` to there. */
-static int64_t stop_of(const Landing *to, int64_t read) { return read + 1 < to->reads ? to->starts[read + 1] : to->extents; }
-
-/* Notes the results of events, verifies the blocks of reads that came whole and copies them; how many. */
-static int64_t land_events(const Landing *to, const struct io_event *events, int64_t count) {
-    int64_t copied = 0;
-    for (const struct io_event *event = events; event < events + count; event++) {
-        uint64_t read = event->data;
-        if (read >= (uint64_t)to->reads) continue;
-        to->results[read] = event->res;
-        if (event->res != (int64_t)to->control[read].aio_nbytes) continue;
-        for (int64_t i = to->starts[read]; i < stop_of(to, read); i++) copied += land_block(to, i);
-    }
-    return copied;
-}
-
-/* Bytes of the reads that came whole, and of the blocks that were copied. */
-static void add_up(Landing *to) {
-    for (int64_t i = 0; i < to->reads; i++)
-        if (to->results[i] == (int64_t)to->control[i].aio_nbytes) to->bytes += to->results[i];
-    for (int64_t i = 0; i < to->extents; i++)
-        if (to->done[i]) to->useful += size_of(to->sums[i], to->page_bytes, to->block_bytes);
 }
 
 /* land(events, control, starts, sums, targets, results, done, out,
@@ -272,91 +179,35 @@ static PyObject *land(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     return PyLong_FromLongLong(copied);
 }
 
-/* ---- read */
+/* ---- what a branch gives, and is told */
 
-typedef struct { /* memory and constants of a ring: `Ring.layout` */
-    int64_t context, places, piece, extent_bytes, block_bytes, header_bytes, page_bytes;
-    int64_t arena, hash, control, pointers, events, extents, sums, targets, starts, results, done, found, staged;
-    int64_t depth;
-} RingLayout;
-
-#define MOST_TRIES 3
-
-static double now(void) {
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return time.tv_sec + 1e-9 * time.tv_nsec;
-}
-
-typedef struct {
-    int64_t copied, in_flight;
-    double began, ended, waited;
-} Outcome;
-
-/* How many reads that could not begin without blocking the kernel now took: a write to the file keeps it locked for some
- * microseconds, which are over when all else has landed. */
-static int64_t ask_again(const RingLayout *ring, const Landing *to) {
-    struct iocb *again[64], **pointers = (struct iocb **)(intptr_t)ring->pointers;
-    long count = 0;
-    for (int64_t i = 0; i < to->reads && count < 64; i++)
-        if (to->results[i] == -EAGAIN) again[count++] = pointers[i];
-    long taken = count ? syscall(SYS_io_submit, ring->context, count, again) : 0;
-    return taken > 0 ? taken : 0;
-}
-
-/* Submits reads, waits for a quarter of those in flight at a time and lands them, until none is in flight or none came
- * for `timeout` seconds. What could not begin is tried `MOST_TRIES` more times, and nothing else that came back bad; what
- * the kernel had no room for is tried while others are in flight. */
-static Outcome read_all(const RingLayout *ring, Landing *to, double timeout) {
-    Outcome outcome = {.began = now()};
-    struct io_event *events = (struct io_event *)(intptr_t)ring->events;
-    struct iocb **pointers = (struct iocb **)(intptr_t)ring->pointers;
-    int64_t sent = 0;
-    int tries = 0;
-    outcome.ended = outcome.began;
-    for (;;) {
-        int64_t room = ring->depth - outcome.in_flight, left = to->reads - sent;
-        int64_t next = left < room ? left : room;
-        long taken = next > 0 ? syscall(SYS_io_submit, ring->context, next, pointers + sent) : 0;
-        if (taken > 0) {
-            sent += taken;
-            outcome.in_flight += taken;
-        }
-        if (!outcome.in_flight && sent == to->reads && tries++ < MOST_TRIES) outcome.in_flight = ask_again(ring, to);
-        if (!outcome.in_flight) return outcome;
-        double asked = now(), patience = timeout;
-        long came;
-        do {
-            struct timespec time = {(time_t)patience, (long)(1e9 * (patience - (time_t)patience))};
-            came = syscall(SYS_io_getevents, ring->context, (outcome.in_flight + 3) / 4, ring->places, events, &time);
-            outcome.ended = now();
-            patience = asked + timeout - outcome.ended;
-        } while (came < 0 && errno == EINTR && patience > 0);
-        outcome.waited += outcome.ended - asked;
-        if (came <= 0) return outcome;
-        outcome.in_flight -= came;
-        outcome.copied += land_events(to, events, came);
-    }
-}
-
-/* ---- fetch */
-
-typedef struct { /* what a branch gives for a fetch, `FlashBranch._window` */
+typedef struct { /* `FlashBranch._window`, and `_guess_window` */
     PyObject *ring, *layout, *lock, *lanes, *extents, *shift, *pending;
     long long first_lane, batch, heads, num_blocks, block_rows, width, descriptor;
     const char *format; /* of an element, in Python's buffers */
     double timeout;
+    PyObject *guess; /* of a fetch: reads of the layer that were begun before, or None */
 } Window;
 
-static PyObject *name_window, *name_unused, *name_staged, *name_acquire, *name_release, *name_rows, *name_checksums, *name_in_flight;
+/* 1, 0 where there is no window, -1 on an exception. */
+static int parse_window(PyObject *given, Window *to) {
+    if (!given) return -1;
+    if (given == Py_None) return 0;
+    return PyArg_ParseTuple(given, "OOOOOOOLLLLLLLsdO", &to->ring, &to->layout, &to->lock, &to->lanes, &to->extents, &to->shift,
+                            &to->pending, &to->first_lane, &to->batch, &to->heads, &to->num_blocks, &to->block_rows,
+                            &to->width, &to->descriptor, &to->format, &to->timeout, &to->guess) ? 1 : -1;
+}
+
+static PyObject *name_window, *name_guess_window, *name_unused, *name_staged, *name_acquire, *name_release, *name_rows,
+    *name_checksums, *name_in_flight;
 
 static int intern_names(void) {
     static const struct {
         PyObject **name;
         const char *text;
-    } all[] = {{&name_window, "_window"}, {&name_unused, "_unused"}, {&name_staged, "_staged"}, {&name_acquire, "acquire"},
-               {&name_release, "release"}, {&name_rows, "rows"}, {&name_checksums, "checksums"},
-               {&name_in_flight, "in_flight"}};
+    } all[] = {{&name_window, "_window"}, {&name_guess_window, "_guess_window"}, {&name_unused, "_unused"},
+               {&name_staged, "_staged"}, {&name_acquire, "acquire"}, {&name_release, "release"}, {&name_rows, "rows"},
+               {&name_checksums, "checksums"}, {&name_in_flight, "in_flight"}};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         if (!*all[i].name && !(*all[i].name = PyUnicode_InternFromString(all[i].text))) return 0;
     return 1;
@@ -370,33 +221,60 @@ static void call_aside(PyObject *object, PyObject *name, PyObject *argument) {
     if (kind) PyErr_Restore(kind, value, trace);
 }
 
-/* What is wanted of which memory: 1, 0 where the caller's arrays are not of the usual kind, -1 on an exception. */
-static int take_arrays(Buffers *buffers, const Window *from, PyObject *const *arrays, const RingLayout **ring, Wanted *to,
-                       char **out) {
+/* Tells a ring what the kernel has not answered: it is not used again before. Whether no exception came of it. */
+static int tell_in_flight(const Reads *reads) {
+    PyObject *in_flight = PyLong_FromLongLong(reads->in_flight);
+    int told = in_flight && PyObject_SetAttr(reads->object, name_in_flight, in_flight) == 0;
+    Py_XDECREF(in_flight);
+    return told;
+}
+
+/* ---- finding blocks */
+
+/* What is wanted of which memory, but for the caller's arrays: 1, or -1 on an exception. */
+static int take_layer(Buffers *buffers, const Window *from, const RingLayout **ring, Wanted *to) {
     Py_ssize_t count;
+    *to = (Wanted){
+        .lanes = from->batch * from->heads, .slots = 1, .first_lane = from->first_lane, .num_blocks = from->num_blocks};
     if (!(*ring = take(buffers, from->layout, sizeof **ring, PyBUF_SIMPLE, &count)) ||
         !(to->shift = take(buffers, from->shift, sizeof *to->shift, PyBUF_SIMPLE, &to->shift_size)) ||
         !(to->pending = take(buffers, from->pending, sizeof *to->pending, PyBUF_SIMPLE, &to->pending_size)))
         return -1;
-    const Py_buffer *block = &buffers->views[buffers->count], *slot = block + 1, *slots = block + 2;
-    if (!(to->block = take(buffers, arrays[0], sizeof *to->block, PyBUF_ND | PyBUF_FORMAT, &count)) ||
-        !(to->slot = take(buffers, arrays[1], sizeof *to->slot, PyBUF_ND | PyBUF_FORMAT, &count)) ||
-        !(*out = take(buffers, arrays[2], (*ring)->block_bytes / (from->block_rows * from->width),
-                      PyBUF_ND | PyBUF_FORMAT | PyBUF_WRITABLE, &count))) {
-        PyErr_Clear();
-        return 0;
-    }
-    if (block->ndim != 3 || slot->ndim != 3 || slots->ndim != 5) return 0;
-    to->asked = block->shape[2];
-    to->slots = slots->shape[2];
-    const Py_ssize_t index[] = {from->batch, from->heads, to->asked};
-    const Py_ssize_t rows[] = {from->batch, from->heads, to->slots, from->block_rows, from->width};
-    return !memcmp(block->shape, index, sizeof index) && !memcmp(slot->shape, index, sizeof index) &&
-           !memcmp(slots->shape, rows, sizeof rows) && !strcmp(block->format, "i") && !strcmp(slot->format, "i") &&
-           !strcmp(slots->format, from->format) && to->lanes * to->asked <= (*ring)->places;
+    to->block_bytes = (*ring)->block_bytes;
+    to->found = (Found *)(intptr_t)(*ring)->found;
+    to->extents = (int32_t *)(intptr_t)(*ring)->extents;
+    to->sums = (uint64_t *)(intptr_t)(*ring)->sums;
+    to->targets = (int64_t *)(intptr_t)(*ring)->targets;
+    to->staged = (int64_t *)(intptr_t)(*ring)->staged;
+    return 1;
 }
 
-/* Finds the blocks with the volume's lock held, and what is staged of them; as `take_arrays`. */
+/* An int32 array, and how many it has for each lane; NULL where it is something else. */
+static const int32_t *take_index(Buffers *buffers, const Window *from, PyObject *array, int64_t *asked) {
+    Py_ssize_t count;
+    const Py_buffer *view = &buffers->views[buffers->count];
+    const int32_t *index = take(buffers, array, sizeof *index, PyBUF_ND | PyBUF_FORMAT, &count);
+    if (!index) PyErr_Clear();
+    if (!index || view->ndim != 3 || strcmp(view->format, "i") || view->shape[0] != from->batch || view->shape[1] != from->heads)
+        return NULL;
+    *asked = view->shape[2];
+    return index;
+}
+
+/* Rows of slots, or NULL. */
+static char *take_slots(Buffers *buffers, const Window *from, PyObject *array, size_t item, int64_t *slots) {
+    Py_ssize_t count;
+    const Py_buffer *view = &buffers->views[buffers->count];
+    char *rows = take(buffers, array, item, PyBUF_ND | PyBUF_FORMAT | PyBUF_WRITABLE, &count);
+    if (!rows) PyErr_Clear();
+    if (!rows || view->ndim != 5 || strcmp(view->format, from->format)) return NULL;
+    *slots = view->shape[2];
+    const Py_ssize_t shape[] = {from->batch, from->heads, *slots, from->block_rows, from->width};
+    return memcmp(view->shape, shape, sizeof shape) ? NULL : rows;
+}
+
+/* Finds the blocks with the volume's lock held, and what is staged of them: 1, 0 where `resolve` does not, -1 on an
+ * exception. */
 static int find_blocks(PyObject *branch, const Window *window, Wanted *to, PyObject **staged) {
     Buffers buffers = {.count = 0};
     PyObject *locked = PyObject_CallMethodNoArgs(window->lock, name_acquire);
@@ -408,7 +286,7 @@ static int find_blocks(PyObject *branch, const Window *window, Wanted *to, PyObj
     if (checksums && (to->rows = take(&buffers, rows, sizeof *to->rows, PyBUF_SIMPLE, &to->rows_size)) &&
         (to->checksums = take(&buffers, checksums, sizeof *to->checksums, PyBUF_SIMPLE, &to->checksums_size)))
         found = resolve(to);
-    if (found == 1 && to->marked) {
+    if (found == 1 && to->marked && to->slot) {
         PyObject *places = PyMemoryView_FromMemory((char *)to->staged, 2 * to->marked * sizeof *to->staged, PyBUF_READ);
         *staged = places ? PyObject_CallMethodOneArg(branch, name_staged, places) : NULL;
         Py_XDECREF(places);
@@ -421,65 +299,148 @@ static int find_blocks(PyObject *branch, const Window *window, Wanted *to, PyObj
     return found;
 }
 
-/* Reads what is wanted through a ring. */
-static Outcome read_wanted(const RingLayout *ring, const Wanted *from, const Window *window, Landing *to) {
-    Reading reading = {ring->piece, ring->places, ring->arena, ring->extent_bytes, ring->page_bytes, ring->header_bytes,
-                       window->descriptor};
-    struct iocb *blocks = (struct iocb *)(intptr_t)ring->control;
-    int64_t *starts = (int64_t *)(intptr_t)ring->starts;
-    *to = (Landing){
-        .extents = from->count, .slots = from->lanes * from->slots, .places = ring->places,
-        .extent_bytes = ring->extent_bytes, .block_bytes = ring->block_bytes, .page_bytes = ring->page_bytes,
-        .arena = (const char *)(intptr_t)ring->arena, .hash = (Hash)(intptr_t)ring->hash, .control = blocks,
-        .starts = starts, .targets = from->targets, .sums = from->sums,
-        .results = (int64_t *)(intptr_t)ring->results, .done = (uint8_t *)(intptr_t)ring->done, .out = to->out};
-    memset(to->done, 0, from->count);
-    to->reads = fill_control(from->extents, from->sums, from->count, &reading, blocks, starts);
-    for (int64_t i = 0; i < to->reads; i++) to->results[i] = NO_ANSWER;
-    Outcome outcome = read_all(ring, to, window->timeout);
-    add_up(to);
-    return outcome;
+/* What is wanted of which memory, if the arrays are of the usual kind: 1, 0 where they are not, -1 on an exception. */
+static int take_wanted(Buffers *buffers, const Window *from, PyObject *block, const RingLayout **ring, Wanted *to) {
+    if (take_layer(buffers, from, ring, to) < 0) return -1;
+    to->block = take_index(buffers, from, block, &to->asked);
+    return to->block && to->lanes * to->asked <= (*ring)->places;
 }
 
-/* Reads blocks and tells the branch what came of it; 1, or as `take_arrays`. */
-static int fetch_with(PyObject *branch, const Window *window, PyObject *const *args, double started) {
+/* The same with the slots for it. */
+static int take_slotted(Buffers *buffers, const Window *from, PyObject *const *arrays, const RingLayout **ring, Wanted *to) {
+    int64_t asked;
+    int found = take_wanted(buffers, from, arrays[0], ring, to);
+    if (found != 1) return found;
+    to->slot = take_index(buffers, from, arrays[1], &asked);
+    if (!to->slot || asked != to->asked) return 0;
+    to->out = take_slots(buffers, from, arrays[2], to->block_bytes / (from->block_rows * from->width), &to->slots);
+    return to->out != NULL;
+}
+
+/* ---- guess */
+
+/* Begins to read blocks and tells the branch; 1, 0 where the array is not of the usual kind, -1 on an exception. */
+static int guess_with(PyObject *branch, const Window *window, PyObject *layer, PyObject *block) {
     Buffers buffers = {.count = 0};
     const RingLayout *ring;
-    Wanted wanted = {.lanes = window->batch * window->heads, .first_lane = window->first_lane, .num_blocks = window->num_blocks};
-    Landing to = {.reads = 0};
-    Outcome outcome = {.copied = 0};
-    PyObject *staged = NULL;
-    int found = take_arrays(&buffers, window, args + 2, &ring, &wanted, &to.out);
-    if (found == 1) {
-        wanted.found = (Found *)(intptr_t)ring->found;
-        wanted.extents = (int32_t *)(intptr_t)ring->extents;
-        wanted.sums = (uint64_t *)(intptr_t)ring->sums;
-        wanted.targets = (int64_t *)(intptr_t)ring->targets;
-        wanted.staged = (int64_t *)(intptr_t)ring->staged;
-        found = find_blocks(branch, window, &wanted, &staged);
-    }
+    Wanted wanted;
+    Reads reads = {.raised = 0};
+    PyObject *told = NULL;
+    int found = take_wanted(&buffers, window, block, &ring, &wanted);
+    if (found == 1) found = find_blocks(branch, window, &wanted, NULL);
     if (found == 1 && wanted.count) {
+        reads = reads_of(window->ring, ring, wanted.count);
         Py_BEGIN_ALLOW_THREADS
-        outcome = read_wanted(ring, &wanted, window, &to);
+        begin(&reads, window->descriptor);
         Py_END_ALLOW_THREADS
     }
     release(&buffers);
-    if (found != 1) {
-        call_aside(branch, name_unused, window->ring);
-        return found;
-    }
-    /* Whatever happens there, a ring that the device may still write to is not used again. */
-    PyObject *in_flight = PyLong_FromLongLong(outcome.in_flight), *told = NULL;
-    if (in_flight && PyObject_SetAttr(window->ring, name_in_flight, in_flight) == 0)
-        told = PyObject_CallMethod(
-            branch, "_landed", "OOd(LLLLLddd)OOOO", window->ring, args[0], started, (long long)wanted.count,
-            (long long)outcome.copied, (long long)to.reads, (long long)to.bytes, (long long)to.useful,
-            outcome.began, outcome.ended, outcome.waited, staged ? staged : Py_None, args[2], args[3], args[4]);
+    if (reads.sent && !reads.raised && tell_in_flight(&reads))
+        told = PyObject_CallMethod(branch, "_guessed", "OOLLLd", window->ring, layer, (long long)reads.to.extents,
+                                   (long long)reads.to.reads, (long long)reads.sent, reads.began);
     if (!told) call_aside(branch, name_unused, window->ring);
-    Py_XDECREF(in_flight);
-    Py_XDECREF(staged);
     Py_XDECREF(told);
-    return told ? 1 : -1;
+    return PyErr_Occurred() ? -1 : found;
+}
+
+/* guess(branch, layer, generation, block) -> whether it is done */
+static PyObject *guess(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
+    if (nargs != 4) return PyErr_Format(PyExc_TypeError, "guess takes 4 arguments");
+    PyObject *given = PyObject_CallMethodObjArgs(args[0], name_guess_window, args[1], args[2], NULL);
+    Window with;
+    int found = parse_window(given, &with);
+    if (found == 1) found = guess_with(args[0], &with, args[1], args[3]);
+    Py_XDECREF(given);
+    return found < 0 ? NULL : PyBool_FromLong(found);
+}
+
+/* ---- fetch */
+
+/* Reads that a guess began, with no block wanted yet: 1, 0 where there are none, -1 on an exception. */
+static int take_guess(Buffers *buffers, const Window *window, Reads *to) {
+    PyObject *kept, *ring, *layout;
+    long long count, reads, sent, in_flight;
+    double began;
+    Py_ssize_t size;
+    if (window->guess == Py_None) return 0;
+    if (!PyArg_ParseTuple(window->guess, "OOOLLLLd", &kept, &ring, &layout, &count, &reads, &sent, &in_flight, &began))
+        return -1;
+    const RingLayout *memory = take(buffers, layout, sizeof *memory, PyBUF_SIMPLE, &size);
+    if (!memory) return -1;
+    *to = reads_of(ring, memory, count);
+    to->to.reads = reads;
+    to->sent = sent;
+    to->in_flight = in_flight;
+    to->began = to->ended = began;
+    return 1;
+}
+
+/* Gives blocks of a guess the places where they are wanted, and leaves the others to be read. One is used only if it lies
+ * in the same extent and has the same checksum as when it was asked for. */
+static void use_guess(Reads *guess, Wanted *wanted) {
+    const int32_t *extents = (int32_t *)(intptr_t)guess->ring->extents;
+    int64_t *targets = (int64_t *)(intptr_t)guess->ring->targets, left = 0;
+    for (int64_t k = 0, j = 0; k < wanted->count; k++) {
+        while (j < guess->to.extents && extents[j] < wanted->extents[k]) j++;
+        if (j < guess->to.extents && extents[j] == wanted->extents[k] && guess->to.sums[j] == wanted->sums[k]) {
+            targets[j++] = wanted->targets[k];
+            continue;
+        }
+        wanted->extents[left] = wanted->extents[k];
+        wanted->sums[left] = wanted->sums[k];
+        wanted->targets[left++] = wanted->targets[k];
+    }
+    wanted->count = left;
+}
+
+/* Reads what is wanted, and lands what was guessed of it meanwhile. Python's lock is not held. */
+static void read_both(Reads *reads, Reads *guess, const Window *window) {
+    if (reads->to.extents) begin(reads, window->descriptor);
+    if (guess->to.extents && !reads->raised) finish(guess, window->timeout);
+    if (reads->to.extents && !reads->raised && !guess->raised) finish(reads, window->timeout);
+}
+
+/* Tells the branch what came of it; whether no exception came of that. Whatever happens there, a ring that the device may
+ * still write to is not used again. */
+static int tell_landed(PyObject *branch, const Window *window, PyObject *const *args, double started, const Reads *reads,
+                       const Reads *guess, PyObject *staged) {
+    int told = !reads->raised && !guess->raised && tell_in_flight(reads) && (!guess->ring || tell_in_flight(guess));
+    PyObject *came = told ? outcome(reads) : NULL, *ahead = Py_NewRef(Py_None), *answer = NULL;
+    if (came && guess->ring)
+        Py_SETREF(ahead, Py_BuildValue("(ON)", PyTuple_GET_ITEM(window->guess, 0), outcome(guess)));
+    if (came && ahead)
+        answer = PyObject_CallMethod(branch, "_landed", "OOdOOOOOO", window->ring, args[0], started, came, ahead,
+                                     staged ? staged : Py_None, args[2], args[3], args[4]);
+    Py_XDECREF(came);
+    Py_XDECREF(ahead);
+    Py_XDECREF(answer);
+    return answer != NULL;
+}
+
+/* Reads blocks and tells the branch; 1, 0 where the caller's arrays are not of the usual kind, -1 on an exception. */
+static int fetch_with(PyObject *branch, const Window *window, PyObject *const *args, double started) {
+    Buffers buffers = {.count = 0};
+    const RingLayout *ring;
+    Wanted wanted;
+    Reads reads = {.raised = 0}, guess = {.raised = 0};
+    PyObject *staged = NULL;
+    int found = take_slotted(&buffers, window, args + 2, &ring, &wanted);
+    if (found == 1) found = find_blocks(branch, window, &wanted, &staged);
+    if (found == 1 && take_guess(&buffers, window, &guess) < 0) found = -1;
+    if (found == 1) {
+        if (guess.ring) use_guess(&guess, &wanted);
+        reads = reads_of(window->ring, ring, wanted.count);
+        reads.to.out = guess.to.out = wanted.out;
+        reads.to.slots = guess.to.slots = wanted.lanes * wanted.slots;
+        Py_BEGIN_ALLOW_THREADS
+        read_both(&reads, &guess, window);
+        Py_END_ALLOW_THREADS
+        found = tell_landed(branch, window, args, started, &reads, &guess, staged) ? 1 : -1;
+    }
+    release(&buffers);
+    Py_XDECREF(staged);
+    if (found != 1) call_aside(branch, name_unused, window->ring);
+    return found;
 }
 
 /* fetch(branch, layer, generation, block, slot, slots) -> whether it is done */
@@ -487,15 +448,10 @@ static PyObject *fetch(PyObject *self, PyObject *const *args, Py_ssize_t nargs) 
     double started = now();
     if (nargs != 6) return PyErr_Format(PyExc_TypeError, "fetch takes 6 arguments");
     PyObject *given = PyObject_CallMethodObjArgs(args[0], name_window, args[1], args[2], NULL);
-    if (!given) return NULL;
     Window with;
-    int found = 0;
-    if (given != Py_None)
-        found = PyArg_ParseTuple(given, "OOOOOOOLLLLLLLsd", &with.ring, &with.layout, &with.lock, &with.lanes, &with.extents,
-                                 &with.shift, &with.pending, &with.first_lane, &with.batch, &with.heads, &with.num_blocks,
-                                 &with.block_rows, &with.width, &with.descriptor, &with.format, &with.timeout)
-                    ? fetch_with(args[0], &with, args + 1, started) : -1;
-    Py_DECREF(given);
+    int found = parse_window(given, &with);
+    if (found == 1) found = fetch_with(args[0], &with, args + 1, started);
+    Py_XDECREF(given);
     return found < 0 ? NULL : PyBool_FromLong(found);
 }
 
@@ -511,6 +467,7 @@ static PyMethodDef methods[] = {
     {"serve", serve, METH_VARARGS, NULL},
     {"control", (PyCFunction)(void (*)(void))control, METH_FASTCALL, NULL},
     {"land", (PyCFunction)(void (*)(void))land, METH_FASTCALL, NULL},
+    {"guess", (PyCFunction)(void (*)(void))guess, METH_FASTCALL, NULL},
     {"fetch", (PyCFunction)(void (*)(void))fetch, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };

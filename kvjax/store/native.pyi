@@ -1,4 +1,4 @@
-"""The compiled part of asynchronous reads (native.c), and of programs that call back (callback.c). Arrays are
+"""The compiled part of asynchronous reads (native.c, reads.c), and of programs that call back (callback.c). Arrays are
 C-contiguous; `control` and `events` are the bytes of IOCB and EVENT of `kvjax.store.linux`. ValueError where sizes do
 not agree."""
 
@@ -36,11 +36,20 @@ def land(
     uint8 out[slots, block_bytes] at int64 targets[n], -1 nowhere, zeros after the pages that were read. Returns how
     many it copied and marked in uint8 done[n]. Other threads run meanwhile."""
 
+def guess(branch: Any, layer: int, generation: int, block: Any, /) -> bool:
+    """`FlashBranch.submit` of int32 block[B, K, M], in the usual case; False, with nothing done, where Python has to
+    look: `branch._guess_window` says so, the array is not as it should be, or a block lies beyond the file.
+
+    Finds the blocks as `fetch` does, begins to read them through the window's ring, and tells `branch._guessed`.
+    """
+
 def fetch(branch: Any, layer: int, generation: int, block: Any, slot: Any, slots: Any, /) -> bool:
     """`FlashBranch.read_into` of int32 block[B, K, M] to int32 slot[B, K, M] of slots[B, K, NS, C, width], in the usual
-    case; False, with nothing done, where Python has to look: `branch._window` says so, arrays are not as they should
-    be, a block is neither in the file nor wholly staged, or a slot does not exist.
+    case; False, with nothing but zeros in some of these slots, where Python has to look: `branch._window` says so,
+    arrays are not as they should be, a block lies beyond the file, or a slot does not exist.
 
-    Finds the blocks with the volume's lock held, reads them through the window's ring, in the order of their extents,
-    verifies and copies them, and tells `branch._landed`. Other Python threads run meanwhile. What these raise goes on.
+    Finds the blocks with the volume's lock held, takes those that the window's guess has, reads the others through the
+    window's ring, in the order of their extents, verifies and copies them, and tells `branch._landed`. One that was
+    never written is zeros. Other Python threads run meanwhile. What these raise goes on. A ring that is not `plain`
+    makes its system calls itself (`Ring.submit`, `Ring.wait`).
     """

@@ -9,7 +9,7 @@ import numpy as np
 from absl import logging
 
 from kvjax.errors import ConfigError
-from kvjax.store.aio import Ring, RingEngine
+from kvjax.store.aio import RingEngine
 from kvjax.store.codec import Codec
 from kvjax.store.fetch import Fetch
 from kvjax.store.file import BlockFile, Where
@@ -79,10 +79,6 @@ class Reader:
         """Asynchronous reads whose usual case is one call, where they are to be had; see `RingEngine.quick`."""
         rings = self._rings
         return rings if rings is not None and rings.quick and not self._refused else None
-
-    def give_back(self, ring: Ring) -> None:
-        """Takes back a ring of `rings`."""
-        self._rings.rings.give(ring)  # type: ignore[union-attr]
 
     def _refuse(self, cause: OSError) -> None:
         already, self._refused = self._refused, True

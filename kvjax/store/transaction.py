@@ -99,8 +99,8 @@ class TransactionalBranch(Branch):
     """Arguments, generations, errors and the open transaction; subclasses move the bytes.
 
     Subclasses give `_load`, `_publish`, `_drain` and `_release`, `_prepare` if publishing may have to wait or fail,
-    `_begin` if they can read ahead and `_read_at_once` if they have a quick way. `_prepare`, `_publish`, `_drain` and
-    `_release` run under `self._mutex`, which orders the Python-side calls of one branch.
+    `_begin` if they can read ahead, and `_read_at_once` and `_begin_at_once` if they have quick ways. `_prepare`,
+    `_publish`, `_drain` and `_release` run under `self._mutex`, which orders the Python-side calls of one branch.
     """
 
     def __init__(self, geometry: Geometry, generation: int = 0):
@@ -119,6 +119,10 @@ class TransactionalBranch(Branch):
 
     def _read_at_once(self, layer, generation, block, slot, slots) -> bool:
         """Does all of `read_into`, if there is a quick way and nothing is unusual; whether it did."""
+        return False
+
+    def _begin_at_once(self, layer, generation, block) -> bool:
+        """Does all of `submit`, if there is a quick way and nothing is unusual; whether it did."""
         return False
 
     def _begin(self, layer: int, ids: np.ndarray) -> None:
@@ -170,6 +174,8 @@ class TransactionalBranch(Branch):
         if self._closed or int(generation) != self.generation:
             return  # the token is over
         self._note("submit", layer, time.perf_counter())
+        if self._begin_at_once(layer, generation, block):
+            return
         block = self._index("block", block, (*self._lane_start.shape, np.shape(block)[-1]))
         wanted = _within(block, self.geometry.num_blocks)
         self._begin(int(layer), (block + (self._lane_start + self._layer_start(layer))[..., None])[wanted])

@@ -1,8 +1,11 @@
 """The compiled part of asynchronous reads: when it is used, what it leaves to others, and what it refuses."""
 
+import ctypes
 import errno
+import gc
 import os
 import threading
+import time
 import types
 
 import numpy as np
@@ -28,12 +31,14 @@ def _needs_aio(tmp_path):
 
 @pytest.fixture
 def quick(monkeypatch):
-    """How many blocks each `native.fetch` copied."""
+    """How many blocks each `native.fetch` copied, of those it read itself and of a guess."""
     fetches, landed = [], FlashBranch._landed
 
-    def counted(self, ring, layer, started, numbers, *rest):
+    def counted(self, ring, layer, started, numbers, ahead, *rest):
         fetches.append(aio.Landed(*numbers).copied)
-        landed(self, ring, layer, started, numbers, *rest)
+        if ahead is not None:
+            fetches[-1] = fetches[-1], aio.Landed(*ahead[1]).copied
+        landed(self, ring, layer, started, numbers, ahead, *rest)
 
     monkeypatch.setattr(FlashBranch, "_landed", counted)
     return fetches
@@ -111,12 +116,93 @@ def test_a_kernel_without_another_ring_leaves_reading_to_threads(tmp_path, open_
     assert driver.branch.engine == "threads" and "refuses asynchronous reads" in caplog.text
 
 
-def test_what_was_read_ahead_is_used(tmp_path, open_branch, quick):
-    driver, blocks = filled(open_branch, FlashStore(tmp_path))
-    block = np.tile(np.arange(GEOMETRY.num_blocks, dtype=np.int32), (2, 2, 1))
-    assert driver.branch.submit(0, 0, block)
+def guessed(driver, size: int):
+    """Lets the first `size` blocks of every lane be read ahead; how many blocks that are."""
+    block = np.tile(np.arange(size, dtype=np.int32), (2, 2, 1))
+    assert driver.branch.submit(0, driver.branch.generation, block)
+    return block.size
+
+
+@pytest.mark.parametrize("profile", ["native", "emmc"])
+@pytest.mark.parametrize("missing", [0, 1, GEOMETRY.num_blocks])
+def test_what_was_read_ahead_is_used(tmp_path, open_branch, quick, profile, missing):
+    driver, blocks = filled(open_branch, FlashStore(tmp_path, profile=profile))
+    before, ahead = driver.branch.stats(), guessed(driver, GEOMETRY.num_blocks - missing)
     np.testing.assert_array_equal(driver.read(), blocks)
-    assert not quick and driver.branch.stats().prefetch_used > 0
+    stats, late = driver.branch.stats(), 4 * missing
+    assert quick == [(late, ahead)] if ahead else quick == [late]
+    assert (stats.prefetched, stats.prefetch_used) == (ahead, ahead)
+    assert stats.mispredicted == (late if ahead else 0) and stats.blocks_read - before.blocks_read == ahead + late
+    np.testing.assert_array_equal(driver.read(), blocks)
+    assert driver.branch.stats().prefetched == ahead, "a guess is used once"
+
+
+def test_a_guess_of_what_has_changed_is_not_used(tmp_path, open_branch, quick):
+    """Given a guess, block 1 of each lane gets other contents, and lies elsewhere when it is asked for."""
+    driver, blocks = filled(open_branch, FlashStore(tmp_path))
+    guessed(driver, GEOMETRY.num_blocks)
+    expected, new = blocks.copy(), np.ones((2, 2, 1, *blocks.shape[3:]), GEOMETRY.numpy_dtype)
+    expected[:, :, 1:2] = new
+    assert driver.branch.put_blocks(0, 0, np.ones((2, 2, 1), np.int32), new)
+    driver.branch.commit(0)
+    driver.branch.flush()
+    settle(driver.branch.path)
+    np.testing.assert_array_equal(driver.read(), expected)
+    stats = driver.branch.stats()
+    assert stats.mispredicted == 4 and quick == [(4, stats.prefetch_used)]
+
+
+def test_a_later_guess_takes_the_place_of_an_earlier_one(tmp_path, open_branch, quick):
+    driver, blocks = filled(open_branch, FlashStore(tmp_path))
+    rings = driver.branch._volume.reader.rings.guess_rings
+    guessed(driver, 3)
+    guessed(driver, 1)
+    np.testing.assert_array_equal(driver.read(), blocks)
+    assert quick == [(4 * (GEOMETRY.num_blocks - 1), 4)] and len(rings._all) <= 2
+    assert all(ring.settled() and not ring.lent for ring in rings._all)
+
+
+def test_what_came_damaged_with_a_guess_is_read_again(tmp_path, open_branch, monkeypatch):
+    """Given a bit that is wrong where the guess was read to."""
+    driver, blocks = filled(open_branch, FlashStore(tmp_path))
+    before, ahead, window = driver.branch.stats(), guessed(driver, GEOMETRY.num_blocks), aio.Guess.window
+
+    def flipped(guess):
+        memory = (ctypes.c_uint8 * 1).from_address(guess.ring.arena.address)
+        time.sleep(0.1)  # until it has come
+        memory[0] ^= 1
+        return window(guess)
+
+    monkeypatch.setattr(aio.Guess, "window", flipped)
+    np.testing.assert_array_equal(driver.read(), blocks)
+    assert driver.branch.stats().blocks_read - before.blocks_read == ahead + 1
+
+
+@pytest.mark.parametrize("end", ["closed", "forgotten"])
+def test_a_guess_that_nobody_asks_for_gives_its_ring_back(tmp_path, open_branch, end):
+    driver, _ = filled(open_branch, FlashStore(tmp_path))
+    rings = driver.branch._volume.reader.rings.guess_rings
+    guessed(driver, 2)
+    if end == "closed":
+        driver.branch.close()
+    else:
+        driver.branch._reads._guesses.clear()
+        gc.collect()
+    assert len(rings._all) == 1 and not rings._all[0].lent
+    assert end == "closed" or len(rings._parked) == 1
+
+
+def test_a_block_that_was_never_written_is_zeros(tmp_path, open_branch, quick):
+    driver = open_branch(FlashStore(tmp_path))
+    blocks = driver.full()
+    counts = np.full(blocks.shape[:3], GEOMETRY.block_rows, np.int32)
+    counts[:, :, 1] = 0
+    driver.branch.write_layer(0, blocks, counts)
+    driver.branch.flush()
+    settle(driver.branch.path)
+    blocks[:, :, 1] = 0
+    np.testing.assert_array_equal(driver.read(), blocks)
+    assert quick == [np.count_nonzero(counts)]
 
 
 def test_a_damaged_block_is_not_copied(tmp_path, open_branch, quick):
@@ -154,6 +240,31 @@ def test_a_device_that_does_not_answer_is_an_error_and_its_ring_is_not_used_agai
     monkeypatch.undo()
     lost.in_flight = 0
     np.testing.assert_array_equal(driver.read(), blocks)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("call", ["submit", "wait"])
+@pytest.mark.parametrize("cause", [OSError(errno.EINVAL, "no"), KeyboardInterrupt()], ids=["refused", "interrupted"])
+def test_what_an_emulated_device_raises(tmp_path, open_branch, monkeypatch, ahead, call, cause):
+    """The kernel may not take reads, and others read then; all else is the branch's error, and nothing is lost."""
+    driver, blocks = filled(open_branch, FlashStore(tmp_path, profile="ufs4.0"))
+    method, raised = getattr(aio.Ring, call), []
+
+    def raises_once(*args):
+        if not raised:
+            raised.append(cause)
+            raise cause
+        return method(*args)
+
+    monkeypatch.setattr(aio.Ring, call, raises_once)
+    fine = not ahead or driver.branch.submit(0, 0, np.zeros((2, 2, 1), np.int32))
+    fine = fine and driver.try_read()[0]
+    error = driver.branch.take_error()
+    assert raised and fine == (isinstance(cause, OSError) and call == "submit")
+    assert fine or error.__cause__ is cause or isinstance(error, ReadFailed)
+    np.testing.assert_array_equal(driver.read(), blocks)
+    rings = driver.branch._volume.reader.rings
+    assert not any(ring.lent for stack in (rings.rings, rings.guess_rings) for ring in stack._all)
 
 
 def test_system_calls_that_are_replaced_are_called(tmp_path, open_branch, quick):
@@ -271,7 +382,7 @@ class Asked:
         arrays = self.arrays
         lanes, extents = (types.SimpleNamespace(**{name: arrays[name]}) for name in ("rows", "checksums"))
         return (self.ring, self.ring.layout, self.lock, lanes, extents, arrays["shift"], arrays["pending"],
-                0, 1, 2, 3, 1, 4096, self.descriptor, "B", 5.0)
+                0, 1, 2, 3, 1, 4096, self.descriptor, "B", 5.0, None)
 
     def _staged(self, places):
         assert self.lock.locked()
@@ -279,7 +390,7 @@ class Asked:
         return self.overlaid
 
     def _landed(self, ring, layer, started, numbers, *rest):
-        self.told = numbers[:3]
+        self.told = numbers[1:4]
 
     def _unused(self, ring):
         self.refused = True
@@ -320,7 +431,7 @@ def test_fetch_leaves_out_what_is_damaged(tmp_path):
 
 
 @pytest.mark.parametrize("changes", [
-    {"rows": np.array([7, 5, -1, 2, 4, 1], np.int32)}, {"checksums": np.zeros(7, np.uint64)},
+    {"rows": np.array([7, 5, 6, 2], np.int32)}, {"checksums": np.zeros(7, np.uint64)},
     {"slot": np.array([[[4, 9, 0], [3, 9, 2]]], np.int32)}, {"slot": np.array([[[-1, 9, 0], [3, 9, 2]]], np.int32)},
     {"slot": np.zeros((1, 2, 2), np.int32)}, {"slot": np.zeros((2, 1, 3), np.int32)},
     {"block": np.zeros((1, 2, 3), np.int64)}, {"shift": np.zeros(1, np.int64)}, {"pending": np.zeros(5, np.uint8)},
@@ -329,8 +440,8 @@ def test_fetch_leaves_out_what_is_damaged(tmp_path):
     {"slots": np.zeros((1, 2, 4, 1, 4096), np.int8)}, {"slot": np.zeros((1, 2, 3), np.float32)},
     {"slots": np.zeros((2, 1, 4, 1, 4096), np.uint8)}, {"slots": np.zeros((1, 2, 8, 1, 4096), np.uint8)[:, :, ::2]},
     {"slots": np.broadcast_to(np.zeros(4096, np.uint8), (1, 2, 4, 1, 4096))},
-], ids=["never written", "beyond the file", "slot too large", "negative slot", "fewer slots", "shape", "type", "lanes",
-        "pending", "size", "rank", "item", "kind", "index", "batch", "strided", "read-only"])
+], ids=["beyond the table", "beyond the file", "slot too large", "negative slot", "fewer slots", "shape", "type",
+        "lanes", "pending", "size", "rank", "item", "kind", "index", "batch", "strided", "read-only"])
 def test_fetch_leaves_the_unusual_to_others(tmp_path, changes):
     asked = Asked(tmp_path / "file", **changes)
     assert not asked.fetch() and asked.refused and asked.told is None

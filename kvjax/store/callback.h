@@ -1,4 +1,4 @@
-/* What native.c and callback.c, which are one module, know of each other. */
+/* Programs that call back (callback.c), for the module that they are in (native.c). */
 #pragma once
 #include "../ffi.h"
 
