@@ -36,6 +36,10 @@ def memory_bytes(config: ModelConfig, method: Method, slots: Slots, batch: int, 
     return config.num_layers * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.eval_shape(one_layer))
 
 
+_SWEPT = 64 << 20  # bytes: more than a processor's caches hold
+_STEADY = 2.0  # seconds: the speed of memory that others use, too, comes and goes within one
+
+
 class Reading(NamedTuple):
     """Seconds of one layer's reads: all of them, and what they take of the caller if they were begun early enough."""
 
@@ -80,11 +84,12 @@ class StoredLayer:
             if not self._branch.read_into(0, self._branch.generation, block, slot, slots):
                 raise self._branch.take_error()
 
-        whole = _median_seconds(read, repeats)
+        whole = _median_seconds(read, repeats, between=_between)
         busy = []
         for nth in range(repeats + 1, 2 * repeats + 1):
             began = _seconds(begin, nth)
             time.sleep(2 * whole)
+            _between()
             busy.append(began + _seconds(read, nth))
         return Reading(whole, min(whole, float(np.median(busy))))
 
@@ -108,8 +113,8 @@ def compute_seconds(llm: LLM, method: Method, slots: Slots, batch: int, capacity
     config = dataclasses.replace(llm.config, num_layers=layers, windows=llm.config.windows[:layers])
     plan = planning.make_plan(config, method, batch, capacity)
     branch, tokens = HostStore().create(planning.geometry(plan), "tuner"), jnp.zeros(batch, jnp.int32)
-    state = _empty_state(plan, slots, branch, max(0, capacity - repeats - 1))
-    hidden = jnp.ones((batch, config.hidden_size))
+    hidden, most = jnp.ones((batch, config.hidden_size)), 10 * repeats
+    state = _empty_state(plan, slots, branch, max(0, capacity - most - 1))
 
     def decode_token(_):
         nonlocal state
@@ -117,11 +122,14 @@ def compute_seconds(llm: LLM, method: Method, slots: Slots, batch: int, capacity
         state = jax.block_until_ready((done.state, done.logits))[0]
 
     try:
-        whole = _median_seconds(decode_token, repeats)
+        whole = _median_seconds(decode_token, repeats, most)
     finally:
         branch.close()
-    output = _median_seconds(lambda _: jax.block_until_ready(prefill.unembed(config, llm.params, hidden)), repeats)
-    return max(0.0, whole - output) / config.num_layers
+
+    def project(_):
+        jax.block_until_ready(prefill.unembed(config, llm.params, hidden))
+
+    return max(0.0, whole - _median_seconds(project, repeats, most)) / config.num_layers
 
 
 def _empty_state(plan: Plan, slots: Slots, branch: Branch, length: int) -> State:
@@ -148,10 +156,22 @@ def needed_groups(llm: LLM, method: KVSwap, tokens: Sequence[int], context: int)
     return np.stack(found)
 
 
-def _median_seconds(function: Callable[[int], None], repeats: int) -> float:
-    """Of `repeats` calls after a first one."""
+def _between() -> None:
+    """What a layer's weights do between its reads: whatever a processor's caches had of them is gone."""
+    np.ones(_SWEPT // 8).sum()
+
+
+def _median_seconds(
+    function: Callable[[int], None], repeats: int, most: int = 0, between: Callable[[], None] = lambda: None
+) -> float:
+    """Of `repeats` calls after a first one, or of up to `most` while they take less than `_STEADY`; `between` comes
+    before each."""
     function(0)
-    return float(np.median([_seconds(function, nth) for nth in range(1, repeats + 1)]))
+    times: list[float] = []
+    while len(times) < repeats or (len(times) < most and sum(times) < _STEADY):
+        between()
+        times.append(_seconds(function, len(times) + 1))
+    return float(np.median(times))
 
 
 def _seconds(function: Callable[[int], None], nth: int) -> float:
