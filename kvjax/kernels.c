@@ -236,7 +236,7 @@ FOR_EACH_PROCESSOR static void row_attention(const void *rows, int64_t piece) {
 
 #define AT_ONCE 4  /* queries whose sums are in registers together */
 #define BATCH 32   /* tokens whose bytes are one vector */
-#define TILE 2048  /* tokens whose sums stay in the processor's nearest cache; as in kernels.py */
+#define TILE 2048  /* tokens whose sums stay in the processor's nearest cache */
 #define TOGETHER 8 /* bytes of a token whose products fit into 16 bits: 8 * 2 * 15 * 127 */
 
 typedef struct {
@@ -376,69 +376,101 @@ FOR_EACH_PROCESSOR static void code_products(const void *job, int64_t piece) {
 /* ---- the mean of many queries' softmaxes */
 
 typedef struct {
-    Codes from; /* whose `out` gets exponentials of scores less the highest of the tile */
-    float *most, *share; /* [heads, queries, tiles] the highest score and the sum of exponentials, then factors of them */
+    Codes from; /* without `out` */
+    float *partial; /* [groups, chunks, tokens] what some heads of a group add to its mean */
     float *mean; /* [groups, tokens] */
-    int64_t groups;
+    int64_t groups, chunks;
+    atomic_int *failed; /* whether there was no memory */
 } Softmax;
 
-/* Exponentials of scores[count] less the highest of them, in their place, and zeros after them; the highest, and their sum. */
-INLINED void exponentiate(float *scores, int64_t count, int64_t stop, float *highest, float *sum) {
+/* Memory of this thread for exponentials of one head, which stays for the next: an array of all heads would leave the
+ * processor's caches before it is read again. NULL if there is none. */
+static float *room_for(int64_t floats) {
+    static _Thread_local float *room;
+    static _Thread_local int64_t held;
+    if (floats > held) {
+        free(room);
+        held = (floats + 1023) / 1024 * 1024;
+        room = aligned_alloc(64, held * sizeof *room);
+        if (!room) held = 0;
+    }
+    return room;
+}
+
+/* Exponentials of scores[count] less the highest of them, in their place; the highest, and their sum. */
+INLINED void exponentiate(float *scores, int64_t count, float *highest, float *sum) {
     Lanes sums = {0}, most = sums - INFINITY;
-    for (int64_t at = count; at < stop || at % LANES; at++) scores[at] = -INFINITY;
+    for (int64_t at = count; at % LANES; at++) scores[at] = -INFINITY;
     for (int64_t at = 0; at < count; at += LANES) most = larger(most, *(const Lanes *)(scores + at));
     *highest = most[0];
     for (int i = 1; i < LANES; i++) *highest = most[i] > *highest ? most[i] : *highest;
     for (int64_t at = 0; at < count; at += LANES)
         sums += *(Lanes *)(scores + at) = exponentials(*(const Lanes *)(scores + at) - *highest);
-    for (int64_t at = count; at < stop; at++) scores[at] = 0;
     *sum = 0;
     for (int i = 0; i < LANES; i++) *sum += sums[i];
 }
 
-/* One tile of one head, as if there were no others. */
-FOR_EACH_PROCESSOR static void tile_exponentials(const void *job, int64_t piece) {
-    const Softmax *in = job;
-    const Codes *from = &in->from;
-    Part part = part_of(from, piece);
-    float scores[AT_ONCE * TILE];
-    for (int64_t query = 0, step; query < from->queries; query += step) {
-        int64_t line = part.head * from->queries + query;
-        step = query + AT_ONCE <= from->queries ? AT_ONCE : 1;
-        add_tile(from, part.codes, part.known - part.start, line, step, scores, TILE);
-        for (int64_t i = 0; i < step; i++) {
-            int64_t at = (line + i) * tiles_of(from) + part.start / TILE;
-            exponentiate(scores + i * TILE, part.known - part.start, part.stop - part.start, in->most + at, in->share + at);
-            memcpy(from->out + (line + i) * from->tokens + part.start, scores + i * TILE, (part.stop - part.start) * sizeof *scores);
-        }
-    }
-}
-
-/* What the exponentials of each tile of a query are to be multiplied with. */
-static void find_shares(const Softmax *in, int64_t line) {
-    int64_t tiles = tiles_of(&in->from);
-    float *most = in->most + line * tiles, *share = in->share + line * tiles, highest = -INFINITY, total = 0;
+/* The highest score and the sum of exponentials of each tile of a query become what its exponentials are to be multiplied
+ * with, of which all are to add up to `whole`. */
+static void find_shares(float *most, float *share, int64_t tiles, float whole) {
+    float highest = -INFINITY, total = 0;
     for (int64_t tile = 0; tile < tiles; tile++) highest = most[tile] > highest ? most[tile] : highest;
     for (int64_t tile = 0; tile < tiles; tile++) {
         most[tile] = most[tile] > -INFINITY ? expf(most[tile] - highest) : 0;
         total += share[tile] * most[tile];
     }
-    total *= in->from.heads / in->groups * in->from.queries;
-    for (int64_t tile = 0; tile < tiles; tile++) share[tile] = total > 0 ? most[tile] / total : 0;
+    for (int64_t tile = 0; tile < tiles; tile++) share[tile] = total > 0 ? most[tile] / total * whole : 0;
 }
 
-/* The mean over all queries of a tile of one group of heads. */
-FOR_EACH_PROCESSOR static void tile_mean(const void *job, int64_t piece) {
+/* Adds the softmaxes of a head's queries, each times `whole`, to sums[tokens]. */
+INLINED void add_head(const Codes *from, int64_t head, float whole, float *room, float *sums) {
+    int64_t tiles = tiles_of(from), padded = tiles * TILE;
+    float *most = room + from->queries * padded, *share = most + from->queries * tiles;
+    for (int64_t tile = 0; tile < tiles; tile++) {
+        Part part = part_of(from, head * tiles + tile);
+        int64_t count = part.known - part.start;
+        for (int64_t query = 0, step; query < from->queries; query += step) {
+            step = query + AT_ONCE <= from->queries ? AT_ONCE : 1;
+            add_tile(from, part.codes, count, head * from->queries + query, step, room + query * padded + part.start, padded);
+        }
+        for (int64_t query = 0; query < from->queries; query++)
+            exponentiate(room + query * padded + part.start, count, most + query * tiles + tile, share + query * tiles + tile);
+    }
+    for (int64_t query = 0; query < from->queries; query++) {
+        find_shares(most + query * tiles, share + query * tiles, tiles, whole);
+        for (int64_t tile = 0; tile < tiles; tile++) {
+            Part part = part_of(from, head * tiles + tile);
+            const float *weights = room + query * padded, of = share[query * tiles + tile];
+            for (int64_t at = part.start; at < part.known; at++) sums[at] += weights[at] * of;
+        }
+    }
+}
+
+/* What a chunk of a group's heads adds to its mean. */
+FOR_EACH_PROCESSOR static void chunk_sums(const void *job, int64_t piece) {
     const Softmax *in = job;
     const Codes *from = &in->from;
-    int64_t tiles = tiles_of(from), group = piece / tiles, start = piece % tiles * TILE, lines = from->heads / in->groups * from->queries;
-    int64_t count = shorter(TILE, from->tokens - start);
-    float *mean = in->mean + group * from->tokens + start;
-    for (int64_t at = 0; at < count; at++) mean[at] = 0;
-    for (int64_t line = group * lines; line < (group + 1) * lines; line++) {
-        const float *weights = from->out + line * from->tokens + start, share = in->share[line * tiles + start / TILE];
-        for (int64_t at = 0; at < count; at++) mean[at] += weights[at] * share;
+    int64_t heads = from->heads / in->groups, first = piece / in->chunks * heads, chunk = piece % in->chunks;
+    float *room = room_for(from->queries * tiles_of(from) * (TILE + 2)), *sums = in->partial + piece * from->tokens;
+    if (!room) {
+        atomic_store(in->failed, 1);
+        return;
     }
+    memset(sums, 0, from->tokens * sizeof *sums);
+    for (int64_t head = chunk * heads / in->chunks; head < (chunk + 1) * heads / in->chunks; head++)
+        add_head(from, first + head, 1.0f / (heads * from->queries), room, sums);
+}
+
+/* The mean of a tile of one group of heads. */
+FOR_EACH_PROCESSOR static void tile_mean(const void *job, int64_t piece) {
+    const Softmax *in = job;
+    int64_t tokens = in->from.tokens, tiles = tiles_of(&in->from), group = piece / tiles, start = piece % tiles * TILE;
+    int64_t stop = shorter(start + TILE, tokens);
+    const float *partial = in->partial + group * in->chunks * tokens;
+    float *mean = in->mean + group * tokens;
+    for (int64_t at = start; at < stop; at++) mean[at] = partial[at];
+    for (int64_t chunk = 1; chunk < in->chunks; chunk++)
+        for (int64_t at = start; at < stop; at++) mean[at] += partial[chunk * tokens + at];
 }
 
 /* ---- slots for blocks */
@@ -542,20 +574,17 @@ static XLA_FFI_Error *on_rows(XLA_FFI_CallFrame *call) {
     return NULL;
 }
 
-/* Codes [F, X, N], q [F, Q, D], step [F, Q] and stored [S], of which F is a multiple, and a result [F, Q, N]; why not. */
+/* Codes [F, X, N], q [F, Q, D], step [F, Q] and stored [S], of which F is a multiple; why not. */
 static const char *take_codes(const XLA_FFI_CallFrame *call, Codes *from) {
     const XLA_FFI_Buffer *codes = operand(call, 0), *q = operand(call, 1), *step = operand(call, 2), *stored = operand(call, 3);
-    const XLA_FFI_Buffer *out = result(call, 0);
     int64_t rank = codes->rank;
     if (rank < 3 || !is_of(codes, XLA_FFI_DataType_U8, rank) || !is_of(q, XLA_FFI_DataType_S8, rank) ||
-        !is_of(step, XLA_FFI_DataType_F32, rank - 1) || !is_of(stored, XLA_FFI_DataType_S32, rank - 3) ||
-        !is_of(out, XLA_FFI_DataType_F32, rank))
+        !is_of(step, XLA_FFI_DataType_F32, rank - 1) || !is_of(stored, XLA_FFI_DataType_S32, rank - 3))
         return "codes: types or ranks of operands";
-    *from = (Codes){codes->data, q->data, step->data, stored->data, out->data, leading(codes, 2), last(codes, 2),
-                    last(codes, 1), last(q, 2), leading(stored, 0)};
+    *from = (Codes){codes->data, q->data, step->data, stored->data, NULL, leading(codes, 2), last(codes, 2), last(codes, 1),
+                    last(q, 2), leading(stored, 0)};
     int64_t each = from->bytes ? last(q, 1) / from->bytes : 0;
     if ((each != 1 && each != 2 && each != 4) || each * from->bytes != last(q, 1) || leading(q, 2) != from->heads ||
-        leading(out, 2) != from->heads || last(out, 2) != from->queries || last(out, 1) != from->tokens ||
         leading(step, 1) != from->heads || last(step, 1) != from->queries ||
         (from->heads && (from->sequences < 1 || from->heads % from->sequences)))
         return "codes: sizes do not agree";
@@ -568,32 +597,38 @@ static XLA_FFI_Error *on_codes(XLA_FFI_CallFrame *call) {
     if (asks_version(call)) return NULL;
     if (call->args.size != 4 || call->rets.size != 1) return refused(call, "codes: 4 operands and a result");
     Codes from;
+    const XLA_FFI_Buffer *out = result(call, 0);
     const char *why_not = take_codes(call, &from);
     if (why_not) return refused(call, why_not);
+    if (out->rank < 3 || out->dtype != XLA_FFI_DataType_F32 || leading(out, 2) != from.heads || last(out, 2) != from.queries ||
+        last(out, 1) != from.tokens)
+        return refused(call, "codes: the result");
+    from.out = out->data;
     in_pieces(call, code_products, &from, from.heads * tiles_of(&from), work_of(&from));
     return NULL;
 }
 
-/* To exponentials [F, Q, N], two numbers of each tile [2, F, Q, T], and means [G, N], G a divisor of F. */
+/* To sums [C, G, N] of C chunks of each group's heads, and means [G, N], G a divisor of F. */
 static XLA_FFI_Error *on_softmax(XLA_FFI_CallFrame *call) {
     if (asks_version(call)) return NULL;
-    if (call->args.size != 4 || call->rets.size != 3) return refused(call, "softmax: 4 operands and 3 results");
-    Softmax in;
+    if (call->args.size != 4 || call->rets.size != 2) return refused(call, "softmax: 4 operands and 2 results");
+    atomic_int failed = 0;
+    Softmax in = {.failed = &failed};
     Codes *from = &in.from;
     const char *why_not = take_codes(call, from);
     if (why_not) return refused(call, why_not);
-    const XLA_FFI_Buffer *room = result(call, 1), *mean = result(call, 2);
-    int64_t lines = from->heads * from->queries, tiles = tiles_of(from);
-    if (room->dtype != XLA_FFI_DataType_F32 || leading(room, 0) != 2 * lines * tiles || mean->dtype != XLA_FFI_DataType_F32 ||
-        mean->rank < 2 || last(mean, 1) != from->tokens || leading(mean, 1) < 1 || from->heads % leading(mean, 1))
+    const XLA_FFI_Buffer *partial = result(call, 0), *mean = result(call, 1);
+    if (partial->dtype != XLA_FFI_DataType_F32 || mean->dtype != XLA_FFI_DataType_F32 || mean->rank < 2 || partial->rank < 3 ||
+        last(mean, 1) != from->tokens || last(partial, 1) != from->tokens || leading(mean, 1) < 1 ||
+        from->heads % leading(mean, 1) || leading(partial, 1) < 1 || leading(partial, 1) % leading(mean, 1))
         return refused(call, "softmax: results");
-    in.most = room->data;
-    in.share = in.most + lines * tiles;
+    in.partial = partial->data;
     in.mean = mean->data;
     in.groups = leading(mean, 1);
-    in_pieces(call, tile_exponentials, &in, from->heads * tiles, work_of(from));
-    for (int64_t line = 0; line < lines; line++) find_shares(&in, line);
-    in_pieces(call, tile_mean, &in, in.groups * tiles, lines * from->tokens);
+    in.chunks = leading(partial, 1) / in.groups;
+    in_pieces(call, chunk_sums, &in, in.groups * in.chunks, work_of(from));
+    if (atomic_load(&failed)) return refused(call, "softmax: there is no memory");
+    in_pieces(call, tile_mean, &in, in.groups * tiles_of(from), in.groups * in.chunks * from->tokens);
     return NULL;
 }
 

@@ -106,14 +106,14 @@ def softmax_mean(
     packed: UInt[Array, "F X N"], q: Float[Array, "F Q D"], stored: Int32[Array, ""], bits: int, groups: int
 ) -> Float[Array, "groups N"]:
     """The mean of the softmaxes of `products` over the queries of all heads of each group, which are neighbours."""
-    heads, queries, tokens = *q.shape[:2], packed.shape[-1]
-    shapes = (heads, queries, tokens), (2, heads, queries, -(-tokens // kernels.TILE)), (groups, tokens)
-    results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    heads, tokens = q.shape[0], packed.shape[-1]
+    chunks = min(kernels.MOST_CHUNKS, heads // groups)
+    results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((chunks, groups, tokens), (groups, tokens))]
 
     def otherwise(*operands):
         scores = _products(*operands, bits=bits)
         mean = jnp.mean(jax.nn.softmax(scores).reshape(groups, -1, tokens), axis=1)
-        return [scores, jnp.zeros(shapes[1]), mean]
+        return [jnp.zeros(results[0].shape), mean]
 
     return kernels.on_cpu("code_softmax", results, otherwise, packed, *_whole(q, bits), stored)[-1]
 
