@@ -108,9 +108,14 @@ class Predictor(Method):
         return self.shared and self.aggregation == "mean"
 
     @property
+    def scores_shares(self) -> bool:
+        """Whether codes are scored by `predict_shares`."""
+        return self.bits != _FLOAT and self.aggregation == "softmax_mean" and (self.shared or not self.joint)
+
+    @property
     def selects_together(self) -> bool:
         # Codes become floats first where there is no kernel, which are many.
-        return self.one_query and (self.bits == _FLOAT or kernels.COMPILED)
+        return self.one_query if self.bits == _FLOAT else kernels.COMPILED and (self.one_query or self.scores_shares)
 
     @property
     @abc.abstractmethod
@@ -167,7 +172,7 @@ class Predictor(Method):
     def _importance(self, index: CompressedKeys, q: Float[Array, "K G D"]) -> Float[Array, "S N"]:
         """Every token's score, for all heads (S = 1) or for each KV head."""
         low, heads = project_mean(index, q) if self.one_query else project(index, q), 1 if self.shared else len(q)
-        if index.scale is not None and self.aggregation == "softmax_mean" and index.key.shape[0] % heads == 0:
+        if self.scores_shares:
             return predict_shares(index, low, heads)
         if index.by_token:
             scores = predict_by_token(index, low)

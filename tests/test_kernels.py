@@ -245,7 +245,7 @@ CODES = {"codes": np.zeros((2, 4, 9), np.uint8), "q": np.zeros((2, 3, 8), np.int
 def test_codes_of_other_sizes_are_refused(kernel, name, spoilt):
     shapes = [(2, 3, 9)] if kernel == "code_products" else [(2, 1, 9), (1, 9)]
     results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    with pytest.raises(jax.errors.JaxRuntimeError, match="codes: |softmax: results"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"codes: |softmax: results"):
         kernels.call(kernel, results, *map(jnp.asarray, (CODES | {name: spoilt}).values()))
 
 
