@@ -24,7 +24,8 @@ def extensions() -> list[Extension]:
                      "kvjax/store/reads.h"], **options,
         )
 
-    return [extension("kvjax.store.native", "kvjax/store/native.c", "kvjax/store/reads.c", "kvjax/store/callback.c"),
+    return [extension("kvjax.store.native", "kvjax/store/native.c", "kvjax/store/reads.c", "kvjax/store/callback.c",
+                      extra_compile_args=["-fvisibility=hidden"]),
             extension("kvjax._kernels", "kvjax/kernels.c", extra_compile_args=["-O3"])]
 
 

@@ -6,6 +6,7 @@
 #include "ffi.h"
 
 #include <math.h>
+#include <pthread.h>
 #include <string.h>
 #ifdef __x86_64__
 #include <immintrin.h>
@@ -377,24 +378,41 @@ FOR_EACH_PROCESSOR static void code_products(const void *job, int64_t piece) {
 
 typedef struct {
     Codes from; /* without `out` */
-    float *partial; /* [groups, chunks, tokens] what some heads of a group add to its mean */
+    float *partial; /* [groups, chunks, tokens] what some queries of a group add to its mean */
     float *mean; /* [groups, tokens] */
     int64_t groups, chunks;
     atomic_int *failed; /* whether there was no memory */
 } Softmax;
 
-/* Memory of this thread for exponentials of one head, which stays for the next: an array of all heads would leave the
- * processor's caches before it is read again. NULL if there is none. */
+typedef struct {
+    float *floats;
+    int64_t held;
+} Room;
+
+static pthread_key_t rooms; /* a thread's Room, which goes with it */
+
+static void free_room(void *room) {
+    free(((Room *)room)->floats);
+    free(room);
+}
+
+/* Memory of this thread for exponentials of a few queries, which stays for the next: an array for all of them would leave
+ * the processor's caches before it is read again. NULL if there is none. */
 static float *room_for(int64_t floats) {
-    static _Thread_local float *room;
-    static _Thread_local int64_t held;
-    if (floats > held) {
-        free(room);
-        held = (floats + 1023) / 1024 * 1024;
-        room = aligned_alloc(64, held * sizeof *room);
-        if (!room) held = 0;
+    Room *room = pthread_getspecific(rooms);
+    if (!room) {
+        room = calloc(1, sizeof *room);
+        if (!room || pthread_setspecific(rooms, room)) {
+            free(room);
+            return NULL;
+        }
     }
-    return room;
+    if (!room->floats || floats > room->held) {
+        free(room->floats);
+        room->held = floats / 1024 * 1024 + 1024;
+        room->floats = aligned_alloc(64, room->held * sizeof *room->floats);
+    }
+    return room->floats;
 }
 
 /* Exponentials of scores[count] less the highest of them, in their place; the highest, and their sum. */
@@ -422,21 +440,19 @@ static void find_shares(float *most, float *share, int64_t tiles, float whole) {
     for (int64_t tile = 0; tile < tiles; tile++) share[tile] = total > 0 ? most[tile] / total * whole : 0;
 }
 
-/* Adds the softmaxes of a head's queries, each times `whole`, to sums[tokens]. */
-INLINED void add_head(const Codes *from, int64_t head, float whole, float *room, float *sums) {
-    int64_t tiles = tiles_of(from), padded = tiles * TILE;
-    float *most = room + from->queries * padded, *share = most + from->queries * tiles;
+/* Adds the softmaxes of some of a head's queries, each times `whole`, to sums[tokens]. */
+INLINED void add_softmaxes(const Codes *from, int64_t head, int64_t first, int64_t queries, float whole, float *room, float *sums) {
+    int64_t tiles = tiles_of(from), padded = tiles * TILE, step = queries == AT_ONCE ? AT_ONCE : 1;
+    float *most = room + queries * padded, *share = most + queries * tiles;
     for (int64_t tile = 0; tile < tiles; tile++) {
         Part part = part_of(from, head * tiles + tile);
         int64_t count = part.known - part.start;
-        for (int64_t query = 0, step; query < from->queries; query += step) {
-            step = query + AT_ONCE <= from->queries ? AT_ONCE : 1;
-            add_tile(from, part.codes, count, head * from->queries + query, step, room + query * padded + part.start, padded);
-        }
-        for (int64_t query = 0; query < from->queries; query++)
+        for (int64_t query = 0; query < queries; query += step)
+            add_tile(from, part.codes, count, head * from->queries + first + query, step, room + query * padded + part.start, padded);
+        for (int64_t query = 0; query < queries; query++)
             exponentiate(room + query * padded + part.start, count, most + query * tiles + tile, share + query * tiles + tile);
     }
-    for (int64_t query = 0; query < from->queries; query++) {
+    for (int64_t query = 0; query < queries; query++) {
         find_shares(most + query * tiles, share + query * tiles, tiles, whole);
         for (int64_t tile = 0; tile < tiles; tile++) {
             Part part = part_of(from, head * tiles + tile);
@@ -446,19 +462,21 @@ INLINED void add_head(const Codes *from, int64_t head, float whole, float *room,
     }
 }
 
-/* What a chunk of a group's heads adds to its mean. */
+/* What a chunk of the queries of a group of heads adds to its mean. */
 FOR_EACH_PROCESSOR static void chunk_sums(const void *job, int64_t piece) {
     const Softmax *in = job;
     const Codes *from = &in->from;
-    int64_t heads = from->heads / in->groups, first = piece / in->chunks * heads, chunk = piece % in->chunks;
-    float *room = room_for(from->queries * tiles_of(from) * (TILE + 2)), *sums = in->partial + piece * from->tokens;
+    int64_t heads = from->heads / in->groups, each = (from->queries + AT_ONCE - 1) / AT_ONCE, chunk = piece % in->chunks;
+    float *room = room_for(AT_ONCE * tiles_of(from) * (TILE + 2)), *sums = in->partial + piece * from->tokens;
     if (!room) {
         atomic_store(in->failed, 1);
         return;
     }
     memset(sums, 0, from->tokens * sizeof *sums);
-    for (int64_t head = chunk * heads / in->chunks; head < (chunk + 1) * heads / in->chunks; head++)
-        add_head(from, first + head, 1.0f / (heads * from->queries), room, sums);
+    for (int64_t at = chunk * heads * each / in->chunks; at < (chunk + 1) * heads * each / in->chunks; at++) {
+        int64_t head = piece / in->chunks * heads + at / each, first = at % each * AT_ONCE;
+        add_softmaxes(from, head, first, shorter(AT_ONCE, from->queries - first), 1.0f / (heads * from->queries), room, sums);
+    }
 }
 
 /* The mean of a tile of one group of heads. */
@@ -608,7 +626,7 @@ static XLA_FFI_Error *on_codes(XLA_FFI_CallFrame *call) {
     return NULL;
 }
 
-/* To sums [C, G, N] of C chunks of each group's heads, and means [G, N], G a divisor of F. */
+/* To sums [G, C, N] of C chunks of each group's queries, and means [G, N], G a divisor of F. */
 static XLA_FFI_Error *on_softmax(XLA_FFI_CallFrame *call) {
     if (asks_version(call)) return NULL;
     if (call->args.size != 4 || call->rets.size != 2) return refused(call, "softmax: 4 operands and 2 results");
@@ -679,4 +697,6 @@ static PyMethodDef methods[] = {{"handlers", handlers, METH_NOARGS, NULL}, {NULL
 
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_kernels", NULL, -1, methods, NULL, NULL, NULL, NULL};
 
-PyMODINIT_FUNC PyInit__kernels(void) { return with_version(PyModule_Create(&module)); }
+PyMODINIT_FUNC PyInit__kernels(void) {
+    return pthread_key_create(&rooms, free_room) ? PyErr_NoMemory() : with_version(PyModule_Create(&module));
+}

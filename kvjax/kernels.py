@@ -10,8 +10,8 @@ platforms, and where pip found no GCC 12 or clang and left the kernels out (`COM
     query, times the step; -1e30 from the stored token on. A byte has the codes of D / X dimensions, the lowest bits the
     first's, of 8, 4 and 2 bits with 127, 7 and 1.5 added; exactly equal while sums stay below 2^24;
   - `code_softmax`: the same to the mean [G, N] of the softmaxes of those scores over the queries of each F / G of the
-    heads, 0 for tokens that are not stored; before it come sums [C, G, N] over each of C parts of these heads, of which
-    as many are worked on at a time. A thread keeps memory for the scores of one head;
+    heads, 0 for tokens that are not stored; before it come sums [G, C, N] over each of C parts of these queries, which
+    are worked on at a time. A thread keeps memory for scores of 4 queries;
   - `assign`: block[KB, NS], keys[KB, NS, P], need[KB, M], NB to slot[KB, M], read[KB, M], new[KB, NS], pinned[KB, NS],
     as `kvjax.store.residency` says; exactly equal.
 
@@ -38,7 +38,7 @@ except ImportError:  # left out by pip
 # How `jax.vmap` calls them: one after the other where rows of one pool are not to be copied for each.
 _MAPPED = {"row_attention": "sequential", "code_products": "broadcast_all", "code_softmax": "broadcast_all",
            "assign": "broadcast_all"}
-MOST_CHUNKS = 4  # of heads whose sums are apart: more are for more processors, and take more memory
+MOST_CHUNKS = 4  # of queries whose sums are apart: more are for more processors, and take more memory
 
 
 def register(module: Any) -> bool:

@@ -196,7 +196,7 @@ class Method(abc.ABC):
     @property
     def selects_together(self) -> bool:
         """Whether `select` may run for a whole batch at once on CPU: worth it where it makes few numbers of a large
-        index, and right where no sum but those of products has many terms (`kvjax.layer.each_sequence`)."""
+        index, and right where XLA makes no sum of many terms but those of products (`kvjax.layer.each_sequence`)."""
         return False
 
     @property

@@ -6,7 +6,8 @@ Two programs fetch once and twice for each of some layers of 8 KV heads x 64, ea
 as in a token but for its computing. A fetch is what a further one takes, so that calling a program, and handing its
 arrays over, is in no fetch. Blocks of 16 tokens are drawn anew for every fetch, so that nearly all are read. The disk's
 time is from the first request to the last answer. Beyond the disk are planning, the callback, finding, verifying and
-copying blocks. Beside it are raw reads of as many blocks by four threads.
+copying blocks. Beside it are what verifying and copying as many blocks takes that lie in memory, in no cache, and raw
+reads of them by four threads.
 """
 
 import functools
@@ -26,9 +27,12 @@ import kvjax
 from experiments import raw_disk
 from kvjax.method import Spec
 from kvjax.pool import Line
-from kvjax.store.base import Geometry
+from kvjax.store.aio import XXH3, native
+from kvjax.store.base import PAGE_BYTES, Geometry
 from kvjax.store.branch import FlashBranch
 from kvjax.store.callbacks import default_backend
+from kvjax.store.format import checksum
+from kvjax.store.linux import EVENT, IOCB
 from kvjax.store.slots import SlotPool
 
 BLOCKS = flags.DEFINE_list("blocks", ["0", "1", "4", "8", "32"], "blocks of each head that a fetch needs")
@@ -102,21 +106,40 @@ def one_more(branch: FlashBranch, needed: int) -> np.ndarray:
     return 1e3 * np.median(rows[5:], axis=0) / LAYERS.value
 
 
+def land_seconds(size: int, count: int, repeats: int = 25) -> float:
+    """Of `native.land` of so many blocks: the limit that memory sets to what is beyond the disk, median."""
+    rng, order = np.random.default_rng(2), np.arange(count)
+    payloads, out = rng.integers(0, 256, (count, size), np.uint8), np.ones((count, size), np.uint8)
+    sums = np.array([checksum(one) & ~0xFFFF for one in payloads], np.uint64)
+    control, events, results = np.zeros(count, IOCB), np.zeros(count, EVENT), np.zeros(count, np.int64)
+    control["nbytes"], events["data"], events["result"] = size, order, size
+    targets, times = rng.permutation(count), []
+    for _ in range(repeats):
+        np.ones(8 << 20).sum()  # takes the caches
+        done, started = np.zeros(count, np.uint8), time.perf_counter()
+        landed = native.land(events.view(np.uint8), control.view(np.uint8), order, sums, targets, results, done, out,
+                             count, count, payloads.ctypes.data, count, size, size, PAGE_BYTES, XXH3)
+        times.append(time.perf_counter() - started)
+        assert landed == count
+    return float(np.median(times))
+
+
 def main(argv):
     del argv
     with tempfile.TemporaryDirectory(dir=DIR.value or None) as directory:
         branch = filled(directory)
         size = branch.geometry.extent_bytes
         print(f"{'blocks':>6} {'of bytes':>8} {'fetch ms':>9} {'disk ms':>8} {'in store':>9} {'beyond disk us':>15} "
-              f"{'raw ms':>7} {'raw MB/s':>9}")
+              f"{'memory us':>10} {'raw ms':>7} {'raw MB/s':>9}")
         for needed in map(int, BLOCKS.value):
             fetch, disk, store = one_more(branch, needed)
-            count, raw = HEADS * needed, 0.0
+            count, raw, landing = HEADS * needed, 0.0, 0.0
             if count:
+                landing = land_seconds(size, count)
                 raw = raw_disk.read_seconds(pathlib.Path(directory), size, count, threads=4)
             speed = 1e-6 * count * size / raw if raw else 0.0
             print(f"{count:6} {size:8} {fetch:9.3f} {disk:8.3f} {store:9.3f} {1e3 * (fetch - disk):15.0f} "
-                  f"{1e3 * raw:7.2f} {speed:9.0f}")
+                  f"{1e6 * landing:10.0f} {1e3 * raw:7.2f} {speed:9.0f}")
         branch.close()
 
 

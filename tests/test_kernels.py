@@ -243,15 +243,16 @@ CODES = {"codes": np.zeros((2, 4, 9), np.uint8), "q": np.zeros((2, 3, 8), np.int
     ("stored", np.zeros(1, np.int32)), ("stored", np.float32(9)), ("codes", np.zeros((2, 4, 8), np.uint8)),
 ])
 def test_codes_of_other_sizes_are_refused(kernel, name, spoilt):
-    shapes = [(2, 3, 9)] if kernel == "code_products" else [(2, 1, 9), (1, 9)]
+    shapes = [(2, 3, 9)] if kernel == "code_products" else [(1, 2, 9), (1, 9)]
     results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"codes: |softmax: results"):
+    of_result = kernel == "code_softmax" and name == "codes" and spoilt.shape == (2, 4, 8)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="softmax: results" if of_result else "codes: "):
         kernels.call(kernel, results, *map(jnp.asarray, (CODES | {name: spoilt}).values()))
 
 
 @compiled
-@pytest.mark.parametrize(("sums", "mean"), [((2, 1, 8), (1, 9)), ((2, 3, 9), (3, 9)), ((2, 1, 9), (1, 8)),
-                                            ((2, 1, 9), (0, 9)), ((0, 1, 9), (1, 9)), ((1, 1, 9), (2, 9))])
+@pytest.mark.parametrize(("sums", "mean"), [((1, 2, 8), (1, 9)), ((3, 2, 9), (3, 9)), ((1, 2, 9), (1, 8)),
+                                            ((1, 2, 9), (0, 9)), ((1, 0, 9), (1, 9)), ((1, 1, 9), (2, 9))])
 def test_softmaxes_of_other_sizes_are_refused(sums, mean):
     results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (sums, mean)]
     with pytest.raises(jax.errors.JaxRuntimeError, match="softmax: "):

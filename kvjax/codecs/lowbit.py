@@ -106,9 +106,9 @@ def softmax_mean(
     packed: UInt[Array, "F X N"], q: Float[Array, "F Q D"], stored: Int32[Array, ""], bits: int, groups: int
 ) -> Float[Array, "groups N"]:
     """The mean of the softmaxes of `products` over the queries of all heads of each group, which are neighbours."""
-    heads, tokens = q.shape[0], packed.shape[-1]
-    chunks = min(kernels.MOST_CHUNKS, heads // groups)
-    results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((chunks, groups, tokens), (groups, tokens))]
+    (heads, queries), tokens = q.shape[:2], packed.shape[-1]
+    chunks = min(kernels.MOST_CHUNKS, heads // groups * queries)
+    results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((groups, chunks, tokens), (groups, tokens))]
 
     def otherwise(*operands):
         scores = _products(*operands, bits=bits)

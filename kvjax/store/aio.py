@@ -211,13 +211,16 @@ class RingStack:
         until = time.monotonic() + seconds
         for ring in self._all:
             ring.close(max(0.0, until - time.monotonic()))
+        self._all = [ring for ring in self._all if ring.in_flight]  # each knows us: what is done goes with its owner
 
 
 class Guess:
     """Reads that `native.guess` began, until `native.fetch` lands what is wanted of them."""
 
+    _ring: Ring | None = None
+
     def __init__(self, ring: Ring, blocks: int, reads: int, sent: int, began: float):
-        self._ring: Ring | None = ring
+        self._ring = ring
         self._numbers = blocks, reads, sent
         self._began = began
         ring.used = max(ring.used, blocks)
@@ -404,7 +407,8 @@ class RingEngine:
 
     @property
     def quick(self) -> bool:
-        """Whether `native.fetch` may be used: the file is one, and its system calls are the kernel's, if later ones."""
+        """Whether `native.fetch` and `native.guess` may be used: the file is one, and system calls are the kernel's, or
+        those of an emulated device."""
         return self._quick and self.file.direct
 
     def control(self, ring: Ring, extents: np.ndarray, sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -239,7 +239,7 @@ class FlashBranch(TransactionalBranch):
             return None
         try:
             ring = rings.take()
-        except OSError:  # the kernel gives no more: `_load` lets threads read, and says so
+        except OSError:  # the kernel gives no more: threads read what is wanted, which is logged
             return None
         ring.lent = True
         return (ring, ring.layout, *self._places, layer * self.geometry.lanes, *self._shape,
@@ -254,8 +254,9 @@ class FlashBranch(TransactionalBranch):
 
     def _guessed(self, ring: Ring, layer: int, blocks: int, reads: int, sent: int, began: float) -> None:
         """What `native.guess` began."""
+        guess = Guess(ring, blocks, reads, sent, began)
         ring.lent = False
-        self._reads.keep(layer, Guess(ring, blocks, reads, sent, began), blocks)
+        self._reads.keep(layer, guess, blocks)
 
     def _staged(self, places: memoryview) -> list[tuple[int, tuple[Staged, ...]]]:
         """For `native.fetch`, which holds the volume's lock: what to lay over slots; int64 ids and flat slots."""
@@ -267,19 +268,19 @@ class FlashBranch(TransactionalBranch):
         what did not come at the first try as `_load` does, which finds out why."""
         self._note("read", layer, started)
         found, missed, hangs = Landed(*numbers), NONE, ring.in_flight > 0
-        booked = self._booked(layer, found, found.copied)
-        if found.copied < found.wanted:
-            missed = ring.missed(found.asked)
-        ring.used = max(ring.used, found.asked)
-        self._unused(ring)
         if ahead is not None:
             guess, guessed = ahead[0], Landed(*ahead[1])
             hangs |= guess.ring.in_flight > 0
             if guessed.copied < guessed.wanted:
-                missed = np.append(missed, guess.ring.missed(guessed.asked))
+                missed = guess.ring.missed(guessed.asked)
             guess.drop()
             self._tally.add(prefetch_used=guessed.wanted, mispredicted=found.asked,
                             **self._booked(layer, guessed, guessed.asked))
+        booked = self._booked(layer, found, found.copied)
+        if found.copied < found.wanted:
+            missed = np.append(missed, ring.missed(found.asked))
+        ring.used = max(ring.used, found.asked)
+        self._unused(ring)
         try:
             if hangs:
                 raise hung(self._volume.file.path, self._volume.timeout)

@@ -261,7 +261,7 @@ class EmulatedIO(SystemIO):
         failed = answers["iocb"][answers["result"] < 0].astype(np.int64)
         asked -= self._debt.at(asked)
         if failed.size:  # nothing was read: will be asked for again
-            begun = begun[~np.isin(begun, failed)]
+            failed, begun = np.intersect1d(begun, failed), np.setdiff1d(begun, failed, assume_unique=True)
             reads.due.update(dict.fromkeys(failed.tolist(), asked))
         reads.due.update(zip(begun.tolist(), self._queue.finish_times(asked, _sizes(begun)), strict=True))
         reads.hear(answers, asked)

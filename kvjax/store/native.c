@@ -358,12 +358,12 @@ static PyObject *guess(PyObject *self, PyObject *const *args, Py_ssize_t nargs) 
 
 /* Reads that a guess began, with no block wanted yet: 1, 0 where there are none, -1 on an exception. */
 static int take_guess(Buffers *buffers, const Window *window, Reads *to) {
-    PyObject *kept, *ring, *layout;
+    PyObject *owner, *ring, *layout;
     long long count, reads, sent, in_flight;
     double began;
     Py_ssize_t size;
     if (window->guess == Py_None) return 0;
-    if (!PyArg_ParseTuple(window->guess, "OOOLLLLd", &kept, &ring, &layout, &count, &reads, &sent, &in_flight, &began))
+    if (!PyArg_ParseTuple(window->guess, "OOOLLLLd", &owner, &ring, &layout, &count, &reads, &sent, &in_flight, &began))
         return -1;
     const RingLayout *memory = take(buffers, layout, sizeof *memory, PyBUF_SIMPLE, &size);
     if (!memory) return -1;
@@ -393,11 +393,12 @@ static void use_guess(Reads *guess, Wanted *wanted) {
     wanted->count = left;
 }
 
-/* Reads what is wanted, and lands what was guessed of it meanwhile. Python's lock is not held. */
+/* Reads what is wanted, and lands what was guessed of it meanwhile, unless the device hangs with that. Python's lock is not
+ * held. */
 static void read_both(Reads *reads, Reads *guess, const Window *window) {
     if (reads->to.extents) begin(reads, window->descriptor);
     if (guess->to.extents && !reads->raised) finish(guess, window->timeout);
-    if (reads->to.extents && !reads->raised && !guess->raised) finish(reads, window->timeout);
+    if (reads->to.extents && !reads->raised && !guess->raised && !guess->in_flight) finish(reads, window->timeout);
 }
 
 /* Tells the branch what came of it; whether no exception came of that. Whatever happens there, a ring that the device may
@@ -440,7 +441,7 @@ static int fetch_with(PyObject *branch, const Window *window, PyObject *const *a
     release(&buffers);
     Py_XDECREF(staged);
     if (found != 1) call_aside(branch, name_unused, window->ring);
-    return found;
+    return PyErr_Occurred() ? -1 : found;
 }
 
 /* fetch(branch, layer, generation, block, slot, slots) -> whether it is done */

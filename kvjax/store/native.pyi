@@ -37,7 +37,7 @@ def land(
     many it copied and marked in uint8 done[n]. Other threads run meanwhile."""
 
 def guess(branch: Any, layer: int, generation: int, block: Any, /) -> bool:
-    """`FlashBranch.submit` of int32 block[B, K, M], in the usual case; False, with nothing done, where Python has to
+    """`FlashBranch.submit` of int32 block[B, K, M], in the usual case; False, with nothing begun, where Python has to
     look: `branch._guess_window` says so, the array is not as it should be, or a block lies beyond the file.
 
     Finds the blocks as `fetch` does, begins to read them through the window's ring, and tells `branch._guessed`.

@@ -1,5 +1,5 @@
-/* From a list of extents to their blocks' places in the caller's memory: no Python object is touched, but for system calls
- * that are Python's own, as those of emulated devices are.
+/* From a list of extents to their blocks' places in the caller's memory. No Python object is touched on the way, but for
+ * system calls that are Python's own, as those of emulated devices are.
  */
 #include "reads.h"
 
@@ -125,7 +125,7 @@ static long await(Reads *reads, int64_t least, double timeout) {
 static int64_t ask_again(const Reads *reads) {
     struct iocb *again[64], **pointers = (struct iocb **)(intptr_t)reads->ring->pointers;
     long count = 0;
-    if (!reads->ring->plain) return 0; /* Python has a way of its own */
+    if (!reads->ring->plain) return 0; /* threads read what a branch finds missing */
     for (int64_t i = 0; i < reads->to.reads && count < 64; i++)
         if (reads->to.results[i] == -EAGAIN) again[count++] = pointers[i];
     long taken = count ? syscall(SYS_io_submit, reads->ring->context, count, again) : 0;
@@ -186,13 +186,15 @@ void finish(Reads *reads, double timeout) {
 
 PyObject *outcome(const Reads *reads) {
     const Landing *to = &reads->to;
-    long long wanted = 0, bytes = 0, useful = 0;
-    for (int64_t i = 0; i < to->reads; i++)
+    long long made = 0, wanted = 0, bytes = 0, useful = 0;
+    for (int64_t i = 0; i < to->reads; i++) {
+        made += i < reads->sent && to->results[i] != -EAGAIN;
         if (to->results[i] == (int64_t)to->control[i].aio_nbytes) bytes += to->results[i];
+    }
     for (int64_t i = 0; i < to->extents; i++) {
         wanted += to->targets[i] >= 0;
         if (to->done[i]) useful += size_of(to->sums[i], to->page_bytes, to->block_bytes);
     }
-    return Py_BuildValue("LLLLLLddd", (long long)to->extents, wanted, (long long)reads->copied, (long long)to->reads, bytes,
+    return Py_BuildValue("LLLLLLddd", (long long)to->extents, wanted, (long long)reads->copied, made, bytes,
                          useful, reads->began, reads->ended, reads->waited);
 }

@@ -58,6 +58,6 @@ void begin(Reads *reads, int64_t descriptor);
  * is handed over while others are in flight. Python's lock is not held. */
 void finish(Reads *reads, double timeout);
 
-/* (blocks asked for, of them wanted, copied, reads, bytes that came, of them useful, began, ended, waited); NULL on an
+/* (blocks asked for, of them wanted, copied, reads that were made, bytes that came, of them useful, began, ended, waited); NULL on an
  * exception. */
 PyObject *outcome(const Reads *reads);

@@ -1,7 +1,7 @@
 """What a setting takes on this machine: memory, one layer's reads, one layer's computing, and how often groups recur.
 
-All but the last depend on shapes alone, so they are taken from made-up contents: a layer computes as long on an empty
-cache as on a full one, because every shape is fixed.
+All but the last are taken from made-up contents: a layer computes as long on a cache of zeros as on any that has as
+many tokens.
 """
 
 import dataclasses
@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import decode, layer, planning, prefill
-from kvjax.layer import LayerCache
+from kvjax.cache import LayerState
+from kvjax.layer import LayerCache, LayerPlan
 from kvjax.llm import LLM
 from kvjax.method import Method
 from kvjax.methods.kvswap import KVSwap
@@ -105,16 +106,17 @@ def _picks(count: int, size: int) -> Callable[[int], np.ndarray]:
 
 
 def compute_seconds(llm: LLM, method: Method, slots: Slots, batch: int, capacity: int, repeats: int = 9) -> float:
-    """T_model: seconds of one layer of a token that reads nothing, prediction, slot table and writes included.
+    """T_model: seconds of one layer of a token that reads next to nothing, prediction, slot table and writes included.
 
-    Two layers decode, as each looks at the next one; the model's output layer is taken off.
+    Two layers decode, as each looks at the next one; the model's output layer is taken off. All keys are alike, so that
+    each token selects what the one before selected.
     """
     layers = min(2, llm.config.num_layers)
     config = dataclasses.replace(llm.config, num_layers=layers, windows=llm.config.windows[:layers])
     plan = planning.make_plan(config, method, batch, capacity)
     branch, tokens = HostStore().create(planning.geometry(plan), "tuner"), jnp.zeros(batch, jnp.int32)
-    hidden, most = jnp.ones((batch, config.hidden_size)), 10 * repeats
-    state = _empty_state(plan, slots, branch, max(0, capacity - most - 1))
+    hidden, most = jnp.ones((batch, config.hidden_size)), max(repeats, min(10 * repeats, capacity // 8))
+    state = _zeros_state(plan, slots, branch, max(0, capacity - most - 1))
 
     def decode_token(_):
         nonlocal state
@@ -132,12 +134,27 @@ def compute_seconds(llm: LLM, method: Method, slots: Slots, batch: int, capacity
     return max(0.0, whole - _median_seconds(project, repeats, most)) / config.num_layers
 
 
-def _empty_state(plan: Plan, slots: Slots, branch: Branch, length: int) -> State:
-    """A cache that says it has `length` tokens and holds none."""
+def _zeros_state(plan: Plan, slots: Slots, branch: Branch, length: int) -> State:
+    """A cache of `length` tokens whose keys and values are zeros; of the newest it has none."""
     layers = tuple(
-        LayerCache(layer.init(one, plan.batch), planning.slot_pool(plan, i, slots)) for i, one in enumerate(plan.layers)
+        LayerCache(_with_groups(one, layer.init(one, plan.batch), length), planning.slot_pool(plan, i, slots))
+        for i, one in enumerate(plan.layers)
     )
     return State(layers, jnp.full(plan.batch, length, jnp.int32), Line(jnp.int32(branch.handle), jnp.int32(0)))
+
+
+def _with_groups(plan: LayerPlan, state: LayerState, length: int) -> LayerState:
+    """The state with groups of tokens in their order, if the layer has groups."""
+    method, spec = plan.method, plan.spec
+    if not isinstance(method, KVSwap):
+        return state
+    stored, offset = method.stored_tokens(length), jnp.arange(spec.num_blocks * spec.block_rows, dtype=jnp.int32)
+    offset = offset.reshape(spec.num_blocks, spec.block_rows)
+    return dataclasses.replace(
+        state, index=dataclasses.replace(state.index, stored=jnp.full_like(state.index.stored, stored)),
+        counts=jnp.broadcast_to(jnp.sum(offset < stored, axis=-1, dtype=jnp.int32), state.counts.shape),
+        positions=jnp.broadcast_to(jnp.where(offset < stored, spec.sinks + offset, -1), state.positions.shape),
+    )
 
 
 def needed_groups(llm: LLM, method: KVSwap, tokens: Sequence[int], context: int) -> np.ndarray:
@@ -165,7 +182,7 @@ def _median_seconds(
     function: Callable[[int], None], repeats: int, most: int = 0, between: Callable[[], None] = lambda: None
 ) -> float:
     """Of `repeats` calls after a first one, or of up to `most` while they take less than `_STEADY`; `between` comes
-    before each."""
+    before each of these."""
     function(0)
     times: list[float] = []
     while len(times) < repeats or (len(times) < most and sum(times) < _STEADY):

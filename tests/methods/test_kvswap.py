@@ -9,11 +9,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from harness import CAPACITY, GROUP, HEADS, SIZE, Sim, Stream, check_every_token_has_one_place, selection
+from harness import (
+    CAPACITY,
+    GROUP,
+    HEADS,
+    SIZE,
+    Sim,
+    Stream,
+    check_every_token_has_one_place,
+    plan_of,
+    selection,
+)
 from tiny import make_params
 
 import kvjax
-from kvjax import kernels, prediction
+from kvjax import kernels, layer, prediction
 from kvjax.adapters import Adapters
 from kvjax.codecs import lowbit
 from kvjax.errors import ConfigError, FormatMismatch, PromptError, ReadFailed
@@ -184,6 +194,21 @@ def test_what_selects_for_a_whole_batch_scores_each_sequence_as_if_alone(joint, 
         np.testing.assert_array_equal(together[b], alone(*jax.tree.map(operator.itemgetter(b), (index, q))))
 
 
+@pytest.mark.parametrize("aggregation", ["softmax_mean", "mean"])
+@pytest.mark.parametrize(("bits", "joint", "shared"), [(4, True, True), (4, False, True), (4, False, False),
+                                                     (32, True, True)])
+def test_a_batch_chooses_as_each_sequence_alone(bits, joint, shared, aggregation):
+    method = KVSwap(**SMALL, sigma=2, per_head=not joint, bits=bits, shared=shared)
+    state = decoded(method).cache.state
+    plan = plan_of(dataclasses.replace(method, aggregation=aggregation))
+    query = jnp.asarray(RNG.normal(size=(2, HEADS * GROUP, SIZE)), jnp.float32)
+    both = layer.choose(plan, state, query)
+    for i in range(2):
+        alone = layer.choose(plan, jax.tree.map(lambda leaf, i=i: leaf[i:i + 1], state), query[i:i + 1])
+        np.testing.assert_array_equal(both.need[i], alone.need[0])
+    assert (np.asarray(both.need[0]) != np.asarray(both.need[1])).any()
+
+
 def token_by_token(index):
     """Keys of one sequence `[F, N, X]`, however they lie."""
     return index.key if index.by_token else index.key.swapaxes(1, 2)
@@ -282,8 +307,8 @@ def test_every_layer_gets_its_own_adapters_and_a_directory_serves_as_well(llm, t
     fitted = adapters_of(llm)
     fitted.save(tmp_path / "adapters")
     cache = llm.prefill(TEXT, method=KVSwap(**SMALL, adapters=fitted), capacity=64)
-    for layer, basis in zip(cache.state.layers, fitted.layers, strict=True):
-        np.testing.assert_array_equal(layer.state.index.adapter[0], basis)
+    for one, basis in zip(cache.state.layers, fitted.layers, strict=True):
+        np.testing.assert_array_equal(one.state.index.adapter[0], basis)
     again = llm.prefill(TEXT, method=KVSwap(**SMALL, adapters=str(tmp_path / "adapters")), capacity=64)
     np.testing.assert_array_equal(answer(llm, cache), answer(llm, again))
 

@@ -8,7 +8,7 @@ import pytest
 from tiny import CONFIG, make_params
 
 import kvjax
-from kvjax import tuner
+from kvjax import decode, tuner
 from kvjax.errors import ConfigError, FormatMismatch
 from kvjax.store import fifo
 from kvjax.store.flash import FlashStore
@@ -101,10 +101,20 @@ def test_reads_are_timed_with_and_without_being_announced(context, groups):
 
 
 @pytest.mark.parametrize("layers", [1, 3])
-def test_a_layer_computes_for_some_time_whatever_the_number_of_layers(layers):
+def test_a_layer_computes_on_as_many_tokens_as_there_will_be(layers, monkeypatch):
     """Given a cache that has room for few tokens, which the repeats must not outgrow."""
     config = dataclasses.replace(CONFIG, num_layers=layers, windows=(None,) * layers)
-    assert profile.compute_seconds(kvjax.LLM(config, make_params(config)), *parts(Setting(4, 2, 24)), 2, 48) > 0.0
+    method, slots, seen, step = *parts(Setting(4, 2, 24)), [], decode.step
+
+    def noted(plan, params, state, *args, **options):
+        one = state.layers[0].state
+        seen.append((int(state.length[0]), int(one.index.stored[0]), int(one.count[0, 0].sum())))
+        return step(plan, params, state, *args, **options)
+
+    monkeypatch.setattr(profile.decode, "step", noted)
+    assert profile.compute_seconds(kvjax.LLM(config, make_params(config)), method, slots, 2, 48) > 0.0
+    assert len(seen) == 10 and max(seen)[0] < 48
+    assert seen[0][1] == seen[0][2] == method.stored_tokens(seen[0][0]) > 0
 
 
 def test_solutions_are_kept_as_they_are_found(llm, tmp_path, monkeypatch):
