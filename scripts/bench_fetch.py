@@ -107,8 +107,8 @@ def one_more(branch: FlashBranch, needed: int) -> np.ndarray:
 
 
 def land_seconds(size: int, count: int, repeats: int = 25) -> float:
-    """Of a call of `native.land` for so many blocks with everything out of the caches, median: of many blocks what memory
-    allows, of few mostly the call."""
+    """Of a call of `native.land` for so many blocks with everything out of the caches, median: of many blocks what
+    memory allows, of few mostly the call."""
     rng, order = np.random.default_rng(2), np.arange(count)
     payloads, out = rng.integers(0, 256, (count, size), np.uint8), np.ones((count, size), np.uint8)
     sums = np.array([checksum(one) & ~0xFFFF for one in payloads], np.uint64)
