@@ -1,0 +1,246 @@
+"""Functions of the compiled part of asynchronous reads, called as a branch calls them."""
+
+import errno
+import os
+import threading
+import types
+
+import numpy as np
+import pytest
+
+from kvjax.store import aio
+from kvjax.store.format import HEADER_BYTES, checksum
+from kvjax.store.linux import EVENT, IOCB
+from kvjax.store.system import SystemIO
+from tests.store.conftest import skip_without
+
+native = pytest.importorskip("kvjax.store.native")
+
+
+@pytest.fixture(autouse=True)
+def _needs_aio(tmp_path):
+    skip_without("aio", tmp_path)
+
+
+PAGE = 64
+
+
+def sealed(payload: np.ndarray, pages: int = 0) -> np.uint64:
+    """The checksum of a block that takes so many pages, 0 = all."""
+    return np.uint64(checksum(payload[: pages * PAGE or None]) & ~0xFFFF | pages)
+
+
+def landed(payloads: np.ndarray, sums: np.ndarray, targets: list[int], results: list[int]):
+    """`native.land` of one read per payload[n, block_bytes], and what it left in out, done and results."""
+    count, size = payloads.shape
+    control, events = np.zeros(count, IOCB), np.zeros(count, EVENT)
+    pages = (sums & np.uint64(0xFFFF)).astype(int)
+    control["nbytes"] = np.where(pages, pages * PAGE, size)
+    events["data"], events["result"] = np.arange(count), results
+    out, done, seen = np.full((count, size), 77, np.uint8), np.zeros(count, np.uint8), np.zeros(count, np.int64)
+    copied = native.land(events.view(np.uint8), control.view(np.uint8), np.arange(count), sums, np.array(targets), seen,
+                         done, out, count, count, payloads.ctypes.data, count, size, size, PAGE, aio.XXH3)
+    return copied, out, done, seen
+
+
+@pytest.mark.parametrize("size", [1, 100, 240, 241, 1024, 5000, 16_384])
+def test_checksums_are_those_of_the_package(size):
+    payloads = np.random.default_rng(size).integers(0, 256, (3, size), np.uint8)
+    sums = np.array([sealed(payload) for payload in payloads])
+    copied, out, done, _ = landed(payloads, sums, [2, 0, 1], [size] * 3)
+    assert copied == 3 and done.all()
+    np.testing.assert_array_equal(out[[2, 0, 1]], payloads)
+
+
+def test_land_copies_whole_sound_wanted_blocks_only():
+    payloads = np.random.default_rng(0).integers(0, 256, (5, 512), np.uint8)
+    sums = np.array([sealed(payload) for payload in payloads])
+    sums[1] += np.uint64(1 << 16)
+    results = [512, 512, -errno.EIO, 511, 512]
+    copied, out, done, seen = landed(payloads, sums, [0, 1, 2, 3, -1], results)
+    assert copied == 1 and done.tolist() == [1, 0, 0, 0, 0] and seen.tolist() == results
+    np.testing.assert_array_equal(out[0], payloads[0])
+    assert (out[1:] == 77).all()
+
+
+def test_land_puts_zeros_after_the_pages_that_were_read():
+    """Given blocks of 8 pages of which 3, all, and as many as no block has are said to be there."""
+    payloads = np.random.default_rng(0).integers(0, 256, (3, 8 * PAGE), np.uint8)
+    sums = np.array([sealed(payloads[0], 3), sealed(payloads[1]), sealed(payloads[2], 9)])
+    copied, out, done, _ = landed(payloads, sums, [1, 0, 2], [3 * PAGE, 8 * PAGE, 9 * PAGE])
+    assert copied == 2 and done.tolist() == [1, 1, 0]
+    np.testing.assert_array_equal(out[0], payloads[1])
+    np.testing.assert_array_equal(out[1], np.where(np.arange(8 * PAGE) < 3 * PAGE, payloads[0], 0))
+    assert (out[2] == 77).all()
+
+
+def test_control_joins_neighbours_up_to_a_piece():
+    """Of the last of them only the pages that it takes are read; what lies between is read with them."""
+    extents = np.array([3, 4, 5, 6, 9, 11, 12], np.int32)
+    sums = np.array([0, 2, 1, 0, 3, 0xF0000, 2], np.uint64)
+    control, starts = np.zeros(7, IOCB), np.zeros(7, np.int64)
+    reads = native.control(extents, sums, control.view(np.uint8), starts, 3, 6, 1 << 20, 4096, 1024, 512, 9)
+    assert starts[:reads].tolist() == [0, 3, 4, 5, 6]
+    assert control["nbytes"][:reads].tolist() == [2 * 4096 + 1024, 4096, 3 * 1024, 4096, 2 * 1024]
+    assert control["offset"][:reads].tolist() == [512 + 4096 * extent for extent in (3, 6, 9, 11, 12)]
+    assert control["buffer"][:reads].tolist() == [(1 << 20) + 4096 * place for place in (0, 3, 4, 5, 0)]
+    assert (control["descriptor"][:reads] == 9).all() and (control["data"][:reads] == np.arange(reads)).all()
+
+
+class Asked:
+    """What `native.fetch` asks of a branch, and is told: two lanes of three blocks, in a file of eight extents."""
+
+    def __init__(self, path, **changes):
+        rng = np.random.default_rng(0)
+        self.payloads = rng.integers(0, 256, (8, 4096), np.uint8)
+        path.write_bytes(bytes(HEADER_BYTES) + self.payloads.tobytes())
+        self.arrays = {
+            "rows": np.array([7, 5, 6, 2, 4, 1], np.int32), "shift": np.zeros(2, np.int64),
+            "pending": np.zeros(6, np.uint8),
+            "checksums": np.array([checksum(payload) & ~0xFFFF for payload in self.payloads], np.uint64),
+            "block": np.array([[[0, 3, 2], [1, -1, 0]]], np.int32),
+            "slot": np.array([[[1, 9, 0], [3, 9, 2]]], np.int32),
+            "slots": np.full((1, 2, 4, 1, 4096), 77, np.uint8)} | changes
+        self.ring, self.lock = aio.Ring(SystemIO(), 8, 4096, 4096, piece=8), threading.Lock()
+        self.descriptor = os.open(path, os.O_RDONLY)
+        self.overlaid, self.told, self.refused = [], None, False
+
+    def fetch(self) -> bool:
+        arrays = self.arrays
+        try:
+            return native.fetch(self, 0, 0, arrays["block"], arrays["slot"], arrays["slots"])
+        finally:
+            assert self.lock.acquire(blocking=False), "whatever happens, the lock is given back"
+            self.ring.close(1.0)
+            os.close(self.descriptor)
+
+    def guess(self) -> bool:
+        try:
+            return native.guess(self, 0, 0, self.arrays["block"])
+        finally:
+            self.ring.close(1.0)
+            os.close(self.descriptor)
+
+    def _guess_window(self, layer, generation):
+        return self._window(layer, generation)
+
+    def _guessed(self, ring, layer, *numbers):
+        self.told = numbers[:3]
+
+    def _window(self, layer, generation):
+        arrays = self.arrays
+        lanes, extents = (types.SimpleNamespace(**{name: arrays[name]}) for name in ("rows", "checksums"))
+        return (self.ring, self.ring.layout, self.lock, lanes, extents, arrays["shift"], arrays["pending"],
+                0, 1, 2, 3, 1, 4096, self.descriptor, "B", 5.0, None)
+
+    def _staged(self, places):
+        assert self.lock.locked()
+        self.overlaid = np.frombuffer(places, np.int64).reshape(-1, 2).tolist()
+        return self.overlaid
+
+    def _landed(self, ring, layer, started, numbers, *rest):
+        self.told = numbers[1:4]
+
+    def _unused(self, ring):
+        self.refused = True
+
+    def check(self, *extents_by_slot: int | None) -> None:
+        """Each flat slot has the payload of an extent, None = what it had."""
+        for found, extent in zip(self.arrays["slots"].reshape(-1, 4096), extents_by_slot, strict=True):
+            np.testing.assert_array_equal(found, 77 if extent is None else self.payloads[extent])
+
+
+def test_fetch_puts_what_is_wanted_into_its_slots(tmp_path):
+    asked = Asked(tmp_path / "file")
+    assert asked.fetch() and asked.told == (4, 4, 3) and not asked.refused, "extents 6 and 7 are one read"
+    asked.check(6, 7, None, None, None, None, 2, 4)
+    assert asked.overlaid == []
+
+
+def test_fetch_tells_what_is_staged(tmp_path):
+    """Rows of blocks 1 and 2 of the first lane and 0 of the second are staged; the first of them is not asked for."""
+    asked = Asked(tmp_path / "file", pending=np.array([0, 1, 1, 1, 0, 0], np.uint8))
+    assert asked.fetch() and asked.overlaid == [[2, 0], [3, 6]]
+
+
+def test_fetch_does_not_read_what_is_wholly_staged(tmp_path):
+    """Given all of block 2 of the first lane, which was never written, and rows of block 0 of the second."""
+    rows, pending = np.array([7, 5, -1, 2, 4, 1], np.int32), np.array([0, 0, 2, 1, 0, 0], np.uint8)
+    asked = Asked(tmp_path / "file", rows=rows, pending=pending)
+    assert asked.fetch() and asked.told[:2] == (3, 3) and asked.overlaid == [[2, 0], [3, 6]]
+    asked.check(None, 7, None, None, None, None, 2, 4)
+
+
+def test_fetch_leaves_out_what_is_damaged(tmp_path):
+    sums = Asked(tmp_path / "file").arrays["checksums"]
+    sums[6] += 1 << 16
+    asked = Asked(tmp_path / "file", checksums=sums)
+    assert asked.fetch() and asked.told[:2] == (4, 3) and asked.ring.missed(4).tolist() == [0]
+    asked.check(None, 7, None, None, None, None, 2, 4)
+
+
+@pytest.mark.parametrize("changes", [
+    {"rows": np.array([7, 5, 6, 2], np.int32)}, {"checksums": np.zeros(7, np.uint64)},
+    {"slot": np.array([[[4, 9, 0], [3, 9, 2]]], np.int32)}, {"slot": np.array([[[-1, 9, 0], [3, 9, 2]]], np.int32)},
+    {"slot": np.zeros((1, 2, 2), np.int32)}, {"slot": np.zeros((2, 1, 3), np.int32)},
+    {"block": np.zeros((1, 2, 3), np.int64)}, {"shift": np.zeros(1, np.int64)}, {"pending": np.zeros(5, np.uint8)},
+    {"slots": np.zeros((1, 2, 4, 1, 4095), np.uint8)}, {"slots": np.zeros((1, 2, 4, 4096), np.uint8)},
+    {"slots": np.zeros((1, 2, 4, 1, 2048), np.float16)},
+    {"slots": np.zeros((1, 2, 4, 1, 4096), np.int8)}, {"slot": np.zeros((1, 2, 3), np.float32)},
+    {"slots": np.zeros((2, 1, 4, 1, 4096), np.uint8)}, {"slots": np.zeros((1, 2, 8, 1, 4096), np.uint8)[:, :, ::2]},
+    {"slots": np.broadcast_to(np.zeros(4096, np.uint8), (1, 2, 4, 1, 4096))},
+], ids=["beyond the table", "beyond the file", "slot too large", "negative slot", "fewer slots", "shape", "type",
+        "lanes", "pending", "size", "rank", "item", "kind", "index", "batch", "strided", "read-only"])
+def test_fetch_leaves_the_unusual_to_others(tmp_path, changes):
+    asked = Asked(tmp_path / "file", **changes)
+    assert not asked.fetch() and asked.refused and asked.told is None
+
+
+@pytest.mark.parametrize("method", ["_window", "_staged", "_landed"])
+def test_what_a_branch_raises_comes_out_of_fetch(tmp_path, method):
+    asked = Asked(tmp_path / "file", pending=np.ones(6, np.uint8))
+
+    def broken(*_):
+        raise ZeroDivisionError(method)
+
+    setattr(asked, method, broken)
+    with pytest.raises(ZeroDivisionError, match=method):
+        asked.fetch()
+    assert asked.refused == (method != "_window"), "the ring comes back"
+
+
+def test_guess_begins_to_read_what_is_in_the_file(tmp_path):
+    """Extents 6 and 7 are one read; a block that was never written, and one that is wholly staged, are not read."""
+    asked = Asked(tmp_path / "file")
+    assert asked.guess() and asked.told == (4, 3, 3) and asked.ring.targets[:4].tolist() == [-1] * 4
+    rows, pending = np.array([7, 5, -1, 2, 4, 1], np.int32), np.array([2, 0, 0, 1, 0, 0], np.uint8)
+    asked = Asked(tmp_path / "file", rows=rows, pending=pending)
+    assert asked.guess() and asked.told == (2, 2, 2) and not asked.refused
+
+
+def test_a_guess_of_nothing_gives_its_ring_back(tmp_path):
+    asked = Asked(tmp_path / "file", block=np.full((1, 2, 3), 3, np.int32))
+    assert asked.guess() and asked.told is None and asked.refused
+
+
+@pytest.mark.parametrize("changes", [
+    {"rows": np.array([7, 5, 6, 2], np.int32)}, {"checksums": np.zeros(7, np.uint64)},
+    {"block": np.zeros((1, 2, 3), np.int64)}, {"block": np.zeros((1, 2), np.int32)},
+    {"block": np.zeros((2, 1, 3), np.int32)}, {"block": np.zeros((1, 2, 5), np.int32)},
+], ids=["beyond the table", "beyond the file", "type", "rank", "batch", "too many"])
+def test_guess_leaves_the_unusual_to_others(tmp_path, changes):
+    asked = Asked(tmp_path / "file", **changes)
+    assert not asked.guess() and asked.refused and asked.told is None
+
+
+@pytest.mark.parametrize("method", ["_guess_window", "_guessed"])
+def test_what_a_branch_raises_comes_out_of_guess(tmp_path, method):
+    asked = Asked(tmp_path / "file")
+
+    def broken(*_):
+        raise ZeroDivisionError(method)
+
+    setattr(asked, method, broken)
+    with pytest.raises(ZeroDivisionError, match=method):
+        asked.guess()
+    assert asked.refused == (method == "_guessed"), "the ring comes back"
