@@ -7,7 +7,7 @@ import numpy as np
 from kvjax.store.aio import Guess
 from kvjax.store.base import Tally
 from kvjax.store.codec import Codec
-from kvjax.store.fetch import Fetch, Times
+from kvjax.store.fetch import Fetch
 from kvjax.store.file import Where
 from kvjax.store.reader import Reader
 
@@ -106,18 +106,12 @@ class Reads:
         return chosen[suspects]
 
     def _count(self, layer: int, fetch: Fetch, used: np.ndarray, note: Note) -> None:
-        useful = self._codec.useful(used)
-        totals = account(layer, fetch.sums.size, fetch.size, useful, fetch.requests, fetch.times, note)
-        self._tally.add(**totals)
-
-
-def account(layer: int, blocks: int, size: int, useful: int, requests: int, times: Times, note: Note) -> dict:
-    """Notes the events of a finished fetch of `size` bytes, of which `useful` are of blocks that are wanted; what is to
-    be added to the totals for it."""
-    note("request", layer, times.began)
-    note("landed", layer, times.ended)
-    return {"reads": requests, "blocks_read": blocks, "bytes_read": size, "bytes_useful": useful,
-            "io_seconds": times.ended - times.began, "wait_seconds": times.waited}
+        """Notes the events of a finished fetch, of which the blocks with checksums used[n] are wanted, and books it."""
+        began, ended, waited = fetch.times
+        note("request", layer, began)
+        note("landed", layer, ended)
+        self._tally.add(reads=fetch.requests, blocks_read=fetch.sums.size, bytes_read=fetch.size,
+                        bytes_useful=self._codec.useful(used), io_seconds=ended - began, wait_seconds=waited)
 
 
 def _find(guess: Fetch, extents: np.ndarray, sums: np.ndarray) -> np.ndarray:

@@ -53,15 +53,10 @@ XXH3 = _hash_function()
 class Landed(NamedTuple):
     """What `native.fetch` did with one ring."""
 
+    ring: "Ring"  # None where nothing was asked of one
     asked: int  # blocks that were to be read
-    wanted: int  # of these, that had a place to go to
-    copied: int  # of these, that came at the first try
-    reads: int  # made
-    size: int  # bytes of reads that came whole
-    useful: int  # bytes that the copied blocks take in the file
     began: float  # as `Times`
     ended: float
-    waited: float
 
 
 class Ring:

@@ -172,12 +172,26 @@ class Event(NamedTuple):
     layer: int
 
 
+# Totals that `native.fetch` adds to with Python's lock held: Totals of native.c.
+FETCHED = np.dtype([
+    ("reads", np.int64), ("blocks_read", np.int64), ("bytes_read", np.int64), ("bytes_useful", np.int64),
+    ("prefetch_used", np.int64), ("mispredicted", np.int64), ("read_seconds", np.float64), ("io_seconds", np.float64),
+    ("wait_seconds", np.float64),
+])
+
+
 class Tally:
-    """Running totals behind `Stats`, added to from several threads."""
+    """Running totals behind `Stats`, added to from several threads.
+
+    Attributes:
+      fetched: those of FETCHED, as bytes.
+    """
 
     def __init__(self):
         self._lock = threading.Lock()
         self._totals: dict[str, Any] = {}
+        self._fetched = np.zeros(1, FETCHED)
+        self.fetched = self._fetched.view(np.uint8)
 
     def add(self, **amounts) -> None:
         with self._lock:
@@ -186,7 +200,10 @@ class Tally:
 
     def stats(self) -> Stats:
         with self._lock:
-            return Stats(**self._totals)
+            totals = dict(self._totals)
+        for name in FETCHED.names:  # type: ignore[union-attr]
+            totals[name] = totals.get(name, 0) + self._fetched[name].item()
+        return Stats(**totals)
 
 
 class Branch(abc.ABC):

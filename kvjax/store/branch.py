@@ -1,6 +1,7 @@
 """A branch of a store file: its blocks are written by prefill and behind the tokens, and read for each layer."""
 
 import itertools
+import time
 import weakref
 from collections.abc import Callable
 from typing import NamedTuple
@@ -8,11 +9,11 @@ from typing import NamedTuple
 import numpy as np
 
 from kvjax.errors import ConfigError, WriteFailed
-from kvjax.store.ahead import Reads, account
+from kvjax.store.ahead import Reads
 from kvjax.store.aio import NONE, Guess, Landed, Ring, RingEngine, RingStack, native
 from kvjax.store.base import Gathered
 from kvjax.store.extents import run_starts
-from kvjax.store.fetch import Times, hung
+from kvjax.store.fetch import hung
 from kvjax.store.lineage import Lineage, Sources, Staged
 from kvjax.store.table import Table
 from kvjax.store.transaction import TransactionalBranch
@@ -57,9 +58,11 @@ class FlashBranch(TransactionalBranch):
         self._retire = weakref.finalize(self, volume.retire, self._lineage)
         self._reads = Reads(volume.reader, volume.codec, self._tally)
         lineage, geometry = self._lineage, volume.geometry
-        self._places = (volume.lock, volume.lanes, volume.extents, lineage.table.shift, lineage.pending)
-        self._shape = (geometry.batch, geometry.kv_heads, geometry.num_blocks, geometry.block_rows, geometry.width)
-        self._format = {"bfloat16": "H"}.get(geometry.dtype, geometry.numpy_dtype.char)  # of programs' arrays
+        element = {"bfloat16": "H"}.get(geometry.dtype, geometry.numpy_dtype.char)  # of programs' arrays
+        self._always = (  # of every window
+            volume.lock, volume.lanes, volume.extents, lineage.table.shift, lineage.pending, self._tally.fetched,
+            geometry.batch, geometry.kv_heads, geometry.num_blocks, geometry.block_rows, geometry.width, element,
+            volume.timeout)
 
     @property
     def path(self) -> str:
@@ -242,14 +245,14 @@ class FlashBranch(TransactionalBranch):
         except OSError:  # the kernel gives no more: threads read what is wanted, which is logged
             return None
         ring.lent = True
-        return (ring, ring.layout, *self._places, layer * self.geometry.lanes, *self._shape,
-                engine.file.direct_descriptor, self._format, engine.timeout, guess and guess.window())
+        return (ring, ring.layout, self._always, layer * self.geometry.lanes, engine.file.direct_descriptor,
+                self.events is not None, guess and guess.window())
 
-    def _unused(self, ring: Ring) -> None:
-        """Takes a window's ring back, if it is not back: there was nothing to read, or something for Python to look at.
-        """
+    def _give_back(self, ring: Ring, extents: int) -> None:
+        """Takes a window's ring back, whose arena has had so many extents, unless a guess has it."""
         if ring.lent:
             ring.lent = False
+            ring.used = max(ring.used, extents)
             ring.home.give(ring)  # type: ignore[union-attr]
 
     def _guessed(self, ring: Ring, layer: int, blocks: int, reads: int, sent: int, began: float) -> None:
@@ -258,46 +261,28 @@ class FlashBranch(TransactionalBranch):
         ring.lent = False
         self._reads.keep(layer, guess, blocks)
 
-    def _staged(self, places: memoryview) -> list[tuple[int, tuple[Staged, ...]]]:
-        """For `native.fetch`, which holds the volume's lock: what to lay over slots; int64 ids and flat slots."""
-        return self._lineage.staged_at(np.frombuffer(places, np.int64).reshape(-1, 2))
+    def _staged(self, places: memoryview) -> list[tuple[int, int, int, int, Staged]]:
+        """For `native.fetch`, which holds the volume's lock: `Lineage.runs_at` of int64 ids and flat slots in turn."""
+        numbers = iter(places.cast("q"))
+        return self._lineage.runs_at(zip(numbers, numbers, strict=True))
 
-    def _landed(self, ring: Ring, layer: int, started: float, numbers: tuple, ahead: tuple[Guess, tuple] | None,
-                staged, block, slot, slots) -> None:
-        """What `native.fetch` did (`Landed`), with its ring and with a guess. Lays what is `staged` over it, and loads
-        what did not come at the first try as `_load` does, which finds out why."""
+    def _landed(self, layer: int, started: float, landed: tuple[tuple, ...], block, slot, slots) -> None:
+        """What `native.fetch` did with a guess and with a ring of its own (`Landed`), where events are recorded or not
+        all came at the first try: loads what did not as `_load` does, which finds out why."""
+        began = time.perf_counter()
         self._note("read", layer, started)
-        found, missed, hangs = Landed(*numbers), NONE, ring.in_flight > 0
-        if ahead is not None:
-            guess, guessed = ahead[0], Landed(*ahead[1])
-            hangs |= guess.ring.in_flight > 0
-            if guessed.copied < guessed.wanted:
-                missed = guess.ring.missed(guessed.asked)
-            guess.drop()
-            self._tally.add(prefetch_used=guessed.wanted, mispredicted=found.asked,
-                            **self._booked(layer, guessed, guessed.asked))
-        booked = self._booked(layer, found, found.copied)
-        if found.copied < found.wanted:
-            missed = np.append(missed, ring.missed(found.asked))
-        ring.used = max(ring.used, found.asked)
-        self._unused(ring)
+        rings = [found for found in itertools.starmap(Landed, landed) if found.asked]
+        for found in rings:
+            self._note("request", layer, found.began)
+            self._note("landed", layer, found.ended)
         try:
-            if hangs:
+            if any(found.ring.in_flight for found in rings):
                 raise hung(self._volume.file.path, self._volume.timeout)
-            if staged:
-                _, _, out = self._locate(layer, block, slot, slots)
-                self._overlay([one for one in staged if one[0] not in missed], out)
+            missed = np.concatenate([NONE, *(found.ring.missed(found.asked) for found in rings)])
             if missed.size:
                 self._load_missed(layer, block, slot, slots, missed)
         finally:
-            self._answered(layer, started, **booked)
-
-    def _booked(self, layer: int, found: Landed, blocks: int) -> dict:
-        """What is to be added to the totals, with `blocks` as read."""
-        if not found.asked:
-            return {}
-        times = Times(found.began, found.ended, found.waited)
-        return account(layer, blocks, found.size, found.useful, found.reads, times, self._note)
+            self._answered(layer, began)
 
     def _load_missed(self, layer, block, slot, slots, missed: np.ndarray) -> None:
         """Loads what goes to flat slots missed[n]: blocks that were being written, or whose reads came back."""
@@ -332,26 +317,10 @@ class FlashBranch(TransactionalBranch):
         if where.size:
             fetch = self._reads.fetch(layer, sources.extents[where], sources.sums[where], self._names(), self._note)
             suspects = where[fetch(targets[where], out)]
-        if sources.staged:
-            self._overlay([(int(targets[i]), layers) for i, layers in sources.staged], out)
+        for i, layers in sources.staged:
+            for staged in layers:
+                staged.copy_to(out[targets[i]])
         return suspects
-
-    def _overlay(self, staged, out) -> None:
-        """Lays staged layers over out[target] of each (target, layers), which came from flash; consecutive rows of all
-        blocks in one assignment."""
-        capacity = self.geometry.block_rows
-        pieces, places = [], []
-        for target, layers in staged:
-            block = layers[0]
-            if len(layers) > 1 or block.complete or block.span is None:
-                for block in layers:
-                    block.copy_to(out[target])
-            else:
-                first, stop = block.span
-                pieces.append(block.rows[first:stop])
-                places.extend(range(target * capacity + first, target * capacity + stop))
-        if pieces:
-            out.reshape(-1, self.geometry.row_bytes)[places] = np.concatenate(pieces)
 
     # ---- what TransactionalBranch asks for
 

@@ -1,6 +1,7 @@
 """What one branch knows: which extent holds each of its blocks, and which blocks are newer in memory than on flash."""
 
 import collections
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -19,13 +20,15 @@ class Staged:
       mask: bool[C] rows that were put.
       span: (first, last + 1) of those rows while they are consecutive, as appended rows are; None when they are not.
       complete: the image is the whole block, so nothing is needed from flash.
+      address: of the image, for C.
       appended: rows put one by one, for the statistics.
     """
 
-    __slots__ = ("appended", "complete", "image", "mask", "rows", "span")
+    __slots__ = ("address", "appended", "complete", "image", "mask", "rows", "span")
 
     def __init__(self, geometry: Geometry):
         self.image = np.zeros(geometry.extent_bytes, np.uint8)
+        self.address = self.image.ctypes.data
         self.rows = self.image[:geometry.block_bytes].reshape(geometry.block_rows, geometry.row_bytes)
         self.mask = np.zeros(geometry.block_rows, bool)
         self.span: tuple[int, int] | None = (0, 0)
@@ -51,12 +54,20 @@ class Staged:
         self.rows[older] = rows[older]
         self.complete = True
 
+    @property
+    def runs(self) -> list[tuple[int, int]]:
+        """(first, last + 1) of rows that were put."""
+        if self.complete:
+            return [(0, len(self.rows))]
+        if self.span is not None:
+            return [self.span]
+        edges = np.flatnonzero(np.diff(self.mask, prepend=False, append=False)).tolist()
+        return list(zip(edges[::2], edges[1::2], strict=True))
+
     def copy_to(self, out: np.ndarray) -> None:
         """Lays what was put over out[block_bytes], which holds the older rows."""
-        if self.complete:
-            out[:] = self.rows.reshape(-1)
-        else:
-            out.reshape(self.rows.shape)[self.mask] = self.rows[self.mask]
+        for first, stop in self.runs:
+            out.reshape(self.rows.shape)[first:stop] = self.rows[first:stop]
 
 
 class Sources(NamedTuple):
@@ -168,9 +179,11 @@ class Lineage:
             on_flash[[i for i, layers in staged if layers[0].complete]] = False
         return Sources(extents, checksums[extents], on_flash, staged)
 
-    def staged_at(self, places: np.ndarray) -> list[tuple[int, tuple[Staged, ...]]]:
-        """What to lay over flat slots, of int64 places[n, 2], ids of blocks that are staged and slots."""
-        return [(target, self._layers(block_id)) for block_id, target in places.tolist()]
+    def runs_at(self, places: Iterable[tuple[int, int]]) -> list[tuple[int, int, int, int, Staged]]:
+        """What to lay over slots, of places (id of a block that is staged, slot): (slot, first row, last + 1, address
+        of the block's rows, who has them)."""
+        return [(slot, first, stop, staged.address, staged) for block_id, slot in places
+                for staged in self._layers(block_id) for first, stop in staged.runs]
 
     def _layers(self, block_id: int) -> tuple[Staged, ...]:
         older, newer = self.flight.get(block_id), self.queue.get(block_id)

@@ -182,43 +182,57 @@ static PyObject *land(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
 /* ---- what a branch gives, and is told */
 
 typedef struct { /* `FlashBranch._window`, and `_guess_window` */
-    PyObject *ring, *layout, *lock, *lanes, *extents, *shift, *pending;
-    long long first_lane, batch, heads, num_blocks, block_rows, width, descriptor;
+    PyObject *ring, *layout, *lock, *lanes, *extents, *shift, *pending, *fetched;
+    long long batch, heads, num_blocks, block_rows, width, first_lane, descriptor;
     const char *format; /* of an element, in Python's buffers */
     double timeout;
+    int watched; /* whether events are recorded */
     PyObject *guess; /* of a fetch: reads of the layer that were begun before, or None */
 } Window;
+
+typedef struct { /* FETCHED of base.py */
+    int64_t reads, blocks_read, bytes_read, bytes_useful, prefetch_used, mispredicted;
+    double read_seconds, io_seconds, wait_seconds;
+} Totals;
 
 /* 1, 0 where there is no window, -1 on an exception. */
 static int parse_window(PyObject *given, Window *to) {
     if (!given) return -1;
     if (given == Py_None) return 0;
-    return PyArg_ParseTuple(given, "OOOOOOOLLLLLLLsdO", &to->ring, &to->layout, &to->lock, &to->lanes, &to->extents, &to->shift,
-                            &to->pending, &to->first_lane, &to->batch, &to->heads, &to->num_blocks, &to->block_rows,
-                            &to->width, &to->descriptor, &to->format, &to->timeout, &to->guess) ? 1 : -1;
+    return PyArg_ParseTuple(given, "OO(OOOOOOLLLLLsd)LLpO", &to->ring, &to->layout, &to->lock, &to->lanes, &to->extents,
+                            &to->shift, &to->pending, &to->fetched, &to->batch, &to->heads, &to->num_blocks, &to->block_rows,
+                            &to->width, &to->format, &to->timeout, &to->first_lane, &to->descriptor, &to->watched,
+                            &to->guess) ? 1 : -1;
 }
 
-static PyObject *name_window, *name_guess_window, *name_unused, *name_staged, *name_acquire, *name_release, *name_rows,
-    *name_checksums, *name_in_flight;
+static PyObject *name_window, *name_guess_window, *name_give_back, *name_drop, *name_staged, *name_acquire, *name_release,
+    *name_rows, *name_checksums, *name_in_flight;
 
 static int intern_names(void) {
     static const struct {
         PyObject **name;
         const char *text;
-    } all[] = {{&name_window, "_window"}, {&name_guess_window, "_guess_window"}, {&name_unused, "_unused"},
-               {&name_staged, "_staged"}, {&name_acquire, "acquire"}, {&name_release, "release"}, {&name_rows, "rows"},
-               {&name_checksums, "checksums"}, {&name_in_flight, "in_flight"}};
+    } all[] = {{&name_window, "_window"}, {&name_guess_window, "_guess_window"}, {&name_give_back, "_give_back"},
+               {&name_drop, "drop"}, {&name_staged, "_staged"}, {&name_acquire, "acquire"}, {&name_release, "release"},
+               {&name_rows, "rows"}, {&name_checksums, "checksums"}, {&name_in_flight, "in_flight"}};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         if (!*all[i].name && !(*all[i].name = PyUnicode_InternFromString(all[i].text))) return 0;
     return 1;
 }
 
 /* A call while an exception may be on its way, which stays. */
-static void call_aside(PyObject *object, PyObject *name, PyObject *argument) {
+static void call_aside(PyObject *object, PyObject *name, PyObject *argument, PyObject *another) {
     PyObject *kind, *value, *trace;
     PyErr_Fetch(&kind, &value, &trace);
-    Py_XDECREF(PyObject_CallMethodObjArgs(object, name, argument, NULL));
+    Py_XDECREF(PyObject_CallMethodObjArgs(object, name, argument, another, NULL));
     if (kind) PyErr_Restore(kind, value, trace);
+}
+
+/* Nobody reads any more into a window's ring, whose arena has had so many extents. */
+static void give_back(PyObject *branch, const Window *window, int64_t extents) {
+    PyObject *used = PyLong_FromLongLong(extents);
+    if (used) call_aside(branch, name_give_back, window->ring, used);
+    Py_XDECREF(used);
 }
 
 /* Tells a ring what the kernel has not answered: it is not used again before. Whether no exception came of it. */
@@ -295,7 +309,7 @@ static int find_blocks(PyObject *branch, const Window *window, Wanted *to, PyObj
     release(&buffers);
     Py_XDECREF(rows);
     Py_XDECREF(checksums);
-    call_aside(window->lock, name_release, NULL);
+    call_aside(window->lock, name_release, NULL, NULL);
     return found;
 }
 
@@ -338,7 +352,7 @@ static int guess_with(PyObject *branch, const Window *window, PyObject *layer, P
     if (reads.sent && !reads.raised && tell_in_flight(&reads))
         told = PyObject_CallMethod(branch, "_guessed", "OOLLLd", window->ring, layer, (long long)reads.to.extents,
                                    (long long)reads.to.reads, (long long)reads.sent, reads.began);
-    if (!told) call_aside(branch, name_unused, window->ring);
+    if (!told) give_back(branch, window, reads.to.extents);
     Py_XDECREF(told);
     return PyErr_Occurred() ? -1 : found;
 }
@@ -401,21 +415,73 @@ static void read_both(Reads *reads, Reads *guess, const Window *window) {
     if (reads->to.extents && !reads->raised && !guess->raised && !guess->in_flight) finish(reads, window->timeout);
 }
 
-/* Tells the branch what came of it; whether no exception came of that. Whatever happens there, a ring that the device may
- * still write to is not used again. */
-static int tell_landed(PyObject *branch, const Window *window, PyObject *const *args, double started, const Reads *reads,
-                       const Reads *guess, PyObject *staged) {
-    int told = !reads->raised && !guess->raised && tell_in_flight(reads) && (!guess->ring || tell_in_flight(guess));
-    PyObject *came = told ? outcome(reads) : NULL, *ahead = Py_NewRef(Py_None), *answer = NULL;
-    if (came && guess->ring)
-        Py_SETREF(ahead, Py_BuildValue("(ON)", PyTuple_GET_ITEM(window->guess, 0), outcome(guess)));
-    if (came && ahead)
-        answer = PyObject_CallMethod(branch, "_landed", "OOdOOOOOO", window->ring, args[0], started, came, ahead,
-                                     staged ? staged : Py_None, args[2], args[3], args[4]);
-    Py_XDECREF(came);
-    Py_XDECREF(ahead);
+/* Lays rows that are staged, and no longer change, over slots: [(flat slot, first row, last + 1, address of row 0, who has
+ * them)] of `FlashBranch._staged`, or NULL. Whether no exception came of it. */
+static int lay_over(PyObject *staged, const Window *window, const Wanted *wanted) {
+    int64_t row_bytes = wanted->block_bytes / window->block_rows;
+    for (Py_ssize_t i = 0; staged && i < PyList_GET_SIZE(staged); i++) {
+        long long slot, first, stop, address;
+        PyObject *owner;
+        if (!PyArg_ParseTuple(PyList_GET_ITEM(staged, i), "LLLLO", &slot, &first, &stop, &address, &owner)) return 0;
+        memcpy(wanted->out + slot * wanted->block_bytes + first * row_bytes,
+               (const char *)(intptr_t)address + first * row_bytes, (stop - first) * row_bytes);
+    }
+    return 1;
+}
+
+/* Adds what one ring brought to the totals, with `blocks` as read. */
+static void add(Totals *totals, const Reads *reads, int64_t blocks) {
+    if (!reads->to.extents) return;
+    Outcome came = outcome(reads);
+    totals->reads += came.reads;
+    totals->blocks_read += blocks;
+    totals->bytes_read += came.bytes;
+    totals->bytes_useful += came.useful;
+    totals->io_seconds += reads->ended - reads->began;
+    totals->wait_seconds += reads->waited;
+}
+
+/* Books a fetch; whether no exception came of it. */
+static int book(const Window *window, const Reads *reads, const Reads *guess, double started) {
+    Buffers buffers = {.count = 0};
+    Py_ssize_t count;
+    Totals *totals = take(&buffers, window->fetched, sizeof *totals, PyBUF_WRITABLE, &count);
+    if (!totals) return 0;
+    add(totals, reads, reads->copied);
+    add(totals, guess, guess->to.extents);
+    if (guess->ring) {
+        totals->prefetch_used += wanted_of(guess);
+        totals->mispredicted += reads->to.extents;
+    }
+    totals->read_seconds += now() - started;
+    release(&buffers);
+    return 1;
+}
+
+/* Whether blocks that were wanted of a ring are there, and nothing is on its way to it. */
+static int came_whole(const Reads *reads) { return !reads->in_flight && reads->copied == wanted_of(reads); }
+
+/* Tells the branch what came of it; whether no exception came of that. */
+static int tell_landed(PyObject *branch, PyObject *const *args, double started, PyObject *ring, const Reads *reads,
+                       const Reads *guess) {
+    const Reads *own = reads, *ahead = guess;
+    PyObject *answer = PyObject_CallMethod(
+        branch, "_landed", "Od((OLdd)(OLdd))OOO", args[0], started, ahead->ring ? ahead->object : Py_None,
+        (long long)ahead->to.extents, ahead->began, ahead->ended, ring, (long long)own->to.extents, own->began, own->ended,
+        args[2], args[3], args[4]);
     Py_XDECREF(answer);
     return answer != NULL;
+}
+
+/* What is to be done once everything has landed; whether no exception came of it. Whatever happens there, a ring that the
+ * device may still write to is not used again. */
+static int close_fetch(PyObject *branch, const Window *window, PyObject *const *args, double started, const Reads *reads,
+                       const Reads *guess, const Wanted *wanted, PyObject *staged) {
+    if (reads->raised || guess->raised) return 0;
+    if (!tell_in_flight(reads) || (guess->ring && !tell_in_flight(guess))) return 0;
+    if (!lay_over(staged, window, wanted) || !book(window, reads, guess, started)) return 0;
+    if (!window->watched && came_whole(reads) && came_whole(guess)) return 1;
+    return tell_landed(branch, args, started, window->ring, reads, guess);
 }
 
 /* Reads blocks and tells the branch; 1, 0 where the caller's arrays are not of the usual kind, -1 on an exception. */
@@ -436,11 +502,12 @@ static int fetch_with(PyObject *branch, const Window *window, PyObject *const *a
         Py_BEGIN_ALLOW_THREADS
         read_both(&reads, &guess, window);
         Py_END_ALLOW_THREADS
-        found = tell_landed(branch, window, args, started, &reads, &guess, staged) ? 1 : -1;
+        found = close_fetch(branch, window, args, started, &reads, &guess, &wanted, staged) ? 1 : -1;
     }
     release(&buffers);
     Py_XDECREF(staged);
-    if (found != 1) call_aside(branch, name_unused, window->ring);
+    if (window->guess != Py_None) call_aside(PyTuple_GET_ITEM(window->guess, 0), name_drop, NULL, NULL);
+    give_back(branch, window, reads.to.extents);
     return PyErr_Occurred() ? -1 : found;
 }
 

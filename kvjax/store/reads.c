@@ -184,17 +184,20 @@ void finish(Reads *reads, double timeout) {
     }
 }
 
-PyObject *outcome(const Reads *reads) {
+Outcome outcome(const Reads *reads) {
     const Landing *to = &reads->to;
-    long long made = 0, wanted = 0, bytes = 0, useful = 0;
+    Outcome came = {0};
     for (int64_t i = 0; i < to->reads; i++) {
-        made += i < reads->sent && to->results[i] != -EAGAIN;
-        if (to->results[i] == (int64_t)to->control[i].aio_nbytes) bytes += to->results[i];
+        came.reads += i < reads->sent && to->results[i] != -EAGAIN;
+        if (to->results[i] == (int64_t)to->control[i].aio_nbytes) came.bytes += to->results[i];
     }
-    for (int64_t i = 0; i < to->extents; i++) {
-        wanted += to->targets[i] >= 0;
-        if (to->done[i]) useful += size_of(to->sums[i], to->page_bytes, to->block_bytes);
-    }
-    return Py_BuildValue("LLLLLLddd", (long long)to->extents, wanted, (long long)reads->copied, made, bytes,
-                         useful, reads->began, reads->ended, reads->waited);
+    for (int64_t i = 0; i < to->extents; i++)
+        if (to->done[i]) came.useful += size_of(to->sums[i], to->page_bytes, to->block_bytes);
+    return came;
+}
+
+int64_t wanted_of(const Reads *reads) {
+    int64_t wanted = 0;
+    for (int64_t i = 0; i < reads->to.extents; i++) wanted += reads->to.targets[i] >= 0;
+    return wanted;
 }

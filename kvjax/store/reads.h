@@ -58,6 +58,11 @@ void begin(Reads *reads, int64_t descriptor);
  * is handed over while others are in flight. Python's lock is not held. */
 void finish(Reads *reads, double timeout);
 
-/* (blocks asked for, of them wanted, copied, reads that were made, bytes that came, of them useful, began, ended, waited); NULL on an
- * exception. */
-PyObject *outcome(const Reads *reads);
+typedef struct {
+    int64_t reads, bytes, useful; /* reads that were made, bytes that came, and of them those of blocks that were copied */
+} Outcome;
+
+Outcome outcome(const Reads *reads);
+
+/* Blocks that have a place to go to. */
+int64_t wanted_of(const Reads *reads);

@@ -163,10 +163,10 @@ class TransactionalBranch(Branch):
         finally:
             self._answered(layer, started)
 
-    def _answered(self, layer, started: float, **booked) -> None:
-        """Books a read that began then and ends now, and what else is to be added to the totals for it."""
+    def _answered(self, layer, started: float) -> None:
+        """Books a read that began then and ends now."""
         ended = time.perf_counter()
-        self._tally.add(read_seconds=ended - started, **booked)
+        self._tally.add(read_seconds=ended - started)
         self._note("answer", layer, ended)
 
     @callback

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvjax.store import aio
+from kvjax.store.base import FETCHED
 from kvjax.store.format import HEADER_BYTES, checksum
 from kvjax.store.linux import EVENT, IOCB
 from kvjax.store.system import SystemIO
@@ -100,10 +101,11 @@ class Asked:
             "checksums": np.array([checksum(payload) & ~0xFFFF for payload in self.payloads], np.uint64),
             "block": np.array([[[0, 3, 2], [1, -1, 0]]], np.int32),
             "slot": np.array([[[1, 9, 0], [3, 9, 2]]], np.int32),
-            "slots": np.full((1, 2, 4, 1, 4096), 77, np.uint8)} | changes
+            "slots": np.full((1, 2, 4, 4, 1024), 77, np.uint8)} | changes
         self.ring, self.lock = aio.Ring(SystemIO(), 8, 4096, 4096, piece=8), threading.Lock()
         self.descriptor = os.open(path, os.O_RDONLY)
-        self.overlaid, self.told, self.refused = [], None, False
+        self.overlaid, self.told, self.returned, self.watched = [], None, None, False
+        self.staged, self.fetched = np.full((4, 1024), 55, np.uint8), np.zeros(1, FETCHED)
 
     def fetch(self) -> bool:
         arrays = self.arrays
@@ -130,19 +132,23 @@ class Asked:
     def _window(self, layer, generation):
         arrays = self.arrays
         lanes, extents = (types.SimpleNamespace(**{name: arrays[name]}) for name in ("rows", "checksums"))
-        return (self.ring, self.ring.layout, self.lock, lanes, extents, arrays["shift"], arrays["pending"],
-                0, 1, 2, 3, 1, 4096, self.descriptor, "B", 5.0, None)
+        always = (self.lock, lanes, extents, arrays["shift"], arrays["pending"], self.fetched.view(np.uint8),
+                  1, 2, 3, 4, 1024, "B", 5.0)
+        return self.ring, self.ring.layout, always, 0, self.descriptor, self.watched, None
 
     def _staged(self, places):
+        """Rows 1 and 2 of every block that is staged."""
         assert self.lock.locked()
         self.overlaid = np.frombuffer(places, np.int64).reshape(-1, 2).tolist()
-        return self.overlaid
+        return [(slot, 1, 3, self.staged.ctypes.data, self.staged) for _, slot in self.overlaid]
 
-    def _landed(self, ring, layer, started, numbers, *rest):
-        self.told = numbers[1:4]
+    def _landed(self, layer, started, landed, block, slot, slots):
+        assert block is self.arrays["block"] and slot is self.arrays["slot"] and slots is self.arrays["slots"]
+        self.told = landed
 
-    def _unused(self, ring):
-        self.refused = True
+    def _give_back(self, ring, extents):
+        assert ring is self.ring
+        self.returned = extents
 
     def check(self, *extents_by_slot: int | None) -> None:
         """Each flat slot has the payload of an extent, None = what it had."""
@@ -152,30 +158,46 @@ class Asked:
 
 def test_fetch_puts_what_is_wanted_into_its_slots(tmp_path):
     asked = Asked(tmp_path / "file")
-    assert asked.fetch() and asked.told == (4, 4, 3) and not asked.refused, "extents 6 and 7 are one read"
+    assert asked.fetch() and asked.told is None and asked.returned == 4 and asked.overlaid == []
     asked.check(6, 7, None, None, None, None, 2, 4)
-    assert asked.overlaid == []
+    booked = dict(zip(FETCHED.names, asked.fetched[0].item(), strict=True))
+    assert 0 < booked.pop("wait_seconds") <= booked.pop("io_seconds") < booked.pop("read_seconds")
+    assert booked == {"reads": 3, "blocks_read": 4, "bytes_read": 4 * 4096, "bytes_useful": 4 * 4096,
+                      "prefetch_used": 0, "mispredicted": 0}, "extents 6 and 7 are one read"
 
 
-def test_fetch_tells_what_is_staged(tmp_path):
+def test_fetch_tells_who_watches(tmp_path):
+    asked = Asked(tmp_path / "file")
+    asked.watched = True
+    assert asked.fetch() and asked.returned == 4
+    guess, (ring, blocks, began, ended) = asked.told
+    assert guess[:2] == (None, 0) and (ring, blocks) == (asked.ring, 4) and began < ended
+
+
+def test_fetch_lays_over_what_is_staged(tmp_path):
     """Rows of blocks 1 and 2 of the first lane and 0 of the second are staged; the first of them is not asked for."""
     asked = Asked(tmp_path / "file", pending=np.array([0, 1, 1, 1, 0, 0], np.uint8))
     assert asked.fetch() and asked.overlaid == [[2, 0], [3, 6]]
+    slots = asked.arrays["slots"].reshape(8, 4, 1024)
+    assert (slots[[0, 6], 1:3] == 55).all()
+    np.testing.assert_array_equal(slots[[0, 6]][:, [0, 3]], asked.payloads[[6, 2]].reshape(2, 4, 1024)[:, [0, 3]])
 
 
 def test_fetch_does_not_read_what_is_wholly_staged(tmp_path):
     """Given all of block 2 of the first lane, which was never written, and rows of block 0 of the second."""
     rows, pending = np.array([7, 5, -1, 2, 4, 1], np.int32), np.array([0, 0, 2, 1, 0, 0], np.uint8)
     asked = Asked(tmp_path / "file", rows=rows, pending=pending)
-    assert asked.fetch() and asked.told[:2] == (3, 3) and asked.overlaid == [[2, 0], [3, 6]]
-    asked.check(None, 7, None, None, None, None, 2, 4)
+    assert asked.fetch() and asked.returned == 3 and asked.overlaid == [[2, 0], [3, 6]]
+    slots = asked.arrays["slots"].reshape(8, 4, 1024)
+    assert (slots[0] == [[77], [55], [55], [77]]).all()
+    np.testing.assert_array_equal(slots[[1, 7]].reshape(2, -1), asked.payloads[[7, 4]])
 
 
 def test_fetch_leaves_out_what_is_damaged(tmp_path):
     sums = Asked(tmp_path / "file").arrays["checksums"]
     sums[6] += 1 << 16
     asked = Asked(tmp_path / "file", checksums=sums)
-    assert asked.fetch() and asked.told[:2] == (4, 3) and asked.ring.missed(4).tolist() == [0]
+    assert asked.fetch() and asked.told[1][:2] == (asked.ring, 4) and asked.ring.missed(4).tolist() == [0]
     asked.check(None, 7, None, None, None, None, 2, 4)
 
 
@@ -184,21 +206,22 @@ def test_fetch_leaves_out_what_is_damaged(tmp_path):
     {"slot": np.array([[[4, 9, 0], [3, 9, 2]]], np.int32)}, {"slot": np.array([[[-1, 9, 0], [3, 9, 2]]], np.int32)},
     {"slot": np.zeros((1, 2, 2), np.int32)}, {"slot": np.zeros((2, 1, 3), np.int32)},
     {"block": np.zeros((1, 2, 3), np.int64)}, {"shift": np.zeros(1, np.int64)}, {"pending": np.zeros(5, np.uint8)},
-    {"slots": np.zeros((1, 2, 4, 1, 4095), np.uint8)}, {"slots": np.zeros((1, 2, 4, 4096), np.uint8)},
-    {"slots": np.zeros((1, 2, 4, 1, 2048), np.float16)},
-    {"slots": np.zeros((1, 2, 4, 1, 4096), np.int8)}, {"slot": np.zeros((1, 2, 3), np.float32)},
-    {"slots": np.zeros((2, 1, 4, 1, 4096), np.uint8)}, {"slots": np.zeros((1, 2, 8, 1, 4096), np.uint8)[:, :, ::2]},
-    {"slots": np.broadcast_to(np.zeros(4096, np.uint8), (1, 2, 4, 1, 4096))},
+    {"slots": np.zeros((1, 2, 4, 4, 1023), np.uint8)}, {"slots": np.zeros((1, 2, 4, 4096), np.uint8)},
+    {"slots": np.zeros((1, 2, 4, 4, 512), np.float16)},
+    {"slots": np.zeros((1, 2, 4, 4, 1024), np.int8)}, {"slot": np.zeros((1, 2, 3), np.float32)},
+    {"slots": np.zeros((2, 1, 4, 4, 1024), np.uint8)}, {"slots": np.zeros((1, 2, 8, 4, 1024), np.uint8)[:, :, ::2]},
+    {"slots": np.broadcast_to(np.zeros(1024, np.uint8), (1, 2, 4, 4, 1024))},
 ], ids=["beyond the table", "beyond the file", "slot too large", "negative slot", "fewer slots", "shape", "type",
         "lanes", "pending", "size", "rank", "item", "kind", "index", "batch", "strided", "read-only"])
 def test_fetch_leaves_the_unusual_to_others(tmp_path, changes):
     asked = Asked(tmp_path / "file", **changes)
-    assert not asked.fetch() and asked.refused and asked.told is None
+    assert not asked.fetch() and asked.returned == 0 and asked.told is None and not asked.fetched["reads"][0]
 
 
 @pytest.mark.parametrize("method", ["_window", "_staged", "_landed"])
 def test_what_a_branch_raises_comes_out_of_fetch(tmp_path, method):
     asked = Asked(tmp_path / "file", pending=np.ones(6, np.uint8))
+    asked.watched = True
 
     def broken(*_):
         raise ZeroDivisionError(method)
@@ -206,7 +229,7 @@ def test_what_a_branch_raises_comes_out_of_fetch(tmp_path, method):
     setattr(asked, method, broken)
     with pytest.raises(ZeroDivisionError, match=method):
         asked.fetch()
-    assert asked.refused == (method != "_window"), "the ring comes back"
+    assert (asked.returned is not None) == (method != "_window"), "the ring comes back"
 
 
 def test_guess_begins_to_read_what_is_in_the_file(tmp_path):
@@ -215,12 +238,12 @@ def test_guess_begins_to_read_what_is_in_the_file(tmp_path):
     assert asked.guess() and asked.told == (4, 3, 3) and asked.ring.targets[:4].tolist() == [-1] * 4
     rows, pending = np.array([7, 5, -1, 2, 4, 1], np.int32), np.array([2, 0, 0, 1, 0, 0], np.uint8)
     asked = Asked(tmp_path / "file", rows=rows, pending=pending)
-    assert asked.guess() and asked.told == (2, 2, 2) and not asked.refused
+    assert asked.guess() and asked.told == (2, 2, 2) and asked.returned is None
 
 
 def test_a_guess_of_nothing_gives_its_ring_back(tmp_path):
     asked = Asked(tmp_path / "file", block=np.full((1, 2, 3), 3, np.int32))
-    assert asked.guess() and asked.told is None and asked.refused
+    assert asked.guess() and asked.told is None and asked.returned == 0
 
 
 @pytest.mark.parametrize("changes", [
@@ -230,7 +253,7 @@ def test_a_guess_of_nothing_gives_its_ring_back(tmp_path):
 ], ids=["beyond the table", "beyond the file", "type", "rank", "batch", "too many"])
 def test_guess_leaves_the_unusual_to_others(tmp_path, changes):
     asked = Asked(tmp_path / "file", **changes)
-    assert not asked.guess() and asked.refused and asked.told is None
+    assert not asked.guess() and asked.returned == 0 and asked.told is None
 
 
 @pytest.mark.parametrize("method", ["_guess_window", "_guessed"])
@@ -243,4 +266,4 @@ def test_what_a_branch_raises_comes_out_of_guess(tmp_path, method):
     setattr(asked, method, broken)
     with pytest.raises(ZeroDivisionError, match=method):
         asked.guess()
-    assert asked.refused == (method == "_guessed"), "the ring comes back"
+    assert (asked.returned is not None) == (method == "_guessed"), "the ring comes back"
