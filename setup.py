@@ -20,12 +20,12 @@ def extensions() -> list[Extension]:
         return Extension(
             name, list(sources), include_dirs=[str(include)], optional=True,
             define_macros=[("JAXLIB", f'"{importlib.metadata.version("jaxlib")}"')],
-            depends=[str(include / "xla/ffi/api/c_api.h"), "kvjax/ffi.h", "kvjax/store/callback.h",
-                     "kvjax/store/reads.h"], **options,
+            depends=[str(include / "xla/ffi/api/c_api.h"), "kvjax/ffi.h",
+                     *(f"kvjax/store/{name}.h" for name in ("arguments", "callback", "reads", "rows"))], **options,
         )
 
-    return [extension("kvjax.store.native", "kvjax/store/native.c", "kvjax/store/reads.c", "kvjax/store/callback.c",
-                      extra_compile_args=["-fvisibility=hidden"]),
+    native = (f"kvjax/store/{name}.c" for name in ("native", "reads", "rows", "callback"))
+    return [extension("kvjax.store.native", *native, extra_compile_args=["-fvisibility=hidden"]),
             extension("kvjax._kernels", "kvjax/kernels.c", extra_compile_args=["-O3"])]
 
 

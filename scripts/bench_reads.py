@@ -107,7 +107,7 @@ class Bench:
         rows = np.zeros((1, HEADS, WIDTH), self.geometry.numpy_dtype)
         for column in block[0].T:
             index = np.ascontiguousarray(column[None])
-            self.branch.put_rows(0, self.branch.generation, index, index * 0 + 3, rows, np.ones(1, bool))
+            self.branch.put_rows(0, self.branch.generation, index, index * 0 + 3, rows)
         self.branch.commit(self.branch.generation)
 
     def close(self) -> None:

@@ -47,7 +47,7 @@ def append_token(branch, step: int) -> None:
     rows = np.ones((1, HEADS, branch.geometry.width), np.int8)
     block = np.full((1, HEADS), step % branch.geometry.num_blocks, np.int32)
     for layer in range(LAYERS):
-        branch.put_rows(layer, branch.generation, block, np.zeros_like(block), rows, np.ones(1, bool))
+        branch.put_rows(layer, branch.generation, block, np.zeros_like(block), rows)
     branch.commit(branch.generation)
     branch.flush()
 

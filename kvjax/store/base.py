@@ -253,9 +253,9 @@ class Branch(abc.ABC):
         comes too late or fails costs time and nothing else."""
 
     @abc.abstractmethod
-    def put_rows(self, layer, generation, block, row, rows, gate) -> bool:
+    def put_rows(self, layer, generation, block, row, rows) -> bool:
         """Callback. Enqueues rows[B, K, width] as row[B, K] of block[B, K] for generation + 1; nothing where the block
-        or the row is out of range or gate[B] is False. Keeps no reference to its arguments."""
+        or the row is out of range. Keeps no reference to its arguments."""
 
     @abc.abstractmethod
     def put_blocks(self, layer, generation, block, rows) -> bool:

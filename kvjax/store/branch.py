@@ -58,10 +58,9 @@ class FlashBranch(TransactionalBranch):
         self._retire = weakref.finalize(self, volume.retire, self._lineage)
         self._reads = Reads(volume.reader, volume.codec, self._tally)
         lineage, geometry = self._lineage, volume.geometry
-        element = {"bfloat16": "H"}.get(geometry.dtype, geometry.numpy_dtype.char)  # of programs' arrays
         self._always = (  # of every window
             volume.lock, volume.lanes, volume.extents, lineage.table.shift, lineage.pending, self._tally.fetched,
-            geometry.batch, geometry.kv_heads, geometry.num_blocks, geometry.block_rows, geometry.width, element,
+            geometry.batch, geometry.kv_heads, geometry.num_blocks, geometry.block_rows, geometry.width, self._element,
             volume.timeout)
 
     @property

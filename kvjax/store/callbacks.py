@@ -59,9 +59,7 @@ def _submit(handle, generation, layer, block) -> np.int32:
 
 
 def _put_rows(handle, generation, layer, block, row, packed) -> np.int32:
-    block, packed = np.asarray(block), packing.as_stored(np.asarray(packed))
-    gate = np.ones(block.shape[0], bool)
-    return _call("put_rows", handle, generation, layer, block, np.asarray(row), packed, gate)
+    return _call("put_rows", handle, generation, layer, block, row, packed)
 
 
 def _put_blocks(handle, generation, layer, block, packed) -> np.int32:

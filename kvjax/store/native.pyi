@@ -1,6 +1,6 @@
-"""The compiled part of asynchronous reads (native.c, reads.c), and of programs that call back (callback.c). Arrays are
-C-contiguous; `control` and `events` are the bytes of IOCB and EVENT of `kvjax.store.linux`. ValueError where sizes do
-not agree."""
+"""The compiled part of asynchronous reads (native.c, reads.c), of rows that a token adds (rows.c), and of programs that
+call back (callback.c). Arrays are C-contiguous; `control` and `events` are the bytes of IOCB and EVENT of
+`kvjax.store.linux`. ValueError where sizes do not agree."""
 
 from collections.abc import Callable
 from typing import Any
@@ -53,4 +53,14 @@ def fetch(branch: Any, layer: int, generation: int, block: Any, slot: Any, slots
     and adds to the window's totals. One that was never written is zeros. Other Python threads run meanwhile. Tells
     `branch._landed` where events are recorded or not all came, and gives the ring to `branch._give_back`. What these
     raise goes on. A ring that is not `plain` makes its system calls itself (`Ring.submit`, `Ring.wait`).
+    """
+
+def put_rows(
+    block: Any, row: Any, rows: Any, to: tuple[np.ndarray, np.ndarray, np.ndarray], count: int, first: int,
+    shape: tuple[int, int, int, int, int, int, str], /,
+) -> int:
+    """Adds rows[B, K, width] at int32 row[B, K] of int32 block[B, K] to int64 ids, int32 places and uint8 data, which
+    have `count` already; returns how many they then have. Block b of lane n has id first + n * NB + b; one that is not
+    within NB, or a row not within C, is nothing. -1, with nothing added, where an array is not as it should be or there
+    is no room. `shape` is (B, K, NB, C, width, bytes of an element, its format in Python's buffers).
     """

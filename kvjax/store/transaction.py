@@ -16,6 +16,7 @@ import numpy as np
 from kvjax import packing
 from kvjax.errors import FormatMismatch, StaleCache, StoreClosed, StoreError
 from kvjax.store.base import Branch, Event, Gathered, Geometry, Stats, Tally
+from kvjax.store.callbacks import native
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +34,40 @@ class Blocks:
 
     ids: np.ndarray
     data: np.ndarray
+
+
+class Pile:
+    """Rows of one transaction that came one after the other, in arrays that have room for those of all layers.
+
+    Attributes:
+      count: how many there are.
+      arrays: ids int64[n], row int32[n] and data uint8[n, row_bytes].
+    """
+
+    def __init__(self, geometry: Geometry):
+        room, self.count = geometry.layers * geometry.lanes, 0
+        self.arrays = (np.empty(room, np.int64), np.empty(room, np.int32),
+                       np.empty((room, geometry.row_bytes), np.uint8))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows."""
+        return self.count * self.arrays[-1].shape[1]
+
+    def has_room(self, more: int) -> bool:
+        """Whether it has for so many more."""
+        return self.count + more <= len(self.arrays[0])
+
+    def add(self, *rows: np.ndarray) -> None:
+        """ids[n], row[n] and data[n, row_bytes], of one layer at most."""
+        stop = self.count + len(rows[0])
+        for array, new in zip(self.arrays, rows, strict=True):
+            array[self.count:stop] = new  # type: ignore[index]
+        self.count = stop
+
+    def record(self) -> Rows:
+        """What it has so far."""
+        return Rows(*(array[:self.count] for array in self.arrays))
 
 
 class ErrorSlot:
@@ -107,8 +142,12 @@ class TransactionalBranch(Branch):
         self._errors = ErrorSlot()
         self._tally = Tally()
         self._mutex = threading.RLock()
-        self._open: list[Rows | Blocks] = []
+        self._open: list[Pile | Blocks] = []
         self._closed = False
+        # Of an element as programs have it, in Python's buffers.
+        self._element = {"bfloat16": "H"}.get(geometry.dtype, geometry.numpy_dtype.char)
+        self._row_shape = (geometry.batch, geometry.kv_heads, geometry.num_blocks, geometry.block_rows, geometry.width,
+                           geometry.numpy_dtype.itemsize, self._element)
         self._lane = np.arange(geometry.lanes, dtype=np.int64).reshape(geometry.batch, geometry.kv_heads)
         self._lane_start = self._lane * geometry.num_blocks
         super().__init__(geometry, generation)
@@ -181,17 +220,26 @@ class TransactionalBranch(Branch):
         self._begin(int(layer), (block + (self._lane_start + self._layer_start(layer))[..., None])[wanted])
 
     @callback
-    def put_rows(self, layer, generation, block, row, rows, gate):
+    def put_rows(self, layer, generation, block, row, rows):
         self._enter(generation)
-        shape = self._lane_start.shape
+        start, pile = self._layer_start(layer), self._pile()
+        if native is not None:
+            count = native.put_rows(block, row, rows, pile.arrays, pile.count, start, self._row_shape)
+            if count >= 0:
+                pile.count = count
+                return
+        shape, rows = self._lane_start.shape, packing.as_stored(np.asarray(rows))
         block, row = self._index("block", block, shape), self._index("row", row, shape)
         self._expect("rows", rows, (*shape, self.geometry.width))
         wanted = _within(block, self.geometry.num_blocks) & _within(row, self.geometry.block_rows)
-        wanted &= np.asarray(gate, bool)[:, None]
-        if wanted.any():
-            ids = (self._layer_start(layer) + self._lane_start + block)[wanted]
-            data = np.ascontiguousarray(rows[wanted]).view(np.uint8)
-            self._open.append(Rows(ids, row[wanted], data))
+        ids = (start + self._lane_start + block)[wanted]
+        pile.add(ids, row[wanted], np.ascontiguousarray(rows[wanted]).view(np.uint8))
+
+    def _pile(self) -> Pile:
+        """Where the next layer's rows go."""
+        if not self._open or not isinstance(self._open[-1], Pile) or not self._open[-1].has_room(self.geometry.lanes):
+            self._open.append(Pile(self.geometry))
+        return self._open[-1]  # type: ignore[return-value]
 
     @callback
     def put_blocks(self, layer, generation, block, rows):
@@ -216,7 +264,8 @@ class TransactionalBranch(Branch):
         with self._mutex:
             self._raise_saved()
             self._check(generation)
-            prepared, following = self._prepare(self._open), self.generation + 1
+            records = [one.record() if isinstance(one, Pile) else one for one in self._open]
+            prepared, following = self._prepare([one for one in records if one.ids.size]), self.generation + 1
             try:
                 self._publish(prepared)
                 self._move_on(following)
@@ -231,7 +280,7 @@ class TransactionalBranch(Branch):
 
     def _move_on(self, following: int) -> None:
         """The open transaction is visible: the next one begins."""
-        self._tally.add(bytes_put=sum(record.data.nbytes for record in self._open))
+        self._tally.add(bytes_put=sum(one.nbytes if isinstance(one, Pile) else one.data.nbytes for one in self._open))
         self._open = []
         self.generation = following
 

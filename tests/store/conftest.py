@@ -93,8 +93,7 @@ class Driver:
         """The same row of the same block in every lane."""
         g = self.geometry
         index = np.full((g.batch, g.kv_heads), block, np.int32)
-        return self.branch.put_rows(layer, self.branch.generation, index, np.full_like(index, row), self.row(value),
-                                    np.ones(g.batch, bool))
+        return self.branch.put_rows(layer, self.branch.generation, index, np.full_like(index, row), self.row(value))
 
     def commit(self) -> None:
         self.branch.commit(self.branch.generation)

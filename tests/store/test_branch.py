@@ -86,11 +86,11 @@ def test_rows_of_a_new_block_stand_on_zeros(driver):
         driver.branch.flush()
 
 
-def test_gate_and_sentinels_put_nothing(driver):
+def test_sentinels_put_nothing(driver):
     branch, rows = driver.branch, driver.row(9.0)
-    block = np.array([[1, 6], [1, 1]], np.int32)
-    row = np.array([[4, 0], [0, 0]], np.int32)
-    assert branch.put_rows(0, 0, block, row, rows, np.array([True, False]))
+    block = np.array([[1, 6], [-1, 1]], np.int32)
+    row = np.array([[4, 0], [0, -1]], np.int32)
+    assert branch.put_rows(0, 0, block, row, rows)
     assert branch.put_blocks(0, 0, np.full((2, 2, 3), 6, np.int32), np.ones((2, 2, 3, 4, 6), np.float32))
     driver.commit()
     assert not driver.read().any()
@@ -110,7 +110,7 @@ def test_order_within_a_transaction_holds(driver):
 
 def test_arguments_are_copied(driver):
     rows, block = driver.row(3.0), np.zeros((2, 2), np.int32)
-    assert driver.branch.put_rows(0, 0, block, block, rows, np.ones(2, bool))
+    assert driver.branch.put_rows(0, 0, block, block, rows)
     rows[:], block[:] = 0, 5
     driver.commit()
     assert (driver.read()[:, :, 0, 0] == 3.0).all()
@@ -143,7 +143,7 @@ def test_stale_generation_is_saved_and_harmless(driver, call):
         ok, slots = driver.try_read(generation=0)
         assert (slots == 77).all()
     elif call == "put_rows":
-        ok = driver.branch.put_rows(0, 0, index, index, rows, np.ones(2, bool))
+        ok = driver.branch.put_rows(0, 0, index, index, rows)
     else:
         ok = driver.branch.put_blocks(0, 0, index[..., None], np.ones((2, 2, 1, 4, 6), np.float32))
     assert not ok
@@ -178,7 +178,8 @@ def test_ctrl_c_amid_a_commit_leaves_a_whole_token_and_no_old_generation(driver,
                 records.append(record)
                 yield record
 
-    assert driver.put_row(1, 1, 5.0) and driver.put_row(2, 2, 6.0)
+    whole = np.full((2, 2, 1, 4, 6), 6.0, np.float32)
+    assert driver.put_row(1, 1, 5.0) and driver.branch.put_blocks(0, 1, np.full((2, 2, 1), 2, np.int32), whole)
     publish = driver.branch._publish
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(driver.branch, "_publish", lambda prepared: publish(Interrupted(prepared)))
@@ -186,7 +187,7 @@ def test_ctrl_c_amid_a_commit_leaves_a_whole_token_and_no_old_generation(driver,
     driver.branch.abort(1)
     assert not driver.try_read(generation=1)[0] and isinstance(driver.branch.take_error(), StaleCache)
     expected = driver.full()
-    expected[:, :, 1, 0], expected[:, :, 1, 1], expected[:, :, 2, 2] = 7.0, 5.0, 6.0
+    expected[:, :, 1, 0], expected[:, :, 1, 1], expected[:, :, 2] = 7.0, 5.0, 6.0
     for _ in range(2):
         np.testing.assert_array_equal(driver.read(), expected)
         driver.branch.flush()
@@ -204,8 +205,7 @@ def test_commit_raises_an_error_nobody_took_then_works(driver):
 
 def _bad_calls(branch):
     block, rows = np.zeros((2, 2, 1), np.int32), np.zeros((2, 2, 6), np.float32)
-    slots, gate = np.zeros((2, 2, 3, 4, 6), np.float32), np.ones(2, bool)
-    index = block[..., 0]
+    slots, index = np.zeros((2, 2, 3, 4, 6), np.float32), block[..., 0]
     return {
         "layer": lambda: branch.read_into(2, 0, block, block, slots),
         "slot": lambda: branch.read_into(0, 0, block, block + 3, slots),
@@ -215,10 +215,10 @@ def _bad_calls(branch):
         "dtype": lambda: branch.read_into(0, 0, block, block, slots.astype(np.float16)),
         "strided": lambda: branch.read_into(0, 0, block, block, slots[:, :, ::-1]),
         "read-only": lambda: branch.read_into(0, 0, block, block, np.broadcast_to(slots[:1], slots.shape)),
-        "row width": lambda: branch.put_rows(0, 0, index, index, rows[..., :5], gate),
-        "row dtype": lambda: branch.put_rows(0, 0, index, index, rows.astype(np.int8), gate),
+        "row width": lambda: branch.put_rows(0, 0, index, index, rows[..., :5]),
+        "row dtype": lambda: branch.put_rows(0, 0, index, index, rows.astype(np.int8)),
         "block rows": lambda: branch.put_blocks(0, 0, block, rows[:, :, None]),
-        "nonsense": lambda: branch.put_rows(None, 0, "block", index, rows, gate),
+        "nonsense": lambda: branch.put_rows(None, 0, "block", index, rows),
     }
 
 

@@ -86,7 +86,7 @@ def test_what_is_raised_outside_a_branch_is_kept_in_it():
     branch, line, _ = filled()
     at = line, jnp.int32(0), BLOCK[..., 0], SLOT[..., 0]
     put = jax.jit(lambda packed: callbacks.effect("put_rows", "buffer", *at, packed))
-    with mock.patch.object(callbacks.packing, "as_stored", side_effect=KeyboardInterrupt):
+    with mock.patch.object(callbacks, "_call", side_effect=KeyboardInterrupt):
         assert put(jnp.ones((1, 2, 8))) == 0
     with pytest.raises(StoreError) as caught:
         branch.commit(0)

@@ -341,8 +341,7 @@ def test_torn_block_is_read_again(tmp_path, open_branch, kind):
     expected = driver.prefill()
     settle(driver.branch.path)
     rows = driver.full(seed=5)[:, :, :1]
-    assert driver.branch.put_rows(0, 0, np.zeros((2, 2), np.int32), np.zeros((2, 2), np.int32), rows[:, :, 0, 0],
-                                  np.ones(2, bool))
+    assert driver.branch.put_rows(0, 0, np.zeros((2, 2), np.int32), np.zeros((2, 2), np.int32), rows[:, :, 0, 0])
     driver.commit()
     expected[:, :, 0, 0] = rows[:, :, 0, 0]
     reads = len([call for call in store.system.calls if call == "preadv"])

@@ -60,11 +60,10 @@ class History:
 
     def put_rows(self, line: Line) -> None:
         layer, block, row = int(self.rng.integers(2)), self._index(0, 8, (2, 2)), self._index(0, 6, (2, 2))
-        gate, rows = self.rng.random(2) < 0.8, self._payload(2, 2, self.width)
-        branch = line.driver.branch
-        assert branch.put_rows(layer, branch.generation, block, row, rows, gate), branch.take_error()
+        rows, branch = self._payload(2, 2, self.width), line.driver.branch
+        assert branch.put_rows(layer, branch.generation, block, row, rows), branch.take_error()
         for b, k in np.ndindex(2, 2):
-            if gate[b] and block[b, k] < 6 and row[b, k] < 4:
+            if block[b, k] < 6 and row[b, k] < 4:
                 key = (layer, b, k, int(block[b, k]))
                 line.open[key] = line.block(key)
                 line.open[key][row[b, k]] = rows[b, k]

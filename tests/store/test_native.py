@@ -66,7 +66,7 @@ def test_staged_rows_and_blocks_lie_over_what_is_read(tmp_path, open_branch, qui
         assert driver.branch.put_blocks(0, 0, index[..., None], new)
         expected[:, :, :1] = new
     else:
-        assert driver.branch.put_rows(0, 0, index, index + 1, new[:, :, 0, 0], np.ones(2, bool))
+        assert driver.branch.put_rows(0, 0, index, index + 1, new[:, :, 0, 0])
         expected[:, :, 0, 1] = 1
     driver.branch.commit(0)
     np.testing.assert_array_equal(driver.read(), expected)

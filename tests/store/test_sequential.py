@@ -99,7 +99,7 @@ def test_a_row_of_the_same_token_is_known_to_be_there(driver):
     """A step may append a row to a block and split the block at once."""
     blocks = prefill_striped(driver)
     index = np.zeros((1, 2), np.int32)
-    assert driver.branch.put_rows(0, 0, index + 4, index, driver.row(5.0), np.ones(1, bool))
+    assert driver.branch.put_rows(0, 0, index + 4, index, driver.row(5.0))
     halves = np.zeros((1, 2, 2, 8, 128), np.float32)
     halves[:, :, 0, 0], halves[:, :, 1, 0] = 5.0, blocks[:, :, 0, 3]
     put_blocks(driver, [4, 0], halves)

@@ -1,0 +1,55 @@
+/* Rows that a token adds to blocks, out of XLA's memory into arrays of Python's. */
+#include "rows.h"
+#include "arguments.h"
+
+#include <string.h>
+
+typedef struct { /* what there is of a layer, and of each element in Python's buffers */
+    long long batch, heads, num_blocks, block_rows, width, item;
+    const char *format;
+} Layer;
+
+/* Memory of an array of a type with axes [batch, heads] and, of rows, [width]; NULL where it is something else. */
+static const char *take_shaped(Buffers *buffers, PyObject *array, const Layer *layer, int rank, size_t item, const char *format) {
+    Py_ssize_t count;
+    const Py_buffer *view = &buffers->views[buffers->count];
+    const char *memory = take(buffers, array, item, PyBUF_ND | PyBUF_FORMAT, &count);
+    const Py_ssize_t shape[] = {layer->batch, layer->heads, layer->width};
+    if (!memory) PyErr_Clear();
+    return memory && view->ndim == rank && !strcmp(view->format, format) && !memcmp(view->shape, shape, rank * sizeof *shape)
+        ? memory : NULL;
+}
+
+/* put_rows(block, row, rows, (ids, places, data), count, first, (batch, heads, num_blocks, block_rows, width, item, format))
+ * -> count */
+PyObject *put_rows(PyObject *self, PyObject *args) {
+    Buffers buffers = {.count = 0};
+    PyObject *given[3], *to[3];
+    long long count, first;
+    Layer layer;
+    if (!PyArg_ParseTuple(args, "OOO(OOO)LL(LLLLLLs)", &given[0], &given[1], &given[2], &to[0], &to[1], &to[2], &count, &first,
+                          &layer.batch, &layer.heads, &layer.num_blocks, &layer.block_rows, &layer.width, &layer.item,
+                          &layer.format))
+        return NULL;
+    WRITE(int64_t, ids, to[0]);
+    WRITE(int32_t, places, to[1]);
+    WRITE(char, data, to[2]);
+    int64_t lanes = layer.batch * layer.heads, row_bytes = layer.width * layer.item;
+    if (count < 0 || places_size != ids_size || data_size != ids_size * row_bytes)
+        return refuse(&buffers, "put_rows: sizes do not agree");
+    const int32_t *block = (const int32_t *)take_shaped(&buffers, given[0], &layer, 2, sizeof *block, "i"), *row = NULL;
+    if (block) row = (const int32_t *)take_shaped(&buffers, given[1], &layer, 2, sizeof *row, "i");
+    const char *rows = row ? take_shaped(&buffers, given[2], &layer, 3, layer.item, layer.format) : NULL;
+    if (!rows || count + lanes > ids_size) {
+        release(&buffers);
+        return PyLong_FromLong(-1);
+    }
+    for (int64_t lane = 0; lane < lanes; lane++) {
+        if (block[lane] < 0 || block[lane] >= layer.num_blocks || row[lane] < 0 || row[lane] >= layer.block_rows) continue;
+        ids[count] = first + lane * layer.num_blocks + block[lane];
+        places[count] = row[lane];
+        memcpy(data + count++ * row_bytes, rows + lane * row_bytes, row_bytes);
+    }
+    release(&buffers);
+    return PyLong_FromLongLong(count);
+}
