@@ -267,3 +267,42 @@ def test_what_a_branch_raises_comes_out_of_guess(tmp_path, method):
     with pytest.raises(ZeroDivisionError, match=method):
         asked.guess()
     assert (asked.returned is not None) == (method == "_guessed"), "the ring comes back"
+
+
+class Rows:
+    """Arrays of `native.put_rows`: two sequences of two heads with blocks of three rows of five numbers."""
+
+    def __init__(self, room: int = 8, **changes):
+        rng = np.random.default_rng(0)
+        self.given = {"block": np.array([[1, 6], [0, 5]], np.int32), "row": np.array([[2, 0], [-1, 1]], np.int32),
+                      "rows": rng.standard_normal((2, 2, 5), np.float32)} | changes
+        self.to = np.zeros(room, np.int64), np.zeros(room, np.int32), np.zeros((room, 20), np.uint8)
+
+    def put(self, count: int = 0, first: int = 100) -> int:
+        return native.put_rows(*self.given.values(), self.to, count, first, (2, 2, 6, 3, 5, 4, "f"))
+
+
+def test_rows_go_where_they_belong_after_those_that_are_there():
+    """Block 6 and row -1 are nothing."""
+    rows = Rows()
+    assert rows.put() == 2 and rows.put(2, first=200) == 4
+    ids, at, data = (array[:4] for array in rows.to)
+    assert ids.tolist() == [101, 123, 201, 223] and at.tolist() == [2, 1, 2, 1]
+    np.testing.assert_array_equal(data.view(np.float32), rows.given["rows"].reshape(4, 5)[[0, 3, 0, 3]])
+
+
+@pytest.mark.parametrize("changes", [
+    {"block": np.zeros((2, 2), np.int64)}, {"block": "block"}, {"row": np.zeros((2, 1), np.int32)},
+    {"row": np.zeros((2, 2), np.float32)}, {"rows": np.zeros((2, 2, 5))}, {"rows": np.zeros((2, 2, 4), np.float32)},
+    {"rows": np.zeros((2, 10), np.float32)}, {"rows": np.zeros((2, 2, 10), np.float32)[..., ::2]}, {"room": 3},
+], ids=["type", "no array", "shape", "index", "item", "width", "rank", "strided", "room"])
+def test_unusual_rows_are_left_to_others(changes):
+    rows = Rows(**changes)
+    assert rows.put() == -1 and not any(array.any() for array in rows.to)
+
+
+def test_rows_for_arrays_of_other_sizes_are_an_error():
+    rows = Rows()
+    rows.to = rows.to[0], rows.to[1], np.zeros((8, 16), np.uint8)
+    with pytest.raises(ValueError, match="sizes"):
+        rows.put()
