@@ -409,13 +409,11 @@ static int book(const Window *window, const Reads *reads, const Reads *guess, do
 static int came_whole(const Reads *reads) { return !reads->in_flight && reads->copied == wanted_of(reads); }
 
 /* Tells the branch what came of it; whether no exception came of that. */
-static int tell_landed(PyObject *branch, PyObject *const *args, double started, PyObject *ring, const Reads *reads,
-                       const Reads *guess) {
-    const Reads *own = reads, *ahead = guess;
+static int tell_landed(PyObject *branch, PyObject *const *args, double started, const Reads *own, const Reads *ahead) {
     PyObject *answer = PyObject_CallMethod(
         branch, "_landed", "Od((OLdd)(OLdd))OOO", args[0], started, ahead->ring ? ahead->object : Py_None,
-        (long long)ahead->to.extents, ahead->began, ahead->ended, ring, (long long)own->to.extents, own->began, own->ended,
-        args[2], args[3], args[4]);
+        (long long)ahead->to.extents, ahead->began, ahead->ended, own->object, (long long)own->to.extents, own->began,
+        own->ended, args[2], args[3], args[4]);
     Py_XDECREF(answer);
     return answer != NULL;
 }
@@ -428,7 +426,7 @@ static int close_fetch(PyObject *branch, const Window *window, PyObject *const *
     if (!tell_in_flight(reads) || (guess->ring && !tell_in_flight(guess))) return 0;
     if (!lay_over(staged, window, wanted) || !book(window, reads, guess, started)) return 0;
     if (!window->watched && came_whole(reads) && came_whole(guess)) return 1;
-    return tell_landed(branch, args, started, window->ring, reads, guess);
+    return tell_landed(branch, args, started, reads, guess);
 }
 
 /* Reads blocks and tells the branch; 1, 0 where the caller's arrays are not of the usual kind, -1 on an exception. */
