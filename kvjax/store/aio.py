@@ -53,7 +53,7 @@ XXH3 = _hash_function()
 class Landed(NamedTuple):
     """What `native.fetch` did with one ring."""
 
-    ring: "Ring"  # None where nothing was asked of one
+    ring: "Ring"  # None where there was no guess
     asked: int  # blocks that were to be read
     began: float  # as `Times`
     ended: float

@@ -201,8 +201,9 @@ class Tally:
     def stats(self) -> Stats:
         with self._lock:
             totals = dict(self._totals)
-        for name in FETCHED.names:  # type: ignore[union-attr]
-            totals[name] = totals.get(name, 0) + self._fetched[name].item()
+        fetched = self._fetched.tolist()[0]  # at once, so that no fetch is half in it
+        for name, amount in zip(FETCHED.names, fetched, strict=True):  # type: ignore[arg-type]
+            totals[name] = totals.get(name, 0) + amount
         return Stats(**totals)
 
 

@@ -1,6 +1,7 @@
-/* The part of asynchronous reads that has to be quick. Python says what to read with (`_window`, `_guess_window`) and is told
- * what came of it (`_landed`, `_guessed`); what lies between is here and in reads.c, and other Python threads run meanwhile.
- * What goes wrong is found here and dealt with in kvjax/store/branch.py and aio.py. Signatures are in native.pyi.
+/* The part of asynchronous reads that has to be quick. Python says what to read with (`_window`, `_guess_window`), and is told
+ * what was begun (`_guessed`), and of a fetch what has to be looked at (`_landed`); what lies between is here and in reads.c,
+ * and other Python threads run meanwhile. What goes wrong is found here and dealt with in kvjax/store/branch.py and aio.py.
+ * Signatures are in native.pyi.
  */
 #include "arguments.h"
 #include "callback.h"

@@ -143,6 +143,7 @@ class TransactionalBranch(Branch):
         self._tally = Tally()
         self._mutex = threading.RLock()
         self._open: list[Pile | Blocks] = []
+        self._piling = threading.Lock()  # XLA may write several layers at once
         self._closed = False
         # Of an element as programs have it, in Python's buffers.
         self._element = {"bfloat16": "H"}.get(geometry.dtype, geometry.numpy_dtype.char)
@@ -222,18 +223,24 @@ class TransactionalBranch(Branch):
     @callback
     def put_rows(self, layer, generation, block, row, rows):
         self._enter(generation)
-        start, pile = self._layer_start(layer), self._pile()
-        if native is not None:
-            count = native.put_rows(block, row, rows, pile.arrays, pile.count, start, self._row_shape)
-            if count >= 0:
-                pile.count = count
-                return
+        start = self._layer_start(layer)
+        with self._piling:
+            pile = self._pile()
+            if native is not None:
+                count = native.put_rows(block, row, rows, pile.arrays, pile.count, start, self._row_shape)
+                if count >= 0:
+                    pile.count = count
+                    return
+            pile.add(*self._wanted_rows(start, block, row, rows))
+
+    def _wanted_rows(self, start: int, block, row, rows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """`Rows` of a layer whose ids begin at `start`. Raises FormatMismatch."""
         shape, rows = self._lane_start.shape, packing.as_stored(np.asarray(rows))
         block, row = self._index("block", block, shape), self._index("row", row, shape)
         self._expect("rows", rows, (*shape, self.geometry.width))
         wanted = _within(block, self.geometry.num_blocks) & _within(row, self.geometry.block_rows)
         ids = (start + self._lane_start + block)[wanted]
-        pile.add(ids, row[wanted], np.ascontiguousarray(rows[wanted]).view(np.uint8))
+        return ids, row[wanted], np.ascontiguousarray(rows[wanted]).view(np.uint8)
 
     def _pile(self) -> Pile:
         """Where the next layer's rows go."""

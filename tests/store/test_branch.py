@@ -1,12 +1,15 @@
 """What every store promises, run on all of them."""
 
 import dataclasses
+import threading
+import time
+import types
 
 import numpy as np
 import pytest
 
 from kvjax.errors import FormatMismatch, StaleCache, StoreClosed
-from kvjax.store import base
+from kvjax.store import base, transaction
 from kvjax.store.host import HostBranch
 from tests.store.conftest import GEOMETRY, Driver
 
@@ -106,6 +109,29 @@ def test_order_within_a_transaction_holds(driver):
     expected = blocks[:, :, 0].copy()
     expected[:, :, 1] = 2.0
     np.testing.assert_array_equal(driver.read()[:, :, 3], expected)
+
+
+def test_layers_that_are_written_at_once_are_all_there(driver, monkeypatch):
+    """Given threads that may be interrupted right after rows were taken, as XLA's may be."""
+    if transaction.native is None:
+        pytest.skip("there is no compiled part")
+    taken = transaction.native.put_rows
+
+    def slow(*args):
+        count = taken(*args)
+        time.sleep(0.05)
+        return count
+
+    monkeypatch.setattr(transaction, "native", types.SimpleNamespace(put_rows=slow))
+    threads = [threading.Thread(target=driver.put_row, args=(1, 0, 1.0 + layer), kwargs={"layer": layer})
+               for layer in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    driver.commit()
+    for layer in range(2):
+        assert (driver.read(layer)[:, :, 1, 0] == 1.0 + layer).all()
 
 
 def test_arguments_are_copied(driver):
