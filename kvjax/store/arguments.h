@@ -2,6 +2,8 @@
 #pragma once
 #include "../ffi.h"
 
+#include <string.h>
+
 #define MOST_BUFFERS 10
 
 typedef struct {
@@ -29,6 +31,20 @@ static inline void *take(Buffers *buffers, PyObject *argument, size_t size, int 
     }
     *items = view->len / (Py_ssize_t)size;
     return view->buf;
+}
+
+/* Memory of an array of a type, as Python's buffers call it, and of a shape, in which -1 is any size; NULL, without an
+ * exception, where it is something else. `size`: bytes of an item. */
+static inline void *take_shaped(Buffers *buffers, PyObject *array, size_t size, int flags, const char *format, int rank,
+                                const long long *shape) {
+    Py_ssize_t items;
+    const Py_buffer *view = &buffers->views[buffers->count];
+    void *memory = take(buffers, array, size, PyBUF_ND | PyBUF_FORMAT | flags, &items);
+    if (!memory) PyErr_Clear();
+    if (!memory || view->ndim != rank || strcmp(view->format, format)) return NULL;
+    for (int i = 0; i < rank; i++)
+        if (shape[i] >= 0 && view->shape[i] != shape[i]) return NULL;
+    return memory;
 }
 
 #define READ(type, name, from)                                                      \

@@ -20,7 +20,7 @@ import numpy as np
 from jax.experimental import io_callback
 from jax.experimental.buffer_callback import buffer_callback
 
-from kvjax import kernels, packing
+from kvjax import kernels
 from kvjax.errors import ConfigError
 from kvjax.pool import Line
 from kvjax.store import base
@@ -55,7 +55,7 @@ def _read(rows, handle, generation, layer, block, slot) -> np.int32:
 
 
 def _submit(handle, generation, layer, block) -> np.int32:
-    return _call("submit", handle, generation, layer, np.asarray(block))
+    return _call("submit", handle, generation, layer, block)
 
 
 def _put_rows(handle, generation, layer, block, row, packed) -> np.int32:
@@ -63,8 +63,7 @@ def _put_rows(handle, generation, layer, block, row, packed) -> np.int32:
 
 
 def _put_blocks(handle, generation, layer, block, packed) -> np.int32:
-    packed = packing.as_stored(np.asarray(packed))
-    return _call("put_blocks", handle, generation, layer, np.asarray(block), packed)
+    return _call("put_blocks", handle, generation, layer, block, packed)
 
 
 def _failed(cause: BaseException, *operands) -> None:

@@ -213,26 +213,20 @@ static int take_layer(Buffers *buffers, const Window *from, const RingLayout **r
 
 /* An int32 array, and how many it has for each lane; NULL where it is something else. */
 static const int32_t *take_index(Buffers *buffers, const Window *from, PyObject *array, int64_t *asked) {
-    Py_ssize_t count;
+    const long long shape[] = {from->batch, from->heads, -1};
     const Py_buffer *view = &buffers->views[buffers->count];
-    const int32_t *index = take(buffers, array, sizeof *index, PyBUF_ND | PyBUF_FORMAT, &count);
-    if (!index) PyErr_Clear();
-    if (!index || view->ndim != 3 || strcmp(view->format, "i") || view->shape[0] != from->batch || view->shape[1] != from->heads)
-        return NULL;
-    *asked = view->shape[2];
+    const int32_t *index = take_shaped(buffers, array, sizeof *index, 0, "i", 3, shape);
+    if (index) *asked = view->shape[2];
     return index;
 }
 
 /* Rows of slots, or NULL. */
 static char *take_slots(Buffers *buffers, const Window *from, PyObject *array, size_t item, int64_t *slots) {
-    Py_ssize_t count;
+    const long long shape[] = {from->batch, from->heads, -1, from->block_rows, from->width};
     const Py_buffer *view = &buffers->views[buffers->count];
-    char *rows = take(buffers, array, item, PyBUF_ND | PyBUF_FORMAT | PyBUF_WRITABLE, &count);
-    if (!rows) PyErr_Clear();
-    if (!rows || view->ndim != 5 || strcmp(view->format, from->format)) return NULL;
-    *slots = view->shape[2];
-    const Py_ssize_t shape[] = {from->batch, from->heads, *slots, from->block_rows, from->width};
-    return memcmp(view->shape, shape, sizeof shape) ? NULL : rows;
+    char *rows = take_shaped(buffers, array, item, PyBUF_WRITABLE, from->format, 5, shape);
+    if (rows) *slots = view->shape[2];
+    return rows;
 }
 
 /* Finds the blocks with the volume's lock held, and what is staged of them: 1, 0 where `resolve` does not, -1 on an

@@ -2,23 +2,10 @@
 #include "rows.h"
 #include "arguments.h"
 
-#include <string.h>
-
 typedef struct { /* what there is of a layer, and of each element in Python's buffers */
     long long batch, heads, num_blocks, block_rows, width, item;
     const char *format;
 } Layer;
-
-/* Memory of an array of a type with axes [batch, heads] and, of rows, [width]; NULL where it is something else. */
-static const char *take_shaped(Buffers *buffers, PyObject *array, const Layer *layer, int rank, size_t item, const char *format) {
-    Py_ssize_t count;
-    const Py_buffer *view = &buffers->views[buffers->count];
-    const char *memory = take(buffers, array, item, PyBUF_ND | PyBUF_FORMAT, &count);
-    const Py_ssize_t shape[] = {layer->batch, layer->heads, layer->width};
-    if (!memory) PyErr_Clear();
-    return memory && view->ndim == rank && !strcmp(view->format, format) && !memcmp(view->shape, shape, rank * sizeof *shape)
-        ? memory : NULL;
-}
 
 /* put_rows(block, row, rows, (ids, places, data), count, first, (batch, heads, num_blocks, block_rows, width, item, format))
  * -> count */
@@ -37,9 +24,10 @@ PyObject *put_rows(PyObject *self, PyObject *args) {
     int64_t lanes = layer.batch * layer.heads, row_bytes = layer.width * layer.item;
     if (count < 0 || places_size != ids_size || data_size != ids_size * row_bytes)
         return refuse(&buffers, "put_rows: sizes do not agree");
-    const int32_t *block = (const int32_t *)take_shaped(&buffers, given[0], &layer, 2, sizeof *block, "i"), *row = NULL;
-    if (block) row = (const int32_t *)take_shaped(&buffers, given[1], &layer, 2, sizeof *row, "i");
-    const char *rows = row ? take_shaped(&buffers, given[2], &layer, 3, layer.item, layer.format) : NULL;
+    const long long shape[] = {layer.batch, layer.heads, layer.width};
+    const int32_t *block = take_shaped(&buffers, given[0], sizeof *block, 0, "i", 2, shape), *row = NULL;
+    if (block) row = take_shaped(&buffers, given[1], sizeof *row, 0, "i", 2, shape);
+    const char *rows = row ? take_shaped(&buffers, given[2], layer.item, 0, layer.format, 3, shape) : NULL;
     if (!rows || count + lanes > ids_size) {
         release(&buffers);
         return PyLong_FromLong(-1);

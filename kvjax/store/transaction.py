@@ -49,11 +49,6 @@ class Pile:
         self.arrays = (np.empty(room, np.int64), np.empty(room, np.int32),
                        np.empty((room, geometry.row_bytes), np.uint8))
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the rows."""
-        return self.count * self.arrays[-1].shape[1]
-
     def has_room(self, more: int) -> bool:
         """Whether it has for so many more."""
         return self.count + more <= len(self.arrays[0])
@@ -251,6 +246,7 @@ class TransactionalBranch(Branch):
     @callback
     def put_blocks(self, layer, generation, block, rows):
         self._enter(generation)
+        rows = packing.as_stored(np.asarray(rows))
         block = self._index("block", block, (*self._lane_start.shape, np.shape(block)[-1]))
         self._expect("rows", rows, (*block.shape, self.geometry.block_rows, self.geometry.width))
         wanted = _within(block, self.geometry.num_blocks)
@@ -271,23 +267,28 @@ class TransactionalBranch(Branch):
         with self._mutex:
             self._raise_saved()
             self._check(generation)
-            records = [one.record() if isinstance(one, Pile) else one for one in self._open]
-            prepared, following = self._prepare([one for one in records if one.ids.size]), self.generation + 1
+            records, following = self._records(), self.generation + 1
+            prepared = self._prepare(records)
             try:
                 self._publish(prepared)
-                self._move_on(following)
+                self._move_on(records, following)
             except Exception:
                 raise  # nothing became visible, and the token may be committed again
             except BaseException:  # Ctrl-C amid it: a part of a token must not show under the old generation
                 try:
                     self._publish(prepared)
                 finally:
-                    self._move_on(following)
+                    self._move_on(records, following)
                 raise
 
-    def _move_on(self, following: int) -> None:
+    def _records(self) -> list[Rows | Blocks]:
+        """The open transaction, in order."""
+        records = [one.record() if isinstance(one, Pile) else one for one in self._open]
+        return [record for record in records if record.ids.size]
+
+    def _move_on(self, records: list[Rows | Blocks], following: int) -> None:
         """The open transaction is visible: the next one begins."""
-        self._tally.add(bytes_put=sum(one.nbytes if isinstance(one, Pile) else one.data.nbytes for one in self._open))
+        self._tally.add(bytes_put=sum(record.data.nbytes for record in records))
         self._open = []
         self.generation = following
 
