@@ -1,7 +1,8 @@
 """The compiled parts; everything else about the package is in setup.cfg. What cannot be compiled is left out: threads
 make reads then (kvjax/store/reader.py), JAX calls back (kvjax/store/callbacks.py), and XLA does what kernels would
-(kvjax/kernels.py)."""
+(kvjax/kernels/)."""
 
+import glob
 import importlib.metadata
 import importlib.util
 import pathlib
@@ -16,17 +17,16 @@ def extensions() -> list[Extension]:
         return []
     include = pathlib.Path(jaxlib.origin).parent / "include"
 
-    def extension(name: str, *sources: str, **options) -> Extension:
+    def extension(package: str, name: str, *flags: str) -> Extension:
         return Extension(
-            name, list(sources), include_dirs=[str(include)], optional=True,
+            f"{package.replace('/', '.')}.{name}", sorted(glob.glob(f"{package}/*.c")), include_dirs=[str(include)],
+            optional=True,
             define_macros=[("JAXLIB", f'"{importlib.metadata.version("jaxlib")}"')],
-            depends=[str(include / "xla/ffi/api/c_api.h"), "kvjax/ffi.h",
-                     *(f"kvjax/store/{name}.h" for name in ("arguments", "callback", "reads", "rows"))], **options,
+            depends=[str(include / "xla/ffi/api/c_api.h"), "kvjax/ffi.h", *glob.glob(f"{package}/*.h")],
+            extra_compile_args=["-fvisibility=hidden", *flags],
         )
 
-    native = (f"kvjax/store/{name}.c" for name in ("native", "reads", "rows", "callback"))
-    return [extension("kvjax.store.native", *native, extra_compile_args=["-fvisibility=hidden"]),
-            extension("kvjax._kernels", "kvjax/kernels.c", extra_compile_args=["-O3"])]
+    return [extension("kvjax/store", "native"), extension("kvjax/kernels", "_compiled", "-O3")]
 
 
 setup(ext_modules=extensions())

@@ -3,7 +3,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-wanted=$(cat setup.cfg setup.py constraints.txt kvjax/store/native.c kvjax/kernels.c | sha256sum | cut -d' ' -f1)
+wanted=$(cat setup.cfg setup.py constraints.txt kvjax/*.h kvjax/*/*.[ch] | sha256sum | cut -d' ' -f1)
 stamp=.venv/.kvjax-setup
 if [ "$(cat "$stamp" 2>/dev/null || true)" = "$wanted" ]; then
   exit 0

@@ -1,4 +1,4 @@
-"""What XLA:CPU is slow at, as kernels for CPU (kernels.c), which compiled programs call.
+"""What XLA:CPU is slow at, as kernels for CPU, which compiled programs call.
 
 Of every kernel there is an equal in XLA's operations, which rounds differently if nothing is said. It runs on other
 platforms, and where pip found no GCC 12 or clang and left the kernels out (`COMPILED` is False then).
@@ -31,9 +31,9 @@ import jax.numpy as jnp
 from kvjax.typing import Array
 
 try:
-    from kvjax import _kernels
+    from kvjax.kernels import _compiled
 except ImportError:  # left out by pip
-    _kernels = None  # type: ignore[assignment]
+    _compiled = None  # type: ignore[assignment]
 
 # How `jax.vmap` calls them: one after the other where rows of one pool are not to be copied for each.
 _MAPPED = {"row_attention": "sequential", "code_products": "broadcast_all", "code_softmax": "broadcast_all",
@@ -57,7 +57,7 @@ def register(module: Any) -> bool:
     return True
 
 
-COMPILED = register(_kernels)
+COMPILED = register(_compiled)
 
 
 def on_cpu(name: str, result: Any, otherwise: Callable[..., Any], *operands: Array) -> Any:

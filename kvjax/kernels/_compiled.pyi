@@ -1,4 +1,4 @@
-"""The compiled part of `kvjax.kernels` (kernels.c)."""
+"""The compiled part of `kvjax.kernels` (module.c)."""
 
 JAXLIB: str
 """Version that it was compiled for."""

@@ -1,0 +1,8 @@
+/* Handlers of the kernels: each takes a call of XLA's, or says why not. */
+#pragma once
+#include "../ffi.h"
+
+XLA_FFI_Error *on_rows(XLA_FFI_CallFrame *call);
+XLA_FFI_Error *on_codes(XLA_FFI_CallFrame *call);
+XLA_FFI_Error *on_softmax(XLA_FFI_CallFrame *call);
+XLA_FFI_Error *on_assign(XLA_FFI_CallFrame *call);

@@ -1,0 +1,16 @@
+/* The module of the kernels: what XLA:CPU is slow at, called by compiled programs through its foreign function interface.
+ * Shapes are in __init__.py.
+ */
+#include "kernels.h"
+
+static const Target kernels[] = {{"row_attention", on_rows}, {"code_products", on_codes}, {"code_softmax", on_softmax},
+                                 {"assign", on_assign}, {NULL, NULL}};
+
+/* handlers() -> {name: capsule} */
+static PyObject *handlers(PyObject *self, PyObject *none) { return capsules(kernels); }
+
+static PyMethodDef methods[] = {{"handlers", handlers, METH_NOARGS, NULL}, {NULL, NULL, 0, NULL}};
+
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_compiled", NULL, -1, methods, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__compiled(void) { return with_version(PyModule_Create(&module)); }
