@@ -172,7 +172,7 @@ class Event(NamedTuple):
     layer: int
 
 
-# Totals that `native.fetch` adds to with Python's lock held: Totals of native.c.
+# Totals that `native.fetch` adds to with Python's lock held: Totals of fetch.c.
 FETCHED = np.dtype([
     ("reads", np.int64), ("blocks_read", np.int64), ("bytes_read", np.int64), ("bytes_useful", np.int64),
     ("prefetch_used", np.int64), ("mispredicted", np.int64), ("read_seconds", np.float64), ("io_seconds", np.float64),

@@ -1,5 +1,5 @@
-"""The compiled part of asynchronous reads (native.c, reads.c), of rows that a token adds (rows.c), and of programs that
-call back (callback.c). Arrays are C-contiguous; `control` and `events` are the bytes of IOCB and EVENT of
+"""The compiled part of asynchronous reads (blocks.c, fetch.c, reads.c), of rows that a token adds (rows.c), and of
+programs that call back (callback.c). Arrays are C-contiguous; `control` and `events` are the bytes of IOCB and EVENT of
 `kvjax.store.linux`. ValueError where sizes do not agree."""
 
 from collections.abc import Callable
