@@ -20,9 +20,11 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config.staging_kib = 1024  # of blocks that wait to be written; the usual 64 MiB hold a prompt
     config.samples = 32
     config.batch = 8
+    config.continuations = 8  # texts that the loss is of
     config.perplexity_tokens = 32
     if preset == "smoke":
-        config.update(lengths=(256,), memory_lengths=(512,), chunks=(64,), samples=2, batch=2, perplexity_tokens=2)
+        config.update(lengths=(256,), memory_lengths=(512,), chunks=(64,), samples=2, batch=2, continuations=2,
+                      perplexity_tokens=2)
         config.methods = ({"name": "dynakv", "budget": 128},)
     elif preset != "default":
         raise ValueError(f"unknown preset {preset!r}; use default or smoke")

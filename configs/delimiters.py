@@ -23,11 +23,12 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config.shown = 20  # delimiters in a printed table
     config.control = {  # Figure 3 d: the same method with the order of the delimiters reversed
         "method": {"name": "dynsplit", "budget": 128}, "tasks": ("needle", "passkey", "perplexity"), "lengths": (1024,),
-        "samples": 32, "batch": 8, "perplexity_tokens": 64,
+        "samples": 32, "batch": 8, "continuations": 8, "perplexity_tokens": 64,
     }
     if preset == "smoke":
         config.update(texts=2, length=256, least=2, checkpoints=(1, 2), shown=8)
-        config.control.update(tasks=("perplexity",), lengths=(256,), samples=2, batch=2, perplexity_tokens=4)
+        config.control.update(tasks=("perplexity",), lengths=(256,), samples=2, batch=2, continuations=2,
+                              perplexity_tokens=4)
     elif preset != "default":
         raise ValueError(f"unknown preset {preset!r}; use default or smoke")
     return config

@@ -125,7 +125,7 @@ def _buffer():
 def _evaluated(methods):
     return ml_collections.ConfigDict({
         "experiment": "evaluate", "seed": 0, "model": "", "tasks": ("needle", "needle_of_4", "perplexity"),
-        "lengths": (2048,), "samples": 32, "batch": 8, "perplexity_tokens": 128, "methods": methods,
+        "lengths": (2048,), "samples": 32, "batch": 8, "continuations": 8, "perplexity_tokens": 128, "methods": methods,
     })
 
 

@@ -32,6 +32,7 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config = ml_collections.ConfigDict()
     config.seed = 0
     config.model = ""  # empty: the reference model
+    config.continuations = 8
     config.perplexity_tokens = 64
     config.samples = 32
     config.batch = 8
@@ -55,7 +56,8 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     elif preset in timed:
         return timed[preset]()
     elif preset == "smoke":
-        config.update(tasks=("passkey", "perplexity"), lengths=(256,), samples=4, batch=4, perplexity_tokens=4)
+        config.update(tasks=("passkey", "perplexity"), lengths=(256,), samples=4, batch=4, continuations=4,
+                      perplexity_tokens=4)
         config.methods = ({"name": "full"}, {**_DYNSPLIT, "budget": 96})
     elif preset != "default":
         raise ValueError(f"unknown preset {preset!r}; use default, tenth, passkey, {', '.join(timed)} or smoke")

@@ -17,6 +17,7 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config.lengths = (512, 2048)
     config.samples = 32
     config.batch = 8
+    config.continuations = 8  # texts that perplexity is of
     config.perplexity_tokens = 64
     config.methods = (
         {"name": "full"},
@@ -26,7 +27,8 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
         {"name": "dynakv", "budget": 128},
     )
     if preset == "smoke":
-        config.update(tasks=("passkey", "perplexity"), lengths=(256,), samples=4, batch=4, perplexity_tokens=4)
+        config.update(tasks=("passkey", "perplexity"), lengths=(256,), samples=4, batch=4, continuations=4,
+                      perplexity_tokens=4)
         config.methods = ({"name": "full"}, {"name": "quest", "budget": 128})
     elif preset != "default":
         raise ValueError(f"unknown preset {preset!r}; use default or smoke")

@@ -42,6 +42,8 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config.suite.update(
         store="memory", tasks=("passkey", "needle", "needle_of_4"), budgets=(64, 256), samples=100, seeds=(0, 1, 2, 3),
     )
+    for of_the_board in ("experiment", "model", "dtype", "shard"):  # the model is `config.model`, and all cells are run
+        del config.suite[of_the_board]
     config.suite.methods = (
         {"name": "full", "whole": True}, {"name": "icecache", "window": 16, "dense_layers": 0},
         {"name": "icecache", "label": "icecache, 2 dense", "window": 16},

@@ -65,7 +65,7 @@ def get_config(preset: str = "accuracy") -> ml_collections.ConfigDict:
 def _evaluate(methods, **changes) -> ml_collections.ConfigDict:
     config = ml_collections.ConfigDict({
         "experiment": "evaluate", "seed": 0, "model": "", "tasks": ("needle", "needle_of_4", "perplexity"),
-        "lengths": (2048,), "samples": 32, "batch": 8, "perplexity_tokens": 128,
+        "lengths": (2048,), "samples": 32, "batch": 8, "continuations": 8, "perplexity_tokens": 128,
         "methods": methods,
     })
     config.update(changes)

@@ -19,6 +19,7 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config = ml_collections.ConfigDict()
     config.experiment = "leaderboard"
     config.model = str(REFERENCE_8K) if preset == "long" else ""  # empty: the reference model
+    config.dtype = "float32"  # of the weights
     table = str((REFERENCE_8K if preset == "long" else REFERENCE) / "delimiters.json")
     config.store = "host"
     config.shard = "0/1"
@@ -28,7 +29,7 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config.seeds = (0,)
     config.samples = 32
     config.batch = 8
-    config.continuations = 8  # contexts of tasks that predict given tokens: perplexity, mqar
+    config.continuations = 16  # contexts of tasks that predict given tokens: perplexity, mqar
     config.max_new_tokens = 0  # most tokens of an answer; 0 = as many as the task says
     config.perplexity_tokens = 32
     config.recall_k = 16
@@ -36,7 +37,7 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config.keep_bytes = 4 << 30  # of contexts that were read, kept for the next method
     config.methods = (
         {"name": "full", "whole": True},
-        {"name": "oracle"},
+        {"name": "oracle", "window": 16},
         {"name": "random", "window": 16},
         {"name": "streaming_llm", "window": 16},
         {"name": "h2o", "window": 16},
@@ -67,7 +68,7 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     elif preset == "quick":
         config.update(tasks=("needle",), budgets=(64, 128))
     elif preset == "long":
-        config.update(lengths=(8192,), budgets=(128,))
+        config.update(lengths=(8192,), budgets=(128,), continuations=8)
     elif preset == "ruler":
         config.update(tasks=(*ruler.NIAH, "vt", "cwe", "fwe"), budgets=(128, 256), samples=8)
     elif preset == "recall":

@@ -23,6 +23,7 @@ from experiments import common, evaluate
 from experiments.results import Run
 from kvjax.tasks import Sample, asking
 
+_EXTRAS = ("label",)  # of a method's settings
 _SIZES = ("peak_bytes", "resident_bytes")
 # glibc then gives freed arrays back at once, and `_resident` has it give back what is smaller, so that the resident set
 # shows what is in use: its arenas, one for each of XLA's threads, keep many times as much after a long prompt.
@@ -59,7 +60,7 @@ def _peak_bytes(
     model: str, settings: dict, chunk: int | None, length: int, staging: int, workdir: str
 ) -> tuple[int, int]:
     """Most bytes that a second prefill takes, and those that a cache goes on keeping in memory."""
-    llm, method = common.load_model(model), common.make_method(settings)
+    llm, method = common.load_model(model), common.make_method(settings, _EXTRAS)
     prompt = np.random.default_rng(0).integers(1, llm.config.vocab_size, length).tolist()
 
     def prefill() -> int:
@@ -100,29 +101,30 @@ def _resident() -> int:
 
 def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     """Measures every method, chunk and length; rows that the workdir has are skipped."""
-    methods = [common.make_method(settings) for settings in config.methods]
+    methods = common.by_label(config.methods)
+    made = {label: common.make_method(settings, _EXTRAS) for label, settings in methods.items()}
     llm, run = common.load_model(config.model), Run(config, workdir, ("methods", "chunks", "lengths", "memory_lengths"))
     stream, rows = common.held_out_tokens(llm), run.logged()
     done = {(row["task"], row["method"], row["chunk"], row["context"]) for row in rows}
-    jobs = [("accuracy", i, chunk, n) for n in config.lengths for i in range(len(methods)) for chunk in config.chunks]
-    jobs += [("memory", i, chunk, n) for n in config.memory_lengths for i in range(len(methods))
-             for chunk in config.chunks]
-    for task, i, chunk, length in tqdm(jobs, disable=None):
-        head = {"task": task, "method": common.label(methods[i]), "chunk": chunk, "context": length}
+    jobs = [(task, label, chunk, length)
+            for task, lengths in (("accuracy", config.lengths), ("memory", config.memory_lengths))
+            for length in lengths for label in methods for chunk in config.chunks]
+    for task, label, chunk, length in tqdm(jobs, disable=None):
+        head = {"task": task, "method": label, "chunk": chunk, "context": length}
         if tuple(head.values()) in done:
             continue
         if task == "memory":
             store = str(run.path / "store")
             staging = config.staging_kib << 10
-            peak, kept = peak_bytes(config.model, dict(config.methods[i]), chunk or None, length, staging, store)
+            peak, kept = peak_bytes(config.model, dict(methods[label]), chunk or None, length, staging, store)
             measured = {"peak_bytes": peak, "resident_bytes": kept, "staging_bytes": staging}
         else:
             samples = common.draw_task(llm, stream, "needle", length, config.samples, config.seed)
-            measured = accuracy_row(llm, methods[i], chunk or None, samples, config)
-            loss = evaluate.perplexity_row(llm, methods[i], stream, length, config, chunk or None)
+            measured = accuracy_row(llm, made[label], chunk or None, samples, config)
+            loss = evaluate.perplexity_row(llm, made[label], stream, length, config, chunk or None)
             measured["nll"] = loss["nll"]
         store = "flash" if task == "memory" else "memory"
-        rows.append({**head, "store": store, "budget": methods[i].budget, "seed": config.seed, **measured})
+        rows.append({**head, "store": store, "budget": made[label].budget, "seed": config.seed, **measured})
         run.log(**rows[-1])
     run.summary(rows)
     print_table(rows)

@@ -163,7 +163,7 @@ def check_model(llm: kvjax.LLM, entries: Sequence[Mapping[str, Any]]) -> None:
     """Raises ConfigError where what a method was given is of another model: now, not in an hour."""
     for settings in entries:
         try:
-            make_method(settings, NOT_FIELDS).check_model(llm.fingerprint)
+            make_method(settings, NOT_FIELDS).check_model(llm.identity)
         except FormatMismatch as cause:
             raise ConfigError(f"{label_of(settings)}: {cause}; or leave it out of config.methods") from cause
 

@@ -120,13 +120,13 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     for kind in config.kinds:
         found = tallies(llm, kind, config)
         together.merge(found[-1])
-        tables[kind] = found[-1].table(llm.fingerprint, names, config.least)
+        tables[kind] = found[-1].table(llm.identity, names, config.least)
         tables[kind].save(run.path / f"delimiters_{kind}.json")
         shown = table_rows(kind, tables[kind], found[-1], config)
         print_table(kind, shown[: config.shown])
         rows += shown + convergence_rows(kind, found, names, config)
     rows.append(spread_row(tables, config))
-    table = together.table(llm.fingerprint, names, config.least)
+    table = together.table(llm.identity, names, config.least)
     paths = {"estimated": run.path / "delimiters.json", "reversed": run.path / "delimiters_reversed.json"}
     table.save(paths["estimated"])
     table.reversed().save(paths["reversed"])

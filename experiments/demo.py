@@ -85,7 +85,7 @@ def user_job(llm: kvjax.LLM, config: ml_collections.ConfigDict) -> Job:
         raise PromptError(f"prompt_file={config.prompt_file} is empty; give a file with text in it")
     if not config.question:
         raise PromptError('no question; give --config.question="..." beside prompt_file')
-    before, question = _in_template(llm, text, config.question) if config.chat else (text, config.question)
+    before, question = _in_template(llm, text, config.question) if config.chat else (text, f"\n\n{config.question}")
     return Job([llm.encode(before, start=not config.chat)], (question,), (None,))
 
 
@@ -109,9 +109,12 @@ def answer_all(llm: kvjax.LLM, job: Job, reading, settings, config: ml_collectio
         llm.generate, job.questions, cache, max_new_tokens=config.max_new_tokens, stop=job.stop
     )
     probe = Probe(cache, reading, k=config.recall_k) if reading else None
-    ask(observer=probe)  # apart from the timed run: compiles, and brings every step's selection to the host
-    row = summarise(method, job, ask(), probe, cache)
-    cache.close()
+    # Apart from the timed run: compiles, and brings every step's selection to the host.
+    first = ask(observer=probe) if probe else ask(max_new_tokens=1)
+    result = ask()
+    row = summarise(method, job, result, probe, cache)
+    for one in (first.cache, result.cache, cache):
+        one.close()
     head = {"method": common.label_of(settings), "store": config.store, **common.disk_of(store)}
     return {**row, **head, "task": "demo", "context": longest(job), "seed": config.seed}
 
@@ -207,7 +210,7 @@ def check_fit(llm: kvjax.LLM, job: Job, settings, config: ml_collections.ConfigD
         llm.config, method, len(job.contexts), capacity(llm, job, config), common.dtype_of(settings)
     )
     if config.chunk:
-        extend.check(plan, config.chunk)
+        extend.check_prompt(plan, config.chunk)
     if slots is not None and not on_store:
         raise ConfigError(f"{common.label_of(settings)}: slots are for blocks on a store; leave them out with "
                           "--config.store=memory")

@@ -74,13 +74,17 @@ def perplexity_row(
 ) -> dict:
     """Mean negative log-likelihood of held-out text after a prefill of `length` tokens, dense unless in chunks.
 
-    `config.perplexity_tokens` are fed one by one through the method's cache: a parallel forward pass
-    would never exercise the selection.
+    Of each of `config.continuations` texts `config.perplexity_tokens` are fed one by one through the method's cache: a
+    parallel forward pass would never exercise the selection.
     """
-    drawn = common.draw_task(llm, stream, "perplexity", length, config.batch, config.seed, config.perplexity_tokens)
-    contexts, steps = [list(one.context) for one in drawn], config.perplexity_tokens
-    cache = llm.prefill(contexts, method=method, capacity=length + steps, chunk=chunk, dtype=dtype)
-    losses = -np.stack(llm.score([list(one.tokens) for one in drawn], cache).logprobs)
+    steps, size = config.perplexity_tokens, config.batch
+    drawn = common.draw_task(llm, stream, "perplexity", length, config.continuations, config.seed, steps)
+    losses = []
+    for some in (drawn[start : start + size] for start in range(0, len(drawn), size)):
+        contexts = [list(one.context) for one in some]
+        cache = llm.prefill(contexts, method=method, capacity=length + steps, chunk=chunk, dtype=dtype)
+        losses += [-found for found in llm.score([list(one.tokens) for one in some], cache).logprobs]
+    losses = np.stack(losses)
     nll = float(np.mean(losses))
     return {"nll": nll, "perplexity": float(np.exp(nll)), "samples": losses.size,
             "nll_by_text": losses.mean(axis=1).tolist()}
@@ -98,7 +102,7 @@ def measure(llm: kvjax.LLM, settings, task: str, length: int, stream, config: ml
 def check(config: ml_collections.ConfigDict) -> None:
     """Raises ConfigError on tasks or numbers that make no experiment."""
     common.check_some(config, "tasks", "methods")
-    common.check_counts(config, lengths=1, samples=1, batch=1, perplexity_tokens=1, seed=0)
+    common.check_counts(config, lengths=1, samples=1, batch=1, continuations=1, perplexity_tokens=1, seed=0)
     unknown = set(config.tasks) - set(TASKS)
     if unknown:
         raise ConfigError(f"unknown tasks {sorted(unknown)}; use some of {', '.join(TASKS)}")

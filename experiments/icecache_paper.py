@@ -106,6 +106,7 @@ def _hit_rate(llm: kvjax.LLM, method, text: list[int], config) -> Row:
 
 def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     """Measures every part; re-running skips the rows that are there."""
+    leaderboard.check(config.suite)
     llm = common.load_model(config.model)
     parts = {
         "passkey": lambda: passkey(llm, config), "suite": lambda: suite(llm, config, run.path),

@@ -11,7 +11,7 @@ import numpy as np
 
 import kvjax
 from experiments import common, throughput
-from kvjax import decode, layer, planning, prefill
+from kvjax import decode, planning, prefill
 from kvjax.planning import Slots
 from kvjax.tasks import asking
 
@@ -88,7 +88,7 @@ def _timed(llm: kvjax.LLM, method, context: int, steps: int) -> Row:
     """Milliseconds of a token: median, of the first and the last quarter, and of one layer's parts."""
     started = time.perf_counter()
     plan, state, _, build = throughput.filled_cache(
-        llm, method, context, 2 * steps + 4, None, Slots(), copies=True
+        llm, method, context, steps + 2 + throughput.COMMITS, None, Slots(), copies=True
     )
     filled = time.perf_counter() - started
     resident = planning.resident_bytes(state)
@@ -99,7 +99,6 @@ def _timed(llm: kvjax.LLM, method, context: int, steps: int) -> Row:
         "token_ms": float(np.median(times)), "first_quarter_ms": first, "last_quarter_ms": last,
         "last_over_first": last / first, "resident_bytes": resident, "occupancy": occupancy(plan, state),
         "index_build_s": build, "fill_s": filled, **throughput.parts(llm, plan, state, None),
-        "commit_ms": _commit_ms(plan, state, steps),
     }
 
 
@@ -107,26 +106,6 @@ def occupancy(plan, state) -> float:
     """Share of the rows of blocks in use that hold a token, in the last layer."""
     count = state.layers[-1].state.count
     return float(jnp.sum(count) / jnp.maximum(jnp.sum(count > 0) * plan.layers[-1].spec.block_rows, 1))
-
-
-def _commit_ms(plan, state, repeats: int) -> float:
-    """Median milliseconds in which one layer books a token: the window moves on, and what leaves it is indexed."""
-    number = max(i for i, one in enumerate(plan.layers) if not one.follows)
-    layer_plan, config, rng = plan.layers[number], plan.config, np.random.default_rng(0)
-    q, key = (jnp.asarray(rng.standard_normal((plan.batch, heads, config.head_dim), np.float32))
-              for heads in (config.num_heads, config.num_kv_heads))
-    cache, at, line, active = state.layers[number], state.length, state.line, jnp.ones(plan.batch, bool)
-    fresh = layer.read(layer_plan, cache, q, key, key, at, jnp.int32(number), line)[2]
-    book = jax.jit(
-        lambda cache, at: layer.write(layer_plan, cache, fresh, at, active, jnp.int32(number), line)[0],
-        donate_argnums=0,
-    )
-    cache, times = jax.tree.map(jnp.copy, cache), []
-    for i in range(repeats + 1):
-        started = time.perf_counter()
-        cache = jax.block_until_ready(book(cache, at + i))
-        times.append(1e3 * (time.perf_counter() - started))
-    return float(np.median(times[1:]))
 
 
 def breakdown(config, directory) -> Iterator[tuple[Row, Callable[[], Row]]]:
@@ -145,7 +124,7 @@ def breakdown(config, directory) -> Iterator[tuple[Row, Callable[[], Row]]]:
 def _loading(llm: kvjax.LLM, method, config, directory) -> Row:
     store = common.make_store("flash", directory / "store")
     plan, state, branch, _ = throughput.filled_cache(
-        llm, method, config.long_context, config.steps + 4, store, Slots()
+        llm, method, config.long_context, config.steps + 1 + throughput.COMMITS, store, Slots()
     )
     before = branch.stats()
     seconds, state = throughput.time_tokens(llm, plan, state, [i % 7 for i in range(config.steps)], "fused")

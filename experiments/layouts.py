@@ -126,11 +126,13 @@ def _combine(one: Stats, other: Stats, sign: int = 1) -> Stats:
 def texts(llm: kvjax.LLM, count: int, tokens: int) -> np.ndarray:
     """int32[count, tokens] of held-out text, every row from a part of its own."""
     ids = common.held_out_tokens(llm).astype(np.int32)
-    if ids.size < count * (tokens - 1):
+    start = np.asarray(llm.encode("", start=True), np.int32)
+    own = tokens - start.size
+    if ids.size < count * own:
         raise ConfigError(f"batch={count} rows of {tokens} tokens need more than the {ids.size} tokens of held-out "
                           "text; lower batch, context or steps")
-    rows = ids[:count * (tokens - 1)].reshape(count, -1)
-    return np.concatenate([np.zeros((count, 1), np.int32), rows], axis=1)  # token 0 begins a text
+    rows = ids[:count * own].reshape(count, -1)
+    return np.concatenate([np.tile(start, (count, 1)), rows], axis=1)
 
 
 def tables(state) -> np.ndarray:

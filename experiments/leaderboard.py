@@ -213,7 +213,8 @@ def continued(exams: Exams, cell: Cell, directory: pathlib.Path) -> dict:
     if not all(all(one.scored) for one in samples):
         return {**evaluate.accuracy(hits), **together(runs)}
     nll = float(np.mean(np.concatenate(losses)))
-    return {"nll": nll, "perplexity": float(np.exp(nll)), "samples": len(hits), **together(runs)}
+    return {"nll": nll, "perplexity": float(np.exp(nll)), "samples": len(hits),
+            "nll_by_text": [float(np.mean(one)) for one in losses], **together(runs)}
 
 
 def together(runs: list[dict]) -> dict:
@@ -255,7 +256,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     jobs = take_shard(list(cells(config)), config.shard)
     for cell in jobs:
         _ = cell.method, tasks.find(cell.task)  # a wrong setting is an error now, not in an hour
-    llm = common.load_model(config.model)
+    llm = common.load_model(config.model, config.dtype)
     common.check_model(llm, config.methods)
     exams = Exams(llm, config)
     check_fit(exams, jobs)

@@ -5,6 +5,7 @@ under the workdir with O_DIRECT. The method looks ahead, so that what is prefetc
 dense, as nothing comes before it. Weights are random; keys are made up as in `experiments.throughput`.
 """
 
+import itertools
 import time
 
 import ml_collections
@@ -64,23 +65,25 @@ def decode_tokens(llm, method, config, driver: str, slots: Slots, store=None) ->
 
 
 def run(config: ml_collections.ConfigDict, workdir: str) -> None:
-    """One row per device, prefetch and driver; the rows there are already are kept."""
+    """One row per device, prefetch and driver; devices and drivers that the workdir has are skipped."""
     run, method = Run(config, workdir), Quest(lookahead=True, dense_layers=1, **config.method)
+    done = {(row["device"], row["driver"]) for row in run.logged()}
     llm = kvjax.LLM(shape(config.layers, config.hidden), throughput.random_params(shape(config.layers, config.hidden)))
     compute = {driver: decode_tokens(llm, method, config, driver, Slots())["ms_per_token"] for driver in config.drivers}
     requests = config.method.max_blocks * llm.config.num_kv_heads
     delay = 1e-3 * config.io_share * min(compute.values()) / config.layers / -(-requests // config.threads)
-    for device in config.devices:
-        for driver in config.drivers:
-            blocked = 0.0
-            for prefetch in ("off", "layer"):
-                store = make_store(device, delay, config.threads, run.path / "store")
-                row = decode_tokens(llm, method, config, driver, Slots(prefetch=prefetch), store)
-                # Against the run without prefetch: when an asynchronous read that nobody waited for ended is not known.
-                blocked = blocked or row["wait_ms_per_step"]
-                row["hidden_io_fraction"] = 1 - row["wait_ms_per_step"] / blocked
-                run.log(device=device, driver=driver, prefetch=prefetch, method="quest", context=config.context,
-                        compute_ms_per_token=compute[driver], **row)
+    for device, driver in itertools.product(config.devices, config.drivers):
+        if (device, driver) in done:
+            continue
+        both = {}
+        for prefetch in ("off", "layer"):
+            store = make_store(device, delay, config.threads, run.path / "store")
+            both[prefetch] = decode_tokens(llm, method, config, driver, Slots(prefetch=prefetch), store)
+        for prefetch, row in both.items():
+            # Against the run without prefetch: when an asynchronous read that nobody waited for ended is not known.
+            hidden = 1 - row["wait_ms_per_step"] / both["off"]["wait_ms_per_step"]
+            run.log(device=device, driver=driver, prefetch=prefetch, method="quest", context=config.context,
+                    compute_ms_per_token=compute[driver], hidden_io_fraction=hidden, **row)
     run.summary(run.logged())
     print_table(run.logged())
 

@@ -12,14 +12,15 @@ Row = dict[str, Any]
 COLUMNS = (
     ("method", "method"), ("task", "task"), ("context", "context"), ("budget", "budget"), ("seed", "seed"),
     ("question", "question"),
-    ("accuracy", "accuracy"), ("interval", "95 % interval"), ("delta_nll", "ΔNLL"), ("recall", "recall@k"),
-    ("attention_mass", "attention mass"), ("output_error", "output error"), ("attended_tokens", "attended"),
+    ("accuracy", "accuracy"), ("interval", "95 % interval"), ("delta_nll", "ΔNLL"),
+    ("delta_nll_interval", "95 % interval"), ("recall", "recall@k"),
+    ("attention_mass", "attention mass"), ("output_error", "error of the selection"), ("attended_tokens", "attended"),
     ("bytes_read_per_token", "bytes read/token"),
     ("reads_per_token", "reads/token"), ("hit_rate", "hit rate"), ("resident_bytes", "resident bytes"),
     ("select_ms", "ms to select"),
     ("refused", "refused"),
 )
-_NO_MEAN = ("method", "task", "context", "budget", "seed", "question", "interval", "refused")
+_NO_MEAN = ("method", "task", "context", "budget", "seed", "question", "interval", "delta_nll_interval", "refused")
 _STYLE = """body{font:14px/1.4 system-ui,sans-serif;margin:2rem auto;max-width:80rem;padding:0 1rem}
 table{border-collapse:collapse;font-variant-numeric:tabular-nums}td,th{padding:.2rem .6rem;text-align:right}
 td:first-child,th:first-child{text-align:left}th{cursor:pointer;border-bottom:2px solid #888;position:sticky;top:0;

@@ -25,6 +25,8 @@ from kvjax.store.belady import fewest_misses
 from kvjax.tasks import needles
 from kvjax.typing import Array, Int32, pytree
 
+_EXTRAS = ("label",)  # of a method's settings
+
 
 @pytree
 class Trace:
@@ -85,19 +87,20 @@ def draw_text(llm: kvjax.LLM, config: ml_collections.ConfigDict) -> np.ndarray:
     """tokens[B, context + steps] of held-out library text; each sequence is of its own place."""
     rng = np.random.default_rng(config.seed)
     stream = common.held_out_tokens(llm)
-    size = config.context + config.steps - 1
-    rows = [[llm.config.bos_token_id, *needles.random_span(rng, stream, size)] for _ in range(config.batch)]
+    start = llm.encode("", start=True)
+    size = config.context + config.steps - len(start)
+    rows = [[*start, *needles.random_span(rng, stream, size)] for _ in range(config.batch)]
     return np.asarray(rows, np.int32)
 
 
 def measure(llm: kvjax.LLM, settings, config: ml_collections.ConfigDict) -> list[dict]:
     """One row per policy and number of slots."""
-    method, tokens = common.make_method(settings), draw_text(llm, config)
+    method, tokens = common.make_method(settings, _EXTRAS), draw_text(llm, config)
     cache = llm.prefill(tokens[:, : config.context].tolist(), method=method, capacity=config.context + config.steps)
     trace = record(llm, cache, tokens[:, config.context :])
     needed = int(np.count_nonzero(trace.need < trace.count.shape[-1]))
     block_bytes = planning.geometry(cache.plan).block_bytes
-    head = {"method": common.label(method), "store": "replay", "task": "residency", "context": config.context,
+    head = {"method": common.label_of(settings), "store": "replay", "task": "residency", "context": config.context,
             "steps": config.steps, "budget": method.budget, "seed": config.seed, "blocks_needed": needed,
             "blocks_in_use": float(np.mean(np.count_nonzero(trace.count[-1], axis=-1)))}
     on_device, rows = jax.device_put(trace), []
@@ -124,14 +127,15 @@ def check(config: ml_collections.ConfigDict) -> None:
 
 def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     """Records and replays every method that the workdir does not have yet."""
-    methods = [common.make_method(settings) for settings in config.methods]
+    methods = common.by_label(config.methods)
+    for settings in methods.values():
+        common.make_method(settings, _EXTRAS)
     check(config)
     llm = common.load_model(config.model)
     run = Run(config, workdir, ("methods",))
     rows = run.logged()
-    for settings, method in zip(config.methods, methods, strict=True):
-        if common.label(method) in {row["method"] for row in rows}:
-            continue
+    done = {row["method"] for row in rows}
+    for settings in [settings for label, settings in methods.items() if label not in done]:
         for row in measure(llm, settings, config):
             rows.append(row)
             run.log(**row)

@@ -2,8 +2,10 @@
 
 import importlib.metadata
 import json
+import os
 import pathlib
 import platform
+import subprocess
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -12,9 +14,11 @@ import ml_collections
 from absl import logging
 
 from experiments import common
+from kvjax import kernels
 from kvjax.errors import ConfigError
 
-_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "tokenizers", "safetensors")
+_ROOT = pathlib.Path(__file__).parent.parent
+_PACKAGES = ("kvjax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "tokenizers", "safetensors")
 
 
 def versions() -> dict[str, str]:
@@ -22,12 +26,37 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in _PACKAGES}}
 
 
+def machine() -> dict[str, Any]:
+    """What runs, and what it runs on."""
+    return {"versions": versions(), "commit": commit(), "device": str(jax.devices()[0]), "processor": processor(),
+            "kernels": kernels.COMPILED}
+
+
+def commit() -> str | None:
+    """The commit that is checked out, "-dirty" if files were changed; None outside a git repository."""
+    asked = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        return subprocess.run(asked, cwd=_ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def processor() -> str:
+    """Model and number of the processors that this process may use."""
+    file = pathlib.Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{count} x {names[0] if names else platform.machine()}"
+
+
 class Run:
     """A workdir in use. Lines of `metrics.jsonl` that are already there are what is done.
 
     They have to be of the same configuration, or nobody would know what a table shows. Only fields of the `grid`, by
     which rows are told apart, may differ, and "methods" by entries of other labels; None = any field. Raises
-    ConfigError for other differences, and for a workdir that cannot be used.
+    ConfigError for other differences, and for a workdir that cannot be used. Other versions or another machine are a
+    warning, and "before" in the header has what earlier rows were measured on.
     """
 
     def __init__(self, config: ml_collections.ConfigDict, workdir: str, grid: Sequence[str] | None = ()):
@@ -35,13 +64,14 @@ class Run:
         self.header = {
             "experiment": config.experiment,
             "config": json.loads(config.to_json_best_effort()),
-            "versions": versions(),
-            "device": str(jax.devices()[0]),
+            **machine(),
         }
         file = self.path / "config.json"
         try:
             if grid is not None and file.exists() and self.logged():
-                _check_same(workdir, json.loads(file.read_text())["config"], self.header["config"], grid)
+                before = json.loads(file.read_text())
+                _check_same(workdir, before["config"], self.header["config"], grid)
+                self.header["before"] = _machines(workdir, before, self.header)
             self.path.mkdir(parents=True, exist_ok=True)
             self._mend()
             file.write_text(json.dumps(self.header, indent=2) + "\n")
@@ -97,6 +127,18 @@ def _row(line: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return found if isinstance(found, dict) and line.endswith(b"\n") else None
+
+
+def _machines(workdir: str, before: dict[str, Any], now: dict[str, Any]) -> list[dict[str, Any]]:
+    """What rows of a workdir were measured on, each once, but for what is so now. Warns where the last was another."""
+    keys = machine().keys()
+    last, here = ({key: header.get(key) for key in keys} for header in (before, now))
+    known = before.get("before", [])
+    if last == here:
+        return known
+    changed = "; ".join(f"{key} was {last[key]} and is {here[key]}" for key in keys if last[key] != here[key])
+    logging.warning("%s has rows of another time: %s", workdir, changed)
+    return [one for one in known if one != last] + [last]
 
 
 def _check_same(workdir: str, before: dict[str, Any], now: dict[str, Any], grid: Sequence[str]) -> None:

@@ -46,7 +46,7 @@ class Texts:
         if kind not in KINDS:
             raise ConfigError(f"unknown kind of text {kind!r}; use some of {', '.join(KINDS)}")
         rng = np.random.default_rng((self.seed, KINDS.index(kind), number))
-        start = [self.llm.config.bos_token_id]
+        start = self.llm.encode("", start=True)
         return (start + getattr(self, f"_{kind}")(rng, prompt, length))[:length]
 
     def _code(self, rng, prompt, length):

@@ -37,7 +37,7 @@ from kvjax.store.slots import SlotPool
 
 _GRID = ("models", "methods", "contexts", "batches", "stores", "transformers")
 _EXTRAS = ("label", "slots", "dtype", "replay", "only")  # of a method's settings
-_COMMITS = 25  # tokens that a layer's commit is timed with
+COMMITS = 26  # tokens that a layer's commit is timed with; the first compiles
 _LATE = 0.2  # of an emulated device's commands; beyond it, times are more the host's than the device's
 _WARM_UP = 4  # steps that no median counts, the one that compiles included
 
@@ -202,7 +202,7 @@ def commit_ms(layer_plan, cache: LayerCache, fresh: Fresh, at, number, line: Lin
     follow each other."""
     write = jax.jit(layer.write, static_argnums=0, donate_argnums=1)
     cache, gate, times = jax.tree.map(jnp.copy, cache), jnp.ones(at.shape, bool), []
-    for i in range(_COMMITS + 1):  # the first compiles
+    for i in range(COMMITS):
         started, now = time.perf_counter(), dataclasses.replace(line, generation=line.generation + i)
         cache = jax.block_until_ready(write(layer_plan, cache, fresh, at + i, gate, number, now))[0]
         if branch is not None:
@@ -271,7 +271,7 @@ def measure(llm, name: str, settings, store_name: str, context: int, batch: int,
     method, directory = replay.make(settings, config, llm.config, context, path / "recordings"), path / "store"
     store = common.make_store(store_name, directory)
     slots, dtype = common.make_slots(settings, config.slots), common.dtype_of(settings)
-    room = len(config.drivers) * (config.steps + 1) + _COMMITS + 1
+    room = len(config.drivers) * (config.steps + 1) + COMMITS
     plan, state, branch, build = filled_cache(
         llm, method, context, room, store, slots, batch, dtype, run=config.get("clump_run", 1.0)
     )

@@ -16,7 +16,7 @@ def check_kinds(method, store, slots) -> None:
     check_method_and_slots(method, slots)
     if not isinstance(store, Store | None):
         raise ConfigError(f"store={store!r} is no store; give one such as kvjax.FlashStore(path), or None for memory")
-    if slots is not None and store is None:
+    if slots is not None and store is None and slots.park is None:
         raise ConfigError("slots are for blocks on a store; give a store such as kvjax.HostStore() beside them")
 
 
@@ -40,8 +40,8 @@ def check_generation(max_new_tokens, sampling, seed) -> None:
         raise PromptError(f"max_new_tokens={max_new_tokens!r} must be a whole number, and not negative")
     if not isinstance(sampling, Sampling):
         raise ConfigError(f"sampling={sampling!r} is none; give kvjax.Sampling(temperature=...)")
-    if not fields.whole(seed) or not -(2**63) <= seed < 2**63:
-        raise ConfigError(f"seed={seed!r} must be a whole number of 64 bits")
+    if not fields.whole(seed, 0) or seed >= 2**32:  # of more bits JAX drops the upper ones
+        raise ConfigError(f"seed={seed!r} must be a whole number from 0 to 2^32 - 1")
 
 
 def marks(stop, tokenizer) -> tuple[str, ...]:

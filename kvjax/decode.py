@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import layer, order
-from kvjax.errors import ConfigError, StoreClosed, StoreError
+from kvjax.errors import ConfigError, StoreClosed, StoreError, to_raise
 from kvjax.layer import LayerCache, Report
 from kvjax.method import Placement
 from kvjax.models.transformer import Block, Transformer
@@ -102,9 +102,8 @@ def settle(state: State, ok: bool) -> None:
         raise failure
     except BaseException as error:
         branch.abort(generation)  # the token is over, and another one may be tried in its place
-        cause = error.__cause__
-        if cause is not None and not isinstance(cause, Exception):  # Ctrl-C, which a callback had to keep
-            raise cause from None
+        if isinstance(error, StoreError) and to_raise(error) is not error:
+            raise to_raise(error) from None
         raise
 
 
@@ -138,7 +137,7 @@ def _read(config, layer_plan, next_plan, params, next_params, cache, next_cache,
         next_choice = choice
         if _prefetches(next_cache.pool, "layer"):
             out = order.after(next_cache.pool.submit(choice.need, number + 1, line), out)
-    if _prefetches(cache.pool, "step"):
+    if _prefetches(cache.pool, "step") and not layer_plan.follows:  # followers do not rank blocks
         likely = gated(layer.runners_up(layer_plan, cache.state, q), ok & active, layer_plan.spec.num_blocks)
         out = order.after(cache.pool.submit(likely, number, line), out)
     return _finish(config, params, x, out), cache, fresh, ok, report, next_choice

@@ -32,6 +32,12 @@ class StoreError(KvjaxError, OSError):
     state: object | None = None
 
 
+def to_raise(error: StoreError) -> BaseException:
+    """The error, or what a callback had to keep in it because it may not raise: Ctrl-C."""
+    cause = error.__cause__
+    return error if cause is None or isinstance(cause, Exception) else cause
+
+
 class ShortRead(StoreError):
     """The file ended before the block did."""
 

@@ -89,6 +89,8 @@ class Evictor(Method):
 class PromptEvictor(Evictor):
     """Only the prompt is judged: tokens that leave the window later replace the prompt's least, oldest of them last."""
 
+    whole_prompts: ClassVar[bool] = True
+
     def leaving_worth(self, spec, index, leaving):
         # Above all votes, which are at most one per query; later tokens above earlier ones.
         return jnp.broadcast_to(1e6 + leaving.pos.astype(jnp.float32), (spec.kv_heads,))

@@ -44,12 +44,13 @@ def extend(
     counts = np.asarray(length)
     _check(plan, state, counts, chunk)
     chunk = min(chunk, 1 << (max(1, int(counts.max())) - 1).bit_length())  # a short text is not padded to a long chunk
-    tokens = jnp.pad(jnp.asarray(tokens, jnp.int32), ((0, 0), (0, -tokens.shape[1] % chunk)))
+    # In host memory, as each slice of a JAX array would be a program of its own.
+    padded = np.pad(np.asarray(tokens, np.int32), ((0, 0), (0, -tokens.shape[1] % chunk)))
     logits = jnp.zeros((plan.batch, plan.config.vocab_size))
     decode.forget(state)
     for start in range(0, int(counts.max()), chunk):
         count = jnp.asarray(np.clip(counts - start, 0, chunk), jnp.int32)
-        state, last, ok = _chunk(plan, params, state, tokens[:, start : start + chunk], count)
+        state, last, ok = _chunk(plan, params, state, jnp.asarray(padded[:, start : start + chunk]), count)
         if decode.uses_store(state):
             decode.settle(state, bool(ok))
         logits = jnp.where((count > 0)[:, None], last, logits)
@@ -70,6 +71,13 @@ def check(plan: Plan, chunk: int, backends: Iterable[str | None] = ()) -> None:
     if any(one.method.observes or one.method.samples for one in plan.layers):
         raise ConfigError(f"{plan.method.name} learns from the attention of single tokens, or draws for "
                           "single queries; decode the text")
+
+
+def check_prompt(plan: Plan, chunk: int, backends: Iterable[str | None] = ()) -> None:
+    """The same where the text is a prompt, of which a method may have to see all."""
+    check(plan, chunk, backends)
+    if any(one.method.whole_prompts for one in plan.layers):
+        raise ConfigError(f"{plan.method.name} decides what to keep when it has seen all of a prompt; leave out chunk")
 
 
 def _check(plan: Plan, state: State, length: np.ndarray, chunk: int) -> None:

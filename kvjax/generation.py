@@ -17,6 +17,7 @@ from kvjax.sampling import Sampling
 from kvjax.store.base import Stats
 from kvjax.typing import Array, PyTree
 
+_MOST_PENDING = 256  # steps whose small arrays stay on the device
 Observer = Callable[[Step, np.ndarray], None]  # called after every token with its step and its inputs [B]
 
 
@@ -42,13 +43,35 @@ class Usage:
         return 1.0 - self.blocks_read / max(1, self.blocks_needed)
 
 
+@dataclasses.dataclass
+class Counts:
+    """Totals of a run's steps."""
+
+    steps: int = 0
+    tokens: int = 0
+    heads: int = 0  # tokens times layers times KV heads
+    attended: int = 0  # tokens, by all of these
+    needed: int = 0
+    missed: int = 0
+
+    def add(self, reports: list[tuple[np.ndarray, Traffic]], active: np.ndarray) -> None:
+        """What each layer attended and read in one step."""
+        self.steps += 1
+        self.tokens += int(active.sum())
+        for attended, traffic in reports:
+            self.heads += attended[active].size
+            self.attended += int(attended[active].sum())
+            self.needed += int(traffic.requested.sum())
+            self.missed += int(traffic.missed.sum())
+
+
 class Generation:
     """One run over a cache of its own, which every step replaces by the next one."""
 
     def __init__(self, params: PyTree, cache: Cache, driver: Driver, observer: Observer | None):
         self.params, self.cache, self.driver, self.observer = params, cache, driver, observer
-        self.reports: list[list[tuple[Array, Traffic]]] = []
-        self.active: list[np.ndarray] = []  # of every step
+        self.counts = Counts()
+        self.pending: list[tuple[list[tuple[Array, Traffic]], np.ndarray]] = []  # not counted: reports, active ones
         self.started = time.perf_counter()
 
     def step(self, tokens: np.ndarray, active: np.ndarray) -> None:
@@ -59,10 +82,17 @@ class Generation:
         )
         logits = jnp.where(jnp.asarray(active)[:, None], done.logits, self.cache.logits)
         self.cache = dataclasses.replace(self.cache, state=done.state, logits=logits)
-        self.reports.append([(r.attended, r.traffic) for r in done.reports])
-        self.active.append(active.copy())
+        self.pending.append(([(one.attended, one.traffic) for one in done.reports], active.copy()))
+        if len(self.pending) == _MOST_PENDING:
+            self.count()
         if self.observer is not None:
             self.observer(done, tokens)
+
+    def count(self) -> None:
+        """Adds what is pending to the counts, which waits for it."""
+        pending, self.pending = self.pending, []
+        for reports, active in jax.device_get(pending):
+            self.counts.add(reports, active)
 
     def feed(self, questions: list[list[int]]) -> None:
         for i in range(max(map(len, questions))):
@@ -105,14 +135,10 @@ class Generation:
     def usage(self) -> Usage:
         jax.block_until_ready(self.cache.state)
         seconds = time.perf_counter() - self.started
-        reports = jax.device_get(self.reports)
-        attended = [a[active] for step, active in zip(reports, self.active, strict=True) for a, _ in step]
-        needed = sum(int(t.requested.sum()) for step in reports for _, t in step)
-        missed = sum(int(t.missed.sum()) for step in reports for _, t in step)
-        branch = self.cache.branch
+        self.count()
+        counts, branch = self.counts, self.cache.branch
         return Usage(
-            len(reports), int(np.sum(self.active)), seconds,
-            float(np.mean(np.concatenate(attended))) if attended else 0.0, needed, missed,
+            counts.steps, counts.tokens, seconds, counts.attended / max(1, counts.heads), counts.needed, counts.missed,
             None if branch is None else branch.stats(), parking.stats(self.cache.state.layers),
         )
 

@@ -10,7 +10,7 @@ import functools
 import hashlib
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 import jax
@@ -31,10 +31,11 @@ from kvjax.prefill import Reading
 from kvjax.prefilled import Cache
 from kvjax.sampling import Sampling
 from kvjax.store.base import Store
-from kvjax.typing import PyTree
+from kvjax.typing import Array, PyTree
 
 GREEDY = Sampling()
 _SAMPLE = 1024  # weights of each array that enter the fingerprint
+_CUT = 16  # tokens that are decoded before those of a mark, as text may begin otherwise where it is cut
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,8 +83,8 @@ class LLM:
     ):
         """`tuning` chooses method and slots where `prefill` is given none; FormatMismatch for another model's."""
         self.config, self.params, self.tokenizer, self.tuning = config, params, tokenizer, tuning
-        if tuning is not None and tuning.fingerprint != self.fingerprint:
-            raise FormatMismatch(f"the tuning is for the model {tuning.fingerprint!r}, not for {self.fingerprint!r}; "
+        if tuning is not None and tuning.fingerprint != self.identity:
+            raise FormatMismatch(f"the tuning is for the model {tuning.fingerprint!r}, not for {self.identity!r}; "
                                  "run configs/tune.py with this model")
 
     def encode(self, text, start: bool) -> list[int]:
@@ -146,7 +147,8 @@ class LLM:
         Args:
           method: cache method; None = the tuned one, or full attention.
           store: where blocks live; None = memory.
-          capacity: most tokens of a sequence, question and answer included; None = context + 1024.
+          capacity: most tokens of a sequence, question and answer included; None = context + 1024, rounded up to whole
+            256, so that contexts of about one length share compiled programs.
           dtype: of stored keys and values: float32, bfloat16, float16, int8 or int4 (`kvjax.packing`).
           slots: how many blocks of a store are kept in memory, and by which policy.
           chunk: see above; None = dense attention over the whole context.
@@ -162,10 +164,10 @@ class LLM:
         if max(lengths) > self.config.max_position:
             warnings.warn(f"the prompt has {max(lengths)} tokens, and the model was made for "
                           f"{self.config.max_position}: expect little of what it says", stacklevel=2)
-        capacity = max(lengths) + 1024 if capacity is None else capacity
+        capacity = _usual_capacity(max(lengths)) if capacity is None else capacity
         if method is None:
             method, slots = self._default(len(lengths), capacity, slots)
-        method.check_model(self.fingerprint)
+        method.check_model(self.identity)
         plan = planning.make_plan(self.config, method, len(lengths), capacity, dtype)
         if max(lengths) > plan.capacity:
             raise PromptError(f"the prompt has {max(lengths)} tokens but capacity={plan.capacity}; raise the capacity")
@@ -174,7 +176,7 @@ class LLM:
             plan = self._fitted(plan, method, reading)
         prefill.check_prompts(plan, np.asarray(reading.length))
         if chunk is not None:
-            extend.check(plan, chunk, () if slots is None else (slots.backend,))
+            extend.check_prompt(plan, chunk, () if slots is None else (slots.backend,))
         branch = cache = None
         if store is not None:
             planning.check_slots(plan, slots or Slots())
@@ -268,17 +270,20 @@ class LLM:
     ) -> Result:
         """Feeds the question token by token through the cache, then answers. The given cache stays as it is.
 
-        Generation of a sequence ends at an end-of-text token, after text that contains one of `stop`,
-        or after `max_new_tokens`. Raises PromptError if question and answer exceed the capacity, FormatMismatch for
-        another model's cache, ConfigError or a StoreError.
+        Generation of a sequence ends at an end-of-text token, after text that contains one of `stop` (before it, if it
+        is a special token), or after `max_new_tokens`. Raises PromptError if question and answer exceed the capacity,
+        FormatMismatch for another model's cache, ConfigError or a StoreError.
         """
         arguments.check_generation(max_new_tokens, sampling, seed)
-        complete = functools.partial(self._contains, arguments.marks(stop, self.tokenizer))
+        marks = arguments.marks(stop, self.tokenizer)
+        special = self.tokenizer.special_ids if self.tokenizer else {}
+        ends = (*self.eos_ids, *(special[mark] for mark in marks if mark in special))
+        complete = functools.partial(self._contains, [mark for mark in marks if mark not in special])
         questions = self._asked("questions", question, cache)
         self._check_room(cache, questions, max_new_tokens)
         with running(self.params, cache, driver, observer) as run:
             run.feed(questions)
-            tokens, pending = run.answer(max_new_tokens, sampling, jax.random.key(seed), self.eos_ids, complete)
+            tokens, pending = run.answer(max_new_tokens, sampling, jax.random.key(seed), ends, complete)
             text = [self.tokenizer.decode(row) if self.tokenizer else "" for row in tokens]
             return Result(text if arguments.is_batch(question) else text[0], tokens, pending, run.cache, run.usage())
 
@@ -301,9 +306,18 @@ class LLM:
     @functools.cached_property
     def fingerprint(self) -> str:
         """What a store checks before it serves another process: model shape, a sample of the weights, tokenizer."""
+        return self._digest(lambda weights: weights)
+
+    @functools.cached_property
+    def identity(self) -> str:
+        """The same for what is fitted to a model, as adapters are: weights are rounded to bfloat16 first, so that it is
+        the same model whether it was loaded in that type or in float32."""
+        return self._digest(lambda weights: weights.astype(jnp.bfloat16))
+
+    def _digest(self, rounded: Callable[[Array], Array]) -> str:
         digest = hashlib.sha256(repr(self.config).encode())
         for leaf in jax.tree.leaves(self.params):
-            digest.update(np.asarray(leaf.reshape(-1)[:: max(1, leaf.size // _SAMPLE)]).tobytes())
+            digest.update(np.asarray(rounded(leaf.reshape(-1)[:: max(1, leaf.size // _SAMPLE)])).tobytes())
         return f"{digest.hexdigest()[:16]}-{self.tokenizer.fingerprint if self.tokenizer else 'none'}"
 
     def _asked(self, kind: str, text, cache: Cache) -> list[list[int]]:
@@ -318,10 +332,11 @@ class LLM:
         return rows
 
     def _contains(self, marks: Sequence[str], tokens: list[int]) -> bool:
-        """Whether any of the marks is in the text of the tokens."""
+        """Whether any of the marks is in the text of the tokens, up to the last of which none was."""
         if not marks or self.tokenizer is None:
             return False
-        text = self.tokenizer.decode(tokens)
+        most = max(len(mark.encode()) for mark in marks) + _CUT
+        text = self.tokenizer.decode(tokens[-most:])
         return any(mark in text for mark in marks)
 
     def _check_room(self, cache, questions, max_new_tokens):
@@ -331,6 +346,10 @@ class LLM:
                 f"question and answer need up to {needed} tokens but the cache was made for {cache.plan.capacity}; "
                 "prefill with a larger capacity or lower max_new_tokens"
             )
+
+
+def _usual_capacity(length: int) -> int:
+    return -(-length // 256) * 256 + 1024
 
 
 def _least_blocks(plan: Plan, lengths: list[int]) -> int:
@@ -353,8 +372,8 @@ def load(path: str | os.PathLike, dtype=jnp.float32, tuning: str | os.PathLike |
 
     tuned = None if tuning is None else tuner.load(tuning)
     config = hf_config.read_config(path)
-    params = checkpoint.load_params(path, config, _float_type(dtype))
-    return LLM(config, params, TextTokenizer.from_directory(path), tuned)
+    tokenizer = TextTokenizer.from_directory(path)  # before the weights, which take longer
+    return LLM(config, checkpoint.load_params(path, config, _float_type(dtype)), tokenizer, tuned)
 
 
 def _float_type(dtype) -> jnp.dtype:

@@ -1,6 +1,6 @@
 """A model class for EleutherAI's lm-evaluation-harness, so that its tasks run on any method and store.
 
-    pip install kvjax[lm-eval]
+    pip install -c constraints.txt --no-build-isolation -e '.[lm-eval]'
     python -m kvjax.lm_eval run --model kvjax --tasks TASK \\
         --model_args pretrained=DIR,method=quest,budget=256,store=flash,directory=/tmp
 
@@ -77,15 +77,18 @@ class KvjaxLM(TemplateLM):
         return self.eot_token_id if self.text.bos_id is None else self.text.bos_id
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs) -> list[int]:
-        return self.llm.encode(string, start=self.add_bos_token if add_special_tokens is None else add_special_tokens)
+        if add_special_tokens is None:  # a chat template may have begun the text already
+            first = self.text.special_tokens.get("bos_token")
+            add_special_tokens = self.add_bos_token and not (first and string.startswith(first))
+        return self.llm.encode(string, start=add_special_tokens)
 
     def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False, **kwargs) -> list[tuple[float, bool]]:
         """Requests with one context run together, whatever their order."""
         order = sorted(range(len(requests)), key=lambda i: requests[i][1])
         found: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
-        groups = [requests[i][1:] for i in order]
-        answers = self.endpoint.loglikelihood(tqdm(groups, disable=disable_tqdm))
-        for i, answer in zip(order, answers, strict=True):
+        answers = self.endpoint.loglikelihood([requests[i][1:] for i in order])
+        progress = tqdm(answers, total=len(order), disable=disable_tqdm)
+        for i, answer in zip(order, progress, strict=True):
             found[i] = answer
             self.cache_hook.add_partial("loglikelihood", requests[i][0], answer)
         return found

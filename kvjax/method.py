@@ -190,6 +190,7 @@ class Method(abc.ABC):
     dense_filters: ClassVar[bool] = False  # with `reuse`, layers that select for others attend everything, in memory
     samples: ClassVar[bool] = False  # selections are samples with a `bias`, as many tokens as are drawn
     fits_prompts: ClassVar[bool] = False  # `for_prompts` does something
+    whole_prompts: ClassVar[bool] = False  # decides once what to keep of a prompt, so that it has to see all of it
     reads_tokens: ClassVar[bool] = False  # token ids decide where blocks end
     files: ClassVar[tuple[str, ...]] = ()  # settings that are paths
 

@@ -24,7 +24,7 @@ def exact_scores(
     plan: LayerPlan, q: Float[Array, "K G D"], key: Float[Array, "T K D"], at: Int32[Array, ""]
 ) -> Float[Array, "K G T"]:
     """Scaled dot products of the newest token's queries with every key that the model lets it see."""
-    scores = jnp.einsum("kgd,tkd->kgt", q, key) * q.shape[-1] ** -0.5
+    scores = jnp.einsum("kgd,tkd->kgt", q, key, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
     return jnp.where(_seen(plan, key.shape[0], at), scores, NEGATIVE)
 
 
@@ -65,9 +65,12 @@ def attention_mass(scores: Float[Array, "K G T"], attended: Bool[Array, "K T"]) 
 def output_error(
     scores: Float[Array, "K G T"], attended: Bool[Array, "K T"], value: Float[Array, "T K D"]
 ) -> Float[Array, "K G"]:
-    """Relative L2 error of the attention output over the attended tokens against full attention's."""
+    """Relative L2 error of exact attention over the attended tokens against full attention: what the selection costs.
+
+    What a method changes beside that (weights of samples, keys in few bits) is not in it.
+    """
     def output(scores):
-        return jnp.einsum("kgt,tkd->kgd", jax.nn.softmax(scores), value)
+        return jnp.einsum("kgt,tkd->kgd", jax.nn.softmax(scores), value.astype(jnp.float32))
 
     full, part = output(scores), output(jnp.where(attended[:, None], scores, NEGATIVE))
     return jnp.linalg.norm(part - full, axis=-1) / jnp.linalg.norm(full, axis=-1)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.errors import StoreError
+from kvjax.errors import StoreError, to_raise
 from kvjax.layer import LayerCache
 from kvjax.store.base import Branch, Geometry, Stats, Store
 from kvjax.store.format import checksum
@@ -92,7 +92,11 @@ def close(layers: tuple) -> None:
 def park_all(store: Store, layers: tuple[LayerCache, ...]) -> tuple[Parked, ...]:
     """Layers in memory, parked. Raises StoreError."""
     branch = create(store, [_outline(one) for one in layers])
-    return tuple(park(branch, i, one) for i, one in enumerate(layers))
+    try:
+        return tuple(park(branch, i, one) for i, one in enumerate(layers))
+    except BaseException:
+        branch.close()
+        raise
 
 
 def stats(layers: tuple) -> Stats | None:
@@ -173,7 +177,7 @@ def _load(one: Parked) -> LayerCache:
     pages = np.empty((1, 1, len(one.sums), 1, PAGE_BYTES), np.int8)
     where = _all(one)
     if not one.branch.read_into(one.number, one.generation, where, where, pages):
-        raise _error(one)
+        raise to_raise(_error(one))
     data, leaves, start = pages.reshape(-1), [], 0
     shapes, structure = jax.tree.flatten(one.like)
     for like in shapes:
@@ -191,7 +195,7 @@ def _put(before: Parked, cache: LayerCache) -> Parked:
     if changed.size and not before.branch.put_blocks(
         before.number, before.generation, changed[None, None], pages[changed][None, None, :, None]
     ):
-        raise _error(before)
+        raise to_raise(_error(before))
     return dataclasses.replace(before, sums=sums)
 
 

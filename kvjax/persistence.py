@@ -31,8 +31,10 @@ from kvjax.errors import (
     FormatMismatch,
     NothingSaved,
     ReadFailed,
+    StoreError,
     StoreLocked,
     WriteFailed,
+    to_raise,
 )
 from kvjax.method import Method
 from kvjax.methods import METHODS, name_of
@@ -112,7 +114,12 @@ def _saving(directory: pathlib.Path) -> Iterator[None]:
             raise StoreLocked(f"{directory} is being saved to by somebody else; try again or choose another") from cause
         except OSError as cause:
             raise WriteFailed(f"{directory} cannot be locked: {cause}; choose one on another file system") from cause
-        yield
+        try:
+            yield
+        except StoreError:
+            raise
+        except OSError as cause:
+            raise WriteFailed(f"saving to {directory} failed: {cause}; choose another directory") from cause
     finally:
         os.close(descriptor)
 
@@ -155,7 +162,8 @@ def _copy_layers(branch: Branch, copy: FlashBranch) -> None:
     for number in range(geometry.layers):
         rows = np.zeros((*shape, geometry.block_rows, geometry.width), geometry.numpy_dtype)
         if not branch.read_into(number, branch.generation, block, block, rows):
-            raise branch.take_error() or ReadFailed(f"layer {number} could not be read, and the store kept no reason")
+            unknown = ReadFailed(f"layer {number} could not be read, and the store kept no reason")
+            raise to_raise(branch.take_error() or unknown)
         used = rows.reshape(*shape, -1).view(np.uint8).any(-1)
         copy.write_layer(number, rows, np.where(used, geometry.block_rows, 0).astype(np.int32))
 
@@ -163,15 +171,12 @@ def _copy_layers(branch: Branch, copy: FlashBranch) -> None:
 def _replace(path: pathlib.Path, data: bytes) -> None:
     """Lets a file have these contents, or the old ones if anything fails."""
     fresh = path.with_name(f"{_new_name()}.json")
-    try:
-        with open(fresh, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(fresh, path)
-        SystemIO().sync_directory(str(path.parent))
-    except OSError as cause:
-        raise WriteFailed(f"writing {path} failed: {cause}; choose another directory") from cause
+    with open(fresh, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(fresh, path)
+    SystemIO().sync_directory(str(path.parent))
 
 
 def _remove_orphans(directory: pathlib.Path, manifests: list[bytes]) -> None:
@@ -302,11 +307,15 @@ def _restored(directory, saved: _Saved, config, fingerprint, method, slots) -> R
 
 def _describe(method: Method) -> dict[str, Any]:
     kind = type(method)
-    settings = json.loads(json.dumps(dataclasses.asdict(method), default=lambda value: {_NOT_SAVED: repr(value)}))
+    settings = json.loads(json.dumps(dataclasses.asdict(method), default=_plain))
     for name in kind.files:  # which are to be found from any directory
         if isinstance(settings[name], str) and settings[name]:
             settings[name] = os.path.abspath(settings[name])
     return {"name": name_of(kind) or f"{kind.__module__}.{kind.__qualname__}", "settings": settings}
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else {_NOT_SAVED: repr(value)}
 
 
 def _same_method(directory, saved: dict[str, Any], method: Method | None) -> Method:

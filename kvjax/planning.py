@@ -97,6 +97,7 @@ def make_plan(config: ModelConfig, method: Method, batch: int, capacity: int, dt
     packing.check(dtype, config.head_dim)
     if not fields.whole(capacity, 2) or capacity > _MOST_TOKENS:
         raise ConfigError(f"capacity={capacity!r} must be a whole number of 2 to {_MOST_TOKENS:,} tokens")
+    capacity = int(capacity)  # not NumPy's: it is saved as JSON
     sizes = {"kv_heads": config.num_kv_heads, "group": config.group, "head_dim": config.head_dim, "capacity": capacity}
     dense = Full()
     layers = []

@@ -188,7 +188,7 @@ def _read_layer(config, sliding, size, params, x):
 
 def _sample_queries(plan: Plan, i: int, branch, params, x, length):
     """Queries `[Q, B, H, D]` by which the store's layout sees which blocks go together; None if it does not ask."""
-    if branch is None or not branch.samples or plan.layers[i].method.attends_all:
+    if branch is None or not branch.samples or plan.layers[i].method.attends_all or plan.layers[i].follows:
         return None
     # Spread evenly over the second half of each prompt, the last token's first.
     stride = jnp.maximum(1, jnp.asarray(length) // (2 * branch.samples))
@@ -226,8 +226,7 @@ def fill(
     state, placement = _filled(layer_plan, plan.dtype, weights, prompts, leader)
     if branch is None or not on_store(plan, i):
         return LayerCache(state, layer.in_memory(layer_plan, placement, prompts, plan.dtype))
-    leads = samples is not None and not layer_plan.follows
-    retrieved = np.asarray(_retrieved(layer_plan, state, samples)) if leads else None
+    retrieved = None if samples is None else np.asarray(_retrieved(layer_plan, state, samples))
     heads = layer_plan.spec.block_heads
     pos = np.asarray(state.pos[:, :heads])
     rows = packing.as_stored(np.asarray(layer.stored_rows(layer_plan, prompts, plan.dtype)))

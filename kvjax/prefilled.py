@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import parking, persistence, planning
+from kvjax.errors import StaleCache
 from kvjax.planning import Plan, State
 from kvjax.pool import Line
 from kvjax.store.base import Branch
@@ -41,12 +42,24 @@ class Cache:
 
     def fork(self) -> "Cache":
         """An independent copy; blocks on flash are shared until either side writes them."""
+        self._check_current()
         state = planning.copy(self.state)
         if self.branch is None:
             return dataclasses.replace(self, state=state)
-        branch = self.branch.fork()
+        try:
+            branch = self.branch.fork()
+        except BaseException:
+            parking.close(state.layers)
+            raise
         line = Line(jnp.int32(branch.handle), jnp.int32(branch.generation))
         return dataclasses.replace(self, state=dataclasses.replace(state, line=line), branch=branch)
+
+    def _check_current(self) -> None:
+        """Raises StaleCache where the store has gone on: its blocks are no longer those that this value names."""
+        own = int(self.state.line.generation)
+        if self.branch is not None and own != self.branch.generation:
+            raise StaleCache(f"the cache is of generation {own} and its store of {self.branch.generation}: a token was "
+                             "decoded since; use the cache that came of it, or fork before decoding")
 
     def flush(self) -> None:
         """Waits until everything is in the file; raises what failed."""
@@ -59,6 +72,7 @@ class Cache:
         With a store at `directory/blocks.kv` only what has changed is written; blocks of a store elsewhere are copied.
         Raises ConfigError or StoreError (`kvjax.persistence.save`).
         """
+        self._check_current()
         state = dataclasses.replace(self.state, layers=parking.everything(self.state.layers))
         persistence.save(directory, self.plan, state, self.logits, self.branch, self.fingerprint)
 

@@ -200,7 +200,9 @@ def test_followers_keep_every_key(method, params, tokens):
         np.testing.assert_allclose(shared[:, b], expected[b, prompt : prompt + STEPS], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("driver", "prefetch"), [("staged", "off"), ("staged", "layer"), ("fused", "layer")])
+@pytest.mark.parametrize(("driver", "prefetch"), [
+    ("staged", "off"), ("staged", "layer"), ("staged", "step"), ("fused", "layer"),
+])
 def test_followers_on_flash_equal_memory(params, tokens, tmp_path, driver, prefetch):
     """The last of four layers, a leader again, is left out of what one program would have in it."""
     config = first_layers(3 if driver == "fused" else 4)

@@ -147,6 +147,18 @@ def test_memory_does_not_grow_with_the_cache(params, tokens):
     assert temporaries(write, state.layers[0]) < pool / 4
 
 
+def test_every_chunk_is_read_by_the_same_programs(params, tokens, caplog):
+    """Not even cutting the text compiles anything for the second time."""
+    plan = planning.make_plan(CONFIG, METHODS["quest"], 1, 200)
+    state, _ = prefill.prefill(plan, params, tokens[:1, :20], jnp.asarray([20]))
+    state, _ = extend(plan, params, state, tokens[:1, 20:28], jnp.asarray([8]), 4)
+    with jax.log_compiles():
+        extend(plan, params, state, tokens[:1, 28:52], jnp.asarray([24]), 4)
+        assert "Compiling" not in caplog.text
+        jax.jit(lambda x: 3 * x)(np.ones(5))
+    assert "Compiling" in caplog.text
+
+
 def test_a_short_text_is_not_padded_to_a_long_chunk(params, tokens):
     plan, state, _, _ = start(params, tokens, METHODS["quest"])
     with mock.patch.object(chunked, "_chunk", side_effect=chunked._chunk) as read:

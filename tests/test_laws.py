@@ -90,9 +90,9 @@ def test_the_budget_is_used_up(method):
     """A method that attends less than it may would look cheap for the wrong reason; a sample is as large as it is."""
     if method.samples:
         return
-    sim, spec = Sim(method, Stream.draw(1), [80, 80]), harness.plan_of(method).spec
+    sim, spec = Sim(method, Stream.draw(1), [80, 78]), harness.plan_of(method).spec  # the last page is short in one
     _, report = sim.step()
-    assert (np.asarray(report.attended) == min(spec.budget, 81)).all()
+    np.testing.assert_array_equal(np.asarray(report.attended).T, np.minimum(spec.budget, [81, 79]) * np.ones((HEADS, 1)))
 
 
 # 3. ------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from tiny import dense, make_params
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import kvjax
-from kvjax import arguments, decode, extend, packing
+from kvjax import arguments, decode, extend, generation, packing
 from kvjax.errors import (
     CheckpointError,
     ConfigError,
@@ -69,6 +69,35 @@ def test_an_answer_goes_on_from_the_cache_of_the_last_one(llm):
     told = [*llm.encode("ab", False), *first.tokens[0][:-1], *llm.encode("cd", False)]
     whole = llm.generate(told, cache, max_new_tokens=3)
     assert then.tokens == whole.tokens
+
+
+def test_a_special_token_ends_an_answer(llm):
+    """Whose text no answer has; beside marks of several tokens, which are found where one ends."""
+    cache = llm.prefill(CONTEXT, method=METHOD)
+    free = llm.generate("ab", cache, max_new_tokens=12)
+    last = next(i for i, token in enumerate(free.tokens[0]) if i > 2 and token not in free.tokens[0][:i])
+    ours = Tokenizer.from_str(llm.tokenizer.tokenizer.to_str())
+    ours.add_special_tokens([WORDS[free.tokens[0][last]]])
+    other = kvjax.LLM(CONFIG, llm.params, dataclasses.replace(llm.tokenizer, tokenizer=ours))
+    for stop in (WORDS[free.tokens[0][last]], ("zzz", WORDS[free.tokens[0][last]])):
+        assert other.generate("ab", cache, max_new_tokens=12, stop=stop).tokens == [free.tokens[0][:last]]
+    mark = llm.tokenizer.decode(free.tokens[0][last - 1 : last + 1])
+    assert llm.generate("ab", cache, max_new_tokens=12, stop=mark).tokens == [free.tokens[0][: last + 1]]
+
+
+def test_contexts_of_about_one_length_have_the_same_capacity(llm):
+    assert {llm.prefill("a" * n, method=QUEST).plan.capacity for n in (3, 150, 256)} == {256 + 1024}
+    assert llm.prefill("a" * 257, method=QUEST).plan.capacity == 512 + 1024
+
+
+def test_a_long_run_is_counted_as_it_goes(llm, monkeypatch):
+    cache = llm.prefill([CONTEXT, CONTEXT[:57]], method=METHOD, store=kvjax.HostStore())
+    expected = llm.generate(["ab", "c"], cache, max_new_tokens=9).usage
+    monkeypatch.setattr(generation, "_MOST_PENDING", 4)
+    found = llm.generate(["ab", "c"], cache, max_new_tokens=9).usage
+    for name in ("steps", "tokens", "attended_tokens", "blocks_needed", "blocks_read"):
+        assert getattr(found, name) == getattr(expected, name)
+    assert found.steps == 10
 
 
 def test_what_is_pending_goes_before_the_next_question(llm):
@@ -208,7 +237,7 @@ def starting(llm):
     (lambda llm, tmp: arguments.check_generation(2.5, kvjax.Sampling(), 0), PromptError, "max_new_tokens=2.5"),
     (lambda llm, tmp: arguments.check_generation(2, {}, 0), ConfigError, "kvjax.Sampling"),
     (lambda llm, tmp: arguments.check_generation(2, kvjax.Sampling(), None), ConfigError, "seed=None"),
-    (lambda llm, tmp: arguments.check_generation(2, kvjax.Sampling(), 2**63), ConfigError, "64 bits"),
+    (lambda llm, tmp: arguments.check_generation(2, kvjax.Sampling(), 2**32), ConfigError, "to 2.32 - 1"),
     (lambda llm, tmp: llm.prefill("abc", capacity=2**31), ConfigError, "capacity=2147483648"),
     (lambda llm, tmp: llm.prefill("ab\ud800"), PromptError, "character 2"),
     (lambda llm, tmp: arguments.marks("", llm.tokenizer), ConfigError, "none of them empty"),

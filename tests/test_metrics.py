@@ -74,6 +74,17 @@ def test_attention_mass_is_the_softmax_weight_of_the_attended_tokens():
         np.testing.assert_allclose(mass[head], expected, rtol=1e-5)
 
 
+def test_numbers_in_bfloat16_are_measured_in_float32():
+    q, key, value = (jnp.asarray(x, jnp.bfloat16) for x in (Q, KEY, VALUE))
+    found = metrics.exact_scores(QUEST, q, key, jnp.int32(AT))
+    wide = [np.asarray(x, np.float32) for x in (q, key, value)]
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, metrics.exact_scores(QUEST, *wide[:2], jnp.int32(AT)), rtol=1e-5, atol=1e-5)
+    attended = metrics.attended_mask(QUEST, SELECTED, jnp.int32(AT), TOKENS)
+    np.testing.assert_allclose(metrics.output_error(found, attended, value),
+                               metrics.output_error(found, attended, wide[2]), rtol=1e-5)
+
+
 def test_output_error_is_relative_to_full_attention():
     error = measured(metrics.output_error, VALUE)
     for head in range(HEADS):

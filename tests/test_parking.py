@@ -67,6 +67,15 @@ def test_layers_in_memory_may_be_parked_too(params, tokens, tmp_path):
     np.testing.assert_array_equal(expected, decoded(plan, params, parked, tokens, STEPS)[1])
 
 
+def test_a_prompt_may_be_parked_with_no_other_store(tmp_path):
+    llm, context, method = _model(DEEP), list(range(1, 50)), METHODS["quest"]
+    parked = llm.prefill(context, method=method, slots=kvjax.Slots(park=FlashStore(tmp_path)))
+    assert not jax.tree.leaves(parked.state.layers)
+    expected = llm.generate([1, 2], llm.prefill(context, method=method), max_new_tokens=4).tokens
+    assert llm.generate([1, 2], parked, max_new_tokens=4).tokens == expected
+    parked.close()
+
+
 def test_memory_is_that_of_two_layers(tmp_path):
     llm = _model(DEEP)
     context, method = list(range(1, 50)), kvjax.quest(budget=24, sinks=2, window=4, page=4)
@@ -161,6 +170,29 @@ def test_a_failed_read_of_a_layer_ends_the_token_and_nothing_else(params, tokens
         out.append(np.asarray(done.logits))
     np.testing.assert_array_equal(decoded(plan, params, expected, tokens, STEPS)[1][3:], np.stack(out))
     assert next(calls) > 4 * (STEPS - 3), "the failure was injected"
+
+
+def test_ctrl_c_amid_a_parked_layer_stays_ctrl_c(params, tokens, monkeypatch):
+    plan, state, *_ = start(params, tokens, METHODS["quest"], park=HostStore())
+    expected = decode.step(plan, params, start(params, tokens, METHODS["quest"])[1], tokens[:, 1]).logits
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(state.layers[0].branch, "_load", interrupt)
+        decode.step(plan, params, state, tokens[:, 0])
+    np.testing.assert_array_equal(decode.step(plan, params, state, tokens[:, 1]).logits, expected)
+
+
+def test_layers_that_cannot_all_be_parked_leave_no_file(params, tokens, tmp_path, monkeypatch):
+    _, state, *_ = start(params, tokens, METHODS["quest"])
+    store = FlashStore(tmp_path / "p.kv")
+    with monkeypatch.context() as broken, pytest.raises(ZeroDivisionError) as kept:
+        broken.setattr(parking, "park", lambda *_: 1 / 0)
+        parking.park_all(store, state.layers)
+    assert not list(tmp_path.iterdir()), kept
+    parking.close(parking.park_all(store, state.layers))
 
 
 def test_bad_use_has_typed_errors(params, tokens, tmp_path):

@@ -17,7 +17,7 @@ import pytest
 from tiny import drawn
 
 import kvjax
-from kvjax import persistence, planning, state_checkpoint
+from kvjax import decode, persistence, planning, state_checkpoint
 from kvjax.delimiters import Delimiters
 from kvjax.errors import (
     ChecksumMismatch,
@@ -26,6 +26,7 @@ from kvjax.errors import (
     KvjaxError,
     NothingSaved,
     ReadFailed,
+    StaleCache,
     StoreLocked,
     WriteFailed,
 )
@@ -90,6 +91,14 @@ def test_a_restored_cache_answers_alike(llm, make, tmp_path):
          (cache.logits, [one.state for one in cache.state.layers]))
     assert answers(llm, again) == expected
     again.close()
+
+
+def test_numbers_of_numpy_are_saved_as_numbers(unchecked, llm, tmp_path):
+    method = kvjax.quest(budget=np.int64(24), sinks=2, window=4, page=4)
+    cache = llm.prefill("abc" * 20, method=method, capacity=np.int64(90))
+    cache.save(tmp_path / "saved")
+    again = llm.restore(tmp_path / "saved", method=kvjax.quest(budget=24, sinks=2, window=4, page=4))
+    assert again.plan.capacity == 90 and llm.restore(tmp_path / "saved").plan.method == again.plan.method
 
 
 def test_the_codec_of_a_store_is_kept(llm, small_pages, tmp_path):
@@ -222,6 +231,33 @@ def test_a_checkpoint_that_cannot_be_written_changes_nothing(llm, make, tmp_path
     again = llm.restore(tmp_path / "saved", read_only=True)
     assert answers(llm, again) == expected
     again.close()
+
+
+@pytest.mark.parametrize("kind", ["memory", "elsewhere"])
+def test_what_the_system_refuses_at_the_end_is_typed(llm, tmp_path, monkeypatch, kind):
+    cache = llm.prefill(CONTEXT, method=METHOD, store=KINDS[kind](tmp_path))
+    cache.save(tmp_path / "saved")
+
+    def refuse(*args):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patched, pytest.raises(WriteFailed, match="Input/output error"):
+        patched.setattr(persistence.SystemIO, "sync_directory", refuse)
+        cache.save(tmp_path / "saved")
+    cache.save(tmp_path / "saved")
+    cache.close()
+
+
+@pytest.mark.parametrize("park", [False, True])
+def test_a_value_that_its_store_has_left_behind_is_refused(llm, tmp_path, park):
+    slots = kvjax.Slots(park=kvjax.HostStore()) if park else None
+    cache = llm.prefill(CONTEXT, method=METHOD, store=kvjax.FlashStore(tmp_path), slots=slots)
+    decode.step(cache.plan, llm.params, cache.state, jnp.asarray([5]))
+    for use in (lambda: llm.generate("abc", cache), cache.fork, lambda: cache.save(tmp_path / "saved")):
+        with pytest.raises(StaleCache, match="fork before decoding"):
+            use()
+    assert not (tmp_path / "saved").exists()
+    cache.close()
 
 
 def test_a_damaged_checkpoint_is_never_decoded(llm, tmp_path):
@@ -398,7 +434,7 @@ def test_a_method_made_from_a_file_is_restored_from_any_directory(llm, tmp_path,
     for path in (here, there):
         path.mkdir()
     table = Delimiters.load(DELIMITERS)
-    dataclasses.replace(table, fingerprint=llm.fingerprint).save(here / "table.json")
+    dataclasses.replace(table, fingerprint=llm.identity).save(here / "table.json")
     monkeypatch.chdir(here)
     method = dataclasses.replace(METHODS["dynsplit"], table="table.json")
     cache = llm.prefill("text of some length, with stops. And more", method=method, capacity=90)

@@ -40,7 +40,7 @@ def key_moments(llm: LLM, rows: Iterable[np.ndarray]) -> Moments:
         tokens += batch.size
     if not tokens:
         raise PromptError("there is no text to collect keys from; give at least one batch of tokens")
-    return Moments(tuple(gram), config.num_kv_heads, tokens, llm.fingerprint)
+    return Moments(tuple(gram), config.num_kv_heads, tokens, llm.identity)
 
 
 def layers_of(llm: LLM, tokens: np.ndarray) -> Iterator[tuple[int, Array, Array]]:

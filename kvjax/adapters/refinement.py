@@ -27,7 +27,7 @@ def refine(llm: LLM, adapters: Adapters, rows: Iterable[np.ndarray], learning_ra
 
     Raises FormatMismatch where the adapters are another model's.
     """
-    adapters.check_model(llm.fingerprint)
+    adapters.check_model(llm.identity)
     tx = optax.adam(learning_rate)
     bases = [jnp.asarray(layer) for layer in adapters.layers]
     states = [tx.init(basis) for basis in bases]

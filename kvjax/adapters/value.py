@@ -24,7 +24,7 @@ class Adapters:
       layers: f32[K, D, r] of each layer: A_k, which takes a key or query of KV head k to r dimensions.
       joint: whether a token's projections are summed over its heads, which gives one r-vector per token (the paper's
         joint-head compression); if not, each head keeps its own.
-      fingerprint: of the model whose keys they were fitted to (`kvjax.LLM.fingerprint`).
+      fingerprint: of the model whose keys they were fitted to (`kvjax.LLM.identity`).
     """
 
     def __init__(self, layers: Sequence[np.ndarray], joint: bool, fingerprint: str):

@@ -22,7 +22,7 @@ class ClusterIndex:  # *B_K: [K], [B, K], or [] inside a function of one head
     mean: Float[Array, "*B_K D"]  # their mean
     spread: Float[Array, "*B_K"]  # their mean squared distance to it
     splits: Int32[Array, "*B_K"]  # splits done; for `Local`, windows clustered
-    refused: Int32[Array, "*B_K"]  # splits (or windows) refused for want of a free block
+    refused: Int32[Array, "*B_K"]  # splits, windows or a prompt's keys that no free block was left for
 
     def products(self, vectors: Float[Array, "K G D"]) -> Float[Array, "K G NB"]:
         """Inner products with every centroid."""

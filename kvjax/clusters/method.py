@@ -87,12 +87,12 @@ class ClusterMethod(Method):
         def one_head(args):
             key, seed = args
             owner = clustering.kmeans(key, valid, most, active, seed, self.iterations, self.cosine)
-            return clustering.pack(owner, valid, most, spec.block_rows, spec.num_blocks)[:2]
+            return clustering.pack(owner, valid, most, spec.block_rows, spec.num_blocks)
 
-        block, row = jax.lax.map(one_head, (keys, self._seeds(spec)))
+        block, row, strays = jax.lax.map(one_head, (keys, self._seeds(spec)))
         count, centroid, variance = jax.vmap(statistics, (0, 0, None))(keys, block, spec.num_blocks)
         norm, centroid = squared_norm(centroid), centroid.swapaxes(1, 2)
-        index = dataclasses.replace(index, centroid=centroid, norm=norm, variance=variance)
+        index = dataclasses.replace(index, centroid=centroid, norm=norm, variance=variance, refused=strays)
         return self.calibrate(index, count, valid), Placement(block, row)
 
     def select(self, spec, index, view, q):

@@ -22,7 +22,7 @@ class Delimiters:
     """Importance of each delimiter of one model on some text.
 
     Attributes:
-      fingerprint: of model and tokenizer (`LLM.fingerprint`).
+      fingerprint: of model and tokenizer (`LLM.identity`).
       vocab_size: V, rows of the model's embedding.
       tokens: ids of the delimiters.
       texts: what they read.

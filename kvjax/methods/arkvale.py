@@ -63,8 +63,8 @@ class ArkVale(Method):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.volume not in VOLUMES or self.page < 1:
-            raise ConfigError(f"volume={self.volume!r} must be one of {', '.join(VOLUMES)}, page={self.page} positive")
+        if self.volume not in VOLUMES:
+            raise ConfigError(f"volume={self.volume!r} must be one of {', '.join(VOLUMES)}")
 
     @property
     def name(self):

@@ -23,7 +23,6 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from kvjax.errors import ConfigError
 from kvjax.eviction import PromptEvictor
 from kvjax.typing import Array, Bool, Float
 from kvjax.votes import check_rule, over_group, votes
@@ -45,8 +44,6 @@ class ChunkKV(PromptEvictor):
     def __post_init__(self):
         super().__post_init__()
         check_rule(self.aggregation)
-        if self.chunk < 1:
-            raise ConfigError(f"chunk={self.chunk} must be at least one token")
 
     @property
     def head_shared(self) -> bool:  # type: ignore[override]  # of the class elsewhere, of its settings here

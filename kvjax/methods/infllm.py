@@ -21,6 +21,8 @@ Differences from the paper:
   - retrieved tokens keep their true positions; there, everything beyond the window is at one and the same distance,
     which is what lets a model read beyond its trained length. So this is its memory, not its extrapolation.
   - prompts are read densely and not block by block through the memory, and cannot be read in chunks (`kvjax.extend`).
+  - what a decoded token pays to the window is the group's attention, normalised once; of a prompt's tokens each query
+    head's is, and then they are summed. With one query head for each KV head that is the same.
   - the cache of blocks in memory is `kvjax.Slots`; there, it evicts by a decaying sum of attention.
 
 `build` needs the queries of the whole prompt. Resident: `representatives` keys of D numbers per block and KV head, the

@@ -41,6 +41,8 @@ from kvjax.errors import ConfigError
 from kvjax.method import Method, Selection, in_token_order, no_force, top_blocks
 from kvjax.typing import Array, Float, Int32, UInt, pytree
 
+_TOGETHER = 1 << 16  # vectors times tables that are hashed together, of each head
+
 
 @pytree
 class LSHIndex:
@@ -139,14 +141,20 @@ def projections(seed: int, size: int, tables: int, bits: int) -> Float[np.ndarra
 
 
 def codes(x: Float[Array, "K N D"], directions: Float[np.ndarray, "L bits D"]) -> UInt[Array, "K N L"]:
-    """The bucket of each vector in each table: one bit for the side of each direction."""
-    side = jnp.einsum("knd,lbd->knlb", x.astype(jnp.float32), directions) > 0
-    return jnp.sum(side * 2 ** jnp.arange(directions.shape[1]), axis=-1).astype(jnp.uint16)
+    """The bucket of each vector in each table: one bit for the side of each direction. Of many vectors a few tables at
+    a time, as products with all of them would take many times the memory of the keys."""
+    wide, powers = x.astype(jnp.float32), 2 ** jnp.arange(directions.shape[1])
+
+    def bucket(table):
+        return jnp.sum((jnp.einsum("knd,bd->knb", wide, table) > 0) * powers, axis=-1).astype(jnp.uint16)
+
+    together = max(1, min(len(directions), _TOGETHER // max(1, x.shape[1])))
+    return jnp.moveaxis(jax.lax.map(bucket, jnp.asarray(directions), batch_size=together), 0, -1)
 
 
 def agreement(q: Float[Array, "K G D"], key: Float[Array, "K N D"]) -> Float[Array, "K G N"]:
     """p = 1 - theta / pi: how likely one bit of query and key is the same."""
-    cosine = jnp.einsum("kgd,knd->kgn", unit(q), unit(key))
+    cosine = jnp.einsum("kgd,knd->kgn", *(unit(one.astype(jnp.float32)) for one in (q, key)))
     return 1.0 - jnp.arccos(jnp.clip(cosine, -1.0, 1.0)) / jnp.pi
 
 

@@ -31,7 +31,7 @@ class Quest(Method):
     places_alike: ClassVar[bool] = True
 
     def blocks(self, capacity, rows):
-        return -(-capacity // self.page), self.page, max(1, -(-rows // self.page)), 0
+        return -(-capacity // self.page), self.page, max(1, -(-rows // self.page) + 1), 0  # the last page may be short
 
     def init(self, spec, weights):
         return QuestIndex.empty(spec, stored=jnp.int32(0))

@@ -13,7 +13,6 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from kvjax.errors import ConfigError
 from kvjax.method import Method, Selection, in_token_order, no_force, top_blocks
 from kvjax.typing import Array, Int32, pytree
 
@@ -31,11 +30,6 @@ class Random(Method):
     page: int = 1
     seed: int = 0
     places_alike: ClassVar[bool] = True
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.page < 1:
-            raise ConfigError(f"page={self.page} must be at least one token")
 
     def blocks(self, capacity, rows):
         # One more page than full ones fill the budget: the last page of a sequence may be drawn, and is short.

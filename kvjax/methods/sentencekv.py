@@ -66,6 +66,11 @@ class SentenceKV(DynSplit):
         return self.keep is not None
 
     @property
+    def whole_prompts(self) -> bool:  # type: ignore[override]
+        """Tokens are dropped when the prompt is read, and not later."""
+        return self.keep is not None
+
+    @property
     def places_alike(self) -> bool:  # type: ignore[override]  # of the class elsewhere, of its settings here
         """Not where each head drops other tokens of the prompt."""
         return self.keep is None

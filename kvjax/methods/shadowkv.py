@@ -86,7 +86,7 @@ class ShadowKV(Method):
         return 0 if self.sigma is None else _rank(spec, self.sigma)
 
     def blocks(self, capacity, rows):
-        return -(-capacity // self.chunk), self.chunk, max(1, -(-rows // self.chunk)), 0
+        return -(-capacity // self.chunk), self.chunk, max(1, -(-rows // self.chunk) + 1), 0  # the last may be short
 
     def init(self, spec, weights):
         outlier = jnp.full((spec.kv_heads, min(self.outliers, spec.num_blocks)), spec.num_blocks, jnp.int32)

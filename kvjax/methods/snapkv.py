@@ -13,7 +13,6 @@ Differences from the paper:
   - `sinks` first tokens are kept whatever their votes; sinks=0 is the paper.
   - the window that is kept (W - 1 tokens of the prompt) and the queries that vote are set apart; in the paper they are
     the same: observation = window - 1.
-  - a prompt that is read in chunks (`llm.prefill(chunk=)`) is judged by the last queries of its first chunk.
 
 Resident: the budget, and one number per kept row. Cost per step: nothing but attention over the budget; the votes cost
 `observation` rows of attention, once per prompt.

@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import functools
 import hashlib
 import json
 import pathlib
@@ -70,6 +71,11 @@ class TextTokenizer:
             settings["chat_template"] = self.template
         (root / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
         (root / TEMPLATE).unlink(missing_ok=True)  # of a model that was there before: it would come first
+
+    @functools.cached_property
+    def special_ids(self) -> dict[str, int]:
+        """Ids of the special tokens, which `decode` leaves out, by their texts."""
+        return {one.content: i for i, one in self.tokenizer.get_added_tokens_decoder().items() if one.special}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; leave out special tokens for text from `apply_chat_template`, which has them.

@@ -153,11 +153,6 @@ class Stats:
     mispredicted: int = 0  # blocks that read_into wanted of a prefetched layer and had to read itself
 
     @property
-    def hidden_io_fraction(self) -> float:
-        """Share of the device's time in which the step did something else."""
-        return 1.0 - self.wait_seconds / self.io_seconds if self.io_seconds else 0.0
-
-    @property
     def write_amplification(self) -> float:
         """Bytes that reached the device for every byte that was put; flush first, or what is staged is missing."""
         return self.bytes_written / self.bytes_put if self.bytes_put else 0.0

@@ -50,6 +50,7 @@ static int take_layer(Buffers *buffers, const Window *from, const RingLayout **r
     to->sums = (uint64_t *)(intptr_t)(*ring)->sums;
     to->targets = (int64_t *)(intptr_t)(*ring)->targets;
     to->staged = (int64_t *)(intptr_t)(*ring)->staged;
+    to->places = (*ring)->places;
     return 1;
 }
 
@@ -74,7 +75,7 @@ static char *take_slots(Buffers *buffers, const Window *from, PyObject *array, s
 int take_wanted(Buffers *buffers, const Window *from, PyObject *block, const RingLayout **ring, Wanted *to) {
     if (take_layer(buffers, from, ring, to) < 0) return -1;
     to->block = take_index(buffers, from, block, &to->asked);
-    return to->block && to->lanes * to->asked <= (*ring)->places;
+    return to->block != NULL;
 }
 
 int take_slotted(Buffers *buffers, const Window *from, PyObject *const *arrays, const RingLayout **ring, Wanted *to) {
@@ -97,7 +98,7 @@ static int by_extent(const void *a, const void *b) {
 }
 
 /* Fills extents, ascending, sums and targets of blocks to read, and what is staged, and puts zeros where a block goes that
- * was never written; 0 where one lies beyond the table or the file, or a slot does not exist. */
+ * was never written; 0 where one lies beyond the table or the file, a slot does not exist, or there are too many. */
 static int resolve(Wanted *in) {
     in->count = in->marked = 0;
     if (in->first_lane < 0 || in->first_lane + in->lanes > in->shift_size ||
@@ -107,7 +108,9 @@ static int resolve(Wanted *in) {
         int32_t block = in->block[i], slot = in->slot ? in->slot[i] : 0;
         if (block < 0 || block >= in->num_blocks) continue;
         int64_t lane = in->first_lane + i / in->asked, id = lane * in->num_blocks + block, at = id + in->shift[lane];
-        if (at < 0 || at >= in->rows_size || in->rows[at] >= in->checksums_size || slot < 0 || slot >= in->slots) return 0;
+        if (at < 0 || at >= in->rows_size || in->rows[at] >= in->checksums_size || slot < 0 || slot >= in->slots ||
+            in->count == in->places || in->marked == in->places)
+            return 0;
         int64_t target = in->slot ? i / in->asked * in->slots + slot : -1;
         int needed = in->pending[id] != WHOLE; /* from the file */
         if (needed && in->rows[at] >= 0)

@@ -22,14 +22,14 @@ typedef struct {
 
 typedef struct { /* a layer's blocks, and where they are */
     const int32_t *block, *slot; /* what is wanted: asked of each lane; no slots where nothing is to be copied yet */
-    int64_t asked, lanes, first_lane, num_blocks, slots, block_bytes;
+    int64_t asked, lanes, first_lane, num_blocks, slots, block_bytes, places;
     char *out; /* the memory of these slots */
     const int32_t *rows; /* `LanePool.rows`, and `Table.shift` from an id to its place in them */
     const int64_t *shift;
     Py_ssize_t rows_size, shift_size, pending_size, checksums_size;
     const uint8_t *pending;
     const uint64_t *checksums;
-    Found *found; /* room for all that is wanted */
+    Found *found; /* room for `places`, as the four after it */
     int32_t *extents;
     uint64_t *sums;
     int64_t *targets, *staged; /* of these blocks: flat slots; of staged ones: flat ids and slots */
@@ -43,7 +43,7 @@ int take_wanted(Buffers *buffers, const Window *from, PyObject *block, const Rin
 int take_slotted(Buffers *buffers, const Window *from, PyObject *const *arrays, const RingLayout **ring, Wanted *to);
 
 /* Finds the blocks with the volume's lock held, and what is staged of them: 1, 0 where one lies beyond the table or the
- * file, or a slot does not exist, -1 on an exception. */
+ * file, a slot does not exist, or there are more than the ring has places, -1 on an exception. */
 int find_blocks(PyObject *branch, const Window *window, Wanted *to, PyObject **staged);
 
 /* What Python calls the attributes that C uses. */

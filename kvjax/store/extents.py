@@ -7,6 +7,8 @@ import numpy as np
 from kvjax.errors import NoSpace
 from kvjax.store.format import HEADER_BYTES
 
+_WINDOW = 4096  # extents that are looked through at once for free ones
+
 
 def run_starts(extents: np.ndarray, whole: np.ndarray | None = None) -> np.ndarray:
     """Where runs of neighbours begin in extents[n], n >= 1: int64, the first 0. One that is not whole[n] ends a run, as
@@ -33,6 +35,7 @@ class ExtentPool:
         self._extent_bytes = extent_bytes
         self._max_bytes = max_bytes
         self._end = 0  # extents from here on were never used
+        self._lowest = 0  # before here none is free
 
     @property
     def held_bytes(self) -> int:
@@ -45,12 +48,23 @@ class ExtentPool:
 
     def allocate(self, count: int) -> np.ndarray:
         """int32[count] extents with one owner each: free ones first, ascending. NoSpace beyond max_bytes."""
-        free = np.flatnonzero(self._owners[:self._end] == 0)[:count]
-        return self.claim(np.concatenate([free, np.arange(self._end, self._end + count - free.size)]))
+        free = self._first_free(count)
+        found = self.claim(np.concatenate([free, np.arange(self._end, self._end + count - free.size)]))
+        self._lowest = int(found.max(initial=self._lowest - 1)) + 1
+        return found
+
+    def _first_free(self, count: int) -> np.ndarray:
+        """The lowest free extents before `end`, `count` if there are as many."""
+        found, start = np.zeros(0, np.int64), self._lowest
+        while found.size < count and start < self._end:
+            stop = min(start + _WINDOW, self._end)
+            found = np.append(found, start + np.flatnonzero(self._owners[start:stop] == 0))
+            start = stop
+        return found[:count]
 
     def allocate_run(self, count: int) -> np.ndarray:
         """int32[count] neighbouring extents with one owner each: the lowest that are free, else behind all others."""
-        free = np.flatnonzero(self._owners[:self._end] == 0)
+        free = self._first_free(self._end)
         begins = np.flatnonzero(free[count - 1:] - free[:max(0, free.size - count + 1)] == count - 1)
         first = int(free[begins[0]]) if begins.size else self._end
         return self.claim(np.arange(first, first + count))
@@ -77,11 +91,6 @@ class ExtentPool:
         """Extents from here on were never used."""
         return self._end
 
-    @property
-    def free(self) -> int:
-        """How many extents before `end` have no owner."""
-        return int(np.count_nonzero(self._owners[:self._end] == 0))
-
     def _grow(self, end: int) -> None:
         self._end = end
         if end > self._owners.size:
@@ -96,6 +105,8 @@ class ExtentPool:
     def release(self, extents: np.ndarray) -> None:
         """Takes one owner from each of distinct extents; those without any may be allocated again."""
         self._owners[extents] -= 1
+        free = extents[self._owners[extents] == 0]
+        self._lowest = int(free.min(initial=self._lowest))
 
     def is_shared(self, extent: int) -> bool:
         return bool(self._owners[extent] > 1)

@@ -31,6 +31,8 @@ def inspect(path: str) -> tuple[list[str], list[str]]:
             file.unlock()  # at once: others may want to write before all is read
         except StoreLocked:
             lines.append("in use        a live store holds the file and may change it while it is read")
+        except StoreError as cause:
+            lines.append(f"in use        unknown, as the file cannot be locked here: {cause}")
         found, problems = recover(file, header.geometry)
         lines += [_describe_save(one, header.geometry) for one in found] or ["saves         none"]
         lines += _describe_space(path, header.geometry, found)

@@ -113,11 +113,6 @@ class ThreadedFetch(Fetch):
         began, ended = zip(*((chunk.began, chunk.ended) for chunk in self._chunks), strict=True)
         return Times(min(began), max(ended), self._waited)
 
-    @property
-    def landed(self) -> bool:
-        """Whether all is there to be collected."""
-        return self._landed.qsize() == len(self._chunks)
-
     def drop(self) -> None:
         self._dropped = True
         while True:

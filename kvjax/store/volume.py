@@ -105,13 +105,13 @@ class Volume:
 
     def make_room(self, lineage: Lineage) -> None:
         """Waits until what a branch is about to commit may be staged; raises what failed."""
-        with self.changed:
+        with self.lock:
             self._retry(lineage)
             self._wait(lineage, lambda: self.staged_bytes <= self._staging_limit)
 
     def stage(self, lineage: Lineage, records) -> None:
         """Makes committed records visible, in order. Staging the same again changes nothing."""
-        with self.lock:  # not `changed`, which is entered in Python: Ctrl-C there would leave it locked
+        with self.lock:
             for record in records:
                 lineage.stage(record)
             if self.staged_bytes > self._linger_bytes:
@@ -119,7 +119,7 @@ class Volume:
 
     def drain(self, lineage: Lineage) -> None:
         """Waits until everything a branch committed is in the file; raises what failed."""
-        with self.changed:
+        with self.lock:
             lineage.urgent = True
             try:
                 self._retry(lineage)
@@ -165,7 +165,7 @@ class Volume:
     def save(self, table: Table, generation: int, metadata: bytes) -> int:
         """Number of the save, once it is on the device; takes over the table. All that wait at once share a commit."""
         request = Request(table, generation, metadata)
-        with self.changed:
+        with self.lock:
             self._saves.append(request)
             self._wake.put(True)
             if not self.changed.wait_for(lambda: request.done, self.timeout):

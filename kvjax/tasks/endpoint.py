@@ -32,20 +32,19 @@ class Endpoint:
     dtype: str = "float32"  # of stored keys and values
     chunk: int | None = None  # tokens of a context that are read at a time (`LLM.prefill`)
 
-    def loglikelihood(self, pairs: Iterable[tuple[Sequence[int], Sequence[int]]]) -> list[tuple[float, bool]]:
+    def loglikelihood(self, pairs: Iterable[tuple[Sequence[int], Sequence[int]]]) -> Iterator[tuple[float, bool]]:
         """For each context and continuation (token ids): the log-probability, and whether greedy decoding gives it.
 
-        Contexts that follow each other share their cache if they are equal. Raises PromptError for a continuation that
-        is empty or too long.
+        One after the other, as they are asked for. Contexts that follow each other share their cache if they are equal.
+        Raises PromptError for a continuation that is empty or too long, before the first is computed.
         """
         parts = [(*self._split(context, len(rest)), list(rest)) for context, rest in pairs]
-        found = []
         for read, group in itertools.groupby(parts, lambda part: part[0]):
             alike = [(tail, rest) for _, tail, rest in group]
             with_room = len(read) + max(len(tail) + len(rest) for tail, rest in alike)
             with self._cache(read, with_room) as cache:
-                found += [self._score(cache, tail, rest) for tail, rest in alike]
-        return found
+                for tail, rest in alike:
+                    yield self._score(cache, tail, rest)
 
     def generate(self, context: Sequence[int], max_new_tokens: int, stop: Sequence[str] = ()) -> str:
         """The greedy answer up to the first of `stop`."""

@@ -15,6 +15,7 @@ import numpy as np
 from kvjax.tasks import corpus
 from kvjax.tasks.base import Request, Sample
 
+OPENING = "#*# Day 1:"  # what an answer goes on from
 _MARK = re.compile(r"#\*# Day (\d+)\b:?")
 _TOKENS = 32  # of a block, about
 
@@ -76,8 +77,9 @@ def blocks(text: str) -> dict[int, str]:
 
 
 def check(text: str, answers: Sequence[str]) -> Check:
-    """Checks a text against `Sample.answers`: the number of blocks, then the instructions."""
-    wanted, found = int(answers[0]), blocks(text)
+    """Checks an answer against `Sample.answers`: the number of blocks, then the instructions. It goes on from
+    `OPENING`, or begins with it once more."""
+    wanted, found = int(answers[0]), blocks(text if _MARK.match(text.lstrip()) else OPENING + text)
     instructions = [Instruction.decode(line) for line in answers[1:]]
     kinds = ("once", "range", "periodic")
     shares = [_share(found, [one for one in instructions if one.kind == kind]) for kind in kinds]
@@ -91,9 +93,17 @@ def _share(found: dict[int, str], instructions: Sequence[Instruction]) -> float:
 
 
 def draw(request: Request) -> list[Sample]:
-    """Diaries of as many days as fit in `request.length` tokens with the instructions, at least four."""
-    days = max(4, (request.length - 200) // _TOKENS)
+    """Diaries of as many days as fit in about `request.length` tokens with the instructions, at least four."""
+    days = max(4, request.length // _TOKENS)
+    while days > 4 and _size(request, days) > request.length:
+        days -= 1
     return [_sample(request.rng, days) for _ in range(request.count)]
+
+
+def _size(request: Request, days: int) -> int:
+    """Tokens of one such diary with its instructions."""
+    told = _sample(np.random.default_rng(0), days).context
+    return len(request.tokenizer.encode(str(told))) + _TOKENS * days
 
 
 def _sample(rng: np.random.Generator, days: int) -> Sample:
@@ -101,9 +111,9 @@ def _sample(rng: np.random.Generator, days: int) -> Sample:
     instructions = [one for _ in range(max(1, days // 8)) for one in _instructions(rng, days)]
     told = "\n".join(map(str, instructions))
     context = (f"Write a diary of {days} days, one entry for each day, none left out. Begin every entry with #*# and "
-               f"its day, as #*# Day 1:, and write about {_TOKENS // 2} words.\n{told}\n")
+               f"its day, as {OPENING}, and write about {_TOKENS // 2} words.\n{told}\n")
     answers = (str(days), *(one.encode() for one in instructions))
-    return Sample(context, "#*# Day 1:", answers, "longgen", _TOKENS * days)
+    return Sample(context, OPENING, answers, "longgen", _TOKENS * days)
 
 
 def _instructions(rng: np.random.Generator, days: int) -> list[Instruction]:

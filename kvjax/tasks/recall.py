@@ -13,8 +13,6 @@ from kvjax.errors import ConfigError
 from kvjax.tasks import needles
 from kvjax.tasks.base import Continuation, Request
 
-_FIRST_ID = 4  # ids below are special tokens
-
 
 def draw(request: Request, queries: int = 16) -> list[Continuation]:
     """Contexts of up to `request.length` tokens full of pairs, `queries` of which are asked for."""
@@ -26,7 +24,8 @@ def draw(request: Request, queries: int = 16) -> list[Continuation]:
 
 
 def _one(request: Request, line: tuple[int, ...], pairs: int, queries: int) -> Continuation:
-    ids = np.setdiff1d(np.arange(_FIRST_ID, request.tokenizer.tokenizer.get_vocab_size()), line)
+    tokenizer = request.tokenizer.tokenizer
+    ids = np.setdiff1d(np.arange(tokenizer.get_vocab_size()), [*tokenizer.get_added_tokens_decoder(), *line])
     if 2 * pairs > len(ids):
         raise ConfigError(f"{pairs} pairs need {2 * pairs} different tokens but the vocabulary has {len(ids)}; "
                           "lower the length")

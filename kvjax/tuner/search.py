@@ -3,12 +3,14 @@
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import itertools
 import logging
 import os
 import pathlib
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 from tqdm import tqdm
 
 from kvjax import fields
@@ -47,8 +49,8 @@ def tune(
 
     Raises ConfigError where `batches` or `contexts` are not positive integers or there are none, or a batch size and
     context length do not fit their memory, or for a `FlashStore` of one file; FormatMismatch where `path` is of another
-    model, family, memory, alpha or space, or WriteFailed; and what the store raises, NoSpace where it has no room for a
-    layer.
+    model, store, text, family, memory, alpha or space, or WriteFailed; and what the store raises, NoSpace where it has
+    no room for a layer.
     """
     for name, sizes in (("batches", batches), ("contexts", contexts)):
         if not sizes or not all(fields.whole(one, 1) for one in sizes):
@@ -56,7 +58,7 @@ def tune(
     _check_store(store)
     family = Family(selected, bits, adapters or {}, per_head)
     limits = Limits(max_bytes // max(batches), relax, space or Space())
-    found = _resumed(path, Tuning({}, family, limits, llm.fingerprint))
+    found = _resumed(path, Tuning({}, family, limits, llm.identity, _source(llm, store, text)))
     recurring = _reuse_rates(llm, text, limits.space, family)
     for batch, context in tqdm(list(itertools.product(batches, contexts)), desc="tune", disable=None):
         if (batch, context) not in found.solutions:
@@ -93,10 +95,19 @@ def _resumed(path, fresh: Tuning) -> Tuning:
         return fresh
     found = tuning.load(path)
     if dataclasses.replace(found, solutions={}) != fresh:
-        raise FormatMismatch(f"{path} was tuned for the model {found.fingerprint!r}, {found.family} and "
-                             f"{found.limits}, not for {fresh.fingerprint!r}, {fresh.family} and {fresh.limits}; "
-                             "choose another path")
+        raise FormatMismatch(f"{path} was tuned for {_asked(found)}, not for {_asked(fresh)}; choose another path")
     return found
+
+
+def _asked(one: Tuning) -> str:
+    return f"the model {one.fingerprint!r} on {one.source}, {one.family} and {one.limits}"
+
+
+def _source(llm: LLM, store: Store, text: str | Sequence[int]) -> str:
+    """Names a kind of store and a text."""
+    ids = np.asarray(llm.encode(text, start=False), np.int64)
+    kind = f"{store.profile}, {store.layout}, direct={store.direct}" if isinstance(store, FlashStore) else "no device"
+    return f"{type(store).__name__} ({kind}), text {hashlib.sha256(ids.tobytes()).hexdigest()[:16]}"
 
 
 def _reuse_rates(llm, text, space: Space, family: Family):

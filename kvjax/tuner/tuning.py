@@ -13,7 +13,7 @@ from kvjax.methods.kvswap import KVSwap
 from kvjax.planning import Slots
 from kvjax.tuner.solver import Limits, Setting, Solution, Space
 
-VERSION = 5  # of the file, and of how solutions are chosen
+VERSION = 6  # of the file, and of how solutions are chosen
 _TUNED = {"budget", "group", "sigma", "bits", "per_head", "adapters"}  # fields of KVSwap that a tuning decides
 
 
@@ -71,13 +71,15 @@ class Tuning:
       solutions: by (batch size, context length).
       family: what all of them have in common.
       limits: within which they were found.
-      fingerprint: of the model.
+      fingerprint: of the model (`LLM.identity`).
+      source: the kind of store and the text that all was measured with.
     """
 
     solutions: dict[tuple[int, int], Solution]
     family: Family
     limits: Limits
     fingerprint: str
+    source: str = ""
 
     def nearest(self, batch: int, context: int) -> Solution:
         """The solution of that batch size and context length, or of the nearest pair there is, by ratios."""
@@ -101,7 +103,7 @@ class Tuning:
             for (batch, context), found in sorted(self.solutions.items())
         ]
         saved = {"version": VERSION, "fingerprint": self.fingerprint, "family": dataclasses.asdict(self.family),
-                 "limits": dataclasses.asdict(self.limits), "solutions": rows}
+                 "source": self.source, "limits": dataclasses.asdict(self.limits), "solutions": rows}
         try:
             with files.replacing(pathlib.Path(path)) as fresh:
                 fresh.write_text(json.dumps(saved, indent=2) + "\n")
@@ -128,7 +130,8 @@ def _tuning(saved: dict[str, Any]) -> Tuning:
     adapters = {int(sigma): directory for sigma, directory in saved["family"]["adapters"].items()}
     family = Family(**{**saved["family"], "adapters": adapters})
     space = Space(**{name: tuple(values) for name, values in saved["limits"]["space"].items()})
-    return Tuning(solutions, family, Limits(**{**saved["limits"], "space": space}), saved["fingerprint"])
+    limits = Limits(**{**saved["limits"], "space": space})
+    return Tuning(solutions, family, limits, saved["fingerprint"], saved["source"])
 
 
 def _solution(row: dict[str, Any]) -> Solution:

@@ -170,6 +170,6 @@ def test_a_changed_file_is_a_typed_error(moments, tmp_path, change, error):
 
 
 def test_adapters_of_another_model_are_refused(llm, moments):
-    fit.svd(moments, RATIO).check_model(llm.fingerprint)
+    fit.svd(moments, RATIO).check_model(llm.identity)
     with pytest.raises(FormatMismatch, match="fit adapters to this one"):
         refinement.refine(make_llm(2), fit.svd(moments, RATIO), ROWS)

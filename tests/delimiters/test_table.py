@@ -107,4 +107,4 @@ def test_texts_without_delimiters_are_refused():
 
 def test_the_shipped_table_is_the_shipped_models():
     reference = pathlib.Path(kvjax.__file__).parent / "reference"
-    Delimiters.load(reference / "delimiters.json").check_model(kvjax.load(reference).fingerprint)
+    Delimiters.load(reference / "delimiters.json").check_model(kvjax.load(reference).identity)

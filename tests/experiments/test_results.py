@@ -6,7 +6,7 @@ import pathlib
 import ml_collections
 import pytest
 
-from experiments import common
+from experiments import common, results
 from experiments.results import Run
 from kvjax.errors import ConfigError
 
@@ -51,6 +51,19 @@ def test_without_rows_or_where_any_field_may_differ_nothing_is_refused(tmp_path,
     Run(config(), str(tmp_path / "new"), GRID)
     Run(config(samples=16), str(tmp_path / "new"), GRID)
     Run(config(samples=16), used, None)
+
+
+def test_a_workdir_says_on_which_machines_its_rows_were_measured(used, monkeypatch, caplog):
+    first = results.machine()
+    assert first["versions"]["kvjax"] and first["processor"].partition(" x ")[2]
+    Run(config(), used, GRID)
+    assert not caplog.records
+    for cores in (64, 96, 96):
+        monkeypatch.setattr(results, "processor", lambda cores=cores: f"{cores} x fast")
+        run = Run(config(), used, GRID)
+    assert [one["processor"] for one in run.header["before"]] == [first["processor"], "64 x fast"]
+    assert json.loads((run.path / "config.json").read_text())["processor"] == "96 x fast"
+    assert len(caplog.records) == 2 and "processor was 64 x fast and is 96 x fast" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["file", "file/below"])

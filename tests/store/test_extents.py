@@ -1,9 +1,14 @@
 """The allocator of extents."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvjax.errors import NoSpace
+from kvjax.store import extents
 from kvjax.store.extents import ExtentPool
 from kvjax.store.format import HEADER_BYTES
 
@@ -14,6 +19,30 @@ def test_free_extents_are_taken_lowest_first():
     for extent in (4, 1, 3):
         pool.release(np.array([extent], np.int32))
     assert pool.allocate(4).tolist() == [1, 3, 4, 6]
+
+
+@given(st.lists(st.tuples(st.sampled_from(["one", "some", "run", "claim", "give"]), st.integers(0, 6)), max_size=80))
+def test_the_lowest_free_extents_are_found_whatever_came_before(steps):
+    with mock.patch.object(extents, "_WINDOW", 3):
+        pool, used = ExtentPool("file", 4096, None), set()
+        for kind, number in steps:
+            free = sorted(set(range(pool.end + 20)) - used)
+            if kind == "give":
+                taken = sorted(used)[number::3]
+                pool.release(np.array(taken, np.int32))
+                used -= set(taken)
+                continue
+            if kind == "run":
+                wanted = next(range(i, i + number + 1) for i in free if not used & set(range(i, i + number + 1)))
+                found = pool.allocate_run(number + 1)
+            elif kind == "claim":
+                wanted = free[number::7][:3]
+                found = pool.claim(np.array(wanted))
+            else:
+                wanted = free[: 1 if kind == "one" else number]
+                found = pool.allocate(len(wanted))
+            assert found.tolist() == list(wanted)
+            used |= set(wanted)
 
 
 def test_shared_extents_are_free_when_the_last_owner_goes():
@@ -54,7 +83,7 @@ def test_runs_are_neighbours_lowest_first():
     assert pool.allocate_run(3).tolist() == [6, 7, 8]
     assert pool.allocate_run(2).tolist() == [10, 11]
     assert pool.allocate_run(1).tolist() == [1]
-    assert pool.free == 0 and pool.end == 12
+    assert pool.end == 12 and pool.occupied(np.arange(12)).all()
 
 
 def test_runs_obey_the_limit():

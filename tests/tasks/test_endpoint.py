@@ -32,7 +32,7 @@ def log_probabilities(llm, ids):
 def test_likelihoods_are_those_of_a_forward_pass(llm, sparse):
     context = llm.encode(CONTEXT, start=True)
     rests = [llm.encode(text, start=False) for text in (" 29318.", " 11111", "\n")]
-    found = Endpoint(llm, kvjax.full(), sparse_tokens=sparse).loglikelihood([(context, rest) for rest in rests])
+    found = list(Endpoint(llm, kvjax.full(), sparse_tokens=sparse).loglikelihood([(context, rest) for rest in rests]))
     for rest, (logprob, greedy) in zip(rests, found, strict=True):
         chosen, likeliest = log_probabilities(llm, context + rest)
         assert logprob == pytest.approx(chosen[-len(rest) :].sum(), abs=2e-3)
@@ -47,7 +47,10 @@ def test_equal_contexts_are_read_once_and_caches_closed(llm, tmp_path, monkeypat
     endpoint = Endpoint(llm, kvjax.quest(budget=48, window=8, page=4), kvjax.FlashStore(tmp_path), sparse_tokens=4)
     a, b = (llm.encode(text, start=True) for text in (CONTEXT, CONTEXT[:60]))
     rest = llm.encode(" 29318", start=False)
-    found = endpoint.loglikelihood([(a, rest), (a, rest), (b, rest)])
+    answers = endpoint.loglikelihood([(a, rest), (a, rest), (b, rest)])
+    found = [next(answers)]
+    assert len(caches) == 1  # contexts are read as answers are asked for
+    found += answers
     assert len(caches) == 2 and found[0] == found[1] != found[2]
     assert not list(tmp_path.iterdir())  # files of closed caches are gone
 
@@ -69,4 +72,4 @@ def test_long_contexts_lose_their_beginning(llm):
 @pytest.mark.parametrize(("context", "rest"), [([], [5]), ([5], []), ([5], [5] * 21)])
 def test_what_cannot_be_asked_is_refused(llm, context, rest):
     with pytest.raises(PromptError, match="both need one"):
-        Endpoint(llm, kvjax.full(), max_length=20).loglikelihood([(context, rest)])
+        next(Endpoint(llm, kvjax.full(), max_length=20).loglikelihood([([5], [5]), (context, rest)]))

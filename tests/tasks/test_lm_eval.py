@@ -33,6 +33,14 @@ def module(monkeypatch):
     sys.modules.pop("kvjax.lm_eval", None)
 
 
+def test_a_text_begins_once(module):
+    """A chat template has the token that begins a text in it."""
+    made = module.KvjaxLM(str(pathlib.Path(kvjax.__file__).parent / "reference"))
+    begin = made.text.special_tokens["bos_token"]
+    assert made.tok_encode("a") == made.tok_encode(f"{begin}a") == made.tok_encode("a", add_special_tokens=True)
+    assert made.tok_encode("a", add_special_tokens=False) == made.tok_encode("a")[1:]
+
+
 def test_types_and_chunk_reach_the_model_and_its_caches(module):
     reference = str(pathlib.Path(kvjax.__file__).parent / "reference")
     made = module.KvjaxLM(reference, method="streaming_llm", dtype="bfloat16", cache_dtype="int8")

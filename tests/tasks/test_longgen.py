@@ -20,9 +20,10 @@ def test_shares_are_over_blocks_that_exist():
     assert scoring.score("longgen", TEXT, ANSWERS) == pytest.approx((1 + 1 + 2 / 3) / 3)
 
 
-def test_a_text_without_blocks_scores_nothing():
-    found = longgen.check("Day 1 was fine", ANSWERS)
-    assert found.completion == 0 and math.isnan(found.once) and found.mean == 0
+def test_a_text_without_marks_is_the_first_block():
+    found = longgen.check(" fine", ANSWERS)
+    assert found.completion == pytest.approx(1 / 6) and math.isnan(found.once) and found.mean == 0
+    assert longgen.check(" tea", ANSWERS).mean == 1  # all that day 1 was told, by a range
 
 
 def test_an_answer_that_does_all_it_is_told_scores_everything(request_for):
@@ -31,10 +32,13 @@ def test_an_answer_that_does_all_it_is_told_scores_everything(request_for):
         told = [longgen.Instruction.decode(line) for line in one.answers[1:]]
         assert {line.kind for line in told} == {"once", "range", "periodic"}
         assert all(str(line) in one.context and line.encode() in one.answers for line in told)
-        text = one.question + "".join(
+        text = "".join(
             f"#*# Day {n}: " * (n > 1) + " ".join(line.word for line in told if n in line.blocks)
             for n in range(1, days + 1)
         )
-        found = longgen.check(text, one.answers)
-        assert (found.completion, found.mean) == (1, 1)
-        assert longgen.check(text.replace("Day 1:", "Day 1000:"), one.answers).completion == (days - 1) / days
+        for answer in (text, f"\n{one.question}{text}"):  # going on from the question, or saying it once more
+            found = longgen.check(answer, one.answers)
+            assert (found.completion, found.mean) == (1, 1)
+        assert longgen.check(text.replace("Day 2:", "Day 1000:"), one.answers).completion == (days - 1) / days
+        taken = len(request_for().tokenizer.encode(one.context)) + one.max_new_tokens
+        assert taken <= 1.1 * 900 and days > 4

@@ -1,9 +1,11 @@
 """Needle tasks: sizes, depths, and that every answer is where it is said to be."""
 
+import dataclasses
 import re
 from collections import Counter
 
 import pytest
+from tokenizers import Tokenizer
 
 from kvjax import tasks
 from kvjax.errors import ConfigError
@@ -131,6 +133,16 @@ def test_every_key_of_a_recall_is_followed_by_its_value_again(request_for):
         assert len(asked) == 16 and asked.items() <= pairs.items()
         assert [token for token, counts in zip(one.tokens, one.scored, strict=True) if counts] == list(asked.values())
         assert len(one.context) <= 300 and not set(pairs) & set(pairs.values())
+
+
+def test_a_recall_has_no_added_tokens(request_for):
+    """Wherever in the vocabulary they are."""
+    request = request_for(length=9_000, count=1)
+    ours = Tokenizer.from_str(request.tokenizer.tokenizer.to_str())
+    ours.add_special_tokens([f"<|reserved_{i}|>" for i in range(4_000)])
+    (one,) = tasks.draw("mqar", dataclasses.replace(
+        request, length=4_000, tokenizer=dataclasses.replace(request.tokenizer, tokenizer=ours)))
+    assert not set(one.context[1:]) & set(ours.get_added_tokens_decoder())
 
 
 def test_perplexity_continues_its_context(request_for):

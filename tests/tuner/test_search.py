@@ -130,6 +130,9 @@ def test_solutions_are_kept_as_they_are_found(llm, tmp_path, monkeypatch):
     for change in changes:
         with pytest.raises(FormatMismatch, match=r"selected=24, bits=32, .* relax=0\.1"):
             tuner.tune(llm, HostStore(), TEXT, contexts=(96,), path=path, **{**settings, **change})
+    for store, text in ((FlashStore(tmp_path, profile="emmc"), TEXT), (HostStore(), TEXT[:-1])):
+        with pytest.raises(FormatMismatch, match=r"on HostStore \(no device\), text \w+, .* not for the model"):
+            tuner.tune(llm, store, text, contexts=(96,), path=path, **settings)
 
 
 def test_bad_settings_are_refused(llm, tmp_path):

@@ -165,7 +165,7 @@ def test_a_family_of_impossible_numbers_is_refused(change):
 def test_a_model_is_loaded_with_its_tuning(tmp_path):
     """Without a method, prefill takes the tuned one and its slots; a tuning of another model is refused."""
     model = pathlib.Path(kvjax.__file__).parent / "reference"
-    dataclasses.replace(FOUND, fingerprint=kvjax.load(model).fingerprint).save(tmp_path / "config.json")
+    dataclasses.replace(FOUND, fingerprint=kvjax.load(model).identity).save(tmp_path / "config.json")
     llm = kvjax.load(model, tuning=tmp_path / "config.json")
     cache = llm.prefill("def main(argv):\n    return 0\n" * 12, capacity=4000, store=kvjax.HostStore())
     assert cache.plan.method == FOUND.method(1, 4096)
