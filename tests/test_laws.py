@@ -92,7 +92,8 @@ def test_the_budget_is_used_up(method):
         return
     sim, spec = Sim(method, Stream.draw(1), [80, 78]), harness.plan_of(method).spec  # the last page is short in one
     _, report = sim.step()
-    np.testing.assert_array_equal(np.asarray(report.attended).T, np.minimum(spec.budget, [81, 79]) * np.ones((HEADS, 1)))
+    expected = np.minimum(spec.budget, [81, 79]) * np.ones((harness.HEADS, 1))
+    np.testing.assert_array_equal(np.asarray(report.attended).T, expected)
 
 
 # 3. ------------------------------------------------------------------------------------------
