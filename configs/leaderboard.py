@@ -1,6 +1,7 @@
 """Every method x task x budget on the reference model, or on a user's with --config.model.
 
-`config.tasks` takes any name of `kvjax.tasks.TASKS`; a task that reads a file is written NAME:FILE.
+`config.tasks` takes any name of `kvjax.tasks.TASKS`; a task that reads a file is written NAME:FILE. Prompts are cut to
+`config.lengths` tokens, long ones in their middle.
 
     python -m experiments.main --config=configs/leaderboard.py --workdir=runs/leaderboard
 

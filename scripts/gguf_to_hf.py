@@ -1,6 +1,6 @@
 """Turns a GGUF file of the Llama architecture into a Hugging Face directory, which `kvjax.load` takes.
 
-    pip install -c constraints.txt -e '.[gguf]'
+    pip install -c constraints.txt --no-build-isolation -e '.[gguf]'
     python scripts/gguf_to_hf.py FILE.gguf DIR
 
 Quantised weights become f32 numbers of the same value. llama.cpp keeps the rows of query and key projections in another
