@@ -51,7 +51,8 @@ class DynaKV(ClusterMethod):
     """Clusters of keys; see `ClusterMethod` for their sizes.
 
     Attributes:
-      update: how clusters follow the keys that are decoded (Figure 1 of the paper).
+      update: how clusters follow the keys that are decoded (Figure 1 of the paper). Of the settings below "adaptive"
+        has the first four, "local" the last and "static" none.
       threshold: tau_h over the mean cluster variance of head h after prefill.
       gain: how firmly the average cluster size is kept at `cluster` while decoding; 0 = not at all.
       buffer: B_max, buffered keys of one head that trigger a forced load.

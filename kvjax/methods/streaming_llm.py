@@ -16,7 +16,7 @@ from kvjax.method import Method, Placement, Selection, no_force
 
 @dataclasses.dataclass(frozen=True)
 class StreamingLLM(Method):
-    """Sinks and window only."""
+    """Sinks and window only; `window` is not asked, as it is what the budget leaves."""
 
     evicts: ClassVar[bool] = True
     places_alike: ClassVar[bool] = True

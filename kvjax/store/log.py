@@ -86,9 +86,7 @@ class CommitLog:
         """
         if self.broken is not None:
             raise self.broken
-        newest = requests[-1]
-        with self._lock:
-            saved, record = self._prepare(newest, self._sequence + len(requests))
+        saved, record = self._prepare(requests[-1], self._sequence + len(requests))
         try:
             self._write_record(record, saved.places[-1])
             self._sync()
@@ -110,17 +108,21 @@ class CommitLog:
         """A saved cache with its newest record still to be written, and that record."""
         current = self._kept[-1] if self._kept else None
         chain = current.places if current is not None and not _outgrown(current.places) else ()
-        table = request.table.share()
-        ids, extents = table.changes_since(current.table) if current is not None and chain else _complete(table)
-        sums = np.where(extents >= 0, self._extents.checksums[extents], 0).astype(np.uint64)
-        data = Record(sequence, request.generation, ids, extents, sums, request.metadata).pack()
-        try:
-            run = self._extents.allocate_run(-(-len(data) // self._geometry.extent_bytes))
+        with self._lock:
+            table = request.table.share()
+            ids, extents = table.changes_since(current.table) if current is not None and chain else _complete(table)
+            sums = np.where(extents >= 0, self._extents.checksums[extents], 0).astype(np.uint64)
+        try:  # with the lock free, which reads need: of a large cache this is hundreds of megabytes
+            data = Record(sequence, request.generation, ids, extents, sums, request.metadata).pack()
+            digest = checksum(data)
+            with self._lock:
+                run = self._extents.allocate_run(-(-len(data) // self._geometry.extent_bytes))
         except BaseException:
-            table.release()
+            with self._lock:
+                table.release()
             raise
-        place = Place(int(run[0]), len(data), checksum(data))
         slot = 0 if current is None else 1 - current.slot
+        place = Place(int(run[0]), len(data), digest)
         return Saved(sequence, request.generation, request.metadata, slot, table, (*chain, place)), data
 
     def _write_record(self, data: bytes, place: Place) -> None:
