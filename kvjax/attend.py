@@ -53,8 +53,8 @@ def init_cache(
         raise ConfigError(f"rope={rope!r} must be a RopeConfig, or None for keys that no method turns back")
     packing.check(dtype, head_dim)
     spec = method.spec(kv_heads=kv_heads, group=group, head_dim=head_dim, capacity=capacity)
-    spec = dataclasses.replace(spec, rope=rope, key_type=packing.tail_type(dtype))
-    return _empty(LayerPlan(method, spec, sliding), batch, dtype)
+    spec = dataclasses.replace(spec, rope=rope, key_type=packing.tail_type(dtype), sliding=sliding)
+    return _empty(LayerPlan(method, spec), batch, dtype)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from kvjax.errors import ConfigError
 from kvjax.method import Context, Leaving, Method, Spec, every_occupied, in_rows
 from kvjax.typing import Array, Bool, Float, pytree
+from kvjax.votes import stays
 
 
 @pytree
@@ -67,7 +68,7 @@ class Evictor(Method):
     def keep(self, spec: Spec, index, context: Context, worth: Float[Array, "K T"]):
         """`build`, given what every token is worth."""
         head, room = jnp.arange(spec.kv_heads)[:, None], index.worth.shape[-1]
-        worth = jnp.where(context.valid, worth, -jnp.inf)
+        worth = jnp.where(stays(spec, context), worth, -jnp.inf)
         kept = largest(worth, room)
         at = jnp.cumsum(kept, axis=-1) - 1  # in token order, whatever the ranks
         filled = index.worth.at[head, jnp.where(kept, at, room)].set(worth, mode="drop")
@@ -77,12 +78,14 @@ class Evictor(Method):
         return every_occupied(spec, view)
 
     def append(self, spec, index, view, leaving):
-        head, least = jnp.arange(spec.kv_heads), jnp.argmin(index.worth, axis=-1)
+        kept = view.pos.reshape(spec.kv_heads, -1)[:, : index.worth.shape[-1]]
+        rank = jnp.where(spec.seen(kept, leaving.pos + spec.window), index.worth, -jnp.inf)  # what is hidden goes first
+        head, least = jnp.arange(spec.kv_heads), jnp.argmin(rank, axis=-1)
         worth = self.leaving_worth(spec, index, leaving)
-        better = leaving.valid & (worth > index.worth[head, least])
+        better = leaving.valid & (worth > rank[head, least])
         row = jnp.where(better, least, index.worth.shape[-1])
-        kept = index.worth.at[head, row].set(worth, mode="drop")
-        return dataclasses.replace(index, worth=kept), in_rows(spec, least, better)
+        taken = index.worth.at[head, row].set(worth, mode="drop")
+        return dataclasses.replace(index, worth=taken), in_rows(spec, least, better)
 
 
 @dataclasses.dataclass(frozen=True)

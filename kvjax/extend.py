@@ -200,7 +200,7 @@ def _attend(
 def _seen(plan: LayerPlan, pos: Int32[Array, "K N"], mine: Int32[Array, "Q"]) -> Bool[Array, "K Q N"]:
     """Which tokens each query may attend: earlier ones and itself, inside the model's own sliding window."""
     seen = (pos[:, None] >= 0) & (pos[:, None] <= mine[:, None])
-    return seen if plan.sliding is None else seen & (pos[:, None] > mine[:, None] - plan.sliding)
+    return seen & plan.spec.seen(pos[:, None], mine[:, None])
 
 
 # ------------------------------------------------------------------------------------------ write

@@ -27,9 +27,13 @@ class LayerPlan:
 
     method: Method
     spec: Spec
-    sliding: int | None = None  # the model's own sliding window, in tokens
     follows: bool = False  # placements and choices are those of the layer before (`Method.reuse`)
     filters: bool = False  # attends everything, and selects for those that follow (`Method.dense_filters`)
+
+    @property
+    def sliding(self) -> int | None:
+        """The model's own sliding window, in tokens."""
+        return self.spec.sliding
 
     @property
     def attends_all(self) -> bool:
@@ -281,10 +285,8 @@ def _attended_sets(plan, pool, mine: Fetched, q, new_key, new_value, at):
     key, value, valid, pos = chosen_rows(plan, pool, mine)
     tail, bias = mine.state.tail, mine.choice.bias
     tail_valid = tail.pos >= 0
-    if plan.sliding is not None:
-        oldest = at - plan.sliding
-        tail_valid &= tail.pos > oldest
-        valid &= pos > oldest
+    tail_valid &= plan.spec.seen(tail.pos, at)
+    valid &= plan.spec.seen(pos, at)
     if bias is not None:
         bias = plan.method.weigh(plan.spec, mine.state.index, q, packing.all_of(key), bias)
     newest = jnp.ones((new_key.shape[0], 1), bool)

@@ -64,11 +64,16 @@ class Spec:
     keeps_keys: bool = True  # blocks hold keys and values; else values alone, see `Method.rebuild`
     rope: RopeConfig | None = None  # how keys are rotated; None = not known, or not at all
     key_type: str = "float32"  # of keys in the window; those of a prompt come in the model's type
+    sliding: int | None = None  # newest tokens that the model itself lets a query see, its own included; None = all
 
     @property
     def selected_rows(self) -> int:
         """Rows that selected blocks may contribute: the budget less sinks and window."""
         return max(0, min(self.budget - self.sinks - self.window, self.max_blocks * self.block_rows))
+
+    def seen(self, pos: Int32[Array, "..."], at: Int32[Array, "..."]) -> Bool[Array, "..."]:
+        """Which tokens before a query `at` a position the model's sliding window leaves it."""
+        return jnp.bool_(True) if self.sliding is None else pos > at - self.sliding
 
     @property
     def ring(self) -> int:

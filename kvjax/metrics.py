@@ -31,7 +31,7 @@ def exact_scores(
 def _seen(plan: LayerPlan, tokens: int, at: Int32[Array, ""]) -> Bool[Array, "T"]:
     """Tokens up to the newest, in a model's sliding window if it has one."""
     position = jnp.arange(tokens)
-    return (position <= at) & (plan.sliding is None or position > at - plan.sliding)
+    return (position <= at) & plan.spec.seen(position, at)
 
 
 def attended_mask(plan: LayerPlan, selected: Int32[Array, "K N"], at: Int32[Array, ""], tokens: int):

@@ -105,8 +105,10 @@ def make_plan(config: ModelConfig, method: Method, batch: int, capacity: int, dt
         chosen = dense if i < method.dense_layers else method
         follows = i >= method.dense_layers and (i - method.dense_layers) % method.reuse > 0
         filters = chosen.dense_filters and chosen.reuse > 1 and not follows
-        spec = dataclasses.replace(chosen.spec(**sizes), rope=config.rope, key_type=packing.tail_type(dtype))
-        layers.append(LayerPlan(chosen, spec, config.windows[i], follows, filters))
+        spec = dataclasses.replace(
+            chosen.spec(**sizes), rope=config.rope, key_type=packing.tail_type(dtype), sliding=config.windows[i]
+        )
+        layers.append(LayerPlan(chosen, spec, follows, filters))
     return Plan(config, method, tuple(layers), batch, capacity, dtype)
 
 

@@ -161,7 +161,9 @@ class Predictor(Method):
         return dataclasses.replace(index, key=key, stored=count), placement
 
     def select(self, spec, index, view, q):
-        best = jnp.max(self._importance(index, q).reshape(-1, spec.num_blocks, spec.block_rows), axis=-1)
+        hides = spec.sliding is not None
+        seen = jnp.repeat(view.count[0] > 0, spec.block_rows) if hides else None  # counts are alike in all heads
+        best = jnp.max(self._importance(index, q, seen).reshape(-1, spec.num_blocks, spec.block_rows), axis=-1)
         count = view.count[: best.shape[0]]  # alike in all heads
         occupied, unfinished = count > 0, (count > 0) & (count < spec.block_rows)
         score = jnp.where(unfinished, jnp.inf, best)
@@ -169,13 +171,16 @@ class Predictor(Method):
         block = top_blocks(score, offered, spec.max_blocks)
         return Selection(jnp.broadcast_to(block, (spec.kv_heads, spec.max_blocks)), no_force(spec))
 
-    def _importance(self, index: CompressedKeys, q: Float[Array, "K G D"]) -> Float[Array, "S N"]:
-        """Every token's score, for all heads (S = 1) or for each KV head."""
+    def _importance(
+        self, index: CompressedKeys, q: Float[Array, "K G D"], seen: Bool[Array, "N"] | None = None
+    ) -> Float[Array, "S N"]:
+        """Every token's score, for all heads (S = 1) or for each KV head; `seen`: which a sliding window leaves."""
         low, heads = project_mean(index, q) if self.one_query else project(index, q), 1 if self.shared else len(q)
-        if self.scores_shares:
+        if self.scores_shares and seen is None:
             return predict_shares(index, low, heads)
         if index.by_token:
             scores = predict_by_token(index, low)
+            scores = scores if seen is None else jnp.where(seen[:, None], scores, -1e30)
             if self.shared:
                 return aggregate_where_they_lie(scores, self.aggregation)
             scores = scores.swapaxes(1, 2)
@@ -183,6 +188,7 @@ class Predictor(Method):
             return predict_mean(index, low)
         else:
             scores = predict_by_dimension(index, low)
+            scores = scores if seen is None else jnp.where(seen, scores, -1e30)
         return aggregate(scores.reshape(heads, -1, index.tokens), self.aggregation)
 
     def append(self, spec, index, view, leaving):

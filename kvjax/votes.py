@@ -5,17 +5,17 @@ import jax.numpy as jnp
 
 from kvjax.attention import NEGATIVE
 from kvjax.errors import ConfigError
-from kvjax.method import AGGREGATIONS, Context, aggregate
-from kvjax.typing import Array, Float, Int32
+from kvjax.method import AGGREGATIONS, Context, Spec, aggregate
+from kvjax.typing import Array, Bool, Float, Int32
 
 _TOGETHER = 32  # queries looked at together: bounds memory by K G _TOGETHER T
 
 
-def votes(context: Context) -> Float[Array, "K G T"]:
+def votes(spec: Spec, context: Context) -> Float[Array, "K G T"]:
     """Attention weight that each token gets from the prompt's last queries, summed over these.
 
-    The softmax is causal and over the whole prompt, sinks and window included. A model's own sliding window is not
-    applied. Raises ConfigError where the queries are not known.
+    The softmax is causal and over the whole prompt, as far as the model sees it, sinks and window included. Raises
+    ConfigError where the queries are not known.
     """
     count = context.query_pos.shape[0]
     if not count:
@@ -28,18 +28,25 @@ def votes(context: Context) -> Float[Array, "K G T"]:
     q = q.reshape(heads, group, -1, _TOGETHER, size).transpose(2, 0, 1, 3, 4)
 
     def add(total, some):
-        return total + _weights(context, *some), None
+        return total + _weights(spec, context, *some), None
 
     nothing = jnp.zeros((heads, group, context.pos.shape[0]))
     return jax.lax.scan(add, nothing, (q, pos.reshape(-1, _TOGETHER)))[0]
 
 
-def _weights(context: Context, q: Float[Array, "K G Q D"], pos: Int32[Array, "Q"]) -> Float[Array, "K G T"]:
+def _weights(
+    spec: Spec, context: Context, q: Float[Array, "K G Q D"], pos: Int32[Array, "Q"]
+) -> Float[Array, "K G T"]:
     """Attention weights of a few queries, summed over them; those at position -1 have none."""
     scores = jnp.einsum("kgqd,ktd->kgqt", q, context.key.astype(q.dtype), preferred_element_type=jnp.float32)
-    seen = context.pos <= pos[:, None]
+    seen = (context.pos <= pos[:, None]) & spec.seen(context.pos, pos[:, None])
     weight = jax.nn.softmax(jnp.where(seen, scores * q.shape[-1] ** -0.5, NEGATIVE))
     return jnp.sum(jnp.where(seen, weight, 0.0), axis=2)
+
+
+def stays(spec: Spec, context: Context) -> Bool[Array, "T"]:
+    """Which tokens of the prompt's middle part a later query may see."""
+    return context.valid & spec.seen(context.pos, prompt_length(context))
 
 
 def prompt_length(context: Context) -> Int32[Array, ""]:

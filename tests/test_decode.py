@@ -175,6 +175,26 @@ def test_no_budget_goes_to_blocks_that_a_sliding_window_hides(params, tokens, na
         state = done.state
 
 
+@pytest.mark.parametrize("name", ["h2o", "snapkv", "chunkkv", "sentencekv"])
+def test_what_a_sliding_window_hides_is_not_kept(params, tokens, name):
+    """Neither of the prompt, nor while a token that is seen wants its row."""
+    config = dataclasses.replace(CONFIG, windows=(16, 16))
+    plan, state, _, _ = start(params, tokens, METHODS[name], config=config)
+    for i in range(12):
+        at = np.asarray(state.length)[:, None, None]
+        done = decode.step(plan, params, state, tokens[np.arange(2), np.asarray(PROMPT) + i])
+        for report in done.reports:
+            selected = np.asarray(report.selected)
+            assert (selected >= 0).any() or i
+            assert i or ((selected < 0) | (selected > at - 16)).all()
+        state = done.state
+    if name != "sentencekv":  # which drops nothing after the prompt
+        middle = np.asarray(state.length)[:, None] - 16 + 1 + np.arange(16 - plan.layers[0].spec.window)
+        for one in state.layers:
+            pos = np.asarray(one.state.pos).reshape(*one.state.pos.shape[:2], -1)
+            assert all(np.isin(middle[b], pos[b, head]).all() for b, head in np.ndindex(pos.shape[:2]))
+
+
 def test_dense_layers_stay_in_memory_and_exact(params, tokens, tmp_path):
     method = dataclasses.replace(METHODS["quest"], dense_layers=1)
     plan, state, _, branch = start(params, tokens, method, FlashStore(tmp_path))

@@ -46,7 +46,7 @@ def test_a_method_that_attends_all_attends_every_token_so_far():
 
 
 def test_what_a_sliding_window_hides_counts_nowhere():
-    plan = dataclasses.replace(QUEST, sliding=8)
+    plan = dataclasses.replace(QUEST, spec=dataclasses.replace(QUEST.spec, sliding=8))
     mask = np.asarray(metrics.attended_mask(plan, SELECTED, jnp.int32(AT), TOKENS))
     assert [set(np.flatnonzero(row)) for row in mask] == [{27, 28, 29, 30}, {25, 27, 28, 29, 30}]
     exact = np.asarray(metrics.exact_scores(plan, Q, KEY, jnp.int32(AT)))

@@ -51,7 +51,7 @@ class ChunkKV(PromptEvictor):
         return self.shared
 
     def prompt_worth(self, spec, context):
-        paid = over_group(votes(context), self.aggregation)
+        paid = over_group(votes(spec, context), self.aggregation)
         if self.shared:
             paid = jnp.broadcast_to(jnp.sum(paid, axis=0), paid.shape)
         return _chunk_means(paid, context.valid, self.chunk)

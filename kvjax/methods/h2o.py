@@ -58,7 +58,7 @@ class H2O(Evictor):
         return dataclasses.replace(index, recent=recent), placement
 
     def prompt_worth(self, spec, context):
-        return jnp.sum(votes(context), axis=1)
+        return jnp.sum(votes(spec, context), axis=1)
 
     def leaving_worth(self, spec, index, leaving):
         return index.recent[:, (leaving.pos - spec.sinks) % spec.window]

@@ -30,7 +30,7 @@ from kvjax.errors import ConfigError
 from kvjax.eviction import largest
 from kvjax.method import Method, Placement
 from kvjax.methods.dynsplit import DynSplit
-from kvjax.votes import over_group, votes
+from kvjax.votes import over_group, stays, votes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,8 +84,8 @@ class SentenceKV(DynSplit):
         index, whole = super().build(spec, index, context)
         if self.keep is None:
             return index, whole
-        paid = over_group(votes(context), self.aggregation)
-        kept = largest(jnp.where(context.valid, paid, -jnp.inf), int(self.keep * spec.selected_rows))
+        paid = over_group(votes(spec, context), self.aggregation)
+        kept = largest(jnp.where(stays(spec, context), paid, -jnp.inf), int(self.keep * spec.selected_rows))
         before = jnp.cumsum(kept, axis=-1) - kept
         begin = jnp.arange(context.pos.shape[0]) - whole.row  # of each token's sentence
         row = before - jnp.take_along_axis(before, begin, axis=-1)

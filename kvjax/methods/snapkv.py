@@ -52,7 +52,7 @@ class SnapKV(PromptEvictor):
                               f"{', '.join(POOLINGS)}")
 
     def prompt_worth(self, spec, context):
-        cast = votes(context)
+        cast = votes(spec, context)
         before = context.pos < prompt_length(context) - spec.ring
         pooled = _pool(jnp.where(before, cast, 0.0), self.kernel, self.pooling)
         return over_group(pooled, self.aggregation)

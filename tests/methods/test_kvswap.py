@@ -168,6 +168,11 @@ def test_importance_is_the_mean_of_softmaxes(bits, joint, shared):
     expected = aggregate(scores.reshape(1 if shared else len(Q), -1, index.tokens), "softmax_mean")
     found = method._importance(index, jnp.asarray(Q))
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-9)
+    seen = jnp.arange(index.tokens) >= 30  # what a sliding window hides has no part in it
+    scores = jnp.where(seen, scores, -jnp.inf)
+    expected = aggregate(scores.reshape(1 if shared else len(Q), -1, index.tokens), "softmax_mean")
+    found = method._importance(index, jnp.asarray(Q), seen)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-9)
 
 
 @pytest.mark.parametrize("joint", [True, False])
