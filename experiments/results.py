@@ -21,9 +21,16 @@ _ROOT = pathlib.Path(__file__).parent.parent
 _PACKAGES = ("kvjax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "tokenizers", "safetensors")
 
 
-def versions() -> dict[str, str]:
+def versions() -> dict[str, str | None]:
     """Versions of what the figures depend on."""
-    return {"python": platform.python_version(), **{name: importlib.metadata.version(name) for name in _PACKAGES}}
+    return {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}}
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:  # kvjax run from a checkout
+        return None
 
 
 def machine() -> dict[str, Any]:
@@ -68,9 +75,10 @@ class Run:
         }
         file = self.path / "config.json"
         try:
-            if grid is not None and file.exists() and self.logged():
+            if file.exists() and self.logged():
                 before = json.loads(file.read_text())
-                _check_same(workdir, before["config"], self.header["config"], grid)
+                if grid is not None:
+                    _check_same(workdir, before["config"], self.header["config"], grid)
                 self.header["before"] = _machines(workdir, before, self.header)
             self.path.mkdir(parents=True, exist_ok=True)
             self._mend()

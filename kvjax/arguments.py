@@ -16,8 +16,9 @@ def check_kinds(method, store, slots) -> None:
     check_method_and_slots(method, slots)
     if not isinstance(store, Store | None):
         raise ConfigError(f"store={store!r} is no store; give one such as kvjax.FlashStore(path), or None for memory")
-    if slots is not None and store is None and slots.park is None:
-        raise ConfigError("slots are for blocks on a store; give a store such as kvjax.HostStore() beside them")
+    if slots is not None and store is None and (slots.park is None or slots != Slots(park=slots.park)):
+        raise ConfigError("slots are for blocks on a store, but for where layers are parked; give a store such as "
+                          "kvjax.HostStore() beside them")
 
 
 def check_method_and_slots(method, slots) -> None:

@@ -168,6 +168,11 @@ def _kept(plan: LayerPlan, prompts: Prompts, dtype: str) -> list[Num[Array, "B T
 # ------------------------------------------------------------------------------------------- read
 
 
+def _together(plan: LayerPlan) -> bool:
+    """Whether all sequences select at once; not in a sliding window, of which kernels know nothing."""
+    return plan.method.selects_together and plan.sliding is None
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def choose(plan: LayerPlan, state: LayerState, q: Float[Array, "B H D"]) -> Choice:
     """Selects the blocks for a query."""
@@ -182,7 +187,7 @@ def choose(plan: LayerPlan, state: LayerState, q: Float[Array, "B H D"]) -> Choi
         bias = None if bias is None else jnp.take_along_axis(bias, rows.rank[:, None], axis=-1)
         return Choice(need, rows, bias, selection.note)
 
-    return each_sequence(one, (state, _grouped(q, spec)), method.selects_together)
+    return each_sequence(one, (state, _grouped(q, spec)), _together(plan))
 
 
 def of_active(plan: LayerPlan, choice: Choice, active: Bool[Array, "B"]) -> Choice:
@@ -203,7 +208,7 @@ def runners_up(plan: LayerPlan, state: LayerState, q: Float[Array, "B H D"]) -> 
         ranked = plan.method.select(wide, layer.index, caching.view(spec, layer), query).block
         return ranked[:, spec.max_blocks :]
 
-    return each_sequence(one, (state, _grouped(q, spec)), plan.method.selects_together)
+    return each_sequence(one, (state, _grouped(q, spec)), _together(plan))
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -176,7 +176,8 @@ class LLM:
             plan = self._fitted(plan, method, reading)
         prefill.check_prompts(plan, np.asarray(reading.length))
         if chunk is not None:
-            extend.check_prompt(plan, chunk, () if slots is None else (slots.backend,))
+            check = extend.check_prompt if any(rest) else extend.check
+            check(plan, chunk, () if slots is None else (slots.backend,))
         branch = cache = None
         if store is not None:
             planning.check_slots(plan, slots or Slots())

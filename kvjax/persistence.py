@@ -67,20 +67,31 @@ def save(directory, plan: Plan, state: State, logits: Array, branch: Branch | No
     directory = _absolute(directory)
     _check_kind(directory, branch is not None)
     with _saving(directory):
-        state_name = _new_name()
-        checksum = state_checkpoint.save(directory / state_name, state, logits)
-        manifest = {
-            "version": VERSION, "state": state_name, "checksum": checksum, "fingerprint": fingerprint,
-            "method": _describe(plan.method), "batch": plan.batch, "capacity": plan.capacity, "dtype": plan.dtype,
-            "slots": _slots(state),
-        }
-        commit = json.dumps(manifest).encode()
-        if branch is None:
-            _replace(directory / MANIFEST, commit)
-            named = [commit]
-        else:
-            named = _save_blocks(directory, branch, fingerprint, commit)
-        _remove_orphans(directory, named)
+        try:
+            _save(directory, plan, state, logits, branch, fingerprint)
+        except StoreError:
+            raise
+        except OSError as cause:
+            raise WriteFailed(f"saving to {directory} failed: {cause}; choose another directory") from cause
+
+
+def _save(
+    directory: pathlib.Path, plan: Plan, state: State, logits: Array, branch: Branch | None, fingerprint: str
+) -> None:
+    state_name = _new_name()
+    checksum = state_checkpoint.save(directory / state_name, state, logits)
+    manifest = {
+        "version": VERSION, "state": state_name, "checksum": checksum, "fingerprint": fingerprint,
+        "method": _describe(plan.method), "batch": plan.batch, "capacity": plan.capacity, "dtype": plan.dtype,
+        "slots": _slots(state),
+    }
+    commit = json.dumps(manifest).encode()
+    if branch is None:
+        _replace(directory / MANIFEST, commit)
+        named = [commit]
+    else:
+        named = _save_blocks(directory, branch, fingerprint, commit)
+    _remove_orphans(directory, named)
 
 
 def _new_name() -> str:
@@ -114,12 +125,7 @@ def _saving(directory: pathlib.Path) -> Iterator[None]:
             raise StoreLocked(f"{directory} is being saved to by somebody else; try again or choose another") from cause
         except OSError as cause:
             raise WriteFailed(f"{directory} cannot be locked: {cause}; choose one on another file system") from cause
-        try:
-            yield
-        except StoreError:
-            raise
-        except OSError as cause:
-            raise WriteFailed(f"saving to {directory} failed: {cause}; choose another directory") from cause
+        yield
     finally:
         os.close(descriptor)
 

@@ -1,5 +1,6 @@
 """Reading in chunks: against dense logits, against decoding, across stores, and what becomes of every token."""
 
+import contextlib
 import dataclasses
 from unittest import mock
 
@@ -164,6 +165,15 @@ def test_a_short_text_is_not_padded_to_a_long_chunk(params, tokens):
     with mock.patch.object(chunked, "_chunk", side_effect=chunked._chunk) as read:
         extend(plan, params, state, following(tokens)[:, :3], jnp.asarray([3, 2]), 64)
     assert [call.args[3].shape for call in read.call_args_list] == [(2, 4)]
+
+
+def test_what_is_kept_of_a_prompt_is_decided_by_all_of_it():
+    """By SentenceKV only if it drops tokens."""
+    for method, refused in ((METHODS["sentencekv"], True), (dataclasses.replace(METHODS["sentencekv"], keep=None), False)):
+        plan = planning.make_plan(CONFIG, method, 1, 200)
+        chunked.check(plan, 8)
+        with pytest.raises(ConfigError, match="all of a prompt") if refused else contextlib.nullcontext():
+            chunked.check_prompt(plan, 8)
 
 
 def test_bad_input_is_refused(params, tokens):

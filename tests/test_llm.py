@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from harness import METHODS
 from tiny import dense, make_params
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
@@ -83,6 +84,23 @@ def test_a_special_token_ends_an_answer(llm):
         assert other.generate("ab", cache, max_new_tokens=12, stop=stop).tokens == [free.tokens[0][:last]]
     mark = llm.tokenizer.decode(free.tokens[0][last - 1 : last + 1])
     assert llm.generate("ab", cache, max_new_tokens=12, stop=mark).tokens == [free.tokens[0][: last + 1]]
+
+
+@pytest.mark.parametrize("method", [
+    kvjax.snapkv(budget=24, sinks=2, window=4), kvjax.chunkkv(budget=24, sinks=2, window=4), METHODS["h2o"],
+], ids=lambda method: method.name)
+def test_a_method_that_has_to_see_all_of_a_prompt_refuses_chunks(llm, method):
+    with pytest.raises(ConfigError, match=r"all of a prompt|single tokens"):
+        llm.prefill(CONTEXT, method=method, chunk=16)
+    if not method.observes:
+        llm.prefill(CONTEXT, method=method, chunk=len(CONTEXT))
+
+
+def test_a_model_in_another_type_is_the_same_for_what_is_fitted_to_it(llm):
+    again = kvjax.load(llm.tokenizer.directory, dtype="bfloat16")
+    assert again.identity == llm.identity and again.fingerprint != llm.fingerprint
+    other = kvjax.LLM(CONFIG, make_params(CONFIG, seed=4), llm.tokenizer)
+    assert other.identity != llm.identity
 
 
 def test_contexts_of_about_one_length_have_the_same_capacity(llm):
@@ -250,6 +268,8 @@ def starting(llm):
     (lambda llm, tmp: llm.prefill({"a": 1}), PromptError, "no text"),
     (lambda llm, tmp: kvjax.Sampling(temperature=1e-38), ConfigError, "greedy"),
     (lambda llm, tmp: llm.prefill(CONTEXT, slots=kvjax.Slots(count=9)), ConfigError, "give a store"),
+    (lambda llm, tmp: llm.prefill(CONTEXT, slots=kvjax.Slots(count=9, park=kvjax.HostStore())), ConfigError,
+     "give a store"),
     (lambda llm, tmp: llm.prefill(CONTEXT, method=QUEST, store=kvjax.HostStore(), slots=kvjax.Slots(count=1)),
      ConfigError, "slots=1"),
     (lambda llm, tmp: llm.prefill([1, 99]), PromptError, "token id 99"),
@@ -261,7 +281,8 @@ def starting(llm):
         "store", "questions", "no_text", "no_room", "room", "space", "model", "rule", "page", "dense", "capacity",
         "negative", "driver", "no_method", "no_store", "slots_kind", "length_kind", "sampling_kind", "seed_kind",
         "large_seed", "large_capacity", "half_a_character", "empty_stop", "stop_kind", "stop_without_text", "no_cache",
-        "chunk_kind", "type_kind", "ragged", "mapping", "cold", "slots", "no_slots", "id", "negative_id", "dtype",
+        "chunk_kind", "type_kind", "ragged", "mapping", "cold", "slots", "parked_slots", "no_slots",
+        "id", "negative_id", "dtype",
         "wide_dtype", "file"])
 def test_bad_input_gets_a_typed_error_that_names_the_cause(llm, tmp_path, call, error, words):
     with pytest.raises(error, match=words):

@@ -11,7 +11,7 @@ import xxhash
 
 from kvjax.errors import ChecksumMismatch, FormatMismatch, ReadFailed, WriteFailed
 
-VERSION = 1
+VERSION = 2
 
 
 class Adapters:

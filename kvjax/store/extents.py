@@ -55,16 +55,18 @@ class ExtentPool:
 
     def _first_free(self, count: int) -> np.ndarray:
         """The lowest free extents before `end`, `count` if there are as many."""
-        found, start = np.zeros(0, np.int64), self._lowest
-        while found.size < count and start < self._end:
-            stop = min(start + _WINDOW, self._end)
-            found = np.append(found, start + np.flatnonzero(self._owners[start:stop] == 0))
-            start = stop
-        return found[:count]
+        found, size, start = [np.zeros(0, np.int64)], 0, self._lowest
+        while size < count and start < self._end:
+            found.append(self._free(start, min(start + _WINDOW, self._end)))
+            size, start = size + found[-1].size, start + _WINDOW
+        return np.concatenate(found)[:count]
+
+    def _free(self, start: int, stop: int) -> np.ndarray:
+        return start + np.flatnonzero(self._owners[start:stop] == 0)
 
     def allocate_run(self, count: int) -> np.ndarray:
         """int32[count] neighbouring extents with one owner each: the lowest that are free, else behind all others."""
-        free = self._first_free(self._end)
+        free = self._free(self._lowest, self._end)
         begins = np.flatnonzero(free[count - 1:] - free[:max(0, free.size - count + 1)] == count - 1)
         first = int(free[begins[0]]) if begins.size else self._end
         return self.claim(np.arange(first, first + count))

@@ -79,7 +79,7 @@ def blocks(text: str) -> dict[int, str]:
 def check(text: str, answers: Sequence[str]) -> Check:
     """Checks an answer against `Sample.answers`: the number of blocks, then the instructions. It goes on from
     `OPENING`, or begins with it once more."""
-    wanted, found = int(answers[0]), blocks(text if _MARK.match(text.lstrip()) else OPENING + text)
+    wanted, found = int(answers[0]), blocks(text if text.lstrip().startswith(OPENING) else OPENING + text)
     instructions = [Instruction.decode(line) for line in answers[1:]]
     kinds = ("once", "range", "periodic")
     shares = [_share(found, [one for one in instructions if one.kind == kind]) for kind in kinds]
@@ -95,8 +95,7 @@ def _share(found: dict[int, str], instructions: Sequence[Instruction]) -> float:
 def draw(request: Request) -> list[Sample]:
     """Diaries of as many days as fit in about `request.length` tokens with the instructions, at least four."""
     days = max(4, request.length // _TOKENS)
-    while days > 4 and _size(request, days) > request.length:
-        days -= 1
+    days = max(4, days * request.length // max(request.length, _size(request, days)))
     return [_sample(request.rng, days) for _ in range(request.count)]
 
 

@@ -105,6 +105,7 @@ def test_texts_without_delimiters_are_refused():
         Tally(16).table("model", TEXTS)
 
 
-def test_the_shipped_table_is_the_shipped_models():
-    reference = pathlib.Path(kvjax.__file__).parent / "reference"
+@pytest.mark.parametrize("name", ["reference", "reference_8k"])
+def test_the_shipped_table_is_the_shipped_models(name):
+    reference = pathlib.Path(kvjax.__file__).parent / name
     Delimiters.load(reference / "delimiters.json").check_model(kvjax.load(reference).identity)

@@ -33,7 +33,9 @@ def test_the_lowest_free_extents_are_found_whatever_came_before(steps):
                 used -= set(taken)
                 continue
             if kind == "run":
-                wanted = next(range(i, i + number + 1) for i in free if not used & set(range(i, i + number + 1)))
+                runs = (range(i, i + number + 1) for i in free if i + number < pool.end)
+                behind = range(pool.end, pool.end + number + 1)
+                wanted = next((run for run in runs if not used & set(run)), behind)
                 found = pool.allocate_run(number + 1)
             elif kind == "claim":
                 wanted = free[number::7][:3]
