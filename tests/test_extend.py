@@ -169,7 +169,8 @@ def test_a_short_text_is_not_padded_to_a_long_chunk(params, tokens):
 
 def test_what_is_kept_of_a_prompt_is_decided_by_all_of_it():
     """By SentenceKV only if it drops tokens."""
-    for method, refused in ((METHODS["sentencekv"], True), (dataclasses.replace(METHODS["sentencekv"], keep=None), False)):
+    drops = METHODS["sentencekv"]
+    for method, refused in ((drops, True), (dataclasses.replace(drops, keep=None), False)):
         plan = planning.make_plan(CONFIG, method, 1, 200)
         chunked.check(plan, 8)
         with pytest.raises(ConfigError, match="all of a prompt") if refused else contextlib.nullcontext():
