@@ -109,7 +109,7 @@ def _precision():
 
 
 def _ratio():
-    """Slots for 5 to 40 % of the blocks that there is room for, half of which hold a cluster."""
+    """Slots for 5 to 40 % of the blocks that there is room for."""
     blocks = 5 * _CONTEXT // (4 * _SIZES["cluster"])
     return _throughput(stores=("flash:ufs4.0",), steps=64, methods=tuple(
         {**_DYNAKV, "budget": 512, "label": f"{percent} % {policy}",
