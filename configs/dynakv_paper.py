@@ -5,7 +5,7 @@
     accuracy   needles and loss (Figure 10 a); the default
     bits       the same with keys and values in 8 and 4 bits
     latency    ms per token and effective bandwidth at 16K tokens on emulated devices (Figures 10 b, c and 17), at one
-               budget, and for static and local update also at budgets of equal recall
+               budget, and for the rivals also at budgets with which they are as good
     length     ms per token from 1K to 64K tokens at one budget, in memory and on UFS 4.0 (section 8.4)
     decode     seconds of 1K to 16K tokens decoded one after the other, with splits as they come (Table 6)
     share      ms per token against the tokens that are attended (Figure 15)
