@@ -185,14 +185,15 @@ def test_ctrl_c_amid_a_parked_layer_stays_ctrl_c(params, tokens, monkeypatch):
     np.testing.assert_array_equal(decode.step(plan, params, state, tokens[:, 1]).logits, expected)
 
 
-def test_layers_that_cannot_all_be_parked_leave_no_file(params, tokens, tmp_path, monkeypatch):
+def test_layers_that_cannot_all_be_parked_leave_no_lock(params, tokens, tmp_path, monkeypatch):
+    """While the exception is kept, as notebooks do."""
     _, state, *_ = start(params, tokens, METHODS["quest"])
     store = FlashStore(tmp_path / "p.kv")
     with monkeypatch.context() as broken, pytest.raises(ZeroDivisionError) as kept:
         broken.setattr(parking, "park", lambda *_: 1 / 0)
         parking.park_all(store, state.layers)
-    assert not list(tmp_path.iterdir()), kept
     parking.close(parking.park_all(store, state.layers))
+    assert kept.traceback
 
 
 def test_bad_use_has_typed_errors(params, tokens, tmp_path):
