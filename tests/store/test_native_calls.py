@@ -91,7 +91,7 @@ def test_control_joins_neighbours_up_to_a_piece():
 class Asked:
     """What `native.fetch` asks of a branch, and is told: two lanes of three blocks, in a file of eight extents."""
 
-    def __init__(self, path, **changes):
+    def __init__(self, path, places: int = 8, **changes):
         rng = np.random.default_rng(0)
         self.payloads = rng.integers(0, 256, (8, 4096), np.uint8)
         path.write_bytes(bytes(HEADER_BYTES) + self.payloads.tobytes())
@@ -102,7 +102,7 @@ class Asked:
             "block": np.array([[[0, 3, 2], [1, -1, 0]]], np.int32),
             "slot": np.array([[[1, 9, 0], [3, 9, 2]]], np.int32),
             "slots": np.full((1, 2, 4, 4, 1024), 77, np.uint8)} | changes
-        self.ring, self.lock = aio.Ring(SystemIO(), 8, 4096, 4096, piece=8), threading.Lock()
+        self.ring, self.lock = aio.Ring(SystemIO(), places, 4096, 4096, piece=2), threading.Lock()
         self.descriptor = os.open(path, os.O_RDONLY)
         self.overlaid, self.told, self.returned, self.watched = [], None, None, False
         self.staged, self.fetched = np.full((4, 1024), 55, np.uint8), np.zeros(1, FETCHED)
@@ -164,6 +164,14 @@ def test_fetch_puts_what_is_wanted_into_its_slots(tmp_path):
     assert 0 < booked.pop("wait_seconds") <= booked.pop("io_seconds") < booked.pop("read_seconds")
     assert booked == {"reads": 3, "blocks_read": 4, "bytes_read": 4 * 4096, "bytes_useful": 4 * 4096,
                       "prefetch_used": 0, "mispredicted": 0}, "extents 6 and 7 are one read"
+
+
+@pytest.mark.parametrize("places", [3, 4])
+def test_what_is_read_has_to_fit_the_ring_and_not_what_is_asked(tmp_path, places):
+    """Of six that are asked for four are read, as one stands for none and one is beyond the table."""
+    asked = Asked(tmp_path / "file", places=places)
+    assert asked.fetch() == (places == 4)
+    asked.check(*((6, 7, None, None, None, None, 2, 4) if places == 4 else [None] * 8))
 
 
 def test_fetch_tells_who_watches(tmp_path):
