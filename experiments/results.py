@@ -68,10 +68,11 @@ class Run:
 
     def __init__(self, config: ml_collections.ConfigDict, workdir: str, grid: Sequence[str] | None = ()):
         self.path = pathlib.Path(workdir)
+        here = machine()
         self.header = {
             "experiment": config.experiment,
             "config": json.loads(config.to_json_best_effort()),
-            **machine(),
+            **here,
         }
         file = self.path / "config.json"
         try:
@@ -79,7 +80,7 @@ class Run:
                 before = json.loads(file.read_text())
                 if grid is not None:
                     _check_same(workdir, before["config"], self.header["config"], grid)
-                self.header["before"] = _machines(workdir, before, self.header)
+                self.header["before"] = _machines(workdir, before, here)
             self.path.mkdir(parents=True, exist_ok=True)
             self._mend()
             file.write_text(json.dumps(self.header, indent=2) + "\n")
@@ -137,14 +138,13 @@ def _row(line: bytes) -> dict[str, Any] | None:
     return found if isinstance(found, dict) and line.endswith(b"\n") else None
 
 
-def _machines(workdir: str, before: dict[str, Any], now: dict[str, Any]) -> list[dict[str, Any]]:
+def _machines(workdir: str, before: dict[str, Any], here: dict[str, Any]) -> list[dict[str, Any]]:
     """What rows of a workdir were measured on, each once, but for what is so now. Warns where the last was another."""
-    keys = machine().keys()
-    last, here = ({key: header.get(key) for key in keys} for header in (before, now))
+    last = {key: before.get(key) for key in here}
     known = before.get("before", [])
     if last == here:
         return known
-    changed = "; ".join(f"{key} was {last[key]} and is {here[key]}" for key in keys if last[key] != here[key])
+    changed = "; ".join(f"{key} was {last[key]} and is {here[key]}" for key in here if last[key] != here[key])
     logging.warning("%s has rows of another time: %s", workdir, changed)
     return [one for one in known if one != last] + [last]
 

@@ -111,12 +111,11 @@ def view(spec: Spec, layer: LayerState) -> View:
     )
 
 
-def within(layer: LayerState, sliding: int | None) -> LayerState:
+def within(spec: Spec, layer: LayerState) -> LayerState:
     """The layer as the next token sees it: without blocks of which every token has left the model's sliding window."""
-    if sliding is None:
+    if spec.sliding is None:
         return layer
-    oldest = jnp.max(layer.tail.pos) + 1 - sliding
-    seen = jnp.max(layer.positions, axis=-1) > oldest
+    seen = spec.seen(jnp.max(layer.positions, axis=-1), jnp.max(layer.tail.pos) + 1)
     return dataclasses.replace(layer, counts=jnp.where(seen, layer.counts, 0))
 
 

@@ -102,8 +102,9 @@ def settle(state: State, ok: bool) -> None:
         raise failure
     except BaseException as error:
         branch.abort(generation)  # the token is over, and another one may be tried in its place
-        if isinstance(error, StoreError) and to_raise(error) is not error:
-            raise to_raise(error) from None
+        kept = to_raise(error)
+        if kept is not error:
+            raise kept from None
         raise
 
 

@@ -32,7 +32,7 @@ class StoreError(KvjaxError, OSError):
     state: object | None = None
 
 
-def to_raise(error: StoreError) -> BaseException:
+def to_raise(error: BaseException) -> BaseException:
     """The error, or what a callback had to keep in it because it may not raise: Ctrl-C."""
     cause = error.__cause__
     return error if cause is None or isinstance(cause, Exception) else cause

@@ -148,7 +148,7 @@ def _choose(plan: LayerPlan, state: LayerState, q: Float[Array, "B Q H D"], coun
         return layer.choose(plan, state, q[:, 0])
 
     def one(state, q, count):
-        state = caching.within(state, plan.sliding)
+        state = caching.within(plan.spec, state)
         view = caching.view(spec, state)
         voters = q[(jnp.arange(VOTERS) * jnp.maximum(count, 1)) // VOTERS]
         voters = voters.reshape(VOTERS, spec.kv_heads, spec.group, spec.head_dim)

@@ -179,7 +179,7 @@ def choose(plan: LayerPlan, state: LayerState, q: Float[Array, "B H D"]) -> Choi
     spec, method = plan.spec, plan.method
 
     def one(args):
-        layer, query = caching.within(args[0], plan.sliding), args[1]
+        layer, query = caching.within(plan.spec, args[0]), args[1]
         selection = method.select(spec, layer.index, caching.view(spec, layer), query)
         cut = caching.every_block if method.attends_all else caching.needed_blocks
         need, rows = cut(spec, layer, selection)
@@ -204,7 +204,7 @@ def runners_up(plan: LayerPlan, state: LayerState, q: Float[Array, "B H D"]) -> 
     wide = dataclasses.replace(spec, max_blocks=min(2 * spec.max_blocks, spec.num_blocks))
 
     def one(args):
-        layer, query = caching.within(args[0], plan.sliding), args[1]
+        layer, query = caching.within(plan.spec, args[0]), args[1]
         ranked = plan.method.select(wide, layer.index, caching.view(spec, layer), query).block
         return ranked[:, spec.max_blocks :]
 

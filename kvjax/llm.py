@@ -10,7 +10,7 @@ import functools
 import hashlib
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import jax
@@ -31,7 +31,7 @@ from kvjax.prefill import Reading
 from kvjax.prefilled import Cache
 from kvjax.sampling import Sampling
 from kvjax.store.base import Store
-from kvjax.typing import Array, PyTree
+from kvjax.typing import PyTree
 
 GREEDY = Sampling()
 _SAMPLE = 1024  # weights of each array that enter the fingerprint
@@ -307,18 +307,23 @@ class LLM:
     @functools.cached_property
     def fingerprint(self) -> str:
         """What a store checks before it serves another process: model shape, a sample of the weights, tokenizer."""
-        return self._digest(lambda weights: weights)
+        return self._digest(self._sampled)
 
     @functools.cached_property
     def identity(self) -> str:
         """The same for what is fitted to a model, as adapters are: weights are rounded to bfloat16 first, so that it is
         the same model whether it was loaded in that type or in float32."""
-        return self._digest(lambda weights: weights.astype(jnp.bfloat16))
+        return self._digest([weights.astype(jnp.bfloat16) for weights in self._sampled])
 
-    def _digest(self, rounded: Callable[[Array], Array]) -> str:
+    @functools.cached_property
+    def _sampled(self) -> list[np.ndarray]:
+        """Some weights of each array."""
+        return [np.asarray(leaf.reshape(-1)[:: max(1, leaf.size // _SAMPLE)]) for leaf in jax.tree.leaves(self.params)]
+
+    def _digest(self, weights: list[np.ndarray]) -> str:
         digest = hashlib.sha256(repr(self.config).encode())
-        for leaf in jax.tree.leaves(self.params):
-            digest.update(np.asarray(rounded(leaf.reshape(-1)[:: max(1, leaf.size // _SAMPLE)])).tobytes())
+        for some in weights:
+            digest.update(some.tobytes())
         return f"{digest.hexdigest()[:16]}-{self.tokenizer.fingerprint if self.tokenizer else 'none'}"
 
     def _asked(self, kind: str, text, cache: Cache) -> list[list[int]]:

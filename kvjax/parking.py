@@ -177,7 +177,7 @@ def _load(one: Parked) -> LayerCache:
     pages = np.empty((1, 1, len(one.sums), 1, PAGE_BYTES), np.int8)
     where = _all(one)
     if not one.branch.read_into(one.number, one.generation, where, where, pages):
-        raise to_raise(_error(one))
+        raise _error(one)
     data, leaves, start = pages.reshape(-1), [], 0
     shapes, structure = jax.tree.flatten(one.like)
     for like in shapes:
@@ -195,12 +195,12 @@ def _put(before: Parked, cache: LayerCache) -> Parked:
     if changed.size and not before.branch.put_blocks(
         before.number, before.generation, changed[None, None], pages[changed][None, None, :, None]
     ):
-        raise to_raise(_error(before))
+        raise _error(before)
     return dataclasses.replace(before, sums=sums)
 
 
-def _error(one: Parked) -> StoreError:
-    return one.branch.take_error() or StoreError(f"parked layer {one.number}: the store kept no reason")
+def _error(one: Parked) -> BaseException:
+    return to_raise(one.branch.take_error() or StoreError(f"parked layer {one.number}: the store kept no reason"))
 
 
 def _all(one: Parked) -> np.ndarray:

@@ -27,7 +27,8 @@ class Volume:
 
     Attributes:
       lock: guards extents and lineages; held for bookkeeping, never for I/O.
-      changed: notified when the writer has finished or failed a block.
+      changed: notified when the writer has finished or failed a block. Who may be interrupted enters `lock` and not
+        this, which is entered in Python: Ctrl-C there would leave the lock held.
     """
 
     def __init__(self, file: BlockFile, codec: Codec, lanes: LanePool, layout: Layout, *, reader: Reader,
