@@ -105,25 +105,42 @@ def make_store(kind: str, directory: pathlib.Path, **settings: Any):
     return store
 
 
-def disk_of(store, since: tuple[int, int] = (0, 0)) -> dict[str, Any]:
+def disk_of(store, since: tuple[int, int, float] = (0, 0, 0.0)) -> dict[str, Any]:
     """What a row of results says about the device under a store; of an emulated one also which share of the commands
-    after `since`, an earlier `commands_of`, the host answered later than the device would have."""
+    after `since`, an earlier `commands_of`, the host answered later than the device would have, and what one takes the
+    host (`EmulatedIO.host_seconds`)."""
     system = getattr(store, "system", None)
     if not isinstance(system, emulation.EmulatedIO):
         return {} if system is None else {"disk": profiles.NATIVE}
-    late, commands = np.subtract(commands_of(store), since)
-    return {"disk": f"{system.profile.name} (emulated)", "late_share": float(late / max(1, commands))}
+    late, commands, seconds = np.subtract(commands_of(store), since)
+    return {"disk": f"{system.profile.name} (emulated)", "late_share": float(late / max(1, commands)),
+            "host_us_per_command": float(1e6 * seconds / max(1, commands))}
 
 
-def commands_of(store) -> tuple[int, int]:
-    """Commands of an emulated device so far, the late ones and all; none of other stores."""
+def commands_of(store) -> tuple[int, int, float]:
+    """Commands of an emulated device so far, the late ones and all, and the host's seconds; none of other stores."""
     system = getattr(store, "system", None)
-    return (system.late, system.commands) if isinstance(system, emulation.EmulatedIO) else (0, 0)
+    if not isinstance(system, emulation.EmulatedIO):
+        return 0, 0, 0.0
+    return system.late, system.commands, system.host_seconds
 
 
 def held_out_tokens(llm: kvjax.LLM) -> np.ndarray:
     """int64[n] token ids of the held-out library files, one after the other."""
     return np.asarray(llm.encode("\n".join(corpus.stdlib_documents(held_out=True)), start=False))
+
+
+def held_out_rows(llm: kvjax.LLM, count: int, tokens: int) -> np.ndarray:
+    """int32[count, tokens] of the held-out library files, every row from a part of its own. Raises ConfigError if they
+    are too few."""
+    ids = held_out_tokens(llm).astype(np.int32)
+    start = np.asarray(llm.encode("", start=True), np.int32)
+    own = tokens - start.size
+    if ids.size < count * own:
+        raise ConfigError(f"batch={count} rows of {tokens} tokens need more than the {ids.size} tokens of held-out "
+                          "text; lower batch, context or steps")
+    rows = ids[:count * own].reshape(count, -1)
+    return np.concatenate([np.tile(start, (count, 1)), rows], axis=1)
 
 
 def draw_task(

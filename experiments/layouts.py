@@ -31,7 +31,6 @@ import kvjax
 from experiments import common
 from experiments.results import Run
 from kvjax import decode, planning
-from kvjax.errors import ConfigError
 from kvjax.planning import Slots
 from kvjax.store.base import Branch, Stats
 from kvjax.store.layout import SEQUENTIAL, check_layout
@@ -123,18 +122,6 @@ def _combine(one: Stats, other: Stats, sign: int = 1) -> Stats:
     return Stats(**{name: getattr(one, name) + sign * getattr(other, name) for name in names})
 
 
-def texts(llm: kvjax.LLM, count: int, tokens: int) -> np.ndarray:
-    """int32[count, tokens] of held-out text, every row from a part of its own."""
-    ids = common.held_out_tokens(llm).astype(np.int32)
-    start = np.asarray(llm.encode("", start=True), np.int32)
-    own = tokens - start.size
-    if ids.size < count * own:
-        raise ConfigError(f"batch={count} rows of {tokens} tokens need more than the {ids.size} tokens of held-out "
-                          "text; lower batch, context or steps")
-    rows = ids[:count * own].reshape(count, -1)
-    return np.concatenate([np.tile(start, (count, 1)), rows], axis=1)
-
-
 def tables(state) -> np.ndarray:
     """int32[lanes, NB, C] position of every row of all layers, copied."""
     return np.concatenate([np.asarray(one.state.pos).reshape(-1, *one.state.pos.shape[2:]) for one in state.layers])
@@ -211,7 +198,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
         check_layout(layout)
     common.make_method(config.method)
     llm = common.load_model(config.model)
-    tokens = texts(llm, config.batch, config.context + config.steps)
+    tokens = common.held_out_rows(llm, config.batch, config.context + config.steps)
     run = Run(config, workdir, ("layouts",))
     rows = run.logged()
     for layout in config.layouts:

@@ -302,7 +302,8 @@ def traffic_row(before: base.Stats, after: base.Stats, steps: int, batch: int = 
     """What the store did for each of so many steps, of a token in each sequence; useful bytes are those of the blocks
     without padding.
 
-    A step waits for `wait_ms_per_step` of the device's `io_ms_per_step`: the rest is hidden behind computing.
+    A step waits for `wait_ms_per_step` of the device's `io_ms_per_step`: the rest is hidden behind computing. Of
+    `store_ms_per_step`, inside the store's reads, what is no waiting is finding, verifying and copying.
     """
     seconds, tokens = max(after.io_seconds - before.io_seconds, 1e-9), steps * batch
     return {
@@ -311,6 +312,7 @@ def traffic_row(before: base.Stats, after: base.Stats, steps: int, batch: int = 
         "bytes_put_per_token": (after.bytes_put - before.bytes_put) / tokens,
         "reads_per_token": (after.reads - before.reads) / tokens,
         "mispredicted_per_token": (after.mispredicted - before.mispredicted) / tokens,
+        "store_ms_per_step": 1e3 * (after.read_seconds - before.read_seconds) / steps,
         "io_ms_per_step": 1e3 * seconds / steps,
         "wait_ms_per_step": 1e3 * (after.wait_seconds - before.wait_seconds) / steps,
         "effective_bandwidth": (after.bytes_useful - before.bytes_useful) / seconds,

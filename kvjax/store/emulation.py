@@ -208,12 +208,15 @@ class EmulatedIO(SystemIO):
       profile: the device.
       commands, late: reads and writes so far, and how many of them the host finished later than the device would have;
         of asynchronous reads, those that were waited for by then.
+      host_seconds: in asynchronous calls, but for waiting: a RAM disk's copying and what is emulated are in it, which
+        a device does by itself.
     """
 
     def __init__(self, profile: Profile, clock: Clock | None = None):
         self.profile = profile
         self.commands = 0
         self.late = 0
+        self.host_seconds = 0.0
         self._queue = CommandQueue(profile)
         self._counts = threading.Lock()
         self._clock = clock or Clock()
@@ -252,14 +255,14 @@ class EmulatedIO(SystemIO):
         SystemIO.io_destroy(context)
 
     def io_submit(self, context, pointers):
-        asked, reads = self._clock.now(), self._contexts[context]
+        called, reads = self._clock.now(), self._contexts[context]
+        asked = called - self._debt.at(called)
         taken = SystemIO.io_submit(context, pointers)
         answers, came = np.zeros(taken, EVENT), 0
         with contextlib.suppress(InterruptedError):
             came = SystemIO.io_getevents(context, 0, answers, 0.0)
         answers, begun = answers[:came], pointers[:taken]
         failed = answers["iocb"][answers["result"] < 0].astype(np.int64)
-        asked -= self._debt.at(asked)
         if failed.size:  # nothing was read: will be asked for again
             failed, begun = np.intersect1d(begun, failed), np.setdiff1d(begun, failed, assume_unique=True)
             reads.due.update(dict.fromkeys(failed.tolist(), asked))
@@ -267,20 +270,26 @@ class EmulatedIO(SystemIO):
         reads.hear(answers, asked)
         with self._counts:
             self.commands += begun.size
+            self.host_seconds += self._clock.now() - called
         return taken
 
     def io_getevents(self, context, least, events, seconds):
         clock, reads = self._clock, self._contexts[context]
-        until = clock.now() + seconds
+        called, waited = clock.now(), 0.0
+        until = called + seconds
         self._hear(context, 0, events, 0.0)
         while reads.ready(now := clock.now()) < least and now < until:
             due = reads.due_of(least)
             if now < due:
                 self._wait_until(min(due, until))
+                waited += clock.now() - now
                 self._hear(context, 0, events, 0.0)
             else:  # the host is late
                 self._hear(context, 1, events, until - now)
-        return reads.release(clock.now(), events)
+        released = reads.release(clock.now(), events)
+        with self._counts:
+            self.host_seconds += clock.now() - called - waited
+        return released
 
     def _wait_until(self, due: float) -> None:
         self._clock.wait_until(due)

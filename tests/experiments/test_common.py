@@ -30,16 +30,18 @@ def test_unknown_stores_are_refused_and_make_nothing(tmp_path, kind):
 def test_results_say_what_was_emulated(tmp_path):
     assert common.disk_of(None) == common.disk_of(kvjax.HostStore()) == {}
     assert common.disk_of(common.make_store("flash", tmp_path)) == {"disk": "native"}
-    assert common.disk_of(common.make_store("flash:emmc", tmp_path)) == {"disk": "emmc (emulated)", "late_share": 0.0}
+    assert common.disk_of(common.make_store("flash:emmc", tmp_path)) == {
+        "disk": "emmc (emulated)", "late_share": 0.0, "host_us_per_command": 0.0}
 
 
 def test_late_commands_are_those_since_a_moment(tmp_path):
     store = common.make_store("flash:emmc", tmp_path)
     store.system.commands, store.system.late = 10, 4
     since = common.commands_of(store)
-    store.system.commands, store.system.late = 30, 9
-    assert common.disk_of(store, since)["late_share"] == 5 / 20
-    assert common.commands_of(None) == common.commands_of(common.make_store("flash", tmp_path)) == (0, 0)
+    store.system.commands, store.system.late, store.system.host_seconds = 30, 9, 1e-4
+    found = common.disk_of(store, since)
+    assert found["late_share"] == 5 / 20 and found["host_us_per_command"] == pytest.approx(5)
+    assert common.commands_of(None) == common.commands_of(common.make_store("flash", tmp_path)) == (0, 0, 0.0)
 
 
 def test_what_an_experiment_does_not_understand_of_a_method_is_refused():
@@ -90,3 +92,12 @@ def test_labels_have_the_names_of_configurations():
     for name in kvjax.METHODS:
         budget = {} if name in ("full", "rle") else {"budget": 256}
         assert common.label_of({"name": name, **budget}).partition("@")[0] == name
+
+
+def test_too_little_text_is_refused():
+    class Few:
+        def encode(self, text, start):
+            return range(10)
+
+    with pytest.raises(ConfigError, match="lower batch"):
+        common.held_out_rows(Few(), 2, 100)

@@ -2,11 +2,9 @@
 
 import hypothesis
 import numpy as np
-import pytest
 from hypothesis import strategies as st
 
-from experiments.layouts import Updates, texts
-from kvjax.errors import ConfigError
+from experiments.layouts import Updates
 
 LANES, BLOCKS, ROWS, TOKENS = 2, 8, 4, 30
 
@@ -74,12 +72,3 @@ def test_updates_count_what_changes_place(data):
             expected[1:] += [old != new for old, new in zip(places, after[key], strict=True)]
     found = [updates.inserted, updates.moved, updates.packed_lane, updates.packed_file]
     assert found == expected.tolist()
-
-
-def test_too_little_text_is_refused():
-    class Few:
-        def encode(self, text, start):
-            return range(10)
-
-    with pytest.raises(ConfigError, match="lower batch"):
-        texts(Few(), 2, 100)

@@ -256,6 +256,20 @@ def test_a_wait_that_is_over_gives_what_is_due(ring):
     assert ring.wait(2) == [2, 3]
 
 
+def test_what_the_host_works_is_counted_apart_from_waiting(ring, monkeypatch):
+    """Given a host that copies for 100 us while it is asked, and a device that takes longer, the 100 us are counted."""
+    clock, submit = ring.system._clock, SystemIO.io_submit
+
+    def copying(context, pointers):
+        clock.time += 1e-4
+        return submit(context, pointers)
+
+    monkeypatch.setattr(SystemIO, "io_submit", staticmethod(copying))
+    ring.submit()
+    ring.wait(4)
+    assert ring.system.host_seconds == pytest.approx(1e-4) and clock.time - 10.0 > 2e-4
+
+
 def test_a_refused_asynchronous_read_is_answered_at_once(ring):
     ring.blocks["descriptor"][1] = 2**31 - 1  # no such file: the kernel takes the read before it, and then refuses
     assert ring.system.io_submit(ring.context, ring.pointers) == 1
