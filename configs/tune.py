@@ -20,6 +20,7 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config.max_mib = 512  # for the caches of the largest batch
     config.batches = (1, 2, 4, 8)
     config.contexts = (4096, 8192, 16384, 32768)
+    config.knots = (3, 2)  # at how many batch sizes and contexts is measured at most; others are interpolated
     config.selected = 400  # MG
     config.relax = 0.1  # alpha, the share by which reading may prolong a layer
     config.groups = (1, 2, 4, 8, 16)

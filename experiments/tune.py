@@ -8,10 +8,12 @@ import contextlib
 import dataclasses
 import itertools
 import pathlib
+import time
 from collections.abc import Iterator
 
 import ml_collections
 import numpy as np
+from absl import logging
 
 import kvjax
 from experiments import common, replay, throughput
@@ -62,11 +64,14 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     if store is None:
         raise ConfigError("store='memory' reads nothing; use host, flash or flash:DEVICE")
     space = tuner.Space(tuple(config.groups), tuple(config.sigmas), tuple(config.reuses))
+    started = time.monotonic()
     found = tuner.tune(
         llm, store, sample_text(llm, config.text, config.seed), max_bytes=config.max_mib << 20,
         batches=tuple(config.batches), contexts=tuple(config.contexts), selected=config.selected, bits=config.bits,
-        per_head=config.per_head, relax=config.relax, space=space, adapters=adapters, path=run.path / "tuning.json",
+        per_head=config.per_head, relax=config.relax, space=space, adapters=adapters, knots=tuple(config.knots),
+        path=run.path / "tuning.json",
     )
+    logging.info("tuned in %.1f minutes, but for what was in the workdir", (time.monotonic() - started) / 60)
     rows = [row(config, *pair, solution) for pair, solution in sorted(found.solutions.items())]
     print_table(rows)
     checks = [one for pair in config.checked for one in check(llm, store, space, found, config, pair, run)]

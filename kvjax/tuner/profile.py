@@ -7,7 +7,6 @@ many tokens.
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +23,7 @@ from kvjax.planning import Plan, Slots, State
 from kvjax.pool import Line
 from kvjax.store.base import Branch, Geometry, Store
 from kvjax.store.host import HostStore
+from kvjax.tuner.tables import Reading
 
 
 def memory_bytes(config: ModelConfig, method: Method, slots: Slots, batch: int, capacity: int) -> int:
@@ -39,13 +39,6 @@ def memory_bytes(config: ModelConfig, method: Method, slots: Slots, batch: int, 
 
 _SWEPT = 64 << 20  # bytes: more than a processor's caches hold
 _STEADY = 2.0  # seconds: the speed of memory that others use, too, comes and goes within one
-
-
-class Reading(NamedTuple):
-    """Seconds of one layer's reads: all of them, and what they take of the caller if they were begun early enough."""
-
-    whole: float
-    busy: float
 
 
 class StoredLayer:

@@ -1,4 +1,8 @@
-"""The tuner: measures what a model and a store take, and solves for every batch size and context length."""
+"""The tuner: measures what a model and a store take, and solves for every batch size and context length.
+
+Reading and computing are measured at the knots of a grid of batch sizes and context lengths, for the settings that the
+solver asks for there or beside it; between knots costs are interpolated (`kvjax.tuner.tables`, appendix A.3).
+"""
 
 import contextlib
 import dataclasses
@@ -8,7 +12,7 @@ import itertools
 import logging
 import os
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 from tqdm import tqdm
@@ -21,8 +25,9 @@ from kvjax.planning import Slots
 from kvjax.store import fifo
 from kvjax.store.base import Store
 from kvjax.store.flash import FlashStore
-from kvjax.tuner import profile, tuning
+from kvjax.tuner import profile, tables, tuning
 from kvjax.tuner.solver import Costs, Limits, Setting, Solution, Space, expected, solve
+from kvjax.tuner.tables import Pair, Reading, Tables
 from kvjax.tuner.tuning import Family, Tuning
 
 _LOG = logging.getLogger(__name__)
@@ -32,41 +37,46 @@ def tune(
     llm: LLM, store: Store, text: str | Sequence[int], *, max_bytes: int, batches: Sequence[int] = (1,),
     contexts: Sequence[int] = (4096, 8192, 16384, 32768), selected: int = 400, bits: int = 32,
     per_head: bool = False, relax: float = 0.1, space: Space | None = None, adapters: dict[int, str] | None = None,
+    knots: Sequence[int] = (3, 2), rates: Mapping[tuple[int, int], float] | None = None,
     path: str | os.PathLike | None = None,
 ) -> Tuning:
     """Settings of KVSwap for a model on a store (appendix A).
 
-    Every sequence gets max_bytes / max(batches). Only what the solver asks for is measured, at exactly that setting, so
-    nothing is interpolated.
+    Every sequence gets max_bytes / max(batches).
 
     Args:
       text: text or token ids on which the reuse rate of every buffer size is measured; half is the prompt, the rest
         decoded.
-      max_bytes: memory for the caches of the largest batch.
+      max_bytes: memory for the caches of the largest batch, without the store's own (`Cache.store_bytes`).
       selected, bits, per_head, adapters: what all settings have in common (`Family`).
       relax: alpha, by what share reading may prolong a layer.
+      knots: at how many batch sizes and context lengths is measured at most, both ends among them.
+      rates: reuse rates that are known, by (context, C): `Tuning.tables.rates` of the same model on another machine.
       path: where to keep solutions as they are found; pairs that are there already are not solved again.
 
-    Raises ConfigError where `batches` or `contexts` are not positive integers or there are none, or a batch size and
-    context length do not fit their memory, or for a `FlashStore` of one file; FormatMismatch where `path` is of another
-    model, store, text, family, memory, alpha or space, or WriteFailed; and what the store raises, NoSpace where it has
-    no room for a layer.
+    Raises ConfigError where `batches` or `contexts` are not positive integers or there are none, or `knots` below 2, or
+    a batch size and context length do not fit their memory, or for a `FlashStore` of one file; FormatMismatch where
+    `path` is of another model, store, text, family, memory, alpha or space, or WriteFailed; and what the store raises,
+    NoSpace where it has no room for a layer.
     """
     for name, sizes in (("batches", batches), ("contexts", contexts)):
         if not sizes or not all(fields.whole(one, 1) for one in sizes):
             raise ConfigError(f"{name}={sizes} must be positive integers, at least one")
+    if len(knots) != 2 or not all(fields.whole(one, 2) for one in knots):
+        raise ConfigError(f"knots={knots} must be two integers of at least 2, of batch sizes and of context lengths")
     _check_store(store)
     family = Family(selected, bits, adapters or {}, per_head)
     limits = Limits(max_bytes // max(batches), relax, space or Space())
     found = _resumed(path, Tuning({}, family, limits, llm.identity, _source(llm, store, text)))
-    recurring = _reuse_rates(llm, text, limits.space, family)
-    for batch, context in tqdm(list(itertools.product(batches, contexts)), desc="tune", disable=None):
-        if (batch, context) not in found.solutions:
-            with _costs(llm, store, batch, context, family, recurring) as costs:
-                found.solutions[batch, context] = solve(
-                    limits.space, limits.sequence_bytes * batch, costs, limits.relax
-                )
-            _LOG.info("batch %d, context %d: %s", batch, context, found.solutions[batch, context])
+    found.tables.rates.update(rates or {})
+    bench = Bench(llm, store, family, _reuse_rates(llm, text, limits.space, family), found.tables)
+    grid = tables.knots_of(batches, knots[0]), tables.knots_of(contexts, knots[1])
+    pairs = sorted(itertools.product(batches, contexts), key=lambda pair: pair not in itertools.product(*grid))
+    for pair in tqdm(pairs, desc="tune", disable=None):  # knots first: others find most of what they need measured
+        if pair not in found.solutions:
+            with bench.costs(pair, tables.around(*grid, pair)) as costs:
+                found.solutions[pair] = solve(limits.space, limits.sequence_bytes * pair[0], costs, limits.relax)
+            _LOG.info("batch %d, context %d: %s", *pair, found.solutions[pair])
             if path is not None:
                 found.save(path)
     return found
@@ -76,10 +86,11 @@ def expect(
     llm: LLM, store: Store, text: str | Sequence[int], family: Family, setting: Setting, *, batch: int, context: int,
     space: Space | None = None,
 ) -> Solution:
-    """What a setting of one's own takes, measured as `tune` does; arguments as there."""
+    """What a setting of one's own takes, measured as `tune` does at a knot; arguments as there."""
     _check_store(store)
-    recurring = _reuse_rates(llm, text, space or Space(), family)
-    with _costs(llm, store, batch, context, family, recurring) as costs:
+    pair = batch, context
+    bench = Bench(llm, store, family, _reuse_rates(llm, text, space or Space(), family), Tables())
+    with bench.costs(pair, [(pair, 1.0)]) as costs:
         return expected(costs, setting)
 
 
@@ -94,7 +105,7 @@ def _resumed(path, fresh: Tuning) -> Tuning:
     if path is None or not pathlib.Path(path).exists():
         return fresh
     found = tuning.load(path)
-    if dataclasses.replace(found, solutions={}) != fresh:
+    if dataclasses.replace(found, solutions={}, tables=Tables()) != fresh:
         raise FormatMismatch(f"{path} was tuned for {_asked(found)}, not for {_asked(fresh)}; choose another path")
     return found
 
@@ -139,30 +150,64 @@ def _reuse_rates(llm, text, space: Space, family: Family):
     return rate
 
 
-@contextlib.contextmanager
-def _costs(llm, store, batch, context, family: Family, recurring) -> Iterator[Costs]:
-    """What settings take at one batch size and context length; nothing is measured twice. Meanwhile the store has one
-    layer for each group size that was asked for."""
-    stored: dict[int, profile.StoredLayer] = {}
+class Bench:
+    """Measures what settings take at knots, nothing that is in the tables already."""
 
-    def parts(setting: Setting) -> tuple[KVSwap, Slots]:
-        return family.method(setting), family.slots(setting)
+    def __init__(self, llm: LLM, store: Store, family: Family, recurring: Callable[[int, int], float], known: Tables):
+        """recurring: (C, context) -> share of the needed groups that are in such a buffer."""
+        self._llm, self._store, self._family, self._recurring, self._known = llm, store, family, recurring, known
+        self._stored: dict[tuple[Pair, int], profile.StoredLayer] = {}
 
-    @functools.cache
-    def read(group: int, reuse: int) -> profile.Reading:
-        if group not in stored:
-            stored[group] = profile.StoredLayer(store, llm.config, group, batch, context)
-        return stored[group].read_seconds(round((1 - recurring(reuse, context)) * family.selected / group))
+    @contextlib.contextmanager
+    def costs(self, pair: Pair, around: Sequence[tuple[Pair, float]]) -> Iterator[Costs]:
+        """What settings take for a batch size and context length, given the knots around and the share of each.
+        Meanwhile the store has one layer for each knot and group size that was asked for."""
 
-    costs = Costs(
-        memory=functools.cache(lambda setting: profile.memory_bytes(llm.config, *parts(setting), batch, context)),
-        read=lambda setting: read(setting.group, setting.reuse).whole,
-        busy=lambda setting: read(setting.group, setting.reuse).busy,
-        compute=functools.cache(lambda setting: profile.compute_seconds(llm, *parts(setting), batch, context)),
-        reuse_rate=lambda reuse: recurring(reuse, context),
-    )
-    try:
-        yield costs
-    finally:
-        for layer in stored.values():
-            layer.close()
+        @functools.cache
+        def memory(setting: Setting) -> int:
+            return profile.memory_bytes(self._llm.config, *self._parts(setting), *pair)
+
+        @functools.cache
+        def read(setting: Setting) -> Reading:
+            parts = np.array([self._read(knot, setting) for knot, _ in around])
+            return Reading(*np.average(parts, axis=0, weights=[share for _, share in around]).tolist())
+
+        @functools.cache
+        def compute(setting: Setting) -> float:
+            return sum(share * self._compute(knot, setting) for knot, share in around)
+
+        try:
+            yield Costs(
+                memory=memory,
+                read=lambda setting: read(setting).whole,
+                busy=lambda setting: read(setting).busy,
+                compute=compute,
+                reuse_rate=lambda reuse: self._rate(reuse, pair[1]),
+            )
+        finally:
+            for layer in self._stored.values():
+                layer.close()
+            self._stored.clear()
+
+    def _parts(self, setting: Setting) -> tuple[KVSwap, Slots]:
+        return self._family.method(setting), self._family.slots(setting)
+
+    def _rate(self, reuse: int, context: int) -> float:
+        return self._known.rate(context, reuse, lambda: self._recurring(reuse, context))
+
+    def _read(self, knot: Pair, setting: Setting) -> Reading:
+        def measure() -> Reading:
+            missing = (1.0 - self._rate(setting.reuse, knot[1])) * self._family.selected
+            return self._layer(knot, setting.group).read_seconds(round(missing / setting.group))
+
+        return self._known.read(knot, setting, measure)
+
+    def _layer(self, knot: Pair, group: int) -> profile.StoredLayer:
+        if (knot, group) not in self._stored:
+            self._stored[knot, group] = profile.StoredLayer(self._store, self._llm.config, group, *knot)
+        return self._stored[knot, group]
+
+    def _compute(self, knot: Pair, setting: Setting) -> float:
+        return self._known.compute(
+            knot, setting, lambda: profile.compute_seconds(self._llm, *self._parts(setting), *knot)
+        )

@@ -12,8 +12,9 @@ from kvjax.errors import ConfigError, FormatMismatch, ReadFailed, WriteFailed
 from kvjax.methods.kvswap import KVSwap
 from kvjax.planning import Slots
 from kvjax.tuner.solver import Limits, Setting, Solution, Space
+from kvjax.tuner.tables import Tables
 
-VERSION = 6  # of the file, and of how solutions are chosen
+VERSION = 7  # of the file, and of how solutions are chosen
 _TUNED = {"budget", "group", "sigma", "bits", "per_head", "adapters"}  # fields of KVSwap that a tuning decides
 
 
@@ -73,6 +74,7 @@ class Tuning:
       limits: within which they were found.
       fingerprint: of the model (`LLM.identity`).
       source: the kind of store and the text that all was measured with.
+      tables: what was measured.
     """
 
     solutions: dict[tuple[int, int], Solution]
@@ -80,6 +82,7 @@ class Tuning:
     limits: Limits
     fingerprint: str
     source: str = ""
+    tables: Tables = dataclasses.field(default_factory=Tables)
 
     def nearest(self, batch: int, context: int) -> Solution:
         """The solution of that batch size and context length, or of the nearest pair there is, by ratios."""
@@ -103,7 +106,8 @@ class Tuning:
             for (batch, context), found in sorted(self.solutions.items())
         ]
         saved = {"version": VERSION, "fingerprint": self.fingerprint, "family": dataclasses.asdict(self.family),
-                 "source": self.source, "limits": dataclasses.asdict(self.limits), "solutions": rows}
+                 "source": self.source, "limits": dataclasses.asdict(self.limits), "tables": self.tables.rows(),
+                 "solutions": rows}
         try:
             with files.replacing(pathlib.Path(path)) as fresh:
                 fresh.write_text(json.dumps(saved, indent=2) + "\n")
@@ -131,7 +135,8 @@ def _tuning(saved: dict[str, Any]) -> Tuning:
     family = Family(**{**saved["family"], "adapters": adapters})
     space = Space(**{name: tuple(values) for name, values in saved["limits"]["space"].items()})
     limits = Limits(**{**saved["limits"], "space": space})
-    return Tuning(solutions, family, limits, saved["fingerprint"], saved["source"])
+    measured = Tables.from_rows(saved["tables"])
+    return Tuning(solutions, family, limits, saved["fingerprint"], saved["source"], measured)
 
 
 def _solution(row: dict[str, Any]) -> Solution:

@@ -135,6 +135,33 @@ def test_solutions_are_kept_as_they_are_found(llm, tmp_path, monkeypatch):
             tuner.tune(llm, store, text, contexts=(96,), path=path, **settings)
 
 
+def test_costs_between_knots_are_not_measured(llm, monkeypatch):
+    """Given three batch sizes and two knots, the middle one is solved with what lies between theirs."""
+    measured, seconds = [], {1: 3.0, 2: 7.0, 3: 5.0}
+
+    def compute(llm, method, slots, batch, capacity):
+        measured.append(batch)
+        return seconds[batch]
+
+    monkeypatch.setattr(profile, "compute_seconds", compute)
+    settings = {"max_bytes": 10**8, "selected": SELECTED, "space": tuner.Space((4,), (2,), (24,)), "contexts": (96,)}
+    found = tuner.tune(llm, HostStore(), TEXT, batches=(1, 2, 3), knots=(2, 2), **settings)
+    assert sorted(measured) == [1, 3] and found.solutions[2, 96].compute == pytest.approx(4.0)
+    assert found.solutions[2, 96].memory == profile.memory_bytes(CONFIG, *parts(Setting(4, 2, 24)), 2, 96)
+    tuner.tune(llm, HostStore(), TEXT, batches=(1, 2, 3), knots=(3, 2), **settings)
+    assert sorted(measured) == [1, 1, 2, 3, 3]
+
+
+def test_rates_of_another_machine_are_taken(llm, monkeypatch):
+    """Given the rates that a tuning found, another one records no text."""
+    settings = {"max_bytes": 10**8, "selected": SELECTED, "space": SPACE, "contexts": (96,)}
+    first = tuner.tune(llm, HostStore(), TEXT, **settings)
+    monkeypatch.setattr(profile, "needed_groups", lambda *args: pytest.fail("recorded again"))
+    other = tuner.tune(llm, HostStore(), TEXT, rates=first.tables.rates, **settings)
+    assert other.tables.rates == first.tables.rates
+    assert other.solutions[1, 96].reuse_rate == first.tables.rates[96, other.solutions[1, 96].setting.reuse]
+
+
 def test_bad_settings_are_refused(llm, tmp_path):
     with pytest.raises(ConfigError, match="budget"):
         tuner.tune(llm, HostStore(), TEXT, contexts=(96,), max_bytes=10, selected=SELECTED, space=SPACE)
@@ -142,6 +169,9 @@ def test_bad_settings_are_refused(llm, tmp_path):
         for sizes in ((), (0,)):
             with pytest.raises(ConfigError, match=f"{name}="):
                 tuner.tune(llm, HostStore(), TEXT, max_bytes=10**8, **{name: sizes})
+    for knots in ((1, 2), (2,), (3, 0)):
+        with pytest.raises(ConfigError, match="knots="):
+            tuner.tune(llm, HostStore(), TEXT, max_bytes=10**8, contexts=(96,), knots=knots)
     with pytest.raises(ConfigError, match="too few"):
         tuner.tune(llm, HostStore(), TEXT[:10], max_bytes=10**8, selected=SELECTED)
     with pytest.raises(ConfigError, match="a directory"):
