@@ -6,11 +6,15 @@
     rolling     with and without the rolling buffer, G = 2 to 12 (appendix Table 3)
     entries     loss against the number of selected entries MG (Figure 13 b)
     throughput  tokens/s at 32K tokens on emulated NVMe and eMMC, batches of 1 and 8 (Table 4)
+    batches     the same for KVSwap in 4 bits and its nearest rival by batch size and context (appendix Table 2)
+    heads       the same at the head size of the paper's Llama-3-8B, with weights, keys and values in bfloat16
     groups      tokens/s against G, with and without reuse (Figure 12)
     rates       tokens/s against the share of groups that come back, drawn at random (Table 5 from its other end)
     breakdown   where a decode step's time goes, with and without reading ahead (Figure 13 a)
     pretrained  what keeping groups gains with the selections of a pretrained model (docs/real_model.md), by four ways
                 of choosing, which come back as often as in the paper; `--config.replay.model=DIR`
+    gains       what keeping groups gains at batch 8 with one of these ways and 1/13 of the full cache's memory, three
+                times in turn
     reuse       how often groups come back in real text, for each kind of it (Table 5); seven minutes on two cores
     smoke       finishes within a minute
 
@@ -35,6 +39,7 @@ _SELECTED, _TAIL = 400, 36  # MG; sinks and window
 _READ_ONCE = {"keep": False, "prefetch": "layer"}
 _REUSE_TOKENS = 800  # C
 _REPLAY = {"model": "", "tokens": 2048, "steps": 256, "kinds": ("prose", "code"), "seed": 0}
+_PRETRAINED = {**_REPLAY, "model": "runs/smollm2", "tokens": 8192, "steps": 128}
 _FLEXGEN = {"name": "full", "label": "flexgen", "page": 64, "slots": {"keep": False}}
 
 
@@ -55,8 +60,8 @@ def _compared(sigma: int, suffix: str, budget: int) -> tuple[dict, ...]:
 
 def get_config(preset: str = "accuracy") -> ml_collections.ConfigDict:
     makers = {"accuracy": _accuracy, "rolling": _rolling, "entries": _entries, "throughput": _throughput,
-              "groups": _groups, "rates": _rates, "breakdown": _breakdown, "pretrained": _pretrained,
-              "reuse": _reuse_rates, "smoke": _smoke}
+              "batches": _batches, "heads": _heads, "groups": _groups, "rates": _rates, "breakdown": _breakdown,
+              "pretrained": _pretrained, "gains": _gains, "reuse": _reuse_rates, "smoke": _smoke}
     if preset not in makers:
         raise ValueError(f"unknown preset {preset!r}; use one of {', '.join(makers)}")
     return makers[preset]()
@@ -77,6 +82,7 @@ def _timed(methods, **changes) -> ml_collections.ConfigDict:
         "experiment": "throughput", "models": ("cache-path",), "contexts": (32768,),
         "stores": ("flash:nvme", "flash:emmc"), "drivers": ("fused",), "steps": 24, "slots": 0, "batches": (1,),
         "transformers": False, "methods": methods, "replay": dict(_REPLAY),
+        "staging_mib": 4,  # a quarter waits to be written in a long decode, which counts as the cache's memory
     })
     config.update(changes)
     return config
@@ -132,6 +138,20 @@ def _throughput():
     return _timed((full, *methods), stores=("memory", *flash), batches=(1, 8))
 
 
+def _batches():
+    systems = _systems()
+    return _timed((systems["shadowkv"], systems["4 bits"]), contexts=(8192, 16384, 32768), batches=(1, 2, 4, 8))
+
+
+def _heads():
+    """A group is as large as in `throughput`, of half the tokens' bytes twice as many."""
+    systems = _systems()
+    rivals = ({**systems["flexgen"], "only": {"batches": (1,)}}, systems["shadowkv"], systems["4 bits no reuse"],
+              systems["4 bits"])
+    methods = tuple({**one, "dtype": "bfloat16"} for one in rivals)
+    return _timed(methods, models=("cache-path-8b",), dtype="bfloat16", batches=(1, 8))
+
+
 def _groups():
     return _timed(tuple(
         {"name": "kvswap", "label": f"G={group} {kind}", "group": group, "budget": _SELECTED + _TAIL, "slots": slots,
@@ -170,8 +190,15 @@ def _pretrained():
         {**way, "label": way["label"] + suffix, "slots": slots}
         for way in ways for suffix, slots in ((" no reuse", _READ_ONCE), ("", _reuse(4)))
     )
-    replayed = {**_REPLAY, "model": "runs/smollm2", "tokens": 8192, "steps": 128}
-    return _timed(methods, batches=(1, 8), replay=replayed)
+    return _timed(methods, batches=(1, 8), replay=dict(_PRETRAINED))
+
+
+def _gains():
+    raw = {**_systems()["4 bits"], "aggregation": "mean"}
+    kept = {"count": 1100 // 4, "policy": "fifo", "prefetch": "layer"}
+    ways = (("read each time", _READ_ONCE), ("kept", kept))
+    methods = tuple({**raw, "label": f"{label} {turn}", "slots": slots} for turn in (1, 2, 3) for label, slots in ways)
+    return _timed(methods, batches=(8,), replay=dict(_PRETRAINED))
 
 
 def _reuse_rates():

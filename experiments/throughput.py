@@ -39,16 +39,19 @@ _GRID = ("models", "methods", "contexts", "batches", "stores", "transformers")
 _EXTRAS = ("label", "slots", "dtype", "replay", "only")  # of a method's settings
 COMMITS = 26  # tokens that a layer's commit is timed with; the first compiles
 _LATE = 0.2  # of an emulated device's commands; beyond it, times are more the host's than the device's
+_SHAPES = {"llama-1b-4l": (64, True), "cache-path": (64, False), "cache-path-8b": (128, False)}  # head size, MLP
 _WARM_UP = 4  # steps that no median counts, the one that compiles included
 
 
 def shape(name: str) -> ModelConfig:
-    """The random-weight shapes: Llama-3.2-1B cut to 4 layers and a small vocabulary, with and without MLP."""
-    if name not in ("llama-1b-4l", "cache-path"):
-        raise ConfigError(f"unknown shape {name!r}; use reference, llama-1b-4l or cache-path")
+    """The random-weight shapes: Llama-3.2-1B cut to 4 layers and a small vocabulary, with and without MLP, and
+    Llama-3-8B cut alike, without."""
+    if name not in _SHAPES:
+        raise ConfigError(f"unknown shape {name!r}; use reference, {', '.join(_SHAPES)}")
+    head_dim, use_mlp = _SHAPES[name]
     return ModelConfig(
-        family="llama", vocab_size=4096, hidden_size=2048, intermediate_size=8192, num_layers=4, num_heads=32,
-        num_kv_heads=8, head_dim=64, max_position=131_072, tie_embeddings=True, use_mlp=name == "llama-1b-4l",
+        family="llama", vocab_size=4096, hidden_size=32 * head_dim, intermediate_size=8192, num_layers=4, num_heads=32,
+        num_kv_heads=8, head_dim=head_dim, max_position=131_072, tie_embeddings=True, use_mlp=use_mlp,
         rope=RopeConfig(theta=500_000.0),
     )
 
@@ -269,7 +272,8 @@ def time_drivers(llm, plan, state: State, config):
 def measure(llm, name: str, settings, store_name: str, context: int, batch: int, config, path, bandwidth) -> dict:
     """One row; store and recordings are under `path`."""
     method, directory = replay.make(settings, config, llm.config, context, path / "recordings"), path / "store"
-    store = common.make_store(store_name, directory)
+    staging = {"staging_bytes": config.staging_mib << 20} if "staging_mib" in config else {}
+    store = common.make_store(store_name, directory, **staging)
     slots, dtype = common.make_slots(settings, config.slots), common.dtype_of(settings)
     room = len(config.drivers) * (config.steps + 1) + COMMITS
     plan, state, branch, build = filled_cache(
