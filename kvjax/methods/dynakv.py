@@ -18,6 +18,8 @@ Where the paper's text and Algorithm 1 differ, or a step here is another one:
   - sigma_j^2 of a key that waits is computed to decide, and not kept: the split computes both halves' from their rows.
   - a cluster that is loaded because of B_max comes with the next token's fetch, not in the same step.
   - clusters are attended in the order of their scores until the budget is full; of the last one only a part may be.
+  - tau_h is given in the paper; here it is scaled while decoding, so that clusters stay as large as after prefill
+    (`Adaptive.limit`). With `gain=0` it is what it was.
 
 Choices the paper leaves open:
   - nearest = smallest Euclidean distance, the one that the variance measures; relevance to a query =
@@ -26,7 +28,6 @@ Choices the paper leaves open:
     variance of the head's clusters after prefill, the k-means inertia per key. So one knob serves
     heads of any scale, and k-means' target size fixes what is cohesive. It stays what the first clusters made it, of
     a prompt that is read in chunks those of the first chunk.
-  - the average cluster size is steered back to `cluster` by scaling tau_h (`Adaptive.limit`).
   - a cluster holds at most `block_rows` keys; a full one is split as a too wide one is.
   - no block left for the second half: the key goes to the nearest cluster with room, and the refusal
     is counted (`ClusterIndex.refused`).
