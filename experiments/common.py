@@ -9,9 +9,10 @@ import ml_collections
 import numpy as np
 
 import kvjax
-from kvjax import fields, methods, tasks
+from kvjax import extend, fields, methods, planning, prefill, tasks
 from kvjax.errors import ConfigError, FormatMismatch
 from kvjax.method import Method
+from kvjax.models.config import ModelConfig
 from kvjax.planning import Slots
 from kvjax.store import emulation, profiles
 from kvjax.store.layout import SEQUENTIAL, check_layout
@@ -183,6 +184,29 @@ def check_model(llm: kvjax.LLM, entries: Sequence[Mapping[str, Any]]) -> None:
             make_method(settings, NOT_FIELDS).check_model(llm.identity)
         except FormatMismatch as cause:
             raise ConfigError(f"{label_of(settings)}: {cause}; or leave it out of config.methods") from cause
+
+
+def check_fit(
+    model: ModelConfig, settings: Mapping[str, Any], prompts: Sequence[int], capacity: int, *, chunk: int = 0,
+    slots: Slots | None = None,
+) -> None:
+    """Raises ConfigError or PromptError where a method's cache cannot be made of such prompts: now, not in an hour.
+
+    Nothing is computed. A method that fits itself to prompts is taken as it is given.
+
+    Args:
+      prompts: tokens of each prompt.
+      capacity: most tokens of a sequence.
+      chunk: tokens of a prompt that are read at once; 0: all.
+      slots: how a store's blocks are kept; None for blocks in memory, or slots by default.
+    """
+    plan = planning.make_plan(model, make_method(settings, NOT_FIELDS), len(prompts), capacity, dtype_of(settings))
+    prefill.check_prompts(plan, np.minimum(prompts, chunk) if chunk else np.asarray(prompts))
+    if chunk:
+        check = extend.check_prompt if max(prompts) > chunk else extend.check
+        check(plan, chunk, () if slots is None else (slots.backend,))
+    if slots is not None:
+        planning.outline(plan, len(plan.layers) - 1, True, slots)  # raises where they are too few
 
 
 def label(method: Method) -> str:

@@ -21,7 +21,8 @@ import numpy as np
 import kvjax
 from experiments import common, throughput
 from experiments.results import Run
-from kvjax import extend, planning
+from kvjax import planning
+from kvjax.decode import check_driver
 
 _EXTRAS = ("label", "slots", "dtype")  # of a method's settings
 _COLUMNS = (  # of a row, titled, in so many places
@@ -83,6 +84,7 @@ def check(config: ml_collections.ConfigDict) -> None:
     """Raises ConfigError on settings with which nothing could be measured."""
     common.check_some(config, "methods", "stores")
     common.check_counts(config, context=1, batch=1, warm_up=1, steps=1, chunk=0)
+    check_driver(config.driver)
     for store in config.stores:
         common.check_store(store)
     for settings in common.by_label(config.methods).values():
@@ -91,14 +93,13 @@ def check(config: ml_collections.ConfigDict) -> None:
 
 
 def check_fit(llm: kvjax.LLM, config: ml_collections.ConfigDict) -> None:
-    """Raises ConfigError where a method does not fit the model, or may not read the prompt in chunks."""
+    """Raises ConfigError or PromptError where there is too little text, or a method does not fit it or the model."""
     common.check_model(llm, config.methods)
-    capacity = config.context + config.warm_up + config.steps
-    for settings in config.methods:
-        method = common.make_method(settings, _EXTRAS)
-        plan = planning.make_plan(llm.config, method, config.batch, capacity, common.dtype_of(settings))
-        if config.chunk:
-            extend.check_prompt(plan, config.chunk)
+    prompts, capacity = [config.context] * config.batch, config.context + config.warm_up + config.steps
+    common.held_out_rows(llm, config.batch, capacity)
+    for settings, store in itertools.product(config.methods, config.stores):
+        slots = None if store == "memory" else common.make_slots(settings)
+        common.check_fit(llm.config, settings, prompts, capacity, chunk=config.chunk, slots=slots)
 
 
 def run(config: ml_collections.ConfigDict, workdir: str) -> None:

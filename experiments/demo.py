@@ -20,7 +20,6 @@ from matplotlib.figure import Figure
 import kvjax
 from experiments import common
 from experiments.results import Run
-from kvjax import extend, planning
 from kvjax.errors import ConfigError, PromptError
 from kvjax.metrics import Probe
 from kvjax.tasks import corpus, needles, scoring
@@ -204,18 +203,13 @@ def check(config: ml_collections.ConfigDict) -> None:
 
 
 def check_fit(llm: kvjax.LLM, job: Job, settings, config: ml_collections.ConfigDict) -> None:
-    """Raises ConfigError where a method, its type and slots do not fit the job."""
-    method, slots, on_store = common.make_method(settings, _EXTRAS), slots_of(settings), config.store != "memory"
-    plan = planning.make_plan(
-        llm.config, method, len(job.contexts), capacity(llm, job, config), common.dtype_of(settings)
-    )
-    if config.chunk:
-        extend.check_prompt(plan, config.chunk)
-    if slots is not None and not on_store:
+    """Raises ConfigError or PromptError where a method, its type and slots do not fit the job."""
+    slots = slots_of(settings)
+    if slots is not None and config.store == "memory":
         raise ConfigError(f"{common.label_of(settings)}: slots are for blocks on a store; leave them out with "
                           "--config.store=memory")
-    if slots is not None:
-        planning.outline(plan, len(plan.layers) - 1, on_store, slots)  # raises where they are too few
+    prompts, room = [len(context) for context in job.contexts], capacity(llm, job, config)
+    common.check_fit(llm.config, settings, prompts, room, chunk=config.chunk, slots=slots)
 
 
 def run(config: ml_collections.ConfigDict, workdir: str) -> None:

@@ -7,7 +7,7 @@ from tiny import CONFIG, make_params
 import kvjax
 from configs.decoding import get_config
 from experiments import common, decoding
-from kvjax.errors import ConfigError
+from kvjax.errors import ConfigError, KvjaxError
 
 CONTEXT, WARM_UP, STEPS = 40, 4, 16
 TOKENS = np.random.default_rng(0).integers(0, 64, (2, CONTEXT + WARM_UP + STEPS)).astype(np.int32)
@@ -48,7 +48,22 @@ def test_memory_has_no_figures_of_a_store(llm, config, tmp_path):
     assert "blocks_read" not in row and 0 < row["attended_tokens"] <= METHOD["budget"] + METHOD["page"]
 
 
-@pytest.mark.parametrize("change", [{"steps": 0}, {"methods": ()}, {"stores": ("tape",)}, {"chunk": -1}])
+@pytest.mark.parametrize(("change", "words"), [
+    ({"methods": ({**METHOD, "budget": 8},)}, "budget=8"), ({"methods": ({**METHOD, "dtype": "int3"},)}, "int3"),
+    ({"methods": ({**METHOD, "slots": {"count": 1}},)}, "slots=1"),
+    ({"methods": ({"name": "kvswap", "budget": 64, "bits": 4},), "chunk": 8}, "learns from the prompt"),
+])
+def test_what_does_not_fit_is_found_before_anything_is_written(llm, config, tmp_path, monkeypatch, change, words):
+    monkeypatch.setattr(common, "load_model", lambda path, dtype: llm)
+    config.update(change)
+    with pytest.raises(KvjaxError, match=words):
+        decoding.run(config, str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("change", [
+    {"steps": 0}, {"methods": ()}, {"stores": ("tape",)}, {"chunk": -1}, {"driver": "nope"},
+])
 def test_bad_settings_are_refused(config, change):
     decoding.check(config)
     config.update(change)

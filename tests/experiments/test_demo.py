@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import kvjax
 from configs.demo import get_config
 from experiments import demo
-from kvjax.errors import ConfigError
+from kvjax.errors import ConfigError, KvjaxError
 
 TEMPLATE = "{% for message in messages %}user {{ message.content }} bot {% endfor %}"
 METHODS = ({"name": "quest", "budget": 24, "sinks": 2, "window": 4, "page": 4},
@@ -79,13 +79,16 @@ def test_type_and_slots_of_a_method_have_their_effect(model, tmp_path):
 
 
 @pytest.mark.parametrize(("settings", "changes", "words"), [
-    ({"dtype": "int3"}, {}, "int3"), ({"slots": {"count": 1}}, {}, "slots=1"),
-    ({"slots": {"keep": False}}, {"store": "memory"}, "slots are for blocks on a store"),
+    ({**METHODS[0], "dtype": "int3"}, {}, "int3"), ({**METHODS[0], "slots": {"count": 1}}, {}, "slots=1"),
+    ({**METHODS[0], "slots": {"keep": False}}, {"store": "memory"}, "slots are for blocks on a store"),
+    ({**METHODS[0], "slots": {"backend": "python"}}, {"chunk": 2}, "backend 'python'"),
+    ({"name": "shadowkv"}, {}, "shadowkv learns from the prompt"),
+    ({"name": "rle", "int8": True}, {"chunk": 2}, "rle learns from the prompt"),
 ])
-def test_types_and_slots_that_do_not_fit_leave_nothing_behind(model, tmp_path, settings, changes, words):
+def test_methods_types_and_slots_that_do_not_fit_leave_nothing_behind(model, tmp_path, settings, changes, words):
     config = make_config(model, "w1 w2 w3", tmp_path, **changes)
-    config.methods = ({**METHODS[0], **settings},)
-    with pytest.raises(ConfigError, match=words):
+    config.methods = (settings,)
+    with pytest.raises(KvjaxError, match=words):
         demo.run(config, str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
