@@ -4,6 +4,7 @@ Questions and answers go token by token through the sparse path; only the contex
 A row of the result is one (task, length, method); rows that the workdir already has are skipped.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -110,15 +111,38 @@ def check(config: ml_collections.ConfigDict) -> None:
         common.make_method(settings, _EXTRAS)
 
 
+def prompts(
+    llm: kvjax.LLM, stream, task: str, length: int, config: ml_collections.ConfigDict
+) -> list[tuple[list[int], int]]:
+    """Tokens of each prompt, and the capacity, of every batch of a task. Raises ConfigError where it does not fit its
+    length."""
+    if task == "perplexity":
+        steps = config.perplexity_tokens
+        drawn = common.draw_task(llm, stream, task, length, config.continuations, config.seed, steps)
+        return [([len(one.context) for one in drawn], length + steps)]
+    samples = common.draw_task(llm, stream, task, length, config.samples, config.seed)
+    batches = asking.batches(llm, samples, config.batch)
+    return [([len(one) for one in asking.contexts(batch)], asking.capacity(batch)) for batch in batches]
+
+
+def check_fit(llm: kvjax.LLM, stream, config: ml_collections.ConfigDict) -> None:
+    """Raises ConfigError or PromptError where a task does not fit its length, or a method the model or a task."""
+    common.check_model(llm, config.methods)
+    for task, length in itertools.product(config.tasks, config.lengths):
+        for tokens, capacity in prompts(llm, stream, task, length, config):
+            for settings in config.methods:
+                common.check_fit(llm.config, settings, tokens, capacity)
+
+
 def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     """Evaluates every task, length and method; prints one line each."""
     check(config)
     methods = common.by_label(config.methods)
     budgets = {label: common.make_method(settings, _EXTRAS).budget for label, settings in methods.items()}
     llm = common.load_model(config.model)
-    common.check_model(llm, config.methods)
-    run = Run(config, workdir, ("methods", "tasks", "lengths"))
     stream = common.held_out_tokens(llm)
+    check_fit(llm, stream, config)
+    run = Run(config, workdir, ("methods", "tasks", "lengths"))
     rows = run.logged()
     done = {(row["task"], row["context"], row["method"]) for row in rows}
     jobs = [(task, length, method) for task in config.tasks for length in config.lengths for method in methods]

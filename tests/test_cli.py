@@ -24,6 +24,7 @@ CASES = {
     "negative_chunk": ("configs/demo.py:smoke", "--config.chunk=-1", "chunk=-1"),
     "no_answer": ("configs/demo.py:smoke", "--config.max_new_tokens=-5", "max_new_tokens=-5"),
     "no_chunks": ("configs/demo.py:smoke", "--config.chunk=16 --config.methods=({'name':'h2o'},)", "single tokens"),
+    "no_room": ("configs/evaluate.py:smoke", "--config.methods=({'name':'quest','budget':8},)", "budget=8"),
     "unknown_store": ("configs/demo.py:smoke", "--config.store=disk", "unknown store 'disk'"),
 }
 

@@ -7,8 +7,8 @@ from scipy import stats
 
 from configs.evaluate import get_config
 from configs.throughput import get_config as timed_config
-from experiments import evaluate, throughput
-from kvjax.errors import ConfigError
+from experiments import common, evaluate, throughput
+from kvjax.errors import ConfigError, KvjaxError
 
 
 def row(method, losses, **other):
@@ -61,6 +61,35 @@ def test_settings_that_make_no_evaluation_are_refused(changes, words):
     config.update(changes)
     with pytest.raises(ConfigError, match=words):
         evaluate.run(config, "unused")
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"methods": ({"name": "quest", "budget": 8},)}, "budget=8"), ({"lengths": (256, 5)}, "do not fit in 5 tokens"),
+    ({"methods": ({"name": "quest", "dtype": "int3"},)}, "int3"),
+    ({"methods": ({"name": "shadowkv"},), "tasks": ("perplexity",), "lengths": (30,)}, "where there are 30"),
+])
+def test_what_does_not_fit_is_found_before_anything_is_written(tmp_path, changes, words):
+    config = get_config("smoke")
+    config.update(changes)
+    with pytest.raises(KvjaxError, match=words):
+        evaluate.run(config, str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_prompts_are_those_that_are_read(monkeypatch):
+    """Given a task, tokens and capacity are what `measure` fills caches with, batch by batch."""
+    config, filled, llm = get_config("smoke"), [], common.load_model("")
+    stream = common.held_out_tokens(llm)
+
+    def prefill(contexts, capacity, **settings):
+        filled.append(([len(one) for one in contexts], capacity))
+        raise InterruptedError
+
+    monkeypatch.setattr(llm, "prefill", prefill)
+    for task in config.tasks:
+        with pytest.raises(InterruptedError):
+            evaluate.measure(llm, {"name": "full"}, task, 256, stream, config)
+        assert evaluate.prompts(llm, stream, task, 256, config) == [filled.pop()]
 
 
 @pytest.mark.parametrize(("changes", "words"), [
