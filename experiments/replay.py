@@ -30,6 +30,7 @@ from experiments.shift_texts import KINDS, Texts
 from kvjax import files
 from kvjax.errors import ConfigError
 from kvjax.method import Method, Selection, no_force
+from kvjax.models import hf_config
 from kvjax.models.config import ModelConfig
 from kvjax.planning import State
 from kvjax.prediction import Predictor
@@ -76,18 +77,24 @@ def draw(rate: float, shape: tuple[int, int, int, int], groups: int, seed: int) 
     As one text of so many groups; what is drawn may have been selected before, a few steps ago.
     """
     rng, (steps, layers, heads, count) = np.random.default_rng(seed), shape
-    fresh = count - round(rate * count)
-    if count + fresh > groups:
-        raise ConfigError(f"of {groups} groups no step can select {count}, {fresh} of them anew; replay at longer "
-                          "contexts, or lower the budget")
+    fresh = _drawn_anew(rate, count, groups)
     block = np.empty((steps, layers, 1, heads, count), np.int32)
     for layer, head in np.ndindex(layers, heads):
         now = rng.permutation(groups)[:count]
         for step in range(steps):
             block[step, layer, 0, head] = now
-            left = rng.permutation(count)[round(rate * count) :]
-            now[left] = rng.choice(np.setdiff1d(np.arange(groups), now), len(left), replace=False)
+            left = rng.permutation(count)[count - fresh :]
+            now[left] = rng.choice(np.setdiff1d(np.arange(groups), now), fresh, replace=False)
     return Recording(block, groups)
+
+
+def _drawn_anew(rate: float, count: int, groups: int) -> int:
+    """How many of `count` selected groups a step draws. Raises ConfigError where there are too few to draw from."""
+    fresh = count - round(rate * count)
+    if count + fresh > groups:
+        raise ConfigError(f"of {groups} groups no step can select {count}, {fresh} of them anew; replay at longer "
+                          "contexts, or lower the budget")
+    return fresh
 
 
 # --------------------------------------------------------------------------------------------- play
@@ -255,6 +262,21 @@ def check_texts(how: ml_collections.ConfigDict | None) -> None:
     if not 0 < how.steps < how.tokens or not how.kinds or set(how.kinds) - set(KINDS):
         raise ConfigError(f"replay.steps={how.steps} must be from 1 to below replay.tokens={how.tokens}, replay.kinds="
                           f"{tuple(how.kinds)} some of {', '.join(KINDS)}")
+
+
+def check_model(config: ml_collections.ConfigDict) -> None:
+    """Raises CheckpointError where a method's selections are to be recorded and there is no such model."""
+    if any(settings.get("replay") is True for settings in config.methods):
+        hf_config.read_config(config.replay.model or common.REFERENCE)
+
+
+def check_context(settings: Mapping[str, Any], context: int) -> None:
+    """Raises ConfigError where a context of so many tokens has too few groups for a selection to be drawn."""
+    wanted = settings.get("replay", False)
+    if not isinstance(wanted, bool):
+        method = common.make_method(settings, common.NOT_FIELDS)
+        assert isinstance(method, Predictor)
+        _drawn_anew(wanted, groups_of(method), method.complete_groups(context))
 
 
 def make(

@@ -27,6 +27,7 @@ from kvjax import decode, layer, packing, parking, planning, prefill
 from kvjax.cache import Fresh
 from kvjax.errors import ConfigError
 from kvjax.layer import LayerCache, Prompts
+from kvjax.models import hf_config
 from kvjax.models.config import ModelConfig, RopeConfig
 from kvjax.models.transformer import Transformer, apply_rows
 from kvjax.planning import Slots, State
@@ -37,6 +38,7 @@ from kvjax.store.slots import SlotPool
 
 _GRID = ("models", "methods", "contexts", "batches", "stores", "transformers")
 _EXTRAS = ("label", "slots", "dtype", "replay", "only")  # of a method's settings
+_DTYPES = ("float32", "bfloat16", "float16")  # of weights
 COMMITS = 26  # tokens that a layer's commit is timed with; the first compiles
 _LATE = 0.2  # of an emulated device's commands; beyond it, times are more the host's than the device's
 _SHAPES = {"llama-1b-4l": (64, True), "cache-path": (64, False), "cache-path-8b": (128, False)}  # head size, MLP
@@ -54,6 +56,11 @@ def shape(name: str) -> ModelConfig:
         num_kv_heads=8, head_dim=head_dim, max_position=131_072, tie_embeddings=True, use_mlp=use_mlp,
         rope=RopeConfig(theta=500_000.0),
     )
+
+
+def model_config(name: str) -> ModelConfig:
+    """Of what `make_model` makes, without its weights. Raises ConfigError for an unknown name."""
+    return hf_config.read_config(common.REFERENCE) if name == "reference" else shape(name)
 
 
 def make_model(name: str, dtype: str = "float32") -> kvjax.LLM:
@@ -269,15 +276,19 @@ def time_drivers(llm, plan, state: State, config):
     return row, state, traffic
 
 
+def room(config) -> int:
+    """Tokens that follow the made-up ones in a sequence."""
+    return len(config.drivers) * (config.steps + 1) + COMMITS
+
+
 def measure(llm, name: str, settings, store_name: str, context: int, batch: int, config, path, bandwidth) -> dict:
     """One row; store and recordings are under `path`."""
     method, directory = replay.make(settings, config, llm.config, context, path / "recordings"), path / "store"
     staging = {"staging_bytes": config.staging_mib << 20} if "staging_mib" in config else {}
     store = common.make_store(store_name, directory, **staging)
     slots, dtype = common.make_slots(settings, config.slots), common.dtype_of(settings)
-    room = len(config.drivers) * (config.steps + 1) + COMMITS
     plan, state, branch, build = filled_cache(
-        llm, method, context, room, store, slots, batch, dtype, run=config.get("clump_run", 1.0)
+        llm, method, context, room(config), store, slots, batch, dtype, run=config.get("clump_run", 1.0)
     )
     state = replay.stagger(method, state) if isinstance(method, Replay) else state
     resident, before = planning.resident_bytes(state), branch.stats() if branch is not None else None
@@ -377,18 +388,34 @@ def transformers_row(llm, name: str, context: int, steps: int) -> dict | None:
 
 
 def check(config: ml_collections.ConfigDict) -> None:
-    """Raises ConfigError on settings with which nothing could be measured."""
+    """Raises ConfigError or PromptError on settings with which nothing could be measured."""
     common.check_some(config, "models", "methods", "stores", "drivers")
     common.check_counts(config, steps=_WARM_UP, batches=1, contexts=1, slots=0)  # fewer steps would all be warm-up
     for settings in common.by_label(config.methods).values():
         common.make_method(settings, _EXTRAS)
         common.make_slots(settings, config.slots)
         replay.check(settings, config)
+    if config.get("dtype", "float32") not in _DTYPES:
+        raise ConfigError(f"dtype={config.dtype!r} is no type of weights; use one of {', '.join(_DTYPES)}")
+    for store, driver in itertools.product(config.stores, config.drivers):
+        common.check_store(store)
+        decode.check_driver(driver)
+    for name in config.models:
+        check_fit(model_config(name), config)
+
+
+def check_fit(model: ModelConfig, config: ml_collections.ConfigDict) -> None:
+    """Raises ConfigError or PromptError where a method, its type or slots do not fit the model or a context."""
+    for context, batch, store, settings in _combinations(config):
+        slots = None if store == "memory" else common.make_slots(settings, config.slots)
+        common.check_fit(model, settings, [context] * batch, context + room(config), slots=slots)
+        replay.check_context(settings, context)
 
 
 def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     """Measures every combination; re-running skips the rows that are there."""
     check(config)
+    replay.check_model(config)
     run = Run(config, workdir, _GRID)
     rows, bandwidth = run.logged(), memory_bandwidth()
     done = {_key(row) for row in rows}

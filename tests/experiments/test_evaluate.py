@@ -6,9 +6,10 @@ import pytest
 from scipy import stats
 
 from configs.evaluate import get_config
+from configs.kvswap_paper import get_config as kvswap_config
 from configs.throughput import get_config as timed_config
 from experiments import common, evaluate, throughput
-from kvjax.errors import ConfigError, KvjaxError
+from kvjax.errors import CheckpointError, ConfigError, KvjaxError
 
 
 def row(method, losses, **other):
@@ -95,12 +96,31 @@ def test_prompts_are_those_that_are_read(monkeypatch):
 @pytest.mark.parametrize(("changes", "words"), [
     ({"steps": 0}, "steps=0"), ({"batches": (0,)}, "batches="), ({"contexts": (0,)}, "contexts="),
     ({"stores": ()}, "stores is empty"), ({"methods": ({"name": "quest", "slots": {"size": 9}},)}, "no setting size"),
+    ({"models": ("reference", "nope")}, "unknown shape 'nope'"), ({"stores": ("memory", "x")}, "unknown store 'x'"),
+    ({"drivers": ("staged", "nope")}, "unknown driver 'nope'"), ({"dtype": "int7"}, "int7"),
+    ({"methods": ({"name": "quest", "budget": 8},)}, "budget=8"),
+    ({"models": ("cache-path",), "methods": ({"name": "kvswap", "sigma": 1024},)}, "sigma"),
+    ({"slots": 2, "stores": ("host",), "methods": ({"name": "quest", "budget": 128},)}, "slots=2"),
 ])
-def test_settings_with_which_nothing_can_be_timed_are_refused(changes, words):
+def test_settings_with_which_nothing_can_be_timed_are_refused(tmp_path, monkeypatch, changes, words):
+    monkeypatch.setattr(throughput, "random_params", lambda *args: pytest.fail("weights were made"))
     config = timed_config("smoke")
     config.update(changes)
     with pytest.raises(ConfigError, match=words):
-        throughput.run(config, "unused")
+        throughput.run(config, str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("replayed", "changes", "error", "words"), [
+    (True, {"model": "/nowhere"}, CheckpointError, "/nowhere"), (0.1, {}, ConfigError, "no step can select"),
+])
+def test_what_cannot_be_replayed_is_found_before_anything_is_written(tmp_path, replayed, changes, error, words):
+    config = kvswap_config("smoke")
+    config.methods = ({"name": "kvswap", "budget": 500, "replay": replayed},)
+    config.replay.update(changes)
+    with pytest.raises(error, match=words):
+        throughput.run(config, str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_summary_has_the_rows_that_were_asked_for():
