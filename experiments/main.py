@@ -5,6 +5,7 @@
 Exit code 2 and one line on standard error mean that the input was bad.
 """
 
+import errno
 import importlib
 import logging as standard_logging
 import sys
@@ -19,12 +20,17 @@ from kvjax.errors import ConfigError, KvjaxError
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file, with an optional :preset.")
 _QUOTES = "'\""
+# What disks and their owners refuse. Other errors of the system, as of a closed file, are mistakes of the program.
+_REFUSALS = (
+    errno.EACCES, errno.EDQUOT, errno.EEXIST, errno.EFBIG, errno.EIO, errno.EISDIR, errno.ENOSPC, errno.ENOTDIR,
+    errno.EPERM, errno.EROFS,
+)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory for results; running it again resumes.")
 
 
 def run(argv: list[str]) -> None:
     if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+        stop(f"unexpected argument {argv[1]!r}; give --config.FIELD=VALUE, a value with spaces in quotes")
     logging.set_verbosity(logging.INFO)
     try:
         config = _CONFIG.value
@@ -32,9 +38,11 @@ def run(argv: list[str]) -> None:
     except KvjaxError as error:
         stop(error)
     except OSError as error:
-        if "Configuration is not available" not in str(error):
+        if "Configuration is not available" in str(error):
+            stop("no configuration file at the given path; see configs/")
+        if error.errno not in _REFUSALS:
             raise
-        stop("no configuration file at the given path; see configs/")
+        stop(f"{error}; make room or correct the path, or give another --workdir")
 
 
 def _experiment(name: str) -> Callable[[ml_collections.ConfigDict, str], None]:

@@ -1,9 +1,13 @@
 """Bad input on the command line: one line, exit code 2, no traceback, nothing written."""
 
+import errno
 import subprocess
 import sys
+import types
 
 import pytest
+
+from experiments import main
 
 CASES = {
     "unknown_field": ("configs/demo.py:smoke", "--config.nosuch=1", "unknown field 'nosuch'"),
@@ -25,14 +29,43 @@ CASES = {
     "no_answer": ("configs/demo.py:smoke", "--config.max_new_tokens=-5", "max_new_tokens=-5"),
     "no_chunks": ("configs/demo.py:smoke", "--config.chunk=16 --config.methods=({'name':'h2o'},)", "single tokens"),
     "no_room": ("configs/evaluate.py:smoke", "--config.methods=({'name':'quest','budget':8},)", "budget=8"),
+    "value_not_quoted": ("configs/demo.py:smoke", "--config.question=what is it", "unexpected argument 'is'"),
     "unknown_store": ("configs/demo.py:smoke", "--config.store=disk", "unknown store 'disk'"),
 }
 
 
 @pytest.mark.parametrize(("config", "flag", "words"), CASES.values(), ids=CASES)
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path, config, flag, words):
-    command = [sys.executable, "-m", "experiments.main", f"--config={config}", f"--workdir={tmp_path / 'run'}"]
+    assert words in refusal_of(config, flag, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def refusal_of(config, flag, workdir) -> str:
+    """The one line with which a command ends that was given bad input."""
+    command = [sys.executable, "-m", "experiments.main", f"--config={config}", f"--workdir={workdir}"]
     done = subprocess.run([*command, *flag.split()], capture_output=True, text=True, timeout=120)
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert done.returncode == 2 and len(errors) == 1 and words in errors[0]
-    assert "Traceback" not in done.stderr and not (tmp_path / "run").exists()
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode == 2 and len(lines) == 1 and "Traceback" not in done.stderr + done.stdout
+    return lines[0]
+
+
+def test_a_file_in_the_place_of_the_store_is_named(tmp_path):
+    (tmp_path / "store").touch()
+    assert f"{tmp_path}/store" in refusal_of("configs/demo.py:smoke", "--config.chunk=64", tmp_path)
+
+
+@pytest.mark.parametrize(("error", "ends"), [
+    (OSError(errno.ENOSPC, "No space left on device"), SystemExit), (PermissionError(errno.EACCES, "no"), SystemExit),
+    (FileNotFoundError(errno.ENOENT, "no"), FileNotFoundError), (OSError(errno.EBADF, "closed"), OSError),
+    (OSError("of a library"), OSError), (KeyError("name"), KeyError),
+])
+def test_what_a_disk_refuses_is_one_line_and_mistakes_are_tracebacks(monkeypatch, capsys, error, ends):
+    def experiment(config, workdir):
+        raise error
+
+    monkeypatch.setattr(main, "_CONFIG", types.SimpleNamespace(value=types.SimpleNamespace(experiment="demo")))
+    monkeypatch.setattr(main, "_WORKDIR", types.SimpleNamespace(value="unused"))
+    monkeypatch.setattr(main, "_experiment", lambda name: experiment)
+    with pytest.raises(ends):
+        main.run(["main"])
+    assert capsys.readouterr().err.startswith(f"error: {error}; ") == (ends is SystemExit)
