@@ -14,7 +14,7 @@ import ml_collections
 from absl import logging
 
 from experiments import common
-from kvjax import kernels
+from kvjax import files, kernels
 from kvjax.errors import ConfigError
 
 _ROOT = pathlib.Path(__file__).parent.parent
@@ -125,8 +125,9 @@ class Run:
                 file.truncate(size)
 
     def summary(self, rows: Iterable[dict[str, Any]]) -> None:
-        """Writes summary.json."""
-        (self.path / "summary.json").write_text(json.dumps({**self.header, "rows": list(rows)}, indent=2) + "\n")
+        """Writes summary.json, whole or not at all."""
+        with files.replacing(self.path / "summary.json") as fresh:
+            fresh.write_text(json.dumps({**self.header, "rows": list(rows)}, indent=2) + "\n")
 
 
 def _row(line: bytes) -> dict[str, Any] | None:

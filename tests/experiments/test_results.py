@@ -1,5 +1,6 @@
 """A workdir holds the results of one configuration."""
 
+import errno
 import json
 import pathlib
 
@@ -88,6 +89,22 @@ def test_a_last_line_that_was_cut_short_is_measured_again(used, torn):
     assert len(run.logged()) == 1 and file.read_bytes() == whole
     run.keep(method="full")
     assert [row["method"] for row in run.logged()] == ["quest@64", "full"]
+
+
+def test_a_summary_that_cannot_be_written_leaves_the_last_one(used, monkeypatch):
+    run, write = Run(config(), used, GRID), pathlib.Path.write_text
+    run.summary([])
+    before = (run.path / "summary.json").read_text()
+
+    def half(path, text):
+        write(path, text[:9])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(pathlib.Path, "write_text", half)
+    with pytest.raises(OSError, match="No space left"):
+        run.summary([{"method": "full"}])
+    assert (run.path / "summary.json").read_text() == before
+    assert {file.name for file in run.path.iterdir()} == {"config.json", "metrics.jsonl", "summary.json"}
 
 
 @pytest.mark.parametrize("bad", [b'{"method"\n', b"7\n"])
