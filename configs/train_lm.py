@@ -7,14 +7,18 @@ Presets: the default recipe, for two CPU cores; `:long` goes on from the referen
 an NVIDIA GPU; `:smoke`. Runtime and result: see the model cards.
 """
 
+import pathlib
+
 import ml_collections
+
+_REFERENCE = pathlib.Path(__file__).parents[1] / "kvjax" / "reference"
 
 
 def get_config(preset: str = "cpu") -> ml_collections.ConfigDict:
     config = ml_collections.ConfigDict()
     config.experiment = "train_lm"
     config.seed = 0
-    config.tokenizer = "kvjax/reference/tokenizer.json"
+    config.tokenizer = str(_REFERENCE / "tokenizer.json")
     config.start = ""  # a checkpoint to go on from; empty: random weights
     config.model = ml_collections.ConfigDict({
         "hidden_size": 128, "intermediate_size": 384, "num_layers": 4,
@@ -42,7 +46,7 @@ def get_config(preset: str = "cpu") -> ml_collections.ConfigDict:
     config.eval_every = 200
     config.checkpoint_every = 100
     if preset == "long":
-        config.start = "kvjax/reference"
+        config.start = str(_REFERENCE)
         config.model.max_position = 16_384
         config.stages = (((512, 2048, 8192, 8192), 20_000),)
         # Words and templates drawn anew cannot be learnt by heart. Answers are few in long rows, and weigh more.

@@ -18,12 +18,25 @@ from orbax.checkpoint import v1 as ocp
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from experiments import lm_data
+from experiments import common, lm_data
 from experiments.results import Run
+from kvjax.errors import ConfigError
 from kvjax.models import checkpoint
 from kvjax.models.config import ModelConfig, RopeConfig
 from kvjax.models.transformer import Transformer
 from kvjax.tasks import needles
+
+
+def read_tokenizer(path: str) -> Tokenizer:
+    """The tokenizer of a file. Raises ConfigError where there is none, or it marks no beginning and end of a text."""
+    try:
+        tokenizer = Tokenizer.from_file(path)
+    except Exception as cause:  # tokenizers raises no narrower class
+        raise ConfigError(f"tokenizer={path} cannot be used ({cause}); give a tokenizer.json") from cause
+    missing = [mark for mark in ("<|bos|>", "<|eos|>") if tokenizer.token_to_id(mark) is None]
+    if missing:
+        raise ConfigError(f"tokenizer={path} has no token {missing[0]}; give one that has <|bos|> and <|eos|>")
+    return tokenizer
 
 
 def model_config(config: ml_collections.ConfigDict, tokenizer: Tokenizer) -> ModelConfig:
@@ -175,13 +188,35 @@ def plot_curves(lines: list[dict], path: pathlib.Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def check(config: ml_collections.ConfigDict) -> None:
+    """Raises ConfigError on settings with which nothing could be trained."""
+    common.check_some(config, "stages")
+    common.check_counts(config, seed=0, drawers=1, batch_tokens=1, log_every=1, eval_every=1, checkpoint_every=1)
+    if config.dtype not in ("float32", "bfloat16"):
+        raise ConfigError(f"dtype={config.dtype!r} is no type to train in; use float32 or bfloat16")
+    for stage in config.stages:
+        check_stage(stage, config.batch_tokens)
+
+
+def check_stage(stage, batch_tokens: int) -> None:
+    """Raises ConfigError for what is not the lengths of rows and a number of steps, or a row longer than a batch."""
+    match stage:
+        case (tuple() | list() as rows, steps):
+            common.check_counts({"rows": rows, "steps": steps}, rows=1, steps=1)
+        case _:
+            raise ConfigError(f"stage {stage!r} must be lengths of rows and a number of steps, as ((128, 256), 100)")
+    if max(rows) > batch_tokens:
+        raise ConfigError(f"a row of {max(rows)} tokens is longer than batch_tokens={batch_tokens}; raise it")
+
+
 def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     """Trains stage after stage; resumes from the newest checkpoint of the workdir; exports at the end."""
-    run = Run(config, workdir, None)  # longer stages, or another rate, go on from what there is
-    tokenizer = Tokenizer.from_file(config.tokenizer)
+    check(config)
+    tokenizer = read_tokenizer(config.tokenizer)
     model, tx = Transformer(model_config(config, tokenizer)), optimiser(config)
     trained = Transformer(model.config, "cudnn") if config.dtype == "bfloat16" else model
     params = first_params(config, model)
+    run = Run(config, workdir, None)  # longer stages, or another rate, go on from what there is
     state = {"params": params, "opt_state": tx.init(params)}
     checkpoints = ocp.training.Checkpointer(run.path.absolute() / "checkpoints")
     done = checkpoints.latest.step if checkpoints.latest is not None else 0

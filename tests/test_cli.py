@@ -29,6 +29,7 @@ CASES = {
     "no_answer": ("configs/demo.py:smoke", "--config.max_new_tokens=-5", "max_new_tokens=-5"),
     "no_chunks": ("configs/demo.py:smoke", "--config.chunk=16 --config.methods=({'name':'h2o'},)", "single tokens"),
     "no_room": ("configs/evaluate.py:smoke", "--config.methods=({'name':'quest','budget':8},)", "budget=8"),
+    "no_tokenizer": ("configs/train_lm.py:smoke", "--config.tokenizer=/nowhere.json", "tokenizer=/nowhere.json"),
     "value_not_quoted": ("configs/demo.py:smoke", "--config.question=what is it", "unexpected argument 'is'"),
     "unknown_store": ("configs/demo.py:smoke", "--config.store=disk", "unknown store 'disk'"),
 }

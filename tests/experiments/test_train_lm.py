@@ -1,20 +1,54 @@
 """What the reference models are trained on: nothing that is held out, and the same rows whoever draws them."""
 
+import pathlib
 import re
 
 import ml_collections
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models
 
+from configs.train_lm import get_config
 from experiments import lm_data, train_lm
 from experiments.common import REFERENCE
+from kvjax.errors import CheckpointError, ConfigError
 from kvjax.tasks import corpus, needles
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
     return Tokenizer.from_file(str(REFERENCE / "tokenizer.json"))
+
+
+@pytest.mark.parametrize(("changes", "error", "words"), [
+    ({"tokenizer": "/nowhere.json"}, ConfigError, "tokenizer=/nowhere.json cannot be used"),
+    ({"stages": ()}, ConfigError, "stages is empty"), ({"stages": ((128, 2),)}, ConfigError, r"stage \(128, 2\)"),
+    ({"stages": (((128, 0), 2),)}, ConfigError, "rows="), ({"stages": (((9999,), 2),)}, ConfigError, "a row of 9999"),
+    ({"drawers": 0}, ConfigError, "drawers=0"), ({"dtype": "int7"}, ConfigError, "int7"),
+    ({"start": "/nowhere"}, CheckpointError, "/nowhere"),
+])
+def test_bad_settings_are_found_before_anything_is_written(tmp_path, changes, error, words):
+    config = get_config("smoke")
+    config.update(changes)
+    with pytest.raises(error, match=words):
+        train_lm.run(config, str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_tokenizer_marks_beginning_and_end(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    Tokenizer(models.WordLevel({"<|bos|>": 0, "a": 1})).save(str(path))
+    with pytest.raises(ConfigError, match=r"has no token <\|eos\|>"):
+        train_lm.read_tokenizer(str(path))
+
+
+@pytest.mark.parametrize("preset", ["cpu", "long", "smoke"])
+def test_presets_find_their_files_from_any_directory(tmp_path, monkeypatch, preset):
+    monkeypatch.chdir(tmp_path)
+    config = get_config(preset)
+    train_lm.check(config)
+    assert train_lm.read_tokenizer(config.tokenizer).get_vocab_size() > 0
+    assert not config.start or pathlib.Path(config.start).is_dir()
 
 
 @pytest.fixture(scope="module")
