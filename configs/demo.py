@@ -3,7 +3,7 @@
     python -m experiments.main --config=configs/demo.py --workdir=runs/demo
     python -m experiments.main --config=configs/demo.py --workdir=runs/mine \
         --config.model=DIR --config.prompt_file=FILE --config.question="..." \
-        --config.max_new_tokens=64 --config.dtype=bfloat16 --config.chat=True --config.chunk=512
+        --config.dtype=bfloat16 --config.chat=True --config.chunk=512
 
 The last three fit most models of today: weights in 16 bits, an instruction-tuned model's chat template, and a text that
 is read 512 tokens at a time. Runtime: under three minutes on two cores. Preset `:smoke` is shorter.
@@ -28,7 +28,7 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config.question = ""
     config.chat = False  # whether text and question go into the model's chat template
     config.chunk = 0  # tokens read at a time through the cache (`kvjax.extend`); 0: densely
-    config.max_new_tokens = 8
+    config.max_new_tokens = 0  # most tokens of an answer; 0: 8 for needles, 64 for a text of your own
     config.recall_k = 16
     config.methods = (
         {"name": "full"},

@@ -30,6 +30,7 @@ COLUMNS = (
 )
 TITLES = ("method", "right", "recall", "attended", "read/token", "resident", "tokens/s", "answers")
 _EXTRAS = ("label", "slots", "dtype")  # of a method's settings
+_NEEDLE_TOKENS, _TEXT_TOKENS = 8, 64  # of an answer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,9 +105,7 @@ def answer_all(llm: kvjax.LLM, job: Job, reading, settings, config: ml_collectio
         reading or job.contexts, method=method, store=store, capacity=capacity(llm, job, config),
         chunk=config.chunk or None, dtype=common.dtype_of(settings), slots=slots_of(settings),
     )
-    ask = functools.partial(
-        llm.generate, job.questions, cache, max_new_tokens=config.max_new_tokens, stop=job.stop
-    )
+    ask = functools.partial(llm.generate, job.questions, cache, max_new_tokens=answer_tokens(config), stop=job.stop)
     probe = Probe(cache, reading, k=config.recall_k) if reading else None
     # Apart from the timed run: compiles, and brings every step's selection to the host.
     first = ask(observer=probe) if probe else ask(max_new_tokens=1)
@@ -136,7 +135,12 @@ def longest(job: Job) -> int:
 def capacity(llm, job, config) -> int:
     """Room for the context, the longest question and its answer."""
     question = max(len(llm.encode(question, start=False)) for question in job.questions)
-    return longest(job) + question + config.max_new_tokens
+    return longest(job) + question + answer_tokens(config)
+
+
+def answer_tokens(config: ml_collections.ConfigDict) -> int:
+    """Most tokens of an answer: as many as are asked for, else enough for a needle's digits, or for a few sentences."""
+    return config.max_new_tokens or (_TEXT_TOKENS if config.prompt_file else _NEEDLE_TOKENS)
 
 
 def summarise(method, job: Job, result: kvjax.Result, probe: Probe | None, cache: kvjax.Cache) -> dict:
@@ -192,7 +196,7 @@ def check(config: ml_collections.ConfigDict) -> None:
     """Raises ConfigError on settings that make no job, before a model is loaded."""
     common.check_some(config, "methods")
     # No value of one digit is held out, and numbers of more than 18 do not fit in 64 bits.
-    common.check_counts(config, context=1, digits=2, max_new_tokens=1, chunk=0, recall_k=1, seed=0)
+    common.check_counts(config, context=1, digits=2, max_new_tokens=0, chunk=0, recall_k=1, seed=0)
     if config.digits > 18:
         raise ConfigError(f"digits={config.digits} must be at most 18")
     if config.chat and not config.prompt_file:

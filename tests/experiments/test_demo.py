@@ -52,6 +52,21 @@ def test_a_text_of_ones_own_is_read_and_asked_about(model, tmp_path, settings, c
     assert "quest@24" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("given", "most"), [(0, 64), (5, 5)])
+def test_an_answer_to_a_text_of_ones_own_may_be_long(model, tmp_path, monkeypatch, given, most):
+    asked, config = [], make_config(model, "w1 w2 w3 w4", tmp_path, store="host")
+    config.update(max_new_tokens=given, methods=METHODS[:1])
+    generate = kvjax.LLM.generate
+    monkeypatch.setattr(kvjax.LLM, "generate", lambda *args, **given: asked.append(given["max_new_tokens"])
+                        or generate(*args, **given))
+    demo.run(config, str(tmp_path / "run"))
+    assert asked == [most, most]
+
+
+def test_an_answer_about_needles_has_room_for_their_digits():
+    assert demo.answer_tokens(get_config()) == 8
+
+
 def test_a_run_goes_on_and_is_not_mixed_with_another(model, tmp_path, monkeypatch):
     """Of a text that is shorter than what recall looks for, it is not measured, and the results stay JSON."""
     config = make_config(model, "w1 w2 w3 w4", tmp_path)
