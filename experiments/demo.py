@@ -3,6 +3,7 @@
 Each document holds one needle; the documents are one batch over one store.
 
 For every method: the answers, whether they are right, what was attended and read, and how fast.
+In the table, tokens/s counts the tokens of all sequences; bytes read and resident are of one sequence.
 With `prompt_file` and `question` the same job runs on a user's text, without a right answer to
 compare with. With `chat` both go into the model's chat template. With `chunk` the text is read so many
 tokens at a time, by each method for itself, which takes little memory, and no recall is measured.
