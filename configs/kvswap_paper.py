@@ -2,6 +2,7 @@
 
     python -m experiments.main --config=configs/kvswap_paper.py:PRESET --workdir=runs/kvswap_paper_PRESET
 
+    budget      needles of 8,192 tokens with at most 1/13 (relaxed) and 1/34 (tight) of the full cache's bytes in memory
     accuracy    needles and loss with 1/8 (relaxed) and 1/32 (tight) of the keys' numbers (Table 2); the default
     rolling     with and without the rolling buffer, G = 2 to 12 (appendix Table 3)
     entries     loss against the number of selected entries MG (Figure 13 b)
@@ -35,6 +36,8 @@ costs), attend_ms attention; of the device's io_ms_per_step a step waits for wai
 
 import ml_collections
 
+from configs import leaderboard
+
 _SELECTED, _TAIL = 400, 36  # MG; sinks and window
 _READ_ONCE = {"keep": False, "prefetch": "layer"}
 _REUSE_TOKENS = 800  # C
@@ -59,9 +62,10 @@ def _compared(sigma: int, suffix: str, budget: int) -> tuple[dict, ...]:
 
 
 def get_config(preset: str = "accuracy") -> ml_collections.ConfigDict:
-    makers = {"accuracy": _accuracy, "rolling": _rolling, "entries": _entries, "throughput": _throughput,
-              "batches": _batches, "heads": _heads, "groups": _groups, "rates": _rates, "breakdown": _breakdown,
-              "pretrained": _pretrained, "gains": _gains, "reuse": _reuse_rates, "smoke": _smoke}
+    makers = {"budget": _budget, "accuracy": _accuracy, "rolling": _rolling, "entries": _entries,
+              "throughput": _throughput, "batches": _batches, "heads": _heads, "groups": _groups, "rates": _rates,
+              "breakdown": _breakdown, "pretrained": _pretrained, "gains": _gains, "reuse": _reuse_rates,
+              "smoke": _smoke}
     if preset not in makers:
         raise ValueError(f"unknown preset {preset!r}; use one of {', '.join(makers)}")
     return makers[preset]()
@@ -96,6 +100,28 @@ def _accuracy():
         ("G=0", {"group": 1, "shared": False}),
     ))
     return _evaluate(({"name": "full"}, *_compared(8, "", 128), *_compared(32, "-t", 128), *variants))
+
+
+def _budget():
+    """Nothing is kept between steps. What each method has in memory by then is in its row."""
+    kvswap, infinigen, shadowkv = {"name": "kvswap"}, {"name": "infinigen"}, {"name": "shadowkv"}
+    relaxed = (
+        {**kvswap, "sigma": 8}, {**kvswap, "label": "kvswap, 4 bits", "sigma": 2, "bits": 4, "per_head": True},
+        {**infinigen, "sigma": 8}, {**infinigen, "label": "infinigen*", "sigma": 8, "shared": True},
+        {"name": "loki", "sigma": 8}, {**shadowkv, "chunk": 16, "sigma": 16},
+    )
+    tight = (
+        {**kvswap, "sigma": 32}, {**kvswap, "label": "kvswap, 4 bits", "sigma": 4, "bits": 4},
+        {**infinigen, "sigma": 32}, {**infinigen, "label": "infinigen*", "sigma": 32, "shared": True},
+        {"name": "loki", "sigma": 32}, {**shadowkv, "chunk": 64, "sigma": 128},
+    )
+    methods = tuple(
+        {**one, "label": one.get("label", one["name"]) + suffix, "slots": {"keep": False}}
+        for some, suffix in ((relaxed, ""), (tight, "-t")) for one in some
+    )
+    config = leaderboard.get_config("long")
+    config.update(methods=({"name": "full", "whole": True}, *methods), tasks=("passkey", "needle", "needle_of_4"))
+    return config
 
 
 def _rolling():

@@ -36,7 +36,7 @@ from kvjax.prefilled import Cache
 from kvjax.tasks import Continuation, Sample, asking
 
 _GRID = ("methods", "tasks", "lengths", "budgets", "seeds", "question", "shard", "keep_bytes")
-_EXTRAS = ("label", "dtype", "whole")  # of a method's settings
+_EXTRAS = ("label", "dtype", "whole", "slots")  # of a method's settings
 TITLES = ("accuracy", "recall", "mass", "out error", "delta NLL", "KiB/token", "KiB kept")
 
 
@@ -138,10 +138,11 @@ class Exams:
     def cached(self, cell: Cell, contexts: Sequence[Sequence[int]], directory: pathlib.Path, first: bool):
         """Contexts in the cell's cache, on its store, and a `Tally` with a probe if they are the first."""
         store, reading = common.make_store(self.config.store, directory), self.read(contexts)
-        capacity = self.capacity(cell.context)
+        capacity, settings = self.capacity(cell.context), dict(cell.settings)
         try:
             cache = self.llm.prefill(
-                reading, method=cell.method, store=store, capacity=capacity, dtype=common.dtype_of(dict(cell.settings))
+                reading, method=cell.method, store=store, capacity=capacity, dtype=common.dtype_of(settings),
+                slots=common.make_slots(settings) if "slots" in settings else None,
             )
         except ConfigError as cause:
             raise Refused(str(cause)) from cause
