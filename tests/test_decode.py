@@ -45,7 +45,7 @@ def test_full_cache_equals_dense_logits(params, tokens, driver):
 
 
 # Methods that a driver can tell from one another: which parts of a layer run, and what they are handed.
-UNLIKE = ("full", "rle", "streaming_llm", "h2o", "sentencekv", "quest", "dynakv", "kvswap", "magicpig")
+UNLIKE = ("full", "rle", "streaming_llm", "h2o", "sentencekv", "quest", "dynakv", "dynakv_merge", "kvswap", "magicpig")
 
 
 def _due_together(plan):

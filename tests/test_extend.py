@@ -71,7 +71,7 @@ def test_a_chunk_of_one_is_a_decoded_token(params, tokens, name):
         np.testing.assert_array_equal(ours.state.tail.token, theirs.state.tail.token)
 
 
-@pytest.mark.parametrize("name", ["dynakv", "dynakv_local"])
+@pytest.mark.parametrize("name", ["dynakv", "dynakv_merge", "dynakv_local"])
 def test_every_token_has_one_place(params, tokens, name):
     _, state, _, _ = extended(params, tokens, METHODS[name], 8)
     for one in state.layers:
@@ -104,10 +104,9 @@ def test_clusters_split_while_a_text_is_read(params, tokens):
 
 def test_a_chunk_refuses_no_split_that_single_tokens_are_granted(params, tokens):
     """Given chunks in which more keys want a split than may be held: their clusters are flagged, and split later."""
-    method = dataclasses.replace(METHODS["dynakv"], merge=0)
     splits = {}
     for chunk in (1, 16):
-        _, state, _, _ = extended(params, tokens, method, chunk)
+        _, state, _, _ = extended(params, tokens, METHODS["dynakv"], chunk)
         splits[chunk] = sum(int((one.state.index.splits + one.state.index.split.sum(-1)).sum()) for one in state.layers)
         assert not any(np.asarray(one.state.refused).any() for one in state.layers)
     assert splits[16] > 0.7 * splits[1] > 4

@@ -200,13 +200,13 @@ def _in_memory(name):
     return Sim(METHODS[name], Stream.draw(6), [40, 25]).run(45)
 
 
-@pytest.mark.parametrize("method", [METHODS["quest"], METHODS["dynakv"]], ids=lambda m: m.name)
+@pytest.mark.parametrize("name", ["quest", "dynakv", "dynakv_merge"])
 @pytest.mark.parametrize("layout", [*LAYOUTS, "sequential"])
-def test_every_layout_gives_equal_bits(method, layout, tmp_path):
-    """Nothing is staged for long, so that what is read back has been on flash."""
-    stream, store = Stream.draw(6), FlashStore(tmp_path, layout=layout, staging_bytes=0)
-    in_memory = Sim(method, stream, [40, 25]).run(45)
-    np.testing.assert_array_equal(in_memory, Sim(method, stream, [40, 25], store=store).run(45))
+def test_every_layout_gives_equal_bits(name, layout, tmp_path):
+    """Nothing is staged for long, so that what is read back has been on flash, also of blocks that merging emptied."""
+    store = FlashStore(tmp_path, layout=layout, staging_bytes=0)
+    stored = Sim(METHODS[name], Stream.draw(6), [40, 25], store=store)
+    np.testing.assert_array_equal(stored.run(45), _in_memory(name))
 
 
 @pytest.mark.parametrize("method", [
@@ -243,6 +243,18 @@ def test_every_token_is_in_exactly_one_place(method, prompt):
     pos = np.asarray(sim.cache.state.pos)
     if prompt == (50, 9):  # a wrong claim fails above; here, none is missing
         assert (pos == pos[:, :1]).all() == method.places_alike
+
+
+@pytest.mark.parametrize("name", ["dynakv", "dynakv_merge"])
+def test_clusters_split_and_get_empty_only_where_they_merge(name):
+    """Else the laws would say little about either."""
+    sim, emptied = Sim(METHODS[name], Stream.draw(8), [50, 9]), 0
+    for _ in range(40):
+        before = sim.state().count
+        sim.step()
+        emptied += np.sum((before > 0) & (sim.state().count == 0))
+    assert (sim.state().index.splits > 0).all()
+    assert (emptied > 0) == (METHODS[name].merge > 0)
 
 
 @pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.evicts])

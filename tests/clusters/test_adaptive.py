@@ -121,7 +121,7 @@ def decoded(merge, seed=0, steps=50):
 
 def test_tiny_clusters_are_merged_and_their_statistics_stay_exact():
     """Against brute force over the positions in each block; without merging there are more tiny clusters."""
-    apart, merged = decoded(0), decoded(METHOD.merge)
+    apart, merged = decoded(0), decoded(1)
     tiny = [int((sim.cache.state.count == 1).sum()) for sim in (apart, merged)]
     assert tiny[1] < tiny[0]
     state, stream = jax.device_get(merged.cache.state), merged.stream
@@ -134,7 +134,7 @@ def test_tiny_clusters_are_merged_and_their_statistics_stay_exact():
 
 def test_what_is_merged_is_far_from_being_split():
     """A pair wider than half the limit stays apart: with a limit of nearly nothing, nothing is merged."""
-    sim = simulated(1, 1e-6, gain=0.0)
+    sim = simulated(1, 1e-6, merge=1, gain=0.0)
     count = np.asarray(sim.cache.state.count)
     assert (count == 1).any(), "there is what could be merged"
     sim.run(5)
