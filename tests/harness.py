@@ -26,6 +26,7 @@ from kvjax.methods import (
     InfiniGen,
     InfLLM,
     KVSwap,
+    Loki,
     MagicPIG,
     OmniKV,
     Oracle,
@@ -72,7 +73,10 @@ METHODS = {
         budget=24, sinks=2, window=4, page=4, ratio=1 / 8, beam=6, insert_beam=4, projections=4, visit=20
     ),
     "kvswap": KVSwap(budget=24, sinks=2, window=4, group=4, sigma=4),
+    # A `Sim` takes shorter prompts than a model would, of which scales are learnt all the same.
+    "kvswap_4bit": KVSwap(budget=24, sinks=2, window=4, group=4, sigma=2, bits=4, per_head=True),
     "infinigen": InfiniGen(budget=24, sinks=2, window=4, sigma=2),
+    "loki": Loki(budget=24, sinks=2, window=4, sigma=2),
     "shadowkv": ShadowKV(budget=24, sinks=2, window=4, chunk=4, sigma=1.0),  # lossless, as the laws want
     "shadowkv_keys": ShadowKV(budget=24, sinks=2, window=4, chunk=4, sigma=None),
     "pqcache": PQCache(budget=24, sinks=2, window=4, parts=2, bits=3, iterations=4),

@@ -24,7 +24,7 @@ _stored = {name: method for name, method in METHODS.items() if name != "streamin
 stored = pytest.mark.parametrize("method", _stored.values(), ids=_stored)
 # Accelerators compute a batch as one, which rounds otherwise than one sequence, and add up clusters in any order.
 APART = 0 if jax.default_backend() == "cpu" else 2e-5
-OF_ALL_KINDS = ("full", "quest", "dynakv", "kvswap", "raw")
+OF_ALL_KINDS = ("full", "quest", "dynakv", "kvswap", "kvswap_4bit", "raw")
 
 
 @pytest.fixture(params=["host", "flash"])
@@ -338,12 +338,14 @@ def test_a_prompt_of_one_token_works(method):
 @every_method
 def test_a_second_prompt_starts_clean(method):
     """In a cache that holds a longer prompt and what was decoded after it."""
-    used, second = Sim(method, Stream.draw(10), [60, 60]), Stream.draw(11)
+    used, second = Sim(method, Stream.draw(10), [80, 80]), Stream.draw(11)
     used.run(10)
+    spec = used.plan.spec
+    length = jnp.maximum(jnp.asarray([30, 25]), method.least_prompt(spec) + spec.sinks + spec.ring)
     held = AttentionCache(used.cache, jnp.asarray(used.at), used.plan)
     empty = jax.tree.map(jnp.zeros_like, held)
     q, key, value, token = (jnp.asarray(array) for array in (second.q, second.k, second.v, second.token))
-    again, fresh = (prefill_cache(cache, key, value, jnp.asarray([30, 25]), q, token) for cache in (held, empty))
+    again, fresh = (prefill_cache(cache, key, value, length, q, token) for cache in (held, empty))
     assert jax.tree.structure(again) == jax.tree.structure(fresh)
     for one, other in zip(jax.tree.leaves(again), jax.tree.leaves(fresh), strict=True):
         np.testing.assert_allclose(one, other, atol=APART, rtol=0)
