@@ -24,7 +24,7 @@ _stored = {name: method for name, method in METHODS.items() if name != "streamin
 stored = pytest.mark.parametrize("method", _stored.values(), ids=_stored)
 # Accelerators compute a batch as one, which rounds otherwise than one sequence, and add up clusters in any order.
 APART = 0 if jax.default_backend() == "cpu" else 2e-5
-OF_ALL_KINDS = ("full", "quest", "dynakv", "kvswap", "kvswap_4bit", "raw")
+OF_ALL_KINDS = ("full", "oracle", "streaming_llm", "quest", "dynakv", "kvswap", "kvswap_4bit", "raw")
 
 
 @pytest.fixture(params=["host", "flash"])
