@@ -365,7 +365,31 @@ def test_nothing_recompiles_while_clusters_split(params, tokens):
         state = decode.step(plan, params, state, tokens[:, i], donate=True).state
         sizes.append((read._cache_size(), write._cache_size()))
     assert len(set(sizes[1:])) == 1
-    assert int(sum(one.state.index.splits.sum() for one in state.layers)) > 0
+    assert _splits(state) > 0
+
+
+def test_one_program_serves_hundreds_of_tokens_while_clusters_split_on_flash(params, tmp_path, caplog):
+    """The first token compiles it, and none after that compiles anything."""
+    steps = 400
+    text = np.random.default_rng(1).integers(0, 64, (2, max(PROMPT) + steps)).astype(np.int32)
+    plan = planning.make_plan(CONFIG, METHODS["dynakv"], 2, text.shape[1])
+    branch = FlashStore(tmp_path, staging_bytes=1 << 21).create(planning.geometry(plan), "test")
+    state, _ = prefill.prefill(plan, params, text[:, : max(PROMPT)], jnp.asarray(PROMPT), branch, planning.Slots())
+    program = decode._compiled_token(True)
+    with jax.log_compiles():
+        state, _ = decoded(plan, params, state, text, 1, "fused")
+        assert "Compiling" in caplog.text
+        caplog.clear()
+        programs, before = program._cache_size(), _splits(state)
+        state, _ = decoded(plan, params, state, text[:, 1:], steps - 1, "fused")
+        assert "Compiling" not in caplog.text and program._cache_size() == programs
+    assert _splits(state) - before > steps
+    assert branch.stats().blocks_read > steps and branch.stats().blocks_written > steps
+    branch.close()
+
+
+def _splits(state):
+    return sum(np.asarray(one.state.index.splits).sum() for one in state.layers)
 
 
 def test_impossible_sizes_are_refused(params, tokens):
