@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import CAPACITY, METHODS, Sim, Stream, check_every_token_has_one_place
+from harness import APART, CAPACITY, METHODS, Sim, Stream, check_every_token_has_one_place
 
 from kvjax.attend import AttentionCache, prefill_cache
 from kvjax.method import Placement
@@ -22,8 +22,6 @@ pytestmark = pytest.mark.filterwarnings("error")
 every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 _stored = {name: method for name, method in METHODS.items() if name != "streaming_llm"}  # which has no blocks
 stored = pytest.mark.parametrize("method", _stored.values(), ids=_stored)
-# Accelerators compute a batch as one, which rounds otherwise than one sequence, and add up clusters in any order.
-APART = 0 if jax.default_backend() == "cpu" else 2e-5
 OF_ALL_KINDS = ("full", "oracle", "streaming_llm", "quest", "dynakv", "kvswap", "kvswap_4bit", "raw")
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tiny
 from harness import (
+    APART,
     CAPACITY,
     GROUP,
     HEADS,
@@ -212,6 +213,22 @@ def test_a_batch_chooses_as_each_sequence_alone(bits, joint, shared, aggregation
         alone = layer.choose(plan, jax.tree.map(lambda leaf, i=i: leaf[i:i + 1], state), query[i:i + 1])
         np.testing.assert_array_equal(both.need[i], alone.need[0])
     assert (np.asarray(both.need[0]) != np.asarray(both.need[1])).any()
+
+
+def test_sixteen_sequences_on_flash_attend_as_each_alone(tmp_path):
+    """Given prompts of unequal lengths and a reuse buffer, which has some of the groups that a step needs."""
+    method, stream, lengths = KVSwap(**SMALL, sigma=2, bits=4, per_head=True), Stream.draw(5, 16), range(69, 85)
+    reuse = {"store": kvjax.FlashStore(tmp_path), "slots": 12, "policy": "fifo"}
+    sim = Sim(method, stream, lengths, **reuse)
+    together, needed, read = [], 0, 0
+    for _ in range(12):
+        out, report = sim.step()
+        together.append(out)
+        needed, read = needed + report.traffic.requested.sum(), read + report.traffic.missed.sum()
+    assert 0 < read < 0.8 * needed
+    for b, length in enumerate(lengths):
+        alone = Sim(method, stream.row(b), [length], **reuse).run(12)
+        np.testing.assert_allclose(np.stack(together)[:, b], alone[:, 0], atol=APART, rtol=0)
 
 
 def token_by_token(index):
