@@ -370,7 +370,7 @@ def test_nothing_recompiles_while_clusters_split(params, tokens):
 
 def test_one_program_serves_hundreds_of_tokens_while_clusters_split_on_flash(params, tmp_path, caplog):
     """The first token compiles it, and none after that compiles anything."""
-    steps = 400
+    steps = 300
     text = np.random.default_rng(1).integers(0, 64, (2, max(PROMPT) + steps)).astype(np.int32)
     plan = planning.make_plan(CONFIG, METHODS["dynakv"], 2, text.shape[1])
     branch = FlashStore(tmp_path, staging_bytes=1 << 21).create(planning.geometry(plan), "test")
