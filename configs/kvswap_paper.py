@@ -2,7 +2,7 @@
 
     python -m experiments.main --config=configs/kvswap_paper.py:PRESET --workdir=runs/kvswap_paper_PRESET
 
-    budget      needles of 8,192 tokens with at most 1/13 (relaxed) and 1/34 (tight) of the full cache's bytes in memory
+    budget      needles of 8,192 tokens with some 1/13 (relaxed) and 1/34 (tight) of the full cache's bytes in memory
     accuracy    needles and loss with 1/8 (relaxed) and 1/32 (tight) of the keys' numbers (Table 2); the default
     rolling     with and without the rolling buffer, G = 2 to 12 (appendix Table 3)
     entries     loss against the number of selected entries MG (Figure 13 b)
