@@ -64,6 +64,7 @@ def test_what_a_disk_refuses_is_one_line_and_mistakes_are_tracebacks(monkeypatch
     def experiment(config, workdir):
         raise error
 
+    monkeypatch.setattr(main.logging, "set_verbosity", lambda level: None)  # which other tests would have, too
     monkeypatch.setattr(main, "_CONFIG", types.SimpleNamespace(value=types.SimpleNamespace(experiment="demo")))
     monkeypatch.setattr(main, "_WORKDIR", types.SimpleNamespace(value="unused"))
     monkeypatch.setattr(main, "_experiment", lambda name: experiment)

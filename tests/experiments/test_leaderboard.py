@@ -115,7 +115,7 @@ def test_a_question_within_the_prompt_is_answered_from_there(exams):
     ({"samples": 0}, "samples=0"), ({"samples": -1}, "samples=-1"), ({"batch": 0}, "batch=0"),
     ({"continuations": 0}, "continuations=0"), ({"seeds": (-1,)}, "seeds="), ({"lengths": (256.5,)}, "lengths="),
     ({"tasks": ()}, "tasks is empty"), ({"lengths": ()}, "lengths is empty"), ({"store": "disk"}, "unknown store"),
-    ({"methods": ({"name": "quest", "slots": {}},)}, "no use for a method's slots"),
+    ({"methods": ({"name": "quest", "replay": True},)}, "no use for a method's replay"),
     ({"methods": ({"label": "mine"},)}, "unknown method None"), ({"methods": ("quest",)}, "'quest' is no method"),
 ])
 def test_settings_that_make_no_grid_are_refused(changes, words):
