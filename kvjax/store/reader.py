@@ -45,7 +45,8 @@ class Reader:
                 raise ConfigError(f"{file.path}: engine='aio' cannot be used: {cause}; leave the choice to the store "
                                   "with engine=None") from cause
             # As text: who keeps what was logged would keep a traceback, and with it the branch that is being made.
-            logging.info("%s: %d threads read, as asynchronous reads cannot be used: %s", file.path, threads, str(cause))
+            why = str(cause)
+            logging.info("%s: %d threads read, as asynchronous reads cannot be used: %s", file.path, threads, why)
 
     @property
     def engine(self) -> str:
