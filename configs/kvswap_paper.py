@@ -46,8 +46,8 @@ _PRETRAINED = {**_REPLAY, "model": "runs/smollm2", "tokens": 8192, "steps": 128}
 _FLEXGEN = {"name": "full", "label": "flexgen", "page": 64, "slots": {"keep": False}}
 
 
-def _reuse(group: int) -> dict:
-    return {"count": max(_REUSE_TOKENS // group, _SELECTED // group + 2), "policy": "fifo", "prefetch": "layer"}
+def _reuse(group: int, tokens: int = _REUSE_TOKENS) -> dict:
+    return {"count": max(tokens // group, _SELECTED // group + 2), "policy": "fifo", "prefetch": "layer"}
 
 
 def _compared(sigma: int, suffix: str, budget: int) -> tuple[dict, ...]:
@@ -170,7 +170,7 @@ def _batches():
 
 
 def _heads():
-    """A group is as large as in `throughput`, of half the tokens' bytes twice as many."""
+    """A group has as many bytes as in `throughput`: twice the numbers, of half the size."""
     systems = _systems()
     rivals = ({**systems["flexgen"], "only": {"batches": (1,)}}, systems["shadowkv"], systems["4 bits no reuse"],
               systems["4 bits"])
@@ -221,8 +221,7 @@ def _pretrained():
 
 def _gains():
     raw = {**_systems()["4 bits"], "aggregation": "mean"}
-    kept = {"count": 1100 // 4, "policy": "fifo", "prefetch": "layer"}
-    ways = (("read each time", _READ_ONCE), ("kept", kept))
+    ways = (("read each time", _READ_ONCE), ("kept", _reuse(4, 1100)))
     methods = tuple({**raw, "label": f"{label} {turn}", "slots": slots} for turn in (1, 2, 3) for label, slots in ways)
     return _timed(methods, batches=(8,), replay=dict(_PRETRAINED))
 

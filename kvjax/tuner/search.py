@@ -141,7 +141,6 @@ def _reuse_rates(llm, text, space: Space, family: Family):
         method = dataclasses.replace(family, selected=groups(context) * group).method(Setting(group, sigma, 0))
         return profile.needed_groups(llm, method, ids, prompt)
 
-    @functools.cache
     def rate(reuse: int, context: int) -> float:
         count = family.slots(Setting(group, sigma, reuse)).count or 0
         times = (count - 1) * group / family.selected  # one slot is the unfinished group's
@@ -167,12 +166,10 @@ class Bench:
         def memory(setting: Setting) -> int:
             return profile.memory_bytes(self._llm.config, *self._parts(setting), *pair)
 
-        @functools.cache
         def read(setting: Setting) -> Reading:
             parts = np.array([self._read(knot, setting) for knot, _ in around])
             return Reading(*np.average(parts, axis=0, weights=[share for _, share in around]).tolist())
 
-        @functools.cache
         def compute(setting: Setting) -> float:
             return sum(share * self._compute(knot, setting) for knot, share in around)
 
