@@ -9,6 +9,8 @@ texts.
 Recorded are complete groups; an unfinished one is the timed run's own. A group that a text completes while it is
 decoded is in memory by then; in the timed run, whose prompt has it, it is read once (1 to 2 % of what a step needs).
 
+A recording takes its model, which may be somewhere else: `replay.model` may also be a directory of recordings.
+
 How often groups come back depends on the model. What another rate would give is seen with selections that are drawn at
 that rate, as KVSwap's tuner takes its I/O times (appendix A.3).
 """
@@ -16,6 +18,7 @@ that rate, as KVSwap's tuner takes its I/O times (appendix A.3).
 import dataclasses
 import functools
 import hashlib
+import itertools
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -254,8 +257,8 @@ def check(settings: Mapping[str, Any], config: ml_collections.ConfigDict) -> Non
 
 def check_texts(how: ml_collections.ConfigDict | None) -> None:
     """Raises ConfigError unless `how` has what a recording is made of: the directory of the `model`, empty for the
-    reference model, `tokens` of each text, of which the last `steps` are decoded, the `kinds` of texts in turn
-    (`experiments.shift_texts`), and a `seed`."""
+    reference model, or of recordings that were made elsewhere, `tokens` of each text, of which the last `steps` are
+    decoded, the `kinds` of texts in turn (`experiments.shift_texts`), and a `seed`."""
     if how is None or set(how) != {"model", "tokens", "steps", "kinds", "seed"}:
         raise ConfigError("a replay needs replay.model, .tokens, .steps, .kinds and .seed in the configuration, and no "
                           "more")
@@ -265,17 +268,23 @@ def check_texts(how: ml_collections.ConfigDict | None) -> None:
 
 
 def check_model(config: ml_collections.ConfigDict) -> None:
-    """Raises CheckpointError where a method's selections are to be recorded and there is no such model."""
-    if any(settings.get("replay") is True for settings in config.methods):
+    """Raises CheckpointError where a method's selections are to be recorded and there is no such model, ConfigError
+    where recordings were made elsewhere and one is missing."""
+    wanted = [settings for settings in config.methods if settings.get("replay") is True]
+    if not wanted:
+        return
+    if not _recorded_elsewhere(config.replay):
         hf_config.read_config(config.replay.model or common.REFERENCE)
+        return
+    for settings, context in itertools.product(wanted, config.contexts):
+        _recorded(_predictor(settings), config.replay, context // config.replay.tokens, pathlib.Path())
 
 
 def check_context(settings: Mapping[str, Any], context: int) -> None:
     """Raises ConfigError where a context of so many tokens has too few groups for a selection to be drawn."""
     wanted = settings.get("replay", False)
     if not isinstance(wanted, bool):
-        method = common.make_method(settings, common.NOT_FIELDS)
-        assert isinstance(method, Predictor)
+        method = _predictor(settings)
         _drawn_anew(wanted, groups_of(method), method.complete_groups(context))
 
 
@@ -287,14 +296,21 @@ def make(
 
     A recording is made once and kept in the directory.
     """
-    method, wanted = common.make_method(settings, common.NOT_FIELDS), settings.get("replay", False)
+    wanted = settings.get("replay", False)
     if wanted is False:
-        return method
-    assert isinstance(method, Predictor)
+        return common.make_method(settings, common.NOT_FIELDS)
+    method = _predictor(settings)
     if wanted is True:
         found = _recorded(method, config.replay, context // config.replay.tokens, directory)
         return replayed(method, spread(found, model.num_layers))
     return at_random(method, wanted, config.replay.steps, model, context, config.replay.seed)
+
+
+def _predictor(settings: Mapping[str, Any]) -> Predictor:
+    """The method of settings that are to be replayed (see `check`)."""
+    method = common.make_method(settings, common.NOT_FIELDS)
+    assert isinstance(method, Predictor)
+    return method
 
 
 def at_random(method: Predictor, rate: float, steps: int, model: ModelConfig, context: int, seed: int) -> Replay:
@@ -324,19 +340,41 @@ def draw_texts(llm: kvjax.LLM, how: ml_collections.ConfigDict, count: int) -> li
 
 
 def _recorded(method: Predictor, how: ml_collections.ConfigDict, texts: int, directory: pathlib.Path) -> Recording:
-    """The recording of so many texts that is in the directory, made if it is not."""
-    llm, ranks = common.load_model(how.model), -(-groups_of(method) // texts)
-    share = selecting(method, -(-selected_tokens(method) // texts))
-    made_of = repr((llm.fingerprint, share, texts, ranks, sorted(how.to_dict().items())))
-    path = directory / f"{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.npz"
+    """The recording of so many texts that is in the directory, made if it is not. Raises ConfigError where
+    recordings were made elsewhere and it is none of them."""
+    ranks, share = -(-groups_of(method) // texts), selecting(method, -(-selected_tokens(method) // texts))
+    made_of = repr((share, texts, ranks, sorted(item for item in how.to_dict().items() if item[0] != "model")))
+    if _recorded_elsewhere(how):
+        return _brought(pathlib.Path(how.model), made_of)
+    llm = common.load_model(how.model)
+    path = directory / f"{hashlib.sha256((llm.fingerprint + made_of).encode()).hexdigest()[:16]}.npz"
     if not path.exists():
-        _save(record(llm, share, draw_texts(llm, how, texts), how.steps, ranks), path)
+        _save(record(llm, share, draw_texts(llm, how, texts), how.steps, ranks), made_of, path)
+    return _load(path)[0]
+
+
+def _recorded_elsewhere(how: ml_collections.ConfigDict) -> bool:
+    """Whether `model` is a directory of recordings."""
+    path = pathlib.Path(how.model)
+    return bool(how.model) and not (path / "config.json").exists() and any(path.glob("*.npz"))
+
+
+def _brought(directory: pathlib.Path, made_of: str) -> Recording:
+    found = [recording for recording, of in map(_load, sorted(directory.glob("*.npz"))) if of == made_of]
+    if len(found) != 1:
+        raise ConfigError(f"{len(found)} recordings in {directory} are of {made_of}; one is wanted, from "
+                          "WORKDIR/recordings of a run with the model")
+    return found[0]
+
+
+def _load(path: pathlib.Path) -> tuple[Recording, str]:
+    """A recording and what it was made of."""
     with np.load(path) as kept:
-        return Recording(kept["block"], int(kept["width"]))
+        return Recording(kept["block"], int(kept["width"])), str(kept["made_of"])
 
 
-def _save(recording: Recording, path: pathlib.Path) -> None:
+def _save(recording: Recording, made_of: str, path: pathlib.Path) -> None:
     """Writes all of the file or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with files.replacing(path) as fresh, fresh.open("wb") as file:
-        np.savez_compressed(file, block=recording.block, width=recording.width)
+        np.savez_compressed(file, block=recording.block, width=recording.width, made_of=made_of)

@@ -14,7 +14,7 @@ from configs.kvswap_paper import get_config
 from experiments import replay, reuse, throughput
 from kvjax import cache as caching
 from kvjax import decode
-from kvjax.errors import ConfigError
+from kvjax.errors import CheckpointError, ConfigError
 from kvjax.methods import InfiniGen, KVSwap
 from kvjax.store import fifo
 
@@ -201,6 +201,26 @@ def test_a_recording_is_made_once(llm, texts, tmp_path, monkeypatch):
         with pytest.raises(ZeroDivisionError):
             replay.make(SETTINGS, config_with(seed=1), CONFIG, CONTEXT, tmp_path)
     assert len(calls) == 3 and len(list(tmp_path.glob("*.npz"))) == 1
+
+
+def test_recordings_can_be_taken_to_another_machine(llm, texts, tmp_path, monkeypatch):
+    """Given their directory as the model, no model is looked for; what is missing is said before anything is made."""
+    monkeypatch.setattr(replay.common, "load_model", lambda path: llm)
+    monkeypatch.setattr(replay, "draw_texts", lambda llm, how, count: texts)
+    here = replay.make(SETTINGS, config_with(), CONFIG, CONTEXT, tmp_path / "recordings")
+    monkeypatch.setattr(replay.common, "load_model", None)
+    config = config_with(model=str(tmp_path / "recordings"))
+    config.methods = (SETTINGS,)
+    replay.check_model(config)
+    there = replay.make(SETTINGS, config, CONFIG, CONTEXT, tmp_path / "nowhere")
+    np.testing.assert_array_equal(here.table, there.table)
+
+    config.replay.seed = 1
+    with pytest.raises(ConfigError, match="0 recordings"):
+        replay.check_model(config)
+    config.replay.model = str(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError):
+        replay.check_model(config)
 
 
 def test_without_a_replay_the_method_is_as_it_is(tmp_path):
