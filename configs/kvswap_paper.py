@@ -37,6 +37,7 @@ costs), attend_ms attention; of the device's io_ms_per_step a step waits for wai
 import ml_collections
 
 from configs import leaderboard
+from experiments.common import REFERENCE_8K
 
 _SELECTED, _TAIL = 400, 36  # MG; sinks and window
 _READ_ONCE = {"keep": False, "prefetch": "layer"}
@@ -62,8 +63,9 @@ def _compared(sigma: int, suffix: str, budget: int) -> tuple[dict, ...]:
 
 
 def get_config(preset: str = "accuracy") -> ml_collections.ConfigDict:
-    makers = {"budget": _budget, "accuracy": _accuracy, "rolling": _rolling, "entries": _entries,
-              "throughput": _throughput, "batches": _batches, "heads": _heads, "groups": _groups, "rates": _rates,
+    makers = {"budget": _budget, "accuracy": _accuracy, "depths": _depths, "reasoning": _reasoning, "rolling": _rolling,
+              "entries": _entries, "sizes": _sizes, "throughput": _throughput, "batches": _batches, "heads": _heads,
+              "models": _models, "best": _best, "groups": _groups, "selected": _selected, "rates": _rates,
               "breakdown": _breakdown, "pretrained": _pretrained, "gains": _gains, "reuse": _reuse_rates,
               "smoke": _smoke}
     if preset not in makers:
@@ -102,8 +104,8 @@ def _accuracy():
     return _evaluate(({"name": "full"}, *_compared(8, "", 128), *_compared(32, "-t", 128), *variants))
 
 
-def _budget():
-    """Nothing is kept between steps. What each method has in memory by then is in its row."""
+def _same_bytes() -> tuple[dict, ...]:
+    """Methods with some 1/13 of the full cache's bytes, and with 1/34 ("-t")."""
     kvswap, infinigen, shadowkv = {"name": "kvswap"}, {"name": "infinigen"}, {"name": "shadowkv"}
     relaxed = (
         {**kvswap, "sigma": 8}, {**kvswap, "label": "kvswap, 4 bits", "sigma": 2, "bits": 4, "per_head": True},
@@ -115,12 +117,30 @@ def _budget():
         {**infinigen, "sigma": 32}, {**infinigen, "label": "infinigen*", "sigma": 32, "shared": True},
         {"name": "loki", "sigma": 32}, {**shadowkv, "chunk": 64, "sigma": 128},
     )
-    methods = tuple(
-        {**one, "label": one.get("label", one["name"]) + suffix, "slots": {"keep": False}}
-        for some, suffix in ((relaxed, ""), (tight, "-t")) for one in some
-    )
+    return tuple({**one, "label": one.get("label", one["name"]) + suffix}
+                 for some, suffix in ((relaxed, ""), (tight, "-t")) for one in some)
+
+
+def _budget():
+    """Nothing is kept between steps. What each method has in memory by then is in its row."""
+    methods = tuple({**one, "slots": {"keep": False}} for one in _same_bytes())
     config = leaderboard.get_config("long")
     config.update(methods=({"name": "full", "whole": True}, *methods), tasks=("passkey", "needle", "needle_of_4"))
+    return config
+
+
+def _depths():
+    methods = ({**one, "budget": 128} for one in _same_bytes() if one["label"].endswith("-t"))
+    return _evaluate(({"name": "full"}, *methods), model=str(REFERENCE_8K), tasks=("niah_grid",),
+                     lengths=(2048, 4096, 8192), samples=20)
+
+
+def _reasoning():
+    config = leaderboard.get_config()
+    config.update(
+        methods=({"name": "full", "whole": True}, *_same_bytes()), lengths=(32_000,), budgets=(_SELECTED + _TAIL,),
+        samples=200, tasks=tuple(f"longbench:longbench/{name}.jsonl" for name in ("hotpotqa", "2wikimqa", "musique")),
+    )
     return config
 
 
@@ -136,6 +156,12 @@ def _rolling():
 def _entries():
     sizes = tuple({"name": "kvswap", "label": f"MG={n}", "budget": n + _TAIL} for n in (25, 50, 100, 200, 400))
     return _evaluate(sizes, tasks=("needle_of_4", "perplexity"))
+
+
+def _sizes():
+    sizes = ({"name": "kvswap", "label": f"G={group}", "group": group, "budget": 128} for group in (1, 2, 4, 8, 16))
+    alone = {"name": "kvswap", "label": "G=0", "group": 1, "shared": False, "budget": 128}
+    return _evaluate((alone, *sizes), model=str(REFERENCE_8K), lengths=(8192,))
 
 
 def _systems() -> dict[str, dict]:
@@ -178,12 +204,40 @@ def _heads():
     return _timed(methods, models=("cache-path-8b",), dtype="bfloat16", batches=(1, 8))
 
 
+def _models():
+    systems = _systems()
+    full = {"name": "full", "only": {"stores": ("memory",)}}
+    rivals = (systems["shadowkv"], systems["4 bits"])
+    methods = tuple({**one, "dtype": "bfloat16", "only": {"stores": ("flash:nvme", "flash:emmc")}} for one in rivals)
+    return _timed(({**full, "dtype": "bfloat16"}, *methods), models=("llama-1b-4l", "llama-3b-4l", "llama-8b-4l"),
+                  stores=("memory", "flash:nvme", "flash:emmc"), dtype="bfloat16", batches=(1, 8))
+
+
+def _best():
+    """250 and 100 MiB of `cache-path`, as the paper has 2,000 and 800 where a sequence of KVSwap's takes 310 and 120.
+    Half of the keys' numbers for InfiniGen, a quarter for Loki and some 160 of 1,024 for ShadowKV."""
+    systems = _systems()
+    tight = {**systems["4 bits no reuse"], "label": "4 bits-t", "sigma": 4, "per_head": False}
+    fits = (
+        (systems["4 bits"], (6, 2)), (tight, (6,)), ({**systems["shadowkv"], "sigma": 6}, (3, 1)),
+        ({**systems["loki"], "sigma": 4}, (2,)), ({**systems["infinigen"], "sigma": 2}, (1,)),
+    )
+    methods = tuple({**one, "only": {"batches": batches}} for one, batches in fits)
+    return _timed(methods, batches=(1, 2, 3, 6))
+
+
 def _groups():
     return _timed(tuple(
         {"name": "kvswap", "label": f"G={group} {kind}", "group": group, "budget": _SELECTED + _TAIL, "slots": slots,
          "replay": True}
         for group in (1, 2, 4, 8, 16) for kind, slots in (("reuse", _reuse(group)), ("no reuse", _READ_ONCE))
     ))
+
+
+def _selected():
+    kvswap = {"name": "kvswap", "slots": _READ_ONCE, "replay": True}
+    sizes = tuple({**kvswap, "label": f"MG={n}", "budget": n + _TAIL} for n in (100, 200, 400, 800))
+    return _timed(sizes, batches=(8,))
 
 
 def _rates():

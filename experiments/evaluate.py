@@ -19,7 +19,7 @@ from experiments.results import Run
 from kvjax.errors import ConfigError
 from kvjax.tasks import Sample, asking
 
-TASKS = ("passkey", "needle", "needle_of_4", "perplexity")
+TASKS = ("passkey", "needle", "needle_of_4", "niah_grid", "perplexity")
 _EXTRAS = ("label", "dtype")  # of a method's settings
 
 

@@ -41,19 +41,22 @@ _EXTRAS = ("label", "slots", "dtype", "replay", "only")  # of a method's setting
 _DTYPES = ("float32", "bfloat16", "float16")  # of weights
 COMMITS = 26  # tokens that a layer's commit is timed with; the first compiles
 _LATE = 0.2  # of an emulated device's commands; beyond it, times are more the host's than the device's
-_SHAPES = {"llama-1b-4l": (64, True), "cache-path": (64, False), "cache-path-8b": (128, False)}  # head size, MLP
+_SHAPES = {  # hidden size, query heads, head size and MLP size, 0 without
+    "llama-1b-4l": (2048, 32, 64, 8192), "llama-3b-4l": (3072, 24, 128, 8192), "llama-8b-4l": (4096, 32, 128, 14_336),
+    "cache-path": (2048, 32, 64, 0), "cache-path-8b": (4096, 32, 128, 0),
+}
 _WARM_UP = 4  # steps that no median counts, the one that compiles included
 
 
 def shape(name: str) -> ModelConfig:
-    """The random-weight shapes: Llama-3.2-1B cut to 4 layers and a small vocabulary, with and without MLP, and
-    Llama-3-8B cut alike, without."""
+    """The random-weight shapes: Llama-3.2-1B and 3B and Llama-3-8B cut to 4 layers and a small vocabulary; "cache-path"
+    is without MLP."""
     if name not in _SHAPES:
         raise ConfigError(f"unknown shape {name!r}; use reference, {', '.join(_SHAPES)}")
-    head_dim, use_mlp = _SHAPES[name]
+    hidden, heads, head_dim, mlp = _SHAPES[name]
     return ModelConfig(
-        family="llama", vocab_size=4096, hidden_size=32 * head_dim, intermediate_size=8192, num_layers=4, num_heads=32,
-        num_kv_heads=8, head_dim=head_dim, max_position=131_072, tie_embeddings=True, use_mlp=use_mlp,
+        family="llama", vocab_size=4096, hidden_size=hidden, intermediate_size=mlp or 8192, num_layers=4,
+        num_heads=heads, num_kv_heads=8, head_dim=head_dim, max_position=131_072, tie_embeddings=True, use_mlp=mlp > 0,
         rope=RopeConfig(theta=500_000.0),
     )
 

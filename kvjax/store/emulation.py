@@ -164,8 +164,6 @@ class _InFlight:
 
     def hear(self, events: np.ndarray, now: float) -> int:
         """Takes answers of the host; how many of them came after the device's."""
-        if not events.size:
-            return 0
         dues = np.array([self.due.pop(address) for address in events["iocb"].tolist()])
         both, heard = np.append(self._dues, dues), np.append(self._events, events)
         order = both.argsort(kind="stable")
@@ -178,7 +176,7 @@ class _InFlight:
 
     def due_of(self, count: int) -> float:
         """When the device has given `count` answers, whatever the host has done by then."""
-        dues = np.sort(np.append(self._dues, list(self.due.values())))
+        dues = np.sort(np.append(self._dues, list(self.due.values()))) if self.due else self._dues
         return float(dues[min(count, dues.size) - 1])
 
     def release(self, now: float, events: np.ndarray) -> int:
@@ -267,7 +265,8 @@ class EmulatedIO(SystemIO):
             failed, begun = np.intersect1d(begun, failed), np.setdiff1d(begun, failed, assume_unique=True)
             reads.due.update(dict.fromkeys(failed.tolist(), asked))
         reads.due.update(zip(begun.tolist(), self._queue.finish_times(asked, _sizes(begun)), strict=True))
-        reads.hear(answers, asked)
+        if came:
+            reads.hear(answers, asked)
         with self._counts:
             self.commands += begun.size
             self.host_seconds += self._clock.now() - called
@@ -298,7 +297,9 @@ class EmulatedIO(SystemIO):
 
     def _hear(self, context: int, least: int, events: np.ndarray, seconds: float) -> None:
         """Takes answers of the host. One that was not waited for may have come any time: it is not called late."""
-        count = SystemIO.io_getevents(context, least, events, seconds)
-        late = self._contexts[context].hear(events[:count], self._clock.now())
-        with self._counts:
-            self.late += late if least else 0
+        reads = self._contexts[context]
+        count = SystemIO.io_getevents(context, least, events, seconds) if reads.due else 0
+        if count:
+            late = reads.hear(events[:count], self._clock.now())
+            with self._counts:
+                self.late += late if least else 0

@@ -69,8 +69,9 @@ PRESETS = (
     *(f"dynakv_paper:{name}" for name in ("accuracy", "bits", "latency", "length", "decode", "share", "precision",
                                           "ratio", "buffer", "smoke")),
     *(f"dynsplit_paper:{name}" for name in ("tenth", "passkey", "latency", "outputs", "memory", "reuse", "smoke")),
-    *(f"kvswap_paper:{name}" for name in ("budget", "accuracy", "rolling", "entries", "throughput", "batches", "heads",
-                                          "groups", "rates", "breakdown", "pretrained", "gains", "reuse", "smoke")),
+    *(f"kvswap_paper:{name}" for name in ("budget", "accuracy", "depths", "reasoning", "rolling", "entries", "sizes",
+                                          "throughput", "batches", "heads", "models", "best", "groups", "selected",
+                                          "rates", "breakdown", "pretrained", "gains", "reuse", "smoke")),
     "decoding", "decoding:smoke",
 )
 
