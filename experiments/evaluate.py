@@ -14,7 +14,7 @@ from scipy import stats
 from tqdm import tqdm
 
 import kvjax
-from experiments import common
+from experiments import common, depths
 from experiments.results import Run
 from kvjax.errors import ConfigError
 from kvjax.tasks import Sample, asking
@@ -153,7 +153,11 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
         head = {"task": task, "context": length, "method": label, "store": "memory"}
         rows.append({**head, "budget": budgets[label], "seed": config.seed, **measured})
         run.log(**rows[-1])
-    run.summary(asked_for(with_delta_nll(rows), jobs))
+    rows = asked_for(with_delta_nll(rows), jobs)
+    run.summary(rows)
+    grid = [row for row in rows if row["task"] == "niah_grid"]
+    if grid:
+        depths.figure(grid, "needles found").savefig(run.path / "depths.png")
 
 
 def asked_for(rows: list[dict], jobs: list[tuple[str, int, str]]) -> list[dict]:

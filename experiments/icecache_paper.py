@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 import kvjax
-from experiments import common, evaluate, icecache_times, icecache_tree, leaderboard
+from experiments import common, depths, evaluate, icecache_times, icecache_tree, leaderboard
 from experiments.results import Run
 from kvjax import metrics
 from kvjax.errors import ConfigError
@@ -139,19 +139,10 @@ def plot(rows: list[Row]) -> Figure:
     left.set(title="keys and projections evaluated per query", xlabel="points", xscale="log", yscale="log")
     _curves(right, [row for row in rows if row["task"] == "tpot"], "token_ms", "task")
     right.set(title="ms per token", xlabel="context", xscale="log", yscale="log")
-    _heatmap(grid, [row for row in rows if row["part"] == "passkey" and row["method"].startswith("icecache")])
+    found = [row for row in rows if row["part"] == "passkey" and row["method"].startswith("icecache")]
+    if found:
+        depths.heatmap(grid, found, "passkeys found")  # Figure 6
     return figure
-
-
-def _heatmap(axes, rows: list[Row]) -> None:
-    """Right answers by depth (Figure 6), a line for each method, budget and length."""
-    if not rows:
-        return
-    tenths = [[np.mean([ok for depth, ok in row["by_depth"] if n <= 10 * depth < n + 1] or [np.nan]) for n in range(10)]
-              for row in rows]
-    axes.imshow(tenths, vmin=0, vmax=1, aspect="auto", cmap="RdYlGn")
-    axes.set_yticks(range(len(rows)), [f"{row['method']} {row['context']}" for row in rows], fontsize=6)
-    axes.set(title="passkeys found", xlabel="depth, tenths")
 
 
 def _curves(axes, rows: list[Row], name: str, group: str) -> None:
