@@ -8,7 +8,8 @@
     entries     loss against the number of selected entries MG (Figure 13 b)
     throughput  tokens/s at 32K tokens on emulated NVMe and eMMC, batches of 1 and 8 (Table 4)
     batches     the same for KVSwap in 4 bits and its nearest rival by batch size and context (appendix Table 2)
-    heads       the same at the head size of the paper's Llama-3-8B, with weights, keys and values in bfloat16
+    heads       the same by batch size and context at the head size of the paper's Llama-3-8B, with weights, keys and
+                values in bfloat16
     groups      tokens/s against G, with and without reuse (Figure 12)
     rates       tokens/s against the share of groups that come back, drawn at random (Table 5 from its other end)
     breakdown   where a decode step's time goes, with and without reading ahead (Figure 13 a)
@@ -201,7 +202,7 @@ def _heads():
     rivals = ({**systems["flexgen"], "only": {"batches": (1,)}}, systems["shadowkv"], systems["4 bits no reuse"],
               systems["4 bits"])
     methods = tuple({**one, "dtype": "bfloat16"} for one in rivals)
-    return _timed(methods, models=("cache-path-8b",), dtype="bfloat16", batches=(1, 8))
+    return _timed(methods, models=("cache-path-8b",), dtype="bfloat16", contexts=(16384, 32768), batches=(1, 8))
 
 
 def _models():
