@@ -100,6 +100,16 @@ def test_reads_are_timed_with_and_without_being_announced(context, groups):
     assert len(np.unique(first[:4])) == min(groups, 4 * 5)
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+def test_what_was_announced_to_flash_is_what_is_landed(tmp_path, batch):
+    """Given a file, whose reads take the way that decoding takes; another one would drop what was begun."""
+    made = profile.StoredLayer(FlashStore(tmp_path), CONFIG, 4, batch, 96)
+    made.read_seconds(5, repeats=3)
+    stats = made._branch.stats()
+    assert stats.prefetch_used == 3 * batch * 5 and not stats.mispredicted
+    made.close()
+
+
 @pytest.mark.parametrize("layers", [1, 3])
 def test_a_layer_computes_on_as_many_tokens_as_there_will_be(layers, monkeypatch):
     """Given a cache that has room for few tokens, which the repeats must not outgrow."""
