@@ -19,7 +19,7 @@ import ml_collections
 import numpy as np
 
 import kvjax
-from experiments import common, throughput
+from experiments import common, timing
 from experiments.results import Run
 from kvjax import planning
 from kvjax.decode import check_driver
@@ -49,8 +49,8 @@ def measure(llm: kvjax.LLM, settings, store_name: str, config, directory, bandwi
         row = decode(llm, cache, text[:, config.context :].T, config.warm_up, config.driver)
     if slots.prefetch != "off":
         row.pop("beyond_us", None)
-    attended = config.batch * throughput.kv_bytes(llm.config, row["attended_tokens"], dtype)
-    limit = 1e3 * (throughput.weight_bytes(llm) + attended) / bandwidth
+    attended = config.batch * timing.kv_bytes(llm.config, row["attended_tokens"], dtype)
+    limit = 1e3 * (timing.weight_bytes(llm) + attended) / bandwidth
     return {**head, **row, **common.disk_of(store), "limit_ms": limit, "memory_bandwidth": bandwidth}
 
 
@@ -59,19 +59,19 @@ def decode(llm: kvjax.LLM, cache: kvjax.Cache, tokens: np.ndarray, warm_up: int,
     plan, branch, needed, attended = cache.plan, cache.branch, [], []
 
     def see(done) -> None:
-        needed.append(throughput.needed_and_read(done)[0])
+        needed.append(timing.needed_and_read(done)[0])
         attended.append(np.mean(jax.device_get([report.attended for report in done.reports])))
 
-    _, state = throughput.time_tokens(llm, plan, planning.copy(cache.state), tokens[:warm_up], driver)
+    _, state = timing.time_tokens(llm, plan, planning.copy(cache.state), tokens[:warm_up], driver)
     before = branch.stats() if branch else None
-    seconds, _ = throughput.time_tokens(llm, plan, state, tokens[warm_up:], driver, see)
+    seconds, _ = timing.time_tokens(llm, plan, state, tokens[warm_up:], driver, see)
     row = {"ms_per_token": 1e3 * float(np.median(seconds)), "p90_ms": 1e3 * float(np.percentile(seconds, 90)),
            "attended_tokens": float(np.mean(attended))}
     if not branch:
         return row
     layers = sum(planning.on_store(plan, i) for i in range(len(plan.layers)))
     after = branch.stats()
-    row |= throughput.traffic_row(before, after, len(seconds), plan.batch)
+    row |= timing.traffic_row(before, after, len(seconds), plan.batch)
     store, device = (1e3 * row[f"{name}_ms_per_step"] / layers for name in ("store", "io"))
     return row | {
         "blocks_needed": float(np.mean(needed)) / layers,
@@ -108,7 +108,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     llm = common.load_model(config.model, config.dtype)
     check_fit(llm, config)
     run = Run(config, workdir, ("methods", "stores"))
-    rows, bandwidth = run.logged(), throughput.memory_bandwidth()
+    rows, bandwidth = run.logged(), timing.memory_bandwidth()
     done = {(row["method"], row["store"]) for row in rows}
     print(f"memory bandwidth of a matrix-vector product: {bandwidth / 1e9:.1f} GB/s")
     for settings, store in itertools.product(config.methods, config.stores):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from experiments import common, throughput
+from experiments import common, layer_times, made_up, timing
 from kvjax import decode, planning, prefill
 from kvjax.planning import Slots
 from kvjax.tasks import asking
@@ -20,7 +20,7 @@ Row = dict
 
 def second_token(config, directory) -> Iterator[tuple[Row, Callable[[], Row]]]:
     """Figure 7 a: reading a prompt into a store and decoding one token; layers indexed behind, or one by one."""
-    model = functools.cache(lambda: throughput.make_model(config.model_shape))
+    model = functools.cache(lambda: made_up.make_model(config.model_shape))
     shared = {"budget": max(config.budgets), "dense_layers": 1}  # one for all: the reuse variant of 4 layers needs it
     methods = {
         "full": kvjax.full(), "quest": kvjax.quest(**shared), "dynakv": kvjax.dynakv(**shared, window=config.window),
@@ -69,7 +69,7 @@ def per_token(config) -> Iterator[tuple[Row, Callable[[], Row]]]:
     No layer is dense: two of 32 are in the paper, but would be half of this model and hide what is measured. One
     layer's index is built and copied for the others, as building one of 256K tokens takes minutes.
     """
-    model = functools.cache(lambda: throughput.make_model(config.model_shape))
+    model = functools.cache(lambda: made_up.make_model(config.model_shape))
     shared = {"budget": max(config.budgets), "beam": config.beam, "dense_layers": 0}
     methods = {
         "full": kvjax.full(),
@@ -87,18 +87,18 @@ def per_token(config) -> Iterator[tuple[Row, Callable[[], Row]]]:
 def _timed(llm: kvjax.LLM, method, context: int, steps: int) -> Row:
     """Milliseconds of a token: median, of the first and the last quarter, and of one layer's parts."""
     started = time.perf_counter()
-    plan, state, _, build = throughput.filled_cache(
-        llm, method, context, steps + 2 + throughput.COMMITS, None, Slots(), copies=True
+    plan, state, _, build = made_up.filled_cache(
+        llm, method, context, steps + 2 + layer_times.COMMITS, None, Slots(), copies=True
     )
     filled = time.perf_counter() - started
     resident = planning.resident_bytes(state)
-    seconds, state = throughput.time_tokens(llm, plan, state, [i % 7 for i in range(steps + 1)], "fused")
+    seconds, state = timing.time_tokens(llm, plan, state, [i % 7 for i in range(steps + 1)], "fused")
     times, quarter = 1e3 * seconds[1:], max(1, steps // 4)
     first, last = (float(np.median(part)) for part in (times[:quarter], times[-quarter:]))
     return {
         "token_ms": float(np.median(times)), "first_quarter_ms": first, "last_quarter_ms": last,
         "last_over_first": last / first, "resident_bytes": resident, "occupancy": occupancy(plan, state),
-        "index_build_s": build, "fill_s": filled, **throughput.parts(llm, plan, state, None),
+        "index_build_s": build, "fill_s": filled, **layer_times.parts(llm, plan, state, None),
     }
 
 
@@ -110,7 +110,7 @@ def occupancy(plan, state) -> float:
 
 def breakdown(config, directory) -> Iterator[tuple[Row, Callable[[], Row]]]:
     """Figure 7 c: one layer's query, loading of all selected pages from flash, and attention; one layer is dense."""
-    model = functools.cache(lambda: throughput.make_model(config.model_shape))
+    model = functools.cache(lambda: made_up.make_model(config.model_shape))
     shared = {"budget": max(config.budgets), "dense_layers": 1}
     methods = {
         "quest": kvjax.quest(**shared), "icecache": kvjax.icecache(**shared, beam=config.beam),
@@ -123,14 +123,14 @@ def breakdown(config, directory) -> Iterator[tuple[Row, Callable[[], Row]]]:
 
 def _loading(llm: kvjax.LLM, method, config, directory) -> Row:
     store = common.make_store("flash", directory / "store")
-    plan, state, branch, _ = throughput.filled_cache(
-        llm, method, config.long_context, config.steps + 1 + throughput.COMMITS, store, Slots()
+    plan, state, branch, _ = made_up.filled_cache(
+        llm, method, config.long_context, config.steps + 1 + layer_times.COMMITS, store, Slots()
     )
     before = branch.stats()
-    seconds, state = throughput.time_tokens(llm, plan, state, [i % 7 for i in range(config.steps)], "fused")
-    traffic = throughput.traffic_row(before, branch.stats(), config.steps)
+    seconds, state = timing.time_tokens(llm, plan, state, [i % 7 for i in range(config.steps)], "fused")
+    traffic = timing.traffic_row(before, branch.stats(), config.steps)
     row = {"store": "flash", "token_ms": 1e3 * float(np.median(seconds[1:])), **traffic,
-           **throughput.parts(llm, plan, state, branch)}
+           **layer_times.parts(llm, plan, state, branch)}
     branch.close()
     return row | {f"fetch_{name}": value for name, value in row.pop("fetch_ms").items()}
 

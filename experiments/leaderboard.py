@@ -23,7 +23,7 @@ import numpy as np
 from absl import logging
 from tqdm import tqdm
 
-from experiments import common, evaluate, report, throughput
+from experiments import common, evaluate, report, timing
 from experiments.results import Run
 from kvjax import layer, packing, tasks
 from kvjax.errors import ConfigError
@@ -162,7 +162,7 @@ def select_ms(cache: Cache) -> float:
     config = cache.plan.config
     shape = (cache.plan.batch, config.num_heads, config.head_dim)
     q = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-    return throughput.median_ms(layer.choose, plan, one.state, q)
+    return timing.median_ms(layer.choose, plan, one.state, q)
 
 
 @dataclasses.dataclass

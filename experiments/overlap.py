@@ -2,7 +2,7 @@
 
 Two devices: a reader that sleeps, so slow that a layer's reads take a given share of a layer's computing, and the disk
 under the workdir with O_DIRECT. The method looks ahead, so that what is prefetched is what is read; its first layer is
-dense, as nothing comes before it. Weights are random; keys are made up as in `experiments.throughput`.
+dense, as nothing comes before it. Weights are random; keys are made up as in `experiments.made_up`.
 """
 
 import itertools
@@ -12,7 +12,7 @@ import ml_collections
 import numpy as np
 
 import kvjax
-from experiments import throughput
+from experiments import made_up, timing
 from experiments.results import Run
 from kvjax.methods import Quest
 from kvjax.models.config import ModelConfig, RopeConfig
@@ -52,14 +52,14 @@ def make_store(device: str, delay: float, threads: int, directory) -> FlashStore
 
 def decode_tokens(llm, method, config, driver: str, slots: Slots, store=None) -> dict[str, float]:
     """Medians over tokens after a warm-up; seconds of I/O and of waiting for it, per token."""
-    plan, state, branch, _ = throughput.filled_cache(llm, method, config.context, config.steps + 8, store, slots)
+    plan, state, branch, _ = made_up.filled_cache(llm, method, config.context, config.steps + 8, store, slots)
     tokens = np.random.default_rng(0).integers(0, llm.config.vocab_size, config.steps + 3)
-    _, state = throughput.time_tokens(llm, plan, state, tokens[:3], driver)
+    _, state = timing.time_tokens(llm, plan, state, tokens[:3], driver)
     before = branch.stats() if branch is not None else None
-    times, _ = throughput.time_tokens(llm, plan, state, tokens[3:], driver)
+    times, _ = timing.time_tokens(llm, plan, state, tokens[3:], driver)
     row = {"ms_per_token": 1e3 * float(np.median(times))}
     if branch is not None:
-        row |= throughput.traffic_row(before, branch.stats(), config.steps)
+        row |= timing.traffic_row(before, branch.stats(), config.steps)
         branch.close()
     return row
 
@@ -68,7 +68,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     """One row per device, prefetch and driver; devices and drivers that the workdir has are skipped."""
     run, method = Run(config, workdir), Quest(lookahead=True, dense_layers=1, **config.method)
     done = {(row["device"], row["driver"]) for row in run.logged()}
-    llm = kvjax.LLM(shape(config.layers, config.hidden), throughput.random_params(shape(config.layers, config.hidden)))
+    llm = kvjax.LLM(shape(config.layers, config.hidden), made_up.random_params(shape(config.layers, config.hidden)))
     compute = {driver: decode_tokens(llm, method, config, driver, Slots())["ms_per_token"] for driver in config.drivers}
     requests = config.method.max_blocks * llm.config.num_kv_heads
     delay = 1e-3 * config.io_share * min(compute.values()) / config.layers / -(-requests // config.threads)

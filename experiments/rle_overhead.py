@@ -18,7 +18,7 @@ import ml_collections
 import numpy as np
 
 import kvjax
-from experiments import throughput
+from experiments import made_up, timing
 from experiments.results import Run
 from kvjax.codecs import rle
 from kvjax.codecs.rle import Runs, Tolerance
@@ -30,7 +30,7 @@ from kvjax.planning import Slots
 _WARM_UP = 2
 
 
-def made_up(config: ModelConfig, tokens: int, run: int):
+def keys_in_runs(config: ModelConfig, tokens: int, run: int):
     """Keys [1, T, K, D] in runs, and values."""
     rng, shape = np.random.default_rng(0), (1, -(-tokens // run), config.num_kv_heads, config.head_dim)
     key = np.repeat(rng.standard_normal(shape, np.float32), run, axis=1)[:, :tokens]
@@ -66,7 +66,7 @@ def append(runs: Runs, q, key, value):
 
 def without_runs(config: ModelConfig, tokens: int, repeats: int) -> float:
     """Milliseconds of a token with `full`."""
-    cache = cached(config, kvjax.full(), *made_up(config, tokens, 1), repeats + _WARM_UP)
+    cache = cached(config, kvjax.full(), *keys_in_runs(config, tokens, 1), repeats + _WARM_UP)
     return milliseconds(config, kvjax.attend, cache, repeats)
 
 
@@ -76,7 +76,7 @@ def with_runs(config: ModelConfig, key, value, run: int, repeats: int) -> dict[s
     more, length = repeats + _WARM_UP, jnp.int32(key.shape[1])
     slots = -(-key.shape[1] // run) + more
     encode = jax.jit(jax.vmap(lambda one: rle.encode(one, length, Tolerance(), slots)))
-    encoded = throughput.median_ms(encode, key[0].swapaxes(0, 1), repeats=5)
+    encoded = timing.median_ms(encode, key[0].swapaxes(0, 1), repeats=5)
     # Rotated first, as a model's keys are; turned back they are equal but for rounding.
     rotated = cached(config, kvjax.rle(slots=slots), key, value, more)
     freqs, at = rope.inverse_frequencies(config.head_dim, config.rope), jnp.arange(key.shape[1])[None]
@@ -92,8 +92,8 @@ def with_runs(config: ModelConfig, key, value, run: int, repeats: int) -> dict[s
 
 def step_ms(llm, tokens: int, repeats: int) -> float:
     """One layer's share of a decode step."""
-    plan, state, _, _ = throughput.filled_cache(llm, kvjax.full(), tokens, repeats + 4, None, Slots(), copies=True)
-    times, _ = throughput.time_tokens(llm, plan, state, [0] * (repeats + 3), "fused")
+    plan, state, _, _ = made_up.filled_cache(llm, kvjax.full(), tokens, repeats + 4, None, Slots(), copies=True)
+    times, _ = timing.time_tokens(llm, plan, state, [0] * (repeats + 3), "fused")
     return 1e3 * float(np.median(times[3:])) / llm.config.num_layers
 
 
@@ -101,7 +101,7 @@ def measure(llm, tokens: int, config, bandwidth: float) -> Iterator[dict]:
     """A row for each length of the runs."""
     plain, step = without_runs(llm.config, tokens, config.repeats), step_ms(llm, tokens, config.repeats)
     for run in config.runs:
-        key, value = made_up(llm.config, tokens, run)
+        key, value = keys_in_runs(llm.config, tokens, run)
         row = with_runs(llm.config, key, value, run, config.repeats)
         shares = {f"{name}_of_step": (row[f"{name}_ms"] - plain) / step for name in ("token", "unrotated")}
         limit = 1e3 * value.nbytes * (1 + 1 / run) / bandwidth
@@ -110,7 +110,7 @@ def measure(llm, tokens: int, config, bandwidth: float) -> Iterator[dict]:
 
 def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     """Measures every length that the workdir does not have yet."""
-    llm, run, bandwidth = throughput.make_model(config.model), Run(config, workdir), throughput.memory_bandwidth()
+    llm, run, bandwidth = made_up.make_model(config.model), Run(config, workdir), timing.memory_bandwidth()
     rows = run.logged()
     for tokens in sorted(set(config.tokens) - {row["context"] for row in rows}):
         for row in list(measure(llm, tokens, config, bandwidth)):

@@ -1,18 +1,15 @@
 """Decode speed of methods x stores x contexts, beside the physical limits of the machine.
 
-Caches are filled with made-up keys in clumps that drift along the sequence (random weights make no
-meaningful ones), so that a context of any length costs no dense prefill. Every figure is a median
-over steps after a warm-up; compile time is apart. Limits are measured in the same run: memory
-bandwidth by a matrix-vector product, disk bandwidth by raw threaded reads of the store's block size.
+Caches are filled with made-up keys (`experiments.made_up`). Every figure is a median over steps after a warm-up;
+compile time is apart. Limits are measured in the same run: memory bandwidth by a matrix-vector product, disk bandwidth
+by raw threaded reads of the store's block size.
 """
 
-import dataclasses
-import functools
 import importlib.util
 import itertools
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -20,247 +17,21 @@ import ml_collections
 import numpy as np
 
 import kvjax
-from experiments import common, raw_disk, replay
+from experiments import common, layer_times, made_up, raw_disk, replay, timing
 from experiments.replay import Replay
 from experiments.results import Run
-from kvjax import decode, layer, packing, parking, planning, prefill
-from kvjax.cache import Fresh
+from kvjax import decode, planning
 from kvjax.errors import ConfigError
-from kvjax.layer import LayerCache, Prompts
-from kvjax.models import hf_config
-from kvjax.models.config import ModelConfig, RopeConfig
-from kvjax.models.transformer import Transformer, apply_rows
+from kvjax.models.config import ModelConfig
 from kvjax.planning import Slots, State
-from kvjax.pool import Line
 from kvjax.store import base, fifo
 from kvjax.store.callbacks import default_backend
-from kvjax.store.slots import SlotPool
 
 _GRID = ("models", "methods", "contexts", "batches", "stores", "transformers")
 _EXTRAS = ("label", "slots", "dtype", "replay", "only")  # of a method's settings
 _DTYPES = ("float32", "bfloat16", "float16")  # of weights
-COMMITS = 26  # tokens that a layer's commit is timed with; the first compiles
 _LATE = 0.2  # of an emulated device's commands; beyond it, times are more the host's than the device's
-_SHAPES = {  # hidden size, query heads, head size and MLP size, 0 without
-    "llama-1b-4l": (2048, 32, 64, 8192), "llama-3b-4l": (3072, 24, 128, 8192), "llama-8b-4l": (4096, 32, 128, 14_336),
-    "cache-path": (2048, 32, 64, 0), "cache-path-8b": (4096, 32, 128, 0),
-}
 _WARM_UP = 4  # steps that no median counts, the one that compiles included
-
-
-def shape(name: str) -> ModelConfig:
-    """The random-weight shapes: Llama-3.2-1B and 3B and Llama-3-8B cut to 4 layers and a small vocabulary; "cache-path"
-    is without MLP."""
-    if name not in _SHAPES:
-        raise ConfigError(f"unknown shape {name!r}; use reference, {', '.join(_SHAPES)}")
-    hidden, heads, head_dim, mlp = _SHAPES[name]
-    return ModelConfig(
-        family="llama", vocab_size=4096, hidden_size=hidden, intermediate_size=mlp or 8192, num_layers=4,
-        num_heads=heads, num_kv_heads=8, head_dim=head_dim, max_position=131_072, tie_embeddings=True, use_mlp=mlp > 0,
-        rope=RopeConfig(theta=500_000.0),
-    )
-
-
-def model_config(name: str) -> ModelConfig:
-    """Of what `make_model` makes, without its weights. Raises ConfigError for an unknown name."""
-    return hf_config.read_config(common.REFERENCE) if name == "reference" else shape(name)
-
-
-def make_model(name: str, dtype: str = "float32") -> kvjax.LLM:
-    """The reference model, or a shape with random weights; `dtype` is that of its weights."""
-    if name == "reference":
-        return common.load_model("", dtype)
-    return kvjax.LLM(shape(name), random_params(shape(name), dtype))
-
-
-def random_params(config: ModelConfig, dtype: str = "float32"):
-    """Normal weights of the size that keeps activations steady, norms around one."""
-    token = jnp.zeros((1, 1), jnp.int32)
-    shapes = jax.eval_shape(Transformer(config).init, jax.random.key(0), token, token)["params"]
-    leaves, tree = jax.tree.flatten(shapes)
-    rng = np.random.default_rng(0)
-    made = [rng.standard_normal(leaf.shape, np.float32) * 0.02 + (leaf.ndim == 1) for leaf in leaves]
-    made = [jnp.asarray(one, dtype) for one in made]
-    return jax.tree.unflatten(tree, made)
-
-
-def made_up_keys(config: ModelConfig, tokens: int, seed: int, run: float = 1.0):
-    """Keys and values `[1, T, K, D]` of one layer: clumps of nearby keys that drift. `run` neighbours on average are of
-    one clump."""
-    rng = np.random.default_rng(seed)
-    heads, size = config.num_kv_heads, config.head_dim
-    centres = rng.standard_normal((256, heads, size), np.float32)
-    clump = rng.integers(0, 256, tokens)
-    if run > 1:
-        clump = clump[np.cumsum(rng.random(tokens) < 1 / run) - 1]
-    key = centres[clump] + 0.4 * rng.standard_normal((tokens, heads, size), np.float32)
-    key += np.linspace(0, 0.5, tokens, dtype=np.float32)[:, None, None]
-    return jnp.asarray(key[None]), jnp.asarray(rng.standard_normal((1, tokens, heads, size), np.float32))
-
-
-def filled_cache(
-    llm, method, context: int, steps: int, store, slots: Slots, batch: int = 1, dtype: str = "float32",
-    copies: bool = False, run: float = 1.0,
-):
-    """A plan and a state that holds `context` made-up tokens per sequence; seconds per layer of index building.
-
-    With `copies`, and in memory only, layers that are planned alike are copies of the first of them. `run`: see
-    `made_up_keys`.
-    """
-    plan = planning.make_plan(llm.config, method, batch, context + steps, dtype)
-    branch = store.create(planning.geometry(plan), "throughput") if store is not None else None
-    layers, seconds, length = [], [], jnp.full(batch, context, jnp.int32)
-    for i in range(llm.config.num_layers):
-        twin = plan.layers.index(plan.layers[i])
-        if copies and twin < i:
-            layers.append(jax.tree.map(jnp.copy, layers[twin]))
-            continue
-        made = [made_up_keys(llm.config, context, i + b * llm.config.num_layers, run) for b in range(batch)]
-        key, value = (jnp.concatenate(rows) for rows in zip(*made, strict=True))
-        started = time.perf_counter()
-        leader = layers[-1].state if plan.layers[i].follows else None
-        layers.append(jax.block_until_ready(
-            prefill.fill(plan, i, Prompts(key, value, length), leader, branch, slots)
-        ))
-        seconds.append(time.perf_counter() - started)
-    if branch is not None:
-        branch.settle()  # reads wait for what is still being written, which is nothing in most of a decode
-    line = Line(jnp.int32(branch.handle if branch else -1), jnp.int32(0))
-    layers = parking.park_all(slots.park, layers) if slots.park else tuple(layers)
-    return plan, State(layers, length, line), branch, float(np.min(seconds))
-
-
-def time_tokens(llm, plan, state, tokens, driver: str, observe: Callable[[decode.Step], None] | None = None):
-    """Seconds of decoding each of `tokens`, and the state after them; the first one may compile.
-
-    `observe` is called after each token, apart from the time.
-    """
-    times = []
-    for token in tokens:
-        started = time.perf_counter()
-        fed = jnp.full(plan.batch, token, jnp.int32)
-        done = decode.step(plan, llm.params, state, fed, driver=driver, donate=True)
-        state = jax.block_until_ready((done.state, done.logits))[0]
-        times.append(time.perf_counter() - started)
-        if observe is not None:
-            observe(done)
-    return np.asarray(times), state
-
-
-def needed_and_read(done: decode.Step) -> tuple[int, int]:
-    """Blocks that a token needed of a store in all layers, and those of them that were read."""
-    layers = zip(done.reports, done.state.layers, strict=True)
-    traffic = jax.device_get([report.traffic for report, one in layers if isinstance(one.pool, SlotPool)])
-    return sum(int(one.requested.sum()) for one in traffic), sum(int(one.missed.sum()) for one in traffic)
-
-
-def came_back(traffic: list[tuple[int, int]]) -> float:
-    """Share of the blocks needed that were not read, given `needed_and_read` of tokens."""
-    needed, read = np.sum(traffic, axis=0)
-    return 1.0 - float(read) / max(1, int(needed))
-
-
-@jax.jit
-def _fetch(pool, need, count, number, line):
-    return pool.fetch(need, count, number, line)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _whole_read(layer_plan, cache, q, key, value, at, number, line):
-    return layer.read(layer_plan, cache, q, key, value, at, number, line)[0]
-
-
-def call_ms(function, *args, repeats: int = 25) -> np.ndarray:
-    """Milliseconds of each call of a compiled function, warm."""
-    jax.block_until_ready(function(*args))
-    times = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        jax.block_until_ready(function(*args))
-        times.append(1e3 * (time.perf_counter() - started))
-    return np.asarray(times)
-
-
-def median_ms(function, *args, repeats: int = 25) -> float:
-    """Median milliseconds of a compiled function, warm."""
-    return float(np.median(call_ms(function, *args, repeats=repeats)))
-
-
-def parts(llm, plan, state: State, branch) -> dict[str, float]:
-    """Milliseconds of one layer's select, fetch, attend and commit; the store is not to be used afterwards."""
-    last = max(i for i, one in enumerate(plan.layers) if not one.follows)  # followers do not select
-    rng, one, layer_plan = np.random.default_rng(0), state.layers[last], plan.layers[last]
-    config, number = llm.config, jnp.int32(last)
-    q = jnp.asarray(rng.standard_normal((plan.batch, config.num_heads, config.head_dim), np.float32))
-    key = jnp.asarray(rng.standard_normal((plan.batch, config.num_kv_heads, config.head_dim), np.float32))
-    line, at = state.line, state.length
-    choice = layer.choose(layer_plan, one.state, q)
-    pool, slot, _, _ = _fetch(one.pool, choice.need, one.state.count, number, line)
-    cache = dataclasses.replace(one, pool=pool)
-    found = {
-        "select_ms": median_ms(layer.choose, layer_plan, one.state, q),
-        "attend_ms": median_ms(layer.answer, layer_plan, cache, choice, q, key, key, slot, at),
-        "layer_read_ms": median_ms(_whole_read, layer_plan, cache, q, key, key, at, number, line),
-    }
-    if isinstance(pool, SlotPool):
-        found["plan_ms"] = median_ms(jax.jit(SlotPool.plan), pool, choice.need, one.state.count)
-    if branch is not None:
-        found["fetch_ms"] = cold_fetch_ms(one, choice.need, number, line, branch)
-    fresh = layer.read(layer_plan, cache, q, key, key, at, number, line, choice)[2]
-    return found | {"commit_ms": commit_ms(layer_plan, cache, fresh, at, number, line, branch)}
-
-
-def commit_ms(layer_plan, cache: LayerCache, fresh: Fresh, at, number, line: Line, branch) -> float:
-    """One layer's end of a token: its key is placed, clusters are adapted, the store commits. Median of tokens that
-    follow each other."""
-    write = jax.jit(layer.write, static_argnums=0, donate_argnums=1)
-    cache, gate, times = jax.tree.map(jnp.copy, cache), jnp.ones(at.shape, bool), []
-    for i in range(COMMITS):
-        started, now = time.perf_counter(), dataclasses.replace(line, generation=line.generation + i)
-        cache = jax.block_until_ready(write(layer_plan, cache, fresh, at + i, gate, number, now))[0]
-        if branch is not None:
-            branch.commit(int(now.generation))
-        times.append(1e3 * (time.perf_counter() - started))
-    return float(np.median(times[1:]))
-
-
-def cold_fetch_ms(cache: LayerCache, need, number, line, branch, repeats: int = 15) -> dict[str, float]:
-    """One layer's fetch with no block resident: whole call, and the share inside the store's read."""
-    empty, count = cache.pool.emptied(), cache.state.count
-    donated = jax.jit(lambda pool, need: pool.fetch(need, count, number, line)[:3], donate_argnums=0)
-    jax.block_until_ready(donated(jax.tree.map(jnp.copy, empty), need))
-    calls, inside = [], []
-    for _ in range(repeats):
-        fresh = jax.block_until_ready(jax.tree.map(jnp.copy, empty))
-        before, started = branch.stats(), time.perf_counter()
-        jax.block_until_ready(donated(fresh, need))
-        calls.append(1e3 * (time.perf_counter() - started))
-        after = branch.stats()
-        inside.append(1e3 * (after.read_seconds - before.read_seconds))
-    blocks = int(jnp.sum(cache.pool.own(need) < count.shape[-1]))  # of the store: one where heads share it
-    size = (after.bytes_read - before.bytes_read) / max(1, blocks)
-    return {"call": float(np.median(calls)), "store": float(np.median(inside)), "blocks": blocks, "block_bytes": size}
-
-
-def memory_bandwidth() -> float:
-    """Bytes per second of a product of 256 MiB of f32 with one vector, row by row: what decoding is bound by.
-
-    The fastest of some: a limit is what can be had, not what was left by whatever else ran.
-    """
-    matrix, vector = jnp.ones((8192, 8192)), jnp.ones((1, 8192))
-    return matrix.nbytes / (1e-3 * float(np.min(call_ms(jax.jit(apply_rows), matrix, vector, repeats=31))))
-
-
-def weight_bytes(llm) -> int:
-    """Bytes of weights that one token reads: all but the embedding rows it does not use."""
-    total = sum(leaf.nbytes for leaf in jax.tree.leaves(llm.params))
-    return total if llm.config.tie_embeddings else total - llm.params["embedding"]["embedding"].nbytes
-
-
-def kv_bytes(config: ModelConfig, tokens: float, dtype: str = "float32") -> float:
-    """Bytes of keys and values of `tokens` tokens in all layers."""
-    vector = packing.width(dtype, config.head_dim) * base.DTYPES[packing.stored_type(dtype)].itemsize
-    return 2.0 * config.num_layers * config.num_kv_heads * vector * tokens
 
 
 def time_drivers(llm, plan, state: State, config):
@@ -269,8 +40,8 @@ def time_drivers(llm, plan, state: State, config):
     row, traffic = {}, []
     tokens = np.random.default_rng(0).integers(llm.config.vocab_size, size=config.steps + 1).tolist()
     for driver in config.drivers:
-        (compiled, *times), state = time_tokens(
-            llm, plan, state, tokens, driver, lambda done: traffic.append(needed_and_read(done))
+        (compiled, *times), state = timing.time_tokens(
+            llm, plan, state, tokens, driver, lambda done: traffic.append(timing.needed_and_read(done))
         )
         row |= {f"{driver}_{tokens}_s": float(np.sum(times[:tokens])) for tokens in config.get("outputs", ())}
         times = 1e3 * np.asarray(times[_WARM_UP - 1 :])
@@ -281,7 +52,7 @@ def time_drivers(llm, plan, state: State, config):
 
 def room(config) -> int:
     """Tokens that follow the made-up ones in a sequence."""
-    return len(config.drivers) * (config.steps + 1) + COMMITS
+    return len(config.drivers) * (config.steps + 1) + layer_times.COMMITS
 
 
 def measure(llm, name: str, settings, store_name: str, context: int, batch: int, config, path, bandwidth) -> dict:
@@ -290,7 +61,7 @@ def measure(llm, name: str, settings, store_name: str, context: int, batch: int,
     staging = {"staging_bytes": config.staging_mib << 20} if "staging_mib" in config else {}
     store = common.make_store(store_name, directory, **staging)
     slots, dtype = common.make_slots(settings, config.slots), common.dtype_of(settings)
-    plan, state, branch, build = filled_cache(
+    plan, state, branch, build = made_up.filled_cache(
         llm, method, context, room(config), store, slots, batch, dtype, run=config.get("clump_run", 1.0)
     )
     state = replay.stagger(method, state) if isinstance(method, Replay) else state
@@ -299,16 +70,16 @@ def measure(llm, name: str, settings, store_name: str, context: int, batch: int,
     row, state, traffic = time_drivers(llm, plan, state, config)
     best = min(row[f"{driver}_ms"] for driver in config.drivers)
     attended = min(method.budget or context, context)
-    limit = 1e3 * (weight_bytes(llm) + batch * kv_bytes(llm.config, attended, dtype)) / bandwidth
+    limit = 1e3 * (timing.weight_bytes(llm) + batch * timing.kv_bytes(llm.config, attended, dtype)) / bandwidth
     after, disk = branch.stats() if branch is not None else None, common.disk_of(store, commands)
     if branch is not None:
         row["store_bytes"] = branch.held_bytes
     if config.get("temporaries", False):
         row["temporary_bytes"] = decode.temporary_bytes(plan, llm.params, state)
-    row |= parts(llm, plan, state, branch)
+    row |= layer_times.parts(llm, plan, state, branch)
     row |= {"tokens_per_s": batch * 1e3 / best, "limit_ms": limit, "times_limit": best / limit}
     if branch is not None:
-        row |= traffic_row(before, after, len(traffic), batch) | reuse_row(method, plan, slots, context, traffic)
+        row |= timing.traffic_row(before, after, len(traffic), batch) | reuse_row(method, plan, slots, context, traffic)
         row |= disk | fetch_row(store, row.pop("fetch_ms"), directory)
         branch.close()
     head = {"model": name, "method": common.label_of(settings), "store": store_name, "context": context}
@@ -316,31 +87,10 @@ def measure(llm, name: str, settings, store_name: str, context: int, batch: int,
             "batch": batch, "index_build_s": build, "block_ms": best / llm.config.num_layers, **row}
 
 
-def traffic_row(before: base.Stats, after: base.Stats, steps: int, batch: int = 1) -> dict:
-    """What the store did for each of so many steps, of a token in each sequence; useful bytes are those of the blocks
-    without padding.
-
-    A step waits for `wait_ms_per_step` of the device's `io_ms_per_step`: the rest is hidden behind computing. Of
-    `store_ms_per_step`, inside the store's reads, what is no waiting is finding, verifying and copying.
-    """
-    seconds, tokens = max(after.io_seconds - before.io_seconds, 1e-9), steps * batch
-    return {
-        "bytes_read_per_token": (after.bytes_read - before.bytes_read) / tokens,
-        "useful_bytes_per_read": (after.bytes_useful - before.bytes_useful) / max(1, after.reads - before.reads),
-        "bytes_put_per_token": (after.bytes_put - before.bytes_put) / tokens,
-        "reads_per_token": (after.reads - before.reads) / tokens,
-        "mispredicted_per_token": (after.mispredicted - before.mispredicted) / tokens,
-        "store_ms_per_step": 1e3 * (after.read_seconds - before.read_seconds) / steps,
-        "io_ms_per_step": 1e3 * seconds / steps,
-        "wait_ms_per_step": 1e3 * (after.wait_seconds - before.wait_seconds) / steps,
-        "effective_bandwidth": (after.bytes_useful - before.bytes_useful) / seconds,
-    }
-
-
 def reuse_row(method, plan: planning.Plan, slots: Slots, context: int, traffic: list[tuple[int, int]]) -> dict:
     """Share of the needed blocks that were not read, after the warm-up; of a replay over a FIFO also what it has to be,
     by the recording alone."""
-    row = {"reuse_rate": came_back(traffic[_WARM_UP:])}
+    row = {"reuse_rate": timing.came_back(traffic[_WARM_UP:])}
     if isinstance(method, Replay) and slots.keep and slots.policy == "fifo":
         need = replay.asked(method, len(plan.layers), context, plan.batch, len(traffic))
         count = slots.count or plan.layers[-1].spec.max_blocks + 1
@@ -375,7 +125,7 @@ def transformers_row(llm, name: str, context: int, steps: int) -> dict | None:
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     cache = DynamicCache()
     for i in range(llm.config.num_layers):
-        key, value = (torch.tensor(np.asarray(x)).swapaxes(1, 2) for x in made_up_keys(llm.config, context, i))
+        key, value = (torch.tensor(np.asarray(x)).swapaxes(1, 2) for x in made_up.keys(llm.config, context, i))
         cache.update(key, value, i)
     times = []
     with torch.no_grad():
@@ -404,7 +154,7 @@ def check(config: ml_collections.ConfigDict) -> None:
         common.check_store(store)
         decode.check_driver(driver)
     for name in config.models:
-        check_fit(model_config(name), config)
+        check_fit(made_up.model_config(name), config)
 
 
 def check_fit(model: ModelConfig, config: ml_collections.ConfigDict) -> None:
@@ -420,11 +170,11 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     check(config)
     replay.check_model(config)
     run = Run(config, workdir, _GRID)
-    rows, bandwidth = run.logged(), memory_bandwidth()
+    rows, bandwidth = run.logged(), timing.memory_bandwidth()
     done = {_key(row) for row in rows}
     print(f"memory bandwidth of a matrix-vector product: {bandwidth / 1e9:.1f} GB/s; callbacks: {default_backend()}")
     for name in config.models:
-        llm = make_model(name, config.get("dtype", "float32"))
+        llm = made_up.make_model(name, config.get("dtype", "float32"))
         for context, batch, store, settings in _combinations(config):
             head = {"model": name, "method": common.label_of(settings), "store": store, "context": context}
             if _key({**head, "batch": batch}) not in done:

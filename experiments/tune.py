@@ -16,7 +16,7 @@ import numpy as np
 from absl import logging
 
 import kvjax
-from experiments import common, replay, throughput
+from experiments import common, made_up, replay, timing
 from experiments.results import Run
 from kvjax import planning, tuner
 from kvjax.errors import ConfigError
@@ -28,8 +28,8 @@ _CHOICE, _MIDDLE = "tuned", "middle of the grid"
 
 
 def make_model(name: str) -> kvjax.LLM:
-    """A shape of the throughput experiment, or a model directory."""
-    return common.load_model(name) if pathlib.Path(name).is_dir() else throughput.make_model(name)
+    """A shape of `experiments.made_up`, or a model directory."""
+    return common.load_model(name) if pathlib.Path(name).is_dir() else made_up.make_model(name)
 
 
 def sample_text(llm: kvjax.LLM, count: int, seed: int) -> list[int]:
@@ -113,7 +113,7 @@ def begun(llm, family: tuner.Family, config, solution: tuner.Solution, batch: in
     steps, method = config.rounds * config.steps, family.method(solution.setting)
     replayed = replay.at_random(method, solution.reuse_rate, steps, llm.config, context, config.seed)
     store, slots = common.make_store(config.store, path / "store"), family.slots(solution.setting)
-    plan, state, branch, _ = throughput.filled_cache(llm, replayed, context, steps, store, slots, batch)
+    plan, state, branch, _ = made_up.filled_cache(llm, replayed, context, steps, store, slots, batch)
     state = replay.stagger(replayed, state)
     return Decoding(plan, state, branch, planning.resident_bytes(state))
 
@@ -133,9 +133,9 @@ def in_turn(
             tokens = rng.integers(llm.config.vocab_size, size=config.steps).tolist()
             for one in decodings.values():
                 traffic: list[tuple[int, int]] = []
-                times, one.state = throughput.time_tokens(
+                times, one.state = timing.time_tokens(
                     llm, one.plan, one.state, tokens, "fused",
-                    lambda done, to=traffic: to.append(throughput.needed_and_read(done)),
+                    lambda done, to=traffic: to.append(timing.needed_and_read(done)),
                 )
                 if turn:
                     one.seconds.append(float(np.median(times[1:])))
@@ -156,7 +156,7 @@ def compared(solution: tuner.Solution, one: Decoding, middle: Decoding) -> dict:
         "over_middle": float(np.median(np.divide(middle.seconds, one.seconds))),
         "block_ms": 1e3 * block, "expected_block_ms": 1e3 * solution.seconds, "time_off": solution.seconds / block - 1,
         "measured_bytes": one.bytes, "memory_off": solution.memory / one.bytes - 1,
-        "expected_reuse_rate": solution.reuse_rate, "reuse_rate": throughput.came_back(one.traffic),
+        "expected_reuse_rate": solution.reuse_rate, "reuse_rate": timing.came_back(one.traffic),
     }
 
 

@@ -2,7 +2,7 @@
 
     python scripts/bench_length.py [--contexts=4096,65536] [--rounds=24]
 
-`cache-path` (`experiments.throughput`) with the clusters of `configs/dynakv_paper.py:length`. The contexts take turns,
+`cache-path` (`experiments.made_up`) with the clusters of `configs/dynakv_paper.py:length`. The contexts take turns,
 a few tokens each, so that both meet the same noise: on a shared machine runs one after the other differ by more than
 what is measured. The limit is the time to read the weights and what is attended at the memory's bandwidth.
 """
@@ -16,7 +16,7 @@ from absl import app, flags
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import kvjax
-from experiments import throughput
+from experiments import made_up, timing
 from kvjax.planning import Slots
 
 CONTEXTS = flags.DEFINE_list("contexts", ["4096", "65536"], "tokens of the prompts")
@@ -26,22 +26,22 @@ TOKENS = 6  # of a turn; the first one meets cold caches, and is left out
 
 def main(argv):
     del argv
-    llm, method = throughput.make_model("cache-path"), kvjax.dynakv(budget=512, cluster=32, iterations=2)
+    llm, method = made_up.make_model("cache-path"), kvjax.dynakv(budget=512, cluster=32, iterations=2)
     rounds, contexts = ROUNDS.value + 2, [int(context) for context in CONTEXTS.value]
     plans, states = {}, {}
     for context in contexts:
-        plans[context], states[context], *_ = throughput.filled_cache(
+        plans[context], states[context], *_ = made_up.filled_cache(
             llm, method, context, rounds * TOKENS, None, Slots()
         )
     seconds = {context: [] for context in contexts}
     for turn in range(rounds):
         for context in contexts:
-            times, states[context] = throughput.time_tokens(
+            times, states[context] = timing.time_tokens(
                 llm, plans[context], states[context], [5] * TOKENS, "fused"
             )
             seconds[context].extend(times[1:] if turn > 1 else ())
-    bandwidth = throughput.memory_bandwidth()
-    limit = 1e3 * (throughput.weight_bytes(llm) + throughput.kv_bytes(llm.config, method.budget)) / bandwidth
+    bandwidth = timing.memory_bandwidth()
+    limit = 1e3 * (timing.weight_bytes(llm) + timing.kv_bytes(llm.config, method.budget)) / bandwidth
     print(f"memory bandwidth of a matrix-vector product: {1e-9 * bandwidth:.1f} GB/s; limit {limit:.2f} ms/token")
     print(f"{'context':>8} {'ms/token':>9} {'p25':>7} {'p75':>7} {'times first':>12}")
     first = np.median(seconds[contexts[0]])

@@ -18,7 +18,7 @@ from absl import app, flags
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import kvjax
-from experiments import overlap, throughput
+from experiments import made_up, overlap, timing
 from kvjax import parking, planning
 from kvjax.planning import Slots
 
@@ -36,11 +36,11 @@ WARM_UP = 3
 def decode(llm, method, slots: Slots, directory: str) -> dict:
     """Medians of a token's time, bytes in memory between tokens at most, and what parking moved per token."""
     store = kvjax.FlashStore(directory)
-    plan, state, branch, _ = throughput.filled_cache(llm, method, CONTEXT.value, STEPS.value + 8, store, slots)
+    plan, state, branch, _ = made_up.filled_cache(llm, method, CONTEXT.value, STEPS.value + 8, store, slots)
     resident, tokens = planning.resident_bytes(state), np.arange(WARM_UP + STEPS.value) % 7
-    _, state = throughput.time_tokens(llm, plan, state, tokens[:WARM_UP], "staged")
+    _, state = timing.time_tokens(llm, plan, state, tokens[:WARM_UP], "staged")
     before = parking.stats(state.layers)
-    times, state = throughput.time_tokens(llm, plan, state, tokens[WARM_UP:], "staged")
+    times, state = timing.time_tokens(llm, plan, state, tokens[WARM_UP:], "staged")
     row = {"ms": 1e3 * float(np.median(times)), "resident": resident}
     if before is not None:
         after = parking.stats(state.layers)
@@ -69,8 +69,8 @@ def main(argv):
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
     config = overlap.shape(LAYERS.value, 1024)
-    llm, directory = kvjax.LLM(config, throughput.random_params(config)), DIR.value or tempfile.gettempdir()
-    whole = throughput.kv_bytes(config, CONTEXT.value) / 2**20
+    llm, directory = kvjax.LLM(config, made_up.random_params(config)), DIR.value or tempfile.gettempdir()
+    whole = timing.kv_bytes(config, CONTEXT.value) / 2**20
     print(f"{LAYERS.value} layers, {CONTEXT.value} tokens, KV cache {whole:.0f} MiB")
     print(f"{'method':>8} {'in memory MiB':>14} {'parked MiB':>11} {'ratio':>6} {'ms':>8} {'parked ms':>10} "
           f"{'limit ms':>9} {'waited ms':>10} {'read MiB':>9} {'written MiB':>12}")

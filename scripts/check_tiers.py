@@ -19,7 +19,7 @@ import numpy as np
 from absl import app, flags
 
 import kvjax
-from experiments import common, throughput
+from experiments import common, timing
 from kvjax import decode
 from kvjax.planning import Slots, State
 from kvjax.store.tiers import TieredPool
@@ -41,7 +41,7 @@ def decoded(llm: kvjax.LLM, context: str, name: str, driver: str, **where: Any):
     """Logits of every token, blocks read, memory before and after, and the median milliseconds of a token."""
     cache = llm.prefill(context, method=kvjax.METHODS[name](budget=256, window=32), **where)
     tokens, logits, before = np.random.default_rng(0).integers(10, 2000, _TOKENS), [], kinds(cache.state)
-    times, state = throughput.time_tokens(
+    times, state = timing.time_tokens(
         llm, cache.plan, cache.state, tokens, driver, lambda done: logits.append(np.asarray(done.logits))
     )
     reads = cache.branch.stats().blocks_read if cache.branch is not None else 0

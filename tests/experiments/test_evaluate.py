@@ -8,7 +8,7 @@ from scipy import stats
 from configs.evaluate import get_config
 from configs.kvswap_paper import get_config as kvswap_config
 from configs.throughput import get_config as timed_config
-from experiments import common, evaluate, throughput
+from experiments import common, evaluate, made_up, throughput
 from kvjax.errors import CheckpointError, ConfigError, KvjaxError
 
 
@@ -103,7 +103,7 @@ def test_prompts_are_those_that_are_read(monkeypatch):
     ({"slots": 2, "stores": ("host",), "methods": ({"name": "quest", "budget": 128},)}, "slots=2"),
 ])
 def test_settings_with_which_nothing_can_be_timed_are_refused(tmp_path, monkeypatch, changes, words):
-    monkeypatch.setattr(throughput, "random_params", lambda *args: pytest.fail("weights were made"))
+    monkeypatch.setattr(made_up, "random_params", lambda *args: pytest.fail("weights were made"))
     config = timed_config("smoke")
     config.update(changes)
     with pytest.raises(ConfigError, match=words):

@@ -11,7 +11,7 @@ from tiny import CAPACITY, CONFIG
 
 import kvjax
 from configs.kvswap_paper import get_config
-from experiments import replay, reuse, throughput
+from experiments import replay, reuse, throughput, timing
 from kvjax import cache as caching
 from kvjax import decode
 from kvjax.errors import CheckpointError, ConfigError
@@ -122,7 +122,7 @@ def test_reuse_is_that_of_the_recording(llm, method, tokens, recording, tmp_path
     player = replay.replayed(method, recording)
     slots = kvjax.Slots(count=SLOTS[method.name], policy="fifo", prefetch="layer", keep=keep)
     steps = decoded(llm, player, tokens, store=kvjax.FlashStore(tmp_path), slots=slots)
-    traffic = [throughput.needed_and_read(done) for done in steps]
+    traffic = [timing.needed_and_read(done) for done in steps]
     need = replay.asked(player, CONFIG.num_layers, CONTEXT, 2, STEPS)
     each = CONFIG.num_kv_heads // recording.block.shape[3]
     np.testing.assert_array_equal([needed for needed, _ in traffic], each * np.count_nonzero(need >= 0, axis=(1, 2)))

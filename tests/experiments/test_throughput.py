@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from experiments import throughput
+from experiments import made_up, throughput
 
 ROW = {"model": "cache-path", "method": "full", "store": "flash:emmc", "context": 64, "batch": 1, "tokens_per_s": 10.0}
 
@@ -18,6 +18,6 @@ def test_a_device_that_the_host_cannot_keep_up_with_is_named(share, said, capsys
 
 @pytest.mark.parametrize(("run", "alike"), [(1.0, 1 / 256), (4.0, 0.75)])
 def test_neighbouring_made_up_keys_are_of_one_clump_as_often_as_asked(run, alike):
-    key = np.asarray(throughput.made_up_keys(throughput.shape("cache-path"), 4000, 0, run)[0])[0].reshape(4000, -1)
+    key = np.asarray(made_up.keys(made_up.shape("cache-path"), 4000, 0, run)[0])[0].reshape(4000, -1)
     apart = np.square(key[1:] - key[:-1]).mean(-1)  # twice the noise within a clump, 2 more between clumps
     assert abs((apart < 1.3).mean() - alike) < 0.03

@@ -1,0 +1,102 @@
+"""What tokens and calls take, what the store did for them, and the limits of the machine beside which that stands."""
+
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax import decode, packing
+from kvjax.models.config import ModelConfig
+from kvjax.models.transformer import apply_rows
+from kvjax.store import base
+from kvjax.store.slots import SlotPool
+
+
+def time_tokens(llm, plan, state, tokens, driver: str, observe: Callable[[decode.Step], None] | None = None):
+    """Seconds of decoding each of `tokens`, and the state after them; the first one may compile.
+
+    `observe` is called after each token, apart from the time.
+    """
+    times = []
+    for token in tokens:
+        started = time.perf_counter()
+        fed = jnp.full(plan.batch, token, jnp.int32)
+        done = decode.step(plan, llm.params, state, fed, driver=driver, donate=True)
+        state = jax.block_until_ready((done.state, done.logits))[0]
+        times.append(time.perf_counter() - started)
+        if observe is not None:
+            observe(done)
+    return np.asarray(times), state
+
+
+def needed_and_read(done: decode.Step) -> tuple[int, int]:
+    """Blocks that a token needed of a store in all layers, and those of them that were read."""
+    layers = zip(done.reports, done.state.layers, strict=True)
+    traffic = jax.device_get([report.traffic for report, one in layers if isinstance(one.pool, SlotPool)])
+    return sum(int(one.requested.sum()) for one in traffic), sum(int(one.missed.sum()) for one in traffic)
+
+
+def came_back(traffic: list[tuple[int, int]]) -> float:
+    """Share of the blocks needed that were not read, given `needed_and_read` of tokens."""
+    needed, read = np.sum(traffic, axis=0)
+    return 1.0 - float(read) / max(1, int(needed))
+
+
+def traffic_row(before: base.Stats, after: base.Stats, steps: int, batch: int = 1) -> dict:
+    """What the store did for each of so many steps, of a token in each sequence; useful bytes are those of the blocks
+    without padding.
+
+    A step waits for `wait_ms_per_step` of the device's `io_ms_per_step`: the rest is hidden behind computing. Of
+    `store_ms_per_step`, inside the store's reads, what is no waiting is finding, verifying and copying.
+    """
+    seconds, tokens = max(after.io_seconds - before.io_seconds, 1e-9), steps * batch
+    return {
+        "bytes_read_per_token": (after.bytes_read - before.bytes_read) / tokens,
+        "useful_bytes_per_read": (after.bytes_useful - before.bytes_useful) / max(1, after.reads - before.reads),
+        "bytes_put_per_token": (after.bytes_put - before.bytes_put) / tokens,
+        "reads_per_token": (after.reads - before.reads) / tokens,
+        "mispredicted_per_token": (after.mispredicted - before.mispredicted) / tokens,
+        "store_ms_per_step": 1e3 * (after.read_seconds - before.read_seconds) / steps,
+        "io_ms_per_step": 1e3 * seconds / steps,
+        "wait_ms_per_step": 1e3 * (after.wait_seconds - before.wait_seconds) / steps,
+        "effective_bandwidth": (after.bytes_useful - before.bytes_useful) / seconds,
+    }
+
+
+def call_ms(function, *args, repeats: int = 25) -> np.ndarray:
+    """Milliseconds of each call of a compiled function, warm."""
+    jax.block_until_ready(function(*args))
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        jax.block_until_ready(function(*args))
+        times.append(1e3 * (time.perf_counter() - started))
+    return np.asarray(times)
+
+
+def median_ms(function, *args, repeats: int = 25) -> float:
+    """Median milliseconds of a compiled function, warm."""
+    return float(np.median(call_ms(function, *args, repeats=repeats)))
+
+
+def memory_bandwidth() -> float:
+    """Bytes per second of a product of 256 MiB of f32 with one vector, row by row: what decoding is bound by.
+
+    The fastest of some: a limit is what can be had, not what was left by whatever else ran.
+    """
+    matrix, vector = jnp.ones((8192, 8192)), jnp.ones((1, 8192))
+    return matrix.nbytes / (1e-3 * float(np.min(call_ms(jax.jit(apply_rows), matrix, vector, repeats=31))))
+
+
+def weight_bytes(llm) -> int:
+    """Bytes of weights that one token reads: all but the embedding rows it does not use."""
+    total = sum(leaf.nbytes for leaf in jax.tree.leaves(llm.params))
+    return total if llm.config.tie_embeddings else total - llm.params["embedding"]["embedding"].nbytes
+
+
+def kv_bytes(config: ModelConfig, tokens: float, dtype: str = "float32") -> float:
+    """Bytes of keys and values of `tokens` tokens in all layers."""
+    vector = packing.width(dtype, config.head_dim) * base.DTYPES[packing.stored_type(dtype)].itemsize
+    return 2.0 * config.num_layers * config.num_kv_heads * vector * tokens
