@@ -4,13 +4,20 @@
 
     budget      needles of 8,192 tokens with some 1/13 (relaxed) and 1/34 (tight) of the full cache's bytes in memory
     accuracy    needles and loss with 1/8 (relaxed) and 1/32 (tight) of the keys' numbers (Table 2); the default
+    depths      needles at depths from 0 to 1 of 2,048 to 8,192 tokens, `budget`'s tight settings (Figure 9); depths.png
+    reasoning   questions over several documents (Table 3), for `--config.model=DIR` that can answer them, from
+                LongBench's files: `--config.tasks="('longbench:DIR/hotpotqa.jsonl',)"`
     rolling     with and without the rolling buffer, G = 2 to 12 (appendix Table 3)
-    entries     loss against the number of selected entries MG (Figure 13 b)
+    entries     needles and loss against the number of selected entries MG (Figure 13 b)
+    sizes       needles and loss against G, 0 for heads that choose for themselves (Figure 12)
     throughput  tokens/s at 32K tokens on emulated NVMe and eMMC, batches of 1 and 8 (Table 4)
     batches     the same for KVSwap in 4 bits and its nearest rival by batch size and context (appendix Table 2)
     heads       the same by batch size and context at the head size of the paper's Llama-3-8B, with weights, keys and
                 values in bfloat16
+    models      whole layers of Llama-3.2-1B and 3B and Llama-3-8B in bfloat16 (Figure 10)
+    best        as many sequences as fit a total budget, each method with its own paper's settings (Figure 11)
     groups      tokens/s against G, with and without reuse (Figure 12)
+    selected    tokens/s against MG, groups read each time (Figure 13 b)
     rates       tokens/s against the share of groups that come back, drawn at random (Table 5 from its other end)
     breakdown   where a decode step's time goes, with and without reading ahead (Figure 13 a)
     pretrained  what keeping groups gains with the selections of a pretrained model (docs/real_model.md), by four ways
@@ -29,6 +36,7 @@ what the reference model selected on held-out text, at the same share of tokens 
 `experiments/replay.py`). How often groups come back is the reference model's: with C twice what is selected, 17 to 20 %
 of 25 of 2,048 tokens (preset reuse, four kinds of text), 32 to 35 % of 100, 63 to 65 % of 400; texts of a kind differ
 by a standard deviation of at most 1 %. The paper's models, thousands of times as large, have 75 to 81 % of 400 of 32K.
+Where a model cannot be, `--config.replay.model` may be the directory WORKDIR/recordings of a run elsewhere.
 `"replay": 0.77` draws selections of which that share comes back, as the paper's tuner does (appendix A.3).
 
 In a row of times, `block_ms` is one layer's share of a step; select_ms is choosing, plan_ms the slot table (what reuse
@@ -105,42 +113,47 @@ def _accuracy():
     return _evaluate(({"name": "full"}, *_compared(8, "", 128), *_compared(32, "-t", 128), *variants))
 
 
-def _same_bytes() -> tuple[dict, ...]:
-    """Methods with some 1/13 of the full cache's bytes, and with 1/34 ("-t")."""
-    kvswap, infinigen, shadowkv = {"name": "kvswap"}, {"name": "infinigen"}, {"name": "shadowkv"}
-    relaxed = (
-        {**kvswap, "sigma": 8}, {**kvswap, "label": "kvswap, 4 bits", "sigma": 2, "bits": 4, "per_head": True},
-        {**infinigen, "sigma": 8}, {**infinigen, "label": "infinigen*", "sigma": 8, "shared": True},
-        {"name": "loki", "sigma": 8}, {**shadowkv, "chunk": 16, "sigma": 16},
+def _relaxed() -> tuple[dict, ...]:
+    """Methods with some 1/13 of the full cache's bytes at 8,192 tokens, if nothing is kept between steps."""
+    return (
+        {"name": "kvswap", "sigma": 8},
+        {"name": "kvswap", "label": "kvswap, 4 bits", "sigma": 2, "bits": 4, "per_head": True},
+        {"name": "infinigen", "sigma": 8}, {"name": "infinigen", "label": "infinigen*", "sigma": 8, "shared": True},
+        {"name": "loki", "sigma": 8}, {"name": "shadowkv", "chunk": 16, "sigma": 16},
     )
-    tight = (
-        {**kvswap, "sigma": 32}, {**kvswap, "label": "kvswap, 4 bits", "sigma": 4, "bits": 4},
-        {**infinigen, "sigma": 32}, {**infinigen, "label": "infinigen*", "sigma": 32, "shared": True},
-        {"name": "loki", "sigma": 32}, {**shadowkv, "chunk": 64, "sigma": 128},
+
+
+def _tight() -> tuple[dict, ...]:
+    """The same with 1/34, labelled "-t"."""
+    methods = (
+        {"name": "kvswap", "sigma": 32}, {"name": "kvswap", "label": "kvswap, 4 bits", "sigma": 4, "bits": 4},
+        {"name": "infinigen", "sigma": 32}, {"name": "infinigen", "label": "infinigen*", "sigma": 32, "shared": True},
+        {"name": "loki", "sigma": 32}, {"name": "shadowkv", "chunk": 64, "sigma": 128},
     )
-    return tuple({**one, "label": one.get("label", one["name"]) + suffix}
-                 for some, suffix in ((relaxed, ""), (tight, "-t")) for one in some)
+    return tuple({**one, "label": one.get("label", one["name"]) + "-t"} for one in methods)
 
 
 def _budget():
     """Nothing is kept between steps. What each method has in memory by then is in its row."""
-    methods = tuple({**one, "slots": {"keep": False}} for one in _same_bytes())
+    methods = tuple({**one, "slots": {"keep": False}} for one in (*_relaxed(), *_tight()))
     config = leaderboard.get_config("long")
     config.update(methods=({"name": "full", "whole": True}, *methods), tasks=("passkey", "needle", "needle_of_4"))
     return config
 
 
 def _depths():
-    methods = ({**one, "budget": 128} for one in _same_bytes() if one["label"].endswith("-t"))
+    """Three samples for each tenth of a context."""
+    methods = ({**one, "budget": 128} for one in _tight() if one["name"] in ("kvswap", "loki", "shadowkv"))
     return _evaluate(({"name": "full"}, *methods), model=str(REFERENCE_8K), tasks=("niah_grid",),
-                     lengths=(2048, 4096, 8192), samples=20)
+                     lengths=(2048, 4096, 8192), samples=30)
 
 
 def _reasoning():
     config = leaderboard.get_config()
     config.update(
-        methods=({"name": "full", "whole": True}, *_same_bytes()), lengths=(32_000,), budgets=(_SELECTED + _TAIL,),
-        samples=200, tasks=tuple(f"longbench:longbench/{name}.jsonl" for name in ("hotpotqa", "2wikimqa", "musique")),
+        model="runs/smollm2", methods=({"name": "full", "whole": True}, *_relaxed(), *_tight()), lengths=(8192,),
+        budgets=(_SELECTED + _TAIL,), samples=50, batch=1,
+        tasks=tuple(f"longbench:runs/longbench/{name}.jsonl" for name in ("hotpotqa", "2wikimqa", "musique")),
     )
     return config
 
@@ -206,6 +219,7 @@ def _heads():
 
 
 def _models():
+    """The largest, eight sequences of it, needs some 11 GB of memory beside the file."""
     systems = _systems()
     full = {"name": "full", "only": {"stores": ("memory",)}}
     rivals = (systems["shadowkv"], systems["4 bits"])
@@ -216,11 +230,13 @@ def _models():
 
 def _best():
     """250 and 100 MiB of `cache-path`, as the paper has 2,000 and 800 where a sequence of KVSwap's takes 310 and 120.
-    Half of the keys' numbers for InfiniGen, a quarter for Loki and some 160 of 1,024 for ShadowKV."""
+    Half of the keys' numbers for InfiniGen, a quarter for Loki and 160 of 1,024 for ShadowKV, as published. Beside each
+    method is how many sequences fit 250 MiB and 100, the store's part included; where none does, it has no row."""
     systems = _systems()
+    relaxed = {**systems["4 bits"], "slots": _reuse(4, 1100)}
     tight = {**systems["4 bits no reuse"], "label": "4 bits-t", "sigma": 4, "per_head": False}
     fits = (
-        (systems["4 bits"], (6, 2)), (tight, (6,)), ({**systems["shadowkv"], "sigma": 6}, (3, 1)),
+        (relaxed, (6, 2)), (tight, (6,)), ({**systems["shadowkv"], "sigma": 6.4}, (3, 1)),
         ({**systems["loki"], "sigma": 4}, (2,)), ({**systems["infinigen"], "sigma": 2}, (1,)),
     )
     methods = tuple({**one, "only": {"batches": batches}} for one, batches in fits)

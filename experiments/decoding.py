@@ -1,7 +1,7 @@
 """What a token costs where a model decodes real text with its blocks on a store.
 
 Held-out library text, teacher-forced. What is selected, and so what comes back, is the model's own choice, where
-`experiments.throughput` makes keys up. The first tokens warm up, until slots hold what such text asks for; the others
+`experiments.made_up` makes keys up. The first tokens warm up, until slots hold what such text asks for; the others
 are timed.
 
 In a row, of one layer and token: the blocks that were needed and those that came from the device; `store_us`, inside

@@ -1,7 +1,8 @@
 """Accuracy of methods on retrieval tasks with held-out words, values and templates, and perplexity.
 
 Questions and answers go token by token through the sparse path; only the context is read densely.
-A row of the result is one (task, length, method); rows that the workdir already has are skipped.
+A row of the result is one (task, length, method); rows that the workdir already has are skipped. Needles of `niah_grid`
+also become a picture, depths.png.
 """
 
 import itertools

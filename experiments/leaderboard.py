@@ -241,6 +241,8 @@ def check(config: ml_collections.ConfigDict) -> None:
     common.check_store(config.store)
     for settings in config.methods:
         common.check_extras(settings, _EXTRAS)
+    for cell in cells(config):
+        _ = cell.method, tasks.find(cell.task)  # a wrong setting is an error now, not in an hour
 
 
 def check_fit(exams: Exams, jobs: list[Cell]) -> None:
@@ -255,8 +257,6 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     """Measures every cell of the shard that is not there yet, then writes summary.json and report.html."""
     check(config)
     jobs = take_shard(list(cells(config)), config.shard)
-    for cell in jobs:
-        _ = cell.method, tasks.find(cell.task)  # a wrong setting is an error now, not in an hour
     llm = common.load_model(config.model, config.dtype)
     common.check_model(llm, config.methods)
     exams = Exams(llm, config)

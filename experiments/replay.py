@@ -9,7 +9,7 @@ texts.
 Recorded are complete groups; an unfinished one is the timed run's own. A group that a text completes while it is
 decoded is in memory by then; in the timed run, whose prompt has it, it is read once (1 to 2 % of what a step needs).
 
-A recording takes its model, which may be somewhere else: `replay.model` may also be a directory of recordings.
+Recording needs the model. Where it is not, `replay.model` is the directory WORKDIR/recordings of a run that had it.
 
 How often groups come back depends on the model. What another rate would give is seen with selections that are drawn at
 that rate, as KVSwap's tuner takes its I/O times (appendix A.3).
@@ -277,6 +277,8 @@ def check_model(config: ml_collections.ConfigDict) -> None:
         hf_config.read_config(config.replay.model or common.REFERENCE)
         return
     for settings, context in itertools.product(wanted, config.contexts):
+        if context not in settings.get("only", {}).get("contexts", (context,)):
+            continue
         _recorded(_predictor(settings), config.replay, context // config.replay.tokens, pathlib.Path())
 
 
@@ -350,7 +352,7 @@ def _recorded(method: Predictor, how: ml_collections.ConfigDict, texts: int, dir
     path = directory / f"{hashlib.sha256((llm.fingerprint + made_of).encode()).hexdigest()[:16]}.npz"
     if not path.exists():
         _save(record(llm, share, draw_texts(llm, how, texts), how.steps, ranks), made_of, path)
-    return _load(path)[0]
+    return _load(path)
 
 
 def _recorded_elsewhere(how: ml_collections.ConfigDict) -> bool:
@@ -360,17 +362,23 @@ def _recorded_elsewhere(how: ml_collections.ConfigDict) -> bool:
 
 
 def _brought(directory: pathlib.Path, made_of: str) -> Recording:
-    found = [recording for recording, of in map(_load, sorted(directory.glob("*.npz"))) if of == made_of]
+    """The recording there that was made of this; of which model, its directory does not say."""
+    found = [path for path in sorted(directory.glob("*.npz")) if _made_of(path) == made_of]
     if len(found) != 1:
-        raise ConfigError(f"{len(found)} recordings in {directory} are of {made_of}; one is wanted, from "
-                          "WORKDIR/recordings of a run with the model")
-    return found[0]
+        raise ConfigError(f"{len(found)} recordings in {directory} are of {made_of}; one is wanted, of one model, from "
+                          "WORKDIR/recordings of a run that had it")
+    return _load(found[0])
 
 
-def _load(path: pathlib.Path) -> tuple[Recording, str]:
-    """A recording and what it was made of."""
+def _made_of(path: pathlib.Path) -> str | None:
+    """What a recording was made of but for the model; None in files of before that was kept."""
     with np.load(path) as kept:
-        return Recording(kept["block"], int(kept["width"])), str(kept["made_of"])
+        return str(kept["made_of"]) if "made_of" in kept else None
+
+
+def _load(path: pathlib.Path) -> Recording:
+    with np.load(path) as kept:
+        return Recording(kept["block"], int(kept["width"]))
 
 
 def _save(recording: Recording, made_of: str, path: pathlib.Path) -> None:

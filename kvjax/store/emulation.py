@@ -163,12 +163,17 @@ class _InFlight:
         self._dues, self._events = np.zeros(0), np.zeros(0, EVENT)  # the host's answers: when each is due, ascending
 
     def hear(self, events: np.ndarray, now: float) -> int:
-        """Takes answers of the host; how many of them came after the device's."""
+        """Takes answers of the host, at least one; how many of them came after the device's."""
         dues = np.array([self.due.pop(address) for address in events["iocb"].tolist()])
         both, heard = np.append(self._dues, dues), np.append(self._events, events)
         order = both.argsort(kind="stable")
         self._dues, self._events = both[order], heard[order]
         return int(np.count_nonzero(dues < now))
+
+    @property
+    def count(self) -> int:
+        """Reads whose answers nobody has had."""
+        return len(self.due) + self._dues.size
 
     def ready(self, now: float) -> int:
         """How many answers of the host are due."""
@@ -275,7 +280,7 @@ class EmulatedIO(SystemIO):
     def io_getevents(self, context, least, events, seconds):
         clock, reads = self._clock, self._contexts[context]
         called, waited = clock.now(), 0.0
-        until = called + seconds
+        until, least = called + seconds, min(least, reads.count)  # nothing else will come
         self._hear(context, 0, events, 0.0)
         while reads.ready(now := clock.now()) < least and now < until:
             due = reads.due_of(least)
@@ -296,7 +301,8 @@ class EmulatedIO(SystemIO):
         self._debt.note(now - due, now)
 
     def _hear(self, context: int, least: int, events: np.ndarray, seconds: float) -> None:
-        """Takes answers of the host. One that was not waited for may have come any time: it is not called late."""
+        """Takes answers of the host, which is asked only while it owes some: asking costs a system call. One that was
+        not waited for may have come any time: it is not called late."""
         reads = self._contexts[context]
         count = SystemIO.io_getevents(context, least, events, seconds) if reads.due else 0
         if count:

@@ -68,7 +68,7 @@ class StoredLayer:
         geometry, picked = self._branch.geometry, _picks(self._groups, groups)
         shape = (geometry.batch, geometry.kv_heads, groups)
         slots = np.zeros((*shape, geometry.block_rows, geometry.width), np.float32)
-        slot = np.broadcast_to(np.arange(groups, dtype=np.int32), shape).copy()  # as XLA's are: others go a slower way
+        slot = np.broadcast_to(np.arange(groups, dtype=np.int32), shape).copy()  # C takes contiguous ones alone
 
         def begin(nth):
             self._branch.submit(0, self._branch.generation, np.broadcast_to(picked(nth), shape).copy())

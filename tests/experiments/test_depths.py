@@ -12,7 +12,7 @@ def test_every_answer_counts_in_its_tenth():
     assert found[0] == 0.5 and found[1] == 1.0 and found[9] == 0.5 and np.isnan(found[2:9]).all()
 
 
-def test_the_picture_has_a_line_for_each_row(tmp_path):
+def test_the_picture_has_a_line_for_each_row():
     rows = [{"by_depth": [(0.5, 1.0)], "method": name, "context": 64} for name in ("full", "kvswap")]
     figure = depths.figure(rows, "found")
     (axes,) = figure.axes

@@ -209,6 +209,7 @@ def test_recordings_can_be_taken_to_another_machine(llm, texts, tmp_path, monkey
     monkeypatch.setattr(replay, "draw_texts", lambda llm, how, count: texts)
     here = replay.make(SETTINGS, config_with(), CONFIG, CONTEXT, tmp_path / "recordings")
     monkeypatch.setattr(replay.common, "load_model", None)
+    np.savez_compressed(tmp_path / "recordings" / "older.npz", block=np.zeros(1), width=1)
     config = config_with(model=str(tmp_path / "recordings"))
     config.methods = (SETTINGS,)
     replay.check_model(config)

@@ -237,6 +237,15 @@ def test_asynchronous_reads_are_in_the_device_together(ring):
     assert (ring.system.commands, ring.system.late) == (4, 0)
 
 
+def test_a_host_that_has_answered_everything_is_not_asked_again(ring, monkeypatch):
+    """Given four reads, of which it is told once that they are there, and a wait for more than there are."""
+    calls, ask = [], SystemIO.io_getevents
+    ring.submit()
+    assert ring.wait(0) == [] and not ring.system._contexts[ring.context].due
+    monkeypatch.setattr(SystemIO, "io_getevents", staticmethod(lambda *args: calls.append(args) or ask(*args)))
+    assert ring.wait(1) == [0] and sorted(ring.wait(9)) == [1, 2, 3] and not calls
+
+
 def test_an_answer_is_held_back_until_the_device_gives_it(ring):
     """Given four reads that the host has done, each wait for one more ends a transfer later, in order."""
     profile, clock = PROFILES["emmc"], ring.system._clock
