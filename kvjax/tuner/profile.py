@@ -102,7 +102,8 @@ def compute_seconds(llm: LLM, method: Method, slots: Slots, batch: int, capacity
     """T_model: seconds of one layer of a token that reads next to nothing, prediction, slot table and writes included.
 
     Two layers decode, as each looks at the next one; the model's output layer is taken off. All keys are alike, so that
-    each token selects what the one before selected.
+    each token selects what the one before selected. The process's compiled programs are dropped: each setting has its
+    own, with hundreds of memory maps, of which a process may have 65,530.
     """
     layers = min(2, llm.config.num_layers)
     config = dataclasses.replace(llm.config, num_layers=layers, windows=llm.config.windows[:layers])
@@ -120,6 +121,7 @@ def compute_seconds(llm: LLM, method: Method, slots: Slots, batch: int, capacity
         whole = _median_seconds(decode_token, repeats, most)
     finally:
         branch.close()
+        jax.clear_caches()
 
     def project(_):
         jax.block_until_ready(prefill.unembed(config, llm.params, hidden))

@@ -111,6 +111,13 @@ def test_what_was_announced_to_flash_is_what_is_landed(tmp_path):
     made.close()
 
 
+def test_programs_of_a_setting_go_with_it(llm):
+    """Given that a process may have so many memory maps only, of which every compiled program holds some."""
+    for setting in (Setting(4, 2, 24), Setting(2, 4, 48)):
+        profile.compute_seconds(llm, *parts(setting), 2, 96, repeats=1)
+        assert decode._compiled_token(True)._cache_size() == 0
+
+
 @pytest.mark.parametrize("layers", [1, 3])
 def test_a_layer_computes_on_as_many_tokens_as_there_will_be(layers, monkeypatch):
     """Given a cache that has room for few tokens, which the repeats must not outgrow."""
