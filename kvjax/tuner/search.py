@@ -69,7 +69,7 @@ def tune(
     limits = Limits(max_bytes // max(batches), relax, space or Space())
     found = _resumed(path, Tuning({}, family, limits, llm.identity, _source(llm, store, text)))
     found.tables.rates.update(rates or {})
-    bench = Bench(llm, store, family, _reuse_rates(llm, text, limits.space, family), found.tables)
+    bench = Bench(llm, store, family, limits.space, _reuse_rates(llm, text, limits.space, family), found.tables)
     grid = tables.knots_of(batches, knots[0]), tables.knots_of(contexts, knots[1])
     pairs = sorted(itertools.product(batches, contexts), key=lambda pair: pair not in itertools.product(*grid))
     for pair in tqdm(pairs, desc="tune", disable=None):  # knots first: others find most of what they need measured
@@ -88,8 +88,8 @@ def expect(
 ) -> Solution:
     """What a setting of one's own takes, measured as `tune` does at a knot; arguments as there."""
     _check_store(store)
-    pair = batch, context
-    bench = Bench(llm, store, family, _reuse_rates(llm, text, space or Space(), family), Tables())
+    pair, space = (batch, context), space or Space()
+    bench = Bench(llm, store, family, space, _reuse_rates(llm, text, space, family), Tables())
     with bench.costs(pair, [(pair, 1.0)]) as costs:
         return expected(costs, setting)
 
@@ -131,7 +131,7 @@ def _reuse_rates(llm, text, space: Space, family: Family):
     if len(ids) < 2 * family.selected:
         raise ConfigError(f"{len(ids)} tokens of text are too few to measure reuse; give at least "
                           f"{2 * family.selected}")
-    group, sigma, prompt = space.groups[len(space.groups) // 2], space.sigmas[0], len(ids) // 2
+    group, sigma, prompt = space.middle_group, space.sigmas[0], len(ids) // 2
 
     def groups(context: int) -> int:
         return max(2, round(min(1.0, prompt / context) * family.selected / group))
@@ -152,9 +152,11 @@ def _reuse_rates(llm, text, space: Space, family: Family):
 class Bench:
     """Measures what settings take at knots, nothing that is in the tables already."""
 
-    def __init__(self, llm: LLM, store: Store, family: Family, recurring: Callable[[int, int], float], known: Tables):
+    def __init__(self, llm: LLM, store: Store, family: Family, space: Space, recurring: Callable[[int, int], float],
+                 known: Tables):
         """recurring: (C, context) -> share of the needed groups that are in such a buffer."""
         self._llm, self._store, self._family, self._recurring, self._known = llm, store, family, recurring, known
+        self._group = space.middle_group
         self._stored: dict[tuple[Pair, int], profile.StoredLayer] = {}
 
     @contextlib.contextmanager
@@ -205,6 +207,7 @@ class Bench:
         return self._stored[knot, group]
 
     def _compute(self, knot: Pair, setting: Setting) -> float:
+        typical = dataclasses.replace(setting, group=self._group)
         return self._known.compute(
-            knot, setting, lambda: profile.compute_seconds(self._llm, *self._parts(setting), *knot)
+            knot, setting, lambda: profile.compute_seconds(self._llm, *self._parts(typical), *knot)
         )

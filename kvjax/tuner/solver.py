@@ -47,6 +47,11 @@ class Space:
                 raise ConfigError(f"{name}={given} must be positive, ascending and not empty")
             object.__setattr__(self, name, values)
 
+    @property
+    def middle_group(self) -> int:
+        """G with which is measured what hardly depends on it."""
+        return self.groups[len(self.groups) // 2]
+
 
 @dataclasses.dataclass(frozen=True)
 class Limits:

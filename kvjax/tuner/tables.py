@@ -29,12 +29,12 @@ class Tables:
     Attributes:
       rates: share of the needed groups that are in a buffer of C tokens, by (context, C).
       reads: one layer's reads, by (batch, context, G, C).
-      computes: seconds of one layer without reads, by (batch, context, G, sigma, C).
+      computes: seconds of one layer without reads, by (batch, context, sigma, C). G hardly changes it (appendix A.3).
     """
 
     rates: dict[tuple[int, int], float] = dataclasses.field(default_factory=dict)
     reads: dict[tuple[int, int, int, int], Reading] = dataclasses.field(default_factory=dict)
-    computes: dict[tuple[int, int, int, int, int], float] = dataclasses.field(default_factory=dict)
+    computes: dict[tuple[int, int, int, int], float] = dataclasses.field(default_factory=dict)
 
     def read(self, pair: Pair, setting: Setting, measure: Callable[[], Reading]) -> Reading:
         """Of a knot; measured where it is not known."""
@@ -42,7 +42,7 @@ class Tables:
 
     def compute(self, pair: Pair, setting: Setting, measure: Callable[[], float]) -> float:
         """Of a knot; measured where it is not known."""
-        return _kept(self.computes, (*pair, *dataclasses.astuple(setting)), measure)
+        return _kept(self.computes, (*pair, setting.sigma, setting.reuse), measure)
 
     def rate(self, context: int, reuse: int, measure: Callable[[], float]) -> float:
         """Of a context length; measured where it is not known."""

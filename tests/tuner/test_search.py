@@ -170,6 +170,17 @@ def test_costs_between_knots_are_not_measured(llm, monkeypatch):
     assert sorted(measured) == [1, 1, 2, 3, 3]
 
 
+def test_computing_is_measured_with_the_group_in_the_middle(llm, monkeypatch, tmp_path):
+    """Given three group sizes, of which none hides its reads, so that all are tried: once for each sigma and buffer."""
+    measured = []
+    monkeypatch.setattr(profile, "compute_seconds", lambda llm, method, slots, *pair: measured.append(
+        (method.group, slots.count)) or 1e-9)
+    space = tuner.Space((2, 4, 8), (2,), (24, 48))
+    tuner.tune(llm, FlashStore(tmp_path), TEXT, contexts=(96,), max_bytes=10**8, selected=SELECTED,
+               relax=0.0, space=space)
+    assert [group for group, _ in measured] == [4, 4] and measured[0][1] < measured[1][1]
+
+
 def test_rates_of_another_machine_are_taken(llm, monkeypatch):
     """Given the rates that a tuning found, another one records no text."""
     settings = {"max_bytes": 10**8, "selected": SELECTED, "space": SPACE, "contexts": (96,)}
