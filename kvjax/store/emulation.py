@@ -163,7 +163,9 @@ class _InFlight:
         self._dues, self._events = np.zeros(0), np.zeros(0, EVENT)  # the host's answers: when each is due, ascending
 
     def hear(self, events: np.ndarray, now: float) -> int:
-        """Takes answers of the host, at least one; how many of them came after the device's."""
+        """Takes answers of the host; how many of them came after the device's."""
+        if not events.size:
+            return 0
         dues = np.array([self.due.pop(address) for address in events["iocb"].tolist()])
         both, heard = np.append(self._dues, dues), np.append(self._events, events)
         order = both.argsort(kind="stable")
@@ -270,8 +272,7 @@ class EmulatedIO(SystemIO):
             failed, begun = np.intersect1d(begun, failed), np.setdiff1d(begun, failed, assume_unique=True)
             reads.due.update(dict.fromkeys(failed.tolist(), asked))
         reads.due.update(zip(begun.tolist(), self._queue.finish_times(asked, _sizes(begun)), strict=True))
-        if came:
-            reads.hear(answers, asked)
+        reads.hear(answers, asked)
         with self._counts:
             self.commands += begun.size
             self.host_seconds += self._clock.now() - called
@@ -304,8 +305,9 @@ class EmulatedIO(SystemIO):
         """Takes answers of the host, which is asked only while it owes some: asking costs a system call. One that was
         not waited for may have come any time: it is not called late."""
         reads = self._contexts[context]
-        count = SystemIO.io_getevents(context, least, events, seconds) if reads.due else 0
-        if count:
-            late = reads.hear(events[:count], self._clock.now())
-            with self._counts:
-                self.late += late if least else 0
+        if not reads.due:
+            return
+        count = SystemIO.io_getevents(context, least, events, seconds)
+        late = reads.hear(events[:count], self._clock.now())
+        with self._counts:
+            self.late += late if least else 0
