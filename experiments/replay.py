@@ -18,7 +18,6 @@ that rate, as KVSwap's tuner takes its I/O times (appendix A.3).
 import dataclasses
 import functools
 import hashlib
-import itertools
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -268,23 +267,18 @@ def check_texts(how: ml_collections.ConfigDict | None) -> None:
 
 
 def check_model(config: ml_collections.ConfigDict) -> None:
-    """Raises CheckpointError where a method's selections are to be recorded and there is no such model, ConfigError
-    where recordings were made elsewhere and one is missing."""
-    wanted = [settings for settings in config.methods if settings.get("replay") is True]
-    if not wanted:
-        return
-    if not _recorded_elsewhere(config.replay):
+    """Raises CheckpointError where a method's selections are to be recorded and there is no such model."""
+    wanted = any(settings.get("replay") is True for settings in config.methods)
+    if wanted and not _recorded_elsewhere(config.replay):
         hf_config.read_config(config.replay.model or common.REFERENCE)
-        return
-    for settings, context in itertools.product(wanted, config.contexts):
-        if context not in settings.get("only", {}).get("contexts", (context,)):
-            continue
-        _recorded(_predictor(settings), config.replay, context // config.replay.tokens, pathlib.Path())
 
 
-def check_context(settings: Mapping[str, Any], context: int) -> None:
-    """Raises ConfigError where a context of so many tokens has too few groups for a selection to be drawn."""
+def check_context(settings: Mapping[str, Any], config: ml_collections.ConfigDict, context: int) -> None:
+    """Raises ConfigError where a context of so many tokens has too few groups for a selection to be drawn, or
+    recordings were made elsewhere and the one for it is missing."""
     wanted = settings.get("replay", False)
+    if wanted is True and _recorded_elsewhere(config.replay):
+        _recorded(_predictor(settings), config.replay, context // config.replay.tokens, pathlib.Path())
     if not isinstance(wanted, bool):
         method = _predictor(settings)
         _drawn_anew(wanted, groups_of(method), method.complete_groups(context))

@@ -162,7 +162,7 @@ def check_fit(model: ModelConfig, config: ml_collections.ConfigDict) -> None:
     for context, batch, store, settings in _combinations(config):
         slots = None if store == "memory" else common.make_slots(settings, config.slots)
         common.check_fit(model, settings, [context] * batch, context + room(config), slots=slots)
-        replay.check_context(settings, context)
+        replay.check_context(settings, config, context)
 
 
 def run(config: ml_collections.ConfigDict, workdir: str) -> None:

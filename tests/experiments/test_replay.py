@@ -213,12 +213,13 @@ def test_recordings_can_be_taken_to_another_machine(llm, texts, tmp_path, monkey
     config = config_with(model=str(tmp_path / "recordings"))
     config.methods = (SETTINGS,)
     replay.check_model(config)
+    replay.check_context(SETTINGS, config, CONTEXT)
     there = replay.make(SETTINGS, config, CONFIG, CONTEXT, tmp_path / "nowhere")
     np.testing.assert_array_equal(here.table, there.table)
 
     config.replay.seed = 1
     with pytest.raises(ConfigError, match="0 recordings"):
-        replay.check_model(config)
+        replay.check_context(SETTINGS, config, CONTEXT)
     config.replay.model = str(tmp_path / "nowhere")
     with pytest.raises(CheckpointError):
         replay.check_model(config)
