@@ -137,6 +137,10 @@ class Replay(Method):
         return self.inner.places_alike
 
     @property
+    def in_order(self):  # type: ignore[override]
+        return self.inner.in_order
+
+    @property
     def selects_together(self):
         return self.inner.selects_together
 

@@ -35,7 +35,8 @@ class LayerState:
     """One layer's cache without its payload pool."""
 
     index: Any  # the method's arrays, [B, ...]
-    positions: Int32[Array, "*B KT NB C"]  # position of the token in each row, -1 = empty
+    positions: Int32[Array, "*B KT _ C"]  # position of the token in each row, -1 = empty; where blocks are in token order
+    # (`Spec.in_order`) that of the first block's rows alone, from which the others' follow; axis NB or 1
     counts: Int32[Array, "*B KT NB"]  # valid rows, a prefix of each block
     loaded: Int32[Array, "*B K M1"]  # blocks fetched in the newest step
     tail: Tail
@@ -43,13 +44,22 @@ class LayerState:
 
     @property
     def pos(self) -> Int32[Array, "*B K NB C"]:
-        """`positions` of every head, whether it has a table of its own or not."""
-        return _for_heads(self.positions, self.refused.shape[-1], -3)
+        """Positions of every head, whether it has a table of its own, shares one or needs none."""
+        return _for_heads(self._table, self.refused.shape[-1], -3)
 
     @property
     def count(self) -> Int32[Array, "*B K NB"]:
         """`counts` of every head."""
         return _for_heads(self.counts, self.refused.shape[-1], -2)
+
+    @property
+    def _table(self) -> Int32[Array, "*B KT NB C"]:
+        blocks, rows = self.counts.shape[-1], self.positions.shape[-1]
+        if self.positions.shape[-2] == blocks > 1:
+            return self.positions
+        pos = self.positions + np.arange(blocks, dtype=np.int32)[:, None] * rows
+        lib = np if isinstance(pos, np.ndarray) else jnp
+        return lib.where(np.arange(rows) < self.counts[..., None], pos, -1)
 
 
 def _for_heads(table: Array, heads: int, axis: int) -> Array:
@@ -91,9 +101,13 @@ def empty_layer(spec: Spec, index: Any, dtype) -> LayerState:
         held_block=jnp.full((heads, spec.held), spec.num_blocks, jnp.int32),
         token=jnp.full((spec.sinks + spec.ring,), -1, jnp.int32),
     )
+    if spec.in_order:
+        positions = spec.sinks + jnp.arange(spec.block_rows, dtype=jnp.int32)[None, None]
+    else:
+        positions = jnp.full((spec.tables, spec.num_blocks, spec.block_rows), -1, jnp.int32)
     return LayerState(
         index=index,
-        positions=jnp.full((spec.tables, spec.num_blocks, spec.block_rows), -1, jnp.int32),
+        positions=positions,
         counts=jnp.zeros((spec.tables, spec.num_blocks), jnp.int32),
         loaded=jnp.full((heads, spec.max_blocks + 1), spec.num_blocks, jnp.int32),
         tail=tail,
@@ -115,7 +129,7 @@ def within(spec: Spec, layer: LayerState) -> LayerState:
     """The layer as the next token sees it: without blocks of which every token has left the model's sliding window."""
     if spec.sliding is None:
         return layer
-    seen = spec.seen(jnp.max(layer.positions, axis=-1), jnp.max(layer.tail.pos) + 1)
+    seen = spec.seen(jnp.max(layer.pos[: spec.tables], axis=-1), jnp.max(layer.tail.pos) + 1)
     return dataclasses.replace(layer, counts=jnp.where(seen, layer.counts, 0))
 
 
@@ -166,9 +180,23 @@ def book(spec: Spec, layer: LayerState, placement: Placement, key, value, length
     )
     table, pos = jnp.arange(spec.tables)[:, None], jnp.arange(key.shape[0], dtype=jnp.int32)
     block, row = placement.block[: spec.tables], placement.row[: spec.tables]
-    positions = layer.positions.at[table, block, row].set(pos, mode="drop")
+    layer = _entered(spec, dataclasses.replace(layer, tail=tail), table, block, row, pos)
     counts = layer.counts.at[table, block].add(row < spec.block_rows, mode="drop")
-    return dataclasses.replace(layer, tail=tail, positions=positions, counts=counts)
+    return dataclasses.replace(layer, counts=counts)
+
+
+def _entered(spec: Spec, layer: LayerState, table, block, row, pos) -> LayerState:
+    """The layer with positions of tokens in their rows; block NB = nowhere."""
+    if spec.in_order:
+        return layer
+    return dataclasses.replace(layer, positions=layer.positions.at[table, block, row].set(pos, mode="drop"))
+
+
+def _position(spec: Spec, layer: LayerState, table, block, row) -> Int32[Array, "..."]:
+    """Positions of tokens, of rows that have one."""
+    if spec.in_order:
+        return spec.sinks + block * spec.block_rows + row
+    return layer.positions[table, block, row]
 
 
 def table_of(spec: Spec) -> Int32[Array, "K"]:
@@ -178,7 +206,7 @@ def table_of(spec: Spec) -> Int32[Array, "K"]:
 
 def placements(spec: Spec, layer: LayerState, tokens: int) -> Placement:
     """Where the first `tokens` tokens of a sequence are, read back from a layer's table; block NB = in no block."""
-    table, pos = jnp.arange(spec.tables)[:, None, None], layer.positions
+    table, pos = jnp.arange(spec.tables)[:, None, None], layer.pos[: spec.tables]
     at = jnp.where(pos >= 0, pos, tokens)
     block, row = (
         jnp.broadcast_to(axis, pos.shape).astype(jnp.int32)
@@ -218,7 +246,7 @@ def needed_blocks(spec: Spec, layer: LayerState, selection: Selection) -> tuple[
     valid = nth[None] < jnp.minimum(end[:, -1:], room)
     row = jnp.where(valid, row, 0)
     block = jnp.minimum(jnp.take_along_axis(need, rank, axis=-1), none - 1)
-    pos = jnp.where(valid, layer.positions[table, block, row], -1)
+    pos = jnp.where(valid, _position(spec, layer, table, block, row), -1)
     return jnp.concatenate([need, force], axis=-1), Rows(rank, row, valid, pos)
 
 
@@ -262,11 +290,8 @@ def place(
     table, at, row = jnp.arange(spec.tables), block[: spec.tables], placement.row[: spec.tables]
     # Valid rows are a prefix. Looking into `positions` would have XLA:CPU copy it: a read with no order to the write.
     free = row >= layer.counts[table, jnp.minimum(at, spec.num_blocks - 1)]
-    layer = dataclasses.replace(
-        layer,
-        positions=layer.positions.at[table, at, row].set(leaving.pos, mode="drop"),
-        counts=layer.counts.at[table, at].add(free, mode="drop"),
-    )
+    layer = _entered(spec, layer, table, at, row, leaving.pos)
+    layer = dataclasses.replace(layer, counts=layer.counts.at[table, at].add(free, mode="drop"))
     if spec.held:
         layer = _hold(spec, layer, placement.block, held, leaving, value)
     return layer, Placement(block, placement.row)

@@ -61,6 +61,7 @@ class Spec:
     capacity: int  # tokens a sequence may grow to
     tables: int  # KT: tables of positions, one per KV head, or one for all if it places tokens alike
     block_heads: int  # KB: heads that have blocks of their own in stores and slots; 1 if all fetch and place alike
+    in_order: bool = False  # row r of block b has the token at S + b C + r, so that no table says which
     keeps_keys: bool = True  # blocks hold keys and values; else values alone, see `Method.rebuild`
     rope: RopeConfig | None = None  # how keys are rotated; None = not known, or not at all
     key_type: str = "float32"  # of keys in the window; those of a prompt come in the model's type
@@ -188,6 +189,7 @@ class Method(abc.ABC):
     head_shared: ClassVar[bool] = False  # KV heads depend on each other
     fetches_alike: ClassVar[bool] = False  # all KV heads of a sequence fetch the same blocks
     places_alike: ClassVar[bool] = False  # all KV heads have a token in the same row of the same block
+    in_order: ClassVar[bool] = False  # they do, and rows have tokens in their order, as `in_token_order` places them
     evicts: ClassVar[bool] = False  # tokens may be dropped for good: not placed, or their row given to another
     attends_all: ClassVar[bool] = False  # selects every block, in token order
     adaptive: ClassVar[bool] = False  # `due` and `adapt` do something
@@ -229,6 +231,9 @@ class Method(abc.ABC):
         if self.reuse < 1 or (self.reuse > 1 and self.adaptive):
             raise ConfigError(f"reuse={self.reuse} must be at least 1, and 1 for {self.name} if it rewrites blocks, "
                               "as each layer then does so in its own way")
+        if self.in_order and (self.evicts or not self.places_alike):
+            raise ConfigError(f"{self.name} drops tokens, or places them for each head in its own way; leave in_order at "
+                              "False")
         if self.adaptive and self.places_alike:
             raise ConfigError(f"{self.name} rewrites the blocks of each head for itself; leave places_alike at False")
         if self.samples and (self.reuse > 1 or self.lookahead):
@@ -256,7 +261,7 @@ class Method(abc.ABC):
         spec = Spec(
             kv_heads, group, head_dim, num_blocks, block_rows, min(max_blocks, num_blocks), held,
             self.sinks, self.window, budget, capacity, tables, tables if self.fetches_alike else kv_heads,
-            self.keeps_keys,
+            self.in_order, self.keeps_keys,
         )
         self._check(spec)
         return spec

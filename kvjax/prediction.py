@@ -85,6 +85,7 @@ class Predictor(Method):
     rolling_buffer: bool = True
     bits: int = _FLOAT
     places_alike: ClassVar[bool] = True
+    in_order: ClassVar[bool] = True
 
     def __post_init__(self):
         super().__post_init__()

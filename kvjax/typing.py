@@ -8,7 +8,7 @@
     M   blocks selected per step        U   held rows per KV head
     S   sink tokens                     W   recent-window tokens
     R   rows of the tail, S + W - 1 + U NS  resident slots of one KV head
-    KT  tables of positions: K, or 1 where all heads place tokens alike
+    KT  tables of positions and counts: K, or 1 where all heads place tokens alike
     KB  heads with blocks of their own in stores and slots: K, or 1 where all heads also fetch alike
 
 A *row* is one token's key and value side by side, so a payload row is D2 = 2 * D wide; where KB = 1 it has the keys of

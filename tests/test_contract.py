@@ -237,27 +237,44 @@ def test_one_layer_alone_has_no_token_ids(params):
     assert (layer.init(plan, 3).tail.token == -1).all()
 
 
-# One table of positions for all heads ---------------------------------------------------------------
+# One table of positions for all heads, or none ------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
-class Apart(Quest):
-    """Quest with a table for each head, as if heads might place tokens in their own ways."""
+class Alike(Quest):
+    """Quest with one table for all heads, as if tokens might be in another order."""
+
+    in_order: ClassVar[bool] = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Apart(Alike):
+    """The same with a table for each head, as if heads might place tokens in their own ways."""
 
     places_alike: ClassVar[bool] = False
 
 
-def test_heads_that_place_tokens_alike_share_one_table():
-    apart = Apart(budget=24, sinks=2, window=4, page=4)  # as QUEST
-    one, each = (Sim(method, Stream.draw(3, batch=2), [60, 9]) for method in (QUEST, apart))
+@pytest.mark.parametrize("page", [4, CAPACITY])
+def test_tables_of_positions_are_as_few_as_a_method_needs(page):
+    settings = {"budget": CAPACITY, "sinks": 2, "window": 4, "page": page}
+    sims = [Sim(method(**settings), Stream.draw(3, batch=2), [60, 9]) for method in (Quest, Alike, Apart)]
     for _ in range(20):
-        (shared, seen), (expected, told) = one.step(), each.step()
-        np.testing.assert_array_equal(shared, expected)
-        np.testing.assert_array_equal(seen.selected, told.selected)
-    assert one.cache.state.positions.shape[1] == one.cache.state.counts.shape[1] == 1
-    assert each.cache.state.positions.shape[1] == each.cache.state.counts.shape[1] == HEADS
-    np.testing.assert_array_equal(one.cache.state.pos, each.cache.state.pos)
-    np.testing.assert_array_equal(one.cache.state.count, each.cache.state.count)
+        (out, seen), *others = [sim.step() for sim in sims]
+        for expected, told in others:
+            np.testing.assert_array_equal(out, expected)
+            np.testing.assert_array_equal(seen.selected, told.selected)
+    states, blocks = [sim.cache.state for sim in sims], sims[0].plan.spec.num_blocks
+    assert [one.positions.shape[1:3] for one in states] == [(1, 1), (1, blocks), (HEADS, blocks)]
+    assert [one.counts.shape[1:] for one in states] == [(1, blocks), (1, blocks), (HEADS, blocks)]
+    for other in states[1:]:
+        np.testing.assert_array_equal(states[0].pos, other.pos)
+        np.testing.assert_array_equal(states[0].count, other.count)
+
+
+@pytest.mark.parametrize("wrong", [{"places_alike": False}, {"evicts": True}])
+def test_only_what_is_alike_and_stays_can_be_in_order(wrong):
+    with pytest.raises(ConfigError, match="in_order"):
+        type("Careless", (Quest,), wrong)(budget=64)
 
 
 def test_a_method_that_rewrites_blocks_has_a_table_for_each_head():

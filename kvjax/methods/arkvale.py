@@ -60,6 +60,7 @@ class ArkVale(Method):
     page: int = 32
     volume: str = "cuboid"
     places_alike: ClassVar[bool] = True
+    in_order: ClassVar[bool] = True
 
     def __post_init__(self):
         super().__post_init__()

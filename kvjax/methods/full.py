@@ -31,6 +31,7 @@ class Full(Method):
     page: int = 64
     attends_all: ClassVar[bool] = True
     places_alike: ClassVar[bool] = True
+    in_order: ClassVar[bool] = True
 
     def blocks(self, capacity, rows):
         count = -(-capacity // self.page)

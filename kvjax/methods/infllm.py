@@ -72,6 +72,7 @@ class InfLLM(Method):
     representatives: int = 4
     shared: bool = True
     places_alike: ClassVar[bool] = True
+    in_order: ClassVar[bool] = True
 
     def __post_init__(self):
         super().__post_init__()

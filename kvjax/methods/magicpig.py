@@ -70,6 +70,7 @@ class MagicPIG(Method):
     tables: int = 150
     seed: int = 0
     places_alike: ClassVar[bool] = True
+    in_order: ClassVar[bool] = True
 
     def __post_init__(self):
         super().__post_init__()

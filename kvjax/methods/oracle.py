@@ -30,6 +30,7 @@ class Oracle(Method):
 
     aggregation: str = "softmax_mean"
     places_alike: ClassVar[bool] = True
+    in_order: ClassVar[bool] = True
 
     def blocks(self, capacity, rows):
         return capacity, 1, max(1, rows), 0

@@ -62,6 +62,7 @@ class PQCache(Method):
     iterations: int = 10
     seed: int = 0
     places_alike: ClassVar[bool] = True
+    in_order: ClassVar[bool] = True
 
     def __post_init__(self):
         super().__post_init__()

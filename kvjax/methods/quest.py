@@ -29,6 +29,7 @@ class Quest(Method):
 
     page: int = 16
     places_alike: ClassVar[bool] = True
+    in_order: ClassVar[bool] = True
 
     def blocks(self, capacity, rows):
         return -(-capacity // self.page), self.page, max(1, -(-rows // self.page) + 1), 0  # the last page may be short

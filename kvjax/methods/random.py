@@ -30,6 +30,7 @@ class Random(Method):
     page: int = 1
     seed: int = 0
     places_alike: ClassVar[bool] = True
+    in_order: ClassVar[bool] = True
 
     def blocks(self, capacity, rows):
         # One more page than full ones fill the budget: the last page of a sequence may be drawn, and is short.

@@ -70,6 +70,7 @@ class RLE(Method):
     attends_all: ClassVar[bool] = True
     fits_prompts: ClassVar[bool] = True
     places_alike: ClassVar[bool] = True
+    in_order: ClassVar[bool] = True
 
     def __post_init__(self):
         super().__post_init__()

@@ -66,6 +66,7 @@ class ShadowKV(Method):
     outliers: int = 2
     sigma: float | int | None = 6.4
     places_alike: ClassVar[bool] = True
+    in_order: ClassVar[bool] = True
 
     def __post_init__(self):
         super().__post_init__()

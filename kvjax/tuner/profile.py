@@ -148,7 +148,6 @@ def _with_groups(plan: LayerPlan, state: LayerState, length: int) -> LayerState:
     return dataclasses.replace(
         state, index=dataclasses.replace(state.index, stored=jnp.full_like(state.index.stored, stored)),
         counts=jnp.broadcast_to(jnp.sum(offset < stored, axis=-1, dtype=jnp.int32), state.counts.shape),
-        positions=jnp.broadcast_to(jnp.where(offset < stored, spec.sinks + offset, -1), state.positions.shape),
     )
 
 
