@@ -35,8 +35,8 @@ class LayerState:
     """One layer's cache without its payload pool."""
 
     index: Any  # the method's arrays, [B, ...]
-    positions: Int32[Array, "*B KT _ C"]  # position of the token in each row, -1 = empty; where blocks are in token order
-    # (`Spec.in_order`) that of the first block's rows alone, from which the others' follow; axis NB or 1
+    positions: Int32[Array, "*B KT _ C"]  # position of the token in each row, -1 = empty, _ = NB; where blocks are in
+    # token order (`Spec.in_order`) those of the first block's rows, from which all others follow, _ = 1
     counts: Int32[Array, "*B KT NB"]  # valid rows, a prefix of each block
     loaded: Int32[Array, "*B K M1"]  # blocks fetched in the newest step
     tail: Tail

@@ -232,8 +232,8 @@ class Method(abc.ABC):
             raise ConfigError(f"reuse={self.reuse} must be at least 1, and 1 for {self.name} if it rewrites blocks, "
                               "as each layer then does so in its own way")
         if self.in_order and (self.evicts or not self.places_alike):
-            raise ConfigError(f"{self.name} drops tokens, or places them for each head in its own way; leave in_order at "
-                              "False")
+            raise ConfigError(f"{self.name} drops tokens, or places them for each head in its own way; leave in_order "
+                              "at False")
         if self.adaptive and self.places_alike:
             raise ConfigError(f"{self.name} rewrites the blocks of each head for itself; leave places_alike at False")
         if self.samples and (self.reuse > 1 or self.lookahead):
