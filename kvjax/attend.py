@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import fields, layer, order, packing
+from kvjax import arguments, fields, layer, order, packing
 from kvjax.errors import ConfigError, PromptError
 from kvjax.layer import LayerCache, LayerPlan, Prompts
 from kvjax.method import Method
@@ -49,6 +49,7 @@ def init_cache(
     for name, size in sizes.items():
         if not fields.whole(size, 1):
             raise ConfigError(f"{name}={size!r} must be a whole number of at least 1")
+    arguments.check_method_and_slots(method, None)
     if not isinstance(rope, RopeConfig | None):
         raise ConfigError(f"rope={rope!r} must be a RopeConfig, or None for keys that no method turns back")
     packing.check(dtype, head_dim)

@@ -23,9 +23,9 @@ class Bounds:
     far: Float[Array, "*B K NB D2"]  # greatest of -key, then greatest of key
 
     @classmethod
-    def empty(cls, spec: Spec, **fields) -> "Bounds":
+    def empty(cls, spec: Spec) -> "Bounds":
         """Of blocks without keys."""
-        return cls(jnp.full((spec.kv_heads, spec.num_blocks, 2 * spec.head_dim), -_FAR), **fields)
+        return cls(jnp.full((spec.kv_heads, spec.num_blocks, 2 * spec.head_dim), -_FAR))
 
     @property
     def low(self) -> Float[Array, "*B K NB D"]:

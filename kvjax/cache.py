@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.method import Context, Edits, Leaving, Method, Placement, Selection, Spec, View
+from kvjax.method import Context, Edits, Leaving, Method, Placement, Selection, Spec, View, position_in_order
 from kvjax.order import computed_once
 from kvjax.typing import Array, Bool, Float, Int32, pytree
 
@@ -45,7 +45,7 @@ class LayerState:
     @property
     def pos(self) -> Int32[Array, "*B K NB C"]:
         """Positions of every head, whether it has a table of its own, shares one or needs none."""
-        return _for_heads(self._table, self.refused.shape[-1], -3)
+        return _for_heads(self.table, self.refused.shape[-1], -3)
 
     @property
     def count(self) -> Int32[Array, "*B K NB"]:
@@ -53,10 +53,12 @@ class LayerState:
         return _for_heads(self.counts, self.refused.shape[-1], -2)
 
     @property
-    def _table(self) -> Int32[Array, "*B KT NB C"]:
+    def table(self) -> Int32[Array, "*B KT NB C"]:
+        """`positions` of all blocks."""
         blocks, rows = self.counts.shape[-1], self.positions.shape[-1]
         if self.positions.shape[-2] == blocks > 1:
             return self.positions
+        # A table of a single block looks like a first block's rows, and valid rows are a prefix in both.
         pos = self.positions + np.arange(blocks, dtype=np.int32)[:, None] * rows
         lib = np if isinstance(pos, np.ndarray) else jnp
         return lib.where(np.arange(rows) < self.counts[..., None], pos, -1)
@@ -129,7 +131,7 @@ def within(spec: Spec, layer: LayerState) -> LayerState:
     """The layer as the next token sees it: without blocks of which every token has left the model's sliding window."""
     if spec.sliding is None:
         return layer
-    seen = spec.seen(jnp.max(layer.pos[: spec.tables], axis=-1), jnp.max(layer.tail.pos) + 1)
+    seen = spec.seen(jnp.max(layer.table, axis=-1), jnp.max(layer.tail.pos) + 1)
     return dataclasses.replace(layer, counts=jnp.where(seen, layer.counts, 0))
 
 
@@ -195,7 +197,7 @@ def _entered(spec: Spec, layer: LayerState, table, block, row, pos) -> LayerStat
 def _position(spec: Spec, layer: LayerState, table, block, row) -> Int32[Array, "..."]:
     """Positions of tokens, of rows that have one."""
     if spec.in_order:
-        return spec.sinks + block * spec.block_rows + row
+        return position_in_order(spec, block, row)
     return layer.positions[table, block, row]
 
 
@@ -206,7 +208,7 @@ def table_of(spec: Spec) -> Int32[Array, "K"]:
 
 def placements(spec: Spec, layer: LayerState, tokens: int) -> Placement:
     """Where the first `tokens` tokens of a sequence are, read back from a layer's table; block NB = in no block."""
-    table, pos = jnp.arange(spec.tables)[:, None, None], layer.pos[: spec.tables]
+    table, pos = jnp.arange(spec.tables)[:, None, None], layer.table
     at = jnp.where(pos >= 0, pos, tokens)
     block, row = (
         jnp.broadcast_to(axis, pos.shape).astype(jnp.int32)
@@ -323,12 +325,12 @@ def due_positions(spec: Spec, layer: LayerState, due: Int32[Array, "K P"]) -> In
     """Positions of those rows; -1 = empty, or held for another block than the first."""
     mine = (layer.tail.held_block == due[:, :1]) & (due[:, :1] < spec.num_blocks)
     held = jnp.where(mine, layer.tail.pos[:, spec.sinks + spec.ring :], -1)
-    rows = [_positions(spec, layer, block) for block in due.T]
-    return jnp.concatenate([rows[0], held, *rows[1:]], axis=-1)
+    first, *others = [_rows_due(spec, layer, block) for block in due.T]
+    return jnp.concatenate([first, held, *others], axis=-1)
 
 
-def _positions(spec: Spec, layer: LayerState, block: Int32[Array, "K"]) -> Int32[Array, "K C"]:
-    rows = layer.positions[table_of(spec), jnp.minimum(block, spec.num_blocks - 1)]
+def _rows_due(spec: Spec, layer: LayerState, block: Int32[Array, "K"]) -> Int32[Array, "K C"]:
+    rows = layer.positions[jnp.arange(spec.kv_heads), jnp.minimum(block, spec.num_blocks - 1)]  # adaptive: KT = K
     return jnp.where((block < spec.num_blocks)[:, None], rows, -1)
 
 

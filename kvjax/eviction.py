@@ -54,10 +54,7 @@ class Evictor(Method):
 
     def spec(self, *, kv_heads, group, head_dim, capacity):
         spec = super().spec(kv_heads=kv_heads, group=group, head_dim=head_dim, capacity=capacity)
-        if not spec.selected_rows and capacity > spec.sinks + spec.window:
-            raise ConfigError(f"budget={spec.budget} of {self.name} leaves nothing to keep beside {spec.sinks} sinks "
-                              f"and a window of {spec.window}; raise it, or use streaming_llm")
-        return spec
+        return check_room(self.name, spec)
 
     def init(self, spec, weights):
         return Kept(jnp.full((spec.kv_heads, max(1, spec.selected_rows)), -jnp.inf, jnp.float32))
@@ -86,6 +83,14 @@ class Evictor(Method):
         row = jnp.where(better, least, index.worth.shape[-1])
         taken = index.worth.at[head, row].set(worth, mode="drop")
         return dataclasses.replace(index, worth=taken), in_rows(spec, least, better)
+
+
+def check_room(name: str, spec: Spec) -> Spec:
+    """The sizes, ConfigError where nothing would be kept beside sinks and window."""
+    if not spec.selected_rows and spec.capacity > spec.sinks + spec.window:
+        raise ConfigError(f"budget={spec.budget} of {name} leaves nothing to keep beside {spec.sinks} sinks "
+                          f"and a window of {spec.window}; raise it, or use streaming_llm")
+    return spec
 
 
 @dataclasses.dataclass(frozen=True)

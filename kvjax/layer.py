@@ -36,6 +36,11 @@ class LayerPlan:
         return self.spec.sliding
 
     @property
+    def observes(self) -> bool:
+        """Whether the method is shown what is attended; a layer that follows has nothing to learn."""
+        return self.method.observes and not self.follows
+
+    @property
     def attends_all(self) -> bool:
         """Whether every block is attended."""
         return self.method.attends_all or self.filters
@@ -76,7 +81,8 @@ class Report:
     """What a step of one layer did; enough to measure the selection against exact attention."""
 
     attended: Int32[Array, "B K"]  # tokens
-    selected: Int32[Array, "B K N"]  # attended positions beyond sinks and window, -1 = none; empty if all are
+    selected: Int32[Array, "B K N"]  # chosen positions beyond sinks and window, -1 = none; those that the model's own
+    # window hides are not attended, and a layer that filters chose for its followers; empty if the method attends all
     q: Float[Array, "B K G D"]
     key: Float[Array, "B K D"]  # of the newest token
     value: Float[Array, "B K D"]
@@ -307,7 +313,7 @@ def _scores(plan, mine: Fetched, q, sets) -> list:
     made = scored(plan, mine, q)
     if made is not None:
         scores[1] = attention.only_valid(made, sets[1][2])
-    if plan.method.observes:
+    if plan.observes:
         return [attention.scores_of(q, key, valid, bias) if found is None else found
                 for found, (key, _, valid, _, bias) in zip(scores, sets, strict=True)]
     return scores
@@ -323,7 +329,7 @@ def _part(q, attended, scores) -> attention.Part:
 
 def _weights(plan, sets, scores):
     """Attended positions and their weights for `Method.observe`; empty arrays where it does not ask."""
-    if not plan.method.observes:
+    if not plan.observes:
         return jnp.zeros((plan.spec.kv_heads, 0), jnp.int32), jnp.zeros((plan.spec.kv_heads, 0))
     pos = jnp.concatenate([jnp.where(valid, pos, -1) for _, _, valid, pos, _ in sets], axis=-1)
     joint = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)

@@ -21,7 +21,7 @@ One decode step of one layer, in this order:
 
     select -> (plan, fetch, attend) -> observe -> append -> while due: adapt
 
-The first three only read; nothing of the rest happens unless the whole token succeeded, so that a
+All up to attend only read; nothing of the rest happens unless the whole token succeeded, so that a
 failed read leaves the cache as it was.
 """
 
@@ -59,9 +59,9 @@ class Spec:
     window: int  # W, the newest token included
     budget: int  # tokens attended by one KV head at one step
     capacity: int  # tokens a sequence may grow to
-    tables: int  # KT: tables of positions, one per KV head, or one for all if it places tokens alike
+    tables: int  # KT: tables of positions and counts, one per KV head, or one for all if it places tokens alike
     block_heads: int  # KB: heads that have blocks of their own in stores and slots; 1 if all fetch and place alike
-    in_order: bool = False  # row r of block b has the token at S + b C + r, so that no table says which
+    in_order: bool = False  # `position_in_order` says which token a row has, so that no table does
     keeps_keys: bool = True  # blocks hold keys and values; else values alone, see `Method.rebuild`
     rope: RopeConfig | None = None  # how keys are rotated; None = not known, or not at all
     key_type: str = "float32"  # of keys in the window; those of a prompt come in the model's type
@@ -189,7 +189,7 @@ class Method(abc.ABC):
     head_shared: ClassVar[bool] = False  # KV heads depend on each other
     fetches_alike: ClassVar[bool] = False  # all KV heads of a sequence fetch the same blocks
     places_alike: ClassVar[bool] = False  # all KV heads have a token in the same row of the same block
-    in_order: ClassVar[bool] = False  # they do, and rows have tokens in their order, as `in_token_order` places them
+    in_order: ClassVar[bool] = False  # `places_alike`, and where `in_token_order` says; none is dropped or held back
     evicts: ClassVar[bool] = False  # tokens may be dropped for good: not placed, or their row given to another
     attends_all: ClassVar[bool] = False  # selects every block, in token order
     adaptive: ClassVar[bool] = False  # `due` and `adapt` do something
@@ -228,9 +228,11 @@ class Method(abc.ABC):
             raise ConfigError(f"dense_layers={self.dense_layers} must not be negative")
         if self.observation is not None and self.observation < 0:
             raise ConfigError(f"observation={self.observation} must not be negative; None = all queries")
-        if self.reuse < 1 or (self.reuse > 1 and self.adaptive):
-            raise ConfigError(f"reuse={self.reuse} must be at least 1, and 1 for {self.name} if it rewrites blocks, "
-                              "as each layer then does so in its own way")
+        if self.reuse < 1:
+            raise ConfigError(f"reuse={self.reuse} must be at least 1")
+        if self.reuse > 1 and self.adaptive:
+            raise ConfigError(f"reuse={self.reuse}, but {self.name} rewrites blocks, each layer in its own way; leave "
+                              "it at 1")
         if self.in_order and (self.evicts or not self.places_alike):
             raise ConfigError(f"{self.name} drops tokens, or places them for each head in its own way; leave in_order "
                               "at False")
@@ -239,9 +241,11 @@ class Method(abc.ABC):
         if self.samples and (self.reuse > 1 or self.lookahead):
             raise ConfigError(f"{self.name} weighs what it drew by the query it drew with; leave reuse at 1 and "
                               "lookahead off, which attend with another query")
-        if not self.keeps_keys and (self.reuse > 1 or self.adaptive):
-            raise ConfigError(f"{self.name} has keys in its index, which a layer that follows another has not, and "
-                              "cannot rewrite blocks; leave reuse at 1")
+        if self.reuse > 1 and not self.keeps_keys:
+            raise ConfigError(f"reuse={self.reuse}, but {self.name} has keys in its index, which a layer that follows "
+                              "another has not; leave it at 1")
+        if self.adaptive and not self.keeps_keys:
+            raise ConfigError(f"{self.name} rewrites blocks, which have to hold keys; leave keeps_keys at True")
 
     @property
     def name(self) -> str:
@@ -267,6 +271,8 @@ class Method(abc.ABC):
         return spec
 
     def _check(self, spec: Spec) -> None:
+        if spec.in_order and spec.held:
+            raise ConfigError(f"{self.name} holds rows back, so that others come before them; leave in_order at False")
         least = spec.sinks + spec.window + (0 if self.evicts else spec.block_rows) + spec.held
         if spec.budget < min(least, spec.capacity):
             raise ConfigError(
@@ -396,12 +402,16 @@ def no_force(spec: Spec) -> Int32[Array, "K"]:
     return jnp.full((spec.kv_heads,), spec.num_blocks, jnp.int32)
 
 
-def in_token_order(
-    spec: Spec, stored: Int32[Array, ""], offset: Int32[Array, "*T"], valid: Bool[Array, "*T"]
-) -> Placement:
-    """Places tokens `stored + offset` in consecutive rows of consecutive blocks, alike in all heads."""
-    at = stored + offset
-    return in_rows(spec, jnp.broadcast_to(at, (spec.kv_heads, *at.shape)), valid)
+def in_token_order(spec: Spec, tokens: Context | Leaving) -> Placement:
+    """Places a prompt, or the token that leaves the window, in consecutive rows of consecutive blocks, alike in all
+    heads: where `position_in_order` says."""
+    at = tokens.pos - spec.sinks
+    return in_rows(spec, jnp.broadcast_to(at, (spec.kv_heads, *at.shape)), tokens.valid)
+
+
+def position_in_order(spec: Spec, block: Int32[Array, "..."], row: Int32[Array, "..."]) -> Int32[Array, "..."]:
+    """The token that `in_token_order` places in a row."""
+    return spec.sinks + block * spec.block_rows + row
 
 
 def in_rows(spec: Spec, at: Int32[Array, "*K_T"], valid: Bool[Array, "*#K_T"]) -> Placement:

@@ -103,13 +103,21 @@ def make_plan(config: ModelConfig, method: Method, batch: int, capacity: int, dt
     layers = []
     for i in range(config.num_layers):
         chosen = dense if i < method.dense_layers else method
-        follows = i >= method.dense_layers and (i - method.dense_layers) % method.reuse > 0
-        filters = chosen.dense_filters and chosen.reuse > 1 and not follows
+        follows = _follows(config, method, i)
+        filters = chosen.dense_filters and not follows and _follows(config, method, i + 1)
         spec = dataclasses.replace(
             chosen.spec(**sizes), rope=config.rope, key_type=packing.tail_type(dtype), sliding=config.windows[i]
         )
         layers.append(LayerPlan(chosen, spec, follows, filters))
     return Plan(config, method, tuple(layers), batch, capacity, dtype)
+
+
+def _follows(config: ModelConfig, method: Method, i: int) -> bool:
+    """Whether layer i takes placements and choices of the one before: not with another sliding window, as what is
+    hidden from one of them is none of its choices."""
+    if not method.dense_layers < i < config.num_layers or (i - method.dense_layers) % method.reuse == 0:
+        return False
+    return config.windows[i] == config.windows[i - 1]
 
 
 def on_store(plan: Plan, index: int) -> bool:

@@ -158,7 +158,7 @@ class Predictor(Method):
             scale = functools.partial(lowbit.closest_scale, bits=self.bits)
             index = dataclasses.replace(index, scale=jax.vmap(scale)(jnp.where(context.valid[:, None], low, 0.0)))
         key = store(index, low, jnp.where(context.valid, offset, index.tokens))
-        placement = in_token_order(spec, jnp.int32(0), offset, context.valid)
+        placement = in_token_order(spec, context)
         return dataclasses.replace(index, key=key, stored=count), placement
 
     def select(self, spec, index, view, q):
@@ -193,7 +193,7 @@ class Predictor(Method):
         return aggregate(scores.reshape(heads, -1, index.tokens), self.aggregation)
 
     def append(self, spec, index, view, leaving):
-        placement = in_token_order(spec, index.stored, jnp.int32(0), leaving.valid)
+        placement = in_token_order(spec, leaving)
         at = jnp.where(leaving.valid, index.stored, index.tokens)
         key = store(index, compress(index, leaving.key[:, None]), at[None])
         return dataclasses.replace(index, key=key, stored=index.stored + leaving.valid), placement

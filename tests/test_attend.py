@@ -192,6 +192,11 @@ def test_a_budget_smaller_than_its_parts_is_refused():
         kvjax.init_cache(kvjax.quest(budget=8), batch=1, kv_heads=1, group=1, head_dim=8, capacity=100)
 
 
+def test_what_is_no_method_is_refused(unchecked):
+    with pytest.raises(ConfigError, match="no method"):
+        kvjax.init_cache("quest", batch=1, kv_heads=1, group=1, head_dim=8, capacity=100)
+
+
 @pytest.mark.parametrize("name", ["full", "quest"])
 def test_the_pool_is_updated_in_place(name):
     """Given a donated cache, temporaries of a token stay far below the pool."""

@@ -13,7 +13,7 @@ from tiny import dense, make_params
 from kvjax import decode, extend, layer, planning, prefill
 from kvjax.attention import NEGATIVE
 from kvjax.errors import ConfigError
-from kvjax.methods import Quest
+from kvjax.methods import OmniKV, Quest
 from kvjax.models.config import ModelConfig
 from kvjax.models.transformer import Block, Transformer
 from kvjax.planning import Slots
@@ -232,6 +232,28 @@ def test_a_method_that_rewrites_blocks_cannot_be_followed():
         dataclasses.replace(QUEST, reuse=0)
 
 
+def test_only_layers_with_the_same_sliding_window_follow():
+    """Given windows that change in the middle of a group: the layer that has another one leads, and is followed."""
+    config = dataclasses.replace(CONFIG, num_layers=6, windows=(16, None, None, None, None, 16))
+    plan = planning.make_plan(config, dataclasses.replace(QUEST, reuse=3, dense_layers=0), 1, CAPACITY)
+    assert [one.follows for one in plan.layers] == [False, False, True, False, True, False]
+
+
+@pytest.mark.parametrize("layers, filters", [(5, [False, True, False, True, False]), (4, [False, True, False, False])])
+def test_only_layers_that_are_followed_filter(layers, filters):
+    config = dataclasses.replace(CONFIG, num_layers=layers, windows=(None,) * layers)
+    method = OmniKV(budget=24, sinks=2, window=4, dense_layers=1, reuse=2)
+    plan = planning.make_plan(config, method, 1, CAPACITY)
+    assert [one.filters for one in plan.layers] == filters
+    assert [one.follows for one in plan.layers] == [False, False, True, False, True][:layers]
+
+
+def test_a_layer_that_follows_makes_no_weights_that_nobody_sees():
+    method = dataclasses.replace(METHODS["h2o"], reuse=2)
+    plans = planning.make_plan(CONFIG, method, 1, CAPACITY).layers
+    assert [one.observes for one in plans] == [True, False, True, False]
+
+
 def test_one_layer_alone_has_no_token_ids(params):
     plan = layer.LayerPlan(QUEST, QUEST.spec(kv_heads=2, group=2, head_dim=8, capacity=CAPACITY))
     assert (layer.init(plan, 3).tail.token == -1).all()
@@ -275,6 +297,15 @@ def test_tables_of_positions_are_as_few_as_a_method_needs(page):
 def test_only_what_is_alike_and_stays_can_be_in_order(wrong):
     with pytest.raises(ConfigError, match="in_order"):
         type("Careless", (Quest,), wrong)(budget=64)
+
+
+def test_what_is_held_back_is_not_in_order():
+    class Careless(Quest):
+        def blocks(self, capacity, rows):
+            return (*super().blocks(capacity, rows)[:3], 1)
+
+    with pytest.raises(ConfigError, match="in_order"):
+        Careless(budget=64).spec(kv_heads=2, group=2, head_dim=8, capacity=CAPACITY)
 
 
 def test_a_method_that_rewrites_blocks_has_a_table_for_each_head():

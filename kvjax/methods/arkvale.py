@@ -33,7 +33,7 @@ import jax.numpy as jnp
 from kvjax.attention import products
 from kvjax.errors import ConfigError
 from kvjax.method import Method, Selection, aggregate, in_token_order, no_force, top_blocks
-from kvjax.typing import Array, Bool, Float, Int32, pytree
+from kvjax.typing import Array, Bool, Float, pytree
 
 VOLUMES = ("cuboid", "sphere")
 
@@ -50,7 +50,6 @@ class Volumes:
 class ArkValeIndex:
     digest: Volumes
     open_key: Float[Array, "*B K C D"]  # keys of the page that is being filled
-    stored: Int32[Array, "*B"]  # tokens in pages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,18 +76,18 @@ class ArkVale(Method):
     def init(self, spec, weights):
         shape, extent = (spec.kv_heads, spec.num_blocks), spec.head_dim if self.volume == "cuboid" else 1
         digest = Volumes(jnp.zeros((*shape, spec.head_dim)), jnp.zeros((*shape, extent)))
-        return ArkValeIndex(digest, jnp.zeros((spec.kv_heads, spec.block_rows, spec.head_dim)), jnp.int32(0))
+        return ArkValeIndex(digest, jnp.zeros((spec.kv_heads, spec.block_rows, spec.head_dim)))
 
     def build(self, spec, index, context):
         stored = jnp.sum(context.valid, dtype=jnp.int32)
-        placement = in_token_order(spec, jnp.int32(0), jnp.cumsum(context.valid) - 1, context.valid)
+        placement = in_token_order(spec, context)
         head = jnp.arange(spec.kv_heads)[:, None]
         pages = jnp.zeros((spec.kv_heads, spec.num_blocks, spec.block_rows, spec.head_dim))
         pages = pages.at[head, placement.block, placement.row].set(context.key.astype(jnp.float32), mode="drop")
         filled = (jnp.arange(spec.num_blocks * spec.block_rows) < stored).reshape(spec.num_blocks, -1)
         digest = bounding_volumes(pages, filled, self.volume)
         opened = jnp.minimum(stored // spec.block_rows, spec.num_blocks - 1)
-        return ArkValeIndex(digest, pages[:, opened], stored), placement
+        return ArkValeIndex(digest, pages[:, opened]), placement
 
     def select(self, spec, index, view, q):
         """The open page, then pages by what their volumes promise."""
@@ -98,7 +97,7 @@ class ArkVale(Method):
         return Selection(top_blocks(jnp.where(full, score, jnp.inf), occupied, spec.max_blocks), no_force(spec))
 
     def append(self, spec, index, view, leaving):
-        placement = in_token_order(spec, index.stored, jnp.int32(0), leaving.valid)
+        placement = in_token_order(spec, leaving)
         row = jnp.where(leaving.valid, placement.row[0], spec.block_rows)
         keys = index.open_key.at[:, row].set(leaving.key.astype(jnp.float32), mode="drop")
         new = bounding_volumes(keys[:, None], (jnp.arange(spec.block_rows) <= row)[None], self.volume)
@@ -106,7 +105,7 @@ class ArkVale(Method):
         digest = jax.tree.map(
             lambda all_pages, one: all_pages.at[head, placement.block].set(one[:, 0], mode="drop"), index.digest, new
         )
-        return ArkValeIndex(digest, keys, index.stored + leaving.valid), placement
+        return ArkValeIndex(digest, keys), placement
 
 
 def bounding_volumes(keys: Float[Array, "K N C D"], filled: Bool[Array, "N C"], volume: str) -> Volumes:

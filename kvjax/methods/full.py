@@ -10,15 +10,7 @@ the same store can hold them.
 import dataclasses
 from typing import ClassVar
 
-import jax.numpy as jnp
-
 from kvjax.method import Method, every_occupied, in_token_order
-from kvjax.typing import Array, Int32, pytree
-
-
-@pytree
-class FullIndex:
-    stored: Int32[Array, "*B"]  # tokens in blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,15 +30,13 @@ class Full(Method):
         return count, self.page, count, 0
 
     def init(self, spec, weights):
-        return FullIndex(jnp.int32(0))
+        return ()
 
     def build(self, spec, index, context):
-        placement = in_token_order(spec, jnp.int32(0), jnp.cumsum(context.valid) - 1, context.valid)
-        return FullIndex(jnp.sum(context.valid, dtype=jnp.int32)), placement
+        return index, in_token_order(spec, context)
 
     def select(self, spec, index, view, q):
         return every_occupied(spec, view)
 
     def append(self, spec, index, view, leaving):
-        placement = in_token_order(spec, index.stored, jnp.int32(0), leaving.valid)
-        return FullIndex(index.stored + leaving.valid), placement
+        return index, in_token_order(spec, leaving)

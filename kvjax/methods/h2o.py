@@ -13,8 +13,9 @@ Differences from the paper:
   - with a number as `observation` only so many last queries of the prompt are summed up: cheaper, and fairer to late
     tokens, which fewer queries can see. None = all of them, the paper.
 
-Resident: the budget, and one number per kept row and token of the window. Cost per step: attention over the budget, and
-its weights; the prompt's sums cost the prompt's attention once more, without values.
+Resident: the budget, and one number per kept row and token of the window. Cost per step: attention over the budget, its
+weights, and one number per token of the capacity, in which these are laid down by position; the prompt's sums cost the
+prompt's attention once more, without values.
 """
 
 import dataclasses

@@ -33,7 +33,7 @@ class InfiniGen(Predictor):
 
     group: int = 1
     shared: bool = False
-    observation: int = 64
+    observation: int | None = 64
     sigma: int = 4
 
     @property

@@ -49,7 +49,6 @@ class InfLLMIndex:
     key: Float[Array, "*B K NB r D"]  # representatives of each block, 0 = none
     score: Float[Array, "*B K NB r"]  # their local scores
     local: Float[Array, "*B K W"]  # local scores of the tokens in the window, at position % W
-    stored: Int32[Array, "*B"]  # tokens in blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,13 +96,12 @@ class InfLLM(Method):
     def init(self, spec, weights):
         shape = (spec.kv_heads, spec.num_blocks, self.representatives)
         window = jnp.zeros((spec.kv_heads, spec.window))
-        return InfLLMIndex(jnp.zeros((*shape, spec.head_dim)), jnp.full(shape, _NONE), window, jnp.int32(0))
+        return InfLLMIndex(jnp.zeros((*shape, spec.head_dim)), jnp.full(shape, _NONE), window)
 
     def build(self, spec, index, context):
         tokens, newest = context.pos.shape[0], jnp.max(context.query_pos, initial=-1)
         score = local_scores(queries_by_position(context), context.key, newest + 1, spec.window)
-        stored = jnp.sum(context.valid, dtype=jnp.int32)
-        placement = in_token_order(spec, jnp.int32(0), jnp.cumsum(context.valid) - 1, context.valid)
+        placement = in_token_order(spec, context)
         head = jnp.arange(spec.kv_heads)[:, None]
         # Which token is in which row of which block, then the rows of each block by their scores.
         at = jnp.full((spec.kv_heads, spec.num_blocks, spec.block_rows), tokens, jnp.int32)
@@ -115,7 +113,7 @@ class InfLLM(Method):
         key = jnp.where((best > _NONE)[..., None], key, 0.0)
         inside = (context.pos > newest - spec.window) & (context.pos <= newest)
         recent = jnp.where(inside, context.pos % spec.window, spec.window)
-        return InfLLMIndex(key, best, index.local.at[:, recent].set(score, mode="drop"), stored), placement
+        return InfLLMIndex(key, best, index.local.at[:, recent].set(score, mode="drop")), placement
 
     def select(self, spec, index, view, q):
         """The open block, then blocks by the relevance of their representatives."""
@@ -140,7 +138,7 @@ class InfLLM(Method):
 
     def append(self, spec, index, view, leaving):
         """The leaving token takes the place of its block's weakest representative, if it is stronger."""
-        placement = in_token_order(spec, index.stored, jnp.int32(0), leaving.valid)
+        placement = in_token_order(spec, leaving)
         head, block = jnp.arange(spec.kv_heads), placement.block
         score = index.local[:, leaving.pos % spec.window]
         standing = index.score[head, jnp.minimum(block, spec.num_blocks - 1)]
@@ -149,7 +147,7 @@ class InfLLM(Method):
         place = (head, jnp.where(stronger, block, spec.num_blocks), weakest)
         return dataclasses.replace(
             index, key=index.key.at[place].set(leaving.key.astype(jnp.float32), mode="drop"),
-            score=index.score.at[place].set(score, mode="drop"), stored=index.stored + leaving.valid,
+            score=index.score.at[place].set(score, mode="drop"),
         ), placement
 
 

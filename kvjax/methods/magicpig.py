@@ -90,7 +90,7 @@ class MagicPIG(Method):
         key = jnp.where(context.valid[:, None], context.key.astype(jnp.float32), 0.0)
         stored = jnp.sum(context.valid, dtype=jnp.int32)
         index = dataclasses.replace(index, mean=jnp.sum(key, axis=1) / jnp.maximum(stored, 1), stored=stored)
-        placement = in_token_order(spec, jnp.int32(0), jnp.cumsum(context.valid) - 1, context.valid)
+        placement = in_token_order(spec, context)
         return self._add(index, placement.block[0], key), placement
 
     def select(self, spec, index, view, q):
@@ -112,7 +112,7 @@ class MagicPIG(Method):
         return jnp.where(index.stored <= spec.selected_rows, bias, bias - log_u)
 
     def append(self, spec, index, view, leaving):
-        placement = in_token_order(spec, index.stored, jnp.int32(0), leaving.valid)
+        placement = in_token_order(spec, leaving)
         added = self._add(index, placement.block[:1], leaving.key[:, None].astype(jnp.float32))
         return dataclasses.replace(added, stored=index.stored + leaving.valid), placement
 

@@ -15,13 +15,12 @@ import jax.numpy as jnp
 
 from kvjax.attention import products
 from kvjax.method import Method, Selection, Spec, View, aggregate, in_token_order, no_force, top_blocks
-from kvjax.typing import Array, Float, Int32, pytree
+from kvjax.typing import Array, Float, pytree
 
 
 @pytree
 class OracleIndex:
     key: Float[Array, "*B K NB D"]  # every stored key
-    stored: Int32[Array, "*B"]  # how many
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,12 +35,11 @@ class Oracle(Method):
         return capacity, 1, max(1, rows), 0
 
     def init(self, spec, weights):
-        return OracleIndex(jnp.zeros((spec.kv_heads, spec.num_blocks, spec.head_dim)), jnp.int32(0))
+        return OracleIndex(jnp.zeros((spec.kv_heads, spec.num_blocks, spec.head_dim)))
 
     def build(self, spec, index, context):
-        placement = in_token_order(spec, jnp.int32(0), jnp.cumsum(context.valid) - 1, context.valid)
-        key = _store(index.key, placement.block, context.key)
-        return OracleIndex(key, jnp.sum(context.valid, dtype=jnp.int32)), placement
+        placement = in_token_order(spec, context)
+        return OracleIndex(_store(index.key, placement.block, context.key)), placement
 
     def scores(self, spec: Spec, index: OracleIndex, view: View, q: Float[Array, "K G D"]) -> Float[Array, "K G NB"]:
         """Scaled products of the query with every stored key."""
@@ -53,9 +51,8 @@ class Oracle(Method):
         return Selection(top_blocks(score, view.count > 0, spec.max_blocks), no_force(spec))
 
     def append(self, spec, index, view, leaving):
-        placement = in_token_order(spec, index.stored, jnp.int32(0), leaving.valid)
-        key = _store(index.key, placement.block[:, None], leaving.key[:, None])
-        return OracleIndex(key, index.stored + leaving.valid), placement
+        placement = in_token_order(spec, leaving)
+        return OracleIndex(_store(index.key, placement.block[:, None], leaving.key[:, None])), placement
 
 
 def _store(table, block, keys):

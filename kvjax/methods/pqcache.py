@@ -40,7 +40,6 @@ from kvjax.typing import Array, Float, Int32, UInt, pytree
 class PQIndex:
     codebook: Float[Array, "*B K P V S"]  # V centroids of each of P parts of S = D / P numbers
     code: UInt[Array, "*B K P NB"]  # centroid of each part of every stored key
-    stored: Int32[Array, "*B"]  # tokens coded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +77,7 @@ class PQCache(Method):
             raise ConfigError(f"parts={self.parts} does not divide the head size {spec.head_dim}")
         codebook = jnp.zeros((spec.kv_heads, self.parts, 2**self.bits, spec.head_dim // self.parts))
         code = jnp.zeros((spec.kv_heads, self.parts, spec.num_blocks), jnp.uint8)
-        return PQIndex(codebook, code, jnp.int32(0))
+        return PQIndex(codebook, code)
 
     def build(self, spec, index, context):
         parts = split(context.key, self.parts)
@@ -92,9 +91,8 @@ class PQCache(Method):
 
         each_head = functools.partial(jax.lax.map, functools.partial(jax.lax.map, one_part))
         codebook, code = each_head((parts, seeds))
-        placement = in_token_order(spec, jnp.int32(0), jnp.cumsum(context.valid) - 1, context.valid)
-        stored = jnp.sum(context.valid, dtype=jnp.int32)
-        return PQIndex(codebook, _store(index.code, placement.block[0], code), stored), placement
+        placement = in_token_order(spec, context)
+        return PQIndex(codebook, _store(index.code, placement.block[0], code)), placement
 
     def select(self, spec, index, view, q):
         scores = lookup(index.codebook, index.code, q) * spec.head_dim**-0.5
@@ -103,10 +101,9 @@ class PQCache(Method):
         return Selection(top_blocks(score, occupied, spec.max_blocks), no_force(spec))
 
     def append(self, spec, index, view, leaving):
-        placement = in_token_order(spec, index.stored, jnp.int32(0), leaving.valid)
+        placement = in_token_order(spec, leaving)
         code = jax.vmap(jax.vmap(nearest))(index.codebook, split(leaving.key[:, None], self.parts))
-        code = _store(index.code, placement.block[:1], code)
-        return dataclasses.replace(index, code=code, stored=index.stored + leaving.valid), placement
+        return dataclasses.replace(index, code=_store(index.code, placement.block[:1], code)), placement
 
 
 def split(keys: Float[Array, "K T D"], parts: int) -> Float[Array, "K P T S"]:

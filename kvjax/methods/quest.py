@@ -11,16 +11,8 @@ Resident: 2 D numbers per page. Cost per step: one score per page, then the sele
 import dataclasses
 from typing import ClassVar
 
-import jax.numpy as jnp
-
 from kvjax.block_vectors import Bounds
 from kvjax.method import Method, Selection, aggregate, in_token_order, no_force, top_blocks
-from kvjax.typing import Array, Int32, pytree
-
-
-@pytree
-class QuestIndex(Bounds):
-    stored: Int32[Array, "*B"]  # tokens in pages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,12 +27,11 @@ class Quest(Method):
         return -(-capacity // self.page), self.page, max(1, -(-rows // self.page) + 1), 0  # the last page may be short
 
     def init(self, spec, weights):
-        return QuestIndex.empty(spec, stored=jnp.int32(0))
+        return Bounds.empty(spec)
 
     def build(self, spec, index, context):
-        placement = in_token_order(spec, jnp.int32(0), jnp.cumsum(context.valid) - 1, context.valid)
-        index = index.take(placement.block, context.key)
-        return dataclasses.replace(index, stored=jnp.sum(context.valid, dtype=jnp.int32)), placement
+        placement = in_token_order(spec, context)
+        return index.take(placement.block, context.key), placement
 
     def select(self, spec, index, view, q):
         occupied = view.count > 0
@@ -48,6 +39,5 @@ class Quest(Method):
         return Selection(top_blocks(score, occupied, spec.max_blocks), no_force(spec))
 
     def append(self, spec, index, view, leaving):
-        placement = in_token_order(spec, index.stored, jnp.int32(0), leaving.valid)
-        index = index.take(placement.block[:, None], leaving.key[:, None])
-        return dataclasses.replace(index, stored=index.stored + leaving.valid), placement
+        placement = in_token_order(spec, leaving)
+        return index.take(placement.block[:, None], leaving.key[:, None]), placement

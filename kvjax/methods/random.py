@@ -43,7 +43,7 @@ class Random(Method):
         return RandomIndex(jnp.int32(weights), jnp.int32(0))
 
     def build(self, spec, index, context):
-        placement = in_token_order(spec, jnp.int32(0), jnp.cumsum(context.valid) - 1, context.valid)
+        placement = in_token_order(spec, context)
         return dataclasses.replace(index, stored=jnp.sum(context.valid, dtype=jnp.int32)), placement
 
     def select(self, spec, index, view, q):
@@ -52,5 +52,5 @@ class Random(Method):
         return Selection(top_blocks(drawn, view.count > 0, spec.max_blocks), no_force(spec))
 
     def append(self, spec, index, view, leaving):
-        placement = in_token_order(spec, index.stored, jnp.int32(0), leaving.valid)
+        placement = in_token_order(spec, leaving)
         return dataclasses.replace(index, stored=index.stored + leaving.valid), placement

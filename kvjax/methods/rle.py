@@ -140,7 +140,7 @@ class RLE(Method):
 
     def build(self, spec, index, context):
         stored = jnp.sum(context.valid, dtype=jnp.int32)
-        placement = in_token_order(spec, jnp.int32(0), jnp.cumsum(context.valid) - 1, context.valid)
+        placement = in_token_order(spec, context)
         rows, slots = index.runs.slot.shape[-1], index.runs.key.shape[-2]
         at = jnp.minimum(jnp.argmax(context.valid) + jnp.arange(rows), context.key.shape[1] - 1)
         key, scale = self._scaled(self._turned(spec, context.key[:, at], context.pos[at]), jnp.arange(rows) < stored)
@@ -162,7 +162,7 @@ class RLE(Method):
         return jnp.where(index.runs.refused[:, None, None] > 0, jnp.nan, found)
 
     def append(self, spec, index, view, leaving):
-        placement = in_token_order(spec, index.stored, jnp.int32(0), leaving.valid)
+        placement = in_token_order(spec, leaving)
         key = self._codes(spec, self._turned(spec, leaving.key[:, None], leaving.pos[None]), index.scale)[:, 0]
         grown = jax.vmap(lambda runs, one: rle.append(runs, one, self.equal, leaving.valid))(index.runs, key)
         return RunIndex(grown, index.scale, index.stored + leaving.valid), placement

@@ -27,7 +27,7 @@ import math
 import jax.numpy as jnp
 
 from kvjax.errors import ConfigError
-from kvjax.eviction import largest
+from kvjax.eviction import check_room, largest
 from kvjax.method import Method, Placement
 from kvjax.methods.dynsplit import DynSplit
 from kvjax.votes import over_group, stays, votes
@@ -74,6 +74,10 @@ class SentenceKV(DynSplit):
     def places_alike(self) -> bool:  # type: ignore[override]  # of the class elsewhere, of its settings here
         """Not where each head drops other tokens of the prompt."""
         return self.keep is None
+
+    def spec(self, *, kv_heads, group, head_dim, capacity):
+        spec = super().spec(kv_heads=kv_heads, group=group, head_dim=head_dim, capacity=capacity)
+        return check_room(self.name, spec)
 
     def blocks(self, capacity, rows):
         num_blocks, block_rows, max_blocks, held = super().blocks(capacity, rows)

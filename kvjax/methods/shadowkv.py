@@ -97,7 +97,7 @@ class ShadowKV(Method):
 
     def build(self, spec, index, context):
         stored, key = jnp.sum(context.valid, dtype=jnp.int32), context.key.astype(jnp.float32)
-        placement = in_token_order(spec, jnp.int32(0), jnp.cumsum(context.valid) - 1, context.valid)
+        placement = in_token_order(spec, context)
         head, block = jnp.arange(spec.kv_heads)[:, None], placement.block
         count = jnp.zeros((spec.kv_heads, spec.num_blocks)).at[head, block].add(1.0, mode="drop")
         mean = jnp.zeros_like(index.mean).at[head, block].add(key, mode="drop") / jnp.maximum(count, 1.0)[..., None]
@@ -124,7 +124,7 @@ class ShadowKV(Method):
         return jnp.where(jnp.any(match, axis=-1)[..., None], exact, key)
 
     def append(self, spec, index, view, leaving):
-        placement = in_token_order(spec, index.stored, jnp.int32(0), leaving.valid)
+        placement = in_token_order(spec, leaving)
         head, block = jnp.arange(spec.kv_heads), placement.block
         mean = index.mean[head, jnp.minimum(block, spec.num_blocks - 1)]
         step = (leaving.key.astype(jnp.float32) - mean) / (placement.row + 1)[:, None]

@@ -38,12 +38,13 @@ def scores_and_choice(method, index, view, q):
 @jax.jit
 def fill(keys, length):
     """The index after a prompt of `length` of the first 24 tokens and 8 more, one by one."""
-    pos, none = jnp.arange(PROMPT), jnp.zeros(0, jnp.int32)
-    context = Context(keys[:, :PROMPT], pos, pos < length, pos, jnp.zeros((HEADS, GROUP, 0, SIZE)), none)
+    nth, none = jnp.arange(PROMPT), jnp.zeros(0, jnp.int32)
+    pos, unseen = SPEC.sinks + nth, jnp.zeros((HEADS, GROUP, 0, SIZE))
+    context = Context(keys[:, :PROMPT], pos, nth < length, nth, unseen, none)
     index, _ = METHOD.build(SPEC, METHOD.init(SPEC, ()), context)
     unknown = jnp.full(SPEC.ring, -1, jnp.int32)
     for i in range(MORE):
-        leaving = Leaving(keys[:, PROMPT + i], length + i, jnp.int32(-1), jnp.bool_(True), unknown)
+        leaving = Leaving(keys[:, PROMPT + i], SPEC.sinks + length + i, jnp.int32(-1), jnp.bool_(True), unknown)
         index, _ = METHOD.append(SPEC, index, view_of(length), leaving)
     return index
 

@@ -78,6 +78,12 @@ def test_impossible_settings_are_refused(change):
         dataclasses.replace(METHOD, **change)
 
 
+def test_a_budget_without_room_for_a_sentence_is_refused():
+    sizes = {"kv_heads": 2, "group": 2, "head_dim": 8, "capacity": 96}
+    with pytest.raises(ConfigError, match="leaves nothing to keep"):
+        dataclasses.replace(METHOD, budget=METHOD.sinks + METHOD.window).spec(**sizes)
+
+
 def test_it_needs_a_table():
     with pytest.raises(ConfigError, match="needs table="):
         SentenceKV().weights(0)
