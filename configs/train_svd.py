@@ -16,7 +16,7 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config.seed = 0
     config.model = ""  # empty: the reference model
     config.kinds = ("code", "prose")  # and "needles": code with facts that come again, for what retrieves them
-    config.ratios = (8, 16, 32)  # sigma = H_k d / r
+    config.ratios = (4, 8, 16, 32)  # sigma = H_k d / r; those of configs/tune.py
     config.forms = ("joint", "per_head")
     config.length = 1024  # tokens of a row; rotated keys depend on it, so it should be the context to come
     config.batch = 2

@@ -52,19 +52,28 @@ def found_adapters(config: ml_collections.ConfigDict) -> dict[int, str]:
     return {sigma: str(path) for sigma, path in paths.items()}
 
 
-def run(config: ml_collections.ConfigDict, workdir: str) -> None:
-    """Solves every batch size and context length."""
+def check(config: ml_collections.ConfigDict) -> None:
+    """Raises ConfigError for settings that do not go together."""
     common.check_counts(config, steps=2, rounds=2)  # the first token of a turn and the first turn are left out
-    adapters, solved = found_adapters(config), set(itertools.product(config.batches, config.contexts))
-    if not set(config.checked) <= solved:
+    if not set(config.checked) <= set(itertools.product(config.batches, config.contexts)):
         raise ConfigError(f"checked={config.checked} must be pairs of one of batches={config.batches} and one of "
                           f"contexts={config.contexts}")
-    llm, run = make_model(config.model), Run(config, workdir, ("checked",))
-    store = common.make_store(config.store, run.path / "store")
-    if store is None:
+    if config.store == "memory":
         raise ConfigError("store='memory' reads nothing; use host, flash or flash:DEVICE")
-    space = tuner.Space(tuple(config.groups), tuple(config.sigmas), tuple(config.reuses))
-    started = time.monotonic()
+    space_of(config)
+    found_adapters(config)
+
+
+def space_of(config: ml_collections.ConfigDict) -> tuner.Space:
+    return tuner.Space(tuple(config.groups), tuple(config.sigmas), tuple(config.reuses))
+
+
+def run(config: ml_collections.ConfigDict, workdir: str) -> None:
+    """Solves every batch size and context length."""
+    check(config)
+    adapters, space, llm = found_adapters(config), space_of(config), make_model(config.model)
+    run = Run(config, workdir, ("checked",))
+    store, started = common.make_store(config.store, run.path / "store"), time.monotonic()
     found = tuner.tune(
         llm, store, sample_text(llm, config.text, config.seed), max_bytes=config.max_mib << 20,
         batches=tuple(config.batches), contexts=tuple(config.contexts), selected=config.selected, bits=config.bits,
@@ -74,12 +83,12 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     logging.info("tuned in %.1f minutes, but for what was in the workdir", (time.monotonic() - started) / 60)
     rows = [row(config, *pair, solution) for pair, solution in sorted(found.solutions.items())]
     print_table(rows)
-    checks = [one for pair in config.checked for one in check(llm, store, space, found, config, pair, run)]
+    checks = [one for pair in config.checked for one in checked(llm, store, space, found, config, pair, run)]
     print_checks(checks)
     run.summary(rows + checks)
 
 
-def check(llm, store, space: tuner.Space, found: tuner.Tuning, config, pair, run: Run) -> Iterator[dict]:
+def checked(llm, store, space: tuner.Space, found: tuner.Tuning, config, pair, run: Run) -> Iterator[dict]:
     """Expected and measured memory and time of the choice for (batch, context), and of the middle of the grid."""
     batch, context = pair
     done = {one["label"] for one in run.logged() if (one["batch"], one["context"]) == pair}
@@ -104,6 +113,7 @@ class Decoding:
     state: State
     branch: Branch
     bytes: int  # in memory, before the first token
+    store_bytes: int = 0  # the store's own beside them, after the last one
     seconds: list[float] = dataclasses.field(default_factory=list)  # median of each turn's tokens
     traffic: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # blocks needed and read, of each token
 
@@ -140,6 +150,8 @@ def in_turn(
                 if turn:
                     one.seconds.append(float(np.median(times[1:])))
                     one.traffic.extend(traffic)
+        for one in decodings.values():
+            one.store_bytes = one.branch.held_bytes
     return decodings
 
 
@@ -155,7 +167,7 @@ def compared(solution: tuner.Solution, one: Decoding, middle: Decoding) -> dict:
         "tokens_per_s": one.plan.batch / seconds,
         "over_middle": float(np.median(np.divide(middle.seconds, one.seconds))),
         "block_ms": 1e3 * block, "expected_block_ms": 1e3 * solution.seconds, "time_off": solution.seconds / block - 1,
-        "measured_bytes": one.bytes, "memory_off": solution.memory / one.bytes - 1,
+        "measured_bytes": one.bytes, "memory_off": solution.memory / one.bytes - 1, "store_bytes": one.store_bytes,
         "expected_reuse_rate": solution.reuse_rate, "reuse_rate": timing.came_back(one.traffic),
     }
 
@@ -182,9 +194,9 @@ def print_table(rows: list[dict]) -> None:
 
 def print_checks(rows: list[dict]) -> None:
     print(f"{'batch':>6}{'context':>9} {'setting':<20}{'tokens/s':>9}{'over middle':>12}{'ms/layer':>9}{'expected':>9}"
-          f"{'MiB':>8}{'expected':>9}{'reuse %':>9}{'expected':>9}")
+          f"{'MiB':>8}{'expected':>9}{'store':>7}{'reuse %':>9}{'expected':>9}")
     for one in rows:
         print(f"{one['batch']:6}{one['context']:9,} {one['label']:<20}{one['tokens_per_s']:9.1f}"
               f"{one['over_middle']:11.2f}x{one['block_ms']:9.1f}{one['expected_block_ms']:9.1f}"
               f"{one['measured_bytes'] / 2**20:8.1f}{one['resident_bytes'] / 2**20:9.1f}"
-              f"{100 * one['reuse_rate']:9.1f}{100 * one['expected_reuse_rate']:9.1f}")
+              f"{one['store_bytes'] / 2**20:7.1f}{100 * one['reuse_rate']:9.1f}{100 * one['expected_reuse_rate']:9.1f}")

@@ -10,8 +10,9 @@ from harness import METHODS
 from test_decode import teacher_forced
 from tiny import CONFIG, PROMPT, start
 
-from kvjax import decode, planning
+from kvjax import decode, layer, planning, prefill
 from kvjax.errors import ConfigError
+from kvjax.models.transformer import Block
 from kvjax.planning import Slots
 from kvjax.store.flash import FlashStore
 from tests.store.conftest import GEOMETRY, Driver, wait_until
@@ -64,7 +65,7 @@ def test_slots_that_keep_nothing_read_every_block_in_every_step(params, tokens, 
 
 @pytest.mark.parametrize(("name", "backend"), [
     ("kvswap", "buffer"), ("kvswap", "io"), ("kvswap", "python"), ("quest", "buffer"), ("dynakv", "io"),
-    ("shadowkv", "python"),
+    ("shadowkv", "python"), ("full", "buffer"),
 ])
 def test_layers_that_keep_nothing_share_their_slots_unless_they_rewrite_blocks(params, tokens, name, backend, tmp_path):
     """Given as many tokens as split a cluster: the same logits, and memory of one layer's slots."""
@@ -77,9 +78,11 @@ def test_layers_that_keep_nothing_share_their_slots_unless_they_rewrite_blocks(p
     sizes = {}
     for keep in (True, False):
         plan, state, _, branch = start(params, tokens, method, FlashStore(tmp_path / f"{keep}"), keep=keep)
-        state = decode.step(plan, params, state, tokens[:, max(PROMPT)]).state
+        done = decode.step(plan, params, state, tokens[:, max(PROMPT)])
+        state, traffic = done.state, [report.traffic for report in done.reports]
         sizes[keep] = planning.resident_bytes(state)
         branch.close()
+    assert all((one.missed == one.requested).all() and one.requested.any() for one in traffic)
     pools = [one.pool for one in state.layers]
     if name == "dynakv":
         assert sizes[False] == sizes[True] and not any(pool.passing for pool in pools)
@@ -146,6 +149,26 @@ def test_a_method_that_looks_ahead_reads_nothing_late(deep, tokens, driver, tmp_
     stats = branch.stats()
     assert stats.prefetched == stats.prefetch_used > 0
     assert stats.mispredicted == 0
+
+
+@pytest.mark.parametrize("lookahead", [True, False])
+def test_groups_are_chosen_by_the_previous_layers_input_or_by_a_layers_own_query(params, tokens, lookahead):
+    """KVSwap's Eq. 1: what goes into layer 0 is projected with layer 1's weights. Own queries choose other groups."""
+    method = dataclasses.replace(METHODS["kvswap"], lookahead=lookahead, budget=14)
+    plan, state, _, _ = start(params, tokens, method)
+    one, others = plan.layers[1], 0
+    for i in range(8):
+        token, at = tokens[:, max(PROMPT) + i], state.length
+        before = prefill.embed(CONFIG, params, token)
+        early, _, _ = Block(CONFIG).apply({"params": params["layers_1"]}, before, at, method="project")
+        mine = state.layers[1].state
+        done = decode.step(plan, params, state, token)
+        own = done.reports[1].q.reshape(early.shape)
+        first, second = (np.asarray(layer.choose(one, mine, q).rows.pos) for q in (early, own))
+        np.testing.assert_array_equal(done.reports[1].selected, first if lookahead else second)
+        others += not np.array_equal(first, second)
+        state = done.state
+    assert others
 
 
 @pytest.mark.parametrize("prefetch", ["layer", "step"])

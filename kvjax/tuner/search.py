@@ -45,8 +45,8 @@ def tune(
     Every sequence gets max_bytes / max(batches).
 
     Args:
-      text: text or token ids on which the reuse rate of every buffer size is measured; half is the prompt, the rest
-        decoded.
+      text: text or token ids on which the reuse rate of every buffer size is measured: all but the last half, or 512
+        tokens, is the prompt, the rest is decoded.
       max_bytes: memory for the caches of the largest batch, without the store's own (`Cache.store_bytes`).
       selected, bits, per_head, adapters: what all settings have in common (`Family`).
       relax: alpha, by what share reading may prolong a layer.
@@ -55,18 +55,18 @@ def tune(
       path: where to keep solutions as they are found; pairs that are there already are not solved again.
 
     Raises ConfigError where `batches` or `contexts` are not positive integers or there are none, or `knots` below 2, or
-    a batch size and context length do not fit their memory, or for a `FlashStore` of one file; FormatMismatch where
-    `path` is of another model, store, text, family, memory, alpha or space, or WriteFailed; and what the store raises,
-    NoSpace where it has no room for a layer.
+    a batch size and context length do not fit their memory, or for a `FlashStore` of one file or with a codec;
+    FormatMismatch where `path` is of another model, store, text, family, memory, alpha or space, or adapters of another
+    model, or WriteFailed; and what the store raises, NoSpace where it has no room for a layer.
     """
     for name, sizes in (("batches", batches), ("contexts", contexts)):
         if not sizes or not all(fields.whole(one, 1) for one in sizes):
             raise ConfigError(f"{name}={sizes} must be positive integers, at least one")
     if len(knots) != 2 or not all(fields.whole(one, 2) for one in knots):
         raise ConfigError(f"knots={knots} must be two integers of at least 2, of batch sizes and of context lengths")
-    _check_store(store)
     family = Family(selected, bits, adapters or {}, per_head)
     limits = Limits(max_bytes // max(batches), relax, space or Space())
+    _check(llm, store, family, limits.space)
     found = _resumed(path, Tuning({}, family, limits, llm.identity, _source(llm, store, text)))
     found.tables.rates.update(rates or {})
     bench = Bench(llm, store, family, limits.space, _reuse_rates(llm, text, limits.space, family), found.tables)
@@ -87,17 +87,23 @@ def expect(
     space: Space | None = None,
 ) -> Solution:
     """What a setting of one's own takes, measured as `tune` does at a knot; arguments as there."""
-    _check_store(store)
     pair, space = (batch, context), space or Space()
+    _check(llm, store, family, space)
     bench = Bench(llm, store, family, space, _reuse_rates(llm, text, space, family), Tables())
     with bench.costs(pair, [(pair, 1.0)]) as costs:
         return expected(costs, setting)
 
 
-def _check_store(store: Store) -> None:
-    """Raises ConfigError for a store of one file: each group size that is tried needs one, of which none is kept."""
+def _check(llm: LLM, store: Store, family: Family, space: Space) -> None:
+    """Raises ConfigError for a store of one file, as each group size that is tried needs one, of which none is kept, or
+    with a codec, which has little to do with rows that are made up; FormatMismatch for another model's adapters."""
     if isinstance(store, FlashStore) and not os.path.isdir(store.path):
         raise ConfigError(f"{store.path} is a file; give FlashStore a directory on the device, where files come and go")
+    if isinstance(store, FlashStore) and store.codec not in (None, "raw"):
+        raise ConfigError(f"codec={store.codec!r} makes blocks as small as their keys allow, which a tuning does not "
+                          "know; tune with codec='raw'")
+    for sigma in space.sigmas:
+        family.method(Setting(space.middle_group, sigma, space.reuses[0])).check_model(llm.identity)
 
 
 def _resumed(path, fresh: Tuning) -> Tuning:
@@ -121,30 +127,33 @@ def _source(llm: LLM, store: Store, text: str | Sequence[int]) -> str:
     return f"{type(store).__name__} ({kind}), text {hashlib.sha256(ids.tobytes()).hexdigest()[:16]}"
 
 
+_DECODED = 512  # tokens of a text, at most, during which reuse is measured
+
+
 def _reuse_rates(llm, text, space: Space, family: Family):
     """(C, context) -> reuse rate, with the group in the middle (the paper has one rate).
 
-    Half of the text stands for a longer context: as large a share of it is selected as of the real one, and the buffer
-    holds as many times what is selected.
+    The prompt stands for a longer context: as large a share of it is selected as of the real one, and the buffer holds
+    as many times what is selected.
     """
     ids = llm.encode(text, start=False)
     if len(ids) < 2 * family.selected:
         raise ConfigError(f"{len(ids)} tokens of text are too few to measure reuse; give at least "
                           f"{2 * family.selected}")
-    group, sigma, prompt = space.middle_group, space.sigmas[0], len(ids) // 2
+    group, sigma, prompt = space.middle_group, space.sigmas[0], max(len(ids) // 2, len(ids) - _DECODED)
 
     def groups(context: int) -> int:
         return max(2, round(min(1.0, prompt / context) * family.selected / group))
 
     @functools.cache
-    def needed(context: int):
-        method = dataclasses.replace(family, selected=groups(context) * group).method(Setting(group, sigma, 0))
+    def needed(count: int):
+        method = dataclasses.replace(family, selected=count * group).method(Setting(group, sigma, 0))
         return profile.needed_groups(llm, method, ids, prompt)
 
     def rate(reuse: int, context: int) -> float:
         count = family.slots(Setting(group, sigma, reuse)).count or 0
         times = (count - 1) * group / family.selected  # one slot is the unfinished group's
-        return fifo.rate(needed(context), max(groups(context) + 1, round(times * groups(context))))
+        return fifo.rate(needed(groups(context)), max(groups(context) + 1, round(times * groups(context))))
 
     return rate
 

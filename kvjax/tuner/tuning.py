@@ -14,7 +14,7 @@ from kvjax.planning import Slots
 from kvjax.tuner.solver import Limits, Setting, Solution, Space
 from kvjax.tuner.tables import Tables
 
-VERSION = 8  # of the file, and of how solutions are chosen
+VERSION = 9  # of the file, and of how solutions are chosen
 _TUNED = {"budget", "group", "sigma", "bits", "per_head", "adapters"}  # fields of KVSwap that a tuning decides
 
 

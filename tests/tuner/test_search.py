@@ -9,11 +9,12 @@ from tiny import CONFIG, make_params
 
 import kvjax
 from kvjax import decode, tuner
-from kvjax.errors import ConfigError, FormatMismatch
+from kvjax.adapters.value import Adapters
+from kvjax.errors import ConfigError, FormatMismatch, ReadFailed
 from kvjax.store import fifo
 from kvjax.store.flash import FlashStore
 from kvjax.store.host import HostBranch, HostStore
-from kvjax.tuner import profile
+from kvjax.tuner import profile, search
 from kvjax.tuner.solver import Setting
 from tests.store.conftest import skip_without
 
@@ -153,6 +154,45 @@ def test_solutions_are_kept_as_they_are_found(llm, tmp_path, monkeypatch):
             tuner.tune(llm, store, text, contexts=(96,), path=path, **settings)
 
 
+def test_a_tuning_that_was_interrupted_measures_what_is_missing(llm, tmp_path, monkeypatch):
+    """Given two context lengths and a device that fails in the second: the first one's solution stands."""
+    measured, failing = [], True
+
+    def compute(llm, method, slots, batch, capacity):
+        if capacity == 96 and failing:
+            raise ReadFailed("the device is gone")
+        measured.append(capacity)
+        return 1.0
+
+    monkeypatch.setattr(profile, "compute_seconds", compute)
+    settings = {"max_bytes": 10**8, "selected": SELECTED, "contexts": (48, 96), "path": tmp_path / "config.json",
+                "space": tuner.Space((4,), (2,), (24,))}
+    with pytest.raises(ReadFailed):
+        tuner.tune(llm, HostStore(), TEXT, **settings)
+    first = tuner.load(settings["path"]).solutions
+    failing = False
+    found = tuner.tune(llm, HostStore(), TEXT, **settings).solutions
+    assert measured == [48, 96] and list(first) == [(1, 48)] and found[1, 48] == first[1, 48]
+
+
+def test_adapters_of_each_sigma_are_used_and_those_of_another_model_refused(llm, tmp_path):
+    rng, directories = np.random.default_rng(0), {}
+    for sigma in SPACE.sigmas:
+        rank = CONFIG.num_kv_heads * CONFIG.head_dim // sigma
+        basis = tuple(rng.normal(size=(CONFIG.num_kv_heads, CONFIG.head_dim, rank)).astype(np.float32)
+                      for _ in range(CONFIG.num_layers))
+        for name, fingerprint in (("mine", llm.identity), ("other", "another model")):
+            directories[name, sigma] = str(tmp_path / f"{name}_{sigma}")
+            Adapters(basis, True, fingerprint).save(directories[name, sigma])
+    settings = {"contexts": (96,), "max_bytes": 10**8, "selected": SELECTED, "space": SPACE}
+    mine = {sigma: directories["mine", sigma] for sigma in SPACE.sigmas}
+    found = tuner.tune(llm, HostStore(), TEXT, adapters=mine, **settings)
+    method = found.method(1, 96)
+    assert method.adapters == mine[method.sigma] and method.fitted.has_ratio(method.sigma)
+    with pytest.raises(FormatMismatch, match="another model"):
+        tuner.tune(llm, HostStore(), TEXT, adapters={**mine, 4: directories["other", 4]}, **settings)
+
+
 def test_costs_between_knots_are_not_measured(llm, monkeypatch):
     """Given three batch sizes and two knots, the middle one is solved with what lies between theirs."""
     measured, seconds = [], {1: 3.0, 2: 7.0, 3: 5.0}
@@ -205,3 +245,15 @@ def test_bad_settings_are_refused(llm, tmp_path):
         tuner.tune(llm, HostStore(), TEXT[:10], max_bytes=10**8, selected=SELECTED)
     with pytest.raises(ConfigError, match="a directory"):
         tuner.tune(llm, FlashStore(tmp_path / "one.kv"), TEXT, max_bytes=10**8, selected=SELECTED)
+    with pytest.raises(ConfigError, match="codec='rle'"):
+        tuner.tune(llm, FlashStore(tmp_path, codec="rle"), TEXT, max_bytes=10**8, selected=SELECTED)
+
+
+def test_a_short_text_stands_for_a_longer_context(llm, monkeypatch):
+    """Given a prompt of an eighth of the context: an eighth of what is selected, and buffers of the same multiples."""
+    slots, prompt = [], len(TEXT) // 2
+    monkeypatch.setattr(search.fifo, "rate", lambda need, count: slots.append((len(need), count)) or 0.5)
+    space, family = tuner.Space((1,), (2,), (24, 48)), tuner.Family(SELECTED)
+    rate = search._reuse_rates(llm, TEXT, space, family)
+    assert [rate(reuse, 8 * prompt) for reuse in space.reuses] == [0.5, 0.5]
+    assert slots == [(len(TEXT) - prompt, 3 + 1), (len(TEXT) - prompt, 2 * 3)]
