@@ -20,6 +20,15 @@ def overlap(need: np.ndarray) -> float:
     return float(again[need[1:] >= 0].mean())
 
 
+def frequent(need: np.ndarray, share: float = 0.8) -> float:
+    """Of the groups that are ever in need[steps, lanes, M], the fewest that make up such a share of it (Figure 8)."""
+    found = []
+    for lane in need.swapaxes(0, 1):
+        often = np.sort(np.bincount(lane[lane >= 0]))[::-1]
+        found.append((1 + np.searchsorted(np.cumsum(often), share * often.sum())) / np.count_nonzero(often))
+    return float(np.mean(found))
+
+
 def record(llm, kind: str, settings, selected: int, config: ml_collections.ConfigDict) -> np.ndarray:
     """int32[steps, texts, lanes, M] groups that a method needs of texts of a kind when it selects so many tokens."""
     method = common.make_method(settings, ("label",))
@@ -35,7 +44,7 @@ def measure(llm, kind: str, settings, selected: int, config: ml_collections.Conf
     steps, texts, _, groups = need.shape
     head = {"method": common.label_of(settings), "store": "replay", "task": "reuse", "kind": kind, "budget": selected,
             "context": how.tokens - steps, "steps": steps, "texts": texts, "seed": how.seed,
-            "overlap": overlap(need.reshape(steps, -1, groups))}
+            "overlap": overlap(need.reshape(steps, -1, groups)), "frequent": frequent(need.reshape(steps, -1, groups))}
     for times in config.times_selected:
         slots = int(times * groups)
         rates = [fifo.rate(need[:, text], slots, config.warm_up) for text in range(texts)]
@@ -76,7 +85,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
 
 def print_table(rows: list[dict]) -> None:
     """Reuse in %, a line per row."""
-    print(f"{'method':>12}{'selected':>10}{'kind':>10}{'slots':>7}{'overlap':>9}{'reuse':>9}{'min':>9}{'max':>9}{'std':>9}")
+    print(f"{'method':>12}{'selected':>10}{'kind':>10}{'slots':>7}{'overlap':>9}{'frequent':>9}{'reuse':>9}"
+          f"{'min':>9}{'max':>9}{'std':>9}")
     for row in rows:
-        cells = "".join(f"{100 * row[key]:9.1f}" for key in ("overlap", "reuse_rate", "min", "max", "std"))
+        cells = "".join(f"{100 * row[key]:9.1f}" for key in ("overlap", "frequent", "reuse_rate", "min", "max", "std"))
         print(f"{row['method']:>12}{row['budget']:>10}{row['kind']:>10}{row['slots']:7}{cells}")

@@ -160,6 +160,8 @@ def test_a_fifo_buffer_by_hand():
     np.testing.assert_array_equal(fifo.misses(need, 3)[:, 0], [2, 1, 1, 0])
     np.testing.assert_array_equal(fifo.misses(need, 2)[:, 0], [2, 1, 2, 0])
     assert fifo.rate(need, 3, skip=1) == pytest.approx(4 / 6) and reuse.overlap(need) == pytest.approx(3 / 6)
+    assert reuse.frequent(need) == 3 / 4  # needed 3, 2, 2 and 1 times, of which 7 are four fifths
+    assert reuse.frequent(np.concatenate([need, 9 + 0 * need], axis=1)) == (3 / 4 + 1) / 2
 
 
 def test_drawn_selections_come_back_at_their_rate():
