@@ -16,7 +16,7 @@ import numpy as np
 
 from kvjax.method import Context, Edits, Leaving, Method, Placement, Selection, Spec, View, position_in_order
 from kvjax.order import computed_once
-from kvjax.typing import Array, Bool, Float, Int32, pytree
+from kvjax.typing import Array, Bool, Float, Int32, UInt, pytree
 
 
 @pytree
@@ -37,7 +37,7 @@ class LayerState:
     index: Any  # the method's arrays, [B, ...]
     positions: Int32[Array, "*B KT _ C"]  # position of the token in each row, -1 = empty, _ = NB; where blocks are in
     # token order (`Spec.in_order`) those of the first block's rows, from which all others follow, _ = 1
-    counts: Int32[Array, "*B KT NB"]  # valid rows, a prefix of each block
+    counts: UInt[Array, "*B KT NB"]  # valid rows, a prefix of each block; of the smallest type that holds C
     loaded: Int32[Array, "*B K M1"]  # blocks fetched in the newest step
     tail: Tail
     refused: Int32[Array, "*B K"]  # tokens to be held that found no free row (always 0 for a correct method)
@@ -50,7 +50,7 @@ class LayerState:
     @property
     def count(self) -> Int32[Array, "*B K NB"]:
         """`counts` of every head."""
-        return _for_heads(self.counts, self.refused.shape[-1], -2)
+        return _for_heads(self.counts, self.refused.shape[-1], -2).astype(np.int32)
 
     @property
     def table(self) -> Int32[Array, "*B KT NB C"]:
@@ -110,7 +110,7 @@ def empty_layer(spec: Spec, index: Any, dtype) -> LayerState:
     return LayerState(
         index=index,
         positions=positions,
-        counts=jnp.zeros((spec.tables, spec.num_blocks), jnp.int32),
+        counts=jnp.zeros((spec.tables, spec.num_blocks), np.min_scalar_type(spec.block_rows)),
         loaded=jnp.full((heads, spec.max_blocks + 1), spec.num_blocks, jnp.int32),
         tail=tail,
         refused=jnp.zeros((heads,), jnp.int32),
@@ -231,7 +231,8 @@ def needed_blocks(spec: Spec, layer: LayerState, selection: Selection) -> tuple[
     """
     none, chosen = spec.num_blocks, computed_once(selection.block)
     head, table = jnp.arange(spec.kv_heads)[:, None], table_of(spec)[:, None]
-    count = jnp.where(chosen < none, layer.counts[table, jnp.minimum(chosen, none - 1)], 0)
+    count = layer.counts[table, jnp.minimum(chosen, none - 1)].astype(jnp.int32)
+    count = jnp.where(chosen < none, count, 0)
     end = jnp.cumsum(count, axis=-1)
     room = spec.selected_rows - jnp.sum(view(spec, layer).held_pos >= 0, axis=-1, keepdims=True)
     fits = (end - count < room) & (count > 0)
@@ -350,5 +351,7 @@ def apply_edits(spec: Spec, layer: LayerState, edits: Edits, pos: Int32[Array, "
     return dataclasses.replace(
         layer, tail=tail,
         positions=layer.positions.at[head, edits.dst].set(moved, mode="drop"),
-        counts=layer.counts.at[head, edits.dst].set(jnp.sum(taken, axis=-1), mode="drop"),
+        counts=layer.counts.at[head, edits.dst].set(
+            jnp.sum(taken, axis=-1, dtype=layer.counts.dtype), mode="drop"
+        ),
     )

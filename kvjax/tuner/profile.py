@@ -147,7 +147,7 @@ def _with_groups(plan: LayerPlan, state: LayerState, length: int) -> LayerState:
     offset = offset.reshape(spec.num_blocks, spec.block_rows)
     return dataclasses.replace(
         state, index=dataclasses.replace(state.index, stored=jnp.full_like(state.index.stored, stored)),
-        counts=jnp.broadcast_to(jnp.sum(offset < stored, axis=-1, dtype=jnp.int32), state.counts.shape),
+        counts=jnp.broadcast_to(jnp.sum(offset < stored, axis=-1, dtype=state.counts.dtype), state.counts.shape),
     )
 
 
