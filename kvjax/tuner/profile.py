@@ -28,13 +28,15 @@ from kvjax.tuner.tables import Reading
 
 def memory_bytes(config: ModelConfig, method: Method, slots: Slots, batch: int, capacity: int) -> int:
     """Bytes of everything a cache over a store keeps in memory: index, tables, tail and slots. Allocates nothing."""
-    plan = planning.make_plan(config, method, batch, capacity)
+    plan, shared = planning.make_plan(config, method, batch, capacity), []
 
     def one_layer():
         pool = planning.slot_pool(plan, len(plan.layers) - 1, slots)
+        shared.append(pool.passing_bytes)
         return jax.tree.leaves((layer.init(plan.layers[-1], batch), pool))
 
-    return config.num_layers * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.eval_shape(one_layer))
+    of_each = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.eval_shape(one_layer))
+    return config.num_layers * of_each + shared[0]
 
 
 _SWEPT = 64 << 20  # bytes: more than a processor's caches hold
@@ -99,26 +101,28 @@ def _picks(count: int, size: int) -> Callable[[int], np.ndarray]:
 
 
 def compute_seconds(llm: LLM, method: Method, slots: Slots, batch: int, capacity: int, repeats: int = 9) -> float:
-    """T_model: seconds of one layer of a token that reads next to nothing, prediction, slot table and writes included.
+    """T_model: seconds of one layer of a token without its reads, prediction, slot table and writes included.
 
-    Two layers decode, as each looks at the next one; the model's output layer is taken off. All keys are alike, so that
-    each token selects what the one before selected. The process's compiled programs are dropped: each setting has its
-    own, with hundreds of memory maps, of which a process may have 65,530.
+    Two layers decode, as each looks at the next one; the model's output layer is taken off, and what reading from host
+    memory takes. All keys are alike, so that each token selects what the one before selected. The process's compiled
+    programs are dropped: each setting has its own, with hundreds of memory maps, of which a process may have 65,530.
     """
     layers = min(2, llm.config.num_layers)
     config = dataclasses.replace(llm.config, num_layers=layers, windows=llm.config.windows[:layers])
     plan = planning.make_plan(config, method, batch, capacity)
     branch, tokens = HostStore().create(planning.geometry(plan), "tuner"), jnp.zeros(batch, jnp.int32)
     hidden, most = jnp.ones((batch, config.hidden_size)), max(repeats, min(10 * repeats, capacity // 8))
-    state = _zeros_state(plan, slots, branch, max(0, capacity - most - 1))
+    state, reads = _zeros_state(plan, slots, branch, max(0, capacity - most - 1)), []
 
     def decode_token(_):
         nonlocal state
+        before = branch.stats().read_seconds
         done = decode.step(plan, llm.params, state, tokens, driver="fused", donate=True)
         state = jax.block_until_ready((done.state, done.logits))[0]
+        reads.append(branch.stats().read_seconds - before)
 
     try:
-        whole = _median_seconds(decode_token, repeats, most)
+        whole = _median_seconds(decode_token, repeats, most) - float(np.median(reads))
     finally:
         branch.close()
         jax.clear_caches()

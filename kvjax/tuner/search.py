@@ -151,6 +151,8 @@ def _reuse_rates(llm, text, space: Space, family: Family):
         return profile.needed_groups(llm, method, ids, prompt)
 
     def rate(reuse: int, context: int) -> float:
+        if not reuse:
+            return 0.0
         count = family.slots(Setting(group, sigma, reuse)).count or 0
         times = (count - 1) * group / family.selected  # one slot is the unfinished group's
         return fifo.rate(needed(groups(context)), max(groups(context) + 1, round(times * groups(context))))

@@ -24,27 +24,28 @@ class Setting:
 
     group: int  # G, tokens
     sigma: int  # compression ratio of the low-rank keys
-    reuse: int  # C, tokens of one KV head that the reuse buffer holds
+    reuse: int  # C, tokens of one KV head that the reuse buffer holds; 0 = none, one layer's groups at a time
 
 
 @dataclasses.dataclass(frozen=True)
 class Space:
     """What it may choose from, each ascending, kept as a tuple; the last of each is the limit (G_max, sigma_max).
 
-    Raises ConfigError where one of them is empty, not ascending, or has something other than positive integers.
+    Raises ConfigError where one of them is empty, not ascending, or has something other than positive integers, or 0
+    among `reuses`.
     """
 
     groups: Sequence[int] = (1, 2, 4, 8, 16)
     sigmas: Sequence[int] = (4, 8, 16, 32)
-    reuses: Sequence[int] = (400, 600, 800, 1200, 1600)
+    reuses: Sequence[int] = (0, 400, 600, 800, 1200, 1600)
 
     def __post_init__(self):
         for name, given in dataclasses.asdict(self).items():
-            if not all(fields.whole(one, 1) for one in given):
-                raise ConfigError(f"{name}={given} must be positive integers")
+            if not all(fields.whole(one, 0 if name == "reuses" else 1) for one in given):
+                raise ConfigError(f"{name}={given} must be positive integers; of reuses one may be 0")
             values = tuple(map(int, given))  # a list would not equal the tuple that a saved tuning is loaded with
             if not values or list(values) != sorted(set(values)):
-                raise ConfigError(f"{name}={given} must be positive, ascending and not empty")
+                raise ConfigError(f"{name}={given} must be ascending and not empty")
             object.__setattr__(self, name, values)
 
     @property

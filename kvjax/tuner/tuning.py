@@ -59,7 +59,10 @@ class Family:
         return dataclasses.replace(made, budget=made.sinks + made.window + self.selected)
 
     def slots(self, setting: Setting) -> Slots:
-        """Room for C tokens in groups, and for what one step needs at least: FIFO, filled while a layer computes."""
+        """Room for C tokens in groups, and for what one step needs at least: FIFO, filled while a layer computes. With
+        C = 0 layers share what one of them needs, and keep nothing."""
+        if not setting.reuse:
+            return Slots(keep=False, prefetch="layer")
         least = -(-self.selected // setting.group) + 2
         return Slots(count=max(least, -(-setting.reuse // setting.group)), policy="fifo", prefetch="layer")
 

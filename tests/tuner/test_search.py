@@ -8,9 +8,10 @@ import pytest
 from tiny import CONFIG, make_params
 
 import kvjax
-from kvjax import decode, tuner
+from kvjax import decode, planning, tuner
 from kvjax.adapters.value import Adapters
 from kvjax.errors import ConfigError, FormatMismatch, ReadFailed
+from kvjax.planning import Slots
 from kvjax.store import fifo
 from kvjax.store.flash import FlashStore
 from kvjax.store.host import HostBranch, HostStore
@@ -34,7 +35,7 @@ def parts(setting):
 
 
 @pytest.mark.parametrize(("bits", "per_head"), [(32, False), (4, False), (4, True)])
-@pytest.mark.parametrize("setting", [Setting(4, 2, 24), Setting(2, 4, 48)])
+@pytest.mark.parametrize("setting", [Setting(4, 2, 24), Setting(2, 4, 48), Setting(2, 4, 0)])
 def test_predicted_memory_is_what_a_cache_takes(llm, setting, bits, per_head):
     family = tuner.Family(SELECTED, bits, per_head=per_head)
     method, slots = family.method(setting), family.slots(setting)
@@ -42,6 +43,17 @@ def test_predicted_memory_is_what_a_cache_takes(llm, setting, bits, per_head):
     cache = llm.prefill(texts, method=method, slots=slots, store=HostStore(), capacity=128)
     assert profile.memory_bytes(CONFIG, method, slots, 2, 128) == cache.resident_bytes
     cache.close()
+
+
+def test_without_a_buffer_nothing_comes_back_and_little_is_kept(llm):
+    """Memory of one layer's groups for all layers, and groups of each step are read anew."""
+    space = tuner.Space((4,), (2,), (0, 24))
+    assert search._reuse_rates(llm, TEXT, space, FAMILY)(0, 96) == 0.0
+    least, kept = (profile.memory_bytes(CONFIG, *parts(Setting(4, 2, reuse)), 1, 96) for reuse in space.reuses)
+    pool = planning.slot_pool(planning.make_plan(CONFIG, FAMILY.method(Setting(4, 2, 24)), 1, 96), 0, Slots())
+    assert kept - least == (CONFIG.num_layers - 1) * pool.rows.nbytes
+    found = tuner.tune(llm, HostStore(), TEXT, contexts=(96,), max_bytes=least, selected=SELECTED, space=space)
+    assert found.slots(1, 96) == Slots(keep=False, prefetch="layer") and found.solutions[1, 96].memory == least
 
 
 def test_a_larger_buffer_reuses_more(llm):

@@ -72,7 +72,7 @@ def test_a_budget_that_nothing_fits_is_refused():
         solve(SPACE, 100, device(1e6, 0.0))
 
 
-@pytest.mark.parametrize("change", [{"groups": ()}, {"sigmas": (8, 4)}, {"reuses": (0, 1)}, {"groups": (2, 2)},
+@pytest.mark.parametrize("change", [{"groups": ()}, {"sigmas": (8, 4)}, {"reuses": (-1, 1)}, {"groups": (2, 2)},
                                     {"sigmas": (True, 2)}])
 def test_a_space_without_order_is_refused(change):
     with pytest.raises(ConfigError, match=next(iter(change))):
