@@ -128,12 +128,11 @@ def _relaxed() -> tuple[dict, ...]:
 def _tight() -> tuple[dict, ...]:
     """The same with 1/34, labelled "-t"."""
     methods = (
-        {"name": "kvswap", "sigma": 32},
-        {"name": "kvswap", "label": "kvswap, 4 bits", "sigma": 3, "bits": 4, "window": 12},
+        {"name": "kvswap", "sigma": 32}, {"name": "kvswap", "label": "kvswap, 4 bits", "sigma": 3, "bits": 4},
         {"name": "infinigen", "sigma": 32}, {"name": "infinigen", "label": "infinigen*", "sigma": 32, "shared": True},
         {"name": "loki", "sigma": 32}, {"name": "shadowkv", "chunk": 64, "sigma": 128},
     )
-    return tuple({"window": 16, **one, "label": one.get("label", one["name"]) + "-t"} for one in methods)
+    return tuple({**one, "window": 16, "label": one.get("label", one["name"]) + "-t"} for one in methods)
 
 
 def _read_each_time(*methods: dict) -> tuple[dict, ...]:
