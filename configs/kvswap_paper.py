@@ -119,6 +119,7 @@ def _relaxed() -> tuple[dict, ...]:
     methods = (
         {"name": "kvswap", "sigma": 8},
         {"name": "kvswap", "label": "kvswap, 4 bits", "sigma": 2, "bits": 4, "per_head": True},
+        {"name": "kvswap", "label": "kvswap, all in 4 bits", "sigma": 1, "bits": 4, "per_head": True},
         {"name": "infinigen", "sigma": 8}, {"name": "infinigen", "label": "infinigen*", "sigma": 8, "shared": True},
         {"name": "loki", "sigma": 8}, {"name": "shadowkv", "chunk": 16, "sigma": 16},
     )
