@@ -45,8 +45,8 @@ def tune(
     Every sequence gets max_bytes / max(batches).
 
     Args:
-      text: text or token ids on which the reuse rate of every buffer size is measured: all but the last half, or 512
-        tokens, is the prompt, the rest is decoded.
+      text: text or token ids on which the reuse rate of every buffer size is measured: the last 512 tokens are decoded,
+        or half of fewer, the rest is the prompt.
       max_bytes: memory for the caches of the largest batch, without the store's own (`Cache.store_bytes`).
       selected, bits, per_head, adapters: what all settings have in common (`Family`).
       relax: alpha, by what share reading may prolong a layer.
