@@ -136,15 +136,15 @@ def _tight() -> tuple[dict, ...]:
     return tuple({**one, "window": 16, "label": one.get("label", one["name"]) + "-t"} for one in methods)
 
 
-def _read_each_time(*methods: dict) -> tuple[dict, ...]:
-    return tuple({**one, "slots": {"keep": False}} for one in methods)
+def _within_budgets() -> tuple[dict, ...]:
+    """Nothing is kept between steps. What each method has in memory by then is in its row."""
+    kept = tuple({**one, "slots": {"keep": False}} for one in (*_relaxed(), *_tight()))
+    return ({"name": "full", "whole": True}, *kept)
 
 
 def _budget():
-    """Nothing is kept between steps. What each method has in memory by then is in its row."""
-    methods = ({"name": "full", "whole": True}, *_read_each_time(*_relaxed(), *_tight()))
     config = leaderboard.get_config("long")
-    config.update(methods=methods, tasks=("passkey", "needle", "needle_of_4"))
+    config.update(methods=_within_budgets(), tasks=("passkey", "needle", "needle_of_4"))
     return config
 
 
@@ -157,10 +157,9 @@ def _depths():
 
 def _reasoning():
     config = leaderboard.get_config()
-    methods = ({"name": "full", "whole": True}, *_read_each_time(*_relaxed(), *_tight()))
     config.update(
-        model="runs/smollm2", methods=methods, lengths=(8192,),
-        budgets=(_SELECTED + _TAIL,), samples=50, batch=1,
+        model="runs/smollm2", methods=_within_budgets(), lengths=(8192,), budgets=(_SELECTED + _TAIL,), samples=50,
+        batch=1,
         tasks=tuple(f"longbench:runs/longbench/{name}.jsonl" for name in ("hotpotqa", "2wikimqa", "musique")),
     )
     return config

@@ -197,6 +197,11 @@ def _copied(leaves: list[Array]) -> list[Array]:
 
 def resident_bytes(state: State) -> int:
     """Bytes of every array of the cache that is in memory at once, buffers and tables included."""
-    passing = [one.pool.passing_bytes for one in state.layers if isinstance(one.pool, SlotPool)]
-    kept = sum(leaf.nbytes for leaf in jax.tree.leaves(state.layers))
-    return kept + max(passing, default=0) + parking.working_set(state.layers)
+    return bytes_of(state.layers)
+
+
+def bytes_of(layers: tuple) -> int:
+    """The same of a cache's layers, or of outlines of them."""
+    passing = [one.pool.passing_bytes for one in layers if isinstance(one.pool, SlotPool)]
+    kept = sum(leaf.nbytes for leaf in jax.tree.leaves(layers))
+    return kept + max(passing, default=0) + parking.working_set(layers)

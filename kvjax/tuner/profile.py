@@ -28,15 +28,8 @@ from kvjax.tuner.tables import Reading
 
 def memory_bytes(config: ModelConfig, method: Method, slots: Slots, batch: int, capacity: int) -> int:
     """Bytes of everything a cache over a store keeps in memory: index, tables, tail and slots. Allocates nothing."""
-    plan, shared = planning.make_plan(config, method, batch, capacity), []
-
-    def one_layer():
-        pool = planning.slot_pool(plan, len(plan.layers) - 1, slots)
-        shared.append(pool.passing_bytes)
-        return jax.tree.leaves((layer.init(plan.layers[-1], batch), pool))
-
-    of_each = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.eval_shape(one_layer))
-    return config.num_layers * of_each + shared[0]
+    plan = planning.make_plan(config, method, batch, capacity)
+    return planning.bytes_of((planning.outline(plan, len(plan.layers) - 1, True, slots),) * config.num_layers)
 
 
 _SWEPT = 64 << 20  # bytes: more than a processor's caches hold
