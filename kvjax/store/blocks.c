@@ -1,5 +1,6 @@
 /* From what a program's callback asks for to the extents that have it. */
 #include "blocks.h"
+#include "staged.h"
 
 #include <string.h>
 
@@ -10,8 +11,9 @@ int intern_names(void) {
         PyObject **name;
         const char *text;
     } all[] = {{&names.window, "_window"}, {&names.guess_window, "_guess_window"}, {&names.give_back, "_give_back"},
-               {&names.drop, "drop"}, {&names.staged, "_staged"}, {&names.acquire, "acquire"}, {&names.release, "release"},
-               {&names.rows, "rows"}, {&names.checksums, "checksums"}, {&names.in_flight, "in_flight"}};
+               {&names.drop, "drop"}, {&names.acquire, "acquire"}, {&names.release, "release"}, {&names.rows, "rows"},
+               {&names.checksums, "checksums"}, {&names.in_flight, "in_flight"}, {&names.complete, "complete"},
+               {&names.mask, "mask"}, {&names.address, "address"}};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         if (!*all[i].name && !(*all[i].name = PyUnicode_InternFromString(all[i].text))) return 0;
     return 1;
@@ -27,10 +29,10 @@ void call_aside(PyObject *object, PyObject *name, PyObject *argument, PyObject *
 int parse_window(PyObject *given, Window *to) {
     if (!given) return -1;
     if (given == Py_None) return 0;
-    return PyArg_ParseTuple(given, "OO(OOOOOOLLLLLsd)LLpO", &to->ring, &to->layout, &to->lock, &to->lanes, &to->extents,
-                            &to->shift, &to->pending, &to->fetched, &to->batch, &to->heads, &to->num_blocks, &to->block_rows,
-                            &to->width, &to->format, &to->timeout, &to->first_lane, &to->descriptor, &to->watched,
-                            &to->guess) ? 1 : -1;
+    return PyArg_ParseTuple(given, "OO(OOOOOOO!O!LLLLLsd)LLpO", &to->ring, &to->layout, &to->lock, &to->lanes,
+                            &to->extents, &to->shift, &to->pending, &to->fetched, &PyDict_Type, &to->flight, &PyDict_Type,
+                            &to->queue, &to->batch, &to->heads, &to->num_blocks, &to->block_rows, &to->width, &to->format,
+                            &to->timeout, &to->first_lane, &to->descriptor, &to->watched, &to->guess) ? 1 : -1;
 }
 
 /* ---- what is wanted */
@@ -131,7 +133,7 @@ static int resolve(Wanted *in) {
     return 1;
 }
 
-int find_blocks(PyObject *branch, const Window *window, Wanted *to, PyObject **staged) {
+int find_blocks(const Window *window, Wanted *to, PyObject **staged) {
     Buffers buffers = {.count = 0};
     PyObject *locked = PyObject_CallMethodNoArgs(window->lock, names.acquire);
     if (!locked) return -1;
@@ -142,12 +144,7 @@ int find_blocks(PyObject *branch, const Window *window, Wanted *to, PyObject **s
     if (checksums && (to->rows = take(&buffers, rows, sizeof *to->rows, PyBUF_SIMPLE, &to->rows_size)) &&
         (to->checksums = take(&buffers, checksums, sizeof *to->checksums, PyBUF_SIMPLE, &to->checksums_size)))
         found = resolve(to);
-    if (found == 1 && to->marked && to->slot) {
-        PyObject *places = PyMemoryView_FromMemory((char *)to->staged, 2 * to->marked * sizeof *to->staged, PyBUF_READ);
-        *staged = places ? PyObject_CallMethodOneArg(branch, names.staged, places) : NULL;
-        Py_XDECREF(places);
-        if (!*staged) found = -1;
-    }
+    if (found == 1 && to->marked && to->slot && !(*staged = list_staged(window, to))) found = -1;
     release(&buffers);
     Py_XDECREF(rows);
     Py_XDECREF(checksums);

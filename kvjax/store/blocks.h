@@ -4,7 +4,7 @@
 #include "reads.h"
 
 typedef struct { /* `FlashBranch._window`, and `_guess_window` */
-    PyObject *ring, *layout, *lock, *lanes, *extents, *shift, *pending, *fetched;
+    PyObject *ring, *layout, *lock, *lanes, *extents, *shift, *pending, *fetched, *flight, *queue;
     long long batch, heads, num_blocks, block_rows, width, first_lane, descriptor;
     const char *format; /* of an element, in Python's buffers */
     double timeout;
@@ -32,7 +32,7 @@ typedef struct { /* a layer's blocks, and where they are */
     Found *found; /* room for `places`, as the four after it */
     int32_t *extents;
     uint64_t *sums;
-    int64_t *targets, *staged; /* of these blocks: flat slots; of staged ones: flat ids and slots */
+    int64_t *targets, *staged; /* of these blocks: flat slots; of staged ones: flat ids and slots (staged.h) */
     int64_t count, marked;
 } Wanted;
 
@@ -42,13 +42,15 @@ int take_wanted(Buffers *buffers, const Window *from, PyObject *block, const Rin
 /* The same of blocks, slots for them and the memory of these. */
 int take_slotted(Buffers *buffers, const Window *from, PyObject *const *arrays, const RingLayout **ring, Wanted *to);
 
-/* Finds the blocks with the volume's lock held, and what is staged of them: 1, 0 where one lies beyond the table or the
- * file, a slot does not exist, or there are more than the ring has places, -1 on an exception. */
-int find_blocks(PyObject *branch, const Window *window, Wanted *to, PyObject **staged);
+/* Finds the blocks with the volume's lock held: 1, 0 where one lies beyond the table or the file, a slot does not exist, or
+ * there are more than the ring has places, -1 on an exception. If they have slots, and some are staged, there is a
+ * list of that. */
+int find_blocks(const Window *window, Wanted *to, PyObject **staged);
 
 /* What Python calls the attributes that C uses. */
 extern struct Names {
-    PyObject *window, *guess_window, *give_back, *drop, *staged, *acquire, *release, *rows, *checksums, *in_flight;
+    PyObject *window, *guess_window, *give_back, *drop, *acquire, *release, *rows, *checksums, *in_flight, *complete, *mask,
+        *address;
 } names;
 
 int intern_names(void);

@@ -60,7 +60,7 @@ class FlashBranch(TransactionalBranch):
         lineage, geometry = self._lineage, volume.geometry
         self._always = (  # of every window
             volume.lock, volume.lanes, volume.extents, lineage.table.shift, lineage.pending, self._tally.fetched,
-            geometry.batch, geometry.kv_heads, geometry.num_blocks, geometry.block_rows, geometry.width, self._element,
+            lineage.flight, lineage.queue, geometry.batch, geometry.kv_heads, geometry.num_blocks, geometry.block_rows, geometry.width, self._element,
             volume.timeout)
 
     @property
@@ -259,11 +259,6 @@ class FlashBranch(TransactionalBranch):
         guess = Guess(ring, blocks, reads, sent, began)
         ring.lent = False
         self._reads.keep(layer, guess, blocks)
-
-    def _staged(self, places: memoryview) -> list[tuple[int, int, int, int, Staged]]:
-        """For `native.fetch`, which holds the volume's lock: `Lineage.runs_at` of int64 ids and flat slots in turn."""
-        numbers = iter(places.cast("q"))
-        return self._lineage.runs_at(zip(numbers, numbers, strict=True))
 
     def _landed(self, layer: int, started: float, landed: tuple[tuple, ...], block, slot, slots) -> None:
         """What `native.fetch` did with a guess and with a ring of its own (`Landed`), where events are recorded or not

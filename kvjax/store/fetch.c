@@ -4,8 +4,7 @@
  */
 #include "fetch.h"
 #include "blocks.h"
-
-#include <string.h>
+#include "staged.h"
 
 typedef struct { /* FETCHED of base.py */
     int64_t reads, blocks_read, bytes_read, bytes_useful, prefetch_used, mispredicted;
@@ -37,7 +36,7 @@ static int guess_with(PyObject *branch, const Window *window, PyObject *layer, P
     Reads reads = {.raised = 0};
     PyObject *told = NULL;
     int found = take_wanted(&buffers, window, block, &ring, &wanted);
-    if (found == 1) found = find_blocks(branch, window, &wanted, NULL);
+    if (found == 1) found = find_blocks(window, &wanted, NULL);
     if (found == 1 && wanted.count) {
         reads = reads_of(window->ring, ring, wanted.count);
         Py_BEGIN_ALLOW_THREADS
@@ -111,20 +110,6 @@ static void read_both(Reads *reads, Reads *guess, const Window *window) {
     if (reads->to.extents && !reads->raised && !guess->raised && !guess->in_flight) finish(reads, window->timeout);
 }
 
-/* Lays rows that are staged, and no longer change, over slots: [(flat slot, first row, last + 1, address of row 0, who has
- * them)] of `FlashBranch._staged`, or NULL. Whether no exception came of it. */
-static int lay_over(PyObject *staged, const Window *window, const Wanted *wanted) {
-    int64_t row_bytes = wanted->block_bytes / window->block_rows;
-    for (Py_ssize_t i = 0; staged && i < PyList_GET_SIZE(staged); i++) {
-        long long slot, first, stop, address;
-        PyObject *owner;
-        if (!PyArg_ParseTuple(PyList_GET_ITEM(staged, i), "LLLLO", &slot, &first, &stop, &address, &owner)) return 0;
-        memcpy(wanted->out + slot * wanted->block_bytes + first * row_bytes,
-               (const char *)(intptr_t)address + first * row_bytes, (stop - first) * row_bytes);
-    }
-    return 1;
-}
-
 /* Adds what one ring brought to the totals, with `blocks` as read. */
 static void add(Totals *totals, const Reads *reads, int64_t blocks) {
     if (!reads->to.extents) return;
@@ -186,7 +171,7 @@ static int fetch_with(PyObject *branch, const Window *window, PyObject *const *a
     Reads reads = {.raised = 0}, guess = {.raised = 0};
     PyObject *staged = NULL;
     int found = take_slotted(&buffers, window, args + 2, &ring, &wanted);
-    if (found == 1) found = find_blocks(branch, window, &wanted, &staged);
+    if (found == 1) found = find_blocks(window, &wanted, &staged);
     if (found == 1 && take_guess(&buffers, window, &guess) < 0) found = -1;
     if (found == 1) {
         if (guess.ring) use_guess(&guess, &wanted);

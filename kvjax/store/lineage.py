@@ -1,7 +1,6 @@
 """What one branch knows: which extent holds each of its blocks, and which blocks are newer in memory than on flash."""
 
 import collections
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -179,13 +178,8 @@ class Lineage:
             on_flash[[i for i, layers in staged if layers[0].complete]] = False
         return Sources(extents, checksums[extents], on_flash, staged)
 
-    def runs_at(self, places: Iterable[tuple[int, int]]) -> list[tuple[int, int, int, int, Staged]]:
-        """What to lay over slots, of places (id of a block that is staged, slot): (slot, first row, last + 1, address
-        of the block's rows, who has them)."""
-        return [(slot, first, stop, staged.address, staged) for block_id, slot in places
-                for staged in self._layers(block_id) for first, stop in staged.runs]
-
     def _layers(self, block_id: int) -> tuple[Staged, ...]:
+        """The same as `add_staged` of blocks.c."""
         older, newer = self.flight.get(block_id), self.queue.get(block_id)
         if newer is None or older is None or newer.complete:
             return (newer or older,)  # type: ignore[return-value]

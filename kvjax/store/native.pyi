@@ -49,7 +49,7 @@ def fetch(branch: Any, layer: int, generation: int, block: Any, slot: Any, slots
     arrays are not as they should be, a block lies beyond the file, or a slot does not exist.
 
     Finds the blocks with the volume's lock held, takes those that the window's guess has, reads the others through the
-    window's ring, in the order of their extents, verifies and copies them, lays what `branch._staged` says over them,
+    window's ring, in the order of their extents, verifies and copies them, lays what is staged over them,
     and adds to the window's totals. One that was never written is zeros. Other Python threads run meanwhile. Tells
     `branch._landed` where events are recorded or not all came, and gives the ring to `branch._give_back`. What these
     raise goes on. A ring that is not `plain` makes its system calls itself (`Ring.submit`, `Ring.wait`).

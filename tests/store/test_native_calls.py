@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from kvjax.store import aio
-from kvjax.store.base import FETCHED
+from kvjax.store.base import FETCHED, Geometry
 from kvjax.store.format import HEADER_BYTES, checksum
+from kvjax.store.lineage import Staged
 from kvjax.store.linux import EVENT, IOCB
 from kvjax.store.system import SystemIO
 from tests.store.conftest import skip_without
@@ -24,6 +25,7 @@ def _needs_aio(tmp_path):
 
 
 PAGE = 64
+GEOMETRY = Geometry(1, 1, 2, 3, 4, 1024, "int8")
 
 
 def sealed(payload: np.ndarray, pages: int = 0) -> np.uint64:
@@ -104,8 +106,17 @@ class Asked:
             "slots": np.full((1, 2, 4, 4, 1024), 77, np.uint8)} | changes
         self.ring, self.lock = aio.Ring(SystemIO(), places, 4096, 4096, piece=2), threading.Lock()
         self.descriptor = os.open(path, os.O_RDONLY)
-        self.overlaid, self.told, self.returned, self.watched = [], None, None, False
-        self.staged, self.fetched = np.full((4, 1024), 55, np.uint8), np.zeros(1, FETCHED)
+        self.told, self.returned, self.watched = None, None, False
+        self.fetched, self.flight, self.queue = np.zeros(1, FETCHED), {}, {}
+
+    def stage(self, to: dict, block_id: int, value: int, *rows: int) -> None:
+        """Rows of a block are staged, all of it where none is named."""
+        staged = to[block_id] = Staged(GEOMETRY)
+        for row in rows:
+            staged.put_row(row, np.full(1024, value, np.uint8))
+        if not rows:
+            staged.put_block(np.full(4096, value, np.uint8))
+        self.arrays["pending"][block_id] = 1 + staged.complete
 
     def fetch(self) -> bool:
         arrays = self.arrays
@@ -133,14 +144,8 @@ class Asked:
         arrays = self.arrays
         lanes, extents = (types.SimpleNamespace(**{name: arrays[name]}) for name in ("rows", "checksums"))
         always = (self.lock, lanes, extents, arrays["shift"], arrays["pending"], self.fetched.view(np.uint8),
-                  1, 2, 3, 4, 1024, "B", 5.0)
+                  self.flight, self.queue, 1, 2, 3, 4, 1024, "B", 5.0)
         return self.ring, self.ring.layout, always, 0, self.descriptor, self.watched, None
-
-    def _staged(self, places):
-        """Rows 1 and 2 of every block that is staged."""
-        assert self.lock.locked()
-        self.overlaid = np.frombuffer(places, np.int64).reshape(-1, 2).tolist()
-        return [(slot, 1, 3, self.staged.ctypes.data, self.staged) for _, slot in self.overlaid]
 
     def _landed(self, layer, started, landed, block, slot, slots):
         assert block is self.arrays["block"] and slot is self.arrays["slot"] and slots is self.arrays["slots"]
@@ -158,7 +163,7 @@ class Asked:
 
 def test_fetch_puts_what_is_wanted_into_its_slots(tmp_path):
     asked = Asked(tmp_path / "file")
-    assert asked.fetch() and asked.told is None and asked.returned == 4 and asked.overlaid == []
+    assert asked.fetch() and asked.told is None and asked.returned == 4
     asked.check(6, 7, None, None, None, None, 2, 4)
     booked = dict(zip(FETCHED.names, asked.fetched[0].item(), strict=True))
     assert 0 < booked.pop("wait_seconds") <= booked.pop("io_seconds") < booked.pop("read_seconds")
@@ -183,22 +188,30 @@ def test_fetch_tells_who_watches(tmp_path):
 
 
 def test_fetch_lays_over_what_is_staged(tmp_path):
-    """Rows of blocks 1 and 2 of the first lane and 0 of the second are staged; the first of them is not asked for."""
-    asked = Asked(tmp_path / "file", pending=np.array([0, 1, 1, 1, 0, 0], np.uint8))
-    assert asked.fetch() and asked.overlaid == [[2, 0], [3, 6]]
-    slots = asked.arrays["slots"].reshape(8, 4, 1024)
-    assert (slots[[0, 6], 1:3] == 55).all()
-    np.testing.assert_array_equal(slots[[0, 6]][:, [0, 3]], asked.payloads[[6, 2]].reshape(2, 4, 1024)[:, [0, 3]])
+    """Rows of blocks 1 and 2 of the first lane and 0 of the second are staged, of the last by the writer, too, which has
+    the older ones; the first of them is not asked for."""
+    asked = Asked(tmp_path / "file")
+    asked.stage(asked.queue, 1, 44)
+    asked.stage(asked.queue, 2, 55, 1, 3)
+    asked.stage(asked.flight, 3, 66, 0, 1)
+    asked.stage(asked.queue, 3, 77, 1, 2)
+    assert asked.fetch()
+    first, second = asked.arrays["slots"].reshape(8, 4, 1024)[[0, 6]]
+    assert (first[[1, 3]] == 55).all() and (second[0] == 66).all() and (second[1:3] == 77).all()
+    np.testing.assert_array_equal(first[[0, 2]], asked.payloads[6].reshape(4, 1024)[[0, 2]])
+    np.testing.assert_array_equal(second[3], asked.payloads[2].reshape(4, 1024)[3])
 
 
 def test_fetch_does_not_read_what_is_wholly_staged(tmp_path):
     """Given all of block 2 of the first lane, which was never written, and rows of block 0 of the second."""
-    rows, pending = np.array([7, 5, -1, 2, 4, 1], np.int32), np.array([0, 0, 2, 1, 0, 0], np.uint8)
-    asked = Asked(tmp_path / "file", rows=rows, pending=pending)
-    assert asked.fetch() and asked.returned == 3 and asked.overlaid == [[2, 0], [3, 6]]
+    asked = Asked(tmp_path / "file", rows=np.array([7, 5, -1, 2, 4, 1], np.int32))
+    asked.stage(asked.flight, 2, 44, 0)  # nothing of it is left
+    asked.stage(asked.queue, 2, 55)
+    asked.stage(asked.queue, 3, 66, 2)
+    assert asked.fetch() and asked.returned == 3
     slots = asked.arrays["slots"].reshape(8, 4, 1024)
-    assert (slots[[0, 6], 1:3] == 55).all()
-    slots[0, 1:3], slots[6, 1:3] = 77, asked.payloads[2].reshape(4, 1024)[1:3]  # what was there before
+    assert (slots[0] == 55).all() and (slots[6, 2] == 66).all()
+    slots[0], slots[6, 2] = 77, asked.payloads[2].reshape(4, 1024)[2]  # what was there before
     asked.check(None, 7, None, None, None, None, 2, 4)
 
 
@@ -228,9 +241,9 @@ def test_fetch_leaves_the_unusual_to_others(tmp_path, changes):
     assert not asked.fetch() and asked.returned == 0 and asked.told is None and not asked.fetched["reads"][0]
 
 
-@pytest.mark.parametrize("method", ["_window", "_staged", "_landed"])
+@pytest.mark.parametrize("method", ["_window", "_landed"])
 def test_what_a_branch_raises_comes_out_of_fetch(tmp_path, method):
-    asked = Asked(tmp_path / "file", pending=np.ones(6, np.uint8))
+    asked = Asked(tmp_path / "file")
     asked.watched = True
 
     def broken(*_):
@@ -240,6 +253,16 @@ def test_what_a_branch_raises_comes_out_of_fetch(tmp_path, method):
     with pytest.raises(ZeroDivisionError, match=method):
         asked.fetch()
     assert (asked.returned is not None) == (method != "_window"), "the ring comes back"
+
+
+@pytest.mark.parametrize("missing", ["complete", "address", "mask"])
+def test_what_is_staged_in_another_way_is_an_error(tmp_path, missing):
+    asked = Asked(tmp_path / "file")
+    asked.stage(asked.queue, 3, 66, 2)
+    delattr(asked.queue[3], missing)
+    with pytest.raises(AttributeError, match=missing):
+        asked.fetch()
+    assert asked.returned is not None, "the ring comes back"
 
 
 def test_guess_begins_to_read_what_is_in_the_file(tmp_path):
