@@ -208,7 +208,7 @@ def test_a_broken_prefetch_is_read_again(params, tokens, tmp_path, engine):
     def failing_begin(layer, ids):
         store.system.fail("preadv", 5)
         begin(layer, ids)
-        guess = branch._reads._guesses.get(layer)  # None where every block is there already
+        guess = branch._reads.guesses.get(layer)  # None where every block is there already
         wait_until(lambda: guess is None or getattr(guess, "landed", True))
         store.system.heal()
 

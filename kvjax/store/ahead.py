@@ -20,13 +20,17 @@ class Reads:
 
     A prefetched block is used only if it still lies in the same extent and has the same checksum as when it was
     asked for; everything else is read again. So a prefetch can be wrong, late or broken, and never changes a result.
+
+    Attributes:
+      guesses: what is on its way, by layer: a `Guess` was begun by `native.guess`, and is landed by who takes it out; a
+        Fetch is for `fetch`.
     """
 
     def __init__(self, reader: Reader, codec: Codec, tally: Tally):
         self._reader = reader
         self._codec = codec
         self._tally = tally
-        self._guesses: dict[int, Fetch | Guess] = {}
+        self.guesses: dict[int, Fetch | Guess] = {}
 
     def begin(self, layer: int, extents: np.ndarray, sums: np.ndarray, where: Where) -> None:
         """Starts to read extents[n], ascending, in place of the layer's earlier guess."""
@@ -38,33 +42,24 @@ class Reads:
 
     def keep(self, layer: int, guess: Fetch | Guess, blocks: int) -> None:
         """Reads of so many blocks were begun, where the layer has no guess."""
-        self._guesses[layer] = guess
+        self.guesses[layer] = guess
         self._tally.add(prefetched=blocks)
 
     def forget(self) -> None:
         """Nobody wants any of the guesses any more."""
-        for layer in list(self._guesses):
+        for layer in list(self.guesses):
             self.drop(layer)
-
-    def has_fetch(self, layer: int) -> bool:
-        """Whether something of the layer is on its way that only `fetch` can take."""
-        return isinstance(self._guesses.get(layer), Fetch)
-
-    def take(self, layer: int) -> Guess | None:
-        """What `native.guess` began for the layer; the caller lands it."""
-        guess = self._guesses.pop(layer, None)
-        return guess if isinstance(guess, Guess) else None
 
     def drop(self, layer: int) -> None:
         """Nobody wants the layer's guess any more."""
-        guess = self._guesses.pop(layer, None)
+        guess = self.guesses.pop(layer, None)
         if guess is not None:
             guess.drop()
 
     def fetch(self, layer: int, extents: np.ndarray, sums: np.ndarray, where: Where, note: Note) -> Copy:
         """Starts to read those of extents[n], ascending, that were not guessed. The function returned waits for all,
         copies them, and gives int64 positions of damaged ones; it raises ShortRead or ReadFailed."""
-        guess = self._guesses.pop(layer, None)
+        guess = self.guesses.pop(layer, None)
         if isinstance(guess, Guess):  # an unusual read: it is begun anew
             guess.drop()
         elif guess is not None:

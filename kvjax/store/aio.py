@@ -193,7 +193,7 @@ class RingStack:
 
     def give(self, ring: Ring) -> None:
         """Takes a ring back; while the kernel may still write to its memory, it is parked."""
-        (self._idle if ring.settled() else self._parked).append(ring)
+        (self._parked if ring.in_flight and not ring.settled() else self._idle).append(ring)
 
     def park(self, ring: Ring) -> None:
         """Takes a ring back unseen. Makes no system call: for finalizers, also when the interpreter exits."""
@@ -367,6 +367,9 @@ class RingEngine:
       timeout: seconds after which a device that has not answered is given up.
       threads: for what has to be read again.
       rings, guess_rings: for what somebody waits for, and for guesses.
+      descriptor: of the file, past the page cache.
+      quick: whether `native.fetch` and `native.guess` may be used while reads go past the page cache: the file is one,
+        and system calls are the kernel's, or those of an emulated device.
     """
 
     def __init__(self, file: BlockFile, geometry: Geometry, system: SystemIO, threads: ThreadEngine, timeout: float):
@@ -378,7 +381,8 @@ class RingEngine:
         self.extent_bytes, self.block_bytes = geometry.extent_bytes, geometry.block_bytes
         if native is None or not XXH3:
             raise OSError("kvjax was installed without its compiled part, or xxhash without its C library")
-        self._quick = type(file) is BlockFile and type(system) in (SystemIO, EmulatedIO)
+        self.descriptor = file.direct_descriptor
+        self.quick = type(file) is BlockFile and type(system) in (SystemIO, EmulatedIO)
         sizes = geometry.extent_bytes, geometry.block_bytes
         self.rings = RingStack(system, *sizes, RingStack.MAX_DEPTH)
         self.guess_rings = RingStack(system, *sizes, RingStack.GUESS_DEPTH)
@@ -400,12 +404,6 @@ class RingEngine:
         """Bytes of the arenas that were ever read into."""
         return self.rings.held_bytes + self.guess_rings.held_bytes
 
-    @property
-    def quick(self) -> bool:
-        """Whether `native.fetch` and `native.guess` may be used: the file is one, and system calls are the kernel's, or
-        those of an emulated device."""
-        return self._quick and self.file.direct
-
     def control(self, ring: Ring, extents: np.ndarray, sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Fills the ring's control blocks with reads of extents[n], of which sums[n] tell the pages, neighbours in one;
         int64 starts[reads], where in `extents` each begins, and how many bytes each has."""
@@ -413,8 +411,7 @@ class RingEngine:
             ring.make_room(extents.size)
         starts = np.empty(extents.size, np.int64)
         reads = native.control(extents, sums, ring.control, starts, self.rings.piece, ring.arena.extents,
-                               ring.arena.address, self.extent_bytes, PAGE_BYTES, HEADER_BYTES,
-                               self.file.direct_descriptor)
+                               ring.arena.address, self.extent_bytes, PAGE_BYTES, HEADER_BYTES, self.descriptor)
         control = ring.control[:reads * IOCB.itemsize].view(IOCB)
         self.file.redirect(control)
         return starts[:reads], control["nbytes"].astype(np.int64)

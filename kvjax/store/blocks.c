@@ -29,10 +29,14 @@ void call_aside(PyObject *object, PyObject *name, PyObject *argument, PyObject *
 int parse_window(PyObject *given, Window *to) {
     if (!given) return -1;
     if (given == Py_None) return 0;
-    return PyArg_ParseTuple(given, "OO(OOOOOOO!O!LLLLLsd)LLpO", &to->ring, &to->layout, &to->lock, &to->lanes,
-                            &to->extents, &to->shift, &to->pending, &to->fetched, &PyDict_Type, &to->flight, &PyDict_Type,
-                            &to->queue, &to->batch, &to->heads, &to->num_blocks, &to->block_rows, &to->width, &to->format,
-                            &to->timeout, &to->first_lane, &to->descriptor, &to->watched, &to->guess) ? 1 : -1;
+    long long layer;
+    if (!PyArg_ParseTuple(given, "OO(OOOOOOO!O!LLLLLsd)LLpO", &to->ring, &to->layout, &to->lock, &to->lanes, &to->extents,
+                          &to->shift, &to->pending, &to->fetched, &PyDict_Type, &to->flight, &PyDict_Type, &to->queue,
+                          &to->batch, &to->heads, &to->num_blocks, &to->block_rows, &to->width, &to->format, &to->timeout,
+                          &layer, &to->descriptor, &to->watched, &to->guess))
+        return -1;
+    to->first_lane = layer * to->batch * to->heads;
+    return 1;
 }
 
 /* ---- what is wanted */

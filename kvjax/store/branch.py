@@ -13,8 +13,8 @@ from kvjax.store.ahead import Reads
 from kvjax.store.aio import NONE, Guess, Landed, Ring, RingEngine, RingStack, native
 from kvjax.store.base import Gathered
 from kvjax.store.extents import run_starts
-from kvjax.store.fetch import hung
-from kvjax.store.lineage import Lineage, Sources, Staged
+from kvjax.store.fetch import Fetch, hung
+from kvjax.store.lineage import Lineage, Sources
 from kvjax.store.table import Table
 from kvjax.store.transaction import TransactionalBranch
 from kvjax.store.volume import Volume
@@ -60,8 +60,8 @@ class FlashBranch(TransactionalBranch):
         lineage, geometry = self._lineage, volume.geometry
         self._always = (  # of every window
             volume.lock, volume.lanes, volume.extents, lineage.table.shift, lineage.pending, self._tally.fetched,
-            lineage.flight, lineage.queue, geometry.batch, geometry.kv_heads, geometry.num_blocks, geometry.block_rows, geometry.width, self._element,
-            volume.timeout)
+            lineage.flight, lineage.queue, geometry.batch, geometry.kv_heads, geometry.num_blocks,
+            geometry.block_rows, geometry.width, self._element, volume.timeout)
 
     @property
     def path(self) -> str:
@@ -229,23 +229,23 @@ class FlashBranch(TransactionalBranch):
     def _window(self, layer: int, generation: int) -> tuple | None:
         """What `native.fetch` reads with; None where Python has to look: something is not right, or was read ahead in
         another way."""
-        rings = self._volume.reader.rings
-        if rings is None or self._reads.has_fetch(layer):
+        rings, guesses = self._volume.reader.rings, self._reads.guesses
+        if rings is None or isinstance(guesses.get(layer), Fetch):
             return None
-        return self._reads_with(rings, rings.rings, layer, generation, self._reads.take(layer))
+        return self._reads_with(rings, rings.rings, layer, generation, guesses.pop(layer, None))  # type: ignore[arg-type]
 
     def _reads_with(self, engine: RingEngine, rings: RingStack, layer, generation, guess: Guess | None) -> tuple | None:
-        """A window with one of these rings."""
-        if (self._errors.first is not None or self._closed or generation != self.generation
-                or not 0 <= layer < self.geometry.layers):
+        """A window with one of these rings. Called for every layer of every token with cold caches, where each Python
+        function that is entered costs microseconds."""
+        if self._errors.first is not None or self._closed or generation != self.generation:
             return None
         try:
             ring = rings.take()
         except OSError:  # the kernel gives no more: threads read what is wanted, which is logged
             return None
         ring.lent = True
-        return (ring, ring.layout, self._always, layer * self.geometry.lanes, engine.file.direct_descriptor,
-                self.events is not None, guess and guess.window())
+        return (ring, ring.layout, self._always, layer, engine.descriptor, self.events is not None,
+                guess and guess.window())
 
     def _give_back(self, ring: Ring, extents: int) -> None:
         """Takes a window's ring back, whose arena has had so many extents, unless a guess has it."""

@@ -80,7 +80,7 @@ class Reader:
     def rings(self) -> RingEngine | None:
         """Asynchronous reads whose usual case is one call, where they are to be had; see `RingEngine.quick`."""
         rings = self._rings
-        return rings if rings is not None and rings.quick and not self._refused else None
+        return rings if rings is not None and rings.quick and self._file.direct and not self._refused else None
 
     def _refuse(self, cause: OSError) -> None:
         already, self._refused = self._refused, True

@@ -66,30 +66,30 @@ class Pile:
 
 
 class ErrorSlot:
-    """Keeps the first exception until somebody takes it."""
+    """Keeps the first exception until somebody takes it.
+
+    Attributes:
+      first: that one, to look at.
+    """
 
     def __init__(self):
         self._lock = threading.Lock()
-        self._first: StoreError | None = None
-
-    @property
-    def first(self) -> StoreError | None:
-        return self._first
+        self.first: StoreError | None = None
 
     def save(self, cause: BaseException) -> None:
         error = as_store_error(cause)
         _forget_frames(error)
         with self._lock:
-            self._first = self._first or error
+            self.first = self.first or error
 
     def forget(self, error: StoreError) -> None:
         """Drops this exception, because it was raised already."""
         with self._lock:
-            self._first = None if self._first is error else self._first
+            self.first = None if self.first is error else self.first
 
     def take(self) -> StoreError | None:
         with self._lock:
-            error, self._first = self._first, None
+            error, self.first = self.first, None
             return error
 
 

@@ -255,7 +255,7 @@ from tests.store.conftest import settle
 branch = FlashStore({str(tmp_path)!r}).create(Geometry(1, 1, 1, 64, 1, 2, "int8"), "")
 branch.write_layer(0, np.ones((1, 1, 64, 1, 2), np.int8), np.ones((1, 1, 64), np.int32))
 settle(branch.path)
-assert branch.submit(0, 0, np.arange(64, dtype=np.int32)[None, None]) and branch._reads._guesses
+assert branch.submit(0, 0, np.arange(64, dtype=np.int32)[None, None]) and branch._reads.guesses
 """
     root = pathlib.Path(__file__).resolve().parents[2]
     done = subprocess.run([sys.executable, "-c", program], check=True, cwd=root, capture_output=True, text=True)

@@ -185,9 +185,9 @@ def test_a_guess_that_nobody_asks_for_gives_its_ring_back(tmp_path, open_branch,
     ring, = rings._all
     if end == "closed":
         driver.branch.close()
-        assert ring._closed and not driver.branch._reads._guesses
+        assert ring._closed and not driver.branch._reads.guesses
     else:
-        driver.branch._reads._guesses.clear()
+        driver.branch._reads.guesses.clear()
         gc.collect()
         assert list(rings._parked) == [ring]
 

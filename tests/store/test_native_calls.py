@@ -188,8 +188,8 @@ def test_fetch_tells_who_watches(tmp_path):
 
 
 def test_fetch_lays_over_what_is_staged(tmp_path):
-    """Rows of blocks 1 and 2 of the first lane and 0 of the second are staged, of the last by the writer, too, which has
-    the older ones; the first of them is not asked for."""
+    """Rows of blocks 1 and 2 of the first lane and 0 of the second are staged, of the last also older ones, which the
+    writer has; the first of them is not asked for."""
     asked = Asked(tmp_path / "file")
     asked.stage(asked.queue, 1, 44)
     asked.stage(asked.queue, 2, 55, 1, 3)
