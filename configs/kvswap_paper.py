@@ -16,7 +16,7 @@
                 values in bfloat16
     models      whole layers of Llama-3.2-1B and 3B and Llama-3-8B in bfloat16 (Figure 10)
     best        as many sequences as fit a total budget, each method with its own paper's settings (Figure 11)
-    groups      tokens/s against G, with and without reuse (Figure 12)
+    groups      tokens/s against G, 0 for heads that choose for themselves, with and without reuse (Figure 12)
     selected    tokens/s against MG, groups read each time (Figure 13 b)
     rates       tokens/s against the share of groups that come back, drawn at random (Table 5 from its other end)
     breakdown   where a decode step's time goes, with and without reading ahead (Figure 13 a)
@@ -254,10 +254,12 @@ def _best():
 
 
 def _groups():
+    kvswap = {"name": "kvswap", "budget": _SELECTED + _TAIL, "replay": True}
+    sizes = {"G=0": {"group": 1, "shared": False}, **{f"G={group}": {"group": group} for group in (1, 2, 4, 8, 16)}}
     return _timed(tuple(
-        {"name": "kvswap", "label": f"G={group} {kind}", "group": group, "budget": _SELECTED + _TAIL, "slots": slots,
-         "replay": True}
-        for group in (1, 2, 4, 8, 16) for kind, slots in (("reuse", _reuse(group)), ("no reuse", _READ_ONCE))
+        {**kvswap, **size, "label": f"{label} {kind}", "slots": slots}
+        for label, size in sizes.items()
+        for kind, slots in (("reuse", _reuse(size["group"])), ("no reuse", _READ_ONCE))
     ))
 
 

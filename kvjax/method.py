@@ -402,6 +402,12 @@ def no_force(spec: Spec) -> Int32[Array, "K"]:
     return jnp.full((spec.kv_heads,), spec.num_blocks, jnp.int32)
 
 
+def in_pages(capacity: int, page: int, rows: int) -> tuple[int, int, int, int]:
+    """`Method.blocks` of pages that are filled one after the other. One more is selected than full ones hold `rows`, as
+    the last page may be short."""
+    return -(-capacity // page), page, max(1, -(-rows // page) + 1), 0
+
+
 def in_token_order(spec: Spec, tokens: Context | Leaving) -> Placement:
     """Places a prompt, or the token that leaves the window, in consecutive rows of consecutive blocks, alike in all
     heads: where `position_in_order` says."""

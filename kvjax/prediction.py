@@ -18,7 +18,7 @@ import numpy as np
 from kvjax import kernels
 from kvjax.codecs import lowbit
 from kvjax.errors import ConfigError
-from kvjax.method import Context, Method, Selection, Spec, aggregate, in_token_order, no_force, top_blocks
+from kvjax.method import Context, Method, Selection, Spec, aggregate, in_pages, in_token_order, no_force, top_blocks
 from kvjax.order import computed_once
 from kvjax.typing import Array, Bool, Float, Int32, Num, pytree
 
@@ -137,7 +137,7 @@ class Predictor(Method):
         return CompressedKeys(adapter.astype(jnp.float32), key, jnp.int32(0), scale)
 
     def blocks(self, capacity, rows):
-        return -(-capacity // self.group), self.group, max(1, -(-rows // self.group) + 1), 0
+        return in_pages(capacity, self.group, rows)
 
     def stored_tokens(self, length: int) -> int:
         """Tokens in groups after `length` tokens: all but sinks and window, whose newest comes with the next step."""

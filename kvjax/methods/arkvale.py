@@ -32,7 +32,7 @@ import jax.numpy as jnp
 
 from kvjax.attention import products
 from kvjax.errors import ConfigError
-from kvjax.method import Method, Selection, aggregate, in_token_order, no_force, top_blocks
+from kvjax.method import Method, Selection, aggregate, in_pages, in_token_order, no_force, top_blocks
 from kvjax.typing import Array, Bool, Float, pytree
 
 VOLUMES = ("cuboid", "sphere")
@@ -71,7 +71,7 @@ class ArkVale(Method):
         return super().name if self.volume == "cuboid" else f"{super().name}_{self.volume}"
 
     def blocks(self, capacity, rows):
-        return -(-capacity // self.page), self.page, max(1, -(-rows // self.page) + 1), 0
+        return in_pages(capacity, self.page, rows)
 
     def init(self, spec, weights):
         shape, extent = (spec.kv_heads, spec.num_blocks), spec.head_dim if self.volume == "cuboid" else 1

@@ -10,7 +10,7 @@ the same store can hold them.
 import dataclasses
 from typing import ClassVar
 
-from kvjax.method import Method, every_occupied, in_token_order
+from kvjax.method import Method, every_occupied, in_pages, in_token_order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,8 +26,7 @@ class Full(Method):
     in_order: ClassVar[bool] = True
 
     def blocks(self, capacity, rows):
-        count = -(-capacity // self.page)
-        return count, self.page, count, 0
+        return in_pages(capacity, self.page, capacity)
 
     def init(self, spec, weights):
         return ()

@@ -38,7 +38,7 @@ import jax.numpy as jnp
 
 from kvjax.attention import products
 from kvjax.errors import ConfigError
-from kvjax.method import Context, Method, Selection, aggregate, in_token_order, no_force, top_blocks
+from kvjax.method import Context, Method, Selection, aggregate, in_pages, in_token_order, no_force, top_blocks
 from kvjax.typing import Array, Float, Int32, pytree
 
 _NONE = -1.0  # score of a place without a representative: below every sum of attention weights
@@ -91,7 +91,7 @@ class InfLLM(Method):
         return self.shared
 
     def blocks(self, capacity, rows):
-        return -(-capacity // self.block), self.block, max(1, -(-rows // self.block) + 1), 0
+        return in_pages(capacity, self.block, rows)
 
     def init(self, spec, weights):
         shape = (spec.kv_heads, spec.num_blocks, self.representatives)

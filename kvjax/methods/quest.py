@@ -12,7 +12,7 @@ import dataclasses
 from typing import ClassVar
 
 from kvjax.block_vectors import Bounds
-from kvjax.method import Method, Selection, aggregate, in_token_order, no_force, top_blocks
+from kvjax.method import Method, Selection, aggregate, in_pages, in_token_order, no_force, top_blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Quest(Method):
     in_order: ClassVar[bool] = True
 
     def blocks(self, capacity, rows):
-        return -(-capacity // self.page), self.page, max(1, -(-rows // self.page) + 1), 0  # the last page may be short
+        return in_pages(capacity, self.page, rows)
 
     def init(self, spec, weights):
         return Bounds.empty(spec)

@@ -31,7 +31,7 @@ from absl import logging
 from kvjax.codecs import lowbit, rle
 from kvjax.codecs.rle import Runs, Tolerance
 from kvjax.errors import ConfigError
-from kvjax.method import Method, Spec, every_occupied, in_token_order
+from kvjax.method import Method, Spec, every_occupied, in_pages, in_token_order
 from kvjax.methods.full import Full
 from kvjax.models import rope
 from kvjax.typing import Array, Bool, Float, Int32, Num, pytree
@@ -88,8 +88,7 @@ class RLE(Method):
         return Tolerance(self.tolerance, self.relative)
 
     def blocks(self, capacity, rows):
-        count = -(-capacity // self.page)
-        return count, self.page, count, 0
+        return in_pages(capacity, self.page, capacity)
 
     def least_prompt(self, spec):
         return lowbit.TOKENS if self.int8 else 0

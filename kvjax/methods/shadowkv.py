@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from kvjax import prediction
 from kvjax.attention import products
 from kvjax.errors import ConfigError
-from kvjax.method import Method, Selection, Spec, aggregate, in_token_order, no_force, top_blocks
+from kvjax.method import Method, Selection, Spec, aggregate, in_pages, in_token_order, no_force, top_blocks
 from kvjax.models import rope
 from kvjax.prediction import CompressedKeys
 from kvjax.typing import Array, Float, Int32, pytree
@@ -87,7 +87,7 @@ class ShadowKV(Method):
         return 0 if self.sigma is None else _rank(spec, self.sigma)
 
     def blocks(self, capacity, rows):
-        return -(-capacity // self.chunk), self.chunk, max(1, -(-rows // self.chunk) + 1), 0  # the last may be short
+        return in_pages(capacity, self.chunk, rows)
 
     def init(self, spec, weights):
         outlier = jnp.full((spec.kv_heads, min(self.outliers, spec.num_blocks)), spec.num_blocks, jnp.int32)
