@@ -27,6 +27,7 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config.sigmas = (4, 8, 16, 32)
     config.bits = 32  # of each compressed number; 4 goes well with per_head and sigmas (2, 4, 8)
     config.per_head = False  # whether each head's keys are compressed for themselves, where there are no adapters
+    config.aggregation = "softmax_mean"  # how scores of heads become one; "mean" is the paper's
     config.reuses = (0, 400, 600, 800, 1200, 1600)
     config.text = 8192  # tokens on which reuse is measured; of few, longer contexts leave few groups to tell apart
     config.checked = ((1, 32768), (8, 8192))  # pairs of batch and context for which both are decoded

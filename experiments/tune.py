@@ -77,8 +77,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     found = tuner.tune(
         llm, store, sample_text(llm, config.text, config.seed), max_bytes=config.max_mib << 20,
         batches=tuple(config.batches), contexts=tuple(config.contexts), selected=config.selected, bits=config.bits,
-        per_head=config.per_head, relax=config.relax, space=space, adapters=adapters, knots=tuple(config.knots),
-        path=run.path / "tuning.json",
+        per_head=config.per_head, aggregation=config.aggregation, relax=config.relax, space=space, adapters=adapters,
+        knots=tuple(config.knots), path=run.path / "tuning.json",
     )
     logging.info("tuned in %.1f minutes, but for what was in the workdir", (time.monotonic() - started) / 60)
     rows = [row(config, *pair, solution) for pair, solution in sorted(found.solutions.items())]

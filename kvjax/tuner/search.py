@@ -36,9 +36,9 @@ _LOG = logging.getLogger(__name__)
 def tune(
     llm: LLM, store: Store, text: str | Sequence[int], *, max_bytes: int, batches: Sequence[int] = (1,),
     contexts: Sequence[int] = (4096, 8192, 16384, 32768), selected: int = 400, bits: int = 32,
-    per_head: bool = False, relax: float = 0.1, space: Space | None = None, adapters: dict[int, str] | None = None,
-    knots: Sequence[int] = (3, 2), rates: Mapping[tuple[int, int], float] | None = None,
-    path: str | os.PathLike | None = None,
+    per_head: bool = False, aggregation: str = KVSwap.aggregation, relax: float = 0.1, space: Space | None = None,
+    adapters: dict[int, str] | None = None, knots: Sequence[int] = (3, 2),
+    rates: Mapping[tuple[int, int], float] | None = None, path: str | os.PathLike | None = None,
 ) -> Tuning:
     """Settings of KVSwap for a model on a store (appendix A).
 
@@ -48,23 +48,25 @@ def tune(
       text: text or token ids on which the reuse rate of every buffer size is measured: the last 512 tokens are decoded,
         or half of fewer, the rest is the prompt.
       max_bytes: memory for the caches of the largest batch, without the store's own (`Cache.store_bytes`).
-      selected, bits, per_head, adapters: what all settings have in common (`Family`).
+      selected, bits, per_head, aggregation, adapters: what all settings have in common (`Family`).
       relax: alpha, by what share reading may prolong a layer.
       knots: at how many batch sizes and context lengths is measured at most, both ends among them.
       rates: reuse rates that are known, by (context, C): `Tuning.tables.rates` of the same model on another machine.
       path: where to keep solutions as they are found; pairs that are there already are not solved again.
 
-    Raises ConfigError where `batches` or `contexts` are not positive integers or there are none, or `knots` below 2, or
-    a batch size and context length do not fit their memory, or for a `FlashStore` of one file or with a codec;
-    FormatMismatch where `path` is of another model, store, text, family, memory, alpha or space, or adapters of another
-    model, or WriteFailed; and what the store raises, NoSpace where it has no room for a layer.
+    Raises ConfigError where `batches` or `contexts` are not positive integers or there are none, `knots` are below 2,
+    `rates` are no shares, or a batch size and context length do not fit their memory, or for a `FlashStore` of one file
+    or with a codec; FormatMismatch where `path` is of another model, store, text, family, memory, alpha or space, or
+    adapters of another model, or WriteFailed; and what the store raises, NoSpace where it has no room for a layer.
     """
     for name, sizes in (("batches", batches), ("contexts", contexts)):
         if not sizes or not all(fields.whole(one, 1) for one in sizes):
             raise ConfigError(f"{name}={sizes} must be positive integers, at least one")
     if len(knots) != 2 or not all(fields.whole(one, 2) for one in knots):
         raise ConfigError(f"knots={knots} must be two integers of at least 2, of batch sizes and of context lengths")
-    family = Family(selected, bits, adapters or {}, per_head)
+    if not all(0.0 <= rate <= 1.0 for rate in (rates or {}).values()):
+        raise ConfigError(f"rates={rates} must be shares of the needed groups, from 0 to 1")
+    family = Family(selected, bits, adapters or {}, per_head, aggregation)
     limits = Limits(max_bytes // max(batches), relax, space or Space())
     _check(llm, store, family, limits.space)
     found = _resumed(path, Tuning({}, family, limits, llm.identity, _source(llm, store, text)))

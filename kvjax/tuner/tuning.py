@@ -14,8 +14,8 @@ from kvjax.planning import Slots
 from kvjax.tuner.solver import Limits, Setting, Solution, Space
 from kvjax.tuner.tables import Tables
 
-VERSION = 9  # of the file, and of how solutions are chosen
-_TUNED = {"budget", "group", "sigma", "bits", "per_head", "adapters"}  # fields of KVSwap that a tuning decides
+VERSION = 10  # of the file, and of how solutions are chosen
+_TUNED = {"budget", "group", "sigma", "bits", "per_head", "aggregation", "adapters"}  # that a tuning decides of KVSwap
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Family:
       bits: of each number of a compressed key (`kvjax.kvswap`); the paper has floats.
       adapters: directory of the adapters of each sigma; a sigma without one decomposes each prompt's own keys.
       per_head: whether that decomposition is each head's for itself, which goes well with few bits.
+      aggregation: how scores of heads become one (`kvjax.method.aggregate`); "mean" is the paper's, and quick.
 
     Raises ConfigError where `selected`, `bits` or a sigma is no positive integer.
     """
@@ -35,6 +36,7 @@ class Family:
     bits: int = 32
     adapters: dict[int, str] = dataclasses.field(default_factory=dict)
     per_head: bool = False
+    aggregation: str = KVSwap.aggregation
 
     def __post_init__(self):
         fields.check(self)
@@ -55,7 +57,7 @@ class Family:
         if taken:
             raise ConfigError(f"the tuning sets {', '.join(taken)}; leave that out, or make a KVSwap of your own")
         made = KVSwap(group=setting.group, sigma=setting.sigma, bits=self.bits, per_head=self.per_head,
-                      adapters=self.adapters.get(setting.sigma), **settings)
+                      aggregation=self.aggregation, adapters=self.adapters.get(setting.sigma), **settings)
         return dataclasses.replace(made, budget=made.sinks + made.window + self.selected)
 
     def slots(self, setting: Setting) -> Slots:

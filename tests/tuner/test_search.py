@@ -155,8 +155,8 @@ def test_solutions_are_kept_as_they_are_found(llm, tmp_path, monkeypatch):
     monkeypatch.setattr(profile, "compute_seconds", lambda *args: pytest.fail("measured again"))
     assert tuner.tune(llm, HostStore(), TEXT, contexts=(96,), path=path, **settings) == first
     changes = (
-        {"selected": 32}, {"bits": 4}, {"per_head": True}, {"relax": 0.5}, {"max_bytes": 10**7},
-        {"space": tuner.Space()},
+        {"selected": 32}, {"bits": 4}, {"per_head": True}, {"aggregation": "mean"}, {"relax": 0.5},
+        {"max_bytes": 10**7}, {"space": tuner.Space()},
     )
     for change in changes:
         with pytest.raises(FormatMismatch, match=r"selected=24, bits=32, .* relax=0\.1"):
@@ -241,6 +241,8 @@ def test_rates_of_another_machine_are_taken(llm, monkeypatch):
     other = tuner.tune(llm, HostStore(), TEXT, rates=first.tables.rates, **settings)
     assert other.tables.rates == first.tables.rates
     assert other.solutions[1, 96].reuse_rate == first.tables.rates[96, other.solutions[1, 96].setting.reuse]
+    with pytest.raises(ConfigError, match=r"rates=.*81.* must be shares"):
+        tuner.tune(llm, HostStore(), TEXT, rates={(96, 24): 81.0}, **settings)
 
 
 def test_bad_settings_are_refused(llm, tmp_path):

@@ -116,7 +116,7 @@ FOUND = tuning.Tuning(
     {(1, 4096): Solution(Setting(4, 8, 800), 1000, 0.001, 0.0003, 0.002, 0.5),
      (8, 4096): Solution(Setting(8, 16, 600), 900, 0.002, 0.0002, 0.002, 0.4),
      (8, 32768): Solution(Setting(16, 32, 400), 800, 0.003, 0.0001, 0.002, 0.3)},
-    tuning.Family(selected=400, bits=4, adapters={32: "adapters_32"}, per_head=True),
+    tuning.Family(selected=400, bits=4, adapters={32: "adapters_32"}, per_head=True, aggregation="mean"),
     Limits(10**9, 0.2, Space(sigmas=(2, 3))), fingerprint="model",
 )
 
@@ -136,12 +136,12 @@ def test_a_run_takes_the_nearest_solution(batch, context, pair):
 def test_a_solution_becomes_a_method_and_its_slots():
     method = FOUND.method(8, 4096, dense_layers=1)
     assert (method.group, method.sigma, method.bits, method.adapters, method.dense_layers) == (8, 16, 4, None, 1)
-    assert method.per_head and method.budget - method.sinks - method.window == 400
+    assert method.per_head and method.aggregation == "mean" and method.budget - method.sinks - method.window == 400
     assert FOUND.slots(8, 4096) == Slots(count=75, policy="fifo", prefetch="layer")
     assert FOUND.slots(8, 32768).count == 27  # 25 groups of 16, the unfinished one, one that is only rewritten
 
 
-@pytest.mark.parametrize("name", ["budget", "group", "sigma", "bits"])
+@pytest.mark.parametrize("name", ["budget", "group", "sigma", "bits", "aggregation"])
 def test_what_a_tuning_sets_is_not_for_a_run_to_set(name):
     with pytest.raises(ConfigError, match=f"the tuning sets {name}"):
         FOUND.method(8, 4096, **{name: 8})
