@@ -16,7 +16,7 @@ def check_kinds(method, store, slots) -> None:
     check_method_and_slots(method, slots)
     if not isinstance(store, Store | None):
         raise ConfigError(f"store={store!r} is no store; give one such as kvjax.FlashStore(path), or None for memory")
-    if slots is not None and store is None and (slots.park is None or slots != Slots(park=slots.park)):
+    if slots is not None and store is None and not slots.for_memory:
         raise ConfigError("slots are for blocks on a store, but for where layers are parked; give a store such as "
                           "kvjax.HostStore() beside them")
 

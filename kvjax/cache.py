@@ -122,7 +122,7 @@ def view(spec: Spec, layer: LayerState) -> View:
     first, tail = spec.sinks + spec.ring, layer.tail
     oldest = spec.sinks + jnp.argmin(tail.pos[0, spec.sinks : first])
     return View(
-        pos=layer.pos, count=layer.count, held_key=tail.key[:, first:], held_pos=tail.pos[:, first:],
+        pos=layer.pos, count=layer.count, held_pos=tail.pos[:, first:],
         held_block=tail.held_block, loaded=layer.loaded, oldest_key=tail.key[:, oldest],
     )
 
@@ -234,7 +234,8 @@ def needed_blocks(spec: Spec, layer: LayerState, selection: Selection) -> tuple[
     count = layer.counts[table, jnp.minimum(chosen, none - 1)].astype(jnp.int32)
     count = jnp.where(chosen < none, count, 0)
     end = jnp.cumsum(count, axis=-1)
-    room = spec.selected_rows - jnp.sum(view(spec, layer).held_pos >= 0, axis=-1, keepdims=True)
+    held = jnp.sum(view(spec, layer).held_pos >= 0, axis=-1, keepdims=True)
+    room = jnp.minimum(spec.selected_rows, spec.budget - spec.sinks - spec.window - held)
     fits = (end - count < room) & (count > 0)
     need = jnp.where(fits, chosen, none)
     known = jnp.any(need == selection.force[:, None], axis=-1)

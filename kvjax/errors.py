@@ -9,6 +9,10 @@ class ConfigError(KvjaxError, ValueError):
     """A setting is impossible by itself or together with another."""
 
 
+class BudgetTooSmall(ConfigError):
+    """A method cannot work within so few tokens."""
+
+
 class PromptError(KvjaxError, ValueError):
     """The prompt is empty, longer than the cache was made for, or refused by the model's chat template."""
 

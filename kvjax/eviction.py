@@ -15,7 +15,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from kvjax.errors import ConfigError
+from kvjax.errors import BudgetTooSmall, ConfigError
 from kvjax.method import Context, Leaving, Method, Spec, every_occupied, in_rows
 from kvjax.typing import Array, Bool, Float, pytree
 from kvjax.votes import stays
@@ -86,9 +86,9 @@ class Evictor(Method):
 
 
 def check_room(name: str, spec: Spec) -> Spec:
-    """The sizes, ConfigError where nothing would be kept beside sinks and window."""
+    """The sizes, BudgetTooSmall where nothing would be kept beside sinks and window."""
     if not spec.selected_rows and spec.capacity > spec.sinks + spec.window:
-        raise ConfigError(f"budget={spec.budget} of {name} leaves nothing to keep beside {spec.sinks} sinks "
+        raise BudgetTooSmall(f"budget={spec.budget} of {name} leaves nothing to keep beside {spec.sinks} sinks "
                           f"and a window of {spec.window}; raise it, or use streaming_llm")
     return spec
 

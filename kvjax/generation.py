@@ -29,7 +29,7 @@ class Usage:
     tokens: int  # decoded in all sequences, the questions' included
     seconds: float
     attended_tokens: float  # per KV head and token
-    blocks_needed: int
+    blocks_needed: int  # of a store
     blocks_read: int  # of these, not resident
     store: Stats | None
     parked: Stats | None = None  # of the layers that wait in a store

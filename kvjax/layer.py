@@ -31,11 +31,6 @@ class LayerPlan:
     filters: bool = False  # attends everything, and selects for those that follow (`Method.dense_filters`)
 
     @property
-    def sliding(self) -> int | None:
-        """The model's own sliding window, in tokens."""
-        return self.spec.sliding
-
-    @property
     def observes(self) -> bool:
         """Whether the method is shown what is attended; a layer that follows has nothing to learn."""
         return self.method.observes and not self.follows
@@ -143,11 +138,9 @@ def prefill(plan: LayerPlan, state: LayerState, prompts: Prompts, leader: LayerS
     return jax.vmap(lambda *args: caching.build(spec, plan.method, *args))(state, *filled, query)
 
 
-def prefill_memory(
-    plan: LayerPlan, state: LayerState, prompts: Prompts, dtype: str = "float32", leader=None
-) -> LayerCache:
+def prefill_memory(plan: LayerPlan, state: LayerState, prompts: Prompts, dtype: str = "float32") -> LayerCache:
     """`prefill` into a new memory pool."""
-    state, placement = prefill(plan, state, prompts, leader)
+    state, placement = prefill(plan, state, prompts)
     return LayerCache(state, in_memory(plan, placement, prompts, dtype))
 
 
@@ -176,7 +169,7 @@ def _kept(plan: LayerPlan, prompts: Prompts, dtype: str) -> list[Num[Array, "B T
 
 def _together(plan: LayerPlan) -> bool:
     """Whether all sequences select at once; not in a sliding window, of which kernels know nothing."""
-    return plan.method.selects_together and plan.sliding is None
+    return plan.method.selects_together and plan.spec.sliding is None
 
 
 @functools.partial(jax.jit, static_argnums=0)

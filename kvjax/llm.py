@@ -178,9 +178,9 @@ class LLM:
         if chunk is not None:
             check = extend.check_prompt if any(rest) else extend.check
             check(plan, chunk, () if slots is None else (slots.backend,))
+        planning.check(plan, store is not None, slots or Slots())
         branch = cache = None
         if store is not None:
-            planning.check_slots(plan, slots or Slots())
             branch = store.create(planning.geometry(plan), self.fingerprint, _least_blocks(plan, lengths))
         try:
             state, logits = prefill.prefill(

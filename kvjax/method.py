@@ -36,7 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import fields
-from kvjax.errors import ConfigError
+from kvjax.errors import BudgetTooSmall, ConfigError
 from kvjax.models.config import RopeConfig
 from kvjax.order import computed_once
 from kvjax.typing import Array, Bool, Float, Int32, PyTree, pytree
@@ -150,7 +150,6 @@ class View:
 
     pos: Int32[Array, "*K NB C"]  # position of each row, -1 = empty; valid rows are a prefix
     count: Int32[Array, "*K NB"]  # valid rows of each block
-    held_key: Float[Array, "*K U D"]
     held_pos: Int32[Array, "*K U"]  # -1 = free
     held_block: Int32[Array, "*K U"]  # block on whose account the row is held, NB = free
     loaded: Int32[Array, "*K M1"]  # this step's fetched blocks: the selection and the forced one
@@ -256,7 +255,8 @@ class Method(abc.ABC):
         """(NB, C, M, U) for sequences of up to `capacity` tokens when `rows` selected rows are attended."""
 
     def spec(self, *, kv_heads: int, group: int, head_dim: int, capacity: int) -> Spec:
-        """Sizes for one layer. Raises ConfigError where budget, window and blocks do not fit together."""
+        """Sizes for one layer. Raises ConfigError where budget, window and blocks do not fit together, BudgetTooSmall
+        where a larger budget is all it takes."""
         budget = capacity if self.budget is None else self.budget
         rows = max(0, min(budget, capacity) - self.sinks - self.window)
         num_blocks, block_rows, max_blocks, held = self.blocks(capacity, rows)
@@ -275,7 +275,7 @@ class Method(abc.ABC):
             raise ConfigError(f"{self.name} holds rows back, so that others come before them; leave in_order at False")
         least = spec.sinks + spec.window + (0 if self.evicts else spec.block_rows) + spec.held
         if spec.budget < min(least, spec.capacity):
-            raise ConfigError(
+            raise BudgetTooSmall(
                 f"budget={spec.budget} of {self.name} is smaller than sinks + window + one block + held rows "
                 f"= {least}; raise the budget, or lower window or block size"
             )

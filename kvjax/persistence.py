@@ -216,7 +216,8 @@ def restore(
 
     Args:
       config, fingerprint: of the model; must be those of the saved cache.
-      method: needed where the saved one is not in `METHODS`; must be equal to it in any case.
+      method: needed where the saved one is not in `METHODS`; must be equal to it in any case, as it fitted itself to
+        the prompts if it did (`cache.plan.method`).
       slots: how a store's blocks are kept in memory; None = as when it was saved, but for `park` and `backend`, which
         are not saved.
       read_only: see `FlashStore.open`.
@@ -231,7 +232,7 @@ def restore(
         with contextlib.nullcontext() if read_only else _saving(directory):
             return _newest(lambda: _open_blocks(store, directory, fingerprint, read_only),
                            lambda saved: _restored(directory, saved, config, fingerprint, method, slots))
-    if store_settings or (slots is not None and slots.park is None):
+    if store_settings or (slots is not None and not slots.for_memory):
         raise ConfigError(f"{directory} was saved from memory; leave out slots, which are for blocks on a store, and "
                           f"settings of a store ({', '.join(store_settings or ('none',))})")
     return _newest(lambda: _Saved(_read_manifest(directory), None),

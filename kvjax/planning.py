@@ -30,7 +30,7 @@ class Plan:
     """Everything static about decoding with one cache."""
 
     config: ModelConfig
-    method: Method  # as it was given; dense layers have `full` in its place
+    method: Method  # as it was given, or as it fits the prompts; dense layers have `full` in its place
     layers: tuple[LayerPlan, ...]
     batch: int
     capacity: int
@@ -79,6 +79,11 @@ class Slots:
     keep: bool = True
     even: bool = False
     park: base.Store | None = None
+
+    @property
+    def for_memory(self) -> bool:
+        """Whether they have no need of a store: nothing is said but where layers are parked."""
+        return self.park is not None and self == Slots(park=self.park)
 
     def __post_init__(self):
         fields.check(self)
@@ -136,13 +141,6 @@ def geometry(plan: Plan) -> base.Geometry:
     )
 
 
-def check_slots(plan: Plan, slots: Slots) -> None:
-    """Raises ConfigError for slots that a layer on a store cannot do with."""
-    for i, one in enumerate(plan.layers):
-        if on_store(plan, i):
-            _slot_count(one.spec, slots)
-
-
 def _slot_count(spec: Spec, slots: Slots) -> int:
     """Slots of each head. ConfigError when they are too few, or those of the host no more."""
     least = spec.max_blocks + 1
@@ -184,6 +182,13 @@ def outline(plan: Plan, i: int, store: bool, slots: Slots) -> LayerCache:
     return jax.tree.unflatten(structures[0], [parking.shape_only(one.shape, one.dtype) for one in shapes])
 
 
+def check(plan: Plan, store: bool, slots: Slots) -> None:
+    """Raises ConfigError where a layer's cache cannot be made, on a store or not; ReadFailed or FormatMismatch for what
+    was fitted beforehand. Takes no memory."""
+    for i in range(len(plan.layers)):
+        outline(plan, i, store, slots)
+
+
 def copy(state: State) -> State:
     """A state that shares no memory with the given one, so that either may be donated."""
     leaves, structure = jax.tree.flatten(dataclasses.replace(state, layers=parking.fork(state.layers)))
@@ -195,13 +200,9 @@ def _copied(leaves: list[Array]) -> list[Array]:
     return [jnp.copy(leaf) for leaf in leaves]
 
 
-def resident_bytes(state: State) -> int:
-    """Bytes of every array of the cache that is in memory at once, buffers and tables included."""
-    return bytes_of(state.layers)
-
-
 def bytes_of(layers: tuple) -> int:
-    """The same of a cache's layers, or of outlines of them."""
+    """Bytes of every array of a cache's layers, or of outlines of them, that is in memory at once, buffers and tables
+    included."""
     passing = [one.pool.passing_bytes for one in layers if isinstance(one.pool, SlotPool)]
     kept = sum(leaf.nbytes for leaf in jax.tree.leaves(layers))
     return kept + max(passing, default=0) + parking.working_set(layers)

@@ -27,9 +27,9 @@ class Line:
 
 @pytree
 class Traffic:
-    """What one fetch did, per sequence."""
+    """What one fetch did, per sequence, over all KV heads; nothing where blocks are in memory."""
 
-    requested: Int32[Array, "B"]  # blocks the step needed
+    requested: Int32[Array, "B"]  # blocks the step needed of a store
     missed: Int32[Array, "B"]  # of these, blocks read from the store
 
 
@@ -88,8 +88,7 @@ class MemoryPool:
 
     def fetch(self, need, count, layer, line):
         quiet = jnp.zeros(need.shape[0], jnp.int32)
-        requested = jnp.sum(need < self.value.shape[2], axis=(1, 2), dtype=jnp.int32)
-        return self, need, jnp.bool_(True), Traffic(requested, quiet)
+        return self, need, jnp.bool_(True), Traffic(quiet, quiet)
 
     def released(self):
         return self

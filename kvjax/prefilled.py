@@ -32,7 +32,7 @@ class Cache:
     @property
     def resident_bytes(self) -> int:
         """Bytes of the cache's arrays that are in memory, index, tables and buffers included."""
-        return planning.resident_bytes(self.state)
+        return planning.bytes_of(self.state.layers)
 
     @property
     def store_bytes(self) -> int:

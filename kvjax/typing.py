@@ -11,8 +11,8 @@
     KT  tables of positions and counts: K, or 1 where all heads place tokens alike
     KB  heads with blocks of their own in stores and slots: K, or 1 where all heads also fetch alike
 
-A *row* is one token's key and value side by side, so a payload row is D2 = 2 * D wide; where KB = 1 it has the keys of
-all heads, then their values.
+A *row* is one token's key and value side by side, D2 = 2 * D numbers (X2 as they are stored: fewer of a codec or of
+values alone); where KB = 1 it has the keys of all heads, then their values.
 """
 
 import dataclasses

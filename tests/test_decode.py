@@ -37,7 +37,7 @@ def test_full_cache_equals_dense_logits(params, tokens, driver):
     config = dataclasses.replace(CONFIG, windows=(16, None))
     expected = dense(params, tokens, config)
     plan, _, logits, _ = start(params, tokens, METHODS["full"], config=config)
-    assert [one.sliding for one in plan.layers] == [16, None]
+    assert [one.spec.sliding for one in plan.layers] == [16, None]
     got = teacher_forced(params, tokens, METHODS["full"], driver, config=config)
     for b, prompt in enumerate(PROMPT):
         np.testing.assert_allclose(logits[b], expected[b, prompt - 1], atol=1e-4)

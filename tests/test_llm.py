@@ -103,6 +103,28 @@ def test_a_model_in_another_type_is_the_same_for_what_is_fitted_to_it(llm):
     assert other.identity != llm.identity
 
 
+@pytest.mark.parametrize("method", [kvjax.pqcache(parts=3), kvjax.kvswap(sigma=512)])
+def test_a_method_that_does_not_fit_the_model_costs_no_saved_cache(llm, tmp_path, method):
+    """Given a saved cache, and a method for which a new one cannot be made in its file: the file stays as it was."""
+    path = tmp_path / "blocks.kv"
+    cache = llm.prefill(CONTEXT, method=METHOD, store=kvjax.FlashStore(path))
+    cache.save(tmp_path)
+    cache.close()
+    with pytest.raises(ConfigError):
+        llm.prefill(CONTEXT, method=method, store=kvjax.FlashStore(path))
+    llm.restore(tmp_path).close()
+
+
+def test_what_is_in_memory_is_nothing_that_a_store_was_asked_for(llm):
+    """Nothing of a cache in memory, and of a store's no block of its dense layer."""
+    found = []
+    for first in (0, 1):
+        cache = llm.prefill(CONTEXT, method=dataclasses.replace(QUEST, dense_layers=first), store=kvjax.HostStore())
+        found.append(llm.generate("ab", cache, max_new_tokens=3).usage.blocks_needed)
+    assert 0 < found[1] < found[0]
+    assert llm.generate("ab", llm.prefill(CONTEXT, method=QUEST), max_new_tokens=3).usage.blocks_needed == 0
+
+
 def test_contexts_of_about_one_length_have_the_same_capacity(llm):
     assert {llm.prefill("a" * n, method=QUEST).plan.capacity for n in (3, 150, 256)} == {256 + 1024}
     assert llm.prefill("a" * 257, method=QUEST).plan.capacity == 512 + 1024

@@ -299,7 +299,8 @@ def test_what_does_not_fit_is_refused(llm, make, tmp_path):
         with pytest.raises(ConfigError, match="slots=1"):
             llm.restore(tmp_path / "saved", slots=kvjax.Slots(count=1))
     else:
-        for ignored in ({"slots": kvjax.Slots(count=99)}, {"threads": 2}):
+        parked = kvjax.Slots(count=99, park=kvjax.HostStore())
+        for ignored in ({"slots": kvjax.Slots(count=99)}, {"slots": parked}, {"threads": 2}):
             with pytest.raises(ConfigError, match="saved from memory"):
                 llm.restore(tmp_path / "saved", **ignored)
     llm.restore(tmp_path / "saved", method=METHOD).close()

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from kvjax.errors import ConfigError
+from kvjax.errors import BudgetTooSmall, ConfigError
 from kvjax.method import Method, Placement, Selection, no_force
 
 
@@ -26,7 +26,7 @@ class StreamingLLM(Method):
             raise ConfigError("streaming_llm needs a budget: it is what the window is cut to")
         window = min(self.budget, capacity) - self.sinks
         if window < 2:
-            raise ConfigError(f"budget={self.budget} leaves no window beside {self.sinks} sinks; raise it")
+            raise BudgetTooSmall(f"budget={self.budget} leaves no window beside {self.sinks} sinks; raise it")
         widened = dataclasses.replace(self, window=window)
         return super(StreamingLLM, widened).spec(
             kv_heads=kv_heads, group=group, head_dim=head_dim, capacity=capacity

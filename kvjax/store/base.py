@@ -4,7 +4,8 @@ A *branch* is one writable line of history of one cache. The jitted machinery ne
 branch's `handle` as an int32 operand, and the host callback finds the branch again with `lookup(handle)`.
 
 Axes as in `kvjax.typing`: B sequences, K KV heads, NB blocks, C rows of a block, NS slots, and here
-N blocks asked for in one read, E blocks rewritten in one call, width = 2 * D (key and value side by side).
+N blocks asked for in one read, E blocks rewritten in one call, and width, the numbers of a row: 2 * D where it is a
+head's key and value (`kvjax.pool.row_width`).
 """
 
 import abc
@@ -85,8 +86,8 @@ class Geometry:
 class Prompt:
     """What prefill knows about a layer beside its payload, for layouts that want it.
 
-    pos: int32[B, K, NB, C] position of the token in each row, -1 = empty.
-    retrieved: int32[B, Q, K, M] blocks that a sample of the prompt's queries would fetch, NB = nothing.
+    pos: int32[B, KB, NB, C] position of the token in each row, -1 = empty.
+    retrieved: int32[B, Q, KB, M1] blocks that a sample of the prompt's queries would fetch, NB = nothing.
     """
 
     pos: np.ndarray

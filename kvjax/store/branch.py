@@ -288,7 +288,7 @@ class FlashBranch(TransactionalBranch):
         volume = self._volume
         sources = self._resolve(ids)
         while True:
-            suspects = self._copy(layer, sources, ids, targets, out)
+            suspects = self._copy(layer, sources, targets, out)
             if not suspects.size:
                 return
             before, ids, targets = sources, ids[suspects], targets[suspects]
@@ -302,7 +302,7 @@ class FlashBranch(TransactionalBranch):
         with self._volume.lock:
             return self._lineage.resolve(ids, self._volume.extents.checksums)
 
-    def _copy(self, layer, sources: Sources, ids, targets, out) -> np.ndarray:
+    def _copy(self, layer, sources: Sources, targets, out) -> np.ndarray:
         """Copies what can be trusted; returns positions of blocks that were being written meanwhile, or are damaged."""
         suspects = np.zeros(0, np.int64)
         where = _ascending(sources)

@@ -47,7 +47,7 @@ class Layout(abc.ABC):
     def place_prompt(self, ids: np.ndarray, retrieved: np.ndarray | None) -> np.ndarray:
         """int32[n] extents for the blocks ids[n], ascending, of one layer; all are claimed, or NoSpace and none.
 
-        retrieved: int32[B, Q, K, M], what `samples` queries of each prompt would fetch, NB = nothing; None if unknown.
+        retrieved: int32[B, Q, KB, M1], what `samples` queries of each prompt would fetch, NB = none; None if unknown.
         """
 
     @abc.abstractmethod

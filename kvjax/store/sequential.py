@@ -34,7 +34,8 @@ def log_geometry(geometry: Geometry) -> LogGeometry:
     """Logs with room for every row of every block."""
     rows = max(1, PAGE_BYTES // geometry.row_bytes)
     pages = -(-geometry.num_blocks * geometry.block_rows // rows)
-    return LogGeometry(geometry.layers, geometry.batch, geometry.kv_heads, pages, rows, geometry.width, geometry.dtype)
+    return LogGeometry(geometry.layers, geometry.batch, geometry.kv_heads, pages, rows, geometry.width, geometry.dtype,
+                       geometry.keys)
 
 
 @dataclasses.dataclass

@@ -75,7 +75,6 @@ def crowded(counts, flagged, held):
     block = np.array(held + [len(counts)] * (RULE.held - len(held)), np.int32)
     view = View(
         pos=np.zeros((len(counts), 8), np.int32), count=np.array(counts, np.int32),
-        held_key=np.zeros((RULE.held, spec.head_dim), np.float32),
         held_pos=np.where(block < len(counts), 0, -1).astype(np.int32), held_block=block,
         loaded=np.arange(len(counts), dtype=np.int32), oldest_key=np.zeros(spec.head_dim, np.float32),
     )

@@ -56,7 +56,7 @@ def view_of(stored):
     return View(
         pos=jnp.full((HEADS, SPEC.num_blocks, SPEC.block_rows), -1, jnp.int32),
         count=jnp.broadcast_to(count, (HEADS, SPEC.num_blocks)).astype(jnp.int32),
-        held_key=jnp.zeros((HEADS, 0, SIZE)), held_pos=none, held_block=none, loaded=none,
+        held_pos=none, held_block=none, loaded=none,
         oldest_key=jnp.zeros((HEADS, SIZE)),
     )
 

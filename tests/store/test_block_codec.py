@@ -1,6 +1,7 @@
 """The codec of a store: what is coded, what is read, what is refused, and that every bit comes back."""
 
 import contextlib
+import dataclasses
 import errno
 import os
 import pathlib
@@ -236,6 +237,13 @@ def saved(tmp_path, open_branch):
     blocks = driver.read()
     driver.branch.close()
     return tmp_path / "cache.kv", blocks
+
+
+@pytest.mark.parametrize("layout", ["grouped", "sequential"])
+def test_blocks_of_values_alone_are_not_coded_as_keys(tmp_path, layout):
+    store, alone = FlashStore(tmp_path, codec="rle", layout=layout), dataclasses.replace(GEOMETRY, keys=False)
+    with pytest.raises(ConfigError, match="values alone"):
+        store.create(alone, "fingerprint")
 
 
 @pytest.mark.parametrize("codec", [None, "rle"])
