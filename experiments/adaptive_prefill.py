@@ -7,6 +7,7 @@ most `staging_kib` of them waiting to be written, and what the cache keeps of it
 """
 
 import ctypes
+import itertools
 import multiprocessing
 import os
 import pathlib
@@ -99,11 +100,26 @@ def _resident() -> int:
     return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def check(config: ml_collections.ConfigDict) -> None:
+    """Raises ConfigError on settings with which nothing can be read."""
+    common.check_some(config, "methods")
+    for settings in common.by_label(config.methods).values():
+        common.make_method(settings, _EXTRAS)
+    common.check_counts(config, chunks=0, samples=1, batch=1, continuations=1, perplexity_tokens=1, staging_kib=1)
+
+
 def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     """Measures every method, chunk and length; rows that the workdir has are skipped."""
+    check(config)
     methods = common.by_label(config.methods)
     made = {label: common.make_method(settings, _EXTRAS) for label, settings in methods.items()}
-    llm, run = common.load_model(config.model), Run(config, workdir, ("methods", "chunks", "lengths", "memory_lengths"))
+    llm = common.load_model(config.model)
+    common.check_model(llm, config.methods)
+    for length, settings, chunk in itertools.product(
+        (*config.lengths, *config.memory_lengths), config.methods, config.chunks
+    ):
+        common.check_fit(llm.config, settings, [length], length + 64, chunk=chunk)
+    run = Run(config, workdir, ("methods", "chunks", "lengths", "memory_lengths"))
     stream, rows = common.held_out_tokens(llm), run.logged()
     done = {(row["task"], row["method"], row["chunk"], row["context"]) for row in rows}
     jobs = [(task, label, chunk, length)

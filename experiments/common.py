@@ -177,6 +177,17 @@ def by_label(entries: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any
     return found
 
 
+def slots_of(settings: Mapping[str, Any], store: str) -> Slots | None:
+    """The "slots" of a method's settings, None where they have none. Raises ConfigError where blocks are in memory."""
+    if "slots" not in settings:
+        return None
+    slots = make_slots(settings)
+    if store == "memory" and not slots.for_memory:
+        raise ConfigError(f"{label_of(settings)}: slots are for blocks on a store; leave them out with "
+                          "--config.store=memory")
+    return slots
+
+
 def check_model(llm: kvjax.LLM, entries: Sequence[Mapping[str, Any]]) -> None:
     """Raises ConfigError where what a method was given is of another model: now, not in an hour."""
     for settings in entries:
@@ -205,8 +216,7 @@ def check_fit(
     if chunk:
         check = extend.check_prompt if max(prompts) > chunk else extend.check
         check(plan, chunk, () if slots is None else (slots.backend,))
-    if slots is not None:
-        planning.outline(plan, len(plan.layers) - 1, True, slots)  # raises where they are too few
+    planning.check(plan, slots is not None, slots or Slots())
 
 
 def label(method: Method) -> str:

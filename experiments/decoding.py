@@ -46,12 +46,13 @@ def measure(llm: kvjax.LLM, settings, store_name: str, config, directory, bandwi
             "budget": method.budget, "batch": config.batch, "seed": 0, "resident_bytes": cache.resident_bytes}
     with contextlib.closing(cache):
         cache.flush()  # reads are of the device, but for what the text's own tokens write
+        commands = common.commands_of(store)
         row = decode(llm, cache, text[:, config.context :].T, config.warm_up, config.driver)
     if slots.prefetch != "off":
         row.pop("beyond_us", None)
     attended = config.batch * timing.kv_bytes(llm.config, row["attended_tokens"], dtype)
     limit = 1e3 * (timing.weight_bytes(llm) + attended) / bandwidth
-    return {**head, **row, **common.disk_of(store), "limit_ms": limit, "memory_bandwidth": bandwidth}
+    return {**head, **row, **common.disk_of(store, commands), "limit_ms": limit, "memory_bandwidth": bandwidth}
 
 
 def decode(llm: kvjax.LLM, cache: kvjax.Cache, tokens: np.ndarray, warm_up: int, driver: str) -> dict[str, float]:
@@ -70,11 +71,11 @@ def decode(llm: kvjax.LLM, cache: kvjax.Cache, tokens: np.ndarray, warm_up: int,
     if not branch:
         return row
     layers = sum(planning.on_store(plan, i) for i in range(len(plan.layers)))
-    after = branch.stats()
+    after, spec = branch.stats(), plan.layers[-1].spec
     row |= timing.traffic_row(before, after, len(seconds), plan.batch)
     store, device = (1e3 * row[f"{name}_ms_per_step"] / layers for name in ("store", "io"))
     return row | {
-        "blocks_needed": float(np.mean(needed)) / layers,
+        "blocks_needed": float(np.mean(needed)) / layers / (spec.kv_heads // spec.block_heads),
         "blocks_read": (after.blocks_read - before.blocks_read) / len(seconds) / layers,
         "store_us": store, "device_us": device, "beyond_us": store - device,
     }

@@ -48,8 +48,7 @@ def reference_job(llm: kvjax.LLM, config: ml_collections.ConfigDict) -> Job:
     """Held-out library texts of `context` tokens, each with one needle that is asked for."""
     common.check_some(config, "needles")
     rng = np.random.default_rng(config.seed)
-    text = "\n".join(corpus.stdlib_documents(held_out=True))
-    stream = np.asarray(llm.encode(text, start=False))
+    stream = common.held_out_tokens(llm)
     words = rng.choice(corpus.key_words(held_out=True), size=len(config.needles), replace=False)
     facts = [
         needles.Needle(_cue(cue, word), needles.draw_value(rng, config.digits, held_out=True))
@@ -104,7 +103,8 @@ def answer_all(llm: kvjax.LLM, job: Job, reading, settings, config: ml_collectio
     store = common.make_store(config.store, directory)
     cache = llm.prefill(
         reading or job.contexts, method=method, store=store, capacity=capacity(llm, job, config),
-        chunk=config.chunk or None, dtype=common.dtype_of(settings), slots=slots_of(settings),
+        chunk=config.chunk or None, dtype=common.dtype_of(settings),
+        slots=common.slots_of(settings, config.store),
     )
     ask = functools.partial(llm.generate, job.questions, cache, max_new_tokens=answer_tokens(config), stop=job.stop)
     probe = Probe(cache, reading, k=config.recall_k) if reading else None
@@ -116,11 +116,6 @@ def answer_all(llm: kvjax.LLM, job: Job, reading, settings, config: ml_collectio
         one.close()
     head = {"method": common.label_of(settings), "store": config.store, **common.disk_of(store)}
     return {**row, **head, "task": "demo", "context": longest(job), "seed": config.seed}
-
-
-def slots_of(settings) -> kvjax.Slots | None:
-    """How a store's blocks are kept, where a method's settings say it."""
-    return common.make_slots(settings) if "slots" in settings else None
 
 
 def fingerprint(llm: kvjax.LLM, job: Job) -> str:
@@ -209,10 +204,7 @@ def check(config: ml_collections.ConfigDict) -> None:
 
 def check_fit(llm: kvjax.LLM, job: Job, settings, config: ml_collections.ConfigDict) -> None:
     """Raises ConfigError or PromptError where a method, its type and slots do not fit the job."""
-    slots = slots_of(settings)
-    if slots is not None and config.store == "memory":
-        raise ConfigError(f"{common.label_of(settings)}: slots are for blocks on a store; leave them out with "
-                          "--config.store=memory")
+    slots = common.slots_of(settings, config.store)
     prompts, room = [len(context) for context in job.contexts], capacity(llm, job, config)
     common.check_fit(llm.config, settings, prompts, room, chunk=config.chunk, slots=slots)
 

@@ -47,11 +47,18 @@ def passkey(llm: kvjax.LLM, config: ml_collections.ConfigDict) -> Iterator[tuple
 
 
 def suite(llm: kvjax.LLM, config, directory) -> Iterator[tuple[Row, Callable[[], Row]]]:
-    """The leaderboard's cells: `config.suite`, then with what `config.suite_once` has in place of it."""
-    exams = leaderboard.Exams(llm, config.suite)
-    for chosen in ({}, config.suite_once):
-        for cell in leaderboard.cells(ml_collections.ConfigDict({**config.suite, **chosen})):
-            yield cell.head, lambda cell=cell: leaderboard.measure(exams, cell, directory / "store")
+    """The cells of the leaderboards."""
+    for board in boards(config):
+        exams = leaderboard.Exams(llm, board)
+        for cell in leaderboard.cells(board):
+            yield cell.head, lambda exams=exams, cell=cell: leaderboard.measure(exams, cell, directory / "store")
+
+
+def boards(config) -> list[ml_collections.ConfigDict]:
+    """Settings of leaderboards: `config.suite`, then with what `config.suite_once` has in place of it; those that have
+    methods."""
+    both = (ml_collections.ConfigDict({**config.suite, **chosen}) for chosen in ({}, config.suite_once))
+    return [board for board in both if board.methods]
 
 
 def shares(rows: list[Row]) -> Iterator[Row]:
@@ -106,8 +113,11 @@ def _hit_rate(llm: kvjax.LLM, method, text: list[int], config) -> Row:
 
 def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     """Measures every part; re-running skips the rows that are there."""
-    leaderboard.check(config.suite)
+    for board in boards(config):
+        leaderboard.check(board)
     llm = common.load_model(config.model)
+    for board in boards(config):
+        common.check_model(llm, board.methods)
     parts = {
         "passkey": lambda: passkey(llm, config), "suite": lambda: suite(llm, config, run.path),
         "dci": lambda: icecache_tree.rows(llm, config), "pages": lambda: pages(llm, config),

@@ -91,7 +91,7 @@ def _timed(llm: kvjax.LLM, method, context: int, steps: int) -> Row:
         llm, method, context, steps + 2 + layer_times.COMMITS, None, Slots(), copies=True
     )
     filled = time.perf_counter() - started
-    resident = planning.resident_bytes(state)
+    resident = planning.bytes_of(state.layers)
     seconds, state = timing.time_tokens(llm, plan, state, [i % 7 for i in range(steps + 1)], "fused")
     times, quarter = 1e3 * seconds[1:], max(1, steps // 4)
     first, last = (float(np.median(part)) for part in (times[:quarter], times[-quarter:]))

@@ -122,9 +122,11 @@ def _combine(one: Stats, other: Stats, sign: int = 1) -> Stats:
     return Stats(**{name: getattr(one, name) + sign * getattr(other, name) for name in names})
 
 
-def tables(state) -> np.ndarray:
-    """int32[lanes, NB, C] position of every row of all layers, copied."""
-    return np.concatenate([np.asarray(one.state.pos).reshape(-1, *one.state.pos.shape[2:]) for one in state.layers])
+def tables(plan: planning.Plan, state: planning.State) -> np.ndarray:
+    """int32[lanes, NB, C] position of every row of all layers, of each head with blocks of its own, copied."""
+    heads = plan.layers[-1].spec.block_heads
+    parts = [np.asarray(one.state.pos[:, :heads]) for one in state.layers]
+    return np.concatenate([part.reshape(-1, *part.shape[2:]) for part in parts])
 
 
 def measure(llm: kvjax.LLM, layout: str, tokens: np.ndarray, config: ml_collections.ConfigDict,
@@ -136,7 +138,7 @@ def measure(llm: kvjax.LLM, layout: str, tokens: np.ndarray, config: ml_collecti
     cache = llm.prefill(tokens[:, :context].tolist(), method=method, store=store, capacity=context + steps,
                         slots=Slots(count=config.slots or None))
     branch, state = cache.branch, cache.state
-    updates, probe, digest = Updates(tables(state), context + steps), Probe(), hashlib.sha256()
+    updates, probe, digest = Updates(tables(cache.plan, state), context + steps), Probe(), hashlib.sha256()
     needed = missed = 0
     before = branch.stats()
     for i in tqdm(range(steps), desc=layout, disable=None):
@@ -145,13 +147,13 @@ def measure(llm: kvjax.LLM, layout: str, tokens: np.ndarray, config: ml_collecti
         digest.update(np.asarray(done.logits).tobytes())
         needed += sum(int(report.traffic.requested.sum()) for report in done.reports)
         missed += sum(int(report.traffic.missed.sum()) for report in done.reports)
-        updates.see(tables(state))
+        updates.see(tables(cache.plan, state))
         if i % config.probe_every == 0:
             probe.read(branch, state)
     branch.flush()
     used = _combine(_combine(branch.stats(), before, -1), probe.stats, -1)
     row_bytes = planning.geometry(cache.plan).row_bytes
-    space = space_row(path, int((tables(state) >= 0).sum()), row_bytes)
+    space = space_row(path, int((tables(cache.plan, state) >= 0).sum()), row_bytes)
     branch.close()
     head = {"layout": layout, "method": common.label(method), "store": "flash", "task": "layouts", "context": context,
             "budget": method.budget, "seed": 0, "tokens": steps * len(tokens), "logits_sha256": digest.hexdigest()[:16]}
@@ -192,12 +194,22 @@ def space_row(path: pathlib.Path, entries: int, row_bytes: int) -> dict[str, flo
             "fragmentation": 1 - entries * row_bytes / occupied, "holes": 1 - occupied / found.st_size}
 
 
-def run(config: ml_collections.ConfigDict, workdir: str) -> None:
-    """Measures every layout; re-running skips the rows that are there."""
+def check(config: ml_collections.ConfigDict) -> None:
+    """Raises ConfigError on settings with which nothing can be measured."""
+    common.check_some(config, "layouts")
+    common.check_counts(config, batch=1, context=1, steps=1, slots=0, probe_every=1, staging_bytes=1)
     for layout in config.layouts:
         check_layout(layout)
     common.make_method(config.method)
+
+
+def run(config: ml_collections.ConfigDict, workdir: str) -> None:
+    """Measures every layout; re-running skips the rows that are there."""
+    check(config)
     llm = common.load_model(config.model)
+    common.check_model(llm, [config.method])
+    common.check_fit(llm.config, config.method, [config.context] * config.batch, config.context + config.steps,
+                     slots=Slots(count=config.slots or None))
     tokens = common.held_out_rows(llm, config.batch, config.context + config.steps)
     run = Run(config, workdir, ("layouts",))
     rows = run.logged()

@@ -25,8 +25,8 @@ from tqdm import tqdm
 
 from experiments import common, evaluate, report, timing
 from experiments.results import Run
-from kvjax import layer, packing, tasks
-from kvjax.errors import ConfigError
+from kvjax import layer, tasks
+from kvjax.errors import BudgetTooSmall, ConfigError
 from kvjax.generation import Usage
 from kvjax.llm import LLM
 from kvjax.method import Method
@@ -61,10 +61,6 @@ class Cell:
     @property
     def method(self) -> Method:
         return common.make_method({**dict(self.settings), "budget": self.budget}, _EXTRAS)
-
-
-class Refused(ConfigError):
-    """A budget that a method cannot be given: a finding, where any other bad setting ends the run."""
 
 
 def cells(config: ml_collections.ConfigDict) -> Iterator[Cell]:
@@ -115,13 +111,20 @@ class Exams:
         samples = asking.tokenised(self.llm, samples)
         return asking.within_prompt(samples) if config.question == "within" else samples
 
+    def _asked(self, context: int) -> list[Sample | Continuation]:
+        """Everything that is asked at one length."""
+        return [one for task in self.config.tasks for seed in self.config.seeds
+                for one in self.drawn(task, context, seed)]
+
+    def prompts(self, context: int) -> list[int]:
+        """Tokens of each prompt at one length."""
+        return [len(one.context) for one in self._asked(context)]
+
     def capacity(self, context: int) -> int:
         """Room for everything that is asked at one length."""
-        drawn = [one for task in self.config.tasks for seed in self.config.seeds
-                 for one in self.drawn(task, context, seed)]
         return asking.rounded(max(
             len(one.context) + (len(one.tokens) if isinstance(one, Continuation) else asking.length(one))
-            for one in drawn
+            for one in self._asked(context)
         ))
 
     def read(self, contexts: Sequence[Sequence[int]]) -> Reading:
@@ -139,13 +142,10 @@ class Exams:
         """Contexts in the cell's cache, on its store, and a `Tally` with a probe if they are the first."""
         store, reading = common.make_store(self.config.store, directory), self.read(contexts)
         capacity, settings = self.capacity(cell.context), dict(cell.settings)
-        try:
-            cache = self.llm.prefill(
-                reading, method=cell.method, store=store, capacity=capacity, dtype=common.dtype_of(settings),
-                slots=common.make_slots(settings) if "slots" in settings else None,
-            )
-        except ConfigError as cause:
-            raise Refused(str(cause)) from cause
+        cache = self.llm.prefill(
+            reading, method=cell.method, store=store, capacity=capacity, dtype=common.dtype_of(settings),
+            slots=common.slots_of(settings, self.config.store),
+        )
         try:
             tally = Tally(len(contexts), cache.resident_bytes / len(contexts))
             if first:
@@ -228,7 +228,7 @@ def measure(exams: Exams, cell: Cell, directory: pathlib.Path) -> dict:
     head = {**cell.head, "store": exams.config.store}
     try:
         return head | (continued if tasks.find(cell.task)[0].continues else answered)(exams, cell, directory)
-    except Refused as cause:
+    except BudgetTooSmall as cause:  # a finding, where any other bad setting ends the run
         logging.warning("%s at budget %s: %s", cell.label, cell.budget, cause)
         return head | {"refused": str(cause)}
 
@@ -246,11 +246,14 @@ def check(config: ml_collections.ConfigDict) -> None:
 
 
 def check_fit(exams: Exams, jobs: list[Cell]) -> None:
-    """Raises ConfigError where a model's keys cannot be kept in a method's type, or a task does not fit its length."""
-    for dtype in {common.dtype_of(dict(cell.settings)) for cell in jobs}:
-        packing.check(dtype, exams.llm.config.head_dim)
-    for context in {cell.context for cell in jobs}:
-        exams.capacity(context)  # draws all that is asked at this length, which is kept
+    """Raises ConfigError or PromptError where a method, its type or slots do not fit the model or what is asked, which
+    is drawn for this. A budget that is too small is none of these."""
+    for _, group in itertools.groupby(jobs, lambda one: (one.label, one.context, one.budget)):
+        cell = next(group)
+        settings = {**dict(cell.settings), "budget": cell.budget}
+        slots, capacity = common.slots_of(settings, exams.config.store), exams.capacity(cell.context)
+        with contextlib.suppress(BudgetTooSmall):
+            common.check_fit(exams.llm.config, settings, exams.prompts(cell.context), capacity, slots=slots)
 
 
 def run(config: ml_collections.ConfigDict, workdir: str) -> None:

@@ -13,16 +13,32 @@ from experiments import common
 from experiments.results import Run
 from kvjax.tasks import drift, needles
 
+_EXTRAS = ("label",)  # of a method's settings
+
+
+def check(config: ml_collections.ConfigDict) -> None:
+    """Raises ConfigError on settings with which nothing can be generated."""
+    common.check_some(config, "methods")
+    for settings in common.by_label(config.methods).values():
+        common.make_method(settings, _EXTRAS)
+    common.check_counts(config, context=2, new_tokens=1, window=1, batch=1)
+    common.check_store(config.store)
+
 
 def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     """A row for each method and window; rows of methods that the workdir has are kept."""
+    check(config)
     methods = {
-        label: common.make_method(settings, ("label",)) for label, settings in common.by_label(config.methods).items()
+        label: common.make_method(settings, _EXTRAS) for label, settings in common.by_label(config.methods).items()
     }
-    llm, run = common.load_model(config.model), Run(config, workdir, ("methods",))
+    llm = common.load_model(config.model)
+    common.check_model(llm, config.methods)
+    for settings in config.methods:
+        common.check_fit(llm.config, settings, [config.context] * config.batch, config.context + config.new_tokens)
     rng, stream = np.random.default_rng(config.seed), common.held_out_tokens(llm)
     start = llm.encode("", start=True)
     contexts = [start + needles.random_span(rng, stream, config.context - len(start)) for _ in range(config.batch)]
+    run = Run(config, workdir, ("methods",))
     rows = run.logged()
     done = {row["method"] for row in rows}
     for label, method in tqdm([item for item in methods.items() if item[0] not in done], disable=None):

@@ -12,7 +12,7 @@ import numpy as np
 
 import kvjax
 from experiments import common
-from kvjax import parking, planning, prefill
+from kvjax import layer, parking, planning, prefill
 from kvjax.errors import ConfigError
 from kvjax.layer import Prompts
 from kvjax.models import hf_config
@@ -75,6 +75,24 @@ def keys(config: ModelConfig, tokens: int, seed: int, run: float = 1.0):
     key = centres[clump] + 0.4 * rng.standard_normal((tokens, heads, size), np.float32)
     key += np.linspace(0, 0.5, tokens, dtype=np.float32)[:, None, None]
     return jnp.asarray(key[None]), jnp.asarray(rng.standard_normal((1, tokens, heads, size), np.float32))
+
+
+def check_build(model: ModelConfig, settings, context: int) -> None:
+    """Raises ConfigError for a method that wants to see a prompt's queries, which made-up prompts do not have. Nothing
+    is computed."""
+    method = common.make_method(settings, common.NOT_FIELDS)
+    plan = planning.make_plan(model, method, 1, context, common.dtype_of(settings))
+    i, one = next((i, one) for i, one in enumerate(plan.layers) if one.method == method and not one.follows)
+
+    def build(key, length):
+        return layer.prefill(one, layer.init(one, 1, plan.dtype, method.weights(i)), Prompts(key, key, length))
+
+    key = jax.ShapeDtypeStruct((1, context, model.num_kv_heads, model.head_dim), jnp.float32)
+    try:
+        jax.eval_shape(build, key, jax.ShapeDtypeStruct((1,), jnp.int32))
+    except ConfigError as cause:
+        raise ConfigError(f"{common.label_of(settings)} cannot be timed on made-up prompts, which have no queries: "
+                          f"{cause}") from cause
 
 
 def filled_cache(

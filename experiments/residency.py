@@ -51,10 +51,11 @@ def record(llm: kvjax.LLM, cache: kvjax.Cache, tokens: np.ndarray) -> Trace:
 
 
 def _tables(plan: planning.Plan, state: planning.State) -> dict[str, np.ndarray]:
-    """Tables of the layers whose blocks a store would hold, as lanes."""
+    """Tables of the layers whose blocks a store would hold, as lanes: one for each head with blocks of its own."""
+    heads = plan.layers[-1].spec.block_heads
     stored = [one.state for i, one in enumerate(state.layers) if planning.on_store(plan, i)]
     parts = {name: np.stack([np.asarray(getattr(one, name)) for one in stored]) for name in ("loaded", "count", "pos")}
-    return {name: part.reshape(-1, *part.shape[3:]) for name, part in parts.items()}
+    return {name: part[:, :, :heads].reshape(-1, *part.shape[3:]) for name, part in parts.items()}
 
 
 def _listed(changed: np.ndarray) -> np.ndarray:
@@ -132,6 +133,9 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
         common.make_method(settings, _EXTRAS)
     check(config)
     llm = common.load_model(config.model)
+    common.check_model(llm, config.methods)
+    for settings in config.methods:
+        common.check_fit(llm.config, settings, [config.context] * config.batch, config.context + config.steps)
     run = Run(config, workdir, ("methods",))
     rows = run.logged()
     done = {row["method"] for row in rows}

@@ -29,6 +29,7 @@ from kvjax.store.callbacks import default_backend
 
 _GRID = ("models", "methods", "contexts", "batches", "stores", "transformers")
 _EXTRAS = ("label", "slots", "dtype", "replay", "only")  # of a method's settings
+_ONLY = ("contexts", "batches", "stores")  # what "only" of a method's settings may narrow
 _DTYPES = ("float32", "bfloat16", "float16")  # of weights
 _LATE = 0.2  # of an emulated device's commands; beyond it, times are more the host's than the device's
 _WARM_UP = 4  # steps that no median counts, the one that compiles included
@@ -65,7 +66,7 @@ def measure(llm, name: str, settings, store_name: str, context: int, batch: int,
         llm, method, context, room(config), store, slots, batch, dtype, run=config.get("clump_run", 1.0)
     )
     state = replay.stagger(method, state) if isinstance(method, Replay) else state
-    resident, before = planning.resident_bytes(state), branch.stats() if branch is not None else None
+    resident, before = planning.bytes_of(state.layers), branch.stats() if branch is not None else None
     commands = common.commands_of(store)
     row, state, traffic = time_drivers(llm, plan, state, config)
     best = min(row[f"{driver}_ms"] for driver in config.drivers)
@@ -148,6 +149,12 @@ def check(config: ml_collections.ConfigDict) -> None:
         common.make_method(settings, _EXTRAS)
         common.make_slots(settings, config.slots)
         replay.check(settings, config)
+        unknown = set(settings.get("only", {})) - set(_ONLY)
+        if unknown:
+            raise ConfigError(f"{common.label_of(settings)}: only={sorted(unknown)} is unknown; use some of "
+                              f"{', '.join(_ONLY)}")
+    if max(config.get("outputs", (0,))) > config.steps:
+        raise ConfigError(f"outputs={config.outputs} are tokens of one run of steps={config.steps}; raise steps")
     if config.get("dtype", "float32") not in _DTYPES:
         raise ConfigError(f"dtype={config.dtype!r} is no type of weights; use one of {', '.join(_DTYPES)}")
     for store, driver in itertools.product(config.stores, config.drivers):
@@ -155,6 +162,8 @@ def check(config: ml_collections.ConfigDict) -> None:
         decode.check_driver(driver)
     for name in config.models:
         check_fit(made_up.model_config(name), config)
+        for settings in config.methods:
+            made_up.check_build(made_up.model_config(name), settings, max(config.contexts))
 
 
 def check_fit(model: ModelConfig, config: ml_collections.ConfigDict) -> None:
@@ -202,8 +211,7 @@ def _combinations(config) -> Iterator[tuple]:
         config.contexts, config.batches, config.stores, config.methods
     ):
         only = settings.get("only", {})
-        row = {"contexts": context, "batches": batch, "stores": store}
-        if all(value in only.get(name, (value,)) for name, value in row.items()):
+        if all(value in only.get(name, (value,)) for name, value in zip(_ONLY, (context, batch, store), strict=True)):
             yield context, batch, store, settings
 
 

@@ -11,7 +11,6 @@ from kvjax import decode, packing
 from kvjax.models.config import ModelConfig
 from kvjax.models.transformer import apply_rows
 from kvjax.store import base
-from kvjax.store.slots import SlotPool
 
 
 def time_tokens(llm, plan, state, tokens, driver: str, observe: Callable[[decode.Step], None] | None = None):
@@ -33,8 +32,7 @@ def time_tokens(llm, plan, state, tokens, driver: str, observe: Callable[[decode
 
 def needed_and_read(done: decode.Step) -> tuple[int, int]:
     """Blocks that a token needed of a store in all layers, and those of them that were read."""
-    layers = zip(done.reports, done.state.layers, strict=True)
-    traffic = jax.device_get([report.traffic for report, one in layers if isinstance(one.pool, SlotPool)])
+    traffic = jax.device_get([report.traffic for report in done.reports])
     return sum(int(one.requested.sum()) for one in traffic), sum(int(one.missed.sum()) for one in traffic)
 
 

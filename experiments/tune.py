@@ -125,7 +125,7 @@ def begun(llm, family: tuner.Family, config, solution: tuner.Solution, batch: in
     store, slots = common.make_store(config.store, path / "store"), family.slots(solution.setting)
     plan, state, branch, _ = made_up.filled_cache(llm, replayed, context, steps, store, slots, batch)
     state = replay.stagger(replayed, state)
-    return Decoding(plan, state, branch, planning.resident_bytes(state))
+    return Decoding(plan, state, branch, planning.bytes_of(state.layers))
 
 
 def in_turn(

@@ -37,7 +37,7 @@ def decode(llm, method, slots: Slots, directory: str) -> dict:
     """Medians of a token's time, bytes in memory between tokens at most, and what parking moved per token."""
     store = kvjax.FlashStore(directory)
     plan, state, branch, _ = made_up.filled_cache(llm, method, CONTEXT.value, STEPS.value + 8, store, slots)
-    resident, tokens = planning.resident_bytes(state), np.arange(WARM_UP + STEPS.value) % 7
+    resident, tokens = planning.bytes_of(state.layers), np.arange(WARM_UP + STEPS.value) % 7
     _, state = timing.time_tokens(llm, plan, state, tokens[:WARM_UP], "staged")
     before = parking.stats(state.layers)
     times, state = timing.time_tokens(llm, plan, state, tokens[WARM_UP:], "staged")

@@ -80,7 +80,7 @@ def test_layers_that_keep_nothing_share_their_slots_unless_they_rewrite_blocks(p
         plan, state, _, branch = start(params, tokens, method, FlashStore(tmp_path / f"{keep}"), keep=keep)
         done = decode.step(plan, params, state, tokens[:, max(PROMPT)])
         state, traffic = done.state, [report.traffic for report in done.reports]
-        sizes[keep] = planning.resident_bytes(state)
+        sizes[keep] = planning.bytes_of(state.layers)
         branch.close()
     assert all((one.missed == one.requested).all() and one.requested.any() for one in traffic)
     pools = [one.pool for one in state.layers]

@@ -101,6 +101,9 @@ def test_prompts_are_those_that_are_read(monkeypatch):
     ({"methods": ({"name": "quest", "budget": 8},)}, "budget=8"),
     ({"models": ("cache-path",), "methods": ({"name": "kvswap", "sigma": 1024},)}, "sigma"),
     ({"slots": 2, "stores": ("host",), "methods": ({"name": "quest", "budget": 128},)}, "slots=2"),
+    ({"methods": ({"name": "pqcache", "parts": 3},), "stores": ("memory",)}, "parts=3"),
+    ({"methods": ({"name": "quest", "only": {"context": (9,)}},)}, "'context'"), ({"outputs": (9999,)}, "outputs="),
+    ({"methods": ({"name": "h2o", "budget": 64},)}, "h2o@64 cannot be timed on made-up prompts"),
 ])
 def test_settings_with_which_nothing_can_be_timed_are_refused(tmp_path, monkeypatch, changes, words):
     monkeypatch.setattr(made_up, "random_params", lambda *args: pytest.fail("weights were made"))

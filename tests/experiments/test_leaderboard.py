@@ -116,6 +116,8 @@ def test_a_question_within_the_prompt_is_answered_from_there(exams):
     ({"continuations": 0}, "continuations=0"), ({"seeds": (-1,)}, "seeds="), ({"lengths": (256.5,)}, "lengths="),
     ({"tasks": ()}, "tasks is empty"), ({"lengths": ()}, "lengths is empty"), ({"store": "disk"}, "unknown store"),
     ({"methods": ({"name": "quest", "replay": True},)}, "no use for a method's replay"),
+    ({"methods": ({"name": "quest", "budget": 64, "slots": {"count": 99}},), "store": "memory"}, "slots are for"),
+    ({"methods": ({"name": "pqcache", "parts": 3},)}, "parts=3"), ({"methods": ({"name": "full"},)}, "attends every"),
     ({"methods": ({"label": "mine"},)}, "unknown method None"), ({"methods": ("quest",)}, "'quest' is no method"),
 ])
 def test_settings_that_make_no_grid_are_refused(changes, words):

@@ -52,6 +52,14 @@ def test_a_trace_knows_which_blocks_were_written(trace):
         assert written == list(np.flatnonzero(grown[step, lane])) and len(written) == 1
 
 
+def test_heads_that_share_blocks_are_one_lane(llm):
+    """Given groups of tokens that all heads fetch alike, a step needs each once, as its store is asked."""
+    method = kvjax.kvswap(budget=24, sinks=2, window=4, group=4, sigma=2)
+    cache = llm.prefill(TOKENS[:, :40].tolist(), method=method, capacity=96)
+    found = residency.record(llm, cache, TOKENS[:, 40:44])
+    assert found.need.shape[1] == CONFIG.num_layers * len(TOKENS) < found.need.shape[1] * CONFIG.num_kv_heads
+
+
 @pytest.mark.parametrize("change", [{"times_needed": ()}, {"times_needed": (0.5, 2.0)}, {"steps": 0}, {"context": 0}])
 def test_bad_settings_are_refused(change):
     config = get_config("smoke")
