@@ -47,10 +47,12 @@ def passkey(llm: kvjax.LLM, config: ml_collections.ConfigDict) -> Iterator[tuple
 
 
 def suite(llm: kvjax.LLM, config, directory) -> Iterator[tuple[Row, Callable[[], Row]]]:
-    """The cells of the leaderboards."""
-    for board in boards(config):
-        exams = leaderboard.Exams(llm, board)
-        for cell in leaderboard.cells(board):
+    """The cells of the leaderboards, all of which are checked before the first."""
+    grids = [(leaderboard.Exams(llm, board), list(leaderboard.cells(board))) for board in boards(config)]
+    for exams, cells in grids:
+        leaderboard.check_fit(exams, cells)
+    for exams, cells in grids:
+        for cell in cells:
             yield cell.head, lambda exams=exams, cell=cell: leaderboard.measure(exams, cell, directory / "store")
 
 

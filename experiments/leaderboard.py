@@ -224,7 +224,7 @@ def together(runs: list[dict]) -> dict:
 
 
 def measure(exams: Exams, cell: Cell, directory: pathlib.Path) -> dict:
-    """One row. A budget that a method cannot be given is a row, not the end of the run."""
+    """One row. A budget that is too small for a method is a row, not the end of the run."""
     head = {**cell.head, "store": exams.config.store}
     try:
         return head | (continued if tasks.find(cell.task)[0].continues else answered)(exams, cell, directory)

@@ -82,10 +82,11 @@ def check_build(model: ModelConfig, settings, context: int) -> None:
     is computed."""
     method = common.make_method(settings, common.NOT_FIELDS)
     plan = planning.make_plan(model, method, 1, context, common.dtype_of(settings))
-    i, one = next((i, one) for i, one in enumerate(plan.layers) if one.method == method and not one.follows)
+    i = next(i for i, one in enumerate(plan.layers) if one.method == plan.layers[-1].method and not one.follows)
+    one = plan.layers[i]
 
     def build(key, length):
-        return layer.prefill(one, layer.init(one, 1, plan.dtype, method.weights(i)), Prompts(key, key, length))
+        return layer.prefill(one, layer.init(one, 1, plan.dtype, one.method.weights(i)), Prompts(key, key, length))
 
     key = jax.ShapeDtypeStruct((1, context, model.num_kv_heads, model.head_dim), jnp.float32)
     try:

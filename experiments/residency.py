@@ -1,9 +1,10 @@
 """Hit rate of the residency policies against cache size, on what a real decode asked for, beside Belady's optimum.
 
 The reference model decodes held-out library text, teacher-forced, with all blocks in memory: what a step needs does
-not depend on what is resident. Every step's needed blocks are recorded for each layer, sequence and KV head, with the
-rows in each block and the blocks written. The recording is then replayed through `residency.plan`, the function that
-serves real decoding, for every policy and number of slots. Slots are empty at the start, so that first reads count.
+not depend on what is resident. Every step's needed blocks are recorded for each layer, sequence and head with blocks of
+its own, with the rows in each block and the blocks written. The recording is then replayed through `residency.plan`,
+the function that serves real decoding, for every policy and number of slots. Slots are empty at the start, so that
+first reads count.
 """
 
 import functools
@@ -30,7 +31,8 @@ _EXTRAS = ("label",)  # of a method's settings
 
 @pytree
 class Trace:
-    """What a decode asks of a store; N lanes are layers x sequences x KV heads, E the most blocks written at once."""
+    """What a decode asks of a store; N lanes are layers x sequences x heads with blocks of their own, E the most blocks
+    written at once."""
 
     need: Int32[Array, "T N M1"]  # blocks needed by each step, NB = none
     count: Int32[Array, "T N NB"]  # valid rows of each block at that time

@@ -153,7 +153,7 @@ def check(config: ml_collections.ConfigDict) -> None:
         if unknown:
             raise ConfigError(f"{common.label_of(settings)}: only={sorted(unknown)} is unknown; use some of "
                               f"{', '.join(_ONLY)}")
-    if max(config.get("outputs", (0,))) > config.steps:
+    if max((0, *config.get("outputs", ()))) > config.steps:
         raise ConfigError(f"outputs={config.outputs} are tokens of one run of steps={config.steps}; raise steps")
     if config.get("dtype", "float32") not in _DTYPES:
         raise ConfigError(f"dtype={config.dtype!r} is no type of weights; use one of {', '.join(_DTYPES)}")

@@ -88,8 +88,8 @@ class Evictor(Method):
 def check_room(name: str, spec: Spec) -> Spec:
     """The sizes, BudgetTooSmall where nothing would be kept beside sinks and window."""
     if not spec.selected_rows and spec.capacity > spec.sinks + spec.window:
-        raise BudgetTooSmall(f"budget={spec.budget} of {name} leaves nothing to keep beside {spec.sinks} sinks "
-                          f"and a window of {spec.window}; raise it, or use streaming_llm")
+        raise BudgetTooSmall(f"budget={spec.budget} of {name} leaves nothing to keep beside {spec.sinks} sinks and a "
+                             f"window of {spec.window}; raise it, or use streaming_llm")
     return spec
 
 

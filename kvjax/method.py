@@ -143,7 +143,7 @@ class Edits:
 
 @pytree
 class View:
-    """What a method may look at: positions, counts, held keys, and which blocks this step fetched.
+    """What a method may look at: positions, counts, held rows, and which blocks this step fetched.
 
     *K: [K], or [] inside a function that a method maps over its heads.
     """
@@ -404,7 +404,7 @@ def no_force(spec: Spec) -> Int32[Array, "K"]:
 
 def in_pages(capacity: int, page: int, rows: int) -> tuple[int, int, int, int]:
     """`Method.blocks` of pages that are filled one after the other. One more is selected than full ones hold `rows`, as
-    the last page may be short."""
+    the last page may be short; no more than there are (`Method.spec`)."""
     return -(-capacity // page), page, max(1, -(-rows // page) + 1), 0
 
 

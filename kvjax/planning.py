@@ -7,6 +7,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kvjax import fields, layer, packing, parking
 from kvjax.errors import ConfigError
@@ -171,22 +172,27 @@ def outline(plan: Plan, i: int, store: bool, slots: Slots) -> LayerCache:
     one, structures = plan.layers[i], []
     in_memory = not (store and on_store(plan, i))
 
-    def leaves():
+    def leaves(weights):
         pool = MemoryPool.zeros(one.spec, plan.batch, plan.dtype) if in_memory else slot_pool(plan, i, slots)
-        state = layer.init(one, plan.batch, plan.dtype, one.method.weights(i))
+        state = layer.init(one, plan.batch, plan.dtype, weights)
         flat, structure = jax.tree.flatten(LayerCache(state, pool))
         structures.append(structure)
         return flat
 
-    shapes = jax.eval_shape(leaves)
+    shapes = jax.eval_shape(leaves, one.method.weights(i))
     return jax.tree.unflatten(structures[0], [parking.shape_only(one.shape, one.dtype) for one in shapes])
 
 
 def check(plan: Plan, store: bool, slots: Slots) -> None:
     """Raises ConfigError where a layer's cache cannot be made, on a store or not; ReadFailed or FormatMismatch for what
-    was fitted beforehand. Takes no memory."""
-    for i in range(len(plan.layers)):
-        outline(plan, i, store, slots)
+    was fitted beforehand. Of layers that are alike the first is tried."""
+    tried = set()
+    for i, one in enumerate(plan.layers):
+        shapes = tuple(map(np.shape, jax.tree.leaves(one.method.weights(i))))
+        kind = one, on_store(plan, i), shapes
+        if kind not in tried:
+            outline(plan, i, store, slots)
+        tried.add(kind)
 
 
 def copy(state: State) -> State:

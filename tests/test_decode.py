@@ -14,6 +14,7 @@ from tiny import CAPACITY, CONFIG, PROMPT, decoded, dense, start, temporaries
 from kvjax import cache as caching
 from kvjax import decode, layer, parking, planning, prefill
 from kvjax.errors import ConfigError, NoSpace, PromptError, StaleCache, WriteFailed
+from kvjax.method import Selection, Spec
 from kvjax.models.transformer import Block
 from kvjax.store import callbacks
 from kvjax.store.flash import FlashStore
@@ -143,6 +144,18 @@ def test_a_layout_is_told_what_the_prompt_would_retrieve(params, tokens, method)
         for i, at in enumerate(range(length - 1, length - 1 - 8 * stride, -stride)):
             need = _needed(plan, params, state.layers[0].state, b, tokens[b, at], np.int32(at))
             np.testing.assert_array_equal(told.retrieved[b, i], need)
+
+
+@pytest.mark.parametrize(("budget", "rows"), [(11, 4), (8, 2)])
+def test_held_rows_cost_selected_ones_only_what_the_budget_lacks(budget, rows):
+    """Given three held rows beside one block of four, with room for eight tokens beside sinks and window, or five."""
+    spec = Spec(1, 1, 2, num_blocks=4, block_rows=4, max_blocks=1, held=3, sinks=1, window=2, budget=budget,
+                capacity=16, tables=1, block_heads=1)
+    empty = caching.empty_layer(spec, (), jnp.float32)
+    tail = dataclasses.replace(empty.tail, pos=empty.tail.pos.at[0, -spec.held :].set(9))
+    full = dataclasses.replace(empty, tail=tail, counts=empty.counts + np.uint8(4))
+    selection = Selection(jnp.zeros((1, 1), jnp.int32), jnp.full(1, spec.num_blocks, jnp.int32))
+    assert caching.needed_blocks(spec, full, selection)[1].valid.sum() == rows
 
 
 def test_queries_are_not_sampled_for_who_does_not_ask(params, tokens):

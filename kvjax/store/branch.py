@@ -232,7 +232,8 @@ class FlashBranch(TransactionalBranch):
         rings, guesses = self._volume.reader.rings, self._reads.guesses
         if rings is None or isinstance(guesses.get(layer), Fetch):
             return None
-        return self._reads_with(rings, rings.rings, layer, generation, guesses.pop(layer, None))  # type: ignore[arg-type]
+        guess = guesses.pop(layer, None)  # no Fetch by now: a layer's `submit` and its read never run at once
+        return self._reads_with(rings, rings.rings, layer, generation, guess)  # type: ignore[arg-type]
 
     def _reads_with(self, engine: RingEngine, rings: RingStack, layer, generation, guess: Guess | None) -> tuple | None:
         """A window with one of these rings. Called for every layer of every token with cold caches, where each Python

@@ -179,7 +179,7 @@ class Lineage:
         return Sources(extents, checksums[extents], on_flash, staged)
 
     def _layers(self, block_id: int) -> tuple[Staged, ...]:
-        """The same as `add_staged` of blocks.c."""
+        """The same as `add_staged` of staged.c."""
         older, newer = self.flight.get(block_id), self.queue.get(block_id)
         if newer is None or older is None or newer.complete:
             return (newer or older,)  # type: ignore[return-value]

@@ -44,7 +44,8 @@ PyObject *list_staged(const Window *window, Wanted *to) {
     return list;
 }
 
-/* Lays the rows of a `Staged` that were put over a block; whether no exception came of it. */
+/* Lays the rows of a `Staged` that were put over a block; whether no exception came of it. The volume's lock is not held:
+ * nothing is committed while a token reads, and the writer, who fills rows up before it says so, needs Python's lock. */
 static int lay_rows(PyObject *staged, char *block, int64_t rows, int64_t row_bytes) {
     Buffers buffers = {.count = 0};
     Py_ssize_t count = 0;
@@ -53,8 +54,9 @@ static int lay_rows(PyObject *staged, char *block, int64_t rows, int64_t row_byt
     PyObject *mask = address ? PyObject_GetAttr(staged, names.mask) : NULL;
     const char *from = address ? PyLong_AsVoidPtr(address) : NULL;
     const uint8_t *put = from && mask ? take(&buffers, mask, sizeof *put, PyBUF_SIMPLE, &count) : NULL;
-    for (int64_t row = 0; put && row < rows && row < count; row++)
-        if (complete || put[row]) memcpy(block + row * row_bytes, from + row * row_bytes, row_bytes);
+    if (put && complete) memcpy(block, from, rows * row_bytes);
+    for (int64_t row = 0; put && !complete && row < rows && row < count; row++)
+        if (put[row]) memcpy(block + row * row_bytes, from + row * row_bytes, row_bytes);
     release(&buffers);
     Py_XDECREF(mask);
     Py_XDECREF(address);

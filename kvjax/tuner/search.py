@@ -47,7 +47,8 @@ def tune(
     Args:
       text: text or token ids on which the reuse rate of every buffer size is measured: the last 512 tokens are decoded,
         or half of fewer, the rest is the prompt.
-      contexts: tokens that a sequence may grow to, question and answer included (`capacity` of `LLM.prefill`).
+      contexts: tokens that a sequence may grow to, question and answer included (`capacity` of `LLM.prefill`), for
+        which memory is counted.
       max_bytes: memory for the caches of the largest batch, without the store's own (`Cache.store_bytes`).
       selected, bits, per_head, aggregation, adapters: what all settings have in common (`Family`).
       relax: alpha, by what share reading may prolong a layer.

@@ -5,7 +5,6 @@ import json
 import math
 import os
 import pathlib
-import warnings
 from typing import Any
 
 from kvjax import fields, files
@@ -91,16 +90,12 @@ class Tuning:
     tables: Tables = dataclasses.field(default_factory=Tables)
 
     def nearest(self, batch: int, context: int) -> Solution:
-        """The solution of that batch size and context length (a cache's capacity), or of the nearest pair there is, by
-        ratios, of those with as long a context. Warns where none is as long, as the cache then takes more memory."""
+        """The solution of that batch size and context length, or of the nearest pair there is, by ratios. Memory is
+        that of a cache of such a capacity: one with room for more tokens takes more."""
         def distance(pair):
             return abs(math.log2(pair[0] / batch)) + abs(math.log2(pair[1] / context))
 
-        longest = max(pair[1] for pair in self.solutions)
-        if context > longest:
-            warnings.warn(f"the tuning is for up to {longest:,} tokens, and the cache has room for {context:,}: expect "
-                          "more memory and other times than it was made for", stacklevel=2)
-        return self.solutions[min((pair for pair in self.solutions if pair[1] >= min(context, longest)), key=distance)]
+        return self.solutions[min(self.solutions, key=distance)]
 
     def method(self, batch: int, context: int, **settings: Any) -> KVSwap:
         """KVSwap for a run of so many sequences and tokens; `settings` are further fields, as in `Family.method`."""

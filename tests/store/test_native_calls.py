@@ -196,7 +196,9 @@ def test_fetch_lays_over_what_is_staged(tmp_path):
     asked.stage(asked.flight, 3, 66, 0, 1)
     asked.stage(asked.queue, 3, 77, 1, 2)
     assert asked.fetch()
-    first, second = asked.arrays["slots"].reshape(8, 4, 1024)[[0, 6]]
+    slots = asked.arrays["slots"].reshape(8, 4, 1024)
+    (first, second), others = slots[[0, 6]], slots.reshape(8, 4096)[[1, 2, 3, 4, 5, 7]]
+    np.testing.assert_array_equal(others, [asked.payloads[7], *np.full((4, 4096), 77), asked.payloads[4]])
     assert (first[[1, 3]] == 55).all() and (second[0] == 66).all() and (second[1:3] == 77).all()
     np.testing.assert_array_equal(first[[0, 2]], asked.payloads[6].reshape(4, 1024)[[0, 2]])
     np.testing.assert_array_equal(second[3], asked.payloads[2].reshape(4, 1024)[3])

@@ -128,15 +128,9 @@ def test_what_is_loaded_is_what_was_saved(tmp_path):
 
 @pytest.mark.parametrize(("batch", "context", "pair"), [
     (1, 4096, (1, 4096)), (2, 4096, (1, 4096)), (16, 3000, (8, 4096)), (8, 20000, (8, 32768)), (4, 32768, (8, 32768)),
-    (1, 4097, (8, 32768)), (2, 32768, (8, 32768)),
 ])
 def test_a_run_takes_the_nearest_solution(batch, context, pair):
     assert FOUND.nearest(batch, context) == FOUND.solutions[pair]
-
-
-def test_a_longer_run_than_any_that_was_tuned_is_warned_of():
-    with pytest.warns(UserWarning, match="up to 32,768 tokens, and the cache has room for 40,000"):
-        assert FOUND.nearest(8, 40000) == FOUND.solutions[8, 32768]
 
 
 def test_a_solution_becomes_a_method_and_its_slots():
