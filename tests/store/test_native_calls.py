@@ -90,6 +90,17 @@ def test_control_joins_neighbours_up_to_a_piece():
     assert (control["descriptor"][:reads] == 9).all() and (control["data"][:reads] == np.arange(reads)).all()
 
 
+class Watched(Staged):
+    """Notes whether a lock is held whenever it is asked for an attribute of interest to C."""
+
+    lock, held = threading.Lock(), ()
+
+    def __getattribute__(self, name):
+        if name == "complete":
+            type(self).held += (self.lock.locked(),)
+        return super().__getattribute__(name)
+
+
 class Asked:
     """What `native.fetch` asks of a branch, and is told: two lanes of three blocks, in a file of eight extents."""
 
@@ -202,6 +213,14 @@ def test_fetch_lays_over_what_is_staged(tmp_path):
     assert (first[[1, 3]] == 55).all() and (second[0] == 66).all() and (second[1:3] == 77).all()
     np.testing.assert_array_equal(first[[0, 2]], asked.payloads[6].reshape(4, 1024)[[0, 2]])
     np.testing.assert_array_equal(second[3], asked.payloads[2].reshape(4, 1024)[3])
+
+
+def test_what_is_staged_is_found_with_the_lock_held(tmp_path, monkeypatch):
+    asked = Asked(tmp_path / "file")
+    asked.queue[3], asked.arrays["pending"][3] = Watched(GEOMETRY), 1
+    monkeypatch.setattr(Watched, "lock", asked.lock)
+    monkeypatch.setattr(Watched, "held", ())
+    assert asked.fetch() and Watched.held == (True, False), "found with it, and laid over without"
 
 
 def test_fetch_does_not_read_what_is_wholly_staged(tmp_path):
