@@ -103,8 +103,7 @@ def _resident() -> int:
 def check(config: ml_collections.ConfigDict) -> None:
     """Raises ConfigError on settings with which nothing can be read."""
     common.check_some(config, "methods")
-    for settings in common.by_label(config.methods).values():
-        common.make_method(settings, _EXTRAS)
+    common.make_methods(config.methods, _EXTRAS)
     common.check_counts(config, chunks=0, samples=1, batch=1, continuations=1, perplexity_tokens=1, staging_kib=1)
 
 
@@ -112,7 +111,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     """Measures every method, chunk and length; rows that the workdir has are skipped."""
     check(config)
     methods = common.by_label(config.methods)
-    made = {label: common.make_method(settings, _EXTRAS) for label, settings in methods.items()}
+    made = common.make_methods(config.methods, _EXTRAS)
     llm = common.load_model(config.model)
     common.check_model(llm, config.methods)
     for length, settings, chunk in itertools.product(

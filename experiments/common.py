@@ -177,6 +177,11 @@ def by_label(entries: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any
     return found
 
 
+def make_methods(entries: Sequence[Mapping[str, Any]], extras: Collection[str]) -> dict[str, Method]:
+    """Methods by what tables call them. Raises ConfigError as `by_label` and `make_method`."""
+    return {label: make_method(settings, extras) for label, settings in by_label(entries).items()}
+
+
 def slots_of(settings: Mapping[str, Any], store: str) -> Slots | None:
     """The "slots" of a method's settings, None where they have none. Raises ConfigError where blocks are in memory."""
     if "slots" not in settings:

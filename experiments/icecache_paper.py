@@ -115,10 +115,11 @@ def _hit_rate(llm: kvjax.LLM, method, text: list[int], config) -> Row:
 
 def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     """Measures every part; re-running skips the rows that are there."""
-    for board in boards(config):
+    made = boards(config)
+    for board in made:
         leaderboard.check(board)
     llm = common.load_model(config.model)
-    for board in boards(config):
+    for board in made:
         common.check_model(llm, board.methods)
     parts = {
         "passkey": lambda: passkey(llm, config), "suite": lambda: suite(llm, config, run.path),

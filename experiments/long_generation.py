@@ -19,8 +19,7 @@ _EXTRAS = ("label",)  # of a method's settings
 def check(config: ml_collections.ConfigDict) -> None:
     """Raises ConfigError on settings with which nothing can be generated."""
     common.check_some(config, "methods")
-    for settings in common.by_label(config.methods).values():
-        common.make_method(settings, _EXTRAS)
+    common.make_methods(config.methods, _EXTRAS)
     common.check_counts(config, context=2, new_tokens=1, window=1, batch=1)
     common.check_store(config.store)
 
@@ -28,9 +27,7 @@ def check(config: ml_collections.ConfigDict) -> None:
 def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     """A row for each method and window; rows of methods that the workdir has are kept."""
     check(config)
-    methods = {
-        label: common.make_method(settings, _EXTRAS) for label, settings in common.by_label(config.methods).items()
-    }
+    methods = common.make_methods(config.methods, _EXTRAS)
     llm = common.load_model(config.model)
     common.check_model(llm, config.methods)
     for settings in config.methods:

@@ -12,7 +12,7 @@ import numpy as np
 
 import kvjax
 from experiments import common
-from kvjax import layer, parking, planning, prefill
+from kvjax import parking, planning, prefill
 from kvjax.errors import ConfigError
 from kvjax.layer import Prompts
 from kvjax.models import hf_config
@@ -83,10 +83,9 @@ def check_build(model: ModelConfig, settings, context: int) -> None:
     method = common.make_method(settings, common.NOT_FIELDS)
     plan = planning.make_plan(model, method, 1, context, common.dtype_of(settings))
     i = next(i for i, one in enumerate(plan.layers) if one.method == plan.layers[-1].method and not one.follows)
-    one = plan.layers[i]
 
     def build(key, length):
-        return layer.prefill(one, layer.init(one, 1, plan.dtype, one.method.weights(i)), Prompts(key, key, length))
+        return prefill.fill(plan, i, Prompts(key, key, length), None, None, Slots())
 
     key = jax.ShapeDtypeStruct((1, context, model.num_kv_heads, model.head_dim), jnp.float32)
     try:

@@ -131,8 +131,7 @@ def check(config: ml_collections.ConfigDict) -> None:
 def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     """Records and replays every method that the workdir does not have yet."""
     methods = common.by_label(config.methods)
-    for settings in methods.values():
-        common.make_method(settings, _EXTRAS)
+    common.make_methods(config.methods, _EXTRAS)
     check(config)
     llm = common.load_model(config.model)
     common.check_model(llm, config.methods)
