@@ -36,7 +36,7 @@ class LayerPlan:
         return self.method.observes and not self.follows
 
     @property
-    def attends_all(self) -> bool:
+    def dense(self) -> bool:
         """Whether every block is attended."""
         return self.method.attends_all or self.filters
 
@@ -224,7 +224,7 @@ def fetched(
     plan: LayerPlan, cache: LayerCache, choice: Choice, slot: Int32[Array, "B K M1"], in_place: bool = False
 ) -> Fetched:
     """What was fetched for a batch; `in_place`: of all blocks no array is made."""
-    at_once = plan.attends_all and not in_place
+    at_once = plan.dense and not in_place
     everything = cache.pool.everything(slot[..., : plan.spec.num_blocks]) if at_once else None
     return Fetched(jnp.arange(len(slot), dtype=jnp.int32), cache.state, choice, slot, everything)
 
@@ -245,7 +245,7 @@ def chosen_rows(plan: LayerPlan, pool: Pool, mine: Fetched):
     """Keys and values `[K, N, D]` of one sequence's chosen rows (`packing.Scattered`, or `packing.Packed` of all),
     which are valid, and their positions; no keys where the method has the scores (`scored`)."""
     spec, state, choice, rows = plan.spec, mine.state, mine.choice, mine.choice.rows
-    if plan.attends_all:
+    if plan.dense:
         valid = (jnp.arange(spec.block_rows) < state.count[..., None]).reshape(spec.kv_heads, -1)
         both = _every_row(spec, pool, mine) if mine.everything is None else mine.everything
         return *both, valid, state.pos.reshape(valid.shape)
@@ -258,7 +258,7 @@ def chosen_rows(plan: LayerPlan, pool: Pool, mine: Fetched):
 
 def scored(plan: LayerPlan, mine: Fetched, q: Float[Array, "K G D"]) -> Float[Array, "K G N"] | None:
     """Scores of all rows by a method that attends everything and keeps no keys in blocks; None for most methods."""
-    if plan.spec.keeps_keys or not plan.attends_all:
+    if plan.spec.keeps_keys or not plan.dense:
         return None
     return plan.method.score_rows(plan.spec, mine.state.index, q)
 
@@ -349,7 +349,7 @@ def report(plan: LayerPlan, state: LayerState, choice: Choice, q, key, value, se
     """What a step did."""
     held = state.tail.pos[..., plan.spec.sinks + plan.spec.ring :]
     rows = choice.rows.pos
-    selected = rows if plan.attends_all else jnp.concatenate([rows, held], axis=-1)
+    selected = rows if plan.dense else jnp.concatenate([rows, held], axis=-1)
     return Report(seen, selected, _grouped(q, plan.spec), key, value, traffic)
 
 

@@ -37,7 +37,7 @@ def _seen(plan: LayerPlan, tokens: int, at: Int32[Array, ""]) -> Bool[Array, "T"
 def attended_mask(plan: LayerPlan, selected: Int32[Array, "K N"], at: Int32[Array, ""], tokens: int):
     """Attended tokens `[K, tokens]`: sinks, window and the selected positions (-1 = none)."""
     position, heads = jnp.arange(tokens), selected.shape[0]
-    always = (position < plan.spec.sinks) | (position > at - plan.spec.window) | plan.attends_all
+    always = (position < plan.spec.sinks) | (position > at - plan.spec.window) | plan.dense
     chosen = jnp.zeros((heads, tokens), bool)
     chosen = chosen.at[jnp.arange(heads)[:, None], jnp.where(selected >= 0, selected, tokens)].set(True, mode="drop")
     return (chosen | always) & _seen(plan, tokens, at)
