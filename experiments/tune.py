@@ -27,9 +27,9 @@ from kvjax.tasks import needles
 _CHOICE, _MIDDLE = "tuned", "middle of the grid"
 
 
-def make_model(name: str) -> kvjax.LLM:
-    """A shape of `experiments.made_up`, or a model directory."""
-    return common.load_model(name) if pathlib.Path(name).is_dir() else made_up.make_model(name)
+def make_model(name: str, dtype: str) -> kvjax.LLM:
+    """A shape of `experiments.made_up`, or a model directory; `dtype` is that of its weights."""
+    return common.load_model(name, dtype) if pathlib.Path(name).is_dir() else made_up.make_model(name, dtype)
 
 
 def sample_text(llm: kvjax.LLM, count: int, seed: int) -> list[int]:
@@ -71,14 +71,14 @@ def space_of(config: ml_collections.ConfigDict) -> tuner.Space:
 def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     """Solves every batch size and context length."""
     check(config)
-    adapters, space, llm = found_adapters(config), space_of(config), make_model(config.model)
+    adapters, space, llm = found_adapters(config), space_of(config), make_model(config.model, config.dtype)
     run = Run(config, workdir, ("checked",))
     store, started = common.make_store(config.store, run.path / "store"), time.monotonic()
     found = tuner.tune(
         llm, store, sample_text(llm, config.text, config.seed), max_bytes=config.max_mib << 20,
         batches=tuple(config.batches), contexts=tuple(config.contexts), selected=config.selected, bits=config.bits,
-        per_head=config.per_head, aggregation=config.aggregation, relax=config.relax, space=space, adapters=adapters,
-        knots=tuple(config.knots), path=run.path / "tuning.json",
+        per_head=config.per_head, aggregation=config.aggregation, dtype=config.kv_dtype, relax=config.relax,
+        space=space, adapters=adapters, knots=tuple(config.knots), path=run.path / "tuning.json",
     )
     logging.info("tuned in %.1f minutes, but for what was in the workdir", (time.monotonic() - started) / 60)
     rows = [row(config, *pair, solution) for pair, solution in sorted(found.solutions.items())]
@@ -123,7 +123,7 @@ def begun(llm, family: tuner.Family, config, solution: tuner.Solution, batch: in
     steps, method = config.rounds * config.steps, family.method(solution.setting)
     replayed = replay.at_random(method, solution.reuse_rate, steps, llm.config, context, config.seed)
     store, slots = common.make_store(config.store, path / "store"), family.slots(solution.setting)
-    plan, state, branch, _ = made_up.filled_cache(llm, replayed, context, steps, store, slots, batch)
+    plan, state, branch, _ = made_up.filled_cache(llm, replayed, context, steps, store, slots, batch, family.dtype)
     state = replay.stagger(replayed, state)
     return Decoding(plan, state, branch, planning.bytes_of(state.layers))
 

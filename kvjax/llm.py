@@ -5,6 +5,7 @@
     llm.generate(question, cache).text
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -60,6 +61,9 @@ class Tuning(Protocol):
     @property
     def fingerprint(self) -> str: ...
 
+    @property
+    def dtype(self) -> str: ...
+
     def method(self, batch: int, context: int) -> Method: ...
 
     def slots(self, batch: int, context: int) -> Slots: ...
@@ -96,7 +100,10 @@ class LLM:
             return self._known(text)
         if self.tokenizer is None:
             raise ConfigError("this model has no tokenizer.json; give token ids instead of text")
-        return self._known(self.tokenizer.encode(text, add_special_tokens=start))
+        ids = self.tokenizer.encode(text, add_special_tokens=start)
+        while start and len(ids) > 1 and ids[-1] in self.eos_ids:
+            ids.pop()  # some tokenizers end each text, too, and this one goes on
+        return self._known(ids)
 
     def _known(self, ids) -> list[int]:
         """Token ids, all of which the model has."""
@@ -136,7 +143,7 @@ class LLM:
 
     def prefill(
         self, context, *, method: Method | None = None, store: Store | None = None, capacity: int | None = None,
-        dtype: str = "float32", slots: Slots | None = None, chunk: int | None = None,
+        dtype: str | None = None, slots: Slots | None = None, chunk: int | None = None,
     ) -> Cache:
         """Reads a context (text, token ids, or a list of either; or what `read` gave) into a new cache.
 
@@ -149,7 +156,8 @@ class LLM:
           store: where blocks live; None = memory.
           capacity: most tokens of a sequence, question and answer included; None = context + 1024, rounded up to whole
             256, so that contexts of about one length share compiled programs.
-          dtype: of stored keys and values: float32, bfloat16, float16, int8 or int4 (`kvjax.packing`).
+          dtype: of stored keys and values: float32, bfloat16, float16, int8 or int4 (`kvjax.packing`); None = the
+            tuned one where the method is, else float32.
           slots: how many blocks of a store are kept in memory, and by which policy.
           chunk: see above; None = dense attention over the whole context.
 
@@ -166,9 +174,9 @@ class LLM:
                           f"{self.config.max_position}: expect little of what it says", stacklevel=2)
         capacity = _usual_capacity(max(lengths)) if capacity is None else capacity
         if method is None:
-            method, slots = self._default(len(lengths), capacity, slots)
+            method, slots, dtype = self._default(len(lengths), capacity, slots, dtype)
         method.check_model(self.identity)
-        plan = planning.make_plan(self.config, method, len(lengths), capacity, dtype)
+        plan = planning.make_plan(self.config, method, len(lengths), capacity, "float32" if dtype is None else dtype)
         if max(lengths) > plan.capacity:
             raise PromptError(f"the prompt has {max(lengths)} tokens but capacity={plan.capacity}; raise the capacity")
         if method.fits_prompts:
@@ -222,10 +230,13 @@ class LLM:
         method = method.for_prompts(plan.layers[-1].spec, keys, np.asarray(reading.length), key_bytes)
         return planning.make_plan(self.config, method, plan.batch, plan.capacity, plan.dtype)
 
-    def _default(self, batch: int, context: int, slots: Slots | None) -> tuple[Method, Slots | None]:
+    def _default(
+        self, batch: int, context: int, slots: Slots | None, dtype: str | None
+    ) -> tuple[Method, Slots | None, str | None]:
         if self.tuning is None:
-            return Full(), slots
-        return self.tuning.method(batch, context), slots or self.tuning.slots(batch, context)
+            return Full(), slots, dtype
+        method, dtype = self.tuning.method(batch, context), self.tuning.dtype if dtype is None else dtype
+        return method, slots or self.tuning.slots(batch, context), dtype
 
     def extend(self, cache: Cache, text, *, chunk: int = 64) -> Cache:
         """The cache after more text (one for each sequence of a batch), read `chunk` tokens at a time (`kvjax.extend`).
@@ -393,7 +404,9 @@ def _float_type(dtype) -> jnp.dtype:
 
 
 def save(llm: LLM, path: str | os.PathLike, dtype: str = "float32") -> None:
-    """Writes a directory that `load` and transformers read."""
-    checkpoint.save_params(llm.params, llm.config, path, dtype)
-    if llm.tokenizer is not None:
-        llm.tokenizer.save(path)
+    """Writes a directory that `load` and transformers read; a model that is there is replaced once all is written.
+
+    Raises CheckpointError where it cannot be written, or transformers has no such model.
+    """
+    beside = contextlib.nullcontext() if llm.tokenizer is None else llm.tokenizer.saving(path)
+    checkpoint.save_params(llm.params, llm.config, path, dtype, beside)

@@ -59,7 +59,7 @@ def all_of(rows: Packed | Scattered | Array) -> Float[Array, "*K N D"]:
     return rows.unpacked() if isinstance(rows, Packed | Scattered) else rows
 
 
-def check(dtype, size: int) -> None:
+def check(dtype, size: int = 2) -> None:
     """Raises ConfigError for a type that there is not, or that vectors of `size` numbers cannot be kept as."""
     if not isinstance(dtype, str) or dtype not in (*FLOATS, *BITS):  # NumPy's types are equal to their names
         raise ConfigError(f"keys and values cannot be kept as {dtype!r}; use one of {', '.join((*FLOATS, *BITS))}")

@@ -65,6 +65,9 @@ class KVSwap(Predictor):
         fitted = self.fitted  # a directory without adapters is an error here and not at the first prompt
         if fitted is not None and self.sigma is not None and not fitted.has_ratio(self.sigma):
             raise ConfigError(f"sigma={self.sigma}, but the adapters' is {fitted.ratio:g}; leave sigma out")
+        if fitted is not None and self.per_head and fitted.joint:
+            raise ConfigError("per_head=True, but the adapters are for all heads together; leave per_head out, or give "
+                              "adapters of each head")
 
     @property
     def fitted(self) -> Adapters | None:

@@ -2,7 +2,8 @@
 
     tuner.tune(llm, store, text, max_bytes=2200 << 20, batches=(1, 8)).save("config.json")
     tuned = tuner.load("config.json")
-    cache = llm.prefill(context, method=tuned.method(8, 32768), store=store, slots=tuned.slots(8, 32768))
+    cache = llm.prefill(
+        context, method=tuned.method(8, 32768), store=store, slots=tuned.slots(8, 32768), dtype=tuned.dtype)
 """
 
 from kvjax.tuner.search import expect, tune

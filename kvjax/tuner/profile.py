@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import decode, layer, planning, prefill
+from kvjax import decode, layer, packing, planning, prefill
 from kvjax.cache import LayerState
 from kvjax.layer import LayerCache, LayerPlan
 from kvjax.llm import LLM
@@ -26,9 +26,11 @@ from kvjax.store.host import HostStore
 from kvjax.tuner.tables import Reading
 
 
-def memory_bytes(config: ModelConfig, method: Method, slots: Slots, batch: int, capacity: int) -> int:
+def memory_bytes(
+    config: ModelConfig, method: Method, slots: Slots, batch: int, capacity: int, dtype: str = "float32"
+) -> int:
     """Bytes of everything a cache over a store keeps in memory: index, tables, tail and slots. Allocates nothing."""
-    plan = planning.make_plan(config, method, batch, capacity)
+    plan = planning.make_plan(config, method, batch, capacity, dtype)
     return planning.bytes_of((planning.outline(plan, len(plan.layers) - 1, True, slots),) * config.num_layers)
 
 
@@ -42,15 +44,17 @@ class StoredLayer:
     As large as it will be: of a small file, or of what was read before, a device may keep a copy.
     """
 
-    def __init__(self, store: Store, config: ModelConfig, group: int, batch: int, context: int):
-        self._groups = max(1, -(-context // group))
+    def __init__(
+        self, store: Store, config: ModelConfig, group: int, batch: int, context: int, dtype: str = "float32"
+    ):
+        self._groups, self._dtype = max(1, -(-context // group)), dtype
         geometry = Geometry(
             layers=1, batch=batch, kv_heads=1, num_blocks=self._groups, block_rows=group,
-            width=2 * config.num_kv_heads * config.head_dim, dtype="float32",
+            width=2 * config.num_kv_heads * packing.width(dtype, config.head_dim), dtype=packing.stored_type(dtype),
         )
         self._branch = store.create(geometry, "tuner")
         lanes = (batch, 1, self._groups)
-        ones = np.broadcast_to(np.float32(1), (*lanes, group, geometry.width))
+        ones = np.broadcast_to(np.ones((), geometry.numpy_dtype), (*lanes, group, geometry.width))
         self._branch.write_layer(0, ones, np.full(lanes, group, np.int32))
         self._branch.settle()
 
@@ -62,7 +66,7 @@ class StoredLayer:
         groups = min(groups, self._groups)
         geometry, picked = self._branch.geometry, _picks(self._groups, groups)
         shape = (geometry.batch, geometry.kv_heads, groups)
-        slots = np.zeros((*shape, geometry.block_rows, geometry.width), np.float32)
+        slots = np.zeros((*shape, geometry.block_rows, geometry.width), packing.array_type(self._dtype))
         slot = np.broadcast_to(np.arange(groups, dtype=np.int32), shape).copy()  # C takes contiguous ones alone
 
         def begin(nth):
@@ -93,7 +97,9 @@ def _picks(count: int, size: int) -> Callable[[int], np.ndarray]:
     return lambda nth: order[np.arange(nth * size, (nth + 1) * size) % count]
 
 
-def compute_seconds(llm: LLM, method: Method, slots: Slots, batch: int, capacity: int, repeats: int = 9) -> float:
+def compute_seconds(
+    llm: LLM, method: Method, slots: Slots, batch: int, capacity: int, dtype: str = "float32", repeats: int = 9
+) -> float:
     """T_model: seconds of one layer of a token without its reads, prediction, slot table and writes included.
 
     Two layers decode, as each looks at the next one; the model's output layer is taken off, and what reading from host
@@ -102,9 +108,10 @@ def compute_seconds(llm: LLM, method: Method, slots: Slots, batch: int, capacity
     """
     layers = min(2, llm.config.num_layers)
     config = dataclasses.replace(llm.config, num_layers=layers, windows=llm.config.windows[:layers])
-    plan = planning.make_plan(config, method, batch, capacity)
+    plan = planning.make_plan(config, method, batch, capacity, dtype)
     branch, tokens = HostStore().create(planning.geometry(plan), "tuner"), jnp.zeros(batch, jnp.int32)
-    hidden, most = jnp.ones((batch, config.hidden_size)), max(repeats, min(10 * repeats, capacity // 8))
+    hidden = jnp.ones((batch, config.hidden_size), jax.tree.leaves(llm.params)[0].dtype)
+    most = max(repeats, min(10 * repeats, capacity // 8))
     state, reads = _zeros_state(plan, slots, branch, max(0, capacity - most - 1)), []
 
     def decode_token(_):
@@ -129,7 +136,9 @@ def compute_seconds(llm: LLM, method: Method, slots: Slots, batch: int, capacity
 def _zeros_state(plan: Plan, slots: Slots, branch: Branch, length: int) -> State:
     """A cache of `length` tokens whose keys and values are zeros; of the newest it has none."""
     layers = tuple(
-        LayerCache(_with_groups(one, layer.init(one, plan.batch), length), planning.slot_pool(plan, i, slots))
+        LayerCache(
+            _with_groups(one, layer.init(one, plan.batch, plan.dtype), length), planning.slot_pool(plan, i, slots)
+        )
         for i, one in enumerate(plan.layers)
     )
     return State(layers, jnp.full(plan.batch, length, jnp.int32), Line(jnp.int32(branch.handle), jnp.int32(0)))
@@ -148,7 +157,9 @@ def _with_groups(plan: LayerPlan, state: LayerState, length: int) -> LayerState:
     )
 
 
-def needed_groups(llm: LLM, method: KVSwap, tokens: Sequence[int], context: int) -> np.ndarray:
+def needed_groups(
+    llm: LLM, method: KVSwap, tokens: Sequence[int], context: int, dtype: str = "float32"
+) -> np.ndarray:
     """int32[steps, layers, M + 1] complete groups that are needed while tokens[context:] are decoded; -1 = none.
 
     A group that is still being filled is in memory whatever the buffer.
@@ -159,7 +170,7 @@ def needed_groups(llm: LLM, method: KVSwap, tokens: Sequence[int], context: int)
         loaded = np.stack([one.state.loaded[0, 0] for one in step.state.layers])
         found.append(np.where(loaded < method.complete_groups(int(step.state.length[0]) - 1), loaded, -1))
 
-    cache = llm.prefill(tokens[:context], method=method, capacity=len(tokens) + 1)
+    cache = llm.prefill(tokens[:context], method=method, capacity=len(tokens) + 1, dtype=dtype)
     llm.score([*tokens[context:], tokens[-1]], cache, observer=note)  # the last token is not fed
     return np.stack(found)
 

@@ -18,7 +18,7 @@ import numpy as np
 from tqdm import tqdm
 
 from kvjax import fields
-from kvjax.errors import ConfigError, FormatMismatch
+from kvjax.errors import ConfigError, FormatMismatch, WriteFailed
 from kvjax.llm import LLM
 from kvjax.methods.kvswap import KVSwap
 from kvjax.planning import Slots
@@ -36,8 +36,8 @@ _LOG = logging.getLogger(__name__)
 def tune(
     llm: LLM, store: Store, text: str | Sequence[int], *, max_bytes: int, batches: Sequence[int] = (1,),
     contexts: Sequence[int] = (4096, 8192, 16384, 32768), selected: int = 400, bits: int = 32,
-    per_head: bool = False, aggregation: str = KVSwap.aggregation, relax: float = 0.1, space: Space | None = None,
-    adapters: dict[int, str] | None = None, knots: Sequence[int] = (3, 2),
+    per_head: bool = False, aggregation: str = KVSwap.aggregation, dtype: str = "float32", relax: float = 0.1,
+    space: Space | None = None, adapters: dict[int, str] | None = None, knots: Sequence[int] = (3, 2),
     rates: Mapping[tuple[int, int], float] | None = None, path: str | os.PathLike | None = None,
 ) -> Tuning:
     """Settings of KVSwap for a model on a store (appendix A).
@@ -50,29 +50,32 @@ def tune(
       contexts: tokens that a sequence may grow to, question and answer included (`capacity` of `LLM.prefill`), for
         which memory is counted.
       max_bytes: memory for the caches of the largest batch, without the store's own (`Cache.store_bytes`).
-      selected, bits, per_head, aggregation, adapters: what all settings have in common (`Family`).
+      selected, bits, per_head, aggregation, dtype, adapters: what all settings have in common (`Family`).
       relax: alpha, by what share reading may prolong a layer.
       knots: at how many batch sizes and context lengths is measured at most, both ends among them.
       rates: reuse rates that are known, by (context, C): `Tuning.tables.rates` of the same model on another machine.
       path: where to keep solutions as they are found; pairs that are there already are not solved again.
 
-    Raises ConfigError where `batches` or `contexts` are not positive integers or there are none, `knots` are below 2,
-    `rates` are no shares, or a batch size and context length do not fit their memory, or for a `FlashStore` of one file
-    or with a codec; FormatMismatch where `path` is of another model, store, text, family, memory, alpha or space, or
-    adapters of another model, or WriteFailed; and what the store raises, NoSpace where it has no room for a layer.
+    Raises ConfigError where `batches`, `contexts` or `max_bytes` are not positive integers, `knots` are below 2,
+    `rates` are no shares, `relax` is negative, or a batch size and context length do not fit their memory, or for what
+    is no store, a `FlashStore` of one file or one with a codec; FormatMismatch where `path` is of another model, store,
+    text, family, memory, alpha, space or rates, or adapters of another model, or WriteFailed; and what the store
+    raises, NoSpace where it has no room for a layer.
     """
     for name, sizes in (("batches", batches), ("contexts", contexts)):
         if not sizes or not all(fields.whole(one, 1) for one in sizes):
             raise ConfigError(f"{name}={sizes} must be positive integers, at least one")
+    if not fields.whole(max_bytes, 1):
+        raise ConfigError(f"max_bytes={max_bytes!r} must be a positive integer")
     if len(knots) != 2 or not all(fields.whole(one, 2) for one in knots):
         raise ConfigError(f"knots={knots} must be two integers of at least 2, of batch sizes and of context lengths")
     if not all(0.0 <= rate <= 1.0 for rate in (rates or {}).values()):
         raise ConfigError(f"rates={rates} must be shares of the needed groups, from 0 to 1")
-    family = Family(selected, bits, adapters or {}, per_head, aggregation)
+    family = Family(selected, bits, adapters or {}, per_head, aggregation, dtype)
     limits = Limits(max_bytes // max(batches), relax, space or Space())
     _check(llm, store, family, limits.space)
     found = _resumed(path, Tuning({}, family, limits, llm.identity, _source(llm, store, text)))
-    found.tables.rates.update(rates or {})
+    _add_rates(found.tables, rates or {}, path)
     bench = Bench(llm, store, family, limits.space, _reuse_rates(llm, text, limits.space, family), found.tables)
     grid = tables.knots_of(batches, knots[0]), tables.knots_of(contexts, knots[1])
     pairs = sorted(itertools.product(batches, contexts), key=lambda pair: pair not in itertools.product(*grid))
@@ -84,6 +87,14 @@ def tune(
             if path is not None:
                 found.save(path)
     return found
+
+
+def _add_rates(known: Tables, rates: Mapping[tuple[int, int], float], path) -> None:
+    """Takes rates over. Raises FormatMismatch where others were found before: reads were measured by those."""
+    changed = sorted(key for key, rate in rates.items() if known.rates.get(key, rate) != rate)
+    if changed:
+        raise FormatMismatch(f"{path} was tuned with other rates for (context, C) = {changed}; choose another path")
+    known.rates.update(rates)
 
 
 def expect(
@@ -99,8 +110,11 @@ def expect(
 
 
 def _check(llm: LLM, store: Store, family: Family, space: Space) -> None:
-    """Raises ConfigError for a store of one file, as each group size that is tried needs one, of which none is kept, or
-    with a codec, which has little to do with rows that are made up; FormatMismatch for another model's adapters."""
+    """Raises ConfigError for no store, one of one file, as each group size that is tried needs one, of which none is
+    kept, or with a codec, which has little to do with rows that are made up; FormatMismatch for another model's
+    adapters."""
+    if not isinstance(store, Store):
+        raise ConfigError(f"store={store!r} is no store; give one such as kvjax.FlashStore(directory)")
     if isinstance(store, FlashStore) and not os.path.isdir(store.path):
         raise ConfigError(f"{store.path} is a file; give FlashStore a directory on the device, where files come and go")
     if isinstance(store, FlashStore) and store.codec not in (None, "raw"):
@@ -111,7 +125,10 @@ def _check(llm: LLM, store: Store, family: Family, space: Space) -> None:
 
 
 def _resumed(path, fresh: Tuning) -> Tuning:
-    """The tuning in that file, or a fresh one where there is none."""
+    """The tuning in that file, or a fresh one where there is none. Raises WriteFailed where there is no directory for
+    it: better than after minutes of measuring."""
+    if path is not None and not pathlib.Path(path).parent.is_dir():
+        raise WriteFailed(f"{path} is in no directory that exists; make it first, or choose another path")
     if path is None or not pathlib.Path(path).exists():
         return fresh
     found = tuning.load(path)
@@ -125,9 +142,12 @@ def _asked(one: Tuning) -> str:
 
 
 def _source(llm: LLM, store: Store, text: str | Sequence[int]) -> str:
-    """Names a kind of store and a text."""
+    """Names a store, by its device and how it is read, and a text."""
     ids = np.asarray(llm.encode(text, start=False), np.int64)
-    kind = f"{store.profile}, {store.layout}, direct={store.direct}" if isinstance(store, FlashStore) else "no device"
+    kind = "no device"
+    if isinstance(store, FlashStore):
+        device = os.stat(store.path).st_dev
+        kind = f"{store.profile}, {store.layout}, direct={store.direct}, engine={store.engine}, device {device}"
     return f"{type(store).__name__} ({kind}), text {hashlib.sha256(ids.tobytes()).hexdigest()[:16]}"
 
 
@@ -152,7 +172,7 @@ def _reuse_rates(llm, text, space: Space, family: Family):
     @functools.cache
     def needed(count: int):
         method = dataclasses.replace(family, selected=count * group).method(Setting(group, sigma, 0))
-        return profile.needed_groups(llm, method, ids, prompt)
+        return profile.needed_groups(llm, method, ids, prompt, family.dtype)
 
     def rate(reuse: int, context: int) -> float:
         if not reuse:
@@ -181,7 +201,7 @@ class Bench:
 
         @functools.cache
         def memory(setting: Setting) -> int:
-            return profile.memory_bytes(self._llm.config, *self._parts(setting), *pair)
+            return profile.memory_bytes(self._llm.config, *self._parts(setting), *pair, self._family.dtype)
 
         def read(setting: Setting) -> Reading:
             parts = np.array([self._read(knot, setting) for knot, _ in around])
@@ -218,11 +238,14 @@ class Bench:
 
     def _layer(self, knot: Pair, group: int) -> profile.StoredLayer:
         if (knot, group) not in self._stored:
-            self._stored[knot, group] = profile.StoredLayer(self._store, self._llm.config, group, *knot)
+            self._stored[knot, group] = profile.StoredLayer(
+                self._store, self._llm.config, group, *knot, self._family.dtype
+            )
         return self._stored[knot, group]
 
     def _compute(self, knot: Pair, setting: Setting) -> float:
         typical = dataclasses.replace(setting, group=self._group)
         return self._known.compute(
-            knot, setting, lambda: profile.compute_seconds(self._llm, *self._parts(typical), *knot)
+            knot, setting,
+            lambda: profile.compute_seconds(self._llm, *self._parts(typical), *knot, self._family.dtype),
         )

@@ -61,11 +61,18 @@ class Limits:
     Attributes:
       sequence_bytes: memory for the cache of each sequence of a batch.
       relax: alpha, by what share reading may prolong a layer.
+
+    Raises ConfigError where these are no numbers, or alpha is negative.
     """
 
     sequence_bytes: int
     relax: float = 0.1
     space: Space = dataclasses.field(default_factory=Space)
+
+    def __post_init__(self):
+        fields.check(self)
+        if self.relax < 0:
+            raise ConfigError(f"relax={self.relax} must not be negative; 0 hides all reads, where there is a way")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,14 +7,14 @@ import os
 import pathlib
 from typing import Any
 
-from kvjax import fields, files
+from kvjax import fields, files, packing
 from kvjax.errors import ConfigError, FormatMismatch, ReadFailed, WriteFailed
 from kvjax.methods.kvswap import KVSwap
 from kvjax.planning import Slots
 from kvjax.tuner.solver import Limits, Setting, Solution, Space
 from kvjax.tuner.tables import Tables
 
-VERSION = 10  # of the file, and of how solutions are chosen
+VERSION = 11  # of the file, and of how solutions are chosen
 _TUNED = {"budget", "group", "sigma", "bits", "per_head", "aggregation", "adapters"}  # that a tuning decides of KVSwap
 
 
@@ -28,8 +28,9 @@ class Family:
       adapters: directory of the adapters of each sigma; a sigma without one decomposes each prompt's own keys.
       per_head: whether that decomposition is each head's for itself, which goes well with few bits.
       aggregation: how scores of heads become one (`kvjax.method.aggregate`); "mean" is the paper's, and quick.
+      dtype: how keys and values are kept (`LLM.prefill`).
 
-    Raises ConfigError where `selected`, `bits` or a sigma is no positive integer.
+    Raises ConfigError where `selected`, `bits` or a sigma is no positive integer, or for a type that there is not.
     """
 
     selected: int = 400
@@ -37,9 +38,11 @@ class Family:
     adapters: dict[int, str] = dataclasses.field(default_factory=dict)
     per_head: bool = False
     aggregation: str = KVSwap.aggregation
+    dtype: str = "float32"
 
     def __post_init__(self):
         fields.check(self)
+        packing.check(self.dtype)
         sigmas = (("sigma", sigma) for sigma in self.adapters)
         for name, value in (("selected", self.selected), ("bits", self.bits), *sigmas):
             if not fields.whole(value, 1):
@@ -49,7 +52,7 @@ class Family:
         object.__setattr__(self, "adapters", found)
 
     def method(self, setting: Setting, **settings: Any) -> KVSwap:
-        """KVSwap with MG = `selected`; its budget also has sinks, window, and what a group adds by being whole.
+        """KVSwap with MG = `selected`; its budget also has sinks and window. The unfinished group is part of MG.
 
         Raises ConfigError for settings that are the tuning's.
         """
@@ -88,6 +91,11 @@ class Tuning:
     fingerprint: str
     source: str = ""
     tables: Tables = dataclasses.field(default_factory=Tables)
+
+    @property
+    def dtype(self) -> str:
+        """Of keys and values."""
+        return self.family.dtype
 
     def nearest(self, batch: int, context: int) -> Solution:
         """The solution of that batch size and context length, or of the nearest pair there is, by ratios. Memory is

@@ -112,6 +112,12 @@ def test_after_a_short_prompt_no_head_is_left_out(joint, prompt):
     assert share.min() > 0.2
 
 
+def test_adapters_for_all_heads_are_not_those_of_each_head():
+    with pytest.raises(ConfigError, match="per_head=True, but the adapters are for all heads together"):
+        KVSwap(**SMALL, per_head=True, adapters=FITTED[True])
+    assert not KVSwap(**SMALL, per_head=True, adapters=FITTED[False]).joint
+
+
 def test_adapters_that_keep_everything_predict_the_true_scores():
     method = KVSwap(**SMALL, sigma=1)
     sim, keys = after_decoding(method)

@@ -10,7 +10,7 @@ from tiny import CONFIG, make_params
 import kvjax
 from kvjax import decode, planning, tuner
 from kvjax.adapters.value import Adapters
-from kvjax.errors import ConfigError, FormatMismatch, ReadFailed
+from kvjax.errors import ConfigError, FormatMismatch, ReadFailed, WriteFailed
 from kvjax.planning import Slots
 from kvjax.store import fifo
 from kvjax.store.flash import FlashStore
@@ -34,14 +34,16 @@ def parts(setting):
     return FAMILY.method(setting), FAMILY.slots(setting)
 
 
-@pytest.mark.parametrize(("bits", "per_head"), [(32, False), (4, False), (4, True)])
+@pytest.mark.parametrize(("bits", "per_head", "dtype"), [
+    (32, False, "float32"), (4, False, "bfloat16"), (4, True, "int8"),
+])
 @pytest.mark.parametrize("setting", [Setting(4, 2, 24), Setting(2, 4, 48), Setting(2, 4, 0)])
-def test_predicted_memory_is_what_a_cache_takes(llm, setting, bits, per_head):
-    family = tuner.Family(SELECTED, bits, per_head=per_head)
+def test_predicted_memory_is_what_a_cache_takes(llm, setting, bits, per_head, dtype):
+    family = tuner.Family(SELECTED, bits, per_head=per_head, dtype=dtype)
     method, slots = family.method(setting), family.slots(setting)
     texts = [2 * TEXT[:60], 2 * TEXT[:50]]
-    cache = llm.prefill(texts, method=method, slots=slots, store=HostStore(), capacity=128)
-    assert profile.memory_bytes(CONFIG, method, slots, 2, 128) == cache.resident_bytes
+    cache = llm.prefill(texts, method=method, slots=slots, store=HostStore(), capacity=128, dtype=dtype)
+    assert profile.memory_bytes(CONFIG, method, slots, 2, 128, dtype) == cache.resident_bytes
     cache.close()
 
 
@@ -72,7 +74,7 @@ def test_what_is_needed_is_what_a_cache_over_a_store_reads(llm):
     usage = llm.score([*TEXT[context:], 0], cache).usage
     begun = method.complete_groups(len(TEXT) - 1) - method.complete_groups(context)
     read = fifo.misses(need, slots.count).sum()
-    assert read <= usage.blocks_read <= read + CONFIG.num_layers * CONFIG.num_kv_heads * (begun + 1)
+    assert read <= usage.blocks_read / CONFIG.num_kv_heads <= read + CONFIG.num_layers * (begun + 1)
     cache.close()
 
 
@@ -114,10 +116,11 @@ def test_reads_are_timed_with_and_without_being_announced(context, groups):
     assert len(np.unique(first[:4])) == min(groups, 4 * 5)
 
 
-def test_what_was_announced_to_flash_is_what_is_landed(tmp_path):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int4"])
+def test_what_was_announced_to_flash_is_what_is_landed(dtype, tmp_path):
     """Given asynchronous reads of three sequences, which C begins: only arrays as C takes them do not drop these."""
     skip_without("aio", tmp_path)
-    made = profile.StoredLayer(FlashStore(tmp_path), CONFIG, 4, 3, 96)
+    made = profile.StoredLayer(FlashStore(tmp_path), CONFIG, 4, 3, 96, dtype)
     made.read_seconds(5, repeats=3)
     stats = made._branch.stats()
     assert stats.prefetch_used == 3 * 3 * 5 and not stats.mispredicted
@@ -127,7 +130,7 @@ def test_what_was_announced_to_flash_is_what_is_landed(tmp_path):
 def test_programs_of_a_setting_go_with_it(llm):
     """Given that a process may have so many memory maps only, of which every compiled program holds some."""
     for setting in (Setting(4, 2, 24), Setting(2, 4, 48)):
-        profile.compute_seconds(llm, *parts(setting), 2, 96, repeats=1)
+        profile.compute_seconds(llm, *parts(setting), 2, 96, "bfloat16", repeats=1)
         assert decode._compiled_token(True)._cache_size() == 0
 
 
@@ -156,7 +159,7 @@ def test_solutions_are_kept_as_they_are_found(llm, tmp_path, monkeypatch):
     assert tuner.tune(llm, HostStore(), TEXT, contexts=(96,), path=path, **settings) == first
     changes = (
         {"selected": 32}, {"bits": 4}, {"per_head": True}, {"aggregation": "mean"}, {"relax": 0.5},
-        {"max_bytes": 10**7}, {"space": tuner.Space()},
+        {"dtype": "bfloat16"}, {"max_bytes": 10**7}, {"space": tuner.Space()},
     )
     for change in changes:
         with pytest.raises(FormatMismatch, match=r"selected=24, bits=32, .* relax=0\.1"):
@@ -170,7 +173,7 @@ def test_a_tuning_that_was_interrupted_measures_what_is_missing(llm, tmp_path, m
     """Given two context lengths and a device that fails in the second: the first one's solution stands."""
     measured, failing = [], True
 
-    def compute(llm, method, slots, batch, capacity):
+    def compute(llm, method, slots, batch, capacity, dtype):
         if capacity == 96 and failing:
             raise ReadFailed("the device is gone")
         measured.append(capacity)
@@ -209,7 +212,7 @@ def test_costs_between_knots_are_not_measured(llm, monkeypatch):
     """Given three batch sizes and two knots, the middle one is solved with what lies between theirs."""
     measured, seconds = [], {1: 3.0, 2: 7.0, 3: 5.0}
 
-    def compute(llm, method, slots, batch, capacity):
+    def compute(llm, method, slots, batch, capacity, dtype):
         measured.append(batch)
         return seconds[batch]
 
@@ -233,7 +236,7 @@ def test_computing_is_measured_with_the_group_in_the_middle(llm, monkeypatch, tm
     assert [group for group, _ in measured] == [4, 4] and measured[0][1] < measured[1][1]
 
 
-def test_rates_of_another_machine_are_taken(llm, monkeypatch):
+def test_rates_of_another_machine_are_taken(llm, monkeypatch, tmp_path):
     """Given the rates that a tuning found, another one records no text."""
     settings = {"max_bytes": 10**8, "selected": SELECTED, "space": SPACE, "contexts": (96,)}
     first = tuner.tune(llm, HostStore(), TEXT, **settings)
@@ -241,11 +244,15 @@ def test_rates_of_another_machine_are_taken(llm, monkeypatch):
     other = tuner.tune(llm, HostStore(), TEXT, rates=first.tables.rates, **settings)
     assert other.tables.rates == first.tables.rates
     assert other.solutions[1, 96].reuse_rate == first.tables.rates[96, other.solutions[1, 96].setting.reuse]
+    with pytest.raises(FormatMismatch, match=r"other rates for \(context, C\) = \[\(96, 24\)\]"):
+        path = tmp_path / "tuning.json"
+        tuner.tune(llm, HostStore(), TEXT, path=path, rates=first.tables.rates, **settings)
+        tuner.tune(llm, HostStore(), TEXT, path=path, rates={(96, 24): 1.0}, **settings)
     with pytest.raises(ConfigError, match=r"rates=.*81.* must be shares"):
         tuner.tune(llm, HostStore(), TEXT, rates={(96, 24): 81.0}, **settings)
 
 
-def test_bad_settings_are_refused(llm, tmp_path):
+def test_bad_settings_are_refused(unchecked, llm, tmp_path):
     with pytest.raises(ConfigError, match="budget"):
         tuner.tune(llm, HostStore(), TEXT, contexts=(96,), max_bytes=10, selected=SELECTED, space=SPACE)
     for name in ("batches", "contexts"):
@@ -255,6 +262,14 @@ def test_bad_settings_are_refused(llm, tmp_path):
     for knots in ((1, 2), (2,), (3, 0)):
         with pytest.raises(ConfigError, match="knots="):
             tuner.tune(llm, HostStore(), TEXT, max_bytes=10**8, contexts=(96,), knots=knots)
+    for change, error in (({"max_bytes": "2G"}, "max_bytes='2G'"), ({"relax": -0.1}, "relax=-0.1"),
+                          ({"relax": "0.1"}, "relax='0.1'")):
+        with pytest.raises(ConfigError, match=error):
+            tuner.tune(llm, HostStore(), TEXT, contexts=(96,), **{"max_bytes": 10**8, **change})
+    with pytest.raises(ConfigError, match="no store"):
+        tuner.tune(llm, str(tmp_path), TEXT, max_bytes=10**8)
+    with pytest.raises(WriteFailed, match="no directory"):
+        tuner.tune(llm, HostStore(), TEXT, max_bytes=10**8, path=tmp_path / "nowhere" / "tuning.json")
     with pytest.raises(ConfigError, match="too few"):
         tuner.tune(llm, HostStore(), TEXT[:10], max_bytes=10**8, selected=SELECTED)
     with pytest.raises(ConfigError, match="a directory"):

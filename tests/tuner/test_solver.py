@@ -116,7 +116,7 @@ FOUND = tuning.Tuning(
     {(1, 4096): Solution(Setting(4, 8, 800), 1000, 0.001, 0.0003, 0.002, 0.5),
      (8, 4096): Solution(Setting(8, 16, 600), 900, 0.002, 0.0002, 0.002, 0.4),
      (8, 32768): Solution(Setting(16, 32, 400), 800, 0.003, 0.0001, 0.002, 0.3)},
-    tuning.Family(selected=400, bits=4, adapters={32: "adapters_32"}, per_head=True, aggregation="mean"),
+    tuning.Family(400, bits=4, adapters={32: "adapters_32"}, per_head=True, aggregation="mean", dtype="bfloat16"),
     Limits(10**9, 0.2, Space(sigmas=(2, 3))), fingerprint="model",
 )
 
@@ -162,13 +162,18 @@ def test_a_family_of_impossible_numbers_is_refused(change):
         tuning.Family(**change)
 
 
+def test_a_family_of_an_unknown_type_is_refused():
+    with pytest.raises(ConfigError, match="cannot be kept as 'float8'"):
+        tuning.Family(dtype="float8")
+
+
 def test_a_model_is_loaded_with_its_tuning(tmp_path):
-    """Without a method, prefill takes the tuned one and its slots; a tuning of another model is refused."""
+    """Without a method, prefill takes the tuned one, its slots and its type; a tuning of another model is refused."""
     model = pathlib.Path(kvjax.__file__).parent / "reference"
     dataclasses.replace(FOUND, fingerprint=kvjax.load(model).identity).save(tmp_path / "config.json")
     llm = kvjax.load(model, tuning=tmp_path / "config.json")
     cache = llm.prefill("def main(argv):\n    return 0\n" * 12, capacity=4000, store=kvjax.HostStore())
-    assert cache.plan.method == FOUND.method(1, 4096)
+    assert cache.plan.method == FOUND.method(1, 4096) and cache.plan.dtype == FOUND.family.dtype
     assert cache.state.layers[-1].pool.slots == FOUND.slots(1, 4096).count
     FOUND.save(tmp_path / "other.json")
     with pytest.raises(FormatMismatch, match="not for"):
