@@ -135,7 +135,8 @@ def _centred(scores, seen):
 
 
 def check(config) -> None:
-    """Raises ConfigError on names and files that do not exist."""
+    """Raises ConfigError on names and files that do not exist, and on numbers with which nothing could be fitted."""
+    common.check_counts(config, batch=1, length=2, train_batches=1, test_batches=1, refine_batches=0, ratios=1)
     if not config.forms or set(config.forms) - set(FORMS):
         raise ConfigError(f"forms={tuple(config.forms)} must be some of {', '.join(FORMS)}")
     missing = [kind for kind in config.kinds if kind not in KINDS and not pathlib.Path(kind).is_file()]

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax import prefill
 from kvjax.errors import PromptError
 from kvjax.llm import LLM
 from kvjax.models.transformer import Block
-from kvjax.prefill import embed
 from kvjax.typing import Array
 
 
@@ -28,15 +28,15 @@ class Moments:
 def key_moments(llm: LLM, rows: Iterable[np.ndarray]) -> Moments:
     """Reads batches tokens[B, T] and sums the second moments of every layer's keys.
 
-    Memory: the hidden states and one layer's queries, keys and values of one batch. Positions start at 0 in each row,
-    so rows should be as long as the contexts to come. Raises PromptError where there is no batch.
+    Memory: the hidden states and one layer's queries, keys and values of one batch, linear in T. Positions start at 0
+    in each row, so rows should be as long as the contexts to come. Raises PromptError where there is no batch.
     """
     config, tokens = llm.config, 0
     size = config.num_kv_heads * config.head_dim
     gram = [np.zeros((size, size)) for _ in range(config.num_layers)]
     for batch in rows:
-        for layer, _, key in layers_of(llm, batch):
-            gram[layer] += np.asarray(_gram(key), np.float64)
+        for layer, one in enumerate(_read(llm, batch)):
+            gram[layer] += np.asarray(_gram(one.key[:, : batch.shape[1]]), np.float64)
         tokens += batch.size
     if not tokens:
         raise PromptError("there is no text to collect keys from; give at least one batch of tokens")
@@ -45,19 +45,21 @@ def key_moments(llm: LLM, rows: Iterable[np.ndarray]) -> Moments:
 
 def layers_of(llm: LLM, tokens: np.ndarray) -> Iterator[tuple[int, Array, Array]]:
     """Number, rotated queries `[B, T, H, D]` and rotated keys `[B, T, K, D]` of each layer over tokens[B, T]."""
-    config, params = llm.config, llm.params
-    x = embed(config, params, jnp.asarray(tokens, jnp.int32))
-    for i, sliding in enumerate(config.windows):
-        x, query, key = _layer(config, sliding, params[f"layers_{i}"], x)
-        yield i, query, key
+    length = tokens.shape[1]
+    for i, one in enumerate(_read(llm, tokens)):
+        yield i, _queries(llm.config, llm.params[f"layers_{i}"], one.x[:, :length]), one.key[:, :length]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _layer(config, sliding, params, x):
-    """Next hidden states, queries and keys of one layer over x[B, T, E]."""
-    block, at = Block(config), jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
-    query, key, _ = block.apply({"params": params}, x, at, method="project")
-    return block.apply({"params": params}, x, at, sliding), query, key
+def _read(llm: LLM, tokens: np.ndarray) -> Iterator[prefill.Activations]:
+    """What each layer saw and made of tokens[B, T], padded to a length that is read."""
+    return prefill.read(llm.config, llm.params, prefill.pad(jnp.asarray(tokens, jnp.int32)))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _queries(config, params, x):
+    """Rotated queries `[B, T, H, D]` of a layer's input x[B, T, E]."""
+    at = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
+    return Block(config).apply({"params": params}, x, at, method="queries")
 
 
 @jax.jit

@@ -6,6 +6,7 @@ themselves, one row per token, never have to be in one place.
 
 import numpy as np
 
+from kvjax import fields
 from kvjax.adapters.collect import Moments
 from kvjax.adapters.value import Adapters
 from kvjax.errors import ConfigError
@@ -19,12 +20,12 @@ def svd(moments: Moments, ratio: int, joint: bool = True) -> Adapters:
       joint: one adapter over the keys of all heads (the paper's choice); if not, each head has its own d / sigma
         dimensions, which keeps as many numbers in all.
 
-    Raises ConfigError where the ratio leaves no dimension.
+    Raises ConfigError where the ratio is no whole number, or leaves no dimension.
     """
     width = moments.gram[0].shape[0]
     size = width if joint else width // moments.heads
-    if not 1 <= ratio <= size:
-        raise ConfigError(f"ratio={ratio} leaves none of {size} dimensions; use one from 1 to {size}")
+    if not fields.whole(ratio, 1) or ratio > size:
+        raise ConfigError(f"ratio={ratio!r} must be a whole number from 1 to {size}, the dimensions there are")
     rank = size // ratio
     layers = []
     for gram in moments.gram:
