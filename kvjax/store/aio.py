@@ -339,8 +339,8 @@ class RingFetch(Fetch):
 
     @property
     def size(self) -> int:
-        begun = self._asked[self._results != -errno.EAGAIN]
-        return int(begun.sum()) + (self._second.size if self._second else 0)
+        begun = self._results[:self._sent] != -errno.EAGAIN
+        return int(self._asked[:self._sent][begun].sum()) + (self._second.size if self._second else 0)
 
     @property
     def times(self) -> Times:

@@ -104,13 +104,14 @@ class FlashBranch(TransactionalBranch):
         with self._volume.lock:
             return self._lineage.table.share()
 
-    def save(self, metadata: bytes = b"") -> int:
+    def save(self, metadata: bytes = b"", generation: int | None = None) -> int:
         """Makes what is committed the newest saved cache of the file; returns its number once it is on the device.
 
         Costs as much as has changed since the last save. The file keeps this and the last save; blocks of older ones
-        are used again. Raises ConfigError for a temporary file, WriteFailed for one that was opened read-only, and
-        StoreError as `flush`. An error leaves the last save the newest, unless the device failed in the last step: then
-        only opening the file tells. After a failed sync no more can be saved, as nobody knows what the kernel dropped.
+        are used again. Raises StaleCache where the branch is not at `generation`, if that is given, ConfigError for a
+        temporary file, WriteFailed for one that was opened read-only, and StoreError as `flush`. An error leaves the
+        last save the newest, unless the device failed in the last step: then only opening the file tells. After a
+        failed sync no more can be saved, as nobody knows what the kernel dropped.
         """
         file = self._volume.file
         if not self.writable:
@@ -118,6 +119,7 @@ class FlashBranch(TransactionalBranch):
         if file.temporary:
             raise ConfigError(f"{file.path} is temporary; give FlashStore the path of a file to be able to save it")
         with self._mutex:
+            self._check(self.generation if generation is None else generation)
             self.flush()
             table, generation = self._settled(), self.generation
         return self._volume.save(table, generation, metadata)  # tokens may be committed while the device works

@@ -109,9 +109,9 @@ def open_file(path: str, system: SystemIO, *, direct: bool, read_only: bool) -> 
             file.lock()
             file.check_present()  # whoever held the lock before us may have removed it
         header = Header.unpack(_first_page(path, descriptor, system), path)
+        if direct:
+            file.open_direct()
         undo.pop_all()
-    if direct:
-        file.open_direct()
     return file, header
 
 
@@ -183,7 +183,10 @@ def _check_space(path: str, descriptor: int, system: SystemIO, least: int, max_b
     if max_bytes is not None and least > max_bytes:
         raise NoSpace(f"{path}: {least} bytes are needed at least, more than max_bytes={max_bytes}; raise the limit")
     needed = max_bytes or least
-    free = system.free_bytes(descriptor) + os.fstat(descriptor).st_blocks * 512
+    try:
+        free = system.free_bytes(descriptor) + os.fstat(descriptor).st_blocks * 512
+    except OSError as cause:
+        raise write_error(f"{path}: how much is free cannot be told", cause) from cause
     if free < needed:
         raise NoSpace(f"{path}: {needed} bytes are needed and {free} are free; free some, lower max_bytes, or choose "
                       "another device")

@@ -55,12 +55,20 @@ class BlockFile:
         self._owner = os.getpid()
 
     def open_direct(self) -> None:
-        """Adds the descriptor for O_DIRECT; where it is refused, warns and goes on without."""
+        """Adds the descriptor for O_DIRECT; where it is refused, warns and goes on without. Raises StoreClosed where
+        another file has come to the path."""
+        if not hasattr(os, "O_DIRECT"):
+            self._warn(OSError(errno.EOPNOTSUPP, "this system has no O_DIRECT"))
+            return
         try:
             self._direct = self._system.open(self.path, os.O_RDONLY | os.O_DIRECT)
-            self.direct = True
         except OSError as cause:
             self._warn(cause)
+            return
+        if not os.path.samestat(os.fstat(self._direct), os.fstat(self._buffered)):
+            self._system.close(self._direct)
+            raise StoreClosed(f"{self.path} was replaced while it was being opened; open it again")
+        self.direct = True
 
     def _warn(self, cause: OSError) -> None:
         logging.warning("%s: the filesystem refuses O_DIRECT (%s); reads go through the page cache, so read times "
@@ -195,7 +203,10 @@ class BlockFile:
 
     def check_room(self, needed: int) -> None:
         """NoSpace unless the device has `needed` bytes free."""
-        free = self._system.free_bytes(self._buffered)
+        try:
+            free = self._system.free_bytes(self._buffered)
+        except OSError as cause:
+            raise write_error(f"{self.path}: how much is free cannot be told", cause) from cause
         if free < needed:
             raise NoSpace(f"{self.path}: {needed} bytes are needed and {free} are free; free some, then retry")
 

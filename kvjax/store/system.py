@@ -23,7 +23,7 @@ class SystemIO:
     preadv = staticmethod(os.preadv)
     pwrite = staticmethod(os.pwrite)
     unlink = staticmethod(os.unlink)
-    sync = staticmethod(os.fdatasync)
+    sync = staticmethod(getattr(os, "fdatasync", os.fsync))  # macOS has no fdatasync
     io_setup = staticmethod(linux.io_setup)
     io_destroy = staticmethod(linux.io_destroy)
     io_submit = staticmethod(linux.io_submit)

@@ -153,7 +153,7 @@ class ThreadEngine:
         count = extents.size
         starts = run_starts(extents)
         pieces = max(starts.size // 2, count * self._extent_bytes // PIECE_BYTES)
-        chunks = max(min(2 * self.pool.threads, pieces), -(-count // self._arenas.extents), 1)
+        chunks = max(min(2 * self.pool.threads, pieces, count), -(-count // self._arenas.extents), 1)
         cuts = count * np.arange(chunks + 1) // chunks
         between_runs = np.unique(np.append(starts, count)[starts.searchsorted(cuts)])
         if np.diff(between_runs).max(initial=0) <= min(self._arenas.extents, 2 * -(-count // chunks)):

@@ -253,7 +253,8 @@ class TransactionalBranch(Branch):
         if wanted.any():
             ids = (self._layer_start(layer) + self._lane_start[..., None] + block)[wanted]
             data = np.ascontiguousarray(rows[wanted]).reshape(ids.size, -1).view(np.uint8)
-            self._open.append(Blocks(ids, data))
+            with self._piling:  # not while another layer looks at what is open
+                self._open.append(Blocks(ids, data))
 
     # ---- Python side
 

@@ -35,10 +35,10 @@ class WorkerPool:
         with self._lock:
             if self._running:
                 return
-            self._running = True
-        queues = (self._wake, self._urgent, self._later)
-        for index in range(self.threads):
-            threading.Thread(target=_serve, args=queues, name=f"kvjax-read-{index}", daemon=True).start()
+            queues = (self._wake, self._urgent, self._later)
+            for index in range(self.threads):
+                threading.Thread(target=_serve, args=queues, name=f"kvjax-read-{index}", daemon=True).start()
+            self._running = True  # only now: without threads nobody would ever answer
 
     def put(self, job: Callable[[], None], urgent: bool = True) -> None:
         """Hands over a job; those that are not urgent wait until none is."""

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from kvjax.errors import ConfigError, WriteFailed
+from kvjax.store.base import Geometry
 from kvjax.store.flash import FlashStore
 from kvjax.store.format import HEADER_BYTES
 from tests.store.conftest import GEOMETRY, Driver, inspect_header, settle, wait_until
@@ -201,6 +202,16 @@ def test_large_reads_go_through_several_arenas(tmp_path, open_branch, monkeypatc
     driver = open_branch(FlashStore(tmp_path, engine="threads", threads=2))
     np.testing.assert_array_equal(driver.prefill(), driver.read())
     assert driver.branch.stats().reads == 5
+
+
+@pytest.mark.parametrize("size", [512 << 10, 1 << 20])
+def test_extents_that_are_longer_than_a_piece_are_read(tmp_path, open_branch, size):
+    """Given two and three neighbours, of which an arena holds one or two, and more threads than there are blocks."""
+    for blocks in (2, 3):
+        geometry = Geometry(layers=1, batch=1, kv_heads=1, num_blocks=blocks, block_rows=8, width=size // 32,
+                            dtype="float32")
+        driver = open_branch(FlashStore(tmp_path, engine="threads", threads=4), geometry)
+        np.testing.assert_array_equal(driver.prefill(), driver.read())
 
 
 def test_direct_reads_see_buffered_writes(tmp_path, open_branch, engine):

@@ -11,6 +11,7 @@ import pytest
 
 from kvjax.errors import (
     NoSpace,
+    StaleCache,
     StoreClosed,
     WriteFailed,
 )
@@ -24,6 +25,16 @@ EXTENT = GEOMETRY.extent_bytes
 
 
 # ---- copy-on-write and space
+
+def test_a_save_is_of_the_generation_that_was_asked_for(path, open_branch):
+    driver = open_branch(FlashStore(path))
+    driver.prefill()
+    driver.branch.save(b"first", generation=0)
+    driver.append(0, 0, 1.0)
+    with pytest.raises(StaleCache, match="generation 0"):
+        driver.branch.save(b"second", generation=0)
+    assert [one.metadata for one in driver.branch.saves()] == [b"first"]
+
 
 def test_saved_blocks_are_not_overwritten(path, open_branch, reopen):
     driver = open_branch(FlashStore(path))
