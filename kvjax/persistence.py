@@ -62,11 +62,12 @@ def save(directory, plan: Plan, state: State, logits: Array, branch: Branch | No
     """Makes a cache the saved one of a directory, which is created where it is missing.
 
     A store file that lies elsewhere is copied. Raises ConfigError when the directory holds a cache of the other kind,
-    StoreLocked when somebody else writes it, StoreError when the device fails; then what was saved before still is.
+    FormatMismatch or ReadFailed when it has a `cache.json` that is none, StoreLocked when somebody else writes it,
+    StoreError when the device fails; then what was saved before still is.
     """
     directory = _absolute(directory)
-    _check_kind(directory, branch is not None)
     with _saving(directory):
+        _check_kind(directory, branch is not None)
         try:
             _save(directory, plan, state, logits, branch, fingerprint)
         except StoreError:
@@ -87,10 +88,12 @@ def _save(
     }
     commit = json.dumps(manifest).encode()
     if branch is None:
+        if (directory / MANIFEST).exists():
+            _read_manifest(directory)  # a file of somebody else's stays
         _replace(directory / MANIFEST, commit)
         named = [commit]
     else:
-        named = _save_blocks(directory, branch, fingerprint, commit)
+        named = _save_blocks(directory, branch, int(state.line.generation), fingerprint, commit)
     _remove_orphans(directory, named)
 
 
@@ -114,7 +117,7 @@ def _check_kind(directory: pathlib.Path, store: bool) -> None:
 def _saving(directory: pathlib.Path) -> Iterator[None]:
     """The directory, made and locked: one save or restoration for writing at a time."""
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        _make(directory)
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as cause:
         raise WriteFailed(f"cannot use {directory}: {cause}; choose another directory") from cause
@@ -130,44 +133,55 @@ def _saving(directory: pathlib.Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _save_blocks(directory: pathlib.Path, branch: Branch, fingerprint: str, commit: bytes) -> list[bytes]:
-    """Commits in the store file of the directory; returns the manifests it holds then."""
+def _make(directory: pathlib.Path) -> None:
+    """Makes a directory and those above it, so that their names last."""
+    if not directory.is_dir():
+        _make(directory.parent)
+        directory.mkdir(exist_ok=True)
+        SystemIO().sync_directory(str(directory.parent))
+
+
+def _save_blocks(
+    directory: pathlib.Path, branch: Branch, generation: int, fingerprint: str, commit: bytes
+) -> list[bytes]:
+    """Commits in the store file of the directory; returns the manifests it holds then. Raises StaleCache where the
+    branch is not at that generation, or leaves it meanwhile."""
     path = directory / BLOCKS
     if isinstance(branch, FlashBranch) and path.exists() and os.path.samefile(branch.path, path) and branch.writable:
-        branch.save(commit)
+        branch.save(commit, generation)
         return [one.metadata for one in branch.saves()]
     fresh = directory / f"{_new_name()}.kv"  # a left-over is removed like any other
     with contextlib.ExitStack() as stack:
         if path.exists():  # replacing it under somebody who writes to it would lose what he saves
             stack.callback(open_file(str(path), SystemIO(), direct=False, read_only=False)[0].close)
         stack.callback(fresh.unlink, missing_ok=True)
-        with contextlib.closing(_copied(branch, fresh, fingerprint)) as copy:
+        with contextlib.closing(_copied(branch, generation, fresh, fingerprint)) as copy:
             copy.save(commit)
         os.replace(fresh, path)
         SystemIO().sync_directory(str(directory))
     return [commit]
 
 
-def _copied(branch: Branch, path: pathlib.Path, fingerprint: str) -> FlashBranch:
+def _copied(branch: Branch, generation: int, path: pathlib.Path, fingerprint: str) -> FlashBranch:
     """A new store file with what a branch holds, in its codec, one layer in memory at a time; blocks of zeros take no
     space."""
     copy = FlashStore(path, codec=branch.codec).create(branch.geometry, fingerprint)
     assert isinstance(copy, FlashBranch), "as of every layout that places blocks"
     try:
-        _copy_layers(branch, copy)
+        _copy_layers(branch, generation, copy)
     except BaseException:
         copy.close()
         raise
     return copy
 
 
-def _copy_layers(branch: Branch, copy: FlashBranch) -> None:
+def _copy_layers(branch: Branch, generation: int, copy: FlashBranch) -> None:
     geometry = branch.geometry
     shape = (geometry.batch, geometry.kv_heads, geometry.num_blocks)
     block = np.broadcast_to(np.arange(geometry.num_blocks, dtype=np.int32), shape)
     for number in range(geometry.layers):
         rows = np.zeros((*shape, geometry.block_rows, geometry.width), geometry.numpy_dtype)
-        if not branch.read_into(number, branch.generation, block, block, rows):
+        if not branch.read_into(number, generation, block, block, rows):
             unknown = ReadFailed(f"layer {number} could not be read, and the store kept no reason")
             raise to_raise(branch.take_error() or unknown)
         used = rows.reshape(*shape, -1).view(np.uint8).any(-1)
@@ -186,7 +200,7 @@ def _replace(path: pathlib.Path, data: bytes) -> None:
 
 
 def _remove_orphans(directory: pathlib.Path, manifests: list[bytes]) -> None:
-    named = {json.loads(manifest)["state"] for manifest in manifests}
+    named = {_parsed(manifest, directory / BLOCKS)["state"] for manifest in manifests}
     for path in directory.iterdir():
         if _OURS.fullmatch(path.name) and path.name not in named:
             try:
@@ -278,19 +292,33 @@ def _open_blocks(store: FlashStore, directory: pathlib.Path, fingerprint: str, r
         manifests = [one.metadata for one in branch.saves()]
         if not read_only:
             _remove_orphans(directory, manifests)
-        return _Saved(json.loads(manifests[0]), branch)
+        return _Saved(_parsed(manifests[0], directory / BLOCKS), branch)
     except BaseException:
         branch.close()
         raise
 
 
 def _read_manifest(directory: pathlib.Path) -> dict[str, Any]:
+    """What a save left there. Raises NothingSaved, ReadFailed, or FormatMismatch for a file of somebody else's."""
     try:
-        return json.loads((directory / MANIFEST).read_bytes())
+        manifest = (directory / MANIFEST).read_bytes()
     except FileNotFoundError as cause:
         raise NothingSaved(f"{directory} holds no saved cache; give the directory of an earlier save") from cause
-    except (OSError, ValueError) as cause:
+    except OSError as cause:
         raise ReadFailed(f"{directory / MANIFEST} cannot be read: {cause}; prefill again") from cause
+    return _parsed(manifest, directory / MANIFEST)
+
+
+def _parsed(manifest: bytes, path: pathlib.Path) -> dict[str, Any]:
+    """A manifest that is in the file `path`. Raises ReadFailed where it is broken, FormatMismatch for what is none, as
+    of a branch that was saved by itself."""
+    try:
+        found = json.loads(manifest or b"null")
+    except ValueError as cause:
+        raise ReadFailed(f"{path} cannot be read: {cause}; prefill again") from cause
+    if not isinstance(found, dict) or not {"version", "state"} <= found.keys():
+        raise FormatMismatch(f"{path} holds something else than a saved cache; choose another directory")
+    return found
 
 
 def _restored(directory, saved: _Saved, config, fingerprint, method, slots) -> Restored:

@@ -42,23 +42,24 @@ class Cache:
 
     def fork(self) -> "Cache":
         """An independent copy; blocks on flash are shared until either side writes them."""
-        self._check_current()
+        self._check_current(self.branch)
         state = planning.copy(self.state)
         if self.branch is None:
             return dataclasses.replace(self, state=state)
         try:
             branch = self.branch.fork()
+            self._check_current(branch)  # nobody has decoded meanwhile
         except BaseException:
             parking.close(state.layers)
             raise
         line = Line(jnp.int32(branch.handle), jnp.int32(branch.generation))
         return dataclasses.replace(self, state=dataclasses.replace(state, line=line), branch=branch)
 
-    def _check_current(self) -> None:
+    def _check_current(self, branch: Branch | None) -> None:
         """Raises StaleCache where the store has gone on: its blocks are no longer those that this value names."""
         own = int(self.state.line.generation)
-        if self.branch is not None and own != self.branch.generation:
-            raise StaleCache(f"the cache is of generation {own} and its store of {self.branch.generation}: a token was "
+        if branch is not None and own != branch.generation:
+            raise StaleCache(f"the cache is of generation {own} and its store of {branch.generation}: a token was "
                              "decoded since; use the cache that came of it, or fork before decoding")
 
     def flush(self) -> None:
@@ -72,7 +73,7 @@ class Cache:
         With a store at `directory/blocks.kv` only what has changed is written; blocks of a store elsewhere are copied.
         Raises ConfigError or StoreError (`kvjax.persistence.save`).
         """
-        self._check_current()
+        self._check_current(self.branch)
         state = dataclasses.replace(self.state, layers=parking.everything(self.state.layers))
         persistence.save(directory, self.plan, state, self.logits, self.branch, self.fingerprint)
 

@@ -340,6 +340,42 @@ def test_files_of_the_user_stay(llm, make, tmp_path):
     assert mine.exists() and not left_over.exists()
 
 
+@pytest.mark.parametrize("content", ['{"name": "another tool"}', "[]"])
+def test_a_file_of_somebody_else_is_no_cache_and_stays(llm, tmp_path, content):
+    (tmp_path / "cache.json").write_text(content)
+    cache = llm.prefill(CONTEXT, method=METHOD)
+    for act in (lambda: cache.save(tmp_path), lambda: llm.restore(tmp_path)):
+        with pytest.raises(FormatMismatch, match=r"cache\.json holds something else"):
+            act()
+    assert (tmp_path / "cache.json").read_text() == content
+
+
+def test_what_a_branch_saved_by_itself_is_no_cache(llm, tmp_path):
+    cache = llm.prefill(CONTEXT, method=METHOD, store=kvjax.FlashStore(tmp_path / "blocks.kv"))
+    cache.branch.save()
+    cache.close()
+    with pytest.raises(FormatMismatch, match=r"blocks\.kv holds something else"):
+        llm.restore(tmp_path)
+
+
+def test_what_is_decoded_while_a_cache_is_saved_is_in_no_save(llm, tmp_path, monkeypatch):
+    """Given a token that is committed after the state was written: StaleCache, and the save before it stays."""
+    cache = llm.prefill(CONTEXT, method=METHOD, store=kvjax.FlashStore(tmp_path / "blocks.kv"))
+    cache.save(tmp_path)
+    written = state_checkpoint.save
+
+    def slow(*args):
+        checksum = written(*args)
+        decode.step(cache.plan, llm.params, cache.state, np.zeros(1, np.int32))
+        return checksum
+
+    monkeypatch.setattr(state_checkpoint, "save", slow)
+    with pytest.raises(StaleCache):
+        cache.save(tmp_path)
+    cache.close()
+    assert llm.restore(tmp_path).length == cache.length
+
+
 def test_a_store_file_that_was_never_saved_hides_nothing(llm, tmp_path):
     memory = llm.prefill(CONTEXT, method=METHOD)
     memory.save(tmp_path)
