@@ -75,9 +75,9 @@ def user_job(llm: kvjax.LLM, config: ml_collections.ConfigDict) -> Job:
     if not config.prompt_file:
         raise PromptError("a question and no text; give --config.prompt_file=FILE beside question")
     path = pathlib.Path(config.prompt_file)
-    if not path.is_file():
-        raise PromptError(f"prompt_file={config.prompt_file} is not a file; give the path of a text file")
     try:
+        if not path.is_file():
+            raise PromptError(f"prompt_file={config.prompt_file} is not a file; give the path of a text file")
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise PromptError(f"prompt_file={config.prompt_file} cannot be read: {error}; give a text file") from error
@@ -93,6 +93,8 @@ def _in_template(llm: kvjax.LLM, text: str, question: str) -> tuple[str, str]:
     """The chat template around a text and a question on it, cut before the question."""
     mark = "<<<the question>>>"
     chat = llm.tokenizer.apply_chat_template([{"role": "user", "content": f"{text}\n\n{mark}"}])
+    if chat.count(mark) != 1:
+        raise PromptError("the model's chat template does not have the message once, as it is; use --config.chat=False")
     before, _, after = chat.rpartition(mark)
     return before, question + after
 

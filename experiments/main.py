@@ -22,8 +22,8 @@ _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file, w
 _QUOTES = "'\""
 # What disks and their owners refuse. Other errors of the system, as of a closed file, are mistakes of the program.
 _REFUSALS = (
-    errno.EACCES, errno.EDQUOT, errno.EEXIST, errno.EFBIG, errno.EIO, errno.EISDIR, errno.ENOSPC, errno.ENOTDIR,
-    errno.EPERM, errno.EROFS,
+    errno.EACCES, errno.EDQUOT, errno.EEXIST, errno.EFBIG, errno.EIO, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG,
+    errno.ENOSPC, errno.ENOTDIR, errno.EPERM, errno.EROFS,
 )
 _WORKDIR = flags.DEFINE_string("workdir", None, "Directory for results; running it again resumes.")
 
@@ -60,7 +60,7 @@ def _experiment(name: str) -> Callable[[ml_collections.ConfigDict, str], None]:
 
 def stop(reason: object) -> NoReturn:
     """Ends the program with one line: the input was bad."""
-    print(f"error: {reason}", file=sys.stderr)
+    print(f"error: {' '.join(str(reason).split())}", file=sys.stderr)
     sys.exit(2)
 
 

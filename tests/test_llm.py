@@ -1,6 +1,7 @@
 """The three-line API: text in, text out, one prefilled cache for many questions."""
 
 import dataclasses
+import errno
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from kvjax.errors import (
     StoreError,
 )
 from kvjax.metrics import Probe
+from kvjax.models import checkpoint
 from kvjax.models.config import ModelConfig
 from kvjax.store import base
 
@@ -398,6 +400,30 @@ def test_special_tokens_and_chat_template_are_saved(llm, tmp_path):
     assert again.tokenizer.special_tokens == chatty.special_tokens and again.tokenizer.bos_id == WORDS.index("a")
     assert again.eos_ids == (WORDS.index("<eos>"),)
     assert again.tokenizer.apply_chat_template([{"role": "user", "content": "hi"}]) == "hi!"
+
+
+def test_a_save_that_fails_leaves_the_model_before(llm, tmp_path, monkeypatch):
+    """Given a disk that is full when weights are written: a typed error, and every file as it was."""
+    kvjax.save(llm, tmp_path)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    other = dataclasses.replace(llm.tokenizer, special_tokens={"bos_token": "b"})
+    with pytest.raises(CheckpointError, match=r"cannot be written .*No space left"):
+        kvjax.save(kvjax.LLM(CONFIG, llm.params, other), tmp_path)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+def test_a_context_does_not_end_with_what_a_tokenizer_ends_texts_with(llm):
+    ours = Tokenizer.from_str(llm.tokenizer.tokenizer.to_str())
+    first, end = WORDS.index("a"), WORDS.index("<eos>")
+    ours.post_processor = processors.TemplateProcessing("a $A <eos>", special_tokens=[("a", first), ("<eos>", end)])
+    other = kvjax.LLM(CONFIG, llm.params, dataclasses.replace(llm.tokenizer, tokenizer=ours))
+    assert ours.encode("bc").ids == [first, *llm.encode("bc", False), end]
+    assert other.encode("bc", start=True) == [first, *llm.encode("bc", False)]
 
 
 def test_prompts_beyond_what_a_model_was_made_for_are_read_with_a_warning(llm):

@@ -1,5 +1,6 @@
 """Parameters from and to safetensors files in Hugging Face's naming."""
 
+import contextlib
 import functools
 import pathlib
 import re
@@ -67,12 +68,16 @@ def load_params(directory: hf_config.Path, config: ModelConfig, dtype: DTypeLike
     return traverse_util.unflatten_dict(params, sep="/")
 
 
-def save_params(params: PyTree, config: ModelConfig, directory: hf_config.Path, dtype: str = "float32") -> None:
+def save_params(
+    params: PyTree, config: ModelConfig, directory: hf_config.Path, dtype: str = "float32",
+    beside: contextlib.AbstractContextManager = contextlib.nullcontext(),  # noqa: B008 (it keeps nothing)
+) -> None:
     """Writes the parameters and the configuration so that `load_params` and transformers read them.
 
-    Holds a copy of the model in host memory while it writes. Raises CheckpointError if Hugging Face has
-    no format for `config` (a model without MLP, for one) or if `params` are not those of
-    `Transformer(config)`, and ConfigError for a dtype other than float32 and bfloat16.
+    Holds a copy of the model in host memory while it writes. What is there is replaced once all is written, also what
+    `beside` writes as it is entered and puts in its place as it is left. Raises CheckpointError if Hugging Face has no
+    format for `config` (a model without MLP, for one), if `params` are not those of `Transformer(config)`, or if they
+    cannot be written, and ConfigError for a dtype other than float32 and bfloat16.
     """
     if dtype not in _WRITABLE:
         raise ConfigError(f"cannot save as dtype {dtype!r}; use one of {', '.join(_WRITABLE)}")
@@ -85,11 +90,14 @@ def save_params(params: PyTree, config: ModelConfig, directory: hf_config.Path, 
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CheckpointError(f"{directory}: no directory can be made there ({error}); choose another") from error
-    with files.replacing(path) as temporary:
-        # transformers refuses a file that does not say which framework its layout is for.
-        save_file(tensors, temporary, metadata={"format": "pt"})
-        # Last, so that a full disk leaves an earlier model as it was.
-        hf_config.write_config(config, directory, dtype)
+    try:
+        with beside, files.replacing(path) as temporary:
+            # transformers refuses a file that does not say which framework its layout is for.
+            save_file(tensors, temporary, metadata={"format": "pt"})
+            # Last, so that a full disk leaves an earlier model as it was.
+            hf_config.write_config(config, directory, dtype)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{directory}: cannot be written ({error}); make room, or choose another") from error
 
 
 @functools.cache

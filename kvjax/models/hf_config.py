@@ -92,7 +92,11 @@ def check_writable(config: ModelConfig, path: pathlib.Path) -> None:
 def model_directory(directory: Path) -> pathlib.Path:
     """`directory` as a path; raises CheckpointError if it is not a directory."""
     path = pathlib.Path(directory)
-    if not path.is_dir():
+    try:
+        found = path.is_dir()
+    except OSError as error:  # a name that is too long, or a directory above it that is closed to us
+        raise CheckpointError(f"{path}: cannot be looked at ({error}); name the folder that holds {CONFIG}") from error
+    if not found:
         raise CheckpointError(f"{path}: not a directory; download the model and name the folder that holds {CONFIG}")
     return path
 

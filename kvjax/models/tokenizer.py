@@ -1,12 +1,13 @@
 """Text to token ids and back, and chat templates, as a Hugging Face model directory defines them."""
 
+import contextlib
 import dataclasses
 import datetime
 import functools
 import hashlib
 import json
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -14,6 +15,7 @@ import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from kvjax import files
 from kvjax.errors import CheckpointError, PromptError
 from kvjax.models import hf_config
 
@@ -62,15 +64,20 @@ class TextTokenizer:
             fingerprint=hashlib.sha256(content).hexdigest()[:16],
         )
 
-    def save(self, directory: hf_config.Path) -> None:
-        """Writes what `from_directory` reads, and transformers too."""
+    @contextlib.contextmanager
+    def saving(self, directory: hf_config.Path) -> Iterator[None]:
+        """Writes what `from_directory` reads, and transformers too: beside what is there, which it replaces at the end.
+        """
         root = pathlib.Path(directory)
-        self.tokenizer.save(str(root / TOKENIZER))
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", **self.special_tokens}
         if self.template is not None:
             settings["chat_template"] = self.template
-        (root / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-        (root / TEMPLATE).unlink(missing_ok=True)  # of a model that was there before: it would come first
+        with files.replacing(root / TOKENIZER) as tokenizer, files.replacing(root / SETTINGS) as beside:
+            tokenizer.write_text(self.tokenizer.to_str(pretty=True), encoding="utf-8")
+            beside.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+            yield
+        for name in (TEMPLATE, SPECIAL_TOKENS):  # of a model that was there before: they would be read, too
+            (root / name).unlink(missing_ok=True)
 
     @functools.cached_property
     def special_ids(self) -> dict[str, int]:
@@ -180,8 +187,8 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
 
 def _eos_ids(root: pathlib.Path, tokenizer: Tokenizer, special: Mapping[str, str]) -> tuple[int, ...]:
     """The model files' ids, which chat models extend with their end of turn; else the tokenizer's own."""
-    files = (root / hf_config.GENERATION, root / hf_config.CONFIG)
-    stated = hf_config.token_ids("eos_token_id", *((file, _read_optional(file)) for file in files))
+    paths = (root / hf_config.GENERATION, root / hf_config.CONFIG)
+    stated = hf_config.token_ids("eos_token_id", *((path, _read_optional(path)) for path in paths))
     own = _id_of(tokenizer, special.get("eos_token"))
     return stated or (() if own is None else (own,))
 

@@ -1,5 +1,6 @@
 """The main job on a model and a text of one's own."""
 
+import dataclasses
 import json
 
 import pytest
@@ -9,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import kvjax
 from configs.demo import get_config
 from experiments import demo
-from kvjax.errors import ConfigError, KvjaxError
+from kvjax.errors import ConfigError, KvjaxError, PromptError
 
 TEMPLATE = "{% for message in messages %}user {{ message.content }} bot {% endfor %}"
 METHODS = ({"name": "quest", "budget": 24, "sinks": 2, "window": 4, "page": 4},
@@ -81,6 +82,24 @@ def test_a_run_goes_on_and_is_not_mixed_with_another(model, tmp_path, monkeypatc
     config.question = "w7"
     with pytest.raises(ConfigError, match="another configuration: question"):
         demo.run(config, str(tmp_path / "run"))
+
+
+def test_a_name_that_is_too_long_is_no_text_and_no_model(model, tmp_path):
+    config = make_config(model, "w1 w2 w3", tmp_path)
+    for field, words in (("prompt_file", "cannot be read"), ("model", "cannot be looked at")):
+        changed = config.copy_and_resolve_references()
+        changed[field] = "n" * 5000
+        with pytest.raises(KvjaxError, match=words):
+            demo.run(changed, str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_chat_template_that_alters_messages_is_refused(model):
+    llm = kvjax.load(model)
+    for template in ("user bot", "{{ messages[0].content }} {{ messages[0].content }}"):
+        other = kvjax.LLM(CONFIG, llm.params, dataclasses.replace(llm.tokenizer, template=template))
+        with pytest.raises(PromptError, match="chat=False"):
+            demo._in_template(other, "w1 w2", "w3")
 
 
 def test_type_and_slots_of_a_method_have_their_effect(model, tmp_path):

@@ -198,12 +198,15 @@ def test_template_file_that_is_no_text(read, tmp_path):
         read()
 
 
-def test_what_is_saved_over_another_model_has_its_own_template_or_none(read, tmp_path):
+def test_what_is_saved_over_another_model_has_its_own_template_and_tokens_or_none(read, tmp_path):
     old = read({"chat_template.jinja": "old"})
     for template in ("new", None):
         (tmp_path / "chat_template.jinja").write_text("old")
-        dataclasses.replace(old, template=template).save(tmp_path)
-        assert TextTokenizer.from_directory(tmp_path).template == template
+        (tmp_path / "special_tokens_map.json").write_text('{"sep_token": "another model\'s"}')
+        with dataclasses.replace(old, template=template).saving(tmp_path):
+            assert (tmp_path / "chat_template.jinja").exists()
+        again = TextTokenizer.from_directory(tmp_path)
+        assert again.template == template and again.special_tokens == old.special_tokens
 
 
 # ---------------------------------------------------------------- identity and bad files
