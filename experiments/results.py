@@ -6,7 +6,7 @@ import os
 import pathlib
 import platform
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -57,6 +57,17 @@ def processor() -> str:
     return f"{count} x {names[0] if names else platform.machine()}"
 
 
+def _header(file: pathlib.Path) -> dict[str, Any]:
+    """What a run wrote there. Raises ConfigError where it is something else."""
+    try:
+        before = json.loads(file.read_text())
+    except ValueError:
+        before = None
+    if not isinstance(before, dict) or "config" not in before:
+        raise ConfigError(f"{file} is no configuration of a run; remove it, or give another --workdir")
+    return before
+
+
 class Run:
     """A workdir in use. Lines of `metrics.jsonl` that are already there are what is done.
 
@@ -77,13 +88,14 @@ class Run:
         file = self.path / "config.json"
         try:
             if file.exists() and self.logged():
-                before = json.loads(file.read_text())
+                before = _header(file)
                 if grid is not None:
                     _check_same(workdir, before["config"], self.header["config"], grid)
                 self.header["before"] = _machines(workdir, before, here)
             self.path.mkdir(parents=True, exist_ok=True)
             self._mend()
-            file.write_text(json.dumps(self.header, indent=2) + "\n")
+            with files.replacing(file) as fresh:
+                fresh.write_text(json.dumps(self.header, indent=2) + "\n")
         except OSError as cause:
             raise ConfigError(f"workdir={workdir} cannot be used: {cause}; give a directory") from cause
 
@@ -123,6 +135,14 @@ class Run:
             logging.warning("%s: the last line was cut short and is removed; its row is measured again", path)
             with path.open("r+b") as file:
                 file.truncate(size)
+
+    def keep_only(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
+        """Drops all other lines of metrics.jsonl: what is going to be measured again."""
+        rows = self.logged()
+        kept = list(filter(wanted, rows))
+        if len(kept) < len(rows):
+            with files.replacing(self.path / "metrics.jsonl") as fresh:
+                fresh.write_text("".join(json.dumps(row) + "\n" for row in kept))
 
     def summary(self, rows: Iterable[dict[str, Any]]) -> None:
         """Writes summary.json, whole or not at all."""

@@ -7,6 +7,7 @@ by raw threaded reads of the store's block size.
 
 import importlib.util
 import itertools
+import os
 import tempfile
 import time
 from collections.abc import Iterator
@@ -128,6 +129,7 @@ def transformers_row(llm, name: str, context: int, steps: int) -> dict | None:
     for i in range(llm.config.num_layers):
         key, value = (torch.tensor(np.asarray(x)).swapaxes(1, 2) for x in made_up.keys(llm.config, context, i))
         cache.update(key, value, i)
+    torch.set_num_threads(len(os.sched_getaffinity(0)))  # as many as JAX has
     times = []
     with torch.no_grad():
         for i in range(steps):

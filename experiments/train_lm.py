@@ -221,6 +221,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     checkpoints = ocp.training.Checkpointer(run.path.absolute() / "checkpoints")
     done = checkpoints.latest.step if checkpoints.latest is not None else 0
     state = checkpoints.load(done, state) if done else state
+    run.keep_only(lambda line: line["step"] <= done)  # later ones come again
     stream = lm_data.encode_corpus(tokenizer, held_out=False)
     rows = lm_data.Rows(tokenizer, stream, lm_data.Mixture(**config.mixture), config.model.max_position)
     held_out = lm_data.encode_corpus(tokenizer, held_out=True)

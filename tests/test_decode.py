@@ -310,6 +310,16 @@ def test_callbacks_are_undeclared_and_all_there(params, tokens, prefetch):
     assert compiled.count(f'custom_call_target="{target}"') == asked
 
 
+def test_reading_a_prompt_takes_memory_in_proportion_to_it(params):
+    """Temporaries of a layer over 2,048 and 8,192 tokens; what grew with the square would be 16 times as much."""
+    def used(length):
+        x = jax.ShapeDtypeStruct((1, length, CONFIG.hidden_size), jnp.float32)
+        program = prefill._read_layer.lower(CONFIG, None, prefill._CHUNK, params["layers_0"], x).compile()
+        return program.memory_analysis().temp_size_in_bytes
+
+    assert used(8192) < 5 * used(2048)
+
+
 @pytest.mark.parametrize("driver", ["staged", "fused"])
 def test_the_pool_is_updated_in_place(params, tokens, driver):
     """Temporaries of a compiled step stay far below the pool; donation alone would not show a copy."""

@@ -48,6 +48,31 @@ def test_anything_else_is_refused_and_nothing_written(used, changes, words):
     assert Run(config(), used, GRID).logged()
 
 
+def test_lines_of_what_comes_again_are_dropped(used):
+    run = Run(config(), used, GRID)
+    run.keep(step=2)
+    run.keep_only(lambda line: line.get("step", 0) < 2)
+    assert run.logged() == [{"method": "quest@64", "accuracy": 0.5}] == Run(config(), used, GRID).logged()
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}"])
+def test_a_configuration_that_is_none_is_named(used, content):
+    (pathlib.Path(used) / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"config\.json is no configuration of a run"):
+        Run(config(), used, GRID)
+
+
+def test_a_full_disk_leaves_the_configuration(used, monkeypatch):
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pathlib.Path, "write_text", full)
+        with pytest.raises(ConfigError, match="No space left"):
+            Run(config(), used, GRID)
+    assert Run(config(), used, GRID).logged()
+
+
 def test_without_rows_or_where_any_field_may_differ_nothing_is_refused(tmp_path, used):
     Run(config(), str(tmp_path / "new"), GRID)
     Run(config(samples=16), str(tmp_path / "new"), GRID)
