@@ -5,7 +5,6 @@
     llm.generate(question, cache).text
 """
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -408,5 +407,5 @@ def save(llm: LLM, path: str | os.PathLike, dtype: str = "float32") -> None:
 
     Raises CheckpointError where it cannot be written, or transformers has no such model.
     """
-    beside = contextlib.nullcontext() if llm.tokenizer is None else llm.tokenizer.saving(path)
+    beside = None if llm.tokenizer is None else llm.tokenizer.saving(path)
     checkpoint.save_params(llm.params, llm.config, path, dtype, beside)

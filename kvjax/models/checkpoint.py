@@ -70,7 +70,7 @@ def load_params(directory: hf_config.Path, config: ModelConfig, dtype: DTypeLike
 
 def save_params(
     params: PyTree, config: ModelConfig, directory: hf_config.Path, dtype: str = "float32",
-    beside: contextlib.AbstractContextManager = contextlib.nullcontext(),  # noqa: B008 (it keeps nothing)
+    beside: contextlib.AbstractContextManager | None = None,
 ) -> None:
     """Writes the parameters and the configuration so that `load_params` and transformers read them.
 
@@ -91,7 +91,7 @@ def save_params(
     except OSError as error:
         raise CheckpointError(f"{directory}: no directory can be made there ({error}); choose another") from error
     try:
-        with beside, files.replacing(path) as temporary:
+        with beside or contextlib.nullcontext(), files.replacing(path) as temporary:
             # transformers refuses a file that does not say which framework its layout is for.
             save_file(tensors, temporary, metadata={"format": "pt"})
             # Last, so that a full disk leaves an earlier model as it was.
