@@ -112,8 +112,8 @@ class Decoding:
     plan: planning.Plan
     state: State
     branch: Branch
-    bytes: int  # in memory, before the first token
-    store_bytes: int = 0  # the store's own beside them, after the last one
+    bytes: int  # of the cache's arrays
+    store_bytes: int = 0  # the store's own beside them, after the last token
     seconds: list[float] = dataclasses.field(default_factory=list)  # median of each turn's tokens
     traffic: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # blocks needed and read, of each token
 
@@ -122,7 +122,8 @@ def begun(llm, family: tuner.Family, config, solution: tuner.Solution, batch: in
     """A cache of made-up tokens with these settings, of which as many groups come back as expected."""
     steps, method = config.rounds * config.steps, family.method(solution.setting)
     replayed = replay.at_random(method, solution.reuse_rate, steps, llm.config, context, config.seed)
-    store, slots = common.make_store(config.store, path / "store"), family.slots(solution.setting)
+    store = common.make_store(config.store, path / "store", staging_bytes=config.staging_mib << 20)
+    slots = family.slots(solution.setting)
     plan, state, branch, _ = made_up.filled_cache(llm, replayed, context, steps, store, slots, batch, family.dtype)
     state = replay.stagger(replayed, state)
     return Decoding(plan, state, branch, planning.bytes_of(state.layers))
@@ -167,7 +168,8 @@ def compared(solution: tuner.Solution, one: Decoding, middle: Decoding) -> dict:
         "tokens_per_s": one.plan.batch / seconds,
         "over_middle": float(np.median(np.divide(middle.seconds, one.seconds))),
         "block_ms": 1e3 * block, "expected_block_ms": 1e3 * solution.seconds, "time_off": solution.seconds / block - 1,
-        "measured_bytes": one.bytes, "memory_off": solution.memory / one.bytes - 1, "store_bytes": one.store_bytes,
+        "measured_bytes": one.bytes + one.store_bytes, "store_bytes": one.store_bytes,
+        "memory_off": solution.memory / (one.bytes + one.store_bytes) - 1,
         "expected_reuse_rate": solution.reuse_rate, "reuse_rate": timing.came_back(one.traffic),
     }
 

@@ -22,16 +22,32 @@ from kvjax.models.config import ModelConfig
 from kvjax.planning import Plan, Slots, State
 from kvjax.pool import Line
 from kvjax.store.base import Branch, Geometry, Store
+from kvjax.store.flash import FlashStore
 from kvjax.store.host import HostStore
 from kvjax.tuner.tables import Reading
 
 
 def memory_bytes(
-    config: ModelConfig, method: Method, slots: Slots, batch: int, capacity: int, dtype: str = "float32"
+    config: ModelConfig, method: Method, slots: Slots, batch: int, capacity: int, dtype: str = "float32",
+    store: Store | None = None,
 ) -> int:
-    """Bytes of everything a cache over a store keeps in memory: index, tables, tail and slots. Allocates nothing."""
+    """Bytes of everything a cache over a store keeps in memory: index, tables, tail and slots, and the store's own
+    where one is given (`store_bytes`). Allocates nothing."""
     plan = planning.make_plan(config, method, batch, capacity, dtype)
-    return planning.bytes_of((planning.outline(plan, len(plan.layers) - 1, True, slots),) * config.num_layers)
+    arrays = planning.bytes_of((planning.outline(plan, len(plan.layers) - 1, True, slots),) * config.num_layers)
+    return arrays + store_bytes(store, planning.geometry(plan), plan.layers[-1].spec.max_blocks)
+
+
+_BLOCK_BYTES = 17  # of a flash store's tables: a block's extent, its checksum, its owners, and whether it is staged
+
+
+def store_bytes(store: Store | None, geometry: Geometry, blocks: int) -> int:
+    """Bytes that a flash store has beside a cache of which a layer reads so many blocks of each head at once, but for
+    rows that wait to be written: tables, and memory to read into, for a layer and for what is read ahead. Host memory
+    is a store of which nothing is counted, as blocks are all that it has."""
+    if not isinstance(store, FlashStore):
+        return 0
+    return _BLOCK_BYTES * geometry.total_blocks + 2 * blocks * geometry.lanes * geometry.extent_bytes
 
 
 _SWEPT = 64 << 20  # bytes: more than a processor's caches hold

@@ -49,7 +49,8 @@ def tune(
         or half of fewer, the rest is the prompt.
       contexts: tokens that a sequence may grow to, question and answer included (`capacity` of `LLM.prefill`), for
         which memory is counted.
-      max_bytes: memory for the caches of the largest batch, without the store's own (`Cache.store_bytes`).
+      max_bytes: memory for the caches of the largest batch (`Cache.resident_bytes`) and for what the store has beside
+        them (`Cache.store_bytes`), but for rows that wait to be written (`FlashStore.staging_bytes`).
       selected, bits, per_head, aggregation, dtype, adapters: what all settings have in common (`Family`).
       relax: alpha, by what share reading may prolong a layer.
       knots: at how many batch sizes and context lengths is measured at most, both ends among them.
@@ -201,7 +202,7 @@ class Bench:
 
         @functools.cache
         def memory(setting: Setting) -> int:
-            return profile.memory_bytes(self._llm.config, *self._parts(setting), *pair, self._family.dtype)
+            return profile.memory_bytes(self._llm.config, *self._parts(setting), *pair, self._family.dtype, self._store)
 
         def read(setting: Setting) -> Reading:
             parts = np.array([self._read(knot, setting) for knot, _ in around])

@@ -14,7 +14,7 @@ from kvjax.planning import Slots
 from kvjax.tuner.solver import Limits, Setting, Solution, Space
 from kvjax.tuner.tables import Tables
 
-VERSION = 11  # of the file, and of how solutions are chosen
+VERSION = 12  # of the file, and of how solutions are chosen
 _TUNED = {"budget", "group", "sigma", "bits", "per_head", "aggregation", "adapters"}  # that a tuning decides of KVSwap
 
 

@@ -47,6 +47,24 @@ def test_predicted_memory_is_what_a_cache_takes(llm, setting, bits, per_head, dt
     cache.close()
 
 
+@pytest.mark.parametrize("setting", [Setting(4, 2, 24), Setting(2, 4, 0)])
+def test_predicted_memory_has_the_store_in_it(llm, setting, tmp_path):
+    """Given two sequences that have decoded, with nothing left to be written."""
+    skip_without("aio", tmp_path)
+    family, store = tuner.Family(96), FlashStore(tmp_path)
+    method, slots = family.method(setting), family.slots(setting)
+    texts = np.random.default_rng(1).integers(0, CONFIG.vocab_size, (2, 900)).tolist()
+    cache = llm.prefill(texts, method=method, slots=slots, store=store, capacity=1024)
+    cache.branch.settle()
+    done = llm.generate([[1, 2, 3, 4], [5, 6, 7, 8]], cache, max_new_tokens=8).cache
+    done.flush()
+    measured = done.resident_bytes + done.store_bytes
+    assert profile.memory_bytes(CONFIG, method, slots, 2, 1024, "float32", store) == pytest.approx(measured, rel=0.2)
+    assert done.store_bytes > 0.1 * measured
+    for one in (done, cache):
+        one.close()
+
+
 def test_without_a_buffer_nothing_comes_back_and_little_is_kept(llm):
     """Memory of one layer's groups for all layers, and groups of each step are read anew."""
     space = tuner.Space((4,), (2,), (0, 24))
