@@ -8,6 +8,7 @@
 import dataclasses
 import functools
 import hashlib
+import itertools
 import os
 import warnings
 from collections.abc import Sequence
@@ -84,7 +85,7 @@ class LLM:
     def __init__(
         self, config: ModelConfig, params: PyTree, tokenizer: TextTokenizer | None = None, tuning: Tuning | None = None
     ):
-        """`tuning` chooses method and slots where `prefill` is given none; FormatMismatch for another model's."""
+        """`tuning` chooses method, slots and type where `prefill` is given none; FormatMismatch for another model's."""
         self.config, self.params, self.tokenizer, self.tuning = config, params, tokenizer, tuning
         if tuning is not None and tuning.fingerprint != self.identity:
             raise FormatMismatch(f"the tuning is for the model {tuning.fingerprint!r}, not for {self.identity!r}; "
@@ -100,9 +101,14 @@ class LLM:
         if self.tokenizer is None:
             raise ConfigError("this model has no tokenizer.json; give token ids instead of text")
         ids = self.tokenizer.encode(text, add_special_tokens=start)
-        while start and len(ids) > 1 and ids[-1] in self.eos_ids:
-            ids.pop()  # some tokenizers end each text, too, and this one goes on
+        if start and self._ends(ids):  # some tokenizers end each text, too, and this one goes on
+            added = self._ends(ids) - self._ends(self.tokenizer.encode(text, add_special_tokens=False))
+            ids = ids[: len(ids) - added]
         return self._known(ids)
+
+    def _ends(self, ids: list[int]) -> int:
+        """How many tokens at the end are such that end a generation."""
+        return sum(1 for _ in itertools.takewhile(lambda one: one in self.eos_ids, reversed(ids)))
 
     def _known(self, ids) -> list[int]:
         """Token ids, all of which the model has."""

@@ -31,6 +31,7 @@ from kvjax.errors import (
     FormatMismatch,
     NothingSaved,
     ReadFailed,
+    StaleCache,
     StoreError,
     StoreLocked,
     WriteFailed,
@@ -68,6 +69,8 @@ def save(directory, plan: Plan, state: State, logits: Array, branch: Branch | No
     directory = _absolute(directory)
     with _saving(directory):
         _check_kind(directory, branch is not None)
+        if branch is None and (directory / MANIFEST).exists():
+            _read_manifest(directory)  # a file of somebody else's stays, alone
         try:
             _save(directory, plan, state, logits, branch, fingerprint)
         except StoreError:
@@ -88,8 +91,6 @@ def _save(
     }
     commit = json.dumps(manifest).encode()
     if branch is None:
-        if (directory / MANIFEST).exists():
-            _read_manifest(directory)  # a file of somebody else's stays
         _replace(directory / MANIFEST, commit)
         named = [commit]
     else:
@@ -186,6 +187,8 @@ def _copy_layers(branch: Branch, generation: int, copy: FlashBranch) -> None:
             raise to_raise(branch.take_error() or unknown)
         used = rows.reshape(*shape, -1).view(np.uint8).any(-1)
         copy.write_layer(number, rows, np.where(used, geometry.block_rows, 0).astype(np.int32))
+    if branch.generation != generation:
+        raise StaleCache(f"a token was committed while generation {generation} was copied; save what came of it")
 
 
 def _replace(path: pathlib.Path, data: bytes) -> None:
@@ -200,7 +203,10 @@ def _replace(path: pathlib.Path, data: bytes) -> None:
 
 
 def _remove_orphans(directory: pathlib.Path, manifests: list[bytes]) -> None:
-    named = {_parsed(manifest, directory / BLOCKS)["state"] for manifest in manifests}
+    named = set()
+    for manifest in manifests:
+        with contextlib.suppress(FormatMismatch, ReadFailed):  # of a branch that was saved by itself: it names none
+            named.add(_parsed(manifest, directory / BLOCKS)["state"])
     for path in directory.iterdir():
         if _OURS.fullmatch(path.name) and path.name not in named:
             try:

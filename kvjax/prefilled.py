@@ -46,11 +46,14 @@ class Cache:
         state = planning.copy(self.state)
         if self.branch is None:
             return dataclasses.replace(self, state=state)
+        branch = None
         try:
             branch = self.branch.fork()
             self._check_current(branch)  # nobody has decoded meanwhile
         except BaseException:
             parking.close(state.layers)
+            if branch is not None:
+                branch.close()
             raise
         line = Line(jnp.int32(branch.handle), jnp.int32(branch.generation))
         return dataclasses.replace(self, state=dataclasses.replace(state, line=line), branch=branch)

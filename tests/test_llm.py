@@ -424,6 +424,8 @@ def test_a_context_does_not_end_with_what_a_tokenizer_ends_texts_with(llm):
     other = kvjax.LLM(CONFIG, llm.params, dataclasses.replace(llm.tokenizer, tokenizer=ours))
     assert ours.encode("bc").ids == [first, *llm.encode("bc", False), end]
     assert other.encode("bc", start=True) == [first, *llm.encode("bc", False)]
+    ours.add_special_tokens(["<eos>"])  # so that it can be written
+    assert other.encode("bc<eos>", start=True) == [first, *llm.encode("bc", False), end]
 
 
 def test_prompts_beyond_what_a_model_was_made_for_are_read_with_a_warning(llm):

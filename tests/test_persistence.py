@@ -348,10 +348,13 @@ def test_a_file_of_somebody_else_is_no_cache_and_stays(llm, tmp_path, content):
         with pytest.raises(FormatMismatch, match=r"cache\.json holds something else"):
             act()
     assert (tmp_path / "cache.json").read_text() == content
+    assert [file.name for file in tmp_path.iterdir()] == ["cache.json"]
 
 
 def test_what_a_branch_saved_by_itself_is_no_cache(llm, tmp_path):
     cache = llm.prefill(CONTEXT, method=METHOD, store=kvjax.FlashStore(tmp_path / "blocks.kv"))
+    cache.branch.save()
+    cache.save(tmp_path)  # the newest; the one before names no state
     cache.branch.save()
     cache.close()
     with pytest.raises(FormatMismatch, match=r"blocks\.kv holds something else"):

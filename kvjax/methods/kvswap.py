@@ -48,7 +48,8 @@ class KVSwap(Predictor):
       sigma: compression ratio H_k d / r of that SVD; None = 8, or that of the given adapters.
       per_head: whether that SVD is one for each KV head (the paper's per-head compression); adapters say it themselves.
 
-    Raises ConfigError for a sigma below 1 or another than the adapters', and what `kvjax.adapters.load` raises.
+    Raises ConfigError for a sigma below 1 or another than the adapters', or `per_head` beside adapters for all heads,
+    and what `kvjax.adapters.load` raises.
     """
 
     adapters: Adapters | str | os.PathLike | None = None

@@ -45,7 +45,11 @@ def create_file(path, header: Header, system: SystemIO, *, direct: bool, max_byt
     if not made:
         system.close(descriptor)
     if direct:
-        file.open_direct()
+        try:
+            file.open_direct()
+        except BaseException:
+            file.close()
+            raise
     return file
 
 

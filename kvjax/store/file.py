@@ -67,6 +67,7 @@ class BlockFile:
             return
         if not os.path.samestat(os.fstat(self._direct), os.fstat(self._buffered)):
             self._system.close(self._direct)
+            self._direct = None
             raise StoreClosed(f"{self.path} was replaced while it was being opened; open it again")
         self.direct = True
 

@@ -35,10 +35,16 @@ class WorkerPool:
         with self._lock:
             if self._running:
                 return
-            queues = (self._wake, self._urgent, self._later)
-            for index in range(self.threads):
-                threading.Thread(target=_serve, args=queues, name=f"kvjax-read-{index}", daemon=True).start()
-            self._running = True  # only now: without threads nobody would ever answer
+            queues, started = (self._wake, self._urgent, self._later), 0
+            try:
+                for index in range(self.threads):
+                    threading.Thread(target=_serve, args=queues, name=f"kvjax-read-{index}", daemon=True).start()
+                    started += 1
+            except BaseException:  # the system gives no more: the next job tries again
+                for _ in range(started):
+                    self._wake.put(False)
+                raise
+            self._running = True
 
     def put(self, job: Callable[[], None], urgent: bool = True) -> None:
         """Hands over a job; those that are not urgent wait until none is."""

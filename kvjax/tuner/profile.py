@@ -43,8 +43,9 @@ _BLOCK_BYTES = 17  # of a flash store's tables: a block's extent, its checksum, 
 
 def store_bytes(store: Store | None, geometry: Geometry, blocks: int) -> int:
     """Bytes that a flash store has beside a cache of which a layer reads so many blocks of each head at once, but for
-    rows that wait to be written: tables, and memory to read into, for a layer and for what is read ahead. Host memory
-    is a store of which nothing is counted, as blocks are all that it has."""
+    rows that wait to be written: tables, and memory to read into, for a layer and for what is read ahead. Where these
+    are more reads than a guess may have in flight there may be another layer's. Host memory is a store of which
+    nothing is counted, as blocks are all that it has."""
     if not isinstance(store, FlashStore):
         return 0
     return _BLOCK_BYTES * geometry.total_blocks + 2 * blocks * geometry.lanes * geometry.extent_bytes

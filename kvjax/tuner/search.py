@@ -147,9 +147,15 @@ def _source(llm: LLM, store: Store, text: str | Sequence[int]) -> str:
     ids = np.asarray(llm.encode(text, start=False), np.int64)
     kind = "no device"
     if isinstance(store, FlashStore):
-        device = os.stat(store.path).st_dev
-        kind = f"{store.profile}, {store.layout}, direct={store.direct}, engine={store.engine}, device {device}"
+        kind = f"{store.profile}, {store.layout}, direct={store.direct}, engine={store.engine}, {_device(store.path)}"
     return f"{type(store).__name__} ({kind}), text {hashlib.sha256(ids.tobytes()).hexdigest()[:16]}"
+
+
+def _device(directory: str) -> str:
+    """The name of the block device that a directory is on, where it is on one that the system can tell."""
+    number = os.stat(directory).st_dev
+    link = pathlib.Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
+    return f"device {link.resolve().name}" if link.exists() else "device unknown"
 
 
 _DECODED = 512  # tokens of a text, at most, during which reuse is measured

@@ -59,8 +59,9 @@ class Family:
         taken = sorted(_TUNED & settings.keys())
         if taken:
             raise ConfigError(f"the tuning sets {', '.join(taken)}; leave that out, or make a KVSwap of your own")
-        made = KVSwap(group=setting.group, sigma=setting.sigma, bits=self.bits, per_head=self.per_head,
-                      aggregation=self.aggregation, adapters=self.adapters.get(setting.sigma), **settings)
+        adapters = self.adapters.get(setting.sigma)
+        made = KVSwap(group=setting.group, sigma=setting.sigma, bits=self.bits, adapters=adapters,
+                      per_head=self.per_head and adapters is None, aggregation=self.aggregation, **settings)
         return dataclasses.replace(made, budget=made.sinks + made.window + self.selected)
 
     def slots(self, setting: Setting) -> Slots:

@@ -63,11 +63,12 @@ def test_a_configuration_that_is_none_is_named(used, content):
 
 
 def test_a_full_disk_leaves_the_configuration(used, monkeypatch):
-    def full(*args):
+    def half(path, text):
+        path.write_bytes(text[: len(text) // 2].encode())
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(pathlib.Path, "write_text", full)
+        patch.setattr(pathlib.Path, "write_text", half)
         with pytest.raises(ConfigError, match="No space left"):
             Run(config(), used, GRID)
     assert Run(config(), used, GRID).logged()
