@@ -421,7 +421,7 @@ def test_a_context_does_not_end_with_what_a_tokenizer_ends_texts_with(llm):
     ours = Tokenizer.from_str(llm.tokenizer.tokenizer.to_str())
     first, end = WORDS.index("a"), WORDS.index("<eos>")
     ours.post_processor = processors.TemplateProcessing("a $A <eos>", special_tokens=[("a", first), ("<eos>", end)])
-    other = kvjax.LLM(CONFIG, llm.params, dataclasses.replace(llm.tokenizer, tokenizer=ours))
+    other = kvjax.LLM(CONFIG, llm.params, dataclasses.replace(llm.tokenizer, tokenizer=ours, eos_ids=(end,)))
     assert ours.encode("bc").ids == [first, *llm.encode("bc", False), end]
     assert other.encode("bc", start=True) == [first, *llm.encode("bc", False)]
     ours.add_special_tokens(["<eos>"])  # so that it can be written
