@@ -351,6 +351,26 @@ def test_a_file_of_somebody_else_is_no_cache_and_stays(llm, tmp_path, content):
     assert [file.name for file in tmp_path.iterdir()] == ["cache.json"]
 
 
+def test_what_a_directory_holds_is_looked_at_with_the_lock_held(llm, tmp_path, monkeypatch):
+    """Given somebody who saves a cache of the other kind just before: that one stays."""
+    memory = llm.prefill(CONTEXT, method=METHOD)
+    flash = llm.prefill(CONTEXT, method=METHOD, store=kvjax.FlashStore(tmp_path / "elsewhere.kv"))
+    saving = persistence._saving
+
+    @contextlib.contextmanager
+    def late(directory):
+        monkeypatch.setattr(persistence, "_saving", saving)
+        flash.save(directory)
+        with saving(directory):
+            yield
+
+    monkeypatch.setattr(persistence, "_saving", late)
+    with pytest.raises(ConfigError, match="holds a cache in a store"):
+        memory.save(tmp_path / "saved")
+    flash.close()
+    assert llm.restore(tmp_path / "saved").length == memory.length
+
+
 def test_what_a_branch_saved_by_itself_is_no_cache(llm, tmp_path):
     cache = llm.prefill(CONTEXT, method=METHOD, store=kvjax.FlashStore(tmp_path / "blocks.kv"))
     cache.branch.save()

@@ -159,6 +159,21 @@ def test_abort_of_a_past_generation_leaves_the_present(driver):
     assert (driver.read()[:, :, 0, 1] == 2.0).all()
 
 
+def test_blocks_come_in_while_no_layer_looks_at_what_is_open(driver):
+    """Given two layers that write at once, as XLA may have them do: rows are piled on what was looked at."""
+    driver.prefill()
+    branch, block = driver.branch, np.full((2, 2, 1), 3, np.int32)
+    rows = driver.full()[:, :, 3:4]
+    writer = threading.Thread(target=lambda: branch.put_blocks(0, 0, block, rows))
+    with branch._piling:
+        writer.start()
+        writer.join(0.05)
+        assert writer.is_alive() and not branch._open
+    writer.join(10)
+    assert len(branch._open) == 1
+    branch.abort(0)
+
+
 @pytest.mark.parametrize("call", ["read_into", "put_rows", "put_blocks"])
 def test_stale_generation_is_saved_and_harmless(driver, call):
     driver.append(0, 0, 1.0)

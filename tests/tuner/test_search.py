@@ -187,6 +187,16 @@ def test_solutions_are_kept_as_they_are_found(llm, tmp_path, monkeypatch):
             tuner.tune(llm, store, text, contexts=(96,), path=path, **settings)
 
 
+def test_two_devices_are_two_stores(llm, tmp_path, monkeypatch):
+    stores = []
+    for device in ("device nvme0n1", "device mmcblk0"):
+        monkeypatch.setattr(search, "_device", lambda directory, device=device: device)
+        stores.append(search._source(llm, FlashStore(tmp_path), TEXT))
+    assert "nvme0n1" in stores[0] and stores[0] != stores[1]
+    monkeypatch.undo()
+    assert search._device(str(tmp_path)).startswith("device ")
+
+
 def test_a_tuning_that_was_interrupted_measures_what_is_missing(llm, tmp_path, monkeypatch):
     """Given two context lengths and a device that fails in the second: the first one's solution stands."""
     measured, failing = [], True
