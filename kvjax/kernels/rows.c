@@ -65,10 +65,6 @@ INLINED float number_of(const char *row, int64_t at, int wide) {
     return number;
 }
 
-INLINED void ask_for(const char *row, int64_t bytes) {
-    for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(row + byte);
-}
-
 INLINED Lanes twice(Four x) { return __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7); }
 
 INLINED Four half(Lanes x, int which) {
@@ -91,16 +87,22 @@ INLINED int64_t fill_tile(const Rows *from, int64_t head, int64_t first, int64_t
     return at;
 }
 
-/* Products of a tile's keys with four queries. Rows of the next tile are asked for meanwhile. */
+/* Begins to bring in what comes next: a row of the tile's values, and of the next tile's keys, these into the second
+ * cache alone. As many rows as both tiles have would push each other out of the first. */
+INLINED void ask_for(const Tile *tile, const Tile *next, int row, int64_t bytes) {
+    for (int64_t byte = 0; byte < bytes; byte += 64) {
+        __builtin_prefetch(next->key[row] + byte, 0, 2);
+        __builtin_prefetch(tile->value[row] + byte, 0, 3);
+    }
+}
+
+/* Products of a tile's keys with four queries; with a next tile, what is needed after them is asked for meanwhile. */
 INLINED void score(const Tile *tile, const Tile *next, const float *q, int64_t size, int wide, Weights *scores) {
     for (int row = 0; row < tile->count; row += 2) {
         Lanes sums[2 * FOUR] = {{0}};
         Four rest[2] = {{0}};
         int64_t at = 0;
-        for (int i = row; next && i < row + 2; i++) {
-            ask_for(next->key[i], size * (wide ? 4 : 2));
-            ask_for(next->value[i], size * (wide ? 4 : 2));
-        }
+        for (int i = row; next && i < row + 2; i++) ask_for(tile, next, i, size * (wide ? 4 : 2));
         for (; at + LANES <= size; at += LANES)
             for (int i = 0; i < 2; i++) {
                 Lanes numbers = lanes_of(tile->key[row + i], at, wide);
