@@ -21,7 +21,7 @@ INLINED Four sums_of_four(const Lanes *x) {
 }
 
 #define FOUR 4          /* queries that meet a row while it is in registers */
-#define TILE_ROWS 32    /* rows whose keys and values stay in the processor's nearest cache */
+#define TILE_ROWS 64    /* rows whose keys or values stay in the processor's nearest cache */
 #define SEGMENT 4096    /* tokens of a head that one thread attends, where they are more */
 
 typedef struct {
@@ -87,22 +87,27 @@ INLINED int64_t fill_tile(const Rows *from, int64_t head, int64_t first, int64_t
     return at;
 }
 
-/* Begins to bring in what comes next: a row of the tile's values, and of the next tile's keys, these into the second
- * cache alone. As many rows as both tiles have would push each other out of the first. */
-INLINED void ask_for(const Tile *tile, const Tile *next, int row, int64_t bytes) {
-    for (int64_t byte = 0; byte < bytes; byte += 64) {
-        __builtin_prefetch(next->key[row] + byte, 0, 2);
-        __builtin_prefetch(tile->value[row] + byte, 0, 3);
-    }
+/* Memory is at work throughout: while a tile's keys are scored, the next tile's are asked for, and its values while
+ * values are added up. They come into the second cache, as the first has no room for two tiles. */
+INLINED void ask_for(const char *row, int64_t bytes) {
+    for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(row + byte, 0, 2);
 }
 
-/* Products of a tile's keys with four queries; with a next tile, what is needed after them is asked for meanwhile. */
+/* Brings a row from the second cache into the first. */
+INLINED void bring(const char *row, int64_t bytes) {
+    for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(row + byte, 0, 3);
+}
+
+/* Products of a tile's keys with four queries. */
 INLINED void score(const Tile *tile, const Tile *next, const float *q, int64_t size, int wide, Weights *scores) {
     for (int row = 0; row < tile->count; row += 2) {
         Lanes sums[2 * FOUR] = {{0}};
         Four rest[2] = {{0}};
         int64_t at = 0;
-        for (int i = row; next && i < row + 2; i++) ask_for(tile, next, i, size * (wide ? 4 : 2));
+        for (int i = row; next && i < row + 2; i++) {
+            ask_for(next->key[i], size * (wide ? 4 : 2));
+            bring(tile->value[i], size * (wide ? 4 : 2));
+        }
         for (; at + LANES <= size; at += LANES)
             for (int i = 0; i < 2; i++) {
                 Lanes numbers = lanes_of(tile->key[row + i], at, wide);
@@ -132,23 +137,27 @@ INLINED void weigh(int count, Weights *weights, int64_t size, float *out, Four *
 }
 
 /* Adds a tile's values, each times its weight, to `vectors` vectors of the sums of four queries. */
-INLINED void add_vectors(const Tile *tile, const Weights *weights, int vectors, int64_t size, int64_t at, int wide, float *out) {
+INLINED void add_vectors(const Tile *tile, const Tile *next, const Weights *weights, int vectors, int64_t size, int64_t at,
+                         int wide, float *out) {
+    int64_t width = wide ? 4 : 2;
     Lanes sums[FOUR][2];
     for (int query = 0; query < FOUR; query++)
         for (int j = 0; j < vectors; j++) sums[query][j] = *(Lanes *)(out + query * size + at + j * LANES);
-    for (int row = 0; row < tile->count; row++)
+    for (int row = 0; row < tile->count; row++) {
+        if (next) ask_for(next->value[row] + at * width, vectors * LANES * width);
         for (int j = 0; j < vectors; j++) {
             Lanes numbers = lanes_of(tile->value[row], at + j * LANES, wide);
             for (int query = 0; query < FOUR; query++) sums[query][j] += weights->of[row][query] * numbers;
         }
+    }
     for (int query = 0; query < FOUR; query++)
         for (int j = 0; j < vectors; j++) *(Lanes *)(out + query * size + at + j * LANES) = sums[query][j];
 }
 
-INLINED void add_values(const Tile *tile, const Weights *weights, int64_t size, int wide, float *out) {
+INLINED void add_values(const Tile *tile, const Tile *next, const Weights *weights, int64_t size, int wide, float *out) {
     int64_t at = 0;
-    for (; at + 2 * LANES <= size; at += 2 * LANES) add_vectors(tile, weights, 2, size, at, wide, out);
-    for (; at + LANES <= size; at += LANES) add_vectors(tile, weights, 1, size, at, wide, out);
+    for (; at + 2 * LANES <= size; at += 2 * LANES) add_vectors(tile, next, weights, 2, size, at, wide, out);
+    for (; at + LANES <= size; at += LANES) add_vectors(tile, next, weights, 1, size, at, wide, out);
     for (; at < size; at++)
         for (int row = 0; row < tile->count; row++)
             for (int query = 0; query < FOUR; query++)
@@ -175,11 +184,12 @@ INLINED void attend_segment(const Rows *from, int64_t piece, int wide) {
         at = fill_tile(from, head, at, stop, tiles + !turn);
         for (int64_t i = 0; i < from->queries / FOUR; i++) {
             const float *bias = from->bias ? from->bias + (head * from->queries + i * FOUR) * from->tokens : NULL;
-            score(tile, i ? NULL : tiles + !turn, q + i * FOUR * size, size, wide, &weights);
+            const Tile *next = i ? NULL : tiles + !turn;
+            score(tile, next, q + i * FOUR * size, size, wide, &weights);
             for (int j = 0; bias && j < FOUR * tile->count; j++)
                 weights.of[j / FOUR][j % FOUR] += bias[j % FOUR * from->tokens + tile->at[j / FOUR]];
             weigh(tile->count, &weights, size, out + i * FOUR * size, top + i, total + i);
-            add_values(tile, &weights, size, wide, out + i * FOUR * size);
+            add_values(tile, next, &weights, size, wide, out + i * FOUR * size);
         }
     }
 }
