@@ -204,7 +204,7 @@ def test_sizes_that_do_not_agree_are_refused(name, spoilt):
 
 
 @compiled
-@pytest.mark.parametrize("tokens", [0, 1, 31, 32, 100, 2048, 2148])
+@pytest.mark.parametrize("tokens", [0, 1, 31, 32, 100, 4096, 4196])
 @pytest.mark.parametrize("group", [1, 3, 4, 6])
 @pytest.mark.parametrize("size", [8, 72])
 @pytest.mark.parametrize("bits", lowbit.BITS)
