@@ -62,7 +62,7 @@ def rows_and_queries(dtype, size, group, tokens, heads=3):
     return (q, key, value, valid), (q, keys, values, valid)
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 4, 11, 40, 100])
+@pytest.mark.parametrize("tokens", [1, 3, 4, 11, 40, 200])
 @pytest.mark.parametrize("group", [1, 3, 4, 5, 9])
 @pytest.mark.parametrize("size", [1, 7, 8, 27, 64])
 @pytest.mark.parametrize("dtype", TYPES)
