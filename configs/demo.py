@@ -1,4 +1,4 @@
-"""The main job: documents with a needle each, their KV cache on flash, questions answered by every method.
+"""The main job: a document with needles in it, its KV cache on flash, questions answered by every method.
 
     python -m experiments.main --config=configs/demo.py --workdir=runs/demo
     python -m experiments.main --config=configs/demo.py --workdir=runs/mine \

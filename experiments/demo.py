@@ -1,16 +1,15 @@
-"""The main job: long documents read once, their KV cache on flash, questions answered token by token.
+"""The main job: a long document read once, its KV cache on flash, questions answered token by token.
 
-Each document holds one needle; the documents are one batch over one store.
+The document is library text with needles in it. One question asks for each; all of them are asked of the same prefilled
+cache, which asking leaves as it is.
 
-For every method: the answers, whether they are right, what was attended and read, and how fast.
-In the table, tokens/s counts the tokens of all sequences; bytes read and resident are of one sequence.
-With `prompt_file` and `question` the same job runs on a user's text, without a right answer to
-compare with. With `chat` both go into the model's chat template. With `chunk` the text is read so many
-tokens at a time, by each method for itself, which takes little memory, and no recall is measured.
+For every method: the answers, whether they are right, what was attended and read, and how fast. With `prompt_file` and
+`question` the same job runs on a user's text, without a right answer to compare with. With `chat` both go into the
+model's chat template. With `chunk` the text is read so many tokens at a time, by each method for itself, which takes
+little memory, and no recall is measured.
 """
 
 import dataclasses
-import functools
 import hashlib
 import pathlib
 
@@ -36,16 +35,16 @@ _NEEDLE_TOKENS, _TEXT_TOKENS = 8, 64  # of an answer
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """Contexts in tokens, a question to each, and its answer where it is known."""
+    """A context in tokens, questions to it, and their answers where they are known."""
 
-    contexts: list[list[int]]
+    context: list[int]
     questions: tuple[str, ...]
     answers: tuple[str | None, ...]
     stop: tuple[str, ...] = ()  # what ends an answer
 
 
 def reference_job(llm: kvjax.LLM, config: ml_collections.ConfigDict) -> Job:
-    """Held-out library texts of `context` tokens, each with one needle that is asked for."""
+    """Held-out library text of `context` tokens with needles, each of which is asked for."""
     common.check_some(config, "needles")
     rng = np.random.default_rng(config.seed)
     stream = common.held_out_tokens(llm)
@@ -54,12 +53,10 @@ def reference_job(llm: kvjax.LLM, config: ml_collections.ConfigDict) -> Job:
         needles.Needle(_cue(cue, word), needles.draw_value(rng, config.digits, held_out=True))
         for cue, word in zip(config.needles, words, strict=True)
     ]
-    depths = np.linspace(0.1, 0.9, len(facts))
-    contexts = [
-        needles.haystack(rng, llm.tokenizer.tokenizer, stream, config.context, [fact], [fact], [depth]).context
-        for fact, depth in zip(facts, depths, strict=True)
-    ]
-    return Job(contexts, tuple("\n" + fact.cue for fact in facts), tuple(fact.value for fact in facts), (".", "\n"))
+    depths = np.linspace(0.1, 0.9, len(facts)).tolist()
+    hidden = needles.haystack(rng, llm.tokenizer.tokenizer, stream, config.context, facts, facts, depths)
+    questions, answers = zip(*(("\n" + fact.cue, fact.value) for fact in facts), strict=True)
+    return Job(hidden.context, questions, answers, (".", "\n"))
 
 
 def _cue(template: str, word: str) -> str:
@@ -86,7 +83,7 @@ def user_job(llm: kvjax.LLM, config: ml_collections.ConfigDict) -> Job:
     if not config.question:
         raise PromptError('no question; give --config.question="..." beside prompt_file')
     before, question = _in_template(llm, text, config.question) if config.chat else (text, f"\n\n{config.question}")
-    return Job([llm.encode(before, start=not config.chat)], (question,), (None,))
+    return Job(llm.encode(before, start=not config.chat), (question,), (None,))
 
 
 def _in_template(llm: kvjax.LLM, text: str, question: str) -> tuple[str, str]:
@@ -100,24 +97,33 @@ def _in_template(llm: kvjax.LLM, text: str, question: str) -> tuple[str, str]:
 
 
 def answer_all(llm: kvjax.LLM, job: Job, reading, settings, config: ml_collections.ConfigDict, directory) -> dict:
-    """One row of the table: every document's question to one method over one prefilled cache."""
+    """One row of the table: every question to one method over one prefilled cache."""
     method = common.make_method(settings, _EXTRAS)
     store = common.make_store(config.store, directory)
     cache = llm.prefill(
-        reading or job.contexts, method=method, store=store, capacity=capacity(llm, job, config),
+        reading or [job.context], method=method, store=store, capacity=capacity(llm, job, config),
         chunk=config.chunk or None, dtype=common.dtype_of(settings),
         slots=common.slots_of(settings, config.store),
     )
-    ask = functools.partial(llm.generate, job.questions, cache, max_new_tokens=answer_tokens(config), stop=job.stop)
-    probe = Probe(cache, reading, k=config.recall_k) if reading else None
+    probes = [Probe(cache, reading, k=config.recall_k) for _ in job.questions] if reading else []
     # Apart from the timed run: compiles, and brings every step's selection to the host.
-    first = ask(observer=probe) if probe else ask(max_new_tokens=1)
-    result = ask()
-    row = summarise(method, job, result, probe, cache)
-    for one in (first.cache, result.cache, cache):
-        one.close()
+    if reading:
+        for question, probe in zip(job.questions, probes, strict=True):
+            ask(llm, job, question, cache, answer_tokens(config), probe)
+    else:
+        ask(llm, job, job.questions[0], cache, 1)
+    results = [ask(llm, job, question, cache, answer_tokens(config)) for question in job.questions]
+    row = summarise(method, job, results, probes, cache)
+    cache.close()
     head = {"method": common.label_of(settings), "store": config.store, **common.disk_of(store)}
-    return {**row, **head, "task": "demo", "context": longest(job), "seed": config.seed}
+    return {**row, **head, "task": "demo", "context": len(job.context), "seed": config.seed}
+
+
+def ask(llm: kvjax.LLM, job: Job, question: str, cache: kvjax.Cache, most: int, probe: Probe | None = None):
+    """The answer of at most so many tokens, which leaves nothing behind."""
+    result = llm.generate([question], cache, max_new_tokens=most, stop=job.stop, observer=probe)
+    result.cache.close()
+    return result
 
 
 def fingerprint(llm: kvjax.LLM, job: Job) -> str:
@@ -125,15 +131,10 @@ def fingerprint(llm: kvjax.LLM, job: Job) -> str:
     return hashlib.sha256(repr((llm.fingerprint, job)).encode()).hexdigest()[:16]
 
 
-def longest(job: Job) -> int:
-    """Tokens of the longest context."""
-    return max(map(len, job.contexts))
-
-
 def capacity(llm, job, config) -> int:
     """Room for the context, the longest question and its answer."""
     question = max(len(llm.encode(question, start=False)) for question in job.questions)
-    return longest(job) + question + answer_tokens(config)
+    return len(job.context) + question + answer_tokens(config)
 
 
 def answer_tokens(config: ml_collections.ConfigDict) -> int:
@@ -141,29 +142,33 @@ def answer_tokens(config: ml_collections.ConfigDict) -> int:
     return config.max_new_tokens or (_TEXT_TOKENS if config.prompt_file else _NEEDLE_TOKENS)
 
 
-def summarise(method, job: Job, result: kvjax.Result, probe: Probe | None, cache: kvjax.Cache) -> dict:
-    """The measured quantities of one method."""
+def summarise(method, job: Job, results: list[kvjax.Result], probes: list[Probe], cache: kvjax.Cache) -> dict:
+    """The measured quantities of one method, over all questions."""
+    texts, usages = [result.text[0] for result in results], [result.usage for result in results]
     known = [
-        scoring.answers_number(text, value)
-        for text, value in zip(result.text, job.answers, strict=True) if value is not None
+        scoring.answers_number(text, value) for text, value in zip(texts, job.answers, strict=True) if value is not None
     ]
-    usage, quality = result.usage, probe.quality if probe else None
+    tokens = sum(usage.tokens for usage in usages)
+    stores = [usage.store for usage in usages if usage.store]
+    needed, read = sum(usage.blocks_needed for usage in usages), sum(usage.blocks_read for usage in usages)
     return {
         "budget": method.budget,
         "accuracy": float(np.mean(known)) if known else None,
         "right": f"{sum(known)}/{len(known)}" if known else "-",
-        "recall": quality and _known(quality.recall), "attention_mass": quality and _known(quality.attention_mass),
-        "attended_tokens": usage.attended_tokens, "hit_rate": usage.hit_rate,
-        "bytes_read_per_token": usage.store.bytes_read / usage.tokens if usage.store else 0.0,
-        "reads_per_token": usage.store.reads / usage.tokens if usage.store else 0.0,
-        "resident_bytes": cache.resident_bytes / len(job.contexts), "tokens_per_s": usage.tokens_per_s,
-        "answers": " | ".join(text.strip() for text in result.text),
+        "recall": _known([probe.quality.recall for probe in probes]),
+        "attention_mass": _known([probe.quality.attention_mass for probe in probes]),
+        "attended_tokens": sum(usage.attended_tokens * usage.tokens for usage in usages) / tokens,
+        "hit_rate": 1.0 - read / max(1, needed),
+        "bytes_read_per_token": sum(stats.bytes_read for stats in stores) / tokens,
+        "reads_per_token": sum(stats.reads for stats in stores) / tokens,
+        "resident_bytes": cache.resident_bytes, "tokens_per_s": tokens / sum(usage.seconds for usage in usages),
+        "answers": " | ".join(text.strip() for text in texts),
     }
 
 
-def _known(share: float) -> float | None:
-    """None for what could not be measured, as recall among fewer tokens than it looks for."""
-    return None if np.isnan(share) else float(share)
+def _known(shares: list[float]) -> float | None:
+    """Their mean; None for what could not be measured, as recall among fewer tokens than it looks for."""
+    return float(np.mean(shares)) if shares and not np.isnan(shares).any() else None
 
 
 def show(row: dict) -> dict:
@@ -206,9 +211,8 @@ def check(config: ml_collections.ConfigDict) -> None:
 
 def check_fit(llm: kvjax.LLM, job: Job, settings, config: ml_collections.ConfigDict) -> None:
     """Raises ConfigError or PromptError where a method, its type and slots do not fit the job."""
-    slots = common.slots_of(settings, config.store)
-    prompts, room = [len(context) for context in job.contexts], capacity(llm, job, config)
-    common.check_fit(llm.config, settings, prompts, room, chunk=config.chunk, slots=slots)
+    slots, room = common.slots_of(settings, config.store), capacity(llm, job, config)
+    common.check_fit(llm.config, settings, [len(job.context)], room, chunk=config.chunk, slots=slots)
 
 
 def run(config: ml_collections.ConfigDict, workdir: str) -> None:
@@ -224,10 +228,10 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     done = {row["method"]: row for row in run.logged()}
     if any(row["fingerprint"] != content for row in done.values()):
         raise ConfigError(f"{workdir} has results of another text or model by the same name; give another --workdir")
-    print(f"{len(job.contexts)} x {longest(job):,} tokens of context, KV cache on {config.store}; expected: "
+    print(f"{len(job.context):,} tokens of context, KV cache on {config.store}; answers expected: "
           f"{' | '.join(answer or '?' for answer in job.answers)}")
     print("".join(form.format(title) for (_, form), title in zip(COLUMNS, TITLES, strict=True)))
-    reading = None if config.chunk or set(entries) <= set(done) else llm.read(job.contexts)
+    reading = None if config.chunk or set(entries) <= set(done) else llm.read([job.context])
     for label, settings in entries.items():
         if label not in done:
             row = answer_all(llm, job, reading, settings, config, run.path / "store")
