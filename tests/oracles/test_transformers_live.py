@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import kvjax
 from kvjax.models.checkpoint import load_params, save_params
 from kvjax.models.config import FAMILIES
 from kvjax.models.hf_config import read_config
@@ -76,6 +77,49 @@ def our_logits(directory, tokens):
 
 def test_our_logits_of_their_checkpoint(stored, tokens):
     np.testing.assert_allclose(our_logits(stored, tokens), their_logits(stored, tokens), rtol=0, atol=1e-4)
+
+
+def our_llm(directory):
+    """Without a tokenizer, and without end."""
+    config = read_config(directory)
+    return kvjax.LLM(dataclasses.replace(config, eos_token_ids=()), load_params(directory, config))
+
+
+def their_decoded_logits(directory, tokens, start):
+    """Logits [B, T - start, V] of a prompt of `start` tokens and of all but the last of the others, one at a time."""
+    import torch
+
+    from scripts import make_goldens
+
+    model, rows, logits = make_goldens.load(directory), torch.from_numpy(tokens).long(), []
+    with torch.no_grad():
+        step = model(rows[:, :start], use_cache=True)
+        for at in range(start, tokens.shape[1]):
+            logits.append(step.logits[:, -1].numpy())
+            step = model(rows[:, at : at + 1], past_key_values=step.past_key_values, use_cache=True)
+    return np.stack(logits, 1)
+
+
+def test_our_decoded_logits_are_theirs(stored, tokens):
+    """Each through its own cache: half of each row is read at once, and the rest token by token."""
+    half, llm = LENGTH // 2, our_llm(stored)
+    cache = llm.prefill(tokens[:, :half].tolist())
+    logits = [cache.logits]
+    llm.score(tokens[:, half:].tolist(), cache, observer=lambda step, _: logits.append(step.logits))
+    np.testing.assert_allclose(np.stack(logits, 1), their_decoded_logits(stored, tokens, half), rtol=0, atol=1e-4)
+
+
+def test_our_greedy_answer_is_theirs(stored, tokens):
+    import torch
+
+    from scripts import make_goldens
+
+    prompt, steps, llm = tokens[0].tolist(), make_goldens.STEPS, our_llm(stored)
+    theirs = make_goldens.load(stored).generate(
+        torch.tensor([prompt]), do_sample=False, min_new_tokens=steps, max_new_tokens=steps, eos_token_id=-1,
+    )[0, len(prompt) :].tolist()
+    ours = llm.generate(prompt[-1:], llm.prefill(prompt[:-1]), max_new_tokens=steps)
+    assert ours.tokens == [theirs]
 
 
 def test_their_logits_of_our_checkpoint(stored, tokens, tmp_path):
