@@ -121,7 +121,9 @@ def transformers_row(llm, name: str, context: int, steps: int) -> dict | None:
         return None  # there is no such transformers model, and the others are compared in f32
     import torch
     from transformers import AutoModelForCausalLM, DynamicCache
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as directory:
         kvjax.save(llm, directory)
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
