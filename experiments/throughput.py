@@ -1,8 +1,8 @@
 """Decode speed of methods x stores x contexts, beside the physical limits of the machine.
 
 Caches are filled with made-up keys (`experiments.made_up`). Every figure is a median over steps after a warm-up;
-compile time is apart. Limits are measured in the same run: memory bandwidth by a matrix-vector product, disk bandwidth
-by raw threaded reads of the store's block size.
+compile time is apart. Limits are measured beside each row: memory bandwidth by a matrix-vector product, just before and
+after the steps, disk bandwidth by raw threaded reads of the store's block size.
 """
 
 import importlib.util
@@ -57,7 +57,7 @@ def room(config) -> int:
     return len(config.drivers) * (config.steps + 1) + layer_times.COMMITS
 
 
-def measure(llm, name: str, settings, store_name: str, context: int, batch: int, config, path, bandwidth) -> dict:
+def measure(llm, name: str, settings, store_name: str, context: int, batch: int, config, path) -> dict:
     """One row; store and recordings are under `path`."""
     method, directory = replay.make(settings, config, llm.config, context, path / "recordings"), path / "store"
     staging = {"staging_bytes": config.staging_mib << 20} if "staging_mib" in config else {}
@@ -69,7 +69,9 @@ def measure(llm, name: str, settings, store_name: str, context: int, batch: int,
     state = replay.stagger(method, state) if isinstance(method, Replay) else state
     resident, before = planning.bytes_of(state.layers), branch.stats() if branch is not None else None
     commands = common.commands_of(store)
+    bandwidth = timing.memory_bandwidth()
     row, state, traffic = time_drivers(llm, plan, state, config)
+    bandwidth = max(bandwidth, timing.memory_bandwidth())
     best = min(row[f"{driver}_ms"] for driver in config.drivers)
     attended = min(method.budget or context, context)
     limit = 1e3 * (timing.weight_bytes(llm) + batch * timing.kv_bytes(llm.config, attended, dtype)) / bandwidth
@@ -79,7 +81,8 @@ def measure(llm, name: str, settings, store_name: str, context: int, batch: int,
     if config.get("temporaries", False):
         row["temporary_bytes"] = decode.temporary_bytes(plan, llm.params, state)
     row |= layer_times.parts(llm, plan, state, branch)
-    row |= {"tokens_per_s": batch * 1e3 / best, "limit_ms": limit, "times_limit": best / limit}
+    row |= {"tokens_per_s": batch * 1e3 / best, "limit_ms": limit, "times_limit": best / limit,
+            "memory_bandwidth": bandwidth}
     if branch is not None:
         row |= timing.traffic_row(before, after, len(traffic), batch) | reuse_row(method, plan, slots, context, traffic)
         row |= disk | fetch_row(store, row.pop("fetch_ms"), directory)
@@ -183,16 +186,15 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     check(config)
     replay.check_model(config)
     run = Run(config, workdir, _GRID)
-    rows, bandwidth = run.logged(), timing.memory_bandwidth()
+    rows = run.logged()
     done = {_key(row) for row in rows}
-    print(f"memory bandwidth of a matrix-vector product: {bandwidth / 1e9:.1f} GB/s; callbacks: {default_backend()}")
+    print(f"callbacks: {default_backend()}")
     for name in config.models:
         llm = made_up.make_model(name, config.get("dtype", "float32"))
         for context, batch, store, settings in _combinations(config):
             head = {"model": name, "method": common.label_of(settings), "store": store, "context": context}
             if _key({**head, "batch": batch}) not in done:
-                row = measure(llm, name, settings, store, context, batch, config, run.path, bandwidth)
-                rows.append({**row, "memory_bandwidth": bandwidth})
+                rows.append(measure(llm, name, settings, store, context, batch, config, run.path))
                 run.log(**rows[-1])
         for context in config.contexts if config.transformers else ():
             if (name, "transformers", "memory", context, 1) not in done:
