@@ -87,8 +87,9 @@ INLINED int64_t fill_tile(const Rows *from, int64_t head, int64_t first, int64_t
     return at;
 }
 
-/* Memory is at work throughout: while a tile's keys are scored, the next tile's are asked for, and its values while
- * values are added up. They come into the second cache, as the first has no room for two tiles. */
+/* Memory is at work throughout: while a tile's keys are scored, the next tile's keys are asked for, and the next tile's values
+ * while values are added up. They come into the second cache, as the first has no room for two tiles. Only the first four
+ * queries that meet a tile ask: the others have no `next`. */
 INLINED void ask_for(const char *row, int64_t bytes) {
     for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(row + byte, 0, 2);
 }
@@ -105,8 +106,8 @@ INLINED void score(const Tile *tile, const Tile *next, const float *q, int64_t s
         Four rest[2] = {{0}};
         int64_t at = 0;
         for (int i = row; next && i < row + 2; i++) {
-            ask_for(next->key[i], size * (wide ? 4 : 2));
-            bring(tile->value[i], size * (wide ? 4 : 2));
+            if (i < next->count) ask_for(next->key[i], size * (wide ? 4 : 2));
+            if (i < tile->count) bring(tile->value[i], size * (wide ? 4 : 2));
         }
         for (; at + LANES <= size; at += LANES)
             for (int i = 0; i < 2; i++) {
@@ -144,7 +145,7 @@ INLINED void add_vectors(const Tile *tile, const Tile *next, const Weights *weig
     for (int query = 0; query < FOUR; query++)
         for (int j = 0; j < vectors; j++) sums[query][j] = *(Lanes *)(out + query * size + at + j * LANES);
     for (int row = 0; row < tile->count; row++) {
-        if (next) ask_for(next->value[row] + at * width, vectors * LANES * width);
+        if (next && row < next->count) ask_for(next->value[row] + at * width, vectors * LANES * width);
         for (int j = 0; j < vectors; j++) {
             Lanes numbers = lanes_of(tile->value[row], at + j * LANES, wide);
             for (int query = 0; query < FOUR; query++) sums[query][j] += weights->of[row][query] * numbers;
