@@ -9,6 +9,7 @@ model's chat template. With `chunk` the text is read so many tokens at a time, b
 little memory, and no recall is measured.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import pathlib
@@ -21,7 +22,7 @@ import kvjax
 from experiments import common
 from experiments.results import Run
 from kvjax.errors import ConfigError, PromptError
-from kvjax.metrics import Probe
+from kvjax.metrics import Probe, Quality
 from kvjax.tasks import corpus, needles, scoring
 
 COLUMNS = (
@@ -100,27 +101,39 @@ def answer_all(llm: kvjax.LLM, job: Job, reading, settings, config: ml_collectio
     """One row of the table: every question to one method over one prefilled cache."""
     method = common.make_method(settings, _EXTRAS)
     store = common.make_store(config.store, directory)
-    cache = llm.prefill(
+    filled = llm.prefill(
         reading or [job.context], method=method, store=store, capacity=capacity(llm, job, config),
         chunk=config.chunk or None, dtype=common.dtype_of(settings),
         slots=common.slots_of(settings, config.store),
     )
-    probes = [Probe(cache, reading, k=config.recall_k) for _ in job.questions] if reading else []
-    # Apart from the timed run: compiles, and brings every step's selection to the host.
-    if reading:
-        for question, probe in zip(job.questions, probes, strict=True):
-            ask(llm, job, question, cache, answer_tokens(config), probe)
-    else:
-        ask(llm, job, job.questions[0], cache, 1)
-    results = [ask(llm, job, question, cache, answer_tokens(config)) for question in job.questions]
-    row = summarise(method, job, results, probes, cache)
-    cache.close()
+    with contextlib.closing(filled) as cache:
+        qualities = follow_all(llm, job, cache, reading, config)
+        results = [ask(llm, job, question, cache, answer_tokens(config)) for question in job.questions]
+        row = summarise(method, job, results, qualities, cache)
     head = {"method": common.label_of(settings), "store": config.store, **common.disk_of(store)}
     return {**row, **head, "task": "demo", "context": len(job.context), "seed": config.seed}
 
 
-def ask(llm: kvjax.LLM, job: Job, question: str, cache: kvjax.Cache, most: int, probe: Probe | None = None):
-    """The answer of at most so many tokens, which leaves nothing behind."""
+def follow_all(llm: kvjax.LLM, job: Job, cache: kvjax.Cache, reading, config) -> list[Quality]:
+    """What each question's steps selected; none of a text that was not read apart.
+
+    Comes before the timed run: it compiles, and brings every step's selection to the host.
+    """
+    if not reading:
+        ask(llm, job, job.questions[0], cache, 1)
+        return []
+    found = []
+    for question in job.questions:
+        probe = Probe(cache, reading, k=config.recall_k)
+        ask(llm, job, question, cache, answer_tokens(config), probe)
+        found.append(probe.quality)
+    return found
+
+
+def ask(
+    llm: kvjax.LLM, job: Job, question: str, cache: kvjax.Cache, most: int, probe: Probe | None = None
+) -> kvjax.Result:
+    """The answer, of at most so many tokens. The cache that it leaves behind is closed."""
     result = llm.generate([question], cache, max_new_tokens=most, stop=job.stop, observer=probe)
     result.cache.close()
     return result
@@ -142,7 +155,7 @@ def answer_tokens(config: ml_collections.ConfigDict) -> int:
     return config.max_new_tokens or (_TEXT_TOKENS if config.prompt_file else _NEEDLE_TOKENS)
 
 
-def summarise(method, job: Job, results: list[kvjax.Result], probes: list[Probe], cache: kvjax.Cache) -> dict:
+def summarise(method, job: Job, results: list[kvjax.Result], qualities: list[Quality], cache: kvjax.Cache) -> dict:
     """The measured quantities of one method, over all questions."""
     texts, usages = [result.text[0] for result in results], [result.usage for result in results]
     known = [
@@ -155,8 +168,8 @@ def summarise(method, job: Job, results: list[kvjax.Result], probes: list[Probe]
         "budget": method.budget,
         "accuracy": float(np.mean(known)) if known else None,
         "right": f"{sum(known)}/{len(known)}" if known else "-",
-        "recall": _known([probe.quality.recall for probe in probes]),
-        "attention_mass": _known([probe.quality.attention_mass for probe in probes]),
+        "recall": _known([quality.recall for quality in qualities]),
+        "attention_mass": _known([quality.attention_mass for quality in qualities]),
         "attended_tokens": sum(usage.attended_tokens * usage.tokens for usage in usages) / tokens,
         "hit_rate": 1.0 - read / max(1, needed),
         "bytes_read_per_token": sum(stats.bytes_read for stats in stores) / tokens,
