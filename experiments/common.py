@@ -11,6 +11,7 @@ import numpy as np
 import kvjax
 from kvjax import extend, fields, methods, planning, prefill, tasks
 from kvjax.errors import ConfigError, FormatMismatch
+from kvjax.generation import Usage
 from kvjax.method import Method
 from kvjax.models.config import ModelConfig
 from kvjax.planning import Slots
@@ -124,6 +125,18 @@ def commands_of(store) -> tuple[int, int, float]:
     if not isinstance(system, emulation.EmulatedIO):
         return 0, 0, 0.0
     return system.late, system.commands, system.host_seconds
+
+
+def cost_of(usages: Sequence[Usage]) -> dict[str, float]:
+    """What a token of one sequence cost, of several generations together; bytes and reads where there was a store."""
+    tokens = max(1, sum(usage.tokens for usage in usages))
+    cost = {"attended_tokens": float(np.mean([usage.attended_tokens for usage in usages])),
+            "hit_rate": float(np.mean([usage.hit_rate for usage in usages]))}
+    stores = [usage.store for usage in usages if usage.store is not None]
+    if stores:
+        cost |= {"bytes_read_per_token": sum(one.bytes_read for one in stores) / tokens,
+                 "reads_per_token": sum(one.reads for one in stores) / tokens}
+    return cost
 
 
 def held_out_tokens(llm: kvjax.LLM) -> np.ndarray:

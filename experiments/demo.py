@@ -161,20 +161,15 @@ def summarise(method, job: Job, results: list[kvjax.Result], qualities: list[Qua
     known = [
         scoring.answers_number(text, value) for text, value in zip(texts, job.answers, strict=True) if value is not None
     ]
-    tokens = sum(usage.tokens for usage in usages)
-    stores = [usage.store for usage in usages if usage.store]
-    needed, read = sum(usage.blocks_needed for usage in usages), sum(usage.blocks_read for usage in usages)
     return {
+        "bytes_read_per_token": 0.0, "reads_per_token": 0.0, **common.cost_of(usages),
         "budget": method.budget,
         "accuracy": float(np.mean(known)) if known else None,
         "right": f"{sum(known)}/{len(known)}" if known else "-",
         "recall": _known([quality.recall for quality in qualities]),
         "attention_mass": _known([quality.attention_mass for quality in qualities]),
-        "attended_tokens": sum(usage.attended_tokens * usage.tokens for usage in usages) / tokens,
-        "hit_rate": 1.0 - read / max(1, needed),
-        "bytes_read_per_token": sum(stats.bytes_read for stats in stores) / tokens,
-        "reads_per_token": sum(stats.reads for stats in stores) / tokens,
-        "resident_bytes": cache.resident_bytes, "tokens_per_s": tokens / sum(usage.seconds for usage in usages),
+        "resident_bytes": cache.resident_bytes,
+        "tokens_per_s": sum(usage.tokens for usage in usages) / sum(usage.seconds for usage in usages),
         "answers": " | ".join(text.strip() for text in texts),
     }
 

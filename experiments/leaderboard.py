@@ -176,15 +176,8 @@ class Tally:
 
     def done(self, usages: Sequence[Usage]) -> dict:
         """Quality if there is a probe, and cost per token of one sequence, of all rounds together."""
-        tokens = max(1, sum(usage.tokens for usage in usages))
-        cost = {"attended_tokens": float(np.mean([usage.attended_tokens for usage in usages])),
-                "resident_bytes": self.resident_bytes, "hit_rate": float(np.mean([one.hit_rate for one in usages]))}
-        stores = [usage.store for usage in usages if usage.store is not None]
-        if stores:
-            cost |= {"bytes_read_per_token": sum(one.bytes_read for one in stores) / tokens,
-                     "reads_per_token": sum(one.reads for one in stores) / tokens}
         quality = {**dataclasses.asdict(self.probe.quality), "select_ms": self.select_ms} if self.probe else {}
-        return cost | quality
+        return {**common.cost_of(usages), "resident_bytes": self.resident_bytes, **quality}
 
 
 def answered(exams: Exams, cell: Cell, directory: pathlib.Path) -> dict:
