@@ -51,6 +51,14 @@ def decoded(plan, params, state, tokens, steps, driver="staged"):
     return state, np.stack(out)
 
 
+def through_the_cache(llm, tokens, start):
+    """Logits `[B, T - start, V]` of a prompt of `start` tokens and of all others but the last, one at a time."""
+    cache = llm.prefill(tokens[:, :start].tolist())
+    logits = [cache.logits]
+    llm.score(tokens[:, start:].tolist(), cache, observer=lambda step, _: logits.append(step.logits))
+    return np.stack(logits, 1)
+
+
 def drawn(outline, rng):
     """Arrays of noise in the place of an outline's."""
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import dense
+from tiny import dense, through_the_cache
 
 import kvjax
 from kvjax.models.checkpoint import load_params
@@ -60,11 +60,8 @@ def test_logits_of_a_prompt_and_of_each_token_decoded_after_it(directory):
     model, params = load(directory)
     golden = np.load(directory / "golden.npz")
     tokens, half = golden["tokens"], golden["tokens"].shape[1] // 2
-    llm = kvjax.LLM(model.config, params)
-    cache = llm.prefill(tokens[:, :half].tolist())
-    logits = [cache.logits]
-    llm.score(tokens[:, half:].tolist(), cache, observer=lambda step, _: logits.append(step.logits))
-    np.testing.assert_allclose(np.stack(logits, 1), golden["logits"][:, half - 1 : -1], rtol=0, atol=1e-4)
+    logits = through_the_cache(kvjax.LLM(model.config, params), tokens, half)
+    np.testing.assert_allclose(logits, golden["logits"][:, half - 1 : -1], rtol=0, atol=1e-4)
 
 
 @over_goldens

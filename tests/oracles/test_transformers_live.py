@@ -3,16 +3,15 @@
 import dataclasses
 import json
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import dense, through_the_cache
 
 import kvjax
 from kvjax.models.checkpoint import load_params, save_params
 from kvjax.models.config import FAMILIES
 from kvjax.models.hf_config import read_config
 from kvjax.models.tokenizer import TextTokenizer
-from kvjax.models.transformer import Transformer
 
 pytestmark = pytest.mark.oracles
 
@@ -71,8 +70,7 @@ def their_logits(directory, tokens):
 
 def our_logits(directory, tokens):
     config = read_config(directory)
-    positions = jnp.broadcast_to(jnp.arange(LENGTH, dtype=jnp.int32), tokens.shape)
-    return Transformer(config).apply({"params": load_params(directory, config)}, jnp.asarray(tokens), positions)
+    return dense(load_params(directory, config), tokens, config)
 
 
 def test_our_logits_of_their_checkpoint(stored, tokens):
@@ -102,23 +100,17 @@ def their_decoded_logits(directory, tokens, start):
 
 def test_our_decoded_logits_are_theirs(stored, tokens):
     """Each through its own cache: half of each row is read at once, and the rest token by token."""
-    half, llm = LENGTH // 2, our_llm(stored)
-    cache = llm.prefill(tokens[:, :half].tolist())
-    logits = [cache.logits]
-    llm.score(tokens[:, half:].tolist(), cache, observer=lambda step, _: logits.append(step.logits))
-    np.testing.assert_allclose(np.stack(logits, 1), their_decoded_logits(stored, tokens, half), rtol=0, atol=1e-4)
+    half = LENGTH // 2
+    ours, theirs = through_the_cache(our_llm(stored), tokens, half), their_decoded_logits(stored, tokens, half)
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
 
 
 def test_our_greedy_answer_is_theirs(stored, tokens):
-    import torch
-
     from scripts import make_goldens
 
-    prompt, steps, llm = tokens[0].tolist(), make_goldens.STEPS, our_llm(stored)
-    theirs = make_goldens.load(stored).generate(
-        torch.tensor([prompt]), do_sample=False, min_new_tokens=steps, max_new_tokens=steps, eos_token_id=-1,
-    )[0, len(prompt) :].tolist()
-    ours = llm.generate(prompt[-1:], llm.prefill(prompt[:-1]), max_new_tokens=steps)
+    prompt, llm = tokens[0].tolist(), our_llm(stored)
+    theirs = make_goldens.greedy(make_goldens.load(stored), tokens[0], make_goldens.STEPS).tolist()
+    ours = llm.generate(prompt[-1:], llm.prefill(prompt[:-1]), max_new_tokens=make_goldens.STEPS)
     assert ours.tokens == [theirs]
 
 
