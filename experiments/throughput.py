@@ -1,8 +1,8 @@
 """Decode speed of methods x stores x contexts, beside the physical limits of the machine.
 
 Caches are filled with made-up keys (`experiments.made_up`). Every figure is a median over steps after a warm-up;
-compile time is apart. Limits are measured beside each row: memory bandwidth by a matrix-vector product, just before and
-after the steps, disk bandwidth by raw threaded reads of the store's block size.
+compile time is apart. Limits are measured beside each row: memory bandwidth by a matrix-vector product, before the
+steps and after them, disk bandwidth by raw threaded reads of the store's block size.
 """
 
 import importlib.util

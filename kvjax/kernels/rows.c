@@ -104,10 +104,10 @@ INLINED void score(const Tile *tile, const Tile *next, const float *q, int64_t s
     for (int row = 0; row < tile->count; row += 2) {
         Lanes sums[2 * FOUR] = {{0}};
         Four rest[2] = {{0}};
-        int64_t at = 0;
+        int64_t at = 0, bytes = size * (wide ? 4 : 2);
         for (int i = row; next && i < row + 2; i++) {
-            if (i < next->count) ask_for(next->key[i], size * (wide ? 4 : 2));
-            if (i < tile->count) bring(tile->value[i], size * (wide ? 4 : 2));
+            if (i < next->count) ask_for(next->key[i], bytes);
+            if (i < tile->count) bring(tile->value[i], bytes);
         }
         for (; at + LANES <= size; at += LANES)
             for (int i = 0; i < 2; i++) {
