@@ -21,7 +21,7 @@ def time_tokens(llm, plan, state, tokens, driver: str, observe: Callable[[decode
     times = []
     for token in tokens:
         started = time.perf_counter()
-        fed = jnp.full(plan.batch, token, jnp.int32)
+        fed = np.full(plan.batch, token, np.int32)
         done = decode.step(plan, llm.params, state, fed, driver=driver, donate=True)
         state = jax.block_until_ready((done.state, done.logits))[0]
         times.append(time.perf_counter() - started)

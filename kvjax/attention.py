@@ -100,10 +100,10 @@ def attend_part(
     bias: Float[Array, "*K G N"] | None = None,
 ) -> Part:
     """Attention of each query head over the valid rows of its KV head; the bias is added to the scores."""
-    in_place = isinstance(value, Scattered) and reads_in_place(value.dtype)
     # Keys that a method makes may have more bits than values.
-    if in_place and not isinstance(key, Packed) and key.dtype == value.dtype:
-        return _attend_in_place(q, key, value, valid, bias)
+    alike = str(key.dtype) == str(value.dtype) and valid.ndim == 2
+    if not isinstance(key, Packed) and not isinstance(value, Packed) and alike and reads_in_place(str(value.dtype)):
+        return _attend_in_place(q, _where_it_lies(key), _where_it_lies(value), valid, bias)
     return attend_scores(scores_of(q, key, valid, bias), value, valid)
 
 
@@ -121,15 +121,21 @@ def reads_in_place(dtype: str) -> bool:
     return kernels.COMPILED and dtype in ("float32", "bfloat16") and jax.default_backend() == "cpu"
 
 
+def _where_it_lies(rows: Num[Array, "K N D"] | Scattered) -> Scattered:
+    """An array as a pool of which all rows are taken in order."""
+    if isinstance(rows, Scattered):
+        return rows
+    heads, tokens, size = rows.shape
+    index = jnp.arange(heads * tokens, dtype=jnp.int32).reshape(heads, tokens)
+    return Scattered(pack(rows.reshape(-1, size), str(rows.dtype)), index, str(rows.dtype))
+
+
 def _attend_in_place(
-    q: Float[Array, "K G D"], key: Scattered | Float[Array, "K N D"], value: Scattered, valid: Bool[Array, "K N"],
+    q: Float[Array, "K G D"], key: Scattered, value: Scattered, valid: Bool[Array, "K N"],
     bias: Float[Array, "K G N"] | None,
 ) -> Part:
     """`attend_part` of rows that are read once, where they lie."""
     (heads, group, size), tokens = q.shape, valid.shape[-1]
-    if not isinstance(key, Scattered):
-        index = jnp.arange(heads * tokens, dtype=jnp.int32).reshape(heads, tokens)
-        key = Scattered(pack(key.reshape(-1, size), value.dtype), index, value.dtype)
     segments, more = max(1, -(-tokens // _SEGMENT)), ((0, 0), (0, -group % _FOUR), (0, 0))
     bias = jnp.zeros((heads, group, 0)) if bias is None else bias
     results = [jax.ShapeDtypeStruct((heads, segments, group + more[1][1], *rest), jnp.float32)

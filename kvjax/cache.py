@@ -8,12 +8,14 @@ Functions take one sequence and are mapped over the batch by the caller.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax import kernels
 from kvjax.method import Context, Edits, Leaving, Method, Placement, Selection, Spec, View, position_in_order
 from kvjax.order import computed_once
 from kvjax.typing import Array, Bool, Float, Int32, UInt, pytree
@@ -194,13 +196,6 @@ def _entered(spec: Spec, layer: LayerState, table, block, row, pos) -> LayerStat
     return dataclasses.replace(layer, positions=layer.positions.at[table, block, row].set(pos, mode="drop"))
 
 
-def _position(spec: Spec, layer: LayerState, table, block, row) -> Int32[Array, "..."]:
-    """Positions of tokens, of rows that have one."""
-    if spec.in_order:
-        return position_in_order(spec, block, row)
-    return layer.positions[table, block, row]
-
-
 def table_of(spec: Spec) -> Int32[Array, "K"]:
     """Which table of positions and counts each head has."""
     return jnp.arange(spec.kv_heads) % spec.tables
@@ -229,29 +224,39 @@ def needed_blocks(spec: Spec, layer: LayerState, selection: Selection) -> tuple[
     Returns the blocks to fetch (those of which at least one row fits, and the forced one; NB = none)
     and the compacted rows. The last block that fits may be attended in part.
     """
-    none, chosen = spec.num_blocks, computed_once(selection.block)
-    head, table = jnp.arange(spec.kv_heads)[:, None], table_of(spec)[:, None]
-    count = layer.counts[table, jnp.minimum(chosen, none - 1)].astype(jnp.int32)
-    count = jnp.where(chosen < none, count, 0)
-    end = jnp.cumsum(count, axis=-1)
-    held = jnp.sum(view(spec, layer).held_pos >= 0, axis=-1, keepdims=True)
+    held = jnp.sum(view(spec, layer).held_pos >= 0, axis=-1, dtype=jnp.int32)
     room = jnp.minimum(spec.selected_rows, spec.budget - spec.sinks - spec.window - held)
+    results = [jax.ShapeDtypeStruct((spec.kv_heads, spec.max_blocks + 1), jnp.int32)]
+    results += [jax.ShapeDtypeStruct((spec.kv_heads, spec.selected_rows), kind)
+                for kind in (jnp.int32, jnp.int32, bool, jnp.int32)]
+    operands = computed_once(selection.block), selection.force, room, layer.counts.astype(jnp.int32), layer.positions
+    need, *rows = kernels.on_cpu("cut", results, functools.partial(_cut, spec), *operands)
+    return need, Rows(*rows)
+
+
+def _cut(
+    spec: Spec, chosen: Int32[Array, "K M"], force: Int32[Array, "K"], room: Int32[Array, "K"],
+    counts: Int32[Array, "KT NB"], positions: Int32[Array, "KT _ C"],
+) -> list[Array]:
+    """Blocks to fetch, and ranks, rows, whether they are valid, and positions of what fits the room."""
+    none, room = spec.num_blocks, room[:, None]
+    head, table = jnp.arange(spec.kv_heads)[:, None], table_of(spec)[:, None]
+    count = jnp.where(chosen < none, counts[table, jnp.minimum(chosen, none - 1)], 0)
+    end = jnp.cumsum(count, axis=-1)
     fits = (end - count < room) & (count > 0)
     need = jnp.where(fits, chosen, none)
-    known = jnp.any(need == selection.force[:, None], axis=-1)
-    force = jnp.where(known, none, selection.force)[:, None]
+    known = jnp.any(need == force[:, None], axis=-1)
+    force = jnp.where(known, none, force)[:, None]
 
     nth = jnp.arange(spec.selected_rows)
     # Blocks that end before the nth row: a count of ends, as comparing every row with every end is N x M.
     ends = jnp.zeros((spec.kv_heads, spec.selected_rows), jnp.int32).at[head, end].add(1, mode="drop")
-    # Half as long as `cumsum` on XLA:CPU.
-    rank = jnp.minimum(jax.lax.associative_scan(jnp.add, ends, axis=1), spec.max_blocks - 1)
-    row = nth[None] - jnp.take_along_axis(end - count, rank, axis=-1)
+    rank = jnp.minimum(jnp.cumsum(ends, axis=-1), spec.max_blocks - 1)
     valid = nth[None] < jnp.minimum(end[:, -1:], room)
-    row = jnp.where(valid, row, 0)
+    row = jnp.where(valid, nth[None] - jnp.take_along_axis(end - count, rank, axis=-1), 0)
     block = jnp.minimum(jnp.take_along_axis(need, rank, axis=-1), none - 1)
-    pos = jnp.where(valid, _position(spec, layer, table, block, row), -1)
-    return jnp.concatenate([need, force], axis=-1), Rows(rank, row, valid, pos)
+    pos = position_in_order(spec, block, row) if spec.in_order else positions[table, block, row]
+    return [jnp.concatenate([need, force], axis=-1), rank, row, valid, jnp.where(valid, pos, -1)]
 
 
 def every_block(spec: Spec, layer: LayerState, selection: Selection) -> tuple[Int32[Array, "K M1"], Rows]:

@@ -13,6 +13,7 @@ from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kvjax import layer, order
 from kvjax.errors import ConfigError, StoreClosed, StoreError, to_raise
@@ -41,8 +42,8 @@ class Step:
 
 
 def step(
-    plan: Plan, params: PyTree, state: State, tokens: Int32[Array, "B"], active: Bool[Array, "B"] | None = None,
-    driver: Driver = "staged", donate: bool = False,
+    plan: Plan, params: PyTree, state: State, tokens: Int32[Array, "B"] | np.ndarray,
+    active: Bool[Array, "B"] | np.ndarray | None = None, driver: Driver = "staged", donate: bool = False,
 ) -> Step:
     """Decodes one token per sequence; sequences that are not `active` stay as they are.
 
@@ -51,14 +52,20 @@ def step(
     `state` attribute is the cache as it was, ready for a retry. Where a read was fine and the commit
     fails, or after Ctrl-C, the given state is what is left, unless it was donated or has parked layers.
     """
-    active = jnp.ones(plan.batch, bool) if active is None else jnp.asarray(active)
+    active = np.ones(plan.batch, bool) if active is None else active
     check_driver(driver)
     run = _staged if driver == "staged" else _fused
     forget(state)
-    result = run(plan, params, state, jnp.asarray(tokens, jnp.int32), active, donate)
+    result = run(plan, params, state, _operand(tokens, jnp.int32), _operand(active, jnp.bool_), donate)
     if uses_store(result.state):
         settle(result.state, bool(result.ok))
     return result
+
+
+def _operand(x: Array | np.ndarray, kind) -> Array:
+    """What a compiled function is given: an array on the host stays there, as a program to bring it to the device would
+    take longer than the call does with it."""
+    return x.astype(kind) if isinstance(x, jax.Array) else np.asarray(x, kind)  # type: ignore[return-value]
 
 
 def check_driver(driver: str) -> None:

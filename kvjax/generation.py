@@ -77,10 +77,9 @@ class Generation:
     def step(self, tokens: np.ndarray, active: np.ndarray) -> None:
         """One token of every active sequence; logits of the others stay."""
         done = decode.step(
-            self.cache.plan, self.params, self.cache.state, jnp.asarray(tokens), jnp.asarray(active), self.driver,
-            donate=True,
+            self.cache.plan, self.params, self.cache.state, tokens, active, self.driver, donate=True
         )
-        logits = jnp.where(jnp.asarray(active)[:, None], done.logits, self.cache.logits)
+        logits = done.logits if active.all() else jnp.where(active[:, None], done.logits, self.cache.logits)
         self.cache = dataclasses.replace(self.cache, state=done.state, logits=logits)
         self.pending.append(([(one.attended, one.traffic) for one in done.reports], active.copy()))
         if len(self.pending) == _MOST_PENDING:

@@ -35,7 +35,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import fields
+from kvjax import fields, kernels
 from kvjax.errors import BudgetTooSmall, ConfigError
 from kvjax.models.config import RopeConfig
 from kvjax.order import computed_once
@@ -380,19 +380,38 @@ def aggregate(scores: Float[Array, "K G N"], rule: str) -> Float[Array, "K N"]:
 
     `mean` and `max` act on raw scores, `softmax_mean` and `softmax_max` on each query head's softmax.
     """
-    if rule.startswith("softmax"):
-        weight = computed_once(jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True)))
-        share = 1 / jnp.sum(weight, axis=-1)
-        if rule.endswith("mean"):
-            return jnp.einsum("kgn,kg->kn", weight, share / scores.shape[1])
+    if rule == "softmax_mean":
+        like = jax.ShapeDtypeStruct((len(scores), scores.shape[-1]), jnp.float32)
+        return kernels.on_cpu("softmax_mean", (like, like), _softmax_mean, scores)[0]
+    if rule == "softmax_max":
+        weight, share = _softmaxes(scores)
         scores = weight * share[..., None]
     # Query heads one by one: a reduction over the middle axis is several times slower on XLA:CPU.
     heads = [scores[:, g] for g in range(scores.shape[1])]
     return sum(heads[1:], heads[0]) / len(heads) if rule.endswith("mean") else functools.reduce(jnp.maximum, heads)
 
 
+def _softmax_mean(scores: Float[Array, "K G N"]) -> tuple[Float[Array, "K N"], Float[Array, "K N"]]:
+    """The mean of softmaxes, twice (`kvjax.kernels` says of what the second is instead)."""
+    weight, share = _softmaxes(scores)
+    mean = jnp.einsum("kgn,kg->kn", weight, share / scores.shape[1])
+    return mean, mean
+
+
+def _softmaxes(scores: Float[Array, "K G N"]) -> tuple[Float[Array, "K G N"], Float[Array, "K G"]]:
+    """Exponentials of each query head's scores, and what they are to be multiplied with."""
+    weight = computed_once(jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True)))
+    return weight, 1 / jnp.sum(weight, axis=-1)
+
+
 def top_blocks(scores: Float[Array, "K NB"], occupied: Bool[Array, "K NB"], count: int) -> Int32[Array, "K M"]:
-    """The `count` best occupied blocks, best first; NB fills up where fewer are occupied."""
+    """The `count` best occupied blocks, best first, of equals the first; NB fills up where fewer are occupied."""
+    like = jax.ShapeDtypeStruct((len(scores), count), jnp.int32)
+    otherwise = functools.partial(_top_blocks, count=count)
+    return kernels.on_cpu("best_blocks", like, otherwise, scores, jnp.broadcast_to(occupied, scores.shape))
+
+
+def _top_blocks(scores: Float[Array, "K NB"], occupied: Bool[Array, "K NB"], count: int) -> Int32[Array, "K M"]:
     ranked, block = jax.lax.top_k(jnp.where(occupied, scores, -jnp.inf), count)
     return jnp.where(ranked > -jnp.inf, block, scores.shape[-1]).astype(jnp.int32)
 

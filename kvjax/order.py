@@ -10,7 +10,8 @@ from collections.abc import Iterable
 import jax
 import jax.numpy as jnp
 
-from kvjax.typing import Array, Bool, Int32
+from kvjax import kernels
+from kvjax.typing import Array, Bool, Float, Int32
 
 
 def computed_once(x: Array) -> Array:
@@ -18,6 +19,12 @@ def computed_once(x: Array) -> Array:
     blocks by them, or find a row's place for each of its numbers, in all that use the result, which makes attention a
     third to a half slower."""
     return jax.lax.optimization_barrier(x) if jax.default_backend() == "cpu" else x
+
+
+def written_out(x: Float[Array, "*N"]) -> Float[Array, "*N"]:
+    """`x` in memory, where later operations find it. XLA:CPU fuses across the barrier of `computed_once`: it would
+    compute functions of an angle again for every head, and once more in every fusion that uses them. No derivative."""
+    return kernels.on_cpu("copy", jax.ShapeDtypeStruct(x.shape, x.dtype), lambda x: x, x)
 
 
 def rounded(x: Array) -> Array:

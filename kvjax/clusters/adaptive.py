@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from kvjax import clustering
 from kvjax.clusters.index import (
     ClusterIndex,
-    add_entry,
     has_room,
     nearest_with_room,
     replace_clusters,
@@ -84,7 +83,8 @@ class Adaptive(Update):
         nearest = first_least(squared, jnp.where(crowded, index.split, count > 0))
         # Its own cluster is another one, which is not flagged, and is refused its split.
         elsewhere = crowded & (jnp.min(jnp.where(count > 0, squared, jnp.inf)) < squared[nearest])
-        _, variance = with_key(index, nearest, count[nearest], key)
+        # If they differ, the nearest one is full or flagged, and no variance has a say.
+        centroid, variance = with_key(index, roomy, count[roomy], key)
         wide = variance > self.limit(index, count)
         wants_split = (wide | (count[nearest] >= spec.block_rows) | index.split[nearest]) & (count[nearest] > 0)
         granted = index.split[nearest] | (free > reserved)
@@ -92,7 +92,7 @@ class Adaptive(Update):
 
         target = jnp.where(hold, nearest, roomy)
         block = jnp.where(valid, target, spec.num_blocks).astype(jnp.int32)
-        index = add_entry(index, jnp.where(hold, spec.num_blocks, block), count, key)
+        index = replace_clusters(index, jnp.where(hold, spec.num_blocks, block), centroid, variance)
         new = ~hold & (count[target] == 0)
         granted &= index.split[nearest] | (free - new > reserved)
         flagged = jnp.where(valid & wants_split & granted, nearest, spec.num_blocks)

@@ -2,16 +2,19 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 
+from kvjax import kernels
 from kvjax.method import Spec
+from kvjax.order import written_out
 from kvjax.places import first, first_least
 from kvjax.typing import Array, Bool, Float, Int32, pytree
 
 
 @pytree
 class ClusterIndex:  # *B_K: [K], [B, K], or [] inside a function of one head
-    # r_j, mean key of the block's cluster; dimension by dimension, which XLA:CPU reads faster where few keys meet them
+    # r_j, mean key of the block's cluster; dimension by dimension, which are read fastest where few keys meet them
     centroid: Float[Array, "*B_K D NB"]
     norm: Float[Array, "*B_K NB"]  # |r_j|^2, so that distances to a key are one product
     variance: Float[Array, "*B_K NB"]  # sigma_j^2, mean squared distance to r_j
@@ -26,12 +29,17 @@ class ClusterIndex:  # *B_K: [K], [B, K], or [] inside a function of one head
 
     def products(self, vectors: Float[Array, "K G D"]) -> Float[Array, "K G NB"]:
         """Inner products with every centroid."""
-        return jnp.einsum("kdn,kgd->kgn", self.centroid, vectors, precision="highest")
+        like = jax.ShapeDtypeStruct((*vectors.shape[:-1], self.centroid.shape[-1]), jnp.float32)
+        return kernels.on_cpu("vector_products", like, _products, self.centroid, vectors)
 
     def squared_distances(self, key: Float[Array, "K D"], product: Float[Array, "K NB"]) -> Float[Array, "K NB"]:
         """Of each head's key to every centroid, from their products, but for rounding that grows with their lengths:
         enough to rank them."""
         return self.norm - 2 * product + squared_norm(key)[:, None]
+
+
+def _products(centroid: Float[Array, "K D NB"], vectors: Float[Array, "K G D"]) -> Float[Array, "K G NB"]:
+    return jnp.einsum("kdn,kgd->kgn", centroid, vectors, precision="highest")
 
 
 def empty_index(spec: Spec) -> ClusterIndex:
@@ -68,7 +76,7 @@ def squared_norm(x: Float[Array, "*N D"]) -> Float[Array, "*N"]:
 
 def with_key(index: ClusterIndex, block: Int32[Array, ""], n: Int32[Array, ""], key: Float[Array, "D"]):
     """UPDATESTATS of Algorithm 1: r_j and sigma_j^2 of a cluster of one head, of n keys, once it has taken one more."""
-    n, centroid = n.astype(jnp.float32), index.centroid[:, block]
+    n, centroid = n.astype(jnp.float32), written_out(index.centroid[:, block])  # each number of it is far from the next
     apart = key - centroid
     return centroid + apart / (n + 1), updated_variance(n, index.variance[block], squared_norm(apart))
 

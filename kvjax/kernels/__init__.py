@@ -12,11 +12,19 @@ platforms, and where pip found no GCC 12 or clang and left the kernels out (`COM
   - `code_softmax`: the same to the mean [G, N] of the softmaxes of those scores over the queries of each F / G of the
     heads, 0 for tokens that are not stored; before it come sums [G, C, N] over each of C parts of these queries, which
     are worked on at a time. A thread keeps memory for scores of 4 queries;
+  - `vector_products`: vectors[F, D, N] and q[F, Q, D] to [F, Q, N];
+  - `softmax_mean`: scores[F, G, N] to the mean [F, N] of the softmaxes of each head's queries; after it comes room
+    [F, N] for one of them;
+  - `best_blocks`: scores[F, N] and occupied[F, N] to the M best occupied blocks [F, M] of each head, as
+    `kvjax.method.top_blocks` says; exactly equal;
+  - `cut`: blocks[K, M], forced[K], room[K], counts[KT, NB] and positions[KT, _, C] to need[K, M1] and rank, row, valid
+    and pos[K, N], as `kvjax.cache.needed_blocks` says; exactly equal;
+  - `copy`: numbers[*N] to the same, for `kvjax.order.written_out`;
   - `assign`: block[KB, NS], keys[KB, NS, P], need[KB, M], NB to slot[KB, M], read[KB, M], new[KB, NS], pinned[KB, NS],
     as `kvjax.store.residency` says; exactly equal.
 
-Rows are f32, or bfloat16 as uint16, codes uint8, their queries int8, indices int32 and clipped, what `assign` takes and
-gives int32, all else f32. There are no derivatives.
+Rows are f32, or bfloat16 as uint16, codes uint8, their queries int8, indices int32 and clipped, other whole numbers
+int32, what is occupied or valid boolean, all else f32. There are no derivatives.
 """
 
 import functools
@@ -37,7 +45,9 @@ except ImportError:  # left out by pip
 
 # How `jax.vmap` calls them: one after the other where rows of one pool are not to be copied for each.
 _MAPPED = {"row_attention": "sequential", "code_products": "broadcast_all", "code_softmax": "broadcast_all",
-           "assign": "broadcast_all"}
+           "assign": "broadcast_all", "vector_products": "broadcast_all", "softmax_mean": "broadcast_all",
+           "best_blocks": "broadcast_all", "cut": "broadcast_all",
+           "copy": "broadcast_all"}
 MOST_CHUNKS = 4  # of queries whose sums are apart: more are for more processors, and take more memory
 
 

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.models.config import RopeConfig
+from kvjax.order import written_out
 from kvjax.typing import Array, Float, Int32
 
 
@@ -28,7 +29,8 @@ def _llama3(freqs: np.ndarray, rope: RopeConfig) -> np.ndarray:
 def rotate(x: Float[Array, "*T N D"], positions: Int32[Array, "*T"], freqs: np.ndarray) -> Float[Array, "*T N D"]:
     """Rotates each head of `x` to its true position; angles are computed in f32."""
     angles = positions[..., None, None].astype(jnp.float32) * freqs
-    return turn(x, jnp.cos(angles).astype(x.dtype), jnp.sin(angles).astype(x.dtype))
+    cos, sin = written_out(jnp.stack([jnp.cos(angles), jnp.sin(angles)])).astype(x.dtype)
+    return turn(x, cos, sin)
 
 
 def turn(x: Float[Array, "*N D"], cos: Float[Array, "*M F"], sin: Float[Array, "*M F"]) -> Float[Array, "*N D"]:

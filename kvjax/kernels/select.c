@@ -1,0 +1,158 @@
+/* Which blocks a query takes, and which of their rows. */
+#include "kernels.h"
+#include "lanes.h"
+
+#include <math.h>
+
+/* ---- the best blocks */
+
+typedef struct {
+    const float *scores;     /* [heads, count] */
+    const uint8_t *occupied; /* [heads, count] */
+    int32_t *block;          /* [heads, asked] */
+    int64_t count, asked;
+} Ranking;
+
+/* Whether block a comes after block b: a lower score, or as high a one and a greater number. */
+INLINED int later(const float *scores, int32_t a, int32_t b) {
+    return scores[a] != scores[b] ? scores[a] < scores[b] : a > b;
+}
+
+/* Restores a heap that has the latest block first, from a place on. */
+INLINED void sink(const float *scores, int32_t *heap, int64_t at, int64_t size) {
+    for (int64_t child; (child = 2 * at + 1) < size; at = child) {
+        if (child + 1 < size && later(scores, heap[child + 1], heap[child])) child++;
+        if (!later(scores, heap[child], heap[at])) return;
+        int32_t upper = heap[at];
+        heap[at] = heap[child];
+        heap[child] = upper;
+    }
+}
+
+/* Whether any of eight scores is higher. */
+INLINED int any_higher(const float *scores, float than) {
+    typedef int64_t Wide __attribute__((vector_size(4 * LANES), may_alias));
+    Wide found = (Wide)(Integers)(*(const Lanes *)scores > (Lanes){0} + than);
+    return (found[0] | found[1] | found[2] | found[3]) != 0;
+}
+
+FOR_EACH_PROCESSOR static void best_blocks(const void *job, int64_t head) {
+    const Ranking *in = job;
+    const float *scores = in->scores + head * in->count;
+    const uint8_t *occupied = in->occupied + head * in->count;
+    int32_t *heap = in->block + head * in->asked;
+    int64_t size = 0, at = 0;
+    for (; at < in->count && size < in->asked; at++)
+        if (occupied[at] && scores[at] > -INFINITY) heap[size++] = (int32_t)at;
+    for (int64_t i = size / 2; i-- > 0;) sink(scores, heap, i, size);
+    while (size && at < in->count) {
+        if (at + LANES <= in->count && !any_higher(scores + at, scores[heap[0]])) {
+            at += LANES;
+            continue;
+        }
+        if (occupied[at] && scores[at] > scores[heap[0]]) {
+            heap[0] = (int32_t)at;
+            sink(scores, heap, 0, size);
+        }
+        at++;
+    }
+    for (int64_t left = size; left > 1;) { /* the latest goes to the end */
+        int32_t latest = heap[0];
+        heap[0] = heap[--left];
+        heap[left] = latest;
+        sink(scores, heap, 0, left);
+    }
+    for (; size < in->asked; size++) heap[size] = (int32_t)in->count;
+}
+
+/* ---- their rows */
+
+typedef struct {
+    const int32_t *chosen, *force, *room; /* [heads, asked], [heads], [heads] */
+    const int32_t *count, *position;      /* [tables, blocks], [tables, known, rows] */
+    int32_t *need, *rank, *row, *pos;     /* [heads, asked + 1], [heads, most] three times */
+    uint8_t *valid;                       /* [heads, most] */
+    int64_t asked, blocks, known, rows, most;
+} Cut;
+
+static const int32_t *positions_of(const Cut *in, int64_t table, int32_t block) {
+    return in->position + (table * in->known + (in->known == 1 ? 0 : block)) * in->rows;
+}
+
+static void cut_head(const Cut *in, int64_t head, int64_t table) {
+    const int32_t *chosen = in->chosen + head * in->asked, *count = in->count + table * in->blocks;
+    int32_t *need = in->need + head * (in->asked + 1), none = (int32_t)in->blocks, force = in->force[head], room = in->room[head];
+    int64_t nth = head * in->most, stop = nth + in->most, end = 0;
+    for (int64_t i = 0; in->known > 1 && i < in->asked; i++) /* all at once, as they are far apart in memory */
+        for (int64_t row = 0; chosen[i] >= 0 && chosen[i] < none && row < count[chosen[i]]; row += 16)
+            __builtin_prefetch(positions_of(in, table, chosen[i]) + row);
+    for (int64_t i = 0; i < in->asked; i++) {
+        int32_t rows = chosen[i] >= 0 && chosen[i] < none ? count[chosen[i]] : 0, fits = rows > 0 && end < room;
+        const int32_t *position = rows ? positions_of(in, table, chosen[i]) : NULL;
+        int32_t before = in->known == 1 ? chosen[i] * (int32_t)in->rows : 0; /* positions of one block tell those of all */
+        need[i] = fits ? chosen[i] : none;
+        if (need[i] == force) force = none;
+        for (int32_t row = 0; row < rows && nth < stop; row++, nth++) {
+            in->valid[nth] = end + row < room;
+            in->rank[nth] = (int32_t)i;
+            in->row[nth] = in->valid[nth] ? row : 0;
+            in->pos[nth] = in->valid[nth] ? before + position[row] : -1;
+        }
+        end += rows;
+    }
+    need[in->asked] = force;
+    for (; nth < stop; nth++) {
+        in->valid[nth] = 0;
+        in->rank[nth] = (int32_t)in->asked - 1;
+        in->row[nth] = 0;
+        in->pos[nth] = -1;
+    }
+}
+
+/* ---- the interface */
+
+/* Scores [F, N] and occupied [F, N] to blocks [F, M]. */
+XLA_FFI_Error *on_best(XLA_FFI_CallFrame *call) {
+    if (asks_version(call)) return NULL;
+    if (call->args.size != 2 || call->rets.size != 1) return refused(call, "best: 2 operands and a result");
+    const XLA_FFI_Buffer *scores = operand(call, 0), *occupied = operand(call, 1), *block = result(call, 0);
+    int64_t rank = scores->rank;
+    if (rank < 1 || !is_of(scores, XLA_FFI_DataType_F32, rank) || !is_of(occupied, XLA_FFI_DataType_PRED, rank) ||
+        !is_of(block, XLA_FFI_DataType_S32, rank))
+        return refused(call, "best: types or ranks");
+    Ranking in = {scores->data, occupied->data, block->data, last(scores, 1), last(block, 1)};
+    int64_t heads = leading(scores, 1);
+    if (leading(occupied, 1) != heads || last(occupied, 1) != in.count || leading(block, 1) != heads)
+        return refused(call, "best: sizes do not agree");
+    in_pieces(call, best_blocks, &in, heads, heads * in.count);
+    return NULL;
+}
+
+/* Blocks [K, M], forced ones [K], room [K], counts [KT, NB] and positions [KT, _, C] to what `Cut` has. */
+XLA_FFI_Error *on_cut(XLA_FFI_CallFrame *call) {
+    if (asks_version(call)) return NULL;
+    if (call->args.size != 5 || call->rets.size != 5) return refused(call, "cut: 5 operands and 5 results");
+    const XLA_FFI_Buffer *chosen = operand(call, 0), *force = operand(call, 1), *room = operand(call, 2);
+    const XLA_FFI_Buffer *count = operand(call, 3), *position = operand(call, 4), *need = result(call, 0), *valid = result(call, 3);
+    int64_t rank = chosen->rank;
+    if (rank < 2 || !is_of(chosen, XLA_FFI_DataType_S32, rank) || !is_of(force, XLA_FFI_DataType_S32, rank - 1) ||
+        !is_of(room, XLA_FFI_DataType_S32, rank - 1) || !is_of(count, XLA_FFI_DataType_S32, rank) ||
+        !is_of(position, XLA_FFI_DataType_S32, rank + 1) || !is_of(need, XLA_FFI_DataType_S32, rank) ||
+        !is_of(valid, XLA_FFI_DataType_PRED, rank))
+        return refused(call, "cut: types or ranks");
+    int64_t heads = last(chosen, 2), tables = last(count, 2), sequences = leading(chosen, 2);
+    Cut in = {chosen->data, force->data, room->data, count->data, position->data, need->data, result(call, 1)->data,
+              result(call, 2)->data, result(call, 4)->data, valid->data, last(chosen, 1), last(count, 1), last(position, 2),
+              last(position, 1), last(valid, 1)};
+    if (last(force, 1) != heads || last(room, 1) != heads || leading(force, 1) != sequences || leading(room, 1) != sequences ||
+        leading(count, 2) != sequences || leading(position, 3) != sequences || last(position, 3) != tables || tables < 1 ||
+        (in.known != 1 && in.known != in.blocks) || leading(need, 1) != sequences * heads || last(need, 1) != in.asked + 1 ||
+        leading(valid, 1) != sequences * heads)
+        return refused(call, "cut: sizes do not agree");
+    for (int64_t i = 1; i < 5; i++)
+        if ((i != 3 && !is_of(result(call, i), XLA_FFI_DataType_S32, rank)) || last(result(call, i), 1) != in.most ||
+            leading(result(call, i), 1) != sequences * heads)
+            return refused(call, "cut: results");
+    for (int64_t head = 0; head < sequences * heads; head++) cut_head(&in, head, head / heads * tables + head % heads % tables);
+    return NULL;
+}

@@ -1,0 +1,144 @@
+/* Products of a few queries with many vectors that lie dimension by dimension, and what becomes of such scores. */
+#include "kernels.h"
+#include "lanes.h"
+
+#include <math.h>
+#include <string.h>
+
+#define DIMENSIONS 4 /* that are taken together */
+#define QUERIES 5    /* that meet them while they are in registers: those of a group, and a key */
+#define SEGMENT 1024 /* vectors whose products stay in the processor's nearest cache while all dimensions pass */
+
+typedef struct {
+    const float *vectors, *q; /* [heads, size, count], [heads, queries, size] */
+    float *out;               /* [heads, queries, count] */
+    int64_t heads, size, count, queries, segments;
+} Vectors;
+
+/* Adds the products of some dimensions with some queries. The dimensions that follow are asked for. */
+INLINED void add_dimensions(const float *rows, const float *q, float *out, int64_t width, const Vectors *in, int dimensions,
+                            int queries, int ask) {
+    int64_t at = 0, count = in->count;
+    Lanes times[DIMENSIONS][QUERIES];
+    for (int i = 0; i < dimensions; i++)
+        for (int j = 0; j < queries; j++) times[i][j] = (Lanes){0} + q[j * in->size + i];
+    for (; at + LANES <= width; at += LANES) {
+        Lanes sums[QUERIES];
+        for (int j = 0; j < queries; j++) sums[j] = *(Lanes *)(out + j * count + at);
+        for (int i = 0; i < dimensions; i++) {
+            Lanes numbers = *(const Lanes *)(rows + i * count + at);
+            for (int j = 0; j < queries; j++) sums[j] += numbers * times[i][j];
+        }
+        for (int i = 0; ask && at % (2 * LANES) == 0 && i < dimensions; i++)
+            __builtin_prefetch(rows + (dimensions + i) * count + at, 0, 2);
+        for (int j = 0; j < queries; j++) *(Lanes *)(out + j * count + at) = sums[j];
+    }
+    for (; at < width; at++)
+        for (int i = 0; i < dimensions; i++)
+            for (int j = 0; j < queries; j++) out[j * count + at] += rows[i * count + at] * q[j * in->size + i];
+}
+
+/* The same with all queries, as many at once as there are left. */
+INLINED void add_to_all(const float *rows, const float *q, float *out, int64_t width, const Vectors *in, int dimensions, int more) {
+    for (int64_t j = 0; j < in->queries; j += QUERIES, q += QUERIES * in->size, out += QUERIES * in->count) {
+        int ask = more && !j;
+        switch (in->queries - j) {
+        case 1: add_dimensions(rows, q, out, width, in, dimensions, 1, ask); break;
+        case 2: add_dimensions(rows, q, out, width, in, dimensions, 2, ask); break;
+        case 3: add_dimensions(rows, q, out, width, in, dimensions, 3, ask); break;
+        case 4: add_dimensions(rows, q, out, width, in, dimensions, 4, ask); break;
+        default: add_dimensions(rows, q, out, width, in, dimensions, QUERIES, ask);
+        }
+    }
+}
+
+FOR_EACH_PROCESSOR static void segment_products(const void *job, int64_t piece) {
+    const Vectors *in = job;
+    int64_t head = piece / in->segments, start = piece % in->segments * SEGMENT, i = 0;
+    int64_t width = in->count - start < SEGMENT ? in->count - start : SEGMENT;
+    const float *rows = in->vectors + head * in->size * in->count + start, *q = in->q + head * in->queries * in->size;
+    float *out = in->out + head * in->queries * in->count + start;
+    for (int64_t j = 0; j < in->queries; j++) memset(out + j * in->count, 0, width * sizeof *out);
+    for (; i + DIMENSIONS <= in->size; i += DIMENSIONS)
+        add_to_all(rows + i * in->count, q + i, out, width, in, DIMENSIONS, i + 2 * DIMENSIONS <= in->size);
+    for (; i < in->size; i++) add_to_all(rows + i * in->count, q + i, out, width, in, 1, 0);
+}
+
+/* ---- the mean of softmaxes */
+
+typedef struct {
+    const float *scores;   /* [heads, queries, count] */
+    float *mean, *weights; /* [heads, count] twice; the second is room for one query */
+    int64_t queries, count;
+} Means;
+
+INLINED float highest_of(const float *scores, int64_t count) {
+    Lanes most = (Lanes){0} - INFINITY;
+    float highest = -INFINITY;
+    int64_t at = 0;
+    for (; at + LANES <= count; at += LANES) most = larger(most, *(const Lanes *)(scores + at));
+    for (int i = 0; i < LANES; i++) highest = most[i] > highest ? most[i] : highest;
+    for (; at < count; at++) highest = scores[at] > highest ? scores[at] : highest;
+    return highest;
+}
+
+/* Exponentials of some scores less the highest; returns their sum. */
+INLINED float exponentiate(const float *scores, int64_t count, float highest, float *weights) {
+    Lanes sums = {0};
+    float sum = 0;
+    int64_t at = 0;
+    for (; at + LANES <= count; at += LANES)
+        sums += *(Lanes *)(weights + at) = exponentials(*(const Lanes *)(scores + at) - highest);
+    for (int i = 0; i < LANES; i++) sum += sums[i];
+    for (; at < count; at++) sum += weights[at] = exponentials((Lanes){0} + (scores[at] - highest))[0];
+    return sum;
+}
+
+FOR_EACH_PROCESSOR static void mean_of_softmaxes(const void *job, int64_t head) {
+    const Means *in = job;
+    int64_t count = in->count;
+    float *mean = in->mean + head * count, *weights = in->weights + head * count;
+    memset(mean, 0, count * sizeof *mean);
+    for (int64_t query = 0; query < in->queries; query++) {
+        const float *scores = in->scores + (head * in->queries + query) * count;
+        float share = 1 / (exponentiate(scores, count, highest_of(scores, count), weights) * in->queries);
+        for (int64_t at = 0; at < count; at++) mean[at] += weights[at] * share;
+    }
+}
+
+/* ---- the interface */
+
+/* Vectors [F, D, N] and q [F, Q, D] to [F, Q, N]. */
+XLA_FFI_Error *on_vectors(XLA_FFI_CallFrame *call) {
+    if (asks_version(call)) return NULL;
+    if (call->args.size != 2 || call->rets.size != 1) return refused(call, "vectors: 2 operands and a result");
+    const XLA_FFI_Buffer *vectors = operand(call, 0), *q = operand(call, 1), *out = result(call, 0);
+    int64_t rank = vectors->rank;
+    if (rank < 3 || !is_of(vectors, XLA_FFI_DataType_F32, rank) || !is_of(q, XLA_FFI_DataType_F32, rank) ||
+        !is_of(out, XLA_FFI_DataType_F32, rank))
+        return refused(call, "vectors: types or ranks");
+    Vectors in = {vectors->data, q->data, out->data, leading(vectors, 2), last(vectors, 2), last(vectors, 1), last(q, 2), 0};
+    in.segments = (in.count + SEGMENT - 1) / SEGMENT;
+    if (leading(q, 2) != in.heads || last(q, 1) != in.size || leading(out, 2) != in.heads || last(out, 2) != in.queries ||
+        last(out, 1) != in.count)
+        return refused(call, "vectors: sizes do not agree");
+    in_pieces(call, segment_products, &in, in.heads * in.segments, in.heads * in.size * in.count);
+    return NULL;
+}
+
+/* Scores [F, G, N] to the mean [F, N] of the softmaxes of each head's queries, and as many numbers of room. */
+XLA_FFI_Error *on_softmax_mean(XLA_FFI_CallFrame *call) {
+    if (asks_version(call)) return NULL;
+    if (call->args.size != 1 || call->rets.size != 2) return refused(call, "softmax mean: an operand and 2 results");
+    const XLA_FFI_Buffer *scores = operand(call, 0), *mean = result(call, 0), *room = result(call, 1);
+    int64_t rank = scores->rank;
+    if (rank < 3 || !is_of(scores, XLA_FFI_DataType_F32, rank) || !is_of(mean, XLA_FFI_DataType_F32, rank - 1) ||
+        !is_of(room, XLA_FFI_DataType_F32, rank - 1))
+        return refused(call, "softmax mean: types or ranks");
+    int64_t heads = leading(scores, 2);
+    Means in = {scores->data, mean->data, room->data, last(scores, 2), last(scores, 1)};
+    if (leading(mean, 1) != heads || last(mean, 1) != in.count || leading(room, 1) != heads || last(room, 1) != in.count)
+        return refused(call, "softmax mean: sizes do not agree");
+    in_pieces(call, mean_of_softmaxes, &in, heads, 4 * heads * in.queries * in.count);
+    return NULL;
+}

@@ -1,0 +1,235 @@
+"""Kernels that select blocks: against NumPy in float64, or exactly what XLA's operations give."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.special import softmax
+
+from kvjax import cache as caching
+from kvjax import kernels, method, order
+from kvjax.clusters import index
+from kvjax.method import Spec
+from kvjax.models import rope
+
+compiled = pytest.mark.skipif(not kernels.COMPILED, reason="built without a C compiler")
+
+
+def numbers(*shape, seed=0):
+    return np.random.default_rng((*shape, seed)).normal(size=shape).astype(np.float32)
+
+
+# Products with vectors that lie dimension by dimension ---------------------------------------------
+
+
+def products(vectors, q):
+    like = jax.ShapeDtypeStruct((*q.shape[:-1], vectors.shape[-1]), jnp.float32)
+    return kernels.on_cpu("vector_products", like, index._products, jnp.asarray(vectors), jnp.asarray(q))
+
+
+@pytest.mark.parametrize("queries", [1, 2, 3, 4, 5, 6, 11])
+@pytest.mark.parametrize("size", [1, 3, 4, 66])
+@pytest.mark.parametrize("count", [0, 1, 8, 29, 1024, 1029])
+def test_products_with_vectors(count, size, queries):
+    vectors, q = numbers(3, size, count), numbers(3, queries, size)
+    expected = np.float64(q) @ np.float64(vectors)
+    np.testing.assert_allclose(products(vectors, q), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_threads_share_many_vectors():
+    vectors, q = numbers(4, 64, 2501), numbers(4, 5, 64)
+    found, expected = jax.jit(products), np.float64(q) @ np.float64(vectors)
+    for _ in range(20):
+        np.testing.assert_allclose(found(vectors, q), expected, rtol=1e-5, atol=1e-5)
+
+
+@compiled
+def test_products_of_a_batch_are_those_of_each_alone():
+    vectors, q = numbers(5, 2, 16, 70), numbers(5, 2, 3, 16)
+    batch = jax.vmap(products)(vectors, q)
+    for i in range(5):
+        np.testing.assert_array_equal(batch[i], products(vectors[i], q[i]))
+
+
+# The mean of softmaxes -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [0.0, 3.0, 3000.0])
+@pytest.mark.parametrize("count", [1, 7, 8, 45])
+@pytest.mark.parametrize("group", [1, 4])
+def test_the_mean_of_softmaxes(group, count, scale):
+    scores = scale * numbers(3, group, count)
+    scores[:, :, count // 2 + 1 :] = -1e30  # as methods mark what is not there
+    found = jax.jit(method.aggregate, static_argnums=1)(scores, "softmax_mean")
+    np.testing.assert_allclose(found, softmax(np.float64(scores), axis=-1).mean(1), rtol=1e-5, atol=1e-30)
+
+
+def test_threads_share_many_scores():
+    scores = 3 * numbers(4, 4, 9001)
+    expected = softmax(np.float64(scores), axis=-1).mean(1)
+    found = jax.jit(functools.partial(method.aggregate, rule="softmax_mean"))
+    for _ in range(20):
+        np.testing.assert_allclose(found(scores), expected, rtol=1e-5)
+
+
+@compiled
+def test_what_replaces_the_mean_agrees_with_it():
+    scores = 3 * numbers(3, 4, 45)
+    mean = method._softmax_mean(scores)[0]
+    np.testing.assert_allclose(method.aggregate(jnp.asarray(scores), "softmax_mean"), mean, rtol=1e-5)
+
+
+# The best blocks -----------------------------------------------------------------------------------
+
+top_blocks, _top_blocks = (jax.jit(one, static_argnames="count") for one in (method.top_blocks, method._top_blocks))
+
+
+@compiled
+@settings(max_examples=300)
+@given(
+    st.integers(0, 10**6), st.sampled_from([1, 2, 5, 30, 61]), st.sampled_from(["few", "many", "sorted", "extremes"])
+)
+def test_the_best_blocks_are_those_of_xla(seed, count, kind):
+    """Given scores of which many are equal, or none; sorted, so that each is better than those before; or infinite."""
+    rng = np.random.default_rng(seed)
+    scores = rng.normal(size=(3, 61)).astype(np.float32)
+    if kind == "few":
+        scores = rng.integers(0, 4, scores.shape).astype(np.float32)
+    elif kind == "sorted":
+        scores = np.sort(scores)
+    elif kind == "extremes":
+        scores = np.where(rng.random(scores.shape) < 0.3, rng.choice([-np.inf, np.inf]), scores).astype(np.float32)
+    occupied = rng.random(scores.shape) < rng.choice([0, 0.3, 1])
+    np.testing.assert_array_equal(top_blocks(scores, occupied, count), _top_blocks(scores, occupied, count))
+
+
+@compiled
+def test_blocks_of_a_batch_are_those_of_each_alone():
+    scores, occupied = numbers(4, 3, 50), np.random.default_rng(0).random((4, 3, 50)) < 0.6
+    batch = jax.vmap(functools.partial(method.top_blocks, count=40))(scores, occupied)
+    for i in range(4):
+        np.testing.assert_array_equal(batch[i], top_blocks(scores[i], occupied[i], 40))
+
+
+# Rows of the chosen blocks -------------------------------------------------------------------------
+
+SPEC = Spec(
+    kv_heads=4, group=2, head_dim=8, num_blocks=12, block_rows=5, max_blocks=6, held=0, sinks=2, window=4, budget=24,
+    capacity=60, tables=4, block_heads=4,
+)
+
+
+def chosen(spec: Spec, seed: int):
+    """Operands of `cut`: blocks of which none is chosen twice, some empty ones and places without a block."""
+    rng = np.random.default_rng(seed)
+    blocks = np.stack([rng.permutation(spec.num_blocks)[: spec.max_blocks] for _ in range(spec.kv_heads)])
+    blocks = np.where(rng.random(blocks.shape) < rng.choice([0, 0.3]), spec.num_blocks, blocks)
+    force = rng.integers(0, spec.num_blocks + 1, spec.kv_heads)
+    room = rng.integers(0, spec.selected_rows + 1, spec.kv_heads)
+    counts = rng.integers(0, spec.block_rows + 1, (spec.tables, spec.num_blocks))
+    positions = rng.permutation(spec.tables * spec.num_blocks * spec.block_rows)
+    positions = positions.reshape(spec.tables, spec.num_blocks, spec.block_rows)
+    if spec.in_order:
+        positions = spec.sinks + np.arange(spec.block_rows)[None, None]
+    return [jnp.asarray(x, jnp.int32) for x in (blocks, force, room, counts, positions)]
+
+
+def cut(spec: Spec, *operands):
+    most, kinds = spec.selected_rows, (jnp.int32, jnp.int32, bool, jnp.int32)
+    results = [jax.ShapeDtypeStruct((spec.kv_heads, spec.max_blocks + 1), jnp.int32)]
+    results += [jax.ShapeDtypeStruct((spec.kv_heads, most), kind) for kind in kinds]
+    return kernels.on_cpu("cut", results, functools.partial(caching._cut, spec), *operands)
+
+
+SPECS = {name: dataclasses.replace(SPEC, **other) for name, other in {
+    "each": {}, "alike": {"tables": 1}, "ordered": {"tables": 1, "in_order": True},
+    "one block": {"num_blocks": 1, "max_blocks": 1},
+}.items()}
+
+
+@compiled
+@pytest.mark.parametrize("name", SPECS)
+def test_rows_are_cut_as_by_xla(name):
+    spec = SPECS[name]
+    found, expected = (jax.jit(jax.vmap(functools.partial(one, spec))) for one in (cut, caching._cut))
+    for seed in range(0, 200, 4):
+        operands = [jnp.stack(each) for each in zip(*(chosen(spec, seed + i) for i in range(4)), strict=True)]
+        for one, other in zip(found(*operands), expected(*operands), strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+# All of them ---------------------------------------------------------------------------------------
+
+
+def test_what_is_written_out_stays_what_it_is():
+    x = numbers(3, 4, 5)
+    np.testing.assert_array_equal(order.written_out(jnp.asarray(x)), x)
+    np.testing.assert_array_equal(jax.vmap(order.written_out)(x), x)
+
+
+@compiled
+def test_angles_have_one_cosine():
+    """However many results are made of rotated vectors. XLA:CPU would compute it again in the fusion of each."""
+    def results(x, positions, keys):
+        turned = rope.rotate(x, positions, np.ones(8, np.float32))
+        return turned, jnp.einsum("bhd,nd->bhn", turned, keys), turned.sum()
+
+    lowered = jax.jit(results).lower(jnp.ones((1, 4, 16)), jnp.ones(1, jnp.int32), jnp.ones((9, 16)))
+    assert lowered.compile().as_text().count(" cosine(") == 1
+
+
+INT, BOOL = np.int32, np.bool_
+CALLS = {  # operands, results and what to say of others
+    "vector_products": ([np.zeros((3, 8, 5)), np.zeros((3, 2, 8))], [((3, 2, 5), np.float32)], "vectors: "),
+    "softmax_mean": ([np.zeros((3, 2, 5))], [((3, 5), np.float32)] * 2, "softmax mean: "),
+    "best_blocks": ([np.zeros((3, 5)), np.zeros((3, 5), BOOL)], [((3, 2), INT)], "best: "),
+    "cut": ([np.zeros(shape, INT) for shape in ((4, 3), (4,), (4,), (4, 6), (4, 6, 5))],
+            [((4, 4), INT), ((4, 9), INT), ((4, 9), INT), ((4, 9), BOOL), ((4, 9), INT)], "cut: "),
+    "copy": ([np.zeros((3, 5))], [((3, 5), np.float32)], "copy: "),
+}
+
+
+def spoilt_calls() -> list:
+    """Each operand and result with another size along each axis, and of another type."""
+    calls = []
+    for name, (operands, results, said) in CALLS.items():
+        arrays = [(x.shape, np.float32 if x.dtype == np.float64 else x.dtype) for x in operands] + results
+        for i, (shape, kind) in enumerate(arrays):
+            other = np.float32 if kind != np.float32 else np.int32
+            spoilt = [(shape, other)] + [
+                ((*shape[:axis], shape[axis] + 1, *shape[axis + 1 :]), kind) for axis in range(len(shape))
+            ]
+            for number, one in enumerate(spoilt):
+                if not _fits(name, i, number):
+                    changed = [*arrays[:i], one, *arrays[i + 1 :]]
+                    calls.append(pytest.param(name, changed, len(operands), said, id=f"{name}-{i}-{number}"))
+    return calls
+
+
+def _fits(name: str, i: int, number: int) -> bool:
+    """Changed sizes that are other, right calls: more heads of queries, more blocks to find, rows of other blocks."""
+    return (name, i, number) in {("softmax_mean", 0, 2), ("best_blocks", 2, 2), ("cut", 4, 3)}
+
+
+def call(name: str, operands: list, results: list):
+    results = [jax.ShapeDtypeStruct(*one) for one in results]
+    return kernels.call(name, results if len(results) > 1 else results[0], *map(jnp.asarray, operands))
+
+
+@compiled
+@pytest.mark.parametrize(("name", "arrays", "operands", "said"), spoilt_calls())
+def test_other_sizes_and_types_are_refused(name, arrays, operands, said):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=said):
+        call(name, [np.zeros(*one) for one in arrays[:operands]], arrays[operands:])
+
+
+@compiled
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_of_these_sizes_are_fine(name):
+    """Without this the test above could say nothing."""
+    call(name, *CALLS[name][:2])
