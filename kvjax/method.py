@@ -406,14 +406,15 @@ def _softmaxes(scores: Float[Array, "K G N"]) -> tuple[Float[Array, "K G N"], Fl
 
 def top_blocks(scores: Float[Array, "K NB"], occupied: Bool[Array, "K NB"], count: int) -> Int32[Array, "K M"]:
     """The `count` best occupied blocks, best first, of equals the first; NB fills up where fewer are occupied."""
-    like = jax.ShapeDtypeStruct((len(scores), count), jnp.int32)
+    like = [jax.ShapeDtypeStruct((len(scores), size), jnp.int32) for size in (count, scores.shape[-1])]
     otherwise = functools.partial(_top_blocks, count=count)
-    return kernels.on_cpu("best_blocks", like, otherwise, scores, jnp.broadcast_to(occupied, scores.shape))
+    return kernels.on_cpu("best_blocks", like, otherwise, scores, jnp.broadcast_to(occupied, scores.shape))[0]
 
 
-def _top_blocks(scores: Float[Array, "K NB"], occupied: Bool[Array, "K NB"], count: int) -> Int32[Array, "K M"]:
+def _top_blocks(scores: Float[Array, "K NB"], occupied: Bool[Array, "K NB"], count: int) -> list[Int32[Array, "K _"]]:
+    """The blocks, and as much room as `kvjax.kernels` says."""
     ranked, block = jax.lax.top_k(jnp.where(occupied, scores, -jnp.inf), count)
-    return jnp.where(ranked > -jnp.inf, block, scores.shape[-1]).astype(jnp.int32)
+    return [jnp.where(ranked > -jnp.inf, block, scores.shape[-1]).astype(jnp.int32), jnp.zeros(scores.shape, jnp.int32)]
 
 
 def no_force(spec: Spec) -> Int32[Array, "K"]:

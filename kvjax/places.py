@@ -1,22 +1,17 @@
 """Where something is in an array, as XLA:CPU finds it fastest."""
 
-import jax
 import jax.numpy as jnp
 
-from kvjax import kernels
 from kvjax.typing import Array, Bool, Float, Int32
 
 
 def first_least(x: Float[Array, "N"], among: Bool[Array, "N"]) -> Int32[Array, ""]:
-    """Where the least of some numbers is, the first one of equals; the last place if there are none that are finite."""
-    like = jax.ShapeDtypeStruct((1,), jnp.int32)
-    return jnp.minimum(kernels.on_cpu("best_blocks", like, _first_greatest, -x, among)[0], x.shape[0] - 1)
+    """Where the least of some numbers is, the first one of equals; the last place if there are none.
 
-
-def _first_greatest(x: Float[Array, "N"], among: Bool[Array, "N"]) -> Int32[Array, "1"]:
-    """Two maxima: on XLA:CPU they take half as long as `argmax`, which carries the place along."""
-    x = jnp.where(among, x, -jnp.inf)
-    return first(among & (x == jnp.max(x)))[None]
+    Two minima: on XLA:CPU they take half as long as `argmin`, which carries the place along.
+    """
+    x = jnp.where(among, x, jnp.inf)
+    return first(among & (x == jnp.min(x)))
 
 
 def places_of(among: Bool[Array, "N"], size: int) -> Int32[Array, "size"]:

@@ -16,7 +16,7 @@ platforms, and where pip found no GCC 12 or clang and left the kernels out (`COM
   - `softmax_mean`: scores[F, G, N] to the mean [F, N] of the softmaxes of each head's queries; after it comes room
     [F, N] for one of them;
   - `best_blocks`: scores[F, N] and occupied[F, N] to the M best occupied blocks [F, M] of each head, as
-    `kvjax.method.top_blocks` says; exactly equal;
+    `kvjax.method.top_blocks` says, and room [F, N]; exactly equal;
   - `cut`: blocks[K, M], forced[K], room[K], counts[KT, NB] and positions[KT, _, C] to need[K, M1] and rank, row, valid
     and pos[K, N], as `kvjax.cache.needed_blocks` says; exactly equal;
   - `copy`: numbers[*N] to the same, for `kvjax.order.written_out`;

@@ -3,66 +3,91 @@
 #include "lanes.h"
 
 #include <math.h>
+#include <string.h>
 
 /* ---- the best blocks */
+
+#define NONE INT32_MIN /* of places that are not occupied */
 
 typedef struct {
     const float *scores;     /* [heads, count] */
     const uint8_t *occupied; /* [heads, count] */
-    int32_t *block;          /* [heads, asked] */
+    int32_t *block, *orders; /* [heads, asked], [heads, count] */
     int64_t count, asked;
 } Ranking;
 
-/* Whether block a comes after block b: a lower score, or as high a one and a greater number. */
-INLINED int later(const float *scores, int32_t a, int32_t b) {
-    return scores[a] != scores[b] ? scores[a] < scores[b] : a > b;
+/* Whole numbers in the order of the scores. */
+INLINED void find_orders(const float *scores, const uint8_t *occupied, int64_t count, int32_t *orders) {
+    for (int64_t at = 0; at < count; at++) {
+        float score = scores[at] + 0.0f; /* of two zeros neither is less */
+        int32_t bits;
+        memcpy(&bits, &score, sizeof bits);
+        orders[at] = occupied[at] && score != -INFINITY ? bits ^ (bits >> 31 & INT32_MAX) : NONE;
+    }
 }
 
+INLINED int64_t at_least(int32_t bound, const int32_t *orders, int64_t count) {
+    Integers found = {0};
+    int64_t at = 0, sum = 0;
+    for (; at + LANES <= count; at += LANES) found -= *(const Integers *)(orders + at) >= bound;
+    for (int i = 0; i < LANES; i++) sum += found[i];
+    for (; at < count; at++) sum += orders[at] >= bound;
+    return sum;
+}
+
+/* The highest bound, or any, that as many reach as are asked for, if not all can be taken: halving what it may be takes
+ * passes over all places, but no guesses of the processor's that go wrong. */
+INLINED int32_t bound_of(const int32_t *orders, int64_t count, int64_t asked) {
+    int64_t low = (int64_t)NONE + 1, high = INT32_MAX;
+    if (at_least((int32_t)low, orders, count) <= asked) return (int32_t)low;
+    while (low < high) {
+        int64_t middle = low + (high - low + 1) / 2, found = at_least((int32_t)middle, orders, count);
+        if (found == asked) return (int32_t)middle;
+        if (found > asked) low = middle;
+        else high = middle - 1;
+    }
+    return (int32_t)low;
+}
+
+/* Whether block a comes after block b: a lower score, or as high a one and a greater number. */
+INLINED int later(const int32_t *orders, int32_t a, int32_t b) { return orders[a] != orders[b] ? orders[a] < orders[b] : a > b; }
+
 /* Restores a heap that has the latest block first, from a place on. */
-INLINED void sink(const float *scores, int32_t *heap, int64_t at, int64_t size) {
+INLINED void sink(const int32_t *orders, int32_t *heap, int64_t at, int64_t size) {
     for (int64_t child; (child = 2 * at + 1) < size; at = child) {
-        if (child + 1 < size && later(scores, heap[child + 1], heap[child])) child++;
-        if (!later(scores, heap[child], heap[at])) return;
+        if (child + 1 < size && later(orders, heap[child + 1], heap[child])) child++;
+        if (!later(orders, heap[child], heap[at])) return;
         int32_t upper = heap[at];
         heap[at] = heap[child];
         heap[child] = upper;
     }
 }
 
-/* Whether any of eight scores is higher. */
-INLINED int any_higher(const float *scores, float than) {
-    typedef int64_t Wide __attribute__((vector_size(4 * LANES), may_alias));
-    Wide found = (Wide)(Integers)(*(const Lanes *)scores > (Lanes){0} + than);
-    return (found[0] | found[1] | found[2] | found[3]) != 0;
+INLINED void sort(const int32_t *orders, int32_t *heap, int64_t size) {
+    for (int64_t i = size / 2; i-- > 0;) sink(orders, heap, i, size);
+    while (size > 1) {
+        int32_t latest = heap[0];
+        heap[0] = heap[--size];
+        heap[size] = latest;
+        sink(orders, heap, 0, size);
+    }
 }
 
 FOR_EACH_PROCESSOR static void best_blocks(const void *job, int64_t head) {
     const Ranking *in = job;
-    const float *scores = in->scores + head * in->count;
-    const uint8_t *occupied = in->occupied + head * in->count;
-    int32_t *heap = in->block + head * in->asked;
-    int64_t size = 0, at = 0;
-    for (; at < in->count && size < in->asked; at++)
-        if (occupied[at] && scores[at] > -INFINITY) heap[size++] = (int32_t)at;
-    for (int64_t i = size / 2; i-- > 0;) sink(scores, heap, i, size);
-    while (size && at < in->count) {
-        if (at + LANES <= in->count && !any_higher(scores + at, scores[heap[0]])) {
-            at += LANES;
-            continue;
-        }
-        if (occupied[at] && scores[at] > scores[heap[0]]) {
-            heap[0] = (int32_t)at;
-            sink(scores, heap, 0, size);
-        }
-        at++;
+    int32_t *orders = in->orders + head * in->count, *block = in->block + head * in->asked;
+    int64_t size = 0;
+    find_orders(in->scores + head * in->count, in->occupied + head * in->count, in->count, orders);
+    int32_t bound = bound_of(orders, in->count, in->asked);
+    int64_t higher = bound < INT32_MAX ? at_least(bound + 1, orders, in->count) : 0, equal = in->asked - higher;
+    for (int64_t at = 0; at < in->count && size < in->asked; at++) { /* of those that just reach it the first */
+        int takes = orders[at] > bound || (orders[at] == bound && equal > 0);
+        equal -= orders[at] == bound;
+        block[size] = (int32_t)at;
+        size += takes;
     }
-    for (int64_t left = size; left > 1;) { /* the latest goes to the end */
-        int32_t latest = heap[0];
-        heap[0] = heap[--left];
-        heap[left] = latest;
-        sink(scores, heap, 0, left);
-    }
-    for (; size < in->asked; size++) heap[size] = (int32_t)in->count;
+    sort(orders, block, size);
+    for (; size < in->asked; size++) block[size] = (int32_t)in->count;
 }
 
 /* ---- their rows */
@@ -111,20 +136,21 @@ static void cut_head(const Cut *in, int64_t head, int64_t table) {
 
 /* ---- the interface */
 
-/* Scores [F, N] and occupied [F, N] to blocks [F, M]. */
+/* Scores [F, N] and occupied [F, N] to blocks [F, M], and room [F, N]. */
 XLA_FFI_Error *on_best(XLA_FFI_CallFrame *call) {
     if (asks_version(call)) return NULL;
-    if (call->args.size != 2 || call->rets.size != 1) return refused(call, "best: 2 operands and a result");
-    const XLA_FFI_Buffer *scores = operand(call, 0), *occupied = operand(call, 1), *block = result(call, 0);
+    if (call->args.size != 2 || call->rets.size != 2) return refused(call, "best: 2 operands and 2 results");
+    const XLA_FFI_Buffer *scores = operand(call, 0), *occupied = operand(call, 1), *block = result(call, 0), *room = result(call, 1);
     int64_t rank = scores->rank;
     if (rank < 1 || !is_of(scores, XLA_FFI_DataType_F32, rank) || !is_of(occupied, XLA_FFI_DataType_PRED, rank) ||
-        !is_of(block, XLA_FFI_DataType_S32, rank))
+        !is_of(block, XLA_FFI_DataType_S32, rank) || !is_of(room, XLA_FFI_DataType_S32, rank))
         return refused(call, "best: types or ranks");
-    Ranking in = {scores->data, occupied->data, block->data, last(scores, 1), last(block, 1)};
+    Ranking in = {scores->data, occupied->data, block->data, room->data, last(scores, 1), last(block, 1)};
     int64_t heads = leading(scores, 1);
-    if (leading(occupied, 1) != heads || last(occupied, 1) != in.count || leading(block, 1) != heads)
+    if (leading(occupied, 1) != heads || last(occupied, 1) != in.count || leading(block, 1) != heads ||
+        leading(room, 1) != heads || last(room, 1) != in.count)
         return refused(call, "best: sizes do not agree");
-    in_pieces(call, best_blocks, &in, heads, heads * in.count);
+    in_pieces(call, best_blocks, &in, heads, 4 * heads * in.count);
     return NULL;
 }
 
