@@ -63,9 +63,9 @@ def step(
 
 
 def _operand(x: Array | np.ndarray, kind) -> Array:
-    """What a compiled function is given: an array on the host stays there, as a program to bring it to the device would
-    take longer than the call does with it."""
-    return x.astype(kind) if isinstance(x, jax.Array) else np.asarray(x, kind)  # type: ignore[return-value]
+    """What a compiled function is given. An array on the host stays there, as a program to bring it to the device would
+    take longer than the call does with it; a copy, as the call may look at it after the caller has changed it."""
+    return x.astype(kind) if isinstance(x, jax.Array) else np.array(x, kind)  # type: ignore[return-value]
 
 
 def check_driver(driver: str) -> None:

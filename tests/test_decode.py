@@ -224,6 +224,21 @@ def test_a_pure_step_leaves_its_state_usable(params, tokens):
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
 
 
+@pytest.mark.parametrize("driver", ["staged", "fused"])
+def test_inputs_on_the_host_may_be_changed_after_the_call(params, tokens, driver):
+    """The step may look at them when it has returned. Aligned memory is what JAX would take for its own."""
+    plan, state, _, _ = start(params, tokens, METHODS["quest"])
+    expected = decode.step(plan, params, state, tokens[:, 50], jnp.asarray([True, False]), driver=driver)
+    room = np.zeros(256, np.uint8)
+    room = room[-room.ctypes.data % 64 :]
+    fed, active = room[:8].view(np.int32), room[64:66].view(bool)
+    for _ in range(5):
+        fed[:], active[:] = np.asarray(tokens[:, 50]), [True, False]
+        found = decode.step(plan, params, state, fed, active, driver=driver)
+        fed[:], active[:] = 1, [False, True]
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
 def test_an_old_value_over_a_moved_store_is_stale(params, tokens, tmp_path):
     plan, state, _, _ = start(params, tokens, METHODS["quest"], FlashStore(tmp_path))
     new = decode.step(plan, params, state, tokens[:, 50]).state
