@@ -76,12 +76,13 @@ class Generation:
 
     def step(self, tokens: np.ndarray, active: np.ndarray) -> None:
         """One token of every active sequence; logits of the others stay."""
+        active = active.copy()  # the caller changes it while JAX may still look at it
         done = decode.step(
             self.cache.plan, self.params, self.cache.state, tokens, active, self.driver, donate=True
         )
         logits = done.logits if active.all() else jnp.where(active[:, None], done.logits, self.cache.logits)
         self.cache = dataclasses.replace(self.cache, state=done.state, logits=logits)
-        self.pending.append(([(one.attended, one.traffic) for one in done.reports], active.copy()))
+        self.pending.append(([(one.attended, one.traffic) for one in done.reports], active))
         if len(self.pending) == _MOST_PENDING:
             self.count()
         if self.observer is not None:
