@@ -382,7 +382,7 @@ def aggregate(scores: Float[Array, "K G N"], rule: str) -> Float[Array, "K N"]:
     """
     if rule == "softmax_mean":
         like = jax.ShapeDtypeStruct((len(scores), scores.shape[-1]), jnp.float32)
-        return kernels.on_cpu("softmax_mean", (like, like), _softmax_mean, scores)[0]
+        return kernels.on_cpu("softmax_mean", like, _softmax_mean, scores)
     if rule == "softmax_max":
         weight, share = _softmaxes(scores)
         scores = weight * share[..., None]
@@ -391,11 +391,9 @@ def aggregate(scores: Float[Array, "K G N"], rule: str) -> Float[Array, "K N"]:
     return sum(heads[1:], heads[0]) / len(heads) if rule.endswith("mean") else functools.reduce(jnp.maximum, heads)
 
 
-def _softmax_mean(scores: Float[Array, "K G N"]) -> tuple[Float[Array, "K N"], Float[Array, "K N"]]:
-    """The mean of softmaxes, twice (`kvjax.kernels` says of what the second is instead)."""
+def _softmax_mean(scores: Float[Array, "K G N"]) -> Float[Array, "K N"]:
     weight, share = _softmaxes(scores)
-    mean = jnp.einsum("kgn,kg->kn", weight, share / scores.shape[1])
-    return mean, mean
+    return jnp.einsum("kgn,kg->kn", weight, share / scores.shape[1])
 
 
 def _softmaxes(scores: Float[Array, "K G N"]) -> tuple[Float[Array, "K G N"], Float[Array, "K G"]]:
@@ -406,15 +404,14 @@ def _softmaxes(scores: Float[Array, "K G N"]) -> tuple[Float[Array, "K G N"], Fl
 
 def top_blocks(scores: Float[Array, "K NB"], occupied: Bool[Array, "K NB"], count: int) -> Int32[Array, "K M"]:
     """The `count` best occupied blocks, best first, of equals the first; NB fills up where fewer are occupied."""
-    like = [jax.ShapeDtypeStruct((len(scores), size), jnp.int32) for size in (count, scores.shape[-1])]
+    like = jax.ShapeDtypeStruct((len(scores), count), jnp.int32)
     otherwise = functools.partial(_top_blocks, count=count)
-    return kernels.on_cpu("best_blocks", like, otherwise, scores, jnp.broadcast_to(occupied, scores.shape))[0]
+    return kernels.on_cpu("best_blocks", like, otherwise, scores, jnp.broadcast_to(occupied, scores.shape))
 
 
-def _top_blocks(scores: Float[Array, "K NB"], occupied: Bool[Array, "K NB"], count: int) -> list[Int32[Array, "K _"]]:
-    """The blocks, and as much room as `kvjax.kernels` says."""
+def _top_blocks(scores: Float[Array, "K NB"], occupied: Bool[Array, "K NB"], count: int) -> Int32[Array, "K M"]:
     ranked, block = jax.lax.top_k(jnp.where(occupied, scores, -jnp.inf), count)
-    return [jnp.where(ranked > -jnp.inf, block, scores.shape[-1]).astype(jnp.int32), jnp.zeros(scores.shape, jnp.int32)]
+    return jnp.where(ranked > -jnp.inf, block, scores.shape[-1]).astype(jnp.int32)
 
 
 def no_force(spec: Spec) -> Int32[Array, "K"]:

@@ -13,10 +13,9 @@ platforms, and where pip found no GCC 12 or clang and left the kernels out (`COM
     heads, 0 for tokens that are not stored; before it come sums [G, C, N] over each of C parts of these queries, which
     are worked on at a time. A thread keeps memory for scores of 4 queries;
   - `vector_products`: vectors[F, D, N] and q[F, Q, D] to [F, Q, N];
-  - `softmax_mean`: scores[F, G, N] to the mean [F, N] of the softmaxes of each head's queries; after it comes room
-    [F, N] for one of them;
+  - `softmax_mean`: scores[F, G, N] to the mean [F, N] of the softmaxes of each head's queries;
   - `best_blocks`: scores[F, N] and occupied[F, N] to the M best occupied blocks [F, M] of each head, as
-    `kvjax.method.top_blocks` says, and room [F, N]; exactly equal;
+    `kvjax.method.top_blocks` says; exactly equal;
   - `cut`: blocks[K, M], forced[K], room[K], counts[KT, NB] and positions[KT, _, C] to need[K, M1] and rank, row, valid
     and pos[K, N], as `kvjax.cache.needed_blocks` says; exactly equal;
   - `copy`: numbers[*N] to the same, for `kvjax.order.written_out`;
@@ -43,11 +42,7 @@ try:
 except ImportError:  # left out by pip
     _compiled = None  # type: ignore[assignment]
 
-# How `jax.vmap` calls them: one after the other where rows of one pool are not to be copied for each.
-_MAPPED = {"row_attention": "sequential", "code_products": "broadcast_all", "code_softmax": "broadcast_all",
-           "assign": "broadcast_all", "vector_products": "broadcast_all", "softmax_mean": "broadcast_all",
-           "best_blocks": "broadcast_all", "cut": "broadcast_all",
-           "copy": "broadcast_all"}
+_ONE_BY_ONE = ("row_attention",)  # where `jax.vmap` maps them: rows of one pool are not to be copied for each
 MOST_CHUNKS = 4  # of queries whose sums are apart: more are for more processors, and take more memory
 
 
@@ -79,5 +74,6 @@ def on_cpu(name: str, result: Any, otherwise: Callable[..., Any], *operands: Arr
 
 def call(name: str, result: Any, *operands: Array) -> Any:
     """The kernel's result; only for CPU, and where they are `COMPILED`."""
-    kernel = jax.ffi.ffi_call(f"kvjax_{name}", result, vmap_method=_MAPPED[name])
+    mapped = "sequential" if name in _ONE_BY_ONE else "broadcast_all"
+    kernel = jax.ffi.ffi_call(f"kvjax_{name}", result, vmap_method=mapped)
     return kernel(*(one.astype(jnp.float32) if jnp.issubdtype(one.dtype, jnp.floating) else one for one in operands))

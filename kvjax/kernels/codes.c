@@ -3,7 +3,6 @@
 #include "lanes.h"
 
 #include <math.h>
-#include <pthread.h>
 #include <string.h>
 #ifdef __x86_64__
 #include <immintrin.h>
@@ -157,43 +156,6 @@ typedef struct {
     int64_t groups, chunks;
     atomic_int *failed; /* whether there was no memory */
 } Softmax;
-
-typedef struct {
-    float *floats;
-    int64_t held;
-} Room;
-
-static pthread_once_t once = PTHREAD_ONCE_INIT;
-static pthread_key_t rooms; /* a thread's Room, which goes with it */
-static int no_rooms;        /* whether the key could not be made */
-
-static void free_room(void *room) {
-    free(((Room *)room)->floats);
-    free(room);
-}
-
-static void make_rooms(void) { no_rooms = pthread_key_create(&rooms, free_room); }
-
-/* Memory of this thread for exponentials of a few queries, which stays for the next: an array for all of them would leave
- * the processor's caches before it is read again. NULL if there is none. */
-static float *room_for(int64_t floats) {
-    pthread_once(&once, make_rooms);
-    if (no_rooms) return NULL;
-    Room *room = pthread_getspecific(rooms);
-    if (!room) {
-        room = calloc(1, sizeof *room);
-        if (!room || pthread_setspecific(rooms, room)) {
-            free(room);
-            return NULL;
-        }
-    }
-    if (!room->floats || floats > room->held) {
-        free(room->floats);
-        room->held = floats / 1024 * 1024 + 1024;
-        room->floats = aligned_alloc(64, room->held * sizeof *room->floats);
-    }
-    return room->floats;
-}
 
 /* Exponentials of scores[count] less the highest of them, in their place; the highest, and their sum. */
 INLINED void exponentiate(float *scores, int64_t count, float *highest, float *sum) {

@@ -1,4 +1,4 @@
-/* Handlers of the kernels: each takes a call of XLA's, or says why not. */
+/* Handlers of the kernels: each takes a call of XLA's, or says why not; and what they share. */
 #pragma once
 #include "../ffi.h"
 
@@ -11,3 +11,7 @@ XLA_FFI_Error *on_softmax_mean(XLA_FFI_CallFrame *call);
 XLA_FFI_Error *on_best(XLA_FFI_CallFrame *call);
 XLA_FFI_Error *on_cut(XLA_FFI_CallFrame *call);
 XLA_FFI_Error *on_copy(XLA_FFI_CallFrame *call);
+
+/* Memory of this thread for numbers of a piece of work, which stays for the next: an array for all pieces would leave the
+ * processor's caches before it is read again. NULL if there is none. */
+float *room_for(int64_t floats);

@@ -12,8 +12,9 @@
 typedef struct {
     const float *scores;     /* [heads, count] */
     const uint8_t *occupied; /* [heads, count] */
-    int32_t *block, *orders; /* [heads, asked], [heads, count] */
+    int32_t *block;          /* [heads, asked] */
     int64_t count, asked;
+    atomic_int *failed; /* whether there was no memory */
 } Ranking;
 
 /* Whole numbers in the order of the scores. */
@@ -75,8 +76,12 @@ INLINED void sort(const int32_t *orders, int32_t *heap, int64_t size) {
 
 FOR_EACH_PROCESSOR static void best_blocks(const void *job, int64_t head) {
     const Ranking *in = job;
-    int32_t *orders = in->orders + head * in->count, *block = in->block + head * in->asked;
+    int32_t *orders = (int32_t *)room_for(in->count), *block = in->block + head * in->asked;
     int64_t size = 0;
+    if (!orders) {
+        atomic_store(in->failed, 1);
+        return;
+    }
     find_orders(in->scores + head * in->count, in->occupied + head * in->count, in->count, orders);
     int32_t bound = bound_of(orders, in->count, in->asked);
     int64_t higher = bound < INT32_MAX ? at_least(bound + 1, orders, in->count) : 0, equal = in->asked - higher;
@@ -136,22 +141,22 @@ static void cut_head(const Cut *in, int64_t head, int64_t table) {
 
 /* ---- the interface */
 
-/* Scores [F, N] and occupied [F, N] to blocks [F, M], and room [F, N]. */
+/* Scores [F, N] and occupied [F, N] to blocks [F, M]. */
 XLA_FFI_Error *on_best(XLA_FFI_CallFrame *call) {
     if (asks_version(call)) return NULL;
-    if (call->args.size != 2 || call->rets.size != 2) return refused(call, "best: 2 operands and 2 results");
-    const XLA_FFI_Buffer *scores = operand(call, 0), *occupied = operand(call, 1), *block = result(call, 0), *room = result(call, 1);
+    if (call->args.size != 2 || call->rets.size != 1) return refused(call, "best: 2 operands and a result");
+    const XLA_FFI_Buffer *scores = operand(call, 0), *occupied = operand(call, 1), *block = result(call, 0);
     int64_t rank = scores->rank;
-    if (rank < 1 || !is_of(scores, XLA_FFI_DataType_F32, rank) || !is_of(occupied, XLA_FFI_DataType_PRED, rank) ||
-        !is_of(block, XLA_FFI_DataType_S32, rank) || !is_of(room, XLA_FFI_DataType_S32, rank))
+    if (rank < 2 || !is_of(scores, XLA_FFI_DataType_F32, rank) || !is_of(occupied, XLA_FFI_DataType_PRED, rank) ||
+        !is_of(block, XLA_FFI_DataType_S32, rank))
         return refused(call, "best: types or ranks");
-    Ranking in = {scores->data, occupied->data, block->data, room->data, last(scores, 1), last(block, 1)};
+    atomic_int failed = 0;
+    Ranking in = {scores->data, occupied->data, block->data, last(scores, 1), last(block, 1), &failed};
     int64_t heads = leading(scores, 1);
-    if (leading(occupied, 1) != heads || last(occupied, 1) != in.count || leading(block, 1) != heads ||
-        leading(room, 1) != heads || last(room, 1) != in.count)
+    if (leading(occupied, 1) != heads || last(occupied, 1) != in.count || leading(block, 1) != heads)
         return refused(call, "best: sizes do not agree");
     in_pieces(call, best_blocks, &in, heads, 4 * heads * in.count);
-    return NULL;
+    return atomic_load(&failed) ? refused(call, "best: there is no memory") : NULL;
 }
 
 /* Blocks [K, M], forced ones [K], room [K], counts [KT, NB] and positions [KT, _, C] to what `Cut` has. */

@@ -67,9 +67,10 @@ FOR_EACH_PROCESSOR static void segment_products(const void *job, int64_t piece) 
 /* ---- the mean of softmaxes */
 
 typedef struct {
-    const float *scores;   /* [heads, queries, count] */
-    float *mean, *weights; /* [heads, count] twice; the second is room for one query */
+    const float *scores; /* [heads, queries, count] */
+    float *mean;         /* [heads, count] */
     int64_t queries, count;
+    atomic_int *failed; /* whether there was no memory */
 } Means;
 
 INLINED float highest_of(const float *scores, int64_t count) {
@@ -97,7 +98,11 @@ INLINED float exponentiate(const float *scores, int64_t count, float highest, fl
 FOR_EACH_PROCESSOR static void mean_of_softmaxes(const void *job, int64_t head) {
     const Means *in = job;
     int64_t count = in->count;
-    float *mean = in->mean + head * count, *weights = in->weights + head * count;
+    float *mean = in->mean + head * count, *weights = room_for(count);
+    if (!weights) {
+        atomic_store(in->failed, 1);
+        return;
+    }
     memset(mean, 0, count * sizeof *mean);
     for (int64_t query = 0; query < in->queries; query++) {
         const float *scores = in->scores + (head * in->queries + query) * count;
@@ -126,19 +131,19 @@ XLA_FFI_Error *on_vectors(XLA_FFI_CallFrame *call) {
     return NULL;
 }
 
-/* Scores [F, G, N] to the mean [F, N] of the softmaxes of each head's queries, and as many numbers of room. */
+/* Scores [F, G, N] to the mean [F, N] of the softmaxes of each head's queries. */
 XLA_FFI_Error *on_softmax_mean(XLA_FFI_CallFrame *call) {
     if (asks_version(call)) return NULL;
-    if (call->args.size != 1 || call->rets.size != 2) return refused(call, "softmax mean: an operand and 2 results");
-    const XLA_FFI_Buffer *scores = operand(call, 0), *mean = result(call, 0), *room = result(call, 1);
+    if (call->args.size != 1 || call->rets.size != 1) return refused(call, "softmax mean: an operand and a result");
+    const XLA_FFI_Buffer *scores = operand(call, 0), *mean = result(call, 0);
     int64_t rank = scores->rank;
-    if (rank < 3 || !is_of(scores, XLA_FFI_DataType_F32, rank) || !is_of(mean, XLA_FFI_DataType_F32, rank - 1) ||
-        !is_of(room, XLA_FFI_DataType_F32, rank - 1))
+    if (rank < 3 || !is_of(scores, XLA_FFI_DataType_F32, rank) || !is_of(mean, XLA_FFI_DataType_F32, rank - 1))
         return refused(call, "softmax mean: types or ranks");
     int64_t heads = leading(scores, 2);
-    Means in = {scores->data, mean->data, room->data, last(scores, 2), last(scores, 1)};
-    if (leading(mean, 1) != heads || last(mean, 1) != in.count || leading(room, 1) != heads || last(room, 1) != in.count)
+    atomic_int failed = 0;
+    Means in = {scores->data, mean->data, last(scores, 2), last(scores, 1), &failed};
+    if (leading(mean, 1) != heads || last(mean, 1) != in.count)
         return refused(call, "softmax mean: sizes do not agree");
     in_pieces(call, mean_of_softmaxes, &in, heads, 4 * heads * in.queries * in.count);
-    return NULL;
+    return atomic_load(&failed) ? refused(call, "softmax mean: there is no memory") : NULL;
 }
