@@ -1,18 +1,30 @@
 """What stands for the keys of a block when a query ranks blocks: their bounds, or their mean.
 
-Both take keys in as they come and score all blocks with one matrix product.
+Both take keys in as they come and score all blocks with one matrix product. They lie dimension by dimension, which are
+read fastest where few queries meet them.
 """
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.attention import products
+from kvjax import kernels
 from kvjax.method import Spec
 from kvjax.typing import Array, Float, Int32, pytree
 
 _FAR = np.float32(1e30)  # for empty blocks: finite, so that their scores are very low and never NaN
+
+
+def products(vectors: Float[Array, "K D N"], q: Float[Array, "K G D"]) -> Float[Array, "K G N"]:
+    """Inner products of each head's queries with its vectors."""
+    like = jax.ShapeDtypeStruct((*q.shape[:-1], vectors.shape[-1]), jnp.float32)
+    return kernels.on_cpu("vector_products", like, _products, vectors, q.astype(jnp.float32))
+
+
+def _products(vectors: Float[Array, "K D N"], q: Float[Array, "K G D"]) -> Float[Array, "K G N"]:
+    return jnp.einsum("kdn,kgd->kgn", vectors, q, precision="highest")
 
 
 @pytree
@@ -20,33 +32,33 @@ class Bounds:
     """Element-wise minimum and maximum: bounds every score (Quest, section 3.3; DynSplit-KV, section 4.2)."""
 
     # One array and one sign, so that a key is one maximum to take and all blocks are one product to score.
-    far: Float[Array, "*B K NB D2"]  # greatest of -key, then greatest of key
+    far: Float[Array, "*B K D2 NB"]  # greatest of -key, then greatest of key
 
     @classmethod
     def empty(cls, spec: Spec) -> "Bounds":
         """Of blocks without keys."""
-        return cls(jnp.full((spec.kv_heads, spec.num_blocks, 2 * spec.head_dim), -_FAR))
+        return cls(jnp.full((spec.kv_heads, 2 * spec.head_dim, spec.num_blocks), -_FAR))
 
     @property
-    def low(self) -> Float[Array, "*B K NB D"]:
+    def low(self) -> Float[Array, "*B K D NB"]:
         """Smallest of each block's keys."""
-        return -self.far[..., : self.far.shape[-1] // 2]
+        return -self.far[..., : self.far.shape[-2] // 2, :]
 
     @property
-    def high(self) -> Float[Array, "*B K NB D"]:
+    def high(self) -> Float[Array, "*B K D NB"]:
         """Greatest of each block's keys."""
-        return self.far[..., self.far.shape[-1] // 2 :]
+        return self.far[..., self.far.shape[-2] // 2 :, :]
 
     def take(self, block: Int32[Array, "K T"], keys: Float[Array, "K T D"]) -> "Bounds":
         """With keys taken into their blocks (NB = none)."""
         head = jnp.arange(block.shape[0])[:, None]
         both = _both_signs(keys).astype(self.far.dtype)
-        return dataclasses.replace(self, far=self.far.at[head, block].max(both, mode="drop"))
+        return dataclasses.replace(self, far=self.far.at[head, :, block].max(both, mode="drop"))
 
     def scores(self, q: Float[Array, "K G D"], count: Int32[Array, "K NB"]) -> Float[Array, "K G NB"]:
         """sum_d max(q_d low_d, q_d high_d), scaled as attention scores are."""
         # max(q l, q h) = max(-q, 0) (-l) + max(q, 0) h: a matrix product instead of a K G NB D tensor.
-        return products((self.far, jnp.maximum(_both_signs(q), 0))) * q.shape[-1] ** -0.5
+        return products(self.far, jnp.maximum(_both_signs(q), 0)) * q.shape[-1] ** -0.5
 
 
 def _both_signs(x: Float[Array, "*B D"]) -> Float[Array, "*B D2"]:
@@ -57,21 +69,21 @@ def _both_signs(x: Float[Array, "*B D"]) -> Float[Array, "*B D2"]:
 class Means:
     """Mean key, kept as a sum (DynSplit-KV, Appendix A.2)."""
 
-    total: Float[Array, "*B K NB D"]
+    total: Float[Array, "*B K D NB"]
 
     @classmethod
     def empty(cls, spec: Spec) -> "Means":
         """Of blocks without keys."""
-        return cls(jnp.zeros((spec.kv_heads, spec.num_blocks, spec.head_dim)))
+        return cls(jnp.zeros((spec.kv_heads, spec.head_dim, spec.num_blocks)))
 
     def take(self, block: Int32[Array, "K T"], keys: Float[Array, "K T D"]) -> "Means":
         """With keys taken into their blocks (NB = none)."""
         head = jnp.arange(block.shape[0])[:, None]
-        return Means(self.total.at[head, block].add(keys.astype(self.total.dtype), mode="drop"))
+        return Means(self.total.at[head, :, block].add(keys.astype(self.total.dtype), mode="drop"))
 
     def scores(self, q: Float[Array, "K G D"], count: Int32[Array, "K NB"]) -> Float[Array, "K G NB"]:
         """q . mean key, scaled as attention scores are."""
-        scores = products((self.total, q)) * q.shape[-1] ** -0.5
+        scores = products(self.total, q) * q.shape[-1] ** -0.5
         return jnp.where(count[:, None] > 0, scores / jnp.maximum(count, 1)[:, None], -_FAR)
 
 

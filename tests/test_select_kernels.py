@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import softmax
 
+from kvjax import block_vectors, kernels, method, order
 from kvjax import cache as caching
-from kvjax import kernels, method, order
-from kvjax.clusters import index
 from kvjax.method import Spec
 from kvjax.models import rope
 
@@ -28,8 +27,7 @@ def numbers(*shape, seed=0):
 
 
 def products(vectors, q):
-    like = jax.ShapeDtypeStruct((*q.shape[:-1], vectors.shape[-1]), jnp.float32)
-    return kernels.on_cpu("vector_products", like, index._products, jnp.asarray(vectors), jnp.asarray(q))
+    return block_vectors.products(jnp.asarray(vectors), jnp.asarray(q))
 
 
 @pytest.mark.parametrize("queries", [1, 2, 3, 4, 5, 6, 11])

@@ -2,10 +2,9 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 
-from kvjax import kernels
+from kvjax.block_vectors import products
 from kvjax.method import Spec
 from kvjax.order import written_out
 from kvjax.places import first, first_least
@@ -29,17 +28,12 @@ class ClusterIndex:  # *B_K: [K], [B, K], or [] inside a function of one head
 
     def products(self, vectors: Float[Array, "K G D"]) -> Float[Array, "K G NB"]:
         """Inner products with every centroid."""
-        like = jax.ShapeDtypeStruct((*vectors.shape[:-1], self.centroid.shape[-1]), jnp.float32)
-        return kernels.on_cpu("vector_products", like, _products, self.centroid, vectors)
+        return products(self.centroid, vectors)
 
     def squared_distances(self, key: Float[Array, "K D"], product: Float[Array, "K NB"]) -> Float[Array, "K NB"]:
         """Of each head's key to every centroid, from their products, but for rounding that grows with their lengths:
         enough to rank them."""
         return self.norm - 2 * product + squared_norm(key)[:, None]
-
-
-def _products(centroid: Float[Array, "K D NB"], vectors: Float[Array, "K G D"]) -> Float[Array, "K G NB"]:
-    return jnp.einsum("kdn,kgd->kgn", centroid, vectors, precision="highest")
 
 
 def empty_index(spec: Spec) -> ClusterIndex:

@@ -17,7 +17,7 @@ from kvjax.errors import ConfigError
 from kvjax.method import Method, Placement, Selection, aggregate, top_blocks
 from kvjax.typing import Array, Bool, Float
 
-ALIGNED = 16  # numbers in a cache line: where each dimension begins one, XLA:CPU multiplies centroids a fifth faster
+ALIGNED = 16  # numbers in a cache line: where each dimension begins one, centroids meet keys some 5 % faster
 
 
 @dataclasses.dataclass(frozen=True)

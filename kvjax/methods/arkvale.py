@@ -30,7 +30,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from kvjax.attention import products
+from kvjax.block_vectors import products
 from kvjax.errors import ConfigError
 from kvjax.method import Method, Selection, aggregate, in_pages, in_token_order, no_force, top_blocks
 from kvjax.typing import Array, Bool, Float, pytree
@@ -42,8 +42,8 @@ VOLUMES = ("cuboid", "sphere")
 class Volumes:
     """Centre and extent of each page's keys; E = D half widths of a cuboid, E = 1 radius of a sphere."""
 
-    centre: Float[Array, "*B_K NB D"]
-    extent: Float[Array, "*B_K NB E"]
+    centre: Float[Array, "*B_K D NB"]
+    extent: Float[Array, "*B_K E NB"]
 
 
 @pytree
@@ -74,8 +74,8 @@ class ArkVale(Method):
         return in_pages(capacity, self.page, rows)
 
     def init(self, spec, weights):
-        shape, extent = (spec.kv_heads, spec.num_blocks), spec.head_dim if self.volume == "cuboid" else 1
-        digest = Volumes(jnp.zeros((*shape, spec.head_dim)), jnp.zeros((*shape, extent)))
+        sizes = spec.head_dim, spec.head_dim if self.volume == "cuboid" else 1
+        digest = Volumes(*(jnp.zeros((spec.kv_heads, size, spec.num_blocks)) for size in sizes))
         return ArkValeIndex(digest, jnp.zeros((spec.kv_heads, spec.block_rows, spec.head_dim)))
 
     def build(self, spec, index, context):
@@ -103,7 +103,7 @@ class ArkVale(Method):
         new = bounding_volumes(keys[:, None], (jnp.arange(spec.block_rows) <= row)[None], self.volume)
         head = jnp.arange(spec.kv_heads)
         digest = jax.tree.map(
-            lambda all_pages, one: all_pages.at[head, placement.block].set(one[:, 0], mode="drop"), index.digest, new
+            lambda every, one: every.at[head, :, placement.block].set(one[..., 0], mode="drop"), index.digest, new
         )
         return ArkValeIndex(digest, keys), placement
 
@@ -114,14 +114,18 @@ def bounding_volumes(keys: Float[Array, "K N C D"], filled: Bool[Array, "N C"], 
     if volume == "cuboid":
         low = jnp.min(keys, axis=2, where=there, initial=jnp.inf)
         high = jnp.max(keys, axis=2, where=there, initial=-jnp.inf)
-        return Volumes(*(jnp.where(any_row, x, 0.0) for x in ((low + high) / 2, (high - low) / 2)))
+        return _volumes(*(jnp.where(any_row, x, 0.0) for x in ((low + high) / 2, (high - low) / 2)))
     centre = jnp.sum(keys, axis=2, where=there) / jnp.maximum(jnp.sum(filled, axis=-1), 1)[:, None]
     distance = jnp.linalg.norm(keys - centre[:, :, None], axis=-1)
-    return Volumes(centre, jnp.max(distance, axis=-1, where=filled, initial=0.0)[..., None])
+    return _volumes(centre, jnp.max(distance, axis=-1, where=filled, initial=0.0)[..., None])
+
+
+def _volumes(centre: Float[Array, "K N D"], extent: Float[Array, "K N E"]) -> Volumes:
+    return Volumes(centre.swapaxes(1, 2), extent.swapaxes(1, 2))
 
 
 def promise(digest: Volumes, q: Float[Array, "K G D"]) -> Float[Array, "K G NB"]:
     """The largest product that a query has with any point of each volume."""
-    q, sphere = q.astype(jnp.float32), digest.extent.shape[-1] == 1
+    q, sphere = q.astype(jnp.float32), digest.extent.shape[-2] == 1
     reach = jnp.linalg.norm(q, axis=-1, keepdims=True) if sphere else jnp.abs(q)
-    return products((digest.centre, q), (digest.extent, reach))
+    return products(digest.centre, q) + products(digest.extent, reach)

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import prediction
-from kvjax.attention import products
+from kvjax.block_vectors import products
 from kvjax.errors import ConfigError
 from kvjax.method import Method, Selection, Spec, aggregate, in_pages, in_token_order, no_force, top_blocks
 from kvjax.models import rope
@@ -44,7 +44,7 @@ class Shadow:
 
 @pytree
 class Landmarks:
-    mean: Float[Array, "*B K NB D"]  # of each chunk's keys
+    mean: Float[Array, "*B K D NB"]  # of each chunk's keys, dimension by dimension
     outlier: Int32[Array, "*B K O"]  # chunks that are always attended, NB = none
     stored: Int32[Array, "*B"]  # tokens in chunks
     shadow: Shadow | None  # None where blocks hold keys
@@ -91,7 +91,7 @@ class ShadowKV(Method):
 
     def init(self, spec, weights):
         outlier = jnp.full((spec.kv_heads, min(self.outliers, spec.num_blocks)), spec.num_blocks, jnp.int32)
-        mean = jnp.zeros((spec.kv_heads, spec.num_blocks, spec.head_dim))
+        mean = jnp.zeros((spec.kv_heads, spec.head_dim, spec.num_blocks))
         shadow = None if self.sigma is None else _empty(spec, self.sigma, outlier.shape)
         return Landmarks(mean, outlier, jnp.int32(0), shadow)
 
@@ -100,8 +100,9 @@ class ShadowKV(Method):
         placement = in_token_order(spec, context)
         head, block = jnp.arange(spec.kv_heads)[:, None], placement.block
         count = jnp.zeros((spec.kv_heads, spec.num_blocks)).at[head, block].add(1.0, mode="drop")
-        mean = jnp.zeros_like(index.mean).at[head, block].add(key, mode="drop") / jnp.maximum(count, 1.0)[..., None]
-        alike = _cosine(key, mean[head, jnp.minimum(block, spec.num_blocks - 1)])
+        total = jnp.zeros_like(index.mean).at[head, :, block].add(key, mode="drop")
+        mean = total / jnp.maximum(count, 1.0)[:, None]
+        alike = _cosine(key, mean[head, :, jnp.minimum(block, spec.num_blocks - 1)])
         worst = jnp.full(count.shape, jnp.inf).at[head, block].min(alike, mode="drop")
         outlier = _smallest(worst, index.outlier.shape[1])
         shadow = index.shadow and _shadow(spec, index.shadow, context, outlier)
@@ -109,7 +110,7 @@ class ShadowKV(Method):
 
     def select(self, spec, index, view, q):
         occupied = view.count > 0
-        scores = products((index.mean, q)) * spec.head_dim**-0.5
+        scores = products(index.mean, q) * spec.head_dim**-0.5
         score = aggregate(jnp.where(occupied[:, None], scores, -1e30), self.aggregation)
         score = score.at[jnp.arange(spec.kv_heads)[:, None], index.outlier].set(jnp.inf, mode="drop")
         return Selection(top_blocks(score, occupied, spec.max_blocks), no_force(spec))
@@ -126,9 +127,9 @@ class ShadowKV(Method):
     def append(self, spec, index, view, leaving):
         placement = in_token_order(spec, leaving)
         head, block = jnp.arange(spec.kv_heads), placement.block
-        mean = index.mean[head, jnp.minimum(block, spec.num_blocks - 1)]
+        mean = index.mean[head, :, jnp.minimum(block, spec.num_blocks - 1)]
         step = (leaving.key.astype(jnp.float32) - mean) / (placement.row + 1)[:, None]
-        mean = index.mean.at[head, block].add(step, mode="drop")
+        mean = index.mean.at[head, :, block].add(step, mode="drop")
         shadow = index.shadow and _appended(spec, index.shadow, index, leaving, placement)
         return dataclasses.replace(index, mean=mean, stored=index.stored + leaving.valid, shadow=shadow), placement
 

@@ -41,12 +41,13 @@ def test_no_key_of_a_page_has_a_larger_product_than_its_volume_promises(volume, 
 def test_a_point_of_the_volume_reaches_the_promise(volume, keys, q, filled):
     """The farthest point of the ball or box in the query's direction: the bound is no looser than its volume."""
     digest = jax.device_get(volumes_of(keys, filled, volume))
+    centre, extent = digest.centre.swapaxes(1, 2), digest.extent.swapaxes(1, 2)
     if volume == "sphere":
         length = np.maximum(np.linalg.norm(q, axis=-1, keepdims=True), 1e-20)
-        step = (q / length)[:, :, None] * digest.extent[:, None]
+        step = (q / length)[:, :, None] * extent[:, None]
     else:
-        step = np.sign(q)[:, :, None] * digest.extent[:, None]
-    reached = np.einsum("kgd,kgnd->kgn", q.astype(np.float64), digest.centre[:, None] + step)
+        step = np.sign(q)[:, :, None] * extent[:, None]
+    reached = np.einsum("kgd,kgnd->kgn", q.astype(np.float64), centre[:, None] + step)
     np.testing.assert_allclose(promised(Volumes(digest.centre, digest.extent), q), reached, rtol=1e-4, atol=1e-1)
 
 
@@ -65,8 +66,8 @@ def test_volumes_follow_the_pages_while_decoding(volume):
                     extent = np.linalg.norm(keys - centre, axis=-1).max(keepdims=True)
                 else:
                     centre, extent = (keys.min(0) + keys.max(0)) / 2, (keys.max(0) - keys.min(0)) / 2
-                np.testing.assert_allclose(state.index.digest.centre[b, head, page], centre, atol=1e-5)
-                np.testing.assert_allclose(state.index.digest.extent[b, head, page], extent, atol=1e-5)
+                np.testing.assert_allclose(state.index.digest.centre[b, head, :, page], centre, atol=1e-5)
+                np.testing.assert_allclose(state.index.digest.extent[b, head, :, page], extent, atol=1e-5)
 
 
 def test_a_cuboid_ranks_full_pages_as_quest_does():

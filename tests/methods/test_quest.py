@@ -89,8 +89,8 @@ def test_bounds_are_the_minimum_and_maximum_of_each_pages_keys(keys, q, length):
     index, stored = fill(keys, length), stored_keys(keys, length)
     for page in range(-(-stored.shape[1] // SPEC.block_rows)):
         mine = stored[:, SPEC.block_rows * page :][:, : SPEC.block_rows]
-        np.testing.assert_array_equal(index.low[:, page], mine.min(axis=1))
-        np.testing.assert_array_equal(index.high[:, page], mine.max(axis=1))
+        np.testing.assert_array_equal(index.low[:, :, page], mine.min(axis=1))
+        np.testing.assert_array_equal(index.high[:, :, page], mine.max(axis=1))
 
 
 @settings(max_examples=60)
@@ -112,8 +112,8 @@ def test_the_machinery_keeps_the_bounds_of_the_true_pages():
         for head in range(HEADS):
             for page in np.flatnonzero(state.count[b, head]):
                 keys = sim.stream.k[b, state.pos[b, head, page, : state.count[b, head, page]], head]
-                np.testing.assert_array_equal(state.index.low[b, head, page], keys.min(0))
-                np.testing.assert_array_equal(state.index.high[b, head, page], keys.max(0))
+                np.testing.assert_array_equal(state.index.low[b, head, :, page], keys.min(0))
+                np.testing.assert_array_equal(state.index.high[b, head, :, page], keys.max(0))
 
 
 def brute_force_ranking(keys, q, rule, count):

@@ -52,7 +52,7 @@ def test_kept_tokens_are_in_their_sentences_with_the_mean_of_their_keys(steps):
                 mine = [p for p in sentence if p in kept]
                 assert state.pos[b, head, block, : state.count[b, head, block]].tolist() == mine
                 total = stream.k[b, mine, head].sum(0)
-                np.testing.assert_allclose(state.index.vectors.total[b, head, block], total, atol=1e-4)
+                np.testing.assert_allclose(state.index.vectors.total[b, head, :, block], total, atol=1e-4)
 
 
 def test_without_a_factor_nothing_is_dropped():
