@@ -20,7 +20,7 @@ from kvjax.errors import ConfigError, StoreClosed, StoreError, to_raise
 from kvjax.layer import LayerCache, Report
 from kvjax.method import Placement
 from kvjax.models.transformer import Block, Transformer
-from kvjax.parking import Desk, is_parked
+from kvjax.parking import Desk, hand_on, is_parked
 from kvjax.planning import Plan, State
 from kvjax.pool import Line, Pool, gated
 from kvjax.prefill import embed, unembed
@@ -237,6 +237,7 @@ def _layer_by_layer(plan, params, state, desk, tokens, active, donate):
             at, number, state.line, active,
         )
         desk.put(i, one)
+        desk.hand_on(i)
         fresh.append(new)
         oks.append(ok)
         reports.append(report)
@@ -292,6 +293,7 @@ def _fused_token(plan, params, state, tokens, active):
             plan.config, layer_plan, following[0], params[f"layers_{i}"], following[1], layers[i], following[2], x,
             choice, at, jnp.int32(i), state.line, active,
         )
+        hand_on(layers, i)
         ok = ok & fine
         fresh.append(new)
         reports.append(report)

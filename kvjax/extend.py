@@ -108,6 +108,7 @@ def _layer_by_layer(plan: Plan, params, state: State, desk: Desk, tokens, count)
             plan.config, one, params[f"layers_{i}"], cache, x, at, count, jnp.int32(i), line, choice
         )
         desk.put(i, cache)
+        desk.hand_on(i)
         fresh.append(new)
         ok = ok & fine
     last = jnp.take_along_axis(x, jnp.maximum(count - 1, 0)[:, None, None], axis=1)[:, 0]
@@ -138,7 +139,7 @@ def _read(config, plan: LayerPlan, params, cache: LayerCache, x, at, count, numb
     loaded = jnp.broadcast_to(choice.need, (size, *choice.need.shape))
     seen = jnp.zeros((size, *choice.need.shape[:2], 0))
     fresh = Fresh(key.swapaxes(0, 1), value.swapaxes(0, 1), loaded, seen.astype(jnp.int32), seen)
-    return x, LayerCache(cache.state, pool.released()), fresh, ok, choice
+    return x, cache, fresh, ok, choice
 
 
 def _choose(plan: LayerPlan, state: LayerState, q: Float[Array, "B Q H D"], count: Int32[Array, "B"]) -> Choice:

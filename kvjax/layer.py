@@ -341,7 +341,6 @@ def read(
     pool, slot, ok, traffic = cache.pool.fetch(choice.need, cache.state.count, layer, line)
     cache = LayerCache(cache.state, pool)
     out, fresh, seen = answer(plan, cache, choice, q, key, value, slot, at)
-    cache = LayerCache(cache.state, pool.released())
     return out, cache, fresh, ok, report(plan, cache.state, choice, q, key, value, seen, traffic)
 
 

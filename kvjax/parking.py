@@ -65,7 +65,8 @@ def create(store: Store, outlines: list[LayerCache]) -> Branch:
 
 
 def park(branch: Branch, number: int, cache: LayerCache) -> Parked:
-    """Writes a layer for the first time. Raises StoreError."""
+    """Writes a layer for the first time, without slots that are handed on. Raises StoreError."""
+    cache = _without_slots(cache)
     pages = _to_pages(cache)
     blocks = np.zeros((1, 1, branch.geometry.num_blocks, 1, PAGE_BYTES), np.int8)
     blocks[0, 0, : len(pages), 0] = pages
@@ -91,7 +92,7 @@ def close(layers: tuple) -> None:
 
 def park_all(store: Store, layers: tuple[LayerCache, ...]) -> tuple[Parked, ...]:
     """Layers in memory, parked. Raises StoreError."""
-    branch = create(store, [_outline(one) for one in layers])
+    branch = create(store, [_outline(_without_slots(one)) for one in layers])
     try:
         return tuple(park(branch, i, one) for i, one in enumerate(layers))
     except BaseException:
@@ -147,6 +148,11 @@ class Desk:
         self._fresh[i] = _put(before, cache) if isinstance(before, Parked) else cache
         self._opened.pop(i, None)
 
+    def hand_on(self, i: int) -> None:
+        """`hand_on` after layer i; parked layers have put theirs away."""
+        if not isinstance(self._fresh[i], Parked):
+            hand_on(self._fresh, i)
+
     def commit(self) -> None:
         """What was put back is what the layers are. Raises StoreError."""
         parked = [one for one in self._fresh if isinstance(one, Parked)]
@@ -164,6 +170,19 @@ class Desk:
             if isinstance(one, Parked):
                 one.branch.take_error()
                 one.branch.abort(one.generation)
+
+
+def hand_on(layers: list[LayerCache], i: int) -> None:
+    """Gives the slots of a passing pool, once its layer has been read, to the next such pool; the last one's to the
+    first. So all of them take turns with the same memory, which stays where it is."""
+    pools = {j: one.pool for j, one in enumerate(layers) if isinstance(one.pool, SlotPool) and one.pool.passing}
+    if i not in pools or len(pools) == 1:
+        return
+    turns = list(pools)
+    following = turns[(turns.index(i) + 1) % len(turns)]
+    taken = dataclasses.replace(pools[following], rows=pools[i].rows)
+    layers[i] = dataclasses.replace(layers[i], pool=pools[i].released())
+    layers[following] = dataclasses.replace(layers[following], pool=taken)
 
 
 def is_parked(layers: tuple) -> bool:
@@ -189,7 +208,7 @@ def _load(one: Parked) -> LayerCache:
 
 
 def _put(before: Parked, cache: LayerCache) -> Parked:
-    pages = _to_pages(cache)
+    pages = _to_pages(_without_slots(cache))
     sums = _sums(pages)
     changed = np.flatnonzero(sums != before.sums).astype(np.int32)
     if changed.size and not before.branch.put_blocks(
@@ -220,6 +239,11 @@ def _to_pages(cache: LayerCache) -> np.ndarray:
 
 def _sums(pages: np.ndarray) -> np.ndarray:
     return np.array([checksum(page) for page in pages], np.uint64)
+
+
+def _without_slots(cache: LayerCache) -> LayerCache:
+    """Without those that layers in memory hand on: a parked one makes them anew, which is less than to write them."""
+    return dataclasses.replace(cache, pool=cache.pool.released())
 
 
 def _outline(cache: LayerCache) -> LayerCache:

@@ -61,7 +61,7 @@ class Slots:
         with the query that this layer's input would give there. "step": the blocks ranked just below this step's, for
         the next step. Outputs are the same in all cases.
       keep: whether blocks stay for later steps, as in KVSwap's reuse buffer; if not, every needed block is read again
-        in every step (FlexGen), into slots that all layers share, one after the other. An adaptive method, which
+        in every step (FlexGen), into slots that layers hand on to each other. An adaptive method, which
         rewrites blocks once all layers were read, has slots in each layer all the same.
       even: whether all KV heads reuse equally many blocks, as in DynSplit-KV's reuse (`kvjax.store.residency.plan`), so
         that each reads as many as the others; the head that finds the fewest decides.
@@ -160,9 +160,10 @@ def slot_pool(plan: Plan, i: int, slots: Slots) -> SlotPool:
     backend = slots.backend or default_backend()
     if backend == "buffer" and default_backend() != "buffer":
         raise ConfigError(f"backend='buffer' is CPU's alone, and this is {jax.default_backend()}; leave it out")
+    passing = not slots.keep and not plan.layers[i].method.adaptive
     pool = SlotPool.zeros(
         spec, plan.batch, count, plan.dtype, slots.policy, backend, slots.prefetch, slots.keep, slots.even,
-        passing=not slots.keep and not plan.layers[i].method.adaptive,
+        passing=passing, waits=passing and any(on_store(plan, j) for j in range(i)),
     )
     return pool if slots.host is None else TieredPool.over(pool, spec, slots.host)
 
@@ -209,6 +210,7 @@ def _copied(leaves: list[Array]) -> list[Array]:
 def bytes_of(layers: tuple) -> int:
     """Bytes of every array of a cache's layers, or of outlines of them, that is in memory at once, buffers and tables
     included."""
-    passing = [one.pool.passing_bytes for one in layers if isinstance(one.pool, SlotPool)]
+    passing = [one.pool.waits_for_bytes for one in layers if isinstance(one.pool, SlotPool) and one.pool.passing]
+    made = min(passing, default=0)  # in each step, where none of the layers has slots to hand on
     kept = sum(leaf.nbytes for leaf in jax.tree.leaves(layers))
-    return kept + max(passing, default=0) + parking.working_set(layers)
+    return kept + made + parking.working_set(layers)

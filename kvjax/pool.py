@@ -47,7 +47,7 @@ class Pool(Protocol):
         `count` has the valid rows of every block, which may decide which blocks stay in memory."""
 
     def released(self) -> "Pool":
-        """The pool once the layer's step has attended what it fetched: without slots that nobody needs any more."""
+        """The pool once its layer has attended what it fetched: without slots that nobody needs any more."""
 
     def submit(self, block: Int32[Array, "B K N"], layer: Int32[Array, ""], line: Line) -> Int32[Array, ""]:
         """Begins to read blocks that will be needed; the token returned exists once that has begun."""

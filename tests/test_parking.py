@@ -59,6 +59,23 @@ def _contents(layers):
     return jax.tree.leaves([(one.state, one.pool.rows, one.pool.table) for one in layers])
 
 
+def test_slots_that_are_handed_on_are_not_parked(params, tokens, tmp_path):
+    plan, resident, _, branch = start(params, tokens, METHODS["kvswap"], HostStore(), keep=False)
+    _, parked, _, other = start(
+        params, tokens, METHODS["kvswap"], HostStore(), keep=False, park=FlashStore(tmp_path)
+    )
+    resident, expected = decoded(plan, params, resident, tokens, STEPS)
+    parked, got = decoded(plan, params, parked, tokens, STEPS)
+    np.testing.assert_array_equal(expected, got)
+    pools = [one.pool for one in parked.layers]
+    assert all(pool.waits for pool in pools) and not resident.layers[0].pool.waits
+    made = planning.bytes_of(parked.layers) - parking.working_set(parked.layers)
+    assert made == pools[0].waits_for_bytes == resident.layers[0].pool.rows.nbytes
+    branch.close()
+    other.close()
+    parking.close(parked.layers)
+
+
 def test_layers_in_memory_may_be_parked_too(params, tokens, tmp_path):
     """With no other store: keys and values go to and fro with their layer."""
     plan, resident, *_ = start(params, tokens, METHODS["quest"])

@@ -23,7 +23,7 @@ class SlotPool:
     What is read ahead (`prefetch`) waits in the store, not in slots: a wrong guess evicts nothing.
     """
 
-    rows: Num[Array, "B KB NS C X2"]  # of a `passing` pool without slots, but from fetch to release
+    rows: Num[Array, "B KB NS C X2"]  # of `passing` pools one has slots, and hands them on (`kvjax.parking.hand_on`)
     table: Residency
     queued: Int32[Array, ""]  # writes handed to the store: ready only when the callbacks have run
     num_blocks: int = dataclasses.field(metadata={"static": True})
@@ -40,10 +40,10 @@ class SlotPool:
     @classmethod
     def zeros(
         cls, spec: Spec, batch: int, slots: int, dtype: str, policy: str, backend: str, prefetch: str = "off",
-        keep: bool = True, even: bool = False, passing: bool = False,
+        keep: bool = True, even: bool = False, passing: bool = False, waits: bool = False,
     ) -> "SlotPool":
-        """Slots with nothing in them; of a `passing` pool they exist while its layer is read, and no longer."""
-        shape = (batch, spec.block_heads, 0 if passing else slots, spec.block_rows, row_width(spec, dtype))
+        """Slots with nothing in them; a `passing` pool that `waits` gets them from another one."""
+        shape = (batch, spec.block_heads, 0 if waits else slots, spec.block_rows, row_width(spec, dtype))
         table = residency.empty_all(batch, spec.block_heads, slots, spec.num_blocks)
         rows = jnp.zeros(shape, packing.array_type(dtype))
         return cls(
@@ -57,9 +57,14 @@ class SlotPool:
         return self.table.block.shape[-1]
 
     @property
-    def passing_bytes(self) -> int:
-        """Of the slots that exist while the layer is read, and are not in the state."""
-        return self._space().size * self.rows.dtype.itemsize if self.passing else 0
+    def waits(self) -> bool:
+        """Whether slots are still to come; a fetch makes them where none do."""
+        return self.rows.shape[2] < self.slots
+
+    @property
+    def waits_for_bytes(self) -> int:
+        """Of the slots that are to come."""
+        return self._space().size * self.rows.dtype.itemsize if self.waits else 0
 
     def _space(self) -> jax.ShapeDtypeStruct:
         """What slots are like."""
@@ -86,7 +91,7 @@ class SlotPool:
 
     def fetch(self, need, count, layer, line):
         plan, rows = self.plan(need, count), self.rows
-        if self.passing:
+        if self.waits:
             rows = jnp.zeros(self._space().shape, rows.dtype)
         if self.backend == "buffer":
             rows, ok = callbacks.read_in_place(rows, line, layer, plan.read, plan.slot)
