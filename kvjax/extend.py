@@ -20,12 +20,13 @@ from kvjax import cache as caching
 from kvjax.cache import Fresh, LayerState
 from kvjax.errors import ConfigError, PromptError
 from kvjax.layer import Choice, LayerCache, LayerPlan
-from kvjax.method import Placement, Selection, Spec, top_blocks
+from kvjax.method import Placement, Selection, Spec
 from kvjax.models.transformer import Block
 from kvjax.parking import Desk
 from kvjax.planning import Plan, State
 from kvjax.pool import Line
 from kvjax.prefill import embed, unembed
+from kvjax.ranking import top_blocks
 from kvjax.store.slots import SlotPool
 from kvjax.typing import Array, Bool, Float, Int32, Logits, PyTree
 

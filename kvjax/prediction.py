@@ -18,8 +18,9 @@ import numpy as np
 from kvjax import kernels
 from kvjax.codecs import lowbit
 from kvjax.errors import ConfigError
-from kvjax.method import Context, Method, Selection, Spec, aggregate, in_pages, in_token_order, no_force, top_blocks
+from kvjax.method import Context, Method, Selection, Spec, in_pages, in_token_order, no_force
 from kvjax.order import computed_once
+from kvjax.ranking import aggregate, top_blocks
 from kvjax.typing import Array, Bool, Float, Int32, Num, pytree
 
 _FLOAT = 32  # bits of a number that is kept as it is
@@ -265,7 +266,7 @@ def predict_mean(index: CompressedKeys, low: Float[Array, "#K 1 r"]) -> Float[Ar
 
 
 def aggregate_where_they_lie(scores: Float[Array, "F N Q"], rule: str) -> Float[Array, "F N"]:
-    """`kvjax.method.aggregate` of scores that lie token by token; of many queries the faster way round on XLA:CPU."""
+    """`kvjax.ranking.aggregate` of scores that lie token by token; of many queries the faster way round on XLA:CPU."""
     if not rule.startswith("softmax"):
         return jnp.mean(scores, axis=-1) if rule.endswith("mean") else jnp.max(scores, axis=-1)
     weight = computed_once(jnp.exp(scores - jnp.max(scores, axis=1, keepdims=True)))

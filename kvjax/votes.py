@@ -5,7 +5,8 @@ import jax.numpy as jnp
 
 from kvjax.attention import NEGATIVE
 from kvjax.errors import ConfigError
-from kvjax.method import AGGREGATIONS, Context, Spec, aggregate
+from kvjax.method import Context, Spec
+from kvjax.ranking import AGGREGATIONS, aggregate
 from kvjax.typing import Array, Bool, Float, Int32
 
 _TOGETHER = 32  # queries looked at together: bounds memory by K G _TOGETHER T

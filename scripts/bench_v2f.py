@@ -28,9 +28,10 @@ import numpy as np
 from kvjax import attention
 from kvjax import cache as caching
 from kvjax.attention import Part
-from kvjax.method import Selection, top_blocks
+from kvjax.method import Selection
 from kvjax.methods import DynSplit
 from kvjax.pool import find_rows
+from kvjax.ranking import top_blocks
 from kvjax.store import residency
 
 HEADS, GROUP, SIZE = 8, 4, 64

@@ -12,7 +12,7 @@ from scipy.special import softmax
 
 from kvjax import attention
 from kvjax.errors import ConfigError
-from kvjax.method import AGGREGATIONS, aggregate
+from kvjax.ranking import AGGREGATIONS, aggregate
 
 HEADS, GROUP, SIZE, TOKENS, PARTS = 2, 3, 8, 24, 5
 

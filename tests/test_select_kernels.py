@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import softmax
 
-from kvjax import block_vectors, kernels, method, order
+from kvjax import block_vectors, kernels, order, ranking
 from kvjax import cache as caching
 from kvjax.method import Spec
 from kvjax.models import rope
@@ -63,14 +63,14 @@ def test_products_of_a_batch_are_those_of_each_alone():
 def test_the_mean_of_softmaxes(group, count, scale):
     scores = scale * numbers(3, group, count)
     scores[:, :, count // 2 + 1 :] = -1e30  # as methods mark what is not there
-    found = jax.jit(method.aggregate, static_argnums=1)(scores, "softmax_mean")
+    found = jax.jit(ranking.aggregate, static_argnums=1)(scores, "softmax_mean")
     np.testing.assert_allclose(found, softmax(np.float64(scores), axis=-1).mean(1), rtol=1e-5, atol=1e-30)
 
 
 def test_threads_share_many_scores():
     scores = 3 * numbers(4, 4, 9001)
     expected = softmax(np.float64(scores), axis=-1).mean(1)
-    found = jax.jit(functools.partial(method.aggregate, rule="softmax_mean"))
+    found = jax.jit(functools.partial(ranking.aggregate, rule="softmax_mean"))
     for _ in range(20):
         np.testing.assert_allclose(found(scores), expected, rtol=1e-5)
 
@@ -78,13 +78,13 @@ def test_threads_share_many_scores():
 @compiled
 def test_what_replaces_the_mean_agrees_with_it():
     scores = 3 * numbers(3, 4, 45)
-    mean = method._softmax_mean(scores)
-    np.testing.assert_allclose(method.aggregate(jnp.asarray(scores), "softmax_mean"), mean, rtol=1e-5)
+    mean = ranking._softmax_mean(scores)
+    np.testing.assert_allclose(ranking.aggregate(jnp.asarray(scores), "softmax_mean"), mean, rtol=1e-5)
 
 
 # The best blocks -----------------------------------------------------------------------------------
 
-top_blocks, _top_blocks = (jax.jit(one, static_argnames="count") for one in (method.top_blocks, method._top_blocks))
+top_blocks, _top_blocks = (jax.jit(one, static_argnames="count") for one in (ranking.top_blocks, ranking._top_blocks))
 
 
 @compiled
@@ -109,7 +109,7 @@ def test_the_best_blocks_are_those_of_xla(seed, count, kind):
 @compiled
 def test_blocks_of_a_batch_are_those_of_each_alone():
     scores, occupied = numbers(4, 3, 50), np.random.default_rng(0).random((4, 3, 50)) < 0.6
-    batch = jax.vmap(functools.partial(method.top_blocks, count=40))(scores, occupied)
+    batch = jax.vmap(functools.partial(ranking.top_blocks, count=40))(scores, occupied)
     for i in range(4):
         np.testing.assert_array_equal(batch[i], top_blocks(scores[i], occupied[i], 40))
 

@@ -14,7 +14,8 @@ from kvjax import clustering
 from kvjax.clusters.index import ClusterIndex, empty_index, squared_norm, statistics
 from kvjax.clusters.update import Update
 from kvjax.errors import ConfigError
-from kvjax.method import Method, Placement, Selection, aggregate, top_blocks
+from kvjax.method import Method, Placement, Selection
+from kvjax.ranking import aggregate, top_blocks
 from kvjax.typing import Array, Bool, Float
 
 ALIGNED = 16  # numbers in a cache line: where each dimension begins one, centroids meet keys some 5 % faster

@@ -15,7 +15,7 @@ platforms, and where pip found no GCC 12 or clang and left the kernels out (`COM
   - `vector_products`: vectors[F, D, N] and q[F, Q, D] to [F, Q, N];
   - `softmax_mean`: scores[F, G, N] to the mean [F, N] of the softmaxes of each head's queries;
   - `best_blocks`: scores[F, N] and occupied[F, N] to the M best occupied blocks [F, M] of each head, as
-    `kvjax.method.top_blocks` says; exactly equal;
+    `kvjax.ranking.top_blocks` says; exactly equal;
   - `cut`: blocks[K, M], forced[K], room[K], counts[KT, NB] and positions[KT, _, C] to need[K, M1] and rank, row, valid
     and pos[K, N], as `kvjax.cache.needed_blocks` says; exactly equal;
   - `copy`: numbers[*N] to the same, for `kvjax.order.written_out`;

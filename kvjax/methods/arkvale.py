@@ -32,7 +32,8 @@ import jax.numpy as jnp
 
 from kvjax.block_vectors import products
 from kvjax.errors import ConfigError
-from kvjax.method import Method, Selection, aggregate, in_pages, in_token_order, no_force, top_blocks
+from kvjax.method import Method, Selection, in_pages, in_token_order, no_force
+from kvjax.ranking import aggregate, top_blocks
 from kvjax.typing import Array, Bool, Float, pytree
 
 VOLUMES = ("cuboid", "sphere")

@@ -34,8 +34,9 @@ import numpy as np
 from kvjax.block_vectors import VECTORS, Bounds, Means
 from kvjax.delimiters.table import NO_DELIMITER, Delimiters
 from kvjax.errors import ConfigError
-from kvjax.method import Method, Placement, Selection, aggregate, no_force, top_blocks
+from kvjax.method import Method, Placement, Selection, no_force
 from kvjax.methods.fitted import read_once
+from kvjax.ranking import aggregate, top_blocks
 from kvjax.splitting import Split, weights_of
 from kvjax.typing import Array, Float, Int32, pytree
 

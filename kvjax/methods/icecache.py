@@ -40,8 +40,9 @@ import jax.numpy as jnp
 from kvjax import clustering, dci
 from kvjax.dci.tree import most_levels
 from kvjax.errors import ConfigError
-from kvjax.method import Method, Placement, Selection, aggregate, no_force, top_blocks
+from kvjax.method import Method, Placement, Selection, no_force
 from kvjax.order import computed_once
+from kvjax.ranking import aggregate, top_blocks
 from kvjax.typing import Array, Float, Int32
 
 _LOW = -1e30  # rank of a page without a found token: finite, so that it still comes before an empty page

@@ -38,7 +38,8 @@ import jax.numpy as jnp
 
 from kvjax.attention import products
 from kvjax.errors import ConfigError
-from kvjax.method import Context, Method, Selection, aggregate, in_pages, in_token_order, no_force, top_blocks
+from kvjax.method import Context, Method, Selection, in_pages, in_token_order, no_force
+from kvjax.ranking import aggregate, top_blocks
 from kvjax.typing import Array, Float, Int32, pytree
 
 _NONE = -1.0  # score of a place without a representative: below every sum of attention weights

@@ -25,8 +25,9 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from kvjax.method import Selection, aggregate, no_force, top_blocks
+from kvjax.method import Selection, no_force
 from kvjax.methods.oracle import Oracle
+from kvjax.ranking import aggregate, top_blocks
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,8 @@ from typing import ClassVar
 import jax.numpy as jnp
 
 from kvjax.attention import products
-from kvjax.method import Method, Selection, Spec, View, aggregate, in_token_order, no_force, top_blocks
+from kvjax.method import Method, Selection, Spec, View, in_token_order, no_force
+from kvjax.ranking import aggregate, top_blocks
 from kvjax.typing import Array, Float, pytree
 
 

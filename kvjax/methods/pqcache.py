@@ -32,7 +32,8 @@ import jax.numpy as jnp
 from kvjax import clustering
 from kvjax.clusters.index import statistics
 from kvjax.errors import ConfigError
-from kvjax.method import Method, Selection, aggregate, in_token_order, no_force, top_blocks
+from kvjax.method import Method, Selection, in_token_order, no_force
+from kvjax.ranking import aggregate, top_blocks
 from kvjax.typing import Array, Float, Int32, UInt, pytree
 
 

@@ -12,7 +12,8 @@ import dataclasses
 from typing import ClassVar
 
 from kvjax.block_vectors import Bounds
-from kvjax.method import Method, Selection, aggregate, in_pages, in_token_order, no_force, top_blocks
+from kvjax.method import Method, Selection, in_pages, in_token_order, no_force
+from kvjax.ranking import aggregate, top_blocks
 
 
 @dataclasses.dataclass(frozen=True)

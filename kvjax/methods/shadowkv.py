@@ -28,9 +28,10 @@ import jax.numpy as jnp
 from kvjax import prediction
 from kvjax.block_vectors import products
 from kvjax.errors import ConfigError
-from kvjax.method import Method, Selection, Spec, aggregate, in_pages, in_token_order, no_force, top_blocks
+from kvjax.method import Method, Selection, Spec, in_pages, in_token_order, no_force
 from kvjax.models import rope
 from kvjax.prediction import CompressedKeys
+from kvjax.ranking import aggregate, top_blocks
 from kvjax.typing import Array, Float, Int32, pytree
 
 

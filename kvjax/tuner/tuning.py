@@ -27,7 +27,7 @@ class Family:
       bits: of each number of a compressed key (`kvjax.kvswap`); the paper has floats.
       adapters: directory of the adapters of each sigma; a sigma without one decomposes each prompt's own keys.
       per_head: whether that decomposition is each head's for itself, which goes well with few bits.
-      aggregation: how scores of heads become one (`kvjax.method.aggregate`); "mean" is the paper's, and quick.
+      aggregation: how scores of heads become one (`kvjax.ranking.aggregate`); "mean" is the paper's, and quick.
       dtype: how keys and values are kept (`LLM.prefill`).
 
     Raises ConfigError where `selected`, `bits` or a sigma is no positive integer, or for a type that there is not.

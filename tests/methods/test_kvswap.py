@@ -28,9 +28,9 @@ from kvjax import kernels, layer, prediction
 from kvjax.adapters import Adapters
 from kvjax.codecs import lowbit
 from kvjax.errors import ConfigError, FormatMismatch, PromptError, ReadFailed
-from kvjax.method import AGGREGATIONS, aggregate
 from kvjax.methods import InfiniGen, KVSwap, Loki
 from kvjax.models.config import ModelConfig
+from kvjax.ranking import AGGREGATIONS, aggregate
 
 SMALL = {"budget": 24, "sinks": 2, "window": 4}
 PROMPT, STEPS = 51, 13
