@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.timing import median_ms
-from kvjax import layer
+from kvjax import layer, turns
 from kvjax.cache import Fresh
 from kvjax.layer import LayerCache
 from kvjax.planning import State
@@ -32,7 +32,8 @@ def _whole_read(layer_plan, cache, q, key, value, at, number, line):
 def parts(llm, plan, state: State, branch) -> dict[str, float]:
     """Milliseconds of one layer's select, fetch, attend and commit; the store is not to be used afterwards."""
     last = max(i for i, one in enumerate(plan.layers) if not one.follows)  # followers do not select
-    rng, one, layer_plan = np.random.default_rng(0), state.layers[last], plan.layers[last]
+    rng, layer_plan = np.random.default_rng(0), plan.layers[last]
+    one = turns.take(state.layers[last], turns.between_steps(state.layers))
     config, number = llm.config, jnp.int32(last)
     q = jnp.asarray(rng.standard_normal((plan.batch, config.num_heads, config.head_dim), np.float32))
     key = jnp.asarray(rng.standard_normal((plan.batch, config.num_kv_heads, config.head_dim), np.float32))

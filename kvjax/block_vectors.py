@@ -1,30 +1,19 @@
 """What stands for the keys of a block when a query ranks blocks: their bounds, or their mean.
 
-Both take keys in as they come and score all blocks with one matrix product. They lie dimension by dimension, which are
-read fastest where few queries meet them.
+Both take keys in as they come and score all blocks with one matrix product. They lie dimension by dimension, as such
+vectors are read fastest where few queries meet them.
 """
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import kernels
 from kvjax.method import Spec
+from kvjax.ranking import vector_products
 from kvjax.typing import Array, Float, Int32, pytree
 
 _FAR = np.float32(1e30)  # for empty blocks: finite, so that their scores are very low and never NaN
-
-
-def products(vectors: Float[Array, "K D N"], q: Float[Array, "K G D"]) -> Float[Array, "K G N"]:
-    """Inner products of each head's queries with its vectors."""
-    like = jax.ShapeDtypeStruct((*q.shape[:-1], vectors.shape[-1]), jnp.float32)
-    return kernels.on_cpu("vector_products", like, _products, vectors, q.astype(jnp.float32))
-
-
-def _products(vectors: Float[Array, "K D N"], q: Float[Array, "K G D"]) -> Float[Array, "K G N"]:
-    return jnp.einsum("kdn,kgd->kgn", vectors, q, precision="highest")
 
 
 @pytree
@@ -58,7 +47,7 @@ class Bounds:
     def scores(self, q: Float[Array, "K G D"], count: Int32[Array, "K NB"]) -> Float[Array, "K G NB"]:
         """sum_d max(q_d low_d, q_d high_d), scaled as attention scores are."""
         # max(q l, q h) = max(-q, 0) (-l) + max(q, 0) h: a matrix product instead of a K G NB D tensor.
-        return products(self.far, jnp.maximum(_both_signs(q), 0)) * q.shape[-1] ** -0.5
+        return vector_products(self.far, jnp.maximum(_both_signs(q), 0)) * q.shape[-1] ** -0.5
 
 
 def _both_signs(x: Float[Array, "*B D"]) -> Float[Array, "*B D2"]:
@@ -83,7 +72,7 @@ class Means:
 
     def scores(self, q: Float[Array, "K G D"], count: Int32[Array, "K NB"]) -> Float[Array, "K G NB"]:
         """q . mean key, scaled as attention scores are."""
-        scores = products(self.total, q) * q.shape[-1] ** -0.5
+        scores = vector_products(self.total, q) * q.shape[-1] ** -0.5
         return jnp.where(count[:, None] > 0, scores / jnp.maximum(count, 1)[:, None], -_FAR)
 
 

@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import layer, order
+from kvjax import layer, order, turns
 from kvjax.errors import ConfigError, StoreClosed, StoreError, to_raise
 from kvjax.layer import LayerCache, Report
 from kvjax.method import Placement
 from kvjax.models.transformer import Block, Transformer
-from kvjax.parking import Desk, hand_on, is_parked
+from kvjax.parking import Desk, is_parked
 from kvjax.planning import Plan, State
 from kvjax.pool import Line, Pool, gated
 from kvjax.prefill import embed, unembed
@@ -120,7 +120,7 @@ def _read(config, layer_plan, next_plan, params, next_params, cache, next_cache,
 
     Begins with a look at the next layer, if there is anything to choose or to read there; `choice` is what the previous
     layer saw of this one, or made for both. Returns (output, cache, Fresh, ok, Report, Choice for the next layer or
-    None).
+    None, slots that it leaves or None).
     """
     next_choice = projected = None
     if choice is None and layer_plan.method.lookahead and _prefetches(cache.pool, "layer"):
@@ -135,9 +135,8 @@ def _read(config, layer_plan, next_plan, params, next_params, cache, next_cache,
         if _prefetches(next_cache.pool, "layer"):
             x = order.after(next_cache.pool.submit(seen.need, number + 1, line), x)
     q, key, value = _project(config, params, x, at) if projected is None else projected
-    if choice is None:
-        choice = _choose(layer_plan, cache.state, q, active)
-    else:  # made earlier: without this the wait for its blocks could come before all computing
+    choice = _choose(layer_plan, cache.state, q, active) if choice is None else choice
+    if isinstance(cache.pool, SlotPool):  # of blocks that are known early, waiting could come before all computing
         ready = order.exists(q) & order.exists(x)
         choice = dataclasses.replace(choice, need=jnp.where(ready, choice.need, layer_plan.spec.num_blocks))
     out, cache, fresh, ok, report = layer.read(layer_plan, cache, q, key, value, at, number, line, choice)
@@ -148,7 +147,8 @@ def _read(config, layer_plan, next_plan, params, next_params, cache, next_cache,
     if _prefetches(cache.pool, "step") and not layer_plan.follows:  # followers do not rank blocks
         likely = gated(layer.runners_up(layer_plan, cache.state, q), ok & active, layer_plan.spec.num_blocks)
         out = order.after(cache.pool.submit(likely, number, line), out)
-    return _finish(config, params, x, out), cache, fresh, ok, report, next_choice
+    cache, left = turns.leave(cache)
+    return _finish(config, params, x, out), cache, fresh, ok, report, next_choice, left
 
 
 def _choose(layer_plan, state, q, active):
@@ -225,24 +225,25 @@ def forget(state: State) -> None:
 
 def _layer_by_layer(plan, params, state, desk, tokens, active, donate):
     read, write = _compiled(donate, _effects_in_python(state))
-    x, choice = embed(plan.config, params, tokens), None
+    x, choice, slots = embed(plan.config, params, tokens), None, None
     at, fresh, oks, reports = state.length, [], [], []
     for i, layer_plan in enumerate(plan.layers):
         number = _numbers(len(plan.layers))[i]
-        one = desk.open(i)
+        one = turns.take(desk.open(i), slots)
         desk.begin(i + 1)
         following = _following(plan, params, state.layers, i, desk.open)
-        x, one, new, ok, report, choice = read(
+        x, one, new, ok, report, choice, left = read(
             plan.config, layer_plan, following[0], params[f"layers_{i}"], following[1], one, following[2], x, choice,
             at, number, state.line, active,
         )
         desk.put(i, one)
-        desk.hand_on(i)
+        slots = slots if left is None else left
         fresh.append(new)
         oks.append(ok)
         reports.append(report)
     logits = unembed(plan.config, params, x)
     ok, gate, line, length = _close(oks, active, state.line, at)
+    desk.give_back(slots)
     desk.commit()
     numbers = _numbers(len(plan.layers))
     write_layers(plan, desk, lambda i, cache, leader: write(
@@ -285,21 +286,21 @@ def _close(oks, active, line, length):
 
 def _fused_token(plan, params, state, tokens, active):
     model = Transformer(plan.config)
-    x, choice = model.apply({"params": params}, tokens, method="embed"), None
+    x, choice, slots = model.apply({"params": params}, tokens, method="embed"), None, None
     at, layers, fresh, reports, ok = state.length, list(state.layers), [], [], jnp.bool_(True)
     for i, layer_plan in enumerate(plan.layers):
         following = _following(plan, params, state.layers, i, state.layers.__getitem__)
-        x, layers[i], new, fine, report, choice = _read(
-            plan.config, layer_plan, following[0], params[f"layers_{i}"], following[1], layers[i], following[2], x,
-            choice, at, jnp.int32(i), state.line, active,
+        x, layers[i], new, fine, report, choice, left = _read(
+            plan.config, layer_plan, following[0], params[f"layers_{i}"], following[1], turns.take(layers[i], slots),
+            following[2], x, choice, at, jnp.int32(i), state.line, active,
         )
-        hand_on(layers, i)
+        slots = slots if left is None else left
         ok = ok & fine
         fresh.append(new)
         reports.append(report)
     logits = model.apply({"params": params}, x, method="unembed")
     gate = ok & active & order.exists(x) & order.positions_exist(report.selected for report in reports)
-    leader = None
+    layers, leader = turns.give_back(layers, slots), None
     for i, layer_plan in enumerate(plan.layers):
         leader = leader if layer_plan.follows else None
         layers[i], leader = layer.write(

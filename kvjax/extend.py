@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import attention, decode, fields, layer, packing
+from kvjax import attention, decode, fields, layer, packing, turns
 from kvjax import cache as caching
 from kvjax.cache import Fresh, LayerState
 from kvjax.errors import ConfigError, PromptError
@@ -100,19 +100,20 @@ def _chunk(plan: Plan, params, state: State, tokens, count):
 
 def _layer_by_layer(plan: Plan, params, state: State, desk: Desk, tokens, count):
     x, at, line, fresh = embed(plan.config, params, tokens), state.length, state.line, []
-    choice, ok = None, jnp.bool_(True)
+    choice, slots, ok = None, None, jnp.bool_(True)
     for i, one in enumerate(plan.layers):
         choice = choice if one.follows else None
-        cache = desk.open(i)
+        cache = turns.take(desk.open(i), slots)
         desk.begin(i + 1)
-        x, cache, new, fine, choice = _read(
+        x, cache, new, fine, choice, left = _read(
             plan.config, one, params[f"layers_{i}"], cache, x, at, count, jnp.int32(i), line, choice
         )
         desk.put(i, cache)
-        desk.hand_on(i)
+        slots = slots if left is None else left
         fresh.append(new)
         ok = ok & fine
     last = jnp.take_along_axis(x, jnp.maximum(count - 1, 0)[:, None, None], axis=1)[:, 0]
+    desk.give_back(slots)
     desk.commit()
     decode.write_layers(plan, desk, lambda i, cache, leader: _write(
         plan.layers[i], cache, fresh[i], tokens, at, count, ok, jnp.int32(i), state.line, leader
@@ -126,7 +127,8 @@ def _layer_by_layer(plan: Plan, params, state: State, desk: Desk, tokens, count)
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
 def _read(config, plan: LayerPlan, params, cache: LayerCache, x, at, count, number, line, choice):
-    """One layer of a chunk up to its output; (output, cache, Fresh of every token, ok, Choice)."""
+    """One layer of a chunk up to its output; (output, cache, Fresh of every token, ok, Choice, slots that it leaves or
+    None)."""
     block, size = Block(config), x.shape[1]
     pos = at[:, None] + jnp.arange(size, dtype=jnp.int32)
     q, key, value = block.apply({"params": params}, x, pos, method="project")
@@ -140,7 +142,8 @@ def _read(config, plan: LayerPlan, params, cache: LayerCache, x, at, count, numb
     loaded = jnp.broadcast_to(choice.need, (size, *choice.need.shape))
     seen = jnp.zeros((size, *choice.need.shape[:2], 0))
     fresh = Fresh(key.swapaxes(0, 1), value.swapaxes(0, 1), loaded, seen.astype(jnp.int32), seen)
-    return x, cache, fresh, ok, choice
+    cache, left = turns.leave(cache)
+    return x, cache, fresh, ok, choice, left
 
 
 def _choose(plan: LayerPlan, state: LayerState, q: Float[Array, "B Q H D"], count: Int32[Array, "B"]) -> Choice:

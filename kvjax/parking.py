@@ -4,17 +4,20 @@ This is DynaKV's space virtualisation (section 6.1): representatives and cached 
 has had its turn, and come back while the layer before it computes. Memory for the cache is then bounded by the layer
 and not by the model. `Slots(park=FlashStore(directory))` turns it on, for any method.
 
-A parked layer is everything of its `LayerCache` as bytes, cut into pages, which are blocks of a branch of their own:
-checksums, read-ahead, forks and device profiles are the store's. Only pages that changed are written.
+A parked layer is everything of its `LayerCache` as bytes, but for slots that layers take in turns (`kvjax.turns`), cut
+into pages, which are blocks of a branch of their own: checksums, read-ahead, forks and device profiles are the store's.
+Only pages that changed are written.
 """
 
 import dataclasses
 import math
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax import turns
 from kvjax.errors import StoreError, to_raise
 from kvjax.layer import LayerCache
 from kvjax.store.base import Branch, Geometry, Stats, Store
@@ -58,15 +61,15 @@ class Parked:
 
 def create(store: Store, outlines: list[LayerCache]) -> Branch:
     """A branch with room for layers of these outlines. Raises StoreError."""
-    pages = max(_pages(one) for one in outlines)
+    pages = max(_pages(turns.leave(one)[0]) for one in outlines)
     geometry = Geometry(layers=len(outlines), batch=1, kv_heads=1, num_blocks=pages, block_rows=1, width=PAGE_BYTES,
                         dtype="int8")
     return store.create(geometry, "parked layers")
 
 
 def park(branch: Branch, number: int, cache: LayerCache) -> Parked:
-    """Writes a layer for the first time, without slots that are handed on. Raises StoreError."""
-    cache = _without_slots(cache)
+    """Writes a layer for the first time, without slots that are passed on. Raises StoreError."""
+    cache, _ = turns.leave(cache)
     pages = _to_pages(cache)
     blocks = np.zeros((1, 1, branch.geometry.num_blocks, 1, PAGE_BYTES), np.int8)
     blocks[0, 0, : len(pages), 0] = pages
@@ -92,7 +95,7 @@ def close(layers: tuple) -> None:
 
 def park_all(store: Store, layers: tuple[LayerCache, ...]) -> tuple[Parked, ...]:
     """Layers in memory, parked. Raises StoreError."""
-    branch = create(store, [_outline(_without_slots(one)) for one in layers])
+    branch = create(store, [_outline(one) for one in layers])
     try:
         return tuple(park(branch, i, one) for i, one in enumerate(layers))
     except BaseException:
@@ -148,10 +151,10 @@ class Desk:
         self._fresh[i] = _put(before, cache) if isinstance(before, Parked) else cache
         self._opened.pop(i, None)
 
-    def hand_on(self, i: int) -> None:
-        """`hand_on` after layer i; parked layers have put theirs away."""
-        if not isinstance(self._fresh[i], Parked):
-            hand_on(self._fresh, i)
+    def give_back(self, slots: turns.Space) -> None:
+        """`turns.give_back`; parked layers do without, and the first of them makes some in the next step."""
+        if not is_parked(self._fresh):
+            self._fresh = turns.give_back(self._fresh, slots)
 
     def commit(self) -> None:
         """What was put back is what the layers are. Raises StoreError."""
@@ -172,20 +175,7 @@ class Desk:
                 one.branch.abort(one.generation)
 
 
-def hand_on(layers: list[LayerCache], i: int) -> None:
-    """Gives the slots of a passing pool, once its layer has been read, to the next such pool; the last one's to the
-    first. So all of them take turns with the same memory, which stays where it is."""
-    pools = {j: one.pool for j, one in enumerate(layers) if isinstance(one.pool, SlotPool) and one.pool.passing}
-    if i not in pools or len(pools) == 1:
-        return
-    turns = list(pools)
-    following = turns[(turns.index(i) + 1) % len(turns)]
-    taken = dataclasses.replace(pools[following], rows=pools[i].rows)
-    layers[i] = dataclasses.replace(layers[i], pool=pools[i].released())
-    layers[following] = dataclasses.replace(layers[following], pool=taken)
-
-
-def is_parked(layers: tuple) -> bool:
+def is_parked(layers: Sequence) -> bool:
     return any(isinstance(one, Parked) for one in layers)
 
 
@@ -200,15 +190,16 @@ def _load(one: Parked) -> LayerCache:
     data, leaves, start = pages.reshape(-1), [], 0
     shapes, structure = jax.tree.flatten(one.like)
     for like in shapes:
-        size = math.prod(like.shape) * like.dtype.itemsize
+        size, turn = math.prod(like.shape) * like.dtype.itemsize, _turned(one.like, like.shape)
+        leaf = data[start : start + size].view(like.dtype).reshape(turn(like).shape)
         # A copy: XLA may write to what it is given for good, and this memory would still be Python's.
-        leaves.append(jnp.array(data[start : start + size].view(like.dtype).reshape(like.shape)))
+        leaves.append(jnp.array(turn(leaf)))
         start += _rounded(size)
     return jax.tree.unflatten(structure, leaves)
 
 
 def _put(before: Parked, cache: LayerCache) -> Parked:
-    pages = _to_pages(_without_slots(cache))
+    pages = _to_pages(cache)
     sums = _sums(pages)
     changed = np.flatnonzero(sums != before.sums).astype(np.int32)
     if changed.size and not before.branch.put_blocks(
@@ -230,20 +221,24 @@ def _to_pages(cache: LayerCache) -> np.ndarray:
     """int8[pages, PAGE_BYTES]: every array of the cache, one after the other."""
     pages = np.zeros((_pages(cache), PAGE_BYTES), np.int8)
     data, start = pages.reshape(-1), 0
-    for leaf in jax.tree.leaves(cache):
-        raw = np.ascontiguousarray(leaf).reshape(-1).view(np.int8)
+    for leaf in map(np.asarray, jax.tree.leaves(cache)):
+        raw = np.ascontiguousarray(_turned(cache, leaf.shape)(leaf)).reshape(-1).view(np.int8)
         data[start : start + raw.size] = raw
         start += _rounded(raw.size)
     return pages
 
 
+def _turned(cache: LayerCache, shape: tuple[int, ...]) -> Callable[[np.ndarray], np.ndarray]:
+    """How an array of a cache is parked, and taken from there. Those that go dimension by dimension through blocks or
+    tokens are turned round: a new key would change a number in nearly all of their pages."""
+    blocks, rows = cache.state.counts.shape[-1], cache.state.positions.shape[-1]
+    if len(shape) > 3 and shape[-1] in (blocks, blocks * rows):
+        return lambda leaf: leaf.swapaxes(-1, -2)
+    return lambda leaf: leaf
+
+
 def _sums(pages: np.ndarray) -> np.ndarray:
     return np.array([checksum(page) for page in pages], np.uint64)
-
-
-def _without_slots(cache: LayerCache) -> LayerCache:
-    """Without those that layers in memory hand on: a parked one makes them anew, which is less than to write them."""
-    return dataclasses.replace(cache, pool=cache.pool.released())
 
 
 def _outline(cache: LayerCache) -> LayerCache:

@@ -50,7 +50,9 @@ from kvjax.store.system import SystemIO
 from kvjax.store.tiers import TieredPool
 from kvjax.typing import Array
 
-VERSION = 4  # 3: codes of keys lie dimension by dimension; 4: no positions of tokens that are in their order
+# 3: codes of keys lie dimension by dimension; 4: no positions of tokens that are in their order; 5: vectors that stand
+# for blocks, too, lie dimension by dimension
+VERSION = 5
 _NOT_SAVED = "not saved"  # marks a setting that JSON cannot hold
 BLOCKS, MANIFEST = "blocks.kv", "cache.json"
 _OURS = re.compile(r"state-[0-9a-f]{12}(\.kv|\.json)?")  # `_new_name`; other files are the user's

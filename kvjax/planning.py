@@ -61,7 +61,7 @@ class Slots:
         with the query that this layer's input would give there. "step": the blocks ranked just below this step's, for
         the next step. Outputs are the same in all cases.
       keep: whether blocks stay for later steps, as in KVSwap's reuse buffer; if not, every needed block is read again
-        in every step (FlexGen), into slots that layers hand on to each other. An adaptive method, which
+        in every step (FlexGen), into slots that layers take in turns, and forks copy. An adaptive method, which
         rewrites blocks once all layers were read, has slots in each layer all the same.
       even: whether all KV heads reuse equally many blocks, as in DynSplit-KV's reuse (`kvjax.store.residency.plan`), so
         that each reads as many as the others; the head that finds the fewest decides.

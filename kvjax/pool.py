@@ -46,9 +46,6 @@ class Pool(Protocol):
 
         `count` has the valid rows of every block, which may decide which blocks stay in memory."""
 
-    def released(self) -> "Pool":
-        """The pool once its layer has attended what it fetched: without slots that nobody needs any more."""
-
     def submit(self, block: Int32[Array, "B K N"], layer: Int32[Array, ""], line: Line) -> Int32[Array, ""]:
         """Begins to read blocks that will be needed; the token returned exists once that has begun."""
 
@@ -89,9 +86,6 @@ class MemoryPool:
     def fetch(self, need, count, layer, line):
         quiet = jnp.zeros(need.shape[0], jnp.int32)
         return self, need, jnp.bool_(True), Traffic(quiet, quiet)
-
-    def released(self):
-        return self
 
     def submit(self, block, layer, line):
         return jnp.int32(1)

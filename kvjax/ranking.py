@@ -1,4 +1,5 @@
-"""From scores of blocks, or of tokens, to the best: one score for all query heads of a KV head, and the first M."""
+"""From the vectors that stand for blocks to the best blocks: their products with queries, one score for all query heads
+of a KV head, and the first M."""
 
 import functools
 
@@ -10,6 +11,16 @@ from kvjax.order import computed_once
 from kvjax.typing import Array, Bool, Float, Int32
 
 AGGREGATIONS = ("mean", "max", "softmax_mean", "softmax_max")
+
+
+def vector_products(vectors: Float[Array, "K D N"], q: Float[Array, "K G D"]) -> Float[Array, "K G N"]:
+    """Inner products of each KV head's queries with its vectors, which lie dimension by dimension."""
+    like = jax.ShapeDtypeStruct((*q.shape[:-1], vectors.shape[-1]), jnp.float32)
+    return kernels.on_cpu("vector_products", like, _vector_products, vectors, q.astype(jnp.float32))
+
+
+def _vector_products(vectors: Float[Array, "K D N"], q: Float[Array, "K G D"]) -> Float[Array, "K G N"]:
+    return jnp.einsum("kdn,kgd->kgn", vectors, q, precision="highest")
 
 
 def aggregate(scores: Float[Array, "K G N"], rule: str) -> Float[Array, "K N"]:

@@ -358,15 +358,6 @@ def test_the_pool_is_updated_in_place(params, tokens, driver):
     assert max(used) < pool / 4
 
 
-def test_slots_that_layers_hand_on_are_updated_in_place(params, tokens):
-    plan = planning.make_plan(CONFIG, dataclasses.replace(METHODS["quest"], budget=24), 1, CAPACITY)
-    branch = HostStore().create(planning.geometry(plan), "test")
-    slots = planning.Slots(keep=False, count=4000)
-    state, _ = prefill.prefill(plan, params, tokens[:1, :20], jnp.asarray([20]), branch, slots)
-    assert decode.temporary_bytes(plan, params, state) < state.layers[0].pool.rows.nbytes / 4
-    branch.close()
-
-
 @pytest.mark.parametrize("pipelined", [True, False])
 def test_the_next_layer_is_read_while_one_is_indexed(params, tokens, tmp_path, monkeypatch, pipelined):
     """Or after it, and never more than one ahead; the cache is the same."""

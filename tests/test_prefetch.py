@@ -10,7 +10,7 @@ from harness import METHODS
 from test_decode import teacher_forced
 from tiny import CONFIG, PROMPT, start
 
-from kvjax import decode, layer, planning, prefill
+from kvjax import decode, layer, prefill
 from kvjax.errors import ConfigError
 from kvjax.models.transformer import Block
 from kvjax.planning import Slots
@@ -60,51 +60,6 @@ def test_slots_that_keep_nothing_read_every_block_in_every_step(params, tokens, 
         for report in done.reports:
             assert (np.asarray(report.traffic.missed) == np.asarray(report.traffic.requested)).all()
     assert branch.stats().prefetched == branch.stats().prefetch_used > 0
-    branch.close()
-
-
-@pytest.mark.parametrize(("name", "backend", "driver"), [
-    ("kvswap", "buffer", "fused"), ("kvswap", "io", "staged"), ("kvswap", "python", "staged"),
-    ("quest", "buffer", "staged"), ("quest", "io", "fused"), ("dynakv", "io", "staged"),
-    ("shadowkv", "python", "staged"), ("full", "buffer", "fused"),
-])
-def test_layers_that_keep_nothing_share_their_slots_unless_they_rewrite_blocks(
-    params, tokens, name, backend, driver, tmp_path
-):
-    """Given as many tokens as split a cluster: the same logits, and memory of one layer's slots."""
-    method, slots = METHODS[name], {"backend": backend, "keep": False}
-    expected = teacher_forced(params, tokens, method, steps=8)
-    got = teacher_forced(params, tokens, method, driver, FlashStore(tmp_path / "tokens"), steps=8, **slots)
-    np.testing.assert_allclose(got, expected, atol=1e-5)
-    sizes = {}
-    for keep in (True, False):
-        plan, state, _, branch = start(params, tokens, method, FlashStore(tmp_path / f"{keep}"), keep=keep)
-        done = decode.step(plan, params, state, tokens[:, max(PROMPT)])
-        state, traffic = done.state, [report.traffic for report in done.reports]
-        sizes[keep] = planning.bytes_of(state.layers)
-        branch.close()
-    assert all((one.missed == one.requested).all() and one.requested.any() for one in traffic)
-    pools = [one.pool for one in state.layers]
-    if name == "dynakv":
-        assert sizes[False] == sizes[True] and not any(pool.passing for pool in pools)
-    else:
-        assert sizes[True] - sizes[False] == sum(pool.waits_for_bytes for pool in pools) > 0
-        assert [pool.rows.shape[2] for pool in pools] == [pools[0].slots] + [0] * (len(pools) - 1)
-
-
-@pytest.mark.parametrize("driver", ["staged", "fused"])
-@pytest.mark.parametrize("donate", [True, False])
-def test_slots_come_back_to_the_first_layer_on_a_store(params, deep, tokens, driver, donate, tmp_path):
-    """Given a layer in memory before them, and layers with one sequence that takes no part."""
-    method = dataclasses.replace(METHODS["quest"], dense_layers=1)
-    expected = teacher_forced(deep, tokens, method, driver, config=DEEP, steps=2)
-    plan, state, _, branch = start(deep, tokens, method, FlashStore(tmp_path), DEEP, keep=False)
-    for i in range(2):
-        assert [one.pool.waits for one in state.layers[1:]] == [False, True]
-        fed = tokens[np.arange(2), np.asarray(PROMPT) + i]
-        done = decode.step(plan, deep, state, fed, np.array([True, i == 0]), driver=driver, donate=donate)
-        np.testing.assert_allclose(done.logits[0], expected[i, 0], atol=1e-5)
-        state = done.state
     branch.close()
 
 

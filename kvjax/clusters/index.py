@@ -4,10 +4,10 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from kvjax.block_vectors import products
 from kvjax.method import Spec
 from kvjax.order import written_out
 from kvjax.places import first, first_least
+from kvjax.ranking import vector_products
 from kvjax.typing import Array, Bool, Float, Int32, pytree
 
 
@@ -28,7 +28,7 @@ class ClusterIndex:  # *B_K: [K], [B, K], or [] inside a function of one head
 
     def products(self, vectors: Float[Array, "K G D"]) -> Float[Array, "K G NB"]:
         """Inner products with every centroid."""
-        return products(self.centroid, vectors)
+        return vector_products(self.centroid, vectors)
 
     def squared_distances(self, key: Float[Array, "K D"], product: Float[Array, "K NB"]) -> Float[Array, "K NB"]:
         """Of each head's key to every centroid, from their products, but for rounding that grows with their lengths:

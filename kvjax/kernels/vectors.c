@@ -7,12 +7,14 @@
 
 #define DIMENSIONS 4 /* that are taken together */
 #define QUERIES 5    /* that meet them while they are in registers: those of a group, and a key */
-#define SEGMENT 4096 /* vectors whose products stay in a near cache while all dimensions pass; memory is slower in short runs */
+#define SEGMENT 4096 /* vectors whose products stay in a near cache while all dimensions pass */
+#define SHORTEST 1024 /* of a segment: memory is slower in shorter runs */
+#define PIECES 8     /* for processors to share, if segments can be so short */
 
 typedef struct {
     const float *vectors, *q; /* [heads, size, count], [heads, queries, size] */
     float *out;               /* [heads, queries, count] */
-    int64_t heads, size, count, queries, segments;
+    int64_t heads, size, count, queries, width, segments; /* a segment has so many vectors */
 } Vectors;
 
 /* Adds the products of some dimensions with some queries. The dimensions that follow are asked for. */
@@ -52,10 +54,12 @@ INLINED void add_to_all(const float *rows, const float *q, float *out, int64_t w
     }
 }
 
+INLINED int64_t segments_of(const Vectors *in) { return (in->count + in->width - 1) / in->width; }
+
 FOR_EACH_PROCESSOR static void segment_products(const void *job, int64_t piece) {
     const Vectors *in = job;
-    int64_t head = piece / in->segments, start = piece % in->segments * SEGMENT, i = 0;
-    int64_t width = in->count - start < SEGMENT ? in->count - start : SEGMENT;
+    int64_t head = piece / in->segments, start = piece % in->segments * in->width, i = 0;
+    int64_t width = in->count - start < in->width ? in->count - start : in->width;
     const float *rows = in->vectors + head * in->size * in->count + start, *q = in->q + head * in->queries * in->size;
     float *out = in->out + head * in->queries * in->count + start;
     for (int64_t j = 0; j < in->queries; j++) memset(out + j * in->count, 0, width * sizeof *out);
@@ -122,8 +126,9 @@ XLA_FFI_Error *on_vectors(XLA_FFI_CallFrame *call) {
     if (rank < 3 || !is_of(vectors, XLA_FFI_DataType_F32, rank) || !is_of(q, XLA_FFI_DataType_F32, rank) ||
         !is_of(out, XLA_FFI_DataType_F32, rank))
         return refused(call, "vectors: types or ranks");
-    Vectors in = {vectors->data, q->data, out->data, leading(vectors, 2), last(vectors, 2), last(vectors, 1), last(q, 2), 0};
-    in.segments = (in.count + SEGMENT - 1) / SEGMENT;
+    Vectors in = {vectors->data, q->data, out->data, leading(vectors, 2), last(vectors, 2), last(vectors, 1), last(q, 2), SEGMENT, 0};
+    while (in.width > SHORTEST && in.heads * segments_of(&in) < PIECES) in.width /= 2;
+    in.segments = segments_of(&in);
     if (leading(q, 2) != in.heads || last(q, 1) != in.size || leading(out, 2) != in.heads || last(out, 2) != in.queries ||
         last(out, 1) != in.count)
         return refused(call, "vectors: sizes do not agree");

@@ -30,10 +30,9 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from kvjax.block_vectors import products
 from kvjax.errors import ConfigError
 from kvjax.method import Method, Selection, in_pages, in_token_order, no_force
-from kvjax.ranking import aggregate, top_blocks
+from kvjax.ranking import aggregate, top_blocks, vector_products
 from kvjax.typing import Array, Bool, Float, pytree
 
 VOLUMES = ("cuboid", "sphere")
@@ -129,4 +128,4 @@ def promise(digest: Volumes, q: Float[Array, "K G D"]) -> Float[Array, "K G NB"]
     """The largest product that a query has with any point of each volume."""
     q, sphere = q.astype(jnp.float32), digest.extent.shape[-2] == 1
     reach = jnp.linalg.norm(q, axis=-1, keepdims=True) if sphere else jnp.abs(q)
-    return products(digest.centre, q) + products(digest.extent, reach)
+    return vector_products(digest.centre, q) + vector_products(digest.extent, reach)

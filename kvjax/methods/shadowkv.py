@@ -26,12 +26,11 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import prediction
-from kvjax.block_vectors import products
 from kvjax.errors import ConfigError
 from kvjax.method import Method, Selection, Spec, in_pages, in_token_order, no_force
 from kvjax.models import rope
 from kvjax.prediction import CompressedKeys
-from kvjax.ranking import aggregate, top_blocks
+from kvjax.ranking import aggregate, top_blocks, vector_products
 from kvjax.typing import Array, Float, Int32, pytree
 
 
@@ -111,7 +110,7 @@ class ShadowKV(Method):
 
     def select(self, spec, index, view, q):
         occupied = view.count > 0
-        scores = products(index.mean, q) * spec.head_dim**-0.5
+        scores = vector_products(index.mean, q) * spec.head_dim**-0.5
         score = aggregate(jnp.where(occupied[:, None], scores, -1e30), self.aggregation)
         score = score.at[jnp.arange(spec.kv_heads)[:, None], index.outlier].set(jnp.inf, mode="drop")
         return Selection(top_blocks(score, occupied, spec.max_blocks), no_force(spec))

@@ -23,7 +23,7 @@ class SlotPool:
     What is read ahead (`prefetch`) waits in the store, not in slots: a wrong guess evicts nothing.
     """
 
-    rows: Num[Array, "B KB NS C X2"]  # of `passing` pools one has slots, and hands them on (`kvjax.parking.hand_on`)
+    rows: Num[Array, "B KB NS C X2"]  # `passing` pools take turns with them (`kvjax.turns`)
     table: Residency
     queued: Int32[Array, ""]  # writes handed to the store: ready only when the callbacks have run
     num_blocks: int = dataclasses.field(metadata={"static": True})
@@ -100,9 +100,6 @@ class SlotPool:
             rows = filled(self.num_blocks, rows, plan, fetched, ok)
         pool, traffic = self.settle(plan, need, rows, ok)
         return pool, jnp.broadcast_to(plan.slot, need.shape), ok, traffic
-
-    def released(self):
-        return dataclasses.replace(self.emptied(), rows=self.rows[:, :, :0]) if self.passing else self
 
     def submit(self, block, layer, line):
         pool = self if self.keep else self.emptied()
