@@ -44,6 +44,13 @@ def check_some(config: Mapping[str, Any], *names: str) -> None:
             raise ConfigError(f"config.{name} is empty; name at least one")
 
 
+def check_names(config: Mapping[str, Any], name: str, known: Collection[str]) -> None:
+    """Raises ConfigError where a list of the configuration has a name that there is not."""
+    unknown = sorted(set(config[name]) - set(known))
+    if unknown:
+        raise ConfigError(f"config.{name} has unknown {', '.join(map(repr, unknown))}; use some of {', '.join(known)}")
+
+
 def make_method(settings: Mapping[str, Any], extras: Collection[str] = ()) -> Method:
     """A method from {"name": ..., field: value, ...}. Raises ConfigError on an unknown name or field; `extras`: see
     `check_extras`.

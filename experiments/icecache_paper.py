@@ -118,6 +118,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     made = boards(config)
     for board in made:
         leaderboard.check(board)
+    common.check_names(config, "timed", icecache_times.TIMED)
+    common.check_names(config, "trees", icecache_tree.SETTINGS)
     llm = common.load_model(config.model)
     for board in made:
         common.check_model(llm, board.methods)

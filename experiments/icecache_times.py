@@ -63,6 +63,9 @@ def _ask(llm: kvjax.LLM, method, tokens, store, pipelined: bool) -> None:
 # ---------------------------------------------------------------------------------- time per token
 
 
+TIMED = ("full", "icecache", "icecache_frozen", "icecache_reuse3")  # `config.timed` has some of them
+
+
 def per_token(config) -> Iterator[tuple[Row, Callable[[], Row]]]:
     """Figure 8, and the growth over the decode with the index updated and frozen; made-up keys, in memory.
 
@@ -71,12 +74,10 @@ def per_token(config) -> Iterator[tuple[Row, Callable[[], Row]]]:
     """
     model = functools.cache(lambda: made_up.make_model(config.model_shape))
     shared = {"budget": max(config.budgets), "beam": config.beam, "dense_layers": 0}
-    methods = {
-        "full": kvjax.full(),
-        "icecache": kvjax.icecache(**shared),
-        "icecache_frozen": kvjax.icecache(**shared, update=False),
-        "icecache_reuse3": kvjax.icecache(**shared | {"dense_layers": 1}, reuse=3),
-    }
+    methods = dict(zip(TIMED, (
+        kvjax.full(), kvjax.icecache(**shared), kvjax.icecache(**shared, update=False),
+        kvjax.icecache(**shared | {"dense_layers": 1}, reuse=3),
+    ), strict=True))
     jobs = [("tpot", *one, config.steps) for one in itertools.product(config.contexts, config.timed)]
     jobs += [("decode", config.long_context, name, config.long_steps) for name in ("icecache", "icecache_frozen")]
     for task, context, name, steps in jobs:

@@ -108,7 +108,7 @@ class Probe:
             slot = np.broadcast_to(np.arange(block.shape[-1], dtype=np.int32), block.shape)
             slots = np.zeros((*block.shape, *one.pool.rows.shape[-2:]), branch.geometry.numpy_dtype)
             if not branch.read_into(i, branch.generation, block, slot, slots):
-                raise branch.take_error() or RuntimeError("a read failed without a reason")
+                raise branch.failure(f"layer {i}")
             self.blocks += int((block < branch.geometry.num_blocks).sum())
             self.entries += int(slots.any(axis=-1).sum())
         done = _combine(branch.stats(), before, -1)

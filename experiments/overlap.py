@@ -12,8 +12,9 @@ import ml_collections
 import numpy as np
 
 import kvjax
-from experiments import made_up, timing
+from experiments import common, made_up, timing
 from experiments.results import Run
+from kvjax import decode
 from kvjax.methods import Quest
 from kvjax.models.config import ModelConfig, RopeConfig
 from kvjax.planning import Slots
@@ -42,6 +43,17 @@ def shape(layers: int, hidden: int) -> ModelConfig:
     )
 
 
+DEVICES = ("sleeping", "disk")
+
+
+def check(config: ml_collections.ConfigDict) -> None:
+    """Raises ConfigError on devices or drivers that there are not."""
+    common.check_some(config, "devices", "drivers")
+    common.check_names(config, "devices", DEVICES)
+    for driver in config.drivers:
+        decode.check_driver(driver)
+
+
 def make_store(device: str, delay: float, threads: int, directory) -> FlashStore:
     directory.mkdir(parents=True, exist_ok=True)
     store = FlashStore(directory, direct=device == "disk", threads=threads)
@@ -66,6 +78,7 @@ def decode_tokens(llm, method, config, driver: str, slots: Slots, store=None) ->
 
 def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     """One row per device, prefetch and driver; devices and drivers that the workdir has are skipped."""
+    check(config)
     run, method = Run(config, workdir), Quest(lookahead=True, dense_layers=1, **config.method)
     done = {(row["device"], row["driver"]) for row in run.logged()}
     llm = kvjax.LLM(shape(config.layers, config.hidden), made_up.random_params(shape(config.layers, config.hidden)))

@@ -76,6 +76,8 @@ def prefill_cache(
     that learns from prompts (`Method.least_prompt`). Under `jax.jit`, where nobody knows them, tokens beyond are lost.
     """
     length = jnp.asarray(length)
+    if length.ndim != 1:
+        raise PromptError(f"length has the shape {list(length.shape)}; give one number for each sequence, [B]")
     _check_shapes(cache, (length.size, key.shape[1]), query, key, value, token)
     if not jnp.issubdtype(length.dtype, jnp.integer):
         raise PromptError(f"lengths are {length.dtype}; give whole numbers")

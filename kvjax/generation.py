@@ -35,10 +35,6 @@ class Usage:
     parked: Stats | None = None  # of the layers that wait in a store
 
     @property
-    def tokens_per_s(self) -> float:
-        return self.tokens / self.seconds
-
-    @property
     def hit_rate(self) -> float:
         return 1.0 - self.blocks_read / max(1, self.blocks_needed)
 
@@ -76,7 +72,7 @@ class Generation:
 
     def step(self, tokens: np.ndarray, active: np.ndarray) -> None:
         """One token of every active sequence; logits of the others stay."""
-        active = active.copy()  # the caller changes it while JAX may still look at it
+        active = active.copy()  # `pending` keeps it, and the caller changes it
         done = decode.step(
             self.cache.plan, self.params, self.cache.state, tokens, active, self.driver, donate=True
         )

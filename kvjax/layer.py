@@ -212,7 +212,8 @@ def runners_up(plan: LayerPlan, state: LayerState, q: Float[Array, "B H D"]) -> 
 
 @functools.partial(jax.jit, static_argnums=0)
 def answer(plan: LayerPlan, cache: LayerCache, choice: Choice, q, key, value, slot: Int32[Array, "B K M1"], at):
-    """Attends tail, chosen rows and the newest token; returns (out[B, H, D], Fresh, Report without traffic)."""
+    """Attends tail, chosen rows and the newest token; returns (out[B, H, D], Fresh, how many tokens
+    were attended[B, K])."""
     found = fetched(plan, cache, choice, slot, in_place=_in_place(plan, cache.pool))
     args = (found, _grouped(q, plan.spec), key, value, at)
     out, (seen_pos, seen_weight), seen = each_sequence(lambda one: _attend(plan, cache.pool, *one), args)

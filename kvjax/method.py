@@ -221,6 +221,9 @@ class Method(abc.ABC):
         for name in ("page", "chunk", "group", "cluster", "block"):  # tokens; most methods have one of them
             if getattr(self, name, 1) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        seed = getattr(self, "seed", 0)
+        if not 0 <= seed < 2**32:  # of more bits JAX drops the upper ones, and NumPy takes no negative ones
+            raise ConfigError(f"seed={seed} must be from 0 to 2^32 - 1")
         if self.dense_layers < 0:
             raise ConfigError(f"dense_layers={self.dense_layers} must not be negative")
         if self.observation is not None and self.observation < 0:

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import turns
-from kvjax.errors import StoreError, to_raise
 from kvjax.layer import LayerCache
 from kvjax.store.base import Branch, Geometry, Stats, Store
 from kvjax.store.format import checksum
@@ -186,7 +185,7 @@ def _load(one: Parked) -> LayerCache:
     pages = np.empty((1, 1, len(one.sums), 1, PAGE_BYTES), np.int8)
     where = _all(one)
     if not one.branch.read_into(one.number, one.generation, where, where, pages):
-        raise _error(one)
+        raise one.branch.failure(f"parked layer {one.number}")
     data, leaves, start = pages.reshape(-1), [], 0
     shapes, structure = jax.tree.flatten(one.like)
     for like in shapes:
@@ -205,12 +204,8 @@ def _put(before: Parked, cache: LayerCache) -> Parked:
     if changed.size and not before.branch.put_blocks(
         before.number, before.generation, changed[None, None], pages[changed][None, None, :, None]
     ):
-        raise _error(before)
+        raise before.branch.failure(f"parked layer {before.number}")
     return dataclasses.replace(before, sums=sums)
-
-
-def _error(one: Parked) -> BaseException:
-    return to_raise(one.branch.take_error() or StoreError(f"parked layer {one.number}: the store kept no reason"))
 
 
 def _all(one: Parked) -> np.ndarray:

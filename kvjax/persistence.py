@@ -35,7 +35,6 @@ from kvjax.errors import (
     StoreError,
     StoreLocked,
     WriteFailed,
-    to_raise,
 )
 from kvjax.method import Method
 from kvjax.methods import METHODS, name_of
@@ -185,8 +184,7 @@ def _copy_layers(branch: Branch, generation: int, copy: FlashBranch) -> None:
     for number in range(geometry.layers):
         rows = np.zeros((*shape, geometry.block_rows, geometry.width), geometry.numpy_dtype)
         if not branch.read_into(number, generation, block, block, rows):
-            unknown = ReadFailed(f"layer {number} could not be read, and the store kept no reason")
-            raise to_raise(branch.take_error() or unknown)
+            raise branch.failure(f"layer {number}")
         used = rows.reshape(*shape, -1).view(np.uint8).any(-1)
         copy.write_layer(number, rows, np.where(used, geometry.block_rows, 0).astype(np.int32))
     if branch.generation != generation:
@@ -332,7 +330,8 @@ def _parsed(manifest: bytes, path: pathlib.Path) -> dict[str, Any]:
 def _restored(directory, saved: _Saved, config, fingerprint, method, slots) -> Restored:
     manifest, branch = saved
     if manifest["version"] != VERSION:
-        raise FormatMismatch(f"{directory} was saved in version {manifest['version']}, this library reads {VERSION}")
+        raise FormatMismatch(f"{directory} was saved in version {manifest['version']}, this library reads {VERSION}; "
+                             "prefill again, or restore it with the kvjax that saved it")
     if manifest["fingerprint"] != fingerprint:
         raise FormatMismatch(f"{directory} was saved with the model {manifest['fingerprint']!r}, not with "
                              f"{fingerprint!r}; use that model and tokenizer")

@@ -61,7 +61,7 @@ def read_seconds(state) -> float:
         pages = np.empty((1, 1, len(one.sums), 1, parking.PAGE_BYTES), np.int8)
         where = np.arange(len(one.sums), dtype=np.int32)[None, None]
         if not one.branch.read_into(one.number, one.generation, where, where, pages):
-            raise one.branch.take_error()
+            raise one.branch.failure(f"layer {one.number}")
     return time.perf_counter() - started
 
 

@@ -98,7 +98,7 @@ class Bench:
             self._stage(block)
         before, cpu, started = self.branch.stats().io_seconds, time.process_time(), time.perf_counter()
         if not self.branch.read_into(0, self.branch.generation, block, self._slot, self._slots):
-            raise self.branch.take_error()
+            raise self.branch.failure("a block")
         wall, cpu = time.perf_counter() - started, time.process_time() - cpu
         return wall, cpu, wall - (self.branch.stats().io_seconds - before)
 

@@ -276,6 +276,8 @@ def test_prompts_and_sizes_that_are_none_are_refused(unchecked):
     for args, error, words in (
         ((one_head, rows, jnp.array([6, 5])), ConfigError, "key is"),
         ((rows, rows, jnp.array([6])), ConfigError, "key"),
+        ((rows, rows, jnp.array([[6, 5]])), PromptError, r"the shape \[1, 2\]"),
+        ((rows, rows, jnp.array(6)), PromptError, r"the shape \[\]"),
         ((rows, rows, jnp.array([-1, 5])), PromptError, "negative"),
         ((rows, rows, jnp.array([5.5, 5])), PromptError, "whole numbers"),
     ):

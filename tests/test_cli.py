@@ -31,6 +31,9 @@ CASES = {
     "no_room": ("configs/evaluate.py:smoke", "--config.methods=({'name':'quest','budget':8},)", "budget=8"),
     "no_tokenizer": ("configs/train_lm.py:smoke", "--config.tokenizer=/nowhere.json", "tokenizer=/nowhere.json"),
     "value_not_quoted": ("configs/demo.py:smoke", "--config.question=what is it", "unexpected argument 'is'"),
+    "unknown_device": ("configs/overlap.py:smoke", "--config.devices=('tape',)", "config.devices has unknown 'tape'"),
+    "unknown_tree": ("configs/icecache_paper.py:smoke", "--config.trees=('oak',)", "config.trees has unknown 'oak'"),
+    "unknown_timed": ("configs/icecache_paper.py:smoke", "--config.timed=('ice',)", "config.timed has unknown 'ice'"),
     "unknown_store": ("configs/demo.py:smoke", "--config.store=disk", "unknown store 'disk'"),
 }
 

@@ -1,6 +1,7 @@
 """Kernels against NumPy in float64, of every size that their loops treat apart; and what replaces them."""
 
 import functools
+import importlib.machinery
 
 import jax
 import jax.numpy as jnp
@@ -116,6 +117,15 @@ def test_kernels_newer_than_xla_are_left_out(monkeypatch, caplog):
     monkeypatch.setattr(kernels._compiled, "JAXLIB", "999.1.2")
     assert not kernels.register(kernels._compiled)
     assert "compiled for jaxlib 999.1.2" in caplog.text
+
+
+def test_a_compiled_part_that_cannot_be_loaded_is_done_without_and_said(tmp_path, monkeypatch, caplog):
+    (tmp_path / f"broken_part{importlib.machinery.EXTENSION_SUFFIXES[0]}").write_bytes(b"no library")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert kernels.load("broken_part") is None
+    assert "programs do without broken_part" in caplog.text and "install kvjax again" in caplog.text
+    caplog.clear()
+    assert kernels.load("no_such_part") is None and not caplog.text
 
 
 @pytest.mark.parametrize("dtype", TYPES)

@@ -184,11 +184,6 @@ class Size:
     def pays(self) -> bool:
         return self.coded < self.raw
 
-    @property
-    def saved(self) -> float:
-        """Share of the raw bytes that the codec saves; negative where its index costs more than the runs save."""
-        return 1.0 - self.coded / self.raw
-
 
 _HEADER = 3 * 4  # bytes of `runs`, `tokens` and `refused`
 

@@ -27,6 +27,7 @@ int32, what is occupied or valid boolean, all else f32. There are no derivatives
 """
 
 import functools
+import importlib
 import importlib.metadata
 import logging
 from collections.abc import Callable
@@ -37,13 +38,19 @@ import jax.numpy as jnp
 
 from kvjax.typing import Array
 
-try:
-    from kvjax.kernels import _compiled
-except ImportError:  # left out by pip
-    _compiled = None  # type: ignore[assignment]
-
 _ONE_BY_ONE = ("row_attention",)  # where `jax.vmap` maps them: rows of one pool are not to be copied for each
 MOST_CHUNKS = 4  # of queries whose sums are apart: more are for more processors, and take more memory
+
+
+def load(name: str) -> Any:
+    """A compiled part by its full name; None where pip left it out, or where it cannot be loaded, which is logged."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        return None
+    except ImportError as cause:
+        logging.warning("programs do without %s, which cannot be loaded: %s; install kvjax again", name, cause)
+        return None
 
 
 def register(module: Any) -> bool:
@@ -62,6 +69,7 @@ def register(module: Any) -> bool:
     return True
 
 
+_compiled = load("kvjax.kernels._compiled")
 COMPILED = register(_compiled)
 
 

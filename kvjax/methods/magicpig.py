@@ -77,8 +77,6 @@ class MagicPIG(Method):
         super().__post_init__()
         if not 1 <= self.bits <= 16 or self.tables < 2:
             raise ConfigError(f"bits={self.bits} must be from 1 to 16 and tables={self.tables} at least 2")
-        if self.seed < 0:
-            raise ConfigError(f"seed={self.seed} must not be negative, as NumPy takes no such seed")
 
     def blocks(self, capacity, rows):
         return capacity, 1, max(1, rows), 0

@@ -21,6 +21,7 @@ import xxhash
 
 from kvjax.errors import ReadFailed
 from kvjax.store.base import PAGE_BYTES, Geometry
+from kvjax.store.callbacks import native
 from kvjax.store.emulation import EmulatedIO
 from kvjax.store.fetch import Fetch, Times, hung
 from kvjax.store.file import BlockFile, Where
@@ -29,11 +30,6 @@ from kvjax.store.linux import EVENT, IOCB
 from kvjax.store.system import SystemIO
 from kvjax.store.threaded import ThreadEngine
 from kvjax.store.workers import PIECE_BYTES, Arena
-
-try:
-    from kvjax.store import native
-except ImportError:  # no C compiler when kvjax was installed: `RingEngine` says so
-    native = None  # type: ignore[assignment]
 
 _TRY_AGAIN = (errno.EINTR, errno.EAGAIN, errno.EINVAL, errno.EOPNOTSUPP)  # threads find out what is behind the last two
 _NO_ANSWER = np.iinfo(np.int64).min

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol, SupportsInt, runtime_checkable
 import ml_dtypes
 import numpy as np
 
-from kvjax.errors import ConfigError, StoreError
+from kvjax.errors import ConfigError, ReadFailed, StoreError, to_raise
 
 PAGE_BYTES = 4096
 DTYPES = {
@@ -247,7 +247,7 @@ class Branch(abc.ABC):
     def submit(self, layer, generation, block) -> bool:
         """Callback. A hint that block[B, K, N] of a layer will be wanted by its next `read_into`: begins to read them
         and returns at once. It replaces the layer's earlier hint. True, also where there is nothing to do; a hint that
-        comes too late or fails costs time and nothing else."""
+        comes too late, or that the device fails, costs time and nothing else."""
 
     @abc.abstractmethod
     def put_rows(self, layer, generation, block, row, rows) -> bool:
@@ -271,6 +271,11 @@ class Branch(abc.ABC):
     @abc.abstractmethod
     def take_error(self) -> StoreError | None:
         """Pops the saved exception."""
+
+    def failure(self, what: str) -> BaseException:
+        """What to raise where a callback was not done: the saved exception, Ctrl-C as itself, or ReadFailed."""
+        unknown = ReadFailed(f"{what} could not be read, and the store kept no reason; retry")
+        return to_raise(self.take_error() or unknown)
 
     @abc.abstractmethod
     def commit(self, generation: int) -> None:

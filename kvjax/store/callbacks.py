@@ -26,11 +26,7 @@ from kvjax.pool import Line
 from kvjax.store import base
 from kvjax.typing import Array, Bool, Int32, Num
 
-try:
-    from kvjax.store import native
-except ImportError:  # no C compiler when kvjax was installed
-    native = None  # type: ignore[assignment]
-
+native = kernels.load("kvjax.store.native")
 BACKENDS = ("buffer", "io", "python")
 _OK = jax.ShapeDtypeStruct((), jnp.int32)
 

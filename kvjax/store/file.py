@@ -238,4 +238,4 @@ class BlockFile:
 def write_error(what: str, cause: OSError) -> StoreError:
     if cause.errno in _FULL:
         return NoSpace(f"{what}: {cause}; free some space, then retry")
-    return WriteFailed(f"{what}: {cause}")
+    return WriteFailed(f"{what}: {cause}; check the device, then retry, or choose another path")

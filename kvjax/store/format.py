@@ -111,15 +111,18 @@ class Header:
             raise FormatMismatch(f"{path} is not a kvjax store file; choose another path")
         (_, version, _, *sizes, extent_bytes, dtype, codec, length, fingerprint) = _FIELDS.unpack_from(page)
         if version != VERSION:
-            raise FormatMismatch(f"{path} has format version {version}, this library reads version {VERSION}")
+            raise FormatMismatch(f"{path} has format version {version}, this library reads version {VERSION}; choose "
+                                 "another path, or use the kvjax that wrote it")
         if not _is_sealed(page):
             raise ChecksumMismatch(f"{path} has a damaged header; create the cache anew")
         name, codec = dtype.rstrip(b"\0").decode(), codec.rstrip(b"\0").decode()
         if name not in DTYPES or codec not in CODECS:
-            raise FormatMismatch(f"{path} holds dtype {name!r} in codec {codec!r}, which this library does not know")
+            raise FormatMismatch(f"{path} holds dtype {name!r} in codec {codec!r}, which this library does not know; "
+                                 "choose another path, or use the kvjax that wrote it")
         header = cls(Geometry(*sizes, name), fingerprint[:length].decode(), codec)  # type: ignore[call-arg]
         if header.geometry.extent_bytes != extent_bytes:
-            raise FormatMismatch(f"{path} has extents of {extent_bytes} bytes, expected {header.geometry.extent_bytes}")
+            raise FormatMismatch(f"{path} has extents of {extent_bytes} bytes, expected "
+                                 f"{header.geometry.extent_bytes}; create the cache anew")
         return header
 
     def check(self, path: str, geometry: Geometry | None, fingerprint: str | None, codec: str | None) -> None:

@@ -4,6 +4,7 @@ A method generates; full attention then reads the same text and says of every to
 would have chosen it. Errors that add up show as windows that get worse, a text that runs in circles as repeats.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 
@@ -34,10 +35,9 @@ def windows(
     """Generates greedily from contexts (token ids) and compares each window of `size` tokens; texts may end early."""
     rows = [list(context) for context in contexts]
     capacity = max(map(len, rows)) + new_tokens
-    cache = llm.prefill(rows, method=method, store=store, capacity=capacity)
-    result = llm.generate([[]] * len(rows), cache, max_new_tokens=new_tokens)
-    result.cache.close()
-    cache.close()
+    with contextlib.closing(llm.prefill(rows, method=method, store=store, capacity=capacity)) as cache:
+        result = llm.generate([[]] * len(rows), cache, max_new_tokens=new_tokens)
+        result.cache.close()
     kept = [i for i, tokens in enumerate(result.tokens) if tokens]
     texts = [result.tokens[i] for i in kept]
     if not texts:

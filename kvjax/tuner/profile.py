@@ -92,7 +92,7 @@ class StoredLayer:
         def read(nth):
             block = np.broadcast_to(picked(nth), shape).copy()
             if not self._branch.read_into(0, self._branch.generation, block, slot, slots):
-                raise self._branch.take_error()
+                raise self._branch.failure("the store that is profiled")
 
         whole = _median_seconds(read, repeats, between=_between)
         busy = []

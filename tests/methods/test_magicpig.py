@@ -183,5 +183,6 @@ def test_impossible_settings_are_refused():
     for wrong in ({"bits": 17}, {"tables": 1}):
         with pytest.raises(ConfigError, match="tables="):
             MagicPIG(**wrong)
-    with pytest.raises(ConfigError, match="seed=-1"):
-        MagicPIG(seed=-1)
+    for seed in (-1, 2**32):
+        with pytest.raises(ConfigError, match=f"seed={seed}"):
+            MagicPIG(seed=seed)

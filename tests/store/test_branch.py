@@ -8,7 +8,7 @@ import types
 import numpy as np
 import pytest
 
-from kvjax.errors import FormatMismatch, StaleCache, StoreClosed
+from kvjax.errors import FormatMismatch, ReadFailed, StaleCache, StoreClosed
 from kvjax.store import base, transaction
 from kvjax.store.host import HostBranch
 from tests.store.conftest import GEOMETRY, Driver
@@ -109,6 +109,14 @@ def test_order_within_a_transaction_holds(driver):
     expected = blocks[:, :, 0].copy()
     expected[:, :, 1] = 2.0
     np.testing.assert_array_equal(driver.read()[:, :, 3], expected)
+
+
+def test_a_failure_is_what_was_kept_and_ctrl_c_as_itself(driver):
+    with pytest.raises(ReadFailed, match="layer 0 could not be read, and the store kept no reason"):
+        raise driver.branch.failure("layer 0")
+    driver.branch.keep(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        raise driver.branch.failure("layer 0")
 
 
 @pytest.mark.skipif(transaction.native is None, reason="kvjax was installed without its compiled part")
