@@ -147,7 +147,7 @@ def _slot_count(spec: Spec, slots: Slots) -> int:
     least = spec.max_blocks + 1
     count = least if slots.count is None else slots.count
     if count < least:
-        raise ConfigError(f"count={count} of Slots is fewer than the {least} blocks one step may need; raise it")
+        raise ConfigError(f"slots={count} is fewer than the {least} blocks one step may need; raise it")
     if slots.host is not None and slots.host <= count:
         raise ConfigError(f"host={slots.host} must be more than the device's {count} slots; raise it")
     return count
