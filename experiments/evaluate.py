@@ -17,7 +17,6 @@ from tqdm import tqdm
 import kvjax
 from experiments import common, depths
 from experiments.results import Run
-from kvjax.errors import ConfigError
 from kvjax.tasks import Sample, asking
 
 TASKS = ("passkey", "needle", "needle_of_4", "niah_grid", "perplexity")
@@ -105,9 +104,7 @@ def check(config: ml_collections.ConfigDict) -> None:
     """Raises ConfigError on tasks or numbers that make no experiment."""
     common.check_some(config, "tasks", "methods")
     common.check_counts(config, lengths=1, samples=1, batch=1, continuations=1, perplexity_tokens=1, seed=0)
-    unknown = set(config.tasks) - set(TASKS)
-    if unknown:
-        raise ConfigError(f"unknown tasks {sorted(unknown)}; use some of {', '.join(TASKS)}")
+    common.check_names(config, "tasks", TASKS)
     for settings in config.methods:
         common.make_method(settings, _EXTRAS)
 

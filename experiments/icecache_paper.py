@@ -14,7 +14,6 @@ import kvjax
 from experiments import common, depths, evaluate, icecache_times, icecache_tree, leaderboard
 from experiments.results import Run
 from kvjax import metrics
-from kvjax.errors import ConfigError
 from kvjax.tasks import asking, needles
 
 Row = dict
@@ -130,9 +129,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
         "breakdown": lambda: icecache_times.breakdown(config, run.path),
         "tpot": lambda: icecache_times.per_token(config),
     }
-    unknown = set(config.parts) - set(parts)
-    if unknown:
-        raise ConfigError(f"unknown parts {sorted(unknown)}; use some of {', '.join(parts)}")
+    common.check_names(config, "parts", parts)
     run = Run(config, workdir, ("parts",))
     rows = run.logged()
     for part in config.parts:

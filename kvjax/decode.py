@@ -135,8 +135,10 @@ def _read(config, layer_plan, next_plan, params, next_params, cache, next_cache,
         if _prefetches(next_cache.pool, "layer"):
             x = order.after(next_cache.pool.submit(seen.need, number + 1, line), x)
     q, key, value = _project(config, params, x, at) if projected is None else projected
-    choice = _choose(layer_plan, cache.state, q, active) if choice is None else choice
-    if isinstance(cache.pool, SlotPool):  # of blocks that are known early, waiting could come before all computing
+    early = choice is not None
+    choice = choice if early else _choose(layer_plan, cache.state, q, active)
+    # Of blocks that are known early waiting could come before all computing, and slots still be the layer's before.
+    if isinstance(cache.pool, SlotPool) and (early or cache.pool.passing):
         ready = order.exists(q) & order.exists(x)
         choice = dataclasses.replace(choice, need=jnp.where(ready, choice.need, layer_plan.spec.num_blocks))
     out, cache, fresh, ok, report = layer.read(layer_plan, cache, q, key, value, at, number, line, choice)

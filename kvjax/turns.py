@@ -1,8 +1,8 @@
 """Slots that layers take in turns: what a layer that keeps nothing has read into, the next one reads into after it.
 
 Made anew in each layer they were page faults for a fifth of a token. Between steps the first such layer has them; a
-driver lends them from layer to layer. A read of a layer comes after the attention of the one before (its choice or its
-queries depend on that), so that XLA copies nothing.
+driver lends them from layer to layer. A read of a layer comes after the attention of the one before (`kvjax.decode`
+makes what is needed wait for that), so that XLA copies nothing.
 """
 
 import dataclasses

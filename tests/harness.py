@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from kvjax import cache as caching
-from kvjax import layer, packing
+from kvjax import kernels, layer, packing
 from kvjax.layer import LayerCache, LayerPlan, Prompts
 from kvjax.method import Method, Selection
 from kvjax.methods import (
@@ -44,6 +45,7 @@ from kvjax.store.callbacks import default_backend
 from kvjax.store.flash import FlashStore
 from kvjax.store.slots import SlotPool
 
+compiled = pytest.mark.skipif(not kernels.COMPILED, reason="built without a C compiler")
 DELIMITERS = str(pathlib.Path(__file__).parent / "delimiters" / "table.json")  # eight of 64 tokens
 # One small instance of every method; every law runs over this list.
 METHODS = {

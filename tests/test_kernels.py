@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from harness import compiled
 from scipy.special import logsumexp, softmax
 
 from kvjax import attention, kernels, packing
 from kvjax.codecs import lowbit
 from kvjax.store import residency
 
-compiled = pytest.mark.skipif(not kernels.COMPILED, reason="built without a C compiler")
 TYPES = ("float32", "bfloat16")
 
 

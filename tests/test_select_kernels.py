@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from harness import compiled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import softmax
@@ -15,8 +16,6 @@ from kvjax import cache as caching
 from kvjax import kernels, order, ranking
 from kvjax.method import Spec
 from kvjax.models import rope
-
-compiled = pytest.mark.skipif(not kernels.COMPILED, reason="built without a C compiler")
 
 
 def numbers(*shape, seed=0):

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from kvjax.method import Spec
 from kvjax.order import written_out
 from kvjax.places import first, first_least
-from kvjax.ranking import vector_products
 from kvjax.typing import Array, Bool, Float, Int32, pytree
 
 
@@ -25,10 +24,6 @@ class ClusterIndex:  # *B_K: [K], [B, K], or [] inside a function of one head
     spread: Float[Array, "*B_K"]  # their mean squared distance to it
     splits: Int32[Array, "*B_K"]  # splits done; for `Local`, windows clustered
     refused: Int32[Array, "*B_K"]  # splits, windows or a prompt's keys that no free block was left for
-
-    def products(self, vectors: Float[Array, "K G D"]) -> Float[Array, "K G NB"]:
-        """Inner products with every centroid."""
-        return vector_products(self.centroid, vectors)
 
     def squared_distances(self, key: Float[Array, "K D"], product: Float[Array, "K NB"]) -> Float[Array, "K NB"]:
         """Of each head's key to every centroid, from their products, but for rounding that grows with their lengths:
