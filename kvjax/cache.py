@@ -17,7 +17,7 @@ import numpy as np
 
 from kvjax import kernels
 from kvjax.method import Context, Edits, Leaving, Method, Placement, Selection, Spec, View, position_in_order
-from kvjax.order import computed_once
+from kvjax.order import computed_once, exists, written_out
 from kvjax.typing import Array, Bool, Float, Int32, UInt, pytree
 
 
@@ -272,8 +272,8 @@ def push(spec: Spec, tail: Tail, key, value, at: Int32[Array, ""], gate: Bool[Ar
     """Puts token `at` into its sink or ring row; returns the tail, and what left the ring with its value [K, D]."""
     row = jnp.where(at < spec.sinks, at, spec.sinks + (at - spec.sinks) % spec.ring)
     left = jnp.where(gate, tail.pos[0, row], -1)
-    left_key, left_token, left_value = tail.key[:, row], tail.token[row], tail.value[:, row]
-    target = jnp.where(gate, row, spec.tail_rows)
+    left_key, left_token, left_value = written_out(tail.key[:, row]), tail.token[row], written_out(tail.value[:, row])
+    target = jnp.where(gate & exists(left_key) & exists(left_value), row, spec.tail_rows)
     tail = dataclasses.replace(
         tail,
         key=tail.key.at[:, target].set(key.astype(tail.key.dtype), mode="drop"),

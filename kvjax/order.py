@@ -24,7 +24,8 @@ def computed_once(x: Array) -> Array:
 def written_out(x: Float[Array, "*N"]) -> Float[Array, "*N"]:
     """`x` in memory, where later operations find it. XLA:CPU fuses across the barrier of `computed_once`: it would
     compute functions of an angle again for every head, and once more in every fusion that uses them. No derivative."""
-    return kernels.on_cpu("copy", jax.ShapeDtypeStruct(x.shape, x.dtype), lambda x: x, x)
+    wide = x.astype(jnp.float32)
+    return kernels.on_cpu("copy", jax.ShapeDtypeStruct(x.shape, wide.dtype), lambda x: x, wide).astype(x.dtype)
 
 
 def rounded(x: Array) -> Array:

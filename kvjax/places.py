@@ -2,16 +2,7 @@
 
 import jax.numpy as jnp
 
-from kvjax.typing import Array, Bool, Float, Int32
-
-
-def first_least(x: Float[Array, "N"], among: Bool[Array, "N"]) -> Int32[Array, ""]:
-    """Where the least of some numbers is, the first one of equals; the last place if there are none.
-
-    Two minima: on XLA:CPU they take half as long as `argmin`, which carries the place along.
-    """
-    x = jnp.where(among, x, jnp.inf)
-    return first(among & (x == jnp.min(x)))
+from kvjax.typing import Array, Bool, Int32
 
 
 def places_of(among: Bool[Array, "N"], size: int) -> Int32[Array, "size"]:

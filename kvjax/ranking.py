@@ -23,6 +23,15 @@ def _vector_products(vectors: Float[Array, "K D N"], q: Float[Array, "K G D"]) -
     return jnp.einsum("kdn,kgd->kgn", vectors, q, precision="highest")
 
 
+def vector_of(vectors: Float[Array, "D N"], at: Int32[Array, ""]) -> Float[Array, "D"]:
+    """One of the vectors of a head; XLA:CPU takes its numbers, each far from the next, one after the other."""
+    return kernels.on_cpu("vector", jax.ShapeDtypeStruct(vectors.shape[:1], jnp.float32), _vector_of, vectors, at)
+
+
+def _vector_of(vectors: Float[Array, "D N"], at: Int32[Array, ""]) -> Float[Array, "D"]:
+    return vectors[:, at]
+
+
 def aggregate(scores: Float[Array, "K G N"], rule: str) -> Float[Array, "K N"]:
     """One score per KV head from those of its query heads.
 

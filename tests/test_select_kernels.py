@@ -53,6 +53,12 @@ def test_products_of_a_batch_are_those_of_each_alone():
         np.testing.assert_array_equal(batch[i], products(vectors[i], q[i]))
 
 
+def test_a_vector_of_each_head():
+    vectors, at = numbers(3, 2, 66, 29), np.array([[0, 28], [5, 7], [28, 1]])
+    found = jax.jit(jax.vmap(jax.vmap(ranking.vector_of)))(vectors, at)
+    np.testing.assert_array_equal(found, np.take_along_axis(vectors, at[..., None, None], axis=-1)[..., 0])
+
+
 # The mean of softmaxes -----------------------------------------------------------------------------
 
 
@@ -167,6 +173,8 @@ def test_what_is_written_out_stays_what_it_is():
     x = numbers(3, 4, 5)
     np.testing.assert_array_equal(order.written_out(jnp.asarray(x)), x)
     np.testing.assert_array_equal(jax.vmap(order.written_out)(x), x)
+    half = jnp.asarray(x, jnp.bfloat16)
+    np.testing.assert_array_equal(order.written_out(half), half)
 
 
 @compiled

@@ -6,20 +6,20 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import clustering
+from kvjax.clustering import squared_norm
 from kvjax.clusters.index import (
     ClusterIndex,
     has_room,
-    nearest_with_room,
     replace_clusters,
-    squared_norm,
     statistics,
     updated_variance,
     with_key,
 )
+from kvjax.clusters.survey import survey
 from kvjax.clusters.update import Update
 from kvjax.method import Edits, Placement
-from kvjax.places import first, first_least, places_of
-from kvjax.typing import Array, Float
+from kvjax.places import first, places_of
+from kvjax.typing import Array, Float, Int32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,15 +45,15 @@ class Adaptive(Update):
     def held(self) -> int:
         return self.buffer + 1
 
-    def limit(self, index: ClusterIndex, count) -> Float[Array, ""]:
-        """The variance beyond which a cluster is split.
+    def limit(self, index: ClusterIndex, keys: Int32[Array, ""], used: Int32[Array, ""]) -> Float[Array, ""]:
+        """The variance beyond which a cluster is split, where so many keys are in the clusters that are used.
 
         tau_h x (target size / average size)^gain: with more clusters than the target asks for, splits
         become rarer. Without a calibrated tau_h, half the variance of all keys stands in for the
         mean variance of the prompt's clusters.
         """
         tau = jnp.where(index.tau >= 0, index.tau, 0.5 * self.threshold * index.spread)
-        average = jnp.sum(count) / jnp.maximum(jnp.sum(count > 0), 1)
+        average = keys / jnp.maximum(used, 1)
         return tau * (self.cluster / jnp.maximum(average, 1.0)) ** self.gain
 
     def force(self, spec, view):
@@ -71,21 +71,19 @@ class Adaptive(Update):
         the same and takes the key, or the nearest with room does. Where none has room the key takes a free block, if
         need be one that a flagged cluster counted on, which then stays flagged until another is free. That is counted
         as a refusal, as flags are that are not granted.
-
-        Looking at every cluster is most of the time a key takes: the nearest is looked for once, among those it may be.
         """
         count, index = view.count, _observe_key(index, key, valid)
+        found = survey(squared, count, index.split, spec.block_rows)
         # A flag reserves a free block for the other half.
-        reserved, free = jnp.sum(index.split), spec.num_blocks - jnp.sum(count > 0)
-        roomy = nearest_with_room(spec, count, squared)
+        roomy, reserved, free = found.roomy, found.flagged, spec.num_blocks - found.used
         # No cluster with room and every free block reserved: wait with a flagged cluster, whose split makes room.
         crowded = ~has_room(spec, count[roomy]) & (free <= reserved) & (reserved > 0)
-        nearest = first_least(squared, jnp.where(crowded, index.split, count > 0))
-        # Its own cluster is another one, which is not flagged, and is refused its split.
-        elsewhere = crowded & (jnp.min(jnp.where(count > 0, squared, jnp.inf)) < squared[nearest])
+        nearest = jnp.where(crowded, found.nearest_flagged, found.nearest)
+        # Its own cluster is not flagged, and is refused its split.
+        elsewhere = crowded & ~index.split[found.nearest]
         # If they differ, the nearest one is full or flagged, and no variance has a say.
         centroid, variance = with_key(index, roomy, count[roomy], key)
-        wide = variance > self.limit(index, count)
+        wide = variance > self.limit(index, found.keys, found.used)
         wants_split = (wide | (count[nearest] >= spec.block_rows) | index.split[nearest]) & (count[nearest] > 0)
         granted = index.split[nearest] | (free > reserved)
         hold = wants_split & granted & jnp.any(view.held_block == spec.num_blocks)
@@ -121,7 +119,8 @@ class Adaptive(Update):
         squared = squared_norm(index.centroid[:, at].T - index.centroid[:, one])
         width = _union(view.count[one], index.variance[one], view.count[at], index.variance[at], squared)
         fits = (count > 0) & (at != one) & (count + view.count[one] <= spec.block_rows)
-        fits &= (width <= 0.5 * self.limit(index, view.count)) & jnp.any(small <= self.merge)
+        limit = self.limit(index, jnp.sum(view.count), jnp.sum(view.count > 0))
+        fits &= (width <= 0.5 * limit) & jnp.any(small <= self.merge)
         other = at[jnp.argmin(jnp.where(fits, squared, jnp.inf))]
         return jnp.where(jnp.any(fits), jnp.stack([one, other]), spec.num_blocks)
 

@@ -4,9 +4,9 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from kvjax.clustering import squared_norm
 from kvjax.method import Spec
-from kvjax.order import written_out
-from kvjax.places import first, first_least
+from kvjax.ranking import vector_of
 from kvjax.typing import Array, Bool, Float, Int32, pytree
 
 
@@ -58,14 +58,9 @@ def updated_variance(n, variance, squared_distance):
     return n / (n + 1) * (variance + squared_distance / (n + 1))
 
 
-def squared_norm(x: Float[Array, "*N D"]) -> Float[Array, "*N"]:
-    """Of each vector."""
-    return jnp.sum(jnp.square(x), axis=-1)
-
-
 def with_key(index: ClusterIndex, block: Int32[Array, ""], n: Int32[Array, ""], key: Float[Array, "D"]):
     """UPDATESTATS of Algorithm 1: r_j and sigma_j^2 of a cluster of one head, of n keys, once it has taken one more."""
-    n, centroid = n.astype(jnp.float32), written_out(index.centroid[:, block])  # each number of it is far from the next
+    n, centroid = n.astype(jnp.float32), vector_of(index.centroid, block)
     apart = key - centroid
     return centroid + apart / (n + 1), updated_variance(n, index.variance[block], squared_norm(apart))
 
@@ -92,9 +87,3 @@ def replace_clusters(
 def has_room(spec: Spec, count: Int32[Array, "*N"]) -> Bool[Array, "*N"]:
     """Whether clusters of so many keys are there, and not full."""
     return (count > 0) & (count < spec.block_rows)
-
-
-def nearest_with_room(spec: Spec, count: Int32[Array, "NB"], squared: Float[Array, "NB"]) -> Int32[Array, ""]:
-    """The nearest cluster that is not full; a free block where all are full."""
-    nearest = first_least(squared, has_room(spec, count))
-    return jnp.where(has_room(spec, count[nearest]), nearest, first(count == 0))

@@ -9,15 +9,11 @@ import dataclasses
 import jax.numpy as jnp
 
 from kvjax import clustering
-from kvjax.clusters.index import (
-    add_entry,
-    nearest_with_room,
-    replace_clusters,
-    statistics,
-)
+from kvjax.clusters.index import add_entry, replace_clusters, statistics
+from kvjax.clusters.survey import survey
 from kvjax.clusters.update import Update
 from kvjax.method import Edits, Placement
-from kvjax.places import first, places_of
+from kvjax.places import places_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,9 +50,9 @@ class Local(Update):
 
     def append(self, spec, index, view, key, squared, valid):
         count = view.count
-        enough = jnp.sum(count == 0) >= self.most_blocks  # stays so until the period is full
-        account = first(count == 0)
-        target = jnp.where(enough, account, nearest_with_room(spec, count, squared))
+        found = survey(squared, count, index.split, spec.block_rows)
+        enough = spec.num_blocks - found.used >= self.most_blocks  # stays so until the period is full
+        target = jnp.where(enough, found.free, found.roomy)
         block = jnp.where(valid, target, spec.num_blocks).astype(jnp.int32)
         added = jnp.where(enough, spec.num_blocks, block)
         index = add_entry(index, added, count, key)

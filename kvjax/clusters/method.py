@@ -11,10 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import clustering
-from kvjax.clusters.index import ClusterIndex, empty_index, squared_norm, statistics
+from kvjax.clustering import squared_norm
+from kvjax.clusters.index import ClusterIndex, empty_index, statistics
 from kvjax.clusters.update import Update
 from kvjax.errors import ConfigError
 from kvjax.method import Method, Placement, Selection
+from kvjax.order import written_out
 from kvjax.ranking import aggregate, top_blocks, vector_products
 from kvjax.typing import Array, Bool, Float
 
@@ -102,7 +104,7 @@ class ClusterMethod(Method):
         The key that this step will make leave meets the centroids with the queries: they are most of what is read, and
         one more vector costs next to nothing.
         """
-        leaving = view.oldest_key.astype(jnp.float32)
+        leaving = written_out(view.oldest_key.astype(jnp.float32))
         products = vector_products(index.centroid, jnp.concatenate([q.astype(jnp.float32), leaving[:, None]], axis=1))
         occupied, scores = view.count > 0, products[:, :-1] * spec.head_dim**-0.5
         score = aggregate(jnp.where(occupied[:, None], scores, -1e30), self.aggregation)

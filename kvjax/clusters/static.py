@@ -8,15 +8,12 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from kvjax.clusters.index import (
-    ClusterIndex,
-    nearest_with_room,
-    squared_norm,
-    with_key,
-)
+from kvjax.clustering import squared_norm
+from kvjax.clusters.index import ClusterIndex, with_key
+from kvjax.clusters.survey import survey
 from kvjax.clusters.update import Update
 from kvjax.method import Placement
-from kvjax.places import first, first_least
+from kvjax.places import first
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,13 +25,12 @@ class Static(Update):
 
     def append(self, spec, index, view, key, squared, valid):
         count = view.count
-        nearest = first_least(squared, count > 0)
-        cluster = jnp.where(jnp.any(count > 0), index.cluster[nearest], first(count == 0))
+        found = survey(squared, count, index.split, spec.block_rows)
+        cluster = jnp.where(found.used > 0, index.cluster[found.nearest], found.free)
         room = (index.cluster == cluster) & (count < spec.block_rows) & (count > 0)
-        free = count == 0
-        stays = jnp.any(room) | jnp.any(free)
-        target = jnp.where(jnp.any(room), first(room), first(free))
-        target = jnp.where(stays, target, nearest_with_room(spec, count, squared))
+        stays = jnp.any(room) | (found.used < spec.num_blocks)
+        target = jnp.where(jnp.any(room), first(room), found.free)
+        target = jnp.where(stays, target, found.roomy)
         cluster = jnp.where(stays, cluster, index.cluster[target])
         block = jnp.where(valid, target, spec.num_blocks).astype(jnp.int32)
         grown = _grow(index, count, cluster, block, key)

@@ -13,11 +13,16 @@ platforms, and where pip found no GCC 12 or clang and left the kernels out (`COM
     heads, 0 for tokens that are not stored; before it come sums [G, C, N] over each of C parts of these queries, which
     are worked on at a time. A thread keeps memory for scores of 4 queries;
   - `vector_products`: vectors[F, D, N] and q[F, Q, D] to [F, Q, N];
+  - `vector`: vectors[F, D, N] and one's number[F] to [F, D]; exactly equal;
   - `softmax_mean`: scores[F, G, N] to the mean [F, N] of the softmaxes of each head's queries;
   - `best_blocks`: scores[F, N] and occupied[F, N] to the M best occupied blocks [F, M] of each head, as
     `kvjax.ranking.top_blocks` says; exactly equal;
   - `cut`: blocks[K, M], forced[K], room[K], counts[KT, NB] and positions[KT, _, C] to need[K, M1] and rank, row, valid
     and pos[K, N], as `kvjax.cache.needed_blocks` says; exactly equal;
+  - `survey`: squared distances[F, NB], counts[F, NB], split[F, NB] and C[F] to numbers[F, 7], as
+    `kvjax.clusters.survey.Survey` says; exactly equal;
+  - `split`: points[F, N, D], valid[F, N], the largest half[F] and iterations[F], which are of all alike, to the first
+    half[F, N], as `kvjax.clustering.two_means` says;
   - `copy`: numbers[*N] to the same, for `kvjax.order.written_out`;
   - `assign`: block[KB, NS], keys[KB, NS, P], need[KB, M], NB to slot[KB, M], read[KB, M], new[KB, NS], pinned[KB, NS],
     as `kvjax.store.residency` says; exactly equal.

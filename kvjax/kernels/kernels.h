@@ -7,9 +7,12 @@ XLA_FFI_Error *on_codes(XLA_FFI_CallFrame *call);
 XLA_FFI_Error *on_softmax(XLA_FFI_CallFrame *call);
 XLA_FFI_Error *on_assign(XLA_FFI_CallFrame *call);
 XLA_FFI_Error *on_vectors(XLA_FFI_CallFrame *call);
+XLA_FFI_Error *on_vector(XLA_FFI_CallFrame *call);
 XLA_FFI_Error *on_softmax_mean(XLA_FFI_CallFrame *call);
 XLA_FFI_Error *on_best(XLA_FFI_CallFrame *call);
 XLA_FFI_Error *on_cut(XLA_FFI_CallFrame *call);
+XLA_FFI_Error *on_split(XLA_FFI_CallFrame *call);
+XLA_FFI_Error *on_survey(XLA_FFI_CallFrame *call);
 XLA_FFI_Error *on_copy(XLA_FFI_CallFrame *call);
 
 /* Memory of this thread for numbers of a piece of work, which stays for the next: an array for all pieces would leave the

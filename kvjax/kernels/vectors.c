@@ -115,6 +115,14 @@ FOR_EACH_PROCESSOR static void mean_of_softmaxes(const void *job, int64_t head) 
     }
 }
 
+/* ---- one vector of each head */
+
+/* Each number of it is far from the next: all are asked for before the first one is used. */
+static void take_vector(const float *vectors, int64_t size, int64_t count, int64_t at, float *out) {
+    for (int64_t i = 0; i < size; i++) __builtin_prefetch(vectors + i * count + at, 0, 3);
+    for (int64_t i = 0; i < size; i++) out[i] = vectors[i * count + at];
+}
+
 /* ---- the interface */
 
 /* Vectors [F, D, N] and q [F, Q, D] to [F, Q, N]. */
@@ -151,4 +159,23 @@ XLA_FFI_Error *on_softmax_mean(XLA_FFI_CallFrame *call) {
         return refused(call, "softmax mean: sizes do not agree");
     in_pieces(call, mean_of_softmaxes, &in, heads, 4 * heads * in.queries * in.count);
     return atomic_load(&failed) ? refused(call, "softmax mean: there is no memory") : NULL;
+}
+
+/* Vectors [F, D, N] and one's number [F] to [F, D]. */
+XLA_FFI_Error *on_vector(XLA_FFI_CallFrame *call) {
+    if (asks_version(call)) return NULL;
+    if (call->args.size != 2 || call->rets.size != 1) return refused(call, "vector: 2 operands and a result");
+    const XLA_FFI_Buffer *vectors = operand(call, 0), *at = operand(call, 1), *out = result(call, 0);
+    int64_t rank = vectors->rank;
+    if (rank < 2 || !is_of(vectors, XLA_FFI_DataType_F32, rank) || !is_of(at, XLA_FFI_DataType_S32, rank - 2) ||
+        !is_of(out, XLA_FFI_DataType_F32, rank - 1))
+        return refused(call, "vector: types or ranks");
+    int64_t heads = leading(vectors, 2), size = last(vectors, 2), count = last(vectors, 1);
+    if (leading(at, 0) != heads || leading(out, 1) != heads || last(out, 1) != size || !count)
+        return refused(call, "vector: sizes do not agree");
+    for (int64_t head = 0; head < heads; head++) {
+        int32_t asked = ((const int32_t *)at->data)[head], one = asked < 0 ? 0 : asked < count ? asked : (int32_t)count - 1;
+        take_vector((const float *)vectors->data + head * size * count, size, count, one, (float *)out->data + head * size);
+    }
+    return NULL;
 }

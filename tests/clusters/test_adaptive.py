@@ -20,7 +20,8 @@ RULE = Adaptive(cluster=4, threshold=1.5, gain=2.0, buffer=3)
 def limit(count, rule=RULE, tau=10.0, spread=0.0):
     index = jax.tree.map(lambda leaf: leaf[0], empty_index(harness.plan_of(METHOD).spec))
     index = dataclasses.replace(index, tau=np.asarray(tau, np.float32), spread=np.asarray(spread, np.float32))
-    return float(jax.jit(rule.limit)(index, np.array(count, np.int32)))
+    count = np.array(count, np.int32)
+    return float(jax.jit(rule.limit)(index, count.sum(), (count > 0).sum()))
 
 
 @pytest.mark.parametrize(("count", "factor"), [([4, 4, 0], 1), ([2, 2, 0], 4), ([8, 8, 0], 0.25), ([1, 7], 1)])
