@@ -54,7 +54,7 @@ def get_config(preset: str = "accuracy") -> ml_collections.ConfigDict:
 def _throughput(**changes) -> ml_collections.ConfigDict:
     config = ml_collections.ConfigDict({
         "experiment": "throughput", "models": ("cache-path",), "contexts": (_CONTEXT,), "stores": ("flash",),
-        "drivers": ("fused",), "steps": 24, "slots": 0, "batches": (1,), "transformers": False,
+        "drivers": ("fused",), "steps": 24, "rounds": 1, "slots": 0, "batches": (1,), "transformers": False,
     })
     config.update(changes)
     return config

@@ -68,7 +68,8 @@ def _timed(**changes) -> ml_collections.ConfigDict:
     """Made-up keys have no token ids, so blocks have the ideal length; sizes and costs are those of any text."""
     config = ml_collections.ConfigDict({
         "experiment": "throughput", "models": ("cache-path",), "contexts": (32768,), "batches": (1,),
-        "stores": ("memory", "flash"), "drivers": ("fused",), "steps": 24, "slots": 0, "transformers": False,
+        "stores": ("memory", "flash"), "drivers": ("fused",), "steps": 24, "rounds": 1, "slots": 0,
+        "transformers": False,
         "methods": ({"name": "full"}, {**_DYNSPLIT, "budget": 2458}, {**_DYNSPLIT, "budget": 3277}),
     })
     config.update(changes)

@@ -95,8 +95,8 @@ def _evaluate(methods, **changes) -> ml_collections.ConfigDict:
 def _timed(methods, **changes) -> ml_collections.ConfigDict:
     config = ml_collections.ConfigDict({
         "experiment": "throughput", "models": ("cache-path",), "contexts": (32768,),
-        "stores": ("flash:nvme", "flash:emmc"), "drivers": ("fused",), "steps": 24, "slots": 0, "batches": (1,),
-        "transformers": False, "methods": methods, "replay": dict(_REPLAY),
+        "stores": ("flash:nvme", "flash:emmc"), "drivers": ("fused",), "steps": 24, "rounds": 1, "slots": 0,
+        "batches": (1,), "transformers": False, "methods": methods, "replay": dict(_REPLAY),
         "staging_mib": 4,  # a quarter waits to be written in a long decode, which counts as the cache's memory
     })
     config.update(changes)

@@ -3,7 +3,7 @@
     python -m experiments.main --config=configs/throughput.py --workdir=runs/throughput
 
 With the `oracles` extra installed, transformers is measured in the same run. Preset `:smoke`
-finishes within a minute; `:quick` is one shape at two contexts.
+finishes within a minute; `:quick` is one shape at two contexts, methods in turns.
 """
 
 import ml_collections
@@ -24,13 +24,14 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     )
     config.drivers = ("staged", "fused")
     config.steps = 40
+    config.rounds = 1  # more: the methods of a shape, store, context and batch take turns, and are all held meanwhile
     config.slots = 0  # 0: as few as one step may need
     config.transformers = True
     if preset == "smoke":
         config.update(models=("reference",), contexts=(512,), steps=8)
         config.methods = ({"name": "full"}, {"name": "quest", "budget": 128})
     elif preset == "quick":
-        config.update(models=("cache-path",), stores=("memory",))
+        config.update(models=("cache-path",), stores=("memory",), rounds=5)
     elif preset != "default":
         raise ValueError(f"unknown preset {preset!r}; use default, quick or smoke")
     return config

@@ -1,8 +1,9 @@
 """Decode speed of methods x stores x contexts, beside the physical limits of the machine.
 
 Caches are filled with made-up keys (`experiments.made_up`). Every figure is a median over steps after a warm-up;
-compile time is apart. Limits are measured beside each row: memory bandwidth by a matrix-vector product, before the
-steps and after them, disk bandwidth by raw threaded reads of the store's block size.
+compile time is apart. With several `rounds` methods take turns, so that whatever else slows the machine slows all of
+them. Limits are measured beside each row: memory bandwidth by a matrix-vector product, before the steps and after
+them, disk bandwidth by raw threaded reads of the store's block size.
 """
 
 import importlib.util
@@ -24,7 +25,6 @@ from experiments.results import Run
 from kvjax import decode, planning
 from kvjax.errors import ConfigError
 from kvjax.models.config import ModelConfig
-from kvjax.planning import Slots, State
 from kvjax.store import base, fifo
 from kvjax.store.callbacks import default_backend
 
@@ -36,63 +36,87 @@ _LATE = 0.2  # of an emulated device's commands; beyond it, times are more the h
 _WARM_UP = 4  # steps that no median counts, the one that compiles included
 
 
-def time_drivers(llm, plan, state: State, config):
-    """A row of times, the state after them, and `needed_and_read` of every token. Seconds of `config.outputs` tokens
-    count every one but the first, which compiles."""
-    row, traffic = {}, []
-    tokens = np.random.default_rng(0).integers(llm.config.vocab_size, size=config.steps + 1).tolist()
-    for driver in config.drivers:
-        (compiled, *times), state = timing.time_tokens(
-            llm, plan, state, tokens, driver, lambda done: traffic.append(timing.needed_and_read(done))
-        )
-        row |= {f"{driver}_{tokens}_s": float(np.sum(times[:tokens])) for tokens in config.get("outputs", ())}
-        times = 1e3 * np.asarray(times[_WARM_UP - 1 :])
-        row |= {f"{driver}_ms": float(np.median(times)), f"{driver}_p90_ms": float(np.percentile(times, 90)),
-                f"{driver}_compile_s": compiled}
-    return row, state, traffic
-
-
 def room(config) -> int:
     """Tokens that follow the made-up ones in a sequence."""
-    return len(config.drivers) * (config.steps + 1) + layer_times.COMMITS
+    return config.rounds * len(config.drivers) * (config.steps + 1) + layer_times.COMMITS
 
 
-def measure(llm, name: str, settings, store_name: str, context: int, batch: int, config, path) -> dict:
-    """One row; store and recordings are under `path`."""
-    method, directory = replay.make(settings, config, llm.config, context, path / "recordings"), path / "store"
-    staging = {"staging_bytes": config.staging_mib << 20} if "staging_mib" in config else {}
-    store = common.make_store(store_name, directory, **staging)
-    slots, dtype = common.make_slots(settings, config.slots), common.dtype_of(settings)
-    plan, state, branch, build = made_up.filled_cache(
-        llm, method, context, room(config), store, slots, batch, dtype, run=config.get("clump_run", 1.0)
-    )
-    state = replay.stagger(method, state) if isinstance(method, Replay) else state
-    resident, before = planning.bytes_of(state.layers), branch.stats() if branch is not None else None
-    commands = common.commands_of(store)
-    before_steps = timing.memory_bandwidth()
-    row, state, traffic = time_drivers(llm, plan, state, config)
-    bandwidth = (before_steps + timing.memory_bandwidth()) / 2  # what a shared machine gives changes within seconds
-    best = min(row[f"{driver}_ms"] for driver in config.drivers)
-    attended = min(method.budget or context, context)
-    limit = 1e3 * (timing.weight_bytes(llm) + batch * timing.kv_bytes(llm.config, attended, dtype)) / bandwidth
-    after, disk = branch.stats() if branch is not None else None, common.disk_of(store, commands)
-    if branch is not None:
-        row["store_bytes"] = branch.held_bytes
-    if config.get("temporaries", False):
-        row["temporary_bytes"] = decode.temporary_bytes(plan, llm.params, state)
-    row |= layer_times.parts(llm, plan, state, branch)
-    row |= {"tokens_per_s": batch * 1e3 / best, "limit_ms": limit, "times_limit": best / limit,
-            "memory_bandwidth": bandwidth}
-    if branch is not None:
-        row |= timing.traffic_row(before, after, len(traffic), batch) | reuse_row(method, plan, slots, context, traffic)
-        row |= disk | fetch_row(store, row.pop("fetch_ms"), directory)
-        branch.close()
-    head = {"model": name, "method": common.label_of(settings), "store": store_name, "context": context}
-    return {**head, "task": "throughput", "budget": method.budget, "seed": 0, "resident_bytes": resident,
-            "batch": batch, "index_build_s": build, "block_ms": best / llm.config.num_layers, **row}
+class Subject:
+    """One method with a cache of its own, which is timed as often as asked; store and recordings are in directories."""
+
+    def __init__(self, llm, head: dict, settings, batch: int, config, directory, recordings):
+        self.llm, self.head, self.config, self.directory = llm, head, config, directory
+        self.dtype, self.slots = common.dtype_of(settings), common.make_slots(settings, config.slots)
+        self.method = replay.make(settings, config, llm.config, head["context"], recordings)
+        staging = {"staging_bytes": config.staging_mib << 20} if "staging_mib" in config else {}
+        self.store = common.make_store(head["store"], directory, **staging)
+        self.plan, state, self.branch, self.build = made_up.filled_cache(
+            llm, self.method, head["context"], room(config), self.store, self.slots, batch, self.dtype,
+            run=config.get("clump_run", 1.0),
+        )
+        self.state = replay.stagger(self.method, state) if isinstance(self.method, Replay) else state
+        self.resident = planning.bytes_of(state.layers)
+        self.before = self.branch.stats() if self.branch is not None else None
+        self.commands = common.commands_of(self.store)
+        self.seconds: dict[str, list[np.ndarray]] = {driver: [] for driver in config.drivers}
+        self.traffic: list[tuple[int, int]] = []  # `needed_and_read` of every token
+        self.bandwidth: list[float] = []  # what a shared machine gives changes within seconds
+
+    def take_turn(self) -> None:
+        """Decodes `config.steps` tokens with each driver, and one before them, which may compile."""
+        tokens = np.random.default_rng(0).integers(self.llm.config.vocab_size, size=self.config.steps + 1).tolist()
+        self.bandwidth.append(timing.memory_bandwidth())
+        for driver, seconds in self.seconds.items():
+            found, self.state = timing.time_tokens(
+                self.llm, self.plan, self.state, tokens, driver,
+                lambda done: self.traffic.append(timing.needed_and_read(done)),
+            )
+            seconds.append(found)
+        self.bandwidth.append(timing.memory_bandwidth())
+
+    def row(self) -> dict:
+        """All of its figures; the store is closed."""
+        head, llm, batch, row = self.head, self.llm, self.plan.batch, {}
+        for driver, turns in self.seconds.items():
+            row |= _times(driver, turns, self.config.get("outputs", ()))
+        best, bandwidth = min(row[f"{driver}_ms"] for driver in self.seconds), float(np.mean(self.bandwidth))
+        attended = min(self.method.budget or head["context"], head["context"])
+        kept = timing.kv_bytes(llm.config, attended, self.dtype)
+        limit = 1e3 * (timing.weight_bytes(llm) + batch * kept) / bandwidth
+        return {
+            **head, "task": "throughput", "budget": self.method.budget, "seed": 0, "resident_bytes": self.resident,
+            "batch": batch, "index_build_s": self.build, "block_ms": best / llm.config.num_layers, **row,
+            **self._parts(), "tokens_per_s": batch * 1e3 / best, "limit_ms": limit, "times_limit": best / limit,
+            "memory_bandwidth": bandwidth,
+        }
+
+    def _parts(self) -> dict:
+        """A layer's times, what the store did and has, and temporary memory if asked for."""
+        branch, found = self.branch, {}
+        after, disk = branch.stats() if branch is not None else None, common.disk_of(self.store, self.commands)
+        if branch is not None:
+            found["store_bytes"] = branch.held_bytes
+        if self.config.get("temporaries", False):
+            found["temporary_bytes"] = decode.temporary_bytes(self.plan, self.llm.params, self.state)
+        found |= layer_times.parts(self.llm, self.plan, self.state, branch)
+        if branch is not None:
+            found |= timing.traffic_row(self.before, after, len(self.traffic), self.plan.batch)
+            found |= reuse_row(self.method, self.plan, self.slots, self.head["context"], self.traffic)
+            found |= disk | fetch_row(self.store, found.pop("fetch_ms"), self.directory)
+            branch.close()
+        return found
 
 
-def reuse_row(method, plan: planning.Plan, slots: Slots, context: int, traffic: list[tuple[int, int]]) -> dict:
+def _times(driver: str, turns: list[np.ndarray], outputs) -> dict:
+    """Of the tokens of all turns but those that warm up. Seconds of so many `outputs` are those of the first turn's
+    tokens, and count every one but the first, which compiles."""
+    row = {f"{driver}_{tokens}_s": float(np.sum(turns[0][1 : tokens + 1])) for tokens in outputs}
+    warm = 1e3 * np.concatenate([seconds[_WARM_UP:] for seconds in turns])
+    return row | {f"{driver}_ms": float(np.median(warm)), f"{driver}_p90_ms": float(np.percentile(warm, 90)),
+                  f"{driver}_compile_s": float(turns[0][0])}
+
+
+def reuse_row(method, plan: planning.Plan, slots: planning.Slots, context: int, traffic: list[tuple[int, int]]) -> dict:
     """Share of the needed blocks that were not read, after the warm-up; of a replay over a FIFO also what it has to be,
     by the recording alone."""
     row = {"reuse_rate": timing.came_back(traffic[_WARM_UP:])}
@@ -151,7 +175,8 @@ def transformers_row(llm, name: str, context: int, steps: int) -> dict | None:
 def check(config: ml_collections.ConfigDict) -> None:
     """Raises ConfigError or PromptError on settings with which nothing could be measured."""
     common.check_some(config, "models", "methods", "stores", "drivers")
-    common.check_counts(config, steps=_WARM_UP, batches=1, contexts=1, slots=0)  # fewer steps would all be warm-up
+    least_steps = _WARM_UP  # fewer would all be warm-up
+    common.check_counts(config, steps=least_steps, rounds=1, batches=1, contexts=1, slots=0)
     for settings in common.by_label(config.methods).values():
         common.make_method(settings, _EXTRAS)
         common.make_slots(settings, config.slots)
@@ -191,11 +216,10 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     print(f"callbacks: {default_backend()}")
     for name in config.models:
         llm = made_up.make_model(name, config.get("dtype", "float32"))
-        for context, batch, store, settings in _combinations(config):
-            head = {"model": name, "method": common.label_of(settings), "store": store, "context": context}
-            if _key({**head, "batch": batch}) not in done:
-                rows.append(measure(llm, name, settings, store, context, batch, config, run.path))
-                run.log(**rows[-1])
+        for group in _groups(name, config, done):
+            for row in in_turns(llm, group, config, run.path):
+                rows.append(row)
+                run.log(**row)
         for context in config.contexts if config.transformers else ():
             if (name, "transformers", "memory", context, 1) not in done:
                 other = transformers_row(llm, name, context, config.steps)
@@ -204,6 +228,30 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
                     run.log(**other)
     run.summary(rows)
     print_table(rows)
+
+
+def in_turns(llm, group: list[tuple], config, path) -> Iterator[dict]:
+    """Rows of (head, settings, batch), which take turns; they are under `path`."""
+    subjects = [
+        Subject(llm, head, settings, batch, config, path / f"store_{i}", path / "recordings")
+        for i, (head, settings, batch) in enumerate(group)
+    ]
+    for _ in range(config.rounds):
+        for subject in subjects:
+            subject.take_turn()
+    while subjects:
+        yield subjects.pop(0).row()
+
+
+def _groups(name: str, config, done: set) -> Iterator[list[tuple]]:
+    """What is still to be measured: methods one after the other, or in turns, where they meet the same machine."""
+    found: dict[tuple, list[tuple]] = {}
+    for context, batch, store, settings in _combinations(config):
+        head = {"model": name, "method": common.label_of(settings), "store": store, "context": context}
+        if _key({**head, "batch": batch}) not in done:
+            apart = () if config.rounds > 1 else (head["method"],)
+            found.setdefault((context, batch, store, *apart), []).append((head, settings, batch))
+    yield from found.values()
 
 
 def _key(row: dict) -> tuple:

@@ -57,7 +57,7 @@ def test_what_an_experiment_does_not_understand_of_a_method_is_refused():
 def test_runs_refuse_what_they_do_not_understand(run):
     config = ml_collections.ConfigDict({
         "methods": ({"name": "quest", "budget": 64, "whole": True},), "models": ("x",), "stores": ("x",),
-        "drivers": ("x",), "steps": 9, "batches": (1,), "contexts": (9,), "slots": 0,
+        "drivers": ("x",), "steps": 9, "rounds": 1, "batches": (1,), "contexts": (9,), "slots": 0,
     })
     with pytest.raises(ConfigError, match="no use for a method's whole"):
         run(config, "unused")
