@@ -25,6 +25,8 @@ _SHAPES = {  # hidden size, query heads, head size and MLP size, 0 without
     "llama-1b-4l": (2048, 32, 64, 8192), "llama-3b-4l": (3072, 24, 128, 8192), "llama-8b-4l": (4096, 32, 128, 14_336),
     "cache-path": (2048, 32, 64, 0), "cache-path-8b": (4096, 32, 128, 0),
 }
+_WEIGHT = 0.02  # standard deviation of random weights
+_KEY_VARIANCE = 2048 * _WEIGHT**2  # of each number of a key, of a hidden state of 2,048 numbers around one
 
 
 def shape(name: str) -> ModelConfig:
@@ -58,21 +60,27 @@ def random_params(config: ModelConfig, dtype: str = "float32"):
     shapes = jax.eval_shape(Transformer(config).init, jax.random.key(0), token, token)["params"]
     leaves, tree = jax.tree.flatten(shapes)
     rng = np.random.default_rng(0)
-    made = [rng.standard_normal(leaf.shape, np.float32) * 0.02 + (leaf.ndim == 1) for leaf in leaves]
+    made = [rng.standard_normal(leaf.shape, np.float32) * _WEIGHT + (leaf.ndim == 1) for leaf in leaves]
     made = [jnp.asarray(one, dtype) for one in made]
     return jax.tree.unflatten(tree, made)
 
 
 def keys(config: ModelConfig, tokens: int, seed: int, run: float = 1.0):
     """Keys and values `[1, T, K, D]` of one layer: clumps of nearby keys that drift. `run` neighbours on average are of
-    one clump."""
+    one clump.
+
+    They spread as the keys that random weights make of tokens (`_KEY_VARIANCE`), half of it within clumps. So decoded
+    keys join clusters as those of a text do: for 100 of them DynaKV splits 2 to 8 clusters, and 3 in real text. To
+    tighter clumps each decoded key is an outlier, and most of them split a cluster.
+    """
     rng = np.random.default_rng(seed)
     heads, size = config.num_kv_heads, config.head_dim
-    centres = rng.standard_normal((256, heads, size), np.float32)
+    spread = np.float32((_KEY_VARIANCE / 2) ** 0.5)
+    centres = spread * rng.standard_normal((256, heads, size), np.float32)
     clump = rng.integers(0, 256, tokens)
     if run > 1:
         clump = clump[np.cumsum(rng.random(tokens) < 1 / run) - 1]
-    key = centres[clump] + 0.4 * rng.standard_normal((tokens, heads, size), np.float32)
+    key = centres[clump] + spread * rng.standard_normal((tokens, heads, size), np.float32)
     key += np.linspace(0, 0.5, tokens, dtype=np.float32)[:, None, None]
     return jnp.asarray(key[None]), jnp.asarray(rng.standard_normal((1, tokens, heads, size), np.float32))
 
