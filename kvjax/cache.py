@@ -272,8 +272,9 @@ def push(spec: Spec, tail: Tail, key, value, at: Int32[Array, ""], gate: Bool[Ar
     """Puts token `at` into its sink or ring row; returns the tail, and what left the ring with its value [K, D]."""
     row = jnp.where(at < spec.sinks, at, spec.sinks + (at - spec.sinks) % spec.ring)
     left = jnp.where(gate, tail.pos[0, row], -1)
-    left_key, left_token, left_value = written_out(tail.key[:, row]), tail.token[row], written_out(tail.value[:, row])
-    target = jnp.where(gate & exists(left_key) & exists(left_value), row, spec.tail_rows)
+    left_token, left_rows = tail.token[row], written_out(jnp.stack([tail.key[:, row], tail.value[:, row]]))
+    left_key, left_value = left_rows
+    target = jnp.where(gate & exists(left_rows[0, 0, 0]), row, spec.tail_rows)  # all of them are written at once
     tail = dataclasses.replace(
         tail,
         key=tail.key.at[:, target].set(key.astype(tail.key.dtype), mode="drop"),

@@ -115,8 +115,19 @@ def test_what_replaces_a_kernel_agrees_with_it(dtype, monkeypatch):
 @compiled
 def test_kernels_newer_than_xla_are_left_out(monkeypatch, caplog):
     monkeypatch.setattr(kernels._compiled, "JAXLIB", "999.1.2")
-    assert not kernels.register(kernels._compiled)
+    assert not kernels.register(kernels._compiled, ())
     assert "compiled for jaxlib 999.1.2" in caplog.text
+
+
+@compiled
+def test_kernels_older_than_the_code_are_left_out(caplog):
+    assert not kernels.register(kernels._compiled, ("copy", "of a later version"))
+    assert "compiled before of a later version; install kvjax again" in caplog.text
+
+
+@compiled
+def test_all_kernels_are_registered():
+    assert set(kernels._compiled.handlers()) == set(kernels._NAMES)
 
 
 def test_a_compiled_part_that_cannot_be_loaded_is_done_without_and_said(tmp_path, monkeypatch, caplog):

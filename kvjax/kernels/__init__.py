@@ -43,6 +43,8 @@ import jax.numpy as jnp
 
 from kvjax.typing import Array
 
+_NAMES = ("row_attention", "code_products", "code_softmax", "vector_products", "vector", "softmax_mean", "best_blocks",
+          "cut", "survey", "split", "copy", "assign")
 _ONE_BY_ONE = ("row_attention",)  # where `jax.vmap` maps them: rows of one pool are not to be copied for each
 MOST_CHUNKS = 4  # of queries whose sums are apart: more are for more processors, and take more memory
 
@@ -58,10 +60,15 @@ def load(name: str) -> Any:
         return None
 
 
-def register(module: Any) -> bool:
+def register(module: Any, names: tuple[str, ...]) -> bool:
     """Whether XLA knows the functions of a compiled part; None = left out. One newer than XLA would keep its CPU
-    backend from starting."""
+    backend from starting, and one older than this code lacks some of them."""
     if module is None:
+        return False
+    missing = sorted(set(names) - set(module.handlers()))
+    if missing:
+        logging.warning("programs do without %s: it was compiled before %s; install kvjax again", module.__name__,
+                        ", ".join(missing))
         return False
     compiled, installed = (tuple(map(int, version.split(".")[:3]))
                            for version in (module.JAXLIB, importlib.metadata.version("jaxlib")))
@@ -75,7 +82,7 @@ def register(module: Any) -> bool:
 
 
 _compiled = load("kvjax.kernels._compiled")
-COMPILED = register(_compiled)
+COMPILED = register(_compiled, _NAMES)
 
 
 def on_cpu(name: str, result: Any, otherwise: Callable[..., Any], *operands: Array) -> Any:

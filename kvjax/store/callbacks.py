@@ -80,7 +80,7 @@ def _read_copies(shape_like, handle, generation, layer, block):
 
 _FUNCTIONS: dict[str, Callable[..., np.int32]] = {
     "read": _read, "submit": _submit, "put_rows": _put_rows, "put_blocks": _put_blocks}
-COMPILED = kernels.register(native)
+COMPILED = kernels.register(native, ("callback",))
 if COMPILED:
     native.serve(tuple(_FUNCTIONS.values()), _failed)
 
