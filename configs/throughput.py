@@ -28,7 +28,7 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config.slots = 0  # 0: as few as one step may need
     config.transformers = True
     if preset == "smoke":
-        config.update(models=("reference",), contexts=(512,), steps=8)
+        config.update(models=("reference",), contexts=(512,), steps=8, rounds=2)
         config.methods = ({"name": "full"}, {"name": "quest", "budget": 128})
     elif preset == "quick":
         config.update(models=("cache-path",), stores=("memory",), rounds=5)

@@ -1,5 +1,6 @@
-"""Made-up keys, and what the table of times says about the device under an emulated one."""
+"""Made-up keys, methods in turns, and what the table of times says about the device under an emulated one."""
 
+import ml_collections
 import numpy as np
 import pytest
 
@@ -19,5 +20,48 @@ def test_a_device_that_the_host_cannot_keep_up_with_is_named(share, said, capsys
 @pytest.mark.parametrize(("run", "alike"), [(1.0, 1 / 256), (4.0, 0.75)])
 def test_neighbouring_made_up_keys_are_of_one_clump_as_often_as_asked(run, alike):
     key = np.asarray(made_up.keys(made_up.shape("cache-path"), 4000, 0, run)[0])[0].reshape(4000, -1)
-    apart = np.square(key[1:] - key[:-1]).mean(-1)  # twice the noise within a clump, 2 more between clumps
-    assert abs((apart < 1.3).mean() - alike) < 0.03
+    apart = np.square(key[1:] - key[:-1]).mean(-1)  # within a clump all of the variance, between clumps twice of it
+    assert abs((apart < 1.5 * made_up._KEY_VARIANCE).mean() - alike) < 0.03
+
+
+def groups(**changes):
+    config = {"contexts": (8, 16), "batches": (1,), "stores": ("memory", "flash"), "rounds": 1,
+              "methods": ({"name": "full"}, {"name": "quest", "label": "other"}), **changes}
+    config = ml_collections.ConfigDict(config)
+    done = {("reference", "other", "memory", 8, 1)}
+    return [[(head["method"], head["store"], head["context"]) for head, _, _ in group]
+            for group in throughput._groups("reference", config, done)]
+
+
+def test_what_is_left_to_measure_is_measured_one_after_the_other_or_in_turns():
+    each = [(method, store, context) for context in (8, 16) for store in ("memory", "flash")
+            for method in ("full", "other") if (method, store, context) != ("other", "memory", 8)]
+    assert groups() == [[one] for one in each]
+    assert groups(rounds=2) == [each[:1], each[1:3], each[3:5], each[5:]]
+
+
+def test_methods_take_turns_and_are_let_go_of_one_by_one(monkeypatch, tmp_path):
+    events = []
+
+    class Timed:
+        def __init__(self, llm, head, settings, batch, config, directory, recordings):
+            self.name = head["method"]
+            events.append((self.name, directory.name))
+
+        def take_turn(self):
+            events.append(self.name)
+
+        def row(self):
+            return {"method": self.name}
+
+    monkeypatch.setattr(throughput, "Subject", Timed)
+    group = [({"method": name}, {}, 1) for name in "ab"]
+    rows = list(throughput.in_turns(None, group, ml_collections.ConfigDict({"rounds": 2}), tmp_path))
+    assert events == [("a", "store_0"), ("b", "store_1"), "a", "b", "a", "b"]
+    assert rows == [{"method": "a"}, {"method": "b"}]
+
+
+def test_the_median_is_of_all_turns_without_their_warm_up():
+    turns = [np.array([9.0, 5, 5, 5, 1, 2]), np.array([4.0, 5, 5, 5, 3, 4])]
+    row = throughput._times("fused", turns, outputs=(2,))
+    assert row["fused_ms"] == 2500 and row["fused_compile_s"] == 9 and row["fused_2_s"] == 10
