@@ -26,7 +26,6 @@ _SHAPES = {  # hidden size, query heads, head size and MLP size, 0 without
     "cache-path": (2048, 32, 64, 0), "cache-path-8b": (4096, 32, 128, 0),
 }
 _WEIGHT = 0.02  # standard deviation of random weights
-_KEY_VARIANCE = 2048 * _WEIGHT**2  # of each number of a key, of a hidden state of 2,048 numbers around one
 
 
 def shape(name: str) -> ModelConfig:
@@ -65,17 +64,22 @@ def random_params(config: ModelConfig, dtype: str = "float32"):
     return jax.tree.unflatten(tree, made)
 
 
+def key_variance(config: ModelConfig) -> float:
+    """Of each number of a key that random weights make of a hidden state whose numbers are around one."""
+    return config.hidden_size * _WEIGHT**2
+
+
 def keys(config: ModelConfig, tokens: int, seed: int, run: float = 1.0):
     """Keys and values `[1, T, K, D]` of one layer: clumps of nearby keys that drift. `run` neighbours on average are of
     one clump.
 
-    They spread as the keys that random weights make of tokens (`_KEY_VARIANCE`), half of it within clumps. So decoded
+    They spread as the keys that random weights make of tokens (`key_variance`), half of it within clumps. So decoded
     keys join clusters as those of a text do: for 100 of them DynaKV splits 2 to 8 clusters, and 3 in real text. To
     tighter clumps each decoded key is an outlier, and most of them split a cluster.
     """
     rng = np.random.default_rng(seed)
     heads, size = config.num_kv_heads, config.head_dim
-    spread = np.float32((_KEY_VARIANCE / 2) ** 0.5)
+    spread = np.float32((key_variance(config) / 2) ** 0.5)
     centres = spread * rng.standard_normal((256, heads, size), np.float32)
     clump = rng.integers(0, 256, tokens)
     if run > 1:

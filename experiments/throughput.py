@@ -2,8 +2,8 @@
 
 Caches are filled with made-up keys (`experiments.made_up`). Every figure is a median over steps after a warm-up;
 compile time is apart. With several `rounds` methods take turns, so that whatever else slows the machine slows all of
-them. Limits are measured beside each row: memory bandwidth by a matrix-vector product, before the steps and after
-them, disk bandwidth by raw threaded reads of the store's block size.
+them. Limits are measured beside each row: memory bandwidth by a matrix-vector product, before and after each turn's
+steps, disk bandwidth by raw threaded reads of the store's block size.
 """
 
 import importlib.util
@@ -244,7 +244,8 @@ def in_turns(llm, group: list[tuple], config, path) -> Iterator[dict]:
 
 
 def _groups(name: str, config, done: set) -> Iterator[list[tuple]]:
-    """What is still to be measured: methods one after the other, or in turns, where they meet the same machine."""
+    """What is still to be measured: methods one after the other, or in turns, where they meet the same machine; after
+    an interruption the turns are of those that are left."""
     found: dict[tuple, list[tuple]] = {}
     for context, batch, store, settings in _combinations(config):
         head = {"model": name, "method": common.label_of(settings), "store": store, "context": context}

@@ -274,7 +274,8 @@ def push(spec: Spec, tail: Tail, key, value, at: Int32[Array, ""], gate: Bool[Ar
     left = jnp.where(gate, tail.pos[0, row], -1)
     left_token, left_rows = tail.token[row], written_out(jnp.stack([tail.key[:, row], tail.value[:, row]]))
     left_key, left_value = left_rows
-    target = jnp.where(gate & exists(left_rows[0, 0, 0]), row, spec.tail_rows)  # all of them are written at once
+    # The write waits for the read, of which one number tells: XLA:CPU would copy all keys and values first.
+    target = jnp.where(gate & exists(left_rows[0, 0, 0]), row, spec.tail_rows)
     tail = dataclasses.replace(
         tail,
         key=tail.key.at[:, target].set(key.astype(tail.key.dtype), mode="drop"),

@@ -126,7 +126,7 @@ def two_means(
     numbers = jnp.int32(largest), jnp.int32(iterations)
     like = jax.ShapeDtypeStruct(valid.shape, jnp.bool_)
     first = kernels.on_cpu("split", like, _first_half, points.astype(jnp.float32), valid, *numbers)
-    return valid & first, valid & ~first
+    return first, valid & ~first
 
 
 def _first_half(points, valid, largest, iterations) -> Bool[Array, "N"]:

@@ -23,7 +23,8 @@ def computed_once(x: Array) -> Array:
 
 def written_out(x: Float[Array, "*N"]) -> Float[Array, "*N"]:
     """`x` in memory, where later operations find it. XLA:CPU fuses across the barrier of `computed_once`: it would
-    compute functions of an angle again for every head, and once more in every fusion that uses them. No derivative."""
+    compute functions of an angle again for every head, and once more in every fusion that uses them, and look up a key
+    for each of its uses, whatever is to be written there meanwhile. No derivative."""
     wide = x.astype(jnp.float32)
     return kernels.on_cpu("copy", jax.ShapeDtypeStruct(x.shape, wide.dtype), lambda x: x, wide).astype(x.dtype)
 
@@ -40,7 +41,8 @@ def after(token: Int32[Array, ""], x: Array) -> Array:
 
 
 def exists(x: Array) -> Bool[Array, ""]:
-    """True once `x` has been computed. No hidden state has this bit pattern, but the compiler cannot know that."""
+    """True once `x` has been computed. No hidden state or key sums to this bit pattern, which the compiler cannot know.
+    """
     return jax.lax.bitcast_convert_type(jnp.sum(x, dtype=jnp.float32), jnp.int32) != -0x7FEDCBA9
 
 

@@ -1,6 +1,6 @@
 """What splitting clusters costs a decode step, and what the possibility of it costs a step without a split.
 
-    python scripts/bench_split.py [--steps=50] [--capacity=4096]
+    python scripts/bench_split.py [--steps=50] [--capacity=8192]
 
 One layer of 8 KV heads x 4 query heads x 64, blocks in memory. "write" is the half of a step that books the token and
 splits; "never" is the same program without the loop that splits. The cases take turns, each with its own cache, so
@@ -29,7 +29,7 @@ from kvjax.methods import DynaKV
 from kvjax.pool import Line
 
 STEPS = flags.DEFINE_integer("steps", 50, "timed steps of each case")
-CAPACITY = flags.DEFINE_integer("capacity", 4096, "tokens the cache is made for; half are in it")
+CAPACITY = flags.DEFINE_integer("capacity", 8192, "tokens the cache is made for; half are in it")
 
 HEADS, GROUP, SIZE = 8, 4, 64
 LINE = Line(jnp.int32(-1), jnp.int32(0))

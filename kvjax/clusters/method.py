@@ -104,6 +104,7 @@ class ClusterMethod(Method):
         The key that this step will make leave meets the centroids with the queries: they are most of what is read, and
         one more vector costs next to nothing.
         """
+        # Written out, as the tail is written in place only if nothing that is not waited for still reads it.
         leaving = written_out(view.oldest_key.astype(jnp.float32))
         products = vector_products(index.centroid, jnp.concatenate([q.astype(jnp.float32), leaving[:, None]], axis=1))
         occupied, scores = view.count > 0, products[:, :-1] * spec.head_dim**-0.5

@@ -19,9 +19,10 @@ def test_a_device_that_the_host_cannot_keep_up_with_is_named(share, said, capsys
 
 @pytest.mark.parametrize(("run", "alike"), [(1.0, 1 / 256), (4.0, 0.75)])
 def test_neighbouring_made_up_keys_are_of_one_clump_as_often_as_asked(run, alike):
-    key = np.asarray(made_up.keys(made_up.shape("cache-path"), 4000, 0, run)[0])[0].reshape(4000, -1)
+    shape = made_up.shape("cache-path")
+    key = np.asarray(made_up.keys(shape, 4000, 0, run)[0])[0].reshape(4000, -1)
     apart = np.square(key[1:] - key[:-1]).mean(-1)  # within a clump all of the variance, between clumps twice of it
-    assert abs((apart < 1.5 * made_up._KEY_VARIANCE).mean() - alike) < 0.03
+    assert abs((apart < 1.5 * made_up.key_variance(shape)).mean() - alike) < 0.03
 
 
 def groups(**changes):
@@ -40,7 +41,7 @@ def test_what_is_left_to_measure_is_measured_one_after_the_other_or_in_turns():
     assert groups(rounds=2) == [each[:1], each[1:3], each[3:5], each[5:]]
 
 
-def test_methods_take_turns_and_are_let_go_of_one_by_one(monkeypatch, tmp_path):
+def test_methods_take_turns_each_in_a_directory_of_its_own(monkeypatch, tmp_path):
     events = []
 
     class Timed:
