@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import METHODS, plan_of
+from harness import METHODS, compiled, plan_of
 from tiny import CAPACITY, CONFIG, PROMPT, decoded, dense, start, temporaries
 
 from kvjax import cache as caching
@@ -356,6 +356,26 @@ def test_the_pool_is_updated_in_place(params, tokens, driver):
             temporaries(lambda one: layer.write(layer_plan, one, *put)[0], state.layers[0]),
         ]
     assert max(used) < pool / 4
+
+
+@compiled
+def test_the_tail_is_updated_in_place():
+    """Though the key that leaves is read of it: without an order said, keys and values are copied first."""
+    method = dataclasses.replace(METHODS["dynakv"], window=2000, budget=2100)
+    spec = method.spec(kv_heads=2, group=2, head_dim=32, capacity=4000)
+    tail = caching.empty_layer(spec, method.init(spec, None), jnp.float32).tail
+
+    def push(tail, key, at):
+        return caching.push(spec, tail, key, key, at, jnp.bool_(True), jnp.int32(1))
+
+    at, size = jnp.int32(2500), tail.key.nbytes
+    program = jax.jit(push, donate_argnums=0).lower(tail, jnp.ones((2, 32)), at).compile()
+    assert program.memory_analysis().temp_size_in_bytes < size / 4
+    tail, leaving, value = program(tail, jnp.full((2, 32), 3.0), at)
+    row = spec.sinks + (2500 - spec.sinks) % spec.ring
+    np.testing.assert_array_equal(tail.key[:, row], 3)
+    np.testing.assert_array_equal(leaving.key, 0)  # what was there before
+    assert int(tail.pos[0, row]) == 2500 and not value.any()
 
 
 @pytest.mark.parametrize("pipelined", [True, False])
