@@ -368,10 +368,9 @@ def test_the_tail_is_updated_in_place():
     def push(tail, key, at):
         return caching.push(spec, tail, key, key, at, jnp.bool_(True), jnp.int32(1))
 
-    at, size = jnp.int32(2500), tail.key.nbytes
-    program = jax.jit(push, donate_argnums=0).lower(tail, jnp.ones((2, 32)), at).compile()
-    assert program.memory_analysis().temp_size_in_bytes < size / 4
-    tail, leaving, value = program(tail, jnp.full((2, 32), 3.0), at)
+    key, at = jnp.full((2, 32), 3.0), jnp.int32(2500)
+    assert temporaries(lambda tail: push(tail, key, at), tail) < tail.key.nbytes / 4
+    tail, leaving, value = push(tail, key, at)
     row = spec.sinks + (2500 - spec.sinks) % spec.ring
     np.testing.assert_array_equal(tail.key[:, row], 3)
     np.testing.assert_array_equal(leaving.key, 0)  # what was there before

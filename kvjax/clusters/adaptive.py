@@ -6,16 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import clustering
-from kvjax.clustering import squared_norm
-from kvjax.clusters.index import (
-    ClusterIndex,
-    has_room,
-    replace_clusters,
-    statistics,
-    updated_variance,
-    with_key,
-)
-from kvjax.clusters.survey import survey
+from kvjax.clusters.index import ClusterIndex, replace_clusters, statistics, updated_variance, with_key
+from kvjax.clusters.survey import has_room, survey
 from kvjax.clusters.update import Update
 from kvjax.method import Edits, Placement
 from kvjax.places import first, places_of
@@ -77,7 +69,7 @@ class Adaptive(Update):
         # A flag reserves a free block for the other half.
         roomy, reserved, free = found.roomy, found.flagged, spec.num_blocks - found.used
         # No cluster with room and every free block reserved: wait with a flagged cluster, whose split makes room.
-        crowded = ~has_room(spec, count[roomy]) & (free <= reserved) & (reserved > 0)
+        crowded = ~has_room(count[roomy], spec.block_rows) & (free <= reserved) & (reserved > 0)
         nearest = jnp.where(crowded, found.nearest_flagged, found.nearest)
         # Its own cluster is not flagged, and is refused its split.
         elsewhere = crowded & ~index.split[found.nearest]
@@ -116,7 +108,7 @@ class Adaptive(Update):
         count = jnp.where(free, view.count[at], 0)
         small = jnp.where((count > 0) & (count <= self.merge), count, spec.block_rows + 1)
         one = at[jnp.argmin(small)]
-        squared = squared_norm(index.centroid[:, at].T - index.centroid[:, one])
+        squared = clustering.squared_norm(index.centroid[:, at].T - index.centroid[:, one])
         width = _union(view.count[one], index.variance[one], view.count[at], index.variance[at], squared)
         fits = (count > 0) & (at != one) & (count + view.count[one] <= spec.block_rows)
         limit = self.limit(index, jnp.sum(view.count), jnp.sum(view.count > 0))
@@ -157,7 +149,7 @@ class Adaptive(Update):
 def _observe_key(index: ClusterIndex, key, valid) -> ClusterIndex:
     """Welford's update of the statistics of all keys of the head."""
     n = index.seen
-    squared = squared_norm(key - index.mean)
+    squared = clustering.squared_norm(key - index.mean)
     return dataclasses.replace(
         index, seen=n + valid, mean=jnp.where(valid, index.mean + (key - index.mean) / (n + 1), index.mean),
         spread=jnp.where(valid, updated_variance(n, index.spread, squared), index.spread),

@@ -82,8 +82,3 @@ def replace_clusters(
         norm=index.norm.at[block].set(squared_norm(centroid), mode="drop"),
         variance=index.variance.at[block].set(variance, mode="drop"),
     )
-
-
-def has_room(spec: Spec, count: Int32[Array, "*N"]) -> Bool[Array, "*N"]:
-    """Whether clusters of so many keys are there, and not full."""
-    return (count > 0) & (count < spec.block_rows)

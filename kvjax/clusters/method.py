@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import clustering
-from kvjax.clustering import squared_norm
 from kvjax.clusters.index import ClusterIndex, empty_index, statistics
 from kvjax.clusters.update import Update
 from kvjax.errors import ConfigError
@@ -94,7 +93,7 @@ class ClusterMethod(Method):
 
         block, row, strays = jax.lax.map(one_head, (keys, self._seeds(spec)))
         count, centroid, variance = jax.vmap(statistics, (0, 0, None))(keys, block, spec.num_blocks)
-        norm, centroid = squared_norm(centroid), centroid.swapaxes(1, 2)
+        norm, centroid = clustering.squared_norm(centroid), centroid.swapaxes(1, 2)
         index = dataclasses.replace(index, centroid=centroid, norm=norm, variance=variance, refused=strays)
         return self.calibrate(index, count, valid), Placement(block, row)
 

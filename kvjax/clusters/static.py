@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from kvjax.clustering import squared_norm
 from kvjax.clusters.index import ClusterIndex, with_key
-from kvjax.clusters.survey import survey
+from kvjax.clusters.survey import has_room, survey
 from kvjax.clusters.update import Update
 from kvjax.method import Placement
 from kvjax.places import first
@@ -27,7 +27,7 @@ class Static(Update):
         count = view.count
         found = survey(squared, count, index.split, spec.block_rows)
         cluster = jnp.where(found.used > 0, index.cluster[found.nearest], found.free)
-        room = (index.cluster == cluster) & (count < spec.block_rows) & (count > 0)
+        room = (index.cluster == cluster) & has_room(count, spec.block_rows)
         stays = jnp.any(room) | (found.used < spec.num_blocks)
         target = jnp.where(jnp.any(room), first(room), found.free)
         target = jnp.where(stays, target, found.roomy)

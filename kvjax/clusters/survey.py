@@ -32,10 +32,15 @@ def survey(
     return Survey(*found)
 
 
+def has_room(count: Int32[Array, "*N"], block_rows: int | Int32[Array, ""]) -> Bool[Array, "*N"]:
+    """Whether clusters of so many keys are there, and not full."""
+    return (count > 0) & (count < block_rows)
+
+
 def _survey(squared, count, split, block_rows) -> Int32[Array, "7"]:
     used, free = count > 0, first(count == 0)
-    nearest, flagged, roomy = (_first_least(squared, among) for among in (used, split, used & (count < block_rows)))
-    roomy = jnp.where((count[roomy] > 0) & (count[roomy] < block_rows), roomy, free)
+    nearest, flagged, roomy = (_first_least(squared, among) for among in (used, split, has_room(count, block_rows)))
+    roomy = jnp.where(has_room(count[roomy], block_rows), roomy, free)
     total = functools.partial(jnp.sum, dtype=jnp.int32)
     return jnp.stack([total(count), total(used), total(split), free, nearest, flagged, roomy])
 

@@ -65,7 +65,8 @@ def register(module: Any, names: tuple[str, ...]) -> bool:
     backend from starting, and one older than this code lacks some of them."""
     if module is None:
         return False
-    missing = sorted(set(names) - set(module.handlers()))
+    handlers = module.handlers()
+    missing = sorted(set(names) - set(handlers))
     if missing:
         logging.warning("programs do without %s: it was compiled before %s; install kvjax again", module.__name__,
                         ", ".join(missing))
@@ -76,7 +77,7 @@ def register(module: Any, names: tuple[str, ...]) -> bool:
         logging.warning("programs do without %s: it was compiled for jaxlib %s, and %s is here; install kvjax again",
                         module.__name__, module.JAXLIB, importlib.metadata.version("jaxlib"))
         return False
-    for name, handler in module.handlers().items():
+    for name, handler in handlers.items():
         jax.ffi.register_ffi_target(f"kvjax_{name}", handler, platform="cpu")
     return True
 

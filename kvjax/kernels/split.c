@@ -106,14 +106,15 @@ FOR_EACH_PROCESSOR static void split(const void *job, int64_t head) {
     const Points *from = job;
     const uint8_t *valid = from->valid + head * from->count;
     uint8_t *first = from->first + head * from->count;
-    float *room = room_for(6 * from->size + from->count + from->count * sizeof(float *) / sizeof(float));
+    int64_t pointers = from->count * sizeof(float *) / sizeof(float); /* as many numbers as they take room */
+    float *room = room_for(pointers + from->count + 6 * from->size);
     if (!room) {
         atomic_store(from->failed, 1);
         return;
     }
     Halves in = {.point = (const float **)room, .size = from->size};
     float **vectors[] = {&in.margin, &in.whole, &in.part, &in.one, &in.other, &in.middle, &in.across};
-    room += from->count * sizeof(float *) / sizeof(float);
+    room += pointers;
     for (int i = 0; i < 7; i++) {
         *vectors[i] = room;
         room += i ? from->size : from->count;
