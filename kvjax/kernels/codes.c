@@ -39,30 +39,36 @@ FOR_EACH_PROCESSOR static void add_levels(const uint8_t *codes, int64_t tokens, 
 }
 
 #ifdef __x86_64__
-/* The same with two levels of a token side by side in bytes, whose products are added up in 16 bits. */
+/* The same with two levels of a token side by side in bytes, whose products are added up in 16 bits. The rows that follow are
+ * asked for: each is too short a run for the processor to do so. */
 __attribute__((target("avx2"), always_inline)) static inline void add_pairs(
     const uint8_t *codes, int64_t tokens, const int8_t *q, int64_t size, int rows, const int bits, const int queries,
     int32_t *sums) {
     const __m256i mask = _mm256_set1_epi8((1 << bits) - 1);
     __m256i found[2 * AT_ONCE];
-    for (int i = 0; i < 2 * queries; i++) found[i] = _mm256_setzero_si256();
+#pragma GCC unroll 8 /* or they are not kept in registers */
+    for (int i = 0; i < 2 * AT_ONCE; i++) found[i] = _mm256_setzero_si256();
     for (int row = 0; row < rows; row++) {
         __m256i bytes = _mm256_loadu_si256((const __m256i *)(codes + row * tokens));
+        __builtin_prefetch(codes + (row + TOGETHER) * tokens, 0, 2);
 #pragma GCC unroll 2
         for (int shift = 0; shift < 8; shift += 2 * bits) {
             __m256i one = _mm256_and_si256(_mm256_srli_epi16(bytes, shift), mask);
             __m256i two = _mm256_and_si256(_mm256_srli_epi16(bytes, shift + bits), mask);
             __m256i near = _mm256_unpacklo_epi8(one, two), far = _mm256_unpackhi_epi8(one, two);
+#pragma GCC unroll 4
             for (int query = 0; query < queries; query++) {
                 int16_t pair;
-                memcpy(&pair, q + query * size + (row * 8 + shift) / bits, sizeof pair);
+                memcpy(&pair, q + query * size + row * (8 / bits) + shift / bits, sizeof pair);
                 __m256i numbers = _mm256_set1_epi16(pair);
                 found[2 * query] = _mm256_add_epi16(found[2 * query], _mm256_maddubs_epi16(near, numbers));
                 found[2 * query + 1] = _mm256_add_epi16(found[2 * query + 1], _mm256_maddubs_epi16(far, numbers));
             }
         }
     }
+#pragma GCC unroll 4
     for (int query = 0; query < queries; query++)
+#pragma GCC unroll 4
         for (int part = 0; part < 4; part++) { /* tokens 8 * part and on: halves of 128 bits are apart */
             __m256i half = found[2 * query + part % 2], *to = (__m256i *)(sums + query * TILE + 8 * part);
             __m128i eight = part < 2 ? _mm256_castsi256_si128(half) : _mm256_extracti128_si256(half, 1);
