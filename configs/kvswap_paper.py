@@ -22,7 +22,7 @@
     breakdown   where a decode step's time goes, with and without reading ahead (Figure 13 a)
     pretrained  what keeping groups gains with the selections of a pretrained model (docs/real_model.md), by four ways
                 of choosing, which come back as often as in the paper; `--config.replay.model=DIR`
-    gains       what keeping groups gains at batch 8 with one of these ways and 1/13 of the full cache's memory, three
+    gains       what keeping groups gains at batches of 8 and 16 with one of these ways and 1/13 of the full cache's memory, three
                 times in turn
     reuse       how often groups come back in real text, for each kind of it (Table 5); seven minutes on two cores
     smoke       finishes within a minute
@@ -306,7 +306,7 @@ def _gains():
     raw = {**_systems()["4 bits"], "aggregation": "mean"}
     ways = (("read each time", _READ_ONCE), ("kept", _reuse(4, 1100)))
     methods = tuple({**raw, "label": f"{label} {turn}", "slots": slots} for turn in (1, 2, 3) for label, slots in ways)
-    return _timed(methods, batches=(8,), replay=dict(_PRETRAINED))
+    return _timed(methods, batches=(8, 16), replay=dict(_PRETRAINED))
 
 
 def _reuse_rates():
