@@ -98,15 +98,15 @@ def fits(llm: kvjax.LLM, kind: str, config, directory) -> Iterator[tuple[str, in
                 yield f"{form}_refined", ratio, load(refined)
 
 
-def measure(llm: kvjax.LLM, fitted: Adapters, rows: list[np.ndarray], config) -> dict[str, float]:
-    """Means over layers and batches."""
+def measure(llm: kvjax.LLM, fitted: Adapters, rows: list[np.ndarray], moments, config) -> dict[str, float]:
+    """Means over layers and batches, whose `collect.key_moments` are given."""
     found = []
     for tokens in rows:
         for i, query, key in collect.layers_of(llm, tokens):
             sampled = refinement.sample(query, key)
             found.append(_scores(config.top, config.kept, fitted.joint, jnp.asarray(fitted.layers[i]), *sampled))
     means = {name: float(np.mean([one[name] for one in found])) for name in found[0]}
-    errors = fit.reconstruction_error(collect.key_moments(llm, rows), fitted)
+    errors = fit.reconstruction_error(moments, fitted)
     return {"reconstruction_error": float(np.mean(errors)), **means}
 
 
@@ -136,7 +136,10 @@ def _centred(scores, seen):
 
 def check(config) -> None:
     """Raises ConfigError on names and files that do not exist, and on numbers with which nothing could be fitted."""
-    common.check_counts(config, batch=1, length=2, train_batches=1, test_batches=1, refine_batches=0, ratios=1)
+    common.check_counts(config, batch=1, length=2, train_batches=1, test_batches=1, refine_batches=0, ratios=1,
+                        documents=1, top=1, kept=1)
+    if max(config.top, config.kept) > config.length:
+        raise ConfigError(f"top={config.top} and kept={config.kept} are of length={config.length} tokens at most")
     if not config.forms or set(config.forms) - set(FORMS):
         raise ConfigError(f"forms={tuple(config.forms)} must be some of {', '.join(FORMS)}")
     missing = [kind for kind in config.kinds if kind not in KINDS and not pathlib.Path(kind).is_file()]
@@ -154,14 +157,16 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
         name_of(kind): list(batches(rows_of(llm, kind, True, config), config.test_batches, config, 3))
         for kind in config.kinds
     }
+    moments = functools.cache(lambda task: collect.key_moments(llm, tests[task]))
     done = {(row["method"], row["ratio"], row["fitted_on"], row["task"]) for row in run.logged()}
     for kind in config.kinds:
         name = name_of(kind)
         for form, ratio, fitted in fits(llm, kind, config, run.path / "adapters"):
             for task, rows in tests.items():
                 if (form, ratio, name, task) not in done:
+                    found = measure(llm, fitted, rows, moments(task), config)
                     run.log(method=form, ratio=ratio, rank=fitted.rank, fitted_on=name, task=task,
-                            context=config.length, seed=config.seed, **measure(llm, fitted, rows, config))
+                            context=config.length, seed=config.seed, **found)
     run.summary(run.logged())
     print_table(run.logged())
 

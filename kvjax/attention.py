@@ -18,7 +18,7 @@ from kvjax.typing import Array, Bool, Float, Int32, Num, pytree
 
 _FOUR = 4  # queries that the kernel takes together
 _SEGMENT = 4096  # tokens that it gives one thread, where they are more
-NEGATIVE = -1e30  # finite, so that a part without any valid token merges as weight 0 and never as NaN
+NEGATIVE = kernels.NEGATIVE  # finite, so that a part without any valid token merges as weight 0 and never as NaN
 
 
 @pytree

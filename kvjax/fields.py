@@ -6,6 +6,7 @@ import numbers
 import os
 import types
 import typing
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,15 @@ def check(settings: Any) -> None:
 def whole(value: Any, least: int | None = None) -> bool:
     """Whether it is an integer, and not below the least one; NumPy's count too, True and False do not."""
     return _is(value, int) and (least is None or value >= least)
+
+
+def wholes(name: str, values: Any, least: int) -> tuple[int, ...]:
+    """Integers as Python's, so that they can be saved. Raises ConfigError unless they are a sequence of such, not below
+    the least one, and at least one."""
+    found = tuple(values) if isinstance(values, Sequence | np.ndarray) and not isinstance(values, str) else ()
+    if not found or not all(whole(one, least) for one in found):
+        raise ConfigError(f"{name}={values!r} must be one or more integers of at least {least}, such as ({least},)")
+    return tuple(map(int, found))
 
 
 def number(value: Any) -> bool:

@@ -174,16 +174,11 @@ class LLM:
             extend.check_chunk(chunk)
         reading, rest = self._opening(context, chunk)
         lengths = [n + len(more) for n, more in zip(np.asarray(reading.length).tolist(), rest, strict=True)]
-        if max(lengths) > self.config.max_position:
-            warnings.warn(f"the prompt has {max(lengths)} tokens, and the model was made for "
-                          f"{self.config.max_position}: expect little of what it says", stacklevel=2)
+        self._warn_of(max(lengths))
         capacity = _usual_capacity(max(lengths)) if capacity is None else capacity
         if method is None:
-            method, slots, dtype = self._default(len(lengths), capacity, slots, dtype)
-        method.check_model(self.identity)
-        plan = planning.make_plan(self.config, method, len(lengths), capacity, "float32" if dtype is None else dtype)
-        if max(lengths) > plan.capacity:
-            raise PromptError(f"the prompt has {max(lengths)} tokens but capacity={plan.capacity}; raise the capacity")
+            method, slots, dtype = self._default(len(lengths), capacity, store, slots, dtype)
+        plan = self._planned(method, lengths, capacity, dtype)
         if method.fits_prompts:
             reading = reading if reading.layers or chunk is not None else self._read(reading)
             plan = self._fitted(plan, method, reading)
@@ -192,19 +187,35 @@ class LLM:
             check = extend.check_prompt if any(rest) else extend.check
             check(plan, chunk, () if slots is None else (slots.backend,))
         planning.check(plan, store is not None, slots or Slots())
-        branch = cache = None
+        cache = self._filled(plan, reading, lengths, store, slots)
+        return cache if chunk is None else self._extended(cache, rest, chunk)
+
+    def _warn_of(self, length: int) -> None:
+        if length > self.config.max_position:
+            warnings.warn(f"the prompt has {length} tokens, and the model was made for {self.config.max_position}: "
+                          "expect little of what it says", stacklevel=3)
+
+    def _planned(self, method: Method, lengths: list[int], capacity: int, dtype: str | None) -> Plan:
+        method.check_model(self.identity)
+        plan = planning.make_plan(self.config, method, len(lengths), capacity, "float32" if dtype is None else dtype)
+        if max(lengths) > plan.capacity:
+            raise PromptError(f"the prompt has {max(lengths)} tokens but capacity={plan.capacity}; raise the capacity")
+        return plan
+
+    def _filled(
+        self, plan: Plan, reading: Reading, lengths: list[int], store: Store | None, slots: Slots | None,
+    ) -> Cache:
+        """A cache of what is read densely, with room in the store for prompts of these lengths."""
+        branch = None
         if store is not None:
             branch = store.create(planning.geometry(plan), self.fingerprint, _least_blocks(plan, lengths))
         try:
             state, logits = prefill.prefill(
                 plan, self.params, reading.tokens, reading.length, branch, slots, reading.layers or None
             )
-            cache = Cache(plan, state, logits, branch, self.fingerprint)
-            return cache if chunk is None else self._extended(cache, rest, chunk)
+            return Cache(plan, state, logits, branch, self.fingerprint)
         except BaseException:
-            if cache is not None:
-                cache.close()
-            elif branch is not None:
+            if branch is not None:
                 branch.close()
             raise
 
@@ -236,10 +247,13 @@ class LLM:
         return planning.make_plan(self.config, method, plan.batch, plan.capacity, plan.dtype)
 
     def _default(
-        self, batch: int, context: int, slots: Slots | None, dtype: str | None
+        self, batch: int, context: int, store: Store | None, slots: Slots | None, dtype: str | None
     ) -> tuple[Method, Slots | None, str | None]:
         if self.tuning is None:
             return Full(), slots, dtype
+        if store is None:
+            raise ConfigError("the model's tuning is for caches over a store, and only there does its memory hold; "
+                              "give store=, or method= for a cache in memory")
         method, dtype = self.tuning.method(batch, context), self.tuning.dtype if dtype is None else dtype
         return method, slots or self.tuning.slots(batch, context), dtype
 
@@ -250,19 +264,18 @@ class LLM:
         tokens, or a StoreError.
         """
         rows = self._asked("texts", text, cache)
-        fork = cache.fork()
-        try:
-            return self._extended(fork, rows, chunk)
-        except BaseException:
-            fork.close()
-            raise
+        return self._extended(cache.fork(), rows, chunk)
 
     def _extended(self, cache: Cache, rows: list[list[int]], chunk: int) -> Cache:
-        """`cache` with more tokens; it must not be used again."""
-        tokens, length = prefill.batch(rows)
-        state, logits = extend.extend(cache.plan, self.params, cache.state, tokens, length, chunk)
-        logits = jnp.where((length > 0)[:, None], logits, cache.logits)
-        return dataclasses.replace(cache, state=state, logits=logits)
+        """`cache` with more tokens; it must not be used again, and is closed where that fails."""
+        try:
+            tokens, length = prefill.batch(rows)
+            state, logits = extend.extend(cache.plan, self.params, cache.state, tokens, length, chunk)
+            logits = jnp.where((length > 0)[:, None], logits, cache.logits)
+            return dataclasses.replace(cache, state=state, logits=logits)
+        except BaseException:
+            cache.close()
+            raise
 
     def restore(
         self, directory: str | os.PathLike, *, method: Method | None = None, slots: Slots | None = None,

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import kernels
+from kvjax.attention import NEGATIVE
 from kvjax.codecs import lowbit
 from kvjax.errors import ConfigError
 from kvjax.method import Context, Method, Selection, Spec, in_pages, in_token_order, no_force
@@ -156,8 +157,8 @@ class Predictor(Method):
         offset, count = jnp.cumsum(context.valid) - 1, jnp.sum(context.valid, dtype=jnp.int32)
         low = compress(index, context.key)
         if index.scale is not None:
-            scale = functools.partial(lowbit.closest_scale, bits=self.bits)
-            index = dataclasses.replace(index, scale=jax.vmap(scale)(jnp.where(context.valid[:, None], low, 0.0)))
+            scale = functools.partial(lowbit.closest_scale, bits=self.bits, valid=context.valid)
+            index = dataclasses.replace(index, scale=jax.vmap(scale)(low))
         key = store(index, low, jnp.where(context.valid, offset, index.tokens))
         placement = in_token_order(spec, context)
         return dataclasses.replace(index, key=key, stored=count), placement
@@ -182,7 +183,7 @@ class Predictor(Method):
             return predict_shares(index, low, heads)
         if index.by_token:
             scores = predict_by_token(index, low)
-            scores = scores if seen is None else jnp.where(seen[:, None], scores, -1e30)
+            scores = scores if seen is None else jnp.where(seen[:, None], scores, NEGATIVE)
             if self.shared:
                 return aggregate_where_they_lie(scores, self.aggregation)
             scores = scores.swapaxes(1, 2)
@@ -190,7 +191,7 @@ class Predictor(Method):
             return predict_mean(index, low)
         else:
             scores = predict_by_dimension(index, low)
-            scores = scores if seen is None else jnp.where(seen, scores, -1e30)
+            scores = scores if seen is None else jnp.where(seen, scores, NEGATIVE)
         return aggregate(scores.reshape(heads, -1, index.tokens), self.aggregation)
 
     def append(self, spec, index, view, leaving):
@@ -233,11 +234,11 @@ def project_mean(index: CompressedKeys, q: Float[Array, "K G D"]) -> Float[Array
 
 def predict_by_token(index: CompressedKeys, low: Float[Array, "#K #G r"]) -> Float[Array, "1 N Q"]:
     """Eq. 1 of KVSwap: (Q_h A_g(h)) K_lr^T for every projected query, of keys that lie token by token; of all heads,
-    Q = K * G. A token that is not stored has -1e30, here and below."""
+    Q = K * G. A token that is not stored has NEGATIVE, here and below."""
     # Keys as the left operand: XLA:CPU then reads them in place.
     low = low.reshape(1, -1, index.adapter.shape[-1])
     scores = jnp.einsum("fnr,fqr->fnq", index.key, low, preferred_element_type=jnp.float32)
-    return jnp.where(jnp.arange(index.tokens)[:, None] < index.stored, scores, -1e30)
+    return jnp.where(jnp.arange(index.tokens)[:, None] < index.stored, scores, NEGATIVE)
 
 
 def predict_by_dimension(index: CompressedKeys, low: Float[Array, "#K #G r"]) -> Float[Array, "F Q N"]:
@@ -246,7 +247,7 @@ def predict_by_dimension(index: CompressedKeys, low: Float[Array, "#K #G r"]) ->
     if index.scale is not None:
         return lowbit.products(index.key, low * index.scale[:, None], index.stored, index.bits)
     scores = jnp.einsum("krn,kgr->kgn", index.key, low, preferred_element_type=jnp.float32)
-    return jnp.where(jnp.arange(index.tokens) < index.stored, scores, -1e30)
+    return jnp.where(jnp.arange(index.tokens) < index.stored, scores, NEGATIVE)
 
 
 def predict_shares(index: CompressedKeys, low: Float[Array, "K G r"], groups: int) -> Float[Array, "groups N"]:
@@ -262,7 +263,7 @@ def predict_mean(index: CompressedKeys, low: Float[Array, "#K 1 r"]) -> Float[Ar
     if index.scale is not None:
         return lowbit.products(key, q * index.scale.reshape(1, 1, -1), index.stored, index.bits)[0]
     scores = jnp.einsum("xn,x->n", key[0], q.reshape(-1), preferred_element_type=jnp.float32)
-    return jnp.where(jnp.arange(index.tokens) < index.stored, scores, -1e30)[None]
+    return jnp.where(jnp.arange(index.tokens) < index.stored, scores, NEGATIVE)[None]
 
 
 def aggregate_where_they_lie(scores: Float[Array, "F N Q"], rule: str) -> Float[Array, "F N"]:

@@ -16,6 +16,7 @@ import optax
 from kvjax.adapters.collect import layers_of
 from kvjax.adapters.value import Adapters
 from kvjax.attention import NEGATIVE
+from kvjax.errors import PromptError
 from kvjax.llm import LLM
 from kvjax.typing import Array, Float, Int32
 
@@ -25,15 +26,20 @@ QUERIES = 32  # of each row of tokens, spread evenly over its second half
 def refine(llm: LLM, adapters: Adapters, rows: Iterable[np.ndarray], learning_rate: float = 3e-3) -> Adapters:
     """Takes one step of Adam per batch tokens[B, T] and layer; the result has the same shapes.
 
-    Raises FormatMismatch where the adapters are another model's.
+    Raises FormatMismatch where the adapters are another model's, PromptError for no batch, such as of an iterator that
+    is exhausted.
     """
     adapters.check_model(llm.identity)
     tx = optax.adam(learning_rate)
     bases = [jnp.asarray(layer) for layer in adapters.layers]
     states = [tx.init(basis) for basis in bases]
+    steps = 0
     for tokens in rows:
+        steps += 1
         for i, query, key in layers_of(llm, tokens):
             bases[i], states[i] = _step(tx, adapters.joint, bases[i], states[i], query, key)
+    if not steps:
+        raise PromptError("there is no batch of tokens to refine adapters on; give at least one")
     return Adapters([np.asarray(basis) for basis in bases], adapters.joint, adapters.fingerprint)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from kvjax import files
 from kvjax.errors import ChecksumMismatch, FormatMismatch, ReadFailed, WriteFailed
 
 VERSION = 2
@@ -74,13 +75,19 @@ class Adapters:
                                  "use that model, or fit adapters to this one (configs/train_svd.py)")
 
     def save(self, directory: str | os.PathLike) -> None:
-        """Writes an Orbax checkpoint, in place of one that is there. Raises WriteFailed."""
+        """Writes an Orbax checkpoint; adapters that are there make way once all of it is written, for anything else
+        it raises WriteFailed, as it does where writing fails."""
         from orbax.checkpoint import v1 as ocp  # imports for a second or two, which only those should wait for who save
 
         about = {"version": VERSION, "joint": self.joint, "fingerprint": self.fingerprint, "digest": self.digest}
         leaves = {str(i): layer for i, layer in enumerate(self.layers)}
+        path = pathlib.Path(directory).absolute()
+        if path.exists() and not _has_adapters(path):
+            raise WriteFailed(f"{directory} exists and has no adapters, which new ones could replace; choose another "
+                              "directory")
         try:
-            ocp.save(pathlib.Path(directory).absolute(), leaves, overwrite=True, custom_metadata=about)
+            with files.replacing_directory(path) as fresh:
+                ocp.save(fresh, leaves, custom_metadata=about)
         except Exception as cause:  # Orbax's drivers have errors of their own for a full device
             raise WriteFailed(f"writing {directory} failed: {cause}; choose another directory") from cause
 
@@ -100,6 +107,16 @@ def load(directory: str | os.PathLike) -> Adapters:
     if found.digest != about["digest"]:
         raise ChecksumMismatch(f"the adapters in {directory} are not what was written; fit them again")
     return found
+
+
+def _has_adapters(path: pathlib.Path) -> bool:
+    """Whether `Adapters.save` wrote what is there, of whatever version."""
+    from orbax.checkpoint import v1 as ocp
+
+    try:
+        return {"version", "digest", "joint"} <= set(ocp.metadata(path).custom_metadata or {})
+    except Exception:  # whatever Orbax raises for what is no checkpoint
+        return False
 
 
 def _read(path: pathlib.Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:

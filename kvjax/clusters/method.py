@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import clustering
+from kvjax.attention import NEGATIVE
 from kvjax.clusters.index import ClusterIndex, empty_index, statistics
 from kvjax.clusters.update import Update
 from kvjax.errors import ConfigError
@@ -107,7 +108,7 @@ class ClusterMethod(Method):
         leaving = written_out(view.oldest_key.astype(jnp.float32))
         products = vector_products(index.centroid, jnp.concatenate([q.astype(jnp.float32), leaving[:, None]], axis=1))
         occupied, scores = view.count > 0, products[:, :-1] * spec.head_dim**-0.5
-        score = aggregate(jnp.where(occupied[:, None], scores, -1e30), self.aggregation)
+        score = aggregate(jnp.where(occupied[:, None], scores, NEGATIVE), self.aggregation)
         force = jax.vmap(lambda head: self.rule.force(spec, head))(view)
         squared = index.squared_distances(leaving, products[:, -1])
         return Selection(top_blocks(score, occupied, spec.max_blocks), force, note=squared)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from kvjax import kernels
 from kvjax.errors import ConfigError
-from kvjax.typing import Array, Float, Int32, Num, UInt
+from kvjax.typing import Array, Bool, Float, Int32, Num, UInt
 
 BITS = (8, 4, 2)
 _LARGEST = {8: 127, 4: 7, 2: 3}  # code; the smallest is as far from 0
@@ -30,15 +30,16 @@ def scale_of(key: Float[Array, "T D"], bits: int = 8) -> Float[Array, "D"]:
     return jnp.maximum(largest, _NOTHING) / _largest(bits)
 
 
-def closest_scale(key: Float[Array, "T D"], bits: int) -> Float[Array, "D"]:
-    """The scale of each channel with which codes are nearest to its numbers in the mean; what is rare is clipped.
+def closest_scale(key: Float[Array, "T D"], bits: int, valid: Bool[Array, "T"]) -> Float[Array, "D"]:
+    """The scale of each channel with which codes are nearest to its valid numbers in the mean; what is rare is clipped.
 
     Of few bits, most codes of `scale_of` would be zeros: a channel's largest number is several times its usual one.
     """
-    scales = scale_of(key, bits) * jnp.exp2(-jnp.arange(0, 3.25, 0.25))[:, None]
+    scales = scale_of(jnp.where(valid[:, None], key, 0.0), bits) * jnp.exp2(-jnp.arange(0, 3.25, 0.25))[:, None]
 
     def error(scale):
-        return jnp.sum(jnp.square(dequantise(quantise(key, scale, bits), scale) - key), axis=0)
+        off = dequantise(quantise(key, scale, bits), scale) - key
+        return jnp.sum(jnp.where(valid[:, None], jnp.square(off), 0.0), axis=0)  # of 2 bits, no code is 0
 
     best = jnp.argmin(jax.lax.map(error, scales), axis=0)
     return jnp.take_along_axis(scales, best[None], axis=0)[0]
@@ -81,10 +82,7 @@ def pack(code: Num[Array, "*T D"], bits: int) -> UInt[Array, "*T X"]:
 def unpack(packed: UInt[Array, "*T X"], bits: int) -> Num[Array, "*T D"]:
     """The codes again."""
     parts = packed[..., None] >> (bits * jnp.arange(8 // bits, dtype=jnp.uint8)) & (2**bits - 1)
-    return _code(parts.astype(jnp.int8), bits).reshape(*packed.shape[:-1], -1)
-
-
-def _code(level: Num[Array, "..."], bits: int) -> Num[Array, "..."]:
+    level = parts.astype(jnp.int8).reshape(*packed.shape[:-1], -1)
     return level * _APART[bits] - _largest(bits)
 
 
@@ -107,7 +105,7 @@ def softmax_mean(
 ) -> Float[Array, "groups N"]:
     """The mean of the softmaxes of `products` over the queries of all heads of each group, which are neighbours."""
     (heads, queries), tokens = q.shape[:2], packed.shape[-1]
-    chunks = min(kernels.MOST_CHUNKS, heads // groups * queries)
+    chunks = min(kernels.MOST_CHUNKS, heads // groups * -(-queries // kernels.TOGETHER))
     results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((groups, chunks, tokens), (groups, tokens))]
 
     def otherwise(*operands):
@@ -141,7 +139,7 @@ def _products(packed, q, step, stored, bits: int) -> Float[Array, "F Q N"]:
 
     sums = jnp.moveaxis(jax.lax.map(piece, pieces), 0, 2).reshape(heads, q.shape[1], -1)[..., :tokens]
     first = _largest(bits) / _APART[bits] * jnp.sum(q, axis=-1)  # codes are as much less than levels
-    return jnp.where(jnp.arange(tokens) < stored, (sums - first[..., None]) * step[..., None], -1e30)
+    return jnp.where(jnp.arange(tokens) < stored, (sums - first[..., None]) * step[..., None], kernels.NEGATIVE)
 
 
 def _levels_apart(packed: UInt[Array, "*T X"], dtype, bits: int) -> list[Float[Array, "*T X"]]:

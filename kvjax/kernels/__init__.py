@@ -46,6 +46,8 @@ from kvjax.typing import Array
 _NAMES = ("row_attention", "code_products", "code_softmax", "vector_products", "vector", "softmax_mean", "best_blocks",
           "cut", "survey", "split", "copy", "assign")
 _ONE_BY_ONE = ("row_attention",)  # where `jax.vmap` maps them: rows of one pool are not to be copied for each
+NEGATIVE = -1e30  # score of what is not there
+TOGETHER = 4  # queries that meet a code at a time
 MOST_CHUNKS = 4  # of queries whose sums are apart: more are for more processors, and take more memory
 
 

@@ -17,7 +17,7 @@
 typedef float Lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t Integers __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
-#define NEGATIVE -1e30f /* as in attention.py */
+#define NEGATIVE -1e30f /* as in kernels/__init__.py */
 
 INLINED Lanes larger(Lanes a, Lanes b) {
     Integers b_is = a < b;

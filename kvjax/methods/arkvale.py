@@ -30,6 +30,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
+from kvjax.attention import NEGATIVE
 from kvjax.errors import ConfigError
 from kvjax.method import Method, Selection, in_pages, in_token_order, no_force
 from kvjax.ranking import aggregate, top_blocks, vector_products
@@ -93,7 +94,7 @@ class ArkVale(Method):
         """The open page, then pages by what their volumes promise."""
         occupied, full = view.count > 0, view.count == spec.block_rows
         scores = promise(index.digest, q) * spec.head_dim**-0.5
-        score = aggregate(jnp.where(full[:, None], scores, -1e30), self.aggregation)
+        score = aggregate(jnp.where(full[:, None], scores, NEGATIVE), self.aggregation)
         return Selection(top_blocks(jnp.where(full, score, jnp.inf), occupied, spec.max_blocks), no_force(spec))
 
     def append(self, spec, index, view, leaving):

@@ -36,7 +36,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from kvjax.attention import products
+from kvjax.attention import NEGATIVE, products
 from kvjax.errors import ConfigError
 from kvjax.method import Context, Method, Selection, in_pages, in_token_order, no_force
 from kvjax.ranking import aggregate, top_blocks
@@ -121,7 +121,7 @@ class InfLLM(Method):
         scores = products((jnp.sum(index.key, axis=2), q)) * spec.head_dim**-0.5
         pooled = scores.reshape(1, -1, spec.num_blocks) if self.shared else scores
         occupied, full = view.count > 0, view.count == spec.block_rows
-        known = jnp.where(full[: len(pooled), None], pooled, -1e30)  # blocks are full in all heads or in none
+        known = jnp.where(full[: len(pooled), None], pooled, NEGATIVE)  # blocks are full in all heads or in none
         score = jnp.where(full, aggregate(known, self.aggregation), jnp.inf)
         return Selection(top_blocks(score, occupied, spec.max_blocks), no_force(spec))
 

@@ -19,8 +19,9 @@ Choices the paper leaves open:
     attended.
 
 Adapters are fitted beforehand (`configs/train_svd.py`). Without any, each prompt's own keys are decomposed at prefill,
-as ShadowKV does: it costs an eigendecomposition of K D x K D numbers per layer and sequence. A prompt of fewer than r
-tokens gives as many directions as it has tokens, and the others are random.
+as ShadowKV does: it costs an eigendecomposition of K D x K D numbers per layer and sequence. Fewer than r tokens
+between sinks and window give as many directions as they are, and the others are random; of a prompt that is read in
+chunks they are those of the first chunk.
 
 Resident: r numbers per token, K D r of the adapter. Cost per step: r products per token and query head.
 """
@@ -67,8 +68,8 @@ class KVSwap(Predictor):
         if fitted is not None and self.sigma is not None and not fitted.has_ratio(self.sigma):
             raise ConfigError(f"sigma={self.sigma}, but the adapters' is {fitted.ratio:g}; leave sigma out")
         if fitted is not None and self.per_head and fitted.joint:
-            raise ConfigError("per_head=True, but the adapters are for all heads together; leave per_head out, or give "
-                              "adapters of each head")
+            raise ConfigError("per_head=True, but the adapters are for all heads together; give adapters of form "
+                              "per_head (configs/train_svd.py), or per_head=False to KVSwap")
 
     @property
     def fitted(self) -> Adapters | None:

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from kvjax.attention import products
+from kvjax.attention import NEGATIVE, products
 from kvjax.method import Method, Selection, Spec, View, in_token_order, no_force
 from kvjax.ranking import aggregate, top_blocks
 from kvjax.typing import Array, Float, pytree
@@ -45,7 +45,7 @@ class Oracle(Method):
     def scores(self, spec: Spec, index: OracleIndex, view: View, q: Float[Array, "K G D"]) -> Float[Array, "K G NB"]:
         """Scaled products of the query with every stored key."""
         scores = products((index.key, q)) * spec.head_dim**-0.5
-        return jnp.where(view.count[:, None] > 0, scores, -1e30)
+        return jnp.where(view.count[:, None] > 0, scores, NEGATIVE)
 
     def select(self, spec, index, view, q):
         score = aggregate(self.scores(spec, index, view, q), self.aggregation)

@@ -30,6 +30,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import clustering
+from kvjax.attention import NEGATIVE
 from kvjax.clusters.index import statistics
 from kvjax.errors import ConfigError
 from kvjax.method import Method, Selection, in_token_order, no_force
@@ -98,7 +99,7 @@ class PQCache(Method):
     def select(self, spec, index, view, q):
         scores = lookup(index.codebook, index.code, q) * spec.head_dim**-0.5
         occupied = view.count > 0
-        score = aggregate(jnp.where(occupied[:, None], scores, -1e30), self.aggregation)
+        score = aggregate(jnp.where(occupied[:, None], scores, NEGATIVE), self.aggregation)
         return Selection(top_blocks(score, occupied, spec.max_blocks), no_force(spec))
 
     def append(self, spec, index, view, leaving):

@@ -15,7 +15,8 @@ the window, and get landmarks; in the paper they never leave memory. Prompts of 
 are refused, as they say too little of the keys to come. Where the rotation is not known (`kvjax.attend`) keys are
 decomposed as they come.
 
-Resident: D numbers per chunk, K D / sigma per token, and the outliers' keys. Cost per step: one score per chunk, the
+Resident: K D numbers per chunk, K D / sigma per token, K D times as many of what these are projections to, and the
+outliers' keys. Cost per step: one score per chunk, the
 selected chunks' values, and D x K D / sigma products per selected row.
 """
 
@@ -26,6 +27,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import prediction
+from kvjax.attention import NEGATIVE
 from kvjax.errors import ConfigError
 from kvjax.method import Method, Selection, Spec, in_pages, in_token_order, no_force
 from kvjax.models import rope
@@ -111,7 +113,7 @@ class ShadowKV(Method):
     def select(self, spec, index, view, q):
         occupied = view.count > 0
         scores = vector_products(index.mean, q) * spec.head_dim**-0.5
-        score = aggregate(jnp.where(occupied[:, None], scores, -1e30), self.aggregation)
+        score = aggregate(jnp.where(occupied[:, None], scores, NEGATIVE), self.aggregation)
         score = score.at[jnp.arange(spec.kv_heads)[:, None], index.outlier].set(jnp.inf, mode="drop")
         return Selection(top_blocks(score, occupied, spec.max_blocks), no_force(spec))
 

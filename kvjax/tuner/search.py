@@ -63,13 +63,12 @@ def tune(
     text, family, memory, alpha, space or rates, or adapters of another model, or WriteFailed; and what the store
     raises, NoSpace where it has no room for a layer.
     """
-    for name, sizes in (("batches", batches), ("contexts", contexts)):
-        if not sizes or not all(fields.whole(one, 1) for one in sizes):
-            raise ConfigError(f"{name}={sizes} must be positive integers, at least one")
+    batches, contexts = fields.wholes("batches", batches, 1), fields.wholes("contexts", contexts, 1)
+    knots = fields.wholes("knots", knots, 2)
+    if len(knots) != 2:
+        raise ConfigError(f"knots={knots} must be two, of batch sizes and of context lengths")
     if not fields.whole(max_bytes, 1):
         raise ConfigError(f"max_bytes={max_bytes!r} must be a positive integer")
-    if len(knots) != 2 or not all(fields.whole(one, 2) for one in knots):
-        raise ConfigError(f"knots={knots} must be two integers of at least 2, of batch sizes and of context lengths")
     if not all(0.0 <= rate <= 1.0 for rate in (rates or {}).values()):
         raise ConfigError(f"rates={rates} must be shares of the needed groups, from 0 to 1")
     family = Family(selected, bits, adapters or {}, per_head, aggregation, dtype)
@@ -164,29 +163,34 @@ _DECODED = 512  # tokens of a text, at most, during which reuse is measured
 def _reuse_rates(llm, text, space: Space, family: Family):
     """(C, context) -> reuse rate, with the group in the middle (the paper has one rate).
 
-    The prompt stands for a longer context: as large a share of it is selected as of the real one, and the buffer holds
-    as many times what is selected.
+    The text, cut to the context where it is longer, stands for it: as large a share of its prompt is selected, and the
+    buffer holds as many times what is selected.
     """
     ids = llm.encode(text, start=False)
     if len(ids) < 2 * family.selected:
         raise ConfigError(f"{len(ids)} tokens of text are too few to measure reuse; give at least "
                           f"{2 * family.selected}")
-    group, sigma, prompt = space.middle_group, space.sigmas[0], max(len(ids) // 2, len(ids) - _DECODED)
+    group, sigma = space.middle_group, space.sigmas[0]
+
+    def prompt(context: int) -> int:
+        length = min(len(ids), context)
+        return max(length // 2, length - _DECODED)
 
     def groups(context: int) -> int:
-        return max(2, round(min(1.0, prompt / context) * family.selected / group))
+        return max(2, round(prompt(context) / context * family.selected / group))
 
     @functools.cache
-    def needed(count: int):
+    def needed(count: int, prompt: int, length: int):
         method = dataclasses.replace(family, selected=count * group).method(Setting(group, sigma, 0))
-        return profile.needed_groups(llm, method, ids, prompt, family.dtype)
+        return profile.needed_groups(llm, method, ids[:length], prompt, family.dtype)
 
     def rate(reuse: int, context: int) -> float:
         if not reuse:
             return 0.0
         count = family.slots(Setting(group, sigma, reuse)).count or 0
         times = (count - 1) * group / family.selected  # one slot is the unfinished group's
-        return fifo.rate(needed(groups(context)), max(groups(context) + 1, round(times * groups(context))))
+        found = needed(groups(context), prompt(context), min(len(ids), context))
+        return fifo.rate(found, max(groups(context) + 1, round(times * groups(context))))
 
     return rate
 

@@ -41,11 +41,10 @@ class Space:
 
     def __post_init__(self):
         for name, given in dataclasses.asdict(self).items():
-            if not all(fields.whole(one, 0 if name == "reuses" else 1) for one in given):
-                raise ConfigError(f"{name}={given} must be positive integers; of reuses one may be 0")
-            values = tuple(map(int, given))  # a list would not equal the tuple that a saved tuning is loaded with
-            if not values or list(values) != sorted(set(values)):
-                raise ConfigError(f"{name}={given} must be ascending and not empty")
+            # A list would not equal the tuple that a saved tuning is loaded with.
+            values = fields.wholes(name, given, 0 if name == "reuses" else 1)
+            if list(values) != sorted(set(values)):
+                raise ConfigError(f"{name}={given} must be ascending")
             object.__setattr__(self, name, values)
 
     @property
@@ -73,6 +72,8 @@ class Limits:
         fields.check(self)
         if self.relax < 0:
             raise ConfigError(f"relax={self.relax} must not be negative; 0 hides all reads, where there is a way")
+        object.__setattr__(self, "sequence_bytes", int(self.sequence_bytes))  # of NumPy's numbers, so that they can be
+        object.__setattr__(self, "relax", float(self.relax))  # saved
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ from kvjax.planning import Slots
 from kvjax.tuner.solver import Limits, Setting, Solution, Space
 from kvjax.tuner.tables import Tables
 
-VERSION = 12  # of the file, and of how solutions are chosen
+VERSION = 13  # of the file, and of how solutions are chosen
 _TUNED = {"budget", "group", "sigma", "bits", "per_head", "aggregation", "adapters"}  # that a tuning decides of KVSwap
 
 
@@ -47,9 +47,10 @@ class Family:
         for name, value in (("selected", self.selected), ("bits", self.bits), *sigmas):
             if not fields.whole(value, 1):
                 raise ConfigError(f"{name}={value!r} of a tuning must be a positive integer")
-        # So that they are found from wherever a saved tuning is loaded.
-        found = {sigma: os.path.abspath(directory) for sigma, directory in self.adapters.items()}
-        object.__setattr__(self, "adapters", found)
+        # So that they can be saved, and adapters are found from wherever a saved tuning is loaded.
+        found = {int(sigma): os.path.abspath(directory) for sigma, directory in self.adapters.items()}
+        for name, kept in (("selected", int(self.selected)), ("bits", int(self.bits)), ("adapters", found)):
+            object.__setattr__(self, name, kept)
 
     def method(self, setting: Setting, **settings: Any) -> KVSwap:
         """KVSwap with MG = `selected`; its budget also has sinks and window. The unfinished group is part of MG.

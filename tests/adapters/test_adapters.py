@@ -1,5 +1,6 @@
 """Adapters against NumPy's SVD of the stacked keys, their files, and what refining them is for."""
 
+import errno
 import functools
 import json
 
@@ -10,10 +11,10 @@ import pytest
 from tiny import make_params
 
 import kvjax
-from kvjax import adapters
+from kvjax import adapters, files
 from kvjax.adapters import collect, fit, refinement
 from kvjax.adapters.collect import layers_of
-from kvjax.errors import ChecksumMismatch, ConfigError, FormatMismatch, PromptError, ReadFailed
+from kvjax.errors import ChecksumMismatch, ConfigError, FormatMismatch, PromptError, ReadFailed, WriteFailed
 from kvjax.models.config import ModelConfig
 
 CONFIG = ModelConfig(
@@ -133,6 +134,12 @@ def test_refining_lowers_the_score_loss_of_every_layer(llm, moments, joint):
     assert (refined.joint, refined.fingerprint) == (fitted.joint, fitted.fingerprint)
 
 
+def test_refining_on_nothing_is_refused(llm, moments):
+    """Given rows that were read already, such as by what collects moments."""
+    with pytest.raises(PromptError, match="no batch"):
+        refinement.refine(llm, fit.svd(moments, RATIO), iter(()))
+
+
 @pytest.mark.parametrize("joint", [True, False], ids=["joint", "per_head"])
 def test_adapters_that_keep_everything_lose_nothing(llm, moments, joint):
     assert np.abs(losses(llm, fit.svd(moments, 1, joint))).max() < 1e-4
@@ -148,7 +155,32 @@ def test_what_is_loaded_is_what_was_saved(moments, tmp_path):
     assert found == fitted and hash(found) == hash(fitted)
     assert found != fit.svd(moments, RATIO, joint=False)
     fit.svd(moments, 8).save(tmp_path / "a")
-    assert adapters.load(tmp_path / "a").rank == fitted.rank // 2
+    assert adapters.load(tmp_path / "a").rank == fitted.rank // 2 and [one.name for one in tmp_path.iterdir()] == ["a"]
+
+
+def test_what_is_there_is_not_lost(moments, tmp_path, monkeypatch):
+    """Given a directory of something else, a file, and a device that gives out while adapters are replaced."""
+    fitted = fit.svd(moments, RATIO)
+    fitted.save(tmp_path / "fits" / "a")
+    (tmp_path / "file").write_text("mine")
+    for taken in ("fits", "file"):
+        with pytest.raises(WriteFailed, match="choose another directory"):
+            fitted.save(tmp_path / taken)
+    with monkeypatch.context() as patched:
+        patched.setattr(files.os, "replace", _refuse_the_new(files.os.replace))
+        with pytest.raises(WriteFailed, match="no room"):
+            fit.svd(moments, 8).save(tmp_path / "fits" / "a")
+    assert adapters.load(tmp_path / "fits" / "a") == fitted and (tmp_path / "file").read_text() == "mine"
+    assert [one.name for one in (tmp_path / "fits").iterdir()] == ["a"]
+
+
+def _refuse_the_new(replace):
+    def replaced(old, new):
+        if str(old).endswith(".tmp"):
+            raise OSError(errno.ENOSPC, "no room")
+        replace(old, new)
+
+    return replaced
 
 
 def test_nothing_there_is_a_typed_error(tmp_path):

@@ -29,11 +29,20 @@ def test_keys_are_half_a_step_off_at_most(bits):
 def test_the_closest_scale_is_known_for_normal_numbers(bits, best):
     """Given what is best for 15 and for 4 levels; the scales tried lie 19 % apart. Zeros stay what they are."""
     key = np.random.default_rng(5).normal(size=(4000, 3)).astype(np.float32) * np.asarray([1, 50, 0], np.float32)
-    scale = np.asarray(lowbit.closest_scale(jnp.asarray(key), bits))
+    scale = np.asarray(lowbit.closest_scale(jnp.asarray(key), bits, jnp.ones(len(key), bool)))
     assert np.abs(np.log2(scale[:2] / np.asarray([best, 50 * best]))).max() <= 0.15 and scale[2] > 0
     error = [np.square(lowbit.dequantise(lowbit.quantise(key, one, bits), one) - key).sum(0)
              for one in (scale, np.asarray(lowbit.scale_of(jnp.asarray(key), bits)))]
     assert (error[0][:2] < 0.8 * error[1][:2]).all() and error[0][2] < 1e-20
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_rows_that_are_not_valid_change_no_scale(bits):
+    """Given padding that is nine times as long as the prompt; of 2 bits, zeros are not near any code."""
+    key = jnp.asarray(np.random.default_rng(6).normal(size=(40, SIZE)).astype(np.float32))
+    padded = jnp.concatenate([key, jnp.zeros((320, SIZE)), jnp.full((40, SIZE), 1e6)])
+    alone = lowbit.closest_scale(key, bits, jnp.ones(40, bool))
+    np.testing.assert_array_equal(lowbit.closest_scale(padded, bits, jnp.arange(400) < 40), alone)
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])

@@ -249,6 +249,8 @@ def test_what_cannot_be_replayed_is_refused(settings, changes, words):
     replay.check(SETTINGS, config_with())
     with pytest.raises(ConfigError, match=words):
         replay.check(settings, config)
+    if words == "shorter":
+        replay.check({**settings, "replay": 0.5}, config)  # which is drawn, and of no text
 
 
 def test_reuse_of_a_kind_of_text_is_that_of_its_recording(llm, texts, monkeypatch):

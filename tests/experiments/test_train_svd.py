@@ -29,6 +29,15 @@ def test_a_file_is_a_kind_of_text(tmp_path):
     assert train_svd.name_of(str(file)) != name, "what was fitted to another text is not taken for it"
 
 
+@pytest.mark.parametrize("change", [{"kept": 65}, {"top": 65}, {"top": 0}, {"documents": 0}])
+def test_impossible_numbers_are_refused(tmp_path, change):
+    (tmp_path / "text.txt").write_text("words")
+    config = make_config(tmp_path / "text.txt")
+    config.update(change)
+    with pytest.raises(ConfigError, match="|".join(change)):
+        train_svd.run(config, str(tmp_path / "run"))
+
+
 def test_files_that_cannot_be_used_are_refused(tmp_path):
     short = tmp_path / "short.txt"
     short.write_text("too little")

@@ -280,14 +280,32 @@ def test_rates_of_another_machine_are_taken(llm, monkeypatch, tmp_path):
         tuner.tune(llm, HostStore(), TEXT, rates={(96, 24): 81.0}, **settings)
 
 
+def test_numpys_integers_are_saved(unchecked, llm, tmp_path):
+    path, numbers = tmp_path / "tuning.json", np.asarray([1, 96, 10**8, SELECTED, 32])
+    tuner.tune(llm, HostStore(), TEXT, batches=numbers[:1], contexts=numbers[1:2], max_bytes=numbers[2],
+               selected=numbers[3], bits=numbers[4], relax=np.float32(0.25), space=SPACE, path=path)
+    assert set(tuner.load(path).solutions) == {(1, 96)}
+
+
+def test_a_text_longer_than_the_context_is_cut(llm, monkeypatch):
+    """Given a context of a third of the text: as large a share is selected as there."""
+    asked, context = [], len(TEXT) // 3
+    monkeypatch.setattr(profile, "needed_groups", lambda llm, method, tokens, prompt, dtype: asked.append(
+        (len(tokens), prompt, method.budget)) or np.zeros((2, 1, 1), np.int32))
+    family, space = tuner.Family(SELECTED), tuner.Space((1,), (2,), (24,))
+    search._reuse_rates(llm, TEXT, space, family)(24, context)
+    most = family.method(Setting(1, 2, 24)).budget - SELECTED
+    assert asked == [(context, context // 2, most + SELECTED // 2)]
+
+
 def test_bad_settings_are_refused(unchecked, llm, tmp_path):
     with pytest.raises(ConfigError, match="budget"):
         tuner.tune(llm, HostStore(), TEXT, contexts=(96,), max_bytes=10, selected=SELECTED, space=SPACE)
     for name in ("batches", "contexts"):
-        for sizes in ((), (0,)):
+        for sizes in ((), (0,), 8, "96"):
             with pytest.raises(ConfigError, match=f"{name}="):
                 tuner.tune(llm, HostStore(), TEXT, max_bytes=10**8, **{name: sizes})
-    for knots in ((1, 2), (2,), (3, 0)):
+    for knots in ((1, 2), (2,), (3, 0), 3):
         with pytest.raises(ConfigError, match="knots="):
             tuner.tune(llm, HostStore(), TEXT, max_bytes=10**8, contexts=(96,), knots=knots)
     for change, error in (({"max_bytes": "2G"}, "max_bytes='2G'"), ({"relax": -0.1}, "relax=-0.1"),

@@ -175,6 +175,8 @@ def test_a_model_is_loaded_with_its_tuning(tmp_path):
     cache = llm.prefill("def main(argv):\n    return 0\n" * 12, capacity=4000, store=kvjax.HostStore())
     assert cache.plan.method == FOUND.method(1, 4096) and cache.plan.dtype == FOUND.family.dtype
     assert cache.state.layers[-1].pool.slots == FOUND.slots(1, 4096).count
+    with pytest.raises(ConfigError, match="caches over a store"):
+        llm.prefill("def main(argv):\n    return 0\n" * 12)
     FOUND.save(tmp_path / "other.json")
     with pytest.raises(FormatMismatch, match="not for"):
         kvjax.load(model, tuning=tmp_path / "other.json")
