@@ -2,9 +2,7 @@
 
     python -m experiments.main --config=configs/residency.py --workdir=runs/residency
 
-Four minutes on two busy CPU cores. Hit rate of dynakv@128 with 40 slots: fifo 0.835, lru 0.867, lfu 0.765, cluster
-0.738, Belady 0.931; of quest@128 with 28 slots: 0.831, 0.872, 0.791, 0.866, 0.927. So where slots are of one size, the
-size of a cluster is a worse guide than recency. Preset `:smoke` finishes within a minute.
+Four minutes on two busy CPU cores; what came of it is in docs/store.md. Preset `:smoke` finishes within a minute.
 """
 
 import ml_collections

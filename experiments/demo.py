@@ -55,7 +55,8 @@ def reference_job(llm: kvjax.LLM, config: ml_collections.ConfigDict) -> Job:
         for cue, word in zip(config.needles, words, strict=True)
     ]
     depths = np.linspace(0.1, 0.9, len(facts)).tolist()
-    hidden = needles.haystack(rng, llm.tokenizer.tokenizer, stream, config.context, facts, facts, depths)
+    hidden = needles.haystack(rng, llm.tokenizer.tokenizer, stream, config.context, facts, facts, depths,
+                              llm.tokenizer.start_ids)
     questions, answers = zip(*(("\n" + fact.cue, fact.value) for fact in facts), strict=True)
     return Job(hidden.context, questions, answers, (".", "\n"))
 

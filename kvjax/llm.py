@@ -424,7 +424,8 @@ def _float_type(dtype) -> jnp.dtype:
 def save(llm: LLM, path: str | os.PathLike, dtype: str = "float32") -> None:
     """Writes a directory that `load` and transformers read; a model that is there is replaced once all is written.
 
-    Raises CheckpointError where it cannot be written, or transformers has no such model.
+    Of a model without tokenizer a tokenizer.json that is there stays, and `load` wants one. Raises CheckpointError
+    where it cannot be written, or transformers has no such model.
     """
     beside = None if llm.tokenizer is None else llm.tokenizer.saving(path)
     checkpoint.save_params(llm.params, llm.config, path, dtype, beside)

@@ -67,7 +67,7 @@ def output_error(
 ) -> Float[Array, "K G"]:
     """Relative L2 error of exact attention over the attended tokens against full attention: what the selection costs.
 
-    What a method changes beside that (weights of samples, keys in few bits) is not in it.
+    What a method changes beside that (weights of samples, keys in few bits) is not in it, nor is the cosine of the two.
     """
     def output(scores):
         return jnp.einsum("kgt,tkd->kgd", jax.nn.softmax(scores), value.astype(jnp.float32))

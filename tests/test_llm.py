@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import json
 
 import jax
 import jax.numpy as jnp
@@ -400,6 +401,19 @@ def test_special_tokens_and_chat_template_are_saved(llm, tmp_path):
     assert again.tokenizer.special_tokens == chatty.special_tokens and again.tokenizer.bos_id == WORDS.index("a")
     assert again.eos_ids == (WORDS.index("<eos>"),)
     assert again.tokenizer.apply_chat_template([{"role": "user", "content": "hi"}]) == "hi!"
+
+
+def test_a_saved_model_is_the_one_that_it_was(llm, tmp_path):
+    """Given a tokenizer.json with what is not kept of it, and in other lines: tunings and adapters know the model."""
+    kvjax.save(llm, tmp_path / "first")
+    file = tmp_path / "first" / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["truncation"] = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
+    file.write_text(json.dumps(content))
+    first = kvjax.load(tmp_path / "first")
+    kvjax.save(first, tmp_path / "second")
+    assert kvjax.load(tmp_path / "second").identity == first.identity != llm.identity
+    assert len(first.encode(CONTEXT, start=False)) > 8
 
 
 def test_a_save_that_fails_leaves_the_model_before(llm, tmp_path, monkeypatch):

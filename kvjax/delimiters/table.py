@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from kvjax import files
 from kvjax.delimiters.candidates import ends_sentence
 from kvjax.errors import ConfigError, FormatMismatch, WriteFailed
 
@@ -68,12 +69,14 @@ class Delimiters:
                                  "make a table for this one (configs/delimiters.py)")
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes a JSON file with one delimiter a line. Raises WriteFailed."""
+        """Writes a JSON file with one delimiter a line, in place of one that is there once all of it is written. Raises
+        WriteFailed."""
         columns = zip(self.tokens, self.texts, self.scores, self.counts, strict=True)
         rows = ",\n".join(json.dumps(row) for row in columns)
         head = json.dumps({"fingerprint": self.fingerprint, "vocab_size": self.vocab_size})
         try:
-            pathlib.Path(path).write_text(f'{head[:-1]}, "delimiters": [\n{rows}\n]}}\n')
+            with files.replacing(pathlib.Path(path)) as fresh:
+                fresh.write_text(f'{head[:-1]}, "delimiters": [\n{rows}\n]}}\n')
         except OSError as cause:
             raise WriteFailed(f"writing {path} failed: {cause}; choose another path") from cause
 
@@ -82,8 +85,11 @@ class Delimiters:
         """Reads what `save` wrote. ConfigError if it is missing or something else."""
         try:
             content = json.loads(pathlib.Path(path).read_text())
-            columns = zip(*content["delimiters"], strict=True)
-            return cls(content["fingerprint"], content["vocab_size"], *map(tuple, columns))
+            tokens, texts, scores, counts = zip(*content["delimiters"], strict=True)
+            size = int(content["vocab_size"])
+            if not all(0 <= token < size for token in tokens) or not np.isfinite(scores).all():
+                raise ValueError("tokens that the vocabulary has not, or scores that are no numbers")
+            return cls(content["fingerprint"], size, tokens, texts, scores, counts)
         except (OSError, ValueError, KeyError, TypeError) as cause:
             raise ConfigError(
                 f"{path}: no table of delimiters ({type(cause).__name__}: {cause}); configs/delimiters.py makes one"

@@ -1,8 +1,8 @@
 """OmniKV (Hao et al., 2025): a few filter layers choose the context tokens, and the layers after each use their choice.
 
-A filter layer scores every token by the attention of the newest one, exactly, and takes those with the largest weight;
-the layers up to the next filter layer attend the same tokens (Algorithm 1). As consecutive layers need much the same
-tokens, that is nearly as good as a choice of their own, and only filter layers need their keys at hand.
+A filter layer scores every token by the attention of the newest one, sinks and window apart, and takes those with the
+largest weight; the layers up to the next filter layer attend the same tokens (Algorithm 1). As consecutive layers need
+much the same tokens, that is nearly as good as a choice of their own, and only filter layers need their keys at hand.
 
 Aggregation: the largest softmax weight over all query heads of the layer, so that all KV heads get the same tokens.
 

@@ -1,8 +1,9 @@
-"""Exact top-k by attention: the upper bound of every method that selects tokens.
+"""Exact top-k by attention: what selecting single tokens by true scores reaches.
 
-Scores every stored key with the true query and attends the best ones. Blocks are single tokens. The
-query heads of a group are aggregated by the mean of their softmax over the stored keys, so that the
-selection maximises the attention mass kept per KV head.
+Scores every stored key with the true query and attends the best ones. Blocks are single tokens. The query heads of a
+group are aggregated by the mean of their softmax over the stored keys. With one query head to a KV head no selection of
+so many tokens keeps more of its attention mass. Of several each has an equal say, however much of its mass is on sinks
+and window, whose keys a method does not see.
 
 Resident: all keys (twice the point of a cache, which is why it is an oracle). Cost per step: full
 attention's scores.

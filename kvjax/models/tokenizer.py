@@ -35,7 +35,7 @@ class TextTokenizer:
     eos_ids          ids that end a generation
     bos_id           id that starts a text, if the model has one
     template         source of the chat template, if the model has one
-    fingerprint      first 16 hex digits of the SHA-256 of tokenizer.json
+    content          of tokenizer.json
     """
 
     directory: pathlib.Path
@@ -44,7 +44,12 @@ class TextTokenizer:
     eos_ids: tuple[int, ...]
     bos_id: int | None
     template: str | None
-    fingerprint: str
+    content: bytes
+
+    @property
+    def fingerprint(self) -> str:
+        """The first 16 hex digits of the SHA-256 of tokenizer.json."""
+        return hashlib.sha256(self.content).hexdigest()[:16]
 
     @classmethod
     def from_directory(cls, directory: hf_config.Path) -> "TextTokenizer":
@@ -61,7 +66,7 @@ class TextTokenizer:
             eos_ids=_eos_ids(root, tokenizer, special),
             bos_id=_id_of(tokenizer, special.get("bos_token")),
             template=_template(root, settings),
-            fingerprint=hashlib.sha256(content).hexdigest()[:16],
+            content=content,
         )
 
     @contextlib.contextmanager
@@ -73,7 +78,7 @@ class TextTokenizer:
         if self.template is not None:
             settings["chat_template"] = self.template
         with files.replacing(root / TOKENIZER) as tokenizer, files.replacing(root / SETTINGS) as beside:
-            tokenizer.write_text(self.tokenizer.to_str(pretty=True), encoding="utf-8")
+            tokenizer.write_bytes(self.content)  # as it is: the model is known by it, too
             beside.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
             yield
         for name in (TEMPLATE, SPECIAL_TOKENS):  # of a model that was there before: they would be read, too
@@ -83,6 +88,14 @@ class TextTokenizer:
     def special_ids(self) -> dict[str, int]:
         """Ids of the special tokens, which `decode` leaves out, by their texts."""
         return {one.content: i for i, one in self.tokenizer.get_added_tokens_decoder().items() if one.special}
+
+    @functools.cached_property
+    def start_ids(self) -> tuple[int, ...]:
+        """What every text begins with. Some tokenizers end each text, too, and a prompt goes on."""
+        ids = self.encode("")
+        while ids and ids[-1] in self.eos_ids and ids != [self.bos_id]:
+            ids.pop()
+        return tuple(ids)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; leave out special tokens for text from `apply_chat_template`, which has them.

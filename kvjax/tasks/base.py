@@ -61,7 +61,7 @@ class Request:
     @property
     def start(self) -> tuple[int, ...]:
         """The token ids that begin every prompt of the model."""
-        return tuple(self.tokenizer.encode(""))
+        return self.tokenizer.start_ids
 
     def tokens(self, text: str) -> int:
         """How many tokens a text has."""

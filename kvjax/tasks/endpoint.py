@@ -7,6 +7,7 @@ by token through the cache, which is what a method is measured by.
 import contextlib
 import dataclasses
 import itertools
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 
 from kvjax.errors import PromptError
@@ -60,7 +61,11 @@ class Endpoint:
         if not 0 < more <= self.max_length or not context:
             raise PromptError(f"a context of {len(context)} tokens and {more} after it: both need one at least, and at "
                               f"most {self.max_length} fit; raise max_length")
-        kept = list(context[-(self.max_length + 1 - more) :])
+        most = self.max_length + 1 - more
+        if len(context) > most:
+            warnings.warn(f"contexts that do not fit max_length={self.max_length} with what follows them lose their "
+                          "beginning; raise max_length, or ask for shorter answers", stacklevel=3)
+        kept = list(context[-most:])
         cut = max(1, len(kept) - self.sparse_tokens)
         return kept[:cut], kept[cut:]
 

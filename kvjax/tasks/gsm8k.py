@@ -4,7 +4,7 @@ The examples (Wei et al., 2022, Table 20) are the context of every question, so 
 """
 
 from kvjax.errors import TaskFileError
-from kvjax.tasks import files
+from kvjax.tasks import files, scoring
 from kvjax.tasks.base import Request, Sample
 
 NEW_TOKENS = 256
@@ -48,8 +48,8 @@ def draw(request: Request) -> list[Sample]:
     samples = []
     for where, row in files.read_rows(request.path, _FIELDS, {"outputs": "this is a file of RULER"})[: request.count]:
         _, mark, answer = row["answer"].rpartition("####")
-        if not mark:
-            raise TaskFileError(f"{where}: the answer has no ####; this is not GSM8K's own format")
+        if not mark or scoring.number(answer.strip()) is None:
+            raise TaskFileError(f"{where}: the answer has no number after ####; this is not GSM8K's own format")
         question = f"Q: {row['question'].strip()}\nA:"
         samples.append(Sample(CONTEXT, question, (answer.strip(),), "gsm8k", NEW_TOKENS, ("Q:", "\n\n")))
     return samples

@@ -64,6 +64,8 @@ def _v1(request: Request, where: str, row: files.Row, official: dict[str, str]) 
         raise TaskFileError(f"dataset2prompt.json of {request.path}: {{context}} is not before {{input}} in {name}")
     ids = prompts.split(request, before + row["context"], after.replace("{input}", row["input"]), dataset.chat)
     answers, classes = files.answers_of(where, row, "answers"), files.classes_of(where, row)
+    if dataset.metric.startswith("classification") and not set(answers) <= set(classes):
+        raise TaskFileError(f"{where}: not all answers {answers} are in all_classes; get the file again")
     return Sample(*ids, answers, dataset.metric, dataset.new_tokens, classes=classes)
 
 
@@ -72,9 +74,12 @@ def _official(path: pathlib.Path) -> dict[str, str]:
     for folder in (path.parent, path.parent / "config", path.parent.parent / "config"):
         if (file := folder / "dataset2prompt.json").is_file():
             try:
-                return dict(json.loads(files.read_text(file)))
+                found = json.loads(files.read_text(file))
             except ValueError as error:
                 raise TaskFileError(f"{file}: not a JSON object ({error}); get the file again") from error
+            if not isinstance(found, dict) or not all(isinstance(one, str) for one in found.values()):
+                raise TaskFileError(f"{file}: not a JSON object of texts; get the file again")
+            return found
     return {}
 
 

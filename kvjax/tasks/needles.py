@@ -1,8 +1,8 @@
 """Retrieval tasks with a known answer: facts ("needles") hidden in text, each asked for at the end.
 
 The same generator writes training sequences and evaluation prompts; key words, values and
-templates of the two are disjoint (`held_out`). Definitions follow RULER's niah tasks and the
-passkey task of landmark attention.
+templates of the two are disjoint (`held_out`). Needles follow RULER's niah tasks. A passkey is one line, told once in
+the same text, where landmark attention's is told twice, with an instruction, among sentences that repeat.
 """
 
 import dataclasses
@@ -124,7 +124,7 @@ def _with_values(
 
 
 def passkey(rng: np.random.Generator, held_out: bool) -> Needle:
-    """The passkey fact, its key uniform in 1..50000."""
+    """The passkey fact, its key uniform among those of 1..50000 that are held out, or that are not."""
     while True:
         value = str(rng.integers(1, 50_001))
         if corpus.is_held_out(value, 0.1) == held_out:
@@ -172,9 +172,10 @@ def haystack(
     needles: Sequence[Needle],
     questions: Sequence[Needle],
     depths: Sequence[float] | None = None,
+    start: Sequence[int] | None = None,
 ) -> Haystack:
-    """A context of exactly `length` tokens (begin-of-text included) holding the needles."""
-    start = tokenizer.encode("").ids
+    """A context of exactly `length` tokens holding the needles; `start` begins it, or the tokenizer's begin-of-text."""
+    start = list(tokenizer.encode("").ids if start is None else start)
     room = length - len(start) - needle_cost(tokenizer, needles)
     if room < 0:
         raise ConfigError(f"{len(needles)} needles do not fit in {length} tokens; use a longer context or fewer "

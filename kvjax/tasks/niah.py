@@ -12,7 +12,7 @@ _STOP = (".",)
 
 
 def passkey(request: Request) -> list[Sample]:
-    """The pass key, uniform in 1..50000 (landmark attention, Mohtashami and Jaggi, 2023)."""
+    """The pass key, a held-out one of 1..50000 (after landmark attention, Mohtashami and Jaggi, 2023)."""
     return [_hidden(request, [needles.passkey(request.rng, held_out=True)], depth) for depth in _depths(request.count)]
 
 
@@ -77,7 +77,8 @@ def _haystack(request: Request, facts: list[Needle], depths: list[float], questi
     tokenizer, length = request.tokenizer.tokenizer, request.length - question
     if length < needles.needle_cost(tokenizer, facts) + 1:
         raise ConfigError(f"{len(facts)} needles and a question do not fit in {request.length} tokens; raise it")
-    hay = needles.haystack(request.rng, tokenizer, request.stream, length, facts, facts[:1], depths)
+    hay = needles.haystack(request.rng, tokenizer, request.stream, length, facts, facts[:1], depths,
+                           request.start)
     return tuple(hay.context)
 
 

@@ -1,6 +1,6 @@
 """Prompts of benchmarks in files: the part before the question is read as context, the rest token by token."""
 
-from kvjax.errors import ConfigError
+from kvjax.errors import CheckpointError, ConfigError
 from kvjax.tasks.base import Request
 
 
@@ -31,5 +31,8 @@ def _ids(request: Request, text: str) -> tuple[int, ...]:
 def _wrapping(request: Request) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """What the chat template puts before and after one user's message."""
     text = request.tokenizer.apply_chat_template([{"role": "user", "content": "\x00"}])
-    before, _, after = text.partition("\x00")
+    before, found, after = text.partition("\x00")
+    if not found:
+        raise CheckpointError(f"{request.tokenizer.directory}: the chat template changes what a message says, so that "
+                              "documents cannot be put there")
     return _ids(request, before), _ids(request, after)

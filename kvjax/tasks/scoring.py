@@ -103,7 +103,8 @@ def choice(text: str, answer: str) -> float:
     return float(said is not None and said.group(1) == answer)
 
 
-def _number(text: str) -> Decimal | None:
+def number(text: str) -> Decimal | None:
+    """A text that is a number, such as "$1,234.50"; None for others."""
     digits = text.replace(",", "").replace("$", "").rstrip(".")
     return Decimal(digits) if re.fullmatch(r"-?\d*\.?\d+", digits) else None
 
@@ -111,25 +112,25 @@ def _number(text: str) -> Decimal | None:
 def said_number(text: str) -> Decimal | None:
     """N of "The answer is N"; None if it is not said so."""
     said = re.search(r"The answer is (-?\$?[\d.,]+)", text)
-    return _number(said.group(1)) if said else None
+    return number(said.group(1)) if said else None
 
 
 def last_number(text: str) -> Decimal | None:
     """The last number of an answer."""
     found = re.findall(r"-?\$?\d[\d,]*(?:\.\d+)?", text)
-    return _number(found[-1]) if found else None
+    return number(found[-1]) if found else None
 
 
 def gsm8k_strict(text: str, answer: str) -> float:
     """GSM8K: "The answer is N" with the right N."""
-    return float(said_number(text) is not None and said_number(text) == _number(answer))
+    return float(said_number(text) is not None and said_number(text) == number(answer))
 
 
 def gsm8k(text: str, answer: str) -> float:
     """GSM8K: the right number in "The answer is N", or as the last number where nothing is said so."""
     said = said_number(text)
     found = last_number(text) if said is None else said
-    return float(found is not None and found == _number(answer))
+    return float(found is not None and found == number(answer))
 
 
 def _best(one: Callable[[str, str], float]) -> Metric:

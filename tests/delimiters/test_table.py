@@ -91,7 +91,11 @@ def test_a_table_that_cannot_be_written_is_a_typed_error(tmp_path):
         tallied().table("model", TEXTS).save(tmp_path / "nowhere" / "table.json")
 
 
-@pytest.mark.parametrize("content", [None, "{}", "no json", '{"fingerprint": "x", "vocab_size": 2, "delimiters": 1}'])
+@pytest.mark.parametrize("content", [
+    None, "{}", "no json", '{"fingerprint": "x", "vocab_size": 2, "delimiters": 1}',
+    '{"fingerprint": "x", "vocab_size": 2, "delimiters": [[2, ".", 0.5, 9]]}',
+    '{"fingerprint": "x", "vocab_size": 2, "delimiters": [[1, ".", null, 9]]}',
+])
 def test_a_file_that_is_no_table_is_refused(tmp_path, content):
     path = tmp_path / "table.json"
     if content is not None:

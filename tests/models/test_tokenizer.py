@@ -56,6 +56,18 @@ def test_text_starts_with_the_bos_token(read):
     assert read().encode("a")[0] == 0
 
 
+@pytest.mark.parametrize(("single", "settings", "expected"), [
+    (f"{BOS} $A", {}, (0,)), (f"{BOS} $A {EOS}", {}, (0,)), (f"$A {EOS}", {"bos_token": None}, ()),
+    (f"{EOS} $A {EOS}", {"bos_token": EOS}, (1,)), ("$A", {}, ()),
+])
+def test_what_texts_end_with_begins_none(read, tmp_path, single, settings, expected):
+    """Given tokenizers that begin texts, end them, both, with the same token, and neither."""
+    tokenizer = byte_level()
+    tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=[(BOS, 0), (EOS, 1)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert read(**settings).start_ids == expected
+
+
 def test_special_tokens_can_be_left_out(read):
     tokenizer = read()
     assert tokenizer.encode("ab", add_special_tokens=False) == tokenizer.encode("ab")[1:]

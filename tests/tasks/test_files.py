@@ -6,8 +6,8 @@ import json
 import pytest
 
 from kvjax import tasks
-from kvjax.errors import ConfigError, TaskFileError
-from kvjax.tasks import gsm8k, scoring
+from kvjax.errors import CheckpointError, ConfigError, TaskFileError
+from kvjax.tasks import gsm8k, prompts, scoring
 
 V1 = {"input": "Who sat?", "context": "The cat sat.", "answers": ["the cat", "cat"], "length": 3, "dataset": "qasper",
       "language": "en", "all_classes": None, "_id": "x1"}
@@ -48,9 +48,9 @@ def test_longbench_is_read_with_our_prompts_or_its_own(request_for, tmp_path):
     ("passage_retrieval_en", "share_of_numbers", 32),
 ])
 def test_every_dataset_has_its_metric_and_length(dataset, metric, tokens, request_for, tmp_path):
-    path = lines(tmp_path / "a.jsonl", {**V1, "dataset": dataset, "all_classes": ["x", "y"]})
+    path = lines(tmp_path / "a.jsonl", {**V1, "dataset": dataset, "all_classes": ["the cat", "cat"]})
     (one,) = tasks.draw(f"longbench:{path}", request_for())
-    assert (one.metric, one.max_new_tokens, one.classes) == (metric, tokens, ("x", "y"))
+    assert (one.metric, one.max_new_tokens, one.classes) == (metric, tokens, ("the cat", "cat"))
     assert scoring.score(one.metric, "something", one.answers, one.classes) <= 1
 
 
@@ -90,6 +90,21 @@ def test_ruler_files_are_told_apart_by_their_name(request_for, tmp_path):
         tasks.draw(f"ruler:{lines(tmp_path / 'vt.jsonl', {**RULER, 'answer_prefix': 5})}", request)
 
 
+@pytest.mark.parametrize("content", ["null", "[1]", '{"qasper": null}', "{"])
+def test_prompts_of_another_kind_are_refused(content, request_for, tmp_path):
+    (tmp_path / "dataset2prompt.json").write_text(content)
+    with pytest.raises(TaskFileError, match=r"dataset2prompt\.json"):
+        tasks.draw(f"longbench:{lines(tmp_path / 'qasper.jsonl', V1)}", request_for())
+
+
+def test_a_template_that_rewrites_messages_is_refused(request_for):
+    """Given one that escapes what they say: a document would come to lie in the model's turn."""
+    request = request_for()
+    tokenizer = dataclasses.replace(request.tokenizer, template="{{ messages[0].content | tojson }}")
+    with pytest.raises(CheckpointError, match="changes what a message says"):
+        prompts.split(dataclasses.replace(request, tokenizer=tokenizer), "a", "b", chat=True)
+
+
 def test_gsm8k_shares_its_examples_and_wants_the_number_after_the_mark(request_for, tmp_path):
     path = lines(tmp_path / "test.jsonl", GSM, {"question": "How much?", "answer": "so\n#### 1,200"})
     first, second = tasks.draw(f"gsm8k:{path}", request_for())
@@ -123,7 +138,9 @@ def without(row, field):
     ("longbench", json.dumps({**V1, "answers": []}), ":1: answers is empty"),
     ("longbench", json.dumps({**V1, "all_classes": 5}), ":1: all_classes is 5"),
     ("longbench", "", "no rows"),
-    ("gsm8k", json.dumps({**GSM, "answer": "4"}), ":1: the answer has no ####"),
+    ("longbench", json.dumps({**V1, "dataset": "trec", "all_classes": ["a"]}), ":1: not all answers .* all_classes"),
+    ("gsm8k", json.dumps({**GSM, "answer": "4"}), ":1: the answer has no number after ####"),
+    ("gsm8k", json.dumps({**GSM, "answer": "so\n#### 5 apples"}), ":1: the answer has no number after ####"),
     ("gsm8k", json.dumps(RULER), "this is a file of RULER"),
     ("text", None, "cannot be read"),
 ])
@@ -151,7 +168,7 @@ def test_a_chat_model_gets_its_template_around_prompts_that_are_no_examples(requ
     )
     request = dataclasses.replace(request, tokenizer=chatty)
     for dataset, wrapped in (("qasper", True), ("trec", False)):
-        path = lines(tmp_path / "a.jsonl", {**V1, "dataset": dataset})
+        path = lines(tmp_path / "a.jsonl", {**V1, "dataset": dataset, "all_classes": ["the cat", "cat"]})
         (one,) = tasks.draw(f"longbench:{path}", request)
         context, question = text_of(request, one)
         assert context.startswith("[USER]") == question.endswith("[END][BOT]") == wrapped
