@@ -103,13 +103,20 @@ def _new_name() -> str:
     return f"state-{uuid.uuid4().hex[:12]}"
 
 
+def _exists(path: pathlib.Path) -> bool:
+    try:
+        return path.exists()
+    except OSError as cause:
+        raise ReadFailed(f"{path} cannot be looked for: {cause}; choose another directory") from cause
+
+
 def _is_of_store(directory: pathlib.Path) -> bool:
     """A store file beside a manifest was never saved: then it would have been refused."""
-    return (directory / BLOCKS).exists() and not (directory / MANIFEST).exists()
+    return _exists(directory / BLOCKS) and not _exists(directory / MANIFEST)
 
 
 def _check_kind(directory: pathlib.Path, store: bool) -> None:
-    if (directory / MANIFEST).exists() if store else _is_of_store(directory):
+    if _exists(directory / MANIFEST) if store else _is_of_store(directory):
         kinds = ("a store", "memory") if store else ("memory", "a store")
         raise ConfigError(f"{directory} holds a cache in {kinds[1]}, and this one is in {kinds[0]}; choose another "
                           "directory")
@@ -260,7 +267,7 @@ def restore(
 
 
 def _absolute(directory) -> pathlib.Path:
-    if not isinstance(directory, str | os.PathLike):
+    if not isinstance(directory, str | os.PathLike) or not os.fspath(directory):
         raise ConfigError(f"{directory!r} is no directory; give its path")
     return pathlib.Path(directory).absolute()
 

@@ -288,6 +288,11 @@ def test_what_does_not_fit_is_refused(llm, make, tmp_path):
     cache = make()
     with pytest.raises(NothingSaved, match="no saved"):
         llm.restore(tmp_path / "saved", read_only=True)
+    with pytest.raises(ReadFailed, match="File name too long"):
+        llm.restore(tmp_path / ("x" * 300))
+    for nothing in (lambda: llm.restore(""), lambda: cache.save(""), lambda: kvjax.FlashStore("")):
+        with pytest.raises(ConfigError, match="path"):
+            nothing()
     cache.save(tmp_path / "saved")
     cache.close()
     other = kvjax.LLM(llm.config, jax.tree.map(lambda leaf: leaf + 1, llm.params), llm.tokenizer)

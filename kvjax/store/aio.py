@@ -110,16 +110,18 @@ class Ring:
     def submit(self, first: int, stop: int) -> int:
         """How many of `control`'s reads the kernel took: the first ones, none when it has no room. OSError when it will
         not take the first whatever happens."""
-        stop = min(stop, first + self._depth - self.in_flight)
-        if stop == first:
+        asked = min(stop - first, self._depth - self.in_flight)
+        if not asked:
             return 0
+        self.in_flight += asked  # first: if Ctrl-C comes as the call returns, memory in doubt is not used again
         try:
-            taken = self._system.io_submit(self._context, self._pointers[first:stop])
+            taken = self._system.io_submit(self._context, self._pointers[first : first + asked])
         except OSError as cause:
+            self.in_flight -= asked
             if cause.errno not in (errno.EAGAIN, errno.EINTR):
                 raise
-            taken = 0
-        self.in_flight += taken
+            return 0
+        self.in_flight -= asked - taken
         return taken
 
     def wait(self, least: int, seconds: float) -> int:

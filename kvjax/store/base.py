@@ -207,8 +207,8 @@ class Branch(abc.ABC):
     """One writable line of history of one store.
 
     The callback entry points (`submit`, `read_into`, `put_rows`, `put_blocks`) run inside XLA: they never raise and
-    never touch JAX. On failure they save the first typed exception and return False, and keep returning False until the
-    exception was fetched by `take_error`, or raised by `commit` or `flush`.
+    never touch JAX. On failure they save the first typed exception and return False, and all but `submit`, a hint, keep
+    returning False until the exception was fetched by `take_error`, or raised by `commit` or `flush`.
 
     Attributes:
       handle: key of this branch in the registry, a small int.

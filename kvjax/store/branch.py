@@ -107,10 +107,11 @@ class FlashBranch(TransactionalBranch):
     def save(self, metadata: bytes = b"", generation: int | None = None) -> int:
         """Makes what is committed the newest saved cache of the file; returns its number once it is on the device.
 
-        Costs as much as has changed since the last save. The file keeps this and the last save; blocks of older ones
-        are used again. Raises StaleCache where the branch is not at `generation`, if that is given, ConfigError for a
-        temporary file, WriteFailed for one that was opened read-only, and StoreError as `flush`. An error leaves the
-        last save the newest, unless the device failed in the last step: then only opening the file tells. After a
+        Costs as much as has changed since the last save. Of branches that save at the same moment the last one's cache
+        is the one that is kept, under the newest of the numbers. The file keeps this and the last save; blocks of older
+        ones are used again. Raises StaleCache where the branch is not at `generation`, if that is given, ConfigError
+        for a temporary file, WriteFailed for one that was opened read-only, and StoreError as `flush`. An error leaves
+        the last save the newest, unless the device failed in the last step: then only opening the file tells. After a
         failed sync no more can be saved, as nobody knows what the kernel dropped.
         """
         file = self._volume.file
@@ -259,8 +260,8 @@ class FlashBranch(TransactionalBranch):
 
     def _guessed(self, ring: Ring, layer: int, blocks: int, reads: int, sent: int, began: float) -> None:
         """What `native.guess` began."""
+        ring.lent = False  # first: an interrupted guess gives its ring back by itself
         guess = Guess(ring, blocks, reads, sent, began)
-        ring.lent = False
         self._reads.keep(layer, guess, blocks)
 
     def _landed(self, layer: int, started: float, landed: tuple[tuple, ...], block, slot, slots) -> None:

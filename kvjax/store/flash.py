@@ -178,7 +178,7 @@ class FlashStore:
 
 def _absolute(name: str, given) -> str:
     """The path from the root, as the process may change its directory. Raises ConfigError for what is none."""
-    if not isinstance(given, str | os.PathLike):
+    if not isinstance(given, str | os.PathLike) or not os.fspath(given):
         raise ConfigError(f"{name}={given!r} must be a path")
     return os.path.abspath(os.fspath(given))
 

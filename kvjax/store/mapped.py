@@ -46,6 +46,8 @@ class MappedSave:
         what is not what was saved.
         """
         geometry, at = self.codec.geometry, (layer, sequence, head, block)
+        if min(at) < 0:
+            raise IndexError(f"{at} has a negative number")
         extent, sums = int(self.extents[at]), self.sums[at].reshape(1)
         if extent < 0:
             return np.zeros((geometry.block_rows, geometry.width), geometry.numpy_dtype)

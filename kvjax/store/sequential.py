@@ -150,7 +150,7 @@ class SequentialBranch(TransactionalBranch):
     """A branch that keeps its rows in logs, which are pages in a branch of their own.
 
     Attributes:
-      path, direct, codec: as of `FlashBranch`.
+      path, direct, engine, codec: as of `FlashBranch`.
     """
 
     def __init__(self, geometry: Geometry, pages: "FlashBranch", log: Log, generation: int = 0):
@@ -172,6 +172,10 @@ class SequentialBranch(TransactionalBranch):
     @property
     def direct(self) -> bool:
         return self._pages.direct
+
+    @property
+    def engine(self) -> str:
+        return self._pages.engine
 
     @property
     def codec(self) -> str:  # type: ignore[override]

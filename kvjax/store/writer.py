@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from kvjax.errors import ChecksumMismatch, NoSpace
+from kvjax.errors import NoSpace
 from kvjax.store.lineage import Lineage, Staged
 from kvjax.store.transaction import as_store_error
 
@@ -111,8 +111,7 @@ class Writer:
         size = int(codec.sizes(sums)[0])
         volume.file.read([(base.data[:size], offset)], where, direct=False)
         if not codec.decode([base.data[:volume.geometry.block_bytes]], sums)[0]:
-            raise ChecksumMismatch(f"{volume.file.path}: {where(offset)} at offset {offset} is damaged, so that rows "
-                                   "cannot be added to it; prefill again")
+            raise volume.damaged(f"{where(offset)} at offset {offset}, to which rows are to be added,")
 
     def _put(self, lineage: Lineage, block_id: int, staged: Staged) -> None:
         """Writes a complete block to its extent, or to a new one if others own that too."""

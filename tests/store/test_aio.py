@@ -305,6 +305,20 @@ def test_a_ring_that_hangs_is_left_to_the_kernel(tmp_path):
     assert ring._closed
 
 
+def test_memory_in_doubt_is_not_used_again():
+    """Given Ctrl-C as the kernel takes reads: they count as being on their way."""
+    class Interrupted(SystemIO):
+        def io_submit(self, context, pointers):
+            raise KeyboardInterrupt
+
+    ring = Ring(Interrupted(), 4, 4096, 4096)
+    with pytest.raises(KeyboardInterrupt):
+        ring.submit(0, 3)
+    assert ring.in_flight == 3
+    ring.in_flight = 0
+    ring.close(0.05)
+
+
 @pytest.mark.parametrize("depth", [1, 3])
 def test_more_reads_than_may_be_in_flight(fixed, monkeypatch, depth):
     """Given 400 single blocks, no more than `depth` reads are ever with the kernel, and all blocks arrive."""

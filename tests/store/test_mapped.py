@@ -42,6 +42,8 @@ def test_blocks_are_what_was_saved(tmp_path, open_branch, dtype):
 def test_blocks_lie_in_the_file_and_cannot_be_changed(tmp_path, open_branch):
     saved(open_branch, tmp_path / "a.kv")
     mapped = open_saved(tmp_path / "a.kv")
+    with pytest.raises(IndexError, match="negative"):
+        mapped.block(0, 0, 0, -1)
     block = mapped.block(0, 0, 0, 0)
     assert np.shares_memory(block, mapped._bytes)
     with pytest.raises(ValueError, match="read-only"):

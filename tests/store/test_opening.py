@@ -184,6 +184,9 @@ def test_a_reader_of_a_superseded_save_gets_its_bytes_or_a_stale_cache(saved, re
         else:
             assert type(reader.branch.take_error()) is StaleCache
     assert not ok, "its extents were used again by now"
+    with pytest.raises(StaleCache, match="open it again"):  # as rows are added to a block that nobody read
+        reader.append(0, 0, 1.0)
+        reader.branch.flush()
     np.testing.assert_array_equal(reopen(read_only=True).read(), writer.read())
 
 

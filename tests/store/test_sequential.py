@@ -20,6 +20,7 @@ def driver(tmp_path, open_branch):
 
 def prefill_striped(driver) -> np.ndarray:
     """Token t goes to row t // 4 of block t % 4; returns blocks."""
+    assert driver.branch.engine in ("aio", "threads")
     blocks = driver.full()
     counts = np.broadcast_to(np.array([8, 8, 8, 8, 0, 0], np.int32), (1, 2, 6))
     pos = np.broadcast_to(np.arange(8)[None] * 4 + np.arange(6)[:, None], (1, 2, 6, 8)).astype(np.int32)
