@@ -82,7 +82,7 @@ class Adapters:
         about = {"version": VERSION, "joint": self.joint, "fingerprint": self.fingerprint, "digest": self.digest}
         leaves = {str(i): layer for i, layer in enumerate(self.layers)}
         path = pathlib.Path(directory).absolute()
-        if path.exists() and not _has_adapters(path):
+        if path.exists() and not _may_be_replaced(path):
             raise WriteFailed(f"{directory} exists and has no adapters, which new ones could replace; choose another "
                               "directory")
         try:
@@ -109,10 +109,12 @@ def load(directory: str | os.PathLike) -> Adapters:
     return found
 
 
-def _has_adapters(path: pathlib.Path) -> bool:
-    """Whether `Adapters.save` wrote what is there, of whatever version."""
+def _may_be_replaced(path: pathlib.Path) -> bool:
+    """Whether a directory is empty, or `Adapters.save` wrote it, of whatever version."""
     from orbax.checkpoint import v1 as ocp
 
+    if path.is_dir() and not any(path.iterdir()):
+        return True
     try:
         return {"version", "digest", "joint"} <= set(ocp.metadata(path).custom_metadata or {})
     except Exception:  # whatever Orbax raises for what is no checkpoint

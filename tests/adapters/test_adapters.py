@@ -161,6 +161,7 @@ def test_what_is_loaded_is_what_was_saved(moments, tmp_path):
 def test_what_is_there_is_not_lost(moments, tmp_path, monkeypatch):
     """Given a directory of something else, a file, and a device that gives out while adapters are replaced."""
     fitted = fit.svd(moments, RATIO)
+    (tmp_path / "fits" / "a").mkdir(parents=True)
     fitted.save(tmp_path / "fits" / "a")
     (tmp_path / "file").write_text("mine")
     for taken in ("fits", "file"):
