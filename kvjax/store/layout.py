@@ -54,6 +54,9 @@ class Layout(abc.ABC):
     def place(self, block_id: int) -> int:
         """A claimed extent for a block that is written for the first time, or copied on write. Raises NoSpace."""
 
+    def restore(self, extents: np.ndarray) -> None:  # noqa: B027 (most know all by the pool)
+        """Learns what a file has that was opened: int32 extents of all block ids, -1 = none, claimed already."""
+
 
 class Grouped(Layout):
     """The lowest free extents, in the order in which blocks are written."""
@@ -115,6 +118,11 @@ class DualHead(Layout):
         claimed = self.extents.claim(extents)
         self._give(first - owners.size, owners)
         return claimed
+
+    def restore(self, extents):
+        ids = np.flatnonzero(extents >= 0)
+        self._busy()  # has a place for each shelf
+        self._lane[extents[ids] // self.SHELF] = ids // self.geometry.num_blocks
 
     def place(self, block_id):
         lane = block_id // self.geometry.num_blocks

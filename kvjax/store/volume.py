@@ -3,7 +3,7 @@
 import collections
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from kvjax.store.codec import Codec
 from kvjax.store.file import BlockFile
 from kvjax.store.layout import Layout
 from kvjax.store.lineage import Lineage
-from kvjax.store.log import CommitLog, Request, read_superblocks
+from kvjax.store.log import CommitLog, Found, Request, read_superblocks
 from kvjax.store.overlay import OverlayFile
 from kvjax.store.reader import Reader
 from kvjax.store.table import LanePool, Table
@@ -197,6 +197,13 @@ class Volume:
                                 "damaged it, prefill again")
 
     # ---- extents
+
+    def restore(self, found: Sequence[Found], tables: Sequence[Table], read_only: bool) -> None:
+        """Takes over what a file has, newest save first; nothing is placed in one that is read-only. The lock is held.
+        """
+        self.log.restore(found, tables)
+        if not read_only:
+            self._layout.restore(tables[0].everything())
 
     def place_prompt(self, ids: np.ndarray, retrieved: np.ndarray | None) -> np.ndarray:
         """`Layout.place_prompt`. The lock is held."""

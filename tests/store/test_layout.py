@@ -15,7 +15,7 @@ from kvjax.store.extents import ExtentPool
 from kvjax.store.flash import FlashStore
 from kvjax.store.format import HEADER_BYTES
 from kvjax.store.layout import LAYOUTS, ClusterMajor, DualHead, Grouped, co_retrieval, correlated_order
-from tests.store.conftest import GEOMETRY
+from tests.store.conftest import GEOMETRY, Driver
 
 BLOCKS = 40
 LANES = Geometry(layers=2, batch=1, kv_heads=2, num_blocks=BLOCKS, block_rows=4, width=6, dtype="float32")
@@ -111,6 +111,37 @@ def test_a_split_takes_the_empty_half_of_a_pool_and_then_a_pool():
     layout.extents.release(np.array([1, 4, 5]))
     assert [layout.place(7), layout.place(8)] == [1, 7], "half-empty pools first"
     assert layout.place(9) == 4, "then freed pools"
+
+
+def test_a_lane_goes_on_with_its_shelves_in_a_file_that_is_opened_again():
+    """Given two lanes, of which the second has a pool with an empty half."""
+    layout = make(DualHead)
+    table = np.full(LANES.total_blocks, -1, np.int32)
+    ids = np.append(np.arange(SHELF), BLOCKS + np.arange(3))
+    table[ids] = layout.place_prompt(ids, None)
+    opened = DualHead(LANES, layout.extents)
+    opened.restore(table)
+    assert [opened.place(BLOCKS + 3), opened.place(BLOCKS + 4)] == [SHELF + 3, SHELF + 4]
+    assert opened.place(SHELF) == 2 * SHELF, "the first lane's is full"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_added_lies_alike_whether_or_not_a_file_was_opened_again(tmp_path, open_branch, layout):
+    """Given blocks added after a save, by who made it and by who opened it; read-only, they lie elsewhere."""
+    found = []
+    for name, again in (("kept.kv", False), ("opened.kv", True)):
+        driver = open_branch(FlashStore(tmp_path / name, layout=layout))
+        driver.append(0, 0, 1.0)
+        driver.branch.save()
+        if again:
+            driver.branch.close()
+            driver = Driver(FlashStore(tmp_path / name, layout=layout).open())
+        for block in (1, 2, 3):
+            driver.append(block, 0, 1.0 + block)
+        driver.branch.flush()
+        found.append(driver.branch._lineage.table.everything())
+        driver.branch.close()
+    np.testing.assert_array_equal(*found)
 
 
 def test_shelves_without_blocks_go_to_other_lanes():
