@@ -253,8 +253,8 @@ def check(settings: Mapping[str, Any], config: ml_collections.ConfigDict) -> Non
         raise ConfigError(f"no replay for {method.name}: it is for infinigen, kvswap and loki with a budget, without "
                           "max_blocks, dense layers or shared selections")
     check_texts(config.get("replay"))
-    short = [context for context in config.contexts if wanted is True and context < config.replay.tokens]
-    if short:
+    short = [context for context in config.contexts if context < config.replay.tokens]
+    if wanted is True and short:
         raise ConfigError(f"contexts={tuple(short)} are shorter than a text of replay.tokens={config.replay.tokens}")
 
 

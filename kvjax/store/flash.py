@@ -140,9 +140,9 @@ class FlashStore:
         geometry = header.geometry
         codec = make_codec(header.codec, geometry, self.tolerance)
         lanes = self._lanes(file, geometry)
-        tables, read_only = adopt(found, geometry, lanes), file.read_only
+        tables = adopt(found, geometry, lanes)
         with contextlib.ExitStack() as undo:
-            if read_only:
+            if file.read_only:
                 lanes.extents.leave_shared()
                 private = self._create_private(header)
                 undo.callback(private.close)
@@ -151,7 +151,7 @@ class FlashStore:
             volume = self._volume(file, codec, lanes)
             undo.pop_all()
         with volume.lock:
-            volume.restore(found, tables, read_only)
+            volume.restore(found, tables)
         return volume
 
     def _create_private(self, header: Header) -> BlockFile:

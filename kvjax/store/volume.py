@@ -198,11 +198,11 @@ class Volume:
 
     # ---- extents
 
-    def restore(self, found: Sequence[Found], tables: Sequence[Table], read_only: bool) -> None:
+    def restore(self, found: Sequence[Found], tables: Sequence[Table]) -> None:
         """Takes over what a file has, newest save first; nothing is placed in one that is read-only. The lock is held.
         """
         self.log.restore(found, tables)
-        if not read_only:
+        if not isinstance(self.file, OverlayFile):
             self._layout.restore(tables[0].everything())
 
     def place_prompt(self, ids: np.ndarray, retrieved: np.ndarray | None) -> np.ndarray:

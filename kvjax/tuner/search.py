@@ -172,24 +172,23 @@ def _reuse_rates(llm, text, space: Space, family: Family):
                           f"{2 * family.selected}")
     group, sigma = space.middle_group, space.sigmas[0]
 
-    def prompt(context: int) -> int:
-        length = min(len(ids), context)
+    def prompt(length: int) -> int:
         return max(length // 2, length - _DECODED)
 
     def groups(context: int) -> int:
-        return max(2, round(prompt(context) / context * family.selected / group))
+        return max(2, round(prompt(min(len(ids), context)) / context * family.selected / group))
 
     @functools.cache
-    def needed(count: int, prompt: int, length: int):
+    def needed(count: int, length: int):
         method = dataclasses.replace(family, selected=count * group).method(Setting(group, sigma, 0))
-        return profile.needed_groups(llm, method, ids[:length], prompt, family.dtype)
+        return profile.needed_groups(llm, method, ids[:length], prompt(length), family.dtype)
 
     def rate(reuse: int, context: int) -> float:
         if not reuse:
             return 0.0
         count = family.slots(Setting(group, sigma, reuse)).count or 0
         times = (count - 1) * group / family.selected  # one slot is the unfinished group's
-        found = needed(groups(context), prompt(context), min(len(ids), context))
+        found = needed(groups(context), min(len(ids), context))
         return fifo.rate(found, max(groups(context) + 1, round(times * groups(context))))
 
     return rate
