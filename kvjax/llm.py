@@ -8,7 +8,6 @@
 import dataclasses
 import functools
 import hashlib
-import itertools
 import os
 import warnings
 from collections.abc import Sequence
@@ -92,7 +91,7 @@ class LLM:
                                  "run configs/tune.py with this model")
 
     def encode(self, text, start: bool) -> list[int]:
-        """Token ids of a text, or those that are given. `start` adds a text's beginning-of-text token.
+        """Token ids of a text, or those that are given. `start` puts before a text what every text begins with.
 
         Raises PromptError for what is neither, or an id that the model has not.
         """
@@ -100,15 +99,8 @@ class LLM:
             return self._known(text)
         if self.tokenizer is None:
             raise ConfigError("this model has no tokenizer.json; give token ids instead of text")
-        ids = self.tokenizer.encode(text, add_special_tokens=start)
-        if start and self._ends(ids):  # some tokenizers end each text, too, and this one goes on
-            added = self._ends(ids) - self._ends(self.tokenizer.encode(text, add_special_tokens=False))
-            ids = ids[: len(ids) - added]
-        return self._known(ids)
-
-    def _ends(self, ids: list[int]) -> int:
-        """How many tokens at the end are such that end a generation."""
-        return sum(1 for _ in itertools.takewhile(lambda one: one in self.eos_ids, reversed(ids)))
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        return self._known([*self.tokenizer.start_ids, *ids] if start else ids)
 
     def _known(self, ids) -> list[int]:
         """Token ids, all of which the model has."""
