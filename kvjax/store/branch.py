@@ -12,14 +12,13 @@ from kvjax.errors import ConfigError, WriteFailed
 from kvjax.store.ahead import Reads
 from kvjax.store.aio import NONE, Guess, Landed, Ring, RingEngine, RingStack, native
 from kvjax.store.base import Gathered
-from kvjax.store.extents import run_starts
 from kvjax.store.fetch import Fetch, hung
+from kvjax.store.file import WRITE_BYTES
 from kvjax.store.lineage import Lineage, Sources
 from kvjax.store.table import Table
 from kvjax.store.transaction import TransactionalBranch
 from kvjax.store.volume import Volume
 
-WRITE_BYTES = 4 << 20  # prefill is gathered and written in pieces of this size
 Take = Callable[[np.ndarray], np.ndarray]  # blocks [n, C, width] of a layer by number
 
 
@@ -188,24 +187,13 @@ class FlashBranch(TransactionalBranch):
             payload = buffer[:piece.size, :geometry.block_bytes]
             payload[:] = _kept(take(piece), counts[piece])
             images, sums[first:first + step] = codec.encode(buffer[:piece.size])
-            written += self._write_runs(images, extents[first:first + step], codec.sizes(sums[first:first + step]),
-                                        start + piece)
+            runs = self._volume.write_runs(images, extents[first:first + step], codec.sizes(sums[first:first + step]),
+                                           start + piece)
+            written += sum(run.size for run in runs)
         rows = int(np.minimum(counts[filled], geometry.block_rows).sum())
         self._tally.add(blocks_written=filled.size, bytes_put=rows * geometry.row_bytes, bytes_written=written,
                         blocks_short=int(np.count_nonzero(codec.sizes(sums) < geometry.extent_bytes)))
         return sums
-
-    def _write_runs(self, images: np.ndarray, extents: np.ndarray, sizes: np.ndarray, ids: np.ndarray) -> int:
-        """Writes the first sizes[n] bytes of images[n, extent_bytes], neighbours at once where the codec joins them;
-        how many bytes that were."""
-        volume, geometry, written = self._volume, self.geometry, 0
-        starts = run_starts(extents, None if volume.codec.joins else sizes == geometry.extent_bytes)
-        for begin, end in itertools.pairwise([*starts.tolist(), extents.size]):
-            name, size = geometry.describe(ids[begin]), (end - begin - 1) * geometry.extent_bytes + int(sizes[end - 1])
-            data = images[begin:end].reshape(-1)[:size]
-            volume.file.write(data, volume.extents.offset(extents[begin]), lambda _, n=name: n)
-            written += size
-        return written
 
     # ---- decode
 

@@ -26,6 +26,7 @@ from kvjax.errors import (
 )
 from kvjax.store.system import SystemIO
 
+WRITE_BYTES = 4 << 20  # blocks are gathered and written in pieces of this size
 Where = Callable[[int], str]  # file offset -> what lies there, for messages
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_SUCH_CALL = (errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EOPNOTSUPP)  # of the system, or for such a file

@@ -1,6 +1,7 @@
 """What one branch knows: which extent holds each of its blocks, and which blocks are newer in memory than on flash."""
 
 import collections
+import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -137,15 +138,14 @@ class Lineage:
             self.queue[block_id] = Staged(self.geometry)
         return self.queue[block_id]
 
-    def take_coldest(self) -> tuple[int, Staged] | None:
-        """Moves the block that was put longest ago from the queue to the writer: a block that keeps getting rows stays
-        in its buffer until they fill it (DynaKV section 5.2: buffers for hot clusters, direct writes for cold ones).
-        None while the writer still has older rows of all that wait."""
-        block_id = next((waiting for waiting in self.queue if waiting not in self.flight), None)
-        if block_id is None:
-            return None
-        staged = self.flight[block_id] = self.queue.pop(block_id)
-        return block_id, staged
+    def take_coldest(self, most: int) -> dict[int, Staged]:
+        """Moves the blocks that were put longest ago from the queue to the writer, at most so many: a block that keeps
+        getting rows stays in its buffer until they fill it (DynaKV section 5.2: buffers for hot clusters, direct writes
+        for cold ones). Not those of which the writer still has older rows."""
+        waiting = (block_id for block_id in self.queue if block_id not in self.flight)
+        taken = {block_id: self.queue.pop(block_id) for block_id in list(itertools.islice(waiting, most))}
+        self.flight.update(taken)
+        return taken
 
     def complete(self, block_id: int, rows: np.ndarray) -> None:
         """Gives the writer's block the older rows[C, row_bytes] where nothing newer was put."""

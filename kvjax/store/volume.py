@@ -1,22 +1,33 @@
 """One open store file with everything its branches share: lock, extents, staging, reader and writer."""
 
 import collections
+import itertools
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from kvjax.errors import ChecksumMismatch, StaleCache, StoreError, WriteFailed
 from kvjax.store.codec import Codec
+from kvjax.store.extents import run_starts
 from kvjax.store.file import BlockFile
 from kvjax.store.layout import Layout
-from kvjax.store.lineage import Lineage
+from kvjax.store.lineage import Lineage, Staged
 from kvjax.store.log import CommitLog, Found, Request, read_superblocks
 from kvjax.store.overlay import OverlayFile
 from kvjax.store.reader import Reader
 from kvjax.store.table import LanePool, Table
 from kvjax.store.writer import Writer
+
+
+class Run(NamedTuple):
+    """Neighbours that were written at once: which of those that were given, and bytes in the file."""
+
+    blocks: slice
+    offset: int
+    size: int
 
 
 class Volume:
@@ -151,15 +162,33 @@ class Volume:
             return None
         return next((lineage.failed for lineage in self._lineages if lineage.failed), None)
 
-    def next_to_write(self) -> Lineage | None:
-        """A branch the writer should serve now. What it already has does not count. The lock is held."""
+    def next_to_write(self, most: int) -> tuple[Lineage, dict[int, Staged]] | None:
+        """A branch that the writer should serve now, and what it takes there, at most so many blocks. What it already
+        has does not count. The lock is held."""
         self.reap()
-        waiting = sum(len(lineage.queue) for lineage in self._lineages) * self.geometry.extent_bytes
-        lingering = waiting <= self._linger_bytes
+        waiting = sum(len(lineage.queue) for lineage in self._lineages)
+        excess = waiting - self._linger_bytes // self.geometry.extent_bytes
         ready = [lineage for lineage in self._lineages
                  if lineage.queue and not lineage.failed and lineage not in self._retired
-                 and (lineage.urgent or not lingering)]
-        return max(ready, key=lambda lineage: lineage.urgent, default=None)
+                 and (lineage.urgent or excess > 0)]
+        if not ready:
+            return None
+        lineage = max(ready, key=lambda lineage: lineage.urgent)
+        return lineage, lineage.take_coldest(most if lineage.urgent else min(most, excess))
+
+    def write_runs(self, images: np.ndarray, extents: np.ndarray, sizes: np.ndarray, ids: np.ndarray) -> Iterator[Run]:
+        """Writes the first sizes[n] bytes of images[n, extent_bytes] to extents[n], ascending, neighbours at once where
+        the codec joins them. Tells of each run once it is written; raises NoSpace or WriteFailed."""
+        whole = None if self.codec.joins else sizes == self.geometry.extent_bytes
+        for begin, end in itertools.pairwise([*run_starts(extents, whole).tolist(), extents.size]):
+            offset = self.extents.offset(extents[begin])
+            size = (end - begin - 1) * self.geometry.extent_bytes + int(sizes[end - 1])
+            self.file.write(images[begin:end].reshape(-1)[:size], offset, self._first_of(ids[begin:end]))
+            yield Run(slice(begin, end), offset, size)
+
+    def _first_of(self, ids: np.ndarray) -> Callable[[int], str]:
+        """Names the first of blocks that are written at once, when somebody asks."""
+        return lambda _: self.geometry.describe(ids[0])
 
     # ---- saving
 

@@ -1,11 +1,13 @@
 """The write-behind thread of a volume: takes staged blocks, completes them, and puts them into extents."""
 
 import queue
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from kvjax.errors import NoSpace
+from kvjax.store.file import WRITE_BYTES
 from kvjax.store.lineage import Lineage, Staged
 from kvjax.store.transaction import as_store_error
 
@@ -14,7 +16,15 @@ if TYPE_CHECKING:
 
 
 class Written(NamedTuple):
-    """A block that is in the file, and may not be on the device yet.
+    """Blocks that are in the file, side by side, and may not be on the device yet."""
+
+    offset: int
+    size: int
+    blocks: list["WrittenBlock"]
+
+
+class WrittenBlock(NamedTuple):
+    """One of them.
 
     old, target: the extent that it had, -1 = none, and the one that it is in; of `size` bytes, which hash to `right`.
     """
@@ -29,7 +39,7 @@ class Written(NamedTuple):
 
 
 class Writer:
-    """Writes one block at a time, and waits for the device for many.
+    """Writes some blocks at a time, neighbours at once, and waits for the device for many.
 
     Until a block is on the device it is read from memory: O_DIRECT reads of dirty pages wait for it, and asynchronous
     ones are refused.
@@ -48,7 +58,7 @@ class Writer:
     def serve(self, wake: queue.SimpleQueue) -> None:
         """Body of the thread: True in the queue means there may be work, False that the file is to be closed."""
         while wake.get():
-            while self._commit_saves() or self._write_one() or self._finish_all():
+            while self._commit_saves() or self._write_some() or self._finish_all():
                 pass
         self._volume.file.close()
         self._volume.reader.close()
@@ -71,26 +81,26 @@ class Writer:
             volume.changed.notify_all()
         return True
 
-    def _write_one(self) -> bool:
+    def _write_some(self) -> bool:
         volume = self._volume
-        if len(self._unfinished) == self.MOST_UNFINISHED:
-            return False
+        room = self.MOST_UNFINISHED - sum(len(run.blocks) for run in self._unfinished)
+        most = min(room, max(1, WRITE_BYTES // volume.geometry.extent_bytes))
         with volume.lock:
-            lineage = volume.next_to_write()
-            taken = None if lineage is None else lineage.take_coldest()
-        if lineage is None or taken is None:
+            found = volume.next_to_write(most) if room else None
+        if found is None or not found[1]:
             return False
-        block_id, staged = taken
+        lineage, left = found
         try:
-            self._complete(lineage, block_id, staged)
-            try:
-                self._put(lineage, block_id, staged)
-            except NoSpace:
-                if not self._finish_all():  # which frees what finished blocks no longer need
-                    raise
-                self._put(lineage, block_id, staged)
+            for block_id, staged in left.items():
+                self._complete(lineage, block_id, staged)
+            while left:
+                try:
+                    self._put(lineage, left)
+                except NoSpace:
+                    if not self._finish_all():  # which frees what finished blocks no longer need
+                        raise
         except Exception as cause:
-            self._give_up(lineage, block_id, cause)
+            self._give_up(lineage, left, cause)
         return True
 
     def _complete(self, lineage: Lineage, block_id: int, staged: Staged) -> None:
@@ -113,25 +123,53 @@ class Writer:
         if not codec.decode([base.data[:volume.geometry.block_bytes]], sums)[0]:
             raise volume.damaged(f"{where(offset)} at offset {offset}, to which rows are to be added,")
 
-    def _put(self, lineage: Lineage, block_id: int, staged: Staged) -> None:
-        """Writes a complete block to its extent, or to a new one if others own that too."""
+    def _put(self, lineage: Lineage, left: dict[int, Staged]) -> None:
+        """Writes complete blocks, as many as there is space for; takes those that are written out of `left`."""
         volume = self._volume
-        images, sums = volume.codec.encode(staged.image[None])
-        size = int(volume.codec.sizes(sums)[0])
         with volume.lock:
-            lineage.table.unshare(block_id)
-            old = lineage.table.extent(block_id)
-            shared = old < 0 or volume.extents.is_shared(old)
-            target = volume.place(block_id) if shared else old
-        offset, where = volume.extents.offset(target), lambda _: volume.geometry.describe(block_id)
+            places = self._places(lineage, left)
         try:
-            volume.file.write(images[0, :size], offset, where)
-            volume.file.write_back_range(offset, size, wait=False)
+            for run in self._write(lineage, left, *np.array(sorted(places, key=lambda place: place[-1])).T):
+                self._unfinished.append(run)
+                for one in run.blocks:
+                    del left[one.block_id]
+                self._tell_of_progress()
         except BaseException:
-            self._release(old, target)
+            for block_id, old, target in places:
+                if block_id in left:
+                    self._release(old, target)
             raise
-        self._unfinished.append(Written(lineage, block_id, staged, old, target, int(sums[0]), size))
-        self._tell_of_progress()
+
+    def _places(self, lineage: Lineage, ids: Iterable[int]) -> list[tuple[int, int, int]]:
+        """(id, extent that it had, extent to write it to), of the first of these blocks for which there is space: the
+        same extent, or a new one where there is none or others own it too. NoSpace if there is for none. The lock is
+        held."""
+        volume, table = self._volume, lineage.table
+        places: list[tuple[int, int, int]] = []
+        for block_id in ids:
+            table.unshare(block_id)
+            old = target = table.extent(block_id)
+            if old < 0 or volume.extents.is_shared(old):
+                try:
+                    target = volume.place(block_id)
+                except NoSpace:
+                    if not places:
+                        raise
+                    break
+            places.append((block_id, old, target))
+        return places
+
+    def _write(self, lineage: Lineage, staged: dict[int, Staged], ids, old, targets) -> Iterator[Written]:
+        """Writes complete blocks ids[n] to targets[n], ascending; tells of each run that is on its way to the device.
+        """
+        volume = self._volume
+        images, sums = volume.codec.encode(np.stack([staged[block_id].image for block_id in ids.tolist()]))
+        sizes = volume.codec.sizes(sums)
+        blocks = [WrittenBlock(lineage, block_id, staged[block_id], *rest) for block_id, *rest in zip(
+            *(each.tolist() for each in (ids, old, targets, sums, sizes)), strict=True)]
+        for run in volume.write_runs(images, targets, sizes, ids):
+            volume.file.write_back_range(run.offset, run.size, wait=False)
+            yield Written(run.offset, run.size, blocks[run.blocks])
 
     def _finish_all(self) -> bool:
         """Waits until what was written is on the device; the blocks are there from now on. If the device refuses one,
@@ -139,23 +177,24 @@ class Writer:
         if not self._unfinished:
             return False
         volume, done, self._unfinished = self._volume, self._unfinished, []
+        blocks = [one for run in done for one in run.blocks]
         try:
-            for one in done:
-                volume.file.write_back_range(volume.extents.offset(one.target), one.size, wait=True)
+            for run in done:
+                volume.file.write_back_range(run.offset, run.size, wait=True)
                 self._tell_of_progress()
             with volume.changed:
-                for one in done:
+                for one in blocks:
                     self._finish(one)
                 volume.changed.notify_all()
         except Exception as cause:
-            self._give_all_up(done, cause)
+            self._give_all_up(blocks, cause)
         return True
 
     def _tell_of_progress(self) -> None:
         with self._volume.changed:
             self._volume.changed.notify_all()
 
-    def _finish(self, one: Written) -> None:
+    def _finish(self, one: WrittenBlock) -> None:
         volume, lineage = self._volume, one.lineage
         volume.extents.checksums[one.target] = one.right
         if one.target != one.old:
@@ -170,17 +209,19 @@ class Writer:
             with self._volume.lock:
                 self._volume.extents.release(np.array([target]))
 
-    def _give_all_up(self, done: list[Written], cause: Exception) -> None:
-        for one in reversed(done):  # the first one will be first in line again
+    def _give_all_up(self, blocks: list[WrittenBlock], cause: Exception) -> None:
+        for one in reversed(blocks):  # the first one will be first in line again
             if one.block_id not in one.lineage.flight:
                 continue
             self._release(one.old, one.target)
-            self._give_up(one.lineage, one.block_id, cause)
+            self._give_up(one.lineage, [one.block_id], cause)
 
-    def _give_up(self, lineage: Lineage, block_id: int, cause: Exception) -> None:
+    def _give_up(self, lineage: Lineage, ids: Iterable[int], cause: Exception) -> None:
+        """These blocks, coldest first, are not written."""
         volume = self._volume
         error = as_store_error(cause)
         with volume.changed:
-            lineage.put_back(block_id, error)
+            for block_id in reversed(list(ids)):
+                lineage.put_back(block_id, error)
             lineage.errors.save(error)
             volume.changed.notify_all()

@@ -5,7 +5,7 @@ import errno
 import numpy as np
 import pytest
 
-from kvjax.errors import WriteFailed
+from kvjax.errors import NoSpace, WriteFailed
 from kvjax.store.flash import FlashStore
 from tests.store.conftest import GEOMETRY, settle, skip_without, wait_until
 
@@ -41,6 +41,66 @@ def test_write_amplification(tmp_path, open_branch, rows):
     assert stats.bytes_put == rows * GEOMETRY.lanes * GEOMETRY.row_bytes
     assert stats.bytes_written == GEOMETRY.lanes * EXTENT
     np.testing.assert_allclose(stats.write_amplification, EXTENT / (rows * GEOMETRY.row_bytes))
+
+
+def read_layer(driver, layer: int, block: int) -> np.ndarray:
+    """[B, K, C, width] of one block."""
+    number = np.full((GEOMETRY.batch, GEOMETRY.kv_heads, 1), block, np.int32)
+    out = np.zeros((*number.shape, GEOMETRY.block_rows, GEOMETRY.width), np.float32)
+    assert driver.branch.read_into(layer, driver.branch.generation, number, np.zeros_like(number), out)
+    return out[:, :, 0]
+
+
+def test_blocks_that_lie_side_by_side_are_one_write(tmp_path, open_branch, system):
+    """Given new blocks of every lane, which the layout puts one after the other, and later rows for each of them."""
+    store = FlashStore(tmp_path)
+    store.system = system
+    driver = open_branch(store)
+    driver.prefill()
+    for row in range(2):
+        system.calls.clear()
+        driver.append(4, row, 1.0 + row, layer=1)
+        driver.branch.flush()
+        assert system.calls.count("pwrite") == 1
+        settle(driver.branch.path)
+    assert driver.branch.stats().rows_written == 2 * GEOMETRY.lanes
+    np.testing.assert_array_equal(read_layer(driver, 1, 4)[:, :, :2, 0], np.broadcast_to([1.0, 2.0], (2, 2, 2)))
+
+
+def test_what_was_written_before_a_failure_is_not_written_again(tmp_path, open_branch, system):
+    store = FlashStore(tmp_path)
+    store.system = system
+    driver = open_branch(store)
+    expected = driver.prefill()
+    driver.append(1, 2, 5.0)  # lies somewhere else in each lane
+    expected[:, :, 1, 2] = 5.0
+    system.fail("pwrite", errno.EIO, skip=1)
+    with pytest.raises(WriteFailed, match="block 1 at offset"):
+        driver.branch.flush()
+    np.testing.assert_array_equal(driver.read(), expected)
+    system.heal()
+    system.calls.clear()
+    driver.branch.flush()
+    assert system.calls.count("pwrite") == GEOMETRY.lanes - 1
+    settle(driver.branch.path)
+    np.testing.assert_array_equal(driver.read(), expected)
+    assert driver.branch.stats().rows_written == GEOMETRY.lanes
+
+
+def test_as_many_blocks_are_written_as_there_is_space_for(tmp_path, open_branch):
+    driver = open_branch(FlashStore(tmp_path))
+    driver.prefill()
+    before, extents = driver.branch.stats().blocks_written, driver.branch._volume.extents
+    extents._max_bytes = extents.offset(extents.end + GEOMETRY.lanes - 1)
+    driver.append(4, 0, 6.0, layer=1)
+    with pytest.raises(NoSpace, match="max_bytes"):
+        driver.branch.flush()
+    assert driver.branch.stats().blocks_written - before == GEOMETRY.lanes - 1
+    assert (read_layer(driver, 1, 4)[:, :, 0] == 6.0).all()
+    extents._max_bytes = None
+    driver.branch.flush()
+    assert driver.branch.stats().blocks_written - before == GEOMETRY.lanes
+    assert (read_layer(driver, 1, 4)[:, :, 0] == 6.0).all()
 
 
 def test_a_block_is_read_from_memory_until_the_device_has_it(tmp_path, open_branch, system):
@@ -89,7 +149,4 @@ def test_blocks_that_the_device_refuses_stay_in_memory(tmp_path, open_branch, sy
     driver.branch.flush()
     settle(driver.branch.path)
     np.testing.assert_array_equal(driver.read(), expected)
-    block = np.full((*expected.shape[:2], 1), 4, np.int32)
-    out = np.zeros((*expected.shape[:2], 1, *expected.shape[3:]), np.float32)
-    assert driver.branch.read_into(1, driver.branch.generation, block, np.zeros_like(block), out)
-    assert (out[:, :, 0, 0] == 6.0).all()
+    assert (read_layer(driver, 1, 4)[:, :, 0] == 6.0).all()
