@@ -60,7 +60,7 @@ def decode(llm: kvjax.LLM, cache: kvjax.Cache, tokens: np.ndarray, warm_up: int,
     plan, branch, needed, attended = cache.plan, cache.branch, [], []
 
     def see(done) -> None:
-        needed.append(timing.needed_and_read(done)[0])
+        needed.append(timing.moved(done).needed)
         attended.append(np.mean(jax.device_get([report.attended for report in done.reports])))
 
     _, state = timing.time_tokens(llm, plan, planning.copy(cache.state), tokens[:warm_up], driver)

@@ -59,7 +59,7 @@ class Subject:
         self.before = self.branch.stats() if self.branch is not None else None
         self.commands = common.commands_of(self.store)
         self.seconds: dict[str, list[np.ndarray]] = {driver: [] for driver in config.drivers}
-        self.traffic: list[tuple[int, int]] = []  # `needed_and_read` of every token
+        self.traffic: list[timing.Moved] = []  # by every token
         self.bandwidth: list[float] = []  # what a shared machine gives changes within seconds
 
     def take_turn(self) -> None:
@@ -69,7 +69,7 @@ class Subject:
         for driver, seconds in self.seconds.items():
             found, self.state = timing.time_tokens(
                 self.llm, self.plan, self.state, tokens, driver,
-                lambda done: self.traffic.append(timing.needed_and_read(done)),
+                lambda done: self.traffic.append(timing.moved(done)),
             )
             seconds.append(found)
         self.bandwidth.append(timing.memory_bandwidth())
@@ -101,6 +101,7 @@ class Subject:
         found |= layer_times.parts(self.llm, self.plan, self.state, branch)
         if branch is not None:
             found |= timing.traffic_row(self.before, after, len(self.traffic), self.plan.batch)
+            found |= timing.useful_row(self.before, after, self.traffic, row_bytes(self.plan, branch))
             found |= reuse_row(self.method, self.plan, self.slots, self.head["context"], self.traffic)
             found |= disk | fetch_row(self.store, found.pop("fetch_ms"), self.directory)
             branch.close()
@@ -116,7 +117,13 @@ def _times(driver: str, turns: list[np.ndarray], outputs) -> dict:
                   f"{driver}_compile_s": float(turns[0][0])}
 
 
-def reuse_row(method, plan: planning.Plan, slots: planning.Slots, context: int, traffic: list[tuple[int, int]]) -> dict:
+def row_bytes(plan: planning.Plan, branch: base.Branch) -> int:
+    """Of one KV head; heads with the same blocks have one row there."""
+    spec = plan.layers[-1].spec
+    return branch.geometry.row_bytes // (spec.kv_heads // spec.block_heads)
+
+
+def reuse_row(method, plan: planning.Plan, slots: planning.Slots, context: int, traffic: list[timing.Moved]) -> dict:
     """Share of the needed blocks that were not read, after the warm-up; of a replay over a FIFO also what it has to be,
     by the recording alone."""
     row = {"reuse_rate": timing.came_back(traffic[_WARM_UP:])}

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,37 +31,49 @@ def time_tokens(llm, plan, state, tokens, driver: str, observe: Callable[[decode
     return np.asarray(times), state
 
 
-def needed_and_read(done: decode.Step) -> tuple[int, int]:
-    """Blocks that a token needed of a store in all layers, and those of them that were read."""
+class Moved(NamedTuple):
+    """Of a token, in all layers and sequences: blocks that it needed of a store, those of them that were read, and the
+    valid rows in these."""
+
+    needed: int
+    read: int
+    rows: int
+
+
+def moved(done: decode.Step) -> Moved:
     traffic = jax.device_get([report.traffic for report in done.reports])
-    return sum(int(one.requested.sum()) for one in traffic), sum(int(one.missed.sum()) for one in traffic)
+    return Moved(*(sum(int(getattr(one, name).sum()) for one in traffic) for name in ("requested", "missed", "rows")))
 
 
-def came_back(traffic: list[tuple[int, int]]) -> float:
-    """Share of the blocks needed that were not read, given `needed_and_read` of tokens."""
-    needed, read = np.sum(traffic, axis=0)
-    return 1.0 - float(read) / max(1, int(needed))
+def came_back(traffic: list[Moved]) -> float:
+    """Share of the blocks needed that were not read."""
+    return 1.0 - sum(one.read for one in traffic) / max(1, sum(one.needed for one in traffic))
 
 
 def traffic_row(before: base.Stats, after: base.Stats, steps: int, batch: int = 1) -> dict:
-    """What the store did for each of so many steps, of a token in each sequence; useful bytes are those of the blocks
-    without padding.
+    """What the store did for each of so many steps, of a token in each sequence.
 
     A step waits for `wait_ms_per_step` of the device's `io_ms_per_step`: the rest is hidden behind computing. Of
     `store_ms_per_step`, inside the store's reads, what is no waiting is finding, verifying and copying.
     """
-    seconds, tokens = max(after.io_seconds - before.io_seconds, 1e-9), steps * batch
+    tokens = steps * batch
     return {
         "bytes_read_per_token": (after.bytes_read - before.bytes_read) / tokens,
-        "useful_bytes_per_read": (after.bytes_useful - before.bytes_useful) / max(1, after.reads - before.reads),
         "bytes_put_per_token": (after.bytes_put - before.bytes_put) / tokens,
         "reads_per_token": (after.reads - before.reads) / tokens,
         "mispredicted_per_token": (after.mispredicted - before.mispredicted) / tokens,
         "store_ms_per_step": 1e3 * (after.read_seconds - before.read_seconds) / steps,
-        "io_ms_per_step": 1e3 * seconds / steps,
+        "io_ms_per_step": 1e3 * (after.io_seconds - before.io_seconds) / steps,
         "wait_ms_per_step": 1e3 * (after.wait_seconds - before.wait_seconds) / steps,
-        "effective_bandwidth": (after.bytes_useful - before.bytes_useful) / seconds,
     }
+
+
+def useful_row(before: base.Stats, after: base.Stats, traffic: list[Moved], row_bytes: int) -> dict:
+    """Bytes of valid rows for each read, and for each second in which the device was asked: neither what a block's
+    empty rows take nor what lies between blocks that are read at once."""
+    useful = row_bytes * sum(one.rows for one in traffic)
+    return {"useful_bytes_per_read": useful / max(1, after.reads - before.reads),
+            "effective_bandwidth": useful / max(after.io_seconds - before.io_seconds, 1e-9)}
 
 
 def call_ms(function, *args, repeats: int = 25) -> np.ndarray:

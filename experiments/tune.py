@@ -115,7 +115,7 @@ class Decoding:
     bytes: int  # of the cache's arrays
     store_bytes: int = 0  # the store's own beside them, after the last token
     seconds: list[float] = dataclasses.field(default_factory=list)  # median of each turn's tokens
-    traffic: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # blocks needed and read, of each token
+    traffic: list[timing.Moved] = dataclasses.field(default_factory=list)  # by each token
 
 
 def begun(llm, family: tuner.Family, config, solution: tuner.Solution, batch: int, context: int, path) -> Decoding:
@@ -143,10 +143,10 @@ def in_turn(
         for turn in range(config.rounds):
             tokens = rng.integers(llm.config.vocab_size, size=config.steps).tolist()
             for one in decodings.values():
-                traffic: list[tuple[int, int]] = []
+                traffic: list[timing.Moved] = []
                 times, one.state = timing.time_tokens(
                     llm, one.plan, one.state, tokens, "fused",
-                    lambda done, to=traffic: to.append(timing.needed_and_read(done)),
+                    lambda done, to=traffic: to.append(timing.moved(done)),
                 )
                 if turn:
                     one.seconds.append(float(np.median(times[1:])))

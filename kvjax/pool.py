@@ -31,6 +31,7 @@ class Traffic:
 
     requested: Int32[Array, "B"]  # blocks the step needed of a store
     missed: Int32[Array, "B"]  # of these, blocks read from the store
+    rows: Int32[Array, "B"]  # valid rows of those that were read: what reading them was good for
 
 
 @runtime_checkable
@@ -85,7 +86,7 @@ class MemoryPool:
 
     def fetch(self, need, count, layer, line):
         quiet = jnp.zeros(need.shape[0], jnp.int32)
-        return self, need, jnp.bool_(True), Traffic(quiet, quiet)
+        return self, need, jnp.bool_(True), Traffic(quiet, quiet, quiet)
 
     def submit(self, block, layer, line):
         return jnp.int32(1)

@@ -15,6 +15,7 @@ from kvjax.errors import ConfigError
 from kvjax.models.transformer import Block
 from kvjax.planning import Slots
 from kvjax.store.flash import FlashStore
+from kvjax.store.host import HostStore
 from tests.store.conftest import GEOMETRY, Driver, wait_until
 from tests.store.conftest import engine as engine
 from tests.store.faults import FaultySystem
@@ -60,6 +61,26 @@ def test_slots_that_keep_nothing_read_every_block_in_every_step(params, tokens, 
         for report in done.reports:
             assert (np.asarray(report.traffic.missed) == np.asarray(report.traffic.requested)).all()
     assert branch.stats().prefetched == branch.stats().prefetch_used > 0
+    branch.close()
+
+
+@pytest.mark.parametrize(("name", "slots"), [
+    ("quest", {"keep": False}), ("quest", {"count": 8}), ("kvswap", {"keep": False}), ("dynakv", {"count": 16}),
+])
+def test_rows_of_what_was_read_are_counted(params, tokens, name, slots):
+    """Of blocks that are full and that are not, read each time or kept, of heads with blocks of their own and not."""
+    plan, state, _, branch = start(params, tokens, METHODS[name], HostStore(), **slots)
+    for i in range(6):
+        before = jax.device_get([(one.state.count, one.pool.table.block) for one in state.layers])
+        done = decode.step(plan, params, state, tokens[np.arange(2), np.asarray(PROMPT) + i])
+        state = done.state
+        for (count, kept), one, report in zip(before, state.layers, done.reports, strict=True):
+            kept = np.repeat(kept if slots.get("keep", True) else kept[..., :0], 2 // kept.shape[1], axis=1)
+            expected = [sum(count[b, head, block] for head in range(2) for block in set(need[head].tolist())
+                            if block < plan.layers[0].spec.num_blocks and block not in kept[b, head])
+                        for b, need in enumerate(np.asarray(one.state.loaded))]
+            assert report.traffic.rows.tolist() == expected
+        assert sum(int(report.traffic.rows.sum()) for report in done.reports) > 0
     branch.close()
 
 

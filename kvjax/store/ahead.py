@@ -6,7 +6,6 @@ import numpy as np
 
 from kvjax.store.aio import Guess
 from kvjax.store.base import Tally
-from kvjax.store.codec import Codec
 from kvjax.store.fetch import Fetch
 from kvjax.store.file import Where
 from kvjax.store.reader import Reader
@@ -26,9 +25,8 @@ class Reads:
         Fetch is for `fetch`.
     """
 
-    def __init__(self, reader: Reader, codec: Codec, tally: Tally):
+    def __init__(self, reader: Reader, tally: Tally):
         self._reader = reader
-        self._codec = codec
         self._tally = tally
         self.guesses: dict[int, Fetch | Guess] = {}
 
@@ -68,7 +66,7 @@ class Reads:
 
         def copy(targets: np.ndarray, out: np.ndarray) -> np.ndarray:
             suspects = fetch.copy(targets, out)
-            self._count(layer, fetch, sums, note)
+            self._count(layer, fetch, note)
             return suspects
 
         return copy
@@ -81,8 +79,7 @@ class Reads:
         def copy(targets: np.ndarray, out: np.ndarray) -> np.ndarray:
             again = _copy_guessed(guess, place, targets, out)
             self._tally.add(prefetch_used=extents.size - missing.size, mispredicted=missing.size)
-            used = np.delete(sums, np.concatenate([missing, again]))
-            self._count(layer, guess, used, note)
+            self._count(layer, guess, note)
             second = self._start(extents, sums, again, where)
             return np.concatenate([self._collect(layer, second, again, targets, out, note),
                                    self._collect(layer, late, missing, targets, out, note)])
@@ -97,16 +94,16 @@ class Reads:
         if fetch is None:
             return chosen
         suspects = fetch.copy(targets[chosen], out)
-        self._count(layer, fetch, fetch.sums, note)
+        self._count(layer, fetch, note)
         return chosen[suspects]
 
-    def _count(self, layer: int, fetch: Fetch, used: np.ndarray, note: Note) -> None:
-        """Notes the events of a finished fetch, of which the blocks with checksums used[n] are wanted, and books it."""
+    def _count(self, layer: int, fetch: Fetch, note: Note) -> None:
+        """Notes the events of a finished fetch, and books it."""
         began, ended, waited = fetch.times
         note("request", layer, began)
         note("landed", layer, ended)
         self._tally.add(reads=fetch.requests, blocks_read=fetch.sums.size, bytes_read=fetch.size,
-                        bytes_useful=self._codec.useful(used), io_seconds=ended - began, wait_seconds=waited)
+                        io_seconds=ended - began, wait_seconds=waited)
 
 
 def _find(guess: Fetch, extents: np.ndarray, sums: np.ndarray) -> np.ndarray:

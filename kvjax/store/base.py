@@ -138,7 +138,6 @@ class Stats:
     reads: int = 0  # I/O requests made by read_into
     blocks_read: int = 0  # blocks that came from the device
     bytes_read: int = 0  # bytes asked of the device, padding included
-    bytes_useful: int = 0  # bytes that those blocks take in the file, without padding; of coded ones, decoded
     rows_written: int = 0  # appended rows that reached the device
     blocks_written: int = 0  # blocks written, whatever the reason
     blocks_short: int = 0  # of these, blocks that take fewer pages than they might (`kvjax.store.codec`)
@@ -170,9 +169,8 @@ class Event(NamedTuple):
 
 # Totals that `native.fetch` adds to with Python's lock held: Totals of fetch.c.
 FETCHED = np.dtype([
-    ("reads", np.int64), ("blocks_read", np.int64), ("bytes_read", np.int64), ("bytes_useful", np.int64),
-    ("prefetch_used", np.int64), ("mispredicted", np.int64), ("read_seconds", np.float64), ("io_seconds", np.float64),
-    ("wait_seconds", np.float64),
+    ("reads", np.int64), ("blocks_read", np.int64), ("bytes_read", np.int64), ("prefetch_used", np.int64),
+    ("mispredicted", np.int64), ("read_seconds", np.float64), ("io_seconds", np.float64), ("wait_seconds", np.float64),
 ])
 
 

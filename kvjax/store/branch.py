@@ -55,7 +55,7 @@ class FlashBranch(TransactionalBranch):
         self._lineage = Lineage(volume.geometry, table, self._errors, self._tally)
         volume.adopt(self._lineage)
         self._retire = weakref.finalize(self, volume.retire, self._lineage)
-        self._reads = Reads(volume.reader, volume.codec, self._tally)
+        self._reads = Reads(volume.reader, self._tally)
         lineage, geometry = self._lineage, volume.geometry
         self._always = (  # of every window
             volume.lock, volume.lanes, volume.extents, lineage.table.shift, lineage.pending, self._tally.fetched,

@@ -50,10 +50,6 @@ class Codec:
         pages = (self._told(sums) & _PAGES).astype(np.int64)
         return np.where(pages > 0, pages * PAGE_BYTES, self.geometry.extent_bytes)
 
-    def useful(self, sums: np.ndarray) -> int:
-        """Bytes that blocks with these checksums are worth reading for."""
-        return int(np.minimum(self.sizes(sums), self.geometry.block_bytes).sum())
-
     def decode(self, payloads: Sequence[memoryview], sums: np.ndarray) -> np.ndarray:
         """Turns n payloads of `block_bytes`, whose first `sizes` bytes were read, into blocks where they are. bool[n]
         which of them have their checksums; the others are left as they are."""
@@ -120,10 +116,6 @@ class RunLengthCodec(Codec):
         size = block_runs.size(runs, geometry.block_rows, self._key_bytes, geometry.row_bytes - self._key_bytes)
         return -(-size // PAGE_BYTES)
 
-    def useful(self, sums):
-        coded = self._told(sums) & _CODED > 0
-        return super().useful(sums[~coded]) + int(coded.sum()) * self.geometry.block_bytes
-
     def _told(self, sums):
         pages = super()._told(sums)
         return np.where(pages > 0, pages | sums & _CODED, 0)
@@ -139,8 +131,8 @@ def make_codec(name: str, geometry: Geometry, tolerance: float = 0.0) -> Codec:
     """A codec of `kvjax.store.format.CODECS`. ConfigError for a tolerance where nothing is coded, or no floats are, and
     for blocks without keys."""
     if name == "rle" and not geometry.keys:
-        raise ConfigError("codec 'rle' is for keys, and these blocks hold values alone (shadowkv: sigma=None keeps "
-                          "keys); use codec 'raw'")
+        raise ConfigError("codec 'rle' is for keys, and these blocks hold values alone, as those of icecache, rle and "
+                          "shadowkv do (with sigma=None its hold keys); use codec 'raw'")
     if tolerance and (name != "rle" or geometry.dtype == "int8"):
         raise ConfigError(f"tolerance={tolerance} is for floats in codec 'rle', not for {geometry.dtype} in codec "
                           f"{name!r}; leave it at 0")

@@ -7,7 +7,7 @@
 #include "staged.h"
 
 typedef struct { /* FETCHED of base.py */
-    int64_t reads, blocks_read, bytes_read, bytes_useful, prefetch_used, mispredicted;
+    int64_t reads, blocks_read, bytes_read, prefetch_used, mispredicted;
     double read_seconds, io_seconds, wait_seconds;
 } Totals;
 
@@ -15,6 +15,8 @@ typedef struct { /* FETCHED of base.py */
 static void give_back(PyObject *branch, const Window *window, int64_t extents) {
     PyObject *used = PyLong_FromLongLong(extents);
     if (used) call_aside(branch, names.give_back, window->ring, used);
+    /* Ctrl-C that came while blocks were waited for is raised as Python enters the method: before it has done anything. */
+    if (used && PyErr_Occurred()) call_aside(branch, names.give_back, window->ring, used);
     Py_XDECREF(used);
 }
 
@@ -117,7 +119,6 @@ static void add(Totals *totals, const Reads *reads, int64_t blocks) {
     totals->reads += came.reads;
     totals->blocks_read += blocks;
     totals->bytes_read += came.bytes;
-    totals->bytes_useful += came.useful;
     totals->io_seconds += reads->ended - reads->began;
     totals->wait_seconds += reads->waited;
 }

@@ -49,7 +49,7 @@ class HostBranch(TransactionalBranch):
     def _load(self, layer, ids, targets, out):
         out[targets] = self._data[ids]
         moved = ids.size * self.geometry.block_bytes
-        self._tally.add(reads=1, blocks_read=ids.size, bytes_read=moved, bytes_useful=moved)
+        self._tally.add(reads=1, blocks_read=ids.size, bytes_read=moved)
 
     def _publish(self, records):
         rows = self._data.reshape(self.geometry.total_blocks, self.geometry.block_rows, -1)

@@ -191,8 +191,6 @@ Outcome outcome(const Reads *reads) {
         came.reads += i < reads->sent && to->results[i] != -EAGAIN;
         if (to->results[i] == (int64_t)to->control[i].aio_nbytes) came.bytes += to->results[i];
     }
-    for (int64_t i = 0; i < to->extents; i++)
-        if (to->done[i]) came.useful += size_of(to->sums[i], to->page_bytes, to->block_bytes);
     return came;
 }
 

@@ -59,7 +59,7 @@ void begin(Reads *reads, int64_t descriptor);
 void finish(Reads *reads, double timeout);
 
 typedef struct {
-    int64_t reads, bytes, useful; /* reads that were made, bytes that came, and of them those of blocks that were copied */
+    int64_t reads, bytes; /* reads that were made, and bytes that came */
 } Outcome;
 
 Outcome outcome(const Reads *reads);

@@ -187,11 +187,11 @@ class SequentialBranch(TransactionalBranch):
         return self._pages.held_bytes + log.place.nbytes + log.sums.nbytes + log.end.nbytes
 
     def stats(self):
-        """I/O requests and bytes as of the pages; blocks and useful bytes as of the blocks that were put together.
-        Prompts are put by the pages, tokens by this branch."""
+        """I/O requests and bytes as of the pages; blocks as of those that were put together. Prompts are put by the
+        pages, tokens by this branch."""
         ours, pages = super().stats(), self._pages.stats()
-        return dataclasses.replace(pages, blocks_read=ours.blocks_read, bytes_useful=ours.bytes_useful,
-                                   bytes_put=pages.bytes_put + ours.bytes_put, read_seconds=ours.read_seconds)
+        return dataclasses.replace(pages, blocks_read=ours.blocks_read, read_seconds=ours.read_seconds,
+                                   bytes_put=pages.bytes_put + ours.bytes_put)
 
     def fork(self):
         with self._mutex:
@@ -256,7 +256,7 @@ class SequentialBranch(TransactionalBranch):
         rows = np.zeros((*place.shape, geometry.row_bytes), np.uint8)
         rows[kept] = read.reshape(-1, pages.block_rows, geometry.row_bytes)[at, place[kept] % pages.block_rows]
         out[targets] = rows.reshape(ids.size, -1)
-        self._tally.add(blocks_read=ids.size, bytes_useful=int(kept.sum()) * geometry.row_bytes)
+        self._tally.add(blocks_read=ids.size)
 
     def _prepare(self, records):
         draft = Draft(self._log, self.geometry)

@@ -84,9 +84,9 @@ class SlotPool:
         """Of the heads that have blocks of their own; where they have not, the first one's is everyone's."""
         return what[:, : self.rows.shape[1]]
 
-    def settle(self, plan: ReadPlan, need: Int32[Array, "B K M1"], rows: Array, ok: Bool[Array, ""]):
+    def settle(self, plan: ReadPlan, need: Int32[Array, "B K M1"], count, rows: Array, ok: Bool[Array, ""]):
         """The pool after a fetch, and its traffic."""
-        table, traffic = outcome(self.num_blocks, plan, need, ok)
+        table, traffic = outcome(self.num_blocks, plan, need, self.own(count), ok)
         return dataclasses.replace(self, rows=rows, table=table), traffic
 
     def fetch(self, need, count, layer, line):
@@ -98,7 +98,7 @@ class SlotPool:
         else:
             fetched, ok = callbacks.read_blocks(rows, line, layer, plan.read, self.backend)
             rows = filled(self.num_blocks, rows, plan, fetched, ok)
-        pool, traffic = self.settle(plan, need, rows, ok)
+        pool, traffic = self.settle(plan, need, count, rows, ok)
         return pool, jnp.broadcast_to(plan.slot, need.shape), ok, traffic
 
     def submit(self, block, layer, line):
@@ -163,11 +163,15 @@ class SlotPool:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def outcome(num_blocks: int, plan: ReadPlan, need, ok) -> tuple[Residency, Traffic]:
+def outcome(
+    num_blocks: int, plan: ReadPlan, need: Int32[Array, "B K M1"], count: Int32[Array, "B KB NB"], ok
+) -> tuple[Residency, Traffic]:
     """The tables after a fetch, and what it did."""
     table = jax.tree.map(lambda good, bad: jnp.where(ok, good, bad), plan.success, plan.failure)
     requested, missed = (jnp.sum(ids < num_blocks, axis=(1, 2), dtype=jnp.int32) for ids in (need, plan.read))
-    return table, Traffic(requested, missed * (need.shape[1] // plan.read.shape[1]))
+    rows = jnp.take_along_axis(count, plan.read, axis=-1, mode="fill", fill_value=0).sum((1, 2), jnp.int32)
+    sharing = need.shape[1] // plan.read.shape[1]  # KV heads with the same blocks
+    return table, Traffic(requested, missed * sharing, rows * sharing)
 
 
 @functools.partial(jax.jit, static_argnums=0)

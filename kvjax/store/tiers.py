@@ -61,10 +61,10 @@ class TieredPool(SlotPool):
         missing = jnp.where(missed[..., None, None], fetched, taken)
         free = jnp.where(ok & missed & order.exists(taken), behind.slot, self.host_slots)
         host_rows = _set(self.host_rows, *_to_host(self._flat(free), fetched))
-        pool, traffic = self.settle(plan, need, filled(self.num_blocks, self.rows, plan, missing, ok), ok)
-        table, beyond = outcome(self.num_blocks, behind, need, ok)
+        pool, _ = self.settle(plan, need, count, filled(self.num_blocks, self.rows, plan, missing, ok), ok)
+        table, beyond = outcome(self.num_blocks, behind, need, self.own(count), ok)
         pool = dataclasses.replace(pool, host_rows=host_rows, host_table=table)
-        return pool, jnp.broadcast_to(plan.slot, need.shape), ok, dataclasses.replace(traffic, missed=beyond.missed)
+        return pool, jnp.broadcast_to(plan.slot, need.shape), ok, beyond
 
     def submit(self, block, layer, line):
         on_host = self.locate_on_host(block) < self.host_slots

@@ -134,7 +134,7 @@ def test_runs_are_read_and_written_in_fewer_bytes(coded, tmp_path, open_branch):
     stats = coded.branch.stats()
     assert stats.bytes_read == stats.bytes_written == expected.sum() * PAGE_BYTES < 24 * EXTENT
     assert stats.blocks_short == (expected < 8).sum() and stats.blocks_written == stats.blocks_read == 24
-    assert stats.bytes_useful == 24 * WIDE.block_bytes and coded.branch.engine == "threads"
+    assert coded.branch.engine == "threads"
     plain = open_branch(FlashStore(tmp_path), WIDE)
     plain.prefill()
     plain.read()

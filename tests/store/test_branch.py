@@ -384,7 +384,7 @@ def test_stats_count_what_moved(driver):
     driver.append(0, 0, 1.0)
     driver.branch.flush()
     stats = driver.branch.stats()
-    assert stats.blocks_read == 24 and stats.bytes_useful == 24 * GEOMETRY.block_bytes
-    assert stats.bytes_read >= stats.bytes_useful and 1 <= stats.reads <= 24
+    assert stats.blocks_read == 24 and stats.bytes_read >= 24 * GEOMETRY.block_bytes
+    assert 1 <= stats.reads <= 24
     assert stats.rows_written == 4 and stats.blocks_written >= 24
     assert stats.bytes_written >= 24 * GEOMETRY.block_bytes and stats.read_seconds > 0

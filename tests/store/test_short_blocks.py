@@ -71,9 +71,8 @@ def test_every_bit_comes_back_and_fewer_are_moved(driver):
     np.testing.assert_array_equal(driver.read(), blocks)
     stats = driver.branch.stats()
     assert written.blocks_short == (counts[counts > 0] < 4).sum() > 0
-    assert stats.bytes_useful == counts.sum() * WIDE.row_bytes
-    assert stats.bytes_useful <= written.bytes_written <= (counts > 0).sum() * WIDE.extent_bytes
-    assert stats.bytes_useful <= stats.bytes_read <= written.bytes_written
+    useful = counts.sum() * WIDE.row_bytes
+    assert useful <= stats.bytes_read <= written.bytes_written <= (counts > 0).sum() * WIDE.extent_bytes
 
 
 def test_one_block_is_read_alone_and_neighbours_with_what_lies_between(driver):
