@@ -78,6 +78,7 @@ class Report:
     attended: Int32[Array, "B K"]  # tokens
     selected: Int32[Array, "B K N"]  # chosen positions beyond sinks and window, -1 = none; those that the model's own
     # window hides are not attended, and a layer that filters chose for its followers; empty if the method attends all
+    hidden: Bool[Array, "B K G N"] | None  # from which query heads; None = all of a KV head's attend the same
     q: Float[Array, "B K G D"]
     key: Float[Array, "B K D"]  # of the newest token
     value: Float[Array, "B K D"]
@@ -350,7 +351,16 @@ def report(plan: LayerPlan, state: LayerState, choice: Choice, q, key, value, se
     held = state.tail.pos[..., plan.spec.sinks + plan.spec.ring :]
     rows = choice.rows.pos
     selected = rows if plan.dense else jnp.concatenate([rows, held], axis=-1)
-    return Report(seen, selected, _grouped(q, plan.spec), key, value, traffic)
+    return Report(seen, selected, _hidden(choice, selected), _grouped(q, plan.spec), key, value, traffic)
+
+
+def _hidden(choice: Choice, selected) -> Bool[Array, "B K G N"] | None:
+    """What the method's bias takes from a query head; what waits for a block it leaves to all."""
+    if choice.bias is None:
+        return None
+    hidden = choice.bias <= attention.NEGATIVE / 2
+    waiting = selected.shape[-1] - hidden.shape[-1]
+    return jnp.pad(hidden, ((0, 0), (0, 0), (0, 0), (0, waiting)))
 
 
 def _grouped(q, spec):

@@ -34,17 +34,22 @@ def _seen(plan: LayerPlan, tokens: int, at: Int32[Array, ""]) -> Bool[Array, "T"
     return (position <= at) & plan.spec.seen(position, at)
 
 
-def attended_mask(plan: LayerPlan, selected: Int32[Array, "K N"], at: Int32[Array, ""], tokens: int):
-    """Attended tokens `[K, tokens]`: sinks, window and the selected positions (-1 = none)."""
-    position, heads = jnp.arange(tokens), selected.shape[0]
+def attended_mask(
+    plan: LayerPlan, selected: Int32[Array, "K N"], at: Int32[Array, ""], tokens: int,
+    hidden: Bool[Array, "K G N"] | None = None,
+) -> Bool[Array, "K #G T"]:
+    """Attended tokens: sinks, window and the selected positions (-1 = none) that are not hidden from a query head."""
+    position = jnp.arange(tokens)
     always = (position < plan.spec.sinks) | (position > at - plan.spec.window) | plan.dense
-    chosen = jnp.zeros((heads, tokens), bool)
-    chosen = chosen.at[jnp.arange(heads)[:, None], jnp.where(selected >= 0, selected, tokens)].set(True, mode="drop")
+    mine = selected[:, None] if hidden is None else jnp.where(hidden, -1, selected[:, None])
+    head, query = jnp.indices(mine.shape[:2], sparse=True)
+    chosen = jnp.zeros((*mine.shape[:2], tokens), bool)
+    chosen = chosen.at[head[..., None], query[..., None], jnp.where(mine >= 0, mine, tokens)].set(True, mode="drop")
     return (chosen | always) & _seen(plan, tokens, at)
 
 
 def recall(
-    plan: LayerPlan, scores: Float[Array, "K G T"], attended: Bool[Array, "K T"], at: Int32[Array, ""], k: int
+    plan: LayerPlan, scores: Float[Array, "K G T"], attended: Bool[Array, "K #G T"], at: Int32[Array, ""], k: int
 ) -> Float[Array, "K G"]:
     """Recall@k: share of the true top-k keys of each query head that were attended.
 
@@ -53,17 +58,17 @@ def recall(
     position = jnp.arange(scores.shape[-1])
     candidate = (position >= plan.spec.sinks) & (position <= at - plan.spec.window) & _seen(plan, len(position), at)
     _, top = jax.lax.top_k(jnp.where(candidate, scores, -jnp.inf), min(k, len(position)))
-    hit = jnp.take_along_axis(attended[:, None], top, axis=-1)
+    hit = jnp.take_along_axis(attended, top, axis=-1)
     return jnp.where(jnp.sum(candidate) >= k, jnp.mean(hit, axis=-1), jnp.nan)
 
 
-def attention_mass(scores: Float[Array, "K G T"], attended: Bool[Array, "K T"]) -> Float[Array, "K G"]:
+def attention_mass(scores: Float[Array, "K G T"], attended: Bool[Array, "K #G T"]) -> Float[Array, "K G"]:
     """Softmax mass of full attention on the attended tokens."""
-    return jnp.sum(jax.nn.softmax(scores) * attended[:, None], axis=-1)
+    return jnp.sum(jax.nn.softmax(scores) * attended, axis=-1)
 
 
 def output_error(
-    scores: Float[Array, "K G T"], attended: Bool[Array, "K T"], value: Float[Array, "T K D"]
+    scores: Float[Array, "K G T"], attended: Bool[Array, "K #G T"], value: Float[Array, "T K D"]
 ) -> Float[Array, "K G"]:
     """Relative L2 error of exact attention over the attended tokens against full attention: what the selection costs.
 
@@ -72,7 +77,7 @@ def output_error(
     def output(scores):
         return jnp.einsum("kgt,tkd->kgd", jax.nn.softmax(scores), value.astype(jnp.float32))
 
-    full, part = output(scores), output(jnp.where(attended[:, None], scores, NEGATIVE))
+    full, part = output(scores), output(jnp.where(attended, scores, NEGATIVE))
     return jnp.linalg.norm(part - full, axis=-1) / jnp.linalg.norm(full, axis=-1)
 
 
@@ -116,7 +121,8 @@ class Probe:
             ):
                 keys[row, at], values[row, at] = np.asarray(report.key)[row], np.asarray(report.value)[row]
                 kept = keys[row], values[row]
-                found, mass, error = _measure(plan, self.k, *kept, report.q[row], report.selected[row], at)
+                hidden = None if report.hidden is None else report.hidden[row]
+                found, mass, error = _measure(plan, self.k, *kept, report.q[row], report.selected[row], at, hidden)
                 self.masses.append(float(mass))
                 self.errors.append(float(error))
                 if not np.isnan(found):
@@ -130,10 +136,10 @@ class Probe:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _measure(plan, k, key, value, q, selected, at):
+def _measure(plan, k, key, value, q, selected, at, hidden):
     """Recall, attention mass and output error of one step, means over heads."""
     scores = exact_scores(plan, q, key, at)
-    attended = attended_mask(plan, selected, at, key.shape[0])
+    attended = attended_mask(plan, selected, at, key.shape[0], hidden)
     found = recall(plan, scores, attended, at, k)
     mass, error = attention_mass(scores, attended), output_error(scores, attended, value)
     return jnp.mean(found), jnp.mean(mass), jnp.mean(error)

@@ -36,19 +36,31 @@ def measured(measure, *args):
 
 def test_sinks_window_and_selection_are_attended():
     mask = np.asarray(metrics.attended_mask(QUEST, SELECTED, jnp.int32(AT), TOKENS))
-    assert [set(np.flatnonzero(row)) for row in mask] == ATTENDED
+    assert [set(np.flatnonzero(row)) for row in mask[:, 0]] == ATTENDED
+
+
+def test_what_is_hidden_from_a_query_head_it_does_not_attend():
+    hidden = np.zeros((HEADS, GROUP, SELECTED.shape[-1]), bool)
+    hidden[0, 1] = True
+    mask = np.asarray(metrics.attended_mask(QUEST, SELECTED, jnp.int32(AT), TOKENS, hidden))
+    attended = [[set(np.flatnonzero(row)) for row in head] for head in mask]
+    assert attended == [[ATTENDED[0], ATTENDED[0] - set(SELECTED[0].tolist())], [ATTENDED[1]] * GROUP]
+    exact = metrics.exact_scores(QUEST, Q, KEY, jnp.int32(AT))
+    mass, all_see = metrics.attention_mass(exact, mask), measured(metrics.attention_mass)
+    assert mass[0, 1] < all_see[0, 1]
+    np.testing.assert_allclose(np.delete(np.ravel(mass), 1), np.delete(np.ravel(all_see), 1), rtol=1e-6)
 
 
 def test_a_method_that_attends_all_attends_every_token_so_far():
     plan = harness.plan_of(Full(page=4))
     mask = np.asarray(metrics.attended_mask(plan, np.zeros((HEADS, 0), np.int32), jnp.int32(AT), TOKENS))
-    np.testing.assert_array_equal(mask, np.broadcast_to(np.arange(TOKENS) <= AT, (HEADS, TOKENS)))
+    np.testing.assert_array_equal(mask[:, 0], np.broadcast_to(np.arange(TOKENS) <= AT, (HEADS, TOKENS)))
 
 
 def test_what_a_sliding_window_hides_counts_nowhere():
     plan = dataclasses.replace(QUEST, spec=dataclasses.replace(QUEST.spec, sliding=8))
     mask = np.asarray(metrics.attended_mask(plan, SELECTED, jnp.int32(AT), TOKENS))
-    assert [set(np.flatnonzero(row)) for row in mask] == [{27, 28, 29, 30}, {25, 27, 28, 29, 30}]
+    assert [set(np.flatnonzero(row)) for row in mask[:, 0]] == [{27, 28, 29, 30}, {25, 27, 28, 29, 30}]
     exact = np.asarray(metrics.exact_scores(plan, Q, KEY, jnp.int32(AT)))
     np.testing.assert_array_equal((exact > -1e29).all((0, 1)), (np.arange(TOKENS) > AT - 8) & (np.arange(TOKENS) <= AT))
     assert np.isnan(metrics.recall(plan, exact, mask, jnp.int32(AT), k=5)).all(), "there are four candidates"

@@ -130,6 +130,18 @@ def test_a_head_attends_what_it_sampled_and_what_is_kept_counts_for_what_is_not(
     assert crowded > 0
 
 
+def test_what_a_head_did_not_sample_is_reported_as_hidden_from_it():
+    """And so counts for nobody's recall but that of heads that did."""
+    sim = Sim(METHOD, Stream.draw(0), [70, 30])
+    sim.run(10)
+    _, report = sim.step()
+    selected, hidden = np.asarray(report.selected), np.asarray(report.hidden)
+    assert hidden.shape == (*selected.shape[:2], GROUP, selected.shape[-1])
+    seen = (selected >= 0)[:, :, None] & ~hidden
+    np.testing.assert_array_equal(seen.any(2), selected >= 0)
+    assert (seen.sum(-1) < (selected >= 0).sum(-1)[:, :, None]).any()
+
+
 def test_which_part_of_a_crowd_is_kept_is_even():
     """Given one query at many steps, every sampled token is kept about equally often."""
     method = MagicPIG(budget=24, sinks=2, window=4, bits=1, tables=8)
