@@ -117,6 +117,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     made = boards(config)
     for board in made:
         leaderboard.check(board)
+    common.check_counts(config, samples=1, batch=1, budgets=1, lengths=1, repeats=1, steps=2, long_steps=1, queries=1,
+                        key_tokens=1, key_steps=1)
     common.check_names(config, "timed", icecache_times.TIMED)
     common.check_names(config, "trees", icecache_tree.SETTINGS)
     llm = common.load_model(config.model)

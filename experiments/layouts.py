@@ -34,6 +34,7 @@ from kvjax import decode, planning
 from kvjax.planning import Slots
 from kvjax.store.base import Branch, Stats
 from kvjax.store.layout import SEQUENTIAL, check_layout
+from kvjax.store.slots import SlotPool
 
 
 class Updates:
@@ -58,6 +59,8 @@ class Updates:
         count = (pos >= 0).sum(-1)
         for lane, block in np.argwhere((count > 0) & (self._count == 0)).tolist():
             self._born(lane, block, pos[lane, block])
+        for lane, block in np.argwhere((count == 0) & (self._count > 0)).tolist():
+            self._order[lane].remove(block)  # it was merged into another
         self._count = count
         home, offset, length = self._where(pos)
         old = (self._home >= 0) & (home >= 0)
@@ -104,6 +107,8 @@ class Probe:
         """Reads the blocks of the newest step again, a layer at a time, and counts the entries that came."""
         before = branch.stats()
         for i, one in enumerate(state.layers):
+            if not isinstance(one.pool, SlotPool):
+                continue  # a dense layer's are in memory
             block = np.asarray(one.pool.own(one.state.loaded))
             slot = np.broadcast_to(np.arange(block.shape[-1], dtype=np.int32), block.shape)
             slots = np.zeros((*block.shape, *one.pool.rows.shape[-2:]), branch.geometry.numpy_dtype)
@@ -123,9 +128,9 @@ def _combine(one: Stats, other: Stats, sign: int = 1) -> Stats:
 
 
 def tables(plan: planning.Plan, state: planning.State) -> np.ndarray:
-    """int32[lanes, NB, C] position of every row of all layers, of each head with blocks of its own, copied."""
+    """int32[lanes, NB, C] position of every row of layers on the store, of heads with blocks of their own; a copy."""
     heads = plan.layers[-1].spec.block_heads
-    parts = [np.asarray(one.state.pos[:, :heads]) for one in state.layers]
+    parts = [np.asarray(one.state.pos[:, :heads]) for one in state.layers if isinstance(one.pool, SlotPool)]
     return np.concatenate([part.reshape(-1, *part.shape[2:]) for part in parts])
 
 

@@ -111,7 +111,8 @@ def filled_cache(
     llm, method, context: int, steps: int, store, slots: Slots, batch: int = 1, dtype: str = "float32",
     copies: bool = False, run: float = 1.0,
 ):
-    """A plan and a state that holds `context` made-up tokens per sequence; seconds per layer of index building.
+    """A plan and a state that holds `context` made-up tokens per sequence; seconds of building a layer's index, of the
+    fastest layer that has the last one's method and is led by none.
 
     With `copies`, and in memory only, layers that are planned alike are copies of the first of them. `run`: see
     `keys`.
@@ -131,7 +132,8 @@ def filled_cache(
         layers.append(jax.block_until_ready(
             prefill.fill(plan, i, Prompts(key, value, length), leader, branch, slots)
         ))
-        seconds.append(time.perf_counter() - started)
+        if plan.layers[i].method == plan.layers[-1].method and not plan.layers[i].follows:
+            seconds.append(time.perf_counter() - started)
     if branch is not None:
         branch.settle()  # reads wait for what is still being written, which is nothing in most of a decode
     line = Line(jnp.int32(branch.handle if branch else -1), jnp.int32(0))

@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 import kvjax
 from experiments import rle_model, rle_sizes
+from kvjax.codecs import lowbit
 from kvjax.codecs.rle import Tolerance
 
 
@@ -33,7 +34,7 @@ def recodings(models, config) -> Iterator[tuple[str, dict, object]]:
         yield "rle_before", {measure: value}, rle_model.RunsBefore(tolerance)
         yield "rle_sorted", {measure: value}, rle_model.RunsSorted(tolerance, clusters)
     for bits, steps in itertools.product(config.bits, (0.0, 1.0)):
-        yield f"int{bits}_rle", {"steps": steps}, rle_model.LowbitRuns(Tolerance(steps), bits)
+        yield f"int{bits}_rle", {"steps": steps}, rle_model.LowbitRuns(Tolerance(steps * lowbit.APART[bits]), bits)
     yield f"autoencoder_{config.autoencoder.width}", {}, rle_model.Learned(models)
 
 

@@ -91,7 +91,7 @@ def cases(after: np.ndarray, before: np.ndarray, config) -> Iterator[Case]:
         for prefix, key in (("", before), ("sorted_", ordered)):
             code = np.asarray(_quantised(key.reshape(flat.shape), bits)).reshape(before.shape)
             for steps in (0.0, 1.0):
-                lengths = run_lengths(code, {"absolute": steps})
+                lengths = run_lengths(code, {"absolute": steps * lowbit.APART[bits]})
                 name, scales = f"int{bits}_{prefix}rle", size * config.itemsize
                 yield Case(name, {"steps": steps}, lengths, size * bits // 8, scales)
 

@@ -20,10 +20,12 @@ from tqdm import tqdm
 import kvjax
 from experiments import common, shift_plots
 from experiments.results import Run
-from experiments.shift_decoding import Decoding, Window, continued, in_token_order, window_starts
+from experiments.shift_decoding import Decoding, Window, continued, in_token_order, settings_of, window_starts
 from experiments.shift_measures import against_dense, co_retrieval, measure_window, partitions
 from experiments.shift_texts import KINDS, Texts
+from kvjax import fields, planning
 from kvjax.errors import ConfigError
+from kvjax.models.config import ModelConfig
 from kvjax.planning import Plan
 
 STRATEGIES = ("adaptive", "static", "local", "global", "no_cluster")
@@ -58,19 +60,37 @@ def check(config) -> None:
     for name, known in (("strategies", STRATEGIES), ("modes", MODES), ("kinds", KINDS)):
         if not config[name] or set(config[name]) - set(known):
             raise ConfigError(f"{name}={tuple(config[name])} must be some of {', '.join(known)}")
+    common.check_counts(config, texts=1, prompt=1, steps=2, recall_k=1, checkpoints=0)
     if config.pca.kind not in config.kinds:
         raise ConfigError(f"pca.kind={config.pca.kind} is none of the kinds {', '.join(config.kinds)}")
     starts = window_starts(config)
-    if starts[0] != 0 or any(b - a < config.steps for a, b in itertools.pairwise(starts)):
+    if starts[0] != 0 or len(starts) == 1 or any(b - a < config.steps for a, b in itertools.pairwise(starts)):
         raise ConfigError(
-            f"checkpoints={config.checkpoints} must start with 0 and lie more than steps={config.steps} tokens apart"
+            f"checkpoints={config.checkpoints} must start with 0, be two at least, and lie more than "
+            f"steps={config.steps} tokens apart"
         )
+
+
+def check_fit(model: ModelConfig, config) -> None:
+    """Raises ConfigError or PromptError where a strategy, or what is drawn, does not fit the model or the prompts."""
+    prompts, capacity = [config.prompt] * config.texts, config.prompt * (1 + max(config.checkpoints))
+    for strategy in config.strategies:
+        settings = settings_of(strategy, config.method)
+        common.check_fit(model, settings, prompts, capacity)
+        spec = planning.make_plan(model, common.make_method(settings), config.texts, capacity).layers[-1].spec
+        if config.prompt <= spec.sinks + spec.ring:
+            raise ConfigError(f"prompt={config.prompt} leaves nothing for clusters beside {spec.sinks} sinks and the "
+                              f"{spec.ring} tokens before the newest; raise it")
+    for name, most in (("layer", model.num_layers), ("head", model.num_kv_heads)):
+        if not fields.whole(config.pca[name], 0) or config.pca[name] >= most:
+            raise ConfigError(f"pca.{name}={config.pca[name]!r} is none of the model's, 0 to {most - 1}")
 
 
 def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     """Decodes and measures every mode and strategy, then plots."""
     check(config)
     llm, run = common.load_model(config.model), Run(config, workdir, ("modes", "strategies"))
+    check_fit(llm.config, config)
     length = config.prompt * (1 + max(config.checkpoints))
     texts = Texts(llm, config.seed)
     tokens = np.asarray([

@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,15 +19,15 @@ from kvjax.planning import Plan, State
 from kvjax.sampling import Sampling
 
 
-def make_method(strategy: str, settings: ml_collections.ConfigDict) -> Method:
-    """The cache method of a strategy."""
+def settings_of(strategy: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a strategy's cache method, in the words of a configuration."""
     if strategy == "full":
-        return common.make_method({"name": "full"})
-    fields = dict(settings)
+        return {"name": "full"}
+    given = dict(settings)
     if strategy == "no_cluster":
-        shared = {key: fields[key] for key in ("budget", "sinks", "window") if key in fields}
-        return common.make_method({"name": "oracle", **shared})
-    return common.make_method({"name": "dynakv", **fields, "update": "static" if strategy == "global" else strategy})
+        of_all = {field.name for field in dataclasses.fields(Method)} - {"aggregation"}  # which is of clusters here
+        return {"name": "oracle", **{name: value for name, value in given.items() if name in of_all}}
+    return {"name": "dynakv", **given, "update": "static" if strategy == "global" else strategy}
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
@@ -83,7 +84,7 @@ class Decoding:
     def __init__(self, llm: kvjax.LLM, strategy: str, tokens: np.ndarray, mode: str, config):
         self.llm, self.strategy, self.mode, self.config = llm, strategy, mode, config
         self.tokens, self.prompt = tokens.copy(), config.prompt
-        method = make_method(strategy, config.method)
+        method = common.make_method(settings_of(strategy, config.method))
         self.plan = planning.make_plan(llm.config, method, *tokens.shape)
         length = jnp.full(len(tokens), self.prompt, jnp.int32)
         self.state, self.logits = prefill.prefill(self.plan, llm.params, tokens[:, : self.prompt], length)

@@ -40,19 +40,21 @@ def _statistics(key, cluster, blocks: int):
     return jax.vmap(jax.vmap(statistics, (1, 1, None)), (0, 0, None))(key, cluster, blocks)
 
 
-def partitions(plan: Plan, state: State) -> list[tuple[np.ndarray, ...]]:
-    """n_j `[B, K, NB]`, r_j and sigma_j^2 of every layer's clusters, from the keys; empty where there are none."""
-    if not hasattr(state.layers[0].state.index, "cluster"):
-        return []
-    found = []
+def partitions(plan: Plan, state: State) -> list[tuple[np.ndarray, ...] | None]:
+    """n_j `[B, K, NB]`, r_j and sigma_j^2 of every layer's clusters, from the keys; None for a layer without."""
+    found: list[tuple[np.ndarray, ...] | None] = []
     for one, cache in zip(plan.layers, state.layers, strict=True):
+        if not hasattr(cache.state.index, "cluster"):
+            found.append(None)
+            continue
         key, _, cluster = in_token_order(one, cache, plan.capacity)
         found.append(jax.device_get(_statistics(key, cluster, one.spec.num_blocks)))
     return found
 
 
-def measure_window(plan: Plan, window: Window, initial: list[tuple[np.ndarray, ...]], config) -> list[dict[str, float]]:
-    """The figures of each text, means over layers, heads and steps; `initial` are the partitions of the prompt."""
+def measure_window(plan: Plan, window: Window, initial, config) -> list[dict[str, float]]:
+    """The figures of each text, means over those layers that have them, heads and steps; `initial` are the partitions
+    of the prompt."""
     at = config.prompt + window.start + jnp.arange(config.steps, dtype=jnp.int32)
     now, by_layer = partitions(plan, window.state), []
     for i, one in enumerate(plan.layers):
@@ -60,13 +62,19 @@ def measure_window(plan: Plan, window: Window, initial: list[tuple[np.ndarray, .
         for b in range(plan.batch):
             asked, chosen = window.queries[i][:, b], window.selected[i][:, b]
             row = _selection(one, config.recall_k, key[b], value[b], asked, chosen, at)
-            if now:
-                row |= partition_figures(*(x[b] for x in now[i]), *(x[b] for x in initial[i]))
+            clusters, first = now[i], initial[i]
+            if clusters is not None and first is not None:
+                row |= partition_figures(*(x[b] for x in clusters), *(x[b] for x in first))
                 row |= updated_retrieved(window.retrieved[i][:, b], window.counts[i][:, b])
                 row["refused"] = np.sum(window.state.layers[i].state.index.refused[b])
             by_layer.append(row)
     texts = [by_layer[b :: plan.batch] for b in range(plan.batch)]
-    return [{name: float(np.nanmean([one[name] for one in text])) for name in text[0]} for text in texts]
+    return [_means(text) for text in texts]
+
+
+def _means(rows: list[dict[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: float(np.nanmean([row[name] for row in rows if name in row])) for name in names}
 
 
 def partition_figures(count, centroid, variance, count0, centroid0, variance0) -> dict[str, float]:

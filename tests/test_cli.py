@@ -33,6 +33,7 @@ CASES = {
     "value_not_quoted": ("configs/demo.py:smoke", "--config.question=what is it", "unexpected argument 'is'"),
     "unknown_device": ("configs/overlap.py:smoke", "--config.devices=('tape',)", "config.devices has unknown 'tape'"),
     "unknown_tree": ("configs/icecache_paper.py:smoke", "--config.trees=('oak',)", "config.trees has unknown 'oak'"),
+    "no_repeats": ("configs/icecache_paper.py:smoke", "--config.repeats=0", "repeats=0"),
     "unknown_timed": ("configs/icecache_paper.py:smoke", "--config.timed=('ice',)", "config.timed has unknown 'ice'"),
     "unknown_store": ("configs/demo.py:smoke", "--config.store=disk", "unknown store 'disk'"),
 }

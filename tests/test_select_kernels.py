@@ -95,16 +95,20 @@ top_blocks, _top_blocks = (jax.jit(one, static_argnames="count") for one in (ran
 @compiled
 @settings(max_examples=300)
 @given(
-    st.integers(0, 10**6), st.sampled_from([1, 2, 5, 30, 61]), st.sampled_from(["few", "many", "sorted", "extremes"])
+    st.integers(0, 10**6), st.sampled_from([1, 2, 5, 30, 61]),
+    st.sampled_from(["few", "many", "sorted", "extremes", "zeros"]),
 )
 def test_the_best_blocks_are_those_of_xla(seed, count, kind):
-    """Given scores of which many are equal, or none; sorted, so that each is better than those before; or infinite."""
+    """Given scores of which many are equal, or none; sorted, so that each is better than those before; infinite; or
+    zeros of both signs."""
     rng = np.random.default_rng(seed)
     scores = rng.normal(size=(3, 61)).astype(np.float32)
     if kind == "few":
         scores = rng.integers(0, 4, scores.shape).astype(np.float32)
     elif kind == "sorted":
         scores = np.sort(scores)
+    elif kind == "zeros":
+        scores = np.where(rng.random(scores.shape) < 0.6, np.copysign(0.0, scores), scores).astype(np.float32)
     elif kind == "extremes":
         scores = np.where(rng.random(scores.shape) < 0.3, rng.choice([-np.inf, np.inf]), scores).astype(np.float32)
     occupied = rng.random(scores.shape) < rng.choice([0, 0.3, 1])

@@ -76,7 +76,8 @@ class ClusterMethod(Method):
         count = self.num_blocks
         if count is None:
             count = -(-5 * capacity // (4 * self.cluster * ALIGNED)) * ALIGNED
-        return max(2, count), self.largest, max(1, -(-3 * rows // (2 * self.cluster))), self.rule.held
+        size = min(self.cluster, self.largest)  # on average, at most
+        return max(2, count), self.largest, max(1, -(-3 * rows // (2 * size))), self.rule.held
 
     def init(self, spec, weights):
         return empty_index(spec)

@@ -18,7 +18,7 @@ from kvjax.typing import Array, Bool, Float, Int32, Num, UInt
 
 BITS = (8, 4, 2)
 _LARGEST = {8: 127, 4: 7, 2: 3}  # code; the smallest is as far from 0
-_APART = {8: 1, 4: 1, 2: 2}  # neighbouring codes
+APART = {8: 1, 4: 1, 2: 2}  # neighbouring codes
 TOKENS = 64  # that a scale is taken from, at least
 _NOTHING = 1e-30  # a channel's or query's largest number, at least
 _PIECE = 1 << 20  # codes that are floats at a time: about what a core's cache holds
@@ -54,7 +54,7 @@ def _largest(bits: int) -> int:
 
 def quantise(key: Float[Array, "*T D"], scale: Float[Array, "D"], bits: int = 8) -> Num[Array, "*T D"]:
     """int8 codes, clipped to what the scale can say."""
-    largest, apart = _largest(bits), _APART[bits]
+    largest, apart = _largest(bits), APART[bits]
     level = jnp.round((key / scale + largest) / apart)  # from 0, the smallest code's
     return (jnp.clip(level, 0, 2 * largest // apart) * apart - largest).astype(jnp.int8)
 
@@ -75,7 +75,7 @@ def packed_shape(shape: tuple[int, ...], bits: int) -> tuple[int, ...]:
 def pack(code: Num[Array, "*T D"], bits: int) -> UInt[Array, "*T X"]:
     """Codes as bytes, `8 / bits` in each; equal bytes are equal codes. ConfigError if they do not fill bytes."""
     shape, each = packed_shape(code.shape, bits), 8 // bits
-    parts = ((code.astype(jnp.uint8) + _largest(bits)) // _APART[bits]).reshape(*shape, each)
+    parts = ((code.astype(jnp.uint8) + _largest(bits)) // APART[bits]).reshape(*shape, each)
     return jnp.sum(parts << (bits * jnp.arange(each, dtype=jnp.uint8)), axis=-1, dtype=jnp.uint8)
 
 
@@ -83,7 +83,7 @@ def unpack(packed: UInt[Array, "*T X"], bits: int) -> Num[Array, "*T D"]:
     """The codes again."""
     parts = packed[..., None] >> (bits * jnp.arange(8 // bits, dtype=jnp.uint8)) & (2**bits - 1)
     level = parts.astype(jnp.int8).reshape(*packed.shape[:-1], -1)
-    return level * _APART[bits] - _largest(bits)
+    return level * APART[bits] - _largest(bits)
 
 
 def products(
@@ -118,7 +118,7 @@ def softmax_mean(
 
 def _whole(q: Float[Array, "F Q D"], bits: int) -> tuple[Num[Array, "F Q D"], Float[Array, "F Q"]]:
     """Queries as whole numbers, and what a product of 1 with levels stands for."""
-    q = q.astype(jnp.float32) * _APART[bits]
+    q = q.astype(jnp.float32) * APART[bits]
     step = jnp.maximum(jnp.max(jnp.abs(q), axis=-1), _NOTHING) / _LARGEST[8]
     return jnp.round(q / step[..., None]).astype(jnp.int8), step
 
@@ -138,7 +138,7 @@ def _products(packed, q, step, stored, bits: int) -> Float[Array, "F Q N"]:
                    for i, level in enumerate(_levels_apart(some, q.dtype, bits)))
 
     sums = jnp.moveaxis(jax.lax.map(piece, pieces), 0, 2).reshape(heads, q.shape[1], -1)[..., :tokens]
-    first = _largest(bits) / _APART[bits] * jnp.sum(q, axis=-1)  # codes are as much less than levels
+    first = _largest(bits) / APART[bits] * jnp.sum(q, axis=-1)  # codes are as much less than levels
     return jnp.where(jnp.arange(tokens) < stored, (sums - first[..., None]) * step[..., None], kernels.NEGATIVE)
 
 

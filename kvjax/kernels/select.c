@@ -17,13 +17,12 @@ typedef struct {
     atomic_int *failed; /* whether there was no memory */
 } Ranking;
 
-/* Whole numbers in the order of the scores. */
+/* Whole numbers in the order of the scores, -0 below 0 as XLA has it. */
 INLINED void find_orders(const float *scores, const uint8_t *occupied, int64_t count, int32_t *orders) {
     for (int64_t at = 0; at < count; at++) {
-        float score = scores[at] + 0.0f; /* of two zeros neither is less */
         int32_t bits;
-        memcpy(&bits, &score, sizeof bits);
-        orders[at] = occupied[at] && score != -INFINITY ? bits ^ (bits >> 31 & INT32_MAX) : NONE;
+        memcpy(&bits, scores + at, sizeof bits);
+        orders[at] = occupied[at] && scores[at] > -INFINITY ? bits ^ (bits >> 31 & INT32_MAX) : NONE;
     }
 }
 

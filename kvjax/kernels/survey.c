@@ -64,8 +64,7 @@ INLINED int32_t sum_of(Integers numbers) {
     return sum;
 }
 
-FOR_EACH_PROCESSOR static void survey(const void *job, int64_t head) {
-    const Clusters *in = job;
+INLINED void survey_head(const Clusters *in, int64_t head) {
     int32_t *found = in->found + head * NUMBERS, end = (int32_t)in->blocks - 1;
     Integers keys = {0}, used = {0}, split = {0}, none = (Integers){0} + INT32_MAX;
     Integers nearest = none, nearest_split = none, roomy = none;
@@ -95,6 +94,9 @@ FOR_EACH_PROCESSOR static void survey(const void *job, int64_t head) {
     found[NEAREST_FLAGGED] = least_of(nearest_split, end);
     found[ROOMY] = least_of(roomy, least_of(free, end));
 }
+
+/* Has no vectors among what it gives to others: clang takes none from a function for several processors. */
+FOR_EACH_PROCESSOR static void survey(const void *job, int64_t head) { survey_head(job, head); }
 
 /* Distances [F, N], counts [F, N], flags [F, N] and the rows of a block [F] to numbers [F, NUMBERS]. */
 XLA_FFI_Error *on_survey(XLA_FFI_CallFrame *call) {

@@ -55,6 +55,9 @@ class SentenceKV(DynSplit):
         if self.splitting != "sentence" or (self.keep is not None and not 1 <= self.keep < math.inf):
             raise ConfigError(f"sentencekv has splitting='sentence', not {self.splitting!r} (that is dynsplit), and "
                               f"keep={self.keep} must be finite and at least 1, or None to keep all")
+        if self.keep is not None and self.observation == 0:
+            raise ConfigError("sentencekv drops what a prompt's last queries do not attend; observation=0 is none: "
+                              "raise it, or keep all with keep=None")
 
     @property
     def name(self):

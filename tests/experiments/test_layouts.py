@@ -34,6 +34,11 @@ class Lists:
         self.rows[lane][free] = [t for i, t in enumerate(tokens) if not stay >> i & 1]
         self.order[lane].insert(self.order[lane].index(block) + 1, free)
 
+    def merge(self, lane, block, into):
+        self.rows[lane][into] += self.rows[lane][block]
+        self.rows[lane][block] = []
+        self.order[lane].remove(block)
+
     def places(self):
         """(block and row, offset in the lane, offset in the file) of every token."""
         found, file = {}, 0
@@ -62,6 +67,10 @@ def test_updates_count_what_changes_place(data):
             if large and free and data.draw(st.booleans()):
                 block = data.draw(st.sampled_from(large))
                 lists.split(lane, block, free[0], data.draw(st.integers(1, 2 ** len(lists.rows[lane][block]) - 2)))
+            some = [b for b, rows in lists.rows[lane].items() if rows]
+            block, into = data.draw(st.sampled_from(some)), data.draw(st.sampled_from(some))
+            if block != into and sum(len(lists.rows[lane][b]) for b in (block, into)) <= ROWS:
+                lists.merge(lane, block, into)
             roomy = [b for b, rows in lists.rows[lane].items() if rows and len(rows) < ROWS]
             if roomy and data.draw(st.booleans()):
                 lists.append(lane, data.draw(st.sampled_from(roomy)), token)

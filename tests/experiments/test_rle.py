@@ -122,6 +122,17 @@ def test_rows_of_runs_have_bytes_and_heads():
     assert lowbit["key_bytes_coded"] <= 2 * (rle.size(24, 8, 2, 1).coded + 8)
 
 
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_a_step_is_the_distance_of_neighbouring_codes(bits):
+    """Given eight keys of each code, ascending: one step joins each eight with the next, none joins nothing."""
+    levels = 2**bits - (bits > 2)  # an odd number of them but for two bits
+    key = np.repeat(np.linspace(-1, 1, levels, dtype=np.float32), 8).reshape(1, 1, 1, -1, 1)
+    settings = SimpleNamespace(**{**vars(SIZES), "bits": (bits,)})
+    runs = {case.tolerance["steps"]: case.lengths[0, 0, 0].tolist() for case in rle_sizes.cases(key, key, settings)
+            if case.method == f"int{bits}_rle"}
+    assert runs[0.0] == [8] * levels and set(runs[1.0][:-1]) == {16}
+
+
 def test_dictionary_rows_say_where_the_token_decides():
     rng = np.random.default_rng(1)
     token = np.arange(24)[None] % 5

@@ -108,12 +108,36 @@ def test_windows_end_at_their_checkpoints():
 @pytest.mark.parametrize(("change", "words"), [
     ({"strategies": ("adaptive", "none")}, "none"), ({"kinds": ()}, "kinds"), ({"checkpoints": (1, 2)}, "start with 0"),
     ({"steps": 200}, "steps=200"), ({"pca": {"kind": "code"}}, "pca.kind=code"),
+    ({"checkpoints": (0,)}, "two at least"), ({"checkpoints": ()}, "checkpoints is empty"),
+    ({"texts": 0}, "texts=0"), ({"steps": 1}, "steps=1"),
 ])
 def test_settings_that_make_no_experiment_are_refused(change, words):
     wrong = configuration.get_config("smoke")
     wrong.update(change)
     with pytest.raises(ConfigError, match=words):
         shift.check(wrong)
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    ({"prompt": 16, "steps": 8}, "prompt=16 leaves nothing"), ({"pca": {"layer": 4}}, "pca.layer=4"),
+    ({"pca": {"head": 2}}, "pca.head=2"), ({"method": {"budget": 64}, "strategies": ("adaptive", "local")}, "budget"),
+])
+def test_settings_that_do_not_fit_the_model_are_refused(change, words, texts):
+    wrong = configuration.get_config("smoke")
+    wrong.update(change)
+    shift.check(wrong)
+    with pytest.raises(ConfigError, match=words):
+        shift.check_fit(texts.llm.config, wrong)
+
+
+def test_layers_without_clusters_have_no_part_in_figures_of_clusters(texts):
+    """Given a dense layer before those of a method, all strategies have it, and the others' clusters are measured."""
+    dense = configuration.get_config("smoke")
+    dense.method.dense_layers = 1
+    assert shift_decoding.settings_of("no_cluster", dense.method)["dense_layers"] == 1
+    tokens = np.asarray([texts.draw("mixed", 0, dense.prompt, 3 * dense.prompt)], np.int32)
+    rows = shift.run_strategy(texts.llm, "adaptive", "teacher", tokens, dense, lambda window, plan: None)
+    assert [row["clusters"] > 1 and 0 < row["variance"] < np.inf for row in rows] == [True, True]
 
 
 def test_sampled_texts_are_what_the_model_says_with_its_full_cache(texts):
@@ -128,7 +152,7 @@ def test_sampled_texts_are_what_the_model_says_with_its_full_cache(texts):
 
 
 def test_strategies_share_all_settings_but_the_update():
-    made = {name: shift_decoding.make_method(name, config.method) for name in shift.STRATEGIES}
+    made = {name: common.make_method(shift_decoding.settings_of(name, config.method)) for name in shift.STRATEGIES}
     assert made["global"] == made["static"] and made["no_cluster"].budget == config.method.budget
     assert {name: made[name].update for name in ("adaptive", "static", "local")} == {
         name: name for name in ("adaptive", "static", "local")

@@ -72,7 +72,9 @@ def test_a_factor_that_covers_the_prompt_changes_nothing():
     )
 
 
-@pytest.mark.parametrize("change", [{"keep": 0.5}, {"keep": math.inf}, {"splitting": "dynamic"}], ids=str)
+@pytest.mark.parametrize(
+    "change", [{"keep": 0.5}, {"keep": math.inf}, {"splitting": "dynamic"}, {"observation": 0}], ids=str
+)
 def test_impossible_settings_are_refused(change):
     with pytest.raises(ConfigError, match="sentencekv"):
         dataclasses.replace(METHOD, **change)

@@ -169,6 +169,7 @@ class Placing(RuleBasedStateMachine):
         self.layout = make(LAYOUTS[kind])
         self.blocks = []  # (block id, extent)
         self.others = []
+        self.prompts = [0] * 4  # of each lane
         self.released = False
 
     def lane(self, block_id):
@@ -179,6 +180,8 @@ class Placing(RuleBasedStateMachine):
         ids = np.array(sorted(blocks), np.int64) + layer * 2 * BLOCKS
         retrieved = np.random.default_rng(seed).integers(0, BLOCKS + 1, (1, 8, 2, 4), np.int32)
         self.blocks += zip(ids.tolist(), self.layout.place_prompt(ids, retrieved).tolist(), strict=True)
+        for lane in {self.lane(block_id) for block_id in ids.tolist()}:
+            self.prompts[lane] += 1
 
     @rule(block_id=st.integers(0, LANES.total_blocks - 1))
     def place(self, block_id):
@@ -215,8 +218,7 @@ class Placing(RuleBasedStateMachine):
         if isinstance(self.layout, DualHead) and not self.released and not self.others:
             for lane in range(4):
                 mine = [extent // SHELF for block, extent in self.blocks if self.lane(block) == lane]
-                prompts = -(-len(mine) // SHELF) + len(set(mine))
-                assert len(set(mine)) * SHELF - len(mine) < SHELF * max(1, prompts)
+                assert len(set(mine)) * SHELF - len(mine) < SHELF * (self.prompts[lane] + 1)
 
 
 TestPlacing = Placing.TestCase

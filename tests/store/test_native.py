@@ -304,6 +304,24 @@ def test_what_an_emulated_device_raises(tmp_path, open_branch, monkeypatch, ahea
     assert not any(ring.lent for stack in (rings.rings, rings.guess_rings) for ring in stack._all)
 
 
+def test_ctrl_c_while_blocks_are_waited_for_loses_no_ring(tmp_path, open_branch, monkeypatch):
+    """It is raised as the first Python function after the wait is entered: before a line of it has run."""
+    driver, blocks = filled(open_branch, FlashStore(tmp_path))
+    give_back, raised = FlashBranch._give_back, []
+
+    def interrupted_once(*args):
+        if not raised:
+            raised.append(True)
+            raise KeyboardInterrupt
+        give_back(*args)
+
+    monkeypatch.setattr(FlashBranch, "_give_back", interrupted_once)
+    assert not driver.try_read()[0] and raised
+    assert isinstance(driver.branch.take_error().__cause__, KeyboardInterrupt)
+    assert not any(ring.lent for ring in driver.branch._volume.reader.rings.rings._all)
+    np.testing.assert_array_equal(driver.read(), blocks)
+
+
 def test_system_calls_that_are_replaced_are_called(tmp_path, open_branch, quick):
     store = FlashStore(tmp_path)
     store.system = FaultySystem()
