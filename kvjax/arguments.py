@@ -8,13 +8,13 @@ from kvjax.method import Method
 from kvjax.planning import Slots
 from kvjax.prefilled import Cache
 from kvjax.sampling import Sampling
-from kvjax.store.base import Store
+from kvjax.store.base import is_store
 
 
 def check_kinds(method, store, slots) -> None:
     """Raises ConfigError for arguments of `prefill` that are no method or store, or have no effect."""
     check_method_and_slots(method, slots)
-    if not isinstance(store, Store | None):
+    if store is not None and not is_store(store):
         raise ConfigError(f"store={store!r} is no store; give one such as kvjax.FlashStore(path), or None for memory")
     if slots is not None and store is None and not slots.for_memory:
         raise ConfigError("slots are for blocks on a store, but for where layers are parked; give a store such as "

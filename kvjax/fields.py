@@ -63,6 +63,8 @@ def _is(value: Any, kind: Any) -> bool:
         return True
     if isinstance(value, bool | np.bool_):
         return kind is bool
+    if isinstance(value, type):  # has a protocol's methods, and is none of what it makes
+        return kind is type
     return isinstance(value, _KINDS.get(kind, kind))
 
 

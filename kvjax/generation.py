@@ -147,7 +147,7 @@ def running(params: PyTree, cache: Cache, driver: Driver, observer: Observer | N
     try:
         yield run
     except BaseException:
-        run.cache.close()
+        run.cache.discard()  # to write what it has takes time on a device that may not answer, and could fail, too
         raise
 
 

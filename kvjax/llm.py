@@ -134,7 +134,7 @@ class LLM:
 
     def _read(self, reading: Reading) -> Reading:
         """With the activations of all layers."""
-        tokens = prefill.pad(jnp.asarray(reading.tokens))
+        tokens = prefill.pad(reading.tokens)
         layers = tuple(jax.device_get(one) for one in prefill.read(self.config, self.params, tokens))
         return dataclasses.replace(reading, tokens=tokens, layers=layers)
 
@@ -208,7 +208,7 @@ class LLM:
             return Cache(plan, state, logits, branch, self.fingerprint)
         except BaseException:
             if branch is not None:
-                branch.close()
+                branch.discard()
             raise
 
     def _prompts(self, context) -> list[list[int]]:
@@ -266,7 +266,7 @@ class LLM:
             logits = jnp.where((length > 0)[:, None], logits, cache.logits)
             return dataclasses.replace(cache, state=state, logits=logits)
         except BaseException:
-            cache.close()
+            cache.discard()
             raise
 
     def restore(

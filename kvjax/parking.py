@@ -86,10 +86,10 @@ def fork(layers: tuple) -> tuple:
 
 
 def close(layers: tuple) -> None:
-    """Gives back what parked layers take in their store."""
+    """Gives back what parked layers take in their store. Never raises."""
     for one in layers:
         if isinstance(one, Parked):
-            one.branch.close()
+            one.branch.discard()
 
 
 def park_all(store: Store, layers: tuple[LayerCache, ...]) -> tuple[Parked, ...]:
@@ -98,7 +98,7 @@ def park_all(store: Store, layers: tuple[LayerCache, ...]) -> tuple[Parked, ...]
     try:
         return tuple(park(branch, i, one) for i, one in enumerate(layers))
     except BaseException:
-        branch.close()
+        branch.discard()
         raise
 
 

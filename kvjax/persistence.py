@@ -179,7 +179,7 @@ def _copied(branch: Branch, generation: int, path: pathlib.Path, fingerprint: st
     try:
         _copy_layers(branch, generation, copy)
     except BaseException:
-        copy.close()
+        copy.discard()
         raise
     return copy
 
@@ -293,7 +293,7 @@ def _newest(find: Callable[[], _Saved], load: Callable[[_Saved], Restored]) -> R
             return load(saved)
         except BaseException as error:
             if saved.branch is not None:
-                saved.branch.close()
+                saved.branch.discard()
             if not isinstance(error, ReadFailed) or saved.manifest == before:
                 raise
         before, saved = saved.manifest, find()
@@ -307,7 +307,7 @@ def _open_blocks(store: FlashStore, directory: pathlib.Path, fingerprint: str, r
             _remove_orphans(directory, manifests)
         return _Saved(_parsed(manifests[0], directory / BLOCKS), branch)
     except BaseException:
-        branch.close()
+        branch.discard()
         raise
 
 

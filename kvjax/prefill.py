@@ -72,7 +72,7 @@ def prefill(
     prompt's last token [B, V]).
     """
     check_prompts(plan, np.asarray(length))
-    tokens = pad(jnp.asarray(tokens, jnp.int32))
+    tokens = pad(np.asarray(tokens, np.int32))
     slots, caches, before = slots or Slots(), [], None
     hidden: Any = None
     lot = _parking(plan, branch, slots)
@@ -103,7 +103,7 @@ def prefill(
         return State(tuple(caches), jnp.asarray(length, jnp.int32), line), unembed(plan.config, params, last)
     except BaseException:
         if lot is not None:
-            lot.close()
+            lot.discard()
         raise
 
 
@@ -141,9 +141,10 @@ def _round_up(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length()) if size < _CHUNK else -(-size // _CHUNK) * _CHUNK
 
 
-def pad(tokens: Int32[Array, "B T"]) -> Int32[Array, "B T2"]:
+def pad(tokens: Int32[Array, "B T"] | Int32[np.ndarray, "B T"]) -> Int32[Array, "B T2"]:
     """Prompts, right-padded to one of the lengths that are read."""
-    return jnp.pad(tokens, ((0, 0), (0, _round_up(tokens.shape[1]) - tokens.shape[1])))
+    more = _round_up(tokens.shape[1]) - tokens.shape[1]
+    return jnp.asarray(np.pad(tokens, ((0, 0), (0, more))))  # on the host, which makes no program for each length
 
 
 def batch(rows: Sequence[Sequence[int]]) -> tuple[Int32[Array, "B T"], Int32[Array, "B"]]:

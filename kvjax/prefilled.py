@@ -53,7 +53,7 @@ class Cache:
         except BaseException:
             parking.close(state.layers)
             if branch is not None:
-                branch.close()
+                branch.discard()
             raise
         line = Line(jnp.int32(branch.handle), jnp.int32(branch.generation))
         return dataclasses.replace(self, state=dataclasses.replace(state, line=line), branch=branch)
@@ -82,8 +82,12 @@ class Cache:
 
     def close(self) -> None:
         """Gives the store's blocks back. Forks live on."""
-        try:
-            parking.close(self.state.layers)
-        finally:
-            if self.branch is not None:
-                self.branch.close()
+        parking.close(self.state.layers)
+        if self.branch is not None:
+            self.branch.close()
+
+    def discard(self) -> None:
+        """The same for a cache that nobody wants any more: what waits to be written is dropped. Never raises."""
+        parking.close(self.state.layers)
+        if self.branch is not None:
+            self.branch.discard()

@@ -27,6 +27,7 @@ from kvjax.metrics import Probe
 from kvjax.models import checkpoint
 from kvjax.models.config import ModelConfig
 from kvjax.store import base
+from tests.store.faults import FaultySystem
 
 WORDS = ["<eos>", *"abcdefghijklmnopqrstuvwxyz0123456789", "."]
 CONFIG = ModelConfig(
@@ -276,6 +277,8 @@ def starting(llm):
     (lambda llm, tmp: decode.check_driver("eager"), ConfigError, "unknown driver 'eager'"),
     (lambda llm, tmp: arguments.check_kinds("quest", None, None), ConfigError, "'quest' is no method"),
     (lambda llm, tmp: arguments.check_kinds(None, "/tmp", None), ConfigError, "'/tmp' is no store"),
+    (lambda llm, tmp: llm.prefill(CONTEXT, store=kvjax.HostStore), ConfigError, "HostStore'> is no store"),
+    (lambda llm, tmp: kvjax.Slots(park=kvjax.FlashStore), ConfigError, "park="),
     (lambda llm, tmp: arguments.check_kinds(None, kvjax.HostStore(), {"count": 3}), ConfigError, "kvjax.Slots"),
     (lambda llm, tmp: arguments.check_generation(2.5, kvjax.Sampling(), 0), PromptError, "max_new_tokens=2.5"),
     (lambda llm, tmp: arguments.check_generation(2, {}, 0), ConfigError, "kvjax.Sampling"),
@@ -304,7 +307,8 @@ def starting(llm):
     (lambda llm, tmp: kvjax.save(llm, llm.tokenizer.directory / "tokenizer.json"), CheckpointError, "choose another"),
 ], ids=["empty", "one_empty", "only_start", "nothing", "fractions", "foreign_tokenizer", "too_long", "budget",
         "store", "questions", "no_text", "no_room", "room", "space", "model", "rule", "page", "dense", "capacity",
-        "negative", "driver", "no_method", "no_store", "slots_kind", "length_kind", "sampling_kind", "seed_kind",
+        "negative", "driver", "no_method", "no_store", "store_class", "parked_class", "slots_kind", "length_kind",
+        "sampling_kind", "seed_kind",
         "large_seed", "large_capacity", "half_a_character", "empty_stop", "stop_kind", "stop_without_text", "no_cache",
         "chunk_kind", "type_kind", "ragged", "mapping", "cold", "slots", "parked_slots", "no_slots",
         "id", "negative_id", "dtype",
@@ -367,6 +371,25 @@ def test_a_generation_that_fails_closes_its_fork(llm):
         base.lookup(handles[0]).flush()
     cache.flush()
     assert caught.traceback  # which keeps the fork alive
+
+
+def test_a_generation_that_fails_says_why_whatever_the_device_says(llm, tmp_path):
+    """Given tokens that wait to be written to a device that is full: nobody wants them any more."""
+    store = kvjax.FlashStore(tmp_path)
+    store.system = FaultySystem()
+    cache = llm.prefill(CONTEXT, method=QUEST, store=store)
+    cache.flush()
+
+    def fail(step, tokens):
+        store.system.fail("pwrite", errno.ENOSPC)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate("abcdefgh", cache, observer=fail)
+    store.system.heal()
+    assert llm.generate("abc", cache, max_new_tokens=4).tokens == llm.generate(
+        "abc", llm.prefill(CONTEXT, method=QUEST), max_new_tokens=4
+    ).tokens
 
 
 @pytest.mark.parametrize("driver", ["staged", "fused"])

@@ -302,6 +302,10 @@ class Branch(abc.ABC):
         """Flushes, gives everything back, then raises what failed. Closing twice is allowed."""
 
     @abc.abstractmethod
+    def discard(self) -> None:
+        """Closes without flushing: nobody wants what is not in the file yet. Never raises."""
+
+    @abc.abstractmethod
     def stats(self) -> Stats:
         """Totals since the branch was made."""
 
@@ -312,6 +316,11 @@ class Store(Protocol):
 
     def create(self, geometry: Geometry, fingerprint: str, least_blocks: int = 1) -> Branch:
         """A branch in which every block is zero. Raises NoSpace where not even `least_blocks` blocks would fit."""
+
+
+def is_store(given) -> bool:
+    """Whether it is one, and not the class of some."""
+    return isinstance(given, Store) and not isinstance(given, type)
 
 
 _HANDLES = itertools.count(1)

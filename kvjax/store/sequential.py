@@ -6,14 +6,12 @@ in the log: reading it reads every page that holds one of its rows, whole, and g
 the log; splitting a block rewrites its list, and moves no row.
 """
 
-import contextlib
 import dataclasses
 import threading
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvjax.errors import StoreError
 from kvjax.store.base import PAGE_BYTES, Geometry, Prompt, whole
 from kvjax.store.format import checksum
 from kvjax.store.transaction import Blocks, Rows, TransactionalBranch
@@ -281,5 +279,4 @@ class SequentialBranch(TransactionalBranch):
         self._pages.settle()
 
     def _release(self):
-        with contextlib.suppress(StoreError):  # `close` has raised it already
-            self._pages.close()
+        self._pages.discard()

@@ -311,6 +311,11 @@ class TransactionalBranch(Branch):
             try:
                 self.flush()
             finally:
+                self.discard()
+
+    def discard(self) -> None:
+        with self._mutex:
+            if not self._closed:
                 self._closed = True
                 self._open = []
                 self._release()

@@ -119,6 +119,9 @@ class Volume:
         """Waits until what a branch is about to commit may be staged; raises what failed."""
         with self.lock:
             self._retry(lineage)
+            if self.staged_bytes > self._staging_limit:
+                for other in self._lineages:  # whose blocks are in the way; what failed may be over by now
+                    self._retry(other)
             self._wait(lineage, lambda: self.staged_bytes <= self._staging_limit)
 
     def stage(self, lineage: Lineage, records) -> None:

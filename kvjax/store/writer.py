@@ -100,7 +100,7 @@ class Writer:
                     if not self._finish_all():  # which frees what finished blocks no longer need
                         raise
         except Exception as cause:
-            self._give_up(lineage, left, cause)
+            self._give_up([(lineage, block_id) for block_id in left], cause)
         return True
 
     def _complete(self, lineage: Lineage, block_id: int, staged: Staged) -> None:
@@ -187,7 +187,10 @@ class Writer:
                     self._finish(one)
                 volume.changed.notify_all()
         except Exception as cause:
-            self._give_all_up(blocks, cause)
+            left = [one for one in blocks if one.block_id in one.lineage.flight]
+            for one in left:
+                self._release(one.old, one.target)
+            self._give_up([(one.lineage, one.block_id) for one in left], cause)
         return True
 
     def _tell_of_progress(self) -> None:
@@ -209,19 +212,12 @@ class Writer:
             with self._volume.lock:
                 self._volume.extents.release(np.array([target]))
 
-    def _give_all_up(self, blocks: list[WrittenBlock], cause: Exception) -> None:
-        for one in reversed(blocks):  # the first one will be first in line again
-            if one.block_id not in one.lineage.flight:
-                continue
-            self._release(one.old, one.target)
-            self._give_up(one.lineage, [one.block_id], cause)
-
-    def _give_up(self, lineage: Lineage, ids: Iterable[int], cause: Exception) -> None:
-        """These blocks, coldest first, are not written."""
-        volume = self._volume
-        error = as_store_error(cause)
+    def _give_up(self, blocks: list[tuple[Lineage, int]], cause: Exception) -> None:
+        """These blocks, coldest first, wait in line again, before all others; each branch is told once."""
+        volume, error = self._volume, as_store_error(cause)
         with volume.changed:
-            for block_id in reversed(list(ids)):
+            for lineage, block_id in reversed(blocks):
                 lineage.put_back(block_id, error)
-            lineage.errors.save(error)
+            for lineage in {lineage for lineage, _ in blocks}:
+                lineage.errors.save(error)
             volume.changed.notify_all()

@@ -23,7 +23,7 @@ from kvjax.llm import LLM
 from kvjax.methods.kvswap import KVSwap
 from kvjax.planning import Slots
 from kvjax.store import fifo
-from kvjax.store.base import Store
+from kvjax.store.base import Store, is_store
 from kvjax.store.flash import FlashStore
 from kvjax.tuner import profile, tables, tuning
 from kvjax.tuner.solver import Costs, Limits, Setting, Solution, Space, expected, solve
@@ -113,7 +113,7 @@ def _check(llm: LLM, store: Store, family: Family, space: Space) -> None:
     """Raises ConfigError for no store, one of one file, as each group size that is tried needs one, of which none is
     kept, or with a codec, which has little to do with rows that are made up; FormatMismatch for another model's
     adapters."""
-    if not isinstance(store, Store):
+    if not is_store(store):
         raise ConfigError(f"store={store!r} is no store; give one such as kvjax.FlashStore(directory)")
     if isinstance(store, FlashStore) and not os.path.isdir(store.path):
         raise ConfigError(f"{store.path} is a file; give FlashStore a directory on the device, where files come and go")

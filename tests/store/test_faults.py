@@ -94,7 +94,7 @@ def test_interrupted_calls_are_repeated(fragile, system):
 
 
 def test_reads_that_hang(tmp_path, open_branch, system, engine):
-    store = FlashStore(tmp_path, engine=engine, threads=2, timeout=0.1)
+    store = FlashStore(tmp_path, engine=engine, threads=2, timeout=1.5)
     store.system = system
     driver = open_branch(store)
     blocks = driver.prefill()
@@ -104,7 +104,7 @@ def test_reads_that_hang(tmp_path, open_branch, system, engine):
     system.hang("preadv")
     assert not driver.branch.read_into(0, 0, block, block // 2, slots)
     error = driver.branch.take_error()
-    assert type(error) is ReadFailed and "0.1 s" in str(error)
+    assert type(error) is ReadFailed and "1.5 s" in str(error)
     system.heal()
     again = np.zeros_like(slots)
     assert driver.branch.read_into(0, 0, block, block // 2, again)
@@ -191,6 +191,8 @@ def test_full_staging_raises_before_it_commits(tmp_path, open_branch, system):
     driver = open_branch(store)
     system.fail("pwrite", errno.ENOSPC)
     driver.append(0, 0, 1.0)
+    wait_until(lambda: driver.branch._errors.first is not None)
+    assert type(driver.branch.take_error()) is NoSpace
     assert driver.put_row(1, 0, 2.0)
     for _ in range(2):
         with pytest.raises(NoSpace):
@@ -214,10 +216,8 @@ def test_full_staging_of_another_branch(tmp_path, open_branch, system):
     with pytest.raises(NoSpace):
         other.commit()
     system.heal()
-    with pytest.raises(NoSpace):
-        driver.branch.flush()
-    driver.branch.flush()
-    other.commit()
+    other.commit()  # what was in the way is tried again, and its branch has nothing to do for it
+    assert type(driver.branch.take_error()) is NoSpace
     assert (other.read()[:, :, 0, 0] == 2.0).all() and (driver.read()[:, :, 0, 0] == 1.0).all()
     other.branch.close()
 
@@ -228,9 +228,10 @@ def test_rows_that_come_while_their_block_is_being_written(tmp_path, open_branch
     store.system = system
     driver = open_branch(store)
     expected = driver.prefill()
+    system.calls.clear()
     system.hang(operation)
     driver.append(0, 1, 1.0)
-    wait_until(lambda: system.calls[-1] == operation)
+    wait_until(lambda: operation in system.calls)
     driver.append(0, 2, 2.0)
     expected[:, :, 0, 1:3] = np.array([1.0, 2.0])[:, None]
     if operation == "pwrite":

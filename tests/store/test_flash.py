@@ -273,7 +273,7 @@ def test_rows_of_a_block_become_one_write(tmp_path, open_branch):
 
 
 def test_staging_is_bounded(tmp_path, open_branch):
-    store = FlashStore(tmp_path, staging_bytes=4 * EXTENT, timeout=0.5)
+    store = FlashStore(tmp_path, staging_bytes=4 * EXTENT, timeout=1.5)
     store.system = FaultySystem()
     driver = open_branch(store)
     store.system.hang("pwrite")
@@ -290,7 +290,7 @@ def test_staging_is_bounded(tmp_path, open_branch):
 
 
 def test_forgotten_branches_leave_the_staging(tmp_path, open_branch):
-    driver = open_branch(FlashStore(tmp_path, staging_bytes=64 * EXTENT, timeout=1.0))
+    driver = open_branch(FlashStore(tmp_path, staging_bytes=64 * EXTENT))
     for _ in range(8):
         child = Driver(driver.branch.fork())
         for block in range(4):  # 16 blocks in 4 lanes: a quarter, so that they linger
@@ -319,7 +319,7 @@ class HalfWritten(FaultySystem):
     def preadv(self, descriptor, views, offset):
         self._begin()
         got = super().preadv(descriptor, views, offset)
-        if self.started:
+        if self.half.is_set():
             self.rest.set()
         return got
 

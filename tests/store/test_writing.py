@@ -7,6 +7,7 @@ import pytest
 
 from kvjax.errors import NoSpace, WriteFailed
 from kvjax.store.flash import FlashStore
+from kvjax.store.transaction import ErrorSlot
 from tests.store.conftest import GEOMETRY, settle, skip_without, wait_until
 
 EXTENT = GEOMETRY.extent_bytes
@@ -127,6 +128,24 @@ def test_a_block_is_read_from_memory_until_the_device_has_it(tmp_path, open_bran
     settle(driver.branch.path)
     np.testing.assert_array_equal(driver.read(), expected)
     assert driver.branch.stats().rows_written == 2 * GEOMETRY.lanes
+
+
+def test_a_branch_is_told_once_of_all_that_was_refused_together(tmp_path, open_branch, system, monkeypatch):
+    skip_without("aio", tmp_path)
+    store = FlashStore(tmp_path)
+    store.system = system
+    driver = open_branch(store)
+    expected = driver.prefill()
+    driver.append(1, 2, 5.0)
+    expected[:, :, 1, 2] = 5.0
+    told, save = [], ErrorSlot.save
+    monkeypatch.setattr(ErrorSlot, "save", lambda self, cause: (told.append(cause), save(self, cause)))
+    system.fail("sync_range", errno.EPERM, skip=2, times=1)
+    with pytest.raises(WriteFailed, match="writing back"):
+        driver.branch.flush()
+    assert len(told) == 1 and driver.branch.take_error() is None
+    np.testing.assert_array_equal(driver.read(), expected)
+    driver.branch.flush()
 
 
 def test_blocks_that_the_device_refuses_stay_in_memory(tmp_path, open_branch, system):

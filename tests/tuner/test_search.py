@@ -113,7 +113,7 @@ class LateBranch(HostBranch):
     def _load(self, layer, ids, targets, out):
         self.asked.append(ids.copy())
         if not (self.begun and np.array_equal(self.begun[-1], ids)):
-            time.sleep(0.02)
+            time.sleep(0.1)
         super()._load(layer, ids, targets, out)
 
 
@@ -128,7 +128,7 @@ def test_reads_are_timed_with_and_without_being_announced(context, groups):
             return made[-1]
 
     whole, busy = profile.StoredLayer(LateStore(), CONFIG, 4, 2, context).read_seconds(5, repeats=3)
-    assert whole >= 0.02 > busy > 0.0
+    assert whole >= 0.1 > busy > 0.0
     first = [ids.reshape(2, -1)[0] for ids in made[0].asked]
     assert len(first) == 7 and len(made[0].begun) == 3
     assert len(np.unique(first[:4])) == min(groups, 4 * 5)
