@@ -31,8 +31,8 @@ _RIVALS = (
 _CONTEXT = 16384
 # After decoding eight times the prompt, recall@16 of the true top keys is .480 for DynaKV with 128 tokens, .476 and
 # .505 for local update with 144 and 160, .483 for static with 512 (configs/shift.py with --config.method.budget=).
-# No cluster has this of the 16 with .26 times the tokens (.499 with 34), DynaKV's recall of as many keys as that attends
-# with .53, its attention mass with .41 times.
+# No cluster has it with .26 times the tokens (.499 with 34), DynaKV's recall of as many keys as that attends with .53,
+# its attention mass with .41 times.
 _AS_GOOD = (("static", "equal recall", 4.0), ("local", "equal recall", 1.15), ("no cluster", "equal recall", 0.26),
             ("no cluster", "equal recall of 108", 0.53), ("no cluster", "equal mass", 0.41))
 _TOKEN_ORDER, _CLUSTERED = (

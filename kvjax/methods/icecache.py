@@ -26,7 +26,8 @@ Choices the paper leaves open:
     gives priority to: fewer products, but more gathers, which on CPU costs as much.
 
 Resident: all keys (as in the paper, where they are in CPU memory with the index), their projections, and the links. So
-blocks hold values alone, and half as much is read, where that fills pages of the device.
+blocks hold values alone, and half as much is read, where that fills pages of the device. Keys are in float32, whatever
+the cache's `dtype`, which is that of the values.
 Cost per step: at most `pages` pages of keys per level of the tree. Only opened pages are ranked, so that nothing grows
 with the number of tokens but the number of levels.
 """

@@ -132,7 +132,7 @@ def make_codec(name: str, geometry: Geometry, tolerance: float = 0.0) -> Codec:
     for blocks without keys."""
     if name == "rle" and not geometry.keys:
         raise ConfigError("codec 'rle' is for keys, and these blocks hold values alone, as those of icecache, rle and "
-                          "shadowkv do (with sigma=None its hold keys); use codec 'raw'")
+                          "shadowkv (sigma=None keeps keys there); use codec 'raw'")
     if tolerance and (name != "rle" or geometry.dtype == "int8"):
         raise ConfigError(f"tolerance={tolerance} is for floats in codec 'rle', not for {geometry.dtype} in codec "
                           f"{name!r}; leave it at 0")

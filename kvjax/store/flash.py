@@ -38,9 +38,8 @@ class FlashStore:
         branch's `direct` becomes False.
       layout: where blocks lie, one of `LAYOUTS` (see `kvjax.store.layout`) or "sequential"; changes no result.
       max_bytes: how large the file may become; None for as large as the device allows.
-      staging_bytes: committed but unwritten blocks kept in memory, at most, plus those of one token, or of
-        one chunk of text. A quarter of it is
-        kept so that the rows of a block become one write.
+      staging_bytes: committed but unwritten blocks kept in memory, at most, plus those of one token, or of one chunk of
+        text. A quarter of it is kept so that the rows of a block become one write.
       timeout: seconds after which a read or write that makes no progress becomes an error.
       scratch: directory for what a branch that was opened read-only adds; None for the system's temporary directory.
       profile: device to emulate, see `kvjax.store.profiles`; all files of one store share it.
