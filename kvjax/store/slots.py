@@ -84,7 +84,9 @@ class SlotPool:
         """Of the heads that have blocks of their own; where they have not, the first one's is everyone's."""
         return what[:, : self.rows.shape[1]]
 
-    def settle(self, plan: ReadPlan, need: Int32[Array, "B K M1"], count: Int32[Array, "B K NB"], rows, ok: Bool[Array, ""]):
+    def settle(
+        self, plan: ReadPlan, need: Int32[Array, "B K M1"], count: Int32[Array, "B K NB"], rows, ok: Bool[Array, ""]
+    ):
         """The pool after a fetch, and its traffic."""
         table, traffic = outcome(self.num_blocks, plan, need, self.own(count), ok)
         return dataclasses.replace(self, rows=rows, table=table), traffic
