@@ -57,10 +57,10 @@ def measure(llm: kvjax.LLM, settings, store_name: str, config, directory, bandwi
 
 def decode(llm: kvjax.LLM, cache: kvjax.Cache, tokens: np.ndarray, warm_up: int, driver: str) -> dict[str, float]:
     """What tokens[T, B] take after so many that warm up."""
-    plan, branch, needed, attended = cache.plan, cache.branch, [], []
+    plan, branch, moved, attended = cache.plan, cache.branch, [], []
 
     def see(done) -> None:
-        needed.append(timing.moved(done).needed)
+        moved.append(timing.moved(done))
         attended.append(np.mean(jax.device_get([report.attended for report in done.reports])))
 
     _, state = timing.time_tokens(llm, plan, planning.copy(cache.state), tokens[:warm_up], driver)
@@ -72,10 +72,10 @@ def decode(llm: kvjax.LLM, cache: kvjax.Cache, tokens: np.ndarray, warm_up: int,
         return row
     layers = sum(planning.on_store(plan, i) for i in range(len(plan.layers)))
     after, spec = branch.stats(), plan.layers[-1].spec
-    row |= timing.traffic_row(before, after, len(seconds), plan.batch)
+    row |= timing.traffic_row(before, after, moved, plan, branch.geometry.row_bytes)
     store, device = (1e3 * row[f"{name}_ms_per_step"] / layers for name in ("store", "io"))
     return row | {
-        "blocks_needed": float(np.mean(needed)) / layers / (spec.kv_heads // spec.block_heads),
+        "blocks_needed": float(np.mean([one.needed for one in moved])) / layers / (spec.kv_heads // spec.block_heads),
         "blocks_read": (after.blocks_read - before.blocks_read) / len(seconds) / layers,
         "store_us": store, "device_us": device, "beyond_us": store - device,
     }

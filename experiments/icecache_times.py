@@ -127,9 +127,10 @@ def _loading(llm: kvjax.LLM, method, config, directory) -> Row:
     plan, state, branch, _ = made_up.filled_cache(
         llm, method, config.long_context, config.steps + 1 + layer_times.COMMITS, store, Slots()
     )
-    before = branch.stats()
-    seconds, state = timing.time_tokens(llm, plan, state, [i % 7 for i in range(config.steps)], "fused")
-    traffic = timing.traffic_row(before, branch.stats(), config.steps)
+    before, moved = branch.stats(), []
+    seconds, state = timing.time_tokens(llm, plan, state, [i % 7 for i in range(config.steps)], "fused",
+                                        lambda done: moved.append(timing.moved(done)))
+    traffic = timing.traffic_row(before, branch.stats(), moved, plan, branch.geometry.row_bytes)
     row = {"store": "flash", "token_ms": 1e3 * float(np.median(seconds[1:])), **traffic,
            **layer_times.parts(llm, plan, state, branch)}
     branch.close()

@@ -67,11 +67,11 @@ def decode_tokens(llm, method, config, driver: str, slots: Slots, store=None) ->
     plan, state, branch, _ = made_up.filled_cache(llm, method, config.context, config.steps + 8, store, slots)
     tokens = np.random.default_rng(0).integers(0, llm.config.vocab_size, config.steps + 3)
     _, state = timing.time_tokens(llm, plan, state, tokens[:3], driver)
-    before = branch.stats() if branch is not None else None
-    times, _ = timing.time_tokens(llm, plan, state, tokens[3:], driver)
+    before, moved = branch.stats() if branch is not None else None, []
+    times, _ = timing.time_tokens(llm, plan, state, tokens[3:], driver, lambda done: moved.append(timing.moved(done)))
     row = {"ms_per_token": 1e3 * float(np.median(times))}
     if branch is not None:
-        row |= timing.traffic_row(before, branch.stats(), config.steps)
+        row |= timing.traffic_row(before, branch.stats(), moved, plan, branch.geometry.row_bytes)
         branch.close()
     return row
 

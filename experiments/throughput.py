@@ -100,8 +100,7 @@ class Subject:
             found["temporary_bytes"] = decode.temporary_bytes(self.plan, self.llm.params, self.state)
         found |= layer_times.parts(self.llm, self.plan, self.state, branch)
         if branch is not None:
-            found |= timing.traffic_row(self.before, after, len(self.traffic), self.plan.batch)
-            found |= timing.useful_row(self.before, after, self.traffic, row_bytes(self.plan, branch))
+            found |= timing.traffic_row(self.before, after, self.traffic, self.plan, branch.geometry.row_bytes)
             found |= reuse_row(self.method, self.plan, self.slots, self.head["context"], self.traffic)
             found |= disk | fetch_row(self.store, found.pop("fetch_ms"), self.directory)
             branch.close()
@@ -115,12 +114,6 @@ def _times(driver: str, turns: list[np.ndarray], outputs) -> dict:
     warm = 1e3 * np.concatenate([seconds[_WARM_UP:] for seconds in turns])
     return row | {f"{driver}_ms": float(np.median(warm)), f"{driver}_p90_ms": float(np.percentile(warm, 90)),
                   f"{driver}_compile_s": float(turns[0][0])}
-
-
-def row_bytes(plan: planning.Plan, branch: base.Branch) -> int:
-    """Of one KV head; heads with the same blocks have one row there."""
-    spec = plan.layers[-1].spec
-    return branch.geometry.row_bytes // (spec.kv_heads // spec.block_heads)
 
 
 def reuse_row(method, plan: planning.Plan, slots: planning.Slots, context: int, traffic: list[timing.Moved]) -> dict:

@@ -11,6 +11,7 @@ import numpy as np
 from kvjax import decode, packing
 from kvjax.models.config import ModelConfig
 from kvjax.models.transformer import apply_rows
+from kvjax.planning import Plan
 from kvjax.store import base
 
 
@@ -50,30 +51,29 @@ def came_back(traffic: list[Moved]) -> float:
     return 1.0 - sum(one.read for one in traffic) / max(1, sum(one.needed for one in traffic))
 
 
-def traffic_row(before: base.Stats, after: base.Stats, steps: int, batch: int = 1) -> dict:
-    """What the store did for each of so many steps, of a token in each sequence.
+def traffic_row(before: base.Stats, after: base.Stats, traffic: list[Moved], plan: Plan, row_bytes: int) -> dict:
+    """What the store did for each of these steps, of a token in each sequence, or of one sequence. Rows have so many
+    bytes in the store.
 
     A step waits for `wait_ms_per_step` of the device's `io_ms_per_step`: the rest is hidden behind computing. Of
-    `store_ms_per_step`, inside the store's reads, what is no waiting is finding, verifying and copying.
+    `store_ms_per_step`, inside the store's reads, what is no waiting is finding, verifying and copying. Useful are the
+    bytes of tokens that are in the blocks: neither empty rows nor what lies between blocks that are read at once.
     """
-    tokens = steps * batch
+    steps, tokens = len(traffic), len(traffic) * plan.batch
+    reads, seconds = after.reads - before.reads, after.io_seconds - before.io_seconds
+    spec = plan.layers[-1].spec
+    useful = row_bytes // (spec.kv_heads // spec.block_heads) * sum(one.rows for one in traffic)
     return {
         "bytes_read_per_token": (after.bytes_read - before.bytes_read) / tokens,
+        "useful_bytes_per_read": useful / max(1, reads),
         "bytes_put_per_token": (after.bytes_put - before.bytes_put) / tokens,
-        "reads_per_token": (after.reads - before.reads) / tokens,
+        "reads_per_token": reads / tokens,
         "mispredicted_per_token": (after.mispredicted - before.mispredicted) / tokens,
         "store_ms_per_step": 1e3 * (after.read_seconds - before.read_seconds) / steps,
-        "io_ms_per_step": 1e3 * (after.io_seconds - before.io_seconds) / steps,
+        "io_ms_per_step": 1e3 * seconds / steps,
         "wait_ms_per_step": 1e3 * (after.wait_seconds - before.wait_seconds) / steps,
+        "effective_bandwidth": useful / max(seconds, 1e-9),
     }
-
-
-def useful_row(before: base.Stats, after: base.Stats, traffic: list[Moved], row_bytes: int) -> dict:
-    """Bytes of valid rows for each read, and for each second in which the device was asked: neither what a block's
-    empty rows take nor what lies between blocks that are read at once."""
-    useful = row_bytes * sum(one.rows for one in traffic)
-    return {"useful_bytes_per_read": useful / max(1, after.reads - before.reads),
-            "effective_bandwidth": useful / max(after.io_seconds - before.io_seconds, 1e-9)}
 
 
 def call_ms(function, *args, repeats: int = 25) -> np.ndarray:

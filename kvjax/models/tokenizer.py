@@ -92,10 +92,8 @@ class TextTokenizer:
     @functools.cached_property
     def start_ids(self) -> tuple[int, ...]:
         """What every text begins with. Some tokenizers end each text, too, and a prompt goes on."""
-        ids = self.encode("")
-        while ids and ids[-1] in self.eos_ids and ids != [self.bos_id]:
-            ids.pop()
-        return tuple(ids)
+        made = self.tokenizer.encode("a")
+        return tuple(made.ids[: made.special_tokens_mask.index(0)] if 0 in made.special_tokens_mask else made.ids)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; leave out special tokens for text from `apply_chat_template`, which has them.

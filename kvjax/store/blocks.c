@@ -19,11 +19,14 @@ int intern_names(void) {
     return 1;
 }
 
-void call_aside(PyObject *object, PyObject *name, PyObject *argument, PyObject *another) {
+int call_aside(PyObject *object, PyObject *name, PyObject *argument, PyObject *another) {
     PyObject *kind, *value, *trace;
     PyErr_Fetch(&kind, &value, &trace);
-    Py_XDECREF(PyObject_CallMethodObjArgs(object, name, argument, another, NULL));
+    PyObject *answer = PyObject_CallMethodObjArgs(object, name, argument, another, NULL);
+    int done = answer != NULL;
+    Py_XDECREF(answer);
     if (kind) PyErr_Restore(kind, value, trace);
+    return done;
 }
 
 int parse_window(PyObject *given, Window *to) {

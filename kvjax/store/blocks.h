@@ -55,5 +55,5 @@ extern struct Names {
 
 int intern_names(void);
 
-/* A call while an exception may be on its way, which stays. */
-void call_aside(PyObject *object, PyObject *name, PyObject *argument, PyObject *another);
+/* A call while an exception may be on its way, which stays; whether it raised none itself. */
+int call_aside(PyObject *object, PyObject *name, PyObject *argument, PyObject *another);

@@ -188,7 +188,7 @@ class FlashBranch(TransactionalBranch):
             payload[:] = _kept(take(piece), counts[piece])
             images, sums[first:first + step] = codec.encode(buffer[:piece.size])
             runs = self._volume.write_runs(images, extents[first:first + step], codec.sizes(sums[first:first + step]),
-                                           start + piece)
+                                           start + piece, padded=codec.joins)
             written += sum(run.size for run in runs)
         rows = int(np.minimum(counts[filled], geometry.block_rows).sum())
         self._tally.add(blocks_written=filled.size, bytes_put=rows * geometry.row_bytes, bytes_written=written,

@@ -14,9 +14,9 @@ typedef struct { /* FETCHED of base.py */
 /* Nobody reads any more into a window's ring, whose arena has had so many extents. */
 static void give_back(PyObject *branch, const Window *window, int64_t extents) {
     PyObject *used = PyLong_FromLongLong(extents);
-    if (used) call_aside(branch, names.give_back, window->ring, used);
     /* Ctrl-C that came while blocks were waited for is raised as Python enters the method: before it has done anything. */
-    if (used && PyErr_Occurred()) call_aside(branch, names.give_back, window->ring, used);
+    if (used && !call_aside(branch, names.give_back, window->ring, used))
+        call_aside(branch, names.give_back, window->ring, used);
     Py_XDECREF(used);
 }
 

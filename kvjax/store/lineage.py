@@ -94,6 +94,7 @@ class Lineage:
       queue: staged blocks by id, the one that was put longest ago first; they may still take more rows.
       flight: staged blocks that the writer has, until they are on the device; their rows no longer change.
       failed: why the writer gave up on this lineage; cleared to let it try again.
+      told: the last such error, whether or not it is over.
       urgent: somebody waits for the queue to be empty.
       pending: uint8[total_blocks] of ids in queue or flight: 1, or 2 where nothing of the block is needed from flash.
     """
@@ -104,6 +105,7 @@ class Lineage:
         self.queue: collections.OrderedDict[int, Staged] = collections.OrderedDict()
         self.flight: dict[int, Staged] = {}
         self.failed: StoreError | None = None
+        self.told: StoreError | None = None
         self.urgent = False
         self.errors = errors
         self.tally = tally
@@ -166,7 +168,7 @@ class Lineage:
         self.queue[block_id] = newer or older
         self.queue.move_to_end(block_id, last=False)
         self.pending[block_id] = 1 + self.queue[block_id].complete
-        self.failed = error
+        self.failed = self.told = error
 
     def resolve(self, ids: np.ndarray, checksums: np.ndarray) -> Sources:
         """Where ids[n] are at this moment."""

@@ -82,8 +82,8 @@ class ErrorSlot:
         with self._lock:
             self.first = self.first or error
 
-    def forget(self, error: StoreError) -> None:
-        """Drops this exception, because it was raised already."""
+    def forget(self, error: StoreError | None) -> None:
+        """Drops this exception, because it was raised already, or is over."""
         with self._lock:
             self.first = None if self.first is error else self.first
 

@@ -139,6 +139,7 @@ class Volume:
             try:
                 self._retry(lineage)
                 self._wait(lineage, lambda: lineage.idle)
+                lineage.errors.forget(lineage.told)  # it is over, whoever had it tried again
             finally:
                 lineage.urgent = False
 
@@ -179,10 +180,13 @@ class Volume:
         lineage = max(ready, key=lambda lineage: lineage.urgent)
         return lineage, lineage.take_coldest(most if lineage.urgent else min(most, excess))
 
-    def write_runs(self, images: np.ndarray, extents: np.ndarray, sizes: np.ndarray, ids: np.ndarray) -> Iterator[Run]:
-        """Writes the first sizes[n] bytes of images[n, extent_bytes] to extents[n], ascending, neighbours at once where
-        the codec joins them. Tells of each run once it is written; raises NoSpace or WriteFailed."""
-        whole = None if self.codec.joins else sizes == self.geometry.extent_bytes
+    def write_runs(
+        self, images: np.ndarray, extents: np.ndarray, sizes: np.ndarray, ids: np.ndarray, padded: bool = False
+    ) -> Iterator[Run]:
+        """Writes the first sizes[n] bytes of images[n, extent_bytes] to extents[n], ascending, neighbours at once; if
+        `padded`, also where that writes the rest of an extent that is not full. Tells of each run once it is written;
+        raises NoSpace or WriteFailed."""
+        whole = None if padded else sizes == self.geometry.extent_bytes
         for begin, end in itertools.pairwise([*run_starts(extents, whole).tolist(), extents.size]):
             offset = self.extents.offset(extents[begin])
             size = (end - begin - 1) * self.geometry.extent_bytes + int(sizes[end - 1])

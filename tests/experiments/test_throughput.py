@@ -3,8 +3,12 @@
 import ml_collections
 import numpy as np
 import pytest
+from harness import METHODS
+from tiny import CONFIG, PROMPT, start
 
-from experiments import made_up, throughput
+from experiments import made_up, throughput, timing
+from kvjax import decode
+from kvjax.store.host import HostStore
 
 ROW = {"model": "cache-path", "method": "full", "store": "flash:emmc", "context": 64, "batch": 1, "tokens_per_s": 10.0}
 
@@ -23,6 +27,23 @@ def test_neighbouring_made_up_keys_are_of_one_clump_as_often_as_asked(run, alike
     key = np.asarray(made_up.keys(shape, 4000, 0, run)[0])[0].reshape(4000, -1)
     apart = np.square(key[1:] - key[:-1]).mean(-1)  # within a clump all of the variance, between clumps twice of it
     assert abs((apart < 1.5 * made_up.key_variance(shape)).mean() - alike) < 0.03
+
+
+@pytest.mark.parametrize("name", ["quest", "kvswap"])
+def test_bytes_of_tokens_that_are_in_the_blocks_are_useful(params, tokens, name):
+    """Of heads with blocks of their own and of heads that share them: a key and a value of each token and head."""
+    plan, state, _, branch = start(params, tokens, METHODS[name], HostStore(), keep=False)
+    before, moved = branch.stats(), []
+    for i in range(3):
+        done = decode.step(plan, params, state, tokens[np.arange(2), np.asarray(PROMPT) + i], donate=True)
+        state = done.state
+        moved.append(timing.moved(done))
+    row = timing.traffic_row(before, branch.stats(), moved, plan, branch.geometry.row_bytes)
+    tokens_read = sum(int(one.rows) for one in moved)
+    reads = branch.stats().reads - before.reads
+    assert tokens_read > 0 and row["useful_bytes_per_read"] == tokens_read * 2 * 4 * CONFIG.head_dim / reads
+    assert row["reads_per_token"] == reads / 6 and row["effective_bandwidth"] > row["useful_bytes_per_read"]
+    branch.close()
 
 
 def groups(**changes):

@@ -58,7 +58,7 @@ def test_text_starts_with_the_bos_token(read):
 
 @pytest.mark.parametrize(("single", "settings", "expected"), [
     (f"{BOS} $A", {}, (0,)), (f"{BOS} $A {EOS}", {}, (0,)), (f"$A {EOS}", {"bos_token": None}, ()),
-    (f"{EOS} $A {EOS}", {"bos_token": EOS}, (1,)), ("$A", {}, ()),
+    (f"{EOS} $A {EOS}", {"bos_token": EOS}, (1,)), ("$A", {}, ()), (f"{BOS} $A {EOS}", {"eos_token": TURN}, (0,)),
 ])
 def test_what_texts_end_with_begins_none(read, tmp_path, single, settings, expected):
     """Given tokenizers that begin texts, end them, both, with the same token, and neither."""

@@ -322,6 +322,18 @@ def test_ctrl_c_while_blocks_are_waited_for_loses_no_ring(tmp_path, open_branch,
     np.testing.assert_array_equal(driver.read(), blocks)
 
 
+def test_a_read_that_fails_gives_its_ring_back_once(tmp_path, open_branch, monkeypatch, quick):
+    """By the second time somebody else may have it."""
+    driver, blocks = filled(open_branch, FlashStore(tmp_path))
+    give_back, given = FlashBranch._give_back, []
+    monkeypatch.setattr(FlashBranch, "_give_back", lambda *args: (given.append(args[1]), give_back(*args)))
+    with monkeypatch.context() as changed:
+        changed.setattr(FlashBranch, "_landed", None)
+        assert not driver.try_read()[0]
+    assert isinstance(driver.branch.take_error().__cause__, TypeError) and len(given) == len(set(map(id, given))) == 1
+    np.testing.assert_array_equal(driver.read(), blocks)
+
+
 def test_system_calls_that_are_replaced_are_called(tmp_path, open_branch, quick):
     store = FlashStore(tmp_path)
     store.system = FaultySystem()

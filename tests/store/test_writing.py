@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from kvjax.errors import NoSpace, WriteFailed
+from kvjax.store.base import PAGE_BYTES
 from kvjax.store.flash import FlashStore
 from kvjax.store.transaction import ErrorSlot
-from tests.store.conftest import GEOMETRY, settle, skip_without, wait_until
+from kvjax.store.volume import Volume
+from tests.store.conftest import GEOMETRY, WIDE, settle, skip_without, wait_until
 
 EXTENT = GEOMETRY.extent_bytes
 
@@ -66,6 +68,46 @@ def test_blocks_that_lie_side_by_side_are_one_write(tmp_path, open_branch, syste
         settle(driver.branch.path)
     assert driver.branch.stats().rows_written == 2 * GEOMETRY.lanes
     np.testing.assert_array_equal(read_layer(driver, 1, 4)[:, :, :2, 0], np.broadcast_to([1.0, 2.0], (2, 2, 2)))
+
+
+def test_no_more_is_written_of_neighbours_than_they_fill(tmp_path, open_branch, system):
+    """Given new blocks of eight pages with one row each, two pages of them."""
+    store = FlashStore(tmp_path)
+    store.system = system
+    driver = open_branch(store, WIDE)
+    driver.prefill()
+    before, write, given = driver.branch.stats(), system.pwrite, []
+    system.pwrite = lambda descriptor, data, offset: (given.append(len(data)), write(descriptor, data, offset))[1]
+    driver.append(4, 0, 1.0, layer=1)
+    driver.branch.flush()
+    stats = driver.branch.stats()
+    assert sum(given) == stats.bytes_written - before.bytes_written == WIDE.lanes * 2 * PAGE_BYTES
+    assert stats.blocks_short - before.blocks_short == WIDE.lanes
+
+
+def test_a_failure_that_is_over_when_all_is_written_is_not_told(tmp_path, open_branch, system, monkeypatch):
+    """Given a branch that waits for its blocks while another one has those that failed tried again."""
+    store = FlashStore(tmp_path)
+    store.system = system
+    driver = open_branch(store)
+    driver.prefill()
+    driver.append(1, 2, 5.0)
+    system.fail("pwrite", errno.EIO, times=1)
+    wait, waited = Volume._wait, []
+
+    def tried_again(self, lineage, done):
+        self.lock.release()
+        wait_until(lambda: lineage.failed)
+        self.lock.acquire()
+        self._retry(lineage)
+        waited.append(lineage.told)
+        wait(self, lineage, done)
+
+    monkeypatch.setattr(Volume, "_wait", tried_again)
+    driver.branch.flush()
+    monkeypatch.undo()
+    assert isinstance(waited[0], WriteFailed) and driver.branch.take_error() is None
+    assert (driver.read()[:, :, 1, 2] == 5.0).all()
 
 
 def test_what_was_written_before_a_failure_is_not_written_again(tmp_path, open_branch, system):
