@@ -72,7 +72,7 @@ def decode(llm: kvjax.LLM, cache: kvjax.Cache, tokens: np.ndarray, warm_up: int,
         return row
     layers = sum(planning.on_store(plan, i) for i in range(len(plan.layers)))
     after, spec = branch.stats(), plan.layers[-1].spec
-    row |= timing.traffic_row(before, after, moved, plan, branch.geometry.row_bytes)
+    row |= timing.traffic_row(before, after, moved, plan)
     store, device = (1e3 * row[f"{name}_ms_per_step"] / layers for name in ("store", "io"))
     return row | {
         "blocks_needed": float(np.mean([one.needed for one in moved])) / layers / (spec.kv_heads // spec.block_heads),

@@ -130,7 +130,7 @@ def _loading(llm: kvjax.LLM, method, config, directory) -> Row:
     before, moved = branch.stats(), []
     seconds, state = timing.time_tokens(llm, plan, state, [i % 7 for i in range(config.steps)], "fused",
                                         lambda done: moved.append(timing.moved(done)))
-    traffic = timing.traffic_row(before, branch.stats(), moved, plan, branch.geometry.row_bytes)
+    traffic = timing.traffic_row(before, branch.stats(), moved, plan)
     row = {"store": "flash", "token_ms": 1e3 * float(np.median(seconds[1:])), **traffic,
            **layer_times.parts(llm, plan, state, branch)}
     branch.close()

@@ -28,13 +28,12 @@ import numpy as np
 from tqdm import tqdm
 
 import kvjax
-from experiments import common
+from experiments import common, timing
 from experiments.results import Run
 from kvjax import decode, planning
 from kvjax.planning import Slots
 from kvjax.store.base import Branch, Stats
 from kvjax.store.layout import SEQUENTIAL, check_layout
-from kvjax.store.slots import SlotPool
 
 
 class Updates:
@@ -103,12 +102,12 @@ class Probe:
     blocks: int = 0
     entries: int = 0
 
-    def read(self, branch: Branch, state) -> None:
+    def read(self, branch: Branch, plan: planning.Plan, state) -> None:
         """Reads the blocks of the newest step again, a layer at a time, and counts the entries that came."""
         before = branch.stats()
         for i, one in enumerate(state.layers):
-            if not isinstance(one.pool, SlotPool):
-                continue  # a dense layer's are in memory
+            if not planning.on_store(plan, i):
+                continue
             block = np.asarray(one.pool.own(one.state.loaded))
             slot = np.broadcast_to(np.arange(block.shape[-1], dtype=np.int32), block.shape)
             slots = np.zeros((*block.shape, *one.pool.rows.shape[-2:]), branch.geometry.numpy_dtype)
@@ -130,7 +129,8 @@ def _combine(one: Stats, other: Stats, sign: int = 1) -> Stats:
 def tables(plan: planning.Plan, state: planning.State) -> np.ndarray:
     """int32[lanes, NB, C] position of every row of layers on the store, of heads with blocks of their own; a copy."""
     heads = plan.layers[-1].spec.block_heads
-    parts = [np.asarray(one.state.pos[:, :heads]) for one in state.layers if isinstance(one.pool, SlotPool)]
+    stored = [one.state for i, one in enumerate(state.layers) if planning.on_store(plan, i)]
+    parts = [np.asarray(one.pos[:, :heads]) for one in stored]
     return np.concatenate([part.reshape(-1, *part.shape[2:]) for part in parts])
 
 
@@ -144,17 +144,15 @@ def measure(llm: kvjax.LLM, layout: str, tokens: np.ndarray, config: ml_collecti
                         slots=Slots(count=config.slots or None))
     branch, state = cache.branch, cache.state
     updates, probe, digest = Updates(tables(cache.plan, state), context + steps), Probe(), hashlib.sha256()
-    needed = missed = 0
-    before = branch.stats()
+    before, moved = branch.stats(), []
     for i in tqdm(range(steps), desc=layout, disable=None):
         done = decode.step(cache.plan, llm.params, state, jnp.asarray(tokens[:, context + i]), donate=True)
         state = done.state
         digest.update(np.asarray(done.logits).tobytes())
-        needed += sum(int(report.traffic.requested.sum()) for report in done.reports)
-        missed += sum(int(report.traffic.missed.sum()) for report in done.reports)
+        moved.append(timing.moved(done))
         updates.see(tables(cache.plan, state))
         if i % config.probe_every == 0:
-            probe.read(branch, state)
+            probe.read(branch, cache.plan, state)
     branch.flush()
     used = _combine(_combine(branch.stats(), before, -1), probe.stats, -1)
     row_bytes = planning.geometry(cache.plan).row_bytes
@@ -162,7 +160,7 @@ def measure(llm: kvjax.LLM, layout: str, tokens: np.ndarray, config: ml_collecti
     branch.close()
     head = {"layout": layout, "method": common.label(method), "store": "flash", "task": "layouts", "context": context,
             "budget": method.budget, "seed": 0, "tokens": steps * len(tokens), "logits_sha256": digest.hexdigest()[:16]}
-    return {**head, "hit_rate": 1 - missed / max(1, needed), **access_row(probe, row_bytes),
+    return {**head, "hit_rate": timing.came_back(moved), **access_row(probe, row_bytes),
             **traffic_row(used, updates, layout, steps * len(tokens), row_bytes), **space}
 
 

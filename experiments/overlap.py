@@ -71,7 +71,7 @@ def decode_tokens(llm, method, config, driver: str, slots: Slots, store=None) ->
     times, _ = timing.time_tokens(llm, plan, state, tokens[3:], driver, lambda done: moved.append(timing.moved(done)))
     row = {"ms_per_token": 1e3 * float(np.median(times))}
     if branch is not None:
-        row |= timing.traffic_row(before, branch.stats(), moved, plan, branch.geometry.row_bytes)
+        row |= timing.traffic_row(before, branch.stats(), moved, plan)
         branch.close()
     return row
 

@@ -23,7 +23,7 @@ from experiments.results import Run
 from experiments.shift_decoding import Decoding, Window, continued, in_token_order, settings_of, window_starts
 from experiments.shift_measures import against_dense, co_retrieval, measure_window, partitions
 from experiments.shift_texts import KINDS, Texts
-from kvjax import fields, planning
+from kvjax import fields
 from kvjax.errors import ConfigError
 from kvjax.models.config import ModelConfig
 from kvjax.planning import Plan
@@ -77,10 +77,10 @@ def check_fit(model: ModelConfig, config) -> None:
     for strategy in config.strategies:
         settings = settings_of(strategy, config.method)
         common.check_fit(model, settings, prompts, capacity)
-        spec = planning.make_plan(model, common.make_method(settings), config.texts, capacity).layers[-1].spec
-        if config.prompt <= spec.sinks + spec.ring:
-            raise ConfigError(f"prompt={config.prompt} leaves nothing for clusters beside {spec.sinks} sinks and the "
-                              f"{spec.ring} tokens before the newest; raise it")
+        method = common.make_method(settings)
+        if config.prompt < method.sinks + method.window:
+            raise ConfigError(f"prompt={config.prompt} leaves nothing for clusters beside {method.sinks} sinks and the "
+                              f"{method.window - 1} tokens before the newest; raise it")
     for name, most in (("layer", model.num_layers), ("head", model.num_kv_heads)):
         if not fields.whole(config.pca[name], 0) or config.pca[name] >= most:
             raise ConfigError(f"pca.{name}={config.pca[name]!r} is none of the model's, 0 to {most - 1}")

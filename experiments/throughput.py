@@ -100,7 +100,7 @@ class Subject:
             found["temporary_bytes"] = decode.temporary_bytes(self.plan, self.llm.params, self.state)
         found |= layer_times.parts(self.llm, self.plan, self.state, branch)
         if branch is not None:
-            found |= timing.traffic_row(self.before, after, self.traffic, self.plan, branch.geometry.row_bytes)
+            found |= timing.traffic_row(self.before, after, self.traffic, self.plan)
             found |= reuse_row(self.method, self.plan, self.slots, self.head["context"], self.traffic)
             found |= disk | fetch_row(self.store, found.pop("fetch_ms"), self.directory)
             branch.close()

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import decode, packing
+from kvjax import decode, packing, planning
 from kvjax.models.config import ModelConfig
 from kvjax.models.transformer import apply_rows
 from kvjax.planning import Plan
@@ -51,9 +51,8 @@ def came_back(traffic: list[Moved]) -> float:
     return 1.0 - sum(one.read for one in traffic) / max(1, sum(one.needed for one in traffic))
 
 
-def traffic_row(before: base.Stats, after: base.Stats, traffic: list[Moved], plan: Plan, row_bytes: int) -> dict:
-    """What the store did for each of these steps, of a token in each sequence, or of one sequence. Rows have so many
-    bytes in the store.
+def traffic_row(before: base.Stats, after: base.Stats, traffic: list[Moved], plan: Plan) -> dict:
+    """What the store did for each of these steps, of a token in each sequence, or of one sequence.
 
     A step waits for `wait_ms_per_step` of the device's `io_ms_per_step`: the rest is hidden behind computing. Of
     `store_ms_per_step`, inside the store's reads, what is no waiting is finding, verifying and copying. Useful are the
@@ -62,7 +61,7 @@ def traffic_row(before: base.Stats, after: base.Stats, traffic: list[Moved], pla
     steps, tokens = len(traffic), len(traffic) * plan.batch
     reads, seconds = after.reads - before.reads, after.io_seconds - before.io_seconds
     spec = plan.layers[-1].spec
-    useful = row_bytes // (spec.kv_heads // spec.block_heads) * sum(one.rows for one in traffic)
+    useful = planning.geometry(plan).row_bytes // (spec.kv_heads // spec.block_heads) * sum(one.rows for one in traffic)
     return {
         "bytes_read_per_token": (after.bytes_read - before.bytes_read) / tokens,
         "useful_bytes_per_read": useful / max(1, reads),

@@ -130,7 +130,7 @@ class LLM:
         Raises PromptError.
         """
         tokens, length = prefill.batch(self._prompts(context))
-        return self._read(Reading(prefill.pad(tokens), length, (), self.fingerprint))
+        return self._read(Reading(tokens, length, (), self.fingerprint))
 
     def _read(self, reading: Reading) -> Reading:
         """With the activations of all layers."""

@@ -38,7 +38,7 @@ def test_bytes_of_tokens_that_are_in_the_blocks_are_useful(params, tokens, name)
         done = decode.step(plan, params, state, tokens[np.arange(2), np.asarray(PROMPT) + i], donate=True)
         state = done.state
         moved.append(timing.moved(done))
-    row = timing.traffic_row(before, branch.stats(), moved, plan, branch.geometry.row_bytes)
+    row = timing.traffic_row(before, branch.stats(), moved, plan)
     tokens_read = sum(int(one.rows) for one in moved)
     reads = branch.stats().reads - before.reads
     assert tokens_read > 0 and row["useful_bytes_per_read"] == tokens_read * 2 * 4 * CONFIG.head_dim / reads

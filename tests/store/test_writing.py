@@ -46,14 +46,6 @@ def test_write_amplification(tmp_path, open_branch, rows):
     np.testing.assert_allclose(stats.write_amplification, EXTENT / (rows * GEOMETRY.row_bytes))
 
 
-def read_layer(driver, layer: int, block: int) -> np.ndarray:
-    """[B, K, C, width] of one block."""
-    number = np.full((GEOMETRY.batch, GEOMETRY.kv_heads, 1), block, np.int32)
-    out = np.zeros((*number.shape, GEOMETRY.block_rows, GEOMETRY.width), np.float32)
-    assert driver.branch.read_into(layer, driver.branch.generation, number, np.zeros_like(number), out)
-    return out[:, :, 0]
-
-
 def test_blocks_that_lie_side_by_side_are_one_write(tmp_path, open_branch, system):
     """Given new blocks of every lane, which the layout puts one after the other, and later rows for each of them."""
     store = FlashStore(tmp_path)
@@ -67,7 +59,7 @@ def test_blocks_that_lie_side_by_side_are_one_write(tmp_path, open_branch, syste
         assert system.calls.count("pwrite") == 1
         settle(driver.branch.path)
     assert driver.branch.stats().rows_written == 2 * GEOMETRY.lanes
-    np.testing.assert_array_equal(read_layer(driver, 1, 4)[:, :, :2, 0], np.broadcast_to([1.0, 2.0], (2, 2, 2)))
+    np.testing.assert_array_equal(driver.read(1)[:, :, 4, :2, 0], np.broadcast_to([1.0, 2.0], (2, 2, 2)))
 
 
 def test_no_more_is_written_of_neighbours_than_they_fill(tmp_path, open_branch, system):
@@ -139,11 +131,11 @@ def test_as_many_blocks_are_written_as_there_is_space_for(tmp_path, open_branch)
     with pytest.raises(NoSpace, match="max_bytes"):
         driver.branch.flush()
     assert driver.branch.stats().blocks_written - before == GEOMETRY.lanes - 1
-    assert (read_layer(driver, 1, 4)[:, :, 0] == 6.0).all()
+    assert (driver.read(1)[:, :, 4, 0] == 6.0).all()
     extents._max_bytes = None
     driver.branch.flush()
     assert driver.branch.stats().blocks_written - before == GEOMETRY.lanes
-    assert (read_layer(driver, 1, 4)[:, :, 0] == 6.0).all()
+    assert (driver.read(1)[:, :, 4, 0] == 6.0).all()
 
 
 def test_a_block_is_read_from_memory_until_the_device_has_it(tmp_path, open_branch, system):
@@ -210,4 +202,4 @@ def test_blocks_that_the_device_refuses_stay_in_memory(tmp_path, open_branch, sy
     driver.branch.flush()
     settle(driver.branch.path)
     np.testing.assert_array_equal(driver.read(), expected)
-    assert (read_layer(driver, 1, 4)[:, :, 0] == 6.0).all()
+    assert (driver.read(1)[:, :, 4, 0] == 6.0).all()
