@@ -41,7 +41,7 @@ class FlashBranch(TransactionalBranch):
     """One line of history in a store file; made by `FlashStore.create`, `FlashStore.open` and `fork`.
 
     Attributes:
-      path: the store file.
+      path: the store file, or where it will be once it is saved (`FlashStore.create`).
       direct: whether reads go past the page cache.
       engine: how blocks are read, "aio" or "threads".
       codec: how they are put into the file, "raw" or "rle".
@@ -64,7 +64,7 @@ class FlashBranch(TransactionalBranch):
 
     @property
     def path(self) -> str:
-        return self._volume.file.path
+        return self._volume.file.place
 
     @property
     def direct(self) -> bool:

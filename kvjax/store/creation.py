@@ -10,7 +10,7 @@ import uuid
 
 from kvjax.errors import FormatMismatch, NoSpace, ReadFailed, StoreClosed, StoreLocked
 from kvjax.store.base import PAGE_BYTES
-from kvjax.store.file import BlockFile, write_error
+from kvjax.store.file import BlockFile, Replaced, write_error
 from kvjax.store.format import HEADER_BYTES, Header, is_ours
 from kvjax.store.system import SystemIO
 
@@ -21,10 +21,12 @@ def create_file(path, header: Header, system: SystemIO, *, direct: bool, max_byt
                 least_blocks: int = 1) -> BlockFile:
     """Creates `path`, or a temporary file in the directory `path`, and writes its header.
 
-    A kvjax file that nobody writes is replaced by a new one; who reads the old one, reads on. Temporary files that a
-    crash left in the directory are removed. Raises FormatMismatch for any other file, StoreLocked, StoreClosed when
-    somebody removes it meanwhile, NoSpace, or WriteFailed when the place cannot be written. After a failed call there
-    is what there was before; if it was the last step that failed, syncing the directory, an empty store instead.
+    A kvjax file that nobody writes is replaced by a new one; who reads the old one, reads on. Where something was saved
+    in it, the new file lies beside it, and takes its place at its own first save: until then the old one can be
+    restored, and if there is no save, it stays. Temporary files that a crash left in the directory are removed. Raises
+    FormatMismatch for any other file, StoreLocked, StoreClosed when somebody removes it meanwhile, NoSpace, or
+    WriteFailed when the place cannot be written. After a failed call there is what there was before; if it was the last
+    step that failed, syncing the directory, an empty store instead.
     """
     path, temporary = os.fspath(path), False
     if os.path.isdir(path):
@@ -33,21 +35,26 @@ def create_file(path, header: Header, system: SystemIO, *, direct: bool, max_byt
     descriptor, made = _open_for_writing(path, system)
     with contextlib.ExitStack() as undo:
         file = _tentative(path, descriptor, made, system, undo)
-        _claim(file, descriptor, system)
-        _check_space(path, descriptor, system, HEADER_BYTES + least_blocks * header.geometry.extent_bytes, max_bytes)
+        kept = _claim(file, descriptor, system)
+        _check_space(path, descriptor, system, HEADER_BYTES + least_blocks * header.geometry.extent_bytes, max_bytes,
+                     kept)
         if not made:
             file = _beside(path, os.fstat(descriptor), system, undo)
         file.temporary = temporary
         file.write(header.pack().ljust(HEADER_BYTES, b"\0"), 0, lambda _: "the header")
-        if not temporary:
-            _make_durable(file, path, system)
+        if kept:
+            file.replaces = Replaced(path, descriptor)
+        elif not temporary:
+            file.sync()
+            file.move_to(path)
         undo.pop_all()
-    if not made:
+    if not made and not kept:
         system.close(descriptor)
     if direct:
         try:
             file.open_direct()
         except BaseException:
+            file.remove_if_temporary()
             file.close()
             raise
     return file
@@ -55,18 +62,6 @@ def create_file(path, header: Header, system: SystemIO, *, direct: bool, max_byt
 
 def _name_in(directory: str) -> str:
     return os.path.join(directory, f"kvjax-{os.getpid()}-{uuid.uuid4().hex[:12]}.kv")
-
-
-def _make_durable(file: BlockFile, path: str, system: SystemIO) -> None:
-    """Has the file last, at `path`."""
-    file.sync()
-    try:
-        if file.path != path:
-            system.replace(file.path, os.path.realpath(path))
-            file.path = path
-        system.sync_directory(os.path.dirname(os.path.abspath(path)))
-    except OSError as cause:
-        raise write_error(f"{path}: its directory could not be written", cause) from cause
 
 
 def _tentative(path: str, descriptor: int, made: bool, system: SystemIO, undo: contextlib.ExitStack) -> BlockFile:
@@ -80,7 +75,9 @@ def _tentative(path: str, descriptor: int, made: bool, system: SystemIO, undo: c
 def _beside(path: str, old: os.stat_result, system: SystemIO, undo: contextlib.ExitStack) -> BlockFile:
     """A locked file that is to take the place of `path`. To empty that one instead would be SIGBUS to those who have it
     mapped, and lose what was saved in it if we fail."""
-    name = _name_in(os.path.dirname(os.path.realpath(path)))
+    directory = os.path.dirname(os.path.realpath(path))
+    remove_orphans(directory, system)
+    name = _name_in(directory)
     descriptor, made = _open_for_writing(name, system)
     file = _tentative(name, descriptor, made, system, undo)
     os.fchmod(descriptor, stat.S_IMODE(old.st_mode))
@@ -153,20 +150,27 @@ def _remove_made(path: str, system: SystemIO, kind: type[BaseException] | None, 
             system.unlink(path)
 
 
-def _claim(file: BlockFile, descriptor: int, system: SystemIO) -> None:
-    """Locks the file and makes sure that replacing it destroys nothing foreign."""
+def _claim(file: BlockFile, descriptor: int, system: SystemIO) -> bool:
+    """Locks the file and makes sure that replacing it destroys nothing foreign. Returns whether something may have been
+    saved in it: whether a superblock of any version was written, whole or not."""
     _check_kind(file.path, descriptor)
     file.lock()
     file.check_present()  # whoever held the lock before us may have removed it, as a failed call does
     beginning = _first_page(file.path, descriptor, system)
     if beginning and not is_ours(beginning):
         raise FormatMismatch(f"{file.path} exists and is not a kvjax store file; choose another path or remove it")
+    return any(_beginning(file.path, descriptor, system, HEADER_BYTES)[PAGE_BYTES:])
 
 
 def _first_page(path: str, descriptor: int, system: SystemIO) -> bytes:
-    """What is at the beginning of a file, at most a page."""
-    page, got, more = memoryview(bytearray(PAGE_BYTES)), 0, 1
-    while more and got < PAGE_BYTES:
+    """The first page of a file, or what there is of it."""
+    return _beginning(path, descriptor, system, PAGE_BYTES)
+
+
+def _beginning(path: str, descriptor: int, system: SystemIO, size: int) -> bytes:
+    """The first `size` bytes of a file, or what there is of them."""
+    page, got, more = memoryview(bytearray(size)), 0, 1
+    while more and got < size:
         try:
             more = system.preadv(descriptor, (page[got:],), got)
             got += more
@@ -182,15 +186,18 @@ def _check_kind(path: str, descriptor: int) -> None:
         raise FormatMismatch(f"{path} is not a regular file; choose another path")
 
 
-def _check_space(path: str, descriptor: int, system: SystemIO, least: int, max_bytes: int | None) -> None:
-    """NoSpace unless the device can hold what the file will have at least, and what it may have at most."""
+def _check_space(path: str, descriptor: int, system: SystemIO, least: int, max_bytes: int | None, kept: bool) -> None:
+    """NoSpace unless the device can hold what the file will have at least, and what it may have at most; what is at the
+    path gives its space back unless it is kept."""
     if max_bytes is not None and least > max_bytes:
         raise NoSpace(f"{path}: {least} bytes are needed at least, more than max_bytes={max_bytes}; raise the limit")
     needed = max_bytes or least
     try:
-        free = system.free_bytes(descriptor) + os.fstat(descriptor).st_blocks * 512
+        freed = 0 if kept else os.fstat(descriptor).st_blocks * 512
+        free = system.free_bytes(descriptor) + freed
     except OSError as cause:
         raise write_error(f"{path}: how much is free cannot be told", cause) from cause
     if free < needed:
-        raise NoSpace(f"{path}: {needed} bytes are needed and {free} are free; free some, lower max_bytes, or choose "
-                      "another device")
+        remedy = "remove the cache that is saved there, " if kept else ""
+        raise NoSpace(f"{path}: {needed} bytes are needed and {free} are free; {remedy}free some, lower max_bytes, or "
+                      "choose another device")

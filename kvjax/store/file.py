@@ -11,6 +11,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import numpy as np
 from absl import logging
@@ -32,6 +33,13 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_SUCH_CALL = (errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EOPNOTSUPP)  # of the system, or for such a file
 
 
+class Replaced(NamedTuple):
+    """The saved file whose place another one is to take: its path, and the descriptor that holds its lock."""
+
+    path: str
+    descriptor: int
+
+
 class BlockFile:
     """An open file with a buffered descriptor and, while `direct`, one for O_DIRECT reads.
 
@@ -41,9 +49,11 @@ class BlockFile:
     Attributes:
       temporary: the file is deleted when it is closed.
       read_only: the file belongs to somebody else.
+      replaces: the saved file whose place this one takes once something is saved in it; None = it is in its place.
     """
 
     read_only = False
+    replaces: Replaced | None = None
 
     def __init__(self, path: str, descriptor: int, system: SystemIO, *, temporary: bool):
         self.path = path
@@ -154,6 +164,40 @@ class BlockFile:
         except OSError as cause:
             raise write_error(f"{self.path}: syncing to the device failed", cause) from cause
 
+    @property
+    def place(self) -> str:
+        """The path at which the file is found once something is saved in it."""
+        return self.path if self.replaces is None else self.replaces.path
+
+    def take_place(self) -> None:
+        """Moves the file to the place of the one that it replaces, if there is one. Raises StoreClosed where another
+        file has come there, and WriteFailed."""
+        if self.replaces is None:
+            return
+        path, descriptor = self.replaces
+        with contextlib.suppress(FileNotFoundError):
+            if self.path != path and not os.path.samestat(os.stat(path), os.fstat(descriptor)):
+                raise StoreClosed(f"{path} was replaced while its successor was made; save to another directory")
+        self.move_to(path)
+        self._let_go()
+
+    def move_to(self, path: str) -> None:
+        """Gives the file a path, for good when this returns. Raises WriteFailed."""
+        try:
+            if self.path != path:
+                self._system.replace(self.path, os.path.realpath(path))
+                self.path = path
+            self._system.sync_directory(os.path.dirname(os.path.abspath(path)))
+        except OSError as cause:
+            raise write_error(f"{path}: its directory could not be written", cause) from cause
+
+    def _let_go(self) -> None:
+        """Gives the replaced file back, with its lock."""
+        replaced, self.replaces = self.replaces, None
+        if replaced is not None:
+            with contextlib.suppress(OSError):
+                self._system.close(replaced.descriptor)
+
     def write_back(self) -> None:
         """Has what was written on its way to the device while others compute: O_DIRECT reads would wait for it. A hint,
         so that a refusal is none of anybody's business; without O_DIRECT the page cache is what is read from."""
@@ -225,13 +269,16 @@ class BlockFile:
     def close(self) -> None:
         if os.getpid() == self._owner:
             self.unlock()  # a forked process has our descriptors too, so that closing ours would leave the lock
+        self._let_go()
         for descriptor in (self._direct, self._buffered):
             if descriptor is not None:
                 with contextlib.suppress(OSError):
                     self._system.close(descriptor)
 
     def remove_if_temporary(self) -> None:
-        if self.temporary and os.getpid() == self._owner:  # a forked process runs our finalizer too
+        """Removes a temporary file, and one that never took the place of another."""
+        unwanted = self.temporary or self.replaces is not None
+        if unwanted and os.getpid() == self._owner:  # a forked process runs our finalizer too
             with contextlib.suppress(OSError):
                 self._system.unlink(self.path)
 

@@ -29,8 +29,9 @@ class FlashStore:
     """Where and how blocks are kept on flash; touches no disk before `create`.
 
     Args:
-      path: a file to create (a kvjax file nobody writes is replaced), or an existing directory, in which a temporary
-        file is made that goes away when its last branch is closed or collected, and at exit.
+      path: a file to create, or an existing directory, in which a temporary file is made that goes away when its last
+        branch is closed or collected, and at exit. A kvjax file that nobody writes is replaced: at once if nothing was
+        saved in it, else by the first save of the new one.
       threads: how many reads run at once where threads read.
       engine: how blocks are read, "aio" or "threads" (see `kvjax.store.reader`); None for "aio" where it can be. The
         branch's `engine` tells which it is. Blocks in another codec than "raw" are read by threads.

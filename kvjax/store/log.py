@@ -99,6 +99,7 @@ class CommitLog:
         self._file.write(Superblock(saved.sequence, saved.places).pack(), SUPERBLOCKS[saved.slot],
                          lambda _: f"superblock {saved.slot}")
         self._sync()
+        self._file.take_place()
         for i, request in enumerate(requests):
             request.sequence = saved.sequence - len(requests) + i + 1
         with self._lock:
