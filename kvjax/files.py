@@ -1,10 +1,64 @@
-"""Files and directories that are written whole or not at all."""
+"""Files and directories that are written whole or not at all, and files of others, which are read with care."""
 
 import contextlib
+import json
 import os
 import pathlib
 import shutil
+import stat
 from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+_KINDS = (
+    (stat.S_ISDIR, "directory"), (stat.S_ISFIFO, "FIFO"), (stat.S_ISCHR, "character device"),
+    (stat.S_ISBLK, "block device"),
+)
+
+
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+    """Opens a regular file for reading, without a buffer and without waiting: a FIFO would wait for a writer for ever.
+
+    Raises OSError where it cannot be opened, and ValueError for what is no regular file or no path.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode):
+            kind = next((name for is_kind, name in _KINDS if is_kind(mode)), "special file")
+            raise ValueError(f"it is a {kind}, not a regular file")
+        return os.fdopen(descriptor, "rb", buffering=0)
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_regular(path: str | os.PathLike[str], most_bytes: int) -> bytes:
+    """Returns the content of a regular file of at most `most_bytes` bytes; takes no more memory than the file has.
+
+    Raises OSError where it cannot be opened or read, and ValueError for a larger file, and for what is no regular file
+    or no path.
+    """
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most_bytes:
+            raise ValueError(f"it has {size} bytes; at most {most_bytes} are read")
+        pieces = []
+        while size and (piece := file.read(size)):  # Linux gives 2 GiB at most at once
+            pieces.append(piece)
+            size -= len(piece)
+    return b"".join(pieces)
+
+
+def parse_json(content: bytes) -> Any:
+    """Returns what a JSON text in UTF-8 says; ValueError for whatever keeps it from being read.
+
+    Among that are brackets nested too deep and integers of thousands of digits. Infinity and NaN are numbers, as Python
+    writes them, and 1e400 is infinity: the range of a number is for its user to check.
+    """
+    try:
+        return json.loads(content.decode("utf-8"))
+    except RecursionError:
+        raise ValueError("its brackets are nested too deep") from None
 
 
 @contextlib.contextmanager
