@@ -88,3 +88,25 @@ def replacing_directory(path: pathlib.Path) -> Iterator[pathlib.Path]:
     finally:
         for one in (fresh, old):
             shutil.rmtree(one, ignore_errors=True)
+
+
+def write_private(path: str | os.PathLike[str], data: bytes) -> None:
+    """Writes a new file that only its owner may read, and returns once it is on the device, its name included.
+
+    Raises OSError; then there may be a part of it.
+    """
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb", buffering=0) as file:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[file.write(rest):]
+        os.fsync(file.fileno())
+    sync_directory(os.path.dirname(os.path.abspath(path)))
+
+
+def sync_directory(path: str | os.PathLike[str]) -> None:
+    """Returns once the names in a directory are on the device. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

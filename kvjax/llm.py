@@ -284,7 +284,7 @@ class LLM:
             directory, self.config, self.fingerprint, method=method, slots=slots, read_only=read_only,
             store_settings=store_settings,
         )
-        return Cache(found.plan, found.state, found.logits, found.branch, fingerprint=self.fingerprint)
+        return Cache(found.plan, found.state, found.logits, found.branch, self.fingerprint, found.pending)
 
     def generate(
         self, question, cache: Cache, *, max_new_tokens: int = 64, sampling: Sampling = GREEDY, seed: int = 0,

@@ -1,12 +1,14 @@
 """Saving a cache to a directory, and restoring it in another process.
 
-    DIRECTORY/state-HEX/   all of the cache but the blocks of a store: an Orbax checkpoint
-    DIRECTORY/blocks.kv    the blocks of a store, in a store file (`kvjax.store.format`)
-    DIRECTORY/cache.json   only for a cache that is all in memory
+    DIRECTORY/state-HEX.safetensors   all of the cache but the blocks of a store
+    DIRECTORY/blocks.kv               the blocks of a store, in a store file (`kvjax.store.format`)
+    DIRECTORY/cache.json              only for a cache that is all in memory
 
-A *manifest* says which checkpoint counts, and how the cache was made. It is the metadata of the store file's commit, or
-`cache.json`, replaced by renaming. The checkpoint is on the device before, so that this one step saves both or neither.
-Checkpoints that no manifest names are left-overs of interrupted saves, which the next save or restoration removes.
+A *manifest* (`kvjax.manifest`) says which state counts, and how the cache was made. It is the metadata of the store
+file's commit, or `cache.json`, replaced by renaming. The state is on the device before, so that this one step saves
+both or neither. States that no manifest names are strays: a save removes its own whatever happens to it, and the next
+save or restoration those of a process that was killed. Where something is damaged nothing is removed, as it may be
+needed.
 """
 
 import contextlib
@@ -18,15 +20,17 @@ import os
 import pathlib
 import re
 import shutil
+import stat
 import uuid
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvjax import parking, planning, state_checkpoint
+from kvjax import files, manifest, parking, planning, state_file
 from kvjax.errors import (
+    ChecksumMismatch,
     ConfigError,
     FormatMismatch,
     NothingSaved,
@@ -34,8 +38,8 @@ from kvjax.errors import (
     StaleCache,
     StoreError,
     StoreLocked,
-    WriteFailed,
 )
+from kvjax.manifest import Manifest
 from kvjax.method import Method
 from kvjax.methods import METHODS, name_of
 from kvjax.models.config import ModelConfig
@@ -43,60 +47,77 @@ from kvjax.planning import Plan, Slots, State
 from kvjax.store.base import Branch
 from kvjax.store.branch import FlashBranch
 from kvjax.store.creation import open_file
+from kvjax.store.file import write_error
 from kvjax.store.flash import FlashStore
+from kvjax.store.log import recover
 from kvjax.store.slots import SlotPool
 from kvjax.store.system import SystemIO
 from kvjax.store.tiers import TieredPool
 from kvjax.typing import Array
 
-# 3: codes of keys lie dimension by dimension; 4: no positions of tokens that are in their order; 5: vectors that stand
-# for blocks, too, lie dimension by dimension
-VERSION = 5
 _NOT_SAVED = "not saved"  # marks a setting that JSON cannot hold
 BLOCKS, MANIFEST = "blocks.kv", "cache.json"
-_OURS = re.compile(r"state-[0-9a-f]{12}(\.kv|\.json)?")  # `_new_name`; other files are the user's
+# `_new_name` with what it may end with, in this version and in those before; other files are the user's.
+_OURS = re.compile(r"state-[0-9a-f]{12}(\.safetensors|\.kv|\.json|\.orbax-checkpoint-tmp.*)?")
+Pending = tuple[tuple[int, ...], ...]  # tokens of each sequence that are to be fed before anything else
 
 
 # ---- saving
 
 
-def save(directory, plan: Plan, state: State, logits: Array, branch: Branch | None, fingerprint: str) -> None:
+def save(
+    directory, plan: Plan, state: State, logits: Array, pending: Pending, branch: Branch | None, fingerprint: str
+) -> None:
     """Makes a cache the saved one of a directory, which is created where it is missing.
 
-    A store file that lies elsewhere is copied. Raises ConfigError when the directory holds a cache of the other kind,
-    FormatMismatch or ReadFailed when it has a `cache.json` that is none, StoreLocked when somebody else writes it,
-    StoreError when the device fails; then what was saved before still is.
+    A store file that lies elsewhere is copied. Only the owner may read what is saved, and enter the directory if there
+    is nothing else in it. Raises ConfigError when the directory holds a cache of the other kind, FormatMismatch or
+    ReadFailed when it has a `cache.json` that is none, StoreLocked when somebody else writes it, StoreError when the
+    device fails; then what was saved before still is.
     """
     directory = _absolute(directory)
     with _saving(directory):
         _check_kind(directory, branch is not None)
-        if branch is None and (directory / MANIFEST).exists():
-            _read_manifest(directory)  # a file of somebody else's stays, alone
+        if branch is None:
+            _check_manifest(directory)
         try:
-            _save(directory, plan, state, logits, branch, fingerprint)
+            _make_private(directory)
+            _remove_strays(directory, _names(directory, branch))
+            _save(directory, plan, state, logits, pending, branch, fingerprint)
         except StoreError:
             raise
         except OSError as cause:
-            raise WriteFailed(f"saving to {directory} failed: {cause}; choose another directory") from cause
+            raise write_error(f"saving to {directory} failed", cause) from cause
 
 
 def _save(
-    directory: pathlib.Path, plan: Plan, state: State, logits: Array, branch: Branch | None, fingerprint: str
+    directory: pathlib.Path, plan: Plan, state: State, logits: Array, pending: Pending, branch: Branch | None,
+    fingerprint: str,
 ) -> None:
-    state_name = _new_name()
-    checksum = state_checkpoint.save(directory / state_name, state, logits)
-    manifest = {
-        "version": VERSION, "state": state_name, "checksum": checksum, "fingerprint": fingerprint,
-        "method": _describe(plan.method), "batch": plan.batch, "capacity": plan.capacity, "dtype": plan.dtype,
-        "slots": _slots(state),
-    }
-    commit = json.dumps(manifest).encode()
-    if branch is None:
-        _replace(directory / MANIFEST, commit)
-        named = [commit]
-    else:
-        named = _save_blocks(directory, branch, int(state.line.generation), fingerprint, commit)
-    _remove_orphans(directory, named)
+    name = _new_name()
+    path = _state_path(directory, name)
+    method, settings = _describe(plan.method)
+    try:
+        checksum = state_file.save(path, state, logits)
+        commit = Manifest(
+            name, checksum, fingerprint, method, settings, plan.batch, plan.capacity, plan.dtype, _slots(plan, state),
+            [list(row) for row in pending],
+        ).pack()
+        if branch is None:
+            _replace(directory / MANIFEST, commit)
+        else:
+            _save_blocks(directory, branch, int(state.line.generation), fingerprint, commit)
+    except BaseException:
+        named = _names_on_device(directory)
+        if named is not None and name not in named:  # else the last step failed, and it may be saved
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+        raise
+    _remove_strays(directory, _names(directory, branch))
+
+
+def _state_path(directory: pathlib.Path, name: str) -> pathlib.Path:
+    return directory / f"{name}.safetensors"
 
 
 def _new_name() -> str:
@@ -111,7 +132,7 @@ def _exists(path: pathlib.Path) -> bool:
 
 
 def _is_of_store(directory: pathlib.Path) -> bool:
-    """A store file beside a manifest was never saved: then it would have been refused."""
+    """Whether blocks are in a store file. One beside a manifest was never saved: then it would have been refused."""
     return _exists(directory / BLOCKS) and not _exists(directory / MANIFEST)
 
 
@@ -122,44 +143,64 @@ def _check_kind(directory: pathlib.Path, store: bool) -> None:
                           "directory")
 
 
+def _check_manifest(directory: pathlib.Path) -> None:
+    """Raises FormatMismatch or ReadFailed for a file of somebody else's, which stays; a damaged one may be replaced."""
+    with contextlib.suppress(NothingSaved, ChecksumMismatch):
+        data = _read_manifest(directory)
+        if manifest.names_none(data):
+            Manifest.unpack(data, directory / MANIFEST)
+
+
 @contextlib.contextmanager
 def _saving(directory: pathlib.Path) -> Iterator[None]:
     """The directory, made and locked: one save or restoration for writing at a time."""
     try:
         _make(directory)
-        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as cause:
-        raise WriteFailed(f"cannot use {directory}: {cause}; choose another directory") from cause
+        raise write_error(f"cannot use {directory}", cause) from cause
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as cause:
             raise StoreLocked(f"{directory} is being saved to by somebody else; try again or choose another") from cause
         except OSError as cause:
-            raise WriteFailed(f"{directory} cannot be locked: {cause}; choose one on another file system") from cause
+            raise write_error(f"{directory} cannot be locked; choose one on another file system", cause) from cause
         yield
     finally:
         os.close(descriptor)
 
 
 def _make(directory: pathlib.Path) -> None:
-    """Makes a directory and those above it, so that their names last."""
+    """Makes a directory for its owner alone, and those above it, so that their names last."""
     if not directory.is_dir():
         _make(directory.parent)
-        directory.mkdir(exist_ok=True)
-        SystemIO().sync_directory(str(directory.parent))
+        directory.mkdir(mode=0o700, exist_ok=True)
+        files.sync_directory(directory.parent)
 
 
-def _save_blocks(
-    directory: pathlib.Path, branch: Branch, generation: int, fingerprint: str, commit: bytes
-) -> list[bytes]:
-    """Commits in the store file of the directory; returns the manifests it holds then. Raises StaleCache where the
-    branch is not at that generation, or leaves it meanwhile."""
+def _make_private(directory: pathlib.Path) -> None:
+    """Takes the rights of others to what is saved, and to the directory where nothing else is in it: prompts can be
+    read back from a cache."""
+    content = list(directory.iterdir())
+    ours = [path for path in content if _OURS.fullmatch(path.name) or path.name in (BLOCKS, MANIFEST)]
+    for path in (*ours, directory) if len(ours) == len(content) else ours:
+        mode = stat.S_IMODE(path.lstat().st_mode)
+        if mode & 0o077 and not path.is_symlink():
+            try:
+                path.chmod(mode & 0o700)
+            except OSError as cause:
+                warnings.warn(f"{path} may be read by others, and that could not be changed: {cause}", stacklevel=2)
+
+
+def _save_blocks(directory: pathlib.Path, branch: Branch, generation: int, fingerprint: str, commit: bytes) -> None:
+    """Commits in the store file of the directory. Raises StaleCache where the branch is not at that generation, or
+    leaves it meanwhile."""
     path = directory / BLOCKS
-    if isinstance(branch, FlashBranch) and path.exists() and os.path.samefile(branch.path, path) and branch.writable:
-        branch.save(commit, generation)
-        return [one.metadata for one in branch.saves()]
-    fresh = directory / f"{_new_name()}.kv"  # a left-over is removed like any other
+    if _is_in_place(directory, branch):
+        branch.save(commit, generation)  # type: ignore[attr-defined]
+        return
+    fresh = directory / f"{_new_name()}.kv"  # a stray like any other if we are killed
     with contextlib.ExitStack() as stack:
         if path.exists():  # replacing it under somebody who writes to it would lose what he saves
             stack.callback(open_file(str(path), SystemIO(), direct=False, read_only=False)[0].close)
@@ -167,8 +208,14 @@ def _save_blocks(
         with contextlib.closing(_copied(branch, generation, fresh, fingerprint)) as copy:
             copy.save(commit)
         os.replace(fresh, path)
-        SystemIO().sync_directory(str(directory))
-    return [commit]
+        files.sync_directory(directory)
+
+
+def _is_in_place(directory: pathlib.Path, branch: Branch | None) -> bool:
+    """Whether a branch is one of the directory's own store file."""
+    path = directory / BLOCKS
+    ours = isinstance(branch, FlashBranch) and branch.writable and path.exists()
+    return ours and os.path.samefile(branch.path, path)  # type: ignore[union-attr]
 
 
 def _copied(branch: Branch, generation: int, path: pathlib.Path, fingerprint: str) -> FlashBranch:
@@ -201,25 +248,61 @@ def _copy_layers(branch: Branch, generation: int, copy: FlashBranch) -> None:
 def _replace(path: pathlib.Path, data: bytes) -> None:
     """Lets a file have these contents, or the old ones if anything fails."""
     fresh = path.with_name(f"{_new_name()}.json")
-    with open(fresh, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(fresh, path)
-    SystemIO().sync_directory(str(path.parent))
+    try:
+        files.write_private(fresh, data)
+        os.replace(fresh, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            fresh.unlink(missing_ok=True)
+        raise
+    files.sync_directory(path.parent)
 
 
-def _remove_orphans(directory: pathlib.Path, manifests: list[bytes]) -> None:
-    named = set()
-    for manifest in manifests:
-        with contextlib.suppress(FormatMismatch, ReadFailed):  # of a branch that was saved by itself: it names none
-            named.add(_parsed(manifest, directory / BLOCKS)["state"])
-    for path in directory.iterdir():
-        if _OURS.fullmatch(path.name) and path.name not in named:
-            try:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-            except OSError as cause:  # what was to be saved is, and what is left over takes space and nothing else
-                warnings.warn(f"{path} is not needed any more, and could not be removed: {cause}", stacklevel=2)
+# ---- strays
+
+
+def _names(directory: pathlib.Path, branch: Branch | None) -> set[str] | None:
+    """`_names_on_device`, without reading the store file of a branch that knows what is saved in it."""
+    if _is_in_place(directory, branch) and (saves := branch.saves()):  # type: ignore[union-attr]
+        return _named([one.metadata for one in saves], directory / BLOCKS)
+    return _names_on_device(directory)
+
+
+def _names_on_device(directory: pathlib.Path) -> set[str] | None:
+    """States that a directory's manifests name; None where that cannot be told, as something is damaged."""
+    try:
+        if not _is_of_store(directory):
+            return _named([_read_manifest(directory)], directory / MANIFEST)
+        file, header = open_file(str(directory / BLOCKS), SystemIO(), direct=False, read_only=True)
+        with contextlib.closing(file):
+            found, problems = recover(file, header.geometry)
+        return None if problems else _named([one.metadata for one in found], directory / BLOCKS)
+    except NothingSaved:
+        return set()
+    except StoreError:
+        return None
+
+
+def _named(manifests: Sequence[bytes], path: pathlib.Path) -> set[str] | None:
+    try:
+        return {Manifest.unpack(one, path).state for one in manifests if not manifest.names_none(one)}
+    except StoreError:
+        return None
+
+
+def _strays(directory: pathlib.Path, named: set[str]) -> list[pathlib.Path]:
+    """What saves left behind, given the states that are named."""
+    kept = {_state_path(directory, name).name for name in named}
+    return [path for path in directory.iterdir() if _OURS.fullmatch(path.name) and path.name not in kept]
+
+
+def _remove_strays(directory: pathlib.Path, named: set[str] | None) -> None:
+    """Removes what saves left behind, unless it is not known what is named. The directory is locked."""
+    for path in [] if named is None else _strays(directory, named):
+        try:
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        except OSError as cause:  # what was to be saved is, and what is left over takes space and nothing else
+            warnings.warn(f"{path} is not needed any more, and could not be removed: {cause}", stacklevel=2)
 
 
 # ---- restoring
@@ -232,6 +315,15 @@ class Restored:
     plan: Plan
     state: State
     logits: Array
+    pending: Pending
+    branch: FlashBranch | None
+
+
+class _Saved(NamedTuple):
+    """One save that a directory holds."""
+
+    manifest: bytes
+    path: pathlib.Path  # where it was found
     branch: FlashBranch | None
 
 
@@ -239,7 +331,9 @@ def restore(
     directory, config: ModelConfig, fingerprint: str, *, method: Method | None = None, slots: Slots | None = None,
     read_only: bool = False, store_settings: dict[str, Any] | None = None,
 ) -> Restored:
-    """The cache that `save` put into a directory.
+    """Returns the cache that `save` put into a directory.
+
+    Of a store the save before the newest is returned, with a warning, where the newest one is damaged.
 
     Args:
       config, fingerprint: of the model; must be those of the saved cache.
@@ -254,20 +348,38 @@ def restore(
     StoreErrors when something is damaged or cannot be read.
     """
     directory = _absolute(directory)
+    if not _exists(directory):
+        raise NothingSaved(f"{directory} does not exist; give the directory of an earlier save")
+
+    def load(saved: _Saved) -> Restored:
+        return _restored(saved, config, fingerprint, method, slots)
+
     if _is_of_store(directory):
         store = _store(directory / BLOCKS, store_settings or {})
         with contextlib.nullcontext() if read_only else _saving(directory):
-            return _newest(lambda: _open_blocks(store, directory, fingerprint, read_only),
-                           lambda saved: _restored(directory, saved, config, fingerprint, method, slots))
+            restored, whole = _newest(lambda: _in_store(store, fingerprint, read_only), load)
+            if whole and not read_only:
+                _tidy(directory)
+        return restored
     if store_settings or (slots is not None and not slots.for_memory):
         raise ConfigError(f"{directory} was saved from memory; leave out slots, which are for blocks on a store, and "
                           f"settings of a store ({', '.join(store_settings or ('none',))})")
-    return _newest(lambda: _Saved(_read_manifest(directory), None),
-                   lambda saved: _restored(directory, saved, config, fingerprint, method, slots))
+    restored, _ = _newest(lambda: [_Saved(_read_manifest(directory), directory / MANIFEST, None)], load)
+    if not read_only:
+        with contextlib.suppress(StoreError), _saving(directory):  # somebody who saves tidies up by himself
+            _tidy(directory)
+    return restored
+
+
+def _tidy(directory: pathlib.Path) -> None:
+    """Removes what killed saves left, if anything. The directory is locked."""
+    with contextlib.suppress(OSError):
+        if len(_strays(directory, set())) > (2 if _is_of_store(directory) else 1):
+            _remove_strays(directory, _names_on_device(directory))
 
 
 def _absolute(directory) -> pathlib.Path:
-    if not isinstance(directory, str | os.PathLike) or not os.fspath(directory):
+    if not isinstance(directory, str | os.PathLike) or not os.fspath(directory) or "\0" in os.fspath(directory):
         raise ConfigError(f"{directory!r} is no directory; give its path")
     return pathlib.Path(directory).absolute()
 
@@ -280,112 +392,149 @@ def _store(path: pathlib.Path, settings: dict[str, Any]) -> FlashStore:
     return FlashStore(path, **settings)
 
 
-class _Saved(NamedTuple):
-    manifest: dict[str, Any]
-    branch: FlashBranch | None
+def _in_store(store: FlashStore, fingerprint: str, read_only: bool) -> list[_Saved]:
+    """The saves in a store file, newest first, each with a branch of its own."""
+    with contextlib.closing(store.open(fingerprint=fingerprint, read_only=read_only)) as branch:
+        return [_Saved(one.metadata, pathlib.Path(store.path), branch.at(one)) for one in branch.saves()]
 
 
-def _newest(find: Callable[[], _Saved], load: Callable[[_Saved], Restored]) -> Restored:
-    """What is saved, loaded; once more if somebody saved meanwhile, and removed what was being read."""
-    saved, before = find(), None
+def _newest(find: Callable[[], list[_Saved]], load: Callable[[_Saved], Restored]) -> tuple[Restored, bool]:
+    """Loads the newest save that is whole; returns it, and whether it was the newest of all.
+
+    Looks once more if somebody saved meanwhile, and so removed what was being read.
+    """
+    before: list[bytes] = []
     while True:
-        try:
-            return load(saved)
-        except BaseException as error:
-            if saved.branch is not None:
+        saves = find()
+        restored, damage = _first_whole(saves, load)
+        if restored is not None:
+            if damage:
+                warnings.warn(f"{damage[0]}; going on with the save before it", stacklevel=4)
+            return restored, not damage
+        manifests = [saved.manifest for saved in saves]
+        if manifests == before:
+            raise damage[0]
+        before = manifests
+
+
+def _first_whole(saves: list[_Saved], load: Callable[[_Saved], Restored]) -> tuple[Restored | None, list[StoreError]]:
+    """The first save that can be loaded, and what is wrong with those before it; branches of the others are closed."""
+    damage: list[StoreError] = []
+    restored = None
+    try:
+        for saved in saves:
+            try:
+                restored = load(saved)
+                break
+            except (ReadFailed, ChecksumMismatch) as error:
+                damage.append(error)
+        return restored, damage
+    finally:
+        for saved in saves:
+            if saved.branch is not None and (restored is None or saved.branch is not restored.branch):
                 saved.branch.discard()
-            if not isinstance(error, ReadFailed) or saved.manifest == before:
-                raise
-        before, saved = saved.manifest, find()
 
 
-def _open_blocks(store: FlashStore, directory: pathlib.Path, fingerprint: str, read_only: bool) -> _Saved:
-    branch = store.open(fingerprint=fingerprint, read_only=read_only)
+def _read_manifest(directory: pathlib.Path) -> bytes:
+    """What a save left there. Raises NothingSaved or ReadFailed."""
+    path = directory / MANIFEST
     try:
-        manifests = [one.metadata for one in branch.saves()]
-        if not read_only:
-            _remove_orphans(directory, manifests)
-        return _Saved(_parsed(manifests[0], directory / BLOCKS), branch)
-    except BaseException:
-        branch.discard()
-        raise
-
-
-def _read_manifest(directory: pathlib.Path) -> dict[str, Any]:
-    """What a save left there. Raises NothingSaved, ReadFailed, or FormatMismatch for a file of somebody else's."""
-    try:
-        manifest = (directory / MANIFEST).read_bytes()
+        return files.read_regular(path, manifest.MOST_BYTES)
     except FileNotFoundError as cause:
         raise NothingSaved(f"{directory} holds no saved cache; give the directory of an earlier save") from cause
-    except OSError as cause:
-        raise ReadFailed(f"{directory / MANIFEST} cannot be read: {cause}; prefill again") from cause
-    return _parsed(manifest, directory / MANIFEST)
-
-
-def _parsed(manifest: bytes, path: pathlib.Path) -> dict[str, Any]:
-    """A manifest that is in the file `path`. Raises ReadFailed where it is broken, FormatMismatch for what is none, as
-    of a branch that was saved by itself."""
-    try:
-        found = json.loads(manifest or b"null")
     except ValueError as cause:
+        raise FormatMismatch(f"{path} is no manifest of a cache: {cause}; choose another directory") from cause
+    except OSError as cause:
         raise ReadFailed(f"{path} cannot be read: {cause}; prefill again") from cause
-    if not isinstance(found, dict) or not {"version", "state"} <= found.keys():
-        raise FormatMismatch(f"{path} holds something else than a saved cache; choose another directory")
-    return found
 
 
-def _restored(directory, saved: _Saved, config, fingerprint, method, slots) -> Restored:
-    manifest, branch = saved
-    if manifest["version"] != VERSION:
-        raise FormatMismatch(f"{directory} was saved in version {manifest['version']}, this library reads {VERSION}; "
-                             "prefill again, or restore it with the kvjax that saved it")
-    if manifest["fingerprint"] != fingerprint:
-        raise FormatMismatch(f"{directory} was saved with the model {manifest['fingerprint']!r}, not with "
-                             f"{fingerprint!r}; use that model and tokenizer")
-    method = _same_method(directory, manifest["method"], method)
-    plan = planning.make_plan(config, method, manifest["batch"], manifest["capacity"], manifest["dtype"])
-    slots = slots or Slots(**manifest["slots"])
-    state, logits = state_checkpoint.load(directory / manifest["state"], manifest["checksum"], plan, slots, branch)
+def _restored(saved: _Saved, config, fingerprint, method, slots) -> Restored:
+    found, path, branch = Manifest.unpack(saved.manifest, saved.path), saved.path, saved.branch
+    if found.fingerprint != fingerprint:
+        raise FormatMismatch(f"{path} was saved with the model {found.fingerprint!r}, not with {fingerprint!r}; use "
+                             "that model and tokenizer")
+    method = _same_method(path, found, method)
+    plan, saved_slots = _as_saved(path, found, config, method, branch)
+    slots = slots or saved_slots
+    if branch is not None and (geometry := planning.geometry(plan)) != branch.geometry:
+        raise FormatMismatch(f"{path} has blocks of {branch.geometry}, and its manifest is of {geometry}; prefill "
+                             "again")
+    state, logits = state_file.load(_state_path(path.parent, found.state), found.checksum, plan, slots, branch)
     if slots.park is not None:
         state = dataclasses.replace(state, layers=parking.park_all(slots.park, parking.everything(state.layers)))
-    return Restored(plan, state, logits, branch)
+    return Restored(plan, state, logits, tuple(map(tuple, found.pending)), branch)
+
+
+def _as_saved(
+    path: pathlib.Path, found: Manifest, config: ModelConfig, method: Method, branch: Branch | None
+) -> tuple[Plan, Slots]:
+    """Plan and slots of a manifest. Raises FormatMismatch where they are impossible, with a model of these sizes."""
+    try:
+        plan = planning.make_plan(config, method, found.batch, found.capacity, found.dtype)
+        slots = Slots(**found.slots)
+    except (ConfigError, TypeError) as cause:
+        raise FormatMismatch(f"{path} holds a cache that cannot be made: {cause}; prefill again") from cause
+    most = _most_slots(plan)
+    if max(slots.count or 0, slots.host or 0) > most or (branch is None and found.slots):
+        raise FormatMismatch(f"{path} holds slots={found.slots!r:.200}, and {most} is the most that is saved; prefill "
+                             "again")
+    if any(not 0 <= one < config.vocab_size for row in found.pending for one in row):
+        raise FormatMismatch(f"{path} holds pending tokens that the model does not have; prefill again")
+    return plan, slots
 
 
 # ---- methods and slots as JSON
 
 
-def _describe(method: Method) -> dict[str, Any]:
+def _describe(method: Method) -> tuple[str, dict[str, Any]]:
+    """Name and settings of a method."""
     kind = type(method)
     settings = json.loads(json.dumps(dataclasses.asdict(method), default=_plain))
     for name in kind.files:  # which are to be found from any directory
         if isinstance(settings[name], str) and settings[name]:
             settings[name] = os.path.abspath(settings[name])
-    return {"name": name_of(kind) or f"{kind.__module__}.{kind.__qualname__}", "settings": settings}
+    return name_of(kind) or f"{kind.__module__}.{kind.__qualname__}", settings
 
 
 def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else {_NOT_SAVED: repr(value)}
 
 
-def _same_method(directory, saved: dict[str, Any], method: Method | None) -> Method:
+def _same_method(path: pathlib.Path, saved: Manifest, method: Method | None) -> Method:
     if method is None:
-        if saved["name"] not in METHODS:
-            raise ConfigError(f"{directory} was saved with the method {saved['name']}; give restore that method")
-        for name, value in saved["settings"].items():
-            if isinstance(value, dict) and _NOT_SAVED in value:
-                raise ConfigError(f"{directory} was saved with {saved['name']}({name}={value[_NOT_SAVED]}), which no "
-                                  "file holds; give restore that method")
-        return METHODS[saved["name"]](**saved["settings"])
-    if _describe(method) != saved:
-        raise FormatMismatch(f"{directory} was saved with {saved}, not with {_describe(method)}; use that method")
+        return _made(path, saved)
+    name, settings = _describe(method)
+    if (name, settings) != (saved.method, saved.settings):
+        raise FormatMismatch(f"{path} was saved with the method {saved.method} {saved.settings}, not with {name} "
+                             f"{settings}; use that method")
     return method
 
 
-def _slots(state: State) -> dict[str, Any]:
+def _made(path: pathlib.Path, saved: Manifest) -> Method:
+    """The method of a manifest."""
+    if saved.method not in METHODS:
+        raise ConfigError(f"{path} was saved with the method {saved.method}; give restore that method")
+    for name, value in saved.settings.items():
+        if isinstance(value, dict) and _NOT_SAVED in value:
+            raise ConfigError(f"{path} was saved with {saved.method}({name}={value[_NOT_SAVED]}), which no file holds; "
+                              "give restore that method")
+    try:
+        return METHODS[saved.method](**saved.settings)
+    except (ConfigError, TypeError) as cause:
+        raise FormatMismatch(f"{path} was saved with settings that {saved.method} does not have: {cause}; prefill "
+                             "again") from cause
+
+
+def _most_slots(plan: Plan) -> int:
+    """Slots of which none can be of use are not saved: there are not as many blocks."""
+    return max(one.spec.num_blocks + one.spec.max_blocks + 1 for one in plan.layers)
+
+
+def _slots(plan: Plan, state: State) -> dict[str, Any]:
     pools = [one.pool for one in state.layers if isinstance(one.pool, SlotPool)]
     if not pools:
         return {}
-    pool = pools[-1]
-    host = pool.host_rows.shape[2] if isinstance(pool, TieredPool) else None
-    return {"count": pool.slots, "host": host, "policy": pool.policy, "prefetch": pool.prefetch,
+    pool, most = pools[-1], _most_slots(plan)
+    host = min(pool.host_rows.shape[2], most) if isinstance(pool, TieredPool) else None
+    return {"count": min(pool.slots, most), "host": host, "policy": pool.policy, "prefetch": pool.prefetch,
             "keep": pool.keep, "even": pool.even}

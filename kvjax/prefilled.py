@@ -23,6 +23,7 @@ class Cache:
     logits: Array  # [B, V] of the next token
     branch: Branch | None = None
     fingerprint: str = ""  # of model and tokenizer
+    pending: tuple[tuple[int, ...], ...] = ()  # [B][n] tokens that are fed before anything else; () = none
 
     @property
     def length(self) -> list[int]:
@@ -78,7 +79,7 @@ class Cache:
         """
         self._check_current(self.branch)
         state = dataclasses.replace(self.state, layers=parking.everything(self.state.layers))
-        persistence.save(directory, self.plan, state, self.logits, self.branch, self.fingerprint)
+        persistence.save(directory, self.plan, state, self.logits, self.pending, self.branch, self.fingerprint)
 
     def close(self) -> None:
         """Gives the store's blocks back. Forks live on."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvjax.errors import ConfigError, WriteFailed
+from kvjax.errors import ConfigError, StaleCache, WriteFailed
 from kvjax.store.ahead import Reads
 from kvjax.store.aio import NONE, Guess, Landed, Ring, RingEngine, RingStack, native
 from kvjax.store.base import Gathered
@@ -94,6 +94,14 @@ class FlashBranch(TransactionalBranch):
         staged, not on how much the cache holds."""
         with self._mutex:
             return FlashBranch(self._volume, self._anchor, self._settled(), self.generation)  # type: ignore[arg-type]
+
+    def at(self, save: Save) -> "FlashBranch":
+        """A new branch of what `saves` has told of. Raises StaleCache for a save that is no longer in the file."""
+        with self._mutex, self._volume.lock:
+            tables = [one.table.share() for one in self._volume.log.saves() if one.sequence == save.sequence]
+        if not tables:
+            raise StaleCache(f"{self.path} does not hold save {save.sequence} any more; ask for its saves again")
+        return FlashBranch(self._volume, self._anchor, tables[0], save.generation)  # type: ignore[arg-type]
 
     def _settled(self) -> Table:
         """The table with everything committed in the file, as one more owner of it."""
