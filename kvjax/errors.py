@@ -1,5 +1,7 @@
 """Every typed error of the library: each message names the cause and the remedy."""
 
+import errno
+
 
 class KvjaxError(Exception):
     """Base of all errors that kvjax raises on purpose."""
@@ -80,3 +82,40 @@ class StoreLocked(StoreError):
 
 class StoreClosed(StoreError):
     """The store was closed, or its file is gone."""
+
+
+_NO_SPACE = {
+    errno.ENOSPC: "free some space, then retry",
+    errno.EDQUOT: "free some of your quota, then retry",
+}
+_REMEDIES = {
+    errno.EMFILE: "close some files, or let this process open more with `ulimit -n`, then retry",
+    errno.ENFILE: "close some files, or let the system open more with `sysctl fs.file-max`, then retry",
+    errno.EROFS: "the file system is read-only: choose a path in a writable directory",
+    errno.EACCES: "change the permissions, or choose a path in a writable directory",
+    errno.EPERM: "change the permissions, or choose a path in a writable directory",
+    errno.EFBIG: "let this process write larger files with `ulimit -f`, or choose another file system",
+    errno.ENOMEM: "free some memory, then retry",
+    errno.ENAMETOOLONG: "choose a shorter path",
+    errno.ELOOP: "choose a path without circular links",
+}
+
+
+def typed(
+    what: str, cause: OSError, kind: type[StoreError] = WriteFailed, remedy: str = "check the device, then retry"
+) -> StoreError:
+    """Returns the library's own error for one of the operating system.
+
+    Args:
+      what: the step that failed and its path, as in "reading /x/y failed".
+      cause: the error; one that is a StoreError already is returned as it is.
+      kind: the type to return, unless the device or the quota is full, which is NoSpace.
+      remedy: the advice where the error number has none of its own.
+    """
+    if isinstance(cause, StoreError):
+        return cause
+    code = cause.errno or 0
+    error = (NoSpace if code in _NO_SPACE else kind)(
+        f"{what}: {cause}; {_NO_SPACE.get(code) or _REMEDIES.get(code) or remedy}")
+    error.__cause__ = cause
+    return error

@@ -38,6 +38,7 @@ from kvjax.errors import (
     StaleCache,
     StoreError,
     StoreLocked,
+    typed,
 )
 from kvjax.manifest import Manifest
 from kvjax.method import Method
@@ -47,7 +48,6 @@ from kvjax.planning import Plan, Slots, State
 from kvjax.store.base import Branch
 from kvjax.store.branch import FlashBranch
 from kvjax.store.creation import open_file
-from kvjax.store.file import write_error
 from kvjax.store.flash import FlashStore
 from kvjax.store.log import recover
 from kvjax.store.slots import SlotPool
@@ -87,7 +87,7 @@ def save(
         except StoreError:
             raise
         except OSError as cause:
-            raise write_error(f"saving to {directory} failed", cause) from cause
+            raise typed(f"saving to {directory} failed", cause, remedy="choose another directory") from cause
 
 
 def _save(
@@ -158,14 +158,14 @@ def _saving(directory: pathlib.Path) -> Iterator[None]:
         _make(directory)
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as cause:
-        raise write_error(f"cannot use {directory}", cause) from cause
+        raise typed(f"cannot use {directory}", cause, remedy="choose another directory") from cause
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as cause:
             raise StoreLocked(f"{directory} is being saved to by somebody else; try again or choose another") from cause
         except OSError as cause:
-            raise write_error(f"{directory} cannot be locked; choose one on another file system", cause) from cause
+            raise typed(f"{directory} cannot be locked", cause, remedy="choose one on another file system") from cause
         yield
     finally:
         os.close(descriptor)

@@ -11,12 +11,11 @@ import xxhash
 from safetensors.numpy import save as serialise
 
 from kvjax import files, parking, planning
-from kvjax.errors import ChecksumMismatch, FormatMismatch, ReadFailed
+from kvjax.errors import ChecksumMismatch, FormatMismatch, ReadFailed, typed
 from kvjax.layer import LayerCache
 from kvjax.planning import Plan, Slots, State
 from kvjax.pool import Line, MemoryPool
 from kvjax.store.base import Branch
-from kvjax.store.file import write_error
 from kvjax.typing import Array, PyTree
 
 _HEADER_BYTES = 1 << 20  # for names, types and shapes of a file's arrays, at most
@@ -57,7 +56,7 @@ def save(path: pathlib.Path, state: State, logits: Array) -> str:
     except OSError as cause:
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
-        raise write_error(f"{path} cannot be written", cause) from cause
+        raise typed(f"{path} cannot be written", cause) from cause
     return _checksum(leaves)
 
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from kvjax.errors import ReadFailed
+from kvjax.errors import StoreError
 from kvjax.store.base import PAGE_BYTES, Geometry
 from kvjax.store.callbacks import native
 from kvjax.store.emulation import EmulatedIO
@@ -326,7 +326,7 @@ class RingFetch(Fetch):
             error = error or cause
         return lost, error
 
-    def _failed(self, read: int, code: int) -> ReadFailed:
+    def _failed(self, read: int, code: int) -> StoreError:
         engine = self._engine
         offset = HEADER_BYTES + int(self.extents[self._starts[read]]) * engine.extent_bytes
         return engine.file.read_error(OSError(code, os.strerror(code)), offset, self._where)

@@ -8,9 +8,9 @@ import stat
 import time
 import uuid
 
-from kvjax.errors import FormatMismatch, NoSpace, ReadFailed, StoreClosed, StoreLocked
+from kvjax.errors import FormatMismatch, NoSpace, ReadFailed, StoreClosed, StoreLocked, WriteFailed, typed
 from kvjax.store.base import PAGE_BYTES
-from kvjax.store.file import BlockFile, Replaced, write_error
+from kvjax.store.file import BlockFile, Replaced
 from kvjax.store.format import HEADER_BYTES, Header, is_ours
 from kvjax.store.system import SystemIO
 
@@ -98,9 +98,8 @@ def open_file(path: str, system: SystemIO, *, direct: bool, read_only: bool) -> 
     except IsADirectoryError as cause:
         raise FormatMismatch(f"{path} is a directory; give the path of a saved store file") from cause
     except OSError as cause:
-        if read_only:
-            raise ReadFailed(f"cannot open {path}: {cause}; check its permissions") from cause
-        raise write_error(f"cannot open {path} for writing; open it with read_only=True", cause) from cause
+        kind, use = (ReadFailed, "reading") if read_only else (WriteFailed, "writing (for reading: read_only=True)")
+        raise typed(f"cannot open {path} for {use}", cause, kind) from cause
     with contextlib.ExitStack() as undo:
         undo.callback(system.close, descriptor)
         _check_kind(path, descriptor)
@@ -139,8 +138,8 @@ def _open_for_writing(path: str, system: SystemIO) -> tuple[int, bool]:
             return system.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600), True
         return system.open(path, flags), False
     except OSError as cause:
-        raise write_error(f"cannot create the store file {path}; give a path in an existing, writable directory",
-                           cause) from cause
+        raise typed(f"cannot create the store file {path}", cause,
+                    remedy="give a path in an existing, writable directory") from cause
 
 
 def _remove_made(path: str, system: SystemIO, kind: type[BaseException] | None, *_) -> None:
@@ -177,7 +176,7 @@ def _beginning(path: str, descriptor: int, system: SystemIO, size: int) -> bytes
         except InterruptedError:
             continue
         except OSError as cause:
-            raise ReadFailed(f"{path}: reading the header failed: {cause}; check the device, then retry") from cause
+            raise typed(f"{path}: reading the header failed", cause, ReadFailed) from cause
     return bytes(page[:got])
 
 
@@ -196,7 +195,7 @@ def _check_space(path: str, descriptor: int, system: SystemIO, least: int, max_b
         freed = 0 if kept else os.fstat(descriptor).st_blocks * 512
         free = system.free_bytes(descriptor) + freed
     except OSError as cause:
-        raise write_error(f"{path}: how much is free cannot be told", cause) from cause
+        raise typed(f"{path}: how much is free cannot be told", cause) from cause
     if free < needed:
         remedy = "remove the cache that is saved there, " if kept else ""
         raise NoSpace(f"{path}: {needed} bytes are needed and {free} are free; {remedy}free some, lower max_bytes, or "

@@ -23,13 +23,12 @@ from kvjax.errors import (
     StoreClosed,
     StoreError,
     StoreLocked,
-    WriteFailed,
+    typed,
 )
 from kvjax.store.system import SystemIO
 
 WRITE_BYTES = 4 << 20  # blocks are gathered and written in pieces of this size
 Where = Callable[[int], str]  # file offset -> what lies there, for messages
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_SUCH_CALL = (errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EOPNOTSUPP)  # of the system, or for such a file
 
 
@@ -126,12 +125,9 @@ class BlockFile:
             return False
         raise self.read_error(cause, offset, where) from cause
 
-    def read_error(self, cause: OSError, offset: int, where: Where) -> ReadFailed:
+    def read_error(self, cause: OSError, offset: int, where: Where) -> StoreError:
         """What to raise for a read at `offset` that the system refused."""
-        error = ReadFailed(f"{self.path}: reading {where(offset)} at offset {offset} failed: {cause}; "
-                           "check the device, then retry")
-        error.__cause__ = cause
-        return error
+        return typed(f"{self.path}: reading {where(offset)} at offset {offset} failed", cause, ReadFailed)
 
     @property
     def direct_descriptor(self) -> int:
@@ -154,7 +150,7 @@ class BlockFile:
             except InterruptedError:
                 continue
             except OSError as cause:
-                raise write_error(f"{self.path}: writing {where(offset)} at offset {offset} failed", cause) from cause
+                raise typed(f"{self.path}: writing {where(offset)} at offset {offset} failed", cause) from cause
 
     def sync(self) -> None:
         """Returns when all that was written is on the device. Raises NoSpace or WriteFailed; then the kernel may have
@@ -162,7 +158,7 @@ class BlockFile:
         try:
             self._system.sync(self._buffered)
         except OSError as cause:
-            raise write_error(f"{self.path}: syncing to the device failed", cause) from cause
+            raise typed(f"{self.path}: syncing to the device failed", cause) from cause
 
     @property
     def place(self) -> str:
@@ -189,7 +185,7 @@ class BlockFile:
                 self.path = path
             self._system.sync_directory(os.path.dirname(os.path.abspath(path)))
         except OSError as cause:
-            raise write_error(f"{path}: its directory could not be written", cause) from cause
+            raise typed(f"{path}: its directory could not be written", cause) from cause
 
     def _let_go(self) -> None:
         """Gives the replaced file back, with its lock."""
@@ -214,7 +210,7 @@ class BlockFile:
             self._system.sync_range(self.direct_descriptor, offset, size, wait)
         except OSError as cause:
             if cause.errno not in _NO_SUCH_CALL:
-                raise write_error(f"{self.path}: writing back {size} bytes at offset {offset} failed", cause) from cause
+                raise typed(f"{self.path}: writing back {size} bytes at offset {offset} failed", cause) from cause
 
     def settle(self) -> None:
         """Waits until what was written is on the device. On a descriptor of its own: an error is told to each open file
@@ -226,7 +222,7 @@ class BlockFile:
             finally:
                 self._system.close(descriptor)
         except OSError as cause:
-            raise write_error(f"{self.path}: syncing to the device failed", cause) from cause
+            raise typed(f"{self.path}: syncing to the device failed", cause) from cause
 
     def mapped(self) -> np.ndarray:
         """uint8[bytes] the file as it is now, read-only; it stays mapped while the array is there."""
@@ -240,7 +236,7 @@ class BlockFile:
             raise StoreLocked(f"{self.path} is in use by another live store; close that one or choose another "
                               "path") from cause
         except OSError as cause:
-            raise write_error(f"cannot lock {self.path}; choose a path on a local filesystem", cause) from cause
+            raise typed(f"cannot lock {self.path}", cause, remedy="choose a path on a local filesystem") from cause
 
     def unlock(self) -> None:
         """Gives the lock of a writer back."""
@@ -252,7 +248,7 @@ class BlockFile:
         try:
             free = self._system.free_bytes(self._buffered)
         except OSError as cause:
-            raise write_error(f"{self.path}: how much is free cannot be told", cause) from cause
+            raise typed(f"{self.path}: how much is free cannot be told", cause) from cause
         if free < needed:
             raise NoSpace(f"{self.path}: {needed} bytes are needed and {free} are free; free some, then retry")
 
@@ -281,9 +277,3 @@ class BlockFile:
         if unwanted and os.getpid() == self._owner:  # a forked process runs our finalizer too
             with contextlib.suppress(OSError):
                 self._system.unlink(self.path)
-
-
-def write_error(what: str, cause: OSError) -> StoreError:
-    if cause.errno in _FULL:
-        return NoSpace(f"{what}: {cause}; free some space, then retry")
-    return WriteFailed(f"{what}: {cause}; check the device, then retry, or choose another path")

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvjax import packing
-from kvjax.errors import FormatMismatch, StaleCache, StoreClosed, StoreError
+from kvjax.errors import FormatMismatch, StaleCache, StoreClosed, StoreError, typed
 from kvjax.store.base import Branch, Event, Gathered, Geometry, Stats, Tally
 from kvjax.store.callbacks import native
 
@@ -95,8 +95,8 @@ class ErrorSlot:
 
 def as_store_error(cause: BaseException) -> StoreError:
     """`cause` itself when it is typed, else a StoreError that names it."""
-    if isinstance(cause, StoreError):
-        return cause
+    if isinstance(cause, OSError):
+        return typed("the block store failed", cause, StoreError)
     error = StoreError(f"unexpected {type(cause).__name__} in the block store: {cause}")
     error.__cause__ = cause
     return error

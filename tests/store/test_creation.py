@@ -83,6 +83,18 @@ def test_failed_creation_leaves_nothing(tmp_path, system, operation, code, kind)
     store.create(GEOMETRY, "").close()
 
 
+@pytest.mark.parametrize("code, remedy", [(errno.EROFS, "writable directory"), (errno.EMFILE, "ulimit -n")])
+@pytest.mark.parametrize("use", [
+    lambda store: store.create(GEOMETRY, ""), FlashStore.open, lambda store: store.open(read_only=True)])
+def test_the_remedy_is_of_the_cause(saved, path, system, use, code, remedy):
+    store = FlashStore(path)
+    store.system = system
+    system.fail("open", code)
+    with pytest.raises((ReadFailed, WriteFailed), match=remedy) as error:
+        use(store)
+    assert "free some" not in str(error.value)
+
+
 @pytest.mark.parametrize("operation, code, skip", [
     ("open", errno.EMFILE, 1), ("lock", errno.ENOLCK, 1), ("pwrite", errno.ENOSPC, 0),
 ])
