@@ -27,6 +27,10 @@ class CheckpointError(KvjaxError, ValueError):
     """A model directory cannot be loaded; names file and tensor."""
 
 
+class NotFinite(KvjaxError, ArithmeticError):
+    """The model computed NaN or infinity; names model, types and where."""
+
+
 class StoreError(KvjaxError, OSError):
     """Base of what a block store can report; names file, block, offset and cause.
 

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ import numpy as np
 
 from kvjax import decode, parking, prefill, sampling
 from kvjax.decode import Driver, Step
+from kvjax.errors import NotFinite
 from kvjax.pool import Traffic
 from kvjax.prefilled import Cache
 from kvjax.sampling import Sampling
@@ -96,37 +97,45 @@ class Generation:
             self.step(np.array([q[i] if i < len(q) else 0 for q in questions], np.int32), active)
 
     def force(self, rows: list[list[int]]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Log-probability of every given token, and whether it was the likeliest; the last one is not fed."""
+        """Log-probability of every given token, and whether it was the likeliest; the last one of each row is pending.
+        Raises NotFinite."""
         tokens, length = map(np.asarray, prefill.batch(rows))
         logprobs, greedy = np.zeros(tokens.shape, np.float32), np.zeros(tokens.shape, bool)
         for i, column in enumerate(tokens.T):
             logits = self.cache.logits
             likely = jax.nn.log_softmax(logits.astype(jnp.float32))
             chosen = jnp.take_along_axis(likely, jnp.asarray(column)[:, None], axis=1)[:, 0]
-            logprobs[:, i], greedy[:, i] = chosen, np.asarray(jnp.argmax(logits, axis=1)) == column
+            best = np.asarray(sampling.likeliest(logits))
+            check_drawn(best, i < length, self.params, self.cache)
+            logprobs[:, i], greedy[:, i] = chosen, best == column
             if i + 1 < length.max():
                 self.step(column, i + 1 < length)
+        self.cache = dataclasses.replace(self.cache, pending=tuple((row[-1],) for row in rows))
         return _cut(logprobs, length), _cut(greedy, length)
 
     def answer(
-        self, limit: int, how: Sampling, key: Array, eos_ids: Sequence[int], complete: Callable[[list[int]], bool]
-    ) -> tuple[list[list[int]], list[list[int]]]:
-        """The tokens of every answer, and those of them that were not fed. An answer ends before one of `eos_ids`, or
-        where its tokens are `complete`."""
+        self, limit: int, how: Sampling, key: Array, eos_ids: Collection[int], kept_ids: Collection[int],
+        complete: Callable[[list[int]], bool],
+    ) -> list[list[int]]:
+        """The tokens of every answer, of which the last one is pending. An answer ends before one of `eos_ids`, or
+        where its tokens are `complete`; a token of `kept_ids` that ends it is pending, too. Raises NotFinite."""
         tokens: list[list[int]] = [[] for _ in range(self.cache.plan.batch)]
-        pending: list[list[int]] = [[] for _ in tokens]
+        pending: list[tuple[int, ...]] = [() for _ in tokens]
         active = np.ones(len(tokens), bool)
         for i in range(limit):
             drawn = np.asarray(sampling.sample(how, self.cache.logits, jax.random.fold_in(key, i)))
+            check_drawn(drawn, active, self.params, self.cache)
             for row in np.flatnonzero(active):
-                ended = drawn[row] in eos_ids
-                pending[row] = [] if ended else [int(drawn[row])]
-                tokens[row] += pending[row]
+                token = int(drawn[row])
+                ended = token in eos_ids
+                pending[row] = (token,) if not ended or token in kept_ids else ()
+                tokens[row] += [] if ended else [token]
                 active[row] = not ended and not complete(tokens[row])
             if not active.any() or i + 1 == limit:
                 break
             self.step(drawn, active)
-        return tokens, pending
+        self.cache = dataclasses.replace(self.cache, pending=tuple(pending))
+        return tokens
 
     def usage(self) -> Usage:
         jax.block_until_ready(self.cache.state)
@@ -141,14 +150,32 @@ class Generation:
 
 @contextlib.contextmanager
 def running(params: PyTree, cache: Cache, driver: Driver, observer: Observer | None) -> Iterator[Generation]:
-    """A run over a fork of the cache, which is closed if the run fails."""
+    """A run over a fork of the cache without what is pending there; the fork is closed if the run fails."""
     decode.check_driver(driver)
-    run = Generation(params, cache.fork(), driver, observer)
+    run = Generation(params, dataclasses.replace(cache.fork(), pending=()), driver, observer)
     try:
         yield run
     except BaseException:
         run.cache.discard()  # to write what it has takes time on a device that may not answer, and could fail, too
         raise
+
+
+def check_drawn(drawn: np.ndarray, active: np.ndarray, params: PyTree, cache: Cache) -> None:
+    """Raises NotFinite where an active sequence's logits gave no token (`sampling.NONE`)."""
+    rows = np.flatnonzero(active & (drawn == sampling.NONE))
+    if rows.size:
+        config, weights = cache.plan.config, jax.tree.leaves(params)[0].dtype
+        raise NotFinite(
+            f"logits of the {config.family} model (fingerprint {cache.fingerprint!r}) with weights in {weights} and a "
+            f"cache in {cache.plan.dtype} are NaN or infinite after {cache.length[rows[0]]} tokens of sequence "
+            f"{rows[0]}; load the model with dtype='bfloat16' or 'float32', or keep the cache in one of them"
+        )
+
+
+def check_logits(params: PyTree, cache: Cache) -> None:
+    """Raises NotFinite unless the next token's logits are numbers in every sequence."""
+    found = np.where(np.asarray(sampling.finite(cache.logits)), 0, sampling.NONE)
+    check_drawn(found, np.ones(found.size, bool), params, cache)
 
 
 def _cut(table: np.ndarray, length: np.ndarray) -> list[np.ndarray]:

@@ -20,7 +20,7 @@ import numpy as np
 from kvjax import arguments, extend, packing, persistence, planning, prefill
 from kvjax.decode import Driver
 from kvjax.errors import ConfigError, FormatMismatch, PromptError
-from kvjax.generation import Observer, Usage, running
+from kvjax.generation import Observer, Usage, check_logits, running
 from kvjax.method import Method
 from kvjax.methods.full import Full
 from kvjax.models import checkpoint, hf_config
@@ -42,13 +42,13 @@ _CUT = 16  # tokens that are decoded before those of a mark, as text may begin o
 class Result:
     """An answer: its text (one string per sequence for a batch), its tokens, and the cache after it.
 
-    A token is fed when the next one is to be drawn. So the last one of an answer that ends otherwise than by an
-    end-of-text token is not in the cache yet: it is `pending`, and goes before the next question.
+    A token is fed when the next one is to be drawn. So the last one of an answer is not in the cache's arrays yet: it
+    is `cache.pending`, and whatever is asked of the cache next feeds it first. That is the end-of-text token where the
+    model's chat template puts it behind an answer, and where it does not, such a token is dropped.
     """
 
     text: str | list[str]
     tokens: list[list[int]]
-    pending: list[list[int]]  # none or one for each sequence
     cache: Cache
     usage: Usage
 
@@ -70,7 +70,7 @@ class Tuning(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """What a model thinks of given continuations, one array per sequence, and the cache before their last tokens."""
+    """What a model thinks of given continuations, one array per sequence, and the cache after them."""
 
     logprobs: list[np.ndarray]  # natural logarithm of each token's probability
     greedy: list[np.ndarray]  # whether it was the likeliest token
@@ -158,8 +158,8 @@ class LLM:
           slots: how many blocks of a store are kept in memory, and by which policy.
           chunk: see above; None = dense attention over the whole context.
 
-        Raises PromptError, ConfigError, FormatMismatch for a method or a reading of another model, or a StoreError
-        before anything is written.
+        Raises PromptError, ConfigError, FormatMismatch for a method or a reading of another model, NotFinite where the
+        model computes NaN, or a StoreError before anything is written.
         """
         arguments.check_kinds(method, store, slots)
         if chunk is not None:
@@ -205,7 +205,9 @@ class LLM:
             state, logits = prefill.prefill(
                 plan, self.params, reading.tokens, reading.length, branch, slots, reading.layers or None
             )
-            return Cache(plan, state, logits, branch, self.fingerprint)
+            cache = Cache(plan, state, logits, branch, self.fingerprint)
+            check_logits(self.params, cache)
+            return cache
         except BaseException:
             if branch is not None:
                 branch.discard()
@@ -256,7 +258,7 @@ class LLM:
         tokens, or a StoreError.
         """
         rows = self._asked("texts", text, cache)
-        return self._extended(cache.fork(), rows, chunk)
+        return self._extended(cache.fork(), cache.after_pending(rows), chunk)
 
     def _extended(self, cache: Cache, rows: list[list[int]], chunk: int) -> Cache:
         """`cache` with more tokens; it must not be used again, and is closed where that fails."""
@@ -264,7 +266,9 @@ class LLM:
             tokens, length = prefill.batch(rows)
             state, logits = extend.extend(cache.plan, self.params, cache.state, tokens, length, chunk)
             logits = jnp.where((length > 0)[:, None], logits, cache.logits)
-            return dataclasses.replace(cache, state=state, logits=logits)
+            cache = dataclasses.replace(cache, state=state, logits=logits, pending=())
+            check_logits(self.params, cache)
+            return cache
         except BaseException:
             cache.discard()
             raise
@@ -294,20 +298,21 @@ class LLM:
 
         Generation of a sequence ends at an end-of-text token, after text that contains one of `stop` (before it, if it
         is a special token), or after `max_new_tokens`. Raises PromptError if question and answer exceed the capacity,
-        FormatMismatch for another model's cache, ConfigError or a StoreError.
+        FormatMismatch for another model's cache, NotFinite where the model computes NaN, ConfigError or a StoreError.
         """
         arguments.check_generation(max_new_tokens, sampling, seed)
         marks = arguments.marks(stop, self.tokenizer)
         special = self.tokenizer.special_ids if self.tokenizer else {}
         ends = (*self.eos_ids, *(special[mark] for mark in marks if mark in special))
         complete = functools.partial(self._contains, [mark for mark in marks if mark not in special])
-        questions = self._asked("questions", question, cache)
+        questions = cache.after_pending(self._asked("questions", question, cache))
         self._check_room(cache, questions, max_new_tokens)
+        kept = () if self.tokenizer is None else self.tokenizer.closing_ids
         with running(self.params, cache, driver, observer) as run:
             run.feed(questions)
-            tokens, pending = run.answer(max_new_tokens, sampling, jax.random.key(seed), ends, complete)
+            tokens = run.answer(max_new_tokens, sampling, jax.random.key(seed), ends, kept, complete)
             text = [self.tokenizer.decode(row) if self.tokenizer else "" for row in tokens]
-            return Result(text if arguments.is_batch(question) else text[0], tokens, pending, run.cache, run.usage())
+            return Result(text if arguments.is_batch(question) else text[0], tokens, run.cache, run.usage())
 
     def score(
         self, continuation, cache: Cache, *, driver: Driver = "staged", observer: Observer | None = None
@@ -315,13 +320,15 @@ class LLM:
         """How likely given texts (one for each sequence of a batch) are, fed token by token through the cache.
 
         Each token is predicted from what the method selects, which a parallel forward pass never exercises. The last
-        one of each text is not fed. The given cache stays as it is. Raises as `generate` does.
+        one of each text is pending in the cache after it. The given cache stays as it is. Raises as `generate` does.
         """
         rows = self._asked("texts", continuation, cache)
         if not all(rows):
             raise PromptError("a text to score is empty; give at least one token of each")
-        self._check_room(cache, rows, 0)
+        before = cache.after_pending([[]] * cache.plan.batch)
+        self._check_room(cache, [pending + row for pending, row in zip(before, rows, strict=True)], 0)
         with running(self.params, cache, driver, observer) as run:
+            run.feed(before)
             logprobs, greedy = run.force(rows)
             return Scores(logprobs, greedy, run.cache, run.usage())
 

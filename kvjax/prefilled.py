@@ -27,8 +27,12 @@ class Cache:
 
     @property
     def length(self) -> list[int]:
-        """Tokens of each sequence."""
+        """Tokens of each sequence that were fed; what is pending comes after them."""
         return np.asarray(self.state.length).tolist()
+
+    def after_pending(self, rows: list[list[int]]) -> list[list[int]]:
+        """Returns the token ids of each sequence behind what is pending there."""
+        return [[*before, *row] for before, row in zip(self.pending or [()] * len(rows), rows, strict=True)]
 
     @property
     def resident_bytes(self) -> int:

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 
 from kvjax import fields
 from kvjax.errors import ConfigError
-from kvjax.typing import Array, Float, Int32, Logits, PRNGKey
+from kvjax.typing import Array, Bool, Float, Int32, Logits, PRNGKey
 
+NONE = -1  # in place of a token where logits are not finite
 _LEAST = 1e-6  # with less, what is drawn is the most likely token for any model, and then f32 does not hold it
 
 
@@ -32,22 +33,37 @@ class Sampling:
 
 
 def sample(sampling: Sampling, logits: Logits, key: PRNGKey) -> Int32[Array, "B"]:
-    """One token per row of logits `[B, V]`; row b uses `fold_in(key, b)`, so rows do not depend on the batch."""
+    """Draws one token per row of logits `[B, V]`, or NONE where one of them is NaN or infinite.
+
+    Row b uses `fold_in(key, b)`, so rows do not depend on the batch.
+    """
     if sampling.temperature == 0:
-        return _greedy(logits)
+        return likeliest(logits)
     mass = sampling.top_p if sampling.top_p < 1 else None
     return _draw(sampling.top_k, logits, sampling.temperature, mass, key)
 
 
 @jax.jit
-def _greedy(logits):
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+def likeliest(logits: Logits) -> Int32[Array, "B"]:
+    """The likeliest token of each row, or NONE."""
+    return _if_finite(logits, jnp.argmax(logits, axis=-1))
+
+
+def _if_finite(logits: Logits, token: Int32[Array, "B"]) -> Int32[Array, "B"]:
+    return jnp.where(finite(logits), token, NONE).astype(jnp.int32)
+
+
+@jax.jit
+def finite(logits: Logits) -> Bool[Array, "B"]:
+    """Whether all logits of a row are numbers."""
+    return jnp.all(jnp.isfinite(logits), axis=-1)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _draw(count, logits, temperature, mass, key):
     """The same program for every temperature, and for every mass below 1."""
-    logits, token = logits.astype(jnp.float32) / temperature, None
+    given, token = logits, None
+    logits = logits.astype(jnp.float32) / temperature
     if count is not None and count < logits.shape[-1]:
         logits, token = jax.lax.top_k(logits, count)  # not a threshold, which equal logits would all reach
     if mass is not None:
@@ -55,7 +71,7 @@ def _draw(count, logits, temperature, mass, key):
     keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(logits.shape[0]))
     drawn = jax.vmap(jax.random.categorical)(keys, logits)
     drawn = drawn if token is None else jnp.take_along_axis(token, drawn[:, None], axis=-1)[:, 0]
-    return drawn.astype(jnp.int32)
+    return _if_finite(given, drawn)
 
 
 def _least(logits: Logits, mass, ranked: bool) -> Float[Array, "B 1"]:

@@ -19,6 +19,7 @@ from kvjax.errors import (
     ConfigError,
     FormatMismatch,
     NoSpace,
+    NotFinite,
     PromptError,
     StoreClosed,
     StoreError,
@@ -71,7 +72,7 @@ def test_an_answer_goes_on_from_the_cache_of_the_last_one(llm):
     cache = llm.prefill(CONTEXT, method=METHOD)
     first = llm.generate("ab", cache, max_new_tokens=3)
     then = llm.generate("cd", first.cache, max_new_tokens=3)
-    told = [*llm.encode("ab", False), *first.tokens[0][:-1], *llm.encode("cd", False)]
+    told = [*llm.encode("ab", False), *first.tokens[0], *llm.encode("cd", False)]
     whole = llm.generate(told, cache, max_new_tokens=3)
     assert then.tokens == whole.tokens
 
@@ -144,17 +145,95 @@ def test_a_long_run_is_counted_as_it_goes(llm, monkeypatch):
     assert found.steps == 10
 
 
-def test_what_is_pending_goes_before_the_next_question(llm):
-    """The last token of an answer is not fed, unless an end-of-text token came after it."""
+@pytest.mark.parametrize("go_on", ["generate", "extend", "score", "save", "fork"])
+def test_what_is_pending_goes_before_whatever_is_asked_next(llm, tmp_path, go_on):
+    """The last token of an answer is not fed, and nobody has to think of it."""
     cache = llm.prefill([CONTEXT, CONTEXT[:57]], method=METHOD)
-    free = llm.generate(["ab", "c"], cache, max_new_tokens=6)
     half = llm.generate(["ab", "c"], cache, max_new_tokens=3)
-    assert half.pending == [row[2:3] for row in free.tokens]
-    rest = llm.generate(half.pending, half.cache, max_new_tokens=3)
-    assert [a + b for a, b in zip(half.tokens, rest.tokens, strict=True)] == free.tokens
-    ending = kvjax.LLM(dataclasses.replace(CONFIG, eos_token_ids=(free.tokens[0][2],)), llm.params, llm.tokenizer)
-    ended = ending.generate("ab", ending.prefill(CONTEXT, method=METHOD), max_new_tokens=6)
-    assert ended.pending == [[]] and ended.cache.length == [len(CONTEXT) + 2 + len(ended.tokens[0])]
+    assert half.cache.pending == tuple((row[2],) for row in half.tokens)
+    said = [[*llm.encode(question, False), *row] for question, row in zip(["ab", "c"], half.tokens, strict=True)]
+    more = [llm.encode(text, False) for text in ("zz", "y")]
+    expected = llm.generate([a + b for a, b in zip(said, more, strict=True)], cache, max_new_tokens=4)
+    after = half.cache
+    if go_on == "extend":
+        after, more = llm.extend(after, ["zz", "y"], chunk=1), [[], []]
+        assert after.pending == ()
+    elif go_on == "fork":
+        after = after.fork()
+    elif go_on == "save":
+        after.save(tmp_path)
+        after = llm.restore(tmp_path)
+    if go_on == "score":
+        found, wanted = (llm.score(rows, one) for rows, one in (
+            (more, after), ([a + b for a, b in zip(said, more, strict=True)], cache)))
+        for some, every in zip(found.logprobs, wanted.logprobs, strict=True):
+            np.testing.assert_array_equal(some, every[-len(some):])
+        assert found.cache.pending == tuple((row[-1],) for row in more)
+        after, more = found.cache, [[], []]
+    rest = llm.generate(more, after, max_new_tokens=4)
+    assert rest.tokens == expected.tokens and rest.cache.length == expected.cache.length
+    full = dataclasses.replace(half.cache, plan=dataclasses.replace(cache.plan, capacity=max(half.cache.length) + 2))
+    with pytest.raises(PromptError, match="up to"):
+        llm.generate([[], []], full, max_new_tokens=2)
+
+
+TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{{ end }}{% endfor %}"
+
+
+@pytest.mark.parametrize("behind", [True, False])
+def test_the_token_that_ends_an_answer_belongs_to_it_where_the_template_has_it(llm, behind):
+    free = llm.generate("ab", llm.prefill(CONTEXT, method=METHOD), max_new_tokens=6).tokens[0]
+    end = llm.tokenizer.tokenizer.id_to_token(free[2])
+    codes = llm.tokenizer.tokenizer.from_str(llm.tokenizer.tokenizer.to_str())
+    codes.add_special_tokens([end])
+    tokenizer = dataclasses.replace(llm.tokenizer, tokenizer=codes, eos_ids=(free[2],), special_tokens={"end": end},
+                                    template=TEMPLATE if behind else None)
+    ending = kvjax.LLM(llm.config, llm.params, tokenizer)
+    cache = ending.prefill(CONTEXT, method=METHOD)
+    ended = ending.generate("ab", cache, max_new_tokens=6)
+    assert ended.tokens == [free[:free.index(free[2])]]
+    assert ended.cache.pending == (((free[2],) if behind else ()),)
+    said = [*ending.encode("ab", False), *ended.tokens[0], *ended.cache.pending[0], *ending.encode("c", False)]
+    assert (ending.generate("c", ended.cache, max_new_tokens=3).tokens
+            == ending.generate([said], cache, max_new_tokens=3).tokens)
+
+
+def _spoilt(llm, token: str, value: float):
+    """The model, of which the embedding of a token is not finite."""
+    params = jax.tree.map(jnp.copy, llm.params)
+    embedding = params["embedding"]["embedding"].at[llm.encode(token, False)[0]].set(value)
+    return kvjax.LLM(llm.config, {**params, "embedding": {"embedding": embedding}}, llm.tokenizer)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("driver", ["staged", "fused"])
+def test_logits_that_are_not_finite_are_an_error_wherever_they_come_up(llm, value, driver, tmp_path):
+    spoilt = _spoilt(llm, "z", value)
+    words = rf"llama.*fingerprint '{spoilt.fingerprint}'.*float32.*float32.*dtype='bfloat16'"
+    for store in (None, kvjax.FlashStore(tmp_path)):
+        with pytest.raises(NotFinite, match=words):
+            spoilt.prefill("abcz", method=METHOD, store=store, capacity=64)
+    with pytest.raises(NotFinite, match=words):
+        spoilt.prefill("abcdefgz", method=METHOD, capacity=64, chunk=4)
+    # A tied model has NaN in the logits of that token, whatever was fed.
+    cache = llm.prefill(CONTEXT, method=METHOD)
+    cache = dataclasses.replace(cache, fingerprint=spoilt.fingerprint)
+    for sampling in (kvjax.Sampling(), kvjax.Sampling(temperature=1.0), kvjax.Sampling(temperature=1.0, top_k=3)):
+        with pytest.raises(NotFinite, match="of sequence 0"):
+            spoilt.generate("az", cache, max_new_tokens=3, sampling=sampling, driver=driver)
+    with pytest.raises(NotFinite):
+        spoilt.score("aza", cache, driver=driver)
+    with pytest.raises(NotFinite):
+        spoilt.extend(cache, "az", chunk=2)
+    assert llm.generate("ab", dataclasses.replace(cache, fingerprint=llm.fingerprint), max_new_tokens=2).tokens
+
+
+def test_a_sequence_that_has_ended_may_have_any_logits(llm):
+    """Its own are of no interest to anybody."""
+    cache, none = llm.prefill(["a", "b"], method=METHOD), np.array([-1, 3])
+    generation.check_drawn(none, np.array([False, True]), llm.params, cache)
+    with pytest.raises(NotFinite, match="sequence 0"):
+        generation.check_drawn(none, np.array([True, True]), llm.params, cache)
 
 
 def test_stores_and_both_drivers_answer_alike(llm, tmp_path):

@@ -111,6 +111,17 @@ class TextTokenizer:
         """Text of `ids` without special tokens."""
         return self.tokenizer.decode(list(ids), skip_special_tokens=True)
 
+    @functools.cached_property
+    def closing_ids(self) -> tuple[int, ...]:
+        """The special token that the chat template puts right behind an answer; () where it puts none."""
+        answered = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "\x00"}]
+        try:
+            text = self.apply_chat_template(answered, add_generation_prompt=False) if self.template else ""
+        except (CheckpointError, PromptError):  # of a template that takes no such conversation
+            return ()
+        behind = self.encode(text.rpartition("\x00")[2], add_special_tokens=False)[:1]
+        return tuple(one for one in behind if one in self.special_ids.values())
+
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
         """The conversation as the model was taught to see it; each message has a role and a content.
 
