@@ -112,12 +112,10 @@ def typed(
 
     Args:
       what: the step that failed and its path, as in "reading /x/y failed".
-      cause: the error; one that is a StoreError already is returned as it is.
+      cause: the error, which is none of the library's own.
       kind: the type to return, unless the device or the quota is full, which is NoSpace.
       remedy: the advice where the error number has none of its own.
     """
-    if isinstance(cause, StoreError):
-        return cause
     code = cause.errno or 0
     error = (NoSpace if code in _NO_SPACE else kind)(
         f"{what}: {cause}; {_NO_SPACE.get(code) or _REMEDIES.get(code) or remedy}")

@@ -48,6 +48,20 @@ def number(value: Any) -> bool:
     return _is(value, float)
 
 
+def path(name: str, given: Any) -> str:
+    """Returns a path as text. Raises ConfigError for what the system cannot take as one."""
+    text = os.fspath(given) if isinstance(given, str | os.PathLike) else ""
+    if not isinstance(text, str) or not text:
+        raise ConfigError(f"{name}={given!r} must be a path")
+    try:
+        encoded = os.fsencode(text)
+    except UnicodeEncodeError as cause:
+        raise ConfigError(f"{name}={text!r} cannot be a file's name: {cause}; choose another path") from cause
+    if b"\0" in encoded:
+        raise ConfigError(f"{name}={text!r} contains a NUL character, which ends a file's name; leave it out")
+    return text
+
+
 def _hints(kind: Any) -> dict[str, Any]:
     """The types of a dataclass's fields by name; none where they are not known at run time."""
     try:

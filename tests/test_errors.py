@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from kvjax.errors import FormatMismatch, NoSpace, ReadFailed, WriteFailed, typed
+from kvjax.errors import NoSpace, ReadFailed, WriteFailed, typed
 
 
 @pytest.mark.parametrize("code, kind, remedy", [
@@ -32,8 +32,3 @@ def test_kind_and_remedy_are_the_callers_where_the_number_says_nothing():
     assert type(error) is ReadFailed and str(error) == "reading /x/y failed: [Errno 5] bad; prefill again"
     assert type(typed("mapping failed", OSError("no number"), ReadFailed)) is ReadFailed
     assert type(typed("reading failed", OSError(errno.ENOSPC, "full"), ReadFailed)) is NoSpace
-
-
-def test_an_error_that_is_typed_already_stays():
-    error = FormatMismatch("another file")
-    assert typed("saving failed", error) is error

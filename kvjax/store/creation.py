@@ -8,13 +8,16 @@ import stat
 import time
 import uuid
 
-from kvjax.errors import FormatMismatch, NoSpace, ReadFailed, StoreClosed, StoreLocked, WriteFailed, typed
+from kvjax import fields
+from kvjax.errors import FormatMismatch, NoSpace, ReadFailed, StoreClosed, StoreError, StoreLocked, WriteFailed, typed
 from kvjax.store.base import PAGE_BYTES
 from kvjax.store.file import BlockFile, Replaced
 from kvjax.store.format import HEADER_BYTES, Header, is_ours
 from kvjax.store.system import SystemIO
 
+MODE = 0o600  # of store files, whatever the umask: they hold what was in a prompt
 STILLBORN_SECONDS = 60.0  # a temporary file that was empty for so long will never have a header
+_KINDS = ((stat.S_ISDIR, "a directory"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"))
 
 
 def create_file(path, header: Header, system: SystemIO, *, direct: bool, max_bytes: int | None,
@@ -23,12 +26,13 @@ def create_file(path, header: Header, system: SystemIO, *, direct: bool, max_byt
 
     A kvjax file that nobody writes is replaced by a new one; who reads the old one, reads on. Where something was saved
     in it, the new file lies beside it, and takes its place at its own first save: until then the old one can be
-    restored, and if there is no save, it stays. Temporary files that a crash left in the directory are removed. Raises
-    FormatMismatch for any other file, StoreLocked, StoreClosed when somebody removes it meanwhile, NoSpace, or
-    WriteFailed when the place cannot be written. After a failed call there is what there was before; if it was the last
-    step that failed, syncing the directory, an empty store instead.
+    restored, and if there is no save, it stays. Temporary files that a crash left in the directory are removed. Only
+    the user may read and write the new one, whatever the modes of the old one were. Raises ConfigError for what cannot
+    be a path, FormatMismatch for any other file, StoreLocked, StoreClosed when somebody removes it meanwhile, NoSpace,
+    or WriteFailed when the place cannot be written. After a failed call there is what there was before; if it was the
+    last step that failed, syncing the directory, an empty store instead.
     """
-    path, temporary = os.fspath(path), False
+    path, temporary = fields.path("path", path), False
     if os.path.isdir(path):
         remove_orphans(path, system)
         path, temporary = _name_in(path), True
@@ -39,7 +43,7 @@ def create_file(path, header: Header, system: SystemIO, *, direct: bool, max_byt
         _check_space(path, descriptor, system, HEADER_BYTES + least_blocks * header.geometry.extent_bytes, max_bytes,
                      kept)
         if not made:
-            file = _beside(path, os.fstat(descriptor), system, undo)
+            file = _beside(path, system, undo)
         file.temporary = temporary
         file.write(header.pack().ljust(HEADER_BYTES, b"\0"), 0, lambda _: "the header")
         if kept:
@@ -49,7 +53,7 @@ def create_file(path, header: Header, system: SystemIO, *, direct: bool, max_byt
             file.move_to(path)
         undo.pop_all()
     if not made and not kept:
-        system.close(descriptor)
+        _close(descriptor, system)
     if direct:
         try:
             file.open_direct()
@@ -66,13 +70,13 @@ def _name_in(directory: str) -> str:
 
 def _tentative(path: str, descriptor: int, made: bool, system: SystemIO, undo: contextlib.ExitStack) -> BlockFile:
     """An open file that is closed, and removed if we made it, should what follows fail."""
-    undo.callback(system.close, descriptor)
+    undo.callback(_close, descriptor, system)
     if made:
         undo.push(functools.partial(_remove_made, path, system))  # while we have the lock, if we got it
     return BlockFile(path, descriptor, system, temporary=False)
 
 
-def _beside(path: str, old: os.stat_result, system: SystemIO, undo: contextlib.ExitStack) -> BlockFile:
+def _beside(path: str, system: SystemIO, undo: contextlib.ExitStack) -> BlockFile:
     """A locked file that is to take the place of `path`. To empty that one instead would be SIGBUS to those who have it
     mapped, and lose what was saved in it if we fail."""
     directory = os.path.dirname(os.path.realpath(path))
@@ -80,7 +84,6 @@ def _beside(path: str, old: os.stat_result, system: SystemIO, undo: contextlib.E
     name = _name_in(directory)
     descriptor, made = _open_for_writing(name, system)
     file = _tentative(name, descriptor, made, system, undo)
-    os.fchmod(descriptor, stat.S_IMODE(old.st_mode))
     file.lock()
     return file
 
@@ -88,20 +91,21 @@ def _beside(path: str, old: os.stat_result, system: SystemIO, undo: contextlib.E
 def open_file(path: str, system: SystemIO, *, direct: bool, read_only: bool) -> tuple[BlockFile, Header]:
     """Opens a file that `create_file` made, and reads its header.
 
-    Raises StoreClosed when it is not there, FormatMismatch when it is something else, ChecksumMismatch when its header
-    is damaged, StoreLocked when another store may write it, ReadFailed or WriteFailed when the system refuses.
+    Raises ConfigError for what cannot be a path, StoreClosed when there is nothing, FormatMismatch when it is something
+    else, ChecksumMismatch when its header is damaged, StoreLocked when another store may write it, ReadFailed or
+    WriteFailed when the system refuses.
     """
+    path = fields.path("path", path)
+    _check_place(path)
     try:
         descriptor = system.open(path, (os.O_RDONLY if read_only else os.O_RDWR) | os.O_NONBLOCK)
     except FileNotFoundError as cause:
         raise StoreClosed(f"{path} does not exist; give the path of a saved store file") from cause
-    except IsADirectoryError as cause:
-        raise FormatMismatch(f"{path} is a directory; give the path of a saved store file") from cause
     except OSError as cause:
         kind, use = (ReadFailed, "reading") if read_only else (WriteFailed, "writing (for reading: read_only=True)")
         raise typed(f"cannot open {path} for {use}", cause, kind) from cause
     with contextlib.ExitStack() as undo:
-        undo.callback(system.close, descriptor)
+        undo.callback(_close, descriptor, system)
         _check_kind(path, descriptor)
         file = BlockFile(path, descriptor, system, temporary=False)
         file.read_only = read_only
@@ -123,7 +127,7 @@ def remove_orphans(directory: str, system: SystemIO) -> None:
     for path in glob.glob(os.path.join(glob.escape(directory), "kvjax-*-????????????.kv")):
         with contextlib.suppress(OSError), contextlib.ExitStack() as stack:  # locked, gone, or somebody else's
             descriptor = system.open(path, os.O_RDWR | os.O_NONBLOCK)
-            stack.callback(system.close, descriptor)
+            stack.callback(_close, descriptor, system)
             page = _first_page(path, descriptor, system)
             if is_ours(page) if page else time.time() - os.fstat(descriptor).st_mtime > STILLBORN_SECONDS:
                 system.lock(descriptor)
@@ -135,11 +139,21 @@ def _open_for_writing(path: str, system: SystemIO) -> tuple[int, bool]:
     flags = os.O_RDWR | os.O_NONBLOCK
     try:
         with contextlib.suppress(FileExistsError):
-            return system.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600), True
+            descriptor = system.open(path, flags | os.O_CREAT | os.O_EXCL, MODE)
+            with contextlib.suppress(OSError):  # a file system without modes, which has no umask either
+                os.fchmod(descriptor, MODE)
+            return descriptor, True
+    except OSError as cause:
+        raise _refused(path, cause) from cause
+    _check_place(path)
+    try:
         return system.open(path, flags), False
     except OSError as cause:
-        raise typed(f"cannot create the store file {path}", cause,
-                    remedy="give a path in an existing, writable directory") from cause
+        raise _refused(path, cause) from cause
+
+
+def _refused(path: str, cause: OSError) -> StoreError:
+    return typed(f"cannot create the store file {path}", cause, remedy="give a path in an existing, writable directory")
 
 
 def _remove_made(path: str, system: SystemIO, kind: type[BaseException] | None, *_) -> None:
@@ -180,9 +194,31 @@ def _beginning(path: str, descriptor: int, system: SystemIO, size: int) -> bytes
     return bytes(page[:got])
 
 
+def _check_place(path: str) -> None:
+    """Raises FormatMismatch for what is no file, before it is opened: opening a device may do something. A path that
+    cannot be looked at, or where nothing is, is for `open` to refuse."""
+    try:
+        mode = os.stat(path).st_mode
+    except OSError:
+        return
+    _check_mode(path, mode)
+
+
 def _check_kind(path: str, descriptor: int) -> None:
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        raise FormatMismatch(f"{path} is not a regular file; choose another path")
+    _check_mode(path, os.fstat(descriptor).st_mode)
+
+
+def _check_mode(path: str, mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        kind = next((name for is_one, name in _KINDS if is_one(mode)), "a device")
+        raise FormatMismatch(f"{path} is {kind} and no file; choose another path")
+
+
+def _close(descriptor: int, system: SystemIO) -> None:
+    """Closes a descriptor through which nothing was written that `sync` has not confirmed, so that an error means
+    nothing: the descriptor is gone in any case."""
+    with contextlib.suppress(OSError):
+        system.close(descriptor)
 
 
 def _check_space(path: str, descriptor: int, system: SystemIO, least: int, max_bytes: int | None, kept: bool) -> None:

@@ -71,7 +71,7 @@ class BlockFile:
             self._warn(OSError(errno.EOPNOTSUPP, "this system has no O_DIRECT"))
             return
         try:
-            self._direct = self._system.open(self.path, os.O_RDONLY | os.O_DIRECT)
+            self._direct = self._system.open(self.path, os.O_RDONLY | os.O_DIRECT | os.O_NONBLOCK)
         except OSError as cause:
             self._warn(cause)
             return
@@ -216,7 +216,7 @@ class BlockFile:
         """Waits until what was written is on the device. On a descriptor of its own: an error is told to each open file
         once, and `sync` must not miss it. Raises NoSpace or WriteFailed."""
         try:
-            descriptor = self._system.open(self.path, os.O_RDONLY)
+            descriptor = self._system.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
             try:
                 self._system.sync(descriptor)
             finally:
@@ -225,8 +225,14 @@ class BlockFile:
             raise typed(f"{self.path}: syncing to the device failed", cause) from cause
 
     def mapped(self) -> np.ndarray:
-        """uint8[bytes] the file as it is now, read-only; it stays mapped while the array is there."""
-        return np.frombuffer(mmap.mmap(self._buffered, 0, access=mmap.ACCESS_READ), np.uint8)
+        """uint8[bytes] the file as it is now, read-only; it stays mapped while the array is there. Raises ReadFailed,
+        or ShortRead where nothing is left of it."""
+        try:
+            return np.frombuffer(mmap.mmap(self._buffered, 0, access=mmap.ACCESS_READ), np.uint8)
+        except OSError as cause:
+            raise typed(f"{self.path}: mapping the file failed", cause, ReadFailed) from cause
+        except ValueError as cause:
+            raise ShortRead(f"{self.path} is empty: it was truncated, restore it or prefill again") from cause
 
     def lock(self) -> None:
         """Takes the lock of a writer, until the file is closed. Raises StoreLocked or WriteFailed."""

@@ -157,7 +157,10 @@ class FlashStore:
 
     def _create_private(self, header: Header) -> BlockFile:
         """For what is added to a file that was opened read-only."""
-        scratch = self.scratch or tempfile.gettempdir()
+        try:
+            scratch = self.scratch or tempfile.gettempdir()
+        except OSError as cause:
+            raise ConfigError(f"there is no temporary directory ({cause}); give scratch=DIRECTORY") from cause
         if not os.path.isdir(scratch):
             raise ConfigError(f"scratch={scratch} is not a directory; give one in which files can be made")
         return self._create_file(scratch, header)
@@ -178,10 +181,14 @@ class FlashStore:
 
 
 def _absolute(name: str, given) -> str:
-    """The path from the root, as the process may change its directory. Raises ConfigError for what is none."""
-    if not isinstance(given, str | os.PathLike) or not os.fspath(given):
-        raise ConfigError(f"{name}={given!r} must be a path")
-    return os.path.abspath(os.fspath(given))
+    """Returns the path from the root, as the process may change its directory. Raises ConfigError for what is none, and
+    where the process is in a directory that is gone."""
+    path = fields.path(name, given)
+    try:
+        return os.path.abspath(path)
+    except OSError as cause:
+        raise ConfigError(f"{name}={path!r} is relative to a directory that is gone ({cause}); give one from the root"
+                          ) from cause
 
 
 def _check_sizes(threads, max_bytes, staging_bytes, direct) -> None:

@@ -11,7 +11,7 @@ import sys
 
 import numpy as np
 
-from kvjax.errors import ChecksumMismatch, ReadFailed, ShortRead, StoreError, StoreLocked
+from kvjax.errors import ChecksumMismatch, KvjaxError, ReadFailed, ShortRead, StoreError, StoreLocked
 from kvjax.store.base import Geometry
 from kvjax.store.codec import Codec, make_codec
 from kvjax.store.creation import open_file
@@ -22,7 +22,7 @@ from kvjax.store.system import SystemIO
 
 
 def inspect(path: str) -> tuple[list[str], list[str]]:
-    """Lines that describe a store file, and lines that name what is damaged. Raises StoreError for other files."""
+    """Lines that describe a store file, and lines that name what is damaged. Raises KvjaxError for other files."""
     file, header = open_file(path, SystemIO(), direct=False, read_only=True)
     try:
         lines = _describe_header(path, header)
@@ -133,7 +133,7 @@ def main(arguments: list[str]) -> int:
         lines, damage = inspect(arguments[0])
     except ChecksumMismatch as cause:
         lines, damage = [], [str(cause)]
-    except StoreError as cause:
+    except KvjaxError as cause:
         print(f"error: {cause}", file=sys.stderr)
         return 2
     print("\n".join([*lines, *(f"damaged       {line}" for line in damage)]))

@@ -12,6 +12,7 @@ import os
 
 import numpy as np
 
+from kvjax import fields
 from kvjax.errors import ChecksumMismatch, ShortRead
 from kvjax.store.codec import Codec, make_codec
 from kvjax.store.creation import open_file
@@ -66,10 +67,10 @@ class MappedSave:
 def open_saved(path: str | os.PathLike) -> MappedSave:
     """Maps the newest whole save of a store file; any number may, also while a cache writes it.
 
-    Raises NothingSaved, FormatMismatch, ChecksumMismatch, StoreClosed or ReadFailed as `FlashStore.open` does, and
-    ShortRead for a file that has been cut.
+    Raises ConfigError, NothingSaved, FormatMismatch, ChecksumMismatch, StoreClosed or ReadFailed as `FlashStore.open`
+    does, and ShortRead for a file that has been cut.
     """
-    path = os.fspath(path)
+    path = fields.path("path", path)
     file, header = open_file(path, SystemIO(), direct=False, read_only=True)
     try:
         newest, mapped = whole_saves(file, header.geometry)[0], file.mapped()

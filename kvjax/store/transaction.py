@@ -95,6 +95,8 @@ class ErrorSlot:
 
 def as_store_error(cause: BaseException) -> StoreError:
     """`cause` itself when it is typed, else a StoreError that names it."""
+    if isinstance(cause, StoreError):
+        return cause
     if isinstance(cause, OSError):
         return typed("the block store failed", cause, StoreError)
     error = StoreError(f"unexpected {type(cause).__name__} in the block store: {cause}")

@@ -5,15 +5,17 @@ import gc
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 
-from kvjax.errors import FormatMismatch, NoSpace, ReadFailed, StoreClosed, StoreLocked, WriteFailed
+from kvjax.errors import ConfigError, FormatMismatch, NoSpace, ReadFailed, StoreClosed, StoreLocked, WriteFailed
 from kvjax.store.flash import FlashStore
 from kvjax.store.format import HEADER_BYTES
+from kvjax.store.inspect import inspect
 from kvjax.store.mapped import open_saved
 from kvjax.store.system import SystemIO
 from tests.store.conftest import GEOMETRY, Driver, still_works, wait_until
@@ -38,13 +40,112 @@ def test_locked_file(fragile):
     store.create(GEOMETRY, "").close()
 
 
-@pytest.mark.parametrize("kind", ["text", "pipe"])
-def test_foreign_file(tmp_path, kind):
+def test_foreign_file(tmp_path):
     path = tmp_path / "notes.txt"
-    os.mkfifo(path) if kind == "pipe" else path.write_text("precious")
+    path.write_text("precious")
     with pytest.raises(FormatMismatch, match=r"notes\.txt"):
         FlashStore(path).create(GEOMETRY, "")
-    assert kind == "pipe" or path.read_text() == "precious"
+    assert path.read_text() == "precious"
+
+
+USES = {
+    "create": lambda path: FlashStore(path).create(GEOMETRY, ""),
+    "open": lambda path: FlashStore(path).open(),
+    "read": lambda path: FlashStore(path).open(read_only=True),
+    "map": open_saved,
+    "inspect": lambda path: inspect(str(path)),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("kind", ["pipe", "socket", "device", "directory"])
+def test_what_is_no_file_is_refused_unopened(tmp_path, use, kind, monkeypatch):
+    path = tmp_path / "odd"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "socket":
+        listener = socket.socket(socket.AF_UNIX)
+        monkeypatch.chdir(tmp_path)  # a socket's name has at most 107 bytes
+        listener.bind(path.name)
+        listener.close()
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif use == "create":
+        pytest.skip("a temporary file is made in a directory")
+    else:
+        path.mkdir()
+    opened = []
+    monkeypatch.setattr(SystemIO, "open", lambda self, path, flags, *mode: (
+        opened.append((path, flags)), os.open(path, flags, *mode))[1])
+    with pytest.raises(FormatMismatch, match=rf"odd is a {kind}"):
+        USES[use](path)
+    assert all(flags & os.O_EXCL for _, flags in opened), "which fails where something is"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("path", ["a\0b.kv", "\ud800.kv", ""])
+def test_what_cannot_be_a_path_is_refused(use, path):
+    with pytest.raises(ConfigError, match="path="):
+        USES[use](path)
+
+
+@pytest.mark.parametrize("path", [b"bytes.kv", 3, None])
+def test_what_is_no_path_is_refused(path):
+    with pytest.raises(ConfigError, match="must be a path"):
+        FlashStore(path)
+
+
+def test_scratch_that_cannot_be_a_path_is_refused():
+    with pytest.raises(ConfigError, match=r"scratch=.*NUL"):
+        FlashStore("a.kv", scratch="a\0b")
+
+
+def test_a_path_relative_to_a_directory_that_is_gone(tmp_path, monkeypatch):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(ConfigError, match="from the root"):
+        FlashStore("cache.kv")
+
+
+def test_closing_that_fails_loses_nothing(saved, path, reopen):
+    """Given a system that closes what it is told to, and calls it a failure."""
+    class Refusing(SystemIO):
+        def close(self, descriptor):
+            os.close(descriptor)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    driver = reopen(system=Refusing())
+    driver.append(1, 1, 3.0)
+    assert driver.branch.save() == 3
+    driver.branch.close()
+    with pytest.raises(FormatMismatch, match="'other'"):
+        store = FlashStore(path)
+        store.system = Refusing()
+        store.open(fingerprint="other")
+    saved[:, :, 1, 1] = 3.0
+    np.testing.assert_array_equal(reopen(read_only=True).read(), saved)
+    store.create(GEOMETRY, "").close()
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("umask", [0, 0o022, 0o777])
+def test_files_are_their_owners_alone(path, reopen, tmp_path, umask):
+    scratch, places = tmp_path / "scratch", [path, tmp_path]
+    scratch.mkdir()
+    old = os.umask(umask)
+    try:
+        branches = [FlashStore(place).create(GEOMETRY, "fingerprint") for place in places]
+        branches[0].save()
+        branches.append(reopen(read_only=True, scratch=scratch).branch)
+    finally:
+        os.umask(old)
+    made = [pathlib.Path(branch.path) for branch in branches[:2]] + list(scratch.iterdir())
+    assert [file.stat().st_mode & 0o777 for file in made] == [0o600] * 3
+    for branch in branches:
+        branch.close()
 
 
 @pytest.mark.parametrize("place", ["missing/cache.kv", "file/cache.kv"])
@@ -222,7 +323,7 @@ def test_who_reads_a_file_that_is_replaced_reads_on(saved, path, reopen, open_br
     still_works(reader, saved)
     np.testing.assert_array_equal(mapped.block(0, 1, 1, 5), saved[1, 1, 5])
     np.testing.assert_array_equal(open_saved(path).block(0, 1, 1, 5), other[1, 1, 5])
-    assert link.is_symlink() and path.stat().st_mode & 0o777 == 0o640
+    assert link.is_symlink() and path.stat().st_mode & 0o777 == 0o600, "whatever the old one's was"
     with pytest.raises(StoreLocked):
         FlashStore(path).create(GEOMETRY, "")
     reader.branch.close()

@@ -79,7 +79,8 @@ def test_padding_does_not_count(path):
 
 def test_what_is_not_a_store(tmp_path, capsys):
     (tmp_path / "text").write_text("hello")
-    for arguments in ([], ["a", "b"], [str(tmp_path / "text")], [str(tmp_path / "missing")], [str(tmp_path)]):
+    for arguments in ([], ["a", "b"], [str(tmp_path / "text")], [str(tmp_path / "missing")], [str(tmp_path)], ["a\0b"],
+                      ["/dev/zero"]):
         assert inspect.main(arguments) == 2
         captured = capsys.readouterr()
         assert not captured.out and captured.err.count("\n") == 1
