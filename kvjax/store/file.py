@@ -60,7 +60,9 @@ class BlockFile:
         self.direct = False
         self._system = system
         self._fallback_lock = threading.Lock()
+        self._size_lock = threading.Lock()
         self._buffered = descriptor
+        self._size = self.size  # or more, unless somebody cuts the file
         self._direct: int | None = None
         self._owner = os.getpid()
 
@@ -141,9 +143,16 @@ class BlockFile:
         return ShortRead(f"{self.path}: the file ends {got} bytes into {where(offset)} at offset {offset}, where "
                          f"{wanted} were expected; it was truncated, restore it or prefill again")
 
+    @property
+    def size(self) -> int:
+        """Bytes of the file at this moment."""
+        return os.fstat(self._buffered).st_size
+
     def write(self, data, offset: int, where: Where) -> None:
-        """Writes all of `data` at `offset`. Raises NoSpace or WriteFailed; the range then holds anything."""
+        """Writes all of `data` at `offset`. Raises NoSpace or WriteFailed, and the range then holds anything; or
+        ShortRead, and nothing was written."""
         view, done = memoryview(data), 0
+        self._check_uncut()
         while done < len(view):
             try:
                 done += self._system.pwrite(self._buffered, view[done:], offset + done)
@@ -151,6 +160,17 @@ class BlockFile:
                 continue
             except OSError as cause:
                 raise typed(f"{self.path}: writing {where(offset)} at offset {offset} failed", cause) from cause
+        with self._size_lock:
+            self._size = max(self._size, offset + done)
+
+    def _check_uncut(self) -> None:
+        """ShortRead where somebody has cut the file: to write behind its end would fill what is missing with zeros, so
+        that nobody notices any more, and a save would replace one that may still be whole."""
+        with self._size_lock:
+            size, least = self.size, self._size
+        if size < least:
+            raise ShortRead(f"{self.path} has {size} bytes, where {least} were written; it was truncated, restore it "
+                            "or save to another file")
 
     def sync(self) -> None:
         """Returns when all that was written is on the device. Raises NoSpace or WriteFailed; then the kernel may have

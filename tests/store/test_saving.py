@@ -11,6 +11,7 @@ import pytest
 
 from kvjax.errors import (
     NoSpace,
+    ShortRead,
     StaleCache,
     StoreClosed,
     WriteFailed,
@@ -319,6 +320,48 @@ def test_a_removed_file_is_not_saved(writer, path):
         driver.branch.save()
     os.rename(str(path) + ".away", path)
     assert driver.branch.save() == 2
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["written", "opened"])
+@pytest.mark.parametrize("dirty", [False, True])
+def test_a_file_that_was_cut_is_not_saved(writer, path, reopen, again, dirty):
+    """Given a writer that may have more to write, and a file that loses its last extent: a log record."""
+    driver, _ = writer
+    if again:
+        driver.branch.save()
+        driver.branch.close()
+        driver = reopen()
+    if dirty:
+        driver.append(1, 1, 4.0)
+    expected = driver.read()
+    whole = path.read_bytes()
+    os.truncate(path, len(whole) - EXTENT)
+    cut = path.read_bytes()
+    for _ in range(2):
+        with pytest.raises(ShortRead, match=f"{len(whole)} were written; it was truncated"):
+            driver.branch.save()
+    assert path.read_bytes() == cut, "nothing takes the place of what may be whole"
+    with open(path, "r+b") as file:
+        file.write(whole)
+    driver.branch.save()
+    np.testing.assert_array_equal(reopen(read_only=True).read(), expected)
+
+
+def test_a_file_that_is_cut_amid_a_save_keeps_the_last_one(writer, path, system, reopen):
+    """Given a file that is cut behind its blocks once the new record is on the device."""
+    driver, expected = writer
+    number, sync = driver.branch.saves()[0].sequence, system.sync
+
+    def cut(descriptor):
+        sync(descriptor)
+        os.truncate(path, path.stat().st_size - EXTENT)
+
+    system.sync = cut
+    with pytest.raises(ShortRead, match="truncated"):
+        driver.branch.save()
+    reader = reopen(read_only=True)
+    assert reader.branch.saves()[0].sequence == number
+    np.testing.assert_array_equal(reader.read(), expected)
 
 
 def test_a_stormy_system_saves_and_opens(path, open_branch, reopen):
