@@ -52,7 +52,7 @@ class FlashBranch(TransactionalBranch):
         self._volume = volume
         self.samples = volume.samples
         self._anchor: Anchor | None = anchor
-        self._lineage = Lineage(volume.geometry, table, self._errors, self._tally)
+        self._lineage = Lineage(volume.geometry, table, self._tally)
         volume.adopt(self._lineage)
         self._retire = weakref.finalize(self, volume.retire, self._lineage)
         self._reads = Reads(volume.reader, self._tally)

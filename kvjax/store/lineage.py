@@ -9,7 +9,7 @@ import numpy as np
 from kvjax.errors import StoreError
 from kvjax.store.base import Geometry, Tally
 from kvjax.store.table import Table
-from kvjax.store.transaction import Blocks, ErrorSlot, Rows
+from kvjax.store.transaction import Blocks, Rows
 
 
 class Staged:
@@ -94,20 +94,19 @@ class Lineage:
       queue: staged blocks by id, the one that was put longest ago first; they may still take more rows.
       flight: staged blocks that the writer has, until they are on the device; their rows no longer change.
       failed: why the writer gave up on this lineage; cleared to let it try again.
-      told: the last such error, whether or not it is over.
+      untold: it gave up, and since then nobody was told of a failure, and not all was written.
       urgent: somebody waits for the queue to be empty.
       pending: uint8[total_blocks] of ids in queue or flight: 1, or 2 where nothing of the block is needed from flash.
     """
 
-    def __init__(self, geometry: Geometry, table: Table, errors: ErrorSlot, tally: Tally):
+    def __init__(self, geometry: Geometry, table: Table, tally: Tally):
         self.geometry = geometry
         self.table = table
         self.queue: collections.OrderedDict[int, Staged] = collections.OrderedDict()
         self.flight: dict[int, Staged] = {}
         self.failed: StoreError | None = None
-        self.told: StoreError | None = None
+        self.untold = False
         self.urgent = False
-        self.errors = errors
         self.tally = tally
         self.pending = np.zeros(geometry.total_blocks, np.uint8)
 
@@ -168,7 +167,8 @@ class Lineage:
         self.queue[block_id] = newer or older
         self.queue.move_to_end(block_id, last=False)
         self.pending[block_id] = 1 + self.queue[block_id].complete
-        self.failed = self.told = error
+        self.untold = self.untold or self.failed is None
+        self.failed = self.failed or error
 
     def resolve(self, ids: np.ndarray, checksums: np.ndarray) -> Sources:
         """Where ids[n] are at this moment."""

@@ -156,7 +156,6 @@ class SequentialBranch(TransactionalBranch):
         self._pages = pages
         self._log = log
         self._guard = threading.Lock()  # reads of other layers must not see half a commit
-        self._errors = pages._errors  # what the writer reports is this branch's error
 
     @classmethod
     def over(cls, geometry: Geometry, pages: "FlashBranch") -> "SequentialBranch":

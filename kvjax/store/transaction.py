@@ -78,14 +78,9 @@ class ErrorSlot:
 
     def save(self, cause: BaseException) -> None:
         error = as_store_error(cause)
-        _forget_frames(error)
+        forget_frames(error)
         with self._lock:
             self.first = self.first or error
-
-    def forget(self, error: StoreError | None) -> None:
-        """Drops this exception, because it was raised already, or is over."""
-        with self._lock:
-            self.first = None if self.first is error else self.first
 
     def take(self) -> StoreError | None:
         with self._lock:
@@ -104,8 +99,8 @@ def as_store_error(cause: BaseException) -> StoreError:
     return error
 
 
-def _forget_frames(error: BaseException) -> None:
-    """Drops tracebacks: their frames hold views of XLA's buffers, which die with the callback."""
+def forget_frames(error: BaseException) -> None:
+    """Drops tracebacks: their frames hold views of XLA's buffers, which die with the callback, and blocks."""
     link: BaseException | None = error
     while link is not None:
         link.__traceback__ = None

@@ -116,8 +116,11 @@ class Volume:
         return blocks * self.geometry.extent_bytes
 
     def make_room(self, lineage: Lineage) -> None:
-        """Waits until what a branch is about to commit may be staged; raises what failed."""
+        """Waits until what a branch is about to commit may be staged; raises what failed. A failure that nobody was
+        told of may be over by now: another try decides."""
         with self.lock:
+            if lineage.untold:
+                self._finish(lineage)
             self._retry(lineage)
             if self.staged_bytes > self._staging_limit:
                 for other in self._lineages:  # whose blocks are in the way; what failed may be over by now
@@ -135,13 +138,17 @@ class Volume:
     def drain(self, lineage: Lineage) -> None:
         """Waits until everything a branch committed is in the file; raises what failed."""
         with self.lock:
-            lineage.urgent = True
-            try:
-                self._retry(lineage)
-                self._wait(lineage, lambda: lineage.idle)
-                lineage.errors.forget(lineage.told)  # it is over, whoever had it tried again
-            finally:
-                lineage.urgent = False
+            self._finish(lineage)
+
+    def _finish(self, lineage: Lineage) -> None:
+        """`drain`. The lock is held."""
+        lineage.urgent = True
+        try:
+            self._retry(lineage)
+            self._wait(lineage, lambda: lineage.idle)
+            lineage.untold = False  # it is over, whoever had it tried again
+        finally:
+            lineage.urgent = False
 
     def _retry(self, lineage: Lineage) -> None:
         lineage.failed = None
@@ -152,19 +159,24 @@ class Volume:
         """Waits for the writer, as long as it makes progress."""
         self.reap()
         while not done():
-            failed = lineage.failed or self._stuck_on()
+            failed = self._failure(lineage)
             if failed is not None:
-                lineage.errors.forget(failed)  # raised here, so it need not be reported again
+                lineage.untold = lineage.untold and failed is not lineage.failed
                 raise failed
             if not self.changed.wait(self.timeout):
                 raise WriteFailed(f"{self.file.path}: no block was written for {self.timeout} s; check the device, or "
                                   "raise timeout")
 
-    def _stuck_on(self) -> StoreError | None:
-        """Why nothing will be written until another branch retries, if that is so."""
-        if any(lineage.flight or (lineage.queue and not lineage.failed) for lineage in self._lineages):
+    def _failure(self, lineage: Lineage) -> StoreError | None:
+        """Why nothing more will be written of a branch, or of any until another one retries, if that is so. While the
+        writer has blocks of the branch, more may come of the same failure."""
+        if lineage.flight:
             return None
-        return next((lineage.failed for lineage in self._lineages if lineage.failed), None)
+        if lineage.failed is not None:
+            return lineage.failed
+        if any(other.flight or (other.queue and not other.failed) for other in self._lineages):
+            return None
+        return next((other.failed for other in self._lineages if other.failed), None)
 
     def next_to_write(self, most: int) -> tuple[Lineage, dict[int, Staged]] | None:
         """A branch that the writer should serve now, and what it takes there, at most so many blocks. What it already

@@ -9,7 +9,7 @@ import numpy as np
 from kvjax.errors import NoSpace
 from kvjax.store.file import WRITE_BYTES
 from kvjax.store.lineage import Lineage, Staged
-from kvjax.store.transaction import as_store_error
+from kvjax.store.transaction import as_store_error, forget_frames
 
 if TYPE_CHECKING:
     from kvjax.store.volume import Volume
@@ -213,11 +213,10 @@ class Writer:
                 self._volume.extents.release(np.array([target]))
 
     def _give_up(self, blocks: list[tuple[Lineage, int]], cause: Exception) -> None:
-        """These blocks, coldest first, wait in line again, before all others; each branch is told once."""
+        """Requeues blocks, coldest first, before all others; each branch is told once."""
         volume, error = self._volume, as_store_error(cause)
+        forget_frames(error)
         with volume.changed:
             for lineage, block_id in reversed(blocks):
                 lineage.put_back(block_id, error)
-            for lineage in {lineage for lineage, _ in blocks}:
-                lineage.errors.save(error)
             volume.changed.notify_all()

@@ -1,5 +1,6 @@
 """Each way a device or a user can fail: its typed error, a usable branch, the right bytes once the cause is gone."""
 
+import concurrent.futures
 import errno
 import os
 
@@ -16,7 +17,7 @@ from kvjax.errors import (
 )
 from kvjax.store.flash import FlashStore
 from kvjax.store.format import HEADER_BYTES
-from tests.store.conftest import GEOMETRY, Driver, settle, still_works, wait_until
+from tests.store.conftest import GEOMETRY, Driver, settle, skip_without, still_works, wait_until
 
 EXTENT = GEOMETRY.extent_bytes
 
@@ -146,9 +147,10 @@ def assert_reported(driver: Driver, kind: type[StoreError]) -> None:
         driver.branch.flush()
 
 
-@pytest.mark.parametrize("report", ["read", "commit"])
-def test_failure_behind_is_reported_by_the_next_call(tmp_path, open_branch, system, report):
-    store = FlashStore(tmp_path, staging_bytes=64 * EXTENT)
+@pytest.fixture
+def behind(tmp_path, open_branch, system) -> tuple[Driver, np.ndarray]:
+    """A branch whose writer has failed behind its back, on a device that is full; and what it holds."""
+    store = FlashStore(tmp_path / "cache.kv", staging_bytes=64 * EXTENT)
     store.system = system
     driver = open_branch(store)
     driver.prefill()
@@ -156,17 +158,63 @@ def test_failure_behind_is_reported_by_the_next_call(tmp_path, open_branch, syst
     for block in range(5):  # past a quarter of the staging the writer begins
         assert driver.put_row(block, 0, 5.0)
     driver.commit()
-    wait_until(lambda: driver.branch._errors.first is not None)
-    if report == "read":
-        fails_to_read(driver, NoSpace, "No space left")
-    else:
-        with pytest.raises(NoSpace):
-            driver.commit()
+    wait_until(lambda: driver.branch._lineage.untold)
     expected = driver.full()
     expected[:, :, :5, 0] = 5.0
+    return driver, expected
+
+
+CALLS = {"commit": lambda branch: branch.commit(branch.generation), "flush": lambda branch: branch.flush(),
+         "fork": lambda branch: branch.fork().close(), "save": lambda branch: branch.save(),
+         "close": lambda branch: branch.close()}
+
+
+@pytest.mark.parametrize("call", [call for call in CALLS if call != "close"])
+def test_failure_behind_is_reported_by_the_next_call_that_writes(behind, system, call):
+    driver, expected = behind
+    np.testing.assert_array_equal(driver.read(), expected)
+    with pytest.raises(NoSpace, match="No space left"):
+        CALLS[call](driver.branch)
     np.testing.assert_array_equal(driver.read(), expected)
     system.heal()
     driver.commit()
+    still_works(driver, expected)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_failure_behind_that_is_over_is_reported_by_none(behind, system, call):
+    driver, expected = behind
+    system.heal()
+    CALLS[call](driver.branch)
+    assert driver.branch.stats().rows_written == 5 * GEOMETRY.lanes, "all of it was tried again"
+    if call != "close":
+        still_works(driver, expected)
+
+
+def test_what_fails_late_belongs_to_the_call_that_failed(tmp_path, open_branch, system, monkeypatch):
+    """Given a flush of which some blocks cannot be written, and the device then refuses those that were."""
+    skip_without("aio", tmp_path)
+    monkeypatch.setattr("kvjax.store.writer.Writer.MOST_UNFINISHED", 6)
+    store = FlashStore(tmp_path)
+    store.system = system
+    driver = open_branch(store)
+    expected = driver.prefill()
+    for block in range(0, 6, 2):  # none beside another
+        assert driver.put_row(block, 1, 5.0)
+    driver.commit()
+    expected[:, :, ::2, 1] = 5.0
+    system.fail("pwrite", errno.EIO, skip=2, times=1)
+    system.fail("sync_range", errno.EIO, times=1)
+    system.hang("sync_range")
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        flush = pool.submit(driver.branch.flush)
+        wait_until(lambda: driver.branch._lineage.failed is not None)
+        assert not concurrent.futures.wait([flush], 0.2).done, "what is on its way belongs to it, too"
+        system.release()
+        assert isinstance(flush.exception(), WriteFailed) and "writing layer 0" in str(flush.exception())
+    driver.append(1, 0, 6.0)
+    expected[:, :, 1, 0] = 6.0
+    driver.branch.flush()
     still_works(driver, expected)
 
 
@@ -191,8 +239,7 @@ def test_full_staging_raises_before_it_commits(tmp_path, open_branch, system):
     driver = open_branch(store)
     system.fail("pwrite", errno.ENOSPC)
     driver.append(0, 0, 1.0)
-    wait_until(lambda: driver.branch._errors.first is not None)
-    assert type(driver.branch.take_error()) is NoSpace
+    wait_until(lambda: driver.branch._lineage.untold)
     assert driver.put_row(1, 0, 2.0)
     for _ in range(2):
         with pytest.raises(NoSpace):
@@ -211,13 +258,12 @@ def test_full_staging_of_another_branch(tmp_path, open_branch, system):
     other = Driver(driver.branch.fork())
     system.fail("pwrite", errno.ENOSPC)
     driver.append(0, 0, 1.0)
-    wait_until(lambda: driver.branch._errors.first is not None)
+    wait_until(lambda: driver.branch._lineage.untold)
     assert other.put_row(0, 0, 2.0)
     with pytest.raises(NoSpace):
         other.commit()
     system.heal()
     other.commit()  # what was in the way is tried again, and its branch has nothing to do for it
-    assert type(driver.branch.take_error()) is NoSpace
     assert (other.read()[:, :, 0, 0] == 2.0).all() and (driver.read()[:, :, 0, 0] == 1.0).all()
     other.branch.close()
 
@@ -238,9 +284,8 @@ def test_rows_that_come_while_their_block_is_being_written(tmp_path, open_branch
         np.testing.assert_array_equal(driver.read(), expected)
     system.fail(operation, errno.EIO, skip=skip)
     system.release()
-    wait_until(lambda: driver.branch._errors.first is not None)
+    wait_until(lambda: driver.branch._lineage.untold)
     system.heal()
-    assert isinstance(driver.branch.take_error(), (ReadFailed, WriteFailed))
     np.testing.assert_array_equal(driver.read(), expected)
     still_works(driver, expected)
 
