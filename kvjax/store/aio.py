@@ -87,8 +87,16 @@ class Ring:
         self._sizes = (extents, piece, extent_bytes, block_bytes, HEADER_BYTES, PAGE_BYTES)
         self._depth = depth or extents
         self._closed = False
-        self._context = system.io_setup(self._depth)
+        self._context = self._set_up()
         self.make_room(extents)
+
+    def _set_up(self) -> int:
+        """The kernel's part of it."""
+        return self._system.io_setup(self._depth)
+
+    def _map(self) -> tuple[int, int]:
+        """Address and bytes of the file's map, if it is read through one."""
+        return 0, 0
 
     def make_room(self, reads: int) -> None:
         """Lets `control` have room for so many."""
@@ -99,7 +107,7 @@ class Ring:
         memory = (blocks, self._pointers, self._events, self._extents, self._sums, self.targets, self._starts,
                   self._results, self._done, self._found, self._staged)
         layout = [self._context, *self._sizes, self.arena.address, XXH3, *(array.ctypes.data for array in memory),
-                  self._depth, type(self._system) is SystemIO]
+                  self._depth, type(self._system) is SystemIO, *self._map()]
         self.layout = np.array(layout, np.int64).view(np.uint8)
 
     def missed(self, count: int) -> np.ndarray:
@@ -156,6 +164,7 @@ class RingStack:
     MAX_BYTES = 32 << 20  # in flight for one fetch; a guess beyond it waits. What is never read into takes no memory
     MAX_DEPTH = 2048  # reads, of /proc/sys/fs/aio-max-nr, 65,536 by default, for all processes
     GUESS_DEPTH = 512  # reads of a guess: as many guesses as there are layers may be on their way
+    KIND = Ring
 
     def __init__(self, system: SystemIO, extent_bytes: int, block_bytes: int, most: int):
         """Rings in which at most `most` reads are in flight."""
@@ -180,7 +189,7 @@ class RingStack:
         try:
             return self._idle.pop()
         except IndexError:
-            ring = Ring(*self._arguments, self)
+            ring = self.KIND(*self._arguments, self)
         self._all.append(ring)
         return ring
 

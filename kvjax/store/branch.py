@@ -10,7 +10,7 @@ import numpy as np
 
 from kvjax.errors import ConfigError, StaleCache, WriteFailed
 from kvjax.store.ahead import Reads
-from kvjax.store.aio import NONE, Guess, Landed, Ring, RingEngine, RingStack, native
+from kvjax.store.aio import NONE, Guess, Landed, Ring, RingStack, native
 from kvjax.store.base import Gathered
 from kvjax.store.fetch import Fetch, hung
 from kvjax.store.file import WRITE_BYTES
@@ -43,7 +43,7 @@ class FlashBranch(TransactionalBranch):
     Attributes:
       path: the store file, or where it will be once it is saved (`FlashStore.create`).
       direct: whether reads go past the page cache.
-      engine: how blocks are read, "aio" or "threads".
+      engine: how blocks are read, "aio", "threads" or "mmap".
       codec: how they are put into the file, "raw" or "rle".
     """
 
@@ -223,7 +223,7 @@ class FlashBranch(TransactionalBranch):
         """What `native.guess` reads with, in place of the layer's earlier guess; None where Python has to look."""
         self._reads.drop(layer)
         rings = self._volume.reader.rings
-        return None if rings is None else self._reads_with(rings, rings.guess_rings, layer, generation, None)
+        return None if rings is None else self._reads_with(rings.guess_rings, rings.descriptor, layer, generation, None)
 
     def _window(self, layer: int, generation: int) -> tuple | None:
         """What `native.fetch` reads with; None where Python has to look: something is not right, or was read ahead in
@@ -232,9 +232,9 @@ class FlashBranch(TransactionalBranch):
         if rings is None or isinstance(guesses.get(layer), Fetch):
             return None
         guess = guesses.pop(layer, None)  # no Fetch by now: a layer's `submit` and its read never run at once
-        return self._reads_with(rings, rings.rings, layer, generation, guess)  # type: ignore[arg-type]
+        return self._reads_with(rings.rings, rings.descriptor, layer, generation, guess)  # type: ignore[arg-type]
 
-    def _reads_with(self, engine: RingEngine, rings: RingStack, layer, generation, guess: Guess | None) -> tuple | None:
+    def _reads_with(self, rings: RingStack, descriptor: int, layer, generation, guess: Guess | None) -> tuple | None:
         """A window with one of these rings. Called for every layer of every token with cold caches, where each Python
         function that is entered costs microseconds."""
         if self._errors.first is not None or self._closed or generation != self.generation:
@@ -244,7 +244,7 @@ class FlashBranch(TransactionalBranch):
         except OSError:  # the kernel gives no more: threads read what is wanted, which is logged
             return None
         ring.lent = True
-        return (ring, ring.layout, self._always, layer, engine.descriptor, self.events is not None,
+        return (ring, ring.layout, self._always, layer, descriptor, self.events is not None,
                 guess and guess.window())
 
     def _give_back(self, ring: Ring, extents: int) -> None:

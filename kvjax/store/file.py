@@ -25,6 +25,7 @@ from kvjax.errors import (
     StoreLocked,
     typed,
 )
+from kvjax.store.filemap import FileMap
 from kvjax.store.system import SystemIO
 
 WRITE_BYTES = 4 << 20  # blocks are gathered and written in pieces of this size
@@ -49,10 +50,12 @@ class BlockFile:
       temporary: the file is deleted when it is closed.
       read_only: the file belongs to somebody else.
       replaces: the saved file whose place this one takes once something is saved in it; None = it is in its place.
+      map: the file in memory, once blocks are read through it.
     """
 
     read_only = False
     replaces: Replaced | None = None
+    map: FileMap | None = None
 
     def __init__(self, path: str, descriptor: int, system: SystemIO, *, temporary: bool):
         self.path = path
@@ -83,12 +86,34 @@ class BlockFile:
             raise StoreClosed(f"{self.path} was replaced while it was being opened; open it again")
         self.direct = True
 
+    def map_blocks(self) -> None:
+        """Has `read` look for blocks in a map of the file first. OSError, with the reason, where it cannot be."""
+        made = FileMap(self._system, self._buffered, os.fstat(self._buffered).st_size)
+        made.check()
+        self.map = made
+
+    def _read_map(self, mapped: FileMap, requests: list[tuple[memoryview, int]]) -> list[tuple[memoryview, int]]:
+        """Fills what a map of the file gives, and returns the rest: a page may be missing, and the file may have grown
+        to where the system has no room for another map."""
+        needed = max((offset + len(view) for view, offset in requests), default=0)
+        if needed > mapped.size:
+            try:
+                mapped = self.map = FileMap(self._system, self._buffered, needed)
+            except OSError as cause:
+                logging.log_first_n(logging.WARNING, "%s: the system refuses a map of %d bytes (%s); blocks are copied "
+                                    "by preadv, which takes longer", 1, self.path, needed, cause)
+                return requests
+        return mapped.read(requests)
+
     def _warn(self, cause: OSError) -> None:
         logging.warning("%s: the filesystem refuses O_DIRECT (%s); reads go through the page cache, so read times "
                         "depend on free memory", self.path, cause)
 
     def read(self, requests: Iterable[tuple[memoryview, int]], where: Where, direct: bool = True) -> None:
-        """Fills each (view, offset); with O_DIRECT all of them are page-aligned. Raises ShortRead or ReadFailed."""
+        """Fills each (view, offset); with O_DIRECT, or through a map, all of them are page-aligned. Raises ShortRead or
+        ReadFailed."""
+        if direct and (mapped := self.map) is not None:
+            requests = self._read_map(mapped, list(requests))
         direct = direct and self.direct
         preadv, descriptor = self._system.preadv, self._descriptor(direct)
         for view, offset in requests:
@@ -292,6 +317,7 @@ class BlockFile:
         if os.getpid() == self._owner:
             self.unlock()  # a forked process has our descriptors too, so that closing ours would leave the lock
         self._let_go()
+        self.map = None
         for descriptor in (self._direct, self._buffered):
             if descriptor is not None:
                 with contextlib.suppress(OSError):

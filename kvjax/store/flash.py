@@ -33,10 +33,11 @@ class FlashStore:
         branch is closed or collected, and at exit. A kvjax file that nobody writes is replaced: at once if nothing was
         saved in it, else by the first save of the new one.
       threads: how many reads run at once where threads read.
-      engine: how blocks are read, "aio" or "threads" (see `kvjax.store.reader`); None for "aio" where it can be. The
-        branch's `engine` tells which it is. Blocks in another codec than "raw" are read by threads.
+      engine: how blocks are read, "aio", "threads" or "mmap" (see `kvjax.store.reader`); None for "aio" where it can
+        be, else "threads". The branch's `engine` tells which it is. Blocks in another codec than "raw" are read by
+        threads, which read through the map if there is one.
       direct: read past the page cache with O_DIRECT; where the filesystem refuses, a warning is logged and the
-        branch's `direct` becomes False.
+        branch's `direct` becomes False. It is always False with "mmap": a map is of the page cache.
       layout: where blocks lie, one of `LAYOUTS` (see `kvjax.store.layout`) or "sequential"; changes no result.
       max_bytes: how large the file may become; None for as large as the device allows.
       staging_bytes: committed but unwritten blocks kept in memory, at most, plus those of one token, or of one chunk of
@@ -68,12 +69,15 @@ class FlashStore:
             raise ConfigError(f"unknown codec {codec!r}; use one of {', '.join(CODECS)}, or None")
         if engine == "aio" and codec not in (None, "raw"):
             raise ConfigError(f"engine='aio' reads blocks as they are, and codec {codec!r} has others; leave out one")
+        if engine == "mmap" and profile != profiles.NATIVE:
+            raise ConfigError(f"engine='mmap' reads from the page cache, which no device profile has, and not even "
+                              f"{profile!r}; use another engine")
         if not fields.number(tolerance) or not 0.0 <= tolerance < math.inf:
             raise ConfigError(f"tolerance={tolerance!r} must be a finite number, and not negative")
         self.path = _absolute("path", path)
         self.threads = threads
         self.engine = engine
-        self.direct = direct
+        self.direct = direct and engine != "mmap"
         self.layout = layout
         self.max_bytes = max_bytes
         self.staging_bytes = staging_bytes

@@ -1,4 +1,4 @@
-"""The system calls of Linux native asynchronous I/O (`man 2 io_submit`), and one more, which Python has no names for.
+"""System calls that Python has no names for: Linux native asynchronous I/O (`man 2 io_submit`), maps, and one more.
 
 A context takes control blocks with `io_submit` and answers each with an event, in any order, which `io_getevents`
 takes. Structures are those of <linux/aio_abi.h>, as NumPy dtypes, so that many are filled and read at once.
@@ -6,6 +6,7 @@ takes. Structures are those of <linux/aio_abi.h>, as NumPy dtypes, so that many 
 
 import ctypes
 import errno
+import mmap
 import os
 import platform
 import sys
@@ -75,19 +76,73 @@ def io_getevents(context: int, least: int, events: np.ndarray, seconds: float) -
     return _getevents(context, least, events.size, events.ctypes.data, time)
 
 
+# ---- functions of the C library
+
+
+def _function(name: str, result, *kinds) -> Callable[..., int]:
+    """A function that raises OSError as errno says when it returns -1; ENOSYS where there is no such function."""
+    found: Any = getattr(ctypes.CDLL(None, use_errno=True), name, None)
+    if found is None:
+        def missing(*_) -> int:
+            raise OSError(errno.ENOSYS, f"no {name} on {sys.platform}")
+        return missing
+    found.argtypes, found.restype = kinds, result
+
+    def call(*args) -> int:
+        value = found(*args)
+        if value == -1:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
+        return value
+    return call
+
+
+_INT, _SIZE, _OFFSET = ctypes.c_int, ctypes.c_size_t, ctypes.c_int64
+_sync_file_range = _function("sync_file_range", _INT, _INT, _OFFSET, _OFFSET, ctypes.c_uint)
+_mmap = _function("mmap", ctypes.c_ssize_t, _POINTER, _SIZE, _INT, _INT, _INT, _OFFSET)
+_munmap = _function("munmap", _INT, _POINTER, _SIZE)
+_madvise = _function("madvise", _INT, _POINTER, _SIZE, _INT)
+_process_vm_readv = _function(
+    "process_vm_readv", ctypes.c_ssize_t, _INT, _POINTER, ctypes.c_ulong, _POINTER, ctypes.c_ulong, ctypes.c_ulong)
+_RANDOM, _WILL_NEED, _POPULATE_READ = 1, 3, 22  # of madvise, on every machine that Linux runs on but for alpha
+
+
 def sync_file_range(descriptor: int, offset: int, size: int, wait: bool) -> None:
     """Has dirty pages of a range on their way to the device; with `wait`, returns when they are there. That is no sync:
     see `man 2 sync_file_range`."""
-    if _sync_file_range(descriptor, offset, size, 7 if wait else 2) < 0:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
+    _sync_file_range(descriptor, offset, size, 7 if wait else 2)
 
 
-def _missing(*_) -> int:
-    ctypes.set_errno(errno.ENOSYS)
-    return -1
+def map_file(descriptor: int, size: int) -> int:
+    """Address of the first `size` bytes of a file, mapped to be read; also of those that it does not have yet. Nothing
+    is read ahead but what `will_need` says."""
+    address = _mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
+    try:
+        _madvise(address, size, _RANDOM)
+    except OSError:
+        unmap(address, size)
+        raise
+    return address
 
 
-_sync_file_range: Any = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", _missing)
-if _sync_file_range is not _missing:
-    _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+def unmap(address: int, size: int) -> None:
+    _munmap(address, size)
+
+
+def will_need(address: int, size: int) -> None:
+    """Begins to read the pages of a map from `address` on, a multiple of the page size."""
+    _madvise(address, size, _WILL_NEED)
+
+
+def populate(address: int, size: int) -> None:
+    """Returns when these pages are in memory; EFAULT where the file ends before or the device fails, EINVAL where the
+    kernel has no such advice, which came with Linux 5.14."""
+    _madvise(address, size, _POPULATE_READ)
+
+
+def copy_mapped(address: int, to: memoryview) -> int:
+    """How many bytes at `address` of our own memory were copied, all that `to` has room for or fewer: EFAULT or a short
+    count where an access would be SIGBUS."""
+    ours = (ctypes.c_size_t * 2)(ctypes.addressof(ctypes.c_char.from_buffer(to)), len(to))
+    mapped = (ctypes.c_size_t * 2)(address, len(to))
+    return _process_vm_readv(os.getpid(), ours, 1, mapped, 1, 0)

@@ -24,6 +24,10 @@ class OverlayFile(BlockFile):
     def direct(self) -> bool:  # type: ignore[override]
         return self.shared.direct and self._private.direct
 
+    def map_blocks(self):
+        self.shared.map_blocks()
+        self._private.map_blocks()
+
     def read(self, requests, where, direct=True):
         requests = list(requests)
         ours = [(view, offset - self._shift) for view, offset in requests if offset >= self._split]

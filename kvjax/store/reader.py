@@ -1,8 +1,8 @@
 """Reading many extents of one file at once, by the engine that suits the file.
 
 "aio" hands all reads of a fetch to the kernel in one system call; it wants Linux, O_DIRECT and the codec "raw".
-"threads" has threads that block, and works everywhere. Both verify checksums as blocks land, and fail with the same
-errors.
+"threads" has threads that block, and works everywhere. "mmap" reads through a map of the file, and so through the page
+cache; it wants Linux 5.14. All verify checksums as blocks land, and fail with the same errors.
 """
 
 import numpy as np
@@ -13,10 +13,11 @@ from kvjax.store.aio import RingEngine
 from kvjax.store.codec import Codec
 from kvjax.store.fetch import Fetch
 from kvjax.store.file import BlockFile, Where
+from kvjax.store.mapping import MapEngine
 from kvjax.store.system import SystemIO
 from kvjax.store.threaded import ThreadEngine
 
-ENGINES = ("aio", "threads")
+ENGINES = ("aio", "threads", "mmap")
 
 
 class Reader:
@@ -25,7 +26,7 @@ class Reader:
     Args:
       engine: one of `ENGINES`, None for "aio" where it can be.
 
-    Raises ConfigError when "aio" is asked for where it cannot be.
+    Raises ConfigError when "aio" or "mmap" is asked for where it cannot be.
     """
 
     def __init__(self, file: BlockFile, codec: Codec, system: SystemIO, *, engine: str | None, threads: int,
@@ -33,9 +34,18 @@ class Reader:
         self._file = file
         self._threads = ThreadEngine(file, codec, threads, timeout)
         self._rings: RingEngine | None = None
+        self._maps: MapEngine | None = None
         self._refused = False
         if engine == "threads":
             logging.info("%s: %d threads read, as asked for", file.path, threads)
+            return
+        if engine == "mmap":
+            try:
+                self._maps = MapEngine(file, codec, system)
+            except OSError as cause:
+                raise ConfigError(f"{file.path}: engine='mmap' cannot be used: {cause}; leave the choice to the store "
+                                  "with engine=None") from cause
+            logging.info("%s: reads go through a map of the file", file.path)
             return
         try:
             self._rings = _rings(file, codec, system, self._threads, timeout)
@@ -51,6 +61,8 @@ class Reader:
     @property
     def engine(self) -> str:
         """The one that serves the next fetch; "aio" becomes "threads", with a warning, when the system refuses it."""
+        if self._maps is not None:
+            return "mmap"
         return "aio" if self._rings is not None and not self._refused and self._file.direct else "threads"
 
     @property
@@ -77,8 +89,10 @@ class Reader:
         return self._threads.start(extents, sums, where, urgent=False)
 
     @property
-    def rings(self) -> RingEngine | None:
-        """Asynchronous reads whose usual case is one call, where they are to be had; see `RingEngine.quick`."""
+    def rings(self) -> RingEngine | MapEngine | None:
+        """Reads whose usual case is one call, where they are to be had; see `RingEngine.quick`."""
+        if self._maps is not None:
+            return self._maps if self._maps.quick else None
         rings = self._rings
         return rings if rings is not None and rings.quick and self._file.direct and not self._refused else None
 
@@ -93,9 +107,10 @@ class Reader:
         self._threads.stop()
 
     def close(self) -> None:
-        """Gives back what the kernel holds for asynchronous reads, after `stop`; waits for what is in flight."""
-        if self._rings is not None:
-            self._rings.close()
+        """Gives back what the kernel holds for reads, after `stop`; waits for what is in flight."""
+        for engine in (self._rings, self._maps):
+            if engine is not None:
+                engine.close()
 
 
 def _rings(file: BlockFile, codec: Codec, system: SystemIO, threads: ThreadEngine, timeout: float) -> RingEngine:

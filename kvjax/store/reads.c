@@ -2,6 +2,7 @@
  * system calls that are Python's own, as those of emulated devices are.
  */
 #include "reads.h"
+#include "map.h"
 
 #include <errno.h>
 #include <string.h>
@@ -47,15 +48,20 @@ Py_ssize_t fill_control(const int32_t *extents, const uint64_t *sums, Py_ssize_t
 
 /* ---- what becomes of answers */
 
-/* Verifies and copies a block; whether it was wanted and sound. */
-static int land_block(const Landing *to, int64_t i) {
+/* Verifies and copies a block of a read; whether it was wanted and sound. What a map gives is verified where it was
+ * copied to, as it may change: what is not sound there is read again, or is an error. */
+static int land_block(const Landing *to, int64_t read, int64_t i) {
     const char *payload = to->arena + i % to->places * to->extent_bytes;
     int64_t size = size_of(to->sums[i], to->page_bytes, to->block_bytes);
     uint64_t pages = size < to->block_bytes ? size / to->page_bytes : 0;
     if (to->done[i] || to->targets[i] < 0 || to->targets[i] >= to->slots) return 0;
-    if (((to->hash(payload, size) & ~(uint64_t)PAGES) | pages) != to->sums[i]) return 0;
     char *slot = to->out + to->targets[i] * to->block_bytes;
-    memcpy(slot, payload, size);
+    if (to->map) {
+        if (!copy_mapped(to, read, i, slot, size)) return 0;
+        payload = slot;
+    }
+    if (((to->hash(payload, size) & ~(uint64_t)PAGES) | pages) != to->sums[i]) return 0;
+    if (payload != slot) memcpy(slot, payload, size);
     memset(slot + size, 0, to->block_bytes - size);
     to->done[i] = 1;
     return 1;
@@ -71,7 +77,7 @@ int64_t land_events(const Landing *to, const struct io_event *events, int64_t co
         if (read >= (uint64_t)to->reads) continue;
         to->results[read] = event->res;
         if (event->res != (int64_t)to->control[read].aio_nbytes) continue;
-        for (int64_t i = to->starts[read]; i < stop_of(to, read); i++) copied += land_block(to, i);
+        for (int64_t i = to->starts[read]; i < stop_of(to, read); i++) copied += land_block(to, read, i);
     }
     return copied;
 }
@@ -92,6 +98,7 @@ static long number_of(Reads *reads, PyObject *answer) {
 
 /* How many of the next `count` reads were taken, 0 or less where none was. */
 static long submit(Reads *reads, int64_t count) {
+    if (reads->ring->map) return submit_mapped(reads, count);
     struct iocb **pointers = (struct iocb **)(intptr_t)reads->ring->pointers;
     if (reads->ring->plain) return syscall(SYS_io_submit, reads->ring->context, count, pointers + reads->sent);
     PyGILState_STATE state = PyGILState_Ensure();
@@ -103,6 +110,7 @@ static long submit(Reads *reads, int64_t count) {
 
 /* How many events came, `least` or more, 0 or less where the time is up. */
 static long await(Reads *reads, int64_t least, double timeout) {
+    if (reads->ring->map) return await_mapped(reads, least);
     struct io_event *events = (struct io_event *)(intptr_t)reads->ring->events;
     if (!reads->ring->plain) {
         PyGILState_STATE state = PyGILState_Ensure();
@@ -125,7 +133,7 @@ static long await(Reads *reads, int64_t least, double timeout) {
 static int64_t ask_again(const Reads *reads) {
     struct iocb *again[64], **pointers = (struct iocb **)(intptr_t)reads->ring->pointers;
     long count = 0;
-    if (!reads->ring->plain) return 0; /* threads read what a branch finds missing */
+    if (!reads->ring->plain || reads->ring->map) return 0; /* threads read what a branch finds missing */
     for (int64_t i = 0; i < reads->to.reads && count < 64; i++)
         if (reads->to.results[i] == -EAGAIN) again[count++] = pointers[i];
     long taken = count ? syscall(SYS_io_submit, reads->ring->context, count, again) : 0;
@@ -139,7 +147,8 @@ Reads reads_of(PyObject *object, const RingLayout *ring, int64_t count) {
         .ring = ring, .object = object,
         .to = {.extents = count, .places = ring->places, .extent_bytes = ring->extent_bytes,
                .block_bytes = ring->block_bytes, .page_bytes = ring->page_bytes,
-               .arena = (const char *)(intptr_t)ring->arena, .hash = (Hash)(intptr_t)ring->hash,
+               .arena = (const char *)(intptr_t)ring->arena, .map = ring->map, .map_bytes = ring->map_bytes,
+               .hash = (Hash)(intptr_t)ring->hash,
                .control = (struct iocb *)(intptr_t)ring->control, .starts = (int64_t *)(intptr_t)ring->starts,
                .targets = (int64_t *)(intptr_t)ring->targets, .sums = (uint64_t *)(intptr_t)ring->sums,
                .results = (int64_t *)(intptr_t)ring->results, .done = (uint8_t *)(intptr_t)ring->done}};

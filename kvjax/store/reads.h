@@ -17,6 +17,7 @@ Py_ssize_t fill_control(const int32_t *extents, const uint64_t *sums, Py_ssize_t
 typedef struct { /* what is being read, and where to */
     int64_t reads, extents, slots, places, extent_bytes, block_bytes, page_bytes;
     const char *arena;
+    int64_t map, map_bytes; /* the file in memory, where it is mapped: then nothing is read into the arena */
     Hash hash;
     const struct iocb *control;
     const int64_t *starts, *targets; /* `targets`: flat slots, -1 = nowhere */
@@ -34,6 +35,7 @@ typedef struct { /* memory and constants of a ring: `Ring.layout` */
     int64_t arena, hash, control, pointers, events, extents, sums, targets, starts, results, done, found, staged;
     int64_t depth;
     int64_t plain; /* whether its system calls are the kernel's, and not a method of Python's */
+    int64_t map, map_bytes; /* of a ring that reads through a map of the file; else 0 */
 } RingLayout;
 
 typedef struct { /* reads of one ring on their way */

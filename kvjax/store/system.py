@@ -29,6 +29,11 @@ class SystemIO:
     io_submit = staticmethod(linux.io_submit)
     io_getevents = staticmethod(linux.io_getevents)
     sync_range = staticmethod(linux.sync_file_range)
+    map = staticmethod(linux.map_file)
+    unmap = staticmethod(linux.unmap)
+    will_need = staticmethod(linux.will_need)
+    populate = staticmethod(linux.populate)
+    copy_mapped = staticmethod(linux.copy_mapped)
 
     def lock(self, descriptor: int) -> None:
         """Takes the exclusive lock of an open file, or raises BlockingIOError at once."""

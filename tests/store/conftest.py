@@ -138,14 +138,14 @@ def skip_without(engine: str, directory) -> None:
         pytest.skip(str(reason))
 
 
-@pytest.fixture(params=["aio", "threads"])
+@pytest.fixture(params=["aio", "threads", "mmap"])
 def engine(request, tmp_path) -> str:
-    """Each way to read with O_DIRECT."""
+    """Each way to read."""
     skip_without(request.param, tmp_path)
     return request.param
 
 
-@pytest.fixture(params=["host", "buffered", "threads", "aio", "eager", "coded"])
+@pytest.fixture(params=["host", "buffered", "threads", "aio", "mmap", "eager", "coded"])
 def store(request, tmp_path):
     """Every kind of store; `eager` writes each committed block at once, and `coded` those with runs in fewer pages."""
     if request.param == "host":
@@ -153,7 +153,7 @@ def store(request, tmp_path):
     if request.param == "coded":
         request.getfixturevalue("small_pages")
         return FlashStore(tmp_path, codec="rle", direct=False, threads=2, staging_bytes=0)
-    if request.param in ("threads", "aio"):
+    if request.param in ("threads", "aio", "mmap"):
         skip_without(request.param, tmp_path)
         return FlashStore(tmp_path, engine=request.param, threads=2)
     return FlashStore(tmp_path, direct=False, threads=2, staging_bytes=0 if request.param == "eager" else 64 << 20)
@@ -171,7 +171,7 @@ def system():
     system.heal()
 
 
-@pytest.fixture(params=["buffered", "threads", "aio"])
+@pytest.fixture(params=["buffered", "threads", "aio", "mmap"])
 def fragile(request, tmp_path, open_branch, system) -> Driver:
     """A prefilled branch in a named file, on a system that can be made to fail."""
     engine = "threads" if request.param == "buffered" else request.param

@@ -327,7 +327,8 @@ def test_closed_branch_says_so(driver):
 
 
 def test_memory_beside_the_blocks_is_told(driver):
-    """Tables of every block from the start, and after a read what it landed in; of a store in memory nothing."""
+    """Tables of every block from the start, and after a read what it landed in: with a map that is the page cache, which
+    is the system's. Of a store in memory nothing."""
     branch, geometry = driver.branch, driver.geometry
     if isinstance(branch, HostBranch):
         assert branch.held_bytes == 0
@@ -337,6 +338,9 @@ def test_memory_beside_the_blocks_is_told(driver):
     before = branch.held_bytes
     assert before >= (4 + 1) * geometry.total_blocks  # an extent and a mark of what waits
     driver.read()
+    if branch.engine == "mmap":
+        assert branch.held_bytes == before
+        return
     if geometry.block_bytes >= 4096:  # else the sequential layout reads as many pages as there are rows
         assert branch.held_bytes >= before + geometry.lanes * geometry.num_blocks * geometry.block_bytes
     assert branch.held_bytes > before
