@@ -7,10 +7,13 @@
 Keys and queries come with their position already applied; blocks are kept in memory. All three
 functions are pure and may be used under `jax.jit`; they are compiled where they are not. What a method
 says of other layers (`dense_layers`, `lookahead`, `reuse`) has no effect here, where there is one.
+
+A cache has no numbers of 64 bits: where `jax_enable_x64` makes such arrays, they enter it in 32.
 """
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +25,7 @@ from kvjax.layer import LayerCache, LayerPlan, Prompts
 from kvjax.method import Method
 from kvjax.models.config import RopeConfig
 from kvjax.pool import Line, MemoryPool
-from kvjax.typing import Array, Float, Int32, pytree
+from kvjax.typing import Array, Float, Int, Int32, pytree
 
 
 @pytree
@@ -65,8 +68,8 @@ def _empty(plan: LayerPlan, batch: int, dtype: str) -> AttentionCache:
 
 
 def prefill_cache(
-    cache: AttentionCache, key: Float[Array, "B T K D"], value: Float[Array, "B T K D"], length: Int32[Array, "B"],
-    query: Float[Array, "B T H D"] | None = None, token: Int32[Array, "B T"] | None = None,
+    cache: AttentionCache, key: Float[Array, "B T K D"], value: Float[Array, "B T K D"], length: Int[Array, "B"],
+    query: Float[Array, "B T H D"] | None = None, token: Int[Array, "B T"] | None = None,
 ) -> AttentionCache:
     """A cache that holds prompts of `length[b] <= T` tokens; what the given cache held is dropped.
 
@@ -91,7 +94,7 @@ def prefill_cache(
                               f"capacity={cache.plan.spec.capacity}; give all tokens, or raise the capacity")
         layer.check_enough(cache.plan, np.asarray(length))
     _check_token(cache, token)
-    return _prefilled(cache, key, value, length, query, token)
+    return _prefilled(cache, *map(_in_32_bits, (key, value, length, query, token)))
 
 
 def _check_shapes(cache: AttentionCache, rows: tuple[int, ...], query, key, value, token) -> None:
@@ -103,6 +106,12 @@ def _check_shapes(cache: AttentionCache, rows: tuple[int, ...], query, key, valu
     for (name, shape), given in zip(expected.items(), (query, key, value, token), strict=True):
         if given is not None and (given.shape != shape or shape[:1] != batch):
             raise ConfigError(f"{name} is {list(given.shape)}, and this cache wants {[*batch, *shape[1:]]}")
+
+
+def _in_32_bits(x: Any) -> Any:
+    """An array, if there is one, as a cache takes it: float64 as float32, int64 as int32."""
+    narrow = {"float64": jnp.float32, "int64": jnp.int32}
+    return x.astype(narrow[x.dtype.name]) if x is not None and x.dtype.name in narrow else x
 
 
 def _check_token(cache: AttentionCache, token) -> None:
@@ -123,19 +132,20 @@ def _prefilled(cache: AttentionCache, key, value, length, query, token) -> Atten
 @jax.jit
 def attend(
     cache: AttentionCache, q: Float[Array, "B H D"], key: Float[Array, "B K D"], value: Float[Array, "B K D"],
-    token: Int32[Array, "B"] | None = None,
+    token: Int[Array, "B"] | None = None,
 ) -> tuple[Float[Array, "B H D"], AttentionCache]:
     """Attention of the newest token over the cache, and the cache with that token in it.
 
     A cache that is full has no place for it: the output of a token beyond the capacity is NaN. `token` has its id, for
-    methods that ask for it; raises ConfigError if one does, and is not given it.
+    methods that ask for it; raises ConfigError if one does, and is not given it. The output has the type of `q`.
     """
     _check_shapes(cache, q.shape[:1], q, key, value, token)
     _check_token(cache, token)
-    line = Line(jnp.int32(-1), jnp.int32(0))
+    kind, line = q.dtype, Line(jnp.int32(-1), jnp.int32(0))
+    q, key, value, token = map(_in_32_bits, (q, key, value, token))
     at, zero = cache.length, jnp.int32(0)
     out, read, fresh, _, report = layer.read(cache.plan, cache.layer, q, key, value, at, zero, line)
     gate = jnp.ones(at.shape, bool) & order.exists(out) & order.positions_exist([report.selected])
     written, _ = layer.write(cache.plan, read, fresh, at, gate, zero, line, token)
     fits = (at < cache.plan.spec.capacity)[:, None, None]
-    return jnp.where(fits, out, jnp.nan), dataclasses.replace(cache, layer=written, length=at + 1)
+    return jnp.where(fits, out, jnp.nan).astype(kind), dataclasses.replace(cache, layer=written, length=at + 1)

@@ -137,7 +137,7 @@ def _attend_in_place(
     """`attend_part` of rows that are read once, where they lie."""
     (heads, group, size), tokens = q.shape, valid.shape[-1]
     segments, more = max(1, -(-tokens // _SEGMENT)), ((0, 0), (0, -group % _FOUR), (0, 0))
-    bias = jnp.zeros((heads, group, 0)) if bias is None else bias
+    bias = jnp.zeros((heads, group, 0), jnp.float32) if bias is None else bias
     results = [jax.ShapeDtypeStruct((heads, segments, group + more[1][1], *rest), jnp.float32)
                for rest in ((size,), (), ())]
     found = kernels.call("row_attention", results, key.pool, key.index, value.pool, value.index, valid,
@@ -171,12 +171,12 @@ def causal(
         raise ConfigError(f"{key.shape[0]} keys are not whole chunks of {chunk}; pad them")
     queries = q.shape[0]
     q = q.transpose(1, 2, 0, 3).reshape(q.shape[1], -1, q.shape[-1])
-    at = start + jnp.arange(queries)
+    at = start + jnp.arange(queries, dtype=jnp.int32)
 
     def visit(i, part):
         k = jax.lax.dynamic_slice_in_dim(key, i * chunk, chunk).swapaxes(0, 1)
         v = jax.lax.dynamic_slice_in_dim(value, i * chunk, chunk).swapaxes(0, 1)
-        position = i * chunk + jnp.arange(chunk)
+        position = i * chunk + jnp.arange(chunk, dtype=jnp.int32)
         seen = position[None, :] <= at[:, None]
         if window is not None:
             seen &= position[None, :] > at[:, None] - window
@@ -184,7 +184,8 @@ def causal(
 
     first = 0 if window is None else jnp.maximum(0, start - window + 1) // chunk
     last = (start + queries + chunk - 1) // chunk
-    empty = Part(jnp.zeros(q.shape, jnp.float32), jnp.full(q.shape[:2], NEGATIVE), jnp.zeros(q.shape[:2]))
+    total = jnp.zeros(q.shape[:2], jnp.float32)
+    empty = Part(jnp.zeros(q.shape, jnp.float32), jnp.full_like(total, NEGATIVE), total)
     out = normalise(jax.lax.fori_loop(first, last, visit, empty), q.dtype)
     return out.reshape(out.shape[0], -1, queries, out.shape[-1]).transpose(2, 0, 1, 3)
 

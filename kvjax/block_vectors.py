@@ -26,7 +26,7 @@ class Bounds:
     @classmethod
     def empty(cls, spec: Spec) -> "Bounds":
         """Of blocks without keys."""
-        return cls(jnp.full((spec.kv_heads, 2 * spec.head_dim, spec.num_blocks), -_FAR))
+        return cls(jnp.full((spec.kv_heads, 2 * spec.head_dim, spec.num_blocks), -_FAR, jnp.float32))
 
     @property
     def low(self) -> Float[Array, "*B K D NB"]:
@@ -40,7 +40,7 @@ class Bounds:
 
     def take(self, block: Int32[Array, "K T"], keys: Float[Array, "K T D"]) -> "Bounds":
         """With keys taken into their blocks (NB = none)."""
-        head = jnp.arange(block.shape[0])[:, None]
+        head = jnp.arange(block.shape[0], dtype=jnp.int32)[:, None]
         both = _both_signs(keys).astype(self.far.dtype)
         return dataclasses.replace(self, far=self.far.at[head, :, block].max(both, mode="drop"))
 
@@ -63,11 +63,11 @@ class Means:
     @classmethod
     def empty(cls, spec: Spec) -> "Means":
         """Of blocks without keys."""
-        return cls(jnp.zeros((spec.kv_heads, spec.head_dim, spec.num_blocks)))
+        return cls(jnp.zeros((spec.kv_heads, spec.head_dim, spec.num_blocks), jnp.float32))
 
     def take(self, block: Int32[Array, "K T"], keys: Float[Array, "K T D"]) -> "Means":
         """With keys taken into their blocks (NB = none)."""
-        head = jnp.arange(block.shape[0])[:, None]
+        head = jnp.arange(block.shape[0], dtype=jnp.int32)[:, None]
         return Means(self.total.at[head, :, block].add(keys.astype(self.total.dtype), mode="drop"))
 
     def scores(self, q: Float[Array, "K G D"], count: Int32[Array, "K NB"]) -> Float[Array, "K G NB"]:

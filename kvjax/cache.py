@@ -63,7 +63,7 @@ class LayerState:
         # A table of a single block looks like a first block's rows, and valid rows are a prefix in both.
         pos = self.positions + np.arange(blocks, dtype=np.int32)[:, None] * rows
         lib = np if isinstance(pos, np.ndarray) else jnp
-        return lib.where(np.arange(rows) < self.counts[..., None], pos, -1)
+        return lib.where(np.arange(rows, dtype=np.int32) < self.counts[..., None], pos, -1)
 
 
 def _for_heads(table: Array, heads: int, axis: int) -> Array:
@@ -122,7 +122,7 @@ def empty_layer(spec: Spec, index: Any, dtype) -> LayerState:
 def view(spec: Spec, layer: LayerState) -> View:
     """What the method may look at."""
     first, tail = spec.sinks + spec.ring, layer.tail
-    oldest = spec.sinks + jnp.argmin(tail.pos[0, spec.sinks : first])
+    oldest = spec.sinks + jnp.argmin(tail.pos[0, spec.sinks : first]).astype(jnp.int32)
     return View(
         pos=layer.pos, count=layer.count, held_pos=tail.pos[:, first:],
         held_block=tail.held_block, loaded=layer.loaded, oldest_key=tail.key[:, oldest],
@@ -145,9 +145,9 @@ def tail_sources(spec: Spec, length: Int32[Array, ""]) -> Int32[Array, "S_ring"]
 
     Ring row r keeps the newest position p >= S with (p - S) % (W - 1) == r.
     """
-    sink = jnp.arange(spec.sinks)
+    sink = jnp.arange(spec.sinks, dtype=jnp.int32)
     sink = jnp.where(sink < length, sink, -1)
-    row = jnp.arange(spec.ring)
+    row = jnp.arange(spec.ring, dtype=jnp.int32)
     turns = (length - 1 - spec.sinks - row) // spec.ring
     ring = jnp.where(turns >= 0, spec.sinks + row + turns * spec.ring, -1)
     return jnp.concatenate([sink, ring])
@@ -182,7 +182,7 @@ def book(spec: Spec, layer: LayerState, placement: Placement, key, value, length
         pos=layer.tail.pos.at[:, kept].set(source),
         token=jnp.where(source >= 0, token[at], -1),
     )
-    table, pos = jnp.arange(spec.tables)[:, None], jnp.arange(key.shape[0], dtype=jnp.int32)
+    table, pos = jnp.arange(spec.tables, dtype=jnp.int32)[:, None], jnp.arange(key.shape[0], dtype=jnp.int32)
     block, row = placement.block[: spec.tables], placement.row[: spec.tables]
     layer = _entered(spec, dataclasses.replace(layer, tail=tail), table, block, row, pos)
     counts = layer.counts.at[table, block].add(row < spec.block_rows, mode="drop")
@@ -198,12 +198,12 @@ def _entered(spec: Spec, layer: LayerState, table, block, row, pos) -> LayerStat
 
 def table_of(spec: Spec) -> Int32[Array, "K"]:
     """Which table of positions and counts each head has."""
-    return jnp.arange(spec.kv_heads) % spec.tables
+    return jnp.arange(spec.kv_heads, dtype=jnp.int32) % spec.tables
 
 
 def placements(spec: Spec, layer: LayerState, tokens: int) -> Placement:
     """Where the first `tokens` tokens of a sequence are, read back from a layer's table; block NB = in no block."""
-    table, pos = jnp.arange(spec.tables)[:, None, None], layer.table
+    table, pos = jnp.arange(spec.tables, dtype=jnp.int32)[:, None, None], layer.table
     at = jnp.where(pos >= 0, pos, tokens)
     block, row = (
         jnp.broadcast_to(axis, pos.shape).astype(jnp.int32)
@@ -240,18 +240,18 @@ def _cut(
 ) -> list[Array]:
     """Blocks to fetch, and ranks, rows, whether they are valid, and positions of what fits the room."""
     none, room = spec.num_blocks, room[:, None]
-    head, table = jnp.arange(spec.kv_heads)[:, None], table_of(spec)[:, None]
+    head, table = jnp.arange(spec.kv_heads, dtype=jnp.int32)[:, None], table_of(spec)[:, None]
     count = jnp.where(chosen < none, counts[table, jnp.minimum(chosen, none - 1)], 0)
-    end = jnp.cumsum(count, axis=-1)
+    end = jnp.cumsum(count, axis=-1, dtype=jnp.int32)
     fits = (end - count < room) & (count > 0)
     need = jnp.where(fits, chosen, none)
     known = jnp.any(need == force[:, None], axis=-1)
     force = jnp.where(known, none, force)[:, None]
 
-    nth = jnp.arange(spec.selected_rows)
+    nth = jnp.arange(spec.selected_rows, dtype=jnp.int32)
     # Blocks that end before the nth row: a count of ends, as comparing every row with every end is N x M.
     ends = jnp.zeros((spec.kv_heads, spec.selected_rows), jnp.int32).at[head, end].add(1, mode="drop")
-    rank = jnp.minimum(jnp.cumsum(ends, axis=-1), spec.max_blocks - 1)
+    rank = jnp.minimum(jnp.cumsum(ends, axis=-1, dtype=jnp.int32), spec.max_blocks - 1)
     valid = nth[None] < jnp.minimum(end[:, -1:], room)
     row = jnp.where(valid, nth[None] - jnp.take_along_axis(end - count, rank, axis=-1), 0)
     block = jnp.minimum(jnp.take_along_axis(need, rank, axis=-1), none - 1)
@@ -283,7 +283,7 @@ def push(spec: Spec, tail: Tail, key, value, at: Int32[Array, ""], gate: Bool[Ar
         pos=tail.pos.at[:, target].set(at, mode="drop"),
         token=tail.token.at[target].set(token, mode="drop"),
     )
-    following = spec.sinks + (left + 1 + jnp.arange(spec.ring) - spec.sinks) % spec.ring
+    following = spec.sinks + (left + 1 + jnp.arange(spec.ring, dtype=jnp.int32) - spec.sinks) % spec.ring
     return tail, Leaving(left_key, left, left_token, left >= 0, tail.token[following]), left_value
 
 
@@ -298,7 +298,7 @@ def place(
     stored = (placement.block < spec.num_blocks) & (placement.row < spec.block_rows)
     held = (placement.block < spec.num_blocks) & (placement.row == spec.block_rows)
     block = jnp.where(stored, placement.block, spec.num_blocks)
-    table, at, row = jnp.arange(spec.tables), block[: spec.tables], placement.row[: spec.tables]
+    table, at, row = jnp.arange(spec.tables, dtype=jnp.int32), block[: spec.tables], placement.row[: spec.tables]
     # Valid rows are a prefix. Looking into `positions` would have XLA:CPU copy it: a read with no order to the write.
     free = row >= layer.counts[table, jnp.minimum(at, spec.num_blocks - 1)]
     layer = _entered(spec, layer, table, at, row, leaving.pos)
@@ -310,9 +310,9 @@ def place(
 
 def _hold(spec, layer, block, held, leaving, value):
     """Puts a token into the first free held row of the heads that hold it."""
-    head, tail = jnp.arange(spec.kv_heads), layer.tail
+    head, tail = jnp.arange(spec.kv_heads, dtype=jnp.int32), layer.tail
     free = tail.held_block == spec.num_blocks
-    slot = jnp.where(held & jnp.any(free, axis=-1), jnp.argmax(free, axis=-1), spec.held)
+    slot = jnp.where(held & jnp.any(free, axis=-1), jnp.argmax(free, axis=-1).astype(jnp.int32), spec.held)
     row = jnp.where(slot < spec.held, spec.sinks + spec.ring + slot, spec.tail_rows)
     tail = dataclasses.replace(
         tail,
@@ -339,17 +339,18 @@ def due_positions(spec: Spec, layer: LayerState, due: Int32[Array, "K P"]) -> In
 
 
 def _rows_due(spec: Spec, layer: LayerState, block: Int32[Array, "K"]) -> Int32[Array, "K C"]:
-    rows = layer.positions[jnp.arange(spec.kv_heads), jnp.minimum(block, spec.num_blocks - 1)]  # adaptive: KT = K
+    head = jnp.arange(spec.kv_heads, dtype=jnp.int32)
+    rows = layer.positions[head, jnp.minimum(block, spec.num_blocks - 1)]  # adaptive: KT = K
     return jnp.where((block < spec.num_blocks)[:, None], rows, -1)
 
 
 def apply_edits(spec: Spec, layer: LayerState, edits: Edits, pos: Int32[Array, "K CU"]) -> LayerState:
     """Books rewritten blocks and frees the held rows that went into them."""
-    head = jnp.arange(spec.kv_heads)[:, None]
+    head = jnp.arange(spec.kv_heads, dtype=jnp.int32)[:, None]
     taken = edits.rows >= 0
     moved = jnp.where(taken, jnp.take_along_axis(pos[:, None], jnp.maximum(edits.rows, 0), axis=-1), -1)
     used = jnp.where((edits.dst < spec.num_blocks)[..., None] & taken, edits.rows - spec.block_rows, -1)
-    freed = jnp.any(used[..., None] == jnp.arange(spec.held), axis=(1, 2))
+    freed = jnp.any(used[..., None] == jnp.arange(spec.held, dtype=jnp.int32), axis=(1, 2))
     first = spec.sinks + spec.ring
     tail = dataclasses.replace(
         layer.tail,

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kvjax import kernels
 from kvjax.typing import Array, Bool, Float, Int32, PRNGKey
@@ -36,12 +37,12 @@ def kmeans(
     """
     points = unit(points.astype(jnp.float32)) if cosine else points.astype(jnp.float32)
     centroids = _plus_plus(points, valid, clusters, active, seed)
-    usable = jnp.arange(clusters) < active
+    usable = jnp.arange(clusters, dtype=jnp.int32) < active
 
     def lloyd(_, centroids):
         owner, distance = _assign(points, centroids, usable)
         weight = valid.astype(jnp.float32)
-        count = jnp.zeros(clusters).at[owner].add(weight)
+        count = jnp.zeros(clusters, jnp.float32).at[owner].add(weight)
         total = jnp.zeros_like(centroids).at[owner].add(points * weight[:, None])
         mean = unit(total) if cosine else total / jnp.maximum(count, 1)[:, None]
         moved = jnp.where(count[:, None] > 0, mean, centroids)
@@ -65,9 +66,9 @@ def _plus_plus(points, valid, clusters, active, seed):
     draw, pick = jax.random.split(seed)
     size = min(points.shape[0], max(_SAMPLE, 4 * clusters))
     if points.shape[0] > _SAMPLE:
-        noise = jnp.where(valid, jax.random.uniform(pick, valid.shape), -1.0)
+        noise = jnp.where(valid, jax.random.uniform(pick, valid.shape, jnp.float32), -1.0)
         # Padding makes more clusters, but not more active ones: no more than these ask for, whatever the room.
-        drawn = jnp.arange(size) < jnp.maximum(_SAMPLE, 4 * active)
+        drawn = jnp.arange(size, dtype=jnp.int32) < jnp.maximum(_SAMPLE, 4 * active)
         # In order, so that padding does not permute the draws.
         chosen = jnp.sort(jnp.where(drawn, jax.lax.top_k(noise, size)[1], points.shape[0]))
         valid = jnp.take(valid, chosen, mode="fill", fill_value=False)
@@ -77,16 +78,16 @@ def _plus_plus(points, valid, clusters, active, seed):
     def step(i, carry):
         centroids, nearest = carry
         logits = jnp.where(valid, jnp.log(jnp.maximum(nearest, 1e-30)), -jnp.inf)
-        noisy = logits + jax.random.gumbel(jax.random.fold_in(draw, i), logits.shape)
+        noisy = logits + jax.random.gumbel(jax.random.fold_in(draw, i), logits.shape, logits.dtype)
         best, drawn = jax.lax.top_k(noisy, min(_TRIALS, size))
         distance = squared[drawn][:, None] + squared - 2 * points[drawn] @ points.T
         left = jnp.sum(jnp.where(valid, jnp.minimum(nearest, distance), 0), axis=-1)
-        at = drawn[jnp.argmin(jnp.where(best > -jnp.inf, left, jnp.inf))]
+        at = drawn[jnp.argmin(jnp.where(best > -jnp.inf, left, jnp.inf)).astype(jnp.int32)]
         distance = jnp.sum(jnp.square(points - points[at]), axis=-1)  # exact: 0 for a duplicate
         return centroids.at[i].set(points[at]), jnp.minimum(nearest, distance)
 
-    start = (jnp.zeros((clusters, points.shape[1])), jnp.full(points.shape[0], 1e30))
-    return jax.lax.fori_loop(0, clusters, step, start)[0]
+    start = (jnp.zeros((clusters, points.shape[1]), jnp.float32), jnp.full(points.shape[0], 1e30, jnp.float32))
+    return jax.lax.fori_loop(np.int32(0), np.int32(clusters), step, start)[0]
 
 
 def _assign(points, centroids, usable):
@@ -95,7 +96,7 @@ def _assign(points, centroids, usable):
 
     def nearest(chunk):
         distance = offset - 2 * chunk @ centroids.T
-        owner = jnp.argmin(distance, axis=-1)
+        owner = jnp.argmin(distance, axis=-1).astype(jnp.int32)
         best = jnp.take_along_axis(distance, owner[:, None], axis=-1)[:, 0]
         return owner, best + jnp.sum(jnp.square(chunk), axis=-1)
 
@@ -109,7 +110,7 @@ def _refill(centroids, empty, points, distance):
     """Moves the first empty clusters to the points farthest from their centroids."""
     count = min(_RESEEDS, points.shape[0])
     far, at = jax.lax.top_k(distance, count)
-    nth = jnp.cumsum(empty) - 1
+    nth = jnp.cumsum(empty, dtype=jnp.int32) - 1
     take = empty & (nth < count) & (far[jnp.clip(nth, 0, count - 1)] > 0)
     return jnp.where(take[:, None], points[at[jnp.clip(nth, 0, count - 1)]], centroids)
 
@@ -130,10 +131,10 @@ def two_means(
 
 
 def _first_half(points, valid, largest, iterations) -> Bool[Array, "N"]:
-    total, whole = jnp.sum(valid), valid.astype(jnp.float32) @ points
+    total, whole = jnp.sum(valid, dtype=jnp.int32), valid.astype(jnp.float32) @ points
 
     def farthest(origin):
-        return points[jnp.argmax(jnp.where(valid, squared_norm(points - origin), -1.0))]
+        return points[jnp.argmax(jnp.where(valid, squared_norm(points - origin), -1.0)).astype(jnp.int32)]
 
     def margin(one, other):
         """Below 0 on the side of the first centre: half the difference of the squared distances."""
@@ -148,20 +149,21 @@ def _first_half(points, valid, largest, iterations) -> Bool[Array, "N"]:
     start = farthest(whole / jnp.maximum(total, 1))
     pair = jax.lax.fori_loop(0, iterations, lloyd, (start, farthest(start)))
     difference = jnp.where(valid, margin(*pair), jnp.inf)
-    cut = jnp.clip(jnp.sum(difference < 0), jnp.maximum(1, total - largest), jnp.minimum(total - 1, largest))
+    nearer = jnp.sum(difference < 0, dtype=jnp.int32)
+    cut = jnp.clip(nearer, jnp.maximum(1, total - largest), jnp.minimum(total - 1, largest))
     return valid & (_ranks(difference) < cut)
 
 
 def squared_norm(x: Float[Array, "*N D"]) -> Float[Array, "*N"]:
     """Of each vector. A product, as XLA:CPU takes five times as long to sum the rows of several heads."""
-    return jnp.matmul(jnp.square(x), jnp.ones(x.shape[-1]), precision="highest")
+    return jnp.matmul(jnp.square(x), jnp.ones(x.shape[-1], jnp.float32), precision="highest")
 
 
 def _ranks(x: Float[Array, "N"]) -> Float[Array, "N"]:
     """How many numbers come before each one, of equals the first: for a few numbers far less work than sorting them."""
-    at = jnp.arange(x.shape[0])
+    at = jnp.arange(x.shape[0], dtype=jnp.int32)
     before = (x[None] < x[:, None]) | ((x[None] == x[:, None]) & (at[None] < at[:, None]))
-    return before.astype(jnp.float32) @ jnp.ones(x.shape[0])
+    return before.astype(jnp.float32) @ jnp.ones(x.shape[0], jnp.float32)
 
 
 def pack(owner: Int32[Array, "T"], valid: Bool[Array, "T"], clusters: int, rows: int, blocks: int):
@@ -172,15 +174,15 @@ def pack(owner: Int32[Array, "T"], valid: Bool[Array, "T"], clusters: int, rows:
     """
     size = jnp.zeros(clusters + 1, jnp.int32).at[owner].add(valid)
     taken = -(-size // rows)
-    first_block = jnp.cumsum(taken) - taken
-    first_rank = jnp.cumsum(size) - size
-    order = jnp.argsort(jnp.where(valid, owner, clusters), stable=True)
+    first_block = jnp.cumsum(taken, dtype=jnp.int32) - taken
+    first_rank = jnp.cumsum(size, dtype=jnp.int32) - size
+    order = jnp.argsort(jnp.where(valid, owner, clusters), stable=True).astype(jnp.int32)
     rank = jnp.zeros_like(owner).at[order].set(jnp.arange(owner.shape[0], dtype=owner.dtype)) - first_rank[owner]
     block, row = first_block[owner] + rank // rows, rank % rows
 
     stray = valid & (block >= blocks)
     used = jnp.zeros(blocks, jnp.int32).at[block].add(valid, mode="drop")
-    free, nth = jnp.cumsum(rows - used), jnp.cumsum(stray) - 1
+    free, nth = jnp.cumsum(rows - used, dtype=jnp.int32), jnp.cumsum(stray, dtype=jnp.int32) - 1
     spare = jnp.searchsorted(free, nth, side="right")  # the block of the nth free row
     block, row = jnp.where(stray, spare, block), jnp.where(stray, rows - (free[spare] - nth), row)
     return jnp.where(valid, block, blocks).astype(jnp.int32), row.astype(jnp.int32), jnp.sum(stray, dtype=jnp.int32)

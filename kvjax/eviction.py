@@ -64,10 +64,10 @@ class Evictor(Method):
 
     def keep(self, spec: Spec, index, context: Context, worth: Float[Array, "K T"]):
         """`build`, given what every token is worth."""
-        head, room = jnp.arange(spec.kv_heads)[:, None], index.worth.shape[-1]
+        head, room = jnp.arange(spec.kv_heads, dtype=jnp.int32)[:, None], index.worth.shape[-1]
         worth = jnp.where(stays(spec, context), worth, -jnp.inf)
         kept = largest(worth, room)
-        at = jnp.cumsum(kept, axis=-1) - 1  # in token order, whatever the ranks
+        at = jnp.cumsum(kept, axis=-1, dtype=jnp.int32) - 1  # in token order, whatever the ranks
         filled = index.worth.at[head, jnp.where(kept, at, room)].set(worth, mode="drop")
         return dataclasses.replace(index, worth=filled), in_rows(spec, at, kept)
 
@@ -77,7 +77,7 @@ class Evictor(Method):
     def append(self, spec, index, view, leaving):
         kept = view.pos.reshape(spec.kv_heads, -1)[:, : index.worth.shape[-1]]
         rank = jnp.where(spec.seen(kept, leaving.pos + spec.window), index.worth, -jnp.inf)  # what is hidden goes first
-        head, least = jnp.arange(spec.kv_heads), jnp.argmin(rank, axis=-1)
+        head, least = jnp.arange(spec.kv_heads, dtype=jnp.int32), jnp.argmin(rank, axis=-1).astype(jnp.int32)
         worth = self.leaving_worth(spec, index, leaving)
         better = leaving.valid & (worth > rank[head, least])
         row = jnp.where(better, least, index.worth.shape[-1])
@@ -107,4 +107,5 @@ class PromptEvictor(Evictor):
 def largest(worth: Float[Array, "K T"], count: int) -> Bool[Array, "K T"]:
     """Marks the `count` largest entries of each row, but none that is -inf; of equal ones the first."""
     ranked, at = jax.lax.top_k(worth, min(count, worth.shape[-1]))
-    return jnp.zeros(worth.shape, bool).at[jnp.arange(worth.shape[0])[:, None], at].set(ranked > -jnp.inf)
+    head = jnp.arange(worth.shape[0], dtype=jnp.int32)[:, None]
+    return jnp.zeros(worth.shape, bool).at[head, at].set(ranked > -jnp.inf)

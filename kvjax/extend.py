@@ -47,7 +47,7 @@ def extend(
     chunk = min(chunk, 1 << (max(1, int(counts.max())) - 1).bit_length())  # a short text is not padded to a long chunk
     # In host memory, as each slice of a JAX array would be a program of its own.
     padded = np.pad(np.asarray(tokens, np.int32), ((0, 0), (0, -tokens.shape[1] % chunk)))
-    logits = jnp.zeros((plan.batch, plan.config.vocab_size))
+    logits = jnp.zeros((plan.batch, plan.config.vocab_size), jnp.float32)
     decode.forget(state)
     for start in range(0, int(counts.max()), chunk):
         count = jnp.asarray(np.clip(counts - start, 0, chunk), jnp.int32)
@@ -140,7 +140,7 @@ def _read(config, plan: LayerPlan, params, cache: LayerCache, x, at, count, numb
     out = _unfolded(layer.each_sequence(lambda one: _attend(plan, cache.pool, *one), args), q.shape)
     x = block.apply({"params": params}, x, out, method="finish")
     loaded = jnp.broadcast_to(choice.need, (size, *choice.need.shape))
-    seen = jnp.zeros((size, *choice.need.shape[:2], 0))
+    seen = jnp.zeros((size, *choice.need.shape[:2], 0), jnp.float32)
     fresh = Fresh(key.swapaxes(0, 1), value.swapaxes(0, 1), loaded, seen.astype(jnp.int32), seen)
     cache, left = turns.leave(cache)
     return x, cache, fresh, ok, choice, left
@@ -155,7 +155,7 @@ def _choose(plan: LayerPlan, state: LayerState, q: Float[Array, "B Q H D"], coun
     def one(state, q, count):
         state = caching.within(plan.spec, state)
         view = caching.view(spec, state)
-        voters = q[(jnp.arange(VOTERS) * jnp.maximum(count, 1)) // VOTERS]
+        voters = q[(jnp.arange(VOTERS, dtype=jnp.int32) * jnp.maximum(count, 1)) // VOTERS]
         voters = voters.reshape(VOTERS, spec.kv_heads, spec.group, spec.head_dim)
         ranked = jax.lax.map(lambda voter: method.select(spec, state.index, view, voter).block, voters)
         force = method.select(spec, state.index, view, voters[0]).force
@@ -167,8 +167,8 @@ def _choose(plan: LayerPlan, state: LayerState, q: Float[Array, "B Q H D"], coun
 def _elect(spec, ranked: Int32[Array, "V K M"]) -> Int32[Array, "K M"]:
     """The blocks with most points, M for a first rank down to 1 for the last (Borda)."""
     points = jnp.arange(spec.max_blocks, 0, -1, dtype=jnp.float32)
-    head = jnp.arange(spec.kv_heads)[:, None]
-    total = jnp.zeros((spec.kv_heads, spec.num_blocks)).at[head, ranked].add(points, mode="drop")
+    head = jnp.arange(spec.kv_heads, dtype=jnp.int32)[:, None]
+    total = jnp.zeros((spec.kv_heads, spec.num_blocks), jnp.float32).at[head, ranked].add(points, mode="drop")
     return top_blocks(total, total > 0, spec.max_blocks)
 
 
@@ -190,7 +190,7 @@ def _attend(
     """One sequence: log-sum-exp merge of the tail, the chosen rows and, causally, the chunk itself."""
     size = key.shape[0]
     mine = at + jnp.arange(size, dtype=jnp.int32)
-    own = jnp.broadcast_to(jnp.where(jnp.arange(size) < count, mine, -1), (plan.spec.kv_heads, size))
+    own = jnp.broadcast_to(jnp.where(jnp.arange(size, dtype=jnp.int32) < count, mine, -1), (plan.spec.kv_heads, size))
     rows, rows_value, valid, pos = layer.chosen_rows(plan, pool, found)
     scores = functools.partial(attention.scores_of_many, q)
     tail, made = found.state.tail, layer.scored(plan, found, q)

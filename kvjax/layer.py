@@ -109,7 +109,7 @@ def last_queries(
 ) -> Float[Array, "B Q H D"]:
     """`Prompts.query` from the queries of all tokens: those of each prompt's last min(count, T) tokens; None = all."""
     count = query.shape[1] if count is None else min(count, query.shape[1])
-    at = jnp.maximum(length[:, None] - count + jnp.arange(count), 0)
+    at = jnp.maximum(length[:, None] - count + jnp.arange(count, dtype=jnp.int32), 0)
     return jnp.take_along_axis(query, at[..., None, None], axis=1)
 
 
@@ -248,7 +248,7 @@ def chosen_rows(plan: LayerPlan, pool: Pool, mine: Fetched):
     which are valid, and their positions; no keys where the method has the scores (`scored`)."""
     spec, state, choice, rows = plan.spec, mine.state, mine.choice, mine.choice.rows
     if plan.dense:
-        valid = (jnp.arange(spec.block_rows) < state.count[..., None]).reshape(spec.kv_heads, -1)
+        valid = (jnp.arange(spec.block_rows, dtype=jnp.int32) < state.count[..., None]).reshape(spec.kv_heads, -1)
         both = _every_row(spec, pool, mine) if mine.everything is None else mine.everything
         return *both, valid, state.pos.reshape(valid.shape)
     key, value = pool.rows_at(mine.number, jnp.take_along_axis(mine.slot, rows.rank, axis=-1), rows.row)
@@ -325,7 +325,7 @@ def _part(q, attended, scores) -> attention.Part:
 def _weights(plan, sets, scores):
     """Attended positions and their weights for `Method.observe`; empty arrays where it does not ask."""
     if not plan.observes:
-        return jnp.zeros((plan.spec.kv_heads, 0), jnp.int32), jnp.zeros((plan.spec.kv_heads, 0))
+        return jnp.zeros((plan.spec.kv_heads, 0), jnp.int32), jnp.zeros((plan.spec.kv_heads, 0), jnp.float32)
     pos = jnp.concatenate([jnp.where(valid, pos, -1) for _, _, valid, pos, _ in sets], axis=-1)
     joint = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)
     return pos, jnp.sum(jnp.where(pos[:, None] >= 0, joint, 0.0), axis=1)

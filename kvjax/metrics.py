@@ -30,7 +30,7 @@ def exact_scores(
 
 def _seen(plan: LayerPlan, tokens: int, at: Int32[Array, ""]) -> Bool[Array, "T"]:
     """Tokens up to the newest, in a model's sliding window if it has one."""
-    position = jnp.arange(tokens)
+    position = jnp.arange(tokens, dtype=jnp.int32)
     return (position <= at) & plan.spec.seen(position, at)
 
 
@@ -39,10 +39,10 @@ def attended_mask(
     hidden: Bool[Array, "K G N"] | None = None,
 ) -> Bool[Array, "K #G T"]:
     """Attended tokens: sinks, window and the selected positions (-1 = none) that are not hidden from a query head."""
-    position = jnp.arange(tokens)
+    position = jnp.arange(tokens, dtype=jnp.int32)
     always = (position < plan.spec.sinks) | (position > at - plan.spec.window) | plan.dense
     mine = selected[:, None] if hidden is None else jnp.where(hidden, -1, selected[:, None])
-    head, query = jnp.indices(mine.shape[:2], sparse=True)
+    head, query = jnp.indices(mine.shape[:2], dtype=jnp.int32, sparse=True)
     chosen = jnp.zeros((*mine.shape[:2], tokens), bool)
     chosen = chosen.at[head[..., None], query[..., None], jnp.where(mine >= 0, mine, tokens)].set(True, mode="drop")
     return (chosen | always) & _seen(plan, tokens, at)
@@ -55,11 +55,11 @@ def recall(
 
     Sinks and window are excluded from both sets. NaN where fewer than k keys are left.
     """
-    position = jnp.arange(scores.shape[-1])
+    position = jnp.arange(scores.shape[-1], dtype=jnp.int32)
     candidate = (position >= plan.spec.sinks) & (position <= at - plan.spec.window) & _seen(plan, len(position), at)
     _, top = jax.lax.top_k(jnp.where(candidate, scores, -jnp.inf), min(k, len(position)))
     hit = jnp.take_along_axis(attended, top, axis=-1)
-    return jnp.where(jnp.sum(candidate) >= k, jnp.mean(hit, axis=-1), jnp.nan)
+    return jnp.where(jnp.sum(candidate, dtype=jnp.int32) >= k, jnp.mean(hit, axis=-1, dtype=jnp.float32), jnp.nan)
 
 
 def attention_mass(scores: Float[Array, "K G T"], attended: Bool[Array, "K #G T"]) -> Float[Array, "K G"]:

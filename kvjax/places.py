@@ -7,7 +7,7 @@ from kvjax.typing import Array, Bool, Int32
 
 def places_of(among: Bool[Array, "N"], size: int) -> Int32[Array, "size"]:
     """The first `size` places that are marked, in order, padded with -1: a sum and a scatter, no sort."""
-    nth = jnp.where(among, jnp.cumsum(among) - 1, size)
+    nth = jnp.where(among, jnp.cumsum(among, dtype=jnp.int32) - 1, size)
     return jnp.full(size, -1, jnp.int32).at[nth].set(jnp.arange(among.shape[0], dtype=jnp.int32), mode="drop")
 
 

@@ -123,8 +123,8 @@ class MemoryPool:
 def batch_and_head(block: Int32[Array, "B K *E"]):
     """Index arrays that address a block of each sequence and head."""
     ones = (1,) * (block.ndim - 2)
-    batch = jnp.arange(block.shape[0]).reshape(-1, 1, *ones)
-    head = jnp.arange(block.shape[1]).reshape(1, -1, *ones)
+    batch = jnp.arange(block.shape[0], dtype=jnp.int32).reshape(-1, 1, *ones)
+    head = jnp.arange(block.shape[1], dtype=jnp.int32).reshape(1, -1, *ones)
     return batch, head
 
 

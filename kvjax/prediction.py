@@ -132,9 +132,10 @@ class Predictor(Method):
     def empty(self, spec: Spec, adapter: Float[Array, "K D r"]) -> CompressedKeys:
         """An index without tokens."""
         shape = (1 if self.joint else spec.kv_heads, spec.num_blocks * spec.block_rows, adapter.shape[-1])
-        key, scale = jnp.zeros(shape), None
+        key, scale = jnp.zeros(shape, jnp.float32), None
         if self.bits != _FLOAT:
-            key, scale = jnp.zeros(lowbit.packed_shape(shape, self.bits), jnp.uint8), jnp.ones((shape[0], shape[2]))
+            key = jnp.zeros(lowbit.packed_shape(shape, self.bits), jnp.uint8)
+            scale = jnp.ones((shape[0], shape[2]), jnp.float32)
         key = key if shape[0] == 1 and scale is None else key.swapaxes(1, 2)
         return CompressedKeys(adapter.astype(jnp.float32), key, jnp.int32(0), scale)
 
@@ -154,7 +155,8 @@ class Predictor(Method):
 
     def build(self, spec, index, context):
         index = dataclasses.replace(index, adapter=self.adapter(spec, index, context))
-        offset, count = jnp.cumsum(context.valid) - 1, jnp.sum(context.valid, dtype=jnp.int32)
+        offset = jnp.cumsum(context.valid, dtype=jnp.int32) - 1
+        count = jnp.sum(context.valid, dtype=jnp.int32)
         low = compress(index, context.key)
         if index.scale is not None:
             scale = functools.partial(lowbit.closest_scale, bits=self.bits, valid=context.valid)
@@ -238,7 +240,7 @@ def predict_by_token(index: CompressedKeys, low: Float[Array, "#K #G r"]) -> Flo
     # Keys as the left operand: XLA:CPU then reads them in place.
     low = low.reshape(1, -1, index.adapter.shape[-1])
     scores = jnp.einsum("fnr,fqr->fnq", index.key, low, preferred_element_type=jnp.float32)
-    return jnp.where(jnp.arange(index.tokens)[:, None] < index.stored, scores, NEGATIVE)
+    return jnp.where(jnp.arange(index.tokens, dtype=jnp.int32)[:, None] < index.stored, scores, NEGATIVE)
 
 
 def predict_by_dimension(index: CompressedKeys, low: Float[Array, "#K #G r"]) -> Float[Array, "F Q N"]:
@@ -247,7 +249,7 @@ def predict_by_dimension(index: CompressedKeys, low: Float[Array, "#K #G r"]) ->
     if index.scale is not None:
         return lowbit.products(index.key, low * index.scale[:, None], index.stored, index.bits)
     scores = jnp.einsum("krn,kgr->kgn", index.key, low, preferred_element_type=jnp.float32)
-    return jnp.where(jnp.arange(index.tokens) < index.stored, scores, NEGATIVE)
+    return jnp.where(jnp.arange(index.tokens, dtype=jnp.int32) < index.stored, scores, NEGATIVE)
 
 
 def predict_shares(index: CompressedKeys, low: Float[Array, "K G r"], groups: int) -> Float[Array, "groups N"]:
@@ -263,7 +265,7 @@ def predict_mean(index: CompressedKeys, low: Float[Array, "#K 1 r"]) -> Float[Ar
     if index.scale is not None:
         return lowbit.products(key, q * index.scale.reshape(1, 1, -1), index.stored, index.bits)[0]
     scores = jnp.einsum("xn,x->n", key[0], q.reshape(-1), preferred_element_type=jnp.float32)
-    return jnp.where(jnp.arange(index.tokens) < index.stored, scores, NEGATIVE)[None]
+    return jnp.where(jnp.arange(index.tokens, dtype=jnp.int32) < index.stored, scores, NEGATIVE)[None]
 
 
 def aggregate_where_they_lie(scores: Float[Array, "F N Q"], rule: str) -> Float[Array, "F N"]:
@@ -297,7 +299,7 @@ def _leading(rows: Float[Array, "T N"], rank: int) -> Float[Array, "N r"]:
 
 def unknown_directions(heads: int, head_dim: int, rank: int, joint: bool) -> Float[Array, "K D r"]:
     """`leading_directions` of no key at all: random ones, which favour no head and no dimension."""
-    return leading_directions(jnp.zeros((heads, 1, head_dim)), jnp.zeros(1, bool), rank, joint)
+    return leading_directions(jnp.zeros((heads, 1, head_dim), jnp.float32), jnp.zeros(1, bool), rank, joint)
 
 
 @functools.cache

@@ -108,12 +108,14 @@ def prefill(
 
 
 def _as_in_this_thread(function):
-    """The function with the precision and the device that this thread has chosen, whichever thread it runs in."""
+    """The function with the precision, the device and the widest types that this thread has chosen, whichever thread it
+    runs in."""
     precision, device = jax.config.jax_default_matmul_precision, jax.config.jax_default_device
+    wide = jax.config.jax_enable_x64
 
     @functools.wraps(function)
     def there(*args):
-        with jax.default_matmul_precision(precision), jax.default_device(device):
+        with jax.default_matmul_precision(precision), jax.default_device(device), jax.enable_x64(wide):
             return function(*args)
 
     return there
@@ -170,10 +172,10 @@ def unembed(config, params, x):
 def _read_layer(config, sliding, size, params, x):
     """One layer over whole prompts x[B, T, E]; returns the next hidden states, keys and values."""
     block, length = Block(config), x.shape[1]
-    starts = jnp.arange(0, length, size)
+    starts = jnp.arange(0, length, size, dtype=jnp.int32)
 
     def one(x):
-        q, key, value = block.apply({"params": params}, x, jnp.arange(length), method="project")
+        q, key, value = block.apply({"params": params}, x, jnp.arange(length, dtype=jnp.int32), method="project")
         q = q.reshape(length, config.num_kv_heads, config.group, config.head_dim)
 
         def chunk(start):
@@ -193,7 +195,7 @@ def _sample_queries(plan: Plan, i: int, branch, params, x, length):
         return None
     # Spread evenly over the second half of each prompt, the last token's first.
     stride = jnp.maximum(1, jnp.asarray(length) // (2 * branch.samples))
-    back = jnp.arange(branch.samples) * stride[:, None]
+    back = jnp.arange(branch.samples, dtype=jnp.int32) * stride[:, None]
     return _queries_at(plan.config, params[f"layers_{i}"], x, length, back).swapaxes(0, 1)
 
 
@@ -201,7 +203,8 @@ def _last_queries(plan: Plan, i: int, params, x, length):
     """Queries `[B, Q, H, D]` of each prompt's last tokens, if the layer's method asks for them."""
     wanted = 0 if plan.layers[i].follows else plan.layers[i].method.observation
     count = x.shape[1] if wanted is None else min(wanted, x.shape[1])
-    return _queries_at(plan.config, params[f"layers_{i}"], x, length, jnp.arange(count)[None, ::-1]) if count else None
+    back = jnp.arange(count, dtype=jnp.int32)[None, ::-1]
+    return _queries_at(plan.config, params[f"layers_{i}"], x, length, back) if count else None
 
 
 @functools.partial(jax.jit, static_argnums=0)

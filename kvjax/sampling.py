@@ -68,7 +68,7 @@ def _draw(count, logits, temperature, mass, key):
         logits, token = jax.lax.top_k(logits, count)  # not a threshold, which equal logits would all reach
     if mass is not None:
         logits = jnp.where(logits >= _least(logits, mass, ranked=token is not None), logits, -jnp.inf)
-    keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(logits.shape[0]))
+    keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(logits.shape[0], dtype=jnp.int32))
     drawn = jax.vmap(jax.random.categorical)(keys, logits)
     drawn = drawn if token is None else jnp.take_along_axis(token, drawn[:, None], axis=-1)[:, 0]
     return _if_finite(given, drawn)

@@ -45,12 +45,12 @@ class Split:
 
     def length(self, weight: Float[Array, "N"]) -> Int32[Array, ""]:
         """Tokens of a block, given the weights of the N = `ends` tokens with which it may end."""
-        length = jnp.arange(self.least, self.most + 1)
+        length = jnp.arange(self.least, self.most + 1, dtype=jnp.int32)
         reach = max(self.ideal - self.least, self.most - self.ideal, 1)
-        closeness = 1.0 - jnp.abs(length - self.ideal) / reach
+        closeness = 1.0 - jnp.abs(length - self.ideal).astype(jnp.float32) / reach
         delimiter = weight != NO_DELIMITER
         score = jnp.where(delimiter, self.alpha * weight + (1.0 - self.alpha) * closeness, -jnp.inf)
-        best = jnp.where(jnp.any(delimiter), length[jnp.argmax(score)], self.otherwise)
+        best = jnp.where(jnp.any(delimiter), length[jnp.argmax(score).astype(jnp.int32)], self.otherwise)
         return best.astype(jnp.int32)
 
     def begins(self, weight: Float[Array, "T"], start: Int32[Array, ""], count: int) -> Int32[Array, "N"]:

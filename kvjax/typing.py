@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, dataclass_transform
 
 import jax
 import numpy as np
-from jaxtyping import Bool, Float, Int32, Num, UInt
+from jaxtyping import Bool, Float, Int, Int32, Num, UInt
 
 if TYPE_CHECKING:
     Array = jax.Array
@@ -65,4 +65,4 @@ def pytree(cls=None, /, *, kw_only: bool = False):
     return cls
 
 
-__all__ = ["Array", "Bool", "Float", "Hidden", "Int32", "Logits", "Num", "PRNGKey", "PyTree", "UInt", "pytree"]
+__all__ = ["Array", "Bool", "Float", "Hidden", "Int", "Int32", "Logits", "Num", "PRNGKey", "PyTree", "UInt", "pytree"]

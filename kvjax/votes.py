@@ -31,7 +31,7 @@ def votes(spec: Spec, context: Context) -> Float[Array, "K G T"]:
     def add(total, some):
         return total + _weights(spec, context, *some), None
 
-    nothing = jnp.zeros((heads, group, context.pos.shape[0]))
+    nothing = jnp.zeros((heads, group, context.pos.shape[0]), jnp.float32)
     return jax.lax.scan(add, nothing, (q, pos.reshape(-1, _TOGETHER)))[0]
 
 

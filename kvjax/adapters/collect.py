@@ -58,7 +58,7 @@ def _read(llm: LLM, tokens: np.ndarray) -> Iterator[prefill.Activations]:
 @functools.partial(jax.jit, static_argnums=0)
 def _queries(config, params, x):
     """Rotated queries `[B, T, H, D]` of a layer's input x[B, T, E]."""
-    at = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
+    at = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
     return Block(config).apply({"params": params}, x, at, method="queries")
 
 

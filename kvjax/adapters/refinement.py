@@ -54,7 +54,7 @@ def sample(query: Float[Array, "B T H D"], key: Float[Array, "B T K D"]):
     """Some queries `[B, Q, K, G, D]`, the keys, and the position of each query."""
     batch, tokens, heads, size = key.shape
     count = min(QUERIES, tokens // 2)
-    at = jnp.linspace(tokens // 2, tokens - 1, count).astype(jnp.int32)
+    at = jnp.linspace(tokens // 2, tokens - 1, count, dtype=jnp.float32).astype(jnp.int32)
     return query[:, at].reshape(batch, count, heads, -1, size), key, at
 
 
@@ -84,4 +84,4 @@ def low_rank_scores(basis, joint: bool, query, key) -> Float[Array, "B K G Q T"]
 
 
 def _causal(scores, at):
-    return jnp.where(jnp.arange(scores.shape[-1]) <= at[:, None], scores, NEGATIVE)
+    return jnp.where(jnp.arange(scores.shape[-1], dtype=jnp.int32) <= at[:, None], scores, NEGATIVE)

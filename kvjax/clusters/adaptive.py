@@ -45,15 +45,15 @@ class Adaptive(Update):
         mean variance of the prompt's clusters.
         """
         tau = jnp.where(index.tau >= 0, index.tau, 0.5 * self.threshold * index.spread)
-        average = keys / jnp.maximum(used, 1)
+        average = keys.astype(jnp.float32) / jnp.maximum(used, 1)
         return tau * (self.cluster / jnp.maximum(average, 1.0)) ** self.gain
 
     def force(self, spec, view):
         """j-dagger = argmax |Buf_j| where the buffers of the head have reached B_max and a split is possible."""
         used = view.held_block < spec.num_blocks
-        alike = jnp.sum(view.held_block[:, None] == view.held_block, axis=-1)
-        fullest = view.held_block[jnp.argmax(jnp.where(used, alike, 0))]
-        full = (jnp.sum(used) >= self.buffer) & jnp.any(view.count == 0)
+        alike = jnp.sum(view.held_block[:, None] == view.held_block, axis=-1, dtype=jnp.int32)
+        fullest = view.held_block[jnp.argmax(jnp.where(used, alike, 0)).astype(jnp.int32)]
+        full = (jnp.sum(used, dtype=jnp.int32) >= self.buffer) & jnp.any(view.count == 0)
         return jnp.where(full, fullest, spec.num_blocks)
 
     def append(self, spec, index, view, key, squared, valid):
@@ -96,7 +96,7 @@ class Adaptive(Update):
         """A flagged cluster among those fetched in this step; else a tiny one and what it can be merged with."""
         none = jnp.int32(spec.num_blocks)
         flagged = (view.loaded < none) & index.split[jnp.minimum(view.loaded, none - 1)] & jnp.any(view.count == 0)
-        split = jnp.where(jnp.any(flagged), view.loaded[jnp.argmax(flagged)], none)
+        split = jnp.where(jnp.any(flagged), view.loaded[jnp.argmax(flagged).astype(jnp.int32)], none)
         if not self.merge:
             return split[None]
         return jnp.where(split < none, jnp.stack([split, none]), self._pair(spec, index, view))
@@ -107,13 +107,14 @@ class Adaptive(Update):
         free = (view.loaded < spec.num_blocks) & ~index.split[at]
         count = jnp.where(free, view.count[at], 0)
         small = jnp.where((count > 0) & (count <= self.merge), count, spec.block_rows + 1)
-        one = at[jnp.argmin(small)]
+        one = at[jnp.argmin(small).astype(jnp.int32)]
         squared = clustering.squared_norm(index.centroid[:, at].T - index.centroid[:, one])
         width = _union(view.count[one], index.variance[one], view.count[at], index.variance[at], squared)
         fits = (count > 0) & (at != one) & (count + view.count[one] <= spec.block_rows)
-        limit = self.limit(index, jnp.sum(view.count), jnp.sum(view.count > 0))
+        keys, used = (jnp.sum(count, dtype=jnp.int32) for count in (view.count, view.count > 0))
+        limit = self.limit(index, keys, used)
         fits &= (width <= 0.5 * limit) & jnp.any(small <= self.merge)
-        other = at[jnp.argmin(jnp.where(fits, squared, jnp.inf))]
+        other = at[jnp.argmin(jnp.where(fits, squared, jnp.inf)).astype(jnp.int32)]
         return jnp.where(jnp.any(fits), jnp.stack([one, other]), spec.num_blocks)
 
     def adapt(self, spec, index, view, block, keys, valid, seed):
@@ -126,7 +127,7 @@ class Adaptive(Update):
 
     def _merged(self, spec, index, block, keys, valid):
         """Everything goes to the second block."""
-        _, centroid, variance = statistics(keys, jnp.where(valid, 0, 1), 1)
+        _, centroid, variance = statistics(keys, jnp.where(valid, 0, 1).astype(jnp.int32), 1)
         index = replace_clusters(index, block[1:], centroid, variance)
         rows = jnp.stack([jnp.full(spec.block_rows, -1, jnp.int32), places_of(valid, spec.block_rows)])
         return index, Edits(block, rows)
@@ -135,10 +136,10 @@ class Adaptive(Update):
         """SPLITCLUSTER(C_j, Buf_j): one half stays in block j, the other takes a free block."""
         stay, move = clustering.two_means(keys, valid, spec.block_rows)
         free = first(view.count == 0)
-        go = (block < spec.num_blocks) & (jnp.sum(valid) >= 2) & (view.count[free] == 0)
+        go = (block < spec.num_blocks) & (jnp.sum(valid, dtype=jnp.int32) >= 2) & (view.count[free] == 0)
         dst = jnp.where(go, jnp.stack([block, free]), spec.num_blocks).astype(jnp.int32)
         rows = jnp.stack([places_of(stay, spec.block_rows), places_of(move, spec.block_rows)])
-        _, centroid, variance = statistics(keys, jnp.where(stay, 0, jnp.where(move, 1, 2)), 2)
+        _, centroid, variance = statistics(keys, jnp.where(stay, 0, jnp.where(move, 1, 2)).astype(jnp.int32), 2)
         index = dataclasses.replace(
             replace_clusters(index, dst, centroid, variance),
             split=index.split.at[block].set(False, mode="drop"), splits=index.splits + go,
@@ -159,4 +160,5 @@ def _observe_key(index: ClusterIndex, key, valid) -> ClusterIndex:
 def _union(n, variance, other_n, other_variance, squared_distance):
     """sigma^2 of two clusters together, their centroids at that distance."""
     total = jnp.maximum(n + other_n, 1)
-    return (n * variance + other_n * other_variance) / total + n * other_n / total**2 * squared_distance
+    pairs = (n * other_n).astype(jnp.float32)
+    return (n * variance + other_n * other_variance) / total + pairs / total**2 * squared_distance

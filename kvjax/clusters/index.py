@@ -35,21 +35,22 @@ def empty_index(spec: Spec) -> ClusterIndex:
     """No cluster of any head."""
     heads, blocks = spec.kv_heads, spec.num_blocks
     return ClusterIndex(
-        centroid=jnp.zeros((heads, spec.head_dim, blocks)), norm=jnp.zeros((heads, blocks)),
-        variance=jnp.zeros((heads, blocks)), cluster=jnp.tile(jnp.arange(blocks, dtype=jnp.int32), (heads, 1)),
-        split=jnp.zeros((heads, blocks), bool), tau=jnp.full(heads, -1.0, jnp.float32), seen=jnp.zeros(heads),
-        mean=jnp.zeros((heads, spec.head_dim)), spread=jnp.zeros(heads), splits=jnp.zeros(heads, jnp.int32),
-        refused=jnp.zeros(heads, jnp.int32),
+        centroid=jnp.zeros((heads, spec.head_dim, blocks), jnp.float32), norm=jnp.zeros((heads, blocks), jnp.float32),
+        variance=jnp.zeros((heads, blocks), jnp.float32),
+        cluster=jnp.tile(jnp.arange(blocks, dtype=jnp.int32), (heads, 1)), split=jnp.zeros((heads, blocks), bool),
+        tau=jnp.full(heads, -1.0, jnp.float32), seen=jnp.zeros(heads, jnp.float32),
+        mean=jnp.zeros((heads, spec.head_dim), jnp.float32), spread=jnp.zeros(heads, jnp.float32),
+        splits=jnp.zeros(heads, jnp.int32), refused=jnp.zeros(heads, jnp.int32),
     )
 
 
 def statistics(keys: Float[Array, "T D"], block: Int32[Array, "T"], blocks: int):
     """n_j, r_j and sigma_j^2 of every block from scratch; tokens of block `blocks` count nowhere."""
-    count = jnp.zeros(blocks).at[block].add(1.0, mode="drop")
-    total = jnp.zeros((blocks, keys.shape[-1])).at[block].add(keys, mode="drop")
+    count = jnp.zeros(blocks, jnp.float32).at[block].add(1.0, mode="drop")
+    total = jnp.zeros((blocks, keys.shape[-1]), jnp.float32).at[block].add(keys, mode="drop")
     centroid = total / jnp.maximum(count, 1)[:, None]
     squared = squared_norm(keys - centroid[jnp.minimum(block, blocks - 1)])
-    variance = jnp.zeros(blocks).at[block].add(squared, mode="drop") / jnp.maximum(count, 1)
+    variance = jnp.zeros(blocks, jnp.float32).at[block].add(squared, mode="drop") / jnp.maximum(count, 1)
     return count, centroid, variance
 
 

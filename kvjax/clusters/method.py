@@ -86,7 +86,7 @@ class ClusterMethod(Method):
         """NEWCLUSTER(K_0) and the statistics of each cluster."""
         keys, valid, size = context.key.astype(jnp.float32), context.valid, context.pos.shape[0]
         most = min(-(-size // self.cluster), spec.num_blocks)
-        active = jnp.clip(-(-jnp.sum(valid) // self.cluster), 1, most)
+        active = jnp.clip(-(-jnp.sum(valid, dtype=jnp.int32) // self.cluster), 1, most)
 
         def one_head(args):
             key, seed = args

@@ -41,7 +41,7 @@ def _grow(index: ClusterIndex, count, number, block, key) -> ClusterIndex:
     """Statistics of cluster `number`, in all of its blocks, with the key added to one of them (NB = nothing)."""
     cluster = index.cluster.at[block].set(number, mode="drop")
     mine = (cluster == number) & (block < count.shape[0])
-    n = jnp.sum(jnp.where(mine, count, 0))
+    n = jnp.sum(jnp.where(mine, count, 0), dtype=jnp.int32)
     centroid, variance = with_key(index, number, n, key)
     return dataclasses.replace(
         index, cluster=cluster, variance=jnp.where(mine, variance, index.variance),

@@ -75,7 +75,7 @@ def train(key: Float[Array, "T D"], how: Training, seed: PRNGKey) -> Autoencoder
 
     def step(carry, seed):
         model, state = carry
-        rows = key[jax.random.randint(seed, (how.batch,), 0, key.shape[0])]
+        rows = key[jax.random.randint(seed, (how.batch,), 0, key.shape[0], jnp.int32)]
         grads = jax.grad(_loss)(model, rows)
         grads = dataclasses.replace(grads, scale=jnp.zeros_like(grads.scale))
         updates, state = optimiser.update(grads, state)
@@ -87,9 +87,9 @@ def train(key: Float[Array, "T D"], how: Training, seed: PRNGKey) -> Autoencoder
 
 def _half(seed: PRNGKey, into: int, out: int, hidden: int) -> Half:
     first, second = jax.random.split(seed)
-    linear = jax.random.normal(first, (into, out)) * into**-0.5
-    inner = jax.random.normal(second, (into, hidden)) * into**-0.5
-    return Half(linear, inner, jnp.zeros((hidden, out)), jnp.zeros(out))
+    linear = jax.random.normal(first, (into, out), jnp.float32) * into**-0.5
+    inner = jax.random.normal(second, (into, hidden), jnp.float32) * into**-0.5
+    return Half(linear, inner, jnp.zeros((hidden, out), jnp.float32), jnp.zeros(out, jnp.float32))
 
 
 def _loss(model: Autoencoder, key: Float[Array, "T D"]) -> Float[Array, ""]:

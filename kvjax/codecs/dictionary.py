@@ -26,7 +26,8 @@ def first_equal(rows: Num[Array, "T X"]) -> Int32[Array, "T"]:
     bits = jax.lax.bitcast_convert_type(rows, jnp.dtype(f"uint{8 * rows.dtype.itemsize}")).astype(jnp.uint32)
     factors = np.random.default_rng(0).integers(0, 1 << 32, (2, rows.shape[1]), np.uint32) | np.uint32(1)
     mixed = (bits ^ (bits >> 15)) * np.uint32(0x2C1B3C6D)
-    order = jnp.lexsort(tuple(jnp.sum(mixed * factor, axis=1, dtype=jnp.uint32) for factor in factors))
+    hashes = tuple(jnp.sum(mixed * factor, axis=1, dtype=jnp.uint32) for factor in factors)
+    order = jnp.lexsort(hashes).astype(jnp.int32)
     same = jnp.all(bits[order][1:] == bits[order][:-1], axis=1)
     at = jnp.arange(len(rows), dtype=jnp.int32)
     leader = jax.lax.cummax(jnp.where(jnp.pad(same, (1, 0)), 0, at))
@@ -36,7 +37,7 @@ def first_equal(rows: Num[Array, "T X"]) -> Int32[Array, "T"]:
 def numbered(rows: Num[Array, "T X"]) -> tuple[Int32[Array, "T"], Bool[Array, "T"]]:
     """A number for each distinct row, in order of appearance; and whether a row is the first with its number."""
     leader = first_equal(rows)
-    first = leader == jnp.arange(len(rows))
+    first = leader == jnp.arange(len(rows), dtype=jnp.int32)
     return (jnp.cumsum(first, dtype=jnp.int32) - 1)[leader], first
 
 

@@ -35,13 +35,14 @@ def closest_scale(key: Float[Array, "T D"], bits: int, valid: Bool[Array, "T"]) 
 
     Of few bits, most codes of `scale_of` would be zeros: a channel's largest number is several times its usual one.
     """
-    scales = scale_of(jnp.where(valid[:, None], key, 0.0), bits) * jnp.exp2(-jnp.arange(0, 3.25, 0.25))[:, None]
+    smaller = jnp.exp2(-jnp.arange(0, 3.25, 0.25, dtype=jnp.float32))
+    scales = scale_of(jnp.where(valid[:, None], key, 0.0), bits) * smaller[:, None]
 
     def error(scale):
         off = dequantise(quantise(key, scale, bits), scale) - key
         return jnp.sum(jnp.where(valid[:, None], jnp.square(off), 0.0), axis=0)  # of 2 bits, no code is 0
 
-    best = jnp.argmin(jax.lax.map(error, scales), axis=0)
+    best = jnp.argmin(jax.lax.map(error, scales), axis=0).astype(jnp.int32)
     return jnp.take_along_axis(scales, best[None], axis=0)[0]
 
 
@@ -111,7 +112,7 @@ def softmax_mean(
     def otherwise(*operands):
         scores = _products(*operands, bits=bits)
         mean = jnp.mean(jax.nn.softmax(scores).reshape(groups, -1, tokens), axis=1)
-        return [jnp.zeros(results[0].shape), mean]
+        return [jnp.zeros(results[0].shape, jnp.float32), mean]
 
     return kernels.on_cpu("code_softmax", results, otherwise, packed, *_whole(q, bits), stored)[-1]
 
@@ -139,7 +140,8 @@ def _products(packed, q, step, stored, bits: int) -> Float[Array, "F Q N"]:
 
     sums = jnp.moveaxis(jax.lax.map(piece, pieces), 0, 2).reshape(heads, q.shape[1], -1)[..., :tokens]
     first = _largest(bits) / APART[bits] * jnp.sum(q, axis=-1)  # codes are as much less than levels
-    return jnp.where(jnp.arange(tokens) < stored, (sums - first[..., None]) * step[..., None], kernels.NEGATIVE)
+    known = jnp.arange(tokens, dtype=jnp.int32) < stored
+    return jnp.where(known, (sums - first[..., None]) * step[..., None], kernels.NEGATIVE)
 
 
 def _levels_apart(packed: UInt[Array, "*T X"], dtype, bits: int) -> list[Float[Array, "*T X"]]:

@@ -96,7 +96,7 @@ def put(runs: Runs, key: Num[Array, "D"], slot: Int32[Array, ""], valid: Bool[Ar
 
 def encode(key: Num[Array, "T D"], length: Int32[Array, ""], tolerance: Tolerance, slots: int) -> Runs:
     """The first `length` keys at once, with room for T tokens: what `append` one by one would give."""
-    first = begins(key, tolerance) & (jnp.arange(key.shape[0]) < length)
+    first = begins(key, tolerance) & (jnp.arange(key.shape[0], dtype=jnp.int32) < length)
     return collect(key, jnp.cumsum(first, dtype=jnp.int32) - 1, first, length, slots)
 
 
@@ -104,8 +104,8 @@ def collect(
     key: Num[Array, "T D"], slot: Int32[Array, "T"], first: Bool[Array, "T"], length: Int32[Array, ""], slots: int
 ) -> Runs:
     """The first `length` tokens, given the slot of each and whether it is the first one in it; as by `put`."""
-    valid = jnp.arange(key.shape[0]) < length
-    fits = valid & (jnp.cumsum(valid & (slot >= slots)) == 0)
+    valid = jnp.arange(key.shape[0], dtype=jnp.int32) < length
+    fits = valid & (jnp.cumsum(valid & (slot >= slots), dtype=jnp.int32) == 0)
     into, fresh = jnp.where(fits, slot, slots), empty(slots, key.shape[0], key.shape[1], key.dtype)
     return Runs(
         key=fresh.key.at[jnp.where(first, into, slots)].set(key, mode="drop"),
@@ -136,7 +136,7 @@ def decode(runs: Runs) -> Num[Array, "T D"]:
 
 def scores(q: Float[Array, "G D"], runs: Runs) -> Float[Array, "G T"]:
     """Scores of every token: one product with the physical keys, then one gather of numbers. Undefined where free."""
-    physical = attention.scores_of(q, runs.key, jnp.arange(runs.key.shape[0]) < runs.runs)
+    physical = attention.scores_of(q, runs.key, jnp.arange(runs.key.shape[0], dtype=jnp.int32) < runs.runs)
     # Token by token, as products with keys come: attention then adds in the order in which it does without a codec.
     return jnp.take(physical.swapaxes(0, 1), runs.slot.astype(jnp.int32), axis=0).swapaxes(0, 1)
 
@@ -165,7 +165,7 @@ def scores_unrotated(
         some = attention.scores_of(rope.rotate(q, -i * block, freqs), key, at < runs.tokens)
         return jax.lax.dynamic_update_slice_in_dim(found, some.swapaxes(0, 1), i * block, 0)
 
-    nothing = jnp.full((-(-capacity // block) * block, len(q)), attention.NEGATIVE)
+    nothing = jnp.full((-(-capacity // block) * block, len(q)), attention.NEGATIVE, jnp.float32)
     found = jax.lax.fori_loop(0, -(-(runs.tokens if most is None else most) // block), visit, nothing)
     return found[:capacity].swapaxes(0, 1)
 

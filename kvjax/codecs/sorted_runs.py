@@ -17,7 +17,7 @@ from kvjax.typing import Array, Float, Int32, PRNGKey
 def order(key: Float[Array, "T D"], length: Int32[Array, ""], clusters: int, seed: PRNGKey) -> Int32[Array, "T"]:
     """Tokens in the order in which runs are looked for; those from `length` on come last. Equal keys are neighbours."""
     key = key.astype(jnp.float32)
-    valid = jnp.arange(len(key)) < length
+    valid = jnp.arange(len(key), dtype=jnp.int32) < length
     owner = clustering.kmeans(key, valid, clusters, jnp.minimum(length, clusters), seed)
     _, mean, _ = statistics(key, owner, clusters + 1)
     # The first number of a key tells apart keys at one distance, which would else interrupt each other's runs.
@@ -30,7 +30,7 @@ def encode(
 ) -> Runs:
     """The first `length` keys, with room for T runs."""
     at = order(key, length, clusters, seed)
-    begins = rle.begins(key[at], tolerance) & (jnp.arange(len(key)) < length)
+    begins = rle.begins(key[at], tolerance) & (jnp.arange(len(key), dtype=jnp.int32) < length)
     slot = jnp.zeros_like(at).at[at].set(jnp.cumsum(begins, dtype=jnp.int32) - 1)
     return rle.collect(key, slot, jnp.zeros_like(begins).at[at].set(begins), length, len(key))
 

@@ -56,8 +56,8 @@ def build(
 def _limited(shape: Shape, level, valid):
     """Level of each point and its rank in it; points beyond the room of a level are moved to the bottom, unranked."""
     total, numbers = level.shape[0], range(1, shape.levels + 1)
-    rooms = jnp.array([room_of_level(total, shape.ratio, number) for number in numbers])
-    same = (level[:, None] == jnp.arange(1, shape.levels + 1)) & valid[:, None]
+    rooms = jnp.array([room_of_level(total, shape.ratio, number) for number in numbers], jnp.int32)
+    same = (level[:, None] == jnp.arange(1, shape.levels + 1, dtype=jnp.int32)) & valid[:, None]
     rank = jnp.sum(jnp.cumsum(same, axis=0, dtype=jnp.int32) * same, axis=-1, dtype=jnp.int32) - 1
     over = rank >= rooms[level - 1]
     return jnp.where(over, 1, level), jnp.where(over, total, rank)
@@ -65,7 +65,7 @@ def _limited(shape: Shape, level, valid):
 
 def _without_gaps(shape: Shape, level):
     """Levels renumbered so that none below the top one is empty; 0 stays 0."""
-    present = jnp.any(level[:, None] == jnp.arange(1, shape.levels + 1), axis=0)
+    present = jnp.any(level[:, None] == jnp.arange(1, shape.levels + 1, dtype=jnp.int32), axis=0)
     return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(present, dtype=jnp.int32)])[level]
 
 
@@ -101,7 +101,7 @@ def _nearest(point, below, above):
 
     def chunk(numbers):
         mine = point[jnp.minimum(numbers, total - 1)]
-        none = jnp.full(rows, -jnp.inf), jnp.full(rows, total, jnp.int32)
+        none = jnp.full(rows, -jnp.inf, jnp.float32), jnp.full(rows, total, jnp.int32)
         return jax.lax.scan(lambda best, some: (_better(point, mine, best, some), None), none, blocks)[0][1]
 
     padded = jnp.pad(below, (0, -size % rows)).reshape(-1, rows)
@@ -125,7 +125,7 @@ def _pages(shape: Shape, parent, level, valid):
     hangs under one of them, as long as there are pages for all that is above it: else what hangs there is not found.
     """
     total = parent.shape[0]
-    first = jnp.argsort(-level, stable=True)
+    first = jnp.argsort(-level, stable=True).astype(jnp.int32)
     turn = jnp.zeros(total + 1, jnp.int32).at[first].set(jnp.arange(1, total + 1, dtype=jnp.int32))  # root: 0
     owner = jnp.where(valid, turn[parent], total + 1)
     return clustering.pack(owner, valid, total + 1, shape.rows, shape.pages)
@@ -141,7 +141,7 @@ def _chains(shape: Shape, tree: Tree, parent, page, row) -> Tree:
     newest = jnp.full(total + 2, -1, jnp.int32).at[owner].max(number)
     newest = jnp.where(newest >= 0, newest, none)
     taken = owner <= total
-    further = number - 2 ** jnp.arange(tree.jump.shape[0])[:, None]
+    further = number - 2 ** jnp.arange(tree.jump.shape[0], dtype=jnp.int32)[:, None]
     return dataclasses.replace(
         tree, jump=jnp.where(taken & (further >= oldest), further, none).astype(jnp.int32),
         length=jnp.where(taken, number - oldest + 1, 0), root=newest[total],

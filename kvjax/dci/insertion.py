@@ -101,7 +101,7 @@ def _turn(shape: Shape, tree: Tree, due) -> Tree:
     def adapted(carry):
         _, directions, _ = carry
         unit = transform_key(tree.key.reshape(-1, shape.size), tree.radius)
-        valid = (jnp.arange(shape.rows) < tree.count[:, None]).reshape(-1)
+        valid = (jnp.arange(shape.rows, dtype=jnp.int32) < tree.count[:, None]).reshape(-1)
         directions = adapted_directions(directions, unit, valid)
         return jnp.bool_(False), directions, tree.key @ directions[:-1]
 

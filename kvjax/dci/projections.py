@@ -14,7 +14,7 @@ from kvjax.typing import Array, Bool, Float, Int32, PRNGKey
 
 def random_directions(seed: PRNGKey, size: int, count: int) -> Float[Array, "D1 P"]:
     """`count` orthonormal directions in `size` dimensions, uniformly at random."""
-    return jnp.linalg.qr(jax.random.normal(seed, (size, count)))[0]
+    return jnp.linalg.qr(jax.random.normal(seed, (size, count), jnp.float32))[0]
 
 
 def adapted_directions(
@@ -26,7 +26,7 @@ def adapted_directions(
     few of their dimensions, so that bounds from such directions are far tighter than from uniform ones.
     """
     points = jnp.where(valid[:, None], points, 0.0)
-    moment = points.T @ points / jnp.maximum(jnp.sum(valid), 1)
+    moment = points.T @ points / jnp.maximum(jnp.sum(valid, dtype=jnp.int32), 1)
     turned = moment @ (moment @ start)
     return jnp.where(jnp.any(valid), jnp.linalg.qr(turned + 1e-6 * start)[0], start)
 

@@ -31,11 +31,12 @@ def promote(
       drawn: a level by chance (`draw_levels`), of this point or of one that is promoted in its place.
       distance: squared, to the nearest point of levels 2, 3, ...; infinite where a level is empty.
     """
-    number = jnp.arange(2, shape.levels + 1)
+    number = jnp.arange(2, shape.levels + 1, dtype=jnp.int32)
     waiting = tree.waiting + (valid & (drawn >= number))
     far = distance > tree.far
-    climbs = jnp.cumprod(far & (waiting > 0) & (number <= tree.height + (tree.used > 0)) & valid)
-    share = shape.ratio * (1 + jnp.minimum(waiting / _MANY, 1))
+    open_to = number <= tree.height + (tree.used > 0)
+    climbs = jnp.cumprod(far & (waiting > 0) & open_to & valid, dtype=jnp.int32)
+    share = shape.ratio * (1 + jnp.minimum(waiting.astype(jnp.float32) / _MANY, 1))
     asked = jnp.concatenate([valid[None].astype(climbs.dtype), climbs[:-1]])  # who gets to l asks for l + 1
     learned = jnp.where(tree.far > 0, tree.far * jnp.exp(_STEP * (far - share)), distance)
     tree = dataclasses.replace(
@@ -49,6 +50,6 @@ def far_from_parents(
     shape: Shape, distance: Float[Array, "T"], level: Int32[Array, "T"], has_parent: Bool[Array, "T"]
 ) -> Float[Array, "L1"]:
     """What is far at levels 2, 3, ... of a tree built at once; `distance`: squared, of each point to its parent."""
-    among = has_parent & (level == jnp.arange(1, shape.levels)[:, None])
+    among = has_parent & (level == jnp.arange(1, shape.levels, dtype=jnp.int32)[:, None])
     far = jnp.nanquantile(jnp.where(among, distance, jnp.nan), 1 - shape.ratio, axis=-1)
     return jnp.where(jnp.any(among, axis=-1), far, 0.0)

@@ -81,7 +81,7 @@ def descend(
     """
     nodes = jnp.full(1, shape.pages, jnp.int32)
     for level in range(shape.levels, bottom - 1, -1):  # for i = L to l
-        root = jnp.where(jnp.arange(nodes.shape[0]) == 0, tree.root, shape.pages)
+        root = jnp.where(jnp.arange(nodes.shape[0], dtype=jnp.int32) == 0, tree.root, shape.pages)
         nodes = jnp.where(level == tree.height, root, nodes)  # if i = L: S = {root node}
         page = _open(tree, nodes, search.width(shape, level))
         found = Found(page, _entry(tree.count, page), _compare(shape, search, tree, page, unit))
@@ -98,9 +98,9 @@ def _entry(table: Int32[Array, "NB *_"], page, empty: int = 0):
 def _open(tree: Tree, nodes: Int32[Array, "B"], count: int) -> Int32[Array, "N"]:
     """The pages of the nodes, the first node's first; NB where there are no more."""
     length = _entry(tree.length, nodes)
-    end = jnp.cumsum(length)
+    end = jnp.cumsum(length, dtype=jnp.int32)
     nth = jnp.arange(count, dtype=jnp.int32)
-    rank = jnp.minimum(jnp.sum(end <= nth[:, None], axis=-1), nodes.shape[0] - 1)
+    rank = jnp.minimum(jnp.sum(end <= nth[:, None], axis=-1, dtype=jnp.int32), nodes.shape[0] - 1)
     none = tree.length.shape[0]
     page, hops = jnp.where(nth < end[-1], nodes[rank], none), nth - (end - length)[rank]
     for bit in range((count - 1).bit_length()):
@@ -112,7 +112,7 @@ def _open(tree: Tree, nodes: Int32[Array, "B"], count: int) -> Int32[Array, "N"]
 def _compare(shape: Shape, search: Search, tree: Tree, page, unit) -> Float[Array, "G N C"]:
     """Prioritized-DCI-Query of all opened pages: c times the inner products of their points with the queries."""
     at = jnp.minimum(page, shape.pages - 1)
-    valid = jnp.arange(shape.rows) < _entry(tree.count, page)[:, None]
+    valid = jnp.arange(shape.rows, dtype=jnp.int32) < _entry(tree.count, page)[:, None]
     if shape.projections == 0 or search.visit is None or search.visit >= valid.size:
         key = tree.key.reshape(shape.pages, -1)[at].reshape(-1, shape.size)
         score = _products(key, tree.squared[at].reshape(-1), tree.radius, unit)
@@ -121,7 +121,7 @@ def _compare(shape: Shape, search: Search, tree: Tree, page, unit) -> Float[Arra
     point = jnp.minimum(first, valid.size - 1)
     point = at[point // shape.rows] * shape.rows + point % shape.rows
     key, squared = tree.key.reshape(-1, shape.size)[point], tree.squared.reshape(-1)[point]
-    score = jnp.full((unit.shape[0], valid.size), -jnp.inf)
+    score = jnp.full((unit.shape[0], valid.size), -jnp.inf, jnp.float32)
     score = score.at[:, first].set(_products(key, squared, tree.radius, unit), mode="drop")
     return score.reshape(-1, *valid.shape)
 

@@ -94,15 +94,16 @@ def empty_tree(shape: Shape, seed: PRNGKey) -> Tree:
     pages, rows, none = shape.pages, shape.rows, jnp.int32(shape.pages)
     waiting = [ahead(shape.points, shape.ratio, level) for level in range(2, shape.levels + 1)]
     return Tree(
-        key=jnp.zeros((pages, rows, shape.size)), squared=jnp.zeros((pages, rows)),
-        projected=jnp.zeros((pages, rows, shape.projections)), child=jnp.full((pages, rows), none),
+        key=jnp.zeros((pages, rows, shape.size), jnp.float32), squared=jnp.zeros((pages, rows), jnp.float32),
+        projected=jnp.zeros((pages, rows, shape.projections), jnp.float32), child=jnp.full((pages, rows), none),
         jump=jnp.full((pages.bit_length(), pages), none), length=jnp.zeros(pages, jnp.int32),
         count=jnp.zeros(pages, jnp.int32), root=none, height=jnp.int32(1), used=jnp.int32(0), radius=jnp.float32(0),
         directions=random_directions(seed, shape.size + 1, shape.projections), strays=jnp.int32(0),
-        waiting=jnp.array(waiting, jnp.int32), far=jnp.zeros(shape.levels - 1),
+        waiting=jnp.array(waiting, jnp.int32), far=jnp.zeros(shape.levels - 1, jnp.float32),
     )
 
 
 def occupancy(tree: Tree) -> Float[Array, "*B_K"]:
     """Share of the rows of pages in use that hold a point."""
-    return jnp.sum(tree.count, axis=-1) / jnp.maximum(tree.used * tree.key.shape[-2], 1)
+    points = jnp.sum(tree.count, axis=-1, dtype=jnp.int32).astype(jnp.float32)
+    return points / jnp.maximum(tree.used * tree.key.shape[-2], 1)

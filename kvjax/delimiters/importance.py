@@ -52,7 +52,7 @@ def boundary_scores(
     padded = np.zeros(-(-length // rule.block) * rule.block, np.int32)
     padded[:length] = tokens
     x = Transformer(config).apply({"params": params}, jnp.asarray(padded), method="embed")
-    total = jnp.zeros((len(padded), rule.future))
+    total = jnp.zeros((len(padded), rule.future), jnp.float32)
     for i, sliding in enumerate(config.windows):
         x, gain = _layer(config, sliding, rule, params[f"layers_{i}"], x)
         total += gain
@@ -70,18 +70,18 @@ def mean_over_future(gain: np.ndarray, length: int) -> np.ndarray:
 def _layer(config: ModelConfig, sliding: int | None, rule: Importance, params: PyTree, x: Float[Array, "T E"]):
     """One layer over a text, a block of queries at a time; returns hidden states and gain[T, W], mean over heads."""
     model, tokens = Block(config), x.shape[0]
-    q, key, value = model.apply({"params": params}, x, jnp.arange(tokens), method="project")
+    q, key, value = model.apply({"params": params}, x, jnp.arange(tokens, dtype=jnp.int32), method="project")
     q = q.reshape(tokens, config.num_kv_heads, config.group, config.head_dim)
 
     def block(start):
-        at = start + jnp.arange(rule.block)
+        at = start + jnp.arange(rule.block, dtype=jnp.int32)
         weight = attention_rows(jax.lax.dynamic_slice_in_dim(q, start, rule.block), key, at, sliding)
         out = jnp.einsum("kgct,tkd->ckgd", weight, value).reshape(rule.block, -1, config.head_dim)
         rows = jax.lax.dynamic_slice_in_dim(x, start, rule.block)
         after = model.apply({"params": params}, rows, out, method="finish")
         return after, gain_of(jnp.mean(weight, axis=(0, 1)), at, rule)
 
-    after, gain = jax.lax.map(block, jnp.arange(0, tokens, rule.block))
+    after, gain = jax.lax.map(block, jnp.arange(0, tokens, rule.block, dtype=jnp.int32))
     return after.reshape(x.shape), gain.reshape(tokens, rule.future)
 
 
@@ -90,7 +90,7 @@ def attention_rows(
 ) -> Float[Array, "K G C T"]:
     """The rows of the causal attention map that belong to the queries at positions `at`."""
     scores = jnp.einsum("ckgd,tkd->kgct", q, key, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
-    position = jnp.arange(key.shape[0])
+    position = jnp.arange(key.shape[0], dtype=jnp.int32)
     seen = position <= at[:, None]
     if sliding is not None:
         seen &= position > at[:, None] - sliding
@@ -102,7 +102,8 @@ def gain_of(weight: Float[Array, "C T"], at: Int32[Array, "C"], rule: Importance
 
     The attention of a query sums to one, so its last W + R weights tell what is left for those further back.
     """
-    back = at[:, None] - jnp.arange(rule.future + rule.overlap)  # the query itself, then the keys before it
+    # The query itself, then the keys before it.
+    back = at[:, None] - jnp.arange(rule.future + rule.overlap, dtype=jnp.int32)
     near = jnp.where(back >= 0, jnp.take_along_axis(weight, jnp.maximum(back, 0), axis=-1), 0.0)
     mass = jnp.pad(jnp.cumsum(near, axis=-1), ((0, 0), (1, 0)))  # mass[c, n]: attention to the last n keys
     later, kept = mass[:, 1 : 1 + rule.future], mass[:, 1 + rule.overlap :]

@@ -90,13 +90,23 @@ COMPILED = register(_compiled, _NAMES)
 
 def on_cpu(name: str, result: Any, otherwise: Callable[..., Any], *operands: Array) -> Any:
     """The kernel's result on CPU, one `jax.ShapeDtypeStruct` or several, and `otherwise` of the operands elsewhere."""
+    def declared(*operands):
+        return jax.tree.map(lambda like, found: found.astype(like.dtype), result, otherwise(*operands))
+
     if not COMPILED:
-        return otherwise(*operands)
-    return jax.lax.platform_dependent(*operands, cpu=functools.partial(call, name, result), default=otherwise)
+        return declared(*operands)
+    return jax.lax.platform_dependent(*operands, cpu=functools.partial(call, name, result), default=declared)
 
 
 def call(name: str, result: Any, *operands: Array) -> Any:
     """The kernel's result; only for CPU, and where they are `COMPILED`."""
     mapped = "sequential" if name in _ONE_BY_ONE else "broadcast_all"
     kernel = jax.ffi.ffi_call(f"kvjax_{name}", result, vmap_method=mapped)
-    return kernel(*(one.astype(jnp.float32) if jnp.issubdtype(one.dtype, jnp.floating) else one for one in operands))
+    return kernel(*map(_narrow, operands))
+
+
+def _narrow(x: Array) -> Array:
+    """An operand as kernels take it: floats as f32, and int64, which there is with `jax_enable_x64`, as int32."""
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        return x.astype(jnp.float32)
+    return x.astype(jnp.int32) if x.dtype == jnp.int64 else x

@@ -76,16 +76,16 @@ class ArkVale(Method):
 
     def init(self, spec, weights):
         sizes = spec.head_dim, spec.head_dim if self.volume == "cuboid" else 1
-        digest = Volumes(*(jnp.zeros((spec.kv_heads, size, spec.num_blocks)) for size in sizes))
-        return ArkValeIndex(digest, jnp.zeros((spec.kv_heads, spec.block_rows, spec.head_dim)))
+        digest = Volumes(*(jnp.zeros((spec.kv_heads, size, spec.num_blocks), jnp.float32) for size in sizes))
+        return ArkValeIndex(digest, jnp.zeros((spec.kv_heads, spec.block_rows, spec.head_dim), jnp.float32))
 
     def build(self, spec, index, context):
         stored = jnp.sum(context.valid, dtype=jnp.int32)
         placement = in_token_order(spec, context)
-        head = jnp.arange(spec.kv_heads)[:, None]
-        pages = jnp.zeros((spec.kv_heads, spec.num_blocks, spec.block_rows, spec.head_dim))
+        head = jnp.arange(spec.kv_heads, dtype=jnp.int32)[:, None]
+        pages = jnp.zeros((spec.kv_heads, spec.num_blocks, spec.block_rows, spec.head_dim), jnp.float32)
         pages = pages.at[head, placement.block, placement.row].set(context.key.astype(jnp.float32), mode="drop")
-        filled = (jnp.arange(spec.num_blocks * spec.block_rows) < stored).reshape(spec.num_blocks, -1)
+        filled = (jnp.arange(spec.num_blocks * spec.block_rows, dtype=jnp.int32) < stored).reshape(spec.num_blocks, -1)
         digest = bounding_volumes(pages, filled, self.volume)
         opened = jnp.minimum(stored // spec.block_rows, spec.num_blocks - 1)
         return ArkValeIndex(digest, pages[:, opened]), placement
@@ -101,8 +101,8 @@ class ArkVale(Method):
         placement = in_token_order(spec, leaving)
         row = jnp.where(leaving.valid, placement.row[0], spec.block_rows)
         keys = index.open_key.at[:, row].set(leaving.key.astype(jnp.float32), mode="drop")
-        new = bounding_volumes(keys[:, None], (jnp.arange(spec.block_rows) <= row)[None], self.volume)
-        head = jnp.arange(spec.kv_heads)
+        new = bounding_volumes(keys[:, None], (jnp.arange(spec.block_rows, dtype=jnp.int32) <= row)[None], self.volume)
+        head = jnp.arange(spec.kv_heads, dtype=jnp.int32)
         digest = jax.tree.map(
             lambda every, one: every.at[head, :, placement.block].set(one[..., 0], mode="drop"), index.digest, new
         )
@@ -116,7 +116,7 @@ def bounding_volumes(keys: Float[Array, "K N C D"], filled: Bool[Array, "N C"], 
         low = jnp.min(keys, axis=2, where=there, initial=jnp.inf)
         high = jnp.max(keys, axis=2, where=there, initial=-jnp.inf)
         return _volumes(*(jnp.where(any_row, x, 0.0) for x in ((low + high) / 2, (high - low) / 2)))
-    centre = jnp.sum(keys, axis=2, where=there) / jnp.maximum(jnp.sum(filled, axis=-1), 1)[:, None]
+    centre = jnp.sum(keys, axis=2, where=there) / jnp.maximum(jnp.sum(filled, axis=-1, dtype=jnp.int32), 1)[:, None]
     distance = jnp.linalg.norm(keys - centre[:, :, None], axis=-1)
     return _volumes(centre, jnp.max(distance, axis=-1, where=filled, initial=0.0)[..., None])
 

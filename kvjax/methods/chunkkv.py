@@ -62,5 +62,5 @@ def _chunk_means(votes: Float[Array, "K T"], valid: Bool[Array, "T"], chunk: int
     heads, tokens = votes.shape
     short = (0, -tokens % chunk)
     total = jnp.pad(jnp.where(valid, votes, 0.0), ((0, 0), short)).reshape(heads, -1, chunk).sum(-1)
-    count = jnp.pad(valid, short).reshape(-1, chunk).sum(-1)
+    count = jnp.pad(valid, short).reshape(-1, chunk).sum(-1, dtype=jnp.int32)
     return jnp.repeat(total / jnp.maximum(count, 1), chunk, axis=-1)[:, :tokens]

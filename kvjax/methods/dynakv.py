@@ -98,5 +98,5 @@ class DynaKV(ClusterMethod):
     def calibrate(self, index, count, valid):
         """tau_h from the size-weighted mean variance of the prompt's clusters."""
         weighted = jnp.sum(index.variance * count, axis=-1) / jnp.maximum(jnp.sum(count, axis=-1), 1)
-        enough = jnp.sum(valid) >= 2 * self.cluster
+        enough = jnp.sum(valid, dtype=jnp.int32) >= 2 * self.cluster
         return dataclasses.replace(index, tau=jnp.where(enough, self.threshold * weighted, -1.0))

@@ -48,12 +48,12 @@ class H2O(Evictor):
             raise ConfigError(f"aggregation={self.aggregation!r}: h2o sums weights over a group; leave softmax_mean")
 
     def init(self, spec, weights):
-        return HeavyHitters(super().init(spec, weights).worth, jnp.zeros((spec.kv_heads, spec.window)))
+        return HeavyHitters(super().init(spec, weights).worth, jnp.zeros((spec.kv_heads, spec.window), jnp.float32))
 
     def build(self, spec, index, context):
         worth = self.prompt_worth(spec, context)
         index, placement = self.keep(spec, index, context, worth)
-        pos = prompt_length(context) - 1 - jnp.arange(spec.window)
+        pos = prompt_length(context) - 1 - jnp.arange(spec.window, dtype=jnp.int32)
         row = jnp.where(pos >= spec.sinks, (pos - spec.sinks) % spec.window, spec.window)
         recent = index.recent.at[:, row].set(worth[:, jnp.maximum(pos, 0)], mode="drop")
         return dataclasses.replace(index, recent=recent), placement
@@ -65,13 +65,13 @@ class H2O(Evictor):
         return index.recent[:, (leaving.pos - spec.sinks) % spec.window]
 
     def observe(self, spec, index, view, pos, weight):
-        head = jnp.arange(spec.kv_heads)[:, None]
-        paid = jnp.zeros((spec.kv_heads, spec.capacity))
+        head = jnp.arange(spec.kv_heads, dtype=jnp.int32)[:, None]
+        paid = jnp.zeros((spec.kv_heads, spec.capacity), jnp.float32)
         paid = paid.at[head, jnp.where(pos >= 0, pos, spec.capacity)].add(weight, mode="drop")
         kept = view.pos.reshape(spec.kv_heads, -1)[:, : index.worth.shape[-1]]
         worth = index.worth + paid[head, jnp.maximum(kept, 0)]  # a free row stays at -inf
         at = jnp.max(pos)  # the newest token; -1 where nothing happened
-        near = at - jnp.arange(spec.window)
+        near = at - jnp.arange(spec.window, dtype=jnp.int32)
         sums = index.recent[:, (near - spec.sinks) % spec.window]
         sums = jnp.where(near == at, 0.0, sums) + paid[:, jnp.maximum(near, 0)]
         row = jnp.where((near >= spec.sinks) & (near >= 0), (near - spec.sinks) % spec.window, spec.window)

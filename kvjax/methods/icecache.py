@@ -141,12 +141,12 @@ class IceCache(Method):
         if self.top is not None:
             return found.page, _best_of(score, self.top)
         top = jnp.maximum(jnp.max(score, axis=(1, 2), keepdims=True), _LOW)
-        mass = computed_once(jnp.exp(score - top)) @ jnp.ones(spec.block_rows)  # faster than a sum
+        mass = computed_once(jnp.exp(score - top)) @ jnp.ones(spec.block_rows, jnp.float32)  # faster than a sum
         density = jnp.log(jnp.maximum(mass, 1e-37)) - jnp.log(jnp.maximum(found.count, 1).astype(jnp.float32))
         return found.page, jnp.where(mass > 0, density, _LOW)
 
     def rebuild(self, spec, index, block, row, pos):
-        head = jnp.arange(spec.kv_heads)[:, None]
+        head = jnp.arange(spec.kv_heads, dtype=jnp.int32)[:, None]
         return index.key[head, jnp.minimum(block, spec.num_blocks - 1), row]
 
     def append(self, spec, index, view, leaving):

@@ -43,13 +43,14 @@ class InfiniGen(Predictor):
     def init(self, spec, weights):
         if not 1 <= self.sigma <= spec.head_dim:
             raise ConfigError(f"sigma={self.sigma} must be from 1 to the head size {spec.head_dim}")
-        return self.empty(spec, jnp.zeros((spec.kv_heads, spec.head_dim, spec.head_dim // self.sigma)))
+        return self.empty(spec, jnp.zeros((spec.kv_heads, spec.head_dim, spec.head_dim // self.sigma), jnp.float32))
 
     def adapter(self, spec, index, context):
         """Unit vectors of the dimensions with the largest sum of |K| and |Q|, each a mean over its tokens."""
         asked = (context.query_pos >= 0)[:, None]
         query = jnp.sum(jnp.where(asked, jnp.abs(context.query.astype(jnp.float32)), 0.0), axis=(1, 2))
         key = jnp.sum(jnp.where(context.valid[:, None], jnp.abs(context.key.astype(jnp.float32)), 0.0), axis=1)
-        query /= jnp.maximum(spec.group * jnp.sum(asked), 1)
-        kept = jax.lax.top_k(query + key / jnp.maximum(jnp.sum(context.valid), 1), index.adapter.shape[-1])[1]
-        return jax.nn.one_hot(kept, spec.head_dim, axis=1)
+        query /= jnp.maximum(spec.group * jnp.sum(asked, dtype=jnp.int32), 1)
+        key /= jnp.maximum(jnp.sum(context.valid, dtype=jnp.int32), 1)
+        kept = jax.lax.top_k(query + key, index.adapter.shape[-1])[1]
+        return jax.nn.one_hot(kept, spec.head_dim, dtype=jnp.float32, axis=1)

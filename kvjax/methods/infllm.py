@@ -96,14 +96,14 @@ class InfLLM(Method):
 
     def init(self, spec, weights):
         shape = (spec.kv_heads, spec.num_blocks, self.representatives)
-        window = jnp.zeros((spec.kv_heads, spec.window))
-        return InfLLMIndex(jnp.zeros((*shape, spec.head_dim)), jnp.full(shape, _NONE), window)
+        window = jnp.zeros((spec.kv_heads, spec.window), jnp.float32)
+        return InfLLMIndex(jnp.zeros((*shape, spec.head_dim), jnp.float32), jnp.full(shape, _NONE, jnp.float32), window)
 
     def build(self, spec, index, context):
         tokens, newest = context.pos.shape[0], jnp.max(context.query_pos, initial=-1)
         score = local_scores(queries_by_position(context), context.key, newest + 1, spec.window)
         placement = in_token_order(spec, context)
-        head = jnp.arange(spec.kv_heads)[:, None]
+        head = jnp.arange(spec.kv_heads, dtype=jnp.int32)[:, None]
         # Which token is in which row of which block, then the rows of each block by their scores.
         at = jnp.full((spec.kv_heads, spec.num_blocks, spec.block_rows), tokens, jnp.int32)
         at = at.at[head, placement.block, placement.row].set(context.pos, mode="drop")
@@ -132,7 +132,7 @@ class InfLLM(Method):
         at = jnp.where(inside, pos % spec.window, spec.window)
         weight = jnp.where(inside, weight, 0.0)
         share = spec.group * weight / jnp.maximum(jnp.sum(weight, axis=-1, keepdims=True), 1e-30)
-        head = jnp.arange(spec.kv_heads)[:, None]
+        head = jnp.arange(spec.kv_heads, dtype=jnp.int32)[:, None]
         fresh = jnp.where(newest >= 0, newest % spec.window, spec.window)  # the place of a token that has left
         local = index.local.at[head, fresh].set(0.0, mode="drop").at[head, at].add(share, mode="drop")
         return dataclasses.replace(index, local=local)
@@ -140,10 +140,10 @@ class InfLLM(Method):
     def append(self, spec, index, view, leaving):
         """The leaving token takes the place of its block's weakest representative, if it is stronger."""
         placement = in_token_order(spec, leaving)
-        head, block = jnp.arange(spec.kv_heads), placement.block
+        head, block = jnp.arange(spec.kv_heads, dtype=jnp.int32), placement.block
         score = index.local[:, leaving.pos % spec.window]
         standing = index.score[head, jnp.minimum(block, spec.num_blocks - 1)]
-        weakest = jnp.argmin(standing, axis=-1)
+        weakest = jnp.argmin(standing, axis=-1).astype(jnp.int32)
         stronger = score > jnp.min(standing, axis=-1)
         place = (head, jnp.where(stronger, block, spec.num_blocks), weakest)
         return dataclasses.replace(
@@ -159,7 +159,7 @@ def queries_by_position(context: Context) -> Float[Array, "K G T D"]:
         raise ConfigError(f"infllm needs the queries of all {tokens} tokens of a prompt and got {known}; give "
                           "kvjax.prefill_cache the queries")
     at = jnp.where(context.query_pos >= 0, context.query_pos, tokens)
-    return jnp.zeros((*context.query.shape[:2], tokens, context.query.shape[-1])).at[:, :, at].set(
+    return jnp.zeros((*context.query.shape[:2], tokens, context.query.shape[-1]), jnp.float32).at[:, :, at].set(
         context.query.astype(jnp.float32), mode="drop"
     )
 
@@ -175,21 +175,23 @@ def local_scores(
     pad = -tokens % window
     q, key = (jnp.pad(x, (*((0, 0),) * (x.ndim - 2), (0, pad), (0, 0))) for x in (q, key.astype(jnp.float32)))
     chunks = q.shape[2] // window
-    there = (jnp.arange(chunks * window) < length).reshape(chunks, window)
+    there = (jnp.arange(chunks * window, dtype=jnp.int32) < length).reshape(chunks, window)
     q = jnp.moveaxis(q.reshape(*q.shape[:2], chunks, window, size), 2, 0)
     key = jnp.moveaxis(key.reshape(-1, chunks, window, size), 1, 0)
     before = jnp.concatenate([jnp.zeros_like(key[:1]), key[:-1]])
-    ahead = jnp.arange(window)[:, None] + window - jnp.arange(2 * window)  # from key to query
+    ahead = jnp.arange(window, dtype=jnp.int32)[:, None] + window  # from key to query
+    ahead -= jnp.arange(2 * window, dtype=jnp.int32)
     band = (ahead >= 0) & (ahead < window)
 
     def one(args):
         first, q, there, keys = args
-        seen = band & (~first | (jnp.arange(2 * window) >= window))
+        seen = band & (~first | (jnp.arange(2 * window, dtype=jnp.int32) >= window))
         scores = jnp.einsum("kgqd,knd->kgqn", q, keys) * size**-0.5
         weight = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
         return jnp.sum(weight * there[:, None], axis=(1, 2))
 
-    both = jax.lax.map(one, (jnp.arange(chunks) == 0, q, there, jnp.concatenate([before, key], axis=2)))
+    first = jnp.arange(chunks, dtype=jnp.int32) == 0
+    both = jax.lax.map(one, (first, q, there, jnp.concatenate([before, key], axis=2)))
     own, earlier = both[..., window:], both[..., :window]
     total = own + jnp.concatenate([earlier[1:], jnp.zeros_like(earlier[:1])])
     return jnp.moveaxis(total, 0, 1).reshape(key.shape[1], -1)[:, :tokens]

@@ -83,7 +83,7 @@ class MagicPIG(Method):
 
     def init(self, spec, weights):
         code = jnp.zeros((spec.kv_heads, self.tables, spec.num_blocks), jnp.uint16)
-        return LSHIndex(code, jnp.zeros((spec.kv_heads, spec.head_dim)), jnp.int32(0))
+        return LSHIndex(code, jnp.zeros((spec.kv_heads, spec.head_dim), jnp.float32), jnp.int32(0))
 
     def build(self, spec, index, context):
         key = jnp.where(context.valid[:, None], context.key.astype(jnp.float32), 0.0)
@@ -98,9 +98,11 @@ class MagicPIG(Method):
         drawn = (self._collisions(index, q) >= 2) & occupied[:, None]
         drawn = jnp.where(everything, occupied[:, None], drawn)
         union = jnp.any(drawn, axis=1)
-        chance = jax.random.uniform(jax.random.fold_in(jax.random.key(self.seed), index.stored), union.shape)
+        seed = jax.random.fold_in(jax.random.key(self.seed), index.stored)
+        chance = jax.random.uniform(seed, union.shape, jnp.float32)
         block = top_blocks(chance, union, spec.max_blocks)
-        more = jnp.maximum(jnp.sum(union, axis=-1) / max(spec.selected_rows, 1), 1.0)
+        found = jnp.sum(union, axis=-1, dtype=jnp.int32).astype(jnp.float32)
+        more = jnp.maximum(found / max(spec.selected_rows, 1), 1.0)
         mine = jnp.take_along_axis(drawn, jnp.minimum(block, spec.num_blocks - 1)[:, None], axis=-1)
         return Selection(block, no_force(spec), jnp.where(mine, jnp.log(more)[:, None, None], NEGATIVE))
 
@@ -123,7 +125,7 @@ class MagicPIG(Method):
             return total + (index.code[:, None, table] == asked[..., table, None])
 
         shape = (*q.shape[:2], index.code.shape[-1])
-        return jax.lax.fori_loop(0, self.tables, count, jnp.zeros(shape, jnp.int32))
+        return jax.lax.fori_loop(np.int32(0), np.int32(self.tables), count, jnp.zeros(shape, jnp.int32))
 
     def _codes(self, x: Float[Array, "K N D"]) -> UInt[Array, "K N L"]:
         return codes(x, projections(self.seed, x.shape[-1], self.tables, self.bits))
@@ -143,10 +145,11 @@ def projections(seed: int, size: int, tables: int, bits: int) -> Float[np.ndarra
 def codes(x: Float[Array, "K N D"], directions: Float[np.ndarray, "L bits D"]) -> UInt[Array, "K N L"]:
     """The bucket of each vector in each table: one bit for the side of each direction. Of many vectors a few tables at
     a time, as products with all of them would take many times the memory of the keys."""
-    wide, powers = x.astype(jnp.float32), 2 ** jnp.arange(directions.shape[1])
+    wide, powers = x.astype(jnp.float32), 2 ** jnp.arange(directions.shape[1], dtype=jnp.int32)
 
     def bucket(table):
-        return jnp.sum((jnp.einsum("knd,bd->knb", wide, table) > 0) * powers, axis=-1).astype(jnp.uint16)
+        side = jnp.einsum("knd,bd->knb", wide, table) > 0
+        return jnp.sum(side * powers, axis=-1, dtype=jnp.int32).astype(jnp.uint16)
 
     together = max(1, min(len(directions), _TOGETHER // max(1, x.shape[1])))
     return jnp.moveaxis(jax.lax.map(bucket, jnp.asarray(directions), batch_size=together), 0, -1)

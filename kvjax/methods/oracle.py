@@ -37,7 +37,7 @@ class Oracle(Method):
         return capacity, 1, max(1, rows), 0
 
     def init(self, spec, weights):
-        return OracleIndex(jnp.zeros((spec.kv_heads, spec.num_blocks, spec.head_dim)))
+        return OracleIndex(jnp.zeros((spec.kv_heads, spec.num_blocks, spec.head_dim), jnp.float32))
 
     def build(self, spec, index, context):
         placement = in_token_order(spec, context)
@@ -58,5 +58,5 @@ class Oracle(Method):
 
 
 def _store(table, block, keys):
-    head = jnp.arange(block.shape[0])[:, None]
+    head = jnp.arange(block.shape[0], dtype=jnp.int32)[:, None]
     return table.at[head, block].set(keys.astype(table.dtype), mode="drop")

@@ -77,7 +77,7 @@ class PQCache(Method):
     def init(self, spec, weights):
         if spec.head_dim % self.parts:
             raise ConfigError(f"parts={self.parts} does not divide the head size {spec.head_dim}")
-        codebook = jnp.zeros((spec.kv_heads, self.parts, 2**self.bits, spec.head_dim // self.parts))
+        codebook = jnp.zeros((spec.kv_heads, self.parts, 2**self.bits, spec.head_dim // self.parts), jnp.float32)
         code = jnp.zeros((spec.kv_heads, self.parts, spec.num_blocks), jnp.uint8)
         return PQIndex(codebook, code)
 
@@ -115,10 +115,10 @@ def split(keys: Float[Array, "K T D"], parts: int) -> Float[Array, "K P T S"]:
 
 def centroids_of(points: Float[Array, "T S"], valid, seed, count: int, iterations: int) -> Float[Array, "V S"]:
     """Means of the clusters of k-means of the valid points; one without points repeats that of the largest cluster."""
-    active = jnp.clip(jnp.sum(valid), 1, count)
+    active = jnp.clip(jnp.sum(valid, dtype=jnp.int32), 1, count)
     owner = clustering.kmeans(points, valid, count, active, seed, iterations)
     size, mean, _ = statistics(points, owner, count)
-    return jnp.where((size > 0)[:, None], mean, mean[jnp.argmax(size)])
+    return jnp.where((size > 0)[:, None], mean, mean[jnp.argmax(size).astype(jnp.int32)])
 
 
 def nearest(codebook: Float[Array, "V S"], points: Float[Array, "T S"]) -> UInt[Array, "T"]:

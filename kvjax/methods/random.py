@@ -49,7 +49,7 @@ class Random(Method):
 
     def select(self, spec, index, view, q):
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), index.layer), index.stored)
-        drawn = jax.random.uniform(key, (spec.kv_heads, spec.num_blocks))
+        drawn = jax.random.uniform(key, (spec.kv_heads, spec.num_blocks), jnp.float32)
         return Selection(top_blocks(drawn, view.count > 0, spec.max_blocks), no_force(spec))
 
     def append(self, spec, index, view, leaving):

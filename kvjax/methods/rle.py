@@ -135,14 +135,15 @@ class RLE(Method):
     def init(self, spec, weights):
         one, heads = self._empty(spec), spec.kv_heads
         runs = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (heads, *leaf.shape)), one)
-        return RunIndex(runs, jnp.ones((heads, spec.head_dim)), jnp.int32(0))
+        return RunIndex(runs, jnp.ones((heads, spec.head_dim), jnp.float32), jnp.int32(0))
 
     def build(self, spec, index, context):
         stored = jnp.sum(context.valid, dtype=jnp.int32)
         placement = in_token_order(spec, context)
         rows, slots = index.runs.slot.shape[-1], index.runs.key.shape[-2]
-        at = jnp.minimum(jnp.argmax(context.valid) + jnp.arange(rows), context.key.shape[1] - 1)
-        key, scale = self._scaled(self._turned(spec, context.key[:, at], context.pos[at]), jnp.arange(rows) < stored)
+        first, number = jnp.argmax(context.valid).astype(jnp.int32), jnp.arange(rows, dtype=jnp.int32)
+        at = jnp.minimum(first + number, context.key.shape[1] - 1)
+        key, scale = self._scaled(self._turned(spec, context.key[:, at], context.pos[at]), number < stored)
         runs = jax.vmap(lambda one: rle.encode(one, stored, self.equal, slots))(self._codes(spec, key, scale))
         return RunIndex(runs, scale, stored), placement
 
@@ -153,7 +154,7 @@ class RLE(Method):
         if self.before_rotation:
             freqs = _frequencies(spec)
             # The first row's token is at position S, and the codec counts from 0.
-            q = rope.rotate(q.astype(jnp.float32), jnp.full(q.shape[0], -spec.sinks), freqs)
+            q = rope.rotate(q.astype(jnp.float32), jnp.full(q.shape[0], -spec.sinks, jnp.int32), freqs)
             one = functools.partial(rle.scores_unrotated, freqs=freqs, most=index.stored)
             found = jax.vmap(one)(q, index.runs, index.scale)
         else:
@@ -178,7 +179,7 @@ class RLE(Method):
     def _scaled(self, key: Float[Array, "K N D"], valid: Bool[Array, "N"]):
         """The keys, and each head's scale."""
         if not self.int8:
-            return key, jnp.ones((key.shape[0], key.shape[2]))
+            return key, jnp.ones((key.shape[0], key.shape[2]), jnp.float32)
         return key, jax.vmap(lambda one: lowbit.scale_of(jnp.where(valid[:, None], one, 0.0)))(key)
 
     def _codes(self, spec: Spec, key: Float[Array, "K N D"], scale: Float[Array, "K D"]) -> Num[Array, "K N D"]:
@@ -201,12 +202,13 @@ def _frequencies(spec: Spec) -> np.ndarray:
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _runs_of(method: RLE, spec: Spec, key: Float[Array, "B T K D"], stored: Int32[Array, "B"]) -> Int32[Array, "B K"]:
     """Runs of so many keys after the sinks."""
-    at = spec.sinks + jnp.arange(key.shape[1])
+    number = jnp.arange(key.shape[1], dtype=jnp.int32)
+    at = spec.sinks + number
 
     def one(key, stored):
         rows = jnp.take(key.swapaxes(0, 1), at, axis=1, mode="clip")
-        kept = method._codes(spec, *method._scaled(method._turned(spec, rows, at), jnp.arange(len(at)) < stored))
+        kept = method._codes(spec, *method._scaled(method._turned(spec, rows, at), number < stored))
         begins = jax.vmap(lambda head: rle.begins(head, method.equal))(kept)
-        return jnp.sum(begins & (jnp.arange(len(at)) < stored), axis=-1, dtype=jnp.int32)
+        return jnp.sum(begins & (number < stored), axis=-1, dtype=jnp.int32)
 
     return jax.vmap(one)(key, stored)

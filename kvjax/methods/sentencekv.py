@@ -93,8 +93,8 @@ class SentenceKV(DynSplit):
             return index, whole
         paid = over_group(votes(spec, context), self.aggregation)
         kept = largest(jnp.where(stays(spec, context), paid, -jnp.inf), int(self.keep * spec.selected_rows))
-        before = jnp.cumsum(kept, axis=-1) - kept
-        begin = jnp.arange(context.pos.shape[0]) - whole.row  # of each token's sentence
+        before = jnp.cumsum(kept, axis=-1, dtype=jnp.int32) - kept
+        begin = jnp.arange(context.pos.shape[0], dtype=jnp.int32) - whole.row  # of each token's sentence
         row = before - jnp.take_along_axis(before, begin, axis=-1)
         placement = Placement(jnp.where(kept, whole.block, spec.num_blocks), row.astype(jnp.int32))
         vectors = type(index.vectors).empty(spec).take(placement.block, context.key)
@@ -102,5 +102,5 @@ class SentenceKV(DynSplit):
 
     def append(self, spec, index, view, leaving):
         index, placement = super().append(spec, index, view, leaving)
-        head, block = jnp.arange(spec.kv_heads), jnp.minimum(placement.block, spec.num_blocks - 1)
+        head, block = jnp.arange(spec.kv_heads, dtype=jnp.int32), jnp.minimum(placement.block, spec.num_blocks - 1)
         return index, Placement(placement.block, view.count[head, block])

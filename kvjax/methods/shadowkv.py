@@ -93,19 +93,19 @@ class ShadowKV(Method):
 
     def init(self, spec, weights):
         outlier = jnp.full((spec.kv_heads, min(self.outliers, spec.num_blocks)), spec.num_blocks, jnp.int32)
-        mean = jnp.zeros((spec.kv_heads, spec.head_dim, spec.num_blocks))
+        mean = jnp.zeros((spec.kv_heads, spec.head_dim, spec.num_blocks), jnp.float32)
         shadow = None if self.sigma is None else _empty(spec, self.sigma, outlier.shape)
         return Landmarks(mean, outlier, jnp.int32(0), shadow)
 
     def build(self, spec, index, context):
         stored, key = jnp.sum(context.valid, dtype=jnp.int32), context.key.astype(jnp.float32)
         placement = in_token_order(spec, context)
-        head, block = jnp.arange(spec.kv_heads)[:, None], placement.block
-        count = jnp.zeros((spec.kv_heads, spec.num_blocks)).at[head, block].add(1.0, mode="drop")
+        head, block = jnp.arange(spec.kv_heads, dtype=jnp.int32)[:, None], placement.block
+        count = jnp.zeros((spec.kv_heads, spec.num_blocks), jnp.float32).at[head, block].add(1.0, mode="drop")
         total = jnp.zeros_like(index.mean).at[head, :, block].add(key, mode="drop")
         mean = total / jnp.maximum(count, 1.0)[:, None]
         alike = _cosine(key, mean[head, :, jnp.minimum(block, spec.num_blocks - 1)])
-        worst = jnp.full(count.shape, jnp.inf).at[head, block].min(alike, mode="drop")
+        worst = jnp.full(count.shape, jnp.inf, jnp.float32).at[head, block].min(alike, mode="drop")
         outlier = _smallest(worst, index.outlier.shape[1])
         shadow = index.shadow and _shadow(spec, index.shadow, context, outlier)
         return Landmarks(mean, outlier, stored, shadow), placement
@@ -114,21 +114,21 @@ class ShadowKV(Method):
         occupied = view.count > 0
         scores = vector_products(index.mean, q) * spec.head_dim**-0.5
         score = aggregate(jnp.where(occupied[:, None], scores, NEGATIVE), self.aggregation)
-        score = score.at[jnp.arange(spec.kv_heads)[:, None], index.outlier].set(jnp.inf, mode="drop")
+        score = score.at[jnp.arange(spec.kv_heads, dtype=jnp.int32)[:, None], index.outlier].set(jnp.inf, mode="drop")
         return Selection(top_blocks(score, occupied, spec.max_blocks), no_force(spec))
 
     def rebuild(self, spec, index, block, row, pos):
-        low, head = index.shadow.low, jnp.arange(spec.kv_heads)[:, None]
+        low, head = index.shadow.low, jnp.arange(spec.kv_heads, dtype=jnp.int32)[:, None]
         code = jnp.take(low.key[0], block * spec.block_rows + row, axis=0, mode="clip")
         key = jnp.einsum("knr,kdr->knd", code, low.adapter)
         key = _turn(spec, key, pos)
         match = block[..., None] == index.outlier[:, None]
-        exact = index.shadow.outlier_key[head, jnp.argmax(match, axis=-1), row]
+        exact = index.shadow.outlier_key[head, jnp.argmax(match, axis=-1).astype(jnp.int32), row]
         return jnp.where(jnp.any(match, axis=-1)[..., None], exact, key)
 
     def append(self, spec, index, view, leaving):
         placement = in_token_order(spec, leaving)
-        head, block = jnp.arange(spec.kv_heads), placement.block
+        head, block = jnp.arange(spec.kv_heads, dtype=jnp.int32), placement.block
         mean = index.mean[head, :, jnp.minimum(block, spec.num_blocks - 1)]
         step = (leaving.key.astype(jnp.float32) - mean) / (placement.row + 1)[:, None]
         mean = index.mean.at[head, :, block].add(step, mode="drop")
@@ -139,8 +139,8 @@ class ShadowKV(Method):
 def _empty(spec: Spec, sigma: float | int, outliers: tuple[int, ...]) -> Shadow:
     rank = _rank(spec, sigma)
     leading = prediction.unknown_directions(spec.kv_heads, spec.head_dim, rank, True)
-    low = CompressedKeys(leading, jnp.zeros((1, spec.num_blocks * spec.block_rows, rank)), jnp.int32(0))
-    return Shadow(low, jnp.zeros((*outliers, spec.block_rows, spec.head_dim)))
+    low = CompressedKeys(leading, jnp.zeros((1, spec.num_blocks * spec.block_rows, rank), jnp.float32), jnp.int32(0))
+    return Shadow(low, jnp.zeros((*outliers, spec.block_rows, spec.head_dim), jnp.float32))
 
 
 def _rank(spec: Spec, sigma: float | int) -> int:
@@ -152,10 +152,11 @@ def _shadow(spec: Spec, empty: Shadow, context, outlier) -> Shadow:
     """The prompt's keys: their leading directions, each token's part in these, and the outliers as they are."""
     raw, rank = _turn(spec, context.key.astype(jnp.float32), -context.pos), empty.low.key.shape[-1]
     low = dataclasses.replace(empty.low, adapter=prediction.leading_directions(raw, context.valid, rank, True))
-    at = jnp.where(context.valid, jnp.cumsum(context.valid) - 1, low.tokens)
+    at = jnp.where(context.valid, jnp.cumsum(context.valid, dtype=jnp.int32) - 1, low.tokens)
     low = dataclasses.replace(low, key=prediction.store(low, prediction.compress(low, raw), at))
-    token = jnp.argmax(context.valid) + outlier[..., None] * spec.block_rows + jnp.arange(spec.block_rows)
-    head = jnp.arange(spec.kv_heads)[:, None, None]
+    first, row = jnp.argmax(context.valid).astype(jnp.int32), jnp.arange(spec.block_rows, dtype=jnp.int32)
+    token = first + outlier[..., None] * spec.block_rows + row
+    head = jnp.arange(spec.kv_heads, dtype=jnp.int32)[:, None, None]
     return Shadow(low, context.key[head, jnp.minimum(token, context.key.shape[1] - 1)].astype(jnp.float32))
 
 
@@ -165,8 +166,9 @@ def _appended(spec: Spec, shadow: Shadow, index: Landmarks, leaving, placement) 
     raw = _turn(spec, key[:, None], -leaving.pos[None])
     at = jnp.where(leaving.valid, index.stored, low.tokens)
     low = dataclasses.replace(low, key=prediction.store(low, prediction.compress(low, raw), at[None]))
-    head, match = jnp.arange(spec.kv_heads), index.outlier == placement.block[:, None]
-    which = jnp.where(jnp.any(match, axis=-1) & leaving.valid, jnp.argmax(match, axis=-1), match.shape[1])
+    head, match = jnp.arange(spec.kv_heads, dtype=jnp.int32), index.outlier == placement.block[:, None]
+    which = jnp.argmax(match, axis=-1).astype(jnp.int32)
+    which = jnp.where(jnp.any(match, axis=-1) & leaving.valid, which, match.shape[1])
     return Shadow(low, shadow.outlier_key.at[head, which, placement.row].set(key, mode="drop"))
 
 

@@ -27,7 +27,7 @@ class RMSNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), jnp.float32)
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
         return scale * wide.astype(x.dtype)
@@ -43,8 +43,8 @@ class Linear(nn.Module):
     @nn.compact
     def __call__(self, x):
         start = nn.initializers.lecun_normal(in_axis=-1, out_axis=-2)
-        y = apply_rows(self.param("weight", start, (self.features, x.shape[-1])), x)
-        return y + self.param("bias", nn.initializers.zeros, (self.features,)) if self.use_bias else y
+        y = apply_rows(self.param("weight", start, (self.features, x.shape[-1]), jnp.float32), x)
+        return y + self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32) if self.use_bias else y
 
 
 def apply_rows(weight: Float[Array, "Y X"], x: Float[Array, "*T X"]) -> Float[Array, "*T Y"]:

@@ -118,7 +118,7 @@ def plan(
     fewest, the first ones that it needs, and reads the rest again into their slots (DynSplit-KV, Appendix B.2). Raises
     ConfigError on an unknown policy.
     """
-    num_blocks, head = count.shape[-1], jnp.arange(len(need))[:, None]
+    num_blocks, head = count.shape[-1], jnp.arange(len(need), dtype=jnp.int32)[:, None]
     keys = find_policy(policy)(table, count[head, jnp.minimum(table.block, num_blocks - 1)])
     operands = table.block, jnp.stack(keys, axis=-1), need, jnp.int32(num_blocks)
     if even:
@@ -151,13 +151,13 @@ def _assign(
     found = jnp.where(wanted, _slot_of(block, need), -1)
     missing, hit = wanted & (found < 0), wanted & (found >= 0)
     if even:
-        hit &= jnp.cumsum(hit, axis=-1) <= jnp.min(jnp.sum(hit, axis=-1))
+        hit &= jnp.cumsum(hit, axis=-1, dtype=jnp.int32) <= jnp.min(jnp.sum(hit, axis=-1, dtype=jnp.int32))
     reads = wanted & ~hit
 
     match = wanted[:, :, None] & (need[:, :, None] == block[:, None])
     pinned = jnp.max(match.astype(jnp.int32), axis=1)  # XLA:CPU reduces booleans one by one
     order = _eviction_order(block == num_blocks, keys, pinned > 0, need.shape[1])
-    nth = jnp.maximum(jnp.cumsum(missing, axis=-1) - 1, 0)
+    nth = jnp.maximum(jnp.cumsum(missing, axis=-1, dtype=jnp.int32) - 1, 0)
     slot = jnp.where(found < 0, jnp.take_along_axis(order, nth, axis=-1), found)
 
     # By slot: the block it takes. Dense, as seven scatters cost more than the whole read of a small block.
@@ -171,7 +171,7 @@ def _eviction_order(
 ) -> Int32[Array, "KB M1"]:
     """The `first` slots that are given away, in order: empty ones, those of the policy, pinned ones."""
     if keys.shape[-1] > 1:
-        turn = jnp.where(pinned, 2, jnp.where(empty, 0, 1))
+        turn = jnp.where(pinned, 2, jnp.where(empty, 0, 1)).astype(jnp.int32)
         last_first = jnp.moveaxis(keys, -1, 0)[::-1]
         return jnp.lexsort((*last_first, turn), axis=-1)[:, :first].astype(jnp.int32)
     # One key: the same order from XLA:CPU's fast top-k, which is for floats. They hold 16 million steps exactly.
@@ -181,13 +181,13 @@ def _eviction_order(
 
 def note_written(table: Residency, slot: Int32[Array, "KB *E"]) -> Residency:
     """Books that the blocks in these slots were written in the newest step; NS = not resident."""
-    head = jnp.arange(slot.shape[0]).reshape(-1, *(1,) * (slot.ndim - 1))
+    head = jnp.arange(slot.shape[0], dtype=jnp.int32).reshape(-1, *(1,) * (slot.ndim - 1))
     return dataclasses.replace(table, written=table.written.at[head, slot].set(table.step, mode="drop"))
 
 
 def forget(table: Residency, slot: Int32[Array, "KB *E"], num_blocks: int) -> Residency:
     """Empties these slots; NS = none."""
-    head = jnp.arange(slot.shape[0]).reshape(-1, *(1,) * (slot.ndim - 1))
+    head = jnp.arange(slot.shape[0], dtype=jnp.int32).reshape(-1, *(1,) * (slot.ndim - 1))
     return dataclasses.replace(table, block=table.block.at[head, slot].set(num_blocks, mode="drop"))
 
 
