@@ -7,6 +7,10 @@ from kvjax.errors import ConfigError
 
 RopeKind = Literal["default", "linear", "llama3"]
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+_SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
+    "max_position",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +53,9 @@ class ModelConfig:
     def __post_init__(self):
         if self.family not in FAMILIES:
             raise ConfigError(f"unsupported model family {self.family!r}; use one of {', '.join(FAMILIES)}")
+        for name in _SIZES:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} is below 1")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
         if self.head_dim % 2:

@@ -6,11 +6,13 @@ A field that would change the model's output and that kvjax cannot follow is an 
 
 import dataclasses
 import json
-import math
 import os
 import pathlib
+import reprlib
 from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 from kvjax import files
 from kvjax.errors import CheckpointError, ConfigError
@@ -51,6 +53,11 @@ _ARCHITECTURES = {
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _REQUIRED = object()
 
+_MOST_BYTES = 8 << 20  # of a JSON file; an index of 50,000 tensors has half of it
+_MOST = 2**30  # the sum of two places is a 32-bit integer on the device
+_MOST_LAYERS = 10_000
+_LEAST_NUMBER, _MOST_NUMBER = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+
 
 def read_config(directory: Path) -> ModelConfig:
     """The model that `directory`'s config.json describes; token ids from generation_config.json first.
@@ -59,9 +66,7 @@ def read_config(directory: Path) -> ModelConfig:
     a rope type or an activation that kvjax does not support.
     """
     path = model_directory(directory) / CONFIG
-    fields = read_json(path)
-    generation = path.with_name(GENERATION)
-    return _parse(path, fields, read_json(generation) if generation.is_file() else {})
+    return _parse(path, read_json(path), read_optional_json(path.with_name(GENERATION)))
 
 
 def write_config(config: ModelConfig, directory: Path, dtype: str) -> None:
@@ -102,9 +107,9 @@ def model_directory(directory: Path) -> pathlib.Path:
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
-    """The JSON object in `path`; raises CheckpointError if it is missing, corrupt or no object."""
+    """The JSON object in `path`; raises CheckpointError if it is missing, corrupt, huge, no file or no object."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = files.parse_json(files.read_regular(path, _MOST_BYTES))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: this file is missing from the model directory") from error
     except (OSError, ValueError) as error:
@@ -114,16 +119,30 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
     return content
 
 
+def read_optional_json(path: pathlib.Path) -> dict[str, Any]:
+    """The same, and an empty object where there is no such file; one that cannot be read is an error, too."""
+    return read_json(path) if os.path.lexists(path) else {}
+
+
 def token_ids(field: str, *documents: tuple[pathlib.Path, Fields]) -> tuple[int, ...]:
     """The ids that the first of the `(path, fields)` documents to state `field` gives; () if none does."""
     for path, fields in documents:
         value = fields.get(field)
         if value is not None:
             ids = tuple(value) if isinstance(value, list) else (value,)
-            if not all(type(i) is int and i >= 0 for i in ids):
-                raise CheckpointError(f"{path}: {field} is {value!r}; expected a token id or a list of them")
+            if not all(type(i) is int and 0 <= i <= _MOST for i in ids):
+                raise CheckpointError(f"{path}: {field} is {shown(value)}; expected a token id or a list of them")
             return ids
     return ()
+
+
+def shown(value: object) -> str:
+    """A value of a file as an error message shows it: a few dozen characters, however long and deep it is."""
+    return _SHORT.repr(value)
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,19 +153,20 @@ class _Section:
     fields: Fields
     prefix: str = ""
 
-    def integer(self, name: str, default: Any = _REQUIRED, least: int = 1) -> Any:
+    def integer(self, name: str, default: Any = _REQUIRED, least: int = 1, most: int = _MOST) -> Any:
         """An integer; null means `default` where one is given."""
         value = self.fields.get(name)
         if value is None and default is not _REQUIRED:
             return default
-        if type(value) is not int or value < least:
-            raise self.wrong(name, f"expected an integer of at least {least}")
+        if type(value) is not int or not least <= value <= most:
+            raise self.wrong(name, f"expected an integer of at least {least} and at most {most}")
         return value
 
     def number(self, name: str) -> float:
+        """A number above zero that is one in 32 bits, too."""
         value: Any = self.fields.get(name)
-        if type(value) not in (int, float) or not 0 < value < math.inf:
-            raise self.wrong(name, "expected a number above zero")
+        if type(value) not in (int, float) or not _LEAST_NUMBER <= value <= _MOST_NUMBER:
+            raise self.wrong(name, f"expected a number above zero, at most {_MOST_NUMBER:.2g}")
         return float(value)
 
     def switch(self, name: str) -> bool:
@@ -158,12 +178,12 @@ class _Section:
     def require(self, name: str, supported: tuple[Any, ...]) -> Any:
         """A field's value, which has to be one of `supported`."""
         value = self.fields.get(name)
-        if value not in supported:
+        if type(value) is bool or value not in supported:  # true would be taken for 1
             raise self.wrong(name, f"supported: {', '.join(map(str, supported))}")
         return value
 
     def wrong(self, name: str, expected: str) -> CheckpointError:
-        return CheckpointError(f"{self.path}: {self.prefix}{name} is {self.fields.get(name)!r}; {expected}")
+        return CheckpointError(f"{self.path}: {self.prefix}{name} is {shown(self.fields.get(name))}; {expected}")
 
 
 def _parse(path: pathlib.Path, raw: Fields, generation: Fields) -> ModelConfig:
@@ -193,12 +213,16 @@ def _shape(section: _Section) -> dict[str, Any]:
         "vocab_size": section.integer("vocab_size"),
         "hidden_size": hidden,
         "intermediate_size": section.integer("intermediate_size"),
-        "num_layers": section.integer("num_hidden_layers"),
+        "num_layers": _layers(section),
         "num_heads": heads,
         "num_kv_heads": section.integer("num_key_value_heads", default=heads),
         "head_dim": section.integer("head_dim", default=hidden // heads),
         "max_position": section.integer("max_position_embeddings"),
     }
+
+
+def _layers(section: _Section) -> int:
+    return section.integer("num_hidden_layers", most=_MOST_LAYERS)
 
 
 def _switches(section: _Section, family: str) -> dict[str, bool]:
@@ -215,7 +239,7 @@ def _switches(section: _Section, family: str) -> dict[str, bool]:
 
 def _windows(section: _Section, family: str) -> tuple[int | None, ...]:
     """Sliding window of each layer; `layer_types` overrides `max_window_layers` where both are given."""
-    layers = section.integer("num_hidden_layers")
+    layers = _layers(section)
     if family == "llama":
         return (None,) * layers
     window = section.integer("sliding_window", default=None)
@@ -240,8 +264,9 @@ def _typed_windows(section: _Section, layers: int, window: int | None) -> tuple[
 
 def _rope(section: _Section) -> RopeConfig:
     """Rotary embedding from `rope_scaling` beside `rope_theta`, or from the newer `rope_parameters`."""
-    name = "rope_scaling" if section.fields.get("rope_scaling") else "rope_parameters"
-    scaling = section.fields.get(name) or {}
+    name = "rope_parameters" if section.fields.get("rope_scaling") in (None, {}) else "rope_scaling"
+    scaling = section.fields.get(name)
+    scaling = {} if scaling is None else scaling
     if not isinstance(scaling, dict) or any(isinstance(value, dict) for value in scaling.values()):
         raise section.wrong(name, "expected null or one object of plain values for all layers")
     # Under the old key `type`, and beside the object, are the places where older files keep these.
@@ -255,10 +280,10 @@ def _rope(section: _Section) -> RopeConfig:
         return RopeConfig(theta)
     if kind == "linear":
         return RopeConfig(theta, kind, rope.number("factor"))
-    return RopeConfig(
-        theta, kind, rope.number("factor"), rope.number("low_freq_factor"), rope.number("high_freq_factor"),
-        _original_max_position(section, rope),
-    )
+    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+    if not low < high:
+        raise rope.wrong("high_freq_factor", f"expected more than low_freq_factor, which is {low}")
+    return RopeConfig(theta, kind, rope.number("factor"), low, high, _original_max_position(section, rope))
 
 
 def _original_max_position(section: _Section, rope: _Section) -> int:

@@ -1,6 +1,7 @@
 """Reading and writing Hugging Face's config.json."""
 
 import json
+import math
 
 import pytest
 
@@ -255,10 +256,31 @@ def test_missing_ids_have_the_familys_default(read, family, bos, eos):
         (["layer_types", "3 layers"], {"family": "qwen3", "layer_types": ["full_attention"]}),
         (["layer_types", "'chunked'"], {"family": "qwen3", "layer_types": ["chunked"] * 3}),
         (["layer_types", "use_sliding_window"], {"family": "qwen3", "layer_types": ["sliding_attention"] * 3}),
+        (["num_hidden_layers", "10001", "at most 10000"], {"num_hidden_layers": 10_001}),
+        (["hidden_size", "1073741825", "at most 1073741824"], {"hidden_size": 2**30 + 1}),
+        (["sliding_window", "2147483647"], {"family": "mistral", "sliding_window": 2**31 - 1}),
+        (["eos_token_id", "2147483648"], {"eos_token_id": 2**31}),
+        (["head_dim=0"], {"num_attention_heads": 64, "num_key_value_heads": 64}),
+        (["rms_norm_eps", "inf"], {"rms_norm_eps": math.inf}),
+        (["rms_norm_eps", "nan"], {"rms_norm_eps": math.nan}),
+        (["rms_norm_eps", "1e-300"], {"rms_norm_eps": 1e-300}),
+        (["rope_theta", "1e+300"], {"rope_theta": 1e300}),
+        (["rope_theta", "9999", "..."], {"rope_theta": 10**400 - 1}),
+        (["partial_rotary_factor", "True"], {"partial_rotary_factor": True}),
+        (["rope_scaling", "False"], {"rope_scaling": False}),
+        (["rope_parameters", "[]"], {"rope_parameters": []}),
+        (["rope_scaling.high_freq_factor", "4.0"], {"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}),
     ],
 )
 def test_unusable_field_is_named(read, words, changes):
     refused(read, *words, **changes)
+
+
+@pytest.mark.parametrize("value", ["x" * 10**6, list(range(10**5)), json.loads("[" * 900 + "]" * 900)])
+def test_message_shows_a_part_of_a_long_value(read, value):
+    with pytest.raises(CheckpointError, match="model_type is ") as caught:
+        read(family=value)
+    assert len(str(caught.value)) < 1000
 
 
 def test_missing_directory(tmp_path):
@@ -277,7 +299,7 @@ def test_missing_config(tmp_path):
         read_config(tmp_path)
 
 
-@pytest.mark.parametrize("content", [b'{"model_type": "lla', b"\xff\xfe\x00", b"[1, 2]", b""])
+@pytest.mark.parametrize("content", [b'{"model_type": "lla', b"\xff\xfe\x00", b"[1, 2]", b"", b'{"a":' * 100_000])
 def test_corrupt_config(tmp_path, content):
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"config\.json"):
