@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import datetime
 import functools
 import hashlib
 import json
@@ -10,14 +9,11 @@ import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import jinja2
-import jinja2.ext
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from kvjax import files
 from kvjax.errors import CheckpointError, PromptError
-from kvjax.models import hf_config
+from kvjax.models import chat_template, hf_config
 
 TOKENIZER = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
@@ -125,57 +121,17 @@ class TextTokenizer:
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
         """The conversation as the model was taught to see it; each message has a role and a content.
 
-        Raises CheckpointError if the model has no template or a broken one, and PromptError if the
-        template refuses the messages.
+        Raises CheckpointError if the model has no template or a broken one, or one that takes more time, memory or text
+        than it may (`kvjax.models.chat_template`), and PromptError if the template refuses the messages.
         """
         if self.template is None:
             raise CheckpointError(
                 f"{self.directory}: no chat template in {SETTINGS} or {TEMPLATE}; encode plain text for a base model"
             )
-        try:
-            template = _environment().from_string(self.template)
-            # Templates test `tools` and `documents` for none, which an undefined name is not.
-            return template.render(
-                messages=list(messages), add_generation_prompt=add_generation_prompt, tools=None, documents=None,
-                **self.special_tokens,
-            )
-        except PromptError:
-            raise
-        except Exception as error:  # the template is a program, which fails as it likes
-            raise CheckpointError(f"{self.directory}: the chat template does not work: {error}") from error
-
-
-class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}` marks an answer for training masks; for text it is transparent."""
-
-    tags = {"generation"}  # noqa: RUF012 (the type that jinja2 declares)
-
-    def parse(self, parser):
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """What Hugging Face's templates are written for; sandboxed, because a template is foreign code."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
-    return environment
-
-
-def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    # Jinja's own filter escapes <, > and & for HTML, which no model was trained on.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _refuse(message: str) -> None:
-    raise PromptError(f"the chat template refuses these messages: {message}")
-
-
-def _now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)
+        # Templates test `tools` and `documents` for none, which an undefined name is not.
+        names = {"messages": list(messages), "add_generation_prompt": add_generation_prompt, "tools": None,
+                 "documents": None, **self.special_tokens}
+        return chat_template.render(self.template, names, str(self.directory))
 
 
 def _read_tokenizer(path: pathlib.Path) -> bytes:
