@@ -85,7 +85,8 @@ def user_job(llm: kvjax.LLM, config: ml_collections.ConfigDict) -> Job:
     if not config.question:
         raise PromptError('no question; give --config.question="..." beside prompt_file')
     before, question = _in_template(llm, text, config.question) if config.chat else (text, f"\n\n{config.question}")
-    return Job(llm.encode(before, start=not config.chat), (question,), (None,))
+    ids = llm.tokenizer.encode(before, add_special_tokens=not config.chat)
+    return Job(llm.encode(ids, start=False), (question,), (None,))
 
 
 def _in_template(llm: kvjax.LLM, text: str, question: str) -> tuple[str, str]:

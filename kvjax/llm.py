@@ -91,16 +91,16 @@ class LLM:
                                  "run configs/tune.py with this model")
 
     def encode(self, text, start: bool) -> list[int]:
-        """Token ids of a text, or those that are given. `start` puts before a text what every text begins with.
+        """Returns the token ids of a text, or those that are given.
 
-        Raises PromptError for what is neither, or an id that the model has not.
+        With `start` the text has before it what every text begins with, unless it begins with that; else it goes on
+        from another one. Raises PromptError for what is neither, or an id that the model has not.
         """
         if not isinstance(text, str):
             return self._known(text)
         if self.tokenizer is None:
             raise ConfigError("this model has no tokenizer.json; give token ids instead of text")
-        ids = self.tokenizer.encode(text, add_special_tokens=False)
-        return self._known([*self.tokenizer.start_ids, *ids] if start else ids)
+        return self._known(self.tokenizer.encode(text) if start else self.tokenizer.encode_continuation(text))
 
     def _known(self, ids) -> list[int]:
         """Token ids, all of which the model has."""
@@ -311,7 +311,8 @@ class LLM:
         with running(self.params, cache, driver, observer) as run:
             run.feed(questions)
             tokens = run.answer(max_new_tokens, sampling, jax.random.key(seed), ends, kept, complete)
-            text = [self.tokenizer.decode(row) if self.tokenizer else "" for row in tokens]
+            text = [self.tokenizer.decode_continuation(row, before) if self.tokenizer else ""
+                    for row, before in zip(tokens, questions, strict=True)]
             return Result(text if arguments.is_batch(question) else text[0], tokens, run.cache, run.usage())
 
     def score(

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import os
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,13 +13,15 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from kvjax import files
-from kvjax.errors import CheckpointError, PromptError
+from kvjax.errors import CheckpointError
 from kvjax.models import chat_template, hf_config
+from kvjax.models.text_codec import TextCodec, typed
 
 TOKENIZER = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
 TEMPLATE = "chat_template.jinja"
+_MOST_BYTES = 1 << 28  # of a file; the largest tokenizers have 35 MB
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,7 +44,6 @@ class TextTokenizer:
     bos_id: int | None
     template: str | None
     content: bytes
-
     @property
     def fingerprint(self) -> str:
         """The first 16 hex digits of the SHA-256 of tokenizer.json."""
@@ -81,31 +83,42 @@ class TextTokenizer:
             (root / name).unlink(missing_ok=True)
 
     @functools.cached_property
+    def codec(self) -> TextCodec:
+        """Encodes and decodes texts in pieces, without the special tokens around a whole one."""
+        return TextCodec(self.tokenizer, str(self.directory))
+
+    @functools.cached_property
     def special_ids(self) -> dict[str, int]:
         """Ids of the special tokens, which `decode` leaves out, by their texts."""
-        return {one.content: i for i, one in self.tokenizer.get_added_tokens_decoder().items() if one.special}
+        return {text: i for i, text in self.codec.special.items()}
 
     @functools.cached_property
     def start_ids(self) -> tuple[int, ...]:
-        """What every text begins with. Some tokenizers end each text, too, and a prompt goes on."""
-        made = self.tokenizer.encode("a")
+        """Ids that every text begins with. Some tokenizers end each text, too, and a prompt goes on."""
+        with typed(f"{self.directory}: the tokenizer cannot encode a text"):
+            made = self.tokenizer.encode("a")
         return tuple(made.ids[: made.special_tokens_mask.index(0)] if 0 in made.special_tokens_mask else made.ids)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; leave out special tokens for text from `apply_chat_template`, which has them.
+        """Returns the token ids of a text that begins here, with `start_ids` before it unless it begins with them.
 
-        Raises PromptError for text with half a character of UTF-16 in it, as of a file read with `surrogateescape`.
+        Leave them out for text from `apply_chat_template`, which has those that the model wants. Raises PromptError for
+        text with half a character of UTF-16 in it, CheckpointError where the tokenizer fails.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as cause:
-            raise PromptError(f"character {cause.start} of the text is no character ({cause.reason}); read the file "
-                              "with errors='replace'") from cause
-        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        ids, start = self.codec.encode(text), list(self.start_ids)
+        return ids if not add_special_tokens or ids[: len(start)] == start else start + ids
+
+    def encode_continuation(self, text: str, before: Sequence[int] = ()) -> list[int]:
+        """Returns the token ids of a text that goes on from another one (`TextCodec.encode_continuation`)."""
+        return self.codec.encode_continuation(text, before)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids` without special tokens."""
-        return self.tokenizer.decode(list(ids), skip_special_tokens=True)
+        """Returns the text of `ids` without special tokens."""
+        return self.codec.decode(ids)
+
+    def decode_continuation(self, ids: Sequence[int], before: Sequence[int] = ()) -> str:
+        """Returns the text that `ids` add to what stands before them (`TextCodec.decode_continuation`)."""
+        return self.codec.decode_continuation(ids, before)
 
     @functools.cached_property
     def closing_ids(self) -> tuple[int, ...]:
@@ -136,16 +149,14 @@ class TextTokenizer:
 
 def _read_tokenizer(path: pathlib.Path) -> bytes:
     try:
-        return path.read_bytes()
-    except OSError as error:
+        return files.read_regular(path, _MOST_BYTES)
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error}); only fast tokenizers are supported") from error
 
 
 def _parse_tokenizer(path: pathlib.Path, content: bytes) -> Tokenizer:
-    try:
+    with typed(f"{path}: not a tokenizer"):
         tokenizer = Tokenizer.from_buffer(content)
-    except Exception as error:  # tokenizers raises no narrower class
-        raise CheckpointError(f"{path}: not a tokenizer ({error}); download the file again") from error
     # Some files carry the settings of a training run, which would cut or pad every text.
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -153,7 +164,7 @@ def _parse_tokenizer(path: pathlib.Path, content: bytes) -> Tokenizer:
 
 
 def _read_optional(path: pathlib.Path) -> dict[str, Any]:
-    return hf_config.read_json(path) if path.is_file() else {}
+    return hf_config.read_json(path) if os.path.lexists(path) else {}
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
@@ -178,10 +189,10 @@ def _id_of(tokenizer: Tokenizer, token: str | None) -> int | None:
 def _template(root: pathlib.Path, settings: Mapping[str, Any]) -> str | None:
     """The template's own file, else the one in the settings; of several named ones the default."""
     file = root / TEMPLATE
-    if file.is_file():
+    if os.path.lexists(file):
         try:
-            return file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            return files.read_regular(file, _MOST_BYTES).decode("utf-8")
+        except (OSError, ValueError) as error:
             raise CheckpointError(f"{file}: cannot be read ({error}); download the file again") from error
     template = settings.get("chat_template")
     if isinstance(template, list):

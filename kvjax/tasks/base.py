@@ -49,9 +49,8 @@ class Request:
 
     @functools.cached_property
     def stream(self) -> np.ndarray:
-        """int64[n] token ids of the text."""
-        text = self.text
-        return np.asarray(self.tokenizer.encode(text, add_special_tokens=False)) if isinstance(text, str) else text
+        """int64[n] token ids of the text, parts of which go on from other text."""
+        return np.asarray(self.tokenizer.encode_continuation(self.text)) if isinstance(self.text, str) else self.text
 
     @functools.cached_property
     def words(self) -> list[str]:
@@ -63,9 +62,9 @@ class Request:
         """The token ids that begin every prompt of the model."""
         return self.tokenizer.start_ids
 
-    def tokens(self, text: str) -> int:
-        """How many tokens a text has."""
-        return len(self.tokenizer.encode(text, add_special_tokens=False))
+    def tokens(self, text: str, start: bool = False) -> int:
+        """How many tokens a text has that goes on from another one, or with `start` begins a prompt."""
+        return len(self.tokenizer.encode(text) if start else self.tokenizer.encode_continuation(text))
 
 
 @dataclasses.dataclass(frozen=True)

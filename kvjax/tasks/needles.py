@@ -14,6 +14,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from kvjax.errors import ConfigError
+from kvjax.models.text_codec import TextCodec
 from kvjax.tasks import corpus
 
 # Text before the value; {key} is the key word. The question repeats it, as RULER's answer prefix does.
@@ -133,8 +134,13 @@ def passkey(rng: np.random.Generator, held_out: bool) -> Needle:
 
 @functools.lru_cache(maxsize=4096)
 def encode(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
-    """Token ids without special tokens (cached: a needle is told, asked for and counted)."""
-    return tuple(tokenizer.encode(text, add_special_tokens=False).ids)
+    """Token ids of a text within another one (cached: a needle is told, asked for and counted)."""
+    return tuple(_codec(tokenizer).encode_continuation(text))
+
+
+@functools.lru_cache(maxsize=8)
+def _codec(tokenizer: Tokenizer) -> TextCodec:
+    return TextCodec(tokenizer, "the model")
 
 
 def insert_needles(

@@ -9,11 +9,14 @@ def split(request: Request, context: str, question: str, chat: bool = False) -> 
 
     With `chat` they are one message to the model, in its chat template if it has one.
     """
-    before: tuple[int, ...] = request.start
-    after: tuple[int, ...] = ()
-    if chat and request.tokenizer.template is not None:
-        before, after = _wrapping(request)
-    first, last = _ids(request, context), (*_ids(request, question), *after)
+    tokenizer, before, after = request.tokenizer, request.start, ""
+    first = tuple(tokenizer.encode(context)[len(before):])
+    if chat and tokenizer.template is not None:
+        opening, after = _wrapping(request)
+        before = tuple(tokenizer.encode(opening, add_special_tokens=False))
+        first = tuple(tokenizer.encode_continuation(context, before))
+    last = tuple(tokenizer.encode_continuation(question, first))
+    last += tuple(tokenizer.encode_continuation(after, last))
     room = request.length - len(before)
     if room < 2:
         raise ConfigError(f"no room for a prompt in {request.length} tokens; raise the length")
@@ -24,15 +27,11 @@ def split(request: Request, context: str, question: str, chat: bool = False) -> 
     return before + first, last
 
 
-def _ids(request: Request, text: str) -> tuple[int, ...]:
-    return tuple(request.tokenizer.encode(text, add_special_tokens=False))
-
-
-def _wrapping(request: Request) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _wrapping(request: Request) -> tuple[str, str]:
     """What the chat template puts before and after one user's message."""
     text = request.tokenizer.apply_chat_template([{"role": "user", "content": "\x00"}])
     before, found, after = text.partition("\x00")
     if not found:
         raise CheckpointError(f"{request.tokenizer.directory}: the chat template changes what a message says, so that "
                               "documents cannot be put there")
-    return _ids(request, before), _ids(request, after)
+    return before, after

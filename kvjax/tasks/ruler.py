@@ -36,7 +36,7 @@ def fitted(request: Request, new_tokens: int, build: Callable[[int], Prompt]) ->
     """
     def cost(n: int) -> int:
         prompt = build(n)
-        return len(request.start) + request.tokens(prompt.context) + request.tokens(prompt.question) + new_tokens
+        return request.tokens(prompt.context, start=True) + request.tokens(prompt.question) + new_tokens
 
     if (least := cost(0)) > request.length:
         raise ConfigError(f"question and answer alone take {least} tokens, more than {request.length}; raise that")

@@ -4,6 +4,7 @@ import dataclasses
 import datetime
 import hashlib
 import json
+import os
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
@@ -66,6 +67,18 @@ def test_what_texts_end_with_begins_none(read, tmp_path, single, settings, expec
     tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=[(BOS, 0), (EOS, 1)])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     assert read(**settings).start_ids == expected
+
+
+@pytest.mark.parametrize("text", [BOS, f"{BOS}ab", f"{BOS}{BOS}"])
+def test_nothing_is_put_before_a_text_that_begins_with_it(read, text):
+    tokenizer = read()
+    assert tokenizer.encode(text) == tokenizer.encode(text, add_special_tokens=False)
+    assert tokenizer.encode(" " + text)[:2] == [0, tokenizer.encode(" ")[1]]
+
+
+def test_no_token_is_put_before_a_templated_text(read):
+    tokenizer = read(chat_template=TEMPLATE)
+    assert tokenizer.encode(tokenizer.apply_chat_template(HELLO)).count(0) == 1
 
 
 def test_special_tokens_can_be_left_out(read):
@@ -241,6 +254,14 @@ def test_missing_tokenizer(tmp_path):
 def test_missing_directory(tmp_path):
     with pytest.raises(CheckpointError, match="nowhere: not a directory"):
         TextTokenizer.from_directory(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja"])
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(read, tmp_path, name):
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(CheckpointError, match=f"{name}: cannot be read .*FIFO"):
+        read()
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"{}", b"\xff\xfe", b'{"model": {"type": "New"}}'])
