@@ -13,7 +13,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from kvjax import files
-from kvjax.errors import CheckpointError
+from kvjax.errors import CheckpointError, PromptError
 from kvjax.models import chat_template, hf_config
 from kvjax.models.text_codec import TextCodec, typed
 
