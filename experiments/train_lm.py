@@ -134,7 +134,10 @@ def exact_answers(model, params, tokenizer, stream, length, count, samples=64, b
 def first_params(config: ml_collections.ConfigDict, model: Transformer):
     """Those of the checkpoint to go on from, or random ones."""
     if config.start:
-        return checkpoint.load_params(config.start, model.config)
+        found, params = checkpoint.load(config.start, model.config)
+        if found != model.config:
+            raise ConfigError(f"start={config.start} has an unembedding of its own; give a model with tied embeddings")
+        return params
     token = jnp.zeros((1, 8), jnp.int32)
     return model.init(jax.random.key(config.seed), token, token)["params"]
 

@@ -408,7 +408,7 @@ def load(path: str | os.PathLike, dtype=jnp.float32, tuning: str | os.PathLike |
     tuned = None if tuning is None else tuner.load(tuning)
     config = hf_config.read_config(path)
     tokenizer = TextTokenizer.from_directory(path)  # before the weights, which take longer
-    return LLM(config, checkpoint.load_params(path, config, _float_type(dtype)), tokenizer, tuned)
+    return LLM(*checkpoint.load(path, config, _float_type(dtype)), tokenizer, tuned)
 
 
 def _float_type(dtype) -> jnp.dtype:

@@ -1,9 +1,12 @@
 """Parameters from and to safetensors files in Hugging Face's naming."""
 
 import contextlib
-import functools
+import dataclasses
+import itertools
+import os
 import pathlib
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -19,28 +22,18 @@ from kvjax import files
 from kvjax.errors import CheckpointError, ConfigError
 from kvjax.models import hf_config
 from kvjax.models.config import ModelConfig
-from kvjax.models.transformer import Transformer
 from kvjax.typing import PyTree
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-# Parameter path -> tensor name.
-_NAMES = (
-    (r"embedding/embedding", r"model.embed_tokens.weight"),
-    (r"norm/scale", r"model.norm.weight"),
-    (r"lm_head/weight", r"lm_head.weight"),
-    (r"layers_(\d+)/input_norm/scale", r"model.layers.\1.input_layernorm.weight"),
-    (r"layers_(\d+)/post_norm/scale", r"model.layers.\1.post_attention_layernorm.weight"),
-    (r"layers_(\d+)/([qk]_norm)/scale", r"model.layers.\1.self_attn.\2.weight"),
-    (r"layers_(\d+)/([qkvo]_proj)/weight", r"model.layers.\1.self_attn.\2.weight"),
-    (r"layers_(\d+)/([qkvo]_proj)/bias", r"model.layers.\1.self_attn.\2.bias"),
-    (r"layers_(\d+)/mlp/(\w+_proj)/weight", r"model.layers.\1.mlp.\2.weight"),
-    (r"layers_(\d+)/mlp/(\w+_proj)/bias", r"model.layers.\1.mlp.\2.bias"),
-)
+_PREFIX = "model."  # of every tensor but the unembedding; files of a model without one have names without it
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Older checkpoints carry the rotary frequencies, which follow from the configuration.
-_DERIVED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+_DERIVED = re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 _READABLE, _WRITABLE = ("F32", "BF16", "F16"), ("float32", "bfloat16")
+_MOST_HEADER = 8 << 20  # bytes of a file's header, which has about 100 for each tensor
+_FEW = 5  # names in a warning
 
 
 class _Target(NamedTuple):
@@ -50,29 +43,62 @@ class _Target(NamedTuple):
     shape: tuple[int, ...]
 
 
-def load_params(directory: hf_config.Path, config: ModelConfig, dtype: DTypeLike = jnp.float32) -> PyTree:
-    """Parameters of `Transformer(config)` as `dtype`.
+class _Source(NamedTuple):
+    """Where a tensor is, and what the file's header says of it."""
 
-    Every name, shape and type is checked before the first tensor is read, and one tensor is read at a
-    time, so that the host never holds a second copy of the model. Raises CheckpointError, naming file and
-    tensor, for a file that is missing or cut short and for a tensor that is unknown, duplicate, missing
-    or misshapen.
+    file: pathlib.Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def load(directory: hf_config.Path, config: ModelConfig, dtype: DTypeLike = jnp.float32) -> tuple[ModelConfig, PyTree]:
+    """Reads the weights of a model directory.
+
+    Every name, shape and type in the files' headers is checked before anything else, and one tensor is read at a time,
+    so that the host never holds a second copy of the model.
+
+    The weights decide whether the embedding is the unembedding, too, not the configuration, as in transformers: a tied
+    model that has an `lm_head.weight` of its own is untied, with a warning, and one that has it alone is embedded with
+    it. Tensors that the model has no place for are left out, with a warning that names them. Of a tensor in two shards
+    that one counts which the index names.
+
+    Args:
+      config: the model's settings, as of `hf_config.read_config`.
+      dtype: of the parameters.
+
+    Returns:
+      `config`, tied or not as the weights are, and the parameters of `Transformer` of it.
+
+    Raises CheckpointError, naming file and tensor, for a file that is missing, no file or cut short, and for a tensor
+    that is missing, ambiguous or misshapen.
     """
-    files, targets = _weight_files(directory), _targets(config)
-    sources = _sources(files, config, targets)
-    params = {}
-    for file in files:
-        with _open(file) as tensors:
-            for name in (name for name, source in sources.items() if source == file):
-                params[targets[name].path] = _read(tensors, name, dtype)
-    return traverse_util.unflatten_dict(params, sep="/")
+    held, weight_map = _held(directory)
+    own_head = config.tie_embeddings and _HEAD in held and _name_in(held, _EMBEDDING) in held
+    if own_head:
+        config = dataclasses.replace(config, tie_embeddings=False)
+    targets = _targets(config)
+    sources = _sources(held, weight_map, targets)
+    _warn_of_others(held, sources)
+    ends = {name: source for name, source in sources.items() if name in (_EMBEDDING, _HEAD)}
+    tensors = _read_all(ends, dtype)
+    if own_head and jnp.array_equal(tensors[_EMBEDDING], tensors[_HEAD]):
+        # Both forms are the same model then, and tied it takes less memory.
+        config = dataclasses.replace(config, tie_embeddings=True)
+        del tensors[_HEAD]
+    elif own_head:
+        warnings.warn(f"{ends[_HEAD].file}: {_HEAD} is not the embedding, although tie_word_embeddings in "
+                      f"{hf_config.CONFIG} is true; the model is loaded with both", stacklevel=3)
+    tensors |= _read_all({name: source for name, source in sources.items() if name not in ends}, dtype)
+    params = {targets[name].path: value for name, value in tensors.items()}
+    return config, traverse_util.unflatten_dict(params, sep="/")
 
 
 def save_params(
     params: PyTree, config: ModelConfig, directory: hf_config.Path, dtype: str = "float32",
     beside: contextlib.AbstractContextManager | None = None,
 ) -> None:
-    """Writes the parameters and the configuration so that `load_params` and transformers read them.
+    """Writes the parameters and the configuration so that `load` and transformers read them.
 
     Holds a copy of the model in host memory while it writes. What is there is replaced once all is written, also what
     `beside` writes as it is entered and puts in its place as it is left. Raises CheckpointError if Hugging Face has no
@@ -100,82 +126,143 @@ def save_params(
         raise CheckpointError(f"{directory}: cannot be written ({error}); make room, or choose another") from error
 
 
-@functools.cache
-def param_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of every parameter of `Transformer(config)` by its path, `a/b/c`; computes nothing."""
-    tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    variables = jax.eval_shape(Transformer(config).init, jax.random.key(0), tokens, tokens)
-    return {path: leaf.shape for path, leaf in traverse_util.flatten_dict(variables["params"], sep="/").items()}
-
-
 def _targets(config: ModelConfig) -> dict[str, _Target]:
-    """What each tensor of the checkpoint is to become, by the tensor's name."""
-    targets = {}
-    for path, shape in param_shapes(config).items():
-        for pattern, name in _NAMES:
-            if match := re.fullmatch(pattern, path):
-                targets[match.expand(name)] = _Target(path, shape)
+    """What each tensor of a checkpoint is to become, by the tensor's name.
+
+    The shapes follow from the settings alone: tracing the model would take as long as a hostile configuration asks for.
+    """
+    hidden, vocab = config.hidden_size, config.vocab_size
+    targets = {_EMBEDDING: _Target("embedding/embedding", (vocab, hidden)),
+               "model.norm.weight": _Target("norm/scale", (hidden,))}
+    if not config.tie_embeddings:
+        targets[_HEAD] = _Target("lm_head/weight", (vocab, hidden))
+    layer = {**_norm_targets(config), **_linear_targets(config)}
+    for i in range(config.num_layers):
+        for name, (path, shape) in layer.items():
+            targets[f"model.layers.{i}.{name}"] = _Target(f"layers_{i}/{path}", shape)
     return targets
 
 
-def _weight_files(directory: hf_config.Path) -> list[pathlib.Path]:
-    """The one file or the shards; like transformers, one file comes before an index."""
+def _norm_targets(config: ModelConfig) -> dict[str, _Target]:
+    """Those of one layer's normalisations."""
+    norms = {"input_layernorm": ("input_norm", config.hidden_size),
+             "post_attention_layernorm": ("post_norm", config.hidden_size)}
+    if config.qk_norm:
+        norms |= {f"self_attn.{name}": (name, config.head_dim) for name in ("q_norm", "k_norm")}
+    return {f"{name}.weight": _Target(f"{path}/scale", (size,)) for name, (path, size) in norms.items()}
+
+
+def _linear_targets(config: ModelConfig) -> dict[str, _Target]:
+    """Those of one layer's linear maps, each [out, in]."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    maps = {
+        "self_attn.q_proj": ("q_proj", (queries, hidden), config.qkv_bias),
+        "self_attn.k_proj": ("k_proj", (keys, hidden), config.qkv_bias),
+        "self_attn.v_proj": ("v_proj", (keys, hidden), config.qkv_bias),
+        "self_attn.o_proj": ("o_proj", (hidden, queries), config.output_bias),
+        "mlp.gate_proj": ("mlp/gate_proj", (inner, hidden), config.mlp_bias),
+        "mlp.up_proj": ("mlp/up_proj", (inner, hidden), config.mlp_bias),
+        "mlp.down_proj": ("mlp/down_proj", (hidden, inner), config.mlp_bias),
+    }
+    weights = {f"{name}.weight": _Target(f"{path}/weight", shape) for name, (path, shape, _) in maps.items()}
+    biases = {f"{name}.bias": _Target(f"{path}/bias", shape[:1]) for name, (path, shape, bias) in maps.items() if bias}
+    return weights | biases
+
+
+# ---- what the files hold
+
+
+def _held(directory: hf_config.Path) -> tuple[dict[str, list[_Source]], Mapping[str, str]]:
+    """Every tensor that the files' headers name, in each file that has it, and the index's file of each tensor."""
+    paths, weight_map = _weight_files(directory)
+    held: dict[str, list[_Source]] = {}
+    for file in paths:
+        with _open(file) as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - an open file is not a mapping
+                header = tensors.get_slice(name)
+                source = _Source(file, name, tuple(header.get_shape()), header.get_dtype())
+                held.setdefault(name, []).append(source)
+    if not held:
+        raise CheckpointError(f"{paths[0]}: it holds no tensor; download it again")
+    return held, weight_map
+
+
+def _weight_files(directory: hf_config.Path) -> tuple[list[pathlib.Path], Mapping[str, str]]:
+    """The one file, or the shards and the index's map of tensors to them; like transformers, one file comes first."""
     root = hf_config.model_directory(directory)
-    if (root / WEIGHTS).is_file():
-        return [root / WEIGHTS]
+    if os.path.lexists(root / WEIGHTS):
+        return [root / WEIGHTS], {}
     index = root / INDEX
-    if not index.is_file():
+    if not os.path.lexists(index):
         raise CheckpointError(f"{root}: neither {WEIGHTS} nor {INDEX}; convert other formats to safetensors first")
-    shards = hf_config.read_json(index).get("weight_map")
+    weight_map = hf_config.read_json(index).get("weight_map")
     # Plain names only, so that an index cannot make us read outside its directory.
-    if not isinstance(shards, dict) or not shards or not all(_is_plain_name(shard) for shard in shards.values()):
+    if not isinstance(weight_map, dict) or not weight_map or not all(map(_is_plain_name, weight_map.values())):
         raise CheckpointError(f"{index}: weight_map is no object of tensor names and plain file names")
-    for name, shard in shards.items():
-        if not (root / shard).is_file():
+    for name, shard in weight_map.items():
+        if not os.path.exists(root / shard):
             raise CheckpointError(f"{root / shard}: this shard, which holds tensor {name}, is missing")
-    return [root / shard for shard in sorted(set(shards.values()))]
+    return [root / shard for shard in sorted(set(weight_map.values()))], weight_map
 
 
 def _is_plain_name(shard: object) -> bool:
     return isinstance(shard, str) and pathlib.PurePath(shard).name == shard
 
 
+def _name_in(held: Mapping[str, Sequence[_Source]], name: str) -> str:
+    """The name by which the files have a tensor, if they have it."""
+    short = name.removeprefix(_PREFIX)
+    return short if name not in held and short in held else name
+
+
 def _sources(
-    files: Sequence[pathlib.Path], config: ModelConfig, targets: Mapping[str, _Target]
-) -> dict[str, pathlib.Path]:
-    """The file of every tensor, from the files' headers alone; none is unknown, duplicate or missing."""
-    sources: dict[str, pathlib.Path] = {}
-    for file in files:
-        with _open(file) as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - an open file is not a mapping
-                if _is_redundant(name, config):
-                    continue
-                if name in sources:
-                    raise CheckpointError(f"{file}: tensor {name} is also in {sources[name].name}")
-                _check_tensor(file, name, tensors.get_slice(name), targets)
-                sources[name] = file
-    missing = sorted(targets.keys() - sources.keys())
+    held: Mapping[str, list[_Source]], weight_map: Mapping[str, str], targets: Mapping[str, _Target]
+) -> dict[str, _Source]:
+    """Where to read each tensor of the model; none is missing, ambiguous or misshapen."""
+    names = {name: _name_in(held, name) for name in targets}
+    if _HEAD not in targets and names[_EMBEDDING] not in held:
+        names[_EMBEDDING] = _HEAD  # which a tied model has once, under either name
+    missing = sorted(name for name in targets if names[name] not in held)
     if missing:
-        where = files[0].with_name(INDEX) if len(files) > 1 else files[0]
-        raise CheckpointError(f"{where}: tensor {missing[0]} is missing, and {len(missing) - 1} more")
+        first = next(iter(held.values()))[0].file
+        where = first.with_name(INDEX) if weight_map else first
+        raise CheckpointError(f"{where}: tensor {missing[0]} is missing, and {len(missing) - 1} more; "
+                              f"{hf_config.CONFIG} asks for them: download the model again")
+    sources = {name: _only_one(held[names[name]], weight_map) for name in targets}
+    for name, source in sources.items():
+        _check_tensor(source, targets[name])
     return sources
 
 
-def _is_redundant(name: str, config: ModelConfig) -> bool:
-    # A tied model's lm_head is the embedding; some exporters write it all the same, and transformers drops it too.
-    return bool(_DERIVED.fullmatch(name)) or (config.tie_embeddings and name == "lm_head.weight")
+def _only_one(sources: Sequence[_Source], weight_map: Mapping[str, str]) -> _Source:
+    """Of the files that have a tensor the one that counts."""
+    first, *others = sources
+    if not others:
+        return first
+    for source in sources:
+        if source.file.name == weight_map.get(source.name):
+            return source
+    raise CheckpointError(f"{others[0].file}: tensor {first.name} is also in {first.file.name}, and {INDEX} does not "
+                          "say which counts; download the model again")
 
 
-def _check_tensor(file: pathlib.Path, name: str, tensor, targets: Mapping[str, _Target]) -> None:
-    if name not in targets:
-        raise CheckpointError(f"{file}: tensor {name} is unknown; the model of {hf_config.CONFIG} has no place for it")
-    shape, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
-    if shape != targets[name].shape:
-        raise CheckpointError(
-            f"{file}: tensor {name} has shape {shape}; {hf_config.CONFIG} asks for {targets[name].shape}"
-        )
+def _check_tensor(source: _Source, target: _Target) -> None:
+    file, name, shape, dtype = source
+    if shape != target.shape:
+        raise CheckpointError(f"{file}: tensor {name} has shape {shape}; {hf_config.CONFIG} asks for {target.shape}")
     if dtype not in _READABLE:
         raise CheckpointError(f"{file}: tensor {name} has dtype {dtype}; supported: {', '.join(_READABLE)}")
+
+
+def _warn_of_others(held: Mapping[str, list[_Source]], sources: Mapping[str, _Source]) -> None:
+    """Names tensors that are in the files and not read."""
+    read = {source.name for source in sources.values()}
+    others = [name for name in sorted(held) if name not in read and not _DERIVED.fullmatch(name)]
+    if others:
+        names = ", ".join(f"{name:.100}" for name in others[:_FEW])
+        warnings.warn(f"{held[others[0]][0].file.parent}: tensors that the model of {hf_config.CONFIG} has no place "
+                      f"for are not read: {names} ({len(others)} in all)", stacklevel=4)
 
 
 def _check_params(path: pathlib.Path, flat: Mapping[str, jax.Array], targets: Mapping[str, _Target]) -> None:
@@ -186,19 +273,42 @@ def _check_params(path: pathlib.Path, flat: Mapping[str, jax.Array], targets: Ma
             raise CheckpointError(f"{path}: parameter {name} has shape {have}; the model has {expected.get(name)}")
 
 
+# ---- values
+
+
 def _open(file: pathlib.Path):
     try:
+        with files.open_regular(file) as opened:
+            header = int.from_bytes(opened.read(8), "little")
+        if header > _MOST_HEADER:
+            raise ValueError(f"its header has {header} bytes; at most {_MOST_HEADER} are read")
         return safe_open(file, framework="numpy")
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{file}: not a complete safetensors file ({error}); download it again") from error
 
 
-def _read(tensors, name: str, dtype: DTypeLike) -> jax.Array:
+def _read_all(sources: Mapping[str, _Source], dtype: DTypeLike) -> dict[str, jax.Array]:
+    """Tensors on the device as `dtype`; each file is opened once."""
+
+    def file_of(name: str) -> pathlib.Path:
+        return sources[name].file
+
+    values = {}
+    for file, names in itertools.groupby(sorted(sources, key=file_of), file_of):
+        with _open(file) as tensors:
+            for name in names:
+                values[name] = _read(tensors, sources[name], dtype)
+    return values
+
+
+def _read(tensors, source: _Source, dtype: DTypeLike) -> jax.Array:
     """One tensor on the device as `dtype`; cast there, so that the host makes no second copy."""
+    stored = tensors.get_tensor(source.name)
     # Transfers run behind: without waiting, several tensors would be alive on the host at once.
-    return jnp.asarray(tensors.get_tensor(name)).astype(dtype).block_until_ready()
+    return jnp.asarray(stored).astype(dtype).block_until_ready()
 
 
 def _to_tensor(value: jax.Array, dtype: str) -> np.ndarray:
+    stored = np.asarray(value)
     # save_file writes the bytes from the array's address on, whatever its strides: they must be in order.
-    return np.asarray(value).astype(jnp.dtype(dtype), order="C")
+    return stored.astype(jnp.dtype(dtype), order="C")

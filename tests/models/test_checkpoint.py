@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import re
 import tracemalloc
 
 import jax
@@ -15,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from kvjax.errors import CheckpointError, ConfigError
 from kvjax.models import checkpoint
-from kvjax.models.checkpoint import load_params, param_shapes, save_params
+from kvjax.models.checkpoint import load, save_params
 from kvjax.models.config import ModelConfig
 from kvjax.models.hf_config import read_config
 from kvjax.models.transformer import Transformer
@@ -27,6 +28,7 @@ PLAIN = ModelConfig(
 TIED = dataclasses.replace(PLAIN, tie_embeddings=True)
 BIASED = dataclasses.replace(PLAIN, qkv_bias=True, output_bias=True, mlp_bias=True)
 QWEN3 = dataclasses.replace(PLAIN, family="qwen3", qk_norm=True, head_dim=8)
+QWEN3_BIASED = dataclasses.replace(BIASED, family="qwen3", qk_norm=True)
 QUERY, KEY = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.self_attn.k_proj.weight"
 
 
@@ -73,9 +75,23 @@ def write(tmp_path):
     return writer
 
 
+def point_to(directory, name, shard):
+    """Changes the index to name the shard of this number for a tensor, or none."""
+    index = directory / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    weight_map.pop(name)
+    if shard is not None:
+        weight_map[name] = sorted(set(weight_map.values()))[shard]
+    index.write_text(json.dumps({"weight_map": weight_map}))
+
+
 def halves(tensors):
     items = list(tensors.items())
     return dict(items[: len(items) // 2]), dict(items[len(items) // 2 :])
+
+
+def load_params(directory, config, dtype=jnp.float32):
+    return load(directory, config, dtype)[1]
 
 
 def refused(directory, *words, config=PLAIN):
@@ -99,7 +115,9 @@ def random_params(config):
 # ---------------------------------------------------------------- loading
 
 
-@pytest.mark.parametrize("config", [PLAIN, TIED, BIASED, QWEN3], ids=["plain", "tied", "biased", "qwen3"])
+@pytest.mark.parametrize(
+    "config", [PLAIN, TIED, BIASED, QWEN3, QWEN3_BIASED], ids=["plain", "tied", "biased", "qwen3", "qwen3_biased"]
+)
 def test_tree_is_that_of_init(write, config):
     loaded = jax.eval_shape(lambda params: params, load_params(write(tensors_of(config)), config))
     assert loaded == initial_params(config)
@@ -170,35 +188,111 @@ def test_one_tensor_at_a_time_is_on_the_host(write):
     assert peak - before < 3 * largest < total / 4
 
 
-# ---------------------------------------------------------------- tensors that are ignored on purpose
+# ---------------------------------------------------------------- whether embedding and unembedding are one
 
 
-@pytest.mark.parametrize("name", ["model.layers.1.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq"])
-def test_rotary_frequencies_are_ignored(write, tensors, name):
+def test_unembedding_of_its_own_unties_a_tied_model(write, tensors):
+    """As in transformers: the file decides, not the flag."""
+    with pytest.warns(UserWarning, match=r"model\.safetensors: lm_head\.weight is not the embedding"):
+        config, params = load(write(tensors), TIED)
+    assert config == PLAIN
+    jax.tree.map(np.testing.assert_array_equal, params, load_params(write(tensors), PLAIN))
+
+
+def test_equal_unembedding_leaves_a_model_tied(write, recwarn):
+    tensors = tensors_of(TIED)
+    config, params = load(write(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}), TIED)
+    assert config == TIED
+    jax.tree.map(np.testing.assert_array_equal, params, load_params(write(tensors), TIED))
+    assert not recwarn.list
+
+
+def test_unembedding_alone_is_the_embedding_of_a_tied_model(write, recwarn):
+    tensors = tensors_of(TIED)
+    expected = load_params(write(tensors), TIED)
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    config, params = load(write(tensors), TIED)
+    assert config == TIED
+    jax.tree.map(np.testing.assert_array_equal, params, expected)
+    assert not recwarn.list
+
+
+def test_unembedding_alone_is_no_embedding_of_an_untied_model(write, tensors):
+    del tensors["model.embed_tokens.weight"]
+    refused(write(tensors), "tensor model.embed_tokens.weight is missing")
+
+
+def test_misshapen_unembedding_of_a_tied_model(write, tensors):
+    tensors["lm_head.weight"] = np.ones((3, 3), np.float32)
+    refused(write(tensors), "lm_head.weight has shape (3, 3)", "(20, 12)", config=TIED)
+
+
+def test_untied_model_is_saved_as_one(write, tensors, tmp_path):
+    """Also where it was loaded with the configuration of a tied one."""
+    with pytest.warns(UserWarning, match=r"lm_head\.weight"):
+        config, params = load(write(tensors), TIED)
+    save_params(params, config, tmp_path / "saved")
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["tie_word_embeddings"] is False
+    saved_config, saved = load(tmp_path / "saved", read_config(tmp_path / "saved"))
+    assert not saved_config.tie_embeddings
+    jax.tree.map(np.testing.assert_array_equal, saved, params)
+
+
+# ---------------------------------------------------------------- names
+
+
+@pytest.mark.parametrize("config", [PLAIN, TIED], ids=["plain", "tied"])
+def test_names_without_the_prefix_of_the_model(write, config, recwarn):
+    tensors = tensors_of(config)
+    expected = load_params(write(tensors), config)
+    loaded = load_params(write({name.removeprefix("model."): tensor for name, tensor in tensors.items()}), config)
+    jax.tree.map(np.testing.assert_array_equal, loaded, expected)
+    assert not recwarn.list
+
+
+def test_name_with_the_prefix_comes_first(write, tensors):
+    directory = write(tensors | {"norm.weight": np.zeros(12, np.float32)})
+    with pytest.warns(UserWarning, match=r"not read: norm\.weight \(1 in all\)"):
+        loaded = load_params(directory, PLAIN)
+    np.testing.assert_array_equal(loaded["norm"]["scale"], tensors["model.norm.weight"])
+
+
+@pytest.mark.parametrize(
+    "name", ["model.layers.1.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq", "rotary_emb.inv_freq"]
+)
+def test_rotary_frequencies_are_ignored(write, tensors, name, recwarn):
     loaded = load_params(write(tensors | {name: np.ones(2, np.float32)}), PLAIN)
     assert set(loaded) == {"embedding", "layers_0", "layers_1", "norm", "lm_head"}
+    assert not recwarn.list
 
 
-def test_unembedding_of_a_tied_model_is_ignored(write):
-    loaded = load_params(write(tensors_of(TIED) | {"lm_head.weight": np.ones((3, 3), np.float32)}), TIED)
-    assert set(loaded) == {"embedding", "layers_0", "layers_1", "norm"}
+@pytest.mark.parametrize(
+    "name", ["model.layers.0.extra.weight", QUERY.replace("layers.0", "layers.2"), QUERY.replace("weight", "bias")]
+)
+def test_tensors_that_the_model_has_no_place_for_are_named(write, tensors, name):
+    expected = load_params(write(tensors), PLAIN)
+    with pytest.warns(UserWarning, match=re.escape(f"not read: {name} (1 in all)")):
+        loaded = load_params(write(tensors | {name: np.ones(2, np.int8)}), PLAIN)
+    jax.tree.map(np.testing.assert_array_equal, loaded, expected)
+
+
+def test_of_many_tensors_without_a_place_the_first_are_named(write, tensors):
+    others = {f"extra.{i}": np.ones(2, np.float32) for i in range(9)}
+    named = re.escape("extra.0, extra.1, extra.2, extra.3, extra.4 (9 in all)")
+    with pytest.warns(UserWarning, match=named):
+        load_params(write(tensors | others), PLAIN)
+
+
+@pytest.mark.parametrize("right", [0, 1])
+def test_of_a_tensor_in_two_shards_the_one_that_the_index_names_counts(write, tensors, right):
+    shards = halves(tensors)
+    both = [shard | {KEY: tensors[KEY] if i == right else tensors[KEY] + 1} for i, shard in enumerate(shards)]
+    directory = write(*both)
+    point_to(directory, KEY, right)
+    np.testing.assert_array_equal(load_params(directory, PLAIN)["layers_1"]["k_proj"]["weight"], tensors[KEY])
 
 
 # ---------------------------------------------------------------- bad checkpoints
-
-
-def test_unknown_tensor(write, tensors):
-    directory = write(tensors | {"model.layers.0.extra.weight": np.ones(2, np.float32)})
-    refused(directory, "model.safetensors", "model.layers.0.extra.weight is unknown")
-
-
-def test_tensor_of_a_layer_beyond_the_last(write, tensors):
-    name = QUERY.replace("layers.0", "layers.2")
-    refused(write(tensors | {name: tensors[QUERY]}), "model.safetensors", f"{name} is unknown")
-
-
-def test_bias_that_the_configuration_does_not_have(write):
-    refused(write(tensors_of(BIASED)), "model.safetensors", ".bias is unknown", "config.json")
 
 
 def test_missing_tensor(write, tensors):
@@ -216,9 +310,10 @@ def test_missing_tensor_of_a_sharded_checkpoint(write, tensors):
     refused(write(first, second), f"model.safetensors.index.json: tensor {KEY} is missing")
 
 
-def test_duplicate_tensor(write, tensors):
+def test_tensor_in_two_shards_of_which_the_index_names_none(write, tensors):
     first, second = halves(tensors)
     directory = write(first, second | {"model.norm.weight": tensors["model.norm.weight"]})
+    point_to(directory, "model.norm.weight", None)
     refused(directory, "00002-of-00002.safetensors: tensor model.norm.weight is also in model-00001-of-00002")
 
 
@@ -362,12 +457,3 @@ def test_save_that_fails_leaves_the_old_model(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="no space"):
         save_params(random_params(TIED), TIED, tmp_path, "bfloat16")
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-
-
-# ---------------------------------------------------------------- names
-
-
-def test_every_parameter_has_a_tensor_of_its_own(write):
-    config = dataclasses.replace(BIASED, family="qwen3", qk_norm=True)
-    assert len(param_shapes(config)) == len(tensors_of(config))
-    load_params(write(tensors_of(config)), config)

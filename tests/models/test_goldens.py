@@ -11,7 +11,7 @@ import pytest
 from tiny import dense, through_the_cache
 
 import kvjax
-from kvjax.models.checkpoint import load_params
+from kvjax.models import checkpoint
 from kvjax.models.config import FAMILIES
 from kvjax.models.hf_config import read_config
 from kvjax.models.transformer import Transformer
@@ -22,8 +22,8 @@ over_goldens = pytest.mark.parametrize("directory", GOLDENS, ids=[path.name for 
 
 @functools.cache
 def load(directory):
-    config = read_config(directory)
-    return Transformer(config), load_params(directory, config)
+    config, params = checkpoint.load(directory, read_config(directory))
+    return Transformer(config), params
 
 
 def positions_of(tokens):

@@ -8,7 +8,7 @@ import pytest
 from tiny import dense, through_the_cache
 
 import kvjax
-from kvjax.models.checkpoint import load_params, save_params
+from kvjax.models.checkpoint import load, save_params
 from kvjax.models.config import FAMILIES
 from kvjax.models.hf_config import read_config
 from kvjax.models.tokenizer import TextTokenizer
@@ -69,8 +69,8 @@ def their_logits(directory, tokens):
 
 
 def our_logits(directory, tokens):
-    config = read_config(directory)
-    return dense(load_params(directory, config), tokens, config)
+    config, params = load(directory, read_config(directory))
+    return dense(params, tokens, config)
 
 
 def test_our_logits_of_their_checkpoint(stored, tokens):
@@ -79,8 +79,8 @@ def test_our_logits_of_their_checkpoint(stored, tokens):
 
 def our_llm(directory):
     """Without a tokenizer, and without end."""
-    config = read_config(directory)
-    return kvjax.LLM(dataclasses.replace(config, eos_token_ids=()), load_params(directory, config))
+    config, params = load(directory, read_config(directory))
+    return kvjax.LLM(dataclasses.replace(config, eos_token_ids=()), params)
 
 
 def their_decoded_logits(directory, tokens, start):
@@ -115,14 +115,14 @@ def test_our_greedy_answer_is_theirs(stored, tokens):
 
 
 def test_their_logits_of_our_checkpoint(stored, tokens, tmp_path):
-    config = read_config(stored)
-    save_params(load_params(stored, config), config, tmp_path / "ours")
+    config, params = load(stored, read_config(stored))
+    save_params(params, config, tmp_path / "ours")
     np.testing.assert_array_equal(their_logits(tmp_path / "ours", tokens), their_logits(stored, tokens))
 
 
 def test_their_logits_of_our_bfloat16_checkpoint(stored, tokens, tmp_path):
-    config = read_config(stored)
-    save_params(load_params(stored, config), config, tmp_path / "ours", "bfloat16")
+    config, params = load(stored, read_config(stored))
+    save_params(params, config, tmp_path / "ours", "bfloat16")
     np.testing.assert_allclose(
         our_logits(tmp_path / "ours", tokens), their_logits(tmp_path / "ours", tokens), rtol=0, atol=1e-4
     )
