@@ -34,6 +34,7 @@ _DERIVED = re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_fre
 _READABLE, _WRITABLE = ("F32", "BF16", "F16"), ("float32", "bfloat16")
 _MOST_HEADER = 8 << 20  # bytes of a file's header, which has about 100 for each tensor
 _FEW = 5  # names in a warning
+_PIECE = 1 << 17  # values that are looked at together: they stay in the processor's cache
 
 
 class _Target(NamedTuple):
@@ -71,7 +72,7 @@ def load(directory: hf_config.Path, config: ModelConfig, dtype: DTypeLike = jnp.
       `config`, tied or not as the weights are, and the parameters of `Transformer` of it.
 
     Raises CheckpointError, naming file and tensor, for a file that is missing, no file or cut short, and for a tensor
-    that is missing, ambiguous or misshapen.
+    that is missing, ambiguous, misshapen, or not finite in the file or as `dtype`.
     """
     held, weight_map = _held(directory)
     own_head = config.tie_embeddings and _HEAD in held and _name_in(held, _EMBEDDING) in held
@@ -102,8 +103,8 @@ def save_params(
 
     Holds a copy of the model in host memory while it writes. What is there is replaced once all is written, also what
     `beside` writes as it is entered and puts in its place as it is left. Raises CheckpointError if Hugging Face has no
-    format for `config` (a model without MLP, for one), if `params` are not those of `Transformer(config)`, or if they
-    cannot be written, and ConfigError for a dtype other than float32 and bfloat16.
+    format for `config` (a model without MLP, for one), if `params` are not those of `Transformer(config)` or not finite
+    as `dtype`, or if they cannot be written, and ConfigError for a dtype other than float32 and bfloat16.
     """
     if dtype not in _WRITABLE:
         raise ConfigError(f"cannot save as dtype {dtype!r}; use one of {', '.join(_WRITABLE)}")
@@ -111,7 +112,7 @@ def save_params(
     flat, targets = traverse_util.flatten_dict(params, sep="/"), _targets(config)
     hf_config.check_writable(config, path.with_name(hf_config.CONFIG))
     _check_params(path, flat, targets)
-    tensors = {name: _to_tensor(flat[target.path], dtype) for name, target in targets.items()}
+    tensors = {name: _to_tensor(path, target.path, flat[target.path], dtype) for name, target in targets.items()}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -304,11 +305,42 @@ def _read_all(sources: Mapping[str, _Source], dtype: DTypeLike) -> dict[str, jax
 def _read(tensors, source: _Source, dtype: DTypeLike) -> jax.Array:
     """One tensor on the device as `dtype`; cast there, so that the host makes no second copy."""
     stored = tensors.get_tensor(source.name)
+    _check_finite(f"{source.file}: tensor {source.name}", stored, dtype)
     # Transfers run behind: without waiting, several tensors would be alive on the host at once.
     return jnp.asarray(stored).astype(dtype).block_until_ready()
 
 
-def _to_tensor(value: jax.Array, dtype: str) -> np.ndarray:
+def _to_tensor(path: pathlib.Path, name: str, value: jax.Array, dtype: str) -> np.ndarray:
     stored = np.asarray(value)
+    _check_finite(f"{path}: parameter {name}", stored, dtype)
     # save_file writes the bytes from the array's address on, whatever its strides: they must be in order.
     return stored.astype(jnp.dtype(dtype), order="C")
+
+
+def _check_finite(what: str, stored: np.ndarray, dtype: DTypeLike) -> None:
+    """Raises CheckpointError for a value that is not finite, or would not be as `dtype`: every token would be NaN."""
+    largest = _largest(stored)
+    if not _is_finite(largest):
+        raise CheckpointError(f"{what} has a value that is {float(largest)}; download the model again, or a sound one")
+    if not _is_finite(largest, dtype):
+        fitting = " or ".join(name for name in _WRITABLE if _is_finite(largest, name)) or "smaller weights"
+        raise CheckpointError(f"{what} has a value of magnitude {float(largest):.6g}, which is infinite as "
+                              f"{jnp.dtype(dtype)}; use {fitting}")
+
+
+def _is_finite(value: np.ndarray, dtype: DTypeLike = np.float64) -> bool:
+    with np.errstate(over="ignore"):
+        return bool(np.isfinite(value.astype(dtype).astype(np.float64)))
+
+
+def _largest(values: np.ndarray) -> np.ndarray:
+    """The largest magnitude; NaN is above infinity.
+
+    Magnitudes of floats lie in the order of their bits without the sign: that is as quick as reading them, for types
+    that NumPy has no instructions for, too.
+    """
+    unsigned = np.dtype(f"u{values.itemsize}")
+    magnitude = unsigned.type(np.iinfo(unsigned).max >> 1)
+    bits = values.reshape(-1).view(unsigned)
+    largest = max((bits[i : i + _PIECE] & magnitude).max() for i in range(0, bits.size, _PIECE))
+    return np.asarray(largest, unsigned).view(values.dtype)

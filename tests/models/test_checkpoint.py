@@ -374,6 +374,51 @@ def test_missing_directory(tmp_path):
     refused(tmp_path / "nowhere", "nowhere: not a directory")
 
 
+# ---------------------------------------------------------------- values that are not finite
+
+MODEL_TYPES = (np.float32, np.float16, jnp.bfloat16)
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("stored", MODEL_TYPES)
+def test_weight_that_is_not_finite_is_refused(write, stored, value):
+    tensors = tensors_of(PLAIN, np.dtype(stored))
+    tensors[KEY][-1, -1] = value
+    refused(write(tensors), "model.safetensors", f"tensor {KEY} has a value that is {abs(value)}")
+
+
+@pytest.mark.parametrize(
+    "stored, wanted, largest, beyond, remedy",
+    [
+        (np.float32, jnp.float16, 65519.0, 65520.0, "use float32 or bfloat16"),
+        (np.float32, jnp.float16, -65519.0, -65520.0, "use float32 or bfloat16"),
+        (np.float32, jnp.float16, 65519.0, 3.4e38, "use float32"),
+        (jnp.bfloat16, jnp.float16, 65280.0, 65536.0, "use float32 or bfloat16"),
+        (np.float32, jnp.bfloat16, 3.3895314e38, 3.4e38, "use float32"),
+    ],
+)
+def test_weight_that_a_cast_makes_infinite_is_refused(write, stored, wanted, largest, beyond, remedy):
+    """Infinite is what lies beyond half the way from the type's largest number to the next that it would have."""
+    tensors = tensors_of(PLAIN, np.dtype(stored))
+    tensors[KEY][1, 2] = largest
+    loaded = load_params(write(tensors), PLAIN, wanted)["layers_1"]["k_proj"]["weight"]
+    assert np.isfinite(np.asarray(loaded, np.float32)).all()
+    tensors[KEY][1, 2] = beyond
+    with pytest.raises(CheckpointError) as caught:
+        load_params(write(tensors), PLAIN, wanted)
+    for words in (KEY, f"magnitude {abs(np.dtype(stored).type(beyond)):.6g}", jnp.dtype(wanted).name, remedy):
+        assert words in str(caught.value)
+    assert str(caught.value).endswith(remedy)
+
+
+@pytest.mark.parametrize("at", [0, 1 << 17, -1])
+def test_every_weight_of_a_large_tensor_is_looked_at(write, at):
+    config = dataclasses.replace(PLAIN, vocab_size=20_000)
+    tensors = tensors_of(config)
+    tensors["model.embed_tokens.weight"].reshape(-1)[at] = np.inf
+    refused(write(tensors), "tensor model.embed_tokens.weight has a value that is inf", config=config)
+
+
 # ---------------------------------------------------------------- saving
 
 
@@ -443,6 +488,17 @@ def test_misshapen_params_are_refused(tmp_path):
     params["norm"]["scale"] = jnp.ones(13)
     with pytest.raises(CheckpointError, match=r"norm/scale has shape \(13,\); the model has \(12,\)"):
         save_params(params, PLAIN, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "value, words", [(np.nan, "a value that is nan"), (3.4e38, "infinite as bfloat16; use float32")]
+)
+def test_params_that_would_not_be_loaded_are_not_saved(tmp_path, value, words):
+    params = random_params(PLAIN)
+    params["norm"]["scale"] = params["norm"]["scale"].at[3].set(value)
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors: parameter norm/scale has .*{words}"):
+        save_params(params, PLAIN, tmp_path / "model", "bfloat16")
+    assert not (tmp_path / "model").exists()
 
 
 def test_save_that_fails_leaves_the_old_model(tmp_path, monkeypatch):
