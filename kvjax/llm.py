@@ -119,8 +119,8 @@ class LLM:
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """Token ids that end a generation: those of the model's files, else the tokenizer's own."""
-        return self.config.eos_token_ids or (self.tokenizer.eos_ids if self.tokenizer else ())
+        """Token ids that end a generation: those of the model's files and the tokenizer's own."""
+        return tuple(dict.fromkeys((*self.config.eos_token_ids, *(self.tokenizer.eos_ids if self.tokenizer else ()))))
 
     def read(self, context) -> Reading:
         """Reads a context (text, token ids, or a list of either) densely; `prefill` takes the result in its place.

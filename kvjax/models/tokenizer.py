@@ -14,12 +14,13 @@ from tokenizers import Tokenizer
 
 from kvjax import files
 from kvjax.errors import CheckpointError, PromptError
-from kvjax.models import chat_template, hf_config
+from kvjax.models import added_tokens, chat_template, hf_config
 from kvjax.models.text_codec import TextCodec, typed
 
 TOKENIZER = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
+ADDED_TOKENS = "added_tokens.json"
 TEMPLATE = "chat_template.jinja"
 _MOST_BYTES = 1 << 28  # of a file; the largest tokenizers have 35 MB
 
@@ -29,12 +30,13 @@ class TextTokenizer:
     """The tokenizer of a model directory; make one with `TextTokenizer.from_directory`.
 
     directory        where it was read from, for error messages
-    tokenizer        the tokenizer.json, without truncation and padding
+    tokenizer        tokenizer.json with the tokens that other files add, without truncation and padding
     special_tokens   strings such as `bos_token`, by the name that chat templates use
     eos_ids          ids that end a generation
     bos_id           id that starts a text, if the model has one
     template         source of the chat template, if the model has one
-    content          of tokenizer.json
+    content          bytes of tokenizer.json
+    added            flags of the tokens that other files add or change, by id, as `added_tokens_decoder` has them
     """
 
     directory: pathlib.Path
@@ -44,10 +46,15 @@ class TextTokenizer:
     bos_id: int | None
     template: str | None
     content: bytes
+    added: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+
     @property
     def fingerprint(self) -> str:
-        """The first 16 hex digits of the SHA-256 of tokenizer.json."""
-        return hashlib.sha256(self.content).hexdigest()[:16]
+        """The first 16 hex digits of the SHA-256 of tokenizer.json, and of the tokens that are added to it."""
+        digest = hashlib.sha256(self.content)
+        if self.added:
+            digest.update(json.dumps(self.added, sort_keys=True).encode())
+        return digest.hexdigest()[:16]
 
     @classmethod
     def from_directory(cls, directory: hf_config.Path) -> "TextTokenizer":
@@ -55,16 +62,22 @@ class TextTokenizer:
         root = hf_config.model_directory(directory)
         content = _read_tokenizer(root / TOKENIZER)
         tokenizer = _parse_tokenizer(root / TOKENIZER, content)
-        settings = _read_optional(root / SETTINGS)
-        special = _special_tokens(_read_optional(root / SPECIAL_TOKENS)) | _special_tokens(settings)
+        settings, special_map, more = (
+            (root / name, _read_optional(root / name)) for name in (SETTINGS, SPECIAL_TOKENS, ADDED_TOKENS)
+        )
+        with typed(f"{root}: tokens of other files cannot be added to {TOKENIZER}"):
+            added = added_tokens.add(tokenizer, settings, special_map, more)
+        named = added_tokens.named(settings[1], special_map[1])
+        special = {name: added_tokens.content(token) for name, token in named.items()}
         return cls(
             directory=root,
             tokenizer=tokenizer,
             special_tokens=special,
             eos_ids=_eos_ids(root, tokenizer, special),
             bos_id=_id_of(tokenizer, special.get("bos_token")),
-            template=_template(root, settings),
+            template=_template(root, settings[1]),
             content=content,
+            added=added,
         )
 
     @contextlib.contextmanager
@@ -72,14 +85,16 @@ class TextTokenizer:
         """Writes what `from_directory` reads, and transformers too: beside what is there, which it replaces at the end.
         """
         root = pathlib.Path(directory)
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", **self.special_tokens}
+        settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **self.special_tokens}
+        if self.added:
+            settings["added_tokens_decoder"] = self.added
         if self.template is not None:
             settings["chat_template"] = self.template
         with files.replacing(root / TOKENIZER) as tokenizer, files.replacing(root / SETTINGS) as beside:
             tokenizer.write_bytes(self.content)  # as it is: the model is known by it, too
             beside.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
             yield
-        for name in (TEMPLATE, SPECIAL_TOKENS):  # of a model that was there before: they would be read, too
+        for name in (TEMPLATE, SPECIAL_TOKENS, ADDED_TOKENS):  # of a model that was there: they would be read
             (root / name).unlink(missing_ok=True)
 
     @functools.cached_property
@@ -167,19 +182,12 @@ def _read_optional(path: pathlib.Path) -> dict[str, Any]:
     return hf_config.read_json(path) if os.path.lexists(path) else {}
 
 
-def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Every `*_token` that is set, each either a string or an object with its `content`."""
-    tokens = {name: value for name, value in settings.items() if name.endswith("_token")}
-    tokens = {name: value.get("content") if isinstance(value, dict) else value for name, value in tokens.items()}
-    return {name: value for name, value in tokens.items() if isinstance(value, str)}
-
-
 def _eos_ids(root: pathlib.Path, tokenizer: Tokenizer, special: Mapping[str, str]) -> tuple[int, ...]:
-    """The model files' ids, which chat models extend with their end of turn; else the tokenizer's own."""
+    """The ids of both model files, which chat models extend with their end of turn, and the tokenizer's own."""
     paths = (root / hf_config.GENERATION, root / hf_config.CONFIG)
-    stated = hf_config.token_ids("eos_token_id", *((path, _read_optional(path)) for path in paths))
+    stated = [i for path in paths for i in hf_config.token_ids("eos_token_id", (path, _read_optional(path)))]
     own = _id_of(tokenizer, special.get("eos_token"))
-    return stated or (() if own is None else (own,))
+    return tuple(dict.fromkeys(stated if own is None else [*stated, own]))
 
 
 def _id_of(tokenizer: Tokenizer, token: str | None) -> int | None:

@@ -114,10 +114,12 @@ def test_special_token_may_be_an_object(read):
     assert (tokenizer.bos_id, tokenizer.eos_ids) == (2, (0,))
 
 
-def test_special_tokens_map_fills_in(read):
+@pytest.mark.parametrize(("more", "eos"), [({}, 1), ({"added_tokens_decoder": {}}, 2)])
+def test_the_map_of_special_tokens_counts_or_fills_in(read, more, eos):
+    """It is the older of the two files, and only what settings with added tokens leave out is read from it then."""
     special = {"bos_token": BOS, "eos_token": EOS}
-    tokenizer = read({"tokenizer_config.json": {"eos_token": TURN}, "special_tokens_map.json": special})
-    assert (tokenizer.bos_id, tokenizer.eos_ids) == (0, (2,))
+    tokenizer = read({"tokenizer_config.json": {"eos_token": TURN} | more, "special_tokens_map.json": special})
+    assert (tokenizer.bos_id, tokenizer.eos_ids) == (0, (eos,))
 
 
 def test_null_special_tokens_have_no_id(read):
@@ -125,20 +127,22 @@ def test_null_special_tokens_have_no_id(read):
     assert (tokenizer.bos_id, tokenizer.eos_ids) == (None, ())
 
 
-def test_special_token_outside_the_vocabulary_has_no_id(read):
+def test_special_token_outside_the_vocabulary_is_added(read):
     tokenizer = read(bos_token="<nowhere>", eos_token="<nowhere>")
-    assert (tokenizer.bos_id, tokenizer.eos_ids) == (None, ())
+    following = 3 + 256
+    assert (tokenizer.bos_id, tokenizer.eos_ids) == (following, (following,))
+    assert tokenizer.encode("<nowhere>") == [0, following]
 
 
 @pytest.mark.parametrize(
     "files, expected",
     [
-        ({"generation_config.json": {"eos_token_id": [2, 1]}, "config.json": {"eos_token_id": 7}}, (2, 1)),
-        ({"generation_config.json": {}, "config.json": {"eos_token_id": 7}}, (7,)),
+        ({"generation_config.json": {"eos_token_id": [2, 1]}, "config.json": {"eos_token_id": 7}}, (2, 1, 7)),
+        ({"generation_config.json": {}, "config.json": {"eos_token_id": 7}}, (7, 1)),
         ({"generation_config.json": {}}, (1,)),
     ],
 )
-def test_eos_ids_of_the_model_come_first(read, files, expected):
+def test_eos_ids_are_those_of_all_files(read, files, expected):
     assert read(files).eos_ids == expected
 
 
