@@ -212,7 +212,8 @@ class Failing:
     CALLS = (
         (os, "open"), (os, "fsync"), (os, "replace"), (os, "mkdir"), (os, "fstat"), (os, "stat"), (os, "chmod"),
         (os, "listdir"), (os, "scandir"), (os, "unlink"), (SystemIO, "open"), (SystemIO, "pwrite"),
-        (SystemIO, "preadv"), (SystemIO, "sync"), (SystemIO, "replace"), (SystemIO, "sync_directory"), (SystemIO, "lock"),
+        (SystemIO, "preadv"), (SystemIO, "sync"), (SystemIO, "replace"), (SystemIO, "sync_directory"),
+        (SystemIO, "lock"),
         (SystemIO, "free_bytes"), (SystemIO, "unlink"), (SystemIO, "sync_range"),
     )
 
