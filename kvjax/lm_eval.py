@@ -77,10 +77,22 @@ class KvjaxLM(TemplateLM):
         return self.eot_token_id if self.text.bos_id is None else self.text.bos_id
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs) -> list[int]:
-        if add_special_tokens is None:  # a chat template may have begun the text already
-            first = self.text.special_tokens.get("bos_token")
-            add_special_tokens = self.add_bos_token and not (first and string.startswith(first))
-        return self.llm.encode(string, start=add_special_tokens)
+        """Returns the token ids of a text that begins here."""
+        with_start = self.add_bos_token if add_special_tokens is None else add_special_tokens
+        return self.llm.encode(self.text.encode(string, with_start), start=False)
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Returns the harness's own token ids of both, with two exceptions for what cannot be scored otherwise.
+
+        Where a token spans the join and leaves none to the continuation, that is encoded alone, with the spaces that
+        the harness moves to it; and a context without tokens is what an empty one is.
+        """
+        before, rest = super()._encode_pair(context, continuation)
+        before = before or [self.prefix_token_id]
+        if not rest:
+            moved = context[len(context.rstrip()):]
+            rest = self.llm.encode(self.text.encode_continuation(moved + continuation, before), start=False)
+        return before, rest
 
     def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False, **kwargs) -> list[tuple[float, bool]]:
         """Requests with one context run together, whatever their order."""
@@ -97,7 +109,7 @@ class KvjaxLM(TemplateLM):
         """All of a text's tokens, predicted one by one through the cache after the first token of the window."""
         found = []
         for (text,) in tqdm([request.args for request in requests], disable=disable_tqdm):
-            ids = self.llm.encode(text, start=False)
+            ids = self.tok_encode(text, add_special_tokens=False)
             windows = utils.get_rolling_token_windows(ids, self.prefix_token_id, self.endpoint.max_length, 1)
             pairs = map(utils.make_disjoint_window, windows)
             found.append(sum(logprob for logprob, _ in self.endpoint.loglikelihood(pairs)))

@@ -58,9 +58,12 @@ class Endpoint:
 
     def _split(self, context: Sequence[int], more: int) -> tuple[list[int], list[int]]:
         """What of a context is read densely, at least one token, and what token by token."""
-        if not 0 < more <= self.max_length or not context:
-            raise PromptError(f"a context of {len(context)} tokens and {more} after it: both need one at least, and at "
-                              f"most {self.max_length} fit; raise max_length")
+        if not context:
+            raise PromptError("the context is empty; give at least one token, such as one that begins a text")
+        if more < 1:
+            raise PromptError("the continuation is empty; give at least one token of it")
+        if more > self.max_length:
+            raise PromptError(f"{more} tokens after a context are too long for max_length={self.max_length}; raise it")
         most = self.max_length + 1 - more
         if len(context) > most:
             warnings.warn(f"contexts that do not fit max_length={self.max_length} with what follows them lose their "

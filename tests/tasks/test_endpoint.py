@@ -70,7 +70,9 @@ def test_long_contexts_lose_their_beginning(llm):
     assert logprob == pytest.approx(log_probabilities(llm, kept)[0][-len(rest) :].sum(), abs=2e-3)
 
 
-@pytest.mark.parametrize(("context", "rest"), [([], [5]), ([5], []), ([5], [5] * 21)])
-def test_what_cannot_be_asked_is_refused(llm, context, rest):
-    with pytest.raises(PromptError, match="both need one"):
+@pytest.mark.parametrize(("context", "rest", "words"), [
+    ([], [5], "the context is empty"), ([5], [], "the continuation is empty"), ([5], [5] * 21, "are too long"),
+])
+def test_what_cannot_be_asked_is_refused(llm, context, rest, words):
+    with pytest.raises(PromptError, match=words):
         next(Endpoint(llm, kvjax.full(), max_length=20).loglikelihood([([5], [5]), (context, rest)]))
