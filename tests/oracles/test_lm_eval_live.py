@@ -69,3 +69,14 @@ def test_rolling_likelihood_is_that_of_a_forward_pass():
     )[0, :-1]
     chosen = jax.nn.log_softmax(logits)[np.arange(tokens.shape[1] - 1), tokens[0, 1:]]
     assert found == pytest.approx(float(chosen.sum()), abs=0.02)
+
+
+def test_a_continuation_that_a_token_leaves_nothing_of_is_scored():
+    from types import SimpleNamespace
+
+    from kvjax.lm_eval import KvjaxLM
+
+    model = KvjaxLM(str(REFERENCE))
+    spanned, whole = (SimpleNamespace(args=args) for args in (("The pass ke", "y"), ("The pass", " key")))
+    found = model.loglikelihood([spanned, whole], disable_tqdm=True)
+    assert all(logprob < 0 for logprob, _ in found) and found[0] != found[1]
