@@ -26,11 +26,11 @@ stored = pytest.mark.parametrize("method", _stored.values(), ids=_stored)
 OF_ALL_KINDS = ("full", "oracle", "streaming_llm", "quest", "dynakv", "kvswap", "kvswap_4bit", "raw")
 
 
-@pytest.fixture(params=["host", "flash"])
+@pytest.fixture(params=["host", "flash", "mmap"])
 def store(request, tmp_path):
     if request.param == "host":
         return HostStore()
-    return FlashStore(tmp_path)
+    return FlashStore(tmp_path, engine="mmap" if request.param == "mmap" else None)
 
 
 def unlimited(method):

@@ -56,6 +56,7 @@ class BlockFile:
     read_only = False
     replaces: Replaced | None = None
     map: FileMap | None = None
+    _outgrown = False  # by the file
 
     def __init__(self, path: str, descriptor: int, system: SystemIO, *, temporary: bool):
         self.path = path
@@ -100,8 +101,10 @@ class BlockFile:
             try:
                 mapped = self.map = FileMap(self._system, self._buffered, needed)
             except OSError as cause:
-                logging.log_first_n(logging.WARNING, "%s: the system refuses a map of %d bytes (%s); blocks are copied "
-                                    "by preadv, which takes longer", 1, self.path, needed, cause)
+                if not self._outgrown:
+                    self._outgrown = True
+                    logging.warning("%s: the system refuses a map of %d bytes (%s); reads beyond %d do without, which "
+                                    "takes longer", self.path, needed, cause, mapped.size)
                 return requests
         return mapped.read(requests)
 

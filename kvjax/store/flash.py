@@ -70,8 +70,8 @@ class FlashStore:
         if engine == "aio" and codec not in (None, "raw"):
             raise ConfigError(f"engine='aio' reads blocks as they are, and codec {codec!r} has others; leave out one")
         if engine == "mmap" and profile != profiles.NATIVE:
-            raise ConfigError(f"engine='mmap' reads from the page cache, which no device profile has, and not even "
-                              f"{profile!r}; use another engine")
+            raise ConfigError(f"engine='mmap' reads from the page cache, which no emulated device has, as {profile!r}; "
+                              "use another engine")
         if not fields.number(tolerance) or not 0.0 <= tolerance < math.inf:
             raise ConfigError(f"tolerance={tolerance!r} must be a finite number, and not negative")
         self.path = _absolute("path", path)

@@ -327,8 +327,8 @@ def test_closed_branch_says_so(driver):
 
 
 def test_memory_beside_the_blocks_is_told(driver):
-    """Tables of every block from the start, and after a read what it landed in: with a map that is the page cache,
-    which is the system's. Of a store in memory nothing."""
+    """Tables of every block from the start, and after a read what it landed in: with a map the page cache, which is the
+    system's. Of a store in memory nothing."""
     branch, geometry = driver.branch, driver.geometry
     if isinstance(branch, HostBranch):
         assert branch.held_bytes == 0

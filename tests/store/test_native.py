@@ -1,4 +1,4 @@
-"""The compiled part of asynchronous reads in a store: when it is used, and what it leaves to others."""
+"""The compiled part of reads in a store: when it is used, and what it leaves to others."""
 
 import ctypes
 import errno
@@ -24,6 +24,13 @@ def _needs_aio(tmp_path):
     skip_without("aio", tmp_path)
 
 
+@pytest.fixture(params=["aio", "mmap"])
+def compiled(request, tmp_path) -> str:
+    """Each engine whose usual read is one call."""
+    skip_without(request.param, tmp_path)
+    return request.param
+
+
 @pytest.fixture
 def quick(monkeypatch):
     """How many blocks each `native.fetch` copied, of those it read itself and of a guess, while events are recorded."""
@@ -47,8 +54,8 @@ def filled(open_branch, store):
     return driver, blocks
 
 
-def test_the_usual_read_is_one_call(tmp_path, open_branch, monkeypatch):
-    driver, blocks = filled(open_branch, FlashStore(tmp_path))
+def test_the_usual_read_is_one_call(tmp_path, open_branch, compiled, monkeypatch):
+    driver, blocks = filled(open_branch, FlashStore(tmp_path, engine=compiled))
     for method in ("_landed", "_load"):
         monkeypatch.setattr(FlashBranch, method, None)
     np.testing.assert_array_equal(driver.read(), blocks)
@@ -58,8 +65,8 @@ def test_the_usual_read_is_one_call(tmp_path, open_branch, monkeypatch):
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_staged_rows_and_blocks_lie_over_what_is_read(tmp_path, open_branch, quick, whole):
-    driver, blocks = filled(open_branch, FlashStore(tmp_path))
+def test_staged_rows_and_blocks_lie_over_what_is_read(tmp_path, open_branch, compiled, quick, whole):
+    driver, blocks = filled(open_branch, FlashStore(tmp_path, engine=compiled))
     new = np.ones((2, 2, 1, *blocks.shape[3:]), GEOMETRY.numpy_dtype)
     index, expected = np.zeros((2, 2), np.int32), blocks.copy()
     if whole:
@@ -76,8 +83,8 @@ def test_staged_rows_and_blocks_lie_over_what_is_read(tmp_path, open_branch, qui
     assert quick == [blocks[..., 0, 0].size - (4 if whole else 0), blocks[..., 0, 0].size], "what is whole is not read"
 
 
-def test_what_does_not_come_at_the_first_try_is_read_again_alone(tmp_path, open_branch, monkeypatch):
-    driver, blocks = filled(open_branch, FlashStore(tmp_path))
+def test_what_does_not_come_at_the_first_try_is_read_again_alone(tmp_path, open_branch, compiled, monkeypatch):
+    driver, blocks = filled(open_branch, FlashStore(tmp_path, engine=compiled))
     told = FlashBranch._landed
 
     def torn(self, layer, started, landed, *rest):
@@ -121,10 +128,10 @@ def guessed(driver, size: int):
     return block.size
 
 
-@pytest.mark.parametrize("profile", ["native", "emmc"])
+@pytest.mark.parametrize("settings", [{}, {"profile": "emmc"}, {"engine": "mmap"}], ids=["aio", "emmc", "mmap"])
 @pytest.mark.parametrize("missing", [0, 1, GEOMETRY.num_blocks])
-def test_what_was_read_ahead_is_used(tmp_path, open_branch, quick, profile, missing):
-    driver, blocks = filled(open_branch, FlashStore(tmp_path, profile=profile))
+def test_what_was_read_ahead_is_used(tmp_path, open_branch, quick, settings, missing):
+    driver, blocks = filled(open_branch, FlashStore(tmp_path, **settings))
     before, ahead = driver.branch.stats(), guessed(driver, GEOMETRY.num_blocks - missing)
     np.testing.assert_array_equal(driver.read(), blocks)
     stats, late = driver.branch.stats(), 4 * missing
@@ -135,9 +142,9 @@ def test_what_was_read_ahead_is_used(tmp_path, open_branch, quick, profile, miss
     assert driver.branch.stats().prefetched == ahead, "a guess is used once"
 
 
-def test_a_guess_of_what_has_changed_is_not_used(tmp_path, open_branch, quick):
+def test_a_guess_of_what_has_changed_is_not_used(tmp_path, open_branch, compiled, quick):
     """Given a guess, block 1 of each lane gets other contents, and lies elsewhere when it is asked for."""
-    driver, blocks = filled(open_branch, FlashStore(tmp_path))
+    driver, blocks = filled(open_branch, FlashStore(tmp_path, engine=compiled))
     guessed(driver, GEOMETRY.num_blocks)
     expected, new = blocks.copy(), np.ones((2, 2, 1, *blocks.shape[3:]), GEOMETRY.numpy_dtype)
     expected[:, :, 1:2] = new
@@ -150,8 +157,8 @@ def test_a_guess_of_what_has_changed_is_not_used(tmp_path, open_branch, quick):
     assert stats.mispredicted == 4 and quick == [(4, stats.prefetch_used)]
 
 
-def test_a_later_guess_takes_the_place_of_an_earlier_one(tmp_path, open_branch, quick):
-    driver, blocks = filled(open_branch, FlashStore(tmp_path))
+def test_a_later_guess_takes_the_place_of_an_earlier_one(tmp_path, open_branch, compiled, quick):
+    driver, blocks = filled(open_branch, FlashStore(tmp_path, engine=compiled))
     rings = driver.branch._volume.reader.rings.guess_rings
     guessed(driver, 3)
     guessed(driver, 1)
@@ -178,8 +185,8 @@ def test_what_came_damaged_with_a_guess_is_read_again(tmp_path, open_branch, mon
 
 
 @pytest.mark.parametrize("end", ["closed", "forgotten"])
-def test_a_guess_that_nobody_asks_for_gives_its_ring_back(tmp_path, open_branch, end):
-    driver, _ = filled(open_branch, FlashStore(tmp_path))
+def test_a_guess_that_nobody_asks_for_gives_its_ring_back(tmp_path, open_branch, compiled, end):
+    driver, _ = filled(open_branch, FlashStore(tmp_path, engine=compiled))
     rings = driver.branch._volume.reader.rings.guess_rings
     guessed(driver, 2)
     ring, = rings._all
@@ -215,8 +222,8 @@ def test_a_device_that_hangs_with_a_guess_is_one_error(tmp_path, open_branch, mo
     np.testing.assert_array_equal(driver.read(), blocks)
 
 
-def test_a_fork_does_not_take_the_guess_of_its_parent(tmp_path, open_branch):
-    driver, blocks = filled(open_branch, FlashStore(tmp_path))
+def test_a_fork_does_not_take_the_guess_of_its_parent(tmp_path, open_branch, compiled):
+    driver, blocks = filled(open_branch, FlashStore(tmp_path, engine=compiled))
     ahead = guessed(driver, 2)
     fork = type(driver)(driver.branch.fork())
     driver.append(0, 0, 5.0)
@@ -228,8 +235,8 @@ def test_a_fork_does_not_take_the_guess_of_its_parent(tmp_path, open_branch):
     fork.branch.close()
 
 
-def test_a_block_that_was_never_written_is_zeros(tmp_path, open_branch, quick):
-    driver = open_branch(FlashStore(tmp_path))
+def test_a_block_that_was_never_written_is_zeros(tmp_path, open_branch, compiled, quick):
+    driver = open_branch(FlashStore(tmp_path, engine=compiled))
     blocks = driver.full()
     counts = np.full(blocks.shape[:3], GEOMETRY.block_rows, np.int32)
     counts[:, :, 1] = 0
@@ -241,9 +248,9 @@ def test_a_block_that_was_never_written_is_zeros(tmp_path, open_branch, quick):
     assert quick == [np.count_nonzero(counts)]
 
 
-def test_a_damaged_block_is_not_copied(tmp_path, open_branch, quick):
+def test_a_damaged_block_is_not_copied(tmp_path, open_branch, compiled, quick):
     path = tmp_path / "damaged.kv"
-    driver, blocks = filled(open_branch, FlashStore(path))
+    driver, blocks = filled(open_branch, FlashStore(path, engine=compiled))
     extent = driver.branch._lineage.table.extent(0)
     with open(path, "r+b") as file:
         file.seek(driver.branch._volume.extents.offset(extent))
@@ -304,9 +311,9 @@ def test_what_an_emulated_device_raises(tmp_path, open_branch, monkeypatch, ahea
     assert not any(ring.lent for stack in (rings.rings, rings.guess_rings) for ring in stack._all)
 
 
-def test_ctrl_c_while_blocks_are_waited_for_loses_no_ring(tmp_path, open_branch, monkeypatch):
+def test_ctrl_c_while_blocks_are_waited_for_loses_no_ring(tmp_path, open_branch, compiled, monkeypatch):
     """It is raised as the first Python function after the wait is entered: before a line of it has run."""
-    driver, blocks = filled(open_branch, FlashStore(tmp_path))
+    driver, blocks = filled(open_branch, FlashStore(tmp_path, engine=compiled))
     give_back, raised = FlashBranch._give_back, []
 
     def interrupted_once(*args):
@@ -322,9 +329,9 @@ def test_ctrl_c_while_blocks_are_waited_for_loses_no_ring(tmp_path, open_branch,
     np.testing.assert_array_equal(driver.read(), blocks)
 
 
-def test_a_read_that_fails_gives_its_ring_back_once(tmp_path, open_branch, monkeypatch, quick):
+def test_a_read_that_fails_gives_its_ring_back_once(tmp_path, open_branch, compiled, monkeypatch, quick):
     """By the second time somebody else may have it."""
-    driver, blocks = filled(open_branch, FlashStore(tmp_path))
+    driver, blocks = filled(open_branch, FlashStore(tmp_path, engine=compiled))
     give_back, given = FlashBranch._give_back, []
     monkeypatch.setattr(FlashBranch, "_give_back", lambda *args: (given.append(args[1]), give_back(*args)))
     with monkeypatch.context() as changed:
