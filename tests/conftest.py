@@ -7,6 +7,7 @@ pytest_plugins = [
     "tests.plugins.groups",
     "tests.plugins.compiled",  # sets what JAX reads when it is imported
     "tests.plugins.typechecks",
+    "tests.plugins.usage",
 ]
 
 # An example that compiles, on a busy machine, takes what it takes.
