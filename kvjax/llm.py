@@ -30,12 +30,12 @@ from kvjax.planning import Plan, Slots
 from kvjax.prefill import Reading
 from kvjax.prefilled import Cache
 from kvjax.sampling import Sampling
+from kvjax.stops import Stops
 from kvjax.store.base import Store
 from kvjax.typing import PyTree
 
 GREEDY = Sampling()
 _SAMPLE = 1024  # weights of each array that enter the fingerprint
-_CUT = 16  # tokens that are decoded before those of a mark, as text may begin otherwise where it is cut
 
 
 @dataclasses.dataclass(frozen=True)
@@ -296,23 +296,22 @@ class LLM:
     ) -> Result:
         """Feeds the question token by token through the cache, then answers. The given cache stays as it is.
 
-        Generation of a sequence ends at an end-of-text token, after text that contains one of `stop` (before it, if it
-        is a special token), or after `max_new_tokens`. Raises PromptError if question and answer exceed the capacity,
-        FormatMismatch for another model's cache, NotFinite where the model computes NaN, ConfigError or a StoreError.
+        Generation of a sequence ends at an end-of-text token, after text that contains one of `stop` (before it, if
+        there is a special token in it), or after `max_new_tokens`. Raises PromptError if question and answer exceed the
+        capacity, FormatMismatch for another model's cache, NotFinite where the model computes NaN, ConfigError or a
+        StoreError.
         """
         arguments.check_generation(max_new_tokens, sampling, seed)
-        marks = arguments.marks(stop, self.tokenizer)
-        special = self.tokenizer.special_ids if self.tokenizer else {}
-        ends = (*self.eos_ids, *(special[mark] for mark in marks if mark in special))
-        complete = functools.partial(self._contains, [mark for mark in marks if mark not in special])
+        stops = Stops(self.tokenizer, arguments.marks(stop, self.tokenizer))
         questions = cache.after_pending(self._asked("questions", question, cache))
         self._check_room(cache, questions, max_new_tokens)
         kept = () if self.tokenizer is None else self.tokenizer.closing_ids
         with running(self.params, cache, driver, observer) as run:
             run.feed(questions)
-            tokens = run.answer(max_new_tokens, sampling, jax.random.key(seed), ends, kept, complete)
-            text = [self.tokenizer.decode_continuation(row, before) if self.tokenizer else ""
-                    for row, before in zip(tokens, questions, strict=True)]
+            tokens = run.answer(
+                max_new_tokens, sampling, jax.random.key(seed), (*self.eos_ids, *stops.ids), kept, stops.complete
+            )
+            tokens, text = map(list, zip(*map(stops.cut, tokens, questions), strict=True))
             return Result(text if arguments.is_batch(question) else text[0], tokens, run.cache, run.usage())
 
     def score(
@@ -365,14 +364,6 @@ class LLM:
         if len(rows) != cache.plan.batch:
             raise PromptError(f"{len(rows)} {kind} for {cache.plan.batch} cached sequences; give one each")
         return rows
-
-    def _contains(self, marks: Sequence[str], tokens: list[int]) -> bool:
-        """Whether any of the marks is in the text of the tokens, up to the last of which none was."""
-        if not marks or self.tokenizer is None:
-            return False
-        most = max(len(mark.encode()) for mark in marks) + _CUT
-        text = self.tokenizer.decode(tokens[-most:])
-        return any(mark in text for mark in marks)
 
     def _check_room(self, cache, questions, max_new_tokens):
         needed = max(n + len(q) for n, q in zip(cache.length, questions, strict=True)) + max_new_tokens

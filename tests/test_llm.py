@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import json
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ from kvjax.errors import (
 from kvjax.metrics import Probe
 from kvjax.models import checkpoint
 from kvjax.models.config import ModelConfig
+from kvjax.models.tokenizer import TextTokenizer
 from kvjax.store import base
 from tests.store.faults import FaultySystem
 
@@ -542,6 +544,64 @@ def test_a_context_does_not_end_with_what_a_tokenizer_ends_texts_with(llm):
     assert other.encode("bc", start=True) == [first, *llm.encode("bc", False)]
     ours.add_special_tokens(["<eos>"])  # so that it can be written
     assert other.encode("bc<eos>", start=True) == [first, *llm.encode("bc", False), end]
+
+
+GOLDENS = pathlib.Path(__file__).parent / "goldens" / "tokenizers"
+END = "<|im_end|>"
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """A small random model with a tokenizer that puts a space before every text, and a special token more."""
+    path = tmp_path_factory.mktemp("llama")
+    (path / "tokenizer.json").write_bytes((GOLDENS / "llama2.json").read_bytes())
+    added = {"480": {"content": END, "special": True, "normalized": False}}
+    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "added_tokens_decoder": added}))
+    config = dataclasses.replace(CONFIG, vocab_size=481, eos_token_ids=(7,))
+    return kvjax.LLM(config, make_params(config), TextTokenizer.from_directory(path))
+
+
+def saying(monkeypatch, *rows):
+    """Lets the next answers be given tokens."""
+    columns = iter(np.asarray(rows).T)
+    monkeypatch.setattr(generation.sampling, "sample", lambda how, logits, key: next(columns))
+
+
+def test_a_text_in_pieces_is_the_whole_text(llama, monkeypatch):
+    whole = llama.encode("The pass key is the the", start=True)
+    first = llama.encode("The pass", start=True)
+    question, said = (llama.encode(text, start=False) for text in (" key is", " the the"))
+    assert first + question + said == whole
+    saying(monkeypatch, said)
+    cache = llama.prefill("The pass", method=QUEST)
+    answer = llama.generate(" key is", cache, max_new_tokens=len(said))
+    assert answer.text == " the the" and answer.cache.length == [len(whole) - 1]
+
+
+def test_a_text_that_begins_with_what_every_text_begins_with_begins_once(llama):
+    assert llama.encode("<s>the key", start=True) == [1, *llama.tokenizer.codec.encode("the key")]
+    assert llama.encode("<s>", start=True) == llama.encode("", start=True) == [1]
+
+
+def test_a_stop_with_a_special_token_ends_an_answer_and_is_cut_from_it(llama, monkeypatch):
+    said = [llama.encode(text, start=False) for text in (f" the key{END}\nmore", " the the key is the the the")]
+    length = min(map(len, said))
+    saying(monkeypatch, *(row[:length] for row in said))
+    cache = llama.prefill(["the", "key"], method=QUEST)
+    answer = llama.generate([" is", " is"], cache, max_new_tokens=length, stop=(f"{END}\n", "!"))
+    assert answer.text == [" the key", llama.tokenizer.decode_continuation(said[1][:length])]
+    assert answer.tokens == [llama.encode(" the key", start=False), said[1][:length]]
+
+
+def test_end_tokens_are_those_of_model_and_tokenizer(llama):
+    assert llama.eos_ids == (7, 2)
+
+
+def test_a_character_that_question_and_answer_share_is_the_answers(llama, monkeypatch):
+    first, *rest = llama.encode("é the", start=False)
+    saying(monkeypatch, rest)
+    answer = llama.generate([first], llama.prefill("key", method=QUEST), max_new_tokens=len(rest))
+    assert answer.text == "é the"
 
 
 def test_prompts_beyond_what_a_model_was_made_for_are_read_with_a_warning(llm):

@@ -1,0 +1,78 @@
+"""Texts that end an answer."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+from kvjax.models.tokenizer import TextTokenizer
+
+_SPARE = 16  # tokens without text that may stand among those of a mark
+
+
+@dataclasses.dataclass(frozen=True)
+class Stops:
+    """Marks of three kinds that end an answer.
+
+    A special token ends it as an end-of-text token does: before it. A mark with special tokens and other text in it
+    ends it once all of the mark is there, and is cut from it. Any other mark is text: the answer ends after the token
+    that completes the mark, and keeps both.
+    """
+
+    tokenizer: TextTokenizer | None  # None if there are no marks
+    marks: tuple[str, ...]
+
+    @functools.cached_property
+    def ids(self) -> tuple[int, ...]:
+        """Ids of the marks that are special tokens."""
+        return tuple(self._special[mark] for mark in self.marks if mark in self._special)
+
+    def complete(self, tokens: Sequence[int]) -> bool:
+        """Whether one of the marks is in the text of an answer, up to the last token of which none was."""
+        if self.tokenizer is None or not self.marks:
+            return False
+        most = max(len(mark.encode()) for mark in self.marks) + _SPARE
+        last = tokens[self.tokenizer.codec.character_start(tokens, len(tokens) - most):]
+        plain, spelled = (
+            self.tokenizer.decode_continuation(last) if self._plain else "",
+            self.tokenizer.codec.spell(last) if self._mixed else "",
+        )
+        return any(mark in plain for mark in self._plain) or any(mark in spelled for mark in self._mixed)
+
+    def cut(self, tokens: list[int], before: Sequence[int]) -> tuple[list[int], str]:
+        """Returns the tokens of an answer and its text behind `before`, both up to a mark with special tokens.
+
+        Of a token that the mark begins in, only the text is kept.
+        """
+        if self.tokenizer is None:
+            return tokens, ""
+        text = self.tokenizer.codec.spell(tokens) if self._mixed else ""
+        end = min((text.find(mark) for mark in self._mixed if mark in text), default=None)
+        if end is None:
+            return tokens, self.tokenizer.decode_continuation(tokens, before)
+        kept = tokens
+        while len(text) > end:
+            kept, text = kept[:-1], self.tokenizer.codec.spell(kept[:-1])
+        rest = self.tokenizer.codec.spell(tokens)[len(text): end]
+        return kept, self.tokenizer.decode_continuation(kept, before) + rest
+
+    @functools.cached_property
+    def _special(self) -> dict[str, int]:
+        return self.tokenizer.special_ids if self.tokenizer else {}
+
+    @functools.cached_property
+    def _texts(self) -> list[str]:
+        return [mark for mark in self.marks if mark not in self._special]
+
+    @functools.cached_property
+    def _plain(self) -> list[str]:
+        return [mark for mark in self._texts if not any(special in mark for special in self._special)]
+
+    @functools.cached_property
+    def _mixed(self) -> list[str]:
+        """Marks with special tokens in them, and as the tokenizer writes them: some put spaces behind these."""
+        marks = [mark for mark in self._texts if mark not in self._plain]
+        return [*marks, *filter(None, map(self._written, marks))]
+
+    def _written(self, mark: str) -> str:
+        assert self.tokenizer is not None, "marks are of one that there is"
+        return self.tokenizer.codec.spell(self.tokenizer.encode_continuation(mark))
