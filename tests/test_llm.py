@@ -535,6 +535,22 @@ def test_a_save_that_fails_leaves_the_model_before(llm, tmp_path, monkeypatch):
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
+def test_a_tied_model_with_an_unembedding_of_its_own_says_what_its_weights_say(llm, tmp_path):
+    """Not what its settings say, as transformers does; and it is saved as what it is."""
+    own = dataclasses.replace(CONFIG, tie_embeddings=False)
+    untied = kvjax.LLM(own, make_params(own, seed=3), llm.tokenizer)
+    kvjax.save(untied, tmp_path / "model")
+    settings = tmp_path / "model" / "config.json"
+    settings.write_text(settings.read_text().replace('"tie_word_embeddings": false', '"tie_word_embeddings": true'))
+    with pytest.warns(UserWarning, match=r"lm_head\.weight is not the embedding"):
+        loaded = kvjax.load(tmp_path / "model")
+    assert loaded.config == own
+    kvjax.save(loaded, tmp_path / "again")
+    for other in (loaded, kvjax.load(tmp_path / "again")):
+        scores = [one.score("abc", one.prefill("hello")).logprobs[0] for one in (untied, other)]
+        np.testing.assert_array_equal(*scores)
+
+
 def test_a_context_does_not_end_with_what_a_tokenizer_ends_texts_with(llm):
     ours = Tokenizer.from_str(llm.tokenizer.tokenizer.to_str())
     first, end = WORDS.index("a"), WORDS.index("<eos>")

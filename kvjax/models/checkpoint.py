@@ -81,17 +81,14 @@ def load(directory: hf_config.Path, config: ModelConfig, dtype: DTypeLike = jnp.
     targets = _targets(config)
     sources = _sources(held, weight_map, targets)
     _warn_of_others(held, sources)
-    ends = {name: source for name, source in sources.items() if name in (_EMBEDDING, _HEAD)}
-    tensors = _read_all(ends, dtype)
-    if own_head and jnp.array_equal(tensors[_EMBEDDING], tensors[_HEAD]):
+    if own_head and _are_equal(sources[_EMBEDDING], sources[_HEAD]):
         # Both forms are the same model then, and tied it takes less memory.
         config = dataclasses.replace(config, tie_embeddings=True)
-        del tensors[_HEAD]
+        del sources[_HEAD]
     elif own_head:
-        warnings.warn(f"{ends[_HEAD].file}: {_HEAD} is not the embedding, although tie_word_embeddings in "
+        warnings.warn(f"{sources[_HEAD].file}: {_HEAD} is not the embedding, although tie_word_embeddings in "
                       f"{hf_config.CONFIG} is true; the model is loaded with both", stacklevel=3)
-    tensors |= _read_all({name: source for name, source in sources.items() if name not in ends}, dtype)
-    params = {targets[name].path: value for name, value in tensors.items()}
+    params = {targets[name].path: value for name, value in _read_all(sources, dtype).items()}
     return config, traverse_util.unflatten_dict(params, sep="/")
 
 
@@ -286,6 +283,17 @@ def _open(file: pathlib.Path):
         return safe_open(file, framework="numpy")
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{file}: not a complete safetensors file ({error}); download it again") from error
+
+
+def _are_equal(one: _Source, other: _Source) -> bool:
+    """Whether two matrices of one shape have the same bits in the files, of which a few rows are read at a time."""
+    if one.dtype != other.dtype:
+        return False
+    with _open(one.file) as first, _open(other.file) as second:
+        ours, theirs = first.get_slice(one.name), second.get_slice(other.name)
+        count, rows = one.shape[0], max(1, _PIECE // one.shape[1])
+        pieces = (slice(start, min(start + rows, count)) for start in range(0, count, rows))
+        return all(ours[piece].tobytes() == theirs[piece].tobytes() for piece in pieces)
 
 
 def _read_all(sources: Mapping[str, _Source], dtype: DTypeLike) -> dict[str, jax.Array]:

@@ -1,5 +1,6 @@
 """What the reference models are trained on: nothing that is held out, and the same rows whoever draws them."""
 
+import dataclasses
 import pathlib
 import re
 
@@ -12,6 +13,8 @@ from configs.train_lm import get_config
 from experiments import lm_data, train_lm
 from experiments.common import REFERENCE
 from kvjax.errors import CheckpointError, ConfigError
+from kvjax.models import checkpoint
+from kvjax.models.transformer import Transformer
 from kvjax.tasks import corpus, needles
 
 
@@ -33,6 +36,17 @@ def test_bad_settings_are_found_before_anything_is_written(tmp_path, changes, er
     with pytest.raises(error, match=words):
         train_lm.run(config, str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
+
+
+def test_training_goes_on_from_tied_embeddings_alone(tmp_path, tokenizer):
+    config = get_config("smoke")
+    wanted = train_lm.model_config(config, tokenizer)
+    model = Transformer(dataclasses.replace(wanted, tie_embeddings=False))
+    config.start = ""
+    checkpoint.save_params(train_lm.first_params(config, model), model.config, tmp_path)
+    config.start = str(tmp_path)
+    with pytest.warns(UserWarning, match="lm_head"), pytest.raises(ConfigError, match="unembedding of its own"):
+        train_lm.first_params(config, Transformer(wanted))
 
 
 def test_a_tokenizer_marks_beginning_and_end(tmp_path):

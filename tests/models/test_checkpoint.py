@@ -199,12 +199,32 @@ def test_unembedding_of_its_own_unties_a_tied_model(write, tensors):
     jax.tree.map(np.testing.assert_array_equal, params, load_params(write(tensors), PLAIN))
 
 
-def test_equal_unembedding_leaves_a_model_tied(write, recwarn):
-    tensors = tensors_of(TIED)
+@pytest.mark.parametrize("stored", [np.float32, np.float16, jnp.bfloat16])
+def test_equal_unembedding_leaves_a_model_tied(write, stored, recwarn):
+    tensors = tensors_of(TIED, np.dtype(stored))
     config, params = load(write(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}), TIED)
     assert config == TIED
     jax.tree.map(np.testing.assert_array_equal, params, load_params(write(tensors), TIED))
     assert not recwarn.list
+
+
+def test_unembedding_of_which_the_last_value_differs_is_one_of_its_own(write):
+    """In the file, also where both are the same in the type that is asked for: it is one model in all types."""
+    config = dataclasses.replace(TIED, vocab_size=20_001)
+    tensors = tensors_of(config)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+    tensors["lm_head.weight"][-1, -1] = np.nextafter(tensors["lm_head.weight"][-1, -1], np.float32(9))
+    with pytest.warns(UserWarning, match=r"lm_head\.weight is not the embedding"):
+        assert not load(write(tensors), config, jnp.bfloat16)[0].tie_embeddings
+
+
+def test_unembedding_of_another_type_is_one_of_its_own(write):
+    tensors = tensors_of(TIED)
+    head = tensors["model.embed_tokens.weight"].astype(np.float16)
+    with pytest.warns(UserWarning, match=r"lm_head\.weight is not the embedding"):
+        config, params = load(write(tensors | {"lm_head.weight": head}), TIED)
+    assert not config.tie_embeddings
+    np.testing.assert_array_equal(params["lm_head"]["weight"], head.astype(np.float32))
 
 
 def test_unembedding_alone_is_the_embedding_of_a_tied_model(write, recwarn):
