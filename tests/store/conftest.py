@@ -48,6 +48,14 @@ def settle(path) -> None:
     os.close(descriptor)
 
 
+def drop_pages(path) -> None:
+    """Has the page cache forget a file, but for pages that are mapped."""
+    settle(path)
+    descriptor = os.open(path, os.O_RDONLY)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
+
+
 @dataclasses.dataclass
 class Driver:
     """A branch with calls in whole-cache terms, where every callback must succeed."""

@@ -1,8 +1,11 @@
 """Each way a device or a user can fail: its typed error, a usable branch, the right bytes once the cause is gone."""
 
 import concurrent.futures
+import contextlib
 import errno
 import os
+import pathlib
+import subprocess
 
 import numpy as np
 import pytest
@@ -17,7 +20,16 @@ from kvjax.errors import (
 )
 from kvjax.store.flash import FlashStore
 from kvjax.store.format import HEADER_BYTES
-from tests.store.conftest import GEOMETRY, Driver, settle, skip_without, still_works, wait_until
+from tests.store.conftest import (
+    GEOMETRY,
+    WIDE,
+    Driver,
+    drop_pages,
+    settle,
+    skip_without,
+    still_works,
+    wait_until,
+)
 
 EXTENT = GEOMETRY.extent_bytes
 
@@ -85,6 +97,65 @@ def test_read_error(fragile, system):
     system.fail("preadv", errno.EIO, times=1)
     fails_to_read(fragile, ReadFailed, "Input/output error", "layer 0")
     still_works(fragile)
+
+
+class Disk:
+    """A mounted filesystem on a block device that can lose most of what it has, and get it back; needs root.
+
+    Attributes:
+      directory: where it is mounted.
+    """
+
+    SIZE, LEFT = 64 << 20, 1 << 20
+
+    def __init__(self, at: pathlib.Path, undo: contextlib.ExitStack):
+        self.directory, self._image, self._whole = at / "mounted", at / "image", b""
+        self.directory.mkdir()
+        with open(self._image, "wb") as file:
+            file.truncate(self.SIZE)
+        self._run("mkfs.ext4", "-q", "-O", "^has_journal", self._image)
+        self._device = self._run("losetup", "--find", "--show", self._image)
+        undo.callback(self._run, "losetup", "--detach", self._device)
+        self._run("mount", self._device, self.directory)
+        undo.callback(self._run, "umount", "--lazy", self.directory)
+
+    @staticmethod
+    def _run(*command) -> str:
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    def lose(self) -> None:
+        """Reads of the device fail from here on, but for what lies at its beginning."""
+        self._whole = self._image.read_bytes()
+        os.truncate(self._image, self.LEFT)
+        self._run("losetup", "--set-capacity", self._device)
+
+    def recover(self) -> None:
+        with open(self._image, "r+b") as file:
+            file.write(self._whole)
+        self._run("losetup", "--set-capacity", self._device)
+
+
+@pytest.fixture
+def disk(tmp_path):
+    with contextlib.ExitStack() as undo:
+        try:
+            made = Disk(tmp_path, undo)
+        except (OSError, subprocess.CalledProcessError) as cause:
+            pytest.skip(f"no filesystem can be mounted here: {cause}")
+        yield made
+
+
+def test_a_device_that_fails(disk, engine):
+    """Given a real one, and system calls that nobody replaced, so that C reads where it can."""
+    skip_without(engine, disk.directory)
+    driver = Driver(FlashStore(disk.directory / "cache.kv", engine=engine).create(WIDE, ""))
+    blocks = driver.prefill()
+    drop_pages(driver.branch.path)
+    disk.lose()
+    fails_to_read(driver, ReadFailed, "Input/output error", "layer 0", "offset")
+    disk.recover()
+    np.testing.assert_array_equal(driver.read(), blocks)
+    driver.branch.close()
 
 
 def test_interrupted_calls_are_repeated(fragile, system):

@@ -15,7 +15,7 @@ from kvjax.store.branch import FlashBranch
 from kvjax.store.flash import FlashStore
 from kvjax.store.profiles import PROFILES
 from kvjax.store.system import SystemIO
-from tests.store.conftest import GEOMETRY, WIDE, Driver, settle, skip_without, still_works
+from tests.store.conftest import GEOMETRY, WIDE, Driver, drop_pages, skip_without, still_works
 from tests.store.faults import FaultySystem
 
 EXTENT = GEOMETRY.extent_bytes
@@ -37,14 +37,6 @@ def mapped(open_branch, path, system: SystemIO | None = None, geometry=GEOMETRY,
     if system is not None:
         store.system = system
     return open_branch(store, geometry)
-
-
-def dropped(path) -> None:
-    """Has the page cache forget a file."""
-    settle(path)
-    descriptor = os.open(path, os.O_RDONLY)
-    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(descriptor)
 
 
 every_way = pytest.mark.parametrize("system", [None, OneAtATime()], ids=["compiled", "threads"])
@@ -151,9 +143,8 @@ def test_pages_that_the_map_does_not_give_are_read_with_their_own_answer(tmp_pat
 def test_pages_come_from_the_device(tmp_path, open_branch, system):
     driver = mapped(open_branch, tmp_path, system)
     blocks = driver.prefill()
-    for _ in range(3):
-        dropped(driver.branch.path)
-        np.testing.assert_array_equal(driver.read(), blocks)
+    drop_pages(driver.branch.path)
+    np.testing.assert_array_equal(driver.read(), blocks)
 
 
 # ---- files that change
