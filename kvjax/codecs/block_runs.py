@@ -48,12 +48,18 @@ def encode(rows: np.ndarray, begins: np.ndarray, key_bytes: int) -> np.ndarray:
     return np.concatenate([np.packbits(begins), keys.reshape(-1), values.reshape(-1)])
 
 
-def decode(coded: np.ndarray, rows: np.ndarray, key_bytes: int) -> None:
-    """Fills uint8 rows[C, key_bytes + value_bytes] from uint8 coded[>= n]; both may be the same memory."""
+def decode(coded: np.ndarray, rows: np.ndarray, key_bytes: int) -> bool:
+    """Fills uint8 rows[C, key_bytes + value_bytes] from uint8 coded[>= n]; both may be the same memory. Returns whether
+    it did: not where `coded` is too short for what it says, or no run begins at the first row."""
     count, row_bytes = rows.shape
     bits = -(-count // 8)
+    if coded.size < bits:
+        return False
     begins = np.unpackbits(coded[:bits], count=count)
     end = bits + int(begins.sum()) * key_bytes
+    if not begins[0] or coded.size < end + count * (row_bytes - key_bytes):
+        return False
     coded = coded[:end + count * (row_bytes - key_bytes)].copy()
     rows[:, key_bytes:] = coded[end:].reshape(count, -1)
     rows[:, :key_bytes] = coded[bits:end].reshape(-1, key_bytes).take(begins.cumsum(dtype=np.int64) - 1, axis=0)
+    return True

@@ -21,6 +21,7 @@ import numpy as np
 from kvjax.errors import ConfigError, ReadFailed, StoreError, to_raise
 
 PAGE_BYTES = 4096
+MAX_GENERATION = 2**31 - 1  # programs have it as an int32
 DTYPES = {
     "float32": np.dtype(np.float32),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),

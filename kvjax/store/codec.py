@@ -52,16 +52,17 @@ class Codec:
 
     def decode(self, payloads: Sequence[memoryview], sums: np.ndarray) -> np.ndarray:
         """Turns n payloads of `block_bytes`, whose first `sizes` bytes were read, into blocks where they are. bool[n]
-        which of them have their checksums; the others are left as they are."""
+        which of them have their checksums, and are blocks; the others are left as they are."""
         told, sizes = self._told(sums), self.sizes(sums).tolist()
         right = self._seal(payloads, told) == sums
         for i in (right & (told > 0)).nonzero()[0].tolist():
-            self._restore(np.frombuffer(payloads[i], np.uint8), sizes[i], bool(told[i] & _CODED))
+            right[i] = self._restore(np.frombuffer(payloads[i], np.uint8), sizes[i], bool(told[i] & _CODED))
         return right
 
-    def _restore(self, block: np.ndarray, size: int, coded: bool) -> None:
-        """Makes uint8 block[block_bytes] whole, of which the first `size` bytes were read."""
+    def _restore(self, block: np.ndarray, size: int, coded: bool) -> bool:
+        """Makes uint8 block[block_bytes] whole, of which the first `size` bytes were read; whether they are a block."""
         block[size:] = 0
+        return True
 
     def _filled(self, images: np.ndarray) -> np.ndarray:
         """int64[n] pages up to the last that is not zeros, one at least."""
@@ -122,9 +123,8 @@ class RunLengthCodec(Codec):
 
     def _restore(self, block, size, coded):
         if coded:
-            block_runs.decode(block, block.reshape(self.geometry.block_rows, -1), self._key_bytes)
-        else:
-            super()._restore(block, size, coded)
+            return block_runs.decode(block[:size], block.reshape(self.geometry.block_rows, -1), self._key_bytes)
+        return super()._restore(block, size, coded)
 
 
 def make_codec(name: str, geometry: Geometry, tolerance: float = 0.0) -> Codec:

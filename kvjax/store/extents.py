@@ -5,7 +5,7 @@ from typing import SupportsInt
 import numpy as np
 
 from kvjax.errors import NoSpace
-from kvjax.store.format import HEADER_BYTES
+from kvjax.store.format import HEADER_BYTES, MAX_EXTENTS
 
 _WINDOW = 4096  # extents that are looked through at once for free ones
 
@@ -25,17 +25,20 @@ class ExtentPool:
 
     Attributes:
       checksums: [extents] uint64, of the block in each extent, as its codec makes them; replaced by a longer array as
-        the file grows.
+        the file grows. Of a file with large holes most of it is never touched, and takes no memory.
+      extent_bytes: size of each.
+      begin: the first extent that is not somebody else's.
     """
 
     def __init__(self, path: str, extent_bytes: int, max_bytes: int | None):
         self.checksums = np.zeros(64, np.uint64)
         self._owners = np.zeros(64, np.int32)
         self._path = path
-        self._extent_bytes = extent_bytes
+        self.extent_bytes = extent_bytes
         self._max_bytes = max_bytes
         self._end = 0  # extents from here on were never used
         self._lowest = 0  # before here none is free
+        self.begin = 0
 
     @property
     def held_bytes(self) -> int:
@@ -44,7 +47,7 @@ class ExtentPool:
 
     def offset(self, extent: SupportsInt) -> int:
         """Where an extent begins in the file, bytes."""
-        return HEADER_BYTES + int(extent) * self._extent_bytes
+        return HEADER_BYTES + int(extent) * self.extent_bytes
 
     def allocate(self, count: int) -> np.ndarray:
         """int32[count] extents with one owner each: free ones first, ascending. NoSpace beyond max_bytes."""
@@ -66,16 +69,27 @@ class ExtentPool:
 
     def allocate_run(self, count: int) -> np.ndarray:
         """int32[count] neighbouring extents with one owner each: the lowest that are free, else behind all others."""
-        free = self._free(self._lowest, self._end)
-        begins = np.flatnonzero(free[count - 1:] - free[:max(0, free.size - count + 1)] == count - 1)
-        first = int(free[begins[0]]) if begins.size else self._end
+        first = self._first_run(count)
         return self.claim(np.arange(first, first + count))
+
+    def _first_run(self, count: int) -> int:
+        """Where the lowest run of free extents begins, or `end`."""
+        free = np.zeros(0, np.int64)
+        for start in range(self._lowest, self._end, _WINDOW):
+            free = np.concatenate([free, self._free(start, min(start + _WINDOW, self._end))])
+            begins = np.flatnonzero(free[count - 1:] - free[:max(0, free.size - count + 1)] == count - 1)
+            if begins.size:
+                return int(free[begins[0]])
+            free = free[free.size - count + 1:] if free.size >= count else free  # a run may go on in the next window
+        return self._end
 
     def claim(self, extents: np.ndarray) -> np.ndarray:
         """Gives one owner to distinct free extents, wherever they are; int32, as given. NoSpace beyond max_bytes."""
         end = max(self._end, int(extents.max(initial=-1)) + 1)
+        if end > MAX_EXTENTS:
+            raise NoSpace(f"{self._path}: a store file has at most {MAX_EXTENTS} blocks; save to another file")
         if self._max_bytes is not None and end > self._end and self.offset(end) > self._max_bytes:
-            raise NoSpace(f"{self._path}: {extents.size} more blocks of {self._extent_bytes} bytes do not fit in "
+            raise NoSpace(f"{self._path}: {extents.size} more blocks of {self.extent_bytes} bytes do not fit in "
                           f"max_bytes={self._max_bytes}; raise the limit or close forks that are no longer needed")
         self._grow(end)
         self._owners[extents] = 1
@@ -83,9 +97,17 @@ class ExtentPool:
 
     def occupied(self, extents: np.ndarray) -> np.ndarray:
         """bool of extents' shape: which have an owner. Any extent may be asked about."""
-        found = np.zeros(extents.shape, bool)
+        found = extents < self.begin
         used = extents < self._end
-        found[used] = self._owners[extents[used]] > 0
+        found[used] |= self._owners[extents[used]] > 0
+        return found
+
+    def groups_in_use(self, size: int) -> np.ndarray:
+        """bool[n]: which groups of `size` neighbours, those before `end`, are not wholly free."""
+        count = -(-self._end // size)
+        owners = _longer(self._owners, count * size)[:count * size]
+        found = owners.reshape(count, size).max(-1) > 0
+        found[:-(-self.begin // size)] = True
         return found
 
     @property
@@ -96,9 +118,8 @@ class ExtentPool:
     def _grow(self, end: int) -> None:
         self._end = end
         if end > self._owners.size:
-            room = max(end, 2 * self._owners.size) - self._owners.size
-            self._owners = np.concatenate([self._owners, np.zeros(room, np.int32)])
-            self.checksums = np.concatenate([self.checksums, np.zeros(room, np.uint64)])
+            room = max(end + end // 8, 2 * self._owners.size)
+            self._owners, self.checksums = _longer(self._owners, room), _longer(self.checksums, room)
 
     def share(self, extents: np.ndarray) -> None:
         """Adds one owner to each of distinct extents."""
@@ -111,7 +132,7 @@ class ExtentPool:
         self._lowest = int(free.min(initial=self._lowest))
 
     def is_shared(self, extent: int) -> bool:
-        return bool(self._owners[extent] > 1)
+        return bool(extent < self.begin or self._owners[extent] > 1)
 
     # ---- reopening a file
 
@@ -124,6 +145,15 @@ class ExtentPool:
         """What there is so far belongs to somebody else: it is never allocated nor counts for `max_bytes`, and new
         extents begin after a gap, so that no request spans both kinds."""
         self._grow(self._end + 1)
-        self._owners[:self._end] += 1
+        self.begin = self._lowest = self._end
         if self._max_bytes is not None:
             self._max_bytes += self.offset(self._end) - HEADER_BYTES
+
+
+def _longer(array: np.ndarray, size: int) -> np.ndarray:
+    """The array with zeros behind it, which take no memory until they are touched; itself if it is no shorter."""
+    if size <= array.size:
+        return array
+    found = np.zeros(size, array.dtype)
+    found[:array.size] = array
+    return found

@@ -7,7 +7,7 @@ import tempfile
 import threading
 
 from kvjax import fields
-from kvjax.errors import ConfigError
+from kvjax.errors import ConfigError, ReadFailed
 from kvjax.store import emulation, profiles
 from kvjax.store.base import Geometry
 from kvjax.store.branch import Anchor, FlashBranch
@@ -17,9 +17,9 @@ from kvjax.store.extents import ExtentPool
 from kvjax.store.file import BlockFile
 from kvjax.store.format import CODECS, HEADER_BYTES, Header
 from kvjax.store.layout import LAYOUTS, SEQUENTIAL, check_layout
-from kvjax.store.log import Found, adopt, whole_saves
 from kvjax.store.overlay import OverlayFile
 from kvjax.store.reader import ENGINES, Reader
+from kvjax.store.recovery import Found, adopt, whole_saves
 from kvjax.store.sequential import SequentialBranch, log_geometry
 from kvjax.store.table import LanePool, Table
 from kvjax.store.volume import Volume
@@ -132,8 +132,13 @@ class FlashStore:
         file, header = open_file(self.path, self.system, direct=self.direct, read_only=read_only)
         try:
             header.check(file.path, geometry, fingerprint, self.codec)
-            found = whole_saves(file, header.geometry)
-            volume = self._restored(file, header, found)
+            codec = make_codec(header.codec, header.geometry, self.tolerance)
+            found = whole_saves(file, codec)
+            volume = self._restored(file, header, codec, found)
+        except MemoryError as cause:
+            file.close()
+            raise ReadFailed(f"{file.path}: there is no memory for the tables of {header.geometry}; free some, then "
+                             "retry") from cause
         except BaseException:
             file.close()
             raise
@@ -141,11 +146,9 @@ class FlashStore:
             table = volume.log.saves()[0].table.share()
         return FlashBranch(volume, Anchor(volume), table, found[0].generation)
 
-    def _restored(self, file: BlockFile, header: Header, found: list[Found]) -> Volume:
-        geometry = header.geometry
-        codec = make_codec(header.codec, geometry, self.tolerance)
-        lanes = self._lanes(file, geometry)
-        tables = adopt(found, geometry, lanes)
+    def _restored(self, file: BlockFile, header: Header, codec: Codec, found: list[Found]) -> Volume:
+        lanes = self._lanes(file, header.geometry)
+        tables = adopt(found, lanes)
         with contextlib.ExitStack() as undo:
             if file.read_only:
                 lanes.extents.leave_shared()

@@ -47,6 +47,9 @@ own test may lie where a newer one should. Checksums are 64-bit xxh3: 0.5 us for
 4.6 us and adler32 5.4 us. A block's checksum is verified at every read. Its low 15 bits are how many pages the block
 takes, 0 where all of them, the next one is whether it is coded, and the other 48 are those of the checksum of these
 pages or of `block_bytes`; they leave no chance for a torn block to pass.
+
+Limits: 2**28 blocks, of them 2**24 per KV head; 2**20 lanes (layers x batch x kv_heads); 2**28 bytes of a block; 2**31
+extents. So no header asks for more memory than a machine has; what else a file says is limited by its size.
 """
 
 import dataclasses
@@ -56,7 +59,7 @@ import numpy as np
 import xxhash
 
 from kvjax.errors import ChecksumMismatch, ConfigError, FormatMismatch
-from kvjax.store.base import DTYPES, PAGE_BYTES, Geometry
+from kvjax.store.base import DTYPES, MAX_GENERATION, PAGE_BYTES, Geometry
 
 MAGIC, LOG_MAGIC, RECORD_MAGIC = b"KVJAXBLK", b"KVJAXLOG", b"KVJAXREC"
 VERSION = 3
@@ -72,6 +75,8 @@ _RECORD = struct.Struct("<8sQQQQ")
 _CHECKSUM = struct.Struct("<Q")
 _SEALED_BYTES = PAGE_BYTES - _CHECKSUM.size
 MAX_RECORDS = (_SEALED_BYTES - _SUPERBLOCK.size) // _PLACE.size
+MAX_BLOCKS, MAX_BLOCKS_OF_A_HEAD, MAX_LANES, MAX_BLOCK_BYTES, MAX_EXTENTS = 1 << 28, 1 << 24, 1 << 20, 1 << 28, 1 << 31
+MAX_SEQUENCE = (1 << 63) - 1
 
 checksum = xxhash.xxh3_64_intdigest  # of anything with the buffer interface; an int below 2**64
 
@@ -95,8 +100,11 @@ class Header:
     codec: str = "raw"
 
     def pack(self) -> bytes:
-        """The header page. ConfigError when the fingerprint is too long."""
+        """The header page. ConfigError when the fingerprint is too long, or the cache too large for a file."""
         geometry, fingerprint = self.geometry, self.fingerprint.encode()
+        too_large = _too_large(geometry)
+        if too_large:
+            raise ConfigError(f"a store file cannot hold {too_large}; lower batch or capacity, or use other blocks")
         if len(fingerprint) > FINGERPRINT_BYTES:
             raise ConfigError(f"fingerprint has {len(fingerprint)} bytes, more than {FINGERPRINT_BYTES}; hash it")
         return _seal(_FIELDS.pack(
@@ -109,21 +117,27 @@ class Header:
         """Parses a header page; FormatMismatch or ChecksumMismatch names `path` and what is wrong."""
         if not is_ours(page):
             raise FormatMismatch(f"{path} is not a kvjax store file; choose another path")
-        (_, version, _, *sizes, extent_bytes, dtype, codec, length, fingerprint) = _FIELDS.unpack_from(page)
+        (_, version, begin, *sizes, extent_bytes, dtype, codec, length, fingerprint) = _FIELDS.unpack_from(page)
         if version != VERSION:
             raise FormatMismatch(f"{path} has format version {version}, this library reads version {VERSION}; choose "
                                  "another path, or use the kvjax that wrote it")
         if not _is_sealed(page):
             raise ChecksumMismatch(f"{path} has a damaged header; create the cache anew")
-        name, codec = dtype.rstrip(b"\0").decode(), codec.rstrip(b"\0").decode()
+        name, codec = (_text(field.rstrip(b"\0")) for field in (dtype, codec))
         if name not in DTYPES or codec not in CODECS:
             raise FormatMismatch(f"{path} holds dtype {name!r} in codec {codec!r}, which this library does not know; "
                                  "choose another path, or use the kvjax that wrote it")
-        header = cls(Geometry(*sizes, name), fingerprint[:length].decode(), codec)  # type: ignore[call-arg]
-        if header.geometry.extent_bytes != extent_bytes:
-            raise FormatMismatch(f"{path} has extents of {extent_bytes} bytes, expected "
-                                 f"{header.geometry.extent_bytes}; create the cache anew")
-        return header
+        text = None if length > FINGERPRINT_BYTES else _text(fingerprint[:length])
+        if text is None or begin != HEADER_BYTES or min(sizes) < 1 or (codec == "rle" and sizes[-1] < 2):
+            raise FormatMismatch(f"{path} has a header that makes no sense; create the cache anew")
+        geometry = Geometry(*sizes, name)  # type: ignore[call-arg]
+        too_large = _too_large(geometry)
+        if too_large:
+            raise FormatMismatch(f"{path} is for {too_large}; create the cache anew")
+        if geometry.extent_bytes != extent_bytes:
+            raise FormatMismatch(f"{path} has extents of {extent_bytes} bytes, expected {geometry.extent_bytes}; "
+                                 "create the cache anew")
+        return cls(geometry, text, codec)
 
     def check(self, path: str, geometry: Geometry | None, fingerprint: str | None, codec: str | None) -> None:
         """FormatMismatch unless the file is for this geometry and this model, in this codec; None = any."""
@@ -135,6 +149,22 @@ class Header:
         if codec is not None and codec != self.codec:
             raise FormatMismatch(f"{path} holds blocks in codec {self.codec!r}, not in {codec!r}; leave it to the file "
                                  "with codec=None, or choose another file")
+
+
+def _text(field: bytes) -> str | None:
+    try:
+        return field.decode()
+    except UnicodeDecodeError:
+        return None
+
+
+def _too_large(geometry: Geometry) -> str:
+    """What of a geometry is beyond the format's limits; empty if nothing is."""
+    counts = (("blocks", geometry.total_blocks, MAX_BLOCKS),
+              ("blocks per KV head", geometry.num_blocks, MAX_BLOCKS_OF_A_HEAD),
+              ("layers x batch x kv_heads", geometry.layers * geometry.lanes, MAX_LANES),
+              ("bytes per block", geometry.block_bytes, MAX_BLOCK_BYTES))
+    return ", ".join(f"{count} {what} (at most {most})" for what, count, most in counts if count > most)
 
 
 def is_ours(page: bytes) -> bool:
@@ -150,9 +180,13 @@ class Place:
     bytes: int
     checksum: int
 
+    def stop(self, extent_bytes: int) -> int:
+        """The extent behind those it takes."""
+        return self.extent - (-self.bytes // extent_bytes)
+
     def extents(self, extent_bytes: int) -> np.ndarray:
         """int32[n] the extents it takes."""
-        return np.arange(self.extent, self.extent - (-self.bytes // extent_bytes), dtype=np.int32)
+        return np.arange(self.extent, self.stop(extent_bytes), dtype=np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,12 +202,15 @@ class Superblock:
 
     @classmethod
     def unpack(cls, page: bytes, name: str) -> "Superblock | None":
-        """None for a page that was never used; ChecksumMismatch for one that is torn or damaged."""
+        """None for a page that was never used; ChecksumMismatch for one that is torn or damaged, FormatMismatch for one
+        whose numbers make no sense."""
         if not any(page):
             return None
         magic, sequence, count = _SUPERBLOCK.unpack_from(page)
         if magic != LOG_MAGIC or not _is_sealed(page):
             raise ChecksumMismatch(f"{name} is torn or damaged")
+        if not 1 <= count <= MAX_RECORDS or not 1 <= sequence <= MAX_SEQUENCE:
+            raise FormatMismatch(f"{name} names {count} log records of save {sequence}")
         places = [_PLACE.unpack_from(page, _SUPERBLOCK.size + i * _PLACE.size) for i in range(count)]
         return cls(sequence, tuple(Place(*place) for place in places))
 
@@ -198,12 +235,20 @@ class Record:
         return b"".join([head, *(column.tobytes() for column in columns), self.metadata])
 
     @classmethod
-    def unpack(cls, data: bytes, place: Place, name: str) -> "Record":
-        """ChecksumMismatch when the bytes are not those of the record that `place` tells of."""
+    def unpack(cls, data: bytes, place: Place, name: str, geometry: Geometry) -> "Record":
+        """ChecksumMismatch when the bytes are not those of the record that `place` tells of, FormatMismatch when they
+        say what cannot be of a cache of this geometry. That extents are in the file is for the caller to check."""
         if len(data) != place.bytes or checksum(data) != place.checksum or not data.startswith(RECORD_MAGIC):
             raise ChecksumMismatch(f"{name} is damaged")
-        _, sequence, generation, count, length = _RECORD.unpack_from(data)
-        ends = np.cumsum([_RECORD.size, 8 * count, 4 * count, 4 * count, length]).tolist()
-        sums, ids, extents = (np.frombuffer(data[start:stop], kind) for start, stop, kind in
-                              zip(ends, ends[1:], ("<u8", "<u4", "<i4"), strict=False))
-        return cls(sequence, generation, ids, extents, sums, data[ends[3]:ends[4]])
+        head = data[:_RECORD.size].ljust(_RECORD.size, b"\0")
+        _, sequence, generation, count, length = _RECORD.unpack(head)
+        if len(data) != _RECORD.size + 16 * count + length or generation > MAX_GENERATION:
+            raise FormatMismatch(f"{name} has {len(data)} bytes and tells of {count} blocks and {length} bytes of "
+                                 f"metadata, of generation {generation}")
+        starts = [_RECORD.size + size * count for size in (0, 8, 12)]
+        sums, ids, extents = (np.frombuffer(data, kind, count, start) for kind, start in
+                              zip(("<u8", "<u4", "<i4"), starts, strict=True))
+        if count and (np.any(ids[1:] <= ids[:-1]) or ids[-1] >= geometry.total_blocks or extents.min() < -1):
+            raise FormatMismatch(f"{name} names blocks out of order, twice, or none of the cache's, or extents before "
+                                 "the first")
+        return cls(sequence, generation, ids, extents, sums, data[_RECORD.size + 16 * count:])

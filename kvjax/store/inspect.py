@@ -6,7 +6,6 @@ Exit code 0: all that any whole save needs is intact; 1: something is damaged, a
 no store file. Of a file that a live store may write, what is changed meanwhile may show as damage.
 """
 
-import os
 import sys
 
 import numpy as np
@@ -17,7 +16,7 @@ from kvjax.store.codec import Codec, make_codec
 from kvjax.store.creation import open_file
 from kvjax.store.file import BlockFile
 from kvjax.store.format import HEADER_BYTES, VERSION, Header
-from kvjax.store.log import Found, recover
+from kvjax.store.recovery import Found, recover
 from kvjax.store.system import SystemIO
 
 
@@ -25,7 +24,8 @@ def inspect(path: str) -> tuple[list[str], list[str]]:
     """Lines that describe a store file, and lines that name what is damaged. Raises KvjaxError for other files."""
     file, header = open_file(path, SystemIO(), direct=False, read_only=True)
     try:
-        lines = _describe_header(path, header)
+        codec = make_codec(header.codec, header.geometry)
+        lines = _describe_header(file, header)
         try:
             file.lock()
             file.unlock()  # at once: others may want to write before all is read
@@ -33,10 +33,9 @@ def inspect(path: str) -> tuple[list[str], list[str]]:
             lines.append("in use        a live store holds the file and may change it while it is read")
         except StoreError as cause:
             lines.append(f"in use        unknown, as the file cannot be locked here: {cause}")
-        found, problems = recover(file, header.geometry)
+        found, problems = recover(file, codec)
         lines += [_describe_save(one, header.geometry) for one in found] or ["saves         none"]
-        lines += _describe_space(path, header.geometry, found)
-        codec = make_codec(header.codec, header.geometry)
+        lines += _describe_space(file, header.geometry, found)
         lines += _describe_pages(codec, found[:1])
         checked, damaged = _verify(file, codec, found)
         lines.append(f"checksums     {checked} blocks verified, {len(damaged)} damaged")
@@ -45,10 +44,10 @@ def inspect(path: str) -> tuple[list[str], list[str]]:
         file.close()
 
 
-def _describe_header(path: str, header: Header) -> list[str]:
+def _describe_header(file: BlockFile, header: Header) -> list[str]:
     geometry = header.geometry
     return [
-        f"file          {path}, {os.path.getsize(path)} bytes, format version {VERSION}",
+        f"file          {file.path}, {file.size} bytes, format version {VERSION}",
         f"model         {header.fingerprint}",
         f"geometry      {geometry.layers} layers, {geometry.batch} sequences, {geometry.kv_heads} KV heads, "
         f"{geometry.num_blocks} blocks of {geometry.block_rows} rows of {geometry.width} {geometry.dtype}, "
@@ -58,9 +57,8 @@ def _describe_header(path: str, header: Header) -> list[str]:
 
 
 def _describe_save(found: Found, geometry: Geometry) -> str:
-    extents, _ = found.table(geometry)
-    written, log = np.count_nonzero(extents >= 0), sum(place.bytes for place in found.superblock.records)
-    return (f"save {found.sequence:<8} generation {found.generation}, {written} of {extents.size} blocks, "
+    written, log = found.blocks[0].size, sum(place.bytes for place in found.superblock.records)
+    return (f"save {found.sequence:<8} generation {found.generation}, {written} of {geometry.total_blocks} blocks, "
             f"{len(found.records)} log records of {log} bytes together, metadata {_brief(found.metadata)}")
 
 
@@ -69,18 +67,17 @@ def _brief(metadata: bytes) -> str:
     return repr(text) if len(text) <= 60 else f"{text[:60]!r}... of {len(metadata)} bytes"
 
 
-def _describe_space(path: str, geometry: Geometry, found: list[Found]) -> list[str]:
+def _describe_space(file: BlockFile, geometry: Geometry, found: list[Found]) -> list[str]:
     """Who uses the extents, and how scattered the blocks of the newest save are."""
-    size = -(-max(0, os.path.getsize(path) - HEADER_BYTES) // geometry.extent_bytes)  # the last one may be coded
+    size = -(-max(0, file.size - HEADER_BYTES) // geometry.extent_bytes)  # the last one may be coded
     if not found:
         return [f"occupancy     {size} extents, no save uses them"]
-    tables = [one.table(geometry)[0] for one in found]
-    newest = tables[0][tables[0] >= 0]
-    older = np.setdiff1d(np.concatenate(tables), np.append(newest, -1))
+    newest = found[0].blocks[1]
+    older = np.setdiff1d(np.concatenate([one.blocks[1] for one in found]), newest)
     log = np.unique(np.concatenate([place.extents(geometry.extent_bytes) for one in found
                                     for place in one.superblock.records]))
     rest = size - newest.size - older.size - log.size
-    scattered = _fragmentation(tables[0].reshape(-1, geometry.num_blocks))
+    scattered = _fragmentation(found[0].blocks[0] // geometry.num_blocks, newest)
     return [f"occupancy     {size} extents: {newest.size} of the newest save, {older.size} of the one before, "
             f"{log.size} of the log, {rest} free",
             f"fragmentation {scattered:.3f} of the neighbouring blocks of a head do not lie side by side"]
@@ -90,15 +87,14 @@ def _describe_pages(codec: Codec, newest: list[Found]) -> list[str]:
     """What is saved in the newest save by blocks that take fewer pages."""
     if not newest:
         return []
-    extents, sums = newest[0].table(codec.geometry)
-    sizes, whole = codec.sizes(sums[extents >= 0]), codec.geometry.extent_bytes
+    sizes, whole = codec.sizes(newest[0].blocks[2]), codec.geometry.extent_bytes
     return [f"pages         {np.count_nonzero(sizes < whole)} of {sizes.size} blocks of the newest save take fewer, "
             f"{sizes.sum()} bytes instead of {sizes.size * whole}"]
 
 
-def _fragmentation(lanes: np.ndarray) -> float:
+def _fragmentation(lanes: np.ndarray, extents: np.ndarray) -> float:
     """Share of steps from one written block of a lane to the next that do not lead to the next extent."""
-    steps = np.concatenate([np.diff(lane[lane >= 0]) for lane in lanes])
+    steps = np.diff(extents)[np.diff(lanes) == 0]
     return float(np.mean(steps != 1)) if steps.size else 0.0
 
 
@@ -107,10 +103,8 @@ def _verify(file: BlockFile, codec: Codec, found: list[Found]) -> tuple[int, lis
     geometry = codec.geometry
     expected: dict[tuple[int, int], str] = {}  # extent and checksum -> whose
     for one in found:
-        extents, sums = one.table(geometry)
-        for block_id in np.flatnonzero(extents >= 0).tolist():
-            expected.setdefault((int(extents[block_id]), int(sums[block_id])),
-                                f"{geometry.describe(block_id)} of save {one.sequence}")
+        for block_id, extent, right in zip(*(column.tolist() for column in one.blocks), strict=True):
+            expected.setdefault((extent, right), f"{geometry.describe(block_id)} of save {one.sequence}")
     damaged, payload = [], memoryview(bytearray(geometry.block_bytes))
     for (extent, right), name in sorted(expected.items()):
         offset, sums = HEADER_BYTES + extent * geometry.extent_bytes, np.array([right], np.uint64)

@@ -54,8 +54,8 @@ class Layout(abc.ABC):
     def place(self, block_id: int) -> int:
         """A claimed extent for a block that is written for the first time, or copied on write. Raises NoSpace."""
 
-    def restore(self, extents: np.ndarray) -> None:  # noqa: B027 (most know all by the pool)
-        """Learns what a file has that was opened: int32 extents of all block ids, -1 = none, claimed already."""
+    def restore(self, ids: np.ndarray, extents: np.ndarray) -> None:  # noqa: B027 (most know all by the pool)
+        """Learns what a file has that was opened: blocks ids[n] in extents[n], claimed already."""
 
 
 class Grouped(Layout):
@@ -72,7 +72,8 @@ class ClusterMajor(Layout):
     """Extent = block id. A block that a fork has copied goes to the same place in a further copy of the whole table."""
 
     def place_prompt(self, ids, retrieved):
-        extents = ids.copy()
+        copies = -(-(self.extents.begin - ids) // self.geometry.total_blocks)  # that would be somebody else's
+        extents = ids + copies.clip(0) * self.geometry.total_blocks
         while (taken := self.extents.occupied(extents)).any():
             extents[taken] += self.geometry.total_blocks
         return self.extents.claim(extents)
@@ -119,10 +120,9 @@ class DualHead(Layout):
         self._give(first - owners.size, owners)
         return claimed
 
-    def restore(self, extents):
-        ids = np.flatnonzero(extents >= 0)
+    def restore(self, ids, extents):
         self._busy()  # has a place for each shelf
-        self._lane[extents[ids] // self.SHELF] = ids // self.geometry.num_blocks
+        self._lane[extents // self.SHELF] = ids // self.geometry.num_blocks
 
     def place(self, block_id):
         lane = block_id // self.geometry.num_blocks
@@ -150,9 +150,9 @@ class DualHead(Layout):
 
     def _busy(self) -> np.ndarray:
         """bool[shelves]: not wholly free. Somebody else may have claimed extents of shelves that no lane has."""
-        unknown = max(0, -(-self.extents.end // self.SHELF) - self._lane.size)
-        self._lane = np.append(self._lane, np.full(unknown, -1))
-        return self.extents.occupied(np.arange(self._lane.size * self.SHELF)).reshape(-1, self.SHELF).max(-1)
+        busy = self.extents.groups_in_use(self.SHELF)
+        self._lane = np.append(self._lane, np.full(max(0, busy.size - self._lane.size), -1))
+        return np.append(busy, np.zeros(self._lane.size - busy.size, bool))
 
     def _free_shelves(self, count: int) -> int:
         """The first of `count` neighbouring shelves without a block, as low as possible."""

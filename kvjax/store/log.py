@@ -1,4 +1,4 @@
-"""Saved caches of one store file: committing them, and finding them again.
+"""Saved caches of one store file: committing them. `kvjax.store.recovery` finds them again.
 
 A commit is two syncs. The blocks and a log record that tells where they are go to extents nobody owned; sync. Then the
 superblock of the save before last is overwritten by one that names the record; sync. Whatever happens in between, the
@@ -10,14 +10,14 @@ import threading
 from collections.abc import Sequence
 
 import numpy as np
-from absl import logging
 
-from kvjax.errors import ChecksumMismatch, NothingSaved, ShortRead, WriteFailed
-from kvjax.store.base import PAGE_BYTES, Geometry
+from kvjax.errors import WriteFailed
+from kvjax.store.base import Geometry
 from kvjax.store.extents import ExtentPool
 from kvjax.store.file import BlockFile
-from kvjax.store.format import HEADER_BYTES, MAX_RECORDS, SUPERBLOCKS, Place, Record, Superblock, checksum
-from kvjax.store.table import LanePool, Table
+from kvjax.store.format import MAX_RECORDS, MAX_SEQUENCE, SUPERBLOCKS, Place, Record, Superblock, checksum
+from kvjax.store.recovery import Found
+from kvjax.store.table import Table
 
 
 @dataclasses.dataclass
@@ -72,7 +72,7 @@ class CommitLog:
         """Saved caches that the file holds, newest first: at most two. The lock is held."""
         return self._kept[::-1]
 
-    def restore(self, found: Sequence["Found"], tables: Sequence[Table]) -> None:
+    def restore(self, found: Sequence[Found], tables: Sequence[Table]) -> None:
         """Takes over what `recover` found and `adopt` made of it, newest first. The lock is held."""
         self._kept = [Saved(one.sequence, one.generation, one.metadata, one.slot, table, one.superblock.records)
                       for one, table in zip(reversed(found), reversed(tables), strict=True)]
@@ -86,6 +86,9 @@ class CommitLog:
         """
         if self.broken is not None:
             raise self.broken
+        if self._sequence + len(requests) > MAX_SEQUENCE:
+            raise WriteFailed(f"{self._file.path} was saved {self._sequence} times, and there is no number left; save "
+                              "to another file")
         saved, record = self._prepare(requests[-1], self._sequence + len(requests))
         try:
             self._write_record(record, saved.places[-1])
@@ -111,7 +114,7 @@ class CommitLog:
         chain = current.places if current is not None and not _outgrown(current.places) else ()
         with self._lock:
             table = request.table.share()
-            ids, extents = table.changes_since(current.table) if current is not None and chain else _complete(table)
+            ids, extents = table.changes_since(current.table) if current is not None and chain else table.blocks()
             sums = np.where(extents >= 0, self._extents.checksums[extents], 0).astype(np.uint64)
         try:  # with the lock free, which reads need: of a large cache this is hundreds of megabytes
             data = Record(sequence, request.generation, ids, extents, sums, request.metadata).pack()
@@ -156,117 +159,3 @@ class CommitLog:
 def _outgrown(places: tuple[Place, ...]) -> bool:
     """Whether a new complete record is due, because the changes outweigh the old one or their list is long."""
     return len(places) > MAX_RECORDS // 2 or sum(place.bytes for place in places[1:]) > places[0].bytes
-
-
-def _complete(table: Table) -> tuple[np.ndarray, np.ndarray]:
-    extents = table.everything()
-    ids = np.flatnonzero(extents >= 0)
-    return ids, extents[ids]
-
-
-# ---- recovery
-
-
-@dataclasses.dataclass(frozen=True)
-class Found:
-    """A whole saved cache in a file.
-
-    Attributes:
-      latest: the highest sequence number that any superblock of the file bears.
-    """
-
-    superblock: Superblock
-    slot: int
-    records: tuple[Record, ...]
-    latest: int
-
-    @property
-    def sequence(self) -> int:
-        return self.superblock.sequence
-
-    @property
-    def generation(self) -> int:
-        return self.records[-1].generation
-
-    @property
-    def metadata(self) -> bytes:
-        return self.records[-1].metadata
-
-    def table(self, geometry: Geometry) -> tuple[np.ndarray, np.ndarray]:
-        """Extents int32[total_blocks], -1 where nothing was written, and what the blocks must hash to, uint64."""
-        extents = np.full(geometry.total_blocks, -1, np.int32)
-        sums = np.zeros(geometry.total_blocks, np.uint64)
-        for record in self.records:
-            extents[record.ids], sums[record.ids] = record.extents, record.sums
-        return extents, sums
-
-
-def recover(file: BlockFile, geometry: Geometry) -> tuple[list[Found], list[str]]:
-    """The whole saved caches of a file, newest first, and what is wrong with the others. Raises ReadFailed."""
-    while True:
-        superblocks, problems = read_superblocks(file)
-        latest = max((one.sequence for one in superblocks.values()), default=0)
-        found = []
-        for slot, superblock in sorted(superblocks.items(), key=lambda item: -item[1].sequence):
-            try:
-                found.append(Found(superblock, slot, _read_records(file, geometry, superblock), latest))
-            except (ChecksumMismatch, ShortRead) as cause:
-                problems.append(str(cause))
-        if not problems or read_superblocks(file)[0] == superblocks:  # else a writer saved while we were reading
-            return found, problems
-
-
-def whole_saves(file: BlockFile, geometry: Geometry) -> list[Found]:
-    """`recover`, with a warning for all that is damaged; NothingSaved where nothing whole is left."""
-    found, problems = recover(file, geometry)
-    if not found:
-        why = "; ".join(problems) or "it was never saved"
-        raise NothingSaved(f"{file.path} holds no saved cache ({why}); prefill again")
-    for problem in problems:
-        logging.warning("%s; going on with save %d of %s", problem, found[0].sequence, file.path)
-    return found
-
-
-def adopt(found: Sequence[Found], geometry: Geometry, lanes: LanePool) -> list[Table]:
-    """Tables of saved caches, newest first, that own their blocks; their log records have owners then, too."""
-    tables = []
-    for one in reversed(found):
-        extents, sums = one.table(geometry)
-        lanes.extents.restore(extents[extents >= 0], sums[extents >= 0])
-        tables.append(Table.of(lanes, extents))
-    for place in {place for one in found for place in one.superblock.records}:
-        extents = place.extents(geometry.extent_bytes)
-        lanes.extents.restore(extents, np.zeros(extents.size, np.uint64))
-        lanes.extents.share(extents)
-    return tables[::-1]
-
-
-def read_superblocks(file: BlockFile) -> tuple[dict[int, Superblock], list[str]]:
-    """Valid superblocks by slot, and what is wrong with the others. Raises ReadFailed."""
-    superblocks, problems = {}, []
-    for slot, offset in enumerate(SUPERBLOCKS):
-        name = f"{file.path}: superblock {slot} at offset {offset}"
-        try:
-            superblock = Superblock.unpack(_read(file, offset, PAGE_BYTES, f"superblock {slot}"), name)
-        except (ChecksumMismatch, ShortRead) as cause:
-            problems.append(str(cause))
-            continue
-        if superblock is not None:
-            superblocks[slot] = superblock
-    return superblocks, problems
-
-
-def _read_records(file: BlockFile, geometry: Geometry, superblock: Superblock) -> tuple[Record, ...]:
-    records = []
-    for place in superblock.records:
-        offset = HEADER_BYTES + place.extent * geometry.extent_bytes
-        what = f"a log record of save {superblock.sequence}"
-        data = _read(file, offset, place.bytes, what)
-        records.append(Record.unpack(data, place, f"{file.path}: {what} at offset {offset}"))
-    return tuple(records)
-
-
-def _read(file: BlockFile, offset: int, size: int, what: str) -> bytes:
-    data = bytearray(size)
-    file.read([(memoryview(data), offset)], lambda _: what, direct=False)
-    return bytes(data)

@@ -17,7 +17,7 @@ from kvjax.errors import ChecksumMismatch, ShortRead
 from kvjax.store.codec import Codec, make_codec
 from kvjax.store.creation import open_file
 from kvjax.store.format import HEADER_BYTES
-from kvjax.store.log import whole_saves
+from kvjax.store.recovery import Found, whole_saves
 from kvjax.store.system import SystemIO
 
 
@@ -26,19 +26,32 @@ class MappedSave:
     """The newest whole save of a store file at the time of opening.
 
     A cache that goes on writing the file leaves its blocks alone until it is saved twice more.
-
-    Attributes:
-      extents: int32[L, B, KB, NB] where each block lies, -1 = never written. KB is 1 where all heads fetch alike.
-      sums: uint64[L, B, KB, NB] what it hashes to.
-      sequence: number of the save.
     """
 
     path: str
     codec: Codec
-    extents: np.ndarray
-    sums: np.ndarray
-    sequence: int
+    _save: Found
     _bytes: np.ndarray
+
+    @property
+    def sequence(self) -> int:
+        """Number of the save."""
+        return self._save.sequence
+
+    @property
+    def extents(self) -> np.ndarray:
+        """int32[L, B, KB, NB] where each block lies, -1 = never written. KB is 1 where all heads fetch alike."""
+        return self._of_all(self._save.blocks[1], -1)
+
+    @property
+    def sums(self) -> np.ndarray:
+        """uint64[L, B, KB, NB] what each block hashes to, 0 where it was never written."""
+        return self._of_all(self._save.blocks[2], 0)
+
+    def _of_all(self, column: np.ndarray, default: int) -> np.ndarray:
+        found = np.full(_shape(self.codec), default, column.dtype)
+        found.reshape(-1)[self._save.blocks[0]] = column
+        return found
 
     def block(self, layer: int, sequence: int, head: int, block: int) -> np.ndarray:
         """Rows `[C, width]` of a block, keys before values and as they are stored; zeros where nothing was written.
@@ -49,9 +62,14 @@ class MappedSave:
         geometry, at = self.codec.geometry, (layer, sequence, head, block)
         if min(at) < 0:
             raise IndexError(f"{at} has a negative number")
-        extent, sums = int(self.extents[at]), self.sums[at].reshape(1)
-        if extent < 0:
+        if not all(index < size for index, size in zip(at, _shape(self.codec), strict=True)):
+            raise IndexError(f"{at} is not within {_shape(self.codec)}")
+        ids, extents, sums = self._save.blocks
+        block_id = int(np.ravel_multi_index(at, _shape(self.codec)))
+        place = int(ids.searchsorted(block_id))
+        if place == ids.size or ids[place] != block_id:
             return np.zeros((geometry.block_rows, geometry.width), geometry.numpy_dtype)
+        extent, sums = int(extents[place]), sums[place : place + 1]
         start, size = HEADER_BYTES + extent * geometry.extent_bytes, int(self.codec.sizes(sums)[0])
         image = self._bytes[start : start + min(size, geometry.block_bytes)]
         if size < geometry.extent_bytes:
@@ -73,14 +91,16 @@ def open_saved(path: str | os.PathLike) -> MappedSave:
     path = fields.path("path", path)
     file, header = open_file(path, SystemIO(), direct=False, read_only=True)
     try:
-        newest, mapped = whole_saves(file, header.geometry)[0], file.mapped()
+        codec = make_codec(header.codec, header.geometry)
+        newest, mapped = whole_saves(file, codec)[0], file.mapped()
     finally:
         file.close()
-    geometry, codec = header.geometry, make_codec(header.codec, header.geometry)
-    extents, sums = newest.table(geometry)
-    ends = HEADER_BYTES + extents.astype(np.int64) * geometry.extent_bytes + codec.sizes(sums)
-    needed, size = max(ends[extents >= 0], default=0), mapped.size
+    needed, size = newest.end(codec), mapped.size
     if size < needed:  # beyond its end a mapped file is SIGBUS
         raise ShortRead(f"{path} has {size} bytes, and save {newest.sequence} needs {needed}; restore a whole copy")
-    shape = (geometry.layers, geometry.batch, geometry.kv_heads, geometry.num_blocks)
-    return MappedSave(path, codec, extents.reshape(shape), sums.reshape(shape), newest.sequence, mapped)
+    return MappedSave(path, codec, newest, mapped)
+
+
+def _shape(codec: Codec) -> tuple[int, int, int, int]:
+    geometry = codec.geometry
+    return geometry.layers, geometry.batch, geometry.kv_heads, geometry.num_blocks

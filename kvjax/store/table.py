@@ -5,6 +5,8 @@ lanes, not their contents, so that neither costs more for a longer context; a la
 Owner counts say who shares what: tables own lanes, and lanes own extents.
 """
 
+import itertools
+
 import numpy as np
 
 from kvjax.store.base import Geometry
@@ -27,15 +29,14 @@ class LanePool:
         self.rows = np.full((1, self.num_blocks), -1, np.int32)
         self._owners = np.ones(1, np.int64)  # one more for the empty lane, so that it is never freed or changed
         self._free: list[int] = []
+        self._end = 1  # lanes from here on were never used
         self._grow(self.lanes)
 
     def _grow(self, more: int) -> None:
-        old = len(self.rows)
-        rows = np.empty((old + more, self.num_blocks), np.int32)
-        rows[:old] = self.rows
+        rows = np.empty((self._end + more, self.num_blocks), np.int32)
+        rows[:self._end] = self.rows
         self.rows = rows
         self._owners = np.concatenate([self._owners, np.zeros(more, np.int64)])
-        self._free.extend(range(old + more - 1, old - 1, -1))
 
     @property
     def held_bytes(self) -> int:
@@ -44,9 +45,12 @@ class LanePool:
 
     def add(self, row: np.ndarray) -> int:
         """A new lane with one owner and these extents, each of which the caller's ownership passes to it."""
-        if not self._free:
-            self._grow(len(self.rows))
-        lane = self._free.pop()
+        if self._free:
+            lane = self._free.pop()
+        else:
+            if self._end == len(self.rows):
+                self._grow(self._end)
+            lane, self._end = self._end, self._end + 1
         self.rows[lane] = row
         self._owners[lane] = 1
         return lane
@@ -90,13 +94,17 @@ class Table:
         return cls(pool, lanes)
 
     @classmethod
-    def of(cls, pool: LanePool, extents: np.ndarray) -> "Table":
-        """A table of extents[total_blocks], and one more owner of each of them."""
+    def of(cls, pool: LanePool, ids: np.ndarray, extents: np.ndarray) -> "Table":
+        """A table of blocks ids[n], ascending, in extents[n], and one more owner of each of these."""
         table = cls.empty(pool)
-        pool.extents.share(extents[extents >= 0])
-        for lane, row in enumerate(extents.reshape(pool.lanes, -1)):
-            if (row >= 0).any():
-                table._set(lane, pool.add(row))
+        pool.extents.share(extents)
+        lanes, blocks = np.divmod(ids, pool.num_blocks)
+        starts = np.flatnonzero(np.diff(lanes, prepend=-1))
+        for start, stop in itertools.pairwise([*starts.tolist(), ids.size]):
+            row = np.full(pool.num_blocks, -1, np.int32)
+            row[blocks[start:stop]] = extents[start:stop]
+            table._set(int(lanes[start]), pool.add(row))
+        pool.release(np.full(starts.size, _EMPTY))
         return table
 
     def extents(self, ids: np.ndarray) -> np.ndarray:
@@ -110,6 +118,13 @@ class Table:
     def everything(self) -> np.ndarray:
         """int32[total_blocks], a copy."""
         return self.pool.rows[self._lanes].reshape(-1)
+
+    def blocks(self) -> tuple[np.ndarray, np.ndarray]:
+        """int64 ids of the blocks that were written, ascending, and their int32 extents."""
+        lanes = np.flatnonzero(self._lanes != _EMPTY)
+        rows = self.pool.rows[self._lanes[lanes]]
+        which, block = np.nonzero(rows >= 0)
+        return lanes[which] * self.pool.num_blocks + block, rows[which, block]
 
     def share(self) -> "Table":
         """The same table once more, independent of this one; copies no lane."""

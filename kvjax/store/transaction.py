@@ -15,7 +15,7 @@ import numpy as np
 
 from kvjax import packing
 from kvjax.errors import FormatMismatch, StaleCache, StoreClosed, StoreError, typed
-from kvjax.store.base import Branch, Event, Gathered, Geometry, Stats, Tally
+from kvjax.store.base import MAX_GENERATION, Branch, Event, Gathered, Geometry, Stats, Tally
 from kvjax.store.callbacks import native
 
 
@@ -266,6 +266,9 @@ class TransactionalBranch(Branch):
             self._raise_saved()
             self._check(generation)
             records, following = self._records(), self.generation + 1
+            if following > MAX_GENERATION:
+                raise StoreError(f"branch {self.handle} has had {self.generation} tokens, and no more can be counted; "
+                                 "prefill a new cache")
             prepared = self._prepare(records)
             try:
                 self._publish(prepared)

@@ -15,9 +15,10 @@ from kvjax.store.extents import run_starts
 from kvjax.store.file import BlockFile
 from kvjax.store.layout import Layout
 from kvjax.store.lineage import Lineage, Staged
-from kvjax.store.log import CommitLog, Found, Request, read_superblocks
+from kvjax.store.log import CommitLog, Request
 from kvjax.store.overlay import OverlayFile
 from kvjax.store.reader import Reader
+from kvjax.store.recovery import Found, read_superblocks
 from kvjax.store.table import LanePool, Table
 from kvjax.store.writer import Writer
 
@@ -251,7 +252,8 @@ class Volume:
         """
         self.log.restore(found, tables)
         if not isinstance(self.file, OverlayFile):
-            self._layout.restore(tables[0].everything())
+            ids, extents, _ = found[0].blocks
+            self._layout.restore(ids, extents)
 
     def place_prompt(self, ids: np.ndarray, retrieved: np.ndarray | None) -> np.ndarray:
         """`Layout.place_prompt`. The lock is held."""
@@ -268,6 +270,7 @@ class Volume:
         def describe(offset: int) -> str:
             extent = (offset - self.extents.offset(0)) // self.geometry.extent_bytes
             with self.lock:
-                found = np.flatnonzero(lineage.table.everything() == extent)
+                ids, extents = lineage.table.blocks()
+            found = ids[extents == extent]
             return self.geometry.describe(found[0]) if found.size else f"extent {extent}"
         return describe

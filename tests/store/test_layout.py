@@ -120,7 +120,7 @@ def test_a_lane_goes_on_with_its_shelves_in_a_file_that_is_opened_again():
     ids = np.append(np.arange(SHELF), BLOCKS + np.arange(3))
     table[ids] = layout.place_prompt(ids, None)
     opened = DualHead(LANES, layout.extents)
-    opened.restore(table)
+    opened.restore(ids, table[ids])
     assert [opened.place(BLOCKS + 3), opened.place(BLOCKS + 4)] == [SHELF + 3, SHELF + 4]
     assert opened.place(SHELF) == 2 * SHELF, "the first lane's is full"
 

@@ -11,8 +11,8 @@ from kvjax.errors import ChecksumMismatch, FormatMismatch, NothingSaved, ShortRe
 from kvjax.store import mapped as mapping
 from kvjax.store.flash import FlashStore
 from kvjax.store.format import HEADER_BYTES
-from kvjax.store.log import whole_saves
 from kvjax.store.mapped import open_saved
+from kvjax.store.recovery import whole_saves
 from tests.store.conftest import GEOMETRY, WIDE, plant_runs
 
 
@@ -70,10 +70,10 @@ def test_copies_cannot_be_changed_either(tmp_path, open_branch):
 def test_a_file_beyond_two_gigabytes_that_is_cut_is_refused(tmp_path, open_branch, monkeypatch):
     saved(open_branch, tmp_path / "a.kv")
 
-    def far(file, geometry):
-        found = whole_saves(file, geometry)[0]
-        extents, sums = found.table(geometry)
-        monkeypatch.setattr(type(found), "table", lambda *_: (np.where(extents < 0, extents, 1 << 21), sums))
+    def far(file, codec):
+        found = whole_saves(file, codec)[0]
+        ids, extents, sums = found.blocks
+        vars(found)["blocks"] = ids, np.full_like(extents, 1 << 21), sums
         return [found]
 
     monkeypatch.setattr(mapping, "whole_saves", far)
@@ -118,9 +118,9 @@ def test_a_file_that_is_cut_is_refused_before_it_is_mapped(tmp_path, open_branch
     """Here after its log was read, which usually lies behind the blocks and is what is cut."""
     saved(open_branch, tmp_path / "a.kv")
 
-    def cut(file, geometry):
-        found = whole_saves(file, geometry)
-        os.truncate(file.path, HEADER_BYTES + (found[0].table(geometry)[0].max() + 1) * geometry.extent_bytes - 1)
+    def cut(file, codec):
+        found = whole_saves(file, codec)
+        os.truncate(file.path, found[0].end(codec) - 1)
         return found
 
     monkeypatch.setattr(mapping, "whole_saves", cut)

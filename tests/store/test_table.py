@@ -101,7 +101,7 @@ def test_a_table_made_from_extents_owns_them():
     extents = np.full(SMALL.total_blocks, -1, np.int32)
     extents[[0, 4, 11]] = [7, 2, 5]
     pool.restore(extents[extents >= 0], np.arange(3, dtype=np.uint64))
-    table = Table.of(lanes, extents)
+    table = Table.of(lanes, np.flatnonzero(extents >= 0), extents[extents >= 0])
     assert pool.end == 8 and pool.allocate(5).tolist() == [0, 1, 3, 4, 6]
     table.release()
     assert pool.allocate(3).tolist() == [2, 5, 7]
@@ -112,7 +112,7 @@ def test_sharing_copies_no_lane(blocks):
     """What a fork allocates depends on the number of lanes, not on how long they are."""
     pool = ExtentPool("file", 4096, None)
     lanes = LanePool(dataclasses.replace(SMALL, num_blocks=blocks), pool)
-    table = Table.of(lanes, pool.allocate(4 * blocks))
+    table = Table.of(lanes, np.arange(4 * blocks), pool.allocate(4 * blocks))
     before = lanes.rows
     shared = table.share()
     assert lanes.rows is before and shared._lanes.size == 4

@@ -1,0 +1,202 @@
+"""Finding the saved caches of a store file: which are whole, what they hold, and who owns which extents.
+
+Checksums tell damage, and not whether numbers make sense: a page may come from a faulty program, or from somebody who
+means harm. So every number of a superblock or a log record is checked against the geometry and the size of the file
+before it is used, and a save that contradicts itself is passed over like one that is torn.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+from absl import logging
+
+from kvjax.errors import ChecksumMismatch, FormatMismatch, NothingSaved, ShortRead
+from kvjax.store.base import PAGE_BYTES
+from kvjax.store.codec import Codec
+from kvjax.store.file import BlockFile
+from kvjax.store.format import HEADER_BYTES, MAX_EXTENTS, SUPERBLOCKS, Place, Record, Superblock
+from kvjax.store.table import LanePool, Table
+
+_PROBLEMS = (ChecksumMismatch, FormatMismatch, ShortRead)  # of a save, which leave the other one alone
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """A whole saved cache in a file.
+
+    Attributes:
+      latest: the highest sequence number that any superblock of the file bears.
+    """
+
+    superblock: Superblock
+    slot: int
+    records: tuple[Record, ...]
+    latest: int
+
+    @property
+    def sequence(self) -> int:
+        return self.superblock.sequence
+
+    @property
+    def generation(self) -> int:
+        return self.records[-1].generation
+
+    @property
+    def metadata(self) -> bytes:
+        return self.records[-1].metadata
+
+    @functools.cached_property
+    def blocks(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Ids int64[n] of the blocks that were written, ascending, their extents int32[n], and uint64[n] what they must
+        hash to."""
+        ids = np.concatenate([record.ids for record in self.records]).astype(np.int64)
+        order = ids.argsort(kind="stable")
+        newest = order[np.append(np.diff(ids[order]) > 0, True)[:order.size]]
+        extents, sums = (np.concatenate(columns)[newest] for columns in (
+            [record.extents for record in self.records], [record.sums for record in self.records]))
+        written = extents >= 0
+        return ids[newest][written], extents[written].astype(np.int32), sums[written].astype(np.uint64)
+
+    def end(self, codec: Codec) -> int:
+        """Where in the file the last of its blocks ends, bytes."""
+        _, extents, sums = self.blocks
+        ends = HEADER_BYTES + extents.astype(np.int64) * codec.geometry.extent_bytes + codec.sizes(sums)
+        return int(ends.max(initial=0))
+
+
+def recover(file: BlockFile, codec: Codec) -> tuple[list[Found], list[str]]:
+    """The whole saved caches of a file, newest first, and what is wrong with the others. Raises ReadFailed."""
+    while True:
+        superblocks, problems = read_superblocks(file)
+        latest = max((one.sequence for one in superblocks.values()), default=0)
+        found: list[Found] = []
+        for slot, superblock in sorted(superblocks.items(), key=lambda item: -item[1].sequence):
+            try:
+                one = Found(superblock, slot, _read_records(file, codec, superblock), latest)
+                _check_owners(file, codec, one, found)
+                found.append(one)
+            except _PROBLEMS as cause:
+                problems.append(str(cause))
+        if not problems or read_superblocks(file)[0] == superblocks:  # else a writer saved while we were reading
+            return found, problems
+
+
+def whole_saves(file: BlockFile, codec: Codec) -> list[Found]:
+    """`recover`, with a warning for all that is damaged; NothingSaved where nothing whole is left."""
+    found, problems = recover(file, codec)
+    if not found:
+        why = "; ".join(problems) or "it was never saved"
+        raise NothingSaved(f"{file.path} holds no saved cache ({why}); prefill again")
+    for problem in problems:
+        logging.warning("%s; going on with save %d of %s", problem, found[0].sequence, file.path)
+    return found
+
+
+def adopt(found: Sequence[Found], lanes: LanePool) -> list[Table]:
+    """Tables of saved caches, newest first, that own their blocks; their log records have owners then, too."""
+    tables = []
+    for one in reversed(found):
+        ids, extents, sums = one.blocks
+        lanes.extents.restore(extents, sums)
+        tables.append(Table.of(lanes, ids, extents))
+    for place in _places(found):
+        extents = place.extents(lanes.extents.extent_bytes)
+        lanes.extents.restore(extents, np.zeros(extents.size, np.uint64))
+        lanes.extents.share(extents)
+    return tables[::-1]
+
+
+def read_superblocks(file: BlockFile) -> tuple[dict[int, Superblock], list[str]]:
+    """Valid superblocks by slot, and what is wrong with the others. Raises ReadFailed."""
+    superblocks, problems = {}, []
+    for slot, offset in enumerate(SUPERBLOCKS):
+        name = f"{file.path}: superblock {slot} at offset {offset}"
+        try:
+            superblock = Superblock.unpack(_read(file, offset, PAGE_BYTES, f"superblock {slot}"), name)
+        except _PROBLEMS as cause:
+            problems.append(str(cause))
+            continue
+        if superblock is not None:
+            superblocks[slot] = superblock
+    return superblocks, problems
+
+
+def _read_records(file: BlockFile, codec: Codec, superblock: Superblock) -> tuple[Record, ...]:
+    geometry, records = codec.geometry, []
+    what = f"a log record of save {superblock.sequence}"
+    _check_places(file, codec, superblock)
+    for place in superblock.records:
+        offset = HEADER_BYTES + place.extent * geometry.extent_bytes
+        data = _read(file, offset, place.bytes, what)
+        records.append(Record.unpack(data, place, f"{file.path}: {what} at offset {offset}", geometry))
+    numbers = [record.sequence for record in records]
+    if numbers[-1] != superblock.sequence or sorted(set(numbers)) != numbers:
+        raise FormatMismatch(f"{file.path}: log records of save {superblock.sequence} bear the numbers {numbers}")
+    return tuple(records)
+
+
+def _check_places(file: BlockFile, codec: Codec, superblock: Superblock) -> None:
+    """Raises ShortRead or FormatMismatch unless log records lie in the file, each in extents of its own, so that all of
+    them together are no larger than the file."""
+    extent_bytes, end = codec.geometry.extent_bytes, 0
+    what = f"{file.path}: log records of save {superblock.sequence}"
+    for place in sorted(superblock.records, key=lambda place: place.extent):
+        if place.extent < end:
+            raise FormatMismatch(f"{what} overlap at extent {place.extent}")
+        end = place.stop(extent_bytes)
+    if end > MAX_EXTENTS:
+        raise FormatMismatch(f"{what} reach to extent {end}, of {MAX_EXTENTS} at most")
+    _check_end(file, what, HEADER_BYTES + end * extent_bytes)
+
+
+def _check_owners(file: BlockFile, codec: Codec, one: Found, others: Sequence[Found]) -> None:
+    """Raises ShortRead or FormatMismatch unless what a save names lies in the file, and no two things in one extent,
+    where one would be overwritten while the other is needed. Another save may have the same block there."""
+    what = f"{file.path}: save {one.sequence}"
+    for other in others:
+        if other.sequence == one.sequence:
+            raise FormatMismatch(f"{what} is there twice")
+    _check_end(file, what, one.end(codec))
+    owners = _Owners(file.size // codec.geometry.extent_bytes + 1)
+    for found in (*others, one):
+        owners.claim(*found.blocks, f"{what}: a block")
+    for number, place in enumerate(_places([*others, one]), codec.geometry.total_blocks):
+        taken = place.extents(codec.geometry.extent_bytes)
+        owners.claim(np.full(taken.size, number), taken, np.zeros(taken.size, np.uint64), f"{what}: a log record")
+
+
+class _Owners:
+    """What lies in each extent, of so many. Memory that is not touched is not there: a file may have large holes."""
+
+    def __init__(self, count: int):
+        self._owner = np.zeros(count, np.int64)  # 1 + id
+        self._sums = np.zeros(count, np.uint64)
+
+    def claim(self, ids: np.ndarray, extents: np.ndarray, sums: np.ndarray, what: str) -> None:
+        """FormatMismatch where others than ids[n], with these checksums, are in extents[n]."""
+        before = self._owner[extents]
+        known = before > 0
+        wrong = known & ((before != ids + 1) | (self._sums[extents] != sums))
+        self._owner[extents], self._sums[extents] = ids + 1, sums
+        wrong |= self._owner[extents] != ids + 1
+        if wrong.any():
+            raise FormatMismatch(f"{what} is in extent {extents[wrong.argmax()]}, which belongs to another one")
+
+
+def _places(found: Sequence[Found]) -> list[Place]:
+    """The log records of saves, each once."""
+    return list(dict.fromkeys(place for one in found for place in one.superblock.records))
+
+
+def _check_end(file: BlockFile, what: str, end: int) -> None:
+    size = file.size
+    if size < end:
+        raise ShortRead(f"{what}: the file ends at byte {size}, and this reaches to byte {end}; it was truncated")
+
+
+def _read(file: BlockFile, offset: int, size: int, what: str) -> bytes:
+    data = bytearray(size)
+    file.read([(memoryview(data), offset)], lambda _: what, direct=False)
+    return bytes(data)
