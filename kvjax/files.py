@@ -9,6 +9,7 @@ import stat
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
+MOST_JSON_BYTES = 64 << 20  # of files that the library writes
 _KINDS = (
     (stat.S_ISDIR, "directory"), (stat.S_ISFIFO, "FIFO"), (stat.S_ISCHR, "character device"),
     (stat.S_ISBLK, "block device"),
@@ -59,6 +60,12 @@ def parse_json(content: bytes) -> Any:
         return json.loads(content.decode("utf-8"))
     except RecursionError:
         raise ValueError("its brackets are nested too deep") from None
+
+
+def read_json(path: str | os.PathLike[str]) -> Any:
+    """Returns what a JSON file says. Raises OSError where it cannot be opened, and ValueError for whatever else keeps it
+    from being read (`read_regular`, `parse_json`)."""
+    return parse_json(read_regular(path, MOST_JSON_BYTES))
 
 
 @contextlib.contextmanager

@@ -13,7 +13,6 @@ from kvjax.errors import ChecksumMismatch, ConfigError, FormatMismatch, ReadFail
 
 # 6: a sealed manifest beside one state file, tokens that are still to be fed, keys less a vector before they are packed
 VERSION = 6
-MOST_BYTES = 64 << 20  # of a manifest; that of one sequence has about a thousand
 _MOST_TOKENS = 1 << 40  # beyond that sizes of arrays have no number
 _STATE = re.compile(r"state-[0-9a-f]{12}")
 

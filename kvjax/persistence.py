@@ -47,9 +47,10 @@ from kvjax.models.config import ModelConfig
 from kvjax.planning import Plan, Slots, State
 from kvjax.store.base import Branch
 from kvjax.store.branch import FlashBranch
+from kvjax.store.codec import make_codec
 from kvjax.store.creation import open_file
 from kvjax.store.flash import FlashStore
-from kvjax.store.log import recover
+from kvjax.store.recovery import recover
 from kvjax.store.slots import SlotPool
 from kvjax.store.system import SystemIO
 from kvjax.store.tiers import TieredPool
@@ -275,7 +276,7 @@ def _names_on_device(directory: pathlib.Path) -> set[str] | None:
             return _named([_read_manifest(directory)], directory / MANIFEST)
         file, header = open_file(str(directory / BLOCKS), SystemIO(), direct=False, read_only=True)
         with contextlib.closing(file):
-            found, problems = recover(file, header.geometry)
+            found, problems = recover(file, make_codec(header.codec, header.geometry))
         return None if problems else _named([one.metadata for one in found], directory / BLOCKS)
     except NothingSaved:
         return set()
@@ -439,7 +440,7 @@ def _read_manifest(directory: pathlib.Path) -> bytes:
     """What a save left there. Raises NothingSaved or ReadFailed."""
     path = directory / MANIFEST
     try:
-        return files.read_regular(path, manifest.MOST_BYTES)
+        return files.read_regular(path, files.MOST_JSON_BYTES)
     except FileNotFoundError as cause:
         raise NothingSaved(f"{directory} holds no saved cache; give the directory of an earlier save") from cause
     except ValueError as cause:

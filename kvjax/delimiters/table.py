@@ -84,7 +84,7 @@ class Delimiters:
     def load(cls, path: str | os.PathLike) -> "Delimiters":
         """Reads what `save` wrote. ConfigError if it is missing or something else."""
         try:
-            content = json.loads(pathlib.Path(path).read_text())
+            content = files.read_json(path)
             tokens, texts, scores, counts = zip(*content["delimiters"], strict=True)
             size = int(content["vocab_size"])
             if not all(0 <= token < size for token in tokens) or not np.isfinite(scores).all():

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from kvjax import files
 from kvjax.errors import CheckpointError, PromptError
 from kvjax.models import added_tokens, chat_template, hf_config
+from kvjax.models.hf_config import read_optional_json
 from kvjax.models.text_codec import TextCodec, typed
 
 TOKENIZER = "tokenizer.json"
@@ -63,7 +64,7 @@ class TextTokenizer:
         content = _read_tokenizer(root / TOKENIZER)
         tokenizer = _parse_tokenizer(root / TOKENIZER, content)
         settings, special_map, more = (
-            (root / name, _read_optional(root / name)) for name in (SETTINGS, SPECIAL_TOKENS, ADDED_TOKENS)
+            (root / name, read_optional_json(root / name)) for name in (SETTINGS, SPECIAL_TOKENS, ADDED_TOKENS)
         )
         with typed(f"{root}: tokens of other files cannot be added to {TOKENIZER}"):
             added = added_tokens.add(tokenizer, settings, special_map, more)
@@ -178,14 +179,10 @@ def _parse_tokenizer(path: pathlib.Path, content: bytes) -> Tokenizer:
     return tokenizer
 
 
-def _read_optional(path: pathlib.Path) -> dict[str, Any]:
-    return hf_config.read_json(path) if os.path.lexists(path) else {}
-
-
 def _eos_ids(root: pathlib.Path, tokenizer: Tokenizer, special: Mapping[str, str]) -> tuple[int, ...]:
     """The ids of both model files, which chat models extend with their end of turn, and the tokenizer's own."""
     paths = (root / hf_config.GENERATION, root / hf_config.CONFIG)
-    stated = [i for path in paths for i in hf_config.token_ids("eos_token_id", (path, _read_optional(path)))]
+    stated = [i for path in paths for i in hf_config.token_ids("eos_token_id", (path, read_optional_json(path)))]
     own = _id_of(tokenizer, special.get("eos_token"))
     return tuple(dict.fromkeys(stated if own is None else [*stated, own]))
 

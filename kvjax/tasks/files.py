@@ -1,10 +1,10 @@
 """Rows of a benchmark's file: JSON lines, or one JSON list."""
 
-import json
 import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+from kvjax import files
 from kvjax.errors import TaskFileError
 
 Row = Mapping[str, Any]
@@ -46,8 +46,8 @@ def _list(path: pathlib.Path, text: str) -> list[tuple[str, Any]]:
 
 def _parse(where: str, text: str) -> Any:
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
+        return files.parse_json(text.encode())
+    except ValueError as error:
         raise TaskFileError(f"{where}: not JSON ({error}); get the file again") from error
 
 

@@ -5,10 +5,10 @@ plain ones of our own, with which scores are not comparable to published ones. S
 """
 
 import dataclasses
-import json
 import pathlib
 
 from kvjax.errors import TaskFileError
+from kvjax.files import parse_json
 from kvjax.tasks import files, prompts, scoring
 from kvjax.tasks.base import Request, Sample
 
@@ -74,7 +74,7 @@ def _official(path: pathlib.Path) -> dict[str, str]:
     for folder in (path.parent, path.parent / "config", path.parent.parent / "config"):
         if (file := folder / "dataset2prompt.json").is_file():
             try:
-                found = json.loads(files.read_text(file))
+                found = parse_json(files.read_text(file).encode())
             except ValueError as error:
                 raise TaskFileError(f"{file}: not a JSON object ({error}); get the file again") from error
             if not isinstance(found, dict) or not all(isinstance(one, str) for one in found.values()):

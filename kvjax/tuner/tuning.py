@@ -134,7 +134,7 @@ class Tuning:
 def load(path: str | os.PathLike) -> Tuning:
     """What `Tuning.save` wrote. Raises ReadFailed where that cannot be read, FormatMismatch for another version."""
     try:
-        saved = json.loads(pathlib.Path(path).read_text())
+        saved = files.read_json(path)
         if saved["version"] != VERSION:
             raise FormatMismatch(f"{path} is a tuning of version {saved['version']}, this library reads {VERSION}; "
                                  "tune again")
