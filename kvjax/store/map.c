@@ -37,7 +37,7 @@ long submit_mapped(const Reads *reads, int64_t count) {
     return count;
 }
 
-/* Whether all pages have come. A file that we may not write looks as if: then bringing them in waits. */
+/* Whether all pages have come; the kernel tells only who may write the file, as whoever reads through C may. */
 static int has_come(const Landing *to, const struct iocb *read) {
     unsigned char here[LOOKED_AT];
     int64_t pages = (read->aio_nbytes + to->page_bytes - 1) / to->page_bytes;
@@ -54,7 +54,7 @@ static int has_come(const Landing *to, const struct iocb *read) {
 static int wait_for(const Landing *to, const struct iocb *read) {
     double began = now(), waited = 0;
     struct timespec nap = {0, NAP};
-    madvise(address_of(to, read), read->aio_nbytes, MADV_WILLNEED); /* they may have come and gone since they were guessed */
+    madvise(address_of(to, read), read->aio_nbytes, MADV_WILLNEED); /* a guess may have come and gone */
     while (!has_come(to, read) && waited < PATIENCE) {
         if (waited < AWAKE) sched_yield();
         else nanosleep(&nap, NULL);

@@ -5,8 +5,8 @@
 /* Tells the kernel that `count` more reads will be wanted: it begins them. Returns how many were taken, all of them. */
 long submit_mapped(const Reads *reads, int64_t count);
 
-/* Brings in the pages of the next reads, in the order of their submission, `least` or more, and fills an event for each: 0
- * or an error for what cannot be had, -EAGAIN for what has not come and may be waited for by others. How many. */
+/* Brings in the pages of the next reads, in the order of their submission, `least` or more, and fills an event for each:
+ * its bytes, an error for what cannot be had, or -EAGAIN for what others may wait for. How many. */
 long await_mapped(const Reads *reads, int64_t least);
 
 /* Copies `size` bytes of a block from the map; whether all of them could be had. */

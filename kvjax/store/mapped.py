@@ -3,8 +3,8 @@
     saved = open_saved("saved/blocks.kv")
     rows = saved.block(layer=0, sequence=0, head=1, block=3)    # [C, width], checked, not copied
 
-The file is memory-mapped, so that pages come as they are looked at. Decoding does not read this way: a mapped page that
-its device does not give ends the process with SIGBUS, where a cache raises ReadFailed.
+The file is memory-mapped, so that pages come as they are looked at. One that its device does not give ends the process
+with SIGBUS then, where a cache raises ReadFailed, also one that decodes through a map (`kvjax.store.filemap`).
 """
 
 import dataclasses
