@@ -63,7 +63,7 @@ def parse_json(content: bytes) -> Any:
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """Returns what a JSON file says. Raises OSError where it cannot be opened, and ValueError for whatever else keeps it
+    """Returns what a JSON file says. Raises OSError where it cannot be opened, ValueError for whatever else keeps it
     from being read (`read_regular`, `parse_json`)."""
     return parse_json(read_regular(path, MOST_JSON_BYTES))
 
