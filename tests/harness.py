@@ -172,9 +172,8 @@ class Sim:
         self.plan, self.stream, self.branch = plan_of(method), stream, None
         self._fetched = (None, None)
         self.at = np.asarray(prompt, np.int32)
-        batch, size = stream.k.shape[0], CAPACITY
-        k, v, token, q = (jnp.asarray(array[:, :size]) for array in (stream.k, stream.v, stream.token, stream.q))
-        state, *placed = _fill(self.plan, k, v, jnp.asarray(self.at), token, q)
+        batch = stream.k.shape[0]
+        state, *placed = _fill(*self._read())
         if store is None:
             self.cache = LayerCache(state, layer.in_memory(self.plan, *placed, dtype))
             return
@@ -189,6 +188,12 @@ class Sim:
         pool = SlotPool.zeros(spec, batch, slots or spec.max_blocks + 1, dtype, policy, backend or default_backend())
         self.cache = LayerCache(state, pool)
 
+    def _read(self):
+        """What `_fill` is given."""
+        stream = self.stream
+        k, v, token, q = (jnp.asarray(array[:, :CAPACITY]) for array in (stream.k, stream.v, stream.token, stream.q))
+        return self.plan, k, v, jnp.asarray(self.at), token, q
+
     @property
     def line(self) -> Line:
         handle, generation = (-1, 0) if self.branch is None else (self.branch.handle, self.branch.generation)
@@ -196,13 +201,8 @@ class Sim:
 
     def step(self, active=None):
         """Decodes one token of every active sequence; returns (out, report). Raises the store's error."""
-        b = np.arange(len(self.at))
-        active = np.ones(len(b), bool) if active is None else np.asarray(active)
-        at = np.minimum(self.at, self.stream.k.shape[1] - 1)
-        out, cache, ok, report = _token(
-            self.plan, self.cache, self.stream.q[b, at], self.stream.k[b, at], self.stream.v[b, at],
-            self.stream.token[b, at], self.at, active, self.line,
-        )
+        active = np.ones(len(self.at), bool) if active is None else np.asarray(active)
+        out, cache, ok, report = _token(*self._fed(active))
         self.cache = jax.block_until_ready(cache)
         if self.branch is not None:
             if not bool(ok):
@@ -211,6 +211,17 @@ class Sim:
             self.branch.commit(self.branch.generation)
         self.at = self.at + active
         return np.asarray(out), report
+
+    def _fed(self, active):
+        """What `_token` is given."""
+        b, at = np.arange(len(self.at)), np.minimum(self.at, self.stream.k.shape[1] - 1)
+        newest = (array[b, at] for array in (self.stream.q, self.stream.k, self.stream.v, self.stream.token))
+        return self.plan, self.cache, *newest, self.at, active, self.line
+
+    def programs(self):
+        """The jaxprs of reading the prompts and of one token."""
+        token = _token.trace(*self._fed(np.ones(len(self.at), bool)))
+        return _fill.trace(*self._read()).jaxpr, token.jaxpr
 
     def run(self, steps: int) -> np.ndarray:
         return np.stack([self.step()[0] for _ in range(steps)])

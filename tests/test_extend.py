@@ -31,7 +31,7 @@ def following(tokens):
 
 def extended(params, tokens, method, chunk, store=None, config: ModelConfig = CONFIG, **slots):
     plan, state, _, branch = start(params, tokens, method, store, config, **slots)
-    state, logits = extend(plan, params, state, following(tokens), jnp.asarray(MORE), chunk)
+    state, logits = extend(plan, params, state, following(tokens), jnp.asarray(MORE, jnp.int32), chunk)
     return plan, state, np.asarray(logits), branch
 
 

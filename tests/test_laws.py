@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import harness
 import jax
@@ -167,6 +168,21 @@ def test_one_trace_serves_every_step_and_nothing_changes_shape(method):
 def _shapes(cache):
     """What a program is compiled for: of an array of a weak type and one of the same type there are two."""
     return [(leaf.shape, leaf.dtype, leaf.weak_type) for leaf in jax.tree.leaves(cache)]
+
+
+@every_method
+def test_jax_enable_x64_changes_no_type_and_no_bit(method):
+    """Nor is anything computed in 64 bits on the way."""
+    narrow = Sim(method, Stream.draw(5), [50, 20])
+    expected = narrow.run(10)
+    with jax.enable_x64(True):
+        wide = Sim(method, Stream.draw(5), [50, 20])
+        np.testing.assert_array_equal(wide.run(10), expected)
+        for program in wide.programs():
+            assert not re.search(r"f64\[\d", str(program))  # but for Python's numbers, of which there is f64[]
+    assert _shapes(wide.cache) == _shapes(narrow.cache)
+    for one, other in zip(*(jax.tree.leaves(jax.device_get(sim.cache)) for sim in (wide, narrow)), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 # 5. ------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ def make_tokens():
 def start(params, tokens, method, store=None, config=CONFIG, **slots):
     plan = planning.make_plan(config, method, 2, CAPACITY)
     branch = store.create(planning.geometry(plan), "test") if store else None
-    length = jnp.asarray(PROMPT)
+    length = jnp.asarray(PROMPT, jnp.int32)
     state, logits = prefill.prefill(plan, params, tokens[:, : max(PROMPT)], length, branch, Slots(**slots))
     return plan, state, logits, branch
 
@@ -76,7 +76,7 @@ def dense(params, tokens, config=CONFIG):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _forward(config, params, tokens):
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[-1]), tokens.shape)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[-1], dtype=jnp.int32), tokens.shape)
     return Transformer(config).apply({"params": params}, tokens, positions)
 
 

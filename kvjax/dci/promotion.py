@@ -51,5 +51,5 @@ def far_from_parents(
 ) -> Float[Array, "L1"]:
     """What is far at levels 2, 3, ... of a tree built at once; `distance`: squared, of each point to its parent."""
     among = has_parent & (level == jnp.arange(1, shape.levels, dtype=jnp.int32)[:, None])
-    far = jnp.nanquantile(jnp.where(among, distance, jnp.nan), 1 - shape.ratio, axis=-1)
+    far = jnp.nanquantile(jnp.where(among, distance, jnp.nan), jnp.float32(1 - shape.ratio), axis=-1)
     return jnp.where(jnp.any(among, axis=-1), far, 0.0)
