@@ -16,7 +16,7 @@ from kvjax.errors import ChecksumMismatch, FormatMismatch, NothingSaved, ShortRe
 from kvjax.store.base import PAGE_BYTES
 from kvjax.store.codec import Codec
 from kvjax.store.file import BlockFile
-from kvjax.store.format import HEADER_BYTES, MAX_EXTENTS, SUPERBLOCKS, Place, Record, Superblock
+from kvjax.store.format import HEADER_BYTES, MAX_EXTENTS, SUPERBLOCKS, Record, Superblock
 from kvjax.store.table import LanePool, Table
 
 _PROBLEMS = (ChecksumMismatch, FormatMismatch, ShortRead)  # of a save, which leave the other one alone
@@ -51,19 +51,21 @@ class Found:
     def blocks(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Ids int64[n] of the blocks that were written, ascending, their extents int32[n], and uint64[n] what they must
         hash to."""
-        ids = np.concatenate([record.ids for record in self.records]).astype(np.int64)
-        order = ids.argsort(kind="stable")
-        newest = order[np.append(np.diff(ids[order]) > 0, True)[:order.size]]
-        extents, sums = (np.concatenate(columns)[newest] for columns in (
-            [record.extents for record in self.records], [record.sums for record in self.records]))
-        written = extents >= 0
-        return ids[newest][written], extents[written].astype(np.int32), sums[written].astype(np.uint64)
+        ids, extents, sums = (np.concatenate([getattr(record, name) for record in self.records]).astype(kind)
+                              for name, kind in (("ids", np.int64), ("extents", np.int32), ("sums", np.uint64)))
+        if len(self.records) > 1:  # else they are in order, each once
+            order = ids.argsort(kind="stable")
+            newest = order[np.append(np.diff(ids[order]) > 0, True)[:order.size]]
+            newest = newest[extents[newest] >= 0]
+            ids, extents, sums = ids[newest], extents[newest], sums[newest]
+        return ids, extents, sums
 
     def end(self, codec: Codec) -> int:
         """Where in the file the last of its blocks ends, bytes."""
         _, extents, sums = self.blocks
-        ends = HEADER_BYTES + extents.astype(np.int64) * codec.geometry.extent_bytes + codec.sizes(sums)
-        return int(ends.max(initial=0))
+        last = int(extents.max(initial=0))
+        size = int(codec.sizes(sums[extents == last]).max(initial=0))
+        return HEADER_BYTES + last * codec.geometry.extent_bytes + size
 
 
 def recover(file: BlockFile, codec: Codec) -> tuple[list[Found], list[str]]:
@@ -101,7 +103,7 @@ def adopt(found: Sequence[Found], lanes: LanePool) -> list[Table]:
         ids, extents, sums = one.blocks
         lanes.extents.restore(extents, sums)
         tables.append(Table.of(lanes, ids, extents))
-    for place in _places(found):
+    for place in {place for one in found for place in one.superblock.records}:
         extents = place.extents(lanes.extents.extent_bytes)
         lanes.extents.restore(extents, np.zeros(extents.size, np.uint64))
         lanes.extents.share(extents)
@@ -131,6 +133,8 @@ def _read_records(file: BlockFile, codec: Codec, superblock: Superblock) -> tupl
         offset = HEADER_BYTES + place.extent * geometry.extent_bytes
         data = _read(file, offset, place.bytes, what)
         records.append(Record.unpack(data, place, f"{file.path}: {what} at offset {offset}", geometry))
+    if records[0].extents.min(initial=0) < 0:
+        raise FormatMismatch(f"{file.path}: {what} is complete, and names blocks that are nowhere")
     numbers = [record.sequence for record in records]
     if numbers[-1] != superblock.sequence or sorted(set(numbers)) != numbers:
         raise FormatMismatch(f"{file.path}: log records of save {superblock.sequence} bear the numbers {numbers}")
@@ -159,35 +163,29 @@ def _check_owners(file: BlockFile, codec: Codec, one: Found, others: Sequence[Fo
         if other.sequence == one.sequence:
             raise FormatMismatch(f"{what} is there twice")
     _check_end(file, what, one.end(codec))
-    owners = _Owners(file.size // codec.geometry.extent_bytes + 1)
-    for found in (*others, one):
-        owners.claim(*found.blocks, f"{what}: a block")
-    for number, place in enumerate(_places([*others, one]), codec.geometry.total_blocks):
-        taken = place.extents(codec.geometry.extent_bytes)
-        owners.claim(np.full(taken.size, number), taken, np.zeros(taken.size, np.uint64), f"{what}: a log record")
+    extent_bytes = codec.geometry.extent_bytes
+    ids, extents, sums = one.blocks
+    # 1 + position of the block in each extent, below 0 for a log record. Zeros that are not touched take no memory: a
+    # file may have large holes.
+    holder, positions = np.zeros(file.size // extent_bytes + 1, np.int32), np.arange(1, ids.size + 1, dtype=np.int32)
+    holder[extents] = positions
+    _refuse_any(holder[extents] != positions, extents, f"{what}: a block")
+    for place in dict.fromkeys(place for found in (*others, one) for place in found.superblock.records):
+        taken = place.extents(extent_bytes)
+        _refuse_any(holder[taken] != 0, taken, f"{what}: a log record")
+        holder[taken] = -1
+    for other in others:
+        other_ids, other_extents, other_sums = other.blocks
+        held = holder[other_extents]
+        same = held[held > 0] - 1
+        wrong = held < 0
+        wrong[held > 0] = (ids[same] != other_ids[held > 0]) | (sums[same] != other_sums[held > 0])
+        _refuse_any(wrong, other_extents, f"{what}: a block of save {other.sequence}")
 
 
-class _Owners:
-    """What lies in each extent, of so many. Memory that is not touched is not there: a file may have large holes."""
-
-    def __init__(self, count: int):
-        self._owner = np.zeros(count, np.int64)  # 1 + id
-        self._sums = np.zeros(count, np.uint64)
-
-    def claim(self, ids: np.ndarray, extents: np.ndarray, sums: np.ndarray, what: str) -> None:
-        """FormatMismatch where others than ids[n], with these checksums, are in extents[n]."""
-        before = self._owner[extents]
-        known = before > 0
-        wrong = known & ((before != ids + 1) | (self._sums[extents] != sums))
-        self._owner[extents], self._sums[extents] = ids + 1, sums
-        wrong |= self._owner[extents] != ids + 1
-        if wrong.any():
-            raise FormatMismatch(f"{what} is in extent {extents[wrong.argmax()]}, which belongs to another one")
-
-
-def _places(found: Sequence[Found]) -> list[Place]:
-    """The log records of saves, each once."""
-    return list(dict.fromkeys(place for one in found for place in one.superblock.records))
+def _refuse_any(wrong: np.ndarray, extents: np.ndarray, what: str) -> None:
+    if wrong.any():
+        raise FormatMismatch(f"{what} is in extent {extents[wrong.argmax()]}, which belongs to another one")
 
 
 def _check_end(file: BlockFile, what: str, end: int) -> None:

@@ -99,7 +99,7 @@ class Table:
         table = cls.empty(pool)
         pool.extents.share(extents)
         lanes, blocks = np.divmod(ids, pool.num_blocks)
-        starts = np.flatnonzero(np.diff(lanes, prepend=-1))
+        starts = np.flatnonzero(np.append(True, lanes[1:] != lanes[:-1])[:lanes.size])
         for start, stop in itertools.pairwise([*starts.tolist(), ids.size]):
             row = np.full(pool.num_blocks, -1, np.int32)
             row[blocks[start:stop]] = extents[start:stop]

@@ -211,6 +211,13 @@ def test_saves_that_claim_the_same_extent_for_two_blocks(plain, path, caplog):
     driver.branch.close()
 
 
+def test_a_complete_record_that_names_a_block_without_a_place(plain, path):
+    """Given a base that both saves have."""
+    field = plain.field(f"record {newest(plain)[1][0][0]} extent 1")
+    with pytest.raises(NothingSaved, match="names blocks that are nowhere"):
+        opened(path, plain.changed((field, -1)))
+
+
 def test_two_saves_of_one_number(plain, path, caplog):
     slot, _ = newest(plain)
     fields = [plain.field(f"superblock {1 - slot} sequence"), plain.field(
