@@ -36,7 +36,7 @@ def in_token_order(plan: LayerPlan, cache: LayerCache, tokens: int):
     state, none = cache.state, plan.spec.num_blocks
     batch, heads, blocks, rows = state.pos.shape
     everything = cache.pool.everything(jnp.broadcast_to(jnp.arange(blocks), (batch, heads, blocks)))
-    key, value = (kept.unpacked() for kept in everything)
+    key, value = dataclasses.replace(everything[0], smoothing=state.smoothing).unpacked(), everything[1].unpacked()
     owner = getattr(state.index, "cluster", jnp.broadcast_to(jnp.arange(blocks), (batch, heads, blocks)))
     owner = jnp.concatenate([jnp.repeat(owner, rows, axis=-1), jnp.full(state.tail.pos.shape, none)], axis=-1)
     pos = jnp.concatenate([state.pos.reshape(batch, heads, -1), state.tail.pos], axis=-1)

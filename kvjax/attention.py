@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from kvjax import kernels
 from kvjax.errors import ConfigError
 from kvjax.order import computed_once
-from kvjax.packing import Packed, Scattered, pack
+from kvjax.packing import Packed, Scattered, Smoothing, pack, unpack
 from kvjax.typing import Array, Bool, Float, Int32, Num, pytree
 
 _FOUR = 4  # queries that the kernel takes together
@@ -32,9 +32,28 @@ class Part:
 
 def products(*pairs: tuple[Array | Packed | Scattered, Array]) -> Float[Array, "*K G N"]:
     """Sum over pairs of key[*K, N, D] and q[*K, G, D] of each query's product with each key of its KV head."""
-    # Keys as the left operand: XLA:CPU then reads them in place, about 3x faster than as the right one.
-    found = [_contract("...nd,...gd->...ng", key, q) for key, q in pairs]
+    found = [_products(key, q) for key, q in pairs]
     return computed_once(sum(found[1:], found[0])).swapaxes(-1, -2)
+
+
+def _products(key: Array | Packed | Scattered, q: Float[Array, "*K G D"]) -> Float[Array, "*K N G"]:
+    """Products of one pair; keys that were smoothed are not restored, as the query can be changed instead."""
+    if isinstance(key, Packed | Scattered) and key.smoothing is not None:
+        rows, q = key.gathered() if isinstance(key, Scattered) else key, q.astype(jnp.float32)
+        if jax.default_backend() != "cpu":
+            return _products_of_smoothed(rows, key.smoothing, q)
+        return jax.lax.map(lambda head: _products_of_smoothed(*head), (rows, key.smoothing, q))
+    # Keys as the left operand: XLA:CPU then reads them in place, about 3x faster than as the right one.
+    return _contract("...nd,...gd->...ng", key, q)
+
+
+def _products_of_smoothed(key: Packed, smoothing: Smoothing, q: Float[Array, "*K G D"]) -> Float[Array, "*K N G"]:
+    """Products with keys that were smoothed, as they were packed."""
+    shift, scale = smoothing.shift[..., None, :], smoothing.scale[..., None, :]
+    # A sum, and not a product of matrices, which accelerators round: it is large, and has to fit the scores of floats.
+    constant = jnp.sum(q * shift, axis=-1)[..., None, :]
+    found = _contract("...nd,...gd->...ng", unpack(key.vectors, key.dtype), q * scale)
+    return found + jnp.where(key.shifted[..., None], constant, 0.0)
 
 
 def _weighted(

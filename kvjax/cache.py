@@ -18,7 +18,8 @@ import numpy as np
 from kvjax import kernels
 from kvjax.method import Context, Edits, Leaving, Method, Placement, Selection, Spec, View, position_in_order
 from kvjax.order import computed_once, exists, written_out
-from kvjax.typing import Array, Bool, Float, Int32, UInt, pytree
+from kvjax.packing import Smoothing
+from kvjax.typing import Array, Bool, Float, Int32, Num, UInt, pytree
 
 
 @pytree
@@ -43,6 +44,7 @@ class LayerState:
     loaded: Int32[Array, "*B K M1"]  # blocks fetched in the newest step
     tail: Tail
     refused: Int32[Array, "*B K"]  # tokens to be held that found no free row (always 0 for a correct method)
+    smoothing: Smoothing | None = None  # of keys in blocks; None where those are floats, or values alone
 
     @property
     def pos(self) -> Int32[Array, "*B K NB C"]:
@@ -324,7 +326,7 @@ def _hold(spec, layer, block, held, leaving, value):
     return dataclasses.replace(layer, tail=tail, refused=layer.refused + (held & (slot == spec.held)))
 
 
-def with_held(spec: Spec, blocks: list[Float[Array, "K C D"]], held: Float[Array, "K R D"]) -> Float[Array, "K CU D"]:
+def with_held(spec: Spec, blocks: list[Num[Array, "K C X"]], held: Num[Array, "K R X"]) -> Num[Array, "K CU X"]:
     """The first due block's rows, the held rows, and those of the other due blocks: what `Edits.rows` indexes."""
     held = held[:, spec.sinks + spec.ring :].astype(blocks[0].dtype)
     return jnp.concatenate([blocks[0], held, *blocks[1:]], axis=1)

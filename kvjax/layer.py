@@ -17,7 +17,9 @@ from kvjax import cache as caching
 from kvjax.cache import Fresh, LayerState, Rows
 from kvjax.errors import PromptError
 from kvjax.method import Leaving, Method, Placement, Spec
+from kvjax.order import exists
 from kvjax.pool import Line, MemoryPool, Pool, Traffic, gated, scatter_prompt
+from kvjax.smoothing import learn_smoothing, unknown_smoothing
 from kvjax.typing import Array, Bool, Float, Int32, Num, PyTree, pytree
 
 
@@ -101,6 +103,8 @@ def init(plan: LayerPlan, batch: int, dtype: str = "float32", weights: PyTree | 
     weights = plan.method.weights(0) if weights is None else weights
     index = () if plan.follows else plan.method.init(plan.spec, weights)
     one = caching.empty_layer(plan.spec, index, packing.tail_type(dtype))
+    if dtype in packing.BITS and plan.spec.keeps_keys:
+        one = dataclasses.replace(one, smoothing=unknown_smoothing(plan.spec))
     return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (batch, *leaf.shape)), one)
 
 
@@ -127,6 +131,14 @@ def prefill(plan: LayerPlan, state: LayerState, prompts: Prompts, leader: LayerS
 
     A layer that follows another takes the placements of the `leader`.
     """
+    state, placement = _placed(plan, state, prompts, leader)
+    if state.smoothing is not None:
+        state = dataclasses.replace(state, smoothing=_smoothing_of(plan.spec, prompts))
+    return state, placement
+
+
+def _placed(plan: LayerPlan, state: LayerState, prompts: Prompts, leader: LayerState | None):
+    """The state and each token's place."""
     spec, (batch, tokens) = plan.spec, prompts.key.shape[:2]
     token = jnp.full((batch, tokens), -1, jnp.int32) if prompts.token is None else prompts.token
     filled = (prompts.key, prompts.value, prompts.length, token)
@@ -139,30 +151,63 @@ def prefill(plan: LayerPlan, state: LayerState, prompts: Prompts, leader: LayerS
     return jax.vmap(lambda *args: caching.build(spec, plan.method, *args))(state, *filled, query)
 
 
+def _smoothing_of(spec: Spec, prompts: Prompts) -> packing.Smoothing:
+    """Learned from each prompt's tokens after the sinks; unknown where none of them has left the window."""
+    pos = jnp.arange(prompts.key.shape[1], dtype=jnp.int32)
+
+    def one(args):
+        key, length = args
+        valid = (pos >= spec.sinks) & (pos < length) & (length > spec.sinks + spec.ring)
+        return learn_smoothing(spec, key.swapaxes(0, 1), pos, valid)
+
+    return each_sequence(one, (prompts.key, prompts.length))
+
+
 def prefill_memory(plan: LayerPlan, state: LayerState, prompts: Prompts, dtype: str = "float32") -> LayerCache:
     """`prefill` into a new memory pool."""
     state, placement = prefill(plan, state, prompts)
-    return LayerCache(state, in_memory(plan, placement, prompts, dtype))
+    return LayerCache(state, in_memory(plan, state, placement, prompts, dtype))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 3))
-def in_memory(plan: LayerPlan, placement: Placement, prompts: Prompts, dtype: str = "float32") -> MemoryPool:
+def in_memory(
+    plan: LayerPlan, state: LayerState, placement: Placement, prompts: Prompts, dtype: str = "float32"
+) -> MemoryPool:
     """The memory pool of prompts that `prefill` has placed."""
-    *key, value = (scatter_prompt(plan.spec, placement, rows) for rows in _kept(plan, prompts, dtype))
+    return _in_memory(plan, state.smoothing, placement, prompts, dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4))
+def _in_memory(plan: LayerPlan, smoothing, placement: Placement, prompts: Prompts, dtype: str) -> MemoryPool:
+    *key, value = (scatter_prompt(plan.spec, placement, rows) for rows in _kept(plan, smoothing, prompts, dtype))
     return MemoryPool(key[0] if key else None, value, dtype)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 2))
-def stored_rows(plan: LayerPlan, prompts: Prompts, dtype: str = "float32") -> Num[Array, "B KB T X2"]:
+def stored_rows(
+    plan: LayerPlan, state: LayerState, prompts: Prompts, dtype: str = "float32"
+) -> Num[Array, "B KB T X2"]:
     """What blocks of a store hold of each token: values beside keys, or alone."""
-    kept = [rows.reshape(*rows.shape[:2], plan.spec.block_heads, -1) for rows in _kept(plan, prompts, dtype)]
+    return _stored_rows(plan, state.smoothing, prompts, dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def _stored_rows(plan: LayerPlan, smoothing, prompts: Prompts, dtype: str) -> Num[Array, "B KB T X2"]:
+    kept = [rows.reshape(*rows.shape[:2], plan.spec.block_heads, -1) for rows in _kept(plan, smoothing, prompts, dtype)]
     return jnp.concatenate(kept, axis=-1).swapaxes(1, 2)
 
 
-def _kept(plan: LayerPlan, prompts: Prompts, dtype: str) -> list[Num[Array, "B T K X"]]:
+def _kept(
+    plan: LayerPlan, smoothing: packing.Smoothing | None, prompts: Prompts, dtype: str
+) -> list[Num[Array, "B T K X"]]:
     """What blocks hold of prompts: keys, if they do, and values."""
-    both = (prompts.key, prompts.value)
-    return [packing.pack(rows, dtype) for rows in (both if plan.spec.keeps_keys else both[1:])]
+    key, value = _rows(plan, smoothing, prompts.key.swapaxes(1, 2), prompts.value.swapaxes(1, 2), dtype)
+    return [rows.swapaxes(1, 2) for rows in (key, value) if rows is not None]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4))
+def _rows(plan: LayerPlan, smoothing: packing.Smoothing | None, key, value, dtype: str):
+    """Keys and values `[B, K, *E, D]` as blocks keep them; None for keys that they do not."""
+    kept = packing.pack_keys(key, smoothing, dtype) if plan.spec.keeps_keys else None
+    return kept, packing.pack(value, dtype)
 
 
 # ------------------------------------------------------------------------------------------- read
@@ -249,13 +294,19 @@ def chosen_rows(plan: LayerPlan, pool: Pool, mine: Fetched):
     spec, state, choice, rows = plan.spec, mine.state, mine.choice, mine.choice.rows
     if plan.dense:
         valid = (jnp.arange(spec.block_rows, dtype=jnp.int32) < state.count[..., None]).reshape(spec.kv_heads, -1)
-        both = _every_row(spec, pool, mine) if mine.everything is None else mine.everything
-        return *both, valid, state.pos.reshape(valid.shape)
+        key, value = _every_row(spec, pool, mine) if mine.everything is None else mine.everything
+        return _with(state.smoothing, key), value, valid, state.pos.reshape(valid.shape)
     key, value = pool.rows_at(mine.number, jnp.take_along_axis(mine.slot, rows.rank, axis=-1), rows.row)
+    key = _with(state.smoothing, key)
     if key is None:
         block = jnp.take_along_axis(choice.need, rows.rank, axis=-1)
         key = plan.method.rebuild(spec, state.index, block, rows.row, rows.pos)
     return key, value, rows.valid, rows.pos
+
+
+def _with(smoothing: packing.Smoothing | None, key):
+    """Keys (`packing.Scattered` or `packing.Packed`) with what they were smoothed by."""
+    return key if smoothing is None else dataclasses.replace(key, smoothing=smoothing)
 
 
 def scored(plan: LayerPlan, mine: Fetched, q: Float[Array, "K G D"]) -> Float[Array, "K G N"] | None:
@@ -383,7 +434,8 @@ def write(
     pool = cache.pool
     if plan.spec.selected_rows or not plan.method.evicts:  # else no block ever holds a row
         block = gated(placement.block, gate, plan.spec.num_blocks)
-        pool = pool.put_row(block, placement.row, leaving.key, value, layer, line)
+        key, value = _rows(plan, state.smoothing, leaving.key, value, pool.dtype)
+        pool = pool.put_row(block, placement.row, key, value, layer, line)
     cache = LayerCache(state, pool)
     return _adapt_all(plan, cache, gate, layer, line) if plan.method.adaptive else cache, placement
 
@@ -391,7 +443,26 @@ def write(
 @functools.partial(jax.jit, static_argnums=0)
 def _advance_all(plan: LayerPlan, state: LayerState, fresh: Fresh, at, gate, token, leader):
     """`_advance` of every sequence."""
+    if state.smoothing is not None:
+        state, gate = _smoothing_known(plan.spec, state, fresh, at, gate)
     return jax.vmap(lambda *args: _advance(plan, *args))(state, fresh, at, gate, token, leader)
+
+
+def _smoothing_known(spec: Spec, state, fresh: Fresh, at: Int32[Array, "B"], gate: Bool[Array, "B"]):
+    """The state with a smoothing of every sequence of which the first token leaves the window in this step, and the
+    gate of what is to be written after the window has been read."""
+    before = state.smoothing
+    first = gate & (at >= spec.sinks + spec.ring) & (before.scale[:, 0, 0] == 0)
+    ring = slice(spec.sinks, spec.sinks + spec.ring)
+
+    def learned():
+        key = jnp.concatenate([state.tail.key[:, :, ring], fresh.key[:, :, None].astype(state.tail.key.dtype)], axis=2)
+        pos = jnp.concatenate([state.tail.pos[:, 0, ring], at[:, None]], axis=1)
+        found = each_sequence(lambda one: learn_smoothing(spec, *one), (key, pos, pos >= 0))
+        return jax.tree.map(lambda new, old: jnp.where(first[:, None, None], new, old), found, before)
+
+    known = jax.lax.cond(jnp.any(first), learned, lambda: before)
+    return dataclasses.replace(state, smoothing=known), gate & exists(known.scale)
 
 
 def _advance(plan: LayerPlan, layer: LayerState, fresh: Fresh, at, gate, token, leader):
@@ -447,12 +518,15 @@ def _adapt(plan: LayerPlan, cache: LayerCache, due: Int32[Array, "B K P"], layer
 
 @functools.partial(jax.jit, static_argnums=0)
 def _adapted(plan: LayerPlan, cache: LayerCache, due: Int32[Array, "B K P"]):
-    """The state after one round, and the blocks it rewrites: numbers[B, K, E], keys and values[B, K, E, C, D]."""
-    spec, method = plan.spec, plan.method
+    """The state after one round, and the blocks it rewrites: numbers[B, K, E], keys and values[B, K, E, C, X]."""
+    spec, method, tail, smoothing = plan.spec, plan.method, cache.state.tail, cache.state.smoothing
     found = [cache.pool.block(cache.pool.locate(block)) for block in jnp.moveaxis(due, -1, 0)]
     joined = jax.vmap(lambda *args: caching.with_held(spec, *args))
-    key = joined([key for key, _ in found], cache.state.tail.key)
-    value = joined([value for _, value in found], cache.state.tail.value)
+    seen = joined([_with(smoothing, key).unpacked() for key, _ in found], tail.key)
+    # As they are kept: rows that move stay the same bytes.
+    held_key, held_value = _rows(plan, smoothing, tail.key, tail.value, cache.pool.dtype)
+    key = joined([key.vectors for key, _ in found], held_key)
+    value = joined([value.vectors for _, value in found], held_value)
 
     def one(layer, due, keys):
         pos = caching.due_positions(spec, layer, due)
@@ -460,11 +534,11 @@ def _adapted(plan: LayerPlan, cache: LayerCache, due: Int32[Array, "B K P"]):
         layer = caching.apply_edits(spec, dataclasses.replace(layer, index=index), edits, pos)
         return layer, edits
 
-    state, edits = jax.vmap(one)(cache.state, due, key)
+    state, edits = jax.vmap(one)(cache.state, due, seen)
     return state, edits.dst, _regroup(key, edits), _regroup(value, edits)
 
 
-def _regroup(rows: Float[Array, "B K CU D"], edits) -> Float[Array, "B K E C D"]:
+def _regroup(rows: Num[Array, "B K CU X"], edits) -> Num[Array, "B K E C X"]:
     """Block contents after the edits; empty rows are zero."""
     index = jnp.maximum(edits.rows, 0)[..., None]
     taken = jnp.take_along_axis(rows[:, :, None], index, axis=3)

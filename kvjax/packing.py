@@ -3,8 +3,8 @@
 A key or value x of D numbers becomes D codes c = round((x - low) / step) of `bits` bits, low = min x and step =
 (max x - low) / (2^bits - 1), with low and step as f16 behind them: D + 4 bytes, or D / 2 + 4. A number is off by half a
 step, and by what f16 takes from low. Every vector has its own range, as rows arrive one by one; so KIVI (Liu et al.,
-2024) keeps values, while its keys share a range per channel among many tokens. Packing what was unpacked changes
-nothing, so that clusters may be split again and again.
+2024) keeps values, while its keys share a range per channel among many tokens. Here keys are made even first, with a
+shift and a scale per channel (`Smoothing`, which `kvjax.smoothing` learns). Packing what was unpacked changes nothing.
 
 Sinks, recent window and held rows are kept as floats.
 
@@ -20,12 +20,28 @@ import ml_dtypes
 import numpy as np
 
 from kvjax.errors import ConfigError
-from kvjax.typing import Array, Float, Int32, Num, pytree
+from kvjax.typing import Array, Bool, Float, Int32, Num, pytree
 
 FLOATS = ("float32", "bfloat16", "float16")
 BITS = {"int8": 8, "int4": 4}
 _RANGE_BYTES = 4  # low and step
 _LARGEST = 65504.0  # of f16
+
+
+@pytree
+class Smoothing:
+    """Shift and scale of channels of keys in few bits: of (k - shift) / scale and k / scale, what spans less is kept.
+
+    Keys of attention sinks, which take most of the attention, are small where a bias makes all others large.
+    """
+
+    shift: Float[Array, "*B K D"]
+    scale: Float[Array, "*B K D"]  # 0 = not known yet, as no key is packed
+
+
+def _beside(channels: Float[Array, "*B K D"], key: Float[Array, "*N D"]) -> Float[Array, "*M D"]:
+    """Numbers of each head's channels, to be used with all of its keys."""
+    return jnp.expand_dims(channels, tuple(range(channels.ndim - 1, key.ndim - 1)))
 
 
 @pytree
@@ -35,10 +51,20 @@ class Packed:
 
     vectors: Num[Array, "*K N X"]
     dtype: str = dataclasses.field(metadata={"static": True})
+    smoothing: Smoothing | None = None  # of keys
 
     def unpacked(self) -> Float[Array, "*K N D"]:
         """All of them."""
-        return unpack(self.vectors, self.dtype)
+        rows = unpack(self.vectors, self.dtype)
+        if self.smoothing is None:
+            return rows
+        shift, scale = (_beside(one, rows) for one in (self.smoothing.shift, self.smoothing.scale))
+        return rows * scale + jnp.where(self.shifted[..., None], shift, 0.0)
+
+    @property
+    def shifted(self) -> Bool[Array, "*K N"]:
+        """Whether the shift was subtracted from keys that were smoothed: the sign of their step says so."""
+        return self.vectors[..., -1] >= 0
 
 
 @pytree
@@ -48,10 +74,15 @@ class Scattered:
     pool: Num[Array, "R X"]  # every row there is
     index: Int32[Array, "*K N"]  # which of them; those out of range are clipped
     dtype: str = dataclasses.field(metadata={"static": True})
+    smoothing: Smoothing | None = None  # of keys
 
     def unpacked(self) -> Float[Array, "*K N D"]:
         """All of them."""
-        return unpack(jnp.take(self.pool, self.index, axis=0, mode="clip"), self.dtype)
+        return self.gathered().unpacked()
+
+    def gathered(self) -> Packed:
+        """Copies of them, one after the other."""
+        return Packed(jnp.take(self.pool, self.index, axis=0, mode="clip"), self.dtype, self.smoothing)
 
 
 def all_of(rows: Packed | Scattered | Array) -> Float[Array, "*K N D"]:
@@ -113,6 +144,22 @@ def pack(x: Float[Array, "*N D"], dtype: str) -> Num[Array, "*N X"]:
     return jax.lax.bitcast_convert_type(packed, jnp.int8)
 
 
+def pack_keys(key: Float[Array, "*N D"], smoothing: Smoothing | None, dtype: str) -> Num[Array, "*N X"]:
+    """Keys `[*B, K, *E, D]` as they are kept."""
+    if smoothing is None:
+        return pack(key, dtype)
+    shift, scale = (_beside(one, key) for one in (smoothing.shift, smoothing.scale))
+    scale, key = jnp.where(scale > 0, scale, 1.0), key.astype(jnp.float32)
+    shifted, plain = pack((key - shift) / scale, dtype), pack(key / scale, dtype)
+    sign = jnp.zeros(plain.shape[-1], jnp.int8).at[-1].set(-128)  # of the step, in the last byte
+    return jnp.where(_steps(plain) < _steps(shifted), plain | sign, shifted)
+
+
+def _steps(kept: Num[Array, "*N X"]) -> Float[Array, "*N 1"]:
+    """The step of each vector, which has no sign yet."""
+    return jax.lax.bitcast_convert_type(kept[..., -2:], jnp.float16)[..., None]
+
+
 def _step(low: Float[Array, "*N 1"], largest: Float[Array, "*N 1"], levels: int) -> Float[Array, "*N 1"]:
     return ((largest - low.astype(jnp.float32)) / levels).astype(jnp.float16)
 
@@ -136,4 +183,4 @@ def unpack(kept: Num[Array, "*N X"], dtype: str) -> Float[Array, "*N D"]:
     spread = jax.lax.bitcast_convert_type(spread.reshape(*spread.shape[:-1], 2, 2), jnp.float16).astype(jnp.float32)
     if dtype == "int4":
         code = jnp.stack([code & 15, code >> 4], axis=-1).reshape(*code.shape[:-1], -1)
-    return spread[..., :1] + spread[..., 1:] * code.astype(jnp.float32)
+    return spread[..., :1] + jnp.abs(spread[..., 1:]) * code.astype(jnp.float32)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from kvjax import packing
 from kvjax.method import Spec
 from kvjax.order import computed_once
-from kvjax.typing import Array, Bool, Float, Int32, Num, pytree
+from kvjax.typing import Array, Bool, Int32, Num, pytree
 
 
 @pytree
@@ -55,7 +55,7 @@ class Pool(Protocol):
         rows of absent blocks are undefined. Here and below keys are None where blocks hold values alone."""
 
     def block(self, slot: Int32[Array, "B K"]):
-        """Keys and values `[B, K, C, D]` of one block per head."""
+        """Keys and values (`packing.Packed`, `[B, K, C, X]`) of one block per head."""
 
     def everything(self, slot: Int32[Array, "B K NB"]):
         """Keys and values (`packing.Packed`, `[B, K, NB * C, X]`) of all blocks in order, given their slots."""
@@ -63,10 +63,10 @@ class Pool(Protocol):
     def locate(self, block: Int32[Array, "B K *E"]) -> Int32[Array, "B K *E"]:
         """Slot of each block, NS where it is not in memory."""
 
-    def put_row(self, block: Int32[Array, "B K"], row, key: Float[Array, "B K D"], value, layer, line: Line):
-        """Writes one row per head (block NB = nothing)."""
+    def put_row(self, block: Int32[Array, "B K"], row, key: Num[Array, "B K X"] | None, value, layer, line: Line):
+        """Writes one row per head, as it is kept (block NB = nothing)."""
 
-    def put_blocks(self, block: Int32[Array, "B K E"], key: Float[Array, "B K E C D"], value, layer, line: Line):
+    def put_blocks(self, block: Int32[Array, "B K E"], key: Num[Array, "B K E C X"] | None, value, layer, line: Line):
         """Writes whole blocks (block NB = nothing)."""
 
 
@@ -95,7 +95,7 @@ class MemoryPool:
         return self._each(lambda kept: find_rows(kept, self.dtype, number, slot, row, len(slot), parts=1)[0])
 
     def block(self, slot):
-        return self._each(lambda kept: packing.unpack(take_block(kept, slot), self.dtype))
+        return self._each(lambda kept: packing.Packed(take_block(kept, slot), self.dtype))
 
     def everything(self, slot):
         return self._each(lambda kept: packing.Packed(kept.reshape(*kept.shape[:2], -1, kept.shape[-1]), self.dtype))
@@ -111,7 +111,7 @@ class MemoryPool:
 
     def _put(self, at, key, value) -> "MemoryPool":
         def put(kept, new):
-            return kept.at[at].set(packing.pack(new, self.dtype), mode="drop")
+            return kept.at[at].set(new, mode="drop")
 
         return MemoryPool(None if self.key is None else put(self.key, key), put(self.value, value), self.dtype)
 

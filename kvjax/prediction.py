@@ -40,6 +40,7 @@ class CompressedKeys:
     key: Num[Array, "*B F N X"] | Num[Array, "*B F X N"]  # K_lr of stored tokens, in their order; N = NB * C; bytes X
     stored: Int32[Array, "*B"]  # tokens in groups
     scale: Float[Array, "*B F r"] | None = None  # what keys are multiples of, as integers; None = floats, and X = r
+    centre: Float[Array, "*B F r"] | None = None  # of keys in few bits: the prompt's mean, which is not in their codes
 
     @property
     def together(self) -> bool:
@@ -76,7 +77,8 @@ class Predictor(Method):
         not, each KV head selects for itself.
       rolling_buffer: whether tokens of an unfinished group are attended. Only to measure what that is worth: without it
         the newest tokens beyond the window are missing until their group is complete.
-      bits: of each number of a compressed key: 32, floats, or 8, 4 or 2, with one scale per dimension, the prompt's.
+      bits: of each number of a compressed key: 32, floats, or 8, 4 or 2, with one centre and scale per dimension, the
+        prompt's.
         No paper has it. With 4 bits, eight times as many dimensions take as much memory. Queries have 8 bits then.
     """
 
@@ -132,12 +134,13 @@ class Predictor(Method):
     def empty(self, spec: Spec, adapter: Float[Array, "K D r"]) -> CompressedKeys:
         """An index without tokens."""
         shape = (1 if self.joint else spec.kv_heads, spec.num_blocks * spec.block_rows, adapter.shape[-1])
-        key, scale = jnp.zeros(shape, jnp.float32), None
+        key, scale, centre = jnp.zeros(shape, jnp.float32), None, None
         if self.bits != _FLOAT:
             key = jnp.zeros(lowbit.packed_shape(shape, self.bits), jnp.uint8)
             scale = jnp.ones((shape[0], shape[2]), jnp.float32)
+            centre = jnp.zeros_like(scale)
         key = key if shape[0] == 1 and scale is None else key.swapaxes(1, 2)
-        return CompressedKeys(adapter.astype(jnp.float32), key, jnp.int32(0), scale)
+        return CompressedKeys(adapter.astype(jnp.float32), key, jnp.int32(0), scale, centre)
 
     def blocks(self, capacity, rows):
         return in_pages(capacity, self.group, rows)
@@ -159,8 +162,9 @@ class Predictor(Method):
         count = jnp.sum(context.valid, dtype=jnp.int32)
         low = compress(index, context.key)
         if index.scale is not None:
+            centre = jnp.sum(jnp.where(context.valid[:, None], low, 0.0), axis=1) / jnp.maximum(count, 1)
             scale = functools.partial(lowbit.closest_scale, bits=self.bits, valid=context.valid)
-            index = dataclasses.replace(index, scale=jax.vmap(scale)(low))
+            index = dataclasses.replace(index, scale=jax.vmap(scale)(low - centre[:, None]), centre=centre)
         key = store(index, low, jnp.where(context.valid, offset, index.tokens))
         placement = in_token_order(spec, context)
         return dataclasses.replace(index, key=key, stored=count), placement
@@ -214,6 +218,7 @@ def compress(index: CompressedKeys, key: Float[Array, "K T D"]) -> Float[Array, 
 def store(index: CompressedKeys, low: Float[Array, "F T r"], at: Int32[Array, "T"]) -> Num[Array, "F _ _"]:
     """The compressed keys with more of them at the given places; place N = nowhere."""
     if index.scale is not None:
+        low = low if index.centre is None else low - index.centre[:, None]
         coded = jax.vmap(lambda low, scale: lowbit.quantise(low, scale, index.bits))(low, index.scale)
         low = lowbit.pack(coded, index.bits)
     if index.by_token:
@@ -247,14 +252,15 @@ def predict_by_dimension(index: CompressedKeys, low: Float[Array, "#K #G r"]) ->
     """The same of keys that lie dimension by dimension; of all heads, or of each KV head."""
     low = low.reshape(index.key.shape[0], -1, index.adapter.shape[-1])
     if index.scale is not None:
-        return lowbit.products(index.key, low * index.scale[:, None], index.stored, index.bits)
+        found = lowbit.products(index.key, low * index.scale[:, None], index.stored, index.bits)
+        return found if index.centre is None else found + jnp.sum(low * index.centre[:, None], axis=-1)[..., None]
     scores = jnp.einsum("krn,kgr->kgn", index.key, low, preferred_element_type=jnp.float32)
     return jnp.where(jnp.arange(index.tokens, dtype=jnp.int32) < index.stored, scores, NEGATIVE)
 
 
 def predict_shares(index: CompressedKeys, low: Float[Array, "K G r"], groups: int) -> Float[Array, "groups N"]:
     """The mean of the softmaxes of `predict_by_dimension` over all query heads, or over those of each KV head that has
-    codes of its own, without scores in between."""
+    codes of its own, without scores in between; to each query's softmax the centre is a constant."""
     low = low.reshape(index.key.shape[0], -1, index.adapter.shape[-1]) * index.scale[:, None]  # type: ignore[index]
     return lowbit.softmax_mean(index.key, low, index.stored, index.bits, groups)
 
@@ -263,7 +269,8 @@ def predict_mean(index: CompressedKeys, low: Float[Array, "#K 1 r"]) -> Float[Ar
     """The mean of `predict_by_dimension` over KV heads: one product of all heads' dimensions."""
     q, key = low.reshape(1, 1, -1) / len(low), index.key.reshape(1, -1, index.tokens)
     if index.scale is not None:
-        return lowbit.products(key, q * index.scale.reshape(1, 1, -1), index.stored, index.bits)[0]
+        found = lowbit.products(key, q * index.scale.reshape(1, 1, -1), index.stored, index.bits)[0]
+        return found if index.centre is None else found + jnp.sum(q * index.centre.reshape(1, 1, -1))
     scores = jnp.einsum("xn,x->n", key[0], q.reshape(-1), preferred_element_type=jnp.float32)
     return jnp.where(jnp.arange(index.tokens, dtype=jnp.int32) < index.stored, scores, NEGATIVE)[None]
 

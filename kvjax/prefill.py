@@ -229,11 +229,11 @@ def fill(
     layer_plan, weights = plan.layers[i], plan.layers[i].method.weights(i)
     state, placement = _filled(layer_plan, plan.dtype, weights, prompts, leader)
     if branch is None or not on_store(plan, i):
-        return LayerCache(state, layer.in_memory(layer_plan, placement, prompts, plan.dtype))
+        return LayerCache(state, layer.in_memory(layer_plan, state, placement, prompts, plan.dtype))
     retrieved = None if samples is None else np.asarray(_retrieved(layer_plan, state, samples))
     heads = layer_plan.spec.block_heads
     pos = np.asarray(state.pos[:, :heads])
-    rows = packing.as_stored(np.asarray(layer.stored_rows(layer_plan, prompts, plan.dtype)))
+    rows = packing.as_stored(np.asarray(layer.stored_rows(layer_plan, state, prompts, plan.dtype)))
     prompt = base.Prompt(pos, None if retrieved is None else retrieved[:, :, :heads])
     branch.write_layer(i, base.Gathered(rows, pos), np.asarray(state.count[:, :heads]), prompt)
     return LayerCache(state, slot_pool(plan, i, slots))

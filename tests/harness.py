@@ -155,11 +155,11 @@ def _token(plan, cache, q, k, v, token, at, active, line):
     return out, layer.write(plan, cache, fresh, at, gate, jnp.int32(0), line, token)[0], ok, report
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _fill(plan, k, v, length, token, q):
+@functools.partial(jax.jit, static_argnums=(0, 6))
+def _fill(plan, k, v, length, token, q, dtype):
     """The state, each token's place and the prompts: one program, whatever keeps the blocks."""
     prompts = Prompts(k, v, length, token, layer.last_queries(q, length, plan.method.observation))
-    return *layer.prefill(plan, layer.init(plan, k.shape[0]), prompts), prompts
+    return *layer.prefill(plan, layer.init(plan, k.shape[0], dtype), prompts), prompts
 
 
 class Sim:
@@ -173,26 +173,26 @@ class Sim:
         self._fetched = (None, None)
         self.at = np.asarray(prompt, np.int32)
         batch = stream.k.shape[0]
-        state, *placed = _fill(*self._read())
+        state, *placed = _fill(*self._read(dtype))
         if store is None:
-            self.cache = LayerCache(state, layer.in_memory(self.plan, *placed, dtype))
+            self.cache = LayerCache(state, layer.in_memory(self.plan, state, *placed, dtype))
             return
         spec = self.plan.spec
         self.branch = store.create(
             Geometry(1, batch, spec.block_heads, spec.num_blocks, spec.block_rows, row_width(spec, dtype),
                      packing.stored_type(dtype), spec.keeps_keys), "laws"
         )
-        rows = np.asarray(layer.stored_rows(self.plan, placed[1], dtype))
+        rows = np.asarray(layer.stored_rows(self.plan, state, placed[1], dtype))
         count, pos = (np.asarray(one[:, : spec.block_heads]) for one in (state.count, state.pos))
         self.branch.write_layer(0, Gathered(rows, pos), count, Prompt(pos))
         pool = SlotPool.zeros(spec, batch, slots or spec.max_blocks + 1, dtype, policy, backend or default_backend())
         self.cache = LayerCache(state, pool)
 
-    def _read(self):
+    def _read(self, dtype: str):
         """What `_fill` is given."""
         stream = self.stream
         k, v, token, q = (jnp.asarray(array[:, :CAPACITY]) for array in (stream.k, stream.v, stream.token, stream.q))
-        return self.plan, k, v, jnp.asarray(self.at), token, q
+        return self.plan, k, v, jnp.asarray(self.at), token, q, dtype
 
     @property
     def line(self) -> Line:
@@ -221,7 +221,7 @@ class Sim:
     def programs(self):
         """The jaxprs of reading the prompts and of one token."""
         token = _token.trace(*self._fed(np.ones(len(self.at), bool)))
-        return _fill.trace(*self._read()).jaxpr, token.jaxpr
+        return _fill.trace(*self._read(self.cache.pool.dtype)).jaxpr, token.jaxpr
 
     def run(self, steps: int) -> np.ndarray:
         return np.stack([self.step()[0] for _ in range(steps)])

@@ -143,13 +143,13 @@ def scores(q: Float[Array, "G D"], runs: Runs) -> Float[Array, "G T"]:
 
 def scores_unrotated(
     q: Float[Array, "G D"], runs: Runs, scale: Float[Array, "D"], freqs: np.ndarray, block: int = 512,
-    most: Int32[Array, ""] | None = None,
+    most: Int32[Array, ""] | None = None, shift: Float[Array, "D"] | float = 0.0,
 ) -> Float[Array, "G T"]:
     """Scores of keys before rotation; token t is at position t, and `q` is rotated. NEGATIVE where free.
 
-    A physical key looks different from each position, so keys, times the `scale` of each channel, are turned as they
-    are used: a block of tokens at a time, which is all that is ever expanded. Mapped over heads and sequences, `most`
-    is the largest number of tokens of any, so that all go through the same blocks.
+    A physical key looks different from each position, so keys, times the `scale` of each channel and moved by its
+    `shift`, are turned as they are used: a block of tokens at a time, which is all that is ever expanded. Mapped over
+    heads and sequences, `most` is the largest number of tokens of any, so that all go through the same blocks.
     """
     q = q.astype(jnp.float32)  # else each turn would round to the query's type
     capacity = len(runs.slot)
@@ -161,7 +161,7 @@ def scores_unrotated(
     def visit(i, found):
         at = i * block + jnp.arange(block, dtype=jnp.int32)
         row = jnp.minimum(at, capacity - 1)  # the last block may reach beyond the capacity
-        key = rope.turn(runs.key[runs.slot[row]].astype(q.dtype) * scale, cos, sin)
+        key = rope.turn(runs.key[runs.slot[row]].astype(q.dtype) * scale + shift, cos, sin)
         some = attention.scores_of(rope.rotate(q, -i * block, freqs), key, at < runs.tokens)
         return jax.lax.dynamic_update_slice_in_dim(found, some.swapaxes(0, 1), i * block, 0)
 

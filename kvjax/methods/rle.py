@@ -12,9 +12,9 @@ Keys are compared, and kept, in the type in which the cache keeps them: as float
 
 `before_rotation` keeps keys as they were before they were rotated, where equal tokens have more alike keys, and turns
 them as they are used. Turning back and forth rounds, so that it wants a tolerance of some 1e-5 to find what is equal,
-and is not lossless. With `int8` keys are kept, and compared, as codes of 8 bits with a scale per channel, the prompt's
-(`kvjax.codecs.lowbit`); tolerances then are in steps. Prompts of fewer than 64 tokens are refused then, as later keys
-would be clipped to what a few tokens span.
+and is not lossless. With `int8` keys are kept, and compared, as codes of 8 bits with a mean and a scale per channel,
+the prompt's (`kvjax.codecs.lowbit`); tolerances then are in steps. Prompts of fewer than 64 tokens are refused then, as
+later keys would be clipped to what a few tokens span.
 
 Resident: D numbers per slot, and 2 or 4 bytes per token. Cost per step: a score per slot, all values.
 """
@@ -40,6 +40,7 @@ from kvjax.typing import Array, Bool, Float, Int32, Num, pytree
 @pytree
 class RunIndex:
     runs: Runs  # [*B, K, ...], of the tokens in blocks, in their order
+    shift: Float[Array, "*B K D"]  # taken off keys before they are codes; 0 where keys are kept as they are
     scale: Float[Array, "*B K D"]  # of codes; 1 where keys are kept as they are
     stored: Int32[Array, "*B"]  # tokens in blocks
 
@@ -135,7 +136,8 @@ class RLE(Method):
     def init(self, spec, weights):
         one, heads = self._empty(spec), spec.kv_heads
         runs = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (heads, *leaf.shape)), one)
-        return RunIndex(runs, jnp.ones((heads, spec.head_dim), jnp.float32), jnp.int32(0))
+        shift, scale = jnp.zeros((heads, spec.head_dim), jnp.float32), jnp.ones((heads, spec.head_dim), jnp.float32)
+        return RunIndex(runs, shift, scale, jnp.int32(0))
 
     def build(self, spec, index, context):
         stored = jnp.sum(context.valid, dtype=jnp.int32)
@@ -143,9 +145,11 @@ class RLE(Method):
         rows, slots = index.runs.slot.shape[-1], index.runs.key.shape[-2]
         first, number = jnp.argmax(context.valid).astype(jnp.int32), jnp.arange(rows, dtype=jnp.int32)
         at = jnp.minimum(first + number, context.key.shape[1] - 1)
-        key, scale = self._scaled(self._turned(spec, context.key[:, at], context.pos[at]), number < stored)
-        runs = jax.vmap(lambda one: rle.encode(one, stored, self.equal, slots))(self._codes(spec, key, scale))
-        return RunIndex(runs, scale, stored), placement
+        key = self._turned(spec, context.key[:, at], context.pos[at])
+        shift, scale = self._learned(key, number < stored)
+        codes = self._codes(spec, key, shift, scale)
+        runs = jax.vmap(lambda one: rle.encode(one, stored, self.equal, slots))(codes)
+        return RunIndex(runs, shift, scale, stored), placement
 
     def select(self, spec, index, view, q):
         return every_occupied(spec, view)
@@ -155,17 +159,22 @@ class RLE(Method):
             freqs = _frequencies(spec)
             # The first row's token is at position S, and the codec counts from 0.
             q = rope.rotate(q.astype(jnp.float32), jnp.full(q.shape[0], -spec.sinks, jnp.int32), freqs)
-            one = functools.partial(rle.scores_unrotated, freqs=freqs, most=index.stored)
-            found = jax.vmap(one)(q, index.runs, index.scale)
+            found = jax.vmap(lambda q, runs, shift, scale: rle.scores_unrotated(
+                q, runs, scale, freqs, most=index.stored, shift=shift
+            ))(q, index.runs, index.shift, index.scale)
+        elif self.int8:
+            constant = jnp.sum(q.astype(jnp.float32) * index.shift[:, None], axis=-1, keepdims=True)
+            found = jax.vmap(rle.scores)(q * index.scale[:, None], index.runs) + constant * spec.head_dim**-0.5
         else:
-            found = jax.vmap(rle.scores)(q * index.scale[:, None] if self.int8 else q, index.runs)
+            found = jax.vmap(rle.scores)(q, index.runs)
         return jnp.where(index.runs.refused[:, None, None] > 0, jnp.nan, found)
 
     def append(self, spec, index, view, leaving):
         placement = in_token_order(spec, leaving)
-        key = self._codes(spec, self._turned(spec, leaving.key[:, None], leaving.pos[None]), index.scale)[:, 0]
-        grown = jax.vmap(lambda runs, one: rle.append(runs, one, self.equal, leaving.valid))(index.runs, key)
-        return RunIndex(grown, index.scale, index.stored + leaving.valid), placement
+        key = self._turned(spec, leaving.key[:, None], leaving.pos[None])
+        code = self._codes(spec, key, index.shift, index.scale)[:, 0]
+        grown = jax.vmap(lambda runs, one: rle.append(runs, one, self.equal, leaving.valid))(index.runs, code)
+        return dataclasses.replace(index, runs=grown, stored=index.stored + leaving.valid), placement
 
     # --------------------------------------------------------------------- keys as they are compared and kept
 
@@ -176,14 +185,19 @@ class RLE(Method):
             return key
         return rope.rotate(key.swapaxes(0, 1), -pos, _frequencies(spec)).swapaxes(0, 1)
 
-    def _scaled(self, key: Float[Array, "K N D"], valid: Bool[Array, "N"]):
-        """The keys, and each head's scale."""
+    def _learned(self, key: Float[Array, "K N D"], valid: Bool[Array, "N"]) -> tuple[Array, Array]:
+        """Shift and scale of each head's channels."""
+        shift = jnp.zeros((key.shape[0], key.shape[2]), jnp.float32)
         if not self.int8:
-            return key, jnp.ones((key.shape[0], key.shape[2]), jnp.float32)
-        return key, jax.vmap(lambda one: lowbit.scale_of(jnp.where(valid[:, None], one, 0.0)))(key)
+            return shift, shift + 1
+        shift = jnp.sum(jnp.where(valid[:, None], key, 0.0), axis=1) / jnp.maximum(jnp.sum(valid), 1)
+        apart = jnp.where(valid[:, None], key - shift[:, None], 0.0)
+        return shift, jax.vmap(lowbit.scale_of)(apart)
 
-    def _codes(self, spec: Spec, key: Float[Array, "K N D"], scale: Float[Array, "K D"]) -> Num[Array, "K N D"]:
-        return jax.vmap(lowbit.quantise)(key, scale) if self.int8 else key.astype(spec.key_type)
+    def _codes(self, spec: Spec, key: Float[Array, "K N D"], shift, scale) -> Num[Array, "K N D"]:
+        if not self.int8:
+            return key.astype(spec.key_type)
+        return jax.vmap(lowbit.quantise)(key - shift[:, None], scale)
 
 
 def _most(spec: Spec) -> int:
@@ -207,7 +221,8 @@ def _runs_of(method: RLE, spec: Spec, key: Float[Array, "B T K D"], stored: Int3
 
     def one(key, stored):
         rows = jnp.take(key.swapaxes(0, 1), at, axis=1, mode="clip")
-        kept = method._codes(spec, *method._scaled(method._turned(spec, rows, at), number < stored))
+        turned = method._turned(spec, rows, at)
+        kept = method._codes(spec, turned, *method._learned(turned, number < stored))
         begins = jax.vmap(lambda head: rle.begins(head, method.equal))(kept)
         return jnp.sum(begins & (number < stored), axis=-1, dtype=jnp.int32)
 

@@ -114,7 +114,7 @@ class SlotPool:
 
     def block(self, slot):
         parts = self._parted(take_block(self.rows, self.own(slot)))
-        *key, value = (packing.unpack(part, self.dtype) for part in parts)
+        *key, value = (packing.Packed(part, self.dtype) for part in parts)
         return key[0] if key else None, value
 
     def everything(self, slot):
@@ -132,18 +132,18 @@ class SlotPool:
         return jnp.broadcast_to(residency.locate_all(table, self.own(block)), block.shape)
 
     def put_row(self, block, row, key, value, layer, line):
-        block, row, packed = self.own(block), self.own(row), self.packed(key, value)
-        queued = callbacks.effect("put_rows", self.backend, line, layer, block, row, packed)
-        return self._written(queued, block, packed, row)
+        block, row, rows = self.own(block), self.own(row), self.joined(key, value)
+        queued = callbacks.effect("put_rows", self.backend, line, layer, block, row, rows)
+        return self._written(queued, block, rows, row)
 
     def put_blocks(self, block, key, value, layer, line):
-        block, packed = self.own(block), self.packed(key, value)
-        queued = callbacks.effect("put_blocks", self.backend, line, layer, block, packed)
-        return self._written(queued, block, packed, None)
+        block, rows = self.own(block), self.joined(key, value)
+        queued = callbacks.effect("put_blocks", self.backend, line, layer, block, rows)
+        return self._written(queued, block, rows, None)
 
-    def packed(self, key, value):
-        """Rows as they are kept, values beside keys."""
-        return _packed(self.dtype, self.rows.shape[1], [key, value] if self.keeps_keys else [value])
+    def joined(self, key, value):
+        """Rows with values beside keys."""
+        return _joined(self.rows.shape[1], [key, value] if self.keeps_keys else [value])
 
     @property
     def parts(self) -> int:
@@ -183,9 +183,9 @@ def filled(num_blocks: int, rows, plan: ReadPlan, fetched: Num[Array, "B KB M1 C
     return rows.at[(*batch_and_head(slot), slot)].set(fetched, mode="drop")
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _packed(dtype: str, heads: int, parts):
-    return jnp.concatenate([join_heads(packing.pack(one, dtype), heads) for one in parts], axis=-1)
+@functools.partial(jax.jit, static_argnums=0)
+def _joined(heads: int, parts):
+    return jnp.concatenate([join_heads(one, heads) for one in parts], axis=-1)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -134,18 +134,18 @@ def test_keys_in_few_bits_are_near_those_in_floats_and_score_as_what_they_are(bi
     whole, few = (decoded(dataclasses.replace(method, bits=bits)).cache.state.index for bits in (32, bits))
     assert few.key.nbytes * 32 == whole.key.nbytes * bits
     index = jax.tree.map(lambda leaf: jnp.asarray(leaf)[0], few)
-    key = lowbit.unpack(token_by_token(index), bits).astype(jnp.float32) * index.scale[:, None]
-    count = int(index.stored)
+    moved = lowbit.unpack(token_by_token(index), bits).astype(jnp.float32) * index.scale[:, None]
+    key, count = moved + index.centre[:, None], int(index.stored)
     floats = np.asarray(token_by_token(jax.tree.map(lambda leaf: leaf[0], whole)))[:, :count]
     step, largest, share = {8: (1, 127, 0.8), 4: (1, 7, 0.8), 2: (2, 3, 0.7)}[bits]
     near = np.abs(key[:, :count] - floats) <= 0.501 * step * np.asarray(index.scale)[:, None]
     largest *= np.asarray(index.scale)[:, None]
-    assert near.mean() > share and (near | (np.abs(floats) > largest)).all()
+    assert near.mean() > share and (near | (np.abs(floats - np.asarray(index.centre)[:, None]) > largest)).all()
     low = prediction.project(index, Q)
     found = jax.jit(prediction.predict_by_dimension)(index, low)[..., :count]
     numbers, queries = key[:, :count], low.reshape(key.shape[0], -1, low.shape[-1])
     off = np.abs(queries * index.scale[:, None]).max(-1, keepdims=True) / 254  # queries are whole numbers of steps, too
-    codes, expected = np.abs(numbers / index.scale[:, None]), np.einsum("fnr,fqr->fqn", numbers, queries)
+    codes, expected = np.abs(moved[:, :count] / index.scale[:, None]), np.einsum("fnr,fqr->fqn", numbers, queries)
     assert (np.abs(found - expected) <= off * codes.sum(-1)[:, None] + 1e-5).all()
     assert np.corrcoef(np.ravel(found), np.ravel(expected))[0, 1] > 0.999
 
