@@ -46,6 +46,9 @@ def create_file(path, header: Header, system: SystemIO, *, direct: bool, max_byt
             file = _beside(path, system, undo)
         file.temporary = temporary
         file.write(header.pack().ljust(HEADER_BYTES, b"\0"), 0, lambda _: "the header")
+        if direct:
+            undo.callback(file.close_direct)
+            file.open_direct()
         if kept:
             file.replaces = Replaced(path, descriptor)
         elif not temporary:
@@ -54,13 +57,6 @@ def create_file(path, header: Header, system: SystemIO, *, direct: bool, max_byt
         undo.pop_all()
     if not made and not kept:
         _close(descriptor, system)
-    if direct:
-        try:
-            file.open_direct()
-        except BaseException:
-            file.remove_if_temporary()
-            file.close()
-            raise
     return file
 
 

@@ -30,6 +30,7 @@ from kvjax.store.system import SystemIO
 
 WRITE_BYTES = 4 << 20  # blocks are gathered and written in pieces of this size
 Where = Callable[[int], str]  # file offset -> what lies there, for messages
+_NO_MORE_FILES = (errno.EMFILE, errno.ENFILE)
 _NO_SUCH_CALL = (errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EOPNOTSUPP)  # of the system, or for such a file
 
 
@@ -71,19 +72,20 @@ class BlockFile:
         self._owner = os.getpid()
 
     def open_direct(self) -> None:
-        """Adds the descriptor for O_DIRECT; where it is refused, warns and goes on without. Raises StoreClosed where
-        another file has come to the path."""
+        """Adds the descriptor for O_DIRECT; where the file system has none, warns and goes on without. Raises
+        StoreClosed where another file has come to the path, and ReadFailed where no more files can be opened."""
         if not hasattr(os, "O_DIRECT"):
             self._warn(OSError(errno.EOPNOTSUPP, "this system has no O_DIRECT"))
             return
         try:
             self._direct = self._system.open(self.path, os.O_RDONLY | os.O_DIRECT | os.O_NONBLOCK)
         except OSError as cause:
+            if cause.errno in _NO_MORE_FILES:  # says nothing of the file system
+                raise typed(f"cannot open {self.path} with O_DIRECT", cause, ReadFailed) from cause
             self._warn(cause)
             return
         if not os.path.samestat(os.fstat(self._direct), os.fstat(self._buffered)):
-            self._system.close(self._direct)
-            self._direct = None
+            self.close_direct()
             raise StoreClosed(f"{self.path} was replaced while it was being opened; open it again")
         self.direct = True
 
@@ -107,6 +109,13 @@ class BlockFile:
                                     "takes longer", self.path, needed, cause, mapped.size)
                 return requests
         return mapped.read(requests)
+
+    def close_direct(self) -> None:
+        """Closes the descriptor for O_DIRECT, if there is one."""
+        descriptor, self._direct, self.direct = self._direct, None, False
+        if descriptor is not None:
+            with contextlib.suppress(OSError):
+                self._system.close(descriptor)
 
     def _warn(self, cause: OSError) -> None:
         logging.warning("%s: the filesystem refuses O_DIRECT (%s); reads go through the page cache, so read times "
@@ -321,10 +330,9 @@ class BlockFile:
             self.unlock()  # a forked process has our descriptors too, so that closing ours would leave the lock
         self._let_go()
         self.map = None
-        for descriptor in (self._direct, self._buffered):
-            if descriptor is not None:
-                with contextlib.suppress(OSError):
-                    self._system.close(descriptor)
+        self.close_direct()
+        with contextlib.suppress(OSError):
+            self._system.close(self._buffered)
 
     def remove_if_temporary(self) -> None:
         """Removes a temporary file, and one that never took the place of another."""

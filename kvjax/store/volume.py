@@ -66,7 +66,13 @@ class Volume:
         self._wake: queue.SimpleQueue = queue.SimpleQueue()
         self.reader = reader
         self._thread = threading.Thread(target=Writer(self).serve, args=(self._wake,), name="kvjax-write", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as cause:
+            reader.stop()
+            reader.close()
+            raise WriteFailed(f"{file.path}: no thread can be started to write it ({cause}); end some, or allow more "
+                              "with `ulimit -u`") from cause
 
     @property
     def held_bytes(self) -> int:

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -110,6 +111,21 @@ def test_a_path_relative_to_a_directory_that_is_gone(tmp_path, monkeypatch):
         FlashStore("cache.kv")
 
 
+@pytest.mark.parametrize("use", ["create", "open"])
+def test_without_a_thread_nothing_is_made(saved, path, tmp_path, monkeypatch, reopen, use):
+    """Given a system that has no thread left for the writer."""
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    before = os.listdir("/proc/self/fd")
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(WriteFailed, match="ulimit -u"):
+        FlashStore(tmp_path).create(GEOMETRY, "") if use == "create" else FlashStore(path).open()
+    monkeypatch.undo()
+    assert os.listdir("/proc/self/fd") == before
+    still_works(reopen(), saved)
+
+
 def test_closing_that_fails_loses_nothing(saved, path, reopen):
     """Given a system that closes what it is told to, and calls it a failure."""
     class Refusing(SystemIO):
@@ -197,14 +213,17 @@ def test_the_remedy_is_of_the_cause(saved, path, system, use, code, remedy):
 
 
 @pytest.mark.parametrize("operation, code, skip", [
-    ("open", errno.EMFILE, 1), ("lock", errno.ENOLCK, 1), ("pwrite", errno.ENOSPC, 0),
+    ("open", errno.EMFILE, 1), ("open_direct", errno.EMFILE, 0), ("open_direct", errno.ENFILE, 0),
+    ("lock", errno.ENOLCK, 1), ("pwrite", errno.ENOSPC, 0),
 ])
 def test_a_failed_replacement_loses_nothing(saved, path, reopen, system, operation, code, skip):
     store = FlashStore(path)
     store.system = system
     system.fail(operation, code, skip=skip)
-    with pytest.raises((WriteFailed, NoSpace)):
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises((WriteFailed, ReadFailed, NoSpace)):
         store.create(GEOMETRY, "")
+    assert os.listdir("/proc/self/fd") == before
     assert list(path.parent.iterdir()) == [path]
     still_works(reopen(), saved)
 
