@@ -9,6 +9,7 @@ from xdist.scheduler import LoadScopeScheduling
 _SHARING = {
     "tests/test_parking.py": "tests/test_decode.py", "tests/test_prefetch.py": "tests/test_decode.py",
     "tests/test_tiers.py": "tests/test_decode.py", "tests/test_persistence.py": "tests/test_llm.py",
+    "tests/test_damaged_saves.py": "tests/test_llm.py",
 }
 # What hardly compiles goes last: its groups are short, so that the workers end at about the same time.
 _QUICK = ("tests/models/", "tests/store/", "tests/tasks/", "tests/tuner/")

@@ -1,4 +1,4 @@
-"""Peak memory of each worker and the seconds of a run, printed at its end and, if asked, held to limits."""
+"""Peak memory of each worker and the seconds of a run, printed at its end; memory is held to its limit if asked."""
 
 import pathlib
 import resource
@@ -12,7 +12,7 @@ PEAK_MIB, SECONDS = 2048, 15 * 60  # a worker's, and a run's on two cores
 
 def pytest_addoption(parser):
     parser.addoption("--limits", metavar="FILE", type=pathlib.Path, help=(
-        f"fail if a worker takes more than {PEAK_MIB:,} MiB or the run more than {SECONDS:,} s; the file says how much"
+        f"fail if a worker takes more than {PEAK_MIB:,} MiB; the file says how much, and how long the run took"
     ))
 
 
@@ -53,8 +53,8 @@ class _Run:
                        for name, value, limit in used]
         if self._limits is not None:
             self._limits.write_text("\n".join(["suite", *self._lines]) + "\n")
-            exceeded = any(value > limit for _, value, limit in used)
-            if exceeded and session.exitstatus == pytest.ExitCode.OK:
+            # The seconds are those of the machine, too: a busy one is no fault of the suite's.
+            if any(peak > PEAK_MIB for peak in peaks.values()) and session.exitstatus == pytest.ExitCode.OK:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter):
