@@ -46,11 +46,11 @@ def sample(sampling: Sampling, logits: Logits, key: PRNGKey) -> Int32[Array, "B"
 @jax.jit
 def likeliest(logits: Logits) -> Int32[Array, "B"]:
     """The likeliest token of each row, or NONE."""
-    return _if_finite(logits, jnp.argmax(logits, axis=-1))
+    return _if_finite(logits, jnp.argmax(logits, axis=-1).astype(jnp.int32))
 
 
 def _if_finite(logits: Logits, token: Int32[Array, "B"]) -> Int32[Array, "B"]:
-    return jnp.where(finite(logits), token, NONE).astype(jnp.int32)
+    return jnp.where(finite(logits), token, NONE)
 
 
 @jax.jit
@@ -71,7 +71,7 @@ def _draw(count, logits, temperature, mass, key):
     keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(logits.shape[0], dtype=jnp.int32))
     drawn = jax.vmap(jax.random.categorical)(keys, logits)
     drawn = drawn if token is None else jnp.take_along_axis(token, drawn[:, None], axis=-1)[:, 0]
-    return _if_finite(given, drawn)
+    return _if_finite(given, drawn.astype(jnp.int32))
 
 
 def _least(logits: Logits, mass, ranked: bool) -> Float[Array, "B 1"]:

@@ -144,15 +144,15 @@ def _read_records(file: BlockFile, codec: Codec, superblock: Superblock) -> tupl
 def _check_places(file: BlockFile, codec: Codec, superblock: Superblock) -> None:
     """Raises ShortRead or FormatMismatch unless log records lie in the file, each in extents of its own, so that all of
     them together are no larger than the file."""
-    extent_bytes, end = codec.geometry.extent_bytes, 0
+    extent_bytes, end, last = codec.geometry.extent_bytes, 0, 0
     what = f"{file.path}: log records of save {superblock.sequence}"
     for place in sorted(superblock.records, key=lambda place: place.extent):
         if place.extent < end:
             raise FormatMismatch(f"{what} overlap at extent {place.extent}")
-        end = place.stop(extent_bytes)
+        end, last = place.stop(extent_bytes), place.extent * extent_bytes + place.bytes
     if end > MAX_EXTENTS:
         raise FormatMismatch(f"{what} reach to extent {end}, of {MAX_EXTENTS} at most")
-    _check_end(file, what, HEADER_BYTES + end * extent_bytes)
+    _check_end(file, what, HEADER_BYTES + last)  # what pads the last one may be missing
 
 
 def _check_owners(file: BlockFile, codec: Codec, one: Found, others: Sequence[Found]) -> None:
