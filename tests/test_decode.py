@@ -335,11 +335,12 @@ def test_reading_a_prompt_takes_memory_in_proportion_to_it(params):
     assert used(8192) < 5 * used(2048)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
 @pytest.mark.parametrize("driver", ["staged", "fused"])
-def test_the_pool_is_updated_in_place(params, tokens, driver):
+def test_the_pool_is_updated_in_place(params, tokens, driver, dtype):
     """Temporaries of a compiled step stay far below the pool; donation alone would not show a copy."""
     method = dataclasses.replace(METHODS["quest"], budget=24)
-    plan = planning.make_plan(CONFIG, method, 1, 60_000)
+    plan = planning.make_plan(CONFIG, method, 1, 60_000, dtype)
     state, _ = prefill.prefill(plan, params, tokens[:1, :20], jnp.asarray([20]))
     pool = sum(leaf.nbytes for leaf in jax.tree.leaves(state.layers[0].pool))
     active = jnp.ones(1, bool)

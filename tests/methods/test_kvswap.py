@@ -28,6 +28,7 @@ from kvjax import kernels, layer, prediction
 from kvjax.adapters import Adapters
 from kvjax.codecs import lowbit
 from kvjax.errors import ConfigError, FormatMismatch, PromptError, ReadFailed
+from kvjax.method import Context
 from kvjax.methods import InfiniGen, KVSwap, Loki
 from kvjax.models.config import ModelConfig
 from kvjax.ranking import AGGREGATIONS, aggregate
@@ -148,6 +149,31 @@ def test_keys_in_few_bits_are_near_those_in_floats_and_score_as_what_they_are(bi
     codes, expected = np.abs(moved[:, :count] / index.scale[:, None]), np.einsum("fnr,fqr->fqn", numbers, queries)
     assert (np.abs(found - expected) <= off * codes.sum(-1)[:, None] + 1e-5).all()
     assert np.corrcoef(np.ravel(found), np.ravel(expected))[0, 1] > 0.999
+
+
+@pytest.mark.parametrize("joint", [True, False])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_keys_in_few_bits_with_a_bias_are_scored_as_well_as_without(bits, joint):
+    """The bias is 600 times as large as what tells keys apart, and takes none of the codes."""
+    method, rng = KVSwap(**SMALL, sigma=1, per_head=not joint, bits=bits), np.random.default_rng(3)
+    bias = rng.normal(size=(HEADS, 1, SIZE))
+    bias *= 605 / np.linalg.norm(bias, axis=-1, keepdims=True)
+    keys, spec = rng.normal(size=(HEADS, 80, SIZE)), plan_of(method).spec
+    exact = np.einsum("kgd,ktd->kgt", Q, keys) / np.sqrt(SIZE)
+    worst = []
+    for moved in (keys, keys + bias):
+        index = _built(method, spec, moved.astype(np.float32))
+        found = prediction.predict_by_dimension(index, prediction.project(index, Q))[..., : keys.shape[1]]
+        off = np.asarray(found).reshape(exact.shape) - exact
+        worst.append((off - off.mean(-1, keepdims=True)).std() / exact.std())
+    assert worst[1] < 1.5 * worst[0] < {8: 0.03, 4: 0.5}[bits]
+
+
+def _built(method, spec, keys):
+    """The index of one prompt that is all middle part."""
+    pos = np.arange(keys.shape[1], dtype=np.int32)
+    context = Context(keys, pos, pos >= 0, 0 * pos, jnp.zeros((HEADS, GROUP, 0, SIZE)), jnp.zeros(0, jnp.int32))
+    return jax.jit(lambda: method.build(spec, method.init(spec, ()), context)[0])()
 
 
 @pytest.mark.parametrize(("bits", "joint"), [(32, True), (32, False), (4, True), (4, False)])
