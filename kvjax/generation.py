@@ -162,7 +162,16 @@ def running(params: PyTree, cache: Cache, driver: Driver, observer: Observer | N
 
 def check_drawn(drawn: np.ndarray, active: np.ndarray, params: PyTree, cache: Cache) -> None:
     """Raises NotFinite where an active sequence's logits gave no token (`sampling.NONE`)."""
-    rows = np.flatnonzero(active & (drawn == sampling.NONE))
+    _refuse(np.flatnonzero(active & (drawn == sampling.NONE)), params, cache)
+
+
+def check_logits(params: PyTree, cache: Cache) -> None:
+    """Raises NotFinite unless the next token's logits are numbers in every sequence."""
+    _refuse(np.flatnonzero(~np.asarray(sampling.finite(cache.logits))), params, cache)
+
+
+def _refuse(rows: np.ndarray, params: PyTree, cache: Cache) -> None:
+    """Raises NotFinite for the first of the sequences whose logits are not finite, if there is one."""
     if rows.size:
         config, weights = cache.plan.config, jax.tree.leaves(params)[0].dtype
         raise NotFinite(
@@ -170,12 +179,6 @@ def check_drawn(drawn: np.ndarray, active: np.ndarray, params: PyTree, cache: Ca
             f"cache in {cache.plan.dtype} are NaN or infinite after {cache.length[rows[0]]} tokens of sequence "
             f"{rows[0]}; load the model with dtype='bfloat16' or 'float32', or keep the cache in one of them"
         )
-
-
-def check_logits(params: PyTree, cache: Cache) -> None:
-    """Raises NotFinite unless the next token's logits are numbers in every sequence."""
-    found = np.where(np.asarray(sampling.finite(cache.logits)), 0, sampling.NONE)
-    check_drawn(found, np.ones(found.size, bool), params, cache)
 
 
 def _cut(table: np.ndarray, length: np.ndarray) -> list[np.ndarray]:

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvjax import files, manifest, parking, planning, state_file
+from kvjax import fields, files, manifest, parking, planning, state_file
 from kvjax.errors import (
     ChecksumMismatch,
     ConfigError,
@@ -114,7 +114,8 @@ def _save(
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
         raise
-    _remove_strays(directory, _names(directory, branch))
+    # A copy of a store holds this save alone, as does a manifest.
+    _remove_strays(directory, _names(directory, branch) if _is_in_place(directory, branch) else {name})
 
 
 def _state_path(directory: pathlib.Path, name: str) -> pathlib.Path:
@@ -358,31 +359,30 @@ def restore(
     if _is_of_store(directory):
         store = _store(directory / BLOCKS, store_settings or {})
         with contextlib.nullcontext() if read_only else _saving(directory):
-            restored, whole = _newest(lambda: _in_store(store, fingerprint, read_only), load)
-            if whole and not read_only:
-                _tidy(directory)
+            restored, named = _newest(lambda: _in_store(store, fingerprint, read_only), load)
+            if not read_only:
+                _tidy(directory, named)
         return restored
     if store_settings or (slots is not None and not slots.for_memory):
         raise ConfigError(f"{directory} was saved from memory; leave out slots, which are for blocks on a store, and "
                           f"settings of a store ({', '.join(store_settings or ('none',))})")
-    restored, _ = _newest(lambda: [_Saved(_read_manifest(directory), directory / MANIFEST, None)], load)
+    restored, named = _newest(lambda: [_Saved(_read_manifest(directory), directory / MANIFEST, None)], load)
     if not read_only:
         with contextlib.suppress(StoreError), _saving(directory):  # somebody who saves tidies up by himself
-            _tidy(directory)
+            _tidy(directory, named)
     return restored
 
 
-def _tidy(directory: pathlib.Path) -> None:
-    """Removes what killed saves left, if anything. The directory is locked."""
+def _tidy(directory: pathlib.Path, named: set[str] | None) -> None:
+    """Removes what killed saves left, given the states that were found to be named. The directory is locked, and looked
+    through once more if there is anything: a superblock may be damaged, or somebody may have saved meanwhile."""
     with contextlib.suppress(OSError):
-        if len(_strays(directory, set())) > (2 if _is_of_store(directory) else 1):
+        if named is not None and _strays(directory, named):
             _remove_strays(directory, _names_on_device(directory))
 
 
 def _absolute(directory) -> pathlib.Path:
-    if not isinstance(directory, str | os.PathLike) or not os.fspath(directory) or "\0" in os.fspath(directory):
-        raise ConfigError(f"{directory!r} is no directory; give its path")
-    return pathlib.Path(directory).absolute()
+    return pathlib.Path(fields.path("path", directory)).absolute()
 
 
 def _store(path: pathlib.Path, settings: dict[str, Any]) -> FlashStore:
@@ -399,8 +399,10 @@ def _in_store(store: FlashStore, fingerprint: str, read_only: bool) -> list[_Sav
         return [_Saved(one.metadata, pathlib.Path(store.path), branch.at(one)) for one in branch.saves()]
 
 
-def _newest(find: Callable[[], list[_Saved]], load: Callable[[_Saved], Restored]) -> tuple[Restored, bool]:
-    """Loads the newest save that is whole; returns it, and whether it was the newest of all.
+def _newest(
+    find: Callable[[], list[_Saved]], load: Callable[[_Saved], Restored]
+) -> tuple[Restored, set[str] | None]:
+    """Loads the newest save that is whole; returns it, and the states that are named, None where something is damaged.
 
     Looks once more if somebody saved meanwhile, and so removed what was being read.
     """
@@ -411,7 +413,7 @@ def _newest(find: Callable[[], list[_Saved]], load: Callable[[_Saved], Restored]
         if restored is not None:
             if damage:
                 warnings.warn(f"{damage[0]}; going on with the save before it", stacklevel=4)
-            return restored, not damage
+            return restored, None if damage else _named([saved.manifest for saved in saves], saves[0].path)
         manifests = [saved.manifest for saved in saves]
         if manifests == before:
             raise damage[0]

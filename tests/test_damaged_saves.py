@@ -261,6 +261,18 @@ def test_strays_of_killed_saves_are_removed(llm, directory, kind, how, monkeypat
     cache.close()
 
 
+def test_a_stray_beside_a_single_save_is_removed(llm, directory):
+    """Of a store that holds one save, and may hold two."""
+    directory.mkdir()
+    cache = llm.prefill(CONTEXT, method=METHOD, store=kvjax.FlashStore(directory / "blocks.kv"))
+    cache.save(directory)
+    cache.close()
+    files = content(directory)
+    (directory / f"state-{'0' * 12}.safetensors").write_bytes(b"left over")
+    llm.restore(directory).close()
+    assert content(directory) == files
+
+
 def test_a_killed_save_leaves_what_the_next_removes(llm, directory, cache, tmp_path):
     """A process that is killed as the state is on the device, and nothing names it yet."""
     kvjax.save(llm, tmp_path / "model")

@@ -16,7 +16,7 @@ _UNKNOWN = "\U000f0000"  # a character for private use
 
 
 @contextlib.contextmanager
-def typed(problem: str) -> Iterator[None]:
+def tokenizer_errors(problem: str) -> Iterator[None]:
     """Raises CheckpointError, which begins with `problem`, in place of what the tokenizers library raises.
 
     That may be a panic of its Rust code, which is no Exception: of a regular expression that gives up, for one.
@@ -73,7 +73,7 @@ class TextCodec:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of ids, without special tokens."""
-        with typed(f"{self.name}: the tokenizer cannot decode these token ids"):
+        with tokenizer_errors(f"{self.name}: the tokenizer cannot decode these token ids"):
             return self.tokenizer.decode(list(ids), skip_special_tokens=True)
 
     def decode_continuation(self, ids: Sequence[int], before: Sequence[int] = ()) -> str:
@@ -108,7 +108,7 @@ class TextCodec:
         except UnicodeEncodeError as cause:
             raise PromptError(f"character {cause.start} of the text is no character ({cause.reason}); read the file "
                               "with errors='replace'") from cause
-        with typed(f"{self.name}: the tokenizer cannot encode the text"):
+        with tokenizer_errors(f"{self.name}: the tokenizer cannot encode the text"):
             return tokenizer.encode(text, add_special_tokens=False)
 
     @functools.cached_property
@@ -142,7 +142,7 @@ class TextCodec:
         bare = {name: _without_prefix(part) for name, part in parts.items()}
         if bare == parts:
             return None
-        with typed(f"{self.name}: the tokenizer cannot be taken apart"):
+        with tokenizer_errors(f"{self.name}: the tokenizer cannot be taken apart"):
             copy = Tokenizer.from_str(json.dumps({
                 "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "post_processor": None,
                 "decoder": None, "model": {"type": "BPE", "vocab": {}, "merges": []}, **bare,

@@ -16,7 +16,7 @@ from kvjax import files
 from kvjax.errors import CheckpointError, PromptError
 from kvjax.models import added_tokens, chat_template, hf_config
 from kvjax.models.hf_config import read_optional_json
-from kvjax.models.text_codec import TextCodec, typed
+from kvjax.models.text_codec import TextCodec, tokenizer_errors
 
 TOKENIZER = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
@@ -66,7 +66,7 @@ class TextTokenizer:
         settings, special_map, more = (
             (root / name, read_optional_json(root / name)) for name in (SETTINGS, SPECIAL_TOKENS, ADDED_TOKENS)
         )
-        with typed(f"{root}: tokens of other files cannot be added to {TOKENIZER}"):
+        with tokenizer_errors(f"{root}: tokens of other files cannot be added to {TOKENIZER}"):
             added = added_tokens.add(tokenizer, settings, special_map, more)
         named = added_tokens.named(settings[1], special_map[1])
         special = {name: added_tokens.content(token) for name, token in named.items()}
@@ -111,7 +111,7 @@ class TextTokenizer:
     @functools.cached_property
     def start_ids(self) -> tuple[int, ...]:
         """Ids that every text begins with. Some tokenizers end each text, too, and a prompt goes on."""
-        with typed(f"{self.directory}: the tokenizer cannot encode a text"):
+        with tokenizer_errors(f"{self.directory}: the tokenizer cannot encode a text"):
             made = self.tokenizer.encode("a")
         return tuple(made.ids[: made.special_tokens_mask.index(0)] if 0 in made.special_tokens_mask else made.ids)
 
@@ -171,7 +171,7 @@ def _read_tokenizer(path: pathlib.Path) -> bytes:
 
 
 def _parse_tokenizer(path: pathlib.Path, content: bytes) -> Tokenizer:
-    with typed(f"{path}: not a tokenizer"):
+    with tokenizer_errors(f"{path}: not a tokenizer"):
         tokenizer = Tokenizer.from_buffer(content)
     # Some files carry the settings of a training run, which would cut or pad every text.
     tokenizer.no_truncation()

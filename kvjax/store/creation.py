@@ -108,7 +108,7 @@ def open_file(path: str, system: SystemIO, *, direct: bool, read_only: bool) -> 
         if not read_only:
             file.lock()
             file.check_present()  # whoever held the lock before us may have removed it
-        header = Header.unpack(_first_page(path, descriptor, system), path)
+        header = Header.unpack(_beginning(path, descriptor, system, PAGE_BYTES), path)
         if direct:
             file.open_direct()
         undo.pop_all()
@@ -124,7 +124,7 @@ def remove_orphans(directory: str, system: SystemIO) -> None:
         with contextlib.suppress(OSError), contextlib.ExitStack() as stack:  # locked, gone, or somebody else's
             descriptor = system.open(path, os.O_RDWR | os.O_NONBLOCK)
             stack.callback(_close, descriptor, system)
-            page = _first_page(path, descriptor, system)
+            page = _beginning(path, descriptor, system, PAGE_BYTES)
             if is_ours(page) if page else time.time() - os.fstat(descriptor).st_mtime > STILLBORN_SECONDS:
                 system.lock(descriptor)
                 system.unlink(path)
@@ -165,15 +165,10 @@ def _claim(file: BlockFile, descriptor: int, system: SystemIO) -> bool:
     _check_kind(file.path, descriptor)
     file.lock()
     file.check_present()  # whoever held the lock before us may have removed it, as a failed call does
-    beginning = _first_page(file.path, descriptor, system)
+    beginning = _beginning(file.path, descriptor, system, HEADER_BYTES)
     if beginning and not is_ours(beginning):
         raise FormatMismatch(f"{file.path} exists and is not a kvjax store file; choose another path or remove it")
-    return any(_beginning(file.path, descriptor, system, HEADER_BYTES)[PAGE_BYTES:])
-
-
-def _first_page(path: str, descriptor: int, system: SystemIO) -> bytes:
-    """The first page of a file, or what there is of it."""
-    return _beginning(path, descriptor, system, PAGE_BYTES)
+    return any(beginning[PAGE_BYTES:])
 
 
 def _beginning(path: str, descriptor: int, system: SystemIO, size: int) -> bytes:

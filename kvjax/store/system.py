@@ -3,6 +3,7 @@
 import fcntl
 import os
 
+from kvjax import files
 from kvjax.store import linux
 
 
@@ -49,11 +50,7 @@ class SystemIO:
 
     def sync_directory(self, path: str) -> None:
         """Makes the names in a directory last."""
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        files.sync_directory(path)
 
     def write_back(self, descriptor: int) -> None:
         """Begins to bring what was written to the device, and lets go of what is there; nothing where there is no such

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 import kvjax
 from kvjax.errors import CheckpointError, PromptError
-from kvjax.models.text_codec import TextCodec, typed
+from kvjax.models.text_codec import TextCodec, tokenizer_errors
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "goldens" / "tokenizers"
 REFERENCE = pathlib.Path(kvjax.__file__).parent / "reference"
@@ -187,5 +187,5 @@ def test_a_text_that_a_tokenizer_cannot_encode():
 
 
 def test_ctrl_c_is_no_failure_of_the_tokenizer():
-    with pytest.raises(KeyboardInterrupt), typed("DIR"):
+    with pytest.raises(KeyboardInterrupt), tokenizer_errors("DIR"):
         raise KeyboardInterrupt
