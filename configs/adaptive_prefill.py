@@ -10,7 +10,7 @@ import ml_collections
 
 def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config = ml_collections.ConfigDict()
-    config.experiment = "adaptive_prefill"
+    config.experiment = "dynakv.adaptive_prefill"
     config.seed = 0
     config.model = ""  # empty: the reference model
     config.methods = ({"name": "dynakv", "budget": 256}, {"name": "quest", "budget": 256})

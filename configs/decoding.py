@@ -10,7 +10,7 @@ import ml_collections
 
 def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config = ml_collections.ConfigDict()
-    config.experiment = "decoding"
+    config.experiment = "speed.decoding"
     config.model = ""  # empty: the reference model
     config.dtype = "float32"  # of weights
     config.context = 1792  # tokens of the prompt

@@ -11,7 +11,7 @@ import ml_collections
 
 def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config = ml_collections.ConfigDict()
-    config.experiment = "delimiters"
+    config.experiment = "dynsplit.delimiters"
     config.seed = 0
     config.model = ""  # empty: the reference model
     config.kinds = ("prose", "code")

@@ -54,7 +54,7 @@ def get_config(preset: str = "accuracy") -> ml_collections.ConfigDict:
 
 def _throughput(**changes) -> ml_collections.ConfigDict:
     config = ml_collections.ConfigDict({
-        "experiment": "throughput", "models": ("cache-path",), "contexts": (_CONTEXT,), "stores": ("flash",),
+        "experiment": "speed.throughput", "models": ("cache-path",), "contexts": (_CONTEXT,), "stores": ("flash",),
         "drivers": ("fused",), "steps": 24, "rounds": 1, "slots": 0, "batches": (1,), "transformers": False,
     })
     config.update(changes)
@@ -127,7 +127,7 @@ def _buffer():
 
 def _evaluated(methods):
     return ml_collections.ConfigDict({
-        "experiment": "evaluate", "seed": 0, "model": "", "tasks": ("needle", "needle_of_4", "perplexity"),
+        "experiment": "board.evaluate", "seed": 0, "model": "", "tasks": ("needle", "needle_of_4", "perplexity"),
         "lengths": (2048,), "samples": 32, "batch": 8, "continuations": 8, "perplexity_tokens": 128, "methods": methods,
     })
 

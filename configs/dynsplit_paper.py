@@ -36,7 +36,7 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config.perplexity_tokens = 64
     config.samples = 32
     config.batch = 8
-    config.experiment = "evaluate"
+    config.experiment = "board.evaluate"
     config.tasks = ("needle", "needle_of_4", "perplexity")
     config.lengths = (2048,)
     tenth = 205  # of 2,048 tokens
@@ -67,7 +67,7 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
 def _timed(**changes) -> ml_collections.ConfigDict:
     """Made-up keys have no token ids, so blocks have the ideal length; sizes and costs are those of any text."""
     config = ml_collections.ConfigDict({
-        "experiment": "throughput", "models": ("cache-path",), "contexts": (32768,), "batches": (1,),
+        "experiment": "speed.throughput", "models": ("cache-path",), "contexts": (32768,), "batches": (1,),
         "stores": ("memory", "flash"), "drivers": ("fused",), "steps": 24, "rounds": 1, "slots": 0,
         "transformers": False,
         "methods": ({"name": "full"}, {**_DYNSPLIT, "budget": 2458}, {**_DYNSPLIT, "budget": 3277}),

@@ -10,7 +10,7 @@ import ml_collections
 
 def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config = ml_collections.ConfigDict()
-    config.experiment = "evaluate"
+    config.experiment = "board.evaluate"
     config.seed = 0
     config.model = ""  # empty: the reference model
     config.tasks = ("passkey", "needle", "needle_of_4", "perplexity")

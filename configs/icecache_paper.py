@@ -28,7 +28,7 @@ _BASELINES = ("oracle", "quest", "arkvale", "pqcache", "dynakv", "infinigen", "s
 
 def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config = ml_collections.ConfigDict()
-    config.experiment = "icecache_paper"
+    config.experiment = "icecache.paper"
     config.seed = 0
     config.model = ""  # empty: the reference model
     config.parts = ("passkey", "suite", "dci", "pages", "tt2t", "breakdown", "tpot")
@@ -53,7 +53,7 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
         *(one for one in board.methods if one["name"] in _BASELINES),
     )}
     config.points = (1024, 4096, 16_384, 65_536, 131_072)
-    config.trees = ("shipped", "narrow", "pdci48")  # of `experiments.icecache_tree.SETTINGS`
+    config.trees = ("shipped", "narrow", "pdci48")  # of `experiments.icecache.tree.SETTINGS`
     config.grown = (0.5, 0.125, 0.0)  # share of the points that are built at once, the others inserted
     config.grown_points = 4096
     config.queries = 64

@@ -33,10 +33,10 @@ method's settings; without, each prompt's own keys are decomposed.
 
 Made-up keys and random weights do not select as real text does. Timed methods that predict attention therefore replay
 what the reference model selected on held-out text, at the same share of tokens (`"replay": True`,
-`experiments/replay.py`). How often groups come back is the reference model's: with C twice what is selected, 17 to 20 %
-of 25 of 2,048 tokens (preset reuse, four kinds of text), 32 to 35 % of 100, 63 to 65 % of 400; texts of a kind differ
-by a standard deviation of at most 1 %. The paper's models, thousands of times as large, have 75 to 81 % of 400 of 32K.
-Where a model cannot be, `--config.replay.model` may be the directory WORKDIR/recordings of a run elsewhere.
+`experiments/speed/replay.py`). How often groups come back is the reference model's: with C twice what is selected, 17
+to 20 % of 25 of 2,048 tokens (preset reuse, four kinds of text), 32 to 35 % of 100, 63 to 65 % of 400; texts of a kind
+differ by a standard deviation of at most 1 %. The paper's models, thousands of times as large, have 75 to 81 % of 400
+of 32K. Where a model cannot be, `--config.replay.model` may be the directory WORKDIR/recordings of a run elsewhere.
 `"replay": 0.77` draws selections of which that share comes back, as the paper's tuner does (appendix A.3).
 
 In a row of times, `block_ms` is one layer's share of a step; select_ms is choosing, plan_ms the slot table (what reuse
@@ -84,7 +84,7 @@ def get_config(preset: str = "accuracy") -> ml_collections.ConfigDict:
 
 def _evaluate(methods, **changes) -> ml_collections.ConfigDict:
     config = ml_collections.ConfigDict({
-        "experiment": "evaluate", "seed": 0, "model": "", "tasks": ("needle", "needle_of_4", "perplexity"),
+        "experiment": "board.evaluate", "seed": 0, "model": "", "tasks": ("needle", "needle_of_4", "perplexity"),
         "lengths": (2048,), "samples": 32, "batch": 8, "continuations": 8, "perplexity_tokens": 128,
         "methods": methods,
     })
@@ -94,7 +94,7 @@ def _evaluate(methods, **changes) -> ml_collections.ConfigDict:
 
 def _timed(methods, **changes) -> ml_collections.ConfigDict:
     config = ml_collections.ConfigDict({
-        "experiment": "throughput", "models": ("cache-path",), "contexts": (32768,),
+        "experiment": "speed.throughput", "models": ("cache-path",), "contexts": (32768,),
         "stores": ("flash:nvme", "flash:emmc"), "drivers": ("fused",), "steps": 24, "rounds": 1, "slots": 0,
         "batches": (1,), "transformers": False, "methods": methods, "replay": dict(_REPLAY),
         "staging_mib": 4,  # a quarter waits to be written in a long decode, which counts as the cache's memory
@@ -311,7 +311,7 @@ def _gains():
 
 def _reuse_rates():
     return ml_collections.ConfigDict({
-        "experiment": "reuse", "model": "", "contexts": (_REPLAY["tokens"],), "texts": 16, "warm_up": 4,
+        "experiment": "kvswap.reuse", "model": "", "contexts": (_REPLAY["tokens"],), "texts": 16, "warm_up": 4,
         "selected": (25, 100, 400),  # of 2,048 tokens: the share that 400 are of 32,768, and more
         "times_selected": (1.0, 1.5, 2.0, 3.0, 4.0),  # C, as multiples of what one step selects
         "replay": {**_REPLAY, "kinds": ("prose", "code", "needles", "mixed")},

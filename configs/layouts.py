@@ -10,7 +10,7 @@ import ml_collections
 
 def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config = ml_collections.ConfigDict()
-    config.experiment = "layouts"
+    config.experiment = "dynakv.layouts"
     config.model = ""  # empty: the reference model
     config.layouts = ("sequential", "grouped", "cluster_major", "dual_head")
     config.method = {"name": "dynakv", "budget": 256}

@@ -18,7 +18,7 @@ from kvjax.tasks import ruler
 
 def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config = ml_collections.ConfigDict()
-    config.experiment = "leaderboard"
+    config.experiment = "board.leaderboard"
     config.model = str(REFERENCE_8K) if preset == "long" else ""  # empty: the reference model
     config.dtype = "float32"  # of the weights
     table = str((REFERENCE_8K if preset == "long" else REFERENCE) / "delimiters.json")

@@ -10,7 +10,7 @@ import ml_collections
 
 def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config = ml_collections.ConfigDict()
-    config.experiment = "long_generation"
+    config.experiment = "board.long_generation"
     config.model = ""  # empty: the reference model
     config.store = "memory"
     config.seed = 0

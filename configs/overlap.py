@@ -10,7 +10,7 @@ import ml_collections
 
 def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config = ml_collections.ConfigDict()
-    config.experiment = "overlap"
+    config.experiment = "kvswap.overlap"
     config.layers = 16
     config.hidden = 1024
     config.context = 8192

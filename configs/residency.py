@@ -10,7 +10,7 @@ import ml_collections
 
 def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config = ml_collections.ConfigDict()
-    config.experiment = "residency"
+    config.experiment = "kvswap.residency"
     config.seed = 0
     config.model = ""  # empty: the reference model
     config.context = 1024  # tokens of the prompt

@@ -10,7 +10,7 @@ import ml_collections
 
 def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config = ml_collections.ConfigDict()
-    config.experiment = "rle"
+    config.experiment = "rle.savings"
     config.seed = 0
     config.model = ""  # empty: the reference model
     config.kinds = ("chat", "documentation", "code")
@@ -37,7 +37,7 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
         config.flash.update(methods=({"name": "quest", "budget": 128, "page": 32},), dtypes=("float32",), steps=8)
     elif preset == "overhead":
         return ml_collections.ConfigDict({
-            "experiment": "rle_overhead", "model": "llama-1b-4l", "tokens": (1024, 8192, 32768), "runs": (1, 2, 4, 8),
+            "experiment": "rle.overhead", "model": "llama-1b-4l", "tokens": (1024, 8192, 32768), "runs": (1, 2, 4, 8),
             "repeats": 30,
         })
     elif preset != "default":

@@ -13,7 +13,7 @@ _DYNAKV = {"name": "dynakv", "budget": 512, "cluster": 32, "iterations": 2}  # a
 
 def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config = ml_collections.ConfigDict()
-    config.experiment = "throughput"
+    config.experiment = "speed.throughput"
     config.models = ("reference", "llama-1b-4l", "cache-path")
     config.dtype = "float32"  # of weights; a method's "dtype" is that of keys and values
     config.contexts = (8192, 32768)

@@ -16,7 +16,7 @@ _REFERENCE = pathlib.Path(__file__).parents[1] / "kvjax" / "reference"
 
 def get_config(preset: str = "cpu") -> ml_collections.ConfigDict:
     config = ml_collections.ConfigDict()
-    config.experiment = "train_lm"
+    config.experiment = "training.train_lm"
     config.seed = 0
     config.tokenizer = str(_REFERENCE / "tokenizer.json")
     config.start = ""  # a checkpoint to go on from; empty: random weights

@@ -12,7 +12,7 @@ import ml_collections
 
 def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config = ml_collections.ConfigDict()
-    config.experiment = "train_svd"
+    config.experiment = "training.train_svd"
     config.seed = 0
     config.model = ""  # empty: the reference model
     config.kinds = ("code", "prose")  # and "needles": code with facts that come again, for what retrieves them

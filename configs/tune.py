@@ -13,9 +13,9 @@ import ml_collections
 
 def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config = ml_collections.ConfigDict()
-    config.experiment = "tune"
+    config.experiment = "kvswap.tune"
     config.seed = 0
-    config.model = "llama-1b-4l"  # a shape of experiments/made_up.py, "reference", or a directory
+    config.model = "llama-1b-4l"  # a shape of experiments/speed/made_up.py, "reference", or a directory
     config.store = "flash:nvme"
     config.max_mib = 512  # for the caches of the largest batch, the store's own included
     config.staging_mib = 4  # of the decodes that are compared: a quarter waits to be written, and counts as memory

@@ -57,8 +57,8 @@ def make_method(settings: Mapping[str, Any], extras: Collection[str] = ()) -> Me
 
     A "label" among the settings is what tables call it (`label_of`), "slots" how a store's blocks are kept
     (`make_slots`), "dtype" what keys and values are kept as (`dtype_of`), "replay" what timed runs select
-    (`experiments.replay`), "only" where they time it (`experiments.throughput`), "whole" that it has no budget
-    (`experiments.leaderboard`).
+    (`experiments.speed.replay`), "only" where they time it (`experiments.speed.throughput`), "whole" that it has no
+    budget (`experiments.board.leaderboard`).
     """
     check_extras(settings, extras)
     given = {field: value for field, value in settings.items() if field not in NOT_FIELDS}

@@ -50,11 +50,11 @@ def _experiment(name: str) -> Callable[[ml_collections.ConfigDict, str], None]:
     try:
         module = importlib.import_module(f"experiments.{name}")
     except ModuleNotFoundError as error:
-        if error.name != f"experiments.{name}":
+        if not f"experiments.{name}.".startswith(f"{error.name}."):
             raise
         raise ConfigError(f"no experiment {name!r}; see configs/ for those there are") from error
     if not hasattr(module, "run"):
-        raise ConfigError(f"experiments/{name}.py is no experiment; see configs/ for those there are")
+        raise ConfigError(f"experiments/{name.replace('.', '/')}.py is no experiment; see configs/ for those there are")
     return module.run
 
 

@@ -29,7 +29,7 @@ from absl import app, flags
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from experiments import results
-from experiments.raw_disk import RawFile, RawRing, random_file
+from experiments.speed.raw_disk import RawFile, RawRing, random_file
 from kvjax import files
 from kvjax.errors import ConfigError
 from kvjax.store.base import Geometry

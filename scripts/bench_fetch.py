@@ -24,7 +24,7 @@ from absl import app, flags
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import kvjax
-from experiments import raw_disk
+from experiments.speed import raw_disk
 from kvjax.method import Spec
 from kvjax.pool import Line
 from kvjax.store.aio import XXH3, native

@@ -2,9 +2,9 @@
 
     python scripts/bench_length.py [--contexts=4096,65536] [--rounds=24]
 
-`cache-path` (`experiments.made_up`) with the clusters of `configs/dynakv_paper.py:length`. The contexts take turns,
-a few tokens each, so that both meet the same noise: on a shared machine runs one after the other differ by more than
-what is measured. The limit is the time to read the weights and what is attended at the memory's bandwidth.
+`cache-path` (`experiments.speed.made_up`) with the clusters of `configs/dynakv_paper.py:length`. The contexts take
+turns, a few tokens each, so that both meet the same noise: on a shared machine runs one after the other differ by more
+than what is measured. The limit is the time to read the weights and what is attended at the memory's bandwidth.
 """
 
 import pathlib
@@ -16,7 +16,7 @@ from absl import app, flags
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import kvjax
-from experiments import made_up, timing
+from experiments.speed import made_up, timing
 from kvjax.planning import Slots
 
 CONTEXTS = flags.DEFINE_list("contexts", ["4096", "65536"], "tokens of the prompts")

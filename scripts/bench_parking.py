@@ -18,7 +18,8 @@ from absl import app, flags
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import kvjax
-from experiments import made_up, overlap, timing
+from experiments.kvswap import overlap
+from experiments.speed import made_up, timing
 from kvjax import parking, planning
 from kvjax.planning import Slots
 

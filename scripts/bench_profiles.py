@@ -23,7 +23,7 @@ from absl import app, flags
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from experiments.raw_disk import RawFile, random_file, random_offsets
+from experiments.speed.raw_disk import RawFile, random_file, random_offsets
 from kvjax.store.emulation import EmulatedIO
 from kvjax.store.profiles import PROFILES, Profile
 from kvjax.store.system import SystemIO

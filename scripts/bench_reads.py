@@ -35,7 +35,7 @@ from absl import app, flags
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from experiments.raw_disk import RawFile, RawRing
+from experiments.speed.raw_disk import RawFile, RawRing
 from kvjax.store.base import Geometry
 from kvjax.store.branch import FlashBranch
 from kvjax.store.flash import FlashStore

@@ -19,7 +19,8 @@ import numpy as np
 from absl import app, flags
 
 import kvjax
-from experiments import common, timing
+from experiments import common
+from experiments.speed import timing
 from kvjax import decode
 from kvjax.planning import Slots, State
 from kvjax.store.tiers import TieredPool

@@ -6,7 +6,11 @@ import ml_collections
 import pytest
 
 import kvjax
-from experiments import adaptive_prefill, common, long_generation, residency, throughput
+from experiments import common
+from experiments.board import long_generation
+from experiments.dynakv import adaptive_prefill
+from experiments.kvswap import residency
+from experiments.speed import throughput
 from kvjax.errors import ConfigError
 
 

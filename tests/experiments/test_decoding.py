@@ -6,7 +6,8 @@ from tiny import CONFIG, make_params
 
 import kvjax
 from configs.decoding import get_config
-from experiments import common, decoding
+from experiments import common
+from experiments.speed import decoding
 from kvjax.errors import ConfigError, KvjaxError
 
 CONTEXT, WARM_UP, STEPS = 40, 4, 16

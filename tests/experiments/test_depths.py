@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from experiments import depths
+from experiments.board import depths
 
 
 def test_every_answer_counts_in_its_tenth():

@@ -8,7 +8,9 @@ from scipy import stats
 from configs.evaluate import get_config
 from configs.kvswap_paper import get_config as kvswap_config
 from configs.throughput import get_config as timed_config
-from experiments import common, evaluate, made_up, throughput
+from experiments import common
+from experiments.board import evaluate
+from experiments.speed import made_up, throughput
 from kvjax.errors import CheckpointError, ConfigError, KvjaxError
 
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from configs.icecache_paper import get_config
-from experiments import common, icecache_tree
+from experiments import common
+from experiments.icecache import tree as icecache_tree
 
 
 @pytest.fixture(scope="module")

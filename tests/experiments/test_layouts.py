@@ -4,7 +4,7 @@ import hypothesis
 import numpy as np
 from hypothesis import strategies as st
 
-from experiments.layouts import Updates
+from experiments.dynakv.layouts import Updates
 
 LANES, BLOCKS, ROWS, TOKENS = 2, 8, 4, 30
 

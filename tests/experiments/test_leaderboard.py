@@ -7,7 +7,8 @@ import pytest
 
 import kvjax
 from configs.leaderboard import get_config
-from experiments import common, leaderboard, report
+from experiments import common
+from experiments.board import leaderboard, report
 from kvjax.errors import ConfigError
 from kvjax.tasks import asking
 

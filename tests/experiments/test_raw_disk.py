@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from experiments import raw_disk
+from experiments.speed import raw_disk
 from kvjax.store.system import SystemIO
 
 

@@ -11,7 +11,8 @@ from tiny import CAPACITY, CONFIG
 
 import kvjax
 from configs.kvswap_paper import get_config
-from experiments import replay, reuse, throughput, timing
+from experiments.kvswap import reuse
+from experiments.speed import replay, throughput, timing
 from kvjax import cache as caching
 from kvjax import decode
 from kvjax.errors import CheckpointError, ConfigError

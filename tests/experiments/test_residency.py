@@ -6,7 +6,7 @@ from tiny import CONFIG, make_params
 
 import kvjax
 from configs.residency import get_config
-from experiments import residency
+from experiments.kvswap import residency
 from kvjax import decode
 from kvjax.errors import ConfigError
 

@@ -17,7 +17,7 @@ GRID = ("methods", "tasks")
 
 def config(**changes) -> ml_collections.ConfigDict:
     return ml_collections.ConfigDict({
-        "experiment": "evaluate", "model": "", "samples": 8, "tasks": ("needle",), "methods": (QUEST,), **changes
+        "experiment": "board.evaluate", "model": "", "samples": 8, "tasks": ("needle",), "methods": (QUEST,), **changes
     })
 
 

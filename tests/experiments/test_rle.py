@@ -9,7 +9,22 @@ import pytest
 from tiny import dense, make_params
 
 import kvjax
-from experiments import rle_flash, rle_likelihood, rle_model, rle_overhead, rle_sizes, rle_table
+from experiments.rle import (
+    flash as rle_flash,
+)
+from experiments.rle import (
+    likelihood,
+    sizes,
+)
+from experiments.rle import (
+    model as rle_model,
+)
+from experiments.rle import (
+    overhead as rle_overhead,
+)
+from experiments.rle import (
+    table as rle_table,
+)
 from kvjax.codecs import dictionary, rle
 from kvjax.codecs.rle import Tolerance
 from kvjax.models.config import ModelConfig
@@ -60,7 +75,7 @@ def test_a_layer_or_a_head_is_recoded_alone(llm, plain):
     """The layers before it do not change; all at once are the recoding itself."""
     whole, parts = rle_model.RunsBefore(WIDE), dict(
         (tuple(place.values()), rle_model.run(llm, TOKENS, rle_model.Only(rle_model.RunsBefore(WIDE), on)))
-        for place, on in rle_likelihood.masks(2, 2)
+        for place, on in likelihood.masks(2, 2)
     )
     assert list(parts) == [(0,), (0, 0), (0, 1), (1,), (1, 0), (1, 1)]
     assert len({part.nats.tobytes() for part in parts.values()} | {plain.nats.tobytes()}) == 7
@@ -73,7 +88,7 @@ def test_a_layer_or_a_head_is_recoded_alone(llm, plain):
 
 def test_errors_are_those_of_paired_differences():
     plain = np.asarray([[1.0, 3.0], [5.0, 7.0]])
-    found = rle_likelihood.change(plain + np.asarray([[0.1, 0.2], [0.3, 0.4]]), plain)
+    found = likelihood.change(plain + np.asarray([[0.1, 0.2], [0.3, 0.4]]), plain)
     assert found["delta_nll"] == pytest.approx(0.25) and found["relative_delta_nll"] == pytest.approx(0.25 / 4)
     assert found["delta_nll_error"] == pytest.approx(np.std([0.1, 0.2, 0.3, 0.4], ddof=1) / 2)
     assert found["perplexity"] == pytest.approx(np.exp(4.25))
@@ -98,9 +113,9 @@ SIZES = SimpleNamespace(
 
 def test_runs_are_counted_by_length():
     key = np.asarray([0, 1, 1, 1, 2, 2, 5, 5], np.float32).reshape(1, 1, 1, 8, 1)
-    lengths = rle_sizes.run_lengths(key, {"absolute": 0.0})
+    lengths = sizes.run_lengths(key, {"absolute": 0.0})
     assert lengths[0, 0, 0].tolist() == [1, 3, 2, 2]
-    assert rle_sizes.histogram(lengths.ravel(), (1, 2, 3, 5)) == [1, 2, 1, 0]
+    assert sizes.histogram(lengths.ravel(), (1, 2, 3, 5)) == [1, 2, 1, 0]
 
 
 def test_rows_of_runs_have_bytes_and_heads():
@@ -108,7 +123,7 @@ def test_rows_of_runs_have_bytes_and_heads():
     rng = np.random.default_rng(0)
     table = rng.normal(size=(8, 4)).astype(np.float32)
     key = np.stack([np.repeat(table, 3, axis=0), np.tile(table, (3, 1))])[None, None]
-    rows = [rle_sizes.runs_row("code", case, 24, 4, SIZES) for case in rle_sizes.cases(key + 9, key, SIZES)]
+    rows = [sizes.runs_row("code", case, 24, 4, SIZES) for case in sizes.cases(key + 9, key, SIZES)]
     found = {(row["method"], *(row.get(name) for name in ("absolute", "relative", "steps"))): row for row in rows}
     assert len(found) == len(rows) == 3 * 3 + 2 * 2
     runs = found["rle_before", 0.0, None, None]
@@ -128,7 +143,7 @@ def test_a_step_is_the_distance_of_neighbouring_codes(bits):
     levels = 2**bits - (bits > 2)  # an odd number of them but for two bits
     key = np.repeat(np.linspace(-1, 1, levels, dtype=np.float32), 8).reshape(1, 1, 1, -1, 1)
     settings = SimpleNamespace(**{**vars(SIZES), "bits": (bits,)})
-    runs = {case.tolerance["steps"]: case.lengths[0, 0, 0].tolist() for case in rle_sizes.cases(key, key, settings)
+    runs = {case.tolerance["steps"]: case.lengths[0, 0, 0].tolist() for case in sizes.cases(key, key, settings)
             if case.method == f"int{bits}_rle"}
     assert runs[0.0] == [8] * levels and set(runs[1.0][:-1]) == {16}
 
@@ -138,7 +153,7 @@ def test_dictionary_rows_say_where_the_token_decides():
     token = np.arange(24)[None] % 5
     decided = np.repeat(rng.normal(size=(5, 4))[token][:, None], 2, axis=1)
     key = np.stack([decided, rng.normal(size=decided.shape)], axis=1).astype(np.float32)
-    rows = {(row["method"], row["layer"]): row for row in rle_sizes.dictionary_rows("code", key, -key, token, SIZES)}
+    rows = {(row["method"], row["layer"]): row for row in sizes.dictionary_rows("code", key, -key, token, SIZES)}
     for name, width in (("key", 4), ("value", 4), ("row", 8)):
         first, second = rows[f"dictionary_{name}", 0], rows[f"dictionary_{name}", 1]
         assert first["lossless_by_token"] and not second["lossless_by_token"]

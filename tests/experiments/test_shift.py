@@ -8,7 +8,9 @@ import pytest
 from harness import CAPACITY, HEADS, METHODS, Sim, Stream
 
 from configs import shift as configuration
-from experiments import common, shift, shift_decoding, shift_measures, shift_plots, shift_texts
+from experiments import common
+from experiments import texts as shift_texts
+from experiments.dynakv import shift, shift_decoding, shift_measures, shift_plots
 from kvjax.errors import ConfigError
 
 config = configuration.get_config("smoke")

@@ -6,7 +6,7 @@ import pytest
 from harness import METHODS
 from tiny import CONFIG, PROMPT, start
 
-from experiments import made_up, throughput, timing
+from experiments.speed import made_up, throughput, timing
 from kvjax import decode
 from kvjax.store.host import HostStore
 

@@ -10,8 +10,8 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from configs.train_lm import get_config
-from experiments import lm_data, train_lm
 from experiments.common import REFERENCE
+from experiments.training import lm_data, train_lm
 from kvjax.errors import CheckpointError, ConfigError
 from kvjax.models import checkpoint
 from kvjax.models.transformer import Transformer

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from configs.train_svd import get_config
-from experiments import train_svd
+from experiments.training import train_svd
 from kvjax import adapters
 from kvjax.errors import ConfigError
 

@@ -1,7 +1,7 @@
 """Runs the tuner and shows what it chose; each solution is kept as it is found.
 
 For some of the pairs also decodes with what was chosen and with the middle of the grid, in turn, beside what the tuner
-expects of either. As many groups come back there as the tuner found on its text (`experiments.replay`).
+expects of either. As many groups come back there as the tuner found on its text (`experiments.speed.replay`).
 """
 
 import contextlib
@@ -16,8 +16,9 @@ import numpy as np
 from absl import logging
 
 import kvjax
-from experiments import common, made_up, replay, timing
+from experiments import common
 from experiments.results import Run
+from experiments.speed import made_up, replay, timing
 from kvjax import planning, tuner
 from kvjax.errors import ConfigError
 from kvjax.planning import State
@@ -28,7 +29,7 @@ _CHOICE, _MIDDLE = "tuned", "middle of the grid"
 
 
 def make_model(name: str, dtype: str) -> kvjax.LLM:
-    """A shape of `experiments.made_up`, or a model directory; `dtype` is that of its weights."""
+    """A shape of `experiments.speed.made_up`, or a model directory; `dtype` is that of its weights."""
     return common.load_model(name, dtype) if pathlib.Path(name).is_dir() else made_up.make_model(name, dtype)
 
 

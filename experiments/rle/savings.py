@@ -3,7 +3,7 @@
 Runs are looked for after rotation, as the source of the run-length cache implies, and before it; per layer and head,
 for each tolerance. Beside them: runs of sorted keys and of keys in few bits, dictionaries of equal keys and values,
 segments of their index, and a learned codec. What the flash store's codec reads and writes is measured by
-`experiments.rle_flash`. At the end comes a table with the source's figures beside ours.
+`experiments.rle.flash`. At the end comes a table with the source's figures beside ours.
 """
 
 import functools
@@ -16,10 +16,11 @@ import ml_collections
 import numpy as np
 
 import kvjax
-from experiments import common, rle_flash, rle_likelihood, rle_model, rle_sizes, rle_table
+from experiments import common
 from experiments.results import Run
-from experiments.rle_texts import KINDS, draw
-from experiments.shift_texts import Texts
+from experiments.rle import flash, likelihood, model, sizes, table
+from experiments.rle.texts import KINDS, draw
+from experiments.texts import Texts
 from kvjax.codecs import autoencoder
 from kvjax.errors import ConfigError
 
@@ -27,7 +28,7 @@ from kvjax.errors import ConfigError
 def train_codec(llm: kvjax.LLM, texts: Texts, config) -> autoencoder.Autoencoder:
     """An autoencoder for every layer and head, `[L, K, ...]`, from texts that are not measured."""
     how, length = autoencoder.Training(**config.autoencoder), max(config.lengths)
-    keys = [rle_model.run(llm, draw(texts, kind, config.texts, length)).key for kind in config.kinds]
+    keys = [model.run(llm, draw(texts, kind, config.texts, length)).key for kind in config.kinds]
     keys = np.concatenate(keys, axis=1)
     seeds = jax.random.split(jax.random.key(config.seed), keys.shape[0] * keys.shape[2]).reshape(keys.shape[0], -1)
     train = jax.vmap(jax.vmap(lambda key, seed: autoencoder.train(key, how, seed)))
@@ -36,27 +37,27 @@ def train_codec(llm: kvjax.LLM, texts: Texts, config) -> autoencoder.Autoencoder
 
 def size_rows(llm: kvjax.LLM, kind: str, token: np.ndarray, models, config) -> Iterator[dict]:
     """What each codec saves of token[texts, T], at every length."""
-    read = [rle_model.run(llm, row) for row in token]
+    read = [model.run(llm, row) for row in token]
     key, value = (np.stack([getattr(one, name) for one in read]) for name in ("key", "value"))
-    turn = jax.vmap(jax.vmap(functools.partial(rle_model.rotated, llm.config)))
+    turn = jax.vmap(jax.vmap(functools.partial(model.rotated, llm.config)))
     after, before, value = (np.moveaxis(rows, 3, 2) for rows in (np.asarray(turn(jnp.asarray(key))), key, value))
-    yield rle_sizes.distance_row(kind, "after", after)
-    yield rle_sizes.distance_row(kind, "before", before)
+    yield sizes.distance_row(kind, "after", after)
+    yield sizes.distance_row(kind, "before", before)
     for length in config.lengths:
         first = [rows[:, :, :, :length] for rows in (after, before, value)]
-        for case in rle_sizes.cases(first[0], first[1], config):
-            yield rle_sizes.runs_row(kind, case, length, before.shape[-1], config)
-        yield from rle_sizes.dictionary_rows(kind, *first[1:], token[:, :length], config)
-        yield rle_sizes.learned_row(kind, models, length, config)
+        for case in sizes.cases(first[0], first[1], config):
+            yield sizes.runs_row(kind, case, length, before.shape[-1], config)
+        yield from sizes.dictionary_rows(kind, *first[1:], token[:, :length], config)
+        yield sizes.learned_row(kind, models, length, config)
 
 
 def measure(llm: kvjax.LLM, texts: Texts, kind: str, models, path: pathlib.Path, config) -> Iterator[dict]:
     """All rows of one kind of text; store files are made in `path`."""
     token = np.asarray([draw(texts, kind, number, max(config.lengths)) for number in range(config.texts)])
     yield from size_rows(llm, kind, token, models, config)
-    yield from rle_flash.rows(llm, kind, token[0, : config.flash.length], path, config)
-    yield from rle_likelihood.rows_by_part(llm, kind, token, config)
-    yield from rle_likelihood.rows(llm, kind, token, models, config)
+    yield from flash.rows(llm, kind, token[0, : config.flash.length], path, config)
+    yield from likelihood.rows_by_part(llm, kind, token, config)
+    yield from likelihood.rows(llm, kind, token, models, config)
 
 
 def check(config) -> None:
@@ -80,4 +81,4 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
             rows.append({"store": "memory", "budget": None, "seed": config.seed, **row})
             run.log(**rows[-1])
     run.summary(rows)
-    rle_table.print_table(rows, config.histogram)
+    table.print_table(rows, config.histogram)

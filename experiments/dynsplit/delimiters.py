@@ -14,9 +14,10 @@ import numpy as np
 from tqdm import tqdm
 
 import kvjax
-from experiments import common, evaluate
+from experiments import common
+from experiments.board import evaluate
 from experiments.results import Run
-from experiments.shift_texts import KINDS, Texts
+from experiments.texts import KINDS, Texts
 from kvjax.delimiters import Delimiters, Importance, Tally, boundary_scores, delimiter_texts
 from kvjax.errors import ConfigError
 

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from experiments import common, layer_times, made_up, timing
+from experiments import common
+from experiments.speed import layer_times, made_up, timing
 from kvjax import decode, planning, prefill
 from kvjax.planning import Slots
 from kvjax.tasks import asking

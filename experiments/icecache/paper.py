@@ -11,7 +11,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 import kvjax
-from experiments import common, depths, evaluate, icecache_times, icecache_tree, leaderboard
+from experiments import common
+from experiments.board import depths, evaluate, leaderboard
+from experiments.icecache import times, tree
 from experiments.results import Run
 from kvjax import metrics
 from kvjax.tasks import asking, needles
@@ -106,7 +108,7 @@ def _hit_rate(llm: kvjax.LLM, method, text: list[int], config) -> Row:
     result = llm.generate(text[config.key_tokens :], cache, max_new_tokens=1, observer=probe)
     return {"recall": probe.quality.recall, "attention_mass": probe.quality.attention_mass,
             "attended_tokens": result.usage.attended_tokens, "resident_bytes": cache.resident_bytes,
-            "occupancy": icecache_times.occupancy(cache.plan, result.cache.state)}
+            "occupancy": times.occupancy(cache.plan, result.cache.state)}
 
 
 # --------------------------------------------------------------------------------------------- run
@@ -119,17 +121,17 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
         leaderboard.check(board)
     common.check_counts(config, samples=1, batch=1, budgets=1, lengths=1, repeats=1, steps=2, long_steps=1, queries=1,
                         key_tokens=1, key_steps=1)
-    common.check_names(config, "timed", icecache_times.TIMED)
-    common.check_names(config, "trees", icecache_tree.SETTINGS)
+    common.check_names(config, "timed", times.TIMED)
+    common.check_names(config, "trees", tree.SETTINGS)
     llm = common.load_model(config.model)
     for board in made:
         common.check_model(llm, board.methods)
     parts = {
         "passkey": lambda: passkey(llm, config), "suite": lambda: suite(llm, config, run.path),
-        "dci": lambda: icecache_tree.rows(llm, config), "pages": lambda: pages(llm, config),
-        "tt2t": lambda: icecache_times.second_token(config, run.path),
-        "breakdown": lambda: icecache_times.breakdown(config, run.path),
-        "tpot": lambda: icecache_times.per_token(config),
+        "dci": lambda: tree.rows(llm, config), "pages": lambda: pages(llm, config),
+        "tt2t": lambda: times.second_token(config, run.path),
+        "breakdown": lambda: times.breakdown(config, run.path),
+        "tpot": lambda: times.per_token(config),
     }
     common.check_names(config, "parts", parts)
     run = Run(config, workdir, ("parts",))
@@ -140,7 +142,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
             if not any(head.items() <= row.items() for row in rows):
                 rows.append({"store": "memory", "seed": config.seed, **head, **measured()})
                 run.log(**rows[-1])
-    run.summary([*rows, *shares(rows), *icecache_times.growth(rows, config.growth)])
+    run.summary([*rows, *shares(rows), *times.growth(rows, config.growth)])
     plot(rows).savefig(run.path / "icecache.png", dpi=100)
 
 

@@ -28,8 +28,9 @@ import numpy as np
 from tqdm import tqdm
 
 import kvjax
-from experiments import common, timing
+from experiments import common
 from experiments.results import Run
+from experiments.speed import timing
 from kvjax import decode, planning
 from kvjax.planning import Slots
 from kvjax.store.base import Branch, Stats

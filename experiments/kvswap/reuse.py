@@ -1,6 +1,6 @@
 """How often the groups that KVSwap needs are still in its reuse buffer, for each kind of text (its Table 5).
 
-The model decodes texts of each kind; which groups it selects is recorded (`experiments.replay`), and a buffer
+The model decodes texts of each kind; which groups it selects is recorded (`experiments.speed.replay`), and a buffer
 that evicts what came first is simulated (`kvjax.store.fifo`). Slots are given as multiples of the selected groups; each
 text, layer and head has its own, empty at first.
 """
@@ -8,8 +8,9 @@ text, layer and head has its own, empty at first.
 import ml_collections
 import numpy as np
 
-from experiments import common, replay
+from experiments import common
 from experiments.results import Run
+from experiments.speed import replay
 from kvjax.errors import ConfigError
 from kvjax.store import fifo
 

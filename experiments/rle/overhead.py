@@ -18,8 +18,8 @@ import ml_collections
 import numpy as np
 
 import kvjax
-from experiments import made_up, timing
 from experiments.results import Run
+from experiments.speed import made_up, timing
 from kvjax.codecs import rle
 from kvjax.codecs.rle import Runs, Tolerance
 from kvjax.method import Method

@@ -2,7 +2,7 @@
 
 Two devices: a reader that sleeps, so slow that a layer's reads take a given share of a layer's computing, and the disk
 under the workdir with O_DIRECT. The method looks ahead, so that what is prefetched is what is read; its first layer is
-dense, as nothing comes before it. Weights are random; keys are made up as in `experiments.made_up`.
+dense, as nothing comes before it. Weights are random; keys are made up as in `experiments.speed.made_up`.
 """
 
 import itertools
@@ -12,8 +12,9 @@ import ml_collections
 import numpy as np
 
 import kvjax
-from experiments import common, made_up, timing
+from experiments import common
 from experiments.results import Run
+from experiments.speed import made_up, timing
 from kvjax import decode
 from kvjax.methods import Quest
 from kvjax.models.config import ModelConfig, RopeConfig

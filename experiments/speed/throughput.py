@@ -1,6 +1,6 @@
 """Decode speed of methods x stores x contexts, beside the physical limits of the machine.
 
-Caches are filled with made-up keys (`experiments.made_up`). Every figure is a median over steps after a warm-up;
+Caches are filled with made-up keys (`experiments.speed.made_up`). Every figure is a median over steps after a warm-up;
 compile time is apart. With several `rounds` methods take turns, so that whatever else slows the machine slows all of
 them. Limits are measured beside each row: memory bandwidth by a matrix-vector product, before and after each turn's
 steps, disk bandwidth by raw threaded reads of the store's block size.
@@ -19,9 +19,10 @@ import ml_collections
 import numpy as np
 
 import kvjax
-from experiments import common, layer_times, made_up, raw_disk, replay, timing
-from experiments.replay import Replay
+from experiments import common
 from experiments.results import Run
+from experiments.speed import layer_times, made_up, raw_disk, replay, timing
+from experiments.speed.replay import Replay
 from kvjax import decode, planning
 from kvjax.errors import ConfigError
 from kvjax.models.config import ModelConfig

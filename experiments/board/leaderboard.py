@@ -23,8 +23,10 @@ import numpy as np
 from absl import logging
 from tqdm import tqdm
 
-from experiments import common, evaluate, report, timing
+from experiments import common
+from experiments.board import evaluate, report
 from experiments.results import Run
+from experiments.speed import timing
 from kvjax import layer, tasks
 from kvjax.errors import BudgetTooSmall, ConfigError
 from kvjax.generation import Usage

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from experiments.shift_texts import Texts
+from experiments.texts import Texts
 from kvjax.errors import ConfigError
 
 KINDS = ("chat", "documentation", "code")

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from experiments.shift_decoding import Decoding, Window, in_token_order
+from experiments.dynakv.shift_decoding import Decoding, Window, in_token_order
 from kvjax import metrics
 from kvjax.clusters.index import statistics
 from kvjax.layer import LayerPlan

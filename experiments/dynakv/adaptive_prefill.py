@@ -20,7 +20,8 @@ import ml_collections
 import numpy as np
 from tqdm import tqdm
 
-from experiments import common, evaluate
+from experiments import common
+from experiments.board import evaluate
 from experiments.results import Run
 from kvjax.tasks import Sample, asking
 

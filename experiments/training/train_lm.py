@@ -18,8 +18,9 @@ from orbax.checkpoint import v1 as ocp
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from experiments import common, lm_data
+from experiments import common
 from experiments.results import Run
+from experiments.training import lm_data
 from kvjax.errors import ConfigError
 from kvjax.models import checkpoint
 from kvjax.models.config import ModelConfig, RopeConfig

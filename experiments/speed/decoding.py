@@ -1,8 +1,8 @@
 """What a token costs where a model decodes real text with its blocks on a store.
 
 Held-out library text, teacher-forced. What is selected, and so what comes back, is the model's own choice, where
-`experiments.made_up` makes keys up. The first tokens warm up, until slots hold what such text asks for; the others
-are timed.
+`experiments.speed.made_up` makes keys up. The first tokens warm up, until slots hold what such text asks for; the
+others are timed.
 
 In a row, of one layer and token: the blocks that were needed and those that came from the device; `store_us`, inside
 the store's read; `device_us`, from the first request to the device's last answer; `beyond_us`, what finding, verifying
@@ -19,8 +19,9 @@ import ml_collections
 import numpy as np
 
 import kvjax
-from experiments import common, timing
+from experiments import common
 from experiments.results import Run
+from experiments.speed import timing
 from kvjax import planning
 from kvjax.decode import check_driver
 

@@ -18,11 +18,12 @@ import numpy as np
 from tqdm import tqdm
 
 import kvjax
-from experiments import common, shift_plots
+from experiments import common
+from experiments.dynakv import shift_plots
+from experiments.dynakv.shift_decoding import Decoding, Window, continued, in_token_order, settings_of, window_starts
+from experiments.dynakv.shift_measures import against_dense, co_retrieval, measure_window, partitions
 from experiments.results import Run
-from experiments.shift_decoding import Decoding, Window, continued, in_token_order, settings_of, window_starts
-from experiments.shift_measures import against_dense, co_retrieval, measure_window, partitions
-from experiments.shift_texts import KINDS, Texts
+from experiments.texts import KINDS, Texts
 from kvjax import fields
 from kvjax.errors import ConfigError
 from kvjax.models.config import ModelConfig

@@ -10,7 +10,7 @@ import numpy as np
 from tqdm import tqdm
 
 import kvjax
-from experiments import rle_model, rle_sizes
+from experiments.rle import model, sizes
 from kvjax.codecs import lowbit
 from kvjax.codecs.rle import Tolerance
 
@@ -28,19 +28,19 @@ def change(nats: np.ndarray, plain: np.ndarray) -> dict[str, float]:
 def recodings(models, config) -> Iterator[tuple[str, dict, object]]:
     """Every codec of all layers: its name, what it is set to, and what it does."""
     clusters = max(config.lengths) // config.cluster
-    for measure, value in rle_sizes.tolerances(config):
+    for measure, value in sizes.tolerances(config):
         tolerance = Tolerance(**{"absolute": 0.0, "relative": 0.0, measure: value})
-        yield "rle_after", {measure: value}, rle_model.RunsAfter(tolerance)
-        yield "rle_before", {measure: value}, rle_model.RunsBefore(tolerance)
-        yield "rle_sorted", {measure: value}, rle_model.RunsSorted(tolerance, clusters)
+        yield "rle_after", {measure: value}, model.RunsAfter(tolerance)
+        yield "rle_before", {measure: value}, model.RunsBefore(tolerance)
+        yield "rle_sorted", {measure: value}, model.RunsSorted(tolerance, clusters)
     for bits, steps in itertools.product(config.bits, (0.0, 1.0)):
-        yield f"int{bits}_rle", {"steps": steps}, rle_model.LowbitRuns(Tolerance(steps * lowbit.APART[bits]), bits)
-    yield f"autoencoder_{config.autoencoder.width}", {}, rle_model.Learned(models)
+        yield f"int{bits}_rle", {"steps": steps}, model.LowbitRuns(Tolerance(steps * lowbit.APART[bits]), bits)
+    yield f"autoencoder_{config.autoencoder.width}", {}, model.Learned(models)
 
 
-def nats(llm: kvjax.LLM, token: np.ndarray, recoding=rle_model.PLAIN) -> np.ndarray:
+def nats(llm: kvjax.LLM, token: np.ndarray, recoding=model.PLAIN) -> np.ndarray:
     """Nats per token `[texts, T - 1]` of token[texts, T]."""
-    return np.stack([rle_model.run(llm, row, recoding).nats for row in token])
+    return np.stack([model.run(llm, row, recoding).nats for row in token])
 
 
 def rows(llm: kvjax.LLM, kind: str, token: np.ndarray, models, config) -> Iterator[dict]:
@@ -65,11 +65,11 @@ def rows_by_part(llm: kvjax.LLM, kind: str, token: np.ndarray, config) -> Iterat
     """Runs before rotation in one layer, or one head, at a time; of the first tokens of each text."""
     token = token[:, : config.parts.length]
     plain = nats(llm, token)
-    settings = [*rle_sizes.tolerances(config), ("absolute", config.parts.wide)]
+    settings = [*sizes.tolerances(config), ("absolute", config.parts.wide)]
     every = itertools.product(settings, masks(llm.config.num_layers, llm.config.num_kv_heads))
     for (measure, value), (place, on) in tqdm(list(every), desc=f"{kind}, part by part", disable=None):
         tolerance = Tolerance(**{"absolute": 0.0, "relative": 0.0, measure: value})
-        recoding = rle_model.Only(rle_model.RunsBefore(tolerance), on)
+        recoding = model.Only(model.RunsBefore(tolerance), on)
         yield {
             "task": f"likelihood_of_part/{kind}", "method": "rle_before", "context": token.shape[1], measure: value,
             **place, **change(nats(llm, token, recoding), plain),

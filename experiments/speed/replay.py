@@ -28,7 +28,7 @@ import numpy as np
 
 import kvjax
 from experiments import common
-from experiments.shift_texts import KINDS, Texts
+from experiments.texts import KINDS, Texts
 from kvjax import files
 from kvjax.errors import ConfigError
 from kvjax.method import Method, Selection, no_force
@@ -261,7 +261,7 @@ def check(settings: Mapping[str, Any], config: ml_collections.ConfigDict) -> Non
 def check_texts(how: ml_collections.ConfigDict | None) -> None:
     """Raises ConfigError unless `how` has what a recording is made of: the directory of the `model`, empty for the
     reference model, or of recordings that were made elsewhere, `tokens` of each text, of which the last `steps` are
-    decoded, the `kinds` of texts in turn (`experiments.shift_texts`), and a `seed`."""
+    decoded, the `kinds` of texts in turn (`experiments.texts`), and a `seed`."""
     if how is None or set(how) != {"model", "tokens", "steps", "kinds", "seed"}:
         raise ConfigError("a replay needs replay.model, .tokens, .steps, .kinds and .seed in the configuration, and no "
                           "more")

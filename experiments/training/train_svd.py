@@ -25,7 +25,7 @@ from tqdm import tqdm
 import kvjax
 from experiments import common
 from experiments.results import Run
-from experiments.shift_texts import docstrings, facts_in_code
+from experiments.texts import docstrings, facts_in_code
 from kvjax.adapters import Adapters, collect, fit, load, refinement
 from kvjax.errors import ConfigError
 from kvjax.tasks import corpus, needles

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.timing import median_ms
+from experiments.speed.timing import median_ms
 from kvjax import layer, turns
 from kvjax.cache import Fresh
 from kvjax.layer import LayerCache

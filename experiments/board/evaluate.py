@@ -15,7 +15,8 @@ from scipy import stats
 from tqdm import tqdm
 
 import kvjax
-from experiments import common, depths
+from experiments import common
+from experiments.board import depths
 from experiments.results import Run
 from kvjax.tasks import Sample, asking
 
