@@ -1,6 +1,6 @@
 """The compiled parts; everything else about the package is in setup.cfg. What cannot be compiled is left out: threads
-make reads then (kvjax/store/reader.py), JAX calls back (kvjax/store/callbacks.py), and XLA does what kernels would
-(kvjax/kernels/)."""
+make reads then (kvjax/store/io/reader.py), JAX calls back (kvjax/cache/callbacks.py), and XLA does what kernels would
+(kvjax/ops/kernels/)."""
 
 import glob
 import importlib.metadata
@@ -26,7 +26,7 @@ def extensions() -> list[Extension]:
             extra_compile_args=["-fvisibility=hidden", *flags],
         )
 
-    return [extension("kvjax/store", "native"), extension("kvjax/kernels", "_compiled", "-O3")]
+    return [extension("kvjax/store/native", "_compiled"), extension("kvjax/ops/kernels", "_compiled", "-O3")]
 
 
 setup(ext_modules=extensions())

@@ -1,7 +1,7 @@
 """Every method x task x budget on the reference model, or on a user's with --config.model.
 
-`config.tasks` takes any name of `kvjax.tasks.TASKS`; a task that reads a file is written NAME:FILE. Prompts are cut to
-`config.lengths` tokens, long ones in their middle.
+`config.tasks` takes any name of `kvjax.eval.tasks.TASKS`; a task that reads a file is written NAME:FILE. Prompts are
+cut to `config.lengths` tokens, long ones in their middle.
 
     python -m experiments.main --config=configs/leaderboard.py --workdir=runs/leaderboard
 
@@ -13,7 +13,7 @@ finishes within three minutes, `:quick` is one task at two budgets, `:long` the 
 import ml_collections
 
 from experiments.common import REFERENCE, REFERENCE_8K
-from kvjax.tasks import ruler
+from kvjax.eval.tasks import ruler
 
 
 def get_config(preset: str = "default") -> ml_collections.ConfigDict:

@@ -2,10 +2,10 @@
 
     python -m experiments.main --config=configs/tune.py --workdir=runs/tune
 
-The result is WORKDIR/tuning.json, for `kvjax.tuner.load`. Running it again solves what is missing. For the pairs in
-`checked` it also prints, and summary.json has, what was expected of the choice and of the middle of the grid beside
-what decoding with them takes (`time_off`, `memory_off`: 0.1 = a tenth more was expected). Preset `:smoke` finishes
-within a minute.
+The result is WORKDIR/tuning.json, for `kvjax.calibration.tuner.load`. Running it again solves what is missing. For the
+pairs in `checked` it also prints, and summary.json has, what was expected of the choice and of the middle of the grid
+beside what decoding with them takes (`time_off`, `memory_off`: 0.1 = a tenth more was expected). Preset `:smoke`
+finishes within a minute.
 """
 
 import ml_collections

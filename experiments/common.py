@@ -9,15 +9,18 @@ import ml_collections
 import numpy as np
 
 import kvjax
-from kvjax import extend, fields, methods, planning, prefill, tasks
+from kvjax import _validate, methods
+from kvjax.cache.method import Method
 from kvjax.errors import ConfigError, FormatMismatch
-from kvjax.generation import Usage
-from kvjax.method import Method
+from kvjax.eval import tasks
+from kvjax.eval.tasks import corpus
+from kvjax.inference import chunked_prefill, prefill
+from kvjax.inference import plan as planning
+from kvjax.inference.generate import Usage
+from kvjax.inference.plan import Slots
 from kvjax.models.config import ModelConfig
-from kvjax.planning import Slots
-from kvjax.store import emulation, profiles
-from kvjax.store.layout import SEQUENTIAL, check_layout
-from kvjax.tasks import corpus
+from kvjax.store.flash.layout import SEQUENTIAL, check_layout
+from kvjax.store.io import emulation, profiles
 
 NOT_FIELDS = ("label", "slots", "dtype", "replay", "only", "whole")  # that are no fields of a method: see `make_method`
 REFERENCE = pathlib.Path(kvjax.__file__).parent / "reference"
@@ -32,7 +35,7 @@ def check_counts(config: Mapping[str, Any], **least: int) -> None:
         if several:
             check_some(config, name)
         for one in given if several else (given,):
-            if not fields.whole(one, lowest):
+            if not _validate.whole(one, lowest):
                 raise ConfigError(f"{name}={given!r} must be {'whole numbers' if several else 'a whole number'} of at "
                                   f"least {lowest}")
 
@@ -99,8 +102,8 @@ def check_store(kind: str) -> tuple[str, dict[str, str]]:
 
 
 def make_store(kind: str, directory: pathlib.Path, **settings: Any):
-    """A store by name; None keeps blocks in JAX arrays. "flash:emmc" emulates a device of `kvjax.store.profiles`, and
-    "flash:emmc:sequential" has its blocks there in that layout.
+    """A store by name; None keeps blocks in JAX arrays. "flash:emmc" emulates a device of `kvjax.store.io.profiles`,
+    and "flash:emmc:sequential" has its blocks there in that layout.
 
     `settings` are those of a flash store (`kvjax.FlashStore`); the others have none.
     """
@@ -167,7 +170,7 @@ def held_out_rows(llm: kvjax.LLM, count: int, tokens: int) -> np.ndarray:
 def draw_task(
     llm: kvjax.LLM, text: str | np.ndarray, name: str, length: int, count: int, seed: int, new_tokens: int = 32
 ) -> Sequence[tasks.Sample] | Sequence[tasks.Continuation]:
-    """The samples of a task by name (`kvjax.tasks`), facts hidden in `text`; the same for the same seed."""
+    """The samples of a task by name (`kvjax.eval.tasks`), facts hidden in `text`; the same for the same seed."""
     rng = np.random.default_rng((seed, length, tasks.number(name)))
     return tasks.draw(name, tasks.Request(llm.tokenizer, text, length, count, rng, new_tokens=new_tokens))
 
@@ -178,7 +181,7 @@ def load_model(path: str, dtype: str = "float32") -> kvjax.LLM:
 
 
 def dtype_of(settings: Mapping[str, Any]) -> str:
-    """The "dtype" of a method's settings (`kvjax.packing`)."""
+    """The "dtype" of a method's settings (`kvjax.ops.quantize`)."""
     return settings.get("dtype", "float32")
 
 
@@ -239,7 +242,7 @@ def check_fit(
     plan = planning.make_plan(model, make_method(settings, NOT_FIELDS), len(prompts), capacity, dtype_of(settings))
     prefill.check_prompts(plan, np.minimum(prompts, chunk) if chunk else np.asarray(prompts))
     if chunk:
-        check = extend.check_prompt if max(prompts) > chunk else extend.check
+        check = chunked_prefill.check_prompt if max(prompts) > chunk else chunked_prefill.check
         check(plan, chunk, () if slots is None else (slots.backend,))
     planning.check(plan, slots is not None, slots or Slots())
 

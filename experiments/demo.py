@@ -22,8 +22,8 @@ import kvjax
 from experiments import common
 from experiments.results import Run
 from kvjax.errors import ConfigError, PromptError
-from kvjax.metrics import Probe, Quality
-from kvjax.tasks import corpus, needles, scoring
+from kvjax.eval.metrics import Probe, Quality
+from kvjax.eval.tasks import corpus, needles, scoring
 
 COLUMNS = (
     ("method", "{:>18}"), ("right", "{:>6}"), ("recall", "{:>7}"), ("attended_tokens", "{:>9}"),

@@ -14,8 +14,9 @@ import ml_collections
 from absl import logging
 
 from experiments import common
-from kvjax import files, kernels
+from kvjax import _files
 from kvjax.errors import ConfigError
+from kvjax.ops import kernels
 
 _ROOT = pathlib.Path(__file__).parent.parent
 _PACKAGES = ("kvjax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "tokenizers", "safetensors")
@@ -94,7 +95,7 @@ class Run:
                 self.header["before"] = _machines(workdir, before, here)
             self.path.mkdir(parents=True, exist_ok=True)
             self._mend()
-            with files.replacing(file) as fresh:
+            with _files.replacing(file) as fresh:
                 fresh.write_text(json.dumps(self.header, indent=2) + "\n")
         except OSError as cause:
             raise ConfigError(f"workdir={workdir} cannot be used: {cause}; give a directory") from cause
@@ -141,12 +142,12 @@ class Run:
         rows = self.logged()
         kept = list(filter(wanted, rows))
         if len(kept) < len(rows):
-            with files.replacing(self.path / "metrics.jsonl") as fresh:
+            with _files.replacing(self.path / "metrics.jsonl") as fresh:
                 fresh.write_text("".join(json.dumps(row) + "\n" for row in kept))
 
     def summary(self, rows: Iterable[dict[str, Any]]) -> None:
         """Writes summary.json, whole or not at all."""
-        with files.replacing(self.path / "summary.json") as fresh:
+        with _files.replacing(self.path / "summary.json") as fresh:
             fresh.write_text(json.dumps({**self.header, "rows": list(rows)}, indent=2) + "\n")
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import kvjax
 from experiments import common
 from kvjax.errors import ConfigError
-from kvjax.tasks import corpus, needles
+from kvjax.eval.tasks import corpus, needles
 
 KINDS = ("code", "prose", "needles", "mixed")
 _FACT_EVERY = 48  # tokens of library code between two facts of a needles text

@@ -6,10 +6,15 @@
 """
 
 from kvjax.attend import AttentionCache, attend, init_cache, prefill_cache
+from kvjax.cache.method import Method
+from kvjax.calibration.tuner.search import tune
 from kvjax.errors import KvjaxError, StoreError
-from kvjax.generation import Usage
+from kvjax.inference.cache import Cache
+from kvjax.inference.generate import Usage
+from kvjax.inference.plan import Slots
+from kvjax.inference.prefill import Reading
+from kvjax.inference.sampling import Sampling
 from kvjax.llm import LLM, Result, Scores, load, save
-from kvjax.method import Method
 from kvjax.methods import METHODS
 from kvjax.methods.arkvale import ArkVale as arkvale
 from kvjax.methods.chunkkv import ChunkKV as chunkkv
@@ -34,13 +39,8 @@ from kvjax.methods.sentencekv import SentenceKV as sentencekv
 from kvjax.methods.shadowkv import ShadowKV as shadowkv
 from kvjax.methods.snapkv import SnapKV as snapkv
 from kvjax.methods.streaming_llm import StreamingLLM as streaming_llm
-from kvjax.planning import Slots
-from kvjax.prefill import Reading
-from kvjax.prefilled import Cache
-from kvjax.sampling import Sampling
-from kvjax.store.flash import FlashStore
+from kvjax.store.flash.store import FlashStore
 from kvjax.store.host import HostStore
-from kvjax.tuner.search import tune
 
 __version__ = "0.1.0"
 

@@ -19,12 +19,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import arguments, fields, layer, order, packing
+from kvjax import _validate
+from kvjax.cache import layer
+from kvjax.cache.layer import LayerCache, LayerPlan, Prompts
+from kvjax.cache.method import Method
+from kvjax.cache.pool import Line, MemoryPool
 from kvjax.errors import ConfigError, PromptError
-from kvjax.layer import LayerCache, LayerPlan, Prompts
-from kvjax.method import Method
+from kvjax.inference import arguments
 from kvjax.models.config import RopeConfig
-from kvjax.pool import Line, MemoryPool
+from kvjax.ops import barriers, quantize
 from kvjax.typing import Array, Float, Int, Int32, pytree
 
 
@@ -41,7 +44,7 @@ def init_cache(
     method: Method, *, batch: int, kv_heads: int, group: int, head_dim: int, capacity: int, dtype: str = "float32",
     sliding: int | None = None, rope: RopeConfig | None = None,
 ) -> AttentionCache:
-    """An empty cache; `dtype` is how its blocks keep keys and values (`kvjax.packing`).
+    """An empty cache; `dtype` is how its blocks keep keys and values (`kvjax.ops.quantize`).
 
     `rope` says how keys were rotated, for methods that turn them back (ShadowKV, run-length keys before rotation).
     Raises ConfigError where budget, window and capacity do not fit together, or for a type that there is not.
@@ -50,14 +53,14 @@ def init_cache(
     if sliding is not None:
         sizes["sliding"] = sliding
     for name, size in sizes.items():
-        if not fields.whole(size, 1):
+        if not _validate.whole(size, 1):
             raise ConfigError(f"{name}={size!r} must be a whole number of at least 1")
     arguments.check_method_and_slots(method, None)
     if not isinstance(rope, RopeConfig | None):
         raise ConfigError(f"rope={rope!r} must be a RopeConfig, or None for keys that no method turns back")
-    packing.check(dtype, head_dim)
+    quantize.check(dtype, head_dim)
     spec = method.spec(kv_heads=kv_heads, group=group, head_dim=head_dim, capacity=capacity)
-    spec = dataclasses.replace(spec, rope=rope, key_type=packing.tail_type(dtype), sliding=sliding)
+    spec = dataclasses.replace(spec, rope=rope, key_type=quantize.tail_type(dtype), sliding=sliding)
     return _empty(LayerPlan(method, spec), batch, dtype)
 
 
@@ -145,7 +148,7 @@ def attend(
     q, key, value, token = map(_in_32_bits, (q, key, value, token))
     at, zero = cache.length, jnp.int32(0)
     out, read, fresh, _, report = layer.read(cache.plan, cache.layer, q, key, value, at, zero, line)
-    gate = jnp.ones(at.shape, bool) & order.exists(out) & order.positions_exist([report.selected])
+    gate = jnp.ones(at.shape, bool) & barriers.exists(out) & barriers.positions_exist([report.selected])
     written, _ = layer.write(cache.plan, read, fresh, at, gate, zero, line, token)
     fits = (at < cache.plan.spec.capacity)[:, None, None]
     return jnp.where(fits, out, jnp.nan).astype(kind), dataclasses.replace(cache, layer=written, length=at + 1)

@@ -17,21 +17,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import arguments, extend, packing, persistence, planning, prefill
-from kvjax.decode import Driver
+from kvjax.cache.method import Method
 from kvjax.errors import ConfigError, FormatMismatch, PromptError
-from kvjax.generation import Observer, Usage, check_logits, running
-from kvjax.method import Method
+from kvjax.inference import arguments, chunked_prefill, prefill
+from kvjax.inference import checkpoint as persistence
+from kvjax.inference import plan as planning
+from kvjax.inference.cache import Cache
+from kvjax.inference.decode import Driver
+from kvjax.inference.generate import Observer, Usage, check_logits, running
+from kvjax.inference.plan import Plan, Slots
+from kvjax.inference.prefill import Reading
+from kvjax.inference.sampling import Sampling
+from kvjax.inference.stops import Stops
 from kvjax.methods.full import Full
 from kvjax.models import checkpoint, hf_config
 from kvjax.models.config import ModelConfig
 from kvjax.models.tokenizer import TextTokenizer
-from kvjax.planning import Plan, Slots
-from kvjax.prefill import Reading
-from kvjax.prefilled import Cache
-from kvjax.sampling import Sampling
-from kvjax.stops import Stops
-from kvjax.store.base import Store
+from kvjax.ops import quantize
+from kvjax.store.interface import Store
 from kvjax.typing import PyTree
 
 GREEDY = Sampling()
@@ -55,7 +58,7 @@ class Result:
 
 @runtime_checkable
 class Tuning(Protocol):
-    """What chooses for a run of so many sequences of so many tokens (`kvjax.tuner.Tuning`)."""
+    """What chooses for a run of so many sequences of so many tokens (`kvjax.calibration.tuner.Tuning`)."""
 
     @property
     def fingerprint(self) -> str: ...
@@ -126,7 +129,7 @@ class LLM:
         """Reads a context (text, token ids, or a list of either) densely; `prefill` takes the result in its place.
 
         For comparing methods, each of which then is filled from the same activations, and for measuring them
-        (`kvjax.metrics.Probe`). All layers' hidden states, keys and values stay in host memory as long as it does.
+        (`kvjax.eval.metrics.Probe`). All layers' hidden states, keys and values stay in host memory as long as it does.
         Raises PromptError.
         """
         tokens, length = prefill.batch(self._prompts(context))
@@ -145,15 +148,16 @@ class LLM:
         """Reads a context (text, token ids, or a list of either; or what `read` gave) into a new cache.
 
         With `chunk` only so many tokens are read by dense attention. The rest goes through the cache, so many tokens at
-        a time: each chunk attends what the method selects for it of everything before (`kvjax.extend`). That bounds
-        memory for long contexts, and is an approximation as decoding is.
+        a time: each chunk attends what the method selects for it of everything before
+        (`kvjax.inference.chunked_prefill`). That bounds memory for long contexts, and is an approximation as decoding
+        is.
 
         Args:
           method: cache method; None = the tuned one, or full attention.
           store: where blocks live; None = memory.
           capacity: most tokens of a sequence, question and answer included; None = context + 1024, rounded up to whole
             256, so that contexts of about one length share compiled programs.
-          dtype: of stored keys and values: float32, bfloat16, float16, int8 or int4 (`kvjax.packing`); None = the
+          dtype: of stored keys and values: float32, bfloat16, float16, int8 or int4 (`kvjax.ops.quantize`); None = the
             tuned one where the method is, else float32.
           slots: how many blocks of a store are kept in memory, and by which policy.
           chunk: see above; None = dense attention over the whole context.
@@ -163,7 +167,7 @@ class LLM:
         """
         arguments.check_kinds(method, store, slots)
         if chunk is not None:
-            extend.check_chunk(chunk)
+            chunked_prefill.check_chunk(chunk)
         reading, rest = self._opening(context, chunk)
         lengths = [n + len(more) for n, more in zip(np.asarray(reading.length).tolist(), rest, strict=True)]
         self._warn_of(max(lengths))
@@ -176,7 +180,7 @@ class LLM:
             plan = self._fitted(plan, method, reading)
         prefill.check_prompts(plan, np.asarray(reading.length))
         if chunk is not None:
-            check = extend.check_prompt if any(rest) else extend.check
+            check = chunked_prefill.check_prompt if any(rest) else chunked_prefill.check
             check(plan, chunk, () if slots is None else (slots.backend,))
         planning.check(plan, store is not None, slots or Slots())
         cache = self._filled(plan, reading, lengths, store, slots)
@@ -235,7 +239,8 @@ class LLM:
 
     def _fitted(self, plan: Plan, method: Method, reading: Reading) -> Plan:
         """The plan with the method as these prompts want it."""
-        key_bytes = packing.width(plan.dtype, self.config.head_dim) * np.dtype(packing.stored_type(plan.dtype)).itemsize
+        itemsize = np.dtype(quantize.stored_type(plan.dtype)).itemsize
+        key_bytes = quantize.width(plan.dtype, self.config.head_dim) * itemsize
         keys = [one.key for one in reading.layers]
         method = method.for_prompts(plan.layers[-1].spec, keys, np.asarray(reading.length), key_bytes)
         return planning.make_plan(self.config, method, plan.batch, plan.capacity, plan.dtype)
@@ -252,7 +257,8 @@ class LLM:
         return method, slots or self.tuning.slots(batch, context), dtype
 
     def extend(self, cache: Cache, text, *, chunk: int = 64) -> Cache:
-        """The cache after more text (one for each sequence of a batch), read `chunk` tokens at a time (`kvjax.extend`).
+        """The cache after more text (one for each sequence of a batch), read `chunk` tokens at a time
+        (`kvjax.inference.chunked_prefill`).
 
         The given cache stays as it is. Raises PromptError beyond the capacity, ConfigError for methods that need single
         tokens, or a StoreError.
@@ -264,7 +270,7 @@ class LLM:
         """`cache` with more tokens; it must not be used again, and is closed where that fails."""
         try:
             tokens, length = prefill.batch(rows)
-            state, logits = extend.extend(cache.plan, self.params, cache.state, tokens, length, chunk)
+            state, logits = chunked_prefill.extend(cache.plan, self.params, cache.state, tokens, length, chunk)
             logits = jnp.where((length > 0)[:, None], logits, cache.logits)
             cache = dataclasses.replace(cache, state=state, logits=logits, pending=())
             check_logits(self.params, cache)
@@ -281,7 +287,7 @@ class LLM:
 
         Only one process may have it open for writing; any number may with `read_only`, and keep what they add in a
         private temporary file. `method` is needed for methods of your own, `slots` and `store_settings` (arguments of
-        `FlashStore`) are free to differ. Raises StoreError or ConfigError (`kvjax.persistence.restore`).
+        `FlashStore`) are free to differ. Raises StoreError or ConfigError (`kvjax.inference.checkpoint.restore`).
         """
         arguments.check_method_and_slots(method, slots)
         found = persistence.restore(
@@ -394,7 +400,7 @@ def load(path: str | os.PathLike, dtype=jnp.float32, tuning: str | os.PathLike |
     `dtype` is that of the weights, as "bfloat16". Raises CheckpointError naming file and tensor, ConfigError for an
     unknown type, ReadFailed or FormatMismatch for the tuning.
     """
-    from kvjax import tuner  # which runs models, and so imports this module
+    from kvjax.calibration import tuner  # which runs models, and so imports this module
 
     tuned = None if tuning is None else tuner.load(tuning)
     config = hf_config.read_config(path)

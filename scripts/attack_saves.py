@@ -46,7 +46,7 @@ import kvjax
 from kvjax.errors import KvjaxError
 from kvjax.models.config import ModelConfig
 from kvjax.models.transformer import Transformer
-from kvjax.store.system import SystemIO
+from kvjax.store.io.system import SystemIO
 
 OUT = flags.DEFINE_string("out", None, "directory for summary.json; None: only the table is printed")
 SHARE = flags.DEFINE_float("share", 1.0, "share of all tries, above 0 and up to 1")

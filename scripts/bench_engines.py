@@ -30,12 +30,12 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from experiments import results
 from experiments.speed.raw_disk import RawFile, RawRing, random_file
-from kvjax import files
+from kvjax import _files
 from kvjax.errors import ConfigError
-from kvjax.store.base import Geometry
-from kvjax.store.branch import FlashBranch
-from kvjax.store.flash import FlashStore
-from kvjax.store.format import HEADER_BYTES
+from kvjax.store.flash.branch import FlashBranch
+from kvjax.store.flash.store import FlashStore
+from kvjax.store.format.pages import HEADER_BYTES
+from kvjax.store.interface import Geometry
 
 DIR = flags.DEFINE_string("dir", None, "directory on the device to measure; default: the temporary directory")
 WORKDIR = flags.DEFINE_string("workdir", "runs/engines", "where summary.json goes")
@@ -181,7 +181,7 @@ def main(argv):
     config = {"blocks_kb": SIZES.value, "repeats": REPEATS.value, "sequential_bandwidth": sequential}
     workdir = pathlib.Path(WORKDIR.value)
     workdir.mkdir(parents=True, exist_ok=True)
-    with files.replacing(workdir / "summary.json") as fresh:
+    with _files.replacing(workdir / "summary.json") as fresh:
         summary = {"experiment": "engines", "config": config, **results.machine(), "rows": rows}
         fresh.write_text(json.dumps(summary, indent=2) + "\n")
     print(f"results in {workdir / 'summary.json'}")

@@ -25,15 +25,15 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import kvjax
 from experiments.speed import raw_disk
-from kvjax.method import Spec
-from kvjax.pool import Line
-from kvjax.store.aio import XXH3, native
-from kvjax.store.base import PAGE_BYTES, Geometry
-from kvjax.store.branch import FlashBranch
-from kvjax.store.callbacks import default_backend
-from kvjax.store.format import checksum
-from kvjax.store.linux import EVENT, IOCB
-from kvjax.store.slots import SlotPool
+from kvjax.cache.callbacks import default_backend
+from kvjax.cache.method import Spec
+from kvjax.cache.pool import Line
+from kvjax.cache.slots import SlotPool
+from kvjax.store.flash.branch import FlashBranch
+from kvjax.store.format.pages import checksum
+from kvjax.store.interface import PAGE_BYTES, Geometry
+from kvjax.store.io.aio import XXH3, native
+from kvjax.store.io.libaio import EVENT, IOCB
 
 BLOCKS = flags.DEFINE_list("blocks", ["0", "1", "4", "8", "32"], "blocks of each head that a fetch needs")
 LAYERS = flags.DEFINE_integer("layers", 4, "whose blocks a program fetches")

@@ -17,7 +17,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import kvjax
 from experiments.speed import made_up, timing
-from kvjax.planning import Slots
+from kvjax.inference.plan import Slots
 
 CONTEXTS = flags.DEFINE_list("contexts", ["4096", "65536"], "tokens of the prompts")
 ROUNDS = flags.DEFINE_integer("rounds", 24, "turns of each context")

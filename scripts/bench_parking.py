@@ -1,4 +1,4 @@
-"""What it costs to let layers wait on flash, and what memory it saves (`kvjax/parking.py`).
+"""What it costs to let layers wait on flash, and what memory it saves (`kvjax/inference/layer_offload.py`).
 
     python scripts/bench_parking.py [--dir=DIR] [--layers=16] [--context=8192] [--steps=20]
 
@@ -20,8 +20,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 import kvjax
 from experiments.kvswap import overlap
 from experiments.speed import made_up, timing
-from kvjax import parking, planning
-from kvjax.planning import Slots
+from kvjax.inference import layer_offload
+from kvjax.inference import plan as planning
+from kvjax.inference.plan import Slots
 
 DIR = flags.DEFINE_string("dir", None, "directory on the device to measure; default: the temporary directory")
 LAYERS = flags.DEFINE_integer("layers", 16, "layers of hidden size 1,024", lower_bound=2)
@@ -40,17 +41,17 @@ def decode(llm, method, slots: Slots, directory: str) -> dict:
     plan, state, branch, _ = made_up.filled_cache(llm, method, CONTEXT.value, STEPS.value + 8, store, slots)
     resident, tokens = planning.bytes_of(state.layers), np.arange(WARM_UP + STEPS.value) % 7
     _, state = timing.time_tokens(llm, plan, state, tokens[:WARM_UP], "staged")
-    before = parking.stats(state.layers)
+    before = layer_offload.stats(state.layers)
     times, state = timing.time_tokens(llm, plan, state, tokens[WARM_UP:], "staged")
     row = {"ms": 1e3 * float(np.median(times)), "resident": resident}
     if before is not None:
-        after = parking.stats(state.layers)
+        after = layer_offload.stats(state.layers)
         row |= {"read": (after.bytes_read - before.bytes_read) / STEPS.value,
                 "written": (after.bytes_written - before.bytes_written) / STEPS.value,
                 "wait": 1e3 * (after.wait_seconds - before.wait_seconds) / STEPS.value,
                 "limit": 1e3 * read_seconds(state) / len(state.layers)}
         row["limit"] *= (after.blocks_read - before.blocks_read) / STEPS.value / len(state.layers[0].sums)
-    parking.close(state.layers)
+    layer_offload.close(state.layers)
     branch.close()
     return row
 
@@ -59,7 +60,7 @@ def read_seconds(state) -> float:
     """Seconds to read all parked layers once, nothing else being done."""
     started = time.perf_counter()
     for one in state.layers:
-        pages = np.empty((1, 1, len(one.sums), 1, parking.PAGE_BYTES), np.int8)
+        pages = np.empty((1, 1, len(one.sums), 1, layer_offload.PAGE_BYTES), np.int8)
         where = np.arange(len(one.sums), dtype=np.int32)[None, None]
         if not one.branch.read_into(one.number, one.generation, where, where, pages):
             raise one.branch.failure(f"layer {one.number}")

@@ -24,9 +24,9 @@ from absl import app, flags
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from experiments.speed.raw_disk import RawFile, random_file, random_offsets
-from kvjax.store.emulation import EmulatedIO
-from kvjax.store.profiles import PROFILES, Profile
-from kvjax.store.system import SystemIO
+from kvjax.store.io.emulation import EmulatedIO
+from kvjax.store.io.profiles import PROFILES, Profile
+from kvjax.store.io.system import SystemIO
 
 NAMES = flags.DEFINE_list("profiles", list(PROFILES), "devices to emulate")
 SECONDS = flags.DEFINE_float("seconds", 0.3, "modelled time of each run", lower_bound=0.01)

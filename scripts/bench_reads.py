@@ -36,18 +36,18 @@ from absl import app, flags
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from experiments.speed.raw_disk import RawFile, RawRing
-from kvjax.store.base import Geometry
-from kvjax.store.branch import FlashBranch
-from kvjax.store.flash import FlashStore
-from kvjax.store.format import HEADER_BYTES
+from kvjax.store.flash.branch import FlashBranch
+from kvjax.store.flash.store import FlashStore
+from kvjax.store.format.pages import HEADER_BYTES
+from kvjax.store.interface import Geometry
 
 DIR = flags.DEFINE_string("dir", None, "directory on the device to measure; default: the temporary directory")
 SIZES = flags.DEFINE_list("blocks_kb", ["16", "64", "256"], "block sizes, KB")
 BLOCKS = flags.DEFINE_integer("asked", None, "blocks per head (of 8) and call, instead of those above", lower_bound=1)
-ENGINES = flags.DEFINE_list("engines", ["aio", "threads"], "how to read, see kvjax/store/reader.py")
+ENGINES = flags.DEFINE_list("engines", ["aio", "threads"], "how to read, see kvjax/store/io/reader.py")
 THREADS = flags.DEFINE_integer("threads", 4, "reading threads, and so requests in flight", lower_bound=1)
 REPEATS = flags.DEFINE_integer("repeats", 15, "timed calls of each way", lower_bound=1)
-PROFILE = flags.DEFINE_string("profile", "native", "device to emulate, see kvjax/store/profiles.py")
+PROFILE = flags.DEFINE_string("profile", "native", "device to emulate, see kvjax/store/io/profiles.py")
 CPROFILE = flags.DEFINE_bool("cprofile", False, "profile the calling thread of the store's reads")
 
 HEADS, WIDTH, WARM_UP = 8, 128, 3

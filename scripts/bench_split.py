@@ -22,11 +22,11 @@ from absl import app, flags
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from kvjax import layer
-from kvjax.cache import Fresh
-from kvjax.layer import LayerCache, LayerPlan
+from kvjax.cache import layer
+from kvjax.cache.layer import LayerCache, LayerPlan
+from kvjax.cache.pool import Line
+from kvjax.cache.state import Fresh
 from kvjax.methods import DynaKV
-from kvjax.pool import Line
 
 STEPS = flags.DEFINE_integer("steps", 50, "timed steps of each case")
 CAPACITY = flags.DEFINE_integer("capacity", 8192, "tokens the cache is made for; half are in it")

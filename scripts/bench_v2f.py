@@ -25,14 +25,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import attention
-from kvjax import cache as caching
-from kvjax.attention import Part
-from kvjax.method import Selection
+from kvjax.cache import residency
+from kvjax.cache import state as caching
+from kvjax.cache.method import Selection
+from kvjax.cache.pool import find_rows
 from kvjax.methods import DynSplit
-from kvjax.pool import find_rows
-from kvjax.ranking import top_blocks
-from kvjax.store import residency
+from kvjax.ops import attention
+from kvjax.ops.attention import Part
+from kvjax.ops.topk import top_blocks
 
 HEADS, GROUP, SIZE = 8, 4, 64
 TABLE = str(pathlib.Path(__file__).parents[1] / "kvjax" / "reference" / "delimiters.json")

@@ -29,8 +29,9 @@ from jax.experimental import topologies
 from jaxlib.mlir import ir
 
 import kvjax
-from kvjax import decode, extend, layer
-from kvjax.planning import Slots
+from kvjax.cache import layer
+from kvjax.inference import chunked_prefill, decode
+from kvjax.inference.plan import Slots
 
 METHODS = flags.DEFINE_list("methods", ["quest", "dynakv"], "methods, at a budget of 64")
 HOST = flags.DEFINE_integer("host", 64, "slots per KV head in host memory")
@@ -117,7 +118,7 @@ def programs(llm: kvjax.LLM, name: str) -> Iterator[tuple[str, Callable, tuple, 
 
     def chunk(kept, fresh):
         many = jax.tree.map(lambda leaf: jnp.stack([leaf] * 8), fresh)
-        return extend._write.__wrapped__(one, kept, many, jnp.zeros((1, 8), jnp.int32), at, at, True, number,
+        return chunked_prefill._write.__wrapped__(one, kept, many, jnp.zeros((1, 8), jnp.int32), at, at, True, number,
                                          state.line, None)
 
     fresh = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(read, state.layers[0])[2])

@@ -21,9 +21,9 @@ from absl import app, flags
 import kvjax
 from experiments import common
 from experiments.speed import timing
-from kvjax import decode
-from kvjax.planning import Slots, State
-from kvjax.store.tiers import TieredPool
+from kvjax.cache.tiers import TieredPool
+from kvjax.inference import decode
+from kvjax.inference.plan import Slots, State
 
 METHODS = flags.DEFINE_list("methods", ["quest", "dynakv"], "methods, at a budget of 256")
 DRIVERS = flags.DEFINE_list("drivers", ["fused", "staged"], "drivers")

@@ -11,7 +11,7 @@ import sys
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from kvjax.tasks import corpus
+from kvjax.eval.tasks import corpus
 
 VOCAB_SIZE = 3072
 SPECIAL = ["<|bos|>", "<|eos|>", "<|pad|>", "<|user|>"]

@@ -22,7 +22,7 @@ def pytest_addoption(parser):
 
 def _has_backend(item) -> bool:
     """False for a test of what only programs on CPU have, elsewhere."""
-    from kvjax.store.callbacks import default_backend  # imports JAX, which is to see what is set above
+    from kvjax.cache.callbacks import default_backend  # imports JAX, which is to see what is set above
 
     asked = item.callspec.params.get("backend") if hasattr(item, "callspec") else None
     return asked != "buffer" or default_backend() == "buffer"
@@ -39,7 +39,7 @@ def pytest_collection_modifyitems(config, items):
 @pytest.fixture
 def small_pages(monkeypatch):
     """Pages of 16 bytes, so that small blocks have several; for files that are read without O_DIRECT."""
-    for module in ("base", "codec", "workers"):
+    for module in ("interface", "format.codec", "io.workers"):
         monkeypatch.setattr(f"kvjax.store.{module}.PAGE_BYTES", 16)
 
 

@@ -10,10 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import cache as caching
-from kvjax import kernels, layer, packing
-from kvjax.layer import LayerCache, LayerPlan, Prompts
-from kvjax.method import Method, Selection
+from kvjax.cache import layer
+from kvjax.cache import state as caching
+from kvjax.cache.callbacks import default_backend
+from kvjax.cache.layer import LayerCache, LayerPlan, Prompts
+from kvjax.cache.method import Method, Selection
+from kvjax.cache.pool import Line, row_width
+from kvjax.cache.slots import SlotPool
 from kvjax.methods import (
     H2O,
     RLE,
@@ -39,11 +42,9 @@ from kvjax.methods import (
     SnapKV,
     StreamingLLM,
 )
-from kvjax.pool import Line, row_width
-from kvjax.store.base import Gathered, Geometry, Prompt
-from kvjax.store.callbacks import default_backend
-from kvjax.store.flash import FlashStore
-from kvjax.store.slots import SlotPool
+from kvjax.ops import kernels, quantize
+from kvjax.store.flash.store import FlashStore
+from kvjax.store.interface import Gathered, Geometry, Prompt
 
 compiled = pytest.mark.skipif(not kernels.COMPILED, reason="built without a C compiler")
 DELIMITERS = str(pathlib.Path(__file__).parent / "delimiters" / "table.json")  # eight of 64 tokens
@@ -180,7 +181,7 @@ class Sim:
         spec = self.plan.spec
         self.branch = store.create(
             Geometry(1, batch, spec.block_heads, spec.num_blocks, spec.block_rows, row_width(spec, dtype),
-                     packing.stored_type(dtype), spec.keeps_keys), "laws"
+                     quantize.stored_type(dtype), spec.keeps_keys), "laws"
         )
         rows = np.asarray(layer.stored_rows(self.plan, state, placed[1], dtype))
         count, pos = (np.asarray(one[:, : spec.block_heads]) for one in (state.count, state.pos))

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from kvjax import decode
+from kvjax.inference import decode
 
 NAMES = ("streaming_llm", "snapkv", "chunkkv", "h2o")
 

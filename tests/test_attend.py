@@ -10,9 +10,9 @@ import pytest
 from tiny import temporaries
 
 import kvjax
-from kvjax import packing
-from kvjax.delimiters import Delimiters
 from kvjax.errors import ConfigError, PromptError
+from kvjax.methods.shared.delimiters import Delimiters
+from kvjax.ops import quantize
 
 HIDDEN, HEADS, KV_HEADS, SIZE = 32, 4, 2, 8
 GROUP = HEADS // KV_HEADS
@@ -129,7 +129,7 @@ def test_a_bf16_cache_stores_keys_and_values_in_bf16(method):
     for payload in (layer.state.tail.key, layer.state.tail.value):
         assert payload.dtype == jnp.bfloat16
     for bits in (layer.pool.key, layer.pool.value):
-        assert bits.dtype == jnp.uint16 and packing.unpack(bits, "bfloat16").dtype == jnp.bfloat16
+        assert bits.dtype == jnp.uint16 and quantize.unpack(bits, "bfloat16").dtype == jnp.bfloat16
 
 
 @some_methods

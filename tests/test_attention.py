@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import softmax
 
-from kvjax import attention
 from kvjax.errors import ConfigError
-from kvjax.ranking import AGGREGATIONS, aggregate
+from kvjax.ops import attention
+from kvjax.ops.topk import AGGREGATIONS, aggregate
 
 HEADS, GROUP, SIZE, TOKENS, PARTS = 2, 3, 8, 24, 5
 

@@ -16,7 +16,8 @@ from sklearn.cluster import KMeans
 from sklearn.metrics import adjusted_rand_score
 
 import kvjax
-from kvjax import clustering, prefill
+from kvjax.inference import prefill
+from kvjax.ops import kmeans as clustering
 
 ROOT = pathlib.Path(__file__).parent.parent
 SEEDS = (0, 1, 2)

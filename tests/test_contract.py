@@ -10,14 +10,16 @@ import pytest
 from harness import GROUP, HEADS, METHODS, SIZE, Sim, Stream
 from tiny import dense, make_params
 
-from kvjax import decode, extend, layer, planning, prefill
-from kvjax.attention import NEGATIVE
+from kvjax.cache import layer
 from kvjax.errors import ConfigError
+from kvjax.inference import chunked_prefill, decode, prefill
+from kvjax.inference import plan as planning
+from kvjax.inference.plan import Slots
 from kvjax.methods import OmniKV, Quest
 from kvjax.models.config import ModelConfig
 from kvjax.models.transformer import Block, Transformer
-from kvjax.planning import Slots
-from kvjax.store.flash import FlashStore
+from kvjax.ops.attention import NEGATIVE
+from kvjax.store.flash.store import FlashStore
 from kvjax.typing import Array, Float, Int32, pytree
 
 CONFIG = ModelConfig(
@@ -145,7 +147,7 @@ def test_what_a_selection_notes_reaches_the_append_of_its_step(params, tokens, d
 def test_tokens_of_a_chunk_come_without_a_note(params, tokens):
     method = Witness(budget=24, sinks=2, window=4, page=4)
     plan, state, _ = start(method, params, tokens)
-    state, _ = extend.extend(plan, params, state, tokens[:, 40:60], jnp.full(2, 20), chunk=8)
+    state, _ = chunked_prefill.extend(plan, params, state, tokens[:, 40:60], jnp.full(2, 20), chunk=8)
     assert all((one.state.index.noted == 0).all() for one in state.layers)
 
 
@@ -373,4 +375,4 @@ def test_weights_need_the_query_that_attends(params, tokens):
             dataclasses.replace(WEIGHTED, **settings)
     plan, state, _ = start(WEIGHTED, params, tokens)
     with pytest.raises(ConfigError, match="decode the text"):
-        extend.extend(plan, params, state, tokens[:, :4], jnp.asarray([4, 4]), 4)
+        chunked_prefill.extend(plan, params, state, tokens[:, :4], jnp.asarray([4, 4]), 4)

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import manifest, persistence
 from kvjax.errors import ChecksumMismatch, FormatMismatch, KvjaxError, NoSpace, NothingSaved, ReadFailed, WriteFailed
-from kvjax.manifest import Manifest
+from kvjax.inference import checkpoint, manifest
+from kvjax.inference.manifest import Manifest
 from tests import test_llm
 from tests.test_llm import CONTEXT, METHOD
 from tests.test_persistence import answers, content, same
@@ -253,7 +253,7 @@ def test_strays_of_killed_saves_are_removed(llm, directory, kind, how, monkeypat
     elif how == "save":
         cache.save(directory)
     else:
-        monkeypatch.setattr(persistence.state_file, "save", lambda *args: (_ for _ in ()).throw(NoSpace("full")))
+        monkeypatch.setattr(checkpoint.state_file, "save", lambda *args: (_ for _ in ()).throw(NoSpace("full")))
         with pytest.raises(NoSpace, match="full"):
             cache.save(directory)
     assert not [name for name in content(directory) if "0123456789ab" in name]

@@ -11,13 +11,14 @@ import pytest
 from harness import METHODS, compiled, plan_of
 from tiny import CAPACITY, CONFIG, PROMPT, decoded, dense, start, temporaries
 
-from kvjax import cache as caching
-from kvjax import decode, layer, parking, planning, prefill
+from kvjax.cache import callbacks, layer
+from kvjax.cache import state as caching
+from kvjax.cache.method import Selection, Spec
 from kvjax.errors import ConfigError, NoSpace, PromptError, StaleCache, WriteFailed
-from kvjax.method import Selection, Spec
+from kvjax.inference import decode, layer_offload, prefill
+from kvjax.inference import plan as planning
 from kvjax.models.transformer import Block
-from kvjax.store import callbacks
-from kvjax.store.flash import FlashStore
+from kvjax.store.flash.store import FlashStore
 from kvjax.store.host import HostStore
 
 STEPS = 20
@@ -281,7 +282,7 @@ def test_of_a_token_that_ctrl_c_ended_nothing_is_left(params, tokens, monkeypatc
         for i in range(8):
             if interrupted and i == 3:
                 with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-                    patched.setattr(*((parking.Desk, "commit") if parked else (decode, "settle")), interrupt)
+                    patched.setattr(*((layer_offload.Desk, "commit") if parked else (decode, "settle")), interrupt)
                     decode.step(plan, params, state, tokens[:, 0])
             done = decode.step(plan, params, state, tokens[:, i])
             state = done.state

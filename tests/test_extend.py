@@ -11,12 +11,13 @@ import pytest
 from harness import METHODS
 from tiny import CAPACITY, CONFIG, PROMPT, dense, start, temporaries
 
-from kvjax import decode, planning, prefill
-from kvjax import extend as chunked
 from kvjax.errors import ConfigError, PromptError, ReadFailed
-from kvjax.extend import extend
+from kvjax.inference import chunked_prefill as chunked
+from kvjax.inference import decode, prefill
+from kvjax.inference import plan as planning
+from kvjax.inference.chunked_prefill import extend
 from kvjax.models.config import ModelConfig
-from kvjax.store.flash import FlashStore
+from kvjax.store.flash.store import FlashStore
 
 MORE = (30, 17)
 

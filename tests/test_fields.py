@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import fields
+from kvjax import _validate
 from kvjax.errors import ConfigError
 from kvjax.methods import METHODS
 
@@ -41,13 +41,13 @@ class Unknown:
 
 
 def test_what_cannot_be_judged_is_taken():
-    fields.check(Own("c", 3))
-    fields.check(Unknown(3))
+    _validate.check(Own("c", 3))
+    _validate.check(Unknown(3))
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_has_settings_of_its_types(name):
-    fields.check(METHODS[name]())
+    _validate.check(METHODS[name]())
 
 
 @pytest.mark.parametrize("settings", [
@@ -56,7 +56,7 @@ def test_every_method_has_settings_of_its_types(name):
     {"path": pathlib.Path("x")}, {"path": "x"}, {"sizes": (1, 2)},
 ])
 def test_what_is_of_a_type_is_taken(settings):
-    fields.check(Settings(**settings))
+    _validate.check(Settings(**settings))
 
 
 @pytest.mark.parametrize(("settings", "words"), [
@@ -69,7 +69,7 @@ def test_what_is_of_a_type_is_taken(settings):
 ])
 def test_what_is_not_is_refused_by_name(settings, words):
     with pytest.raises(ConfigError, match=words):
-        fields.check(Settings(**settings))
+        _validate.check(Settings(**settings))
 
 
 @pytest.mark.parametrize(("make", "words"), [

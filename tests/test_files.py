@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from kvjax import files
+from kvjax import _files
 
 
 @pytest.fixture
@@ -25,26 +25,26 @@ def open_descriptors():
 @pytest.mark.parametrize("content", [b"", b"a", bytes(range(256)) * 300])
 def test_content_of_a_regular_file(path, content):
     path.write_bytes(content)
-    assert files.read_regular(path, len(content)) == content
+    assert _files.read_regular(path, len(content)) == content
 
 
 def test_link_to_a_regular_file(path):
     path.with_name("there").write_bytes(b"content")
     path.symlink_to("there")
-    assert files.read_regular(path, 100) == b"content"
+    assert _files.read_regular(path, 100) == b"content"
 
 
 def test_file_of_a_byte_too_many(path):
     path.write_bytes(b"12345")
     with pytest.raises(ValueError, match="5 bytes; at most 4 are read"):
-        files.read_regular(path, 4)
+        _files.read_regular(path, 4)
 
 
 def test_no_memory_is_taken_for_a_huge_file(path):
     with path.open("wb") as file:
         file.truncate(1 << 40)
     with pytest.raises(ValueError, match=f"{1 << 40} bytes; at most"):
-        files.read_regular(path, 1 << 20)
+        _files.read_regular(path, 1 << 20)
 
 
 def make_socket(path):
@@ -66,7 +66,7 @@ def test_what_is_no_regular_file_is_refused_without_waiting(path, make, words):
     make(path)
     before = open_descriptors()
     with pytest.raises((ValueError, OSError), match=words):
-        files.read_regular(path, 100)
+        _files.read_regular(path, 100)
     assert open_descriptors() == before
 
 
@@ -75,7 +75,7 @@ def test_terminal_in_place_of_a_file_is_refused(path):
     try:
         path.symlink_to(os.ttyname(theirs))
         with pytest.raises(ValueError, match="character device"):
-            files.read_regular(path, 100)
+            _files.read_regular(path, 100)
     finally:
         os.close(ours)
         os.close(theirs)
@@ -83,18 +83,18 @@ def test_terminal_in_place_of_a_file_is_refused(path):
 
 def test_missing_file(path):
     with pytest.raises(FileNotFoundError):
-        files.read_regular(path, 100)
+        _files.read_regular(path, 100)
 
 
 @pytest.mark.parametrize("name", ["a\0b", "\ud800"])
 def test_name_that_no_file_has(tmp_path, name):
     with pytest.raises(ValueError, match=r"embedded null byte|surrogates"):
-        files.read_regular(tmp_path / name, 100)
+        _files.read_regular(tmp_path / name, 100)
 
 
 def test_file_that_is_being_read_is_closed_in_programs_that_are_started(path):
     path.touch()
-    with files.open_regular(path) as file:
+    with _files.open_regular(path) as file:
         look = f"import os; print(os.path.exists('/proc/self/fd/{file.fileno()}'))"
         seen = subprocess.run([sys.executable, "-c", look], close_fds=False, capture_output=True, text=True, check=True)
     assert seen.stdout == "False\n"
@@ -105,7 +105,7 @@ def test_file_that_is_being_read_is_closed_in_programs_that_are_started(path):
 
 @pytest.mark.parametrize("text, value", [("[1, 2.5, null]", [1, 2.5, None]), ('{"a": "ü"}', {"a": "ü"}), ("3", 3)])
 def test_json(text, value):
-    assert files.parse_json(text.encode()) == value
+    assert _files.parse_json(text.encode()) == value
 
 
 @pytest.mark.parametrize(
@@ -115,4 +115,4 @@ def test_json(text, value):
 )
 def test_what_is_no_json_is_one_kind_of_error(content):
     with pytest.raises(ValueError):
-        files.parse_json(content)
+        _files.parse_json(content)

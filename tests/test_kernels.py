@@ -10,9 +10,8 @@ import pytest
 from harness import compiled
 from scipy.special import logsumexp, softmax
 
-from kvjax import attention, kernels, packing
-from kvjax.codecs import lowbit
-from kvjax.store import residency
+from kvjax.cache import residency
+from kvjax.ops import attention, kernels, lowbit, quantize
 
 TYPES = ("float32", "bfloat16")
 
@@ -20,10 +19,10 @@ TYPES = ("float32", "bfloat16")
 def scattered(dtype: str, size: int, heads: int = 3, tokens: int = 11, seed: int = 0):
     """Rows of a pool of 40, some of them out of range, and as numbers of float64."""
     rng = np.random.default_rng((size, seed))
-    pool = packing.pack(jnp.asarray(rng.normal(size=(40, size)), jnp.float32), dtype)
+    pool = quantize.pack(jnp.asarray(rng.normal(size=(40, size)), jnp.float32), dtype)
     index = rng.integers(-5, 50, (heads, tokens)).astype(np.int32)
-    rows = np.asarray(packing.unpack(pool, dtype), np.float64)[index.clip(0, 39)]
-    return packing.Scattered(pool, jnp.asarray(index), dtype), rows
+    rows = np.asarray(quantize.unpack(pool, dtype), np.float64)[index.clip(0, 39)]
+    return quantize.Scattered(pool, jnp.asarray(index), dtype), rows
 
 
 def vectors(*shape):
@@ -32,7 +31,7 @@ def vectors(*shape):
 
 def test_the_kernels_are_here():
     """Where there is a C compiler. Without this test a broken build would only be slow."""
-    pytest.importorskip("kvjax.store.native", reason="built without a C compiler")
+    pytest.importorskip("kvjax.store.native._compiled", reason="built without a C compiler")
     assert kernels.COMPILED
 
 
@@ -174,7 +173,7 @@ def test_queries_in_bf16_are_those_numbers():
 @compiled
 def test_rows_that_are_not_valid_may_be_anything():
     (q, key, value, valid), _ = rows_and_queries("float32", 16, 4, 100)
-    spoilt = [packing.Scattered(rows.pool.at[0].set(jnp.nan), jnp.where(valid, rows.index.clip(1), 0), rows.dtype)
+    spoilt = [quantize.Scattered(rows.pool.at[0].set(jnp.nan), jnp.where(valid, rows.index.clip(1), 0), rows.dtype)
               for rows in (key, value)]
     right = [np.asarray(rows.pool, np.float64)[np.asarray(rows.index).clip(1, 39)] for rows in (key, value)]
     close(attended(q, *spoilt, valid), exactly(q, *right, valid))
@@ -184,7 +183,8 @@ def test_rows_that_are_not_valid_may_be_anything():
 def test_what_follows_the_last_row_changes_no_bit():
     """So that a cache of more room, or with blocks in other places, answers alike."""
     (q, key, value, valid), _ = rows_and_queries("float32", 16, 4, 4100)
-    more = [packing.Scattered(rows.pool, jnp.pad(rows.index, ((0, 0), (0, 5000))), rows.dtype) for rows in (key, value)]
+    more = [quantize.Scattered(rows.pool, jnp.pad(rows.index, ((0, 0), (0, 5000))), rows.dtype) for rows in (key,
+    value)]
     for one, other in zip(attended(q, key, value, valid), attended(q, *more, np.pad(valid, ((0, 0), (0, 5000)))),
                           strict=True):
         np.testing.assert_array_equal(one, other)
@@ -193,7 +193,7 @@ def test_what_follows_the_last_row_changes_no_bit():
 @compiled
 def test_no_token_at_all():
     (q, key, value, valid), _ = rows_and_queries("float32", 16, 4, 5)
-    key, value = (packing.Scattered(rows.pool[:0], rows.index[:, :0], rows.dtype) for rows in (key, value))
+    key, value = (quantize.Scattered(rows.pool[:0], rows.index[:, :0], rows.dtype) for rows in (key, value))
     np.testing.assert_array_equal(attention.attend_part(q, key, value, valid[:, :0]).total, 0)
 
 

@@ -12,12 +12,12 @@ import pytest
 from harness import APART, CAPACITY, METHODS, Sim, Stream, check_every_token_has_one_place
 
 from kvjax.attend import AttentionCache, prefill_cache
-from kvjax.method import Placement
+from kvjax.cache.method import Placement
+from kvjax.cache.residency import POLICIES
 from kvjax.methods import DynaKV, Quest, SnapKV
-from kvjax.store.flash import FlashStore
+from kvjax.store.flash.layout import LAYOUTS
+from kvjax.store.flash.store import FlashStore
 from kvjax.store.host import HostStore
-from kvjax.store.layout import LAYOUTS
-from kvjax.store.residency import POLICIES
 
 # A worker that finds what another one is still writing to the cache of programs compiles for itself, and says so.
 pytestmark = pytest.mark.filterwarnings("error", "ignore:Error .* persistent compilation cache entry")

@@ -14,7 +14,6 @@ from tiny import dense, make_params
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import kvjax
-from kvjax import arguments, decode, extend, generation, packing
 from kvjax.errors import (
     CheckpointError,
     ConfigError,
@@ -25,11 +24,13 @@ from kvjax.errors import (
     StoreClosed,
     StoreError,
 )
-from kvjax.metrics import Probe
+from kvjax.eval.metrics import Probe
+from kvjax.inference import arguments, chunked_prefill, decode, generate
 from kvjax.models import checkpoint
 from kvjax.models.config import ModelConfig
 from kvjax.models.tokenizer import TextTokenizer
-from kvjax.store import base
+from kvjax.ops import quantize
+from kvjax.store import interface
 from tests.store.faults import FaultySystem
 
 WORDS = ["<eos>", *"abcdefghijklmnopqrstuvwxyz0123456789", "."]
@@ -140,7 +141,7 @@ def test_contexts_of_about_one_length_have_the_same_capacity(llm):
 def test_a_long_run_is_counted_as_it_goes(llm, monkeypatch):
     cache = llm.prefill([CONTEXT, CONTEXT[:57]], method=METHOD, store=kvjax.HostStore())
     expected = llm.generate(["ab", "c"], cache, max_new_tokens=9).usage
-    monkeypatch.setattr(generation, "_MOST_PENDING", 4)
+    monkeypatch.setattr(generate, "_MOST_PENDING", 4)
     found = llm.generate(["ab", "c"], cache, max_new_tokens=9).usage
     for name in ("steps", "tokens", "attended_tokens", "blocks_needed", "blocks_read"):
         assert getattr(found, name) == getattr(expected, name)
@@ -233,9 +234,9 @@ def test_logits_that_are_not_finite_are_an_error_wherever_they_come_up(llm, valu
 def test_a_sequence_that_has_ended_may_have_any_logits(llm):
     """Its own are of no interest to anybody."""
     cache, none = llm.prefill(["a", "b"], method=METHOD), np.array([-1, 3])
-    generation.check_drawn(none, np.array([False, True]), llm.params, cache)
+    generate.check_drawn(none, np.array([False, True]), llm.params, cache)
     with pytest.raises(NotFinite, match="sequence 0"):
-        generation.check_drawn(none, np.array([True, True]), llm.params, cache)
+        generate.check_drawn(none, np.array([True, True]), llm.params, cache)
 
 
 def test_stores_and_both_drivers_answer_alike(llm, tmp_path):
@@ -371,8 +372,8 @@ def starting(llm):
     (lambda llm, tmp: arguments.marks(5, llm.tokenizer), ConfigError, "stop=5"),
     (lambda llm, tmp: arguments.marks("a", None), ConfigError, "no tokenizer.json"),
     (lambda llm, tmp: arguments.check_cache(None), ConfigError, "result's .cache"),
-    (lambda llm, tmp: extend.check_chunk(2.5), ConfigError, "chunk=2.5"),
-    (lambda llm, tmp: packing.check(np.dtype("int8"), 8), ConfigError, "int8"),
+    (lambda llm, tmp: chunked_prefill.check_chunk(2.5), ConfigError, "chunk=2.5"),
+    (lambda llm, tmp: quantize.check(np.dtype("int8"), 8), ConfigError, "int8"),
     (lambda llm, tmp: llm.prefill([1, [2, 3]]), PromptError, "no text"),
     (lambda llm, tmp: llm.prefill({"a": 1}), PromptError, "no text"),
     (lambda llm, tmp: kvjax.Sampling(temperature=1e-38), ConfigError, "greedy"),
@@ -449,7 +450,7 @@ def test_a_generation_that_fails_closes_its_fork(llm):
     with pytest.raises(RuntimeError, match="observed") as caught:
         llm.generate("abc", cache, observer=fail)
     with pytest.raises(StoreClosed):
-        base.lookup(handles[0]).flush()
+        interface.lookup(handles[0]).flush()
     cache.flush()
     assert caught.traceback  # which keeps the fork alive
 
@@ -580,7 +581,7 @@ def llama(tmp_path_factory):
 def saying(monkeypatch, *rows):
     """Lets the next answers be given tokens."""
     columns = iter(np.asarray(rows).T)
-    monkeypatch.setattr(generation.sampling, "sample", lambda how, logits, key: next(columns))
+    monkeypatch.setattr(generate.sampling, "sample", lambda how, logits, key: next(columns))
 
 
 def test_a_text_in_pieces_is_the_whole_text(llama, monkeypatch):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from harness import GROUP, HEADS, SIZE
 
-from kvjax import metrics
+from kvjax.eval import metrics
 from kvjax.methods import Full, Quest
 
 QUEST = harness.plan_of(Quest(budget=24, sinks=2, window=4, page=4))

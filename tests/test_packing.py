@@ -11,12 +11,12 @@ from hypothesis.extra import numpy as arrays
 from tiny import CONFIG, make_params
 
 import kvjax
-from kvjax import packing
+from kvjax.cache.pool import MemoryPool
 from kvjax.errors import ConfigError
-from kvjax.pool import MemoryPool
+from kvjax.ops import quantize
 
-pack, unpack = jax.jit(packing.pack, static_argnums=1), jax.jit(packing.unpack, static_argnums=1)
-quantised = pytest.mark.parametrize("dtype", packing.BITS)
+pack, unpack = jax.jit(quantize.pack, static_argnums=1), jax.jit(quantize.unpack, static_argnums=1)
+quantised = pytest.mark.parametrize("dtype", quantize.BITS)
 VECTORS = arrays.arrays(np.float32, (3, 8), elements=st.floats(-1e4, 1e4, width=32))
 
 
@@ -37,8 +37,8 @@ def expected(x: np.ndarray, bits: int) -> np.ndarray:
 def test_codes_are_those_of_numpy_and_take_the_bytes_they_say(dtype):
     x = np.random.default_rng(0).normal(size=(50, 2, 64)).astype(np.float32) * 3
     kept = pack(jnp.asarray(x), dtype)
-    bits = packing.BITS[dtype]
-    assert kept.dtype == np.int8 and kept.shape == (50, 2, packing.width(dtype, 64)) == (50, 2, 8 * bits + 4)
+    bits = quantize.BITS[dtype]
+    assert kept.dtype == np.int8 and kept.shape == (50, 2, quantize.width(dtype, 64)) == (50, 2, 8 * bits + 4)
     off = np.abs(np.asarray(unpack(kept, dtype)) - expected(x, bits))
     # Where XLA's quotient lies just on the other side of a rounding of f16, a vector has the next step.
     assert np.mean(off < 1e-5) > 0.98 and off.max() <= 1.01 * np.ptp(x, axis=-1).max() / (2**bits - 1)
@@ -53,7 +53,7 @@ def test_a_number_is_off_by_half_a_step_and_packing_again_changes_no_byte(dtype,
     again = np.asarray(unpack(kept, dtype))
     low, spread = np.abs(x).max(-1, keepdims=True), np.ptp(x, axis=-1, keepdims=True)
     f16 = 2.0**-11
-    allowed = 0.5 * spread / (2 ** packing.BITS[dtype] - 1) + 2 * f16 * (low + spread) + 2.0**-24 * 256
+    allowed = 0.5 * spread / (2 ** quantize.BITS[dtype] - 1) + 2 * f16 * (low + spread) + 2.0**-24 * 256
     assert (np.abs(again - x) <= allowed).all()
     np.testing.assert_array_equal(unpack(pack(jnp.asarray(again), dtype), dtype), again)
 
@@ -78,9 +78,9 @@ def test_equal_numbers_zeros_and_what_f16_cannot_hold(dtype):
     np.testing.assert_allclose(back[3], 0, atol=1e-7)
 
 
-@pytest.mark.parametrize("dtype", [*packing.FLOATS, *packing.BITS])
+@pytest.mark.parametrize("dtype", [*quantize.FLOATS, *quantize.BITS])
 def test_writing_a_row_makes_no_copy_of_the_blocks(dtype):
-    kept = jnp.zeros((1, 2, 64, 16, packing.width(dtype, 8)), packing.array_type(dtype))
+    kept = jnp.zeros((1, 2, 64, 16, quantize.width(dtype, 8)), quantize.array_type(dtype))
     place, row = jnp.ones((1, 2), jnp.int32), pack(jnp.full((1, 2, 8), 3.0), dtype)
 
     def put(key, value):

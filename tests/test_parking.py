@@ -10,10 +10,11 @@ from harness import METHODS
 from tiny import CAPACITY, CONFIG, PROMPT, decoded, drawn, make_params, start
 
 import kvjax
-from kvjax import decode, parking, planning, prefill
 from kvjax.errors import ConfigError, ReadFailed, StaleCache
+from kvjax.inference import decode, layer_offload, prefill
+from kvjax.inference import plan as planning
 from kvjax.llm import LLM
-from kvjax.store.flash import FlashStore
+from kvjax.store.flash.store import FlashStore
 from kvjax.store.host import HostStore
 
 STEPS = 12
@@ -28,14 +29,14 @@ def test_the_layers_of_every_method_come_back_as_they_were(name, tmp_path):
     for stored in (False, True):
         outlines = [planning.outline(plan, i, stored, planning.Slots()) for i in range(CONFIG.num_layers)]
         layers = tuple(drawn(one, rng) for one in outlines)
-        parked = parking.park_all(FlashStore(tmp_path), layers)
+        parked = layer_offload.park_all(FlashStore(tmp_path), layers)
         assert not jax.tree.leaves(parked)
-        back = parking.everything(parked)
+        back = layer_offload.everything(parked)
         assert jax.tree.structure(back) == jax.tree.structure(layers)
         for one, again in zip(jax.tree.leaves(layers), jax.tree.leaves(back), strict=True):
             assert one.dtype == again.dtype
             np.testing.assert_array_equal(one, again)
-        parking.close(parked)
+        layer_offload.close(parked)
 
 
 @pytest.mark.parametrize(("name", "prefetch"), [("full", "off"), ("dynakv", "off"), ("kvswap", "layer")])
@@ -48,11 +49,11 @@ def test_parked_layers_decode_the_same_bits(params, tokens, name, prefetch, tmp_
     resident, expected = decoded(plan, params, resident, tokens, STEPS)
     parked, got = decoded(plan, params, parked, tokens, STEPS)
     np.testing.assert_array_equal(expected, got)
-    for one, again in zip(_contents(resident.layers), _contents(parking.everything(parked.layers)), strict=True):
+    for one, again in zip(_contents(resident.layers), _contents(layer_offload.everything(parked.layers)), strict=True):
         np.testing.assert_array_equal(one, again)
     branch.close()
     other.close()
-    parking.close(parked.layers)
+    layer_offload.close(parked.layers)
 
 
 def _contents(layers):
@@ -97,7 +98,7 @@ def test_a_prompt_that_is_not_read_leaves_no_file(tmp_path, monkeypatch):
         llm.prefill(context, method=kvjax.h2o(budget=24, sinks=2, window=4), store=HostStore(), slots=slots, chunk=8)
     assert not list(tmp_path.iterdir()), kept
     with monkeypatch.context() as broken:
-        broken.setattr(parking, "park", lambda *_: 1 / 0)
+        broken.setattr(layer_offload, "park", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError) as kept:
             llm.prefill(context, method=METHODS["quest"], store=HostStore(), slots=slots)
     llm.prefill(context, method=METHODS["quest"], store=HostStore(), slots=slots).close()  # no lock was left
@@ -110,7 +111,7 @@ def _model(config):
 @pytest.mark.parametrize("name", ["full", "quest", "arkvale", "dynakv", "shadowkv", "loki", "kvswap"])
 def test_only_pages_that_changed_are_written(params, tokens, name, tmp_path, monkeypatch):
     """Of tokens, and of vectors that stand for many blocks, whichever way they lie in memory."""
-    monkeypatch.setattr(parking, "PAGE_BYTES", 512)
+    monkeypatch.setattr(layer_offload, "PAGE_BYTES", 512)
     plan, length = planning.make_plan(CONFIG, METHODS[name], 2, 4000), jnp.asarray(PROMPT)
     slots = planning.Slots(park=FlashStore(tmp_path, staging_bytes=0))
     state, _ = prefill.prefill(plan, params, tokens[:, : max(PROMPT)], length, None, slots)
@@ -121,7 +122,7 @@ def test_only_pages_that_changed_are_written(params, tokens, name, tmp_path, mon
     branch.flush()
     assert pages == before
     assert branch.stats().blocks_written - before < STEPS * pages / 100
-    parking.close(state.layers)
+    layer_offload.close(state.layers)
 
 
 def test_a_question_leaves_the_parked_cache_as_it_is(tmp_path):
@@ -144,7 +145,7 @@ def test_saved_and_restored(tmp_path):
     cache.save(tmp_path / "saved")
     expected = llm.generate([7, 8], cache, max_new_tokens=8).tokens
     again = llm.restore(tmp_path / "saved", method=METHODS["quest"], slots=slots)
-    assert parking.is_parked(again.state.layers)
+    assert layer_offload.is_parked(again.state.layers)
     assert llm.generate([7, 8], again, max_new_tokens=8).tokens == expected
     again.close()
 
@@ -196,9 +197,9 @@ def test_layers_that_cannot_all_be_parked_leave_no_lock(params, tokens, tmp_path
     _, state, *_ = start(params, tokens, METHODS["quest"])
     store = FlashStore(tmp_path / "p.kv")
     with monkeypatch.context() as broken, pytest.raises(ZeroDivisionError) as kept:
-        broken.setattr(parking, "park", lambda *_: 1 / 0)
-        parking.park_all(store, state.layers)
-    parking.close(parking.park_all(store, state.layers))
+        broken.setattr(layer_offload, "park", lambda *_: 1 / 0)
+        layer_offload.park_all(store, state.layers)
+    layer_offload.close(layer_offload.park_all(store, state.layers))
     assert kept.traceback
 
 

@@ -16,8 +16,7 @@ import pytest
 from tiny import drawn
 
 import kvjax
-from kvjax import decode, persistence, planning, state_file
-from kvjax.delimiters import Delimiters
+from kvjax.cache.pool import Line
 from kvjax.errors import (
     ConfigError,
     FormatMismatch,
@@ -29,8 +28,10 @@ from kvjax.errors import (
     StoreLocked,
     WriteFailed,
 )
-from kvjax.planning import State
-from kvjax.pool import Line
+from kvjax.inference import checkpoint, decode, state_file
+from kvjax.inference import plan as planning
+from kvjax.inference.plan import State
+from kvjax.methods.shared.delimiters import Delimiters
 from tests import test_llm
 from tests.harness import DELIMITERS, METHODS
 from tests.test_llm import CONTEXT, METHOD
@@ -136,8 +137,8 @@ def test_the_state_of_every_method_is_restored(tmp_path, name, dtype):
     layers = [drawn(one, rng) for one in _outlines(plan)]
     state = State(tuple(layers), jnp.array([3, 5], jnp.int32), Line(jnp.int32(-1), jnp.int32(0)))
     logits = jnp.asarray(rng.normal(size=(2, test_llm.CONFIG.vocab_size)), jnp.float32)
-    persistence.save(tmp_path, plan, state, logits, ((7,), ()), None, "model")
-    found = persistence.restore(tmp_path, test_llm.CONFIG, "model")
+    checkpoint.save(tmp_path, plan, state, logits, ((7,), ()), None, "model")
+    found = checkpoint.restore(tmp_path, test_llm.CONFIG, "model")
     assert found.plan == plan
     same((found.state, found.logits), (state, logits))
 
@@ -202,8 +203,8 @@ def test_a_save_that_is_interrupted_is_not_visible(llm, make, tmp_path, monkeypa
     def interrupt(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(persistence, "_replace", interrupt)
-    monkeypatch.setattr(persistence, "_save_blocks", interrupt)
+    monkeypatch.setattr(checkpoint, "_replace", interrupt)
+    monkeypatch.setattr(checkpoint, "_save_blocks", interrupt)
     with pytest.raises(KeyboardInterrupt):
         later.save(tmp_path / "saved")
     assert content(tmp_path / "saved") == before, "the save has removed what it made"
@@ -244,7 +245,7 @@ def test_what_the_system_refuses_at_the_end_is_typed(llm, tmp_path, monkeypatch,
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as patched, pytest.raises(WriteFailed, match="Input/output error"):
-        patched.setattr(persistence.files, "sync_directory", refuse)
+        patched.setattr(checkpoint.files, "sync_directory", refuse)
         cache.save(tmp_path / "saved")
     cache.save(tmp_path / "saved")
     cache.close()
@@ -342,16 +343,16 @@ def test_what_a_directory_holds_is_looked_at_with_the_lock_held(llm, tmp_path, m
     """Given somebody who saves a cache of the other kind just before: that one stays."""
     memory = llm.prefill(CONTEXT, method=METHOD)
     flash = llm.prefill(CONTEXT, method=METHOD, store=kvjax.FlashStore(tmp_path / "elsewhere.kv"))
-    saving = persistence._saving
+    saving = checkpoint._saving
 
     @contextlib.contextmanager
     def late(directory):
-        monkeypatch.setattr(persistence, "_saving", saving)
+        monkeypatch.setattr(checkpoint, "_saving", saving)
         flash.save(directory)
         with saving(directory):
             yield
 
-    monkeypatch.setattr(persistence, "_saving", late)
+    monkeypatch.setattr(checkpoint, "_saving", late)
     with pytest.raises(ConfigError, match="holds a cache in a store"):
         memory.save(tmp_path / "saved")
     flash.close()
@@ -450,7 +451,7 @@ def test_what_restores_nothing_is_refused_by_name(unchecked, llm, tmp_path, sett
 
 def test_one_save_at_a_time(llm, make, tmp_path):
     cache = make()
-    with persistence._saving(tmp_path / "saved"), pytest.raises(StoreLocked, match="saved to"):
+    with checkpoint._saving(tmp_path / "saved"), pytest.raises(StoreLocked, match="saved to"):
         cache.save(tmp_path / "saved")
     cache.save(tmp_path / "saved")
 

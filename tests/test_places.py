@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvjax import places
+from kvjax.ops import indexing
 
-places_of = jax.jit(places.places_of, static_argnums=1)
-first = jax.jit(places.first)
+places_of = jax.jit(indexing.places_of, static_argnums=1)
+first = jax.jit(indexing.first)
 masks = st.lists(st.booleans(), min_size=12, max_size=12).map(np.array)
 
 

@@ -10,13 +10,14 @@ from harness import METHODS
 from test_decode import teacher_forced
 from tiny import CONFIG, PROMPT, start
 
-from kvjax import decode, layer, prefill
+from kvjax.cache import layer
 from kvjax.errors import ConfigError
+from kvjax.inference import decode, prefill
+from kvjax.inference.plan import Slots
 from kvjax.models.transformer import Block
-from kvjax.planning import Slots
-from kvjax.store.flash import FlashStore
+from kvjax.store.flash.store import FlashStore
 from kvjax.store.host import HostStore
-from kvjax.store.threaded import ThreadedFetch
+from kvjax.store.io.threads import ThreadedFetch
 from tests.store.conftest import GEOMETRY, Driver, wait_until
 from tests.store.conftest import engine as engine
 from tests.store.faults import FaultySystem

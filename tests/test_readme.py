@@ -82,7 +82,7 @@ def test_the_example_gives_what_it_shows(monkeypatch):
 def test_a_model_of_ones_own_answers_and_comes_back(tmp_path):
     import kvjax
 
-    text = (ROOT / "kvjax/decode.py").read_text()
+    text = (ROOT / "kvjax/inference/decode.py").read_text()
     names = {
         "kvjax": kvjax, "DIR": ROOT / "kvjax/reference", "SAVED": tmp_path, "question": "The pass key is",
         "document": f"{text[:1000]}\nThe pass key is 29318.\n{text[1000:2000]}",

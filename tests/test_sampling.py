@@ -10,7 +10,7 @@ from scipy import stats
 from scipy.special import softmax
 
 from kvjax.errors import ConfigError
-from kvjax.sampling import Sampling, sample
+from kvjax.inference.sampling import Sampling, sample
 
 VOCAB, DRAWS = 12, 20_000
 LOGITS = np.random.default_rng(0).normal(size=VOCAB).astype(np.float32) * 1.5

@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import softmax
 
-from kvjax import cache as caching
-from kvjax import kernels, order, ranking
-from kvjax.method import Spec
-from kvjax.models import rope
+from kvjax.cache import state as caching
+from kvjax.cache.method import Spec
+from kvjax.ops import barriers, kernels, rotary, topk
 
 
 def numbers(*shape, seed=0):
@@ -26,7 +25,7 @@ def numbers(*shape, seed=0):
 
 
 def products(vectors, q):
-    return ranking.vector_products(jnp.asarray(vectors), jnp.asarray(q))
+    return topk.vector_products(jnp.asarray(vectors), jnp.asarray(q))
 
 
 @pytest.mark.parametrize("queries", [1, 2, 3, 4, 5, 6, 11])
@@ -55,7 +54,7 @@ def test_products_of_a_batch_are_those_of_each_alone():
 
 def test_a_vector_of_each_head():
     vectors, at = numbers(3, 2, 66, 29), np.array([[0, 28], [5, 7], [28, 1]])
-    found = jax.jit(jax.vmap(jax.vmap(ranking.vector_of)))(vectors, at)
+    found = jax.jit(jax.vmap(jax.vmap(topk.vector_of)))(vectors, at)
     np.testing.assert_array_equal(found, np.take_along_axis(vectors, at[..., None, None], axis=-1)[..., 0])
 
 
@@ -68,14 +67,14 @@ def test_a_vector_of_each_head():
 def test_the_mean_of_softmaxes(group, count, scale):
     scores = scale * numbers(3, group, count)
     scores[:, :, count // 2 + 1 :] = -1e30  # as methods mark what is not there
-    found = jax.jit(ranking.aggregate, static_argnums=1)(scores, "softmax_mean")
+    found = jax.jit(topk.aggregate, static_argnums=1)(scores, "softmax_mean")
     np.testing.assert_allclose(found, softmax(np.float64(scores), axis=-1).mean(1), rtol=1e-5, atol=1e-30)
 
 
 def test_threads_share_many_scores():
     scores = 3 * numbers(4, 4, 9001)
     expected = softmax(np.float64(scores), axis=-1).mean(1)
-    found = jax.jit(functools.partial(ranking.aggregate, rule="softmax_mean"))
+    found = jax.jit(functools.partial(topk.aggregate, rule="softmax_mean"))
     for _ in range(20):
         np.testing.assert_allclose(found(scores), expected, rtol=1e-5)
 
@@ -83,13 +82,13 @@ def test_threads_share_many_scores():
 @compiled
 def test_what_replaces_the_mean_agrees_with_it():
     scores = 3 * numbers(3, 4, 45)
-    mean = ranking._softmax_mean(scores)
-    np.testing.assert_allclose(ranking.aggregate(jnp.asarray(scores), "softmax_mean"), mean, rtol=1e-5)
+    mean = topk._softmax_mean(scores)
+    np.testing.assert_allclose(topk.aggregate(jnp.asarray(scores), "softmax_mean"), mean, rtol=1e-5)
 
 
 # The best blocks -----------------------------------------------------------------------------------
 
-top_blocks, _top_blocks = (jax.jit(one, static_argnames="count") for one in (ranking.top_blocks, ranking._top_blocks))
+top_blocks, _top_blocks = (jax.jit(one, static_argnames="count") for one in (topk.top_blocks, topk._top_blocks))
 
 
 @compiled
@@ -118,7 +117,7 @@ def test_the_best_blocks_are_those_of_xla(seed, count, kind):
 @compiled
 def test_blocks_of_a_batch_are_those_of_each_alone():
     scores, occupied = numbers(4, 3, 50), np.random.default_rng(0).random((4, 3, 50)) < 0.6
-    batch = jax.vmap(functools.partial(ranking.top_blocks, count=40))(scores, occupied)
+    batch = jax.vmap(functools.partial(topk.top_blocks, count=40))(scores, occupied)
     for i in range(4):
         np.testing.assert_array_equal(batch[i], top_blocks(scores[i], occupied[i], 40))
 
@@ -175,17 +174,17 @@ def test_rows_are_cut_as_by_xla(name):
 
 def test_what_is_written_out_stays_what_it_is():
     x = numbers(3, 4, 5)
-    np.testing.assert_array_equal(order.written_out(jnp.asarray(x)), x)
-    np.testing.assert_array_equal(jax.vmap(order.written_out)(x), x)
+    np.testing.assert_array_equal(barriers.written_out(jnp.asarray(x)), x)
+    np.testing.assert_array_equal(jax.vmap(barriers.written_out)(x), x)
     half = jnp.asarray(x, jnp.bfloat16)
-    np.testing.assert_array_equal(order.written_out(half), half)
+    np.testing.assert_array_equal(barriers.written_out(half), half)
 
 
 @compiled
 def test_angles_have_one_cosine():
     """However many results are made of rotated vectors. XLA:CPU would compute it again in the fusion of each."""
     def results(x, positions, keys):
-        turned = rope.rotate(x, positions, np.ones(8, np.float32))
+        turned = rotary.rotate(x, positions, np.ones(8, np.float32))
         return turned, jnp.einsum("bhd,nd->bhn", turned, keys), turned.sum()
 
     lowered = jax.jit(results).lower(jnp.ones((1, 4, 16)), jnp.ones(1, jnp.int32), jnp.ones((9, 16)))

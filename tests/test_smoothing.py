@@ -10,13 +10,13 @@ from harness import METHODS, Sim, Stream, plan_of
 from tiny import CONFIG, make_params
 
 import kvjax
-from kvjax import attention, layer, packing
-from kvjax.models import rope
+from kvjax.cache import layer
+from kvjax.cache.smoothing import learn_smoothing
 from kvjax.models.config import RopeConfig
-from kvjax.packing import Packed, Smoothing, pack_keys
-from kvjax.smoothing import learn_smoothing
+from kvjax.ops import attention, quantize, rotary
+from kvjax.ops.quantize import Packed, Smoothing, pack_keys
 
-quantised = pytest.mark.parametrize("dtype", packing.BITS)
+quantised = pytest.mark.parametrize("dtype", quantize.BITS)
 TOKENS, SIZE, NORM = 1024, 64, 605.0  # the norm is that of the first layer of a Qwen2.5
 ALLOWED = {"int8": 0.01, "int4": 0.15}  # error of scores over their deviation
 ROPE = RopeConfig(theta=1e6)
@@ -65,7 +65,7 @@ def test_a_short_prompt_tells_where_a_rotated_bias_will_be(dtype, seen):
     fast = np.arange(SIZE) % (SIZE // 2) < 28  # most of it is where pairs turn slowly, as in models
     bias[fast] *= 0.05
     pos = np.arange(8192, dtype=np.int32)
-    key = np.asarray(rope.rotate(jnp.asarray(key + bias).swapaxes(0, 1), pos, rope.inverse_frequencies(SIZE, ROPE)))
+    key = np.asarray(rotary.rotate(jnp.asarray(key + bias).swapaxes(0, 1), pos, rotary.inverse_frequencies(SIZE, ROPE)))
     key = key.swapaxes(0, 1)
     found, plain = (
         error(q, key, kept_by(learn(spec_of(model), key[:, :seen], pos[:seen], np.ones(seen, bool)), key, dtype))

@@ -6,8 +6,8 @@ import pathlib
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
+from kvjax.inference.stops import Stops
 from kvjax.models.tokenizer import TextTokenizer
-from kvjax.stops import Stops
 
 GOLDENS = pathlib.Path(__file__).parent / "goldens" / "tokenizers"
 END, TURN = "<|im_end|>", "<|im_start|>"

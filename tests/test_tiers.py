@@ -12,12 +12,12 @@ from test_decode import teacher_forced
 from tiny import CONFIG, decoded, start
 
 import kvjax
-from kvjax import planning
+from kvjax.cache.tiers import TieredPool
 from kvjax.errors import ConfigError, ReadFailed
-from kvjax.planning import Slots
-from kvjax.store.flash import FlashStore
+from kvjax.inference import plan as planning
+from kvjax.inference.plan import Slots
+from kvjax.store.flash.store import FlashStore
 from kvjax.store.host import HostStore
-from kvjax.store.tiers import TieredPool
 from tests.store.faults import FaultySystem
 
 HOST, STEPS = 12, 8  # blocks per head; there are fewer than 2 * HOST

@@ -10,10 +10,11 @@ from test_decode import teacher_forced
 from tiny import CAPACITY, CONFIG, PROMPT, decoded, make_params, start
 
 import kvjax
-from kvjax import decode, parking, planning, prefill
 from kvjax.errors import ReadFailed
+from kvjax.inference import decode, layer_offload, prefill
+from kvjax.inference import plan as planning
 from kvjax.llm import LLM
-from kvjax.store.flash import FlashStore
+from kvjax.store.flash.store import FlashStore
 from kvjax.store.host import HostStore
 from tests.store.faults import FaultySystem
 
@@ -100,13 +101,13 @@ def test_they_are_not_parked(params, tokens, tmp_path):
     np.testing.assert_array_equal(expected, got)
     pools = [one.pool for one in parked.layers]
     assert all(pool.waits for pool in pools) and not resident.layers[0].pool.waits
-    made = planning.bytes_of(parked.layers) - parking.working_set(parked.layers)
+    made = planning.bytes_of(parked.layers) - layer_offload.working_set(parked.layers)
     assert made == pools[0].waits_for_bytes == resident.layers[0].pool.rows.nbytes
     pages = max(len(one.sums) for one in parked.layers)
     assert parked.layers[0].branch.geometry.num_blocks == pages, "no room for slots"
     branch.close()
     other.close()
-    parking.close(parked.layers)
+    layer_offload.close(parked.layers)
 
 
 def waits(cache):

@@ -12,13 +12,14 @@ from harness import METHODS
 from tiny import CONFIG, make_params, make_tokens
 
 import kvjax
-from kvjax import kernels, prefill
-from kvjax.adapters.collect import key_moments
-from kvjax.adapters.fit import svd
-from kvjax.adapters.refinement import refine
-from kvjax.dci import draw_levels
-from kvjax.metrics import Probe
+from kvjax.calibration.collect_moments import key_moments
+from kvjax.calibration.fit_adapters import svd
+from kvjax.calibration.refine_adapters import refine
+from kvjax.eval.metrics import Probe
+from kvjax.inference import prefill
+from kvjax.methods.dci import draw_levels
 from kvjax.models.transformer import Transformer
+from kvjax.ops import kernels
 
 PROMPTS, MORE = [list(range(40, 0, -1)), [7, 3] * 11], [[5, 6, 7], [8]]
 

@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import decode, planning, prefill
+from kvjax.inference import decode, prefill
+from kvjax.inference import plan as planning
+from kvjax.inference.plan import Slots
 from kvjax.models.config import ModelConfig
 from kvjax.models.transformer import Transformer
-from kvjax.planning import Slots
 
 CONFIG = ModelConfig(
     family="llama", vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2,

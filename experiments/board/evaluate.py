@@ -18,7 +18,7 @@ import kvjax
 from experiments import common
 from experiments.board import depths
 from experiments.results import Run
-from kvjax.tasks import Sample, asking
+from kvjax.eval.tasks import Sample, asking
 
 TASKS = ("passkey", "needle", "needle_of_4", "niah_grid", "perplexity")
 _EXTRAS = ("label", "dtype")  # of a method's settings

@@ -1,10 +1,10 @@
 """Every method under one ruler: methods x tasks x budgets x seeds, ranked.
 
-A row is one cell, of any task of `kvjax.tasks`. Tasks give their mean score with its interval, and from the first batch
-the quality of every step's selection against exact attention; perplexity gives the loss beside that of the full cache.
-Blocks are on a store, so that what a method reads is counted and not estimated. Cells that the workdir has are skipped,
-`shard=i/n` takes every n-th pair of method and budget, and workdirs of several shards may be joined by concatenating
-their metrics.jsonl.
+A row is one cell, of any task of `kvjax.eval.tasks`. Tasks give their mean score with its interval, and from the first
+batch the quality of every step's selection against exact attention; perplexity gives the loss beside that of the full
+cache. Blocks are on a store, so that what a method reads is counted and not estimated. Cells that the workdir has are
+skipped, `shard=i/n` takes every n-th pair of method and budget, and workdirs of several shards may be joined by
+concatenating their metrics.jsonl.
 
 All tasks of one length get the same capacity, so that a method and budget is compiled once, and contexts that were read
 once are kept for the next method while they fit in `keep_bytes`.
@@ -27,15 +27,16 @@ from experiments import common
 from experiments.board import evaluate, report
 from experiments.results import Run
 from experiments.speed import timing
-from kvjax import layer, tasks
+from kvjax.cache import layer
+from kvjax.cache.method import Method
 from kvjax.errors import BudgetTooSmall, ConfigError
-from kvjax.generation import Usage
+from kvjax.eval import tasks
+from kvjax.eval.metrics import Probe
+from kvjax.eval.tasks import Continuation, Sample, asking
+from kvjax.inference.cache import Cache
+from kvjax.inference.generate import Usage
+from kvjax.inference.prefill import Reading
 from kvjax.llm import LLM
-from kvjax.method import Method
-from kvjax.metrics import Probe
-from kvjax.prefill import Reading
-from kvjax.prefilled import Cache
-from kvjax.tasks import Continuation, Sample, asking
 
 _GRID = ("methods", "tasks", "lengths", "budgets", "seeds", "question", "shard", "keep_bytes")
 _EXTRAS = ("label", "dtype", "whole", "slots")  # of a method's settings

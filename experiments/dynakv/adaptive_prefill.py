@@ -23,7 +23,7 @@ from tqdm import tqdm
 from experiments import common
 from experiments.board import evaluate
 from experiments.results import Run
-from kvjax.tasks import Sample, asking
+from kvjax.eval.tasks import Sample, asking
 
 _EXTRAS = ("label",)  # of a method's settings
 _SIZES = ("peak_bytes", "resident_bytes")

@@ -31,10 +31,11 @@ import kvjax
 from experiments import common
 from experiments.results import Run
 from experiments.speed import timing
-from kvjax import decode, planning
-from kvjax.planning import Slots
-from kvjax.store.base import Branch, Stats
-from kvjax.store.layout import SEQUENTIAL, check_layout
+from kvjax.inference import decode
+from kvjax.inference import plan as planning
+from kvjax.inference.plan import Slots
+from kvjax.store.flash.layout import SEQUENTIAL, check_layout
+from kvjax.store.interface import Branch, Stats
 
 
 class Updates:

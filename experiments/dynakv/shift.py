@@ -24,10 +24,10 @@ from experiments.dynakv.shift_decoding import Decoding, Window, continued, in_to
 from experiments.dynakv.shift_measures import against_dense, co_retrieval, measure_window, partitions
 from experiments.results import Run
 from experiments.texts import KINDS, Texts
-from kvjax import fields
+from kvjax import _validate
 from kvjax.errors import ConfigError
+from kvjax.inference.plan import Plan
 from kvjax.models.config import ModelConfig
-from kvjax.planning import Plan
 
 STRATEGIES = ("adaptive", "static", "local", "global", "no_cluster")
 MODES = ("teacher", "sampled", "free")
@@ -83,7 +83,7 @@ def check_fit(model: ModelConfig, config) -> None:
             raise ConfigError(f"prompt={config.prompt} leaves nothing for clusters beside {method.sinks} sinks and the "
                               f"{method.window - 1} tokens before the newest; raise it")
     for name, most in (("layer", model.num_layers), ("head", model.num_kv_heads)):
-        if not fields.whole(config.pca[name], 0) or config.pca[name] >= most:
+        if not _validate.whole(config.pca[name], 0) or config.pca[name] >= most:
             raise ConfigError(f"pca.{name}={config.pca[name]!r} is none of the model's, 0 to {most - 1}")
 
 

@@ -12,11 +12,13 @@ import numpy as np
 
 import kvjax
 from experiments import common
-from kvjax import decode, layer, planning, prefill, sampling
-from kvjax.layer import LayerCache, LayerPlan
-from kvjax.method import Method
-from kvjax.planning import Plan, State
-from kvjax.sampling import Sampling
+from kvjax.cache import layer
+from kvjax.cache.layer import LayerCache, LayerPlan
+from kvjax.cache.method import Method
+from kvjax.inference import decode, prefill, sampling
+from kvjax.inference import plan as planning
+from kvjax.inference.plan import Plan, State
+from kvjax.inference.sampling import Sampling
 
 
 def settings_of(strategy: str, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,11 +8,11 @@ import numpy as np
 
 import kvjax
 from experiments.dynakv.shift_decoding import Decoding, Window, in_token_order
-from kvjax import metrics
-from kvjax.clusters.index import statistics
-from kvjax.layer import LayerPlan
+from kvjax.cache.layer import LayerPlan
+from kvjax.eval import metrics
+from kvjax.inference.plan import Plan, State
+from kvjax.methods.clusters.index import statistics
 from kvjax.models.transformer import Transformer
-from kvjax.planning import Plan, State
 
 HORIZONS = (1, 2, 4, 8, 16)  # steps t of Table 2
 

@@ -18,8 +18,10 @@ from experiments import common
 from experiments.board import evaluate
 from experiments.results import Run
 from experiments.texts import KINDS, Texts
-from kvjax.delimiters import Delimiters, Importance, Tally, boundary_scores, delimiter_texts
+from kvjax.calibration.boundaries import Importance, boundary_scores
 from kvjax.errors import ConfigError
+from kvjax.methods.shared.delimiter_texts import delimiter_texts
+from kvjax.methods.shared.delimiters import Delimiters, Tally
 
 
 def tallies(llm: kvjax.LLM, kind: str, config) -> list[Tally]:

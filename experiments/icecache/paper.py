@@ -15,8 +15,8 @@ from experiments import common
 from experiments.board import depths, evaluate, leaderboard
 from experiments.icecache import times, tree
 from experiments.results import Run
-from kvjax import metrics
-from kvjax.tasks import asking, needles
+from kvjax.eval import metrics
+from kvjax.eval.tasks import asking, needles
 
 Row = dict
 

@@ -12,9 +12,10 @@ import numpy as np
 import kvjax
 from experiments import common
 from experiments.speed import layer_times, made_up, timing
-from kvjax import decode, planning, prefill
-from kvjax.planning import Slots
-from kvjax.tasks import asking
+from kvjax.eval.tasks import asking
+from kvjax.inference import decode, prefill
+from kvjax.inference import plan as planning
+from kvjax.inference.plan import Slots
 
 Row = dict
 

@@ -10,9 +10,9 @@ import numpy as np
 
 import kvjax
 from experiments import common
-from kvjax import dci
-from kvjax.dci.tree import occupancy
-from kvjax.tasks import needles
+from kvjax.eval.tasks import needles
+from kvjax.methods import dci
+from kvjax.methods.dci.tree import occupancy
 
 Row = dict
 

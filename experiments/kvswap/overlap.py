@@ -15,12 +15,12 @@ import kvjax
 from experiments import common
 from experiments.results import Run
 from experiments.speed import made_up, timing
-from kvjax import decode
+from kvjax.inference import decode
+from kvjax.inference.plan import Slots
 from kvjax.methods import Quest
 from kvjax.models.config import ModelConfig, RopeConfig
-from kvjax.planning import Slots
-from kvjax.store.flash import FlashStore
-from kvjax.store.system import SystemIO
+from kvjax.store.flash.store import FlashStore
+from kvjax.store.io.system import SystemIO
 
 
 class SleepingReader(SystemIO):

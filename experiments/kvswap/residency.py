@@ -18,12 +18,13 @@ from tqdm import tqdm
 
 import kvjax
 from experiments import common
+from experiments.kvswap.belady import fewest_misses
 from experiments.results import Run
-from kvjax import decode, planning
+from kvjax.cache import residency
 from kvjax.errors import ConfigError
-from kvjax.store import residency
-from kvjax.store.belady import fewest_misses
-from kvjax.tasks import needles
+from kvjax.eval.tasks import needles
+from kvjax.inference import decode
+from kvjax.inference import plan as planning
 from kvjax.typing import Array, Int32, pytree
 
 _EXTRAS = ("label",)  # of a method's settings

@@ -1,8 +1,8 @@
 """How often the groups that KVSwap needs are still in its reuse buffer, for each kind of text (its Table 5).
 
 The model decodes texts of each kind; which groups it selects is recorded (`experiments.speed.replay`), and a buffer
-that evicts what came first is simulated (`kvjax.store.fifo`). Slots are given as multiples of the selected groups; each
-text, layer and head has its own, empty at first.
+that evicts what came first is simulated (`kvjax.calibration.tuner.fifo`). Slots are given as multiples of the selected
+groups; each text, layer and head has its own, empty at first.
 """
 
 import ml_collections
@@ -11,8 +11,8 @@ import numpy as np
 from experiments import common
 from experiments.results import Run
 from experiments.speed import replay
+from kvjax.calibration.tuner import fifo
 from kvjax.errors import ConfigError
-from kvjax.store import fifo
 
 
 def overlap(need: np.ndarray) -> float:

@@ -19,11 +19,12 @@ import kvjax
 from experiments import common
 from experiments.results import Run
 from experiments.speed import made_up, replay, timing
-from kvjax import planning, tuner
+from kvjax.calibration import tuner
 from kvjax.errors import ConfigError
-from kvjax.planning import State
-from kvjax.store.base import Branch
-from kvjax.tasks import needles
+from kvjax.eval.tasks import needles
+from kvjax.inference import plan as planning
+from kvjax.inference.plan import State
+from kvjax.store.interface import Branch
 
 _CHOICE, _MIDDLE = "tuned", "middle of the grid"
 

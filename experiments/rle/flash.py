@@ -15,10 +15,10 @@ import numpy as np
 
 import kvjax
 from experiments import common
-from kvjax.codecs import block_runs
+from kvjax.inference.prefill import Reading
 from kvjax.llm import Scores
-from kvjax.prefill import Reading
-from kvjax.store.base import PAGE_BYTES
+from kvjax.store.format import block_runs
+from kvjax.store.interface import PAGE_BYTES
 
 
 def plant(reading: Reading, run: int) -> Reading:

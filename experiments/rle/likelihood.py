@@ -11,8 +11,8 @@ from tqdm import tqdm
 
 import kvjax
 from experiments.rle import model, sizes
-from kvjax.codecs import lowbit
-from kvjax.codecs.rle import Tolerance
+from kvjax.ops import lowbit
+from kvjax.ops.runs import Tolerance
 
 
 def change(nats: np.ndarray, plain: np.ndarray) -> dict[str, float]:

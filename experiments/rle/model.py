@@ -13,13 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from kvjax import attention
-from kvjax.codecs import lowbit, rle, sorted_runs
-from kvjax.codecs.autoencoder import Autoencoder
-from kvjax.codecs.rle import Tolerance
-from kvjax.models import rope
+from experiments.rle import sorted_runs
+from experiments.rle.autoencoder import Autoencoder
 from kvjax.models.config import ModelConfig
 from kvjax.models.transformer import Block, Transformer
+from kvjax.ops import attention, lowbit, rotary, runs
+from kvjax.ops.runs import Tolerance
 from kvjax.typing import Array, Bool, Float, Int32, PyTree, pytree
 
 _BLOCK = 128  # keys of one step of attention; texts are padded to whole blocks
@@ -28,13 +27,13 @@ _BLOCK = 128  # keys of one step of attention; texts are padded to whole blocks
 def rotated(config: ModelConfig, key: Float[Array, "T K D"]) -> Float[Array, "T K D"]:
     """Keys as they are at positions 0 .. T - 1."""
     at = jnp.arange(key.shape[0], dtype=jnp.int32)
-    return rope.rotate(key, at, rope.inverse_frequencies(config.head_dim, config.rope))
+    return rotary.rotate(key, at, rotary.inverse_frequencies(config.head_dim, config.rope))
 
 
 def _through_runs(key, tolerance: Tolerance):
     """Keys `[T, K, D]` as their runs give them back."""
     def one(key):
-        return rle.decode(rle.encode(key, jnp.int32(key.shape[0]), tolerance, key.shape[0]))
+        return runs.decode(runs.encode(key, jnp.int32(key.shape[0]), tolerance, key.shape[0]))
 
     return jax.vmap(one, in_axes=1, out_axes=1)(key)
 
@@ -77,7 +76,7 @@ class RunsSorted:
     def __call__(self, config, layer, key):
         def one(key):
             length, seed = jnp.int32(key.shape[0]), jax.random.key(0)
-            return rle.decode(sorted_runs.encode(key, length, self.tolerance, self.clusters, seed))
+            return runs.decode(sorted_runs.encode(key, length, self.tolerance, self.clusters, seed))
 
         return rotated(config, jax.vmap(one, in_axes=1, out_axes=1)(key))
 

@@ -20,12 +20,12 @@ import numpy as np
 import kvjax
 from experiments.results import Run
 from experiments.speed import made_up, timing
-from kvjax.codecs import rle
-from kvjax.codecs.rle import Runs, Tolerance
-from kvjax.method import Method
-from kvjax.models import rope
+from kvjax.cache.method import Method
+from kvjax.inference.plan import Slots
 from kvjax.models.config import ModelConfig
-from kvjax.planning import Slots
+from kvjax.ops import rotary
+from kvjax.ops import runs as rle
+from kvjax.ops.runs import Runs, Tolerance
 
 _WARM_UP = 2
 
@@ -79,9 +79,9 @@ def with_runs(config: ModelConfig, key, value, run: int, repeats: int) -> dict[s
     encoded = timing.median_ms(encode, key[0].swapaxes(0, 1), repeats=5)
     # Rotated first, as a model's keys are; turned back they are equal but for rounding.
     rotated = cached(config, kvjax.rle(slots=slots), key, value, more)
-    freqs, at = rope.inverse_frequencies(config.head_dim, config.rope), jnp.arange(key.shape[1])[None]
+    freqs, at = rotary.inverse_frequencies(config.head_dim, config.rope), jnp.arange(key.shape[1])[None]
     unrotated = cached(config, kvjax.rle(slots=slots, before_rotation=True, tolerance=1e-3),
-                       rope.rotate(key, at, freqs), value, more)
+                       rotary.rotate(key, at, freqs), value, more)
     return {
         "encode_us": 1e3 * encoded / key.shape[1],
         "append_us": 1e3 * milliseconds(config, append, encode(key[0].swapaxes(0, 1)), repeats),

@@ -18,10 +18,9 @@ import numpy as np
 import kvjax
 from experiments import common
 from experiments.results import Run
-from experiments.rle import flash, likelihood, model, sizes, table
+from experiments.rle import autoencoder, flash, likelihood, model, sizes, table
 from experiments.rle.texts import KINDS, draw
 from experiments.texts import Texts
-from kvjax.codecs import autoencoder
 from kvjax.errors import ConfigError
 
 

@@ -13,8 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.codecs import autoencoder, dictionary, lowbit, rle, sorted_runs
-from kvjax.codecs.rle import Tolerance
+from experiments.rle import autoencoder, dictionary, sorted_runs
+from kvjax.ops import lowbit
+from kvjax.ops import runs as rle
+from kvjax.ops.runs import Tolerance
 
 
 class Case(NamedTuple):

@@ -22,8 +22,8 @@ import kvjax
 from experiments import common
 from experiments.results import Run
 from experiments.speed import timing
-from kvjax import planning
-from kvjax.decode import check_driver
+from kvjax.inference import plan as planning
+from kvjax.inference.decode import check_driver
 
 _EXTRAS = ("label", "slots", "dtype")  # of a method's settings
 _COLUMNS = (  # of a row, titled, in so many places

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.speed.timing import median_ms
-from kvjax import layer, turns
-from kvjax.cache import Fresh
-from kvjax.layer import LayerCache
-from kvjax.planning import State
-from kvjax.pool import Line
-from kvjax.store.slots import SlotPool
+from kvjax.cache import layer, shared_slots
+from kvjax.cache.layer import LayerCache
+from kvjax.cache.pool import Line
+from kvjax.cache.slots import SlotPool
+from kvjax.cache.state import Fresh
+from kvjax.inference.plan import State
 
 COMMITS = 26  # tokens that a layer's commit is timed with; the first compiles
 
@@ -33,7 +33,7 @@ def parts(llm, plan, state: State, branch) -> dict[str, float]:
     """Milliseconds of one layer's select, fetch, attend and commit; the store is not to be used afterwards."""
     last = max(i for i, one in enumerate(plan.layers) if not one.follows)  # followers do not select
     rng, layer_plan = np.random.default_rng(0), plan.layers[last]
-    one = turns.take(state.layers[last], turns.between_steps(state.layers))
+    one = shared_slots.take(state.layers[last], shared_slots.between_steps(state.layers))
     config, number = llm.config, jnp.int32(last)
     q = jnp.asarray(rng.standard_normal((plan.batch, config.num_heads, config.head_dim), np.float32))
     key = jnp.asarray(rng.standard_normal((plan.batch, config.num_kv_heads, config.head_dim), np.float32))

@@ -12,14 +12,15 @@ import numpy as np
 
 import kvjax
 from experiments import common
-from kvjax import parking, planning, prefill
+from kvjax.cache.layer import Prompts
+from kvjax.cache.pool import Line
 from kvjax.errors import ConfigError
-from kvjax.layer import Prompts
+from kvjax.inference import layer_offload, prefill
+from kvjax.inference import plan as planning
+from kvjax.inference.plan import Slots, State
 from kvjax.models import hf_config
 from kvjax.models.config import ModelConfig, RopeConfig
 from kvjax.models.transformer import Transformer
-from kvjax.planning import Slots, State
-from kvjax.pool import Line
 
 _SHAPES = {  # hidden size, query heads, head size and MLP size, 0 without
     "llama-1b-4l": (2048, 32, 64, 8192), "llama-3b-4l": (3072, 24, 128, 8192), "llama-8b-4l": (4096, 32, 128, 14_336),
@@ -137,5 +138,5 @@ def filled_cache(
     if branch is not None:
         branch.settle()  # reads wait for what is still being written, which is nothing in most of a decode
     line = Line(jnp.int32(branch.handle if branch else -1), jnp.int32(0))
-    layers = parking.park_all(slots.park, layers) if slots.park else tuple(layers)
+    layers = layer_offload.park_all(slots.park, layers) if slots.park else tuple(layers)
     return plan, State(layers, length, line), branch, float(np.min(seconds))

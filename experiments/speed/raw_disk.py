@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from kvjax.store.aio import Ring
-from kvjax.store.linux import EVENT, IOCB
-from kvjax.store.system import SystemIO
+from kvjax.store.io.aio import Ring
+from kvjax.store.io.libaio import EVENT, IOCB
+from kvjax.store.io.system import SystemIO
 
 
 class RawFile:

@@ -29,13 +29,13 @@ import numpy as np
 import kvjax
 from experiments import common
 from experiments.texts import KINDS, Texts
-from kvjax import files
+from kvjax import _files
+from kvjax.cache.method import Method, Selection, no_force
 from kvjax.errors import ConfigError
-from kvjax.method import Method, Selection, no_force
+from kvjax.inference.plan import State
+from kvjax.methods.shared.lowrank import Predictor
 from kvjax.models import hf_config
 from kvjax.models.config import ModelConfig
-from kvjax.planning import State
-from kvjax.prediction import Predictor
 from kvjax.typing import Array, Int32, pytree
 
 
@@ -382,5 +382,5 @@ def _load(path: pathlib.Path) -> Recording:
 def _save(recording: Recording, made_of: str, path: pathlib.Path) -> None:
     """Writes all of the file or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with files.replacing(path) as fresh, fresh.open("wb") as file:
+    with _files.replacing(path) as fresh, fresh.open("wb") as file:
         np.savez_compressed(file, block=recording.block, width=recording.width, made_of=made_of)

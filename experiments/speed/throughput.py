@@ -23,11 +23,13 @@ from experiments import common
 from experiments.results import Run
 from experiments.speed import layer_times, made_up, raw_disk, replay, timing
 from experiments.speed.replay import Replay
-from kvjax import decode, planning
+from kvjax.cache.callbacks import default_backend
+from kvjax.calibration.tuner import fifo
 from kvjax.errors import ConfigError
+from kvjax.inference import decode
+from kvjax.inference import plan as planning
 from kvjax.models.config import ModelConfig
-from kvjax.store import base, fifo
-from kvjax.store.callbacks import default_backend
+from kvjax.store import interface
 
 _GRID = ("models", "methods", "contexts", "batches", "stores", "transformers")
 _EXTRAS = ("label", "slots", "dtype", "replay", "only")  # of a method's settings
@@ -136,7 +138,7 @@ def fetch_row(store, fetch: dict, directory) -> dict:
     }
     if not isinstance(store, kvjax.FlashStore):
         return row
-    size = base.PAGE_BYTES * max(1, round(fetch["block_bytes"] / base.PAGE_BYTES))
+    size = interface.PAGE_BYTES * max(1, round(fetch["block_bytes"] / interface.PAGE_BYTES))
     raw = raw_disk.read_seconds(directory, size, fetch["blocks"], threads=4, system=store.system)
     return {**row, "raw_read_ms": 1e3 * raw}
 

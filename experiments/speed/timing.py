@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import decode, packing, planning
+from kvjax.inference import decode
+from kvjax.inference import plan as planning
+from kvjax.inference.plan import Plan
 from kvjax.models.config import ModelConfig
 from kvjax.models.transformer import apply_rows
-from kvjax.planning import Plan
-from kvjax.store import base
+from kvjax.ops import quantize
+from kvjax.store import interface
 
 
 def time_tokens(llm, plan, state, tokens, driver: str, observe: Callable[[decode.Step], None] | None = None):
@@ -51,7 +53,7 @@ def came_back(traffic: list[Moved]) -> float:
     return 1.0 - sum(one.read for one in traffic) / max(1, sum(one.needed for one in traffic))
 
 
-def traffic_row(before: base.Stats, after: base.Stats, traffic: list[Moved], plan: Plan) -> dict:
+def traffic_row(before: interface.Stats, after: interface.Stats, traffic: list[Moved], plan: Plan) -> dict:
     """What the store did for each of these steps, of a token in each sequence, or of one sequence.
 
     A step waits for `wait_ms_per_step` of the device's `io_ms_per_step`: the rest is hidden behind computing. Of
@@ -108,5 +110,5 @@ def weight_bytes(llm) -> int:
 
 def kv_bytes(config: ModelConfig, tokens: float, dtype: str = "float32") -> float:
     """Bytes of keys and values of `tokens` tokens in all layers."""
-    vector = packing.width(dtype, config.head_dim) * base.DTYPES[packing.stored_type(dtype)].itemsize
+    vector = quantize.width(dtype, config.head_dim) * interface.DTYPES[quantize.stored_type(dtype)].itemsize
     return 2.0 * config.num_layers * config.num_kv_heads * vector * tokens

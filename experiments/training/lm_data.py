@@ -10,7 +10,7 @@ import dataclasses
 import numpy as np
 from tokenizers import Tokenizer
 
-from kvjax.tasks import corpus, needles
+from kvjax.eval.tasks import corpus, needles
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,10 +22,10 @@ from experiments import common
 from experiments.results import Run
 from experiments.training import lm_data
 from kvjax.errors import ConfigError
+from kvjax.eval.tasks import needles
 from kvjax.models import checkpoint
 from kvjax.models.config import ModelConfig, RopeConfig
 from kvjax.models.transformer import Transformer
-from kvjax.tasks import needles
 
 
 def read_tokenizer(path: str) -> Tokenizer:

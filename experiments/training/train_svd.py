@@ -26,9 +26,10 @@ import kvjax
 from experiments import common
 from experiments.results import Run
 from experiments.texts import docstrings, facts_in_code
-from kvjax.adapters import Adapters, collect, fit, load, refinement
+from kvjax.calibration import collect_moments, fit_adapters, refine_adapters
 from kvjax.errors import ConfigError
-from kvjax.tasks import corpus, needles
+from kvjax.eval.tasks import corpus, needles
+from kvjax.methods.shared.adapters import Adapters, load
 
 KINDS, FORMS = ("code", "prose", "needles"), ("joint", "per_head")
 Draw = Callable[[np.random.Generator], list[int]]  # a row of tokens
@@ -87,14 +88,14 @@ def fits(llm: kvjax.LLM, kind: str, config, directory) -> Iterator[tuple[str, in
         for ratio in config.ratios:
             path = directory / f"{name_of(kind)}_{form}_{ratio}"
             if not path.exists():
-                moments = moments or collect.key_moments(llm, batches(draw, config.train_batches, config, 1))
-                fit.svd(moments, ratio, form == "joint").save(path)
+                moments = moments or collect_moments.key_moments(llm, batches(draw, config.train_batches, config, 1))
+                fit_adapters.svd(moments, ratio, form == "joint").save(path)
             yield form, ratio, load(path)
             if config.refine_batches:
                 refined = directory / f"{path.name}_refined"
                 if not refined.exists():
                     rows = tqdm(batches(draw, config.refine_batches, config, 2), desc=refined.name, disable=None)
-                    refinement.refine(llm, load(path), rows, config.learning_rate).save(refined)
+                    refine_adapters.refine(llm, load(path), rows, config.learning_rate).save(refined)
                 yield f"{form}_refined", ratio, load(refined)
 
 
@@ -102,11 +103,11 @@ def measure(llm: kvjax.LLM, fitted: Adapters, rows: list[np.ndarray], moments, c
     """Means over layers and batches, whose `collect.key_moments` are given."""
     found = []
     for tokens in rows:
-        for i, query, key in collect.layers_of(llm, tokens):
-            sampled = refinement.sample(query, key)
+        for i, query, key in collect_moments.layers_of(llm, tokens):
+            sampled = refine_adapters.sample(query, key)
             found.append(_scores(config.top, config.kept, fitted.joint, jnp.asarray(fitted.layers[i]), *sampled))
     means = {name: float(np.mean([one[name] for one in found])) for name in found[0]}
-    errors = fit.reconstruction_error(moments, fitted)
+    errors = fit_adapters.reconstruction_error(moments, fitted)
     return {"reconstruction_error": float(np.mean(errors)), **means}
 
 
@@ -114,15 +115,15 @@ def measure(llm: kvjax.LLM, fitted: Adapters, rows: list[np.ndarray], moments, c
 def _scores(top, kept, joint, basis, query, key, at):
     """The measures of one layer that need queries."""
     seen = jnp.arange(key.shape[1]) <= at[:, None]
-    true = _centred(refinement.exact_scores(query, key), seen)
-    predicted = _centred(refinement.low_rank_scores(basis, joint, query, key), seen)
+    true = _centred(refine_adapters.exact_scores(query, key), seen)
+    predicted = _centred(refine_adapters.low_rank_scores(basis, joint, query, key), seen)
     best, guess = (jax.lax.top_k(jnp.where(seen, scores, -jnp.inf), top)[1] for scores in (true, predicted))
     weight, expected = (jax.nn.softmax(jnp.where(seen, scores, -jnp.inf)).sum((1, 2)) for scores in (true, predicted))
     most = jnp.sum(jax.lax.top_k(weight, kept)[0], axis=-1)
     caught = jnp.sum(jnp.take_along_axis(weight, jax.lax.top_k(expected, kept)[1], axis=-1), axis=-1)
     return {
         "score_error": jnp.linalg.norm(predicted - true) / jnp.linalg.norm(true),
-        "divergence": refinement.score_loss(basis, joint, query, key, at),
+        "divergence": refine_adapters.score_loss(basis, joint, query, key, at),
         "recall": jnp.mean(jnp.any(best[..., :, None] == guess[..., None, :], axis=-1)),
         "attention_mass": jnp.mean(caught / most),
     }
@@ -157,7 +158,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
         name_of(kind): list(batches(rows_of(llm, kind, True, config), config.test_batches, config, 3))
         for kind in config.kinds
     }
-    moments = functools.cache(lambda task: collect.key_moments(llm, tests[task]))
+    moments = functools.cache(lambda task: collect_moments.key_moments(llm, tests[task]))
     done = {(row["method"], row["ratio"], row["fitted_on"], row["task"]) for row in run.logged()}
     for kind in config.kinds:
         name = name_of(kind)

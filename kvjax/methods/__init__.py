@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from kvjax.cache.method import Method
 from kvjax.errors import ConfigError
-from kvjax.method import Method
 from kvjax.methods.arkvale import ArkVale
 from kvjax.methods.chunkkv import ChunkKV
 from kvjax.methods.clusterkv import ClusterKV

@@ -30,10 +30,10 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from kvjax.attention import NEGATIVE
+from kvjax.cache.method import Method, Selection, in_pages, in_token_order, no_force
 from kvjax.errors import ConfigError
-from kvjax.method import Method, Selection, in_pages, in_token_order, no_force
-from kvjax.ranking import aggregate, top_blocks, vector_products
+from kvjax.ops.attention import NEGATIVE
+from kvjax.ops.topk import aggregate, top_blocks, vector_products
 from kvjax.typing import Array, Bool, Float, pytree
 
 VOLUMES = ("cuboid", "sphere")

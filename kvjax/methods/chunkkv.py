@@ -23,9 +23,9 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from kvjax.eviction import PromptEvictor
+from kvjax.methods.shared.eviction import PromptEvictor
+from kvjax.methods.shared.observation import check_rule, over_group, votes
 from kvjax.typing import Array, Bool, Float
-from kvjax.votes import check_rule, over_group, votes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,9 +5,9 @@ its keys. While decoding, tokens that leave the window wait, attended, until `pe
 clustered among themselves; older clusters stay as they are. Clusters are ranked by the product of the query with their
 centroids and taken until the budget is full, the last of them in part.
 
-`dynakv(update="local")` is the same code (`kvjax.clusters`) with DynaKV's clusters: there k-means goes by Euclidean
-distance, so that a key's length counts, here by direction alone. Keys of one direction and different lengths are one
-cluster here, and differ most in their products with a query.
+`dynakv(update="local")` is the same code (`kvjax.methods.clusters`) with DynaKV's clusters: there k-means goes by
+Euclidean distance, so that a key's length counts, here by direction alone. Keys of one direction and different lengths
+are one cluster here, and differ most in their products with a query.
 
 Differences from the paper:
   - sizes: it clusters L / 80 clusters at prefill, and every 320 tokens 4 clusters of them, with 16 sinks and layers 0
@@ -28,9 +28,9 @@ and then.
 import dataclasses
 from typing import ClassVar
 
-from kvjax.clusters import Local, Update
-from kvjax.clusters.method import ClusterMethod
 from kvjax.errors import ConfigError
+from kvjax.methods.clusters import Local, Update
+from kvjax.methods.clusters.method import ClusterMethod
 
 
 @dataclasses.dataclass(frozen=True)

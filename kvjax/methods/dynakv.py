@@ -11,7 +11,7 @@ loaded on purpose. Buffered keys are in the tail, hence attended.
 
 `update` replaces this by one of the two strategies the paper compares with (Figure 1): `static`
 adds every key to its nearest cluster, `local` clusters new keys among themselves. Prefill, index and
-selection are the same code (`kvjax.clusters`).
+selection are the same code (`kvjax.methods.clusters`).
 
 Where the paper's text and Algorithm 1 differ, or a step here is another one:
   - a key for a flagged cluster waits however near it is, as in the text; Algorithm 1 would add one within tau_h.
@@ -40,9 +40,9 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from kvjax.clusters import Adaptive, Local, Static, Update
-from kvjax.clusters.method import ClusterMethod
 from kvjax.errors import ConfigError
+from kvjax.methods.clusters import Adaptive, Local, Static, Update
+from kvjax.methods.clusters.method import ClusterMethod
 
 UPDATES = ("adaptive", "static", "local")
 

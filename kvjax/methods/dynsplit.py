@@ -1,10 +1,11 @@
 """DynSplit-KV (Ye et al., "Dynamic Semantic Splitting for KVCache Compression"): blocks that end at delimiters.
 
-A block ends with the delimiter that matters most to the model near its ideal length (DD-Select, `kvjax.splitting`;
-Algorithm 1 gives the weights, `kvjax.delimiters`). Each block, of whatever length, is one pair of vectors and one cache
-block of C + Delta rows (V2F, section 4.2). Blocks are scored by their element-wise minima and maxima; a block's score
-is that of all its tokens, of which the machinery takes as many as the budget holds (`kvjax.cache.needed_blocks`: rows
-of the best blocks in order, the last block in part). So every shape is fixed, and no block is looked at by itself.
+A block ends with the delimiter that matters most to the model near its ideal length (DD-Select,
+`kvjax.methods.shared.segments`; Algorithm 1 gives the weights, `kvjax.calibration.boundaries`). Each block, of whatever
+length, is one pair of vectors and one cache block of C + Delta rows (V2F, section 4.2). Blocks are scored by their
+element-wise minima and maxima; a block's score is that of all its tokens, of which the machinery takes as many as the
+budget holds (`kvjax.cache.state.needed_blocks`: rows of the best blocks in order, the last block in part). So every
+shape is fixed, and no block is looked at by itself.
 
 While decoding only the open block is undecided. The window has the tokens after the one that leaves it, so the end of a
 block is known when its first possible last token is placed, and no row ever moves.
@@ -31,13 +32,13 @@ from typing import ClassVar
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.block_vectors import VECTORS, Bounds, Means
-from kvjax.delimiters.table import NO_DELIMITER, Delimiters
+from kvjax.cache.method import Method, Placement, Selection, no_force
 from kvjax.errors import ConfigError
-from kvjax.method import Method, Placement, Selection, no_force
-from kvjax.methods.fitted import read_once
-from kvjax.ranking import aggregate, top_blocks
-from kvjax.splitting import Split, weights_of
+from kvjax.methods.shared.delimiters import NO_DELIMITER, Delimiters
+from kvjax.methods.shared.fitted import read_once
+from kvjax.methods.shared.page_bounds import VECTORS, Bounds, Means
+from kvjax.methods.shared.segments import Split, weights_of
+from kvjax.ops.topk import aggregate, top_blocks
 from kvjax.typing import Array, Float, Int32, pytree
 
 SPLITTINGS = ("dynamic", "fixed", "sentence", "no_length", "no_weight")
@@ -58,8 +59,8 @@ class DynSplit(Method):
     """Blocks of variable length.
 
     Attributes:
-      table: file of the model's delimiters (`kvjax.delimiters.Delimiters`); only `splitting="fixed"` needs none.
-      splitting: how blocks are cut, one of SPLITTINGS.
+      table: file of the model's delimiters (`kvjax.methods.shared.delimiters.Delimiters`); only `splitting="fixed"`
+      needs none. splitting: how blocks are cut, one of SPLITTINGS.
       vectors: what stands for a block's keys: "minmax", or "mean" (Appendix A.2).
       chunk: C, ideal length of a block.
       deviation: Delta, by which a block may be shorter or longer.

@@ -10,7 +10,7 @@ the same store can hold them.
 import dataclasses
 from typing import ClassVar
 
-from kvjax.method import Method, every_occupied, in_pages, in_token_order
+from kvjax.cache.method import Method, every_occupied, in_pages, in_token_order
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,9 +24,9 @@ from typing import ClassVar
 import jax.numpy as jnp
 
 from kvjax.errors import ConfigError
-from kvjax.eviction import Evictor, Kept
+from kvjax.methods.shared.eviction import Evictor, Kept
+from kvjax.methods.shared.observation import prompt_length, votes
 from kvjax.typing import Array, Float, pytree
-from kvjax.votes import prompt_length, votes
 
 
 @pytree

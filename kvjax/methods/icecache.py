@@ -1,15 +1,16 @@
 """IceCache (Mao et al., "IceCache: Memory-Efficient KV-Cache Management for Long-Sequence LLMs"), Algorithms 1 to 4.
 
-The keys between sinks and window are indexed per KV head in a DCI-tree (`kvjax.dci`) whose nodes are pages: keys that
-are near each other, hence asked for together, share a page and are read together. A query descends the tree, the best
-tokens it finds name the pages to load, and all tokens of these are attended. While decoding, each token that leaves
-the window is inserted into the tree and goes to the page of its node; a full node opens another page.
+The keys between sinks and window are indexed per KV head in a DCI-tree (`kvjax.methods.dci`) whose nodes are pages:
+keys that are near each other, hence asked for together, share a page and are read together. A query descends the tree,
+the best tokens it finds name the pages to load, and all tokens of these are attended. While decoding, each token that
+leaves the window is inserted into the tree and goes to the page of its node; a full node opens another page.
 
 Layers 0 and 1 are dense, as in the paper (5.1). `reuse=3` is its IceCache(reuse): every third layer has a tree and
 searches it, the layers between follow (appendix C).
 
 Choices the paper leaves open:
-  - the query heads of a KV head search together (`kvjax.dci.search`), which loads the union of their pages (4.2).
+  - the query heads of a KV head search together (`kvjax.methods.dci.search`), which loads the union of their pages
+  (4.2).
   - k, the number of tokens that name pages: all that the search compares with the query. Their pages are ranked by the
     sum of exp(q.k / sqrt(D)) over these tokens, divided by the rows of the page: attention mass per row of the budget.
     With `top`, Algorithm 3 to the letter: the pages of each query head's k best tokens, best first, in union. Pages
@@ -18,7 +19,8 @@ Choices the paper leaves open:
   - page size, promotion ratio and width of the search are not given. Pages of 8 held most of the true top tokens per
     budget with the reference model's keys. A beam of 64 takes two thirds of the time per token at 16K, and misses one
     passkey in a hundred, which 192 does not.
-  - promotions drawn while decoding go to tokens that are far from all parents (`kvjax.dci.promotion`), as rows keep
+  - promotions drawn while decoding go to tokens that are far from all parents (`kvjax.methods.dci.promotion`), as rows
+  keep
     their pages and a parent that comes late gets later tokens only.
   - tokens leave the window one by one and are inserted as they leave, as with every method here; in Algorithm 1 a page
     of them leaves at once.
@@ -38,12 +40,13 @@ import math
 import jax
 import jax.numpy as jnp
 
-from kvjax import clustering, dci
-from kvjax.dci.tree import most_levels
+from kvjax.cache.method import Method, Placement, Selection, no_force
 from kvjax.errors import ConfigError
-from kvjax.method import Method, Placement, Selection, no_force
-from kvjax.order import computed_once
-from kvjax.ranking import aggregate, top_blocks
+from kvjax.methods import dci
+from kvjax.methods.dci.tree import most_levels
+from kvjax.ops import kmeans
+from kvjax.ops.barriers import computed_once
+from kvjax.ops.topk import aggregate, top_blocks
 from kvjax.typing import Array, Float, Int32
 
 _LOW = -1e30  # rank of a page without a found token: finite, so that it still comes before an empty page
@@ -171,7 +174,7 @@ class IceCache(Method):
         return dci.Search(beam, -(-3 * beam // 2) if self.pages is None else self.pages, self.visit)
 
     def _seeds(self, spec):
-        return clustering.fixed_seeds(self.seed, spec.kv_heads)
+        return kmeans.fixed_seeds(self.seed, spec.kv_heads)
 
 
 def _best_of(score: Float[Array, "G N C"], count: int) -> Float[Array, "G N"]:

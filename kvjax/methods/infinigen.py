@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.errors import ConfigError
-from kvjax.prediction import Predictor
+from kvjax.methods.shared.lowrank import Predictor
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,8 @@ Differences from the paper:
   - a KV head has one set of representatives for its group of query heads; there, every query head has its own.
   - retrieved tokens keep their true positions; there, everything beyond the window is at one and the same distance,
     which is what lets a model read beyond its trained length. So this is its memory, not its extrapolation.
-  - prompts are read densely and not block by block through the memory, and cannot be read in chunks (`kvjax.extend`).
+  - prompts are read densely and not block by block through the memory, and cannot be read in chunks
+  (`kvjax.inference.chunked_prefill`).
   - what a decoded token pays to the window is the group's attention, normalised once; of a prompt's tokens each query
     head's is, and then they are summed. With one query head for each KV head that is the same.
   - the cache of blocks in memory is `kvjax.Slots`; there, it evicts by a decaying sum of attention.
@@ -36,10 +37,10 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from kvjax.attention import NEGATIVE, products
+from kvjax.cache.method import Context, Method, Selection, in_pages, in_token_order, no_force
 from kvjax.errors import ConfigError
-from kvjax.method import Context, Method, Selection, in_pages, in_token_order, no_force
-from kvjax.ranking import aggregate, top_blocks
+from kvjax.ops.attention import NEGATIVE, products
+from kvjax.ops.topk import aggregate, top_blocks
 from kvjax.typing import Array, Float, Int32, pytree
 
 _NONE = -1.0  # score of a place without a representative: below every sum of attention weights

@@ -4,11 +4,11 @@ The full cache is on disk. In memory there is a low-rank K cache, one r-vector p
 K_lr = Flatten(K) A, r = H_k d / sigma (section 3.2). While layer i - 1 computes, its input stands for that of layer i:
 layer i's projections make a query of it, Eq. 1 scores every token, the scores of all heads are summed, a group of G
 consecutive tokens counts as much as its best token, and the M best groups are read (section 3.3). The reuse buffer is
-`kvjax.Slots(policy="fifo")`, the rolling buffer is described in `kvjax.prediction`.
+`kvjax.Slots(policy="fifo")`, the rolling buffer is described in `kvjax.methods.shared.lowrank`.
 
-The mapping table is the slot table (`kvjax.store.residency`): groups that were kept, those just read and the one that
+The mapping table is the slot table (`kvjax.cache.residency`): groups that were kept, those just read and the one that
 is still being filled are slots, which one gather collects. Sinks and window are apart, and attention over the parts is
-merged by their log-sum-exps (`kvjax.attention`).
+merged by their log-sum-exps (`kvjax.ops.attention`).
 
 Choices the paper leaves open:
   - "attention scores" are summed after each head's softmax (`aggregation="softmax_mean"`). Raw products of different
@@ -32,10 +32,10 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from kvjax.adapters.value import Adapters, load
 from kvjax.errors import ConfigError
-from kvjax.methods.fitted import read_once
-from kvjax.prediction import Predictor, leading_directions, unknown_directions
+from kvjax.methods.shared.adapters import Adapters, load
+from kvjax.methods.shared.fitted import read_once
+from kvjax.methods.shared.lowrank import Predictor, leading_directions, unknown_directions
 
 _SIGMA = 8
 
@@ -50,7 +50,7 @@ class KVSwap(Predictor):
       per_head: whether that SVD is one for each KV head (the paper's per-head compression); adapters say it themselves.
 
     Raises ConfigError for a sigma below 1 or another than the adapters', or `per_head` beside adapters for all heads,
-    and what `kvjax.adapters.load` raises.
+    and what `kvjax.methods.shared.adapters.load` raises.
     """
 
     adapters: Adapters | str | os.PathLike | None = None

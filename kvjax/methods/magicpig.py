@@ -35,11 +35,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.attention import NEGATIVE
-from kvjax.clustering import unit
+from kvjax.cache.method import Method, Selection, in_token_order, no_force
 from kvjax.errors import ConfigError
-from kvjax.method import Method, Selection, in_token_order, no_force
-from kvjax.ranking import top_blocks
+from kvjax.ops.attention import NEGATIVE
+from kvjax.ops.kmeans import unit
+from kvjax.ops.topk import top_blocks
 from kvjax.typing import Array, Float, Int32, UInt, pytree
 
 _TOGETHER = 1 << 16  # vectors times tables that are hashed together, of each head

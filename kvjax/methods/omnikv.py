@@ -25,9 +25,9 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from kvjax.method import Selection, no_force
+from kvjax.cache.method import Selection, no_force
 from kvjax.methods.oracle import Oracle
-from kvjax.ranking import aggregate, top_blocks
+from kvjax.ops.topk import aggregate, top_blocks
 
 
 @dataclasses.dataclass(frozen=True)

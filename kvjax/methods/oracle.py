@@ -14,9 +14,9 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from kvjax.attention import NEGATIVE, products
-from kvjax.method import Method, Selection, Spec, View, in_token_order, no_force
-from kvjax.ranking import aggregate, top_blocks
+from kvjax.cache.method import Method, Selection, Spec, View, in_token_order, no_force
+from kvjax.ops.attention import NEGATIVE, products
+from kvjax.ops.topk import aggregate, top_blocks
 from kvjax.typing import Array, Float, pytree
 
 

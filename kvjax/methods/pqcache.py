@@ -29,12 +29,12 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from kvjax import clustering
-from kvjax.attention import NEGATIVE
-from kvjax.clusters.index import statistics
+from kvjax.cache.method import Method, Selection, in_token_order, no_force
 from kvjax.errors import ConfigError
-from kvjax.method import Method, Selection, in_token_order, no_force
-from kvjax.ranking import aggregate, top_blocks
+from kvjax.methods.clusters.index import statistics
+from kvjax.ops import kmeans
+from kvjax.ops.attention import NEGATIVE
+from kvjax.ops.topk import aggregate, top_blocks
 from kvjax.typing import Array, Float, Int32, UInt, pytree
 
 
@@ -83,7 +83,7 @@ class PQCache(Method):
 
     def build(self, spec, index, context):
         parts = split(context.key, self.parts)
-        seeds = clustering.fixed_seeds(self.seed, (spec.kv_heads, self.parts))
+        seeds = kmeans.fixed_seeds(self.seed, (spec.kv_heads, self.parts))
         learn = functools.partial(centroids_of, count=2**self.bits, iterations=self.iterations)
 
         def one_part(args):
@@ -116,7 +116,7 @@ def split(keys: Float[Array, "K T D"], parts: int) -> Float[Array, "K P T S"]:
 def centroids_of(points: Float[Array, "T S"], valid, seed, count: int, iterations: int) -> Float[Array, "V S"]:
     """Means of the clusters of k-means of the valid points; one without points repeats that of the largest cluster."""
     active = jnp.clip(jnp.sum(valid, dtype=jnp.int32), 1, count)
-    owner = clustering.kmeans(points, valid, count, active, seed, iterations)
+    owner = kmeans.kmeans(points, valid, count, active, seed, iterations)
     size, mean, _ = statistics(points, owner, count)
     return jnp.where((size > 0)[:, None], mean, mean[jnp.argmax(size).astype(jnp.int32)])
 

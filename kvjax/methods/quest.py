@@ -11,9 +11,9 @@ Resident: 2 D numbers per page. Cost per step: one score per page, then the sele
 import dataclasses
 from typing import ClassVar
 
-from kvjax.block_vectors import Bounds
-from kvjax.method import Method, Selection, in_pages, in_token_order, no_force
-from kvjax.ranking import aggregate, top_blocks
+from kvjax.cache.method import Method, Selection, in_pages, in_token_order, no_force
+from kvjax.methods.shared.page_bounds import Bounds
+from kvjax.ops.topk import aggregate, top_blocks
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,8 +13,8 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from kvjax.method import Method, Selection, in_token_order, no_force
-from kvjax.ranking import top_blocks
+from kvjax.cache.method import Method, Selection, in_token_order, no_force
+from kvjax.ops.topk import top_blocks
 from kvjax.typing import Array, Int32, pytree
 
 

@@ -1,6 +1,6 @@
 """Run-length encoded keys: full attention in which consecutive keys that are equal are stored, and scored, once.
 
-The codec and its scores are `kvjax.codecs.rle`. Every token is attended; blocks, in memory or on flash, hold values
+The codec and its scores are `kvjax.ops.runs`. Every token is attended; blocks, in memory or on flash, hold values
 alone. What leaves the window is compared with the open run; a prompt is encoded at once, to the same runs.
 
 Arrays are fixed: each head has a slot for every run of the prompts, and for every token that may follow them, so that
@@ -13,7 +13,7 @@ Keys are compared, and kept, in the type in which the cache keeps them: as float
 `before_rotation` keeps keys as they were before they were rotated, where equal tokens have more alike keys, and turns
 them as they are used. Turning back and forth rounds, so that it wants a tolerance of some 1e-5 to find what is equal,
 and is not lossless. With `int8` keys are kept, and compared, as codes of 8 bits with a mean and a scale per channel,
-the prompt's (`kvjax.codecs.lowbit`); tolerances then are in steps. Prompts of fewer than 64 tokens are refused then, as
+the prompt's (`kvjax.ops.lowbit`); tolerances then are in steps. Prompts of fewer than 64 tokens are refused then, as
 later keys would be clipped to what a few tokens span.
 
 Resident: D numbers per slot, and 2 or 4 bytes per token. Cost per step: a score per slot, all values.
@@ -28,12 +28,12 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
-from kvjax.codecs import lowbit, rle
-from kvjax.codecs.rle import Runs, Tolerance
+from kvjax.cache.method import Method, Spec, every_occupied, in_pages, in_token_order
 from kvjax.errors import ConfigError
-from kvjax.method import Method, Spec, every_occupied, in_pages, in_token_order
 from kvjax.methods.full import Full
-from kvjax.models import rope
+from kvjax.ops import lowbit, rotary
+from kvjax.ops import runs as rle
+from kvjax.ops.runs import Runs, Tolerance
 from kvjax.typing import Array, Bool, Float, Int32, Num, pytree
 
 
@@ -158,7 +158,7 @@ class RLE(Method):
         if self.before_rotation:
             freqs = _frequencies(spec)
             # The first row's token is at position S, and the codec counts from 0.
-            q = rope.rotate(q.astype(jnp.float32), jnp.full(q.shape[0], -spec.sinks, jnp.int32), freqs)
+            q = rotary.rotate(q.astype(jnp.float32), jnp.full(q.shape[0], -spec.sinks, jnp.int32), freqs)
             found = jax.vmap(lambda q, runs, shift, scale: rle.scores_unrotated(
                 q, runs, scale, freqs, most=index.stored, shift=shift
             ))(q, index.runs, index.shift, index.scale)
@@ -183,7 +183,7 @@ class RLE(Method):
         key = key.astype(spec.key_type).astype(jnp.float32)
         if not self.before_rotation:
             return key
-        return rope.rotate(key.swapaxes(0, 1), -pos, _frequencies(spec)).swapaxes(0, 1)
+        return rotary.rotate(key.swapaxes(0, 1), -pos, _frequencies(spec)).swapaxes(0, 1)
 
     def _learned(self, key: Float[Array, "K N D"], valid: Bool[Array, "N"]) -> tuple[Array, Array]:
         """Shift and scale of each head's channels."""
@@ -210,7 +210,7 @@ def _frequencies(spec: Spec) -> np.ndarray:
     if spec.rope is None:
         raise ConfigError("before_rotation=True has to know how keys are rotated: give kvjax.init_cache rope=, or "
                           "leave it out")
-    return rope.inverse_frequencies(spec.head_dim, spec.rope)
+    return rotary.inverse_frequencies(spec.head_dim, spec.rope)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

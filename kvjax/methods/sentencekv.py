@@ -4,8 +4,9 @@ The prompt is cut at sentence ends. Of its tokens only those that its last queri
 all, `keep` times as many as a step attends. What is kept of a sentence is a block: its mean key stays in memory, and
 its tokens are read when the query is near the mean.
 
-Cutting is that of DynSplit-KV with `splitting="sentence"` (`kvjax.splitting`), so a table of delimiters is needed, and
-a sentence has `shortest` to chunk + deviation tokens: shorter ones go on into the next, longer ones are cut.
+Cutting is that of DynSplit-KV with `splitting="sentence"` (`kvjax.methods.shared.segments`), so a table of delimiters
+is needed, and a sentence has `shortest` to chunk + deviation tokens: shorter ones go on into the next, longer ones are
+cut.
 
 Aggregation: q . mean key, averaged over the query heads of a KV head ("mean"); votes for the tokens to keep, likewise.
 
@@ -26,11 +27,11 @@ import math
 
 import jax.numpy as jnp
 
+from kvjax.cache.method import Method, Placement
 from kvjax.errors import ConfigError
-from kvjax.eviction import check_room, largest
-from kvjax.method import Method, Placement
 from kvjax.methods.dynsplit import DynSplit
-from kvjax.votes import over_group, stays, votes
+from kvjax.methods.shared.eviction import check_room, largest
+from kvjax.methods.shared.observation import over_group, stays, votes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,13 +26,13 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from kvjax import prediction
-from kvjax.attention import NEGATIVE
+from kvjax.cache.method import Method, Selection, Spec, in_pages, in_token_order, no_force
 from kvjax.errors import ConfigError
-from kvjax.method import Method, Selection, Spec, in_pages, in_token_order, no_force
-from kvjax.models import rope
-from kvjax.prediction import CompressedKeys
-from kvjax.ranking import aggregate, top_blocks, vector_products
+from kvjax.methods.shared import lowrank
+from kvjax.methods.shared.lowrank import CompressedKeys
+from kvjax.ops import rotary
+from kvjax.ops.attention import NEGATIVE
+from kvjax.ops.topk import aggregate, top_blocks, vector_products
 from kvjax.typing import Array, Float, Int32, pytree
 
 
@@ -138,7 +138,7 @@ class ShadowKV(Method):
 
 def _empty(spec: Spec, sigma: float | int, outliers: tuple[int, ...]) -> Shadow:
     rank = _rank(spec, sigma)
-    leading = prediction.unknown_directions(spec.kv_heads, spec.head_dim, rank, True)
+    leading = lowrank.unknown_directions(spec.kv_heads, spec.head_dim, rank, True)
     low = CompressedKeys(leading, jnp.zeros((1, spec.num_blocks * spec.block_rows, rank), jnp.float32), jnp.int32(0))
     return Shadow(low, jnp.zeros((*outliers, spec.block_rows, spec.head_dim), jnp.float32))
 
@@ -151,9 +151,9 @@ def _rank(spec: Spec, sigma: float | int) -> int:
 def _shadow(spec: Spec, empty: Shadow, context, outlier) -> Shadow:
     """The prompt's keys: their leading directions, each token's part in these, and the outliers as they are."""
     raw, rank = _turn(spec, context.key.astype(jnp.float32), -context.pos), empty.low.key.shape[-1]
-    low = dataclasses.replace(empty.low, adapter=prediction.leading_directions(raw, context.valid, rank, True))
+    low = dataclasses.replace(empty.low, adapter=lowrank.leading_directions(raw, context.valid, rank, True))
     at = jnp.where(context.valid, jnp.cumsum(context.valid, dtype=jnp.int32) - 1, low.tokens)
-    low = dataclasses.replace(low, key=prediction.store(low, prediction.compress(low, raw), at))
+    low = dataclasses.replace(low, key=lowrank.store(low, lowrank.compress(low, raw), at))
     first, row = jnp.argmax(context.valid).astype(jnp.int32), jnp.arange(spec.block_rows, dtype=jnp.int32)
     token = first + outlier[..., None] * spec.block_rows + row
     head = jnp.arange(spec.kv_heads, dtype=jnp.int32)[:, None, None]
@@ -165,7 +165,7 @@ def _appended(spec: Spec, shadow: Shadow, index: Landmarks, leaving, placement) 
     low, key = shadow.low, leaving.key.astype(jnp.float32)
     raw = _turn(spec, key[:, None], -leaving.pos[None])
     at = jnp.where(leaving.valid, index.stored, low.tokens)
-    low = dataclasses.replace(low, key=prediction.store(low, prediction.compress(low, raw), at[None]))
+    low = dataclasses.replace(low, key=lowrank.store(low, lowrank.compress(low, raw), at[None]))
     head, match = jnp.arange(spec.kv_heads, dtype=jnp.int32), index.outlier == placement.block[:, None]
     which = jnp.argmax(match, axis=-1).astype(jnp.int32)
     which = jnp.where(jnp.any(match, axis=-1) & leaving.valid, which, match.shape[1])
@@ -176,8 +176,8 @@ def _turn(spec: Spec, key: Float[Array, "K N D"], pos: Int32[Array, "*#K N"]) ->
     """Keys rotated to positions; with -pos, back."""
     if spec.rope is None:
         return key
-    freqs = rope.inverse_frequencies(spec.head_dim, spec.rope)
-    return rope.rotate(key[:, :, None], jnp.broadcast_to(pos, key.shape[:2]), freqs)[:, :, 0]
+    freqs = rotary.inverse_frequencies(spec.head_dim, spec.rope)
+    return rotary.rotate(key[:, :, None], jnp.broadcast_to(pos, key.shape[:2]), freqs)[:, :, 0]
 
 
 def _cosine(a: Float[Array, "*N D"], b: Float[Array, "*N D"]) -> Float[Array, "*N"]:

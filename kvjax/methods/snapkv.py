@@ -24,9 +24,9 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.errors import ConfigError
-from kvjax.eviction import PromptEvictor
+from kvjax.methods.shared.eviction import PromptEvictor
+from kvjax.methods.shared.observation import check_rule, over_group, prompt_length, votes
 from kvjax.typing import Array, Float
-from kvjax.votes import check_rule, over_group, prompt_length, votes
 
 POOLINGS = ("mean", "max")
 

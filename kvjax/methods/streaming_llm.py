@@ -10,8 +10,8 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
+from kvjax.cache.method import Method, Placement, Selection, no_force
 from kvjax.errors import BudgetTooSmall, ConfigError
-from kvjax.method import Method, Placement, Selection, no_force
 
 
 @dataclasses.dataclass(frozen=True)

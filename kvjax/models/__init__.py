@@ -1,0 +1,1 @@
+"""Decoder-only transformers, their checkpoints and tokenizers."""

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from kvjax import files
+from kvjax import _files
 from kvjax.errors import CheckpointError, ConfigError
 from kvjax.models import hf_config
 from kvjax.models.config import ModelConfig
@@ -115,7 +115,7 @@ def save_params(
     except OSError as error:
         raise CheckpointError(f"{directory}: no directory can be made there ({error}); choose another") from error
     try:
-        with beside or contextlib.nullcontext(), files.replacing(path) as temporary:
+        with beside or contextlib.nullcontext(), _files.replacing(path) as temporary:
             # transformers refuses a file that does not say which framework its layout is for.
             save_file(tensors, temporary, metadata={"format": "pt"})
             # Last, so that a full disk leaves an earlier model as it was.
@@ -276,7 +276,7 @@ def _check_params(path: pathlib.Path, flat: Mapping[str, jax.Array], targets: Ma
 
 def _open(file: pathlib.Path):
     try:
-        with files.open_regular(file) as opened:
+        with _files.open_regular(file) as opened:
             header = int.from_bytes(opened.read(8), "little")
         if header > _MOST_HEADER:
             raise ValueError(f"its header has {header} bytes; at most {_MOST_HEADER} are read")

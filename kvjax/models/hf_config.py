@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from kvjax import files
+from kvjax import _files
 from kvjax.errors import CheckpointError, ConfigError
 from kvjax.models.config import FAMILIES, ModelConfig, RopeConfig
 
@@ -79,7 +79,7 @@ def write_config(config: ModelConfig, directory: Path, dtype: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     # Also the ids' own file: one left by an earlier model would take precedence over config.json.
     for target, content in ((path.with_name(GENERATION), _special_ids(config)), (path, _to_fields(config, dtype))):
-        with files.replacing(target) as temporary:
+        with _files.replacing(target) as temporary:
             temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
@@ -109,7 +109,7 @@ def model_directory(directory: Path) -> pathlib.Path:
 def read_json(path: pathlib.Path) -> dict[str, Any]:
     """The JSON object in `path`; raises CheckpointError if it is missing, corrupt, huge, no file or no object."""
     try:
-        content = files.parse_json(files.read_regular(path, _MOST_BYTES))
+        content = _files.parse_json(_files.read_regular(path, _MOST_BYTES))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: this file is missing from the model directory") from error
     except (OSError, ValueError) as error:

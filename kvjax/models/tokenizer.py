@@ -12,7 +12,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from kvjax import files
+from kvjax import _files
 from kvjax.errors import CheckpointError, PromptError
 from kvjax.models import added_tokens, chat_template, hf_config
 from kvjax.models.hf_config import read_optional_json
@@ -91,7 +91,7 @@ class TextTokenizer:
             settings["added_tokens_decoder"] = self.added
         if self.template is not None:
             settings["chat_template"] = self.template
-        with files.replacing(root / TOKENIZER) as tokenizer, files.replacing(root / SETTINGS) as beside:
+        with _files.replacing(root / TOKENIZER) as tokenizer, _files.replacing(root / SETTINGS) as beside:
             tokenizer.write_bytes(self.content)  # as it is: the model is known by it, too
             beside.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
             yield
@@ -165,7 +165,7 @@ class TextTokenizer:
 
 def _read_tokenizer(path: pathlib.Path) -> bytes:
     try:
-        return files.read_regular(path, _MOST_BYTES)
+        return _files.read_regular(path, _MOST_BYTES)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error}); only fast tokenizers are supported") from error
 
@@ -196,7 +196,7 @@ def _template(root: pathlib.Path, settings: Mapping[str, Any]) -> str | None:
     file = root / TEMPLATE
     if os.path.lexists(file):
         try:
-            return files.read_regular(file, _MOST_BYTES).decode("utf-8")
+            return _files.read_regular(file, _MOST_BYTES).decode("utf-8")
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{file}: cannot be read ({error}); download the file again") from error
     template = settings.get("chat_template")

@@ -12,9 +12,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from kvjax.models import rope
 from kvjax.models.config import ModelConfig
-from kvjax.order import computed_once
+from kvjax.ops import rotary
+from kvjax.ops.barriers import computed_once
 from kvjax.typing import Array, Float, Hidden, Int32, Logits
 
 _FEW = 64  # x that meet a matrix at once; with more, both ways take as long
@@ -134,7 +134,7 @@ class Block(nn.Module):
         return self.finish(x, attended)
 
     def _rotate(self, x, positions):
-        return rope.rotate(x, positions, rope.inverse_frequencies(self.config.head_dim, self.config.rope))
+        return rotary.rotate(x, positions, rotary.inverse_frequencies(self.config.head_dim, self.config.rope))
 
 
 class Transformer(nn.Module):

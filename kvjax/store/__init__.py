@@ -1,0 +1,1 @@
+"""Stores of blocks: interface, memory and flash. NumPy, files and C; never JAX."""

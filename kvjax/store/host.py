@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kvjax.store.base import Geometry, whole
+from kvjax.store.interface import Geometry, whole
 from kvjax.store.transaction import Rows, TransactionalBranch
 
 

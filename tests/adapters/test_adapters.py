@@ -11,9 +11,9 @@ import pytest
 from tiny import make_params
 
 import kvjax
-from kvjax import adapters, files
-from kvjax.adapters import collect, fit, refinement
-from kvjax.adapters.collect import layers_of
+from kvjax import _files, adapters
+from kvjax.calibration import collect_moments, fit_adapters, refine_adapters
+from kvjax.calibration.collect_moments import layers_of
 from kvjax.errors import ChecksumMismatch, ConfigError, FormatMismatch, PromptError, ReadFailed, WriteFailed
 from kvjax.models.config import ModelConfig
 
@@ -36,7 +36,7 @@ def llm():
 
 @pytest.fixture(scope="module")
 def moments(llm):
-    return collect.key_moments(llm, ROWS)
+    return collect_moments.key_moments(llm, ROWS)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def best_possible(keys, rank):
 
 
 def test_joint_adapters_are_numpys_right_singular_vectors_up_to_sign(moments, stacked):
-    fitted = fit.svd(moments, RATIO)
+    fitted = fit_adapters.svd(moments, RATIO)
     for basis, keys in zip(fitted.layers, stacked, strict=True):
         flat = keys.reshape(len(keys), -1)
         expected = np.linalg.svd(flat, full_matrices=False)[2][: flat.shape[1] // RATIO].T
@@ -62,7 +62,7 @@ def test_joint_adapters_are_numpys_right_singular_vectors_up_to_sign(moments, st
 
 
 def test_adapters_of_each_head_are_numpys_right_singular_vectors_up_to_sign(moments, stacked):
-    fitted = fit.svd(moments, RATIO, joint=False)
+    fitted = fit_adapters.svd(moments, RATIO, joint=False)
     for basis, keys in zip(fitted.layers, stacked, strict=True):
         for head in range(CONFIG.num_kv_heads):
             expected = np.linalg.svd(keys[:, head], full_matrices=False)[2][: CONFIG.head_dim // RATIO].T
@@ -72,8 +72,8 @@ def test_adapters_of_each_head_are_numpys_right_singular_vectors_up_to_sign(mome
 @pytest.mark.parametrize("ratio", [2, 4, 8])
 @pytest.mark.parametrize("joint", [True, False], ids=["joint", "per_head"])
 def test_no_adapters_of_this_rank_reconstruct_keys_better(moments, stacked, joint, ratio):
-    fitted = fit.svd(moments, ratio, joint)
-    for error, keys in zip(fit.reconstruction_error(moments, fitted), stacked, strict=True):
+    fitted = fit_adapters.svd(moments, ratio, joint)
+    for error, keys in zip(fit_adapters.reconstruction_error(moments, fitted), stacked, strict=True):
         parts = [keys.reshape(len(keys), -1)] if joint else list(keys.swapaxes(0, 1))
         lost, total = np.sum([best_possible(part, fitted.rank) for part in parts], axis=0)
         assert abs(error - lost / total) < 1e-4
@@ -85,7 +85,7 @@ def test_the_error_of_any_other_adapters_is_that_of_the_reconstructed_keys(momen
     for joint in (True, False):
         layers = [0.4 * rng.normal(size=(2, 8, 3)) for _ in stacked]
         other = adapters.Adapters(layers, joint, "")
-        for basis, keys, error in zip(layers, stacked, fit.reconstruction_error(moments, other), strict=True):
+        for basis, keys, error in zip(layers, stacked, fit_adapters.reconstruction_error(moments, other), strict=True):
             low = np.einsum("tkd,kdr->tkr", keys, basis)
             low = np.broadcast_to(low.sum(1, keepdims=True), low.shape) if joint else low
             back = np.einsum("tkr,kdr->tkd", low, basis)
@@ -94,19 +94,19 @@ def test_the_error_of_any_other_adapters_is_that_of_the_reconstructed_keys(momen
 
 def test_ratio_says_how_many_numbers_are_kept(moments):
     for joint in (True, False):
-        assert fit.svd(moments, RATIO, joint).ratio == RATIO
-    assert fit.svd(moments, 4).rank == 2 * fit.svd(moments, 4, joint=False).rank
+        assert fit_adapters.svd(moments, RATIO, joint).ratio == RATIO
+    assert fit_adapters.svd(moments, 4).rank == 2 * fit_adapters.svd(moments, 4, joint=False).rank
 
 
 @pytest.mark.parametrize(("ratio", "joint"), [(0, True), (17, True), (9, False)])
 def test_a_ratio_that_leaves_nothing_is_refused(moments, ratio, joint):
     with pytest.raises(ConfigError, match="ratio"):
-        fit.svd(moments, ratio, joint)
+        fit_adapters.svd(moments, ratio, joint)
 
 
 def test_collecting_from_nothing_is_refused(llm):
     with pytest.raises(PromptError, match="batch"):
-        collect.key_moments(llm, [])
+        collect_moments.key_moments(llm, [])
 
 
 # refining -----------------------------------------------------------------------------------------
@@ -123,13 +123,13 @@ def losses(llm, fitted):
 
 @functools.partial(jax.jit, static_argnums=1)
 def _loss(basis, joint, query, key):
-    return refinement.score_loss(basis, joint, *refinement.sample(query, key))
+    return refine_adapters.score_loss(basis, joint, *refine_adapters.sample(query, key))
 
 
 @pytest.mark.parametrize("joint", [True, False], ids=["joint", "per_head"])
 def test_refining_lowers_the_score_loss_of_every_layer(llm, moments, joint):
-    fitted = fit.svd(moments, RATIO, joint)
-    refined = refinement.refine(llm, fitted, [batch for _ in range(10) for batch in ROWS], learning_rate=1e-2)
+    fitted = fit_adapters.svd(moments, RATIO, joint)
+    refined = refine_adapters.refine(llm, fitted, [batch for _ in range(10) for batch in ROWS], learning_rate=1e-2)
     assert (losses(llm, refined) < 0.97 * losses(llm, fitted)).all()
     assert (refined.joint, refined.fingerprint) == (fitted.joint, fitted.fingerprint)
 
@@ -137,30 +137,30 @@ def test_refining_lowers_the_score_loss_of_every_layer(llm, moments, joint):
 def test_refining_on_nothing_is_refused(llm, moments):
     """Given rows that were read already, such as by what collects moments."""
     with pytest.raises(PromptError, match="no batch"):
-        refinement.refine(llm, fit.svd(moments, RATIO), iter(()))
+        refine_adapters.refine(llm, fit_adapters.svd(moments, RATIO), iter(()))
 
 
 @pytest.mark.parametrize("joint", [True, False], ids=["joint", "per_head"])
 def test_adapters_that_keep_everything_lose_nothing(llm, moments, joint):
-    assert np.abs(losses(llm, fit.svd(moments, 1, joint))).max() < 1e-4
+    assert np.abs(losses(llm, fit_adapters.svd(moments, 1, joint))).max() < 1e-4
 
 
 # files --------------------------------------------------------------------------------------------
 
 
 def test_what_is_loaded_is_what_was_saved(moments, tmp_path):
-    fitted = fit.svd(moments, RATIO)
+    fitted = fit_adapters.svd(moments, RATIO)
     fitted.save(tmp_path / "a")
     found = adapters.load(tmp_path / "a")
     assert found == fitted and hash(found) == hash(fitted)
-    assert found != fit.svd(moments, RATIO, joint=False)
-    fit.svd(moments, 8).save(tmp_path / "a")
+    assert found != fit_adapters.svd(moments, RATIO, joint=False)
+    fit_adapters.svd(moments, 8).save(tmp_path / "a")
     assert adapters.load(tmp_path / "a").rank == fitted.rank // 2 and [one.name for one in tmp_path.iterdir()] == ["a"]
 
 
 def test_what_is_there_is_not_lost(moments, tmp_path, monkeypatch):
     """Given a directory of something else, a file, and a device that gives out while adapters are replaced."""
-    fitted = fit.svd(moments, RATIO)
+    fitted = fit_adapters.svd(moments, RATIO)
     (tmp_path / "fits" / "a").mkdir(parents=True)
     fitted.save(tmp_path / "fits" / "a")
     (tmp_path / "file").write_text("mine")
@@ -168,9 +168,9 @@ def test_what_is_there_is_not_lost(moments, tmp_path, monkeypatch):
         with pytest.raises(WriteFailed, match="choose another directory"):
             fitted.save(tmp_path / taken)
     with monkeypatch.context() as patched:
-        patched.setattr(files.os, "replace", _refuse_the_new(files.os.replace))
+        patched.setattr(_files.os, "replace", _refuse_the_new(_files.os.replace))
         with pytest.raises(WriteFailed, match="no room"):
-            fit.svd(moments, 8).save(tmp_path / "fits" / "a")
+            fit_adapters.svd(moments, 8).save(tmp_path / "fits" / "a")
     assert adapters.load(tmp_path / "fits" / "a") == fitted and (tmp_path / "file").read_text() == "mine"
     assert [one.name for one in (tmp_path / "fits").iterdir()] == ["a"]
 
@@ -193,7 +193,7 @@ def test_nothing_there_is_a_typed_error(tmp_path):
     ({"version": 99}, FormatMismatch), ({"joint": False}, ChecksumMismatch), ({"fingerprint": "x"}, ChecksumMismatch),
 ])
 def test_a_changed_file_is_a_typed_error(moments, tmp_path, change, error):
-    fit.svd(moments, RATIO).save(tmp_path / "a")
+    fit_adapters.svd(moments, RATIO).save(tmp_path / "a")
     path = tmp_path / "a" / "_CHECKPOINT_METADATA"
     saved = json.loads(path.read_text())
     saved["custom_metadata"].update(change)
@@ -203,6 +203,6 @@ def test_a_changed_file_is_a_typed_error(moments, tmp_path, change, error):
 
 
 def test_adapters_of_another_model_are_refused(llm, moments):
-    fit.svd(moments, RATIO).check_model(llm.identity)
+    fit_adapters.svd(moments, RATIO).check_model(llm.identity)
     with pytest.raises(FormatMismatch, match="fit adapters to this one"):
-        refinement.refine(make_llm(2), fit.svd(moments, RATIO), ROWS)
+        refine_adapters.refine(make_llm(2), fit_adapters.svd(moments, RATIO), ROWS)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from harness import METHODS, Sim, Stream
 
-from kvjax.clusters import Adaptive
-from kvjax.clusters.index import empty_index
-from kvjax.method import View
+from kvjax.cache.method import View
+from kvjax.methods.clusters import Adaptive
+from kvjax.methods.clusters.index import empty_index
 
 METHOD = METHODS["dynakv"]
 RULE = Adaptive(cluster=4, threshold=1.5, gain=2.0, buffer=3)

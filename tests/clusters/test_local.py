@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from harness import HEADS, METHODS, Sim, Stream, check_every_token_has_one_place
 
-from kvjax import clustering
 from kvjax.methods import DynaKV
+from kvjax.ops import kmeans as clustering
 
 LOCAL = METHODS["dynakv_local"]
 PERIOD, PROMPT = 8, 40

@@ -10,7 +10,7 @@ from harness import compiled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvjax.clusters import survey as surveys
+from kvjax.methods.clusters import survey as surveys
 
 ROWS = 4
 survey, in_xla = (jax.jit(functools.partial(one, block_rows=ROWS)) for one in (surveys.survey, surveys._survey))

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvjax.codecs import block_runs, rle
-from kvjax.codecs.rle import Tolerance
+from kvjax.ops import runs
+from kvjax.ops.runs import Tolerance
+from kvjax.store.format import block_runs
 
 ROWS, KEY, VALUE = 11, 12, 20  # bytes
 ODD = np.array([0.0, -0.0, np.nan, np.inf, -np.inf, 1.0], np.float32)
@@ -45,7 +46,7 @@ def test_every_bit_comes_back(rows, kind):
 
 @functools.cache
 def _in_memory(tolerance):
-    return jax.jit(jax.vmap(lambda key: rle.begins(key, Tolerance(tolerance))))
+    return jax.jit(jax.vmap(lambda key: runs.begins(key, Tolerance(tolerance))))
 
 
 @settings(max_examples=40)

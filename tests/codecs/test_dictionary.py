@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvjax.codecs import autoencoder, dictionary, rle
+from experiments.rle import autoencoder, dictionary
 from kvjax.errors import ConfigError
+from kvjax.ops import runs as rle
 
 TOKENS, SIZE, VOCAB = 24, 4, 9
 TABLE = np.random.default_rng(0).normal(size=(VOCAB, SIZE)).astype(np.float32)

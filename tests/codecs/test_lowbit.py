@@ -4,9 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import kernels
-from kvjax.codecs import lowbit, rle
 from kvjax.errors import ConfigError
+from kvjax.ops import kernels, lowbit
+from kvjax.ops import runs as rle
 
 TOKENS, SIZE = 24, 8
 CODES = {8: np.arange(-127, 128), 4: np.arange(-7, 8), 2: np.asarray([-3, -1, 1, 3])}

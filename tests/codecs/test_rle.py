@@ -10,12 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from kvjax import attention
-from kvjax.codecs import rle
-from kvjax.codecs.rle import Tolerance
 from kvjax.errors import ConfigError
-from kvjax.models import rope
 from kvjax.models.config import RopeConfig
+from kvjax.ops import attention, rotary
+from kvjax.ops import runs as rle
+from kvjax.ops.runs import Tolerance
 
 TOKENS, SIZE, GROUP = 24, 4, 2
 FIELDS = ("key", "count", "slot", "runs", "tokens", "refused")
@@ -169,14 +168,14 @@ def test_keys_before_rotation_are_turned_to_their_positions(length, block):
     freqs, at = np.array([1.0, 0.1], np.float32), jnp.arange(TOKENS, dtype=jnp.int32)
     runs = encode(key, jnp.int32(length), Tolerance(), 8)
 
-    rotated = rope.rotate(key[:, None], at, freqs)[:, 0]
+    rotated = rotary.rotate(key[:, None], at, freqs)[:, 0]
     expected = attention.scores_of(q, rotated, at < length)
     found = jax.jit(lambda runs: rle.scores_unrotated(q, runs, jnp.ones(SIZE), freqs, block))(runs)
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 def test_keys_before_rotation_meet_a_query_of_16_bits_unrounded():
-    rng, freqs = np.random.default_rng(0), rope.inverse_frequencies(64, RopeConfig())
+    rng, freqs = np.random.default_rng(0), rotary.inverse_frequencies(64, RopeConfig())
     key, q = jnp.asarray(rng.normal(size=(256, 64)), jnp.float32), jnp.asarray(rng.normal(size=(GROUP, 64)), "bfloat16")
     runs = rle.encode(key, jnp.int32(256), Tolerance(), 256)
     found = rle.scores_unrotated(q, runs, jnp.ones(64), freqs, 32)

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import attention
-from kvjax.codecs import rle, sorted_runs
-from kvjax.codecs.rle import Tolerance
+from experiments.rle import sorted_runs
+from kvjax.ops import attention
+from kvjax.ops import runs as rle
+from kvjax.ops.runs import Tolerance
 
 TOKENS, SIZE = 48, 6
 

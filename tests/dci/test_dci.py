@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import dci
-from kvjax.dci.projections import adapted_directions, lower_bounds, prioritised, random_directions
-from kvjax.dci.promotion import promote
-from kvjax.dci.tree import ahead, most_levels
 from kvjax.errors import ConfigError
+from kvjax.methods import dci
+from kvjax.methods.dci.projections import adapted_directions, lower_bounds, prioritised, random_directions
+from kvjax.methods.dci.promotion import promote
+from kvjax.methods.dci.tree import ahead, most_levels
 
 SIZE, POINTS = 16, 1000
 SHAPE = dci.Shape(pages=250, rows=8, size=SIZE, ratio=1 / 16, levels=most_levels(POINTS, 1 / 16), projections=10)

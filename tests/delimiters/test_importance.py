@@ -8,9 +8,9 @@ import pytest
 import scipy.special
 from tiny import make_params
 
-from kvjax import decode, prefill
-from kvjax.delimiters import Importance, boundary_scores
+from kvjax.calibration.boundaries import Importance, boundary_scores
 from kvjax.errors import PromptError
+from kvjax.inference import decode, prefill
 from kvjax.models.config import ModelConfig
 
 CONFIG = ModelConfig(

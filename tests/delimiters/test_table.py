@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 import kvjax
-from kvjax.delimiters import Delimiters, Tally, delimiter_texts, ends_sentence
-from kvjax.delimiters.candidates import is_delimiter
 from kvjax.errors import ConfigError, WriteFailed
+from kvjax.methods.shared.delimiter_texts import delimiter_texts, ends_sentence, is_delimiter
+from kvjax.methods.shared.delimiters import Delimiters, Tally
 
 TEXTS = {3: ".", 5: ",", 9: "\n", 11: ");"}
 

@@ -38,7 +38,7 @@ def test_inserts_find_nearly_what_a_tree_built_at_once_finds(keys, name, apart):
 
 
 def test_a_tree_of_clusters_grown_from_nothing_finds_what_one_built_at_once_finds():
-    """Within two points: promotions by chance alone (`kvjax.dci.promotion`) lost nine."""
+    """Within two points: promotions by chance alone (`kvjax.methods.dci.promotion`) lost nine."""
     made = [one[0] for one in icecache_tree.made_up_points("clustered", 4096, 64, 0)]
     at_once, *grown = (tried("shipped", start, [made]) for start in (4096, 512, 0))
     for tree in grown:

@@ -10,7 +10,7 @@ from configs.leaderboard import get_config
 from experiments import common
 from experiments.board import leaderboard, report
 from kvjax.errors import ConfigError
-from kvjax.tasks import asking
+from kvjax.eval.tasks import asking
 
 CONFIG = ml_collections.ConfigDict({
     "tasks": ("passkey", "needle"), "lengths": (1000,), "seeds": (0, 1), "budgets": (64, 0.1),

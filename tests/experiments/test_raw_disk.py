@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from experiments.speed import raw_disk
-from kvjax.store.system import SystemIO
+from kvjax.store.io.system import SystemIO
 
 
 class Noting(SystemIO):

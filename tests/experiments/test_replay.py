@@ -13,11 +13,11 @@ import kvjax
 from configs.kvswap_paper import get_config
 from experiments.kvswap import reuse
 from experiments.speed import replay, throughput, timing
-from kvjax import cache as caching
-from kvjax import decode
+from kvjax.cache import state as caching
+from kvjax.calibration.tuner import fifo
 from kvjax.errors import CheckpointError, ConfigError
+from kvjax.inference import decode
 from kvjax.methods import InfiniGen, KVSwap
-from kvjax.store import fifo
 
 TEXTS, TEXT, RECORDED = 2, 40, 8
 CONTEXT, STEPS = 80, 12  # more steps than recorded

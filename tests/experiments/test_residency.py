@@ -7,8 +7,8 @@ from tiny import CONFIG, make_params
 import kvjax
 from configs.residency import get_config
 from experiments.kvswap import residency
-from kvjax import decode
 from kvjax.errors import ConfigError
+from kvjax.inference import decode
 
 METHOD = kvjax.quest(budget=24, sinks=2, window=4, page=4)
 TOKENS = np.random.default_rng(0).integers(0, 64, (2, 80)).astype(np.int32)

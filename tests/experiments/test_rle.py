@@ -10,11 +10,12 @@ from tiny import dense, make_params
 
 import kvjax
 from experiments.rle import (
-    flash as rle_flash,
-)
-from experiments.rle import (
+    dictionary,
     likelihood,
     sizes,
+)
+from experiments.rle import (
+    flash as rle_flash,
 )
 from experiments.rle import (
     model as rle_model,
@@ -25,9 +26,9 @@ from experiments.rle import (
 from experiments.rle import (
     table as rle_table,
 )
-from kvjax.codecs import dictionary, rle
-from kvjax.codecs.rle import Tolerance
 from kvjax.models.config import ModelConfig
+from kvjax.ops import runs as rle
+from kvjax.ops.runs import Tolerance
 
 CONFIG = ModelConfig(
     family="llama", vocab_size=16, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4, num_kv_heads=2,

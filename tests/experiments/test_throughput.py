@@ -7,7 +7,7 @@ from harness import METHODS
 from tiny import CONFIG, PROMPT, start
 
 from experiments.speed import made_up, throughput, timing
-from kvjax import decode
+from kvjax.inference import decode
 from kvjax.store.host import HostStore
 
 ROW = {"model": "cache-path", "method": "full", "store": "flash:emmc", "context": 64, "batch": 1, "tokens_per_s": 10.0}

@@ -13,9 +13,9 @@ from configs.train_lm import get_config
 from experiments.common import REFERENCE
 from experiments.training import lm_data, train_lm
 from kvjax.errors import CheckpointError, ConfigError
+from kvjax.eval.tasks import corpus, needles
 from kvjax.models import checkpoint
 from kvjax.models.transformer import Transformer
-from kvjax.tasks import corpus, needles
 
 
 @pytest.fixture(scope="module")

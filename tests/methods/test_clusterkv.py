@@ -9,9 +9,9 @@ import pytest
 from harness import GROUP, HEADS, METHODS, SIZE, Sim, Stream, selection
 from sklearn.cluster import KMeans
 
-from kvjax import clustering
 from kvjax.errors import ConfigError
 from kvjax.methods import ClusterKV
+from kvjax.ops import kmeans as clustering
 
 METHOD = METHODS["clusterkv"]
 PROMPT, PERIOD = 50, 8

@@ -9,7 +9,7 @@ import pytest
 from harness import GROUP, HEADS, SIZE
 
 import kvjax
-from kvjax import cache as caching
+from kvjax.cache import state as caching
 from kvjax.methods import DynaKV
 
 PROMPT, STEPS = 600, 10_000

@@ -13,11 +13,11 @@ from harness import DELIMITERS, GROUP, HEADS, METHODS, SIZE, Sim, Stream, select
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvjax.delimiters.table import NO_DELIMITER, Delimiters
 from kvjax.errors import ConfigError, FormatMismatch
 from kvjax.methods import DynSplit
 from kvjax.methods.dynsplit import SPLITTINGS, delimiter_weights
-from kvjax.splitting import Split, weights_of
+from kvjax.methods.shared.delimiters import NO_DELIMITER, Delimiters
+from kvjax.methods.shared.segments import Split, weights_of
 
 METHOD, SENTENCES = METHODS["dynsplit"], METHODS["dynsplit_sentence_mean"]
 SMALL = {

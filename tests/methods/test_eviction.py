@@ -10,8 +10,8 @@ import tiny
 from harness import CAPACITY, GROUP, HEADS, METHODS, SIZE, Sim, Stream, attention_weights
 
 import kvjax
-from kvjax import decode
 from kvjax.errors import ConfigError
+from kvjax.inference import decode
 from kvjax.methods import H2O, ChunkKV, SnapKV
 
 ROOM = 18  # of a budget of 24, less two sinks and a window of four

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from harness import GROUP, HEADS, METHODS, SIZE, Sim, Stream, check_every_token_has_one_place, selection
 
-from kvjax.dci.tree import occupancy
 from kvjax.errors import ConfigError
+from kvjax.methods.dci.tree import occupancy
 
 ALL = dataclasses.replace(METHODS["icecache"], beam=48, projections=0, visit=None)  # a search that sees every token
 

@@ -24,14 +24,15 @@ from harness import (
 from tiny import make_params
 
 import kvjax
-from kvjax import kernels, layer, prediction
-from kvjax.adapters import Adapters
-from kvjax.codecs import lowbit
+from kvjax.cache import layer
+from kvjax.cache.method import Context
 from kvjax.errors import ConfigError, FormatMismatch, PromptError, ReadFailed
-from kvjax.method import Context
 from kvjax.methods import InfiniGen, KVSwap, Loki
+from kvjax.methods.shared import lowrank
+from kvjax.methods.shared.adapters import Adapters
 from kvjax.models.config import ModelConfig
-from kvjax.ranking import AGGREGATIONS, aggregate
+from kvjax.ops import kernels, lowbit
+from kvjax.ops.topk import AGGREGATIONS, aggregate
 
 SMALL = {"budget": 24, "sinks": 2, "window": 4}
 PROMPT, STEPS = 51, 13
@@ -124,7 +125,7 @@ def test_adapters_that_keep_everything_predict_the_true_scores():
     sim, keys = after_decoding(method)
     index = jax.tree.map(lambda leaf: jnp.asarray(leaf)[0], sim.cache.state.index)
     expected = np.einsum("kgd,tkd->kgt", Q, keys) / np.sqrt(SIZE)
-    found = jax.jit(prediction.predict_by_token)(index, prediction.project(index, Q))[0, : len(keys)]
+    found = jax.jit(lowrank.predict_by_token)(index, lowrank.project(index, Q))[0, : len(keys)]
     np.testing.assert_allclose(found, expected.reshape(-1, len(keys)).T, atol=1e-3)
 
 
@@ -142,8 +143,8 @@ def test_keys_in_few_bits_are_near_those_in_floats_and_score_as_what_they_are(bi
     near = np.abs(key[:, :count] - floats) <= 0.501 * step * np.asarray(index.scale)[:, None]
     largest *= np.asarray(index.scale)[:, None]
     assert near.mean() > share and (near | (np.abs(floats - np.asarray(index.centre)[:, None]) > largest)).all()
-    low = prediction.project(index, Q)
-    found = jax.jit(prediction.predict_by_dimension)(index, low)[..., :count]
+    low = lowrank.project(index, Q)
+    found = jax.jit(lowrank.predict_by_dimension)(index, low)[..., :count]
     numbers, queries = key[:, :count], low.reshape(key.shape[0], -1, low.shape[-1])
     off = np.abs(queries * index.scale[:, None]).max(-1, keepdims=True) / 254  # queries are whole numbers of steps, too
     codes, expected = np.abs(moved[:, :count] / index.scale[:, None]), np.einsum("fnr,fqr->fqn", numbers, queries)
@@ -163,7 +164,7 @@ def test_keys_in_few_bits_with_a_bias_are_scored_as_well_as_without(bits, joint)
     worst = []
     for moved in (keys, keys + bias):
         index = _built(method, spec, moved.astype(np.float32))
-        found = prediction.predict_by_dimension(index, prediction.project(index, Q))[..., : keys.shape[1]]
+        found = lowrank.predict_by_dimension(index, lowrank.project(index, Q))[..., : keys.shape[1]]
         off = np.asarray(found).reshape(exact.shape) - exact
         worst.append((off - off.mean(-1, keepdims=True)).std() / exact.std())
     assert worst[1] < 1.5 * worst[0] < {8: 0.03, 4: 0.5}[bits]
@@ -180,11 +181,11 @@ def _built(method, spec, keys):
 def test_raw_scores_summed_over_heads_are_those_of_the_mean_query(bits, joint):
     method = KVSwap(**SMALL, sigma=2, per_head=not joint, bits=bits)
     index = jax.tree.map(lambda leaf: jnp.asarray(leaf)[0], decoded(method).cache.state.index)
-    low = prediction.project(index, Q)
+    low = lowrank.project(index, Q)
     if index.by_token:
-        expected = np.mean(prediction.predict_by_token(index, low), axis=-1)[0]
+        expected = np.mean(lowrank.predict_by_token(index, low), axis=-1)[0]
     else:
-        expected = np.mean(prediction.predict_by_dimension(index, low), axis=(0, 1))
+        expected = np.mean(lowrank.predict_by_dimension(index, low), axis=(0, 1))
     raw = dataclasses.replace(method, aggregation="mean")
     found, count = raw._importance(index, jnp.asarray(Q))[0], int(index.stored)
     close = 1e-5 if bits == 32 else 0.02  # queries are rounded, each in its own way
@@ -197,7 +198,7 @@ def test_raw_scores_summed_over_heads_are_those_of_the_mean_query(bits, joint):
 def test_importance_is_the_mean_of_softmaxes(bits, joint, shared):
     method = KVSwap(**SMALL, sigma=2, per_head=not joint, bits=bits, shared=shared)
     index = jax.tree.map(lambda leaf: jnp.asarray(leaf)[0], decoded(method).cache.state.index)
-    scores = prediction.predict_by_dimension(index, prediction.project(index, Q))
+    scores = lowrank.predict_by_dimension(index, lowrank.project(index, Q))
     expected = aggregate(scores.reshape(1 if shared else len(Q), -1, index.tokens), "softmax_mean")
     found = method._importance(index, jnp.asarray(Q))
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-9)
@@ -226,7 +227,7 @@ def test_what_selects_for_a_whole_batch_scores_each_sequence_as_if_alone(joint, 
     if bits < 32:
         key = jnp.asarray(rng.integers(0, 256, key.shape, np.uint8))
         scale = jnp.asarray(rng.uniform(size=(3, shape[0], rank)), jnp.float32)
-    index = prediction.CompressedKeys(adapter, key, jnp.full(3, tokens - 3, jnp.int32), scale)
+    index = lowrank.CompressedKeys(adapter, key, jnp.full(3, tokens - 3, jnp.int32), scale)
     together, alone = jax.jit(jax.vmap(method._importance))(index, q), jax.jit(method._importance)
     for b in range(3):
         np.testing.assert_array_equal(together[b], alone(*jax.tree.map(operator.itemgetter(b), (index, q))))
@@ -289,7 +290,7 @@ def test_bits_that_there_are_not_are_refused():
 @pytest.mark.parametrize("rule", AGGREGATIONS)
 def test_scores_are_aggregated_alike_whichever_way_they_lie(rule):
     scores = jnp.asarray(3 * RNG.normal(size=(1, 6, 40)), jnp.float32)
-    found = prediction.aggregate_where_they_lie(scores.swapaxes(1, 2), rule)
+    found = lowrank.aggregate_where_they_lie(scores.swapaxes(1, 2), rule)
     np.testing.assert_allclose(found, aggregate(scores, rule), rtol=1e-5, atol=1e-6)
 
 
@@ -313,7 +314,7 @@ def test_infinigen_keeps_the_dimensions_with_the_largest_magnitudes():
     spec = method.spec(kv_heads=HEADS, group=GROUP, head_dim=SIZE, capacity=CAPACITY)
     key = RNG.normal(size=(HEADS, 20, SIZE)).astype(np.float32) * RNG.uniform(0, 3, (HEADS, 1, SIZE))
     query = RNG.normal(size=(HEADS, GROUP, 5, SIZE)).astype(np.float32)
-    context = kvjax.method.Context(
+    context = kvjax.cache.method.Context(
         key=jnp.asarray(key, jnp.float32), pos=jnp.arange(20, dtype=jnp.int32), valid=jnp.arange(20) < 17,
         token=jnp.full(20, -1, jnp.int32), query=jnp.asarray(query),
         query_pos=jnp.asarray([-1, -1, 14, 15, 16], jnp.int32),

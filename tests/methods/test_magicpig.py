@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from harness import CAPACITY, GROUP, HEADS, METHODS, SIZE, Sim, Stream, dense_attention
 
-from kvjax import cache as caching
-from kvjax.attention import NEGATIVE
+from kvjax.cache import state as caching
 from kvjax.errors import ConfigError
 from kvjax.methods import MagicPIG
 from kvjax.methods.magicpig import agreement, codes, projections, sampling_probability
+from kvjax.ops.attention import NEGATIVE
 
 METHOD = METHODS["magicpig"]
 DRAWS = 4000

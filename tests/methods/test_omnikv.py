@@ -7,9 +7,9 @@ import pytest
 import tiny
 from harness import HEADS, METHODS, Sim, Stream, attention_weights
 
-from kvjax import decode
-from kvjax.pool import MemoryPool
-from kvjax.store.flash import FlashStore
+from kvjax.cache.pool import MemoryPool
+from kvjax.inference import decode
+from kvjax.store.flash.store import FlashStore
 
 METHOD = METHODS["omnikv"]
 

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from kvjax.method import Context, Leaving, View
+from kvjax.cache.method import Context, Leaving, View
 from kvjax.methods import Quest, quest
-from kvjax.ranking import AGGREGATIONS
+from kvjax.ops.topk import AGGREGATIONS
 
 METHOD = Quest(budget=24, sinks=2, window=4, page=4)
 SPEC = METHOD.spec(kv_heads=HEADS, group=GROUP, head_dim=SIZE, capacity=40)

@@ -8,8 +8,8 @@ import numpy as np
 import tiny
 from harness import GROUP, HEADS, METHODS, SIZE, Sim, Stream, selection
 
-from kvjax import cache as caching
-from kvjax import decode
+from kvjax.cache import state as caching
+from kvjax.inference import decode
 
 METHOD = METHODS["random"]
 

@@ -12,12 +12,11 @@ from harness import HEADS, Sim, Stream
 from tiny import CONFIG, make_params
 
 import kvjax
-from kvjax import attention
-from kvjax.codecs import rle
 from kvjax.errors import ConfigError, PromptError
 from kvjax.methods import RLE, Full
-from kvjax.models import rope
 from kvjax.models.config import RopeConfig
+from kvjax.ops import attention, rotary
+from kvjax.ops import runs as rle
 
 METHOD = RLE(page=4, slots=40)
 SAME = [5] * 200  # a text of one token: every layer's keys are alike before rotation, and differ after it
@@ -60,7 +59,7 @@ def test_decoded_tokens_make_the_runs_of_a_prompt():
 
 def attended(method, q, key, value, prompt: int, rope=None) -> np.ndarray:
     """What the tokens after a prompt attend to, `[N, H, D]`."""
-    cache = kvjax.init_cache(method, batch=1, kv_heads=2, group=2, head_dim=64, capacity=key.shape[1], rope=rope)
+    cache = kvjax.init_cache(method, batch=1, kv_heads=2, group=2, head_dim=64, capacity=key.shape[1], rope=rotary)
     cache, out = kvjax.prefill_cache(cache, key[:, :prompt], value[:, :prompt], jnp.asarray([prompt])), []
     for at in range(prompt, key.shape[1]):
         one, cache = kvjax.attend(cache, q[:, at], key[:, at], value[:, at])
@@ -116,7 +115,7 @@ def test_keys_before_rotation_are_attended_as_rotated_ones():
     """From a third as many slots, as equal contents are equal keys before rotation only."""
     q, key, value = heads(4)
     model, at = RopeConfig(), jnp.arange(key.shape[1], dtype=jnp.int32)
-    rotated = rope.rotate(key, at[None], rope.inverse_frequencies(64, model))
+    rotated = rotary.rotate(key, at[None], rotary.inverse_frequencies(64, model))
     method = RLE(page=4, slots=90, before_rotation=True, tolerance=1e-4, sinks=2, window=6)
     found = attended(method, q, rotated, value, 248, model)
     np.testing.assert_allclose(found, attended(Full(page=4), q, rotated, value, 248), atol=2e-4, rtol=0)
@@ -130,7 +129,7 @@ def test_keys_in_8_bits_are_runs_of_codes(before):
     q, key, value = heads(4)
     key += 1e-3 * jnp.asarray(np.random.default_rng(1).normal(size=key.shape), jnp.float32)
     model, at = RopeConfig(), jnp.arange(key.shape[1], dtype=jnp.int32)
-    rotated = rope.rotate(key, at[None], rope.inverse_frequencies(64, model)) if before else key
+    rotated = rotary.rotate(key, at[None], rotary.inverse_frequencies(64, model)) if before else key
     method = RLE(page=4, int8=True, before_rotation=before, tolerance=1.0)
     cache = kvjax.init_cache(method, batch=1, kv_heads=2, group=2, head_dim=64, capacity=260, rope=model)
     runs = kvjax.prefill_cache(cache, rotated, value, jnp.asarray([260])).layer.state.index.runs
@@ -148,7 +147,7 @@ def test_keys_in_8_bits_with_a_bias_are_attended_as_without(before):
 
     def off(bias):
         moved = key + jnp.asarray(bias, jnp.float32)
-        moved = rope.rotate(moved, at[None], rope.inverse_frequencies(64, model)) if before else moved
+        moved = rotary.rotate(moved, at[None], rotary.inverse_frequencies(64, model)) if before else moved
         coded = attended(RLE(page=4, int8=True, before_rotation=before), q, moved, value, 248, model)
         expected = attended(Full(page=4), q, moved, value, 248)
         return np.linalg.norm(coded - expected) / np.linalg.norm(expected)

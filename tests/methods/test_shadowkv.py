@@ -10,26 +10,26 @@ from test_decode import teacher_forced
 from tiny import CAPACITY, CONFIG, start
 
 import kvjax
-from kvjax import cache as caching
-from kvjax import planning
+from kvjax.cache import state as caching
+from kvjax.cache.method import Context, Leaving
 from kvjax.errors import ConfigError, PromptError
-from kvjax.method import Context, Leaving
+from kvjax.inference import plan
 from kvjax.methods import ShadowKV
-from kvjax.models import rope
-from kvjax.store.flash import FlashStore
+from kvjax.ops import rotary
+from kvjax.store.flash.store import FlashStore
 
 METHOD = ShadowKV(budget=24, sinks=2, window=4, chunk=4, outliers=1)
-FREQS = rope.inverse_frequencies(CONFIG.head_dim, CONFIG.rope)
+FREQS = rotary.inverse_frequencies(CONFIG.head_dim, CONFIG.rope)
 START, STORED = 2, 33  # the middle part of a prompt: eight chunks and a token
 
 
 def spec_of(method):
-    return planning.make_plan(CONFIG, method, 1, CAPACITY).layers[0].spec
+    return plan.make_plan(CONFIG, method, 1, CAPACITY).layers[0].spec
 
 
 def rotated(key, pos):
     """key[K, N, D] turned to pos[N]."""
-    return np.asarray(rope.rotate(jnp.asarray(key).swapaxes(0, 1), jnp.asarray(pos), FREQS).swapaxes(0, 1))
+    return np.asarray(rotary.rotate(jnp.asarray(key).swapaxes(0, 1), jnp.asarray(pos), FREQS).swapaxes(0, 1))
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def test_a_prompt_that_says_too_little_of_keys_is_refused(params, tokens):
 
 def test_blocks_hold_values_alone():
     widths = [
-        planning.geometry(planning.make_plan(CONFIG, dataclasses.replace(METHOD, sigma=sigma), 1, CAPACITY)).width
+        plan.geometry(plan.make_plan(CONFIG, dataclasses.replace(METHOD, sigma=sigma), 1, CAPACITY)).width
         for sigma in (None, 8.0)
     ]
     assert widths == [16, 8]

@@ -8,7 +8,7 @@ import pytest
 from harness import CAPACITY, Sim, Stream, check_every_token_has_one_place, dense_attention
 
 import kvjax.methods
-from kvjax.store.flash import FlashStore
+from kvjax.store.flash.store import FlashStore
 
 README = (pathlib.Path(kvjax.methods.__file__).parent / "README.md").read_text()
 

@@ -21,7 +21,7 @@ ROWS = [
 def results(tmp_path_factory):
     """What the harness makes of three passkeys, asked in every way."""
     evaluator = pytest.importorskip("lm_eval.evaluator")
-    from kvjax.lm_eval import KvjaxLM
+    from kvjax.eval.lm_eval import KvjaxLM
 
     folder = tmp_path_factory.mktemp("task")
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
@@ -58,7 +58,7 @@ def test_rolling_likelihood_is_that_of_a_forward_pass():
     import jax.numpy as jnp
     import numpy as np
 
-    from kvjax.lm_eval import KvjaxLM
+    from kvjax.eval.lm_eval import KvjaxLM
     from kvjax.models.transformer import Transformer
 
     model = KvjaxLM(str(REFERENCE), max_length=2048)
@@ -74,7 +74,7 @@ def test_rolling_likelihood_is_that_of_a_forward_pass():
 def test_a_continuation_that_a_token_leaves_nothing_of_is_scored():
     from types import SimpleNamespace
 
-    from kvjax.lm_eval import KvjaxLM
+    from kvjax.eval.lm_eval import KvjaxLM
 
     model = KvjaxLM(str(REFERENCE))
     spanned, whole = (SimpleNamespace(args=args) for args in (("The pass ke", "y"), ("The pass", " key")))

@@ -12,9 +12,9 @@ import threading
 
 import numpy as np
 
-from kvjax.store.flash import FlashStore
+from kvjax.store.flash.store import FlashStore
 from kvjax.store.host import HostStore
-from kvjax.store.system import SystemIO
+from kvjax.store.io.system import SystemIO
 from tests.store.conftest import GEOMETRY, WIDE, Driver, plant_runs
 
 STEPS = 60

@@ -9,8 +9,8 @@ import threading
 
 import numpy as np
 
-from kvjax.store.linux import IOCB
-from kvjax.store.system import SystemIO
+from kvjax.store.io.libaio import IOCB
+from kvjax.store.io.system import SystemIO
 
 
 class FaultySystem(SystemIO):

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kvjax.store import format as pages
-from kvjax.store.base import PAGE_BYTES, Geometry
-from kvjax.store.flash import FlashStore
-from kvjax.store.format import HEADER_BYTES, SUPERBLOCKS
+from kvjax.store.flash.store import FlashStore
+from kvjax.store.format import pages
+from kvjax.store.format.pages import HEADER_BYTES, SUPERBLOCKS
+from kvjax.store.interface import PAGE_BYTES, Geometry
 from tests.store.conftest import Driver
 
 HEADER = {  # offset and struct format of each field

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from kvjax.errors import ConfigError, ReadFailed
-from kvjax.store.aio import Ring, RingStack
-from kvjax.store.codec import Codec
-from kvjax.store.file import BlockFile
-from kvjax.store.flash import FlashStore
-from kvjax.store.format import HEADER_BYTES, checksum
-from kvjax.store.reader import Reader
-from kvjax.store.system import SystemIO
+from kvjax.store.flash.store import FlashStore
+from kvjax.store.format.codec import Codec
+from kvjax.store.format.pages import HEADER_BYTES, checksum
+from kvjax.store.io.aio import Ring, RingStack
+from kvjax.store.io.file import BlockFile
+from kvjax.store.io.reader import Reader
+from kvjax.store.io.system import SystemIO
 from tests.store.conftest import GEOMETRY, settle, skip_without, wait_until
 from tests.store.faults import FaultySystem
 

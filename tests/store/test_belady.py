@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from experiments.kvswap.belady import fewest_misses
 from kvjax.errors import ConfigError
-from kvjax.store.belady import fewest_misses
 
 BLOCKS, NONE = 5, 5
 

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvjax.errors import ChecksumMismatch, ConfigError, FormatMismatch, NoSpace, ShortRead
-from kvjax.store import inspect
-from kvjax.store.base import PAGE_BYTES, Geometry
-from kvjax.store.codec import make_codec
-from kvjax.store.flash import FlashStore
-from kvjax.store.format import HEADER_BYTES
+from kvjax.store.flash.store import FlashStore
+from kvjax.store.format.codec import make_codec
+from kvjax.store.format.pages import HEADER_BYTES
+from kvjax.store.interface import PAGE_BYTES, Geometry
+from kvjax.store.tools import inspect
 from tests.store.conftest import GEOMETRY, WIDE, Driver, inspect_header, plant_runs, settle, still_works
 from tests.store.faults import FaultySystem
 from tests.store.test_history import History

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvjax.errors import FormatMismatch, ReadFailed, StaleCache, StoreClosed
-from kvjax.store import base, transaction
+from kvjax.store import interface, transaction
 from kvjax.store.host import HostBranch
 from tests.store.conftest import GEOMETRY, Driver
 
@@ -18,7 +18,7 @@ def test_unwritten_blocks_are_zero(driver):
     assert not driver.read().any()
 
 
-@pytest.mark.parametrize("dtype", list(base.DTYPES))
+@pytest.mark.parametrize("dtype", list(interface.DTYPES))
 def test_prefill_comes_back(store, open_branch, dtype):
     driver = open_branch(store, dataclasses.replace(GEOMETRY, dtype=dtype))
     blocks = driver.prefill(layer=1)
@@ -275,7 +275,7 @@ def test_malformed_calls_never_raise(driver, fault):
     driver.prefill()
     assert not _bad_calls(driver.branch)[fault]()
     error = driver.branch.take_error()
-    assert isinstance(error, base.StoreError if fault == "nonsense" else FormatMismatch)
+    assert isinstance(error, interface.StoreError if fault == "nonsense" else FormatMismatch)
     assert error.__traceback__ is None, "a traceback would keep XLA's buffers"
     driver.commit()
     np.testing.assert_array_equal(driver.read(), driver.full())
@@ -354,10 +354,10 @@ def test_memory_beside_the_blocks_is_told(driver):
 def test_registry_knows_live_branches_only(store):
     branch = store.create(GEOMETRY, "fingerprint")
     handle = branch.handle
-    assert base.lookup(np.int32(handle)) is branch
+    assert interface.lookup(np.int32(handle)) is branch
     branch.close()
     del branch
-    assert base.lookup(handle) is None
+    assert interface.lookup(handle) is None
 
 
 def test_registry_forgets_a_branch_that_failed(store):
@@ -366,7 +366,7 @@ def test_registry_forgets_a_branch_that_failed(store):
     index = np.zeros((2, 2, 1), np.int32)
     assert not branch.read_into(9, 0, index, index, np.zeros((2, 2, 1, 4, 6), np.float32))
     del branch
-    assert base.lookup(handle) is None, "a saved error must not keep its branch alive"
+    assert interface.lookup(handle) is None, "a saved error must not keep its branch alive"
 
 
 def test_bad_prefill_raises_and_changes_nothing(driver):

@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import packing
+from kvjax.cache import callbacks
+from kvjax.cache.pool import Line
 from kvjax.errors import StoreError
-from kvjax.pool import Line
-from kvjax.store import base, callbacks
-from kvjax.store.base import DTYPES, Geometry
+from kvjax.ops import quantize
+from kvjax.store import interface
 from kvjax.store.host import HostStore
+from kvjax.store.interface import DTYPES, Geometry
 
 pytestmark = pytest.mark.skipif(callbacks.default_backend() != "buffer", reason="of programs on CPU")
 compiled = pytest.mark.skipif(not callbacks.COMPILED, reason="kvjax was installed without its compiled part")
@@ -36,19 +37,19 @@ def filled(dtype: str = "float32"):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_blocks_are_read_into_their_slots(way, dtype):
     branch, line, blocks = filled(dtype)
-    rows = jnp.full((1, 2, 3, 3, 8), 7, packing.array_type(dtype))
+    rows = jnp.full((1, 2, 3, 3, 8), 7, quantize.array_type(dtype))
     read, ok = jax.jit(lambda rows: callbacks.read_in_place(rows, line, jnp.int32(0), BLOCK, SLOT))(rows)
-    expected = np.array(packing.as_stored(np.asarray(rows)))
+    expected = np.array(quantize.as_stored(np.asarray(rows)))
     expected[0, 0, [1, 2]], expected[0, 1, 0] = blocks[0, 0, [3, 0]], blocks[0, 1, 1]
     assert ok
-    np.testing.assert_array_equal(packing.as_stored(np.asarray(read)), expected)
+    np.testing.assert_array_equal(quantize.as_stored(np.asarray(read)), expected)
     branch.close()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_and_blocks_are_put(way, dtype):
     branch, line, blocks = filled(dtype)
-    ones, kind = np.ones((1, 2, 3, 8), DTYPES[dtype]), packing.array_type(dtype)
+    ones, kind = np.ones((1, 2, 3, 8), DTYPES[dtype]), quantize.array_type(dtype)
 
     @jax.jit
     def put(packed):
@@ -105,7 +106,7 @@ def test_a_program_fails_if_nobody_can_be_told(monkeypatch):
         raise ZeroDivisionError("broken")
 
     monkeypatch.setattr(sys, "unraisablehook", told.append)
-    monkeypatch.setattr(base, "lookup", broken)
+    monkeypatch.setattr(interface, "lookup", broken)
     submit = jax.jit(lambda block: callbacks.effect("submit", "buffer", line, jnp.int32(0), block))
     with pytest.raises(jax.errors.JaxRuntimeError, match="it raised"):
         submit(BLOCK).block_until_ready()

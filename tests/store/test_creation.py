@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from kvjax.errors import ConfigError, FormatMismatch, NoSpace, ReadFailed, StoreClosed, StoreLocked, WriteFailed
-from kvjax.store.flash import FlashStore
-from kvjax.store.format import HEADER_BYTES
-from kvjax.store.inspect import inspect
-from kvjax.store.mapped import open_saved
-from kvjax.store.system import SystemIO
+from kvjax.store.flash.store import FlashStore
+from kvjax.store.format.pages import HEADER_BYTES
+from kvjax.store.io.system import SystemIO
+from kvjax.store.tools.inspect import inspect
+from kvjax.store.tools.mapped import open_saved
 from tests.store.conftest import GEOMETRY, Driver, still_works, wait_until
 
 

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvjax.errors import ConfigError
-from kvjax.store import linux
-from kvjax.store.emulation import Clock, CommandQueue, EmulatedIO, system_of
-from kvjax.store.flash import FlashStore
-from kvjax.store.profiles import PROFILES
-from kvjax.store.system import SystemIO
+from kvjax.store.flash.store import FlashStore
+from kvjax.store.io import libaio
+from kvjax.store.io.emulation import Clock, CommandQueue, EmulatedIO, system_of
+from kvjax.store.io.profiles import PROFILES
+from kvjax.store.io.system import SystemIO
 from tests.store.conftest import settle, skip_without
 
 every_device = pytest.mark.parametrize("profile", PROFILES.values(), ids=PROFILES)
@@ -205,11 +205,11 @@ class Ring:
 
     def __init__(self, system, descriptor, size: int, count: int):
         self.system, self.memory = system, np.zeros((count, size), np.uint8)
-        self.blocks = np.zeros(count, linux.IOCB)
+        self.blocks = np.zeros(count, libaio.IOCB)
         self.blocks["data"], self.blocks["descriptor"], self.blocks["nbytes"] = np.arange(count), descriptor, size
         self.blocks["buffer"] = self.memory.ctypes.data + size * np.arange(count)
-        self.pointers = self.blocks.ctypes.data + np.arange(count) * linux.IOCB.itemsize
-        self.context, self.events = system.io_setup(count), np.zeros(count, linux.EVENT)
+        self.pointers = self.blocks.ctypes.data + np.arange(count) * libaio.IOCB.itemsize
+        self.context, self.events = system.io_setup(count), np.zeros(count, libaio.EVENT)
 
     def submit(self):
         assert self.system.io_submit(self.context, self.pointers) == self.pointers.size

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvjax.errors import NoSpace
-from kvjax.store import extents
-from kvjax.store.extents import ExtentPool
-from kvjax.store.format import HEADER_BYTES
+from kvjax.store.format import extents
+from kvjax.store.format.extents import ExtentPool
+from kvjax.store.format.pages import HEADER_BYTES
 
 
 def test_free_extents_are_taken_lowest_first():

@@ -18,8 +18,8 @@ from kvjax.errors import (
     StoreError,
     WriteFailed,
 )
-from kvjax.store.flash import FlashStore
-from kvjax.store.format import HEADER_BYTES
+from kvjax.store.flash.store import FlashStore
+from kvjax.store.format.pages import HEADER_BYTES
 from tests.store.conftest import (
     GEOMETRY,
     WIDE,
@@ -265,7 +265,7 @@ def test_failure_behind_that_is_over_is_reported_by_none(behind, system, call):
 def test_what_fails_late_belongs_to_the_call_that_failed(tmp_path, open_branch, system, monkeypatch):
     """Given a flush of which some blocks cannot be written, and the device then refuses those that were."""
     skip_without("aio", tmp_path)
-    monkeypatch.setattr("kvjax.store.writer.Writer.MOST_UNFINISHED", 6)
+    monkeypatch.setattr("kvjax.store.flash.writer.Writer.MOST_UNFINISHED", 6)
     store = FlashStore(tmp_path)
     store.system = system
     driver = open_branch(store)

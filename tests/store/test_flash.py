@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from kvjax.errors import ConfigError, WriteFailed
-from kvjax.store.base import Geometry
-from kvjax.store.flash import FlashStore
-from kvjax.store.format import HEADER_BYTES
+from kvjax.store.flash.store import FlashStore
+from kvjax.store.format.pages import HEADER_BYTES
+from kvjax.store.interface import Geometry
 from tests.store.conftest import GEOMETRY, Driver, inspect_header, settle, wait_until
 from tests.store.faults import FaultySystem
 from tests.store.test_history import History
@@ -198,7 +198,7 @@ def test_neighbours_are_read_at_once(tmp_path, open_branch, engine):
 
 
 def test_large_reads_go_through_several_arenas(tmp_path, open_branch, monkeypatch):
-    monkeypatch.setattr("kvjax.store.workers.ArenaStack.MAX_BYTES", 5 * EXTENT)
+    monkeypatch.setattr("kvjax.store.io.workers.ArenaStack.MAX_BYTES", 5 * EXTENT)
     driver = open_branch(FlashStore(tmp_path, engine="threads", threads=2))
     np.testing.assert_array_equal(driver.prefill(), driver.read())
     assert driver.branch.stats().reads == 5

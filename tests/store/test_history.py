@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from kvjax.store.flash import FlashStore
+from kvjax.store.flash.store import FlashStore
 from kvjax.store.host import HostStore
 from tests.store.conftest import GEOMETRY, Driver
 from tests.store.faults import FaultySystem

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from kvjax.errors import ChecksumMismatch, ConfigError, FormatMismatch, KvjaxError, NothingSaved, WriteFailed
-from kvjax.store import inspect
-from kvjax.store.base import MAX_GENERATION
-from kvjax.store.flash import FlashStore
-from kvjax.store.format import HEADER_BYTES, MAX_SEQUENCE, SUPERBLOCKS, Header, checksum
-from kvjax.store.layout import LAYOUTS
-from kvjax.store.mapped import open_saved
+from kvjax.store.flash.layout import LAYOUTS
+from kvjax.store.flash.store import FlashStore
+from kvjax.store.format.pages import HEADER_BYTES, MAX_SEQUENCE, SUPERBLOCKS, Header, checksum
+from kvjax.store.interface import MAX_GENERATION
+from kvjax.store.tools import inspect
+from kvjax.store.tools.mapped import open_saved
 from tests.store.conftest import GEOMETRY, WIDE, Driver
 from tests.store.hostile import Field, StoreFile, everything
 

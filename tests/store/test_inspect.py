@@ -7,9 +7,9 @@ import sys
 import numpy as np
 import pytest
 
-from kvjax.store import inspect
-from kvjax.store.flash import FlashStore
-from kvjax.store.format import HEADER_BYTES
+from kvjax.store.flash.store import FlashStore
+from kvjax.store.format.pages import HEADER_BYTES
+from kvjax.store.tools import inspect
 from tests.store.conftest import GEOMETRY
 
 EXTENT = GEOMETRY.extent_bytes
@@ -47,7 +47,8 @@ def test_a_sound_file(path, capsys):
 def test_as_a_command(path):
     root = pathlib.Path(__file__).resolve().parents[2]
     spoil(path, HEADER_BYTES)
-    done = subprocess.run([sys.executable, "-m", "kvjax.store.inspect", str(path)], cwd=root, text=True, check=False,
+    done = subprocess.run([sys.executable, "-m", "kvjax.store.tools.inspect", str(path)], cwd=root, text=True,
+    check=False,
                           capture_output=True)
     assert done.returncode == 1 and "layer 0, sequence 0, head 0, block 0 of save 2" in done.stdout
 

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvjax.errors import ConfigError, NoSpace
-from kvjax.store.base import Geometry, Prompt
-from kvjax.store.extents import ExtentPool
-from kvjax.store.flash import FlashStore
-from kvjax.store.format import HEADER_BYTES
-from kvjax.store.layout import LAYOUTS, ClusterMajor, DualHead, Grouped, co_retrieval, correlated_order
+from kvjax.store.flash.layout import LAYOUTS, ClusterMajor, DualHead, Grouped, co_retrieval, correlated_order
+from kvjax.store.flash.store import FlashStore
+from kvjax.store.format.extents import ExtentPool
+from kvjax.store.format.pages import HEADER_BYTES
+from kvjax.store.interface import Geometry, Prompt
 from tests.store.conftest import GEOMETRY, Driver
 
 BLOCKS = 40

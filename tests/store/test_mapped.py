@@ -8,11 +8,11 @@ import pytest
 
 import kvjax
 from kvjax.errors import ChecksumMismatch, FormatMismatch, NothingSaved, ShortRead, StoreClosed
-from kvjax.store import mapped as mapping
-from kvjax.store.flash import FlashStore
-from kvjax.store.format import HEADER_BYTES
-from kvjax.store.mapped import open_saved
-from kvjax.store.recovery import whole_saves
+from kvjax.store.flash.recovery import whole_saves
+from kvjax.store.flash.store import FlashStore
+from kvjax.store.format.pages import HEADER_BYTES
+from kvjax.store.tools import mapped as mapping
+from kvjax.store.tools.mapped import open_saved
 from tests.store.conftest import GEOMETRY, WIDE, plant_runs
 
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from kvjax.errors import ConfigError, ReadFailed, ShortRead
-from kvjax.store import filemap, mapping
-from kvjax.store.branch import FlashBranch
-from kvjax.store.flash import FlashStore
-from kvjax.store.profiles import PROFILES
-from kvjax.store.system import SystemIO
+from kvjax.store.flash.branch import FlashBranch
+from kvjax.store.flash.store import FlashStore
+from kvjax.store.io import filemap, mapping
+from kvjax.store.io.profiles import PROFILES
+from kvjax.store.io.system import SystemIO
 from tests.store.conftest import GEOMETRY, WIDE, Driver, drop_pages, skip_without, still_works
 from tests.store.faults import FaultySystem
 

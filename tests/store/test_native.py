@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from kvjax.errors import ReadFailed, StoreError
-from kvjax.store import aio
-from kvjax.store.branch import FlashBranch
-from kvjax.store.flash import FlashStore
+from kvjax.store.flash.branch import FlashBranch
+from kvjax.store.flash.store import FlashStore
+from kvjax.store.io import aio
 from tests.store.conftest import GEOMETRY, settle, skip_without, wait_until
 from tests.store.faults import FaultySystem
 
-native = pytest.importorskip("kvjax.store.native")
+native = pytest.importorskip("kvjax.store.native._compiled")
 
 
 @pytest.fixture(autouse=True)

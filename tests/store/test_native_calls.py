@@ -8,15 +8,15 @@ import types
 import numpy as np
 import pytest
 
-from kvjax.store import aio
-from kvjax.store.base import FETCHED, Geometry
-from kvjax.store.format import HEADER_BYTES, checksum
-from kvjax.store.lineage import Staged
-from kvjax.store.linux import EVENT, IOCB
-from kvjax.store.system import SystemIO
+from kvjax.store.flash.lineage import Staged
+from kvjax.store.format.pages import HEADER_BYTES, checksum
+from kvjax.store.interface import FETCHED, Geometry
+from kvjax.store.io import aio
+from kvjax.store.io.libaio import EVENT, IOCB
+from kvjax.store.io.system import SystemIO
 from tests.store.conftest import skip_without
 
-native = pytest.importorskip("kvjax.store.native")
+native = pytest.importorskip("kvjax.store.native._compiled")
 
 
 @pytest.fixture(autouse=True)

@@ -22,8 +22,8 @@ from kvjax.errors import (
     StoreLocked,
     WriteFailed,
 )
-from kvjax.store.flash import FlashStore
-from kvjax.store.format import HEADER_BYTES, VERSION
+from kvjax.store.flash.store import FlashStore
+from kvjax.store.format.pages import HEADER_BYTES, VERSION
 from tests.store.conftest import GEOMETRY, Driver, still_works
 from tests.store.faults import FaultySystem
 

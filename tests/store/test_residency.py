@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvjax.cache import residency
 from kvjax.errors import ConfigError
-from kvjax.planning import Slots
-from kvjax.store import residency
+from kvjax.inference.plan import Slots
 
 HEADS, SLOTS, BLOCKS, WIDTH = 2, 5, 9, 4  # WIDTH: blocks that one step may need
 COUNT = np.random.default_rng(0).integers(1, 5, (HEADS, BLOCKS)).astype(np.int32)  # rows of each block

@@ -16,8 +16,8 @@ from kvjax.errors import (
     StoreClosed,
     WriteFailed,
 )
-from kvjax.store.flash import FlashStore
-from kvjax.store.format import HEADER_BYTES
+from kvjax.store.flash.store import FlashStore
+from kvjax.store.format.pages import HEADER_BYTES
 from tests.store.conftest import GEOMETRY, Driver, still_works, wait_until
 from tests.store.faults import FaultySystem
 from tests.store.test_history import History
@@ -51,7 +51,7 @@ def test_saved_blocks_are_not_overwritten(path, open_branch, reopen):
 
 def test_the_file_stays_small(path, open_branch, monkeypatch):
     """Two saves are kept; the blocks of older ones are used again, and the log is compacted."""
-    monkeypatch.setattr("kvjax.store.log.MAX_RECORDS", 8)
+    monkeypatch.setattr("kvjax.store.flash.log.MAX_RECORDS", 8)
     driver = open_branch(FlashStore(path))
     driver.prefill()
     sizes, records = [], []

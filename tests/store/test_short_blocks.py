@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from kvjax.store.base import PAGE_BYTES
-from kvjax.store.codec import make_codec
-from kvjax.store.flash import FlashStore
+from kvjax.store.flash.store import FlashStore
+from kvjax.store.format.codec import make_codec
+from kvjax.store.interface import PAGE_BYTES
 from tests.store.conftest import WIDE, Driver, settle
 from tests.store.conftest import engine as engine
 

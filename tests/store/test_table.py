@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvjax.store.extents import ExtentPool
-from kvjax.store.table import LanePool, Table
+from kvjax.store.flash.table import LanePool, Table
+from kvjax.store.format.extents import ExtentPool
 from tests.store.conftest import GEOMETRY
 
 SMALL = dataclasses.replace(GEOMETRY, batch=1, num_blocks=3)  # 2 layers of 2 lanes of 3 blocks

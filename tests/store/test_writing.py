@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from kvjax.errors import NoSpace, WriteFailed
-from kvjax.store.base import PAGE_BYTES
-from kvjax.store.flash import FlashStore
-from kvjax.store.volume import Volume
+from kvjax.store.flash.store import FlashStore
+from kvjax.store.flash.volume import Volume
+from kvjax.store.interface import PAGE_BYTES
 from tests.store.conftest import GEOMETRY, WIDE, settle, skip_without, wait_until
 
 EXTENT = GEOMETRY.extent_bytes

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.eval.tasks import Request
 from kvjax.models.tokenizer import TextTokenizer
-from kvjax.tasks import Request
 
 TEXT = "The cat sat on the mat. It was warm there! Was it late? Nobody knew.\nThen it rained for a day.\n" * 150
 

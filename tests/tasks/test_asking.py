@@ -5,8 +5,8 @@ import pathlib
 import pytest
 
 import kvjax
-from kvjax import tasks
-from kvjax.tasks import asking
+from kvjax.eval import tasks
+from kvjax.eval.tasks import asking
 
 
 @pytest.fixture(scope="module")

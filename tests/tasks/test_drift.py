@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.tasks import drift
+from kvjax.eval.tasks import drift
 
 
 def test_full_attention_follows_itself_and_not_a_window():

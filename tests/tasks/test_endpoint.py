@@ -9,7 +9,7 @@ from tiny import dense
 
 import kvjax
 from kvjax.errors import PromptError
-from kvjax.tasks.endpoint import Endpoint
+from kvjax.eval.tasks.endpoint import Endpoint
 
 REFERENCE = pathlib.Path(kvjax.__file__).parent / "reference"
 CONTEXT = "\nThe pass key is 29318.\n" + "import os, sys\n" * 6 + "\nThe pass key is"

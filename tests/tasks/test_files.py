@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from kvjax import tasks
 from kvjax.errors import CheckpointError, ConfigError, TaskFileError
-from kvjax.tasks import gsm8k, prompts, scoring
+from kvjax.eval import tasks
+from kvjax.eval.tasks import gsm8k, prompts, scoring
 
 V1 = {"input": "Who sat?", "context": "The cat sat.", "answers": ["the cat", "cat"], "length": 3, "dataset": "qasper",
       "language": "en", "all_classes": None, "_id": "x1"}

@@ -11,7 +11,7 @@ import pytest
 
 import kvjax
 from kvjax.errors import ConfigError
-from kvjax.tasks import endpoint
+from kvjax.eval.tasks import endpoint
 
 
 class TemplateLM:
@@ -35,14 +35,14 @@ STUBS = {
 
 @pytest.fixture
 def module(monkeypatch):
-    """`kvjax.lm_eval` over modules that have nothing but the names it imports."""
+    """`kvjax.eval.lm_eval` over modules that have nothing but the names it imports."""
     for name, has in STUBS.items():
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
         vars(sys.modules[name]).update(has)
-    monkeypatch.delitem(sys.modules, "kvjax.lm_eval", raising=False)
-    found = importlib.import_module("kvjax.lm_eval")
+    monkeypatch.delitem(sys.modules, "kvjax.eval.lm_eval", raising=False)
+    found = importlib.import_module("kvjax.eval.lm_eval")
     yield found
-    sys.modules.pop("kvjax.lm_eval", None)
+    sys.modules.pop("kvjax.eval.lm_eval", None)
 
 
 def test_a_text_begins_once(module):

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from kvjax import tasks
-from kvjax.tasks import longgen, scoring
+from kvjax.eval import tasks
+from kvjax.eval.tasks import longgen, scoring
 
 ANSWERS = ("6", "once 2 2 1 rain", "once 5 5 1 snow", "range 1 3 1 tea", "periodic 2 6 2 bus")
 TEXT = "#*# Day 1: Tea. #*# Day 2: RAIN and tea, a bus. #*# Day 4: bus. #*# Day 6: none. #*# Day 2: again, no tea"

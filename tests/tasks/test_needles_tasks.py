@@ -7,9 +7,9 @@ from collections import Counter
 import pytest
 from tokenizers import Tokenizer
 
-from kvjax import tasks
 from kvjax.errors import ConfigError
-from kvjax.tasks import ruler, ruler_lists
+from kvjax.eval import tasks
+from kvjax.eval.tasks import ruler, ruler_lists
 
 HIDING = ("passkey", "needle", "needle_of_4", "niah_grid", "multi_request")
 

@@ -6,9 +6,9 @@ import pathlib
 
 import pytest
 
-from kvjax import tasks
+from kvjax.eval import tasks
+from kvjax.eval.tasks import needles, prompts
 from kvjax.models.tokenizer import TextTokenizer
-from kvjax.tasks import needles, prompts
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "goldens" / "tokenizers"
 TEMPLATE = "<s>[INST] {{ messages[0].content }} [/INST]{{ eos_token }} the"

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from kvjax.tasks import scoring
-from kvjax.tasks.scoring import score
+from kvjax.eval.tasks import scoring
+from kvjax.eval.tasks.scoring import score
 
 
 @pytest.mark.parametrize(("metric", "text", "answers", "expected"), [

@@ -8,15 +8,16 @@ import pytest
 from tiny import CONFIG, make_params
 
 import kvjax
-from kvjax import decode, planning, tuner
-from kvjax.adapters.value import Adapters
+from kvjax.calibration import tuner
+from kvjax.calibration.tuner import fifo, profile, search
+from kvjax.calibration.tuner.solver import Setting
 from kvjax.errors import ConfigError, FormatMismatch, ReadFailed, WriteFailed
-from kvjax.planning import Slots
-from kvjax.store import fifo
-from kvjax.store.flash import FlashStore
+from kvjax.inference import decode
+from kvjax.inference import plan as planning
+from kvjax.inference.plan import Slots
+from kvjax.methods.shared.adapters import Adapters
+from kvjax.store.flash.store import FlashStore
 from kvjax.store.host import HostBranch, HostStore
-from kvjax.tuner import profile, search
-from kvjax.tuner.solver import Setting
 from tests.store.conftest import skip_without
 
 TEXT = np.random.default_rng(0).integers(0, CONFIG.vocab_size, 90).tolist()

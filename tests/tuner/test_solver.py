@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvjax
+from kvjax.calibration.tuner import tuning
+from kvjax.calibration.tuner.solver import Costs, Limits, Setting, Solution, Space, solve
 from kvjax.errors import ConfigError, FormatMismatch, ReadFailed, WriteFailed
-from kvjax.planning import Slots
-from kvjax.tuner import tuning
-from kvjax.tuner.solver import Costs, Limits, Setting, Solution, Space, solve
+from kvjax.inference.plan import Slots
 
 SPACE = Space(groups=(1, 2, 4, 8), sigmas=(4, 8, 16), reuses=(100, 200, 300))
 

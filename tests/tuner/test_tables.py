@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvjax.tuner.solver import Setting
-from kvjax.tuner.tables import Reading, Tables, around, knots_of, weights
+from kvjax.calibration.tuner.solver import Setting
+from kvjax.calibration.tuner.tables import Reading, Tables, around, knots_of, weights
 
 sizes = st.lists(st.integers(1, 10**6), min_size=2, max_size=9, unique=True)
 

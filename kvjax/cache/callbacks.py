@@ -1,0 +1,146 @@
+"""How a step reaches the store from inside a compiled program, with three backends that give equal bits.
+
+`buffer` reads straight into XLA's own memory (CPU), `io` returns fetched blocks from an `io_callback` (any platform
+that has them), and `python` calls the store between compiled parts (any platform; also the oracle of the other two).
+Where it could be compiled, `buffer` is a call of our own (callback.c): JAX's `buffer_callback` takes 15 to 20 us more.
+
+Callbacks never raise and never touch JAX: they save the first error in the branch and answer 0, and the step then
+changes nothing. None has declared side effects: JAX dispatches each call of a program with such effects in Python,
+which takes some 20 us for each array that goes in or out. What keeps XLA from leaving a call out, merging two or
+changing their order is data alone: each has operands of its own, its result is part of what the step returns, and a
+write takes what depends on the reads (`kvjax.ops.barriers`).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import io_callback
+from jax.experimental.buffer_callback import buffer_callback
+
+from kvjax.cache.pool import Line
+from kvjax.errors import ConfigError
+from kvjax.ops import kernels
+from kvjax.store import interface
+from kvjax.typing import Array, Bool, Int32, Num
+
+native = kernels.load("kvjax.store.native._compiled")
+BACKENDS = ("buffer", "io", "python")
+_OK = jax.ShapeDtypeStruct((), jnp.int32)
+
+
+def default_backend() -> str:
+    """Straight into XLA's buffers where they are host memory, copies elsewhere."""
+    return "buffer" if jax.default_backend() == "cpu" else "io"
+
+
+# ---------------------------------------------------------------------- what programs call
+# Module-level functions: a callback's identity is part of the compiled program, and a fresh closure per call would
+# compile again. They get numbers, and arrays or anything with memory that NumPy can look at.
+
+
+def _call(name: str, handle, generation, layer, *arrays) -> np.int32:
+    branch = interface.lookup(handle)
+    return np.int32(branch is not None and getattr(branch, name)(int(layer), int(generation), *arrays))
+
+
+def _read(rows, handle, generation, layer, block, slot) -> np.int32:
+    return _call("read_into", handle, generation, layer, block, slot, rows)
+
+
+def _submit(handle, generation, layer, block) -> np.int32:
+    return _call("submit", handle, generation, layer, block)
+
+
+def _put_rows(handle, generation, layer, block, row, packed) -> np.int32:
+    return _call("put_rows", handle, generation, layer, block, row, packed)
+
+
+def _put_blocks(handle, generation, layer, block, packed) -> np.int32:
+    return _call("put_blocks", handle, generation, layer, block, packed)
+
+
+def _failed(cause: BaseException, *operands) -> None:
+    """Keeps in the branch what came up outside its own methods: above all Ctrl-C, which Python raises as it enters one
+    of the functions above. Handles are the first numbers of all."""
+    branch = interface.lookup(next(one for one in operands if isinstance(one, int)))
+    if branch is not None:
+        branch.keep(cause)
+
+
+def _read_copies(shape_like, handle, generation, layer, block):
+    fetched = np.zeros((*block.shape, *shape_like.shape[-2:]), shape_like.dtype)
+    order = np.tile(np.arange(block.shape[-1], dtype=np.int32), (*block.shape[:-1], 1))
+    return fetched, _read(fetched, handle, generation, layer, block, order)
+
+
+# ----------------------------------------------------------------------------- backends
+
+_FUNCTIONS: dict[str, Callable[..., np.int32]] = {
+    "read": _read, "submit": _submit, "put_rows": _put_rows, "put_blocks": _put_blocks}
+COMPILED = kernels.register(native, ("callback",))
+if COMPILED:
+    native.serve(tuple(_FUNCTIONS.values()), _failed)
+
+
+def _through_jax(function: Callable[..., np.int32]) -> Callable[..., None]:
+    """For `buffer_callback`: results are the memory of as many first operands, and the answer."""
+    def call(ctx, results, *operands) -> None:
+        *written, ok = results if isinstance(results, (tuple, list)) else (results,)
+        arrays = map(np.asarray, (*written, *operands[len(written):]))
+        np.asarray(ok)[...] = function(*(one if one.ndim else int(one) for one in arrays))
+    return call
+
+
+_THROUGH_JAX = {name: _through_jax(function) for name, function in _FUNCTIONS.items()}
+
+
+def _in_buffers(name: str, operands: tuple[Array, ...], written: int = 0) -> Sequence[Array]:
+    """What a function left in the first `written` operands, which it may write to, and its answer."""
+    results = [*(jax.ShapeDtypeStruct(one.shape, one.dtype) for one in operands[:written]), _OK]
+    aliases = {i: i for i in range(written)}
+    if COMPILED:
+        call = jax.ffi.ffi_call("kvjax_callback", results, input_output_aliases=aliases)
+        return call(*operands, function=np.int32(list(_FUNCTIONS).index(name)))
+    return buffer_callback(_THROUGH_JAX[name], results, input_output_aliases=aliases)(*operands)
+
+
+def effect(name: str, backend: str, line: Line, layer, *arrays) -> Int32[Array, ""]:
+    """Hands something to the branch; 1 if it was taken, else the branch keeps the reason."""
+    operands = (line.handle, line.generation, layer, *arrays)
+    if backend == "buffer":
+        return _in_buffers(name, operands)[0]
+    if backend == "python":
+        return _in_python(_FUNCTIONS[name], operands)
+    return io_callback(_FUNCTIONS[name], _OK, *operands)
+
+
+def read_in_place(
+    rows: Num[Array, "B KB NS C X2"], line: Line, layer, block: Int32[Array, "B KB M1"], slot: Int32[Array, "B KB M1"]
+) -> tuple[Num[Array, "B KB NS C X2"], Bool[Array, ""]]:
+    """`rows` with blocks read into their slots (NB = nothing), in the same memory, and whether all came."""
+    rows, ok = _in_buffers("read", (rows, line.handle, line.generation, layer, block, slot), written=1)
+    return rows, ok > 0
+
+
+def read_blocks(
+    rows: Num[Array, "B KB NS C X2"], line: Line, layer, block: Int32[Array, "B KB M1"], backend: str
+) -> tuple[Num[Array, "B KB M1 C X2"], Bool[Array, ""]]:
+    """Blocks (NB = nothing) in order, and whether all came; `rows` tells their shape."""
+    result = (jax.ShapeDtypeStruct((*block.shape, *rows.shape[-2:]), rows.dtype), _OK)
+    like = jnp.zeros((1, *rows.shape[-2:]), rows.dtype)
+    operands = (like, line.handle, line.generation, layer, block)
+    if backend == "python":
+        fetched, ok = _in_python(_read_copies, operands)
+    else:
+        fetched, ok = io_callback(_read_copies, result, *operands)
+    return fetched, ok > 0
+
+
+def _in_python(call: Callable[..., Any], operands):
+    """Runs a callback here and now; its operands must be values, not parts of a program."""
+    if any(isinstance(one, jax.core.Tracer) for one in operands):
+        raise ConfigError("backend 'python' cannot run inside jit; use the staged driver, or backend 'io'")
+    return jax.tree.map(jnp.asarray, call(*map(np.asarray, operands)))

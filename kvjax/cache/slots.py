@@ -1,0 +1,197 @@
+"""A pool of slots over a store: the working set in memory, everything in the file."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.cache import callbacks, residency
+from kvjax.cache.method import Spec
+from kvjax.cache.pool import Traffic, batch_and_head, find_rows, join_heads, row_width, split_heads, take_block
+from kvjax.cache.residency import ReadPlan, Residency
+from kvjax.ops import quantize
+from kvjax.typing import Array, Bool, Int32, Num, pytree
+
+PREFETCH = ("off", "layer", "step")
+
+
+@pytree
+class SlotPool:
+    """Slots of packed rows (`kvjax.ops.quantize`, key beside value, or values alone) and the table of what is in them.
+
+    What is read ahead (`prefetch`) waits in the store, not in slots: a wrong guess evicts nothing.
+    """
+
+    rows: Num[Array, "B KB NS C X2"]  # `passing` pools take turns with them (`kvjax.cache.shared_slots`)
+    table: Residency
+    queued: Int32[Array, ""]  # writes handed to the store: ready only when the callbacks have run
+    num_blocks: int = dataclasses.field(metadata={"static": True})
+    policy: str = dataclasses.field(metadata={"static": True})
+    backend: str = dataclasses.field(metadata={"static": True})
+    kv_heads: int = dataclasses.field(metadata={"static": True})
+    dtype: str = dataclasses.field(default="float32", metadata={"static": True})
+    prefetch: str = dataclasses.field(default="off", metadata={"static": True})
+    keep: bool = dataclasses.field(default=True, metadata={"static": True})
+    even: bool = dataclasses.field(default=False, metadata={"static": True})
+    keeps_keys: bool = dataclasses.field(default=True, metadata={"static": True})
+    passing: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    @classmethod
+    def zeros(
+        cls, spec: Spec, batch: int, slots: int, dtype: str, policy: str, backend: str, prefetch: str = "off",
+        keep: bool = True, even: bool = False, passing: bool = False, waits: bool = False,
+    ) -> "SlotPool":
+        """Slots with nothing in them; a `passing` pool that `waits` gets them from another one."""
+        shape = (batch, spec.block_heads, 0 if waits else slots, spec.block_rows, row_width(spec, dtype))
+        table = residency.empty_all(batch, spec.block_heads, slots, spec.num_blocks)
+        rows = jnp.zeros(shape, quantize.array_type(dtype))
+        return cls(
+            rows, table, jnp.int32(0), spec.num_blocks, policy, backend, spec.kv_heads, dtype, prefetch, keep, even,
+            spec.keeps_keys, passing,
+        )
+
+    @property
+    def slots(self) -> int:
+        """NS, for each head that has blocks of its own."""
+        return self.table.block.shape[-1]
+
+    @property
+    def waits(self) -> bool:
+        """Whether slots are still to come; a fetch makes them where none do."""
+        return self.rows.shape[2] < self.slots
+
+    @property
+    def waits_for_bytes(self) -> int:
+        """Of the slots that are to come."""
+        return self._space().size * self.rows.dtype.itemsize if self.waits else 0
+
+    def _space(self) -> jax.ShapeDtypeStruct:
+        """What slots are like."""
+        return jax.ShapeDtypeStruct((*self.rows.shape[:2], self.slots, *self.rows.shape[3:]), self.rows.dtype)
+
+    def emptied(self) -> "SlotPool":
+        """The same pool with nothing resident: every block will be read again."""
+        table = dataclasses.replace(self.table, block=jnp.full_like(self.table.block, self.num_blocks))
+        return dataclasses.replace(self, table=table)
+
+    def plan(self, need: Int32[Array, "B K M1"], count: Int32[Array, "B K NB"]) -> ReadPlan:
+        """Hits, misses and victims of one fetch; pure."""
+        pool = self if self.keep else self.emptied()
+        return residency.plan_all(pool.table, self.own(need), self.own(count), self.policy, self.even)
+
+    def own(self, what: Int32[Array, "B K *E"]) -> Int32[Array, "B KB *E"]:
+        """Of the heads that have blocks of their own; where they have not, the first one's is everyone's."""
+        return what[:, : self.rows.shape[1]]
+
+    def settle(
+        self, plan: ReadPlan, need: Int32[Array, "B K M1"], count: Int32[Array, "B K NB"], rows, ok: Bool[Array, ""]
+    ):
+        """The pool after a fetch, and its traffic."""
+        table, traffic = outcome(self.num_blocks, plan, need, self.own(count), ok)
+        return dataclasses.replace(self, rows=rows, table=table), traffic
+
+    def fetch(self, need, count, layer, line):
+        plan, rows = self.plan(need, count), self.rows
+        if self.waits:
+            rows = jnp.zeros(self._space().shape, rows.dtype)
+        if self.backend == "buffer":
+            rows, ok = callbacks.read_in_place(rows, line, layer, plan.read, plan.slot)
+        else:
+            fetched, ok = callbacks.read_blocks(rows, line, layer, plan.read, self.backend)
+            rows = filled(self.num_blocks, rows, plan, fetched, ok)
+        pool, traffic = self.settle(plan, need, count, rows, ok)
+        return pool, jnp.broadcast_to(plan.slot, need.shape), ok, traffic
+
+    def submit(self, block, layer, line):
+        pool = self if self.keep else self.emptied()
+        missing = jnp.where(pool.locate(block) == self.slots, block, self.num_blocks)
+        return callbacks.effect("submit", self.backend, line, layer, self.own(missing))
+
+    def rows_at(self, number, slot, row):
+        found = find_rows(self.rows, self.dtype, number, slot, row, self.kv_heads, self.parts)
+        return found if self.keeps_keys else (None, *found)
+
+    def block(self, slot):
+        parts = self._parted(take_block(self.rows, self.own(slot)))
+        *key, value = (quantize.Packed(part, self.dtype) for part in parts)
+        return key[0] if key else None, value
+
+    def everything(self, slot):
+        slot = self.own(slot)
+        rows = self.rows[(*batch_and_head(slot), slot)]
+        parts = self._parted(rows.reshape(*slot.shape[:2], -1, rows.shape[-1]))
+        *key, value = (quantize.Packed(part, self.dtype) for part in parts)
+        return key[0] if key else None, value
+
+    def locate(self, block):
+        return self.locate_in(self.table, block)
+
+    def locate_in(self, table: Residency, block: Int32[Array, "B K *E"]) -> Int32[Array, "B K *E"]:
+        """Slot of each block by a table, as many as it has slots where the block is in none."""
+        return jnp.broadcast_to(residency.locate_all(table, self.own(block)), block.shape)
+
+    def put_row(self, block, row, key, value, layer, line):
+        block, row, rows = self.own(block), self.own(row), self.joined(key, value)
+        queued = callbacks.effect("put_rows", self.backend, line, layer, block, row, rows)
+        return self._written(queued, block, rows, row)
+
+    def put_blocks(self, block, key, value, layer, line):
+        block, rows = self.own(block), self.joined(key, value)
+        queued = callbacks.effect("put_blocks", self.backend, line, layer, block, rows)
+        return self._written(queued, block, rows, None)
+
+    def joined(self, key, value):
+        """Rows with values beside keys."""
+        return _joined(self.rows.shape[1], [key, value] if self.keeps_keys else [value])
+
+    @property
+    def parts(self) -> int:
+        """Of a row: keys and values, or values alone."""
+        return 1 + self.keeps_keys
+
+    def _parted(self, rows):
+        return [split_heads(part, self.kv_heads) for part in jnp.split(rows, self.parts, axis=-1)]
+
+    def _written(self, queued, *what) -> "SlotPool":
+        if self.passing:
+            return dataclasses.replace(self, queued=self.queued + queued)
+        rows, table = _put(self.num_blocks, self.rows, self.table, *what)
+        return dataclasses.replace(self, rows=rows, table=table, queued=self.queued + queued)
+
+
+# ------------------------------------------------------------------------------- parts of a step
+# Compiled, so that backend `python` does not go through them operation by operation.
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def outcome(
+    num_blocks: int, plan: ReadPlan, need: Int32[Array, "B K M1"], count: Int32[Array, "B KB NB"], ok
+) -> tuple[Residency, Traffic]:
+    """The tables after a fetch, and what it did."""
+    table = jax.tree.map(lambda good, bad: jnp.where(ok, good, bad), plan.success, plan.failure)
+    requested, missed = (jnp.sum(ids < num_blocks, axis=(1, 2), dtype=jnp.int32) for ids in (need, plan.read))
+    rows = jnp.take_along_axis(count, plan.read, axis=-1, mode="fill", fill_value=0).sum((1, 2), jnp.int32)
+    sharing = need.shape[1] // plan.read.shape[1]  # KV heads with the same blocks
+    return table, Traffic(requested, missed * sharing, rows * sharing)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def filled(num_blocks: int, rows, plan: ReadPlan, fetched: Num[Array, "B KB M1 C X2"], ok):
+    """Slot contents with fetched blocks put in place, if all of them came."""
+    slot = jnp.where(ok & (plan.read < num_blocks), plan.slot, rows.shape[2])
+    return rows.at[(*batch_and_head(slot), slot)].set(fetched, mode="drop")
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _joined(heads: int, parts):
+    return jnp.concatenate([join_heads(one, heads) for one in parts], axis=-1)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _put(num_blocks: int, rows, table: Residency, block, packed, row):
+    """Slot contents and tables with a packed row of each block, or whole blocks where `row` is None, in the slots that
+    have them; block NB = nothing."""
+    slot = jnp.where(block < num_blocks, residency.locate_all(table, block), rows.shape[2])
+    at = (*batch_and_head(slot), slot) if row is None else (*batch_and_head(slot), slot, row)
+    return rows.at[at].set(packed, mode="drop"), residency.note_written_all(table, slot)

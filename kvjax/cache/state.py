@@ -1,0 +1,368 @@
+"""The state of one layer's cache for a batch, and the pure functions that read and advance it.
+
+Everything that is not payload lives here: which token is in which row of which block, the tail
+(sinks, the ring of the recent window, held rows), and the method's index. Payload blocks live in a
+`Pool` (`kvjax.cache.pool`), which is memory or slots over a store.
+
+Functions take one sequence and are mapped over the batch by the caller.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.cache.method import Context, Edits, Leaving, Method, Placement, Selection, Spec, View, position_in_order
+from kvjax.ops import kernels
+from kvjax.ops.barriers import computed_once, exists, written_out
+from kvjax.ops.quantize import Smoothing
+from kvjax.typing import Array, Bool, Float, Int32, Num, UInt, pytree
+
+
+@pytree
+class Tail:
+    """Rows that are always attended: S sinks ++ W - 1 ring rows ++ U held rows."""
+
+    key: Float[Array, "*B K R D"]
+    value: Float[Array, "*B K R D"]
+    pos: Int32[Array, "*B K R"]  # -1 = empty
+    held_block: Int32[Array, "*B K U"]  # NB = free
+    token: Int32[Array, "*B S_ring"]  # token ids of sinks and ring, -1 = not known
+
+
+@pytree
+class LayerState:
+    """One layer's cache without its payload pool."""
+
+    index: Any  # the method's arrays, [B, ...]
+    positions: Int32[Array, "*B KT _ C"]  # position of the token in each row, -1 = empty, _ = NB; where blocks are in
+    # token order (`Spec.in_order`) those of the first block's rows, from which all others follow, _ = 1
+    counts: UInt[Array, "*B KT NB"]  # valid rows, a prefix of each block; of the smallest type that holds C
+    loaded: Int32[Array, "*B K M1"]  # blocks fetched in the newest step
+    tail: Tail
+    refused: Int32[Array, "*B K"]  # tokens to be held that found no free row (always 0 for a correct method)
+    smoothing: Smoothing | None = None  # of keys in blocks; None where those are floats, or values alone
+
+    @property
+    def pos(self) -> Int32[Array, "*B K NB C"]:
+        """Positions of every head, whether it has a table of its own, shares one or needs none."""
+        return _for_heads(self.table, self.refused.shape[-1], -3)
+
+    @property
+    def count(self) -> Int32[Array, "*B K NB"]:
+        """`counts` of every head."""
+        return _for_heads(self.counts, self.refused.shape[-1], -2).astype(np.int32)
+
+    @property
+    def table(self) -> Int32[Array, "*B KT NB C"]:
+        """`positions` of all blocks."""
+        blocks, rows = self.counts.shape[-1], self.positions.shape[-1]
+        if self.positions.shape[-2] == blocks > 1:
+            return self.positions
+        # A table of a single block looks like a first block's rows, and valid rows are a prefix in both.
+        pos = self.positions + np.arange(blocks, dtype=np.int32)[:, None] * rows
+        lib = np if isinstance(pos, np.ndarray) else jnp
+        return lib.where(np.arange(rows, dtype=np.int32) < self.counts[..., None], pos, -1)
+
+
+def _for_heads(table: Array, heads: int, axis: int) -> Array:
+    """One table for every head, from one for each or one for all; on the host if the table is."""
+    shape = list(table.shape)
+    shape[axis] = heads
+    return (np if isinstance(table, np.ndarray) else jnp).broadcast_to(table, shape)
+
+
+@pytree
+class Fresh:
+    """What one step adds to a layer: the newest token and the attention it paid."""
+
+    key: Float[Array, "*B K D"]
+    value: Float[Array, "*B K D"]
+    loaded: Int32[Array, "*B K M1"]
+    seen_pos: Int32[Array, "*B K N"]  # attended positions, -1 = none; empty unless the method observes
+    seen_weight: Float[Array, "*B K N"]
+    note: Any = None  # `Selection.note`; None also for tokens of a chunk
+
+
+@pytree
+class Rows:
+    """Selected rows, compacted to tokens: where each is, and whether it fits the budget."""
+
+    rank: Int32[Array, "*B K N"]  # which of the selected blocks
+    row: Int32[Array, "*B K N"]
+    valid: Bool[Array, "*B K N"]
+    pos: Int32[Array, "*B K N"]
+
+
+def empty_layer(spec: Spec, index: Any, dtype) -> LayerState:
+    """A layer's state for one sequence around the method's own empty index."""
+    heads, rows = spec.kv_heads, spec.tail_rows
+    tail = Tail(
+        key=jnp.zeros((heads, rows, spec.head_dim), dtype),
+        value=jnp.zeros((heads, rows, spec.head_dim), dtype),
+        pos=jnp.full((heads, rows), -1, jnp.int32),
+        held_block=jnp.full((heads, spec.held), spec.num_blocks, jnp.int32),
+        token=jnp.full((spec.sinks + spec.ring,), -1, jnp.int32),
+    )
+    if spec.in_order:
+        positions = spec.sinks + jnp.arange(spec.block_rows, dtype=jnp.int32)[None, None]
+    else:
+        positions = jnp.full((spec.tables, spec.num_blocks, spec.block_rows), -1, jnp.int32)
+    return LayerState(
+        index=index,
+        positions=positions,
+        counts=jnp.zeros((spec.tables, spec.num_blocks), np.min_scalar_type(spec.block_rows)),
+        loaded=jnp.full((heads, spec.max_blocks + 1), spec.num_blocks, jnp.int32),
+        tail=tail,
+        refused=jnp.zeros((heads,), jnp.int32),
+    )
+
+
+def view(spec: Spec, layer: LayerState) -> View:
+    """What the method may look at."""
+    first, tail = spec.sinks + spec.ring, layer.tail
+    oldest = spec.sinks + jnp.argmin(tail.pos[0, spec.sinks : first]).astype(jnp.int32)
+    return View(
+        pos=layer.pos, count=layer.count, held_pos=tail.pos[:, first:],
+        held_block=tail.held_block, loaded=layer.loaded, oldest_key=tail.key[:, oldest],
+    )
+
+
+def within(spec: Spec, layer: LayerState) -> LayerState:
+    """The layer as the next token sees it: without blocks of which every token has left the model's sliding window."""
+    if spec.sliding is None:
+        return layer
+    seen = spec.seen(jnp.max(layer.table, axis=-1), jnp.max(layer.tail.pos) + 1)
+    return dataclasses.replace(layer, counts=jnp.where(seen, layer.counts, 0))
+
+
+# ---------------------------------------------------------------------------------------- prefill
+
+
+def tail_sources(spec: Spec, length: Int32[Array, ""]) -> Int32[Array, "S_ring"]:
+    """Position that belongs in each sink and ring row after `length` tokens, -1 = none.
+
+    Ring row r keeps the newest position p >= S with (p - S) % (W - 1) == r.
+    """
+    sink = jnp.arange(spec.sinks, dtype=jnp.int32)
+    sink = jnp.where(sink < length, sink, -1)
+    row = jnp.arange(spec.ring, dtype=jnp.int32)
+    turns = (length - 1 - spec.sinks - row) // spec.ring
+    ring = jnp.where(turns >= 0, spec.sinks + row + turns * spec.ring, -1)
+    return jnp.concatenate([sink, ring])
+
+
+def build(
+    spec: Spec, method: Method, layer: LayerState, key: Float[Array, "T K D"], value, length: Int32[Array, ""],
+    token: Int32[Array, "T"], query: Float[Array, "Q H D"],
+) -> tuple[LayerState, Placement]:
+    """Fills an empty layer from a prompt's keys and values; the placement says where payload rows go."""
+    pos = jnp.arange(key.shape[0], dtype=jnp.int32)
+    middle = (pos >= spec.sinks) & (pos < length - spec.ring)
+    asked = length - query.shape[0] + jnp.arange(query.shape[0], dtype=jnp.int32)
+    context = Context(
+        key=key.swapaxes(0, 1), pos=pos, valid=middle, token=token,
+        query=query.reshape(-1, spec.kv_heads, spec.group, spec.head_dim).transpose(1, 2, 0, 3),
+        query_pos=jnp.maximum(asked, -1),
+    )
+    index, placement = method.build(spec, layer.index, context)
+    return book(spec, dataclasses.replace(layer, index=index), placement, key, value, length, token), placement
+
+
+def book(spec: Spec, layer: LayerState, placement: Placement, key, value, length, token) -> LayerState:
+    """Fills sinks and ring from a prompt, and enters where the rest was placed."""
+    source = tail_sources(spec, length)
+    at = jnp.maximum(source, 0)
+    kept = slice(0, spec.sinks + spec.ring)
+    tail = dataclasses.replace(
+        layer.tail,
+        key=layer.tail.key.at[:, kept].set(key[at].swapaxes(0, 1).astype(layer.tail.key.dtype)),
+        value=layer.tail.value.at[:, kept].set(value[at].swapaxes(0, 1).astype(layer.tail.value.dtype)),
+        pos=layer.tail.pos.at[:, kept].set(source),
+        token=jnp.where(source >= 0, token[at], -1),
+    )
+    table, pos = jnp.arange(spec.tables, dtype=jnp.int32)[:, None], jnp.arange(key.shape[0], dtype=jnp.int32)
+    block, row = placement.block[: spec.tables], placement.row[: spec.tables]
+    layer = _entered(spec, dataclasses.replace(layer, tail=tail), table, block, row, pos)
+    counts = layer.counts.at[table, block].add(row < spec.block_rows, mode="drop")
+    return dataclasses.replace(layer, counts=counts)
+
+
+def _entered(spec: Spec, layer: LayerState, table, block, row, pos) -> LayerState:
+    """The layer with positions of tokens in their rows; block NB = nowhere."""
+    if spec.in_order:
+        return layer
+    return dataclasses.replace(layer, positions=layer.positions.at[table, block, row].set(pos, mode="drop"))
+
+
+def table_of(spec: Spec) -> Int32[Array, "K"]:
+    """Which table of positions and counts each head has."""
+    return jnp.arange(spec.kv_heads, dtype=jnp.int32) % spec.tables
+
+
+def placements(spec: Spec, layer: LayerState, tokens: int) -> Placement:
+    """Where the first `tokens` tokens of a sequence are, read back from a layer's table; block NB = in no block."""
+    table, pos = jnp.arange(spec.tables, dtype=jnp.int32)[:, None, None], layer.table
+    at = jnp.where(pos >= 0, pos, tokens)
+    block, row = (
+        jnp.broadcast_to(axis, pos.shape).astype(jnp.int32)
+        for axis in (jnp.arange(spec.num_blocks)[:, None], jnp.arange(spec.block_rows))
+    )
+    nowhere = jnp.full((spec.tables, tokens), spec.num_blocks, jnp.int32)
+    block = nowhere.at[table, at].set(block, mode="drop")
+    row = (nowhere * 0).at[table, at].set(row, mode="drop")
+    return Placement(block[table_of(spec)], row[table_of(spec)])
+
+
+# ------------------------------------------------------------------------------------ decode: read
+
+
+def needed_blocks(spec: Spec, layer: LayerState, selection: Selection) -> tuple[Int32[Array, "K M1"], Rows]:
+    """Cuts a ranked selection to the rows that fit the budget.
+
+    Returns the blocks to fetch (those of which at least one row fits, and the forced one; NB = none)
+    and the compacted rows. The last block that fits may be attended in part.
+    """
+    held = jnp.sum(view(spec, layer).held_pos >= 0, axis=-1, dtype=jnp.int32)
+    room = jnp.minimum(spec.selected_rows, spec.budget - spec.sinks - spec.window - held)
+    results = [jax.ShapeDtypeStruct((spec.kv_heads, spec.max_blocks + 1), jnp.int32)]
+    results += [jax.ShapeDtypeStruct((spec.kv_heads, spec.selected_rows), kind)
+                for kind in (jnp.int32, jnp.int32, bool, jnp.int32)]
+    operands = computed_once(selection.block), selection.force, room, layer.counts.astype(jnp.int32), layer.positions
+    need, *rows = kernels.on_cpu("cut", results, functools.partial(_cut, spec), *operands)
+    return need, Rows(*rows)
+
+
+def _cut(
+    spec: Spec, chosen: Int32[Array, "K M"], force: Int32[Array, "K"], room: Int32[Array, "K"],
+    counts: Int32[Array, "KT NB"], positions: Int32[Array, "KT _ C"],
+) -> list[Array]:
+    """Blocks to fetch, and ranks, rows, whether they are valid, and positions of what fits the room."""
+    none, room = spec.num_blocks, room[:, None]
+    head, table = jnp.arange(spec.kv_heads, dtype=jnp.int32)[:, None], table_of(spec)[:, None]
+    count = jnp.where(chosen < none, counts[table, jnp.minimum(chosen, none - 1)], 0)
+    end = jnp.cumsum(count, axis=-1, dtype=jnp.int32)
+    fits = (end - count < room) & (count > 0)
+    need = jnp.where(fits, chosen, none)
+    known = jnp.any(need == force[:, None], axis=-1)
+    force = jnp.where(known, none, force)[:, None]
+
+    nth = jnp.arange(spec.selected_rows, dtype=jnp.int32)
+    # Blocks that end before the nth row: a count of ends, as comparing every row with every end is N x M.
+    ends = jnp.zeros((spec.kv_heads, spec.selected_rows), jnp.int32).at[head, end].add(1, mode="drop")
+    rank = jnp.minimum(jnp.cumsum(ends, axis=-1, dtype=jnp.int32), spec.max_blocks - 1)
+    valid = nth[None] < jnp.minimum(end[:, -1:], room)
+    row = jnp.where(valid, nth[None] - jnp.take_along_axis(end - count, rank, axis=-1), 0)
+    block = jnp.minimum(jnp.take_along_axis(need, rank, axis=-1), none - 1)
+    pos = position_in_order(spec, block, row) if spec.in_order else positions[table, block, row]
+    return [jnp.concatenate([need, force], axis=-1), rank, row, valid, jnp.where(valid, pos, -1)]
+
+
+def every_block(spec: Spec, layer: LayerState, selection: Selection) -> tuple[Int32[Array, "K M1"], Rows]:
+    """`needed_blocks` of a method that attends everything: all blocks, and no list of rows to compact."""
+    none = jnp.zeros((spec.kv_heads, 0), jnp.int32)
+    return jnp.concatenate([selection.block, selection.force[:, None]], axis=-1), Rows(none, none, none > 0, none)
+
+
+# ----------------------------------------------------------------------------------- decode: write
+
+
+def push(spec: Spec, tail: Tail, key, value, at: Int32[Array, ""], gate: Bool[Array, ""], token: Int32[Array, ""]):
+    """Puts token `at` into its sink or ring row; returns the tail, and what left the ring with its value [K, D]."""
+    row = jnp.where(at < spec.sinks, at, spec.sinks + (at - spec.sinks) % spec.ring)
+    left = jnp.where(gate, tail.pos[0, row], -1)
+    left_token, left_rows = tail.token[row], written_out(jnp.stack([tail.key[:, row], tail.value[:, row]]))
+    left_key, left_value = left_rows
+    # The write waits for the read, of which one number tells: XLA:CPU would copy all keys and values first.
+    target = jnp.where(gate & exists(left_rows[0, 0, 0]), row, spec.tail_rows)
+    tail = dataclasses.replace(
+        tail,
+        key=tail.key.at[:, target].set(key.astype(tail.key.dtype), mode="drop"),
+        value=tail.value.at[:, target].set(value.astype(tail.value.dtype), mode="drop"),
+        pos=tail.pos.at[:, target].set(at, mode="drop"),
+        token=tail.token.at[target].set(token, mode="drop"),
+    )
+    following = spec.sinks + (left + 1 + jnp.arange(spec.ring, dtype=jnp.int32) - spec.sinks) % spec.ring
+    return tail, Leaving(left_key, left, left_token, left >= 0, tail.token[following]), left_value
+
+
+def place(
+    spec: Spec, layer: LayerState, placement: Placement, leaving: Leaving, value: Float[Array, "K D"]
+) -> tuple[LayerState, Placement]:
+    """Books a leaving token into its block, in place of the token that is in its row if there is one, or into a free
+    held row.
+
+    Returns the placement with every row that is not to be written to a block turned into NB.
+    """
+    stored = (placement.block < spec.num_blocks) & (placement.row < spec.block_rows)
+    held = (placement.block < spec.num_blocks) & (placement.row == spec.block_rows)
+    block = jnp.where(stored, placement.block, spec.num_blocks)
+    table, at, row = jnp.arange(spec.tables, dtype=jnp.int32), block[: spec.tables], placement.row[: spec.tables]
+    # Valid rows are a prefix. Looking into `positions` would have XLA:CPU copy it: a read with no order to the write.
+    free = row >= layer.counts[table, jnp.minimum(at, spec.num_blocks - 1)]
+    layer = _entered(spec, layer, table, at, row, leaving.pos)
+    layer = dataclasses.replace(layer, counts=layer.counts.at[table, at].add(free, mode="drop"))
+    if spec.held:
+        layer = _hold(spec, layer, placement.block, held, leaving, value)
+    return layer, Placement(block, placement.row)
+
+
+def _hold(spec, layer, block, held, leaving, value):
+    """Puts a token into the first free held row of the heads that hold it."""
+    head, tail = jnp.arange(spec.kv_heads, dtype=jnp.int32), layer.tail
+    free = tail.held_block == spec.num_blocks
+    slot = jnp.where(held & jnp.any(free, axis=-1), jnp.argmax(free, axis=-1).astype(jnp.int32), spec.held)
+    row = jnp.where(slot < spec.held, spec.sinks + spec.ring + slot, spec.tail_rows)
+    tail = dataclasses.replace(
+        tail,
+        key=tail.key.at[head, row].set(leaving.key.astype(tail.key.dtype), mode="drop"),
+        value=tail.value.at[head, row].set(value.astype(tail.value.dtype), mode="drop"),
+        pos=tail.pos.at[head, row].set(leaving.pos, mode="drop"),
+        held_block=tail.held_block.at[head, slot].set(block, mode="drop"),
+    )
+    return dataclasses.replace(layer, tail=tail, refused=layer.refused + (held & (slot == spec.held)))
+
+
+def with_held(spec: Spec, blocks: list[Num[Array, "K C X"]], held: Num[Array, "K R X"]) -> Num[Array, "K CU X"]:
+    """The first due block's rows, the held rows, and those of the other due blocks: what `Edits.rows` indexes."""
+    held = held[:, spec.sinks + spec.ring :].astype(blocks[0].dtype)
+    return jnp.concatenate([blocks[0], held, *blocks[1:]], axis=1)
+
+
+def due_positions(spec: Spec, layer: LayerState, due: Int32[Array, "K P"]) -> Int32[Array, "K CU"]:
+    """Positions of those rows; -1 = empty, or held for another block than the first."""
+    mine = (layer.tail.held_block == due[:, :1]) & (due[:, :1] < spec.num_blocks)
+    held = jnp.where(mine, layer.tail.pos[:, spec.sinks + spec.ring :], -1)
+    first, *others = [_rows_due(spec, layer, block) for block in due.T]
+    return jnp.concatenate([first, held, *others], axis=-1)
+
+
+def _rows_due(spec: Spec, layer: LayerState, block: Int32[Array, "K"]) -> Int32[Array, "K C"]:
+    head = jnp.arange(spec.kv_heads, dtype=jnp.int32)
+    rows = layer.positions[head, jnp.minimum(block, spec.num_blocks - 1)]  # adaptive: KT = K
+    return jnp.where((block < spec.num_blocks)[:, None], rows, -1)
+
+
+def apply_edits(spec: Spec, layer: LayerState, edits: Edits, pos: Int32[Array, "K CU"]) -> LayerState:
+    """Books rewritten blocks and frees the held rows that went into them."""
+    head = jnp.arange(spec.kv_heads, dtype=jnp.int32)[:, None]
+    taken = edits.rows >= 0
+    moved = jnp.where(taken, jnp.take_along_axis(pos[:, None], jnp.maximum(edits.rows, 0), axis=-1), -1)
+    used = jnp.where((edits.dst < spec.num_blocks)[..., None] & taken, edits.rows - spec.block_rows, -1)
+    freed = jnp.any(used[..., None] == jnp.arange(spec.held, dtype=jnp.int32), axis=(1, 2))
+    first = spec.sinks + spec.ring
+    tail = dataclasses.replace(
+        layer.tail,
+        pos=layer.tail.pos.at[:, first:].set(jnp.where(freed, -1, layer.tail.pos[:, first:])),
+        held_block=jnp.where(freed, spec.num_blocks, layer.tail.held_block),
+    )
+    return dataclasses.replace(
+        layer, tail=tail,
+        positions=layer.positions.at[head, edits.dst].set(moved, mode="drop"),
+        counts=layer.counts.at[head, edits.dst].set(
+            jnp.sum(taken, axis=-1, dtype=layer.counts.dtype), mode="drop"
+        ),
+    )

@@ -1,0 +1,219 @@
+"""What a setting takes on this machine: memory, one layer's reads, one layer's computing, and how often groups recur.
+
+All but the last are taken from made-up contents: a layer computes as long on a cache of zeros as on any that has as
+many tokens.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.cache import layer
+from kvjax.cache.layer import LayerCache, LayerPlan
+from kvjax.cache.method import Method
+from kvjax.cache.pool import Line
+from kvjax.cache.state import LayerState
+from kvjax.calibration.tuner.tables import Reading
+from kvjax.inference import decode, prefill
+from kvjax.inference import plan as planning
+from kvjax.inference.plan import Plan, Slots, State
+from kvjax.llm import LLM
+from kvjax.methods.kvswap import KVSwap
+from kvjax.models.config import ModelConfig
+from kvjax.ops import quantize
+from kvjax.store.flash.store import FlashStore
+from kvjax.store.host import HostStore
+from kvjax.store.interface import Branch, Geometry, Store
+
+
+def memory_bytes(
+    config: ModelConfig, method: Method, slots: Slots, batch: int, capacity: int, dtype: str = "float32",
+    store: Store | None = None,
+) -> int:
+    """Bytes of everything a cache over a store keeps in memory: index, tables, tail and slots, and the store's own
+    where one is given (`store_bytes`). Allocates nothing."""
+    plan = planning.make_plan(config, method, batch, capacity, dtype)
+    arrays = planning.bytes_of((planning.outline(plan, len(plan.layers) - 1, True, slots),) * config.num_layers)
+    return arrays + store_bytes(store, planning.geometry(plan), plan.layers[-1].spec.max_blocks)
+
+
+_BLOCK_BYTES = 17  # of a flash store's tables: a block's extent, its checksum, its owners, and whether it is staged
+
+
+def store_bytes(store: Store | None, geometry: Geometry, blocks: int) -> int:
+    """Bytes that a flash store has beside a cache of which a layer reads so many blocks of each head at once, but for
+    rows that wait to be written: tables, and memory to read into, for a layer and for what is read ahead. Where these
+    are more reads than a guess may have in flight there may be another layer's. Host memory is a store of which
+    nothing is counted, as blocks are all that it has."""
+    if not isinstance(store, FlashStore):
+        return 0
+    return _BLOCK_BYTES * geometry.total_blocks + 2 * blocks * geometry.lanes * geometry.extent_bytes
+
+
+_SWEPT = 64 << 20  # bytes: more than a processor's caches hold
+_STEADY = 2.0  # seconds: the speed of memory that others use, too, comes and goes within one
+
+
+class StoredLayer:
+    """A layer of `context` tokens of each of `batch` sequences on a store, in groups that all KV heads read alike.
+
+    As large as it will be: of a small file, or of what was read before, a device may keep a copy.
+    """
+
+    def __init__(
+        self, store: Store, config: ModelConfig, group: int, batch: int, context: int, dtype: str = "float32"
+    ):
+        self._groups, self._dtype = max(1, -(-context // group)), dtype
+        geometry = Geometry(
+            layers=1, batch=batch, kv_heads=1, num_blocks=self._groups, block_rows=group,
+            width=2 * config.num_kv_heads * quantize.width(dtype, config.head_dim), dtype=quantize.stored_type(dtype),
+        )
+        self._branch = store.create(geometry, "tuner")
+        lanes = (batch, 1, self._groups)
+        ones = np.broadcast_to(np.ones((), geometry.numpy_dtype), (*lanes, group, geometry.width))
+        self._branch.write_layer(0, ones, np.full(lanes, group, np.int32))
+        self._branch.settle()
+
+    def read_seconds(self, groups: int, repeats: int = 9) -> Reading:
+        """T_io of so many groups, or all there are: medians over groups picked at random, none twice while there are
+        others."""
+        if not groups:
+            return Reading(0.0, 0.0)
+        groups = min(groups, self._groups)
+        geometry, picked = self._branch.geometry, _picks(self._groups, groups)
+        shape = (geometry.batch, geometry.kv_heads, groups)
+        slots = np.zeros((*shape, geometry.block_rows, geometry.width), quantize.array_type(self._dtype))
+        slot = np.broadcast_to(np.arange(groups, dtype=np.int32), shape).copy()  # C takes contiguous ones alone
+
+        def begin(nth):
+            self._branch.submit(0, self._branch.generation, np.broadcast_to(picked(nth), shape).copy())
+
+        def read(nth):
+            block = np.broadcast_to(picked(nth), shape).copy()
+            if not self._branch.read_into(0, self._branch.generation, block, slot, slots):
+                raise self._branch.failure("the store that is profiled")
+
+        whole = _median_seconds(read, repeats, between=_between)
+        busy = []
+        for nth in range(repeats + 1, 2 * repeats + 1):
+            began = _seconds(begin, nth)
+            time.sleep(2 * whole)
+            _between()
+            busy.append(began + _seconds(read, nth))
+        return Reading(whole, min(whole, float(np.median(busy))))
+
+    def close(self) -> None:
+        """Gives the space on the store back."""
+        self._branch.close()
+
+
+def _picks(count: int, size: int) -> Callable[[int], np.ndarray]:
+    """nth -> int32[size] of range(count), different ones until all were there."""
+    order = np.random.default_rng(0).permutation(count).astype(np.int32)
+    return lambda nth: order[np.arange(nth * size, (nth + 1) * size) % count]
+
+
+def compute_seconds(
+    llm: LLM, method: Method, slots: Slots, batch: int, capacity: int, dtype: str = "float32", repeats: int = 9
+) -> float:
+    """T_model: seconds of one layer of a token without its reads, prediction, slot table and writes included.
+
+    Two layers decode, as each looks at the next one; the model's output layer is taken off, and what reading from host
+    memory takes. All keys are alike, so that each token selects what the one before selected. The process's compiled
+    programs are dropped: each setting has its own, with hundreds of memory maps, of which a process may have 65,530.
+    """
+    layers = min(2, llm.config.num_layers)
+    config = dataclasses.replace(llm.config, num_layers=layers, windows=llm.config.windows[:layers])
+    plan = planning.make_plan(config, method, batch, capacity, dtype)
+    branch, tokens = HostStore().create(planning.geometry(plan), "tuner"), jnp.zeros(batch, jnp.int32)
+    hidden = jnp.ones((batch, config.hidden_size), jax.tree.leaves(llm.params)[0].dtype)
+    most = max(repeats, min(10 * repeats, capacity // 8))
+    state, reads = _zeros_state(plan, slots, branch, max(0, capacity - most - 1)), []
+
+    def decode_token(_):
+        nonlocal state
+        before = branch.stats().read_seconds
+        done = decode.step(plan, llm.params, state, tokens, driver="fused", donate=True)
+        state = jax.block_until_ready((done.state, done.logits))[0]
+        reads.append(branch.stats().read_seconds - before)
+
+    try:
+        whole = _median_seconds(decode_token, repeats, most) - float(np.median(reads))
+    finally:
+        branch.close()
+        jax.clear_caches()
+
+    def project(_):
+        jax.block_until_ready(prefill.unembed(config, llm.params, hidden))
+
+    return max(0.0, whole - _median_seconds(project, repeats, most)) / config.num_layers
+
+
+def _zeros_state(plan: Plan, slots: Slots, branch: Branch, length: int) -> State:
+    """A cache of `length` tokens whose keys and values are zeros; of the newest it has none."""
+    layers = tuple(
+        LayerCache(
+            _with_groups(one, layer.init(one, plan.batch, plan.dtype), length), planning.slot_pool(plan, i, slots)
+        )
+        for i, one in enumerate(plan.layers)
+    )
+    return State(layers, jnp.full(plan.batch, length, jnp.int32), Line(jnp.int32(branch.handle), jnp.int32(0)))
+
+
+def _with_groups(plan: LayerPlan, state: LayerState, length: int) -> LayerState:
+    """The state with groups of tokens in their order, if the layer has groups."""
+    method, spec = plan.method, plan.spec
+    if not isinstance(method, KVSwap):
+        return state
+    stored, offset = method.stored_tokens(length), jnp.arange(spec.num_blocks * spec.block_rows, dtype=jnp.int32)
+    offset = offset.reshape(spec.num_blocks, spec.block_rows)
+    return dataclasses.replace(
+        state, index=dataclasses.replace(state.index, stored=jnp.full_like(state.index.stored, stored)),
+        counts=jnp.broadcast_to(jnp.sum(offset < stored, axis=-1, dtype=state.counts.dtype), state.counts.shape),
+    )
+
+
+def needed_groups(
+    llm: LLM, method: KVSwap, tokens: Sequence[int], context: int, dtype: str = "float32"
+) -> np.ndarray:
+    """int32[steps, layers, M + 1] complete groups that are needed while tokens[context:] are decoded; -1 = none.
+
+    A group that is still being filled is in memory whatever the buffer.
+    """
+    found: list[np.ndarray] = []
+
+    def note(step, _):
+        loaded = np.stack([one.state.loaded[0, 0] for one in step.state.layers])
+        found.append(np.where(loaded < method.complete_groups(int(step.state.length[0]) - 1), loaded, -1))
+
+    cache = llm.prefill(tokens[:context], method=method, capacity=len(tokens) + 1, dtype=dtype)
+    llm.score([*tokens[context:], tokens[-1]], cache, observer=note)  # the last token is not fed
+    return np.stack(found)
+
+
+def _between() -> None:
+    """What a layer's weights do between its reads: whatever a processor's caches had of them is gone."""
+    np.ones(_SWEPT // 8).sum()
+
+
+def _median_seconds(
+    function: Callable[[int], None], repeats: int, most: int = 0, between: Callable[[], None] = lambda: None
+) -> float:
+    """Of `repeats` calls after a first one, or of up to `most` while they take less than `_STEADY`; `between` comes
+    before each of these."""
+    function(0)
+    times: list[float] = []
+    while len(times) < repeats or (len(times) < most and sum(times) < _STEADY):
+        between()
+        times.append(_seconds(function, len(times) + 1))
+    return float(np.median(times))
+
+
+def _seconds(function: Callable[[int], None], nth: int) -> float:
+    started = time.perf_counter()
+    function(nth)
+    return time.perf_counter() - started

@@ -1,0 +1,1 @@
+"""Tasks, metrics, and the adapter for lm-evaluation-harness."""

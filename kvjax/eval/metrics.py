@@ -1,0 +1,145 @@
+"""How good a selection is, measured against exact attention over all keys.
+
+Functions take one layer of one sequence and may be mapped over steps and sequences. Their `key` and
+`value` are in token order, padded to any length; tokens after position `at` count nowhere.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.cache.layer import LayerPlan
+from kvjax.errors import ConfigError
+from kvjax.inference.cache import Cache
+from kvjax.inference.decode import Step
+from kvjax.inference.prefill import Reading
+from kvjax.ops.attention import NEGATIVE
+from kvjax.typing import Array, Bool, Float, Int32
+
+
+def exact_scores(
+    plan: LayerPlan, q: Float[Array, "K G D"], key: Float[Array, "T K D"], at: Int32[Array, ""]
+) -> Float[Array, "K G T"]:
+    """Scaled dot products of the newest token's queries with every key that the model lets it see."""
+    scores = jnp.einsum("kgd,tkd->kgt", q, key, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+    return jnp.where(_seen(plan, key.shape[0], at), scores, NEGATIVE)
+
+
+def _seen(plan: LayerPlan, tokens: int, at: Int32[Array, ""]) -> Bool[Array, "T"]:
+    """Tokens up to the newest, in a model's sliding window if it has one."""
+    position = jnp.arange(tokens, dtype=jnp.int32)
+    return (position <= at) & plan.spec.seen(position, at)
+
+
+def attended_mask(
+    plan: LayerPlan, selected: Int32[Array, "K N"], at: Int32[Array, ""], tokens: int,
+    hidden: Bool[Array, "K G N"] | None = None,
+) -> Bool[Array, "K #G T"]:
+    """Attended tokens: sinks, window and the selected positions (-1 = none) that are not hidden from a query head."""
+    position = jnp.arange(tokens, dtype=jnp.int32)
+    always = (position < plan.spec.sinks) | (position > at - plan.spec.window) | plan.dense
+    mine = selected[:, None] if hidden is None else jnp.where(hidden, -1, selected[:, None])
+    head, query = jnp.indices(mine.shape[:2], dtype=jnp.int32, sparse=True)
+    chosen = jnp.zeros((*mine.shape[:2], tokens), bool)
+    chosen = chosen.at[head[..., None], query[..., None], jnp.where(mine >= 0, mine, tokens)].set(True, mode="drop")
+    return (chosen | always) & _seen(plan, tokens, at)
+
+
+def recall(
+    plan: LayerPlan, scores: Float[Array, "K G T"], attended: Bool[Array, "K #G T"], at: Int32[Array, ""], k: int
+) -> Float[Array, "K G"]:
+    """Recall@k: share of the true top-k keys of each query head that were attended.
+
+    Sinks and window are excluded from both sets. NaN where fewer than k keys are left.
+    """
+    position = jnp.arange(scores.shape[-1], dtype=jnp.int32)
+    candidate = (position >= plan.spec.sinks) & (position <= at - plan.spec.window) & _seen(plan, len(position), at)
+    _, top = jax.lax.top_k(jnp.where(candidate, scores, -jnp.inf), min(k, len(position)))
+    hit = jnp.take_along_axis(attended, top, axis=-1)
+    return jnp.where(jnp.sum(candidate, dtype=jnp.int32) >= k, jnp.mean(hit, axis=-1, dtype=jnp.float32), jnp.nan)
+
+
+def attention_mass(scores: Float[Array, "K G T"], attended: Bool[Array, "K #G T"]) -> Float[Array, "K G"]:
+    """Softmax mass of full attention on the attended tokens."""
+    return jnp.sum(jax.nn.softmax(scores) * attended, axis=-1)
+
+
+def output_error(
+    scores: Float[Array, "K G T"], attended: Bool[Array, "K #G T"], value: Float[Array, "T K D"]
+) -> Float[Array, "K G"]:
+    """Relative L2 error of exact attention over the attended tokens against full attention: what the selection costs.
+
+    What a method changes beside that (weights of samples, keys in few bits) is not in it, nor is the cosine of the two.
+    """
+    def output(scores):
+        return jnp.einsum("kgt,tkd->kgd", jax.nn.softmax(scores), value.astype(jnp.float32))
+
+    full, part = output(scores), output(jnp.where(attended, scores, NEGATIVE))
+    return jnp.linalg.norm(part - full, axis=-1) / jnp.linalg.norm(full, axis=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Quality:
+    """Means over layers, steps, sequences and query heads."""
+
+    recall: float
+    attention_mass: float
+    output_error: float
+
+
+class Probe:
+    """Follows a generation (as its `observer`) and measures every step's selection against the keys of the prompt, as
+    `LLM.read` gave them, and of the tokens since.
+
+    Steps with fewer than k candidates are left out of the recall.
+    """
+
+    def __init__(self, cache: Cache, reading: Reading, k: int = 16):
+        self.plan, self.k = cache.plan, k
+        self.length = np.asarray(cache.state.length).copy()
+        if not np.array_equal(self.length, reading.length):
+            raise ConfigError(f"the cache has {self.length.tolist()} tokens, and what was read "
+                              f"{np.asarray(reading.length).tolist()}; give a cache that was filled from it alone")
+        room = max(0, cache.plan.capacity - reading.tokens.shape[1])
+        self.keys, self.values = (
+            [np.pad(rows, ((0, 0), (0, room), (0, 0), (0, 0))) for rows in kept]
+            for kept in ([one.key for one in reading.layers], [one.value for one in reading.layers])
+        )
+        self.recalls: list[float] = []
+        self.masses: list[float] = []
+        self.errors: list[float] = []
+
+    def __call__(self, step: Step, tokens: np.ndarray) -> None:
+        after = np.asarray(step.state.length)
+        for row in np.flatnonzero(after > self.length):
+            at = self.length[row]
+            for keys, values, plan, report in zip(
+                self.keys, self.values, self.plan.layers, step.reports, strict=True
+            ):
+                keys[row, at], values[row, at] = np.asarray(report.key)[row], np.asarray(report.value)[row]
+                kept = keys[row], values[row]
+                hidden = None if report.hidden is None else report.hidden[row]
+                found, mass, error = _measure(plan, self.k, *kept, report.q[row], report.selected[row], at, hidden)
+                self.masses.append(float(mass))
+                self.errors.append(float(error))
+                if not np.isnan(found):
+                    self.recalls.append(float(found))
+        self.length = after.copy()
+
+    @property
+    def quality(self) -> Quality:
+        found = float(np.mean(self.recalls)) if self.recalls else float("nan")
+        return Quality(found, float(np.mean(self.masses)), float(np.mean(self.errors)))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _measure(plan, k, key, value, q, selected, at, hidden):
+    """Recall, attention mass and output error of one step, means over heads."""
+    scores = exact_scores(plan, q, key, at)
+    attended = attended_mask(plan, selected, at, key.shape[0], hidden)
+    found = recall(plan, scores, attended, at, k)
+    mass, error = attention_mass(scores, attended), output_error(scores, attended, value)
+    return jnp.mean(found), jnp.mean(mass), jnp.mean(error)

@@ -1,0 +1,60 @@
+"""Every task by name. `draw` makes the samples of one; a task that reads a file has its path in its name.
+
+    samples = tasks.draw("niah_multikey_1", tasks.Request(tokenizer, text, 4096, 32, rng))
+    samples = tasks.draw("longbench:data/qasper.jsonl", tasks.Request(tokenizer, "", 31500, 200, rng))
+"""
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Sequence
+
+from kvjax.errors import ConfigError
+from kvjax.eval.tasks import gsm8k, longbench, longgen, niah, perplexity, recall, ruler, ruler_files, ruler_lists
+from kvjax.eval.tasks.base import Continuation, Request, Sample, Task
+
+# The number of a task seeds its draws: new ones go to the end.
+TASKS: dict[str, Task] = {
+    "passkey": Task(niah.passkey),
+    "needle": Task(niah.needle),
+    "needle_of_4": Task(niah.needle_of_4),
+    "perplexity": Task(perplexity.draw, continues=True),
+    "niah_grid": Task(niah.grid),
+    "multi_request": Task(niah.multi_request),
+    "mqar": Task(recall.draw, continues=True),
+    **{name: Task(functools.partial(ruler.niah, task)) for name, task in ruler.NIAH.items()},
+    "vt": Task(ruler_lists.variable_tracking),
+    "cwe": Task(ruler_lists.common_words),
+    "fwe": Task(ruler_lists.frequent_words),
+    "longgen": Task(longgen.draw),
+    "text": Task(perplexity.draw_file, continues=True, reads_file=True),
+    "ruler": Task(ruler_files.draw, reads_file=True),
+    "longbench": Task(longbench.draw, reads_file=True),
+    "longbench_v2": Task(longbench.draw_v2, reads_file=True),
+    "gsm8k": Task(gsm8k.draw, reads_file=True),
+}
+
+
+def find(name: str) -> tuple[Task, pathlib.Path]:
+    """The task and the file of a name. Raises ConfigError for one that there is not."""
+    base, _, path = name.partition(":")
+    if base not in TASKS:
+        raise ConfigError(f"unknown task {name!r}; use one of {', '.join(TASKS)}")
+    if TASKS[base].reads_file != bool(path):
+        wanted = f"write {base}:FILE" if TASKS[base].reads_file else f"write {base}"
+        raise ConfigError(f"task {name!r} {'needs a' if TASKS[base].reads_file else 'reads no'} file; {wanted}")
+    return TASKS[base], pathlib.Path(path)
+
+
+def number(name: str) -> int:
+    """What distinguishes a task's draws from those of others with the same seed."""
+    return list(TASKS).index(name.partition(":")[0])
+
+
+def draw(name: str, request: Request) -> Sequence[Sample] | Sequence[Continuation]:
+    """A task's samples. Raises ConfigError for an unknown name or a length in which it does not fit, TaskFileError."""
+    task, path = find(name)
+    return task.draw(dataclasses.replace(request, path=path))
+
+
+__all__ = ["TASKS", "Continuation", "Request", "Sample", "Task", "draw", "find", "number"]

@@ -1,0 +1,86 @@
+"""Rows of a benchmark's file: JSON lines, or one JSON list."""
+
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from kvjax import _files
+from kvjax.errors import TaskFileError
+
+Row = Mapping[str, Any]
+
+
+def read_text(path: pathlib.Path) -> str:
+    """The file as text. Raises TaskFileError."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TaskFileError(f"{path}: cannot be read as UTF-8 text ({error})") from error
+
+
+def read_rows(
+    path: pathlib.Path, fields: Mapping[str, type], other_version: Mapping[str, str]
+) -> list[tuple[str, Row]]:
+    """Every row with its place for error messages, checked to have `fields` of these types.
+
+    `other_version` maps fields that give away another benchmark's or version's file to a hint. Raises TaskFileError
+    with file and line for what is no JSON object, has a field missing or of another type, or is of another version.
+    """
+    text = read_text(path)
+    rows = _list(path, text) if text.lstrip().startswith("[") else _lines(path, text)
+    if not rows:
+        raise TaskFileError(f"{path}: no rows; the file is empty")
+    for where, row in rows:
+        _check(where, row, fields, other_version)
+    return rows
+
+
+def _lines(path: pathlib.Path, text: str) -> list[tuple[str, Any]]:
+    numbered = [(f"{path}:{i}", line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
+    return [(where, _parse(where, line)) for where, line in numbered]
+
+
+def _list(path: pathlib.Path, text: str) -> list[tuple[str, Any]]:
+    return [(f"{path}: row {i}", row) for i, row in enumerate(_parse(str(path), text), 1)]
+
+
+def _parse(where: str, text: str) -> Any:
+    try:
+        return _files.parse_json(text.encode())
+    except ValueError as error:
+        raise TaskFileError(f"{where}: not JSON ({error}); get the file again") from error
+
+
+def _check(where: str, row: Any, fields: Mapping[str, type], other_version: Mapping[str, str]) -> None:
+    if not isinstance(row, dict):
+        raise TaskFileError(f"{where}: expected a JSON object with {', '.join(fields)}")
+    missing = [name for name in fields if name not in row]
+    if missing:
+        hints = [hint for name, hint in other_version.items() if name in row]
+        raise TaskFileError(f"{where}: no field {', '.join(missing)}; {hints[0] if hints else f'it has {list(row)}'}")
+    for name, kind in fields.items():
+        if not isinstance(row[name], kind):
+            raise TaskFileError(f"{where}: {name} is {type(row[name]).__name__}, expected {kind.__name__}")
+
+
+def text_of(where: str, row: Row, field: str) -> str:
+    """A text that may be missing. Raises TaskFileError for what is none."""
+    value = row.get(field) or ""
+    if not isinstance(value, str):
+        raise TaskFileError(f"{where}: {field} is {type(value).__name__}, expected str or nothing")
+    return value
+
+
+def classes_of(where: str, row: Row) -> tuple[str, ...]:
+    """The answers that a row of a classification allows; none in others. Raises TaskFileError for what is no list."""
+    value = row.get("all_classes") or []
+    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        raise TaskFileError(f"{where}: all_classes is {value!r:.80}, expected a list of texts")
+    return tuple(value)
+
+
+def answers_of(where: str, row: Row, field: str) -> tuple[str, ...]:
+    """A list of right answers as text. Raises TaskFileError if it is empty."""
+    if not row[field]:
+        raise TaskFileError(f"{where}: {field} is empty; a row needs a right answer")
+    return tuple(map(str, row[field]))

@@ -1,0 +1,101 @@
+"""Facts hidden in text, found by their question: passkey, needles at every depth, and many questions to one context."""
+
+import numpy as np
+
+from kvjax.errors import ConfigError
+from kvjax.eval.tasks import needles
+from kvjax.eval.tasks.base import Request, Sample
+from kvjax.eval.tasks.needles import Needle
+
+_DIGITS = 5
+_STOP = (".",)
+
+
+def passkey(request: Request) -> list[Sample]:
+    """The pass key, a held-out one of 1..50000 (after landmark attention, Mohtashami and Jaggi, 2023)."""
+    return [_hidden(request, [needles.passkey(request.rng, held_out=True)], depth) for depth in _depths(request.count)]
+
+
+def needle(request: Request, others: int = 0) -> list[Sample]:
+    """A number of five digits by its key word, beside `others` of the same wording."""
+    return [
+        _hidden(request, needles.draw_needles(request.rng, 1 + others, held_out=True, digits=_DIGITS), depth)
+        for depth in _depths(request.count)
+    ]
+
+
+def needle_of_4(request: Request) -> list[Sample]:
+    """One of four needles."""
+    return needle(request, others=3)
+
+
+def grid(request: Request) -> list[Sample]:
+    """Needle in a haystack (Kamradt, 2023): depths from 0 to 1 inclusive, the needle backed up to a sentence's end."""
+    samples = []
+    for depth in np.linspace(0, 1, request.count):
+        (fact,) = needles.draw_needles(request.rng, 1, held_out=True, digits=_DIGITS)
+        samples.append(_after_sentence(request, fact, float(depth)))
+    return samples
+
+
+def multi_request(request: Request, questions: int = 8) -> list[Sample]:
+    """`questions` needles in one context, each asked for on its own fork of the cache (the idea of SCBench, Li et al.,
+    2024); `request.count` questions in all."""
+    samples: list[Sample] = []
+    while len(samples) < request.count:
+        facts = needles.draw_needles(request.rng, min(questions, request.count - len(samples)), True, _DIGITS)
+        depths = [float(depth) for depth in request.rng.permutation(_depths(len(facts)))]
+        longest = max(len(_question(request, fact)) for fact in facts)
+        hay = _haystack(request, facts, depths, longest)
+        samples += [_sample(request, hay, fact, depth) for fact, depth in zip(facts, depths, strict=True)]
+    return samples
+
+
+def _depths(count: int) -> list[float]:
+    """Depths spread evenly over 0..1."""
+    return [(i + 0.5) / count for i in range(count)]
+
+
+def _question(request: Request, fact: Needle) -> tuple[int, ...]:
+    return needles.encode(request.tokenizer.tokenizer, "\n" + fact.cue)
+
+
+def _sample(request: Request, context: tuple[int, ...], fact: Needle, depth: float) -> Sample:
+    most = 10 if fact.cue == needles.PASSKEY else _DIGITS + 1
+    return Sample(context, _question(request, fact), (fact.value,), "number", most, _STOP, depth=depth)
+
+
+def _hidden(request: Request, facts: list[Needle], depth: float) -> Sample:
+    """The first fact at its depth, the others anywhere."""
+    depths = [depth, *request.rng.random(len(facts) - 1)]
+    context = _haystack(request, facts, depths, len(_question(request, facts[0])))
+    return _sample(request, context, facts[0], depth)
+
+
+def _haystack(request: Request, facts: list[Needle], depths: list[float], question: int) -> tuple[int, ...]:
+    """A context that has the wanted length together with a question of so many tokens."""
+    tokenizer, length = request.tokenizer.tokenizer, request.length - question
+    if length < needles.needle_cost(tokenizer, facts) + 1:
+        raise ConfigError(f"{len(facts)} needles and a question do not fit in {request.length} tokens; raise it")
+    hay = needles.haystack(request.rng, tokenizer, request.stream, length, facts, facts[:1], depths,
+                           request.start)
+    return tuple(hay.context)
+
+
+def _after_sentence(request: Request, fact: Needle, depth: float) -> Sample:
+    """A context with the fact after the last whole sentence or line before its depth."""
+    tokenizer, question = request.tokenizer, _question(request, fact)
+    planted = needles.encode(tokenizer.tokenizer, "\n" + fact.sentence)
+    room = request.length - len(request.start) - len(question) - len(planted)
+    if room < 0:
+        raise ConfigError(f"a needle and its question do not fit in {request.length} tokens; raise the length")
+    filler = needles.random_span(request.rng, request.stream, room)
+    at = int(depth * room)
+    while 0 < at < room and not _ends_sentence(tokenizer.decode(filler[at - 1 : at])):
+        at -= 1
+    context = (*request.start, *filler[:at], *planted, *filler[at:])
+    return _sample(request, context, fact, at / max(1, room))
+
+
+def _ends_sentence(token: str) -> bool:
+    return "\n" in token or token.rstrip().endswith((".", "!", "?"))

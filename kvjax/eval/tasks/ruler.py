@@ -1,0 +1,175 @@
+"""RULER's needle tasks (Hsieh et al., 2024); its others are in `ruler_lists`, files of its scripts in `ruler_files`.
+
+Prompts, counts and scores are those of its appendices and published settings. Differs: key words are pairs of words of
+Python's library and essays are the text of the request, for the original lists and essays are downloads. The part
+before the question is the context; the question and the answer's beginning go through the cache token by token.
+"""
+
+import dataclasses
+import functools
+import re
+import uuid
+from collections.abc import Callable, Collection, Sequence
+
+import numpy as np
+
+from kvjax.errors import ConfigError
+from kvjax.eval.tasks import corpus
+from kvjax.eval.tasks.base import Request, Sample
+
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+_DEPTHS = 40  # evenly spaced ones, from which those of needles in an essay are drawn
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """A prompt before it is a sample: its context, and the question with the answer's beginning."""
+
+    context: str
+    question: str
+
+
+def fitted(request: Request, new_tokens: int, build: Callable[[int], Prompt]) -> Prompt:
+    """The prompt with the most hay that leaves room for the answer in `request.length` tokens.
+
+    `build(n)` is the prompt with n units of hay; it grows with n. Raises ConfigError if even n = 0 is too long.
+    """
+    def cost(n: int) -> int:
+        prompt = build(n)
+        return request.tokens(prompt.context, start=True) + request.tokens(prompt.question) + new_tokens
+
+    if (least := cost(0)) > request.length:
+        raise ConfigError(f"question and answer alone take {least} tokens, more than {request.length}; raise that")
+    above = 1
+    while cost(above) <= request.length:
+        above *= 2
+    low = above // 2  # fits
+    while low + 1 < above:
+        middle = (low + above) // 2
+        low, above = (middle, above) if cost(middle) <= request.length else (low, middle)
+    return build(low)
+
+
+def sampled(
+    request: Request, new_tokens: int, one: Callable[[Request], tuple[Callable[[int], Prompt], Sequence[str]]]
+) -> list[Sample]:
+    """`request.count` samples of a function that draws the facts and gives (build, answers)."""
+    samples = []
+    for _ in range(request.count):
+        build, answers = one(request)
+        prompt = fitted(request, new_tokens, build)
+        samples.append(Sample(prompt.context, prompt.question, tuple(answers), "string_match_all", new_tokens))
+    return samples
+
+
+
+@dataclasses.dataclass(frozen=True)
+class Niah:
+    """A needle task: what the hay is, what keys and values are, and how many of each there are."""
+
+    hay: str  # noise, essay or needles
+    key: str = "words"
+    value: str = "numbers"
+    keys: int = 1
+    values: int = 1  # of each key
+    queries: int = 1  # keys asked for
+
+
+NIAH = {
+    "niah_single_1": Niah("noise"),
+    "niah_single_2": Niah("essay"),
+    "niah_single_3": Niah("essay", value="uuids"),
+    "niah_multikey_1": Niah("essay", keys=4),
+    "niah_multikey_2": Niah("needles"),
+    "niah_multikey_3": Niah("needles", key="uuids", value="uuids"),
+    "niah_multivalue": Niah("essay", values=4),
+    "niah_multiquery": Niah("essay", keys=4, queries=4),
+}
+NIAH_TOKENS = 128
+
+
+def niah(task: Niah, request: Request) -> list[Sample]:
+    """Samples of a needle task."""
+    return sampled(request, NIAH_TOKENS, functools.partial(_niah, task))
+
+
+def _niah(task: Niah, request: Request):
+    rng = request.rng
+    values: dict[str, list[str]] = {}
+    while len(values) < task.keys:
+        values[_draw(rng, task.key)] = [_draw(rng, task.value) for _ in range(task.values)]
+    facts = [_fact(task.value, key, value) for key, group in values.items() for value in group]
+    rng.shuffle(facts)
+    spread = rng.choice(_DEPTHS, size=len(facts), replace=False) / (_DEPTHS - 1)
+    depths = sorted(spread if task.hay == "essay" else rng.random(len(facts)))
+    asked = [str(key) for key in rng.choice(list(values), size=task.queries, replace=False)]
+    hay, question = _hay(task, request, values), _question(task, asked)
+
+    def build(n: int) -> Prompt:
+        text, joint = hay(n)
+        return Prompt(f"{_opening(task)}\n{planted(text, facts, depths, joint)}\n", question)
+
+    return build, [value for key in asked for value in values[key]]
+
+
+def _hay(task: Niah, request: Request, taken: Collection[str]) -> Callable[[int], tuple[Sequence[str], str]]:
+    """A function from n to n pieces of hay and what stands between them; no needle of it has a `taken` key."""
+    if task.hay == "noise":
+        return lambda n: ([NOISE] * n, "\n")
+    if task.hay == "needles":
+        others: list[str] = []
+
+        def distractors(n: int) -> tuple[Sequence[str], str]:
+            while len(others) < n:
+                if (key := _draw(request.rng, task.key)) not in taken:
+                    others.append(_fact(task.value, key, _draw(request.rng, task.value)))
+            return others[:n], "\n"
+
+        return distractors
+    words = request.words
+    if not words:
+        raise ConfigError("the text has no words to hide facts among; give one that has")
+    return lambda n: (_sentences(" ".join((words * (n // len(words) + 1))[:n])), " ")
+
+
+def _sentences(text: str) -> list[str]:
+    return re.split(r"(?<=[.!?]) ", text) if text else []
+
+
+def planted(sentences: Sequence[str], facts: Sequence[str], depths: Sequence[float], joint: str) -> str:
+    """The sentences with each fact at its depth; depths ascend."""
+    parts, previous = [], 0
+    for fact, depth in zip(facts, depths, strict=True):
+        at = int(depth * len(sentences))
+        parts += [*sentences[previous:at], fact]
+        previous = at
+    return joint.join([*parts, *sentences[previous:]])
+
+
+def _draw(rng: np.random.Generator, kind: str) -> str:
+    """A key or value: a number of seven digits, two words, or a UUID."""
+    if kind == "numbers":
+        return str(rng.integers(10**6, 10**7))
+    if kind == "words":
+        return "-".join(rng.choice(corpus.key_words(held_out=True), size=2, replace=False))
+    return str(uuid.UUID(bytes=rng.bytes(16), version=4))
+
+
+def _fact(kind: str, key: str, value: str) -> str:
+    return f"One of the special magic {kind} for {key} is: {value}."
+
+
+def _opening(task: Niah) -> str:
+    single = task.values * task.queries == 1
+    some, kind, are = ("A", task.value[:-1], "is") if single else ("Some", task.value, "are")
+    return (f"{some} special magic {kind} {are} hidden within the following text. Make sure to memorize it. "
+            f"I will quiz you about the {kind} afterwards.")
+
+
+def _question(task: Niah, keys: Sequence[str]) -> str:
+    """The question, and the beginning of its answer."""
+    single = task.values * task.queries == 1
+    kind, these, are = (task.value[:-1], "is", "is") if single else (task.value, "are all", "are")
+    asked = keys[0] if len(keys) == 1 else f"{', '.join(keys[:-1])}, and {keys[-1]}"
+    return (f"What {these} the special magic {kind} for {asked} mentioned in the provided text? "
+            f"The special magic {kind} for {asked} mentioned in the provided text {are}")

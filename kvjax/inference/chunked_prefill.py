@@ -1,0 +1,226 @@
+"""Reading more text into a filled cache, a chunk of tokens at a time, as DynaKV's first discussion has it for prefill.
+
+The tokens of a chunk attend one another, and of everything before them what the cache would give a decoded token:
+sinks, recent window, held rows, and the blocks that one selection for the whole chunk fetches within the budget. Then
+they take their places one after the other as if they had been decoded, so that clusters grow and split while the text
+arrives. Memory is bounded by the chunk and what the cache keeps in memory, whatever the length of the text.
+
+A chunk is one transaction: it is read in all layers before it is written in any.
+"""
+
+import functools
+from collections.abc import Iterable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax import _validate
+from kvjax.cache import layer, shared_slots
+from kvjax.cache import state as caching
+from kvjax.cache.layer import Choice, LayerCache, LayerPlan
+from kvjax.cache.method import Placement, Selection, Spec
+from kvjax.cache.pool import Line
+from kvjax.cache.slots import SlotPool
+from kvjax.cache.state import Fresh, LayerState
+from kvjax.errors import ConfigError, PromptError
+from kvjax.inference import decode
+from kvjax.inference.layer_offload import Desk
+from kvjax.inference.plan import Plan, State
+from kvjax.inference.prefill import embed, unembed
+from kvjax.models.transformer import Block
+from kvjax.ops import attention, quantize
+from kvjax.ops.topk import top_blocks
+from kvjax.typing import Array, Bool, Float, Int32, Logits, PyTree
+
+VOTERS = 8  # queries of a chunk that take part in its selection
+
+
+def extend(
+    plan: Plan, params: PyTree, state: State, tokens: Int32[Array, "B T"], length: Int32[Array, "B"], chunk: int
+) -> tuple[State, Logits]:
+    """Reads `length[b]` of the tokens into each sequence, `chunk` at a time; the given state must not be used again.
+
+    Returns the state and the logits after each sequence's last token, zeros where it got none. Raises PromptError where
+    they do not fit, ConfigError for a method or backend that needs single tokens, and a StoreError. Its `state` holds
+    what was read before the chunk that failed; where a chunk was read and cannot be committed there is none.
+    """
+    counts = np.asarray(length)
+    _check(plan, state, counts, chunk)
+    chunk = min(chunk, 1 << (max(1, int(counts.max())) - 1).bit_length())  # a short text is not padded to a long chunk
+    # In host memory, as each slice of a JAX array would be a program of its own.
+    padded = np.pad(np.asarray(tokens, np.int32), ((0, 0), (0, -tokens.shape[1] % chunk)))
+    logits = jnp.zeros((plan.batch, plan.config.vocab_size), jnp.float32)
+    decode.forget(state)
+    for start in range(0, int(counts.max()), chunk):
+        count = jnp.asarray(np.clip(counts - start, 0, chunk), jnp.int32)
+        state, last, ok = _chunk(plan, params, state, jnp.asarray(padded[:, start : start + chunk]), count)
+        if decode.uses_store(state):
+            decode.settle(state, bool(ok))
+        logits = jnp.where((count > 0)[:, None], last, logits)
+    return state, logits
+
+
+def check_chunk(chunk) -> None:
+    """Raises ConfigError for a chunk that is no number of tokens."""
+    if not _validate.whole(chunk, 1):
+        raise ConfigError(f"chunk={chunk!r} must be a whole number of at least 1 token")
+
+
+def check(plan: Plan, chunk: int, backends: Iterable[str | None] = ()) -> None:
+    """Raises ConfigError for a method or backend that needs single tokens, or chunks of none."""
+    check_chunk(chunk)
+    if "python" in backends:
+        raise ConfigError("backend 'python' runs between compiled parts; use 'buffer' or 'io' to read in chunks")
+    if any(one.method.observes or one.method.samples for one in plan.layers):
+        raise ConfigError(f"{plan.method.name} learns from the attention of single tokens, or draws for "
+                          "single queries; decode the text")
+
+
+def check_prompt(plan: Plan, chunk: int, backends: Iterable[str | None] = ()) -> None:
+    """The same where the text is a prompt, of which a method may have to see all."""
+    check(plan, chunk, backends)
+    if any(one.method.whole_prompts for one in plan.layers):
+        raise ConfigError(f"{plan.method.name} decides what to keep when it has seen all of a prompt; leave out chunk")
+
+
+def _check(plan: Plan, state: State, length: np.ndarray, chunk: int) -> None:
+    check(plan, chunk, (one.pool.backend for one in state.layers if isinstance(one.pool, SlotPool)))
+    longest = int((np.asarray(state.length) + length).max())
+    if longest > plan.capacity:
+        raise PromptError(f"the text makes {longest} tokens but capacity={plan.capacity}; raise the capacity")
+
+
+def _chunk(plan: Plan, params, state: State, tokens, count):
+    """One chunk, of which `count[b]` tokens count; (State, logits of the last of them, ok)."""
+    desk = Desk(state.layers)
+    try:
+        return _layer_by_layer(plan, params, state, desk, tokens, count)
+    except BaseException as error:  # Ctrl-C, or a parked layer cannot be read: the chunk is over
+        decode.drop(state, desk, error)
+        raise
+
+
+def _layer_by_layer(plan: Plan, params, state: State, desk: Desk, tokens, count):
+    x, at, line, fresh = embed(plan.config, params, tokens), state.length, state.line, []
+    choice, slots, ok = None, None, jnp.bool_(True)
+    for i, one in enumerate(plan.layers):
+        choice = choice if one.follows else None
+        cache = shared_slots.take(desk.open(i), slots)
+        desk.begin(i + 1)
+        x, cache, new, fine, choice, left = _read(
+            plan.config, one, params[f"layers_{i}"], cache, x, at, count, jnp.int32(i), line, choice
+        )
+        desk.put(i, cache)
+        slots = slots if left is None else left
+        fresh.append(new)
+        ok = ok & fine
+    last = jnp.take_along_axis(x, jnp.maximum(count - 1, 0)[:, None, None], axis=1)[:, 0]
+    desk.give_back(slots)
+    desk.commit()
+    decode.write_layers(plan, desk, lambda i, cache, leader: _write(
+        plan.layers[i], cache, fresh[i], tokens, at, count, ok, jnp.int32(i), state.line, leader
+    ))
+    line = Line(line.handle, line.generation + ok)
+    return State(desk.layers, jnp.where(ok, at + count, at), line), unembed(plan.config, params, last), ok
+
+
+# ------------------------------------------------------------------------------------------- read
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
+def _read(config, plan: LayerPlan, params, cache: LayerCache, x, at, count, number, line, choice):
+    """One layer of a chunk up to its output; (output, cache, Fresh of every token, ok, Choice, slots that it leaves or
+    None)."""
+    block, size = Block(config), x.shape[1]
+    pos = at[:, None] + jnp.arange(size, dtype=jnp.int32)
+    q, key, value = block.apply({"params": params}, x, pos, method="project")
+    if choice is None:
+        choice = layer.of_active(plan, _choose(plan, cache.state, q, count), count > 0)
+    pool, slot, ok, _ = cache.pool.fetch(choice.need, cache.state.count, number, line)
+    cache = LayerCache(cache.state, pool)
+    args = (layer.fetched(plan, cache, choice, slot), _folded(plan.spec, q), key, value, at, count)
+    out = _unfolded(layer.each_sequence(lambda one: _attend(plan, cache.pool, *one), args), q.shape)
+    x = block.apply({"params": params}, x, out, method="finish")
+    loaded = jnp.broadcast_to(choice.need, (size, *choice.need.shape))
+    seen = jnp.zeros((size, *choice.need.shape[:2], 0), jnp.float32)
+    fresh = Fresh(key.swapaxes(0, 1), value.swapaxes(0, 1), loaded, seen.astype(jnp.int32), seen)
+    cache, left = shared_slots.leave(cache)
+    return x, cache, fresh, ok, choice, left
+
+
+def _choose(plan: LayerPlan, state: LayerState, q: Float[Array, "B Q H D"], count: Int32[Array, "B"]) -> Choice:
+    """One selection for a chunk: every few queries rank the blocks, and the best are those ranked best by most."""
+    spec, method = plan.spec, plan.method
+    if method.attends_all:
+        return layer.choose(plan, state, q[:, 0])
+
+    def one(state, q, count):
+        state = caching.within(plan.spec, state)
+        view = caching.view(spec, state)
+        voters = q[(jnp.arange(VOTERS, dtype=jnp.int32) * jnp.maximum(count, 1)) // VOTERS]
+        voters = voters.reshape(VOTERS, spec.kv_heads, spec.group, spec.head_dim)
+        ranked = jax.lax.map(lambda voter: method.select(spec, state.index, view, voter).block, voters)
+        force = method.select(spec, state.index, view, voters[0]).force
+        return Choice(*caching.needed_blocks(spec, state, Selection(_elect(spec, ranked), force)))
+
+    return jax.vmap(one)(state, q, count)
+
+
+def _elect(spec, ranked: Int32[Array, "V K M"]) -> Int32[Array, "K M"]:
+    """The blocks with most points, M for a first rank down to 1 for the last (Borda)."""
+    points = jnp.arange(spec.max_blocks, 0, -1, dtype=jnp.float32)
+    head = jnp.arange(spec.kv_heads, dtype=jnp.int32)[:, None]
+    total = jnp.zeros((spec.kv_heads, spec.num_blocks), jnp.float32).at[head, ranked].add(points, mode="drop")
+    return top_blocks(total, total > 0, spec.max_blocks)
+
+
+def _folded(spec: Spec, q: Float[Array, "B Q H D"]) -> Float[Array, "B K GQ D"]:
+    """All queries of a KV head's group, one after the other."""
+    apart = q.reshape(*q.shape[:2], spec.kv_heads, spec.group, -1)
+    return apart.transpose(0, 2, 3, 1, 4).reshape(q.shape[0], spec.kv_heads, -1, q.shape[-1])
+
+
+def _unfolded(out: Float[Array, "B K GQ D"], shape: tuple[int, int, int, int]) -> Float[Array, "B Q H D"]:
+    """What `_folded` was."""
+    batch, size, _, dim = shape
+    return out.reshape(batch, out.shape[1], -1, size, dim).transpose(0, 3, 1, 2, 4).reshape(shape)
+
+
+def _attend(
+    plan: LayerPlan, pool, found: layer.Fetched, q: Float[Array, "K GQ D"], key: Float[Array, "Q K D"], value, at, count
+) -> Float[Array, "K GQ D"]:
+    """One sequence: log-sum-exp merge of the tail, the chosen rows and, causally, the chunk itself."""
+    size = key.shape[0]
+    mine = at + jnp.arange(size, dtype=jnp.int32)
+    own = jnp.broadcast_to(jnp.where(jnp.arange(size, dtype=jnp.int32) < count, mine, -1), (plan.spec.kv_heads, size))
+    rows, rows_value, valid, pos = layer.chosen_rows(plan, pool, found)
+    scores = functools.partial(attention.scores_of_many, q)
+    tail, made = found.state.tail, layer.scored(plan, found, q)
+    made = scores(quantize.all_of(rows)) if made is None else made
+    sets = [(scores(tail.key), tail.value, tail.pos),
+            (made, quantize.all_of(rows_value), jnp.where(valid, pos, -1)),
+            (scores(key.swapaxes(0, 1)), value.swapaxes(0, 1), own)]
+    parts = [attention.attend_masked(score, v, _seen(plan, p, mine)) for score, v, p in sets]
+    return attention.normalise(functools.reduce(attention.merge, parts), q.dtype)
+
+
+def _seen(plan: LayerPlan, pos: Int32[Array, "K N"], mine: Int32[Array, "Q"]) -> Bool[Array, "K Q N"]:
+    """Which tokens each query may attend: earlier ones and itself, inside the model's own sliding window."""
+    seen = (pos[:, None] >= 0) & (pos[:, None] <= mine[:, None])
+    return seen & plan.spec.seen(pos[:, None], mine[:, None])
+
+
+# ------------------------------------------------------------------------------------------ write
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _write(plan: LayerPlan, cache: LayerCache, fresh: Fresh, tokens, at, count, ok, number, line, leader):
+    """Books the chunk's tokens one after the other; where they went is for layers that follow this one."""
+
+    def one(cache, step) -> tuple[LayerCache, Placement]:
+        j, new, token, placement = step
+        return layer.write(plan, cache, new, at + j, ok & (j < count), number, line, token, placement)
+
+    steps = (jnp.arange(tokens.shape[1], dtype=jnp.int32), fresh, tokens.swapaxes(0, 1), leader)
+    return jax.lax.scan(one, cache, steps)

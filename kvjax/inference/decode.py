@@ -1,0 +1,329 @@
+"""Decoding: one token at a time over the caches of all layers.
+
+Two drivers share `layer.read` and `layer.write`. `staged` is a Python loop over layers, each a
+compiled function that is traced once and serves every layer of the same shape; `fused` is the whole
+token as one program with the store's callbacks inside. They give equal tokens. Both read every
+layer before they write any, so that a token either happens in all layers or in none.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.cache import layer, shared_slots
+from kvjax.cache.layer import LayerCache, Report
+from kvjax.cache.method import Placement
+from kvjax.cache.pool import Line, Pool, gated
+from kvjax.cache.slots import SlotPool
+from kvjax.errors import ConfigError, StoreClosed, StoreError, to_raise
+from kvjax.inference.layer_offload import Desk, is_parked
+from kvjax.inference.plan import Plan, State
+from kvjax.inference.prefill import embed, unembed
+from kvjax.models.transformer import Block, Transformer
+from kvjax.ops import barriers
+from kvjax.store import interface
+from kvjax.typing import Array, Bool, Int32, Logits, PyTree, pytree
+
+Driver = Literal["staged", "fused"]
+
+
+@pytree
+class Step:
+    """Result of one token."""
+
+    logits: Logits
+    state: State
+    ok: Bool[Array, ""]  # False: a read failed, and the state is the old one
+    reports: tuple[Report, ...]
+
+
+def step(
+    plan: Plan, params: PyTree, state: State, tokens: Int32[Array, "B"] | np.ndarray,
+    active: Bool[Array, "B"] | np.ndarray | None = None, driver: Driver = "staged", donate: bool = False,
+) -> Step:
+    """Decodes one token per sequence; sequences that are not `active` stay as they are.
+
+    With `donate` the given state's memory is reused and the value must not be used again. The step
+    is committed to the store, or aborted there; a failed read raises the store's typed error, whose
+    `state` attribute is the cache as it was, ready for a retry. Where a read was fine and the commit
+    fails, or after Ctrl-C, the given state is what is left, unless it was donated or has parked layers.
+    """
+    active = np.ones(plan.batch, bool) if active is None else active
+    check_driver(driver)
+    run = _staged if driver == "staged" else _fused
+    forget(state)
+    result = run(plan, params, state, _operand(tokens, jnp.int32), _operand(active, jnp.bool_), donate)
+    if uses_store(result.state):
+        settle(result.state, bool(result.ok))
+    return result
+
+
+def _operand(x: Array | np.ndarray, kind) -> Array:
+    """What a compiled function is given. An array on the host stays there, as a program to bring it to the device would
+    take longer than the call does with it; a copy, as the call may look at it after the caller has changed it."""
+    return x.astype(kind) if isinstance(x, jax.Array) else np.array(x, kind)  # type: ignore[return-value]
+
+
+def check_driver(driver: str) -> None:
+    """Raises ConfigError for a driver that there is not."""
+    if driver not in get_args(Driver):
+        raise ConfigError(f"unknown driver {driver!r}; use {' or '.join(get_args(Driver))}")
+
+
+def temporary_bytes(plan: Plan, params: PyTree, state: State) -> int:
+    """Bytes that the fused driver takes for one token beside weights and state, by XLA's plan: gathered rows, scores,
+    and what is computed of them. Compiles the token once more."""
+    leaves, tree = jax.tree.flatten(state)
+    token, active = jnp.zeros(plan.batch, jnp.int32), jnp.ones(plan.batch, bool)
+
+    def one(leaves, params):
+        return _fused_token(plan, params, jax.tree.unflatten(tree, leaves), token, active)
+
+    found = jax.jit(one, donate_argnums=0).lower(leaves, params).compile().memory_analysis()
+    if found is None:
+        raise ConfigError(f"XLA's {jax.default_backend()} backend does not tell the memory of a program")
+    return found.temp_size_in_bytes
+
+
+def uses_store(state: State) -> bool:
+    return any(isinstance(one.pool, SlotPool) for one in state.layers)
+
+
+def settle(state: State, ok: bool) -> None:
+    """Commits the token to the store, or drops it and raises what went wrong, Ctrl-C amid a callback as itself."""
+    branch, generation = interface.lookup(int(state.line.handle)), int(state.line.generation) - ok
+    if branch is None:
+        raise StoreClosed("the store of this cache was closed; prefill again, or keep the store open")
+    try:
+        # The write callbacks run whenever XLA gets to them: wait until all of them have queued their rows.
+        jax.block_until_ready([one.pool.queued for one in state.layers if isinstance(one.pool, SlotPool)])
+        if ok:
+            branch.commit(generation)
+            return
+        failure = branch.take_error() or StoreError("a read failed, and the store kept no reason")
+        failure.state = state
+        raise failure
+    except BaseException as error:
+        branch.abort(generation)  # the token is over, and another one may be tried in its place
+        kept = to_raise(error)
+        if kept is not error:
+            raise kept from None
+        raise
+
+
+def _read(config, layer_plan, next_plan, params, next_params, cache, next_cache, x, choice, at, number, line, active):
+    """One layer of a token up to its output.
+
+    Begins with a look at the next layer, if there is anything to choose or to read there; `choice` is what the previous
+    layer saw of this one, or made for both. Returns (output, cache, Fresh, ok, Report, Choice for the next layer or
+    None, slots that it leaves or None).
+    """
+    next_choice = projected = None
+    if choice is None and layer_plan.method.lookahead and _prefetches(cache.pool, "layer"):
+        # The first layer, which nobody looked ahead at: its reads should not queue behind those of the next one.
+        projected = _project(config, params, x, at)
+        choice = _choose(layer_plan, cache.state, projected[0], active)
+        x = barriers.after(cache.pool.submit(choice.need, number, line), x)
+    if next_plan is not None and not next_plan.follows:
+        q = _queries(config, next_params, x, at)
+        seen = _choose(next_plan, next_cache.state, q, active)
+        next_choice = seen if next_plan.method.lookahead else None
+        if _prefetches(next_cache.pool, "layer"):
+            x = barriers.after(next_cache.pool.submit(seen.need, number + 1, line), x)
+    q, key, value = _project(config, params, x, at) if projected is None else projected
+    early = choice is not None
+    choice = choice if early else _choose(layer_plan, cache.state, q, active)
+    # Of blocks that are known early waiting could come before all computing, and slots still be the layer's before.
+    if isinstance(cache.pool, SlotPool) and (early or cache.pool.passing):
+        ready = barriers.exists(q) & barriers.exists(x)
+        choice = dataclasses.replace(choice, need=jnp.where(ready, choice.need, layer_plan.spec.num_blocks))
+    out, cache, fresh, ok, report = layer.read(layer_plan, cache, q, key, value, at, number, line, choice)
+    if next_plan is not None and next_plan.follows:
+        next_choice = choice
+        if _prefetches(next_cache.pool, "layer"):
+            out = barriers.after(next_cache.pool.submit(choice.need, number + 1, line), out)
+    if _prefetches(cache.pool, "step") and not layer_plan.follows:  # followers do not rank blocks
+        likely = gated(layer.runners_up(layer_plan, cache.state, q), ok & active, layer_plan.spec.num_blocks)
+        out = barriers.after(cache.pool.submit(likely, number, line), out)
+    cache, left = shared_slots.leave(cache)
+    return _finish(config, params, x, out), cache, fresh, ok, report, next_choice, left
+
+
+def _choose(layer_plan, state, q, active):
+    return layer.of_active(layer_plan, layer.choose(layer_plan, state, q), active)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _queries(config, params, x, at):
+    return barriers.rounded(Block(config).apply({"params": params}, barriers.rounded(x), at, method="queries"))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _project(config, params, x, at):
+    made = Block(config).apply({"params": params}, barriers.rounded(x), at, method="project")
+    return jax.tree.map(barriers.rounded, made)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _finish(config, params, x, out):
+    x, out = barriers.rounded(x), barriers.rounded(out)
+    return barriers.rounded(Block(config).apply({"params": params}, x, out, method="finish"))
+
+
+def _prefetches(pool: Pool, kind: str) -> bool:
+    return isinstance(pool, SlotPool) and pool.prefetch == kind
+
+
+def _looks_ahead(plan: Plan, layers, i: int) -> bool:
+    """Whether layer i looks at the next one: to choose there, or to read early what will be chosen."""
+    if i + 1 == len(plan.layers):
+        return False
+    following = plan.layers[i + 1]
+    return following.follows or following.method.lookahead or _prefetches(layers[i + 1].pool, "layer")
+
+
+def _next_line(line: Line, ok) -> Line:
+    return Line(line.handle, line.generation + ok)
+
+
+@functools.cache
+def _compiled(donate: bool, in_python: bool):
+    """The staged functions, with and without donation of the cache; or as they are, if Python is to run the effects
+    between the parts that are compiled."""
+    if in_python:
+        return _read, layer.write
+    read = jax.jit(_read, static_argnums=(0, 1, 2), donate_argnums=(5,) if donate else ())
+    write = jax.jit(layer.write, static_argnums=0, donate_argnums=(1,) if donate else ())
+    return read, write
+
+
+def _staged(plan, params, state, tokens, active, donate):
+    desk = Desk(state.layers)
+    try:
+        return _layer_by_layer(plan, params, state, desk, tokens, active, donate)
+    except BaseException as error:  # Ctrl-C, or a parked layer cannot be read: the token is over
+        drop(state, desk, error)
+        raise
+
+
+def drop(state: State, desk: Desk, error: BaseException) -> None:
+    """Ends a token that did not get through all layers; a StoreError keeps the cache as it was, ready for a retry."""
+    desk.abandon()
+    forget(state)
+    if isinstance(error, StoreError):
+        error.state = dataclasses.replace(state, layers=desk.layers)
+
+
+def forget(state: State) -> None:
+    """Drops what is queued of a token after this state: of one that Ctrl-C ended on its way to `settle`."""
+    branch = interface.lookup(int(state.line.handle)) if uses_store(state) else None
+    if branch is not None:
+        branch.abort(int(state.line.generation))
+
+
+def _layer_by_layer(plan, params, state, desk, tokens, active, donate):
+    read, write = _compiled(donate, _effects_in_python(state))
+    x, choice, slots = embed(plan.config, params, tokens), None, None
+    at, fresh, oks, reports = state.length, [], [], []
+    for i, layer_plan in enumerate(plan.layers):
+        number = _numbers(len(plan.layers))[i]
+        one = shared_slots.take(desk.open(i), slots)
+        desk.begin(i + 1)
+        following = _following(plan, params, state.layers, i, desk.open)
+        x, one, new, ok, report, choice, left = read(
+            plan.config, layer_plan, following[0], params[f"layers_{i}"], following[1], one, following[2], x, choice,
+            at, number, state.line, active,
+        )
+        desk.put(i, one)
+        slots = slots if left is None else left
+        fresh.append(new)
+        oks.append(ok)
+        reports.append(report)
+    logits = unembed(plan.config, params, x)
+    ok, gate, line, length = _close(oks, active, state.line, at)
+    desk.give_back(slots)
+    desk.commit()
+    numbers = _numbers(len(plan.layers))
+    write_layers(plan, desk, lambda i, cache, leader: write(
+        plan.layers[i], cache, fresh[i], at, gate, numbers[i], state.line, tokens, leader
+    ))
+    return Step(logits, State(desk.layers, length, line), ok, tuple(reports))
+
+
+def write_layers(plan: Plan, desk: Desk, write: Callable[[int, LayerCache, Placement | None], tuple]) -> None:
+    """Has `write(i, cache, leader)` give the cache of every layer, and where tokens went for layers that follow it."""
+    leader = None
+    for i, layer_plan in enumerate(plan.layers):
+        cache = desk.open(i)
+        desk.begin(i + 1)
+        cache, leader = write(i, cache, leader if layer_plan.follows else None)
+        desk.put(i, cache)
+    desk.commit()
+
+
+def _following(plan: Plan, params, layers, i: int, open_layer):
+    """Plan, parameters and cache of the next layer; Nones where layer i has no use for them."""
+    if not _looks_ahead(plan, layers, i):
+        return None, None, None
+    return plan.layers[i + 1], params[f"layers_{i + 1}"], open_layer(i + 1)
+
+
+@functools.cache
+def _numbers(count: int):
+    """Layer numbers as device scalars, made once: a Python int per call would be transferred each time."""
+    return [jnp.int32(i) for i in range(count)]
+
+
+@jax.jit
+def _close(oks, active, line, length):
+    """Decides the token: gate of the writes, next generation, next lengths."""
+    ok = functools.reduce(jnp.logical_and, oks)
+    gate = ok & active
+    return ok, gate, _next_line(line, ok), length + gate
+
+
+def _fused_token(plan, params, state, tokens, active):
+    model = Transformer(plan.config)
+    x, choice, slots = model.apply({"params": params}, tokens, method="embed"), None, None
+    at, layers, fresh, reports, ok = state.length, list(state.layers), [], [], jnp.bool_(True)
+    for i, layer_plan in enumerate(plan.layers):
+        following = _following(plan, params, state.layers, i, state.layers.__getitem__)
+        x, layers[i], new, fine, report, choice, left = _read(
+            plan.config, layer_plan, following[0], params[f"layers_{i}"], following[1], shared_slots.take(layers[i],
+            slots), following[2], x, choice, at, jnp.int32(i), state.line, active,
+        )
+        slots = slots if left is None else left
+        ok = ok & fine
+        fresh.append(new)
+        reports.append(report)
+    logits = model.apply({"params": params}, x, method="unembed")
+    gate = ok & active & barriers.exists(x) & barriers.positions_exist(report.selected for report in reports)
+    layers, leader = shared_slots.give_back(layers, slots), None
+    for i, layer_plan in enumerate(plan.layers):
+        leader = leader if layer_plan.follows else None
+        layers[i], leader = layer.write(
+            layer_plan, layers[i], fresh[i], at, gate, jnp.int32(i), state.line, tokens, leader
+        )
+    return Step(logits, State(tuple(layers), at + gate, _next_line(state.line, ok)), ok, tuple(reports))
+
+
+def _effects_in_python(state: State) -> bool:
+    return any(isinstance(one.pool, SlotPool) and one.pool.backend == "python" for one in state.layers)
+
+
+@functools.cache
+def _compiled_token(donate: bool):
+    return jax.jit(_fused_token, static_argnums=0, donate_argnums=(2,) if donate else ())
+
+
+def _fused(plan, params, state, tokens, active, donate):
+    if is_parked(state.layers):
+        raise ConfigError("parked layers come and go between compiled parts; use driver='staged'")
+    if _effects_in_python(state):
+        raise ConfigError("backend 'python' runs between compiled parts; use driver='staged'")
+    return _compiled_token(donate)(plan, params, state, tokens, active)

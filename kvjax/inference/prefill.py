@@ -1,0 +1,249 @@
+"""Reading prompts: layer by layer over whole prompts, each layer being indexed while the next is read."""
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.cache import layer
+from kvjax.cache.layer import LayerCache, Prompts
+from kvjax.cache.pool import Line
+from kvjax.cache.state import LayerState
+from kvjax.errors import PromptError
+from kvjax.inference import layer_offload
+from kvjax.inference import plan as planning
+from kvjax.inference.plan import Plan, Slots, State, on_store, slot_pool
+from kvjax.models.config import ModelConfig
+from kvjax.models.transformer import Block, Transformer
+from kvjax.ops import attention, quantize
+from kvjax.store import interface
+from kvjax.typing import Array, Float, Int32, PyTree, pytree
+
+_CHUNK = 512  # queries of one prefill attention step
+
+
+@pytree
+class Activations:
+    """What one layer saw and made of prompts, right-padded to T."""
+
+    x: Float[Array, "B T E"]  # its input
+    key: Float[Array, "B T K D"]
+    value: Float[Array, "B T K D"]
+    out: Float[Array, "B T E"]  # the next layer's input
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """Prompts that were read densely, with the activations of every layer on the host: caches of any method can be
+    filled from it."""
+
+    tokens: Int32[Array, "B T"]  # right-padded
+    length: Int32[Array, "B"]
+    layers: tuple[Activations, ...]
+    fingerprint: str = ""  # of model and tokenizer
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory; a layer's output is the next one's input."""
+        return sum(one.x.nbytes + one.key.nbytes + one.value.nbytes for one in self.layers)
+
+
+def read(config: ModelConfig, params: PyTree, tokens: Int32[Array, "B T"]) -> Iterator[Activations]:
+    """Reads prompts densely, layer by layer."""
+    x, size = embed(config, params, tokens), min(_CHUNK, tokens.shape[1])
+    for i, sliding in enumerate(config.windows):
+        out, key, value = _read_layer(config, sliding, size, params[f"layers_{i}"], x)
+        yield Activations(x, key, value, out)
+        x = out
+
+
+def prefill(
+    plan: Plan, params: PyTree, tokens: Int32[Array, "B T"], length: Int32[Array, "B"],
+    branch: interface.Branch | None = None, slots: Slots | None = None, layers: Iterable[Activations] | None = None,
+    pipelined: bool = True,
+):
+    """Fills a new cache from prompts, right-padded to T, one layer at a time.
+
+    Prompts are read as they are needed, if their `layers` are not given. While a layer is indexed and written to the
+    store the next one is read (IceCache, section 4.3), unless `pipelined` is False. Peak memory then is the hidden
+    states of three layers, keys and values of two, and the cache, linear in T. Returns (State, logits after each
+    prompt's last token [B, V]).
+    """
+    check_prompts(plan, np.asarray(length))
+    tokens = pad(np.asarray(tokens, np.int32))
+    slots, caches, before = slots or Slots(), [], None
+    hidden: Any = None
+    lot = _parking(plan, branch, slots)
+
+    @_as_in_this_thread
+    def index(i, one):
+        """Layer i's cache; layers come in their order."""
+        nonlocal before
+        prompts = Prompts(one.key, one.value, length, tokens, _last_queries(plan, i, params, one.x, length))
+        leader = before if plan.layers[i].follows else None
+        samples = _sample_queries(plan, i, branch, params, one.x, length)
+        cache = fill(plan, i, prompts, leader, branch, slots, samples)
+        before = cache.state
+        caches.append(layer_offload.park(lot, i, cache) if lot else cache)
+
+    try:
+        with ThreadPoolExecutor(1) as indexer:
+            pending = indexer.submit(lambda: None)
+            for i, one in enumerate(layers or read(plan.config, params, tokens)):
+                pending.result()  # one layer waits at most, so that no more are in memory
+                pending, hidden = indexer.submit(index, i, one), one.out
+                if not pipelined:
+                    pending.result()
+            pending.result()
+        last = jnp.take_along_axis(hidden, (length - 1)[:, None, None], axis=1)[:, 0]
+        handle, generation = (-1, 0) if branch is None else (branch.handle, branch.generation)
+        line = Line(jnp.int32(handle), jnp.int32(generation))
+        return State(tuple(caches), jnp.asarray(length, jnp.int32), line), unembed(plan.config, params, last)
+    except BaseException:
+        if lot is not None:
+            lot.discard()
+        raise
+
+
+def _as_in_this_thread(function):
+    """The function with the precision, the device and the widest types that this thread has chosen, whichever thread it
+    runs in."""
+    precision, device = jax.config.jax_default_matmul_precision, jax.config.jax_default_device
+    wide = jax.config.jax_enable_x64
+
+    @functools.wraps(function)
+    def there(*args):
+        with jax.default_matmul_precision(precision), jax.default_device(device), jax.enable_x64(wide):
+            return function(*args)
+
+    return there
+
+
+def _parking(plan: Plan, branch, slots: Slots):
+    """A branch for layers that wait in a store; None if they stay in memory."""
+    if slots.park is None:
+        return None
+    outlines = [planning.outline(plan, i, branch is not None, slots) for i in range(len(plan.layers))]
+    return layer_offload.create(slots.park, outlines)
+
+
+def check_prompts(plan: Plan, length: np.ndarray) -> None:
+    """Raises PromptError for prompts of so many tokens that this plan cannot be filled from."""
+    if length.min() < 1:
+        raise PromptError("a prompt is empty; give at least one token")
+    if length.max() > plan.capacity:
+        raise PromptError(f"a prompt has {length.max()} tokens but capacity={plan.capacity}; raise the capacity")
+    layer.check_enough(plan.layers[-1], length)
+
+
+def _round_up(size: int) -> int:
+    """Padded prompt length: a power of two below the chunk, whole chunks above, so that few shapes compile."""
+    return max(16, 1 << (size - 1).bit_length()) if size < _CHUNK else -(-size // _CHUNK) * _CHUNK
+
+
+def pad(tokens: Int32[Array, "B T"] | Int32[np.ndarray, "B T"]) -> Int32[Array, "B T2"]:
+    """Prompts, right-padded to one of the lengths that are read."""
+    more = _round_up(tokens.shape[1]) - tokens.shape[1]
+    return jnp.asarray(np.pad(tokens, ((0, 0), (0, more))))  # on the host, which makes no program for each length
+
+
+def batch(rows: Sequence[Sequence[int]]) -> tuple[Int32[Array, "B T"], Int32[Array, "B"]]:
+    """Token ids of sequences side by side, right-padded, and how many each has."""
+    length = np.array([len(row) for row in rows], np.int32)
+    tokens = np.zeros((len(rows), length.max()), np.int32)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row)] = row
+    return jnp.asarray(tokens), jnp.asarray(length)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def embed(config, params, tokens):
+    return Transformer(config).apply({"params": params}, tokens, method="embed")
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def unembed(config, params, x):
+    return Transformer(config).apply({"params": params}, x, method="unembed")
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _read_layer(config, sliding, size, params, x):
+    """One layer over whole prompts x[B, T, E]; returns the next hidden states, keys and values."""
+    block, length = Block(config), x.shape[1]
+    starts = jnp.arange(0, length, size, dtype=jnp.int32)
+
+    def one(x):
+        q, key, value = block.apply({"params": params}, x, jnp.arange(length, dtype=jnp.int32), method="project")
+        q = q.reshape(length, config.num_kv_heads, config.group, config.head_dim)
+
+        def chunk(start):
+            part = jax.lax.dynamic_slice_in_dim(q, start, size)
+            out = attention.causal(part, key, value, start, size, sliding)
+            rows = jax.lax.dynamic_slice_in_dim(x, start, size)
+            return block.apply({"params": params}, rows, out.reshape(size, -1, config.head_dim), method="finish")
+
+        return jax.lax.map(chunk, starts).reshape(x.shape), key, value
+
+    return jax.lax.map(one, x)
+
+
+def _sample_queries(plan: Plan, i: int, branch, params, x, length):
+    """Queries `[Q, B, H, D]` by which the store's layout sees which blocks go together; None if it does not ask."""
+    if branch is None or not branch.samples or plan.layers[i].method.attends_all or plan.layers[i].follows:
+        return None
+    # Spread evenly over the second half of each prompt, the last token's first.
+    stride = jnp.maximum(1, jnp.asarray(length) // (2 * branch.samples))
+    back = jnp.arange(branch.samples, dtype=jnp.int32) * stride[:, None]
+    return _queries_at(plan.config, params[f"layers_{i}"], x, length, back).swapaxes(0, 1)
+
+
+def _last_queries(plan: Plan, i: int, params, x, length):
+    """Queries `[B, Q, H, D]` of each prompt's last tokens, if the layer's method asks for them."""
+    wanted = 0 if plan.layers[i].follows else plan.layers[i].method.observation
+    count = x.shape[1] if wanted is None else min(wanted, x.shape[1])
+    back = jnp.arange(count, dtype=jnp.int32)[None, ::-1]
+    return _queries_at(plan.config, params[f"layers_{i}"], x, length, back) if count else None
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _queries_at(config, params, x, length, back):
+    """Queries `[B, Q, H, D]` of the tokens that are back[#B, Q] before each prompt's last in x[B, T, E]."""
+    at = jnp.maximum(jnp.asarray(length)[:, None] - 1 - back, 0)
+    rows = jnp.take_along_axis(x, at[..., None], axis=1)
+    return Block(config).apply({"params": params}, rows, at, method="queries")
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _retrieved(layer_plan, state, queries):
+    """Blocks `[B, Q, K, M1]` that each of queries[Q, B, H, D] would fetch; a query costs one `select`."""
+    return jax.lax.map(lambda q: layer.choose(layer_plan, state, q).need, queries).swapaxes(0, 1)
+
+
+def fill(
+    plan: Plan, i: int, prompts: Prompts, leader: LayerState | None, branch: interface.Branch | None, slots: Slots,
+    samples: Array | None = None,
+) -> LayerCache:
+    """Layer i's cache from its prompts; `leader` is the layer it follows, if any, `samples` as of `_sample_queries`."""
+    layer_plan, weights = plan.layers[i], plan.layers[i].method.weights(i)
+    state, placement = _filled(layer_plan, plan.dtype, weights, prompts, leader)
+    if branch is None or not on_store(plan, i):
+        return LayerCache(state, layer.in_memory(layer_plan, state, placement, prompts, plan.dtype))
+    retrieved = None if samples is None else np.asarray(_retrieved(layer_plan, state, samples))
+    heads = layer_plan.spec.block_heads
+    pos = np.asarray(state.pos[:, :heads])
+    rows = quantize.as_stored(np.asarray(layer.stored_rows(layer_plan, state, prompts, plan.dtype)))
+    prompt = interface.Prompt(pos, None if retrieved is None else retrieved[:, :, :heads])
+    branch.write_layer(i, interface.Gathered(rows, pos), np.asarray(state.count[:, :heads]), prompt)
+    return LayerCache(state, slot_pool(plan, i, slots))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _filled(layer_plan, dtype, weights, prompts, leader):
+    """The state, and each token's place: what takes long to compile is the same program whatever keeps the blocks."""
+    state = layer.init(layer_plan, prompts.key.shape[0], dtype, weights)
+    return layer.prefill(layer_plan, state, prompts, leader)

@@ -1,0 +1,103 @@
+"""The part of a cache that is not in a store, as one safetensors file: written to the device, verified when read."""
+
+import contextlib
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+import xxhash
+from safetensors.numpy import save as serialise
+
+from kvjax import _files
+from kvjax.cache.layer import LayerCache
+from kvjax.cache.pool import Line, MemoryPool
+from kvjax.errors import ChecksumMismatch, FormatMismatch, ReadFailed, typed
+from kvjax.inference import layer_offload
+from kvjax.inference import plan as planning
+from kvjax.inference.plan import Plan, Slots, State
+from kvjax.store.interface import Branch
+from kvjax.typing import Array, PyTree
+
+_HEADER_BYTES = 1 << 20  # for names, types and shapes of a file's arrays, at most
+_TYPES = {
+    "BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "U16": np.uint16, "I16": np.int16, "U32": np.uint32,
+    "I32": np.int32, "F16": np.float16, "BF16": jnp.bfloat16, "F32": np.float32,
+}
+
+
+def _tree(state: State, logits) -> PyTree:
+    """What is saved beside the store: slots are left out, as they only repeat what the store holds."""
+    layers = [(one.state, one.pool if isinstance(one.pool, MemoryPool) else None) for one in state.layers]
+    return {"layers": layers, "length": state.length, "logits": logits}
+
+
+def _name(path) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def _checksum(leaves: dict[str, np.ndarray]) -> str:
+    """Digest of names, types, shapes and bytes."""
+    total = xxhash.xxh3_64()
+    for name, array in sorted(leaves.items()):
+        total.update(f"{name} {array.dtype} {array.shape}".encode())
+        total.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return total.hexdigest()
+
+
+def save(path: pathlib.Path, state: State, logits: Array) -> str:
+    """Writes a new file that is on the device when this returns, name included, and that only its owner may read.
+
+    Returns the checksum of its arrays. Raises NoSpace or WriteFailed; then there is no file.
+    """
+    flat, _ = jax.tree_util.tree_flatten_with_path(_tree(state, logits))
+    leaves = {_name(path): np.asarray(leaf) for path, leaf in flat}
+    try:
+        _files.write_private(path, serialise(leaves))
+    except OSError as cause:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+        raise typed(f"{path} cannot be written", cause) from cause
+    return _checksum(leaves)
+
+
+def load(path: pathlib.Path, checksum: str, plan: Plan, slots: Slots, branch: Branch | None) -> tuple[State, Array]:
+    """State and logits of a file that `save` wrote, for this branch; slots are empty.
+
+    Raises ReadFailed, ChecksumMismatch, or FormatMismatch when the plan is not the one it was saved with. Nothing of a
+    size that the plan does not have is read or made.
+    """
+    empty = [planning.outline(plan, i, branch is not None, slots) for i in range(len(plan.layers))]
+    handle, generation = (-1, 0) if branch is None else (branch.handle, branch.generation)
+    line = Line(jnp.int32(handle), jnp.int32(generation))
+    like = layer_offload.shape_only((plan.batch, plan.config.vocab_size), np.dtype(np.float32))
+    expected = _tree(State(tuple(empty), jnp.zeros(plan.batch, jnp.int32), line), like)
+    flat, structure = jax.tree_util.tree_flatten_with_path(expected)
+    leaves = _read(path, checksum, sum(like.nbytes for _, like in flat))
+    taken = []
+    for path_of, like in flat:
+        name = _name(path_of)
+        leaf = leaves.pop(name, None)
+        alike = leaf is not None and (leaf.dtype == like.dtype or name == "logits")  # which have the weights' type
+        if leaf is None or leaf.shape != like.shape or not alike:
+            found = "nothing" if leaf is None else f"{leaf.dtype}{list(leaf.shape)}"
+            raise FormatMismatch(f"{path}: {found} was saved as {name}, and this method wants "
+                                 f"{like.dtype}{list(like.shape)}; prefill again")
+        taken.append(jnp.asarray(leaf))
+    tree = jax.tree.unflatten(structure, taken)
+    pairs = enumerate(tree["layers"])
+    layers = [LayerCache(state, pool or planning.slot_pool(plan, i, slots)) for i, (state, pool) in pairs]
+    return State(tuple(layers), tree["length"], line), tree["logits"]
+
+
+def _read(path: pathlib.Path, checksum: str, most: int) -> dict[str, np.ndarray]:
+    """The arrays of a file of at most so many bytes, and a header."""
+    try:
+        found = safetensors.deserialize(_files.read_regular(path, most + _HEADER_BYTES))
+        leaves = {name: np.frombuffer(one["data"], _TYPES[one["dtype"]]).reshape(one["shape"]) for name, one in found}
+    except (OSError, ValueError, KeyError, safetensors.SafetensorError) as cause:
+        raise ReadFailed(f"the state {path} cannot be read: {cause}; prefill again") from cause
+    if _checksum(leaves) != checksum:
+        raise ChecksumMismatch(f"the state {path} is not what was written; prefill again")
+    return leaves

@@ -1,7 +1,0 @@
-"""The compiled part of `kvjax.kernels` (module.c)."""
-
-JAXLIB: str
-"""Version that it was compiled for."""
-
-def handlers() -> dict[str, object]:
-    """XLA's handler of each kernel, as a capsule."""

@@ -1,0 +1,13 @@
+"""Clusters of keys as blocks: their running statistics, and the three ways to keep them up while decoding.
+
+`Adaptive`, `Static` and `Local` are the strategies of Figure 1 of the DynaKV paper, one file each.
+They share the index, the prefill and the selection, so that nothing else differs between them.
+"""
+
+from kvjax.methods.clusters.adaptive import Adaptive
+from kvjax.methods.clusters.index import ClusterIndex
+from kvjax.methods.clusters.local import Local
+from kvjax.methods.clusters.static import Static
+from kvjax.methods.clusters.update import Update
+
+__all__ = ["Adaptive", "ClusterIndex", "Local", "Static", "Update"]

@@ -1,0 +1,136 @@
+"""One new point: its parent by search, its place in the first page of the parent's node (IceCache, Algorithm 1).
+
+A point stays under the parent it was given: one that is promoted later, and nearer, gets later points only. So points
+are promoted where parents are missing (`kvjax.methods.dci.promotion`).
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.methods.dci.projections import adapted_directions
+from kvjax.methods.dci.promotion import promote
+from kvjax.methods.dci.search import Search, descend
+from kvjax.methods.dci.transform import transform_key
+from kvjax.methods.dci.tree import Shape, Tree
+from kvjax.ops.indexing import first
+from kvjax.typing import Array, Bool, Float, Int32
+
+
+def insert(
+    shape: Shape, search: Search, tree: Tree, key: Float[Array, "D"], level: Int32[Array, ""], valid: Bool[Array, ""]
+) -> tuple[Tree, Int32[Array, ""], Int32[Array, ""]]:
+    """The tree with a key at its level, and the page and row it went to (page NB where not `valid`).
+
+    A level above the top one makes the tree one level higher: the new point becomes the only one of the new top level,
+    and the old root node its node. The tree must have a free row.
+
+    Args:
+      level: as drawn (`draw_levels`): a search opens no more pages of a level than such points fill. The new point or a
+        later one gets to it (`kvjax.methods.dci.promotion`).
+    """
+    squared = jnp.sum(jnp.square(key))
+    tree = dataclasses.replace(tree, radius=jnp.where(valid, jnp.maximum(tree.radius, squared), tree.radius))
+    nearest, distance = _nearest(shape, search, tree, key)
+    tree, level = promote(shape, tree, level, distance, valid)
+    grows = (level > tree.height) & (tree.used < shape.pages)
+    parent = jnp.where(level < tree.height, nearest[jnp.minimum(level, shape.levels - 1) - 1], shape.points)
+    head = tree.child.reshape(-1).at[parent].get(mode="fill", fill_value=shape.pages)
+    head = jnp.where(parent == shape.points, tree.root, head)
+    head = jnp.where(grows, shape.pages, head)  # a new chain
+    tree, page, row, opens = _take_row(shape, tree, head, valid)
+    tree = _chain(shape, tree, jnp.where(opens, page, shape.pages), head, parent, grows)
+    child = jnp.where(grows, tree.root, shape.pages)
+    tree = _write(tree, page, row, key, squared, child)
+    tree = dataclasses.replace(
+        tree, root=jnp.where(valid & (grows | (opens & (parent == shape.points))), page, tree.root),
+        height=tree.height + (valid & grows),
+    )
+    return _turn(shape, tree, opens & (jax.lax.population_count(tree.used) == 1)), page, row
+
+
+def put_aside(
+    shape: Shape, tree: Tree, key: Float[Array, "D"], valid: Bool[Array, ""]
+) -> tuple[Tree, Int32[Array, ""], Int32[Array, ""]]:
+    """`insert` into no node: keys fill pages of their own, one after the other, that no search opens."""
+    last = jnp.maximum(tree.used - 1, 0)
+    head = jnp.where((tree.used > 0) & (tree.length[last] == 0), last, shape.pages)
+    tree, page, row, _ = _take_row(shape, tree, head, valid)
+    return _write(tree, page, row, key, jnp.sum(jnp.square(key)), shape.pages), page, row
+
+
+def _take_row(shape: Shape, tree: Tree, head, valid):
+    """Page and row for a key, if it is valid, and whether it opens the page: `head` if there is room, else a new page,
+    else any with a free row, where it strays."""
+    room = tree.count.at[head].get(mode="fill", fill_value=shape.rows) < shape.rows
+    opens = valid & ~room & (tree.used < shape.pages)
+    stray = valid & ~room & ~opens
+    page = jnp.where(room, head, jnp.where(opens, tree.used, _any_room(shape, tree, stray)))
+    page = jnp.where(valid, page, shape.pages).astype(jnp.int32)
+    row = tree.count.at[page].get(mode="fill", fill_value=0)
+    return dataclasses.replace(tree, used=tree.used + opens, strays=tree.strays + stray), page, row, opens
+
+
+def _nearest(shape: Shape, search: Search, tree: Tree, key) -> tuple[Int32[Array, "L1"], Float[Array, "L1"]]:
+    """The nearest points of levels 2, 3, ... (line 34: QUERY with k = 1), and how far they are, squared."""
+    points, scores = [], []
+    for _, found in descend(shape, search, tree, transform_key(key[None], tree.radius), bottom=2):
+        score = found.score.reshape(-1)
+        scores.append(jnp.max(score))
+        best = first(score == scores[-1])
+        points.append(found.page[best // shape.rows] * shape.rows + best % shape.rows)
+    distance = 2 * (tree.radius - jnp.sqrt(tree.radius) * jnp.stack(scores[::-1]))
+    return jnp.stack(points[::-1]), jnp.maximum(distance, 0.0)
+
+
+def _any_room(shape: Shape, tree: Tree, wanted) -> Int32[Array, ""]:
+    """The first page with a free row, if it is `wanted`: a loop of at most one turn, as under `vmap` a `cond` would
+    look at all pages every time. `page` is -1 in that turn, and in the comparison lest XLA look before the loop."""
+    return jax.lax.while_loop(
+        lambda page: wanted & (page < 0), lambda page: first(tree.count < shape.rows + 1 + page), jnp.int32(-1)
+    )
+
+
+def _turn(shape: Shape, tree: Tree, due) -> Tree:
+    """Directions adapted to all keys, if `due`: when pages in use have doubled, so that it costs a constant per insert.
+    A loop of at most one turn, as in `_any_room`."""
+    if not shape.projections:
+        return tree
+
+    def adapted(carry):
+        _, directions, _ = carry
+        unit = transform_key(tree.key.reshape(-1, shape.size), tree.radius)
+        valid = (jnp.arange(shape.rows, dtype=jnp.int32) < tree.count[:, None]).reshape(-1)
+        directions = adapted_directions(directions, unit, valid)
+        return jnp.bool_(False), directions, tree.key @ directions[:-1]
+
+    start = (jnp.asarray(due), tree.directions, tree.projected)
+    _, directions, projected = jax.lax.while_loop(lambda carry: carry[0], adapted, start)
+    return dataclasses.replace(tree, directions=directions, projected=projected)
+
+
+def _chain(shape: Shape, tree: Tree, page, first, parent, grows) -> Tree:
+    """Puts a new page (NB = none) in front of a node's chain that begins with page `first`."""
+    behind = tree.length.at[first].get(mode="fill", fill_value=0)
+    owner = jnp.where((page < shape.pages) & ~grows, parent, shape.points)
+    child = tree.child.reshape(-1).at[owner].set(page, mode="drop").reshape(tree.child.shape)
+    further = [first]
+    for table in tree.jump[:-1]:  # 2^(j + 1) pages along are 2^j, twice
+        further.append(table.at[further[-1]].get(mode="fill", fill_value=shape.pages))
+    return dataclasses.replace(
+        tree, jump=tree.jump.at[:, page].set(jnp.stack(further), mode="drop"), child=child,
+        length=tree.length.at[page].set(behind + 1, mode="drop"),
+    )
+
+
+def _write(tree: Tree, page, row, key, squared, child) -> Tree:
+    """Enters a point; page NB enters nothing."""
+    return dataclasses.replace(
+        tree,
+        key=tree.key.at[page, row].set(key, mode="drop"),
+        squared=tree.squared.at[page, row].set(squared, mode="drop"),
+        projected=tree.projected.at[page, row].set(key @ tree.directions[:-1], mode="drop"),
+        child=tree.child.at[page, row].set(child, mode="drop"),
+        count=tree.count.at[page].set(row + 1, mode="drop"),  # not add(1): what follows from the read is in place
+    )

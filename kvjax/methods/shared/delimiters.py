@@ -1,0 +1,147 @@
+"""The weights of a model's delimiters, and their file.
+
+Weights are scenario-dependent (Figure 3 b), so a model may have several tables, one for each kind of text.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Mapping
+
+import numpy as np
+
+from kvjax import _files
+from kvjax.errors import ConfigError, FormatMismatch, WriteFailed
+from kvjax.methods.shared.delimiter_texts import ends_sentence
+
+NO_DELIMITER = -1.0  # weight of a token that is none
+
+
+@dataclasses.dataclass(frozen=True)
+class Delimiters:
+    """Importance of each delimiter of one model on some text.
+
+    Attributes:
+      fingerprint: of model and tokenizer (`LLM.identity`).
+      vocab_size: V, rows of the model's embedding.
+      tokens: ids of the delimiters.
+      texts: what they read.
+      scores: mean s_i over their occurrences (Algorithm 1); the mean over all delimiters for one seen too seldom.
+      counts: occurrences.
+    """
+
+    fingerprint: str
+    vocab_size: int
+    tokens: tuple[int, ...]
+    texts: tuple[str, ...]
+    scores: tuple[float, ...]
+    counts: tuple[int, ...]
+
+    def weights(self) -> np.ndarray:
+        """float32[V]: w in [0, 1], the scores stretched to that range; NO_DELIMITER for other tokens.
+
+        The paper wants w in [0, 1] and does not say how it comes from s.
+        """
+        scores = np.asarray(self.scores)
+        spread = scores.max() - scores.min()
+        weights = np.full(self.vocab_size, NO_DELIMITER, np.float32)
+        weights[list(self.tokens)] = (scores - scores.min()) / spread if spread else 1.0
+        return weights
+
+    def sentence_weights(self) -> np.ndarray:
+        """float32[V]: 1 for pre-defined sentence ends, NO_DELIMITER for other tokens."""
+        weights = np.full(self.vocab_size, NO_DELIMITER, np.float32)
+        weights[[token for token, text in zip(self.tokens, self.texts, strict=True) if ends_sentence(text)]] = 1.0
+        return weights
+
+    def reversed(self) -> "Delimiters":
+        """The same scores in reversed order: the best delimiter gets the worst score (Figure 3 d)."""
+        order = np.argsort(self.scores, kind="stable")
+        scores = np.empty(len(order))
+        scores[order] = np.asarray(self.scores)[order[::-1]]
+        return dataclasses.replace(self, scores=tuple(scores.tolist()))
+
+    def check_model(self, fingerprint: str) -> None:
+        """Raises FormatMismatch unless these are the delimiters of the model of that fingerprint."""
+        if fingerprint != self.fingerprint:
+            raise FormatMismatch(f"the delimiters are those of the model {self.fingerprint!r}, not of {fingerprint!r}; "
+                                 "make a table for this one (configs/delimiters.py)")
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Writes a JSON file with one delimiter a line, in place of one that is there once all of it is written. Raises
+        WriteFailed."""
+        columns = zip(self.tokens, self.texts, self.scores, self.counts, strict=True)
+        rows = ",\n".join(json.dumps(row) for row in columns)
+        head = json.dumps({"fingerprint": self.fingerprint, "vocab_size": self.vocab_size})
+        try:
+            with _files.replacing(pathlib.Path(path)) as fresh:
+                fresh.write_text(f'{head[:-1]}, "delimiters": [\n{rows}\n]}}\n')
+        except OSError as cause:
+            raise WriteFailed(f"writing {path} failed: {cause}; choose another path") from cause
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> "Delimiters":
+        """Reads what `save` wrote. ConfigError if it is missing or something else."""
+        try:
+            content = _files.read_json(path)
+            tokens, texts, scores, counts = zip(*content["delimiters"], strict=True)
+            size = int(content["vocab_size"])
+            if not all(0 <= token < size for token in tokens) or not np.isfinite(scores).all():
+                raise ValueError("tokens that the vocabulary has not, or scores that are no numbers")
+            return cls(content["fingerprint"], size, tokens, texts, scores, counts)
+        except (OSError, ValueError, KeyError, TypeError) as cause:
+            raise ConfigError(
+                f"{path}: no table of delimiters ({type(cause).__name__}: {cause}); configs/delimiters.py makes one"
+            ) from cause
+
+
+class Tally:
+    """Sums scores by token while texts come in."""
+
+    def __init__(self, vocab_size: int):
+        self.total, self.square, self.count = np.zeros(vocab_size), np.zeros(vocab_size), np.zeros(vocab_size, np.int64)
+
+    def add(self, tokens: np.ndarray, scores: np.ndarray) -> None:
+        """Takes in the boundary scores of a text; its last tokens have none."""
+        scored = tokens[: len(scores)]
+        np.add.at(self.total, scored, scores)
+        np.add.at(self.square, scored, scores**2)
+        np.add.at(self.count, scored, 1)
+
+    def merge(self, other: "Tally") -> None:
+        """Takes in what another one has seen."""
+        self.total, self.square = self.total + other.total, self.square + other.square
+        self.count = self.count + other.count
+
+    def copy(self) -> "Tally":
+        """A tally of its own with the same sums."""
+        fresh = Tally(len(self.count))
+        fresh.merge(self)
+        return fresh
+
+    def mean(self) -> np.ndarray:
+        """float[V] mean score of each token, NaN where it was not seen."""
+        return np.where(self.count > 0, self.total / np.maximum(self.count, 1), np.nan)
+
+    def standard_error(self) -> np.ndarray:
+        """float[V] of the mean, NaN below two occurrences."""
+        count = np.maximum(self.count, 2)
+        variance = np.maximum(self.square - self.total**2 / count, 0) / (count - 1)
+        return np.where(self.count > 1, np.sqrt(variance / count), np.nan)
+
+    def table(self, fingerprint: str, texts: Mapping[int, str], least: int = 8) -> Delimiters:
+        """The delimiters' table; one with fewer than `least` occurrences gets the mean over all occurrences.
+
+        ConfigError if not a single delimiter was seen.
+        """
+        tokens = np.fromiter(texts, np.int64)
+        count = self.count[tokens]
+        if not count.sum():
+            raise ConfigError("the texts have no delimiter at all; use more or other texts")
+        overall = self.total[tokens].sum() / count.sum()
+        scores = np.where(count >= least, self.total[tokens] / np.maximum(count, 1), overall)
+        return Delimiters(
+            fingerprint, len(self.count), tuple(tokens.tolist()), tuple(texts.values()), tuple(scores.tolist()),
+            tuple(count.tolist()),
+        )

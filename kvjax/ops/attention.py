@@ -1,0 +1,225 @@
+"""Attention over parts of a cache, merged exactly by their log-sum-exp.
+
+Softmax attention over the union of disjoint token sets is recovered from each set's unnormalised
+output, running maximum and normaliser (the online softmax of Milakov and Gimelshein, 2018). Scores
+and sums are f32 whatever the stored type.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.errors import ConfigError
+from kvjax.ops import kernels
+from kvjax.ops.barriers import computed_once
+from kvjax.ops.quantize import Packed, Scattered, Smoothing, pack, unpack
+from kvjax.typing import Array, Bool, Float, Int32, Num, pytree
+
+_FOUR = 4  # queries that the kernel takes together
+_SEGMENT = 4096  # tokens that it gives one thread, where they are more
+NEGATIVE = kernels.NEGATIVE  # finite, so that a part without any valid token merges as weight 0 and never as NaN
+
+
+@pytree
+class Part:
+    """Attention over one set of tokens, not yet normalised."""
+
+    out: Float[Array, "*N D"]  # sum of exp(score - top) * value
+    top: Float[Array, "*N"]  # largest score
+    total: Float[Array, "*N"]  # sum of exp(score - top)
+
+
+def products(*pairs: tuple[Array | Packed | Scattered, Array]) -> Float[Array, "*K G N"]:
+    """Sum over pairs of key[*K, N, D] and q[*K, G, D] of each query's product with each key of its KV head."""
+    found = [_products(key, q) for key, q in pairs]
+    return computed_once(sum(found[1:], found[0])).swapaxes(-1, -2)
+
+
+def _products(key: Array | Packed | Scattered, q: Float[Array, "*K G D"]) -> Float[Array, "*K N G"]:
+    """Products of one pair; keys that were smoothed are not restored, as the query can be changed instead."""
+    if isinstance(key, Packed | Scattered) and key.smoothing is not None:
+        rows, q = key.gathered() if isinstance(key, Scattered) else key, q.astype(jnp.float32)
+        if jax.default_backend() != "cpu":
+            return _products_of_smoothed(rows, key.smoothing, q)
+        return jax.lax.map(lambda head: _products_of_smoothed(*head), (rows, key.smoothing, q))
+    # Keys as the left operand: XLA:CPU then reads them in place, about 3x faster than as the right one.
+    return _contract("...nd,...gd->...ng", key, q)
+
+
+def _products_of_smoothed(key: Packed, smoothing: Smoothing, q: Float[Array, "*K G D"]) -> Float[Array, "*K N G"]:
+    """Products with keys that were smoothed, as they were packed."""
+    shift, scale = smoothing.shift[..., None, :], smoothing.scale[..., None, :]
+    # A sum, and not a product of matrices, which accelerators round: it is large, and has to fit the scores of floats.
+    constant = jnp.sum(q * shift, axis=-1)[..., None, :]
+    found = _contract("...nd,...gd->...ng", unpack(key.vectors, key.dtype), q * scale)
+    return found + jnp.where(key.shifted[..., None], constant, 0.0)
+
+
+def _weighted(
+    value: Float[Array, "*K N D"] | Packed | Scattered, weight: Float[Array, "*K G N"]
+) -> Float[Array, "*K G D"]:
+    """Sum over the rows of a KV head, each times its weight for a query."""
+    return _contract("...nd,...gn->...gd", value, weight)
+
+
+def _contract(
+    equation: str, rows: Num[Array, "*K N D"] | Packed | Scattered, vectors: Float[Array, "*K G M"]
+) -> Float[Array, "*K _ _"]:
+    """Stored rows and the vectors of a few queries (axis `g`) in f32.
+
+    Rows in bfloat16 are not widened for f32 vectors: the vectors are taken apart instead, each in three of bfloat16
+    whose sum it is. XLA:CPU would write all rows to memory as f32 first, and take two to four times as long.
+    """
+    if isinstance(rows, Scattered):
+        rows = rows.unpacked()
+    if isinstance(rows, Packed):
+        return _contract_packed(equation, rows, vectors)
+    if rows.dtype != jnp.bfloat16 or vectors.dtype != jnp.float32:
+        return jnp.einsum(equation, rows, vectors, preferred_element_type=jnp.float32)
+    parts = jnp.concatenate(in_bfloat16(vectors), axis=-2)
+    found = jnp.einsum(equation, rows, parts, preferred_element_type=jnp.float32)
+    first, second, third = jnp.split(found, 3, axis=equation.index("g", equation.index(">")) - len(equation))
+    return first + (second + third)
+
+
+def _contract_packed(equation: str, rows: Packed, vectors: Float[Array, "K G M"]) -> Float[Array, "K _ _"]:
+    """Rows of one head after the other on CPU, so that what is unpacked stays in its caches."""
+    if jax.default_backend() != "cpu" or rows.dtype == "float32":
+        return _contract(equation, rows.unpacked(), vectors)
+    return jax.lax.map(lambda head: _contract(equation, head[0].unpacked(), head[1]), (rows, vectors))
+
+
+def in_bfloat16(x: Float[Array, "*N"]) -> list[Array]:
+    """Three arrays of which `x` is the sum: of its 24 bits each has eight."""
+    parts = []
+    for _ in range(3):
+        # Not a conversion and back, which XLA may leave out (xla_allow_excess_precision).
+        parts.append(jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7))
+        x = x - parts[-1]
+    return [part.astype(jnp.bfloat16) for part in parts]
+
+
+def scores_of(
+    q: Float[Array, "*K G D"], key: Num[Array, "*K N D"] | Packed | Scattered, valid: Bool[Array, "*K N"],
+    bias: Float[Array, "*K G N"] | None = None,
+):
+    """Scaled dot products `[*K, G, N]`, plus the bias if there is one; NEGATIVE where not valid."""
+    scores = products((key, q)) * q.shape[-1] ** -0.5
+    return only_valid(scores if bias is None else scores + bias, valid)
+
+
+def only_valid(scores: Float[Array, "*K G N"], valid: Bool[Array, "*K N"]) -> Float[Array, "*K G N"]:
+    """Scores, NEGATIVE where not valid."""
+    return computed_once(jnp.where(valid[..., None, :], scores, NEGATIVE))
+
+
+def attend_part(
+    q: Float[Array, "*K G D"], key: Float[Array, "*K N D"] | Packed | Scattered, value, valid: Bool[Array, "*K N"],
+    bias: Float[Array, "*K G N"] | None = None,
+) -> Part:
+    """Attention of each query head over the valid rows of its KV head; the bias is added to the scores."""
+    # Keys that a method makes may have more bits than values.
+    alike = str(key.dtype) == str(value.dtype) and valid.ndim == 2
+    if not isinstance(key, Packed) and not isinstance(value, Packed) and alike and reads_in_place(str(value.dtype)):
+        return _attend_in_place(q, _where_it_lies(key), _where_it_lies(value), valid, bias)
+    return attend_scores(scores_of(q, key, valid, bias), value, valid)
+
+
+def attend_scores(
+    scores: Float[Array, "*K G N"], value: Float[Array, "*K N D"] | Packed | Scattered, valid: Bool[Array, "*K N"]
+) -> Part:
+    """`attend_part` given the scores, which are NEGATIVE where not valid."""
+    top = jnp.max(scores, axis=-1, initial=NEGATIVE)
+    weight = computed_once(jnp.where(valid[..., None, :], jnp.exp(scores - top[..., None]), 0.0))
+    return Part(_weighted(value, weight), top, jnp.sum(weight, axis=-1))
+
+
+def reads_in_place(dtype: str) -> bool:
+    """Whether there is a kernel for rows of this type that lie anywhere: one for CPU, if that is JAX's backend."""
+    return kernels.COMPILED and dtype in ("float32", "bfloat16") and jax.default_backend() == "cpu"
+
+
+def _where_it_lies(rows: Num[Array, "K N D"] | Scattered) -> Scattered:
+    """An array as a pool of which all rows are taken in order."""
+    if isinstance(rows, Scattered):
+        return rows
+    heads, tokens, size = rows.shape
+    index = jnp.arange(heads * tokens, dtype=jnp.int32).reshape(heads, tokens)
+    return Scattered(pack(rows.reshape(-1, size), str(rows.dtype)), index, str(rows.dtype))
+
+
+def _attend_in_place(
+    q: Float[Array, "K G D"], key: Scattered, value: Scattered, valid: Bool[Array, "K N"],
+    bias: Float[Array, "K G N"] | None,
+) -> Part:
+    """`attend_part` of rows that are read once, where they lie."""
+    (heads, group, size), tokens = q.shape, valid.shape[-1]
+    segments, more = max(1, -(-tokens // _SEGMENT)), ((0, 0), (0, -group % _FOUR), (0, 0))
+    bias = jnp.zeros((heads, group, 0), jnp.float32) if bias is None else bias
+    results = [jax.ShapeDtypeStruct((heads, segments, group + more[1][1], *rest), jnp.float32)
+               for rest in ((size,), (), ())]
+    found = kernels.call("row_attention", results, key.pool, key.index, value.pool, value.index, valid,
+                         jnp.pad(q.astype(jnp.float32) * size**-0.5, more), jnp.pad(bias, more))
+    return functools.reduce(merge, (Part(*(x[:, i, :group] for x in found)) for i in range(segments)))
+
+
+def merge(first: Part, second: Part) -> Part:
+    """The part over the union of two disjoint sets."""
+    top = jnp.maximum(first.top, second.top)
+    a, b = jnp.exp(first.top - top), jnp.exp(second.top - top)
+    out = first.out * a[..., None] + second.out * b[..., None]
+    return Part(out, top, first.total * a + second.total * b)
+
+
+def normalise(part: Part, dtype) -> Float[Array, "*N D"]:
+    """The attention output; zero where no token was valid."""
+    return (part.out / jnp.maximum(part.total, 1e-30)[..., None]).astype(dtype)
+
+
+def causal(
+    q: Float[Array, "C K G D"], key: Float[Array, "T K D"], value: Float[Array, "T K D"], start: Int32[Array, ""],
+    chunk: int, window: int | None,
+) -> Float[Array, "C K G D"]:
+    """Dense causal attention of the queries at `start .. start + C`, one key chunk at a time.
+
+    Memory is C x chunk per head, whatever T is; key chunks after the last query (and before the
+    sliding window) are never visited. T is a multiple of `chunk`.
+    """
+    if key.shape[0] % chunk:
+        raise ConfigError(f"{key.shape[0]} keys are not whole chunks of {chunk}; pad them")
+    queries = q.shape[0]
+    q = q.transpose(1, 2, 0, 3).reshape(q.shape[1], -1, q.shape[-1])
+    at = start + jnp.arange(queries, dtype=jnp.int32)
+
+    def visit(i, part):
+        k = jax.lax.dynamic_slice_in_dim(key, i * chunk, chunk).swapaxes(0, 1)
+        v = jax.lax.dynamic_slice_in_dim(value, i * chunk, chunk).swapaxes(0, 1)
+        position = i * chunk + jnp.arange(chunk, dtype=jnp.int32)
+        seen = position[None, :] <= at[:, None]
+        if window is not None:
+            seen &= position[None, :] > at[:, None] - window
+        return merge(part, attend_masked(scores_of_many(q, k), v, seen[None]))
+
+    first = 0 if window is None else jnp.maximum(0, start - window + 1) // chunk
+    last = (start + queries + chunk - 1) // chunk
+    total = jnp.zeros(q.shape[:2], jnp.float32)
+    empty = Part(jnp.zeros(q.shape, jnp.float32), jnp.full_like(total, NEGATIVE), total)
+    out = normalise(jax.lax.fori_loop(first, last, visit, empty), q.dtype)
+    return out.reshape(out.shape[0], -1, queries, out.shape[-1]).transpose(2, 0, 1, 3)
+
+
+def scores_of_many(q: Float[Array, "K GC D"], k: Float[Array, "K N D"]) -> Float[Array, "K GC N"]:
+    """Scaled dot products of C queries per query head, laid out as that is fastest for many."""
+    wider = jnp.promote_types(q.dtype, k.dtype)  # keys of more bits than the queries are not rounded to theirs
+    found = jnp.einsum("kqd,knd->kqn", q.astype(wider), k.astype(wider), preferred_element_type=jnp.float32)
+    return found * q.shape[-1] ** -0.5
+
+
+def attend_masked(scores: Float[Array, "K GC N"], v: Float[Array, "K N D"], seen: Bool[Array, "#K C N"]) -> Part:
+    """`attend_scores` for C queries per query head, each with its own mask."""
+    seen = jnp.tile(seen, (1, scores.shape[1] // seen.shape[1], 1))
+    scores = jnp.where(seen, scores, NEGATIVE)
+    top = jnp.max(scores, axis=-1, initial=NEGATIVE)
+    weight = jnp.where(seen, jnp.exp(scores - top[..., None]), 0.0)
+    return Part(jnp.einsum("kqn,knd->kqd", weight, v.astype(jnp.float32)), top, jnp.sum(weight, axis=-1))

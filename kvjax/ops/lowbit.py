@@ -1,0 +1,150 @@
+"""Keys in 8, 4 or 2 bits per element, with one scale per channel.
+
+Some channels of keys are much larger than others, so that one scale per channel loses less than one per token. Scales
+are those of the prompt; later keys beyond them are clipped. Codes of 8 and 4 bits are whole numbers, -127 to 127 and -7
+to 7, so that 0 stays 0; those of 2 bits are -3, -1, 1 and 3, as three levels would be too few. Run-length encoding of
+the result composes: `rle.encode` takes integers, packed bytes too, and `rle.scores(q * scale, ...)` needs no key turned
+back.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.errors import ConfigError
+from kvjax.ops import kernels
+from kvjax.typing import Array, Bool, Float, Int32, Num, UInt
+
+BITS = (8, 4, 2)
+_LARGEST = {8: 127, 4: 7, 2: 3}  # code; the smallest is as far from 0
+APART = {8: 1, 4: 1, 2: 2}  # neighbouring codes
+TOKENS = 64  # that a scale is taken from, at least
+_NOTHING = 1e-30  # a channel's or query's largest number, at least
+_PIECE = 1 << 20  # codes that are floats at a time: about what a core's cache holds
+
+
+def scale_of(key: Float[Array, "T D"], bits: int = 8) -> Float[Array, "D"]:
+    """What a code of 1 stands for in each channel: the channel's largest number has the largest code."""
+    largest = jnp.max(jnp.abs(key), axis=0)
+    return jnp.maximum(largest, _NOTHING) / _largest(bits)
+
+
+def closest_scale(key: Float[Array, "T D"], bits: int, valid: Bool[Array, "T"]) -> Float[Array, "D"]:
+    """The scale of each channel with which codes are nearest to its valid numbers in the mean; what is rare is clipped.
+
+    Of few bits, most codes of `scale_of` would be zeros: a channel's largest number is several times its usual one.
+    """
+    smaller = jnp.exp2(-jnp.arange(0, 3.25, 0.25, dtype=jnp.float32))
+    scales = scale_of(jnp.where(valid[:, None], key, 0.0), bits) * smaller[:, None]
+
+    def error(scale):
+        off = dequantise(quantise(key, scale, bits), scale) - key
+        return jnp.sum(jnp.where(valid[:, None], jnp.square(off), 0.0), axis=0)  # of 2 bits, no code is 0
+
+    best = jnp.argmin(jax.lax.map(error, scales), axis=0).astype(jnp.int32)
+    return jnp.take_along_axis(scales, best[None], axis=0)[0]
+
+
+def _largest(bits: int) -> int:
+    """The largest code. ConfigError if there is none of so many bits."""
+    if bits not in BITS:
+        raise ConfigError(f"bits={bits} must be one of {', '.join(map(str, BITS))}")
+    return _LARGEST[bits]
+
+
+def quantise(key: Float[Array, "*T D"], scale: Float[Array, "D"], bits: int = 8) -> Num[Array, "*T D"]:
+    """int8 codes, clipped to what the scale can say."""
+    largest, apart = _largest(bits), APART[bits]
+    level = jnp.round((key / scale + largest) / apart)  # from 0, the smallest code's
+    return (jnp.clip(level, 0, 2 * largest // apart) * apart - largest).astype(jnp.int8)
+
+
+def dequantise(key: Num[Array, "*T D"], scale: Float[Array, "D"]) -> Float[Array, "*T D"]:
+    """Keys again, each element at most half of what codes are apart off, unless it was clipped."""
+    return key.astype(scale.dtype) * scale
+
+
+def packed_shape(shape: tuple[int, ...], bits: int) -> tuple[int, ...]:
+    """The shape of codes as bytes. ConfigError if they do not fill bytes."""
+    each = 8 // bits
+    if shape[-1] % each:
+        raise ConfigError(f"{shape[-1]} codes of {bits} bits are not whole bytes; use more bits")
+    return (*shape[:-1], shape[-1] // each)
+
+
+def pack(code: Num[Array, "*T D"], bits: int) -> UInt[Array, "*T X"]:
+    """Codes as bytes, `8 / bits` in each; equal bytes are equal codes. ConfigError if they do not fill bytes."""
+    shape, each = packed_shape(code.shape, bits), 8 // bits
+    parts = ((code.astype(jnp.uint8) + _largest(bits)) // APART[bits]).reshape(*shape, each)
+    return jnp.sum(parts << (bits * jnp.arange(each, dtype=jnp.uint8)), axis=-1, dtype=jnp.uint8)
+
+
+def unpack(packed: UInt[Array, "*T X"], bits: int) -> Num[Array, "*T D"]:
+    """The codes again."""
+    parts = packed[..., None] >> (bits * jnp.arange(8 // bits, dtype=jnp.uint8)) & (2**bits - 1)
+    level = parts.astype(jnp.int8).reshape(*packed.shape[:-1], -1)
+    return level * APART[bits] - _largest(bits)
+
+
+def products(
+    packed: UInt[Array, "F X N"], q: Float[Array, "F Q D"], stored: Int32[Array, ""], bits: int
+) -> Float[Array, "F Q N"]:
+    """Every query with every vector of codes, which lie dimension by dimension, in f32; -1e30 for those that are not
+    stored, the ones from `stored` on.
+
+    Queries are rounded to whole numbers, the largest of each to 127, so that sums are exact, whoever adds them up. That
+    is far less than what codes of 4 and 2 bits are off, and as much as codes of 8 bits are.
+    """
+    result = jax.ShapeDtypeStruct((*q.shape[:2], packed.shape[-1]), jnp.float32)
+    otherwise = functools.partial(_products, bits=bits)
+    return kernels.on_cpu("code_products", result, otherwise, packed, *_whole(q, bits), stored)
+
+
+def softmax_mean(
+    packed: UInt[Array, "F X N"], q: Float[Array, "F Q D"], stored: Int32[Array, ""], bits: int, groups: int
+) -> Float[Array, "groups N"]:
+    """The mean of the softmaxes of `products` over the queries of all heads of each group, which are neighbours."""
+    (heads, queries), tokens = q.shape[:2], packed.shape[-1]
+    chunks = min(kernels.MOST_CHUNKS, heads // groups * -(-queries // kernels.TOGETHER))
+    results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((groups, chunks, tokens), (groups, tokens))]
+
+    def otherwise(*operands):
+        scores = _products(*operands, bits=bits)
+        mean = jnp.mean(jax.nn.softmax(scores).reshape(groups, -1, tokens), axis=1)
+        return [jnp.zeros(results[0].shape, jnp.float32), mean]
+
+    return kernels.on_cpu("code_softmax", results, otherwise, packed, *_whole(q, bits), stored)[-1]
+
+
+def _whole(q: Float[Array, "F Q D"], bits: int) -> tuple[Num[Array, "F Q D"], Float[Array, "F Q"]]:
+    """Queries as whole numbers, and what a product of 1 with levels stands for."""
+    q = q.astype(jnp.float32) * APART[bits]
+    step = jnp.maximum(jnp.max(jnp.abs(q), axis=-1), _NOTHING) / _LARGEST[8]
+    return jnp.round(q / step[..., None]).astype(jnp.int8), step
+
+
+def _products(packed, q, step, stored, bits: int) -> Float[Array, "F Q N"]:
+    """What the kernel does. Codes are unpacked a piece of the tokens at a time, as all of them as floats would be a
+    second cache."""
+    heads, width, tokens = packed.shape
+    size = max(1, min(tokens, _PIECE // (heads * q.shape[-1])))
+    pad = -tokens % size
+    padded = jnp.pad(packed, ((0, 0), (0, 0), (0, pad)))
+    pieces = jnp.moveaxis(padded.reshape(heads, width, (tokens + pad) // size, size), 2, 0)
+    q = q.astype(jnp.float32)
+
+    def piece(some):
+        return sum(jnp.einsum("fxn,fqx->fqn", level, q[..., i :: 8 // bits])
+                   for i, level in enumerate(_levels_apart(some, q.dtype, bits)))
+
+    sums = jnp.moveaxis(jax.lax.map(piece, pieces), 0, 2).reshape(heads, q.shape[1], -1)[..., :tokens]
+    first = _largest(bits) / APART[bits] * jnp.sum(q, axis=-1)  # codes are as much less than levels
+    known = jnp.arange(tokens, dtype=jnp.int32) < stored
+    return jnp.where(known, (sums - first[..., None]) * step[..., None], kernels.NEGATIVE)
+
+
+def _levels_apart(packed: UInt[Array, "*T X"], dtype, bits: int) -> list[Float[Array, "*T X"]]:
+    """Codes that share a byte lie `8 / bits` apart, and are not brought into order: each meets its own part of q."""
+    byte = packed.astype(jnp.int32)
+    return [(byte >> bits * i & 2**bits - 1).astype(dtype) for i in range(8 // bits)]

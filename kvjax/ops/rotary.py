@@ -1,0 +1,39 @@
+"""Rotary position embedding (Su et al., 2021) in the half-split layout of Hugging Face models."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.models.config import RopeConfig
+from kvjax.ops.barriers import written_out
+from kvjax.typing import Array, Float, Int32
+
+
+def inverse_frequencies(head_dim: int, rope: RopeConfig) -> np.ndarray:
+    """Angular frequency of each pair of dimensions, `[D / 2]`, stretched as `rope.kind` says."""
+    freqs = 1.0 / rope.theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    if rope.kind == "linear":
+        freqs = freqs / rope.factor
+    elif rope.kind == "llama3":
+        freqs = _llama3(freqs, rope)
+    return freqs.astype(np.float32)
+
+
+def _llama3(freqs: np.ndarray, rope: RopeConfig) -> np.ndarray:
+    """Llama 3.1: keep short wavelengths, divide long ones by `factor`, blend in between."""
+    turns = rope.original_max_position * freqs / (2 * np.pi)
+    keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    keep = np.clip(keep, 0.0, 1.0)
+    return freqs * (keep + (1 - keep) / rope.factor)
+
+
+def rotate(x: Float[Array, "*T N D"], positions: Int32[Array, "*T"], freqs: np.ndarray) -> Float[Array, "*T N D"]:
+    """Rotates each head of `x` to its true position; angles are computed in f32."""
+    angles = positions[..., None, None].astype(jnp.float32) * freqs
+    cos, sin = written_out(jnp.stack([jnp.cos(angles), jnp.sin(angles)])).astype(x.dtype)
+    return turn(x, cos, sin)
+
+
+def turn(x: Float[Array, "*N D"], cos: Float[Array, "*M F"], sin: Float[Array, "*M F"]) -> Float[Array, "*N D"]:
+    """`x` with each of its F = D / 2 pairs of dimensions turned by the angle of which these are cosine and sine."""
+    first, second = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

@@ -1,6 +1,0 @@
-/* Programs that call back (callback.c), for the module that they are in (native.c). */
-#pragma once
-#include "../ffi.h"
-
-XLA_FFI_Error *on_callback(XLA_FFI_CallFrame *call);
-PyObject *serve(PyObject *self, PyObject *args);

@@ -1,0 +1,1 @@
+"""The flash store: its file, branches, write-behind and recovery."""

@@ -1,0 +1,353 @@
+"""A branch of a store file: its blocks are written by prefill and behind the tokens, and read for each layer."""
+
+import itertools
+import time
+import weakref
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from kvjax.errors import ConfigError, StaleCache, WriteFailed
+from kvjax.store.flash.lineage import Lineage, Sources
+from kvjax.store.flash.table import Table
+from kvjax.store.flash.volume import Volume
+from kvjax.store.interface import Gathered
+from kvjax.store.io.aio import NONE, Guess, Landed, Ring, RingStack, native
+from kvjax.store.io.fetch import Fetch, hung
+from kvjax.store.io.file import WRITE_BYTES
+from kvjax.store.io.prefetch import Reads
+from kvjax.store.transaction import TransactionalBranch
+
+Take = Callable[[np.ndarray], np.ndarray]  # blocks [n, C, width] of a layer by number
+
+
+class Anchor:
+    """Held by every branch of a volume and by nothing else: when it goes, so do file and threads."""
+
+    def __init__(self, volume: Volume):
+        self.shut_down = weakref.finalize(self, volume.shut_down)
+
+
+class Save(NamedTuple):
+    """A saved cache in a store file: its number, the generation of its branch, and what the caller added."""
+
+    sequence: int
+    generation: int
+    metadata: bytes
+
+
+class FlashBranch(TransactionalBranch):
+    """One line of history in a store file; made by `FlashStore.create`, `FlashStore.open` and `fork`.
+
+    Attributes:
+      path: the store file, or where it will be once it is saved (`FlashStore.create`).
+      direct: whether reads go past the page cache.
+      engine: how blocks are read, "aio", "threads" or "mmap".
+      codec: how they are put into the file, "raw" or "rle".
+    """
+
+    def __init__(self, volume: Volume, anchor: Anchor, table: Table, generation: int = 0):
+        super().__init__(volume.geometry, generation)
+        self._volume = volume
+        self.samples = volume.samples
+        self._anchor: Anchor | None = anchor
+        self._lineage = Lineage(volume.geometry, table, self._tally)
+        volume.adopt(self._lineage)
+        self._retire = weakref.finalize(self, volume.retire, self._lineage)
+        self._reads = Reads(volume.reader, self._tally)
+        lineage, geometry = self._lineage, volume.geometry
+        self._always = (  # of every window
+            volume.lock, volume.lanes, volume.extents, lineage.table.shift, lineage.pending, self._tally.fetched,
+            lineage.flight, lineage.queue, geometry.batch, geometry.kv_heads, geometry.num_blocks,
+            geometry.block_rows, geometry.width, self._element, volume.timeout)
+
+    @property
+    def path(self) -> str:
+        return self._volume.file.place
+
+    @property
+    def direct(self) -> bool:
+        return self._volume.file.direct
+
+    @property
+    def engine(self) -> str:
+        return self._volume.reader.engine
+
+    @property
+    def codec(self) -> str:  # type: ignore[override]
+        return self._volume.codec.name
+
+    @property
+    def held_bytes(self):
+        """With forks, the volume's part is that of all of them."""
+        with self._volume.lock:
+            return self._volume.held_bytes + self._lineage.held_bytes
+
+    @property
+    def writable(self) -> bool:
+        """Whether the store file is ours to write; else what is added goes to a private file."""
+        return not self._volume.file.read_only
+
+    def fork(self) -> "FlashBranch":
+        """Shares table and extents once everything committed is in the file; what that costs depends on how much is
+        staged, not on how much the cache holds."""
+        with self._mutex:
+            return FlashBranch(self._volume, self._anchor, self._settled(), self.generation)  # type: ignore[arg-type]
+
+    def at(self, save: Save) -> "FlashBranch":
+        """A new branch of what `saves` has told of. Raises StaleCache for a save that is no longer in the file."""
+        with self._mutex, self._volume.lock:
+            tables = [one.table.share() for one in self._volume.log.saves() if one.sequence == save.sequence]
+        if not tables:
+            raise StaleCache(f"{self.path} does not hold save {save.sequence} any more; ask for its saves again")
+        return FlashBranch(self._volume, self._anchor, tables[0], save.generation)  # type: ignore[arg-type]
+
+    def _settled(self) -> Table:
+        """The table with everything committed in the file, as one more owner of it."""
+        self._raise_saved()
+        self._check(self.generation)
+        self._drain()
+        with self._volume.lock:
+            return self._lineage.table.share()
+
+    def save(self, metadata: bytes = b"", generation: int | None = None) -> int:
+        """Makes what is committed the newest saved cache of the file; returns its number once it is on the device.
+
+        Costs as much as has changed since the last save. Of branches that save at the same moment the last one's cache
+        is the one that is kept, under the newest of the numbers. The file keeps this and the last save; blocks of older
+        ones are used again. Raises StaleCache where the branch is not at `generation`, if that is given, ConfigError
+        for a temporary file, WriteFailed for one that was opened read-only, and StoreError as `flush`. An error leaves
+        the last save the newest, unless the device failed in the last step: then only opening the file tells. After a
+        failed sync no more can be saved, as nobody knows what the kernel dropped.
+        """
+        file = self._volume.file
+        if not self.writable:
+            raise WriteFailed(f"{file.path} was opened read-only; open it for writing to save it")
+        if file.temporary:
+            raise ConfigError(f"{file.path} is temporary; give FlashStore the path of a file to be able to save it")
+        with self._mutex:
+            self._check(self.generation if generation is None else generation)
+            self.flush()
+            table, generation = self._settled(), self.generation
+        return self._volume.save(table, generation, metadata)  # tokens may be committed while the device works
+
+    def saves(self) -> list[Save]:
+        """The saved caches in the file, newest first: at most two."""
+        with self._volume.lock:
+            return [Save(saved.sequence, saved.generation, saved.metadata) for saved in self._volume.log.saves()]
+
+    def flush(self) -> None:
+        """Writes everything committed, and waits until the device has taken it; StoreClosed when a named file is no
+        longer at its path. That is no sync, nor could anything be found there before `save`."""
+        with self._mutex:
+            super().flush()
+            if not self._volume.file.temporary:
+                self._volume.file.check_present()
+
+    def settle(self) -> None:
+        self.flush()
+        self._volume.file.settle()
+
+    # ---- prefill
+
+    def write_layer(self, layer, blocks, counts, prompt=None):
+        retrieved = None if prompt is None else prompt.retrieved
+        geometry = self.geometry
+        with self._mutex:
+            counts = self._prefill_counts(blocks, counts).reshape(-1)
+            start = self._layer_start(layer)
+            self._drain()
+            flat = None if isinstance(blocks, Gathered) else blocks.reshape(-1, geometry.block_rows, geometry.width)
+            self._replace(start, blocks.take if flat is None else flat.__getitem__, counts, retrieved)
+
+    def _replace(self, start: int, take: Take, counts: np.ndarray, retrieved: np.ndarray | None) -> None:
+        """Writes the blocks n with counts[n] > 0 to new extents, then lets ids start..start+n-1 be those."""
+        volume = self._volume
+        filled = np.flatnonzero(counts > 0)
+        with volume.lock:
+            end = volume.extents.end
+            extents = volume.place_prompt(start + filled, retrieved)
+        order = extents.argsort()
+        filled, extents = filled[order], extents[order]
+        try:
+            volume.file.check_room(int(np.count_nonzero(extents >= end)) * self.geometry.extent_bytes)
+            sums = self._write_blocks(start, take, counts, filled, extents)
+        except BaseException:
+            with volume.lock:
+                volume.extents.release(extents)
+            raise
+        with volume.lock:
+            volume.extents.checksums[extents] = sums
+            layer = np.full(counts.size, -1, np.int32)
+            layer[filled] = extents
+            self._lineage.table.replace_layer(start, layer)
+        volume.file.write_back()
+
+    def _write_blocks(self, start, take: Take, counts, filled, extents) -> np.ndarray:
+        """Writes the filled blocks to extents, a piece at a time; returns uint64 checksums."""
+        geometry, codec = self.geometry, self._volume.codec
+        step = max(1, WRITE_BYTES // geometry.extent_bytes)
+        buffer = np.zeros((min(step, filled.size), geometry.extent_bytes), np.uint8)
+        sums, written = np.empty(filled.size, np.uint64), 0
+        for first in range(0, filled.size, step):
+            piece = filled[first:first + step]
+            payload = buffer[:piece.size, :geometry.block_bytes]
+            payload[:] = _kept(take(piece), counts[piece])
+            images, sums[first:first + step] = codec.encode(buffer[:piece.size])
+            runs = self._volume.write_runs(images, extents[first:first + step], codec.sizes(sums[first:first + step]),
+                                           start + piece, padded=codec.joins)
+            written += sum(run.size for run in runs)
+        rows = int(np.minimum(counts[filled], geometry.block_rows).sum())
+        self._tally.add(blocks_written=filled.size, bytes_put=rows * geometry.row_bytes, bytes_written=written,
+                        blocks_short=int(np.count_nonzero(codec.sizes(sums) < geometry.extent_bytes)))
+        return sums
+
+    # ---- decode
+
+    def _begin(self, layer, ids):
+        sources = self._resolve(ids)
+        where = _ascending(sources)
+        self._reads.begin(layer, sources.extents[where], sources.sums[where], self._names())
+
+    def _names(self):
+        return self._volume.where(self._lineage)
+
+    def _read_at_once(self, layer, generation, block, slot, slots):
+        return native is not None and native.fetch(self, int(layer), int(generation), block, slot, slots)
+
+    def _begin_at_once(self, layer, generation, block):
+        return native is not None and native.guess(self, int(layer), int(generation), block)
+
+    def _guess_window(self, layer: int, generation: int) -> tuple | None:
+        """What `native.guess` reads with, in place of the layer's earlier guess; None where Python has to look."""
+        self._reads.drop(layer)
+        rings = self._volume.reader.rings
+        return None if rings is None else self._reads_with(rings.guess_rings, rings.descriptor, layer, generation, None)
+
+    def _window(self, layer: int, generation: int) -> tuple | None:
+        """What `native.fetch` reads with; None where Python has to look: something is not right, or was read ahead in
+        another way."""
+        rings, guesses = self._volume.reader.rings, self._reads.guesses
+        if rings is None or isinstance(guesses.get(layer), Fetch):
+            return None
+        guess = guesses.pop(layer, None)  # no Fetch by now: a layer's `submit` and its read never run at once
+        return self._reads_with(rings.rings, rings.descriptor, layer, generation, guess)  # type: ignore[arg-type]
+
+    def _reads_with(self, rings: RingStack, descriptor: int, layer, generation, guess: Guess | None) -> tuple | None:
+        """A window with one of these rings. Called for every layer of every token with cold caches, where each Python
+        function that is entered costs microseconds."""
+        if self._errors.first is not None or self._closed or generation != self.generation:
+            return None
+        try:
+            ring = rings.take()
+        except OSError:  # the kernel gives no more: threads read what is wanted, which is logged
+            return None
+        ring.lent = True
+        return (ring, ring.layout, self._always, layer, descriptor, self.events is not None,
+                guess and guess.window())
+
+    def _give_back(self, ring: Ring, extents: int) -> None:
+        """Takes a window's ring back, whose arena has had so many extents, unless a guess has it."""
+        if ring.lent:
+            ring.lent = False
+            ring.used = max(ring.used, extents)
+            ring.home.give(ring)  # type: ignore[union-attr]
+
+    def _guessed(self, ring: Ring, layer: int, blocks: int, reads: int, sent: int, began: float) -> None:
+        """What `native.guess` began."""
+        ring.lent = False  # first: an interrupted guess gives its ring back by itself
+        guess = Guess(ring, blocks, reads, sent, began)
+        self._reads.keep(layer, guess, blocks)
+
+    def _landed(self, layer: int, started: float, landed: tuple[tuple, ...], block, slot, slots) -> None:
+        """What `native.fetch` did with a guess and with a ring of its own (`Landed`), where events are recorded or not
+        all came at the first try: loads what did not as `_load` does, which finds out why."""
+        began = time.perf_counter()
+        self._note("read", layer, started)
+        rings = [found for found in itertools.starmap(Landed, landed) if found.asked]
+        for found in rings:
+            self._note("request", layer, found.began)
+            self._note("landed", layer, found.ended)
+        try:
+            if any(found.ring.in_flight for found in rings):
+                raise hung(self._volume.file.path, self._volume.timeout)
+            missed = np.concatenate([NONE, *(found.ring.missed(found.asked) for found in rings)])
+            if missed.size:
+                self._load_missed(layer, block, slot, slots, missed)
+        finally:
+            self._answered(layer, began)
+
+    def _load_missed(self, layer, block, slot, slots, missed: np.ndarray) -> None:
+        """Loads what goes to flat slots missed[n]: blocks that were being written, or whose reads came back."""
+        ids, targets, out = self._locate(layer, block, slot, slots)
+        late = np.isin(targets, missed)
+        self._load(layer, ids[late], targets[late], out)
+
+    def _load(self, layer, ids, targets, out):
+        volume = self._volume
+        sources = self._resolve(ids)
+        while True:
+            suspects = self._copy(layer, sources, targets, out)
+            if not suspects.size:
+                return
+            before, ids, targets = sources, ids[suspects], targets[suspects]
+            sources = self._resolve(ids)
+            torn = (sources.extents != before.extents[suspects]) | (sources.sums != before.sums[suspects])
+            for i in np.flatnonzero(~torn & sources.on_flash).tolist():
+                offset = volume.extents.offset(sources.extents[i])
+                raise volume.damaged(f"{self.geometry.describe(ids[i])} at offset {offset}")
+
+    def _resolve(self, ids: np.ndarray) -> Sources:
+        with self._volume.lock:
+            return self._lineage.resolve(ids, self._volume.extents.checksums)
+
+    def _copy(self, layer, sources: Sources, targets, out) -> np.ndarray:
+        """Copies what can be trusted; returns positions of blocks that were being written meanwhile, or are damaged."""
+        suspects = np.zeros(0, np.int64)
+        where = _ascending(sources)
+        if where.size < targets.size:
+            out[targets[~sources.on_flash]] = 0
+        if where.size:
+            fetch = self._reads.fetch(layer, sources.extents[where], sources.sums[where], self._names(), self._note)
+            suspects = where[fetch(targets[where], out)]
+        for i, layers in sources.staged:
+            for staged in layers:
+                staged.copy_to(out[targets[i]])
+        return suspects
+
+    # ---- what TransactionalBranch asks for
+
+    def _prepare(self, records):
+        self._volume.make_room(self._lineage)
+        return records
+
+    def _publish(self, records):
+        self._volume.stage(self._lineage, records)
+
+    def _drain(self):
+        self._volume.drain(self._lineage)
+
+    def _release(self):
+        self._reads.forget()
+        anchor, self._anchor = self._anchor, None
+        self._retire()
+        shut_down = anchor.shut_down
+        del anchor
+        if not shut_down.alive:
+            self._volume.join()
+
+
+def _ascending(sources: Sources) -> np.ndarray:
+    """Positions of the blocks on flash, in the order of their extents."""
+    if sources.on_flash.all():
+        return sources.extents.argsort()
+    where = sources.on_flash.nonzero()[0]
+    return where[sources.extents[where].argsort()]
+
+
+def _kept(blocks: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """blocks[n, C, width] as bytes[n, block_bytes] with zeros beyond counts[n]; may alter `blocks`."""
+    for i in np.flatnonzero(counts < blocks.shape[1]).tolist():
+        blocks[i, counts[i]:] = 0
+    return np.ascontiguousarray(blocks).reshape(len(blocks), -1).view(np.uint8)

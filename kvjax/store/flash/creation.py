@@ -1,0 +1,229 @@
+"""Making and opening store files: what may be replaced, what has to fit, and who may write."""
+
+import contextlib
+import functools
+import glob
+import os
+import stat
+import time
+import uuid
+
+from kvjax import _validate
+from kvjax.errors import FormatMismatch, NoSpace, ReadFailed, StoreClosed, StoreError, StoreLocked, WriteFailed, typed
+from kvjax.store.format.pages import HEADER_BYTES, Header, is_ours
+from kvjax.store.interface import PAGE_BYTES
+from kvjax.store.io.file import BlockFile, Replaced
+from kvjax.store.io.system import SystemIO
+
+MODE = 0o600  # of store files, whatever the umask: they hold what was in a prompt
+STILLBORN_SECONDS = 60.0  # a temporary file that was empty for so long will never have a header
+_KINDS = ((stat.S_ISDIR, "a directory"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"))
+
+
+def create_file(path, header: Header, system: SystemIO, *, direct: bool, max_bytes: int | None,
+                least_blocks: int = 1) -> BlockFile:
+    """Creates `path`, or a temporary file in the directory `path`, and writes its header.
+
+    A kvjax file that nobody writes is replaced by a new one; who reads the old one, reads on. Where something was saved
+    in it, the new file lies beside it, and takes its place at its own first save: until then the old one can be
+    restored, and if there is no save, it stays. Temporary files that a crash left in the directory are removed. Only
+    the user may read and write the new one, whatever the modes of the old one were. Raises ConfigError for what cannot
+    be a path, FormatMismatch for any other file, StoreLocked, StoreClosed when somebody removes it meanwhile, NoSpace,
+    or WriteFailed when the place cannot be written. After a failed call there is what there was before; if it was the
+    last step that failed, syncing the directory, an empty store instead.
+    """
+    path, temporary = _validate.path("path", path), False
+    if os.path.isdir(path):
+        remove_orphans(path, system)
+        path, temporary = _name_in(path), True
+    descriptor, made = _open_for_writing(path, system)
+    with contextlib.ExitStack() as undo:
+        file = _tentative(path, descriptor, made, system, undo)
+        kept = _claim(file, descriptor, system)
+        _check_space(path, descriptor, system, HEADER_BYTES + least_blocks * header.geometry.extent_bytes, max_bytes,
+                     kept)
+        if not made:
+            file = _beside(path, system, undo)
+        file.temporary = temporary
+        file.write(header.pack().ljust(HEADER_BYTES, b"\0"), 0, lambda _: "the header")
+        if direct:
+            undo.callback(file.close_direct)
+            file.open_direct()
+        if kept:
+            file.replaces = Replaced(path, descriptor)
+        elif not temporary:
+            file.sync()
+            file.move_to(path)
+        undo.pop_all()
+    if not made and not kept:
+        _close(descriptor, system)
+    return file
+
+
+def _name_in(directory: str) -> str:
+    return os.path.join(directory, f"kvjax-{os.getpid()}-{uuid.uuid4().hex[:12]}.kv")
+
+
+def _tentative(path: str, descriptor: int, made: bool, system: SystemIO, undo: contextlib.ExitStack) -> BlockFile:
+    """An open file that is closed, and removed if we made it, should what follows fail."""
+    undo.callback(_close, descriptor, system)
+    if made:
+        undo.push(functools.partial(_remove_made, path, system))  # while we have the lock, if we got it
+    return BlockFile(path, descriptor, system, temporary=False)
+
+
+def _beside(path: str, system: SystemIO, undo: contextlib.ExitStack) -> BlockFile:
+    """A locked file that is to take the place of `path`. To empty that one instead would be SIGBUS to those who have it
+    mapped, and lose what was saved in it if we fail."""
+    directory = os.path.dirname(os.path.realpath(path))
+    remove_orphans(directory, system)
+    name = _name_in(directory)
+    descriptor, made = _open_for_writing(name, system)
+    file = _tentative(name, descriptor, made, system, undo)
+    file.lock()
+    return file
+
+
+def open_file(path: str, system: SystemIO, *, direct: bool, read_only: bool) -> tuple[BlockFile, Header]:
+    """Opens a file that `create_file` made, and reads its header.
+
+    Raises ConfigError for what cannot be a path, StoreClosed when there is nothing, FormatMismatch when it is something
+    else, ChecksumMismatch when its header is damaged, StoreLocked when another store may write it, ReadFailed or
+    WriteFailed when the system refuses.
+    """
+    path = _validate.path("path", path)
+    _check_place(path)
+    try:
+        descriptor = system.open(path, (os.O_RDONLY if read_only else os.O_RDWR) | os.O_NONBLOCK)
+    except FileNotFoundError as cause:
+        raise StoreClosed(f"{path} does not exist; give the path of a saved store file") from cause
+    except OSError as cause:
+        kind, use = (ReadFailed, "reading") if read_only else (WriteFailed, "writing (for reading: read_only=True)")
+        raise typed(f"cannot open {path} for {use}", cause, kind) from cause
+    with contextlib.ExitStack() as undo:
+        undo.callback(_close, descriptor, system)
+        _check_kind(path, descriptor)
+        file = BlockFile(path, descriptor, system, temporary=False)
+        file.read_only = read_only
+        if not read_only:
+            file.lock()
+            file.check_present()  # whoever held the lock before us may have removed it
+        header = Header.unpack(_beginning(path, descriptor, system, PAGE_BYTES), path)
+        if direct:
+            file.open_direct()
+        undo.pop_all()
+    return file, header
+
+
+def remove_orphans(directory: str, system: SystemIO) -> None:
+    """Removes temporary files whose process is gone, as nobody holds their lock.
+
+    One that is empty and young is left alone: its maker may be about to lock it, which must not fail because of us.
+    """
+    for path in glob.glob(os.path.join(glob.escape(directory), "kvjax-*-????????????.kv")):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:  # locked, gone, or somebody else's
+            descriptor = system.open(path, os.O_RDWR | os.O_NONBLOCK)
+            stack.callback(_close, descriptor, system)
+            page = _beginning(path, descriptor, system, PAGE_BYTES)
+            if is_ours(page) if page else time.time() - os.fstat(descriptor).st_mtime > STILLBORN_SECONDS:
+                system.lock(descriptor)
+                system.unlink(path)
+
+
+def _open_for_writing(path: str, system: SystemIO) -> tuple[int, bool]:
+    """A descriptor, and whether this call made the file. O_NONBLOCK: a pipe must not hang us before it is refused."""
+    flags = os.O_RDWR | os.O_NONBLOCK
+    try:
+        with contextlib.suppress(FileExistsError):
+            descriptor = system.open(path, flags | os.O_CREAT | os.O_EXCL, MODE)
+            with contextlib.suppress(OSError):  # a file system without modes, which has no umask either
+                os.fchmod(descriptor, MODE)
+            return descriptor, True
+    except OSError as cause:
+        raise _refused(path, cause) from cause
+    _check_place(path)
+    try:
+        return system.open(path, flags), False
+    except OSError as cause:
+        raise _refused(path, cause) from cause
+
+
+def _refused(path: str, cause: OSError) -> StoreError:
+    return typed(f"cannot create the store file {path}", cause, remedy="give a path in an existing, writable directory")
+
+
+def _remove_made(path: str, system: SystemIO, kind: type[BaseException] | None, *_) -> None:
+    """Removes what a failed call made, unless another store was quicker to lock it, or removed it."""
+    if kind is not None and not issubclass(kind, (StoreLocked, StoreClosed)):
+        with contextlib.suppress(OSError):
+            system.unlink(path)
+
+
+def _claim(file: BlockFile, descriptor: int, system: SystemIO) -> bool:
+    """Locks the file and makes sure that replacing it destroys nothing foreign. Returns whether something may have been
+    saved in it: whether a superblock of any version was written, whole or not."""
+    _check_kind(file.path, descriptor)
+    file.lock()
+    file.check_present()  # whoever held the lock before us may have removed it, as a failed call does
+    beginning = _beginning(file.path, descriptor, system, HEADER_BYTES)
+    if beginning and not is_ours(beginning):
+        raise FormatMismatch(f"{file.path} exists and is not a kvjax store file; choose another path or remove it")
+    return any(beginning[PAGE_BYTES:])
+
+
+def _beginning(path: str, descriptor: int, system: SystemIO, size: int) -> bytes:
+    """The first `size` bytes of a file, or what there is of them."""
+    page, got, more = memoryview(bytearray(size)), 0, 1
+    while more and got < size:
+        try:
+            more = system.preadv(descriptor, (page[got:],), got)
+            got += more
+        except InterruptedError:
+            continue
+        except OSError as cause:
+            raise typed(f"{path}: reading the header failed", cause, ReadFailed) from cause
+    return bytes(page[:got])
+
+
+def _check_place(path: str) -> None:
+    """Raises FormatMismatch for what is no file, before it is opened: opening a device may do something. A path that
+    cannot be looked at, or where nothing is, is for `open` to refuse."""
+    try:
+        mode = os.stat(path).st_mode
+    except OSError:
+        return
+    _check_mode(path, mode)
+
+
+def _check_kind(path: str, descriptor: int) -> None:
+    _check_mode(path, os.fstat(descriptor).st_mode)
+
+
+def _check_mode(path: str, mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        kind = next((name for is_one, name in _KINDS if is_one(mode)), "a device")
+        raise FormatMismatch(f"{path} is {kind} and no file; choose another path")
+
+
+def _close(descriptor: int, system: SystemIO) -> None:
+    """Closes a descriptor through which nothing was written that `sync` has not confirmed, so that an error means
+    nothing: the descriptor is gone in any case."""
+    with contextlib.suppress(OSError):
+        system.close(descriptor)
+
+
+def _check_space(path: str, descriptor: int, system: SystemIO, least: int, max_bytes: int | None, kept: bool) -> None:
+    """NoSpace unless the device can hold what the file will have at least, and what it may have at most; what is at the
+    path gives its space back unless it is kept."""
+    if max_bytes is not None and least > max_bytes:
+        raise NoSpace(f"{path}: {least} bytes are needed at least, more than max_bytes={max_bytes}; raise the limit")
+    needed = max_bytes or least
+    try:
+        freed = 0 if kept else os.fstat(descriptor).st_blocks * 512
+        free = system.free_bytes(descriptor) + freed
+    except OSError as cause:
+        raise typed(f"{path}: how much is free cannot be told", cause) from cause
+    if free < needed:
+        remedy = "remove the cache that is saved there, " if kept else ""
+        raise NoSpace(f"{path}: {needed} bytes are needed and {free} are free; {remedy}free some, lower max_bytes, or "
+                      "choose another device")

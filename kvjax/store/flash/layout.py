@@ -1,0 +1,238 @@
+"""Where on flash a block's extent lies: layouts that give equal bits and differ in what is read at once.
+
+Neighbouring extents are read by one request, so a layout is good when blocks that are fetched together are
+neighbours. A *lane* is one KV head of one sequence in one layer; a selection never reaches beyond its lane.
+
+    grouped        what a plain allocator does. The prompt's blocks of a lane follow each other in the order of block
+                   ids, lane after lane; a block that is first written later takes the lowest free extent, so that
+                   what all lanes add while decoding lies mixed, in the order in which it was written. Where all KV
+                   heads of a sequence fetch the same block numbers, those of one number follow each other instead.
+    cluster_major  every lane has a region of NB extents, and a block's place in it is its id. Methods number clusters
+                   as they make them, the blocks of one cluster in a row, so this is cluster order, and stays so.
+    dual_head      DynaKV (Wang et al.), section 5: pairs of co-retrieved blocks in pools of two, see `DualHead`.
+    sequential     token order, the paper's strawman; it is no placement of blocks and so has a file of its own,
+                   `kvjax.store.flash.sequential`.
+
+Adjacency here is that of file offsets; whether the file system keeps it on the device is its own affair. Extents that
+a layout leaves free between others are holes: they take no space on file systems with sparse files.
+"""
+
+import abc
+import collections
+from typing import ClassVar
+
+import numpy as np
+
+from kvjax.errors import ConfigError
+from kvjax.store.format.extents import ExtentPool
+from kvjax.store.interface import Geometry
+
+
+class Layout(abc.ABC):
+    """Chooses extents for blocks and claims them. Not thread-safe: the volume's lock is held around every call.
+
+    A layout keeps no list of what is free: the pool knows. So a released extent is at once free again.
+
+    Attributes:
+      samples: how many of a prompt's queries it wants to know the retrievals of.
+    """
+
+    samples: ClassVar[int] = 0
+
+    def __init__(self, geometry: Geometry, extents: ExtentPool):
+        self.geometry = geometry
+        self.extents = extents
+
+    @abc.abstractmethod
+    def place_prompt(self, ids: np.ndarray, retrieved: np.ndarray | None) -> np.ndarray:
+        """int32[n] extents for the blocks ids[n], ascending, of one layer; all are claimed, or NoSpace and none.
+
+        retrieved: int32[B, Q, KB, M1], what `samples` queries of each prompt would fetch, NB = none; None if unknown.
+        """
+
+    @abc.abstractmethod
+    def place(self, block_id: int) -> int:
+        """A claimed extent for a block that is written for the first time, or copied on write. Raises NoSpace."""
+
+    def restore(self, ids: np.ndarray, extents: np.ndarray) -> None:  # noqa: B027 (most know all by the pool)
+        """Learns what a file has that was opened: blocks ids[n] in extents[n], claimed already."""
+
+
+class Grouped(Layout):
+    """The lowest free extents, in the order in which blocks are written."""
+
+    def place_prompt(self, ids, retrieved):
+        return self.extents.allocate(ids.size)
+
+    def place(self, block_id):
+        return int(self.extents.allocate(1)[0])
+
+
+class ClusterMajor(Layout):
+    """Extent = block id. A block that a fork has copied goes to the same place in a further copy of the whole table."""
+
+    def place_prompt(self, ids, retrieved):
+        copies = -(-(self.extents.begin - ids) // self.geometry.total_blocks)  # that would be somebody else's
+        extents = ids + copies.clip(0) * self.geometry.total_blocks
+        while (taken := self.extents.occupied(extents)).any():
+            extents[taken] += self.geometry.total_blocks
+        return self.extents.claim(extents)
+
+    def place(self, block_id):
+        return int(self.place_prompt(np.array([block_id]), None)[0])
+
+
+class DualHead(Layout):
+    """Pools of two blocks, filled by correlation (DynaKV, section 5).
+
+    A pool is two neighbouring extents: twice the largest cluster. At prefill the blocks that are retrieved together
+    most often (Eq. 8) share a pool, and pools are chained so that the end of one is correlated with the beginning of
+    the next. A split leaves one half where it is; the other is a new block, which joins a half-empty pool of its lane
+    or opens a new one. Nothing else ever moves.
+
+    A block is fetched whole, so both heads of a pool store rows forward; each grows into its own extent, and the slack
+    of the two is that of their extents.
+
+    Beyond the paper: pools of a lane come from *shelves* of `SHELF` extents, so that what a lane adds is contiguous
+    even though all lanes add in turn. A lane takes a new shelf only when all its pools are full, and a shelf without
+    blocks goes to whoever needs one. Without releases, a lane thus leaves fewer than `SHELF` extents empty.
+    """
+
+    SHELF: ClassVar[int] = 16  # extents: eight pools
+    samples = 128
+
+    def __init__(self, geometry, extents):
+        super().__init__(geometry, extents)
+        self._lane = np.zeros(0, np.int64)  # of each shelf; means something only while a block is on the shelf
+
+    def place_prompt(self, ids, retrieved):
+        lanes, starts = np.unique(ids // self.geometry.num_blocks, return_index=True)
+        groups = np.split(np.arange(ids.size), starts[1:])
+        shelves = [-(-group.size // self.SHELF) for group in groups] if ids.size else []
+        first = self._free_shelves(sum(shelves))
+        extents = np.empty(ids.size, np.int64)
+        owners = np.repeat(lanes, shelves)
+        for lane, group, count in zip(lanes.tolist(), groups, shelves, strict=False):
+            order = correlated_order(ids[group] % self.geometry.num_blocks, self._retrieved_by(lane, retrieved))
+            extents[group[order]] = first * self.SHELF + np.arange(group.size)
+            first += count
+        claimed = self.extents.claim(extents)
+        self._give(first - owners.size, owners)
+        return claimed
+
+    def restore(self, ids, extents):
+        self._busy()  # has a place for each shelf
+        self._lane[extents // self.SHELF] = ids // self.geometry.num_blocks
+
+    def place(self, block_id):
+        lane = block_id // self.geometry.num_blocks
+        shelves = np.flatnonzero(self._busy() & (self._lane == lane))
+        free = self._free_extents(shelves)
+        if not free.size:
+            shelves = np.array([self._free_shelves(1)])
+            free = self._free_extents(shelves)
+        partnered = self.extents.occupied(free ^ 1)
+        extent = free[np.argmax(partnered)]  # the first pool with an empty partner slot, else the first empty pool
+        self.extents.claim(extent[None])
+        self._give(int(extent) // self.SHELF, np.array([lane]))
+        return int(extent)
+
+    def _retrieved_by(self, lane: int, retrieved: np.ndarray | None) -> np.ndarray:
+        """int[Q, M] of a lane of the layer; no row where nothing is known."""
+        if retrieved is None:
+            return np.zeros((0, 1), np.int64)
+        sequence, head = divmod(lane % self.geometry.lanes, self.geometry.kv_heads)
+        return retrieved[sequence, :, head]
+
+    def _free_extents(self, shelves: np.ndarray) -> np.ndarray:
+        extents = (shelves[:, None] * self.SHELF + np.arange(self.SHELF)).reshape(-1)
+        return extents[~self.extents.occupied(extents)]
+
+    def _busy(self) -> np.ndarray:
+        """bool[shelves]: not wholly free. Somebody else may have claimed extents of shelves that no lane has."""
+        busy = self.extents.groups_in_use(self.SHELF)
+        self._lane = np.append(self._lane, np.full(max(0, busy.size - self._lane.size), -1))
+        return np.append(busy, np.zeros(self._lane.size - busy.size, bool))
+
+    def _free_shelves(self, count: int) -> int:
+        """The first of `count` neighbouring shelves without a block, as low as possible."""
+        busy = np.flatnonzero(self._busy())
+        starts, stops = np.append(0, busy + 1), np.append(busy, busy.size + self._lane.size + count)
+        return int(starts[np.argmax(stops - starts >= count)])
+
+    def _give(self, first: int, lanes: np.ndarray) -> None:
+        """Notes which lanes the shelves from `first` on belong to."""
+        missing = max(0, first + lanes.size - self._lane.size)
+        self._lane = np.concatenate([self._lane, np.zeros(missing, np.int64)])
+        self._lane[first:first + lanes.size] = lanes
+
+
+LAYOUTS: dict[str, type[Layout]] = {"grouped": Grouped, "cluster_major": ClusterMajor, "dual_head": DualHead}
+SEQUENTIAL = "sequential"
+
+
+def check_layout(name: str) -> None:
+    """Raises ConfigError for a layout that there is not."""
+    if name not in (*LAYOUTS, SEQUENTIAL):
+        raise ConfigError(f"unknown layout {name!r}; use one of {', '.join(LAYOUTS)}, {SEQUENTIAL}")
+
+
+# ---------------------------------------------------------------------------- correlation of blocks
+
+
+def co_retrieval(retrieved: np.ndarray, known: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Eq. 8: pairs int64[n, 2] of known blocks that were retrieved together, and P(ij) of each, largest first.
+
+    retrieved: int[Q, M], the blocks of Q retrievals; known: int64[m] ascending, others do not count.
+
+    f(C_i, C_j) is the number of retrievals with both. The sum in the denominator takes every pair in both orders and
+    leaves out i = j. Costs Q * M^2, whatever the length of the prompt: no M_0 x M_0 matrix is made.
+    """
+    rank = np.searchsorted(known, retrieved)
+    none = known.size
+    rank = np.where(np.isin(retrieved, known), rank, none)
+    rank.sort(axis=-1)
+    i, j = np.triu_indices(rank.shape[-1], 1)
+    first, second = rank[:, i], rank[:, j]
+    both = (second < none) & (first < second)
+    codes, frequency = np.unique(first[both].astype(np.int64) * none + second[both], return_counts=True)
+    order = np.argsort(-frequency, kind="stable")
+    pairs = known[np.stack([codes // max(none, 1), codes % max(none, 1)], axis=-1)[order]]
+    return pairs, frequency[order] / max(1, 2 * frequency.sum())
+
+
+def correlated_order(blocks: np.ndarray, retrieved: np.ndarray) -> np.ndarray:
+    """int64[n] permutation of blocks[n], ascending: pools of two, one after the other, correlated ones adjacent.
+
+    Greedy in two passes over the pairs, most probable first: disjoint pairs become pools (what is left over is paired
+    in order, and an odd block comes last); then pools are joined to paths wherever both blocks are ends of theirs.
+    """
+    ranked = co_retrieval(retrieved, blocks)[0].tolist()
+    paths: dict[int, collections.deque[int]] = {}
+    single = dict.fromkeys(blocks.tolist())
+    for i, j in ranked:
+        if i in single and j in single:
+            del single[i], single[j]
+            paths[i] = paths[j] = collections.deque([i, j])
+    rest = list(single)
+    for i, j in zip(rest[::2], rest[1::2], strict=False):
+        paths[i] = paths[j] = collections.deque([i, j])
+    for i, j in ranked:
+        if i in paths and j in paths:
+            _join(paths, i, j)
+    last = rest[-1:] if len(rest) % 2 else []
+    walk = {id(path): path for path in map(paths.get, blocks.tolist()) if path is not None}
+    order = [block for path in walk.values() for block in path] + last
+    return np.searchsorted(blocks, order)
+
+
+def _join(paths: dict[int, collections.deque[int]], i: int, j: int) -> None:
+    """Makes one path of those of i and j, with i beside j, where both are ends of different paths."""
+    if len(paths[i]) < len(paths[j]):
+        i, j = j, i
+    longer, shorter = paths[i], paths[j]
+    if longer is shorter or i not in (longer[0], longer[-1]) or j not in (shorter[0], shorter[-1]):
+        return
+    outwards = shorter if shorter[0] == j else reversed(shorter)
+    (longer.extend if longer[-1] == i else longer.extendleft)(outwards)
+    paths.update(dict.fromkeys(shorter, longer))

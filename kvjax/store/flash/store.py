@@ -1,0 +1,209 @@
+"""The block store on flash: makes and opens files, which branches (`kvjax.store.flash.branch`) read and write."""
+
+import contextlib
+import math
+import os
+import tempfile
+import threading
+
+from kvjax import _validate
+from kvjax.errors import ConfigError, ReadFailed
+from kvjax.store.flash.branch import Anchor, FlashBranch
+from kvjax.store.flash.creation import create_file, open_file
+from kvjax.store.flash.layout import LAYOUTS, SEQUENTIAL, check_layout
+from kvjax.store.flash.overlay import OverlayFile
+from kvjax.store.flash.recovery import Found, adopt, whole_saves
+from kvjax.store.flash.sequential import SequentialBranch, log_geometry
+from kvjax.store.flash.table import LanePool, Table
+from kvjax.store.flash.volume import Volume
+from kvjax.store.format.codec import Codec, make_codec
+from kvjax.store.format.extents import ExtentPool
+from kvjax.store.format.pages import CODECS, HEADER_BYTES, Header
+from kvjax.store.interface import Geometry
+from kvjax.store.io import emulation, profiles
+from kvjax.store.io.file import BlockFile
+from kvjax.store.io.reader import ENGINES, Reader
+
+
+class FlashStore:
+    """Where and how blocks are kept on flash; touches no disk before `create`.
+
+    Args:
+      path: a file to create, or an existing directory, in which a temporary file is made that goes away when its last
+        branch is closed or collected, and at exit. A kvjax file that nobody writes is replaced: at once if nothing was
+        saved in it, else by the first save of the new one.
+      threads: how many reads run at once where threads read.
+      engine: how blocks are read, "aio", "threads" or "mmap" (see `kvjax.store.io.reader`); None for "aio" where it can
+        be, else "threads". The branch's `engine` tells which it is. Blocks in another codec than "raw" are read by
+        threads, which read through the map if there is one.
+      direct: read past the page cache with O_DIRECT; where the filesystem refuses, a warning is logged and the
+        branch's `direct` becomes False. It is always False with "mmap": a map is of the page cache.
+      layout: where blocks lie, one of `LAYOUTS` (see `kvjax.store.flash.layout`) or "sequential"; changes no result.
+      max_bytes: how large the file may become; None for as large as the device allows.
+      staging_bytes: committed but unwritten blocks kept in memory, at most, plus those of one token, or of one chunk of
+        text. A quarter of it is kept so that the rows of a block become one write.
+      timeout: seconds after which a read or write that makes no progress becomes an error.
+      scratch: directory for what a branch that was opened read-only adds; None for the system's temporary directory.
+      profile: device to emulate, see `kvjax.store.io.profiles`; all files of one store share it.
+      codec: how blocks are put into the file (`kvjax.store.format.codec`), "raw" or "rle": runs of equal keys once,
+      where that
+        saves pages. None for "raw" in a new file, and for what it was made with in one that is opened.
+      tolerance: how far an element of a key may be from that of its run's first key, with "rle" and for floats. Above 0
+        keys change: by at most so much at each time that a block is written, which happens behind, so that results
+        also depend on when that was.
+
+    Attributes:
+      system: its system calls; tests replace it.
+    """
+
+    def __init__(self, path, *, threads: int = 4, engine: str | None = None, direct: bool = True,
+                 layout: str = "grouped", max_bytes: int | None = None, staging_bytes: int = 64 << 20,
+                 timeout: float = 60.0, scratch: str | os.PathLike | None = None, profile: str = profiles.NATIVE,
+                 codec: str | None = None, tolerance: float = 0.0):
+        _check_sizes(threads, max_bytes, staging_bytes, direct)
+        if not _validate.number(timeout) or not 0.0 < timeout <= threading.TIMEOUT_MAX:
+            raise ConfigError(f"timeout={timeout!r} must be positive, and at most {threading.TIMEOUT_MAX:.0f} seconds")
+        check_layout(layout)
+        if engine not in (None, *ENGINES):
+            raise ConfigError(f"unknown engine {engine!r}; use one of {', '.join(ENGINES)}, or None")
+        if codec not in (None, *CODECS):
+            raise ConfigError(f"unknown codec {codec!r}; use one of {', '.join(CODECS)}, or None")
+        if engine == "aio" and codec not in (None, "raw"):
+            raise ConfigError(f"engine='aio' reads blocks as they are, and codec {codec!r} has others; leave out one")
+        if engine == "mmap" and profile != profiles.NATIVE:
+            raise ConfigError(f"engine='mmap' reads from the page cache, which no emulated device has, as {profile!r}; "
+                              "use another engine")
+        if not _validate.number(tolerance) or not 0.0 <= tolerance < math.inf:
+            raise ConfigError(f"tolerance={tolerance!r} must be a finite number, and not negative")
+        self.path = _absolute("path", path)
+        self.threads = threads
+        self.engine = engine
+        self.direct = direct and engine != "mmap"
+        self.layout = layout
+        self.max_bytes = max_bytes
+        self.staging_bytes = staging_bytes
+        self.timeout = timeout
+        self.scratch = None if scratch is None else _absolute("scratch", scratch)
+        self.profile = profile
+        self.codec = codec
+        self.tolerance = tolerance
+        self.system = emulation.system_of(profile)
+
+    def create(self, geometry: Geometry, fingerprint: str, least_blocks: int = 1) -> "FlashBranch | SequentialBranch":
+        """Makes the file and its first branch, in which every block is zero.
+
+        Raises ConfigError for a tolerance where keys must not change, and StoreError as `create_file`: NoSpace where
+        not even `least_blocks` blocks would fit, which the caller is sure to write.
+        """
+        if self.layout == SEQUENTIAL:
+            pages = log_geometry(geometry)
+            full = max(0, least_blocks - geometry.layers * geometry.lanes)  # the last block of a lane may be a row
+            least_pages = max(1, full * geometry.block_rows // pages.block_rows)
+            return SequentialBranch.over(geometry, self._create(pages, fingerprint, least_pages))
+        return self._create(geometry, fingerprint, least_blocks)
+
+    def _create(self, geometry: Geometry, fingerprint: str, least_blocks: int) -> "FlashBranch":
+        codec = make_codec(self.codec or "raw", geometry, self.tolerance)
+        file = self._create_file(self.path, Header(geometry, fingerprint, codec.name), least_blocks)
+        try:
+            volume = self._volume(file, codec, self._lanes(file, geometry))
+        except BaseException:
+            file.remove_if_temporary()
+            file.close()
+            raise
+        return FlashBranch(volume, Anchor(volume), Table.empty(volume.lanes))
+
+    def open(self, geometry: Geometry | None = None, fingerprint: str | None = None, *,
+             read_only: bool = False) -> "FlashBranch":
+        """Opens a saved file at its newest whole save, in this or another process.
+
+        For writing it may have no other user. Any number may read it, also while one writes: a read-only branch sees
+        the save it was opened at, keeps what it adds in a private temporary file, and cannot be saved. When the file is
+        saved twice more, blocks of that save may be overwritten, and reading them raises StaleCache.
+
+        Args:
+          geometry, fingerprint: what the file has to be for; None = anything.
+
+        Raises FormatMismatch when it is for something else or in another codec, NothingSaved when no save in it is
+        whole, StoreLocked, StoreClosed when there is no file, ReadFailed or WriteFailed. A damaged save is passed over
+        with a warning.
+        """
+        if self.layout == SEQUENTIAL:
+            raise ConfigError("layout='sequential' is not saved, so that no file can be opened with it; use another")
+        file, header = open_file(self.path, self.system, direct=self.direct, read_only=read_only)
+        try:
+            header.check(file.path, geometry, fingerprint, self.codec)
+            codec = make_codec(header.codec, header.geometry, self.tolerance)
+            found = whole_saves(file, codec)
+            volume = self._restored(file, header, codec, found)
+        except MemoryError as cause:
+            file.close()
+            raise ReadFailed(f"{file.path}: there is no memory for the tables of {header.geometry}; free some, then "
+                             "retry") from cause
+        except BaseException:
+            file.close()
+            raise
+        with volume.lock:
+            table = volume.log.saves()[0].table.share()
+        return FlashBranch(volume, Anchor(volume), table, found[0].generation)
+
+    def _restored(self, file: BlockFile, header: Header, codec: Codec, found: list[Found]) -> Volume:
+        lanes = self._lanes(file, header.geometry)
+        tables = adopt(found, lanes)
+        with contextlib.ExitStack() as undo:
+            if file.read_only:
+                lanes.extents.leave_shared()
+                private = self._create_private(header)
+                undo.callback(private.close)
+                undo.callback(private.remove_if_temporary)
+                file = OverlayFile(file, private, lanes.extents.offset(lanes.extents.end), HEADER_BYTES)
+            volume = self._volume(file, codec, lanes)
+            undo.pop_all()
+        with volume.lock:
+            volume.restore(found, tables)
+        return volume
+
+    def _create_private(self, header: Header) -> BlockFile:
+        """For what is added to a file that was opened read-only."""
+        try:
+            scratch = self.scratch or tempfile.gettempdir()
+        except OSError as cause:
+            raise ConfigError(f"there is no temporary directory ({cause}); give scratch=DIRECTORY") from cause
+        if not os.path.isdir(scratch):
+            raise ConfigError(f"scratch={scratch} is not a directory; give one in which files can be made")
+        return self._create_file(scratch, header)
+
+    def _create_file(self, path, header: Header, least_blocks: int = 1) -> BlockFile:
+        return create_file(path, header, self.system, direct=self.direct, max_bytes=self.max_bytes,
+                           least_blocks=least_blocks)
+
+    def _lanes(self, file: BlockFile, geometry: Geometry) -> LanePool:
+        return LanePool(geometry, ExtentPool(file.path, geometry.extent_bytes, self.max_bytes))
+
+    def _volume(self, file: BlockFile, codec: Codec, lanes: LanePool) -> Volume:
+        # Pages of logs lie in token order: to the layout of their file, a page is a block.
+        layout = "cluster_major" if self.layout == SEQUENTIAL else self.layout
+        chosen = LAYOUTS[layout](codec.geometry, lanes.extents)
+        reader = Reader(file, codec, self.system, engine=self.engine, threads=self.threads, timeout=self.timeout)
+        return Volume(file, codec, lanes, chosen, reader=reader, staging_bytes=self.staging_bytes, timeout=self.timeout)
+
+
+def _absolute(name: str, given) -> str:
+    """Returns the path from the root, as the process may change its directory. Raises ConfigError for what is none, and
+    where the process is in a directory that is gone."""
+    path = _validate.path(name, given)
+    try:
+        return os.path.abspath(path)
+    except OSError as cause:
+        raise ConfigError(f"{name}={path!r} is relative to a directory that is gone ({cause}); give one from the root"
+                          ) from cause
+
+
+def _check_sizes(threads, max_bytes, staging_bytes, direct) -> None:
+    """Raises ConfigError for the first setting of a store that is none."""
+    for name, value, least in (("threads", threads, 1), ("max_bytes", 1 if max_bytes is None else max_bytes, 1),
+                               ("staging_bytes", staging_bytes, 0)):
+        if not _validate.whole(value, least):
+            raise ConfigError(f"{name}={value!r} must be a whole number of at least {least}")
+    if not isinstance(direct, bool):
+        raise ConfigError(f"direct={direct!r} must be True or False")

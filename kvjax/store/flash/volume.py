@@ -1,0 +1,282 @@
+"""One open store file with everything its branches share: lock, extents, staging, reader and writer."""
+
+import collections
+import itertools
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from kvjax.errors import ChecksumMismatch, StaleCache, StoreError, WriteFailed
+from kvjax.store.flash.layout import Layout
+from kvjax.store.flash.lineage import Lineage, Staged
+from kvjax.store.flash.log import CommitLog, Request
+from kvjax.store.flash.overlay import OverlayFile
+from kvjax.store.flash.recovery import Found, read_superblocks
+from kvjax.store.flash.table import LanePool, Table
+from kvjax.store.flash.writer import Writer
+from kvjax.store.format.codec import Codec
+from kvjax.store.format.extents import run_starts
+from kvjax.store.io.file import BlockFile
+from kvjax.store.io.reader import Reader
+
+
+class Run(NamedTuple):
+    """Neighbours that were written at once: which of those that were given, and bytes in the file."""
+
+    blocks: slice
+    offset: int
+    size: int
+
+
+class Volume:
+    """Shared state of the branches of one file.
+
+    No thread refers to a branch, so a forgotten branch is collected. Its finalizer may run anywhere, also while this
+    very thread holds the lock; hence `retire` and `shut_down` take no lock and only leave a message.
+
+    Attributes:
+      lock: guards extents and lineages; held for bookkeeping, never for I/O.
+      changed: notified when the writer has finished or failed a block. Who may be interrupted enters `lock` and not
+        this, which is entered in Python: Ctrl-C there would leave the lock held.
+    """
+
+    def __init__(self, file: BlockFile, codec: Codec, lanes: LanePool, layout: Layout, *, reader: Reader,
+                 staging_bytes: int, timeout: float):
+        self.file = file
+        self.codec = codec
+        self.geometry = codec.geometry
+        self.extents = lanes.extents
+        self.lanes = lanes
+        self._layout = layout
+        self.timeout = timeout
+        self.lock = threading.Lock()
+        self.changed = threading.Condition(self.lock)
+        self.samples = layout.samples
+        self.log = CommitLog(file, codec.geometry, lanes.extents, self.lock)
+        self._saves: list[Request] = []
+        self._staging_limit = staging_bytes
+        # Rows linger until a quarter of the staging is used, so that those of one block become one write: one token
+        # touches a block of every layer and head, and each costs reading and writing the whole block.
+        self._linger_bytes = staging_bytes // 4
+        self._lineages: list[Lineage] = []
+        self._retired: collections.deque[Lineage] = collections.deque()
+        self._wake: queue.SimpleQueue = queue.SimpleQueue()
+        self.reader = reader
+        self._thread = threading.Thread(target=Writer(self).serve, args=(self._wake,), name="kvjax-write", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as cause:
+            reader.stop()
+            reader.close()
+            raise WriteFailed(f"{file.path}: no thread can be started to write it ({cause}); end some, or allow more "
+                              "with `ulimit -u`") from cause
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of tables, of what is staged, and of the memory that was read into. The lock is held."""
+        return self.lanes.held_bytes + self.extents.held_bytes + self.staged_bytes + self.reader.held_bytes
+
+    # ---- branches come and go
+
+    def adopt(self, lineage: Lineage) -> None:
+        """Registers a new branch; its table already owns its extents."""
+        with self.lock:
+            self._lineages.append(lineage)
+
+    def retire(self, lineage: Lineage) -> None:
+        """A branch is gone: drops what it staged and gives back its extents, soon. Takes no lock."""
+        self._retired.append(lineage)
+        self._wake.put(True)
+
+    def reap(self) -> None:
+        """Does what `retire` announced, except for a branch whose block is being written. The lock is held."""
+        for _ in range(len(self._retired)):
+            lineage = self._retired.popleft()
+            if lineage.flight:
+                self._retired.append(lineage)
+                continue
+            self._lineages.remove(lineage)
+            lineage.table.release()
+            self.changed.notify_all()
+
+    def shut_down(self) -> None:
+        """The last branch is gone: deletes a temporary file, ends the threads. Takes no lock, returns at once."""
+        try:
+            self.file.remove_if_temporary()
+            self.reader.stop()
+        finally:  # the thread that this ends closes and unlocks the file
+            self._wake.put(False)
+
+    def join(self) -> None:
+        """After `shut_down`: waits until the file is closed and unlocked."""
+        self._thread.join(self.timeout)
+
+    # ---- staging
+
+    @property
+    def staged_bytes(self) -> int:
+        """Size of all staged blocks: counted, not kept, so that Ctrl-C cannot part it from what is staged."""
+        blocks = sum(len(lineage.queue) + len(lineage.flight) for lineage in self._lineages)
+        return blocks * self.geometry.extent_bytes
+
+    def make_room(self, lineage: Lineage) -> None:
+        """Waits until what a branch is about to commit may be staged; raises what failed. A failure that nobody was
+        told of may be over by now: another try decides."""
+        with self.lock:
+            if lineage.untold:
+                self._finish(lineage)
+            self._retry(lineage)
+            if self.staged_bytes > self._staging_limit:
+                for other in self._lineages:  # whose blocks are in the way; what failed may be over by now
+                    self._retry(other)
+            self._wait(lineage, lambda: self.staged_bytes <= self._staging_limit)
+
+    def stage(self, lineage: Lineage, records) -> None:
+        """Makes committed records visible, in order. Staging the same again changes nothing."""
+        with self.lock:
+            for record in records:
+                lineage.stage(record)
+            if self.staged_bytes > self._linger_bytes:
+                self._wake.put(True)
+
+    def drain(self, lineage: Lineage) -> None:
+        """Waits until everything a branch committed is in the file; raises what failed."""
+        with self.lock:
+            self._finish(lineage)
+
+    def _finish(self, lineage: Lineage) -> None:
+        """`drain`. The lock is held."""
+        lineage.urgent = True
+        try:
+            self._retry(lineage)
+            self._wait(lineage, lambda: lineage.idle)
+            lineage.untold = False  # it is over, whoever had it tried again
+        finally:
+            lineage.urgent = False
+
+    def _retry(self, lineage: Lineage) -> None:
+        lineage.failed = None
+        if not lineage.idle:
+            self._wake.put(True)
+
+    def _wait(self, lineage: Lineage, done: Callable[[], bool]) -> None:
+        """Waits for the writer, as long as it makes progress."""
+        self.reap()
+        while not done():
+            failed = self._failure(lineage)
+            if failed is not None:
+                lineage.untold = lineage.untold and failed is not lineage.failed
+                raise failed
+            if not self.changed.wait(self.timeout):
+                raise WriteFailed(f"{self.file.path}: no block was written for {self.timeout} s; check the device, or "
+                                  "raise timeout")
+
+    def _failure(self, lineage: Lineage) -> StoreError | None:
+        """Why nothing more will be written of a branch, or of any until another one retries, if that is so. While the
+        writer has blocks of the branch, more may come of the same failure."""
+        if lineage.flight:
+            return None
+        if lineage.failed is not None:
+            return lineage.failed
+        if any(other.flight or (other.queue and not other.failed) for other in self._lineages):
+            return None
+        return next((other.failed for other in self._lineages if other.failed), None)
+
+    def next_to_write(self, most: int) -> tuple[Lineage, dict[int, Staged]] | None:
+        """A branch that the writer should serve now, and what it takes there, at most so many blocks. What it already
+        has does not count. The lock is held."""
+        self.reap()
+        waiting = sum(len(lineage.queue) for lineage in self._lineages)
+        excess = waiting - self._linger_bytes // self.geometry.extent_bytes
+        ready = [lineage for lineage in self._lineages
+                 if lineage.queue and not lineage.failed and lineage not in self._retired
+                 and (lineage.urgent or excess > 0)]
+        if not ready:
+            return None
+        lineage = max(ready, key=lambda lineage: lineage.urgent)
+        return lineage, lineage.take_coldest(most if lineage.urgent else min(most, excess))
+
+    def write_runs(
+        self, images: np.ndarray, extents: np.ndarray, sizes: np.ndarray, ids: np.ndarray, padded: bool = False
+    ) -> Iterator[Run]:
+        """Writes the first sizes[n] bytes of images[n, extent_bytes] to extents[n], ascending, neighbours at once; if
+        `padded`, also where that writes the rest of an extent that is not full. Tells of each run once it is written;
+        raises NoSpace or WriteFailed."""
+        whole = None if padded else sizes == self.geometry.extent_bytes
+        for begin, end in itertools.pairwise([*run_starts(extents, whole).tolist(), extents.size]):
+            offset = self.extents.offset(extents[begin])
+            size = (end - begin - 1) * self.geometry.extent_bytes + int(sizes[end - 1])
+            self.file.write(images[begin:end].reshape(-1)[:size], offset, self._first_of(ids[begin:end]))
+            yield Run(slice(begin, end), offset, size)
+
+    def _first_of(self, ids: np.ndarray) -> Callable[[int], str]:
+        """Names the first of blocks that are written at once, when somebody asks."""
+        return lambda _: self.geometry.describe(ids[0])
+
+    # ---- saving
+
+    def save(self, table: Table, generation: int, metadata: bytes) -> int:
+        """Number of the save, once it is on the device; takes over the table. All that wait at once share a commit."""
+        request = Request(table, generation, metadata)
+        with self.lock:
+            self._saves.append(request)
+            self._wake.put(True)
+            if not self.changed.wait_for(lambda: request.done, self.timeout):
+                if request in self._saves:
+                    self._saves.remove(request)
+                    table.release()
+                raise WriteFailed(f"{self.file.path}: the device did not confirm a save within {self.timeout} s, so it "
+                                  "may have it or not; check it, or raise timeout")
+        if request.error is not None:
+            raise request.error
+        return request.sequence
+
+    def take_saves(self) -> list[Request]:
+        """What waits to be saved, for the writer. The lock is held."""
+        taken, self._saves = self._saves, []
+        return taken
+
+    def damaged(self, what: str) -> StoreError:
+        """Why a block is not what a table says: newer saves have taken its place, or something broke."""
+        if isinstance(self.file, OverlayFile):
+            with self.lock:
+                ours = max((saved.sequence for saved in self.log.saves()), default=0)
+            superblocks, _ = read_superblocks(self.file.shared)
+            if max((one.sequence for one in superblocks.values()), default=0) > ours:
+                return StaleCache(f"{self.file.path}: {what} was overwritten, as the file was saved again since it was "
+                                  "opened; open it again")
+        return ChecksumMismatch(f"{self.file.path}: {what} is not what was written; the device or another program "
+                                "damaged it, prefill again")
+
+    # ---- extents
+
+    def restore(self, found: Sequence[Found], tables: Sequence[Table]) -> None:
+        """Takes over what a file has, newest save first; nothing is placed in one that is read-only. The lock is held.
+        """
+        self.log.restore(found, tables)
+        if not isinstance(self.file, OverlayFile):
+            ids, extents, _ = found[0].blocks
+            self._layout.restore(ids, extents)
+
+    def place_prompt(self, ids: np.ndarray, retrieved: np.ndarray | None) -> np.ndarray:
+        """`Layout.place_prompt`. The lock is held."""
+        self.reap()
+        return self._layout.place_prompt(ids, retrieved)
+
+    def place(self, block_id: int) -> int:
+        """`Layout.place`. The lock is held."""
+        self.reap()
+        return self._layout.place(block_id)
+
+    def where(self, lineage: Lineage) -> Callable[[int], str]:
+        """Names the block of `lineage` that lies at a file offset."""
+        def describe(offset: int) -> str:
+            extent = (offset - self.extents.offset(0)) // self.geometry.extent_bytes
+            with self.lock:
+                ids, extents = lineage.table.blocks()
+            found = ids[extents == extent]
+            return self.geometry.describe(found[0]) if found.size else f"extent {extent}"
+        return describe

@@ -1,0 +1,222 @@
+"""The write-behind thread of a volume: takes staged blocks, completes them, and puts them into extents."""
+
+import queue
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from kvjax.errors import NoSpace
+from kvjax.store.flash.lineage import Lineage, Staged
+from kvjax.store.io.file import WRITE_BYTES
+from kvjax.store.transaction import as_store_error, forget_frames
+
+if TYPE_CHECKING:
+    from kvjax.store.flash.volume import Volume
+
+
+class Written(NamedTuple):
+    """Blocks that are in the file, side by side, and may not be on the device yet."""
+
+    offset: int
+    size: int
+    blocks: list["WrittenBlock"]
+
+
+class WrittenBlock(NamedTuple):
+    """One of them.
+
+    old, target: the extent that it had, -1 = none, and the one that it is in; of `size` bytes, which hash to `right`.
+    """
+
+    lineage: Lineage
+    block_id: int
+    staged: Staged
+    old: int
+    target: int
+    right: int
+    size: int
+
+
+class Writer:
+    """Writes some blocks at a time, neighbours at once, and waits for the device for many.
+
+    Until a block is on the device it is read from memory: O_DIRECT reads of dirty pages wait for it, and asynchronous
+    ones are refused.
+
+    An extent of one owner is overwritten in place, so that the layout of a file stays as it was made. A reader that
+    looked the block up before may then see old and new bytes mixed; the checksum tells it, and it looks again. By that
+    time `Staged.complete` has been set, and the block is taken from memory.
+    """
+
+    MOST_UNFINISHED = 64
+
+    def __init__(self, volume: "Volume"):
+        self._volume = volume
+        self._unfinished: list[Written] = []
+
+    def serve(self, wake: queue.SimpleQueue) -> None:
+        """Body of the thread: True in the queue means there may be work, False that the file is to be closed."""
+        while wake.get():
+            while self._commit_saves() or self._write_some() or self._finish_all():
+                pass
+        self._volume.file.close()
+        self._volume.reader.close()
+
+    def _commit_saves(self) -> bool:
+        volume = self._volume
+        with volume.lock:
+            requests = volume.take_saves()
+        if not requests:
+            return False
+        try:
+            volume.log.commit(requests)
+        except Exception as cause:
+            for request in requests:
+                request.error = as_store_error(cause)
+        with volume.changed:
+            for request in requests:
+                request.table.release()
+                request.done = True
+            volume.changed.notify_all()
+        return True
+
+    def _write_some(self) -> bool:
+        volume = self._volume
+        room = self.MOST_UNFINISHED - sum(len(run.blocks) for run in self._unfinished)
+        most = min(room, max(1, WRITE_BYTES // volume.geometry.extent_bytes))
+        with volume.lock:
+            found = volume.next_to_write(most) if room else None
+        if found is None or not found[1]:
+            return False
+        lineage, left = found
+        try:
+            for block_id, staged in left.items():
+                self._complete(lineage, block_id, staged)
+            while left:
+                try:
+                    self._put(lineage, left)
+                except NoSpace:
+                    if not self._finish_all():  # which frees what finished blocks no longer need
+                        raise
+        except Exception as cause:
+            self._give_up([(lineage, block_id) for block_id in left], cause)
+        return True
+
+    def _complete(self, lineage: Lineage, block_id: int, staged: Staged) -> None:
+        """Fills the rows that were not appended from the block's extent; zeros if it has none."""
+        if staged.complete:
+            return
+        extent = lineage.table.extent(block_id)
+        base = np.zeros_like(staged.image)
+        if extent >= 0 and not staged.mask.all():
+            self._read(lineage, extent, base)
+        with self._volume.lock:
+            lineage.complete(block_id, base[:staged.rows.size].reshape(staged.rows.shape))
+
+    def _read(self, lineage: Lineage, extent: int, base: np.ndarray) -> None:
+        volume = self._volume
+        offset, where, codec = volume.extents.offset(extent), volume.where(lineage), volume.codec
+        sums = volume.extents.checksums[extent:extent + 1]
+        size = int(codec.sizes(sums)[0])
+        volume.file.read([(base.data[:size], offset)], where, direct=False)
+        if not codec.decode([base.data[:volume.geometry.block_bytes]], sums)[0]:
+            raise volume.damaged(f"{where(offset)} at offset {offset}, to which rows are to be added,")
+
+    def _put(self, lineage: Lineage, left: dict[int, Staged]) -> None:
+        """Writes complete blocks, as many as there is space for; takes those that are written out of `left`."""
+        volume = self._volume
+        with volume.lock:
+            places = self._places(lineage, left)
+        try:
+            for run in self._write(lineage, left, *np.array(sorted(places, key=lambda place: place[-1])).T):
+                self._unfinished.append(run)
+                for one in run.blocks:
+                    del left[one.block_id]
+                self._tell_of_progress()
+        except BaseException:
+            for block_id, old, target in places:
+                if block_id in left:
+                    self._release(old, target)
+            raise
+
+    def _places(self, lineage: Lineage, ids: Iterable[int]) -> list[tuple[int, int, int]]:
+        """(id, extent that it had, extent to write it to), of the first of these blocks for which there is space: the
+        same extent, or a new one where there is none or others own it too. NoSpace if there is for none. The lock is
+        held."""
+        volume, table = self._volume, lineage.table
+        places: list[tuple[int, int, int]] = []
+        for block_id in ids:
+            table.unshare(block_id)
+            old = target = table.extent(block_id)
+            if old < 0 or volume.extents.is_shared(old):
+                try:
+                    target = volume.place(block_id)
+                except NoSpace:
+                    if not places:
+                        raise
+                    break
+            places.append((block_id, old, target))
+        return places
+
+    def _write(self, lineage: Lineage, staged: dict[int, Staged], ids, old, targets) -> Iterator[Written]:
+        """Writes complete blocks ids[n] to targets[n], ascending; tells of each run that is on its way to the device.
+        """
+        volume = self._volume
+        images, sums = volume.codec.encode(np.stack([staged[block_id].image for block_id in ids.tolist()]))
+        sizes = volume.codec.sizes(sums)
+        blocks = [WrittenBlock(lineage, block_id, staged[block_id], *rest) for block_id, *rest in zip(
+            *(each.tolist() for each in (ids, old, targets, sums, sizes)), strict=True)]
+        for run in volume.write_runs(images, targets, sizes, ids):
+            volume.file.write_back_range(run.offset, run.size, wait=False)
+            yield Written(run.offset, run.size, blocks[run.blocks])
+
+    def _finish_all(self) -> bool:
+        """Waits until what was written is on the device; the blocks are there from now on. If the device refuses one,
+        none is: it does not say which."""
+        if not self._unfinished:
+            return False
+        volume, done, self._unfinished = self._volume, self._unfinished, []
+        blocks = [one for run in done for one in run.blocks]
+        try:
+            for run in done:
+                volume.file.write_back_range(run.offset, run.size, wait=True)
+                self._tell_of_progress()
+            with volume.changed:
+                for one in blocks:
+                    self._finish(one)
+                volume.changed.notify_all()
+        except Exception as cause:
+            left = [one for one in blocks if one.block_id in one.lineage.flight]
+            for one in left:
+                self._release(one.old, one.target)
+            self._give_up([(one.lineage, one.block_id) for one in left], cause)
+        return True
+
+    def _tell_of_progress(self) -> None:
+        with self._volume.changed:
+            self._volume.changed.notify_all()
+
+    def _finish(self, one: WrittenBlock) -> None:
+        volume, lineage = self._volume, one.lineage
+        volume.extents.checksums[one.target] = one.right
+        if one.target != one.old:
+            lineage.table.put(one.block_id, one.target)
+        lineage.written(one.block_id)
+        lineage.tally.add(rows_written=one.staged.appended, blocks_written=1, bytes_written=one.size,
+                          blocks_short=int(one.size < volume.geometry.extent_bytes))
+
+    def _release(self, old: int, target: int) -> None:
+        """Gives back an extent that a block got, and will not have."""
+        if target != old:
+            with self._volume.lock:
+                self._volume.extents.release(np.array([target]))
+
+    def _give_up(self, blocks: list[tuple[Lineage, int]], cause: Exception) -> None:
+        """Requeues blocks, coldest first, before all others; each branch is told once."""
+        volume, error = self._volume, as_store_error(cause)
+        forget_frames(error)
+        with volume.changed:
+            for lineage, block_id in reversed(blocks):
+                lineage.put_back(block_id, error)
+            volume.changed.notify_all()

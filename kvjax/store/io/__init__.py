@@ -1,0 +1,1 @@
+"""Reads and writes of a store file: system calls, engines, prefetch, emulated devices."""

@@ -1,5 +1,0 @@
-/* Rows that a token adds (rows.c), for the module (native.c). */
-#pragma once
-#include "../ffi.h"
-
-PyObject *put_rows(PyObject *self, PyObject *args);
