@@ -47,7 +47,7 @@ from kvjax.store.flash.store import FlashStore
 from kvjax.store.interface import Gathered, Geometry, Prompt
 
 compiled = pytest.mark.skipif(not kernels.COMPILED, reason="built without a C compiler")
-DELIMITERS = str(pathlib.Path(__file__).parent / "delimiters" / "table.json")  # eight of 64 tokens
+DELIMITERS = str(pathlib.Path(__file__).parent / "methods" / "shared" / "table.json")  # eight of 64 tokens
 # One small instance of every method; every law runs over this list.
 METHODS = {
     "full": Full(page=4),

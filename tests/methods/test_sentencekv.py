@@ -12,7 +12,7 @@ from kvjax.errors import ConfigError
 from kvjax.methods import SentenceKV
 
 METHOD = METHODS["sentencekv"]
-SENTENCE_ENDS = {3, 30, 60}  # of tests/delimiters/table.json
+SENTENCE_ENDS = {3, 30, 60}  # of tests/methods/shared/table.json
 PROMPTS = (70, 45)
 
 

@@ -7,12 +7,14 @@ from xdist.scheduler import LoadScopeScheduling
 
 # Files that use the programs of another one, among them some with callbacks, which are not cached on disk.
 _SHARING = {
-    "tests/test_parking.py": "tests/test_decode.py", "tests/test_prefetch.py": "tests/test_decode.py",
-    "tests/test_tiers.py": "tests/test_decode.py", "tests/test_persistence.py": "tests/test_llm.py",
-    "tests/test_damaged_saves.py": "tests/test_llm.py",
+    "tests/inference/test_layer_offload.py": "tests/inference/test_decode.py",
+    "tests/inference/test_prefetch.py": "tests/inference/test_decode.py",
+    "tests/cache/test_tiers.py": "tests/inference/test_decode.py",
+    "tests/inference/test_checkpoint.py": "tests/test_llm.py",
+    "tests/inference/test_damaged_saves.py": "tests/test_llm.py",
 }
 # What hardly compiles goes last: its groups are short, so that the workers end at about the same time.
-_QUICK = ("tests/models/", "tests/store/", "tests/tasks/", "tests/tuner/")
+_QUICK = ("tests/models/", "tests/store/", "tests/eval/tasks/", "tests/calibration/tuner/")
 _LOST = pytest.StashKey[bool]()
 
 

@@ -155,4 +155,4 @@ def test_groups_are_files_and_in_the_laws_methods():
     laws = "tests/test_laws.py::test_a_law"
     assert group_of(f"{laws}[full-host-quest]") == group_of(f"{laws}s[quest]") != group_of(f"{laws}[full]")
     assert group_of("tests/test_new.py::test_one") == group_of("tests/test_new.py::test_other[host-quest]")
-    assert group_of("tests/test_tiers.py::test_one") == group_of("tests/test_decode.py::test_other")
+    assert group_of("tests/cache/test_tiers.py::test_one") == group_of("tests/inference/test_decode.py::test_other")

@@ -18,7 +18,7 @@ from kvjax.store.format.pages import HEADER_BYTES
 from kvjax.store.interface import Geometry
 from tests.store.conftest import GEOMETRY, Driver, inspect_header, settle, wait_until
 from tests.store.faults import FaultySystem
-from tests.store.test_history import History
+from tests.store.flash.test_history import History
 
 EXTENT = GEOMETRY.extent_bytes
 
@@ -112,7 +112,7 @@ branch = FlashStore({str(tmp_path)!r}).create(Geometry(1, 1, 1, 1, 1, 2, "int8")
 import os
 assert os.path.exists(branch.path)
 """
-    root = pathlib.Path(__file__).resolve().parents[2]
+    root = pathlib.Path(__file__).resolve().parents[3]
     subprocess.run([sys.executable, "-c", program], check=True, cwd=root)
     assert not list(tmp_path.iterdir())
 

@@ -117,7 +117,7 @@ finally:
 assert not wrong
 np.testing.assert_array_equal(driver.read(), blocks)
 """
-    root = pathlib.Path(__file__).resolve().parents[2]
+    root = pathlib.Path(__file__).resolve().parents[3]
     done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

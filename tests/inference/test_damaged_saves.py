@@ -19,11 +19,11 @@ from kvjax.errors import ChecksumMismatch, FormatMismatch, KvjaxError, NoSpace, 
 from kvjax.inference import checkpoint, manifest
 from kvjax.inference.manifest import Manifest
 from tests import test_llm
+from tests.inference.test_checkpoint import answers, content, same
 from tests.test_llm import CONTEXT, METHOD
-from tests.test_persistence import answers, content, same
 
 llm = test_llm.llm  # a fixture
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture

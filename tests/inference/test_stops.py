@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer
 from kvjax.inference.stops import Stops
 from kvjax.models.tokenizer import TextTokenizer
 
-GOLDENS = pathlib.Path(__file__).parent / "goldens" / "tokenizers"
+GOLDENS = pathlib.Path(__file__).parents[1] / "goldens" / "tokenizers"
 END, TURN = "<|im_end|>", "<|im_start|>"
 
 

@@ -37,7 +37,7 @@ from tests.harness import DELIMITERS, METHODS
 from tests.test_llm import CONTEXT, METHOD
 
 llm = test_llm.llm  # a fixture
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def answers(model, cache, **kwargs) -> list:

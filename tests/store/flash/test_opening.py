@@ -28,7 +28,7 @@ from tests.store.conftest import GEOMETRY, Driver, still_works
 from tests.store.faults import FaultySystem
 
 EXTENT = GEOMETRY.extent_bytes
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+ROOT = pathlib.Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.parametrize("read_only", [False, True])

@@ -257,7 +257,7 @@ branch.write_layer(0, np.ones((1, 1, 64, 1, 2), np.int8), np.ones((1, 1, 64), np
 settle(branch.path)
 assert branch.submit(0, 0, np.arange(64, dtype=np.int32)[None, None]) and branch._reads.guesses
 """
-    root = pathlib.Path(__file__).resolve().parents[2]
+    root = pathlib.Path(__file__).resolve().parents[3]
     done = subprocess.run([sys.executable, "-c", program], check=True, cwd=root, capture_output=True, text=True)
     assert "Exception" not in done.stderr and not list(tmp_path.iterdir())
 

@@ -19,7 +19,7 @@ from kvjax.store.interface import PAGE_BYTES, Geometry
 from kvjax.store.tools import inspect
 from tests.store.conftest import GEOMETRY, WIDE, Driver, inspect_header, plant_runs, settle, still_works
 from tests.store.faults import FaultySystem
-from tests.store.test_history import History
+from tests.store.flash.test_history import History
 
 EXTENT = WIDE.extent_bytes
 SOME = {  # each with three pages or more, and the last one with padding

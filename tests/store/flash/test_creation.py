@@ -324,7 +324,7 @@ from tests.store.conftest import GEOMETRY
 branch = FlashStore({str(path)!r}).create(GEOMETRY, "")
 os._exit(1)
 """
-    root = pathlib.Path(__file__).resolve().parents[2]
+    root = pathlib.Path(__file__).resolve().parents[3]
     subprocess.run([sys.executable, "-c", program], cwd=root, check=False)
     assert len(list(path.parent.iterdir())) == 2
     FlashStore(path).create(GEOMETRY, "").close()
@@ -386,7 +386,7 @@ branch = FlashStore({str(tmp_path)!r}).create(Geometry(1, 1, 1, 1, 1, 2, "int8")
 print(branch.path, flush=True)
 os._exit(1)
 """
-    root = pathlib.Path(__file__).resolve().parents[2]
+    root = pathlib.Path(__file__).resolve().parents[3]
     done = subprocess.run([sys.executable, "-c", program], cwd=root, text=True, capture_output=True, check=False)
     orphan = pathlib.Path(done.stdout.strip())
     assert orphan.exists()

@@ -19,7 +19,7 @@ import kvjax
 from kvjax.inference import prefill
 from kvjax.ops import kmeans as clustering
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 SEEDS = (0, 1, 2)
 SIZES = (2000, 5000)  # of the larger, a start is drawn from a sample
 _kmeans = jax.jit(clustering.kmeans, static_argnums=(2, 5))

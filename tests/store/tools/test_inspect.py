@@ -45,7 +45,7 @@ def test_a_sound_file(path, capsys):
 
 
 def test_as_a_command(path):
-    root = pathlib.Path(__file__).resolve().parents[2]
+    root = pathlib.Path(__file__).resolve().parents[3]
     spoil(path, HEADER_BYTES)
     done = subprocess.run([sys.executable, "-m", "kvjax.store.tools.inspect", str(path)], cwd=root, text=True,
     check=False,

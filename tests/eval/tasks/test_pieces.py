@@ -10,7 +10,7 @@ from kvjax.eval import tasks
 from kvjax.eval.tasks import needles, prompts
 from kvjax.models.tokenizer import TextTokenizer
 
-GOLDENS = pathlib.Path(__file__).parents[1] / "goldens" / "tokenizers"
+GOLDENS = pathlib.Path(__file__).parents[2] / "goldens" / "tokenizers"
 TEMPLATE = "<s>[INST] {{ messages[0].content }} [/INST]{{ eos_token }} the"
 
 

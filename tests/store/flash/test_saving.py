@@ -20,7 +20,7 @@ from kvjax.store.flash.store import FlashStore
 from kvjax.store.format.pages import HEADER_BYTES
 from tests.store.conftest import GEOMETRY, Driver, still_works, wait_until
 from tests.store.faults import FaultySystem
-from tests.store.test_history import History
+from tests.store.flash.test_history import History
 
 EXTENT = GEOMETRY.extent_bytes
 
