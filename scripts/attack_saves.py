@@ -293,8 +293,6 @@ def full_device(attacked: Attacked, share: float, counts: Counts) -> None:
             (place / "filler").write_bytes(bytes((1 << 20) - (1 << 12) - free))
             count[_on_full(attacked, place / "saved")] += 1
             shutil.rmtree(place / "saved", ignore_errors=True)
-    except OSError as error:
-        print(f"the small file system cannot be filled: {error}")
     finally:
         subprocess.run(["umount", place], check=False)
 
@@ -311,6 +309,7 @@ def _on_full(attacked: Attacked, directory: pathlib.Path) -> str:
     except BaseException as error:
         print(f"raw {attacked.kind} on a full device: {type(error).__name__}: {error}", file=sys.stderr)
         return "raw"
+    os.truncate(directory.with_name("filler"), 0)  # decoding writes, too
     with contextlib.closing(attacked.llm.restore(directory)) as cache:
         return "right" if attacked._answer(cache) == attacked.answers[0] else "wrong"
 
