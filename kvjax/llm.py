@@ -71,6 +71,12 @@ class Tuning(Protocol):
     def slots(self, batch: int, context: int) -> Slots: ...
 
 
+def check_tuning(tuning) -> None:
+    """Raises ConfigError for what is given as a tuning and is none, such as a path."""
+    if not (tuning is None or isinstance(tuning, Tuning)):
+        raise ConfigError(f"tuning={tuning!r:.80} is no tuning; give what kvjax.calibration.tuner.load returns")
+
+
 @dataclasses.dataclass(frozen=True)
 class Scores:
     """What a model thinks of given continuations, one array per sequence, and the cache after them."""
@@ -88,6 +94,7 @@ class LLM:
         self, config: ModelConfig, params: PyTree, tokenizer: TextTokenizer | None = None, tuning: Tuning | None = None
     ):
         """`tuning` chooses method, slots and type where `prefill` is given none; FormatMismatch for another model's."""
+        check_tuning(tuning)
         self.config, self.params, self.tokenizer, self.tuning = config, params, tokenizer, tuning
         if tuning is not None and tuning.fingerprint != self.identity:
             raise FormatMismatch(f"the tuning is for the model {tuning.fingerprint!r}, not for {self.identity!r}; "
@@ -394,18 +401,15 @@ def _least_blocks(plan: Plan, lengths: list[int]) -> int:
     return max(1, total)
 
 
-def load(path: str | os.PathLike, dtype=jnp.float32, tuning: str | os.PathLike | None = None) -> LLM:
-    """Loads a local Hugging Face model directory, and what `kvjax.tune` chose for it, if that is given.
+def load(path: str | os.PathLike, dtype=jnp.float32, tuning: Tuning | None = None) -> LLM:
+    """Loads a local Hugging Face model directory, to decode as `tuning` says where that is given.
 
-    `dtype` is that of the weights, as "bfloat16". Raises CheckpointError naming file and tensor, ConfigError for an
-    unknown type, ReadFailed or FormatMismatch for the tuning.
+    `dtype` is that of the weights, as "bfloat16"; `tuning` is what `kvjax.calibration.tuner.load` read of a file.
+    Raises CheckpointError naming file and tensor, and ConfigError for an unknown type.
     """
-    from kvjax.calibration import tuner  # which runs models, and so imports this module
-
-    tuned = None if tuning is None else tuner.load(tuning)
     config = hf_config.read_config(path)
     tokenizer = TextTokenizer.from_directory(path)  # before the weights, which take longer
-    return LLM(*checkpoint.load(path, config, _float_type(dtype)), tokenizer, tuned)
+    return LLM(*checkpoint.load(path, config, _float_type(dtype)), tokenizer, tuning)
 
 
 def _float_type(dtype) -> jnp.dtype:

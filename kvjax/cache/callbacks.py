@@ -24,9 +24,9 @@ from kvjax.cache.pool import Line
 from kvjax.errors import ConfigError
 from kvjax.ops import kernels
 from kvjax.store import interface
+from kvjax.store.native import native
 from kvjax.typing import Array, Bool, Int32, Num
 
-native = kernels.load("kvjax.store.native._compiled")
 BACKENDS = ("buffer", "io", "python")
 _OK = jax.ShapeDtypeStruct((), jnp.int32)
 

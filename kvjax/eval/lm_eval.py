@@ -15,10 +15,13 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import handle_stop_sequences
 from tqdm import tqdm
 
-import kvjax
 from kvjax.errors import ConfigError
 from kvjax.eval.tasks.endpoint import Endpoint
+from kvjax.inference.plan import Slots
+from kvjax.llm import load
 from kvjax.methods import make
+from kvjax.store.flash.store import FlashStore
+from kvjax.store.host import HostStore
 from kvjax.store.io import profiles
 
 
@@ -55,13 +58,13 @@ class KvjaxLM(TemplateLM):
         super().__init__()
         if batch_size not in (None, 1, "1"):
             raise ConfigError(f"batch_size={batch_size}: requests are run one by one; leave it at 1")
-        self.llm = kvjax.load(pretrained, dtype)
+        self.llm = load(pretrained, dtype)
         assert self.llm.tokenizer is not None, "a directory without one is not loaded"
         self.text = self.llm.tokenizer
         self.max_gen_toks, self.add_bos_token = max_gen_toks, add_bos_token
         self.endpoint = Endpoint(
             self.llm, make(method, settings), _store(store, directory, profile),
-            None if slots is None else kvjax.Slots(count=slots), sparse_tokens,
+            None if slots is None else Slots(count=slots), sparse_tokens,
             max_length or self.llm.config.max_position, cache_dtype, chunk,
         )
 
@@ -141,7 +144,7 @@ class KvjaxLM(TemplateLM):
 
 def _store(name: str, directory: str, profile: str):
     made = {
-        "memory": lambda: None, "host": kvjax.HostStore, "flash": lambda: kvjax.FlashStore(directory, profile=profile),
+        "memory": lambda: None, "host": HostStore, "flash": lambda: FlashStore(directory, profile=profile),
     }
     if name not in made:
         raise ConfigError(f"unknown store {name!r}; use one of {', '.join(made)}")

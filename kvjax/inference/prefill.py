@@ -20,8 +20,9 @@ from kvjax.inference import plan as planning
 from kvjax.inference.plan import Plan, Slots, State, on_store, slot_pool
 from kvjax.models.config import ModelConfig
 from kvjax.models.transformer import Block, Transformer
-from kvjax.ops import attention, quantize
+from kvjax.ops import attention
 from kvjax.store import interface
+from kvjax.store.interface import as_stored
 from kvjax.typing import Array, Float, Int32, PyTree, pytree
 
 _CHUNK = 512  # queries of one prefill attention step
@@ -236,7 +237,7 @@ def fill(
     retrieved = None if samples is None else np.asarray(_retrieved(layer_plan, state, samples))
     heads = layer_plan.spec.block_heads
     pos = np.asarray(state.pos[:, :heads])
-    rows = quantize.as_stored(np.asarray(layer.stored_rows(layer_plan, state, prompts, plan.dtype)))
+    rows = as_stored(np.asarray(layer.stored_rows(layer_plan, state, prompts, plan.dtype)))
     prompt = interface.Prompt(pos, None if retrieved is None else retrieved[:, :, :heads])
     branch.write_layer(i, interface.Gathered(rows, pos), np.asarray(state.count[:, :heads]), prompt)
     return LayerCache(state, slot_pool(plan, i, slots))

@@ -1,28 +1,15 @@
 """What defines a decoder-only model of the Llama family, as hashable values."""
 
 import dataclasses
-from typing import Literal
 
 from kvjax.errors import ConfigError
+from kvjax.ops.rotary import RopeConfig
 
-RopeKind = Literal["default", "linear", "llama3"]
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
     "max_position",
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class RopeConfig:
-    """Rotary embedding: base frequency and how it is stretched to longer contexts."""
-
-    theta: float = 10_000.0
-    kind: RopeKind = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 8192
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +33,7 @@ class ModelConfig:
     qk_norm: bool = False
     use_mlp: bool = True
     windows: tuple[int | None, ...] = ()
-    rope: RopeConfig = RopeConfig()
+    rope: RopeConfig = dataclasses.field(default_factory=RopeConfig)
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 

@@ -17,8 +17,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
-import numpy as np
 
 from kvjax.errors import ConfigError
 from kvjax.typing import Array, Bool, Float, Int32, Num, pytree
@@ -107,11 +105,6 @@ def stored_type(dtype: str) -> str:
 def array_type(dtype: str) -> str:
     """The element type of arrays of blocks."""
     return "uint16" if dtype == "bfloat16" else stored_type(dtype)
-
-
-def as_stored(rows: np.ndarray) -> np.ndarray:
-    """The same memory as a store sees it, which knows numbers by their own type."""
-    return rows.view(ml_dtypes.bfloat16) if rows.dtype == np.uint16 else rows
 
 
 def tail_type(dtype: str) -> str:

@@ -1,11 +1,27 @@
 """Rotary position embedding (Su et al., 2021) in the half-split layout of Hugging Face models."""
 
+import dataclasses
+from typing import Literal
+
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.models.config import RopeConfig
 from kvjax.ops.barriers import written_out
 from kvjax.typing import Array, Float, Int32
+
+RopeKind = Literal["default", "linear", "llama3"]
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding: base frequency and how it is stretched to longer contexts."""
+
+    theta: float = 10_000.0
+    kind: RopeKind = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
 
 
 def inverse_frequencies(head_dim: int, rope: RopeConfig) -> np.ndarray:

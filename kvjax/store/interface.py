@@ -132,6 +132,13 @@ def whole(blocks: np.ndarray | Gathered) -> np.ndarray:
     return blocks.all() if isinstance(blocks, Gathered) else blocks
 
 
+def as_stored(rows: np.ndarray) -> np.ndarray:
+    """Returns the same memory as a store sees it: numbers have their own type, which in programs is uint16 for
+    bfloat16.
+    """
+    return rows.view(ml_dtypes.bfloat16) if rows.dtype == np.uint16 else rows
+
+
 @dataclasses.dataclass(frozen=True)
 class Stats:
     """What a branch has moved since it was made; a fork starts at zero."""

@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.cache.callbacks import native
 from kvjax.errors import FormatMismatch, StaleCache, StoreClosed, StoreError, typed
-from kvjax.ops import quantize
-from kvjax.store.interface import MAX_GENERATION, Branch, Event, Gathered, Geometry, Stats, Tally
+from kvjax.store.interface import MAX_GENERATION, Branch, Event, Gathered, Geometry, Stats, Tally, as_stored
+from kvjax.store.native import native
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,7 +226,7 @@ class TransactionalBranch(Branch):
 
     def _wanted_rows(self, start: int, block, row, rows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """`Rows` of a layer whose ids begin at `start`. Raises FormatMismatch."""
-        shape, rows = self._lane_start.shape, quantize.as_stored(np.asarray(rows))
+        shape, rows = self._lane_start.shape, as_stored(np.asarray(rows))
         block, row = self._index("block", block, shape), self._index("row", row, shape)
         self._expect("rows", rows, (*shape, self.geometry.width))
         wanted = _within(block, self.geometry.num_blocks) & _within(row, self.geometry.block_rows)
@@ -243,7 +242,7 @@ class TransactionalBranch(Branch):
     @callback
     def put_blocks(self, layer, generation, block, rows):
         self._enter(generation)
-        rows = quantize.as_stored(np.asarray(rows))
+        rows = as_stored(np.asarray(rows))
         block = self._index("block", block, (*self._lane_start.shape, np.shape(block)[-1]))
         self._expect("rows", rows, (*block.shape, self.geometry.block_rows, self.geometry.width))
         wanted = _within(block, self.geometry.num_blocks)
@@ -381,7 +380,7 @@ class TransactionalBranch(Branch):
         geometry = self.geometry
         asked = np.shape(block)[-1]
         block = self._index("block", block, (geometry.batch, geometry.kv_heads, asked))
-        slot, slots = self._index("slot", slot, block.shape), quantize.as_stored(np.asarray(slots))
+        slot, slots = self._index("slot", slot, block.shape), as_stored(np.asarray(slots))
         count = slots.shape[2] if slots.ndim == 5 else 0
         self._expect("slots", slots, (*block.shape[:2], count, geometry.block_rows, geometry.width))
         if not (slots.flags.c_contiguous and slots.flags.writeable):

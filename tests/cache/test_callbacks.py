@@ -39,10 +39,10 @@ def test_blocks_are_read_into_their_slots(way, dtype):
     branch, line, blocks = filled(dtype)
     rows = jnp.full((1, 2, 3, 3, 8), 7, quantize.array_type(dtype))
     read, ok = jax.jit(lambda rows: callbacks.read_in_place(rows, line, jnp.int32(0), BLOCK, SLOT))(rows)
-    expected = np.array(quantize.as_stored(np.asarray(rows)))
+    expected = np.array(interface.as_stored(np.asarray(rows)))
     expected[0, 0, [1, 2]], expected[0, 1, 0] = blocks[0, 0, [3, 0]], blocks[0, 1, 1]
     assert ok
-    np.testing.assert_array_equal(quantize.as_stored(np.asarray(read)), expected)
+    np.testing.assert_array_equal(interface.as_stored(np.asarray(read)), expected)
     branch.close()
 
 

@@ -11,10 +11,11 @@ import pytest
 from tiny import make_params
 
 import kvjax
-from kvjax import _files, adapters
+from kvjax import _files
 from kvjax.calibration import collect_moments, fit_adapters, refine_adapters
 from kvjax.calibration.collect_moments import layers_of
 from kvjax.errors import ChecksumMismatch, ConfigError, FormatMismatch, PromptError, ReadFailed, WriteFailed
+from kvjax.methods.shared import adapters
 from kvjax.models.config import ModelConfig
 
 CONFIG = ModelConfig(

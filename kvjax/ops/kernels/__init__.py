@@ -32,7 +32,6 @@ int32, what is occupied or valid boolean, all else f32. There are no derivatives
 """
 
 import functools
-import importlib
 import importlib.metadata
 import logging
 from collections.abc import Callable
@@ -41,6 +40,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kvjax import _native
 from kvjax.typing import Array
 
 _NAMES = ("row_attention", "code_products", "code_softmax", "vector_products", "vector", "softmax_mean", "best_blocks",
@@ -49,17 +49,6 @@ _ONE_BY_ONE = ("row_attention",)  # where `jax.vmap` maps them: rows of one pool
 NEGATIVE = -1e30  # score of what is not there
 TOGETHER = 4  # queries that meet a code at a time
 MOST_CHUNKS = 4  # of queries whose sums are apart: more are for more processors, and take more memory
-
-
-def load(name: str) -> Any:
-    """A compiled part by its full name; None where pip left it out, or where it cannot be loaded, which is logged."""
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError:
-        return None
-    except ImportError as cause:
-        logging.warning("programs do without %s, which cannot be loaded: %s; install kvjax again", name, cause)
-        return None
 
 
 def register(module: Any, names: tuple[str, ...]) -> bool:
@@ -84,7 +73,7 @@ def register(module: Any, names: tuple[str, ...]) -> bool:
     return True
 
 
-_compiled = load("kvjax.ops.kernels._compiled")
+_compiled = _native.load("kvjax.ops.kernels._compiled")
 COMPILED = register(_compiled, _NAMES)
 
 

@@ -16,6 +16,7 @@ from kvjax.store.flash.recovery import Found, adopt, whole_saves
 from kvjax.store.flash.sequential import SequentialBranch, log_geometry
 from kvjax.store.flash.table import LanePool, Table
 from kvjax.store.flash.volume import Volume
+from kvjax.store.flash.writer import Writer
 from kvjax.store.format.codec import Codec, make_codec
 from kvjax.store.format.extents import ExtentPool
 from kvjax.store.format.pages import CODECS, HEADER_BYTES, Header
@@ -185,7 +186,10 @@ class FlashStore:
         layout = "cluster_major" if self.layout == SEQUENTIAL else self.layout
         chosen = LAYOUTS[layout](codec.geometry, lanes.extents)
         reader = Reader(file, codec, self.system, engine=self.engine, threads=self.threads, timeout=self.timeout)
-        return Volume(file, codec, lanes, chosen, reader=reader, staging_bytes=self.staging_bytes, timeout=self.timeout)
+        volume = Volume(file, codec, lanes, chosen, reader=reader, staging_bytes=self.staging_bytes,
+                        timeout=self.timeout)
+        volume.start(Writer(volume).serve)
+        return volume
 
 
 def _absolute(name: str, given) -> str:

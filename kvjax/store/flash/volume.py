@@ -16,7 +16,6 @@ from kvjax.store.flash.log import CommitLog, Request
 from kvjax.store.flash.overlay import OverlayFile
 from kvjax.store.flash.recovery import Found, read_superblocks
 from kvjax.store.flash.table import LanePool, Table
-from kvjax.store.flash.writer import Writer
 from kvjax.store.format.codec import Codec
 from kvjax.store.format.extents import run_starts
 from kvjax.store.io.file import BlockFile
@@ -65,14 +64,18 @@ class Volume:
         self._retired: collections.deque[Lineage] = collections.deque()
         self._wake: queue.SimpleQueue = queue.SimpleQueue()
         self.reader = reader
-        self._thread = threading.Thread(target=Writer(self).serve, args=(self._wake,), name="kvjax-write", daemon=True)
+        self._thread: threading.Thread | None = None
+
+    def start(self, serve: Callable[[queue.SimpleQueue], None]) -> None:
+        """Starts the thread that writes (`Writer.serve`). Raises WriteFailed where the system has no thread left."""
+        self._thread = threading.Thread(target=serve, args=(self._wake,), name="kvjax-write", daemon=True)
         try:
             self._thread.start()
         except RuntimeError as cause:
-            reader.stop()
-            reader.close()
-            raise WriteFailed(f"{file.path}: no thread can be started to write it ({cause}); end some, or allow more "
-                              "with `ulimit -u`") from cause
+            self.reader.stop()
+            self.reader.close()
+            raise WriteFailed(f"{self.file.path}: no thread can be started to write it ({cause}); end some, or allow "
+                              "more with `ulimit -u`") from cause
 
     @property
     def held_bytes(self) -> int:
@@ -112,7 +115,8 @@ class Volume:
 
     def join(self) -> None:
         """After `shut_down`: waits until the file is closed and unlocked."""
-        self._thread.join(self.timeout)
+        if self._thread is not None:
+            self._thread.join(self.timeout)
 
     # ---- staging
 

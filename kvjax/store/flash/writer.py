@@ -2,17 +2,15 @@
 
 import queue
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from kvjax.errors import NoSpace
 from kvjax.store.flash.lineage import Lineage, Staged
+from kvjax.store.flash.volume import Volume
 from kvjax.store.io.file import WRITE_BYTES
 from kvjax.store.transaction import as_store_error, forget_frames
-
-if TYPE_CHECKING:
-    from kvjax.store.flash.volume import Volume
 
 
 class Written(NamedTuple):
@@ -51,7 +49,7 @@ class Writer:
 
     MOST_UNFINISHED = 64
 
-    def __init__(self, volume: "Volume"):
+    def __init__(self, volume: Volume):
         self._volume = volume
         self._unfinished: list[Written] = []
 

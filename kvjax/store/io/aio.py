@@ -19,7 +19,6 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from kvjax.cache.callbacks import native
 from kvjax.errors import StoreError
 from kvjax.store.format.pages import HEADER_BYTES
 from kvjax.store.interface import PAGE_BYTES, Geometry
@@ -30,6 +29,7 @@ from kvjax.store.io.libaio import EVENT, IOCB
 from kvjax.store.io.system import SystemIO
 from kvjax.store.io.threads import ThreadEngine
 from kvjax.store.io.workers import PIECE_BYTES, Arena
+from kvjax.store.native import native
 
 _TRY_AGAIN = (errno.EINTR, errno.EAGAIN, errno.EINVAL, errno.EOPNOTSUPP)  # threads find out what is behind the last two
 _NO_ANSWER = np.iinfo(np.int64).min

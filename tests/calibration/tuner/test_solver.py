@@ -171,7 +171,7 @@ def test_a_model_is_loaded_with_its_tuning(tmp_path):
     """Without a method, prefill takes the tuned one, its slots and its type; a tuning of another model is refused."""
     model = pathlib.Path(kvjax.__file__).parent / "reference"
     dataclasses.replace(FOUND, fingerprint=kvjax.load(model).identity).save(tmp_path / "config.json")
-    llm = kvjax.load(model, tuning=tmp_path / "config.json")
+    llm = kvjax.load(model, tuning=tuning.load(tmp_path / "config.json"))
     cache = llm.prefill("def main(argv):\n    return 0\n" * 12, capacity=4000, store=kvjax.HostStore())
     assert cache.plan.method == FOUND.method(1, 4096) and cache.plan.dtype == FOUND.family.dtype
     assert cache.state.layers[-1].pool.slots == FOUND.slots(1, 4096).count
@@ -179,7 +179,9 @@ def test_a_model_is_loaded_with_its_tuning(tmp_path):
         llm.prefill("def main(argv):\n    return 0\n" * 12)
     FOUND.save(tmp_path / "other.json")
     with pytest.raises(FormatMismatch, match="not for"):
-        kvjax.load(model, tuning=tmp_path / "other.json")
+        kvjax.load(model, tuning=tuning.load(tmp_path / "other.json"))
+    with pytest.raises(ConfigError, match=r"tuner\.load"):
+        kvjax.llm.check_tuning(tmp_path / "other.json")
 
 
 def test_bad_files_are_typed_errors(tmp_path):

@@ -6,8 +6,8 @@ import pytest
 
 from configs.train_svd import get_config
 from experiments.training import train_svd
-from kvjax import adapters
 from kvjax.errors import ConfigError
+from kvjax.methods.shared import adapters
 
 
 def make_config(*files, **settings):
