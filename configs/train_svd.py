@@ -2,7 +2,7 @@
 
     python -m experiments.main --config=configs/train_svd.py --workdir=runs/train_svd
 
-Writes adapters to WORKDIR/adapters/KIND_joint_RATIO (and `_refined`), for `kvjax.kvswap(adapters=DIR)`. For text of
+Writes adapters to WORKDIR/adapters/KIND_joint_RATIO (and `_refined`), for `kvjax.KVSwap(adapters=DIR)`. For text of
 one's own give files as kinds, `--config.kinds="('FILE.txt',)"`; KIND is then FILE_HASH. Preset `:smoke` finishes within
 a minute.
 """

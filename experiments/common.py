@@ -15,9 +15,8 @@ from kvjax.errors import ConfigError, FormatMismatch
 from kvjax.eval import tasks
 from kvjax.eval.tasks import corpus
 from kvjax.inference import chunked_prefill, prefill
-from kvjax.inference import plan as planning
 from kvjax.inference.generate import Usage
-from kvjax.inference.plan import Slots
+from kvjax.inference.plan import Slots, check_plan, make_plan
 from kvjax.models.config import ModelConfig
 from kvjax.store.flash.layout import SEQUENTIAL, check_layout
 from kvjax.store.io import emulation, profiles
@@ -239,12 +238,12 @@ def check_fit(
       chunk: tokens of a prompt that are read at once; 0: all.
       slots: how a store's blocks are kept; None for blocks in memory, or slots by default.
     """
-    plan = planning.make_plan(model, make_method(settings, NOT_FIELDS), len(prompts), capacity, dtype_of(settings))
+    plan = make_plan(model, make_method(settings, NOT_FIELDS), len(prompts), capacity, dtype_of(settings))
     prefill.check_prompts(plan, np.minimum(prompts, chunk) if chunk else np.asarray(prompts))
     if chunk:
         check = chunked_prefill.check_prompt if max(prompts) > chunk else chunked_prefill.check
         check(plan, chunk, () if slots is None else (slots.backend,))
-    planning.check(plan, slots is not None, slots or Slots())
+    check_plan(plan, slots is not None, slots or Slots())
 
 
 def label(method: Method) -> str:

@@ -1,6 +1,6 @@
 """Attention with a cache for any JAX model: one layer, one call per token.
 
-    cache = kvjax.init_cache(kvjax.quest(budget=256), batch=1, kv_heads=8, group=4, head_dim=64, capacity=8192)
+    cache = kvjax.init_cache(kvjax.Quest(budget=256), batch=1, kv_heads=8, group=4, head_dim=64, capacity=8192)
     cache = kvjax.prefill_cache(cache, keys, values, lengths)
     out, cache = kvjax.attend(cache, q, k, v)
 
@@ -23,7 +23,7 @@ from kvjax import _validate
 from kvjax.cache import layer
 from kvjax.cache.layer import LayerCache, LayerPlan, Prompts
 from kvjax.cache.method import Method
-from kvjax.cache.pool import Line, MemoryPool
+from kvjax.cache.pool import MemoryPool, StoreRef
 from kvjax.errors import ConfigError, PromptError
 from kvjax.inference import arguments
 from kvjax.models.config import RopeConfig
@@ -144,11 +144,11 @@ def attend(
     """
     _check_shapes(cache, q.shape[:1], q, key, value, token)
     _check_token(cache, token)
-    kind, line = q.dtype, Line(jnp.int32(-1), jnp.int32(0))
+    kind, ref = q.dtype, StoreRef(jnp.int32(-1), jnp.int32(0))
     q, key, value, token = map(_in_32_bits, (q, key, value, token))
     at, zero = cache.length, jnp.int32(0)
-    out, read, fresh, _, report = layer.read(cache.plan, cache.layer, q, key, value, at, zero, line)
+    out, read, fresh, _, report = layer.read(cache.plan, cache.layer, q, key, value, at, zero, ref)
     gate = jnp.ones(at.shape, bool) & barriers.exists(out) & barriers.positions_exist([report.selected])
-    written, _ = layer.write(cache.plan, read, fresh, at, gate, zero, line, token)
+    written, _ = layer.write(cache.plan, read, fresh, at, gate, zero, ref, token)
     fits = (at < cache.plan.spec.capacity)[:, None, None]
     return jnp.where(fits, out, jnp.nan).astype(kind), dataclasses.replace(cache, layer=written, length=at + 1)

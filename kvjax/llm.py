@@ -1,7 +1,7 @@
 """The three-line API: load a model, prefill a context into a cache, ask.
 
     llm = kvjax.load(path)
-    cache = llm.prefill(context, method=kvjax.dynakv(budget=256), store=kvjax.FlashStore(path))
+    cache = llm.prefill(context, method=kvjax.DynaKV(budget=256), store=kvjax.FlashStore(path))
     llm.generate(question, cache).text
 """
 
@@ -21,12 +21,11 @@ from kvjax.cache.method import Method
 from kvjax.errors import ConfigError, FormatMismatch, PromptError
 from kvjax.inference import arguments, chunked_prefill, prefill
 from kvjax.inference import checkpoint as persistence
-from kvjax.inference import plan as planning
 from kvjax.inference.cache import Cache
 from kvjax.inference.decode import Driver
 from kvjax.inference.generate import Observer, Usage, check_logits, running
-from kvjax.inference.plan import Plan, Slots
-from kvjax.inference.prefill import Reading
+from kvjax.inference.plan import Plan, Slots, check_plan, make_plan, on_store, store_geometry
+from kvjax.inference.prefill import PromptActivations
 from kvjax.inference.sampling import Sampling
 from kvjax.inference.stops import Stops
 from kvjax.methods.full import Full
@@ -57,7 +56,7 @@ class Result:
 
 
 @runtime_checkable
-class Tuning(Protocol):
+class PrefillDefaults(Protocol):
     """What chooses for a run of so many sequences of so many tokens (`kvjax.calibration.tuner.Tuning`)."""
 
     @property
@@ -73,7 +72,7 @@ class Tuning(Protocol):
 
 def check_tuning(tuning) -> None:
     """Raises ConfigError for what is given as a tuning and is none, such as a path."""
-    if not (tuning is None or isinstance(tuning, Tuning)):
+    if not (tuning is None or isinstance(tuning, PrefillDefaults)):
         raise ConfigError(f"tuning={tuning!r:.80} is no tuning; give what kvjax.calibration.tuner.load returns")
 
 
@@ -91,7 +90,8 @@ class LLM:
     """A model with its tokenizer; holds no state between calls."""
 
     def __init__(
-        self, config: ModelConfig, params: PyTree, tokenizer: TextTokenizer | None = None, tuning: Tuning | None = None
+        self, config: ModelConfig, params: PyTree, tokenizer: TextTokenizer | None = None,
+        tuning: PrefillDefaults | None = None,
     ):
         """`tuning` chooses method, slots and type where `prefill` is given none; FormatMismatch for another model's."""
         check_tuning(tuning)
@@ -132,7 +132,7 @@ class LLM:
         """Token ids that end a generation: those of the model's files and the tokenizer's own."""
         return tuple(dict.fromkeys((*self.config.eos_token_ids, *(self.tokenizer.eos_ids if self.tokenizer else ()))))
 
-    def read(self, context) -> Reading:
+    def read(self, context) -> PromptActivations:
         """Reads a context (text, token ids, or a list of either) densely; `prefill` takes the result in its place.
 
         For comparing methods, each of which then is filled from the same activations, and for measuring them
@@ -140,9 +140,9 @@ class LLM:
         Raises PromptError.
         """
         tokens, length = prefill.batch(self._prompts(context))
-        return self._read(Reading(tokens, length, (), self.fingerprint))
+        return self._read(PromptActivations(tokens, length, (), self.fingerprint))
 
-    def _read(self, reading: Reading) -> Reading:
+    def _read(self, reading: PromptActivations) -> PromptActivations:
         """With the activations of all layers."""
         tokens = prefill.pad(reading.tokens)
         layers = tuple(jax.device_get(one) for one in prefill.read(self.config, self.params, tokens))
@@ -189,7 +189,7 @@ class LLM:
         if chunk is not None:
             check = chunked_prefill.check_prompt if any(rest) else chunked_prefill.check
             check(plan, chunk, () if slots is None else (slots.backend,))
-        planning.check(plan, store is not None, slots or Slots())
+        check_plan(plan, store is not None, slots or Slots())
         cache = self._filled(plan, reading, lengths, store, slots)
         return cache if chunk is None else self._extended(cache, rest, chunk)
 
@@ -200,18 +200,18 @@ class LLM:
 
     def _planned(self, method: Method, lengths: list[int], capacity: int, dtype: str | None) -> Plan:
         method.check_model(self.identity)
-        plan = planning.make_plan(self.config, method, len(lengths), capacity, "float32" if dtype is None else dtype)
+        plan = make_plan(self.config, method, len(lengths), capacity, "float32" if dtype is None else dtype)
         if max(lengths) > plan.capacity:
             raise PromptError(f"the prompt has {max(lengths)} tokens but capacity={plan.capacity}; raise the capacity")
         return plan
 
     def _filled(
-        self, plan: Plan, reading: Reading, lengths: list[int], store: Store | None, slots: Slots | None,
+        self, plan: Plan, reading: PromptActivations, lengths: list[int], store: Store | None, slots: Slots | None,
     ) -> Cache:
         """A cache of what is read densely, with room in the store for prompts of these lengths."""
         branch = None
         if store is not None:
-            branch = store.create(planning.geometry(plan), self.fingerprint, _least_blocks(plan, lengths))
+            branch = store.create(store_geometry(plan), self.fingerprint, _least_blocks(plan, lengths))
         try:
             state, logits = prefill.prefill(
                 plan, self.params, reading.tokens, reading.length, branch, slots, reading.layers or None
@@ -231,26 +231,27 @@ class LLM:
             raise PromptError("the prompt is empty; give at least one token")
         return rows
 
-    def _opening(self, context, chunk: int | None) -> tuple[Reading, list[list[int]]]:
+    def _opening(self, context, chunk: int | None) -> tuple[PromptActivations, list[list[int]]]:
         """What is read densely, without layers if that is still to be done, and each row's tokens after it."""
-        if chunk is not None and isinstance(context, Reading):
+        if chunk is not None and isinstance(context, PromptActivations):
             raise ConfigError(f"chunk={chunk}, but what was read already is not read in chunks; give the text")
-        if not isinstance(context, Reading):
+        if not isinstance(context, PromptActivations):
             rows = self._prompts(context)
             tokens, length = prefill.batch([row[:chunk] for row in rows])
-            return Reading(tokens, length, (), self.fingerprint), [[] if chunk is None else row[chunk:] for row in rows]
+            rest = [[] if chunk is None else row[chunk:] for row in rows]
+            return PromptActivations(tokens, length, (), self.fingerprint), rest
         if context.fingerprint != self.fingerprint:
             raise FormatMismatch(f"the context was read by the model {context.fingerprint!r}, not by "
                                  f"{self.fingerprint!r}; read it with this one")
         return context, [[]] * len(context.length)
 
-    def _fitted(self, plan: Plan, method: Method, reading: Reading) -> Plan:
+    def _fitted(self, plan: Plan, method: Method, reading: PromptActivations) -> Plan:
         """The plan with the method as these prompts want it."""
         itemsize = np.dtype(quantize.stored_type(plan.dtype)).itemsize
         key_bytes = quantize.width(plan.dtype, self.config.head_dim) * itemsize
         keys = [one.key for one in reading.layers]
         method = method.for_prompts(plan.layers[-1].spec, keys, np.asarray(reading.length), key_bytes)
-        return planning.make_plan(self.config, method, plan.batch, plan.capacity, plan.dtype)
+        return make_plan(self.config, method, plan.batch, plan.capacity, plan.dtype)
 
     def _default(
         self, batch: int, context: int, store: Store | None, slots: Slots | None, dtype: str | None
@@ -395,13 +396,13 @@ def _least_blocks(plan: Plan, lengths: list[int]) -> int:
     """How many blocks of a store the prompts fill at least, were every block full."""
     total = 0
     for i, one in enumerate(plan.layers):
-        if planning.on_store(plan, i) and not one.method.evicts:
+        if on_store(plan, i) and not one.method.evicts:
             middle = [max(0, length - one.spec.sinks - one.spec.window) for length in lengths]
             total += one.spec.block_heads * sum(-(-tokens // one.spec.block_rows) for tokens in middle)
     return max(1, total)
 
 
-def load(path: str | os.PathLike, dtype=jnp.float32, tuning: Tuning | None = None) -> LLM:
+def load(path: str | os.PathLike, dtype=jnp.float32, tuning: PrefillDefaults | None = None) -> LLM:
     """Loads a local Hugging Face model directory, to decode as `tuning` says where that is given.
 
     `dtype` is that of the weights, as "bfloat16"; `tuning` is what `kvjax.calibration.tuner.load` read of a file.

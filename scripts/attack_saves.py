@@ -90,7 +90,7 @@ class Attacked:
         return self
 
     def _prefill(self) -> kvjax.Cache:
-        method = kvjax.quest(budget=24, sinks=2, window=4, page=4)
+        method = kvjax.Quest(budget=24, sinks=2, window=4, page=4)
         return self.llm.prefill(CONTEXT, method=method, store=self._store(), capacity=160)
 
     def _store(self) -> kvjax.FlashStore | None:

@@ -27,7 +27,7 @@ import kvjax
 from experiments.speed import raw_disk
 from kvjax.cache.callbacks import default_backend
 from kvjax.cache.method import Spec
-from kvjax.cache.pool import Line
+from kvjax.cache.pool import StoreRef
 from kvjax.cache.slots import SlotPool
 from kvjax.store.flash.branch import FlashBranch
 from kvjax.store.format.pages import checksum
@@ -45,7 +45,7 @@ HEADS, SIZE, ROWS = 8, 64, 16
 
 
 def make_spec() -> Spec:
-    method = kvjax.quest(budget=2 * CONTEXT.value, page=ROWS, sinks=0, window=2)
+    method = kvjax.Quest(budget=2 * CONTEXT.value, page=ROWS, sinks=0, window=2)
     return method.spec(kv_heads=HEADS, group=1, head_dim=SIZE, capacity=CONTEXT.value)
 
 
@@ -83,7 +83,7 @@ def _token(pools, needs, line):
 def timed(branch: FlashBranch, state, times: int, needed: int, rng: np.random.Generator):
     """Pools after a program that fetches so many times for each of them; its seconds, the disk's, and those inside the
     store's reads."""
-    line, blocks = Line(jnp.int32(branch.handle), jnp.int32(branch.generation)), state[0].num_blocks
+    line, blocks = StoreRef(jnp.int32(branch.handle), jnp.int32(branch.generation)), state[0].num_blocks
     shape = (times * LAYERS.value, 1, HEADS, 1)
     need = rng.permuted(np.tile(np.arange(blocks, dtype=np.int32), shape), axis=-1)[..., :needed]
     need = jnp.asarray(need if needed else np.full(shape, blocks, np.int32))

@@ -26,7 +26,7 @@ TOKENS = 6  # of a turn; the first one meets cold caches, and is left out
 
 def main(argv):
     del argv
-    llm, method = made_up.make_model("cache-path"), kvjax.dynakv(budget=512, cluster=32, iterations=2)
+    llm, method = made_up.make_model("cache-path"), kvjax.DynaKV(budget=512, cluster=32, iterations=2)
     rounds, contexts = ROUNDS.value + 2, [int(context) for context in CONTEXTS.value]
     plans, states = {}, {}
     for context in contexts:

@@ -21,16 +21,15 @@ import kvjax
 from experiments.kvswap import overlap
 from experiments.speed import made_up, timing
 from kvjax.inference import layer_offload
-from kvjax.inference import plan as planning
-from kvjax.inference.plan import Slots
+from kvjax.inference.plan import Slots, bytes_of
 
 DIR = flags.DEFINE_string("dir", None, "directory on the device to measure; default: the temporary directory")
 LAYERS = flags.DEFINE_integer("layers", 16, "layers of hidden size 1,024", lower_bound=2)
 CONTEXT = flags.DEFINE_integer("context", 8192, "tokens in the cache", lower_bound=512)
 STEPS = flags.DEFINE_integer("steps", 20, "timed tokens", lower_bound=1)
 METHODS = {
-    "quest": kvjax.quest(budget=512), "dynakv": kvjax.dynakv(budget=512, cluster=16, iterations=2),
-    "kvswap": kvjax.kvswap(budget=512),
+    "quest": kvjax.Quest(budget=512), "dynakv": kvjax.DynaKV(budget=512, cluster=16, iterations=2),
+    "kvswap": kvjax.KVSwap(budget=512),
 }
 WARM_UP = 3
 
@@ -39,7 +38,7 @@ def decode(llm, method, slots: Slots, directory: str) -> dict:
     """Medians of a token's time, bytes in memory between tokens at most, and what parking moved per token."""
     store = kvjax.FlashStore(directory)
     plan, state, branch, _ = made_up.filled_cache(llm, method, CONTEXT.value, STEPS.value + 8, store, slots)
-    resident, tokens = planning.bytes_of(state.layers), np.arange(WARM_UP + STEPS.value) % 7
+    resident, tokens = bytes_of(state.layers), np.arange(WARM_UP + STEPS.value) % 7
     _, state = timing.time_tokens(llm, plan, state, tokens[:WARM_UP], "staged")
     before = layer_offload.stats(state.layers)
     times, state = timing.time_tokens(llm, plan, state, tokens[WARM_UP:], "staged")
@@ -74,15 +73,15 @@ def main(argv):
     llm, directory = kvjax.LLM(config, made_up.random_params(config)), DIR.value or tempfile.gettempdir()
     whole = timing.kv_bytes(config, CONTEXT.value) / 2**20
     print(f"{LAYERS.value} layers, {CONTEXT.value} tokens, KV cache {whole:.0f} MiB")
-    print(f"{'method':>8} {'in memory MiB':>14} {'parked MiB':>11} {'ratio':>6} {'ms':>8} {'parked ms':>10} "
+    print(f"{'method':>8} {'in memory MiB':>14} {'offloaded MiB':>11} {'ratio':>6} {'ms':>8} {'offloaded ms':>10} "
           f"{'limit ms':>9} {'waited ms':>10} {'read MiB':>9} {'written MiB':>12}")
     for name, method in METHODS.items():
         plain = decode(llm, method, Slots(), directory)
-        parked = decode(llm, method, Slots(park=kvjax.FlashStore(directory)), directory)
-        print(f"{name:>8} {plain['resident'] / 2**20:14.1f} {parked['resident'] / 2**20:11.1f} "
-              f"{plain['resident'] / parked['resident']:6.2f} {plain['ms']:8.1f} {parked['ms']:10.1f} "
-              f"{parked['limit']:9.1f} {parked['wait']:10.1f} {parked['read'] / 2**20:9.1f} "
-              f"{parked['written'] / 2**20:12.2f}", flush=True)
+        offloaded = decode(llm, method, Slots(offload=kvjax.FlashStore(directory)), directory)
+        print(f"{name:>8} {plain['resident'] / 2**20:14.1f} {offloaded['resident'] / 2**20:11.1f} "
+              f"{plain['resident'] / offloaded['resident']:6.2f} {plain['ms']:8.1f} {offloaded['ms']:10.1f} "
+              f"{offloaded['limit']:9.1f} {offloaded['wait']:10.1f} {offloaded['read'] / 2**20:9.1f} "
+              f"{offloaded['written'] / 2**20:12.2f}", flush=True)
 
 
 if __name__ == "__main__":

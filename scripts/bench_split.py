@@ -24,15 +24,15 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from kvjax.cache import layer
 from kvjax.cache.layer import LayerCache, LayerPlan
-from kvjax.cache.pool import Line
-from kvjax.cache.state import Fresh
+from kvjax.cache.pool import StoreRef
+from kvjax.cache.state import NewToken
 from kvjax.methods import DynaKV
 
 STEPS = flags.DEFINE_integer("steps", 50, "timed steps of each case")
 CAPACITY = flags.DEFINE_integer("capacity", 8192, "tokens the cache is made for; half are in it")
 
 HEADS, GROUP, SIZE = 8, 4, 64
-LINE = Line(jnp.int32(-1), jnp.int32(0))
+LINE = StoreRef(jnp.int32(-1), jnp.int32(0))
 
 
 class NeverSplits(DynaKV):
@@ -97,7 +97,7 @@ def timed(writes, caches: dict[str, LayerCache], keys: np.ndarray) -> dict[str, 
         for name, (heads, clusters) in CASES.items():
             cache, loaded = flagged(caches[name], heads, clusters)
             key = jnp.asarray(keys[:, 16 * step])
-            fresh, at = Fresh(key, key, loaded, *empty), jnp.array([length + step], jnp.int32)
+            fresh, at = NewToken(key, key, loaded, *empty), jnp.array([length + step], jnp.int32)
             before = int(np.sum(jax.block_until_ready(cache).state.index.splits))
             wall, cpu = time.perf_counter(), time.process_time()
             caches[name] = jax.block_until_ready(writes[name](cache, fresh, at, gate, zero, LINE))[0]

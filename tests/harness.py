@@ -15,7 +15,7 @@ from kvjax.cache import state as caching
 from kvjax.cache.callbacks import default_backend
 from kvjax.cache.layer import LayerCache, LayerPlan, Prompts
 from kvjax.cache.method import Method, Selection
-from kvjax.cache.pool import Line, row_width
+from kvjax.cache.pool import StoreRef, row_width
 from kvjax.cache.slots import SlotPool
 from kvjax.methods import (
     H2O,
@@ -196,9 +196,9 @@ class Sim:
         return self.plan, k, v, jnp.asarray(self.at), token, q, dtype
 
     @property
-    def line(self) -> Line:
+    def line(self) -> StoreRef:
         handle, generation = (-1, 0) if self.branch is None else (self.branch.handle, self.branch.generation)
-        return Line(np.asarray(handle, np.int32), np.asarray(generation, np.int32))
+        return StoreRef(np.asarray(handle, np.int32), np.asarray(generation, np.int32))
 
     def step(self, active=None):
         """Decodes one token of every active sequence; returns (out, report). Raises the store's error."""

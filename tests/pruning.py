@@ -25,10 +25,10 @@ def method(name, kept, window, chunk):
     """Ours, which keeps as many tokens."""
     common = {"budget": kept + 1, "sinks": 0, "window": window + 1}
     return {
-        "streaming_llm": lambda: kvjax.streaming_llm(budget=kept + 1, sinks=4),
-        "snapkv": lambda: kvjax.snapkv(**common, observation=window, kernel=5),
-        "chunkkv": lambda: kvjax.chunkkv(**common, observation=window, chunk=chunk, shared=True),
-        "h2o": lambda: kvjax.h2o(**common),
+        "streaming_llm": lambda: kvjax.StreamingLLM(budget=kept + 1, sinks=4),
+        "snapkv": lambda: kvjax.SnapKV(**common, observation=window, kernel=5),
+        "chunkkv": lambda: kvjax.ChunkKV(**common, observation=window, chunk=chunk, shared=True),
+        "h2o": lambda: kvjax.H2O(**common),
     }[name]()
 
 

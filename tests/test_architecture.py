@@ -81,3 +81,9 @@ def test_methods_know_no_store():
 
 def test_few_modules_are_in_no_package():
     assert len(list((ROOT / "kvjax").glob("*.py"))) <= 8
+
+
+def test_no_two_classes_have_one_name():
+    names = [node.name for path in MODULES.values() for node in ast.walk(ast.parse(path.read_text()))
+             if isinstance(node, ast.ClassDef)]
+    assert sorted(names) == sorted(set(names))

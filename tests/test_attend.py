@@ -20,10 +20,10 @@ BATCH, PROMPT, STEPS, CAPACITY = 2, 24, 12, 48
 LENGTHS = np.array([24, 17], np.int32)
 
 METHODS = {
-    "full": kvjax.full(page=8), "oracle": kvjax.oracle(budget=CAPACITY),
-    "streaming_llm": kvjax.streaming_llm(budget=CAPACITY),
-    "quest": kvjax.quest(budget=CAPACITY, sinks=2, window=4, page=4),
-    "dynakv": kvjax.dynakv(budget=CAPACITY, sinks=2, window=4, cluster=4, buffer=3, max_blocks=1000),
+    "full": kvjax.Full(page=8), "oracle": kvjax.Oracle(budget=CAPACITY),
+    "streaming_llm": kvjax.StreamingLLM(budget=CAPACITY),
+    "quest": kvjax.Quest(budget=CAPACITY, sinks=2, window=4, page=4),
+    "dynakv": kvjax.DynaKV(budget=CAPACITY, sinks=2, window=4, cluster=4, buffer=3, max_blocks=1000),
 }
 every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 SOME = ("full", "quest", "dynakv")
@@ -189,7 +189,7 @@ def test_a_sliding_window_hides_older_tokens():
 
 def test_a_budget_smaller_than_its_parts_is_refused():
     with pytest.raises(ConfigError, match="budget"):
-        kvjax.init_cache(kvjax.quest(budget=8), batch=1, kv_heads=1, group=1, head_dim=8, capacity=100)
+        kvjax.init_cache(kvjax.Quest(budget=8), batch=1, kv_heads=1, group=1, head_dim=8, capacity=100)
 
 
 def test_what_is_no_method_is_refused(unchecked):
@@ -207,7 +207,7 @@ def test_the_pool_is_updated_in_place(name):
 
 
 def test_beyond_the_capacity_outputs_are_nan_and_prompts_refused():
-    method = kvjax.quest(budget=CAPACITY, sinks=2, window=4, page=4)
+    method = kvjax.Quest(budget=CAPACITY, sinks=2, window=4, page=4)
     cache = kvjax.init_cache(method, batch=1, kv_heads=KV_HEADS, group=GROUP, head_dim=SIZE, capacity=8)
     rng = np.random.default_rng(0)
     q, *new = (jnp.asarray(rng.normal(size=(1, heads, SIZE)), jnp.float32) for heads in (HEADS, KV_HEADS, KV_HEADS))
@@ -223,7 +223,7 @@ def test_beyond_the_capacity_outputs_are_nan_and_prompts_refused():
 
 
 def test_queries_in_sixteen_bits():
-    method = kvjax.quest(budget=16, sinks=2, window=4, page=4)
+    method = kvjax.Quest(budget=16, sinks=2, window=4, page=4)
     rng, outs = np.random.default_rng(0), {}
     tokens = [[rng.normal(size=(1, heads, SIZE)) for heads in (HEADS, KV_HEADS, KV_HEADS)] for _ in range(24)]
     for dtype in (jnp.bfloat16, jnp.float32):

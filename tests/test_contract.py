@@ -13,8 +13,7 @@ from tiny import dense, make_params
 from kvjax.cache import layer
 from kvjax.errors import ConfigError
 from kvjax.inference import chunked_prefill, decode, prefill
-from kvjax.inference import plan as planning
-from kvjax.inference.plan import Slots
+from kvjax.inference.plan import Slots, make_plan, store_geometry
 from kvjax.methods import OmniKV, Quest
 from kvjax.models.config import ModelConfig
 from kvjax.models.transformer import Block, Transformer
@@ -69,14 +68,14 @@ class Witness(Quest):
     def select(self, spec, index, view, q):
         return dataclasses.replace(super().select(spec, index.quest, view, q), note=view.oldest_key)
 
-    def append(self, spec, index, view, leaving):
-        quest, placement = super().append(spec, index.quest, view, leaving)
-        at = jnp.where(leaving.valid, leaving.pos, CAPACITY)
-        token = index.token.at[at].set(leaving.token, mode="drop")
-        after = jnp.where(leaving.valid, leaving.pos + 1 + jnp.arange(spec.ring), CAPACITY)
-        ahead = index.ahead.at[after].set(leaving.ahead, mode="drop")
-        expected = False if leaving.note is None else jnp.array_equal(leaving.note, leaving.key)
-        noted = index.noted + (leaving.valid & expected)
+    def append(self, spec, index, view, evicted):
+        quest, placement = super().append(spec, index.quest, view, evicted)
+        at = jnp.where(evicted.valid, evicted.pos, CAPACITY)
+        token = index.token.at[at].set(evicted.token, mode="drop")
+        after = jnp.where(evicted.valid, evicted.pos + 1 + jnp.arange(spec.ring), CAPACITY)
+        ahead = index.ahead.at[after].set(evicted.ahead, mode="drop")
+        expected = False if evicted.note is None else jnp.array_equal(evicted.note, evicted.key)
+        noted = index.noted + (evicted.valid & expected)
         return dataclasses.replace(index, quest=quest, token=token, ahead=ahead, noted=noted), placement
 
 
@@ -95,8 +94,8 @@ def tokens():
 
 
 def start(method, params, tokens, store=None, config=CONFIG, **slots):
-    plan = planning.make_plan(config, method, 2, CAPACITY)
-    branch = store.create(planning.geometry(plan), "contract") if store else None
+    plan = make_plan(config, method, 2, CAPACITY)
+    branch = store.create(store_geometry(plan), "contract") if store else None
     state, _ = prefill.prefill(
         plan, params, tokens[:, : max(PROMPT)], jnp.asarray(PROMPT), branch, Slots(**slots)
     )
@@ -237,7 +236,7 @@ def test_a_method_that_rewrites_blocks_cannot_be_followed():
 def test_only_layers_with_the_same_sliding_window_follow():
     """Given windows that change in the middle of a group: the layer that has another one leads, and is followed."""
     config = dataclasses.replace(CONFIG, num_layers=6, windows=(16, None, None, None, None, 16))
-    plan = planning.make_plan(config, dataclasses.replace(QUEST, reuse=3, dense_layers=0), 1, CAPACITY)
+    plan = make_plan(config, dataclasses.replace(QUEST, reuse=3, dense_layers=0), 1, CAPACITY)
     assert [one.follows for one in plan.layers] == [False, False, True, False, True, False]
 
 
@@ -245,14 +244,14 @@ def test_only_layers_with_the_same_sliding_window_follow():
 def test_only_layers_that_are_followed_filter(layers, filters):
     config = dataclasses.replace(CONFIG, num_layers=layers, windows=(None,) * layers)
     method = OmniKV(budget=24, sinks=2, window=4, dense_layers=1, reuse=2)
-    plan = planning.make_plan(config, method, 1, CAPACITY)
+    plan = make_plan(config, method, 1, CAPACITY)
     assert [one.filters for one in plan.layers] == filters
     assert [one.follows for one in plan.layers] == [False, False, True, False, True][:layers]
 
 
 def test_a_layer_that_follows_makes_no_weights_that_nobody_sees():
     method = dataclasses.replace(METHODS["h2o"], reuse=2)
-    plans = planning.make_plan(CONFIG, method, 1, CAPACITY).layers
+    plans = make_plan(CONFIG, method, 1, CAPACITY).layers
     assert [one.observes for one in plans] == [True, False, True, False]
 
 

@@ -292,9 +292,9 @@ def _kept(sim, b):
 class ForgetsEveryFifth(Quest):
     """Mutant: tells the machinery to drop some tokens."""
 
-    def append(self, spec, index, view, leaving):
-        index, placement = super().append(spec, index, view, leaving)
-        gone = (leaving.pos % 5 == 0) & leaving.valid
+    def append(self, spec, index, view, evicted):
+        index, placement = super().append(spec, index, view, evicted)
+        gone = (evicted.pos % 5 == 0) & evicted.valid
         return index, Placement(jnp.where(gone, spec.num_blocks, placement.block), placement.row)
 
 
@@ -311,8 +311,8 @@ class LosesASplitRow(DynaKV):
 class WritesTwice(Quest):
     """Mutant: puts every token into row 0 of its page."""
 
-    def append(self, spec, index, view, leaving):
-        index, placement = super().append(spec, index, view, leaving)
+    def append(self, spec, index, view, evicted):
+        index, placement = super().append(spec, index, view, evicted)
         return index, Placement(placement.block, jnp.zeros_like(placement.row))
 
 
@@ -320,8 +320,8 @@ class WritesTwice(Quest):
 class DropsTheLeaving(SnapKV):
     """Mutant: forgets the token for which it made room."""
 
-    def append(self, spec, index, view, leaving):
-        index, placement = super().append(spec, index, view, leaving)
+    def append(self, spec, index, view, evicted):
+        index, placement = super().append(spec, index, view, evicted)
         return index, Placement(jnp.full_like(placement.block, spec.num_blocks), placement.row)
 
 

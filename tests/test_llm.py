@@ -39,8 +39,8 @@ CONFIG = ModelConfig(
     num_kv_heads=2, head_dim=8, max_position=256, tie_embeddings=True,
 )
 CONTEXT = "the quick brown fox jumps over the lazy dog 0123456789 " * 3
-METHOD = kvjax.dynakv(budget=24, sinks=2, window=4, cluster=4, buffer=3)
-QUEST = kvjax.quest(budget=24, sinks=2, window=4, page=4)
+METHOD = kvjax.DynaKV(budget=24, sinks=2, window=4, cluster=4, buffer=3)
+QUEST = kvjax.Quest(budget=24, sinks=2, window=4, page=4)
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def test_a_special_token_ends_an_answer(llm):
 
 
 @pytest.mark.parametrize("method", [
-    kvjax.snapkv(budget=24, sinks=2, window=4), kvjax.chunkkv(budget=24, sinks=2, window=4), METHODS["h2o"],
+    kvjax.SnapKV(budget=24, sinks=2, window=4), kvjax.ChunkKV(budget=24, sinks=2, window=4), METHODS["h2o"],
 ], ids=lambda method: method.name)
 def test_a_method_that_has_to_see_all_of_a_prompt_refuses_chunks(llm, method):
     with pytest.raises(ConfigError, match=r"all of a prompt|single tokens"):
@@ -111,7 +111,7 @@ def test_a_model_in_another_type_is_the_same_for_what_is_fitted_to_it(llm):
     assert other.identity != llm.identity
 
 
-@pytest.mark.parametrize("method", [kvjax.pqcache(parts=3), kvjax.kvswap(sigma=512)])
+@pytest.mark.parametrize("method", [kvjax.PQCache(parts=3), kvjax.KVSwap(sigma=512)])
 def test_a_method_that_does_not_fit_the_model_costs_no_saved_cache(llm, tmp_path, method):
     """Given a saved cache, and a method for which a new one cannot be made in its file: the file stays as it was."""
     path = tmp_path / "blocks.kv"
@@ -286,7 +286,7 @@ def test_generation_ends_at_a_stop_text_or_an_end_token(llm):
 
 def test_the_probe_finds_full_recall_for_the_full_cache_and_less_for_a_window(llm):
     found, reading = {}, llm.read(CONTEXT)
-    for method in (kvjax.full(page=8), kvjax.oracle(budget=24, sinks=2, window=4), kvjax.streaming_llm(budget=24)):
+    for method in (kvjax.Full(page=8), kvjax.Oracle(budget=24, sinks=2, window=4), kvjax.StreamingLLM(budget=24)):
         cache = llm.prefill(reading, method=method)
         probe = Probe(cache, reading, k=4)
         llm.generate("abcdef", cache, max_new_tokens=4, observer=probe)
@@ -300,7 +300,7 @@ def test_the_probe_finds_full_recall_for_the_full_cache_and_less_for_a_window(ll
 
 def test_scores_are_those_of_a_forward_pass_and_the_cache_stays(llm, tmp_path):
     contexts, texts = [CONTEXT, CONTEXT[:57]], ["abcde", "xy"]
-    cache = llm.prefill(contexts, method=kvjax.full(page=8), store=kvjax.FlashStore(tmp_path))
+    cache = llm.prefill(contexts, method=kvjax.Full(page=8), store=kvjax.FlashStore(tmp_path))
     scores = llm.score(texts, cache)
     for i, (context, text) in enumerate(zip(contexts, texts, strict=True)):
         ids = np.asarray([llm.encode(context + text, start=True)])
@@ -343,7 +343,7 @@ def starting(llm):
     (lambda llm, tmp: llm.prefill([1.7, 2.2]), PromptError, "no sequence of token ids"),
     (lambda llm, tmp: kvjax.LLM(FEWER, make_params(FEWER), llm.tokenizer).prefill("9"), PromptError, "token id 36"),
     (lambda llm, tmp: llm.prefill(CONTEXT, capacity=10), PromptError, "capacity=10"),
-    (lambda llm, tmp: llm.prefill(CONTEXT, method=kvjax.quest(budget=40)), ConfigError, "sinks"),
+    (lambda llm, tmp: llm.prefill(CONTEXT, method=kvjax.Quest(budget=40)), ConfigError, "sinks"),
     (lambda llm, tmp: llm.prefill(CONTEXT, store=kvjax.FlashStore(tmp / "no" / "such")), StoreError, "such"),
     (lambda llm, tmp: llm.generate(["a", "b"], llm.prefill(CONTEXT)), PromptError, "2 questions for 1"),
     (lambda llm, tmp: llm.score(["a", ""], llm.prefill([CONTEXT, CONTEXT])), PromptError, "is empty"),
@@ -351,16 +351,16 @@ def starting(llm):
     (lambda llm, tmp: llm.generate("a" * 50, llm.prefill("ab", capacity=60)), PromptError, "larger capacity"),
     (lambda llm, tmp: llm.prefill(CONTEXT, store=kvjax.FlashStore(tmp, max_bytes=50_000)), NoSpace, "needed at least"),
     (lambda llm, tmp: kvjax.load(tmp / "nowhere"), CheckpointError, "nowhere"),
-    (lambda llm, tmp: kvjax.quest(aggregation="median"), ConfigError, "median"),
-    (lambda llm, tmp: kvjax.quest(page=0), ConfigError, "page=0"),
-    (lambda llm, tmp: kvjax.quest(dense_layers=-1), ConfigError, "dense_layers=-1"),
+    (lambda llm, tmp: kvjax.Quest(aggregation="median"), ConfigError, "median"),
+    (lambda llm, tmp: kvjax.Quest(page=0), ConfigError, "page=0"),
+    (lambda llm, tmp: kvjax.Quest(dense_layers=-1), ConfigError, "dense_layers=-1"),
     (lambda llm, tmp: llm.prefill(CONTEXT, capacity=0), ConfigError, "capacity=0"),
     (lambda llm, tmp: llm.generate("a", llm.prefill("ab"), max_new_tokens=-1), PromptError, "max_new_tokens=-1"),
     (lambda llm, tmp: decode.check_driver("eager"), ConfigError, "unknown driver 'eager'"),
     (lambda llm, tmp: arguments.check_kinds("quest", None, None), ConfigError, "'quest' is no method"),
     (lambda llm, tmp: arguments.check_kinds(None, "/tmp", None), ConfigError, "'/tmp' is no store"),
     (lambda llm, tmp: llm.prefill(CONTEXT, store=kvjax.HostStore), ConfigError, "HostStore'> is no store"),
-    (lambda llm, tmp: kvjax.Slots(park=kvjax.FlashStore), ConfigError, "park="),
+    (lambda llm, tmp: kvjax.Slots(offload=kvjax.FlashStore), ConfigError, "offload="),
     (lambda llm, tmp: arguments.check_kinds(None, kvjax.HostStore(), {"count": 3}), ConfigError, "kvjax.Slots"),
     (lambda llm, tmp: arguments.check_generation(2.5, kvjax.Sampling(), 0), PromptError, "max_new_tokens=2.5"),
     (lambda llm, tmp: arguments.check_generation(2, {}, 0), ConfigError, "kvjax.Sampling"),
@@ -378,7 +378,7 @@ def starting(llm):
     (lambda llm, tmp: llm.prefill({"a": 1}), PromptError, "no text"),
     (lambda llm, tmp: kvjax.Sampling(temperature=1e-38), ConfigError, "greedy"),
     (lambda llm, tmp: llm.prefill(CONTEXT, slots=kvjax.Slots(count=9)), ConfigError, "give a store"),
-    (lambda llm, tmp: llm.prefill(CONTEXT, slots=kvjax.Slots(count=9, park=kvjax.HostStore())), ConfigError,
+    (lambda llm, tmp: llm.prefill(CONTEXT, slots=kvjax.Slots(count=9, offload=kvjax.HostStore())), ConfigError,
      "give a store"),
     (lambda llm, tmp: llm.prefill(CONTEXT, method=QUEST, store=kvjax.HostStore(), slots=kvjax.Slots(count=1)),
      ConfigError, "slots=1"),
@@ -403,7 +403,7 @@ def test_bad_input_gets_a_typed_error_that_names_the_cause(llm, tmp_path, call, 
 
 def test_what_was_read_once_fills_the_same_cache_and_none_of_another_model(llm):
     reading = llm.read([CONTEXT, CONTEXT[:57]])
-    for method in (METHOD, kvjax.streaming_llm(budget=24)):
+    for method in (METHOD, kvjax.StreamingLLM(budget=24)):
         answers = [llm.generate(["abc", "de"], llm.prefill(context, method=method), max_new_tokens=6)
                    for context in (reading, [CONTEXT, CONTEXT[:57]])]
         assert answers[0].tokens == answers[1].tokens
@@ -488,7 +488,7 @@ def test_models_in_sixteen_bits_decode(llm, driver, settings):
 
 
 @pytest.mark.parametrize(("method", "settings"), [
-    (kvjax.kvswap(budget=24, sinks=2, window=4, group=4, sigma=2), {}), (QUEST, {}), (QUEST, {"layout": "sequential"}),
+    (kvjax.KVSwap(budget=24, sinks=2, window=4, group=4, sigma=2), {}), (QUEST, {}), (QUEST, {"layout": "sequential"}),
 ], ids=["kvswap", "quest", "sequential"])
 def test_a_quota_of_what_is_written_is_enough(llm, tmp_path, method, settings):
     path = tmp_path / "blocks.kv"

@@ -73,8 +73,8 @@ def test_what_is_not_is_refused_by_name(settings, words):
 
 
 @pytest.mark.parametrize(("make", "words"), [
-    (lambda: kvjax.quest(max_blocks=0), "max_blocks=0"), (lambda: kvjax.quest(budget=-1), "budget=-1"),
-    (lambda: kvjax.dynakv(threshold=float("nan")), "threshold of DynaKV is not a number"),
+    (lambda: kvjax.Quest(max_blocks=0), "max_blocks=0"), (lambda: kvjax.Quest(budget=-1), "budget=-1"),
+    (lambda: kvjax.DynaKV(threshold=float("nan")), "threshold of DynaKV is not a number"),
     (lambda: kvjax.Slots(count=-3), "count=-3"), (lambda: kvjax.Slots(host=0), "host=0"),
 ])
 def test_impossible_numbers_are_refused(make, words):

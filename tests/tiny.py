@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.inference import decode, prefill
-from kvjax.inference import plan as planning
-from kvjax.inference.plan import Slots
+from kvjax.inference.plan import Slots, make_plan, store_geometry
 from kvjax.models.config import ModelConfig
 from kvjax.models.transformer import Transformer
 
@@ -34,8 +33,8 @@ def make_tokens():
 
 
 def start(params, tokens, method, store=None, config=CONFIG, **slots):
-    plan = planning.make_plan(config, method, 2, CAPACITY)
-    branch = store.create(planning.geometry(plan), "test") if store else None
+    plan = make_plan(config, method, 2, CAPACITY)
+    branch = store.create(store_geometry(plan), "test") if store else None
     length = jnp.asarray(PROMPT, jnp.int32)
     state, logits = prefill.prefill(plan, params, tokens[:, : max(PROMPT)], length, branch, Slots(**slots))
     return plan, state, logits, branch

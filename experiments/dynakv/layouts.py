@@ -9,10 +9,10 @@ give equal bits, and a digest of the logits in each row shows it. Figures that c
       average continuous access. The requests of decoding itself (`reads_per_token`) are for blocks that are not in
       memory, which are fewer and so less often neighbours.
   bytes moved by updates (Figure 13)  Entries that were on flash before a token and lie elsewhere after it. For the
-      cluster-by-cluster layout, in which the clusters of a lane are packed without gaps and an insertion or a split
+      cluster-by-cluster layout, in which the clusters of a stream are packed without gaps and an insertion or a split
       shifts everything behind it, nobody would run a store: its moves are computed, exactly, from where each token is
-      before and after every step. `packed_lane` takes every lane for a file of its own, the mildest reading;
-      `packed_file` packs the lanes of the cache one after the other into one file.
+      before and after every step. `packed_stream` takes every stream for a file of its own, the mildest reading;
+      `packed_file` packs the streams of the cache one after the other into one file.
 
 Nothing here is timed.
 """
@@ -32,8 +32,7 @@ from experiments import common
 from experiments.results import Run
 from experiments.speed import timing
 from kvjax.inference import decode
-from kvjax.inference import plan as planning
-from kvjax.inference.plan import Slots
+from kvjax.inference.plan import Plan, Slots, State, on_store, store_geometry
 from kvjax.store.flash.layout import SEQUENTIAL, check_layout
 from kvjax.store.interface import Branch, Stats
 
@@ -44,12 +43,12 @@ class Updates:
     Attributes:
       inserted: entries that were written for the first time.
       moved: entries whose block or row changed.
-      packed_lane, packed_file: entries whose offset in the packed layout changed.
+      packed_stream, packed_file: entries whose offset in the packed layout changed.
     """
 
     def __init__(self, pos: np.ndarray, tokens: int):
-        """pos: int32[lanes, NB, C], position of the token in each row, below `tokens`; -1 = empty."""
-        self.inserted = self.moved = self.packed_lane = self.packed_file = 0
+        """pos: int32[streams, NB, C], position of the token in each row, below `tokens`; -1 = empty."""
+        self.inserted = self.moved = self.packed_stream = self.packed_file = 0
         self._tokens = tokens
         self._count = (pos >= 0).sum(-1)
         self._order = [np.flatnonzero(count).tolist() for count in self._count]
@@ -58,36 +57,37 @@ class Updates:
     def see(self, pos: np.ndarray) -> None:
         """Takes note of the tables after a step."""
         count = (pos >= 0).sum(-1)
-        for lane, block in np.argwhere((count > 0) & (self._count == 0)).tolist():
-            self._born(lane, block, pos[lane, block])
-        for lane, block in np.argwhere((count == 0) & (self._count > 0)).tolist():
-            self._order[lane].remove(block)  # it was merged into another
+        for stream, block in np.argwhere((count > 0) & (self._count == 0)).tolist():
+            self._born(stream, block, pos[stream, block])
+        for stream, block in np.argwhere((count == 0) & (self._count > 0)).tolist():
+            self._order[stream].remove(block)  # it was merged into another
         self._count = count
         home, offset, length = self._where(pos)
         old = (self._home >= 0) & (home >= 0)
         start, was = (np.cumsum(x)[:, None] - x[:, None] for x in (length, self._length))
         self.inserted += int(((self._home < 0) & (home >= 0)).sum())
         self.moved += int((old & (home != self._home)).sum())
-        self.packed_lane += int((old & (offset != self._offset)).sum())
+        self.packed_stream += int((old & (offset != self._offset)).sum())
         self.packed_file += int((old & (offset + start != self._offset + was)).sum())
         self._home, self._offset, self._length = home, offset, length
 
-    def _born(self, lane: int, block: int, pos: np.ndarray) -> None:
+    def _born(self, stream: int, block: int, pos: np.ndarray) -> None:
         """The second half of a split is packed behind the first; a cluster of new tokens comes last."""
-        homes = self._home[lane, pos[pos >= 0]]
+        homes = self._home[stream, pos[pos >= 0]]
         parents = homes[homes >= 0] // pos.size
-        order = self._order[lane]
+        order = self._order[stream]
         order.insert(order.index(int(parents[0])) + 1 if parents.size else len(order), block)
 
     def _where(self, pos: np.ndarray):
-        """Home[lanes, T] (block * C + row) and packed offset[lanes, T] of every token, -1 = none; entries per lane."""
+        """Home[streams, T] (block * C + row) and packed offset[streams, T] of every token, -1 = none; entries per
+        stream."""
         start = np.zeros_like(self._count)
-        for lane, order in enumerate(self._order):
-            start[lane, order] = np.cumsum(self._count[lane, order]) - self._count[lane, order]
-        lane, block, row = np.nonzero(pos >= 0)
+        for stream, order in enumerate(self._order):
+            start[stream, order] = np.cumsum(self._count[stream, order]) - self._count[stream, order]
+        stream, block, row = np.nonzero(pos >= 0)
         home, offset = np.full((2, pos.shape[0], self._tokens), -1, np.int64)
-        home[lane, pos[lane, block, row]] = block * pos.shape[2] + row
-        offset[lane, pos[lane, block, row]] = start[lane, block] + row
+        home[stream, pos[stream, block, row]] = block * pos.shape[2] + row
+        offset[stream, pos[stream, block, row]] = start[stream, block] + row
         return home, offset, self._count.sum(-1)
 
 
@@ -104,11 +104,11 @@ class Probe:
     blocks: int = 0
     entries: int = 0
 
-    def read(self, branch: Branch, plan: planning.Plan, state) -> None:
+    def read(self, branch: Branch, plan: Plan, state) -> None:
         """Reads the blocks of the newest step again, a layer at a time, and counts the entries that came."""
         before = branch.stats()
         for i, one in enumerate(state.layers):
-            if not planning.on_store(plan, i):
+            if not on_store(plan, i):
                 continue
             block = np.asarray(one.pool.own(one.state.loaded))
             slot = np.broadcast_to(np.arange(block.shape[-1], dtype=np.int32), block.shape)
@@ -128,10 +128,10 @@ def _combine(one: Stats, other: Stats, sign: int = 1) -> Stats:
     return Stats(**{name: getattr(one, name) + sign * getattr(other, name) for name in names})
 
 
-def tables(plan: planning.Plan, state: planning.State) -> np.ndarray:
-    """int32[lanes, NB, C] position of every row of layers on the store, of heads with blocks of their own; a copy."""
+def tables(plan: Plan, state: State) -> np.ndarray:
+    """int32[streams, NB, C] position of every row of layers on the store, of heads with blocks of their own; a copy."""
     heads = plan.layers[-1].spec.block_heads
-    stored = [one.state for i, one in enumerate(state.layers) if planning.on_store(plan, i)]
+    stored = [one.state for i, one in enumerate(state.layers) if on_store(plan, i)]
     parts = [np.asarray(one.pos[:, :heads]) for one in stored]
     return np.concatenate([part.reshape(-1, *part.shape[2:]) for part in parts])
 
@@ -157,7 +157,7 @@ def measure(llm: kvjax.LLM, layout: str, tokens: np.ndarray, config: ml_collecti
             probe.read(branch, cache.plan, state)
     branch.flush()
     used = _combine(_combine(branch.stats(), before, -1), probe.stats, -1)
-    row_bytes = planning.geometry(cache.plan).row_bytes
+    row_bytes = store_geometry(cache.plan).row_bytes
     space = space_row(path, int((tables(cache.plan, state) >= 0).sum()), row_bytes)
     branch.close()
     head = {"layout": layout, "method": common.label(method), "store": "flash", "task": "layouts", "context": context,
@@ -184,7 +184,7 @@ def traffic_row(used: Stats, updates: Updates, layout: str, tokens: int, row_byt
         "bytes_written_per_token": used.bytes_written / tokens,
         "write_amplification": used.bytes_written / (updates.inserted * row_bytes),
         "moved_bytes_per_token": moved * row_bytes / tokens,
-        "packed_lane_moved_bytes_per_token": updates.packed_lane * row_bytes / tokens,
+        "packed_lane_moved_bytes_per_token": updates.packed_stream * row_bytes / tokens,
         "packed_file_moved_bytes_per_token": updates.packed_file * row_bytes / tokens,
     }
 
@@ -231,11 +231,11 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
 def print_table(rows: list[dict]) -> None:
     """The figures that matter, a line per layout."""
     print(f"{'layout':>14}{'entries':>9}{'KiB':>7}{'reads':>8}{'KiB read':>10}{'write':>7}{'slack':>7}{'holes':>7}"
-          f"{'KiB moved':>11}{'  packed: lane':>15}{'file':>9}  logits\n{'':>14}{'per access':>16}{'per token':>18}"
+          f"{'KiB moved':>11}{'  packed: stream':>15}{'file':>9}  logits\n{'':>14}{'per access':>16}{'per token':>18}"
           f"{'ampl.':>7}{'':>14}{'per token':>11}{'x as many':>15}")
     for row in rows:
         moved = row["moved_bytes_per_token"]
-        packed = [row[f"packed_{unit}_moved_bytes_per_token"] for unit in ("lane", "file")]
+        packed = [row[f"packed_{unit}_moved_bytes_per_token"] for unit in ("stream", "file")]
         ratios = [f"{bytes_ / moved:,.0f}" if moved else "-" for bytes_ in packed]
         print(f"{row['layout']:>14}{row['entries_per_access']:9.1f}{row['bytes_per_access'] / 1024:7.1f}"
               f"{row['reads_per_token']:8.1f}{row['bytes_read_per_token'] / 1024:10.0f}"

@@ -16,8 +16,7 @@ from kvjax.cache import layer
 from kvjax.cache.layer import LayerCache, LayerPlan
 from kvjax.cache.method import Method
 from kvjax.inference import decode, prefill, sampling
-from kvjax.inference import plan as planning
-from kvjax.inference.plan import Plan, State
+from kvjax.inference.plan import Plan, State, make_plan
 from kvjax.inference.sampling import Sampling
 
 
@@ -87,7 +86,7 @@ class Decoding:
         self.llm, self.strategy, self.mode, self.config = llm, strategy, mode, config
         self.tokens, self.prompt = tokens.copy(), config.prompt
         method = common.make_method(settings_of(strategy, config.method))
-        self.plan = planning.make_plan(llm.config, method, *tokens.shape)
+        self.plan = make_plan(llm.config, method, *tokens.shape)
         length = jnp.full(len(tokens), self.prompt, jnp.int32)
         self.state, self.logits = prefill.prefill(self.plan, llm.params, tokens[:, : self.prompt], length)
 

@@ -21,13 +21,13 @@ from experiments.texts import KINDS, Texts
 from kvjax.calibration.boundaries import Importance, boundary_scores
 from kvjax.errors import ConfigError
 from kvjax.methods.shared.delimiter_texts import delimiter_texts
-from kvjax.methods.shared.delimiters import Delimiters, Tally
+from kvjax.methods.shared.delimiters import DelimiterCounts, Delimiters
 
 
-def tallies(llm: kvjax.LLM, kind: str, config) -> list[Tally]:
+def tallies(llm: kvjax.LLM, kind: str, config) -> list[DelimiterCounts]:
     """Scores of one kind of text, after each checkpoint's number of texts."""
     texts, rule = Texts(llm, config.seed), Importance(**config.importance)
-    tally, found = Tally(llm.config.vocab_size), []
+    tally, found = DelimiterCounts(llm.config.vocab_size), []
     for number in tqdm(range(config.texts), desc=kind, disable=None):
         tokens = np.asarray(texts.draw(kind, number, 0, config.length))
         tally.add(tokens, boundary_scores(llm.config, llm.params, tokens, rule))
@@ -36,7 +36,7 @@ def tallies(llm: kvjax.LLM, kind: str, config) -> list[Tally]:
     return found
 
 
-def table_rows(kind: str, table: Delimiters, tally: Tally, config) -> list[dict]:
+def table_rows(kind: str, table: Delimiters, tally: DelimiterCounts, config) -> list[dict]:
     """One row for each delimiter that was seen often enough, the most frequent first."""
     error, weight = tally.standard_error(), table.weights()
     columns = zip(table.tokens, table.texts, table.scores, table.counts, strict=True)
@@ -73,7 +73,7 @@ def _names(tables):
     return table.tokens, table.texts
 
 
-def convergence_rows(kind: str, found: list[Tally], tokens: Collection[int], config) -> list[dict]:
+def convergence_rows(kind: str, found: list[DelimiterCounts], tokens: Collection[int], config) -> list[dict]:
     """Distance of the scores after a few texts from the last ones, over those of these delimiters that are frequent in
     the end."""
     final, rows = found[-1], []
@@ -119,7 +119,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     """Scores every kind of text, writes the tables, then runs the control."""
     check(config)
     llm, run = common.load_model(config.model), Run(config, workdir)
-    names, tables, rows, together = delimiter_texts(llm.tokenizer.tokenizer), {}, [], Tally(llm.config.vocab_size)
+    names, together = delimiter_texts(llm.tokenizer.tokenizer), DelimiterCounts(llm.config.vocab_size)
+    tables, rows = {}, []
     for kind in config.kinds:
         found = tallies(llm, kind, config)
         together.merge(found[-1])

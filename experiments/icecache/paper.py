@@ -31,13 +31,13 @@ def passkey(llm: kvjax.LLM, config: ml_collections.ConfigDict) -> Iterator[tuple
         samples = functools.cache(
             lambda length=length: common.draw_task(llm, stream, "passkey", length, config.samples, config.seed)
         )
-        methods = {"full": kvjax.full()}
+        methods = {"full": kvjax.Full()}
         for budget in config.budgets:
             shared = {"budget": budget, "window": config.window}
             methods |= {
-                f"icecache@{budget}": kvjax.icecache(**shared, beam=config.beam, dense_layers=0),
-                f"icecache@{budget}_reuse3": kvjax.icecache(**shared, beam=config.beam, dense_layers=1, reuse=3),
-                f"oracle@{budget}": kvjax.oracle(**shared),
+                f"icecache@{budget}": kvjax.IceCache(**shared, beam=config.beam, dense_layers=0),
+                f"icecache@{budget}_reuse3": kvjax.IceCache(**shared, beam=config.beam, dense_layers=1, reuse=3),
+                f"oracle@{budget}": kvjax.Oracle(**shared),
             }
         for name, method in methods.items():
             head = {"task": "passkey", "method": name, "context": length, "budget": method.budget}
@@ -92,8 +92,8 @@ def pages(llm: kvjax.LLM, config) -> Iterator[tuple[Row, Callable[[], Row]]]:
     for budget in config.budgets:
         shared = {"budget": budget, "window": config.window}
         for method in (
-            kvjax.icecache(**shared, beam=config.beam, dense_layers=0), kvjax.quest(**shared, page=8),
-            kvjax.quest(**shared, page=16), kvjax.oracle(**shared),
+            kvjax.IceCache(**shared, beam=config.beam, dense_layers=0), kvjax.Quest(**shared, page=8),
+            kvjax.Quest(**shared, page=16), kvjax.Oracle(**shared),
         ):
             label = common.label(method) + (f"_page{method.page}" if hasattr(method, "page") else "")
             head = {"task": "pages", "method": label, "context": config.key_tokens, "budget": budget}

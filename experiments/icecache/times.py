@@ -14,8 +14,7 @@ from experiments import common
 from experiments.speed import layer_times, made_up, timing
 from kvjax.eval.tasks import asking
 from kvjax.inference import decode, prefill
-from kvjax.inference import plan as planning
-from kvjax.inference.plan import Slots
+from kvjax.inference.plan import Slots, bytes_of, make_plan, store_geometry
 
 Row = dict
 
@@ -25,9 +24,9 @@ def second_token(config, directory) -> Iterator[tuple[Row, Callable[[], Row]]]:
     model = functools.cache(lambda: made_up.make_model(config.model_shape))
     shared = {"budget": max(config.budgets), "dense_layers": 1}  # one for all: the reuse variant of 4 layers needs it
     methods = {
-        "full": kvjax.full(), "quest": kvjax.quest(**shared), "dynakv": kvjax.dynakv(**shared, window=config.window),
-        "icecache": kvjax.icecache(**shared, beam=config.beam),
-        "icecache_reuse3": kvjax.icecache(**shared, beam=config.beam, reuse=3),
+        "full": kvjax.Full(), "quest": kvjax.Quest(**shared), "dynakv": kvjax.DynaKV(**shared, window=config.window),
+        "icecache": kvjax.IceCache(**shared, beam=config.beam),
+        "icecache_reuse3": kvjax.IceCache(**shared, beam=config.beam, reuse=3),
     }
     for length, (name, method) in itertools.product(config.prompts, methods.items()):
         head = {"task": "tt2t", "method": name, "context": length, "budget": method.budget}
@@ -52,8 +51,8 @@ def _second_token(llm: kvjax.LLM, method, length: int, config, directory) -> Row
 def _ask(llm: kvjax.LLM, method, tokens, store, pipelined: bool) -> None:
     """Reads one prompt into the store, decodes a token, and gives everything back."""
     length = tokens.shape[1]
-    plan = planning.make_plan(llm.config, method, 1, asking.rounded(length + 8))
-    branch = store.create(planning.geometry(plan), "tt2t")
+    plan = make_plan(llm.config, method, 1, asking.rounded(length + 8))
+    branch = store.create(store_geometry(plan), "tt2t")
     state, logits = prefill.prefill(
         plan, llm.params, tokens, jnp.full(1, length, jnp.int32), branch, pipelined=pipelined
     )
@@ -77,8 +76,8 @@ def per_token(config) -> Iterator[tuple[Row, Callable[[], Row]]]:
     model = functools.cache(lambda: made_up.make_model(config.model_shape))
     shared = {"budget": max(config.budgets), "beam": config.beam, "dense_layers": 0}
     methods = dict(zip(TIMED, (
-        kvjax.full(), kvjax.icecache(**shared), kvjax.icecache(**shared, update=False),
-        kvjax.icecache(**shared | {"dense_layers": 1}, reuse=3),
+        kvjax.Full(), kvjax.IceCache(**shared), kvjax.IceCache(**shared, update=False),
+        kvjax.IceCache(**shared | {"dense_layers": 1}, reuse=3),
     ), strict=True))
     jobs = [("tpot", *one, config.steps) for one in itertools.product(config.contexts, config.timed)]
     jobs += [("decode", config.long_context, name, config.long_steps) for name in ("icecache", "icecache_frozen")]
@@ -94,7 +93,7 @@ def _timed(llm: kvjax.LLM, method, context: int, steps: int) -> Row:
         llm, method, context, steps + 2 + layer_times.COMMITS, None, Slots(), copies=True
     )
     filled = time.perf_counter() - started
-    resident = planning.bytes_of(state.layers)
+    resident = bytes_of(state.layers)
     seconds, state = timing.time_tokens(llm, plan, state, [i % 7 for i in range(steps + 1)], "fused")
     times, quarter = 1e3 * seconds[1:], max(1, steps // 4)
     first, last = (float(np.median(part)) for part in (times[:quarter], times[-quarter:]))
@@ -116,8 +115,8 @@ def breakdown(config, directory) -> Iterator[tuple[Row, Callable[[], Row]]]:
     model = functools.cache(lambda: made_up.make_model(config.model_shape))
     shared = {"budget": max(config.budgets), "dense_layers": 1}
     methods = {
-        "quest": kvjax.quest(**shared), "icecache": kvjax.icecache(**shared, beam=config.beam),
-        "icecache_reuse3": kvjax.icecache(**shared, beam=config.beam, reuse=3),
+        "quest": kvjax.Quest(**shared), "icecache": kvjax.IceCache(**shared, beam=config.beam),
+        "icecache_reuse3": kvjax.IceCache(**shared, beam=config.beam, reuse=3),
     }
     for name, method in methods.items():
         head = {"task": "breakdown", "method": name, "context": config.long_context, "budget": method.budget}
@@ -132,8 +131,8 @@ def _loading(llm: kvjax.LLM, method, config, directory) -> Row:
     before, moved = branch.stats(), []
     seconds, state = timing.time_tokens(llm, plan, state, [i % 7 for i in range(config.steps)], "fused",
                                         lambda done: moved.append(timing.moved(done)))
-    traffic = timing.traffic_row(before, branch.stats(), moved, plan)
-    row = {"store": "flash", "token_ms": 1e3 * float(np.median(seconds[1:])), **traffic,
+    stats = timing.traffic_row(before, branch.stats(), moved, plan)
+    row = {"store": "flash", "token_ms": 1e3 * float(np.median(seconds[1:])), **stats,
            **layer_times.parts(llm, plan, state, branch)}
     branch.close()
     return row | {f"fetch_{name}": value for name, value in row.pop("fetch_ms").items()}

@@ -23,7 +23,7 @@ def real_keys(llm: kvjax.LLM, config) -> tuple[np.ndarray, np.ndarray]:
     size = config.key_tokens + config.key_steps
     text = needles.random_span(np.random.default_rng(config.seed), stream, size)
     reading = llm.read(text[: config.key_tokens])
-    cache = llm.prefill(reading, method=kvjax.full(), capacity=size + 8)
+    cache = llm.prefill(reading, method=kvjax.Full(), capacity=size + 8)
     asked: list[np.ndarray] = []
     llm.generate(
         text[config.key_tokens :], cache, max_new_tokens=1,
@@ -46,9 +46,9 @@ def made_up_points(kind: str, points: int, queries: int, seed: int) -> tuple[np.
 
 
 SETTINGS = {  # each at every length, so that its growth and its recall are of the same search
-    "shipped": kvjax.icecache(),
-    "narrow": kvjax.icecache(beam=64),
-    "pdci48": kvjax.icecache(ratio=1 / 32, beam=256, pages=384, projections=48, visit=338),
+    "shipped": kvjax.IceCache(),
+    "narrow": kvjax.IceCache(beam=64),
+    "pdci48": kvjax.IceCache(ratio=1 / 32, beam=256, pages=384, projections=48, visit=338),
 }
 
 

@@ -24,7 +24,7 @@ from kvjax.cache import residency
 from kvjax.errors import ConfigError
 from kvjax.eval.tasks import needles
 from kvjax.inference import decode
-from kvjax.inference import plan as planning
+from kvjax.inference.plan import Plan, State, copy_state, on_store, store_geometry
 from kvjax.typing import Array, Int32, pytree
 
 _EXTRAS = ("label",)  # of a method's settings
@@ -32,8 +32,8 @@ _EXTRAS = ("label",)  # of a method's settings
 
 @pytree
 class Trace:
-    """What a decode asks of a store; N lanes are layers x sequences x heads with blocks of their own, E the most blocks
-    written at once."""
+    """What a decode asks of a store; N streams are layers x sequences x heads with blocks of their own, E the most
+    blocks written at once."""
 
     need: Int32[Array, "T N M1"]  # blocks needed by each step, NB = none
     count: Int32[Array, "T N NB"]  # valid rows of each block at that time
@@ -42,7 +42,7 @@ class Trace:
 
 def record(llm: kvjax.LLM, cache: kvjax.Cache, tokens: np.ndarray) -> Trace:
     """Feeds tokens[B, T] one by one and notes what each step needs."""
-    state, steps = planning.copy(cache.state), []
+    state, steps = copy_state(cache.state), []
     before = _tables(cache.plan, state)
     for column in tqdm(tokens.T, desc="record", disable=None):
         state = decode.step(cache.plan, llm.params, state, column, donate=True).state
@@ -53,10 +53,10 @@ def record(llm: kvjax.LLM, cache: kvjax.Cache, tokens: np.ndarray) -> Trace:
     return Trace(need, count, _listed(changed))
 
 
-def _tables(plan: planning.Plan, state: planning.State) -> dict[str, np.ndarray]:
-    """Tables of the layers whose blocks a store would hold, as lanes: one for each head with blocks of its own."""
+def _tables(plan: Plan, state: State) -> dict[str, np.ndarray]:
+    """Tables of the layers whose blocks a store would hold, as streams: one for each head with blocks of its own."""
     heads = plan.layers[-1].spec.block_heads
-    stored = [one.state for i, one in enumerate(state.layers) if planning.on_store(plan, i)]
+    stored = [one.state for i, one in enumerate(state.layers) if on_store(plan, i)]
     parts = {name: np.stack([np.asarray(getattr(one, name)) for one in stored]) for name in ("loaded", "count", "pos")}
     return {name: part[:, :, :heads].reshape(-1, *part.shape[3:]) for name, part in parts.items()}
 
@@ -70,21 +70,22 @@ def _listed(changed: np.ndarray) -> np.ndarray:
 
 @functools.partial(jax.jit, static_argnames=("slots", "policy"))
 def replay(trace: Trace, *, slots: int, policy: str) -> Int32[Array, "T"]:
-    """Blocks read in each step when every lane has `slots` slots."""
-    lanes, num_blocks = trace.count.shape[1:]
+    """Blocks read in each step when every stream has `slots` slots."""
+    streams, num_blocks = trace.count.shape[1:]
 
     def step(table, now):
         plan = residency.plan(table, now.need, now.count, policy)
         table = residency.note_written(plan.success, residency.locate(plan.success, now.written))
         return table, jnp.sum(plan.read < num_blocks, dtype=jnp.int32)
 
-    return jax.lax.scan(step, residency.empty(lanes, slots, num_blocks), trace)[1]
+    return jax.lax.scan(step, residency.empty(streams, slots, num_blocks), trace)[1]
 
 
 def best_possible(trace: Trace, slots: int) -> int:
-    """Blocks read under Belady's optimum, over all lanes."""
+    """Blocks read under Belady's optimum, over all streams."""
     num_blocks = trace.count.shape[-1]
-    return sum(fewest_misses(np.asarray(trace.need)[:, lane], slots, num_blocks) for lane in range(trace.need.shape[1]))
+    need = np.asarray(trace.need)
+    return sum(fewest_misses(need[:, stream], slots, num_blocks) for stream in range(need.shape[1]))
 
 
 def draw_text(llm: kvjax.LLM, config: ml_collections.ConfigDict) -> np.ndarray:
@@ -103,7 +104,7 @@ def measure(llm: kvjax.LLM, settings, config: ml_collections.ConfigDict) -> list
     cache = llm.prefill(tokens[:, : config.context].tolist(), method=method, capacity=config.context + config.steps)
     trace = record(llm, cache, tokens[:, config.context :])
     needed = int(np.count_nonzero(trace.need < trace.count.shape[-1]))
-    block_bytes = planning.geometry(cache.plan).block_bytes
+    block_bytes = store_geometry(cache.plan).block_bytes
     head = {"method": common.label_of(settings), "store": "replay", "task": "residency", "context": config.context,
             "steps": config.steps, "budget": method.budget, "seed": config.seed, "blocks_needed": needed,
             "blocks_in_use": float(np.mean(np.count_nonzero(trace.count[-1], axis=-1)))}
@@ -111,11 +112,11 @@ def measure(llm: kvjax.LLM, settings, config: ml_collections.ConfigDict) -> list
     for slots in sorted({int(trace.need.shape[-1] * times) for times in config.times_needed}):
         missed = {policy: int(replay(on_device, slots=slots, policy=policy).sum()) for policy in residency.POLICIES}
         missed["belady"] = best_possible(trace, slots)
-        lane_bytes = slots * block_bytes
+        stream_bytes = slots * block_bytes
         rows += [{**head, "policy": policy, "slots": slots, "hit_rate": 1 - count / needed,
                   "reads_per_token": count / tokens.shape[0] / config.steps,
                   "bytes_read_per_token": count * block_bytes / tokens.shape[0] / config.steps,
-                  "resident_bytes": lane_bytes * trace.need.shape[1] // tokens.shape[0]}
+                  "resident_bytes": stream_bytes * trace.need.shape[1] // tokens.shape[0]}
                  for policy, count in missed.items()]
     return rows
 

@@ -16,22 +16,22 @@ from kvjax.errors import ConfigError
 
 
 def overlap(need: np.ndarray) -> float:
-    """Share of need[steps, lanes, M] that was also needed in the step before (KVSwap, section 3.4.2)."""
+    """Share of need[steps, streams, M] that was also needed in the step before (KVSwap, section 3.4.2)."""
     again = (need[1:, :, :, None] == need[:-1, :, None, :]).any(-1)
     return float(again[need[1:] >= 0].mean())
 
 
 def frequent(need: np.ndarray, share: float = 0.8) -> float:
-    """Of the groups that are ever in need[steps, lanes, M], the fewest that make up such a share of it (Figure 8)."""
+    """Of the groups that are ever in need[steps, streams, M], the fewest that make up such a share of it (Figure 8)."""
     found = []
-    for lane in need.swapaxes(0, 1):
-        often = np.sort(np.bincount(lane[lane >= 0]))[::-1]
+    for stream in need.swapaxes(0, 1):
+        often = np.sort(np.bincount(stream[stream >= 0]))[::-1]
         found.append((1 + np.searchsorted(np.cumsum(often), share * often.sum())) / np.count_nonzero(often))
     return float(np.mean(found))
 
 
 def record(llm, kind: str, settings, selected: int, config: ml_collections.ConfigDict) -> np.ndarray:
-    """int32[steps, texts, lanes, M] groups that a method needs of texts of a kind when it selects so many tokens."""
+    """int32[steps, texts, streams, M] groups that a method needs of texts of a kind when it selects so many tokens."""
     method = common.make_method(settings, ("label",))
     how = ml_collections.ConfigDict({**config.replay.to_dict(), "kinds": (kind,)})
     texts = replay.draw_texts(llm, how, config.texts)

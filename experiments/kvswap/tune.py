@@ -22,8 +22,7 @@ from experiments.speed import made_up, replay, timing
 from kvjax.calibration import tuner
 from kvjax.errors import ConfigError
 from kvjax.eval.tasks import needles
-from kvjax.inference import plan as planning
-from kvjax.inference.plan import State
+from kvjax.inference.plan import Plan, State, bytes_of
 from kvjax.store.interface import Branch
 
 _CHOICE, _MIDDLE = "tuned", "middle of the grid"
@@ -111,13 +110,13 @@ def checked(llm, store, space: tuner.Space, found: tuner.Tuning, config, pair, r
 class Decoding:
     """A filled cache that is being decoded."""
 
-    plan: planning.Plan
+    plan: Plan
     state: State
     branch: Branch
     bytes: int  # of the cache's arrays
     store_bytes: int = 0  # the store's own beside them, after the last token
     seconds: list[float] = dataclasses.field(default_factory=list)  # median of each turn's tokens
-    traffic: list[timing.Moved] = dataclasses.field(default_factory=list)  # by each token
+    stats: list[timing.Moved] = dataclasses.field(default_factory=list)  # by each token
 
 
 def begun(llm, family: tuner.Family, config, solution: tuner.Solution, batch: int, context: int, path) -> Decoding:
@@ -128,7 +127,7 @@ def begun(llm, family: tuner.Family, config, solution: tuner.Solution, batch: in
     slots = family.slots(solution.setting)
     plan, state, branch, _ = made_up.filled_cache(llm, replayed, context, steps, store, slots, batch, family.dtype)
     state = replay.stagger(replayed, state)
-    return Decoding(plan, state, branch, planning.bytes_of(state.layers))
+    return Decoding(plan, state, branch, bytes_of(state.layers))
 
 
 def in_turn(
@@ -145,14 +144,14 @@ def in_turn(
         for turn in range(config.rounds):
             tokens = rng.integers(llm.config.vocab_size, size=config.steps).tolist()
             for one in decodings.values():
-                traffic: list[timing.Moved] = []
+                stats: list[timing.Moved] = []
                 times, one.state = timing.time_tokens(
                     llm, one.plan, one.state, tokens, "fused",
-                    lambda done, to=traffic: to.append(timing.moved(done)),
+                    lambda done, to=stats: to.append(timing.moved(done)),
                 )
                 if turn:
                     one.seconds.append(float(np.median(times[1:])))
-                    one.traffic.extend(traffic)
+                    one.stats.extend(stats)
         for one in decodings.values():
             one.store_bytes = one.branch.held_bytes
     return decodings
@@ -172,7 +171,7 @@ def compared(solution: tuner.Solution, one: Decoding, middle: Decoding) -> dict:
         "block_ms": 1e3 * block, "expected_block_ms": 1e3 * solution.seconds, "time_off": solution.seconds / block - 1,
         "measured_bytes": one.bytes + one.store_bytes, "store_bytes": one.store_bytes,
         "memory_off": solution.memory / (one.bytes + one.store_bytes) - 1,
-        "expected_reuse_rate": solution.reuse_rate, "reuse_rate": timing.came_back(one.traffic),
+        "expected_reuse_rate": solution.reuse_rate, "reuse_rate": timing.came_back(one.stats),
     }
 
 

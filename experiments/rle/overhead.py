@@ -66,7 +66,7 @@ def append(runs: Runs, q, key, value):
 
 def without_runs(config: ModelConfig, tokens: int, repeats: int) -> float:
     """Milliseconds of a token with `full`."""
-    cache = cached(config, kvjax.full(), *keys_in_runs(config, tokens, 1), repeats + _WARM_UP)
+    cache = cached(config, kvjax.Full(), *keys_in_runs(config, tokens, 1), repeats + _WARM_UP)
     return milliseconds(config, kvjax.attend, cache, repeats)
 
 
@@ -78,9 +78,9 @@ def with_runs(config: ModelConfig, key, value, run: int, repeats: int) -> dict[s
     encode = jax.jit(jax.vmap(lambda one: rle.encode(one, length, Tolerance(), slots)))
     encoded = timing.median_ms(encode, key[0].swapaxes(0, 1), repeats=5)
     # Rotated first, as a model's keys are; turned back they are equal but for rounding.
-    rotated = cached(config, kvjax.rle(slots=slots), key, value, more)
+    rotated = cached(config, kvjax.RLE(slots=slots), key, value, more)
     freqs, at = rotary.inverse_frequencies(config.head_dim, config.rope), jnp.arange(key.shape[1])[None]
-    unrotated = cached(config, kvjax.rle(slots=slots, before_rotation=True, tolerance=1e-3),
+    unrotated = cached(config, kvjax.RLE(slots=slots, before_rotation=True, tolerance=1e-3),
                        rotary.rotate(key, at, freqs), value, more)
     return {
         "encode_us": 1e3 * encoded / key.shape[1],
@@ -92,7 +92,7 @@ def with_runs(config: ModelConfig, key, value, run: int, repeats: int) -> dict[s
 
 def step_ms(llm, tokens: int, repeats: int) -> float:
     """One layer's share of a decode step."""
-    plan, state, _, _ = made_up.filled_cache(llm, kvjax.full(), tokens, repeats + 4, None, Slots(), copies=True)
+    plan, state, _, _ = made_up.filled_cache(llm, kvjax.Full(), tokens, repeats + 4, None, Slots(), copies=True)
     times, _ = timing.time_tokens(llm, plan, state, [0] * (repeats + 3), "fused")
     return 1e3 * float(np.median(times[3:])) / llm.config.num_layers
 

@@ -22,8 +22,8 @@ import kvjax
 from experiments import common
 from experiments.results import Run
 from experiments.speed import timing
-from kvjax.inference import plan as planning
 from kvjax.inference.decode import check_driver
+from kvjax.inference.plan import copy_state, on_store
 
 _EXTRAS = ("label", "slots", "dtype")  # of a method's settings
 _COLUMNS = (  # of a row, titled, in so many places
@@ -64,14 +64,14 @@ def decode(llm: kvjax.LLM, cache: kvjax.Cache, tokens: np.ndarray, warm_up: int,
         moved.append(timing.moved(done))
         attended.append(np.mean(jax.device_get([report.attended for report in done.reports])))
 
-    _, state = timing.time_tokens(llm, plan, planning.copy(cache.state), tokens[:warm_up], driver)
+    _, state = timing.time_tokens(llm, plan, copy_state(cache.state), tokens[:warm_up], driver)
     before = branch.stats() if branch else None
     seconds, _ = timing.time_tokens(llm, plan, state, tokens[warm_up:], driver, see)
     row = {"ms_per_token": 1e3 * float(np.median(seconds)), "p90_ms": 1e3 * float(np.percentile(seconds, 90)),
            "attended_tokens": float(np.mean(attended))}
     if not branch:
         return row
-    layers = sum(planning.on_store(plan, i) for i in range(len(plan.layers)))
+    layers = sum(on_store(plan, i) for i in range(len(plan.layers)))
     after, spec = branch.stats(), plan.layers[-1].spec
     row |= timing.traffic_row(before, after, moved, plan)
     store, device = (1e3 * row[f"{name}_ms_per_step"] / layers for name in ("store", "io"))

@@ -11,22 +11,22 @@ import numpy as np
 from experiments.speed.timing import median_ms
 from kvjax.cache import layer, shared_slots
 from kvjax.cache.layer import LayerCache
-from kvjax.cache.pool import Line
+from kvjax.cache.pool import StoreRef
 from kvjax.cache.slots import SlotPool
-from kvjax.cache.state import Fresh
+from kvjax.cache.state import NewToken
 from kvjax.inference.plan import State
 
 COMMITS = 26  # tokens that a layer's commit is timed with; the first compiles
 
 
 @jax.jit
-def _fetch(pool, need, count, number, line):
-    return pool.fetch(need, count, number, line)
+def _fetch(pool, need, count, number, ref):
+    return pool.fetch(need, count, number, ref)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _whole_read(layer_plan, cache, q, key, value, at, number, line):
-    return layer.read(layer_plan, cache, q, key, value, at, number, line)[0]
+def _whole_read(layer_plan, cache, q, key, value, at, number, ref):
+    return layer.read(layer_plan, cache, q, key, value, at, number, ref)[0]
 
 
 def parts(llm, plan, state: State, branch) -> dict[str, float]:
@@ -37,47 +37,47 @@ def parts(llm, plan, state: State, branch) -> dict[str, float]:
     config, number = llm.config, jnp.int32(last)
     q = jnp.asarray(rng.standard_normal((plan.batch, config.num_heads, config.head_dim), np.float32))
     key = jnp.asarray(rng.standard_normal((plan.batch, config.num_kv_heads, config.head_dim), np.float32))
-    line, at = state.line, state.length
-    choice = layer.choose(layer_plan, one.state, q)
-    pool, slot, _, _ = _fetch(one.pool, choice.need, one.state.count, number, line)
+    ref, at = state.ref, state.length
+    chosen = layer.choose(layer_plan, one.state, q)
+    pool, slot, _, _ = _fetch(one.pool, chosen.need, one.state.count, number, ref)
     cache = dataclasses.replace(one, pool=pool)
     found = {
         "select_ms": median_ms(layer.choose, layer_plan, one.state, q),
-        "attend_ms": median_ms(layer.answer, layer_plan, cache, choice, q, key, key, slot, at),
-        "layer_read_ms": median_ms(_whole_read, layer_plan, cache, q, key, key, at, number, line),
+        "attend_ms": median_ms(layer.answer, layer_plan, cache, chosen, q, key, key, slot, at),
+        "layer_read_ms": median_ms(_whole_read, layer_plan, cache, q, key, key, at, number, ref),
     }
     if isinstance(pool, SlotPool):
-        found["plan_ms"] = median_ms(jax.jit(SlotPool.plan), pool, choice.need, one.state.count)
+        found["plan_ms"] = median_ms(jax.jit(SlotPool.plan), pool, chosen.need, one.state.count)
     if branch is not None:
-        found["fetch_ms"] = cold_fetch_ms(one, choice.need, number, line, branch)
-    fresh = layer.read(layer_plan, cache, q, key, key, at, number, line, choice)[2]
-    return found | {"commit_ms": commit_ms(layer_plan, cache, fresh, at, number, line, branch)}
+        found["fetch_ms"] = cold_fetch_ms(one, chosen.need, number, ref, branch)
+    new_token = layer.read(layer_plan, cache, q, key, key, at, number, ref, chosen)[2]
+    return found | {"commit_ms": commit_ms(layer_plan, cache, new_token, at, number, ref, branch)}
 
 
-def commit_ms(layer_plan, cache: LayerCache, fresh: Fresh, at, number, line: Line, branch) -> float:
+def commit_ms(layer_plan, cache: LayerCache, new_token: NewToken, at, number, ref: StoreRef, branch) -> float:
     """One layer's end of a token: its key is placed, clusters are adapted, the store commits. Median of tokens that
     follow each other."""
     write = jax.jit(layer.write, static_argnums=0, donate_argnums=1)
     cache, gate, times = jax.tree.map(jnp.copy, cache), jnp.ones(at.shape, bool), []
     for i in range(COMMITS):
-        started, now = time.perf_counter(), dataclasses.replace(line, generation=line.generation + i)
-        cache = jax.block_until_ready(write(layer_plan, cache, fresh, at + i, gate, number, now))[0]
+        started, now = time.perf_counter(), dataclasses.replace(ref, generation=ref.generation + i)
+        cache = jax.block_until_ready(write(layer_plan, cache, new_token, at + i, gate, number, now))[0]
         if branch is not None:
             branch.commit(int(now.generation))
         times.append(1e3 * (time.perf_counter() - started))
     return float(np.median(times[1:]))
 
 
-def cold_fetch_ms(cache: LayerCache, need, number, line, branch, repeats: int = 15) -> dict[str, float]:
+def cold_fetch_ms(cache: LayerCache, need, number, ref, branch, repeats: int = 15) -> dict[str, float]:
     """One layer's fetch with no block resident: whole call, and the share inside the store's read."""
     empty, count = cache.pool.emptied(), cache.state.count
-    donated = jax.jit(lambda pool, need: pool.fetch(need, count, number, line)[:3], donate_argnums=0)
+    donated = jax.jit(lambda pool, need: pool.fetch(need, count, number, ref)[:3], donate_argnums=0)
     jax.block_until_ready(donated(jax.tree.map(jnp.copy, empty), need))
     calls, inside = [], []
     for _ in range(repeats):
-        fresh = jax.block_until_ready(jax.tree.map(jnp.copy, empty))
+        new_token = jax.block_until_ready(jax.tree.map(jnp.copy, empty))
         before, started = branch.stats(), time.perf_counter()
-        jax.block_until_ready(donated(fresh, need))
+        jax.block_until_ready(donated(new_token, need))
         calls.append(1e3 * (time.perf_counter() - started))
         after = branch.stats()
         inside.append(1e3 * (after.read_seconds - before.read_seconds))

@@ -13,11 +13,10 @@ import numpy as np
 import kvjax
 from experiments import common
 from kvjax.cache.layer import Prompts
-from kvjax.cache.pool import Line
+from kvjax.cache.pool import StoreRef
 from kvjax.errors import ConfigError
 from kvjax.inference import layer_offload, prefill
-from kvjax.inference import plan as planning
-from kvjax.inference.plan import Slots, State
+from kvjax.inference.plan import Slots, State, make_plan, store_geometry
 from kvjax.models import hf_config
 from kvjax.models.config import ModelConfig, RopeConfig
 from kvjax.models.transformer import Transformer
@@ -94,7 +93,7 @@ def check_build(model: ModelConfig, settings, context: int) -> None:
     """Raises ConfigError for a method that wants to see a prompt's queries, which made-up prompts do not have. Nothing
     is computed."""
     method = common.make_method(settings, common.NOT_FIELDS)
-    plan = planning.make_plan(model, method, 1, context, common.dtype_of(settings))
+    plan = make_plan(model, method, 1, context, common.dtype_of(settings))
     i = next(i for i, one in enumerate(plan.layers) if one.method == plan.layers[-1].method and not one.follows)
 
     def build(key, length):
@@ -118,8 +117,8 @@ def filled_cache(
     With `copies`, and in memory only, layers that are planned alike are copies of the first of them. `run`: see
     `keys`.
     """
-    plan = planning.make_plan(llm.config, method, batch, context + steps, dtype)
-    branch = store.create(planning.geometry(plan), "throughput") if store is not None else None
+    plan = make_plan(llm.config, method, batch, context + steps, dtype)
+    branch = store.create(store_geometry(plan), "throughput") if store is not None else None
     layers, seconds, length = [], [], jnp.full(batch, context, jnp.int32)
     for i in range(llm.config.num_layers):
         twin = plan.layers.index(plan.layers[i])
@@ -137,6 +136,6 @@ def filled_cache(
             seconds.append(time.perf_counter() - started)
     if branch is not None:
         branch.settle()  # reads wait for what is still being written, which is nothing in most of a decode
-    line = Line(jnp.int32(branch.handle if branch else -1), jnp.int32(0))
-    layers = layer_offload.park_all(slots.park, layers) if slots.park else tuple(layers)
-    return plan, State(layers, length, line), branch, float(np.min(seconds))
+    ref = StoreRef(jnp.int32(branch.handle if branch else -1), jnp.int32(0))
+    layers = layer_offload.offload_all(slots.offload, layers) if slots.offload else tuple(layers)
+    return plan, State(layers, length, ref), branch, float(np.min(seconds))

@@ -33,7 +33,7 @@ from kvjax import _files
 from kvjax.cache.method import Method, Selection, no_force
 from kvjax.errors import ConfigError
 from kvjax.inference.plan import State
-from kvjax.methods.shared.lowrank import Predictor
+from kvjax.methods.shared.lowrank import LowRankMethod
 from kvjax.models import hf_config
 from kvjax.models.config import ModelConfig
 from kvjax.typing import Array, Int32, pytree
@@ -50,7 +50,7 @@ class Recording:
 # -------------------------------------------------------------------------------------- recordings
 
 
-def record(llm: kvjax.LLM, method: Predictor, texts: Sequence[Sequence[int]], steps: int, ranks: int) -> Recording:
+def record(llm: kvjax.LLM, method: LowRankMethod, texts: Sequence[Sequence[int]], steps: int, ranks: int) -> Recording:
     """Decodes the last `steps` tokens of equally long texts and notes each step's `ranks` best complete groups."""
     length, found, heads = len(texts[0]), [], 1 if method.shared else None
     cache = llm.prefill([text[:-steps] for text in texts], method=method, capacity=length + 1)
@@ -117,7 +117,7 @@ class Replay(Method):
     last recorded step comes the first. The recording is a constant of compiled programs, no memory of the cache.
     """
 
-    inner: Predictor
+    inner: LowRankMethod
     recording: Recording
 
     @property
@@ -183,23 +183,23 @@ class Replay(Method):
         # No number is negative, but the compiler cannot know that: the method's own choice is made all the same.
         return Selection(jnp.where(own < 0, own, ranked), no_force(spec))
 
-    def append(self, spec, index, view, leaving):
-        inner, placement = self.inner.append(spec, index.inner, view, leaving)
-        return Playing(inner, index.layer, index.step + leaving.valid), placement
+    def append(self, spec, index, view, evicted):
+        inner, placement = self.inner.append(spec, index.inner, view, evicted)
+        return Playing(inner, index.layer, index.step + evicted.valid), placement
 
 
-def selected_tokens(method: Predictor) -> int:
+def selected_tokens(method: LowRankMethod) -> int:
     """MG: the budget without sinks and window."""
     assert method.budget is not None
     return method.budget - method.sinks - method.window
 
 
-def groups_of(method: Predictor) -> int:
+def groups_of(method: LowRankMethod) -> int:
     """M, complete groups that fit the budget."""
     return selected_tokens(method) // method.group
 
 
-def replayed(inner: Predictor, recording: Recording) -> Replay:
+def replayed(inner: LowRankMethod, recording: Recording) -> Replay:
     """The method that plays a recording of `inner`."""
     common_fields = {field.name: getattr(inner, field.name) for field in dataclasses.fields(Method)}
     return Replay(inner=inner, recording=recording, **common_fields)
@@ -248,7 +248,7 @@ def check(settings: Mapping[str, Any], config: ml_collections.ConfigDict) -> Non
     if wanted is False:
         return
     method = common.make_method(settings, common.NOT_FIELDS)
-    fits = isinstance(method, Predictor) and method.budget is not None and method.max_blocks is None
+    fits = isinstance(method, LowRankMethod) and method.budget is not None and method.max_blocks is None
     if not fits or method.dense_layers or method.reuse > 1:
         raise ConfigError(f"no replay for {method.name}: it is for infinigen, kvswap and loki with a budget, without "
                           "max_blocks, dense layers or shared selections")
@@ -306,14 +306,14 @@ def make(
     return at_random(method, wanted, config.replay.steps, model, context, config.replay.seed)
 
 
-def _predictor(settings: Mapping[str, Any]) -> Predictor:
+def _predictor(settings: Mapping[str, Any]) -> LowRankMethod:
     """The method of settings that are to be replayed (see `check`)."""
     method = common.make_method(settings, common.NOT_FIELDS)
-    assert isinstance(method, Predictor)
+    assert isinstance(method, LowRankMethod)
     return method
 
 
-def at_random(method: Predictor, rate: float, steps: int, model: ModelConfig, context: int, seed: int) -> Replay:
+def at_random(method: LowRankMethod, rate: float, steps: int, model: ModelConfig, context: int, seed: int) -> Replay:
     """A replay of groups drawn at random for so many steps, of which that share comes back."""
     heads = 1 if method.shared else model.num_kv_heads
     shape = (steps, model.num_layers, heads, groups_of(method))
@@ -327,7 +327,7 @@ def spread(recording: Recording, layers: int) -> Recording:
     return dataclasses.replace(recording, block=recording.block[:, kept])
 
 
-def selecting(method: Predictor, tokens: int) -> Predictor:
+def selecting(method: LowRankMethod, tokens: int) -> LowRankMethod:
     """The method with a budget for so many tokens of complete groups, whatever it has unfinished."""
     return dataclasses.replace(method, budget=tokens + method.group - 1 + method.sinks + method.window)
 
@@ -339,7 +339,7 @@ def draw_texts(llm: kvjax.LLM, how: ml_collections.ConfigDict, count: int) -> li
             for i in range(count)]
 
 
-def _recorded(method: Predictor, how: ml_collections.ConfigDict, texts: int, directory: pathlib.Path) -> Recording:
+def _recorded(method: LowRankMethod, how: ml_collections.ConfigDict, texts: int, directory: pathlib.Path) -> Recording:
     """The recording of so many texts that is in the directory, made if it is not. Raises ConfigError where
     recordings were made elsewhere and it is none of them."""
     ranks, share = -(-groups_of(method) // texts), selecting(method, -(-selected_tokens(method) // texts))

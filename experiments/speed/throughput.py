@@ -27,7 +27,7 @@ from kvjax.cache.callbacks import default_backend
 from kvjax.calibration.tuner import fifo
 from kvjax.errors import ConfigError
 from kvjax.inference import decode
-from kvjax.inference import plan as planning
+from kvjax.inference.plan import Plan, Slots, bytes_of
 from kvjax.models.config import ModelConfig
 from kvjax.store import interface
 
@@ -58,11 +58,11 @@ class Subject:
             run=config.get("clump_run", 1.0),
         )
         self.state = replay.stagger(self.method, state) if isinstance(self.method, Replay) else state
-        self.resident = planning.bytes_of(state.layers)
+        self.resident = bytes_of(state.layers)
         self.before = self.branch.stats() if self.branch is not None else None
         self.commands = common.commands_of(self.store)
         self.seconds: dict[str, list[np.ndarray]] = {driver: [] for driver in config.drivers}
-        self.traffic: list[timing.Moved] = []  # by every token
+        self.stats: list[timing.Moved] = []  # by every token
         self.bandwidth: list[float] = []  # what a shared machine gives changes within seconds
 
     def take_turn(self) -> None:
@@ -72,7 +72,7 @@ class Subject:
         for driver, seconds in self.seconds.items():
             found, self.state = timing.time_tokens(
                 self.llm, self.plan, self.state, tokens, driver,
-                lambda done: self.traffic.append(timing.moved(done)),
+                lambda done: self.stats.append(timing.moved(done)),
             )
             seconds.append(found)
         self.bandwidth.append(timing.memory_bandwidth())
@@ -103,8 +103,8 @@ class Subject:
             found["temporary_bytes"] = decode.temporary_bytes(self.plan, self.llm.params, self.state)
         found |= layer_times.parts(self.llm, self.plan, self.state, branch)
         if branch is not None:
-            found |= timing.traffic_row(self.before, after, self.traffic, self.plan)
-            found |= reuse_row(self.method, self.plan, self.slots, self.head["context"], self.traffic)
+            found |= timing.traffic_row(self.before, after, self.stats, self.plan)
+            found |= reuse_row(self.method, self.plan, self.slots, self.head["context"], self.stats)
             found |= disk | fetch_row(self.store, found.pop("fetch_ms"), self.directory)
             branch.close()
         return found
@@ -119,12 +119,12 @@ def _times(driver: str, turns: list[np.ndarray], outputs) -> dict:
                   f"{driver}_compile_s": float(turns[0][0])}
 
 
-def reuse_row(method, plan: planning.Plan, slots: planning.Slots, context: int, traffic: list[timing.Moved]) -> dict:
+def reuse_row(method, plan: Plan, slots: Slots, context: int, stats: list[timing.Moved]) -> dict:
     """Share of the needed blocks that were not read, after the warm-up; of a replay over a FIFO also what it has to be,
     by the recording alone."""
-    row = {"reuse_rate": timing.came_back(traffic[_WARM_UP:])}
+    row = {"reuse_rate": timing.came_back(stats[_WARM_UP:])}
     if isinstance(method, Replay) and slots.keep and slots.policy == "fifo":
-        need = replay.asked(method, len(plan.layers), context, plan.batch, len(traffic))
+        need = replay.asked(method, len(plan.layers), context, plan.batch, len(stats))
         count = slots.count or plan.layers[-1].spec.max_blocks + 1
         row["recorded_reuse_rate"] = fifo.rate(need, count, skip=_WARM_UP)
     return row

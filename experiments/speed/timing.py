@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.inference import decode
-from kvjax.inference import plan as planning
-from kvjax.inference.plan import Plan
+from kvjax.inference.plan import Plan, store_geometry
 from kvjax.models.config import ModelConfig
 from kvjax.models.transformer import apply_rows
 from kvjax.ops import quantize
@@ -44,26 +43,26 @@ class Moved(NamedTuple):
 
 
 def moved(done: decode.Step) -> Moved:
-    traffic = jax.device_get([report.traffic for report in done.reports])
-    return Moved(*(sum(int(getattr(one, name).sum()) for one in traffic) for name in ("requested", "missed", "rows")))
+    stats = jax.device_get([report.stats for report in done.reports])
+    return Moved(*(sum(int(getattr(one, name).sum()) for one in stats) for name in ("requested", "missed", "rows")))
 
 
-def came_back(traffic: list[Moved]) -> float:
+def came_back(stats: list[Moved]) -> float:
     """Share of the blocks needed that were not read."""
-    return 1.0 - sum(one.read for one in traffic) / max(1, sum(one.needed for one in traffic))
+    return 1.0 - sum(one.read for one in stats) / max(1, sum(one.needed for one in stats))
 
 
-def traffic_row(before: interface.Stats, after: interface.Stats, traffic: list[Moved], plan: Plan) -> dict:
+def traffic_row(before: interface.Stats, after: interface.Stats, stats: list[Moved], plan: Plan) -> dict:
     """What the store did for each of these steps, of a token in each sequence, or of one sequence.
 
     A step waits for `wait_ms_per_step` of the device's `io_ms_per_step`: the rest is hidden behind computing. Of
     `store_ms_per_step`, inside the store's reads, what is no waiting is finding, verifying and copying. Useful are the
     bytes of tokens that are in the blocks: neither empty rows nor what lies between blocks that are read at once.
     """
-    steps, tokens = len(traffic), len(traffic) * plan.batch
+    steps, tokens = len(stats), len(stats) * plan.batch
     reads, seconds = after.reads - before.reads, after.io_seconds - before.io_seconds
     spec = plan.layers[-1].spec
-    useful = planning.geometry(plan).row_bytes // (spec.kv_heads // spec.block_heads) * sum(one.rows for one in traffic)
+    useful = store_geometry(plan).row_bytes // (spec.kv_heads // spec.block_heads) * sum(one.rows for one in stats)
     return {
         "bytes_read_per_token": (after.bytes_read - before.bytes_read) / tokens,
         "useful_bytes_per_read": useful / max(1, reads),

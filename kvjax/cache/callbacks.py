@@ -20,7 +20,7 @@ import numpy as np
 from jax.experimental import io_callback
 from jax.experimental.buffer_callback import buffer_callback
 
-from kvjax.cache.pool import Line
+from kvjax.cache.pool import StoreRef
 from kvjax.errors import ConfigError
 from kvjax.ops import kernels
 from kvjax.store import interface
@@ -107,9 +107,9 @@ def _in_buffers(name: str, operands: tuple[Array, ...], written: int = 0) -> Seq
     return buffer_callback(_THROUGH_JAX[name], results, input_output_aliases=aliases)(*operands)
 
 
-def effect(name: str, backend: str, line: Line, layer, *arrays) -> Int32[Array, ""]:
+def effect(name: str, backend: str, ref: StoreRef, layer, *arrays) -> Int32[Array, ""]:
     """Hands something to the branch; 1 if it was taken, else the branch keeps the reason."""
-    operands = (line.handle, line.generation, layer, *arrays)
+    operands = (ref.handle, ref.generation, layer, *arrays)
     if backend == "buffer":
         return _in_buffers(name, operands)[0]
     if backend == "python":
@@ -118,20 +118,21 @@ def effect(name: str, backend: str, line: Line, layer, *arrays) -> Int32[Array, 
 
 
 def read_in_place(
-    rows: Num[Array, "B KB NS C X2"], line: Line, layer, block: Int32[Array, "B KB M1"], slot: Int32[Array, "B KB M1"]
+    rows: Num[Array, "B KB NS C X2"], ref: StoreRef, layer, block: Int32[Array, "B KB M1"],
+    slot: Int32[Array, "B KB M1"],
 ) -> tuple[Num[Array, "B KB NS C X2"], Bool[Array, ""]]:
     """`rows` with blocks read into their slots (NB = nothing), in the same memory, and whether all came."""
-    rows, ok = _in_buffers("read", (rows, line.handle, line.generation, layer, block, slot), written=1)
+    rows, ok = _in_buffers("read", (rows, ref.handle, ref.generation, layer, block, slot), written=1)
     return rows, ok > 0
 
 
 def read_blocks(
-    rows: Num[Array, "B KB NS C X2"], line: Line, layer, block: Int32[Array, "B KB M1"], backend: str
+    rows: Num[Array, "B KB NS C X2"], ref: StoreRef, layer, block: Int32[Array, "B KB M1"], backend: str
 ) -> tuple[Num[Array, "B KB M1 C X2"], Bool[Array, ""]]:
     """Blocks (NB = nothing) in order, and whether all came; `rows` tells their shape."""
     result = (jax.ShapeDtypeStruct((*block.shape, *rows.shape[-2:]), rows.dtype), _OK)
     like = jnp.zeros((1, *rows.shape[-2:]), rows.dtype)
-    operands = (like, line.handle, line.generation, layer, block)
+    operands = (like, ref.handle, ref.generation, layer, block)
     if backend == "python":
         fetched, ok = _in_python(_read_copies, operands)
     else:

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache import state as caching
-from kvjax.cache.method import Leaving, Method, Placement, Spec
-from kvjax.cache.pool import Line, MemoryPool, Pool, Traffic, gated, scatter_prompt
+from kvjax.cache.method import Method, Placement, Spec, WindowEviction
+from kvjax.cache.pool import FetchStats, MemoryPool, Pool, StoreRef, gated, scatter_prompt
 from kvjax.cache.smoothing import learn_smoothing, unknown_smoothing
-from kvjax.cache.state import Fresh, LayerState, Rows
+from kvjax.cache.state import LayerState, NewToken, Rows
 from kvjax.errors import PromptError
 from kvjax.ops import attention, quantize
 from kvjax.ops.barriers import exists
@@ -52,7 +52,7 @@ class LayerCache:
 
 
 @pytree
-class Choice:
+class SelectedRows:
     """What a query needs: blocks to fetch, and the rows of them that fit the budget."""
 
     need: Int32[Array, "*B K M1"]
@@ -67,7 +67,7 @@ class Fetched:
 
     number: Int32[Array, "*B"]  # of the sequence in its batch
     state: LayerState
-    choice: Choice
+    chosen: SelectedRows
     slot: Int32[Array, "*B K M1"]  # of each block that is needed
     everything: tuple | None  # keys and values (`packing.Packed`, [*B, K, NB * C, X]) of all blocks, where those are
     # attended and not read in place
@@ -84,7 +84,7 @@ class Report:
     q: Float[Array, "B K G D"]
     key: Float[Array, "B K D"]  # of the newest token
     value: Float[Array, "B K D"]
-    traffic: Traffic
+    stats: FetchStats
 
 
 @pytree
@@ -219,7 +219,7 @@ def _together(plan: LayerPlan) -> bool:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def choose(plan: LayerPlan, state: LayerState, q: Float[Array, "B H D"]) -> Choice:
+def choose(plan: LayerPlan, state: LayerState, q: Float[Array, "B H D"]) -> SelectedRows:
     """Selects the blocks for a query."""
     spec, method = plan.spec, plan.method
 
@@ -230,16 +230,16 @@ def choose(plan: LayerPlan, state: LayerState, q: Float[Array, "B H D"]) -> Choi
         need, rows = cut(spec, layer, selection)
         bias = selection.bias
         bias = None if bias is None else jnp.take_along_axis(bias, rows.rank[:, None], axis=-1)
-        return Choice(need, rows, bias, selection.note)
+        return SelectedRows(need, rows, bias, selection.note)
 
     return each_sequence(one, (state, _grouped(q, spec)), _together(plan))
 
 
-def of_active(plan: LayerPlan, choice: Choice, active: Bool[Array, "B"]) -> Choice:
+def of_active(plan: LayerPlan, chosen: SelectedRows, active: Bool[Array, "B"]) -> SelectedRows:
     """The choice, and nothing for sequences that take no part in this step: no store should read for them."""
-    need = gated(choice.need, active, plan.spec.num_blocks)
-    rows = dataclasses.replace(choice.rows, valid=choice.rows.valid & active[:, None, None])
-    return dataclasses.replace(choice, need=need, rows=rows)
+    need = gated(chosen.need, active, plan.spec.num_blocks)
+    rows = dataclasses.replace(chosen.rows, valid=chosen.rows.valid & active[:, None, None])
+    return dataclasses.replace(chosen, need=need, rows=rows)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -257,23 +257,23 @@ def runners_up(plan: LayerPlan, state: LayerState, q: Float[Array, "B H D"]) -> 
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def answer(plan: LayerPlan, cache: LayerCache, choice: Choice, q, key, value, slot: Int32[Array, "B K M1"], at):
-    """Attends tail, chosen rows and the newest token; returns (out[B, H, D], Fresh, how many tokens
+def answer(plan: LayerPlan, cache: LayerCache, chosen: SelectedRows, q, key, value, slot: Int32[Array, "B K M1"], at):
+    """Attends tail, chosen rows and the newest token; returns (out[B, H, D], NewToken, how many tokens
     were attended[B, K])."""
-    found = fetched(plan, cache, choice, slot, in_place=_in_place(plan, cache.pool))
+    found = fetched(plan, cache, chosen, slot, in_place=_in_place(plan, cache.pool))
     args = (found, _grouped(q, plan.spec), key, value, at)
     out, (seen_pos, seen_weight), seen = each_sequence(lambda one: _attend(plan, cache.pool, *one), args)
-    fresh = Fresh(key, value, choice.need, seen_pos, seen_weight, choice.note)
-    return out.reshape(out.shape[0], -1, out.shape[-1]), fresh, seen
+    new_token = NewToken(key, value, chosen.need, seen_pos, seen_weight, chosen.note)
+    return out.reshape(out.shape[0], -1, out.shape[-1]), new_token, seen
 
 
 def fetched(
-    plan: LayerPlan, cache: LayerCache, choice: Choice, slot: Int32[Array, "B K M1"], in_place: bool = False
+    plan: LayerPlan, cache: LayerCache, chosen: SelectedRows, slot: Int32[Array, "B K M1"], in_place: bool = False
 ) -> Fetched:
     """What was fetched for a batch; `in_place`: of all blocks no array is made."""
     at_once = plan.dense and not in_place
     everything = cache.pool.everything(slot[..., : plan.spec.num_blocks]) if at_once else None
-    return Fetched(jnp.arange(len(slot), dtype=jnp.int32), cache.state, choice, slot, everything)
+    return Fetched(jnp.arange(len(slot), dtype=jnp.int32), cache.state, chosen, slot, everything)
 
 
 def _in_place(plan: LayerPlan, pool: Pool) -> bool:
@@ -291,7 +291,7 @@ def _every_row(spec: Spec, pool: Pool, mine: Fetched):
 def chosen_rows(plan: LayerPlan, pool: Pool, mine: Fetched):
     """Keys and values `[K, N, D]` of one sequence's chosen rows (`packing.Scattered`, or `packing.Packed` of all),
     which are valid, and their positions; no keys where the method has the scores (`scored`)."""
-    spec, state, choice, rows = plan.spec, mine.state, mine.choice, mine.choice.rows
+    spec, state, chosen, rows = plan.spec, mine.state, mine.chosen, mine.chosen.rows
     if plan.dense:
         valid = (jnp.arange(spec.block_rows, dtype=jnp.int32) < state.count[..., None]).reshape(spec.kv_heads, -1)
         key, value = _every_row(spec, pool, mine) if mine.everything is None else mine.everything
@@ -299,7 +299,7 @@ def chosen_rows(plan: LayerPlan, pool: Pool, mine: Fetched):
     key, value = pool.rows_at(mine.number, jnp.take_along_axis(mine.slot, rows.rank, axis=-1), rows.row)
     key = _with(state.smoothing, key)
     if key is None:
-        block = jnp.take_along_axis(choice.need, rows.rank, axis=-1)
+        block = jnp.take_along_axis(chosen.need, rows.rank, axis=-1)
         key = plan.method.rebuild(spec, state.index, block, rows.row, rows.pos)
     return key, value, rows.valid, rows.pos
 
@@ -340,7 +340,7 @@ def _attend(plan, pool, mine: Fetched, q, new_key, new_value, at):
 def _attended_sets(plan, pool, mine: Fetched, q, new_key, new_value, at):
     """Keys, values, which are valid, positions and bias (None = none) of the tail, the chosen rows and the newest."""
     key, value, valid, pos = chosen_rows(plan, pool, mine)
-    tail, bias = mine.state.tail, mine.choice.bias
+    tail, bias = mine.state.tail, mine.chosen.bias
     tail_valid = tail.pos >= 0
     tail_valid &= plan.spec.seen(tail.pos, at)
     valid &= plan.spec.seen(pos, at)
@@ -384,32 +384,32 @@ def _weights(plan, sets, scores):
 
 def read(
     plan: LayerPlan, cache: LayerCache, q: Float[Array, "B H D"], key: Float[Array, "B K D"], value,
-    at: Int32[Array, "B"], layer, line: Line, choice: Choice | None = None,
+    at: Int32[Array, "B"], layer, ref: StoreRef, chosen: SelectedRows | None = None,
 ):
     """Attention of the newest token, over a choice made earlier if one is given.
 
-    Returns (out[B, H, D], cache, Fresh, ok[], Report).
+    Returns (out[B, H, D], cache, NewToken, ok[], Report).
     """
-    choice = choose(plan, cache.state, q) if choice is None else choice
-    pool, slot, ok, traffic = cache.pool.fetch(choice.need, cache.state.count, layer, line)
+    chosen = choose(plan, cache.state, q) if chosen is None else chosen
+    pool, slot, ok, stats = cache.pool.fetch(chosen.need, cache.state.count, layer, ref)
     cache = LayerCache(cache.state, pool)
-    out, fresh, seen = answer(plan, cache, choice, q, key, value, slot, at)
-    return out, cache, fresh, ok, report(plan, cache.state, choice, q, key, value, seen, traffic)
+    out, new_token, seen = answer(plan, cache, chosen, q, key, value, slot, at)
+    return out, cache, new_token, ok, report(plan, cache.state, chosen, q, key, value, seen, stats)
 
 
-def report(plan: LayerPlan, state: LayerState, choice: Choice, q, key, value, seen, traffic: Traffic) -> Report:
+def report(plan: LayerPlan, state: LayerState, chosen: SelectedRows, q, key, value, seen, stats: FetchStats) -> Report:
     """What a step did."""
     held = state.tail.pos[..., plan.spec.sinks + plan.spec.ring :]
-    rows = choice.rows.pos
+    rows = chosen.rows.pos
     selected = rows if plan.dense else jnp.concatenate([rows, held], axis=-1)
-    return Report(seen, selected, _hidden(choice, selected), _grouped(q, plan.spec), key, value, traffic)
+    return Report(seen, selected, _hidden(chosen, selected), _grouped(q, plan.spec), key, value, stats)
 
 
-def _hidden(choice: Choice, selected) -> Bool[Array, "B K G N"] | None:
+def _hidden(chosen: SelectedRows, selected) -> Bool[Array, "B K G N"] | None:
     """What the method's bias takes from a query head; what waits for a block it leaves to all."""
-    if choice.bias is None:
+    if chosen.bias is None:
         return None
-    hidden = choice.bias <= attention.NEGATIVE / 2
+    hidden = chosen.bias <= attention.NEGATIVE / 2
     waiting = selected.shape[-1] - hidden.shape[-1]
     return jnp.pad(hidden, ((0, 0), (0, 0), (0, 0), (0, waiting)))
 
@@ -422,7 +422,7 @@ def _grouped(q, spec):
 
 
 def write(
-    plan: LayerPlan, cache: LayerCache, fresh: Fresh, at: Int32[Array, "B"], gate: Bool[Array, "B"], layer, line,
+    plan: LayerPlan, cache: LayerCache, new_token: NewToken, at: Int32[Array, "B"], gate: Bool[Array, "B"], layer, ref,
     token: Int32[Array, "B"] | None = None, leader: Placement | None = None,
 ) -> tuple[LayerCache, Placement]:
     """Books the newest token where `gate` is set; everything else of the cache stays as it is.
@@ -430,25 +430,25 @@ def write(
     Also returns where the token that left the window went: a layer that follows this one takes it as its `leader`.
     """
     token = jnp.full(at.shape, -1, jnp.int32) if token is None else token
-    state, placement, leaving, value = _advance_all(plan, cache.state, fresh, at, gate, token, leader)
+    state, placement, evicted, value = _advance_all(plan, cache.state, new_token, at, gate, token, leader)
     pool = cache.pool
     if plan.spec.selected_rows or not plan.method.evicts:  # else no block ever holds a row
         block = gated(placement.block, gate, plan.spec.num_blocks)
-        key, value = _rows(plan, state.smoothing, leaving.key, value, pool.dtype)
-        pool = pool.put_row(block, placement.row, key, value, layer, line)
+        key, value = _rows(plan, state.smoothing, evicted.key, value, pool.dtype)
+        pool = pool.put_row(block, placement.row, key, value, layer, ref)
     cache = LayerCache(state, pool)
-    return _adapt_all(plan, cache, gate, layer, line) if plan.method.adaptive else cache, placement
+    return _adapt_all(plan, cache, gate, layer, ref) if plan.method.adaptive else cache, placement
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _advance_all(plan: LayerPlan, state: LayerState, fresh: Fresh, at, gate, token, leader):
+def _advance_all(plan: LayerPlan, state: LayerState, new_token: NewToken, at, gate, token, leader):
     """`_advance` of every sequence."""
     if state.smoothing is not None:
-        state, gate = _smoothing_known(plan.spec, state, fresh, at, gate)
-    return jax.vmap(lambda *args: _advance(plan, *args))(state, fresh, at, gate, token, leader)
+        state, gate = _smoothing_known(plan.spec, state, new_token, at, gate)
+    return jax.vmap(lambda *args: _advance(plan, *args))(state, new_token, at, gate, token, leader)
 
 
-def _smoothing_known(spec: Spec, state, fresh: Fresh, at: Int32[Array, "B"], gate: Bool[Array, "B"]):
+def _smoothing_known(spec: Spec, state, new_token: NewToken, at: Int32[Array, "B"], gate: Bool[Array, "B"]):
     """The state with a smoothing of every sequence of which the first token leaves the window in this step, and the
     gate of what is to be written after the window has been read."""
     before = state.smoothing
@@ -456,7 +456,8 @@ def _smoothing_known(spec: Spec, state, fresh: Fresh, at: Int32[Array, "B"], gat
     ring = slice(spec.sinks, spec.sinks + spec.ring)
 
     def learned():
-        key = jnp.concatenate([state.tail.key[:, :, ring], fresh.key[:, :, None].astype(state.tail.key.dtype)], axis=2)
+        newest = new_token.key[:, :, None].astype(state.tail.key.dtype)
+        key = jnp.concatenate([state.tail.key[:, :, ring], newest], axis=2)
         pos = jnp.concatenate([state.tail.pos[:, 0, ring], at[:, None]], axis=1)
         found = each_sequence(lambda one: learn_smoothing(spec, *one), (key, pos, pos >= 0))
         return jax.tree.map(lambda new, old: jnp.where(first[:, None, None], new, old), found, before)
@@ -465,31 +466,31 @@ def _smoothing_known(spec: Spec, state, fresh: Fresh, at: Int32[Array, "B"], gat
     return dataclasses.replace(state, smoothing=known), gate & exists(known.scale)
 
 
-def _advance(plan: LayerPlan, layer: LayerState, fresh: Fresh, at, gate, token, leader):
+def _advance(plan: LayerPlan, layer: LayerState, new_token: NewToken, at, gate, token, leader):
     """One sequence: observe, push the newest token, give the leaving one its place."""
     spec = plan.spec
-    layer = dataclasses.replace(layer, loaded=jnp.where(gate, fresh.loaded, spec.num_blocks))
-    tail, leaving, value = caching.push(spec, layer.tail, fresh.key, fresh.value, at, gate, token)
-    index, placement = (layer.index, leader) if plan.follows else _place(plan, layer, fresh, leaving, gate)
+    layer = dataclasses.replace(layer, loaded=jnp.where(gate, new_token.loaded, spec.num_blocks))
+    tail, evicted, value = caching.push(spec, layer.tail, new_token.key, new_token.value, at, gate, token)
+    index, placement = (layer.index, leader) if plan.follows else _place(plan, layer, new_token, evicted, gate)
     layer = dataclasses.replace(layer, index=index, tail=tail)
-    layer, placement = caching.place(spec, layer, placement, leaving, value)
-    return layer, placement, leaving, value
+    layer, placement = caching.place(spec, layer, placement, evicted, value)
+    return layer, placement, evicted, value
 
 
-def _place(plan: LayerPlan, layer: LayerState, fresh: Fresh, leaving: Leaving, gate):
+def _place(plan: LayerPlan, layer: LayerState, new_token: NewToken, evicted: WindowEviction, gate):
     """The method's part: it learns from the attention paid, and finds a place for the leaving token."""
     spec, method, index, view = plan.spec, plan.method, layer.index, caching.view(plan.spec, layer)
     if method.observes:
-        pos = jnp.where(gate, fresh.seen_pos, -1)
-        index = method.observe(spec, index, view, pos, jnp.where(gate, fresh.seen_weight, 0.0))
-    return method.append(spec, index, view, dataclasses.replace(leaving, note=fresh.note))
+        pos = jnp.where(gate, new_token.seen_pos, -1)
+        index = method.observe(spec, index, view, pos, jnp.where(gate, new_token.seen_weight, 0.0))
+    return method.append(spec, index, view, dataclasses.replace(evicted, note=new_token.note))
 
 
-def _adapt_all(plan: LayerPlan, cache: LayerCache, gate, layer, line) -> LayerCache:
+def _adapt_all(plan: LayerPlan, cache: LayerCache, gate, layer, ref) -> LayerCache:
     """Adapts fetched blocks while any is due. The loop is outside `vmap`: an idle step pays for `due` alone."""
     def step(carry):
         cache, due = carry
-        cache = _adapt(plan, cache, due, layer, line)
+        cache = _adapt(plan, cache, due, layer, ref)
         return cache, _due_blocks(plan, cache.state, gate)
 
     def unfinished(carry):
@@ -510,10 +511,10 @@ def _due_blocks(plan: LayerPlan, state: LayerState, gate) -> Int32[Array, "B K P
     return gated(due, gate, spec.num_blocks)
 
 
-def _adapt(plan: LayerPlan, cache: LayerCache, due: Int32[Array, "B K P"], layer, line) -> LayerCache:
+def _adapt(plan: LayerPlan, cache: LayerCache, due: Int32[Array, "B K P"], layer, ref) -> LayerCache:
     """One round: the due block of every head that has one."""
     state, block, key, value = _adapted(plan, cache, due)
-    return LayerCache(state, cache.pool.put_blocks(block, key, value, layer, line))
+    return LayerCache(state, cache.pool.put_blocks(block, key, value, layer, ref))
 
 
 @functools.partial(jax.jit, static_argnums=0)

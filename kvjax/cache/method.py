@@ -98,7 +98,7 @@ class Context:
 
 
 @pytree
-class Leaving:
+class WindowEviction:
     """The token that leaves the recent window. A method sees one sequence, without the axis B."""
 
     key: Float[Array, "*B K D"]
@@ -351,8 +351,8 @@ class Method(abc.ABC):
         raise ConfigError(f"{self.name} keeps the keys of its blocks")
 
     @abc.abstractmethod
-    def append(self, spec: Spec, index: Index, view: View, leaving: Leaving) -> tuple[Index, Placement]:
-        """A place for the token that leaves the window. Where not `leaving.valid`: index unchanged, block NB."""
+    def append(self, spec: Spec, index: Index, view: View, evicted: WindowEviction) -> tuple[Index, Placement]:
+        """A place for the token that leaves the window. Where not `evicted.valid`: index unchanged, block NB."""
 
     def due(self, spec: Spec, index: Index, view: View) -> Int32[Array, "K P"]:
         """A fetched block of each head that needs adapting, and P - 1 others that `adapt` is to see with it; NB = none.
@@ -385,7 +385,7 @@ def in_pages(capacity: int, page: int, rows: int) -> tuple[int, int, int, int]:
     return -(-capacity // page), page, max(1, -(-rows // page) + 1), 0
 
 
-def in_token_order(spec: Spec, tokens: Context | Leaving) -> Placement:
+def in_token_order(spec: Spec, tokens: Context | WindowEviction) -> Placement:
     """Places a prompt, or the token that leaves the window, in consecutive rows of consecutive blocks, alike in all
     heads: where `position_in_order` says."""
     at = tokens.pos - spec.sinks

@@ -18,7 +18,7 @@ from kvjax.typing import Array, Bool, Int32, Num, pytree
 
 
 @pytree
-class Line:
+class StoreRef:
     """Which line of history of which store a step belongs to: operands of every callback."""
 
     handle: Int32[Array, ""]  # key of the branch in `kvjax.store.interface`, -1 = no store
@@ -26,7 +26,7 @@ class Line:
 
 
 @pytree
-class Traffic:
+class FetchStats:
     """What one fetch did, per sequence, over all KV heads; nothing where blocks are in memory."""
 
     requested: Int32[Array, "B"]  # blocks the step needed of a store
@@ -42,12 +42,14 @@ class Pool(Protocol):
     def dtype(self) -> str:
         """How keys and values are kept (`kvjax.ops.quantize`)."""
 
-    def fetch(self, need: Int32[Array, "B K M1"], count: Int32[Array, "B K NB"], layer: Int32[Array, ""], line: Line):
-        """(pool, slot[B, K, M1] of each needed block, ok[], Traffic): the only read from outside.
+    def fetch(
+        self, need: Int32[Array, "B K M1"], count: Int32[Array, "B K NB"], layer: Int32[Array, ""], ref: StoreRef
+    ):
+        """(pool, slot[B, K, M1] of each needed block, ok[], FetchStats): the only read from outside.
 
         `count` has the valid rows of every block, which may decide which blocks stay in memory."""
 
-    def submit(self, block: Int32[Array, "B K N"], layer: Int32[Array, ""], line: Line) -> Int32[Array, ""]:
+    def submit(self, block: Int32[Array, "B K N"], layer: Int32[Array, ""], ref: StoreRef) -> Int32[Array, ""]:
         """Begins to read blocks that will be needed; the token returned exists once that has begun."""
 
     def rows_at(self, number: Int32[Array, ""], slot: Int32[Array, "K N"], row: Int32[Array, "K N"]):
@@ -63,10 +65,12 @@ class Pool(Protocol):
     def locate(self, block: Int32[Array, "B K *E"]) -> Int32[Array, "B K *E"]:
         """Slot of each block, NS where it is not in memory."""
 
-    def put_row(self, block: Int32[Array, "B K"], row, key: Num[Array, "B K X"] | None, value, layer, line: Line):
+    def put_row(self, block: Int32[Array, "B K"], row, key: Num[Array, "B K X"] | None, value, layer, ref: StoreRef):
         """Writes one row per head, as it is kept (block NB = nothing)."""
 
-    def put_blocks(self, block: Int32[Array, "B K E"], key: Num[Array, "B K E C X"] | None, value, layer, line: Line):
+    def put_blocks(
+        self, block: Int32[Array, "B K E"], key: Num[Array, "B K E C X"] | None, value, layer, ref: StoreRef
+    ):
         """Writes whole blocks (block NB = nothing)."""
 
 
@@ -84,11 +88,11 @@ class MemoryPool:
         kept = quantize.array_type(dtype)
         return cls(jnp.zeros(shape, kept) if spec.keeps_keys else None, jnp.zeros(shape, kept), dtype)
 
-    def fetch(self, need, count, layer, line):
+    def fetch(self, need, count, layer, ref):
         quiet = jnp.zeros(need.shape[0], jnp.int32)
-        return self, need, jnp.bool_(True), Traffic(quiet, quiet, quiet)
+        return self, need, jnp.bool_(True), FetchStats(quiet, quiet, quiet)
 
-    def submit(self, block, layer, line):
+    def submit(self, block, layer, ref):
         return jnp.int32(1)
 
     def rows_at(self, number, slot, row):
@@ -103,10 +107,10 @@ class MemoryPool:
     def locate(self, block):
         return block
 
-    def put_row(self, block, row, key, value, layer, line):
+    def put_row(self, block, row, key, value, layer, ref):
         return self._put((*batch_and_head(block), block, row), key, value)
 
-    def put_blocks(self, block, key, value, layer, line):
+    def put_blocks(self, block, key, value, layer, ref):
         return self._put((*batch_and_head(block), block), key, value)
 
     def _put(self, at, key, value) -> "MemoryPool":

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from kvjax.cache import callbacks, residency
 from kvjax.cache.method import Spec
-from kvjax.cache.pool import Traffic, batch_and_head, find_rows, join_heads, row_width, split_heads, take_block
+from kvjax.cache.pool import FetchStats, batch_and_head, find_rows, join_heads, row_width, split_heads, take_block
 from kvjax.cache.residency import ReadPlan, Residency
 from kvjax.ops import quantize
 from kvjax.typing import Array, Bool, Int32, Num, pytree
@@ -88,25 +88,25 @@ class SlotPool:
         self, plan: ReadPlan, need: Int32[Array, "B K M1"], count: Int32[Array, "B K NB"], rows, ok: Bool[Array, ""]
     ):
         """The pool after a fetch, and its traffic."""
-        table, traffic = outcome(self.num_blocks, plan, need, self.own(count), ok)
-        return dataclasses.replace(self, rows=rows, table=table), traffic
+        table, stats = outcome(self.num_blocks, plan, need, self.own(count), ok)
+        return dataclasses.replace(self, rows=rows, table=table), stats
 
-    def fetch(self, need, count, layer, line):
+    def fetch(self, need, count, layer, ref):
         plan, rows = self.plan(need, count), self.rows
         if self.waits:
             rows = jnp.zeros(self._space().shape, rows.dtype)
         if self.backend == "buffer":
-            rows, ok = callbacks.read_in_place(rows, line, layer, plan.read, plan.slot)
+            rows, ok = callbacks.read_in_place(rows, ref, layer, plan.read, plan.slot)
         else:
-            fetched, ok = callbacks.read_blocks(rows, line, layer, plan.read, self.backend)
+            fetched, ok = callbacks.read_blocks(rows, ref, layer, plan.read, self.backend)
             rows = filled(self.num_blocks, rows, plan, fetched, ok)
-        pool, traffic = self.settle(plan, need, count, rows, ok)
-        return pool, jnp.broadcast_to(plan.slot, need.shape), ok, traffic
+        pool, stats = self.settle(plan, need, count, rows, ok)
+        return pool, jnp.broadcast_to(plan.slot, need.shape), ok, stats
 
-    def submit(self, block, layer, line):
+    def submit(self, block, layer, ref):
         pool = self if self.keep else self.emptied()
         missing = jnp.where(pool.locate(block) == self.slots, block, self.num_blocks)
-        return callbacks.effect("submit", self.backend, line, layer, self.own(missing))
+        return callbacks.effect("submit", self.backend, ref, layer, self.own(missing))
 
     def rows_at(self, number, slot, row):
         found = find_rows(self.rows, self.dtype, number, slot, row, self.kv_heads, self.parts)
@@ -131,14 +131,14 @@ class SlotPool:
         """Slot of each block by a table, as many as it has slots where the block is in none."""
         return jnp.broadcast_to(residency.locate_all(table, self.own(block)), block.shape)
 
-    def put_row(self, block, row, key, value, layer, line):
+    def put_row(self, block, row, key, value, layer, ref):
         block, row, rows = self.own(block), self.own(row), self.joined(key, value)
-        queued = callbacks.effect("put_rows", self.backend, line, layer, block, row, rows)
+        queued = callbacks.effect("put_rows", self.backend, ref, layer, block, row, rows)
         return self._written(queued, block, rows, row)
 
-    def put_blocks(self, block, key, value, layer, line):
+    def put_blocks(self, block, key, value, layer, ref):
         block, rows = self.own(block), self.joined(key, value)
-        queued = callbacks.effect("put_blocks", self.backend, line, layer, block, rows)
+        queued = callbacks.effect("put_blocks", self.backend, ref, layer, block, rows)
         return self._written(queued, block, rows, None)
 
     def joined(self, key, value):
@@ -167,13 +167,13 @@ class SlotPool:
 @functools.partial(jax.jit, static_argnums=0)
 def outcome(
     num_blocks: int, plan: ReadPlan, need: Int32[Array, "B K M1"], count: Int32[Array, "B KB NB"], ok
-) -> tuple[Residency, Traffic]:
+) -> tuple[Residency, FetchStats]:
     """The tables after a fetch, and what it did."""
     table = jax.tree.map(lambda good, bad: jnp.where(ok, good, bad), plan.success, plan.failure)
     requested, missed = (jnp.sum(ids < num_blocks, axis=(1, 2), dtype=jnp.int32) for ids in (need, plan.read))
     rows = jnp.take_along_axis(count, plan.read, axis=-1, mode="fill", fill_value=0).sum((1, 2), jnp.int32)
     sharing = need.shape[1] // plan.read.shape[1]  # KV heads with the same blocks
-    return table, Traffic(requested, missed * sharing, rows * sharing)
+    return table, FetchStats(requested, missed * sharing, rows * sharing)
 
 
 @functools.partial(jax.jit, static_argnums=0)

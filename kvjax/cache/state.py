@@ -15,7 +15,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.method import Context, Edits, Leaving, Method, Placement, Selection, Spec, View, position_in_order
+from kvjax.cache.method import (
+    Context,
+    Edits,
+    Method,
+    Placement,
+    Selection,
+    Spec,
+    View,
+    WindowEviction,
+    position_in_order,
+)
 from kvjax.ops import kernels
 from kvjax.ops.barriers import computed_once, exists, written_out
 from kvjax.ops.quantize import Smoothing
@@ -76,7 +86,7 @@ def _for_heads(table: Array, heads: int, axis: int) -> Array:
 
 
 @pytree
-class Fresh:
+class NewToken:
     """What one step adds to a layer: the newest token and the attention it paid."""
 
     key: Float[Array, "*B K D"]
@@ -286,11 +296,11 @@ def push(spec: Spec, tail: Tail, key, value, at: Int32[Array, ""], gate: Bool[Ar
         token=tail.token.at[target].set(token, mode="drop"),
     )
     following = spec.sinks + (left + 1 + jnp.arange(spec.ring, dtype=jnp.int32) - spec.sinks) % spec.ring
-    return tail, Leaving(left_key, left, left_token, left >= 0, tail.token[following]), left_value
+    return tail, WindowEviction(left_key, left, left_token, left >= 0, tail.token[following]), left_value
 
 
 def place(
-    spec: Spec, layer: LayerState, placement: Placement, leaving: Leaving, value: Float[Array, "K D"]
+    spec: Spec, layer: LayerState, placement: Placement, evicted: WindowEviction, value: Float[Array, "K D"]
 ) -> tuple[LayerState, Placement]:
     """Books a leaving token into its block, in place of the token that is in its row if there is one, or into a free
     held row.
@@ -303,14 +313,14 @@ def place(
     table, at, row = jnp.arange(spec.tables, dtype=jnp.int32), block[: spec.tables], placement.row[: spec.tables]
     # Valid rows are a prefix. Looking into `positions` would have XLA:CPU copy it: a read with no order to the write.
     free = row >= layer.counts[table, jnp.minimum(at, spec.num_blocks - 1)]
-    layer = _entered(spec, layer, table, at, row, leaving.pos)
+    layer = _entered(spec, layer, table, at, row, evicted.pos)
     layer = dataclasses.replace(layer, counts=layer.counts.at[table, at].add(free, mode="drop"))
     if spec.held:
-        layer = _hold(spec, layer, placement.block, held, leaving, value)
+        layer = _hold(spec, layer, placement.block, held, evicted, value)
     return layer, Placement(block, placement.row)
 
 
-def _hold(spec, layer, block, held, leaving, value):
+def _hold(spec, layer, block, held, evicted, value):
     """Puts a token into the first free held row of the heads that hold it."""
     head, tail = jnp.arange(spec.kv_heads, dtype=jnp.int32), layer.tail
     free = tail.held_block == spec.num_blocks
@@ -318,9 +328,9 @@ def _hold(spec, layer, block, held, leaving, value):
     row = jnp.where(slot < spec.held, spec.sinks + spec.ring + slot, spec.tail_rows)
     tail = dataclasses.replace(
         tail,
-        key=tail.key.at[head, row].set(leaving.key.astype(tail.key.dtype), mode="drop"),
+        key=tail.key.at[head, row].set(evicted.key.astype(tail.key.dtype), mode="drop"),
         value=tail.value.at[head, row].set(value.astype(tail.value.dtype), mode="drop"),
-        pos=tail.pos.at[head, row].set(leaving.pos, mode="drop"),
+        pos=tail.pos.at[head, row].set(evicted.pos, mode="drop"),
         held_block=tail.held_block.at[head, slot].set(block, mode="drop"),
     )
     return dataclasses.replace(layer, tail=tail, refused=layer.refused + (held & (slot == spec.held)))

@@ -51,10 +51,10 @@ class TieredPool(SlotPool):
         """NH."""
         return self.host_table.block.shape[-1]
 
-    def fetch(self, need, count, layer, line):
+    def fetch(self, need, count, layer, ref):
         plan = self.plan(need, count)
         behind = residency.plan_all(self.host_table, plan.read, self.own(count), self.policy)
-        fetched, ok = callbacks.read_blocks(self.rows, line, layer, behind.read, self.backend)
+        fetched, ok = callbacks.read_blocks(self.rows, ref, layer, behind.read, self.backend)
         missed = behind.read < self.num_blocks
         known = jnp.where(missed, self.host_slots, behind.slot)
         taken = jax.device_put(_take(self.host_rows, *_to_host(self._flat(known))), _DEVICE).reshape(fetched.shape)
@@ -66,19 +66,19 @@ class TieredPool(SlotPool):
         pool = dataclasses.replace(pool, host_rows=host_rows, host_table=table)
         return pool, jnp.broadcast_to(plan.slot, need.shape), ok, beyond
 
-    def submit(self, block, layer, line):
+    def submit(self, block, layer, ref):
         on_host = self.locate_on_host(block) < self.host_slots
-        return super().submit(jnp.where(on_host, self.num_blocks, block), layer, line)
+        return super().submit(jnp.where(on_host, self.num_blocks, block), layer, ref)
 
     def locate_on_host(self, block: Int32[Array, "B K *E"]) -> Int32[Array, "B K *E"]:
         """Slot of each block in the host tier, NH where it is not there."""
         return self.locate_in(self.host_table, block)
 
-    def put_row(self, block, row, key, value, layer, line):
-        return super().put_row(block, row, key, value, layer, line)._without(block)
+    def put_row(self, block, row, key, value, layer, ref):
+        return super().put_row(block, row, key, value, layer, ref)._without(block)
 
-    def put_blocks(self, block, key, value, layer, line):
-        return super().put_blocks(block, key, value, layer, line)._without(block)
+    def put_blocks(self, block, key, value, layer, ref):
+        return super().put_blocks(block, key, value, layer, ref)._without(block)
 
     def _without(self, block: Int32[Array, "B K *E"]) -> "TieredPool":
         """The host without these blocks, which were written a moment ago."""

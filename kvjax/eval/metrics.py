@@ -15,7 +15,7 @@ from kvjax.cache.layer import LayerPlan
 from kvjax.errors import ConfigError
 from kvjax.inference.cache import Cache
 from kvjax.inference.decode import Step
-from kvjax.inference.prefill import Reading
+from kvjax.inference.prefill import PromptActivations
 from kvjax.ops.attention import NEGATIVE
 from kvjax.typing import Array, Bool, Float, Int32
 
@@ -97,7 +97,7 @@ class Probe:
     Steps with fewer than k candidates are left out of the recall.
     """
 
-    def __init__(self, cache: Cache, reading: Reading, k: int = 16):
+    def __init__(self, cache: Cache, reading: PromptActivations, k: int = 16):
         self.plan, self.k = cache.plan, k
         self.length = np.asarray(cache.state.length).copy()
         if not np.array_equal(self.length, reading.length):

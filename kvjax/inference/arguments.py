@@ -24,7 +24,7 @@ def check_kinds(method, store, slots) -> None:
 def check_method_and_slots(method, slots) -> None:
     """Raises ConfigError for what is none."""
     if not isinstance(method, Method | None):
-        raise ConfigError(f"method={method!r} is no method; give one such as kvjax.quest(budget=256)")
+        raise ConfigError(f"method={method!r} is no method; give one such as kvjax.Quest(budget=256)")
     if not isinstance(slots, Slots | None):
         raise ConfigError(f"slots={slots!r} are none; give kvjax.Slots(...), or None")
 

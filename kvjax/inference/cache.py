@@ -6,11 +6,10 @@ import os
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.pool import Line
+from kvjax.cache.pool import StoreRef
 from kvjax.errors import StaleCache
 from kvjax.inference import checkpoint, layer_offload
-from kvjax.inference import plan as planning
-from kvjax.inference.plan import Plan, State
+from kvjax.inference.plan import Plan, State, bytes_of, copy_state
 from kvjax.store.interface import Branch
 from kvjax.typing import Array
 
@@ -38,7 +37,7 @@ class Cache:
     @property
     def resident_bytes(self) -> int:
         """Bytes of the cache's arrays that are in memory, index, tables and buffers included."""
-        return planning.bytes_of(self.state.layers)
+        return bytes_of(self.state.layers)
 
     @property
     def store_bytes(self) -> int:
@@ -49,7 +48,7 @@ class Cache:
     def fork(self) -> "Cache":
         """An independent copy; blocks on flash are shared until either side writes them."""
         self._check_current(self.branch)
-        state = planning.copy(self.state)
+        state = copy_state(self.state)
         if self.branch is None:
             return dataclasses.replace(self, state=state)
         branch = None
@@ -61,12 +60,12 @@ class Cache:
             if branch is not None:
                 branch.discard()
             raise
-        line = Line(jnp.int32(branch.handle), jnp.int32(branch.generation))
-        return dataclasses.replace(self, state=dataclasses.replace(state, line=line), branch=branch)
+        ref = StoreRef(jnp.int32(branch.handle), jnp.int32(branch.generation))
+        return dataclasses.replace(self, state=dataclasses.replace(state, ref=ref), branch=branch)
 
     def _check_current(self, branch: Branch | None) -> None:
         """Raises StaleCache where the store has gone on: its blocks are no longer those that this value names."""
-        own = int(self.state.line.generation)
+        own = int(self.state.ref.generation)
         if branch is not None and own != branch.generation:
             raise StaleCache(f"the cache is of generation {own} and its store of {branch.generation}: a token was "
                              "decoded since; use the cache that came of it, or fork before decoding")

@@ -44,9 +44,8 @@ from kvjax.errors import (
     typed,
 )
 from kvjax.inference import layer_offload, manifest, state_file
-from kvjax.inference import plan as planning
 from kvjax.inference.manifest import Manifest
-from kvjax.inference.plan import Plan, Slots, State
+from kvjax.inference.plan import Plan, Slots, State, make_plan, store_geometry
 from kvjax.methods import METHODS, name_of
 from kvjax.models.config import ModelConfig
 from kvjax.store.flash.branch import FlashBranch
@@ -109,7 +108,7 @@ def _save(
         if branch is None:
             _replace(directory / MANIFEST, commit)
         else:
-            _save_blocks(directory, branch, int(state.line.generation), fingerprint, commit)
+            _save_blocks(directory, branch, int(state.ref.generation), fingerprint, commit)
     except BaseException:
         named = _names_on_device(directory)
         if named is not None and name not in named:  # else the last step failed, and it may be saved
@@ -343,7 +342,8 @@ def restore(
       config, fingerprint: of the model; must be those of the saved cache.
       method: needed where the saved one is not in `METHODS`; must be equal to it in any case, as it fitted itself to
         the prompts if it did (`cache.plan.method`).
-      slots: how a store's blocks are kept in memory; None = as when it was saved, but for `park` and `backend`, which
+      slots: how a store's blocks are kept in memory; None = as when it was saved, but for `offload` and `backend`,
+      which
         are not saved.
       read_only: see `FlashStore.open`.
       store_settings: arguments of `FlashStore`.
@@ -461,13 +461,13 @@ def _restored(saved: _Saved, config, fingerprint, method, slots) -> Restored:
     method = _same_method(path, found, method)
     plan, saved_slots = _as_saved(path, found, config, method, branch)
     slots = slots or saved_slots
-    if branch is not None and (geometry := planning.geometry(plan)) != branch.geometry:
+    if branch is not None and (geometry := store_geometry(plan)) != branch.geometry:
         raise FormatMismatch(f"{path} has blocks of {branch.geometry}, and its manifest is of {geometry}; prefill "
                              "again")
     state, logits = state_file.load(_state_path(path.parent, found.state), found.checksum, plan, slots, branch)
-    if slots.park is not None:
-        parked = layer_offload.park_all(slots.park, layer_offload.everything(state.layers))
-        state = dataclasses.replace(state, layers=parked)
+    if slots.offload is not None:
+        offloaded = layer_offload.offload_all(slots.offload, layer_offload.everything(state.layers))
+        state = dataclasses.replace(state, layers=offloaded)
     return Restored(plan, state, logits, tuple(map(tuple, found.pending)), branch)
 
 
@@ -476,7 +476,7 @@ def _as_saved(
 ) -> tuple[Plan, Slots]:
     """Plan and slots of a manifest. Raises FormatMismatch where they are impossible, with a model of these sizes."""
     try:
-        plan = planning.make_plan(config, method, found.batch, found.capacity, found.dtype)
+        plan = make_plan(config, method, found.batch, found.capacity, found.dtype)
         slots = Slots(**found.slots)
     except (ConfigError, TypeError) as cause:
         raise FormatMismatch(f"{path} holds a cache that cannot be made: {cause}; prefill again") from cause

@@ -1,4 +1,4 @@
-"""Reading more text into a filled cache, a chunk of tokens at a time, as DynaKV's first discussion has it for prefill.
+"""Reads more text into a filled cache, a chunk of tokens at a time, as DynaKV's first discussion has it for prefill.
 
 The tokens of a chunk attend one another, and of everything before them what the cache would give a decoded token:
 sinks, recent window, held rows, and the blocks that one selection for the whole chunk fetches within the budget. Then
@@ -18,14 +18,14 @@ import numpy as np
 from kvjax import _validate
 from kvjax.cache import layer, shared_slots
 from kvjax.cache import state as caching
-from kvjax.cache.layer import Choice, LayerCache, LayerPlan
+from kvjax.cache.layer import LayerCache, LayerPlan, SelectedRows
 from kvjax.cache.method import Placement, Selection, Spec
-from kvjax.cache.pool import Line
+from kvjax.cache.pool import StoreRef
 from kvjax.cache.slots import SlotPool
-from kvjax.cache.state import Fresh, LayerState
+from kvjax.cache.state import LayerState, NewToken
 from kvjax.errors import ConfigError, PromptError
 from kvjax.inference import decode
-from kvjax.inference.layer_offload import Desk
+from kvjax.inference.layer_offload import LayerLoader
 from kvjax.inference.plan import Plan, State
 from kvjax.inference.prefill import embed, unembed
 from kvjax.models.transformer import Block
@@ -93,63 +93,63 @@ def _check(plan: Plan, state: State, length: np.ndarray, chunk: int) -> None:
 
 def _chunk(plan: Plan, params, state: State, tokens, count):
     """One chunk, of which `count[b]` tokens count; (State, logits of the last of them, ok)."""
-    desk = Desk(state.layers)
+    loader = LayerLoader(state.layers)
     try:
-        return _layer_by_layer(plan, params, state, desk, tokens, count)
+        return _layer_by_layer(plan, params, state, loader, tokens, count)
     except BaseException as error:  # Ctrl-C, or a parked layer cannot be read: the chunk is over
-        decode.drop(state, desk, error)
+        decode.drop(state, loader, error)
         raise
 
 
-def _layer_by_layer(plan: Plan, params, state: State, desk: Desk, tokens, count):
-    x, at, line, fresh = embed(plan.config, params, tokens), state.length, state.line, []
-    choice, slots, ok = None, None, jnp.bool_(True)
+def _layer_by_layer(plan: Plan, params, state: State, loader: LayerLoader, tokens, count):
+    x, at, ref, new_token = embed(plan.config, params, tokens), state.length, state.ref, []
+    chosen, slots, ok = None, None, jnp.bool_(True)
     for i, one in enumerate(plan.layers):
-        choice = choice if one.follows else None
-        cache = shared_slots.take(desk.open(i), slots)
-        desk.begin(i + 1)
-        x, cache, new, fine, choice, left = _read(
-            plan.config, one, params[f"layers_{i}"], cache, x, at, count, jnp.int32(i), line, choice
+        chosen = chosen if one.follows else None
+        cache = shared_slots.take(loader.open(i), slots)
+        loader.begin(i + 1)
+        x, cache, new, fine, chosen, left = _read(
+            plan.config, one, params[f"layers_{i}"], cache, x, at, count, jnp.int32(i), ref, chosen
         )
-        desk.put(i, cache)
+        loader.put(i, cache)
         slots = slots if left is None else left
-        fresh.append(new)
+        new_token.append(new)
         ok = ok & fine
     last = jnp.take_along_axis(x, jnp.maximum(count - 1, 0)[:, None, None], axis=1)[:, 0]
-    desk.give_back(slots)
-    desk.commit()
-    decode.write_layers(plan, desk, lambda i, cache, leader: _write(
-        plan.layers[i], cache, fresh[i], tokens, at, count, ok, jnp.int32(i), state.line, leader
+    loader.give_back(slots)
+    loader.commit()
+    decode.write_layers(plan, loader, lambda i, cache, leader: _write(
+        plan.layers[i], cache, new_token[i], tokens, at, count, ok, jnp.int32(i), state.ref, leader
     ))
-    line = Line(line.handle, line.generation + ok)
-    return State(desk.layers, jnp.where(ok, at + count, at), line), unembed(plan.config, params, last), ok
+    ref = StoreRef(ref.handle, ref.generation + ok)
+    return State(loader.layers, jnp.where(ok, at + count, at), ref), unembed(plan.config, params, last), ok
 
 
 # ------------------------------------------------------------------------------------------- read
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
-def _read(config, plan: LayerPlan, params, cache: LayerCache, x, at, count, number, line, choice):
-    """One layer of a chunk up to its output; (output, cache, Fresh of every token, ok, Choice, slots that it leaves or
-    None)."""
+def _read(config, plan: LayerPlan, params, cache: LayerCache, x, at, count, number, ref, chosen):
+    """One layer of a chunk up to its output; (output, cache, NewToken of every token, ok, SelectedRows, slots that it
+    leaves or None)."""
     block, size = Block(config), x.shape[1]
     pos = at[:, None] + jnp.arange(size, dtype=jnp.int32)
     q, key, value = block.apply({"params": params}, x, pos, method="project")
-    if choice is None:
-        choice = layer.of_active(plan, _choose(plan, cache.state, q, count), count > 0)
-    pool, slot, ok, _ = cache.pool.fetch(choice.need, cache.state.count, number, line)
+    if chosen is None:
+        chosen = layer.of_active(plan, _choose(plan, cache.state, q, count), count > 0)
+    pool, slot, ok, _ = cache.pool.fetch(chosen.need, cache.state.count, number, ref)
     cache = LayerCache(cache.state, pool)
-    args = (layer.fetched(plan, cache, choice, slot), _folded(plan.spec, q), key, value, at, count)
+    args = (layer.fetched(plan, cache, chosen, slot), _folded(plan.spec, q), key, value, at, count)
     out = _unfolded(layer.each_sequence(lambda one: _attend(plan, cache.pool, *one), args), q.shape)
     x = block.apply({"params": params}, x, out, method="finish")
-    loaded = jnp.broadcast_to(choice.need, (size, *choice.need.shape))
-    seen = jnp.zeros((size, *choice.need.shape[:2], 0), jnp.float32)
-    fresh = Fresh(key.swapaxes(0, 1), value.swapaxes(0, 1), loaded, seen.astype(jnp.int32), seen)
+    loaded = jnp.broadcast_to(chosen.need, (size, *chosen.need.shape))
+    seen = jnp.zeros((size, *chosen.need.shape[:2], 0), jnp.float32)
+    new_token = NewToken(key.swapaxes(0, 1), value.swapaxes(0, 1), loaded, seen.astype(jnp.int32), seen)
     cache, left = shared_slots.leave(cache)
-    return x, cache, fresh, ok, choice, left
+    return x, cache, new_token, ok, chosen, left
 
 
-def _choose(plan: LayerPlan, state: LayerState, q: Float[Array, "B Q H D"], count: Int32[Array, "B"]) -> Choice:
+def _choose(plan: LayerPlan, state: LayerState, q: Float[Array, "B Q H D"], count: Int32[Array, "B"]) -> SelectedRows:
     """One selection for a chunk: every few queries rank the blocks, and the best are those ranked best by most."""
     spec, method = plan.spec, plan.method
     if method.attends_all:
@@ -162,7 +162,7 @@ def _choose(plan: LayerPlan, state: LayerState, q: Float[Array, "B Q H D"], coun
         voters = voters.reshape(VOTERS, spec.kv_heads, spec.group, spec.head_dim)
         ranked = jax.lax.map(lambda voter: method.select(spec, state.index, view, voter).block, voters)
         force = method.select(spec, state.index, view, voters[0]).force
-        return Choice(*caching.needed_blocks(spec, state, Selection(_elect(spec, ranked), force)))
+        return SelectedRows(*caching.needed_blocks(spec, state, Selection(_elect(spec, ranked), force)))
 
     return jax.vmap(one)(state, q, count)
 
@@ -215,12 +215,12 @@ def _seen(plan: LayerPlan, pos: Int32[Array, "K N"], mine: Int32[Array, "Q"]) ->
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-def _write(plan: LayerPlan, cache: LayerCache, fresh: Fresh, tokens, at, count, ok, number, line, leader):
+def _write(plan: LayerPlan, cache: LayerCache, new_token: NewToken, tokens, at, count, ok, number, ref, leader):
     """Books the chunk's tokens one after the other; where they went is for layers that follow this one."""
 
     def one(cache, step) -> tuple[LayerCache, Placement]:
         j, new, token, placement = step
-        return layer.write(plan, cache, new, at + j, ok & (j < count), number, line, token, placement)
+        return layer.write(plan, cache, new, at + j, ok & (j < count), number, ref, token, placement)
 
-    steps = (jnp.arange(tokens.shape[1], dtype=jnp.int32), fresh, tokens.swapaxes(0, 1), leader)
+    steps = (jnp.arange(tokens.shape[1], dtype=jnp.int32), new_token, tokens.swapaxes(0, 1), leader)
     return jax.lax.scan(one, cache, steps)

@@ -18,10 +18,10 @@ import numpy as np
 from kvjax.cache import layer, shared_slots
 from kvjax.cache.layer import LayerCache, Report
 from kvjax.cache.method import Placement
-from kvjax.cache.pool import Line, Pool, gated
+from kvjax.cache.pool import Pool, StoreRef, gated
 from kvjax.cache.slots import SlotPool
 from kvjax.errors import ConfigError, StoreClosed, StoreError, to_raise
-from kvjax.inference.layer_offload import Desk, is_parked
+from kvjax.inference.layer_offload import LayerLoader, is_offloaded
 from kvjax.inference.plan import Plan, State
 from kvjax.inference.prefill import embed, unembed
 from kvjax.models.transformer import Block, Transformer
@@ -96,7 +96,7 @@ def uses_store(state: State) -> bool:
 
 def settle(state: State, ok: bool) -> None:
     """Commits the token to the store, or drops it and raises what went wrong, Ctrl-C amid a callback as itself."""
-    branch, generation = interface.lookup(int(state.line.handle)), int(state.line.generation) - ok
+    branch, generation = interface.lookup(int(state.ref.handle)), int(state.ref.generation) - ok
     if branch is None:
         raise StoreClosed("the store of this cache was closed; prefill again, or keep the store open")
     try:
@@ -116,42 +116,42 @@ def settle(state: State, ok: bool) -> None:
         raise
 
 
-def _read(config, layer_plan, next_plan, params, next_params, cache, next_cache, x, choice, at, number, line, active):
+def _read(config, layer_plan, next_plan, params, next_params, cache, next_cache, x, chosen, at, number, ref, active):
     """One layer of a token up to its output.
 
-    Begins with a look at the next layer, if there is anything to choose or to read there; `choice` is what the previous
-    layer saw of this one, or made for both. Returns (output, cache, Fresh, ok, Report, Choice for the next layer or
-    None, slots that it leaves or None).
+    Begins with a look at the next layer, if there is anything to choose or to read there; `chosen` is what the previous
+    layer saw of this one, or made for both. Returns (output, cache, NewToken, ok, Report, SelectedRows for the next
+    layer or None, slots that it leaves or None).
     """
-    next_choice = projected = None
-    if choice is None and layer_plan.method.lookahead and _prefetches(cache.pool, "layer"):
+    next_chosen = projected = None
+    if chosen is None and layer_plan.method.lookahead and _prefetches(cache.pool, "layer"):
         # The first layer, which nobody looked ahead at: its reads should not queue behind those of the next one.
         projected = _project(config, params, x, at)
-        choice = _choose(layer_plan, cache.state, projected[0], active)
-        x = barriers.after(cache.pool.submit(choice.need, number, line), x)
+        chosen = _choose(layer_plan, cache.state, projected[0], active)
+        x = barriers.after(cache.pool.submit(chosen.need, number, ref), x)
     if next_plan is not None and not next_plan.follows:
         q = _queries(config, next_params, x, at)
         seen = _choose(next_plan, next_cache.state, q, active)
-        next_choice = seen if next_plan.method.lookahead else None
+        next_chosen = seen if next_plan.method.lookahead else None
         if _prefetches(next_cache.pool, "layer"):
-            x = barriers.after(next_cache.pool.submit(seen.need, number + 1, line), x)
+            x = barriers.after(next_cache.pool.submit(seen.need, number + 1, ref), x)
     q, key, value = _project(config, params, x, at) if projected is None else projected
-    early = choice is not None
-    choice = choice if early else _choose(layer_plan, cache.state, q, active)
+    early = chosen is not None
+    chosen = chosen if early else _choose(layer_plan, cache.state, q, active)
     # Of blocks that are known early waiting could come before all computing, and slots still be the layer's before.
     if isinstance(cache.pool, SlotPool) and (early or cache.pool.passing):
         ready = barriers.exists(q) & barriers.exists(x)
-        choice = dataclasses.replace(choice, need=jnp.where(ready, choice.need, layer_plan.spec.num_blocks))
-    out, cache, fresh, ok, report = layer.read(layer_plan, cache, q, key, value, at, number, line, choice)
+        chosen = dataclasses.replace(chosen, need=jnp.where(ready, chosen.need, layer_plan.spec.num_blocks))
+    out, cache, new_token, ok, report = layer.read(layer_plan, cache, q, key, value, at, number, ref, chosen)
     if next_plan is not None and next_plan.follows:
-        next_choice = choice
+        next_chosen = chosen
         if _prefetches(next_cache.pool, "layer"):
-            out = barriers.after(next_cache.pool.submit(choice.need, number + 1, line), out)
+            out = barriers.after(next_cache.pool.submit(chosen.need, number + 1, ref), out)
     if _prefetches(cache.pool, "step") and not layer_plan.follows:  # followers do not rank blocks
         likely = gated(layer.runners_up(layer_plan, cache.state, q), ok & active, layer_plan.spec.num_blocks)
-        out = barriers.after(cache.pool.submit(likely, number, line), out)
+        out = barriers.after(cache.pool.submit(likely, number, ref), out)
     cache, left = shared_slots.leave(cache)
-    return _finish(config, params, x, out), cache, fresh, ok, report, next_choice, left
+    return _finish(config, params, x, out), cache, new_token, ok, report, next_chosen, left
 
 
 def _choose(layer_plan, state, q, active):
@@ -187,8 +187,8 @@ def _looks_ahead(plan: Plan, layers, i: int) -> bool:
     return following.follows or following.method.lookahead or _prefetches(layers[i + 1].pool, "layer")
 
 
-def _next_line(line: Line, ok) -> Line:
-    return Line(line.handle, line.generation + ok)
+def _next_ref(ref: StoreRef, ok) -> StoreRef:
+    return StoreRef(ref.handle, ref.generation + ok)
 
 
 @functools.cache
@@ -203,67 +203,67 @@ def _compiled(donate: bool, in_python: bool):
 
 
 def _staged(plan, params, state, tokens, active, donate):
-    desk = Desk(state.layers)
+    loader = LayerLoader(state.layers)
     try:
-        return _layer_by_layer(plan, params, state, desk, tokens, active, donate)
+        return _layer_by_layer(plan, params, state, loader, tokens, active, donate)
     except BaseException as error:  # Ctrl-C, or a parked layer cannot be read: the token is over
-        drop(state, desk, error)
+        drop(state, loader, error)
         raise
 
 
-def drop(state: State, desk: Desk, error: BaseException) -> None:
+def drop(state: State, loader: LayerLoader, error: BaseException) -> None:
     """Ends a token that did not get through all layers; a StoreError keeps the cache as it was, ready for a retry."""
-    desk.abandon()
+    loader.abandon()
     forget(state)
     if isinstance(error, StoreError):
-        error.state = dataclasses.replace(state, layers=desk.layers)
+        error.state = dataclasses.replace(state, layers=loader.layers)
 
 
 def forget(state: State) -> None:
     """Drops what is queued of a token after this state: of one that Ctrl-C ended on its way to `settle`."""
-    branch = interface.lookup(int(state.line.handle)) if uses_store(state) else None
+    branch = interface.lookup(int(state.ref.handle)) if uses_store(state) else None
     if branch is not None:
-        branch.abort(int(state.line.generation))
+        branch.abort(int(state.ref.generation))
 
 
-def _layer_by_layer(plan, params, state, desk, tokens, active, donate):
+def _layer_by_layer(plan, params, state, loader, tokens, active, donate):
     read, write = _compiled(donate, _effects_in_python(state))
-    x, choice, slots = embed(plan.config, params, tokens), None, None
-    at, fresh, oks, reports = state.length, [], [], []
+    x, chosen, slots = embed(plan.config, params, tokens), None, None
+    at, new_token, oks, reports = state.length, [], [], []
     for i, layer_plan in enumerate(plan.layers):
         number = _numbers(len(plan.layers))[i]
-        one = shared_slots.take(desk.open(i), slots)
-        desk.begin(i + 1)
-        following = _following(plan, params, state.layers, i, desk.open)
-        x, one, new, ok, report, choice, left = read(
-            plan.config, layer_plan, following[0], params[f"layers_{i}"], following[1], one, following[2], x, choice,
-            at, number, state.line, active,
+        one = shared_slots.take(loader.open(i), slots)
+        loader.begin(i + 1)
+        following = _following(plan, params, state.layers, i, loader.open)
+        x, one, new, ok, report, chosen, left = read(
+            plan.config, layer_plan, following[0], params[f"layers_{i}"], following[1], one, following[2], x, chosen,
+            at, number, state.ref, active,
         )
-        desk.put(i, one)
+        loader.put(i, one)
         slots = slots if left is None else left
-        fresh.append(new)
+        new_token.append(new)
         oks.append(ok)
         reports.append(report)
     logits = unembed(plan.config, params, x)
-    ok, gate, line, length = _close(oks, active, state.line, at)
-    desk.give_back(slots)
-    desk.commit()
+    ok, gate, ref, length = _close(oks, active, state.ref, at)
+    loader.give_back(slots)
+    loader.commit()
     numbers = _numbers(len(plan.layers))
-    write_layers(plan, desk, lambda i, cache, leader: write(
-        plan.layers[i], cache, fresh[i], at, gate, numbers[i], state.line, tokens, leader
+    write_layers(plan, loader, lambda i, cache, leader: write(
+        plan.layers[i], cache, new_token[i], at, gate, numbers[i], state.ref, tokens, leader
     ))
-    return Step(logits, State(desk.layers, length, line), ok, tuple(reports))
+    return Step(logits, State(loader.layers, length, ref), ok, tuple(reports))
 
 
-def write_layers(plan: Plan, desk: Desk, write: Callable[[int, LayerCache, Placement | None], tuple]) -> None:
+def write_layers(plan: Plan, loader: LayerLoader, write: Callable[[int, LayerCache, Placement | None], tuple]) -> None:
     """Has `write(i, cache, leader)` give the cache of every layer, and where tokens went for layers that follow it."""
     leader = None
     for i, layer_plan in enumerate(plan.layers):
-        cache = desk.open(i)
-        desk.begin(i + 1)
+        cache = loader.open(i)
+        loader.begin(i + 1)
         cache, leader = write(i, cache, leader if layer_plan.follows else None)
-        desk.put(i, cache)
-    desk.commit()
+        loader.put(i, cache)
+    loader.commit()
 
 
 def _following(plan: Plan, params, layers, i: int, open_layer):
@@ -280,26 +280,26 @@ def _numbers(count: int):
 
 
 @jax.jit
-def _close(oks, active, line, length):
+def _close(oks, active, ref, length):
     """Decides the token: gate of the writes, next generation, next lengths."""
     ok = functools.reduce(jnp.logical_and, oks)
     gate = ok & active
-    return ok, gate, _next_line(line, ok), length + gate
+    return ok, gate, _next_ref(ref, ok), length + gate
 
 
 def _fused_token(plan, params, state, tokens, active):
     model = Transformer(plan.config)
-    x, choice, slots = model.apply({"params": params}, tokens, method="embed"), None, None
-    at, layers, fresh, reports, ok = state.length, list(state.layers), [], [], jnp.bool_(True)
+    x, chosen, slots = model.apply({"params": params}, tokens, method="embed"), None, None
+    at, layers, new_token, reports, ok = state.length, list(state.layers), [], [], jnp.bool_(True)
     for i, layer_plan in enumerate(plan.layers):
         following = _following(plan, params, state.layers, i, state.layers.__getitem__)
-        x, layers[i], new, fine, report, choice, left = _read(
+        x, layers[i], new, fine, report, chosen, left = _read(
             plan.config, layer_plan, following[0], params[f"layers_{i}"], following[1], shared_slots.take(layers[i],
-            slots), following[2], x, choice, at, jnp.int32(i), state.line, active,
+            slots), following[2], x, chosen, at, jnp.int32(i), state.ref, active,
         )
         slots = slots if left is None else left
         ok = ok & fine
-        fresh.append(new)
+        new_token.append(new)
         reports.append(report)
     logits = model.apply({"params": params}, x, method="unembed")
     gate = ok & active & barriers.exists(x) & barriers.positions_exist(report.selected for report in reports)
@@ -307,9 +307,9 @@ def _fused_token(plan, params, state, tokens, active):
     for i, layer_plan in enumerate(plan.layers):
         leader = leader if layer_plan.follows else None
         layers[i], leader = layer.write(
-            layer_plan, layers[i], fresh[i], at, gate, jnp.int32(i), state.line, tokens, leader
+            layer_plan, layers[i], new_token[i], at, gate, jnp.int32(i), state.ref, tokens, leader
         )
-    return Step(logits, State(tuple(layers), at + gate, _next_line(state.line, ok)), ok, tuple(reports))
+    return Step(logits, State(tuple(layers), at + gate, _next_ref(state.ref, ok)), ok, tuple(reports))
 
 
 def _effects_in_python(state: State) -> bool:
@@ -322,7 +322,7 @@ def _compiled_token(donate: bool):
 
 
 def _fused(plan, params, state, tokens, active, donate):
-    if is_parked(state.layers):
+    if is_offloaded(state.layers):
         raise ConfigError("parked layers come and go between compiled parts; use driver='staged'")
     if _effects_in_python(state):
         raise ConfigError("backend 'python' runs between compiled parts; use driver='staged'")

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.pool import Traffic
+from kvjax.cache.pool import FetchStats
 from kvjax.errors import NotFinite
 from kvjax.inference import decode, layer_offload, prefill, sampling
 from kvjax.inference.cache import Cache
@@ -33,7 +33,7 @@ class Usage:
     blocks_needed: int  # of a store
     blocks_read: int  # of these, not resident
     store: Stats | None
-    parked: Stats | None = None  # of the layers that wait in a store
+    offloaded: Stats | None = None  # of the layers that wait in a store
 
     @property
     def hit_rate(self) -> float:
@@ -51,15 +51,15 @@ class Counts:
     needed: int = 0
     missed: int = 0
 
-    def add(self, reports: list[tuple[np.ndarray, Traffic]], active: np.ndarray) -> None:
+    def add(self, reports: list[tuple[np.ndarray, FetchStats]], active: np.ndarray) -> None:
         """What each layer attended and read in one step."""
         self.steps += 1
         self.tokens += int(active.sum())
-        for attended, traffic in reports:
+        for attended, stats in reports:
             self.heads += attended[active].size
             self.attended += int(attended[active].sum())
-            self.needed += int(traffic.requested.sum())
-            self.missed += int(traffic.missed.sum())
+            self.needed += int(stats.requested.sum())
+            self.missed += int(stats.missed.sum())
 
 
 class Generation:
@@ -68,7 +68,7 @@ class Generation:
     def __init__(self, params: PyTree, cache: Cache, driver: Driver, observer: Observer | None):
         self.params, self.cache, self.driver, self.observer = params, cache, driver, observer
         self.counts = Counts()
-        self.pending: list[tuple[list[tuple[Array, Traffic]], np.ndarray]] = []  # not counted: reports, active ones
+        self.pending: list[tuple[list[tuple[Array, FetchStats]], np.ndarray]] = []  # not counted: reports, active ones
         self.started = time.perf_counter()
 
     def step(self, tokens: np.ndarray, active: np.ndarray) -> None:
@@ -79,7 +79,7 @@ class Generation:
         )
         logits = done.logits if active.all() else jnp.where(active[:, None], done.logits, self.cache.logits)
         self.cache = dataclasses.replace(self.cache, state=done.state, logits=logits)
-        self.pending.append(([(one.attended, one.traffic) for one in done.reports], active))
+        self.pending.append(([(one.attended, one.stats) for one in done.reports], active))
         if len(self.pending) == _MOST_PENDING:
             self.count()
         if self.observer is not None:

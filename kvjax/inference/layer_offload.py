@@ -2,7 +2,7 @@
 
 This is DynaKV's space virtualisation (section 6.1): representatives and cached blocks of a layer leave memory when it
 has had its turn, and come back while the layer before it computes. Memory for the cache is then bounded by the layer
-and not by the model. `Slots(park=FlashStore(directory))` turns it on, for any method.
+and not by the model. `Slots(offload=FlashStore(directory))` turns it on, for any method.
 
 A parked layer is everything of its `LayerCache` as bytes, but for slots that layers take in turns
 (`kvjax.cache.shared_slots`), cut into pages, which are blocks of a branch of their own: checksums, read-ahead, forks
@@ -29,7 +29,7 @@ _ALIGN = 64  # bytes between which leaves begin
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
-class Parked:
+class OffloadedLayer:
     """A layer's cache that waits in a store; an immutable value without arrays.
 
     Attributes:
@@ -66,7 +66,7 @@ def create(store: Store, outlines: list[LayerCache]) -> Branch:
     return store.create(geometry, "parked layers")
 
 
-def park(branch: Branch, number: int, cache: LayerCache) -> Parked:
+def offload(branch: Branch, number: int, cache: LayerCache) -> OffloadedLayer:
     """Writes a layer for the first time, without slots that are passed on. Raises StoreError."""
     cache, _ = shared_slots.leave(cache)
     pages = _to_pages(cache)
@@ -74,29 +74,29 @@ def park(branch: Branch, number: int, cache: LayerCache) -> Parked:
     blocks[0, 0, : len(pages), 0] = pages
     counts = (np.arange(branch.geometry.num_blocks) < len(pages)).astype(np.int32)
     branch.write_layer(number, blocks, counts[None, None])
-    return Parked(branch, branch.generation, number, _outline(cache), _sums(pages))
+    return OffloadedLayer(branch, branch.generation, number, _outline(cache), _sums(pages))
 
 
 def fork(layers: tuple) -> tuple:
     """The same layers, parked ones in a branch of their own; other ones are shared."""
-    branches = {one.branch for one in layers if isinstance(one, Parked)}
+    branches = {one.branch for one in layers if isinstance(one, OffloadedLayer)}
     forks = {branch: branch.fork() for branch in branches}
-    return tuple(dataclasses.replace(one, branch=forks[one.branch]) if isinstance(one, Parked) else one
+    return tuple(dataclasses.replace(one, branch=forks[one.branch]) if isinstance(one, OffloadedLayer) else one
                  for one in layers)
 
 
 def close(layers: tuple) -> None:
     """Gives back what parked layers take in their store. Never raises."""
     for one in layers:
-        if isinstance(one, Parked):
+        if isinstance(one, OffloadedLayer):
             one.branch.discard()
 
 
-def park_all(store: Store, layers: tuple[LayerCache, ...]) -> tuple[Parked, ...]:
+def offload_all(store: Store, layers: tuple[LayerCache, ...]) -> tuple[OffloadedLayer, ...]:
     """Layers in memory, parked. Raises StoreError."""
     branch = create(store, [_outline(one) for one in layers])
     try:
-        return tuple(park(branch, i, one) for i, one in enumerate(layers))
+        return tuple(offload(branch, i, one) for i, one in enumerate(layers))
     except BaseException:
         branch.discard()
         raise
@@ -104,21 +104,21 @@ def park_all(store: Store, layers: tuple[LayerCache, ...]) -> tuple[Parked, ...]
 
 def stats(layers: tuple) -> Stats | None:
     """What parked layers have moved; None where none is parked."""
-    return next((one.branch.stats() for one in layers if isinstance(one, Parked)), None)
+    return next((one.branch.stats() for one in layers if isinstance(one, OffloadedLayer)), None)
 
 
 def everything(layers: tuple) -> tuple[LayerCache, ...]:
     """All layers in memory."""
-    return tuple(_load(one) if isinstance(one, Parked) else one for one in layers)
+    return tuple(_load(one) if isinstance(one, OffloadedLayer) else one for one in layers)
 
 
 def working_set(layers: tuple) -> int:
     """Bytes that parked layers have in memory at most: two neighbours, as one is read while the other works."""
-    sizes = [one.nbytes for one in layers if isinstance(one, Parked)]
+    sizes = [one.nbytes for one in layers if isinstance(one, OffloadedLayer)]
     return max((sum(sizes[i : i + 2]) for i in range(len(sizes))), default=0)
 
 
-class Desk:
+class LayerLoader:
     """The layers of one step, parked ones taken when they are wanted. Either all layers are parked or none.
 
     What is put back becomes visible together, at `commit`; an error leaves the layers as of the last one.
@@ -132,13 +132,13 @@ class Desk:
     def begin(self, i: int) -> None:
         """Layer i, if there is one, will be wanted soon."""
         one = self._fresh[i] if i < len(self._fresh) else None
-        if isinstance(one, Parked) and i not in self._opened:
+        if isinstance(one, OffloadedLayer) and i not in self._opened:
             one.branch.submit(one.number, one.generation, _all(one))
 
     def open(self, i: int) -> LayerCache:
         """Layer i in memory, where it stays until it is put back. Raises StoreError."""
         one = self._fresh[i]
-        if not isinstance(one, Parked):
+        if not isinstance(one, OffloadedLayer):
             return one
         if i not in self._opened:
             self._opened[i] = _load(one)
@@ -147,21 +147,21 @@ class Desk:
     def put(self, i: int, cache: LayerCache) -> None:
         """Puts layer i back as it is now. Raises StoreError."""
         before = self._fresh[i]
-        self._fresh[i] = _put(before, cache) if isinstance(before, Parked) else cache
+        self._fresh[i] = _put(before, cache) if isinstance(before, OffloadedLayer) else cache
         self._opened.pop(i, None)
 
     def give_back(self, slots: shared_slots.Space) -> None:
         """`turns.give_back`; parked layers do without, and the first of them makes some in the next step."""
-        if not is_parked(self._fresh):
+        if not is_offloaded(self._fresh):
             self._fresh = shared_slots.give_back(self._fresh, slots)
 
     def commit(self) -> None:
         """What was put back is what the layers are. Raises StoreError."""
-        parked = [one for one in self._fresh if isinstance(one, Parked)]
-        if parked:
-            branch = parked[0].branch
+        offloaded = [one for one in self._fresh if isinstance(one, OffloadedLayer)]
+        if offloaded:
+            branch = offloaded[0].branch
             branch.commit(branch.generation)
-            self._fresh = [dataclasses.replace(one, generation=branch.generation) for one in parked]
+            self._fresh = [dataclasses.replace(one, generation=branch.generation) for one in offloaded]
         self.layers = tuple(self._fresh)
 
     def abandon(self) -> None:
@@ -169,19 +169,19 @@ class Desk:
         queued = [one.pool.queued for one in self._fresh if isinstance(one.pool, SlotPool)]
         jax.block_until_ready([one for one in queued if isinstance(one, jax.Array) and not one.is_deleted()])
         for one in self.layers:
-            if isinstance(one, Parked):
+            if isinstance(one, OffloadedLayer):
                 one.branch.take_error()
                 one.branch.abort(one.generation)
 
 
-def is_parked(layers: Sequence) -> bool:
-    return any(isinstance(one, Parked) for one in layers)
+def is_offloaded(layers: Sequence) -> bool:
+    return any(isinstance(one, OffloadedLayer) for one in layers)
 
 
 # ---- one layer
 
 
-def _load(one: Parked) -> LayerCache:
+def _load(one: OffloadedLayer) -> LayerCache:
     pages = np.empty((1, 1, len(one.sums), 1, PAGE_BYTES), np.int8)
     where = _all(one)
     if not one.branch.read_into(one.number, one.generation, where, where, pages):
@@ -197,7 +197,7 @@ def _load(one: Parked) -> LayerCache:
     return jax.tree.unflatten(structure, leaves)
 
 
-def _put(before: Parked, cache: LayerCache) -> Parked:
+def _put(before: OffloadedLayer, cache: LayerCache) -> OffloadedLayer:
     pages = _to_pages(cache)
     sums = _sums(pages)
     changed = np.flatnonzero(sums != before.sums).astype(np.int32)
@@ -208,7 +208,7 @@ def _put(before: Parked, cache: LayerCache) -> Parked:
     return dataclasses.replace(before, sums=sums)
 
 
-def _all(one: Parked) -> np.ndarray:
+def _all(one: OffloadedLayer) -> np.ndarray:
     return np.arange(len(one.sums), dtype=np.int32)[None, None]
 
 

@@ -14,12 +14,12 @@ from kvjax.cache import layer, residency
 from kvjax.cache.callbacks import BACKENDS, default_backend
 from kvjax.cache.layer import LayerCache, LayerPlan
 from kvjax.cache.method import Method, Spec
-from kvjax.cache.pool import Line, MemoryPool, row_width
+from kvjax.cache.pool import MemoryPool, StoreRef, row_width
 from kvjax.cache.slots import PREFETCH, SlotPool
 from kvjax.cache.tiers import TieredPool
 from kvjax.errors import ConfigError
 from kvjax.inference import layer_offload
-from kvjax.inference.layer_offload import Parked
+from kvjax.inference.layer_offload import OffloadedLayer
 from kvjax.methods.full import Full
 from kvjax.models.config import ModelConfig
 from kvjax.ops import quantize
@@ -45,9 +45,9 @@ class Plan:
 class State:
     """The cache of a whole model: an immutable value."""
 
-    layers: tuple[LayerCache | Parked, ...]
+    layers: tuple[LayerCache | OffloadedLayer, ...]
     length: Int32[Array, "B"]  # tokens of each sequence
-    line: Line
+    ref: StoreRef
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,20 +83,20 @@ class Slots:
     prefetch: str = "off"
     keep: bool = True
     even: bool = False
-    park: interface.Store | None = None
+    offload: interface.Store | None = None
 
     @property
     def for_memory(self) -> bool:
         """Whether they have no need of a store: nothing is said but where layers are parked."""
-        return self.park is not None and self == Slots(park=self.park)
+        return self.offload is not None and self == Slots(offload=self.offload)
 
     def __post_init__(self):
         _validate.check(self)
         if min(1 if n is None else n for n in (self.count, self.host)) < 1:
             raise ConfigError(f"count={self.count} and host={self.host} are slots of a head; give at least 1, or None")
         residency.find_policy(self.policy)
-        if self.host is not None and (self.park is not None or not self.keep):
-            raise ConfigError("host= is for blocks that stay in memory; leave it out with park= or keep=False")
+        if self.host is not None and (self.offload is not None or not self.keep):
+            raise ConfigError("host= is for blocks that stay in memory; leave it out with offload= or keep=False")
         if self.prefetch not in PREFETCH or self.backend not in (None, *BACKENDS):
             raise ConfigError(f"prefetch={self.prefetch!r} must be one of {', '.join(PREFETCH)}; "
                               f"backend={self.backend!r} None or one of {', '.join(BACKENDS)}")
@@ -136,7 +136,7 @@ def on_store(plan: Plan, index: int) -> bool:
     return not dense_prefix and not plan.layers[index].filters
 
 
-def geometry(plan: Plan) -> interface.Geometry:
+def store_geometry(plan: Plan) -> interface.Geometry:
     """What a store has to hold for this plan."""
     spec = plan.layers[-1].spec
     return interface.Geometry(
@@ -188,7 +188,7 @@ def outline(plan: Plan, i: int, store: bool, slots: Slots) -> LayerCache:
     return jax.tree.unflatten(structures[0], [layer_offload.shape_only(one.shape, one.dtype) for one in shapes])
 
 
-def check(plan: Plan, store: bool, slots: Slots) -> None:
+def check_plan(plan: Plan, store: bool, slots: Slots) -> None:
     """Raises ConfigError where a layer's cache cannot be made, on a store or not; ReadFailed or FormatMismatch for what
     was fitted beforehand. Of layers that are alike the first is tried."""
     tried = set()
@@ -200,7 +200,7 @@ def check(plan: Plan, store: bool, slots: Slots) -> None:
         tried.add(kind)
 
 
-def copy(state: State) -> State:
+def copy_state(state: State) -> State:
     """A state that shares no memory with the given one, so that either may be donated."""
     leaves, structure = jax.tree.flatten(dataclasses.replace(state, layers=layer_offload.fork(state.layers)))
     return jax.tree.unflatten(structure, _copied(leaves))

@@ -1,4 +1,4 @@
-"""Reading prompts: layer by layer over whole prompts, each layer being indexed while the next is read."""
+"""PromptActivations prompts: layer by layer over whole prompts, each layer being indexed while the next is read."""
 
 import dataclasses
 import functools
@@ -12,12 +12,11 @@ import numpy as np
 
 from kvjax.cache import layer
 from kvjax.cache.layer import LayerCache, Prompts
-from kvjax.cache.pool import Line
+from kvjax.cache.pool import StoreRef
 from kvjax.cache.state import LayerState
 from kvjax.errors import PromptError
 from kvjax.inference import layer_offload
-from kvjax.inference import plan as planning
-from kvjax.inference.plan import Plan, Slots, State, on_store, slot_pool
+from kvjax.inference.plan import Plan, Slots, State, on_store, outline, slot_pool
 from kvjax.models.config import ModelConfig
 from kvjax.models.transformer import Block, Transformer
 from kvjax.ops import attention
@@ -39,7 +38,7 @@ class Activations:
 
 
 @dataclasses.dataclass(frozen=True)
-class Reading:
+class PromptActivations:
     """Prompts that were read densely, with the activations of every layer on the host: caches of any method can be
     filled from it."""
 
@@ -90,7 +89,7 @@ def prefill(
         samples = _sample_queries(plan, i, branch, params, one.x, length)
         cache = fill(plan, i, prompts, leader, branch, slots, samples)
         before = cache.state
-        caches.append(layer_offload.park(lot, i, cache) if lot else cache)
+        caches.append(layer_offload.offload(lot, i, cache) if lot else cache)
 
     try:
         with ThreadPoolExecutor(1) as indexer:
@@ -103,8 +102,8 @@ def prefill(
             pending.result()
         last = jnp.take_along_axis(hidden, (length - 1)[:, None, None], axis=1)[:, 0]
         handle, generation = (-1, 0) if branch is None else (branch.handle, branch.generation)
-        line = Line(jnp.int32(handle), jnp.int32(generation))
-        return State(tuple(caches), jnp.asarray(length, jnp.int32), line), unembed(plan.config, params, last)
+        ref = StoreRef(jnp.int32(handle), jnp.int32(generation))
+        return State(tuple(caches), jnp.asarray(length, jnp.int32), ref), unembed(plan.config, params, last)
     except BaseException:
         if lot is not None:
             lot.discard()
@@ -127,10 +126,10 @@ def _as_in_this_thread(function):
 
 def _parking(plan: Plan, branch, slots: Slots):
     """A branch for layers that wait in a store; None if they stay in memory."""
-    if slots.park is None:
+    if slots.offload is None:
         return None
-    outlines = [planning.outline(plan, i, branch is not None, slots) for i in range(len(plan.layers))]
-    return layer_offload.create(slots.park, outlines)
+    outlines = [outline(plan, i, branch is not None, slots) for i in range(len(plan.layers))]
+    return layer_offload.create(slots.offload, outlines)
 
 
 def check_prompts(plan: Plan, length: np.ndarray) -> None:

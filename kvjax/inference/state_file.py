@@ -12,11 +12,10 @@ from safetensors.numpy import save as serialise
 
 from kvjax import _files
 from kvjax.cache.layer import LayerCache
-from kvjax.cache.pool import Line, MemoryPool
+from kvjax.cache.pool import MemoryPool, StoreRef
 from kvjax.errors import ChecksumMismatch, FormatMismatch, ReadFailed, typed
 from kvjax.inference import layer_offload
-from kvjax.inference import plan as planning
-from kvjax.inference.plan import Plan, Slots, State
+from kvjax.inference.plan import Plan, Slots, State, outline, slot_pool
 from kvjax.store.interface import Branch
 from kvjax.typing import Array, PyTree
 
@@ -68,11 +67,11 @@ def load(path: pathlib.Path, checksum: str, plan: Plan, slots: Slots, branch: Br
     Raises ReadFailed, ChecksumMismatch, or FormatMismatch when the plan is not the one it was saved with. Nothing of a
     size that the plan does not have is read or made.
     """
-    empty = [planning.outline(plan, i, branch is not None, slots) for i in range(len(plan.layers))]
+    empty = [outline(plan, i, branch is not None, slots) for i in range(len(plan.layers))]
     handle, generation = (-1, 0) if branch is None else (branch.handle, branch.generation)
-    line = Line(jnp.int32(handle), jnp.int32(generation))
+    ref = StoreRef(jnp.int32(handle), jnp.int32(generation))
     like = layer_offload.shape_only((plan.batch, plan.config.vocab_size), np.dtype(np.float32))
-    expected = _tree(State(tuple(empty), jnp.zeros(plan.batch, jnp.int32), line), like)
+    expected = _tree(State(tuple(empty), jnp.zeros(plan.batch, jnp.int32), ref), like)
     flat, structure = jax.tree_util.tree_flatten_with_path(expected)
     leaves = _read(path, checksum, sum(like.nbytes for _, like in flat))
     taken = []
@@ -87,8 +86,8 @@ def load(path: pathlib.Path, checksum: str, plan: Plan, slots: Slots, branch: Br
         taken.append(jnp.asarray(leaf))
     tree = jax.tree.unflatten(structure, taken)
     pairs = enumerate(tree["layers"])
-    layers = [LayerCache(state, pool or planning.slot_pool(plan, i, slots)) for i, (state, pool) in pairs]
-    return State(tuple(layers), tree["length"], line), tree["logits"]
+    layers = [LayerCache(state, pool or slot_pool(plan, i, slots)) for i, (state, pool) in pairs]
+    return State(tuple(layers), tree["length"], ref), tree["logits"]
 
 
 def _read(path: pathlib.Path, checksum: str, most: int) -> dict[str, np.ndarray]:

@@ -97,10 +97,10 @@ class ArkVale(Method):
         score = aggregate(jnp.where(full[:, None], scores, NEGATIVE), self.aggregation)
         return Selection(top_blocks(jnp.where(full, score, jnp.inf), occupied, spec.max_blocks), no_force(spec))
 
-    def append(self, spec, index, view, leaving):
-        placement = in_token_order(spec, leaving)
-        row = jnp.where(leaving.valid, placement.row[0], spec.block_rows)
-        keys = index.open_key.at[:, row].set(leaving.key.astype(jnp.float32), mode="drop")
+    def append(self, spec, index, view, evicted):
+        placement = in_token_order(spec, evicted)
+        row = jnp.where(evicted.valid, placement.row[0], spec.block_rows)
+        keys = index.open_key.at[:, row].set(evicted.key.astype(jnp.float32), mode="drop")
         new = bounding_volumes(keys[:, None], (jnp.arange(spec.block_rows, dtype=jnp.int32) <= row)[None], self.volume)
         head = jnp.arange(spec.kv_heads, dtype=jnp.int32)
         digest = jax.tree.map(

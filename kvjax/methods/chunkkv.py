@@ -24,7 +24,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from kvjax.methods.shared.eviction import PromptEvictor
-from kvjax.methods.shared.observation import check_rule, over_group, votes
+from kvjax.methods.shared.observation import check_rule, observation_scores, over_group
 from kvjax.typing import Array, Bool, Float
 
 
@@ -51,16 +51,16 @@ class ChunkKV(PromptEvictor):
         return self.shared
 
     def prompt_worth(self, spec, context):
-        paid = over_group(votes(spec, context), self.aggregation)
+        paid = over_group(observation_scores(spec, context), self.aggregation)
         if self.shared:
             paid = jnp.broadcast_to(jnp.sum(paid, axis=0), paid.shape)
         return _chunk_means(paid, context.valid, self.chunk)
 
 
-def _chunk_means(votes: Float[Array, "K T"], valid: Bool[Array, "T"], chunk: int) -> Float[Array, "K T"]:
+def _chunk_means(observation_scores: Float[Array, "K T"], valid: Bool[Array, "T"], chunk: int) -> Float[Array, "K T"]:
     """For each token the mean of the valid tokens of its chunk; chunks are cut from position 0 on."""
-    heads, tokens = votes.shape
+    heads, tokens = observation_scores.shape
     short = (0, -tokens % chunk)
-    total = jnp.pad(jnp.where(valid, votes, 0.0), ((0, 0), short)).reshape(heads, -1, chunk).sum(-1)
+    total = jnp.pad(jnp.where(valid, observation_scores, 0.0), ((0, 0), short)).reshape(heads, -1, chunk).sum(-1)
     count = jnp.pad(valid, short).reshape(-1, chunk).sum(-1, dtype=jnp.int32)
     return jnp.repeat(total / jnp.maximum(count, 1), chunk, axis=-1)[:, :tokens]

@@ -149,18 +149,18 @@ class DynSplit(Method):
         score = aggregate(index.vectors.scores(q, view.count), self.aggregation)
         return Selection(top_blocks(score, occupied, spec.max_blocks), no_force(spec))
 
-    def append(self, spec, index, view, leaving):
+    def append(self, spec, index, view, evicted):
         split, filled = self.split, index.filled + 1
-        candidates = jnp.concatenate([leaving.token[None], leaving.ahead[: split.ends - 1]])
+        candidates = jnp.concatenate([evicted.token[None], evicted.ahead[: split.ends - 1]])
         decided = split.length(weights_of(candidates, index.delimiter, index.weight))
         length = jnp.where(filled == split.least, decided, index.length)
-        placement = _alike(spec, jnp.where(leaving.valid, index.block, spec.num_blocks), index.filled)
+        placement = _alike(spec, jnp.where(evicted.valid, index.block, spec.num_blocks), index.filled)
         closed = (filled >= split.least) & (filled == length)
         moved = dataclasses.replace(
-            index, vectors=index.vectors.take(placement.block[:, None], leaving.key[:, None]),
+            index, vectors=index.vectors.take(placement.block[:, None], evicted.key[:, None]),
             block=index.block + closed, filled=jnp.where(closed, 0, filled), length=length,
         )
-        keep = {name: jnp.where(leaving.valid, getattr(moved, name), getattr(index, name))
+        keep = {name: jnp.where(evicted.valid, getattr(moved, name), getattr(index, name))
                 for name in ("block", "filled", "length")}
         return dataclasses.replace(moved, **keep), placement
 

@@ -37,5 +37,5 @@ class Full(Method):
     def select(self, spec, index, view, q):
         return every_occupied(spec, view)
 
-    def append(self, spec, index, view, leaving):
-        return index, in_token_order(spec, leaving)
+    def append(self, spec, index, view, evicted):
+        return index, in_token_order(spec, evicted)

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 
 from kvjax.errors import ConfigError
 from kvjax.methods.shared.eviction import Evictor, Kept
-from kvjax.methods.shared.observation import prompt_length, votes
+from kvjax.methods.shared.observation import observation_scores, prompt_length
 from kvjax.typing import Array, Float, pytree
 
 
@@ -59,10 +59,10 @@ class H2O(Evictor):
         return dataclasses.replace(index, recent=recent), placement
 
     def prompt_worth(self, spec, context):
-        return jnp.sum(votes(spec, context), axis=1)
+        return jnp.sum(observation_scores(spec, context), axis=1)
 
-    def leaving_worth(self, spec, index, leaving):
-        return index.recent[:, (leaving.pos - spec.sinks) % spec.window]
+    def leaving_worth(self, spec, index, evicted):
+        return index.recent[:, (evicted.pos - spec.sinks) % spec.window]
 
     def observe(self, spec, index, view, pos, weight):
         head = jnp.arange(spec.kv_heads, dtype=jnp.int32)[:, None]

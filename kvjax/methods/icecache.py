@@ -152,16 +152,16 @@ class IceCache(Method):
         head = jnp.arange(spec.kv_heads, dtype=jnp.int32)[:, None]
         return index.key[head, jnp.minimum(block, spec.num_blocks - 1), row]
 
-    def append(self, spec, index, view, leaving):
+    def append(self, spec, index, view, evicted):
         shape, search = self.shape(spec), self.search(self.insert_beam)
 
         def one_head(tree, key, seed):
             if not self.update:
-                return dci.put_aside(shape, tree, key, leaving.valid)
-            level = dci.draw_levels(seed, leaving.pos, self.ratio, shape.levels)
-            return dci.insert(shape, search, tree, key, level, leaving.valid)
+                return dci.put_aside(shape, tree, key, evicted.valid)
+            level = dci.draw_levels(seed, evicted.pos, self.ratio, shape.levels)
+            return dci.insert(shape, search, tree, key, level, evicted.valid)
 
-        tree, page, row = jax.vmap(one_head)(index, leaving.key.astype(jnp.float32), self._seeds(spec))
+        tree, page, row = jax.vmap(one_head)(index, evicted.key.astype(jnp.float32), self._seeds(spec))
         return tree, Placement(page, row)
 
     def shape(self, spec) -> dci.Shape:

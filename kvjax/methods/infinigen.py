@@ -20,11 +20,11 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.errors import ConfigError
-from kvjax.methods.shared.lowrank import Predictor
+from kvjax.methods.shared.lowrank import LowRankMethod
 
 
 @dataclasses.dataclass(frozen=True)
-class InfiniGen(Predictor):
+class InfiniGen(LowRankMethod):
     """Single tokens by selected dimensions.
 
     Attributes:

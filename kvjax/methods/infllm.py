@@ -138,17 +138,17 @@ class InfLLM(Method):
         local = index.local.at[head, fresh].set(0.0, mode="drop").at[head, at].add(share, mode="drop")
         return dataclasses.replace(index, local=local)
 
-    def append(self, spec, index, view, leaving):
+    def append(self, spec, index, view, evicted):
         """The leaving token takes the place of its block's weakest representative, if it is stronger."""
-        placement = in_token_order(spec, leaving)
+        placement = in_token_order(spec, evicted)
         head, block = jnp.arange(spec.kv_heads, dtype=jnp.int32), placement.block
-        score = index.local[:, leaving.pos % spec.window]
+        score = index.local[:, evicted.pos % spec.window]
         standing = index.score[head, jnp.minimum(block, spec.num_blocks - 1)]
         weakest = jnp.argmin(standing, axis=-1).astype(jnp.int32)
         stronger = score > jnp.min(standing, axis=-1)
         place = (head, jnp.where(stronger, block, spec.num_blocks), weakest)
         return dataclasses.replace(
-            index, key=index.key.at[place].set(leaving.key.astype(jnp.float32), mode="drop"),
+            index, key=index.key.at[place].set(evicted.key.astype(jnp.float32), mode="drop"),
             score=index.score.at[place].set(score, mode="drop"),
         ), placement
 

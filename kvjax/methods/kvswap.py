@@ -35,13 +35,13 @@ import jax.numpy as jnp
 from kvjax.errors import ConfigError
 from kvjax.methods.shared.adapters import Adapters, load
 from kvjax.methods.shared.fitted import read_once
-from kvjax.methods.shared.lowrank import Predictor, leading_directions, unknown_directions
+from kvjax.methods.shared.lowrank import LowRankMethod, leading_directions, unknown_directions
 
 _SIGMA = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class KVSwap(Predictor):
+class KVSwap(LowRankMethod):
     """Groups of tokens predicted from a low-rank K cache.
 
     Attributes:

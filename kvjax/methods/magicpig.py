@@ -112,10 +112,10 @@ class MagicPIG(Method):
         log_u = jnp.log(jnp.maximum(sampling_probability(agreement(q, centred), self.bits, self.tables), 1e-30))
         return jnp.where(index.stored <= spec.selected_rows, bias, bias - log_u)
 
-    def append(self, spec, index, view, leaving):
-        placement = in_token_order(spec, leaving)
-        added = self._add(index, placement.block[:1], leaving.key[:, None].astype(jnp.float32))
-        return dataclasses.replace(added, stored=index.stored + leaving.valid), placement
+    def append(self, spec, index, view, evicted):
+        placement = in_token_order(spec, evicted)
+        added = self._add(index, placement.block[:1], evicted.key[:, None].astype(jnp.float32))
+        return dataclasses.replace(added, stored=index.stored + evicted.valid), placement
 
     def _collisions(self, index: LSHIndex, q: Float[Array, "K G D"]) -> Int32[Array, "K G NB"]:
         """Tables in which a query head and each token share a bucket."""

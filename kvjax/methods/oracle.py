@@ -52,9 +52,9 @@ class Oracle(Method):
         score = aggregate(self.scores(spec, index, view, q), self.aggregation)
         return Selection(top_blocks(score, view.count > 0, spec.max_blocks), no_force(spec))
 
-    def append(self, spec, index, view, leaving):
-        placement = in_token_order(spec, leaving)
-        return OracleIndex(_store(index.key, placement.block[:, None], leaving.key[:, None])), placement
+    def append(self, spec, index, view, evicted):
+        placement = in_token_order(spec, evicted)
+        return OracleIndex(_store(index.key, placement.block[:, None], evicted.key[:, None])), placement
 
 
 def _store(table, block, keys):

@@ -102,9 +102,9 @@ class PQCache(Method):
         score = aggregate(jnp.where(occupied[:, None], scores, NEGATIVE), self.aggregation)
         return Selection(top_blocks(score, occupied, spec.max_blocks), no_force(spec))
 
-    def append(self, spec, index, view, leaving):
-        placement = in_token_order(spec, leaving)
-        code = jax.vmap(jax.vmap(nearest))(index.codebook, split(leaving.key[:, None], self.parts))
+    def append(self, spec, index, view, evicted):
+        placement = in_token_order(spec, evicted)
+        code = jax.vmap(jax.vmap(nearest))(index.codebook, split(evicted.key[:, None], self.parts))
         return dataclasses.replace(index, code=_store(index.code, placement.block[:1], code)), placement
 
 

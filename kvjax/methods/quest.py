@@ -39,6 +39,6 @@ class Quest(Method):
         score = aggregate(index.scores(q, view.count), self.aggregation)
         return Selection(top_blocks(score, occupied, spec.max_blocks), no_force(spec))
 
-    def append(self, spec, index, view, leaving):
-        placement = in_token_order(spec, leaving)
-        return index.take(placement.block[:, None], leaving.key[:, None]), placement
+    def append(self, spec, index, view, evicted):
+        placement = in_token_order(spec, evicted)
+        return index.take(placement.block[:, None], evicted.key[:, None]), placement

@@ -52,6 +52,6 @@ class Random(Method):
         drawn = jax.random.uniform(key, (spec.kv_heads, spec.num_blocks), jnp.float32)
         return Selection(top_blocks(drawn, view.count > 0, spec.max_blocks), no_force(spec))
 
-    def append(self, spec, index, view, leaving):
-        placement = in_token_order(spec, leaving)
-        return dataclasses.replace(index, stored=index.stored + leaving.valid), placement
+    def append(self, spec, index, view, evicted):
+        placement = in_token_order(spec, evicted)
+        return dataclasses.replace(index, stored=index.stored + evicted.valid), placement

@@ -169,12 +169,12 @@ class RLE(Method):
             found = jax.vmap(rle.scores)(q, index.runs)
         return jnp.where(index.runs.refused[:, None, None] > 0, jnp.nan, found)
 
-    def append(self, spec, index, view, leaving):
-        placement = in_token_order(spec, leaving)
-        key = self._turned(spec, leaving.key[:, None], leaving.pos[None])
+    def append(self, spec, index, view, evicted):
+        placement = in_token_order(spec, evicted)
+        key = self._turned(spec, evicted.key[:, None], evicted.pos[None])
         code = self._codes(spec, key, index.shift, index.scale)[:, 0]
-        grown = jax.vmap(lambda runs, one: rle.append(runs, one, self.equal, leaving.valid))(index.runs, code)
-        return dataclasses.replace(index, runs=grown, stored=index.stored + leaving.valid), placement
+        grown = jax.vmap(lambda runs, one: rle.append(runs, one, self.equal, evicted.valid))(index.runs, code)
+        return dataclasses.replace(index, runs=grown, stored=index.stored + evicted.valid), placement
 
     # --------------------------------------------------------------------- keys as they are compared and kept
 

@@ -31,7 +31,7 @@ from kvjax.cache.method import Method, Placement
 from kvjax.errors import ConfigError
 from kvjax.methods.dynsplit import DynSplit
 from kvjax.methods.shared.eviction import check_room, largest
-from kvjax.methods.shared.observation import over_group, stays, votes
+from kvjax.methods.shared.observation import observation_scores, over_group, stays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +92,7 @@ class SentenceKV(DynSplit):
         index, whole = super().build(spec, index, context)
         if self.keep is None:
             return index, whole
-        paid = over_group(votes(spec, context), self.aggregation)
+        paid = over_group(observation_scores(spec, context), self.aggregation)
         kept = largest(jnp.where(stays(spec, context), paid, -jnp.inf), int(self.keep * spec.selected_rows))
         before = jnp.cumsum(kept, axis=-1, dtype=jnp.int32) - kept
         begin = jnp.arange(context.pos.shape[0], dtype=jnp.int32) - whole.row  # of each token's sentence
@@ -101,7 +101,7 @@ class SentenceKV(DynSplit):
         vectors = type(index.vectors).empty(spec).take(placement.block, context.key)
         return dataclasses.replace(index, vectors=vectors), placement
 
-    def append(self, spec, index, view, leaving):
-        index, placement = super().append(spec, index, view, leaving)
+    def append(self, spec, index, view, evicted):
+        index, placement = super().append(spec, index, view, evicted)
         head, block = jnp.arange(spec.kv_heads, dtype=jnp.int32), jnp.minimum(placement.block, spec.num_blocks - 1)
         return index, Placement(placement.block, view.count[head, block])

@@ -126,14 +126,14 @@ class ShadowKV(Method):
         exact = index.shadow.outlier_key[head, jnp.argmax(match, axis=-1).astype(jnp.int32), row]
         return jnp.where(jnp.any(match, axis=-1)[..., None], exact, key)
 
-    def append(self, spec, index, view, leaving):
-        placement = in_token_order(spec, leaving)
+    def append(self, spec, index, view, evicted):
+        placement = in_token_order(spec, evicted)
         head, block = jnp.arange(spec.kv_heads, dtype=jnp.int32), placement.block
         mean = index.mean[head, :, jnp.minimum(block, spec.num_blocks - 1)]
-        step = (leaving.key.astype(jnp.float32) - mean) / (placement.row + 1)[:, None]
+        step = (evicted.key.astype(jnp.float32) - mean) / (placement.row + 1)[:, None]
         mean = index.mean.at[head, :, block].add(step, mode="drop")
-        shadow = index.shadow and _appended(spec, index.shadow, index, leaving, placement)
-        return dataclasses.replace(index, mean=mean, stored=index.stored + leaving.valid, shadow=shadow), placement
+        shadow = index.shadow and _appended(spec, index.shadow, index, evicted, placement)
+        return dataclasses.replace(index, mean=mean, stored=index.stored + evicted.valid, shadow=shadow), placement
 
 
 def _empty(spec: Spec, sigma: float | int, outliers: tuple[int, ...]) -> Shadow:
@@ -160,15 +160,15 @@ def _shadow(spec: Spec, empty: Shadow, context, outlier) -> Shadow:
     return Shadow(low, context.key[head, jnp.minimum(token, context.key.shape[1] - 1)].astype(jnp.float32))
 
 
-def _appended(spec: Spec, shadow: Shadow, index: Landmarks, leaving, placement) -> Shadow:
+def _appended(spec: Spec, shadow: Shadow, index: Landmarks, evicted, placement) -> Shadow:
     """With the token that leaves the window; one that comes into an outlier's chunk is kept as it is, too."""
-    low, key = shadow.low, leaving.key.astype(jnp.float32)
-    raw = _turn(spec, key[:, None], -leaving.pos[None])
-    at = jnp.where(leaving.valid, index.stored, low.tokens)
+    low, key = shadow.low, evicted.key.astype(jnp.float32)
+    raw = _turn(spec, key[:, None], -evicted.pos[None])
+    at = jnp.where(evicted.valid, index.stored, low.tokens)
     low = dataclasses.replace(low, key=lowrank.store(low, lowrank.compress(low, raw), at[None]))
     head, match = jnp.arange(spec.kv_heads, dtype=jnp.int32), index.outlier == placement.block[:, None]
     which = jnp.argmax(match, axis=-1).astype(jnp.int32)
-    which = jnp.where(jnp.any(match, axis=-1) & leaving.valid, which, match.shape[1])
+    which = jnp.where(jnp.any(match, axis=-1) & evicted.valid, which, match.shape[1])
     return Shadow(low, shadow.outlier_key.at[head, which, placement.row].set(key, mode="drop"))
 
 

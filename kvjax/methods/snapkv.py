@@ -25,7 +25,7 @@ import jax.numpy as jnp
 
 from kvjax.errors import ConfigError
 from kvjax.methods.shared.eviction import PromptEvictor
-from kvjax.methods.shared.observation import check_rule, over_group, prompt_length, votes
+from kvjax.methods.shared.observation import check_rule, observation_scores, over_group, prompt_length
 from kvjax.typing import Array, Float
 
 POOLINGS = ("mean", "max")
@@ -52,15 +52,15 @@ class SnapKV(PromptEvictor):
                               f"{', '.join(POOLINGS)}")
 
     def prompt_worth(self, spec, context):
-        cast = votes(spec, context)
+        cast = observation_scores(spec, context)
         before = context.pos < prompt_length(context) - spec.ring
         pooled = _pool(jnp.where(before, cast, 0.0), self.kernel, self.pooling)
         return over_group(pooled, self.aggregation)
 
 
-def _pool(votes: Float[Array, "K G T"], kernel: int, pooling: str) -> Float[Array, "K G T"]:
+def _pool(observation_scores: Float[Array, "K G T"], kernel: int, pooling: str) -> Float[Array, "K G T"]:
     """Mean or maximum over `kernel` neighbours; beyond the ends there are no votes."""
     around = (1, 1, kernel)
     if pooling == "max":
-        return jax.lax.reduce_window(votes, -jnp.inf, jax.lax.max, around, (1, 1, 1), "SAME")
-    return jax.lax.reduce_window(votes, 0.0, jax.lax.add, around, (1, 1, 1), "SAME") / kernel
+        return jax.lax.reduce_window(observation_scores, -jnp.inf, jax.lax.max, around, (1, 1, 1), "SAME")
+    return jax.lax.reduce_window(observation_scores, 0.0, jax.lax.add, around, (1, 1, 1), "SAME") / kernel

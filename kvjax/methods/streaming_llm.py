@@ -44,7 +44,7 @@ class StreamingLLM(Method):
     def select(self, spec, index, view, q):
         return Selection(jnp.full((spec.kv_heads, spec.max_blocks), spec.num_blocks, jnp.int32), no_force(spec))
 
-    def append(self, spec, index, view, leaving):
+    def append(self, spec, index, view, evicted):
         return index, _nowhere(spec, ())
 
 

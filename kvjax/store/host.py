@@ -3,7 +3,7 @@
 import numpy as np
 
 from kvjax.store.interface import Geometry, whole
-from kvjax.store.transaction import Rows, TransactionalBranch
+from kvjax.store.transaction import StagedRows, TransactionalBranch
 
 
 class HostStore:
@@ -30,7 +30,7 @@ class HostBranch(TransactionalBranch):
             valid = np.arange(geometry.block_rows) < self._prefill_counts(blocks, counts)[..., None]
             start = self._layer_start(layer)
             kept = np.where(valid[..., None], blocks, np.zeros((), blocks.dtype))
-            count = geometry.lanes * geometry.num_blocks
+            count = geometry.streams * geometry.num_blocks
             self._data[start:start + count] = kept.reshape(count, -1).view(np.uint8)
             written = int(valid.any(-1).sum())
         self._tally.add(blocks_written=written, bytes_put=int(valid.sum()) * geometry.row_bytes,
@@ -54,7 +54,7 @@ class HostBranch(TransactionalBranch):
     def _publish(self, records):
         rows = self._data.reshape(self.geometry.total_blocks, self.geometry.block_rows, -1)
         for record in records:
-            if isinstance(record, Rows):
+            if isinstance(record, StagedRows):
                 rows[record.ids, record.row] = record.data
                 self._tally.add(rows_written=record.ids.size, bytes_written=record.data.nbytes)
             else:

@@ -55,13 +55,13 @@ class Geometry:
         return DTYPES[self.dtype]
 
     @property
-    def lanes(self) -> int:
+    def streams(self) -> int:
         """Pairs of sequence and KV head."""
         return self.batch * self.kv_heads
 
     @property
     def total_blocks(self) -> int:
-        return self.layers * self.lanes * self.num_blocks
+        return self.layers * self.streams * self.num_blocks
 
     @property
     def row_bytes(self) -> int:
@@ -117,8 +117,8 @@ class Gathered:
     def take(self, ids: np.ndarray) -> np.ndarray:
         """Blocks `[n, C, width]` by flat number over [B, K, NB]."""
         pos = self.pos.reshape(-1, self.pos.shape[-1])[ids]
-        lanes = self.rows.reshape(-1, *self.rows.shape[2:])
-        found = lanes[ids[:, None] // self.pos.shape[2], pos]
+        streams = self.rows.reshape(-1, *self.rows.shape[2:])
+        found = streams[ids[:, None] // self.pos.shape[2], pos]
         found[pos < 0] = 0
         return found
 

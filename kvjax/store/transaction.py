@@ -19,7 +19,7 @@ from kvjax.store.native import native
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class StagedRows:
     """Enqueued single rows: ids[n] int64, row[n], data[n, row_bytes] uint8."""
 
     ids: np.ndarray
@@ -35,8 +35,8 @@ class Blocks:
     data: np.ndarray
 
 
-class Pile:
-    """Rows of one transaction that came one after the other, in arrays that have room for those of all layers.
+class RowBuffer:
+    """StagedRows of one transaction that came one after the other, in arrays that have room for those of all layers.
 
     Attributes:
       count: how many there are.
@@ -44,7 +44,7 @@ class Pile:
     """
 
     def __init__(self, geometry: Geometry):
-        room, self.count = geometry.layers * geometry.lanes, 0
+        room, self.count = geometry.layers * geometry.streams, 0
         self.arrays = (np.empty(room, np.int64), np.empty(room, np.int32),
                        np.empty((room, geometry.row_bytes), np.uint8))
 
@@ -59,9 +59,9 @@ class Pile:
             array[self.count:stop] = new  # type: ignore[index]
         self.count = stop
 
-    def record(self) -> Rows:
+    def record(self) -> StagedRows:
         """What it has so far."""
-        return Rows(*(array[:self.count] for array in self.arrays))
+        return StagedRows(*(array[:self.count] for array in self.arrays))
 
 
 class ErrorSlot:
@@ -133,15 +133,15 @@ class TransactionalBranch(Branch):
         self._errors = ErrorSlot()
         self._tally = Tally()
         self._mutex = threading.RLock()
-        self._open: list[Pile | Blocks] = []
+        self._open: list[RowBuffer | Blocks] = []
         self._piling = threading.Lock()  # XLA may write several layers at once
         self._closed = False
         # Of an element as programs have it, in Python's buffers.
         self._element = {"bfloat16": "H"}.get(geometry.dtype, geometry.numpy_dtype.char)
         self._row_shape = (geometry.batch, geometry.kv_heads, geometry.num_blocks, geometry.block_rows, geometry.width,
                            geometry.numpy_dtype.itemsize, self._element)
-        self._lane = np.arange(geometry.lanes, dtype=np.int64).reshape(geometry.batch, geometry.kv_heads)
-        self._lane_start = self._lane * geometry.num_blocks
+        self._stream = np.arange(geometry.streams, dtype=np.int64).reshape(geometry.batch, geometry.kv_heads)
+        self._stream_start = self._stream * geometry.num_blocks
         super().__init__(geometry, generation)
 
     @abc.abstractmethod
@@ -159,7 +159,7 @@ class TransactionalBranch(Branch):
     def _begin(self, layer: int, ids: np.ndarray) -> None:
         """Starts to read block ids[n] of a layer, for the `_load` that follows."""
 
-    def _prepare(self, records: list[Rows | Blocks]) -> Any:
+    def _prepare(self, records: list[StagedRows | Blocks]) -> Any:
         """Does all that can wait or fail before records become visible; what `_publish` is to be given."""
         return records
 
@@ -207,47 +207,50 @@ class TransactionalBranch(Branch):
         self._note("submit", layer, time.perf_counter())
         if self._begin_at_once(layer, generation, block):
             return
-        block = self._index("block", block, (*self._lane_start.shape, np.shape(block)[-1]))
+        block = self._index("block", block, (*self._stream_start.shape, np.shape(block)[-1]))
         wanted = _within(block, self.geometry.num_blocks)
-        self._begin(int(layer), (block + (self._lane_start + self._layer_start(layer))[..., None])[wanted])
+        self._begin(int(layer), (block + (self._stream_start + self._layer_start(layer))[..., None])[wanted])
 
     @callback
     def put_rows(self, layer, generation, block, row, rows):
         self._enter(generation)
         start = self._layer_start(layer)
         with self._piling:
-            pile = self._pile()
+            buffer = self._row_buffer()
             if native is not None:
-                count = native.put_rows(block, row, rows, pile.arrays, pile.count, start, self._row_shape)
+                count = native.put_rows(block, row, rows, buffer.arrays, buffer.count, start, self._row_shape)
                 if count >= 0:
-                    pile.count = count
+                    buffer.count = count
                     return
-            pile.add(*self._wanted_rows(start, block, row, rows))
+            buffer.add(*self._wanted_rows(start, block, row, rows))
 
     def _wanted_rows(self, start: int, block, row, rows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """`Rows` of a layer whose ids begin at `start`. Raises FormatMismatch."""
-        shape, rows = self._lane_start.shape, as_stored(np.asarray(rows))
+        """`StagedRows` of a layer whose ids begin at `start`. Raises FormatMismatch."""
+        shape, rows = self._stream_start.shape, as_stored(np.asarray(rows))
         block, row = self._index("block", block, shape), self._index("row", row, shape)
         self._expect("rows", rows, (*shape, self.geometry.width))
         wanted = _within(block, self.geometry.num_blocks) & _within(row, self.geometry.block_rows)
-        ids = (start + self._lane_start + block)[wanted]
+        ids = (start + self._stream_start + block)[wanted]
         return ids, row[wanted], np.ascontiguousarray(rows[wanted]).view(np.uint8)
 
-    def _pile(self) -> Pile:
+    def _row_buffer(self) -> RowBuffer:
         """Where the next layer's rows go."""
-        if not self._open or not isinstance(self._open[-1], Pile) or not self._open[-1].has_room(self.geometry.lanes):
-            self._open.append(Pile(self.geometry))
-        return self._open[-1]  # type: ignore[return-value]
+        last = self._open[-1] if self._open else None
+        if isinstance(last, RowBuffer) and last.has_room(self.geometry.streams):
+            return last
+        buffer = RowBuffer(self.geometry)
+        self._open.append(buffer)
+        return buffer
 
     @callback
     def put_blocks(self, layer, generation, block, rows):
         self._enter(generation)
         rows = as_stored(np.asarray(rows))
-        block = self._index("block", block, (*self._lane_start.shape, np.shape(block)[-1]))
+        block = self._index("block", block, (*self._stream_start.shape, np.shape(block)[-1]))
         self._expect("rows", rows, (*block.shape, self.geometry.block_rows, self.geometry.width))
         wanted = _within(block, self.geometry.num_blocks)
         if wanted.any():
-            ids = (self._layer_start(layer) + self._lane_start[..., None] + block)[wanted]
+            ids = (self._layer_start(layer) + self._stream_start[..., None] + block)[wanted]
             data = np.ascontiguousarray(rows[wanted]).reshape(ids.size, -1).view(np.uint8)
             with self._piling:  # not while another layer looks at what is open
                 self._open.append(Blocks(ids, data))
@@ -281,12 +284,12 @@ class TransactionalBranch(Branch):
                     self._move_on(records, following)
                 raise
 
-    def _records(self) -> list[Rows | Blocks]:
+    def _records(self) -> list[StagedRows | Blocks]:
         """The open transaction, in order."""
-        records = [one.record() if isinstance(one, Pile) else one for one in self._open]
+        records = [one.record() if isinstance(one, RowBuffer) else one for one in self._open]
         return [record for record in records if record.ids.size]
 
-    def _move_on(self, records: list[Rows | Blocks], following: int) -> None:
+    def _move_on(self, records: list[StagedRows | Blocks], following: int) -> None:
         """The open transaction is visible: the next one begins."""
         self._tally.add(bytes_put=sum(record.data.nbytes for record in records))
         self._open = []
@@ -350,7 +353,7 @@ class TransactionalBranch(Branch):
         layer = int(layer)
         if not 0 <= layer < self.geometry.layers:
             raise FormatMismatch(f"layer {layer} is not one of the store's {self.geometry.layers} layers")
-        return layer * self.geometry.lanes * self.geometry.num_blocks
+        return layer * self.geometry.streams * self.geometry.num_blocks
 
     def _index(self, name: str, array, shape: tuple[int, ...]) -> np.ndarray:
         array = np.ascontiguousarray(array, np.int32)
@@ -385,9 +388,9 @@ class TransactionalBranch(Branch):
         self._expect("slots", slots, (*block.shape[:2], count, geometry.block_rows, geometry.width))
         if not (slots.flags.c_contiguous and slots.flags.writeable):
             raise FormatMismatch("slots must be C-contiguous and writable")
-        ids = block + (self._lane_start + self._layer_start(layer))[..., None]
-        targets = slot + (self._lane * count)[..., None]
-        out = slots.reshape(geometry.lanes * count, -1).view(np.uint8)
+        ids = block + (self._stream_start + self._layer_start(layer))[..., None]
+        targets = slot + (self._stream * count)[..., None]
+        out = slots.reshape(geometry.streams * count, -1).view(np.uint8)
         wanted, placed = _within(block, geometry.num_blocks), _within(slot, count)
         if (wanted & placed).all():  # the usual case: nothing to gather
             return ids.reshape(-1), targets.reshape(-1), out

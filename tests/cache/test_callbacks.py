@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvjax.cache import callbacks
-from kvjax.cache.pool import Line
+from kvjax.cache.pool import StoreRef
 from kvjax.errors import StoreError
 from kvjax.ops import quantize
 from kvjax.store import interface
@@ -31,7 +31,7 @@ def filled(dtype: str = "float32"):
     branch = HostStore().create(Geometry(1, 1, 2, 4, 3, 8, dtype), "")
     blocks = np.random.default_rng(0).integers(-9, 9, (1, 2, 4, 3, 8)).astype(DTYPES[dtype])
     branch.write_layer(0, blocks, np.full((1, 2, 4), 3, np.int32))
-    return branch, Line(jnp.int32(branch.handle), jnp.int32(0)), blocks
+    return branch, StoreRef(jnp.int32(branch.handle), jnp.int32(0)), blocks
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -77,7 +77,7 @@ def test_what_goes_wrong_is_kept_in_the_branch(way):
 
 
 def test_a_branch_that_is_gone_is_no_answer(way):
-    line = Line(jnp.int32(2**31 - 1), jnp.int32(0))
+    line = StoreRef(jnp.int32(2**31 - 1), jnp.int32(0))
     assert jax.jit(lambda block: callbacks.effect("submit", "buffer", line, jnp.int32(0), block))(BLOCK) == 0
 
 

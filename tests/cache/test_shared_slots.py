@@ -12,7 +12,7 @@ from tiny import CAPACITY, CONFIG, PROMPT, decoded, make_params, start
 import kvjax
 from kvjax.errors import ReadFailed
 from kvjax.inference import decode, layer_offload, prefill
-from kvjax.inference import plan as planning
+from kvjax.inference.plan import Slots, bytes_of, make_plan, store_geometry
 from kvjax.llm import LLM
 from kvjax.store.flash.store import FlashStore
 from kvjax.store.host import HostStore
@@ -39,10 +39,10 @@ def test_layers_that_keep_nothing_share_their_slots_unless_they_rewrite_blocks(
     for keep in (True, False):
         plan, state, _, branch = start(params, tokens, method, FlashStore(tmp_path / f"{keep}"), keep=keep)
         done = decode.step(plan, params, state, tokens[:, max(PROMPT)])
-        state, traffic = done.state, [report.traffic for report in done.reports]
-        sizes[keep] = planning.bytes_of(state.layers)
+        state, stats = done.state, [report.stats for report in done.reports]
+        sizes[keep] = bytes_of(state.layers)
         branch.close()
-    assert all((one.missed == one.requested).all() and one.requested.any() for one in traffic)
+    assert all((one.missed == one.requested).all() and one.requested.any() for one in stats)
     pools = [one.pool for one in state.layers]
     if name == "dynakv":
         assert sizes[False] == sizes[True] and not any(pool.passing for pool in pools)
@@ -73,9 +73,9 @@ def test_slots_come_back_to_the_first_layer_on_a_store(tokens, driver, donate, t
 def test_they_are_updated_in_place(params, tokens, name, settings):
     """By methods that choose by their own query, a layer early, and by none."""
     capacity = 8000 if name == "full" else CAPACITY
-    plan = planning.make_plan(CONFIG, dataclasses.replace(METHODS[name], **settings), 1, capacity)
-    branch = HostStore().create(planning.geometry(plan), "test")
-    slots = planning.Slots(keep=False, count=None if name == "full" else 4000)
+    plan = make_plan(CONFIG, dataclasses.replace(METHODS[name], **settings), 1, capacity)
+    branch = HostStore().create(store_geometry(plan), "test")
+    slots = Slots(keep=False, count=None if name == "full" else 4000)
     state, _ = prefill.prefill(plan, params, tokens[:1, :20], jnp.asarray([20]), branch, slots)
     assert decode.temporary_bytes(plan, params, state) < state.layers[0].pool.rows.nbytes / 2
     branch.close()
@@ -93,21 +93,21 @@ def test_they_stay_where_they_are(tokens, tmp_path):
 
 def test_they_are_not_parked(params, tokens, tmp_path):
     plan, resident, _, branch = start(params, tokens, METHODS["kvswap"], HostStore(), keep=False)
-    _, parked, _, other = start(
-        params, tokens, METHODS["kvswap"], HostStore(), keep=False, park=FlashStore(tmp_path)
+    _, offloaded, _, other = start(
+        params, tokens, METHODS["kvswap"], HostStore(), keep=False, offload=FlashStore(tmp_path)
     )
     resident, expected = decoded(plan, params, resident, tokens, STEPS)
-    parked, got = decoded(plan, params, parked, tokens, STEPS)
+    offloaded, got = decoded(plan, params, offloaded, tokens, STEPS)
     np.testing.assert_array_equal(expected, got)
-    pools = [one.pool for one in parked.layers]
+    pools = [one.pool for one in offloaded.layers]
     assert all(pool.waits for pool in pools) and not resident.layers[0].pool.waits
-    made = planning.bytes_of(parked.layers) - layer_offload.working_set(parked.layers)
+    made = bytes_of(offloaded.layers) - layer_offload.working_set(offloaded.layers)
     assert made == pools[0].waits_for_bytes == resident.layers[0].pool.rows.nbytes
-    pages = max(len(one.sums) for one in parked.layers)
-    assert parked.layers[0].branch.geometry.num_blocks == pages, "no room for slots"
+    pages = max(len(one.sums) for one in offloaded.layers)
+    assert offloaded.layers[0].branch.geometry.num_blocks == pages, "no room for slots"
     branch.close()
     other.close()
-    layer_offload.close(parked.layers)
+    layer_offload.close(offloaded.layers)
 
 
 def waits(cache):

@@ -25,7 +25,7 @@ learn = jax.jit(learn_smoothing, static_argnums=0)
 
 def spec_of(model=None, capacity=8192):
     sizes = {"kv_heads": 1, "group": 4, "head_dim": SIZE, "capacity": capacity}
-    return dataclasses.replace(kvjax.full().spec(**sizes), rope=model)
+    return dataclasses.replace(kvjax.Full().spec(**sizes), rope=model)
 
 
 def drawn(seed=0, tokens=TOKENS):
@@ -147,7 +147,7 @@ def test_a_model_with_biases_scores_as_with_floats(llm, chunk, tmp_path):
     tokens = np.random.default_rng(0).integers(0, 64, 110).tolist()
     likely, caches = {}, {}
     for dtype in ("float32", "int8"):
-        caches[dtype] = llm.prefill(tokens[:60], method=kvjax.full(page=4), dtype=dtype, capacity=112, chunk=chunk)
+        caches[dtype] = llm.prefill(tokens[:60], method=kvjax.Full(page=4), dtype=dtype, capacity=112, chunk=chunk)
         likely[dtype] = np.asarray(llm.score(tokens[60:], caches[dtype]).logprobs)
     assert np.abs(likely["int8"] - likely["float32"]).mean() < 0.15  # 0.06 without a bias, 1.3 if that were packed
     caches["int8"].save(tmp_path)

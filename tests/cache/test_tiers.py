@@ -45,7 +45,7 @@ def test_a_host_tier_changes_no_bit(params, tokens, name, driver, backend, tmp_p
 @pytest.mark.parametrize("driver", ["staged", "fused"])
 def test_its_slots_are_in_pinned_host_memory_and_stay_there(params, tokens, driver):
     plan, state, _, _ = start(params, tokens, METHODS["quest"], HostStore(), host=HOST)
-    for one in (state, planning.copy(state), decoded(plan, params, state, tokens, 2, driver)[0]):
+    for one in (state, planning.copy_state(state), decoded(plan, params, state, tokens, 2, driver)[0]):
         assert {pool.host_rows.sharding.memory_kind for pool in tiers(one)} == {"pinned_host"}
         assert {pool.rows.sharding.memory_kind for pool in tiers(one)} == {"device"}
 
@@ -141,7 +141,7 @@ def test_buffers_of_an_accelerator_are_not_for_python(params, tokens, monkeypatc
 def test_bad_settings_are_refused(params, tokens):
     with pytest.raises(ConfigError, match="host=2 must be more than"):
         start(params, tokens, METHODS["quest"], HostStore(), host=2)
-    for other in ({"park": HostStore()}, {"keep": False}):
+    for other in ({"offload": HostStore()}, {"keep": False}):
         with pytest.raises(ConfigError, match="leave it out"):
             Slots(host=HOST, **other)
     assert dataclasses.replace(Slots(), host=HOST).host == HOST

@@ -16,7 +16,7 @@ import pytest
 from tiny import drawn
 
 import kvjax
-from kvjax.cache.pool import Line
+from kvjax.cache.pool import StoreRef
 from kvjax.errors import (
     ConfigError,
     FormatMismatch,
@@ -29,8 +29,7 @@ from kvjax.errors import (
     WriteFailed,
 )
 from kvjax.inference import checkpoint, decode, state_file
-from kvjax.inference import plan as planning
-from kvjax.inference.plan import State
+from kvjax.inference.plan import Slots, State, make_plan, outline
 from kvjax.methods.shared.delimiters import Delimiters
 from tests import test_llm
 from tests.harness import DELIMITERS, METHODS
@@ -99,10 +98,10 @@ def test_a_restored_cache_answers_alike(llm, make, tmp_path):
 
 
 def test_numbers_of_numpy_are_saved_as_numbers(unchecked, llm, tmp_path):
-    method = kvjax.quest(budget=np.int64(24), sinks=2, window=4, page=4)
+    method = kvjax.Quest(budget=np.int64(24), sinks=2, window=4, page=4)
     cache = llm.prefill("abc" * 20, method=method, capacity=np.int64(90))
     cache.save(tmp_path / "saved")
-    again = llm.restore(tmp_path / "saved", method=kvjax.quest(budget=24, sinks=2, window=4, page=4))
+    again = llm.restore(tmp_path / "saved", method=kvjax.Quest(budget=24, sinks=2, window=4, page=4))
     assert again.plan.capacity == 90 and llm.restore(tmp_path / "saved").plan.method == again.plan.method
 
 
@@ -123,7 +122,7 @@ def test_the_codec_of_a_store_is_kept(llm, small_pages, tmp_path):
 
 def _outlines(plan):
     """The shape of every layer's cache in memory; nothing is computed, hence nothing compiled."""
-    return [planning.outline(plan, i, False, planning.Slots()) for i in range(len(plan.layers))]
+    return [outline(plan, i, False, Slots()) for i in range(len(plan.layers))]
 
 
 @pytest.mark.parametrize(("dtype", "name"), [
@@ -133,9 +132,9 @@ def test_the_state_of_every_method_is_restored(tmp_path, name, dtype):
     """Every array of the state, filled with noise, and those without elements."""
     rng = np.random.default_rng(0)
     method = dataclasses.replace(METHODS[name], dense_layers=1)
-    plan = planning.make_plan(test_llm.CONFIG, method, 2, 96, dtype)
+    plan = make_plan(test_llm.CONFIG, method, 2, 96, dtype)
     layers = [drawn(one, rng) for one in _outlines(plan)]
-    state = State(tuple(layers), jnp.array([3, 5], jnp.int32), Line(jnp.int32(-1), jnp.int32(0)))
+    state = State(tuple(layers), jnp.array([3, 5], jnp.int32), StoreRef(jnp.int32(-1), jnp.int32(0)))
     logits = jnp.asarray(rng.normal(size=(2, test_llm.CONFIG.vocab_size)), jnp.float32)
     checkpoint.save(tmp_path, plan, state, logits, ((7,), ()), None, "model")
     found = checkpoint.restore(tmp_path, test_llm.CONFIG, "model")
@@ -251,9 +250,9 @@ def test_what_the_system_refuses_at_the_end_is_typed(llm, tmp_path, monkeypatch,
     cache.close()
 
 
-@pytest.mark.parametrize("park", [False, True])
-def test_a_value_that_its_store_has_left_behind_is_refused(llm, tmp_path, park):
-    slots = kvjax.Slots(park=kvjax.HostStore()) if park else None
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_value_that_its_store_has_left_behind_is_refused(llm, tmp_path, offload):
+    slots = kvjax.Slots(offload=kvjax.HostStore()) if offload else None
     cache = llm.prefill(CONTEXT, method=METHOD, store=kvjax.FlashStore(tmp_path), slots=slots)
     decode.step(cache.plan, llm.params, cache.state, jnp.asarray([5]))
     for use in (lambda: llm.generate("abc", cache), cache.fork, lambda: cache.save(tmp_path / "saved")):
@@ -287,15 +286,15 @@ def test_what_does_not_fit_is_refused(llm, make, tmp_path):
         with pytest.raises(ConfigError, match="slots=1"):
             llm.restore(tmp_path / "saved", slots=kvjax.Slots(count=1))
     else:
-        parked = kvjax.Slots(count=99, park=kvjax.HostStore())
-        for ignored in ({"slots": kvjax.Slots(count=99)}, {"slots": parked}, {"threads": 2}):
+        offloaded = kvjax.Slots(count=99, offload=kvjax.HostStore())
+        for ignored in ({"slots": kvjax.Slots(count=99)}, {"slots": offloaded}, {"threads": 2}):
             with pytest.raises(ConfigError, match="saved from memory"):
                 llm.restore(tmp_path / "saved", **ignored)
     llm.restore(tmp_path / "saved", method=METHOD).close()
 
 
 @dataclasses.dataclass(frozen=True)
-class Mine(kvjax.quest):
+class Mine(kvjax.Quest):
     """A method that no registry knows."""
 
 

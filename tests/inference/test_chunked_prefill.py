@@ -14,8 +14,8 @@ from tiny import CAPACITY, CONFIG, PROMPT, dense, start, temporaries
 from kvjax.errors import ConfigError, PromptError, ReadFailed
 from kvjax.inference import chunked_prefill as chunked
 from kvjax.inference import decode, prefill
-from kvjax.inference import plan as planning
 from kvjax.inference.chunked_prefill import extend
+from kvjax.inference.plan import make_plan
 from kvjax.models.config import ModelConfig
 from kvjax.store.flash.store import FlashStore
 
@@ -130,7 +130,7 @@ def test_a_failed_read_loses_nothing(params, tokens, tmp_path):
 
 def test_memory_does_not_grow_with_the_cache(params, tokens):
     """The pool is written in place: a chunk's temporaries are far smaller than it."""
-    plan = planning.make_plan(CONFIG, METHODS["dynakv"], 1, 60_000)
+    plan = make_plan(CONFIG, METHODS["dynakv"], 1, 60_000)
     state, _ = prefill.prefill(plan, params, tokens[:1, :20], jnp.asarray([20]))
     pool = sum(leaf.nbytes for leaf in jax.tree.leaves(state.layers[0].pool))
     x, count, zero = jnp.zeros((1, 8, 32)), jnp.asarray([8], jnp.int32), jnp.int32(0)
@@ -150,7 +150,7 @@ def test_memory_does_not_grow_with_the_cache(params, tokens):
 
 def test_every_chunk_is_read_by_the_same_programs(params, tokens, caplog):
     """Not even cutting the text compiles anything for the second time."""
-    plan = planning.make_plan(CONFIG, METHODS["quest"], 1, 200)
+    plan = make_plan(CONFIG, METHODS["quest"], 1, 200)
     state, _ = prefill.prefill(plan, params, tokens[:1, :20], jnp.asarray([20]))
     state, _ = extend(plan, params, state, tokens[:1, 20:28], jnp.asarray([8]), 4)
     with jax.log_compiles():
@@ -171,7 +171,7 @@ def test_what_is_kept_of_a_prompt_is_decided_by_all_of_it():
     """By SentenceKV only if it drops tokens."""
     drops = METHODS["sentencekv"]
     for method, refused in ((drops, True), (dataclasses.replace(drops, keep=None), False)):
-        plan = planning.make_plan(CONFIG, method, 1, 200)
+        plan = make_plan(CONFIG, method, 1, 200)
         chunked.check(plan, 8)
         with pytest.raises(ConfigError, match="all of a prompt") if refused else contextlib.nullcontext():
             chunked.check_prompt(plan, 8)

@@ -16,7 +16,7 @@ from kvjax.cache import state as caching
 from kvjax.cache.method import Selection, Spec
 from kvjax.errors import ConfigError, NoSpace, PromptError, StaleCache, WriteFailed
 from kvjax.inference import decode, layer_offload, prefill
-from kvjax.inference import plan as planning
+from kvjax.inference.plan import Slots, make_plan, store_geometry
 from kvjax.models.transformer import Block
 from kvjax.store.flash.store import FlashStore
 from kvjax.store.host import HostStore
@@ -273,16 +273,17 @@ def interrupt(*args):
 
 
 @pytest.mark.parametrize("parked", [False, True])
-def test_of_a_token_that_ctrl_c_ended_nothing_is_left(params, tokens, monkeypatch, parked):
+def test_of_a_token_that_ctrl_c_ended_nothing_is_left(params, tokens, monkeypatch, offloaded):
     """Whether it comes before the token is committed, or amid parked layers that were put back."""
     def logits(interrupted: bool) -> np.ndarray:
-        slots = {"park": HostStore()} if parked else {}
+        slots = {"offload": HostStore()} if offloaded else {}
         plan, state, _, branch = start(params, tokens, METHODS["dynakv"], HostStore(), **slots)
         out = []
         for i in range(8):
             if interrupted and i == 3:
                 with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-                    patched.setattr(*((layer_offload.Desk, "commit") if parked else (decode, "settle")), interrupt)
+                    target = (layer_offload.LayerLoader, "commit") if offloaded else (decode, "settle")
+                    patched.setattr(*target, interrupt)
                     decode.step(plan, params, state, tokens[:, 0])
             done = decode.step(plan, params, state, tokens[:, i])
             state = done.state
@@ -341,7 +342,7 @@ def test_reading_a_prompt_takes_memory_in_proportion_to_it(params):
 def test_the_pool_is_updated_in_place(params, tokens, driver, dtype):
     """Temporaries of a compiled step stay far below the pool; donation alone would not show a copy."""
     method = dataclasses.replace(METHODS["quest"], budget=24)
-    plan = planning.make_plan(CONFIG, method, 1, 60_000, dtype)
+    plan = make_plan(CONFIG, method, 1, 60_000, dtype)
     state, _ = prefill.prefill(plan, params, tokens[:1, :20], jnp.asarray([20]))
     pool = sum(leaf.nbytes for leaf in jax.tree.leaves(state.layers[0].pool))
     active = jnp.ones(1, bool)
@@ -372,17 +373,17 @@ def test_the_tail_is_updated_in_place():
 
     key, at = jnp.full((2, 32), 3.0), jnp.int32(2500)
     assert temporaries(lambda tail: push(tail, key, at), tail) < tail.key.nbytes / 4
-    tail, leaving, value = push(tail, key, at)
+    tail, evicted, value = push(tail, key, at)
     row = spec.sinks + (2500 - spec.sinks) % spec.ring
     np.testing.assert_array_equal(tail.key[:, row], 3)
-    np.testing.assert_array_equal(leaving.key, 0)  # what was there before
+    np.testing.assert_array_equal(evicted.key, 0)  # what was there before
     assert int(tail.pos[0, row]) == 2500 and not value.any()
 
 
 @pytest.mark.parametrize("pipelined", [True, False])
 def test_the_next_layer_is_read_while_one_is_indexed(params, tokens, tmp_path, monkeypatch, pipelined):
     """Or after it, and never more than one ahead; the cache is the same."""
-    plan, events, fill = planning.make_plan(CONFIG, METHODS["quest"], 2, CAPACITY), [], prefill.fill
+    plan, events, fill = make_plan(CONFIG, METHODS["quest"], 2, CAPACITY), [], prefill.fill
 
     def read():
         for i, one in enumerate(prefill.read(CONFIG, params, prefill.pad(jnp.asarray(tokens[:, :40])))):
@@ -431,9 +432,9 @@ def test_one_program_serves_hundreds_of_tokens_while_clusters_split_on_flash(par
     """The first token compiles it, and none after that compiles anything."""
     steps = 300
     text = np.random.default_rng(1).integers(0, 64, (2, max(PROMPT) + steps)).astype(np.int32)
-    plan = planning.make_plan(CONFIG, METHODS["dynakv"], 2, text.shape[1])
-    branch = FlashStore(tmp_path, staging_bytes=1 << 21).create(planning.geometry(plan), "test")
-    state, _ = prefill.prefill(plan, params, text[:, : max(PROMPT)], jnp.asarray(PROMPT), branch, planning.Slots())
+    plan = make_plan(CONFIG, METHODS["dynakv"], 2, text.shape[1])
+    branch = FlashStore(tmp_path, staging_bytes=1 << 21).create(store_geometry(plan), "test")
+    state, _ = prefill.prefill(plan, params, text[:, : max(PROMPT)], jnp.asarray(PROMPT), branch, Slots())
     program = decode._compiled_token(True)
     with jax.log_compiles():
         state, _ = decoded(plan, params, state, text, 1, "fused")
@@ -453,10 +454,10 @@ def _splits(state):
 
 def test_impossible_sizes_are_refused(params, tokens):
     with pytest.raises(ConfigError, match="budget=6"):
-        planning.make_plan(CONFIG, dataclasses.replace(METHODS["quest"], budget=6), 1, CAPACITY)
+        make_plan(CONFIG, dataclasses.replace(METHODS["quest"], budget=6), 1, CAPACITY)
     with pytest.raises(ConfigError, match="cannot hold"):
-        planning.make_plan(CONFIG, dataclasses.replace(METHODS["dynakv"], num_blocks=4), 1, CAPACITY)
-    plan = planning.make_plan(CONFIG, METHODS["full"], 2, 30)
+        make_plan(CONFIG, dataclasses.replace(METHODS["dynakv"], num_blocks=4), 1, CAPACITY)
+    plan = make_plan(CONFIG, METHODS["full"], 2, 30)
     with pytest.raises(PromptError, match="capacity=30"):
         prefill.prefill(plan, params, tokens[:, :40], jnp.asarray([40, 3]))
     with pytest.raises(PromptError, match="empty"):

@@ -61,7 +61,7 @@ def test_slots_that_keep_nothing_read_every_block_in_every_step(params, tokens, 
         state = done.state
         np.testing.assert_array_equal(done.logits, logits)
         for report in done.reports:
-            assert (np.asarray(report.traffic.missed) == np.asarray(report.traffic.requested)).all()
+            assert (np.asarray(report.stats.missed) == np.asarray(report.stats.requested)).all()
     assert branch.stats().prefetched == branch.stats().prefetch_used > 0
     branch.close()
 
@@ -81,8 +81,8 @@ def test_rows_of_what_was_read_are_counted(params, tokens, name, slots):
             expected = [sum(count[b, head, block] for head in range(2) for block in set(need[head].tolist())
                             if block < plan.layers[0].spec.num_blocks and block not in kept[b, head])
                         for b, need in enumerate(np.asarray(one.state.loaded))]
-            assert report.traffic.rows.tolist() == expected
-        assert sum(int(report.traffic.rows.sum()) for report in done.reports) > 0
+            assert report.stats.rows.tolist() == expected
+        assert sum(int(report.stats.rows.sum()) for report in done.reports) > 0
     branch.close()
 
 

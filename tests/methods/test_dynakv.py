@@ -23,17 +23,17 @@ def centre(axis):
     return 10.0 * np.eye(SIZE, dtype=np.float32)[axis]
 
 
-def scene(leaving, asked, method=SMALL):
+def scene(evicted, asked, method=SMALL):
     """A sequence whose n-th decode step asks for cluster asked[n] and in which leaving[n] leaves the window.
 
-    `leaving` are (axis, offset): a key that far from the centre, each in a direction of its own.
+    `evicted` are (axis, offset): a key that far from the centre, each in a direction of its own.
     """
     rng = np.random.default_rng(0)
     stream = Stream(*(np.zeros((1, harness.CAPACITY, n, SIZE), np.float32) for n in (HEADS * GROUP, HEADS, HEADS)))
     stream.v[:] = rng.normal(size=stream.v.shape)
     for i, axis in enumerate([A] * 8 + [B] * 8 + [C] * 8):
         stream.k[0, 2 + i] = centre(axis) + 0.1 * rng.normal(size=(HEADS, SIZE))
-    for i, (axis, offset) in enumerate(leaving):
+    for i, (axis, offset) in enumerate(evicted):
         stream.k[0, MIDDLE + i] = centre(axis) + offset * np.eye(SIZE)[3 + i % 5]
     for i, axis in enumerate(asked):
         stream.q[0, MIDDLE + 3 + i] = 0.4 * centre(axis)

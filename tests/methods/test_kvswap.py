@@ -257,7 +257,7 @@ def test_sixteen_sequences_on_flash_attend_as_each_alone(tmp_path):
     for _ in range(12):
         out, report = sim.step()
         together.append(out)
-        needed, read = needed + report.traffic.requested.sum(), read + report.traffic.missed.sum()
+        needed, read = needed + report.stats.requested.sum(), read + report.stats.missed.sum()
     assert 0 < read < 0.8 * needed
     for b, length in enumerate(lengths):
         alone = Sim(method, stream.row(b), [length], **reuse).run(12)

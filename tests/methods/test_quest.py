@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from kvjax.cache.method import Context, Leaving, View
+from kvjax.cache.method import Context, View, WindowEviction
 from kvjax.methods import Quest, quest
 from kvjax.ops.topk import AGGREGATIONS
 
@@ -45,8 +45,8 @@ def fill(keys, length):
     index, _ = METHOD.build(SPEC, METHOD.init(SPEC, ()), context)
     unknown = jnp.full(SPEC.ring, -1, jnp.int32)
     for i in range(MORE):
-        leaving = Leaving(keys[:, PROMPT + i], SPEC.sinks + length + i, jnp.int32(-1), jnp.bool_(True), unknown)
-        index, _ = METHOD.append(SPEC, index, view_of(length), leaving)
+        evicted = WindowEviction(keys[:, PROMPT + i], SPEC.sinks + length + i, jnp.int32(-1), jnp.bool_(True), unknown)
+        index, _ = METHOD.append(SPEC, index, view_of(length), evicted)
     return index
 
 

@@ -16,7 +16,7 @@ from kvjax.errors import ConfigError, PromptError
 from kvjax.methods import RLE, Full
 from kvjax.models.config import RopeConfig
 from kvjax.ops import attention, rotary
-from kvjax.ops import runs as rle
+from kvjax.ops.runs import decode
 
 METHOD = RLE(page=4, slots=40)
 SAME = [5] * 200  # a text of one token: every layer's keys are alike before rotation, and differ after it
@@ -160,7 +160,7 @@ def test_with_a_tolerance_keys_are_off_by_no_more():
     drift = key + 0.004 * (jnp.arange(260) % 10)[:, None, None]
     cache = kvjax.init_cache(RLE(page=4, tolerance=0.01), batch=1, kv_heads=2, group=2, head_dim=64, capacity=260)
     runs = kvjax.prefill_cache(cache, drift, value, jnp.asarray([260])).layer.state.index.runs
-    back = jax.vmap(jax.vmap(rle.decode))(runs)[0, :, :259].swapaxes(0, 1)
+    back = jax.vmap(jax.vmap(decode))(runs)[0, :, :259].swapaxes(0, 1)
     assert 0.007 < float(jnp.abs(back - drift[0, :259]).max()) <= 0.01 and int(runs.runs[0, 0]) < 130
 
 

@@ -32,9 +32,9 @@ def kept_of(stream, b, head, length, spec):
     """The prompt's tokens with most votes."""
     rows = [attention_weights(stream, b, at, [range(at + 1)] * HEADS)[head].mean(0)
             for at in range(length - METHOD.observation, length)]
-    votes = sum(np.pad(row, (0, length - len(row))) for row in rows)
+    observation_scores = sum(np.pad(row, (0, length - len(row))) for row in rows)
     positions = range(spec.sinks, length - spec.ring)
-    return set(sorted(positions, key=lambda p: -votes[p])[: int(METHOD.keep * spec.selected_rows)])
+    return set(sorted(positions, key=lambda p: -observation_scores[p])[: int(METHOD.keep * spec.selected_rows)])
 
 
 @pytest.mark.parametrize("steps", [0, 20])

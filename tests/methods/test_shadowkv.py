@@ -11,7 +11,7 @@ from tiny import CAPACITY, CONFIG, start
 
 import kvjax
 from kvjax.cache import state as caching
-from kvjax.cache.method import Context, Leaving
+from kvjax.cache.method import Context, WindowEviction
 from kvjax.errors import ConfigError, PromptError
 from kvjax.inference import plan
 from kvjax.methods import ShadowKV
@@ -86,9 +86,9 @@ def test_a_decoded_token_is_projected_and_kept_exactly_in_an_outlier(raw, outlie
     new = np.random.default_rng(1).normal(size=(2, 1, 8)).astype(np.float32)
     pos = START + STORED
     key = jnp.asarray(rotated(new, np.array([pos]))[:, 0])
-    leaving = Leaving(key, jnp.int32(pos), jnp.int32(0), jnp.bool_(True), jnp.full(3, -1, jnp.int32))
+    evicted = WindowEviction(key, jnp.int32(pos), jnp.int32(0), jnp.bool_(True), jnp.full(3, -1, jnp.int32))
     view = caching.view(spec, caching.empty_layer(spec, index, jnp.float32))
-    index, placement = method.append(spec, index, view, leaving)
+    index, placement = method.append(spec, index, view, evicted)
     found = method.rebuild(spec, index, placement.block[:, None], placement.row[:, None], jnp.full((2, 1), pos))
     leading = lowered(raw, 2)[1]
     projected = (new.reshape(16) @ leading.T @ leading).reshape(2, 1, 8)

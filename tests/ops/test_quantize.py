@@ -145,7 +145,7 @@ def test_wrong_types_are_refused_before_anything_is_made(llm):
     with pytest.raises(ConfigError, match="cannot be kept as 'int5'"):
         llm.prefill([1, 2, 3], dtype="int5")
     with pytest.raises(ConfigError, match="two numbers into a byte"):
-        kvjax.init_cache(kvjax.full(), batch=1, kv_heads=1, group=1, head_dim=7, capacity=8, dtype="int4")
+        kvjax.init_cache(kvjax.Full(), batch=1, kv_heads=1, group=1, head_dim=7, capacity=8, dtype="int4")
 
 
 def test_one_layer_api_takes_them():
@@ -154,7 +154,7 @@ def test_one_layer_api_takes_them():
     outs = []
     for dtype in ("float32", "int8"):
         cache = kvjax.init_cache(
-            kvjax.full(page=4), batch=1, kv_heads=2, group=2, head_dim=8, capacity=32, dtype=dtype
+            kvjax.Full(page=4), batch=1, kv_heads=2, group=2, head_dim=8, capacity=32, dtype=dtype
         )
         cache = kvjax.prefill_cache(cache, key, value, jnp.asarray([20]))
         out, cache = jax.jit(kvjax.attend)(cache, jnp.ones((1, 4, 8)), key[:, 0], value[:, 0])

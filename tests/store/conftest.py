@@ -98,7 +98,7 @@ class Driver:
         return np.full((g.batch, g.kv_heads, g.width), value).astype(g.numpy_dtype)
 
     def put_row(self, block: int, row: int, value: float, layer: int = 0) -> bool:
-        """The same row of the same block in every lane."""
+        """The same row of the same block in every stream."""
         g = self.geometry
         index = np.full((g.batch, g.kv_heads), block, np.int32)
         return self.branch.put_rows(layer, self.branch.generation, index, np.full_like(index, row), self.row(value))

@@ -257,7 +257,7 @@ def test_failure_behind_that_is_over_is_reported_by_none(behind, system, call):
     driver, expected = behind
     system.heal()
     CALLS[call](driver.branch)
-    assert driver.branch.stats().rows_written == 5 * GEOMETRY.lanes, "all of it was tried again"
+    assert driver.branch.stats().rows_written == 5 * GEOMETRY.streams, "all of it was tried again"
     if call != "close":
         still_works(driver, expected)
 
@@ -341,7 +341,7 @@ def test_full_staging_of_another_branch(tmp_path, open_branch, system):
 
 @pytest.mark.parametrize("operation, skip", [("pwrite", 0), ("pwrite", 1), ("preadv", 0), ("preadv", 1)])
 def test_rows_that_come_while_their_block_is_being_written(tmp_path, open_branch, system, operation, skip):
-    store = FlashStore(tmp_path, staging_bytes=4 * EXTENT)  # four lanes are past a quarter: the writer begins
+    store = FlashStore(tmp_path, staging_bytes=4 * EXTENT)  # four streams are past a quarter: the writer begins
     store.system = system
     driver = open_branch(store)
     expected = driver.prefill()

@@ -15,12 +15,11 @@ import numpy as np
 from kvjax.cache import layer
 from kvjax.cache.layer import LayerCache, LayerPlan
 from kvjax.cache.method import Method
-from kvjax.cache.pool import Line
+from kvjax.cache.pool import StoreRef
 from kvjax.cache.state import LayerState
-from kvjax.calibration.tuner.tables import Reading
+from kvjax.calibration.tuner.tables import Measurement
 from kvjax.inference import decode, prefill
-from kvjax.inference import plan as planning
-from kvjax.inference.plan import Plan, Slots, State
+from kvjax.inference.plan import Plan, Slots, State, bytes_of, make_plan, outline, slot_pool, store_geometry
 from kvjax.llm import LLM
 from kvjax.methods.kvswap import KVSwap
 from kvjax.models.config import ModelConfig
@@ -36,9 +35,9 @@ def memory_bytes(
 ) -> int:
     """Bytes of everything a cache over a store keeps in memory: index, tables, tail and slots, and the store's own
     where one is given (`store_bytes`). Allocates nothing."""
-    plan = planning.make_plan(config, method, batch, capacity, dtype)
-    arrays = planning.bytes_of((planning.outline(plan, len(plan.layers) - 1, True, slots),) * config.num_layers)
-    return arrays + store_bytes(store, planning.geometry(plan), plan.layers[-1].spec.max_blocks)
+    plan = make_plan(config, method, batch, capacity, dtype)
+    arrays = bytes_of((outline(plan, len(plan.layers) - 1, True, slots),) * config.num_layers)
+    return arrays + store_bytes(store, store_geometry(plan), plan.layers[-1].spec.max_blocks)
 
 
 _BLOCK_BYTES = 17  # of a flash store's tables: a block's extent, its checksum, its owners, and whether it is staged
@@ -51,7 +50,7 @@ def store_bytes(store: Store | None, geometry: Geometry, blocks: int) -> int:
     nothing is counted, as blocks are all that it has."""
     if not isinstance(store, FlashStore):
         return 0
-    return _BLOCK_BYTES * geometry.total_blocks + 2 * blocks * geometry.lanes * geometry.extent_bytes
+    return _BLOCK_BYTES * geometry.total_blocks + 2 * blocks * geometry.streams * geometry.extent_bytes
 
 
 _SWEPT = 64 << 20  # bytes: more than a processor's caches hold
@@ -73,16 +72,16 @@ class StoredLayer:
             width=2 * config.num_kv_heads * quantize.width(dtype, config.head_dim), dtype=quantize.stored_type(dtype),
         )
         self._branch = store.create(geometry, "tuner")
-        lanes = (batch, 1, self._groups)
-        ones = np.broadcast_to(np.ones((), geometry.numpy_dtype), (*lanes, group, geometry.width))
-        self._branch.write_layer(0, ones, np.full(lanes, group, np.int32))
+        streams = (batch, 1, self._groups)
+        ones = np.broadcast_to(np.ones((), geometry.numpy_dtype), (*streams, group, geometry.width))
+        self._branch.write_layer(0, ones, np.full(streams, group, np.int32))
         self._branch.settle()
 
-    def read_seconds(self, groups: int, repeats: int = 9) -> Reading:
+    def read_seconds(self, groups: int, repeats: int = 9) -> Measurement:
         """T_io of so many groups, or all there are: medians over groups picked at random, none twice while there are
         others."""
         if not groups:
-            return Reading(0.0, 0.0)
+            return Measurement(0.0, 0.0)
         groups = min(groups, self._groups)
         geometry, picked = self._branch.geometry, _picks(self._groups, groups)
         shape = (geometry.batch, geometry.kv_heads, groups)
@@ -104,7 +103,7 @@ class StoredLayer:
             time.sleep(2 * whole)
             _between()
             busy.append(began + _seconds(read, nth))
-        return Reading(whole, min(whole, float(np.median(busy))))
+        return Measurement(whole, min(whole, float(np.median(busy))))
 
     def close(self) -> None:
         """Gives the space on the store back."""
@@ -128,8 +127,8 @@ def compute_seconds(
     """
     layers = min(2, llm.config.num_layers)
     config = dataclasses.replace(llm.config, num_layers=layers, windows=llm.config.windows[:layers])
-    plan = planning.make_plan(config, method, batch, capacity, dtype)
-    branch, tokens = HostStore().create(planning.geometry(plan), "tuner"), jnp.zeros(batch, jnp.int32)
+    plan = make_plan(config, method, batch, capacity, dtype)
+    branch, tokens = HostStore().create(store_geometry(plan), "tuner"), jnp.zeros(batch, jnp.int32)
     hidden = jnp.ones((batch, config.hidden_size), jax.tree.leaves(llm.params)[0].dtype)
     most = max(repeats, min(10 * repeats, capacity // 8))
     state, reads = _zeros_state(plan, slots, branch, max(0, capacity - most - 1)), []
@@ -157,11 +156,11 @@ def _zeros_state(plan: Plan, slots: Slots, branch: Branch, length: int) -> State
     """A cache of `length` tokens whose keys and values are zeros; of the newest it has none."""
     layers = tuple(
         LayerCache(
-            _with_groups(one, layer.init(one, plan.batch, plan.dtype), length), planning.slot_pool(plan, i, slots)
+            _with_groups(one, layer.init(one, plan.batch, plan.dtype), length), slot_pool(plan, i, slots)
         )
         for i, one in enumerate(plan.layers)
     )
-    return State(layers, jnp.full(plan.batch, length, jnp.int32), Line(jnp.int32(branch.handle), jnp.int32(0)))
+    return State(layers, jnp.full(plan.batch, length, jnp.int32), StoreRef(jnp.int32(branch.handle), jnp.int32(0)))
 
 
 def _with_groups(plan: LayerPlan, state: LayerState, length: int) -> LayerState:

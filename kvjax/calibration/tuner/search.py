@@ -21,7 +21,7 @@ from tqdm import tqdm
 from kvjax import _validate
 from kvjax.calibration.tuner import fifo, profile, tables, tuning
 from kvjax.calibration.tuner.solver import Costs, Limits, Setting, Solution, Space, expected, solve
-from kvjax.calibration.tuner.tables import Pair, Reading, Tables
+from kvjax.calibration.tuner.tables import Measurement, Pair, Tables
 from kvjax.calibration.tuner.tuning import Family, Tuning
 from kvjax.errors import ConfigError, FormatMismatch, WriteFailed
 from kvjax.inference.plan import Slots
@@ -213,9 +213,9 @@ class Bench:
         def memory(setting: Setting) -> int:
             return profile.memory_bytes(self._llm.config, *self._parts(setting), *pair, self._family.dtype, self._store)
 
-        def read(setting: Setting) -> Reading:
+        def read(setting: Setting) -> Measurement:
             parts = np.array([self._read(knot, setting) for knot, _ in around])
-            return Reading(*np.average(parts, axis=0, weights=[share for _, share in around]).tolist())
+            return Measurement(*np.average(parts, axis=0, weights=[share for _, share in around]).tolist())
 
         def compute(setting: Setting) -> float:
             return sum(share * self._compute(knot, setting) for knot, share in around)
@@ -239,8 +239,8 @@ class Bench:
     def _rate(self, reuse: int, context: int) -> float:
         return self._known.rate(context, reuse, lambda: self._recurring(reuse, context))
 
-    def _read(self, knot: Pair, setting: Setting) -> Reading:
-        def measure() -> Reading:
+    def _read(self, knot: Pair, setting: Setting) -> Measurement:
+        def measure() -> Measurement:
             missing = (1.0 - self._rate(setting.reuse, knot[1])) * self._family.selected
             return self._layer(knot, setting.group).read_seconds(round(missing / setting.group))
 

@@ -1,6 +1,6 @@
 """What was measured, and what is taken to lie between.
 
-Reading and computing are measured at some batch sizes and context lengths, the knots; in between they are taken to
+Measurement and computing are measured at some batch sizes and context lengths, the knots; in between they are taken to
 change evenly (appendix A.3). How often groups come back is measured for every context length. It depends on the model
 and its text, and not on the machine, so that what one machine found serves another (appendix A.1).
 """
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from kvjax.calibration.tuner.solver import Setting
 
 
-class Reading(NamedTuple):
+class Measurement(NamedTuple):
     """Seconds of one layer's reads: all of them, and what they take of the caller if they were begun early enough."""
 
     whole: float
@@ -33,10 +33,10 @@ class Tables:
     """
 
     rates: dict[tuple[int, int], float] = dataclasses.field(default_factory=dict)
-    reads: dict[tuple[int, int, int, int], Reading] = dataclasses.field(default_factory=dict)
+    reads: dict[tuple[int, int, int, int], Measurement] = dataclasses.field(default_factory=dict)
     computes: dict[tuple[int, int, int, int], float] = dataclasses.field(default_factory=dict)
 
-    def read(self, pair: Pair, setting: Setting, measure: Callable[[], Reading]) -> Reading:
+    def read(self, pair: Pair, setting: Setting, measure: Callable[[], Measurement]) -> Measurement:
         """Of a knot; measured where it is not known."""
         return _kept(self.reads, (*pair, setting.group, setting.reuse), measure)
 
@@ -61,7 +61,7 @@ class Tables:
         """What `rows` gave."""
         return cls(
             rates={(context, reuse): rate for context, reuse, rate in rows["rates"]},
-            reads={(*key,): Reading(whole, busy) for *key, whole, busy in rows["reads"]},
+            reads={(*key,): Measurement(whole, busy) for *key, whole, busy in rows["reads"]},
             computes={(*key,): seconds for *key, seconds in rows["computes"]},
         )
 

@@ -25,7 +25,7 @@ class Family:
 
     Attributes:
       selected: MG, tokens that groups may contribute to one step.
-      bits: of each number of a compressed key (`kvjax.kvswap`); the paper has floats.
+      bits: of each number of a compressed key (`kvjax.KVSwap`); the paper has floats.
       adapters: directory of the adapters of each sigma; a sigma without one decomposes each prompt's own keys.
       per_head: whether that decomposition is each head's for itself, which goes well with few bits.
       aggregation: how scores of heads become one (`kvjax.ops.topk.aggregate`); "mean" is the paper's, and quick.

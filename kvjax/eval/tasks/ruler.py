@@ -22,14 +22,14 @@ _DEPTHS = 40  # evenly spaced ones, from which those of needles in an essay are 
 
 
 @dataclasses.dataclass(frozen=True)
-class Prompt:
+class PlantedPrompt:
     """A prompt before it is a sample: its context, and the question with the answer's beginning."""
 
     context: str
     question: str
 
 
-def fitted(request: Request, new_tokens: int, build: Callable[[int], Prompt]) -> Prompt:
+def fitted(request: Request, new_tokens: int, build: Callable[[int], PlantedPrompt]) -> PlantedPrompt:
     """The prompt with the most hay that leaves room for the answer in `request.length` tokens.
 
     `build(n)` is the prompt with n units of hay; it grows with n. Raises ConfigError if even n = 0 is too long.
@@ -51,7 +51,7 @@ def fitted(request: Request, new_tokens: int, build: Callable[[int], Prompt]) ->
 
 
 def sampled(
-    request: Request, new_tokens: int, one: Callable[[Request], tuple[Callable[[int], Prompt], Sequence[str]]]
+    request: Request, new_tokens: int, one: Callable[[Request], tuple[Callable[[int], PlantedPrompt], Sequence[str]]]
 ) -> list[Sample]:
     """`request.count` samples of a function that draws the facts and gives (build, answers)."""
     samples = []
@@ -105,9 +105,9 @@ def _niah(task: Niah, request: Request):
     asked = [str(key) for key in rng.choice(list(values), size=task.queries, replace=False)]
     hay, question = _hay(task, request, values), _question(task, asked)
 
-    def build(n: int) -> Prompt:
+    def build(n: int) -> PlantedPrompt:
         text, joint = hay(n)
-        return Prompt(f"{_opening(task)}\n{planted(text, facts, depths, joint)}\n", question)
+        return PlantedPrompt(f"{_opening(task)}\n{planted(text, facts, depths, joint)}\n", question)
 
     return build, [value for key in asked for value in values[key]]
 

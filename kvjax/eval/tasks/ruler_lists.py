@@ -12,7 +12,7 @@ import numpy as np
 
 from kvjax.eval.tasks import corpus
 from kvjax.eval.tasks.base import Request, Sample
-from kvjax.eval.tasks.ruler import NOISE, Prompt, planted, sampled
+from kvjax.eval.tasks.ruler import NOISE, PlantedPrompt, planted, sampled
 
 HOPS = 4
 VT_TOKENS = 30
@@ -29,9 +29,9 @@ def _variables(request: Request):
     shown = solved.prompt(_EXAMPLE_HAY)
     before = f"{shown.context}{shown.question}{' '.join(solved.names)}\n\n"
 
-    def build(n: int) -> Prompt:
+    def build(n: int) -> PlantedPrompt:
         prompt = example.prompt(n)
-        return Prompt(before + prompt.context, prompt.question)
+        return PlantedPrompt(before + prompt.context, prompt.question)
 
     return build, example.names
 
@@ -44,11 +44,11 @@ class Chain:
     value: str
     depths: tuple[float, ...]
 
-    def prompt(self, n: int) -> Prompt:
+    def prompt(self, n: int) -> PlantedPrompt:
         sources = (self.value, *(f"VAR {name}" for name in self.names))
         lines = [f"VAR {name} = {source}" for name, source in zip(self.names, sources, strict=False)]
         text = planted([NOISE] * n, lines, self.depths, "\n")
-        return Prompt(
+        return PlantedPrompt(
             f"Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{text}\n",
             f"Question: Find all variables that are assigned the value {self.value} in the text above. Answer: "
             f"According to the chain(s) of variable assignment in the text above, {len(self.names)} variables are "
@@ -86,9 +86,9 @@ def _common(request: Request):
     example = _listed(np.random.default_rng(seed), solved, *counts)
     answer = " ".join(f"{i}. {word}" for i, word in enumerate(solved[:COMMON], 1))
 
-    def build(n: int) -> Prompt:
+    def build(n: int) -> PlantedPrompt:
         text = _listed(np.random.default_rng(seed), words[: COMMON + n], repeats, rare)
-        return Prompt(f"{_cwe(example)}{_CWE_QUESTION} {answer}\n{_cwe(text)}", _CWE_QUESTION)
+        return PlantedPrompt(f"{_cwe(example)}{_CWE_QUESTION} {answer}\n{_cwe(text)}", _CWE_QUESTION)
 
     return build, words[:COMMON]
 
@@ -133,11 +133,11 @@ def _frequent(request: Request):
     words = list(dict.fromkeys(["....", *(_coded(rng) for _ in range(max(4, request.length // 50)))]))
     share = np.arange(1, len(words) + 1) ** -_ALPHA / _ZETA
 
-    def build(n: int) -> Prompt:
+    def build(n: int) -> PlantedPrompt:
         counts = (share * (n + 100)).astype(int)  # from 100 on the fourth word is there, and less than the third
         text = [word for word, count in zip(words, counts, strict=True) for _ in range(count)]
         np.random.default_rng(seed).shuffle(text)
-        return Prompt(
+        return PlantedPrompt(
             "Read the following coded text and track the frequency of each coded word. Find the three most frequently "
             f"appeared coded words. {' '.join(text)}\n",
             "Question: Do not provide any explanation. Please ignore the dots '....'. What are the three most "

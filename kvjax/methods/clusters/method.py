@@ -106,19 +106,19 @@ class ClusterMethod(Method):
         one more vector costs next to nothing.
         """
         # Written out, as the tail is written in place only if nothing that is not waited for still reads it.
-        leaving = written_out(view.oldest_key.astype(jnp.float32))
-        products = vector_products(index.centroid, jnp.concatenate([q.astype(jnp.float32), leaving[:, None]], axis=1))
+        evicted = written_out(view.oldest_key.astype(jnp.float32))
+        products = vector_products(index.centroid, jnp.concatenate([q.astype(jnp.float32), evicted[:, None]], axis=1))
         occupied, scores = view.count > 0, products[:, :-1] * spec.head_dim**-0.5
         score = aggregate(jnp.where(occupied[:, None], scores, NEGATIVE), self.aggregation)
         force = jax.vmap(lambda head: self.rule.force(spec, head))(view)
-        squared = index.squared_distances(leaving, products[:, -1])
+        squared = index.squared_distances(evicted, products[:, -1])
         return Selection(top_blocks(score, occupied, spec.max_blocks), force, note=squared)
 
-    def append(self, spec, index, view, leaving):
-        key, squared = leaving.key.astype(jnp.float32), leaving.note
+    def append(self, spec, index, view, evicted):
+        key, squared = evicted.key.astype(jnp.float32), evicted.note
         if squared is None:
             squared = index.squared_distances(key, vector_products(index.centroid, key[:, None])[:, 0])
-        return jax.vmap(lambda *head: self.rule.append(spec, *head, leaving.valid))(index, view, key, squared)
+        return jax.vmap(lambda *head: self.rule.append(spec, *head, evicted.valid))(index, view, key, squared)
 
     def due(self, spec, index, view):
         return jax.vmap(lambda *head: self.rule.due(spec, *head))(index, view)

@@ -96,7 +96,7 @@ class Delimiters:
             ) from cause
 
 
-class Tally:
+class DelimiterCounts:
     """Sums scores by token while texts come in."""
 
     def __init__(self, vocab_size: int):
@@ -109,14 +109,14 @@ class Tally:
         np.add.at(self.square, scored, scores**2)
         np.add.at(self.count, scored, 1)
 
-    def merge(self, other: "Tally") -> None:
+    def merge(self, other: "DelimiterCounts") -> None:
         """Takes in what another one has seen."""
         self.total, self.square = self.total + other.total, self.square + other.square
         self.count = self.count + other.count
 
-    def copy(self) -> "Tally":
+    def copy(self) -> "DelimiterCounts":
         """A tally of its own with the same sums."""
-        fresh = Tally(len(self.count))
+        fresh = DelimiterCounts(len(self.count))
         fresh.merge(self)
         return fresh
 

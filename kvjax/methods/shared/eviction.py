@@ -15,7 +15,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.method import Context, Leaving, Method, Spec, every_occupied, in_rows
+from kvjax.cache.method import Context, Method, Spec, WindowEviction, every_occupied, in_rows
 from kvjax.errors import BudgetTooSmall, ConfigError
 from kvjax.methods.shared.observation import stays
 from kvjax.typing import Array, Bool, Float, pytree
@@ -44,7 +44,7 @@ class Evictor(Method):
         """What each token of a prompt is worth."""
 
     @abc.abstractmethod
-    def leaving_worth(self, spec: Spec, index: Kept, leaving: Leaving) -> Float[Array, "K"]:
+    def leaving_worth(self, spec: Spec, index: Kept, evicted: WindowEviction) -> Float[Array, "K"]:
         """What the token that leaves the window is worth."""
 
     def blocks(self, capacity, rows):
@@ -74,12 +74,12 @@ class Evictor(Method):
     def select(self, spec, index, view, q):
         return every_occupied(spec, view)
 
-    def append(self, spec, index, view, leaving):
+    def append(self, spec, index, view, evicted):
         kept = view.pos.reshape(spec.kv_heads, -1)[:, : index.worth.shape[-1]]
-        rank = jnp.where(spec.seen(kept, leaving.pos + spec.window), index.worth, -jnp.inf)  # what is hidden goes first
+        rank = jnp.where(spec.seen(kept, evicted.pos + spec.window), index.worth, -jnp.inf)  # what is hidden goes first
         head, least = jnp.arange(spec.kv_heads, dtype=jnp.int32), jnp.argmin(rank, axis=-1).astype(jnp.int32)
-        worth = self.leaving_worth(spec, index, leaving)
-        better = leaving.valid & (worth > rank[head, least])
+        worth = self.leaving_worth(spec, index, evicted)
+        better = evicted.valid & (worth > rank[head, least])
         row = jnp.where(better, least, index.worth.shape[-1])
         taken = index.worth.at[head, row].set(worth, mode="drop")
         return dataclasses.replace(index, worth=taken), in_rows(spec, least, better)
@@ -99,9 +99,9 @@ class PromptEvictor(Evictor):
 
     whole_prompts: ClassVar[bool] = True
 
-    def leaving_worth(self, spec, index, leaving):
+    def leaving_worth(self, spec, index, evicted):
         # Above all votes, which are at most one per query; later tokens above earlier ones.
-        return jnp.broadcast_to(1e6 + leaving.pos.astype(jnp.float32), (spec.kv_heads,))
+        return jnp.broadcast_to(1e6 + evicted.pos.astype(jnp.float32), (spec.kv_heads,))
 
 
 def largest(worth: Float[Array, "K T"], count: int) -> Bool[Array, "K T"]:

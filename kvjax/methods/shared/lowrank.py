@@ -63,7 +63,7 @@ class CompressedKeys:
 
 
 @dataclasses.dataclass(frozen=True)
-class Predictor(Method):
+class LowRankMethod(Method):
     """Groups of consecutive tokens, selected by their predicted attention.
 
     A group that is still being filled belongs to the recent tokens: it comes first in every selection, so that it stays
@@ -199,11 +199,11 @@ class Predictor(Method):
             scores = scores if seen is None else jnp.where(seen, scores, NEGATIVE)
         return aggregate(scores.reshape(heads, -1, index.tokens), self.aggregation)
 
-    def append(self, spec, index, view, leaving):
-        placement = in_token_order(spec, leaving)
-        at = jnp.where(leaving.valid, index.stored, index.tokens)
-        key = store(index, compress(index, leaving.key[:, None]), at[None])
-        return dataclasses.replace(index, key=key, stored=index.stored + leaving.valid), placement
+    def append(self, spec, index, view, evicted):
+        placement = in_token_order(spec, evicted)
+        at = jnp.where(evicted.valid, index.stored, index.tokens)
+        key = store(index, compress(index, evicted.key[:, None]), at[None])
+        return dataclasses.replace(index, key=key, stored=index.stored + evicted.valid), placement
 
 
 def compress(index: CompressedKeys, key: Float[Array, "K T D"]) -> Float[Array, "F T r"]:

@@ -12,7 +12,7 @@ from kvjax.typing import Array, Bool, Float, Int32
 _TOGETHER = 32  # queries looked at together: bounds memory by K G _TOGETHER T
 
 
-def votes(spec: Spec, context: Context) -> Float[Array, "K G T"]:
+def observation_scores(spec: Spec, context: Context) -> Float[Array, "K G T"]:
     """Attention weight that each token gets from the prompt's last queries, summed over these.
 
     The softmax is causal and over the whole prompt, as far as the model sees it, sinks and window included. Raises
@@ -55,9 +55,9 @@ def prompt_length(context: Context) -> Int32[Array, ""]:
     return context.query_pos[-1] + 1
 
 
-def over_group(votes: Float[Array, "K G T"], rule: str) -> Float[Array, "K T"]:
+def over_group(observation_scores: Float[Array, "K G T"], rule: str) -> Float[Array, "K T"]:
     """`aggregate` of votes, which are softmax weights already."""
-    return aggregate(votes, rule.removeprefix("softmax_"))
+    return aggregate(observation_scores, rule.removeprefix("softmax_"))
 
 
 def check_rule(rule: str) -> None:

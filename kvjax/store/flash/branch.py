@@ -58,7 +58,7 @@ class FlashBranch(TransactionalBranch):
         self._reads = Reads(volume.reader, self._tally)
         lineage, geometry = self._lineage, volume.geometry
         self._always = (  # of every window
-            volume.lock, volume.lanes, volume.extents, lineage.table.shift, lineage.pending, self._tally.fetched,
+            volume.lock, volume.streams, volume.extents, lineage.table.shift, lineage.pending, self._tally.fetched,
             lineage.flight, lineage.queue, geometry.batch, geometry.kv_heads, geometry.num_blocks,
             geometry.block_rows, geometry.width, self._element, volume.timeout)
 

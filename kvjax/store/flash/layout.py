@@ -1,13 +1,13 @@
 """Where on flash a block's extent lies: layouts that give equal bits and differ in what is read at once.
 
 Neighbouring extents are read by one request, so a layout is good when blocks that are fetched together are
-neighbours. A *lane* is one KV head of one sequence in one layer; a selection never reaches beyond its lane.
+neighbours. A *stream* is one KV head of one sequence in one layer; a selection never reaches beyond its stream.
 
-    grouped        what a plain allocator does. The prompt's blocks of a lane follow each other in the order of block
-                   ids, lane after lane; a block that is first written later takes the lowest free extent, so that
-                   what all lanes add while decoding lies mixed, in the order in which it was written. Where all KV
+    grouped        what a plain allocator does. The prompt's blocks of a stream follow each other in the order of block
+                   ids, stream after stream; a block that is first written later takes the lowest free extent, so that
+                   what all streams add while decoding lies mixed, in the order in which it was written. Where all KV
                    heads of a sequence fetch the same block numbers, those of one number follow each other instead.
-    cluster_major  every lane has a region of NB extents, and a block's place in it is its id. Methods number clusters
+    cluster_major  every stream has a region of NB extents, and a block's place in it is its id. Methods number clusters
                    as they make them, the blocks of one cluster in a row, so this is cluster order, and stays so.
     dual_head      DynaKV (Wang et al.), section 5: pairs of co-retrieved blocks in pools of two, see `DualHead`.
     sequential     token order, the paper's strawman; it is no placement of blocks and so has a file of its own,
@@ -87,84 +87,85 @@ class DualHead(Layout):
 
     A pool is two neighbouring extents: twice the largest cluster. At prefill the blocks that are retrieved together
     most often (Eq. 8) share a pool, and pools are chained so that the end of one is correlated with the beginning of
-    the next. A split leaves one half where it is; the other is a new block, which joins a half-empty pool of its lane
+    the next. A split leaves one half where it is; the other is a new block, which joins a half-empty pool of its stream
     or opens a new one. Nothing else ever moves.
 
     A block is fetched whole, so both heads of a pool store rows forward; each grows into its own extent, and the slack
     of the two is that of their extents.
 
-    Beyond the paper: pools of a lane come from *shelves* of `SHELF` extents, so that what a lane adds is contiguous
-    even though all lanes add in turn. A lane takes a new shelf only when all its pools are full, and a shelf without
-    blocks goes to whoever needs one. Without releases, a lane thus leaves fewer than `SHELF` extents empty.
+    Beyond the paper: pools of a stream come from *segments* of `SEGMENT` extents, so that what a stream adds is
+    contiguous even though all streams add in turn. A stream takes a new segment only when all its pools are full, and a
+    segment without blocks goes to whoever needs one. Without releases, a stream thus leaves fewer than `SEGMENT`
+    extents empty.
     """
 
-    SHELF: ClassVar[int] = 16  # extents: eight pools
+    SEGMENT: ClassVar[int] = 16  # extents: eight pools
     samples = 128
 
     def __init__(self, geometry, extents):
         super().__init__(geometry, extents)
-        self._lane = np.zeros(0, np.int64)  # of each shelf; means something only while a block is on the shelf
+        self._stream = np.zeros(0, np.int64)  # of each segment; means something only while a block is on the segment
 
     def place_prompt(self, ids, retrieved):
-        lanes, starts = np.unique(ids // self.geometry.num_blocks, return_index=True)
+        streams, starts = np.unique(ids // self.geometry.num_blocks, return_index=True)
         groups = np.split(np.arange(ids.size), starts[1:])
-        shelves = [-(-group.size // self.SHELF) for group in groups] if ids.size else []
-        first = self._free_shelves(sum(shelves))
+        segments = [-(-group.size // self.SEGMENT) for group in groups] if ids.size else []
+        first = self._free_shelves(sum(segments))
         extents = np.empty(ids.size, np.int64)
-        owners = np.repeat(lanes, shelves)
-        for lane, group, count in zip(lanes.tolist(), groups, shelves, strict=False):
-            order = correlated_order(ids[group] % self.geometry.num_blocks, self._retrieved_by(lane, retrieved))
-            extents[group[order]] = first * self.SHELF + np.arange(group.size)
+        owners = np.repeat(streams, segments)
+        for stream, group, count in zip(streams.tolist(), groups, segments, strict=False):
+            order = correlated_order(ids[group] % self.geometry.num_blocks, self._retrieved_by(stream, retrieved))
+            extents[group[order]] = first * self.SEGMENT + np.arange(group.size)
             first += count
         claimed = self.extents.claim(extents)
         self._give(first - owners.size, owners)
         return claimed
 
     def restore(self, ids, extents):
-        self._busy()  # has a place for each shelf
-        self._lane[extents // self.SHELF] = ids // self.geometry.num_blocks
+        self._busy()  # has a place for each segment
+        self._stream[extents // self.SEGMENT] = ids // self.geometry.num_blocks
 
     def place(self, block_id):
-        lane = block_id // self.geometry.num_blocks
-        shelves = np.flatnonzero(self._busy() & (self._lane == lane))
-        free = self._free_extents(shelves)
+        stream = block_id // self.geometry.num_blocks
+        segments = np.flatnonzero(self._busy() & (self._stream == stream))
+        free = self._free_extents(segments)
         if not free.size:
-            shelves = np.array([self._free_shelves(1)])
-            free = self._free_extents(shelves)
+            segments = np.array([self._free_shelves(1)])
+            free = self._free_extents(segments)
         partnered = self.extents.occupied(free ^ 1)
         extent = free[np.argmax(partnered)]  # the first pool with an empty partner slot, else the first empty pool
         self.extents.claim(extent[None])
-        self._give(int(extent) // self.SHELF, np.array([lane]))
+        self._give(int(extent) // self.SEGMENT, np.array([stream]))
         return int(extent)
 
-    def _retrieved_by(self, lane: int, retrieved: np.ndarray | None) -> np.ndarray:
-        """int[Q, M] of a lane of the layer; no row where nothing is known."""
+    def _retrieved_by(self, stream: int, retrieved: np.ndarray | None) -> np.ndarray:
+        """int[Q, M] of a stream of the layer; no row where nothing is known."""
         if retrieved is None:
             return np.zeros((0, 1), np.int64)
-        sequence, head = divmod(lane % self.geometry.lanes, self.geometry.kv_heads)
+        sequence, head = divmod(stream % self.geometry.streams, self.geometry.kv_heads)
         return retrieved[sequence, :, head]
 
-    def _free_extents(self, shelves: np.ndarray) -> np.ndarray:
-        extents = (shelves[:, None] * self.SHELF + np.arange(self.SHELF)).reshape(-1)
+    def _free_extents(self, segments: np.ndarray) -> np.ndarray:
+        extents = (segments[:, None] * self.SEGMENT + np.arange(self.SEGMENT)).reshape(-1)
         return extents[~self.extents.occupied(extents)]
 
     def _busy(self) -> np.ndarray:
-        """bool[shelves]: not wholly free. Somebody else may have claimed extents of shelves that no lane has."""
-        busy = self.extents.groups_in_use(self.SHELF)
-        self._lane = np.append(self._lane, np.full(max(0, busy.size - self._lane.size), -1))
-        return np.append(busy, np.zeros(self._lane.size - busy.size, bool))
+        """bool[segments]: not wholly free. Somebody else may have claimed extents of segments that no stream has."""
+        busy = self.extents.groups_in_use(self.SEGMENT)
+        self._stream = np.append(self._stream, np.full(max(0, busy.size - self._stream.size), -1))
+        return np.append(busy, np.zeros(self._stream.size - busy.size, bool))
 
     def _free_shelves(self, count: int) -> int:
-        """The first of `count` neighbouring shelves without a block, as low as possible."""
+        """The first of `count` neighbouring segments without a block, as low as possible."""
         busy = np.flatnonzero(self._busy())
-        starts, stops = np.append(0, busy + 1), np.append(busy, busy.size + self._lane.size + count)
+        starts, stops = np.append(0, busy + 1), np.append(busy, busy.size + self._stream.size + count)
         return int(starts[np.argmax(stops - starts >= count)])
 
-    def _give(self, first: int, lanes: np.ndarray) -> None:
-        """Notes which lanes the shelves from `first` on belong to."""
-        missing = max(0, first + lanes.size - self._lane.size)
-        self._lane = np.concatenate([self._lane, np.zeros(missing, np.int64)])
-        self._lane[first:first + lanes.size] = lanes
+    def _give(self, first: int, streams: np.ndarray) -> None:
+        """Notes which streams the segments from `first` on belong to."""
+        missing = max(0, first + streams.size - self._stream.size)
+        self._stream = np.concatenate([self._stream, np.zeros(missing, np.int64)])
+        self._stream[first:first + streams.size] = streams
 
 
 LAYOUTS: dict[str, type[Layout]] = {"grouped": Grouped, "cluster_major": ClusterMajor, "dual_head": DualHead}

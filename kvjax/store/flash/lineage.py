@@ -9,7 +9,7 @@ import numpy as np
 from kvjax.errors import StoreError
 from kvjax.store.flash.table import Table
 from kvjax.store.interface import Geometry, Tally
-from kvjax.store.transaction import Blocks, Rows
+from kvjax.store.transaction import Blocks, StagedRows
 
 
 class Staged:
@@ -119,11 +119,11 @@ class Lineage:
         """Bytes of its own tables; what is staged is the volume's."""
         return self.pending.nbytes + self.table.shift.nbytes
 
-    def stage(self, record: Rows | Blocks) -> None:
+    def stage(self, record: StagedRows | Blocks) -> None:
         """Adds a committed record to the queue. Ctrl-C may cut it short: what was staged before stays, and the same
         record may be added again."""
         ids = record.ids.tolist()
-        if isinstance(record, Rows):
+        if isinstance(record, StagedRows):
             for block_id, row, data in zip(ids, record.row.tolist(), record.data, strict=True):
                 self._staged(block_id).put_row(row, data)
             self.pending[record.ids] = np.maximum(self.pending[record.ids], 1)

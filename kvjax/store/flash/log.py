@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvjax.errors import WriteFailed
-from kvjax.store.flash.recovery import Found
+from kvjax.store.flash.recovery import Recovered
 from kvjax.store.flash.table import Table
 from kvjax.store.format.extents import ExtentPool
 from kvjax.store.format.pages import MAX_RECORDS, MAX_SEQUENCE, SUPERBLOCKS, Place, Record, Superblock, checksum
@@ -42,7 +42,7 @@ class Saved:
 
 
 @dataclasses.dataclass
-class Request:
+class SaveRequest:
     """A branch that wants to be saved; `error` or `sequence` is set when `done`. Owns its table until then."""
 
     table: Table
@@ -72,13 +72,13 @@ class CommitLog:
         """Saved caches that the file holds, newest first: at most two. The lock is held."""
         return self._kept[::-1]
 
-    def restore(self, found: Sequence[Found], tables: Sequence[Table]) -> None:
+    def restore(self, found: Sequence[Recovered], tables: Sequence[Table]) -> None:
         """Takes over what `recover` found and `adopt` made of it, newest first. The lock is held."""
         self._kept = [Saved(one.sequence, one.generation, one.metadata, one.slot, table, one.superblock.records)
                       for one, table in zip(reversed(found), reversed(tables), strict=True)]
         self._sequence = found[0].latest
 
-    def commit(self, requests: list[Request]) -> None:
+    def commit(self, requests: list[SaveRequest]) -> None:
         """Saves the newest of the requests; the others are superseded by it in the same moment, and share its syncs.
 
         On an error nothing is saved, unless the last step failed: then the save may or may not be there after a crash,
@@ -108,7 +108,7 @@ class CommitLog:
         with self._lock:
             self._settle(saved)
 
-    def _prepare(self, request: Request, sequence: int) -> tuple[Saved, bytes]:
+    def _prepare(self, request: SaveRequest, sequence: int) -> tuple[Saved, bytes]:
         """A saved cache with its newest record still to be written, and that record."""
         current = self._kept[-1] if self._kept else None
         chain = current.places if current is not None and not _outgrown(current.places) else ()

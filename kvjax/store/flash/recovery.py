@@ -13,7 +13,7 @@ import numpy as np
 from absl import logging
 
 from kvjax.errors import ChecksumMismatch, FormatMismatch, NothingSaved, ShortRead
-from kvjax.store.flash.table import LanePool, Table
+from kvjax.store.flash.table import StreamPool, Table
 from kvjax.store.format.codec import Codec
 from kvjax.store.format.pages import HEADER_BYTES, MAX_EXTENTS, SUPERBLOCKS, Record, Superblock
 from kvjax.store.interface import PAGE_BYTES
@@ -23,7 +23,7 @@ _PROBLEMS = (ChecksumMismatch, FormatMismatch, ShortRead)  # of a save, which le
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class Recovered:
     """A whole saved cache in a file.
 
     Attributes:
@@ -68,15 +68,15 @@ class Found:
         return HEADER_BYTES + last * codec.geometry.extent_bytes + size
 
 
-def recover(file: BlockFile, codec: Codec) -> tuple[list[Found], list[str]]:
+def recover(file: BlockFile, codec: Codec) -> tuple[list[Recovered], list[str]]:
     """The whole saved caches of a file, newest first, and what is wrong with the others. Raises ReadFailed."""
     while True:
         superblocks, problems = read_superblocks(file)
         latest = max((one.sequence for one in superblocks.values()), default=0)
-        found: list[Found] = []
+        found: list[Recovered] = []
         for slot, superblock in sorted(superblocks.items(), key=lambda item: -item[1].sequence):
             try:
-                one = Found(superblock, slot, _read_records(file, codec, superblock), latest)
+                one = Recovered(superblock, slot, _read_records(file, codec, superblock), latest)
                 _check_owners(file, codec, one, found)
                 found.append(one)
             except _PROBLEMS as cause:
@@ -85,7 +85,7 @@ def recover(file: BlockFile, codec: Codec) -> tuple[list[Found], list[str]]:
             return found, problems
 
 
-def whole_saves(file: BlockFile, codec: Codec) -> list[Found]:
+def whole_saves(file: BlockFile, codec: Codec) -> list[Recovered]:
     """`recover`, with a warning for all that is damaged; NothingSaved where nothing whole is left."""
     found, problems = recover(file, codec)
     if not found:
@@ -96,17 +96,17 @@ def whole_saves(file: BlockFile, codec: Codec) -> list[Found]:
     return found
 
 
-def adopt(found: Sequence[Found], lanes: LanePool) -> list[Table]:
+def adopt(found: Sequence[Recovered], streams: StreamPool) -> list[Table]:
     """Tables of saved caches, newest first, that own their blocks; their log records have owners then, too."""
     tables = []
     for one in reversed(found):
         ids, extents, sums = one.blocks
-        lanes.extents.restore(extents, sums)
-        tables.append(Table.of(lanes, ids, extents))
+        streams.extents.restore(extents, sums)
+        tables.append(Table.of(streams, ids, extents))
     for place in {place for one in found for place in one.superblock.records}:
-        extents = place.extents(lanes.extents.extent_bytes)
-        lanes.extents.restore(extents, np.zeros(extents.size, np.uint64))
-        lanes.extents.share(extents)
+        extents = place.extents(streams.extents.extent_bytes)
+        streams.extents.restore(extents, np.zeros(extents.size, np.uint64))
+        streams.extents.share(extents)
     return tables[::-1]
 
 
@@ -155,7 +155,7 @@ def _check_places(file: BlockFile, codec: Codec, superblock: Superblock) -> None
     _check_end(file, what, HEADER_BYTES + last)  # what pads the last one may be missing
 
 
-def _check_owners(file: BlockFile, codec: Codec, one: Found, others: Sequence[Found]) -> None:
+def _check_owners(file: BlockFile, codec: Codec, one: Recovered, others: Sequence[Recovered]) -> None:
     """Raises ShortRead or FormatMismatch unless what a save names lies in the file, and no two things in one extent,
     where one would be overwritten while the other is needed. Another save may have the same block there."""
     what = f"{file.path}: save {one.sequence}"

@@ -1,9 +1,9 @@
 """The layout in token order: rows lie as they came, whatever block they belong to, and blocks are put together.
 
-The yardstick of DynaKV's Figure 12. Every lane (one KV head of one sequence in one layer) has a log of its tokens, in
-pages of as many rows as fit 4096 bytes; the pages of a lane follow each other in the file. A block is a list of places
-in the log: reading it reads every page that holds one of its rows, whole, and gathers. Appending writes at the end of
-the log; splitting a block rewrites its list, and moves no row.
+The yardstick of DynaKV's Figure 12. Every stream (one KV head of one sequence in one layer) has a log of its tokens, in
+pages of as many rows as fit 4096 bytes; the pages of a stream follow each other in the file. A block is a list of
+places in the log: reading it reads every page that holds one of its rows, whole, and gathers. Appending writes at the
+end of the log; splitting a block rewrites its list, and moves no row.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import numpy as np
 
 from kvjax.store.format.pages import checksum
 from kvjax.store.interface import PAGE_BYTES, Geometry, Prompt, whole
-from kvjax.store.transaction import Blocks, Rows, TransactionalBranch
+from kvjax.store.transaction import Blocks, StagedRows, TransactionalBranch
 
 if TYPE_CHECKING:
     from kvjax.store.flash.branch import FlashBranch
@@ -38,10 +38,10 @@ def log_geometry(geometry: Geometry) -> LogGeometry:
 
 @dataclasses.dataclass
 class Log:
-    """What every lane's log holds and where the rows of blocks are in it.
+    """What every stream's log holds and where the rows of blocks are in it.
 
     Attributes:
-      place: int32[layers * B * K * NB, C], place in the lane's log of each row; -1 = a row of zeros, which has none.
+      place: int32[layers * B * K * NB, C], place in the stream's log of each row; -1 = a row of zeros, which has none.
       sums: uint64[layers * B * K, places], checksum of the row in each place: by it a row that a split brings along is
         known to be there already.
       end: int64[layers * B * K], places from here on were never used.
@@ -53,9 +53,9 @@ class Log:
 
     @classmethod
     def empty(cls, geometry: Geometry, pages: Geometry) -> "Log":
-        lanes = geometry.layers * geometry.lanes
+        streams = geometry.layers * geometry.streams
         return cls(np.full((geometry.total_blocks, geometry.block_rows), -1, np.int32),
-                   np.zeros((lanes, pages.num_blocks * pages.block_rows), np.uint64), np.zeros(lanes, np.int64))
+                   np.zeros((streams, pages.num_blocks * pages.block_rows), np.uint64), np.zeros(streams, np.int64))
 
     def copy(self) -> "Log":
         return Log(self.place.copy(), self.sums.copy(), self.end.copy())
@@ -68,80 +68,80 @@ class Draft:
         self._log = log
         self._geometry = geometry
         self._place: dict[int, np.ndarray] = {}  # rows of block
-        self._end: dict[int, int] = {}  # of lane
-        self._written: list[tuple[int, int, int, np.ndarray]] = []  # lane, place, checksum, row
+        self._end: dict[int, int] = {}  # of stream
+        self._written: list[tuple[int, int, int, np.ndarray]] = []  # stream, place, checksum, row
 
-    def put_rows(self, record: Rows) -> None:
+    def put_rows(self, record: StagedRows) -> None:
         for block_id, row, data in zip(record.ids.tolist(), record.row.tolist(), record.data, strict=True):
             place = self._place[block_id] = self._rows_of(block_id).copy()
             place[row] = -1  # what was there may make room
-            place[row] = self._append(self._lane(block_id), data)
+            place[row] = self._append(self._stream(block_id), data)
 
     def put_blocks(self, record: Blocks) -> None:
-        """Rows that one of the rewritten blocks has already stay where they are; others are appended."""
+        """StagedRows that one of the rewritten blocks has already stay where they are; others are appended."""
         known = self._known(record.ids)
         fresh = []
         for block_id, data in dict(zip(record.ids.tolist(), record.data, strict=True)).items():
             rows = data.reshape(self._geometry.block_rows, -1)
             sums = [checksum(row) if row.any() else None for row in rows]
-            found = known[self._lane(block_id)]
+            found = known[self._stream(block_id)]
             self._place[block_id] = np.array([-1 if key is None else found.get(key, -1) for key in sums], np.int32)
             fresh += [(block_id, i, rows[i]) for i, key in enumerate(sums) if key is not None and key not in found]
         for block_id, i, row in fresh:  # last, so that the log cannot give away a place that is known
-            self._place[block_id][i] = self._append(self._lane(block_id), row)
+            self._place[block_id][i] = self._append(self._stream(block_id), row)
 
     def _known(self, ids: np.ndarray) -> dict[int, dict[int, int]]:
-        """By lane: place by checksum of every row that these blocks have now."""
-        new = {(lane, place): key for lane, place, key, _ in self._written}
+        """By stream: place by checksum of every row that these blocks have now."""
+        new = {(stream, place): key for stream, place, key, _ in self._written}
         known: dict[int, dict[int, int]] = {}
         for block_id in ids.tolist():
-            lane = self._lane(block_id)
+            stream = self._stream(block_id)
             places = [place for place in self._rows_of(block_id).tolist() if place >= 0]
-            keys = [new.get((lane, place), int(self._log.sums[lane, place])) for place in places]
-            known.setdefault(lane, {}).update(zip(keys, places, strict=True))
+            keys = [new.get((stream, place), int(self._log.sums[stream, place])) for place in places]
+            known.setdefault(stream, {}).update(zip(keys, places, strict=True))
         return known
 
-    def _lane(self, block_id: int) -> int:
+    def _stream(self, block_id: int) -> int:
         return block_id // self._geometry.num_blocks
 
     def _rows_of(self, block_id: int) -> np.ndarray:
         found = self._place.get(block_id)
         return self._log.place[block_id] if found is None else found
 
-    def _append(self, lane: int, row: np.ndarray) -> int:
+    def _append(self, stream: int, row: np.ndarray) -> int:
         """A place for a new row: the end of the log, or one that nothing uses any more once the log is full."""
-        place = self._end.get(lane, int(self._log.end[lane]))
+        place = self._end.get(stream, int(self._log.end[stream]))
         if place < self._log.sums.shape[1]:
-            self._end[lane] = place + 1
+            self._end[stream] = place + 1
         else:
-            place = self._unused(lane)
-        self._written.append((lane, place, checksum(row), row))  # type: ignore[arg-type]
+            place = self._unused(stream)
+        self._written.append((stream, place, checksum(row), row))  # type: ignore[arg-type]
         return place
 
-    def _unused(self, lane: int) -> int:
+    def _unused(self, stream: int) -> int:
         """There is one: a log has room for all rows of all blocks, and at least one of those has no place now."""
-        start = lane * self._geometry.num_blocks
+        start = stream * self._geometry.num_blocks
         places = [self._rows_of(block_id) for block_id in range(start, start + self._geometry.num_blocks)]
         used = np.zeros(self._log.sums.shape[1] + 1, bool)
         used[np.concatenate(places)] = True
         return int(np.argmin(used[:-1]))
 
-    def rows(self, pages: Geometry) -> list[Rows]:
+    def rows(self, pages: Geometry) -> list[StagedRows]:
         """What to write, in terms of pages."""
         if not self._written:
             return []
-        lane, place = np.array([entry[:2] for entry in self._written], np.int64).T
+        stream, place = np.array([entry[:2] for entry in self._written], np.int64).T
         data = np.stack([entry[3] for entry in self._written])
-        return [Rows(lane * pages.num_blocks + place // pages.block_rows, place % pages.block_rows, data)]
+        return [StagedRows(stream * pages.num_blocks + place // pages.block_rows, place % pages.block_rows, data)]
 
     def take_over(self) -> None:
         """Makes the changes."""
         for block_id, place in self._place.items():
             self._log.place[block_id] = place
-        for lane, end in self._end.items():
-            self._log.end[lane] = end
-        for lane, at, key, _ in self._written:
-            self._log.sums[lane, at] = key
+        for stream, end in self._end.items():
+            self._log.end[stream] = end
+        for stream, at, key, _ in self._written:
+            self._log.sums[stream, at] = key
 
 
 class SequentialBranch(TransactionalBranch):
@@ -204,22 +204,22 @@ class SequentialBranch(TransactionalBranch):
         with self._mutex:
             counts = self._prefill_counts(blocks, counts)
             blocks = whole(blocks)
-            valid = (np.arange(geometry.block_rows) < counts[..., None]).reshape(geometry.lanes, -1)
+            valid = (np.arange(geometry.block_rows) < counts[..., None]).reshape(geometry.streams, -1)
             valid &= blocks.reshape(*valid.shape, -1).any(-1)
             order = np.arange(valid.shape[1]) if prompt is None else prompt.pos.reshape(valid.shape)
             rank = np.where(valid, order, np.iinfo(np.int32).max).argsort(axis=-1, kind="stable")
             length = valid.sum(-1)
-            logged = np.zeros((geometry.lanes, pages.num_blocks * pages.block_rows, geometry.width), blocks.dtype)
+            logged = np.zeros((geometry.streams, pages.num_blocks * pages.block_rows, geometry.width), blocks.dtype)
             place = np.full(valid.shape, -1, np.int32)
-            for lane, rows in enumerate(blocks.reshape(*valid.shape, -1)):
-                taken = rank[lane, :length[lane]]
-                place[lane, taken] = np.arange(taken.size)
-                logged[lane, :taken.size] = rows[taken]
+            for stream, rows in enumerate(blocks.reshape(*valid.shape, -1)):
+                taken = rank[stream, :length[stream]]
+                place[stream, taken] = np.arange(taken.size)
+                logged[stream, :taken.size] = rows[taken]
             self._write_logs(layer, logged, length)
             self._book(layer, place, logged, length)
 
     def _write_logs(self, layer, logged: np.ndarray, length: np.ndarray) -> None:
-        """Hands logged[lanes, places, width] to the pages."""
+        """Hands logged[streams, places, width] to the pages."""
         pages = self._pages.geometry
         shape = (pages.batch, pages.kv_heads, pages.num_blocks)
         counts = np.clip(length[:, None] - np.arange(pages.num_blocks) * pages.block_rows, 0, pages.block_rows)
@@ -228,15 +228,15 @@ class SequentialBranch(TransactionalBranch):
 
     def _book(self, layer, place: np.ndarray, logged: np.ndarray, length: np.ndarray) -> None:
         """Takes a written layer into the log."""
-        start, lanes = self._layer_start(layer), self.geometry.lanes
+        start, streams = self._layer_start(layer), self.geometry.streams
         first = start // self.geometry.num_blocks
         with self._guard:
-            self._log.place[start:start + lanes * self.geometry.num_blocks] = place.reshape(
+            self._log.place[start:start + streams * self.geometry.num_blocks] = place.reshape(
                 -1, self.geometry.block_rows)
-            self._log.end[first:first + lanes] = length
-            for lane, count in enumerate(length.tolist()):
-                self._log.sums[first + lane, :count] = [
-                    checksum(row) for row in logged[lane, :count].view(np.uint8)]
+            self._log.end[first:first + streams] = length
+            for stream, count in enumerate(length.tolist()):
+                self._log.sums[first + stream, :count] = [
+                    checksum(row) for row in logged[stream, :count].view(np.uint8)]
 
     # ---- what TransactionalBranch asks for
 
@@ -258,7 +258,7 @@ class SequentialBranch(TransactionalBranch):
     def _prepare(self, records):
         draft = Draft(self._log, self.geometry)
         for record in records:
-            if isinstance(record, Rows):
+            if isinstance(record, StagedRows):
                 draft.put_rows(record)
             else:
                 draft.put_blocks(record)

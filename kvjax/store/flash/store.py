@@ -12,9 +12,9 @@ from kvjax.store.flash.branch import Anchor, FlashBranch
 from kvjax.store.flash.creation import create_file, open_file
 from kvjax.store.flash.layout import LAYOUTS, SEQUENTIAL, check_layout
 from kvjax.store.flash.overlay import OverlayFile
-from kvjax.store.flash.recovery import Found, adopt, whole_saves
+from kvjax.store.flash.recovery import Recovered, adopt, whole_saves
 from kvjax.store.flash.sequential import SequentialBranch, log_geometry
-from kvjax.store.flash.table import LanePool, Table
+from kvjax.store.flash.table import StreamPool, Table
 from kvjax.store.flash.volume import Volume
 from kvjax.store.flash.writer import Writer
 from kvjax.store.format.codec import Codec, make_codec
@@ -98,7 +98,7 @@ class FlashStore:
         """
         if self.layout == SEQUENTIAL:
             pages = log_geometry(geometry)
-            full = max(0, least_blocks - geometry.layers * geometry.lanes)  # the last block of a lane may be a row
+            full = max(0, least_blocks - geometry.layers * geometry.streams)  # the last block of a stream may be a row
             least_pages = max(1, full * geometry.block_rows // pages.block_rows)
             return SequentialBranch.over(geometry, self._create(pages, fingerprint, least_pages))
         return self._create(geometry, fingerprint, least_blocks)
@@ -107,12 +107,12 @@ class FlashStore:
         codec = make_codec(self.codec or "raw", geometry, self.tolerance)
         file = self._create_file(self.path, Header(geometry, fingerprint, codec.name), least_blocks)
         try:
-            volume = self._volume(file, codec, self._lanes(file, geometry))
+            volume = self._volume(file, codec, self._streams(file, geometry))
         except BaseException:
             file.remove_if_temporary()
             file.close()
             raise
-        return FlashBranch(volume, Anchor(volume), Table.empty(volume.lanes))
+        return FlashBranch(volume, Anchor(volume), Table.empty(volume.streams))
 
     def open(self, geometry: Geometry | None = None, fingerprint: str | None = None, *,
              read_only: bool = False) -> "FlashBranch":
@@ -148,17 +148,17 @@ class FlashStore:
             table = volume.log.saves()[0].table.share()
         return FlashBranch(volume, Anchor(volume), table, found[0].generation)
 
-    def _restored(self, file: BlockFile, header: Header, codec: Codec, found: list[Found]) -> Volume:
-        lanes = self._lanes(file, header.geometry)
-        tables = adopt(found, lanes)
+    def _restored(self, file: BlockFile, header: Header, codec: Codec, found: list[Recovered]) -> Volume:
+        streams = self._streams(file, header.geometry)
+        tables = adopt(found, streams)
         with contextlib.ExitStack() as undo:
             if file.read_only:
-                lanes.extents.leave_shared()
+                streams.extents.leave_shared()
                 private = self._create_private(header)
                 undo.callback(private.close)
                 undo.callback(private.remove_if_temporary)
-                file = OverlayFile(file, private, lanes.extents.offset(lanes.extents.end), HEADER_BYTES)
-            volume = self._volume(file, codec, lanes)
+                file = OverlayFile(file, private, streams.extents.offset(streams.extents.end), HEADER_BYTES)
+            volume = self._volume(file, codec, streams)
             undo.pop_all()
         with volume.lock:
             volume.restore(found, tables)
@@ -178,15 +178,15 @@ class FlashStore:
         return create_file(path, header, self.system, direct=self.direct, max_bytes=self.max_bytes,
                            least_blocks=least_blocks)
 
-    def _lanes(self, file: BlockFile, geometry: Geometry) -> LanePool:
-        return LanePool(geometry, ExtentPool(file.path, geometry.extent_bytes, self.max_bytes))
+    def _streams(self, file: BlockFile, geometry: Geometry) -> StreamPool:
+        return StreamPool(geometry, ExtentPool(file.path, geometry.extent_bytes, self.max_bytes))
 
-    def _volume(self, file: BlockFile, codec: Codec, lanes: LanePool) -> Volume:
+    def _volume(self, file: BlockFile, codec: Codec, streams: StreamPool) -> Volume:
         # Pages of logs lie in token order: to the layout of their file, a page is a block.
         layout = "cluster_major" if self.layout == SEQUENTIAL else self.layout
-        chosen = LAYOUTS[layout](codec.geometry, lanes.extents)
+        chosen = LAYOUTS[layout](codec.geometry, streams.extents)
         reader = Reader(file, codec, self.system, engine=self.engine, threads=self.threads, timeout=self.timeout)
-        volume = Volume(file, codec, lanes, chosen, reader=reader, staging_bytes=self.staging_bytes,
+        volume = Volume(file, codec, streams, chosen, reader=reader, staging_bytes=self.staging_bytes,
                         timeout=self.timeout)
         volume.start(Writer(volume).serve)
         return volume

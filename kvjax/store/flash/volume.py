@@ -12,10 +12,10 @@ import numpy as np
 from kvjax.errors import ChecksumMismatch, StaleCache, StoreError, WriteFailed
 from kvjax.store.flash.layout import Layout
 from kvjax.store.flash.lineage import Lineage, Staged
-from kvjax.store.flash.log import CommitLog, Request
+from kvjax.store.flash.log import CommitLog, SaveRequest
 from kvjax.store.flash.overlay import OverlayFile
-from kvjax.store.flash.recovery import Found, read_superblocks
-from kvjax.store.flash.table import LanePool, Table
+from kvjax.store.flash.recovery import Recovered, read_superblocks
+from kvjax.store.flash.table import StreamPool, Table
 from kvjax.store.format.codec import Codec
 from kvjax.store.format.extents import run_starts
 from kvjax.store.io.file import BlockFile
@@ -42,20 +42,20 @@ class Volume:
         this, which is entered in Python: Ctrl-C there would leave the lock held.
     """
 
-    def __init__(self, file: BlockFile, codec: Codec, lanes: LanePool, layout: Layout, *, reader: Reader,
+    def __init__(self, file: BlockFile, codec: Codec, streams: StreamPool, layout: Layout, *, reader: Reader,
                  staging_bytes: int, timeout: float):
         self.file = file
         self.codec = codec
         self.geometry = codec.geometry
-        self.extents = lanes.extents
-        self.lanes = lanes
+        self.extents = streams.extents
+        self.streams = streams
         self._layout = layout
         self.timeout = timeout
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)
         self.samples = layout.samples
-        self.log = CommitLog(file, codec.geometry, lanes.extents, self.lock)
-        self._saves: list[Request] = []
+        self.log = CommitLog(file, codec.geometry, streams.extents, self.lock)
+        self._saves: list[SaveRequest] = []
         self._staging_limit = staging_bytes
         # Rows linger until a quarter of the staging is used, so that those of one block become one write: one token
         # touches a block of every layer and head, and each costs reading and writing the whole block.
@@ -80,7 +80,7 @@ class Volume:
     @property
     def held_bytes(self) -> int:
         """Bytes of tables, of what is staged, and of the memory that was read into. The lock is held."""
-        return self.lanes.held_bytes + self.extents.held_bytes + self.staged_bytes + self.reader.held_bytes
+        return self.streams.held_bytes + self.extents.held_bytes + self.staged_bytes + self.reader.held_bytes
 
     # ---- branches come and go
 
@@ -224,7 +224,7 @@ class Volume:
 
     def save(self, table: Table, generation: int, metadata: bytes) -> int:
         """Number of the save, once it is on the device; takes over the table. All that wait at once share a commit."""
-        request = Request(table, generation, metadata)
+        request = SaveRequest(table, generation, metadata)
         with self.lock:
             self._saves.append(request)
             self._wake.put(True)
@@ -238,7 +238,7 @@ class Volume:
             raise request.error
         return request.sequence
 
-    def take_saves(self) -> list[Request]:
+    def take_saves(self) -> list[SaveRequest]:
         """What waits to be saved, for the writer. The lock is held."""
         taken, self._saves = self._saves, []
         return taken
@@ -257,7 +257,7 @@ class Volume:
 
     # ---- extents
 
-    def restore(self, found: Sequence[Found], tables: Sequence[Table]) -> None:
+    def restore(self, found: Sequence[Recovered], tables: Sequence[Table]) -> None:
         """Takes over what a file has, newest save first; nothing is placed in one that is read-only. The lock is held.
         """
         self.log.restore(found, tables)

@@ -49,8 +49,8 @@ own test may lie where a newer one should. Checksums are 64-bit xxh3: 0.5 us for
 takes, 0 where all of them, the next one is whether it is coded, and the other 48 are those of the checksum of these
 pages or of `block_bytes`; they leave no chance for a torn block to pass.
 
-Limits: 2**28 blocks, of them 2**24 per KV head; 2**20 lanes (layers x batch x kv_heads); 2**28 bytes of a block; 2**31
-extents. So no header asks for more memory than a machine has; what else a file says is limited by its size.
+Limits: 2**28 blocks, of them 2**24 per KV head; 2**20 streams (layers x batch x kv_heads); 2**28 bytes of a block;
+2**31 extents. So no header asks for more memory than a machine has; what else a file says is limited by its size.
 """
 
 import dataclasses
@@ -76,7 +76,8 @@ _RECORD = struct.Struct("<8sQQQQ")
 _CHECKSUM = struct.Struct("<Q")
 _SEALED_BYTES = PAGE_BYTES - _CHECKSUM.size
 MAX_RECORDS = (_SEALED_BYTES - _SUPERBLOCK.size) // _PLACE.size
-MAX_BLOCKS, MAX_BLOCKS_OF_A_HEAD, MAX_LANES, MAX_BLOCK_BYTES, MAX_EXTENTS = 1 << 28, 1 << 24, 1 << 20, 1 << 28, 1 << 31
+MAX_BLOCKS, MAX_BLOCKS_OF_A_HEAD, MAX_STREAMS = 1 << 28, 1 << 24, 1 << 20
+MAX_BLOCK_BYTES, MAX_EXTENTS = 1 << 28, 1 << 31
 MAX_SEQUENCE = (1 << 63) - 1
 
 checksum = xxhash.xxh3_64_intdigest  # of anything with the buffer interface; an int below 2**64
@@ -163,7 +164,7 @@ def _too_large(geometry: Geometry) -> str:
     """What of a geometry is beyond the format's limits; empty if nothing is."""
     counts = (("blocks", geometry.total_blocks, MAX_BLOCKS),
               ("blocks per KV head", geometry.num_blocks, MAX_BLOCKS_OF_A_HEAD),
-              ("layers x batch x kv_heads", geometry.layers * geometry.lanes, MAX_LANES),
+              ("layers x batch x kv_heads", geometry.layers * geometry.streams, MAX_STREAMS),
               ("bytes per block", geometry.block_bytes, MAX_BLOCK_BYTES))
     return ", ".join(f"{count} {what} (at most {most})" for what, count, most in counts if count > most)
 

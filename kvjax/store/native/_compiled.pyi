@@ -60,7 +60,7 @@ def put_rows(
     shape: tuple[int, int, int, int, int, int, str], /,
 ) -> int:
     """Adds rows[B, K, width] at int32 row[B, K] of int32 block[B, K] to int64 ids, int32 places and uint8 data, which
-    have `count` already; returns how many they then have. Block b of lane n has id first + n * NB + b; one that is not
-    within NB, or a row not within C, is nothing. -1, with nothing added, where an array is not as it should be or there
-    is no room. `shape` is (B, K, NB, C, width, bytes of an element, its format in Python's buffers).
+    have `count` already; returns how many they then have. Block b of stream n has id first + n * NB + b; one that is
+    not within NB, or a row not within C, is nothing. -1, with nothing added, where an array is not as it should be or
+    there is no room. `shape` is (B, K, NB, C, width, bytes of an element, its format in Python's buffers).
     """

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvjax.errors import ChecksumMismatch, KvjaxError, ReadFailed, ShortRead, StoreError, StoreLocked
 from kvjax.store.flash.creation import open_file
-from kvjax.store.flash.recovery import Found, recover
+from kvjax.store.flash.recovery import Recovered, recover
 from kvjax.store.format.codec import Codec, make_codec
 from kvjax.store.format.pages import HEADER_BYTES, VERSION, Header
 from kvjax.store.interface import Geometry
@@ -56,7 +56,7 @@ def _describe_header(file: BlockFile, header: Header) -> list[str]:
     ]
 
 
-def _describe_save(found: Found, geometry: Geometry) -> str:
+def _describe_save(found: Recovered, geometry: Geometry) -> str:
     written, log = found.blocks[0].size, sum(place.bytes for place in found.superblock.records)
     return (f"save {found.sequence:<8} generation {found.generation}, {written} of {geometry.total_blocks} blocks, "
             f"{len(found.records)} log records of {log} bytes together, metadata {_brief(found.metadata)}")
@@ -67,7 +67,7 @@ def _brief(metadata: bytes) -> str:
     return repr(text) if len(text) <= 60 else f"{text[:60]!r}... of {len(metadata)} bytes"
 
 
-def _describe_space(file: BlockFile, geometry: Geometry, found: list[Found]) -> list[str]:
+def _describe_space(file: BlockFile, geometry: Geometry, found: list[Recovered]) -> list[str]:
     """Who uses the extents, and how scattered the blocks of the newest save are."""
     size = -(-max(0, file.size - HEADER_BYTES) // geometry.extent_bytes)  # the last one may be coded
     if not found:
@@ -83,7 +83,7 @@ def _describe_space(file: BlockFile, geometry: Geometry, found: list[Found]) -> 
             f"fragmentation {scattered:.3f} of the neighbouring blocks of a head do not lie side by side"]
 
 
-def _describe_pages(codec: Codec, newest: list[Found]) -> list[str]:
+def _describe_pages(codec: Codec, newest: list[Recovered]) -> list[str]:
     """What is saved in the newest save by blocks that take fewer pages."""
     if not newest:
         return []
@@ -92,13 +92,13 @@ def _describe_pages(codec: Codec, newest: list[Found]) -> list[str]:
             f"{sizes.sum()} bytes instead of {sizes.size * whole}"]
 
 
-def _fragmentation(lanes: np.ndarray, extents: np.ndarray) -> float:
-    """Share of steps from one written block of a lane to the next that do not lead to the next extent."""
-    steps = np.diff(extents)[np.diff(lanes) == 0]
+def _fragmentation(streams: np.ndarray, extents: np.ndarray) -> float:
+    """Share of steps from one written block of a stream to the next that do not lead to the next extent."""
+    steps = np.diff(extents)[np.diff(streams) == 0]
     return float(np.mean(steps != 1)) if steps.size else 0.0
 
 
-def _verify(file: BlockFile, codec: Codec, found: list[Found]) -> tuple[int, list[str]]:
+def _verify(file: BlockFile, codec: Codec, found: list[Recovered]) -> tuple[int, list[str]]:
     """Reads every block of every whole save; how many there are, and a line for each that is not what was written."""
     geometry = codec.geometry
     expected: dict[tuple[int, int], str] = {}  # extent and checksum -> whose

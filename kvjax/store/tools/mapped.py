@@ -15,7 +15,7 @@ import numpy as np
 from kvjax import _validate
 from kvjax.errors import ChecksumMismatch, ShortRead
 from kvjax.store.flash.creation import open_file
-from kvjax.store.flash.recovery import Found, whole_saves
+from kvjax.store.flash.recovery import Recovered, whole_saves
 from kvjax.store.format.codec import Codec, make_codec
 from kvjax.store.format.pages import HEADER_BYTES
 from kvjax.store.io.system import SystemIO
@@ -30,7 +30,7 @@ class MappedSave:
 
     path: str
     codec: Codec
-    _save: Found
+    _save: Recovered
     _bytes: np.ndarray
 
     @property

@@ -13,8 +13,7 @@ from kvjax.calibration.tuner import fifo, profile, search
 from kvjax.calibration.tuner.solver import Setting
 from kvjax.errors import ConfigError, FormatMismatch, ReadFailed, WriteFailed
 from kvjax.inference import decode
-from kvjax.inference import plan as planning
-from kvjax.inference.plan import Slots
+from kvjax.inference.plan import Slots, make_plan, slot_pool
 from kvjax.methods.shared.adapters import Adapters
 from kvjax.store.flash.store import FlashStore
 from kvjax.store.host import HostBranch, HostStore
@@ -71,7 +70,7 @@ def test_without_a_buffer_nothing_comes_back_and_little_is_kept(llm):
     space = tuner.Space((4,), (2,), (0, 24))
     assert search._reuse_rates(llm, TEXT, space, FAMILY)(0, 96) == 0.0
     least, kept = (profile.memory_bytes(CONFIG, *parts(Setting(4, 2, reuse)), 1, 96) for reuse in space.reuses)
-    pool = planning.slot_pool(planning.make_plan(CONFIG, FAMILY.method(Setting(4, 2, 24)), 1, 96), 0, Slots())
+    pool = slot_pool(make_plan(CONFIG, FAMILY.method(Setting(4, 2, 24)), 1, 96), 0, Slots())
     assert kept - least == (CONFIG.num_layers - 1) * pool.rows.nbytes
     found = tuner.tune(llm, HostStore(), TEXT, contexts=(96,), max_bytes=least, selected=SELECTED, space=space)
     assert found.slots(1, 96) == Slots(keep=False, prefetch="layer") and found.solutions[1, 96].memory == least

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvjax.calibration.tuner.solver import Setting
-from kvjax.calibration.tuner.tables import Reading, Tables, around, knots_of, weights
+from kvjax.calibration.tuner.tables import Measurement, Tables, around, knots_of, weights
 
 sizes = st.lists(st.integers(1, 10**6), min_size=2, max_size=9, unique=True)
 
@@ -48,7 +48,7 @@ def test_nothing_is_measured_twice_not_even_after_saving():
         return value
 
     for _ in range(2):
-        assert tables.read((1, 96), setting, lambda: measured(Reading(2.0, 0.1))) == (2.0, 0.1)
+        assert tables.read((1, 96), setting, lambda: measured(Measurement(2.0, 0.1))) == (2.0, 0.1)
         assert tables.compute((1, 96), setting, lambda: measured(5.0)) == 5.0
         assert tables.rate(96, 800, lambda: measured(0.7)) == 0.7
         tables = Tables.from_rows(json.loads(json.dumps(tables.rows())))

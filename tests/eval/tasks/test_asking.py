@@ -26,7 +26,7 @@ def test_batches_hold_contexts_that_can_be_asked_side_by_side(llm, request_for):
 def test_questions_on_forks_are_answered_as_if_each_were_the_only_one(llm, request_for, tmp_path):
     samples = tasks.draw("multi_request", request_for(length=200, count=3))
     ((questions,),) = asking.batches(llm, samples, 4)
-    method = kvjax.quest(budget=64, window=8, page=4)
+    method = kvjax.Quest(budget=64, window=8, page=4)
 
     def cache():
         return llm.prefill([list(samples[0].context)], method=method, store=kvjax.FlashStore(tmp_path), capacity=256)

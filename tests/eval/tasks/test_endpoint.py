@@ -32,7 +32,7 @@ def log_probabilities(llm, ids):
 def test_likelihoods_are_those_of_a_forward_pass(llm, sparse):
     context = llm.encode(CONTEXT, start=True)
     rests = [llm.encode(text, start=False) for text in (" 29318.", " 11111", "\n")]
-    found = list(Endpoint(llm, kvjax.full(), sparse_tokens=sparse).loglikelihood([(context, rest) for rest in rests]))
+    found = list(Endpoint(llm, kvjax.Full(), sparse_tokens=sparse).loglikelihood([(context, rest) for rest in rests]))
     for rest, (logprob, greedy) in zip(rests, found, strict=True):
         chosen, likeliest = log_probabilities(llm, context + rest)
         assert logprob == pytest.approx(chosen[-len(rest) :].sum(), abs=2e-3)
@@ -44,7 +44,7 @@ def test_equal_contexts_are_read_once_and_caches_closed(llm, tmp_path, monkeypat
     caches = []
     prefill = llm.prefill
     monkeypatch.setattr(llm, "prefill", lambda *args, **more: caches.append(prefill(*args, **more)) or caches[-1])
-    endpoint = Endpoint(llm, kvjax.quest(budget=48, window=8, page=4), kvjax.FlashStore(tmp_path), sparse_tokens=4)
+    endpoint = Endpoint(llm, kvjax.Quest(budget=48, window=8, page=4), kvjax.FlashStore(tmp_path), sparse_tokens=4)
     a, b = (llm.encode(text, start=True) for text in (CONTEXT, CONTEXT[:60]))
     rest = llm.encode(" 29318", start=False)
     answers = endpoint.loglikelihood([(a, rest), (a, rest), (b, rest)])
@@ -56,13 +56,13 @@ def test_equal_contexts_are_read_once_and_caches_closed(llm, tmp_path, monkeypat
 
 
 def test_an_answer_ends_before_its_stop_text(llm):
-    context, endpoint = llm.encode(CONTEXT, start=True), Endpoint(llm, kvjax.full())
+    context, endpoint = llm.encode(CONTEXT, start=True), Endpoint(llm, kvjax.Full())
     assert endpoint.generate(context, 6, ["."]) == " 29318"
     assert endpoint.generate(context, 6, ["zzz"]).startswith(" 29318.")
 
 
 def test_long_contexts_lose_their_beginning(llm):
-    endpoint = Endpoint(llm, kvjax.full(), sparse_tokens=3, max_length=20)
+    endpoint = Endpoint(llm, kvjax.Full(), sparse_tokens=3, max_length=20)
     context, rest = llm.encode(CONTEXT, start=True), llm.encode(" 29318", start=False)
     with pytest.warns(UserWarning, match="lose their beginning"):
         ((logprob, _),) = endpoint.loglikelihood([(context, rest)])
@@ -75,4 +75,4 @@ def test_long_contexts_lose_their_beginning(llm):
 ])
 def test_what_cannot_be_asked_is_refused(llm, context, rest, words):
     with pytest.raises(PromptError, match=words):
-        next(Endpoint(llm, kvjax.full(), max_length=20).loglikelihood([([5], [5]), (context, rest)]))
+        next(Endpoint(llm, kvjax.Full(), max_length=20).loglikelihood([([5], [5]), (context, rest)]))

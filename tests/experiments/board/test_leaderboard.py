@@ -107,7 +107,7 @@ def test_a_question_within_the_prompt_is_answered_from_there(exams):
     assert within.context == drawn[0].context + drawn[0].question and within.question == ()
     answers = []
     for batch in (asking.batches(exams.llm, one, 1)[0] for one in (drawn, [within])):
-        cache = exams.llm.prefill(asking.contexts(batch), method=kvjax.full(), capacity=asking.capacity(batch))
+        cache = exams.llm.prefill(asking.contexts(batch), method=kvjax.Full(), capacity=asking.capacity(batch))
         answers.append(asking.ask(exams.llm, cache, batch)[1][0].tokens)
     assert answers[0] == answers[1]
 

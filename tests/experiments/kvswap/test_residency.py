@@ -10,7 +10,7 @@ from experiments.kvswap import residency
 from kvjax.errors import ConfigError
 from kvjax.inference import decode
 
-METHOD = kvjax.quest(budget=24, sinks=2, window=4, page=4)
+METHOD = kvjax.Quest(budget=24, sinks=2, window=4, page=4)
 TOKENS = np.random.default_rng(0).integers(0, 64, (2, 80)).astype(np.int32)
 
 
@@ -37,7 +37,7 @@ def test_a_replay_reads_what_the_real_cache_reads(llm, trace, policy, tmp_path):
     for column in TOKENS[:, 40:].T:
         done = decode.step(cache.plan, llm.params, state, column, donate=True)
         state = done.state
-        missed.append(sum(int(report.traffic.missed.sum()) for report in done.reports))
+        missed.append(sum(int(report.stats.missed.sum()) for report in done.reports))
     cache.close()
     np.testing.assert_array_equal(residency.replay(trace, slots=slots, policy=policy), missed)
     assert 0 < residency.best_possible(trace, slots) <= sum(missed)
@@ -54,7 +54,7 @@ def test_a_trace_knows_which_blocks_were_written(trace):
 
 def test_heads_that_share_blocks_are_one_lane(llm):
     """Given groups of tokens that all heads fetch alike, a step needs each once, as its store is asked."""
-    method = kvjax.kvswap(budget=24, sinks=2, window=4, group=4, sigma=2)
+    method = kvjax.KVSwap(budget=24, sinks=2, window=4, group=4, sigma=2)
     cache = llm.prefill(TOKENS[:, :40].tolist(), method=method, capacity=96)
     found = residency.record(llm, cache, TOKENS[:, 40:44])
     assert found.need.shape[1] == CONFIG.num_layers * len(TOKENS)

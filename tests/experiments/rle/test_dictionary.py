@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from experiments.rle import autoencoder, dictionary
 from kvjax.errors import ConfigError
-from kvjax.ops import runs as rle
+from kvjax.ops.runs import decode
 
 TOKENS, SIZE, VOCAB = 24, 4, 9
 TABLE = np.random.default_rng(0).normal(size=(VOCAB, SIZE)).astype(np.float32)
@@ -38,7 +38,7 @@ def test_dictionaries_are_exact_and_alike(token, length, slots):
         np.testing.assert_array_equal(getattr(known, name), getattr(found, name), err_msg=name)
         np.testing.assert_array_equal(getattr(known, name), getattr(grown, name), err_msg=name)
     kept = int(known.tokens)
-    np.testing.assert_array_equal(np.asarray(rle.decode(known))[:kept], np.asarray(key)[:kept])
+    np.testing.assert_array_equal(np.asarray(decode(known))[:kept], np.asarray(key)[:kept])
     assert int(known.runs) == len(set(np.asarray(token)[:kept].tolist())) and (slots == 4 or kept == length)
 
 
@@ -61,7 +61,7 @@ def test_rows_of_keys_and_values_share_one_index():
     token = jnp.asarray([3, 1, 3, 3, 0, 1], jnp.int32)
     rows = jnp.concatenate([TABLE[token], np.sin(TABLE)[token]], axis=1)
     runs = by_token(rows, token, jnp.int32(6), VOCAB)
-    np.testing.assert_array_equal(rle.decode(runs), rows)
+    np.testing.assert_array_equal(decode(runs), rows)
     np.testing.assert_array_equal(runs.slot, [0, 1, 0, 0, 2, 1])
 
 

@@ -27,8 +27,7 @@ from experiments.rle import (
     table as rle_table,
 )
 from kvjax.models.config import ModelConfig
-from kvjax.ops import runs as rle
-from kvjax.ops.runs import Tolerance
+from kvjax.ops.runs import Tolerance, decode, size
 
 CONFIG = ModelConfig(
     family="llama", vocab_size=16, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4, num_kv_heads=2,
@@ -103,8 +102,8 @@ def test_the_first_layers_keys_and_values_are_decided_by_the_token(plain, part):
     length, token = jnp.int32(len(TOKENS)), jnp.asarray(TOKENS)
     runs = dictionary.by_token(jnp.asarray(first), token, length, 16)
     assert int(runs.runs) == len(set(TOKENS.tolist())) and int(runs.refused) == 0
-    np.testing.assert_array_equal(rle.decode(runs), first)
-    assert not np.array_equal(rle.decode(dictionary.by_token(jnp.asarray(second), token, length, 16)), second)
+    np.testing.assert_array_equal(decode(runs), first)
+    assert not np.array_equal(decode(dictionary.by_token(jnp.asarray(second), token, length, 16)), second)
 
 
 SIZES = SimpleNamespace(
@@ -130,12 +129,12 @@ def test_rows_of_runs_have_bytes_and_heads():
     runs = found["rle_before", 0.0, None, None]
     assert runs["runs_per_token_by_layer_and_head"] == [[8 / 24, 1.0]]
     assert runs["histogram_by_layer_and_head"] == [[[0, 0, 8, 0], [24, 0, 0, 0]]] and runs["histogram"] == [24, 0, 8, 0]
-    coded = rle.size(24, 8, 4, 2).coded + rle.size(24, 24, 4, 2).coded
+    coded = size(24, 8, 4, 2).coded + size(24, 24, 4, 2).coded
     assert (runs["key_bytes"], runs["key_bytes_coded"]) == (2 * 24 * 8, coded) and runs["kv_bytes"] == 4 * 24 * 8
     assert runs["kv_bytes_coded"] == 2 * 24 * 8 + coded and runs["saved"] == 1 - coded / (2 * 24 * 8)
     assert found["rle_sorted", 0.0, None, None]["runs_per_token_by_layer_and_head"] == [[8 / 24, 8 / 24]]
     lowbit = found["int4_sorted_rle", None, None, 0.0]
-    assert lowbit["key_bytes_coded"] <= 2 * (rle.size(24, 8, 2, 1).coded + 8)
+    assert lowbit["key_bytes_coded"] <= 2 * (size(24, 8, 2, 1).coded + 8)
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
@@ -158,7 +157,7 @@ def test_dictionary_rows_say_where_the_token_decides():
     for name, width in (("key", 4), ("value", 4), ("row", 8)):
         first, second = rows[f"dictionary_{name}", 0], rows[f"dictionary_{name}", 1]
         assert first["lossless_by_token"] and not second["lossless_by_token"]
-        assert first["bytes_coded"] == 2 * rle.size(24, 5, width, 2).coded and first["bytes"] == 2 * 24 * width * 2
+        assert first["bytes_coded"] == 2 * size(24, 5, width, 2).coded and first["bytes"] == 2 * 24 * width * 2
         assert second["different_per_token"] == 1 and second["saved"] < 0 < first["saved"]
 
 

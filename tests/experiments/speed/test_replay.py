@@ -123,18 +123,18 @@ def test_reuse_is_that_of_the_recording(llm, method, tokens, recording, tmp_path
     player = replay.replayed(method, recording)
     slots = kvjax.Slots(count=SLOTS[method.name], policy="fifo", prefetch="layer", keep=keep)
     steps = decoded(llm, player, tokens, store=kvjax.FlashStore(tmp_path), slots=slots)
-    traffic = [timing.moved(done) for done in steps]
+    stats = [timing.moved(done) for done in steps]
     need = replay.asked(player, CONFIG.num_layers, CONTEXT, 2, STEPS)
     each = CONFIG.num_kv_heads // recording.block.shape[3]
-    np.testing.assert_array_equal([one.needed for one in traffic], each * np.count_nonzero(need >= 0, axis=(1, 2)))
+    np.testing.assert_array_equal([one.needed for one in stats], each * np.count_nonzero(need >= 0, axis=(1, 2)))
     if not keep:
-        assert all(one.needed == one.read for one in traffic)
+        assert all(one.needed == one.read for one in stats)
         return
     simulated = each * fifo.misses(need, SLOTS[method.name]).sum(axis=1)
-    np.testing.assert_array_equal([one.read for one in traffic], simulated)
-    assert simulated[-1] < traffic[-1].needed
+    np.testing.assert_array_equal([one.read for one in stats], simulated)
+    assert simulated[-1] < stats[-1].needed
     plan = llm.prefill(tokens[:, :CONTEXT].tolist(), method=player, capacity=CAPACITY).plan
-    row = throughput.reuse_row(player, plan, slots, CONTEXT, traffic)
+    row = throughput.reuse_row(player, plan, slots, CONTEXT, stats)
     assert row["reuse_rate"] == pytest.approx(row["recorded_reuse_rate"]) and 0 < row["reuse_rate"] < 1
 
 

@@ -33,9 +33,9 @@ def test_every_key_goes_to_the_cluster_with_the_nearest_mean(run, head):
     sim, before = run
     keys, expected = sim.stream.k[0, :, head].astype(np.float64), {c: list(p) for c, p in before[head].items()}
     spec = sim.plan.spec
-    for leaving in range(PROMPT - spec.ring, PROMPT + STEPS - spec.ring):
+    for evicted in range(PROMPT - spec.ring, PROMPT + STEPS - spec.ring):
         means = {c: keys[p].mean(0) for c, p in expected.items()}
-        expected[min(means, key=lambda c: np.square(keys[leaving] - means[c]).sum())].append(leaving)
+        expected[min(means, key=lambda c: np.square(keys[evicted] - means[c]).sum())].append(evicted)
     assert {c: sorted(p) for c, p in partition(sim, 0, head).items()} == {c: sorted(p) for c, p in expected.items()}
 
 

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models
 import kvjax
 from kvjax.errors import ConfigError, WriteFailed
 from kvjax.methods.shared.delimiter_texts import delimiter_texts, ends_sentence, is_delimiter
-from kvjax.methods.shared.delimiters import Delimiters, Tally
+from kvjax.methods.shared.delimiters import DelimiterCounts, Delimiters
 
 TEXTS = {3: ".", 5: ",", 9: "\n", 11: ");"}
 
@@ -47,7 +47,7 @@ def test_ids_of_a_byte_level_vocabulary_with_gaps():
 
 
 def tallied(seed=0):
-    tally, rng = Tally(16), np.random.default_rng(seed)
+    tally, rng = DelimiterCounts(16), np.random.default_rng(seed)
     tokens = rng.choice([1, 3, 5, 9], size=400)
     tally.add(tokens, np.where(tokens == 3, 0.5, 0.1) + 0.01 * rng.normal(size=400))
     return tally
@@ -66,7 +66,7 @@ def test_a_table_has_the_mean_scores_and_says_what_it_has_not_seen():
 
 
 def test_a_tally_leaves_out_the_tokens_without_a_score():
-    tally = Tally(4)
+    tally = DelimiterCounts(4)
     tally.add(np.array([1, 1, 2]), np.array([0.5, 0.25]))
     np.testing.assert_array_equal(tally.mean()[[1, 2]], [0.375, np.nan])
 
@@ -106,7 +106,7 @@ def test_a_file_that_is_no_table_is_refused(tmp_path, content):
 
 def test_texts_without_delimiters_are_refused():
     with pytest.raises(ConfigError, match="no delimiter"):
-        Tally(16).table("model", TEXTS)
+        DelimiterCounts(16).table("model", TEXTS)
 
 
 @pytest.mark.parametrize("name", ["reference", "reference_8k"])

@@ -47,11 +47,11 @@ def blocks(sim, b, head):
 # ----------------------------------------------------------------------------------------- SnapKV
 
 
-def pooled(votes, kernel, pooling):
+def pooled(observation_scores, kernel, pooling):
     """Each vote replaced by the mean or maximum of its neighbourhood, one after the other."""
     half = kernel // 2
-    padded = np.pad(votes, half)
-    windows = [padded[i : i + kernel] for i in range(len(votes))]
+    padded = np.pad(observation_scores, half)
+    windows = [padded[i : i + kernel] for i in range(len(observation_scores))]
     return np.array([window.max() if pooling == "max" else window.sum() / kernel for window in windows])
 
 
@@ -98,8 +98,8 @@ def test_chunkkv_keeps_the_chunks_with_most_votes(change, prompt):
     method, stream = dataclasses.replace(CHUNKKV, **change), Stream.draw(2)
     sim = Sim(method, stream, prompt)
     for b, length in enumerate(prompt):
-        votes = votes_of(stream, b, length, method.observation)
-        paid = votes.mean(1) if method.aggregation == "softmax_mean" else votes.max(1)
+        observation_scores = votes_of(stream, b, length, method.observation)
+        paid = observation_scores.mean(1) if method.aggregation == "softmax_mean" else observation_scores.max(1)
         paid = np.tile(paid.sum(0), (HEADS, 1)) if method.shared else paid
         for head in range(HEADS):
             score = {}

@@ -342,13 +342,13 @@ def test_memory_beside_the_blocks_is_told(driver):
         assert branch.held_bytes == before
         return
     if geometry.block_bytes >= 4096:  # else the sequential layout reads as many pages as there are rows
-        assert branch.held_bytes >= before + geometry.lanes * geometry.num_blocks * geometry.block_bytes
+        assert branch.held_bytes >= before + geometry.streams * geometry.num_blocks * geometry.block_bytes
     assert branch.held_bytes > before
     read = branch.held_bytes
     assert driver.put_row(0, 1, 5.0)
     branch.commit(branch.generation)
     branch.settle()
-    assert branch.held_bytes <= read + 3 * geometry.extent_bytes * geometry.lanes, "nothing waits, and little was read"
+    assert branch.held_bytes <= read + 3 * geometry.extent_bytes * geometry.streams
 
 
 def test_registry_knows_live_branches_only(store):

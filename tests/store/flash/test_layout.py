@@ -19,7 +19,7 @@ from tests.store.conftest import GEOMETRY, Driver
 
 BLOCKS = 40
 LANES = Geometry(layers=2, batch=1, kv_heads=2, num_blocks=BLOCKS, block_rows=4, width=6, dtype="float32")
-SHELF = DualHead.SHELF
+SEGMENT = DualHead.SEGMENT
 
 
 def make(kind, geometry=LANES, max_bytes=None):
@@ -100,29 +100,29 @@ def test_correlated_blocks_share_a_pool():
     ids = np.concatenate([np.arange(40), 40 + np.array([0, 10, 20])])
     extents = dict(zip(ids.tolist(), layout.place_prompt(ids, retrieved).tolist(), strict=True))
     assert extents[1] ^ 1 == extents[30] and extents[40] ^ 1 == extents[60]
-    assert sorted(extents.values()) == [*range(40), *range(3 * SHELF, 3 * SHELF + 3)], "lanes start on shelves"
+    assert sorted(extents.values()) == [*range(40), *range(3 * SEGMENT, 3 * SEGMENT + 3)], "streams start on shelves"
 
 
 def test_a_split_takes_the_empty_half_of_a_pool_and_then_a_pool():
     layout = make(DualHead)
     layout.place_prompt(np.arange(3), None)
     assert [layout.place(3), layout.place(4), layout.place(5), layout.place(6)] == [3, 4, 5, 6]
-    assert layout.place(BLOCKS) == SHELF, "another lane has its own shelf"
+    assert layout.place(BLOCKS) == SEGMENT, "another stream has its own shelf"
     layout.extents.release(np.array([1, 4, 5]))
     assert [layout.place(7), layout.place(8)] == [1, 7], "half-empty pools first"
     assert layout.place(9) == 4, "then freed pools"
 
 
 def test_a_lane_goes_on_with_its_shelves_in_a_file_that_is_opened_again():
-    """Given two lanes, of which the second has a pool with an empty half."""
+    """Given two streams, of which the second has a pool with an empty half."""
     layout = make(DualHead)
     table = np.full(LANES.total_blocks, -1, np.int32)
-    ids = np.append(np.arange(SHELF), BLOCKS + np.arange(3))
+    ids = np.append(np.arange(SEGMENT), BLOCKS + np.arange(3))
     table[ids] = layout.place_prompt(ids, None)
     opened = DualHead(LANES, layout.extents)
     opened.restore(ids, table[ids])
-    assert [opened.place(BLOCKS + 3), opened.place(BLOCKS + 4)] == [SHELF + 3, SHELF + 4]
-    assert opened.place(SHELF) == 2 * SHELF, "the first lane's is full"
+    assert [opened.place(BLOCKS + 3), opened.place(BLOCKS + 4)] == [SEGMENT + 3, SEGMENT + 4]
+    assert opened.place(SEGMENT) == 2 * SEGMENT, "the first stream's is full"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -144,12 +144,12 @@ def test_what_is_added_lies_alike_whether_or_not_a_file_was_opened_again(tmp_pat
     np.testing.assert_array_equal(*found)
 
 
-def test_shelves_without_blocks_go_to_other_lanes():
+def test_shelves_without_blocks_go_to_other_streams():
     layout = make(DualHead)
     extents = layout.place_prompt(np.arange(20), None)
     layout.extents.release(extents)
     assert layout.place(BLOCKS) == 0
-    assert layout.place(0) == SHELF
+    assert layout.place(0) == SEGMENT
 
 
 @pytest.mark.parametrize("kind", LAYOUTS.values(), ids=LAYOUTS)
@@ -162,17 +162,17 @@ def test_a_prompt_that_does_not_fit_takes_nothing(kind):
 
 
 class Placing(RuleBasedStateMachine):
-    """Blocks of a few branches come and go; every block has an extent of its own, and pools stay with one lane."""
+    """Blocks of a few branches come and go; every block has an extent of its own, and pools stay with one stream."""
 
     @initialize(kind=st.sampled_from(list(LAYOUTS)))
     def start(self, kind):
         self.layout = make(LAYOUTS[kind])
         self.blocks = []  # (block id, extent)
         self.others = []
-        self.prompts = [0] * 4  # of each lane
+        self.prompts = [0] * 4  # of each stream
         self.released = False
 
-    def lane(self, block_id):
+    def stream(self, block_id):
         return block_id // BLOCKS
 
     @rule(layer=st.integers(0, 1), blocks=st.sets(st.integers(0, 2 * BLOCKS - 1)), seed=st.integers(0, 5))
@@ -180,8 +180,8 @@ class Placing(RuleBasedStateMachine):
         ids = np.array(sorted(blocks), np.int64) + layer * 2 * BLOCKS
         retrieved = np.random.default_rng(seed).integers(0, BLOCKS + 1, (1, 8, 2, 4), np.int32)
         self.blocks += zip(ids.tolist(), self.layout.place_prompt(ids, retrieved).tolist(), strict=True)
-        for lane in {self.lane(block_id) for block_id in ids.tolist()}:
-            self.prompts[lane] += 1
+        for stream in {self.stream(block_id) for block_id in ids.tolist()}:
+            self.prompts[stream] += 1
 
     @rule(block_id=st.integers(0, LANES.total_blocks - 1))
     def place(self, block_id):
@@ -207,18 +207,18 @@ class Placing(RuleBasedStateMachine):
         assert np.flatnonzero(extents.occupied(np.arange(extents.end))).tolist() == taken
 
     @invariant()
-    def a_shelf_belongs_to_one_lane(self):
+    def a_shelf_belongs_to_one_stream(self):
         if isinstance(self.layout, DualHead):
-            owners = {(extent // SHELF, self.lane(block)) for block, extent in self.blocks}
+            owners = {(extent // SEGMENT, self.stream(block)) for block, extent in self.blocks}
             assert len(owners) == len({shelf for shelf, _ in owners})
 
     @invariant()
     def little_is_left_empty(self):
-        """Without releases: less than a shelf for each prompt and each lane."""
+        """Without releases: less than a shelf for each prompt and each stream."""
         if isinstance(self.layout, DualHead) and not self.released and not self.others:
-            for lane in range(4):
-                mine = [extent // SHELF for block, extent in self.blocks if self.lane(block) == lane]
-                assert len(set(mine)) * SHELF - len(mine) < SHELF * (self.prompts[lane] + 1)
+            for stream in range(4):
+                mine = [extent // SEGMENT for block, extent in self.blocks if self.stream(block) == stream]
+                assert len(set(mine)) * SEGMENT - len(mine) < SEGMENT * (self.prompts[stream] + 1)
 
 
 TestPlacing = Placing.TestCase
@@ -256,7 +256,7 @@ def test_correlated_blocks_are_read_at_once(tmp_path, open_branch):
         assert driver.branch.read_into(0, 0, block, np.broadcast_to(np.arange(2, dtype=np.int32), (2, 2, 2)), slots)
         np.testing.assert_array_equal(slots, blocks[:, :, [0, 5]])
         reads[kind] = driver.branch.stats().reads
-    assert reads == {"cluster_major": 5, "dual_head": 4}, "5 of one lane and 0 of the next are neighbours by chance"
+    assert reads == {"cluster_major": 5, "dual_head": 4}, "5 of one stream and 0 of the next are neighbours by chance"
 
 
 def test_holes_of_a_layout_take_no_space(tmp_path, open_branch):

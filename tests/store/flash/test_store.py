@@ -293,7 +293,7 @@ def test_forgotten_branches_leave_the_staging(tmp_path, open_branch):
     driver = open_branch(FlashStore(tmp_path, staging_bytes=64 * EXTENT))
     for _ in range(8):
         child = Driver(driver.branch.fork())
-        for block in range(4):  # 16 blocks in 4 lanes: a quarter, so that they linger
+        for block in range(4):  # 16 blocks in 4 streams: a quarter, so that they linger
             child.append(block, 0, 1.0)
         del child
     driver.append(0, 0, 1.0)

@@ -1,4 +1,4 @@
-"""Tables that share lanes: against plain arrays, with every owner count checked."""
+"""Tables that share streams: against plain arrays, with every owner count checked."""
 
 import dataclasses
 
@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvjax.store.flash.table import LanePool, Table
+from kvjax.store.flash.table import StreamPool, Table
 from kvjax.store.format.extents import ExtentPool
 from tests.store.conftest import GEOMETRY
 
-SMALL = dataclasses.replace(GEOMETRY, batch=1, num_blocks=3)  # 2 layers of 2 lanes of 3 blocks
-LAYER = SMALL.lanes * SMALL.num_blocks
+SMALL = dataclasses.replace(GEOMETRY, batch=1, num_blocks=3)  # 2 layers of 2 streams of 3 blocks
+LAYER = SMALL.streams * SMALL.num_blocks
 
 
 @dataclasses.dataclass
@@ -28,8 +28,8 @@ class World:
 
     def __init__(self):
         self.extents = ExtentPool("file", 4096, None)
-        self.lanes = LanePool(SMALL, self.extents)
-        self.models = [Model(Table.empty(self.lanes), np.full(SMALL.total_blocks, -1, np.int32))]
+        self.streams = StreamPool(SMALL, self.extents)
+        self.models = [Model(Table.empty(self.streams), np.full(SMALL.total_blocks, -1, np.int32))]
 
     def put(self, model: Model, block_id: int) -> None:
         """As the writer does: in place where nobody else needs the extent, else in a new one."""
@@ -97,24 +97,24 @@ def test_any_history_equals_plain_arrays(history):
 
 def test_a_table_made_from_extents_owns_them():
     pool = ExtentPool("file", 4096, None)
-    lanes = LanePool(SMALL, pool)
+    streams = StreamPool(SMALL, pool)
     extents = np.full(SMALL.total_blocks, -1, np.int32)
     extents[[0, 4, 11]] = [7, 2, 5]
     pool.restore(extents[extents >= 0], np.arange(3, dtype=np.uint64))
-    table = Table.of(lanes, np.flatnonzero(extents >= 0), extents[extents >= 0])
+    table = Table.of(streams, np.flatnonzero(extents >= 0), extents[extents >= 0])
     assert pool.end == 8 and pool.allocate(5).tolist() == [0, 1, 3, 4, 6]
     table.release()
     assert pool.allocate(3).tolist() == [2, 5, 7]
 
 
 @pytest.mark.parametrize("blocks", [64, 4096])
-def test_sharing_copies_no_lane(blocks):
-    """What a fork allocates depends on the number of lanes, not on how long they are."""
+def test_sharing_copies_no_stream(blocks):
+    """What a fork allocates depends on the number of streams, not on how long they are."""
     pool = ExtentPool("file", 4096, None)
-    lanes = LanePool(dataclasses.replace(SMALL, num_blocks=blocks), pool)
-    table = Table.of(lanes, np.arange(4 * blocks), pool.allocate(4 * blocks))
-    before = lanes.rows
+    streams = StreamPool(dataclasses.replace(SMALL, num_blocks=blocks), pool)
+    table = Table.of(streams, np.arange(4 * blocks), pool.allocate(4 * blocks))
+    before = streams.rows
     shared = table.share()
-    assert lanes.rows is before and shared._lanes.size == 4
+    assert streams.rows is before and shared._streams.size == 4
     shared.unshare(0)
-    assert [int(a != b) for a, b in zip(table._lanes, shared._lanes, strict=True)] == [1, 0, 0, 0]
+    assert [int(a != b) for a, b in zip(table._streams, shared._streams, strict=True)] == [1, 0, 0, 0]

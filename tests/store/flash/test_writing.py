@@ -15,8 +15,8 @@ EXTENT = GEOMETRY.extent_bytes
 
 
 def test_a_hot_block_stays_in_its_buffer(tmp_path, open_branch):
-    """Staging holds two layers' worth of one block per lane; one hot block, a new cold one at every token."""
-    driver = open_branch(FlashStore(tmp_path, staging_bytes=4 * 2 * GEOMETRY.lanes * EXTENT))
+    """Staging holds two layers' worth of one block per stream; one hot block, a new cold one at every token."""
+    driver = open_branch(FlashStore(tmp_path, staging_bytes=4 * 2 * GEOMETRY.streams * EXTENT))
     driver.prefill()
     before = driver.branch.stats().blocks_written
     hot, cold = 0, (1, 2, 3, 4, 5)
@@ -29,7 +29,7 @@ def test_a_hot_block_stays_in_its_buffer(tmp_path, open_branch):
         waiting = {block_id % GEOMETRY.num_blocks for block_id in lineage.queue}
     assert hot in waiting
     driver.branch.flush()
-    assert driver.branch.stats().rows_written == 2 * len(cold) * GEOMETRY.lanes
+    assert driver.branch.stats().rows_written == 2 * len(cold) * GEOMETRY.streams
 
 
 @pytest.mark.parametrize("rows", [1, GEOMETRY.block_rows])
@@ -40,13 +40,13 @@ def test_write_amplification(tmp_path, open_branch, rows):
         driver.append(2, row, float(row))
     driver.branch.flush()
     stats = driver.branch.stats()
-    assert stats.bytes_put == rows * GEOMETRY.lanes * GEOMETRY.row_bytes
-    assert stats.bytes_written == GEOMETRY.lanes * EXTENT
+    assert stats.bytes_put == rows * GEOMETRY.streams * GEOMETRY.row_bytes
+    assert stats.bytes_written == GEOMETRY.streams * EXTENT
     np.testing.assert_allclose(stats.write_amplification, EXTENT / (rows * GEOMETRY.row_bytes))
 
 
 def test_blocks_that_lie_side_by_side_are_one_write(tmp_path, open_branch, system):
-    """Given new blocks of every lane, which the layout puts one after the other, and later rows for each of them."""
+    """Given new blocks of every stream, which the layout puts one after the other, and later rows for each of them."""
     store = FlashStore(tmp_path)
     store.system = system
     driver = open_branch(store)
@@ -57,7 +57,7 @@ def test_blocks_that_lie_side_by_side_are_one_write(tmp_path, open_branch, syste
         driver.branch.flush()
         assert system.calls.count("pwrite") == 1
         settle(driver.branch.path)
-    assert driver.branch.stats().rows_written == 2 * GEOMETRY.lanes
+    assert driver.branch.stats().rows_written == 2 * GEOMETRY.streams
     np.testing.assert_array_equal(driver.read(1)[:, :, 4, :2, 0], np.broadcast_to([1.0, 2.0], (2, 2, 2)))
 
 
@@ -72,8 +72,8 @@ def test_no_more_is_written_of_neighbours_than_they_fill(tmp_path, open_branch, 
     driver.append(4, 0, 1.0, layer=1)
     driver.branch.flush()
     stats = driver.branch.stats()
-    assert sum(given) == stats.bytes_written - before.bytes_written == WIDE.lanes * 2 * PAGE_BYTES
-    assert stats.blocks_short - before.blocks_short == WIDE.lanes
+    assert sum(given) == stats.bytes_written - before.bytes_written == WIDE.streams * 2 * PAGE_BYTES
+    assert stats.blocks_short - before.blocks_short == WIDE.streams
 
 
 def test_a_failure_that_is_over_when_all_is_written_is_not_told(tmp_path, open_branch, system, monkeypatch):
@@ -106,7 +106,7 @@ def test_what_was_written_before_a_failure_is_not_written_again(tmp_path, open_b
     store.system = system
     driver = open_branch(store)
     expected = driver.prefill()
-    driver.append(1, 2, 5.0)  # lies somewhere else in each lane
+    driver.append(1, 2, 5.0)  # lies somewhere else in each stream
     expected[:, :, 1, 2] = 5.0
     system.fail("pwrite", errno.EIO, skip=1)
     with pytest.raises(WriteFailed, match="block 1 at offset"):
@@ -115,32 +115,32 @@ def test_what_was_written_before_a_failure_is_not_written_again(tmp_path, open_b
     system.heal()
     system.calls.clear()
     driver.branch.flush()
-    assert system.calls.count("pwrite") == GEOMETRY.lanes - 1
+    assert system.calls.count("pwrite") == GEOMETRY.streams - 1
     settle(driver.branch.path)
     np.testing.assert_array_equal(driver.read(), expected)
-    assert driver.branch.stats().rows_written == GEOMETRY.lanes
+    assert driver.branch.stats().rows_written == GEOMETRY.streams
 
 
 def test_as_many_blocks_are_written_as_there_is_space_for(tmp_path, open_branch):
     driver = open_branch(FlashStore(tmp_path))
     driver.prefill()
     before, extents = driver.branch.stats().blocks_written, driver.branch._volume.extents
-    extents._max_bytes = extents.offset(extents.end + GEOMETRY.lanes - 1)
+    extents._max_bytes = extents.offset(extents.end + GEOMETRY.streams - 1)
     driver.append(4, 0, 6.0, layer=1)
     with pytest.raises(NoSpace, match="max_bytes"):
         driver.branch.flush()
-    assert driver.branch.stats().blocks_written - before == GEOMETRY.lanes - 1
+    assert driver.branch.stats().blocks_written - before == GEOMETRY.streams - 1
     assert (driver.read(1)[:, :, 4, 0] == 6.0).all()
     extents._max_bytes = None
     driver.branch.flush()
-    assert driver.branch.stats().blocks_written - before == GEOMETRY.lanes
+    assert driver.branch.stats().blocks_written - before == GEOMETRY.streams
     assert (driver.read(1)[:, :, 4, 0] == 6.0).all()
 
 
 def test_a_block_is_read_from_memory_until_the_device_has_it(tmp_path, open_branch, system):
     """Given blocks that are in the file and not yet on the device, and that get a second row meanwhile."""
     skip_without("aio", tmp_path)
-    store = FlashStore(tmp_path, staging_bytes=3 * GEOMETRY.lanes * EXTENT)
+    store = FlashStore(tmp_path, staging_bytes=3 * GEOMETRY.streams * EXTENT)
     store.system = system
     driver = open_branch(store)
     expected = driver.prefill()
@@ -160,7 +160,7 @@ def test_a_block_is_read_from_memory_until_the_device_has_it(tmp_path, open_bran
     driver.branch.flush()
     settle(driver.branch.path)
     np.testing.assert_array_equal(driver.read(), expected)
-    assert driver.branch.stats().rows_written == 2 * GEOMETRY.lanes
+    assert driver.branch.stats().rows_written == 2 * GEOMETRY.streams
 
 
 def test_a_branch_is_told_once_of_all_that_was_refused_together(tmp_path, open_branch, system):

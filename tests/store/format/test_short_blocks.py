@@ -35,7 +35,7 @@ def prefill(driver: Driver) -> tuple[np.ndarray, np.ndarray]:
 
 
 def pages_read(driver: Driver, *block: int) -> int:
-    """Pages that one read of these blocks of lane 0 takes."""
+    """Pages that one read of these blocks of stream 0 takes."""
     wanted = np.full((2, 2, len(block)), -1, np.int32)
     wanted[0, 0] = block
     slots = np.zeros((2, 2, len(block), WIDE.block_rows, WIDE.width), WIDE.numpy_dtype)
@@ -80,8 +80,8 @@ def test_one_block_is_read_alone_and_neighbours_with_what_lies_between(driver):
     counts = np.full(blocks.shape[:3], 1, np.int32)
     driver.branch.write_layer(0, blocks, counts)
     settle(driver.branch.path)
-    lane = driver.branch._lineage.table.everything()[: WIDE.num_blocks]
-    assert (np.diff(lane) == 1).all(), "neighbours"
+    stream = driver.branch._lineage.table.everything()[: WIDE.num_blocks]
+    assert (np.diff(stream) == 1).all(), "neighbours"
     assert pages_read(driver, 2) == ROW_PAGES
     assert pages_read(driver, 2, 4) == 2 * ROW_PAGES
     assert pages_read(driver, 2, 3) == 4 * ROW_PAGES + ROW_PAGES

@@ -122,7 +122,7 @@ def test_a_kernel_without_another_ring_leaves_reading_to_threads(tmp_path, open_
 
 
 def guessed(driver, size: int):
-    """Lets the first `size` blocks of every lane be read ahead; how many blocks that are."""
+    """Lets the first `size` blocks of every stream be read ahead; how many blocks that are."""
     block = np.tile(np.arange(size, dtype=np.int32), (2, 2, 1))
     assert driver.branch.submit(0, driver.branch.generation, block)
     return block.size
@@ -143,7 +143,7 @@ def test_what_was_read_ahead_is_used(tmp_path, open_branch, quick, settings, mis
 
 
 def test_a_guess_of_what_has_changed_is_not_used(tmp_path, open_branch, compiled, quick):
-    """Given a guess, block 1 of each lane gets other contents, and lies elsewhere when it is asked for."""
+    """Given a guess, block 1 of each stream gets other contents, and lies elsewhere when it is asked for."""
     driver, blocks = filled(open_branch, FlashStore(tmp_path, engine=compiled))
     guessed(driver, GEOMETRY.num_blocks)
     expected, new = blocks.copy(), np.ones((2, 2, 1, *blocks.shape[3:]), GEOMETRY.numpy_dtype)

@@ -102,7 +102,7 @@ class Watched(Staged):
 
 
 class Asked:
-    """What `native.fetch` asks of a branch, and is told: two lanes of three blocks, in a file of eight extents."""
+    """What `native.fetch` asks of a branch, and is told: two streams of three blocks, in a file of eight extents."""
 
     def __init__(self, path, places: int = 8, **changes):
         rng = np.random.default_rng(0)
@@ -153,8 +153,8 @@ class Asked:
 
     def _window(self, layer, generation):
         arrays = self.arrays
-        lanes, extents = (types.SimpleNamespace(**{name: arrays[name]}) for name in ("rows", "checksums"))
-        always = (self.lock, lanes, extents, arrays["shift"], arrays["pending"], self.fetched.view(np.uint8),
+        streams, extents = (types.SimpleNamespace(**{name: arrays[name]}) for name in ("rows", "checksums"))
+        always = (self.lock, streams, extents, arrays["shift"], arrays["pending"], self.fetched.view(np.uint8),
                   self.flight, self.queue, 1, 2, 3, 4, 1024, "B", 5.0)
         return self.ring, self.ring.layout, always, 0, self.descriptor, self.watched, None
 
@@ -199,7 +199,7 @@ def test_fetch_tells_who_watches(tmp_path):
 
 
 def test_fetch_lays_over_what_is_staged(tmp_path):
-    """Rows of blocks 1 and 2 of the first lane and 0 of the second are staged, of the last also older ones, which the
+    """Rows of blocks 1 and 2 of the first stream and 0 of the second are staged, of the last also older ones, which the
     writer has; the first of them is not asked for."""
     asked = Asked(tmp_path / "file")
     asked.stage(asked.queue, 1, 44)
@@ -224,7 +224,7 @@ def test_what_is_staged_is_found_with_the_lock_held(tmp_path, monkeypatch):
 
 
 def test_fetch_does_not_read_what_is_wholly_staged(tmp_path):
-    """Given all of block 2 of the first lane, which was never written, and rows of block 0 of the second."""
+    """Given all of block 2 of the first stream, which was never written, and rows of block 0 of the second."""
     asked = Asked(tmp_path / "file", rows=np.array([7, 5, -1, 2, 4, 1], np.int32))
     asked.stage(asked.flight, 2, 44, 0)  # nothing of it is left
     asked.stage(asked.queue, 2, 55)
@@ -256,7 +256,7 @@ def test_fetch_leaves_out_what_is_damaged(tmp_path):
     {"slots": np.zeros((2, 1, 4, 4, 1024), np.uint8)}, {"slots": np.zeros((1, 2, 8, 4, 1024), np.uint8)[:, :, ::2]},
     {"slots": np.broadcast_to(np.zeros(1024, np.uint8), (1, 2, 4, 4, 1024))},
 ], ids=["beyond the table", "beyond the file", "slot too large", "negative slot", "fewer slots", "shape", "type",
-        "lanes", "pending", "size", "rank", "item", "kind", "index", "batch", "strided", "read-only"])
+        "streams", "pending", "size", "rank", "item", "kind", "index", "batch", "strided", "read-only"])
 def test_fetch_leaves_the_unusual_to_others(tmp_path, changes):
     asked = Asked(tmp_path / "file", **changes)
     assert not asked.fetch() and asked.returned == 0 and asked.told is None and not asked.fetched["reads"][0]

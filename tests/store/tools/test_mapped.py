@@ -132,7 +132,7 @@ def test_the_cache_of_a_model_can_be_looked_at(tmp_path, params, tokens):
     from tiny import CONFIG
 
     llm = kvjax.LLM(CONFIG, params)
-    cache = llm.prefill(tokens[0, :40].tolist(), method=kvjax.quest(budget=24, sinks=2, window=4, page=4),
+    cache = llm.prefill(tokens[0, :40].tolist(), method=kvjax.Quest(budget=24, sinks=2, window=4, page=4),
                         store=FlashStore(tmp_path / "blocks.kv"), capacity=64)
     cache.save(tmp_path)
     reading = llm.read(tokens[0, :40].tolist())
