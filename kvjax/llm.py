@@ -188,7 +188,7 @@ class LLM:
         prefill.check_prompts(plan, np.asarray(reading.length))
         if chunk is not None:
             check = chunked_prefill.check_prompt if any(rest) else chunked_prefill.check
-            check(plan, chunk, () if slots is None else (slots.backend,))
+            check(plan, chunk)
         check_plan(plan, store is not None, slots or Slots())
         cache = self._filled(plan, reading, lengths, store, slots)
         return cache if chunk is None else self._extended(cache, rest, chunk)

@@ -35,7 +35,7 @@ from kvjax.eval.metrics import Probe
 from kvjax.eval.tasks import Continuation, Sample, asking
 from kvjax.inference.cache import Cache
 from kvjax.inference.generate import Usage
-from kvjax.inference.prefill import Reading
+from kvjax.inference.prefill import PromptActivations
 from kvjax.llm import LLM
 
 _GRID = ("methods", "tasks", "lengths", "budgets", "seeds", "question", "shard", "keep_bytes")
@@ -100,7 +100,7 @@ class Exams:
     def __init__(self, llm: LLM, config: ml_collections.ConfigDict):
         self.llm, self.config, self.stream = llm, config, common.held_out_tokens(llm)
         self.drawn = functools.cache(self._draw)
-        self.kept: dict[tuple, Reading] = {}
+        self.kept: dict[tuple, PromptActivations] = {}
 
     def _draw(self, task: str, context: int, seed: int) -> Sequence[Sample] | Sequence[Continuation]:
         config, continues = self.config, tasks.find(task)[0].continues
@@ -130,7 +130,7 @@ class Exams:
             for one in self._asked(context)
         ))
 
-    def read(self, contexts: Sequence[Sequence[int]]) -> Reading:
+    def read(self, contexts: Sequence[Sequence[int]]) -> PromptActivations:
         """The contexts read densely: kept, if there is room."""
         key = tuple(map(tuple, contexts))
         if key in self.kept:

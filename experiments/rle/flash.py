@@ -15,13 +15,13 @@ import numpy as np
 
 import kvjax
 from experiments import common
-from kvjax.inference.prefill import Reading
+from kvjax.inference.prefill import PromptActivations
 from kvjax.llm import Scores
 from kvjax.store.format import block_runs
 from kvjax.store.interface import PAGE_BYTES
 
 
-def plant(reading: Reading, run: int) -> Reading:
+def plant(reading: PromptActivations, run: int) -> PromptActivations:
     """With one key for every `run` tokens in a row, in each layer."""
     first = np.arange(reading.tokens.shape[1]) // run * run
     layers = tuple(dataclasses.replace(one, key=one.key[:, first]) for one in reading.layers)
@@ -41,7 +41,7 @@ def runs_of(cache: kvjax.Cache) -> dict[str, float]:
     return {"runs_per_token": runs / tokens, "rows_used": tokens / rows}
 
 
-def decoded(llm: kvjax.LLM, reading: Reading, rest: np.ndarray, store, **settings) -> tuple[np.ndarray, dict]:
+def decoded(llm: kvjax.LLM, reading: PromptActivations, rest: np.ndarray, store, **settings) -> tuple[np.ndarray, dict]:
     """Log-probabilities of what follows a prompt, and what was written and read."""
     cache = llm.prefill(reading, store=store, capacity=int(reading.length[0]) + rest.size, **settings)
     scores = llm.score(rest.tolist(), cache)

@@ -1,7 +1,7 @@
-"""How a step reaches the store from inside a compiled program, with three backends that give equal bits.
+"""Calls of the store from inside a compiled program, through two backends that give equal bits.
 
-`buffer` reads straight into XLA's own memory (CPU), `io` returns fetched blocks from an `io_callback` (any platform
-that has them), and `python` calls the store between compiled parts (any platform; also the oracle of the other two).
+`buffer` reads straight into XLA's own memory (CPU), and `io` returns fetched blocks from an `io_callback` (any
+platform that has them; under `jax.disable_jit()` the oracle of both).
 Where it could be compiled, `buffer` is a call of our own (callback.c): JAX's `buffer_callback` takes 15 to 20 us more.
 
 Callbacks never raise and never touch JAX: they save the first error in the branch and answer 0, and the step then
@@ -12,7 +12,6 @@ write takes what depends on the reads (`kvjax.ops.barriers`).
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +20,12 @@ from jax.experimental import io_callback
 from jax.experimental.buffer_callback import buffer_callback
 
 from kvjax.cache.pool import StoreRef
-from kvjax.errors import ConfigError
 from kvjax.ops import kernels
 from kvjax.store import interface
 from kvjax.store.native import native
 from kvjax.typing import Array, Bool, Int32, Num
 
-BACKENDS = ("buffer", "io", "python")
+BACKENDS = ("buffer", "io")
 _OK = jax.ShapeDtypeStruct((), jnp.int32)
 
 
@@ -112,8 +110,6 @@ def effect(name: str, backend: str, ref: StoreRef, layer, *arrays) -> Int32[Arra
     operands = (ref.handle, ref.generation, layer, *arrays)
     if backend == "buffer":
         return _in_buffers(name, operands)[0]
-    if backend == "python":
-        return _in_python(_FUNCTIONS[name], operands)
     return io_callback(_FUNCTIONS[name], _OK, *operands)
 
 
@@ -127,21 +123,11 @@ def read_in_place(
 
 
 def read_blocks(
-    rows: Num[Array, "B KB NS C X2"], ref: StoreRef, layer, block: Int32[Array, "B KB M1"], backend: str
+    rows: Num[Array, "B KB NS C X2"], ref: StoreRef, layer, block: Int32[Array, "B KB M1"]
 ) -> tuple[Num[Array, "B KB M1 C X2"], Bool[Array, ""]]:
     """Blocks (NB = nothing) in order, and whether all came; `rows` tells their shape."""
     result = (jax.ShapeDtypeStruct((*block.shape, *rows.shape[-2:]), rows.dtype), _OK)
     like = jnp.zeros((1, *rows.shape[-2:]), rows.dtype)
     operands = (like, ref.handle, ref.generation, layer, block)
-    if backend == "python":
-        fetched, ok = _in_python(_read_copies, operands)
-    else:
-        fetched, ok = io_callback(_read_copies, result, *operands)
+    fetched, ok = io_callback(_read_copies, result, *operands)
     return fetched, ok > 0
-
-
-def _in_python(call: Callable[..., Any], operands):
-    """Runs a callback here and now; its operands must be values, not parts of a program."""
-    if any(isinstance(one, jax.core.Tracer) for one in operands):
-        raise ConfigError("backend 'python' cannot run inside jit; use the staged driver, or backend 'io'")
-    return jax.tree.map(jnp.asarray, call(*map(np.asarray, operands)))

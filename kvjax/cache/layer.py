@@ -497,11 +497,7 @@ def _adapt_all(plan: LayerPlan, cache: LayerCache, gate, layer, ref) -> LayerCac
         return jnp.any(carry[1][..., 0] < plan.spec.num_blocks)
 
     carry = (cache, _due_blocks(plan, cache.state, gate))
-    if getattr(cache.pool, "backend", None) != "python":
-        return jax.lax.while_loop(unfinished, step, carry)[0]
-    while unfinished(carry):
-        carry = step(carry)
-    return carry[0]
+    return jax.lax.while_loop(unfinished, step, carry)[0]
 
 
 @functools.partial(jax.jit, static_argnums=0)

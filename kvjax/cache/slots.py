@@ -98,7 +98,7 @@ class SlotPool:
         if self.backend == "buffer":
             rows, ok = callbacks.read_in_place(rows, ref, layer, plan.read, plan.slot)
         else:
-            fetched, ok = callbacks.read_blocks(rows, ref, layer, plan.read, self.backend)
+            fetched, ok = callbacks.read_blocks(rows, ref, layer, plan.read)
             rows = filled(self.num_blocks, rows, plan, fetched, ok)
         pool, stats = self.settle(plan, need, count, rows, ok)
         return pool, jnp.broadcast_to(plan.slot, need.shape), ok, stats
@@ -161,7 +161,7 @@ class SlotPool:
 
 
 # ------------------------------------------------------------------------------- parts of a step
-# Compiled, so that backend `python` does not go through them operation by operation.
+# Compiled, so that what is called outside a program does not go through them operation by operation.
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -9,7 +9,6 @@ A chunk is one transaction: it is read in all layers before it is written in any
 """
 
 import functools
-from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,6 @@ from kvjax.cache import state as caching
 from kvjax.cache.layer import LayerCache, LayerPlan, SelectedRows
 from kvjax.cache.method import Placement, Selection, Spec
 from kvjax.cache.pool import StoreRef
-from kvjax.cache.slots import SlotPool
 from kvjax.cache.state import LayerState, NewToken
 from kvjax.errors import ConfigError, PromptError
 from kvjax.inference import decode
@@ -42,7 +40,7 @@ def extend(
     """Reads `length[b]` of the tokens into each sequence, `chunk` at a time; the given state must not be used again.
 
     Returns the state and the logits after each sequence's last token, zeros where it got none. Raises PromptError where
-    they do not fit, ConfigError for a method or backend that needs single tokens, and a StoreError. Its `state` holds
+    they do not fit, ConfigError for a method that needs single tokens, and a StoreError. Its `state` holds
     what was read before the chunk that failed; where a chunk was read and cannot be committed there is none.
     """
     counts = np.asarray(length)
@@ -67,25 +65,23 @@ def check_chunk(chunk) -> None:
         raise ConfigError(f"chunk={chunk!r} must be a whole number of at least 1 token")
 
 
-def check(plan: Plan, chunk: int, backends: Iterable[str | None] = ()) -> None:
-    """Raises ConfigError for a method or backend that needs single tokens, or chunks of none."""
+def check(plan: Plan, chunk: int) -> None:
+    """Raises ConfigError for a method that needs single tokens, or a chunk that is no number of tokens."""
     check_chunk(chunk)
-    if "python" in backends:
-        raise ConfigError("backend 'python' runs between compiled parts; use 'buffer' or 'io' to read in chunks")
     if any(one.method.observes or one.method.samples for one in plan.layers):
         raise ConfigError(f"{plan.method.name} learns from the attention of single tokens, or draws for "
                           "single queries; decode the text")
 
 
-def check_prompt(plan: Plan, chunk: int, backends: Iterable[str | None] = ()) -> None:
+def check_prompt(plan: Plan, chunk: int) -> None:
     """The same where the text is a prompt, of which a method may have to see all."""
-    check(plan, chunk, backends)
+    check(plan, chunk)
     if any(one.method.whole_prompts for one in plan.layers):
         raise ConfigError(f"{plan.method.name} decides what to keep when it has seen all of a prompt; leave out chunk")
 
 
 def _check(plan: Plan, state: State, length: np.ndarray, chunk: int) -> None:
-    check(plan, chunk, (one.pool.backend for one in state.layers if isinstance(one.pool, SlotPool)))
+    check(plan, chunk)
     longest = int((np.asarray(state.length) + length).max())
     if longest > plan.capacity:
         raise PromptError(f"the text makes {longest} tokens but capacity={plan.capacity}; raise the capacity")

@@ -192,11 +192,8 @@ def _next_ref(ref: StoreRef, ok) -> StoreRef:
 
 
 @functools.cache
-def _compiled(donate: bool, in_python: bool):
-    """The staged functions, with and without donation of the cache; or as they are, if Python is to run the effects
-    between the parts that are compiled."""
-    if in_python:
-        return _read, layer.write
+def _compiled(donate: bool):
+    """The staged functions, with or without donation of the cache."""
     read = jax.jit(_read, static_argnums=(0, 1, 2), donate_argnums=(5,) if donate else ())
     write = jax.jit(layer.write, static_argnums=0, donate_argnums=(1,) if donate else ())
     return read, write
@@ -227,7 +224,7 @@ def forget(state: State) -> None:
 
 
 def _layer_by_layer(plan, params, state, loader, tokens, active, donate):
-    read, write = _compiled(donate, _effects_in_python(state))
+    read, write = _compiled(donate)
     x, chosen, slots = embed(plan.config, params, tokens), None, None
     at, new_token, oks, reports = state.length, [], [], []
     for i, layer_plan in enumerate(plan.layers):
@@ -312,10 +309,6 @@ def _fused_token(plan, params, state, tokens, active):
     return Step(logits, State(tuple(layers), at + gate, _next_ref(state.ref, ok)), ok, tuple(reports))
 
 
-def _effects_in_python(state: State) -> bool:
-    return any(isinstance(one.pool, SlotPool) and one.pool.backend == "python" for one in state.layers)
-
-
 @functools.cache
 def _compiled_token(donate: bool):
     return jax.jit(_fused_token, static_argnums=0, donate_argnums=(2,) if donate else ())
@@ -324,6 +317,4 @@ def _compiled_token(donate: bool):
 def _fused(plan, params, state, tokens, active, donate):
     if is_offloaded(state.layers):
         raise ConfigError("parked layers come and go between compiled parts; use driver='staged'")
-    if _effects_in_python(state):
-        raise ConfigError("backend 'python' runs between compiled parts; use driver='staged'")
     return _compiled_token(donate)(plan, params, state, tokens, active)

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import METHODS
-from test_decode import teacher_forced
 from tiny import CAPACITY, CONFIG, PROMPT, decoded, make_params, start
 
 import kvjax
@@ -16,6 +15,7 @@ from kvjax.inference.plan import Slots, bytes_of, make_plan, store_geometry
 from kvjax.llm import LLM
 from kvjax.store.flash.store import FlashStore
 from kvjax.store.host import HostStore
+from tests.inference.test_decode import teacher_forced
 from tests.store.faults import FaultySystem
 
 STEPS = 12
@@ -23,9 +23,9 @@ DEEP = dataclasses.replace(CONFIG, num_layers=3, windows=(None,) * 3)
 
 
 @pytest.mark.parametrize(("name", "backend", "driver"), [
-    ("kvswap", "buffer", "fused"), ("kvswap", "io", "staged"), ("kvswap", "python", "staged"),
+    ("kvswap", "buffer", "fused"), ("kvswap", "io", "staged"),
     ("quest", "buffer", "staged"), ("quest", "io", "fused"), ("dynakv", "io", "staged"),
-    ("shadowkv", "python", "staged"), ("full", "buffer", "fused"),
+    ("shadowkv", "io", "staged"), ("full", "buffer", "fused"),
 ])
 def test_layers_that_keep_nothing_share_their_slots_unless_they_rewrite_blocks(
     params, tokens, name, backend, driver, tmp_path

@@ -115,7 +115,6 @@ def test_type_and_slots_of_a_method_have_their_effect(model, tmp_path):
 @pytest.mark.parametrize(("settings", "changes", "words"), [
     ({**METHODS[0], "dtype": "int3"}, {}, "int3"), ({**METHODS[0], "slots": {"count": 1}}, {}, "slots=1"),
     ({**METHODS[0], "slots": {"keep": False}}, {"store": "memory"}, "slots are for blocks on a store"),
-    ({**METHODS[0], "slots": {"backend": "python"}}, {"chunk": 2}, "backend 'python'"),
     ({"name": "shadowkv"}, {}, "shadowkv learns from the prompt"),
     ({"name": "rle", "int8": True}, {"chunk": 2}, "rle learns from the prompt"),
 ])

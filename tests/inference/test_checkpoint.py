@@ -397,7 +397,7 @@ def test_a_store_file_that_was_never_saved_hides_nothing(llm, tmp_path):
 
 @pytest.mark.parametrize("bad", [
     {"slots": kvjax.Slots(count=1)}, {"slots": kvjax.Slots(host=1)},
-    {"chunk": 16, "slots": kvjax.Slots(backend="python")},
+    {"chunk": 0},
 ], ids=["count", "host", "chunk"])
 def test_a_prefill_that_is_refused_loses_no_saved_cache(llm, tmp_path, bad):
     method, store = METHODS["quest"], kvjax.FlashStore(tmp_path / "blocks.kv")

@@ -272,9 +272,9 @@ def interrupt(*args):
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("parked", [False, True])
+@pytest.mark.parametrize("offloaded", [False, True])
 def test_of_a_token_that_ctrl_c_ended_nothing_is_left(params, tokens, monkeypatch, offloaded):
-    """Whether it comes before the token is committed, or amid parked layers that were put back."""
+    """Whether it comes before the token is committed, or amid offloaded layers that were put back."""
     def logits(interrupted: bool) -> np.ndarray:
         slots = {"offload": HostStore()} if offloaded else {}
         plan, state, _, branch = start(params, tokens, METHODS["dynakv"], HostStore(), **slots)

@@ -92,7 +92,7 @@ def test_memory_is_that_of_two_layers(tmp_path):
 
 
 def test_a_prompt_that_is_not_read_leaves_no_file(tmp_path, monkeypatch):
-    """Refused, or failed while layers are parked; the exception may be kept, as notebooks do."""
+    """Refused, or failed while layers are offloaded; the exception may be kept, as notebooks do."""
     llm, context = _model(DEEP), list(range(1, 50))
     slots = kvjax.Slots(offload=FlashStore(tmp_path / "p.kv"))
     with pytest.raises(ConfigError, match="h2o") as kept:

@@ -7,7 +7,6 @@ import jax
 import numpy as np
 import pytest
 from harness import METHODS
-from test_decode import teacher_forced
 from tiny import CONFIG, PROMPT, start
 
 from kvjax.cache import layer
@@ -18,6 +17,7 @@ from kvjax.models.transformer import Block
 from kvjax.store.flash.store import FlashStore
 from kvjax.store.host import HostStore
 from kvjax.store.io.threads import ThreadedFetch
+from tests.inference.test_decode import teacher_forced
 from tests.store.conftest import GEOMETRY, Driver, wait_until
 from tests.store.conftest import engine as engine
 from tests.store.faults import FaultySystem
@@ -113,19 +113,19 @@ def test_heads_that_reuse_evenly_read_equally_many_blocks_and_change_no_bit(para
     assert read[None, True] > max(read[None, False], read[64, True]) and read[64, True] > 0
 
 
-def test_effects_driven_from_python_give_the_same_tokens(params, tokens, tmp_path):
-    """As those in memory, and so as any store's."""
-    method, store = METHODS["dynakv"], FlashStore(tmp_path)
-    expected = teacher_forced(params, tokens, method)
-    got = teacher_forced(params, tokens, method, store=store, backend="python", prefetch="layer")
-    np.testing.assert_allclose(got, expected, atol=1e-5)
-    np.testing.assert_array_equal(got.argmax(-1), expected.argmax(-1))
-
-
-def test_a_program_cannot_run_effects_in_python(params, tokens, tmp_path):
-    plan, state, _, _ = start(params, tokens, METHODS["quest"], FlashStore(tmp_path), backend="python")
-    with pytest.raises(ConfigError, match="driver='staged'"):
-        decode.step(plan, params, state, tokens[:, 50], driver="fused")
+def test_a_token_without_programs_is_the_same(params, tokens, tmp_path):
+    """Operation by operation, callbacks included: the oracle of what compiled programs make of a step."""
+    plan, state, _, branch = start(params, tokens, METHODS["dynakv"], FlashStore(tmp_path), backend="io",
+                                   prefetch="layer")
+    fed = tokens[np.arange(2), np.asarray(PROMPT)]
+    expected = decode.step(plan, params, state, fed)
+    again, other, _, other_branch = start(params, tokens, METHODS["dynakv"], FlashStore(tmp_path), backend="io",
+                                          prefetch="layer")
+    with jax.disable_jit():
+        got = decode.step(again, params, other, fed)
+    np.testing.assert_allclose(got.logits, expected.logits, atol=1e-5)
+    branch.close()
+    other_branch.close()
 
 
 def test_unknown_names():

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_decode import teacher_forced
 from tiny import CAPACITY, CONFIG, start
 
 import kvjax
@@ -17,6 +16,7 @@ from kvjax.inference import plan
 from kvjax.methods import ShadowKV
 from kvjax.ops import rotary
 from kvjax.store.flash.store import FlashStore
+from tests.inference.test_decode import teacher_forced
 
 METHOD = ShadowKV(budget=24, sinks=2, window=4, chunk=4, outliers=1)
 FREQS = rotary.inverse_frequencies(CONFIG.head_dim, CONFIG.rope)
