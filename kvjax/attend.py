@@ -20,10 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import _validate
-from kvjax.cache import layer
-from kvjax.cache.layer import LayerCache, LayerPlan, Prompts
+from kvjax.cache.fill import Prompts, check_enough, empty_state, fill_memory, last_queries
+from kvjax.cache.layer import LayerCache, LayerPlan
 from kvjax.cache.method import Method
 from kvjax.cache.pool import MemoryPool, StoreRef
+from kvjax.cache.read import read_token
+from kvjax.cache.write import write_token
 from kvjax.errors import ConfigError, PromptError
 from kvjax.inference import arguments
 from kvjax.models.config import RopeConfig
@@ -67,7 +69,7 @@ def init_cache(
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _empty(plan: LayerPlan, batch: int, dtype: str) -> AttentionCache:
     pool = MemoryPool.zeros(plan.spec, batch, dtype)
-    return AttentionCache(LayerCache(layer.init(plan, batch, dtype), pool), jnp.zeros(batch, jnp.int32), plan)
+    return AttentionCache(LayerCache(empty_state(plan, batch, dtype), pool), jnp.zeros(batch, jnp.int32), plan)
 
 
 def prefill_cache(
@@ -95,7 +97,7 @@ def prefill_cache(
         if int(jnp.max(length)) > most:
             raise PromptError(f"length={int(jnp.max(length))} is beyond the {key.shape[1]} given tokens or "
                               f"capacity={cache.plan.spec.capacity}; give all tokens, or raise the capacity")
-        layer.check_enough(cache.plan, np.asarray(length))
+        check_enough(cache.plan, np.asarray(length))
     _check_token(cache, token)
     return _prefilled(cache, *map(_in_32_bits, (key, value, length, query, token)))
 
@@ -125,10 +127,10 @@ def _check_token(cache: AttentionCache, token) -> None:
 @jax.jit
 def _prefilled(cache: AttentionCache, key, value, length, query, token) -> AttentionCache:
     dtype = cache.layer.pool.dtype
-    state = layer.init(cache.plan, key.shape[0], dtype)
+    state = empty_state(cache.plan, key.shape[0], dtype)
     if query is not None:
-        query = layer.last_queries(query, length, cache.plan.method.observation)
-    filled = layer.prefill_memory(cache.plan, state, Prompts(key, value, length, token, query), dtype)
+        query = last_queries(query, length, cache.plan.method.observation)
+    filled = fill_memory(cache.plan, state, Prompts(key, value, length, token, query), dtype)
     return dataclasses.replace(cache, layer=filled, length=length)
 
 
@@ -147,8 +149,8 @@ def attend(
     kind, ref = q.dtype, StoreRef(jnp.int32(-1), jnp.int32(0))
     q, key, value, token = map(_in_32_bits, (q, key, value, token))
     at, zero = cache.length, jnp.int32(0)
-    out, read, fresh, _, report = layer.read(cache.plan, cache.layer, q, key, value, at, zero, ref)
+    out, read, fresh, _, report = read_token(cache.plan, cache.layer, q, key, value, at, zero, ref)
     gate = jnp.ones(at.shape, bool) & barriers.exists(out) & barriers.positions_exist([report.selected])
-    written, _ = layer.write(cache.plan, read, fresh, at, gate, zero, ref, token)
+    written, _ = write_token(cache.plan, read, fresh, at, gate, zero, ref, token)
     fits = (at < cache.plan.spec.capacity)[:, None, None]
     return jnp.where(fits, out, jnp.nan).astype(kind), dataclasses.replace(cache, layer=written, length=at + 1)

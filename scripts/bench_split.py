@@ -22,10 +22,11 @@ from absl import app, flags
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from kvjax.cache import layer
+from kvjax.cache.fill import Prompts, empty_state, fill_memory
 from kvjax.cache.layer import LayerCache, LayerPlan
 from kvjax.cache.pool import StoreRef
 from kvjax.cache.state import NewToken
+from kvjax.cache.write import write_token
 from kvjax.methods import DynaKV
 
 STEPS = flags.DEFINE_integer("steps", 50, "timed steps of each case")
@@ -55,7 +56,7 @@ def clumps(length: int) -> np.ndarray:
 
 def filled(plan: LayerPlan, keys: np.ndarray) -> LayerCache:
     length = jnp.array([keys.shape[1]], jnp.int32)
-    return layer.prefill_memory(plan, layer.init(plan, 1), layer.Prompts(keys, keys, length))
+    return fill_memory(plan, empty_state(plan, 1), Prompts(keys, keys, length))
 
 
 def flagged(cache: LayerCache, heads: int, clusters: int) -> tuple[LayerCache, jax.Array]:
@@ -115,8 +116,8 @@ def main(argv):
     free = int(jnp.min(jnp.sum(base.state.count == 0, axis=-1)))
     if free < (STEPS.value + 5) * max(clusters for _, clusters in CASES.values()):
         raise app.UsageError(f"--steps={STEPS.value}: {free} free blocks per head are too few; raise --capacity")
-    write = jax.jit(functools.partial(layer.write, plan), donate_argnums=0)
-    never = jax.jit(functools.partial(layer.write, make_plan(NeverSplits)), donate_argnums=0)
+    write = jax.jit(functools.partial(write_token, plan), donate_argnums=0)
+    never = jax.jit(functools.partial(write_token, make_plan(NeverSplits)), donate_argnums=0)
     writes = {name: never if name == "never" else write for name in CASES}
     times = timed(writes, {name: jax.tree.map(jnp.copy, base) for name in CASES}, keys)
     bandwidth = copy_bandwidth()

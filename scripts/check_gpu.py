@@ -29,7 +29,6 @@ from jax.experimental import topologies
 from jaxlib.mlir import ir
 
 import kvjax
-from kvjax.cache import layer
 from kvjax.inference import chunked_prefill, decode
 from kvjax.inference.plan import Slots
 
@@ -114,7 +113,7 @@ def programs(llm: kvjax.LLM, name: str) -> Iterator[tuple[str, Callable, tuple, 
         return decode._read(plan.config, one, None, block, None, kept, None, x, None, at, number, state.line, active)
 
     def write(kept, fresh):
-        return layer.write(one, kept, fresh, at, active, number, state.line, token)
+        return write.write_token(one, kept, fresh, at, active, number, state.line, token)
 
     def chunk(kept, fresh):
         many = jax.tree.map(lambda leaf: jnp.stack([leaf] * 8), fresh)

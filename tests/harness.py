@@ -10,13 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.cache import layer
 from kvjax.cache import state as caching
 from kvjax.cache.callbacks import default_backend
-from kvjax.cache.layer import LayerCache, LayerPlan, Prompts
+from kvjax.cache.fill import Prompts, empty_state, fill_state, in_memory, last_queries, stored_rows
+from kvjax.cache.layer import LayerCache, LayerPlan
 from kvjax.cache.method import Method, Selection
 from kvjax.cache.pool import StoreRef, row_width
+from kvjax.cache.read import read_token
 from kvjax.cache.slots import SlotPool
+from kvjax.cache.write import write_token
 from kvjax.methods import (
     H2O,
     RLE,
@@ -151,16 +153,16 @@ def _token(plan, cache, q, k, v, token, at, active, line):
     key = (plan, q.shape, type(pool).__name__, getattr(pool, "policy", ""), getattr(pool, "backend", ""),
            pool.dtype)
     TRACES[key] = TRACES.get(key, 0) + 1
-    out, cache, fresh, ok, report = layer.read(plan, cache, q, k, v, at, jnp.int32(0), line)
+    out, cache, fresh, ok, report = read_token(plan, cache, q, k, v, at, jnp.int32(0), line)
     gate = ok & active & (jax.lax.bitcast_convert_type(jnp.sum(out), jnp.int32) != -0x7FEDCBA9)
-    return out, layer.write(plan, cache, fresh, at, gate, jnp.int32(0), line, token)[0], ok, report
+    return out, write_token(plan, cache, fresh, at, gate, jnp.int32(0), line, token)[0], ok, report
 
 
 @functools.partial(jax.jit, static_argnums=(0, 6))
 def _fill(plan, k, v, length, token, q, dtype):
     """The state, each token's place and the prompts: one program, whatever keeps the blocks."""
-    prompts = Prompts(k, v, length, token, layer.last_queries(q, length, plan.method.observation))
-    return *layer.prefill(plan, layer.init(plan, k.shape[0], dtype), prompts), prompts
+    prompts = Prompts(k, v, length, token, last_queries(q, length, plan.method.observation))
+    return *fill_state(plan, empty_state(plan, k.shape[0], dtype), prompts), prompts
 
 
 class Sim:
@@ -176,14 +178,14 @@ class Sim:
         batch = stream.k.shape[0]
         state, *placed = _fill(*self._read(dtype))
         if store is None:
-            self.cache = LayerCache(state, layer.in_memory(self.plan, state, *placed, dtype))
+            self.cache = LayerCache(state, in_memory(self.plan, state, *placed, dtype))
             return
         spec = self.plan.spec
         self.branch = store.create(
             Geometry(1, batch, spec.block_heads, spec.num_blocks, spec.block_rows, row_width(spec, dtype),
                      quantize.stored_type(dtype), spec.keeps_keys), "laws"
         )
-        rows = np.asarray(layer.stored_rows(self.plan, state, placed[1], dtype))
+        rows = np.asarray(stored_rows(self.plan, state, placed[1], dtype))
         count, pos = (np.asarray(one[:, : spec.block_heads]) for one in (state.count, state.pos))
         self.branch.write_layer(0, Gathered(rows, pos), count, Prompt(pos))
         pool = SlotPool.zeros(spec, batch, slots or spec.max_blocks + 1, dtype, policy, backend or default_backend())

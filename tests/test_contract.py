@@ -11,6 +11,7 @@ from harness import GROUP, HEADS, METHODS, SIZE, Sim, Stream
 from tiny import dense, make_params
 
 from kvjax.cache import layer
+from kvjax.cache.fill import empty_state
 from kvjax.errors import ConfigError
 from kvjax.inference import chunked_prefill, decode, prefill
 from kvjax.inference.plan import Slots, make_plan, store_geometry
@@ -257,7 +258,7 @@ def test_a_layer_that_follows_makes_no_weights_that_nobody_sees():
 
 def test_one_layer_alone_has_no_token_ids(params):
     plan = layer.LayerPlan(QUEST, QUEST.spec(kv_heads=2, group=2, head_dim=8, capacity=CAPACITY))
-    assert (layer.init(plan, 3).tail.token == -1).all()
+    assert (empty_state(plan, 3).tail.token == -1).all()
 
 
 # One table of positions for all heads, or none ------------------------------------------------------

@@ -27,8 +27,8 @@ from experiments import common
 from experiments.board import evaluate, report
 from experiments.results import Run
 from experiments.speed import timing
-from kvjax.cache import layer
 from kvjax.cache.method import Method
+from kvjax.cache.read import choose
 from kvjax.errors import BudgetTooSmall, ConfigError
 from kvjax.eval import tasks
 from kvjax.eval.metrics import Probe
@@ -165,7 +165,7 @@ def select_ms(cache: Cache) -> float:
     config = cache.plan.config
     shape = (cache.plan.batch, config.num_heads, config.head_dim)
     q = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-    return timing.median_ms(layer.choose, plan, one.state, q)
+    return timing.median_ms(choose, plan, one.state, q)
 
 
 @dataclasses.dataclass

@@ -12,7 +12,7 @@ import numpy as np
 
 import kvjax
 from experiments import common
-from kvjax.cache import layer
+from kvjax.cache.fill import Prompts, empty_state, fill_memory
 from kvjax.cache.layer import LayerCache, LayerPlan
 from kvjax.cache.method import Method
 from kvjax.inference import decode, prefill, sampling
@@ -54,7 +54,7 @@ def in_token_order(plan: LayerPlan, cache: LayerCache, tokens: int):
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def _reclustered(plan: LayerPlan, cache: LayerCache, length, tokens):
     key, value, _ = in_token_order(plan, cache, tokens)
-    return layer.prefill_memory(plan, layer.init(plan, key.shape[0]), layer.Prompts(key, value, length))
+    return fill_memory(plan, empty_state(plan, key.shape[0]), Prompts(key, value, length))
 
 
 def recluster(plan: Plan, state: State) -> State:

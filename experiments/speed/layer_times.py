@@ -9,11 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.speed.timing import median_ms
-from kvjax.cache import layer, shared_slots
+from kvjax.cache import shared_slots
 from kvjax.cache.layer import LayerCache
 from kvjax.cache.pool import StoreRef
+from kvjax.cache.read import attend, choose, read_token
 from kvjax.cache.slots import SlotPool
 from kvjax.cache.state import NewToken
+from kvjax.cache.write import write_token
 from kvjax.inference.plan import State
 
 COMMITS = 26  # tokens that a layer's commit is timed with; the first compiles
@@ -26,7 +28,7 @@ def _fetch(pool, need, count, number, ref):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _whole_read(layer_plan, cache, q, key, value, at, number, ref):
-    return layer.read(layer_plan, cache, q, key, value, at, number, ref)[0]
+    return read_token(layer_plan, cache, q, key, value, at, number, ref)[0]
 
 
 def parts(llm, plan, state: State, branch) -> dict[str, float]:
@@ -38,26 +40,26 @@ def parts(llm, plan, state: State, branch) -> dict[str, float]:
     q = jnp.asarray(rng.standard_normal((plan.batch, config.num_heads, config.head_dim), np.float32))
     key = jnp.asarray(rng.standard_normal((plan.batch, config.num_kv_heads, config.head_dim), np.float32))
     ref, at = state.ref, state.length
-    chosen = layer.choose(layer_plan, one.state, q)
+    chosen = choose(layer_plan, one.state, q)
     pool, slot, _, _ = _fetch(one.pool, chosen.need, one.state.count, number, ref)
     cache = dataclasses.replace(one, pool=pool)
     found = {
-        "select_ms": median_ms(layer.choose, layer_plan, one.state, q),
-        "attend_ms": median_ms(layer.answer, layer_plan, cache, chosen, q, key, key, slot, at),
+        "select_ms": median_ms(choose, layer_plan, one.state, q),
+        "attend_ms": median_ms(attend, layer_plan, cache, chosen, q, key, key, slot, at),
         "layer_read_ms": median_ms(_whole_read, layer_plan, cache, q, key, key, at, number, ref),
     }
     if isinstance(pool, SlotPool):
         found["plan_ms"] = median_ms(jax.jit(SlotPool.plan), pool, chosen.need, one.state.count)
     if branch is not None:
         found["fetch_ms"] = cold_fetch_ms(one, chosen.need, number, ref, branch)
-    new_token = layer.read(layer_plan, cache, q, key, key, at, number, ref, chosen)[2]
+    new_token = read_token(layer_plan, cache, q, key, key, at, number, ref, chosen)[2]
     return found | {"commit_ms": commit_ms(layer_plan, cache, new_token, at, number, ref, branch)}
 
 
 def commit_ms(layer_plan, cache: LayerCache, new_token: NewToken, at, number, ref: StoreRef, branch) -> float:
     """One layer's end of a token: its key is placed, clusters are adapted, the store commits. Median of tokens that
     follow each other."""
-    write = jax.jit(layer.write, static_argnums=0, donate_argnums=1)
+    write = jax.jit(write_token, static_argnums=0, donate_argnums=1)
     cache, gate, times = jax.tree.map(jnp.copy, cache), jnp.ones(at.shape, bool), []
     for i in range(COMMITS):
         started, now = time.perf_counter(), dataclasses.replace(ref, generation=ref.generation + i)

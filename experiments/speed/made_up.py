@@ -12,7 +12,7 @@ import numpy as np
 
 import kvjax
 from experiments import common
-from kvjax.cache.layer import Prompts
+from kvjax.cache.fill import Prompts
 from kvjax.cache.pool import StoreRef
 from kvjax.errors import ConfigError
 from kvjax.inference import layer_offload, prefill

@@ -17,10 +17,12 @@ import numpy as np
 from kvjax import _validate
 from kvjax.cache import layer, shared_slots
 from kvjax.cache import state as caching
-from kvjax.cache.layer import LayerCache, LayerPlan, SelectedRows
+from kvjax.cache.layer import LayerCache, LayerPlan
 from kvjax.cache.method import Placement, Selection, Spec
 from kvjax.cache.pool import StoreRef
+from kvjax.cache.read import Fetched, SelectedRows, choose, chosen_rows, fetched, of_active, scored
 from kvjax.cache.state import LayerState, NewToken
+from kvjax.cache.write import write_token
 from kvjax.errors import ConfigError, PromptError
 from kvjax.inference import decode
 from kvjax.inference.layer_offload import LayerLoader
@@ -132,10 +134,10 @@ def _read(config, plan: LayerPlan, params, cache: LayerCache, x, at, count, numb
     pos = at[:, None] + jnp.arange(size, dtype=jnp.int32)
     q, key, value = block.apply({"params": params}, x, pos, method="project")
     if chosen is None:
-        chosen = layer.of_active(plan, _choose(plan, cache.state, q, count), count > 0)
+        chosen = of_active(plan, _choose(plan, cache.state, q, count), count > 0)
     pool, slot, ok, _ = cache.pool.fetch(chosen.need, cache.state.count, number, ref)
     cache = LayerCache(cache.state, pool)
-    args = (layer.fetched(plan, cache, chosen, slot), _folded(plan.spec, q), key, value, at, count)
+    args = (fetched(plan, cache, chosen, slot), _folded(plan.spec, q), key, value, at, count)
     out = _unfolded(layer.each_sequence(lambda one: _attend(plan, cache.pool, *one), args), q.shape)
     x = block.apply({"params": params}, x, out, method="finish")
     loaded = jnp.broadcast_to(chosen.need, (size, *chosen.need.shape))
@@ -149,7 +151,7 @@ def _choose(plan: LayerPlan, state: LayerState, q: Float[Array, "B Q H D"], coun
     """One selection for a chunk: every few queries rank the blocks, and the best are those ranked best by most."""
     spec, method = plan.spec, plan.method
     if method.attends_all:
-        return layer.choose(plan, state, q[:, 0])
+        return choose(plan, state, q[:, 0])
 
     def one(state, q, count):
         state = caching.within(plan.spec, state)
@@ -184,15 +186,15 @@ def _unfolded(out: Float[Array, "B K GQ D"], shape: tuple[int, int, int, int]) -
 
 
 def _attend(
-    plan: LayerPlan, pool, found: layer.Fetched, q: Float[Array, "K GQ D"], key: Float[Array, "Q K D"], value, at, count
+    plan: LayerPlan, pool, found: Fetched, q: Float[Array, "K GQ D"], key: Float[Array, "Q K D"], value, at, count
 ) -> Float[Array, "K GQ D"]:
     """One sequence: log-sum-exp merge of the tail, the chosen rows and, causally, the chunk itself."""
     size = key.shape[0]
     mine = at + jnp.arange(size, dtype=jnp.int32)
     own = jnp.broadcast_to(jnp.where(jnp.arange(size, dtype=jnp.int32) < count, mine, -1), (plan.spec.kv_heads, size))
-    rows, rows_value, valid, pos = layer.chosen_rows(plan, pool, found)
+    rows, rows_value, valid, pos = chosen_rows(plan, pool, found)
     scores = functools.partial(attention.scores_of_many, q)
-    tail, made = found.state.tail, layer.scored(plan, found, q)
+    tail, made = found.state.tail, scored(plan, found, q)
     made = scores(quantize.all_of(rows)) if made is None else made
     sets = [(scores(tail.key), tail.value, tail.pos),
             (made, quantize.all_of(rows_value), jnp.where(valid, pos, -1)),
@@ -216,7 +218,7 @@ def _write(plan: LayerPlan, cache: LayerCache, new_token: NewToken, tokens, at, 
 
     def one(cache, step) -> tuple[LayerCache, Placement]:
         j, new, token, placement = step
-        return layer.write(plan, cache, new, at + j, ok & (j < count), number, ref, token, placement)
+        return write_token(plan, cache, new, at + j, ok & (j < count), number, ref, token, placement)
 
     steps = (jnp.arange(tokens.shape[1], dtype=jnp.int32), new_token, tokens.swapaxes(0, 1), leader)
     return jax.lax.scan(one, cache, steps)

@@ -1,6 +1,6 @@
 """Decoding: one token at a time over the caches of all layers.
 
-Two drivers share `layer.read` and `layer.write`. `staged` is a Python loop over layers, each a
+Two drivers share `read_token` and `write_token`. `staged` is a Python loop over layers, each a
 compiled function that is traced once and serves every layer of the same shape; `fused` is the whole
 token as one program with the store's callbacks inside. They give equal tokens. Both read every
 layer before they write any, so that a token either happens in all layers or in none.
@@ -15,11 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache import layer, shared_slots
-from kvjax.cache.layer import LayerCache, Report
+from kvjax.cache import shared_slots
+from kvjax.cache.layer import LayerCache
 from kvjax.cache.method import Placement
 from kvjax.cache.pool import Pool, StoreRef, gated
+from kvjax.cache.read import Report, choose, of_active, read_token, runners_up
 from kvjax.cache.slots import SlotPool
+from kvjax.cache.write import write_token
 from kvjax.errors import ConfigError, StoreClosed, StoreError, to_raise
 from kvjax.inference.layer_offload import LayerLoader, is_offloaded
 from kvjax.inference.plan import Plan, State
@@ -142,20 +144,20 @@ def _read(config, layer_plan, next_plan, params, next_params, cache, next_cache,
     if isinstance(cache.pool, SlotPool) and (early or cache.pool.passing):
         ready = barriers.exists(q) & barriers.exists(x)
         chosen = dataclasses.replace(chosen, need=jnp.where(ready, chosen.need, layer_plan.spec.num_blocks))
-    out, cache, new_token, ok, report = layer.read(layer_plan, cache, q, key, value, at, number, ref, chosen)
+    out, cache, new_token, ok, report = read_token(layer_plan, cache, q, key, value, at, number, ref, chosen)
     if next_plan is not None and next_plan.follows:
         next_chosen = chosen
         if _prefetches(next_cache.pool, "layer"):
             out = barriers.after(next_cache.pool.submit(chosen.need, number + 1, ref), out)
     if _prefetches(cache.pool, "step") and not layer_plan.follows:  # followers do not rank blocks
-        likely = gated(layer.runners_up(layer_plan, cache.state, q), ok & active, layer_plan.spec.num_blocks)
+        likely = gated(runners_up(layer_plan, cache.state, q), ok & active, layer_plan.spec.num_blocks)
         out = barriers.after(cache.pool.submit(likely, number, ref), out)
     cache, left = shared_slots.leave(cache)
     return _finish(config, params, x, out), cache, new_token, ok, report, next_chosen, left
 
 
 def _choose(layer_plan, state, q, active):
-    return layer.of_active(layer_plan, layer.choose(layer_plan, state, q), active)
+    return of_active(layer_plan, choose(layer_plan, state, q), active)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -195,7 +197,7 @@ def _next_ref(ref: StoreRef, ok) -> StoreRef:
 def _compiled(donate: bool):
     """The staged functions, with or without donation of the cache."""
     read = jax.jit(_read, static_argnums=(0, 1, 2), donate_argnums=(5,) if donate else ())
-    write = jax.jit(layer.write, static_argnums=0, donate_argnums=(1,) if donate else ())
+    write = jax.jit(write_token, static_argnums=0, donate_argnums=(1,) if donate else ())
     return read, write
 
 
@@ -303,7 +305,7 @@ def _fused_token(plan, params, state, tokens, active):
     layers, leader = shared_slots.give_back(layers, slots), None
     for i, layer_plan in enumerate(plan.layers):
         leader = leader if layer_plan.follows else None
-        layers[i], leader = layer.write(
+        layers[i], leader = write_token(
             layer_plan, layers[i], new_token[i], at, gate, jnp.int32(i), state.ref, tokens, leader
         )
     return Step(logits, State(tuple(layers), at + gate, _next_ref(state.ref, ok)), ok, tuple(reports))

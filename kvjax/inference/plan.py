@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import _validate
-from kvjax.cache import layer, residency
+from kvjax.cache import residency
 from kvjax.cache.callbacks import BACKENDS, default_backend
+from kvjax.cache.fill import empty_state
 from kvjax.cache.layer import LayerCache, LayerPlan
 from kvjax.cache.method import Method, Spec
 from kvjax.cache.pool import MemoryPool, StoreRef, row_width
@@ -179,7 +180,7 @@ def outline(plan: Plan, i: int, store: bool, slots: Slots) -> LayerCache:
 
     def leaves(weights):
         pool = MemoryPool.zeros(one.spec, plan.batch, plan.dtype) if in_memory else slot_pool(plan, i, slots)
-        state = layer.init(one, plan.batch, plan.dtype, weights)
+        state = empty_state(one, plan.batch, plan.dtype, weights)
         flat, structure = jax.tree.flatten(LayerCache(state, pool))
         structures.append(structure)
         return flat

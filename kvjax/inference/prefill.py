@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache import layer
-from kvjax.cache.layer import LayerCache, Prompts
+from kvjax.cache.fill import Prompts, check_enough, empty_state, fill_state, in_memory, stored_rows
+from kvjax.cache.layer import LayerCache
 from kvjax.cache.pool import StoreRef
+from kvjax.cache.read import choose
 from kvjax.cache.state import LayerState
 from kvjax.errors import PromptError
 from kvjax.inference import layer_offload
@@ -138,7 +139,7 @@ def check_prompts(plan: Plan, length: np.ndarray) -> None:
         raise PromptError("a prompt is empty; give at least one token")
     if length.max() > plan.capacity:
         raise PromptError(f"a prompt has {length.max()} tokens but capacity={plan.capacity}; raise the capacity")
-    layer.check_enough(plan.layers[-1], length)
+    check_enough(plan.layers[-1], length)
 
 
 def _round_up(size: int) -> int:
@@ -221,7 +222,7 @@ def _queries_at(config, params, x, length, back):
 @functools.partial(jax.jit, static_argnums=0)
 def _retrieved(layer_plan, state, queries):
     """Blocks `[B, Q, K, M1]` that each of queries[Q, B, H, D] would fetch; a query costs one `select`."""
-    return jax.lax.map(lambda q: layer.choose(layer_plan, state, q).need, queries).swapaxes(0, 1)
+    return jax.lax.map(lambda q: choose(layer_plan, state, q).need, queries).swapaxes(0, 1)
 
 
 def fill(
@@ -232,11 +233,11 @@ def fill(
     layer_plan, weights = plan.layers[i], plan.layers[i].method.weights(i)
     state, placement = _filled(layer_plan, plan.dtype, weights, prompts, leader)
     if branch is None or not on_store(plan, i):
-        return LayerCache(state, layer.in_memory(layer_plan, state, placement, prompts, plan.dtype))
+        return LayerCache(state, in_memory(layer_plan, state, placement, prompts, plan.dtype))
     retrieved = None if samples is None else np.asarray(_retrieved(layer_plan, state, samples))
     heads = layer_plan.spec.block_heads
     pos = np.asarray(state.pos[:, :heads])
-    rows = as_stored(np.asarray(layer.stored_rows(layer_plan, state, prompts, plan.dtype)))
+    rows = as_stored(np.asarray(stored_rows(layer_plan, state, prompts, plan.dtype)))
     prompt = interface.Prompt(pos, None if retrieved is None else retrieved[:, :, :heads])
     branch.write_layer(i, interface.Gathered(rows, pos), np.asarray(state.count[:, :heads]), prompt)
     return LayerCache(state, slot_pool(plan, i, slots))
@@ -245,5 +246,5 @@ def fill(
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _filled(layer_plan, dtype, weights, prompts, leader):
     """The state, and each token's place: what takes long to compile is the same program whatever keeps the blocks."""
-    state = layer.init(layer_plan, prompts.key.shape[0], dtype, weights)
-    return layer.prefill(layer_plan, state, prompts, leader)
+    state = empty_state(layer_plan, prompts.key.shape[0], dtype, weights)
+    return fill_state(layer_plan, state, prompts, leader)

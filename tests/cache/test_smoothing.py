@@ -10,7 +10,7 @@ from harness import METHODS, Sim, Stream, plan_of
 from tiny import CONFIG, make_params
 
 import kvjax
-from kvjax.cache import layer
+from kvjax.cache.fill import empty_state
 from kvjax.cache.smoothing import learn_smoothing
 from kvjax.models.config import RopeConfig
 from kvjax.ops import attention, quantize, rotary
@@ -125,8 +125,8 @@ def test_flash_and_memory_give_equal_bits_and_what_they_give_without_a_bias(name
 
 def test_floats_and_values_alone_are_not_smoothed():
     for name, dtype in (("full", "float32"), ("full", "bfloat16"), ("icecache", "int8"), ("rle", "int4")):
-        assert layer.init(plan_of(METHODS[name]), 2, dtype).smoothing is None
-    assert layer.init(plan_of(METHODS["full"]), 2, "int8").smoothing is not None
+        assert empty_state(plan_of(METHODS[name]), 2, dtype).smoothing is None
+    assert empty_state(plan_of(METHODS["full"]), 2, "int8").smoothing is not None
 
 
 @pytest.fixture(scope="module")

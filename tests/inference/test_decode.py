@@ -11,9 +11,11 @@ import pytest
 from harness import METHODS, compiled, plan_of
 from tiny import CAPACITY, CONFIG, PROMPT, decoded, dense, start, temporaries
 
-from kvjax.cache import callbacks, layer
+from kvjax.cache import callbacks
 from kvjax.cache import state as caching
+from kvjax.cache.fill import empty_state
 from kvjax.cache.method import Selection, Spec
+from kvjax.cache.write import _due_blocks, write_token
 from kvjax.errors import ConfigError, NoSpace, PromptError, StaleCache, WriteFailed
 from kvjax.inference import decode, layer_offload, prefill
 from kvjax.inference.plan import Slots, make_plan, store_geometry
@@ -52,7 +54,7 @@ UNLIKE = ("full", "rle", "streaming_llm", "h2o", "sentencekv", "quest", "dynakv"
 
 def _due_together(plan):
     """Of how many blocks a method sees the rows at once when it adapts."""
-    return jax.eval_shape(lambda: layer._due_blocks(plan, layer.init(plan, 1), jnp.ones(1, bool))).shape[-1]
+    return jax.eval_shape(lambda: _due_blocks(plan, empty_state(plan, 1), jnp.ones(1, bool))).shape[-1]
 
 
 def _as_driven(method):
@@ -356,7 +358,7 @@ def test_the_pool_is_updated_in_place(params, tokens, driver, dtype):
         put = (fresh, state.length, active, jnp.int32(0), state.line)
         used = [
             temporaries(lambda one: read(one, *rest)[:3], state.layers[0]),
-            temporaries(lambda one: layer.write(layer_plan, one, *put)[0], state.layers[0]),
+            temporaries(lambda one: write_token(layer_plan, one, *put)[0], state.layers[0]),
         ]
     assert max(used) < pool / 4
 
@@ -419,7 +421,7 @@ def test_what_fails_behind_a_layer_is_raised(params, tokens, monkeypatch):
 
 def test_nothing_recompiles_while_clusters_split(params, tokens):
     plan, state, _, _ = start(params, tokens, METHODS["dynakv"])
-    read, write = decode._compiled(True, False)
+    read, write = decode._compiled(True)
     sizes = []
     for i in range(50):
         state = decode.step(plan, params, state, tokens[:, i], donate=True).state

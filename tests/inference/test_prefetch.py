@@ -9,7 +9,7 @@ import pytest
 from harness import METHODS
 from tiny import CONFIG, PROMPT, start
 
-from kvjax.cache import layer
+from kvjax.cache.read import choose
 from kvjax.errors import ConfigError
 from kvjax.inference import decode, prefill
 from kvjax.inference.plan import Slots
@@ -159,7 +159,7 @@ def test_groups_are_chosen_by_the_previous_layers_input_or_by_a_layers_own_query
         mine = state.layers[1].state
         done = decode.step(plan, params, state, token)
         own = done.reports[1].q.reshape(early.shape)
-        first, second = (np.asarray(layer.choose(one, mine, q).rows.pos) for q in (early, own))
+        first, second = (np.asarray(choose(one, mine, q).rows.pos) for q in (early, own))
         np.testing.assert_array_equal(done.reports[1].selected, first if lookahead else second)
         others += not np.array_equal(first, second)
         state = done.state
@@ -225,5 +225,5 @@ def test_a_prefetched_block_that_is_rewritten_is_read_again(tmp_path, engine):
     expected[:, :, 2, 1] = 42.0
     np.testing.assert_array_equal(driver.read(), expected)
     stats = driver.branch.stats()
-    assert stats.mispredicted == GEOMETRY.lanes and stats.prefetch_used == 5 * GEOMETRY.lanes
+    assert stats.mispredicted == GEOMETRY.streams and stats.prefetch_used == 5 * GEOMETRY.streams
     driver.branch.close()

@@ -24,8 +24,8 @@ from harness import (
 from tiny import make_params
 
 import kvjax
-from kvjax.cache import layer
 from kvjax.cache.method import Context
+from kvjax.cache.read import choose
 from kvjax.errors import ConfigError, FormatMismatch, PromptError, ReadFailed
 from kvjax.methods import InfiniGen, KVSwap, Loki
 from kvjax.methods.shared import lowrank
@@ -241,9 +241,9 @@ def test_a_batch_chooses_as_each_sequence_alone(bits, joint, shared, aggregation
     state = decoded(method).cache.state
     plan = plan_of(dataclasses.replace(method, aggregation=aggregation))
     query = jnp.asarray(RNG.normal(size=(2, HEADS * GROUP, SIZE)), jnp.float32)
-    both = layer.choose(plan, state, query)
+    both = choose(plan, state, query)
     for i in range(2):
-        alone = layer.choose(plan, jax.tree.map(lambda leaf, i=i: leaf[i:i + 1], state), query[i:i + 1])
+        alone = choose(plan, jax.tree.map(lambda leaf, i=i: leaf[i:i + 1], state), query[i:i + 1])
         np.testing.assert_array_equal(both.need[i], alone.need[0])
     assert (np.asarray(both.need[0]) != np.asarray(both.need[1])).any()
 

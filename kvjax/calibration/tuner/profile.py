@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache import layer
+from kvjax.cache.fill import empty_state
 from kvjax.cache.layer import LayerCache, LayerPlan
 from kvjax.cache.method import Method
 from kvjax.cache.pool import StoreRef
@@ -156,7 +156,7 @@ def _zeros_state(plan: Plan, slots: Slots, branch: Branch, length: int) -> State
     """A cache of `length` tokens whose keys and values are zeros; of the newest it has none."""
     layers = tuple(
         LayerCache(
-            _with_groups(one, layer.init(one, plan.batch, plan.dtype), length), slot_pool(plan, i, slots)
+            _with_groups(one, empty_state(one, plan.batch, plan.dtype), length), slot_pool(plan, i, slots)
         )
         for i, one in enumerate(plan.layers)
     )
