@@ -33,7 +33,7 @@ from kvjax.models import checkpoint, hf_config
 from kvjax.models.config import ModelConfig
 from kvjax.models.tokenizer import TextTokenizer
 from kvjax.ops import quantize
-from kvjax.store.interface import Store
+from kvjax.store.interface import Branch, Store
 from kvjax.typing import PyTree
 
 GREEDY = Sampling()
@@ -84,6 +84,20 @@ class Scores:
     greedy: list[np.ndarray]  # whether it was the likeliest token
     cache: Cache
     usage: Usage
+
+
+@dataclasses.dataclass(frozen=True)
+class _Prompts:
+    """Tokenised prompts of one `LLM.prefill`, on the host."""
+
+    read: PromptActivations  # read densely; without layers if that is still to be done
+    rest: list[list[int]]  # tokens of each prompt that go through the cache in chunks
+    chunk: int | None
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each prompt."""
+        return [int(dense) + len(rest) for dense, rest in zip(self.read.length, self.rest, strict=True)]
 
 
 class LLM:
@@ -173,56 +187,76 @@ class LLM:
         model computes NaN, or a StoreError before anything is written.
         """
         arguments.check_kinds(method, store, slots)
+        prompts = self._tokenised(context, chunk)
+        plan, slots, prompts = self._planned(prompts, method, store, slots, capacity, dtype)
+        branch = None if store is None else self._created(plan, store, prompts)
+        return self._filled(plan, prompts, branch, slots)
+
+    def _tokenised(self, context, chunk: int | None) -> "_Prompts":
+        """Encodes a context, on the host; what was read already is taken as it is."""
         if chunk is not None:
             chunked_prefill.check_chunk(chunk)
-        reading, rest = self._opening(context, chunk)
-        lengths = [n + len(more) for n, more in zip(np.asarray(reading.length).tolist(), rest, strict=True)]
-        self._warn_of(max(lengths))
-        capacity = _usual_capacity(max(lengths)) if capacity is None else capacity
-        if method is None:
-            method, slots, dtype = self._default(len(lengths), capacity, store, slots, dtype)
-        plan = self._planned(method, lengths, capacity, dtype)
-        if method.fits_prompts:
-            reading = reading if reading.layers or chunk is not None else self._read(reading)
-            plan = self._fitted(plan, method, reading)
-        prefill.check_prompts(plan, np.asarray(reading.length))
+        if not isinstance(context, PromptActivations):
+            rows = self._prompts(context)
+            tokens, length = prefill.batch([row[:chunk] for row in rows])
+            rest = [[] if chunk is None else row[chunk:] for row in rows]
+            return _Prompts(PromptActivations(tokens, length, (), self.fingerprint), rest, chunk)
         if chunk is not None:
-            check = chunked_prefill.check_prompt if any(rest) else chunked_prefill.check
-            check(plan, chunk)
-        check_plan(plan, store is not None, slots or Slots())
-        cache = self._filled(plan, reading, lengths, store, slots)
-        return cache if chunk is None else self._extended(cache, rest, chunk)
+            raise ConfigError(f"chunk={chunk}, but what was read already is not read in chunks; give the text")
+        if context.fingerprint != self.fingerprint:
+            raise FormatMismatch(f"the context was read by the model {context.fingerprint!r}, not by "
+                                 f"{self.fingerprint!r}; read it with this one")
+        return _Prompts(context, [[]] * len(context.length), None)
 
-    def _warn_of(self, length: int) -> None:
-        if length > self.config.max_position:
-            warnings.warn(f"the prompt has {length} tokens, and the model was made for {self.config.max_position}: "
+    def _planned(
+        self, prompts: "_Prompts", method: Method | None, store: Store | None, slots: Slots | None,
+        capacity: int | None, dtype: str | None,
+    ) -> tuple[Plan, Slots | None, "_Prompts"]:
+        """Sizes the cache and checks everything that can be known before something is written.
+
+        Returns the plan, the slots, and the prompts, which a method that fits itself to them has had read.
+        """
+        longest, batch = max(prompts.lengths), len(prompts.lengths)
+        if longest > self.config.max_position:
+            warnings.warn(f"the prompt has {longest} tokens, and the model was made for {self.config.max_position}: "
                           "expect little of what it says", stacklevel=3)
-
-    def _planned(self, method: Method, lengths: list[int], capacity: int, dtype: str | None) -> Plan:
+        capacity = _usual_capacity(longest) if capacity is None else capacity
+        if method is None:
+            method, slots, dtype = self._default(batch, capacity, store, slots, dtype)
         method.check_model(self.identity)
-        plan = make_plan(self.config, method, len(lengths), capacity, "float32" if dtype is None else dtype)
-        if max(lengths) > plan.capacity:
-            raise PromptError(f"the prompt has {max(lengths)} tokens but capacity={plan.capacity}; raise the capacity")
-        return plan
+        plan = make_plan(self.config, method, batch, capacity, "float32" if dtype is None else dtype)
+        if longest > plan.capacity:
+            raise PromptError(f"the prompt has {longest} tokens but capacity={plan.capacity}; raise the capacity")
+        if method.fits_prompts:
+            if prompts.chunk is None and not prompts.read.layers:
+                prompts = dataclasses.replace(prompts, read=self._read(prompts.read))
+            plan = self._fitted(plan, method, prompts.read)
+        prefill.check_prompts(plan, np.asarray(prompts.read.length))
+        if prompts.chunk is not None:
+            check = chunked_prefill.check_prompt if any(prompts.rest) else chunked_prefill.check
+            check(plan, prompts.chunk)
+        check_plan(plan, store is not None, slots or Slots())
+        return plan, slots, prompts
 
-    def _filled(
-        self, plan: Plan, reading: PromptActivations, lengths: list[int], store: Store | None, slots: Slots | None,
-    ) -> Cache:
-        """A cache of what is read densely, with room in the store for prompts of these lengths."""
-        branch = None
-        if store is not None:
-            branch = store.create(store_geometry(plan), self.fingerprint, _least_blocks(plan, lengths))
+    def _created(self, plan: Plan, store: Store, prompts: "_Prompts") -> Branch:
+        """Creates the branch, with room for the prompts. Raises StoreError."""
+        return store.create(store_geometry(plan), self.fingerprint, _least_blocks(plan, prompts.lengths))
+
+    def _filled(self, plan: Plan, prompts: "_Prompts", branch: Branch | None, slots: Slots | None) -> Cache:
+        """Fills a cache from the prompts; the branch is discarded where that fails."""
+        read = prompts.read
         try:
-            state, logits = prefill.prefill(
-                plan, self.params, reading.tokens, reading.length, branch, slots, reading.layers or None
+            state, logits = prefill.fill_cache(
+                plan, self.params, prefill.pad(read.tokens), read.length, branch, slots,
+                read.layers or None,
             )
             cache = Cache(plan, state, logits, branch, self.fingerprint)
             check_logits(self.params, cache)
-            return cache
         except BaseException:
             if branch is not None:
                 branch.discard()
             raise
+        return cache if prompts.chunk is None else self._extended(cache, prompts.rest, prompts.chunk)
 
     def _prompts(self, context) -> list[list[int]]:
         given = arguments.rows(context)
@@ -230,20 +264,6 @@ class LLM:
         if not rows or not all(rows) or "" in [row for row in given if isinstance(row, str)]:
             raise PromptError("the prompt is empty; give at least one token")
         return rows
-
-    def _opening(self, context, chunk: int | None) -> tuple[PromptActivations, list[list[int]]]:
-        """What is read densely, without layers if that is still to be done, and each row's tokens after it."""
-        if chunk is not None and isinstance(context, PromptActivations):
-            raise ConfigError(f"chunk={chunk}, but what was read already is not read in chunks; give the text")
-        if not isinstance(context, PromptActivations):
-            rows = self._prompts(context)
-            tokens, length = prefill.batch([row[:chunk] for row in rows])
-            rest = [[] if chunk is None else row[chunk:] for row in rows]
-            return PromptActivations(tokens, length, (), self.fingerprint), rest
-        if context.fingerprint != self.fingerprint:
-            raise FormatMismatch(f"the context was read by the model {context.fingerprint!r}, not by "
-                                 f"{self.fingerprint!r}; read it with this one")
-        return context, [[]] * len(context.length)
 
     def _fitted(self, plan: Plan, method: Method, reading: PromptActivations) -> Plan:
         """The plan with the method as these prompts want it."""
@@ -279,7 +299,7 @@ class LLM:
         try:
             tokens, length = prefill.batch(rows)
             state, logits = chunked_prefill.extend(cache.plan, self.params, cache.state, tokens, length, chunk)
-            logits = jnp.where((length > 0)[:, None], logits, cache.logits)
+            logits = jnp.where(jnp.asarray(length > 0)[:, None], logits, cache.logits)
             cache = dataclasses.replace(cache, state=state, logits=logits, pending=())
             check_logits(self.params, cache)
             return cache

@@ -29,7 +29,9 @@ from jax.experimental import topologies
 from jaxlib.mlir import ir
 
 import kvjax
+from kvjax.cache.write import write_token
 from kvjax.inference import chunked_prefill, decode
+from kvjax.inference.lookahead import Token
 from kvjax.inference.plan import Slots
 
 METHODS = flags.DEFINE_list("methods", ["quest", "dynakv"], "methods, at a budget of 64")
@@ -110,18 +112,20 @@ def programs(llm: kvjax.LLM, name: str) -> Iterator[tuple[str, Callable, tuple, 
     size, number, x = state.layers[0].pool.host_rows.size, jnp.int32(0), jnp.zeros((1, plan.config.hidden_size))
 
     def read(kept):
-        return decode._read(plan.config, one, None, block, None, kept, None, x, None, at, number, state.line, active)
+        token_on_its_way = Token(x, at, active, number, state.ref)
+        return decode.read_layer(plan.config, one, block, kept, None, token_on_its_way, None)
 
     def write(kept, fresh):
-        return write.write_token(one, kept, fresh, at, active, number, state.line, token)
+        return write_token(one, kept, fresh, at, active, number, state.ref, token)
 
     def chunk(kept, fresh):
         many = jax.tree.map(lambda leaf: jnp.stack([leaf] * 8), fresh)
         return chunked_prefill._write.__wrapped__(one, kept, many, jnp.zeros((1, 8), jnp.int32), at, at, True, number,
-                                         state.line, None)
+                                         state.ref, None)
 
-    fresh = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(read, state.layers[0])[2])
-    whole = functools.partial(decode._fused_token, plan)
+    asked = jax.eval_shape(read, state.layers[0]).pending.new_token
+    fresh = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), asked)
+    whole = functools.partial(decode.fused_token, plan)
     yield "token", lambda kept, given: whole(given, kept, token, active), (state, params), size
     yield "read", read, (state.layers[0],), size
     yield "write", write, (state.layers[0], fresh), size

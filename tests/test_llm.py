@@ -444,7 +444,7 @@ def test_a_generation_that_fails_closes_its_fork(llm):
     cache, handles = llm.prefill(CONTEXT, method=QUEST, store=kvjax.HostStore()), []
 
     def fail(step, tokens):
-        handles.append(int(step.state.line.handle))
+        handles.append(int(step.state.ref.handle))
         raise RuntimeError("observed")
 
     with pytest.raises(RuntimeError, match="observed") as caught:

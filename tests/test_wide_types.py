@@ -56,7 +56,7 @@ def test_a_cache_is_read_saved_and_restored_as_without_it(llm, tmp_path, name, o
             said = answers(llm, cache)
             cache.save(directory)
             found.append((jax.device_get((cache.state.layers, cache.state.length, cache.logits)), said))
-            assert {leaf.dtype for leaf in jax.tree.leaves(cache.state.line)} == {np.dtype(np.int32)}
+            assert {leaf.dtype for leaf in jax.tree.leaves(cache.state.ref)} == {np.dtype(np.int32)}
             cache.close()
     assert_alike(*[state for state, _ in found])
     assert found[0][1] == found[1][1]

@@ -25,9 +25,11 @@ from kvjax.cache.state import LayerState, NewToken
 from kvjax.cache.write import write_token
 from kvjax.errors import ConfigError, PromptError
 from kvjax.inference import decode
+from kvjax.inference.blocks import embed, unembed
+from kvjax.inference.commit import drop, forget, settle, uses_store
+from kvjax.inference.decode import LayerRead, Pending
 from kvjax.inference.layer_offload import LayerLoader
 from kvjax.inference.plan import Plan, State
-from kvjax.inference.prefill import embed, unembed
 from kvjax.models.transformer import Block
 from kvjax.ops import attention, quantize
 from kvjax.ops.topk import top_blocks
@@ -37,7 +39,8 @@ VOTERS = 8  # queries of a chunk that take part in its selection
 
 
 def extend(
-    plan: Plan, params: PyTree, state: State, tokens: Int32[Array, "B T"], length: Int32[Array, "B"], chunk: int
+    plan: Plan, params: PyTree, state: State, tokens: Int32[Array, "B T"] | Int32[np.ndarray, "B T"],
+    length: Int32[Array, "B"] | Int32[np.ndarray, "B"], chunk: int,
 ) -> tuple[State, Logits]:
     """Reads `length[b]` of the tokens into each sequence, `chunk` at a time; the given state must not be used again.
 
@@ -51,12 +54,12 @@ def extend(
     # In host memory, as each slice of a JAX array would be a program of its own.
     padded = np.pad(np.asarray(tokens, np.int32), ((0, 0), (0, -tokens.shape[1] % chunk)))
     logits = jnp.zeros((plan.batch, plan.config.vocab_size), jnp.float32)
-    decode.forget(state)
+    forget(state)
     for start in range(0, int(counts.max()), chunk):
         count = jnp.asarray(np.clip(counts - start, 0, chunk), jnp.int32)
         state, last, ok = _chunk(plan, params, state, jnp.asarray(padded[:, start : start + chunk]), count)
-        if decode.uses_store(state):
-            decode.settle(state, bool(ok))
+        if uses_store(state):
+            settle(state, bool(ok))
         logits = jnp.where((count > 0)[:, None], last, logits)
     return state, logits
 
@@ -95,31 +98,30 @@ def _chunk(plan: Plan, params, state: State, tokens, count):
     try:
         return _layer_by_layer(plan, params, state, loader, tokens, count)
     except BaseException as error:  # Ctrl-C, or a parked layer cannot be read: the chunk is over
-        decode.drop(state, loader, error)
+        drop(state, loader, error)
         raise
 
 
 def _layer_by_layer(plan: Plan, params, state: State, loader: LayerLoader, tokens, count):
-    x, at, ref, new_token = embed(plan.config, params, tokens), state.length, state.ref, []
-    chosen, slots, ok = None, None, jnp.bool_(True)
-    for i, one in enumerate(plan.layers):
-        chosen = chosen if one.follows else None
-        cache = shared_slots.take(loader.open(i), slots)
-        loader.begin(i + 1)
-        x, cache, new, fine, chosen, left = _read(
-            plan.config, one, params[f"layers_{i}"], cache, x, at, count, jnp.int32(i), ref, chosen
+    at = state.length
+
+    def read(i, cache, x, selected):
+        layer_plan = plan.layers[i]
+        return _read(
+            plan.config, layer_plan, params[f"layers_{i}"], cache, x, at, count, jnp.int32(i), state.ref,
+            selected if layer_plan.follows else None,
         )
-        loader.put(i, cache)
-        slots = slots if left is None else left
-        new_token.append(new)
-        ok = ok & fine
+
+    def write(i, cache, leader):
+        return _write(
+            plan.layers[i], cache, pending[i].new_token, tokens, at, count, ok, jnp.int32(i), state.ref, leader
+        )
+
+    x, pending = decode.read_layers(plan, loader, embed(plan.config, params, tokens), read)
+    ok = functools.reduce(jnp.logical_and, [layer.ok for layer in pending])
     last = jnp.take_along_axis(x, jnp.maximum(count - 1, 0)[:, None, None], axis=1)[:, 0]
-    loader.give_back(slots)
-    loader.commit()
-    decode.write_layers(plan, loader, lambda i, cache, leader: _write(
-        plan.layers[i], cache, new_token[i], tokens, at, count, ok, jnp.int32(i), state.ref, leader
-    ))
-    ref = StoreRef(ref.handle, ref.generation + ok)
+    decode.write_layers(plan, loader, write)
+    ref = StoreRef(state.ref.handle, state.ref.generation + ok)
     return State(loader.layers, jnp.where(ok, at + count, at), ref), unembed(plan.config, params, last), ok
 
 
@@ -127,9 +129,8 @@ def _layer_by_layer(plan: Plan, params, state: State, loader: LayerLoader, token
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
-def _read(config, plan: LayerPlan, params, cache: LayerCache, x, at, count, number, ref, chosen):
-    """One layer of a chunk up to its output; (output, cache, NewToken of every token, ok, SelectedRows, slots that it
-    leaves or None)."""
+def _read(config, plan: LayerPlan, params, cache: LayerCache, x, at, count, number, ref, chosen) -> LayerRead:
+    """Reads one layer for a chunk."""
     block, size = Block(config), x.shape[1]
     pos = at[:, None] + jnp.arange(size, dtype=jnp.int32)
     q, key, value = block.apply({"params": params}, x, pos, method="project")
@@ -143,8 +144,8 @@ def _read(config, plan: LayerPlan, params, cache: LayerCache, x, at, count, numb
     loaded = jnp.broadcast_to(chosen.need, (size, *chosen.need.shape))
     seen = jnp.zeros((size, *chosen.need.shape[:2], 0), jnp.float32)
     new_token = NewToken(key.swapaxes(0, 1), value.swapaxes(0, 1), loaded, seen.astype(jnp.int32), seen)
-    cache, left = shared_slots.leave(cache)
-    return x, cache, new_token, ok, chosen, left
+    cache, slots = shared_slots.leave(cache)
+    return LayerRead(x, cache, Pending(new_token, ok), chosen, slots)
 
 
 def _choose(plan: LayerPlan, state: LayerState, q: Float[Array, "B Q H D"], count: Int32[Array, "B"]) -> SelectedRows:

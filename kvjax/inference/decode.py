@@ -1,35 +1,36 @@
 """Decoding: one token at a time over the caches of all layers.
 
-Two drivers share `read_token` and `write_token`. `staged` is a Python loop over layers, each a
-compiled function that is traced once and serves every layer of the same shape; `fused` is the whole
-token as one program with the store's callbacks inside. They give equal tokens. Both read every
-layer before they write any, so that a token either happens in all layers or in none.
+Two drivers run the same function. `staged` runs it in Python over parts that are compiled, each once for all layers of
+one shape; `fused` compiles all of it as one program with the store's callbacks inside. They give equal tokens. Every
+layer is read before any is written, so that a token either happens in all layers or in none.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache import shared_slots
-from kvjax.cache.layer import LayerCache
+from kvjax.cache.layer import LayerCache, LayerPlan
 from kvjax.cache.method import Placement
-from kvjax.cache.pool import Pool, StoreRef, gated
-from kvjax.cache.read import Report, choose, of_active, read_token, runners_up
+from kvjax.cache.pool import StoreRef
+from kvjax.cache.read import Report, SelectedRows, read_token
 from kvjax.cache.slots import SlotPool
+from kvjax.cache.state import NewToken
 from kvjax.cache.write import write_token
-from kvjax.errors import ConfigError, StoreClosed, StoreError, to_raise
+from kvjax.errors import ConfigError
+from kvjax.inference import lookahead
+from kvjax.inference.blocks import embed, finish, project, unembed
+from kvjax.inference.commit import drop, forget, settle, uses_store
 from kvjax.inference.layer_offload import LayerLoader, is_offloaded
+from kvjax.inference.lookahead import NextLayer, Token
 from kvjax.inference.plan import Plan, State
-from kvjax.inference.prefill import embed, unembed
-from kvjax.models.transformer import Block, Transformer
 from kvjax.ops import barriers
-from kvjax.store import interface
-from kvjax.typing import Array, Bool, Int32, Logits, PyTree, pytree
+from kvjax.typing import Array, Bool, Float, Int32, Logits, PyTree, pytree
 
 Driver = Literal["staged", "fused"]
 
@@ -44,16 +45,49 @@ class Step:
     reports: tuple[Report, ...]
 
 
+@pytree
+class Pending:
+    """What a layer has to write once every layer has been read."""
+
+    new_token: NewToken
+    ok: Bool[Array, ""]  # False: its blocks could not be read
+    report: Report | None = None  # None for a chunk
+
+
+@pytree
+class LayerRead:
+    """A layer's part of a token, or of a chunk, before anything is written."""
+
+    x: Float[Array, "*B E"]  # output of the layer
+    cache: LayerCache
+    pending: Pending
+    selected: SelectedRows | None  # for the next layer; None = it selects itself
+    slots: shared_slots.Space  # left for the next layer that shares them
+
+
 def step(
     plan: Plan, params: PyTree, state: State, tokens: Int32[Array, "B"] | np.ndarray,
     active: Bool[Array, "B"] | np.ndarray | None = None, driver: Driver = "staged", donate: bool = False,
 ) -> Step:
     """Decodes one token per sequence; sequences that are not `active` stay as they are.
 
-    With `donate` the given state's memory is reused and the value must not be used again. The step
-    is committed to the store, or aborted there; a failed read raises the store's typed error, whose
-    `state` attribute is the cache as it was, ready for a retry. Where a read was fine and the commit
-    fails, or after Ctrl-C, the given state is what is left, unless it was donated or has parked layers.
+    Args:
+      plan: what is static about the cache.
+      params: the model's.
+      state: the cache; with `donate` its memory is reused, and the value must not be used again.
+      tokens: token ids [B].
+      active: sequences that take part [B]; None = all.
+      driver: "staged" or "fused".
+      donate: whether the state may be overwritten.
+
+    Returns:
+      Logits [B, V] and the state after the token, committed to the store.
+
+    Raises:
+      StoreError: a read failed, or the commit; after a failed read its `state` is the cache as it was, ready for a
+        retry. Where a read was fine and the commit fails, or after Ctrl-C, the given state is what is left, unless it
+        was donated or has offloaded layers.
+      ConfigError: for an unknown driver, or "fused" with offloaded layers.
     """
     active = np.ones(plan.batch, bool) if active is None else active
     check_driver(driver)
@@ -78,13 +112,13 @@ def check_driver(driver: str) -> None:
 
 
 def temporary_bytes(plan: Plan, params: PyTree, state: State) -> int:
-    """Bytes that the fused driver takes for one token beside weights and state, by XLA's plan: gathered rows, scores,
-    and what is computed of them. Compiles the token once more."""
+    """Returns the bytes that the fused driver takes for one token beside weights and state, by XLA's plan: gathered
+    rows, scores, and what is computed of them. Compiles the token once more."""
     leaves, tree = jax.tree.flatten(state)
     token, active = jnp.zeros(plan.batch, jnp.int32), jnp.ones(plan.batch, bool)
 
     def one(leaves, params):
-        return _fused_token(plan, params, jax.tree.unflatten(tree, leaves), token, active)
+        return fused_token(plan, params, jax.tree.unflatten(tree, leaves), token, active)
 
     found = jax.jit(one, donate_argnums=0).lower(leaves, params).compile().memory_analysis()
     if found is None:
@@ -92,170 +126,84 @@ def temporary_bytes(plan: Plan, params: PyTree, state: State) -> int:
     return found.temp_size_in_bytes
 
 
-def uses_store(state: State) -> bool:
-    return any(isinstance(one.pool, SlotPool) for one in state.layers)
+# ------------------------------------------------------------------------------------ one layer
 
 
-def settle(state: State, ok: bool) -> None:
-    """Commits the token to the store, or drops it and raises what went wrong, Ctrl-C amid a callback as itself."""
-    branch, generation = interface.lookup(int(state.ref.handle)), int(state.ref.generation) - ok
-    if branch is None:
-        raise StoreClosed("the store of this cache was closed; prefill again, or keep the store open")
-    try:
-        # The write callbacks run whenever XLA gets to them: wait until all of them have queued their rows.
-        jax.block_until_ready([one.pool.queued for one in state.layers if isinstance(one.pool, SlotPool)])
-        if ok:
-            branch.commit(generation)
-            return
-        failure = branch.take_error() or StoreError("a read failed, and the store kept no reason")
-        failure.state = state
-        raise failure
-    except BaseException as error:
-        branch.abort(generation)  # the token is over, and another one may be tried in its place
-        kept = to_raise(error)
-        if kept is not error:
-            raise kept from None
-        raise
+def read_layer(
+    config, plan: LayerPlan, params, cache: LayerCache, following: NextLayer | None, token: Token,
+    selected: SelectedRows | None,
+) -> LayerRead:
+    """Reads one layer for a token: selects, fetches, attends, and looks ahead at the next layer.
 
-
-def _read(config, layer_plan, next_plan, params, next_params, cache, next_cache, x, chosen, at, number, ref, active):
-    """One layer of a token up to its output.
-
-    Begins with a look at the next layer, if there is anything to choose or to read there; `chosen` is what the previous
-    layer saw of this one, or made for both. Returns (output, cache, NewToken, ok, Report, SelectedRows for the next
-    layer or None, slots that it leaves or None).
+    Args:
+      config: the model's shape.
+      plan: what is static about this layer's cache.
+      params: this layer's.
+      cache: this layer's.
+      following: the next layer, if anything is to be selected or read there early.
+      token: the token, with this layer's input.
+      selected: the selection that the previous layer made for this one, or handed on; None = to be made here.
     """
-    next_chosen = projected = None
-    if chosen is None and layer_plan.method.lookahead and _prefetches(cache.pool, "layer"):
-        # The first layer, which nobody looked ahead at: its reads should not queue behind those of the next one.
-        projected = _project(config, params, x, at)
-        chosen = _choose(layer_plan, cache.state, projected[0], active)
-        x = barriers.after(cache.pool.submit(chosen.need, number, ref), x)
-    if next_plan is not None and not next_plan.follows:
-        q = _queries(config, next_params, x, at)
-        seen = _choose(next_plan, next_cache.state, q, active)
-        next_chosen = seen if next_plan.method.lookahead else None
-        if _prefetches(next_cache.pool, "layer"):
-            x = barriers.after(next_cache.pool.submit(seen.need, number + 1, ref), x)
-    q, key, value = _project(config, params, x, at) if projected is None else projected
-    early = chosen is not None
-    chosen = chosen if early else _choose(layer_plan, cache.state, q, active)
-    # Of blocks that are known early waiting could come before all computing, and slots still be the layer's before.
+    projected = None
+    if selected is None:
+        token, projected, selected = lookahead.first_layer(config, plan, params, cache, token)
+    token, for_next = lookahead.look_ahead(config, following, token)
+    q, key, value = project(config, params, token.x, token.at) if projected is None else projected
+    early = selected is not None
+    if selected is None:
+        selected = lookahead.select(plan, cache.state, q, token.active)
+    # Waiting for blocks that are known early could come before all computing, and slots still be the layer's before.
     if isinstance(cache.pool, SlotPool) and (early or cache.pool.passing):
-        ready = barriers.exists(q) & barriers.exists(x)
-        chosen = dataclasses.replace(chosen, need=jnp.where(ready, chosen.need, layer_plan.spec.num_blocks))
-    out, cache, new_token, ok, report = read_token(layer_plan, cache, q, key, value, at, number, ref, chosen)
-    if next_plan is not None and next_plan.follows:
-        next_chosen = chosen
-        if _prefetches(next_cache.pool, "layer"):
-            out = barriers.after(next_cache.pool.submit(chosen.need, number + 1, ref), out)
-    if _prefetches(cache.pool, "step") and not layer_plan.follows:  # followers do not rank blocks
-        likely = gated(runners_up(layer_plan, cache.state, q), ok & active, layer_plan.spec.num_blocks)
-        out = barriers.after(cache.pool.submit(likely, number, ref), out)
-    cache, left = shared_slots.leave(cache)
-    return _finish(config, params, x, out), cache, new_token, ok, report, next_chosen, left
+        ready = barriers.exists(q) & barriers.exists(token.x)
+        selected = dataclasses.replace(selected, need=jnp.where(ready, selected.need, plan.spec.num_blocks))
+    out, cache, new_token, ok, report = read_token(
+        plan, cache, q, key, value, token.at, token.number, token.ref, selected
+    )
+    out, for_next = lookahead.pass_on(following, selected, token, out, for_next)
+    out = lookahead.read_for_next_step(plan, cache, q, ok, token, out)
+    cache, slots = shared_slots.leave(cache)
+    return LayerRead(finish(config, params, token.x, out), cache, Pending(new_token, ok, report), for_next, slots)
 
 
-def _choose(layer_plan, state, q, active):
-    return of_active(layer_plan, choose(layer_plan, state, q), active)
+class Parts(NamedTuple):
+    """The two halves of a layer's step."""
 
-
-@functools.partial(jax.jit, static_argnums=0)
-def _queries(config, params, x, at):
-    return barriers.rounded(Block(config).apply({"params": params}, barriers.rounded(x), at, method="queries"))
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _project(config, params, x, at):
-    made = Block(config).apply({"params": params}, barriers.rounded(x), at, method="project")
-    return jax.tree.map(barriers.rounded, made)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _finish(config, params, x, out):
-    x, out = barriers.rounded(x), barriers.rounded(out)
-    return barriers.rounded(Block(config).apply({"params": params}, x, out, method="finish"))
-
-
-def _prefetches(pool: Pool, kind: str) -> bool:
-    return isinstance(pool, SlotPool) and pool.prefetch == kind
-
-
-def _looks_ahead(plan: Plan, layers, i: int) -> bool:
-    """Whether layer i looks at the next one: to choose there, or to read early what will be chosen."""
-    if i + 1 == len(plan.layers):
-        return False
-    following = plan.layers[i + 1]
-    return following.follows or following.method.lookahead or _prefetches(layers[i + 1].pool, "layer")
-
-
-def _next_ref(ref: StoreRef, ok) -> StoreRef:
-    return StoreRef(ref.handle, ref.generation + ok)
+    read: Callable[..., LayerRead]
+    write: Callable[..., tuple[LayerCache, Placement]]
 
 
 @functools.cache
-def _compiled(donate: bool):
-    """The staged functions, with or without donation of the cache."""
-    read = jax.jit(_read, static_argnums=(0, 1, 2), donate_argnums=(5,) if donate else ())
-    write = jax.jit(write_token, static_argnums=0, donate_argnums=(1,) if donate else ())
-    return read, write
+def compiled_parts(donate: bool) -> Parts:
+    """Returns both halves compiled, with or without donation of the layer's cache."""
+    read = jax.jit(read_layer, static_argnums=(0, 1), donate_argnums=(3,) if donate else ())
+    return Parts(read, jax.jit(write_token, static_argnums=0, donate_argnums=(1,) if donate else ()))
 
 
-def _staged(plan, params, state, tokens, active, donate):
-    loader = LayerLoader(state.layers)
-    try:
-        return _layer_by_layer(plan, params, state, loader, tokens, active, donate)
-    except BaseException as error:  # Ctrl-C, or a parked layer cannot be read: the token is over
-        drop(state, loader, error)
-        raise
+# ------------------------------------------------------------------------------------ all layers
 
 
-def drop(state: State, loader: LayerLoader, error: BaseException) -> None:
-    """Ends a token that did not get through all layers; a StoreError keeps the cache as it was, ready for a retry."""
-    loader.abandon()
-    forget(state)
-    if isinstance(error, StoreError):
-        error.state = dataclasses.replace(state, layers=loader.layers)
+def read_layers(plan: Plan, loader: LayerLoader, x, read: Callable[..., LayerRead]) -> tuple[Array, list[Pending]]:
+    """Has `read(i, cache, x, selected)` read every layer, each with the output of the one before.
 
-
-def forget(state: State) -> None:
-    """Drops what is queued of a token after this state: of one that Ctrl-C ended on its way to `settle`."""
-    branch = interface.lookup(int(state.ref.handle)) if uses_store(state) else None
-    if branch is not None:
-        branch.abort(int(state.ref.generation))
-
-
-def _layer_by_layer(plan, params, state, loader, tokens, active, donate):
-    read, write = _compiled(donate)
-    x, chosen, slots = embed(plan.config, params, tokens), None, None
-    at, new_token, oks, reports = state.length, [], [], []
-    for i, layer_plan in enumerate(plan.layers):
-        number = _numbers(len(plan.layers))[i]
-        one = shared_slots.take(loader.open(i), slots)
+    Returns the last layer's output, and what every layer has to write; their caches are the loader's.
+    """
+    pending: list[Pending] = []
+    selected, slots = None, None
+    for i in range(len(plan.layers)):
+        cache = shared_slots.take(loader.open(i), slots)
         loader.begin(i + 1)
-        following = _following(plan, params, state.layers, i, loader.open)
-        x, one, new, ok, report, chosen, left = read(
-            plan.config, layer_plan, following[0], params[f"layers_{i}"], following[1], one, following[2], x, chosen,
-            at, number, state.ref, active,
-        )
-        loader.put(i, one)
-        slots = slots if left is None else left
-        new_token.append(new)
-        oks.append(ok)
-        reports.append(report)
-    logits = unembed(plan.config, params, x)
-    ok, gate, ref, length = _close(oks, active, state.ref, at)
+        layer = read(i, cache, x, selected)
+        loader.put(i, layer.cache)
+        x, selected = layer.x, layer.selected
+        slots = slots if layer.slots is None else layer.slots
+        pending.append(layer.pending)
     loader.give_back(slots)
     loader.commit()
-    numbers = _numbers(len(plan.layers))
-    write_layers(plan, loader, lambda i, cache, leader: write(
-        plan.layers[i], cache, new_token[i], at, gate, numbers[i], state.ref, tokens, leader
-    ))
-    return Step(logits, State(loader.layers, length, ref), ok, tuple(reports))
+    return x, pending
 
 
 def write_layers(plan: Plan, loader: LayerLoader, write: Callable[[int, LayerCache, Placement | None], tuple]) -> None:
-    """Has `write(i, cache, leader)` give the cache of every layer, and where tokens went for layers that follow it."""
+    """Has `write(i, cache, leader)` write every layer; it returns the cache, and where tokens went for followers."""
     leader = None
     for i, layer_plan in enumerate(plan.layers):
         cache = loader.open(i)
@@ -265,58 +213,67 @@ def write_layers(plan: Plan, loader: LayerLoader, write: Callable[[int, LayerCac
     loader.commit()
 
 
-def _following(plan: Plan, params, layers, i: int, open_layer):
-    """Plan, parameters and cache of the next layer; Nones where layer i has no use for them."""
-    if not _looks_ahead(plan, layers, i):
-        return None, None, None
-    return plan.layers[i + 1], params[f"layers_{i + 1}"], open_layer(i + 1)
+def _token(plan: Plan, params, state: State, loader: LayerLoader, tokens, active, parts: Parts, one_program: bool):
+    """One token through all layers; in one program the writes wait for every read."""
+    at, count = state.length, len(plan.layers)
+    numbers = [np.asarray(i, np.int32) for i in range(count)] if one_program else _numbers(count)
 
+    def read(i, cache, x, selected):
+        following = lookahead.next_layer(plan.layers, params, state.layers, i, loader.open)
+        token = Token(x, at, active, numbers[i], state.ref)
+        return parts.read(plan.config, plan.layers[i], params[f"layers_{i}"], cache, following, token, selected)
 
-@functools.cache
-def _numbers(count: int):
-    """Layer numbers as device scalars, made once: a Python int per call would be transferred each time."""
-    return [jnp.int32(i) for i in range(count)]
+    def write(i, cache, leader):
+        return parts.write(
+            plan.layers[i], cache, pending[i].new_token, at, gate, numbers[i], state.ref, tokens, leader
+        )
+
+    x, pending = read_layers(plan, loader, embed(plan.config, params, tokens), read)
+    reports = tuple(layer.report for layer in pending if layer.report is not None)
+    logits = unembed(plan.config, params, x)
+    ok, gate, ref, length = _close([layer.ok for layer in pending], active, state.ref, at)
+    if one_program:
+        gate &= barriers.exists(x) & barriers.positions_exist(report.selected for report in reports)
+    write_layers(plan, loader, write)
+    return Step(logits, State(loader.layers, length, ref), ok, reports)
 
 
 @jax.jit
 def _close(oks, active, ref, length):
-    """Decides the token: gate of the writes, next generation, next lengths."""
+    """Decides the token: returns whether all was read, the gate of the writes, and the next generation and lengths."""
     ok = functools.reduce(jnp.logical_and, oks)
     gate = ok & active
-    return ok, gate, _next_ref(ref, ok), length + gate
-
-
-def _fused_token(plan, params, state, tokens, active):
-    model = Transformer(plan.config)
-    x, chosen, slots = model.apply({"params": params}, tokens, method="embed"), None, None
-    at, layers, new_token, reports, ok = state.length, list(state.layers), [], [], jnp.bool_(True)
-    for i, layer_plan in enumerate(plan.layers):
-        following = _following(plan, params, state.layers, i, state.layers.__getitem__)
-        x, layers[i], new, fine, report, chosen, left = _read(
-            plan.config, layer_plan, following[0], params[f"layers_{i}"], following[1], shared_slots.take(layers[i],
-            slots), following[2], x, chosen, at, jnp.int32(i), state.ref, active,
-        )
-        slots = slots if left is None else left
-        ok = ok & fine
-        new_token.append(new)
-        reports.append(report)
-    logits = model.apply({"params": params}, x, method="unembed")
-    gate = ok & active & barriers.exists(x) & barriers.positions_exist(report.selected for report in reports)
-    layers, leader = shared_slots.give_back(layers, slots), None
-    for i, layer_plan in enumerate(plan.layers):
-        leader = leader if layer_plan.follows else None
-        layers[i], leader = write_token(
-            layer_plan, layers[i], new_token[i], at, gate, jnp.int32(i), state.ref, tokens, leader
-        )
-    return Step(logits, State(tuple(layers), at + gate, _next_ref(state.ref, ok)), ok, tuple(reports))
+    return ok, gate, StoreRef(ref.handle, ref.generation + ok), length + gate
 
 
 @functools.cache
-def _compiled_token(donate: bool):
-    return jax.jit(_fused_token, static_argnums=0, donate_argnums=(2,) if donate else ())
+def _numbers(count: int) -> list[Array]:
+    """Returns layer numbers on the device, made once: a Python int would be transferred in each call."""
+    return [jnp.int32(i) for i in range(count)]
+
+
+def _staged(plan, params, state, tokens, active, donate):
+    loader = LayerLoader(state.layers)
+    try:
+        return _token(plan, params, state, loader, tokens, active, compiled_parts(donate), one_program=False)
+    except BaseException as error:  # Ctrl-C, or an offloaded layer cannot be read: the token is over
+        drop(state, loader, error)
+        raise
+
+
+def fused_token(plan: Plan, params, state: State, tokens, active) -> Step:
+    """Runs one token in the program that calls this."""
+    parts = Parts(read_layer, write_token)
+    return _token(plan, params, state, LayerLoader(state.layers), tokens, active, parts, one_program=True)
+
+
+@functools.cache
+def compiled_token(donate: bool):
+    """Returns a whole token as one compiled function."""
+    return jax.jit(fused_token, static_argnums=0, donate_argnums=(2,) if donate else ())
 
 
 def _fused(plan, params, state, tokens, active, donate):
     if is_offloaded(state.layers):
-        raise ConfigError("parked layers come and go between compiled parts; use driver='staged'")
-    return _compiled_token(donate)(plan, params, state, tokens, active)
+        raise ConfigError("offloaded layers come and go between compiled parts; use driver='staged'")
+    return compiled_token(donate)(plan, params, state, tokens, active)

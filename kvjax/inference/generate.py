@@ -99,7 +99,7 @@ class Generation:
     def force(self, rows: list[list[int]]) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Log-probability of every given token, and whether it was the likeliest; the last one of each row is pending.
         Raises NotFinite."""
-        tokens, length = map(np.asarray, prefill.batch(rows))
+        tokens, length = prefill.batch(rows)
         logprobs, greedy = np.zeros(tokens.shape, np.float32), np.zeros(tokens.shape, bool)
         for i, column in enumerate(tokens.T):
             logits = self.cache.logits

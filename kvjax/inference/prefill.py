@@ -1,4 +1,4 @@
-"""PromptActivations prompts: layer by layer over whole prompts, each layer being indexed while the next is read."""
+"""Prefill: prompts read layer by layer, each layer being indexed while the next is read."""
 
 import dataclasses
 import functools
@@ -17,9 +17,10 @@ from kvjax.cache.read import choose
 from kvjax.cache.state import LayerState
 from kvjax.errors import PromptError
 from kvjax.inference import layer_offload
+from kvjax.inference.blocks import embed, unembed
 from kvjax.inference.plan import Plan, Slots, State, on_store, outline, slot_pool
 from kvjax.models.config import ModelConfig
-from kvjax.models.transformer import Block, Transformer
+from kvjax.models.transformer import Block
 from kvjax.ops import attention
 from kvjax.store import interface
 from kvjax.store.interface import as_stored
@@ -43,8 +44,8 @@ class PromptActivations:
     """Prompts that were read densely, with the activations of every layer on the host: caches of any method can be
     filled from it."""
 
-    tokens: Int32[Array, "B T"]  # right-padded
-    length: Int32[Array, "B"]
+    tokens: Int32[np.ndarray, "B T"]  # right-padded
+    length: Int32[np.ndarray, "B"]
     layers: tuple[Activations, ...]
     fingerprint: str = ""  # of model and tokenizer
 
@@ -54,7 +55,9 @@ class PromptActivations:
         return sum(one.x.nbytes + one.key.nbytes + one.value.nbytes for one in self.layers)
 
 
-def read(config: ModelConfig, params: PyTree, tokens: Int32[Array, "B T"]) -> Iterator[Activations]:
+def read(
+    config: ModelConfig, params: PyTree, tokens: Int32[Array, "B T"] | Int32[np.ndarray, "B T"]
+) -> Iterator[Activations]:
     """Reads prompts densely, layer by layer."""
     x, size = embed(config, params, tokens), min(_CHUNK, tokens.shape[1])
     for i, sliding in enumerate(config.windows):
@@ -64,19 +67,46 @@ def read(config: ModelConfig, params: PyTree, tokens: Int32[Array, "B T"]) -> It
 
 
 def prefill(
-    plan: Plan, params: PyTree, tokens: Int32[Array, "B T"], length: Int32[Array, "B"],
+    plan: Plan, params: PyTree, tokens: Int32[Array, "B T"] | Int32[np.ndarray, "B T"],
+    length: Int32[Array, "B"] | Int32[np.ndarray, "B"],
     branch: interface.Branch | None = None, slots: Slots | None = None, layers: Iterable[Activations] | None = None,
     pipelined: bool = True,
 ):
-    """Fills a new cache from prompts, right-padded to T, one layer at a time.
+    """Fills a new cache from prompts one layer at a time, after a check that it can be filled from them.
 
-    Prompts are read as they are needed, if their `layers` are not given. While a layer is indexed and written to the
-    store the next one is read (IceCache, section 4.3), unless `pipelined` is False. Peak memory then is the hidden
-    states of three layers, keys and values of two, and the cache, linear in T. Returns (State, logits after each
-    prompt's last token [B, V]).
+    Args, Returns and Raises are those of `fill_cache`; tokens may be padded to any T. Raises PromptError, too.
     """
     check_prompts(plan, np.asarray(length))
-    tokens = pad(np.asarray(tokens, np.int32))
+    return fill_cache(plan, params, pad(tokens), np.asarray(length), branch, slots, layers, pipelined)
+
+
+def fill_cache(
+    plan: Plan, params: PyTree, padded: Int32[np.ndarray, "B T"], lengths: Int32[np.ndarray, "B"],
+    branch: interface.Branch | None = None, slots: Slots | None = None, layers: Iterable[Activations] | None = None,
+    pipelined: bool = True,
+):
+    """Fills a new cache from prompts that fit it, one layer at a time.
+
+    While a layer is indexed and written to the store the next one is read (IceCache, section 4.3). Peak memory then is
+    the hidden states of three layers, keys and values of two, and the cache, linear in T.
+
+    Args:
+      plan: what is static about the cache.
+      params: the model's.
+      padded: token ids [B, T], right-padded as `pad` does.
+      lengths: tokens of each prompt [B].
+      branch: where the blocks go; None = memory.
+      slots: how a store's blocks are kept in memory.
+      layers: activations of the layers, if the prompts were read already; else they are read one by one.
+      pipelined: False = a layer is read once the one before has been indexed.
+
+    Returns:
+      (State, logits after each prompt's last token [B, V]).
+
+    Raises:
+      StoreError: the store cannot be written.
+    """
+    tokens, length = jnp.asarray(padded), jnp.asarray(lengths, jnp.int32)
     slots, caches, before = slots or Slots(), [], None
     hidden: Any = None
     lot = _parking(plan, branch, slots)
@@ -104,7 +134,7 @@ def prefill(
         last = jnp.take_along_axis(hidden, (length - 1)[:, None, None], axis=1)[:, 0]
         handle, generation = (-1, 0) if branch is None else (branch.handle, branch.generation)
         ref = StoreRef(jnp.int32(handle), jnp.int32(generation))
-        return State(tuple(caches), jnp.asarray(length, jnp.int32), ref), unembed(plan.config, params, last)
+        return State(tuple(caches), length, ref), unembed(plan.config, params, last)
     except BaseException:
         if lot is not None:
             lot.discard()
@@ -147,29 +177,19 @@ def _round_up(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length()) if size < _CHUNK else -(-size // _CHUNK) * _CHUNK
 
 
-def pad(tokens: Int32[Array, "B T"] | Int32[np.ndarray, "B T"]) -> Int32[Array, "B T2"]:
-    """Prompts, right-padded to one of the lengths that are read."""
+def pad(tokens: Int32[Array, "B T"] | Int32[np.ndarray, "B T"]) -> Int32[np.ndarray, "B T2"]:
+    """Returns prompts, right-padded to one of the lengths that are read; on the host, without a program per length."""
     more = _round_up(tokens.shape[1]) - tokens.shape[1]
-    return jnp.asarray(np.pad(tokens, ((0, 0), (0, more))))  # on the host, which makes no program for each length
+    return np.pad(np.asarray(tokens, np.int32), ((0, 0), (0, more)))
 
 
-def batch(rows: Sequence[Sequence[int]]) -> tuple[Int32[Array, "B T"], Int32[Array, "B"]]:
-    """Token ids of sequences side by side, right-padded, and how many each has."""
+def batch(rows: Sequence[Sequence[int]]) -> tuple[Int32[np.ndarray, "B T"], Int32[np.ndarray, "B"]]:
+    """Returns token ids of sequences side by side, right-padded, and how many each has; on the host."""
     length = np.array([len(row) for row in rows], np.int32)
     tokens = np.zeros((len(rows), length.max()), np.int32)
     for i, row in enumerate(rows):
         tokens[i, : len(row)] = row
-    return jnp.asarray(tokens), jnp.asarray(length)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def embed(config, params, tokens):
-    return Transformer(config).apply({"params": params}, tokens, method="embed")
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def unembed(config, params, x):
-    return Transformer(config).apply({"params": params}, x, method="unembed")
+    return tokens, length
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

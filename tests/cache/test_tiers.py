@@ -70,7 +70,7 @@ def test_what_is_written_leaves_the_host(params, tokens):
     there = pool.locate_on_host(held) < pool.host_slots
     assert bool(there.all())
     new = jnp.zeros((*held.shape[:2], 8))
-    pool = pool.put_row(held[..., 0], jnp.zeros(held.shape[:2], jnp.int32), new, new, jnp.int32(0), state.line)
+    pool = pool.put_row(held[..., 0], jnp.zeros(held.shape[:2], jnp.int32), new, new, jnp.int32(0), state.ref)
     assert not bool((pool.locate_on_host(held) < pool.host_slots).any())
     branch.close()
 

@@ -10,7 +10,7 @@ from tiny import make_params
 
 from kvjax.calibration.boundaries import Importance, boundary_scores
 from kvjax.errors import PromptError
-from kvjax.inference import decode, prefill
+from kvjax.inference import blocks
 from kvjax.models.config import ModelConfig
 
 CONFIG = ModelConfig(
@@ -29,17 +29,17 @@ def params():
 @pytest.fixture(scope="module")
 def maps(params):
     """Attention maps `[L, H, T, T]` of the whole text."""
-    x, found = prefill.embed(CONFIG, params, TOKENS), []
+    x, found = blocks.embed(CONFIG, params, TOKENS), []
     for i, window in enumerate(CONFIG.windows):
         mine = params[f"layers_{i}"]
-        q, k, v = decode._project(CONFIG, mine, x, AT)
+        q, k, v = blocks.project(CONFIG, mine, x, AT)
         k, v = np.repeat(k, CONFIG.group, axis=1), np.repeat(v, CONFIG.group, axis=1)
         scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(CONFIG.head_dim)
         behind = AT[:, None] - AT
         seen = (behind >= 0) & (behind < (window or len(TOKENS)))
         found.append(scipy.special.softmax(np.where(seen, scores, -np.inf), axis=-1))
         out = np.einsum("hqk,khd->qhd", found[-1], v)
-        x = decode._finish(CONFIG, mine, x, jnp.asarray(out))
+        x = blocks.finish(CONFIG, mine, x, jnp.asarray(out))
     return np.stack(found)
 
 

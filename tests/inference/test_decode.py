@@ -18,6 +18,7 @@ from kvjax.cache.method import Selection, Spec
 from kvjax.cache.write import _due_blocks, write_token
 from kvjax.errors import ConfigError, NoSpace, PromptError, StaleCache, WriteFailed
 from kvjax.inference import decode, layer_offload, prefill
+from kvjax.inference.lookahead import Token
 from kvjax.inference.plan import Slots, make_plan, store_geometry
 from kvjax.models.transformer import Block
 from kvjax.store.flash.store import FlashStore
@@ -318,7 +319,7 @@ def test_callbacks_are_undeclared_and_all_there(params, tokens, prefetch):
 
     def token(leaves):
         state = jax.tree.unflatten(tree, leaves)
-        return jax.tree.leaves(decode._fused_token(plan, params, state, jnp.asarray(tokens[:, 0]), jnp.ones(2, bool)))
+        return jax.tree.leaves(decode.fused_token(plan, params, state, jnp.asarray(tokens[:, 0]), jnp.ones(2, bool)))
 
     traced = jax.jit(token).trace(leaves)
     assert not traced.jaxpr.effects
@@ -351,13 +352,13 @@ def test_the_pool_is_updated_in_place(params, tokens, driver, dtype):
     if driver == "fused":
         used = [decode.temporary_bytes(plan, params, state)]
     else:
-        layer_plan, x = plan.layers[0], jnp.zeros((1, 32))
-        read = functools.partial(decode._read, CONFIG, layer_plan, None, params["layers_0"], None)
-        rest = (None, x, None, state.length, jnp.int32(0), state.line, active)
-        fresh = read(state.layers[0], *rest)[2]
-        put = (fresh, state.length, active, jnp.int32(0), state.line)
+        layer_plan = plan.layers[0]
+        read = functools.partial(decode.read_layer, CONFIG, layer_plan, params["layers_0"])
+        rest = (None, Token(jnp.zeros((1, 32)), state.length, active, jnp.int32(0), state.ref), None)
+        fresh = read(state.layers[0], *rest).pending.new_token
+        put = (fresh, state.length, active, jnp.int32(0), state.ref)
         used = [
-            temporaries(lambda one: read(one, *rest)[:3], state.layers[0]),
+            temporaries(lambda one: read(one, *rest), state.layers[0]),
             temporaries(lambda one: write_token(layer_plan, one, *put)[0], state.layers[0]),
         ]
     assert max(used) < pool / 4
@@ -421,7 +422,7 @@ def test_what_fails_behind_a_layer_is_raised(params, tokens, monkeypatch):
 
 def test_nothing_recompiles_while_clusters_split(params, tokens):
     plan, state, _, _ = start(params, tokens, METHODS["dynakv"])
-    read, write = decode._compiled(True)
+    read, write = decode.compiled_parts(True)
     sizes = []
     for i in range(50):
         state = decode.step(plan, params, state, tokens[:, i], donate=True).state
@@ -437,7 +438,7 @@ def test_one_program_serves_hundreds_of_tokens_while_clusters_split_on_flash(par
     plan = make_plan(CONFIG, METHODS["dynakv"], 2, text.shape[1])
     branch = FlashStore(tmp_path, staging_bytes=1 << 21).create(store_geometry(plan), "test")
     state, _ = prefill.prefill(plan, params, text[:, : max(PROMPT)], jnp.asarray(PROMPT), branch, Slots())
-    program = decode._compiled_token(True)
+    program = decode.compiled_token(True)
     with jax.log_compiles():
         state, _ = decoded(plan, params, state, text, 1, "fused")
         assert "Compiling" in caplog.text

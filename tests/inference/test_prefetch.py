@@ -11,7 +11,7 @@ from tiny import CONFIG, PROMPT, start
 
 from kvjax.cache.read import choose
 from kvjax.errors import ConfigError
-from kvjax.inference import decode, prefill
+from kvjax.inference import blocks, decode
 from kvjax.inference.plan import Slots
 from kvjax.models.transformer import Block
 from kvjax.store.flash.store import FlashStore
@@ -154,7 +154,7 @@ def test_groups_are_chosen_by_the_previous_layers_input_or_by_a_layers_own_query
     one, others = plan.layers[1], 0
     for i in range(8):
         token, at = tokens[:, max(PROMPT) + i], state.length
-        before = prefill.embed(CONFIG, params, token)
+        before = blocks.embed(CONFIG, params, token)
         early, _, _ = Block(CONFIG).apply({"params": params["layers_1"]}, before, at, method="project")
         mine = state.layers[1].state
         done = decode.step(plan, params, state, token)

@@ -18,7 +18,8 @@ from kvjax.cache.method import Method
 from kvjax.cache.pool import StoreRef
 from kvjax.cache.state import LayerState
 from kvjax.calibration.tuner.tables import Measurement
-from kvjax.inference import decode, prefill
+from kvjax.inference import decode
+from kvjax.inference.blocks import unembed
 from kvjax.inference.plan import Plan, Slots, State, bytes_of, make_plan, outline, slot_pool, store_geometry
 from kvjax.llm import LLM
 from kvjax.methods.kvswap import KVSwap
@@ -147,7 +148,7 @@ def compute_seconds(
         jax.clear_caches()
 
     def project(_):
-        jax.block_until_ready(prefill.unembed(config, llm.params, hidden))
+        jax.block_until_ready(unembed(config, llm.params, hidden))
 
     return max(0.0, whole - _median_seconds(project, repeats, most)) / config.num_layers
 

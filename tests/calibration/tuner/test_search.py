@@ -149,7 +149,7 @@ def test_programs_of_a_setting_go_with_it(llm):
     """Given that a process may have so many memory maps only, of which every compiled program holds some."""
     for setting in (Setting(4, 2, 24), Setting(2, 4, 48)):
         profile.compute_seconds(llm, *parts(setting), 2, 96, "bfloat16", repeats=1)
-        assert decode._compiled_token(True)._cache_size() == 0
+        assert decode.compiled_token(True)._cache_size() == 0
 
 
 @pytest.mark.parametrize("layers", [1, 3])
