@@ -6,6 +6,7 @@
 """
 
 from kvjax.attend import AttentionCache, attend, init_cache, prefill_cache
+from kvjax.cache.check import check_method
 from kvjax.cache.method import Method
 from kvjax.calibration.tuner.search import tune
 from kvjax.errors import KvjaxError, StoreError
@@ -84,6 +85,7 @@ __all__ = [
     "StreamingLLM",
     "Usage",
     "attend",
+    "check_method",
     "init_cache",
     "load",
     "prefill_cache",

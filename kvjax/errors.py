@@ -15,6 +15,10 @@ class BudgetTooSmall(ConfigError):
     """A method cannot work within so few tokens."""
 
 
+class MethodError(ConfigError):
+    """A method breaks the contract of methods (`kvjax.cache.method`)."""
+
+
 class PromptError(KvjaxError, ValueError):
     """The prompt is empty, longer than the cache was made for, or refused by the model's chat template."""
 

@@ -12,6 +12,7 @@ import numpy as np
 from kvjax import _validate
 from kvjax.cache import residency
 from kvjax.cache.callbacks import BACKENDS, default_backend
+from kvjax.cache.check import check_outputs
 from kvjax.cache.fill import empty_state
 from kvjax.cache.layer import LayerCache, LayerPlan
 from kvjax.cache.method import Method, Spec
@@ -190,13 +191,15 @@ def outline(plan: Plan, i: int, store: bool, slots: Slots) -> LayerCache:
 
 
 def check_plan(plan: Plan, store: bool, slots: Slots) -> None:
-    """Raises ConfigError where a layer's cache cannot be made, on a store or not; ReadFailed or FormatMismatch for what
+    """Raises ConfigError where a layer's cache cannot be made, on a store or not; MethodError for a method that cannot
+    be right; ReadFailed or FormatMismatch for what
     was fitted beforehand. Of layers that are alike the first is tried."""
     tried = set()
     for i, one in enumerate(plan.layers):
         shapes = tuple(map(np.shape, jax.tree.leaves(one.method.weights(i))))
         kind = one, on_store(plan, i), shapes
         if kind not in tried:
+            check_outputs(one.method, one.spec)
             outline(plan, i, store, slots)
         tried.add(kind)
 
