@@ -2,7 +2,7 @@
 
     python -m experiments.main --config=configs/adaptive_prefill.py --workdir=runs/adaptive_prefill
 
-Result: see docs/memory.md. Preset `:smoke` finishes within a minute.
+Result: see docs/results/memory.md. Preset `:smoke` finishes within a minute.
 """
 
 import ml_collections

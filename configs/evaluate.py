@@ -2,7 +2,7 @@
 
     python -m experiments.main --config=configs/evaluate.py --workdir=runs/evaluate
 
-Runtime and result: see docs/leaderboard.md. Preset `:smoke` finishes within a minute.
+Runtime and result: see docs/results/leaderboard.md. Preset `:smoke` finishes within a minute.
 """
 
 import ml_collections

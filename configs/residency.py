@@ -2,7 +2,7 @@
 
     python -m experiments.main --config=configs/residency.py --workdir=runs/residency
 
-Four minutes on two busy CPU cores; what came of it is in docs/store.md. Preset `:smoke` finishes within a minute.
+Four minutes on two busy CPU cores; result: docs/results/store.md. Preset `:smoke` finishes within a minute.
 """
 
 import ml_collections
