@@ -20,8 +20,8 @@
     selected    tokens/s against MG, groups read each time (Figure 13 b)
     rates       tokens/s against the share of groups that come back, drawn at random (Table 5 from its other end)
     breakdown   where a decode step's time goes, with and without reading ahead (Figure 13 a)
-    pretrained  what keeping groups gains with the selections of a pretrained model (docs/results/real_model.md), by 4 ways
-                of choosing, which come back as often as in the paper; `--config.replay.model=DIR`
+    pretrained  what keeping groups gains with the selections of a pretrained model (docs/results/real_model.md), by
+                four ways of choosing, which come back as often as in the paper; `--config.replay.model=DIR`
     gains       what keeping groups gains at batches of 8 and 16 with one of these ways and 1/13 of the full cache's
                 memory, three times in turn
     reuse       how often groups come back in real text, for each kind of it (Table 5); seven minutes on two cores
