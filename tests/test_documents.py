@@ -70,3 +70,10 @@ def test_a_missing_file_and_heading_are_seen(tmp_path):
     page.write_text("# Title\n[a](other.md) [b](#nowhere) [c](#title) `kvjax/nowhere.py`\n```\n# Nowhere\n```\n")
     assert broken_links(page) == ["other.md#", "#nowhere"]
     assert files_in(page.read_text()) == {"kvjax/nowhere.py"}
+
+
+def test_functions_of_one_tokens_path_are_there():
+    text = (ROOT / "docs/architecture.md").read_text()
+    named = set(re.findall(r"`\w+\.(\w+)`", text)) - {"py", "c", "md"}
+    code = "\n".join(path.read_text() for path in (ROOT / "kvjax").rglob("*.py"))
+    assert len(named) > 25 and not [name for name in named if not re.search(rf"\b(def|class) {name}\b", code)]
