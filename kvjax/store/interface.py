@@ -1,11 +1,11 @@
-"""What every block store has in common: geometry, the branch interface, and the registry of handles.
+"""The interface of block stores: geometry, branches, statistics, and the registry of branch handles.
 
-A *branch* is one writable line of history of one cache. The jitted machinery never holds a branch: it carries the
-branch's `handle` as an int32 operand, and the host callback finds the branch again with `lookup(handle)`.
+A *branch* is one writable line of history of one cache. Compiled programs never hold a branch: they carry its `handle`
+as an int32 operand, and the host callback finds the branch with `lookup(handle)`.
 
-Axes as in `kvjax.typing`: B sequences, K KV heads, NB blocks, C rows of a block, NS slots, and here
-N blocks asked for in one read, E blocks rewritten in one call, and width, the numbers of a row: 2 * D where it is a
-head's key and value (`kvjax.cache.pool.row_width`).
+Axes are those of `kvjax.typing`: B sequences, K KV heads, NB blocks, C rows of a block, NS slots. In addition: N blocks
+of one read, E blocks rewritten in one call, and width, the numbers in a row: 2 * D where a row is a head's key and
+value (`kvjax.cache.pool.row_width`).
 """
 
 import abc
@@ -21,7 +21,7 @@ import numpy as np
 from kvjax.errors import ConfigError, ReadFailed, StoreError, to_raise
 
 PAGE_BYTES = 4096
-MAX_GENERATION = 2**31 - 1  # programs have it as an int32
+MAX_GENERATION = 2**31 - 1  # an int32 in compiled programs
 DTYPES = {
     "float32": np.dtype(np.float32),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
@@ -32,16 +32,27 @@ DTYPES = {
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
-    """Shape of one cache; all a store has to know about a model."""
+    """The shape of one cache: all that a store knows about the model.
+
+    Attributes:
+      layers: number of layers.
+      batch: sequences in the batch.
+      kv_heads: KV heads with blocks of their own.
+      num_blocks: blocks per KV head.
+      block_rows: rows (tokens) per block.
+      width: elements per row.
+      dtype: one of `DTYPES`.
+      keys: True if a row is a key and its value, False if it is a value alone.
+    """
 
     layers: int
     batch: int
     kv_heads: int
-    num_blocks: int  # per KV head
+    num_blocks: int
     block_rows: int
-    width: int  # elements of a row
+    width: int
     dtype: str
-    keys: bool = dataclasses.field(default=True, compare=False)  # a row is key beside value; else a value alone
+    keys: bool = dataclasses.field(default=True, compare=False)
 
     def __post_init__(self):
         for name in ("layers", "batch", "kv_heads", "num_blocks", "block_rows", "width"):
@@ -56,7 +67,7 @@ class Geometry:
 
     @property
     def streams(self) -> int:
-        """Pairs of sequence and KV head."""
+        """Number of streams: pairs of sequence and KV head."""
         return self.batch * self.kv_heads
 
     @property
@@ -73,11 +84,11 @@ class Geometry:
 
     @property
     def extent_bytes(self) -> int:
-        """`block_bytes` rounded up to whole pages, which O_DIRECT asks for."""
+        """`block_bytes` rounded up to whole pages, as O_DIRECT requires."""
         return -(-self.block_bytes // PAGE_BYTES) * PAGE_BYTES
 
     def describe(self, block_id: SupportsInt) -> str:
-        """`"layer 0, sequence 1, head 2, block 3"` of a flat id over [layers, B, K, NB]."""
+        """Returns text such as `"layer 0, sequence 1, head 2, block 3"` for a flat id over [layers, B, K, NB]."""
         shape = (self.layers, self.batch, self.kv_heads, self.num_blocks)
         layer, sequence, head, block = np.unravel_index(int(block_id), shape)
         return f"layer {layer}, sequence {sequence}, head {head}, block {block}"
@@ -85,10 +96,12 @@ class Geometry:
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """What prefill knows about a layer beside its payload, for layouts that want it.
+    """Information about a prefilled layer, beside its blocks, for layouts that use it.
 
-    pos: int32[B, KB, NB, C] position of the token in each row, -1 = empty.
-    retrieved: int32[B, Q, KB, M1] blocks that a sample of the prompt's queries would fetch, NB = nothing.
+    Attributes:
+      pos: int32[B, KB, NB, C] position of the token in each row, -1 = empty.
+      retrieved: int32[B, Q, KB, M1] blocks that Q sampled queries of the prompt would fetch, NB = none; None if
+        unknown.
     """
 
     pos: np.ndarray
@@ -97,10 +110,11 @@ class Prompt:
 
 @dataclasses.dataclass(frozen=True)
 class Gathered:
-    """Blocks of a prompt that are put together when they are asked for, so that all of them are never in memory.
+    """Blocks of a prompt that are gathered on demand, so that they are never all in memory.
 
-    rows: [B, K, T, width] what blocks hold of each token.
-    pos: int32[B, K, NB, C] token in each row, -1 = a row of zeros.
+    Attributes:
+      rows: [B, K, T, width] the row of each token.
+      pos: int32[B, K, NB, C] token in each row of each block, -1 = a row of zeros.
     """
 
     rows: np.ndarray
@@ -115,67 +129,70 @@ class Gathered:
         return self.rows.dtype
 
     def take(self, ids: np.ndarray) -> np.ndarray:
-        """Blocks `[n, C, width]` by flat number over [B, K, NB]."""
+        """Returns blocks `[n, C, width]`; ids[n] are flat numbers over [B, K, NB]."""
         pos = self.pos.reshape(-1, self.pos.shape[-1])[ids]
         streams = self.rows.reshape(-1, *self.rows.shape[2:])
-        found = streams[ids[:, None] // self.pos.shape[2], pos]
-        found[pos < 0] = 0
-        return found
+        blocks = streams[ids[:, None] // self.pos.shape[2], pos]
+        blocks[pos < 0] = 0
+        return blocks
 
     def all(self) -> np.ndarray:
-        """Blocks `[B, K, NB, C, width]`."""
+        """Returns all blocks, `[B, K, NB, C, width]`."""
         return self.take(np.arange(self.pos[..., 0].size)).reshape(self.shape)
 
 
 def whole(blocks: np.ndarray | Gathered) -> np.ndarray:
-    """Blocks `[B, K, NB, C, width]` in memory."""
+    """Returns blocks `[B, K, NB, C, width]` as an array in memory."""
     return blocks.all() if isinstance(blocks, Gathered) else blocks
 
 
 def as_stored(rows: np.ndarray) -> np.ndarray:
-    """Returns the same memory as a store sees it: numbers have their own type, which in programs is uint16 for
-    bfloat16.
-    """
+    """Returns the same memory with the element type of the store: uint16, which stands for bfloat16 in programs,
+    becomes bfloat16."""
     return rows.view(ml_dtypes.bfloat16) if rows.dtype == np.uint16 else rows
 
 
 @dataclasses.dataclass(frozen=True)
 class Stats:
-    """What a branch has moved since it was made; a fork starts at zero."""
+    """Totals of a branch since it was made; a fork starts at zero."""
 
     reads: int = 0  # I/O requests made by read_into
     blocks_read: int = 0  # blocks that came from the device
-    bytes_read: int = 0  # bytes asked of the device, padding included
+    bytes_read: int = 0  # bytes requested from the device, including padding
     rows_written: int = 0  # appended rows that reached the device
-    blocks_written: int = 0  # blocks written, whatever the reason
-    blocks_short: int = 0  # of these, blocks that take fewer pages than they might (`kvjax.store.format.codec`)
-    bytes_put: int = 0  # bytes of committed rows and blocks, and of a prompt's
-    bytes_written: int = 0  # bytes given to the device, padding included
+    blocks_written: int = 0  # blocks written, for any reason
+    blocks_short: int = 0  # of these, blocks stored in fewer pages than an extent has (`kvjax.store.format.codec`)
+    bytes_put: int = 0  # bytes of committed rows and blocks and of prompts
+    bytes_written: int = 0  # bytes given to the device, including padding
     read_seconds: float = 0.0  # wall time inside read_into
-    # Of every read that was used: from the first request to the last answer of the device. With asynchronous reads an
-    # answer is seen when somebody waits for it: at most that long for what landed before it was wanted.
+    # Summed over all reads whose blocks were used: from the first request to the last answer of the device. An
+    # asynchronous answer is noticed only while a caller waits for it, so this is an upper bound for reads that
+    # completed before they were needed.
     io_seconds: float = 0.0
-    wait_seconds: float = 0.0  # in which read_into was blocked until the device answered
-    prefetched: int = 0  # blocks asked for ahead
-    prefetch_used: int = 0  # of these, blocks that read_into then wanted
-    mispredicted: int = 0  # blocks that read_into wanted of a prefetched layer and had to read itself
+    wait_seconds: float = 0.0  # time that read_into was blocked waiting for the device
+    prefetched: int = 0  # blocks whose read began before they were requested
+    prefetch_used: int = 0  # of these, blocks that read_into then requested
+    mispredicted: int = 0  # blocks of a prefetched layer that were not prefetched and had to be read
 
     @property
     def write_amplification(self) -> float:
-        """Bytes that reached the device for every byte that was put; flush first, or what is staged is missing."""
+        """Bytes that reached the device per byte put. Flush first: blocks still staged are not counted."""
         return self.bytes_written / self.bytes_put if self.bytes_put else 0.0
 
 
 class Event(NamedTuple):
-    """Something that happened to a layer's blocks: `submit` (asked for ahead), `read` (read_into began), `request` (the
-    device was asked), `landed` (it answered), `answer` (read_into returned)."""
+    """A timestamped event of a layer's reads.
+
+    `submit`: a prefetch was requested; `read`: read_into began; `request`: the first request went to the device;
+    `landed`: the device answered; `answer`: read_into returned.
+    """
 
     seconds: float  # time.perf_counter
     kind: str
     layer: int
 
 
-# Totals that `native.fetch` adds to with Python's lock held: Totals of fetch.c.
+# Totals that `native.fetch` adds to while it holds the GIL; the struct Totals of fetch.c.
 FETCHED = np.dtype([
     ("reads", np.int64), ("blocks_read", np.int64), ("bytes_read", np.int64), ("prefetch_used", np.int64),
     ("mispredicted", np.int64), ("read_seconds", np.float64), ("io_seconds", np.float64), ("wait_seconds", np.float64),
@@ -183,10 +200,10 @@ FETCHED = np.dtype([
 
 
 class Tally:
-    """Running totals behind `Stats`, added to from several threads.
+    """The running totals behind `Stats`; several threads add to them.
 
     Attributes:
-      fetched: those of FETCHED, as bytes.
+      fetched: the fields of FETCHED, as bytes.
     """
 
     def __init__(self):
@@ -203,7 +220,7 @@ class Tally:
     def stats(self) -> Stats:
         with self._lock:
             totals = dict(self._totals)
-        fetched = self._fetched.tolist()[0]  # at once, so that no fetch is half in it
+        fetched = self._fetched.tolist()[0]  # one call under the GIL, so that no fetch is half counted
         for name, amount in zip(FETCHED.names, fetched, strict=True):  # type: ignore[arg-type]
             totals[name] = totals.get(name, 0) + amount
         return Stats(**totals)
@@ -213,16 +230,18 @@ class Branch(abc.ABC):
     """One writable line of history of one store.
 
     The callback entry points (`submit`, `read_into`, `put_rows`, `put_blocks`) run inside XLA: they never raise and
-    never touch JAX. On failure they save the first typed exception and return False, and all but `submit`, a hint, keep
-    returning False until the exception was fetched by `take_error`, or raised by `commit` or `flush`.
+    never touch JAX. On failure they save the first exception and return False. All but `submit`, which is only a hint,
+    keep returning False until the exception is taken by `take_error` or raised by `commit` or `flush`.
+
+    In all callbacks `layer` is the index of a layer, and `generation` must be the branch's committed generation.
 
     Attributes:
       handle: key of this branch in the registry, a small int.
       geometry: shape of the cache.
-      generation: committed generation, starts at 0 (a fork starts at its parent's).
-      events: what happened to reads, in order, once it is set to a list; None records nothing.
-      samples: how many of the prompt's queries `Prompt.retrieved` should have.
-      codec: how its blocks are put into a file, see `kvjax.store.format.codec`.
+      generation: committed generation; starts at 0, in a fork at the parent's.
+      events: list to which events of reads are appended in order; None (the default) records nothing.
+      samples: number Q of the prompt's queries that `Prompt.retrieved` should have.
+      codec: name of the encoding of blocks in the file, see `kvjax.store.format.codec`.
     """
 
     events: list[Event] | None = None
@@ -239,95 +258,172 @@ class Branch(abc.ABC):
     def write_layer(
         self, layer: int, blocks: np.ndarray | Gathered, counts: np.ndarray, prompt: Prompt | None = None
     ) -> None:
-        """Replaces a whole layer after prefill: blocks[B, K, NB, C, width] in the store's dtype, counts[B, K, NB] valid
-        rows. Blocks with a count of 0 take no space; rows beyond the count read as zero; `prompt` matters for where
-        bytes lie and for nothing else. Raises StoreError, and then the layer is as it was."""
+        """Replaces a whole layer after prefill.
+
+        Args:
+          layer: index of the layer.
+          blocks: [B, K, NB, C, width] in the store's dtype.
+          counts: int32[B, K, NB] valid rows of each block. Blocks with a count of 0 take no space; rows beyond the
+            count read as zero.
+          prompt: guides where blocks are placed; it changes no result.
+
+        Raises:
+          StoreError: the layer could not be written, and is as it was before.
+        """
 
     @abc.abstractmethod
     def read_into(self, layer, generation, block, slot, slots) -> bool:
-        """Callback. Copies block[B, K, N] int32 (outside 0..NB-1: nothing to read) of a layer to
-        slots[b, k, slot[b, k, n]], where slots[B, K, NS, C, width] is contiguous and writable. A block that was never
-        written reads as zeros. Sees everything committed, and nothing else."""
+        """Copies blocks of a layer into slots (callback).
+
+        Every block of the committed state can be read, and nothing else. A block that was never written reads as zeros.
+
+        Args:
+          layer: index of the layer.
+          generation: the caller's generation.
+          block: int32[B, K, N] block numbers; nothing is read for numbers outside 0..NB-1.
+          slot: int32[B, K, N] the slot that each block is copied to.
+          slots: [B, K, NS, C, width] memory of the slots, C-contiguous and writable.
+
+        Returns:
+          Whether all blocks were copied; if not, the exception is saved.
+        """
 
     @abc.abstractmethod
     def submit(self, layer, generation, block) -> bool:
-        """Callback. A hint that block[B, K, N] of a layer will be wanted by its next `read_into`: begins to read them
-        and returns at once. It replaces the layer's earlier hint. True, also where there is nothing to do; a hint that
-        comes too late, or that the device fails, costs time and nothing else."""
+        """Begins to read blocks that the layer's next `read_into` will probably request, and returns at once
+        (callback).
+
+        It replaces the layer's earlier hint. A hint that comes too late, or that the device fails, costs time but
+        changes no result.
+
+        Args:
+          layer: index of the layer.
+          generation: the caller's generation.
+          block: int32[B, K, N] block numbers; those outside 0..NB-1 are ignored.
+
+        Returns:
+          True, also where there was nothing to do; False if an exception was saved.
+        """
 
     @abc.abstractmethod
     def put_rows(self, layer, generation, block, row, rows) -> bool:
-        """Callback. Enqueues rows[B, K, width] as row[B, K] of block[B, K] for generation + 1; nothing where the block
-        or the row is out of range. Keeps no reference to its arguments."""
+        """Enqueues one row per stream for generation + 1 (callback). Keeps no reference to its arguments.
+
+        Args:
+          layer: index of the layer.
+          generation: the caller's generation.
+          block: int32[B, K] block of each row.
+          row: int32[B, K] position in the block; a row is skipped where this or the block is out of range.
+          rows: [B, K, width] contents.
+
+        Returns:
+          Whether the rows were enqueued; if not, the exception is saved.
+        """
 
     @abc.abstractmethod
     def put_blocks(self, layer, generation, block, rows) -> bool:
-        """Callback. Enqueues rows[B, K, E, C, width] as the whole contents of block[B, K, E] for generation + 1."""
+        """Enqueues whole blocks for generation + 1 (callback). Keeps no reference to its arguments.
+
+        Args:
+          layer: index of the layer.
+          generation: the caller's generation.
+          block: int32[B, K, E] block numbers; those out of range are skipped.
+          rows: [B, K, E, C, width] their whole contents.
+
+        Returns:
+          Whether the blocks were enqueued; if not, the exception is saved.
+        """
 
     @property
     @abc.abstractmethod
     def held_bytes(self) -> int:
-        """Host memory that serving blocks takes at this moment, and not the blocks that are stored there: tables, what
-        waits to be written, and what reads have landed in."""
+        """Bytes of host memory that serving blocks takes now: tables, blocks waiting to be written, and read buffers.
+        Blocks stored in host memory are not counted."""
 
     @abc.abstractmethod
     def keep(self, cause: BaseException) -> None:
-        """Saves an exception, if none is saved yet, as one that came up in a callback."""
+        """Saves an exception that occurred in a callback, unless one is saved already."""
 
     @abc.abstractmethod
     def take_error(self) -> StoreError | None:
-        """Pops the saved exception."""
+        """Returns the saved exception, or None, and clears it."""
 
     def failure(self, what: str) -> BaseException:
-        """What to raise where a callback was not done: the saved exception, Ctrl-C as itself, or ReadFailed."""
+        """Returns what to raise after a failed callback: the saved exception, KeyboardInterrupt itself, or ReadFailed.
+
+        Args:
+          what: what was being read, for the message of ReadFailed.
+        """
         unknown = ReadFailed(f"{what} could not be read, and the store kept no reason; retry")
         return to_raise(self.take_error() or unknown)
 
     @abc.abstractmethod
     def commit(self, generation: int) -> None:
-        """Makes what was enqueued visible to reads; `self.generation` becomes generation + 1. Waits only while more
-        than the staging limit is not on the device. Raises StoreError, and then nothing was committed and the call
-        may be repeated."""
+        """Makes everything enqueued visible to reads; `self.generation` becomes generation + 1.
+
+        Waits only while more bytes than the staging limit are not on the device yet.
+
+        Args:
+          generation: the caller's generation.
+
+        Raises:
+          StoreError: nothing was committed, and the call may be repeated; StaleCache if the branch is at another
+            generation.
+        """
 
     @abc.abstractmethod
     def abort(self, generation: int) -> None:
-        """Drops what was enqueued since the last commit. Does nothing for a generation that is past; never raises."""
+        """Drops everything enqueued since the last commit. Does nothing for a past generation; never raises."""
 
     @abc.abstractmethod
     def fork(self) -> "Branch":
-        """An independent branch with the same committed contents; blocks are copied when either side writes them."""
+        """Returns an independent branch with the same committed contents; blocks are copied when either side writes
+        them."""
 
     @abc.abstractmethod
     def flush(self) -> None:
-        """Writes all that is committed; raises what failed, and tries it again when called again."""
+        """Writes everything committed to the file.
+
+        Raises:
+          StoreError: what failed; another call tries again.
+        """
 
     def settle(self) -> None:
-        """Flushes, and returns when all of it is on the device, if there is one; for whoever times reads."""
+        """Flushes, then waits until the device, if there is one, has all of it; for benchmarks of reads."""
         self.flush()
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Flushes, gives everything back, then raises what failed. Closing twice is allowed."""
+        """Flushes and releases all resources, then raises what failed, if anything. Closing twice is allowed."""
 
     @abc.abstractmethod
     def discard(self) -> None:
-        """Closes without flushing: nobody wants what is not in the file yet. Never raises."""
+        """Closes without flushing, for caches that are no longer wanted. Never raises."""
 
     @abc.abstractmethod
     def stats(self) -> Stats:
-        """Totals since the branch was made."""
+        """Returns the totals since the branch was made."""
 
 
 @runtime_checkable
 class Store(Protocol):
-    """Makes branches."""
+    """A factory of branches."""
 
     def create(self, geometry: Geometry, fingerprint: str, least_blocks: int = 1) -> Branch:
-        """A branch in which every block is zero. Raises NoSpace where not even `least_blocks` blocks would fit."""
+        """Returns a new branch in which every block is zero.
+
+        Args:
+          geometry: shape of the cache.
+          fingerprint: identifies model and tokenizer.
+          least_blocks: blocks that the caller is sure to write.
+
+        Raises:
+          NoSpace: not even `least_blocks` blocks would fit.
+        """
 
 
 def is_store(given) -> bool:
-    """Whether it is one, and not the class of some."""
+    """Returns whether a value is a store; the class of a store is not one."""
     return isinstance(given, Store) and not isinstance(given, type)
 
 
@@ -336,5 +432,5 @@ _BRANCHES: "weakref.WeakValueDictionary[int, Branch]" = weakref.WeakValueDiction
 
 
 def lookup(handle: SupportsInt) -> Branch | None:
-    """The live branch with this handle; None when it was garbage-collected or never existed."""
+    """Returns the live branch with this handle, or None if it was garbage-collected or never existed."""
     return _BRANCHES.get(int(handle))

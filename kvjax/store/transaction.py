@@ -1,7 +1,7 @@
-"""The half of a branch that does not depend on where blocks live: one token is one transaction.
+"""The part of a branch that does not depend on where blocks are stored: one token is one transaction.
 
-Callbacks check their arguments, turn (layer, b, k, block) into flat ids over [layers, B, K, NB], copy payload out of
-XLA's buffers and collect it in a list; `commit` hands the list to the store, `abort` forgets it.
+Callbacks check their arguments, turn (layer, b, k, block) into flat ids over [layers, B, K, NB], copy data out of XLA's
+buffers and collect it in a list. `commit` hands the list to the store; `abort` drops it.
 """
 
 import abc
@@ -20,7 +20,13 @@ from kvjax.store.native import native
 
 @dataclasses.dataclass(frozen=True)
 class StagedRows:
-    """Enqueued single rows: ids[n] int64, row[n], data[n, row_bytes] uint8."""
+    """Enqueued single rows.
+
+    Attributes:
+      ids: int64[n] flat ids of their blocks.
+      row: int32[n] positions in the blocks.
+      data: uint8[n, row_bytes] contents.
+    """
 
     ids: np.ndarray
     row: np.ndarray
@@ -29,18 +35,23 @@ class StagedRows:
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """Enqueued whole blocks: ids[n] int64, data[n, block_bytes] uint8."""
+    """Enqueued whole blocks.
+
+    Attributes:
+      ids: int64[n] flat ids.
+      data: uint8[n, block_bytes] contents.
+    """
 
     ids: np.ndarray
     data: np.ndarray
 
 
 class RowBuffer:
-    """StagedRows of one transaction that came one after the other, in arrays that have room for those of all layers.
+    """Consecutive rows of one transaction, in arrays with room for the rows of all layers.
 
     Attributes:
-      count: how many there are.
-      arrays: ids int64[n], row int32[n] and data uint8[n, row_bytes].
+      count: rows so far.
+      arrays: int64 ids[n], int32 row[n] and uint8 data[n, row_bytes].
     """
 
     def __init__(self, geometry: Geometry):
@@ -49,26 +60,26 @@ class RowBuffer:
                        np.empty((room, geometry.row_bytes), np.uint8))
 
     def has_room(self, more: int) -> bool:
-        """Whether it has for so many more."""
+        """Returns whether `more` further rows fit."""
         return self.count + more <= len(self.arrays[0])
 
     def add(self, *rows: np.ndarray) -> None:
-        """ids[n], row[n] and data[n, row_bytes], of one layer at most."""
+        """Appends int64 ids[n], int32 row[n] and uint8 data[n, row_bytes]; n is at most the number of streams."""
         stop = self.count + len(rows[0])
         for array, new in zip(self.arrays, rows, strict=True):
             array[self.count:stop] = new  # type: ignore[index]
         self.count = stop
 
     def record(self) -> StagedRows:
-        """What it has so far."""
+        """Returns the rows so far, as views."""
         return StagedRows(*(array[:self.count] for array in self.arrays))
 
 
 class ErrorSlot:
-    """Keeps the first exception until somebody takes it.
+    """A slot that keeps the first exception until it is taken.
 
     Attributes:
-      first: that one, to look at.
+      first: the exception, or None; reading it does not take it.
     """
 
     def __init__(self):
@@ -88,7 +99,7 @@ class ErrorSlot:
 
 
 def as_store_error(cause: BaseException) -> StoreError:
-    """`cause` itself when it is typed, else a StoreError that names it."""
+    """Returns `cause` itself if it is a StoreError, else a StoreError that names it."""
     if isinstance(cause, StoreError):
         return cause
     if isinstance(cause, OSError):
@@ -99,7 +110,8 @@ def as_store_error(cause: BaseException) -> StoreError:
 
 
 def forget_frames(error: BaseException) -> None:
-    """Drops tracebacks: their frames hold views of XLA's buffers, which die with the callback, and blocks."""
+    """Drops the tracebacks of an exception and its causes: their frames hold blocks, and views of XLA's buffers, which
+    are invalid after the callback."""
     link: BaseException | None = error
     while link is not None:
         link.__traceback__ = None
@@ -107,7 +119,7 @@ def forget_frames(error: BaseException) -> None:
 
 
 def callback(method):
-    """Turns a method that raises into a callback entry point that saves the exception and returns False."""
+    """Turns a method that may raise into a callback entry point that saves the exception and returns False."""
 
     @functools.wraps(method)
     def entry(self, *args, **kwargs) -> bool:
@@ -122,11 +134,12 @@ def callback(method):
 
 
 class TransactionalBranch(Branch):
-    """Arguments, generations, errors and the open transaction; subclasses move the bytes.
+    """A branch that checks arguments and generations, and keeps errors and the open transaction; subclasses move the
+    bytes.
 
-    Subclasses give `_load`, `_publish`, `_drain` and `_release`, `_prepare` if publishing may have to wait or fail,
-    `_begin` if they can read ahead, and `_read_at_once` and `_begin_at_once` if they have quick ways. `_prepare`,
-    `_publish`, `_drain` and `_release` run under `self._mutex`, which orders the Python-side calls of one branch.
+    Subclasses implement `_load`, `_publish`, `_drain` and `_release`; `_prepare` if publishing may wait or fail;
+    `_begin` if they can prefetch; `_read_at_once` and `_begin_at_once` if they have a compiled fast path. `_prepare`,
+    `_publish`, `_drain` and `_release` run under `self._mutex`, which serialises the Python-side calls of one branch.
     """
 
     def __init__(self, geometry: Geometry, generation: int = 0):
@@ -136,7 +149,7 @@ class TransactionalBranch(Branch):
         self._open: list[RowBuffer | Blocks] = []
         self._piling = threading.Lock()  # XLA may write several layers at once
         self._closed = False
-        # Of an element as programs have it, in Python's buffers.
+        # Format character of an element in the buffer protocol; programs have bfloat16 as uint16.
         self._element = {"bfloat16": "H"}.get(geometry.dtype, geometry.numpy_dtype.char)
         self._row_shape = (geometry.batch, geometry.kv_heads, geometry.num_blocks, geometry.block_rows, geometry.width,
                            geometry.numpy_dtype.itemsize, self._element)
@@ -146,35 +159,35 @@ class TransactionalBranch(Branch):
 
     @abc.abstractmethod
     def _load(self, layer: int, ids: np.ndarray, targets: np.ndarray, out: np.ndarray) -> None:
-        """Copies block ids[n] of a layer to out[targets[n]], out[slots, block_bytes] uint8."""
+        """Copies blocks ids[n] of a layer to out[targets[n]]; uint8 out[slots, block_bytes]."""
 
     def _read_at_once(self, layer, generation, block, slot, slots) -> bool:
-        """Does all of `read_into`, if there is a quick way and nothing is unusual; whether it did."""
+        """Does all of `read_into` if there is a fast path and nothing is unusual; returns whether it did."""
         return False
 
     def _begin_at_once(self, layer, generation, block) -> bool:
-        """Does all of `submit`, if there is a quick way and nothing is unusual; whether it did."""
+        """Does all of `submit` if there is a fast path and nothing is unusual; returns whether it did."""
         return False
 
     def _begin(self, layer: int, ids: np.ndarray) -> None:
-        """Starts to read block ids[n] of a layer, for the `_load` that follows."""
+        """Begins to read blocks ids[n] of a layer, for the `_load` that follows."""
 
     def _prepare(self, records: list[StagedRows | Blocks]) -> Any:
-        """Does all that can wait or fail before records become visible; what `_publish` is to be given."""
+        """Does everything that may wait or fail before records become visible; returns the argument of `_publish`."""
         return records
 
     @abc.abstractmethod
     def _publish(self, prepared: Any) -> None:
-        """Makes records visible to `_load`, in order; on an Exception none of them is. What Ctrl-C cut short, a second
-        call with the same argument makes whole."""
+        """Makes records visible to `_load`, in order; on an Exception none of them is. If KeyboardInterrupt cuts it
+        short, a second call with the same argument completes it."""
 
     @abc.abstractmethod
     def _drain(self) -> None:
-        """Waits until everything published is where it belongs; raises what failed."""
+        """Waits until everything published is in its final place; raises what failed."""
 
     @abc.abstractmethod
     def _release(self) -> None:
-        """Gives all resources back; never raises."""
+        """Releases all resources; never raises."""
 
     # ---- callback entry points
 
@@ -195,7 +208,7 @@ class TransactionalBranch(Branch):
             self._answered(layer, started)
 
     def _answered(self, layer, started: float) -> None:
-        """Books a read that began then and ends now."""
+        """Records a read that began at `started` and ends now."""
         ended = time.perf_counter()
         self._tally.add(read_seconds=ended - started)
         self._note("answer", layer, ended)
@@ -203,7 +216,7 @@ class TransactionalBranch(Branch):
     @callback
     def submit(self, layer, generation, block):
         if self._closed or int(generation) != self.generation:
-            return  # the token is over
+            return  # the hint is for a past token
         self._note("submit", layer, time.perf_counter())
         if self._begin_at_once(layer, generation, block):
             return
@@ -225,7 +238,7 @@ class TransactionalBranch(Branch):
             buffer.add(*self._wanted_rows(start, block, row, rows))
 
     def _wanted_rows(self, start: int, block, row, rows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """`StagedRows` of a layer whose ids begin at `start`. Raises FormatMismatch."""
+        """Returns the arrays of `StagedRows` for a layer whose ids begin at `start`. Raises FormatMismatch."""
         shape, rows = self._stream_start.shape, as_stored(np.asarray(rows))
         block, row = self._index("block", block, shape), self._index("row", row, shape)
         self._expect("rows", rows, (*shape, self.geometry.width))
@@ -234,7 +247,7 @@ class TransactionalBranch(Branch):
         return ids, row[wanted], np.ascontiguousarray(rows[wanted]).view(np.uint8)
 
     def _row_buffer(self) -> RowBuffer:
-        """Where the next layer's rows go."""
+        """Returns the buffer that the next layer's rows go to."""
         last = self._open[-1] if self._open else None
         if isinstance(last, RowBuffer) and last.has_room(self.geometry.streams):
             return last
@@ -252,7 +265,7 @@ class TransactionalBranch(Branch):
         if wanted.any():
             ids = (self._layer_start(layer) + self._stream_start[..., None] + block)[wanted]
             data = np.ascontiguousarray(rows[wanted]).reshape(ids.size, -1).view(np.uint8)
-            with self._piling:  # not while another layer looks at what is open
+            with self._piling:  # another layer may be reading the list
                 self._open.append(Blocks(ids, data))
 
     # ---- Python side
@@ -269,15 +282,15 @@ class TransactionalBranch(Branch):
             self._check(generation)
             records, following = self._records(), self.generation + 1
             if following > MAX_GENERATION:
-                raise StoreError(f"branch {self.handle} has had {self.generation} tokens, and no more can be counted; "
-                                 "prefill a new cache")
+                raise StoreError(f"branch {self.handle} has {self.generation} committed tokens, the maximum; prefill "
+                                 "a new cache")
             prepared = self._prepare(records)
             try:
                 self._publish(prepared)
                 self._move_on(records, following)
             except Exception:
                 raise  # nothing became visible, and the token may be committed again
-            except BaseException:  # Ctrl-C amid it: a part of a token must not show under the old generation
+            except BaseException:  # KeyboardInterrupt: part of a token must not be visible in the old generation
                 try:
                     self._publish(prepared)
                 finally:
@@ -285,12 +298,12 @@ class TransactionalBranch(Branch):
                 raise
 
     def _records(self) -> list[StagedRows | Blocks]:
-        """The open transaction, in order."""
-        records = [one.record() if isinstance(one, RowBuffer) else one for one in self._open]
+        """Returns the records of the open transaction, in order."""
+        records = [entry.record() if isinstance(entry, RowBuffer) else entry for entry in self._open]
         return [record for record in records if record.ids.size]
 
     def _move_on(self, records: list[StagedRows | Blocks], following: int) -> None:
-        """The open transaction is visible: the next one begins."""
+        """Closes the open transaction, which is visible now, and begins the next one."""
         self._tally.add(bytes_put=sum(record.data.nbytes for record in records))
         self._open = []
         self.generation = following
@@ -337,7 +350,7 @@ class TransactionalBranch(Branch):
             raise error
 
     def _enter(self, generation) -> None:
-        """What every callback checks first; an error nobody has taken yet keeps failing."""
+        """Raises an error that has not been taken yet, and checks the generation; every callback begins with it."""
         if self._errors.first is not None:
             raise self._errors.first
         self._check(generation)
@@ -352,7 +365,7 @@ class TransactionalBranch(Branch):
     def _layer_start(self, layer) -> int:
         layer = int(layer)
         if not 0 <= layer < self.geometry.layers:
-            raise FormatMismatch(f"layer {layer} is not one of the store's {self.geometry.layers} layers")
+            raise FormatMismatch(f"layer {layer} does not exist: the store has {self.geometry.layers} layers")
         return layer * self.geometry.streams * self.geometry.num_blocks
 
     def _index(self, name: str, array, shape: tuple[int, ...]) -> np.ndarray:
@@ -367,7 +380,8 @@ class TransactionalBranch(Branch):
                                  f"{self.geometry.dtype}{list(shape)}")
 
     def _prefill_counts(self, blocks: np.ndarray | Gathered, counts: np.ndarray) -> np.ndarray:
-        """Valid rows `[B, K, NB]` of a prefill; raises what was saved, and FormatMismatch on misshapen arrays."""
+        """Checks the arguments of a prefill and returns the valid rows, int32[B, K, NB]; raises a saved error, or
+        FormatMismatch for wrong shapes."""
         geometry = self.geometry
         shape = (geometry.batch, geometry.kv_heads, geometry.num_blocks)
         self._raise_saved()
@@ -375,11 +389,12 @@ class TransactionalBranch(Branch):
         self._expect("blocks", blocks, (*shape, geometry.block_rows, geometry.width))
         counts = self._index("counts", counts, shape)
         if counts.max() > geometry.block_rows:
-            raise FormatMismatch(f"counts has {counts.max()} rows in a block of {geometry.block_rows}")
+            raise FormatMismatch(f"counts has a block with {counts.max()} rows; a block has {geometry.block_rows}")
         return counts
 
     def _locate(self, layer, block, slot, slots) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Flat ids, flat slots, and the bytes of all slots as out[B * K * NS, block_bytes]."""
+        """Returns flat ids int64[n], flat slots int64[n], and the memory of all slots as uint8 out[B * K * NS,
+        block_bytes]."""
         geometry = self.geometry
         asked = np.shape(block)[-1]
         block = self._index("block", block, (geometry.batch, geometry.kv_heads, asked))
@@ -395,10 +410,10 @@ class TransactionalBranch(Branch):
         if (wanted & placed).all():  # the usual case: nothing to gather
             return ids.reshape(-1), targets.reshape(-1), out
         if not placed[wanted].all():
-            raise FormatMismatch(f"slot {slot[wanted & ~placed][0]} is not one of the {count} slots")
+            raise FormatMismatch(f"slot {slot[wanted & ~placed][0]} does not exist: there are {count} slots")
         return ids[wanted], targets[wanted], out
 
 
 def _within(index: np.ndarray, size: int) -> np.ndarray:
-    """0 <= index < size in one comparison: a negative int32 is a huge uint32."""
+    """Returns 0 <= index < size, elementwise, in one comparison: a negative int32 is a huge uint32."""
     return index.view(np.uint32) < size

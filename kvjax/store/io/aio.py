@@ -1,11 +1,12 @@
-"""Reading with Linux native asynchronous I/O: the caller hands the kernel many reads at once, and no thread blocks.
+"""Reads with Linux native asynchronous I/O: the caller submits many reads at once, and no thread blocks.
 
 A fetch borrows a `Ring`: a kernel context and the memory it reads into. The kernel may write to that memory until it
-has answered, so a ring is used again only when all its answers are in; one that is given back earlier is parked. Only
-O_DIRECT reads are asynchronous, buffered ones would block in their submission.
+has answered, so a ring is reused only when all its answers have arrived; a ring returned earlier is parked. Only
+O_DIRECT reads are asynchronous; buffered reads would block in their submission.
 
-The fast way is for whole reads. What comes short, was interrupted or could not be begun without blocking (the range is
-still being written back, the device's queue is full) is read once more by threads, which know how to go on.
+Only reads that return all their bytes are handled here. A read that was short, was interrupted, or could not be begun
+without blocking (the range is still being written back, or the device's queue is full) is repeated by threads, which
+handle all of these cases.
 """
 
 import collections
@@ -31,13 +32,14 @@ from kvjax.store.io.threads import ThreadEngine
 from kvjax.store.io.workers import PIECE_BYTES, Arena
 from kvjax.store.native import native
 
-_TRY_AGAIN = (errno.EINTR, errno.EAGAIN, errno.EINVAL, errno.EOPNOTSUPP)  # threads find out what is behind the last two
+_TRY_AGAIN = (errno.EINTR, errno.EAGAIN, errno.EINVAL, errno.EOPNOTSUPP)  # threads report the cause of the last two
 _NO_ANSWER = np.iinfo(np.int64).min
 NONE = np.zeros(0, np.int64)
 
 
 def _hash_function() -> int:
-    """Address of `checksum` for C, in the library behind the Python package; 0 if it cannot be had."""
+    """Returns the address of `checksum` in the C library behind the Python package xxhash, or 0 if it is not
+    accessible."""
     library = ctypes.CDLL(xxhash._xxhash.__file__)  # type: ignore[attr-defined]
     function = getattr(library, "XXH3_64bits_dispatch", None) or getattr(library, "XXH3_64bits", None)
     return ctypes.cast(function, ctypes.c_void_p).value or 0 if function else 0
@@ -47,32 +49,32 @@ XXH3 = _hash_function()
 
 
 class Landed(NamedTuple):
-    """What `native.fetch` did with one ring."""
+    """The result of `native.fetch` for one ring."""
 
-    ring: "Ring"  # None where there was no guess
-    asked: int  # blocks that were to be read
-    began: float  # as `Times`
+    ring: "Ring"  # None if there was no guess
+    asked: int  # blocks to be read
+    began: float  # as in `Times`
     ended: float
 
 
 class Ring:
-    """A kernel context and an arena; the user of the ring says which read goes where in it.
+    """A kernel context and an arena; its user decides which read goes where in the arena.
 
     Attributes:
-      arena: memory for extents, of which a read has one or several neighbours.
-      control: bytes of IOCB[room], the reads of the user's fetch.
+      arena: memory for extents; one read covers one or several neighbouring extents.
+      control: bytes of IOCB[room], the control blocks of the current fetch.
       events: bytes of the EVENT[extents] that `wait` fills.
-      layout: where all of it lies, for `native.fetch`, as bytes of a RingLayout of reads.h.
-      targets: int64[extents] flat slots of the blocks that `native.fetch` read, -1 = nowhere.
-      used: most extents that the arena has had at once.
-      lent: whether `native.fetch` or `native.guess` has it.
-      home: where it goes back to.
-      in_flight: reads the kernel has not answered yet, or whose answers were not taken.
+      layout: addresses and sizes of all of this for `native.fetch`, as bytes of a RingLayout of reads.h.
+      targets: int64[extents] flat slots of the blocks that `native.fetch` read, -1 = none.
+      used: the most extents that the arena has held at once.
+      lent: whether `native.fetch` or `native.guess` is using it.
+      home: the stack it is returned to.
+      in_flight: reads that the kernel has not answered, or whose answers were not taken yet.
     """
 
     def __init__(self, system: SystemIO, extents: int, extent_bytes: int, block_bytes: int, piece: int = 1,
                  depth: int | None = None, home: "RingStack | None" = None):
-        """`depth` reads can be in flight; None = one per extent."""
+        """Allocates the arena and the context; at most `depth` reads can be in flight (None: one per extent)."""
         self.arena = Arena(extents, extent_bytes, block_bytes)
         self.in_flight = self.used = 0
         self.lent = False
@@ -91,15 +93,15 @@ class Ring:
         self.make_room(extents)
 
     def _set_up(self) -> int:
-        """The kernel's part of it."""
+        """Creates the kernel context and returns its id."""
         return self._system.io_setup(self._depth)
 
     def _map(self) -> tuple[int, int]:
-        """Address and bytes of the file's map, if it is read through one."""
+        """Returns address and size (bytes) of the file's map, or (0, 0) if reads do not go through a map."""
         return 0, 0
 
     def make_room(self, reads: int) -> None:
-        """Lets `control` have room for so many."""
+        """Allocates `control` for this many reads."""
         blocks = np.zeros(reads, IOCB)
         self._pointers = blocks.ctypes.data + np.arange(reads) * IOCB.itemsize
         self.control = blocks.view(np.uint8)
@@ -111,17 +113,27 @@ class Ring:
         self.layout = np.array(layout, np.int64).view(np.uint8)
 
     def missed(self, count: int) -> np.ndarray:
-        """Those of the first `count` targets that `native.fetch` copied nothing to."""
+        """Returns those of the first `count` targets that `native.fetch` copied nothing to."""
         targets = self.targets[:count]
         return targets[(self._done[:count] == 0) & (targets >= 0)]
 
     def submit(self, first: int, stop: int) -> int:
-        """How many of `control`'s reads the kernel took: the first ones, none when it has no room. OSError when it will
-        not take the first whatever happens."""
+        """Submits reads first..stop-1 of `control`.
+
+        Args:
+          first: index of the first read.
+          stop: index after the last read.
+
+        Returns:
+          How many reads the kernel took, in order; 0 when it has no room.
+
+        Raises:
+          OSError: the kernel refuses the first read for good.
+        """
         asked = min(stop - first, self._depth - self.in_flight)
         if not asked:
             return 0
-        self.in_flight += asked  # first: if Ctrl-C comes as the call returns, memory in doubt is not used again
+        self.in_flight += asked  # before the call: if KeyboardInterrupt hits its return, the memory is not reused
         try:
             taken = self._system.io_submit(self._context, self._pointers[first : first + asked])
         except OSError as cause:
@@ -133,7 +145,14 @@ class Ring:
         return taken
 
     def wait(self, least: int, seconds: float) -> int:
-        """How many events came, `least` or more; fewer only when the time is up. `events` has them until the next call.
+        """Waits for events and stores them in `events`, where they stay until the next call.
+
+        Args:
+          least: events to wait for.
+          seconds: time limit.
+
+        Returns:
+          How many events arrived: `least` or more, or fewer when the time is up.
         """
         until = time.monotonic() + seconds
         while True:
@@ -144,13 +163,14 @@ class Ring:
             seconds = max(0.0, until - time.monotonic())
 
     def settled(self) -> bool:
-        """Whether the kernel has done with the memory. Does not block."""
+        """Returns whether the kernel has finished with the memory. Does not block."""
         if self.in_flight:
             self.wait(0, 0.0)
         return not self.in_flight
 
     def close(self, seconds: float) -> None:
-        """Ends the context. A device that hangs for so long keeps it, as ending it would hang too."""
+        """Destroys the context, waiting at most this many seconds for reads in flight. If the device still hangs then,
+        the context is left alone, as destroying it would hang too."""
         if self.in_flight:
             self.wait(self.in_flight, seconds)
         if not self.in_flight and not self._closed:
@@ -159,15 +179,15 @@ class Ring:
 
 
 class RingStack:
-    """Rings that are lent and come back. Takes no lock: a fetch may be forgotten anywhere, also inside a finalizer."""
+    """A pool of rings to borrow. Takes no lock, because a fetch may be dropped anywhere, also inside a finalizer."""
 
-    MAX_BYTES = 32 << 20  # in flight for one fetch; a guess beyond it waits. What is never read into takes no memory
-    MAX_DEPTH = 2048  # reads, of /proc/sys/fs/aio-max-nr, 65,536 by default, for all processes
-    GUESS_DEPTH = 512  # reads of a guess: as many guesses as there are layers may be on their way
+    MAX_BYTES = 32 << 20  # in flight for one fetch; a larger guess waits. Pages never read into take no memory
+    MAX_DEPTH = 2048  # reads; /proc/sys/fs/aio-max-nr limits all processes together, to 65,536 by default
+    GUESS_DEPTH = 512  # reads of one guess; every layer may have a guess in flight
     KIND = Ring
 
     def __init__(self, system: SystemIO, extent_bytes: int, block_bytes: int, most: int):
-        """Rings in which at most `most` reads are in flight."""
+        """Creates rings with at most `most` reads in flight each."""
         self.piece = max(1, min(PIECE_BYTES, self.MAX_BYTES // 2) // extent_bytes)
         self.extents = self.piece * max(2, self.MAX_BYTES // (self.piece * extent_bytes))
         depth = min(self.extents, most)
@@ -183,7 +203,7 @@ class RingStack:
         return sum(ring.used for ring in list(self._all)) * self._extent_bytes
 
     def take(self) -> Ring:
-        """A ring with nothing in flight. OSError when the kernel gives no more."""
+        """Returns a ring with nothing in flight. Raises OSError when the kernel provides no more contexts."""
         if self._parked:
             self._look_at_parked()
         try:
@@ -194,30 +214,30 @@ class RingStack:
         return ring
 
     def _look_at_parked(self) -> None:
-        with contextlib.suppress(IndexError):  # somebody else was quicker
+        with contextlib.suppress(IndexError):  # another thread took them
             for _ in range(len(self._parked)):
                 self.give(self._parked.popleft())
 
     def give(self, ring: Ring) -> None:
-        """Takes a ring back; while the kernel may still write to its memory, it is parked."""
+        """Takes a ring back; parks it while the kernel may still write to its memory."""
         (self._parked if ring.in_flight and not ring.settled() else self._idle).append(ring)
 
     def park(self, ring: Ring) -> None:
-        """Takes a ring back unseen. Makes no system call: for finalizers, also when the interpreter exits."""
+        """Takes a ring back without checking it. Makes no system call: for finalizers, also at interpreter exit."""
         self._parked.append(ring)
 
     def close(self, seconds: float) -> None:
-        """Nobody reads any more, and whoever has a ring will not use it."""
+        """Closes all rings within this many seconds. Call it once nothing reads any more and no ring will be used."""
         self._idle.clear()
         self._parked.clear()
         until = time.monotonic() + seconds
         for ring in self._all:
             ring.close(max(0.0, until - time.monotonic()))
-        self._all = [ring for ring in self._all if ring.in_flight]  # each knows us: what is done goes with its owner
+        self._all = [ring for ring in self._all if ring.in_flight]  # a reference cycle: drops the finished ones
 
 
 class Guess:
-    """Reads that `native.guess` began, until `native.fetch` lands what is wanted of them."""
+    """Speculative reads begun by `native.guess`, until `native.fetch` takes the blocks that are wanted."""
 
     _ring: Ring | None = None
 
@@ -233,24 +253,27 @@ class Guess:
         return self._ring
 
     def window(self) -> tuple:
-        """What `native.fetch` is to know."""
+        """Returns the guess's part of the window of `native.fetch`."""
         return self, self.ring, self.ring.layout, *self._numbers, self.ring.in_flight, self._began
 
     def drop(self) -> None:
-        """Nobody will land it: its ring goes back, and is not used before the kernel has done with it."""
+        """Discards the guess: its ring goes back, and is reused once the kernel has finished with it."""
         ring, self._ring = self._ring, None
         if ring is not None:
             ring.home.give(ring)  # type: ignore[union-attr]
 
-    def __del__(self):  # one that is forgotten with its branch
+    def __del__(self):  # a guess collected together with its branch
         if self._ring is not None:
             self._ring.home.park(self._ring)
 
 
 class RingFetch(Fetch):
-    """A fetch whose block i passes through place i % extents of its ring: a read is handed to the kernel once those
-    that had its places before have been copied, and fewer are in flight than the ring's depth. Runs of neighbours are
-    one read, cut at every `piece` of the fetch."""
+    """A fetch through one ring.
+
+    Block i passes through place i % extents of the arena: a read is submitted once the earlier reads in its places have
+    been copied and fewer reads than the ring's depth are in flight. Neighbouring extents are one read, cut at every
+    `piece` of the fetch.
+    """
 
     _ring: Ring | None = None
 
@@ -270,8 +293,8 @@ class RingFetch(Fetch):
         self._send(first=0)
 
     def _send(self, first: int) -> None:
-        """Hands over the reads whose places are free, as far as the kernel takes them; `first` is the earliest read
-        that was not copied."""
+        """Submits the reads whose places are free, as far as the kernel takes them; `first` is the earliest read that
+        was not copied yet."""
         ring: Ring = self._ring  # type: ignore[assignment]
         stop = self._starts.size
         if self.extents.size > ring.arena.extents:
@@ -301,8 +324,8 @@ class RingFetch(Fetch):
         return self._finish(done, targets, out) if left else (NONE, None)
 
     def _wait(self, ring: Ring) -> int:
-        """How many events came, those of a quarter of the reads in flight or more: so there are few calls, and hardly
-        anything is left to do when the device is done."""
+        """Waits for a quarter of the reads in flight or more, and returns how many arrived: this takes few calls, and
+        leaves hardly any work for after the last answer."""
         began = time.perf_counter()
         count = ring.wait(-(-ring.in_flight // 4), self._engine.timeout)
         self._ended = time.perf_counter()
@@ -312,15 +335,16 @@ class RingFetch(Fetch):
         return count
 
     def _lengths(self) -> np.ndarray:
-        """int64[reads] extents of each."""
+        """Returns the number of extents of each read, int64[reads]."""
         return np.diff(self._starts, append=self.extents.size)
 
     def _whole(self) -> np.ndarray:
-        """bool[reads] that came whole."""
+        """Returns which reads returned all their bytes, bool[reads]."""
         return self._results == self._asked
 
     def _finish(self, done: np.ndarray, targets, out) -> tuple[np.ndarray, BaseException | None]:
-        """Lets threads read again what may come then."""
+        """Has threads repeat the reads that may succeed then; returns lost positions and the first error as `collect`.
+        """
         results, missing = self._results, done == 0
         self._not_begun = int(np.count_nonzero(results == -errno.EAGAIN))
         given_up = (results < 0) & (results != _NO_ANSWER) & ~np.isin(-results, _TRY_AGAIN)
@@ -361,26 +385,27 @@ class RingFetch(Fetch):
         if ring is not None:
             self._rings.give(ring)
 
-    def __del__(self):  # a guess that is forgotten with its branch
+    def __del__(self):  # a guess collected together with its branch
         if self._ring is not None:
             self._rings.park(self._ring)
 
 
 class RingEngine:
-    """Fetches extents of one O_DIRECT file with rings.
+    """The engine that fetches extents of one O_DIRECT file with rings.
 
     Attributes:
-      path: the file's, for messages.
-      timeout: seconds after which a device that has not answered is given up.
-      threads: for what has to be read again.
-      rings, guess_rings: for what somebody waits for, and for guesses.
-      descriptor: of the file, past the page cache.
-      quick: whether `native.fetch` and `native.guess` may be used while reads go past the page cache: the file is one,
-        and system calls are the kernel's, or those of an emulated device.
+      path: path of the file, for messages.
+      timeout: seconds after which an unanswered read becomes an error.
+      threads: the engine that repeats failed reads.
+      rings: rings of fetches that a caller waits for.
+      guess_rings: rings of speculative reads.
+      descriptor: the file's descriptor for O_DIRECT.
+      quick: whether `native.fetch` and `native.guess` may be used while reads bypass the page cache: there is a single
+        file, and system calls are the kernel's or those of an emulated device.
     """
 
     def __init__(self, file: BlockFile, geometry: Geometry, system: SystemIO, threads: ThreadEngine, timeout: float):
-        """OSError where the kernel has no asynchronous I/O, or none left."""
+        """Creates the first ring. Raises OSError where the kernel has no asynchronous I/O, or no contexts left."""
         self.path = file.path
         self.timeout = timeout
         self.threads = threads
@@ -396,11 +421,12 @@ class RingEngine:
         self.rings.give(self.rings.take())
 
     def start(self, extents: np.ndarray, sums: np.ndarray, where: Where) -> RingFetch:
-        """OSError when there is no ring left, or the kernel refuses to use it."""
+        """Begins to read extents[n], ascending, with checksums sums[n]. Raises OSError when no ring is left or the
+        kernel refuses."""
         return RingFetch(self, self.rings, extents, sums, where)
 
     def guess(self, extents: np.ndarray, sums: np.ndarray, where: Where) -> RingFetch | None:
-        """The same for what may be wanted later; None while the kernel has no ring left for that."""
+        """Begins a speculative read like `start`; returns None while the kernel has no ring left for it."""
         try:
             return RingFetch(self, self.guess_rings, extents, sums, where)
         except BlockingIOError:  # EAGAIN
@@ -412,8 +438,16 @@ class RingEngine:
         return self.rings.held_bytes + self.guess_rings.held_bytes
 
     def control(self, ring: Ring, extents: np.ndarray, sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Fills the ring's control blocks with reads of extents[n], of which sums[n] tell the pages, neighbours in one;
-        int64 starts[reads], where in `extents` each begins, and how many bytes each has."""
+        """Fills the ring's control blocks.
+
+        Args:
+          ring: the ring to read with.
+          extents: int32[n] extents to read, ascending; neighbours become one read.
+          sums: uint64[n] their checksums, which say how many pages each block takes.
+
+        Returns:
+          int64 starts[reads], the position in `extents` where each read begins, and int64[reads] bytes of each read.
+        """
         if ring.room < extents.size:
             ring.make_room(extents.size)
         starts = np.empty(extents.size, np.int64)
@@ -424,6 +458,6 @@ class RingEngine:
         return starts[:reads], control["nbytes"].astype(np.int64)
 
     def close(self) -> None:
-        """Ends what the kernel holds for us; nobody reads any more."""
+        """Destroys the kernel contexts. Call it once nothing reads any more."""
         for rings in (self.rings, self.guess_rings):
             rings.close(self.timeout)
