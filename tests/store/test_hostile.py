@@ -242,7 +242,7 @@ def test_a_cache_that_has_had_as_many_tokens_as_can_be_counted(plain, path):
     driver = opened(path, plain.changed((last(plain, "generation"), MAX_GENERATION)))
     np.testing.assert_array_equal(everything(driver), plain.contents[0])
     assert driver.put_row(1, 2, 9.0)
-    with pytest.raises(KvjaxError, match="no more can be counted"):
+    with pytest.raises(KvjaxError, match="committed tokens, the maximum"):
         driver.commit()
     driver.branch.abort(driver.branch.generation)
     np.testing.assert_array_equal(everything(driver), plain.contents[0])

@@ -1,4 +1,4 @@
-"""A branch of a store file: its blocks are written by prefill and behind the tokens, and read for each layer."""
+"""A branch of a store file: prefill writes its blocks, decoding appends behind the tokens, and each layer reads."""
 
 import itertools
 import time
@@ -19,18 +19,24 @@ from kvjax.store.io.file import WRITE_BYTES
 from kvjax.store.io.prefetch import Reads
 from kvjax.store.transaction import TransactionalBranch
 
-Take = Callable[[np.ndarray], np.ndarray]  # blocks [n, C, width] of a layer by number
+Take = Callable[[np.ndarray], np.ndarray]  # block numbers [n] of a layer -> blocks [n, C, width]
 
 
 class Anchor:
-    """Held by every branch of a volume and by nothing else: when it goes, so do file and threads."""
+    """An object held only by the branches of a volume: when the last one goes, file and threads are shut down."""
 
     def __init__(self, volume: Volume):
         self.shut_down = weakref.finalize(self, volume.shut_down)
 
 
 class Save(NamedTuple):
-    """A saved cache in a store file: its number, the generation of its branch, and what the caller added."""
+    """A saved cache in a store file.
+
+    Attributes:
+      sequence: number of the save.
+      generation: generation of the saved branch.
+      metadata: bytes given by the caller of `FlashBranch.save`.
+    """
 
     sequence: int
     generation: int
@@ -41,10 +47,10 @@ class FlashBranch(TransactionalBranch):
     """One line of history in a store file; made by `FlashStore.create`, `FlashStore.open` and `fork`.
 
     Attributes:
-      path: the store file, or where it will be once it is saved (`FlashStore.create`).
-      direct: whether reads go past the page cache.
-      engine: how blocks are read, "aio", "threads" or "mmap".
-      codec: how they are put into the file, "raw" or "rle".
+      path: the store file, or the path it will have once it is saved (`FlashStore.create`).
+      direct: whether reads bypass the page cache.
+      engine: how blocks are read: "aio", "threads" or "mmap".
+      codec: how blocks are encoded in the file: "raw" or "rle".
     """
 
     def __init__(self, volume: Volume, anchor: Anchor, table: Table, generation: int = 0):
@@ -57,7 +63,7 @@ class FlashBranch(TransactionalBranch):
         self._retire = weakref.finalize(self, volume.retire, self._lineage)
         self._reads = Reads(volume.reader, self._tally)
         lineage, geometry = self._lineage, volume.geometry
-        self._always = (  # of every window
+        self._always = (  # the constant part of every window
             volume.lock, volume.streams, volume.extents, lineage.table.shift, lineage.pending, self._tally.fetched,
             lineage.flight, lineage.queue, geometry.batch, geometry.kv_heads, geometry.num_blocks,
             geometry.block_rows, geometry.width, self._element, volume.timeout)
@@ -80,31 +86,38 @@ class FlashBranch(TransactionalBranch):
 
     @property
     def held_bytes(self):
-        """With forks, the volume's part is that of all of them."""
+        """Bytes as `Branch.held_bytes`; the volume's part is included in full in every fork."""
         with self._volume.lock:
             return self._volume.held_bytes + self._lineage.held_bytes
 
     @property
     def writable(self) -> bool:
-        """Whether the store file is ours to write; else what is added goes to a private file."""
+        """Whether the store file can be written; otherwise additions go to a private file."""
         return not self._volume.file.read_only
 
     def fork(self) -> "FlashBranch":
-        """Shares table and extents once everything committed is in the file; what that costs depends on how much is
-        staged, not on how much the cache holds."""
+        """Returns a branch that shares table and extents, once everything committed is in the file. The cost depends on
+        how much is staged, not on how much the cache holds."""
         with self._mutex:
             return FlashBranch(self._volume, self._anchor, self._settled(), self.generation)  # type: ignore[arg-type]
 
     def at(self, save: Save) -> "FlashBranch":
-        """A new branch of what `saves` has told of. Raises StaleCache for a save that is no longer in the file."""
+        """Returns a new branch at a save that `saves` returned.
+
+        Args:
+          save: the save to return to.
+
+        Raises:
+          StaleCache: the save is no longer in the file.
+        """
         with self._mutex, self._volume.lock:
-            tables = [one.table.share() for one in self._volume.log.saves() if one.sequence == save.sequence]
+            tables = [saved.table.share() for saved in self._volume.log.saves() if saved.sequence == save.sequence]
         if not tables:
-            raise StaleCache(f"{self.path} does not hold save {save.sequence} any more; ask for its saves again")
+            raise StaleCache(f"{self.path} no longer holds save {save.sequence}; call saves() again")
         return FlashBranch(self._volume, self._anchor, tables[0], save.generation)  # type: ignore[arg-type]
 
     def _settled(self) -> Table:
-        """The table with everything committed in the file, as one more owner of it."""
+        """Returns the table, with one more owner, once everything committed is in the file."""
         self._raise_saved()
         self._check(self.generation)
         self._drain()
@@ -112,34 +125,50 @@ class FlashBranch(TransactionalBranch):
             return self._lineage.table.share()
 
     def save(self, metadata: bytes = b"", generation: int | None = None) -> int:
-        """Makes what is committed the newest saved cache of the file; returns its number once it is on the device.
+        """Makes the committed state the newest saved cache of the file.
 
-        Costs as much as has changed since the last save. Of branches that save at the same moment the last one's cache
-        is the one that is kept, under the newest of the numbers. The file keeps this and the last save; blocks of older
-        ones are used again. Raises StaleCache where the branch is not at `generation`, if that is given, ConfigError
-        for a temporary file, WriteFailed for one that was opened read-only, and StoreError as `flush`. An error leaves
-        the last save the newest, unless the device failed in the last step: then only opening the file tells. After a
-        failed sync no more can be saved, as nobody knows what the kernel dropped.
+        Costs as much as has changed since the last save. If several branches save at the same moment, the last one's
+        cache is kept, under the newest of their numbers. The file keeps this save and the previous one; blocks that
+        only older saves need are reused.
+
+        Args:
+          metadata: bytes to store with the save.
+          generation: the generation that the branch must be at; None = any.
+
+        Returns:
+          The number of the save, once it is on the device.
+
+        Raises:
+          StaleCache: the branch is not at `generation`.
+          ConfigError: the file is temporary.
+          WriteFailed: the file was opened read-only, or a write failed.
+          StoreError: as `flush`. After an error the previous save is still the newest, unless the device failed in the
+            last step: then only opening the file tells. After a failed sync nothing more can be saved, as the kernel
+            may have dropped data.
         """
         file = self._volume.file
         if not self.writable:
-            raise WriteFailed(f"{file.path} was opened read-only; open it for writing to save it")
+            raise WriteFailed(f"{file.path} was opened read-only; open it for writing to save")
         if file.temporary:
-            raise ConfigError(f"{file.path} is temporary; give FlashStore the path of a file to be able to save it")
+            raise ConfigError(f"{file.path} is temporary; to save, give FlashStore the path of a file")
         with self._mutex:
             self._check(self.generation if generation is None else generation)
             self.flush()
             table, generation = self._settled(), self.generation
-        return self._volume.save(table, generation, metadata)  # tokens may be committed while the device works
+        return self._volume.save(table, generation, metadata)  # without the mutex: tokens may be committed meanwhile
 
     def saves(self) -> list[Save]:
-        """The saved caches in the file, newest first: at most two."""
+        """Returns the saved caches in the file, newest first: at most two."""
         with self._volume.lock:
             return [Save(saved.sequence, saved.generation, saved.metadata) for saved in self._volume.log.saves()]
 
     def flush(self) -> None:
-        """Writes everything committed, and waits until the device has taken it; StoreClosed when a named file is no
-        longer at its path. That is no sync, nor could anything be found there before `save`."""
+        """Writes everything committed and waits until the device has taken it. This is no sync: only `save` makes it
+        recoverable.
+
+        Raises:
+          StoreError: what failed; StoreClosed when a named file is no longer at its path.
+        """
         with self._mutex:
             super().flush()
             if not self._volume.file.temporary:
@@ -162,7 +191,7 @@ class FlashBranch(TransactionalBranch):
             self._replace(start, blocks.take if flat is None else flat.__getitem__, counts, retrieved)
 
     def _replace(self, start: int, take: Take, counts: np.ndarray, retrieved: np.ndarray | None) -> None:
-        """Writes the blocks n with counts[n] > 0 to new extents, then lets ids start..start+n-1 be those."""
+        """Writes the blocks n with counts[n] > 0 to new extents, then assigns these to ids start..start+n-1."""
         volume = self._volume
         filled = np.flatnonzero(counts > 0)
         with volume.lock:
@@ -185,7 +214,7 @@ class FlashBranch(TransactionalBranch):
         volume.file.write_back()
 
     def _write_blocks(self, start, take: Take, counts, filled, extents) -> np.ndarray:
-        """Writes the filled blocks to extents, a piece at a time; returns uint64 checksums."""
+        """Writes the blocks numbered filled[n] to extents[n], a piece at a time; returns uint64 checksums[n]."""
         geometry, codec = self.geometry, self._volume.codec
         step = max(1, WRITE_BYTES // geometry.extent_bytes)
         buffer = np.zeros((min(step, filled.size), geometry.extent_bytes), np.uint8)
@@ -220,66 +249,67 @@ class FlashBranch(TransactionalBranch):
         return native is not None and native.guess(self, int(layer), int(generation), block)
 
     def _guess_window(self, layer: int, generation: int) -> tuple | None:
-        """What `native.guess` reads with, in place of the layer's earlier guess; None where Python has to look."""
+        """Returns the window of `native.guess`, dropping the layer's earlier guess; None if the Python path has to
+        handle the call."""
         self._reads.drop(layer)
         rings = self._volume.reader.rings
         return None if rings is None else self._reads_with(rings.guess_rings, rings.descriptor, layer, generation, None)
 
     def _window(self, layer: int, generation: int) -> tuple | None:
-        """What `native.fetch` reads with; None where Python has to look: something is not right, or was read ahead in
-        another way."""
+        """Returns the window of `native.fetch`; None if the Python path has to handle the call: there is an error, or
+        the layer was prefetched in another way."""
         rings, guesses = self._volume.reader.rings, self._reads.guesses
         if rings is None or isinstance(guesses.get(layer), Fetch):
             return None
-        guess = guesses.pop(layer, None)  # no Fetch by now: a layer's `submit` and its read never run at once
+        guess = guesses.pop(layer, None)  # still no Fetch: a layer's `submit` and its read never run at the same time
         return self._reads_with(rings.rings, rings.descriptor, layer, generation, guess)  # type: ignore[arg-type]
 
     def _reads_with(self, rings: RingStack, descriptor: int, layer, generation, guess: Guess | None) -> tuple | None:
-        """A window with one of these rings. Called for every layer of every token with cold caches, where each Python
-        function that is entered costs microseconds."""
+        """Returns a window with one of these rings. It is built for every layer of every token with cold caches, where
+        each Python function call costs microseconds."""
         if self._errors.first is not None or self._closed or generation != self.generation:
             return None
         try:
             ring = rings.take()
-        except OSError:  # the kernel gives no more: threads read what is wanted, which is logged
+        except OSError:  # no contexts left: the Python path reads with threads, and logs a warning
             return None
         ring.lent = True
         return (ring, ring.layout, self._always, layer, descriptor, self.events is not None,
                 guess and guess.window())
 
     def _give_back(self, ring: Ring, extents: int) -> None:
-        """Takes a window's ring back, whose arena has had so many extents, unless a guess has it."""
+        """Returns a window's ring, whose arena held up to `extents` extents, unless a guess has it."""
         if ring.lent:
             ring.lent = False
             ring.used = max(ring.used, extents)
             ring.home.give(ring)  # type: ignore[union-attr]
 
     def _guessed(self, ring: Ring, layer: int, blocks: int, reads: int, sent: int, began: float) -> None:
-        """What `native.guess` began."""
-        ring.lent = False  # first: an interrupted guess gives its ring back by itself
+        """Keeps the guess that `native.guess` began."""
+        ring.lent = False  # first: if interrupted, the guess returns its ring in its finalizer
         guess = Guess(ring, blocks, reads, sent, began)
         self._reads.keep(layer, guess, blocks)
 
     def _landed(self, layer: int, started: float, landed: tuple[tuple, ...], block, slot, slots) -> None:
-        """What `native.fetch` did with a guess and with a ring of its own (`Landed`), where events are recorded or not
-        all came at the first try: loads what did not as `_load` does, which finds out why."""
+        """Handles the results of `native.fetch` (`Landed`) when events are recorded or some blocks did not arrive:
+        loads these again as `_load` does, which finds the cause."""
         began = time.perf_counter()
         self._note("read", layer, started)
-        rings = [found for found in itertools.starmap(Landed, landed) if found.asked]
-        for found in rings:
-            self._note("request", layer, found.began)
-            self._note("landed", layer, found.ended)
+        results = [result for result in itertools.starmap(Landed, landed) if result.asked]
+        for result in results:
+            self._note("request", layer, result.began)
+            self._note("landed", layer, result.ended)
         try:
-            if any(found.ring.in_flight for found in rings):
+            if any(result.ring.in_flight for result in results):
                 raise hung(self._volume.file.path, self._volume.timeout)
-            missed = np.concatenate([NONE, *(found.ring.missed(found.asked) for found in rings)])
+            missed = np.concatenate([NONE, *(result.ring.missed(result.asked) for result in results)])
             if missed.size:
                 self._load_missed(layer, block, slot, slots, missed)
         finally:
             self._answered(layer, began)
 
     def _load_missed(self, layer, block, slot, slots, missed: np.ndarray) -> None:
-        """Loads what goes to flat slots missed[n]: blocks that were being written, or whose reads came back."""
+        """Loads the blocks of flat slots missed[n], which were being written or whose reads failed."""
         ids, targets, out = self._locate(layer, block, slot, slots)
         late = np.isin(targets, missed)
         self._load(layer, ids[late], targets[late], out)
@@ -303,7 +333,8 @@ class FlashBranch(TransactionalBranch):
             return self._lineage.resolve(ids, self._volume.extents.checksums)
 
     def _copy(self, layer, sources: Sources, targets, out) -> np.ndarray:
-        """Copies what can be trusted; returns positions of blocks that were being written meanwhile, or are damaged."""
+        """Copies blocks whose checksums match; returns positions of the others, which were being written meanwhile or
+        are damaged."""
         suspects = np.zeros(0, np.int64)
         where = _ascending(sources)
         if where.size < targets.size:
@@ -316,7 +347,7 @@ class FlashBranch(TransactionalBranch):
                 staged.copy_to(out[targets[i]])
         return suspects
 
-    # ---- what TransactionalBranch asks for
+    # ---- hooks of TransactionalBranch
 
     def _prepare(self, records):
         self._volume.make_room(self._lineage)
@@ -339,7 +370,7 @@ class FlashBranch(TransactionalBranch):
 
 
 def _ascending(sources: Sources) -> np.ndarray:
-    """Positions of the blocks on flash, in the order of their extents."""
+    """Returns the positions of the blocks on flash, in the order of their extents."""
     if sources.on_flash.all():
         return sources.extents.argsort()
     where = sources.on_flash.nonzero()[0]
@@ -347,7 +378,7 @@ def _ascending(sources: Sources) -> np.ndarray:
 
 
 def _kept(blocks: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """blocks[n, C, width] as bytes[n, block_bytes] with zeros beyond counts[n]; may alter `blocks`."""
+    """Returns blocks[n, C, width] as bytes[n, block_bytes] with zeros beyond counts[n]; may modify `blocks`."""
     for i in np.flatnonzero(counts < blocks.shape[1]).tolist():
         blocks[i, counts[i]:] = 0
     return np.ascontiguousarray(blocks).reshape(len(blocks), -1).view(np.uint8)

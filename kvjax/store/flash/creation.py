@@ -1,4 +1,4 @@
-"""Making and opening store files: what may be replaced, what has to fit, and who may write."""
+"""Creating and opening store files: what may be replaced, how much space is needed, and who may write."""
 
 import contextlib
 import functools
@@ -15,8 +15,8 @@ from kvjax.store.interface import PAGE_BYTES
 from kvjax.store.io.file import BlockFile, Replaced
 from kvjax.store.io.system import SystemIO
 
-MODE = 0o600  # of store files, whatever the umask: they hold what was in a prompt
-STILLBORN_SECONDS = 60.0  # a temporary file that was empty for so long will never have a header
+MODE = 0o600  # of store files, whatever the umask: they hold the contents of prompts
+STILLBORN_SECONDS = 60.0  # a temporary file that has been empty for this long was abandoned
 _KINDS = ((stat.S_ISDIR, "a directory"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"))
 
 
@@ -24,13 +24,32 @@ def create_file(path, header: Header, system: SystemIO, *, direct: bool, max_byt
                 least_blocks: int = 1) -> BlockFile:
     """Creates `path`, or a temporary file in the directory `path`, and writes its header.
 
-    A kvjax file that nobody writes is replaced by a new one; who reads the old one, reads on. Where something was saved
-    in it, the new file lies beside it, and takes its place at its own first save: until then the old one can be
-    restored, and if there is no save, it stays. Temporary files that a crash left in the directory are removed. Only
-    the user may read and write the new one, whatever the modes of the old one were. Raises ConfigError for what cannot
-    be a path, FormatMismatch for any other file, StoreLocked, StoreClosed when somebody removes it meanwhile, NoSpace,
-    or WriteFailed when the place cannot be written. After a failed call there is what there was before; if it was the
-    last step that failed, syncing the directory, an empty store instead.
+    A kvjax file without a writer is replaced; its readers keep reading the old one. If something was saved in it, the
+    new file is created beside it and takes its place at its own first save: until then the old one can be restored, and
+    if there is no save, it stays. Temporary files that a crash left in the directory are removed. Only the user may
+    read and write the new file, whatever the modes of the old one were.
+
+    After an error everything is as before; if only the last step failed, syncing the directory, there is an empty store
+    instead.
+
+    Args:
+      path: a file, or an existing directory.
+      header: what the file is for.
+      system: system calls.
+      direct: whether to open a descriptor for O_DIRECT.
+      max_bytes: the largest size that the file may reach; None = any.
+      least_blocks: blocks that have to fit at least.
+
+    Returns:
+      The open, locked file.
+
+    Raises:
+      ConfigError: `path` cannot be a path, or the header cannot be written.
+      FormatMismatch: another kind of file is at the path.
+      StoreLocked: another store may write it.
+      StoreClosed: it was removed meanwhile.
+      NoSpace: the device or `max_bytes` is too small.
+      WriteFailed: the path cannot be written.
     """
     path, temporary = _validate.path("path", path), False
     if os.path.isdir(path):
@@ -65,16 +84,16 @@ def _name_in(directory: str) -> str:
 
 
 def _tentative(path: str, descriptor: int, made: bool, system: SystemIO, undo: contextlib.ExitStack) -> BlockFile:
-    """An open file that is closed, and removed if we made it, should what follows fail."""
+    """Returns an open file that is closed, and removed if this call made it, should a later step fail."""
     undo.callback(_close, descriptor, system)
     if made:
-        undo.push(functools.partial(_remove_made, path, system))  # while we have the lock, if we got it
+        undo.push(functools.partial(_remove_made, path, system))  # runs before the descriptor and its lock are closed
     return BlockFile(path, descriptor, system, temporary=False)
 
 
 def _beside(path: str, system: SystemIO, undo: contextlib.ExitStack) -> BlockFile:
-    """A locked file that is to take the place of `path`. To empty that one instead would be SIGBUS to those who have it
-    mapped, and lose what was saved in it if we fail."""
+    """Returns a locked file that is to replace `path`. Emptying that one instead would raise SIGBUS in processes that
+    have it mapped, and lose what was saved in it if a later step fails."""
     directory = os.path.dirname(os.path.realpath(path))
     remove_orphans(directory, system)
     name = _name_in(directory)
@@ -87,9 +106,22 @@ def _beside(path: str, system: SystemIO, undo: contextlib.ExitStack) -> BlockFil
 def open_file(path: str, system: SystemIO, *, direct: bool, read_only: bool) -> tuple[BlockFile, Header]:
     """Opens a file that `create_file` made, and reads its header.
 
-    Raises ConfigError for what cannot be a path, StoreClosed when there is nothing, FormatMismatch when it is something
-    else, ChecksumMismatch when its header is damaged, StoreLocked when another store may write it, ReadFailed or
-    WriteFailed when the system refuses.
+    Args:
+      path: the file.
+      system: system calls.
+      direct: whether to open a descriptor for O_DIRECT.
+      read_only: open for reading, without a lock.
+
+    Returns:
+      The open file and its header.
+
+    Raises:
+      ConfigError: `path` cannot be a path.
+      StoreClosed: there is no file.
+      FormatMismatch: it is no store file of this version.
+      ChecksumMismatch: its header is damaged.
+      StoreLocked: another store may write it.
+      ReadFailed, WriteFailed: the system refuses.
     """
     path = _validate.path("path", path)
     _check_place(path)
@@ -98,7 +130,7 @@ def open_file(path: str, system: SystemIO, *, direct: bool, read_only: bool) -> 
     except FileNotFoundError as cause:
         raise StoreClosed(f"{path} does not exist; give the path of a saved store file") from cause
     except OSError as cause:
-        kind, use = (ReadFailed, "reading") if read_only else (WriteFailed, "writing (for reading: read_only=True)")
+        kind, use = (ReadFailed, "reading") if read_only else (WriteFailed, "writing (to read it: read_only=True)")
         raise typed(f"cannot open {path} for {use}", cause, kind) from cause
     with contextlib.ExitStack() as undo:
         undo.callback(_close, descriptor, system)
@@ -107,7 +139,7 @@ def open_file(path: str, system: SystemIO, *, direct: bool, read_only: bool) -> 
         file.read_only = read_only
         if not read_only:
             file.lock()
-            file.check_present()  # whoever held the lock before us may have removed it
+            file.check_present()  # the previous holder of the lock may have removed the file
         header = Header.unpack(_beginning(path, descriptor, system, PAGE_BYTES), path)
         if direct:
             file.open_direct()
@@ -116,12 +148,12 @@ def open_file(path: str, system: SystemIO, *, direct: bool, read_only: bool) -> 
 
 
 def remove_orphans(directory: str, system: SystemIO) -> None:
-    """Removes temporary files whose process is gone, as nobody holds their lock.
+    """Removes temporary files whose process is gone, which nobody locks any more.
 
-    One that is empty and young is left alone: its maker may be about to lock it, which must not fail because of us.
+    A file that is empty and young stays: its creator may be about to lock it.
     """
     for path in glob.glob(os.path.join(glob.escape(directory), "kvjax-*-????????????.kv")):
-        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:  # locked, gone, or somebody else's
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:  # locked, gone, or of another user
             descriptor = system.open(path, os.O_RDWR | os.O_NONBLOCK)
             stack.callback(_close, descriptor, system)
             page = _beginning(path, descriptor, system, PAGE_BYTES)
@@ -131,12 +163,13 @@ def remove_orphans(directory: str, system: SystemIO) -> None:
 
 
 def _open_for_writing(path: str, system: SystemIO) -> tuple[int, bool]:
-    """A descriptor, and whether this call made the file. O_NONBLOCK: a pipe must not hang us before it is refused."""
+    """Returns a descriptor and whether this call created the file. O_NONBLOCK, because opening a pipe must not block
+    before it is refused."""
     flags = os.O_RDWR | os.O_NONBLOCK
     try:
         with contextlib.suppress(FileExistsError):
             descriptor = system.open(path, flags | os.O_CREAT | os.O_EXCL, MODE)
-            with contextlib.suppress(OSError):  # a file system without modes, which has no umask either
+            with contextlib.suppress(OSError):  # a file system without modes
                 os.fchmod(descriptor, MODE)
             return descriptor, True
     except OSError as cause:
@@ -149,22 +182,22 @@ def _open_for_writing(path: str, system: SystemIO) -> tuple[int, bool]:
 
 
 def _refused(path: str, cause: OSError) -> StoreError:
-    return typed(f"cannot create the store file {path}", cause, remedy="give a path in an existing, writable directory")
+    return typed(f"cannot create the store file {path}", cause, remedy="use a path in an existing, writable directory")
 
 
 def _remove_made(path: str, system: SystemIO, kind: type[BaseException] | None, *_) -> None:
-    """Removes what a failed call made, unless another store was quicker to lock it, or removed it."""
+    """Removes a file that a failed call created, unless another store has locked or removed it first."""
     if kind is not None and not issubclass(kind, (StoreLocked, StoreClosed)):
         with contextlib.suppress(OSError):
             system.unlink(path)
 
 
 def _claim(file: BlockFile, descriptor: int, system: SystemIO) -> bool:
-    """Locks the file and makes sure that replacing it destroys nothing foreign. Returns whether something may have been
-    saved in it: whether a superblock of any version was written, whole or not."""
+    """Locks the file and checks that replacing it destroys no foreign data. Returns whether something may have been
+    saved in it, that is, whether a superblock of any version was written, whole or not."""
     _check_kind(file.path, descriptor)
     file.lock()
-    file.check_present()  # whoever held the lock before us may have removed it, as a failed call does
+    file.check_present()  # the previous holder of the lock may have removed the file, as a failed call does
     beginning = _beginning(file.path, descriptor, system, HEADER_BYTES)
     if beginning and not is_ours(beginning):
         raise FormatMismatch(f"{file.path} exists and is not a kvjax store file; choose another path or remove it")
@@ -172,7 +205,7 @@ def _claim(file: BlockFile, descriptor: int, system: SystemIO) -> bool:
 
 
 def _beginning(path: str, descriptor: int, system: SystemIO, size: int) -> bytes:
-    """The first `size` bytes of a file, or what there is of them."""
+    """Returns the first `size` bytes of a file, or fewer if it is shorter."""
     page, got, more = memoryview(bytearray(size)), 0, 1
     while more and got < size:
         try:
@@ -186,8 +219,8 @@ def _beginning(path: str, descriptor: int, system: SystemIO, size: int) -> bytes
 
 
 def _check_place(path: str) -> None:
-    """Raises FormatMismatch for what is no file, before it is opened: opening a device may do something. A path that
-    cannot be looked at, or where nothing is, is for `open` to refuse."""
+    """Raises FormatMismatch for anything but a regular file, before it is opened: opening a device may have effects.
+    Paths that do not exist or cannot be examined are left to `open`."""
     try:
         mode = os.stat(path).st_mode
     except OSError:
@@ -202,28 +235,28 @@ def _check_kind(path: str, descriptor: int) -> None:
 def _check_mode(path: str, mode: int) -> None:
     if not stat.S_ISREG(mode):
         kind = next((name for is_one, name in _KINDS if is_one(mode)), "a device")
-        raise FormatMismatch(f"{path} is {kind} and no file; choose another path")
+        raise FormatMismatch(f"{path} is {kind}, not a file; choose another path")
 
 
 def _close(descriptor: int, system: SystemIO) -> None:
-    """Closes a descriptor through which nothing was written that `sync` has not confirmed, so that an error means
-    nothing: the descriptor is gone in any case."""
+    """Closes a descriptor and ignores errors: everything written through it was confirmed by `sync`, and the descriptor
+    is gone in any case."""
     with contextlib.suppress(OSError):
         system.close(descriptor)
 
 
 def _check_space(path: str, descriptor: int, system: SystemIO, least: int, max_bytes: int | None, kept: bool) -> None:
-    """NoSpace unless the device can hold what the file will have at least, and what it may have at most; what is at the
-    path gives its space back unless it is kept."""
+    """Raises NoSpace unless the device can hold `least` bytes, or `max_bytes` if given. The space of the existing file
+    counts as free unless it is kept."""
     if max_bytes is not None and least > max_bytes:
-        raise NoSpace(f"{path}: {least} bytes are needed at least, more than max_bytes={max_bytes}; raise the limit")
+        raise NoSpace(f"{path}: at least {least} bytes are needed, more than max_bytes={max_bytes}; increase max_bytes")
     needed = max_bytes or least
     try:
         freed = 0 if kept else os.fstat(descriptor).st_blocks * 512
         free = system.free_bytes(descriptor) + freed
     except OSError as cause:
-        raise typed(f"{path}: how much is free cannot be told", cause) from cause
+        raise typed(f"{path}: querying the free space failed", cause) from cause
     if free < needed:
         remedy = "remove the cache that is saved there, " if kept else ""
-        raise NoSpace(f"{path}: {needed} bytes are needed and {free} are free; {remedy}free some, lower max_bytes, or "
-                      "choose another device")
+        raise NoSpace(f"{path}: {needed} bytes are needed and {free} are free; {remedy}free some space, lower "
+                      "max_bytes, or choose another device")

@@ -1,20 +1,20 @@
-"""Where on flash a block's extent lies: layouts that give equal bits and differ in what is read at once.
+"""Layouts: where on flash a block's extent lies. All give equal bits; they differ in which blocks are read together.
 
 Neighbouring extents are read by one request, so a layout is good when blocks that are fetched together are
 neighbours. A *stream* is one KV head of one sequence in one layer; a selection never reaches beyond its stream.
 
-    grouped        what a plain allocator does. The prompt's blocks of a stream follow each other in the order of block
-                   ids, stream after stream; a block that is first written later takes the lowest free extent, so that
-                   what all streams add while decoding lies mixed, in the order in which it was written. Where all KV
-                   heads of a sequence fetch the same block numbers, those of one number follow each other instead.
-    cluster_major  every stream has a region of NB extents, and a block's place in it is its id. Methods number clusters
-                   as they make them, the blocks of one cluster in a row, so this is cluster order, and stays so.
+    grouped        as a plain allocator. The prompt's blocks of a stream follow each other in the order of block ids,
+                   stream after stream. A block first written later takes the lowest free extent, so that the blocks
+                   which all streams add while decoding are interleaved in the order of writing. Where all KV heads of a
+                   sequence fetch the same block numbers, blocks of equal number follow each other instead.
+    cluster_major  every stream has a region of NB extents, and a block's place in it is its id. Methods number the
+                   blocks of one cluster consecutively, so this is cluster order, and stays so.
     dual_head      DynaKV (Wang et al.), section 5: pairs of co-retrieved blocks in pools of two, see `DualHead`.
-    sequential     token order, the paper's strawman; it is no placement of blocks and so has a file of its own,
+    sequential     token order, the paper's baseline; it does not place blocks, and has a file format of its own,
                    `kvjax.store.flash.sequential`.
 
-Adjacency here is that of file offsets; whether the file system keeps it on the device is its own affair. Extents that
-a layout leaves free between others are holes: they take no space on file systems with sparse files.
+Neighbours are adjacent in the file; whether they are adjacent on the device is up to the file system. Extents that a
+layout leaves free between others are holes: they take no space on file systems with sparse files.
 """
 
 import abc
@@ -29,12 +29,13 @@ from kvjax.store.interface import Geometry
 
 
 class Layout(abc.ABC):
-    """Chooses extents for blocks and claims them. Not thread-safe: the volume's lock is held around every call.
+    """A strategy that chooses extents for blocks and claims them. Not thread-safe: the volume's lock is held around
+    every call.
 
-    A layout keeps no list of what is free: the pool knows. So a released extent is at once free again.
+    A layout keeps no list of free extents, as the pool has it. So a released extent is free again at once.
 
     Attributes:
-      samples: how many of a prompt's queries it wants to know the retrievals of.
+      samples: number Q of a prompt's queries whose retrievals it uses.
     """
 
     samples: ClassVar[int] = 0
@@ -45,21 +46,31 @@ class Layout(abc.ABC):
 
     @abc.abstractmethod
     def place_prompt(self, ids: np.ndarray, retrieved: np.ndarray | None) -> np.ndarray:
-        """int32[n] extents for the blocks ids[n], ascending, of one layer; all are claimed, or NoSpace and none.
+        """Claims extents for a prompt's blocks of one layer.
 
-        retrieved: int32[B, Q, KB, M1], what `samples` queries of each prompt would fetch, NB = none; None if unknown.
+        Args:
+          ids: int64[n] flat ids of the blocks, ascending.
+          retrieved: int32[B, Q, KB, M1] blocks that `samples` queries of each prompt would fetch, NB = none; None if
+            unknown.
+
+        Returns:
+          int32[n] their extents.
+
+        Raises:
+          NoSpace: no extent was claimed.
         """
 
     @abc.abstractmethod
     def place(self, block_id: int) -> int:
-        """A claimed extent for a block that is written for the first time, or copied on write. Raises NoSpace."""
+        """Claims and returns an extent for a block that is written for the first time, or copied on write. Raises
+        NoSpace."""
 
-    def restore(self, ids: np.ndarray, extents: np.ndarray) -> None:  # noqa: B027 (most know all by the pool)
-        """Learns what a file has that was opened: blocks ids[n] in extents[n], claimed already."""
+    def restore(self, ids: np.ndarray, extents: np.ndarray) -> None:  # noqa: B027 (most need only the pool)
+        """Records the blocks of an opened file: ids[n] in extents[n], which are claimed already."""
 
 
 class Grouped(Layout):
-    """The lowest free extents, in the order in which blocks are written."""
+    """The layout that takes the lowest free extents, in the order in which blocks are written."""
 
     def place_prompt(self, ids, retrieved):
         return self.extents.allocate(ids.size)
@@ -69,10 +80,11 @@ class Grouped(Layout):
 
 
 class ClusterMajor(Layout):
-    """Extent = block id. A block that a fork has copied goes to the same place in a further copy of the whole table."""
+    """The layout in which extent = block id. Blocks copied for a fork go to the same place in a further copy of the
+    table."""
 
     def place_prompt(self, ids, retrieved):
-        copies = -(-(self.extents.begin - ids) // self.geometry.total_blocks)  # that would be somebody else's
+        copies = -(-(self.extents.begin - ids) // self.geometry.total_blocks)  # skips extents of a read-only file
         extents = ids + copies.clip(0) * self.geometry.total_blocks
         while (taken := self.extents.occupied(extents)).any():
             extents[taken] += self.geometry.total_blocks
@@ -83,20 +95,20 @@ class ClusterMajor(Layout):
 
 
 class DualHead(Layout):
-    """Pools of two blocks, filled by correlation (DynaKV, section 5).
+    """The layout with pools of two blocks, filled by correlation (DynaKV, section 5).
 
-    A pool is two neighbouring extents: twice the largest cluster. At prefill the blocks that are retrieved together
-    most often (Eq. 8) share a pool, and pools are chained so that the end of one is correlated with the beginning of
-    the next. A split leaves one half where it is; the other is a new block, which joins a half-empty pool of its stream
-    or opens a new one. Nothing else ever moves.
+    A pool is two neighbouring extents: twice the largest cluster. At prefill, the blocks that are most often retrieved
+    together (Eq. 8) share a pool, and pools are chained so that the end of one is correlated with the beginning of the
+    next. A split leaves one half in place; the other is a new block, which joins a half-empty pool of its stream or
+    opens a new one. No other block ever moves.
 
     A block is fetched whole, so both heads of a pool store rows forward; each grows into its own extent, and the slack
-    of the two is that of their extents.
+    of the pool is that of the two extents.
 
     Beyond the paper: pools of a stream come from *segments* of `SEGMENT` extents, so that what a stream adds is
-    contiguous even though all streams add in turn. A stream takes a new segment only when all its pools are full, and a
-    segment without blocks goes to whoever needs one. Without releases, a stream thus leaves fewer than `SEGMENT`
-    extents empty.
+    contiguous even though all streams grow at the same time. A stream takes a new segment only when all its pools are
+    full, and a segment without blocks goes to whichever stream needs one. Without releases, a stream thus leaves fewer
+    than `SEGMENT` extents empty.
     """
 
     SEGMENT: ClassVar[int] = 16  # extents: eight pools
@@ -104,7 +116,7 @@ class DualHead(Layout):
 
     def __init__(self, geometry, extents):
         super().__init__(geometry, extents)
-        self._stream = np.zeros(0, np.int64)  # of each segment; means something only while a block is on the segment
+        self._stream = np.zeros(0, np.int64)  # stream of each segment; valid only while a block is in the segment
 
     def place_prompt(self, ids, retrieved):
         streams, starts = np.unique(ids // self.geometry.num_blocks, return_index=True)
@@ -122,7 +134,7 @@ class DualHead(Layout):
         return claimed
 
     def restore(self, ids, extents):
-        self._busy()  # has a place for each segment
+        self._busy()  # extends self._stream to all segments
         self._stream[extents // self.SEGMENT] = ids // self.geometry.num_blocks
 
     def place(self, block_id):
@@ -139,7 +151,7 @@ class DualHead(Layout):
         return int(extent)
 
     def _retrieved_by(self, stream: int, retrieved: np.ndarray | None) -> np.ndarray:
-        """int[Q, M] of a stream of the layer; no row where nothing is known."""
+        """Returns the retrievals int[Q, M] of one stream; no rows if they are unknown."""
         if retrieved is None:
             return np.zeros((0, 1), np.int64)
         sequence, head = divmod(stream % self.geometry.streams, self.geometry.kv_heads)
@@ -150,19 +162,20 @@ class DualHead(Layout):
         return extents[~self.extents.occupied(extents)]
 
     def _busy(self) -> np.ndarray:
-        """bool[segments]: not wholly free. Somebody else may have claimed extents of segments that no stream has."""
+        """Returns which segments are not entirely free, bool[segments]. Extents in segments of no stream may be
+        claimed, too."""
         busy = self.extents.groups_in_use(self.SEGMENT)
         self._stream = np.append(self._stream, np.full(max(0, busy.size - self._stream.size), -1))
         return np.append(busy, np.zeros(self._stream.size - busy.size, bool))
 
     def _free_shelves(self, count: int) -> int:
-        """The first of `count` neighbouring segments without a block, as low as possible."""
+        """Returns the first of `count` consecutive segments without a block, as low as possible."""
         busy = np.flatnonzero(self._busy())
         starts, stops = np.append(0, busy + 1), np.append(busy, busy.size + self._stream.size + count)
         return int(starts[np.argmax(stops - starts >= count)])
 
     def _give(self, first: int, streams: np.ndarray) -> None:
-        """Notes which streams the segments from `first` on belong to."""
+        """Records which streams the segments from `first` on belong to."""
         missing = max(0, first + streams.size - self._stream.size)
         self._stream = np.concatenate([self._stream, np.zeros(missing, np.int64)])
         self._stream[first:first + streams.size] = streams
@@ -173,7 +186,7 @@ SEQUENTIAL = "sequential"
 
 
 def check_layout(name: str) -> None:
-    """Raises ConfigError for a layout that there is not."""
+    """Raises ConfigError for an unknown layout."""
     if name not in (*LAYOUTS, SEQUENTIAL):
         raise ConfigError(f"unknown layout {name!r}; use one of {', '.join(LAYOUTS)}, {SEQUENTIAL}")
 
@@ -182,12 +195,17 @@ def check_layout(name: str) -> None:
 
 
 def co_retrieval(retrieved: np.ndarray, known: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Eq. 8: pairs int64[n, 2] of known blocks that were retrieved together, and P(ij) of each, largest first.
-
-    retrieved: int[Q, M], the blocks of Q retrievals; known: int64[m] ascending, others do not count.
+    """Returns pairs of blocks that were retrieved together, with their probabilities (Eq. 8).
 
     f(C_i, C_j) is the number of retrievals with both. The sum in the denominator takes every pair in both orders and
     leaves out i = j. Costs Q * M^2, whatever the length of the prompt: no M_0 x M_0 matrix is made.
+
+    Args:
+      retrieved: int[Q, M] the blocks of Q retrievals.
+      known: int64[m] block numbers, ascending; others are ignored.
+
+    Returns:
+      pairs int64[n, 2] and P(ij) of each, float64[n], largest first.
     """
     rank = np.searchsorted(known, retrieved)
     none = known.size
@@ -203,10 +221,18 @@ def co_retrieval(retrieved: np.ndarray, known: np.ndarray) -> tuple[np.ndarray, 
 
 
 def correlated_order(blocks: np.ndarray, retrieved: np.ndarray) -> np.ndarray:
-    """int64[n] permutation of blocks[n], ascending: pools of two, one after the other, correlated ones adjacent.
+    """Orders blocks so that pools of two follow each other and correlated blocks are adjacent.
 
-    Greedy in two passes over the pairs, most probable first: disjoint pairs become pools (what is left over is paired
-    in order, and an odd block comes last); then pools are joined to paths wherever both blocks are ends of theirs.
+    Greedy in two passes over the pairs, most probable first: disjoint pairs become pools (the remaining blocks are
+    paired in order, and an odd one comes last); then pools are joined to paths wherever both blocks are ends of their
+    paths.
+
+    Args:
+      blocks: int64[n] block numbers, ascending.
+      retrieved: int[Q, M] the blocks of Q retrievals.
+
+    Returns:
+      int64[n] permutation of `blocks`, as indices.
     """
     ranked = co_retrieval(retrieved, blocks)[0].tolist()
     paths: dict[int, collections.deque[int]] = {}
@@ -228,7 +254,7 @@ def correlated_order(blocks: np.ndarray, retrieved: np.ndarray) -> np.ndarray:
 
 
 def _join(paths: dict[int, collections.deque[int]], i: int, j: int) -> None:
-    """Makes one path of those of i and j, with i beside j, where both are ends of different paths."""
+    """Joins the paths of i and j, with i beside j, if both are ends of different paths."""
     if len(paths[i]) < len(paths[j]):
         i, j = j, i
     longer, shorter = paths[i], paths[j]

@@ -1,9 +1,9 @@
-"""The layout in token order: rows lie as they came, whatever block they belong to, and blocks are put together.
+"""The sequential layout: rows are stored in token order, whatever block they belong to, and blocks are gathered.
 
-The yardstick of DynaKV's Figure 12. Every stream (one KV head of one sequence in one layer) has a log of its tokens, in
-pages of as many rows as fit 4096 bytes; the pages of a stream follow each other in the file. A block is a list of
-places in the log: reading it reads every page that holds one of its rows, whole, and gathers. Appending writes at the
-end of the log; splitting a block rewrites its list, and moves no row.
+It is the baseline of DynaKV's Figure 12. Every stream (one KV head of one sequence in one layer) has a log of its
+tokens, in pages of as many rows as fit 4096 bytes; the pages of a stream are consecutive in the file. A block is a list
+of places in the log: reading it reads every page that holds one of its rows, whole, and gathers the rows. Appending
+writes at the end of the log; splitting a block rewrites its list and moves no row.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class LogGeometry(Geometry):
-    """Geometry of the logs, in whose terms a block is a page of consecutive tokens."""
+    """The geometry of the logs, in which a block is a page of consecutive tokens."""
 
     def describe(self, block_id):
         page = int(block_id) % self.num_blocks
@@ -29,7 +29,7 @@ class LogGeometry(Geometry):
 
 
 def log_geometry(geometry: Geometry) -> LogGeometry:
-    """Logs with room for every row of every block."""
+    """Returns the geometry of logs with room for every row of every block."""
     rows = max(1, PAGE_BYTES // geometry.row_bytes)
     pages = -(-geometry.num_blocks * geometry.block_rows // rows)
     return LogGeometry(geometry.layers, geometry.batch, geometry.kv_heads, pages, rows, geometry.width, geometry.dtype,
@@ -38,13 +38,13 @@ def log_geometry(geometry: Geometry) -> LogGeometry:
 
 @dataclasses.dataclass
 class Log:
-    """What every stream's log holds and where the rows of blocks are in it.
+    """The contents of all streams' logs, and where the rows of each block are in them.
 
     Attributes:
-      place: int32[layers * B * K * NB, C], place in the stream's log of each row; -1 = a row of zeros, which has none.
-      sums: uint64[layers * B * K, places], checksum of the row in each place: by it a row that a split brings along is
-        known to be there already.
-      end: int64[layers * B * K], places from here on were never used.
+      place: int32[layers * B * K * NB, C] place of each row in its stream's log, -1 = a row of zeros, which takes none.
+      sums: uint64[layers * B * K, places] checksum of the row in each place, by which rows of a split block are
+        recognised.
+      end: int64[layers * B * K] first place that was never used.
     """
 
     place: np.ndarray
@@ -62,36 +62,36 @@ class Log:
 
 
 class Draft:
-    """Changes that one transaction would make to a log, and the rows it would have to write."""
+    """The changes that one transaction makes to a log, and the rows it has to write."""
 
     def __init__(self, log: Log, geometry: Geometry):
         self._log = log
         self._geometry = geometry
-        self._place: dict[int, np.ndarray] = {}  # rows of block
-        self._end: dict[int, int] = {}  # of stream
+        self._place: dict[int, np.ndarray] = {}  # block id -> places of its rows
+        self._end: dict[int, int] = {}  # stream -> end of its log
         self._written: list[tuple[int, int, int, np.ndarray]] = []  # stream, place, checksum, row
 
     def put_rows(self, record: StagedRows) -> None:
         for block_id, row, data in zip(record.ids.tolist(), record.row.tolist(), record.data, strict=True):
             place = self._place[block_id] = self._rows_of(block_id).copy()
-            place[row] = -1  # what was there may make room
+            place[row] = -1  # the place of the replaced row may be reused
             place[row] = self._append(self._stream(block_id), data)
 
     def put_blocks(self, record: Blocks) -> None:
-        """StagedRows that one of the rewritten blocks has already stay where they are; others are appended."""
+        """Rewrites blocks: rows that one of them has already stay where they are; others are appended."""
         known = self._known(record.ids)
         fresh = []
         for block_id, data in dict(zip(record.ids.tolist(), record.data, strict=True)).items():
             rows = data.reshape(self._geometry.block_rows, -1)
             sums = [checksum(row) if row.any() else None for row in rows]
-            found = known[self._stream(block_id)]
-            self._place[block_id] = np.array([-1 if key is None else found.get(key, -1) for key in sums], np.int32)
-            fresh += [(block_id, i, rows[i]) for i, key in enumerate(sums) if key is not None and key not in found]
-        for block_id, i, row in fresh:  # last, so that the log cannot give away a place that is known
+            places = known[self._stream(block_id)]
+            self._place[block_id] = np.array([-1 if key is None else places.get(key, -1) for key in sums], np.int32)
+            fresh += [(block_id, i, rows[i]) for i, key in enumerate(sums) if key is not None and key not in places]
+        for block_id, i, row in fresh:  # last, so that no place of a row that stays is reused
             self._place[block_id][i] = self._append(self._stream(block_id), row)
 
     def _known(self, ids: np.ndarray) -> dict[int, dict[int, int]]:
-        """By stream: place by checksum of every row that these blocks have now."""
+        """Returns, for each stream, the place of every row that these blocks have now, by checksum."""
         new = {(stream, place): key for stream, place, key, _ in self._written}
         known: dict[int, dict[int, int]] = {}
         for block_id in ids.tolist():
@@ -105,11 +105,11 @@ class Draft:
         return block_id // self._geometry.num_blocks
 
     def _rows_of(self, block_id: int) -> np.ndarray:
-        found = self._place.get(block_id)
-        return self._log.place[block_id] if found is None else found
+        changed = self._place.get(block_id)
+        return self._log.place[block_id] if changed is None else changed
 
     def _append(self, stream: int, row: np.ndarray) -> int:
-        """A place for a new row: the end of the log, or one that nothing uses any more once the log is full."""
+        """Returns a place for a new row: the end of the log, or an unused place once the log is full."""
         place = self._end.get(stream, int(self._log.end[stream]))
         if place < self._log.sums.shape[1]:
             self._end[stream] = place + 1
@@ -119,7 +119,8 @@ class Draft:
         return place
 
     def _unused(self, stream: int) -> int:
-        """There is one: a log has room for all rows of all blocks, and at least one of those has no place now."""
+        """Returns a place that no block uses. There is one: a log has room for all rows of all blocks, and at least one
+        of these has no place now."""
         start = stream * self._geometry.num_blocks
         places = [self._rows_of(block_id) for block_id in range(start, start + self._geometry.num_blocks)]
         used = np.zeros(self._log.sums.shape[1] + 1, bool)
@@ -127,7 +128,7 @@ class Draft:
         return int(np.argmin(used[:-1]))
 
     def rows(self, pages: Geometry) -> list[StagedRows]:
-        """What to write, in terms of pages."""
+        """Returns the rows to write, addressed by pages."""
         if not self._written:
             return []
         stream, place = np.array([entry[:2] for entry in self._written], np.int64).T
@@ -135,31 +136,31 @@ class Draft:
         return [StagedRows(stream * pages.num_blocks + place // pages.block_rows, place % pages.block_rows, data)]
 
     def take_over(self) -> None:
-        """Makes the changes."""
+        """Applies the changes to the log."""
         for block_id, place in self._place.items():
             self._log.place[block_id] = place
         for stream, end in self._end.items():
             self._log.end[stream] = end
-        for stream, at, key, _ in self._written:
-            self._log.sums[stream, at] = key
+        for stream, place_in_log, key, _ in self._written:
+            self._log.sums[stream, place_in_log] = key
 
 
 class SequentialBranch(TransactionalBranch):
-    """A branch that keeps its rows in logs, which are pages in a branch of their own.
+    """A branch that keeps its rows in logs, whose pages are the blocks of another branch.
 
     Attributes:
-      path, direct, engine, codec: as of `FlashBranch`.
+      path, direct, engine, codec: as in `FlashBranch`.
     """
 
     def __init__(self, geometry: Geometry, pages: "FlashBranch", log: Log, generation: int = 0):
         super().__init__(geometry, generation)
         self._pages = pages
         self._log = log
-        self._guard = threading.Lock()  # reads of other layers must not see half a commit
+        self._guard = threading.Lock()  # so that reads of other layers do not see half a commit
 
     @classmethod
     def over(cls, geometry: Geometry, pages: "FlashBranch") -> "SequentialBranch":
-        """A branch in which every block is zero."""
+        """Returns a branch in which every block is zero."""
         return cls(geometry, pages, Log.empty(geometry, pages.geometry))
 
     @property
@@ -184,8 +185,8 @@ class SequentialBranch(TransactionalBranch):
         return self._pages.held_bytes + log.place.nbytes + log.sums.nbytes + log.end.nbytes
 
     def stats(self):
-        """I/O requests and bytes as of the pages; blocks as of those that were put together. Prompts are put by the
-        pages, tokens by this branch."""
+        """Returns I/O requests and bytes of the pages, and counts of the gathered blocks. Bytes put are the pages' for
+        prompts, this branch's for tokens."""
         ours, pages = super().stats(), self._pages.stats()
         return dataclasses.replace(pages, blocks_read=ours.blocks_read, read_seconds=ours.read_seconds,
                                    bytes_put=pages.bytes_put + ours.bytes_put)
@@ -199,7 +200,7 @@ class SequentialBranch(TransactionalBranch):
     # ---- prefill
 
     def write_layer(self, layer, blocks, counts, prompt: Prompt | None = None):
-        """Without `prompt`, tokens count as having come in the order of blocks and rows."""
+        """Writes a layer as `Branch.write_layer`; without `prompt`, token order is the order of blocks and rows."""
         geometry, pages = self.geometry, self._pages.geometry
         with self._mutex:
             counts = self._prefill_counts(blocks, counts)
@@ -219,7 +220,7 @@ class SequentialBranch(TransactionalBranch):
             self._book(layer, place, logged, length)
 
     def _write_logs(self, layer, logged: np.ndarray, length: np.ndarray) -> None:
-        """Hands logged[streams, places, width] to the pages."""
+        """Writes logged[streams, places, width] to the pages."""
         pages = self._pages.geometry
         shape = (pages.batch, pages.kv_heads, pages.num_blocks)
         counts = np.clip(length[:, None] - np.arange(pages.num_blocks) * pages.block_rows, 0, pages.block_rows)
@@ -227,7 +228,7 @@ class SequentialBranch(TransactionalBranch):
                                 counts.reshape(shape).astype(np.int32))
 
     def _book(self, layer, place: np.ndarray, logged: np.ndarray, length: np.ndarray) -> None:
-        """Takes a written layer into the log."""
+        """Records a written layer in the log."""
         start, streams = self._layer_start(layer), self.geometry.streams
         first = start // self.geometry.num_blocks
         with self._guard:
@@ -238,7 +239,7 @@ class SequentialBranch(TransactionalBranch):
                 self._log.sums[first + stream, :count] = [
                     checksum(row) for row in logged[stream, :count].view(np.uint8)]
 
-    # ---- what TransactionalBranch asks for
+    # ---- hooks of TransactionalBranch
 
     def _load(self, layer, ids, targets, out):
         geometry, pages = self.geometry, self._pages.geometry
@@ -246,12 +247,12 @@ class SequentialBranch(TransactionalBranch):
             place = self._log.place[ids]
             kept = place >= 0
             page = (ids // geometry.num_blocks * pages.num_blocks)[:, None] + place // pages.block_rows
-            needed, at = np.unique(page[kept], return_inverse=True)
+            needed, page_index = np.unique(page[kept], return_inverse=True)
             read = np.empty((needed.size, pages.block_bytes), np.uint8)
             if needed.size:
                 self._pages._load(layer, needed, np.arange(needed.size), read)
         rows = np.zeros((*place.shape, geometry.row_bytes), np.uint8)
-        rows[kept] = read.reshape(-1, pages.block_rows, geometry.row_bytes)[at, place[kept] % pages.block_rows]
+        rows[kept] = read.reshape(-1, pages.block_rows, geometry.row_bytes)[page_index, place[kept] % pages.block_rows]
         out[targets] = rows.reshape(ids.size, -1)
         self._tally.add(blocks_read=ids.size)
 

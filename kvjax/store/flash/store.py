@@ -1,4 +1,4 @@
-"""The block store on flash: makes and opens files, which branches (`kvjax.store.flash.branch`) read and write."""
+"""The block store on flash: creates and opens files, which branches (`kvjax.store.flash.branch`) read and write."""
 
 import contextlib
 import math
@@ -27,34 +27,36 @@ from kvjax.store.io.reader import ENGINES, Reader
 
 
 class FlashStore:
-    """Where and how blocks are kept on flash; touches no disk before `create`.
+    """A store that keeps blocks in files on flash. It touches no disk before `create` or `open`.
 
     Args:
-      path: a file to create, or an existing directory, in which a temporary file is made that goes away when its last
-        branch is closed or collected, and at exit. A kvjax file that nobody writes is replaced: at once if nothing was
-        saved in it, else by the first save of the new one.
-      threads: how many reads run at once where threads read.
-      engine: how blocks are read, "aio", "threads" or "mmap" (see `kvjax.store.io.reader`); None for "aio" where it can
-        be, else "threads". The branch's `engine` tells which it is. Blocks in another codec than "raw" are read by
+      path: a file to create, or an existing directory, in which a temporary file is created that is removed when its
+        last branch is closed or collected, and at exit. A kvjax file without a writer is replaced: at once if nothing
+        was saved in it, otherwise by the first save of the new one.
+      threads: number of concurrent reads when threads read.
+      engine: how blocks are read: "aio", "threads" or "mmap" (see `kvjax.store.io.reader`). None selects "aio" where it
+        works, otherwise "threads"; the branch's `engine` says which. Blocks in another codec than "raw" are read by
         threads, which read through the map if there is one.
-      direct: read past the page cache with O_DIRECT; where the filesystem refuses, a warning is logged and the
-        branch's `direct` becomes False. It is always False with "mmap": a map is of the page cache.
-      layout: where blocks lie, one of `LAYOUTS` (see `kvjax.store.flash.layout`) or "sequential"; changes no result.
-      max_bytes: how large the file may become; None for as large as the device allows.
-      staging_bytes: committed but unwritten blocks kept in memory, at most, plus those of one token, or of one chunk of
-        text. A quarter of it is kept so that the rows of a block become one write.
-      timeout: seconds after which a read or write that makes no progress becomes an error.
-      scratch: directory for what a branch that was opened read-only adds; None for the system's temporary directory.
+      direct: whether reads bypass the page cache with O_DIRECT. Where the file system refuses, a warning is logged and
+        the branch's `direct` becomes False. It is always False with "mmap", which maps the page cache.
+      layout: placement of blocks: one of `LAYOUTS` (see `kvjax.store.flash.layout`) or "sequential"; changes no result.
+      max_bytes: the largest size that the file may reach; None for as large as the device allows.
+      staging_bytes: memory limit for committed but unwritten blocks, in addition to those of one token or one chunk of
+        text. A quarter of it stays filled, so that the rows of a block become one write.
+      timeout: seconds after which a read or write without progress becomes an error.
+      scratch: directory for the additions of branches opened read-only; None for the system's temporary directory.
       profile: device to emulate, see `kvjax.store.io.profiles`; all files of one store share it.
-      codec: how blocks are put into the file (`kvjax.store.format.codec`), "raw" or "rle": runs of equal keys once,
-      where that
-        saves pages. None for "raw" in a new file, and for what it was made with in one that is opened.
-      tolerance: how far an element of a key may be from that of its run's first key, with "rle" and for floats. Above 0
-        keys change: by at most so much at each time that a block is written, which happens behind, so that results
-        also depend on when that was.
+      codec: how blocks are encoded in the file (`kvjax.store.format.codec`): "raw", or "rle", which stores runs of
+        equal keys once where that saves pages. None for "raw" in a new file, and for the file's codec in an opened one.
+      tolerance: with "rle" and for floats, how far an element of a key may differ from that of its run's first key.
+        Above 0, keys change by at most this much each time a block is written. Blocks are written in the background, so
+        results also depend on when that happens.
 
     Attributes:
       system: its system calls; tests replace it.
+
+    Raises:
+      ConfigError: a setting is invalid, or contradicts another one.
     """
 
     def __init__(self, path, *, threads: int = 4, engine: str | None = None, direct: bool = True,
@@ -70,12 +72,12 @@ class FlashStore:
         if codec not in (None, *CODECS):
             raise ConfigError(f"unknown codec {codec!r}; use one of {', '.join(CODECS)}, or None")
         if engine == "aio" and codec not in (None, "raw"):
-            raise ConfigError(f"engine='aio' reads blocks as they are, and codec {codec!r} has others; leave out one")
+            raise ConfigError(f"engine='aio' cannot decode blocks in codec {codec!r}; leave out one of the two")
         if engine == "mmap" and profile != profiles.NATIVE:
-            raise ConfigError(f"engine='mmap' reads from the page cache, which no emulated device has, as {profile!r}; "
-                              "use another engine")
+            raise ConfigError(f"engine='mmap' reads from the page cache, which the emulated device {profile!r} does "
+                              "not have; use another engine")
         if not _validate.number(tolerance) or not 0.0 <= tolerance < math.inf:
-            raise ConfigError(f"tolerance={tolerance!r} must be a finite number, and not negative")
+            raise ConfigError(f"tolerance={tolerance!r} must be a finite, non-negative number")
         self.path = _absolute("path", path)
         self.threads = threads
         self.engine = engine
@@ -91,14 +93,24 @@ class FlashStore:
         self.system = emulation.system_of(profile)
 
     def create(self, geometry: Geometry, fingerprint: str, least_blocks: int = 1) -> "FlashBranch | SequentialBranch":
-        """Makes the file and its first branch, in which every block is zero.
+        """Creates the file and its first branch, in which every block is zero.
 
-        Raises ConfigError for a tolerance where keys must not change, and StoreError as `create_file`: NoSpace where
-        not even `least_blocks` blocks would fit, which the caller is sure to write.
+        Args:
+          geometry: shape of the cache.
+          fingerprint: identifies model and tokenizer; at most 256 bytes of UTF-8.
+          least_blocks: blocks that the caller is sure to write.
+
+        Returns:
+          The branch; a SequentialBranch for the layout "sequential".
+
+        Raises:
+          ConfigError: a tolerance was given for keys that must not change.
+          NoSpace: not even `least_blocks` blocks would fit.
+          StoreError: as `create_file`.
         """
         if self.layout == SEQUENTIAL:
             pages = log_geometry(geometry)
-            full = max(0, least_blocks - geometry.layers * geometry.streams)  # the last block of a stream may be a row
+            full = max(0, least_blocks - geometry.layers * geometry.streams)  # a stream's last block may have one row
             least_pages = max(1, full * geometry.block_rows // pages.block_rows)
             return SequentialBranch.over(geometry, self._create(pages, fingerprint, least_pages))
         return self._create(geometry, fingerprint, least_blocks)
@@ -118,19 +130,30 @@ class FlashStore:
              read_only: bool = False) -> "FlashBranch":
         """Opens a saved file at its newest whole save, in this or another process.
 
-        For writing it may have no other user. Any number may read it, also while one writes: a read-only branch sees
-        the save it was opened at, keeps what it adds in a private temporary file, and cannot be saved. When the file is
-        saved twice more, blocks of that save may be overwritten, and reading them raises StaleCache.
+        For writing, it may have no other writer. Any number of processes may read it, also while one writes: a
+        read-only branch sees the save it was opened at, keeps what it adds in a private temporary file, and cannot be
+        saved. Once the file has been saved twice more, blocks of that save may be overwritten, and reading them raises
+        StaleCache. A damaged save is skipped with a warning.
 
         Args:
-          geometry, fingerprint: what the file has to be for; None = anything.
+          geometry: the expected geometry; None = any.
+          fingerprint: the expected fingerprint; None = any.
+          read_only: whether to open it for reading only.
 
-        Raises FormatMismatch when it is for something else or in another codec, NothingSaved when no save in it is
-        whole, StoreLocked, StoreClosed when there is no file, ReadFailed or WriteFailed. A damaged save is passed over
-        with a warning.
+        Returns:
+          A branch at the newest whole save.
+
+        Raises:
+          ConfigError: the layout is "sequential", or there is no scratch directory.
+          FormatMismatch: the file is for another model or geometry, in another codec, or no store file.
+          ChecksumMismatch: its header is damaged.
+          NothingSaved: no save in it is whole.
+          StoreLocked: another store may write it.
+          StoreClosed: there is no file.
+          ReadFailed, WriteFailed: the system refuses.
         """
         if self.layout == SEQUENTIAL:
-            raise ConfigError("layout='sequential' is not saved, so that no file can be opened with it; use another")
+            raise ConfigError("layout='sequential' cannot be saved or opened; use another layout")
         file, header = open_file(self.path, self.system, direct=self.direct, read_only=read_only)
         try:
             header.check(file.path, geometry, fingerprint, self.codec)
@@ -139,7 +162,7 @@ class FlashStore:
             volume = self._restored(file, header, codec, found)
         except MemoryError as cause:
             file.close()
-            raise ReadFailed(f"{file.path}: there is no memory for the tables of {header.geometry}; free some, then "
+            raise ReadFailed(f"{file.path}: not enough memory for the tables of {header.geometry}; free some, then "
                              "retry") from cause
         except BaseException:
             file.close()
@@ -165,13 +188,13 @@ class FlashStore:
         return volume
 
     def _create_private(self, header: Header) -> BlockFile:
-        """For what is added to a file that was opened read-only."""
+        """Creates the file for what is added to a file that was opened read-only."""
         try:
             scratch = self.scratch or tempfile.gettempdir()
         except OSError as cause:
-            raise ConfigError(f"there is no temporary directory ({cause}); give scratch=DIRECTORY") from cause
+            raise ConfigError(f"there is no temporary directory ({cause}); set scratch to a directory") from cause
         if not os.path.isdir(scratch):
-            raise ConfigError(f"scratch={scratch} is not a directory; give one in which files can be made")
+            raise ConfigError(f"scratch={scratch} is not a directory; set it to one in which files can be created")
         return self._create_file(scratch, header)
 
     def _create_file(self, path, header: Header, least_blocks: int = 1) -> BlockFile:
@@ -182,7 +205,7 @@ class FlashStore:
         return StreamPool(geometry, ExtentPool(file.path, geometry.extent_bytes, self.max_bytes))
 
     def _volume(self, file: BlockFile, codec: Codec, streams: StreamPool) -> Volume:
-        # Pages of logs lie in token order: to the layout of their file, a page is a block.
+        # Pages of logs are in token order: in their file, a block is a page.
         layout = "cluster_major" if self.layout == SEQUENTIAL else self.layout
         chosen = LAYOUTS[layout](codec.geometry, streams.extents)
         reader = Reader(file, codec, self.system, engine=self.engine, threads=self.threads, timeout=self.timeout)
@@ -193,18 +216,18 @@ class FlashStore:
 
 
 def _absolute(name: str, given) -> str:
-    """Returns the path from the root, as the process may change its directory. Raises ConfigError for what is none, and
-    where the process is in a directory that is gone."""
+    """Returns the absolute path, as the process may change its directory. Raises ConfigError for an invalid path, and
+    where the current directory no longer exists."""
     path = _validate.path(name, given)
     try:
         return os.path.abspath(path)
     except OSError as cause:
-        raise ConfigError(f"{name}={path!r} is relative to a directory that is gone ({cause}); give one from the root"
-                          ) from cause
+        raise ConfigError(f"{name}={path!r} is relative to a directory that no longer exists ({cause}); give an "
+                          "absolute path") from cause
 
 
 def _check_sizes(threads, max_bytes, staging_bytes, direct) -> None:
-    """Raises ConfigError for the first setting of a store that is none."""
+    """Raises ConfigError for the first invalid setting."""
     for name, value, least in (("threads", threads, 1), ("max_bytes", 1 if max_bytes is None else max_bytes, 1),
                                ("staging_bytes", staging_bytes, 0)):
         if not _validate.whole(value, least):

@@ -1,4 +1,4 @@
-"""One open store file with everything its branches share: lock, extents, staging, reader and writer."""
+"""An open store file with everything its branches share: lock, extents, staging, reader and writer."""
 
 import collections
 import itertools
@@ -23,7 +23,13 @@ from kvjax.store.io.reader import Reader
 
 
 class Run(NamedTuple):
-    """Neighbours that were written at once: which of those that were given, and bytes in the file."""
+    """Neighbouring blocks that were written at once.
+
+    Attributes:
+      blocks: which of the given blocks.
+      offset: position in the file, bytes.
+      size: bytes written.
+    """
 
     blocks: slice
     offset: int
@@ -31,15 +37,15 @@ class Run(NamedTuple):
 
 
 class Volume:
-    """Shared state of the branches of one file.
+    """The shared state of the branches of one file.
 
-    No thread refers to a branch, so a forgotten branch is collected. Its finalizer may run anywhere, also while this
-    very thread holds the lock; hence `retire` and `shut_down` take no lock and only leave a message.
+    No thread refers to a branch, so that a branch without references is collected. Its finalizer may run anywhere, also
+    while its thread holds the lock; hence `retire` and `shut_down` take no lock and only leave a message.
 
     Attributes:
       lock: guards extents and lineages; held for bookkeeping, never for I/O.
-      changed: notified when the writer has finished or failed a block. Who may be interrupted enters `lock` and not
-        this, which is entered in Python: Ctrl-C there would leave the lock held.
+      changed: notified when the writer has finished or failed a block. Code that KeyboardInterrupt may hit enters
+        `lock` instead: a Condition is entered in Python code, where an interrupt would leave the lock held.
     """
 
     def __init__(self, file: BlockFile, codec: Codec, streams: StreamPool, layout: Layout, *, reader: Reader,
@@ -57,8 +63,8 @@ class Volume:
         self.log = CommitLog(file, codec.geometry, streams.extents, self.lock)
         self._saves: list[SaveRequest] = []
         self._staging_limit = staging_bytes
-        # Rows linger until a quarter of the staging is used, so that those of one block become one write: one token
-        # touches a block of every layer and head, and each costs reading and writing the whole block.
+        # Rows stay in memory until a quarter of the staging limit is used, so that rows of one block become one write:
+        # a token touches a block of every layer and head, and each costs reading and writing the whole block.
         self._linger_bytes = staging_bytes // 4
         self._lineages: list[Lineage] = []
         self._retired: collections.deque[Lineage] = collections.deque()
@@ -67,35 +73,43 @@ class Volume:
         self._thread: threading.Thread | None = None
 
     def start(self, serve: Callable[[queue.SimpleQueue], None]) -> None:
-        """Starts the thread that writes (`Writer.serve`). Raises WriteFailed where the system has no thread left."""
+        """Starts the writer thread.
+
+        Args:
+          serve: body of the thread (`Writer.serve`).
+
+        Raises:
+          WriteFailed: the system has no threads left.
+        """
         self._thread = threading.Thread(target=serve, args=(self._wake,), name="kvjax-write", daemon=True)
         try:
             self._thread.start()
         except RuntimeError as cause:
             self.reader.stop()
             self.reader.close()
-            raise WriteFailed(f"{self.file.path}: no thread can be started to write it ({cause}); end some, or allow "
-                              "more with `ulimit -u`") from cause
+            raise WriteFailed(f"{self.file.path}: the writer thread cannot be started ({cause}); end some threads, or "
+                              "allow more with `ulimit -u`") from cause
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of tables, of what is staged, and of the memory that was read into. The lock is held."""
+        """Bytes of tables, staged blocks and read buffers. The lock is held."""
         return self.streams.held_bytes + self.extents.held_bytes + self.staged_bytes + self.reader.held_bytes
 
-    # ---- branches come and go
+    # ---- registering branches
 
     def adopt(self, lineage: Lineage) -> None:
-        """Registers a new branch; its table already owns its extents."""
+        """Registers a new branch, whose table already owns its extents."""
         with self.lock:
             self._lineages.append(lineage)
 
     def retire(self, lineage: Lineage) -> None:
-        """A branch is gone: drops what it staged and gives back its extents, soon. Takes no lock."""
+        """Requests that a dropped branch's staged blocks are discarded and its extents released. Takes no lock."""
         self._retired.append(lineage)
         self._wake.put(True)
 
     def reap(self) -> None:
-        """Does what `retire` announced, except for a branch whose block is being written. The lock is held."""
+        """Carries out what `retire` requested, except for a branch with a block that is being written. The lock is
+        held."""
         for _ in range(len(self._retired)):
             lineage = self._retired.popleft()
             if lineage.flight:
@@ -106,15 +120,16 @@ class Volume:
             self.changed.notify_all()
 
     def shut_down(self) -> None:
-        """The last branch is gone: deletes a temporary file, ends the threads. Takes no lock, returns at once."""
+        """Deletes a temporary file and ends the threads, after the last branch is gone. Takes no lock and returns at
+        once."""
         try:
             self.file.remove_if_temporary()
             self.reader.stop()
-        finally:  # the thread that this ends closes and unlocks the file
+        finally:  # the writer thread closes and unlocks the file as it ends
             self._wake.put(False)
 
     def join(self) -> None:
-        """After `shut_down`: waits until the file is closed and unlocked."""
+        """Waits, after `shut_down`, until the file is closed and unlocked."""
         if self._thread is not None:
             self._thread.join(self.timeout)
 
@@ -122,24 +137,24 @@ class Volume:
 
     @property
     def staged_bytes(self) -> int:
-        """Size of all staged blocks: counted, not kept, so that Ctrl-C cannot part it from what is staged."""
+        """Bytes of all staged blocks; counted rather than kept, so that KeyboardInterrupt cannot make it wrong."""
         blocks = sum(len(lineage.queue) + len(lineage.flight) for lineage in self._lineages)
         return blocks * self.geometry.extent_bytes
 
     def make_room(self, lineage: Lineage) -> None:
-        """Waits until what a branch is about to commit may be staged; raises what failed. A failure that nobody was
-        told of may be over by now: another try decides."""
+        """Waits until a branch's next commit may be staged; raises what failed. A failure that was not reported yet may
+        be over by now, so the writer tries again first."""
         with self.lock:
             if lineage.untold:
                 self._finish(lineage)
             self._retry(lineage)
             if self.staged_bytes > self._staging_limit:
-                for other in self._lineages:  # whose blocks are in the way; what failed may be over by now
+                for other in self._lineages:  # their blocks fill the staging, and their failures may be over by now
                     self._retry(other)
             self._wait(lineage, lambda: self.staged_bytes <= self._staging_limit)
 
     def stage(self, lineage: Lineage, records) -> None:
-        """Makes committed records visible, in order. Staging the same again changes nothing."""
+        """Makes committed records visible, in order. Staging the same records again changes nothing."""
         with self.lock:
             for record in records:
                 lineage.stage(record)
@@ -147,17 +162,17 @@ class Volume:
                 self._wake.put(True)
 
     def drain(self, lineage: Lineage) -> None:
-        """Waits until everything a branch committed is in the file; raises what failed."""
+        """Waits until everything that a branch committed is in the file; raises what failed."""
         with self.lock:
             self._finish(lineage)
 
     def _finish(self, lineage: Lineage) -> None:
-        """`drain`. The lock is held."""
+        """Does the work of `drain`. The lock is held."""
         lineage.urgent = True
         try:
             self._retry(lineage)
             self._wait(lineage, lambda: lineage.idle)
-            lineage.untold = False  # it is over, whoever had it tried again
+            lineage.untold = False  # everything is written, so the failure is over
         finally:
             lineage.urgent = False
 
@@ -176,11 +191,12 @@ class Volume:
                 raise failed
             if not self.changed.wait(self.timeout):
                 raise WriteFailed(f"{self.file.path}: no block was written for {self.timeout} s; check the device, or "
-                                  "raise timeout")
+                                  "increase timeout")
 
     def _failure(self, lineage: Lineage) -> StoreError | None:
-        """Why nothing more will be written of a branch, or of any until another one retries, if that is so. While the
-        writer has blocks of the branch, more may come of the same failure."""
+        """Returns the error because of which nothing more of a branch will be written until it, or another one,
+        retries; None if there is none. While the writer has blocks of the branch, the same failure may reach more of
+        them."""
         if lineage.flight:
             return None
         if lineage.failed is not None:
@@ -190,8 +206,8 @@ class Volume:
         return next((other.failed for other in self._lineages if other.failed), None)
 
     def next_to_write(self, most: int) -> tuple[Lineage, dict[int, Staged]] | None:
-        """A branch that the writer should serve now, and what it takes there, at most so many blocks. What it already
-        has does not count. The lock is held."""
+        """Returns a branch that the writer should serve now, and at most `most` blocks taken from its queue; None if
+        there is nothing to do. Blocks that the writer already has do not count. The lock is held."""
         self.reap()
         waiting = sum(len(lineage.queue) for lineage in self._lineages)
         excess = waiting - self._linger_bytes // self.geometry.extent_bytes
@@ -206,9 +222,21 @@ class Volume:
     def write_runs(
         self, images: np.ndarray, extents: np.ndarray, sizes: np.ndarray, ids: np.ndarray, padded: bool = False
     ) -> Iterator[Run]:
-        """Writes the first sizes[n] bytes of images[n, extent_bytes] to extents[n], ascending, neighbours at once; if
-        `padded`, also where that writes the rest of an extent that is not full. Tells of each run once it is written;
-        raises NoSpace or WriteFailed."""
+        """Writes encoded blocks, neighbours in one call.
+
+        Args:
+          images: uint8[n, extent_bytes] encoded blocks.
+          extents: int32[n] where to write them, ascending.
+          sizes: int64[n] how many bytes of each matter.
+          ids: int64[n] flat ids, for messages.
+          padded: whether to join neighbours also where that writes the unused rest of an extent.
+
+        Yields:
+          Each run once it is written.
+
+        Raises:
+          NoSpace, WriteFailed: a write failed.
+        """
         whole = None if padded else sizes == self.geometry.extent_bytes
         for begin, end in itertools.pairwise([*run_starts(extents, whole).tolist(), extents.size]):
             offset = self.extents.offset(extents[begin])
@@ -217,13 +245,25 @@ class Volume:
             yield Run(slice(begin, end), offset, size)
 
     def _first_of(self, ids: np.ndarray) -> Callable[[int], str]:
-        """Names the first of blocks that are written at once, when somebody asks."""
+        """Returns a function that names the first of the blocks that are written at once."""
         return lambda _: self.geometry.describe(ids[0])
 
     # ---- saving
 
     def save(self, table: Table, generation: int, metadata: bytes) -> int:
-        """Number of the save, once it is on the device; takes over the table. All that wait at once share a commit."""
+        """Saves a table, which it takes over; requests that wait at the same time share one commit.
+
+        Args:
+          table: blocks of the branch.
+          generation: generation of the branch.
+          metadata: bytes to store with the save.
+
+        Returns:
+          The number of the save, once it is on the device.
+
+        Raises:
+          StoreError: the save failed; WriteFailed also when the device does not confirm it within the timeout.
+        """
         request = SaveRequest(table, generation, metadata)
         with self.lock:
             self._saves.append(request)
@@ -232,55 +272,55 @@ class Volume:
                 if request in self._saves:
                     self._saves.remove(request)
                     table.release()
-                raise WriteFailed(f"{self.file.path}: the device did not confirm a save within {self.timeout} s, so it "
-                                  "may have it or not; check it, or raise timeout")
+                raise WriteFailed(f"{self.file.path}: the device did not confirm a save within {self.timeout} s, so "
+                                  "the save may be lost; check the device, or increase timeout")
         if request.error is not None:
             raise request.error
         return request.sequence
 
     def take_saves(self) -> list[SaveRequest]:
-        """What waits to be saved, for the writer. The lock is held."""
+        """Returns the waiting requests to the writer, and empties the list. The lock is held."""
         taken, self._saves = self._saves, []
         return taken
 
     def damaged(self, what: str) -> StoreError:
-        """Why a block is not what a table says: newer saves have taken its place, or something broke."""
+        """Returns the error for a block that does not match its table: StaleCache if newer saves overwrote it, else
+        ChecksumMismatch."""
         if isinstance(self.file, OverlayFile):
             with self.lock:
                 ours = max((saved.sequence for saved in self.log.saves()), default=0)
             superblocks, _ = read_superblocks(self.file.shared)
-            if max((one.sequence for one in superblocks.values()), default=0) > ours:
+            if max((superblock.sequence for superblock in superblocks.values()), default=0) > ours:
                 return StaleCache(f"{self.file.path}: {what} was overwritten, as the file was saved again since it was "
                                   "opened; open it again")
         return ChecksumMismatch(f"{self.file.path}: {what} is not what was written; the device or another program "
-                                "damaged it, prefill again")
+                                "damaged it: prefill again")
 
     # ---- extents
 
     def restore(self, found: Sequence[Recovered], tables: Sequence[Table]) -> None:
-        """Takes over what a file has, newest save first; nothing is placed in one that is read-only. The lock is held.
-        """
+        """Takes over the saves of an opened file, newest first; a read-only file gets no layout. The lock is held."""
         self.log.restore(found, tables)
         if not isinstance(self.file, OverlayFile):
             ids, extents, _ = found[0].blocks
             self._layout.restore(ids, extents)
 
     def place_prompt(self, ids: np.ndarray, retrieved: np.ndarray | None) -> np.ndarray:
-        """`Layout.place_prompt`. The lock is held."""
+        """Calls `Layout.place_prompt` after `reap`. The lock is held."""
         self.reap()
         return self._layout.place_prompt(ids, retrieved)
 
     def place(self, block_id: int) -> int:
-        """`Layout.place`. The lock is held."""
+        """Calls `Layout.place` after `reap`. The lock is held."""
         self.reap()
         return self._layout.place(block_id)
 
     def where(self, lineage: Lineage) -> Callable[[int], str]:
-        """Names the block of `lineage` that lies at a file offset."""
+        """Returns a function that names the block of `lineage` at a file offset (bytes), for messages."""
         def describe(offset: int) -> str:
             extent = (offset - self.extents.offset(0)) // self.geometry.extent_bytes
             with self.lock:
                 ids, extents = lineage.table.blocks()
-            found = ids[extents == extent]
-            return self.geometry.describe(found[0]) if found.size else f"extent {extent}"
+            block_ids = ids[extents == extent]
+            return self.geometry.describe(block_ids[0]) if block_ids.size else f"extent {extent}"
         return describe

@@ -1,4 +1,4 @@
-"""The write-behind thread of a volume: takes staged blocks, completes them, and puts them into extents."""
+"""The write-behind thread of a volume: takes staged blocks, completes them, and writes them to extents."""
 
 import queue
 from collections.abc import Iterable, Iterator
@@ -14,7 +14,13 @@ from kvjax.store.transaction import as_store_error, forget_frames
 
 
 class Written(NamedTuple):
-    """Blocks that are in the file, side by side, and may not be on the device yet."""
+    """A run of blocks that were written to the file and may not be on the device yet.
+
+    Attributes:
+      offset: position in the file, bytes.
+      size: bytes.
+      blocks: the blocks of the run.
+    """
 
     offset: int
     size: int
@@ -22,9 +28,16 @@ class Written(NamedTuple):
 
 
 class WrittenBlock(NamedTuple):
-    """One of them.
+    """A block of a run.
 
-    old, target: the extent that it had, -1 = none, and the one that it is in; of `size` bytes, which hash to `right`.
+    Attributes:
+      lineage: the branch it belongs to.
+      block_id: its flat id.
+      staged: its contents in memory.
+      old: the extent that it had, -1 = none.
+      target: the extent that it was written to.
+      right: its checksum.
+      size: bytes written.
     """
 
     lineage: Lineage
@@ -37,14 +50,15 @@ class WrittenBlock(NamedTuple):
 
 
 class Writer:
-    """Writes some blocks at a time, neighbours at once, and waits for the device for many.
+    """The body of the writer thread. It writes several blocks at a time, neighbours at once, and waits for the device
+    once for many.
 
-    Until a block is on the device it is read from memory: O_DIRECT reads of dirty pages wait for it, and asynchronous
-    ones are refused.
+    Until a block is on the device it is read from memory: O_DIRECT reads of dirty pages wait for their write-back, and
+    asynchronous ones are refused.
 
-    An extent of one owner is overwritten in place, so that the layout of a file stays as it was made. A reader that
-    looked the block up before may then see old and new bytes mixed; the checksum tells it, and it looks again. By that
-    time `Staged.complete` has been set, and the block is taken from memory.
+    An extent with one owner is overwritten in place, so that the layout of a file stays as it was made. A reader that
+    resolved the block earlier may then see old and new bytes mixed; the checksum detects it, and the reader resolves
+    the block again. By that time `Staged.complete` is set, and the block is taken from memory.
     """
 
     MOST_UNFINISHED = 64
@@ -54,7 +68,7 @@ class Writer:
         self._unfinished: list[Written] = []
 
     def serve(self, wake: queue.SimpleQueue) -> None:
-        """Body of the thread: True in the queue means there may be work, False that the file is to be closed."""
+        """Runs the thread: True in the queue means that there may be work, False that the file is to be closed."""
         while wake.get():
             while self._commit_saves() or self._write_some() or self._finish_all():
                 pass
@@ -84,10 +98,10 @@ class Writer:
         room = self.MOST_UNFINISHED - sum(len(run.blocks) for run in self._unfinished)
         most = min(room, max(1, WRITE_BYTES // volume.geometry.extent_bytes))
         with volume.lock:
-            found = volume.next_to_write(most) if room else None
-        if found is None or not found[1]:
+            work = volume.next_to_write(most) if room else None
+        if work is None or not work[1]:
             return False
-        lineage, left = found
+        lineage, left = work
         try:
             for block_id, staged in left.items():
                 self._complete(lineage, block_id, staged)
@@ -95,14 +109,14 @@ class Writer:
                 try:
                     self._put(lineage, left)
                 except NoSpace:
-                    if not self._finish_all():  # which frees what finished blocks no longer need
+                    if not self._finish_all():  # frees the old extents of finished blocks
                         raise
         except Exception as cause:
             self._give_up([(lineage, block_id) for block_id in left], cause)
         return True
 
     def _complete(self, lineage: Lineage, block_id: int, staged: Staged) -> None:
-        """Fills the rows that were not appended from the block's extent; zeros if it has none."""
+        """Fills the rows that were not put from the block's extent, or with zeros if it has none."""
         if staged.complete:
             return
         extent = lineage.table.extent(block_id)
@@ -122,15 +136,15 @@ class Writer:
             raise volume.damaged(f"{where(offset)} at offset {offset}, to which rows are to be added,")
 
     def _put(self, lineage: Lineage, left: dict[int, Staged]) -> None:
-        """Writes complete blocks, as many as there is space for; takes those that are written out of `left`."""
+        """Writes complete blocks, as many as there is space for; removes the written ones from `left`."""
         volume = self._volume
         with volume.lock:
             places = self._places(lineage, left)
         try:
             for run in self._write(lineage, left, *np.array(sorted(places, key=lambda place: place[-1])).T):
                 self._unfinished.append(run)
-                for one in run.blocks:
-                    del left[one.block_id]
+                for block in run.blocks:
+                    del left[block.block_id]
                 self._tell_of_progress()
         except BaseException:
             for block_id, old, target in places:
@@ -139,9 +153,11 @@ class Writer:
             raise
 
     def _places(self, lineage: Lineage, ids: Iterable[int]) -> list[tuple[int, int, int]]:
-        """(id, extent that it had, extent to write it to), of the first of these blocks for which there is space: the
-        same extent, or a new one where there is none or others own it too. NoSpace if there is for none. The lock is
-        held."""
+        """Returns (id, old extent, target extent) for the first of these blocks, as many as there is space for.
+
+        The target is the old extent, or a new one where there is none or it has other owners. Raises NoSpace if there
+        is space for none. The lock is held.
+        """
         volume, table = self._volume, lineage.table
         places: list[tuple[int, int, int]] = []
         for block_id in ids:
@@ -158,8 +174,7 @@ class Writer:
         return places
 
     def _write(self, lineage: Lineage, staged: dict[int, Staged], ids, old, targets) -> Iterator[Written]:
-        """Writes complete blocks ids[n] to targets[n], ascending; tells of each run that is on its way to the device.
-        """
+        """Writes complete blocks ids[n] to targets[n], ascending; yields each run once its write-back has begun."""
         volume = self._volume
         images, sums = volume.codec.encode(np.stack([staged[block_id].image for block_id in ids.tolist()]))
         sizes = volume.codec.sizes(sums)
@@ -170,48 +185,48 @@ class Writer:
             yield Written(run.offset, run.size, blocks[run.blocks])
 
     def _finish_all(self) -> bool:
-        """Waits until what was written is on the device; the blocks are there from now on. If the device refuses one,
-        none is: it does not say which."""
+        """Waits until everything written is on the device; from then on the blocks are read from there. If the device
+        reports an error, no block counts as written: it does not say which one failed."""
         if not self._unfinished:
             return False
         volume, done, self._unfinished = self._volume, self._unfinished, []
-        blocks = [one for run in done for one in run.blocks]
+        blocks = [block for run in done for block in run.blocks]
         try:
             for run in done:
                 volume.file.write_back_range(run.offset, run.size, wait=True)
                 self._tell_of_progress()
             with volume.changed:
-                for one in blocks:
-                    self._finish(one)
+                for block in blocks:
+                    self._finish(block)
                 volume.changed.notify_all()
         except Exception as cause:
-            left = [one for one in blocks if one.block_id in one.lineage.flight]
-            for one in left:
-                self._release(one.old, one.target)
-            self._give_up([(one.lineage, one.block_id) for one in left], cause)
+            left = [block for block in blocks if block.block_id in block.lineage.flight]
+            for block in left:
+                self._release(block.old, block.target)
+            self._give_up([(block.lineage, block.block_id) for block in left], cause)
         return True
 
     def _tell_of_progress(self) -> None:
         with self._volume.changed:
             self._volume.changed.notify_all()
 
-    def _finish(self, one: WrittenBlock) -> None:
-        volume, lineage = self._volume, one.lineage
-        volume.extents.checksums[one.target] = one.right
-        if one.target != one.old:
-            lineage.table.put(one.block_id, one.target)
-        lineage.written(one.block_id)
-        lineage.tally.add(rows_written=one.staged.appended, blocks_written=1, bytes_written=one.size,
-                          blocks_short=int(one.size < volume.geometry.extent_bytes))
+    def _finish(self, block: WrittenBlock) -> None:
+        volume, lineage = self._volume, block.lineage
+        volume.extents.checksums[block.target] = block.right
+        if block.target != block.old:
+            lineage.table.put(block.block_id, block.target)
+        lineage.written(block.block_id)
+        lineage.tally.add(rows_written=block.staged.appended, blocks_written=1, bytes_written=block.size,
+                          blocks_short=int(block.size < volume.geometry.extent_bytes))
 
     def _release(self, old: int, target: int) -> None:
-        """Gives back an extent that a block got, and will not have."""
+        """Releases the new extent of a block that was not written."""
         if target != old:
             with self._volume.lock:
                 self._volume.extents.release(np.array([target]))
 
     def _give_up(self, blocks: list[tuple[Lineage, int]], cause: Exception) -> None:
-        """Requeues blocks, coldest first, before all others; each branch is told once."""
+        """Requeues failed blocks at the head, coldest first; reports the error once per branch."""
         volume, error = self._volume, as_store_error(cause)
         forget_frames(error)
         with volume.changed:

@@ -1,8 +1,8 @@
-"""Flash devices that are not there: a queue says when a device would have answered, `EmulatedIO` waits until then.
+"""Emulated flash devices: a queue computes when a device would have answered, and `EmulatedIO` waits until then.
 
-Emulation only slows down. Where the host needs longer than the device would, the answer is as late as the host makes
-it, and `EmulatedIO.late` counts it. A host too busy even to ask in time goes uncounted: `scripts/bench_profiles.py`
-compares what is reached with the curve, and says which points this host cannot reach.
+Emulation only slows down. Where the host is slower than the device would be, the answer is as late as the host makes
+it, and `EmulatedIO.late` counts it. A host too busy to submit in time is not counted: `scripts/bench_profiles.py`
+compares the rates reached with the model's curve and names the points that this host cannot reach.
 """
 
 import bisect
@@ -22,7 +22,8 @@ from kvjax.store.io.system import SystemIO
 
 
 def system_of(name: str) -> SystemIO:
-    """System calls as on that device: the host's own for "native". ConfigError on an unknown name."""
+    """Returns the system calls for a device profile: the host's own for "native". Raises ConfigError for an unknown
+    name."""
     if name == NATIVE:
         return SystemIO()
     if name not in PROFILES:
@@ -31,23 +32,31 @@ def system_of(name: str) -> SystemIO:
 
 
 class CommandQueue:
-    """When a device would finish each command; knows no clock. Thread-safe.
+    """A model of when a device finishes each command; it knows no clock. Thread-safe.
 
-    Commands may be told in another order than they arrive in, as threads are woken late: one that arrived before
+    Commands may be added in another order than they arrive in, because threads are woken late: one that arrived before
     others gets the transfer time that they left idle.
     """
 
-    SPANS = 32  # of time without a pause between transfers that are remembered; what lies before counts as busy
+    SPANS = 32  # busy spans (transfers without a pause) to remember; the time before them counts as busy
 
     def __init__(self, profile: Profile):
         self._profile = profile
         self._lock = threading.Lock()
-        self._busy: list[tuple[float, float]] = []  # such spans, ascending
-        self._idle_from = 0.0  # no transfer starts before
+        self._busy: list[tuple[float, float]] = []  # (start, end) of these spans, ascending
+        self._idle_from = 0.0  # no transfer starts earlier
         self._ends = [0.0] * profile.depth  # the latest `depth` ends, ascending
 
     def finish_times(self, arrival: float, sizes: Sequence[int] | np.ndarray) -> list[float]:
-        """Seconds on the caller's clock when each of the commands that arrive then is done."""
+        """Adds commands that arrive together.
+
+        Args:
+          arrival: time of arrival, seconds on the caller's clock.
+          sizes: bytes of each command.
+
+        Returns:
+          When each command is done, seconds on the same clock.
+        """
         times: list[float] = []
         with self._lock:
             for first in range(0, len(sizes), self._profile.depth):
@@ -57,8 +66,8 @@ class CommandQueue:
         return times
 
     def _finish_together(self, arrival: float, sizes: np.ndarray) -> list[float] | None:
-        """What `_finish_time` says of two to `depth` commands, without a loop; None where the first could be
-        transferred before what was told earlier."""
+        """Returns what `_finish_time` returns for each of two to `depth` commands, without a loop; None if the first
+        one could be transferred before commands added earlier."""
         ready = np.maximum(arrival, self._ends[:sizes.size]) + self._profile.latency
         since, until = self._busy[-1] if self._busy else (self._idle_from, self._idle_from)
         if sizes.size < 2 or ready[0] < since:
@@ -67,7 +76,7 @@ class CommandQueue:
         done = np.cumsum(seconds)
         base = np.maximum.accumulate(np.maximum(ready - (done - seconds), until))  # grows where the device was idle
         ends = base + done
-        idle = np.diff(base, prepend=until) > 0  # before it was transferred
+        idle = np.diff(base, prepend=until) > 0  # whether the device was idle before the transfer
         idle[0] |= not self._busy
         self._note_busy((ends - seconds)[idle].tolist(), ends[np.append(idle[1:], True)].tolist())
         times: list[float] = ends.tolist()
@@ -75,7 +84,8 @@ class CommandQueue:
         return times
 
     def _note_busy(self, starts: list[float], ends: list[float]) -> None:
-        """Spans after all that are known; one end more than starts is that of the last known one."""
+        """Adds spans after all known ones; if there is one more end than starts, the first end extends the last known
+        span."""
         if len(ends) > len(starts):
             self._busy[-1] = self._busy[-1][0], ends.pop(0)
         self._busy.extend(zip(starts, ends, strict=True))
@@ -90,7 +100,7 @@ class CommandQueue:
         return end
 
     def _transfer(self, ready: float, seconds: float) -> float:
-        """The end of the first idle span so long, from `ready` on, which is then busy."""
+        """Returns the end of the first sufficiently long idle span from `ready` on, and marks it as busy."""
         start, busy = max(ready, self._idle_from), self._busy
         place = bisect.bisect_left(busy, (start, start))
         if place and busy[place - 1][1] > start:
@@ -108,20 +118,20 @@ class CommandQueue:
 
 
 class Clock:
-    """Time, and waiting for it more precisely than the kernel wakes a sleeping thread."""
+    """Time, and waits more precise than the kernel's wake-up of a sleeping thread."""
 
-    WAKE_SECONDS = 50e-6  # a sleep ends 70 to 100 us too late on an idle Linux machine; more spinning is no better
+    WAKE_SECONDS = 50e-6  # a sleep ends 70 to 100 us late on an idle Linux machine; spinning longer does not help
 
     now = staticmethod(time.perf_counter)
     sleep = staticmethod(time.sleep)
 
     @staticmethod
     def give_way() -> None:
-        """Lets other Python threads run for an instant: 1 us, where sleep(0) takes 50 to 100."""
+        """Lets other Python threads run for an instant: 1 us, where sleep(0) takes 50 to 100 us."""
         select.select((), (), (), 0)
 
     def wait_until(self, due: float) -> None:
-        """Sleeps for the bulk, then asks again and again."""
+        """Sleeps for most of the time, then polls the clock."""
         left = due - self.now()
         if left > self.WAKE_SECONDS:
             self.sleep(left - self.WAKE_SECONDS)
@@ -130,21 +140,21 @@ class Clock:
 
 
 class _Debt(threading.local):
-    """How far behind its device one thread is because it was woken too late.
+    """The time by which one thread is behind its device because it was woken late.
 
-    A thread that goes on at once would have asked for the next block so much earlier, and the device is told so;
-    otherwise every late wake-up would make the device slower than it is. What the host's own calls took too long is
-    no debt, nor is the lateness of a thread that did something else meanwhile.
+    A thread woken in time would have submitted its next read that much earlier, and the queue is given that earlier
+    time; otherwise every late wake-up would make the device slower than it is. Time that the host's own calls took too
+    long is not part of the debt, nor is the lateness of a thread that did something else meanwhile.
     """
 
-    MOST_SECONDS = 5e-3  # about what a busy kernel keeps a thread waiting; beyond it, the host is just too slow
-    PAUSE_SECONDS = 200e-6  # a thread that stays away for longer waited for something else
+    MOST_SECONDS = 5e-3  # about how long a busy kernel delays a thread; beyond this the host is simply too slow
+    PAUSE_SECONDS = 200e-6  # a thread that is away for longer waited for something else
 
     seconds = 0.0
     since = 0.0
 
     def at(self, now: float) -> float:
-        """The debt of a thread that asks now."""
+        """Returns the debt, in seconds, of a thread that submits at `now`."""
         return self.seconds if now - self.since < self.PAUSE_SECONDS else 0.0
 
     def note(self, seconds: float, now: float) -> None:
@@ -152,18 +162,18 @@ class _Debt(threading.local):
 
 
 class _InFlight:
-    """Reads of one asynchronous context.
+    """The reads in flight of one asynchronous context.
 
     Attributes:
-      due: when the device answers each that the host has not answered yet, by address of its control block.
+      due: when the device answers each read that the host has not answered yet, by address of its control block.
     """
 
     def __init__(self):
         self.due: dict[int, float] = {}
-        self._dues, self._events = np.zeros(0), np.zeros(0, EVENT)  # the host's answers: when each is due, ascending
+        self._dues, self._events = np.zeros(0), np.zeros(0, EVENT)  # the host's answers, by when each is due
 
     def hear(self, events: np.ndarray, now: float) -> int:
-        """Takes answers of the host; how many of them came after the device's."""
+        """Adds answers of the host; returns how many of them came after the device's."""
         if not events.size:
             return 0
         dues = np.array([self.due.pop(address) for address in events["iocb"].tolist()])
@@ -174,20 +184,20 @@ class _InFlight:
 
     @property
     def count(self) -> int:
-        """Reads whose answers nobody has had."""
+        """Number of reads whose answers have not been released."""
         return len(self.due) + self._dues.size
 
     def ready(self, now: float) -> int:
-        """How many answers of the host are due."""
+        """Returns how many of the host's answers are due."""
         return int(self._dues.searchsorted(now, "right"))
 
     def due_of(self, count: int) -> float:
-        """When the device has given `count` answers, whatever the host has done by then."""
+        """Returns when the device has given `count` answers, whatever the host has done by then."""
         dues = np.sort(np.append(self._dues, list(self.due.values()))) if self.due else self._dues
         return float(dues[min(count, dues.size) - 1])
 
     def release(self, now: float, events: np.ndarray) -> int:
-        """Moves the answers that are due to `events`; how many."""
+        """Moves the answers that are due to `events`; returns how many."""
         count = min(self.ready(now), events.size)
         events[:count] = self._events[:count]
         self._dues, self._events = self._dues[count:], self._events[count:]
@@ -195,7 +205,7 @@ class _InFlight:
 
 
 def _sizes(pointers: np.ndarray) -> np.ndarray:
-    """Bytes that the control blocks at int64 pointers[n], of one array, ask for."""
+    """Returns the bytes that control blocks at int64 pointers[n], all in one array, ask for."""
     if not pointers.size:
         return np.zeros(0, np.int64)
     first = int(pointers.min())
@@ -205,16 +215,17 @@ def _sizes(pointers: np.ndarray) -> np.ndarray:
 
 
 class EmulatedIO(SystemIO):
-    """The system's calls, where a read or write takes as long as on another device, if that is longer.
+    """System calls whose reads and writes take at least as long as on another device.
 
-    Asynchronous reads are in the device together from their submission on, and their answers are held back.
+    Asynchronous reads are in the device together from their submission on; their answers are held back.
 
     Attributes:
       profile: the device.
-      commands, late: reads and writes so far, and how many of them the host finished later than the device would have;
-        of asynchronous reads, those that were waited for by then.
-      host_seconds: in asynchronous calls, but for waiting: a RAM disk's copying and what is emulated are in it, which
-        a device does by itself.
+      commands: reads and writes so far.
+      late: commands that the host finished later than the device would have; of asynchronous reads, only those that a
+        caller was waiting for.
+      host_seconds: time in asynchronous calls without the waiting. It includes a RAM disk's copying and the cost of
+        emulation, which a real device would do by itself.
     """
 
     def __init__(self, profile: Profile, clock: Clock | None = None):
@@ -235,7 +246,7 @@ class EmulatedIO(SystemIO):
         return self._timed((data,), SystemIO.pwrite, descriptor, data, offset)
 
     def _timed(self, buffers, call: Callable[..., int], *args) -> int:
-        """The call's result, not before the device would have answered. OSError comes at once."""
+        """Returns the call's result, not before the device would have answered. An OSError is raised at once."""
         clock = self._clock
         asked = clock.now()
         debt = self._debt.at(asked)
@@ -268,7 +279,7 @@ class EmulatedIO(SystemIO):
             came = SystemIO.io_getevents(context, 0, answers, 0.0)
         answers, begun = answers[:came], pointers[:taken]
         failed = answers["iocb"][answers["result"] < 0].astype(np.int64)
-        if failed.size:  # nothing was read: will be asked for again
+        if failed.size:  # nothing was read, and the caller will submit it again
             failed, begun = np.intersect1d(begun, failed), np.setdiff1d(begun, failed, assume_unique=True)
             reads.due.update(dict.fromkeys(failed.tolist(), asked))
         reads.due.update(zip(begun.tolist(), self._queue.finish_times(asked, _sizes(begun)), strict=True))
@@ -281,7 +292,7 @@ class EmulatedIO(SystemIO):
     def io_getevents(self, context, least, events, seconds):
         clock, reads = self._clock, self._contexts[context]
         called, waited = clock.now(), 0.0
-        until, least = called + seconds, min(least, reads.count)  # nothing else will come
+        until, least = called + seconds, min(least, reads.count)  # no more than this can arrive
         self._hear(context, 0, events, 0.0)
         while reads.ready(now := clock.now()) < least and now < until:
             due = reads.due_of(least)
@@ -302,8 +313,8 @@ class EmulatedIO(SystemIO):
         self._debt.note(now - due, now)
 
     def _hear(self, context: int, least: int, events: np.ndarray, seconds: float) -> None:
-        """Takes answers of the host, which is asked only while it owes some: asking costs a system call. One that was
-        not waited for may have come any time: it is not called late."""
+        """Takes answers of the host, which is asked only while reads are outstanding, as asking costs a system call. An
+        answer that was not waited for may have come at any time, so it does not count as late."""
         reads = self._contexts[context]
         if not reads.due:
             return
