@@ -1,1 +1,1 @@
-"""Stores of blocks: interface, memory and flash. NumPy, files and C; never JAX."""
+"""Stores of blocks: their interface, in memory and on flash. NumPy, files and C; never JAX."""

@@ -1,4 +1,4 @@
-"""The store that keeps every block in host memory: the oracle of the tests, and a tier of its own."""
+"""The store that keeps every block in host memory: the reference in tests, and a tier of its own."""
 
 import numpy as np
 
@@ -7,16 +7,16 @@ from kvjax.store.transaction import StagedRows, TransactionalBranch
 
 
 class HostStore:
-    """Makes branches over plain NumPy arrays; nothing is shared between branches."""
+    """A store of branches over plain NumPy arrays; branches share nothing."""
 
     def create(self, geometry: Geometry, fingerprint: str, least_blocks: int = 1) -> "HostBranch":
-        """A branch in which every block is zero; only the geometry has a use in memory."""
+        """Returns a branch in which every block is zero; `fingerprint` and `least_blocks` are ignored."""
         del fingerprint, least_blocks
         return HostBranch(geometry, np.zeros((geometry.total_blocks, geometry.block_bytes), np.uint8))
 
 
 class HostBranch(TransactionalBranch):
-    """All blocks in one array data[layers * B * K * NB, block_bytes]; a fork copies it."""
+    """A branch with all blocks in one array data[layers * B * K * NB, block_bytes]; a fork copies it."""
 
     def __init__(self, geometry: Geometry, data: np.ndarray, generation: int = 0):
         super().__init__(geometry, generation)

@@ -214,7 +214,7 @@ def test_saves_that_claim_the_same_extent_for_two_blocks(plain, path, caplog):
 def test_a_complete_record_that_names_a_block_without_a_place(plain, path):
     """Given a base that both saves have."""
     field = plain.field(f"record {newest(plain)[1][0][0]} extent 1")
-    with pytest.raises(NothingSaved, match="names blocks that are nowhere"):
+    with pytest.raises(NothingSaved, match="lists blocks without extents"):
         opened(path, plain.changed((field, -1)))
 
 

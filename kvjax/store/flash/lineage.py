@@ -1,4 +1,5 @@
-"""What one branch knows: which extent holds each of its blocks, and which blocks are newer in memory than on flash."""
+"""The state of one branch: which extent holds each of its blocks, and which blocks are newer in memory than on flash.
+"""
 
 import collections
 import itertools
@@ -13,14 +14,15 @@ from kvjax.store.transaction import Blocks, StagedRows
 
 
 class Staged:
-    """A block with committed rows that are not yet on flash.
+    """A block with committed rows that are not on flash yet.
 
     Attributes:
-      image: uint8[extent_bytes], the padding zero; only rows in `mask` mean anything.
+      image: uint8[extent_bytes], zero-padded; only the rows in `mask` are valid, or all if `complete`.
+      rows: uint8[C, row_bytes] view of the image's rows.
       mask: bool[C] rows that were put.
-      span: (first, last + 1) of those rows while they are consecutive, as appended rows are; None when they are not.
-      complete: the image is the whole block, so nothing is needed from flash.
-      address: of the image, for C.
+      span: (first, last + 1) of these rows while they are consecutive, as appended rows are; otherwise None.
+      complete: whether the image is the whole block, so that nothing is needed from flash.
+      address: address of the image, for C.
       appended: rows put one by one, for the statistics.
     """
 
@@ -49,14 +51,14 @@ class Staged:
         self.complete = True
 
     def fill_under(self, rows: np.ndarray) -> None:
-        """Completes the image with older rows[C, row_bytes] where nothing newer was put."""
+        """Completes the image with older rows[C, row_bytes] where no newer row was put."""
         older = np.flatnonzero(~self.mask)
         self.rows[older] = rows[older]
         self.complete = True
 
     @property
     def runs(self) -> list[tuple[int, int]]:
-        """(first, last + 1) of rows that were put."""
+        """(first, last + 1) of each run of rows that were put."""
         if self.complete:
             return [(0, len(self.rows))]
         if self.span is not None:
@@ -65,17 +67,20 @@ class Staged:
         return list(zip(edges[::2], edges[1::2], strict=True))
 
     def copy_to(self, out: np.ndarray) -> None:
-        """Lays what was put over out[block_bytes], which holds the older rows."""
+        """Copies the rows that were put over out[block_bytes], which holds the older rows."""
         for first, stop in self.runs:
             out.reshape(self.rows.shape)[first:stop] = self.rows[first:stop]
 
 
 class Sources(NamedTuple):
-    """Where the blocks of one read are, in the order asked for.
+    """The locations of the blocks of one read, in the order requested.
 
-    extents: int32[n], sums: uint64[n] what the extent must hash to; both meaningless where not `on_flash`: bool[n].
-    staged: (i, older and newer Staged of block i) for blocks that are in memory, wholly or in part; only the first may
-      be complete.
+    Attributes:
+      extents: int32[n] extents; meaningless where not `on_flash`.
+      sums: uint64[n] checksums of the extents; meaningless where not `on_flash`.
+      on_flash: bool[n] whether anything of the block has to be read.
+      staged: (i, older and newer Staged of block i) for blocks that are in memory, wholly or in part; only the first
+        one may be complete.
     """
 
     extents: np.ndarray
@@ -85,18 +90,20 @@ class Sources(NamedTuple):
 
 
 class Lineage:
-    """State of one branch, kept apart from it so that the writer thread keeps no branch alive.
+    """The state of one branch, kept apart from it so that the writer thread keeps no branch alive.
 
     All fields are guarded by the volume's lock.
 
     Attributes:
       table: the extent of each block.
-      queue: staged blocks by id, the one that was put longest ago first; they may still take more rows.
+      queue: staged blocks by id, least recently put first; they may still take more rows.
       flight: staged blocks that the writer has, until they are on the device; their rows no longer change.
       failed: why the writer gave up on this lineage; cleared to let it try again.
-      untold: it gave up, and since then nobody was told of a failure, and not all was written.
-      urgent: somebody waits for the queue to be empty.
-      pending: uint8[total_blocks] of ids in queue or flight: 1, or 2 where nothing of the block is needed from flash.
+      untold: whether the writer gave up, and since then no failure was reported and not everything was written.
+      urgent: whether a caller waits for the queue to become empty.
+      tally: totals of the branch.
+      pending: uint8[total_blocks], not 0 for ids in queue or flight: 1, or 2 if nothing of the block is needed from
+        flash.
     """
 
     def __init__(self, geometry: Geometry, table: Table, tally: Tally):
@@ -116,12 +123,12 @@ class Lineage:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of its own tables; what is staged is the volume's."""
+        """Bytes of the lineage's own tables; staged blocks are counted by the volume."""
         return self.pending.nbytes + self.table.shift.nbytes
 
     def stage(self, record: StagedRows | Blocks) -> None:
-        """Adds a committed record to the queue. Ctrl-C may cut it short: what was staged before stays, and the same
-        record may be added again."""
+        """Adds a committed record to the queue. If KeyboardInterrupt cuts it short, what was staged before stays, and
+        the same record may be added again."""
         ids = record.ids.tolist()
         if isinstance(record, StagedRows):
             for block_id, row, data in zip(ids, record.row.tolist(), record.data, strict=True):
@@ -140,26 +147,29 @@ class Lineage:
         return self.queue[block_id]
 
     def take_coldest(self, most: int) -> dict[int, Staged]:
-        """Moves the blocks that were put longest ago from the queue to the writer, at most so many: a block that keeps
-        getting rows stays in its buffer until they fill it (DynaKV section 5.2: buffers for hot clusters, direct writes
-        for cold ones). Not those of which the writer still has older rows."""
+        """Moves at most `most` blocks, least recently put first, from the queue to the writer.
+
+        A block that keeps getting rows thus stays in its buffer until they fill it (DynaKV section 5.2: buffers for hot
+        clusters, direct writes for cold ones). Blocks whose older rows the writer still has are left out.
+        """
         waiting = (block_id for block_id in self.queue if block_id not in self.flight)
         taken = {block_id: self.queue.pop(block_id) for block_id in list(itertools.islice(waiting, most))}
         self.flight.update(taken)
         return taken
 
     def complete(self, block_id: int, rows: np.ndarray) -> None:
-        """Gives the writer's block the older rows[C, row_bytes] where nothing newer was put."""
+        """Completes the writer's block with older rows[C, row_bytes] where no newer row was put."""
         self.flight[block_id].fill_under(rows)
         self.pending[block_id] = 2
 
     def written(self, block_id: int) -> None:
-        """The writer is done with a block, unless more rows came meanwhile."""
+        """Removes a block that the writer has finished; rows that came meanwhile stay in the queue."""
         del self.flight[block_id]
         self.pending[block_id] = 1 + self.queue[block_id].complete if block_id in self.queue else 0
 
     def put_back(self, block_id: int, error: StoreError) -> None:
-        """The writer failed: the block waits first in line again, with newer rows that came meanwhile."""
+        """Requeues a block that the writer failed to write at the head of the queue, joined with newer rows that came
+        meanwhile."""
         older, newer = self.flight.pop(block_id), self.queue.get(block_id)
         if newer is not None and not newer.complete:
             newer.fill_under(older.rows) if older.complete else _join(newer, older)
@@ -171,7 +181,7 @@ class Lineage:
         self.failed = self.failed or error
 
     def resolve(self, ids: np.ndarray, checksums: np.ndarray) -> Sources:
-        """Where ids[n] are at this moment."""
+        """Returns the present locations of the blocks ids[n]; `checksums` are those of all extents."""
         extents = self.table.extents(ids)
         on_flash = extents >= 0
         staged = []
@@ -181,7 +191,7 @@ class Lineage:
         return Sources(extents, checksums[extents], on_flash, staged)
 
     def _layers(self, block_id: int) -> tuple[Staged, ...]:
-        """The same as `add_staged` of staged.c."""
+        """Returns the staged parts of a block, older first, as `add_staged` of staged.c does."""
         older, newer = self.flight.get(block_id), self.queue.get(block_id)
         if newer is None or older is None or newer.complete:
             return (newer or older,)  # type: ignore[return-value]

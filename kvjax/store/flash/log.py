@@ -1,8 +1,9 @@
-"""Saved caches of one store file: committing them. `kvjax.store.flash.recovery` finds them again.
+"""The commit log: how caches are saved in a store file. `kvjax.store.flash.recovery` reads it.
 
-A commit is two syncs. The blocks and a log record that tells where they are go to extents nobody owned; sync. Then the
-superblock of the save before last is overwritten by one that names the record; sync. Whatever happens in between, the
-other superblock names a whole saved cache, because its blocks and records are owned until it is overwritten itself.
+A commit takes two syncs. The blocks, and a log record that says where they are, go to extents without owners; sync.
+Then the superblock of the save before last is overwritten by one that names the record; sync. Whatever happens in
+between, the other superblock names a whole saved cache, because its blocks and records are owned until it is
+overwritten itself.
 """
 
 import dataclasses
@@ -26,9 +27,9 @@ class Saved:
 
     Attributes:
       sequence: its number, counted from 1.
-      generation: of the branch that was saved.
-      metadata: the caller's.
-      slot: which superblock names it.
+      generation: generation of the branch that was saved.
+      metadata: bytes given by the caller.
+      slot: index of the superblock that names it.
       table: where its blocks are; owns their extents.
       places: its log records, the complete one first.
     """
@@ -43,7 +44,7 @@ class Saved:
 
 @dataclasses.dataclass
 class SaveRequest:
-    """A branch that wants to be saved; `error` or `sequence` is set when `done`. Owns its table until then."""
+    """A request to save a branch. It owns its table until it is `done`; then `error` or `sequence` is set."""
 
     table: Table
     generation: int
@@ -54,41 +55,42 @@ class SaveRequest:
 
 
 class CommitLog:
-    """Writes saved caches, on the volume's writer thread.
+    """The log of saved caches, written by the volume's writer thread.
 
     Attributes:
       broken: why nothing can be saved any more. After a failed sync the kernel may report success although data were
-        dropped, so a second one would prove nothing.
+        dropped, so a second sync would prove nothing.
     """
 
     def __init__(self, file: BlockFile, geometry: Geometry, extents: ExtentPool, lock: threading.Lock):
         self._file, self._geometry, self._extents, self._lock = file, geometry, extents, lock
         self.broken: WriteFailed | None = None
-        self._kept: list[Saved] = []  # what the two superblocks name, oldest first
-        self._doubtful: list[Saved] = []  # their superblock may or may not have reached the device
+        self._kept: list[Saved] = []  # the saves that the two superblocks name, oldest first
+        self._doubtful: list[Saved] = []  # saves whose superblock may or may not have reached the device
         self._sequence = 0
 
     def saves(self) -> list[Saved]:
-        """Saved caches that the file holds, newest first: at most two. The lock is held."""
+        """Returns the saved caches in the file, newest first: at most two. The lock is held."""
         return self._kept[::-1]
 
     def restore(self, found: Sequence[Recovered], tables: Sequence[Table]) -> None:
-        """Takes over what `recover` found and `adopt` made of it, newest first. The lock is held."""
-        self._kept = [Saved(one.sequence, one.generation, one.metadata, one.slot, table, one.superblock.records)
-                      for one, table in zip(reversed(found), reversed(tables), strict=True)]
+        """Takes over the results of `recover` and `adopt`, newest first. The lock is held."""
+        self._kept = [Saved(save.sequence, save.generation, save.metadata, save.slot, table, save.superblock.records)
+                      for save, table in zip(reversed(found), reversed(tables), strict=True)]
         self._sequence = found[0].latest
 
     def commit(self, requests: list[SaveRequest]) -> None:
-        """Saves the newest of the requests; the others are superseded by it in the same moment, and share its syncs.
+        """Saves the newest of the requests; it supersedes the others at the same moment, and they share its syncs.
 
-        On an error nothing is saved, unless the last step failed: then the save may or may not be there after a crash,
-        and everything it needs is kept until another one has replaced it.
+        Raises:
+          StoreError: nothing was saved, unless the last step failed: then the save may or may not be there after a
+            crash, and everything it needs is kept until another save has replaced it.
         """
         if self.broken is not None:
             raise self.broken
         if self._sequence + len(requests) > MAX_SEQUENCE:
-            raise WriteFailed(f"{self._file.path} was saved {self._sequence} times, and there is no number left; save "
-                              "to another file")
+            raise WriteFailed(f"{self._file.path} was saved {self._sequence} times, and there is no number left for "
+                              "another save; save to another file")
         saved, record = self._prepare(requests[-1], self._sequence + len(requests))
         try:
             self._write_record(record, saved.places[-1])
@@ -98,7 +100,7 @@ class CommitLog:
                 self._drop([saved])
             raise
         self._doubtful.append(saved)
-        self._sequence = saved.sequence  # never used twice, even if this fails: a reader may have seen it already
+        self._sequence = saved.sequence  # never used twice, even after a failure: a reader may have seen it already
         self._file.write(Superblock(saved.sequence, saved.places).pack(), SUPERBLOCKS[saved.slot],
                          lambda _: f"superblock {saved.slot}")
         self._sync()
@@ -109,14 +111,14 @@ class CommitLog:
             self._settle(saved)
 
     def _prepare(self, request: SaveRequest, sequence: int) -> tuple[Saved, bytes]:
-        """A saved cache with its newest record still to be written, and that record."""
+        """Returns a saved cache whose newest record is still to be written, and the bytes of that record."""
         current = self._kept[-1] if self._kept else None
         chain = current.places if current is not None and not _outgrown(current.places) else ()
         with self._lock:
             table = request.table.share()
             ids, extents = table.changes_since(current.table) if current is not None and chain else table.blocks()
             sums = np.where(extents >= 0, self._extents.checksums[extents], 0).astype(np.uint64)
-        try:  # with the lock free, which reads need: of a large cache this is hundreds of megabytes
+        try:  # without the lock, which reads need: the record of a large cache has hundreds of megabytes
             data = Record(sequence, request.generation, ids, extents, sums, request.metadata).pack()
             digest = checksum(data)
             with self._lock:
@@ -137,13 +139,13 @@ class CommitLog:
         try:
             self._file.sync()
         except OSError as cause:
-            self.broken = WriteFailed(f"{cause}; nothing more can be saved in this file, whose newest blocks may be "
-                                      "lost. Save to another file, or open this one again at its last save")
+            self.broken = WriteFailed(f"{cause}; nothing more can be saved in this file, and its newest blocks may be "
+                                      "lost: save to another file, or open this one again at its last save")
             raise self.broken from cause
 
     def _settle(self, saved: Saved) -> None:
-        """The superblock is on the device: lets go of what it replaced."""
-        dropped = [*self._kept[:-1], *(one for one in self._doubtful if one is not saved)]
+        """Releases the saves that `saved` replaced, once its superblock is on the device."""
+        dropped = [*self._kept[:-1], *(other for other in self._doubtful if other is not saved)]
         self._kept = [*self._kept[-1:], saved]
         self._doubtful = []
         self._drop(dropped)
@@ -157,5 +159,5 @@ class CommitLog:
 
 
 def _outgrown(places: tuple[Place, ...]) -> bool:
-    """Whether a new complete record is due, because the changes outweigh the old one or their list is long."""
+    """Returns whether a new complete record is due, because the changes outweigh the old one or their list is long."""
     return len(places) > MAX_RECORDS // 2 or sum(place.bytes for place in places[1:]) > places[0].bytes

@@ -4,16 +4,17 @@ from kvjax.store.io.file import BlockFile
 
 
 class OverlayFile(BlockFile):
-    """Offsets below `split` are those of the shared file, the others lie in the private one, in the same format.
+    """A shared store file that is only read, with a private file for additions.
 
-    No request spans both: `ExtentPool.leave_shared` leaves an extent between them unused.
+    Offsets below `split` are those of the shared file; the others are in the private file, in the same format. No
+    request spans both: `ExtentPool.leave_shared` leaves an extent between them unused.
     """
 
     read_only = True
     temporary = True
 
     def __init__(self, shared: BlockFile, private: BlockFile, split: int, first: int):
-        """`split` bytes of the shared file are of interest; extents begin at byte `first` of the private one."""
+        """Joins the first `split` bytes of the shared file and the private one, whose extents begin at byte `first`."""
         self.path = shared.path
         self.shared = shared
         self._private = private

@@ -1,8 +1,8 @@
-"""Finding the saved caches of a store file: which are whole, what they hold, and who owns which extents.
+"""Recovery of the saved caches of a store file: which are whole, what they hold, and who owns which extents.
 
-Checksums tell damage, and not whether numbers make sense: a page may come from a faulty program, or from somebody who
-means harm. So every number of a superblock or a log record is checked against the geometry and the size of the file
-before it is used, and a save that contradicts itself is passed over like one that is torn.
+Checksums detect damage, not whether numbers make sense: a page may come from a faulty or malicious program. So every
+number of a superblock or log record is checked against the geometry and the size of the file before it is used, and a
+save that contradicts itself is skipped like one that is torn.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from kvjax.store.format.pages import HEADER_BYTES, MAX_EXTENTS, SUPERBLOCKS, Rec
 from kvjax.store.interface import PAGE_BYTES
 from kvjax.store.io.file import BlockFile
 
-_PROBLEMS = (ChecksumMismatch, FormatMismatch, ShortRead)  # of a save, which leave the other one alone
+_PROBLEMS = (ChecksumMismatch, FormatMismatch, ShortRead)  # problems of one save that do not concern the other
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +27,10 @@ class Recovered:
     """A whole saved cache in a file.
 
     Attributes:
-      latest: the highest sequence number that any superblock of the file bears.
+      superblock: its table of contents.
+      slot: index of the superblock.
+      records: its log records, oldest first.
+      latest: the highest sequence number in any superblock of the file.
     """
 
     superblock: Superblock
@@ -49,11 +52,11 @@ class Recovered:
 
     @functools.cached_property
     def blocks(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Ids int64[n] of the blocks that were written, ascending, their extents int32[n], and uint64[n] what they must
-        hash to."""
+        """int64[n] ids of the blocks that were written, ascending; int32[n] their extents; uint64[n] their checksums.
+        """
         ids, extents, sums = (np.concatenate([getattr(record, name) for record in self.records]).astype(kind)
                               for name, kind in (("ids", np.int64), ("extents", np.int32), ("sums", np.uint64)))
-        if len(self.records) > 1:  # else they are in order, each once
+        if len(self.records) > 1:  # a single record has every id once, in order
             order = ids.argsort(kind="stable")
             newest = order[np.append(np.diff(ids[order]) > 0, True)[:order.size]]
             newest = newest[extents[newest] >= 0]
@@ -61,7 +64,7 @@ class Recovered:
         return ids, extents, sums
 
     def end(self, codec: Codec) -> int:
-        """Where in the file the last of its blocks ends, bytes."""
+        """Returns where in the file the last of its blocks ends, in bytes."""
         _, extents, sums = self.blocks
         last = int(extents.max(initial=0))
         size = int(codec.sizes(sums[extents == last]).max(initial=0))
@@ -69,41 +72,60 @@ class Recovered:
 
 
 def recover(file: BlockFile, codec: Codec) -> tuple[list[Recovered], list[str]]:
-    """The whole saved caches of a file, newest first, and what is wrong with the others. Raises ReadFailed."""
+    """Finds the whole saved caches of a file.
+
+    Args:
+      file: an open store file.
+      codec: codec of its blocks.
+
+    Returns:
+      The whole saves, newest first, and a description of each problem of the others.
+
+    Raises:
+      ReadFailed: the system refused a read.
+    """
     while True:
         superblocks, problems = read_superblocks(file)
-        latest = max((one.sequence for one in superblocks.values()), default=0)
-        found: list[Recovered] = []
+        latest = max((save.sequence for save in superblocks.values()), default=0)
+        saves: list[Recovered] = []
         for slot, superblock in sorted(superblocks.items(), key=lambda item: -item[1].sequence):
             try:
-                one = Recovered(superblock, slot, _read_records(file, codec, superblock), latest)
-                _check_owners(file, codec, one, found)
-                found.append(one)
+                save = Recovered(superblock, slot, _read_records(file, codec, superblock), latest)
+                _check_owners(file, codec, save, saves)
+                saves.append(save)
             except _PROBLEMS as cause:
                 problems.append(str(cause))
-        if not problems or read_superblocks(file)[0] == superblocks:  # else a writer saved while we were reading
-            return found, problems
+        if not problems or read_superblocks(file)[0] == superblocks:  # otherwise a writer saved meanwhile
+            return saves, problems
 
 
 def whole_saves(file: BlockFile, codec: Codec) -> list[Recovered]:
-    """`recover`, with a warning for all that is damaged; NothingSaved where nothing whole is left."""
-    found, problems = recover(file, codec)
-    if not found:
+    """Returns the saves of `recover`, with a warning for each problem. Raises NothingSaved if no save is whole."""
+    saves, problems = recover(file, codec)
+    if not saves:
         why = "; ".join(problems) or "it was never saved"
         raise NothingSaved(f"{file.path} holds no saved cache ({why}); prefill again")
     for problem in problems:
-        logging.warning("%s; going on with save %d of %s", problem, found[0].sequence, file.path)
-    return found
+        logging.warning("%s; going on with save %d of %s", problem, saves[0].sequence, file.path)
+    return saves
 
 
 def adopt(found: Sequence[Recovered], streams: StreamPool) -> list[Table]:
-    """Tables of saved caches, newest first, that own their blocks; their log records have owners then, too."""
+    """Makes the saved caches owners of their extents.
+
+    Args:
+      found: whole saves, newest first.
+      streams: the streams of the file.
+
+    Returns:
+      A table of each save, which owns the extents of its blocks; log records get owners, too.
+    """
     tables = []
-    for one in reversed(found):
-        ids, extents, sums = one.blocks
+    for save in reversed(found):
+        ids, extents, sums = save.blocks
         streams.extents.restore(extents, sums)
         tables.append(Table.of(streams, ids, extents))
-    for place in {place for one in found for place in one.superblock.records}:
+    for place in {place for save in found for place in save.superblock.records}:
         extents = place.extents(streams.extents.extent_bytes)
         streams.extents.restore(extents, np.zeros(extents.size, np.uint64))
         streams.extents.share(extents)
@@ -111,7 +133,7 @@ def adopt(found: Sequence[Recovered], streams: StreamPool) -> list[Table]:
 
 
 def read_superblocks(file: BlockFile) -> tuple[dict[int, Superblock], list[str]]:
-    """Valid superblocks by slot, and what is wrong with the others. Raises ReadFailed."""
+    """Returns the valid superblocks by slot, and a description of each problem of the others. Raises ReadFailed."""
     superblocks, problems = {}, []
     for slot, offset in enumerate(SUPERBLOCKS):
         name = f"{file.path}: superblock {slot} at offset {offset}"
@@ -134,16 +156,17 @@ def _read_records(file: BlockFile, codec: Codec, superblock: Superblock) -> tupl
         data = _read(file, offset, place.bytes, what)
         records.append(Record.unpack(data, place, f"{file.path}: {what} at offset {offset}", geometry))
     if records[0].extents.min(initial=0) < 0:
-        raise FormatMismatch(f"{file.path}: {what} is complete, and names blocks that are nowhere")
+        raise FormatMismatch(f"{file.path}: {what} is the complete one, but lists blocks without extents")
     numbers = [record.sequence for record in records]
     if numbers[-1] != superblock.sequence or sorted(set(numbers)) != numbers:
-        raise FormatMismatch(f"{file.path}: log records of save {superblock.sequence} bear the numbers {numbers}")
+        raise FormatMismatch(f"{file.path}: log records of save {superblock.sequence} have the sequence numbers "
+                             f"{numbers}")
     return tuple(records)
 
 
 def _check_places(file: BlockFile, codec: Codec, superblock: Superblock) -> None:
-    """Raises ShortRead or FormatMismatch unless log records lie in the file, each in extents of its own, so that all of
-    them together are no larger than the file."""
+    """Raises ShortRead or FormatMismatch unless log records lie in the file, each in extents of its own, so that
+    together they are no larger than the file."""
     extent_bytes, end, last = codec.geometry.extent_bytes, 0, 0
     what = f"{file.path}: log records of save {superblock.sequence}"
     for place in sorted(superblock.records, key=lambda place: place.extent):
@@ -151,26 +174,27 @@ def _check_places(file: BlockFile, codec: Codec, superblock: Superblock) -> None
             raise FormatMismatch(f"{what} overlap at extent {place.extent}")
         end, last = place.stop(extent_bytes), place.extent * extent_bytes + place.bytes
     if end > MAX_EXTENTS:
-        raise FormatMismatch(f"{what} reach to extent {end}, of {MAX_EXTENTS} at most")
-    _check_end(file, what, HEADER_BYTES + last)  # what pads the last one may be missing
+        raise FormatMismatch(f"{what} reach to extent {end}, beyond the maximum of {MAX_EXTENTS}")
+    _check_end(file, what, HEADER_BYTES + last)  # the padding of the last record may be missing
 
 
-def _check_owners(file: BlockFile, codec: Codec, one: Recovered, others: Sequence[Recovered]) -> None:
-    """Raises ShortRead or FormatMismatch unless what a save names lies in the file, and no two things in one extent,
-    where one would be overwritten while the other is needed. Another save may have the same block there."""
-    what = f"{file.path}: save {one.sequence}"
+def _check_owners(file: BlockFile, codec: Codec, save: Recovered, others: Sequence[Recovered]) -> None:
+    """Raises ShortRead or FormatMismatch unless everything that a save names lies in the file, with one owner per
+    extent: otherwise one of two would be overwritten while the other is needed. Another save may have the same block
+    there."""
+    what = f"{file.path}: save {save.sequence}"
     for other in others:
-        if other.sequence == one.sequence:
-            raise FormatMismatch(f"{what} is there twice")
-    _check_end(file, what, one.end(codec))
+        if other.sequence == save.sequence:
+            raise FormatMismatch(f"{what} exists twice")
+    _check_end(file, what, save.end(codec))
     extent_bytes = codec.geometry.extent_bytes
-    ids, extents, sums = one.blocks
-    # 1 + position of the block in each extent, below 0 for a log record. Zeros that are not touched take no memory: a
-    # file may have large holes.
+    ids, extents, sums = save.blocks
+    # 1 + position of the block in each extent, -1 for a log record. Zeros that are not touched take no memory: a file
+    # may have large holes.
     holder, positions = np.zeros(file.size // extent_bytes + 1, np.int32), np.arange(1, ids.size + 1, dtype=np.int32)
     holder[extents] = positions
     _refuse_any(holder[extents] != positions, extents, f"{what}: a block")
-    for place in dict.fromkeys(place for found in (*others, one) for place in found.superblock.records):
+    for place in dict.fromkeys(place for recovered in (*others, save) for place in recovered.superblock.records):
         taken = place.extents(extent_bytes)
         _refuse_any(holder[taken] != 0, taken, f"{what}: a log record")
         holder[taken] = -1
@@ -185,13 +209,13 @@ def _check_owners(file: BlockFile, codec: Codec, one: Recovered, others: Sequenc
 
 def _refuse_any(wrong: np.ndarray, extents: np.ndarray, what: str) -> None:
     if wrong.any():
-        raise FormatMismatch(f"{what} is in extent {extents[wrong.argmax()]}, which belongs to another one")
+        raise FormatMismatch(f"{what} is in extent {extents[wrong.argmax()]}, which has another owner")
 
 
 def _check_end(file: BlockFile, what: str, end: int) -> None:
     size = file.size
     if size < end:
-        raise ShortRead(f"{what}: the file ends at byte {size}, and this reaches to byte {end}; it was truncated")
+        raise ShortRead(f"{what}: data reach to byte {end}, but the file ends at byte {size}; it was truncated")
 
 
 def _read(file: BlockFile, offset: int, size: int, what: str) -> bytes:

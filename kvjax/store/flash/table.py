@@ -1,8 +1,8 @@
-"""Which extent holds each block: tables that share what they have in common.
+"""Tables of which extent holds each block; tables share the parts they have in common.
 
 A table is cut into streams, one per layer, sequence and KV head. Forking or saving a table copies the numbers of its
 streams, not their contents, so that neither costs more for a longer context; a stream is copied when it is first
-changed. Owner counts say who shares what: tables own streams, and streams own extents.
+changed. Owner counts track sharing: tables own streams, and streams own extents.
 """
 
 import itertools
@@ -12,13 +12,16 @@ import numpy as np
 from kvjax.store.format.extents import ExtentPool
 from kvjax.store.interface import Geometry
 
-_EMPTY = 0  # the stream in which no block was ever written, shared by all
+_EMPTY = 0  # the stream without any written block, shared by all tables
 
 
 class StreamPool:
     """The streams of all tables of one file. Not thread-safe: the volume's lock is held around every call.
 
     Attributes:
+      extents: the pool of extents.
+      num_blocks: blocks per stream.
+      streams: streams per table.
       rows: int32[streams, NB] extent of each block, -1 before its first write; replaced by a longer array as it grows.
     """
 
@@ -27,7 +30,7 @@ class StreamPool:
         self.num_blocks = geometry.num_blocks
         self.streams = geometry.layers * geometry.streams
         self.rows = np.full((1, self.num_blocks), -1, np.int32)
-        self._owners = np.ones(1, np.int64)  # one more for the empty stream, so that it is never freed or changed
+        self._owners = np.ones(1, np.int64)  # the empty stream has one owner more, so that it is never freed or changed
         self._free: list[int] = []
         self._end = 1  # streams from here on were never used
         self._grow(self.streams)
@@ -40,11 +43,12 @@ class StreamPool:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of all streams, whoever's they are."""
+        """Bytes of all streams of all tables."""
         return self.rows.nbytes + self._owners.nbytes
 
     def add(self, row: np.ndarray) -> int:
-        """A new stream with one owner and these extents, each of which the caller's ownership passes to it."""
+        """Returns a new stream with one owner and the extents row[NB]; the caller's ownership of the extents passes to
+        it."""
         if self._free:
             stream = self._free.pop()
         else:
@@ -59,7 +63,7 @@ class StreamPool:
         np.add.at(self._owners, streams, 1)
 
     def release(self, streams: np.ndarray) -> None:
-        """Takes one owner from each; streams without any give their extents back."""
+        """Removes one owner from each stream; streams without owners release their extents."""
         np.subtract.at(self._owners, streams, 1)
         for stream in streams[self._owners[streams] == 0].tolist():
             row = self.rows[stream]
@@ -71,13 +75,13 @@ class StreamPool:
 
 
 class Table:
-    """Extents of all blocks of one branch or one saved cache, by flat id over [layers, B, K, NB].
+    """The extents of all blocks of one branch or saved cache, by flat id over [layers, B, K, NB].
 
     Every method is called with the volume's lock held.
 
     Attributes:
-      pool: the streams, where all tables of the file have theirs.
-      shift: int64[streams] from an id to its place in all the pool's rows, by the stream it is in.
+      pool: the pool that holds the streams of all tables of the file.
+      shift: int64[streams], for each stream the difference between a block's place in the pool's flat rows and its id.
     """
 
     def __init__(self, pool: StreamPool, streams: np.ndarray):
@@ -88,14 +92,14 @@ class Table:
 
     @classmethod
     def empty(cls, pool: StreamPool) -> "Table":
-        """No block was written yet."""
+        """Returns a table in which no block was written."""
         streams = np.full(pool.streams, _EMPTY, np.int64)
         pool.share(streams)
         return cls(pool, streams)
 
     @classmethod
     def of(cls, pool: StreamPool, ids: np.ndarray, extents: np.ndarray) -> "Table":
-        """A table of blocks ids[n], ascending, in extents[n], and one more owner of each of these."""
+        """Returns a table with blocks ids[n], ascending, in extents[n], each of which gets one more owner."""
         table = cls.empty(pool)
         pool.extents.share(extents)
         streams, blocks = np.divmod(ids, pool.num_blocks)
@@ -108,7 +112,7 @@ class Table:
         return table
 
     def extents(self, ids: np.ndarray) -> np.ndarray:
-        """int32[n] of ids[n], -1 where nothing was written."""
+        """Returns the extents of ids[n], int32[n], -1 where nothing was written."""
         return self.pool.rows.reshape(-1)[ids + self.shift[ids // self.pool.num_blocks]]
 
     def extent(self, block_id: int) -> int:
@@ -116,28 +120,28 @@ class Table:
         return int(self.pool.rows[self._streams[stream], block])
 
     def everything(self) -> np.ndarray:
-        """int32[total_blocks], a copy."""
+        """Returns a copy of all extents, int32[total_blocks]."""
         return self.pool.rows[self._streams].reshape(-1)
 
     def blocks(self) -> tuple[np.ndarray, np.ndarray]:
-        """int64 ids of the blocks that were written, ascending, and their int32 extents."""
+        """Returns int64 ids of the blocks that were written, ascending, and their int32 extents."""
         streams = np.flatnonzero(self._streams != _EMPTY)
         rows = self.pool.rows[self._streams[streams]]
-        which, block = np.nonzero(rows >= 0)
-        return streams[which] * self.pool.num_blocks + block, rows[which, block]
+        index, block = np.nonzero(rows >= 0)
+        return streams[index] * self.pool.num_blocks + block, rows[index, block]
 
     def share(self) -> "Table":
-        """The same table once more, independent of this one; copies no stream."""
+        """Returns a copy that is independent of this table; copies no stream."""
         self.pool.share(self._streams)
         return Table(self.pool, self._streams.copy())
 
     def release(self) -> None:
-        """Gives all streams back; the table must not be used again."""
+        """Releases all streams; the table must not be used afterwards."""
         self.pool.release(self._streams)
 
     def unshare(self, block_id: int) -> None:
-        """Makes the stream of a block this table's own, so that owner counts of its extents tell who else needs
-        them."""
+        """Copies the stream of a block if other tables share it, so that owner counts of its extents show who else
+        needs them."""
         stream = block_id // self.pool.num_blocks
         old = int(self._streams[stream])
         if not self.pool.is_shared(old):
@@ -148,7 +152,7 @@ class Table:
         self.pool.release(np.array([old]))
 
     def put(self, block_id: int, extent: int) -> None:
-        """Lets a block of an unshared stream be in a new extent; the old one is released."""
+        """Assigns a new extent to a block of an unshared stream; the old extent is released."""
         stream, block = divmod(block_id, self.pool.num_blocks)
         row = self.pool.rows[self._streams[stream]]
         if row[block] >= 0:
@@ -156,7 +160,8 @@ class Table:
         row[block] = extent
 
     def replace_layer(self, start: int, extents: np.ndarray) -> None:
-        """Lets the blocks from id `start` on, whole streams, be in new extents[n], -1 = nowhere; releases the old."""
+        """Assigns new extents[n], -1 = none, to the blocks from id `start` on, which are whole streams; releases the
+        old ones."""
         first = start // self.pool.num_blocks
         rows = extents.reshape(-1, self.pool.num_blocks)
         old = self._streams[first:first + len(rows)].copy()
@@ -165,11 +170,12 @@ class Table:
         self.pool.release(old)
 
     def changes_since(self, older: "Table") -> tuple[np.ndarray, np.ndarray]:
-        """int64 ids of blocks that are elsewhere than in an older table, and their int32 extents in this one."""
+        """Returns int64 ids of blocks whose extent differs from an older table's, and their int32 extents in this one.
+        """
         streams = np.flatnonzero(self._streams != older._streams)
         rows = self.pool.rows[self._streams[streams]]
-        which, block = np.nonzero(rows != self.pool.rows[older._streams[streams]])
-        return streams[which] * self.pool.num_blocks + block, rows[which, block]
+        index, block = np.nonzero(rows != self.pool.rows[older._streams[streams]])
+        return streams[index] * self.pool.num_blocks + block, rows[index, block]
 
     def _set(self, stream: int, row: int) -> None:
         self._streams[stream] = row

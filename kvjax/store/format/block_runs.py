@@ -1,56 +1,78 @@
-"""Runs of equal keys inside a block of a store: the block with every run's key once, as bytes, and back.
+"""Run-length coding of a block of a store: every run of equal keys keeps one key.
 
 A block is C rows of [key | value]. Its coded form is, one after the other,
 
-    ceil(C / 8) bytes   a bit for each row, the first row's the highest: whether a run begins there
-    P keys              the first one of each of the P runs
+    ceil(C / 8) bytes   one bit per row, the first row's the highest: whether a run begins there
+    P keys              the first key of each of the P runs
     C values
 
-As in `kvjax.ops.runs`, a key joins the open run if it equals the run's first key; here runs are of rows of one block,
-in its order, and without a tolerance equal means bit by bit, so that NaN and -0.0 come back as they were. Runs are
-consecutive: a bit per row says what an index of slots says in two bytes.
+As in `kvjax.ops.runs`, a key joins the open run if it equals the run's first key. Here runs are of consecutive rows of
+one block, so that a bit per row says what an index of slots says in two bytes. Without a tolerance, equal means bit by
+bit, so that NaN and -0.0 are preserved.
 
-NumPy on the host, for the threads of a store, which must not touch JAX.
+This is NumPy on the host, for the threads of a store, which must not touch JAX.
 """
 
 import numpy as np
 
 
 def begins(keys: np.ndarray, tolerance: float = 0.0) -> np.ndarray:
-    """bool[n, C]: whether each of keys[n, C, X] begins a run of its block.
+    """Finds the runs of equal keys.
 
-    tolerance: how far elements may be from those of the run's first key; above 0 for floats only.
+    Args:
+      keys: [n, C, X] keys of n blocks.
+      tolerance: how far elements may differ from those of the run's first key; above 0 for floats only.
+
+    Returns:
+      bool[n, C] whether a run begins at each key.
     """
-    found = np.ones(keys.shape[:2], bool)
+    starts = np.ones(keys.shape[:2], bool)
     bits = keys.view(f"u{keys.dtype.itemsize}")
-    if not tolerance:  # then equal is transitive, and the key before will do
-        np.any(bits[:, 1:] != bits[:, :-1], axis=-1, out=found[:, 1:])
-        return found
+    if not tolerance:  # equality is transitive, so comparing with the previous key suffices
+        np.any(bits[:, 1:] != bits[:, :-1], axis=-1, out=starts[:, 1:])
+        return starts
     keys = keys.astype(np.float32)
     first, first_bits = keys[:, 0], bits[:, 0]
     for row in range(1, keys.shape[1]):
-        with np.errstate(invalid="ignore"):  # infinities, which are equal bit by bit or not at all
+        with np.errstate(invalid="ignore"):  # inf - inf; infinities are compared bit by bit below
             near = np.abs(keys[:, row] - first) <= tolerance
-        fresh = found[:, row] = ~np.all(near | (bits[:, row] == first_bits), axis=-1)
+        fresh = starts[:, row] = ~np.all(near | (bits[:, row] == first_bits), axis=-1)
         first = np.where(fresh[:, None], keys[:, row], first)
         first_bits = np.where(fresh[:, None], bits[:, row], first_bits)
-    return found
+    return starts
 
 
 def size(runs, rows: int, key_bytes: int, value_bytes: int):
-    """Bytes of coded blocks with so many runs."""
+    """Returns the bytes of a coded block of `rows` rows with `runs` runs."""
     return -(-rows // 8) + runs * key_bytes + rows * value_bytes
 
 
 def encode(rows: np.ndarray, begins: np.ndarray, key_bytes: int) -> np.ndarray:
-    """uint8[n] of the block uint8 rows[C, key_bytes + value_bytes] whose runs begin at bool begins[C]."""
+    """Encodes a block.
+
+    Args:
+      rows: uint8[C, key_bytes + value_bytes] the block.
+      begins: bool[C] where its runs begin.
+      key_bytes: bytes of a key.
+
+    Returns:
+      uint8[n] its coded form, n = `size(...)`.
+    """
     keys, values = rows[begins, :key_bytes], rows[:, key_bytes:]
     return np.concatenate([np.packbits(begins), keys.reshape(-1), values.reshape(-1)])
 
 
 def decode(coded: np.ndarray, rows: np.ndarray, key_bytes: int) -> bool:
-    """Fills uint8 rows[C, key_bytes + value_bytes] from uint8 coded[>= n]; both may be the same memory. Returns whether
-    it did: not where `coded` is too short for what it says, or no run begins at the first row."""
+    """Decodes a block.
+
+    Args:
+      coded: uint8[m] coded form, m >= its size; may share the memory of `rows`.
+      rows: uint8[C, key_bytes + value_bytes] to fill.
+      key_bytes: bytes of a key.
+
+    Returns:
+      Whether the block was decoded: not if `coded` is too short for its runs, or no run begins at the first row.
+    """
     count, row_bytes = rows.shape
     bits = -(-count // 8)
     if coded.size < bits:

@@ -1,1 +1,1 @@
-"""Reads and writes of a store file: system calls, engines, prefetch, emulated devices."""
+"""Input and output of a store file: system calls, engines, prefetch and emulated devices."""

@@ -1,4 +1,4 @@
-"""What every engine's fetch can do: extents on their way into memory of the store, for whoever asked to copy."""
+"""The interface of every engine's fetch: extents are read into memory of the store, then copied for the caller."""
 
 import abc
 from typing import NamedTuple
@@ -9,8 +9,15 @@ from kvjax.errors import ReadFailed
 
 
 class Times(NamedTuple):
-    """When the device was first asked and was seen to have answered all (`time.perf_counter`); seconds the caller was
-    blocked. An answer is seen when somebody waits for it or a thread takes it, whichever the engine has."""
+    """The times of a fetch.
+
+    An answer is noticed when a caller waits for it or a thread takes it, depending on the engine.
+
+    Attributes:
+      began: when the device was first asked, `time.perf_counter` seconds.
+      ended: when the last answer was noticed.
+      waited: seconds that the caller was blocked.
+    """
 
     began: float
     ended: float
@@ -18,10 +25,11 @@ class Times(NamedTuple):
 
 
 class Fetch(abc.ABC):
-    """Extents being read, ascending. A read that hangs touches no memory but the engine's.
+    """Extents that are being read, ascending. A read that hangs touches no memory but the engine's.
 
     Attributes:
-      extents, sums: int32[n] and uint64[n], what was asked for, and what the blocks must hash to.
+      extents: int32[n] extents requested.
+      sums: uint64[n] checksums of their blocks.
     """
 
     def __init__(self, extents: np.ndarray, sums: np.ndarray):
@@ -29,15 +37,23 @@ class Fetch(abc.ABC):
 
     @abc.abstractmethod
     def collect(self, targets: np.ndarray, out: np.ndarray) -> tuple[np.ndarray, BaseException | None]:
-        """Waits for everything and copies verified blocks to out[targets], out[slots, block_bytes]; a target of -1 is
-        nowhere. Called once at most.
+        """Waits for everything and copies verified blocks. Call it at most once.
 
-        Returns ascending int64 positions of blocks that have a target and are not there, and the first error; without
-        one they are damaged. Raises ReadFailed when nothing lands for the engine's timeout.
+        Args:
+          targets: int64[n] slot of each block in `out`, -1 = none.
+          out: uint8[slots, block_bytes] memory of the slots.
+
+        Returns:
+          Ascending int64 positions of blocks that have a target and were not copied, and the first error; if that is
+          None, these blocks are damaged.
+
+        Raises:
+          ReadFailed: nothing landed for the engine's timeout.
         """
 
     def copy(self, targets: np.ndarray, out: np.ndarray) -> np.ndarray:
-        """`collect` that raises the first error; then part of `out` may be written."""
+        """Calls `collect` and raises the first error, in which case part of `out` may be written; returns the
+        positions."""
         lost, error = self.collect(targets, out)
         if error is not None:
             raise error
@@ -46,22 +62,22 @@ class Fetch(abc.ABC):
     @property
     @abc.abstractmethod
     def requests(self) -> int:
-        """Reads made so far."""
+        """Number of reads made so far."""
 
     @property
     @abc.abstractmethod
     def size(self) -> int:
-        """Bytes of these."""
+        """Bytes of these reads."""
 
     @property
     @abc.abstractmethod
     def times(self) -> Times:
-        """Meaningful once everything has been collected."""
+        """Times of the fetch; valid once everything has been collected."""
 
     @abc.abstractmethod
     def drop(self) -> None:
-        """Nobody will collect: what has not begun never will, and memory goes back as soon as it can."""
+        """Abandons the fetch: reads that have not begun never will, and memory is released as soon as possible."""
 
 
 def hung(path: str, timeout: float) -> ReadFailed:
-    return ReadFailed(f"{path}: the device did not answer within {timeout} s; check it, or raise timeout")
+    return ReadFailed(f"{path}: the device did not answer within {timeout} s; check the device, or increase timeout")

@@ -1,9 +1,8 @@
-"""Reading through a map of the file: the usual case is one call of C, and all else is read by threads.
+"""The engine that reads through a map of the file: the usual case is one call of C, everything else is read by threads.
 
-What C reads with has the shape of the rings of asynchronous reads (`kvjax.store.io.aio`). A guess tells the kernel what
-will be wanted, and takes no memory but its page cache; a fetch copies from there to where blocks are wanted. C waits
-for pages a little while, as it could not be called back from a device that hangs, and leaves what does not come to
-threads.
+C uses the structures of the rings of asynchronous reads (`kvjax.store.io.aio`). A guess tells the kernel which pages
+will be needed, and takes no memory but the page cache; a fetch copies from there to the targets. C waits only a short
+time for pages, as nothing could interrupt it if the device hangs, and leaves missing ones to threads.
 """
 
 from kvjax.store.format.codec import Codec
@@ -14,12 +13,12 @@ from kvjax.store.io.system import SystemIO
 
 
 class MapRing(Ring):
-    """Which blocks of a mapped file are wanted. The kernel keeps nothing of it, and its arena stays untouched."""
+    """A list of blocks to read from a mapped file. The kernel keeps no state of it, and its arena stays untouched."""
 
     _file_map: FileMap | None = None
 
     def look_at(self, file_map: FileMap) -> None:
-        """Reads the file through this map from now on, and keeps it."""
+        """Reads through this map from now on, and keeps it alive."""
         if self._file_map is not file_map:
             self._file_map = file_map
             self.make_room(self.room)
@@ -41,7 +40,7 @@ class MapRing(Ring):
 
 
 class MapRings(RingStack):
-    """Rings that look at the newest map of a file."""
+    """Rings that use the newest map of a file."""
 
     KIND = MapRing
     held_bytes = 0  # type: ignore[assignment]
@@ -58,24 +57,24 @@ class MapRings(RingStack):
 
 
 class MapEngine:
-    """What C reads a mapped file with.
+    """The engine with which C reads a mapped file.
 
     Attributes:
-      rings, guess_rings: as those of `RingEngine`.
-      descriptor: of no file.
-      quick: whether `native.fetch` and `native.guess` may be used: there is one file, system calls are the kernel's,
-        and blocks lie there as they are.
+      rings, guess_rings: as in `RingEngine`.
+      descriptor: -1, as no descriptor is read.
+      quick: whether `native.fetch` and `native.guess` may be used: there is a single file, system calls are the
+        kernel's, and blocks are stored raw.
     """
 
     descriptor = -1
 
     def __init__(self, file: BlockFile, codec: Codec, system: SystemIO):
-        """Maps the file. OSError, with the reason, where it cannot be read so."""
+        """Maps the file. Raises OSError, with the reason, where it cannot be read this way."""
         file.map_blocks()
         self.rings = self.guess_rings = MapRings(file, codec, system)
         compiled = native is not None and XXH3 != 0
         self.quick = compiled and type(file) is BlockFile and type(system) is SystemIO and codec.name == "raw"
 
     def close(self) -> None:
-        """Lets go of the map; nobody reads any more."""
+        """Releases the map. Call it once nothing reads any more."""
         self.rings.close(0.0)

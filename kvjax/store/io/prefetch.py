@@ -1,4 +1,4 @@
-"""Which reads of a branch were begun before anybody asked, and what became of the guesses."""
+"""Prefetches of a branch: which reads were begun before they were requested, and which of them were used."""
 
 from collections.abc import Callable
 
@@ -10,19 +10,19 @@ from kvjax.store.io.fetch import Fetch
 from kvjax.store.io.file import Where
 from kvjax.store.io.reader import Reader
 
-Copy = Callable[[np.ndarray, np.ndarray], np.ndarray]  # (targets, out) -> positions of damaged blocks
+Copy = Callable[[np.ndarray, np.ndarray], np.ndarray]  # (targets, out) -> positions of blocks that do not match
 Note = Callable[[str, int, float], None]  # (kind, layer, seconds) of an event
 
 
 class Reads:
-    """The reads of one branch: at most one guess per layer is on its way.
+    """The reads of one branch, with at most one guess (speculative read) in flight per layer.
 
-    A prefetched block is used only if it still lies in the same extent and has the same checksum as when it was
-    asked for; everything else is read again. So a prefetch can be wrong, late or broken, and never changes a result.
+    A prefetched block is used only if it still has the extent and the checksum of the time it was requested; everything
+    else is read again. So a prefetch can be wrong, late or broken, and never changes a result.
 
     Attributes:
-      guesses: what is on its way, by layer: a `Guess` was begun by `native.guess`, and is landed by who takes it out; a
-        Fetch is for `fetch`.
+      guesses: the guess of each layer: a `Guess` was begun by `native.guess`, and whoever removes it lands or drops it;
+        a Fetch is for `fetch`.
     """
 
     def __init__(self, reader: Reader, tally: Tally):
@@ -31,7 +31,7 @@ class Reads:
         self.guesses: dict[int, Fetch | Guess] = {}
 
     def begin(self, layer: int, extents: np.ndarray, sums: np.ndarray, where: Where) -> None:
-        """Starts to read extents[n], ascending, in place of the layer's earlier guess."""
+        """Begins to read extents[n], ascending, with checksums sums[n], replacing the layer's earlier guess."""
         self.drop(layer)
         if extents.size:
             guess = self._reader.guess(extents, sums, where)
@@ -39,26 +39,37 @@ class Reads:
                 self.keep(layer, guess, extents.size)
 
     def keep(self, layer: int, guess: Fetch | Guess, blocks: int) -> None:
-        """Reads of so many blocks were begun, where the layer has no guess."""
+        """Keeps a guess of this many blocks for a layer that has none."""
         self.guesses[layer] = guess
         self._tally.add(prefetched=blocks)
 
     def forget(self) -> None:
-        """Nobody wants any of the guesses any more."""
+        """Drops the guesses of all layers."""
         for layer in list(self.guesses):
             self.drop(layer)
 
     def drop(self, layer: int) -> None:
-        """Nobody wants the layer's guess any more."""
+        """Drops the layer's guess, if there is one."""
         guess = self.guesses.pop(layer, None)
         if guess is not None:
             guess.drop()
 
     def fetch(self, layer: int, extents: np.ndarray, sums: np.ndarray, where: Where, note: Note) -> Copy:
-        """Starts to read those of extents[n], ascending, that were not guessed. The function returned waits for all,
-        copies them, and gives int64 positions of damaged ones; it raises ShortRead or ReadFailed."""
+        """Begins to read the blocks that were not guessed.
+
+        Args:
+          layer: index of the layer.
+          extents: int32[n] extents, ascending.
+          sums: uint64[n] their checksums.
+          where: names the contents at a file offset, for messages.
+          note: records an event.
+
+        Returns:
+          A function that waits for all blocks, copies them, and returns int64 positions of those that do not match
+          their checksums; it raises ShortRead or ReadFailed.
+        """
         guess = self.guesses.pop(layer, None)
-        if isinstance(guess, Guess):  # an unusual read: it is begun anew
+        if isinstance(guess, Guess):  # only `native.fetch` can land it, so everything is read again
             guess.drop()
         elif guess is not None:
             return self._fetch_rest(layer, guess, extents, sums, where, note)
@@ -90,7 +101,7 @@ class Reads:
         return self._reader.start(extents[chosen], sums[chosen], where) if chosen.size else None
 
     def _collect(self, layer: int, fetch: Fetch | None, chosen: np.ndarray, targets, out, note: Note) -> np.ndarray:
-        """Waits for the chosen positions; returns those that are damaged."""
+        """Waits for the blocks at the chosen positions; returns the positions of those that do not match."""
         if fetch is None:
             return chosen
         suspects = fetch.copy(targets[chosen], out)
@@ -98,7 +109,7 @@ class Reads:
         return chosen[suspects]
 
     def _count(self, layer: int, fetch: Fetch, note: Note) -> None:
-        """Notes the events of a finished fetch, and books it."""
+        """Records the events and totals of a finished fetch."""
         began, ended, waited = fetch.times
         note("request", layer, began)
         note("landed", layer, ended)
@@ -107,20 +118,20 @@ class Reads:
 
 
 def _find(guess: Fetch, extents: np.ndarray, sums: np.ndarray) -> np.ndarray:
-    """Position of each block in a guess, -1 where it is not there or taken by the block before: int64[n]."""
+    """Returns the position of each block in a guess, int64[n]; -1 where it is absent, or the previous block has it."""
     place = np.minimum(guess.extents.searchsorted(extents), guess.extents.size - 1)
-    found = (guess.extents[place] == extents) & (guess.sums[place] == sums)
-    found[1:] &= place[1:] != place[:-1]
-    return np.where(found, place, -1)
+    present = (guess.extents[place] == extents) & (guess.sums[place] == sums)
+    present[1:] &= place[1:] != place[:-1]
+    return np.where(present, place, -1)
 
 
 def _copy_guessed(guess: Fetch, place: np.ndarray, targets: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """Copies blocks at place[n] of a guess (-1: none) to out[targets]; returns int64 positions of those that did not
-    arrive sound and are to be read again. Raises ReadFailed when the device hangs."""
+    """Copies blocks at place[n] of a guess (-1: none) to out[targets]. Returns int64 positions of those that did not
+    arrive intact and have to be read again; raises ReadFailed when the device hangs."""
     wanted = place >= 0
     goals = np.full(guess.extents.size, -1)
     goals[place[wanted]] = targets[wanted]
-    lost, _ = guess.collect(goals, out)  # whoever reads again finds out whether an error is still there
+    lost, _ = guess.collect(goals, out)  # reading again reports the error if it persists
     arrived = np.ones(guess.extents.size, bool)
     arrived[lost] = False
     return (wanted & ~arrived[place]).nonzero()[0]

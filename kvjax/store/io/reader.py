@@ -1,8 +1,8 @@
-"""Reading many extents of one file at once, by the engine that suits the file.
+"""The reader of many extents of one file at once, with the engine that suits the file.
 
-"aio" hands all reads of a fetch to the kernel in one system call; it wants Linux, O_DIRECT and the codec "raw".
-"threads" has threads that block, and works everywhere. "mmap" reads through a map of the file, and so through the page
-cache; it wants Linux 5.14. All verify checksums as blocks land, and fail with the same errors.
+"aio" hands all reads of a fetch to the kernel in one system call; it needs Linux, O_DIRECT and the codec "raw".
+"threads" uses blocking threads and works everywhere. "mmap" reads through a map of the file, and so through the page
+cache; it needs Linux 5.14. All verify checksums as blocks land, and raise the same errors.
 """
 
 import numpy as np
@@ -21,12 +21,18 @@ ENGINES = ("aio", "threads", "mmap")
 
 
 class Reader:
-    """Fetches extents of one file.
+    """A reader of the extents of one file.
 
     Args:
-      engine: one of `ENGINES`, None for "aio" where it can be.
+      file: the file.
+      codec: codec of its blocks.
+      system: system calls.
+      engine: one of `ENGINES`, or None for "aio" where it works, otherwise "threads".
+      threads: number of threads.
+      timeout: seconds after which an unanswered read becomes an error.
 
-    Raises ConfigError when "aio" or "mmap" is asked for where it cannot be.
+    Raises:
+      ConfigError: "aio" or "mmap" was requested where it cannot be used.
     """
 
     def __init__(self, file: BlockFile, codec: Codec, system: SystemIO, *, engine: str | None, threads: int,
@@ -37,14 +43,14 @@ class Reader:
         self._maps: MapEngine | None = None
         self._refused = False
         if engine == "threads":
-            logging.info("%s: %d threads read, as asked for", file.path, threads)
+            logging.info("%s: %d threads read, as requested", file.path, threads)
             return
         if engine == "mmap":
             try:
                 self._maps = MapEngine(file, codec, system)
             except OSError as cause:
-                raise ConfigError(f"{file.path}: engine='mmap' cannot be used: {cause}; leave the choice to the store "
-                                  "with engine=None") from cause
+                raise ConfigError(f"{file.path}: engine='mmap' cannot be used: {cause}; let the store choose with "
+                                  "engine=None") from cause
             logging.info("%s: reads go through a map of the file", file.path)
             return
         try:
@@ -52,26 +58,33 @@ class Reader:
             logging.info("%s: reads are asynchronous", file.path)
         except OSError as cause:
             if engine == "aio":
-                raise ConfigError(f"{file.path}: engine='aio' cannot be used: {cause}; leave the choice to the store "
-                                  "with engine=None") from cause
-            # As text: who keeps what was logged would keep a traceback, and with it the branch that is being made.
+                raise ConfigError(f"{file.path}: engine='aio' cannot be used: {cause}; let the store choose with "
+                                  "engine=None") from cause
+            # As text: a log record with the exception would keep its traceback, and with it the branch being made.
             why = str(cause)
             logging.info("%s: %d threads read, as asynchronous reads cannot be used: %s", file.path, threads, why)
 
     @property
     def engine(self) -> str:
-        """The one that serves the next fetch; "aio" becomes "threads", with a warning, when the system refuses it."""
+        """The engine of the next fetch; "aio" becomes "threads", with a warning, when the system refuses it."""
         if self._maps is not None:
             return "mmap"
         return "aio" if self._rings is not None and not self._refused and self._file.direct else "threads"
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of arenas that were ever read into: what a fetch needs at most, for each one that was under way."""
+        """Bytes of arenas that were ever read into: the largest need of each fetch that was in progress at the same
+        time."""
         return self._threads.held_bytes + (self._rings.held_bytes if self._rings is not None else 0)
 
     def start(self, extents: np.ndarray, sums: np.ndarray, where: Where) -> Fetch:
-        """Begins to read extents[n], ascending, n >= 1, whose blocks must hash to sums[n]."""
+        """Begins to read blocks.
+
+        Args:
+          extents: int32[n] extents, ascending, n >= 1.
+          sums: uint64[n] checksums of their blocks.
+          where: names the contents at a file offset, for messages.
+        """
         if self.engine == "aio":
             try:
                 return self._rings.start(extents, sums, where)  # type: ignore[union-attr]
@@ -80,7 +93,8 @@ class Reader:
         return self._threads.start(extents, sums, where)
 
     def guess(self, extents: np.ndarray, sums: np.ndarray, where: Where) -> Fetch | None:
-        """The same for what gives way to others, as far as the engine can; None where there is no room for a guess."""
+        """Begins a speculative read like `start`, which gives way to others as far as the engine can; returns None if
+        the kernel has no context left for it."""
         if self.engine == "aio":
             try:
                 return self._rings.guess(extents, sums, where)  # type: ignore[union-attr]
@@ -90,7 +104,8 @@ class Reader:
 
     @property
     def rings(self) -> RingEngine | MapEngine | None:
-        """Reads whose usual case is one call, where they are to be had; see `RingEngine.quick`."""
+        """The engine whose usual case is one call of compiled code, or None if it cannot be used; see
+        `RingEngine.quick`."""
         if self._maps is not None:
             return self._maps if self._maps.quick else None
         rings = self._rings
@@ -107,18 +122,18 @@ class Reader:
         self._threads.stop()
 
     def close(self) -> None:
-        """Gives back what the kernel holds for reads, after `stop`; waits for what is in flight."""
+        """Releases what the kernel holds for reads, after `stop`; waits for reads in flight."""
         for engine in (self._rings, self._maps):
             if engine is not None:
                 engine.close()
 
 
 def _rings(file: BlockFile, codec: Codec, system: SystemIO, threads: ThreadEngine, timeout: float) -> RingEngine:
-    """OSError, with the reason, where reads cannot be asynchronous."""
+    """Returns the engine of asynchronous reads. Raises OSError, with the reason, where it cannot be used."""
     if not system.asynchronous:
-        raise OSError("the system calls are somebody's own, and block")
+        raise OSError("the store's system calls are replaced by others, which block")
     if not file.direct:
         raise OSError("reads go through the page cache, where they would block")
     if codec.name != "raw":
-        raise OSError(f"blocks in codec {codec.name!r} have different lengths, and are decoded by threads")
+        raise OSError(f"blocks in codec {codec.name!r} differ in length, and are decoded by threads")
     return RingEngine(file, codec.geometry, system, threads, timeout)

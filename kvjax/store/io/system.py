@@ -1,4 +1,4 @@
-"""Every system call of the flash store, in one object that tests replace by one that fails on purpose."""
+"""The system calls of the flash store, in one object that tests replace by one that fails on purpose."""
 
 import fcntl
 import os
@@ -10,11 +10,10 @@ from kvjax.store.io import libaio
 class SystemIO:
     """Thin names for system calls; each raises OSError as the kernel does.
 
-    Where retries, short counts and error types are decided is `kvjax.store.io.file`, not here.
+    Retries, short counts and error types are handled in `kvjax.store.io.file`, not here.
 
     Attributes:
-      asynchronous: whether reads may go through io_submit; one that does something of its own in `preadv` alone says
-        no.
+      asynchronous: whether reads may go through io_submit; False in a subclass that replaces `preadv` alone.
     """
 
     asynchronous = True
@@ -37,28 +36,28 @@ class SystemIO:
     copy_mapped = staticmethod(libaio.copy_mapped)
 
     def lock(self, descriptor: int) -> None:
-        """Takes the exclusive lock of an open file, or raises BlockingIOError at once."""
+        """Takes the exclusive lock of an open file; raises BlockingIOError at once if it is held."""
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def unlock(self, descriptor: int) -> None:
-        """Gives it back, for all processes that have this open file."""
+        """Releases the lock, for all processes that share this open file."""
         fcntl.flock(descriptor, fcntl.LOCK_UN)
 
     def replace(self, old: str, new: str) -> None:
-        """Gives a file the name of another, which goes."""
+        """Renames a file, replacing the file of that name."""
         os.replace(old, new)
 
     def sync_directory(self, path: str) -> None:
-        """Makes the names in a directory last."""
+        """Makes the names in a directory durable."""
         _files.sync_directory(path)
 
     def write_back(self, descriptor: int) -> None:
-        """Begins to bring what was written to the device, and lets go of what is there; nothing where there is no such
-        call."""
+        """Starts to write dirty pages to the device and drops clean ones from the page cache; does nothing where there
+        is no such call."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def free_bytes(self, descriptor: int) -> int:
-        """What an ordinary user may still write to the file's device."""
+        """Returns how many bytes an ordinary user may still write to the file's device."""
         device = os.fstatvfs(descriptor)
         return device.f_bavail * device.f_frsize

@@ -1,4 +1,4 @@
-"""Reading with threads that block: coalesce, share out, verify, decode; whoever asked copies what has landed."""
+"""The engine with blocking threads: they coalesce, read, verify and decode; the caller copies what has landed."""
 
 import itertools
 import queue
@@ -16,16 +16,18 @@ from kvjax.store.io.workers import PIECE_BYTES, Arena, ArenaStack, WorkerPool
 
 
 class Chunk:
-    """A piece of a fetch that one thread reads, verifies and decodes, at most one arena long.
+    """A part of a fetch that one thread reads, verifies and decodes; at most one arena long.
 
     Attributes:
       first: position of its first block in the fetch.
-      extents, sums: int32[n] and uint64[n], which extents, and what each must hash to.
-      arena: where they are once the chunk has landed without error.
-      right: bool[n] whether each has its checksum.
-      requests, size: reads it took, neighbouring extents being one, and bytes of them.
-      began, ended: when the device was asked and had answered, `time.perf_counter` seconds.
-      error: why it has not been read, if so.
+      extents: int32[n] extents to read.
+      sums: uint64[n] their checksums.
+      arena: where the blocks are once the chunk has landed without error.
+      right: bool[n] whether each block matches its checksum.
+      requests: reads made; neighbouring extents are one.
+      size: bytes of these reads.
+      began, ended: when the device was first asked and had answered, `time.perf_counter` seconds.
+      error: why it was not read, or None.
     """
 
     __slots__ = ("arena", "began", "ended", "error", "extents", "first", "requests", "right", "size", "sums")
@@ -71,7 +73,7 @@ class ThreadedFetch(Fetch):
         return run
 
     def _chunks_as_they_land(self) -> Iterator[Chunk]:
-        """One's arena is good until the next is asked for."""
+        """Yields chunks in the order in which they land; the arena of one is valid until the next is requested."""
         for _ in self._chunks:
             began = time.perf_counter()
             try:
@@ -86,17 +88,17 @@ class ThreadedFetch(Fetch):
     def collect(self, targets, out):
         lost, error = [], None
         for chunk in self._chunks_as_they_land():
-            goal = targets[chunk.first:chunk.first + chunk.sums.size]
-            wanted = goal >= 0
+            goals = targets[chunk.first:chunk.first + chunk.sums.size]
+            wanted = goals >= 0
             if chunk.error is not None:
                 error, sound = error or chunk.error, np.zeros_like(wanted)
             else:
                 sound = wanted & chunk.right
-                blocks = chunk.arena.blocks[:goal.size]
+                blocks = chunk.arena.blocks[:goals.size]
                 if sound.all():
-                    out[goal] = blocks
+                    out[goals] = blocks
                     continue
-                out[goal[sound]] = blocks[sound]
+                out[goals[sound]] = blocks[sound]
             lost.append(chunk.first + (wanted & ~sound).nonzero()[0])
         return np.sort(np.concatenate(lost)) if lost else np.zeros(0, np.int64), error
 
@@ -123,11 +125,12 @@ class ThreadedFetch(Fetch):
 
 
 class ThreadEngine:
-    """Fetches extents of one file with a pool of threads, which are started by the first fetch.
+    """The engine that fetches extents of one file with a pool of threads, which the first fetch starts.
 
     Attributes:
-      path: the file's, for messages.
-      timeout: seconds after which a device that has not answered is given up.
+      path: path of the file, for messages.
+      timeout: seconds after which an unanswered read becomes an error.
+      pool: the threads.
     """
 
     def __init__(self, file: BlockFile, codec: Codec, threads: int, timeout: float):
@@ -145,11 +148,16 @@ class ThreadEngine:
         return self._arenas.held_bytes
 
     def start(self, extents: np.ndarray, sums: np.ndarray, where: Where, urgent: bool = True) -> ThreadedFetch:
+        """Begins to read extents[n], ascending, with checksums sums[n]; reads that are not urgent give way to urgent
+        ones."""
         return ThreadedFetch(self, extents, sums, where).start(urgent)
 
     def bounds(self, extents: np.ndarray) -> list[int]:
-        """Where to cut a fetch: two chunks per thread if there is that much to read, so that what has landed is copied
-        while the rest is read, and none longer than an arena. Runs of neighbours stay whole where they can."""
+        """Returns where to cut a fetch of extents[n]: positions from 0 to n.
+
+        There are two chunks per thread if there is enough to read, so that blocks which have landed are copied while
+        the rest is read; none is longer than an arena. Runs of neighbours stay whole where possible.
+        """
         count = extents.size
         starts = run_starts(extents)
         pieces = max(starts.size // 2, count * self._extent_bytes // PIECE_BYTES)
@@ -161,8 +169,15 @@ class ThreadEngine:
         return cuts.tolist()
 
     def read(self, chunk: Chunk, where: Where) -> None:
-        """Reads a chunk into an arena, verifies and decodes it. Raises ShortRead or ReadFailed, and then it has no
-        arena."""
+        """Reads a chunk into an arena, verifies and decodes it.
+
+        Args:
+          chunk: the chunk; it has no arena after an error.
+          where: names the contents at a file offset, for messages.
+
+        Raises:
+          ShortRead, ReadFailed: see `BlockFile.read`.
+        """
         extents, sizes, count = chunk.extents, self._codec.sizes(chunk.sums), chunk.extents.size
         starts = run_starts(extents, None if self._codec.joins else sizes == self._extent_bytes)
         offsets = (HEADER_BYTES + extents[starts].astype(np.int64) * self._extent_bytes).tolist()
@@ -184,7 +199,7 @@ class ThreadEngine:
         chunk.arena = arena
 
     def give_back(self, chunk: Chunk) -> None:
-        """The arena of a chunk may be used again."""
+        """Returns a chunk's arena for reuse."""
         if hasattr(chunk, "arena"):
             self._arenas.give(chunk.arena)
             del chunk.arena

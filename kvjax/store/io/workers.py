@@ -1,4 +1,4 @@
-"""Persistent threads that serve urgent jobs first, and pages of memory for O_DIRECT to read into."""
+"""A pool of persistent threads that serve urgent jobs first, and page-aligned memory for O_DIRECT to read into."""
 
 import collections
 import contextlib
@@ -13,14 +13,14 @@ import numpy as np
 
 from kvjax.store.interface import PAGE_BYTES
 
-PIECE_BYTES = 256 << 10  # a long run of neighbouring extents is worth a read of its own from here on
+PIECE_BYTES = 256 << 10  # a run of neighbouring extents is split into reads of about this size
 
 
 class WorkerPool:
-    """`threads` daemon threads, started by the first job; one that hangs leaves its work to the others.
+    """A pool of `threads` daemon threads, started by the first job; one that hangs leaves its work to the others.
 
-    Unlike concurrent.futures, no thread is joined at interpreter exit, where one that hangs would block for ever.
-    A job never raises: what went wrong it keeps for whoever waits for it.
+    Unlike in concurrent.futures, no thread is joined at interpreter exit, where one that hangs would block for ever. A
+    job never raises: it keeps its error for the caller that waits for it.
     """
 
     def __init__(self, threads: int):
@@ -40,14 +40,14 @@ class WorkerPool:
                 for index in range(self.threads):
                     threading.Thread(target=_serve, args=queues, name=f"kvjax-read-{index}", daemon=True).start()
                     started += 1
-            except BaseException:  # the system gives no more: the next job tries again
+            except BaseException:  # no more threads available: the next job tries again
                 for _ in range(started):
                     self._wake.put(False)
                 raise
             self._running = True
 
     def put(self, job: Callable[[], None], urgent: bool = True) -> None:
-        """Hands over a job; those that are not urgent wait until none is."""
+        """Queues a job; jobs that are not urgent wait until no urgent one is queued."""
         if not self._running:
             self._start()
         (self._urgent if urgent else self._later).put(job)
@@ -73,10 +73,10 @@ class Arena:
     """Page-aligned memory for whole extents.
 
     Attributes:
-      extents: how many fit.
-      address: of the first.
+      extents: how many extents fit.
+      address: address of the first one.
       blocks: uint8[extents, block_bytes] view of their payloads.
-      payloads: the same, a memoryview each.
+      payloads: the same, as one memoryview per extent.
     """
 
     def __init__(self, extents: int, extent_bytes: int, block_bytes: int):
@@ -93,21 +93,21 @@ class Arena:
         return [self._memory[i * self._extent_bytes:][:size] for i in range(count)]
 
     def part(self, start: int, stop: int, last: int) -> memoryview:
-        """Bytes of extents start..stop-1, padding included; of the last one only the first `last` bytes."""
+        """Returns the bytes of extents start..stop-1, padding included; of the last one only the first `last` bytes."""
         return self._memory[start * self._extent_bytes:(stop - 1) * self._extent_bytes + last]
 
 
 class ArenaStack:
-    """Arenas that are lent and come back; a thread that hangs keeps the one it has."""
+    """A pool of arenas to borrow; a thread that hangs keeps the one it has."""
 
-    MAX_BYTES = 1 << 20  # about one L2 cache: what was read is still there when it is verified and copied
+    MAX_BYTES = 1 << 20  # about one L2 cache, so that data are still in it when they are verified and copied
 
     def __init__(self, extent_bytes: int, block_bytes: int):
         assert extent_bytes % PAGE_BYTES == 0
         self.extents = max(1, self.MAX_BYTES // extent_bytes)
         self._sizes = (extent_bytes, block_bytes)
         self._idle: collections.deque[Arena] = collections.deque()
-        self._all: weakref.WeakSet[Arena] = weakref.WeakSet()  # those of a forgotten fetch go with it
+        self._all: weakref.WeakSet[Arena] = weakref.WeakSet()  # weak: arenas of a collected fetch are freed with it
 
     @property
     def held_bytes(self) -> int:

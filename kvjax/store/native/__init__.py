@@ -1,5 +1,6 @@
-"""The compiled part of the store: quick fetches, rows that a token adds, and programs that call back."""
+"""The compiled part of the store: fast fetches, appending the rows of a token, and programs' calls of Python functions.
+"""
 
 from kvjax import _native
 
-native = _native.load("kvjax.store.native._compiled")  # None: Python does the same, slower
+native = _native.load("kvjax.store.native._compiled")  # None if not compiled: Python does the same, more slowly

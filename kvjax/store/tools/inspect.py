@@ -1,9 +1,9 @@
-"""What is in a store file, and whether all of it is still what was written.
+"""A command that shows what is in a store file, and whether all of it is still what was written.
 
     python -m kvjax.store.tools.inspect FILE
 
-Exit code 0: all that any whole save needs is intact; 1: something is damaged, and the last lines say what; 2: FILE is
-no store file. Of a file that a live store may write, what is changed meanwhile may show as damage.
+Exit code 0: everything that any whole save needs is intact; 1: something is damaged, and the last lines say what; 2:
+FILE is no store file. If a live store writes the file, changes made meanwhile may appear as damage.
 """
 
 import sys
@@ -21,23 +21,33 @@ from kvjax.store.io.system import SystemIO
 
 
 def inspect(path: str) -> tuple[list[str], list[str]]:
-    """Lines that describe a store file, and lines that name what is damaged. Raises KvjaxError for other files."""
+    """Examines a store file.
+
+    Args:
+      path: the file.
+
+    Returns:
+      Lines that describe the file, and lines that name what is damaged.
+
+    Raises:
+      KvjaxError: the file is no store file, or cannot be read.
+    """
     file, header = open_file(path, SystemIO(), direct=False, read_only=True)
     try:
         codec = make_codec(header.codec, header.geometry)
         lines = _describe_header(file, header)
         try:
             file.lock()
-            file.unlock()  # at once: others may want to write before all is read
+            file.unlock()  # at once: others may want to write before everything is read
         except StoreLocked:
             lines.append("in use        a live store holds the file and may change it while it is read")
         except StoreError as cause:
             lines.append(f"in use        unknown, as the file cannot be locked here: {cause}")
-        found, problems = recover(file, codec)
-        lines += [_describe_save(one, header.geometry) for one in found] or ["saves         none"]
-        lines += _describe_space(file, header.geometry, found)
-        lines += _describe_pages(codec, found[:1])
-        checked, damaged = _verify(file, codec, found)
+        saves, problems = recover(file, codec)
+        lines += [_describe_save(save, header.geometry) for save in saves] or ["saves         none"]
+        lines += _describe_space(file, header.geometry, saves)
+        lines += _describe_pages(codec, saves[:1])
+        checked, damaged = _verify(file, codec, saves)
         lines.append(f"checksums     {checked} blocks verified, {len(damaged)} damaged")
         return lines, problems + damaged
     finally:
@@ -56,10 +66,10 @@ def _describe_header(file: BlockFile, header: Header) -> list[str]:
     ]
 
 
-def _describe_save(found: Recovered, geometry: Geometry) -> str:
-    written, log = found.blocks[0].size, sum(place.bytes for place in found.superblock.records)
-    return (f"save {found.sequence:<8} generation {found.generation}, {written} of {geometry.total_blocks} blocks, "
-            f"{len(found.records)} log records of {log} bytes together, metadata {_brief(found.metadata)}")
+def _describe_save(save: Recovered, geometry: Geometry) -> str:
+    written, log = save.blocks[0].size, sum(place.bytes for place in save.superblock.records)
+    return (f"save {save.sequence:<8} generation {save.generation}, {written} of {geometry.total_blocks} blocks, "
+            f"{len(save.records)} log records of {log} bytes together, metadata {_brief(save.metadata)}")
 
 
 def _brief(metadata: bytes) -> str:
@@ -67,24 +77,24 @@ def _brief(metadata: bytes) -> str:
     return repr(text) if len(text) <= 60 else f"{text[:60]!r}... of {len(metadata)} bytes"
 
 
-def _describe_space(file: BlockFile, geometry: Geometry, found: list[Recovered]) -> list[str]:
-    """Who uses the extents, and how scattered the blocks of the newest save are."""
-    size = -(-max(0, file.size - HEADER_BYTES) // geometry.extent_bytes)  # the last one may be coded
-    if not found:
+def _describe_space(file: BlockFile, geometry: Geometry, saves: list[Recovered]) -> list[str]:
+    """Describes who uses the extents, and how scattered the blocks of the newest save are."""
+    size = -(-max(0, file.size - HEADER_BYTES) // geometry.extent_bytes)  # the last extent may be incomplete
+    if not saves:
         return [f"occupancy     {size} extents, no save uses them"]
-    newest = found[0].blocks[1]
-    older = np.setdiff1d(np.concatenate([one.blocks[1] for one in found]), newest)
-    log = np.unique(np.concatenate([place.extents(geometry.extent_bytes) for one in found
-                                    for place in one.superblock.records]))
+    newest = saves[0].blocks[1]
+    older = np.setdiff1d(np.concatenate([save.blocks[1] for save in saves]), newest)
+    log = np.unique(np.concatenate([place.extents(geometry.extent_bytes) for save in saves
+                                    for place in save.superblock.records]))
     rest = size - newest.size - older.size - log.size
-    scattered = _fragmentation(found[0].blocks[0] // geometry.num_blocks, newest)
+    scattered = _fragmentation(saves[0].blocks[0] // geometry.num_blocks, newest)
     return [f"occupancy     {size} extents: {newest.size} of the newest save, {older.size} of the one before, "
             f"{log.size} of the log, {rest} free",
             f"fragmentation {scattered:.3f} of the neighbouring blocks of a head do not lie side by side"]
 
 
 def _describe_pages(codec: Codec, newest: list[Recovered]) -> list[str]:
-    """What is saved in the newest save by blocks that take fewer pages."""
+    """Describes what the newest save saves by blocks that take fewer pages."""
     if not newest:
         return []
     sizes, whole = codec.sizes(newest[0].blocks[2]), codec.geometry.extent_bytes
@@ -93,18 +103,18 @@ def _describe_pages(codec: Codec, newest: list[Recovered]) -> list[str]:
 
 
 def _fragmentation(streams: np.ndarray, extents: np.ndarray) -> float:
-    """Share of steps from one written block of a stream to the next that do not lead to the next extent."""
+    """Returns the share of steps from one written block of a stream to the next that do not lead to the next extent."""
     steps = np.diff(extents)[np.diff(streams) == 0]
     return float(np.mean(steps != 1)) if steps.size else 0.0
 
 
-def _verify(file: BlockFile, codec: Codec, found: list[Recovered]) -> tuple[int, list[str]]:
-    """Reads every block of every whole save; how many there are, and a line for each that is not what was written."""
+def _verify(file: BlockFile, codec: Codec, saves: list[Recovered]) -> tuple[int, list[str]]:
+    """Reads every block of every whole save; returns their number, and a line for each that is not what was written."""
     geometry = codec.geometry
-    expected: dict[tuple[int, int], str] = {}  # extent and checksum -> whose
-    for one in found:
-        for block_id, extent, right in zip(*(column.tolist() for column in one.blocks), strict=True):
-            expected.setdefault((extent, right), f"{geometry.describe(block_id)} of save {one.sequence}")
+    expected: dict[tuple[int, int], str] = {}  # (extent, checksum) -> name of the block
+    for save in saves:
+        for block_id, extent, right in zip(*(column.tolist() for column in save.blocks), strict=True):
+            expected.setdefault((extent, right), f"{geometry.describe(block_id)} of save {save.sequence}")
     damaged, payload = [], memoryview(bytearray(geometry.block_bytes))
     for (extent, right), name in sorted(expected.items()):
         offset, sums = HEADER_BYTES + extent * geometry.extent_bytes, np.array([right], np.uint64)
