@@ -151,17 +151,17 @@ def last(file: StoreFile, name: str) -> Field:
 
 
 @pytest.mark.parametrize("name, value, words", [
-    ("sequence", 7, "bear the numbers"),
-    ("generation", MAX_GENERATION + 1, "of generation 2147483648"),
-    ("count", 3, "tells of 3 blocks"),
-    ("count", 1 << 60, "tells of"),
+    ("sequence", 7, "have the sequence numbers"),
+    ("generation", MAX_GENERATION + 1, "generation 2147483648"),
+    ("count", 3, "claims 3 blocks"),
+    ("count", 1 << 60, "claims"),
     ("metadata", 9, "9 bytes of metadata"),
     ("id 0", 47, "out of order"),
-    ("id 3", 48, "none of the cache's"),
-    ("extent 0", -2, "before the first"),
+    ("id 3", 48, "beyond the cache"),
+    ("extent 0", -2, "below -1"),
     ("extent 0", 1 << 20, "the file ends"),
     ("extent 0", (1 << 31) - 1, "the file ends"),
-    ("extent 0", 1, "belongs to another"),
+    ("extent 0", 1, "has another owner"),
 ])
 def test_a_save_that_contradicts_itself_gives_way_to_the_one_before(plain, path, value, name, words, caplog):
     driver = opened(path, plain.changed((last(plain, name), value)))
@@ -206,7 +206,7 @@ def test_saves_that_claim_the_same_extent_for_two_blocks(plain, path, caplog):
     data[HEADER_BYTES + base * EXTENT:HEADER_BYTES + base * EXTENT + size] = plain.data[start:start + size]
     struct.pack_into("<Q", data, SUPERBLOCKS[slot] + 24 + 24 * (len(places) - 1), base)
     driver = opened(path, plain.sealed(data))
-    assert [save.sequence for save in driver.branch.saves()] == [3] and "belongs to another one" in caplog.text
+    assert [save.sequence for save in driver.branch.saves()] == [3] and "has another owner" in caplog.text
     np.testing.assert_array_equal(everything(driver), plain.contents[0])
     driver.branch.close()
 

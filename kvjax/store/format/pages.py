@@ -288,11 +288,12 @@ class Record:
         head = data[:_RECORD.size].ljust(_RECORD.size, b"\0")
         _, sequence, generation, count, length = _RECORD.unpack(head)
         if len(data) != _RECORD.size + 16 * count + length or generation > MAX_GENERATION:
-            raise FormatMismatch(f"{name} has {len(data)} bytes, which does not fit {count} blocks and {length} bytes "
-                                 f"of metadata, or an impossible generation, {generation}")
+            raise FormatMismatch(f"{name} has {len(data)} bytes, but claims {count} blocks, {length} bytes of metadata "
+                                 f"and generation {generation}")
         starts = [_RECORD.size + size * count for size in (0, 8, 12)]
         sums, ids, extents = (np.frombuffer(data, kind, count, start) for kind, start in
                               zip(("<u8", "<u4", "<i4"), starts, strict=True))
         if count and (np.any(ids[1:] <= ids[:-1]) or ids[-1] >= geometry.total_blocks or extents.min() < -1):
-            raise FormatMismatch(f"{name} lists blocks out of order, twice or beyond the cache, or negative extents")
+            raise FormatMismatch(f"{name} lists blocks that are out of order, repeated or beyond the cache, or extents "
+                                 "below -1")
         return cls(sequence, generation, ids, extents, sums, data[_RECORD.size + 16 * count:])

@@ -16,7 +16,8 @@ static inline void release(Buffers *buffers) {
         PyBuffer_Release(&buffers->views[--buffers->count]);
 }
 
-/* Memory of the next argument and how many items of `size` bytes it has; NULL, with everything released, on an error. */
+/* Returns the memory of the next argument, and the number of its items of `size` bytes; NULL on an exception, with all
+ * buffers released. */
 static inline void *take(Buffers *buffers, PyObject *argument, size_t size, int flags, Py_ssize_t *items) {
     Py_buffer *view = &buffers->views[buffers->count];
     if (PyObject_GetBuffer(argument, view, flags) < 0) {
@@ -33,8 +34,8 @@ static inline void *take(Buffers *buffers, PyObject *argument, size_t size, int 
     return view->buf;
 }
 
-/* Memory of an array of a type, as Python's buffers call it, and of a shape, in which -1 is any size; NULL, without an
- * exception, where it is something else. `size`: bytes of an item. */
+/* Returns the memory of an array with this format of the buffer protocol and this shape, in which -1 is any size; NULL,
+ * without an exception, for any other. `size`: bytes of an item. */
 static inline void *take_shaped(Buffers *buffers, PyObject *array, size_t size, int flags, const char *format, int rank,
                                 const long long *shape) {
     Py_ssize_t items;
@@ -62,7 +63,7 @@ static inline PyObject *refuse(Buffers *buffers, const char *why) {
     return NULL;
 }
 
-/* Arguments from[0..count-1] as integers; 0 on an error. */
+/* Converts arguments from[0..count-1] to integers; returns 0 on an exception. */
 static inline int integers(PyObject *const *from, Py_ssize_t count, int64_t *to) {
     for (Py_ssize_t i = 0; i < count; i++) {
         to[i] = PyLong_AsLongLong(from[i]);

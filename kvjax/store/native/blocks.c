@@ -1,4 +1,4 @@
-/* From what a program's callback asks for to the extents that have it. */
+/* Resolves the blocks that a program's callback requests to the extents that hold them. */
 #include "blocks.h"
 #include "staged.h"
 
@@ -42,9 +42,9 @@ int parse_window(PyObject *given, Window *to) {
     return 1;
 }
 
-/* ---- what is wanted */
+/* ---- requested blocks */
 
-/* What is wanted of which memory, but for the caller's arrays: 1, or -1 on an exception. */
+/* Sets everything but the caller's arrays: 1, or -1 on an exception. */
 static int take_layer(Buffers *buffers, const Window *from, const RingLayout **ring, Wanted *to) {
     Py_ssize_t count;
     *to = (Wanted){
@@ -63,7 +63,7 @@ static int take_layer(Buffers *buffers, const Window *from, const RingLayout **r
     return 1;
 }
 
-/* An int32 array, and how many it has for each lane; NULL where it is something else. */
+/* Returns an int32 array [batch, heads, asked]; NULL for another type or shape. */
 static const int32_t *take_index(Buffers *buffers, const Window *from, PyObject *array, int64_t *asked) {
     const long long shape[] = {from->batch, from->heads, -1};
     const Py_buffer *view = &buffers->views[buffers->count];
@@ -72,7 +72,7 @@ static const int32_t *take_index(Buffers *buffers, const Window *from, PyObject 
     return index;
 }
 
-/* Rows of slots, or NULL. */
+/* Returns the memory of the slots; NULL for another type or shape. */
 static char *take_slots(Buffers *buffers, const Window *from, PyObject *array, size_t item, int64_t *slots) {
     const long long shape[] = {from->batch, from->heads, -1, from->block_rows, from->width};
     const Py_buffer *view = &buffers->views[buffers->count];
@@ -97,17 +97,18 @@ int take_slotted(Buffers *buffers, const Window *from, PyObject *const *arrays, 
     return to->out != NULL;
 }
 
-/* ---- where it is */
+/* ---- their extents */
 
-#define WHOLE 2 /* of `pending`: all of a block is staged, so that it is not read */
+#define WHOLE 2 /* in `pending`: the whole block is staged, so that it is not read */
 
 static int by_extent(const void *a, const void *b) {
     int32_t left = ((const Found *)a)->extent, right = ((const Found *)b)->extent;
     return (left > right) - (left < right);
 }
 
-/* Fills extents, ascending, sums and targets of blocks to read, and what is staged, and puts zeros where a block goes that
- * was never written; 0 where one lies beyond the table or the file, a slot does not exist, or there are too many. */
+/* Fills extents (ascending), sums and targets of the blocks to read, lists staged blocks, and writes zeros to the slots
+ * of blocks that were never written; returns 0 if a block lies beyond the table or the file, a slot does not exist, or
+ * there are too many. */
 static int resolve(Wanted *in) {
     in->count = in->marked = 0;
     if (in->first_lane < 0 || in->first_lane + in->lanes > in->shift_size ||
@@ -121,7 +122,7 @@ static int resolve(Wanted *in) {
             in->count == in->places || in->marked == in->places)
             return 0;
         int64_t target = in->slot ? i / in->asked * in->slots + slot : -1;
-        int needed = in->pending[id] != WHOLE; /* from the file */
+        int needed = in->pending[id] != WHOLE; /* something of it is needed from the file */
         if (needed && in->rows[at] >= 0)
             in->found[in->count++] = (Found){in->rows[at], (int32_t)target};
         else if (needed && in->out)

@@ -1,12 +1,11 @@
-/* A compiled program's way to a function in Python, with less around it than JAX's own callbacks have: operands become
- * numbers and views of XLA's memory, which are good until the function returns, and its answer is a number.
- */
+/* Calls of Python functions from compiled programs, with less overhead than JAX's own callbacks: operands become
+ * numbers and views of XLA's memory, which are valid until the function returns, and the result is a number. */
 #include "callback.h"
 
 #define MOST_OPERANDS 8
 
-static PyObject *functions; /* a tuple; a call says which it wants */
-static PyObject *failed; /* is told what one raised */
+static PyObject *functions; /* a tuple; the attribute of a call is an index */
+static PyObject *failed; /* called with the exception that a function raised */
 
 /* serve(functions, failed) */
 PyObject *serve(PyObject *self, PyObject *args) {
@@ -19,7 +18,7 @@ PyObject *serve(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* What Python's buffers call a type; NULL for one that no cache has. */
+/* Returns the format of a type in the buffer protocol; NULL for types that no cache has. */
 static const char *format_of(XLA_FFI_DataType type) {
     switch (type) {
     case XLA_FFI_DataType_S32: return "i";
@@ -34,14 +33,14 @@ static const char *format_of(XLA_FFI_DataType type) {
 
 static Py_ssize_t item_size(char format) { return format == 'i' || format == 'f' ? 4 : format == 'e' || format == 'H' ? 2 : 1; }
 
-/* Whether an operand's memory is that of a result. */
+/* Returns whether an operand shares the memory of a result. */
 static int is_result(const XLA_FFI_CallFrame *call, const XLA_FFI_Buffer *buffer) {
     for (int64_t i = 0; i < call->rets.size; i++)
         if (result(call, i)->data == buffer->data) return 1;
     return 0;
 }
 
-/* An int32 without axes as a number, all else as a view, which can be written where it is a result, too. */
+/* Returns an int32 scalar as a number, anything else as a view, which is writable if it is also a result. */
 static PyObject *as_python(const XLA_FFI_CallFrame *call, const XLA_FFI_Buffer *buffer) {
     static char nothing;
     if (is_of(buffer, XLA_FFI_DataType_S32, 0)) return PyLong_FromLong(*(const int32_t *)buffer->data);
@@ -53,8 +52,8 @@ static PyObject *as_python(const XLA_FFI_CallFrame *call, const XLA_FFI_Buffer *
     return PyMemoryView_FromBuffer(&view);
 }
 
-/* Tells `failed` of the exception that is on its way, with the operands of the function that raised it; whether it was
- * told. Else it is shown. */
+/* Calls `failed` with the exception that is set and the operands of the function that raised it; returns whether that
+ * succeeded. If not, the new exception is printed. */
 static int tell(PyObject *const *operands, int64_t count) {
     PyObject *kind, *value, *trace, *with[MOST_OPERANDS + 1];
     PyErr_Fetch(&kind, &value, &trace);
@@ -70,7 +69,7 @@ static int tell(PyObject *const *operands, int64_t count) {
     return told != NULL;
 }
 
-/* The answer of a function, 0 where it raises; -1 where nobody could be told of that. */
+/* Returns the result of a function, 0 if it raises; -1 if the exception could not be reported to `failed`. */
 static int32_t answer(const XLA_FFI_CallFrame *call, PyObject *function) {
     PyObject *operands[MOST_OPERANDS], *found = NULL;
     int64_t count = 0;
@@ -83,7 +82,7 @@ static int32_t answer(const XLA_FFI_CallFrame *call, PyObject *function) {
     return (int32_t)number;
 }
 
-/* Takes Python's lock. A thread keeps what Python knows of it from call to call: making it anew takes as long as a read. */
+/* Takes the GIL. A thread keeps its Python thread state from call to call: creating it anew takes as long as a read. */
 static PyGILState_STATE enter_python(void) {
     if (!PyGILState_GetThisThreadState()) {
         PyGILState_Ensure();
@@ -92,7 +91,8 @@ static PyGILState_STATE enter_python(void) {
     return PyGILState_Ensure();
 }
 
-/* Any operands; to what the last result, int32 [], is to be. The attribute says which function answers. */
+/* XLA's handler: any operands; the last result, int32 [], becomes the function's result. The attribute is the
+ * function's index. */
 XLA_FFI_Error *on_callback(XLA_FFI_CallFrame *call) {
     if (asks_version(call)) return NULL;
     if (call->args.size > MOST_OPERANDS || call->rets.size < 1 || call->attrs.size != 1 ||

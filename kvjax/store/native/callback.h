@@ -1,4 +1,4 @@
-/* Programs that call back (callback.c), for the module that they are in (native.c). */
+/* Compiled programs that call Python (callback.c), for the module (native.c). */
 #pragma once
 #include "../../ffi.h"
 

@@ -1,26 +1,27 @@
-/* A layer's reads: begun on a guess, or for blocks that are needed now. Python says what to read with (`_window`,
- * `_guess_window`), and is told what was begun (`_guessed`), and of a fetch what has to be looked at (`_landed`). What goes
- * wrong is found here and dealt with in branch.py.
- */
+/* The reads of a layer: speculative ones, and those of blocks that are needed now. Python provides what to read with
+ * (`_window`, `_guess_window`), and is called with the reads begun (`_guessed`), and with the results of a fetch if
+ * these need attention (`_landed`). Failures are detected here and handled in branch.py. */
 #include "fetch.h"
 #include "blocks.h"
 #include "staged.h"
 
-typedef struct { /* FETCHED of base.py */
+typedef struct { /* FETCHED of interface.py */
     int64_t reads, blocks_read, bytes_read, prefetch_used, mispredicted;
     double read_seconds, io_seconds, wait_seconds;
 } Totals;
 
-/* Nobody reads any more into a window's ring, whose arena has had so many extents. */
+/* Returns a window's ring, whose arena held up to `extents` extents, to the branch. */
 static void give_back(PyObject *branch, const Window *window, int64_t extents) {
     PyObject *used = PyLong_FromLongLong(extents);
-    /* Ctrl-C that came while blocks were waited for is raised as Python enters the method: before it has done anything. */
+    /* A KeyboardInterrupt from the time of waiting is raised on entering the method, before it has done anything: call
+     * it once more. */
     if (used && !call_aside(branch, names.give_back, window->ring, used))
         call_aside(branch, names.give_back, window->ring, used);
     Py_XDECREF(used);
 }
 
-/* Tells a ring what the kernel has not answered: it is not used again before. Whether no exception came of it. */
+/* Sets the ring's number of unanswered reads, so that it is not reused too early; returns whether there was no
+ * exception. */
 static int tell_in_flight(const Reads *reads) {
     PyObject *in_flight = PyLong_FromLongLong(reads->in_flight);
     int told = in_flight && PyObject_SetAttr(reads->object, names.in_flight, in_flight) == 0;
@@ -30,7 +31,7 @@ static int tell_in_flight(const Reads *reads) {
 
 /* ---- guess */
 
-/* Begins to read blocks and tells the branch; 1, 0 where the array is not of the usual kind, -1 on an exception. */
+/* Begins to read blocks and calls `_guessed`; 1, 0 if the Python path has to handle it, -1 on an exception. */
 static int guess_with(PyObject *branch, const Window *window, PyObject *layer, PyObject *block) {
     Buffers buffers = {.count = 0};
     const RingLayout *ring;
@@ -54,7 +55,7 @@ static int guess_with(PyObject *branch, const Window *window, PyObject *layer, P
     return PyErr_Occurred() ? -1 : found;
 }
 
-/* guess(branch, layer, generation, block) -> whether it is done */
+/* guess(branch, layer, generation, block) -> whether it was done */
 PyObject *guess(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     if (nargs != 4) return PyErr_Format(PyExc_TypeError, "guess takes 4 arguments");
     PyObject *given = PyObject_CallMethodObjArgs(args[0], names.guess_window, args[1], args[2], NULL);
@@ -67,7 +68,7 @@ PyObject *guess(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
 
 /* ---- fetch */
 
-/* Reads that a guess began, with no block wanted yet: 1, 0 where there are none, -1 on an exception. */
+/* Sets the reads of the window's guess, with no targets yet: 1, 0 if there are none, -1 on an exception. */
 static int take_guess(Buffers *buffers, const Window *window, Reads *to) {
     PyObject *owner, *ring, *layout;
     long long count, reads, sent, in_flight;
@@ -86,8 +87,8 @@ static int take_guess(Buffers *buffers, const Window *window, Reads *to) {
     return 1;
 }
 
-/* Gives blocks of a guess the places where they are wanted, and leaves the others to be read. One is used only if it lies
- * in the same extent and has the same checksum as when it was asked for. */
+/* Moves the targets of requested blocks that a guess has to the guess, and leaves the others to be read. A guessed
+ * block is used only if it still has the extent and the checksum of the time it was requested. */
 static void use_guess(Reads *guess, Wanted *wanted) {
     const int32_t *extents = (int32_t *)(intptr_t)guess->ring->extents;
     int64_t *targets = (int64_t *)(intptr_t)guess->ring->targets, left = 0;
@@ -104,15 +105,15 @@ static void use_guess(Reads *guess, Wanted *wanted) {
     wanted->count = left;
 }
 
-/* Reads what is wanted, and lands what was guessed of it meanwhile, unless the device hangs with that. Python's lock is not
- * held. */
+/* Reads the requested blocks and lands those of the guess meanwhile; stops if the device hangs with the guess. The GIL
+ * is not held. */
 static void read_both(Reads *reads, Reads *guess, const Window *window) {
     if (reads->to.extents) begin(reads, window->descriptor);
     if (guess->to.extents && !reads->raised) finish(guess, window->timeout);
     if (reads->to.extents && !reads->raised && !guess->raised && !guess->in_flight) finish(reads, window->timeout);
 }
 
-/* Adds what one ring brought to the totals, with `blocks` as read. */
+/* Adds the results of one ring to the totals, with `blocks` as blocks read. */
 static void add(Totals *totals, const Reads *reads, int64_t blocks) {
     if (!reads->to.extents) return;
     Outcome came = outcome(reads);
@@ -123,7 +124,7 @@ static void add(Totals *totals, const Reads *reads, int64_t blocks) {
     totals->wait_seconds += reads->waited;
 }
 
-/* Books a fetch; whether no exception came of it. */
+/* Adds a fetch to the totals; returns whether there was no exception. */
 static int book(const Window *window, const Reads *reads, const Reads *guess, double started) {
     Buffers buffers = {.count = 0};
     Py_ssize_t count;
@@ -140,10 +141,10 @@ static int book(const Window *window, const Reads *reads, const Reads *guess, do
     return 1;
 }
 
-/* Whether blocks that were wanted of a ring are there, and nothing is on its way to it. */
+/* Returns whether all blocks requested from a ring were copied and nothing is in flight. */
 static int came_whole(const Reads *reads) { return !reads->in_flight && reads->copied == wanted_of(reads); }
 
-/* Tells the branch what came of it; whether no exception came of that. */
+/* Calls `_landed` with the results; returns whether there was no exception. */
 static int tell_landed(PyObject *branch, PyObject *const *args, double started, const Reads *own, const Reads *ahead) {
     PyObject *answer = PyObject_CallMethod(
         branch, "_landed", "Od((OLdd)(OLdd))OOO", args[0], started, ahead->ring ? ahead->object : Py_None,
@@ -153,8 +154,8 @@ static int tell_landed(PyObject *branch, PyObject *const *args, double started, 
     return answer != NULL;
 }
 
-/* What is to be done once everything has landed; whether no exception came of it. Whatever happens there, a ring that the
- * device may still write to is not used again. */
+/* Completes a fetch once everything has landed; returns whether there was no exception. In any case a ring that the
+ * device may still write to is not reused. */
 static int close_fetch(PyObject *branch, const Window *window, PyObject *const *args, double started, const Reads *reads,
                        const Reads *guess, const Wanted *wanted, PyObject *staged) {
     if (reads->raised || guess->raised) return 0;
@@ -164,7 +165,7 @@ static int close_fetch(PyObject *branch, const Window *window, PyObject *const *
     return tell_landed(branch, args, started, reads, guess);
 }
 
-/* Reads blocks and tells the branch; 1, 0 where the caller's arrays are not of the usual kind, -1 on an exception. */
+/* Reads blocks and reports to the branch; 1, 0 if the Python path has to handle it, -1 on an exception. */
 static int fetch_with(PyObject *branch, const Window *window, PyObject *const *args, double started) {
     Buffers buffers = {.count = 0};
     const RingLayout *ring;
@@ -191,7 +192,7 @@ static int fetch_with(PyObject *branch, const Window *window, PyObject *const *a
     return PyErr_Occurred() ? -1 : found;
 }
 
-/* fetch(branch, layer, generation, block, slot, slots) -> whether it is done */
+/* fetch(branch, layer, generation, block, slot, slots) -> whether it was done */
 PyObject *fetch(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     double started = now();
     if (nargs != 6) return PyErr_Format(PyExc_TypeError, "fetch takes 6 arguments");

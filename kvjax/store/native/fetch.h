@@ -1,4 +1,4 @@
-/* A layer's reads as calls of Python's (fetch.c), for the module (native.c). */
+/* The Python functions that read a layer's blocks (fetch.c), for the module (native.c). */
 #pragma once
 #include "../../ffi.h"
 

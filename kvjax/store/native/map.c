@@ -1,7 +1,7 @@
-/* Reads through a map of the file. The kernel is told which pages will be wanted, and reads them meanwhile. Then they are
- * brought in, and copied by a system call: for a page that its file or device does not give, both return EFAULT, where to
- * touch it would end the process with SIGBUS; so does the second should the page go between the two.
- */
+/* Reads through a map of the file. The kernel is told which pages will be needed, and reads them in the background.
+ * Then they are brought in by one system call and copied by another: both return EFAULT for a page that the file or the
+ * device does not deliver, where touching it would end the process with SIGBUS. The second one does so, too, if the
+ * page disappears between the two. */
 #define _GNU_SOURCE
 #include "map.h"
 
@@ -16,16 +16,16 @@
 #define MADV_POPULATE_READ 22
 #endif
 
-#define PATIENCE 20e-3  /* seconds without a page that was wanted: threads wait from then on, which may be given up */
-#define AWAKE 50e-6     /* seconds of these that are not slept: about what a sleep takes at least */
-#define NAP 20000       /* nanoseconds of a sleep */
-#define LOOKED_AT 64    /* pages at a time */
+#define PATIENCE 20e-3  /* seconds to wait for pages; after that, threads wait, and a timeout can end that */
+#define AWAKE 50e-6     /* seconds of these to spin: about the shortest possible sleep */
+#define NAP 20000       /* nanoseconds per sleep */
+#define LOOKED_AT 64    /* pages per mincore call */
 
 static char *address_of(const Landing *to, const struct iocb *read) {
     return (char *)(intptr_t)to->map + read->aio_offset;
 }
 
-/* Whether the file's map reaches so far; it is made anew by Python where the file has grown. */
+/* Returns whether the map covers a read; Python makes a new map when the file has grown. */
 static int within(const Landing *to, const struct iocb *read) {
     return read->aio_offset >= 0 && read->aio_offset + (int64_t)read->aio_nbytes <= to->map_bytes;
 }
@@ -37,7 +37,8 @@ long submit_mapped(const Reads *reads, int64_t count) {
     return count;
 }
 
-/* Whether all pages have come; the kernel tells only who may write the file, as whoever reads through C may. */
+/* Returns whether all pages are in memory; the kernel reports this only to processes that may write the file, as those
+ * that read through C may. */
 static int has_come(const Landing *to, const struct iocb *read) {
     unsigned char here[LOOKED_AT];
     int64_t pages = (read->aio_nbytes + to->page_bytes - 1) / to->page_bytes;
@@ -50,11 +51,11 @@ static int has_come(const Landing *to, const struct iocb *read) {
     return 1;
 }
 
-/* Waits for pages; whether they have come. */
+/* Waits for pages; returns whether they have arrived. */
 static int wait_for(const Landing *to, const struct iocb *read) {
     double began = now(), waited = 0;
     struct timespec nap = {0, NAP};
-    madvise(address_of(to, read), read->aio_nbytes, MADV_WILLNEED); /* a guess may have come and gone */
+    madvise(address_of(to, read), read->aio_nbytes, MADV_WILLNEED); /* pages of a guess may have been evicted */
     while (!has_come(to, read) && waited < PATIENCE) {
         if (waited < AWAKE) sched_yield();
         else nanosleep(&nap, NULL);
@@ -63,7 +64,7 @@ static int wait_for(const Landing *to, const struct iocb *read) {
     return waited < PATIENCE;
 }
 
-/* Bytes of a read whose pages are there now, or an error. */
+/* Brings in the pages of a read; returns its bytes or a negative errno. */
 static int64_t bring_in(const Landing *to, const struct iocb *read, int *patient) {
     if (!within(to, read)) return -EFAULT;
     if (!has_come(to, read) && !(*patient && (*patient = wait_for(to, read)))) return -EAGAIN;

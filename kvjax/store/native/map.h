@@ -1,13 +1,13 @@
-/* Reads through a map of the file (map.c), as a ring makes them (reads.c). */
+/* Reads through a map of the file (map.c), with the interface of a ring's reads (reads.c). */
 #pragma once
 #include "reads.h"
 
-/* Tells the kernel that `count` more reads will be wanted: it begins them. Returns how many were taken, all of them. */
+/* Tells the kernel to begin the next `count` reads. Returns how many were taken: all of them. */
 long submit_mapped(const Reads *reads, int64_t count);
 
-/* Brings in the pages of the next reads, in the order of their submission, `least` or more, and fills an event for each:
- * its bytes, an error for what cannot be had, or -EAGAIN for what others may wait for. How many. */
+/* Brings in the pages of the next reads, `least` or more, in the order of their submission, and fills an event for
+ * each: its bytes, an error, or -EAGAIN for a read that is left to threads. Returns how many. */
 long await_mapped(const Reads *reads, int64_t least);
 
-/* Copies `size` bytes of a block from the map; whether all of them could be had. */
+/* Copies `size` bytes of a block from the map; returns whether all were copied. */
 int copy_mapped(const Landing *to, int64_t read, int64_t block, char *slot, int64_t size);

@@ -1,6 +1,4 @@
-/* The part of asynchronous reads that has to be quick, as a module: other Python threads run meanwhile. Signatures are in
- * _compiled.pyi.
- */
+/* The module kvjax.store.native._compiled: reads and writes that have to be fast. Signatures are in _compiled.pyi. */
 #include "arguments.h"
 #include "blocks.h"
 #include "callback.h"

@@ -1,6 +1,5 @@
-/* From a list of extents to their blocks' places in the caller's memory. No Python object is touched on the way, but for
- * system calls that are Python's own, as those of emulated devices are.
- */
+/* Reads a list of extents and copies their blocks to the caller's memory. No Python object is touched, except for
+ * system calls implemented in Python, as those of emulated devices. */
 #include "reads.h"
 #include "map.h"
 
@@ -10,7 +9,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#define PAGES 0xffff /* the bits of a checksum that are not the hash's: pages that a block takes as it is, 0 for all */
+#define PAGES 0xffff /* the bits of a checksum that are not part of the hash: pages of a raw block, 0 for all */
 #define NO_ANSWER INT64_MIN
 #define NOWAIT 8 /* RWF_NOWAIT: a read that would block its submission fails with EAGAIN instead */
 #define MOST_TRIES 3
@@ -21,7 +20,7 @@ double now(void) {
     return time.tv_sec + 1e-9 * time.tv_nsec;
 }
 
-/* Bytes of the pages that a block takes, `whole` if all, or if it claims more. */
+/* Returns the bytes of the pages that a block takes; `whole` if it takes all, or claims more. */
 static int64_t size_of(uint64_t sum, int64_t page_bytes, int64_t whole) {
     int64_t size = (int64_t)(sum & PAGES) * page_bytes;
     return size && size < whole ? size : whole;
@@ -46,10 +45,10 @@ Py_ssize_t fill_control(const int32_t *extents, const uint64_t *sums, Py_ssize_t
     return reads;
 }
 
-/* ---- what becomes of answers */
+/* ---- landing */
 
-/* Verifies and copies a block of a read; whether it was wanted and sound. What a map gives is verified where it was
- * copied to, as it may change: what is not sound there is read again, or is an error. */
+/* Verifies and copies a block of a read; returns whether it was requested and intact. Blocks of a map are verified
+ * after copying, as the map may change: those that do not match are read again, or raise an error. */
 static int land_block(const Landing *to, int64_t read, int64_t i) {
     const char *payload = to->arena + i % to->places * to->extent_bytes;
     int64_t size = size_of(to->sums[i], to->page_bytes, to->block_bytes);
@@ -67,7 +66,7 @@ static int land_block(const Landing *to, int64_t read, int64_t i) {
     return 1;
 }
 
-/* Extents of a read that came whole: from `starts[read]` to there. */
+/* Returns the end of a read's extents, which begin at `starts[read]`. */
 static int64_t stop_of(const Landing *to, int64_t read) { return read + 1 < to->reads ? to->starts[read + 1] : to->extents; }
 
 int64_t land_events(const Landing *to, const struct io_event *events, int64_t count) {
@@ -84,7 +83,8 @@ int64_t land_events(const Landing *to, const struct io_event *events, int64_t co
 
 /* ---- system calls */
 
-/* What a method of the ring returned; -1 where it raised, which is forgotten if it is an OSError: the kernel, too, says no. */
+/* Returns the result of a method of the ring; -1 if it raised. An OSError is cleared, as it stands for a refusal by the
+ * kernel. */
 static long number_of(Reads *reads, PyObject *answer) {
     long number = answer ? PyLong_AsLong(answer) : -1;
     Py_XDECREF(answer);
@@ -96,7 +96,7 @@ static long number_of(Reads *reads, PyObject *answer) {
     return number;
 }
 
-/* How many of the next `count` reads were taken, 0 or less where none was. */
+/* Submits the next `count` reads; returns how many were taken, 0 or less if none. */
 static long submit(Reads *reads, int64_t count) {
     if (reads->ring->map) return submit_mapped(reads, count);
     struct iocb **pointers = (struct iocb **)(intptr_t)reads->ring->pointers;
@@ -108,7 +108,7 @@ static long submit(Reads *reads, int64_t count) {
     return taken;
 }
 
-/* How many events came, `least` or more, 0 or less where the time is up. */
+/* Waits for events; returns how many arrived, `least` or more, or 0 or less if the time is up. */
 static long await(Reads *reads, int64_t least, double timeout) {
     if (reads->ring->map) return await_mapped(reads, least);
     struct io_event *events = (struct io_event *)(intptr_t)reads->ring->events;
@@ -128,12 +128,12 @@ static long await(Reads *reads, int64_t least, double timeout) {
     return came;
 }
 
-/* How many reads that could not begin without blocking the kernel now took: a write to the file keeps it locked for some
- * microseconds, which are over when all else has landed. */
+/* Submits reads again that could not begin without blocking; returns how many the kernel took. A write to the file
+ * locks it for some microseconds, which are over when everything else has landed. */
 static int64_t ask_again(const Reads *reads) {
     struct iocb *again[64], **pointers = (struct iocb **)(intptr_t)reads->ring->pointers;
     long count = 0;
-    if (!reads->ring->plain || reads->ring->map) return 0; /* threads read what a branch finds missing */
+    if (!reads->ring->plain || reads->ring->map) return 0; /* threads read the blocks that are missing */
     for (int64_t i = 0; i < reads->to.reads && count < 64; i++)
         if (reads->to.results[i] == -EAGAIN) again[count++] = pointers[i];
     long taken = count ? syscall(SYS_io_submit, reads->ring->context, count, again) : 0;
@@ -154,7 +154,7 @@ Reads reads_of(PyObject *object, const RingLayout *ring, int64_t count) {
                .results = (int64_t *)(intptr_t)ring->results, .done = (uint8_t *)(intptr_t)ring->done}};
 }
 
-/* Hands over what there is room for. */
+/* Submits as many reads as there is room for. */
 static void send(Reads *reads) {
     int64_t room = reads->ring->depth - reads->in_flight, left = reads->to.reads - reads->sent;
     int64_t next = left < room ? left : room;

@@ -1,8 +1,8 @@
-/* Rows that a token adds to blocks, out of XLA's memory into arrays of Python's. */
+/* Copies the rows that a token adds to blocks from XLA's memory to Python's arrays. */
 #include "rows.h"
 #include "arguments.h"
 
-typedef struct { /* what there is of a layer, and of each element in Python's buffers */
+typedef struct { /* the shape of a layer, and the format of its elements in the buffer protocol */
     long long batch, heads, num_blocks, block_rows, width, item;
     const char *format;
 } Layer;

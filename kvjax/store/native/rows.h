@@ -1,4 +1,4 @@
-/* Rows that a token adds (rows.c), for the module (native.c). */
+/* Appending the rows of a token (rows.c), for the module (native.c). */
 #pragma once
 #include "../../ffi.h"
 

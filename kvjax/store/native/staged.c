@@ -3,7 +3,7 @@
 
 #include <string.h>
 
-/* Whether all of a block is in a `Staged`; -1 on an exception. */
+/* Returns whether a `Staged` has the whole block; -1 on an exception. */
 static int is_complete(PyObject *staged) {
     PyObject *complete = PyObject_GetAttr(staged, names.complete);
     int answer = complete ? PyObject_IsTrue(complete) : -1;
@@ -11,8 +11,8 @@ static int is_complete(PyObject *staged) {
     return answer;
 }
 
-/* Adds the `Staged` of one block to a list, the older one first, and to `slots` the block's slot for each; how many, -1 on
- * an exception. */
+/* Appends the `Staged` of one block to a list, the older one first, and the block's slot for each to `slots`; returns
+ * how many, -1 on an exception. */
 static int add_staged(const Window *window, int64_t id, int64_t slot, PyObject *list, int64_t *slots) {
     PyObject *key = PyLong_FromLongLong(id);
     if (!key) return -1;
@@ -33,7 +33,7 @@ static int add_staged(const Window *window, int64_t id, int64_t slot, PyObject *
 
 PyObject *list_staged(const Window *window, Wanted *to) {
     PyObject *list = PyList_New(0);
-    int64_t *slots = to->staged; /* never ahead of the ids and slots there: a block has two `Staged` at most */
+    int64_t *slots = to->staged; /* never overtakes the ids and slots there: a block has two `Staged` at most */
     for (int64_t i = 0; list && i < to->marked; i++) {
         int added = add_staged(window, to->staged[2 * i], to->staged[2 * i + 1], list, slots);
         if (added < 0)
@@ -44,8 +44,9 @@ PyObject *list_staged(const Window *window, Wanted *to) {
     return list;
 }
 
-/* Lays the rows of a `Staged` that were put over a block; whether no exception came of it. The volume's lock is not held:
- * nothing is committed while a token reads, and the writer, who fills rows up before it says so, needs Python's lock. */
+/* Copies the rows that were put in a `Staged` over a block; returns whether there was no exception. The volume's lock
+ * is not needed: nothing is committed while a token reads, and the writer, which completes the rows before it sets
+ * `complete`, needs the GIL. */
 static int lay_rows(PyObject *staged, char *block, int64_t rows, int64_t row_bytes) {
     Buffers buffers = {.count = 0};
     Py_ssize_t count = 0;
