@@ -319,7 +319,7 @@ def test_a_successor_does_not_replace_what_somebody_else_has_put_there(saved, pa
 def test_what_a_killed_successor_left_is_removed_by_the_next(saved, path):
     program = f"""
 import os
-from kvjax.store.flash import FlashStore
+from kvjax.store.flash.store import FlashStore
 from tests.store.conftest import GEOMETRY
 branch = FlashStore({str(path)!r}).create(GEOMETRY, "")
 os._exit(1)
@@ -379,7 +379,7 @@ def test_files_left_by_a_crash_are_removed(tmp_path):
     program = f"""
 import os
 from kvjax.store.base import Geometry
-from kvjax.store.flash import FlashStore
+from kvjax.store.flash.store import FlashStore
 from kvjax.store.format import HEADER_BYTES
 from kvjax.store.mapped import open_saved
 branch = FlashStore({str(tmp_path)!r}).create(Geometry(1, 1, 1, 1, 1, 2, "int8"), "")

@@ -44,7 +44,7 @@ def test_a_file_opens_at_its_newest_save(saved, reopen, read_only):
 def test_another_process_reads_the_same_bytes(saved, path):
     program = f"""
 import numpy as np
-from kvjax.store.flash import FlashStore
+from kvjax.store.flash.store import FlashStore
 from tests.store.conftest import Driver
 driver = Driver(FlashStore({str(path)!r}).open())
 driver.append(3, 3, 8.0)

@@ -250,7 +250,7 @@ def test_a_guess_may_be_in_flight_at_exit(tmp_path):
     program = f"""
 import numpy as np
 from kvjax.store.base import Geometry
-from kvjax.store.flash import FlashStore
+from kvjax.store.flash.store import FlashStore
 from tests.store.conftest import settle
 branch = FlashStore({str(tmp_path)!r}).create(Geometry(1, 1, 1, 64, 1, 2, "int8"), "")
 branch.write_layer(0, np.ones((1, 1, 64, 1, 2), np.int8), np.ones((1, 1, 64), np.int32))

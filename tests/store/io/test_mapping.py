@@ -90,7 +90,7 @@ def test_a_file_that_is_cut_again_and_again_ends_no_process(tmp_path):
 import os, sys, threading
 import numpy as np
 from kvjax.errors import StoreError
-from kvjax.store.flash import FlashStore
+from kvjax.store.flash.store import FlashStore
 from tests.store.conftest import WIDE, Driver
 driver = Driver(FlashStore({str(tmp_path / "cache.kv")!r}, engine="mmap").create(WIDE, ""))
 blocks, path = driver.prefill(), driver.branch.path
