@@ -378,7 +378,11 @@ class Branch(abc.ABC):
     @abc.abstractmethod
     def fork(self) -> "Branch":
         """Returns an independent branch with the same committed contents; blocks are copied when either side writes
-        them."""
+        them.
+
+        Raises:
+          StoreError: the committed state could not be written.
+        """
 
     @abc.abstractmethod
     def flush(self) -> None:

@@ -371,12 +371,12 @@ class TransactionalBranch(Branch):
     def _index(self, name: str, array, shape: tuple[int, ...]) -> np.ndarray:
         array = np.ascontiguousarray(array, np.int32)
         if array.shape != shape:
-            raise FormatMismatch(f"{name} has shape {array.shape}, the store expects {shape}")
+            raise FormatMismatch(f"{name} has shape {array.shape}, but the store expects {shape}")
         return array
 
     def _expect(self, name: str, array: np.ndarray | Gathered, shape: tuple[int, ...]) -> None:
         if array.shape != shape or array.dtype != self.geometry.numpy_dtype:
-            raise FormatMismatch(f"{name} is {array.dtype}{list(array.shape)}, the store expects "
+            raise FormatMismatch(f"{name} is {array.dtype}{list(array.shape)}, but the store expects "
                                  f"{self.geometry.dtype}{list(shape)}")
 
     def _prefill_counts(self, blocks: np.ndarray | Gathered, counts: np.ndarray) -> np.ndarray:

@@ -92,7 +92,7 @@ class FlashBranch(TransactionalBranch):
 
     @property
     def writable(self) -> bool:
-        """Whether the store file can be written; otherwise additions go to a private file."""
+        """True if the store file can be written; otherwise additions go to a private file."""
         return not self._volume.file.read_only
 
     def fork(self) -> "FlashBranch":

@@ -106,7 +106,7 @@ def whole_saves(file: BlockFile, codec: Codec) -> list[Recovered]:
         why = "; ".join(problems) or "it was never saved"
         raise NothingSaved(f"{file.path} holds no saved cache ({why}); prefill again")
     for problem in problems:
-        logging.warning("%s; going on with save %d of %s", problem, saves[0].sequence, file.path)
+        logging.warning("%s; continuing with save %d of %s", problem, saves[0].sequence, file.path)
     return saves
 
 

@@ -125,7 +125,7 @@ class BlockFile:
                 self._system.close(descriptor)
 
     def _warn(self, cause: OSError) -> None:
-        logging.warning("%s: the filesystem refuses O_DIRECT (%s); reads go through the page cache, so read times "
+        logging.warning("%s: the file system refuses O_DIRECT (%s); reads go through the page cache, so read times "
                         "depend on free memory", self.path, cause)
 
     def read(self, requests: Iterable[tuple[memoryview, int]], where: Where, direct: bool = True) -> None:
@@ -349,7 +349,7 @@ class BlockFile:
             raise StoreLocked(f"{self.path} is in use by another live store; close it or choose another path"
                               ) from cause
         except OSError as cause:
-            raise typed(f"cannot lock {self.path}", cause, remedy="choose a path on a local filesystem") from cause
+            raise typed(f"cannot lock {self.path}", cause, remedy="choose a path on a local file system") from cause
 
     def unlock(self) -> None:
         """Releases the writer's lock."""
@@ -363,7 +363,8 @@ class BlockFile:
         except OSError as cause:
             raise typed(f"{self.path}: querying the free space failed", cause) from cause
         if free < needed:
-            raise NoSpace(f"{self.path}: {needed} bytes are needed and {free} are free; free some, then retry")
+            raise NoSpace(f"{self.path}: {needed} bytes are needed and {free} are free; free some space, then "
+                          "retry")
 
     def check_present(self) -> None:
         """Raises StoreClosed if the path no longer leads to this file: decoding could continue, but nothing could be
