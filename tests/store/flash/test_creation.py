@@ -378,10 +378,8 @@ def test_files_left_by_a_crash_are_removed(tmp_path):
     or made just now."""
     program = f"""
 import os
-from kvjax.store.base import Geometry
+from kvjax.store.interface import Geometry
 from kvjax.store.flash.store import FlashStore
-from kvjax.store.format import HEADER_BYTES
-from kvjax.store.mapped import open_saved
 branch = FlashStore({str(tmp_path)!r}).create(Geometry(1, 1, 1, 1, 1, 2, "int8"), "")
 print(branch.path, flush=True)
 os._exit(1)

@@ -106,7 +106,7 @@ def test_forgotten_branch_takes_file_and_threads_along(tmp_path):
 
 def test_exit_removes_temporary_files(tmp_path):
     program = f"""
-from kvjax.store.base import Geometry
+from kvjax.store.interface import Geometry
 from kvjax.store.flash.store import FlashStore
 branch = FlashStore({str(tmp_path)!r}).create(Geometry(1, 1, 1, 1, 1, 2, "int8"), "")
 import os
