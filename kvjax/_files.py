@@ -1,4 +1,4 @@
-"""Files and directories that are written whole or not at all, and files of others, which are read with care."""
+"""Atomic replacement of files and directories, and bounded reading of files that others wrote."""
 
 import contextlib
 import json
@@ -9,7 +9,7 @@ import stat
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-MOST_JSON_BYTES = 64 << 20  # of files that the library writes
+MOST_JSON_BYTES = 64 << 20  # limit for JSON files that the library wrote
 _KINDS = (
     (stat.S_ISDIR, "directory"), (stat.S_ISFIFO, "FIFO"), (stat.S_ISCHR, "character device"),
     (stat.S_ISBLK, "block device"),
@@ -17,9 +17,11 @@ _KINDS = (
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-    """Opens a regular file for reading, without a buffer and without waiting: a FIFO would wait for a writer for ever.
+    """Opens a regular file for unbuffered reading. Never blocks: a FIFO would wait for a writer forever.
 
-    Raises OSError where it cannot be opened, and ValueError for what is no regular file or no path.
+    Raises:
+      OSError: the file cannot be opened.
+      ValueError: `path` is not a path, or not that of a regular file.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     try:
@@ -34,27 +36,28 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def read_regular(path: str | os.PathLike[str], most_bytes: int) -> bytes:
-    """Returns the content of a regular file of at most `most_bytes` bytes; takes no more memory than the file has.
+    """Returns the content of a regular file of at most `most_bytes` bytes, without more memory than that takes.
 
-    Raises OSError where it cannot be opened or read, and ValueError for a larger file, and for what is no regular file
-    or no path.
+    Raises:
+      OSError: the file cannot be opened or read.
+      ValueError: the file is larger, or `path` is not a path or not that of a regular file.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most_bytes:
             raise ValueError(f"it has {size} bytes; at most {most_bytes} are read")
         pieces = []
-        while size and (piece := file.read(size)):  # Linux gives 2 GiB at most at once
+        while size and (piece := file.read(size)):  # Linux returns at most 2 GiB per read
             pieces.append(piece)
             size -= len(piece)
     return b"".join(pieces)
 
 
 def parse_json(content: bytes) -> Any:
-    """Returns what a JSON text in UTF-8 says; ValueError for whatever keeps it from being read.
+    """Parses a JSON text in UTF-8. Infinity and NaN are accepted, and 1e400 is infinity: callers check ranges.
 
-    Among that are brackets nested too deep and integers of thousands of digits. Infinity and NaN are numbers, as Python
-    writes them, and 1e400 is infinity: the range of a number is for its user to check.
+    Raises:
+      ValueError: the text is malformed, its brackets are nested too deep, or an integer has thousands of digits.
     """
     try:
         return json.loads(content.decode("utf-8"))
@@ -63,14 +66,13 @@ def parse_json(content: bytes) -> Any:
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """Returns what a JSON file says. Raises OSError where it cannot be opened, ValueError for whatever else keeps it
-    from being read (`read_regular`, `parse_json`)."""
+    """Parses a JSON file of at most MOST_JSON_BYTES; raises as `read_regular` and `parse_json` do."""
     return parse_json(read_regular(path, MOST_JSON_BYTES))
 
 
 @contextlib.contextmanager
 def replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A temporary path beside `path` that takes its place at the end, so that no reader sees half a file."""
+    """Yields a temporary path that replaces `path` when the context ends, so that no reader sees half a file."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
@@ -81,7 +83,10 @@ def replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
 
 @contextlib.contextmanager
 def replacing_directory(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """The same for a directory. The old one is moved aside before the new one takes its place, and removed then."""
+    """Yields a temporary path that replaces the directory `path` when the context ends.
+
+    The old directory is moved aside first; it is removed in the end, or moved back if the replacement fails.
+    """
     fresh, old = (path.with_name(f".{path.name}.{os.getpid()}.{kind}") for kind in ("tmp", "old"))
     try:
         yield fresh
@@ -93,14 +98,15 @@ def replacing_directory(path: pathlib.Path) -> Iterator[pathlib.Path]:
             os.replace(old, path)
         raise
     finally:
-        for one in (fresh, old):
-            shutil.rmtree(one, ignore_errors=True)
+        for temporary in (fresh, old):
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def write_private(path: str | os.PathLike[str], data: bytes) -> None:
-    """Writes a new file that only its owner may read, and returns once it is on the device, its name included.
+    """Writes a new file that only its owner may read, and syncs it and its directory to the device.
 
-    Raises OSError; then there may be a part of it.
+    Raises:
+      OSError: the file exists or cannot be written; a part of it may be left.
     """
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb", buffering=0) as file:
         rest = memoryview(data)
@@ -111,7 +117,7 @@ def write_private(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 def sync_directory(path: str | os.PathLike[str]) -> None:
-    """Returns once the names in a directory are on the device. Raises OSError."""
+    """Syncs the names in a directory to the device. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

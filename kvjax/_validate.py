@@ -1,4 +1,4 @@
-"""Settings have the types that their dataclasses declare: a wrong one is an error by its name, where it is made."""
+"""Checks of settings against the types that their dataclasses declare."""
 
 import dataclasses
 import math
@@ -17,7 +17,7 @@ _KINDS: dict[Any, type] = {int: numbers.Integral, float: numbers.Real}  # NumPy'
 
 
 def check(settings: Any) -> None:
-    """Raises ConfigError for a field of a dataclass that is not of its type, and for one that is no number."""
+    """Raises ConfigError for a field of a dataclass that is NaN or not of its declared type."""
     for name, kind in _hints(type(settings)).items():
         value = getattr(settings, name)
         either = typing.get_origin(kind) in (types.UnionType, typing.Union)
@@ -26,30 +26,38 @@ def check(settings: Any) -> None:
             raise ConfigError(f"{name}={value!r} of {type(settings).__name__} must be "
                               f"{' or '.join(_name(one) for one in allowed)}")
         if isinstance(value, numbers.Real) and math.isnan(value):
-            raise ConfigError(f"{name} of {type(settings).__name__} is not a number; give one")
+            raise ConfigError(f"{name} of {type(settings).__name__} is not a number (NaN); give one")
 
 
 def whole(value: Any, least: int | None = None) -> bool:
-    """Whether it is an integer, and not below the least one; NumPy's count too, True and False do not."""
+    """Returns whether `value` is an integer (NumPy's included, bool excluded) of at least `least`."""
     return _is(value, int) and (least is None or value >= least)
 
 
 def wholes(name: str, values: Any, least: int) -> tuple[int, ...]:
-    """Integers as Python's, so that they can be saved. Raises ConfigError unless they are a sequence of such, not below
-    the least one, and at least one."""
-    found = tuple(values) if isinstance(values, Sequence | np.ndarray) and not isinstance(values, str) else ()
-    if not found or not all(whole(one, least) for one in found):
+    """Returns integers as Python's own type, so that they can be saved.
+
+    Args:
+      name: name of the setting, for the error message.
+      values: sequence or array of integers.
+      least: smallest allowed integer.
+
+    Raises:
+      ConfigError: `values` is empty, or is not a sequence of integers of at least `least`.
+    """
+    integers = tuple(values) if isinstance(values, Sequence | np.ndarray) and not isinstance(values, str) else ()
+    if not integers or not all(whole(one, least) for one in integers):
         raise ConfigError(f"{name}={values!r} must be one or more integers of at least {least}, such as ({least},)")
-    return tuple(map(int, found))
+    return tuple(map(int, integers))
 
 
 def number(value: Any) -> bool:
-    """Whether it is a real number; NumPy's count too, True and False do not."""
+    """Returns whether `value` is a real number (NumPy's included, bool excluded)."""
     return _is(value, float)
 
 
 def path(name: str, given: Any) -> str:
-    """Returns a path as text. Raises ConfigError for what the system cannot take as one."""
+    """Returns the path `given` for the setting `name` as text. Raises ConfigError if the system cannot use it."""
     text = os.fspath(given) if isinstance(given, str | os.PathLike) else ""
     if not isinstance(text, str) or not text:
         raise ConfigError(f"{name}={given!r} must be a path")
@@ -58,31 +66,31 @@ def path(name: str, given: Any) -> str:
     except UnicodeEncodeError as cause:
         raise ConfigError(f"{name}={text!r} cannot be a file's name: {cause}; choose another path") from cause
     if b"\0" in encoded:
-        raise ConfigError(f"{name}={text!r} contains a NUL character, which ends a file's name; leave it out")
+        raise ConfigError(f"{name}={text!r} contains a NUL character, which no file name may; leave it out")
     return text
 
 
 def _hints(kind: Any) -> dict[str, Any]:
-    """The types of a dataclass's fields by name; none where they are not known at run time."""
+    """Returns the types of a dataclass's fields by name; none if they cannot be resolved at run time."""
     try:
         hints = typing.get_type_hints(kind)
-    except NameError:  # a method of somebody's own may name types that are there for type checkers alone
+    except NameError:  # a user's method may name types that are imported for type checkers only
         return {}
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
 def _is(value: Any, kind: Any) -> bool:
     kind = typing.get_origin(kind) or kind
-    if kind is Any or not isinstance(kind, type):  # or a Literal: not for us to judge
+    if kind is Any or not isinstance(kind, type):  # or a Literal, which is not checked
         return True
     if isinstance(value, bool | np.bool_):
         return kind is bool
-    if isinstance(value, type):  # has a protocol's methods, and is none of what it makes
+    if isinstance(value, type):  # a class has a protocol's methods, but is no instance of it
         return kind is type
     return isinstance(value, _KINDS.get(kind, kind))
 
 
 def _name(kind: Any) -> str:
-    known = {int: "an integer", float: "a number", bool: "True or False", types.NoneType: "None", str: "a text",
+    known = {int: "an integer", float: "a number", bool: "True or False", types.NoneType: "None", str: "a string",
              os.PathLike: "a path"}
     return known.get(kind, getattr(kind, "__name__", str(kind)))

@@ -1,18 +1,18 @@
-"""Every typed error of the library: each message names the cause and the remedy."""
+"""Typed errors of the library; each message names the cause and the remedy."""
 
 import errno
 
 
 class KvjaxError(Exception):
-    """Base of all errors that kvjax raises on purpose."""
+    """Base of all errors that kvjax raises deliberately."""
 
 
 class ConfigError(KvjaxError, ValueError):
-    """A setting is impossible by itself or together with another."""
+    """Setting that is impossible by itself or together with another."""
 
 
 class BudgetTooSmall(ConfigError):
-    """A method cannot work within so few tokens."""
+    """Budget of fewer tokens than a method needs."""
 
 
 class MethodError(ConfigError):
@@ -20,76 +20,76 @@ class MethodError(ConfigError):
 
 
 class PromptError(KvjaxError, ValueError):
-    """The prompt is empty, longer than the cache was made for, or refused by the model's chat template."""
+    """Prompt that is empty, longer than the cache allows, or refused by the model's chat template."""
 
 
 class TaskFileError(KvjaxError, ValueError):
-    """A benchmark's file cannot be used; names file and line."""
+    """Benchmark file that cannot be used; the message names file and line."""
 
 
 class CheckpointError(KvjaxError, ValueError):
-    """A model directory cannot be loaded; names file and tensor."""
+    """Model directory that cannot be loaded; the message names file and tensor."""
 
 
 class NotFinite(KvjaxError, ArithmeticError):
-    """The model computed NaN or infinity; names model, types and where."""
+    """NaN or infinity computed by the model; the message names model, types and place."""
 
 
 class StoreError(KvjaxError, OSError):
-    """Base of what a block store can report; names file, block, offset and cause.
+    """Base of the errors of a block store; the message names file, block, offset and cause.
 
     Attributes:
-      state: after a failed read, the cache as it was before the token, ready for a retry; None where something else
-        failed, as writing what was decoded.
+      state: after a failed read, the cache as it was before the token, ready for a retry; None if something else
+        failed, such as writing decoded tokens.
     """
 
     state: object | None = None
 
 
 def to_raise(error: BaseException) -> BaseException:
-    """The error, or what a callback had to keep in it because it may not raise: Ctrl-C."""
+    """Returns the error, or the KeyboardInterrupt that a callback, which may not raise it, attached as its cause."""
     cause = error.__cause__
     return error if cause is None or isinstance(cause, Exception) else cause
 
 
 class ShortRead(StoreError):
-    """The file ended before the block did."""
+    """File that ends before the block does."""
 
 
 class ReadFailed(StoreError):
-    """The operating system refused a read."""
+    """Read refused by the operating system."""
 
 
 class WriteFailed(StoreError):
-    """The operating system refused a write."""
+    """Write refused by the operating system."""
 
 
 class NoSpace(StoreError):
-    """The device or the quota is full."""
+    """Full device or quota."""
 
 
 class ChecksumMismatch(StoreError):
-    """A block's bytes are not the bytes that were written."""
+    """Block whose bytes are not those that were written."""
 
 
 class FormatMismatch(StoreError):
-    """The file is of another format, version, geometry or model."""
+    """File of another format, version, geometry or model."""
 
 
 class NothingSaved(StoreError):
-    """The file or directory holds no saved cache that is whole."""
+    """File or directory without a complete saved cache."""
 
 
 class StaleCache(StoreError):
-    """A cache value was used after the store had moved past its generation."""
+    """Cache value used after the store moved past its generation."""
 
 
 class StoreLocked(StoreError):
-    """Another writer holds the file."""
+    """File held by another writer."""
 
 
 class StoreClosed(StoreError):
-    """The store was closed, or its file is gone."""
+    """Store that was closed, or whose file is gone."""
 
 
 _NO_SPACE = {
@@ -115,10 +115,10 @@ def typed(
     """Returns the library's own error for one of the operating system.
 
     Args:
-      what: the step that failed and its path, as in "reading /x/y failed".
-      cause: the error, which is none of the library's own.
-      kind: the type to return, unless the device or the quota is full, which is NoSpace.
-      remedy: the advice where the error number has none of its own.
+      what: failed step with its path, such as "reading /x/y failed".
+      cause: error of the operating system, not one of the library's own.
+      kind: type to return, unless the device or the quota is full: that is NoSpace.
+      remedy: advice for error numbers that have none of their own here.
     """
     code = cause.errno or 0
     error = (NoSpace if code in _NO_SPACE else kind)(

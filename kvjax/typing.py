@@ -1,4 +1,4 @@
-"""Array aliases used in signatures, with one legend for every axis of the library.
+"""Array aliases used in signatures, with the legend of all axes.
 
     B   sequences in a batch            T   tokens (of a prompt or a chunk)
     K   KV heads                        G   query heads per KV head
@@ -8,11 +8,11 @@
     M   blocks selected per step        U   held rows per KV head
     S   sink tokens                     W   recent-window tokens
     R   rows of the tail, S + W - 1 + U NS  resident slots of one KV head
-    KT  tables of positions and counts: K, or 1 where all heads place tokens alike
-    KB  heads with blocks of their own in stores and slots: K, or 1 where all heads also fetch alike
+    KT  tables of positions and counts: K, or 1 if all heads place their tokens in the same blocks
+    KB  heads with blocks of their own in stores and slots: K, or 1 if all heads also fetch the same blocks
 
-A *row* is one token's key and value side by side, D2 = 2 * D numbers (X2 as they are stored: fewer of a codec or of
-values alone); where KB = 1 it has the keys of all heads, then their values.
+A *row* is one token's key followed by its value, D2 = 2 * D numbers (stored as X2 numbers: fewer with a codec, or if
+only values are stored). With KB = 1 a row has the keys of all heads, followed by their values.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from jaxtyping import Bool, Float, Int, Int32, Num, UInt
 
 if TYPE_CHECKING:
     Array = jax.Array
-else:  # at run time also what `jax.device_get` gives, so that values brought to the host keep their dataclasses
+else:  # at run time NumPy arrays, too: values from `jax.device_get` keep their dataclasses
     Array = jax.Array | np.ndarray
 PyTree = Any
 PRNGKey = jax.Array
@@ -36,10 +36,10 @@ Logits = Float[Array, "*T V"]
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
 def pytree(cls=None, /, *, kw_only: bool = False):
-    """A frozen dataclass registered as a pytree; fields with the metadata `static` are no children.
+    """Makes a class a frozen dataclass registered as a pytree; fields with the metadata `static` are no children.
 
-    JAX puts one together again without `__init__`: at each call of a compiled function, of arrays that were checked
-    when they were traced, or of whatever JAX has in their place.
+    Unflattening skips `__init__` and its checks: JAX unflattens at each call of a compiled function, and may do so with
+    placeholders instead of arrays. Arrays were checked when the function was traced.
     """
     if cls is None:
         return functools.partial(pytree, kw_only=kw_only)

@@ -65,7 +65,7 @@ def test_what_is_of_a_type_is_taken(settings):
     ({"threshold": np.float32("nan")}, "not a number"), ({"threshold": None}, "threshold=None"),
     ({"threshold": float("nan")}, "threshold of Settings is not a number"),
     ({"lookahead": 1}, "lookahead=1 of Settings must be True or False"), ({"rule": 3}, "rule=3"),
-    ({"path": 3}, "must be a text or a path or None"), ({"sizes": 3}, "sizes=3"),
+    ({"path": 3}, "must be a string or a path or None"), ({"sizes": 3}, "sizes=3"),
 ])
 def test_what_is_not_is_refused_by_name(settings, words):
     with pytest.raises(ConfigError, match=words):

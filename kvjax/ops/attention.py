@@ -1,8 +1,7 @@
-"""Attention over parts of a cache, merged exactly by their log-sum-exp.
+"""Attention over disjoint parts of a cache, merged exactly by their log-sum-exp.
 
-Softmax attention over the union of disjoint token sets is recovered from each set's unnormalised
-output, running maximum and normaliser (the online softmax of Milakov and Gimelshein, 2018). Scores
-and sums are f32 whatever the stored type.
+Softmax attention over the union of disjoint token sets follows from each set's unnormalised output, maximum and
+normaliser (the online softmax of Milakov and Gimelshein, 2018). Scores and sums are f32, whatever the stored type.
 """
 
 import functools
@@ -16,14 +15,14 @@ from kvjax.ops.barriers import computed_once
 from kvjax.ops.quantize import Packed, Scattered, Smoothing, pack, unpack
 from kvjax.typing import Array, Bool, Float, Int32, Num, pytree
 
-_FOUR = 4  # queries that the kernel takes together
-_SEGMENT = 4096  # tokens that it gives one thread, where they are more
-NEGATIVE = kernels.NEGATIVE  # finite, so that a part without any valid token merges as weight 0 and never as NaN
+_FOUR = 4  # queries that the kernel takes at a time: it needs a multiple of them per KV head
+_SEGMENT = 4096  # tokens of a KV head that one thread of the kernel attends
+NEGATIVE = kernels.NEGATIVE  # finite, so that a part without a valid token merges with weight 0 instead of NaN
 
 
 @pytree
 class Part:
-    """Attention over one set of tokens, not yet normalised."""
+    """Attention over one set of tokens, not normalised yet."""
 
     out: Float[Array, "*N D"]  # sum of exp(score - top) * value
     top: Float[Array, "*N"]  # largest score
@@ -31,13 +30,20 @@ class Part:
 
 
 def products(*pairs: tuple[Array | Packed | Scattered, Array]) -> Float[Array, "*K G N"]:
-    """Sum over pairs of key[*K, N, D] and q[*K, G, D] of each query's product with each key of its KV head."""
-    found = [_products(key, q) for key, q in pairs]
-    return computed_once(sum(found[1:], found[0])).swapaxes(-1, -2)
+    """Returns the products of each query with each key of its KV head, summed over the pairs.
+
+    Args:
+      pairs: keys `[*K, N, D]`, as an array or as they are stored, and the queries `[*K, G, D]` for them.
+
+    Returns:
+      Unscaled scores `[*K, G, N]` in f32.
+    """
+    scores = [_products(key, q) for key, q in pairs]
+    return computed_once(sum(scores[1:], scores[0])).swapaxes(-1, -2)
 
 
 def _products(key: Array | Packed | Scattered, q: Float[Array, "*K G D"]) -> Float[Array, "*K N G"]:
-    """Products of one pair; keys that were smoothed are not restored, as the query can be changed instead."""
+    """Returns the products of one pair. Smoothed keys are not restored: the query is transformed instead."""
     if isinstance(key, Packed | Scattered) and key.smoothing is not None:
         rows, q = key.gathered() if isinstance(key, Scattered) else key, q.astype(jnp.float32)
         if jax.default_backend() != "cpu":
@@ -48,28 +54,28 @@ def _products(key: Array | Packed | Scattered, q: Float[Array, "*K G D"]) -> Flo
 
 
 def _products_of_smoothed(key: Packed, smoothing: Smoothing, q: Float[Array, "*K G D"]) -> Float[Array, "*K N G"]:
-    """Products with keys that were smoothed, as they were packed."""
+    """Returns products with smoothed keys as packed: q . (scale * k + shift) = (q * scale) . k + q . shift."""
     shift, scale = smoothing.shift[..., None, :], smoothing.scale[..., None, :]
-    # A sum, and not a product of matrices, which accelerators round: it is large, and has to fit the scores of floats.
+    # A sum, because accelerators round matrix products: the constant is large and must agree with the scores of floats.
     constant = jnp.sum(q * shift, axis=-1)[..., None, :]
-    found = _contract("...nd,...gd->...ng", unpack(key.vectors, key.dtype), q * scale)
-    return found + jnp.where(key.shifted[..., None], constant, 0.0)
+    scores = _contract("...nd,...gd->...ng", unpack(key.vectors, key.dtype), q * scale)
+    return scores + jnp.where(key.shifted[..., None], constant, 0.0)
 
 
 def _weighted(
     value: Float[Array, "*K N D"] | Packed | Scattered, weight: Float[Array, "*K G N"]
 ) -> Float[Array, "*K G D"]:
-    """Sum over the rows of a KV head, each times its weight for a query."""
+    """Returns the sum over each KV head's rows, weighted for each query."""
     return _contract("...nd,...gn->...gd", value, weight)
 
 
 def _contract(
     equation: str, rows: Num[Array, "*K N D"] | Packed | Scattered, vectors: Float[Array, "*K G M"]
 ) -> Float[Array, "*K _ _"]:
-    """Stored rows and the vectors of a few queries (axis `g`) in f32.
+    """Contracts stored rows with the vectors of a few queries (axis `g`) in f32.
 
-    Rows in bfloat16 are not widened for f32 vectors: the vectors are taken apart instead, each in three of bfloat16
-    whose sum it is. XLA:CPU would write all rows to memory as f32 first, and take two to four times as long.
+    bfloat16 rows are not widened to meet f32 vectors: each vector is split into three bfloat16 vectors that sum to it.
+    XLA:CPU would write all rows to memory as f32 first and take two to four times as long.
     """
     if isinstance(rows, Scattered):
         rows = rows.unpacked()
@@ -78,23 +84,23 @@ def _contract(
     if rows.dtype != jnp.bfloat16 or vectors.dtype != jnp.float32:
         return jnp.einsum(equation, rows, vectors, preferred_element_type=jnp.float32)
     parts = jnp.concatenate(in_bfloat16(vectors), axis=-2)
-    found = jnp.einsum(equation, rows, parts, preferred_element_type=jnp.float32)
-    first, second, third = jnp.split(found, 3, axis=equation.index("g", equation.index(">")) - len(equation))
+    sums = jnp.einsum(equation, rows, parts, preferred_element_type=jnp.float32)
+    first, second, third = jnp.split(sums, 3, axis=equation.index("g", equation.index(">")) - len(equation))
     return first + (second + third)
 
 
 def _contract_packed(equation: str, rows: Packed, vectors: Float[Array, "K G M"]) -> Float[Array, "K _ _"]:
-    """Rows of one head after the other on CPU, so that what is unpacked stays in its caches."""
+    """Contracts packed rows, on CPU one head at a time, so that the unpacked rows stay in the processor's caches."""
     if jax.default_backend() != "cpu" or rows.dtype == "float32":
         return _contract(equation, rows.unpacked(), vectors)
     return jax.lax.map(lambda head: _contract(equation, head[0].unpacked(), head[1]), (rows, vectors))
 
 
 def in_bfloat16(x: Float[Array, "*N"]) -> list[Array]:
-    """Three arrays of which `x` is the sum: of its 24 bits each has eight."""
+    """Splits f32 numbers into three bfloat16 arrays that sum to `x`; each holds eight of its 24 significant bits."""
     parts = []
     for _ in range(3):
-        # Not a conversion and back, which XLA may leave out (xla_allow_excess_precision).
+        # XLA may elide a conversion and its inverse (xla_allow_excess_precision), but not reduce_precision.
         parts.append(jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7))
         x = x - parts[-1]
     return [part.astype(jnp.bfloat16) for part in parts]
@@ -104,13 +110,23 @@ def scores_of(
     q: Float[Array, "*K G D"], key: Num[Array, "*K N D"] | Packed | Scattered, valid: Bool[Array, "*K N"],
     bias: Float[Array, "*K G N"] | None = None,
 ):
-    """Scaled dot products `[*K, G, N]`, plus the bias if there is one; NEGATIVE where not valid."""
+    """Returns the scaled dot products of queries and keys.
+
+    Args:
+      q: queries of each KV head.
+      key: its keys, as an array or as they are stored.
+      valid: which keys count.
+      bias: added to the scaled products, if given.
+
+    Returns:
+      Scores `[*K, G, N]` in f32; NEGATIVE for keys that are not valid.
+    """
     scores = products((key, q)) * q.shape[-1] ** -0.5
     return only_valid(scores if bias is None else scores + bias, valid)
 
 
 def only_valid(scores: Float[Array, "*K G N"], valid: Bool[Array, "*K N"]) -> Float[Array, "*K G N"]:
-    """Scores, NEGATIVE where not valid."""
+    """Returns the scores, with NEGATIVE for keys that are not valid."""
     return computed_once(jnp.where(valid[..., None, :], scores, NEGATIVE))
 
 
@@ -118,8 +134,19 @@ def attend_part(
     q: Float[Array, "*K G D"], key: Float[Array, "*K N D"] | Packed | Scattered, value, valid: Bool[Array, "*K N"],
     bias: Float[Array, "*K G N"] | None = None,
 ) -> Part:
-    """Attention of each query head over the valid rows of its KV head; the bias is added to the scores."""
-    # Keys that a method makes may have more bits than values.
+    """Attends from each query head to the valid rows of its KV head.
+
+    Args:
+      q: queries of each KV head.
+      key: its keys, as an array or as they are stored.
+      value: its values `[*K, N, D]`, in any of the forms of `key`.
+      valid: which rows count.
+      bias: added to the scaled scores, if given.
+
+    Returns:
+      The part `[*K, G]`, to be merged with others and normalised.
+    """
+    # The kernel needs one type for both; keys computed by a method may be wider than values.
     alike = str(key.dtype) == str(value.dtype) and valid.ndim == 2
     if not isinstance(key, Packed) and not isinstance(value, Packed) and alike and reads_in_place(str(value.dtype)):
         return _attend_in_place(q, _where_it_lies(key), _where_it_lies(value), valid, bias)
@@ -129,19 +156,19 @@ def attend_part(
 def attend_scores(
     scores: Float[Array, "*K G N"], value: Float[Array, "*K N D"] | Packed | Scattered, valid: Bool[Array, "*K N"]
 ) -> Part:
-    """`attend_part` given the scores, which are NEGATIVE where not valid."""
+    """Attends like `attend_part`, given scores that are NEGATIVE for rows that are not valid."""
     top = jnp.max(scores, axis=-1, initial=NEGATIVE)
     weight = computed_once(jnp.where(valid[..., None, :], jnp.exp(scores - top[..., None]), 0.0))
     return Part(_weighted(value, weight), top, jnp.sum(weight, axis=-1))
 
 
 def reads_in_place(dtype: str) -> bool:
-    """Whether there is a kernel for rows of this type that lie anywhere: one for CPU, if that is JAX's backend."""
+    """Returns whether a compiled kernel can read scattered rows of this type in place; it needs the CPU backend."""
     return kernels.COMPILED and dtype in ("float32", "bfloat16") and jax.default_backend() == "cpu"
 
 
 def _where_it_lies(rows: Num[Array, "K N D"] | Scattered) -> Scattered:
-    """An array as a pool of which all rows are taken in order."""
+    """Returns an array as a pool whose rows are all selected, in order."""
     if isinstance(rows, Scattered):
         return rows
     heads, tokens, size = rows.shape
@@ -153,19 +180,19 @@ def _attend_in_place(
     q: Float[Array, "K G D"], key: Scattered, value: Scattered, valid: Bool[Array, "K N"],
     bias: Float[Array, "K G N"] | None,
 ) -> Part:
-    """`attend_part` of rows that are read once, where they lie."""
+    """Attends like `attend_part`, reading each row once from its place in the pool."""
     (heads, group, size), tokens = q.shape, valid.shape[-1]
     segments, more = max(1, -(-tokens // _SEGMENT)), ((0, 0), (0, -group % _FOUR), (0, 0))
     bias = jnp.zeros((heads, group, 0), jnp.float32) if bias is None else bias
     results = [jax.ShapeDtypeStruct((heads, segments, group + more[1][1], *rest), jnp.float32)
                for rest in ((size,), (), ())]
-    found = kernels.call("row_attention", results, key.pool, key.index, value.pool, value.index, valid,
+    segment_parts = kernels.call("row_attention", results, key.pool, key.index, value.pool, value.index, valid,
                          jnp.pad(q.astype(jnp.float32) * size**-0.5, more), jnp.pad(bias, more))
-    return functools.reduce(merge, (Part(*(x[:, i, :group] for x in found)) for i in range(segments)))
+    return functools.reduce(merge, (Part(*(x[:, i, :group] for x in segment_parts)) for i in range(segments)))
 
 
 def merge(first: Part, second: Part) -> Part:
-    """The part over the union of two disjoint sets."""
+    """Returns the part over the union of two disjoint token sets."""
     top = jnp.maximum(first.top, second.top)
     a, b = jnp.exp(first.top - top), jnp.exp(second.top - top)
     out = first.out * a[..., None] + second.out * b[..., None]
@@ -173,7 +200,7 @@ def merge(first: Part, second: Part) -> Part:
 
 
 def normalise(part: Part, dtype) -> Float[Array, "*N D"]:
-    """The attention output; zero where no token was valid."""
+    """Returns the attention output as `dtype`; zero where no token was valid."""
     return (part.out / jnp.maximum(part.total, 1e-30)[..., None]).astype(dtype)
 
 
@@ -181,24 +208,38 @@ def causal(
     q: Float[Array, "C K G D"], key: Float[Array, "T K D"], value: Float[Array, "T K D"], start: Int32[Array, ""],
     chunk: int, window: int | None,
 ) -> Float[Array, "C K G D"]:
-    """Dense causal attention of the queries at `start .. start + C`, one key chunk at a time.
+    """Computes dense causal attention, one chunk of keys at a time.
 
-    Memory is C x chunk per head, whatever T is; key chunks after the last query (and before the
-    sliding window) are never visited. T is a multiple of `chunk`.
+    Scores take C x `chunk` numbers per head, whatever T is. Chunks after the last query, or before its sliding window,
+    are not visited.
+
+    Args:
+      q: queries at the positions `start` to `start + C - 1`.
+      key: keys from position 0 on.
+      value: their values.
+      start: position of the first query.
+      chunk: keys visited at a time; T must be a multiple.
+      window: tokens of the sliding window, the query's own included; None for all before it.
+
+    Returns:
+      The attention output in the type of `q`.
+
+    Raises:
+      ConfigError: T is not a multiple of `chunk`.
     """
     if key.shape[0] % chunk:
-        raise ConfigError(f"{key.shape[0]} keys are not whole chunks of {chunk}; pad them")
+        raise ConfigError(f"{key.shape[0]} keys are not a multiple of chunk={chunk}; pad keys and values")
     queries = q.shape[0]
     q = q.transpose(1, 2, 0, 3).reshape(q.shape[1], -1, q.shape[-1])
-    at = start + jnp.arange(queries, dtype=jnp.int32)
+    query_position = start + jnp.arange(queries, dtype=jnp.int32)
 
     def visit(i, part):
         k = jax.lax.dynamic_slice_in_dim(key, i * chunk, chunk).swapaxes(0, 1)
         v = jax.lax.dynamic_slice_in_dim(value, i * chunk, chunk).swapaxes(0, 1)
         position = i * chunk + jnp.arange(chunk, dtype=jnp.int32)
-        seen = position[None, :] <= at[:, None]
+        seen = position[None, :] <= query_position[:, None]
         if window is not None:
-            seen &= position[None, :] > at[:, None] - window
+            seen &= position[None, :] > query_position[:, None] - window
         return merge(part, attend_masked(scores_of_many(q, k), v, seen[None]))
 
     first = 0 if window is None else jnp.maximum(0, start - window + 1) // chunk
@@ -210,14 +251,14 @@ def causal(
 
 
 def scores_of_many(q: Float[Array, "K GC D"], k: Float[Array, "K N D"]) -> Float[Array, "K GC N"]:
-    """Scaled dot products of C queries per query head, laid out as that is fastest for many."""
-    wider = jnp.promote_types(q.dtype, k.dtype)  # keys of more bits than the queries are not rounded to theirs
-    found = jnp.einsum("kqd,knd->kqn", q.astype(wider), k.astype(wider), preferred_element_type=jnp.float32)
-    return found * q.shape[-1] ** -0.5
+    """Returns the scaled dot products of C queries per query head, in the layout that is fastest for many queries."""
+    wider = jnp.promote_types(q.dtype, k.dtype)  # keys wider than the queries are not rounded to the queries' type
+    scores = jnp.einsum("kqd,knd->kqn", q.astype(wider), k.astype(wider), preferred_element_type=jnp.float32)
+    return scores * q.shape[-1] ** -0.5
 
 
 def attend_masked(scores: Float[Array, "K GC N"], v: Float[Array, "K N D"], seen: Bool[Array, "#K C N"]) -> Part:
-    """`attend_scores` for C queries per query head, each with its own mask."""
+    """Attends like `attend_scores` for C queries per query head, each with its own mask."""
     seen = jnp.tile(seen, (1, scores.shape[1] // seen.shape[1], 1))
     scores = jnp.where(seen, scores, NEGATIVE)
     top = jnp.max(scores, axis=-1, initial=NEGATIVE)

@@ -1,4 +1,4 @@
-"""Where something is in an array, as XLA:CPU finds it fastest."""
+"""Indices of marked elements, in the forms that are fastest on XLA:CPU."""
 
 import jax.numpy as jnp
 
@@ -6,11 +6,14 @@ from kvjax.typing import Array, Bool, Int32
 
 
 def places_of(among: Bool[Array, "N"], size: int) -> Int32[Array, "size"]:
-    """The first `size` places that are marked, in order, padded with -1: a sum and a scatter, no sort."""
+    """Returns the indices of the first `size` marked elements in order, padded with -1.
+
+    The same as `jnp.nonzero(among, size=size, fill_value=-1)`, as a cumulative sum and a scatter, without a sort.
+    """
     nth = jnp.where(among, jnp.cumsum(among, dtype=jnp.int32) - 1, size)
     return jnp.full(size, -1, jnp.int32).at[nth].set(jnp.arange(among.shape[0], dtype=jnp.int32), mode="drop")
 
 
 def first(among: Bool[Array, "N"]) -> Int32[Array, ""]:
-    """The first place that is marked; the last place if none is."""
+    """Returns the index of the first marked element, or the last index if none is marked."""
     return jnp.min(jnp.where(among, jnp.arange(among.shape[0], dtype=jnp.int32), among.shape[0] - 1))

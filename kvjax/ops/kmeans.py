@@ -14,7 +14,7 @@ _SAMPLE = 4096  # points that a k-means++ start is drawn from, or four per clust
 
 
 def fixed_seeds(seed: int, shape: int | tuple[int, ...]) -> PRNGKey:
-    """So many seeds: constants of a program, which need not be derived in it each time."""
+    """Returns seeds in the given shape as constants, so that a compiled program need not derive them at each run."""
     with jax.ensure_compile_time_eval():
         return jax.random.split(jax.random.key(seed), shape)
 
@@ -23,17 +23,22 @@ def kmeans(
     points: Float[Array, "T D"], valid: Bool[Array, "T"], clusters: int, active: Int32[Array, ""], seed: PRNGKey,
     iterations: int = 10, cosine: bool = False,
 ) -> Int32[Array, "T"]:
-    """Lloyd's algorithm from a greedy k-means++ start (Arthur and Vassilvitskii, 2007); returns each point's cluster.
+    """Clusters points by Lloyd's algorithm from a greedy k-means++ start (Arthur and Vassilvitskii, 2007).
+
+    An empty cluster moves to the point farthest from its own centroid, so that no active cluster stays empty while
+    distinct points are left. Neither invalid points nor clusters beyond the active ones influence the result.
 
     Args:
-      points: what to cluster; `valid` says which count.
-      clusters: static upper bound; `active` of them are used.
-      seed: of the k-means++ draws. The start is drawn from at most max(4096, 4 * active) points.
-      cosine: whether directions are clustered: points and centroids are cut to length 1 (spherical k-means).
+      points: points to cluster.
+      valid: which points count.
+      clusters: static upper bound on the number of clusters.
+      active: number of clusters to use.
+      seed: key of the k-means++ draws, which are made among at most max(4096, 4 * active) points.
+      iterations: steps of Lloyd's algorithm.
+      cosine: whether to cluster directions: points and centroids are scaled to length 1 (spherical k-means).
 
-    An empty cluster is moved to the point that is farthest from its own centroid, so no active
-    cluster stays empty while there are distinct points left. Invalid points get cluster `clusters`.
-    Neither they nor clusters beyond the active ones have any influence, however many there are.
+    Returns:
+      The cluster of each point; `clusters` for points that are not valid.
     """
     points = unit(points.astype(jnp.float32)) if cosine else points.astype(jnp.float32)
     centroids = _plus_plus(points, valid, clusters, active, seed)
@@ -54,22 +59,23 @@ def kmeans(
 
 
 def unit(x: Float[Array, "*N D"]) -> Float[Array, "*N D"]:
-    """Vectors of length 1; 0 stays 0."""
+    """Returns vectors scaled to length 1; 0 stays 0."""
     return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-20)
 
 
 def _plus_plus(points, valid, clusters, active, seed):
-    """Draws candidates with probability proportional to the squared distance to the nearest centroid; keeps the best.
+    """Returns initial centroids by greedy k-means++.
 
-    The best is the one that leaves the smallest sum of squared distances.
+    Candidates are drawn with probability proportional to the squared distance to the nearest centroid; the one that
+    leaves the smallest sum of squared distances is kept.
     """
     draw, pick = jax.random.split(seed)
     size = min(points.shape[0], max(_SAMPLE, 4 * clusters))
     if points.shape[0] > _SAMPLE:
         noise = jnp.where(valid, jax.random.uniform(pick, valid.shape, jnp.float32), -1.0)
-        # Padding makes more clusters, but not more active ones: no more than these ask for, whatever the room.
+        # Padding raises `clusters` but not `active`: the number of draws must depend on the latter only.
         drawn = jnp.arange(size, dtype=jnp.int32) < jnp.maximum(_SAMPLE, 4 * active)
-        # In order, so that padding does not permute the draws.
+        # Sorted, so that padding does not permute the draws.
         chosen = jnp.sort(jnp.where(drawn, jax.lax.top_k(noise, size)[1], points.shape[0]))
         valid = jnp.take(valid, chosen, mode="fill", fill_value=False)
         points = jnp.take(points, chosen, axis=0, mode="clip")
@@ -82,16 +88,16 @@ def _plus_plus(points, valid, clusters, active, seed):
         best, drawn = jax.lax.top_k(noisy, min(_TRIALS, size))
         distance = squared[drawn][:, None] + squared - 2 * points[drawn] @ points.T
         left = jnp.sum(jnp.where(valid, jnp.minimum(nearest, distance), 0), axis=-1)
-        at = drawn[jnp.argmin(jnp.where(best > -jnp.inf, left, jnp.inf)).astype(jnp.int32)]
-        distance = jnp.sum(jnp.square(points - points[at]), axis=-1)  # exact: 0 for a duplicate
-        return centroids.at[i].set(points[at]), jnp.minimum(nearest, distance)
+        winner = drawn[jnp.argmin(jnp.where(best > -jnp.inf, left, jnp.inf)).astype(jnp.int32)]
+        distance = jnp.sum(jnp.square(points - points[winner]), axis=-1)  # exact: 0 for a duplicate
+        return centroids.at[i].set(points[winner]), jnp.minimum(nearest, distance)
 
     start = (jnp.zeros((clusters, points.shape[1]), jnp.float32), jnp.full(points.shape[0], 1e30, jnp.float32))
     return jax.lax.fori_loop(np.int32(0), np.int32(clusters), step, start)[0]
 
 
 def _assign(points, centroids, usable):
-    """Nearest usable centroid of every point and the squared distance to it, a chunk of points at a time."""
+    """Returns the nearest usable centroid of every point and the squared distance to it, chunk by chunk."""
     offset = jnp.where(usable, jnp.sum(jnp.square(centroids), axis=-1), jnp.inf)
 
     def nearest(chunk):
@@ -109,20 +115,28 @@ def _assign(points, centroids, usable):
 def _refill(centroids, empty, points, distance):
     """Moves the first empty clusters to the points farthest from their centroids."""
     count = min(_RESEEDS, points.shape[0])
-    far, at = jax.lax.top_k(distance, count)
+    far, point = jax.lax.top_k(distance, count)
     nth = jnp.cumsum(empty, dtype=jnp.int32) - 1
     take = empty & (nth < count) & (far[jnp.clip(nth, 0, count - 1)] > 0)
-    return jnp.where(take[:, None], points[at[jnp.clip(nth, 0, count - 1)]], centroids)
+    return jnp.where(take[:, None], points[point[jnp.clip(nth, 0, count - 1)]], centroids)
 
 
 def two_means(
     points: Float[Array, "N D"], valid: Bool[Array, "N"], largest: int, iterations: int = 8
 ) -> tuple[Bool[Array, "N"], Bool[Array, "N"]]:
-    """Splits valid points in two non-empty parts of at most `largest` each; deterministic.
+    """Splits the valid points into two non-empty parts of at most `largest` points each; deterministic.
 
-    Starts from the point farthest from the mean and the point farthest from that one. At the end
-    points are cut across the line between the means, where the sizes demand it off centre.
-    Needs 2 <= valid points <= 2 * largest.
+    Lloyd's algorithm starts from the point farthest from the mean and the point farthest from that one. In the end the
+    points are divided by a plane across the line between the two means, off centre where the sizes demand it.
+
+    Args:
+      points: points to split.
+      valid: which points count: at least 2 and at most 2 * `largest`.
+      largest: most points of a part.
+      iterations: steps of Lloyd's algorithm.
+
+    Returns:
+      The points of the first part, and those of the second.
     """
     numbers = jnp.int32(largest), jnp.int32(iterations)
     like = jax.ShapeDtypeStruct(valid.shape, jnp.bool_)
@@ -136,9 +150,9 @@ def _first_half(points, valid, largest, iterations) -> Bool[Array, "N"]:
     def farthest(origin):
         return points[jnp.argmax(jnp.where(valid, squared_norm(points - origin), -1.0)).astype(jnp.int32)]
 
-    def margin(one, other):
-        """Below 0 on the side of the first centre: half the difference of the squared distances."""
-        return (points - (one + other) / 2) @ (other - one)
+    def margin(first, second):
+        """Returns half the difference of the squared distances to two centres; negative on the side of the first."""
+        return (points - (first + second) / 2) @ (second - first)
 
     def lloyd(_, pair):
         near = (valid & (margin(*pair) < 0)).astype(jnp.float32)
@@ -155,22 +169,35 @@ def _first_half(points, valid, largest, iterations) -> Bool[Array, "N"]:
 
 
 def squared_norm(x: Float[Array, "*N D"]) -> Float[Array, "*N"]:
-    """Of each vector. A product, as XLA:CPU takes five times as long to sum the rows of several heads."""
+    """Returns the squared norm of each vector.
+
+    A matrix product, because XLA:CPU takes five times as long to sum the rows of several heads.
+    """
     return jnp.matmul(jnp.square(x), jnp.ones(x.shape[-1], jnp.float32), precision="highest")
 
 
 def _ranks(x: Float[Array, "N"]) -> Float[Array, "N"]:
-    """How many numbers come before each one, of equals the first: for a few numbers far less work than sorting them."""
-    at = jnp.arange(x.shape[0], dtype=jnp.int32)
-    before = (x[None] < x[:, None]) | ((x[None] == x[:, None]) & (at[None] < at[:, None]))
+    """Returns the rank of each number, equal ones in order; for a few numbers far less work than sorting them."""
+    index = jnp.arange(x.shape[0], dtype=jnp.int32)
+    before = (x[None] < x[:, None]) | ((x[None] == x[:, None]) & (index[None] < index[:, None]))
     return before.astype(jnp.float32) @ jnp.ones(x.shape[0], jnp.float32)
 
 
 def pack(owner: Int32[Array, "T"], valid: Bool[Array, "T"], clusters: int, rows: int, blocks: int):
-    """Lays clusters out in blocks of `rows`; a larger cluster takes several blocks.
+    """Lays clusters out in blocks; a cluster of more than `rows` tokens takes several.
 
-    Returns (block[T], row[T], strays[]); `blocks` for invalid tokens. Tokens of a cluster keep their order. Those for
-    which no block is left, the strays, fill free rows of any, from the first on. Needs blocks * rows >= T.
+    Tokens of a cluster keep their order. Tokens for which no block is left, the strays, fill the free rows of other
+    blocks, from the first block on.
+
+    Args:
+      owner: cluster of each token.
+      valid: which tokens count.
+      clusters: number of clusters.
+      rows: rows of a block.
+      blocks: number of blocks; blocks * rows must be at least T.
+
+    Returns:
+      The block `[T]` of each token (`blocks` for tokens that are not valid), its row `[T]`, and the number of strays.
     """
     size = jnp.zeros(clusters + 1, jnp.int32).at[owner].add(valid)
     taken = -(-size // rows)

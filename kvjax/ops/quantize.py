@@ -1,16 +1,16 @@
-"""How a vector is kept in a block: as floats, or as 8 or 4 bit codes with a range of its own.
+"""Vectors as blocks store them: floats, or codes of 8 or 4 bits with a range per vector.
 
 A key or value x of D numbers becomes D codes c = round((x - low) / step) of `bits` bits, low = min x and step =
-(max x - low) / (2^bits - 1), with low and step as f16 behind them: D + 4 bytes, or D / 2 + 4. A number is off by half a
-step, and by what f16 takes from low. Every vector has its own range, as rows arrive one by one; so KIVI (Liu et al.,
-2024) keeps values, while its keys share a range per channel among many tokens. Here keys are made even first, with a
-shift and a scale per channel (`Smoothing`, which `kvjax.cache.smoothing` learns). Packing what was unpacked changes
-nothing.
+(max x - low) / (2^bits - 1), followed by low and step as f16: D + 4 bytes, or D / 2 + 4. A number is off by at most
+half a step, plus the rounding of low to f16. Every vector has its own range, because rows arrive one by one; KIVI (Liu
+et al., 2024) stores values in this way, while its keys share a range per channel among many tokens. Here a shift and a
+scale per channel even keys out first (`Smoothing`, learnt by `kvjax.cache.smoothing`). Packing unpacked vectors again
+changes nothing.
 
-Sinks, recent window and held rows are kept as floats.
+Sinks, recent window and held rows are stored as floats.
 
-Arrays of blocks in bfloat16 hold its bits. XLA:CPU has no scatter in bfloat16: to write a row it copies the whole array
-as f32, and that copy back.
+Arrays of blocks in bfloat16 hold its bits as uint16. XLA:CPU has no scatter in bfloat16: to write a row it converts the
+whole array to f32 and back.
 """
 
 import dataclasses
@@ -23,102 +23,105 @@ from kvjax.typing import Array, Bool, Float, Int32, Num, pytree
 
 FLOATS = ("float32", "bfloat16", "float16")
 BITS = {"int8": 8, "int4": 4}
-_RANGE_BYTES = 4  # low and step
-_LARGEST = 65504.0  # of f16
+_RANGE_BYTES = 4  # low and step, each f16
+_LARGEST = 65504.0  # largest finite f16
 
 
 @pytree
 class Smoothing:
-    """Shift and scale of channels of keys in few bits: of (k - shift) / scale and k / scale, what spans less is kept.
+    """Shift and scale of each channel of keys in few bits.
 
-    Keys of attention sinks, which take most of the attention, are small where a bias makes all others large.
+    Of (k - shift) / scale and k / scale, the vector with the smaller range is stored. Keys of attention sinks, which
+    take most of the attention, are small in channels where a bias makes all other keys large.
     """
 
     shift: Float[Array, "*B K D"]
-    scale: Float[Array, "*B K D"]  # 0 = not known yet, as no key is packed
+    scale: Float[Array, "*B K D"]  # 0 = not known yet, because no key is packed
 
 
 def _beside(channels: Float[Array, "*B K D"], key: Float[Array, "*N D"]) -> Float[Array, "*M D"]:
-    """Numbers of each head's channels, to be used with all of its keys."""
+    """Returns per-channel numbers with axes inserted, so that they broadcast over each head's keys."""
     return jnp.expand_dims(channels, tuple(range(channels.ndim - 1, key.ndim - 1)))
 
 
 @pytree
 class Packed:
-    """Many vectors as they are kept: all of them unpacked at once would be fresh memory in every step, which costs more
-    than unpacking them."""
+    """Vectors in packed form, unpacked only where they are used.
+
+    Unpacked all at once they would take newly allocated memory in every step, which costs more than the unpacking.
+    """
 
     vectors: Num[Array, "*K N X"]
     dtype: str = dataclasses.field(metadata={"static": True})
     smoothing: Smoothing | None = None  # of keys
 
     def unpacked(self) -> Float[Array, "*K N D"]:
-        """All of them."""
+        """Returns all vectors as floats, with smoothing undone."""
         rows = unpack(self.vectors, self.dtype)
         if self.smoothing is None:
             return rows
-        shift, scale = (_beside(one, rows) for one in (self.smoothing.shift, self.smoothing.scale))
+        shift, scale = (_beside(channels, rows) for channels in (self.smoothing.shift, self.smoothing.scale))
         return rows * scale + jnp.where(self.shifted[..., None], shift, 0.0)
 
     @property
     def shifted(self) -> Bool[Array, "*K N"]:
-        """Whether the shift was subtracted from keys that were smoothed: the sign of their step says so."""
+        """Whether each key was smoothed with the shift, not by the scale alone: its step then has no sign bit."""
         return self.vectors[..., -1] >= 0
 
 
 @pytree
 class Scattered:
-    """Single rows of a pool where they lie: gathered they would be fresh memory, too, and be read twice."""
+    """Selected rows of a pool, read in place: gathering them would allocate memory and read them twice."""
 
     pool: Num[Array, "R X"]  # every row there is
-    index: Int32[Array, "*K N"]  # which of them; those out of range are clipped
+    index: Int32[Array, "*K N"]  # selected rows; indices out of range are clipped
     dtype: str = dataclasses.field(metadata={"static": True})
     smoothing: Smoothing | None = None  # of keys
 
     def unpacked(self) -> Float[Array, "*K N D"]:
-        """All of them."""
+        """Returns the selected rows as floats."""
         return self.gathered().unpacked()
 
     def gathered(self) -> Packed:
-        """Copies of them, one after the other."""
+        """Returns copies of the selected rows, still packed."""
         return Packed(jnp.take(self.pool, self.index, axis=0, mode="clip"), self.dtype, self.smoothing)
 
 
 def all_of(rows: Packed | Scattered | Array) -> Float[Array, "*K N D"]:
-    """Rows as an array."""
+    """Returns rows in any form as an array of floats."""
     return rows.unpacked() if isinstance(rows, Packed | Scattered) else rows
 
 
 def check(dtype, size: int = 2) -> None:
-    """Raises ConfigError for a type that there is not, or that vectors of `size` numbers cannot be kept as."""
-    if not isinstance(dtype, str) or dtype not in (*FLOATS, *BITS):  # NumPy's types are equal to their names
+    """Raises ConfigError unless vectors of `size` numbers can be stored as `dtype`."""
+    if not isinstance(dtype, str) or dtype not in (*FLOATS, *BITS):  # NumPy's types compare equal to their names
         raise ConfigError(f"keys and values cannot be kept as {dtype!r}; use one of {', '.join((*FLOATS, *BITS))}")
     if dtype == "int4" and size % 2:
-        raise ConfigError(f"int4 packs two numbers into a byte, and heads have {size}; use int8")
+        raise ConfigError(f"int4 packs two numbers into a byte, but the head size {size} is odd; use int8")
 
 
 def stored_type(dtype: str) -> str:
-    """The element type of blocks in a store."""
+    """Returns the element type of blocks in a store."""
     return "int8" if dtype in BITS else dtype
 
 
 def array_type(dtype: str) -> str:
-    """The element type of arrays of blocks."""
+    """Returns the element type of arrays of blocks on the device."""
     return "uint16" if dtype == "bfloat16" else stored_type(dtype)
 
 
 def tail_type(dtype: str) -> str:
-    """The type of the rows that are not in blocks."""
+    """Returns the type of rows that are not in blocks: sinks, recent window and held rows."""
     return "float32" if dtype in BITS else dtype
 
 
 def width(dtype: str, size: int) -> int:
-    """Elements of a block that a vector of `size` numbers takes."""
+    """Returns the number of block elements that a vector of `size` numbers takes."""
     return size if dtype not in BITS else size * BITS[dtype] // 8 + _RANGE_BYTES
 
 
 def pack(x: Float[Array, "*N D"], dtype: str) -> Num[Array, "*N X"]:
-    """Vectors as they are kept."""
+    """Packs vectors as blocks store them; `dtype` is one of FLOATS or BITS."""
     if dtype == "bfloat16":
         return jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
     if dtype not in BITS:
@@ -127,7 +130,8 @@ def pack(x: Float[Array, "*N D"], dtype: str) -> Num[Array, "*N X"]:
     x = jnp.clip(x.astype(jnp.float32), -_LARGEST, _LARGEST)
     low = jnp.min(x, axis=-1, keepdims=True).astype(jnp.float16)
     step = _step(low, jnp.max(x, axis=-1, keepdims=True), levels)
-    # f16 may have made of the step one with which the largest code is another: that has the range of the next packing.
+    # Rounding the step to f16 may change the largest code. The step is derived again from the range that the codes
+    # span, so that packing the unpacked vectors gives the same step.
     largest = jnp.max(_codes(x, low, step, levels), axis=-1, keepdims=True)
     step = _step(low, low.astype(jnp.float32) + step.astype(jnp.float32) * largest, levels)
     code = _codes(x, low, step, levels).astype(jnp.uint8)
@@ -139,18 +143,18 @@ def pack(x: Float[Array, "*N D"], dtype: str) -> Num[Array, "*N X"]:
 
 
 def pack_keys(key: Float[Array, "*N D"], smoothing: Smoothing | None, dtype: str) -> Num[Array, "*N X"]:
-    """Keys `[*B, K, *E, D]` as they are kept."""
+    """Packs keys `[*B, K, *E, D]`, smoothed by shift and scale or by scale alone, whichever has the smaller range."""
     if smoothing is None:
         return pack(key, dtype)
-    shift, scale = (_beside(one, key) for one in (smoothing.shift, smoothing.scale))
+    shift, scale = (_beside(channels, key) for channels in (smoothing.shift, smoothing.scale))
     scale, key = jnp.where(scale > 0, scale, 1.0), key.astype(jnp.float32)
     shifted, plain = pack((key - shift) / scale, dtype), pack(key / scale, dtype)
-    sign = jnp.zeros(plain.shape[-1], jnp.int8).at[-1].set(-128)  # of the step, in the last byte
+    sign = jnp.zeros(plain.shape[-1], jnp.int8).at[-1].set(-128)  # sign bit of the step, in the last byte
     return jnp.where(_steps(plain) < _steps(shifted), plain | sign, shifted)
 
 
 def _steps(kept: Num[Array, "*N X"]) -> Float[Array, "*N 1"]:
-    """The step of each vector, which has no sign yet."""
+    """Returns the step of each packed vector that has no sign bit set yet."""
     return jax.lax.bitcast_convert_type(kept[..., -2:], jnp.float16)[..., None]
 
 
@@ -159,15 +163,18 @@ def _step(low: Float[Array, "*N 1"], largest: Float[Array, "*N 1"], levels: int)
 
 
 def _codes(x: Float[Array, "*N D"], low: Float[Array, "*N 1"], step: Float[Array, "*N 1"], levels: int):
-    """Steps above `low`, 0 to `levels`. A step of 0 is a vector of equal numbers, up to what f16 can tell apart: all
-    codes are 0 then, and that of the least number is in any case, lest f16 puts `low` steps below it."""
+    """Returns the number of steps of each element above `low`, from 0 to `levels`.
+
+    A step of 0 means that all numbers are equal as far as f16 can tell; all codes are 0 then. The smallest number has
+    code 0 even where f16 rounds `low` to several steps below it.
+    """
     per_step = jnp.where(step > 0, 1.0 / jnp.maximum(step.astype(jnp.float32), 1e-30), 0.0)
     codes = jnp.clip(jnp.round((x - low.astype(jnp.float32)) * per_step), 0, levels)
     return jnp.where(x == jnp.min(x, axis=-1, keepdims=True), 0, codes)
 
 
 def unpack(kept: Num[Array, "*N X"], dtype: str) -> Float[Array, "*N D"]:
-    """The vectors again."""
+    """Returns the vectors that were packed, without undoing a smoothing: floats as stored, codes as f32."""
     if dtype == "bfloat16":
         return jax.lax.bitcast_convert_type(kept, jnp.bfloat16)
     if dtype not in BITS:

@@ -14,7 +14,15 @@ RopeKind = Literal["default", "linear", "llama3"]
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding: base frequency and how it is stretched to longer contexts."""
+    """Rotary embedding: base frequency, and how its angles are stretched to longer contexts.
+
+    theta                  base of the frequencies
+    kind                   default (not stretched), linear or llama3
+    factor                 divisor of the frequencies (linear), or of the low ones (llama3)
+    low_freq_factor        llama3: turns within the original length below which a frequency is divided by `factor`
+    high_freq_factor       llama3: turns from which a frequency is kept
+    original_max_position  llama3: length first trained on, in tokens
+    """
 
     theta: float = 10_000.0
     kind: RopeKind = "default"
@@ -25,7 +33,7 @@ class RopeConfig:
 
 
 def inverse_frequencies(head_dim: int, rope: RopeConfig) -> np.ndarray:
-    """Angular frequency of each pair of dimensions, `[D / 2]`, stretched as `rope.kind` says."""
+    """Returns the angular frequency of each pair of dimensions, `[D / 2]` in f32, stretched as `rope.kind` says."""
     freqs = 1.0 / rope.theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if rope.kind == "linear":
         freqs = freqs / rope.factor
@@ -35,7 +43,7 @@ def inverse_frequencies(head_dim: int, rope: RopeConfig) -> np.ndarray:
 
 
 def _llama3(freqs: np.ndarray, rope: RopeConfig) -> np.ndarray:
-    """Llama 3.1: keep short wavelengths, divide long ones by `factor`, blend in between."""
+    """Stretches as Llama 3.1 does: keeps short wavelengths, divides long ones by `factor`, blends in between."""
     turns = rope.original_max_position * freqs / (2 * np.pi)
     keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     keep = np.clip(keep, 0.0, 1.0)
@@ -43,13 +51,13 @@ def _llama3(freqs: np.ndarray, rope: RopeConfig) -> np.ndarray:
 
 
 def rotate(x: Float[Array, "*T N D"], positions: Int32[Array, "*T"], freqs: np.ndarray) -> Float[Array, "*T N D"]:
-    """Rotates each head of `x` to its true position; angles are computed in f32."""
+    """Rotates each head of `x` to its token's position; angles are computed in f32."""
     angles = positions[..., None, None].astype(jnp.float32) * freqs
     cos, sin = written_out(jnp.stack([jnp.cos(angles), jnp.sin(angles)])).astype(x.dtype)
     return turn(x, cos, sin)
 
 
 def turn(x: Float[Array, "*N D"], cos: Float[Array, "*M F"], sin: Float[Array, "*M F"]) -> Float[Array, "*N D"]:
-    """`x` with each of its F = D / 2 pairs of dimensions turned by the angle of which these are cosine and sine."""
+    """Rotates each of the F = D / 2 pairs of dimensions of `x` by an angle, given as cosine and sine."""
     first, second = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

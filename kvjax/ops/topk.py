@@ -1,5 +1,4 @@
-"""From the vectors that stand for blocks to the best blocks: their products with queries, one score for all query heads
-of a KV head, and the first M."""
+"""Block ranking: products of block vectors with queries, one score per KV head, and the top M blocks."""
 
 import functools
 
@@ -14,7 +13,7 @@ AGGREGATIONS = ("mean", "max", "softmax_mean", "softmax_max")
 
 
 def vector_products(vectors: Float[Array, "K D N"], q: Float[Array, "K G D"]) -> Float[Array, "K G N"]:
-    """Inner products of each KV head's queries with its vectors, which lie dimension by dimension."""
+    """Returns the inner products of each KV head's queries with its vectors, stored dimension by dimension."""
     like = jax.ShapeDtypeStruct((*q.shape[:-1], vectors.shape[-1]), jnp.float32)
     return kernels.on_cpu("vector_products", like, _vector_products, vectors, q.astype(jnp.float32))
 
@@ -24,7 +23,10 @@ def _vector_products(vectors: Float[Array, "K D N"], q: Float[Array, "K G D"]) -
 
 
 def vector_of(vectors: Float[Array, "D N"], at: Int32[Array, ""]) -> Float[Array, "D"]:
-    """One of the vectors of a head; XLA:CPU takes its numbers, each far from the next, one after the other."""
+    """Returns the vector at index `at`.
+
+    Its numbers are far apart in memory: the kernel prefetches them all, where XLA:CPU waits for each in turn.
+    """
     return kernels.on_cpu("vector", jax.ShapeDtypeStruct(vectors.shape[:1], jnp.float32), _vector_of, vectors, at)
 
 
@@ -33,9 +35,12 @@ def _vector_of(vectors: Float[Array, "D N"], at: Int32[Array, ""]) -> Float[Arra
 
 
 def aggregate(scores: Float[Array, "K G N"], rule: str) -> Float[Array, "K N"]:
-    """One score per KV head from those of its query heads.
+    """Returns one score per KV head and vector from the scores of its query heads.
 
-    `mean` and `max` act on raw scores, `softmax_mean` and `softmax_max` on each query head's softmax.
+    Args:
+      scores: scores of each query head.
+      rule: one of AGGREGATIONS: `mean` and `max` of the raw scores, `softmax_mean` and `softmax_max` of each query
+        head's softmax.
     """
     if rule == "softmax_mean":
         like = jax.ShapeDtypeStruct((len(scores), scores.shape[-1]), jnp.float32)
@@ -54,13 +59,16 @@ def _softmax_mean(scores: Float[Array, "K G N"]) -> Float[Array, "K N"]:
 
 
 def _softmaxes(scores: Float[Array, "K G N"]) -> tuple[Float[Array, "K G N"], Float[Array, "K G"]]:
-    """Exponentials of each query head's scores, and what they are to be multiplied with."""
+    """Returns the exponentials of each query head's scores, and the factor that makes them its softmax."""
     weight = computed_once(jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True)))
     return weight, 1 / jnp.sum(weight, axis=-1)
 
 
 def top_blocks(scores: Float[Array, "K NB"], occupied: Bool[Array, "K NB"], count: int) -> Int32[Array, "K M"]:
-    """The `count` best occupied blocks, best first, of equals the first; NB fills up where fewer are occupied."""
+    """Returns the `count` occupied blocks with the highest scores, best first.
+
+    Equal scores are ranked by block number. Where fewer than `count` blocks are occupied, NB fills the rest.
+    """
     like = jax.ShapeDtypeStruct((len(scores), count), jnp.int32)
     otherwise = functools.partial(_top_blocks, count=count)
     return kernels.on_cpu("best_blocks", like, otherwise, scores, jnp.broadcast_to(occupied, scores.shape))

@@ -1,7 +1,7 @@
-"""The compiled part of `kvjax.ops.kernels` (module.c)."""
+"""Compiled module of `kvjax.ops.kernels` (module.c)."""
 
 JAXLIB: str
-"""Version that it was compiled for."""
+"""Version of jaxlib that the module was compiled for."""
 
 def handlers() -> dict[str, object]:
-    """XLA's handler of each kernel, as a capsule."""
+    """Returns the XLA handler of each kernel by name, as a capsule."""
