@@ -1,9 +1,9 @@
-"""Chat templates, filled in by a process apart: a template is foreign code, which nothing else bounds for sure.
+"""Rendering of chat templates in a separate process, because a template is untrusted code.
 
-A sandbox keeps it from files and attributes, but not from loops in loops, from `'a' * 10**10` or from the recursion of
-a parser, and a thread in the middle of such a call cannot be stopped. A process can: it has `SECONDS` of processor time
-for each template, `MEMORY` bytes, and may answer with `_LEAST` characters more than four times what it was given. It is
-started at the first use, serves all templates, and ends with this process.
+Jinja's sandbox protects files and attributes, but does not stop nested loops, `'a' * 10**10` or a recursive parser, and
+a thread in such a call cannot be stopped. A process can: it has `SECONDS` of processor time for each template, `MEMORY`
+bytes of address space, and may answer with four times the characters of its request plus `_LEAST`. It is started at the
+first use, serves all templates, and ends with this process.
 """
 
 import atexit
@@ -30,10 +30,16 @@ _worker: Any = None  # subprocess.Popen
 
 
 def render(template: str, names: Mapping[str, Any], name: str) -> str:
-    """Returns the text of a Jinja template with the given names, in the dialect of Hugging Face's.
+    """Renders a Jinja template in the dialect of Hugging Face's chat templates.
 
-    Raises PromptError for names that are not of JSON's types or that the template refuses, and CheckpointError, which
-    begins with `name`, if the template is broken or takes more time, memory or text than it may.
+    Args:
+      template: source of the template.
+      names: values of the template's variables, of JSON's types.
+      name: beginning of the message of a CheckpointError.
+
+    Raises:
+      PromptError: a value is not of JSON's types, or the template refuses the messages.
+      CheckpointError: the template is broken, or exceeds its limit of time, memory or text.
     """
     try:
         request = json.dumps({"template": template, "names": names, "seconds": SECONDS}, default=_mapping)
@@ -58,7 +64,7 @@ def _mapping(value: Any) -> dict:
 
 
 def _ask(request: bytes, name: str) -> dict[str, Any]:
-    """Returns the worker's answer, or why it ended."""
+    """Returns the worker's answer, or the reason why it ended."""
     worker = _started(name)
     try:
         worker.stdin.write(request)
@@ -66,7 +72,7 @@ def _ask(request: bytes, name: str) -> dict[str, Any]:
         answer = worker.stdout.readline()
     except BrokenPipeError:
         answer = b""
-    except BaseException:  # Ctrl-C: an answer that is still to come would be taken for the next one's
+    except BaseException:  # Ctrl-C: the next request would take a late answer for its own
         _end()
         raise
     if answer.endswith(b"\n"):
@@ -80,7 +86,7 @@ def _started(name: str) -> Any:
     global _worker
     if _worker is None or _worker.poll() is not None:
         _end()
-        path = os.pathsep.join(one for one in sys.path if one)  # which -S leaves alone, and which takes time to make
+        path = os.pathsep.join(one for one in sys.path if one)  # passed on, because -S skips the slow search for it
         try:
             _worker = subprocess.Popen(
                 [sys.executable, "-S", "-P", str(_WORKER), str(MEMORY)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -94,20 +100,20 @@ def _started(name: str) -> Any:
 
 @atexit.register
 def _end() -> int | None:
-    """Ends the worker, if this process has one, and returns how it ended."""
+    """Ends the worker, if this process has one, and returns its exit code."""
     global _worker
     worker, _worker = _worker, None
     if worker is None:
         return None
     worker.kill()
     for pipe in (worker.stdin, worker.stdout):
-        with contextlib.suppress(OSError):  # what a broken pipe did not take
+        with contextlib.suppress(OSError):  # bytes that a broken pipe did not take
             pipe.close()
     return worker.wait()
 
 
 def _forget() -> None:
-    """Leaves the worker to the process that this one is a fork of: it answers there."""
+    """Forgets the worker after a fork: it answers the parent process."""
     global _worker, _lock
     _worker, _lock = None, threading.Lock()
 

@@ -1,4 +1,4 @@
-"""Parameters from and to safetensors files in Hugging Face's naming."""
+"""Loading and saving of parameters as safetensors files with Hugging Face's names."""
 
 import contextlib
 import dataclasses
@@ -27,25 +27,25 @@ from kvjax.typing import PyTree
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-_PREFIX = "model."  # of every tensor but the unembedding; files of a model without one have names without it
+_PREFIX = "model."  # of all tensors but the unembedding; files of a bare model leave it out
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Older checkpoints carry the rotary frequencies, which follow from the configuration.
 _DERIVED = re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 _READABLE, _WRITABLE = ("F32", "BF16", "F16"), ("float32", "bfloat16")
-_MOST_HEADER = 8 << 20  # bytes of a file's header, which has about 100 for each tensor
+_MOST_HEADER = 8 << 20  # bytes of a file's header; each tensor takes about 100
 _FEW = 5  # names in a warning
-_PIECE = 1 << 17  # values that are looked at together: they stay in the processor's cache
+_PIECE = 1 << 17  # values checked at a time, so that they stay in the processor's cache
 
 
 class _Target(NamedTuple):
-    """Where a tensor goes: parameter path and shape."""
+    """Parameter path and shape of a tensor in the model."""
 
     path: str
     shape: tuple[int, ...]
 
 
 class _Source(NamedTuple):
-    """Where a tensor is, and what the file's header says of it."""
+    """File, name, shape and type of a stored tensor, according to the file's header."""
 
     file: pathlib.Path
     name: str
@@ -56,23 +56,25 @@ class _Source(NamedTuple):
 def load(directory: hf_config.Path, config: ModelConfig, dtype: DTypeLike = jnp.float32) -> tuple[ModelConfig, PyTree]:
     """Reads the weights of a model directory.
 
-    Every name, shape and type in the files' headers is checked before anything else, and one tensor is read at a time,
-    so that the host never holds a second copy of the model.
+    All names, shapes and types in the files' headers are checked first. Tensors are read one at a time, so that the
+    host never holds a second copy of the model.
 
-    The weights decide whether the embedding is the unembedding, too, not the configuration, as in transformers: a tied
-    model that has an `lm_head.weight` of its own is untied, with a warning, and one that has it alone is embedded with
-    it. Tensors that the model has no place for are left out, with a warning that names them. Of a tensor in two shards
-    that one counts which the index names.
+    As in transformers, the weights decide whether embedding and unembedding are tied, not the configuration: a tied
+    model with a different `lm_head.weight` is untied, with a warning, and one with `lm_head.weight` alone uses it for
+    both. Tensors that the model does not have are skipped, with a warning that names them. A tensor in two shards is
+    read from the one that the index names.
 
     Args:
-      config: the model's settings, as of `hf_config.read_config`.
-      dtype: of the parameters.
+      directory: model directory.
+      config: settings of the model, from `hf_config.read_config`.
+      dtype: type of the parameters.
 
     Returns:
-      `config`, tied or not as the weights are, and the parameters of `Transformer` of it.
+      `config`, tied or untied as the weights are, and the parameters of `Transformer(config)`.
 
-    Raises CheckpointError, naming file and tensor, for a file that is missing, no file or cut short, and for a tensor
-    that is missing, ambiguous, misshapen, or not finite in the file or as `dtype`.
+    Raises:
+      CheckpointError: a file is missing, not a regular file or truncated, or a tensor is missing, ambiguous, misshapen,
+        or not finite in the file or as `dtype`. The message names file and tensor.
     """
     held, weight_map = _held(directory)
     own_head = config.tie_embeddings and _HEAD in held and _name_in(held, _EMBEDDING) in held
@@ -82,12 +84,12 @@ def load(directory: hf_config.Path, config: ModelConfig, dtype: DTypeLike = jnp.
     sources = _sources(held, weight_map, targets)
     _warn_of_others(held, sources)
     if own_head and _are_equal(sources[_EMBEDDING], sources[_HEAD]):
-        # Both forms are the same model then, and tied it takes less memory.
+        # The tied model is the same and takes less memory.
         config = dataclasses.replace(config, tie_embeddings=True)
         del sources[_HEAD]
     elif own_head:
         warnings.warn(f"{sources[_HEAD].file}: {_HEAD} is not the embedding, although tie_word_embeddings in "
-                      f"{hf_config.CONFIG} is true; the model is loaded with both", stacklevel=3)
+                      f"{hf_config.CONFIG} is true; both are loaded as they are", stacklevel=3)
     params = {targets[name].path: value for name, value in _read_all(sources, dtype).items()}
     return config, traverse_util.unflatten_dict(params, sep="/")
 
@@ -96,12 +98,21 @@ def save_params(
     params: PyTree, config: ModelConfig, directory: hf_config.Path, dtype: str = "float32",
     beside: contextlib.AbstractContextManager | None = None,
 ) -> None:
-    """Writes the parameters and the configuration so that `load` and transformers read them.
+    """Writes parameters and configuration in the form that `load` and transformers read.
 
-    Holds a copy of the model in host memory while it writes. What is there is replaced once all is written, also what
-    `beside` writes as it is entered and puts in its place as it is left. Raises CheckpointError if Hugging Face has no
-    format for `config` (a model without MLP, for one), if `params` are not those of `Transformer(config)` or not finite
-    as `dtype`, or if they cannot be written, and ConfigError for a dtype other than float32 and bfloat16.
+    Holds a copy of the model in host memory meanwhile. Files in the directory are replaced once everything is written.
+
+    Args:
+      params: parameters of `Transformer(config)`.
+      config: settings of the model.
+      directory: directory to write to, created if it does not exist.
+      dtype: type of the stored weights, float32 or bfloat16.
+      beside: context that writes further files when it is entered and moves them into place when it is left.
+
+    Raises:
+      CheckpointError: Hugging Face has no format for `config` (such as a model without MLP), `params` do not belong to
+        it or are not finite as `dtype`, or the files cannot be written.
+      ConfigError: another `dtype` is given.
     """
     if dtype not in _WRITABLE:
         raise ConfigError(f"cannot save as dtype {dtype!r}; use one of {', '.join(_WRITABLE)}")
@@ -113,21 +124,21 @@ def save_params(
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise CheckpointError(f"{directory}: no directory can be made there ({error}); choose another") from error
+        raise CheckpointError(f"{directory}: cannot create the directory ({error}); choose another path") from error
     try:
         with beside or contextlib.nullcontext(), _files.replacing(path) as temporary:
-            # transformers refuses a file that does not say which framework its layout is for.
+            # transformers refuses a file whose metadata does not name a framework.
             save_file(tensors, temporary, metadata={"format": "pt"})
-            # Last, so that a full disk leaves an earlier model as it was.
+            # Last, so that a full disk leaves an earlier model intact.
             hf_config.write_config(config, directory, dtype)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{directory}: cannot be written ({error}); make room, or choose another") from error
 
 
 def _targets(config: ModelConfig) -> dict[str, _Target]:
-    """What each tensor of a checkpoint is to become, by the tensor's name.
+    """Returns the parameter path and shape of each tensor of a checkpoint, by the tensor's name.
 
-    The shapes follow from the settings alone: tracing the model would take as long as a hostile configuration asks for.
+    Shapes are derived from the settings: tracing the model could take arbitrarily long for a hostile configuration.
     """
     hidden, vocab = config.hidden_size, config.vocab_size
     targets = {_EMBEDDING: _Target("embedding/embedding", (vocab, hidden)),
@@ -142,7 +153,7 @@ def _targets(config: ModelConfig) -> dict[str, _Target]:
 
 
 def _norm_targets(config: ModelConfig) -> dict[str, _Target]:
-    """Those of one layer's normalisations."""
+    """Returns the targets of one layer's normalisations."""
     norms = {"input_layernorm": ("input_norm", config.hidden_size),
              "post_attention_layernorm": ("post_norm", config.hidden_size)}
     if config.qk_norm:
@@ -151,7 +162,7 @@ def _norm_targets(config: ModelConfig) -> dict[str, _Target]:
 
 
 def _linear_targets(config: ModelConfig) -> dict[str, _Target]:
-    """Those of one layer's linear maps, each [out, in]."""
+    """Returns the targets of one layer's linear maps, each [out, in]."""
     hidden, inner = config.hidden_size, config.intermediate_size
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     maps = {
@@ -168,11 +179,11 @@ def _linear_targets(config: ModelConfig) -> dict[str, _Target]:
     return weights | biases
 
 
-# ---- what the files hold
+# ---- contents of the files
 
 
 def _held(directory: hf_config.Path) -> tuple[dict[str, list[_Source]], Mapping[str, str]]:
-    """Every tensor that the files' headers name, in each file that has it, and the index's file of each tensor."""
+    """Returns every tensor in the files' headers, with each file that has it, and the index's file of each tensor."""
     paths, weight_map = _weight_files(directory)
     held: dict[str, list[_Source]] = {}
     for file in paths:
@@ -182,12 +193,12 @@ def _held(directory: hf_config.Path) -> tuple[dict[str, list[_Source]], Mapping[
                 source = _Source(file, name, tuple(header.get_shape()), header.get_dtype())
                 held.setdefault(name, []).append(source)
     if not held:
-        raise CheckpointError(f"{paths[0]}: it holds no tensor; download it again")
+        raise CheckpointError(f"{paths[0]}: no tensors in the file; download it again")
     return held, weight_map
 
 
 def _weight_files(directory: hf_config.Path) -> tuple[list[pathlib.Path], Mapping[str, str]]:
-    """The one file, or the shards and the index's map of tensors to them; like transformers, one file comes first."""
+    """Returns the single file if there is one, as transformers does, or else the shards and the index's map to them."""
     root = hf_config.model_directory(directory)
     if os.path.lexists(root / WEIGHTS):
         return [root / WEIGHTS], {}
@@ -195,12 +206,12 @@ def _weight_files(directory: hf_config.Path) -> tuple[list[pathlib.Path], Mappin
     if not os.path.lexists(index):
         raise CheckpointError(f"{root}: neither {WEIGHTS} nor {INDEX}; convert other formats to safetensors first")
     weight_map = hf_config.read_json(index).get("weight_map")
-    # Plain names only, so that an index cannot make us read outside its directory.
+    # Plain names only, so that an index cannot name files outside its directory.
     if not isinstance(weight_map, dict) or not weight_map or not all(map(_is_plain_name, weight_map.values())):
-        raise CheckpointError(f"{index}: weight_map is no object of tensor names and plain file names")
+        raise CheckpointError(f"{index}: weight_map is not an object of tensor names and plain file names")
     for name, shard in weight_map.items():
         if not os.path.exists(root / shard):
-            raise CheckpointError(f"{root / shard}: this shard, which holds tensor {name}, is missing")
+            raise CheckpointError(f"{root / shard}: this shard with tensor {name} is missing; download it")
     return [root / shard for shard in sorted(set(weight_map.values()))], weight_map
 
 
@@ -209,7 +220,7 @@ def _is_plain_name(shard: object) -> bool:
 
 
 def _name_in(held: Mapping[str, Sequence[_Source]], name: str) -> str:
-    """The name by which the files have a tensor, if they have it."""
+    """Returns the name under which the files hold a tensor, if they hold it."""
     short = name.removeprefix(_PREFIX)
     return short if name not in held and short in held else name
 
@@ -217,16 +228,16 @@ def _name_in(held: Mapping[str, Sequence[_Source]], name: str) -> str:
 def _sources(
     held: Mapping[str, list[_Source]], weight_map: Mapping[str, str], targets: Mapping[str, _Target]
 ) -> dict[str, _Source]:
-    """Where to read each tensor of the model; none is missing, ambiguous or misshapen."""
+    """Returns the source of each tensor; CheckpointError if one is missing, ambiguous or misshapen."""
     names = {name: _name_in(held, name) for name in targets}
     if _HEAD not in targets and names[_EMBEDDING] not in held:
-        names[_EMBEDDING] = _HEAD  # which a tied model has once, under either name
+        names[_EMBEDDING] = _HEAD  # a tied model holds one of the two, under either name
     missing = sorted(name for name in targets if names[name] not in held)
     if missing:
         first = next(iter(held.values()))[0].file
         where = first.with_name(INDEX) if weight_map else first
-        raise CheckpointError(f"{where}: tensor {missing[0]} is missing, and {len(missing) - 1} more; "
-                              f"{hf_config.CONFIG} asks for them: download the model again")
+        raise CheckpointError(f"{where}: tensor {missing[0]} is missing, and {len(missing) - 1} more, which "
+                              f"{hf_config.CONFIG} requires; download the model again")
     sources = {name: _only_one(held[names[name]], weight_map) for name in targets}
     for name, source in sources.items():
         _check_tensor(source, targets[name])
@@ -234,15 +245,15 @@ def _sources(
 
 
 def _only_one(sources: Sequence[_Source], weight_map: Mapping[str, str]) -> _Source:
-    """Of the files that have a tensor the one that counts."""
+    """Returns the source that the index names, where several files hold a tensor."""
     first, *others = sources
     if not others:
         return first
     for source in sources:
         if source.file.name == weight_map.get(source.name):
             return source
-    raise CheckpointError(f"{others[0].file}: tensor {first.name} is also in {first.file.name}, and {INDEX} does not "
-                          "say which counts; download the model again")
+    raise CheckpointError(f"{others[0].file}: tensor {first.name} is also in {first.file.name}, and {INDEX} names "
+                          "neither; download the model again")
 
 
 def _check_tensor(source: _Source, target: _Target) -> None:
@@ -254,13 +265,13 @@ def _check_tensor(source: _Source, target: _Target) -> None:
 
 
 def _warn_of_others(held: Mapping[str, list[_Source]], sources: Mapping[str, _Source]) -> None:
-    """Names tensors that are in the files and not read."""
+    """Warns of tensors that are in the files but not in the model."""
     read = {source.name for source in sources.values()}
     others = [name for name in sorted(held) if name not in read and not _DERIVED.fullmatch(name)]
     if others:
         names = ", ".join(f"{name:.100}" for name in others[:_FEW])
-        warnings.warn(f"{held[others[0]][0].file.parent}: tensors that the model of {hf_config.CONFIG} has no place "
-                      f"for are not read: {names} ({len(others)} in all)", stacklevel=4)
+        warnings.warn(f"{held[others[0]][0].file.parent}: tensors that are not part of the model in {hf_config.CONFIG} "
+                      f"are not read: {names} ({len(others)} in all)", stacklevel=4)
 
 
 def _check_params(path: pathlib.Path, flat: Mapping[str, jax.Array], targets: Mapping[str, _Target]) -> None:
@@ -285,19 +296,19 @@ def _open(file: pathlib.Path):
         raise CheckpointError(f"{file}: not a complete safetensors file ({error}); download it again") from error
 
 
-def _are_equal(one: _Source, other: _Source) -> bool:
-    """Whether two matrices of one shape have the same bits in the files, of which a few rows are read at a time."""
-    if one.dtype != other.dtype:
+def _are_equal(first_source: _Source, second_source: _Source) -> bool:
+    """Returns whether two matrices of equal shape have the same bits, reading a few rows at a time."""
+    if first_source.dtype != second_source.dtype:
         return False
-    with _open(one.file) as first, _open(other.file) as second:
-        ours, theirs = first.get_slice(one.name), second.get_slice(other.name)
-        count, rows = one.shape[0], max(1, _PIECE // one.shape[1])
+    with _open(first_source.file) as first, _open(second_source.file) as second:
+        first_rows, second_rows = first.get_slice(first_source.name), second.get_slice(second_source.name)
+        count, rows = first_source.shape[0], max(1, _PIECE // first_source.shape[1])
         pieces = (slice(start, min(start + rows, count)) for start in range(0, count, rows))
-        return all(ours[piece].tobytes() == theirs[piece].tobytes() for piece in pieces)
+        return all(first_rows[piece].tobytes() == second_rows[piece].tobytes() for piece in pieces)
 
 
 def _read_all(sources: Mapping[str, _Source], dtype: DTypeLike) -> dict[str, jax.Array]:
-    """Tensors on the device as `dtype`; each file is opened once."""
+    """Returns the tensors on the device as `dtype`; each file is opened once."""
 
     def file_of(name: str) -> pathlib.Path:
         return sources[name].file
@@ -311,25 +322,25 @@ def _read_all(sources: Mapping[str, _Source], dtype: DTypeLike) -> dict[str, jax
 
 
 def _read(tensors, source: _Source, dtype: DTypeLike) -> jax.Array:
-    """One tensor on the device as `dtype`; cast there, so that the host makes no second copy."""
+    """Returns one tensor on the device as `dtype`, cast there so that the host makes no second copy."""
     stored = tensors.get_tensor(source.name)
     _check_finite(f"{source.file}: tensor {source.name}", stored, dtype)
-    # Transfers run behind: without waiting, several tensors would be alive on the host at once.
+    # Transfers are asynchronous: without waiting, several tensors would be on the host at once.
     return jnp.asarray(stored).astype(dtype).block_until_ready()
 
 
 def _to_tensor(path: pathlib.Path, name: str, value: jax.Array, dtype: str) -> np.ndarray:
     stored = np.asarray(value)
     _check_finite(f"{path}: parameter {name}", stored, dtype)
-    # save_file writes the bytes from the array's address on, whatever its strides: they must be in order.
+    # save_file ignores strides and writes the bytes from the array's address on, so they must be in C order.
     return stored.astype(jnp.dtype(dtype), order="C")
 
 
 def _check_finite(what: str, stored: np.ndarray, dtype: DTypeLike) -> None:
-    """Raises CheckpointError for a value that is not finite, or would not be as `dtype`: every token would be NaN."""
+    """Raises CheckpointError for a value that is not finite, also as `dtype`: it would make every token NaN."""
     largest = _largest(stored)
     if not _is_finite(largest):
-        raise CheckpointError(f"{what} has a value that is {float(largest)}; download the model again, or a sound one")
+        raise CheckpointError(f"{what} has a value that is {float(largest)}; download the model again, or another one")
     if not _is_finite(largest, dtype):
         fitting = " or ".join(name for name in _WRITABLE if _is_finite(largest, name)) or "smaller weights"
         raise CheckpointError(f"{what} has a value of magnitude {float(largest):.6g}, which is infinite as "
@@ -342,10 +353,10 @@ def _is_finite(value: np.ndarray, dtype: DTypeLike = np.float64) -> bool:
 
 
 def _largest(values: np.ndarray) -> np.ndarray:
-    """The largest magnitude; NaN is above infinity.
+    """Returns the largest magnitude; NaN is above infinity.
 
-    Magnitudes of floats lie in the order of their bits without the sign: that is as quick as reading them, for types
-    that NumPy has no instructions for, too.
+    Magnitudes of floats are ordered as their bits without the sign. Comparing these is as fast as reading them, even
+    for types that NumPy has no instructions for.
     """
     unsigned = np.dtype(f"u{values.itemsize}")
     magnitude = unsigned.type(np.iinfo(unsigned).max >> 1)

@@ -1,4 +1,4 @@
-"""What defines a decoder-only model of the Llama family, as hashable values."""
+"""Configuration of a decoder-only model of the Llama family, as a hashable value."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ _SIZES = (
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Shape and switches of a model; `windows[i]` is layer i's sliding window or None."""
+    """Shape and switches of a model; `windows[i]` is layer i's sliding window in tokens, or None."""
 
     family: str
     vocab_size: int
@@ -42,15 +42,15 @@ class ModelConfig:
             raise ConfigError(f"unsupported model family {self.family!r}; use one of {', '.join(FAMILIES)}")
         for name in _SIZES:
             if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} is below 1")
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
         if self.num_heads % self.num_kv_heads:
-            raise ConfigError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
+            raise ConfigError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
         if self.head_dim % 2:
             raise ConfigError(f"head_dim={self.head_dim} is odd; rotary embedding needs an even head size")
         if not self.windows:
             object.__setattr__(self, "windows", (None,) * self.num_layers)
         if len(self.windows) != self.num_layers:
-            raise ConfigError(f"{len(self.windows)} sliding windows given for {self.num_layers} layers")
+            raise ConfigError(f"{len(self.windows)} sliding windows given for {self.num_layers} layers; give one each")
 
     @property
     def group(self) -> int:

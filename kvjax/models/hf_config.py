@@ -1,7 +1,7 @@
-"""Hugging Face's config.json and generation_config.json, read into and written from a `ModelConfig`.
+"""Conversion between Hugging Face's config.json and generation_config.json and a `ModelConfig`.
 
-A field that the file leaves out has the value that transformers gives it, which depends on the family.
-A field that would change the model's output and that kvjax cannot follow is an error, never ignored.
+A field that is not in the file has transformers' default, which depends on the family. An unsupported field that would
+change the model's output is an error, never ignored.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ GENERATION = "generation_config.json"
 Path = str | os.PathLike[str]
 Fields = Mapping[str, Any]
 
-# What the configuration classes of transformers 5.2 assume, where that is not the same for every family.
+# Defaults of the configuration classes of transformers 5.2: those of all families, then those of each.
 _COMMON = {
     "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "hidden_act": "silu", "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False, "head_dim": None, "rope_theta": 10_000.0,
@@ -53,31 +53,39 @@ _ARCHITECTURES = {
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _REQUIRED = object()
 
-_MOST_BYTES = 8 << 20  # of a JSON file; an index of 50,000 tensors has half of it
-_MOST = 2**30  # the sum of two places is a 32-bit integer on the device
+_MOST_BYTES = 8 << 20  # limit for a JSON file; an index of 50,000 tensors takes half of it
+_MOST = 2**30  # the sum of two such numbers fits a 32-bit integer on the device
 _MOST_LAYERS = 10_000
 _LEAST_NUMBER, _MOST_NUMBER = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
 def read_config(directory: Path) -> ModelConfig:
-    """The model that `directory`'s config.json describes; token ids from generation_config.json first.
+    """Reads the settings of a model directory from config.json; token ids in generation_config.json take precedence.
 
-    Raises CheckpointError, naming file, field and value, for a missing or corrupt file and for a model,
-    a rope type or an activation that kvjax does not support.
+    Raises:
+      CheckpointError: a file is missing or corrupt, or the model, its rope type or its activation is not supported. The
+        message names file, field and value.
     """
     path = model_directory(directory) / CONFIG
     return _parse(path, read_json(path), read_optional_json(path.with_name(GENERATION)))
 
 
 def write_config(config: ModelConfig, directory: Path, dtype: str) -> None:
-    """Writes config.json and generation_config.json, from which `read_config` makes `config` again.
+    """Writes config.json and generation_config.json so that `read_config` returns `config` again.
 
-    Raises CheckpointError, naming the setting, if the family has no field for a setting of `config`.
+    Args:
+      config: settings to write.
+      directory: directory to write to, created if it does not exist.
+      dtype: type of the weights beside the files, to be stated in config.json.
+
+    Raises:
+      CheckpointError: the family has no field for a setting of `config`, which the message names.
+      OSError: the files cannot be written.
     """
     path = pathlib.Path(directory) / CONFIG
     check_writable(config, path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Also the ids' own file: one left by an earlier model would take precedence over config.json.
+    # The ids go to generation_config.json, too: one left by an earlier model would take precedence.
     for target, content in ((path.with_name(GENERATION), _special_ids(config)), (path, _to_fields(config, dtype))):
         with _files.replacing(target) as temporary:
             temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -95,23 +103,23 @@ def check_writable(config: ModelConfig, path: pathlib.Path) -> None:
 
 
 def model_directory(directory: Path) -> pathlib.Path:
-    """`directory` as a path; raises CheckpointError if it is not a directory."""
+    """Returns `directory` as a path. Raises CheckpointError if it is not a directory."""
     path = pathlib.Path(directory)
     try:
-        found = path.is_dir()
-    except OSError as error:  # a name that is too long, or a directory above it that is closed to us
-        raise CheckpointError(f"{path}: cannot be looked at ({error}); name the folder that holds {CONFIG}") from error
-    if not found:
-        raise CheckpointError(f"{path}: not a directory; download the model and name the folder that holds {CONFIG}")
+        is_directory = path.is_dir()
+    except OSError as error:  # such as a name that is too long, or a parent without permission
+        raise CheckpointError(f"{path}: cannot be looked at ({error}); give the folder that holds {CONFIG}") from error
+    if not is_directory:
+        raise CheckpointError(f"{path}: not a directory; download the model and give the directory that holds {CONFIG}")
     return path
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
-    """The JSON object in `path`; raises CheckpointError if it is missing, corrupt, huge, no file or no object."""
+    """Reads the JSON object in `path`. Raises CheckpointError if it is missing, corrupt, too large or no object."""
     try:
         content = _files.parse_json(_files.read_regular(path, _MOST_BYTES))
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: this file is missing from the model directory") from error
+        raise CheckpointError(f"{path}: this file is missing from the model directory; download it") from error
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: not readable as JSON ({error}); download the file again") from error
     if not isinstance(content, dict):
@@ -120,12 +128,20 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 
 
 def read_optional_json(path: pathlib.Path) -> dict[str, Any]:
-    """The same, and an empty object where there is no such file; one that cannot be read is an error, too."""
+    """Reads like `read_json`; returns an empty object if the file does not exist."""
     return read_json(path) if os.path.lexists(path) else {}
 
 
 def token_ids(field: str, *documents: tuple[pathlib.Path, Fields]) -> tuple[int, ...]:
-    """The ids that the first of the `(path, fields)` documents to state `field` gives; () if none does."""
+    """Returns the token ids that the first document with the given field has for it; () if none has it.
+
+    Args:
+      field: field that holds a token id or a list of them.
+      *documents: each a path, for error messages, and the JSON object read from it.
+
+    Raises:
+      CheckpointError: the field holds something else.
+    """
     for path, fields in documents:
         value = fields.get(field)
         if value is not None:
@@ -137,7 +153,7 @@ def token_ids(field: str, *documents: tuple[pathlib.Path, Fields]) -> tuple[int,
 
 
 def shown(value: object) -> str:
-    """A value of a file as an error message shows it: a few dozen characters, however long and deep it is."""
+    """Returns a file's value for an error message, cut to a few dozen characters."""
     return _SHORT.repr(value)
 
 
@@ -147,14 +163,14 @@ _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
 
 @dataclasses.dataclass(frozen=True)
 class _Section:
-    """One JSON object of a file; its readers raise CheckpointError naming file, field and value."""
+    """JSON object of a file, whose readers raise CheckpointError naming file, field and value."""
 
     path: pathlib.Path
     fields: Fields
     prefix: str = ""
 
     def integer(self, name: str, default: Any = _REQUIRED, least: int = 1, most: int = _MOST) -> Any:
-        """An integer; null means `default` where one is given."""
+        """Returns an integer field; null or no value means `default` if one is given."""
         value = self.fields.get(name)
         if value is None and default is not _REQUIRED:
             return default
@@ -163,7 +179,7 @@ class _Section:
         return value
 
     def number(self, name: str) -> float:
-        """A number above zero that is one in 32 bits, too."""
+        """Returns a positive number that is finite and above zero as f32, too."""
         value: Any = self.fields.get(name)
         if type(value) not in (int, float) or not _LEAST_NUMBER <= value <= _MOST_NUMBER:
             raise self.wrong(name, f"expected a number above zero, at most {_MOST_NUMBER:.2g}")
@@ -176,9 +192,9 @@ class _Section:
         return value
 
     def require(self, name: str, supported: tuple[Any, ...]) -> Any:
-        """A field's value, which has to be one of `supported`."""
+        """Returns a field's value, which has to be one of `supported`."""
         value = self.fields.get(name)
-        if type(value) is bool or value not in supported:  # true would be taken for 1
+        if type(value) is bool or value not in supported:  # True equals 1
             raise self.wrong(name, f"supported: {', '.join(map(str, supported))}")
         return value
 
@@ -226,7 +242,7 @@ def _layers(section: _Section) -> int:
 
 
 def _switches(section: _Section, family: str) -> dict[str, bool]:
-    # Mistral's and Qwen2's layers do not look at attention_bias, and only Llama's look at mlp_bias.
+    # Mistral's and Qwen2's layers ignore attention_bias, and only Llama's use mlp_bias.
     bias = section.switch("attention_bias") and family in ("llama", "qwen3")
     return {
         "tie_embeddings": section.switch("tie_word_embeddings"),
@@ -238,7 +254,7 @@ def _switches(section: _Section, family: str) -> dict[str, bool]:
 
 
 def _windows(section: _Section, family: str) -> tuple[int | None, ...]:
-    """Sliding window of each layer; `layer_types` overrides `max_window_layers` where both are given."""
+    """Returns the sliding window of each layer; `layer_types` overrides `max_window_layers`."""
     layers = _layers(section)
     if family == "llama":
         return (None,) * layers
@@ -263,13 +279,13 @@ def _typed_windows(section: _Section, layers: int, window: int | None) -> tuple[
 
 
 def _rope(section: _Section) -> RopeConfig:
-    """Rotary embedding from `rope_scaling` beside `rope_theta`, or from the newer `rope_parameters`."""
+    """Returns the rotary embedding from `rope_scaling` and `rope_theta`, or from the newer `rope_parameters`."""
     name = "rope_parameters" if section.fields.get("rope_scaling") in (None, {}) else "rope_scaling"
     scaling = section.fields.get(name)
     scaling = {} if scaling is None else scaling
     if not isinstance(scaling, dict) or any(isinstance(value, dict) for value in scaling.values()):
         raise section.wrong(name, "expected null or one object of plain values for all layers")
-    # Under the old key `type`, and beside the object, are the places where older files keep these.
+    # Older files hold these under the key `type`, and beside the object instead of in it.
     inherited = {"rope_type": scaling.get("type", "default"), "rope_theta": section.fields["rope_theta"],
                  "partial_rotary_factor": section.fields.get("partial_rotary_factor")}
     rope = _Section(section.path, inherited | scaling, f"{name}.")
@@ -287,14 +303,14 @@ def _rope(section: _Section) -> RopeConfig:
 
 
 def _original_max_position(section: _Section, rope: _Section) -> int:
-    """The length first trained on: as transformers does, the field beside the rope settings comes first."""
+    """Returns the length first trained on; as in transformers, the field beside the rope settings comes first."""
     name = "original_max_position_embeddings"
     inside = rope.integer(name, default=section.integer("max_position_embeddings"))
     return section.integer(name, default=inside)
 
 
 def _to_fields(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """config.json's content, in the older spelling of rope and dtype: every version of transformers reads it."""
+    """Returns the content of config.json, with rope and dtype in the old spelling, which all of transformers reads."""
     rope = {"rope_type": config.rope.kind, "factor": config.rope.factor}
     if config.rope.kind == "llama3":
         rope |= {
@@ -323,7 +339,7 @@ def _window_fields(config: ModelConfig) -> dict[str, Any]:
     return {
         "use_sliding_window": window is not None,
         "sliding_window": window,
-        # For versions that do not know layer_types: they slide from this layer on.
+        # For versions of transformers without layer_types, where all layers from this one on slide.
         "max_window_layers": next((i for i, w in enumerate(config.windows) if w is not None), config.num_layers),
         "layer_types": [_FULL if w is None else _SLIDING for w in config.windows],
     }

@@ -1,7 +1,7 @@
-"""The process that fills in chat templates (`kvjax.models.chat_template`); imports nothing of kvjax, which takes long.
+"""Process that renders chat templates (`kvjax.models.chat_template`); imports nothing of kvjax, which would be slow.
 
-It reads requests from its input, a JSON object on each line, and answers each with one: the `text`, why the template
-`refuses` the messages, or why it is `broken`. What takes more than the request allows ends the process.
+Requests and answers are JSON objects, one per line. An answer has the `text`, the reason why the template `refuses` the
+messages, or the reason why it is `broken`. Taking more processor time than the request allows ends the process.
 """
 
 import datetime
@@ -17,11 +17,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class Refused(Exception):
-    """A template's own `raise_exception`."""
+    """Call of `raise_exception` by a template."""
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}` marks an answer for training masks; for text it is transparent."""
+    """Block `{% generation %}`, which marks an answer for training masks and does not change the text."""
 
     tags = {"generation"}  # noqa: RUF012 (the type that jinja2 declares)
 
@@ -32,7 +32,7 @@ class _GenerationBlock(jinja2.ext.Extension):
 
 @functools.cache
 def _environment() -> ImmutableSandboxedEnvironment:
-    """Returns the dialect of Hugging Face's templates, in a sandbox: a template is foreign code."""
+    """Returns a sandboxed environment with the dialect of Hugging Face's templates."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
     )
@@ -47,7 +47,7 @@ def _compiled(source: str) -> jinja2.Template:
 
 
 def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    # Jinja's own filter escapes <, > and & for HTML, which no model was trained on.
+    # Jinja's own filter escapes <, > and & for HTML, which models were not trained on.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -60,7 +60,7 @@ def _now(form: str) -> str:
 
 
 def _answer(request: dict) -> dict:
-    signal.setitimer(signal.ITIMER_PROF, request["seconds"])  # of processor time; its signal ends the process
+    signal.setitimer(signal.ITIMER_PROF, request["seconds"])  # processor time; the signal ends the process
     try:
         text = _compiled(request["template"]).render(request["names"])
         if len(text) > request["characters"]:
@@ -70,15 +70,15 @@ def _answer(request: dict) -> dict:
         return {"refuses": str(error)}
     except MemoryError:
         return {"broken": "it takes too much memory"}
-    except Exception as error:  # the template is a program, which fails as it likes
+    except Exception as error:  # the template is a program, which may raise anything
         return {"broken": f"{error}"[:1000]}
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def main(memory: int) -> None:
-    """Answers requests until the input ends, with at most so many bytes of address space."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks, which ends this one
+    """Answers requests until the input ends, with at most `memory` bytes of address space."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles Ctrl-C and ends this one
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))

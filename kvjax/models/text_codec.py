@@ -1,4 +1,4 @@
-"""Text to token ids and back, where a text is read and written in pieces."""
+"""Encoding and decoding of texts in pieces."""
 
 import contextlib
 import functools
@@ -11,15 +11,15 @@ from tokenizers import AddedToken, Tokenizer
 
 from kvjax.errors import CheckpointError, KvjaxError, PromptError
 
-_HALF = "\N{REPLACEMENT CHARACTER}"  # what a part of a character decodes to
-_UNKNOWN = "\U000f0000"  # a character for private use
+_HALF = "\N{REPLACEMENT CHARACTER}"  # text that part of a character decodes to
+_UNKNOWN = "\U000f0000"  # a private-use character, in no vocabulary
 
 
 @contextlib.contextmanager
 def tokenizer_errors(problem: str) -> Iterator[None]:
-    """Raises CheckpointError, which begins with `problem`, in place of what the tokenizers library raises.
+    """Turns errors of the tokenizers library into CheckpointError with a message that begins with `problem`.
 
-    That may be a panic of its Rust code, which is no Exception: of a regular expression that gives up, for one.
+    They include panics of its Rust code, which are no Exceptions; a regular expression that gives up causes one.
     """
     try:
         yield
@@ -33,30 +33,36 @@ def tokenizer_errors(problem: str) -> Iterator[None]:
 
 
 class TextCodec:
-    """A tokenizer for whole texts and for what continues them; never with the special tokens it puts around a text.
+    """Tokenizer for whole texts and for their continuations, without the special tokens around a text.
 
-    Many tokenizers put a space before a text, and take one away from the text that ids decode to: the normaliser
-    Prepend, Metaspace, ByteLevel with `add_prefix_space`, the decoder Strip. Neither is right for a continuation.
+    Many tokenizers put a space before a text and remove one from decoded text: the normaliser Prepend, Metaspace,
+    ByteLevel with `add_prefix_space`, the decoder Strip. Neither is right for a continuation.
 
-    Every method raises CheckpointError where the tokenizer fails.
+    Every method raises CheckpointError if the tokenizer fails.
     """
 
     def __init__(self, tokenizer: Tokenizer, name: str):
-        """`name` begins error messages, such as the directory that the tokenizer is from."""
+        """Wraps a tokenizer; `name`, such as its directory, begins error messages."""
         self.tokenizer, self.name = tokenizer, name
 
     def encode(self, text: str) -> list[int]:
-        """Returns the token ids of a text that begins here.
+        """Returns the token ids of a text that nothing precedes.
 
-        Raises PromptError for text with half a character of UTF-16 in it, as of a file read with `surrogateescape`.
+        Raises PromptError if the text contains half a surrogate pair, as files read with `surrogateescape` may.
         """
         return self._encoded(self.tokenizer, text).ids
 
     def encode_continuation(self, text: str, before: Sequence[int] = ()) -> list[int]:
-        """Returns the token ids of a text that goes on from another one; raises as `encode` does.
+        """Returns the token ids of a text that continues another one.
 
-        With the ids of the text before it they are the ids of both in one, where the tokenizer cuts between the two.
-        `before` are those ids, as far as they are known: some tokenizers put a space behind a special token, too.
+        Appended to the ids of the text before, they are the ids of the joint text if the tokenizer splits it there.
+
+        Args:
+          text: text to encode.
+          before: ids of the text before, as far as they are known: some tokenizers put a space after a special token.
+
+        Raises:
+          PromptError: as in `encode`.
         """
         if before and before[-1] in self._added and before[-1] not in self._unknown:
             first, *ids = self.encode(self._added[before[-1]].content + text)
@@ -65,9 +71,9 @@ class TextCodec:
         encoding, unprefixed = self._encoded(self.tokenizer, text), self._unprefixed
         if unprefixed is None:
             return encoding.ids
-        # Only what stands before the first added token continues the text: the tokenizer itself cuts there.
-        found = (k for k, i in enumerate(encoding.ids) if i in self._added and not (k == 0 and i in self._spaced))
-        first = next(found, len(encoding.ids))
+        # Only the part before the first added token continues the text: the tokenizer splits there.
+        places = (k for k, i in enumerate(encoding.ids) if i in self._added and not (k == 0 and i in self._spaced))
+        first = next(places, len(encoding.ids))
         head = text if first == len(encoding.ids) else text[: encoding.offsets[first][0]]
         return [*self._encoded(unprefixed, head).ids, *encoding.ids[first:]]
 
@@ -77,19 +83,23 @@ class TextCodec:
             return self.tokenizer.decode(list(ids), skip_special_tokens=True)
 
     def decode_continuation(self, ids: Sequence[int], before: Sequence[int] = ()) -> str:
-        """Returns the text, without special tokens, that ids add to what stands before them.
+        """Returns the text, without special tokens, that ids add to the text before them.
 
-        `before` are the ids that do, as far as they are known. A character that the first of `ids` complete is theirs.
+        A character that the first of `ids` complete belongs to the returned text.
+
+        Args:
+          ids: ids to decode.
+          before: ids before them, as far as they are known.
         """
         tail = [*self._neutral, *before[self.character_start(before, len(before) - 1):]]
-        given, both = self.decode(tail), self.decode([*tail, *ids])
-        while not both.startswith(given):
+        known_text, joint_text = self.decode(tail), self.decode([*tail, *ids])
+        while not joint_text.startswith(known_text):
             tail = tail[:-1]
-            given = self.decode(tail)
-        return both[len(given):]
+            known_text = self.decode(tail)
+        return joint_text[len(known_text):]
 
     def spell(self, ids: Sequence[int]) -> str:
-        """Returns the text that ids add to another one, special tokens included."""
+        """Returns the text that ids add to another text, special tokens included."""
         runs = itertools.groupby(ids, self.special.__contains__)
         return "".join(
             "".join(self.special[i] for i in run) if apart else self.decode_continuation(list(run))
@@ -97,7 +107,7 @@ class TextCodec:
         )
 
     def character_start(self, ids: Sequence[int], at: int) -> int:
-        """Returns the last place from 0 to `at` where a token begins with a whole character."""
+        """Returns the last index from 0 to `at` whose token begins with a whole character."""
         while at > 0 and self.decode([ids[at]]).startswith(_HALF):
             at -= 1
         return max(0, at)
@@ -106,8 +116,8 @@ class TextCodec:
         try:
             text.encode()
         except UnicodeEncodeError as cause:
-            raise PromptError(f"character {cause.start} of the text is no character ({cause.reason}); read the file "
-                              "with errors='replace'") from cause
+            raise PromptError(f"character {cause.start} of the text is half a surrogate pair ({cause.reason}); read "
+                              "the file with errors='replace'") from cause
         with tokenizer_errors(f"{self.name}: the tokenizer cannot encode the text"):
             return tokenizer.encode(text, add_special_tokens=False)
 
@@ -118,31 +128,31 @@ class TextCodec:
 
     @functools.cached_property
     def _added(self) -> dict[int, AddedToken]:
-        """The added tokens, at which a text is cut before anything else is done to it."""
+        """Added tokens by id; a text is split at them before anything else."""
         return self.tokenizer.get_added_tokens_decoder()
 
     @functools.cached_property
     def _spaced(self) -> frozenset[int]:
-        """Added tokens that are found behind the space only that the normaliser puts before a text, as before them."""
+        """Ids of added tokens that match only with the space that the normaliser puts before a text."""
         normaliser = _json(self.tokenizer.normalizer)
-        found = () if _without_prefix(normaliser) == normaliser else self._added.items()
-        return frozenset(i for i, token in found if token.normalized)
+        candidates = () if _without_prefix(normaliser) == normaliser else self._added.items()
+        return frozenset(i for i, token in candidates if token.normalized)
 
     @functools.cached_property
     def _unknown(self) -> frozenset[int]:
-        """Ids that stand for characters that the vocabulary lacks: an added token, mostly, at which no text is cut."""
-        with contextlib.suppress(Exception):  # a vocabulary without such a token has none
+        """Ids for characters not in the vocabulary: mostly an added token, but one at which no text is split."""
+        with contextlib.suppress(Exception):  # raised if the vocabulary has no such token
             return frozenset(token.id for token in self.tokenizer.model.tokenize(_UNKNOWN))
         return frozenset()
 
     @functools.cached_property
     def _unprefixed(self) -> Tokenizer | None:
-        """The tokenizer without added tokens, and with nothing that it puts before a text; None if it puts nothing."""
+        """Copy of the tokenizer without added tokens and without a prefix before a text; None if it puts no prefix."""
         parts = {"normalizer": _json(self.tokenizer.normalizer), "pre_tokenizer": _json(self.tokenizer.pre_tokenizer)}
         bare = {name: _without_prefix(part) for name, part in parts.items()}
         if bare == parts:
             return None
-        with tokenizer_errors(f"{self.name}: the tokenizer cannot be taken apart"):
+        with tokenizer_errors(f"{self.name}: the tokenizer cannot be copied without its prefix"):
             copy = Tokenizer.from_str(json.dumps({
                 "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "post_processor": None,
                 "decoder": None, "model": {"type": "BPE", "vocab": {}, "merges": []}, **bare,
@@ -152,22 +162,22 @@ class TextCodec:
 
     @functools.cached_property
     def _neutral(self) -> tuple[int, ...]:
-        """A token of letters or digits, if there is one: behind it decoders take no space away."""
+        """One token of letters or digits, if there is one, after which decoders remove no space."""
         by_id = sorted(self.tokenizer.get_vocab(with_added_tokens=False).items(), key=lambda pair: pair[1])
         for text, i in by_id:
-            byte = text.startswith("<0x")  # which is decoded together with other bytes
+            byte = text.startswith("<0x")  # decoded together with other bytes
             if not byte and i not in self._added and self.decode([i]).strip().isalnum():
                 return (i,)
         return ()
 
 
 def _json(part) -> dict[str, Any] | None:
-    """The part of a tokenizer as tokenizer.json has it."""
+    """Returns a part of a tokenizer as in tokenizer.json."""
     return None if part is None else json.loads(part.__getstate__())
 
 
 def _without_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:
-    """A normaliser or pre-tokeniser that puts nothing before a text."""
+    """Returns a normaliser or pre-tokeniser changed to put no prefix before a text."""
     if part is None or part["type"] == "Prepend":
         return None
     match part:
@@ -176,8 +186,8 @@ def _without_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:
         case {"type": "ByteLevel", "add_prefix_space": True}:
             return {**part, "add_prefix_space": False}
         case {"type": "Sequence", "normalizers": parts}:
-            return {**part, "normalizers": [bare for one in parts if (bare := _without_prefix(one)) is not None]}
+            return {**part, "normalizers": [bare for inner in parts if (bare := _without_prefix(inner)) is not None]}
         case {"type": "Sequence", "pretokenizers": [first, *rest]}:
-            # Later ones see words, and mark with their prefix where one begins.
+            # Later ones see single words, and mark the beginning of each with their prefix.
             return {**part, "pretokenizers": [_without_prefix(first), *rest]}
     return part

@@ -1,4 +1,4 @@
-"""Text to token ids and back, and chat templates, as a Hugging Face model directory defines them."""
+"""Tokenizer and chat template of a Hugging Face model directory."""
 
 import contextlib
 import dataclasses
@@ -23,21 +23,21 @@ SETTINGS = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
 ADDED_TOKENS = "added_tokens.json"
 TEMPLATE = "chat_template.jinja"
-_MOST_BYTES = 1 << 28  # of a file; the largest tokenizers have 35 MB
+_MOST_BYTES = 1 << 28  # limit for a file; the largest tokenizers have 35 MB
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TextTokenizer:
-    """The tokenizer of a model directory; make one with `TextTokenizer.from_directory`.
+    """Tokenizer of a model directory; created by `TextTokenizer.from_directory`.
 
-    directory        where it was read from, for error messages
+    directory        model directory, for error messages
     tokenizer        tokenizer.json with the tokens that other files add, without truncation and padding
-    special_tokens   strings such as `bos_token`, by the name that chat templates use
+    special_tokens   texts of the special tokens, by their names in chat templates, such as `bos_token`
     eos_ids          ids that end a generation
-    bos_id           id that starts a text, if the model has one
+    bos_id           id that begins a text, if the model has one
     template         source of the chat template, if the model has one
     content          bytes of tokenizer.json
-    added            flags of the tokens that other files add or change, by id, as `added_tokens_decoder` has them
+    added            tokens that other files add or change: content and flags by id, as in `added_tokens_decoder`
     """
 
     directory: pathlib.Path
@@ -51,7 +51,7 @@ class TextTokenizer:
 
     @property
     def fingerprint(self) -> str:
-        """The first 16 hex digits of the SHA-256 of tokenizer.json, and of the tokens that are added to it."""
+        """The first 16 hex digits of the SHA-256 of tokenizer.json and the tokens added to it."""
         digest = hashlib.sha256(self.content)
         if self.added:
             digest.update(json.dumps(self.added, sort_keys=True).encode())
@@ -59,7 +59,14 @@ class TextTokenizer:
 
     @classmethod
     def from_directory(cls, directory: hf_config.Path) -> "TextTokenizer":
-        """Reads tokenizer.json, and what the other files add; CheckpointError if one is missing or corrupt."""
+        """Reads the tokenizer of a model directory.
+
+        Reads tokenizer.json, and tokenizer_config.json, special_tokens_map.json, added_tokens.json and
+        chat_template.jinja if they exist; end-of-text ids come from the model's configuration, too.
+
+        Raises:
+          CheckpointError: tokenizer.json is missing, or one of the files is corrupt.
+        """
         root = hf_config.model_directory(directory)
         content = _read_tokenizer(root / TOKENIZER)
         tokenizer = _parse_tokenizer(root / TOKENIZER, content)
@@ -83,8 +90,7 @@ class TextTokenizer:
 
     @contextlib.contextmanager
     def saving(self, directory: hf_config.Path) -> Iterator[None]:
-        """Writes what `from_directory` reads, and transformers too: beside what is there, which it replaces at the end.
-        """
+        """Writes files that `from_directory` and transformers read; they replace older ones when the context ends."""
         root = pathlib.Path(directory)
         settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **self.special_tokens}
         if self.added:
@@ -92,15 +98,15 @@ class TextTokenizer:
         if self.template is not None:
             settings["chat_template"] = self.template
         with _files.replacing(root / TOKENIZER) as tokenizer, _files.replacing(root / SETTINGS) as beside:
-            tokenizer.write_bytes(self.content)  # as it is: the model is known by it, too
+            tokenizer.write_bytes(self.content)  # unchanged, as the fingerprint depends on it
             beside.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
             yield
-        for name in (TEMPLATE, SPECIAL_TOKENS, ADDED_TOKENS):  # of a model that was there: they would be read
+        for name in (TEMPLATE, SPECIAL_TOKENS, ADDED_TOKENS):  # of an earlier model; they would be read as well
             (root / name).unlink(missing_ok=True)
 
     @functools.cached_property
     def codec(self) -> TextCodec:
-        """Encodes and decodes texts in pieces, without the special tokens around a whole one."""
+        """Codec for texts in pieces, without the special tokens around a whole text."""
         return TextCodec(self.tokenizer, str(self.directory))
 
     @functools.cached_property
@@ -110,22 +116,28 @@ class TextTokenizer:
 
     @functools.cached_property
     def start_ids(self) -> tuple[int, ...]:
-        """Ids that every text begins with. Some tokenizers end each text, too, and a prompt goes on."""
+        """Ids that every text begins with. Ids that some tokenizers append are left out: a prompt goes on."""
         with tokenizer_errors(f"{self.directory}: the tokenizer cannot encode a text"):
             made = self.tokenizer.encode("a")
         return tuple(made.ids[: made.special_tokens_mask.index(0)] if 0 in made.special_tokens_mask else made.ids)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Returns the token ids of a text that begins here, with `start_ids` before it unless it begins with them.
+        """Returns the token ids of a text that nothing precedes.
 
-        Leave them out for text from `apply_chat_template`, which has those that the model wants. Raises PromptError for
-        text with half a character of UTF-16 in it, CheckpointError where the tokenizer fails.
+        Args:
+          text: text to encode.
+          add_special_tokens: whether to put `start_ids` before the text unless it begins with them; pass False for text
+            from `apply_chat_template`, which has its own.
+
+        Raises:
+          PromptError: the text contains half a surrogate pair.
+          CheckpointError: the tokenizer fails.
         """
         ids, start = self.codec.encode(text), list(self.start_ids)
         return ids if not add_special_tokens or ids[: len(start)] == start else start + ids
 
     def encode_continuation(self, text: str, before: Sequence[int] = ()) -> list[int]:
-        """Returns the token ids of a text that goes on from another one (`TextCodec.encode_continuation`)."""
+        """Returns the token ids of a text that continues another one (`TextCodec.encode_continuation`)."""
         return self.codec.encode_continuation(text, before)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -133,31 +145,37 @@ class TextTokenizer:
         return self.codec.decode(ids)
 
     def decode_continuation(self, ids: Sequence[int], before: Sequence[int] = ()) -> str:
-        """Returns the text that `ids` add to what stands before them (`TextCodec.decode_continuation`)."""
+        """Returns the text that `ids` add to the text before them (`TextCodec.decode_continuation`)."""
         return self.codec.decode_continuation(ids, before)
 
     @functools.cached_property
     def closing_ids(self) -> tuple[int, ...]:
-        """The special token that the chat template puts right behind an answer; () where it puts none."""
+        """Special token that the chat template puts right after an answer; () if it puts none there."""
         answered = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "\x00"}]
         try:
             text = self.apply_chat_template(answered, add_generation_prompt=False) if self.template else ""
-        except (CheckpointError, PromptError):  # of a template that takes no such conversation
+        except (CheckpointError, PromptError):  # the template accepts no such conversation
             return ()
         behind = self.encode(text.rpartition("\x00")[2], add_special_tokens=False)[:1]
-        return tuple(one for one in behind if one in self.special_ids.values())
+        return tuple(i for i in behind if i in self.special_ids.values())
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
-        """The conversation as the model was taught to see it; each message has a role and a content.
+        """Returns a conversation as text in the form that the model was trained on.
 
-        Raises CheckpointError if the model has no template or a broken one, or one that takes more time, memory or text
-        than it may (`kvjax.models.chat_template`), and PromptError if the template refuses the messages.
+        Args:
+          messages: each with a role and a content.
+          add_generation_prompt: whether to append the beginning of the model's answer.
+
+        Raises:
+          CheckpointError: the model has no chat template, or one that is broken or exceeds the limits of
+            `kvjax.models.chat_template`.
+          PromptError: the template refuses the messages.
         """
         if self.template is None:
             raise CheckpointError(
                 f"{self.directory}: no chat template in {SETTINGS} or {TEMPLATE}; encode plain text for a base model"
             )
-        # Templates test `tools` and `documents` for none, which an undefined name is not.
+        # Templates compare `tools` and `documents` with none, which an undefined name does not equal.
         names = {"messages": list(messages), "add_generation_prompt": add_generation_prompt, "tools": None,
                  "documents": None, **self.special_tokens}
         return chat_template.render(self.template, names, str(self.directory))
@@ -173,14 +191,14 @@ def _read_tokenizer(path: pathlib.Path) -> bytes:
 def _parse_tokenizer(path: pathlib.Path, content: bytes) -> Tokenizer:
     with tokenizer_errors(f"{path}: not a tokenizer"):
         tokenizer = Tokenizer.from_buffer(content)
-    # Some files carry the settings of a training run, which would cut or pad every text.
+    # Some files hold the settings of a training run, which would truncate or pad every text.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
 
 
 def _eos_ids(root: pathlib.Path, tokenizer: Tokenizer, special: Mapping[str, str]) -> tuple[int, ...]:
-    """The ids of both model files, which chat models extend with their end of turn, and the tokenizer's own."""
+    """Returns the ids in both model files, to which chat models add their end of turn, and the tokenizer's own."""
     paths = (root / hf_config.GENERATION, root / hf_config.CONFIG)
     stated = [i for path in paths for i in hf_config.token_ids("eos_token_id", (path, read_optional_json(path)))]
     own = _id_of(tokenizer, special.get("eos_token"))
@@ -192,7 +210,7 @@ def _id_of(tokenizer: Tokenizer, token: str | None) -> int | None:
 
 
 def _template(root: pathlib.Path, settings: Mapping[str, Any]) -> str | None:
-    """The template's own file, else the one in the settings; of several named ones the default."""
+    """Returns the template from its own file, or else from the settings; the one named default if there are several."""
     file = root / TEMPLATE
     if os.path.lexists(file):
         try:

@@ -1,9 +1,9 @@
-"""The decoder-only transformer as Flax Linen modules.
+"""Decoder-only transformer as Flax Linen modules.
 
-One `Block` holds what a layer computes beside its attention: `project` gives rotated queries, keys
-and values, `finish` takes the attention's output back into the residual stream. The decode drivers
-call these two around the KV cache; `Transformer.__call__` calls them around dense attention for
-training and for logits over a whole sequence.
+A `Block` is a layer without its attention: `project` returns rotated queries, rotated keys and values, `finish` adds
+the attention's output to the residual stream and applies the feed-forward network. The decode drivers call the two
+around the KV cache; `Transformer.__call__` calls them around dense attention, for training and for logits of a whole
+sequence.
 """
 
 import math
@@ -17,7 +17,7 @@ from kvjax.ops import rotary
 from kvjax.ops.barriers import computed_once
 from kvjax.typing import Array, Float, Hidden, Int32, Logits
 
-_FEW = 64  # x that meet a matrix at once; with more, both ways take as long
+_FEW = 64  # most vectors for which the special forms of `apply_rows` are faster
 
 
 class RMSNorm(nn.Module):
@@ -34,8 +34,10 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Module):
-    """y = W x + b. W is kept as checkpoints have it: on CPU it then is read row by row, where Flax's `Dense` with its
-    `[in, out]` takes a fifth to a half longer for one token."""
+    """Linear map y = W x + b with W `[out, in]`, as in checkpoints.
+
+    The CPU reads this layout row by row; Flax's `Dense` with `[in, out]` takes a fifth to a half longer for one token.
+    """
 
     features: int
     use_bias: bool = False
@@ -48,10 +50,10 @@ class Linear(nn.Module):
 
 
 def apply_rows(weight: Float[Array, "Y X"], x: Float[Array, "*T X"]) -> Float[Array, "*T Y"]:
-    """Products of each x with each row.
+    """Multiplies each vector with the weights: `weight @ x` over the last axis of `x`.
 
-    XLA:CPU writes the weights anew, transposed, for every product with a few x, which takes a step of a batch more than
-    twice as long, unless the x come as columns, and it does not see that they were rows.
+    For products with a few vectors XLA:CPU rewrites the weights transposed, which makes a decode step of a batch more
+    than twice as slow. It does not if the vectors are columns, behind a barrier that hides that they were rows.
     """
     count = math.prod(x.shape[:-1])
     if jax.default_backend() != "cpu" or count > _FEW:
@@ -65,7 +67,10 @@ def apply_rows(weight: Float[Array, "Y X"], x: Float[Array, "*T X"]) -> Float[Ar
 
 
 def _apply_bfloat16(weight: Float[Array, "Y X"], x: Float[Array, "T X"]) -> Float[Array, "T Y"]:
-    """Sums in f32, of two x or more: else XLA:CPU widens all weights first, which takes five to eight times as long."""
+    """Multiplies bfloat16 weights with at least two vectors, padded if need be, and sums in f32.
+
+    For other bfloat16 products XLA:CPU widens all weights first, which takes five to eight times as long.
+    """
     pairs = computed_once(jnp.pad(x, ((0, max(0, 2 - len(x))), (0, 0))))
     return jnp.einsum("yx,tx->ty", weight, pairs, preferred_element_type=jnp.float32)[: len(x)].astype(x.dtype)
 
@@ -86,10 +91,10 @@ class GatedMLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer layer without its attention."""
+    """Transformer layer with its attention apart: projections before it, and everything after it."""
 
     config: ModelConfig
-    attention: str | None = None  # `implementation` of JAX's dense attention, for whole sequences
+    attention: str | None = None  # `implementation` of `jax.nn.dot_product_attention`, used for whole sequences
 
     def setup(self):
         c = self.config
@@ -106,12 +111,12 @@ class Block(nn.Module):
             self.mlp = GatedMLP(c)
 
     def queries(self, x: Hidden, positions: Int32[Array, "*T"]) -> Float[Array, "*T H D"]:
-        """Rotated queries of the layer's input; look-ahead methods call this one layer early."""
+        """Returns rotated queries of the layer's input; look-ahead methods call this one layer early."""
         q = _heads(self.q_proj(self.input_norm(x)), self.config.num_heads)
         return self._rotate(self.q_norm(q) if self.config.qk_norm else q, positions)
 
     def project(self, x: Hidden, positions: Int32[Array, "*T"]):
-        """Rotated queries `[*T, H, D]`, rotated keys and values `[*T, K, D]` of the layer's input."""
+        """Returns rotated queries `[*T, H, D]`, rotated keys and values `[*T, K, D]` of the layer's input."""
         c, h = self.config, self.input_norm(x)
         q = _heads(self.q_proj(h), c.num_heads)
         k = _heads(self.k_proj(h), c.num_kv_heads)
@@ -121,7 +126,7 @@ class Block(nn.Module):
         return self._rotate(q, positions), self._rotate(k, positions), v
 
     def finish(self, x: Hidden, attended: Float[Array, "*T H D"]) -> Hidden:
-        """Output projection, feed-forward network and both residual additions."""
+        """Returns the layer's output: output projection, feed-forward network and both residual additions."""
         x = x + self.o_proj(attended.reshape(*attended.shape[:-2], -1))
         return x + self.mlp(self.post_norm(x)) if self.config.use_mlp else x
 
@@ -138,7 +143,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Embedding, blocks, final norm and unembedding."""
+    """Embedding, blocks, final norm and unembedding of a model."""
 
     config: ModelConfig
     attention: str | None = None
@@ -159,7 +164,7 @@ class Transformer(nn.Module):
         return apply_rows(self.embedding.embedding, x) if self.config.tie_embeddings else self.lm_head(x)
 
     def __call__(self, tokens: Int32[Array, "B T"], positions: Int32[Array, "B T"]) -> Logits:
-        """Logits of every position under dense causal attention; for training and as an oracle."""
+        """Returns the logits of every position under dense causal attention, for training and as an oracle."""
         x = self.embed(tokens)
         for layer, window in zip(self.layers, self.config.windows, strict=True):
             x = layer(x, positions, window)

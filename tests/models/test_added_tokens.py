@@ -117,8 +117,8 @@ def test_another_id_than_the_files_say(read, files, tokens):
     (SETTINGS, {"additional_special_tokens": "<x>"}, "expected a list of tokens"),
     (MAP, {"additional_special_tokens": [3]}, "expected a token's text"),
     (SETTINGS, {"pad_token": START | {"special": "yes"}}, "expected a token's text"),
-    (ADDED, {"<x>": "480"}, "expected a whole number"), (ADDED, {"<x>": True}, "expected a whole number"),
-    (ADDED, {"<x>": -1}, "expected a whole number"),
+    (ADDED, {"<x>": "480"}, "expected an integer"), (ADDED, {"<x>": True}, "expected an integer"),
+    (ADDED, {"<x>": -1}, "expected an integer"),
 ])
 def test_entries_that_are_no_tokens(read, name, content, words):
     with pytest.raises(CheckpointError, match=rf"{name}: .*{words}"):

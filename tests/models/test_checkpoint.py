@@ -378,7 +378,7 @@ def test_missing_shard(write, tensors):
 )
 def test_unusable_index(tmp_path, index):
     (tmp_path / "model.safetensors.index.json").write_text(index)
-    refused(tmp_path, "model.safetensors.index.json: weight_map is no object")
+    refused(tmp_path, "model.safetensors.index.json: weight_map is not an object")
 
 
 def test_corrupt_index(tmp_path):

@@ -158,7 +158,7 @@ def test_special_tokens_are_spelled(name, text):
 
 def test_text_that_is_no_text(codec):
     for encode in (codec.encode, codec.encode_continuation):
-        with pytest.raises(PromptError, match="character 1 of the text is no character"):
+        with pytest.raises(PromptError, match="character 1 of the text is half a surrogate pair"):
             encode("a\udcff")
 
 
