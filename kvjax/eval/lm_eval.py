@@ -1,11 +1,11 @@
-"""A model class for EleutherAI's lm-evaluation-harness, so that its tasks run on any method and store.
+"""Model class for EleutherAI's lm-evaluation-harness, which runs its tasks on any method and store.
 
     pip install -c constraints.txt --no-build-isolation -e '.[lm-eval]'
     python -m kvjax.eval.lm_eval run --model kvjax --tasks TASK \\
         --model_args pretrained=DIR,method=quest,budget=256,store=flash,directory=/tmp
 
-Arguments of the model beside those of `KvjaxLM` are settings of the method. The last `sparse_tokens` of a context, its
-continuation or answer go token by token through the cache, requests with the same context share it.
+Model arguments other than those of `KvjaxLM` are settings of the method. The last `sparse_tokens` of a context and its
+continuation or answer go through the cache token by token; requests with the same context share it.
 """
 
 from lm_eval import utils
@@ -27,25 +27,30 @@ from kvjax.store.io import profiles
 
 @register_model("kvjax")
 class KvjaxLM(TemplateLM):
-    """A local model directory, answered for by a method over a store.
+    """Model from a local directory that answers by a method over a store.
 
     Args:
       pretrained: Hugging Face directory of the model.
-      method: a name in `kvjax.METHODS`; its settings are further arguments.
+      method: name in `kvjax.METHODS`; its settings are further arguments.
       store: memory, host or flash.
-      directory: where a flash store keeps its files.
-      profile: device that a flash store emulates.
-      slots: blocks of a store that are kept in memory; None = what one step needs.
-      sparse_tokens: last tokens of a context that are read through the cache.
-      max_length: most tokens of a request; None = what the model was made for.
-      max_gen_toks: most tokens of an answer, where a task does not say.
-      add_bos_token: prompts begin with the model's first token, as everywhere in kvjax; the harness's own model class
-        leaves it out for most models.
-      dtype: of the weights: float32, bfloat16 or float16.
-      cache_dtype: of stored keys and values: float32, bfloat16, float16, int8 or int4.
-      chunk: tokens of a context that are read at a time through the cache (`kvjax.LLM.prefill`); None = densely.
-      batch_size, max_batch_size, device: as the harness passes them, whether asked to or not. Requests are run one by
-        one, on the device that JAX has chosen.
+      directory: directory of a flash store's files.
+      profile: name of the device that a flash store emulates.
+      slots: blocks of a store that are kept in memory; None for those of one step.
+      sparse_tokens: number of last tokens of a context that go through the cache.
+      max_length: most tokens of a request; None for the model's longest context.
+      max_gen_toks: most tokens of an answer, if the task does not say.
+      add_bos_token: whether prompts begin with the model's begin-of-text token, as everywhere in kvjax; the harness's
+        own model class leaves it out for most models.
+      dtype: type of the weights: float32, bfloat16 or float16.
+      cache_dtype: type of stored keys and values: float32, bfloat16, float16, int8 or int4.
+      chunk: tokens of a context that `kvjax.LLM.prefill` reads at a time through the cache; None for a dense prefill.
+      batch_size, max_batch_size, device: accepted because the harness passes them. Requests run one by one, on JAX's
+        default device.
+      **settings: settings of the method.
+
+    Raises:
+      ConfigError: a setting is impossible, or `batch_size` is not 1.
+      CheckpointError: the model cannot be loaded.
     """
 
     def __init__(
@@ -57,9 +62,9 @@ class KvjaxLM(TemplateLM):
     ):
         super().__init__()
         if batch_size not in (None, 1, "1"):
-            raise ConfigError(f"batch_size={batch_size}: requests are run one by one; leave it at 1")
+            raise ConfigError(f"batch_size={batch_size} is not supported, as requests run one by one; leave it at 1")
         self.llm = load(pretrained, dtype)
-        assert self.llm.tokenizer is not None, "a directory without one is not loaded"
+        assert self.llm.tokenizer is not None, "`load` raises for a directory without a tokenizer"
         self.text = self.llm.tokenizer
         self.max_gen_toks, self.add_bos_token = max_gen_toks, add_bos_token
         self.endpoint = Endpoint(
@@ -76,19 +81,19 @@ class KvjaxLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What an empty context is."""
+        """Token that stands for an empty context."""
         return self.eot_token_id if self.text.bos_id is None else self.text.bos_id
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs) -> list[int]:
-        """Returns the token ids of a text that begins here."""
+        """Returns the token ids of a text that nothing precedes."""
         with_start = self.add_bos_token if add_special_tokens is None else add_special_tokens
         return self.llm.encode(self.text.encode(string, with_start), start=False)
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Returns the harness's own token ids of both, with two exceptions for what cannot be scored otherwise.
+        """Returns the harness's own token ids of context and continuation, with two exceptions that can be scored.
 
-        Where a token spans the join and leaves none to the continuation, that is encoded alone, with the spaces that
-        the harness moves to it; and a context without tokens is what an empty one is.
+        If a token spans the join and leaves none to the continuation, the continuation is encoded alone, with the
+        spaces that the harness moves to it. A context without tokens becomes `prefix_token_id`.
         """
         before, rest = super()._encode_pair(context, continuation)
         before = before or [self.prefix_token_id]
@@ -98,7 +103,7 @@ class KvjaxLM(TemplateLM):
         return before, rest
 
     def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False, **kwargs) -> list[tuple[float, bool]]:
-        """Requests with one context run together, whatever their order."""
+        """Returns log-probability and greediness of each request; requests with the same context run together."""
         order = sorted(range(len(requests)), key=lambda i: requests[i][1])
         found: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
         answers = self.endpoint.loglikelihood([requests[i][1:] for i in order])
@@ -109,27 +114,27 @@ class KvjaxLM(TemplateLM):
         return found
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
-        """All of a text's tokens, predicted one by one through the cache after the first token of the window."""
-        found = []
+        """Returns the log-probability of each text, whose tokens are predicted one by one through the cache."""
+        logprobs = []
         for (text,) in tqdm([request.args for request in requests], disable=disable_tqdm):
             ids = self.tok_encode(text, add_special_tokens=False)
             windows = utils.get_rolling_token_windows(ids, self.prefix_token_id, self.endpoint.max_length, 1)
             pairs = map(utils.make_disjoint_window, windows)
-            found.append(sum(logprob for logprob, _ in self.endpoint.loglikelihood(pairs)))
-            self.cache_hook.add_partial("loglikelihood_rolling", (text,), found[-1])
-        return found
+            logprobs.append(sum(logprob for logprob, _ in self.endpoint.loglikelihood(pairs)))
+            self.cache_hook.add_partial("loglikelihood_rolling", (text,), logprobs[-1])
+        return logprobs
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
-        """Greedy answers. Raises ConfigError for tasks that sample."""
-        found = []
+        """Returns greedy answers. Raises ConfigError for tasks that sample."""
+        texts = []
         for context, settings in tqdm([request.args for request in requests], disable=disable_tqdm):
             if settings.get("do_sample") and settings.get("temperature", 1.0) > 0:
                 raise ConfigError("this task samples its answers; only greedy ones are supported")
             stop = handle_stop_sequences(settings.get("until"), eos=None)
             most = settings.get("max_gen_toks", self.max_gen_toks)
-            found.append(self.endpoint.generate(self.tok_encode(context), most, [mark for mark in stop if mark]))
-            self.cache_hook.add_partial("generate_until", (context, settings), found[-1])
-        return found
+            texts.append(self.endpoint.generate(self.tok_encode(context), most, [mark for mark in stop if mark]))
+            self.cache_hook.add_partial("generate_until", (context, settings), texts[-1])
+        return texts
 
     @property
     def tokenizer_name(self) -> str:

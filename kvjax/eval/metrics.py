@@ -1,7 +1,7 @@
-"""How good a selection is, measured against exact attention over all keys.
+"""Quality of a selection of tokens, measured against exact attention over all keys.
 
-Functions take one layer of one sequence and may be mapped over steps and sequences. Their `key` and
-`value` are in token order, padded to any length; tokens after position `at` count nowhere.
+Functions take one layer of one sequence and may be mapped over steps and sequences. `key` and `value` are in token
+order, padded to any length; `at` is the position of the newest token, and tokens after it never count.
 """
 
 import dataclasses
@@ -23,13 +23,13 @@ from kvjax.typing import Array, Bool, Float, Int32
 def exact_scores(
     plan: LayerPlan, q: Float[Array, "K G D"], key: Float[Array, "T K D"], at: Int32[Array, ""]
 ) -> Float[Array, "K G T"]:
-    """Scaled dot products of the newest token's queries with every key that the model lets it see."""
+    """Returns scaled dot products of the newest token's queries with all keys; NEGATIVE for keys it does not see."""
     scores = jnp.einsum("kgd,tkd->kgt", q, key, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
     return jnp.where(_seen(plan, key.shape[0], at), scores, NEGATIVE)
 
 
 def _seen(plan: LayerPlan, tokens: int, at: Int32[Array, ""]) -> Bool[Array, "T"]:
-    """Tokens up to the newest, in a model's sliding window if it has one."""
+    """Returns the tokens that the newest token sees: up to itself, within the sliding window if there is one."""
     position = jnp.arange(tokens, dtype=jnp.int32)
     return (position <= at) & plan.spec.seen(position, at)
 
@@ -38,7 +38,15 @@ def attended_mask(
     plan: LayerPlan, selected: Int32[Array, "K N"], at: Int32[Array, ""], tokens: int,
     hidden: Bool[Array, "K G N"] | None = None,
 ) -> Bool[Array, "K #G T"]:
-    """Attended tokens: sinks, window and the selected positions (-1 = none) that are not hidden from a query head."""
+    """Returns which tokens were attended: sinks, recent window and selected positions.
+
+    Args:
+      plan: plan of the layer.
+      selected: selected positions of each KV head; -1 for none.
+      at: position of the newest token.
+      tokens: T, the padded number of tokens.
+      hidden: selected positions hidden from single query heads, if any.
+    """
     position = jnp.arange(tokens, dtype=jnp.int32)
     always = (position < plan.spec.sinks) | (position > at - plan.spec.window) | plan.dense
     mine = selected[:, None] if hidden is None else jnp.where(hidden, -1, selected[:, None])
@@ -51,9 +59,16 @@ def attended_mask(
 def recall(
     plan: LayerPlan, scores: Float[Array, "K G T"], attended: Bool[Array, "K #G T"], at: Int32[Array, ""], k: int
 ) -> Float[Array, "K G"]:
-    """Recall@k: share of the true top-k keys of each query head that were attended.
+    """Returns recall@k: the share of each query head's true top-k keys that were attended.
 
-    Sinks and window are excluded from both sets. NaN where fewer than k keys are left.
+    Sinks and recent window are excluded. NaN where fewer than k keys are left.
+
+    Args:
+      plan: plan of the layer.
+      scores: scores from `exact_scores`.
+      attended: tokens from `attended_mask`.
+      at: position of the newest token.
+      k: number of keys.
     """
     position = jnp.arange(scores.shape[-1], dtype=jnp.int32)
     candidate = (position >= plan.spec.sinks) & (position <= at - plan.spec.window) & _seen(plan, len(position), at)
@@ -63,16 +78,17 @@ def recall(
 
 
 def attention_mass(scores: Float[Array, "K G T"], attended: Bool[Array, "K #G T"]) -> Float[Array, "K G"]:
-    """Softmax mass of full attention on the attended tokens."""
+    """Returns the softmax mass of full attention on the attended tokens."""
     return jnp.sum(jax.nn.softmax(scores) * attended, axis=-1)
 
 
 def output_error(
     scores: Float[Array, "K G T"], attended: Bool[Array, "K #G T"], value: Float[Array, "T K D"]
 ) -> Float[Array, "K G"]:
-    """Relative L2 error of exact attention over the attended tokens against full attention: what the selection costs.
+    """Returns the relative L2 error of exact attention over the attended tokens against full attention.
 
-    What a method changes beside that (weights of samples, keys in few bits) is not in it, nor is the cosine of the two.
+    This is the error of the selection alone, without other approximations of a method (sampling weights, keys in few
+    bits).
     """
     def output(scores):
         return jnp.einsum("kgt,tkd->kgd", jax.nn.softmax(scores), value.astype(jnp.float32))
@@ -83,7 +99,7 @@ def output_error(
 
 @dataclasses.dataclass(frozen=True)
 class Quality:
-    """Means over layers, steps, sequences and query heads."""
+    """Recall@k, attention mass and output error; means over layers, steps, sequences and query heads."""
 
     recall: float
     attention_mass: float
@@ -91,22 +107,30 @@ class Quality:
 
 
 class Probe:
-    """Follows a generation (as its `observer`) and measures every step's selection against the keys of the prompt, as
-    `LLM.read` gave them, and of the tokens since.
+    """Observer of a generation that measures the selection of every step against all keys so far.
 
-    Steps with fewer than k candidates are left out of the recall.
+    Keys and values of the prompt come from `LLM.read`, those of later tokens from the steps' reports. Steps with fewer
+    than k candidates are left out of the recall.
+
+    Args:
+      cache: cache as it was filled from `reading`.
+      reading: activations of the prompt, from `LLM.read`.
+      k: number of keys of the recall.
+
+    Raises:
+      ConfigError: the cache holds other lengths than `reading`.
     """
 
     def __init__(self, cache: Cache, reading: PromptActivations, k: int = 16):
         self.plan, self.k = cache.plan, k
         self.length = np.asarray(cache.state.length).copy()
         if not np.array_equal(self.length, reading.length):
-            raise ConfigError(f"the cache has {self.length.tolist()} tokens, and what was read "
-                              f"{np.asarray(reading.length).tolist()}; give a cache that was filled from it alone")
+            raise ConfigError(f"the cache has {self.length.tolist()} tokens, but the activations have "
+                              f"{np.asarray(reading.length).tolist()}; give a cache that was filled from them alone")
         room = max(0, cache.plan.capacity - reading.tokens.shape[1])
         self.keys, self.values = (
             [np.pad(rows, ((0, 0), (0, room), (0, 0), (0, 0))) for rows in kept]
-            for kept in ([one.key for one in reading.layers], [one.value for one in reading.layers])
+            for kept in ([layer.key for layer in reading.layers], [layer.value for layer in reading.layers])
         )
         self.recalls: list[float] = []
         self.masses: list[float] = []
@@ -131,15 +155,15 @@ class Probe:
 
     @property
     def quality(self) -> Quality:
-        found = float(np.mean(self.recalls)) if self.recalls else float("nan")
-        return Quality(found, float(np.mean(self.masses)), float(np.mean(self.errors)))
+        mean_recall = float(np.mean(self.recalls)) if self.recalls else float("nan")
+        return Quality(mean_recall, float(np.mean(self.masses)), float(np.mean(self.errors)))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _measure(plan, k, key, value, q, selected, at, hidden):
-    """Recall, attention mass and output error of one step, means over heads."""
+    """Returns recall, attention mass and output error of one step, means over heads."""
     scores = exact_scores(plan, q, key, at)
     attended = attended_mask(plan, selected, at, key.shape[0], hidden)
-    found = recall(plan, scores, attended, at, k)
+    recalls = recall(plan, scores, attended, at, k)
     mass, error = attention_mass(scores, attended), output_error(scores, attended, value)
-    return jnp.mean(found), jnp.mean(mass), jnp.mean(error)
+    return jnp.mean(recalls), jnp.mean(mass), jnp.mean(error)

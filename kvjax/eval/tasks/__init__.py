@@ -1,4 +1,4 @@
-"""Every task by name. `draw` makes the samples of one; a task that reads a file has its path in its name.
+"""Tasks by name. `draw` makes a task's samples; the name of a task that reads a file contains its path.
 
     samples = tasks.draw("niah_multikey_1", tasks.Request(tokenizer, text, 4096, 32, rng))
     samples = tasks.draw("longbench:data/qasper.jsonl", tasks.Request(tokenizer, "", 31500, 200, rng))
@@ -13,7 +13,7 @@ from kvjax.errors import ConfigError
 from kvjax.eval.tasks import gsm8k, longbench, longgen, niah, perplexity, recall, ruler, ruler_files, ruler_lists
 from kvjax.eval.tasks.base import Continuation, Request, Sample, Task
 
-# The number of a task seeds its draws: new ones go to the end.
+# A task's index seeds its draws: new tasks go to the end.
 TASKS: dict[str, Task] = {
     "passkey": Task(niah.passkey),
     "needle": Task(niah.needle),
@@ -36,7 +36,7 @@ TASKS: dict[str, Task] = {
 
 
 def find(name: str) -> tuple[Task, pathlib.Path]:
-    """The task and the file of a name. Raises ConfigError for one that there is not."""
+    """Returns the task and the file in a name. Raises ConfigError for an unknown name or a missing file."""
     base, _, path = name.partition(":")
     if base not in TASKS:
         raise ConfigError(f"unknown task {name!r}; use one of {', '.join(TASKS)}")
@@ -47,12 +47,21 @@ def find(name: str) -> tuple[Task, pathlib.Path]:
 
 
 def number(name: str) -> int:
-    """What distinguishes a task's draws from those of others with the same seed."""
+    """Returns a number that makes a task's draws differ from those of others with the same seed."""
     return list(TASKS).index(name.partition(":")[0])
 
 
 def draw(name: str, request: Request) -> Sequence[Sample] | Sequence[Continuation]:
-    """A task's samples. Raises ConfigError for an unknown name or a length in which it does not fit, TaskFileError."""
+    """Draws the samples of a task.
+
+    Args:
+      name: name of the task, followed by ":FILE" if it reads one.
+      request: what to draw.
+
+    Raises:
+      ConfigError: the name is unknown, or a sample does not fit in the requested length.
+      TaskFileError: the file cannot be used.
+    """
     task, path = find(name)
     return task.draw(dataclasses.replace(request, path=path))
 

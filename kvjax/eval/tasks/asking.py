@@ -1,4 +1,4 @@
-"""Running samples: each context is read once, and each of its questions asked on a fork of the cache."""
+"""Running of samples: each context is read once, and each of its questions is asked on a fork of the cache."""
 
 import dataclasses
 import functools
@@ -11,21 +11,29 @@ from kvjax.inference.cache import Cache
 from kvjax.inference.generate import Observer
 from kvjax.llm import LLM, Result
 
-Questions = tuple[Sample, ...]  # to one context
+Questions = tuple[Sample, ...]  # about one context
 
 
 def batches(llm: LLM, samples: Sequence[Sample], size: int) -> list[list[Questions]]:
-    """Up to `size` contexts to read at a time, whose questions can be asked side by side; all as token ids."""
-    asked = [tuple(group) for _, group in itertools.groupby(tokenised(llm, samples), lambda one: one.context)]
-    found: list[list[Questions]] = []
-    for _, alike in itertools.groupby(asked, lambda one: (len(one), one[0].max_new_tokens, one[0].stop)):
+    """Groups samples into batches of contexts whose questions can be asked side by side, all as token ids.
+
+    Contexts of a batch have equally many questions, of the same answer length and stop texts.
+
+    Args:
+      llm: model with a tokenizer.
+      samples: samples; those of one context follow each other.
+      size: most contexts of a batch.
+    """
+    asked = [tuple(group) for _, group in itertools.groupby(tokenised(llm, samples), lambda item: item.context)]
+    groups: list[list[Questions]] = []
+    for _, alike in itertools.groupby(asked, lambda item: (len(item), item[0].max_new_tokens, item[0].stop)):
         contexts = list(alike)
-        found += [contexts[i : i + size] for i in range(0, len(contexts), size)]
-    return found
+        groups += [contexts[i : i + size] for i in range(0, len(contexts), size)]
+    return groups
 
 
 def tokenised(llm: LLM, samples: Sequence[Sample]) -> list[Sample]:
-    """The samples with token ids for text; a context that questions share is encoded once."""
+    """Returns the samples with text replaced by token ids; a shared context is encoded once."""
     encode = functools.cache(lambda text: tuple(llm.encode(text, start=True)))
     return [
         dataclasses.replace(one, context=encode(one.context), question=tuple(llm.encode(one.question, start=False)))
@@ -34,39 +42,46 @@ def tokenised(llm: LLM, samples: Sequence[Sample]) -> list[Sample]:
 
 
 def within_prompt(samples: Sequence[Sample]) -> list[Sample]:
-    """The tokenised samples with their questions at the end of the context, for what compresses a prompt by its end.
+    """Returns tokenised samples with the question moved to the end of the context.
 
-    The first token of an answer then comes from dense attention.
+    This is for methods that compress a prompt by its end; the first token of an answer then comes from dense attention.
     """
     return [dataclasses.replace(one, context=(*one.context, *one.question), question=()) for one in samples]
 
 
 def contexts(batch: Sequence[Questions]) -> list[Text]:
-    """What is to be read, one sequence for each context."""
+    """Returns the context of each group of questions."""
     return [questions[0].context for questions in batch]
 
 
 def length(sample: Sample) -> int:
-    """Tokens of a question and its longest answer."""
+    """Returns the tokens of a question and its longest answer."""
     return len(sample.question) + sample.max_new_tokens
 
 
 def capacity(batch: Sequence[Questions]) -> int:
-    """Room for the longest prompt with its answer."""
+    """Returns the capacity in tokens for the longest prompt of a batch with its answer."""
     return rounded(max(len(one.context) + length(one) for group in batch for one in group))
 
 
 def rounded(room: int) -> int:
-    """A capacity of at least so many tokens, of which there are few, so that few shapes compile."""
+    """Rounds a capacity up to a multiple of 64 tokens, so that few shapes compile."""
     return -(-room // 64) * 64
 
 
 def ask(
     llm: LLM, cache: Cache, batch: Sequence[Questions], observer: Observer | None = None
 ) -> tuple[list[list[float]], list[Result]]:
-    """Asks each question of the contexts in the cache: scores by context and question, and a result for each round.
+    """Asks each question about the contexts in the cache; forks of the store are closed afterwards.
 
-    The observer follows the first round. Forks of a store are closed.
+    Args:
+      llm: model that answers.
+      cache: cache with the contexts of `batch`, one sequence each.
+      batch: questions about each context.
+      observer: observer of the first round, in which each context is asked its first question.
+
+    Returns:
+      Scores by context and question, and the result of each round.
     """
     rounds, results = list(zip(*batch, strict=True)), []
     for i, one in enumerate(rounds):

@@ -1,7 +1,7 @@
-"""How a long generation departs from full attention, window by window.
+"""Drift of a long generation from full attention, window by window.
 
-A method generates; full attention then reads the same text and says of every token how likely it was and whether it
-would have chosen it. Errors that add up show as windows that get worse, a text that runs in circles as repeats.
+A method generates; full attention then reads the same text and gives the likelihood of every token, and whether it
+would have chosen it. Accumulating errors show as windows that get worse, loops in the text as repeats.
 """
 
 import contextlib
@@ -15,24 +15,36 @@ from kvjax.llm import LLM
 from kvjax.methods.full import Full
 from kvjax.store.interface import Store
 
-GRAM = 4  # tokens of a repeat
+GRAM = 4  # tokens of a repeated run
 
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """Tokens `start` to `stop` of the generated texts; means over tokens of all texts."""
+    """Means over the tokens `start` to `stop` of all generated texts."""
 
     start: int
     stop: int
-    nll: float  # under full attention after the same text, nats per token
+    nll: float  # under full attention given the same text, nats per token
     agreement: float  # share of tokens that full attention would have chosen
-    repeats: float  # share of runs of four tokens that the text had before
+    repeats: float  # share of runs of four tokens that occurred in the text before
 
 
 def windows(
     llm: LLM, contexts: Sequence[Sequence[int]], method: Method, new_tokens: int, size: int, store: Store | None = None
 ) -> list[Window]:
-    """Generates greedily from contexts (token ids) and compares each window of `size` tokens; texts may end early."""
+    """Generates greedily with a method and compares each window of tokens with full attention.
+
+    Args:
+      llm: model to generate with.
+      contexts: token ids of each context.
+      method: method that generates.
+      new_tokens: most tokens to generate; texts may end early.
+      size: tokens of a window.
+      store: store of the method, if any.
+
+    Returns:
+      The windows in order; none if no text has a token.
+    """
     rows = [list(context) for context in contexts]
     capacity = max(map(len, rows)) + new_tokens
     with contextlib.closing(llm.prefill(rows, method=method, store=store, capacity=capacity)) as cache:
@@ -52,16 +64,16 @@ def windows(
 
 
 def _mean(rows: Sequence[np.ndarray], start: int, size: int) -> float:
-    """Over what the rows have of a window."""
+    """Returns the mean over the part of each row within a window."""
     return float(np.mean(np.concatenate([row[start : start + size] for row in rows])))
 
 
 def repeats(tokens: Sequence[int]) -> np.ndarray:
-    """bool[n]: whether the four tokens that end at each one were there before; False for the first three."""
+    """Returns for each token whether the run of four that it ends occurred before; False for the first three."""
     seen: set[tuple[int, ...]] = set()
-    found = np.zeros(len(tokens), bool)
+    repeated = np.zeros(len(tokens), bool)
     for i in range(GRAM, len(tokens) + 1):
         run = tuple(tokens[i - GRAM : i])
-        found[i - 1] = run in seen
+        repeated[i - 1] = run in seen
         seen.add(run)
-    return found
+    return repeated

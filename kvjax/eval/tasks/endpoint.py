@@ -1,7 +1,7 @@
-"""Likelihoods and answers on demand, by any method and store: what evaluation harnesses ask of a model.
+"""Likelihoods and answers on demand, by any method and store, for evaluation harnesses.
 
-A context's first part is read densely, once for all requests that share it; its last tokens, and what follows, go token
-by token through the cache, which is what a method is measured by.
+The first part of a context is prefilled once for all requests that share it. Its last tokens, and those that follow it,
+go through the cache token by token, so that the method is what is measured.
 """
 
 import contextlib
@@ -22,22 +22,27 @@ LEAST_CAPACITY = 256
 
 @dataclasses.dataclass(frozen=True)
 class Endpoint:
-    """A model with the method and the store that answer for it, one sequence at a time."""
+    """Model with a method and a store, which answers one sequence at a time."""
 
     llm: LLM
     method: Method
     store: Store | None = None
     slots: Slots | None = None
-    sparse_tokens: int = 32  # of a context that are read through the cache
-    max_length: int = 2048  # longer contexts lose their beginning
-    dtype: str = "float32"  # of stored keys and values
-    chunk: int | None = None  # tokens of a context that are read at a time (`LLM.prefill`)
+    sparse_tokens: int = 32  # last tokens of a context, which go through the cache one by one
+    max_length: int = 2048  # most tokens of a request; longer contexts lose their beginning
+    dtype: str = "float32"  # type of stored keys and values
+    chunk: int | None = None  # tokens that `LLM.prefill` reads at a time through the cache; None = dense prefill
 
     def loglikelihood(self, pairs: Iterable[tuple[Sequence[int], Sequence[int]]]) -> Iterator[tuple[float, bool]]:
-        """For each context and continuation (token ids): the log-probability, and whether greedy decoding gives it.
+        """Yields the log-probability of each continuation, and whether greedy decoding gives it.
 
-        One after the other, as they are asked for. Contexts that follow each other share their cache if they are equal.
-        Raises PromptError for a continuation that is empty or too long, before the first is computed.
+        Results are computed one by one as they are consumed. Equal contexts that follow each other share a cache.
+
+        Args:
+          pairs: token ids of each context and its continuation.
+
+        Raises:
+          PromptError: a continuation is empty or too long, or a context is empty. Raised before anything is computed.
         """
         parts = [(*self._split(context, len(rest)), list(rest)) for context, rest in pairs]
         for read, group in itertools.groupby(parts, lambda part: part[0]):
@@ -48,7 +53,16 @@ class Endpoint:
                     yield self._score(cache, tail, rest)
 
     def generate(self, context: Sequence[int], max_new_tokens: int, stop: Sequence[str] = ()) -> str:
-        """The greedy answer up to the first of `stop`."""
+        """Returns the greedy answer to a context.
+
+        Args:
+          context: token ids of the context.
+          max_new_tokens: most tokens to generate.
+          stop: texts that end the answer; it is cut before the first one.
+
+        Raises:
+          PromptError: the context is empty, or the answer does not fit in `max_length`.
+        """
         read, tail = self._split(context, max_new_tokens)
         with self._cache(read, len(read) + len(tail) + max_new_tokens) as cache:
             result = self.llm.generate([tail], cache, max_new_tokens=max_new_tokens, stop=stop)
@@ -57,13 +71,13 @@ class Endpoint:
         return text[: min((text.find(mark) for mark in stop if mark in text), default=len(text))]
 
     def _split(self, context: Sequence[int], more: int) -> tuple[list[int], list[int]]:
-        """What of a context is read densely, at least one token, and what token by token."""
+        """Returns the part of a context to prefill, at least one token, and the part to read token by token."""
         if not context:
-            raise PromptError("the context is empty; give at least one token, such as one that begins a text")
+            raise PromptError("the context is empty; give at least one token, such as the begin-of-text token")
         if more < 1:
-            raise PromptError("the continuation is empty; give at least one token of it")
+            raise PromptError("the continuation is empty; give at least one token")
         if more > self.max_length:
-            raise PromptError(f"{more} tokens after a context are too long for max_length={self.max_length}; raise it")
+            raise PromptError(f"{more} tokens after a context are too many for max_length={self.max_length}; raise it")
         most = self.max_length + 1 - more
         if len(context) > most:
             warnings.warn(f"contexts that do not fit max_length={self.max_length} with what follows them lose their "
@@ -74,7 +88,7 @@ class Endpoint:
 
     @contextlib.contextmanager
     def _cache(self, read: list[int], room: int) -> Iterator[Cache]:
-        """One cache, closed after use; its capacity is a power of two, so that few shapes compile."""
+        """Yields a cache that is closed in the end; its capacity is a power of two, so that few shapes compile."""
         capacity = max(LEAST_CAPACITY, 1 << (room - 1).bit_length())
         cache = self.llm.prefill(read, method=self.method, store=self.store, slots=self.slots, capacity=capacity,
                                  dtype=self.dtype, chunk=self.chunk)

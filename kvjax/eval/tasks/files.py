@@ -1,4 +1,4 @@
-"""Rows of a benchmark's file: JSON lines, or one JSON list."""
+"""Reading of benchmark files: JSON lines, or one JSON list."""
 
 import pathlib
 from collections.abc import Mapping
@@ -11,20 +11,29 @@ Row = Mapping[str, Any]
 
 
 def read_text(path: pathlib.Path) -> str:
-    """The file as text. Raises TaskFileError."""
+    """Returns a file as text. Raises TaskFileError if it cannot be read as UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise TaskFileError(f"{path}: cannot be read as UTF-8 text ({error})") from error
+        raise TaskFileError(f"{path}: cannot be read as UTF-8 text ({error}); give another file") from error
 
 
 def read_rows(
     path: pathlib.Path, fields: Mapping[str, type], other_version: Mapping[str, str]
 ) -> list[tuple[str, Row]]:
-    """Every row with its place for error messages, checked to have `fields` of these types.
+    """Reads and checks the rows of a file.
 
-    `other_version` maps fields that give away another benchmark's or version's file to a hint. Raises TaskFileError
-    with file and line for what is no JSON object, has a field missing or of another type, or is of another version.
+    Args:
+      path: file to read.
+      fields: names and types of the fields that every row must have.
+      other_version: hints by fields that identify the file of another benchmark or version.
+
+    Returns:
+      Each row with its place in the file, for error messages.
+
+    Raises:
+      TaskFileError: the file cannot be read or is empty, or a row is not a JSON object with these fields. The message
+        names file and line.
     """
     text = read_text(path)
     rows = _list(path, text) if text.lstrip().startswith("[") else _lines(path, text)
@@ -64,7 +73,7 @@ def _check(where: str, row: Any, fields: Mapping[str, type], other_version: Mapp
 
 
 def text_of(where: str, row: Row, field: str) -> str:
-    """A text that may be missing. Raises TaskFileError for what is none."""
+    """Returns an optional text field, "" if it is missing. Raises TaskFileError for another type."""
     value = row.get(field) or ""
     if not isinstance(value, str):
         raise TaskFileError(f"{where}: {field} is {type(value).__name__}, expected str or nothing")
@@ -72,15 +81,15 @@ def text_of(where: str, row: Row, field: str) -> str:
 
 
 def classes_of(where: str, row: Row) -> tuple[str, ...]:
-    """The answers that a row of a classification allows; none in others. Raises TaskFileError for what is no list."""
+    """Returns the allowed answers of a classification row; none for other rows. Raises TaskFileError if not a list."""
     value = row.get("all_classes") or []
-    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+    if not isinstance(value, list) or not all(isinstance(label, str) for label in value):
         raise TaskFileError(f"{where}: all_classes is {value!r:.80}, expected a list of texts")
     return tuple(value)
 
 
 def answers_of(where: str, row: Row, field: str) -> tuple[str, ...]:
-    """A list of right answers as text. Raises TaskFileError if it is empty."""
+    """Returns a field's right answers as texts. Raises TaskFileError if there is none."""
     if not row[field]:
         raise TaskFileError(f"{where}: {field} is empty; a row needs a right answer")
     return tuple(map(str, row[field]))

@@ -1,6 +1,6 @@
 """GSM8K (Cobbe et al., 2021) from a local file, with the eight worked examples of chain-of-thought prompting.
 
-The examples (Wei et al., 2022, Table 20) are the context of every question, so that they are read once.
+The examples (Wei et al., 2022, Table 20) are the shared context of all questions, so that they are read once.
 """
 
 from kvjax.errors import TaskFileError
@@ -41,9 +41,9 @@ CONTEXT = "".join(f"Q: {question}\nA: {thought} The answer is {answer}.\n\n" for
 
 
 def draw(request: Request) -> list[Sample]:
-    """The first `request.count` questions; `request.length` plays no part, as all prompts have about the same length.
+    """Returns the first `request.count` questions; `request.length` is ignored, as prompts are about equally long.
 
-    An answer's number stands after "####" in the file. Raises TaskFileError where it does not.
+    Raises TaskFileError for an answer without a number after "####".
     """
     samples = []
     for where, row in files.read_rows(request.path, _FIELDS, {"outputs": "this is a file of RULER"})[: request.count]:

@@ -1,7 +1,7 @@
 """LongBench (Bai et al., 2023) and LongBench v2 (Bai et al., 2024) from local files.
 
-Prompts of v1 are LongBench's if its `dataset2prompt.json` lies beside the file (or in `config/` there or above), else
-plain ones of our own, with which scores are not comparable to published ones. So are v2's always.
+Prompts of v1 are LongBench's if its `dataset2prompt.json` is beside the file, or in `config/` there or one level up.
+Else they are plain ones of kvjax, as v2's always are, with which scores are not comparable to published ones.
 """
 
 import dataclasses
@@ -19,12 +19,12 @@ V2_TOKENS = 128
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """How one dataset of v1 is asked and scored."""
+    """Metric, answer length in tokens and prompt of a dataset of v1."""
 
     metric: str
     new_tokens: int
-    prompt: str  # our own, with {context} before {input}
-    chat: bool = True  # in the model's chat template
+    prompt: str  # kvjax's own, with {context} before {input}
+    chat: bool = True  # whether to use the model's chat template
 
 
 _QA = "Answer the question from the text in a few words.\n\n{context}\n\nQuestion: {input}\nAnswer:"
@@ -48,7 +48,10 @@ DATASETS = {
 
 
 def draw(request: Request) -> list[Sample]:
-    """The first `request.count` rows of a v1 file; the English and code datasets, lsht, LongBench-E's too."""
+    """Returns the first `request.count` rows of a v1 file: English and code datasets, lsht, and those of LongBench-E.
+
+    Raises TaskFileError for a file or dataset that cannot be used.
+    """
     rows = files.read_rows(request.path, _V1, {"choice_A": "this is LongBench v2; use task longbench_v2"})
     official = _official(request.path)
     return [_v1(request, where, row, official) for where, row in rows[: request.count]]
@@ -70,21 +73,24 @@ def _v1(request: Request, where: str, row: files.Row, official: dict[str, str]) 
 
 
 def _official(path: pathlib.Path) -> dict[str, str]:
-    """LongBench's own prompts, if they are there."""
+    """Returns LongBench's own prompts by dataset, if their file is there."""
     for folder in (path.parent, path.parent / "config", path.parent.parent / "config"):
         if (file := folder / "dataset2prompt.json").is_file():
             try:
-                found = parse_json(files.read_text(file).encode())
+                official = parse_json(files.read_text(file).encode())
             except ValueError as error:
                 raise TaskFileError(f"{file}: not a JSON object ({error}); get the file again") from error
-            if not isinstance(found, dict) or not all(isinstance(one, str) for one in found.values()):
+            if not isinstance(official, dict) or not all(isinstance(prompt, str) for prompt in official.values()):
                 raise TaskFileError(f"{file}: not a JSON object of texts; get the file again")
-            return found
+            return official
     return {}
 
 
 def draw_v2(request: Request) -> list[Sample]:
-    """The first `request.count` rows of a v2 file: multiple choice, no thinking aloud."""
+    """Returns the first `request.count` rows of a v2 file: multiple choice, without a chain of thought.
+
+    Raises TaskFileError for a file that cannot be used.
+    """
     rows = files.read_rows(request.path, _V2, {"answers": "this is LongBench v1; use task longbench"})
     return [_v2(request, where, row) for where, row in rows[: request.count]]
 

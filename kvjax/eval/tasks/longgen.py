@@ -1,9 +1,9 @@
-"""LongGenBench (Wu et al., 2024): long texts in numbered blocks, some of which have to mention something.
+"""LongGenBench (Wu et al., 2024): long texts in numbered blocks, some of which have to mention a given word.
 
-Instructions are of three kinds: in one block, in every block of a range, in every n-th block. An answer is checked for
-how many blocks there are (completion rate), and for each kind for the share of existing blocks that do as told. Blocks
-begin with a mark and their number. Simplified: a block does as told if it contains the word; the paper lets a language
-model judge. Its four scenarios (diary, menu, skyscraper, city) are one here, a diary.
+An instruction applies to one block, to every block of a range, or to every n-th block. An answer is scored by the share
+of blocks that exist (completion rate), and for each kind of instruction by the share of existing blocks that follow it.
+Blocks begin with a mark and their number. Simplified: a block follows an instruction if it contains the word, where the
+paper lets a language model judge; and of its four scenarios (diary, menu, skyscraper, city) only the diary is used.
 """
 
 import dataclasses
@@ -15,14 +15,14 @@ import numpy as np
 from kvjax.eval.tasks import corpus
 from kvjax.eval.tasks.base import Request, Sample
 
-OPENING = "#*# Day 1:"  # what an answer goes on from
+OPENING = "#*# Day 1:"  # beginning of the answer, given with the question
 _MARK = re.compile(r"#\*# Day (\d+)\b:?")
-_TOKENS = 32  # of a block, about
+_TOKENS = 32  # approximate tokens of a block
 
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """Every block of `first, first + step, ..., last` is to mention `word`."""
+    """Instruction that the blocks `first, first + step, ..., last` mention `word`."""
 
     kind: str  # once, range or periodic
     first: int
@@ -42,7 +42,7 @@ class Instruction:
         return f"{where[self.kind]} write about: {self.word}."
 
     def encode(self) -> str:
-        """One line, as `Sample.answers` has it."""
+        """Returns the instruction as a line of `Sample.answers`."""
         return f"{self.kind} {self.first} {self.last} {self.step} {self.word}"
 
     @classmethod
@@ -53,7 +53,7 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """Shares in 0..1; NaN for a kind that no existing block was told."""
+    """Shares in 0..1; NaN for a kind of instruction that applies to no existing block."""
 
     completion: float
     once: float
@@ -62,56 +62,63 @@ class Check:
 
     @property
     def mean(self) -> float:
-        """Mean accuracy of the kinds; 0 where no block exists that was told anything."""
-        found = [share for share in (self.once, self.range, self.periodic) if not np.isnan(share)]
-        return float(np.mean(found)) if found else 0.0
+        """Mean share of the kinds; 0 if no instruction applies to an existing block."""
+        shares = [share for share in (self.once, self.range, self.periodic) if not np.isnan(share)]
+        return float(np.mean(shares)) if shares else 0.0
 
 
 def blocks(text: str) -> dict[int, str]:
-    """The text of each numbered block; of two with one number the first."""
+    """Returns the text of each numbered block; the first of those with the same number."""
     parts = _MARK.split(text)
-    found: dict[int, str] = {}
+    by_number: dict[int, str] = {}
     for number, body in zip(parts[1::2], parts[2::2], strict=True):
-        found.setdefault(int(number), body)
-    return found
+        by_number.setdefault(int(number), body)
+    return by_number
 
 
 def check(text: str, answers: Sequence[str]) -> Check:
-    """Checks an answer against `Sample.answers`: the number of blocks, then the instructions. It goes on from
-    `OPENING`, or begins with it once more."""
+    """Scores an answer.
+
+    Args:
+      text: answer, which continues `OPENING` or repeats it.
+      answers: number of blocks, then an encoded instruction each, as in `Sample.answers`.
+
+    Returns:
+      The share of blocks that exist, and for each kind of instruction the share of them that follow it.
+    """
     wanted, found = int(answers[0]), blocks(text if text.lstrip().startswith(OPENING) else OPENING + text)
     instructions = [Instruction.decode(line) for line in answers[1:]]
     kinds = ("once", "range", "periodic")
-    shares = [_share(found, [one for one in instructions if one.kind == kind]) for kind in kinds]
+    shares = [_share(found, [each for each in instructions if each.kind == kind]) for kind in kinds]
     return Check(sum(number in found for number in range(1, wanted + 1)) / wanted, *shares)
 
 
 def _share(found: dict[int, str], instructions: Sequence[Instruction]) -> float:
-    """Share of the existing blocks with an instruction that follow it."""
+    """Returns the share of existing blocks with an instruction that follow it."""
     done = [one.word.lower() in found[n].lower() for one in instructions for n in one.blocks if n in found]
     return float(np.mean(done)) if done else float("nan")
 
 
 def draw(request: Request) -> list[Sample]:
-    """Diaries of as many days as fit in about `request.length` tokens with the instructions, at least four."""
+    """Draws diaries of as many days as fit in about `request.length` tokens with the instructions, at least four."""
     days = max(4, request.length // _TOKENS)
     days = max(4, days * request.length // max(request.length, _size(request, days)))
     return [_sample(request.rng, days) for _ in range(request.count)]
 
 
 def _size(request: Request, days: int) -> int:
-    """Tokens of one such diary with its instructions."""
+    """Returns the tokens of a diary with its instructions."""
     told = _sample(np.random.default_rng(0), days).context
     return len(request.tokenizer.encode(str(told))) + _TOKENS * days
 
 
 def _sample(rng: np.random.Generator, days: int) -> Sample:
-    """One instruction of each kind for every eight days."""
-    instructions = [one for _ in range(max(1, days // 8)) for one in _instructions(rng, days)]
+    """Draws a diary with one instruction of each kind for every eight days."""
+    instructions = [instruction for _ in range(max(1, days // 8)) for instruction in _instructions(rng, days)]
     told = "\n".join(map(str, instructions))
     context = (f"Write a diary of {days} days, one entry for each day, none left out. Begin every entry with #*# and "
                f"its day, as {OPENING}, and write about {_TOKENS // 2} words.\n{told}\n")
-    answers = (str(days), *(one.encode() for one in instructions))
+    answers = (str(days), *(instruction.encode() for instruction in instructions))
     return Sample(context, OPENING, answers, "longgen", _TOKENS * days)
 
 

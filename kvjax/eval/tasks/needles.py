@@ -1,8 +1,8 @@
-"""Retrieval tasks with a known answer: facts ("needles") hidden in text, each asked for at the end.
+"""Facts ("needles") hidden in text, each asked for at the end: the parts of retrieval tasks with a known answer.
 
-The same generator writes training sequences and evaluation prompts; key words, values and
-templates of the two are disjoint (`held_out`). Needles follow RULER's niah tasks. A passkey is one line, told once in
-the same text, where landmark attention's is told twice, with an instruction, among sentences that repeat.
+The same generator makes training sequences and evaluation prompts; key words, values and templates of the two are
+disjoint (`held_out`). Needles follow RULER's niah tasks. A passkey is one line that occurs once in ordinary text, where
+landmark attention states it twice, with an instruction, among repeated sentences.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from kvjax.errors import ConfigError
 from kvjax.eval.tasks import corpus
 from kvjax.models.text_codec import TextCodec
 
-# Text before the value; {key} is the key word. The question repeats it, as RULER's answer prefix does.
+# Text before the value, with the key word for {key}. The question repeats it, as RULER's answer prefix does.
 TRAIN_TEMPLATES = (
     "The special magic number for {key} is:",
     "The number of {key} is",
@@ -37,13 +37,13 @@ HELD_OUT_TEMPLATES = (
     "Please keep in mind that {key} was given",
     "The secret code for {key} =",
 )
-_SPARE_WORDS = 8  # for a random template, beside those of its needles
+_SPARE_WORDS = 8  # words for a random template, in addition to those of its needles
 PASSKEY = "The pass key is"
 
 
 @dataclasses.dataclass(frozen=True)
 class Needle:
-    """A fact: `cue` is its text up to the value, `value` what has to be retrieved."""
+    """Fact to retrieve: `cue` is its text up to the `value`."""
 
     cue: str
     value: str
@@ -55,7 +55,7 @@ class Needle:
 
 @dataclasses.dataclass(frozen=True)
 class Haystack:
-    """A prompt: `context` with needles in it, and the needles asked for, in order."""
+    """Prompt with needles: token ids of the context, the needles asked for in order, and the needles' depths."""
 
     context: list[int]
     questions: tuple[Needle, ...]
@@ -63,7 +63,7 @@ class Haystack:
 
 
 def draw_value(rng: np.random.Generator, digits: int, held_out: bool) -> str:
-    """A number of the given length from the training or from the held-out values (one in ten)."""
+    """Draws a number with the given digits from the training values or the held-out ones (one in ten)."""
     while True:
         value = str(rng.integers(10 ** (digits - 1), 10**digits))
         if corpus.is_held_out(value, 0.1) == held_out:
@@ -71,7 +71,7 @@ def draw_value(rng: np.random.Generator, digits: int, held_out: bool) -> str:
 
 
 def made_words(rng: np.random.Generator, count: int) -> list[str]:
-    """Words of which there are too many to be learnt, the beginning of one and the end of another; none is held out."""
+    """Makes words from the beginning of one and the end of another, too many to be learnt; none is held out."""
     known, words = corpus.key_words(held_out=False), set[str]()
     while len(words) < count:
         first, second = (known[i] for i in rng.integers(len(known), size=2))
@@ -82,7 +82,7 @@ def made_words(rng: np.random.Generator, count: int) -> list[str]:
 
 
 def text_template(rng: np.random.Generator, tokenizer: Tokenizer, stream: np.ndarray) -> str:
-    """A template of two pieces of text, without their numbers."""
+    """Makes a template from two pieces of text without their digits."""
     lengths = int(rng.integers(1, 9)), int(rng.integers(0, 8))
     before, after = (re.sub(r"[{}\d\s]+", " ", tokenizer.decode(random_span(rng, stream, length))).strip()
                      for length in lengths)
@@ -90,7 +90,7 @@ def text_template(rng: np.random.Generator, tokenizer: Tokenizer, stream: np.nda
 
 
 def random_template(rng: np.random.Generator, words: Sequence[str]) -> str:
-    """A template of arbitrary words: only copying what followed the same words before can answer it."""
+    """Makes a template of arbitrary words, which can only be answered by copying what followed them before."""
     before, after = (" ".join(rng.choice(words, size=rng.integers(most + 1))) for most in (5, 3))
     return f"{before} {{key}} {after}".strip() + _ending(rng)
 
@@ -102,7 +102,14 @@ def _ending(rng: np.random.Generator) -> str:
 def draw_needles(
     rng: np.random.Generator, count: int, held_out: bool, digits: int | None = None
 ) -> list[Needle]:
-    """Needles that share one template and differ in key word and value; half of the training templates are random."""
+    """Draws needles with one template and different key words; half of the training templates are random words.
+
+    Args:
+      rng: random generator.
+      count: number of needles.
+      held_out: whether words, values and template are held out from training.
+      digits: digits of the values; None for a random number of them.
+    """
     templates, words = HELD_OUT_TEMPLATES if held_out else TRAIN_TEMPLATES, corpus.key_words(held_out)
     template = templates[rng.integers(len(templates))]
     if not held_out and rng.random() < 0.5:
@@ -111,7 +118,14 @@ def draw_needles(
 
 
 def made_needles(rng: np.random.Generator, tokenizer: Tokenizer, stream: np.ndarray, count: int) -> list[Needle]:
-    """Needles for training whose words and template are drawn anew, so that neither can be learnt by heart."""
+    """Makes training needles with new words and a new template, so that neither can be memorised.
+
+    Args:
+      rng: random generator.
+      tokenizer: tokenizer of `stream`.
+      stream: token ids `[n]` of the text that half of the templates are taken from.
+      count: number of needles.
+    """
     words = made_words(rng, count + _SPARE_WORDS)
     template = random_template(rng, words) if rng.random() < 0.5 else text_template(rng, tokenizer, stream)
     return _with_values(rng, template, rng.choice(words, size=count, replace=False).tolist(), held_out=False)
@@ -125,7 +139,7 @@ def _with_values(
 
 
 def passkey(rng: np.random.Generator, held_out: bool) -> Needle:
-    """The passkey fact, its key uniform among those of 1..50000 that are held out, or that are not."""
+    """Draws a passkey fact with a key uniform among 1..50000, held out from training or not."""
     while True:
         value = str(rng.integers(1, 50_001))
         if corpus.is_held_out(value, 0.1) == held_out:
@@ -134,7 +148,7 @@ def passkey(rng: np.random.Generator, held_out: bool) -> Needle:
 
 @functools.lru_cache(maxsize=4096)
 def encode(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
-    """Token ids of a text within another one (cached: a needle is told, asked for and counted)."""
+    """Returns the token ids of a text as a continuation (cached: a needle is inserted, asked for and counted)."""
     return tuple(_codec(tokenizer).encode_continuation(text))
 
 
@@ -146,7 +160,17 @@ def _codec(tokenizer: Tokenizer) -> TextCodec:
 def insert_needles(
     tokenizer: Tokenizer, filler: Sequence[int], needles: Sequence[Needle], depths: Sequence[float]
 ) -> list[int]:
-    """Puts each needle on a line of its own at its depth (0 = start, 1 = end) of the filler."""
+    """Inserts each needle on a line of its own.
+
+    Args:
+      tokenizer: tokenizer of the filler.
+      filler: token ids of the text around the needles.
+      needles: needles to insert.
+      depths: place of each in the filler: 0 = start, 1 = end.
+
+    Returns:
+      Token ids of the text with its needles.
+    """
     out: list[int] = []
     previous = 0
     for needle, depth in sorted(zip(needles, depths, strict=True), key=lambda pair: pair[1]):
@@ -158,14 +182,14 @@ def insert_needles(
 
 
 def needle_cost(tokenizer: Tokenizer, needles: Sequence[Needle]) -> int:
-    """Tokens that the needles add to the filler."""
+    """Returns the number of tokens that the needles add to the filler."""
     return sum(len(encode(tokenizer, "\n" + needle.sentence)) for needle in needles)
 
 
 def random_span(rng: np.random.Generator, stream: np.ndarray, length: int) -> list[int]:
-    """`length` consecutive tokens of a long token stream. Raises ConfigError for a stream that is shorter."""
+    """Returns `length` random consecutive tokens of a stream. Raises ConfigError if the stream is shorter."""
     if len(stream) < length:
-        raise ConfigError(f"the text has {len(stream)} tokens, and {length} of it are wanted; give a longer one")
+        raise ConfigError(f"the text has {len(stream)} tokens, but {length} are needed; give a longer one")
     start = int(rng.integers(0, max(1, len(stream) - length)))
     return stream[start : start + length].tolist()
 
@@ -180,7 +204,21 @@ def haystack(
     depths: Sequence[float] | None = None,
     start: Sequence[int] | None = None,
 ) -> Haystack:
-    """A context of exactly `length` tokens holding the needles; `start` begins it, or the tokenizer's begin-of-text."""
+    """Makes a context of exactly `length` tokens with needles in it.
+
+    Args:
+      rng: random generator.
+      tokenizer: tokenizer of `stream`.
+      stream: token ids `[n]` of the text around the needles.
+      length: tokens of the context.
+      needles: needles to insert.
+      questions: needles to ask for, in order.
+      depths: place of each needle: 0 = start, 1 = end; None for random places.
+      start: ids that begin the context; None for those that the tokenizer begins a text with.
+
+    Raises:
+      ConfigError: the needles do not fit in `length` tokens, or the stream is too short.
+    """
     start = list(tokenizer.encode("").ids if start is None else start)
     room = length - len(start) - needle_cost(tokenizer, needles)
     if room < 0:

@@ -1,4 +1,4 @@
-"""Facts hidden in text, found by their question: passkey, needles at every depth, and many questions to one context."""
+"""Tasks that ask for facts hidden in text: passkey, needles at every depth, and many questions about one context."""
 
 import numpy as np
 
@@ -12,12 +12,12 @@ _STOP = (".",)
 
 
 def passkey(request: Request) -> list[Sample]:
-    """The pass key, a held-out one of 1..50000 (after landmark attention, Mohtashami and Jaggi, 2023)."""
+    """Draws held-out pass keys of 1..50000 (after landmark attention, Mohtashami and Jaggi, 2023)."""
     return [_hidden(request, [needles.passkey(request.rng, held_out=True)], depth) for depth in _depths(request.count)]
 
 
 def needle(request: Request, others: int = 0) -> list[Sample]:
-    """A number of five digits by its key word, beside `others` of the same wording."""
+    """Draws a five-digit number to find by its key word, among `others` of the same wording."""
     return [
         _hidden(request, needles.draw_needles(request.rng, 1 + others, held_out=True, digits=_DIGITS), depth)
         for depth in _depths(request.count)
@@ -25,12 +25,12 @@ def needle(request: Request, others: int = 0) -> list[Sample]:
 
 
 def needle_of_4(request: Request) -> list[Sample]:
-    """One of four needles."""
+    """Draws one needle to find among four."""
     return needle(request, others=3)
 
 
 def grid(request: Request) -> list[Sample]:
-    """Needle in a haystack (Kamradt, 2023): depths from 0 to 1 inclusive, the needle backed up to a sentence's end."""
+    """Draws needles in a haystack (Kamradt, 2023) at depths from 0 to 1 inclusive, each after the end of a sentence."""
     samples = []
     for depth in np.linspace(0, 1, request.count):
         (fact,) = needles.draw_needles(request.rng, 1, held_out=True, digits=_DIGITS)
@@ -39,8 +39,10 @@ def grid(request: Request) -> list[Sample]:
 
 
 def multi_request(request: Request, questions: int = 8) -> list[Sample]:
-    """`questions` needles in one context, each asked for on its own fork of the cache (the idea of SCBench, Li et al.,
-    2024); `request.count` questions in all."""
+    """Draws contexts with `questions` needles, each asked for on its own fork of the cache.
+
+    This is the idea of SCBench (Li et al., 2024). There are `request.count` questions in all.
+    """
     samples: list[Sample] = []
     while len(samples) < request.count:
         facts = needles.draw_needles(request.rng, min(questions, request.count - len(samples)), True, _DIGITS)
@@ -52,7 +54,7 @@ def multi_request(request: Request, questions: int = 8) -> list[Sample]:
 
 
 def _depths(count: int) -> list[float]:
-    """Depths spread evenly over 0..1."""
+    """Returns depths spread evenly over 0..1."""
     return [(i + 0.5) / count for i in range(count)]
 
 
@@ -66,35 +68,35 @@ def _sample(request: Request, context: tuple[int, ...], fact: Needle, depth: flo
 
 
 def _hidden(request: Request, facts: list[Needle], depth: float) -> Sample:
-    """The first fact at its depth, the others anywhere."""
+    """Draws a sample with the first fact at its depth and the others anywhere."""
     depths = [depth, *request.rng.random(len(facts) - 1)]
     context = _haystack(request, facts, depths, len(_question(request, facts[0])))
     return _sample(request, context, facts[0], depth)
 
 
 def _haystack(request: Request, facts: list[Needle], depths: list[float], question: int) -> tuple[int, ...]:
-    """A context that has the wanted length together with a question of so many tokens."""
+    """Makes a context that, with a question of `question` tokens, has the requested length."""
     tokenizer, length = request.tokenizer.tokenizer, request.length - question
     if length < needles.needle_cost(tokenizer, facts) + 1:
-        raise ConfigError(f"{len(facts)} needles and a question do not fit in {request.length} tokens; raise it")
+        raise ConfigError(f"{len(facts)} needles and a question do not fit in {request.length} tokens; raise that")
     hay = needles.haystack(request.rng, tokenizer, request.stream, length, facts, facts[:1], depths,
                            request.start)
     return tuple(hay.context)
 
 
 def _after_sentence(request: Request, fact: Needle, depth: float) -> Sample:
-    """A context with the fact after the last whole sentence or line before its depth."""
+    """Makes a sample with the fact after the last whole sentence or line before its depth."""
     tokenizer, question = request.tokenizer, _question(request, fact)
     planted = needles.encode(tokenizer.tokenizer, "\n" + fact.sentence)
     room = request.length - len(request.start) - len(question) - len(planted)
     if room < 0:
         raise ConfigError(f"a needle and its question do not fit in {request.length} tokens; raise the length")
     filler = needles.random_span(request.rng, request.stream, room)
-    at = int(depth * room)
-    while 0 < at < room and not _ends_sentence(tokenizer.decode(filler[at - 1 : at])):
-        at -= 1
-    context = (*request.start, *filler[:at], *planted, *filler[at:])
-    return _sample(request, context, fact, at / max(1, room))
+    place = int(depth * room)
+    while 0 < place < room and not _ends_sentence(tokenizer.decode(filler[place - 1 : place])):
+        place -= 1
+    context = (*request.start, *filler[:place], *planted, *filler[place:])
+    return _sample(request, context, fact, place / max(1, room))
 
 
 def _ends_sentence(token: str) -> bool:

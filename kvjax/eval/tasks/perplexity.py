@@ -1,4 +1,4 @@
-"""Perplexity through the sparse path: a prompt read densely, then true tokens one by one.
+"""Perplexity through a method's cache: the prompt is prefilled, then true tokens follow one by one.
 
 A parallel forward pass would never exercise a method's selection.
 """
@@ -11,7 +11,7 @@ from kvjax.eval.tasks.base import Continuation, Request
 
 
 def draw(request: Request) -> list[Continuation]:
-    """Spans of the text from anywhere: prompts of `request.length` tokens and the `request.new_tokens` after them."""
+    """Draws random spans of the text: prompts of `request.length` tokens and the `request.new_tokens` after them."""
     size = request.length - len(request.start) + request.new_tokens
     if size > len(request.stream):
         raise ConfigError(f"the text has {len(request.stream)} tokens but a span takes {size}; give a longer text")
@@ -19,7 +19,7 @@ def draw(request: Request) -> list[Continuation]:
 
 
 def draw_file(request: Request) -> list[Continuation]:
-    """The same of a text file."""
+    """Draws random spans of a text file, as `draw` does of the request's text."""
     return draw(dataclasses.replace(request, text=files.read_text(request.path)))
 
 

@@ -1,13 +1,23 @@
-"""Prompts of benchmarks in files: the part before the question is read as context, the rest token by token."""
+"""Prompts of benchmark files, split into a context to prefill and a question that is read token by token."""
 
 from kvjax.errors import CheckpointError, ConfigError
 from kvjax.eval.tasks.base import Request
 
 
 def split(request: Request, context: str, question: str, chat: bool = False) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Token ids of context and question, at most `request.length` in all: of more the first and the last half is kept.
+    """Returns the token ids of context and question, at most `request.length` in all.
 
-    With `chat` they are one message to the model, in its chat template if it has one.
+    A longer prompt loses its middle.
+
+    Args:
+      request: tokenizer and length.
+      context: text before the question.
+      question: text of the question.
+      chat: whether both together are one user message in the model's chat template, if it has one.
+
+    Raises:
+      ConfigError: fewer than two tokens fit in the length.
+      CheckpointError: the chat template changes the message, or does not work.
     """
     tokenizer, before, after = request.tokenizer, request.start, ""
     first = tuple(tokenizer.encode(context)[len(before):])
@@ -28,7 +38,7 @@ def split(request: Request, context: str, question: str, chat: bool = False) -> 
 
 
 def _wrapping(request: Request) -> tuple[str, str]:
-    """What the chat template puts before and after one user's message."""
+    """Returns the text that the chat template puts before and after a user message."""
     text = request.tokenizer.apply_chat_template([{"role": "user", "content": "\x00"}])
     before, found, after = text.partition("\x00")
     if not found:

@@ -1,10 +1,10 @@
-"""Multi-query associative recall (MQAR; Zoology, Arora et al., 2023): key-value pairs, then keys asked again.
+"""Multi-query associative recall (MQAR; Zoology, Arora et al., 2023): key-value pairs, then some keys again.
 
-The context is the pairs; the continuation has every key again in random order, each followed by its value. Only the
-values count, and only what they are is random: a model that looks keys up is right, any other is at chance.
+The context has the pairs; the continuation repeats keys in random order, each followed by its value. Only the values
+are scored: a model that looks keys up is right, any other is at chance.
 
-Differs from Zoology: keys are asked for one after the other, where Zoology spreads them by a power law over random
-tokens, which a model of text has never seen. As the reference model was taught, each pair is on a line of its own.
+Unlike here, Zoology spreads the repeated keys by a power law over random tokens, which a language model has never seen.
+Each pair is on a line of its own, as in the training of the reference model.
 """
 
 import numpy as np
@@ -15,7 +15,7 @@ from kvjax.eval.tasks.base import Continuation, Request
 
 
 def draw(request: Request, queries: int = 16) -> list[Continuation]:
-    """Contexts of up to `request.length` tokens full of pairs, `queries` of which are asked for."""
+    """Draws contexts of up to `request.length` tokens full of pairs, `queries` of which are asked for."""
     line = needles.encode(request.tokenizer.tokenizer, "\n")
     pairs = (request.length - len(request.start)) // (len(line) + 2)
     if pairs < 1:

@@ -1,8 +1,8 @@
-"""RULER's needle tasks (Hsieh et al., 2024); its others are in `ruler_lists`, files of its scripts in `ruler_files`.
+"""RULER's needle tasks (Hsieh et al., 2024); its other tasks are in `ruler_lists`, its scripts' files in `ruler_files`.
 
-Prompts, counts and scores are those of its appendices and published settings. Differs: key words are pairs of words of
-Python's library and essays are the text of the request, for the original lists and essays are downloads. The part
-before the question is the context; the question and the answer's beginning go through the cache token by token.
+Prompts, counts and scores are those of its appendices and published settings. Unlike RULER, key words are pairs of
+words of Python's library and essays are the text of the request, because the original lists and essays are downloads.
+The part before the question is the context; question and beginning of the answer go through the cache token by token.
 """
 
 import dataclasses
@@ -18,21 +18,27 @@ from kvjax.eval.tasks import corpus
 from kvjax.eval.tasks.base import Request, Sample
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-_DEPTHS = 40  # evenly spaced ones, from which those of needles in an essay are drawn
+_DEPTHS = 40  # evenly spaced depths, from which those of needles in an essay are drawn
 
 
 @dataclasses.dataclass(frozen=True)
 class PlantedPrompt:
-    """A prompt before it is a sample: its context, and the question with the answer's beginning."""
+    """Text of a prompt: its context, and the question with the beginning of the answer."""
 
     context: str
     question: str
 
 
 def fitted(request: Request, new_tokens: int, build: Callable[[int], PlantedPrompt]) -> PlantedPrompt:
-    """The prompt with the most hay that leaves room for the answer in `request.length` tokens.
+    """Returns the prompt with the most hay that leaves room for the answer in `request.length` tokens.
 
-    `build(n)` is the prompt with n units of hay; it grows with n. Raises ConfigError if even n = 0 is too long.
+    Args:
+      request: tokenizer and length.
+      new_tokens: tokens of the answer.
+      build: function from a number of units of hay to the prompt, whose length grows with it.
+
+    Raises:
+      ConfigError: the prompt is too long even without hay.
     """
     def cost(n: int) -> int:
         prompt = build(n)
@@ -53,7 +59,13 @@ def fitted(request: Request, new_tokens: int, build: Callable[[int], PlantedProm
 def sampled(
     request: Request, new_tokens: int, one: Callable[[Request], tuple[Callable[[int], PlantedPrompt], Sequence[str]]]
 ) -> list[Sample]:
-    """`request.count` samples of a function that draws the facts and gives (build, answers)."""
+    """Draws `request.count` samples, each of as much hay as fits.
+
+    Args:
+      request: number, length and sources of the samples.
+      new_tokens: tokens of an answer.
+      one: function that draws the facts of a sample and returns `build` for `fitted` and the right answers.
+    """
     samples = []
     for _ in range(request.count):
         build, answers = one(request)
@@ -65,7 +77,7 @@ def sampled(
 
 @dataclasses.dataclass(frozen=True)
 class Niah:
-    """A needle task: what the hay is, what keys and values are, and how many of each there are."""
+    """Needle task: kinds and numbers of hay, keys and values."""
 
     hay: str  # noise, essay or needles
     key: str = "words"
@@ -89,7 +101,7 @@ NIAH_TOKENS = 128
 
 
 def niah(task: Niah, request: Request) -> list[Sample]:
-    """Samples of a needle task."""
+    """Draws the samples of a needle task."""
     return sampled(request, NIAH_TOKENS, functools.partial(_niah, task))
 
 
@@ -113,7 +125,7 @@ def _niah(task: Niah, request: Request):
 
 
 def _hay(task: Niah, request: Request, taken: Collection[str]) -> Callable[[int], tuple[Sequence[str], str]]:
-    """A function from n to n pieces of hay and what stands between them; no needle of it has a `taken` key."""
+    """Returns a function from n to n pieces of hay and the text between them; needles in it have no `taken` key."""
     if task.hay == "noise":
         return lambda n: ([NOISE] * n, "\n")
     if task.hay == "needles":
@@ -128,7 +140,7 @@ def _hay(task: Niah, request: Request, taken: Collection[str]) -> Callable[[int]
         return distractors
     words = request.words
     if not words:
-        raise ConfigError("the text has no words to hide facts among; give one that has")
+        raise ConfigError("the text has no words to hide facts among; give a text with words")
     return lambda n: (_sentences(" ".join((words * (n // len(words) + 1))[:n])), " ")
 
 
@@ -137,17 +149,17 @@ def _sentences(text: str) -> list[str]:
 
 
 def planted(sentences: Sequence[str], facts: Sequence[str], depths: Sequence[float], joint: str) -> str:
-    """The sentences with each fact at its depth; depths ascend."""
+    """Returns the sentences joined, with each fact at its depth; depths ascend."""
     parts, previous = [], 0
     for fact, depth in zip(facts, depths, strict=True):
-        at = int(depth * len(sentences))
-        parts += [*sentences[previous:at], fact]
-        previous = at
+        place = int(depth * len(sentences))
+        parts += [*sentences[previous:place], fact]
+        previous = place
     return joint.join([*parts, *sentences[previous:]])
 
 
 def _draw(rng: np.random.Generator, kind: str) -> str:
-    """A key or value: a number of seven digits, two words, or a UUID."""
+    """Draws a key or value: a number of seven digits, two words, or a UUID."""
     if kind == "numbers":
         return str(rng.integers(10**6, 10**7))
     if kind == "words":
@@ -167,7 +179,7 @@ def _opening(task: Niah) -> str:
 
 
 def _question(task: Niah, keys: Sequence[str]) -> str:
-    """The question, and the beginning of its answer."""
+    """Returns the question with the beginning of its answer."""
     single = task.values * task.queries == 1
     kind, these, are = (task.value[:-1], "is", "is") if single else (task.value, "are all", "are")
     asked = keys[0] if len(keys) == 1 else f"{', '.join(keys[:-1])}, and {keys[-1]}"

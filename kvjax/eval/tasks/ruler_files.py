@@ -1,4 +1,4 @@
-"""Files that RULER's own scripts write, its question answering among them: JSON lines with an input and its outputs."""
+"""Samples from files that RULER's own scripts write, among them its question answering, as JSON lines."""
 
 from kvjax.errors import TaskFileError
 from kvjax.eval.tasks import files, prompts
@@ -9,9 +9,12 @@ _NEW_TOKENS = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}
 
 
 def draw(request: Request) -> list[Sample]:
-    """The first `request.count` rows of TASK.jsonl or TASK/validation.jsonl, cut to `request.length` tokens.
+    """Returns the first `request.count` rows of TASK.jsonl or TASK/validation.jsonl, cut to `request.length` tokens.
 
-    The input's last line and `answer_prefix` are the question. Raises TaskFileError where the name tells no task.
+    The question is the last line of the input followed by `answer_prefix`.
+
+    Raises:
+      TaskFileError: the path is not named after a RULER task, or the file cannot be used.
     """
     kind, path = _kind(request), request.path
     metric = "string_match_part" if kind == "qa" else "string_match_all"
@@ -25,9 +28,9 @@ def draw(request: Request) -> list[Sample]:
 
 
 def _kind(request: Request) -> str:
-    """The family of the task that a path is named after."""
+    """Returns the family of the task that the path is named after."""
     for name in (request.path.stem, request.path.parent.name):
         if (kind := name.split("_")[0]) in _NEW_TOKENS:
             return kind
-    raise TaskFileError(f"{request.path}: the name tells no RULER task; call the file or its folder as RULER does, "
-                        f"beginning with one of {', '.join(_NEW_TOKENS)}")
+    raise TaskFileError(f"{request.path}: the name is not that of a RULER task; name the file or its folder as RULER "
+                        f"does, beginning with one of {', '.join(_NEW_TOKENS)}")

@@ -1,7 +1,7 @@
-"""RULER's tasks beside needles (Hsieh et al., 2024): variable tracking, common words, frequent words.
+"""RULER's tasks other than needles (Hsieh et al., 2024): variable tracking, common words, frequent words.
 
-Prompts, counts and scores are RULER's. Differs: the words of lists are those of Python's library, and where these do
-not suffice made-up ones; the solved example of variable tracking is shorter.
+Prompts, counts and scores are RULER's. Unlike RULER, lists consist of words of Python's library, followed by made-up
+ones if these are too few, and the solved example of variable tracking is shorter.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ _EXAMPLE_HAY = 5  # repetitions of the noise in the solved example; RULER fills 
 
 
 def variable_tracking(request: Request) -> list[Sample]:
-    """vt: one chain of assignments over four hops in noise; all five names are to be found. A solved example first."""
+    """Draws vt: a chain of assignments over four hops in noise, whose five names are to be found, after an example."""
     return sampled(request, VT_TOKENS, _variables)
 
 
@@ -38,7 +38,7 @@ def _variables(request: Request):
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-    """VAR A = value, VAR B = VAR A, ... at their depths in the noise."""
+    """Chain of assignments VAR A = value, VAR B = VAR A, ... at their depths in the noise."""
 
     names: tuple[str, ...]
     value: str
@@ -64,16 +64,18 @@ def _chain(rng: np.random.Generator, letters: int) -> Chain:
     return Chain(tuple(names), str(rng.integers(10_000, 100_000)), tuple(sorted(rng.random(HOPS + 1))))
 
 
-LONG = 4_096  # tokens from which on lists are long
+LONG = 4_096  # tokens of a prompt from which lists are long
 COMMON = 10
 CWE_TOKENS, FWE_TOKENS = 120, 50
-_ALPHA = 2.0  # of fwe's Zeta distribution
+_ALPHA = 2.0  # parameter of fwe's Zeta distribution
 _ZETA = np.pi**2 / 6  # zeta(2)
 
 
 def common_words(request: Request) -> list[Sample]:
-    """cwe: the ten words that occur 30 times in a numbered list, where all others occur 3 times (below 4,096 tokens 6
-    times and once). A solved example first."""
+    """Draws cwe: ten words to find that occur 30 times in a numbered list, after a solved example.
+
+    All other words occur 3 times. In prompts of fewer than 4,096 tokens it is 6 times and once.
+    """
     return sampled(request, CWE_TOKENS, _common)
 
 
@@ -103,19 +105,19 @@ def _cwe(text: str) -> str:
 
 
 def _listed(rng: np.random.Generator, words: Sequence[str], common: int, rare: int) -> str:
-    """A shuffled numbered list: the first ten words `common` times each, the others `rare` times."""
+    """Returns a shuffled numbered list with the first ten words `common` times each, the others `rare` times."""
     listed = [*list(words[:COMMON]) * common, *list(words[COMMON:]) * rare]
     rng.shuffle(listed)
     return " ".join(f"{i}. {word}" for i, word in enumerate(listed, 1))
 
 
 def _words(rng: np.random.Generator, count: int) -> list[str]:
-    """Different words of Python's library; where these are not enough, made-up ones."""
+    """Draws different words of Python's library, and made-up ones if these are not enough."""
     known = [*corpus.key_words(held_out=False), *corpus.key_words(held_out=True)]
-    found = dict.fromkeys(str(word) for word in rng.permutation(known)[:count])
-    while len(found) < count:
-        found[_coded(rng)] = None
-    return list(found)
+    drawn = dict.fromkeys(str(word) for word in rng.permutation(known)[:count])
+    while len(drawn) < count:
+        drawn[_coded(rng)] = None
+    return list(drawn)
 
 
 def _coded(rng: np.random.Generator) -> str:
@@ -123,8 +125,10 @@ def _coded(rng: np.random.Generator) -> str:
 
 
 def frequent_words(request: Request) -> list[Sample]:
-    """fwe: coded words with counts of a Zeta distribution; the most frequent is noise (....), the three after it are to
-    be found."""
+    """Draws fwe: coded words whose counts follow a Zeta distribution.
+
+    The most frequent one is noise (....); the next three are to be found.
+    """
     return sampled(request, FWE_TOKENS, _frequent)
 
 
@@ -134,7 +138,7 @@ def _frequent(request: Request):
     share = np.arange(1, len(words) + 1) ** -_ALPHA / _ZETA
 
     def build(n: int) -> PlantedPrompt:
-        counts = (share * (n + 100)).astype(int)  # from 100 on the fourth word is there, and less than the third
+        counts = (share * (n + 100)).astype(int)  # with 100 or more the fourth word occurs, less often than the third
         text = [word for word, count in zip(words, counts, strict=True) for _ in range(count)]
         np.random.default_rng(seed).shuffle(text)
         return PlantedPrompt(

@@ -1,8 +1,8 @@
-"""Scores of answers: `METRICS` has every metric by name, from an answer and the right ones to a number in 0..1.
+"""Scores of answers; `METRICS` has every metric by name, a function that returns a number in 0..1.
 
 Definitions are those of the benchmarks: RULER (Hsieh et al., 2024), LongBench (Bai et al., 2023; F1 as in SQuAD,
-Rajpurkar et al., 2016), LongBench v2 (Bai et al., 2024), GSM8K (Cobbe et al., 2021). Where several answers are right,
-LongBench's metrics take the best.
+Rajpurkar et al., 2016), LongBench v2 (Bai et al., 2024), GSM8K (Cobbe et al., 2021). If there are several right
+answers, LongBench's metrics take the best score.
 """
 
 import collections
@@ -14,52 +14,52 @@ from decimal import Decimal
 
 from kvjax.eval.tasks import longgen
 
-Metric = Callable[[str, Sequence[str], Sequence[str]], float]  # answer, right ones, all classes
+Metric = Callable[[str, Sequence[str], Sequence[str]], float]  # answer, right answers, all classes
 
 
 def first_number(text: str) -> str | None:
-    """The first run of digits of an answer, None if there is none."""
+    """Returns the first run of digits of an answer; None if there is none."""
     found = re.search(r"\d+", text)
     return found.group() if found else None
 
 
 def answers_number(text: str, value: str) -> bool:
-    """Passkey and needle score: the first run of digits equals the value."""
+    """Returns whether the first run of digits equals the value: the passkey and needle score."""
     return first_number(text) == value
 
 
 def string_match_all(text: str, answers: Sequence[str]) -> float:
-    """RULER: share of the references that the answer contains, whatever their case."""
+    """Returns RULER's score: the share of references that the answer contains, ignoring case."""
     return sum(answer.lower() in text.lower() for answer in answers) / len(answers)
 
 
 def string_match_part(text: str, answers: Sequence[str]) -> float:
-    """RULER's qa: whether the answer contains any reference."""
+    """Returns RULER's score of qa: whether the answer contains any reference, ignoring case."""
     return float(any(answer.lower() in text.lower() for answer in answers))
 
 
 def normalised(text: str) -> str:
-    """SQuAD's: lower case without punctuation and articles, single spaces."""
+    """Normalises as SQuAD does: lower case without punctuation and articles, single spaces."""
     text = "".join(char for char in text.lower() if char not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
 def exact_match(text: str, answer: str) -> float:
-    """SQuAD: equal once normalised."""
+    """Returns SQuAD's exact match: whether both texts are equal once normalised."""
     return float(normalised(text) == normalised(answer))
 
 
 def f1(text: str, answer: str) -> float:
-    """SQuAD: harmonic mean of precision and recall of the normalised words."""
+    """Returns SQuAD's F1: harmonic mean of precision and recall of the normalised words."""
     found, wanted = normalised(text).split(), normalised(answer).split()
     shared = sum((collections.Counter(found) & collections.Counter(wanted)).values())
     return 2 * shared / (len(found) + len(wanted)) if shared else 0.0
 
 
 def rouge_l(text: str, answer: str) -> float:
-    """ROUGE-L F1 of words between spaces (Lin, 2004).
+    """Returns the plain ROUGE-L F1 of words between spaces (Lin, 2004).
 
-    LongBench takes it from a package that splits sentences and counts repeated words once; this is the plain one.
+    LongBench uses a package that splits sentences and counts repeated words once.
     """
     found, wanted = text.split(), answer.split()
     common = _longest_common_subsequence(found, wanted)
@@ -77,7 +77,7 @@ def _longest_common_subsequence(a: Sequence[str], b: Sequence[str]) -> int:
 
 
 def classification(text: str, answer: str, classes: Sequence[str]) -> float:
-    """LongBench's trec: 1 / number of classes that the answer names, if the right one is among them.
+    """Returns LongBench's score of trec: 1 / number of classes that the answer names, if the right one is among them.
 
     A class that is part of the right one's name does not count as named.
     """
@@ -86,56 +86,59 @@ def classification(text: str, answer: str, classes: Sequence[str]) -> float:
 
 
 def share_of_numbers(text: str, answer: str) -> float:
-    """LongBench's count and retrieval: share of the answer's integers that equal the one of "7" or "Paragraph 7"."""
+    """Returns LongBench's score of counting and retrieval: share of the answer's integers that equal the right one.
+
+    The right one is the first integer of `answer`, such as "7" or "Paragraph 7".
+    """
     numbers = re.findall(r"\d+", text)
     return numbers.count(first_number(answer)) / len(numbers) if numbers else 0.0
 
 
 def edit_similarity(text: str, answer: str) -> float:
-    """LongBench's code: similarity of the first line that is neither comment nor markup, in whole per cent."""
+    """Returns LongBench's score of code: similarity of the first line without comment or markup, in whole per cent."""
     lines = (line for line in text.lstrip("\n").split("\n") if not any(mark in line for mark in ("`", "#", "//")))
     return round(100 * difflib.SequenceMatcher(None, next(lines, ""), answer).ratio()) / 100
 
 
 def choice(text: str, answer: str) -> float:
-    """LongBench v2: "The correct answer is (X)", with or without brackets."""
+    """Returns LongBench v2's score: whether "The correct answer is (X)" or "... X" names the right one."""
     said = re.search(r"The correct answer is \(?([A-D])\b", text.replace("*", ""))
     return float(said is not None and said.group(1) == answer)
 
 
 def number(text: str) -> Decimal | None:
-    """A text that is a number, such as "$1,234.50"; None for others."""
+    """Returns the number that a text is, such as "$1,234.50"; None if it is not one."""
     digits = text.replace(",", "").replace("$", "").rstrip(".")
     return Decimal(digits) if re.fullmatch(r"-?\d*\.?\d+", digits) else None
 
 
 def said_number(text: str) -> Decimal | None:
-    """N of "The answer is N"; None if it is not said so."""
+    """Returns N of "The answer is N"; None if the text does not say so."""
     said = re.search(r"The answer is (-?\$?[\d.,]+)", text)
     return number(said.group(1)) if said else None
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number of an answer."""
+    """Returns the last number of an answer; None if there is none."""
     found = re.findall(r"-?\$?\d[\d,]*(?:\.\d+)?", text)
     return number(found[-1]) if found else None
 
 
 def gsm8k_strict(text: str, answer: str) -> float:
-    """GSM8K: "The answer is N" with the right N."""
+    """Returns GSM8K's strict score: whether the text says "The answer is N" with the right N."""
     return float(said_number(text) is not None and said_number(text) == number(answer))
 
 
 def gsm8k(text: str, answer: str) -> float:
-    """GSM8K: the right number in "The answer is N", or as the last number where nothing is said so."""
+    """Returns GSM8K's score: whether N of "The answer is N", or else the last number, is right."""
     said = said_number(text)
     found = last_number(text) if said is None else said
     return float(found is not None and found == number(answer))
 
 
-def _best(one: Callable[[str, str], float]) -> Metric:
-    """The best over the right answers."""
-    return lambda text, answers, classes: max((one(text, answer) for answer in answers), default=0.0)
+def _best(metric: Callable[[str, str], float]) -> Metric:
+    """Returns a metric that takes the best score over the right answers."""
+    return lambda text, answers, classes: max((metric(text, answer) for answer in answers), default=0.0)
 
 
 METRICS: dict[str, Metric] = {
@@ -153,11 +156,21 @@ METRICS: dict[str, Metric] = {
     "gsm8k_strict": _best(gsm8k_strict),
     "longgen": lambda text, answers, classes: longgen.check(text, answers).mean,
 }
-FIRST_LINE = "_first_line"  # LongBench's trec, triviaqa and samsum
+FIRST_LINE = "_first_line"  # suffix for LongBench's trec, triviaqa, samsum and lsht
 
 
 def score(metric: str, text: str, answers: Sequence[str], classes: Sequence[str] = ()) -> float:
-    """The answer's score in 0..1. Metrics that end in `_first_line` look at no more of the answer."""
+    """Scores an answer.
+
+    Args:
+      metric: name in METRICS; with the suffix `_first_line` only the first line of the answer counts.
+      text: answer.
+      answers: right answers.
+      classes: all labels of a classification.
+
+    Returns:
+      A number in 0..1.
+    """
     name = metric.removesuffix(FIRST_LINE)
     if name != metric:
         text = text.lstrip("\n").split("\n")[0]

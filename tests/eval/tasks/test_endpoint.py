@@ -71,7 +71,7 @@ def test_long_contexts_lose_their_beginning(llm):
 
 
 @pytest.mark.parametrize(("context", "rest", "words"), [
-    ([], [5], "the context is empty"), ([5], [], "the continuation is empty"), ([5], [5] * 21, "are too long"),
+    ([], [5], "the context is empty"), ([5], [], "the continuation is empty"), ([5], [5] * 21, "are too many"),
 ])
 def test_what_cannot_be_asked_is_refused(llm, context, rest, words):
     with pytest.raises(PromptError, match=words):

@@ -84,7 +84,7 @@ def test_ruler_files_are_told_apart_by_their_name(request_for, tmp_path):
     assert text_of(request, one) == (
         "Read.\nThe number for k is: 7.\n", "What is the number for k? The number for k is"
     )
-    with pytest.raises(TaskFileError, match="tells no RULER task"):
+    with pytest.raises(TaskFileError, match="not that of a RULER task"):
         tasks.draw(f"ruler:{lines(tmp_path / 'other.jsonl', RULER)}", request)
     with pytest.raises(TaskFileError, match="answer_prefix is int"):
         tasks.draw(f"ruler:{lines(tmp_path / 'vt.jsonl', {**RULER, 'answer_prefix': 5})}", request)
