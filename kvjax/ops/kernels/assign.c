@@ -1,19 +1,19 @@
-/* Which slots take the blocks that are needed. */
+/* Assignment of needed blocks to slots. */
 #include "kernels.h"
 
 #include <string.h>
 
 typedef struct {
-    const int32_t *block, *keys, *need; /* of a head: [slots], [slots, policy], [asked] */
-    int32_t *slot, *read, *new, *pinned; /* of a head: [asked] twice, [slots] twice */
+    const int32_t *block, *keys, *need; /* of one head: [slots], [slots, policy], [asked] */
+    int32_t *slot, *read, *new, *pinned; /* of one head: [asked] twice, [slots] twice */
     int64_t slots, policy, asked;
-    int32_t none;        /* as many as there are blocks */
+    int32_t none;        /* number of blocks, which stands for no block */
     int32_t *heap;       /* [slots] */
-    int32_t *at;         /* [places], slots by their blocks, -1 = none */
+    int32_t *at;         /* [places], hash table of slots by block, -1 = empty */
     uint32_t places;     /* a power of two */
 } Slots;
 
-/* Where the slot of a block is noted, or may be. */
+/* Returns the place in the hash table that holds a block's slot, or the empty place for it. */
 static uint32_t place_of(const Slots *in, int32_t block) {
     uint32_t place = (uint32_t)block * 2654435761u & (in->places - 1);
     while (in->at[place] >= 0 && in->block[in->at[place]] != block) place = (place + 1) & (in->places - 1);
@@ -22,8 +22,8 @@ static uint32_t place_of(const Slots *in, int32_t block) {
 
 static int turn_of(const Slots *in, int32_t slot) { return in->pinned[slot] ? 2 : in->block[slot] != in->none; }
 
-/* Whether slot a is given away before slot b: empty ones, those of the policy, pinned ones. A policy of one key says
- * nothing of empty and pinned ones. */
+/* Returns whether slot a is reassigned before slot b: empty slots come first, then occupied ones in the order of the policy,
+ * then pinned ones. A policy of one key does not order empty and pinned slots. */
 static int sooner(const Slots *in, int32_t a, int32_t b) {
     int turn = turn_of(in, a), other = turn_of(in, b);
     if (turn != other) return turn < other;
@@ -44,8 +44,8 @@ static void sink(const Slots *in, int64_t at, int64_t size) {
     }
 }
 
-/* Finds the needed blocks of one head, and gives each missing one the next slot that is given away. Where no block is
- * needed, the slot is the last that was given away, or the first that would be. */
+/* Finds the slots of one head's needed blocks, and assigns the next slot to each missing block. An entry without a block gets
+ * the slot assigned last, or the one that would be assigned first. */
 static void assign_head(const Slots *in) {
     int64_t left = in->slots;
     memset(in->at, 0xff, in->places * sizeof *in->at);
@@ -72,7 +72,7 @@ static void assign_head(const Slots *in) {
     }
 }
 
-/* Blocks [KB, NS], keys [KB, NS, P], needed blocks [KB, M] and NB []; to what `Slots` has. */
+/* Handles blocks [KB, NS], keys [KB, NS, P], needed blocks [KB, M] and NB []; results are those of `Slots`. */
 XLA_FFI_Error *on_assign(XLA_FFI_CallFrame *call) {
     if (asks_version(call)) return NULL;
     if (call->args.size != 4 || call->rets.size != 4) return refused(call, "assign: 4 operands and 4 results");
@@ -94,7 +94,7 @@ XLA_FFI_Error *on_assign(XLA_FFI_CallFrame *call) {
     one.heap = malloc((one.slots + one.places) * sizeof *one.heap);
     if (!one.heap) return refused(call, "assign: no memory");
     one.at = one.heap + one.slots;
-    one.none = heads ? *(const int32_t *)none->data : 0; /* of a batch alike */
+    one.none = heads ? *(const int32_t *)none->data : 0; /* the same for a whole batch */
     for (int64_t head = 0; head < heads; head++) {
         one.block = (const int32_t *)block->data + head * one.slots;
         one.keys = (const int32_t *)keys->data + head * one.slots * one.policy;

@@ -1,4 +1,4 @@
-/* Products of queries with keys in a few bits, dimension by dimension, and the mean of many queries' softmaxes of them. */
+/* Products of queries with keys in few bits, stored dimension by dimension, and the mean softmax of many queries. */
 #include "kernels.h"
 #include "lanes.h"
 
@@ -8,16 +8,16 @@
 #include <immintrin.h>
 #endif
 
-#define AT_ONCE 4  /* queries whose sums are in registers together */
-#define BATCH 32   /* tokens whose bytes are one vector */
-#define TILE 4096  /* tokens whose sums stay in the processor's near caches; runs that are shorter come more slowly */
-#define TOGETHER 8 /* bytes of a token whose products fit into 16 bits: 8 * 2 * 15 * 127 */
+#define AT_ONCE 4  /* queries whose sums are in registers at the same time */
+#define BATCH 32   /* tokens whose bytes fill one vector */
+#define TILE 4096  /* tokens whose sums stay in the near caches; memory is slower in shorter runs */
+#define TOGETHER 8 /* bytes of a token whose products fit in 16 bits: 8 * 2 * 15 * 127 */
 
 typedef struct {
     const uint8_t *codes; /* [heads, bytes, tokens] */
     const int8_t *q; /* [heads, queries, size] */
-    const float *step; /* [heads, queries] what a product of 1 stands for */
-    const int32_t *stored; /* [sequences] tokens that there are */
+    const float *step; /* [heads, queries] value of a product of 1 */
+    const int32_t *stored; /* [sequences] stored tokens */
     float *out; /* [heads, queries, tokens] */
     int64_t heads, bytes, tokens, queries, sequences;
     int bits;
@@ -39,14 +39,14 @@ FOR_EACH_PROCESSOR static void add_levels(const uint8_t *codes, int64_t tokens, 
 }
 
 #ifdef __x86_64__
-/* The same with two levels of a token side by side in bytes, whose products are added up in 16 bits. The rows that follow are
- * asked for: each is too short a run for the processor to do so. */
+/* Adds as `add_levels` does, with two levels of a token in neighbouring bytes, whose products are summed in 16 bits. Rows ahead
+ * are prefetched: each is too short a run for the processor to do it by itself. */
 __attribute__((target("avx2"), always_inline)) static inline void add_pairs(
     const uint8_t *codes, int64_t tokens, const int8_t *q, int64_t size, int rows, const int bits, const int queries,
     int32_t *sums) {
     const __m256i mask = _mm256_set1_epi8((1 << bits) - 1);
     __m256i found[2 * AT_ONCE];
-#pragma GCC unroll 8 /* or they are not kept in registers */
+#pragma GCC unroll 8 /* else the sums are not kept in registers */
     for (int i = 0; i < 2 * AT_ONCE; i++) found[i] = _mm256_setzero_si256();
     for (int row = 0; row < rows; row++) {
         __m256i bytes = _mm256_loadu_si256((const __m256i *)(codes + row * tokens));
@@ -69,7 +69,7 @@ __attribute__((target("avx2"), always_inline)) static inline void add_pairs(
 #pragma GCC unroll 4
     for (int query = 0; query < queries; query++)
 #pragma GCC unroll 4
-        for (int part = 0; part < 4; part++) { /* tokens 8 * part and on: halves of 128 bits are apart */
+        for (int part = 0; part < 4; part++) { /* tokens from 8 * part on: unpacking works within each half of 128 bits */
             __m256i half = found[2 * query + part % 2], *to = (__m256i *)(sums + query * TILE + 8 * part);
             __m128i eight = part < 2 ? _mm256_castsi256_si128(half) : _mm256_extracti128_si256(half, 1);
             _mm256_storeu_si256(to, _mm256_add_epi32(_mm256_loadu_si256(to), _mm256_cvtepi16_epi32(eight)));
@@ -89,12 +89,12 @@ static AddLevels *fastest(int bits) { return bits < 8 && __builtin_cpu_supports(
 static AddLevels *fastest(int bits) { return add_levels; }
 #endif
 
-/* The scores of `count` tokens, a tile at most, whose bytes begin at `codes`, with `queries` queries from `line` on, those of
- * a query `apart` from the last one's. */
+/* Computes the scores of `count` tokens, at most a tile, whose bytes begin at `codes`, with `queries` queries from `line` on.
+ * Scores of consecutive queries are `apart` numbers apart in `out`. */
 static void add_tile(const Codes *from, const uint8_t *codes, int64_t count, int64_t line, int queries, float *out,
                      int64_t apart) {
     int64_t each = 8 / from->bits, size = from->bytes * each, whole = count - count % BATCH;
-    const float zero = from->bits == 2 ? 1.5f : (float)((1 << (from->bits - 1)) - 1); /* the level of the code 0 */
+    const float zero = from->bits == 2 ? 1.5f : (float)((1 << (from->bits - 1)) - 1); /* level of code 0 */
     const int8_t *q = from->q + line * size;
     AddLevels *add = fastest(from->bits);
     int32_t sums[AT_ONCE * TILE];
@@ -118,15 +118,15 @@ static void add_tile(const Codes *from, const uint8_t *codes, int64_t count, int
 
 INLINED int64_t tiles_of(const Codes *from) { return (from->tokens + TILE - 1) / TILE; }
 
-/* Bytes that are gone through, once for as many queries as meet them together. */
+/* Returns the bytes to be read, once for every AT_ONCE queries. */
 INLINED int64_t work_of(const Codes *from) {
     return from->heads * from->bytes * from->tokens * ((from->queries + AT_ONCE - 1) / AT_ONCE);
 }
 
 INLINED int64_t shorter(int64_t a, int64_t b) { return a < b ? a : b; }
 
-typedef struct { /* some queries and tokens of one head */
-    int64_t head, start, stop, known; /* from `known` on tokens are not stored */
+typedef struct { /* a tile of the tokens of one head */
+    int64_t head, start, stop, known; /* tokens from `known` on are not stored */
     const uint8_t *codes;
 } Part;
 
@@ -139,7 +139,7 @@ static Part part_of(const Codes *from, int64_t piece) {
     return part;
 }
 
-/* The scores of one tile of one head. */
+/* Computes the scores of one tile of one head. */
 FOR_EACH_PROCESSOR static void code_products(const void *job, int64_t piece) {
     const Codes *from = job;
     Part part = part_of(from, piece);
@@ -153,17 +153,17 @@ FOR_EACH_PROCESSOR static void code_products(const void *job, int64_t piece) {
     }
 }
 
-/* ---- the mean of many queries' softmaxes */
+/* ---- the mean softmax of many queries */
 
 typedef struct {
-    Codes from; /* without `out` */
-    float *partial; /* [groups, chunks, tokens] what some queries of a group add to its mean */
+    Codes from; /* `out` is unused */
+    float *partial; /* [groups, chunks, tokens] contribution of each chunk of queries to the mean */
     float *mean; /* [groups, tokens] */
     int64_t groups, chunks;
     atomic_int *failed; /* whether there was no memory */
 } Softmax;
 
-/* Exponentials of scores[count] less the highest of them, in their place; the highest, and their sum. */
+/* Replaces scores[count] by the exponentials of their differences from the highest; returns that and their sum. */
 INLINED void exponentiate(float *scores, int64_t count, float *highest, float *sum) {
     Lanes sums = {0}, most = sums - INFINITY;
     for (int64_t at = count; at % LANES; at++) scores[at] = -INFINITY;
@@ -176,8 +176,8 @@ INLINED void exponentiate(float *scores, int64_t count, float *highest, float *s
     for (int i = 0; i < LANES; i++) *sum += sums[i];
 }
 
-/* The highest score and the sum of exponentials of each tile of a query become what its exponentials are to be multiplied
- * with, of which all are to add up to `whole`. */
+/* Turns the highest score and the sum of exponentials of each tile of a query into the factor of the tile's exponentials with
+ * which those of all tiles sum to `whole`. */
 static void find_shares(float *most, float *share, int64_t tiles, float whole) {
     float highest = -INFINITY, total = 0;
     for (int64_t tile = 0; tile < tiles; tile++) highest = most[tile] > highest ? most[tile] : highest;
@@ -188,7 +188,7 @@ static void find_shares(float *most, float *share, int64_t tiles, float whole) {
     for (int64_t tile = 0; tile < tiles; tile++) share[tile] = total > 0 ? most[tile] / total * whole : 0;
 }
 
-/* Adds the softmaxes of some of a head's queries, each times `whole`, to sums[tokens]. */
+/* Adds the softmaxes of some queries of a head, each times `whole`, to sums[tokens]. */
 INLINED void add_softmaxes(const Codes *from, int64_t head, int64_t first, int64_t queries, float whole, float *room, float *sums) {
     int64_t tiles = tiles_of(from), padded = tiles * TILE, step = queries == AT_ONCE ? AT_ONCE : 1;
     float *most = room + queries * padded, *share = most + queries * tiles;
@@ -210,7 +210,7 @@ INLINED void add_softmaxes(const Codes *from, int64_t head, int64_t first, int64
     }
 }
 
-/* What a chunk of the queries of a group of heads adds to its mean. */
+/* Computes the contribution of a chunk of the queries of a group of heads to its mean. */
 FOR_EACH_PROCESSOR static void chunk_sums(const void *job, int64_t piece) {
     const Softmax *in = job;
     const Codes *from = &in->from;
@@ -227,7 +227,7 @@ FOR_EACH_PROCESSOR static void chunk_sums(const void *job, int64_t piece) {
     }
 }
 
-/* The mean of a tile of one group of heads. */
+/* Computes the mean of a tile of one group of heads. */
 FOR_EACH_PROCESSOR static void tile_mean(const void *job, int64_t piece) {
     const Softmax *in = job;
     int64_t tokens = in->from.tokens, tiles = tiles_of(&in->from), group = piece / tiles, start = piece % tiles * TILE;
@@ -241,7 +241,7 @@ FOR_EACH_PROCESSOR static void tile_mean(const void *job, int64_t piece) {
 
 /* ---- the interface */
 
-/* Codes [F, X, N], q [F, Q, D], step [F, Q] and stored [S], of which F is a multiple; why not. */
+/* Takes codes [F, X, N], q [F, Q, D], step [F, Q] and stored [S], F a multiple of S; returns an error message, or NULL. */
 static const char *take_codes(const XLA_FFI_CallFrame *call, Codes *from) {
     const XLA_FFI_Buffer *codes = operand(call, 0), *q = operand(call, 1), *step = operand(call, 2), *stored = operand(call, 3);
     int64_t rank = codes->rank;
@@ -259,7 +259,7 @@ static const char *take_codes(const XLA_FFI_CallFrame *call, Codes *from) {
     return NULL;
 }
 
-/* To [F, Q, N]. */
+/* Handles the operands of `take_codes`; the result is [F, Q, N]. */
 XLA_FFI_Error *on_codes(XLA_FFI_CallFrame *call) {
     if (asks_version(call)) return NULL;
     if (call->args.size != 4 || call->rets.size != 1) return refused(call, "codes: 4 operands and a result");
@@ -275,7 +275,8 @@ XLA_FFI_Error *on_codes(XLA_FFI_CallFrame *call) {
     return NULL;
 }
 
-/* To sums [G, C, N] of C chunks of each group's queries, and means [G, N], G a divisor of F. */
+/* Handles the operands of `take_codes`; results are sums [G, C, N] of C chunks of each group's queries and means
+ * [G, N], G a divisor of F. */
 XLA_FFI_Error *on_softmax(XLA_FFI_CallFrame *call) {
     if (asks_version(call)) return NULL;
     if (call->args.size != 4 || call->rets.size != 2) return refused(call, "softmax: 4 operands and 2 results");

@@ -1,9 +1,9 @@
-/* Numbers in memory of their own: XLA fuses what comes before such a call with nothing that comes after it. */
+/* Copy into separate memory: XLA fuses no operation before such a call with one after it. */
 #include "kernels.h"
 
 #include <string.h>
 
-/* Numbers [*N] to the same. */
+/* Handles numbers [*N]; the result is a copy. */
 XLA_FFI_Error *on_copy(XLA_FFI_CallFrame *call) {
     if (asks_version(call)) return NULL;
     if (call->args.size != 1 || call->rets.size != 1) return refused(call, "copy: an operand and a result");

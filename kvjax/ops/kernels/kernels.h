@@ -1,4 +1,4 @@
-/* Handlers of the kernels: each takes a call of XLA's, or says why not; and what they share. */
+/* XLA handlers of the kernels, each of which returns an error or NULL, and memory that kernels share. */
 #pragma once
 #include "../../ffi.h"
 
@@ -15,6 +15,6 @@ XLA_FFI_Error *on_split(XLA_FFI_CallFrame *call);
 XLA_FFI_Error *on_survey(XLA_FFI_CallFrame *call);
 XLA_FFI_Error *on_copy(XLA_FFI_CallFrame *call);
 
-/* Memory of this thread for numbers of a piece of work, which stays for the next: an array for all pieces would leave the
- * processor's caches before it is read again. NULL if there is none. */
+/* Returns memory of this thread for a piece of work, or NULL. It is reused for the next piece: one array for all pieces would
+ * leave the processor's caches before it is read again. */
 float *room_for(int64_t floats);

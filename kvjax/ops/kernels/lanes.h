@@ -1,8 +1,8 @@
-/* Vectors of eight numbers, whatever the processor has, so that only the rounding of fused operations depends on it. */
+/* Vectors of eight numbers on every processor, so that only the rounding of fused operations depends on the processor. */
 #pragma once
 #include <stdint.h>
 
-#pragma GCC diagnostic ignored "-Wpsabi" /* vectors are passed between inlined functions alone */
+#pragma GCC diagnostic ignored "-Wpsabi" /* vectors are only passed between inlined functions */
 
 #if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__)
 #define FOR_EACH_PROCESSOR __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
@@ -24,11 +24,11 @@ INLINED Lanes larger(Lanes a, Lanes b) {
     return (Lanes)((b_is & (Integers)b) | (~b_is & (Integers)a));
 }
 
-/* e to the power of numbers from -87 to 0, and of -87 where they are less: within 2 units in the last place (the
- * polynomial of Cephes' expf). */
+/* Returns exp(x) for x from -87 to 0, and exp(-87) below, within 2 units in the last place (the polynomial of Cephes'
+ * expf). */
 INLINED Lanes exponentials(Lanes x) {
     x = larger(x, (Lanes){-87, -87, -87, -87, -87, -87, -87, -87});
-    Lanes whole = (x * 1.44269504f + 12582912.0f) - 12582912.0f; /* rounded: there are no bits for fractions */
+    Lanes whole = (x * 1.44269504f + 12582912.0f) - 12582912.0f; /* rounds: at this magnitude f32 has no bits for fractions */
     Lanes rest = x - whole * 0.693359375f + whole * 2.12194440e-4f;
     Lanes sum = rest * 1.9875691500e-4f + 1.3981999507e-3f;
     sum = sum * rest + 8.3334519073e-3f;

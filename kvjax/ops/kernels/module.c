@@ -1,5 +1,5 @@
-/* The module of the kernels: what XLA:CPU is slow at, called by compiled programs through its foreign function interface.
- * Shapes are in __init__.py.
+/* Module of the kernels for operations that are slow in XLA:CPU; compiled programs call them through XLA's foreign function
+ * interface. Shapes are in __init__.py.
  */
 #include "kernels.h"
 

@@ -1,4 +1,4 @@
-/* Memory that a thread keeps for its next piece of work. */
+/* Memory that each thread keeps for its next piece of work. */
 #include "kernels.h"
 
 #include <pthread.h>
@@ -9,7 +9,7 @@ typedef struct {
 } Room;
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
-static pthread_key_t rooms; /* a thread's Room, which goes with it */
+static pthread_key_t rooms; /* a thread's Room, freed when the thread ends */
 static int no_rooms;        /* whether the key could not be made */
 
 static void free_room(void *room) {

@@ -1,4 +1,4 @@
-/* Attention that reads rows where they lie in a pool, f32 or the bits of bfloat16, instead of gathering them first. */
+/* Attention that reads selected rows of a pool in place, f32 or the bits of bfloat16, instead of gathering them first. */
 #include "kernels.h"
 #include "lanes.h"
 
@@ -9,7 +9,7 @@ typedef uint32_t Words __attribute__((vector_size(4 * LANES), aligned(1), may_al
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 typedef float Four __attribute__((vector_size(16), aligned(4), may_alias));
 
-/* The sum of each of four vectors. */
+/* Returns the sums of four vectors. */
 INLINED Four sums_of_four(const Lanes *x) {
     Lanes ab = __builtin_shufflevector(x[0], x[1], 0, 8, 1, 9, 4, 12, 5, 13) +
                __builtin_shufflevector(x[0], x[1], 2, 10, 3, 11, 6, 14, 7, 15);
@@ -20,9 +20,9 @@ INLINED Four sums_of_four(const Lanes *x) {
     return __builtin_shufflevector(all, all, 0, 1, 2, 3) + __builtin_shufflevector(all, all, 4, 5, 6, 7);
 }
 
-#define FOUR 4          /* queries that meet a row while it is in registers */
-#define TILE_ROWS 64    /* rows whose keys or values stay in the processor's nearest cache */
-#define SEGMENT 4096    /* tokens of a head that one thread attends, where they are more */
+#define FOUR 4          /* queries that use a row while it is in registers */
+#define TILE_ROWS 64    /* rows whose keys or values fit in the first-level cache */
+#define SEGMENT 4096    /* tokens of a head that one thread attends */
 
 typedef struct {
     const char *keys, *values;        /* [have, size] */
@@ -30,18 +30,18 @@ typedef struct {
     const uint8_t *valid;             /* [heads, tokens] */
     const float *q, *bias;            /* [heads, queries, size], [heads, queries, tokens] or none */
     float *out, *top, *total;         /* [heads, segments, queries, size], and without size */
-    int64_t have_keys, have_values, heads, segments, tokens, queries, size; /* queries are whole fours */
-    int wide; /* f32 */
+    int64_t have_keys, have_values, heads, segments, tokens, queries, size; /* queries: a multiple of FOUR */
+    int wide; /* whether rows are f32 */
 } Rows;
 
-/* The valid ones of some rows, as many as fit, and the last key once more, as keys are taken in pairs. */
+/* Valid rows of a head, as many as fit. The last key is repeated, because keys are processed in pairs. */
 typedef struct {
     const char *key[TILE_ROWS + 1], *value[TILE_ROWS + 1];
     int64_t at[TILE_ROWS];
     int count;
 } Tile;
 
-/* Of each row of a tile and of four queries: scores, then weights. */
+/* Scores of each row of a tile for four queries; later their weights. */
 typedef union {
     float of[TILE_ROWS + 1][FOUR];
     Lanes pairs[(TILE_ROWS + 1) / 2];
@@ -72,7 +72,7 @@ INLINED Four half(Lanes x, int which) {
     return __builtin_shufflevector(x, x, 0, 1, 2, 3);
 }
 
-/* Fills a tile with rows of a head from `first` on; returns the first that did not fit. */
+/* Fills a tile with valid rows of a head from `first` on; returns the first row that was not considered. */
 INLINED int64_t fill_tile(const Rows *from, int64_t head, int64_t first, int64_t stop, Tile *tile) {
     int64_t at = first, line = head * from->tokens, bytes = from->size * (from->wide ? 4 : 2);
     int count = 0;
@@ -87,19 +87,19 @@ INLINED int64_t fill_tile(const Rows *from, int64_t head, int64_t first, int64_t
     return at;
 }
 
-/* Memory is at work throughout: while a tile's keys are scored, the next tile's keys are asked for, and the next tile's values
- * while values are added up. They come into the second cache, as the first has no room for two tiles. Only the first four
- * queries that meet a tile ask: the others have no `next`. */
+/* Prefetches a row into the second-level cache, as the first has no room for two tiles. While a tile's keys are scored, the
+ * next tile's keys are prefetched; while its values are summed, the next tile's values. Only the first four queries of a tile
+ * prefetch: the others get no `next`. */
 INLINED void ask_for(const char *row, int64_t bytes) {
     for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(row + byte, 0, 2);
 }
 
-/* Brings a row from the second cache into the first. */
+/* Prefetches a row from the second-level cache into the first. */
 INLINED void bring(const char *row, int64_t bytes) {
     for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(row + byte, 0, 3);
 }
 
-/* Products of a tile's keys with four queries. */
+/* Computes the products of a tile's keys with four queries. */
 INLINED void score(const Tile *tile, const Tile *next, const float *q, int64_t size, int wide, Weights *scores) {
     for (int row = 0; row < tile->count; row += 2) {
         Lanes sums[2 * FOUR] = {{0}};
@@ -123,7 +123,7 @@ INLINED void score(const Tile *tile, const Tile *next, const float *q, int64_t s
     }
 }
 
-/* Scores become weights relative to the largest so far; what was summed before is scaled to that. */
+/* Turns scores into weights relative to the largest score so far, and rescales earlier sums to it. */
 INLINED void weigh(int count, Weights *weights, int64_t size, float *out, Four *top, Four *total) {
     Lanes most = twice(*top), sums = {0};
     if (count % 2) *(Four *)weights->of[count] = (Four){-INFINITY, -INFINITY, -INFINITY, -INFINITY};
@@ -137,7 +137,7 @@ INLINED void weigh(int count, Weights *weights, int64_t size, float *out, Four *
     *total = *total * kept + half(sums, 0) + half(sums, 1);
 }
 
-/* Adds a tile's values, each times its weight, to `vectors` vectors of the sums of four queries. */
+/* Adds a tile's weighted values to the sums of four queries, in `vectors` vectors of lanes from dimension `at` on. */
 INLINED void add_vectors(const Tile *tile, const Tile *next, const Weights *weights, int vectors, int64_t size, int64_t at,
                          int wide, float *out) {
     int64_t width = wide ? 4 : 2;
@@ -165,7 +165,7 @@ INLINED void add_values(const Tile *tile, const Tile *next, const Weights *weigh
                 out[query * size + at] += weights->of[row][query] * number_of(tile->value[row], at, wide);
 }
 
-/* Attention of all queries of a head over a segment of its tokens. */
+/* Attends from all queries of a head to a segment of its tokens. */
 INLINED void attend_segment(const Rows *from, int64_t piece, int wide) {
     int64_t head = piece / from->segments, segment = piece % from->segments, size = from->size;
     int64_t at = segment * SEGMENT, stop = at + SEGMENT < from->tokens ? at + SEGMENT : from->tokens;
@@ -203,8 +203,8 @@ FOR_EACH_PROCESSOR static void row_attention(const void *rows, int64_t piece) {
 
 /* ---- the interface */
 
-/* Keys [R, D], index [K, N], values [R2, D], index [K, N], valid [K, N], q [K, G, D] and bias [K, G, N] or [K, G, 0];
- * to out [K, S, G, D], top and total [K, S, G]. */
+/* Handles keys [R, D], index [K, N], values [R2, D], index [K, N], valid [K, N], q [K, G, D] and bias [K, G, N] or [K, G, 0];
+ * results are out [K, S, G, D], top and total [K, S, G]. */
 XLA_FFI_Error *on_rows(XLA_FFI_CallFrame *call) {
     if (asks_version(call)) return NULL;
     if (call->args.size != 7 || call->rets.size != 3) return refused(call, "rows: 7 operands and 3 results");

@@ -1,4 +1,4 @@
-/* Which blocks a query takes, and which of their rows. */
+/* Selection of blocks, and of their rows. */
 #include "kernels.h"
 #include "lanes.h"
 
@@ -7,7 +7,7 @@
 
 /* ---- the best blocks */
 
-#define NONE INT32_MIN /* of places that are not occupied */
+#define NONE INT32_MIN /* order of blocks that are not occupied */
 
 typedef struct {
     const float *scores;     /* [heads, count] */
@@ -17,7 +17,7 @@ typedef struct {
     atomic_int *failed; /* whether there was no memory */
 } Ranking;
 
-/* Whole numbers in the order of the scores, -0 below 0 as XLA has it. */
+/* Finds integers in the order of the scores; -0 is below 0, as in XLA. */
 INLINED void find_orders(const float *scores, const uint8_t *occupied, int64_t count, int32_t *orders) {
     for (int64_t at = 0; at < count; at++) {
         int32_t bits;
@@ -35,8 +35,8 @@ INLINED int64_t at_least(int32_t bound, const int32_t *orders, int64_t count) {
     return sum;
 }
 
-/* The highest bound, or any, that as many reach as are asked for, if not all can be taken: halving what it may be takes
- * passes over all places, but no guesses of the processor's that go wrong. */
+/* Returns a bound that exactly `asked` orders reach, or the highest that at least as many reach; the lowest if all fit.
+ * Bisection takes several passes over the orders, but no branches that the processor mispredicts. */
 INLINED int32_t bound_of(const int32_t *orders, int64_t count, int64_t asked) {
     int64_t low = (int64_t)NONE + 1, high = INT32_MAX;
     if (at_least((int32_t)low, orders, count) <= asked) return (int32_t)low;
@@ -49,10 +49,10 @@ INLINED int32_t bound_of(const int32_t *orders, int64_t count, int64_t asked) {
     return (int32_t)low;
 }
 
-/* Whether block a comes after block b: a lower score, or as high a one and a greater number. */
+/* Returns whether block a comes after block b: its score is lower, or equal and its number greater. */
 INLINED int later(const int32_t *orders, int32_t a, int32_t b) { return orders[a] != orders[b] ? orders[a] < orders[b] : a > b; }
 
-/* Restores a heap that has the latest block first, from a place on. */
+/* Restores a heap with the latest block at the root, from position `at` on. */
 INLINED void sink(const int32_t *orders, int32_t *heap, int64_t at, int64_t size) {
     for (int64_t child; (child = 2 * at + 1) < size; at = child) {
         if (child + 1 < size && later(orders, heap[child + 1], heap[child])) child++;
@@ -84,7 +84,7 @@ FOR_EACH_PROCESSOR static void best_blocks(const void *job, int64_t head) {
     find_orders(in->scores + head * in->count, in->occupied + head * in->count, in->count, orders);
     int32_t bound = bound_of(orders, in->count, in->asked);
     int64_t higher = bound < INT32_MAX ? at_least(bound + 1, orders, in->count) : 0, equal = in->asked - higher;
-    for (int64_t at = 0; at < in->count && size < in->asked; at++) { /* of those that just reach it the first */
+    for (int64_t at = 0; at < in->count && size < in->asked; at++) { /* of the blocks that just reach the bound the first ones */
         int takes = orders[at] > bound || (orders[at] == bound && equal > 0);
         equal -= orders[at] == bound;
         block[size] = (int32_t)at;
@@ -94,7 +94,7 @@ FOR_EACH_PROCESSOR static void best_blocks(const void *job, int64_t head) {
     for (; size < in->asked; size++) block[size] = (int32_t)in->count;
 }
 
-/* ---- their rows */
+/* ---- rows of the blocks */
 
 typedef struct {
     const int32_t *chosen, *force, *room; /* [heads, asked], [heads], [heads] */
@@ -112,13 +112,13 @@ static void cut_head(const Cut *in, int64_t head, int64_t table) {
     const int32_t *chosen = in->chosen + head * in->asked, *count = in->count + table * in->blocks;
     int32_t *need = in->need + head * (in->asked + 1), none = (int32_t)in->blocks, force = in->force[head], room = in->room[head];
     int64_t nth = head * in->most, stop = nth + in->most, end = 0;
-    for (int64_t i = 0; in->known > 1 && i < in->asked; i++) /* all at once, as they are far apart in memory */
+    for (int64_t i = 0; in->known > 1 && i < in->asked; i++) /* prefetch all, as they are far apart in memory */
         for (int64_t row = 0; chosen[i] >= 0 && chosen[i] < none && row < count[chosen[i]]; row += 16)
             __builtin_prefetch(positions_of(in, table, chosen[i]) + row);
     for (int64_t i = 0; i < in->asked; i++) {
         int32_t rows = chosen[i] >= 0 && chosen[i] < none ? count[chosen[i]] : 0, fits = rows > 0 && end < room;
         const int32_t *position = rows ? positions_of(in, table, chosen[i]) : NULL;
-        int32_t before = in->known == 1 ? chosen[i] * (int32_t)in->rows : 0; /* positions of one block tell those of all */
+        int32_t before = in->known == 1 ? chosen[i] * (int32_t)in->rows : 0; /* the positions of one block imply those of all */
         need[i] = fits ? chosen[i] : none;
         if (need[i] == force) force = none;
         for (int32_t row = 0; row < rows && nth < stop; row++, nth++) {
@@ -140,7 +140,7 @@ static void cut_head(const Cut *in, int64_t head, int64_t table) {
 
 /* ---- the interface */
 
-/* Scores [F, N] and occupied [F, N] to blocks [F, M]. */
+/* Handles scores [F, N] and occupied [F, N]; the result is blocks [F, M]. */
 XLA_FFI_Error *on_best(XLA_FFI_CallFrame *call) {
     if (asks_version(call)) return NULL;
     if (call->args.size != 2 || call->rets.size != 1) return refused(call, "best: 2 operands and a result");
@@ -158,7 +158,8 @@ XLA_FFI_Error *on_best(XLA_FFI_CallFrame *call) {
     return atomic_load(&failed) ? refused(call, "best: there is no memory") : NULL;
 }
 
-/* Blocks [K, M], forced ones [K], room [K], counts [KT, NB] and positions [KT, _, C] to what `Cut` has. */
+/* Handles blocks [K, M], forced [K], room [K], counts [KT, NB] and positions [KT, _, C]; results are need, rank, row, valid and
+ * pos of `Cut`. */
 XLA_FFI_Error *on_cut(XLA_FFI_CallFrame *call) {
     if (asks_version(call)) return NULL;
     if (call->args.size != 5 || call->rets.size != 5) return refused(call, "cut: 5 operands and 5 results");

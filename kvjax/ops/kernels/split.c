@@ -1,4 +1,4 @@
-/* Some points of each head cut in two: `kvjax.ops.kmeans.two_means`. */
+/* Split of the points of each head in two: `kvjax.ops.kmeans.two_means`. */
 #include "kernels.h"
 #include "lanes.h"
 
@@ -14,15 +14,15 @@ typedef struct {
     atomic_int *failed; /* whether there was no memory */
 } Points;
 
-/* A head's valid points, one after the other, and vectors [size] that are made of them. */
+/* Valid points of a head, and vectors [size] computed from them. */
 typedef struct {
     const float **point;
-    float *margin;                          /* [total] below 0 on the side of the first centre */
+    float *margin;                          /* [total] negative on the side of the first centre */
     float *whole, *part, *one, *other, *middle, *across;
     int64_t total, size;
 } Halves;
 
-/* The sum over dimensions of (a - b) * c, or of (a - b)^2 without c. */
+/* Returns the sum over dimensions of (a - b) * c, or of (a - b)^2 without c. */
 INLINED float product(const float *a, const float *b, const float *c, int64_t size) {
     Lanes sums = {0};
     float sum = 0;
@@ -40,7 +40,7 @@ INLINED void add(float *sum, const float *point, int64_t size) {
     for (int64_t i = 0; i < size; i++) sum[i] += point[i];
 }
 
-/* The point farthest from another one, the first of equals. */
+/* Returns the point farthest from `origin`, the first of equals. */
 INLINED const float *farthest(const Halves *in, const float *origin) {
     const float *found = in->point[0];
     float most = -1;
@@ -51,7 +51,7 @@ INLINED const float *farthest(const Halves *in, const float *origin) {
     return found;
 }
 
-/* Half the difference of each point's squared distances to the centres. */
+/* Computes half the difference of each point's squared distances to the two centres. */
 INLINED void find_margins(Halves *in) {
     for (int64_t i = 0; i < in->size; i++) {
         in->middle[i] = (in->one[i] + in->other[i]) / 2;
@@ -60,7 +60,7 @@ INLINED void find_margins(Halves *in) {
     for (int64_t i = 0; i < in->total; i++) in->margin[i] = product(in->point[i], in->middle, in->across, in->size);
 }
 
-/* Lloyd's algorithm for two centres, which move to the means of the points on their sides. */
+/* Moves the two centres to the means of the points on their sides: a step of Lloyd's algorithm. */
 INLINED void move_centres(Halves *in) {
     int64_t near = 0;
     memset(in->part, 0, in->size * sizeof *in->part);
@@ -72,7 +72,7 @@ INLINED void move_centres(Halves *in) {
     }
 }
 
-/* How many points come before one, of equals the first. */
+/* Returns the rank of a point by its margin, equal ones in order. */
 INLINED int64_t rank_of(const Halves *in, int64_t one) {
     int64_t rank = 0;
     for (int64_t i = 0; i < in->total; i++)
@@ -80,7 +80,7 @@ INLINED int64_t rank_of(const Halves *in, int64_t one) {
     return rank;
 }
 
-/* How many points the first half takes: those on its side, and as many more or fewer as the sizes demand. */
+/* Returns the size of the first half: the points on its side, and more or fewer where the sizes demand it. */
 INLINED int64_t first_size(const Halves *in, int64_t largest) {
     int64_t size = 0, least = in->total - largest > 1 ? in->total - largest : 1;
     int64_t most = in->total - 1 < largest ? in->total - 1 : largest;
@@ -106,7 +106,7 @@ FOR_EACH_PROCESSOR static void split(const void *job, int64_t head) {
     const Points *from = job;
     const uint8_t *valid = from->valid + head * from->count;
     uint8_t *first = from->first + head * from->count;
-    int64_t pointers = from->count * sizeof(float *) / sizeof(float); /* as many numbers as they take room */
+    int64_t pointers = from->count * sizeof(float *) / sizeof(float); /* in units of floats */
     float *room = room_for(pointers + from->count + 6 * from->size);
     if (!room) {
         atomic_store(from->failed, 1);
@@ -129,7 +129,8 @@ FOR_EACH_PROCESSOR static void split(const void *job, int64_t head) {
         if (valid[i]) first[i] = rank_of(&in, nth++) < size;
 }
 
-/* Points [F, N, D], valid [F, N], and of all heads alike the largest half [F] and the iterations [F] to the first half [F, N]. */
+/* Handles points [F, N, D], valid [F, N], the largest half [F] and the iterations [F], both the same for all heads; the
+ * result is the first half [F, N]. */
 XLA_FFI_Error *on_split(XLA_FFI_CallFrame *call) {
     if (asks_version(call)) return NULL;
     if (call->args.size != 4 || call->rets.size != 1) return refused(call, "split: 4 operands and a result");

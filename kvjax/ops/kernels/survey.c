@@ -1,4 +1,4 @@
-/* What a key that looks for a cluster must know of all clusters of its head: `kvjax.methods.clusters.survey`. */
+/* Numbers about all clusters of a head that the placement of a key needs: `kvjax.methods.clusters.survey`. */
 #include "kernels.h"
 #include "lanes.h"
 
@@ -12,20 +12,20 @@ typedef struct {
     const uint8_t *split; /* [heads, blocks] */
     int32_t *found;       /* [heads, NUMBERS] */
     int64_t blocks;
-    int32_t rows; /* of a block */
+    int32_t rows; /* rows of a block */
 } Clusters;
 
 typedef uint8_t Bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
 
-/* As many clusters as there are lanes. Past the end come some that are neither used nor free. */
+/* LANES clusters; those past the end are neither used nor free. */
 typedef struct {
-    Integers order, count; /* whole numbers in the order of the distances */
+    Integers order, count; /* order: integers in the order of the distances */
     Integers used, split, roomy, at;
 } Some;
 
 INLINED Some some_of(const float *squared, const int32_t *count, const uint8_t *split, int64_t start, int32_t rows) {
     Some some = {.at = (Integers){0, 1, 2, 3, 4, 5, 6, 7} + (int32_t)start, .count = *(const Integers *)count};
-    some.order = (Integers)(*(const Lanes *)squared + 0.0f); /* zeros are equal */
+    some.order = (Integers)(*(const Lanes *)squared + 0.0f); /* makes -0 equal to 0 */
     some.order ^= some.order >> 31 & INT32_MAX;
     some.used = some.count > 0;
     some.roomy = some.used & (some.count < rows);
@@ -45,13 +45,13 @@ INLINED Some some_at(const Clusters *in, int64_t head, int64_t start) {
     return some_of(squared, count, split, start, in->rows);
 }
 
-/* The lesser of a number and another one that counts where a mask is set. */
+/* Returns the minimum of `least` and, where the mask is set, `number`. */
 INLINED Integers less(Integers least, Integers mask, Integers number) {
     mask &= number < least;
     return (mask & number) | (~mask & least);
 }
 
-/* The least, or another number where there is none. */
+/* Returns the least number, or `otherwise` if there is none. */
 INLINED int32_t least_of(Integers numbers, int32_t otherwise) {
     int32_t least = numbers[0];
     for (int i = 1; i < LANES; i++) least = numbers[i] < least ? numbers[i] : least;
@@ -79,7 +79,7 @@ INLINED void survey_head(const Clusters *in, int64_t head) {
     }
     int32_t least = least_of(nearest, 0), least_split = least_of(nearest_split, 0), least_roomy = least_of(roomy, 0);
     Integers free = nearest = nearest_split = roomy = none;
-    for (int64_t at = 0; at < in->blocks; at += LANES) { /* the first ones that are so near */
+    for (int64_t at = 0; at < in->blocks; at += LANES) { /* the first clusters at the least distances */
         Some some = some_at(in, head, at);
         free = less(free, some.count == 0, some.at);
         nearest = less(nearest, some.used & (some.order == least), some.at);
@@ -95,10 +95,10 @@ INLINED void survey_head(const Clusters *in, int64_t head) {
     found[ROOMY] = least_of(roomy, least_of(free, end));
 }
 
-/* Has no vectors among what it gives to others: clang takes none from a function for several processors. */
+/* Calls no function with vectors as arguments: clang allows none in a function compiled for several processors. */
 FOR_EACH_PROCESSOR static void survey(const void *job, int64_t head) { survey_head(job, head); }
 
-/* Distances [F, N], counts [F, N], flags [F, N] and the rows of a block [F] to numbers [F, NUMBERS]. */
+/* Handles distances [F, N], counts [F, N], flags [F, N] and the rows of a block [F]; the result is numbers [F, NUMBERS]. */
 XLA_FFI_Error *on_survey(XLA_FFI_CallFrame *call) {
     if (asks_version(call)) return NULL;
     if (call->args.size != 4 || call->rets.size != 1) return refused(call, "survey: 4 operands and a result");
@@ -114,7 +114,7 @@ XLA_FFI_Error *on_survey(XLA_FFI_CallFrame *call) {
     if (leading(count, 1) != heads || last(count, 1) != in.blocks || leading(split, 1) != heads || last(split, 1) != in.blocks ||
         leading(rows, 0) != heads || leading(found, 1) != heads || last(found, 1) != NUMBERS || !in.blocks)
         return refused(call, "survey: sizes do not agree");
-    in.rows = heads ? *(const int32_t *)rows->data : 0; /* of all heads alike */
+    in.rows = heads ? *(const int32_t *)rows->data : 0; /* the same for all heads */
     in_pieces(call, survey, &in, heads, 8 * heads * in.blocks);
     return NULL;
 }

@@ -1,23 +1,23 @@
-/* Products of a few queries with many vectors that lie dimension by dimension, and what becomes of such scores. */
+/* Products of a few queries with many vectors stored dimension by dimension, and the mean softmax of such scores. */
 #include "kernels.h"
 #include "lanes.h"
 
 #include <math.h>
 #include <string.h>
 
-#define DIMENSIONS 4 /* that are taken together */
-#define QUERIES 5    /* that meet them while they are in registers: those of a group, and a key */
-#define SEGMENT 4096 /* vectors whose products stay in a near cache while all dimensions pass */
-#define SHORTEST 1024 /* of a segment: memory is slower in shorter runs */
-#define PIECES 8     /* for processors to share, if segments can be so short */
+#define DIMENSIONS 4 /* dimensions processed together */
+#define QUERIES 5    /* queries that use them while they are in registers: those of a group, and a key */
+#define SEGMENT 4096 /* vectors whose products stay in a near cache across all dimensions */
+#define SHORTEST 1024 /* vectors of a segment at least: memory is slower in shorter runs */
+#define PIECES 8     /* pieces for threads to share, unless segments become too short */
 
 typedef struct {
     const float *vectors, *q; /* [heads, size, count], [heads, queries, size] */
     float *out;               /* [heads, queries, count] */
-    int64_t heads, size, count, queries, width, segments; /* a segment has so many vectors */
+    int64_t heads, size, count, queries, width, segments; /* width: vectors of a segment */
 } Vectors;
 
-/* Adds the products of some dimensions with some queries. The dimensions that follow are asked for. */
+/* Adds the products of some dimensions with some queries; with `ask`, prefetches the dimensions that follow. */
 INLINED void add_dimensions(const float *rows, const float *q, float *out, int64_t width, const Vectors *in, int dimensions,
                             int queries, int ask) {
     int64_t at = 0, count = in->count;
@@ -40,7 +40,7 @@ INLINED void add_dimensions(const float *rows, const float *q, float *out, int64
             for (int j = 0; j < queries; j++) out[j * count + at] += rows[i * count + at] * q[j * in->size + i];
 }
 
-/* The same with all queries, as many at once as there are left. */
+/* Adds the products of some dimensions with all queries, QUERIES at a time. */
 INLINED void add_to_all(const float *rows, const float *q, float *out, int64_t width, const Vectors *in, int dimensions, int more) {
     for (int64_t j = 0; j < in->queries; j += QUERIES, q += QUERIES * in->size, out += QUERIES * in->count) {
         int ask = more && !j;
@@ -87,7 +87,7 @@ INLINED float highest_of(const float *scores, int64_t count) {
     return highest;
 }
 
-/* Exponentials of some scores less the highest; returns their sum. */
+/* Computes the exponentials of scores minus the highest; returns their sum. */
 INLINED float exponentiate(const float *scores, int64_t count, float highest, float *weights) {
     Lanes sums = {0};
     float sum = 0;
@@ -117,7 +117,7 @@ FOR_EACH_PROCESSOR static void mean_of_softmaxes(const void *job, int64_t head) 
 
 /* ---- one vector of each head */
 
-/* Each number of it is far from the next: all are asked for before the first one is used. */
+/* Copies a vector. Its numbers are far apart in memory: all are prefetched before the first is used. */
 static void take_vector(const float *vectors, int64_t size, int64_t count, int64_t at, float *out) {
     for (int64_t i = 0; i < size; i++) __builtin_prefetch(vectors + i * count + at, 0, 3);
     for (int64_t i = 0; i < size; i++) out[i] = vectors[i * count + at];
@@ -125,7 +125,7 @@ static void take_vector(const float *vectors, int64_t size, int64_t count, int64
 
 /* ---- the interface */
 
-/* Vectors [F, D, N] and q [F, Q, D] to [F, Q, N]. */
+/* Handles vectors [F, D, N] and q [F, Q, D]; the result is [F, Q, N]. */
 XLA_FFI_Error *on_vectors(XLA_FFI_CallFrame *call) {
     if (asks_version(call)) return NULL;
     if (call->args.size != 2 || call->rets.size != 1) return refused(call, "vectors: 2 operands and a result");
@@ -144,7 +144,7 @@ XLA_FFI_Error *on_vectors(XLA_FFI_CallFrame *call) {
     return NULL;
 }
 
-/* Scores [F, G, N] to the mean [F, N] of the softmaxes of each head's queries. */
+/* Handles scores [F, G, N]; the result is the mean [F, N] of the softmaxes of each head's queries. */
 XLA_FFI_Error *on_softmax_mean(XLA_FFI_CallFrame *call) {
     if (asks_version(call)) return NULL;
     if (call->args.size != 1 || call->rets.size != 1) return refused(call, "softmax mean: an operand and a result");
@@ -161,7 +161,7 @@ XLA_FFI_Error *on_softmax_mean(XLA_FFI_CallFrame *call) {
     return atomic_load(&failed) ? refused(call, "softmax mean: there is no memory") : NULL;
 }
 
-/* Vectors [F, D, N] and one's number [F] to [F, D]. */
+/* Handles vectors [F, D, N] and an index [F]; the result is [F, D]. */
 XLA_FFI_Error *on_vector(XLA_FFI_CallFrame *call) {
     if (asks_version(call)) return NULL;
     if (call->args.size != 2 || call->rets.size != 1) return refused(call, "vector: 2 operands and a result");
