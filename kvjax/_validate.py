@@ -22,9 +22,9 @@ def check(settings: Any) -> None:
         value = getattr(settings, name)
         either = typing.get_origin(kind) in (types.UnionType, typing.Union)
         allowed = typing.get_args(kind) if either else (kind,)
-        if not any(_is(value, one) for one in allowed):
+        if not any(_is(value, option) for option in allowed):
             raise ConfigError(f"{name}={value!r} of {type(settings).__name__} must be "
-                              f"{' or '.join(_name(one) for one in allowed)}")
+                              f"{' or '.join(_name(option) for option in allowed)}")
         if isinstance(value, numbers.Real) and math.isnan(value):
             raise ConfigError(f"{name} of {type(settings).__name__} is not a number (NaN); give one")
 
@@ -46,7 +46,7 @@ def wholes(name: str, values: Any, least: int) -> tuple[int, ...]:
       ConfigError: `values` is empty, or is not a sequence of integers of at least `least`.
     """
     integers = tuple(values) if isinstance(values, Sequence | np.ndarray) and not isinstance(values, str) else ()
-    if not integers or not all(whole(one, least) for one in integers):
+    if not integers or not all(whole(integer, least) for integer in integers):
         raise ConfigError(f"{name}={values!r} must be one or more integers of at least {least}, such as ({least},)")
     return tuple(map(int, integers))
 

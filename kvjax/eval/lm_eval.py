@@ -105,13 +105,13 @@ class KvjaxLM(TemplateLM):
     def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False, **kwargs) -> list[tuple[float, bool]]:
         """Returns log-probability and greediness of each request; requests with the same context run together."""
         order = sorted(range(len(requests)), key=lambda i: requests[i][1])
-        found: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
+        results: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
         answers = self.endpoint.loglikelihood([requests[i][1:] for i in order])
         progress = tqdm(answers, total=len(order), disable=disable_tqdm)
         for i, answer in zip(order, progress, strict=True):
-            found[i] = answer
+            results[i] = answer
             self.cache_hook.add_partial("loglikelihood", requests[i][0], answer)
-        return found
+        return results
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
         """Returns the log-probability of each text, whose tokens are predicted one by one through the cache."""

@@ -191,16 +191,16 @@ def scores_unrotated(
     inside = np.outer(np.arange(block), freqs)
     cos, sin = jnp.asarray(np.cos(inside), q.dtype), jnp.asarray(np.sin(inside), q.dtype)
 
-    def visit(i, found):
+    def visit(i, expanded):
         position = i * block + jnp.arange(block, dtype=jnp.int32)
         row = jnp.minimum(position, capacity - 1)  # the last block may reach beyond the capacity
         key = rotary.turn(runs.key[runs.slot[row]].astype(q.dtype) * scale + shift, cos, sin)
         some = attention.scores_of(rotary.rotate(q, -i * block, freqs), key, position < runs.tokens)
-        return jax.lax.dynamic_update_slice_in_dim(found, some.swapaxes(0, 1), i * block, 0)
+        return jax.lax.dynamic_update_slice_in_dim(expanded, some.swapaxes(0, 1), i * block, 0)
 
     nothing = jnp.full((-(-capacity // block) * block, len(q)), attention.NEGATIVE, jnp.float32)
-    found = jax.lax.fori_loop(0, -(-(runs.tokens if most is None else most) // block), visit, nothing)
-    return found[:capacity].swapaxes(0, 1)
+    expanded = jax.lax.fori_loop(0, -(-(runs.tokens if most is None else most) // block), visit, nothing)
+    return expanded[:capacity].swapaxes(0, 1)
 
 
 # ------------------------------------------------------------------------------------------- size

@@ -36,8 +36,8 @@ def tokenised(llm: LLM, samples: Sequence[Sample]) -> list[Sample]:
     """Returns the samples with text replaced by token ids; a shared context is encoded once."""
     encode = functools.cache(lambda text: tuple(llm.encode(text, start=True)))
     return [
-        dataclasses.replace(one, context=encode(one.context), question=tuple(llm.encode(one.question, start=False)))
-        for one in samples
+        dataclasses.replace(sample, context=encode(sample.context), question=tuple(llm.encode(sample.question, start=False)))
+        for sample in samples
     ]
 
 
@@ -46,7 +46,7 @@ def within_prompt(samples: Sequence[Sample]) -> list[Sample]:
 
     This is for methods that compress a prompt by its end; the first token of an answer then comes from dense attention.
     """
-    return [dataclasses.replace(one, context=(*one.context, *one.question), question=()) for one in samples]
+    return [dataclasses.replace(sample, context=(*sample.context, *sample.question), question=()) for sample in samples]
 
 
 def contexts(batch: Sequence[Questions]) -> list[Text]:
@@ -61,7 +61,7 @@ def length(sample: Sample) -> int:
 
 def capacity(batch: Sequence[Questions]) -> int:
     """Returns the capacity in tokens for the longest prompt of a batch with its answer."""
-    return rounded(max(len(one.context) + length(one) for group in batch for one in group))
+    return rounded(max(len(sample.context) + length(sample) for group in batch for sample in group))
 
 
 def rounded(room: int) -> int:
@@ -84,15 +84,15 @@ def ask(
       Scores by context and question, and the result of each round.
     """
     rounds, results = list(zip(*batch, strict=True)), []
-    for i, one in enumerate(rounds):
+    for i, asked in enumerate(rounds):
         results.append(llm.generate(
-            [list(sample.question) for sample in one], cache, max_new_tokens=one[0].max_new_tokens, stop=one[0].stop,
-            observer=observer if i == 0 else None,
+            [list(sample.question) for sample in asked], cache, max_new_tokens=asked[0].max_new_tokens,
+            stop=asked[0].stop, observer=observer if i == 0 else None,
         ))
         results[-1].cache.close()
     scores = [
         [scoring.score(sample.metric, text, sample.answers, sample.classes)
-         for sample, text in zip(one, result.text, strict=True)]
-        for one, result in zip(rounds, results, strict=True)
+         for sample, text in zip(asked, result.text, strict=True)]
+        for asked, result in zip(rounds, results, strict=True)
     ]
     return [list(of_context) for of_context in zip(*scores, strict=True)], results

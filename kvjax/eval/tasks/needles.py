@@ -174,10 +174,10 @@ def insert_needles(
     out: list[int] = []
     previous = 0
     for needle, depth in sorted(zip(needles, depths, strict=True), key=lambda pair: pair[1]):
-        at = int(depth * len(filler))
-        out += filler[previous:at]
+        place = int(depth * len(filler))
+        out += filler[previous:place]
         out += encode(tokenizer, "\n" + needle.sentence)
-        previous = at
+        previous = place
     return [*out, *filler[previous:]]
 
 

@@ -40,8 +40,8 @@ def split(request: Request, context: str, question: str, chat: bool = False) -> 
 def _wrapping(request: Request) -> tuple[str, str]:
     """Returns the text that the chat template puts before and after a user message."""
     text = request.tokenizer.apply_chat_template([{"role": "user", "content": "\x00"}])
-    before, found, after = text.partition("\x00")
-    if not found:
+    before, mark, after = text.partition("\x00")
+    if not mark:
         raise CheckpointError(f"{request.tokenizer.directory}: the chat template changes what a message says, so that "
                               "documents cannot be put there")
     return before, after

@@ -19,8 +19,8 @@ Metric = Callable[[str, Sequence[str], Sequence[str]], float]  # answer, right a
 
 def first_number(text: str) -> str | None:
     """Returns the first run of digits of an answer; None if there is none."""
-    found = re.search(r"\d+", text)
-    return found.group() if found else None
+    digits = re.search(r"\d+", text)
+    return digits.group() if digits else None
 
 
 def answers_number(text: str, value: str) -> bool:
@@ -51,9 +51,9 @@ def exact_match(text: str, answer: str) -> float:
 
 def f1(text: str, answer: str) -> float:
     """Returns SQuAD's F1: harmonic mean of precision and recall of the normalised words."""
-    found, wanted = normalised(text).split(), normalised(answer).split()
-    shared = sum((collections.Counter(found) & collections.Counter(wanted)).values())
-    return 2 * shared / (len(found) + len(wanted)) if shared else 0.0
+    given, wanted = normalised(text).split(), normalised(answer).split()
+    shared = sum((collections.Counter(given) & collections.Counter(wanted)).values())
+    return 2 * shared / (len(given) + len(wanted)) if shared else 0.0
 
 
 def rouge_l(text: str, answer: str) -> float:
@@ -61,9 +61,9 @@ def rouge_l(text: str, answer: str) -> float:
 
     LongBench uses a package that splits sentences and counts repeated words once.
     """
-    found, wanted = text.split(), answer.split()
-    common = _longest_common_subsequence(found, wanted)
-    return 2 * common / (len(found) + len(wanted)) if common else 0.0
+    given, wanted = text.split(), answer.split()
+    common = _longest_common_subsequence(given, wanted)
+    return 2 * common / (len(given) + len(wanted)) if common else 0.0
 
 
 def _longest_common_subsequence(a: Sequence[str], b: Sequence[str]) -> int:
@@ -120,8 +120,8 @@ def said_number(text: str) -> Decimal | None:
 
 def last_number(text: str) -> Decimal | None:
     """Returns the last number of an answer; None if there is none."""
-    found = re.findall(r"-?\$?\d[\d,]*(?:\.\d+)?", text)
-    return number(found[-1]) if found else None
+    numbers = re.findall(r"-?\$?\d[\d,]*(?:\.\d+)?", text)
+    return number(numbers[-1]) if numbers else None
 
 
 def gsm8k_strict(text: str, answer: str) -> float:
@@ -132,8 +132,8 @@ def gsm8k_strict(text: str, answer: str) -> float:
 def gsm8k(text: str, answer: str) -> float:
     """Returns GSM8K's score: whether N of "The answer is N", or else the last number, is right."""
     said = said_number(text)
-    found = last_number(text) if said is None else said
-    return float(found is not None and found == number(answer))
+    given = last_number(text) if said is None else said
+    return float(given is not None and given == number(answer))
 
 
 def _best(metric: Callable[[str, str], float]) -> Metric:
