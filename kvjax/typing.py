@@ -4,7 +4,7 @@
     K   KV heads                        G   query heads per KV head
     H   query heads, H = K * G          D   head size
     E   hidden size of the model        V   vocabulary
-    NB  blocks of one KV head           C   rows of a block ("cap")
+    NB  blocks of one KV head           C   rows of a block (capacity)
     M   blocks selected per step        U   held rows per KV head
     S   sink tokens                     W   recent-window tokens
     R   rows of the tail, S + W - 1 + U NS  resident slots of one KV head

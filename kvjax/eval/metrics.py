@@ -139,14 +139,14 @@ class Probe:
     def __call__(self, step: Step, tokens: np.ndarray) -> None:
         after = np.asarray(step.state.length)
         for row in np.flatnonzero(after > self.length):
-            position = self.length[row]
+            at = self.length[row]
             for keys, values, plan, report in zip(
                 self.keys, self.values, self.plan.layers, step.reports, strict=True
             ):
-                keys[row, position], values[row, position] = np.asarray(report.key)[row], np.asarray(report.value)[row]
+                keys[row, at], values[row, at] = np.asarray(report.key)[row], np.asarray(report.value)[row]
                 kept = keys[row], values[row]
                 hidden = None if report.hidden is None else report.hidden[row]
-                found, mass, error = _measure(plan, self.k, *kept, report.q[row], report.selected[row], position, hidden)
+                found, mass, error = _measure(plan, self.k, *kept, report.q[row], report.selected[row], at, hidden)
                 self.masses.append(float(mass))
                 self.errors.append(float(error))
                 if not np.isnan(found):

@@ -86,7 +86,7 @@ def _started(name: str) -> Any:
     global _worker
     if _worker is None or _worker.poll() is not None:
         _end()
-        path = os.pathsep.join(entry for entry in sys.path if entry)  # passed on, because -S skips the slow search for it
+        path = os.pathsep.join(entry for entry in sys.path if entry)  # passed on: -S skips the slow search for it
         try:
             _worker = subprocess.Popen(
                 [sys.executable, "-S", "-P", str(_WORKER), str(MEMORY)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,

@@ -36,7 +36,9 @@ def tokenised(llm: LLM, samples: Sequence[Sample]) -> list[Sample]:
     """Returns the samples with text replaced by token ids; a shared context is encoded once."""
     encode = functools.cache(lambda text: tuple(llm.encode(text, start=True)))
     return [
-        dataclasses.replace(sample, context=encode(sample.context), question=tuple(llm.encode(sample.question, start=False)))
+        dataclasses.replace(
+            sample, context=encode(sample.context), question=tuple(llm.encode(sample.question, start=False))
+        )
         for sample in samples
     ]
 
