@@ -1,4 +1,4 @@
-"""Cache methods, one file each. `METHODS` names them for command lines and tests."""
+"""Cache methods, one file each; `METHODS` maps the names used in configurations to classes."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -58,12 +58,20 @@ METHODS: dict[str, type[Method]] = {
 
 
 def name_of(kind: type[Method]) -> str | None:
-    """The name that configurations have for a method; None for one that is not in `METHODS`."""
+    """Returns the name of a method in configurations, or None if it is not in `METHODS`."""
     return next((name for name, known in METHODS.items() if known is kind), None)
 
 
 def make(name: str | None, settings: Mapping[str, Any]) -> Method:
-    """A method by name. Raises ConfigError on an unknown name or setting."""
+    """Returns a method by name.
+
+    Args:
+      name: a key of `METHODS`.
+      settings: fields of the method's dataclass.
+
+    Raises:
+      ConfigError: the name or a setting is unknown, or a setting is refused by the method.
+    """
     if name not in METHODS:
         raise ConfigError(f"unknown method {name!r}; use one of {', '.join(METHODS)}")
     known = {field.name for field in dataclasses.fields(METHODS[name])}

@@ -1,24 +1,23 @@
 """ArkVale (Chen et al., "ArkVale: Efficient Generative LLM Inference with Recallable Key-Value Eviction", 2024).
 
-Pages of `page` consecutive tokens. A full page is summarised by a bounding volume of its keys (its digest), which
+A page has `page` consecutive tokens. A full page is summarised by a bounding volume of its keys (its digest), which
 stays in memory when the page itself is evicted. The importance of a page is the largest product a query could have
-with a point of the volume, the best pages are attended, and those that are not in memory are recalled:
+with a point of the volume; the best pages are attended, and those that are not in memory are recalled:
 
     sphere   q . c + |q| r              centre c, radius r
     cuboid   q . c + sum_d |q_d| e_d    centre c, half widths e_d
 
-The cuboid is the bounding box of Quest, the sphere is smaller by a factor of nearly two and in general looser. Eviction
-and recall are `kvjax.Slots`: a page in a slot is a page that was not evicted.
+The cuboid is the bounding box of Quest. The sphere takes nearly half the memory and is in general looser. Eviction and
+recall are done by `kvjax.Slots`: a page in a slot is a page that was not evicted.
 
-The newest pages are never evicted there; here the page that is still being filled comes first in every selection, so
-that it is attended before it has a digest's worth of tokens.
+The paper never evicts the newest pages. Here the page that is still being filled comes first in every selection, so it
+is attended before it has a digest.
 
 Differences from the paper:
-  - the centre of a sphere is the mean key of the page (the choice of the smallest ball is left open).
-  - slots evict by `Slots(policy=...)`, LRU by default; there, the page of the lowest importance.
-  - each KV head ranks pages for itself, by the maximum over its query heads (`aggregation`), as an upper bound asks
-    for.
-  - sinks and recent window are tokens, not pages.
+  - The centre of a sphere is the mean key of the page; the paper leaves open how the ball is chosen.
+  - Slots evict by `Slots(policy=...)`, LRU by default. The paper evicts the page of the lowest importance.
+  - Each KV head ranks pages for itself, by the maximum over its query heads (`aggregation`), as suits an upper bound.
+  - Sinks and recent window are tokens, not pages.
 
 Resident: D + 1 (sphere) or 2 D (cuboid) numbers per page, and the keys of one page per KV head. Cost per step: one
 (sphere) or two (cuboid) products of size D per page and query head, then the selected pages.
@@ -41,7 +40,7 @@ VOLUMES = ("cuboid", "sphere")
 
 @pytree
 class Volumes:
-    """Centre and extent of each page's keys; E = D half widths of a cuboid, E = 1 radius of a sphere."""
+    """Bounding volume of each page's keys: E = D half widths of a cuboid, or E = 1 radius of a sphere."""
 
     centre: Float[Array, "*B_K D NB"]
     extent: Float[Array, "*B_K E NB"]
@@ -49,13 +48,23 @@ class Volumes:
 
 @pytree
 class ArkValeIndex:
+    """Digests of all pages, and the keys of the page that is being filled."""
+
     digest: Volumes
     open_key: Float[Array, "*B K C D"]  # keys of the page that is being filled
 
 
 @dataclasses.dataclass(frozen=True)
 class ArkVale(Method):
-    """Pages of `page` tokens, each known by a `volume` ("cuboid" or "sphere") around its keys."""
+    """A cache of pages that are ranked by bounding volumes of their keys.
+
+    Attributes:
+      page: tokens of a page.
+      volume: shape of the bounding volume, "cuboid" or "sphere".
+
+    Raises:
+      ConfigError: the volume is unknown.
+    """
 
     page: int = 32
     volume: str = "cuboid"
@@ -91,7 +100,7 @@ class ArkVale(Method):
         return ArkValeIndex(digest, pages[:, opened]), placement
 
     def select(self, spec, index, view, q):
-        """The open page, then pages by what their volumes promise."""
+        """Selects the page that is being filled, then pages by the upper bounds of their volumes."""
         occupied, full = view.count > 0, view.count == spec.block_rows
         scores = promise(index.digest, q) * spec.head_dim**-0.5
         score = aggregate(jnp.where(full[:, None], scores, NEGATIVE), self.aggregation)
@@ -104,13 +113,22 @@ class ArkVale(Method):
         new = bounding_volumes(keys[:, None], (jnp.arange(spec.block_rows, dtype=jnp.int32) <= row)[None], self.volume)
         head = jnp.arange(spec.kv_heads, dtype=jnp.int32)
         digest = jax.tree.map(
-            lambda every, one: every.at[head, :, placement.block].set(one[..., 0], mode="drop"), index.digest, new
+            lambda pages, page: pages.at[head, :, placement.block].set(page[..., 0], mode="drop"), index.digest, new
         )
         return ArkValeIndex(digest, keys), placement
 
 
 def bounding_volumes(keys: Float[Array, "K N C D"], filled: Bool[Array, "N C"], volume: str) -> Volumes:
-    """A volume around the filled rows of each page; a point at 0 for an empty page."""
+    """Returns the bounding volume of each page.
+
+    Args:
+      keys: [K, N, C, D], keys of N pages.
+      filled: bool[N, C], rows that hold a token.
+      volume: "cuboid" or "sphere".
+
+    Returns:
+      The volumes of the filled rows; a point at 0 for an empty page.
+    """
     there, any_row = filled[..., None], jnp.any(filled, axis=-1)[:, None]
     if volume == "cuboid":
         low = jnp.min(keys, axis=2, where=there, initial=jnp.inf)
@@ -126,7 +144,7 @@ def _volumes(centre: Float[Array, "K N D"], extent: Float[Array, "K N E"]) -> Vo
 
 
 def promise(digest: Volumes, q: Float[Array, "K G D"]) -> Float[Array, "K G NB"]:
-    """The largest product that a query has with any point of each volume."""
+    """Returns the largest product of each query with any point of each volume, not scaled, as [K, G, NB]."""
     q, sphere = q.astype(jnp.float32), digest.extent.shape[-2] == 1
     reach = jnp.linalg.norm(q, axis=-1, keepdims=True) if sphere else jnp.abs(q)
     return vector_products(digest.centre, q) + vector_products(digest.extent, reach)

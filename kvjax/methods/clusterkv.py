@@ -1,28 +1,29 @@
 """ClusterKV (Liu et al., "ClusterKV: Manipulating LLM KV Cache in Semantic Space for Recallable Compression", 2024).
 
-The prompt's keys are clustered per KV head by k-means with cosine distance; a cluster is a block, known by the mean of
-its keys. While decoding, tokens that leave the window wait, attended, until `period` of them are there, and are then
-clustered among themselves; older clusters stay as they are. Clusters are ranked by the product of the query with their
-centroids and taken until the budget is full, the last of them in part.
+The prompt's keys are clustered per KV head by k-means with cosine distance; a cluster is a block, represented by the
+mean of its keys. While decoding, tokens that leave the window are held, and attended, until there are `period` of them;
+then they are clustered among themselves, and older clusters stay unchanged. Clusters are ranked by the product of the
+query with their centroids and taken until the budget is full, the last one in part.
 
-`dynakv(update="local")` is the same code (`kvjax.methods.clusters`) with DynaKV's clusters: there k-means goes by
-Euclidean distance, so that a key's length counts, here by direction alone. Keys of one direction and different lengths
-are one cluster here, and differ most in their products with a query.
+`dynakv(update="local")` is the same code (`kvjax.methods.clusters`) with DynaKV's clusters. There k-means uses the
+Euclidean distance, to which a key's length matters; here it uses the direction alone. Keys of the same direction and
+different lengths thus share a cluster here, although their products with a query differ most.
 
 Differences from the paper:
-  - sizes: it clusters L / 80 clusters at prefill, and every 320 tokens 4 clusters of them, with 16 sinks and layers 0
-    and 1 dense: `clusterkv(cluster=80, period=320, sinks=16, dense_layers=2, budget=1024)`. Smaller ones here by
-    default, as the waiting tokens are part of the budget.
-  - a cluster larger than `block_rows` takes several blocks, each ranked by the mean of its own keys.
-  - k-means starts from k-means++ and runs `iterations` rounds; there from random keys, until it converges.
-  - the query heads of a KV head rank together (`aggregation`), which the paper leaves open.
-  - its cache of the last steps' clusters in memory is `kvjax.Slots`.
-  - if too few blocks are left for a period, its keys go to the nearest cluster with room (Euclidean), and are counted
+  - Sizes: the paper makes L / 80 clusters at prefill and 4 clusters of every 320 decoded tokens, with 16 sinks and
+    layers 0 and 1 dense: `clusterkv(cluster=80, period=320, sinks=16, dense_layers=2, budget=1024)`. The defaults here
+    are smaller, because held tokens are part of the budget.
+  - A cluster larger than `block_rows` takes several blocks, each ranked by the mean of its own keys.
+  - k-means starts from k-means++ and runs for `iterations` rounds. In the paper it starts from random keys and runs
+    until it converges.
+  - The query heads of a KV head rank together (`aggregation`), which the paper leaves open.
+  - `kvjax.Slots` replaces the paper's cache of the last steps' clusters in memory.
+  - If too few blocks are left for a period, its keys go to the nearest cluster with room (Euclidean), and are counted
     (`ClusterIndex.refused`).
 
-Resident: centroid, variance (measured, not used), cluster and size per block, at most `period` waiting rows per head.
-Cost per step: one product of size D per cluster and query head, then the selected clusters; k-means of one period now
-and then.
+Resident: centroid, variance (measured, not used), cluster and size per block, and at most `period` held rows per head.
+Cost per step: one product of size D per cluster and query head, then the selected clusters; once per period, k-means of
+its keys.
 """
 
 import dataclasses
@@ -35,10 +36,13 @@ from kvjax.methods.clusters.method import ClusterMethod
 
 @dataclasses.dataclass(frozen=True)
 class ClusterKV(ClusterMethod):
-    """Clusters of directions; see `ClusterMethod` for their sizes.
+    """A cache of clusters of key directions; see `ClusterMethod` for their sizes.
 
     Attributes:
       period: keys clustered together while decoding; None = 2 * cluster.
+
+    Raises:
+      ConfigError: `period` is below 1.
     """
 
     cosine: ClassVar[bool] = True
@@ -52,6 +56,6 @@ class ClusterKV(ClusterMethod):
 
     @property
     def rule(self) -> Update:
-        """Clusters of each period."""
+        """The update strategy: `Local`, by direction."""
         period = 2 * self.cluster if self.period is None else self.period
         return Local(self.cluster, self.largest, period, self.iterations, self.cosine)

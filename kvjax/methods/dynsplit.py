@@ -1,26 +1,26 @@
 """DynSplit-KV (Ye et al., "Dynamic Semantic Splitting for KVCache Compression"): blocks that end at delimiters.
 
-A block ends with the delimiter that matters most to the model near its ideal length (DD-Select,
-`kvjax.methods.shared.segments`; Algorithm 1 gives the weights, `kvjax.calibration.boundaries`). Each block, of whatever
-length, is one pair of vectors and one cache block of C + Delta rows (V2F, section 4.2). Blocks are scored by their
-element-wise minima and maxima; a block's score is that of all its tokens, of which the machinery takes as many as the
-budget holds (`kvjax.cache.state.needed_blocks`: rows of the best blocks in order, the last block in part). So every
-shape is fixed, and no block is looked at by itself.
+A block ends at the delimiter that matters most to the model near the block's ideal length (DD-Select,
+`kvjax.methods.shared.segments`; Algorithm 1 gives the weights, `kvjax.calibration.boundaries`). Each block, whatever
+its length, is one pair of vectors and one cache block of C + Delta rows (V2F, section 4.2). Blocks are scored by their
+element-wise minima and maxima. All tokens of a block share its score, and the cache attends as many as the budget holds
+(`kvjax.cache.state.needed_blocks`: rows of the best blocks in order, the last block in part). Every shape is therefore
+fixed, and no block needs individual treatment.
 
-While decoding only the open block is undecided. The window has the tokens after the one that leaves it, so the end of a
-block is known when its first possible last token is placed, and no row ever moves.
+While decoding, only the end of the block that is being filled is undecided. The window has the tokens that follow the
+one that leaves it, so the end of a block is known when its first possible last token is placed, and no row ever moves.
 
-`splitting` replaces DD-Select by what the paper compares with, everything else being equal (Figures 1 and 11):
+`splitting` replaces DD-Select by the paper's baselines, everything else being equal (Figures 1 and 11):
 
     dynamic     DD-Select
     fixed       every C tokens: without delimiters
-    sentence    at the first pre-defined sentence end within C + Delta tokens, there if none is
+    sentence    at the first pre-defined sentence end within C + Delta tokens, or after C + Delta tokens
     no_length   at the most important delimiter within C + Delta tokens, wherever it is: without length control
     no_weight   at the delimiter nearest to the ideal end: without weights
 
-Choices the paper leaves open: alpha = 0.5 and Delta = 4 (C = 14 is its "window length parameter"); `sentence` and
-`no_length` know no shortest block, so `shortest` bounds the number of blocks there; and a block is an array of C +
-Delta rows, so that no splitting makes a longer one.
+Choices the paper leaves open: alpha = 0.5 and Delta = 4 (C = 14 is its "window length parameter"). `sentence` and
+`no_length` have no shortest block, so `shortest` bounds the number of blocks there. A block is an array of C + Delta
+rows, so no splitting makes a longer one.
 
 Resident: 2 D numbers per block, D with `vectors="mean"`. Cost per step: a score per block, then the selected blocks.
 """
@@ -46,26 +46,32 @@ SPLITTINGS = ("dynamic", "fixed", "sentence", "no_length", "no_weight")
 
 @pytree
 class DynSplitIndex:
+    """Vectors of each block, the delimiters' weights, and the block that is being filled."""
+
     vectors: Bounds | Means
-    delimiter: Int32[Array, "*B X"]  # token ids, rising
-    weight: Float[Array, "*B X"]  # w of each
-    block: Int32[Array, "*B"]  # the open block
-    filled: Int32[Array, "*B"]  # its tokens
-    length: Int32[Array, "*B"]  # its final length; not decided yet while filled < least
+    delimiter: Int32[Array, "*B X"]  # token ids, ascending
+    weight: Float[Array, "*B X"]  # w of each delimiter
+    block: Int32[Array, "*B"]  # the block that is being filled
+    filled: Int32[Array, "*B"]  # tokens in it
+    length: Int32[Array, "*B"]  # its final length; undecided while filled < least
 
 
 @dataclasses.dataclass(frozen=True)
 class DynSplit(Method):
-    """Blocks of variable length.
+    """A cache of blocks of variable length.
 
     Attributes:
       table: file of the model's delimiters (`kvjax.methods.shared.delimiters.Delimiters`); only `splitting="fixed"`
-      needs none. splitting: how blocks are cut, one of SPLITTINGS.
-      vectors: what stands for a block's keys: "minmax", or "mean" (Appendix A.2).
-      chunk: C, ideal length of a block.
-      deviation: Delta, by which a block may be shorter or longer.
-      alpha: share of the delimiter's weight in the score of an end; of no meaning for other splittings than dynamic.
-      shortest: shortest block where nothing else bounds it.
+        needs none.
+      splitting: how blocks are cut, one of SPLITTINGS.
+      vectors: vectors that represent a block's keys: "minmax", or "mean" (Appendix A.2).
+      chunk: C, ideal tokens of a block.
+      deviation: Delta, tokens by which a block may be shorter or longer.
+      alpha: share of the delimiter's weight in the score of an end; only used by `splitting="dynamic"`.
+      shortest: fewest tokens of a block where nothing else bounds it.
+
+    Raises:
+      ConfigError: a setting is unknown or out of range, or the window is too short to decide where a block ends.
     """
 
     table: str | os.PathLike = ""
@@ -85,8 +91,8 @@ class DynSplit(Method):
             raise ConfigError(f"splitting={self.splitting!r} must be one of {', '.join(SPLITTINGS)}; "
                               f"vectors={self.vectors!r} one of {', '.join(VECTORS)}")
         if not 0 <= self.deviation < self.chunk or not 0 < self.shortest <= self.chunk or not 0 <= self.alpha <= 1:
-            raise ConfigError(f"deviation={self.deviation} and shortest={self.shortest} must be smaller than "
-                              f"chunk={self.chunk}, alpha={self.alpha} in [0, 1]")
+            raise ConfigError(f"deviation={self.deviation} must be from 0 to chunk - 1, shortest={self.shortest} from "
+                              f"1 to chunk={self.chunk}, and alpha={self.alpha} in [0, 1]")
         if self.window <= self.split.ends - 1:
             raise ConfigError(f"window={self.window} must be larger than the {self.split.ends - 1} tokens that decide "
                               "where a block ends; raise it or lower deviation")
@@ -98,7 +104,7 @@ class DynSplit(Method):
 
     @property
     def reads_tokens(self) -> bool:  # type: ignore[override]  # of the class elsewhere, of its settings here
-        """Whether blocks end at delimiters."""
+        """Whether token ids decide where blocks end, i.e. blocks end at delimiters."""
         return self.splitting != "fixed"
 
     @property
@@ -123,7 +129,7 @@ class DynSplit(Method):
             delimiters_in(self.table).check_model(fingerprint)
 
     def weights(self, layer):
-        """Delimiters and their weights, alike in all layers. ConfigError if there is no such file."""
+        """Returns the delimiters and their weights, which are the same for all layers."""
         return delimiter_weights(self.table, self.splitting)
 
     def init(self, spec, weights):
@@ -132,7 +138,7 @@ class DynSplit(Method):
         return DynSplitIndex(VECTORS[self.vectors].empty(spec), delimiter, weight, zero, zero, zero)
 
     def build(self, spec, index, context):
-        """Cuts the middle part; the tokens after it, which are in the window, decide its last blocks."""
+        """Cuts the middle part into blocks; the tokens after it, in the window, decide where the last ones end."""
         weight = weights_of(context.token, index.delimiter, index.weight)
         start, stored = jnp.argmax(context.valid).astype(jnp.int32), jnp.sum(context.valid, dtype=jnp.int32)
         begins = self.split.begins(weight, start, spec.num_blocks + 1)
@@ -166,23 +172,34 @@ class DynSplit(Method):
 
 
 def _alike(spec, block, row) -> Placement:
-    """A placement that is the same in all heads."""
+    """Returns a placement that is the same in all heads."""
     spread = (jnp.broadcast_to(x, (spec.kv_heads, *x.shape)).astype(jnp.int32) for x in (block, row))
     return Placement(*spread)
 
 
 @read_once
 def delimiters_in(path: str) -> Delimiters:
-    """The table in a file. ConfigError where there is none."""
+    """Returns the table of delimiters in a file; raises ConfigError if there is none."""
     if not path:
-        raise ConfigError("cutting at delimiters needs table=, a file of the model's (configs/delimiters.py makes "
-                          "one); only dynsplit(splitting='fixed') does without")
+        raise ConfigError("cutting at delimiters needs table=, the file of the model's delimiters "
+                          "(configs/delimiters.py makes one); only dynsplit(splitting='fixed') works without")
     return Delimiters.load(path)
 
 
 @read_once
 def delimiter_weights(path: str, splitting: str) -> tuple[np.ndarray, np.ndarray]:
-    """int32[X] rising token ids and float32[X] weights, as a way of splitting wants them."""
+    """Returns the delimiters that a way of splitting uses.
+
+    Args:
+      path: file of the model's delimiters; unused by "fixed".
+      splitting: one of SPLITTINGS.
+
+    Returns:
+      int32[X] ascending token ids and float32[X] weights.
+
+    Raises:
+      ConfigError: there is no table, or none of its delimiters is usable.
+    """
     if splitting == "fixed":
         return np.full(1, -1, np.int32), np.full(1, NO_DELIMITER, np.float32)
     table = delimiters_in(path)

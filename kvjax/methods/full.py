@@ -1,10 +1,9 @@
-"""Full attention: every token is attended. The reference that everything else is compared with.
+"""Full attention: every token is attended. This is the reference for all other methods.
 
-Over a store, with `kvjax.Slots(keep=False)`, it is FlexGen (Sheng et al., 2023): the whole cache is on disk, and is
-read layer by layer in every step.
+Over a store, with `kvjax.Slots(keep=False)`, it is FlexGen (Sheng et al., 2023): the whole cache is on disk and is read
+layer by layer in every step. Blocks are pages in token order.
 
-Resident: everything. Cost per step: all keys and values. Blocks are pages in token order, so that
-the same store can hold them.
+Resident: everything. Cost per step: all keys and values.
 """
 
 import dataclasses
@@ -15,7 +14,7 @@ from kvjax.cache.method import Method, every_occupied, in_pages, in_token_order
 
 @dataclasses.dataclass(frozen=True)
 class Full(Method):
-    """All blocks, always. `page` is only the unit of storage."""
+    """A cache that attends all blocks; `page` (tokens) is only the unit of storage."""
 
     budget: int | None = None
     window: int = 2

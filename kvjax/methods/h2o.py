@@ -1,20 +1,20 @@
-"""H2O (Zhang et al., 2023): heavy hitters, the tokens that have been paid the most attention so far.
+"""H2O (Zhang et al., 2023): heavy hitters, the tokens that have received the most attention so far.
 
-Every token's attention weights are summed up, over the prompt's queries and then over every decoded token's (section
-4.1, Algorithm 1). When a token leaves the recent window, the one with the smallest sum of it and the kept tokens is
-dropped. Weights are those of the attention over what was still there.
+Every token's attention weights are summed over the prompt's queries and then over those of all decoded tokens (section
+4.1, Algorithm 1). When a token leaves the recent window, it competes with the kept tokens, and the token with the
+smallest sum is dropped. Weights are those of the attention over the tokens that were still kept.
 
-Aggregation: weights are summed over the query heads of a KV head, of which each keeps tokens of its own; the paper has
+Aggregation: weights are summed over the query heads of a KV head, and each KV head keeps its own tokens. The paper has
 a cache per query head.
 
 Differences from the paper:
-  - `window` is a setting of its own; the paper gives half of the budget to recent tokens: window = budget // 2.
-  - `sinks` first tokens are kept whatever their sums; sinks=0 is the paper.
-  - with a number as `observation` only so many last queries of the prompt are summed up: cheaper, and fairer to late
-    tokens, which fewer queries can see. None = all of them, the paper.
+  - `window` is a setting of its own. The paper gives half of the budget to recent tokens: window = budget // 2.
+  - The first `sinks` tokens are kept whatever their sums; sinks=0 is the paper.
+  - If `observation` is a number, only that many last queries of the prompt are summed: cheaper, and fairer to late
+    tokens, which fewer queries can see. None = all queries, as in the paper.
 
 Resident: the budget, and one number per kept row and token of the window. Cost per step: attention over the budget, its
-weights, and one number per token of the capacity, in which these are laid down by position; the prompt's sums cost the
+weights, and one number per token of the capacity, to arrange the weights by position. The prompt's sums cost the
 prompt's attention once more, without values.
 """
 
@@ -31,12 +31,18 @@ from kvjax.typing import Array, Float, pytree
 
 @pytree
 class HeavyHitters(Kept):
+    """Accumulated attention of the kept tokens (`worth`) and of the window's."""
+
     recent: Float[Array, "*B K W"]  # sums of the window's tokens, position p in row (p - S) % W
 
 
 @dataclasses.dataclass(frozen=True)
 class H2O(Evictor):
-    """Tokens with the largest accumulated attention."""
+    """A cache that keeps the tokens with the largest accumulated attention.
+
+    Raises:
+      ConfigError: `aggregation` is not "softmax_mean".
+    """
 
     aggregation: str = "softmax_mean"
     observation: int | None = None
@@ -45,7 +51,8 @@ class H2O(Evictor):
     def __post_init__(self):
         super().__post_init__()
         if self.aggregation != "softmax_mean":
-            raise ConfigError(f"aggregation={self.aggregation!r}: h2o sums weights over a group; leave softmax_mean")
+            raise ConfigError(f"aggregation={self.aggregation!r} must be 'softmax_mean', because h2o sums weights over "
+                              "a group; leave it out")
 
     def init(self, spec, weights):
         return HeavyHitters(super().init(spec, weights).worth, jnp.zeros((spec.kv_heads, spec.window), jnp.float32))
@@ -66,13 +73,13 @@ class H2O(Evictor):
 
     def observe(self, spec, index, view, pos, weight):
         head = jnp.arange(spec.kv_heads, dtype=jnp.int32)[:, None]
-        paid = jnp.zeros((spec.kv_heads, spec.capacity), jnp.float32)
-        paid = paid.at[head, jnp.where(pos >= 0, pos, spec.capacity)].add(weight, mode="drop")
+        received = jnp.zeros((spec.kv_heads, spec.capacity), jnp.float32)
+        received = received.at[head, jnp.where(pos >= 0, pos, spec.capacity)].add(weight, mode="drop")
         kept = view.pos.reshape(spec.kv_heads, -1)[:, : index.worth.shape[-1]]
-        worth = index.worth + paid[head, jnp.maximum(kept, 0)]  # a free row stays at -inf
-        at = jnp.max(pos)  # the newest token; -1 where nothing happened
-        near = at - jnp.arange(spec.window, dtype=jnp.int32)
+        worth = index.worth + received[head, jnp.maximum(kept, 0)]  # a free row stays at -inf
+        newest = jnp.max(pos)  # -1 where there was no step
+        near = newest - jnp.arange(spec.window, dtype=jnp.int32)
         sums = index.recent[:, (near - spec.sinks) % spec.window]
-        sums = jnp.where(near == at, 0.0, sums) + paid[:, jnp.maximum(near, 0)]
+        sums = jnp.where(near == newest, 0.0, sums) + received[:, jnp.maximum(near, 0)]
         row = jnp.where((near >= spec.sinks) & (near >= 0), (near - spec.sinks) % spec.window, spec.window)
         return dataclasses.replace(index, worth=worth, recent=index.recent.at[:, row].set(sums, mode="drop"))

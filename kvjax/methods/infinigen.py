@@ -1,15 +1,16 @@
 """InfiniGen (Lee et al., 2024): attention predicted one layer ahead from a few dimensions of queries and keys.
 
-The dimensions with the largest mean magnitude in the prompt's keys and queries are kept of each KV head, as they are
-(partial index selection); single tokens are read, each head for itself. KVSwap compares with three forms of it:
+Each KV head keeps the dimensions with the largest mean magnitude in the prompt's keys and queries (partial index
+selection), scores all tokens by these, and reads its own best tokens one by one. KVSwap compares with three variants:
 
-    infinigen()                                     as it is
+    infinigen()                                     InfiniGen
     infinigen(shared=True)                          "InfiniGen*": scores summed over all heads, as KVSwap does
     infinigen(shared=True), Slots(policy="fifo")    "InfiniGen*+ru", with more slots than one step needs
 
-Left out: the offline rotation that skews the query and key weights, which does not commute with rotary embedding; and
-the threshold by which the number of tokens varies, as the budget is fixed here. Magnitudes of queries are those of the
-prompt's last `observation` tokens.
+Differences from the paper:
+  - The offline rotation that skews the query and key weights is left out, as it does not commute with rotary embedding.
+  - The threshold by which the number of tokens varies is left out, as the budget is fixed here.
+  - Magnitudes of queries are those of the prompt's last `observation` tokens.
 
 Resident: D / sigma numbers per token and KV head. Cost per step: as many products per token and query head.
 """
@@ -25,10 +26,10 @@ from kvjax.methods.shared.lowrank import LowRankMethod
 
 @dataclasses.dataclass(frozen=True)
 class InfiniGen(LowRankMethod):
-    """Single tokens by selected dimensions.
+    """A cache of single tokens, ranked by selected dimensions.
 
     Attributes:
-      sigma: kept is one of so many dimensions (1 / partial weight ratio).
+      sigma: one of this many dimensions is kept (1 / partial weight ratio), from 1 to the head size.
     """
 
     group: int = 1
@@ -46,7 +47,8 @@ class InfiniGen(LowRankMethod):
         return self.empty(spec, jnp.zeros((spec.kv_heads, spec.head_dim, spec.head_dim // self.sigma), jnp.float32))
 
     def adapter(self, spec, index, context):
-        """Unit vectors of the dimensions with the largest sum of |K| and |Q|, each a mean over its tokens."""
+        """Returns unit vectors of the dimensions with the largest mean |K| + mean |Q|, each averaged over its tokens.
+        """
         asked = (context.query_pos >= 0)[:, None]
         query = jnp.sum(jnp.where(asked, jnp.abs(context.query.astype(jnp.float32)), 0.0), axis=(1, 2))
         key = jnp.sum(jnp.where(context.valid[:, None], jnp.abs(context.key.astype(jnp.float32)), 0.0), axis=1)

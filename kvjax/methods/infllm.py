@@ -1,34 +1,34 @@
 """InfLLM (Xiao et al., "InfLLM: Training-Free Long-Context Extrapolation for LLMs with an Efficient Context Memory",
 2024).
 
-Blocks of `block` consecutive tokens, each known by its `representatives`: the tokens that the queries of their own
-neighbourhood attended most. A token's local score is the attention it got from itself and the tokens of the recent
-window after it, while it was in the window; the best of each block stand for it when it leaves. The relevance of a
-block is
+A block has `block` consecutive tokens and is represented by its `representatives`, the tokens that nearby queries
+attended most. A token's local score is the attention it received from itself and the tokens after it while it was in
+the recent window; the tokens of a block with the best local scores represent it. The relevance of a block is
 
     sim(q, B) = sum_r q . k_r      over its representatives r,
 
 summed over all heads, and the best blocks are attended by all heads (`shared`).
 
-The local score is the softmax over the recent window alone, summed over queries and the query heads of a KV head; the
-authors' code takes the attention weights too, the paper's formula has the products q . k. While decoding it comes from
-the attention that was paid (`observe`), cut to the window and normalised there.
+The local score is the softmax over the recent window alone, summed over queries and over the query heads of a KV head.
+The authors' code uses attention weights as well, whereas the paper's formula has the products q . k. While decoding,
+the local score comes from the step's attention weights (`observe`), restricted to the window and normalised there.
 
-The block that is still being filled comes first in every selection, as the rest that is not a block yet does there.
+The block that is still being filled comes first in every selection; the paper likewise always attends the remainder
+that does not make a block yet.
 
 Differences from the paper:
-  - a KV head has one set of representatives for its group of query heads; there, every query head has its own.
-  - retrieved tokens keep their true positions; there, everything beyond the window is at one and the same distance,
-    which is what lets a model read beyond its trained length. So this is its memory, not its extrapolation.
-  - prompts are read densely and not block by block through the memory, and cannot be read in chunks
-  (`kvjax.inference.chunked_prefill`).
-  - what a decoded token pays to the window is the group's attention, normalised once; of a prompt's tokens each query
-    head's is, and then they are summed. With one query head for each KV head that is the same.
-  - the cache of blocks in memory is `kvjax.Slots`; there, it evicts by a decaying sum of attention.
+  - A KV head has one set of representatives for its group of query heads. In the paper every query head has its own.
+  - Retrieved tokens keep their true positions. In the paper everything beyond the window is at one distance, which lets
+    a model read beyond its trained length. This is thus InfLLM's memory without its extrapolation.
+  - Prompts are read densely instead of block by block through the memory, and cannot be read in chunks
+    (`kvjax.inference.chunked_prefill`).
+  - While decoding, the group's attention to the window is normalised once. For a prompt each query head's attention is
+    normalised, and the heads are summed. With one query head per KV head the two are the same.
+  - `kvjax.Slots` caches blocks in memory. The paper's cache evicts by a decaying sum of attention.
 
-`build` needs the queries of the whole prompt. Resident: `representatives` keys of D numbers per block and KV head, the
-local scores of the window. Cost per step: the sum of each block's representatives and one product of size D per block
-and query head, then the selected blocks.
+`build` needs the queries of the whole prompt. Resident: `representatives` keys of D numbers per block and KV head, and
+the local scores of the window. Cost per step: the sum of each block's representatives and one product of size D per
+block and query head, then the selected blocks.
 """
 
 import dataclasses
@@ -43,11 +43,13 @@ from kvjax.ops.attention import NEGATIVE, products
 from kvjax.ops.topk import aggregate, top_blocks
 from kvjax.typing import Array, Float, Int32, pytree
 
-_NONE = -1.0  # score of a place without a representative: below every sum of attention weights
+_NONE = -1.0  # score of an empty representative entry: below every sum of attention weights
 
 
 @pytree
 class InfLLMIndex:
+    """Representatives of each block, and local scores of the window's tokens."""
+
     key: Float[Array, "*B K NB r D"]  # representatives of each block, 0 = none
     score: Float[Array, "*B K NB r"]  # their local scores
     local: Float[Array, "*B K W"]  # local scores of the tokens in the window, at position % W
@@ -55,14 +57,15 @@ class InfLLMIndex:
 
 @dataclasses.dataclass(frozen=True)
 class InfLLM(Method):
-    """Blocks known by their locally most attended tokens.
+    """A cache of blocks that are represented by their locally most attended tokens.
 
     Attributes:
       block: tokens of a block (128 in the paper).
-      representatives: r of each block.
-      shared: one selection for all heads; if not, each KV head selects for itself.
+      representatives: r, representatives of each block.
+      shared: whether all heads share one selection; if not, each KV head selects for itself.
 
-    Raises ConfigError for more representatives than tokens, or for an observation of fewer queries than there are.
+    Raises:
+      ConfigError: there are more representatives than tokens of a block, or `observation` is not None.
     """
 
     observes = True
@@ -80,7 +83,8 @@ class InfLLM(Method):
         if not 1 <= self.representatives <= self.block:
             raise ConfigError(f"representatives={self.representatives} must be from 1 to block={self.block}")
         if self.observation is not None:
-            raise ConfigError(f"observation={self.observation}, but infllm needs a prompt's queries; leave it out")
+            raise ConfigError(f"observation={self.observation} must be None, because infllm needs all queries of a "
+                              "prompt; leave it out")
 
     @property
     def head_shared(self) -> bool:  # type: ignore[override]  # of the class elsewhere, of its settings here
@@ -105,12 +109,12 @@ class InfLLM(Method):
         score = local_scores(queries_by_position(context), context.key, newest + 1, spec.window)
         placement = in_token_order(spec, context)
         head = jnp.arange(spec.kv_heads, dtype=jnp.int32)[:, None]
-        # Which token is in which row of which block, then the rows of each block by their scores.
-        at = jnp.full((spec.kv_heads, spec.num_blocks, spec.block_rows), tokens, jnp.int32)
-        at = at.at[head, placement.block, placement.row].set(context.pos, mode="drop")
+        # The token in each row of each block; then the rows of each block by score.
+        token = jnp.full((spec.kv_heads, spec.num_blocks, spec.block_rows), tokens, jnp.int32)
+        token = token.at[head, placement.block, placement.row].set(context.pos, mode="drop")
         padded = jnp.pad(score, ((0, 0), (0, 1)), constant_values=_NONE)
-        best, row = jax.lax.top_k(padded[head[..., None], at], self.representatives)
-        chosen = jnp.take_along_axis(at, row, axis=-1)
+        best, row = jax.lax.top_k(padded[head[..., None], token], self.representatives)
+        chosen = jnp.take_along_axis(token, row, axis=-1)
         key = context.key.astype(jnp.float32)[head[..., None], jnp.minimum(chosen, tokens - 1)]
         key = jnp.where((best > _NONE)[..., None], key, 0.0)
         inside = (context.pos > newest - spec.window) & (context.pos <= newest)
@@ -118,11 +122,11 @@ class InfLLM(Method):
         return InfLLMIndex(key, best, index.local.at[:, recent].set(score, mode="drop")), placement
 
     def select(self, spec, index, view, q):
-        """The open block, then blocks by the relevance of their representatives."""
+        """Selects the block that is being filled, then blocks by the relevance of their representatives."""
         scores = products((jnp.sum(index.key, axis=2), q)) * spec.head_dim**-0.5
         pooled = scores.reshape(1, -1, spec.num_blocks) if self.shared else scores
         occupied, full = view.count > 0, view.count == spec.block_rows
-        known = jnp.where(full[: len(pooled), None], pooled, NEGATIVE)  # blocks are full in all heads or in none
+        known = jnp.where(full[: len(pooled), None], pooled, NEGATIVE)  # a block is full in all heads or in none
         score = jnp.where(full, aggregate(known, self.aggregation), jnp.inf)
         return Selection(top_blocks(score, occupied, spec.max_blocks), no_force(spec))
 
@@ -130,16 +134,16 @@ class InfLLM(Method):
         """Adds this step's attention to the local scores of the window."""
         newest = jnp.max(pos, axis=-1, keepdims=True)
         inside = (pos >= 0) & (pos > newest - spec.window)
-        at = jnp.where(inside, pos % spec.window, spec.window)
+        column = jnp.where(inside, pos % spec.window, spec.window)
         weight = jnp.where(inside, weight, 0.0)
         share = spec.group * weight / jnp.maximum(jnp.sum(weight, axis=-1, keepdims=True), 1e-30)
         head = jnp.arange(spec.kv_heads, dtype=jnp.int32)[:, None]
-        fresh = jnp.where(newest >= 0, newest % spec.window, spec.window)  # the place of a token that has left
-        local = index.local.at[head, fresh].set(0.0, mode="drop").at[head, at].add(share, mode="drop")
+        fresh = jnp.where(newest >= 0, newest % spec.window, spec.window)  # reuses the entry of a token that has left
+        local = index.local.at[head, fresh].set(0.0, mode="drop").at[head, column].add(share, mode="drop")
         return dataclasses.replace(index, local=local)
 
     def append(self, spec, index, view, evicted):
-        """The leaving token takes the place of its block's weakest representative, if it is stronger."""
+        """Places the token and lets it replace its block's weakest representative if its local score is higher."""
         placement = in_token_order(spec, evicted)
         head, block = jnp.arange(spec.kv_heads, dtype=jnp.int32), placement.block
         score = index.local[:, evicted.pos % spec.window]
@@ -154,13 +158,23 @@ class InfLLM(Method):
 
 
 def queries_by_position(context: Context) -> Float[Array, "K G T D"]:
-    """The queries of a prompt at their positions. ConfigError where some are not known."""
+    """Returns the queries of a prompt by position.
+
+    Args:
+      context: the prompt; its queries may be fewer than its tokens.
+
+    Returns:
+      float32[K, G, T, D]; zeros where there is no query.
+
+    Raises:
+      ConfigError: fewer queries are known than the prompt has tokens.
+    """
     known, tokens = context.query.shape[2], context.pos.shape[0]
     if known < tokens:
-        raise ConfigError(f"infllm needs the queries of all {tokens} tokens of a prompt and got {known}; give "
-                          "kvjax.prefill_cache the queries")
-    at = jnp.where(context.query_pos >= 0, context.query_pos, tokens)
-    return jnp.zeros((*context.query.shape[:2], tokens, context.query.shape[-1]), jnp.float32).at[:, :, at].set(
+        raise ConfigError(f"infllm needs the queries of all {tokens} tokens of a prompt, got {known}; pass them to "
+                          "kvjax.prefill_cache as `query`")
+    position = jnp.where(context.query_pos >= 0, context.query_pos, tokens)
+    return jnp.zeros((*context.query.shape[:2], tokens, context.query.shape[-1]), jnp.float32).at[:, :, position].set(
         context.query.astype(jnp.float32), mode="drop"
     )
 
@@ -168,9 +182,16 @@ def queries_by_position(context: Context) -> Float[Array, "K G T D"]:
 def local_scores(
     q: Float[Array, "K G T D"], key: Float[Array, "K T D"], length: Int32[Array, ""], window: int
 ) -> Float[Array, "K T"]:
-    """Attention that each token gets from itself and the window - 1 tokens after it, each of which attends its window.
+    """Returns the attention that each token gets from itself and the `window` - 1 tokens after it.
 
-    Tokens from `length` on attend nobody.
+    Args:
+      q: [K, G, T, D], queries by position.
+      key: [K, T, D], keys by position.
+      length: number of valid tokens; later queries are ignored.
+      window: tokens that a query attends, its own included.
+
+    Returns:
+      [K, T], softmax weights over each query's window, summed over queries and the group.
     """
     tokens, size = key.shape[1], key.shape[-1]
     pad = -tokens % window
@@ -192,7 +213,7 @@ def local_scores(
         return jnp.sum(weight * there[:, None], axis=(1, 2))
 
     first = jnp.arange(chunks, dtype=jnp.int32) == 0
-    both = jax.lax.map(one, (first, q, there, jnp.concatenate([before, key], axis=2)))
+    both = jax.lax.map(attended, (first, q, there, jnp.concatenate([before, key], axis=2)))
     own, earlier = both[..., window:], both[..., :window]
     total = own + jnp.concatenate([earlier[1:], jnp.zeros_like(earlier[:1])])
     return jnp.moveaxis(total, 0, 1).reshape(key.shape[1], -1)[:, :tokens]

@@ -1,7 +1,8 @@
-"""Loki (Singhania et al., 2024): tokens ranked by the leading principal components of their keys, each head for itself.
+"""Loki (Singhania et al., 2024): tokens ranked by the leading principal components of their keys, per head.
 
-As compared with in KVSwap: its approximate scores predict, one layer ahead, which tokens to read. Components are those
-of the keys as they are, rotated and not centred; the paper centres them for the fit alone.
+Each key is stored once more as its coordinates in a few principal components, and each head reads the tokens with the
+best approximate scores. This is Loki as KVSwap compares with it: the scores are computed one layer ahead. Components
+are fitted to rotated keys that are not centred; the paper centres keys for the fit alone.
 
 Resident: D / sigma numbers per token and KV head. Cost per step: as many products per token and query head.
 """
@@ -14,7 +15,10 @@ from kvjax.methods.kvswap import KVSwap
 
 @dataclasses.dataclass(frozen=True)
 class Loki(KVSwap):
-    """Single tokens by per-head components; `adapters` are those of `form` per_head in configs/train_svd.py."""
+    """A cache of single tokens, ranked by per-head components.
+
+    `adapters` must be of form per_head (configs/train_svd.py). Raises ConfigError for joint adapters.
+    """
 
     group: int = 1
     shared: bool = False
@@ -23,4 +27,5 @@ class Loki(KVSwap):
     def __post_init__(self):
         super().__post_init__()
         if self.joint:
-            raise ConfigError("Loki has components of each head; give adapters of form per_head, and per_head=True")
+            raise ConfigError("Loki needs components of each head; give adapters of form per_head, and leave per_head "
+                              "at True")

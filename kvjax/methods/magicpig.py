@@ -1,27 +1,27 @@
 """MagicPIG (Chen et al., "MagicPIG: LSH Sampling for Efficient LLM Generation", 2024): attention as an estimate from
 samples.
 
-Keys between sinks and window are hashed by L tables of K bits (SimHash: signs of K random projections), after their
-mean was taken off. That changes no attention weight, and spreads keys that would all lie in one direction over the
-buckets. A query samples the tokens that share its bucket in at least two tables. With theta_i the angle between query
-and centred key, a bit agrees with probability p_i = 1 - theta_i / pi, so that a token is sampled with probability
+Keys between sinks and window are hashed into L tables by K bits each (SimHash: signs of K random projections) after
+their mean was subtracted. Subtracting the mean changes no attention weight, and spreads keys of similar direction over
+the buckets. A query samples the tokens that share its bucket in at least two tables. With theta_i the angle between
+query and centred key, a bit agrees with probability p_i = 1 - theta_i / pi, so a token is sampled with probability
 
     u_i = 1 - (1 - p_i^K)^L - L p_i^K (1 - p_i^K)^(L - 1),
 
-and a sampled token counts 1 / u_i times: attention over the sample with scores q . k_i / sqrt(D) - log u_i (Algorithm
-1). Every query head draws its own sample and weighs it; a KV head fetches their union. Sinks and window are attended
+and a sampled token counts 1 / u_i times: attention over the sample has scores q . k_i / sqrt(D) - log u_i (Algorithm
+1). Every query head draws and weighs its own sample, and a KV head fetches their union. Sinks and window are attended
 exactly.
 
-The budget: the paper's samples vary in size and have no limit. Here, if more than fit were drawn, a uniform random part
-of them is kept, new in each step, and what is kept counts (drawn / kept) times more. If fewer were drawn, less than the
-budget is attended (`samples`). If all stored tokens fit the budget, all are attended, with weight 1.
+Budget: the paper's samples vary in size and have no limit. Here, if more tokens were drawn than fit, a uniform random
+part of them is kept, a new one in each step, and each kept token counts (drawn / kept) times more. If fewer were drawn,
+less than the budget is attended (`samples`). If all stored tokens fit, all are attended, with weight 1.
 
 Other differences from the paper:
-  - buckets are found by comparing the codes of all tokens, not by hash tables: the same tokens, at a cost of L
-    comparisons per token and query head instead of the sizes of 2 L buckets.
-  - the mean is that of the prompt's middle part; 0 without a prompt.
-  - keys and values are fetched to where attention is computed; there, that is the CPU, where they lie.
-  - the paper keeps two layers dense, 0 and 16; `dense_layers` keeps the first ones.
+  - Buckets are found by comparing the codes of all tokens, not by hash tables. This finds the same tokens, at a cost of
+    L comparisons per token and query head instead of the sizes of 2 L buckets.
+  - The mean is that of the prompt's middle part; without a prompt it is 0.
+  - Keys and values are fetched to where attention is computed. In the paper that is the CPU, whose memory holds them.
+  - The paper keeps layers 0 and 16 dense. `dense_layers` keeps the first layers dense.
 
 Resident: 2 L bytes of codes per token and KV head, K L D numbers of projections, the mean. Cost per step: K L D
 products and n L comparisons per query head for n tokens, then the sampled tokens.
@@ -42,27 +42,29 @@ from kvjax.ops.kmeans import unit
 from kvjax.ops.topk import top_blocks
 from kvjax.typing import Array, Float, Int32, UInt, pytree
 
-_TOGETHER = 1 << 16  # vectors times tables that are hashed together, of each head
+_TOGETHER = 1 << 16  # vectors times tables that are hashed at once, per head
 
 
 @pytree
 class LSHIndex:
-    code: UInt[Array, "*B K L NB"]  # of every stored key, one of each table
-    mean: Float[Array, "*B K D"]  # taken off the keys before they are hashed
+    """Hash codes of the stored keys."""
+
+    code: UInt[Array, "*B K L NB"]  # code of every stored key in each table
+    mean: Float[Array, "*B K D"]  # subtracted from keys before they are hashed
     stored: Int32[Array, "*B"]  # tokens hashed
 
 
 @dataclasses.dataclass(frozen=True)
 class MagicPIG(Method):
-    """Single tokens, sampled by locality-sensitive hashing.
+    """A cache that samples single tokens by locality-sensitive hashing; `aggregation` is not used.
 
     Attributes:
       bits: K, bits of a code, 1 to 16.
       tables: L, hash tables, at least 2.
-      seed: of the projections and of what is kept where too much was drawn.
+      seed: seed of the projections, and of the choice among drawn tokens if too many were drawn.
 
-    `aggregation` has no meaning here. Raises ConfigError for other bits and tables, negative seeds, and for `reuse` and
-    `lookahead`.
+    Raises:
+      ConfigError: `bits`, `tables` or `seed` is out of range, or `reuse` or `lookahead` is set.
     """
 
     samples = True
@@ -76,7 +78,7 @@ class MagicPIG(Method):
     def __post_init__(self):
         super().__post_init__()
         if not 1 <= self.bits <= 16 or self.tables < 2:
-            raise ConfigError(f"bits={self.bits} must be from 1 to 16 and tables={self.tables} at least 2")
+            raise ConfigError(f"bits={self.bits} must be from 1 to 16, and tables={self.tables} must be at least 2")
 
     def blocks(self, capacity, rows):
         return capacity, 1, max(1, rows), 0
@@ -99,15 +101,15 @@ class MagicPIG(Method):
         drawn = jnp.where(everything, occupied[:, None], drawn)
         union = jnp.any(drawn, axis=1)
         seed = jax.random.fold_in(jax.random.key(self.seed), index.stored)
-        chance = jax.random.uniform(seed, union.shape, jnp.float32)
-        block = top_blocks(chance, union, spec.max_blocks)
-        found = jnp.sum(union, axis=-1, dtype=jnp.int32).astype(jnp.float32)
-        more = jnp.maximum(found / max(spec.selected_rows, 1), 1.0)
+        priority = jax.random.uniform(seed, union.shape, jnp.float32)
+        block = top_blocks(priority, union, spec.max_blocks)
+        drawn_count = jnp.sum(union, axis=-1, dtype=jnp.int32).astype(jnp.float32)
+        oversampling = jnp.maximum(drawn_count / max(spec.selected_rows, 1), 1.0)
         mine = jnp.take_along_axis(drawn, jnp.minimum(block, spec.num_blocks - 1)[:, None], axis=-1)
-        return Selection(block, no_force(spec), jnp.where(mine, jnp.log(more)[:, None, None], NEGATIVE))
+        return Selection(block, no_force(spec), jnp.where(mine, jnp.log(oversampling)[:, None, None], NEGATIVE))
 
     def weigh(self, spec, index, q, key, bias):
-        """-log u_i, of the keys as they were hashed."""
+        """Adds -log u_i, computed from the centred keys that were hashed."""
         centred = key.astype(jnp.float32) - index.mean[:, None]
         log_u = jnp.log(jnp.maximum(sampling_probability(agreement(q, centred), self.bits, self.tables), 1e-30))
         return jnp.where(index.stored <= spec.selected_rows, bias, bias - log_u)
@@ -118,7 +120,7 @@ class MagicPIG(Method):
         return dataclasses.replace(added, stored=index.stored + evicted.valid), placement
 
     def _collisions(self, index: LSHIndex, q: Float[Array, "K G D"]) -> Int32[Array, "K G NB"]:
-        """Tables in which a query head and each token share a bucket."""
+        """Returns the number of tables in which a query head and each token share a bucket."""
         asked = self._codes(q)
 
         def count(table, total):
@@ -130,21 +132,24 @@ class MagicPIG(Method):
     def _codes(self, x: Float[Array, "K N D"]) -> UInt[Array, "K N L"]:
         return codes(x, projections(self.seed, x.shape[-1], self.tables, self.bits))
 
-    def _add(self, index: LSHIndex, at: Int32[Array, "T"], key: Float[Array, "K T D"]) -> LSHIndex:
-        """Hashes keys to the given places; place NB = nowhere."""
+    def _add(self, index: LSHIndex, block: Int32[Array, "T"], key: Float[Array, "K T D"]) -> LSHIndex:
+        """Returns the index with keys hashed into the given blocks; block NB drops a key."""
         code = self._codes(key - index.mean[:, None]).swapaxes(1, 2)
-        return dataclasses.replace(index, code=index.code.at[:, :, at].set(code, mode="drop"))
+        return dataclasses.replace(index, code=index.code.at[:, :, block].set(code, mode="drop"))
 
 
 @functools.cache
 def projections(seed: int, size: int, tables: int, bits: int) -> Float[np.ndarray, "L bits D"]:
-    """The random directions, the same for all heads; a constant of the compiled program."""
+    """Returns the random directions, float32[L, bits, D], which all heads share; a constant in compiled programs."""
     return np.random.default_rng(seed).normal(size=(tables, bits, size)).astype(np.float32)
 
 
 def codes(x: Float[Array, "K N D"], directions: Float[np.ndarray, "L bits D"]) -> UInt[Array, "K N L"]:
-    """The bucket of each vector in each table: one bit for the side of each direction. Of many vectors a few tables at
-    a time, as products with all of them would take many times the memory of the keys."""
+    """Returns the bucket of each vector in each table, as uint16[K, N, L]: one bit for the side of each direction.
+
+    Many vectors are hashed a few tables at a time, because the products with all tables would take many times the
+    memory of the keys.
+    """
     wide, powers = x.astype(jnp.float32), 2 ** jnp.arange(directions.shape[1], dtype=jnp.int32)
 
     def bucket(table):
@@ -156,13 +161,19 @@ def codes(x: Float[Array, "K N D"], directions: Float[np.ndarray, "L bits D"]) -
 
 
 def agreement(q: Float[Array, "K G D"], key: Float[Array, "K N D"]) -> Float[Array, "K G N"]:
-    """p = 1 - theta / pi: how likely one bit of query and key is the same."""
-    cosine = jnp.einsum("kgd,knd->kgn", *(unit(one.astype(jnp.float32)) for one in (q, key)))
+    """Returns p = 1 - theta / pi, the probability that one bit of query and key is the same, as [K, G, N]."""
+    cosine = jnp.einsum("kgd,knd->kgn", *(unit(vector.astype(jnp.float32)) for vector in (q, key)))
     return 1.0 - jnp.arccos(jnp.clip(cosine, -1.0, 1.0)) / jnp.pi
 
 
 def sampling_probability(p: Float[Array, "*N"], bits: int, tables: int) -> Float[Array, "*N"]:
-    """u: the probability of at least two collisions in `tables` tables."""
+    """Returns u, the probability of at least two collisions in `tables` tables.
+
+    Args:
+      p: probability that one bit agrees (`agreement`).
+      bits: K, bits of a code.
+      tables: L, hash tables.
+    """
     hit, others = p**bits, tables - 1
-    # 1 - (1 - h)^(L - 1) (1 + (L - 1) h), of which nothing would be left in f32 for a key that is far away.
+    # 1 - (1 - h)^(L - 1) (1 + (L - 1) h), written so that float32 does not cancel to 0 for a distant key.
     return -jnp.expm1(others * jnp.log1p(-hit) + jnp.log1p(others * hit))

@@ -1,23 +1,24 @@
-"""OmniKV (Hao et al., 2025): a few filter layers choose the context tokens, and the layers after each use their choice.
+"""OmniKV (Hao et al., 2025): a few filter layers select the context tokens for the layers that follow them.
 
-A filter layer scores every token by the attention of the newest one, sinks and window apart, and takes those with the
-largest weight; the layers up to the next filter layer attend the same tokens (Algorithm 1). As consecutive layers need
-much the same tokens, that is nearly as good as a choice of their own, and only filter layers need their keys at hand.
+A filter layer scores every token outside sinks and window by the attention of the newest token and selects those with
+the largest weights; the layers up to the next filter layer attend the same tokens (Algorithm 1). Consecutive layers
+need largely the same tokens, so this is nearly as good as a selection per layer, and only filter layers need their keys
+in memory.
 
 Aggregation: the largest softmax weight over all query heads of the layer, so that all KV heads get the same tokens.
 
 Differences from the paper:
-  - in the paper a layer behind each filter layer attends everything, too, while the others' tokens are being read.
-  - filter layers come at equal distances: every `reuse`-th after the dense ones. The paper places three of them by
-    hand (2, 8 and 18 of 32 layers), which gives the last ones longer runs.
-  - tokens of the answer are chosen like others once they leave the window; in the paper they always stay.
-  - of the paper's selectors this is the one that looks at the newest token alone.
+  - In the paper one layer after each filter layer also attends everything, while the tokens of the others are read.
+  - Filter layers come at equal distances: every `reuse`-th layer after the dense ones. The paper places three by hand
+    (2, 8 and 18 of 32 layers), so that the later ones serve more layers.
+  - Tokens of the answer are selected like others once they leave the window. In the paper they always stay.
+  - Of the paper's selectors, this is the one that uses the newest token alone.
 
 Filter layers attend everything and stay in memory, as dense layers do; with `dense_filters=False` the budget holds for
-them, too. The last layer is no filter layer in the paper either, as nobody would follow it.
+them as well. The last layer is no filter layer, as in the paper, because no layer would follow it.
 
 Resident: keys and values of the filter layers, or their keys alone if the budget holds for them. Cost per step: full
-attention in filter layers, nothing but that of the chosen tokens in the others.
+attention in filter layers, and only attention over the selected tokens in the others.
 """
 
 import dataclasses
@@ -32,10 +33,10 @@ from kvjax.ops.topk import aggregate, top_blocks
 
 @dataclasses.dataclass(frozen=True)
 class OmniKV(Oracle):
-    """Tokens with the largest attention weight of any head, chosen by one layer for `reuse` layers.
+    """A cache of tokens with the largest attention weight of any head, selected by one layer for `reuse` layers.
 
     Attributes:
-      dense_filters: whether the layers that choose attend everything.
+      dense_filters: whether the layers that select attend everything.
     """
 
     aggregation: str = "softmax_max"
@@ -46,6 +47,6 @@ class OmniKV(Oracle):
     fetches_alike: ClassVar[bool] = True
 
     def select(self, spec, index, view, q):
-        everyone = self.scores(spec, index, view, q).reshape(1, -1, spec.num_blocks)
-        score = jnp.broadcast_to(aggregate(everyone, self.aggregation), (spec.kv_heads, spec.num_blocks))
+        all_heads = self.scores(spec, index, view, q).reshape(1, -1, spec.num_blocks)
+        score = jnp.broadcast_to(aggregate(all_heads, self.aggregation), (spec.kv_heads, spec.num_blocks))
         return Selection(top_blocks(score, view.count > 0, spec.max_blocks), no_force(spec))

@@ -1,12 +1,11 @@
-"""Exact top-k by attention: what selecting single tokens by true scores reaches.
+"""Exact top-k by attention (no paper): the bound for any selection of single tokens.
 
-Scores every stored key with the true query and attends the best ones. Blocks are single tokens. The query heads of a
-group are aggregated by the mean of their softmax over the stored keys. With one query head to a KV head no selection of
-so many tokens keeps more of its attention mass. Of several each has an equal say, however much of its mass is on sinks
-and window, whose keys a method does not see.
+Every stored key is scored with the true query, and the best tokens are attended. Blocks are single tokens. The query
+heads of a group are aggregated by the mean of their softmax over the stored keys. With one query head per KV head, no
+selection of as many tokens keeps more of its attention mass. With several, each query head has an equal say, however
+much of its mass is on sinks and window, whose keys a method does not see.
 
-Resident: all keys (twice the point of a cache, which is why it is an oracle). Cost per step: full
-attention's scores.
+Resident: all keys, which defeats the purpose of a cache; hence an oracle. Cost per step: full attention's scores.
 """
 
 import dataclasses
@@ -22,12 +21,13 @@ from kvjax.typing import Array, Float, pytree
 
 @pytree
 class OracleIndex:
-    key: Float[Array, "*B K NB D"]  # every stored key
+    """All stored keys, one per block."""
 
+    key: Float[Array, "*B K NB D"]
 
 @dataclasses.dataclass(frozen=True)
 class Oracle(Method):
-    """The tokens with the largest attention weight."""
+    """A cache that attends the tokens with the largest attention weights."""
 
     aggregation: str = "softmax_mean"
     places_alike: ClassVar[bool] = True
@@ -44,7 +44,7 @@ class Oracle(Method):
         return OracleIndex(_store(index.key, placement.block, context.key)), placement
 
     def scores(self, spec: Spec, index: OracleIndex, view: View, q: Float[Array, "K G D"]) -> Float[Array, "K G NB"]:
-        """Scaled products of the query with every stored key."""
+        """Returns the scaled products of each query with every stored key; NEGATIVE for empty blocks."""
         scores = products((index.key, q)) * spec.head_dim**-0.5
         return jnp.where(view.count[:, None] > 0, scores, NEGATIVE)
 

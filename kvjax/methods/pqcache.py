@@ -1,21 +1,21 @@
 """PQCache (Zhang et al., "PQCache: Product Quantization-based KVCache for Long Context LLM Inference", 2024).
 
-Attention over a long context as maximum inner product search: each key between sinks and window is cut into `parts`
-(the paper's m), and each part is replaced by the number of its nearest centroid, of which every part has 2^`bits` (b).
-The centroids are those of k-means over the prompt's keys, per KV head and part. A query multiplies its parts with the
-centroids once; the score of token s is a sum of m table entries,
+The method treats attention over a long context as maximum inner product search. Each key between sinks and window is
+cut into `parts` parts (the paper's m), and each part is stored as the number of its nearest centroid, of which every
+part has 2^`bits` (b). The centroids come from k-means over the prompt's keys, per KV head and part. A query multiplies
+its parts with the centroids once; the score of token s is a sum of m table entries,
 
     q . k_s  ~  sum_j <q^(j), c^(j)[code_s^(j)]>,
 
 and the tokens with the best scores are fetched, with their exact keys and values. A token that leaves the window is
-coded with the prompt's centroids, which never change (static update). As in the authors' code, the query heads of a
-group take the softmax over all candidates each, and these are summed (`aggregation="softmax_mean"` ranks alike).
+coded with the prompt's centroids, which never change (static update). As in the authors' code, each query head of a
+group takes the softmax over all candidates, and these are summed (`aggregation="softmax_mean"` gives the same ranking).
 
 Differences from the paper:
-  - k-means takes `iterations` rounds; there, as many as fit beside the prefill's computing, found by a cost model.
-  - the cache of hot tokens in memory is `kvjax.Slots` (LRU or LFU there, by blocks of tokens; here by single tokens).
-  - a prompt of fewer tokens than centroids has one centroid per different token; without a prompt all codes are equal,
-    and tokens come in no useful order. The paper always has a long prompt.
+  - k-means runs for `iterations` rounds. In the paper a cost model finds how many rounds fit beside the prefill.
+  - `kvjax.Slots` caches hot tokens in memory one by one. The paper caches blocks of tokens, by LRU or LFU.
+  - A prompt of fewer tokens than centroids has one centroid per distinct token. Without a prompt all codes are equal,
+    and the order of tokens is of no use. The paper always has a long prompt.
 
 Resident: m codes of one byte per token and KV head, 2^b D numbers of centroids per KV head. Cost per step: 2^b D
 products per query head for the table, m additions per token and query head, then the selected tokens. Prefill:
@@ -40,21 +40,24 @@ from kvjax.typing import Array, Float, Int32, UInt, pytree
 
 @pytree
 class PQIndex:
+    """Product-quantised keys."""
+
     codebook: Float[Array, "*B K P V S"]  # V centroids of each of P parts of S = D / P numbers
     code: UInt[Array, "*B K P NB"]  # centroid of each part of every stored key
 
 
 @dataclasses.dataclass(frozen=True)
 class PQCache(Method):
-    """Single tokens, ranked by product-quantised keys.
+    """A cache that ranks single tokens by product-quantised keys.
 
     Attributes:
-      parts: m, parts a key is cut into; divides the head size.
+      parts: m, parts that a key is cut into; must divide the head size.
       bits: b, bits of the code of one part, 1 to 8.
-      iterations: of Lloyd's algorithm.
-      seed: of the k-means++ starts.
+      iterations: rounds of Lloyd's algorithm.
+      seed: seed of the k-means++ starts.
 
-    Raises ConfigError for other parts and bits, and for negative iterations.
+    Raises:
+      ConfigError: `parts` or `bits` is out of range, or `iterations` is negative.
     """
 
     aggregation: str = "softmax_mean"
@@ -76,7 +79,7 @@ class PQCache(Method):
 
     def init(self, spec, weights):
         if spec.head_dim % self.parts:
-            raise ConfigError(f"parts={self.parts} does not divide the head size {spec.head_dim}")
+            raise ConfigError(f"parts={self.parts} must divide the head size {spec.head_dim}; choose another")
         codebook = jnp.zeros((spec.kv_heads, self.parts, 2**self.bits, spec.head_dim // self.parts), jnp.float32)
         code = jnp.zeros((spec.kv_heads, self.parts, spec.num_blocks), jnp.uint8)
         return PQIndex(codebook, code)
@@ -99,8 +102,8 @@ class PQCache(Method):
     def select(self, spec, index, view, q):
         scores = lookup(index.codebook, index.code, q) * spec.head_dim**-0.5
         occupied = view.count > 0
-        score = aggregate(jnp.where(occupied[:, None], scores, NEGATIVE), self.aggregation)
-        return Selection(top_blocks(score, occupied, spec.max_blocks), no_force(spec))
+        best = aggregate(jnp.where(occupied[:, None], scores, NEGATIVE), self.aggregation)
+        return Selection(top_blocks(best, occupied, spec.max_blocks), no_force(spec))
 
     def append(self, spec, index, view, evicted):
         placement = in_token_order(spec, evicted)
@@ -109,12 +112,23 @@ class PQCache(Method):
 
 
 def split(keys: Float[Array, "K T D"], parts: int) -> Float[Array, "K P T S"]:
-    """Each key cut into parts of consecutive numbers."""
+    """Returns each key cut into parts of S = D / P consecutive numbers."""
     return keys.astype(jnp.float32).reshape(*keys.shape[:2], parts, -1).swapaxes(1, 2)
 
 
 def centroids_of(points: Float[Array, "T S"], valid, seed, count: int, iterations: int) -> Float[Array, "V S"]:
-    """Means of the clusters of k-means of the valid points; one without points repeats that of the largest cluster."""
+    """Returns the centroids of k-means over the valid points.
+
+    Args:
+      points: [T, S].
+      valid: bool[T].
+      seed: key of the k-means++ start.
+      count: V, number of centroids.
+      iterations: rounds of Lloyd's algorithm.
+
+    Returns:
+      [V, S]; the centroid of an empty cluster repeats that of the largest cluster.
+    """
     active = jnp.clip(jnp.sum(valid, dtype=jnp.int32), 1, count)
     owner = kmeans.kmeans(points, valid, count, active, seed, iterations)
     size, mean, _ = statistics(points, owner, count)
@@ -122,7 +136,7 @@ def centroids_of(points: Float[Array, "T S"], valid, seed, count: int, iteration
 
 
 def nearest(codebook: Float[Array, "V S"], points: Float[Array, "T S"]) -> UInt[Array, "T"]:
-    """Number of the centroid nearest to each point."""
+    """Returns the number of the centroid nearest to each point."""
     distance = jnp.sum(jnp.square(codebook), axis=-1) - 2 * points @ codebook.T
     return jnp.argmin(distance, axis=-1).astype(jnp.uint8)
 
@@ -130,13 +144,22 @@ def nearest(codebook: Float[Array, "V S"], points: Float[Array, "T S"]) -> UInt[
 def lookup(
     codebook: Float[Array, "K P V S"], code: UInt[Array, "K P N"], q: Float[Array, "K G D"]
 ) -> Float[Array, "K G N"]:
-    """Product of each query head with every key as it was coded."""
+    """Returns the product of each query head with every coded key.
+
+    Args:
+      codebook: [K, P, V, S], centroids of each part.
+      code: uint8[K, P, N], centroid of each part of every key.
+      q: [K, G, D], queries.
+
+    Returns:
+      [K, G, N], approximate q . k, not scaled.
+    """
     kv_heads, parts, _, size = codebook.shape
     table = jnp.einsum("kpvs,kgps->pkgv", codebook, q.reshape(kv_heads, -1, parts, size))
-    at = code.astype(jnp.int32).swapaxes(0, 1)[:, :, None]
-    return jnp.sum(jnp.take_along_axis(table, at, axis=-1), axis=0)
+    centroid = code.astype(jnp.int32).swapaxes(0, 1)[:, :, None]
+    return jnp.sum(jnp.take_along_axis(table, centroid, axis=-1), axis=0)
 
 
 def _store(code: UInt[Array, "K P NB"], at: Int32[Array, "T"], new: UInt[Array, "K P T"]) -> UInt[Array, "K P NB"]:
-    """The codes with more of them at the given places; place NB = nowhere."""
+    """Returns the codes with new ones written at blocks `at`; block NB drops a code."""
     return code.at[:, :, at].set(new, mode="drop")

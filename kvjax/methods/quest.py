@@ -1,9 +1,9 @@
 """Quest (Tang et al., 2024): pages in token order, ranked by an upper bound of the attention score.
 
-Each page keeps the element-wise minimum and maximum of its keys; the largest score any key of the
-page could have with q is sum_d max(q_d * min_d, q_d * max_d) (section 3.3). The paper works on
-multi-head attention; for grouped queries the bound is aggregated over the group by `aggregation`
-(default: maximum). The paper keeps layers 0 and 1 dense: set `dense_layers=2` for that.
+Each page keeps the element-wise minimum and maximum of its keys; the largest score that any key of the page could have
+with q is sum_d max(q_d * min_d, q_d * max_d) (section 3.3), and the pages with the largest bounds are attended. The
+paper uses multi-head attention; for grouped queries the bound is aggregated over the group by `aggregation` (default:
+maximum). The paper keeps layers 0 and 1 dense: set `dense_layers=2` for that.
 
 Resident: 2 D numbers per page. Cost per step: one score per page, then the selected pages.
 """
@@ -18,7 +18,7 @@ from kvjax.ops.topk import aggregate, top_blocks
 
 @dataclasses.dataclass(frozen=True)
 class Quest(Method):
-    """Pages of `page` consecutive tokens."""
+    """A cache of pages of `page` consecutive tokens, ranked by upper bounds of their scores."""
 
     page: int = 16
     places_alike: ClassVar[bool] = True

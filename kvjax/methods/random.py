@@ -1,8 +1,8 @@
-"""Random blocks: the floor. A method that is no better than this has learnt nothing from query and keys.
+"""Random blocks (no paper): the floor. A method that is no better than this gains nothing from query and keys.
 
-Blocks are `page` consecutive tokens; at every step each KV head draws its blocks anew, without looking at anything. A
-draw depends on the seed, the layer, the head and the number of stored tokens, so that runs can be repeated and
-sequences of a batch do not depend on each other.
+A block has `page` consecutive tokens, and at every step each KV head draws its blocks anew. A draw depends only on the
+seed, the layer, the head and the number of stored tokens, so runs can be repeated, and the sequences of a batch do not
+depend on each other.
 
 Resident: nothing beside the tail. Cost per step: one random number per block and KV head, then the drawn blocks.
 """
@@ -20,13 +20,20 @@ from kvjax.typing import Array, Int32, pytree
 
 @pytree
 class RandomIndex:
+    """Numbers that a draw depends on, beside the seed and the head."""
+
     layer: Int32[Array, "*B"]  # number of the layer
     stored: Int32[Array, "*B"]  # tokens in blocks
 
 
 @dataclasses.dataclass(frozen=True)
 class Random(Method):
-    """Random tokens, or pages of them; `seed` of the draws."""
+    """A cache that attends random pages.
+
+    Attributes:
+      page: tokens of a page.
+      seed: seed of the draws.
+    """
 
     page: int = 1
     seed: int = 0
@@ -34,7 +41,7 @@ class Random(Method):
     in_order: ClassVar[bool] = True
 
     def blocks(self, capacity, rows):
-        # One more page than full ones fill the budget: the last page of a sequence may be drawn, and is short.
+        # One more page than fills the budget, because the last page of a sequence may be drawn and is short.
         return -(-capacity // self.page), self.page, max(1, -(-rows // self.page) + (self.page > 1)), 0
 
     def weights(self, layer):

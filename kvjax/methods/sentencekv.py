@@ -1,25 +1,26 @@
-"""SentenceKV (Zhu et al., 2025): sentences of the prompt, each known by the mean of its keys.
+"""SentenceKV (Zhu et al., 2025): sentences of the prompt, ranked by the mean of their keys.
 
-The prompt is cut at sentence ends. Of its tokens only those that its last queries pay most attention to are kept at
-all, `keep` times as many as a step attends. What is kept of a sentence is a block: its mean key stays in memory, and
-its tokens are read when the query is near the mean.
+The prompt is cut at sentence ends. Only the tokens that its last queries attend most are kept, `keep` times as many as
+a step attends. The kept tokens of a sentence are a block: their mean key stays in memory, and they are read when the
+query is close to the mean.
 
-Cutting is that of DynSplit-KV with `splitting="sentence"` (`kvjax.methods.shared.segments`), so a table of delimiters
-is needed, and a sentence has `shortest` to chunk + deviation tokens: shorter ones go on into the next, longer ones are
-cut.
+Sentences are cut as in DynSplit-KV with `splitting="sentence"` (`kvjax.methods.shared.segments`), which needs a table
+of delimiters. A sentence has from `shortest` to chunk + deviation tokens: shorter ones are joined with the next, longer
+ones are cut.
 
-Aggregation: q . mean key, averaged over the query heads of a KV head ("mean"); votes for the tokens to keep, likewise.
+Aggregation: q . mean key is averaged over the query heads of a KV head ("mean"), and so are the observation-window
+scores of the tokens to keep.
 
 Differences from the paper:
-  - the query is that of the newest token; the paper averages the queries of the sentence that is being generated.
-  - generated tokens become sentences of their own once they leave the window, and are all kept; in the paper they stay
+  - The query is that of the newest token. The paper averages the queries of the sentence that is being generated.
+  - Generated tokens become sentences of their own once they leave the window, and are all kept. In the paper they stay
     in memory.
-  - the best sentences fill the budget, the last one in part; sinks and window are in it, as for every method here.
+  - The best sentences fill the budget, the last one in part. Sinks and window count in it, as in every method here.
 
-Resident: D numbers per sentence. Cost per step: one score per sentence, then the kept tokens of the best ones. As few
-tokens of a sentence may be kept, many blocks are read per step, and on a store the slots for them are mostly empty.
-Blocks have room for the longest sentence, and there are enough for the shortest: in memory they take
-(chunk + deviation) / shortest times what the tokens would.
+Resident: D numbers per sentence. Cost per step: one score per sentence, then the kept tokens of the best ones. Since
+few tokens of a sentence may be kept, many blocks are read per step, and on a store their slots are mostly empty. Blocks
+have room for the longest sentence, and there are enough of them for the shortest: in memory they take
+(chunk + deviation) / shortest times the size of the tokens.
 """
 
 import dataclasses
@@ -36,11 +37,15 @@ from kvjax.methods.shared.observation import observation_scores, over_group, sta
 
 @dataclasses.dataclass(frozen=True)
 class SentenceKV(DynSplit):
-    """Sentences ranked by the product of the query with the mean of their keys.
+    """A cache of sentences, ranked by the product of the query with the mean of their keys.
 
     Attributes:
       keep: tokens of the prompt that each KV head keeps, in multiples of the selected rows (the paper's semantic
-        keeping factor, of which 2 is our choice); None = all of them.
+        keeping factor; the default of 2 is not from the paper); None = all tokens.
+
+    Raises:
+      ConfigError: `splitting` is not "sentence", `keep` is below 1 or infinite, or `keep` is set without observed
+        queries.
     """
 
     aggregation: str = "mean"
@@ -54,11 +59,11 @@ class SentenceKV(DynSplit):
     def __post_init__(self):
         super().__post_init__()
         if self.splitting != "sentence" or (self.keep is not None and not 1 <= self.keep < math.inf):
-            raise ConfigError(f"sentencekv has splitting='sentence', not {self.splitting!r} (that is dynsplit), and "
-                              f"keep={self.keep} must be finite and at least 1, or None to keep all")
+            raise ConfigError(f"splitting={self.splitting!r} of sentencekv must be 'sentence' (dynsplit has others), "
+                              f"and keep={self.keep} must be finite and at least 1, or None to keep all tokens")
         if self.keep is not None and self.observation == 0:
-            raise ConfigError("sentencekv drops what a prompt's last queries do not attend; observation=0 is none: "
-                              "raise it, or keep all with keep=None")
+            raise ConfigError("sentencekv keeps the tokens that a prompt's last queries attend, and observation=0 "
+                              "observes no query; raise it, or keep all tokens with keep=None")
 
     @property
     def name(self):
@@ -71,12 +76,12 @@ class SentenceKV(DynSplit):
 
     @property
     def whole_prompts(self) -> bool:  # type: ignore[override]
-        """Tokens are dropped when the prompt is read, and not later."""
+        """Whether the whole prompt has to be seen at once, because tokens are dropped when it is read."""
         return self.keep is not None
 
     @property
     def places_alike(self) -> bool:  # type: ignore[override]  # of the class elsewhere, of its settings here
-        """Not where each head drops other tokens of the prompt."""
+        """Whether all heads place tokens alike; they do not if each head drops tokens of its own choice."""
         return self.keep is None
 
     def spec(self, *, kv_heads, group, head_dim, capacity):
@@ -85,15 +90,15 @@ class SentenceKV(DynSplit):
 
     def blocks(self, capacity, rows):
         num_blocks, block_rows, max_blocks, held = super().blocks(capacity, rows)
-        # A sentence may have kept a single token, and the budget is to be used up nevertheless.
+        # A single token may be kept of a sentence, and the budget should still be used up.
         return num_blocks, block_rows, max_blocks if self.keep is None else max(1, rows), held
 
     def build(self, spec, index, context):
         index, whole = super().build(spec, index, context)
         if self.keep is None:
             return index, whole
-        paid = over_group(observation_scores(spec, context), self.aggregation)
-        kept = largest(jnp.where(stays(spec, context), paid, -jnp.inf), int(self.keep * spec.selected_rows))
+        observed = over_group(observation_scores(spec, context), self.aggregation)
+        kept = largest(jnp.where(stays(spec, context), observed, -jnp.inf), int(self.keep * spec.selected_rows))
         before = jnp.cumsum(kept, axis=-1, dtype=jnp.int32) - kept
         begin = jnp.arange(context.pos.shape[0], dtype=jnp.int32) - whole.row  # of each token's sentence
         row = before - jnp.take_along_axis(before, begin, axis=-1)

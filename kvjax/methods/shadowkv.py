@@ -1,23 +1,25 @@
-"""ShadowKV (Sun et al., 2024): chunks ranked by the mean of their keys; values are fetched, keys reconstructed.
+"""ShadowKV (Sun et al., 2024): chunks ranked by the mean of their keys; values are fetched, keys are reconstructed.
 
-A chunk's landmark is the mean of its rotated keys. Chunks whose landmark describes them badly, by the cosine of the key
-that is least like it, are outliers and always attended. Queries of a group are aggregated by the maximum of their
-softmax over the landmarks.
+A chunk's landmark is the mean of its rotated keys, and the chunks whose landmarks score best are attended. Chunks that
+their landmark describes badly, measured by the cosine of the key that is least similar to it, are outliers and always
+attended. The scores of a group are aggregated by the maximum of the query heads' softmax over the landmarks.
 
-Keys before rotation are of low rank: all heads' keys of a token together are kept as K D / sigma numbers, its part in
-the leading right singular vectors of the prompt's keys (the paper's online SVD, 160 of 1,024 numbers there). Keys of
-selected rows are made from these and rotated to their positions, so that blocks hold values alone and half as much is
-read. Keys of outliers are kept as they are. With `sigma=None` blocks hold keys, too, and nothing is lost.
+Keys before rotation are of low rank: the keys of all heads of a token together are stored as K D / sigma numbers, the
+coordinates in the leading right singular vectors of the prompt's keys (the paper's online SVD, which stores 160 of
+1,024 numbers). The keys of selected rows are reconstructed from these and rotated to their positions, so blocks hold
+values alone and half as much is read. The keys of outliers are stored exactly. With `sigma=None` blocks hold keys as
+well, and nothing is lost.
 
-What the paper leaves out or does otherwise: the values of outliers are blocks like others and count in the budget; as
-they are needed in every step, they stay in their slots. Decoded tokens are projected like the prompt's when they leave
-the window, and get landmarks; in the paper they never leave memory. Prompts of fewer tokens than a token has numbers
-are refused, as they say too little of the keys to come. Where the rotation is not known (`kvjax.attend`) keys are
-decomposed as they come.
+Differences from the paper, and choices it leaves open:
+  - The values of outliers are in blocks like others and count in the budget. As every step needs them, they stay in
+    their slots.
+  - Decoded tokens are projected like the prompt's when they leave the window, and get landmarks. In the paper they
+    never leave memory.
+  - Prompts with fewer tokens than a token has coordinates are refused, because they say too little about later keys.
+  - If the rotation is not known (`kvjax.attend`), keys are decomposed as they are.
 
-Resident: K D numbers per chunk, K D / sigma per token, K D times as many of what these are projections to, and the
-outliers' keys. Cost per step: one score per chunk, the
-selected chunks' values, and D x K D / sigma products per selected row.
+Resident: K D numbers per chunk, K D / sigma per token, the K D x K D / sigma projection, and the outliers' keys. Cost
+per step: one score per chunk, the selected chunks' values, and D x K D / sigma products per selected row.
 """
 
 import dataclasses
@@ -38,15 +40,17 @@ from kvjax.typing import Array, Float, Int32, pytree
 
 @pytree
 class Shadow:
-    """What keys are made of."""
+    """The stored keys: low-rank coordinates of all tokens, and the exact keys of outliers."""
 
-    low: CompressedKeys  # of all heads together, before rotation
-    outlier_key: Float[Array, "*B K O C D"]
+    low: CompressedKeys  # keys of all heads together, before rotation
+    outlier_key: Float[Array, "*B K O C D"]  # rotated
 
 
 @pytree
 class Landmarks:
-    mean: Float[Array, "*B K D NB"]  # of each chunk's keys, dimension by dimension
+    """The landmark of each chunk, the outliers, and the stored keys."""
+
+    mean: Float[Array, "*B K D NB"]  # mean key of each chunk, stored dimension by dimension
     outlier: Int32[Array, "*B K O"]  # chunks that are always attended, NB = none
     stored: Int32[Array, "*B"]  # tokens in chunks
     shadow: Shadow | None  # None where blocks hold keys
@@ -54,13 +58,16 @@ class Landmarks:
 
 @dataclasses.dataclass(frozen=True)
 class ShadowKV(Method):
-    """Chunks of `chunk` consecutive tokens.
+    """A cache of chunks of consecutive tokens.
 
     Attributes:
       chunk: tokens of a chunk.
-      outliers: chunks of each KV head's prompt that are always attended, those that their landmark describes worst; at
-        least one. Of more than `max_blocks` those with the lowest numbers are attended, and nothing else.
-      sigma: by how much keys are compressed; None = not, they are fetched with the values.
+      outliers: chunks of a prompt that each KV head always attends, those that their landmark describes worst; at least
+        one. If there are more than `max_blocks`, those with the lowest numbers are attended, and nothing else.
+      sigma: compression ratio of the keys; None = keys are not compressed, but fetched with the values.
+
+    Raises:
+      ConfigError: `sigma` or `outliers` is below 1.
     """
 
     aggregation: str = "softmax_max"
@@ -73,8 +80,8 @@ class ShadowKV(Method):
     def __post_init__(self):
         super().__post_init__()
         if (self.sigma is not None and self.sigma < 1) or self.outliers < 1:
-            raise ConfigError(f"sigma={self.sigma} must be at least 1, or None to fetch keys with the values; "
-                              f"outliers={self.outliers} at least 1")
+            raise ConfigError(f"sigma={self.sigma} must be at least 1, or None to fetch keys with the values, and "
+                              f"outliers={self.outliers} must be at least 1")
 
     @property
     def keeps_keys(self):
@@ -82,7 +89,7 @@ class ShadowKV(Method):
 
     @property
     def head_shared(self) -> bool:  # type: ignore[override]  # of the class elsewhere, of its settings here
-        """Keys of all heads are decomposed together."""
+        """Whether KV heads depend on each other, i.e. the keys of all heads are decomposed together."""
         return self.sigma is not None
 
     def least_prompt(self, spec):
@@ -144,16 +151,16 @@ def _empty(spec: Spec, sigma: float | int, outliers: tuple[int, ...]) -> Shadow:
 
 
 def _rank(spec: Spec, sigma: float | int) -> int:
-    """Numbers that a token's keys are kept as."""
+    """Returns the number of coordinates that are stored of a token's keys."""
     return max(1, round(spec.kv_heads * spec.head_dim / sigma))
 
 
 def _shadow(spec: Spec, empty: Shadow, context, outlier) -> Shadow:
-    """The prompt's keys: their leading directions, each token's part in these, and the outliers as they are."""
+    """Stores a prompt's keys: leading directions, the coordinates of each token, and the exact keys of outliers."""
     raw, rank = _turn(spec, context.key.astype(jnp.float32), -context.pos), empty.low.key.shape[-1]
     low = dataclasses.replace(empty.low, adapter=lowrank.leading_directions(raw, context.valid, rank, True))
-    at = jnp.where(context.valid, jnp.cumsum(context.valid, dtype=jnp.int32) - 1, low.tokens)
-    low = dataclasses.replace(low, key=lowrank.store(low, lowrank.compress(low, raw), at))
+    position = jnp.where(context.valid, jnp.cumsum(context.valid, dtype=jnp.int32) - 1, low.tokens)
+    low = dataclasses.replace(low, key=lowrank.store(low, lowrank.compress(low, raw), position))
     first, row = jnp.argmax(context.valid).astype(jnp.int32), jnp.arange(spec.block_rows, dtype=jnp.int32)
     token = first + outlier[..., None] * spec.block_rows + row
     head = jnp.arange(spec.kv_heads, dtype=jnp.int32)[:, None, None]
@@ -161,11 +168,11 @@ def _shadow(spec: Spec, empty: Shadow, context, outlier) -> Shadow:
 
 
 def _appended(spec: Spec, shadow: Shadow, index: Landmarks, evicted, placement) -> Shadow:
-    """With the token that leaves the window; one that comes into an outlier's chunk is kept as it is, too."""
+    """Stores the key of the token that leaves the window, and its exact key as well if its chunk is an outlier."""
     low, key = shadow.low, evicted.key.astype(jnp.float32)
     raw = _turn(spec, key[:, None], -evicted.pos[None])
-    at = jnp.where(evicted.valid, index.stored, low.tokens)
-    low = dataclasses.replace(low, key=lowrank.store(low, lowrank.compress(low, raw), at[None]))
+    position = jnp.where(evicted.valid, index.stored, low.tokens)
+    low = dataclasses.replace(low, key=lowrank.store(low, lowrank.compress(low, raw), position[None]))
     head, match = jnp.arange(spec.kv_heads, dtype=jnp.int32), index.outlier == placement.block[:, None]
     which = jnp.argmax(match, axis=-1).astype(jnp.int32)
     which = jnp.where(jnp.any(match, axis=-1) & evicted.valid, which, match.shape[1])
@@ -173,7 +180,7 @@ def _appended(spec: Spec, shadow: Shadow, index: Landmarks, evicted, placement) 
 
 
 def _turn(spec: Spec, key: Float[Array, "K N D"], pos: Int32[Array, "*#K N"]) -> Float[Array, "K N D"]:
-    """Keys rotated to positions; with -pos, back."""
+    """Returns keys rotated to their positions, or back with -pos; unchanged if the rotation is not known."""
     if spec.rope is None:
         return key
     freqs = rotary.inverse_frequencies(spec.head_dim, spec.rope)
@@ -186,6 +193,6 @@ def _cosine(a: Float[Array, "*N D"], b: Float[Array, "*N D"]) -> Float[Array, "*
 
 
 def _smallest(x: Float[Array, "K N"], count: int) -> Int32[Array, "K O"]:
-    """Places of the `count` smallest finite entries of each row; N where there are fewer."""
-    found, at = jax.lax.top_k(-x, count)
-    return jnp.where(found > -jnp.inf, at, x.shape[-1]).astype(jnp.int32)
+    """Returns the indices of the `count` smallest finite entries of each row; N where there are fewer."""
+    negated, index = jax.lax.top_k(-x, count)
+    return jnp.where(negated > -jnp.inf, index, x.shape[-1]).astype(jnp.int32)

@@ -1,8 +1,9 @@
-"""StreamingLLM (Xiao et al., 2023): attention sinks and a recent window; everything else is dropped.
+"""StreamingLLM (Xiao et al., 2023): attention sinks and a recent window; all other tokens are dropped.
 
-Resident: the budget. Cost per step: nothing beyond the tail. The window takes the whole budget that
-the sinks leave. Positions stay true positions, as for the other methods (the paper re-numbers them
-inside the cache, which matters only beyond the trained length).
+The window takes the whole budget that the sinks leave. Positions stay true positions, as in the other methods. The
+paper renumbers them inside the cache, which only matters beyond the trained length.
+
+Resident: the budget. Cost per step: nothing beyond the tail.
 """
 
 import dataclasses
@@ -16,17 +17,18 @@ from kvjax.errors import BudgetTooSmall, ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class StreamingLLM(Method):
-    """Sinks and window only; `window` is not asked, as it is what the budget leaves."""
+    """A cache of sinks and window only; the setting `window` is ignored, as the window is what the budget leaves."""
 
     evicts: ClassVar[bool] = True
     places_alike: ClassVar[bool] = True
 
     def spec(self, *, kv_heads, group, head_dim, capacity):
         if self.budget is None:
-            raise ConfigError("streaming_llm needs a budget: it is what the window is cut to")
+            raise ConfigError("budget=None, but streaming_llm sizes its window by the budget; give one")
         window = min(self.budget, capacity) - self.sinks
         if window < 2:
-            raise BudgetTooSmall(f"budget={self.budget} leaves no window beside {self.sinks} sinks; raise it")
+            raise BudgetTooSmall(f"budget={self.budget} leaves no window of at least 2 tokens beside {self.sinks} "
+                                 "sinks; raise it, or lower sinks")
         widened = dataclasses.replace(self, window=window)
         return super(StreamingLLM, widened).spec(
             kv_heads=kv_heads, group=group, head_dim=head_dim, capacity=capacity

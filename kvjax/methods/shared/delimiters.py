@@ -1,6 +1,6 @@
-"""The weights of a model's delimiters, and their file.
+"""Weights of a model's delimiters, and their file (DynSplit-KV, Algorithm 1).
 
-Weights are scenario-dependent (Figure 3 b), so a model may have several tables, one for each kind of text.
+Weights depend on the kind of text (Figure 3 b), so a model may have several tables.
 """
 
 import dataclasses
@@ -15,20 +15,21 @@ from kvjax import _files
 from kvjax.errors import ConfigError, FormatMismatch, WriteFailed
 from kvjax.methods.shared.delimiter_texts import ends_sentence
 
-NO_DELIMITER = -1.0  # weight of a token that is none
+NO_DELIMITER = -1.0  # weight of a token that is no delimiter
 
 
 @dataclasses.dataclass(frozen=True)
 class Delimiters:
-    """Importance of each delimiter of one model on some text.
+    """Table of the importance of each delimiter of one model on one kind of text.
 
     Attributes:
-      fingerprint: of model and tokenizer (`LLM.identity`).
+      fingerprint: identity of model and tokenizer (`LLM.identity`).
       vocab_size: V, rows of the model's embedding.
       tokens: ids of the delimiters.
-      texts: what they read.
-      scores: mean s_i over their occurrences (Algorithm 1); the mean over all delimiters for one seen too seldom.
-      counts: occurrences.
+      texts: text of each delimiter.
+      scores: mean s_i over the occurrences of each delimiter (Algorithm 1); the mean over all delimiters for one that
+        is too rare.
+      counts: occurrences of each delimiter.
     """
 
     fingerprint: str
@@ -39,9 +40,9 @@ class Delimiters:
     counts: tuple[int, ...]
 
     def weights(self) -> np.ndarray:
-        """float32[V]: w in [0, 1], the scores stretched to that range; NO_DELIMITER for other tokens.
+        """Returns w as float32[V]: the scores stretched to [0, 1], and NO_DELIMITER for other tokens.
 
-        The paper wants w in [0, 1] and does not say how it comes from s.
+        The paper has w in [0, 1] and does not say how it is derived from s.
         """
         scores = np.asarray(self.scores)
         spread = scores.max() - scores.min()
@@ -50,27 +51,30 @@ class Delimiters:
         return weights
 
     def sentence_weights(self) -> np.ndarray:
-        """float32[V]: 1 for pre-defined sentence ends, NO_DELIMITER for other tokens."""
+        """Returns float32[V]: 1 for pre-defined sentence ends, NO_DELIMITER for other tokens."""
         weights = np.full(self.vocab_size, NO_DELIMITER, np.float32)
         weights[[token for token, text in zip(self.tokens, self.texts, strict=True) if ends_sentence(text)]] = 1.0
         return weights
 
     def reversed(self) -> "Delimiters":
-        """The same scores in reversed order: the best delimiter gets the worst score (Figure 3 d)."""
+        """Returns the table with scores in reversed order: the best delimiter gets the worst score (Figure 3 d)."""
         order = np.argsort(self.scores, kind="stable")
         scores = np.empty(len(order))
         scores[order] = np.asarray(self.scores)[order[::-1]]
         return dataclasses.replace(self, scores=tuple(scores.tolist()))
 
     def check_model(self, fingerprint: str) -> None:
-        """Raises FormatMismatch unless these are the delimiters of the model of that fingerprint."""
+        """Raises FormatMismatch unless the table was made for the model of this fingerprint."""
         if fingerprint != self.fingerprint:
             raise FormatMismatch(f"the delimiters are those of the model {self.fingerprint!r}, not of {fingerprint!r}; "
-                                 "make a table for this one (configs/delimiters.py)")
+                                 "make a table for this model (configs/delimiters.py)")
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes a JSON file with one delimiter a line, in place of one that is there once all of it is written. Raises
-        WriteFailed."""
+        """Writes a JSON file with one delimiter per line, replacing an existing file once all of it is written.
+
+        Raises:
+          WriteFailed: writing fails.
+        """
         columns = zip(self.tokens, self.texts, self.scores, self.counts, strict=True)
         rows = ",\n".join(json.dumps(row) for row in columns)
         head = json.dumps({"fingerprint": self.fingerprint, "vocab_size": self.vocab_size})
@@ -82,58 +86,74 @@ class Delimiters:
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Delimiters":
-        """Reads what `save` wrote. ConfigError if it is missing or something else."""
+        """Reads a file that `save` wrote.
+
+        Raises:
+          ConfigError: the file is missing or is no table of delimiters.
+        """
         try:
             content = _files.read_json(path)
             tokens, texts, scores, counts = zip(*content["delimiters"], strict=True)
             size = int(content["vocab_size"])
             if not all(0 <= token < size for token in tokens) or not np.isfinite(scores).all():
-                raise ValueError("tokens that the vocabulary has not, or scores that are no numbers")
+                raise ValueError("tokens outside the vocabulary, or scores that are not finite")
             return cls(content["fingerprint"], size, tokens, texts, scores, counts)
         except (OSError, ValueError, KeyError, TypeError) as cause:
             raise ConfigError(
-                f"{path}: no table of delimiters ({type(cause).__name__}: {cause}); configs/delimiters.py makes one"
+                f"{path} is no table of delimiters ({type(cause).__name__}: {cause}); make one with "
+                "configs/delimiters.py"
             ) from cause
 
 
 class DelimiterCounts:
-    """Sums scores by token while texts come in."""
+    """Sums of boundary scores by token, collected over texts."""
 
     def __init__(self, vocab_size: int):
         self.total, self.square, self.count = np.zeros(vocab_size), np.zeros(vocab_size), np.zeros(vocab_size, np.int64)
 
     def add(self, tokens: np.ndarray, scores: np.ndarray) -> None:
-        """Takes in the boundary scores of a text; its last tokens have none."""
+        """Adds the boundary scores of a text.
+
+        Args:
+          tokens: int[T], ids of the text.
+          scores: float[N], scores of its first N <= T tokens; the last tokens have none.
+        """
         scored = tokens[: len(scores)]
         np.add.at(self.total, scored, scores)
         np.add.at(self.square, scored, scores**2)
         np.add.at(self.count, scored, 1)
 
     def merge(self, other: "DelimiterCounts") -> None:
-        """Takes in what another one has seen."""
+        """Adds the sums of another instance."""
         self.total, self.square = self.total + other.total, self.square + other.square
         self.count = self.count + other.count
 
     def copy(self) -> "DelimiterCounts":
-        """A tally of its own with the same sums."""
-        fresh = DelimiterCounts(len(self.count))
-        fresh.merge(self)
-        return fresh
+        """Returns an independent instance with the same sums."""
+        duplicate = DelimiterCounts(len(self.count))
+        duplicate.merge(self)
+        return duplicate
 
     def mean(self) -> np.ndarray:
-        """float[V] mean score of each token, NaN where it was not seen."""
+        """Returns the mean score of each token as float[V]; NaN for tokens that were not seen."""
         return np.where(self.count > 0, self.total / np.maximum(self.count, 1), np.nan)
 
     def standard_error(self) -> np.ndarray:
-        """float[V] of the mean, NaN below two occurrences."""
+        """Returns the standard error of the mean as float[V]; NaN below two occurrences."""
         count = np.maximum(self.count, 2)
         variance = np.maximum(self.square - self.total**2 / count, 0) / (count - 1)
         return np.where(self.count > 1, np.sqrt(variance / count), np.nan)
 
     def table(self, fingerprint: str, texts: Mapping[int, str], least: int = 8) -> Delimiters:
-        """The delimiters' table; one with fewer than `least` occurrences gets the mean over all occurrences.
+        """Returns the table of delimiters.
 
-        ConfigError if not a single delimiter was seen.
+        Args:
+          fingerprint: identity of model and tokenizer (`LLM.identity`).
+          texts: text of each delimiter, by token id.
+          least: occurrences below which a delimiter gets the mean score over all occurrences of all delimiters.
+
+        Raises:
+          ConfigError: no delimiter was seen at all.
         """
         tokens = np.fromiter(texts, np.int64)
         count = self.count[tokens]

@@ -1,4 +1,4 @@
-"""Files that methods are made from, read again only when they were replaced."""
+"""Cached reading of the files that methods are made from."""
 
 import functools
 import os
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def read_once(load: Callable[..., Any]) -> Callable[..., Any]:
-    """`load(path, *more)`, whose results are kept as long as the file or directory is the one it was."""
+    """Returns `load(path, *more)` with its results cached until the file or directory at the path is replaced."""
 
     @functools.cache
     def kept(path: str, stamp: tuple[int, ...] | None, *more):
@@ -21,9 +21,9 @@ def read_once(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _stamp(path: str) -> tuple[int, ...] | None:
-    """Changes when something else is written to that path; None where nothing is."""
+    """Returns a value that changes when something else is written to the path; None if nothing is there."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return None
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    return status.st_ino, status.st_size, status.st_mtime_ns

@@ -1,4 +1,7 @@
-"""How much attention a prompt's last queries pay to each of its tokens: what methods that drop tokens decide by."""
+"""Observation-window scores: the attention that a prompt's last queries pay to each of its tokens.
+
+Methods that drop tokens decide by these scores (SnapKV, section 4).
+"""
 
 import jax
 import jax.numpy as jnp
@@ -9,27 +12,37 @@ from kvjax.ops.attention import NEGATIVE
 from kvjax.ops.topk import AGGREGATIONS, aggregate
 from kvjax.typing import Array, Bool, Float, Int32
 
-_TOGETHER = 32  # queries looked at together: bounds memory by K G _TOGETHER T
+_TOGETHER = 32  # queries scored at once: bounds memory by K G _TOGETHER T
 
 
 def observation_scores(spec: Spec, context: Context) -> Float[Array, "K G T"]:
-    """Attention weight that each token gets from the prompt's last queries, summed over these.
+    """Returns the attention weights that each token gets from the prompt's last queries, summed over these.
 
-    The softmax is causal and over the whole prompt, as far as the model sees it, sinks and window included. Raises
-    ConfigError where the queries are not known.
+    The softmax is causal and over the whole prompt, sinks and window included, as far as the model's sliding window
+    reaches.
+
+    Args:
+      spec: sizes of the layer.
+      context: the prompt with its last queries.
+
+    Returns:
+      float32[K, G, T].
+
+    Raises:
+      ConfigError: the queries are not known.
     """
     count = context.query_pos.shape[0]
     if not count:
-        raise ConfigError("the method decides by the attention of the prompt's last queries, and was given none; set "
-                          "its `observation`, and pass `query` to kvjax.prefill_cache if that is what fills the cache")
+        raise ConfigError("the method needs the prompt's last queries, and got none; set its `observation`, and pass "
+                          "`query` if the cache is filled by kvjax.prefill_cache")
     short = -count % _TOGETHER
     q = jnp.pad(context.query, ((0, 0), (0, 0), (0, short), (0, 0)))
     pos = jnp.pad(context.query_pos, (0, short), constant_values=-1)
     heads, group, _, size = q.shape
     q = q.reshape(heads, group, -1, _TOGETHER, size).transpose(2, 0, 1, 3, 4)
 
-    def add(total, some):
-        return total + _weights(spec, context, *some), None
+    def add(total, queries):
+        return total + _weights(spec, context, *queries), None
 
     nothing = jnp.zeros((heads, group, context.pos.shape[0]), jnp.float32)
     return jax.lax.scan(add, nothing, (q, pos.reshape(-1, _TOGETHER)))[0]
@@ -38,7 +51,7 @@ def observation_scores(spec: Spec, context: Context) -> Float[Array, "K G T"]:
 def _weights(
     spec: Spec, context: Context, q: Float[Array, "K G Q D"], pos: Int32[Array, "Q"]
 ) -> Float[Array, "K G T"]:
-    """Attention weights of a few queries, summed over them; those at position -1 have none."""
+    """Returns the attention weights of a few queries, summed over them; queries at position -1 have none."""
     scores = jnp.einsum("kgqd,ktd->kgqt", q, context.key.astype(q.dtype), preferred_element_type=jnp.float32)
     seen = (context.pos <= pos[:, None]) & spec.seen(context.pos, pos[:, None])
     weight = jax.nn.softmax(jnp.where(seen, scores * q.shape[-1] ** -0.5, NEGATIVE))
@@ -46,22 +59,24 @@ def _weights(
 
 
 def stays(spec: Spec, context: Context) -> Bool[Array, "T"]:
-    """Which tokens of the prompt's middle part a later query may see."""
+    """Returns which tokens of the prompt's middle part a later query may see."""
     return context.valid & spec.seen(context.pos, prompt_length(context))
 
 
 def prompt_length(context: Context) -> Int32[Array, ""]:
-    """Tokens of the prompt; the last query is that of its last token."""
+    """Returns the number of tokens of the prompt; its last query belongs to its last token."""
     return context.query_pos[-1] + 1
 
 
 def over_group(observation_scores: Float[Array, "K G T"], rule: str) -> Float[Array, "K T"]:
-    """`aggregate` of votes, which are softmax weights already."""
+    """Aggregates observation-window scores over the query heads of a KV head; `rule` is "softmax_mean" or
+    "softmax_max", whose softmax the scores already are."""
     return aggregate(observation_scores, rule.removeprefix("softmax_"))
 
 
 def check_rule(rule: str) -> None:
-    """Raises ConfigError for an aggregation of raw scores: votes are weights."""
+    """Raises ConfigError for an aggregation of raw scores, because observation-window scores are softmax weights."""
     if not rule.startswith("softmax"):
-        weights = [one for one in AGGREGATIONS if one.startswith("softmax")]
-        raise ConfigError(f"aggregation={rule!r} is of raw scores, and votes are weights; use {' or '.join(weights)}")
+        weights = [known for known in AGGREGATIONS if known.startswith("softmax")]
+        raise ConfigError(f"aggregation={rule!r} is for raw scores, but observation-window scores are softmax weights; "
+                          f"use {' or '.join(weights)}")

@@ -1,14 +1,14 @@
-"""DD-Select (DynSplit-KV, section 4.1): where a sequence is cut into blocks.
+"""DD-Select (DynSplit-KV, section 4.1): the rule that cuts a sequence into blocks.
 
-A block begins at s_c and would ideally end C tokens later, at s_e. Among the delimiters from s_e - Delta to s_e + Delta
-it ends with the one of the best score
+A block begins at s_c and would ideally end C tokens later, at s_e. It ends at the delimiter from s_e - Delta to
+s_e + Delta that has the best score
 
     e* = argmax_e  alpha w_e + (1 - alpha) p_e,       p_e = 1 - |e - s_e| / Delta,
 
-w_e the delimiter's weight and p_e its closeness to the ideal end; the next block begins after it. The end of a block
-depends on the tokens up to s_e + Delta only, so blocks of a growing sequence never change once those are known.
+where w_e is the delimiter's weight and p_e its closeness to the ideal end; the next block begins after it. The end of a
+block only depends on the tokens up to s_e + Delta, so blocks of a growing sequence never change once these are known.
 
-Choices the paper leaves open: p_e falls linearly; equal scores are settled for the earlier end; a block without a
+Choices the paper leaves open: p_e falls linearly; among equal scores the earlier end is taken; a block without a
 delimiter in reach ends at s_e.
 """
 
@@ -23,13 +23,13 @@ from kvjax.typing import Array, Float, Int32
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """How long a block becomes.
+    """Rule for the length of a block.
 
     Attributes:
-      ideal: C, tokens of a block that ends where it would without delimiters.
-      least, most: shortest and longest block, C - Delta and C + Delta in the paper.
+      ideal: C, ideal tokens of a block.
+      least, most: fewest and most tokens of a block, C - Delta and C + Delta in the paper.
       alpha: share of the delimiter's weight in the score; the rest is the closeness to the ideal end.
-      otherwise: length where no delimiter is in reach.
+      otherwise: tokens of a block if no delimiter is in reach.
     """
 
     ideal: int
@@ -40,11 +40,11 @@ class Split:
 
     @property
     def ends(self) -> int:
-        """Tokens with which a block may end: the `least`-th to the `most`-th."""
+        """Number of tokens at which a block may end, from the `least`-th to the `most`-th."""
         return self.most - self.least + 1
 
     def length(self, weight: Float[Array, "N"]) -> Int32[Array, ""]:
-        """Tokens of a block, given the weights of the N = `ends` tokens with which it may end."""
+        """Returns the tokens of a block, given the weights of the N = `ends` tokens at which it may end."""
         length = jnp.arange(self.least, self.most + 1, dtype=jnp.int32)
         reach = max(self.ideal - self.least, self.most - self.ideal, 1)
         closeness = 1.0 - jnp.abs(length - self.ideal).astype(jnp.float32) / reach
@@ -54,9 +54,12 @@ class Split:
         return best.astype(jnp.int32)
 
     def begins(self, weight: Float[Array, "T"], start: Int32[Array, ""], count: int) -> Int32[Array, "N"]:
-        """Where the first `count` blocks of a sequence begin; the first of them at `start`.
+        """Returns the positions at which the first N = `count` blocks of a sequence begin.
 
-        Tokens after the last count as no delimiters.
+        Args:
+          weight: [T], weight of each token; tokens beyond the last one count as no delimiters.
+          start: position of the first block.
+          count: number of blocks.
         """
         padded = jnp.pad(weight, (0, self.most), constant_values=NO_DELIMITER)
 
@@ -70,6 +73,15 @@ class Split:
 def weights_of(
     token: Int32[Array, "*N"], delimiter: Int32[Array, "X"], weight: Float[Array, "X"]
 ) -> Float[Array, "*N"]:
-    """Weight of each token: that of the equal entry of `delimiter`, which rises; NO_DELIMITER where there is none."""
-    at = jnp.minimum(jnp.searchsorted(delimiter, token), delimiter.shape[0] - 1)
-    return jnp.where(delimiter[at] == token, weight[at], NO_DELIMITER)
+    """Returns the weight of each token.
+
+    Args:
+      token: token ids.
+      delimiter: int32[X], ascending ids of the delimiters.
+      weight: [X], weight of each delimiter.
+
+    Returns:
+      The weight of each token's delimiter, NO_DELIMITER for tokens that are none.
+    """
+    entry = jnp.minimum(jnp.searchsorted(delimiter, token), delimiter.shape[0] - 1)
+    return jnp.where(delimiter[entry] == token, weight[entry], NO_DELIMITER)
