@@ -213,7 +213,7 @@ def local_scores(
         return jnp.sum(weight * there[:, None], axis=(1, 2))
 
     first = jnp.arange(chunks, dtype=jnp.int32) == 0
-    both = jax.lax.map(attended, (first, q, there, jnp.concatenate([before, key], axis=2)))
+    both = jax.lax.map(one, (first, q, there, jnp.concatenate([before, key], axis=2)))
     own, earlier = both[..., window:], both[..., :window]
     total = own + jnp.concatenate([earlier[1:], jnp.zeros_like(earlier[:1])])
     return jnp.moveaxis(total, 0, 1).reshape(key.shape[1], -1)[:, :tokens]

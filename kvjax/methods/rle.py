@@ -232,4 +232,4 @@ def _runs_of(method: RLE, spec: Spec, key: Float[Array, "B T K D"], stored: Int3
         begins = jax.vmap(lambda head: rle.begins(head, method.equal))(kept)
         return jnp.sum(begins & (number < stored), axis=-1, dtype=jnp.int32)
 
-    return jax.vmap(sequence_runs)(key, stored)
+    return jax.vmap(one)(key, stored)

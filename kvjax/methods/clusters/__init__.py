@@ -1,7 +1,7 @@
-"""Clusters of keys as blocks: their running statistics, and the three ways to keep them up while decoding.
+"""Clusters of keys as blocks: their running statistics, and three strategies to update them while decoding.
 
-`Adaptive`, `Static` and `Local` are the strategies of Figure 1 of the DynaKV paper, one file each.
-They share the index, the prefill and the selection, so that nothing else differs between them.
+`Adaptive`, `Static` and `Local` are the strategies of Figure 1 of the DynaKV paper, one file each. They share the
+index, the prefill and the selection, so they differ in nothing else.
 """
 
 from kvjax.methods.clusters.adaptive import Adaptive

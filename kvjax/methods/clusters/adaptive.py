@@ -1,4 +1,4 @@
-"""Adaptive update (Figure 1c, Algorithm 1): a cluster whose variance exceeds tau_h is split when a step has read it."""
+"""Adaptive update (DynaKV, Figure 1c and Algorithm 1): a cluster whose variance exceeds tau_h is split once fetched."""
 
 import dataclasses
 
@@ -16,15 +16,16 @@ from kvjax.typing import Array, Float, Int32
 
 @dataclasses.dataclass(frozen=True)
 class Adaptive(Update):
-    """Delayed splits.
+    """Update by delayed splits.
 
     Attributes:
-      cluster: target average cluster size.
-      threshold: see `limit`.
-      gain: see `limit`.
+      cluster: target average keys of a cluster.
+      threshold: tau_h over the mean cluster variance after prefill; see `limit`.
+      gain: how firmly the average cluster size is kept at `cluster`; see `limit`.
       buffer: B_max, buffered keys of one head that trigger a forced load.
-      merge: clusters of at most so many keys go into the nearest fetched one, if both together are half as wide as what
-        is split; 0 = never. Not in the paper: splits leave outliers alone, and each takes a block of its own.
+      merge: a fetched cluster of at most this many keys is merged into the nearest fetched one, if the variance of both
+        together is at most half the limit for a split; 0 = never. Not in the paper, where splits isolate outliers, each
+        of which takes a block of its own.
     """
 
     cluster: int
@@ -38,44 +39,49 @@ class Adaptive(Update):
         return self.buffer + 1
 
     def limit(self, index: ClusterIndex, keys: Int32[Array, ""], used: Int32[Array, ""]) -> Float[Array, ""]:
-        """The variance beyond which a cluster is split, where so many keys are in the clusters that are used.
+        """Returns the variance beyond which a cluster is split: tau_h x (target size / average size)^gain.
 
-        tau_h x (target size / average size)^gain: with more clusters than the target asks for, splits
-        become rarer. Without a calibrated tau_h, half the variance of all keys stands in for the
-        mean variance of the prompt's clusters.
+        If there are more clusters than the target size implies, splits become rarer. Without a calibrated tau_h, half
+        the variance of all keys stands in for the mean variance of the prompt's clusters.
+
+        Args:
+          index: statistics of one head.
+          keys: keys in all clusters.
+          used: clusters that have keys.
         """
         tau = jnp.where(index.tau >= 0, index.tau, 0.5 * self.threshold * index.spread)
         average = keys.astype(jnp.float32) / jnp.maximum(used, 1)
         return tau * (self.cluster / jnp.maximum(average, 1.0)) ** self.gain
 
     def force(self, spec, view):
-        """j-dagger = argmax |Buf_j| where the buffers of the head have reached B_max and a split is possible."""
+        """Returns j-dagger = argmax |Buf_j| if the head's buffers have reached B_max and a split is possible."""
         used = view.held_block < spec.num_blocks
-        alike = jnp.sum(view.held_block[:, None] == view.held_block, axis=-1, dtype=jnp.int32)
-        fullest = view.held_block[jnp.argmax(jnp.where(used, alike, 0)).astype(jnp.int32)]
+        buffered = jnp.sum(view.held_block[:, None] == view.held_block, axis=-1, dtype=jnp.int32)
+        fullest = view.held_block[jnp.argmax(jnp.where(used, buffered, 0)).astype(jnp.int32)]
         full = (jnp.sum(used, dtype=jnp.int32) >= self.buffer) & jnp.any(view.count == 0)
         return jnp.where(full, fullest, spec.num_blocks)
 
     def append(self, spec, index, view, key, squared, valid):
         """Assigns a key to its nearest cluster: ADDENTRY, or Buf_j and f_j <- SPLIT.
 
-        Where no held row is free, as within a chunk that loads one block for all its tokens, the cluster is flagged all
-        the same and takes the key, or the nearest with room does. Where none has room the key takes a free block, if
-        need be one that a flagged cluster counted on, which then stays flagged until another is free. That is counted
-        as a refusal, as flags are that are not granted.
+        If no held row is free, as within a chunk that loads one block for all its tokens, the cluster is flagged
+        nevertheless, and it or the nearest cluster with room takes the key. If none has room, the key takes a free
+        block, if need be one that is reserved for a flagged cluster, which then stays flagged until another block is
+        free. This is counted as a refusal, and so is a split that is wanted but not flagged for want of a free block.
         """
         count, index = view.count, _observe_key(index, key, valid)
-        found = survey(squared, count, index.split, spec.block_rows)
-        # A flag reserves a free block for the other half.
-        roomy, reserved, free = found.roomy, found.flagged, spec.num_blocks - found.used
-        # No cluster with room and every free block reserved: wait with a flagged cluster, whose split makes room.
+        seen = survey(squared, count, index.split, spec.block_rows)
+        # Each flag reserves a free block for the second half.
+        roomy, reserved, free = seen.roomy, seen.flagged, spec.num_blocks - seen.used
+        # No cluster has room and every free block is reserved: hold the key for a flagged cluster, whose split makes
+        # room.
         crowded = ~has_room(count[roomy], spec.block_rows) & (free <= reserved) & (reserved > 0)
-        nearest = jnp.where(crowded, found.nearest_flagged, found.nearest)
-        # Its own cluster is not flagged, and is refused its split.
-        elsewhere = crowded & ~index.split[found.nearest]
-        # If they differ, the nearest one is full or flagged, and no variance has a say.
+        nearest = jnp.where(crowded, seen.nearest_flagged, seen.nearest)
+        # The nearest cluster is not flagged, and its split is refused.
+        elsewhere = crowded & ~index.split[seen.nearest]
+        # If `roomy` and `nearest` differ, the nearest cluster is full or flagged, and the variance does not matter.
         centroid, variance = with_key(index, roomy, count[roomy], key)
-        wide = variance > self.limit(index, found.keys, found.used)
+        wide = variance > self.limit(index, seen.keys, seen.used)
         wants_split = (wide | (count[nearest] >= spec.block_rows) | index.split[nearest]) & (count[nearest] > 0)
         granted = index.split[nearest] | (free > reserved)
         hold = wants_split & granted & jnp.any(view.held_block == spec.num_blocks)
@@ -93,7 +99,7 @@ class Adaptive(Update):
         return index, Placement(block, jnp.where(hold, spec.block_rows, count[target]).astype(jnp.int32))
 
     def due(self, spec, index, view):
-        """A flagged cluster among those fetched in this step; else a tiny one and what it can be merged with."""
+        """Returns a flagged cluster among those fetched in this step; else a small one and its partner in a merge."""
         none = jnp.int32(spec.num_blocks)
         flagged = (view.loaded < none) & index.split[jnp.minimum(view.loaded, none - 1)] & jnp.any(view.count == 0)
         split = jnp.where(jnp.any(flagged), view.loaded[jnp.argmax(flagged).astype(jnp.int32)], none)
@@ -102,38 +108,39 @@ class Adaptive(Update):
         return jnp.where(split < none, jnp.stack([split, none]), self._pair(spec, index, view))
 
     def _pair(self, spec, index, view):
-        """The smallest fetched cluster, if it is tiny, and the nearest fetched one it can be merged with; NB = none."""
-        at = jnp.minimum(view.loaded, spec.num_blocks - 1)
-        free = (view.loaded < spec.num_blocks) & ~index.split[at]
-        count = jnp.where(free, view.count[at], 0)
-        small = jnp.where((count > 0) & (count <= self.merge), count, spec.block_rows + 1)
-        one = at[jnp.argmin(small).astype(jnp.int32)]
-        squared = kmeans.squared_norm(index.centroid[:, at].T - index.centroid[:, one])
-        width = _union(view.count[one], index.variance[one], view.count[at], index.variance[at], squared)
-        fits = (count > 0) & (at != one) & (count + view.count[one] <= spec.block_rows)
+        """Returns the smallest fetched cluster, if it is to be merged, and the nearest fetched one that it fits in;
+        NB = none."""
+        fetched = jnp.minimum(view.loaded, spec.num_blocks - 1)
+        free = (view.loaded < spec.num_blocks) & ~index.split[fetched]
+        count = jnp.where(free, view.count[fetched], 0)
+        sizes = jnp.where((count > 0) & (count <= self.merge), count, spec.block_rows + 1)
+        own = fetched[jnp.argmin(sizes).astype(jnp.int32)]
+        squared = kmeans.squared_norm(index.centroid[:, fetched].T - index.centroid[:, own])
+        union = _union(view.count[own], index.variance[own], view.count[fetched], index.variance[fetched], squared)
+        fits = (count > 0) & (fetched != own) & (count + view.count[own] <= spec.block_rows)
         keys, used = (jnp.sum(count, dtype=jnp.int32) for count in (view.count, view.count > 0))
         limit = self.limit(index, keys, used)
-        fits &= (width <= 0.5 * limit) & jnp.any(small <= self.merge)
-        other = at[jnp.argmin(jnp.where(fits, squared, jnp.inf)).astype(jnp.int32)]
-        return jnp.where(jnp.any(fits), jnp.stack([one, other]), spec.num_blocks)
+        fits &= (union <= 0.5 * limit) & jnp.any(sizes <= self.merge)
+        other = fetched[jnp.argmin(jnp.where(fits, squared, jnp.inf)).astype(jnp.int32)]
+        return jnp.where(jnp.any(fits), jnp.stack([own, other]), spec.num_blocks)
 
     def adapt(self, spec, index, view, block, keys, valid, seed):
-        """SPLITCLUSTER, or a merge of two."""
+        """Splits the due cluster (SPLITCLUSTER), or merges it with a second one."""
         split = self._split(spec, index, view, block[0], keys, valid)
         if not self.merge:
             return split
         merged = self._merged(spec, index, block, keys, valid)
-        return jax.tree.map(lambda one, two: jnp.where(block[1] < spec.num_blocks, one, two), merged, split)
+        return jax.tree.map(lambda a, b: jnp.where(block[1] < spec.num_blocks, a, b), merged, split)
 
     def _merged(self, spec, index, block, keys, valid):
-        """Everything goes to the second block."""
+        """Merges both clusters into the second block."""
         _, centroid, variance = statistics(keys, jnp.where(valid, 0, 1).astype(jnp.int32), 1)
         index = replace_clusters(index, block[1:], centroid, variance)
         rows = jnp.stack([jnp.full(spec.block_rows, -1, jnp.int32), places_of(valid, spec.block_rows)])
         return index, Edits(block, rows)
 
     def _split(self, spec, index, view, block, keys, valid):
-        """SPLITCLUSTER(C_j, Buf_j): one half stays in block j, the other takes a free block."""
+        """Runs SPLITCLUSTER(C_j, Buf_j): one half stays in block j, the other takes a free block."""
         stay, move = kmeans.two_means(keys, valid, spec.block_rows)
         free = first(view.count == 0)
         go = (block < spec.num_blocks) & (jnp.sum(valid, dtype=jnp.int32) >= 2) & (view.count[free] == 0)
@@ -148,7 +155,7 @@ class Adaptive(Update):
 
 
 def _observe_key(index: ClusterIndex, key, valid) -> ClusterIndex:
-    """Welford's update of the statistics of all keys of the head."""
+    """Updates the statistics of all keys of the head (Welford)."""
     n = index.seen
     squared = kmeans.squared_norm(key - index.mean)
     return dataclasses.replace(
@@ -158,7 +165,7 @@ def _observe_key(index: ClusterIndex, key, valid) -> ClusterIndex:
 
 
 def _union(n, variance, other_n, other_variance, squared_distance):
-    """sigma^2 of two clusters together, their centroids at that distance."""
+    """Returns sigma^2 of the union of two clusters, given the squared distance of their centroids."""
     total = jnp.maximum(n + other_n, 1)
     pairs = (n * other_n).astype(jnp.float32)
     return (n * variance + other_n * other_variance) / total + pairs / total**2 * squared_distance

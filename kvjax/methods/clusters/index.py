@@ -1,4 +1,4 @@
-"""What is known of every cluster without its rows: size, centroid and variance, updated one key at a time."""
+"""The resident statistics of clusters: centroid and variance, updated one key at a time (DynaKV, Algorithm 1)."""
 
 import dataclasses
 
@@ -11,28 +11,32 @@ from kvjax.typing import Array, Bool, Float, Int32, pytree
 
 
 @pytree
-class ClusterIndex:  # *B_K: [K], [B, K], or [] inside a function of one head
-    # r_j, mean key of the block's cluster; dimension by dimension, which are read fastest where few keys meet them
+class ClusterIndex:
+    """Statistics of every cluster; *B_K: [K], [B, K], or [] inside a function of one head."""
+
+    # r_j, mean key of the block's cluster; stored dimension by dimension, the fastest layout to read for few keys
     centroid: Float[Array, "*B_K D NB"]
-    norm: Float[Array, "*B_K NB"]  # |r_j|^2, so that distances to a key are one product
+    norm: Float[Array, "*B_K NB"]  # |r_j|^2, so that distances to a key take one product
     variance: Float[Array, "*B_K NB"]  # sigma_j^2, mean squared distance to r_j
-    cluster: Int32[Array, "*B_K NB"]  # first block of the cluster; its own number where a cluster is one block
+    cluster: Int32[Array, "*B_K NB"]  # first block of the cluster; the block itself if the cluster is one block
     split: Bool[Array, "*B_K NB"]  # f_j = SPLIT: to be split when next fetched
     tau: Float[Array, "*B_K"]  # tau_h; < 0 = not calibrated by a prompt
-    seen: Float[Array, "*B_K"]  # keys appended since init, for the stand-in of tau
-    mean: Float[Array, "*B_K D"]  # their mean
-    spread: Float[Array, "*B_K"]  # their mean squared distance to it
-    splits: Int32[Array, "*B_K"]  # splits done; for `Local`, windows clustered
-    refused: Int32[Array, "*B_K"]  # splits, windows or a prompt's keys that no free block was left for
+    seen: Float[Array, "*B_K"]  # keys appended since init, for the substitute of tau
+    mean: Float[Array, "*B_K D"]  # mean of these keys
+    spread: Float[Array, "*B_K"]  # their mean squared distance to `mean`
+    splits: Int32[Array, "*B_K"]  # splits done; for `Local`, periods clustered
+    refused: Int32[Array, "*B_K"]  # splits, held keys or a prompt's keys that no free block was left for
 
     def squared_distances(self, key: Float[Array, "K D"], product: Float[Array, "K NB"]) -> Float[Array, "K NB"]:
-        """Of each head's key to every centroid, from their products, but for rounding that grows with their lengths:
-        enough to rank them."""
+        """Returns the squared distances of each head's key to every centroid, given their products.
+
+        The rounding error grows with the lengths of key and centroid; the result is only exact enough for ranking.
+        """
         return self.norm - 2 * product + squared_norm(key)[:, None]
 
 
 def empty_index(spec: Spec) -> ClusterIndex:
-    """No cluster of any head."""
+    """Returns an index without clusters."""
     heads, blocks = spec.kv_heads, spec.num_blocks
     return ClusterIndex(
         centroid=jnp.zeros((heads, spec.head_dim, blocks), jnp.float32), norm=jnp.zeros((heads, blocks), jnp.float32),
@@ -45,7 +49,16 @@ def empty_index(spec: Spec) -> ClusterIndex:
 
 
 def statistics(keys: Float[Array, "T D"], block: Int32[Array, "T"], blocks: int):
-    """n_j, r_j and sigma_j^2 of every block from scratch; tokens of block `blocks` count nowhere."""
+    """Computes n_j, r_j and sigma_j^2 of every block from its keys.
+
+    Args:
+      keys: [T, D], keys of one head.
+      block: int32[T], block of each key; NB = `blocks` leaves a key out.
+      blocks: NB, number of blocks.
+
+    Returns:
+      Count [NB] (as floats), centroid [NB, D] and variance [NB]; 0 for empty blocks.
+    """
     count = jnp.zeros(blocks, jnp.float32).at[block].add(1.0, mode="drop")
     total = jnp.zeros((blocks, keys.shape[-1]), jnp.float32).at[block].add(keys, mode="drop")
     centroid = total / jnp.maximum(count, 1)[:, None]
@@ -55,12 +68,13 @@ def statistics(keys: Float[Array, "T D"], block: Int32[Array, "T"], blocks: int)
 
 
 def updated_variance(n, variance, squared_distance):
-    """UPDATEVAR of Algorithm 1: sigma^2 of n + 1 keys, the new one at that distance from the old centroid."""
+    """Returns UPDATEVAR of Algorithm 1: sigma^2 of n + 1 keys, given the new key's squared distance from the old
+    centroid."""
     return n / (n + 1) * (variance + squared_distance / (n + 1))
 
 
 def with_key(index: ClusterIndex, block: Int32[Array, ""], n: Int32[Array, ""], key: Float[Array, "D"]):
-    """UPDATESTATS of Algorithm 1: r_j and sigma_j^2 of a cluster of one head, of n keys, once it has taken one more."""
+    """Returns UPDATESTATS of Algorithm 1: r_j and sigma_j^2 of one head's cluster of n keys after adding a key."""
     n, centroid = n.astype(jnp.float32), vector_of(index.centroid, block)
     apart = key - centroid
     return centroid + apart / (n + 1), updated_variance(n, index.variance[block], squared_norm(apart))
@@ -69,7 +83,14 @@ def with_key(index: ClusterIndex, block: Int32[Array, ""], n: Int32[Array, ""], 
 def add_entry(
     index: ClusterIndex, block: Int32[Array, ""], n: Int32[Array, "NB"], key: Float[Array, "D"]
 ) -> ClusterIndex:
-    """ADDENTRY of Algorithm 1 for one head; block NB = nothing."""
+    """Runs ADDENTRY of Algorithm 1 for one head.
+
+    Args:
+      index: statistics of the head.
+      block: cluster that takes the key; NB changes nothing.
+      n: int32[NB], keys of each cluster.
+      key: [D].
+    """
     target = jnp.minimum(block, n.shape[0] - 1)
     return replace_clusters(index, block, *with_key(index, target, n[target], key))
 
@@ -77,7 +98,7 @@ def add_entry(
 def replace_clusters(
     index: ClusterIndex, block: Int32[Array, "*E"], centroid: Float[Array, "*E D"], variance: Float[Array, "*E"]
 ) -> ClusterIndex:
-    """New statistics for blocks of one head; block NB = nothing."""
+    """Returns the index of one head with new statistics for the given blocks; block NB changes nothing."""
     return dataclasses.replace(
         index, centroid=index.centroid.at[:, block].set(jnp.moveaxis(centroid, -1, 0), mode="drop"),
         norm=index.norm.at[block].set(squared_norm(centroid), mode="drop"),

@@ -1,7 +1,7 @@
-"""Local update (Figure 1b; ClusterKV): new keys are clustered among themselves, `period` of them at a time.
+"""Local update (DynaKV, Figure 1b; ClusterKV): new keys are clustered among themselves, `period` of them at a time.
 
-They wait in the tail, attended, until `period` of one head are there. Then k-means makes new clusters
-of them, the prompt's being left as they are. ClusterKV (`kvjax.methods.clusterkv`) takes 320 keys in 4 clusters.
+New keys are held in the tail, and attended, until a head has `period` of them. Then k-means makes new clusters of them;
+older clusters stay unchanged. ClusterKV (`kvjax.methods.clusterkv`) makes 4 clusters of 320 keys.
 """
 
 import dataclasses
@@ -18,14 +18,15 @@ from kvjax.ops.indexing import places_of
 
 @dataclasses.dataclass(frozen=True)
 class Local(Update):
-    """Periodic clustering of the newest keys. Too few blocks left: keys go to the nearest cluster with room.
+    """Update by periodic clustering of the newest keys; if too few blocks are left, keys go to the nearest cluster with
+    room.
 
     Attributes:
-      cluster: target average cluster size.
-      block_rows: largest cluster.
+      cluster: target average keys of a cluster.
+      block_rows: rows of a block; a larger cluster takes several blocks.
       period: keys clustered together.
-      iterations: of Lloyd's algorithm.
-      cosine: whether keys are clustered by their directions.
+      iterations: rounds of Lloyd's algorithm.
+      cosine: whether keys are clustered by direction.
     """
 
     cluster: int
@@ -40,19 +41,19 @@ class Local(Update):
 
     @property
     def clusters(self) -> int:
-        """Clusters of one period."""
+        """Number of clusters of one period."""
         return -(-self.period // self.cluster)
 
     @property
     def most_blocks(self) -> int:
-        """E: blocks they may take, larger clusters than `block_rows` taking several."""
+        """E: most blocks that these clusters may take, as one larger than `block_rows` takes several."""
         return self.clusters + self.period // self.block_rows
 
     def append(self, spec, index, view, key, squared, valid):
         count = view.count
-        found = survey(squared, count, index.split, spec.block_rows)
-        enough = spec.num_blocks - found.used >= self.most_blocks  # stays so until the period is full
-        target = jnp.where(enough, found.free, found.roomy)
+        seen = survey(squared, count, index.split, spec.block_rows)
+        enough = spec.num_blocks - seen.used >= self.most_blocks  # stays so until the period is full
+        target = jnp.where(enough, seen.free, seen.roomy)
         block = jnp.where(valid, target, spec.num_blocks).astype(jnp.int32)
         added = jnp.where(enough, spec.num_blocks, block)
         index = add_entry(index, added, count, key)
@@ -60,7 +61,7 @@ class Local(Update):
         return dataclasses.replace(index, refused=index.refused + (valid & ~enough)), Placement(block, row)
 
     def due(self, spec, index, view):
-        """The free block on whose account a full period waits. It is empty, so it need not be fetched."""
+        """Returns the free block for which a full period is held; it is empty and need not be fetched."""
         return jnp.where(jnp.all(view.held_block < spec.num_blocks), view.held_block[:1], spec.num_blocks)
 
     def adapt(self, spec, index, view, block, keys, valid, seed):

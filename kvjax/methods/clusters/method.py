@@ -1,6 +1,6 @@
-"""Methods that cluster keys: the prompt's clusters as blocks, ranked by their centroids, and an `Update`.
+"""Base of the methods that cluster keys: clusters as blocks, ranked by their centroids, with an `Update`.
 
-A cluster that is larger than a block takes several, each ranked by the mean of its own keys.
+A cluster that is larger than a block takes several blocks, each ranked by the mean of its own keys.
 """
 
 import abc
@@ -20,23 +20,26 @@ from kvjax.ops.barriers import written_out
 from kvjax.ops.topk import aggregate, top_blocks, vector_products
 from kvjax.typing import Array, Bool, Float
 
-ALIGNED = 16  # numbers in a cache line: where each dimension begins one, centroids meet keys some 5 % faster
+ALIGNED = 16  # numbers in a cache line: products with centroids are about 5 % faster if each dimension begins one
 
 
 @dataclasses.dataclass(frozen=True)
 class ClusterMethod(Method):
-    """Clusters of keys.
+    """Base of the caches of clusters of keys.
 
     Attributes:
-      cluster: target average cluster size.
-      block_rows: largest cluster; None = 2 * cluster.
+      cluster: target average keys of a cluster.
+      block_rows: most keys of a block; None = 2 * cluster.
       num_blocks: most clusters of one head; None = 1.25 * capacity / cluster, rounded up to a multiple of `ALIGNED`.
-        All of them are read in each step; after long texts heads use about capacity / cluster.
-      iterations: of Lloyd's algorithm.
-      seed: of the k-means++ starts.
+        All centroids are read in each step; after long texts heads use about capacity / cluster.
+      iterations: rounds of Lloyd's algorithm.
+      seed: seed of the k-means++ starts.
+
+    Raises:
+      ConfigError: a number is below 1.
     """
 
-    cosine: ClassVar[bool] = False  # whether keys are clustered by their directions
+    cosine: ClassVar[bool] = False  # whether keys are clustered by direction
 
     aggregation: str = "softmax_mean"
     cluster: int = 16
@@ -54,12 +57,18 @@ class ClusterMethod(Method):
     @property
     @abc.abstractmethod
     def rule(self) -> Update:
-        """What becomes of keys that leave the recent window."""
+        """The update strategy for keys that leave the recent window."""
 
     def calibrate(
         self, index: ClusterIndex, count: Float[Array, "K NB"], valid: Bool[Array, "T"]
     ) -> ClusterIndex:
-        """What the rule learns from a prompt's clusters, of `count` keys each."""
+        """Returns the index with what `rule` learns from a prompt.
+
+        Args:
+          index: statistics of the prompt's clusters.
+          count: [K, NB], keys of each cluster.
+          valid: bool[T], tokens of the prompt that were clustered.
+        """
         return index
 
     @property
@@ -83,7 +92,7 @@ class ClusterMethod(Method):
         return empty_index(spec)
 
     def build(self, spec, index, context):
-        """NEWCLUSTER(K_0) and the statistics of each cluster."""
+        """Clusters the prompt's keys (NEWCLUSTER(K_0)) and computes the statistics of each cluster."""
         keys, valid, size = context.key.astype(jnp.float32), context.valid, context.pos.shape[0]
         most = min(-(-size // self.cluster), spec.num_blocks)
         active = jnp.clip(-(-jnp.sum(valid, dtype=jnp.int32) // self.cluster), 1, most)
@@ -100,12 +109,12 @@ class ClusterMethod(Method):
         return self.calibrate(index, count, valid), Placement(block, row)
 
     def select(self, spec, index, view, q):
-        """P_req: the clusters whose centroids are most similar to the query.
+        """Selects P_req, the clusters whose centroids are most similar to the query.
 
-        The key that this step will make leave meets the centroids with the queries: they are most of what is read, and
-        one more vector costs next to nothing.
+        The key that leaves the window in this step is multiplied with the centroids together with the queries: reading
+        the centroids is most of the cost, so one more vector is nearly free.
         """
-        # Written out, as the tail is written in place only if nothing that is not waited for still reads it.
+        # Copied, because XLA only writes the tail in place if no pending operation still reads it.
         evicted = written_out(view.oldest_key.astype(jnp.float32))
         products = vector_products(index.centroid, jnp.concatenate([q.astype(jnp.float32), evicted[:, None]], axis=1))
         occupied, scores = view.count > 0, products[:, :-1] * spec.head_dim**-0.5

@@ -1,7 +1,7 @@
-"""Static update (Figure 1a; PQCache): a new key is added to its nearest cluster, whatever becomes of that.
+"""Static update (DynaKV, Figure 1a; PQCache): a new key is added to its nearest cluster, however wide that becomes.
 
-Clusters never split, so they grow without limit. One that outgrows its block goes on in another
-block, with one centroid, variance and rank for all of them.
+Clusters never split, so they grow without limit. One that outgrows its block continues in further blocks, which share
+one centroid, variance and score.
 """
 
 import dataclasses
@@ -18,19 +18,20 @@ from kvjax.ops.kmeans import squared_norm
 
 @dataclasses.dataclass(frozen=True)
 class Static(Update):
-    """Greedy appending. No block left for a cluster to go on in: the key goes to the nearest block with room."""
+    """Update by greedy appending; if no block is left for a full cluster, the key goes to the nearest block with room.
+    """
 
     held = 0
     edits = False
 
     def append(self, spec, index, view, key, squared, valid):
         count = view.count
-        found = survey(squared, count, index.split, spec.block_rows)
-        cluster = jnp.where(found.used > 0, index.cluster[found.nearest], found.free)
+        seen = survey(squared, count, index.split, spec.block_rows)
+        cluster = jnp.where(seen.used > 0, index.cluster[seen.nearest], seen.free)
         room = (index.cluster == cluster) & has_room(count, spec.block_rows)
-        stays = jnp.any(room) | (found.used < spec.num_blocks)
-        target = jnp.where(jnp.any(room), first(room), found.free)
-        target = jnp.where(stays, target, found.roomy)
+        stays = jnp.any(room) | (seen.used < spec.num_blocks)
+        target = jnp.where(jnp.any(room), first(room), seen.free)
+        target = jnp.where(stays, target, seen.roomy)
         cluster = jnp.where(stays, cluster, index.cluster[target])
         block = jnp.where(valid, target, spec.num_blocks).astype(jnp.int32)
         grown = _grow(index, count, cluster, block, key)
@@ -38,7 +39,7 @@ class Static(Update):
 
 
 def _grow(index: ClusterIndex, count, number, block, key) -> ClusterIndex:
-    """Statistics of cluster `number`, in all of its blocks, with the key added to one of them (NB = nothing)."""
+    """Updates the statistics of cluster `number` in all of its blocks after a key was added to one (NB = no change)."""
     cluster = index.cluster.at[block].set(number, mode="drop")
     mine = (cluster == number) & (block < count.shape[0])
     n = jnp.sum(jnp.where(mine, count, 0), dtype=jnp.int32)

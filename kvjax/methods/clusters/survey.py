@@ -1,4 +1,4 @@
-"""What a key that looks for a cluster must know of all clusters of its head, in one pass over them."""
+"""Survey of a head's clusters, in one pass: the numbers that decide where a new key goes."""
 
 import functools
 
@@ -12,28 +12,36 @@ from kvjax.typing import Array, Bool, Float, Int32, pytree
 
 @pytree
 class Survey:
-    """Of one head, in the order of the kernel's numbers. A place that there is none of is the last block."""
+    """Numbers of one head, in the order of the kernel's output; a block that does not exist is given as the last one.
+    """
 
-    keys: Int32[Array, ""]  # in all clusters
+    keys: Int32[Array, ""]  # keys in all clusters
     used: Int32[Array, ""]  # clusters that have keys
-    flagged: Int32[Array, ""]  # clusters that wait for a split
+    flagged: Int32[Array, ""]  # clusters that are to be split
     free: Int32[Array, ""]  # the first block without keys
-    nearest: Int32[Array, ""]  # of the clusters that have keys, the first one of equals
-    nearest_flagged: Int32[Array, ""]
-    roomy: Int32[Array, ""]  # the nearest that is not full; where all are full, `free`
+    nearest: Int32[Array, ""]  # the nearest cluster that has keys; the first one of equals
+    nearest_flagged: Int32[Array, ""]  # the nearest flagged cluster
+    roomy: Int32[Array, ""]  # the nearest cluster that is not full; `free` if all are full
 
 
 def survey(
     squared: Float[Array, "NB"], count: Int32[Array, "NB"], split: Bool[Array, "NB"], block_rows: int
 ) -> Survey:
-    """Of clusters at those distances, with so many keys, of which some are flagged; flagged ones have keys."""
+    """Surveys the clusters of one head.
+
+    Args:
+      squared: [NB], squared distance of a key to each centroid.
+      count: int32[NB], keys of each cluster.
+      split: bool[NB], flagged clusters; all of them have keys.
+      block_rows: keys of a full cluster.
+    """
     like = jax.ShapeDtypeStruct((7,), jnp.int32)
-    found = kernels.on_cpu("survey", like, _survey, squared, count, split, jnp.int32(block_rows))
-    return Survey(*found)
+    numbers = kernels.on_cpu("survey", like, _survey, squared, count, split, jnp.int32(block_rows))
+    return Survey(*numbers)
 
 
 def has_room(count: Int32[Array, "*N"], block_rows: int | Int32[Array, ""]) -> Bool[Array, "*N"]:
-    """Whether clusters of so many keys are there, and not full."""
+    """Returns whether clusters of `count` keys exist and are not full."""
     return (count > 0) & (count < block_rows)
 
 
@@ -46,6 +54,7 @@ def _survey(squared, count, split, block_rows) -> Int32[Array, "7"]:
 
 
 def _first_least(x: Float[Array, "N"], among: Bool[Array, "N"]) -> Int32[Array, ""]:
-    """Where the least of some numbers is, the first one of equals; the last place if there are none."""
+    """Returns the index of the smallest of the marked numbers, the first one of equals; the last index if none is
+    marked."""
     x = jnp.where(among, x, jnp.inf)
     return first(among & (x == jnp.min(x)))

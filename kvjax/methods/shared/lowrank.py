@@ -1,9 +1,9 @@
-"""Predicting attention from compressed keys: what KVSwap, InfiniGen and Loki have in common.
+"""Low-rank key scores: the common part of KVSwap, InfiniGen and Loki, which select by compressed keys.
 
-Every stored key is kept once more in memory, at a fraction of its size, projected by an adapter A_k of its KV head, if
-wanted in few bits (`kvjax.ops.lowbit`). A query projected the same way scores all tokens. Tokens are stored in
-groups of consecutive ones, each as important as the best of its tokens. The methods differ in their adapters, and in
-whether heads are scored together or each for itself.
+Memory holds a compressed copy of every stored key: its projection by an adapter A_k of its KV head, optionally in few
+bits (`kvjax.ops.lowbit`). A query projected the same way scores all tokens. Tokens are stored in groups of consecutive
+ones, each as important as its best token. The methods differ in their adapters, and in whether heads are scored
+together or separately.
 """
 
 import abc
@@ -23,62 +23,65 @@ from kvjax.ops.barriers import computed_once
 from kvjax.ops.topk import aggregate, top_blocks
 from kvjax.typing import Array, Bool, Float, Int32, Num, pytree
 
-_FLOAT = 32  # bits of a number that is kept as it is
+_FLOAT = 32  # bits of a number that is not quantised
 
 
 @pytree
 class CompressedKeys:
-    """The index; F = 1 where a token has one projection for all heads together, else F = K.
+    """Adapters and projected keys; F = 1 if a token has one projection for all heads together, else F = K.
 
-    Keys lie token by token where they are floats and all query heads meet them (F = 1), which is a product of two
-    matrices. Keys of which each head has its own, so that few query heads meet them, lie dimension by dimension, which
-    is twice as fast on XLA:CPU, and so do codes, as their kernel has it.
+    Float keys that all query heads share (F = 1) are stored token by token, so that scoring is a product of two
+    matrices. Keys of separate heads, which few query heads share, are stored dimension by dimension, which is twice as
+    fast on XLA:CPU. So are codes, as their kernel requires.
     """
 
     adapter: Float[Array, "*B K D r"]  # A_k
-    key: Num[Array, "*B F N X"] | Num[Array, "*B F X N"]  # K_lr of stored tokens, in their order; N = NB * C; bytes X
+    key: Num[Array, "*B F N X"] | Num[Array, "*B F X N"]  # K_lr of stored tokens, in order; N = NB * C; X: r, or bytes
     stored: Int32[Array, "*B"]  # tokens in groups
-    scale: Float[Array, "*B F r"] | None = None  # what keys are multiples of, as integers; None = floats, and X = r
-    centre: Float[Array, "*B F r"] | None = None  # of keys in few bits: the prompt's mean, which is not in their codes
+    scale: Float[Array, "*B F r"] | None = None  # step of each dimension's codes; None = keys are floats
+    centre: Float[Array, "*B F r"] | None = None  # of coded keys: mean of the prompt's, subtracted before coding
 
     @property
     def together(self) -> bool:
-        """F = 1."""
+        """Whether a token has one projection for all heads (F = 1)."""
         return self.key.shape[-3] == 1
 
     @property
     def by_token(self) -> bool:
-        """Whether keys lie token by token."""
+        """Whether keys are stored token by token."""
         return self.together and self.scale is None
 
     @property
     def tokens(self) -> int:
-        """N."""
+        """N, the tokens that there is room for."""
         return self.key.shape[-2 if self.by_token else -1]
 
     @property
     def bits(self) -> int:
-        """Of each number of a key that is codes."""
+        """Bits of each number of a coded key."""
         return 8 * self.key.shape[-2] // self.adapter.shape[-1]
 
 
 @dataclasses.dataclass(frozen=True)
 class LowRankMethod(Method):
-    """Groups of consecutive tokens, selected by their predicted attention.
+    """Base of the methods that select groups of consecutive tokens by low-rank key scores.
 
-    A group that is still being filled belongs to the recent tokens: it comes first in every selection, so that it stays
-    in memory and is attended until it is complete. Together with the window this is KVSwap's rolling buffer. Its rows
-    are appended in place, and the store writes them behind, so no row has to be held back and moved later.
+    A group that is still being filled belongs to the recent tokens: it comes first in every selection, so it stays in
+    memory and is attended until it is complete. Together with the window this is KVSwap's rolling buffer. Its rows are
+    appended in place, and the store writes them in the background, so no row has to be held and moved later.
 
     Attributes:
       group: G, tokens of a group, the unit of selection and of reading.
-      shared: one score per token, over the query heads of all KV heads, so that all heads fetch the same groups; if
-        not, each KV head selects for itself.
-      rolling_buffer: whether tokens of an unfinished group are attended. Only to measure what that is worth: without it
-        the newest tokens beyond the window are missing until their group is complete.
-      bits: of each number of a compressed key: 32, floats, or 8, 4 or 2, with one centre and scale per dimension, the
-        prompt's.
-        No paper has it. With 4 bits, eight times as many dimensions take as much memory. Queries have 8 bits then.
+      shared: whether a token has one score over the query heads of all KV heads, so that all heads fetch the same
+        groups; if not, each KV head selects for itself.
+      rolling_buffer: whether tokens of an unfinished group are attended. Turning it off only serves to measure its
+        worth: the newest tokens beyond the window are then missing until their group is complete.
+      bits: bits of each number of a compressed key: 32 (floats), or 8, 4 or 2 with one centre and scale per dimension,
+        learned from the prompt, and queries of 8 bits. Not in the papers. With 4 bits, eight times as many dimensions
+        take the memory of floats.
+
+    Raises:
+      ConfigError: `bits` is not supported.
     """
 
     aggregation: str = "softmax_mean"
@@ -97,7 +100,7 @@ class LowRankMethod(Method):
 
     @property
     def head_shared(self) -> bool:  # type: ignore[override]  # of the class elsewhere, of its settings here
-        """Whether KV heads depend on each other: by one selection, or by one projection of their keys."""
+        """Whether KV heads depend on each other: by a shared selection, or by a joint projection of their keys."""
         return self.shared or self.joint
 
     @property
@@ -107,8 +110,8 @@ class LowRankMethod(Method):
 
     @property
     def one_query(self) -> bool:
-        """Whether one product scores a token for all heads: the mean of raw products with many queries is the product
-        with their mean."""
+        """Whether one product scores a token for all heads, because the mean of raw products with many queries is the
+        product with their mean."""
         return self.shared and self.aggregation == "mean"
 
     @property
@@ -118,7 +121,7 @@ class LowRankMethod(Method):
 
     @property
     def selects_together(self) -> bool:
-        # Codes become floats first where there is no kernel, which are many.
+        # Without the kernel, codes are converted to floats first, which take a lot of memory.
         return self.one_query if self.bits == _FLOAT else kernels.COMPILED and (self.one_query or self.scores_shares)
 
     @property
@@ -128,10 +131,10 @@ class LowRankMethod(Method):
 
     @abc.abstractmethod
     def adapter(self, spec: Spec, index: CompressedKeys, context: Context) -> Float[Array, "K D r"]:
-        """A_k of a prompt."""
+        """Returns A_k for a prompt."""
 
     def empty(self, spec: Spec, adapter: Float[Array, "K D r"]) -> CompressedKeys:
-        """An index without tokens."""
+        """Returns an index without tokens."""
         shape = (1 if self.joint else spec.kv_heads, spec.num_blocks * spec.block_rows, adapter.shape[-1])
         key, scale, centre = jnp.zeros(shape, jnp.float32), None, None
         if self.bits != _FLOAT:
@@ -145,11 +148,11 @@ class LowRankMethod(Method):
         return in_pages(capacity, self.group, rows)
 
     def stored_tokens(self, length: int) -> int:
-        """Tokens in groups after `length` tokens: all but sinks and window, whose newest comes with the next step."""
+        """Returns the tokens that are in groups after `length` tokens: all but the sinks and the W - 1 newest ones."""
         return max(0, length - self.sinks - (self.window - 1))
 
     def complete_groups(self, length: int) -> int:
-        """How many groups of one head are full after `length` tokens."""
+        """Returns the number of full groups of one head after `length` tokens."""
         return self.stored_tokens(length) // self.group
 
     def least_prompt(self, spec):
@@ -170,9 +173,9 @@ class LowRankMethod(Method):
 
     def select(self, spec, index, view, q):
         hides = spec.sliding is not None
-        seen = jnp.repeat(view.count[0] > 0, spec.block_rows) if hides else None  # counts are alike in all heads
+        seen = jnp.repeat(view.count[0] > 0, spec.block_rows) if hides else None  # counts are the same in all heads
         best = jnp.max(self._importance(index, q, seen).reshape(-1, spec.num_blocks, spec.block_rows), axis=-1)
-        count = view.count[: best.shape[0]]  # alike in all heads
+        count = view.count[: best.shape[0]]  # the same in all heads
         occupied, unfinished = count > 0, (count > 0) & (count < spec.block_rows)
         score = jnp.where(unfinished, jnp.inf, best)
         offered = occupied if self.rolling_buffer else occupied & ~unfinished
@@ -182,7 +185,13 @@ class LowRankMethod(Method):
     def _importance(
         self, index: CompressedKeys, q: Float[Array, "K G D"], seen: Bool[Array, "N"] | None = None
     ) -> Float[Array, "S N"]:
-        """Every token's score, for all heads (S = 1) or for each KV head; `seen`: which a sliding window leaves."""
+        """Returns every token's score, for all heads (S = 1) or for each KV head (S = K).
+
+        Args:
+          index: compressed keys.
+          q: queries.
+          seen: tokens inside the model's sliding window; None = all.
+        """
         low, heads = project_mean(index, q) if self.one_query else project(index, q), 1 if self.shared else len(q)
         if self.scores_shares and seen is None:
             return predict_shares(index, low, heads)
@@ -201,13 +210,13 @@ class LowRankMethod(Method):
 
     def append(self, spec, index, view, evicted):
         placement = in_token_order(spec, evicted)
-        at = jnp.where(evicted.valid, index.stored, index.tokens)
-        key = store(index, compress(index, evicted.key[:, None]), at[None])
+        token = jnp.where(evicted.valid, index.stored, index.tokens)
+        key = store(index, compress(index, evicted.key[:, None]), token[None])
         return dataclasses.replace(index, key=key, stored=index.stored + evicted.valid), placement
 
 
 def compress(index: CompressedKeys, key: Float[Array, "K T D"]) -> Float[Array, "F T r"]:
-    """K_lr = Flatten(K) A, or K_k A_k of each head."""
+    """Returns the projected keys: K_lr = Flatten(K) A (F = 1), or K_k A_k of each head (F = K)."""
     key = key.astype(jnp.float32)
     if index.together:
         return jnp.einsum("ktd,kdr->tr", key, index.adapter)[None]
@@ -215,7 +224,13 @@ def compress(index: CompressedKeys, key: Float[Array, "K T D"]) -> Float[Array, 
 
 
 def store(index: CompressedKeys, low: Float[Array, "F T r"], at: Int32[Array, "T"]) -> Num[Array, "F _ _"]:
-    """The compressed keys with more of them at the given places; place N = nowhere."""
+    """Returns the compressed keys with new ones written.
+
+    Args:
+      index: compressed keys.
+      low: projected keys (`compress`).
+      at: token number of each key, counted through the groups; N drops a key.
+    """
     if index.scale is not None:
         low = low if index.centre is None else low - index.centre[:, None]
         coded = jax.vmap(lambda low, scale: lowbit.quantise(low, scale, index.bits))(low, index.scale)
@@ -226,12 +241,12 @@ def store(index: CompressedKeys, low: Float[Array, "F T r"], at: Int32[Array, "T
 
 
 def project(index: CompressedKeys, q: Float[Array, "K G D"]) -> Float[Array, "K G r"]:
-    """Q_h A_g(h) of every query head h, scaled."""
+    """Returns Q_h A_g(h) of every query head h, scaled by 1 / sqrt(D)."""
     return jnp.einsum("kgd,kdr->kgr", q, index.adapter) * q.shape[-1] ** -0.5
 
 
 def project_mean(index: CompressedKeys, q: Float[Array, "K G D"]) -> Float[Array, "#K 1 r"]:
-    """The mean of `project` over the query heads that meet the same keys: all of them, or those of each KV head."""
+    """Returns the mean of `project` over the query heads that share keys: all of them, or those of each KV head."""
     mean = jnp.mean(q.astype(jnp.float32), axis=1) * q.shape[-1] ** -0.5
     if index.together:
         return jnp.einsum("kd,kdr->r", mean, index.adapter)[None, None] / len(q)
@@ -239,43 +254,66 @@ def project_mean(index: CompressedKeys, q: Float[Array, "K G D"]) -> Float[Array
 
 
 def predict_by_token(index: CompressedKeys, low: Float[Array, "#K #G r"]) -> Float[Array, "1 N Q"]:
-    """Eq. 1 of KVSwap: (Q_h A_g(h)) K_lr^T for every projected query, of keys that lie token by token; of all heads,
-    Q = K * G. A token that is not stored has NEGATIVE, here and below."""
-    # Keys as the left operand: XLA:CPU then reads them in place.
+    """Returns Eq. 1 of KVSwap, (Q_h A_g(h)) K_lr^T, for keys that are stored token by token.
+
+    Args:
+      index: keys of F = 1.
+      low: projected queries (`project`, `project_mean`).
+
+    Returns:
+      Scores for the Q queries of all heads; NEGATIVE for tokens that are not stored, as in the functions below.
+    """
+    # Keys are the left operand, because XLA:CPU then reads them in place.
     low = low.reshape(1, -1, index.adapter.shape[-1])
     scores = jnp.einsum("fnr,fqr->fnq", index.key, low, preferred_element_type=jnp.float32)
     return jnp.where(jnp.arange(index.tokens, dtype=jnp.int32)[:, None] < index.stored, scores, NEGATIVE)
 
 
 def predict_by_dimension(index: CompressedKeys, low: Float[Array, "#K #G r"]) -> Float[Array, "F Q N"]:
-    """The same of keys that lie dimension by dimension; of all heads, or of each KV head."""
+    """Returns Eq. 1 of KVSwap for keys that are stored dimension by dimension, over all heads or for each KV head."""
     low = low.reshape(index.key.shape[0], -1, index.adapter.shape[-1])
     if index.scale is not None:
-        found = lowbit.products(index.key, low * index.scale[:, None], index.stored, index.bits)
-        return found if index.centre is None else found + jnp.sum(low * index.centre[:, None], axis=-1)[..., None]
+        coded = lowbit.products(index.key, low * index.scale[:, None], index.stored, index.bits)
+        return coded if index.centre is None else coded + jnp.sum(low * index.centre[:, None], axis=-1)[..., None]
     scores = jnp.einsum("krn,kgr->kgn", index.key, low, preferred_element_type=jnp.float32)
     return jnp.where(jnp.arange(index.tokens, dtype=jnp.int32) < index.stored, scores, NEGATIVE)
 
 
 def predict_shares(index: CompressedKeys, low: Float[Array, "K G r"], groups: int) -> Float[Array, "groups N"]:
-    """The mean of the softmaxes of `predict_by_dimension` over all query heads, or over those of each KV head that has
-    codes of its own, without scores in between; to each query's softmax the centre is a constant."""
+    """Returns the mean over query heads of the softmax of `predict_by_dimension`, for coded keys, in one pass.
+
+    The centre is left out, as it adds a constant to each query's scores, which does not change its softmax.
+
+    Args:
+      index: coded keys.
+      low: projected queries (`project`).
+      groups: 1 = mean over all query heads, K = over those of each KV head.
+    """
     low = low.reshape(index.key.shape[0], -1, index.adapter.shape[-1]) * index.scale[:, None]  # type: ignore[index]
     return lowbit.softmax_mean(index.key, low, index.stored, index.bits, groups)
 
 
 def predict_mean(index: CompressedKeys, low: Float[Array, "#K 1 r"]) -> Float[Array, "1 N"]:
-    """The mean of `predict_by_dimension` over KV heads: one product of all heads' dimensions."""
+    """Returns the mean of `predict_by_dimension` over KV heads, by one product over the dimensions of all heads."""
     q, key = low.reshape(1, 1, -1) / len(low), index.key.reshape(1, -1, index.tokens)
     if index.scale is not None:
-        found = lowbit.products(key, q * index.scale.reshape(1, 1, -1), index.stored, index.bits)[0]
-        return found if index.centre is None else found + jnp.sum(q * index.centre.reshape(1, 1, -1))
+        coded = lowbit.products(key, q * index.scale.reshape(1, 1, -1), index.stored, index.bits)[0]
+        return coded if index.centre is None else coded + jnp.sum(q * index.centre.reshape(1, 1, -1))
     scores = jnp.einsum("xn,x->n", key[0], q.reshape(-1), preferred_element_type=jnp.float32)
     return jnp.where(jnp.arange(index.tokens, dtype=jnp.int32) < index.stored, scores, NEGATIVE)[None]
 
 
 def aggregate_where_they_lie(scores: Float[Array, "F N Q"], rule: str) -> Float[Array, "F N"]:
-    """`kvjax.ops.topk.aggregate` of scores that lie token by token; of many queries the faster way round on XLA:CPU."""
+    """Returns `kvjax.ops.topk.aggregate` of scores stored token by token, the faster layout for many queries on
+    XLA:CPU.
+
+    Args:
+      scores: [F, N, Q], scores of each token for each query.
+      rule: one of `kvjax.ops.topk.AGGREGATIONS`.
+
+    Returns:
+      [F, N].
+    """
     if not rule.startswith("softmax"):
         return jnp.mean(scores, axis=-1) if rule.endswith("mean") else jnp.max(scores, axis=-1)
     weight = computed_once(jnp.exp(scores - jnp.max(scores, axis=1, keepdims=True)))
@@ -288,7 +326,17 @@ def aggregate_where_they_lie(scores: Float[Array, "F N Q"], rule: str) -> Float[
 def leading_directions(
     key: Float[Array, "K T D"], valid: Bool[Array, "T"], rank: int, joint: bool
 ) -> Float[Array, "K D r"]:
-    """The `rank` leading right singular vectors of the valid keys: of all heads together, or of each head."""
+    """Returns the leading right singular vectors of the valid keys.
+
+    Args:
+      key: [K, T, D], keys of a prompt.
+      valid: bool[T], keys that count.
+      rank: r, number of directions.
+      joint: whether the keys of all heads are decomposed together, or each head's separately.
+
+    Returns:
+      float32[K, D, r], the largest singular value first.
+    """
     key = jnp.where(valid[:, None], key.astype(jnp.float32), 0.0)
     leading = functools.partial(_leading, rank=rank)
     if joint:
@@ -298,18 +346,18 @@ def leading_directions(
 
 def _leading(rows: Float[Array, "T N"], rank: int) -> Float[Array, "N r"]:
     gram, spread = rows.T @ rows, _spread(rows.shape[1])
-    # Directions that the rows, where they are few, say nothing of come from noise that is too small to change others.
+    # Few rows leave some directions undetermined. Noise decides those, and is too small to change the others.
     noise = jnp.maximum(1e-6 * jnp.trace(gram) / rows.shape[1], 1e-12)
     return jnp.linalg.eigh(gram + noise * spread)[1][:, ::-1][:, :rank]
 
 
 def unknown_directions(heads: int, head_dim: int, rank: int, joint: bool) -> Float[Array, "K D r"]:
-    """`leading_directions` of no key at all: random ones, which favour no head and no dimension."""
+    """Returns `leading_directions` of no keys: random directions, which favour no head and no dimension."""
     return leading_directions(jnp.zeros((heads, 1, head_dim), jnp.float32), jnp.zeros(1, bool), rank, joint)
 
 
 @functools.cache
 def _spread(size: int) -> np.ndarray:
-    """A matrix `[size, size]` of distinct eigenvalues in [1, 2] and random eigenvectors."""
+    """Returns a matrix `[size, size]` with distinct eigenvalues in [1, 2] and random eigenvectors."""
     basis = np.linalg.qr(np.random.default_rng(0).normal(size=(size, size)))[0]
     return (basis * np.linspace(1, 2, size) @ basis.T).astype(np.float32)
