@@ -1,10 +1,10 @@
-"""Multi-level Dynamic Continuous Indexing (IceCache): search for the keys with the largest inner products.
+"""Multi-level Dynamic Continuous Indexing (IceCache, Algorithms 1 to 4): search for the largest inner products.
 
     tree, page, row = dci.build(shape, seed, key, valid, level)  # all points at once
     tree, page, row = dci.insert(shape, search, tree, key, level, valid)
     found = dci.query(shape, search, tree, dci.transform_query(q))
 
-Functions take the keys of one head; map them over heads. Every array has a fixed shape.
+Functions take the keys of one head and are mapped over heads. Every array has a fixed shape.
 """
 
 from kvjax.methods.dci.construction import build

@@ -1,7 +1,8 @@
-"""All points at once (IceCache, Algorithm 2): parents level by level, then every node into consecutive pages.
+"""Construction of a tree from all points at once (IceCache, Algorithm 2).
 
-The parent of a point is its exact nearest neighbour one level up, found by blocked matrix products. The paper uses its
-own search here; for the lengths of a prompt on this machine the products are as fast, and nothing is approximated.
+Parents are found level by level, then every node is stored in consecutive pages. The parent of a point is its exact
+nearest neighbour one level up, found by blocked matrix products. The paper uses its own search here; at the lengths of
+prompts on a CPU the products are as fast, and exact.
 """
 
 import dataclasses
@@ -18,19 +19,25 @@ from kvjax.ops.barriers import computed_once
 from kvjax.ops.indexing import first
 from kvjax.typing import Array, Bool, Float, Int32, PRNGKey
 
-_PRODUCTS = 1 << 20  # inner products at once: as many as stay in the processor's cache
-_CANDIDATES = 1 << 12  # of so many points at most, that these stay there, too
+_PRODUCTS = 1 << 20  # inner products at once, so that they stay in the processor's cache
+_CANDIDATES = 1 << 12  # most candidates at once, so that they stay there as well
 
 
 def build(
     shape: Shape, seed: PRNGKey, key: Float[Array, "T D"], valid: Bool[Array, "T"], level: Int32[Array, "T"]
 ) -> tuple[Tree, Int32[Array, "T"], Int32[Array, "T"]]:
-    """A tree of the valid keys, and the page and row of each (page NB for the others).
+    """Builds a tree of the valid keys.
 
     Args:
-      seed: of the directions.
-      level: of each point (`draw_levels`). Empty levels are removed, and a level that has by far more points than its
-        share of T is cut to it.
+      shape: static sizes of the tree.
+      seed: key of the directions.
+      key: float32[T, D], keys of one head.
+      valid: bool[T], keys that are stored.
+      level: int32[T], drawn level of each point (`draw_levels`). Empty levels are removed, and a level with far more
+        points than its share of T is cut to its room (`room_of_level`).
+
+    Returns:
+      The tree, and the page and row of each key; page NB for keys that are not valid.
     """
     tree = empty_tree(shape, seed)
     squared = jnp.where(valid, jnp.sum(jnp.square(key), axis=-1), 0.0)
@@ -54,7 +61,8 @@ def build(
 
 
 def _limited(shape: Shape, level, valid):
-    """Level of each point and its rank in it; points beyond the room of a level are moved to the bottom, unranked."""
+    """Returns the level of each point and its rank in it; points beyond the room of a level move to the bottom,
+    unranked."""
     total, numbers = level.shape[0], range(1, shape.levels + 1)
     rooms = jnp.array([room_of_level(total, shape.ratio, number) for number in numbers], jnp.int32)
     same = (level[:, None] == jnp.arange(1, shape.levels + 1, dtype=jnp.int32)) & valid[:, None]
@@ -64,15 +72,15 @@ def _limited(shape: Shape, level, valid):
 
 
 def _without_gaps(shape: Shape, level):
-    """Levels renumbered so that none below the top one is empty; 0 stays 0."""
+    """Renumbers levels so that none below the top one is empty; 0 stays 0."""
     present = jnp.any(level[:, None] == jnp.arange(1, shape.levels + 1, dtype=jnp.int32), axis=0)
     return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(present, dtype=jnp.int32)])[level]
 
 
 def _parents(shape: Shape, key, last, level, rank) -> Int32[Array, "T"]:
-    """The nearest point one level up, as its number in the prompt; T = the root."""
+    """Returns the nearest point one level up, as its number in the prompt; T = the root."""
     total = key.shape[0]
-    point = jnp.concatenate([key, last[:, None]], axis=-1)  # c T_K(k): all of one length, so nearest = largest product
+    point = jnp.concatenate([key, last[:, None]], axis=-1)  # c T_K(k): all of one norm, so nearest = largest product
     number = jnp.arange(total, dtype=jnp.int32)
     below = jnp.where(level == 1, number, total)
     parent = jnp.full(total, total, jnp.int32)
@@ -85,7 +93,7 @@ def _parents(shape: Shape, key, last, level, rank) -> Int32[Array, "T"]:
 
 
 def _far(shape: Shape, key, last, level, parent) -> Float[Array, "L1"]:
-    """From where on a point has no parent near, of levels 2, 3, ..."""
+    """Returns the far distance of levels 2, 3, ... (`far_from_parents`)."""
     total = key.shape[0]
     own = jnp.minimum(parent, total - 1)
     distance = jnp.sum(jnp.square(key - key[own]), axis=-1) + jnp.square(last - last[own])
@@ -93,7 +101,7 @@ def _far(shape: Shape, key, last, level, parent) -> Float[Array, "L1"]:
 
 
 def _nearest(point, below, above):
-    """For each point numbered in `below` the one of `above` with the largest product; T where `above` has none."""
+    """Returns for each point in `below` the point of `above` with the largest product; T if `above` is empty."""
     total, (size,) = point.shape[0], below.shape
     width = min(above.shape[0], _CANDIDATES)
     rows = min(_PRODUCTS // width, size)
@@ -102,37 +110,39 @@ def _nearest(point, below, above):
     def chunk(numbers):
         mine = point[jnp.minimum(numbers, total - 1)]
         none = jnp.full(rows, -jnp.inf, jnp.float32), jnp.full(rows, total, jnp.int32)
-        return jax.lax.scan(lambda best, some: (_better(point, mine, best, some), None), none, blocks)[0][1]
+        return jax.lax.scan(lambda best, block: (_better(point, mine, best, block), None), none, blocks)[0][1]
 
     padded = jnp.pad(below, (0, -size % rows)).reshape(-1, rows)
     return jax.lax.map(chunk, padded).reshape(-1)[:size]
 
 
-def _better(point, mine, best, some):
-    """The largest product of each of `mine` and its point, of those before and of the points numbered in `some`."""
+def _better(point, mine, best, candidates):
+    """Updates the largest product of each point of `mine`, and its partner, by those with the candidates."""
     total = point.shape[0]
-    product = mine @ point[jnp.minimum(some, total - 1)].T
-    product = computed_once(jnp.where(some < total, product, -jnp.inf))
+    product = mine @ point[jnp.minimum(candidates, total - 1)].T
+    product = computed_once(jnp.where(candidates < total, product, -jnp.inf))
     top = jnp.max(product, axis=-1)
-    nearest = some[jax.vmap(first)(product == top[:, None])]
+    nearest = candidates[jax.vmap(first)(product == top[:, None])]
     return jnp.maximum(top, best[0]), jnp.where(top > best[0], nearest, best[1])
 
 
 def _pages(shape: Shape, parent, level, valid):
-    """Page and row of every point, nodes in consecutive pages, the root's first and those of lower levels later.
+    """Returns the page and row of every point, and the number of strays: nodes are in consecutive pages, the root's
+    first, then those of lower levels.
 
-    Points for which no page is left fill free rows of any, and are counted. They are of the bottom, so that no node
-    hangs under one of them, as long as there are pages for all that is above it: else what hangs there is not found.
+    Points for which no page is left fill free rows of any page and are counted as strays. As long as there are pages
+    for all levels above the bottom, strays are bottom points, and no node is under one; the points of a node under a
+    stray would not be found.
     """
     total = parent.shape[0]
     first = jnp.argsort(-level, stable=True).astype(jnp.int32)
-    turn = jnp.zeros(total + 1, jnp.int32).at[first].set(jnp.arange(1, total + 1, dtype=jnp.int32))  # root: 0
-    owner = jnp.where(valid, turn[parent], total + 1)
+    rank = jnp.zeros(total + 1, jnp.int32).at[first].set(jnp.arange(1, total + 1, dtype=jnp.int32))  # root: 0
+    owner = jnp.where(valid, rank[parent], total + 1)
     return kmeans.pack(owner, valid, total + 1, shape.rows, shape.pages)
 
 
 def _chains(shape: Shape, tree: Tree, parent, page, row) -> Tree:
-    """Links the pages of each node, last page first, and hangs them under their parents."""
+    """Links the pages of each node, last page first, and attaches them to their parents."""
     total, none = parent.shape[0], shape.pages
     opener = jnp.where(row == 0, page, none)  # the first point of a page belongs to the page's node
     owner = jnp.full(none, total + 1, jnp.int32).at[opener].set(parent, mode="drop")

@@ -1,7 +1,7 @@
-"""One new point: its parent by search, its place in the first page of the parent's node (IceCache, Algorithm 1).
+"""Insertion of a point: its parent by search, its row in the first page of the parent's node (IceCache, Algorithm 1).
 
-A point stays under the parent it was given: one that is promoted later, and nearer, gets later points only. So points
-are promoted where parents are missing (`kvjax.methods.dci.promotion`).
+A point stays under its first parent. A nearer parent that is promoted later only gets later points, so points are
+promoted where parents are missing (`kvjax.methods.dci.promotion`).
 """
 
 import dataclasses
@@ -21,14 +21,22 @@ from kvjax.typing import Array, Bool, Float, Int32
 def insert(
     shape: Shape, search: Search, tree: Tree, key: Float[Array, "D"], level: Int32[Array, ""], valid: Bool[Array, ""]
 ) -> tuple[Tree, Int32[Array, ""], Int32[Array, ""]]:
-    """The tree with a key at its level, and the page and row it went to (page NB where not `valid`).
+    """Inserts a key into the tree.
 
-    A level above the top one makes the tree one level higher: the new point becomes the only one of the new top level,
-    and the old root node its node. The tree must have a free row.
+    A level above the top one makes the tree one level higher: the new point becomes the only point of the new top
+    level, with the old root node as its node. The tree must have a free row.
 
     Args:
-      level: as drawn (`draw_levels`): a search opens no more pages of a level than such points fill. The new point or a
-        later one gets to it (`kvjax.methods.dci.promotion`).
+      shape: static sizes of the tree.
+      search: how much of the tree is searched for the parent.
+      tree: the tree of one head.
+      key: float32[D].
+      level: a drawn level (`draw_levels`), because a search opens no more pages of a level than drawn points fill. The
+        new point or a later one is promoted to it (`kvjax.methods.dci.promotion`).
+      valid: whether there is a key; if not, the tree does not change.
+
+    Returns:
+      The tree, and the page and row of the key; page NB if not `valid`.
     """
     squared = jnp.sum(jnp.square(key))
     tree = dataclasses.replace(tree, radius=jnp.where(valid, jnp.maximum(tree.radius, squared), tree.radius))
@@ -38,7 +46,7 @@ def insert(
     parent = jnp.where(level < tree.height, nearest[jnp.minimum(level, shape.levels - 1) - 1], shape.points)
     head = tree.child.reshape(-1).at[parent].get(mode="fill", fill_value=shape.pages)
     head = jnp.where(parent == shape.points, tree.root, head)
-    head = jnp.where(grows, shape.pages, head)  # a new chain
+    head = jnp.where(grows, shape.pages, head)  # no chain to prepend to
     tree, page, row, opens = _take_row(shape, tree, head, valid)
     tree = _chain(shape, tree, jnp.where(opens, page, shape.pages), head, parent, grows)
     child = jnp.where(grows, tree.root, shape.pages)
@@ -53,7 +61,10 @@ def insert(
 def put_aside(
     shape: Shape, tree: Tree, key: Float[Array, "D"], valid: Bool[Array, ""]
 ) -> tuple[Tree, Int32[Array, ""], Int32[Array, ""]]:
-    """`insert` into no node: keys fill pages of their own, one after the other, that no search opens."""
+    """Stores a key outside all nodes, in pages that no search opens and that are filled one after the other.
+
+    Arguments and result are those of `insert`.
+    """
     last = jnp.maximum(tree.used - 1, 0)
     head = jnp.where((tree.used > 0) & (tree.length[last] == 0), last, shape.pages)
     tree, page, row, _ = _take_row(shape, tree, head, valid)
@@ -61,8 +72,8 @@ def put_aside(
 
 
 def _take_row(shape: Shape, tree: Tree, head, valid):
-    """Page and row for a key, if it is valid, and whether it opens the page: `head` if there is room, else a new page,
-    else any with a free row, where it strays."""
+    """Returns the tree, a page and row for a valid key, and whether the page is new: `head` if it has room, else a new
+    page, else any page with a free row, which counts as a stray."""
     room = tree.count.at[head].get(mode="fill", fill_value=shape.rows) < shape.rows
     opens = valid & ~room & (tree.used < shape.pages)
     stray = valid & ~room & ~opens
@@ -73,28 +84,31 @@ def _take_row(shape: Shape, tree: Tree, head, valid):
 
 
 def _nearest(shape: Shape, search: Search, tree: Tree, key) -> tuple[Int32[Array, "L1"], Float[Array, "L1"]]:
-    """The nearest points of levels 2, 3, ... (line 34: QUERY with k = 1), and how far they are, squared."""
+    """Returns the nearest points of levels 2, 3, ... (line 34: QUERY with k = 1), and their squared distances."""
     points, scores = [], []
-    for _, found in descend(shape, search, tree, transform_key(key[None], tree.radius), bottom=2):
-        score = found.score.reshape(-1)
+    for _, opened in descend(shape, search, tree, transform_key(key[None], tree.radius), bottom=2):
+        score = opened.score.reshape(-1)
         scores.append(jnp.max(score))
         best = first(score == scores[-1])
-        points.append(found.page[best // shape.rows] * shape.rows + best % shape.rows)
+        points.append(opened.page[best // shape.rows] * shape.rows + best % shape.rows)
     distance = 2 * (tree.radius - jnp.sqrt(tree.radius) * jnp.stack(scores[::-1]))
     return jnp.stack(points[::-1]), jnp.maximum(distance, 0.0)
 
 
 def _any_room(shape: Shape, tree: Tree, wanted) -> Int32[Array, ""]:
-    """The first page with a free row, if it is `wanted`: a loop of at most one turn, as under `vmap` a `cond` would
-    look at all pages every time. `page` is -1 in that turn, and in the comparison lest XLA look before the loop."""
+    """Returns the first page with a free row if it is `wanted`, else -1.
+
+    This is a loop of at most one iteration, because under `vmap` a `cond` would look at all pages every time. The
+    comparison depends on `page` (-1 in that iteration), so that XLA does not move it out of the loop.
+    """
     return jax.lax.while_loop(
         lambda page: wanted & (page < 0), lambda page: first(tree.count < shape.rows + 1 + page), jnp.int32(-1)
     )
 
 
 def _turn(shape: Shape, tree: Tree, due) -> Tree:
-    """Directions adapted to all keys, if `due`: when pages in use have doubled, so that it costs a constant per insert.
-    A loop of at most one turn, as in `_any_room`."""
+    """Adapts the directions to all keys if `due`, i.e. whenever the pages in use have doubled, which is a constant cost
+    per insert. A loop of at most one iteration, as in `_any_room`."""
     if not shape.projections:
         return tree
 
@@ -111,12 +125,12 @@ def _turn(shape: Shape, tree: Tree, due) -> Tree:
 
 
 def _chain(shape: Shape, tree: Tree, page, first, parent, grows) -> Tree:
-    """Puts a new page (NB = none) in front of a node's chain that begins with page `first`."""
+    """Puts a new page (NB = none) in front of the node's chain that begins with page `first`."""
     behind = tree.length.at[first].get(mode="fill", fill_value=0)
     owner = jnp.where((page < shape.pages) & ~grows, parent, shape.points)
     child = tree.child.reshape(-1).at[owner].set(page, mode="drop").reshape(tree.child.shape)
     further = [first]
-    for table in tree.jump[:-1]:  # 2^(j + 1) pages along are 2^j, twice
+    for table in tree.jump[:-1]:  # 2^(j + 1) pages further: twice 2^j
         further.append(table.at[further[-1]].get(mode="fill", fill_value=shape.pages))
     return dataclasses.replace(
         tree, jump=tree.jump.at[:, page].set(jnp.stack(further), mode="drop"), child=child,
@@ -125,12 +139,12 @@ def _chain(shape: Shape, tree: Tree, page, first, parent, grows) -> Tree:
 
 
 def _write(tree: Tree, page, row, key, squared, child) -> Tree:
-    """Enters a point; page NB enters nothing."""
+    """Writes a point; page NB writes nothing."""
     return dataclasses.replace(
         tree,
         key=tree.key.at[page, row].set(key, mode="drop"),
         squared=tree.squared.at[page, row].set(squared, mode="drop"),
         projected=tree.projected.at[page, row].set(key @ tree.directions[:-1], mode="drop"),
         child=tree.child.at[page, row].set(child, mode="drop"),
-        count=tree.count.at[page].set(row + 1, mode="drop"),  # not add(1): what follows from the read is in place
+        count=tree.count.at[page].set(row + 1, mode="drop"),  # set, not add(1): XLA then updates it in place
     )

@@ -1,9 +1,9 @@
 """Prioritised DCI (Li and Malik, 2017): lower bounds of distances from projections decide which points are visited.
 
-The projection of a distance on a direction is never longer than the distance. One composite index of P orthonormal
-directions is kept, and its P bounds are aggregated as the root of their sum of squares, which is a bound as well and
-a tighter one than their maximum. Where the paper pops points off a priority queue, here the bounds of all points of the
-opened nodes are computed at once and the smallest are taken, which a vector machine does better.
+The projection of a distance on a direction is never longer than the distance. There is one composite index of P
+orthonormal directions, whose P bounds are aggregated as the root of their sum of squares; this is a lower bound as
+well, and tighter than their maximum. The paper pops points off a priority queue. Here the bounds of all points of the
+opened nodes are computed at once and the smallest are taken, which suits vector units better.
 """
 
 import jax
@@ -13,17 +13,23 @@ from kvjax.typing import Array, Bool, Float, Int32, PRNGKey
 
 
 def random_directions(seed: PRNGKey, size: int, count: int) -> Float[Array, "D1 P"]:
-    """`count` orthonormal directions in `size` dimensions, uniformly at random."""
+    """Returns P = `count` orthonormal directions in `size` dimensions, uniformly at random."""
     return jnp.linalg.qr(jax.random.normal(seed, (size, count), jnp.float32))[0]
 
 
 def adapted_directions(
     start: Float[Array, "D1 P"], points: Float[Array, "T D1"], valid: Bool[Array, "T"]
 ) -> Float[Array, "D1 P"]:
-    """Orthonormal directions turned from `start` to where the points spread: range finder with one power step.
+    """Returns orthonormal directions rotated from `start` to the spread of the points.
 
-    Halko, Martinsson and Tropp (2011), Algorithm 4.3 on the points' second moments. Keys of attention heads fill
-    few of their dimensions, so that bounds from such directions are far tighter than from uniform ones.
+    This is a range finder with one power step: Halko, Martinsson and Tropp (2011), Algorithm 4.3, on the points' second
+    moments. Keys of attention heads fill few of their dimensions, so bounds from these directions are far tighter than
+    from uniform ones.
+
+    Args:
+      start: [D + 1, P], orthonormal directions.
+      points: [T, D + 1].
+      valid: bool[T], points that count; without any, `start` is returned.
     """
     points = jnp.where(valid[:, None], points, 0.0)
     moment = points.T @ points / jnp.maximum(jnp.sum(valid, dtype=jnp.int32), 1)
@@ -32,12 +38,12 @@ def adapted_directions(
 
 
 def lower_bounds(projected: Float[Array, "N P"], query: Float[Array, "G P"]) -> Float[Array, "N G"]:
-    """Squared lower bounds of the distances between points and queries, given the projections of both."""
+    """Returns lower bounds of the squared distances between points and queries, given the projections of both."""
     squared = jnp.sum(jnp.square(projected), axis=-1)[:, None] + jnp.sum(jnp.square(query), axis=-1)
     return jnp.maximum(squared - 2 * projected @ query.T, 0.0)
 
 
 def prioritised(bound: Float[Array, "N"], valid: Bool[Array, "N"], count: int) -> Int32[Array, "V"]:
-    """Which `count` points to visit: those with the smallest lower bounds; N where there are fewer valid ones."""
-    best, at = jax.lax.top_k(jnp.where(valid, -bound, -jnp.inf), count)
-    return jnp.where(best > -jnp.inf, at, bound.shape[0]).astype(jnp.int32)
+    """Returns the V = `count` points with the smallest lower bounds; N in place of missing ones if fewer are valid."""
+    best, point = jax.lax.top_k(jnp.where(valid, -bound, -jnp.inf), count)
+    return jnp.where(best > -jnp.inf, point, bound.shape[0]).astype(jnp.int32)
