@@ -1,1 +1,1 @@
-"""Settings fitted to a model or a device before it decodes: adapters, delimiters, KVSwap's tuner."""
+"""Settings fitted to a model or a device before decoding: adapters, delimiter weights, KVSwap's tuner."""

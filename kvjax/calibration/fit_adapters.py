@@ -1,7 +1,7 @@
-"""Adapters by singular value decomposition of the key cache (KVSwap, section 3.2), from its second moments alone.
+"""Adapters by singular value decomposition of the key cache (KVSwap, section 3.2), from second moments alone.
 
-With K_fltn = U diag(S) V^T the right singular vectors V are the eigenvectors of K_fltn^T K_fltn, so the keys
-themselves, one row per token, never have to be in one place.
+With K_fltn = U diag(S) V^T, the right singular vectors V are the eigenvectors of K_fltn^T K_fltn, so the keys of all
+tokens never have to be in memory together.
 """
 
 import numpy as np
@@ -13,19 +13,21 @@ from kvjax.methods.shared.adapters import Adapters
 
 
 def svd(moments: Moments, ratio: int, joint: bool = True) -> Adapters:
-    """The orthonormal adapters from which keys are best reconstructed, at r = H_k d / sigma.
+    """Returns the orthonormal adapters that reconstruct keys best, at r = H_k d / sigma.
 
     Args:
-      ratio: sigma, how many times fewer numbers per token.
-      joint: one adapter over the keys of all heads (the paper's choice); if not, each head has its own d / sigma
-        dimensions, which keeps as many numbers in all.
+      moments: second moments of the model's keys.
+      ratio: sigma, how many times fewer numbers are stored per token.
+      joint: whether one adapter covers the keys of all heads (the paper's choice); if not, each head has its own
+        d / sigma dimensions, which gives the same total of numbers.
 
-    Raises ConfigError where the ratio is no whole number, or leaves no dimension.
+    Raises:
+      ConfigError: the ratio is no positive integer, or leaves no dimension.
     """
     width = moments.gram[0].shape[0]
     size = width if joint else width // moments.heads
     if not _validate.whole(ratio, 1) or ratio > size:
-        raise ConfigError(f"ratio={ratio!r} must be a whole number from 1 to {size}, the dimensions there are")
+        raise ConfigError(f"ratio={ratio!r} must be an integer from 1 to {size}, the number of dimensions")
     rank = size // ratio
     layers = []
     for gram in moments.gram:
@@ -36,18 +38,18 @@ def svd(moments: Moments, ratio: int, joint: bool = True) -> Adapters:
 
 
 def _leading(gram: np.ndarray, rank: int) -> np.ndarray:
-    """The `rank` leading eigenvectors as columns, largest first."""
+    """Returns the `rank` leading eigenvectors as columns, the largest eigenvalue first."""
     return np.linalg.eigh(gram)[1][:, ::-1][:, :rank]
 
 
 def _own_blocks(gram: np.ndarray, heads: int) -> list[np.ndarray]:
-    """Moments `[D, D]` within each head."""
+    """Returns the moments [D, D] within each head."""
     size = gram.shape[0] // heads
     return [gram[i : i + size, i : i + size] for i in range(0, gram.shape[0], size)]
 
 
 def reconstruction_error(moments: Moments, adapters: Adapters) -> list[float]:
-    """||K - K A A^T||^2 / ||K||^2 of each layer, over the keys that the moments were collected from."""
+    """Returns ||K - K A A^T||^2 / ||K||^2 of each layer, over the keys that the moments were collected from."""
     errors = []
     for gram, layer in zip(moments.gram, adapters.layers, strict=True):
         heads, _, rank = layer.shape
@@ -60,6 +62,6 @@ def reconstruction_error(moments: Moments, adapters: Adapters) -> list[float]:
 
 
 def _lost(gram: np.ndarray, basis: np.ndarray) -> float:
-    """tr((I - A A^T) M (I - A A^T)), for any A."""
+    """Returns tr((I - A A^T) M (I - A A^T)); A need not be orthonormal."""
     rest = np.eye(len(gram)) - basis @ basis.T
     return float(np.trace(rest @ gram @ rest.T))

@@ -1,13 +1,21 @@
-"""What a buffer that evicts first what came first reads for recorded needs (KVSwap's reuse buffer), in NumPy.
+"""Simulation of a first-in-first-out buffer (KVSwap's reuse buffer) for recorded needs, in NumPy.
 
-Apart from the code that serves real decoding (`kvjax.cache.residency`), as its oracle and for the tuner.
+The tuner uses it, and it is the test oracle of the code that serves decoding (`kvjax.cache.residency`).
 """
 
 import numpy as np
 
 
 def misses(need: np.ndarray, slots: int) -> np.ndarray:
-    """int64[steps, lanes] blocks that a FIFO buffer per lane reads for need[steps, lanes, M]; -1 = none needed."""
+    """Returns the number of blocks that FIFO buffers read.
+
+    Args:
+      need: int[steps, lanes, M], blocks needed in each step by each lane, which has a buffer of its own; -1 = none.
+      slots: blocks of each buffer.
+
+    Returns:
+      int64[steps, lanes].
+    """
     return np.stack([_lane_misses(need[:, lane], slots) for lane in range(need.shape[1])], axis=1)
 
 
@@ -16,14 +24,15 @@ def _lane_misses(need: np.ndarray, slots: int) -> np.ndarray:
     for step, row in enumerate(need, start=1):
         wanted = row[row >= 0]
         missing = wanted[~np.isin(wanted, block)]
-        # Given away are empty slots, then those filled first, never one that is needed now.
-        turn = np.where(np.isin(block, wanted), 2, np.where(block < 0, 0, 1))
-        taken = np.lexsort((filled, turn))[: len(missing)]
+        # Empty slots are taken first, then those filled first, and none whose block is needed now.
+        rank = np.where(np.isin(block, wanted), 2, np.where(block < 0, 0, 1))
+        taken = np.lexsort((filled, rank))[: len(missing)]
         block[taken], filled[taken] = missing, step
         count.append(len(missing))
     return np.asarray(count)
 
 
 def rate(need: np.ndarray, slots: int, skip: int = 0) -> float:
-    """Share of the needed blocks that are not read, after the first `skip` steps."""
+    """Returns the share of the needed blocks that are not read, after the first `skip` steps; `need` and `slots` as in
+    `misses`."""
     return 1.0 - float(misses(need, slots)[skip:].sum() / max(1, np.count_nonzero(need[skip:] >= 0)))

@@ -1,7 +1,7 @@
-"""What a setting takes on this machine: memory, one layer's reads, one layer's computing, and how often groups recur.
+"""Costs of a setting on this machine: memory, one layer's reads, one layer's computing, and how often groups recur.
 
-All but the last are taken from made-up contents: a layer computes as long on a cache of zeros as on any that has as
-many tokens.
+All but the last are measured with artificial contents, because a layer takes the same time on any cache of the same
+number of tokens.
 """
 
 import dataclasses
@@ -34,34 +34,53 @@ def memory_bytes(
     config: ModelConfig, method: Method, slots: Slots, batch: int, capacity: int, dtype: str = "float32",
     store: Store | None = None,
 ) -> int:
-    """Bytes of everything a cache over a store keeps in memory: index, tables, tail and slots, and the store's own
-    where one is given (`store_bytes`). Allocates nothing."""
+    """Returns the bytes that a cache over a store has in memory, without allocating them.
+
+    Args:
+      config: configuration of the model.
+      method: the method.
+      slots: slots of each layer.
+      batch: number of sequences.
+      capacity: tokens that a sequence may grow to.
+      dtype: type in which keys and values are stored.
+      store: store whose own memory is counted as well (`store_bytes`); None = none.
+
+    Returns:
+      Bytes of index, tables, tail and slots, and of the store.
+    """
     plan = make_plan(config, method, batch, capacity, dtype)
     arrays = bytes_of((outline(plan, len(plan.layers) - 1, True, slots),) * config.num_layers)
     return arrays + store_bytes(store, store_geometry(plan), plan.layers[-1].spec.max_blocks)
 
 
-_BLOCK_BYTES = 17  # of a flash store's tables: a block's extent, its checksum, its owners, and whether it is staged
+_BLOCK_BYTES = 17  # bytes per block in a flash store's tables: extent, checksum, owners, and whether it is staged
 
 
 def store_bytes(store: Store | None, geometry: Geometry, blocks: int) -> int:
-    """Bytes that a flash store has beside a cache of which a layer reads so many blocks of each head at once, but for
-    rows that wait to be written: tables, and memory to read into, for a layer and for what is read ahead. Where these
-    are more reads than a guess may have in flight there may be another layer's. Host memory is a store of which
-    nothing is counted, as blocks are all that it has."""
+    """Returns the bytes of memory that a flash store uses beside a cache, without rows that are not written yet.
+
+    These are its tables, and buffers to read into, for one layer and for the reads of the next one. If a layer has more
+    reads than may be in flight ahead of time, there may be buffers of another layer. For a store in host memory nothing
+    is counted, because it has blocks alone.
+
+    Args:
+      store: the store, or None.
+      geometry: sizes of the cache's blocks.
+      blocks: blocks of each head that a layer reads at once.
+    """
     if not isinstance(store, FlashStore):
         return 0
     return _BLOCK_BYTES * geometry.total_blocks + 2 * blocks * geometry.streams * geometry.extent_bytes
 
 
 _SWEPT = 64 << 20  # bytes: more than a processor's caches hold
-_STEADY = 2.0  # seconds: the speed of memory that others use, too, comes and goes within one
+_STEADY = 2.0  # seconds: the speed of memory that others also use varies within one
 
 
 class StoredLayer:
-    """A layer of `context` tokens of each of `batch` sequences on a store, in groups that all KV heads read alike.
+    """A layer of `batch` sequences of `context` tokens on a store, in groups that all KV heads read alike.
 
-    As large as it will be: of a small file, or of what was read before, a device may keep a copy.
+    It has its full size, because a device may cache a small file, or data that was read before.
     """
 
     def __init__(
@@ -79,15 +98,19 @@ class StoredLayer:
         self._branch.settle()
 
     def read_seconds(self, groups: int, repeats: int = 9) -> Measurement:
-        """T_io of so many groups, or all there are: medians over groups picked at random, none twice while there are
-        others."""
+        """Measures T_io: medians over random groups, none of which is read twice before all others were read.
+
+        Args:
+          groups: groups of each sequence that are read at once; at most all.
+          repeats: number of measurements.
+        """
         if not groups:
             return Measurement(0.0, 0.0)
         groups = min(groups, self._groups)
         geometry, picked = self._branch.geometry, _picks(self._groups, groups)
         shape = (geometry.batch, geometry.kv_heads, groups)
         slots = np.zeros((*shape, geometry.block_rows, geometry.width), quantize.array_type(self._dtype))
-        slot = np.broadcast_to(np.arange(groups, dtype=np.int32), shape).copy()  # C takes contiguous ones alone
+        slot = np.broadcast_to(np.arange(groups, dtype=np.int32), shape).copy()  # C takes contiguous arrays only
 
         def begin(nth):
             self._branch.submit(0, self._branch.generation, np.broadcast_to(picked(nth), shape).copy())
@@ -107,12 +130,12 @@ class StoredLayer:
         return Measurement(whole, min(whole, float(np.median(busy))))
 
     def close(self) -> None:
-        """Gives the space on the store back."""
+        """Frees the layer's space on the store."""
         self._branch.close()
 
 
 def _picks(count: int, size: int) -> Callable[[int], np.ndarray]:
-    """nth -> int32[size] of range(count), different ones until all were there."""
+    """Returns a function nth -> int32[size] of range(count), without repetition until all were used."""
     order = np.random.default_rng(0).permutation(count).astype(np.int32)
     return lambda nth: order[np.arange(nth * size, (nth + 1) * size) % count]
 
@@ -120,11 +143,21 @@ def _picks(count: int, size: int) -> Callable[[int], np.ndarray]:
 def compute_seconds(
     llm: LLM, method: Method, slots: Slots, batch: int, capacity: int, dtype: str = "float32", repeats: int = 9
 ) -> float:
-    """T_model: seconds of one layer of a token without its reads, prediction, slot table and writes included.
+    """Measures T_model: seconds of one layer for one token without reads, but with key scores, slot table and writes.
 
-    Two layers decode, as each looks at the next one; the model's output layer is taken off, and what reading from host
-    memory takes. All keys are alike, so that each token selects what the one before selected. The process's compiled
-    programs are dropped: each setting has its own, with hundreds of memory maps, of which a process may have 65,530.
+    Two layers decode, because each selects for the next one. The time of the model's output layer and of reading from
+    host memory is subtracted. All keys are equal, so each token selects what the one before selected. The process's
+    compiled programs are dropped afterwards: each setting has its own, with hundreds of memory maps, of which a process
+    may have 65,530.
+
+    Args:
+      llm: the model.
+      method: the method.
+      slots: slots of each layer.
+      batch: number of sequences.
+      capacity: tokens of a sequence.
+      dtype: type in which keys and values are stored.
+      repeats: least number of measurements.
     """
     layers = min(2, llm.config.num_layers)
     config = dataclasses.replace(llm.config, num_layers=layers, windows=llm.config.windows[:layers])
@@ -154,18 +187,18 @@ def compute_seconds(
 
 
 def _zeros_state(plan: Plan, slots: Slots, branch: Branch, length: int) -> State:
-    """A cache of `length` tokens whose keys and values are zeros; of the newest it has none."""
+    """Returns a cache of `length` tokens whose keys and values are zeros, with an empty tail."""
     layers = tuple(
         LayerCache(
-            _with_groups(one, empty_state(one, plan.batch, plan.dtype), length), slot_pool(plan, i, slots)
+            _with_groups(layer_plan, empty_state(layer_plan, plan.batch, plan.dtype), length), slot_pool(plan, i, slots)
         )
-        for i, one in enumerate(plan.layers)
+        for i, layer_plan in enumerate(plan.layers)
     )
     return State(layers, jnp.full(plan.batch, length, jnp.int32), StoreRef(jnp.int32(branch.handle), jnp.int32(0)))
 
 
 def _with_groups(plan: LayerPlan, state: LayerState, length: int) -> LayerState:
-    """The state with groups of tokens in their order, if the layer has groups."""
+    """Returns the state with groups of tokens in token order, if the layer has groups."""
     method, spec = plan.method, plan.spec
     if not isinstance(method, KVSwap):
         return state
@@ -180,31 +213,41 @@ def _with_groups(plan: LayerPlan, state: LayerState, length: int) -> LayerState:
 def needed_groups(
     llm: LLM, method: KVSwap, tokens: Sequence[int], context: int, dtype: str = "float32"
 ) -> np.ndarray:
-    """int32[steps, layers, M + 1] complete groups that are needed while tokens[context:] are decoded; -1 = none.
+    """Records the complete groups that are needed while tokens[context:] are decoded.
 
-    A group that is still being filled is in memory whatever the buffer.
+    A group that is still being filled is in memory whatever the buffer, and is left out.
+
+    Args:
+      llm: the model.
+      method: KVSwap, with groups that all heads share.
+      tokens: token ids of a text.
+      context: tokens of the prompt.
+      dtype: type in which keys and values are stored.
+
+    Returns:
+      int32[steps, layers, M + 1]; -1 = none.
     """
-    found: list[np.ndarray] = []
+    needed: list[np.ndarray] = []
 
     def note(step, _):
-        loaded = np.stack([one.state.loaded[0, 0] for one in step.state.layers])
-        found.append(np.where(loaded < method.complete_groups(int(step.state.length[0]) - 1), loaded, -1))
+        loaded = np.stack([layer_cache.state.loaded[0, 0] for layer_cache in step.state.layers])
+        needed.append(np.where(loaded < method.complete_groups(int(step.state.length[0]) - 1), loaded, -1))
 
     cache = llm.prefill(tokens[:context], method=method, capacity=len(tokens) + 1, dtype=dtype)
     llm.score([*tokens[context:], tokens[-1]], cache, observer=note)  # the last token is not fed
-    return np.stack(found)
+    return np.stack(needed)
 
 
 def _between() -> None:
-    """What a layer's weights do between its reads: whatever a processor's caches had of them is gone."""
+    """Evicts the processor's caches, as a layer's weights do between its reads."""
     np.ones(_SWEPT // 8).sum()
 
 
 def _median_seconds(
     function: Callable[[int], None], repeats: int, most: int = 0, between: Callable[[], None] = lambda: None
 ) -> float:
-    """Of `repeats` calls after a first one, or of up to `most` while they take less than `_STEADY`; `between` comes
-    before each of these."""
+    """Returns the median seconds of `repeats` calls after a first one, or of up to `most` while they take less than
+    `_STEADY` in all; `between` is called before each."""
     function(0)
     times: list[float] = []
     while len(times) < repeats or (len(times) < most and sum(times) < _STEADY):

@@ -1,7 +1,7 @@
-"""The tuner: measures what a model and a store take, and solves for every batch size and context length.
+"""The tuner (KVSwap, section 3.5): measures a model and a store, and solves for every batch size and context length.
 
 Reading and computing are measured at the knots of a grid of batch sizes and context lengths, for the settings that the
-solver asks for there or beside it; between knots costs are interpolated (`kvjax.calibration.tuner.tables`, appendix
+solver asks for at or next to a knot. Between knots, costs are interpolated (`kvjax.calibration.tuner.tables`, appendix
 A.3).
 """
 
@@ -40,33 +40,42 @@ def tune(
     space: Space | None = None, adapters: dict[int, str] | None = None, knots: Sequence[int] = (3, 2),
     rates: Mapping[tuple[int, int], float] | None = None, path: str | os.PathLike | None = None,
 ) -> Tuning:
-    """Settings of KVSwap for a model on a store (appendix A).
+    """Tunes the settings of KVSwap for a model on a store (appendix A).
 
-    Every sequence gets max_bytes / max(batches).
+    Every sequence gets max_bytes / max(batches) bytes.
 
     Args:
-      text: text or token ids on which the reuse rate of every buffer size is measured: the last 512 tokens are decoded,
-        or half of fewer, the rest is the prompt.
-      contexts: tokens that a sequence may grow to, question and answer included (`capacity` of `LLM.prefill`), for
-        which memory is counted.
-      max_bytes: memory for the caches of the largest batch (`Cache.resident_bytes`) and for what the store has beside
-        them (`Cache.store_bytes`), but for rows that wait to be written (`FlashStore.staging_bytes`).
-      selected, bits, per_head, aggregation, dtype, adapters: what all settings have in common (`Family`).
-      relax: alpha, by what share reading may prolong a layer.
-      knots: at how many batch sizes and context lengths is measured at most, both ends among them.
-      rates: reuse rates that are known, by (context, C): `Tuning.tables.rates` of the same model on another machine.
-      path: where to keep solutions as they are found; pairs that are there already are not solved again.
+      llm: the model.
+      store: the store to read from.
+      text: text or token ids on which the reuse rate of every buffer size is measured. The last 512 tokens are decoded,
+        or half of the text if it is shorter than 1,024 tokens; the rest is the prompt.
+      max_bytes: bytes of memory for the caches of the largest batch (`Cache.resident_bytes`) and the store's own arrays
+        (`Cache.store_bytes`), without rows that are not written yet (`FlashStore.staging_bytes`).
+      batches: batch sizes to solve for.
+      contexts: context lengths to solve for: tokens that a sequence may grow to, question and answer included
+        (`capacity` of `LLM.prefill`), for which memory is counted.
+      selected, bits, per_head, aggregation, dtype, adapters: settings that all solutions share (`Family`).
+      relax: alpha, the share of its computing time by which reading may prolong a layer.
+      space: values that the solver chooses from; None = `Space()`.
+      knots: most batch sizes and most context lengths at which to measure, both ends included.
+      rates: known reuse rates by (context, C), e.g. `Tuning.tables.rates` of the same model on another machine.
+      path: file in which solutions are saved as they are found; solutions it already has are not computed again.
 
-    Raises ConfigError where `batches`, `contexts` or `max_bytes` are not positive integers, `knots` are below 2,
-    `rates` are no shares, `relax` is negative, or a batch size and context length do not fit their memory, or for what
-    is no store, a `FlashStore` of one file or one with a codec; FormatMismatch where `path` is of another model, store,
-    text, family, memory, alpha, space or rates, or adapters of another model, or WriteFailed; and what the store
-    raises, NoSpace where it has no room for a layer.
+    Returns:
+      A solution for every batch size and context length.
+
+    Raises:
+      ConfigError: an argument is out of range, a batch size and context length do not fit the memory, or `store` is no
+        store, a `FlashStore` of one file, or one with a codec.
+      FormatMismatch: the file at `path` is of another model, store, text, family, memory, alpha, space or rates, or the
+        adapters are of another model.
+      WriteFailed: the file at `path` cannot be written.
+      NoSpace: the store has no room for a layer.
     """
     batches, contexts = _validate.wholes("batches", batches, 1), _validate.wholes("contexts", contexts, 1)
     knots = _validate.wholes("knots", knots, 2)
     if len(knots) != 2:
-        raise ConfigError(f"knots={knots} must be two, of batch sizes and of context lengths")
+        raise ConfigError(f"knots={knots} must be two numbers, one of batch sizes and one of context lengths")
     if not _validate.whole(max_bytes, 1):
         raise ConfigError(f"max_bytes={max_bytes!r} must be a positive integer")
     if not all(0.0 <= rate <= 1.0 for rate in (rates or {}).values()):
@@ -90,7 +99,8 @@ def tune(
 
 
 def _add_rates(known: Tables, rates: Mapping[tuple[int, int], float], path) -> None:
-    """Takes rates over. Raises FormatMismatch where others were found before: reads were measured by those."""
+    """Adds known rates to the tables; raises FormatMismatch if other rates were found before, on which the measured
+    reads depend."""
     changed = sorted(key for key, rate in rates.items() if known.rates.get(key, rate) != rate)
     if changed:
         raise FormatMismatch(f"{path} was tuned with other rates for (context, C) = {changed}; choose another path")
@@ -101,7 +111,22 @@ def expect(
     llm: LLM, store: Store, text: str | Sequence[int], family: Family, setting: Setting, *, batch: int, context: int,
     space: Space | None = None,
 ) -> Solution:
-    """What a setting of one's own takes, measured as `tune` does at a knot; arguments as there."""
+    """Measures the costs of a given setting, as `tune` does at a knot.
+
+    Args:
+      llm, store, text: as in `tune`.
+      family: settings that all solutions share.
+      setting: the setting to measure.
+      batch: number of sequences.
+      context: tokens that a sequence may grow to.
+      space: values whose middle group size and smallest sigma are used to measure reuse; None = `Space()`.
+
+    Returns:
+      The setting with its costs.
+
+    Raises:
+      ConfigError, FormatMismatch, NoSpace: as in `tune`.
+    """
     pair, space = (batch, context), space or Space()
     _check(llm, store, family, space)
     bench = Bench(llm, store, family, space, _reuse_rates(llm, text, space, family), Tables())
@@ -110,39 +135,42 @@ def expect(
 
 
 def _check(llm: LLM, store: Store, family: Family, space: Space) -> None:
-    """Raises ConfigError for no store, one of one file, as each group size that is tried needs one, of which none is
-    kept, or with a codec, which has little to do with rows that are made up; FormatMismatch for another model's
-    adapters."""
+    """Raises ConfigError unless `store` is one that can be tuned for, FormatMismatch for another model's adapters.
+
+    A store of one file is refused, because each group size needs a temporary file. A store with a codec is refused,
+    because the measured rows are artificial, and their compressed size would say nothing.
+    """
     if not is_store(store):
         raise ConfigError(f"store={store!r} is no store; give one such as kvjax.FlashStore(directory)")
     if isinstance(store, FlashStore) and not os.path.isdir(store.path):
-        raise ConfigError(f"{store.path} is a file; give FlashStore a directory on the device, where files come and go")
+        raise ConfigError(f"{store.path} is a file, and tuning creates files of its own; give FlashStore a directory "
+                          "on the device")
     if isinstance(store, FlashStore) and store.codec not in (None, "raw"):
-        raise ConfigError(f"codec={store.codec!r} makes blocks as small as their keys allow, which a tuning does not "
-                          "know; tune with codec='raw'")
+        raise ConfigError(f"codec={store.codec!r} makes the size of blocks depend on their keys, which a tuning does "
+                          "not know; tune with codec='raw'")
     for sigma in space.sigmas:
         family.method(Setting(space.middle_group, sigma, space.reuses[0])).check_model(llm.identity)
 
 
 def _resumed(path, fresh: Tuning) -> Tuning:
-    """The tuning in that file, or a fresh one where there is none. Raises WriteFailed where there is no directory for
-    it: better than after minutes of measuring."""
+    """Returns the tuning in a file, or `fresh` if there is none. Raises WriteFailed now if the file's directory does
+    not exist, instead of after minutes of measuring."""
     if path is not None and not pathlib.Path(path).parent.is_dir():
-        raise WriteFailed(f"{path} is in no directory that exists; make it first, or choose another path")
+        raise WriteFailed(f"{path} is in no directory that exists; create it first, or choose another path")
     if path is None or not pathlib.Path(path).exists():
         return fresh
-    found = tuning.load(path)
-    if dataclasses.replace(found, solutions={}, tables=Tables()) != fresh:
-        raise FormatMismatch(f"{path} was tuned for {_asked(found)}, not for {_asked(fresh)}; choose another path")
-    return found
+    saved = tuning.load(path)
+    if dataclasses.replace(saved, solutions={}, tables=Tables()) != fresh:
+        raise FormatMismatch(f"{path} was tuned for {_asked(saved)}, not for {_asked(fresh)}; choose another path")
+    return saved
 
 
-def _asked(one: Tuning) -> str:
-    return f"the model {one.fingerprint!r} on {one.source}, {one.family} and {one.limits}"
+def _asked(tuned: Tuning) -> str:
+    return f"the model {tuned.fingerprint!r} on {tuned.source}, {tuned.family} and {tuned.limits}"
 
 
 def _source(llm: LLM, store: Store, text: str | Sequence[int]) -> str:
-    """Names a store, by its device and how it is read, and a text."""
+    """Returns a name for a store (its device and how it is read) and a text."""
     ids = np.asarray(llm.encode(text, start=False), np.int64)
     kind = "no device"
     if isinstance(store, FlashStore):
@@ -151,20 +179,20 @@ def _source(llm: LLM, store: Store, text: str | Sequence[int]) -> str:
 
 
 def _device(directory: str) -> str:
-    """The name of the block device that a directory is on, where it is on one that the system can tell."""
+    """Returns the name of the block device that a directory is on, if the system knows it."""
     number = os.stat(directory).st_dev
     link = pathlib.Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
     return f"device {link.resolve().name}" if link.exists() else "device unknown"
 
 
-_DECODED = 512  # tokens of a text, at most, during which reuse is measured
+_DECODED = 512  # most tokens of a text that are decoded to measure reuse
 
 
 def _reuse_rates(llm, text, space: Space, family: Family):
-    """(C, context) -> reuse rate, with the group in the middle (the paper has one rate).
+    """Returns a function (C, context) -> reuse rate, for the middle group size (the paper has one rate).
 
-    The text, cut to the context where it is longer, stands for it: as large a share of its prompt is selected, and the
-    buffer holds as many times what is selected.
+    The text, cut to the context if it is longer, stands in for a context: the same share of its prompt is selected, and
+    the buffer holds the same multiple of the selection.
     """
     ids = llm.encode(text, start=False)
     if len(ids) < 2 * family.selected:
@@ -187,27 +215,42 @@ def _reuse_rates(llm, text, space: Space, family: Family):
         if not reuse:
             return 0.0
         count = family.slots(Setting(group, sigma, reuse)).count or 0
-        times = (count - 1) * group / family.selected  # one slot is the unfinished group's
-        found = needed(groups(context), min(len(ids), context))
-        return fifo.rate(found, max(groups(context) + 1, round(times * groups(context))))
+        times = (count - 1) * group / family.selected  # one slot is for the unfinished group
+        need = needed(groups(context), min(len(ids), context))
+        return fifo.rate(need, max(groups(context) + 1, round(times * groups(context))))
 
     return rate
 
 
 class Bench:
-    """Measures what settings take at knots, nothing that is in the tables already."""
+    """Measurements of settings at knots, each made once and kept in the tables."""
 
     def __init__(self, llm: LLM, store: Store, family: Family, space: Space, recurring: Callable[[int, int], float],
                  known: Tables):
-        """recurring: (C, context) -> share of the needed groups that are in such a buffer."""
+        """Prepares measurements.
+
+        Args:
+          llm: the model.
+          store: the store to read from.
+          family: settings that all solutions share.
+          space: values to choose from; its middle group size is used to measure computing.
+          recurring: (C, context) -> share of the needed groups that are in a buffer of C tokens.
+          known: tables that are read and extended.
+        """
         self._llm, self._store, self._family, self._recurring, self._known = llm, store, family, recurring, known
         self._group = space.middle_group
         self._stored: dict[tuple[Pair, int], profile.StoredLayer] = {}
 
     @contextlib.contextmanager
     def costs(self, pair: Pair, around: Sequence[tuple[Pair, float]]) -> Iterator[Costs]:
-        """What settings take for a batch size and context length, given the knots around and the share of each.
-        Meanwhile the store has one layer for each knot and group size that was asked for."""
+        """Gives the costs of settings for a batch size and context length, as a context manager.
+
+        Inside the context, the store holds one layer for each knot and group size that was asked for.
+
+        Args:
+          pair: batch size and context length.
+          around: the knots next to it with their interpolation weights (`tables.around`).
+        """
 
         @functools.cache
         def memory(setting: Setting) -> int:

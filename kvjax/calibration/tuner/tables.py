@@ -1,8 +1,8 @@
-"""What was measured, and what is taken to lie between.
+"""Tables of measurements, and interpolation between them (KVSwap, appendix A).
 
-Measurement and computing are measured at some batch sizes and context lengths, the knots; in between they are taken to
-change evenly (appendix A.3). How often groups come back is measured for every context length. It depends on the model
-and its text, and not on the machine, so that what one machine found serves another (appendix A.1).
+Reading and computing are measured at some batch sizes and context lengths, the knots, and interpolated linearly in
+between (appendix A.3). Reuse rates are measured for every context length. They depend on the model and its text, not on
+the machine, so those of one machine serve another (appendix A.1).
 """
 
 import dataclasses
@@ -13,10 +13,10 @@ from kvjax.calibration.tuner.solver import Setting
 
 
 class Measurement(NamedTuple):
-    """Seconds of one layer's reads: all of them, and what they take of the caller if they were begun early enough."""
+    """Seconds of one layer's reads."""
 
-    whole: float
-    busy: float
+    whole: float  # from the request to the data
+    busy: float  # seconds of the caller's time, if the reads were begun early enough
 
 
 Pair = tuple[int, int]  # batch size and context length
@@ -24,12 +24,12 @@ Pair = tuple[int, int]  # batch size and context length
 
 @dataclasses.dataclass
 class Tables:
-    """What is known so far.
+    """Measurements made so far.
 
     Attributes:
       rates: share of the needed groups that are in a buffer of C tokens, by (context, C).
       reads: one layer's reads, by (batch, context, G, C).
-      computes: seconds of one layer without reads, by (batch, context, sigma, C). G hardly changes it (appendix A.3).
+      computes: seconds of one layer without reads, by (batch, context, sigma, C); G hardly changes it (appendix A.3).
     """
 
     rates: dict[tuple[int, int], float] = dataclasses.field(default_factory=dict)
@@ -37,19 +37,19 @@ class Tables:
     computes: dict[tuple[int, int, int, int], float] = dataclasses.field(default_factory=dict)
 
     def read(self, pair: Pair, setting: Setting, measure: Callable[[], Measurement]) -> Measurement:
-        """Of a knot; measured where it is not known."""
+        """Returns the reads of a setting at a knot, calling `measure` if they are not known."""
         return _kept(self.reads, (*pair, setting.group, setting.reuse), measure)
 
     def compute(self, pair: Pair, setting: Setting, measure: Callable[[], float]) -> float:
-        """Of a knot; measured where it is not known."""
+        """Returns the computing time of a setting at a knot, in seconds, calling `measure` if it is not known."""
         return _kept(self.computes, (*pair, setting.sigma, setting.reuse), measure)
 
     def rate(self, context: int, reuse: int, measure: Callable[[], float]) -> float:
-        """Of a context length; measured where it is not known."""
+        """Returns the reuse rate of a buffer of `reuse` tokens, calling `measure` if it is not known."""
         return _kept(self.rates, (context, reuse), measure)
 
     def rows(self) -> dict[str, list[list[Any]]]:
-        """For a JSON file: each entry's key and value in one list."""
+        """Returns the tables for a JSON file: the key and value of each entry in one list."""
         return {
             "rates": [[*key, value] for key, value in sorted(self.rates.items())],
             "reads": [[*key, *value] for key, value in sorted(self.reads.items())],
@@ -58,7 +58,7 @@ class Tables:
 
     @classmethod
     def from_rows(cls, rows: dict[str, list[list[Any]]]) -> "Tables":
-        """What `rows` gave."""
+        """Returns the tables that `rows` was called on."""
         return cls(
             rates={(context, reuse): rate for context, reuse, rate in rows["rates"]},
             reads={(*key,): Measurement(whole, busy) for *key, whole, busy in rows["reads"]},
@@ -73,7 +73,8 @@ def _kept(table: dict, key: tuple, measure: Callable[[], Any]) -> Any:
 
 
 def knots_of(values: Iterable[int], most: int) -> list[int]:
-    """At most so many of the values, ascending: both ends, and what is evenly between them."""
+    """Returns at most `most` of the values, ascending: both ends, and values spread evenly between them; only the
+    largest if there is just one."""
     ordered = sorted(set(values))
     count = min(most, len(ordered))
     if count == 1:
@@ -82,7 +83,7 @@ def knots_of(values: Iterable[int], most: int) -> list[int]:
 
 
 def weights(knots: Sequence[int], at: int) -> list[tuple[int, float]]:
-    """The knots beside a value and the share of each in what lies there; beyond an end that end alone."""
+    """Returns the knots next to a value with their interpolation weights; beyond an end, that end alone."""
     if at in knots or at <= knots[0] or at >= knots[-1]:
         return [(min(max(at, knots[0]), knots[-1]), 1.0)]
     above = next(i for i, knot in enumerate(knots) if knot > at)
@@ -92,7 +93,13 @@ def weights(knots: Sequence[int], at: int) -> list[tuple[int, float]]:
 
 
 def around(batches: Sequence[int], contexts: Sequence[int], pair: Pair) -> list[tuple[Pair, float]]:
-    """The knots beside a pair, and the share of each in what is there."""
+    """Returns the knots next to a pair with their interpolation weights (bilinear).
+
+    Args:
+      batches: ascending knots of batch sizes.
+      contexts: ascending knots of context lengths.
+      pair: batch size and context length.
+    """
     return [
         ((batch, context), of_batch * of_context)
         for batch, of_batch in weights(batches, pair[0]) for context, of_context in weights(contexts, pair[1])

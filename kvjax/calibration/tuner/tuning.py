@@ -1,4 +1,4 @@
-"""Solutions for batch sizes and context lengths as a JSON file, and the one that a run takes."""
+"""Solutions for batch sizes and context lengths, saved as a JSON file, and the choice of one for a run."""
 
 import dataclasses
 import json
@@ -15,23 +15,24 @@ from kvjax.inference.plan import Slots
 from kvjax.methods.kvswap import KVSwap
 from kvjax.ops import quantize
 
-VERSION = 13  # of the file, and of how solutions are chosen
-_TUNED = {"budget", "group", "sigma", "bits", "per_head", "aggregation", "adapters"}  # that a tuning decides of KVSwap
+VERSION = 13  # of the file format, and of the rules by which solutions are chosen
+_TUNED = {"budget", "group", "sigma", "bits", "per_head", "aggregation", "adapters"}  # fields of KVSwap set by a tuning
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """What all settings of a tuning have in common.
+    """Settings that all solutions of a tuning share.
 
     Attributes:
       selected: MG, tokens that groups may contribute to one step.
-      bits: of each number of a compressed key (`kvjax.KVSwap`); the paper has floats.
+      bits: bits of each number of a compressed key (`kvjax.KVSwap`); the paper has floats.
       adapters: directory of the adapters of each sigma; a sigma without one decomposes each prompt's own keys.
-      per_head: whether that decomposition is each head's for itself, which goes well with few bits.
-      aggregation: how scores of heads become one (`kvjax.ops.topk.aggregate`); "mean" is the paper's, and quick.
-      dtype: how keys and values are kept (`LLM.prefill`).
+      per_head: whether each head is decomposed separately, which suits few bits.
+      aggregation: how scores of heads are aggregated (`kvjax.ops.topk.aggregate`); "mean" is the paper's, and fast.
+      dtype: type in which keys and values are stored (`LLM.prefill`).
 
-    Raises ConfigError where `selected`, `bits` or a sigma is no positive integer, or for a type that there is not.
+    Raises:
+      ConfigError: `selected`, `bits` or a sigma is no positive integer, or the type is unknown.
     """
 
     selected: int = 400
@@ -48,27 +49,34 @@ class Family:
         for name, value in (("selected", self.selected), ("bits", self.bits), *sigmas):
             if not _validate.whole(value, 1):
                 raise ConfigError(f"{name}={value!r} of a tuning must be a positive integer")
-        # So that they can be saved, and adapters are found from wherever a saved tuning is loaded.
-        found = {int(sigma): os.path.abspath(directory) for sigma, directory in self.adapters.items()}
-        for name, kept in (("selected", int(self.selected)), ("bits", int(self.bits)), ("adapters", found)):
+        # Python's integers can be saved, and absolute paths hold wherever a saved tuning is loaded.
+        adapters = {int(sigma): os.path.abspath(directory) for sigma, directory in self.adapters.items()}
+        for name, kept in (("selected", int(self.selected)), ("bits", int(self.bits)), ("adapters", adapters)):
             object.__setattr__(self, name, kept)
 
     def method(self, setting: Setting, **settings: Any) -> KVSwap:
-        """KVSwap with MG = `selected`; its budget also has sinks and window. The unfinished group is part of MG.
+        """Returns KVSwap for a setting, with a budget of MG = `selected` tokens plus sinks and window.
 
-        Raises ConfigError for settings that are the tuning's.
+        The group that is still being filled counts in MG.
+
+        Args:
+          setting: the tuned setting.
+          **settings: further fields of KVSwap.
+
+        Raises:
+          ConfigError: one of these fields is set by the tuning.
         """
         taken = sorted(_TUNED & settings.keys())
         if taken:
-            raise ConfigError(f"the tuning sets {', '.join(taken)}; leave that out, or make a KVSwap of your own")
+            raise ConfigError(f"the tuning sets {', '.join(taken)}; leave that out, or construct a KVSwap yourself")
         adapters = self.adapters.get(setting.sigma)
         made = KVSwap(group=setting.group, sigma=setting.sigma, bits=self.bits, adapters=adapters,
                       per_head=self.per_head and adapters is None, aggregation=self.aggregation, **settings)
         return dataclasses.replace(made, budget=made.sinks + made.window + self.selected)
 
     def slots(self, setting: Setting) -> Slots:
-        """Room for C tokens in groups, and for what one step needs at least: FIFO, filled while a layer computes. With
-        C = 0 layers share what one of them needs, and keep nothing."""
+        """Returns FIFO slots for C tokens in groups, or at least for one step's groups, prefetched while a layer
+        computes. With C = 0, all layers share the slots of one, and nothing is kept between steps."""
         if not setting.reuse:
             return Slots(keep=False, prefetch="layer")
         least = -(-self.selected // setting.group) + 2
@@ -77,15 +85,15 @@ class Family:
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """What the tuner found.
+    """Result of the tuner.
 
     Attributes:
-      solutions: by (batch size, context length).
-      family: what all of them have in common.
-      limits: within which they were found.
-      fingerprint: of the model (`LLM.identity`).
-      source: the kind of store and the text that all was measured with.
-      tables: what was measured.
+      solutions: solution of each (batch size, context length).
+      family: settings that all solutions share.
+      limits: limits that the solutions satisfy.
+      fingerprint: identity of the model (`LLM.identity`).
+      source: name of the store and the text that were measured with.
+      tables: the measurements.
     """
 
     solutions: dict[tuple[int, int], Solution]
@@ -97,30 +105,41 @@ class Tuning:
 
     @property
     def dtype(self) -> str:
-        """Of keys and values."""
+        """Type in which keys and values are stored."""
         return self.family.dtype
 
     def nearest(self, batch: int, context: int) -> Solution:
-        """The solution of that batch size and context length, or of the nearest pair there is, by ratios. Memory is
-        that of a cache of such a capacity: one with room for more tokens takes more."""
+        """Returns the solution of a batch size and context length, or of the nearest pair, by ratios.
+
+        The memory of a solution is that of a cache whose capacity is the solution's context length; a larger capacity
+        takes more.
+
+        Args:
+          batch: number of sequences.
+          context: tokens that a sequence may grow to.
+        """
         def distance(pair):
             return abs(math.log2(pair[0] / batch)) + abs(math.log2(pair[1] / context))
 
         return self.solutions[min(self.solutions, key=distance)]
 
     def method(self, batch: int, context: int, **settings: Any) -> KVSwap:
-        """KVSwap for a run of so many sequences and tokens; `settings` are further fields, as in `Family.method`."""
+        """Returns KVSwap for a run of `batch` sequences of up to `context` tokens; `settings` as in `Family.method`."""
         return self.family.method(self.nearest(batch, context).setting, **settings)
 
     def slots(self, batch: int, context: int) -> Slots:
-        """The reuse buffer for such a run."""
+        """Returns the reuse buffer for a run of `batch` sequences of up to `context` tokens."""
         return self.family.slots(self.nearest(batch, context).setting)
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes a JSON file, in place of one that is there once all of it is written. Raises WriteFailed."""
+        """Writes a JSON file, replacing an existing file once all of it is written.
+
+        Raises:
+          WriteFailed: writing fails.
+        """
         rows = [
-            {"batch": batch, "context": context, **dataclasses.asdict(found)}
-            for (batch, context), found in sorted(self.solutions.items())
+            {"batch": batch, "context": context, **dataclasses.asdict(solution)}
+            for (batch, context), solution in sorted(self.solutions.items())
         ]
         saved = {"version": VERSION, "fingerprint": self.fingerprint, "family": dataclasses.asdict(self.family),
                  "source": self.source, "limits": dataclasses.asdict(self.limits), "tables": self.tables.rows(),
@@ -133,17 +152,22 @@ class Tuning:
 
 
 def load(path: str | os.PathLike) -> Tuning:
-    """What `Tuning.save` wrote. Raises ReadFailed where that cannot be read, FormatMismatch for another version."""
+    """Returns the tuning that `Tuning.save` wrote.
+
+    Raises:
+      ReadFailed: the file cannot be read, or is no tuning.
+      FormatMismatch: it is of another version.
+    """
     try:
         saved = _files.read_json(path)
         if saved["version"] != VERSION:
-            raise FormatMismatch(f"{path} is a tuning of version {saved['version']}, this library reads {VERSION}; "
-                                 "tune again")
+            raise FormatMismatch(f"{path} is a tuning of version {saved['version']}, but this library reads version "
+                                 f"{VERSION}; tune again")
         return _tuning(saved)
     except FormatMismatch:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as cause:
-        raise ReadFailed(f"{path} is no tuning that can be read: {cause!r}; run configs/tune.py") from cause
+        raise ReadFailed(f"{path} is no tuning that can be read: {cause!r}; make one with configs/tune.py") from cause
 
 
 def _tuning(saved: dict[str, Any]) -> Tuning:
