@@ -50,7 +50,7 @@ class ChunkKV(PromptEvictor):
         check_rule(self.aggregation)
 
     @property
-    def head_shared(self) -> bool:  # type: ignore[override]  # of the class elsewhere, of its settings here
+    def head_shared(self) -> bool:  # type: ignore[override]  # a class attribute elsewhere
         """Whether KV heads depend on each other."""
         return self.shared
 

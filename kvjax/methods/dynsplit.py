@@ -103,7 +103,7 @@ class DynSplit(Method):
         return "_".join([super().name, *changed])
 
     @property
-    def reads_tokens(self) -> bool:  # type: ignore[override]  # of the class elsewhere, of its settings here
+    def reads_tokens(self) -> bool:  # type: ignore[override]  # a class attribute elsewhere
         """Whether token ids decide where blocks end, i.e. blocks end at delimiters."""
         return self.splitting != "fixed"
 

@@ -87,12 +87,12 @@ class InfLLM(Method):
                               "prompt; leave it out")
 
     @property
-    def head_shared(self) -> bool:  # type: ignore[override]  # of the class elsewhere, of its settings here
+    def head_shared(self) -> bool:  # type: ignore[override]  # a class attribute elsewhere
         """Whether heads depend on each other."""
         return self.shared
 
     @property
-    def fetches_alike(self) -> bool:  # type: ignore[override]  # of the class elsewhere, of its settings here
+    def fetches_alike(self) -> bool:  # type: ignore[override]  # a class attribute elsewhere
         """Whether all heads select the same blocks."""
         return self.shared
 

@@ -42,7 +42,7 @@ class OmniKV(Oracle):
     aggregation: str = "softmax_max"
     dense_layers: int = 2
     reuse: int = 4
-    dense_filters: bool = True  # type: ignore[misc]  # of the class elsewhere, a setting here
+    dense_filters: bool = True  # type: ignore[misc]  # a class attribute elsewhere
     head_shared: ClassVar[bool] = True
     fetches_alike: ClassVar[bool] = True
 

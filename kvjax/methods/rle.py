@@ -182,7 +182,7 @@ class RLE(Method):
         grown = jax.vmap(lambda runs, new: rle.append(runs, new, self.equal, evicted.valid))(index.runs, code)
         return dataclasses.replace(index, runs=grown, stored=index.stored + evicted.valid), placement
 
-    # --------------------------------------------------------------------- keys as they are compared and kept
+    # ------------------------------------------------------------------- keys as they are compared and stored
 
     def _turned(self, spec: Spec, key: Float[Array, "K N D"], pos: Int32[Array, "N"]) -> Float[Array, "K N D"]:
         """Returns keys in the cache's type, rotated back from their positions if `before_rotation`."""

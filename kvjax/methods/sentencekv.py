@@ -70,7 +70,7 @@ class SentenceKV(DynSplit):
         return Method.name.fget(self)
 
     @property
-    def evicts(self) -> bool:  # type: ignore[override]  # of the class elsewhere, of its settings here
+    def evicts(self) -> bool:  # type: ignore[override]  # a class attribute elsewhere
         """Whether tokens of the prompt are dropped."""
         return self.keep is not None
 
@@ -80,7 +80,7 @@ class SentenceKV(DynSplit):
         return self.keep is not None
 
     @property
-    def places_alike(self) -> bool:  # type: ignore[override]  # of the class elsewhere, of its settings here
+    def places_alike(self) -> bool:  # type: ignore[override]  # a class attribute elsewhere
         """Whether all heads place tokens alike; they do not if each head drops tokens of its own choice."""
         return self.keep is None
 
@@ -100,7 +100,7 @@ class SentenceKV(DynSplit):
         observed = over_group(observation_scores(spec, context), self.aggregation)
         kept = largest(jnp.where(stays(spec, context), observed, -jnp.inf), int(self.keep * spec.selected_rows))
         before = jnp.cumsum(kept, axis=-1, dtype=jnp.int32) - kept
-        begin = jnp.arange(context.pos.shape[0], dtype=jnp.int32) - whole.row  # of each token's sentence
+        begin = jnp.arange(context.pos.shape[0], dtype=jnp.int32) - whole.row  # its sentence's first token
         row = before - jnp.take_along_axis(before, begin, axis=-1)
         placement = Placement(jnp.where(kept, whole.block, spec.num_blocks), row.astype(jnp.int32))
         vectors = type(index.vectors).empty(spec).take(placement.block, context.key)

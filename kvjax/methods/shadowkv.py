@@ -88,7 +88,7 @@ class ShadowKV(Method):
         return self.sigma is None
 
     @property
-    def head_shared(self) -> bool:  # type: ignore[override]  # of the class elsewhere, of its settings here
+    def head_shared(self) -> bool:  # type: ignore[override]  # a class attribute elsewhere
         """Whether KV heads depend on each other, i.e. the keys of all heads are decomposed together."""
         return self.sigma is not None
 

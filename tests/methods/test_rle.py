@@ -189,7 +189,7 @@ def test_where_runs_do_not_pay_the_codec_turns_itself_off(llm, caplog):
     context, more = np.random.default_rng(0).integers(0, 64, 90).tolist(), [1, 2, 3]
     with caplog.at_level(logging.WARNING):
         got, cache = logits_of(llm, RLE(page=2), context, more)
-    assert isinstance(cache.plan.layers[0].method, Full) and "keys are kept as they are" in caplog.text
+    assert isinstance(cache.plan.layers[0].method, Full) and "using `full` instead" in caplog.text
     np.testing.assert_array_equal(got, logits_of(llm, Full(page=2), context, more)[0])
 
 

@@ -88,7 +88,7 @@ def tune(
     bench = Bench(llm, store, family, limits.space, _reuse_rates(llm, text, limits.space, family), found.tables)
     grid = tables.knots_of(batches, knots[0]), tables.knots_of(contexts, knots[1])
     pairs = sorted(itertools.product(batches, contexts), key=lambda pair: pair not in itertools.product(*grid))
-    for pair in tqdm(pairs, desc="tune", disable=None):  # knots first: others find most of what they need measured
+    for pair in tqdm(pairs, desc="tune", disable=None):  # knots first, as other pairs use their measurements
         if pair not in found.solutions:
             with bench.costs(pair, tables.around(*grid, pair)) as costs:
                 found.solutions[pair] = solve(limits.space, limits.sequence_bytes * pair[0], costs, limits.relax)

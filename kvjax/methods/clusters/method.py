@@ -77,7 +77,7 @@ class ClusterMethod(Method):
         return 2 * self.cluster if self.block_rows is None else self.block_rows
 
     @property
-    def adaptive(self) -> bool:  # type: ignore[override]  # of the class elsewhere, of its rule here
+    def adaptive(self) -> bool:  # type: ignore[override]  # a class attribute elsewhere
         """Whether blocks are ever rewritten."""
         return self.rule.edits
 

@@ -99,12 +99,12 @@ class LowRankMethod(Method):
             raise ConfigError(f"bits={self.bits} must be {_FLOAT}, or one of {', '.join(map(str, lowbit.BITS))}")
 
     @property
-    def head_shared(self) -> bool:  # type: ignore[override]  # of the class elsewhere, of its settings here
+    def head_shared(self) -> bool:  # type: ignore[override]  # a class attribute elsewhere
         """Whether KV heads depend on each other: by a shared selection, or by a joint projection of their keys."""
         return self.shared or self.joint
 
     @property
-    def fetches_alike(self) -> bool:  # type: ignore[override]  # of the class elsewhere, of its settings here
+    def fetches_alike(self) -> bool:  # type: ignore[override]  # a class attribute elsewhere
         """Whether all heads select the same groups."""
         return self.shared
 
