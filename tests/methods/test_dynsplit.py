@@ -153,7 +153,7 @@ def test_unknown_tokens_are_no_delimiters():
 
 
 @pytest.mark.parametrize(("wrong", "cause"), [
-    ({"splitting": "paragraph"}, "one of"), ({"vectors": "median"}, "one of"), ({"deviation": 4}, "smaller"),
+    ({"splitting": "paragraph"}, "one of"), ({"vectors": "median"}, "one of"), ({"deviation": 4}, "deviation=4"),
     ({"window": 2}, "tokens that decide"), ({"alpha": 1.5}, "alpha"), ({"shortest": 0}, "shortest"),
 ])
 def test_impossible_settings_are_refused(wrong, cause):

@@ -25,7 +25,7 @@ class ClusterIndex:
     mean: Float[Array, "*B_K D"]  # mean of these keys
     spread: Float[Array, "*B_K"]  # their mean squared distance to `mean`
     splits: Int32[Array, "*B_K"]  # splits done; for `Local`, periods clustered
-    refused: Int32[Array, "*B_K"]  # splits, held keys or a prompt's keys that no free block was left for
+    refused: Int32[Array, "*B_K"]  # splits, and keys of a period or a prompt, that no free block was left for
 
     def squared_distances(self, key: Float[Array, "K D"], product: Float[Array, "K NB"]) -> Float[Array, "K NB"]:
         """Returns the squared distances of each head's key to every centroid, given their products.
