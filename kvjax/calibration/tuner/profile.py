@@ -190,9 +190,9 @@ def _zeros_state(plan: Plan, slots: Slots, branch: Branch, length: int) -> State
     """Returns a cache of `length` tokens whose keys and values are zeros, with an empty tail."""
     layers = tuple(
         LayerCache(
-            _with_groups(layer_plan, empty_state(layer_plan, plan.batch, plan.dtype), length), slot_pool(plan, i, slots)
+            _with_groups(one, empty_state(one, plan.batch, plan.dtype), length), slot_pool(plan, i, slots)
         )
-        for i, layer_plan in enumerate(plan.layers)
+        for i, one in enumerate(plan.layers)
     )
     return State(layers, jnp.full(plan.batch, length, jnp.int32), StoreRef(jnp.int32(branch.handle), jnp.int32(0)))
 
