@@ -1,7 +1,7 @@
 """Decoding long sequences in JAX when the KV cache does not fit in memory.
 
     llm = kvjax.load(path)
-    cache = llm.prefill(context, method=kvjax.dynakv(budget=256), store=kvjax.FlashStore(directory))
+    cache = llm.prefill(context, method=kvjax.DynaKV(budget=256), store=kvjax.FlashStore(directory))
     print(llm.generate(question, cache).text)
 """
 

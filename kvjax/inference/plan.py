@@ -66,16 +66,15 @@ class Slots:
         with the query that this layer's input would give there. "step": the blocks ranked just below this step's, for
         the next step. Outputs are the same in all cases.
       keep: whether blocks stay for later steps, as in KVSwap's reuse buffer; if not, every needed block is read again
-        in every step (FlexGen), into slots that layers take in turns, and forks copy. An adaptive method, which
+        in every step (FlexGen), into slots that all layers share, and forks copy. An adaptive method, which
         rewrites blocks once all layers were read, has slots in each layer all the same.
       even: whether all KV heads reuse equally many blocks, as in DynSplit-KV's reuse (`kvjax.cache.residency.plan`), so
         that each reads as many as the others; the head that finds the fewest decides.
-      park: a store in which layers wait while it is not their turn, index, tables and slots
-      (`kvjax.inference.layer_offload`). Memory
-        then is that of two layers, and what its `staging_bytes` allow; each step reads every layer twice and writes
-        what changed.
+      offload: a store to which whole layers are offloaded between their turns, with index, tables and slots
+        (`kvjax.inference.layer_offload`). Memory then is that of two layers, and what its `staging_bytes` allow; each
+        step reads every layer twice and writes what changed.
 
-    Raises ConfigError for a policy, backend or prefetch that does not exist, and for host with park or keep=False.
+    Raises ConfigError for a policy, backend or prefetch that does not exist, and for host with offload or keep=False.
     """
 
     count: int | None = None

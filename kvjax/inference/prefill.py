@@ -109,7 +109,7 @@ def fill_cache(
     tokens, length = jnp.asarray(padded), jnp.asarray(lengths, jnp.int32)
     slots, caches, before = slots or Slots(), [], None
     hidden: Any = None
-    lot = _parking(plan, branch, slots)
+    lot = _offload_branch(plan, branch, slots)
 
     @_as_in_this_thread
     def index(i, one):
@@ -155,7 +155,7 @@ def _as_in_this_thread(function):
     return there
 
 
-def _parking(plan: Plan, branch, slots: Slots):
+def _offload_branch(plan: Plan, branch, slots: Slots):
     """A branch for layers that wait in a store; None if they stay in memory."""
     if slots.offload is None:
         return None

@@ -16,6 +16,7 @@ import pytest
 from tiny import drawn
 
 import kvjax
+from kvjax import _files
 from kvjax.cache.pool import StoreRef
 from kvjax.errors import (
     ConfigError,
@@ -244,7 +245,7 @@ def test_what_the_system_refuses_at_the_end_is_typed(llm, tmp_path, monkeypatch,
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as patched, pytest.raises(WriteFailed, match="Input/output error"):
-        patched.setattr(checkpoint.files, "sync_directory", refuse)
+        patched.setattr(_files, "sync_directory", refuse)
         cache.save(tmp_path / "saved")
     cache.save(tmp_path / "saved")
     cache.close()

@@ -278,10 +278,10 @@ def test_a_killed_save_leaves_what_the_next_removes(llm, directory, cache, tmp_p
     kvjax.save(llm, tmp_path / "model")
     program = f"""
 import os, kvjax
-from kvjax import persistence
+from kvjax.inference import checkpoint
 llm = kvjax.load({str(tmp_path / "model")!r})
 cache = llm.restore({str(directory)!r})
-persistence._replace = lambda *args: os._exit(9)
+checkpoint._replace = lambda *args: os._exit(9)
 llm.generate("abc", cache, max_new_tokens=4).cache.save({str(directory)!r})
 """
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 9

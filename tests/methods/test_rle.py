@@ -59,7 +59,7 @@ def test_decoded_tokens_make_the_runs_of_a_prompt():
 
 def attended(method, q, key, value, prompt: int, rope=None) -> np.ndarray:
     """What the tokens after a prompt attend to, `[N, H, D]`."""
-    cache = kvjax.init_cache(method, batch=1, kv_heads=2, group=2, head_dim=64, capacity=key.shape[1], rope=rotary)
+    cache = kvjax.init_cache(method, batch=1, kv_heads=2, group=2, head_dim=64, capacity=key.shape[1], rope=rope)
     cache, out = kvjax.prefill_cache(cache, key[:, :prompt], value[:, :prompt], jnp.asarray([prompt])), []
     for at in range(prompt, key.shape[1]):
         one, cache = kvjax.attend(cache, q[:, at], key[:, at], value[:, at])

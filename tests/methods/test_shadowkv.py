@@ -12,7 +12,7 @@ import kvjax
 from kvjax.cache import state as caching
 from kvjax.cache.method import Context, WindowEviction
 from kvjax.errors import ConfigError, PromptError
-from kvjax.inference import plan
+from kvjax.inference.plan import make_plan, store_geometry
 from kvjax.methods import ShadowKV
 from kvjax.ops import rotary
 from kvjax.store.flash.store import FlashStore
@@ -115,7 +115,7 @@ def test_a_prompt_that_says_too_little_of_keys_is_refused(params, tokens):
 
 def test_blocks_hold_values_alone():
     widths = [
-        plan.geometry(plan.make_plan(CONFIG, dataclasses.replace(METHOD, sigma=sigma), 1, CAPACITY)).width
+        store_geometry(make_plan(CONFIG, dataclasses.replace(METHOD, sigma=sigma), 1, CAPACITY)).width
         for sigma in (None, 8.0)
     ]
     assert widths == [16, 8]
