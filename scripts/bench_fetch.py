@@ -26,9 +26,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 import kvjax
 from experiments.speed import raw_disk
 from kvjax.cache.callbacks import default_backend
-from kvjax.cache.method import Spec
 from kvjax.cache.pool import StoreRef
 from kvjax.cache.slots import SlotPool
+from kvjax.cache.types import Spec
 from kvjax.store.flash.branch import FlashBranch
 from kvjax.store.format.pages import checksum
 from kvjax.store.interface import PAGE_BYTES, Geometry

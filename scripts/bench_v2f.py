@@ -27,8 +27,8 @@ import numpy as np
 
 from kvjax.cache import residency
 from kvjax.cache import state as caching
-from kvjax.cache.method import Selection
 from kvjax.cache.pool import find_rows
+from kvjax.cache.types import Selection
 from kvjax.methods import DynSplit
 from kvjax.ops import attention
 from kvjax.ops.attention import Part

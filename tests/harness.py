@@ -14,10 +14,11 @@ from kvjax.cache import state as caching
 from kvjax.cache.callbacks import default_backend
 from kvjax.cache.fill import Prompts, empty_state, fill_state, in_memory, last_queries, stored_rows
 from kvjax.cache.layer import LayerCache, LayerPlan
-from kvjax.cache.method import Method, Selection
+from kvjax.cache.method import Method
 from kvjax.cache.pool import StoreRef, row_width
 from kvjax.cache.read import read_token
 from kvjax.cache.slots import SlotPool
+from kvjax.cache.types import Selection
 from kvjax.cache.write import write_token
 from kvjax.methods import (
     H2O,

@@ -12,6 +12,7 @@ from tiny import dense, make_params
 
 from kvjax.cache import layer
 from kvjax.cache.fill import empty_state
+from kvjax.cache.method import HowPlaced, SamplingMethod
 from kvjax.errors import ConfigError
 from kvjax.inference import chunked_prefill, decode, prefill
 from kvjax.inference.plan import Slots, make_plan, store_geometry
@@ -268,14 +269,14 @@ def test_one_layer_alone_has_no_token_ids(params):
 class Alike(Quest):
     """Quest with one table for all heads, as if tokens might be in another order."""
 
-    in_order: ClassVar[bool] = False
+    placement: ClassVar[HowPlaced] = "alike"
 
 
 @dataclasses.dataclass(frozen=True)
 class Apart(Alike):
     """The same with a table for each head, as if heads might place tokens in their own ways."""
 
-    places_alike: ClassVar[bool] = False
+    placement: ClassVar[HowPlaced] = "per_head"
 
 
 @pytest.mark.parametrize("page", [4, CAPACITY])
@@ -295,10 +296,9 @@ def test_tables_of_positions_are_as_few_as_a_method_needs(page):
         np.testing.assert_array_equal(states[0].count, other.count)
 
 
-@pytest.mark.parametrize("wrong", [{"places_alike": False}, {"evicts": True}])
-def test_only_what_is_alike_and_stays_can_be_in_order(wrong):
+def test_only_what_stays_can_be_in_order():
     with pytest.raises(ConfigError, match="in_order"):
-        type("Careless", (Quest,), wrong)(budget=64)
+        type("Careless", (Quest,), {"evicts": True})(budget=64)
 
 
 def test_what_is_held_back_is_not_in_order():
@@ -312,9 +312,9 @@ def test_what_is_held_back_is_not_in_order():
 
 def test_a_method_that_rewrites_blocks_has_a_table_for_each_head():
     class Careless(type(METHODS["dynakv"])):
-        places_alike: ClassVar[bool] = True
+        placement: ClassVar[HowPlaced] = "alike"
 
-    with pytest.raises(ConfigError, match="places_alike"):
+    with pytest.raises(ConfigError, match="placement"):
         Careless(budget=64)
 
 
@@ -322,10 +322,8 @@ def test_a_method_that_rewrites_blocks_has_a_table_for_each_head():
 
 
 @dataclasses.dataclass(frozen=True)
-class Weighted(Quest):
+class Weighted(SamplingMethod, Quest):
     """Quest whose page j counts j + 1 times, times exp(first number of the key); query head 1 sees even pages only."""
-
-    samples: ClassVar[bool] = True
 
     def select(self, spec, index, view, q):
         selection = super().select(spec, index, view, q)

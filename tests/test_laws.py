@@ -12,8 +12,8 @@ import pytest
 from harness import APART, CAPACITY, METHODS, Sim, Stream, check_every_token_has_one_place
 
 from kvjax.attend import AttentionCache, prefill_cache
-from kvjax.cache.method import Placement
 from kvjax.cache.residency import POLICIES
+from kvjax.cache.types import Placement
 from kvjax.methods import DynaKV, Quest, SnapKV
 from kvjax.store.flash.layout import LAYOUTS
 from kvjax.store.flash.store import FlashStore

@@ -30,7 +30,8 @@ import kvjax
 from experiments import common
 from experiments.texts import KINDS, Texts
 from kvjax import _files
-from kvjax.cache.method import Method, Selection, no_force
+from kvjax.cache.method import Method
+from kvjax.cache.types import Selection
 from kvjax.errors import ConfigError
 from kvjax.inference.plan import State
 from kvjax.methods.shared.lowrank import LowRankMethod
@@ -133,12 +134,8 @@ class Replay(Method):
         return self.inner.fetches_alike
 
     @property
-    def places_alike(self):  # type: ignore[override]
-        return self.inner.places_alike
-
-    @property
-    def in_order(self):  # type: ignore[override]
-        return self.inner.in_order
+    def placement(self):  # type: ignore[override]
+        return self.inner.placement
 
     @property
     def selects_together(self):
@@ -181,7 +178,7 @@ class Replay(Method):
         missing = max(0, spec.max_blocks - ranked.shape[1])
         ranked = jnp.pad(ranked, ((0, 0), (0, missing)), constant_values=spec.num_blocks)[:, : spec.max_blocks]
         # No number is negative, but the compiler cannot know that: the method's own choice is made all the same.
-        return Selection(jnp.where(own < 0, own, ranked), no_force(spec))
+        return Selection(jnp.where(own < 0, own, ranked))
 
     def append(self, spec, index, view, evicted):
         inner, placement = self.inner.append(spec, index.inner, view, evicted)

@@ -10,9 +10,10 @@ import numpy as np
 from kvjax.cache import state as caching
 from kvjax.cache.fill import Prompts, empty_state, fill_memory
 from kvjax.cache.layer import LayerCache, LayerPlan
-from kvjax.cache.method import Context, Method, Placement, Selection, Spec, View, WindowEviction
+from kvjax.cache.method import Method
 from kvjax.cache.pool import StoreRef
 from kvjax.cache.read import read_token
+from kvjax.cache.types import Context, Placement, Selection, Spec, View, WindowEviction
 from kvjax.cache.write import write_token
 from kvjax.errors import MethodError
 from kvjax.typing import Array, PyTree
@@ -139,6 +140,8 @@ def _selected(method: Method, spec: Spec, selection: Selection) -> None:
     shapes = {"block": (spec.kv_heads, spec.max_blocks), "force": (spec.kv_heads,)}
     for part, shape in shapes.items():
         array = getattr(selection, part)
+        if array is None and part == "force":
+            continue
         if array.shape != shape or array.dtype != jnp.int32:
             _refuse(method, f"select returns a Selection whose {part} is {array.dtype}{list(array.shape)}",
                     f"make it int32{list(shape)}, with NB={spec.num_blocks} for none")

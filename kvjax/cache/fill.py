@@ -9,10 +9,10 @@ import numpy as np
 
 from kvjax.cache import state as caching
 from kvjax.cache.layer import LayerCache, LayerPlan, each_sequence, kept_rows
-from kvjax.cache.method import Placement, Spec
 from kvjax.cache.pool import MemoryPool, scatter_prompt
 from kvjax.cache.smoothing import learn_smoothing, unknown_smoothing
 from kvjax.cache.state import LayerState
+from kvjax.cache.types import Placement, Spec
 from kvjax.errors import PromptError
 from kvjax.ops import quantize
 from kvjax.typing import Array, Float, Int32, Num, PyTree, pytree

@@ -5,9 +5,10 @@ import functools
 
 import jax
 
-from kvjax.cache.method import Method, Spec
+from kvjax.cache.method import Method
 from kvjax.cache.pool import Pool
 from kvjax.cache.state import LayerState
+from kvjax.cache.types import Spec
 from kvjax.ops import quantize
 from kvjax.typing import pytree
 

@@ -1,157 +1,46 @@
-"""The contract of a cache method: how it groups tokens into blocks and which blocks a query needs.
+"""The contract of a cache method: how it groups tokens into blocks, and which blocks a query needs.
 
-A method is a frozen dataclass of pure functions over fixed-shape arrays. It sees **one sequence**;
-the machinery adds the batch with `vmap`, keeps keys and values, moves blocks, and attends. A method
-never touches values, slots or file offsets. To write one, subclass `Method` and give
+A method is a frozen dataclass of pure functions over arrays of fixed shape. It sees **one sequence**; the machinery
+adds the batch with `vmap`, keeps keys and values, moves blocks, and attends. A method never touches values, slots or
+file offsets. To write one, subclass `Method` and give
 
-    blocks(capacity)                       how many blocks of how many rows, and how many to select
+    blocks(capacity, rows)                 how many blocks of how many rows, and how many to select
     init(spec, weights) -> index           every array it will ever need, nothing valid in it
     build(...) -> index, Placement         the prompt's middle part, placed at prefill
     select(...) -> Selection               blocks for one query, best first
     append(...) -> index, Placement        a home for the token that leaves the recent window
 
-and, only if blocks are reorganised while decoding, `due` and `adapt`; only if it learns from the
-attention weights, `observe`; only if it was fitted to the model beforehand, `weights`; only if its selection is a
-sample, `Selection.bias` and `weigh`; only if `append` would compute again what `select` can as well, `Selection.note`;
-only if keys are made from the index instead of being fetched, `rebuild`, or
-`score_rows` where everything is attended; only if arrays have the size that the prompts ask for, `for_prompts`.
-`methods/README.md` writes one from nothing.
+`AdaptiveMethod`, `ObservingMethod` and `SamplingMethod` are mixins for methods that rewrite blocks, learn from
+attention weights, or draw samples. Other methods of `Method` are for what few need: settings fitted to a model
+(`weights`), arrays sized by the prompts (`for_prompts`), keys made from the index (`rebuild`, `score_rows`).
+`methods/README.md` writes a method from nothing, and `kvjax.check_method` tries it.
 
 One decode step of one layer, in this order:
 
     select -> (plan, fetch, attend) -> observe -> append -> while due: adapt
 
-All up to attend only read; nothing of the rest happens unless the whole token succeeded, so that a
-failed read leaves the cache as it was.
+All up to attend only reads; nothing of the rest happens unless the whole token succeeded, so that a failed read leaves
+the cache as it was.
 """
 
 import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
 import jax.numpy as jnp
 import numpy as np
 
 from kvjax import _validate
+from kvjax.cache.types import Context, Edits, Placement, Selection, Spec, View, WindowEviction
 from kvjax.errors import BudgetTooSmall, ConfigError
-from kvjax.models.config import RopeConfig
 from kvjax.ops.topk import AGGREGATIONS
-from kvjax.typing import Array, Bool, Float, Int32, PyTree, pytree
+from kvjax.typing import Array, Bool, Float, Int32, PyTree
 
 Index = Any  # a pytree of arrays, the method's own
-
-
-@dataclasses.dataclass(frozen=True)
-class Spec:
-    """Static sizes of one layer's cache (axes: see `kvjax.typing`)."""
-
-    kv_heads: int
-    group: int
-    head_dim: int
-    num_blocks: int  # NB, also the sentinel "no block"
-    block_rows: int  # C, also the sentinel "hold this row in the tail"
-    max_blocks: int  # M
-    held: int  # U
-    sinks: int  # S
-    window: int  # W, the newest token included
-    budget: int  # tokens attended by one KV head at one step
-    capacity: int  # tokens a sequence may grow to
-    tables: int  # KT: tables of positions and counts, one per KV head, or one for all if it places tokens alike
-    block_heads: int  # KB: heads that have blocks of their own in stores and slots; 1 if all fetch and place alike
-    in_order: bool = False  # `position_in_order` says which token a row has, so that no table does
-    keeps_keys: bool = True  # blocks hold keys and values; else values alone, see `Method.rebuild`
-    rope: RopeConfig | None = None  # how keys are rotated; None = not known, or not at all
-    key_type: str = "float32"  # of keys in the window; those of a prompt come in the model's type
-    sliding: int | None = None  # newest tokens that the model itself lets a query see, its own included; None = all
-
-    @property
-    def selected_rows(self) -> int:
-        """Rows that selected blocks may contribute: the budget less sinks and window."""
-        return max(0, min(self.budget - self.sinks - self.window, self.max_blocks * self.block_rows))
-
-    def seen(self, pos: Int32[Array, "..."], at: Int32[Array, "..."]) -> Bool[Array, "..."]:
-        """Which tokens before a query `at` a position the model's sliding window leaves it."""
-        return jnp.bool_(True) if self.sliding is None else pos > at - self.sliding
-
-    @property
-    def ring(self) -> int:
-        """Rows that keep the recent window between steps: the newest token is not in it yet."""
-        return self.window - 1
-
-    @property
-    def tail_rows(self) -> int:
-        """R: sinks, ring and held rows."""
-        return self.sinks + self.ring + self.held
-
-
-@pytree
-class Context:
-    """A prompt, as a method sees it when it places the middle part: what is neither sink nor in the recent window."""
-
-    key: Float[Array, "K T D"]
-    pos: Int32[Array, "T"]
-    valid: Bool[Array, "T"]  # in the middle part
-    token: Int32[Array, "T"]  # token ids, -1 = not known
-    query: Float[Array, "K G Q D"]  # of the prompt's last Q tokens, oldest first; Q = min(`observation`, T)
-    query_pos: Int32[Array, "Q"]  # -1 = the prompt is shorter, or queries are not known
-
-
-@pytree
-class WindowEviction:
-    """The token that leaves the recent window. A method sees one sequence, without the axis B."""
-
-    key: Float[Array, "*B K D"]
-    pos: Int32[Array, "*B"]
-    token: Int32[Array, "*B"]  # token id, -1 = not known
-    valid: Bool[Array, "*B"]  # False: none leaves in this step
-    ahead: Int32[Array, "*B ring"]  # ids of the W - 1 tokens after it, which are in the window; -1 = not known
-    note: PyTree | None = None  # this step's `Selection.note`; None in a chunk of several tokens
-
-
-@pytree
-class Selection:
-    """Blocks a query needs, best first; ids are unique, NB stands for none."""
-
-    block: Int32[Array, "K M"]
-    force: Int32[Array, "K"]  # fetched for `adapt`, not attended
-    bias: Float[Array, "K G M"] | None = None  # for the scores of a block's rows, through `weigh`
-    note: PyTree | None = None  # what `append` would compute again: the index stays as it is until then
-
-
-@pytree
-class Placement:
-    """Where tokens go: block NB = nowhere (dropped); row C = held in the tail on that block's account.
-
-    A method that `evicts` may name a row that is taken: the token in it is dropped and the new one takes its place.
-    """
-
-    block: Int32[Array, "*K_T"]  # [K] for one token, [K, T] for a prompt
-    row: Int32[Array, "*K_T"]
-
-
-@pytree
-class Edits:
-    """Whole blocks rewritten by a gather from what `adapt` sees: [C rows of the due block ++ U held rows ++ C rows of
-    each block that is due with it]; -1 = empty row."""
-
-    dst: Int32[Array, "*K E"]
-    rows: Int32[Array, "*K E C"]
-
-
-@pytree
-class View:
-    """What a method may look at: positions, counts, held rows, and which blocks this step fetched.
-
-    *K: [K], or [] inside a function that a method maps over its heads.
-    """
-
-    pos: Int32[Array, "*K NB C"]  # position of each row, -1 = empty; valid rows are a prefix
-    count: Int32[Array, "*K NB"]  # valid rows of each block
-    held_pos: Int32[Array, "*K U"]  # -1 = free
-    held_block: Int32[Array, "*K U"]  # block on whose account the row is held, NB = free
-    loaded: Int32[Array, "*K M1"]  # this step's fetched blocks: the selection and the forced one
-    oldest_key: Float[Array, "*K D"]  # the window's, which the next token makes leave; anything while it is not full
+HowPlaced = Literal["per_head", "alike", "in_order"]
+"""How the KV heads place a token: each for itself; all in the same row of the same block; or all where `in_token_order`
+says, so that no table of positions is kept, and no token is dropped or held back."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,18 +74,27 @@ class Method(abc.ABC):
 
     head_shared: ClassVar[bool] = False  # KV heads depend on each other
     fetches_alike: ClassVar[bool] = False  # all KV heads of a sequence fetch the same blocks
-    places_alike: ClassVar[bool] = False  # all KV heads have a token in the same row of the same block
-    in_order: ClassVar[bool] = False  # `places_alike`, and where `in_token_order` says; none is dropped or held back
+    placement: ClassVar[HowPlaced] = "per_head"
     evicts: ClassVar[bool] = False  # tokens may be dropped for good: not placed, or their row given to another
     attends_all: ClassVar[bool] = False  # selects every block, in token order
-    adaptive: ClassVar[bool] = False  # `due` and `adapt` do something
-    observes: ClassVar[bool] = False  # `observe` does something
+    adaptive: ClassVar[bool] = False  # see `AdaptiveMethod`
+    observes: ClassVar[bool] = False  # see `ObservingMethod`
     dense_filters: ClassVar[bool] = False  # with `reuse`, layers that select for others attend everything, in memory
-    samples: ClassVar[bool] = False  # selections are samples with a `bias`, as many tokens as are drawn
+    samples: ClassVar[bool] = False  # see `SamplingMethod`
     fits_prompts: ClassVar[bool] = False  # `for_prompts` does something
     whole_prompts: ClassVar[bool] = False  # decides once what to keep of a prompt, so that it has to see all of it
     reads_tokens: ClassVar[bool] = False  # token ids decide where blocks end
     files: ClassVar[tuple[str, ...]] = ()  # settings that are paths
+
+    @property
+    def places_alike(self) -> bool:
+        """True if all KV heads have a token in the same row of the same block."""
+        return self.placement != "per_head"
+
+    @property
+    def in_order(self) -> bool:
+        """True if tokens are in token order, so that no table says where they are."""
+        return self.placement == "in_order"
 
     @property
     def selects_together(self) -> bool:
@@ -234,11 +132,13 @@ class Method(abc.ABC):
         if self.reuse > 1 and self.adaptive:
             raise ConfigError(f"reuse={self.reuse}, but {self.name} rewrites blocks, each layer in its own way; leave "
                               "it at 1")
-        if self.in_order and (self.evicts or not self.places_alike):
-            raise ConfigError(f"{self.name} drops tokens, or places them for each head in its own way; leave in_order "
-                              "at False")
+        if self.placement not in get_args(HowPlaced):
+            raise ConfigError(f"placement={self.placement!r} must be one of {', '.join(get_args(HowPlaced))}")
+        if self.in_order and self.evicts:
+            raise ConfigError(f"{self.name} drops tokens, so that placement='in_order' cannot be; make it 'alike' or "
+                              "'per_head'")
         if self.adaptive and self.places_alike:
-            raise ConfigError(f"{self.name} rewrites the blocks of each head for itself; leave places_alike at False")
+            raise ConfigError(f"{self.name} rewrites the blocks of each head for itself; leave placement at 'per_head'")
         if self.samples and (self.reuse > 1 or self.lookahead):
             raise ConfigError(f"{self.name} weighs what it drew by the query it drew with; leave reuse at 1 and "
                               "lookahead off, which attend with another query")
@@ -254,11 +154,24 @@ class Method(abc.ABC):
 
     @abc.abstractmethod
     def blocks(self, capacity: int, rows: int) -> tuple[int, int, int, int]:
-        """(NB, C, M, U) for sequences of up to `capacity` tokens when `rows` selected rows are attended."""
+        """Returns the sizes of a cache.
+
+        Args:
+          capacity: most tokens of a sequence.
+          rows: selected rows that one step may attend: the budget without sinks and window.
+
+        Returns:
+          (NB, C, M, U): blocks of a KV head, rows of a block, blocks selected by a step, rows that may be held in the
+          tail because their block is full.
+        """
 
     def spec(self, *, kv_heads: int, group: int, head_dim: int, capacity: int) -> Spec:
-        """Sizes for one layer. Raises ConfigError where budget, window and blocks do not fit together, BudgetTooSmall
-        where a larger budget is all it takes."""
+        """Returns the sizes of one layer's cache.
+
+        Raises:
+          ConfigError: budget, window and blocks do not fit together.
+          BudgetTooSmall: a larger budget is all it takes.
+        """
         budget = capacity if self.budget is None else self.budget
         rows = max(0, min(budget, capacity) - self.sinks - self.window)
         num_blocks, block_rows, max_blocks, held = self.blocks(capacity, rows)
@@ -274,7 +187,8 @@ class Method(abc.ABC):
 
     def _check(self, spec: Spec) -> None:
         if spec.in_order and spec.held:
-            raise ConfigError(f"{self.name} holds rows back, so that others come before them; leave in_order at False")
+            raise ConfigError(f"{self.name} holds rows back, so that others come before them; make placement "
+                              "'per_head' instead of 'in_order'")
         least = spec.sinks + spec.window + (0 if self.evicts else spec.block_rows) + spec.held
         if spec.budget < min(least, spec.capacity):
             raise BudgetTooSmall(
@@ -291,13 +205,13 @@ class Method(abc.ABC):
             )
 
     def weights(self, layer: int) -> PyTree:
-        """What was fitted to this layer of the model beforehand (adapters, tables); `init` takes it into the index."""
+        """Returns what was fitted to this layer of the model beforehand (adapters, tables), for `init`."""
         return ()
 
     def for_prompts(
         self, spec: Spec, keys: Sequence[Float[Array, "B T K D"]], length: np.ndarray, key_bytes: int
     ) -> "Method":
-        """The method as it serves given prompts best; on the host, before anything is sized.
+        """Returns the method as it serves given prompts best; on the host, before anything is sized.
 
         Args:
           spec: as sized for this method.
@@ -308,8 +222,7 @@ class Method(abc.ABC):
         return self
 
     def least_prompt(self, spec: Spec) -> int:
-        """How many tokens prompts must have between sinks and window, if keys are changed by what they teach; else 0.
-        """
+        """Returns how many tokens a prompt must have between sinks and window to learn from; 0 = none."""
         return 0
 
     def check_model(self, fingerprint: str) -> None:
@@ -318,70 +231,119 @@ class Method(abc.ABC):
 
     @abc.abstractmethod
     def init(self, spec: Spec, weights: PyTree) -> Index:
-        """Every array of the index, nothing valid."""
+        """Returns every array of the index, with nothing valid in it.
+
+        Args:
+          spec: sizes of the layer's cache.
+          weights: what `weights` returned for this layer.
+        """
 
     @abc.abstractmethod
     def build(self, spec: Spec, index: Index, context: Context) -> tuple[Index, Placement]:
-        """Places the prompt's tokens between sinks and window. Invalid tokens go to block NB."""
+        """Places the prompt's tokens between sinks and window.
+
+        Args:
+          spec: sizes of the layer's cache.
+          index: as `init` made it.
+          context: the prompt; tokens that are not `context.valid` go to block NB.
+
+        Returns:
+          The index, with the same shapes, and block and row [K, T] of every token.
+        """
 
     @abc.abstractmethod
     def select(self, spec: Spec, index: Index, view: View, q: Float[Array, "K G D"]) -> Selection:
-        """Blocks for a query, best first."""
+        """Selects blocks for a query, best first.
 
-    def weigh(
-        self, spec: Spec, index: Index, q: Float[Array, "K G D"], key: Float[Array, "K N D"],
-        bias: Float[Array, "K G N"],
-    ) -> Float[Array, "K G N"]:
-        """What is added to the scores of the selected rows, now that their keys are there.
+        Args:
+          spec: sizes of the layer's cache.
+          index: the method's own.
+          view: positions, counts and held rows.
+          q: the query, rotated [K, G, D].
 
-        Only called if the selection had a `bias`, which comes row by row. An importance weight w is added as log w; a
-        row at `attention.NEGATIVE` is left out for that query head. Rows beyond the valid ones are arbitrary.
+        Returns:
+          Unique block ids [K, M]; NB = none. The machinery attends as many of their rows as the budget holds.
         """
-        return bias
 
     def rebuild(
         self, spec: Spec, index: Index, block: Int32[Array, "K N"], row: Int32[Array, "K N"], pos: Int32[Array, "K N"]
     ) -> Float[Array, "K N D"]:
-        """Keys of the selected rows where blocks do not hold them; anything for block NB."""
+        """Returns the keys of selected rows [K, N] where blocks do not hold them; anything for block NB."""
         raise ConfigError(f"{self.name} keeps the keys of its blocks")
 
     def score_rows(self, spec: Spec, index: Index, q: Float[Array, "K G D"]) -> Float[Array, "K G N"]:
-        """Scaled scores of all N = NB C rows, block after block, where everything is attended and blocks hold no keys;
-        anything for empty rows."""
+        """Returns scaled scores of all N = NB C rows, block after block, where everything is attended and blocks hold
+        no keys; anything for empty rows."""
         raise ConfigError(f"{self.name} keeps the keys of its blocks")
 
     @abc.abstractmethod
     def append(self, spec: Spec, index: Index, view: View, evicted: WindowEviction) -> tuple[Index, Placement]:
-        """A place for the token that leaves the window. Where not `evicted.valid`: index unchanged, block NB."""
+        """Places the token that leaves the window.
 
+        Args:
+          spec: sizes of the layer's cache.
+          index: the method's own.
+          view: positions, counts and held rows.
+          evicted: the token; where it is not `evicted.valid` the index stays as it is, and the block is NB.
+
+        Returns:
+          The index, with the same shapes, and block and row [K].
+        """
+
+
+class AdaptiveMethod(Method):
+    """Mixin of methods that rewrite blocks while they decode (DynaKV)."""
+
+    adaptive: ClassVar[bool] = True
+
+    @abc.abstractmethod
     def due(self, spec: Spec, index: Index, view: View) -> Int32[Array, "K P"]:
-        """A fetched block of each head that needs adapting, and P - 1 others that `adapt` is to see with it; NB = none.
-        Must be cheap."""
-        return jnp.full((spec.kv_heads, 1), spec.num_blocks, jnp.int32)
+        """Returns a fetched block of each head that needs adapting, and P - 1 others that `adapt` is to see with it;
+        NB = none. Called after every token, so it must be cheap."""
 
+    @abc.abstractmethod
     def adapt(
         self, spec: Spec, index: Index, view: View, block: Int32[Array, "K P"], keys: Float[Array, "K CU D"],
         pos: Int32[Array, "K CU"],
     ) -> tuple[Index, Edits]:
         """Reorganises what is due; `keys` and `pos` are the first block's rows, the held rows, and those of the others.
         """
-        raise ConfigError(f"{self.name} is not adaptive")
 
+
+class ObservingMethod(Method):
+    """Mixin of methods that learn from the attention weights of every step (H2O)."""
+
+    observes: ClassVar[bool] = True
+
+    @abc.abstractmethod
     def observe(
         self, spec: Spec, index: Index, view: View, pos: Int32[Array, "K N"], weight: Float[Array, "K N"]
     ) -> Index:
         """Learns from the attention weights of this step, keyed by position (-1 = no token)."""
-        return index
 
 
-def no_force(spec: Spec) -> Int32[Array, "K"]:
-    """`Selection.force` of a method that never needs a block only to adapt it."""
-    return jnp.full((spec.kv_heads,), spec.num_blocks, jnp.int32)
+class SamplingMethod(Method):
+    """Mixin of methods whose selections are samples, weighed by `Selection.bias` (MagicPIG)."""
+
+    samples: ClassVar[bool] = True
+
+    @abc.abstractmethod
+    def weigh(
+        self, spec: Spec, index: Index, q: Float[Array, "K G D"], key: Float[Array, "K N D"],
+        bias: Float[Array, "K G N"],
+    ) -> Float[Array, "K G N"]:
+        """Returns what is added to the scores of the selected rows, now that their keys are there.
+
+        Called only if the selection had a `bias`, which comes row by row. An importance weight w is added as log w; a
+        row at `attention.NEGATIVE` is left out for that query head. Rows beyond the valid ones are arbitrary.
+        """
 
 
 def in_pages(capacity: int, page: int, rows: int) -> tuple[int, int, int, int]:
-    """`Method.blocks` of pages that are filled one after the other. One more is selected than full ones hold `rows`, as
-    the last page may be short; no more than there are (`Method.spec`)."""
+    """Returns `Method.blocks` of pages that are filled one after the other.
+
+    One more is selected than full ones hold `rows`, as the last page may be short.
+    """
     return -(-capacity // page), page, max(1, -(-rows // page) + 1), 0
 
 
@@ -393,7 +355,7 @@ def in_token_order(spec: Spec, tokens: Context | WindowEviction) -> Placement:
 
 
 def position_in_order(spec: Spec, block: Int32[Array, "..."], row: Int32[Array, "..."]) -> Int32[Array, "..."]:
-    """The token that `in_token_order` places in a row."""
+    """Returns the position of the token that `in_token_order` places in a row."""
     return spec.sinks + block * spec.block_rows + row
 
 
@@ -404,7 +366,7 @@ def in_rows(spec: Spec, at: Int32[Array, "*K_T"], valid: Bool[Array, "*#K_T"]) -
 
 
 def every_occupied(spec: Spec, view: View) -> Selection:
-    """All blocks that hold anything, in their order."""
+    """Selects all blocks that hold anything, in their order."""
     every = jnp.arange(spec.num_blocks, dtype=jnp.int32)
     block = jnp.where(view.count > 0, every, spec.num_blocks)
-    return Selection(block[:, : spec.max_blocks], no_force(spec))
+    return Selection(block[:, : spec.max_blocks])

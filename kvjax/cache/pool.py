@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.method import Spec
+from kvjax.cache.types import Spec
 from kvjax.ops import quantize
 from kvjax.ops.barriers import computed_once
 from kvjax.typing import Array, Bool, Int32, Num, pytree

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 
 from kvjax.cache import state as caching
 from kvjax.cache.layer import LayerCache, LayerPlan, each_sequence
-from kvjax.cache.method import Spec
 from kvjax.cache.pool import FetchStats, Pool, StoreRef, gated
 from kvjax.cache.state import LayerState, NewToken, Rows
+from kvjax.cache.types import Spec
 from kvjax.ops import attention, quantize
 from kvjax.typing import Array, Bool, Float, Int32, PyTree, pytree
 

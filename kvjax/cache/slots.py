@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache import callbacks, residency
-from kvjax.cache.method import Spec
 from kvjax.cache.pool import FetchStats, batch_and_head, find_rows, join_heads, row_width, split_heads, take_block
 from kvjax.cache.residency import ReadPlan, Residency
+from kvjax.cache.types import Spec
 from kvjax.ops import quantize
 from kvjax.typing import Array, Bool, Int32, Num, pytree
 

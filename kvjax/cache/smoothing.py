@@ -18,7 +18,7 @@ First tokens are those between the sinks and the end when the first of them leav
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.method import Spec
+from kvjax.cache.types import Spec
 from kvjax.ops import rotary
 from kvjax.ops.quantize import Smoothing
 from kvjax.typing import Array, Bool, Float, Int32

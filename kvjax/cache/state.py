@@ -230,6 +230,11 @@ def placements(spec: Spec, layer: LayerState, tokens: int) -> Placement:
 # ------------------------------------------------------------------------------------ decode: read
 
 
+def forced(spec: Spec, selection: Selection) -> Int32[Array, "K"]:
+    """Returns the block of each head that is fetched for `AdaptiveMethod.adapt` alone; NB = none."""
+    return jnp.full(spec.kv_heads, spec.num_blocks, jnp.int32) if selection.force is None else selection.force
+
+
 def needed_blocks(spec: Spec, layer: LayerState, selection: Selection) -> tuple[Int32[Array, "K M1"], Rows]:
     """Cuts a ranked selection to the rows that fit the budget.
 
@@ -241,7 +246,8 @@ def needed_blocks(spec: Spec, layer: LayerState, selection: Selection) -> tuple[
     results = [jax.ShapeDtypeStruct((spec.kv_heads, spec.max_blocks + 1), jnp.int32)]
     results += [jax.ShapeDtypeStruct((spec.kv_heads, spec.selected_rows), kind)
                 for kind in (jnp.int32, jnp.int32, bool, jnp.int32)]
-    operands = computed_once(selection.block), selection.force, room, layer.counts.astype(jnp.int32), layer.positions
+    counts = layer.counts.astype(jnp.int32)
+    operands = computed_once(selection.block), forced(spec, selection), room, counts, layer.positions
     need, *rows = kernels.on_cpu("cut", results, functools.partial(_cut, spec), *operands)
     return need, Rows(*rows)
 
@@ -274,7 +280,8 @@ def _cut(
 def every_block(spec: Spec, layer: LayerState, selection: Selection) -> tuple[Int32[Array, "K M1"], Rows]:
     """`needed_blocks` of a method that attends everything: all blocks, and no list of rows to compact."""
     none = jnp.zeros((spec.kv_heads, 0), jnp.int32)
-    return jnp.concatenate([selection.block, selection.force[:, None]], axis=-1), Rows(none, none, none > 0, none)
+    need = jnp.concatenate([selection.block, forced(spec, selection)[:, None]], axis=-1)
+    return need, Rows(none, none, none > 0, none)
 
 
 # ----------------------------------------------------------------------------------- decode: write

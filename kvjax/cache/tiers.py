@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache import callbacks, residency
-from kvjax.cache.method import Spec
 from kvjax.cache.residency import Residency
 from kvjax.cache.slots import SlotPool, filled, outcome
+from kvjax.cache.types import Spec
 from kvjax.ops import barriers
 from kvjax.typing import Array, Int32, Num, pytree
 

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 
 from kvjax.cache import state as caching
 from kvjax.cache.layer import LayerCache, LayerPlan, each_sequence, kept_rows
-from kvjax.cache.method import Placement, Spec, WindowEviction
+from kvjax.cache.method import AdaptiveMethod, ObservingMethod
 from kvjax.cache.pool import gated
 from kvjax.cache.read import smoothed
 from kvjax.cache.smoothing import learn_smoothing
 from kvjax.cache.state import LayerState, NewToken
+from kvjax.cache.types import Placement, Spec, WindowEviction
 from kvjax.ops.barriers import exists
 from kvjax.typing import Array, Bool, Int32, Num
 
@@ -76,7 +77,7 @@ def _advance(plan: LayerPlan, layer: LayerState, new_token: NewToken, at, gate, 
 def _place(plan: LayerPlan, layer: LayerState, new_token: NewToken, evicted: WindowEviction, gate):
     """The method's part: it learns from the attention paid, and finds a place for the leaving token."""
     spec, method, index, view = plan.spec, plan.method, layer.index, caching.view(plan.spec, layer)
-    if method.observes:
+    if method.observes and isinstance(method, ObservingMethod):
         pos = jnp.where(gate, new_token.seen_pos, -1)
         index = method.observe(spec, index, view, pos, jnp.where(gate, new_token.seen_weight, 0.0))
     return method.append(spec, index, view, dataclasses.replace(evicted, note=new_token.note))
@@ -99,6 +100,7 @@ def _adapt_all(plan: LayerPlan, cache: LayerCache, gate, layer, ref) -> LayerCac
 @functools.partial(jax.jit, static_argnums=0)
 def _due_blocks(plan: LayerPlan, state: LayerState, gate) -> Int32[Array, "B K P"]:
     spec, method = plan.spec, plan.method
+    assert isinstance(method, AdaptiveMethod)
     due = jax.vmap(lambda one: method.due(spec, one.index, caching.view(spec, one)))(state)
     return gated(due, gate, spec.num_blocks)
 

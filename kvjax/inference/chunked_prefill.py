@@ -18,10 +18,10 @@ from kvjax import _validate
 from kvjax.cache import layer, shared_slots
 from kvjax.cache import state as caching
 from kvjax.cache.layer import LayerCache, LayerPlan
-from kvjax.cache.method import Placement, Selection, Spec
 from kvjax.cache.pool import StoreRef
 from kvjax.cache.read import Fetched, SelectedRows, choose, chosen_rows, fetched, of_active, scored
 from kvjax.cache.state import LayerState, NewToken
+from kvjax.cache.types import Placement, Selection, Spec
 from kvjax.cache.write import write_token
 from kvjax.errors import ConfigError, PromptError
 from kvjax.inference import decode

@@ -16,11 +16,11 @@ import numpy as np
 
 from kvjax.cache import shared_slots
 from kvjax.cache.layer import LayerCache, LayerPlan
-from kvjax.cache.method import Placement
 from kvjax.cache.pool import StoreRef
 from kvjax.cache.read import Report, SelectedRows, read_token
 from kvjax.cache.slots import SlotPool
 from kvjax.cache.state import NewToken
+from kvjax.cache.types import Placement
 from kvjax.cache.write import write_token
 from kvjax.errors import ConfigError
 from kvjax.inference import lookahead

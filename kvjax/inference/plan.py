@@ -15,10 +15,11 @@ from kvjax.cache.callbacks import BACKENDS, default_backend
 from kvjax.cache.check import check_outputs
 from kvjax.cache.fill import empty_state
 from kvjax.cache.layer import LayerCache, LayerPlan
-from kvjax.cache.method import Method, Spec
+from kvjax.cache.method import Method
 from kvjax.cache.pool import MemoryPool, StoreRef, row_width
 from kvjax.cache.slots import PREFETCH, SlotPool
 from kvjax.cache.tiers import TieredPool
+from kvjax.cache.types import Spec
 from kvjax.errors import ConfigError
 from kvjax.inference import layer_offload
 from kvjax.inference.layer_offload import OffloadedLayer

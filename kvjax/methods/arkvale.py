@@ -29,7 +29,8 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.method import Method, Selection, in_pages, in_token_order, no_force
+from kvjax.cache.method import HowPlaced, Method, in_pages, in_token_order
+from kvjax.cache.types import Selection
 from kvjax.errors import ConfigError
 from kvjax.ops.attention import NEGATIVE
 from kvjax.ops.topk import aggregate, top_blocks, vector_products
@@ -68,8 +69,7 @@ class ArkVale(Method):
 
     page: int = 32
     volume: str = "cuboid"
-    places_alike: ClassVar[bool] = True
-    in_order: ClassVar[bool] = True
+    placement: ClassVar[HowPlaced] = "in_order"
 
     def __post_init__(self):
         super().__post_init__()
@@ -104,7 +104,7 @@ class ArkVale(Method):
         occupied, full = view.count > 0, view.count == spec.block_rows
         scores = promise(index.digest, q) * spec.head_dim**-0.5
         score = aggregate(jnp.where(full[:, None], scores, NEGATIVE), self.aggregation)
-        return Selection(top_blocks(jnp.where(full, score, jnp.inf), occupied, spec.max_blocks), no_force(spec))
+        return Selection(top_blocks(jnp.where(full, score, jnp.inf), occupied, spec.max_blocks))
 
     def append(self, spec, index, view, evicted):
         placement = in_token_order(spec, evicted)

@@ -32,7 +32,8 @@ from typing import ClassVar
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.method import Method, Placement, Selection, no_force
+from kvjax.cache.method import HowPlaced, Method
+from kvjax.cache.types import Placement, Selection
 from kvjax.errors import ConfigError
 from kvjax.methods.shared.delimiters import NO_DELIMITER, Delimiters
 from kvjax.methods.shared.fitted import read_once
@@ -81,7 +82,7 @@ class DynSplit(Method):
     deviation: int = 4
     alpha: float = 0.5
     shortest: int = 4
-    places_alike: ClassVar[bool] = True
+    placement: ClassVar[HowPlaced] = "alike"
     files: ClassVar[tuple[str, ...]] = ("table",)
 
     def __post_init__(self):
@@ -153,7 +154,7 @@ class DynSplit(Method):
     def select(self, spec, index, view, q):
         occupied = view.count > 0
         score = aggregate(index.vectors.scores(q, view.count), self.aggregation)
-        return Selection(top_blocks(score, occupied, spec.max_blocks), no_force(spec))
+        return Selection(top_blocks(score, occupied, spec.max_blocks))
 
     def append(self, spec, index, view, evicted):
         split, filled = self.split, index.filled + 1

@@ -9,7 +9,7 @@ Resident: everything. Cost per step: all keys and values.
 import dataclasses
 from typing import ClassVar
 
-from kvjax.cache.method import Method, every_occupied, in_pages, in_token_order
+from kvjax.cache.method import HowPlaced, Method, every_occupied, in_pages, in_token_order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,8 +21,7 @@ class Full(Method):
     sinks: int = 0
     page: int = 64
     attends_all: ClassVar[bool] = True
-    places_alike: ClassVar[bool] = True
-    in_order: ClassVar[bool] = True
+    placement: ClassVar[HowPlaced] = "in_order"
 
     def blocks(self, capacity, rows):
         return in_pages(capacity, self.page, capacity)

@@ -19,10 +19,10 @@ prompt's attention once more, without values.
 """
 
 import dataclasses
-from typing import ClassVar
 
 import jax.numpy as jnp
 
+from kvjax.cache.method import ObservingMethod
 from kvjax.errors import ConfigError
 from kvjax.methods.shared.eviction import Evictor, Kept
 from kvjax.methods.shared.observation import observation_scores, prompt_length
@@ -37,7 +37,7 @@ class HeavyHitters(Kept):
 
 
 @dataclasses.dataclass(frozen=True)
-class H2O(Evictor):
+class H2O(ObservingMethod, Evictor):
     """A cache that keeps the tokens with the largest accumulated attention.
 
     Raises:
@@ -46,7 +46,6 @@ class H2O(Evictor):
 
     aggregation: str = "softmax_mean"
     observation: int | None = None
-    observes: ClassVar[bool] = True
 
     def __post_init__(self):
         super().__post_init__()

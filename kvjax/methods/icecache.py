@@ -40,7 +40,8 @@ import math
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.method import Method, Placement, Selection, no_force
+from kvjax.cache.method import Method
+from kvjax.cache.types import Placement, Selection
 from kvjax.errors import ConfigError
 from kvjax.methods import dci
 from kvjax.methods.dci.tree import most_levels
@@ -132,7 +133,7 @@ class IceCache(Method):
         occupied = jnp.take_along_axis(view.count, jnp.minimum(page, spec.num_blocks - 1), axis=-1) > 0
         best = top_blocks(aggregate(score, self.aggregation), occupied & (page < spec.num_blocks), spec.max_blocks)
         page = jnp.pad(page, ((0, 0), (0, 1)), constant_values=spec.num_blocks)
-        return Selection(jnp.take_along_axis(page, best, axis=-1), no_force(spec))
+        return Selection(jnp.take_along_axis(page, best, axis=-1))
 
     def _page_scores(self, spec, tree, q):
         """Returns the opened pages [N] and their scores [G, N]: the log of the mean attention weight over a page's

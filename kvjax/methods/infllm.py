@@ -37,7 +37,8 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.method import Context, Method, Selection, in_pages, in_token_order, no_force
+from kvjax.cache.method import HowPlaced, ObservingMethod, in_pages, in_token_order
+from kvjax.cache.types import Context, Selection
 from kvjax.errors import ConfigError
 from kvjax.ops.attention import NEGATIVE, products
 from kvjax.ops.topk import aggregate, top_blocks
@@ -56,7 +57,7 @@ class InfLLMIndex:
 
 
 @dataclasses.dataclass(frozen=True)
-class InfLLM(Method):
+class InfLLM(ObservingMethod):
     """A cache of blocks that are represented by their locally most attended tokens.
 
     Attributes:
@@ -68,15 +69,12 @@ class InfLLM(Method):
       ConfigError: there are more representatives than tokens of a block, or `observation` is not None.
     """
 
-    observes = True
-
     aggregation: str = "mean"
     observation: int | None = None
     block: int = 32
     representatives: int = 4
     shared: bool = True
-    places_alike: ClassVar[bool] = True
-    in_order: ClassVar[bool] = True
+    placement: ClassVar[HowPlaced] = "in_order"
 
     def __post_init__(self):
         super().__post_init__()
@@ -128,7 +126,7 @@ class InfLLM(Method):
         occupied, full = view.count > 0, view.count == spec.block_rows
         known = jnp.where(full[: len(pooled), None], pooled, NEGATIVE)  # a block is full in all heads or in none
         score = jnp.where(full, aggregate(known, self.aggregation), jnp.inf)
-        return Selection(top_blocks(score, occupied, spec.max_blocks), no_force(spec))
+        return Selection(top_blocks(score, occupied, spec.max_blocks))
 
     def observe(self, spec, index, view, pos, weight):
         """Adds this step's attention to the local scores of the window."""

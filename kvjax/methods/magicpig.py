@@ -35,7 +35,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.method import Method, Selection, in_token_order, no_force
+from kvjax.cache.method import HowPlaced, SamplingMethod, in_token_order
+from kvjax.cache.types import Selection
 from kvjax.errors import ConfigError
 from kvjax.ops.attention import NEGATIVE
 from kvjax.ops.kmeans import unit
@@ -55,7 +56,7 @@ class LSHIndex:
 
 
 @dataclasses.dataclass(frozen=True)
-class MagicPIG(Method):
+class MagicPIG(SamplingMethod):
     """A cache that samples single tokens by locality-sensitive hashing; `aggregation` is not used.
 
     Attributes:
@@ -67,13 +68,10 @@ class MagicPIG(Method):
       ConfigError: `bits`, `tables` or `seed` is out of range, or `reuse` or `lookahead` is set.
     """
 
-    samples = True
-
     bits: int = 10
     tables: int = 150
     seed: int = 0
-    places_alike: ClassVar[bool] = True
-    in_order: ClassVar[bool] = True
+    placement: ClassVar[HowPlaced] = "in_order"
 
     def __post_init__(self):
         super().__post_init__()
@@ -106,7 +104,7 @@ class MagicPIG(Method):
         drawn_count = jnp.sum(union, axis=-1, dtype=jnp.int32).astype(jnp.float32)
         oversampling = jnp.maximum(drawn_count / max(spec.selected_rows, 1), 1.0)
         mine = jnp.take_along_axis(drawn, jnp.minimum(block, spec.num_blocks - 1)[:, None], axis=-1)
-        return Selection(block, no_force(spec), jnp.where(mine, jnp.log(oversampling)[:, None, None], NEGATIVE))
+        return Selection(block, bias=jnp.where(mine, jnp.log(oversampling)[:, None, None], NEGATIVE))
 
     def weigh(self, spec, index, q, key, bias):
         """Adds -log u_i, computed from the centred keys that were hashed."""

@@ -26,7 +26,7 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from kvjax.cache.method import Selection, no_force
+from kvjax.cache.types import Selection
 from kvjax.methods.oracle import Oracle
 from kvjax.ops.topk import aggregate, top_blocks
 
@@ -49,4 +49,4 @@ class OmniKV(Oracle):
     def select(self, spec, index, view, q):
         all_heads = self.scores(spec, index, view, q).reshape(1, -1, spec.num_blocks)
         score = jnp.broadcast_to(aggregate(all_heads, self.aggregation), (spec.kv_heads, spec.num_blocks))
-        return Selection(top_blocks(score, view.count > 0, spec.max_blocks), no_force(spec))
+        return Selection(top_blocks(score, view.count > 0, spec.max_blocks))

@@ -13,7 +13,8 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from kvjax.cache.method import Method, Selection, Spec, View, in_token_order, no_force
+from kvjax.cache.method import HowPlaced, Method, in_token_order
+from kvjax.cache.types import Selection, Spec, View
 from kvjax.ops.attention import NEGATIVE, products
 from kvjax.ops.topk import aggregate, top_blocks
 from kvjax.typing import Array, Float, pytree
@@ -30,8 +31,7 @@ class Oracle(Method):
     """A cache that attends the tokens with the largest attention weights."""
 
     aggregation: str = "softmax_mean"
-    places_alike: ClassVar[bool] = True
-    in_order: ClassVar[bool] = True
+    placement: ClassVar[HowPlaced] = "in_order"
 
     def blocks(self, capacity, rows):
         return capacity, 1, max(1, rows), 0
@@ -50,7 +50,7 @@ class Oracle(Method):
 
     def select(self, spec, index, view, q):
         score = aggregate(self.scores(spec, index, view, q), self.aggregation)
-        return Selection(top_blocks(score, view.count > 0, spec.max_blocks), no_force(spec))
+        return Selection(top_blocks(score, view.count > 0, spec.max_blocks))
 
     def append(self, spec, index, view, evicted):
         placement = in_token_order(spec, evicted)

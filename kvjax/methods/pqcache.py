@@ -29,7 +29,8 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.method import Method, Selection, in_token_order, no_force
+from kvjax.cache.method import HowPlaced, Method, in_token_order
+from kvjax.cache.types import Selection
 from kvjax.errors import ConfigError
 from kvjax.methods.clusters.index import statistics
 from kvjax.ops import kmeans
@@ -65,8 +66,7 @@ class PQCache(Method):
     bits: int = 6
     iterations: int = 10
     seed: int = 0
-    places_alike: ClassVar[bool] = True
-    in_order: ClassVar[bool] = True
+    placement: ClassVar[HowPlaced] = "in_order"
 
     def __post_init__(self):
         super().__post_init__()
@@ -103,7 +103,7 @@ class PQCache(Method):
         scores = lookup(index.codebook, index.code, q) * spec.head_dim**-0.5
         occupied = view.count > 0
         best = aggregate(jnp.where(occupied[:, None], scores, NEGATIVE), self.aggregation)
-        return Selection(top_blocks(best, occupied, spec.max_blocks), no_force(spec))
+        return Selection(top_blocks(best, occupied, spec.max_blocks))
 
     def append(self, spec, index, view, evicted):
         placement = in_token_order(spec, evicted)

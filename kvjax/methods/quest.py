@@ -11,7 +11,8 @@ Resident: 2 D numbers per page. Cost per step: one score per page, then the sele
 import dataclasses
 from typing import ClassVar
 
-from kvjax.cache.method import Method, Selection, in_pages, in_token_order, no_force
+from kvjax.cache.method import HowPlaced, Method, in_pages, in_token_order
+from kvjax.cache.types import Selection
 from kvjax.methods.shared.page_bounds import Bounds
 from kvjax.ops.topk import aggregate, top_blocks
 
@@ -21,8 +22,7 @@ class Quest(Method):
     """A cache of pages of `page` consecutive tokens, ranked by upper bounds of their scores."""
 
     page: int = 16
-    places_alike: ClassVar[bool] = True
-    in_order: ClassVar[bool] = True
+    placement: ClassVar[HowPlaced] = "in_order"
 
     def blocks(self, capacity, rows):
         return in_pages(capacity, self.page, rows)
@@ -37,7 +37,7 @@ class Quest(Method):
     def select(self, spec, index, view, q):
         occupied = view.count > 0
         score = aggregate(index.scores(q, view.count), self.aggregation)
-        return Selection(top_blocks(score, occupied, spec.max_blocks), no_force(spec))
+        return Selection(top_blocks(score, occupied, spec.max_blocks))
 
     def append(self, spec, index, view, evicted):
         placement = in_token_order(spec, evicted)

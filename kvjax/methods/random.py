@@ -13,7 +13,8 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.method import Method, Selection, in_token_order, no_force
+from kvjax.cache.method import HowPlaced, Method, in_token_order
+from kvjax.cache.types import Selection
 from kvjax.ops.topk import top_blocks
 from kvjax.typing import Array, Int32, pytree
 
@@ -37,8 +38,7 @@ class Random(Method):
 
     page: int = 1
     seed: int = 0
-    places_alike: ClassVar[bool] = True
-    in_order: ClassVar[bool] = True
+    placement: ClassVar[HowPlaced] = "in_order"
 
     def blocks(self, capacity, rows):
         # One more page than fills the budget, because the last page of a sequence may be drawn and is short.
@@ -57,7 +57,7 @@ class Random(Method):
     def select(self, spec, index, view, q):
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), index.layer), index.stored)
         drawn = jax.random.uniform(key, (spec.kv_heads, spec.num_blocks), jnp.float32)
-        return Selection(top_blocks(drawn, view.count > 0, spec.max_blocks), no_force(spec))
+        return Selection(top_blocks(drawn, view.count > 0, spec.max_blocks))
 
     def append(self, spec, index, view, evicted):
         placement = in_token_order(spec, evicted)

@@ -28,7 +28,8 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
-from kvjax.cache.method import Method, Spec, every_occupied, in_pages, in_token_order
+from kvjax.cache.method import HowPlaced, Method, every_occupied, in_pages, in_token_order
+from kvjax.cache.types import Spec
 from kvjax.errors import ConfigError
 from kvjax.methods.full import Full
 from kvjax.ops import lowbit, rotary
@@ -75,8 +76,7 @@ class RLE(Method):
     slots: int | None = None
     attends_all: ClassVar[bool] = True
     fits_prompts: ClassVar[bool] = True
-    places_alike: ClassVar[bool] = True
-    in_order: ClassVar[bool] = True
+    placement: ClassVar[HowPlaced] = "in_order"
 
     def __post_init__(self):
         super().__post_init__()

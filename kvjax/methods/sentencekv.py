@@ -28,7 +28,8 @@ import math
 
 import jax.numpy as jnp
 
-from kvjax.cache.method import Method, Placement
+from kvjax.cache.method import HowPlaced, Method
+from kvjax.cache.types import Placement
 from kvjax.errors import ConfigError
 from kvjax.methods.dynsplit import DynSplit
 from kvjax.methods.shared.eviction import check_room, largest
@@ -80,9 +81,9 @@ class SentenceKV(DynSplit):
         return self.keep is not None
 
     @property
-    def places_alike(self) -> bool:  # type: ignore[override]  # a class attribute elsewhere
-        """Whether all heads place tokens alike; they do not if each head drops tokens of its own choice."""
-        return self.keep is None
+    def placement(self) -> HowPlaced:  # type: ignore[override]  # a class attribute elsewhere
+        """Tokens are placed for each head where each drops tokens of its own choice."""
+        return "alike" if self.keep is None else "per_head"
 
     def spec(self, *, kv_heads, group, head_dim, capacity):
         spec = super().spec(kv_heads=kv_heads, group=group, head_dim=head_dim, capacity=capacity)

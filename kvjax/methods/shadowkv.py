@@ -28,7 +28,8 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.method import Method, Selection, Spec, in_pages, in_token_order, no_force
+from kvjax.cache.method import HowPlaced, Method, in_pages, in_token_order
+from kvjax.cache.types import Selection, Spec
 from kvjax.errors import ConfigError
 from kvjax.methods.shared import lowrank
 from kvjax.methods.shared.lowrank import CompressedKeys
@@ -74,8 +75,7 @@ class ShadowKV(Method):
     chunk: int = 8
     outliers: int = 2
     sigma: float | int | None = 6.4
-    places_alike: ClassVar[bool] = True
-    in_order: ClassVar[bool] = True
+    placement: ClassVar[HowPlaced] = "in_order"
 
     def __post_init__(self):
         super().__post_init__()
@@ -122,7 +122,7 @@ class ShadowKV(Method):
         scores = vector_products(index.mean, q) * spec.head_dim**-0.5
         score = aggregate(jnp.where(occupied[:, None], scores, NEGATIVE), self.aggregation)
         score = score.at[jnp.arange(spec.kv_heads, dtype=jnp.int32)[:, None], index.outlier].set(jnp.inf, mode="drop")
-        return Selection(top_blocks(score, occupied, spec.max_blocks), no_force(spec))
+        return Selection(top_blocks(score, occupied, spec.max_blocks))
 
     def rebuild(self, spec, index, block, row, pos):
         low, head = index.shadow.low, jnp.arange(spec.kv_heads, dtype=jnp.int32)[:, None]

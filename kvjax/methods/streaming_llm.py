@@ -11,7 +11,8 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from kvjax.cache.method import Method, Placement, Selection, no_force
+from kvjax.cache.method import HowPlaced, Method
+from kvjax.cache.types import Placement, Selection
 from kvjax.errors import BudgetTooSmall, ConfigError
 
 
@@ -20,7 +21,7 @@ class StreamingLLM(Method):
     """A cache of sinks and window only; the setting `window` is ignored, as the window is what the budget leaves."""
 
     evicts: ClassVar[bool] = True
-    places_alike: ClassVar[bool] = True
+    placement: ClassVar[HowPlaced] = "alike"
 
     def spec(self, *, kv_heads, group, head_dim, capacity):
         if self.budget is None:
@@ -44,7 +45,7 @@ class StreamingLLM(Method):
         return index, _nowhere(spec, context.pos.shape)
 
     def select(self, spec, index, view, q):
-        return Selection(jnp.full((spec.kv_heads, spec.max_blocks), spec.num_blocks, jnp.int32), no_force(spec))
+        return Selection(jnp.full((spec.kv_heads, spec.max_blocks), spec.num_blocks, jnp.int32))
 
     def append(self, spec, index, view, evicted):
         return index, _nowhere(spec, ())

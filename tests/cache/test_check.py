@@ -10,7 +10,7 @@ from tiny import CONFIG
 
 import kvjax
 from kvjax.cache.check import check_method
-from kvjax.cache.method import Selection, no_force
+from kvjax.cache.types import Selection
 from kvjax.errors import MethodError
 from kvjax.methods.quest import Quest
 
@@ -31,7 +31,7 @@ class Twice(Quest):
 class Empty(Quest):
     def select(self, spec, index, view, q):
         block = jnp.arange(spec.num_blocks - spec.max_blocks, spec.num_blocks, dtype=jnp.int32)
-        return Selection(jnp.broadcast_to(block, (spec.kv_heads, spec.max_blocks)), no_force(spec))
+        return Selection(jnp.broadcast_to(block, (spec.kv_heads, spec.max_blocks)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ from tiny import CAPACITY, CONFIG, PROMPT, decoded, dense, start, temporaries
 from kvjax.cache import callbacks
 from kvjax.cache import state as caching
 from kvjax.cache.fill import empty_state
-from kvjax.cache.method import Selection, Spec
+from kvjax.cache.types import Selection, Spec
 from kvjax.cache.write import _due_blocks, write_token
 from kvjax.errors import ConfigError, NoSpace, PromptError, StaleCache, WriteFailed
 from kvjax.inference import decode, layer_offload, prefill

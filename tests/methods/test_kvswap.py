@@ -24,8 +24,8 @@ from harness import (
 from tiny import make_params
 
 import kvjax
-from kvjax.cache.method import Context
 from kvjax.cache.read import choose
+from kvjax.cache.types import Context
 from kvjax.errors import ConfigError, FormatMismatch, PromptError, ReadFailed
 from kvjax.methods import InfiniGen, KVSwap, Loki
 from kvjax.methods.shared import lowrank
@@ -314,7 +314,7 @@ def test_infinigen_keeps_the_dimensions_with_the_largest_magnitudes():
     spec = method.spec(kv_heads=HEADS, group=GROUP, head_dim=SIZE, capacity=CAPACITY)
     key = RNG.normal(size=(HEADS, 20, SIZE)).astype(np.float32) * RNG.uniform(0, 3, (HEADS, 1, SIZE))
     query = RNG.normal(size=(HEADS, GROUP, 5, SIZE)).astype(np.float32)
-    context = kvjax.cache.method.Context(
+    context = kvjax.cache.types.Context(
         key=jnp.asarray(key, jnp.float32), pos=jnp.arange(20, dtype=jnp.int32), valid=jnp.arange(20) < 17,
         token=jnp.full(20, -1, jnp.int32), query=jnp.asarray(query),
         query_pos=jnp.asarray([-1, -1, 14, 15, 16], jnp.int32),

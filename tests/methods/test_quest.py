@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from kvjax.cache.method import Context, View, WindowEviction
+from kvjax.cache.types import Context, View, WindowEviction
 from kvjax.methods import Quest, quest
 from kvjax.ops.topk import AGGREGATIONS
 

@@ -10,7 +10,7 @@ from tiny import CAPACITY, CONFIG, start
 
 import kvjax
 from kvjax.cache import state as caching
-from kvjax.cache.method import Context, WindowEviction
+from kvjax.cache.types import Context, WindowEviction
 from kvjax.errors import ConfigError, PromptError
 from kvjax.inference.plan import make_plan, store_geometry
 from kvjax.methods import ShadowKV
@@ -24,7 +24,7 @@ START, STORED = 2, 33  # the middle part of a prompt: eight chunks and a token
 
 
 def spec_of(method):
-    return plan.make_plan(CONFIG, method, 1, CAPACITY).layers[0].spec
+    return make_plan(CONFIG, method, 1, CAPACITY).layers[0].spec
 
 
 def rotated(key, pos):

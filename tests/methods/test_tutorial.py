@@ -38,5 +38,11 @@ def test_flash_equals_memory(means, tmp_path):
     flash.branch.close()
 
 
-def test_the_table_names_every_method():
-    assert all(f"`{name}`" in README for name in kvjax.methods.METHODS)
+def test_it_keeps_the_contract(means):
+    kvjax.check_method(means(budget=96, page=8))
+
+
+def test_it_is_short():
+    assert len(README.splitlines()) < 60
+    names = (pathlib.Path(kvjax.methods.__file__).parents[2] / "docs" / "results" / "methods.md").read_text()
+    assert all(f"`{name}`" in names for name in kvjax.methods.METHODS)

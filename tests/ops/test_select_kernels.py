@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy.special import softmax
 
 from kvjax.cache import state as caching
-from kvjax.cache.method import Spec
+from kvjax.cache.types import Spec
 from kvjax.ops import barriers, kernels, rotary, topk
 
 

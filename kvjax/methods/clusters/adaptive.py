@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.method import Edits, Placement
+from kvjax.cache.types import Edits, Placement
 from kvjax.methods.clusters.index import ClusterIndex, replace_clusters, statistics, updated_variance, with_key
 from kvjax.methods.clusters.survey import has_room, survey
 from kvjax.methods.clusters.update import Update

@@ -4,7 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from kvjax.cache.method import Spec
+from kvjax.cache.types import Spec
 from kvjax.ops.kmeans import squared_norm
 from kvjax.ops.topk import vector_of
 from kvjax.typing import Array, Bool, Float, Int32, pytree

@@ -8,7 +8,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from kvjax.cache.method import Edits, Placement
+from kvjax.cache.types import Edits, Placement
 from kvjax.methods.clusters.index import add_entry, replace_clusters, statistics
 from kvjax.methods.clusters.survey import survey
 from kvjax.methods.clusters.update import Update

@@ -10,7 +10,8 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.method import Method, Placement, Selection
+from kvjax.cache.method import AdaptiveMethod
+from kvjax.cache.types import Placement, Selection
 from kvjax.errors import ConfigError
 from kvjax.methods.clusters.index import ClusterIndex, empty_index, statistics
 from kvjax.methods.clusters.update import Update
@@ -24,7 +25,7 @@ ALIGNED = 16  # numbers in a cache line: products with centroids are about 5 % f
 
 
 @dataclasses.dataclass(frozen=True)
-class ClusterMethod(Method):
+class ClusterMethod(AdaptiveMethod):
     """Base of the caches of clusters of keys.
 
     Attributes:

@@ -8,7 +8,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from kvjax.cache.method import Placement
+from kvjax.cache.types import Placement
 from kvjax.methods.clusters.index import ClusterIndex, with_key
 from kvjax.methods.clusters.survey import has_room, survey
 from kvjax.methods.clusters.update import Update

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from kvjax.cache.method import Edits, Placement, Spec, View
+from kvjax.cache.types import Edits, Placement, Spec, View
 from kvjax.errors import ConfigError
 from kvjax.methods.clusters.index import ClusterIndex
 from kvjax.typing import Array, Bool, Float, Int32, PRNGKey

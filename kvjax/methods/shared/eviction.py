@@ -15,7 +15,8 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.method import Context, Method, Spec, WindowEviction, every_occupied, in_rows
+from kvjax.cache.method import Method, every_occupied, in_rows
+from kvjax.cache.types import Context, Spec, WindowEviction
 from kvjax.errors import BudgetTooSmall, ConfigError
 from kvjax.methods.shared.observation import stays
 from kvjax.typing import Array, Bool, Float, pytree

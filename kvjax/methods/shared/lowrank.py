@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.method import Context, Method, Selection, Spec, in_pages, in_token_order, no_force
+from kvjax.cache.method import HowPlaced, Method, in_pages, in_token_order
+from kvjax.cache.types import Context, Selection, Spec
 from kvjax.errors import ConfigError
 from kvjax.ops import kernels, lowbit
 from kvjax.ops.attention import NEGATIVE
@@ -90,8 +91,7 @@ class LowRankMethod(Method):
     shared: bool = True
     rolling_buffer: bool = True
     bits: int = _FLOAT
-    places_alike: ClassVar[bool] = True
-    in_order: ClassVar[bool] = True
+    placement: ClassVar[HowPlaced] = "in_order"
 
     def __post_init__(self):
         super().__post_init__()
@@ -180,7 +180,7 @@ class LowRankMethod(Method):
         score = jnp.where(unfinished, jnp.inf, best)
         offered = occupied if self.rolling_buffer else occupied & ~unfinished
         block = top_blocks(score, offered, spec.max_blocks)
-        return Selection(jnp.broadcast_to(block, (spec.kv_heads, spec.max_blocks)), no_force(spec))
+        return Selection(jnp.broadcast_to(block, (spec.kv_heads, spec.max_blocks)))
 
     def _importance(
         self, index: CompressedKeys, q: Float[Array, "K G D"], seen: Bool[Array, "N"] | None = None

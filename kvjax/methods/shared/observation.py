@@ -6,7 +6,7 @@ Methods that drop tokens decide by these scores (SnapKV, section 4).
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.method import Context, Spec
+from kvjax.cache.types import Context, Spec
 from kvjax.errors import ConfigError
 from kvjax.ops.attention import NEGATIVE
 from kvjax.ops.topk import AGGREGATIONS, aggregate

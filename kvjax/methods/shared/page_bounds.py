@@ -9,7 +9,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.method import Spec
+from kvjax.cache.types import Spec
 from kvjax.ops.topk import vector_products
 from kvjax.typing import Array, Float, Int32, pytree
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from harness import METHODS, Sim, Stream
 
-from kvjax.cache.method import View
+from kvjax.cache.types import View
 from kvjax.methods.clusters import Adaptive
 from kvjax.methods.clusters.index import empty_index
 
