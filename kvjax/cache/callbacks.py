@@ -80,7 +80,7 @@ _FUNCTIONS: dict[str, Callable[..., np.int32]] = {
     "read": _read, "submit": _submit, "put_rows": _put_rows, "put_blocks": _put_blocks}
 COMPILED = kernels.register(native, ("callback",))
 if COMPILED:
-    native.serve(tuple(_FUNCTIONS.values()), _failed)
+    native.serve(tuple(_FUNCTIONS.values()), _failed, interface.by_handle())
 
 
 def _through_jax(function: Callable[..., np.int32]) -> Callable[..., None]:

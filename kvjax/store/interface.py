@@ -245,6 +245,7 @@ class Branch(abc.ABC):
     """
 
     events: list[Event] | None = None
+    reads_in_c: bool = False  # compiled programs may call `kvjax.store.native` with this branch
     samples: int = 0
     codec: str = "raw"
 
@@ -433,6 +434,11 @@ def is_store(given) -> bool:
 
 _HANDLES = itertools.count(1)
 _BRANCHES: "weakref.WeakValueDictionary[int, Branch]" = weakref.WeakValueDictionary()
+
+
+def by_handle() -> "dict[int, weakref.ref[Branch]]":
+    """Returns the weak references behind `lookup`, for the compiled part."""
+    return _BRANCHES.data  # type: ignore[attr-defined]
 
 
 def lookup(handle: SupportsInt) -> Branch | None:

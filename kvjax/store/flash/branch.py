@@ -242,6 +242,8 @@ class FlashBranch(TransactionalBranch):
     def _names(self):
         return self._volume.where(self._lineage)
 
+    reads_in_c = native is not None
+
     def _read_at_once(self, layer, generation, block, slot, slots):
         return native is not None and native.fetch(self, int(layer), int(generation), block, slot, slots)
 

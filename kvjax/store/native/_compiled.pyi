@@ -22,11 +22,15 @@ def handlers() -> dict[str, object]:
     raises.
     """
 
-def serve(functions: tuple[Callable[..., Any], ...], failed: Callable[..., Any], /) -> None:
+def serve(
+    functions: tuple[Callable[..., Any], ...], failed: Callable[..., Any], branches: dict[int, Any], /
+) -> None:
     """Replaces the functions that programs may call.
 
     Args:
-      functions: functions by number.
+      functions: functions by number; number 0 reads (rows, handle, generation, layer, block, slot), and is called only
+        where `fetch` cannot read with the branch.
+      branches: weak references to branches by handle.
       failed: called with the exception, then the operands, when one of them raises; if it raises too, the program
         fails.
     """

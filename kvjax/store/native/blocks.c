@@ -13,7 +13,8 @@ int intern_names(void) {
     } all[] = {{&names.window, "_window"}, {&names.guess_window, "_guess_window"}, {&names.give_back, "_give_back"},
                {&names.drop, "drop"}, {&names.acquire, "acquire"}, {&names.release, "release"}, {&names.rows, "rows"},
                {&names.checksums, "checksums"}, {&names.in_flight, "in_flight"}, {&names.complete, "complete"},
-               {&names.mask, "mask"}, {&names.address, "address"}};
+               {&names.mask, "mask"}, {&names.address, "address"},
+               {&names.reads_in_c, "reads_in_c"}};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         if (!*all[i].name && !(*all[i].name = PyUnicode_InternFromString(all[i].text))) return 0;
     return 1;

@@ -50,7 +50,7 @@ int find_blocks(const Window *window, Wanted *to, PyObject **staged);
 /* Names of the Python attributes that C uses. */
 extern struct Names {
     PyObject *window, *guess_window, *give_back, *drop, *acquire, *release, *rows, *checksums, *in_flight, *complete, *mask,
-        *address;
+        *address, *reads_in_c;
 } names;
 
 int intern_names(void);

@@ -1,18 +1,24 @@
 /* Calls of Python functions from compiled programs, with less overhead than JAX's own callbacks: operands become
  * numbers and views of XLA's memory, which are valid until the function returns, and the result is a number. */
 #include "callback.h"
+#include "blocks.h"
+#include "fetch.h"
 
 #define MOST_OPERANDS 8
+#define READ_FUNCTION 0 /* rows, handle, generation, layer, block, slot: see kvjax/cache/callbacks.py */
 
+static PyObject *branches; /* a dictionary of weak references by handle */
 static PyObject *functions; /* a tuple; the attribute of a call is an index */
 static PyObject *failed; /* called with the exception that a function raised */
 
-/* serve(functions, failed) */
+/* serve(functions, failed, branches) */
 PyObject *serve(PyObject *self, PyObject *args) {
-    PyObject *given, *teller;
-    if (!PyArg_ParseTuple(args, "O!O", &PyTuple_Type, &given, &teller)) return NULL;
+    PyObject *given, *teller, *living;
+    if (!PyArg_ParseTuple(args, "O!OO!", &PyTuple_Type, &given, &teller, &PyDict_Type, &living)) return NULL;
     Py_INCREF(given);
     Py_INCREF(teller);
+    Py_INCREF(living);
+    Py_XSETREF(branches, living);
     Py_XSETREF(functions, given);
     Py_XSETREF(failed, teller);
     Py_RETURN_NONE;
@@ -69,13 +75,34 @@ static int tell(PyObject *const *operands, int64_t count) {
     return told != NULL;
 }
 
+/* Reads blocks without a detour through Python, if the branch can: 1, 0 if Python has to, -1 on an exception. */
+static int read_at_once(PyObject *const *operands, int64_t count) {
+    PyObject *reference = count == 6 ? PyDict_GetItemWithError(branches, operands[1]) : NULL;
+    if (!reference) return PyErr_Occurred() ? -1 : 0;
+    PyObject *branch = PyWeakref_GetObject(reference);
+    if (!branch || branch == Py_None) return branch ? 0 : -1;
+    Py_INCREF(branch);
+    PyObject *able = PyObject_GetAttr(branch, names.reads_in_c), *done = NULL;
+    if (able == Py_True) {
+        PyObject *args[] = {branch, operands[3], operands[2], operands[4], operands[5], operands[0]};
+        done = fetch(NULL, args, 6);
+    }
+    int found = PyErr_Occurred() ? -1 : done == Py_True;
+    Py_XDECREF(done);
+    Py_XDECREF(able);
+    Py_DECREF(branch);
+    return found;
+}
+
 /* Returns the result of a function, 0 if it raises; -1 if the exception could not be reported to `failed`. */
-static int32_t answer(const XLA_FFI_CallFrame *call, PyObject *function) {
+static int32_t answer(const XLA_FFI_CallFrame *call, int32_t which, PyObject *function) {
     PyObject *operands[MOST_OPERANDS], *found = NULL;
     int64_t count = 0;
     while (count < call->args.size && (operands[count] = as_python(call, operand(call, count)))) count++;
-    if (count == call->args.size) found = PyObject_Vectorcall(function, operands, count, NULL);
-    long number = found ? PyLong_AsLong(found) : 0;
+    long number = 0;
+    if (count == call->args.size) number = which == READ_FUNCTION ? read_at_once(operands, count) : 0;
+    if (count == call->args.size && number == 0) found = PyObject_Vectorcall(function, operands, count, NULL);
+    if (found) number = PyLong_AsLong(found);
     Py_XDECREF(found);
     if (PyErr_Occurred()) number = tell(operands, count) ? 0 : -1;
     while (count) Py_DECREF(operands[--count]);
@@ -104,7 +131,7 @@ XLA_FFI_Error *on_callback(XLA_FFI_CallFrame *call) {
     if (known) {
         PyObject *function = PyTuple_GET_ITEM(functions, which);
         Py_INCREF(function);
-        number = answer(call, function);
+        number = answer(call, which, function);
         Py_DECREF(function);
     }
     PyGILState_Release(state);
