@@ -127,7 +127,7 @@ def test_kernels_older_than_the_code_are_left_out(caplog):
 
 @compiled
 def test_all_kernels_are_registered():
-    assert set(kernels._compiled.handlers()) == set(kernels._NAMES)
+    assert set(kernels._compiled.handlers()) == set(kernels.NAMES)
 
 
 def test_a_compiled_part_that_cannot_be_loaded_is_done_without_and_said(tmp_path, monkeypatch, caplog):

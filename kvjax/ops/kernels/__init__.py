@@ -43,7 +43,7 @@ import jax.numpy as jnp
 from kvjax import _native
 from kvjax.typing import Array
 
-_NAMES = ("row_attention", "code_products", "code_softmax", "vector_products", "vector", "softmax_mean", "best_blocks",
+NAMES = ("row_attention", "code_products", "code_softmax", "vector_products", "vector", "softmax_mean", "best_blocks",
           "cut", "survey", "split", "copy", "assign")
 _ONE_BY_ONE = ("row_attention",)  # run sequentially under `jax.vmap`, which would else copy a shared pool for each
 NEGATIVE = -1e30  # score of tokens or blocks that do not exist
@@ -84,7 +84,7 @@ def register(module: Any, names: tuple[str, ...]) -> bool:
 
 
 _compiled = _native.load("kvjax.ops.kernels._compiled")
-COMPILED = register(_compiled, _NAMES)
+COMPILED = register(_compiled, NAMES)
 
 
 def on_cpu(name: str, result: Any, otherwise: Callable[..., Any], *operands: Array) -> Any:
