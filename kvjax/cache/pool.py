@@ -8,6 +8,7 @@ callbacks have no batching rule, so the batch axis is explicit.
 import dataclasses
 from typing import Protocol, runtime_checkable
 
+import einops
 import jax
 import jax.numpy as jnp
 
@@ -177,14 +178,14 @@ def join_heads(rows: Num[Array, "B K *E X"], heads: int) -> Num[Array, "B KB *E 
     """Each head's rows, or those of all heads side by side."""
     if rows.shape[1] == heads:
         return rows
-    return jnp.moveaxis(rows, 1, -2).reshape(rows.shape[0], 1, *rows.shape[2:-1], -1)
+    return einops.rearrange(rows, "b k ... x -> b 1 ... (k x)")
 
 
 def split_heads(rows: Num[Array, "B KB *E X2"], heads: int) -> Num[Array, "B K *E X"]:
     """What `join_heads` joined."""
     if rows.shape[1] == heads:
         return rows
-    return jnp.moveaxis(rows[:, 0].reshape(rows.shape[0], *rows.shape[2:-1], heads, -1), -2, 1)
+    return einops.rearrange(rows, "b 1 ... (k x) -> b k ... x", k=heads)
 
 
 def gated(block: Int32[Array, "B K *E"], gate: Bool[Array, "B"], none: int) -> Int32[Array, "B K *E"]:

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import einops
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -175,7 +176,7 @@ def build(
     asked = length - query.shape[0] + jnp.arange(query.shape[0], dtype=jnp.int32)
     context = Context(
         key=key.swapaxes(0, 1), pos=pos, valid=middle, token=token,
-        query=query.reshape(-1, spec.kv_heads, spec.group, spec.head_dim).transpose(1, 2, 0, 3),
+        query=einops.rearrange(query, "q (k g) d -> k g q d", k=spec.kv_heads),
         query_pos=jnp.maximum(asked, -1),
     )
     index, placement = method.build(spec, layer.index, context)

@@ -10,6 +10,7 @@ A chunk is one transaction: it is read in all layers before it is written in any
 
 import functools
 
+import einops
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -139,7 +140,7 @@ def _read(config, plan: LayerPlan, params, cache: LayerCache, x, at, count, numb
     pool, slot, ok, _ = cache.pool.fetch(chosen.need, cache.state.count, number, ref)
     cache = LayerCache(cache.state, pool)
     args = (fetched(plan, cache, chosen, slot), _folded(plan.spec, q), key, value, at, count)
-    out = _unfolded(layer.each_sequence(lambda one: _attend(plan, cache.pool, *one), args), q.shape)
+    out = _unfolded(layer.each_sequence(lambda one: _attend(plan, cache.pool, *one), args), size)
     x = block.apply({"params": params}, x, out, method="finish")
     loaded = jnp.broadcast_to(chosen.need, (size, *chosen.need.shape))
     seen = jnp.zeros((size, *chosen.need.shape[:2], 0), jnp.float32)
@@ -176,14 +177,12 @@ def _elect(spec, ranked: Int32[Array, "V K M"]) -> Int32[Array, "K M"]:
 
 def _folded(spec: Spec, q: Float[Array, "B Q H D"]) -> Float[Array, "B K GQ D"]:
     """All queries of a KV head's group, one after the other."""
-    apart = q.reshape(*q.shape[:2], spec.kv_heads, spec.group, -1)
-    return apart.transpose(0, 2, 3, 1, 4).reshape(q.shape[0], spec.kv_heads, -1, q.shape[-1])
+    return einops.rearrange(q, "b q (k g) d -> b k (g q) d", k=spec.kv_heads)
 
 
-def _unfolded(out: Float[Array, "B K GQ D"], shape: tuple[int, int, int, int]) -> Float[Array, "B Q H D"]:
+def _unfolded(out: Float[Array, "B K GQ D"], queries: int) -> Float[Array, "B Q H D"]:
     """What `_folded` was."""
-    batch, size, _, dim = shape
-    return out.reshape(batch, out.shape[1], -1, size, dim).transpose(0, 3, 1, 2, 4).reshape(shape)
+    return einops.rearrange(out, "b k (g q) d -> b q (k g) d", q=queries)
 
 
 def _attend(

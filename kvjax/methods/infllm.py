@@ -34,6 +34,7 @@ block and query head, then the selected blocks.
 import dataclasses
 from typing import ClassVar
 
+import einops
 import jax
 import jax.numpy as jnp
 
@@ -196,8 +197,8 @@ def local_scores(
     q, key = (jnp.pad(x, (*((0, 0),) * (x.ndim - 2), (0, pad), (0, 0))) for x in (q, key.astype(jnp.float32)))
     chunks = q.shape[2] // window
     there = (jnp.arange(chunks * window, dtype=jnp.int32) < length).reshape(chunks, window)
-    q = jnp.moveaxis(q.reshape(*q.shape[:2], chunks, window, size), 2, 0)
-    key = jnp.moveaxis(key.reshape(-1, chunks, window, size), 1, 0)
+    q = einops.rearrange(q, "k g (chunks w) d -> chunks k g w d", w=window)
+    key = einops.rearrange(key, "k (chunks w) d -> chunks k w d", w=window)
     before = jnp.concatenate([jnp.zeros_like(key[:1]), key[:-1]])
     ahead = jnp.arange(window, dtype=jnp.int32)[:, None] + window  # from key to query
     ahead -= jnp.arange(2 * window, dtype=jnp.int32)
@@ -214,4 +215,4 @@ def local_scores(
     both = jax.lax.map(one, (first, q, there, jnp.concatenate([before, key], axis=2)))
     own, earlier = both[..., window:], both[..., :window]
     total = own + jnp.concatenate([earlier[1:], jnp.zeros_like(earlier[:1])])
-    return jnp.moveaxis(total, 0, 1).reshape(key.shape[1], -1)[:, :tokens]
+    return einops.rearrange(total, "chunks k w -> k (chunks w)")[:, :tokens]

@@ -26,6 +26,7 @@ import dataclasses
 import functools
 from typing import ClassVar
 
+import einops
 import jax
 import jax.numpy as jnp
 
@@ -113,7 +114,7 @@ class PQCache(Method):
 
 def split(keys: Float[Array, "K T D"], parts: int) -> Float[Array, "K P T S"]:
     """Returns each key cut into parts of S = D / P consecutive numbers."""
-    return keys.astype(jnp.float32).reshape(*keys.shape[:2], parts, -1).swapaxes(1, 2)
+    return einops.rearrange(keys.astype(jnp.float32), "k t (p s) -> k p t s", p=parts)
 
 
 def centroids_of(points: Float[Array, "T S"], valid, seed, count: int, iterations: int) -> Float[Array, "V S"]:

@@ -6,6 +6,7 @@ normaliser (the online softmax of Milakov and Gimelshein, 2018). Scores and sums
 
 import functools
 
+import einops
 import jax
 import jax.numpy as jnp
 
@@ -230,7 +231,7 @@ def causal(
     if key.shape[0] % chunk:
         raise ConfigError(f"{key.shape[0]} keys are not a multiple of chunk={chunk}; pad keys and values")
     queries = q.shape[0]
-    q = q.transpose(1, 2, 0, 3).reshape(q.shape[1], -1, q.shape[-1])
+    q = einops.rearrange(q, "c k g d -> k (g c) d")
     query_position = start + jnp.arange(queries, dtype=jnp.int32)
 
     def visit(i, part):
@@ -247,7 +248,7 @@ def causal(
     total = jnp.zeros(q.shape[:2], jnp.float32)
     empty = Part(jnp.zeros(q.shape, jnp.float32), jnp.full_like(total, NEGATIVE), total)
     out = normalise(jax.lax.fori_loop(first, last, visit, empty), q.dtype)
-    return out.reshape(out.shape[0], -1, queries, out.shape[-1]).transpose(2, 0, 1, 3)
+    return einops.rearrange(out, "k (g c) d -> c k g d", c=queries)
 
 
 def scores_of_many(q: Float[Array, "K GC D"], k: Float[Array, "K N D"]) -> Float[Array, "K GC N"]:

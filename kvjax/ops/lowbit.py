@@ -9,6 +9,7 @@ needs no key dequantised.
 
 import functools
 
+import einops
 import jax
 import jax.numpy as jnp
 
@@ -154,18 +155,18 @@ def _whole(q: Float[Array, "F Q D"], bits: int) -> tuple[Num[Array, "F Q D"], Fl
 
 def _products(packed, q, step, stored, bits: int) -> Float[Array, "F Q N"]:
     """Computes what the kernel does, unpacking a piece of the tokens at a time: all of them would be a second cache."""
-    heads, width, tokens = packed.shape
+    heads, _, tokens = packed.shape
     size = max(1, min(tokens, _PIECE // (heads * q.shape[-1])))
     pad = -tokens % size
     padded = jnp.pad(packed, ((0, 0), (0, 0), (0, pad)))
-    pieces = jnp.moveaxis(padded.reshape(heads, width, (tokens + pad) // size, size), 2, 0)
+    pieces = einops.rearrange(padded, "f x (pieces n) -> pieces f x n", n=size)
     q = q.astype(jnp.float32)
 
     def piece(some):
         return sum(jnp.einsum("fxn,fqx->fqn", level, q[..., i :: 8 // bits])
                    for i, level in enumerate(_levels_apart(some, q.dtype, bits)))
 
-    sums = jnp.moveaxis(jax.lax.map(piece, pieces), 0, 2).reshape(heads, q.shape[1], -1)[..., :tokens]
+    sums = einops.rearrange(jax.lax.map(piece, pieces), "pieces f q n -> f q (pieces n)")[..., :tokens]
     first = _largest(bits) / APART[bits] * jnp.sum(q, axis=-1)  # levels are codes plus this offset
     known = jnp.arange(tokens, dtype=jnp.int32) < stored
     return jnp.where(known, (sums - first[..., None]) * step[..., None], kernels.NEGATIVE)

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 from typing import ClassVar
 
+import einops
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -340,7 +341,7 @@ def leading_directions(
     key = jnp.where(valid[:, None], key.astype(jnp.float32), 0.0)
     leading = functools.partial(_leading, rank=rank)
     if joint:
-        return leading(key.swapaxes(0, 1).reshape(key.shape[1], -1)).reshape(key.shape[0], -1, rank)
+        return einops.rearrange(leading(einops.rearrange(key, "k t d -> t (k d)")), "(k d) r -> k d r", k=len(key))
     return jax.vmap(leading)(key)
 
 

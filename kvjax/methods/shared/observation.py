@@ -3,6 +3,7 @@
 Methods that drop tokens decide by these scores (SnapKV, section 4).
 """
 
+import einops
 import jax
 import jax.numpy as jnp
 
@@ -38,8 +39,8 @@ def observation_scores(spec: Spec, context: Context) -> Float[Array, "K G T"]:
     short = -count % _TOGETHER
     q = jnp.pad(context.query, ((0, 0), (0, 0), (0, short), (0, 0)))
     pos = jnp.pad(context.query_pos, (0, short), constant_values=-1)
-    heads, group, _, size = q.shape
-    q = q.reshape(heads, group, -1, _TOGETHER, size).transpose(2, 0, 1, 3, 4)
+    heads, group = q.shape[:2]
+    q = einops.rearrange(q, "k g (parts q) d -> parts k g q d", q=_TOGETHER)
 
     def add(total, queries):
         return total + _weights(spec, context, *queries), None
