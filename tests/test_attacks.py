@@ -14,7 +14,7 @@ def attack(tmp_path, share: float, kinds) -> dict:
 
 
 def test_a_few_attacks(tmp_path):
-    counts = attack(tmp_path, 0.01, ("memory", "aio"))
+    counts = attack(tmp_path, 0.01, ("aio",))
     assert attack_saves.failed(counts) == 0, attack_saves.table(counts)
     assert sum(count["right"] for count in counts.values()) and sum(count["typed"] for count in counts.values())
 
