@@ -72,11 +72,17 @@ def read_json(path: str | os.PathLike[str]) -> Any:
 
 @contextlib.contextmanager
 def replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Yields a temporary path that replaces `path` when the context ends, so that no reader sees half a file."""
+    """Yields a temporary path that replaces `path` when the context ends, so that no reader sees half a file.
+
+    The new file and its name are on the device then.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
         os.replace(temporary, path)
+        sync_directory(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
