@@ -55,6 +55,8 @@ UNLIKE = ("full", "rle", "streaming_llm", "h2o", "sentencekv", "quest", "dynakv"
 
 def _due_together(plan):
     """Of how many blocks a method sees the rows at once when it adapts."""
+    if not plan.method.adaptive:
+        return 0
     return jax.eval_shape(lambda: _due_blocks(plan, empty_state(plan, 1), jnp.ones(1, bool))).shape[-1]
 
 
