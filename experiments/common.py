@@ -1,4 +1,4 @@
-"""What the experiments share: methods and stores from configuration, the reference model."""
+"""Shared parts of the experiments: methods, stores and checks from a configuration, and the reference model."""
 
 import dataclasses
 import pathlib
@@ -21,46 +21,63 @@ from kvjax.models.config import ModelConfig
 from kvjax.store.flash.layout import SEQUENTIAL, check_layout
 from kvjax.store.io import emulation, profiles
 
-NOT_FIELDS = ("label", "slots", "dtype", "replay", "only", "whole")  # that are no fields of a method: see `make_method`
+NOT_FIELDS = ("label", "slots", "dtype", "replay", "only", "whole")  # settings that are not fields: see `make_method`
 REFERENCE = pathlib.Path(kvjax.__file__).parent / "reference"
 REFERENCE_8K = REFERENCE.parent / "reference_8k"
 
 
 def check_counts(config: Mapping[str, Any], **least: int) -> None:
-    """Raises ConfigError where a number of the configuration, or one of several, is not whole or below its least."""
+    """Checks that numbers of the configuration, or all numbers of a list, are whole and large enough.
+
+    Args:
+      config: the experiment's configuration.
+      **least: the smallest allowed value of each field.
+
+    Raises:
+      ConfigError: a number is not whole or too small, or a list is empty.
+    """
     for name, lowest in least.items():
         given = config[name]
         several = isinstance(given, tuple | list)
         if several:
             check_some(config, name)
-        for one in given if several else (given,):
-            if not _validate.whole(one, lowest):
+        for number in given if several else (given,):
+            if not _validate.whole(number, lowest):
                 raise ConfigError(f"{name}={given!r} must be {'whole numbers' if several else 'a whole number'} of at "
                                   f"least {lowest}")
 
 
 def check_some(config: Mapping[str, Any], *names: str) -> None:
-    """Raises ConfigError where a list of the configuration is empty."""
+    """Raises ConfigError for the first of the named lists of the configuration that is empty."""
     for name in names:
         if not config[name]:
             raise ConfigError(f"config.{name} is empty; name at least one")
 
 
 def check_names(config: Mapping[str, Any], name: str, known: Collection[str]) -> None:
-    """Raises ConfigError where a list of the configuration has a name that there is not."""
+    """Raises ConfigError if a list of the configuration has a name that is not among the known ones."""
     unknown = sorted(set(config[name]) - set(known))
     if unknown:
         raise ConfigError(f"config.{name} has unknown {', '.join(map(repr, unknown))}; use some of {', '.join(known)}")
 
 
 def make_method(settings: Mapping[str, Any], extras: Collection[str] = ()) -> Method:
-    """A method from {"name": ..., field: value, ...}. Raises ConfigError on an unknown name or field; `extras`: see
-    `check_extras`.
+    """Makes a method from {"name": ..., field: value, ...}.
 
-    A "label" among the settings is what tables call it (`label_of`), "slots" how a store's blocks are kept
-    (`make_slots`), "dtype" what keys and values are kept as (`dtype_of`), "replay" what timed runs select
-    (`experiments.speed.replay`), "only" where they time it (`experiments.speed.throughput`), "whole" that it has no
-    budget (`experiments.board.leaderboard`).
+    Some settings are not fields of the method: "label", its name in tables (`label_of`); "slots", how a store's blocks
+    are kept (`make_slots`); "dtype", the type of stored keys and values (`dtype_of`); "replay", what timed runs select
+    (`experiments.speed.replay`); "only", what it is timed with (`experiments.speed.throughput`); "whole", that it has
+    no budget (`experiments.board.leaderboard`).
+
+    Args:
+      settings: the method's.
+      extras: those of `NOT_FIELDS` that the experiment understands.
+
+    Returns:
+      The method.
+
+    Raises:
+      ConfigError: the name, a field or a value is unknown, or an extra is not understood.
     """
     check_extras(settings, extras)
     given = {field: value for field, value in settings.items() if field not in NOT_FIELDS}
@@ -68,10 +85,10 @@ def make_method(settings: Mapping[str, Any], extras: Collection[str] = ()) -> Me
 
 
 def check_extras(settings: Mapping[str, Any], extras: Collection[str]) -> None:
-    """Raises ConfigError for what is no method's settings, and for one of `NOT_FIELDS` that is not among those which an
-    experiment understands: its table would show what was not measured."""
+    """Raises ConfigError if the settings are not a mapping, or have one of `NOT_FIELDS` that the experiment does not
+    understand: its results would not be what the settings say."""
     if not isinstance(settings, Mapping | ml_collections.ConfigDict):
-        raise ConfigError(f"{settings!r} is no method; give settings such as {{'name': 'quest', 'budget': 256}}")
+        raise ConfigError(f"{settings!r} is not a method; give settings such as {{'name': 'quest', 'budget': 256}}")
     ignored = [extra for extra in NOT_FIELDS if extra in settings and extra not in extras]
     if ignored:
         raise ConfigError(f"{settings.get('name')}: this experiment has no use for a method's {', '.join(ignored)}; "
@@ -79,7 +96,18 @@ def check_extras(settings: Mapping[str, Any], extras: Collection[str]) -> None:
 
 
 def make_slots(settings: Mapping[str, Any], count: int = 0) -> Slots:
-    """The "slots" of a method's settings; `count` is their number if they do not say it, 0 = what one step needs."""
+    """Makes the slots of a method's settings.
+
+    Args:
+      settings: the method's; "slots" has fields of `kvjax.Slots`.
+      count: number of slots if "slots" does not give it; 0 = as many as one step needs.
+
+    Returns:
+      The slots.
+
+    Raises:
+      ConfigError: "slots" is not a mapping, or has an unknown or invalid field.
+    """
     given = settings.get("slots", {})
     if not isinstance(given, Mapping | ml_collections.ConfigDict):
         raise ConfigError(f"slots={given!r} must be settings such as {{'count': 32, 'policy': 'lru'}}")
@@ -90,7 +118,8 @@ def make_slots(settings: Mapping[str, Any], count: int = 0) -> Slots:
 
 
 def check_store(kind: str) -> tuple[str, dict[str, str]]:
-    """Name of a kind of store, and the device and layout that it names. Raises ConfigError on an unknown one."""
+    """Returns the name of a kind of store, and the "profile" and "layout" that it gives; raises ConfigError for an
+    unknown kind."""
     name, *rest = kind.split(":")
     if name not in ("memory", "host", "flash") or (rest and name != "flash") or len(rest) > 2:
         raise ConfigError(f"unknown store {kind!r}; use memory, host, flash, flash:DEVICE or flash:DEVICE:LAYOUT")
@@ -101,10 +130,19 @@ def check_store(kind: str) -> tuple[str, dict[str, str]]:
 
 
 def make_store(kind: str, directory: pathlib.Path, **settings: Any):
-    """A store by name; None keeps blocks in JAX arrays. "flash:emmc" emulates a device of `kvjax.store.io.profiles`,
-    and "flash:emmc:sequential" has its blocks there in that layout.
+    """Makes a store by name.
 
-    `settings` are those of a flash store (`kvjax.FlashStore`); the others have none.
+    Args:
+      kind: "memory", "host", "flash", "flash:DEVICE" (an emulated device of `kvjax.store.io.profiles`) or
+        "flash:DEVICE:LAYOUT".
+      directory: where a flash store has its files; made if missing.
+      **settings: of a flash store (`kvjax.FlashStore`); other kinds ignore them.
+
+    Returns:
+      The store; None for "memory", where blocks stay in JAX arrays.
+
+    Raises:
+      ConfigError: the kind, device or layout is unknown.
     """
     name, named = check_store(kind)
     if name == "memory":
@@ -117,9 +155,16 @@ def make_store(kind: str, directory: pathlib.Path, **settings: Any):
 
 
 def disk_of(store, since: tuple[int, int, float] = (0, 0, 0.0)) -> dict[str, Any]:
-    """What a row of results says about the device under a store; of an emulated one also which share of the commands
-    after `since`, an earlier `commands_of`, the host answered later than the device would have, and what one takes the
-    host (`EmulatedIO.host_seconds`)."""
+    """Describes the device under a store for a row of results.
+
+    Args:
+      store: a store or None.
+      since: an earlier `commands_of`; commands before it do not count.
+
+    Returns:
+      {} without a device; else "disk". For an emulated device also the share of commands that the host answered later
+      than the device would have, and the host's microseconds per command (`EmulatedIO.host_seconds`).
+    """
     system = getattr(store, "system", None)
     if not isinstance(system, emulation.EmulatedIO):
         return {} if system is None else {"disk": profiles.NATIVE}
@@ -129,7 +174,8 @@ def disk_of(store, since: tuple[int, int, float] = (0, 0, 0.0)) -> dict[str, Any
 
 
 def commands_of(store) -> tuple[int, int, float]:
-    """Commands of an emulated device so far, the late ones and all, and the host's seconds; none of other stores."""
+    """Returns the late commands of an emulated device so far, all its commands, and the host's seconds; zeros for other
+    stores."""
     system = getattr(store, "system", None)
     if not isinstance(system, emulation.EmulatedIO):
         return 0, 0, 0.0
@@ -137,25 +183,37 @@ def commands_of(store) -> tuple[int, int, float]:
 
 
 def cost_of(usages: Sequence[Usage]) -> dict[str, float]:
-    """What a token of one sequence cost, of several generations together; bytes and reads where there was a store."""
+    """Returns the cost of a token of one sequence over several generations: attended tokens, hit rate, and with a store
+    bytes and reads."""
     tokens = max(1, sum(usage.tokens for usage in usages))
     cost = {"attended_tokens": float(np.mean([usage.attended_tokens for usage in usages])),
             "hit_rate": float(np.mean([usage.hit_rate for usage in usages]))}
     stores = [usage.store for usage in usages if usage.store is not None]
     if stores:
-        cost |= {"bytes_read_per_token": sum(one.bytes_read for one in stores) / tokens,
-                 "reads_per_token": sum(one.reads for one in stores) / tokens}
+        cost |= {"bytes_read_per_token": sum(stats.bytes_read for stats in stores) / tokens,
+                 "reads_per_token": sum(stats.reads for stats in stores) / tokens}
     return cost
 
 
 def held_out_tokens(llm: kvjax.LLM) -> np.ndarray:
-    """int64[n] token ids of the held-out library files, one after the other."""
+    """Returns the token ids of the held-out library files, int64[n], one file after the other."""
     return np.asarray(llm.encode("\n".join(corpus.stdlib_documents(held_out=True)), start=False))
 
 
 def held_out_rows(llm: kvjax.LLM, count: int, tokens: int) -> np.ndarray:
-    """int32[count, tokens] of the held-out library files, every row from a part of its own. Raises ConfigError if they
-    are too few."""
+    """Returns rows of the held-out library files, each from a different part.
+
+    Args:
+      llm: the model.
+      count: number of rows.
+      tokens: tokens of a row.
+
+    Returns:
+      int32[count, tokens] token ids.
+
+    Raises:
+      ConfigError: there is too little text.
+    """
     ids = held_out_tokens(llm).astype(np.int32)
     start = np.asarray(llm.encode("", start=True), np.int32)
     own = tokens - start.size
@@ -169,43 +227,59 @@ def held_out_rows(llm: kvjax.LLM, count: int, tokens: int) -> np.ndarray:
 def draw_task(
     llm: kvjax.LLM, text: str | np.ndarray, name: str, length: int, count: int, seed: int, new_tokens: int = 32
 ) -> Sequence[tasks.Sample] | Sequence[tasks.Continuation]:
-    """The samples of a task by name (`kvjax.eval.tasks`), facts hidden in `text`; the same for the same seed."""
+    """Draws the samples of a task.
+
+    Args:
+      llm: the model, for its tokenizer.
+      text: text or token ids in which facts are hidden.
+      name: of a task of `kvjax.eval.tasks`.
+      length: tokens of a context.
+      count: number of samples.
+      seed: equal seeds give equal samples.
+      new_tokens: tokens after a context, where the task continues text.
+
+    Returns:
+      The samples.
+
+    Raises:
+      ConfigError: the task is unknown, or does not fit the length.
+    """
     rng = np.random.default_rng((seed, length, tasks.number(name)))
     return tasks.draw(name, tasks.Request(llm.tokenizer, text, length, count, rng, new_tokens=new_tokens))
 
 
 def load_model(path: str, dtype: str = "float32") -> kvjax.LLM:
-    """The model at `path`, or the reference model for an empty path; `dtype` is that of its weights."""
+    """Loads the model at `path` (the reference model if empty) with weights of type `dtype`."""
     return kvjax.load(path or REFERENCE, dtype)
 
 
 def dtype_of(settings: Mapping[str, Any]) -> str:
-    """The "dtype" of a method's settings (`kvjax.ops.quantize`)."""
+    """Returns the type of stored keys and values in a method's settings (`kvjax.ops.quantize`)."""
     return settings.get("dtype", "float32")
 
 
 def label_of(settings: Mapping[str, Any]) -> str:
-    """What tables call the method of these settings."""
-    own = label(make_method(settings, NOT_FIELDS))  # made in any case: what is no method has no label either
+    """Returns the name that tables give the method of these settings."""
+    own = label(make_method(settings, NOT_FIELDS))  # made in any case, so that invalid settings raise
     return settings.get("label") or own
 
 
 def by_label(entries: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """The settings of each method by what tables call it. Raises ConfigError where two are called the same."""
-    found: dict[str, Mapping[str, Any]] = {}
+    """Returns the settings of each method by its label; raises ConfigError if two methods have the same label."""
+    labelled: dict[str, Mapping[str, Any]] = {}
     for settings in entries:
-        if found.setdefault(label_of(settings), settings) != settings:
+        if labelled.setdefault(label_of(settings), settings) != settings:
             raise ConfigError(f'two methods are called {label_of(settings)}; give one of them another "label"')
-    return found
+    return labelled
 
 
 def make_methods(entries: Sequence[Mapping[str, Any]], extras: Collection[str]) -> dict[str, Method]:
-    """Methods by what tables call them. Raises ConfigError as `by_label` and `make_method`."""
+    """Makes methods from settings, by label; raises ConfigError as `by_label` and `make_method` do."""
     return {label: make_method(settings, extras) for label, settings in by_label(entries).items()}
 
 
 def slots_of(settings: Mapping[str, Any], store: str) -> Slots | None:
-    """The "slots" of a method's settings, None where they have none. Raises ConfigError where blocks are in memory."""
+    """Returns the slots of a method's settings, None without any; raises ConfigError if blocks are in memory."""
     if "slots" not in settings:
         return None
     slots = make_slots(settings)
@@ -216,7 +290,8 @@ def slots_of(settings: Mapping[str, Any], store: str) -> Slots | None:
 
 
 def check_model(llm: kvjax.LLM, entries: Sequence[Mapping[str, Any]]) -> None:
-    """Raises ConfigError where what a method was given is of another model: now, not in an hour."""
+    """Raises ConfigError if a method was given something that belongs to another model (adapters, a table), before a
+    long run starts."""
     for settings in entries:
         try:
             make_method(settings, NOT_FIELDS).check_model(llm.identity)
@@ -228,15 +303,21 @@ def check_fit(
     model: ModelConfig, settings: Mapping[str, Any], prompts: Sequence[int], capacity: int, *, chunk: int = 0,
     slots: Slots | None = None,
 ) -> None:
-    """Raises ConfigError or PromptError where a method's cache cannot be made of such prompts: now, not in an hour.
+    """Checks that a method's cache can be made of some prompts, before a long run starts.
 
-    Nothing is computed. A method that fits itself to prompts is taken as it is given.
+    Nothing is computed, and a method that fits itself to prompts is taken as it is given.
 
     Args:
+      model: the model's shape.
+      settings: the method's.
       prompts: tokens of each prompt.
       capacity: most tokens of a sequence.
-      chunk: tokens of a prompt that are read at once; 0: all.
-      slots: how a store's blocks are kept; None for blocks in memory, or slots by default.
+      chunk: tokens of a prompt that are read at once; 0 = all.
+      slots: how a store's blocks are kept; None for blocks in memory, or default slots.
+
+    Raises:
+      ConfigError: the method does not fit the model or the capacity.
+      PromptError: the prompts do not fit the method.
     """
     plan = make_plan(model, make_method(settings, NOT_FIELDS), len(prompts), capacity, dtype_of(settings))
     prefill.check_prompts(plan, np.minimum(prompts, chunk) if chunk else np.asarray(prompts))
@@ -247,6 +328,6 @@ def check_fit(
 
 
 def label(method: Method) -> str:
-    """Name and budget, as tables show them; the name is the one that configurations use."""
+    """Returns the method's name in configurations with its budget, as tables show them."""
     name = methods.name_of(type(method)) or method.name
     return name if method.budget is None else f"{name}@{method.budget}"

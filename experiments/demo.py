@@ -1,12 +1,12 @@
-"""The main job: a long document read once, its KV cache on flash, questions answered token by token.
+"""The main job: a long document is read once, its KV cache is on flash, and questions are answered token by token.
 
-The document is library text with needles in it. One question asks for each; all of them are asked of the same prefilled
-cache, which asking leaves as it is.
+The document is library text with needles in it. One question asks for each needle; all questions use the same prefilled
+cache, which they leave as it is.
 
-For every method: the answers, whether they are right, what was attended and read, and how fast. With `prompt_file` and
-`question` the same job runs on a user's text, without a right answer to compare with. With `chat` both go into the
-model's chat template. With `chunk` the text is read so many tokens at a time, by each method for itself, which takes
-little memory, and no recall is measured.
+For every method the table has the answers, how many are right, tokens attended, bytes read, and speed. With
+`prompt_file` and `question` the same job runs on a user's text, without a correct answer to compare with. With `chat`
+both go into the model's chat template. With `chunk` each method reads the text that many tokens at a time, which takes
+little memory, and recall is not measured.
 """
 
 import contextlib
@@ -36,16 +36,16 @@ _NEEDLE_TOKENS, _TEXT_TOKENS = 8, 64  # of an answer
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A context in tokens, questions to it, and their answers where they are known."""
+    """A context in tokens, questions about it, and their answers where they are known."""
 
     context: list[int]
     questions: tuple[str, ...]
     answers: tuple[str | None, ...]
-    stop: tuple[str, ...] = ()  # what ends an answer
+    stop: tuple[str, ...] = ()  # strings that end an answer
 
 
 def reference_job(llm: kvjax.LLM, config: ml_collections.ConfigDict) -> Job:
-    """Held-out library text of `context` tokens with needles, each of which is asked for."""
+    """Draws held-out library text of `context` tokens with needles, and a question for each needle."""
     common.check_some(config, "needles")
     rng = np.random.default_rng(config.seed)
     stream = common.held_out_tokens(llm)
@@ -62,17 +62,18 @@ def reference_job(llm: kvjax.LLM, config: ml_collections.ConfigDict) -> Job:
 
 
 def _cue(template: str, word: str) -> str:
-    """The sentence with its key word. Raises ConfigError for one that no word can be put into."""
+    """Returns the sentence with its key word; raises ConfigError for a template that does not accept one."""
     try:
         return template.format(key=word)
     except (LookupError, ValueError, AttributeError, TypeError) as cause:
-        raise ConfigError(f"needle {template!r} is no sentence with at most {{key}} to fill in; correct it") from cause
+        raise ConfigError(f"needle {template!r} is not a sentence with at most {{key}} to fill in; "
+                          "correct it") from cause
 
 
 def user_job(llm: kvjax.LLM, config: ml_collections.ConfigDict) -> Job:
-    """A user's own text and question. Raises PromptError where they are missing or empty."""
+    """Reads a user's text and question; raises PromptError if one is missing or empty."""
     if not config.prompt_file:
-        raise PromptError("a question and no text; give --config.prompt_file=FILE beside question")
+        raise PromptError("there is a question but no text; give --config.prompt_file=FILE, too")
     path = pathlib.Path(config.prompt_file)
     try:
         if not path.is_file():
@@ -83,24 +84,24 @@ def user_job(llm: kvjax.LLM, config: ml_collections.ConfigDict) -> Job:
     if not text.strip():
         raise PromptError(f"prompt_file={config.prompt_file} is empty; give a file with text in it")
     if not config.question:
-        raise PromptError('no question; give --config.question="..." beside prompt_file')
+        raise PromptError('there is a text but no question; give --config.question="...", too')
     before, question = _in_template(llm, text, config.question) if config.chat else (text, f"\n\n{config.question}")
     ids = llm.tokenizer.encode(before, add_special_tokens=not config.chat)
     return Job(llm.encode(ids, start=False), (question,), (None,))
 
 
 def _in_template(llm: kvjax.LLM, text: str, question: str) -> tuple[str, str]:
-    """The chat template around a text and a question on it, cut before the question."""
+    """Returns the chat template around a text and a question, cut before the question."""
     mark = "<<<the question>>>"
     chat = llm.tokenizer.apply_chat_template([{"role": "user", "content": f"{text}\n\n{mark}"}])
     if chat.count(mark) != 1:
-        raise PromptError("the model's chat template does not have the message once, as it is; use --config.chat=False")
+        raise PromptError("the model's chat template alters or repeats the message; use --config.chat=False")
     before, _, after = chat.rpartition(mark)
     return before, question + after
 
 
 def answer_all(llm: kvjax.LLM, job: Job, reading, settings, config: ml_collections.ConfigDict, directory) -> dict:
-    """One row of the table: every question to one method over one prefilled cache."""
+    """Returns one row of the table: all questions answered by one method over one prefilled cache."""
     method = common.make_method(settings, _EXTRAS)
     store = common.make_store(config.store, directory)
     filled = llm.prefill(
@@ -117,48 +118,49 @@ def answer_all(llm: kvjax.LLM, job: Job, reading, settings, config: ml_collectio
 
 
 def follow_all(llm: kvjax.LLM, job: Job, cache: kvjax.Cache, reading, config) -> list[Quality]:
-    """What each question's steps selected; none of a text that was not read apart.
+    """Returns the quality of each question's selections; none for a text that is read in chunks.
 
-    Comes before the timed run: it compiles, and brings every step's selection to the host.
+    Called before the timed run, as it compiles, and copies every step's selection to the host.
     """
     if not reading:
         ask(llm, job, job.questions[0], cache, 1)
         return []
-    found = []
+    qualities = []
     for question in job.questions:
         probe = Probe(cache, reading, k=config.recall_k)
         ask(llm, job, question, cache, answer_tokens(config), probe)
-        found.append(probe.quality)
-    return found
+        qualities.append(probe.quality)
+    return qualities
 
 
 def ask(
     llm: kvjax.LLM, job: Job, question: str, cache: kvjax.Cache, most: int, probe: Probe | None = None
 ) -> kvjax.Result:
-    """The answer, of at most so many tokens. The cache that it leaves behind is closed."""
+    """Returns the answer, of at most `most` tokens, and closes the cache that it leaves behind."""
     result = llm.generate([question], cache, max_new_tokens=most, stop=job.stop, observer=probe)
     result.cache.close()
     return result
 
 
 def fingerprint(llm: kvjax.LLM, job: Job) -> str:
-    """Of what a run reads, whatever its files are called."""
+    """Returns a digest of the model and the job, independent of file names."""
     return hashlib.sha256(repr((llm.fingerprint, job)).encode()).hexdigest()[:16]
 
 
 def capacity(llm, job, config) -> int:
-    """Room for the context, the longest question and its answer."""
+    """Returns the tokens of the context, the longest question and its answer."""
     question = max(len(llm.encode(question, start=False)) for question in job.questions)
     return len(job.context) + question + answer_tokens(config)
 
 
 def answer_tokens(config: ml_collections.ConfigDict) -> int:
-    """Most tokens of an answer: as many as are asked for, else enough for a needle's digits, or for a few sentences."""
+    """Returns the most tokens of an answer: the configured number, else enough for a needle's digits or a few
+    sentences."""
     return config.max_new_tokens or (_TEXT_TOKENS if config.prompt_file else _NEEDLE_TOKENS)
 
 
 def summarise(method, job: Job, results: list[kvjax.Result], qualities: list[Quality], cache: kvjax.Cache) -> dict:
-    """The measured quantities of one method, over all questions."""
+    """Returns the measured figures of one method, over all questions."""
     texts, usages = [result.text[0] for result in results], [result.usage for result in results]
     known = [
         scoring.answers_number(text, value) for text, value in zip(texts, job.answers, strict=True) if value is not None
@@ -177,12 +179,12 @@ def summarise(method, job: Job, results: list[kvjax.Result], qualities: list[Qua
 
 
 def _known(shares: list[float]) -> float | None:
-    """Their mean; None for what could not be measured, as recall among fewer tokens than it looks for."""
+    """Returns the mean; None if a value could not be measured, as recall@k with fewer than k tokens."""
     return float(np.mean(shares)) if shares and not np.isnan(shares).any() else None
 
 
 def show(row: dict) -> dict:
-    """A row as the table prints it."""
+    """Returns a row as the table prints it."""
     size = {key: f"{row[key] / 1024:,.0f} KiB" for key in ("bytes_read_per_token", "resident_bytes")}
     return {
         **row, **size, "recall": "-" if row["recall"] is None else f"{row['recall']:.3f}",
@@ -192,7 +194,7 @@ def show(row: dict) -> dict:
 
 
 def plot(rows: list[dict], path: pathlib.Path) -> None:
-    """Recall against bytes read, and resident memory."""
+    """Plots recall against bytes read, and resident memory."""
     figure = Figure(figsize=(10, 4))
     left, right = figure.subplots(1, 2)
     for row in [row for row in rows if row["recall"] is not None]:
@@ -206,21 +208,21 @@ def plot(rows: list[dict], path: pathlib.Path) -> None:
 
 
 def check(config: ml_collections.ConfigDict) -> None:
-    """Raises ConfigError on settings that make no job, before a model is loaded."""
+    """Raises ConfigError for settings that make no job, before a model is loaded."""
     common.check_some(config, "methods")
     # No value of one digit is held out, and numbers of more than 18 do not fit in 64 bits.
     common.check_counts(config, context=1, digits=2, max_new_tokens=0, chunk=0, recall_k=1, seed=0)
     if config.digits > 18:
         raise ConfigError(f"digits={config.digits} must be at most 18")
     if config.chat and not config.prompt_file:
-        raise ConfigError("chat=True is for a text of your own; give --config.prompt_file=FILE and question beside it")
+        raise ConfigError("chat=True needs a text of your own; give --config.prompt_file=FILE and --config.question")
     common.check_store(config.store)
     for settings in config.methods:
         common.make_method(settings, _EXTRAS)
 
 
 def check_fit(llm: kvjax.LLM, job: Job, settings, config: ml_collections.ConfigDict) -> None:
-    """Raises ConfigError or PromptError where a method, its type and slots do not fit the job."""
+    """Raises ConfigError or PromptError if a method, its type or its slots do not fit the job."""
     slots, room = common.slots_of(settings, config.store), capacity(llm, job, config)
     common.check_fit(llm.config, settings, [len(job.context)], room, chunk=config.chunk, slots=slots)
 
@@ -232,7 +234,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     llm = common.load_model(config.model, config.dtype)
     common.check_model(llm, config.methods)
     job = user_job(llm, config) if config.prompt_file or config.question else reference_job(llm, config)
-    for settings in entries.values():  # what does not fit is an error before anything is written
+    for settings in entries.values():  # fails before anything is written
         check_fit(llm, job, settings, config)
     run, content = Run(config, workdir, grid=("methods",)), fingerprint(llm, job)
     done = {row["method"]: row for row in run.logged()}

@@ -20,7 +20,7 @@ from kvjax.errors import ConfigError, KvjaxError
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file, with an optional :preset.")
 _QUOTES = "'\""
-# What disks and their owners refuse. Other errors of the system, as of a closed file, are mistakes of the program.
+# Errors of disks and permissions, which the user can mend. Others, as of a closed file, are bugs.
 _REFUSALS = (
     errno.EACCES, errno.EDQUOT, errno.EEXIST, errno.EFBIG, errno.EIO, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG,
     errno.ENOSPC, errno.ENOTDIR, errno.EPERM, errno.EROFS,
@@ -29,6 +29,7 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Directory for results; running 
 
 
 def run(argv: list[str]) -> None:
+    """Runs the experiment of the configuration; bad input ends the program with one line."""
     if len(argv) > 1:
         stop(f"unexpected argument {argv[1]!r}; give --config.FIELD=VALUE, a value with spaces in quotes")
     logging.set_verbosity(logging.INFO)
@@ -46,20 +47,20 @@ def run(argv: list[str]) -> None:
 
 
 def _experiment(name: str) -> Callable[[ml_collections.ConfigDict, str], None]:
-    """`run` of that module. Raises ConfigError where there is none."""
+    """Returns `run` of a module of experiments; raises ConfigError if there is none."""
     try:
         module = importlib.import_module(f"experiments.{name}")
     except ModuleNotFoundError as error:
         if not f"experiments.{name}.".startswith(f"{error.name}."):
             raise
-        raise ConfigError(f"no experiment {name!r}; see configs/ for those there are") from error
+        raise ConfigError(f"no experiment {name!r}; see configs/ for the available ones") from error
     if not hasattr(module, "run"):
-        raise ConfigError(f"experiments/{name.replace('.', '/')}.py is no experiment; see configs/ for those there are")
+        raise ConfigError(f"experiments/{name.replace('.', '/')}.py is not an experiment; see configs/ for the others")
     return module.run
 
 
 def stop(reason: object) -> NoReturn:
-    """Ends the program with one line: the input was bad."""
+    """Ends the program with one line on standard error and exit code 2."""
     print(f"error: {' '.join(str(reason).split())}", file=sys.stderr)
     sys.exit(2)
 
@@ -68,15 +69,16 @@ def parse(argv: list[str]) -> list[str]:
     """Parses the flags; a field that the configuration does not have ends the program with one line."""
     try:
         return flags.FLAGS(argv)
-    except AttributeError as error:  # of the ConfigDict, which names the field and nothing else
-        stop(f"unknown field {str(error).strip(_QUOTES)!r}; see the file given as --config for those there are")
-    except Exception as error:  # whatever a configuration file or a field raises is bad input
+    except AttributeError as error:  # the ConfigDict's message is the name of the field
+        stop(f"unknown field {str(error).strip(_QUOTES)!r}; see the file given as --config for the available ones")
+    except Exception as error:  # any error of a configuration file or a field is bad input
         reason = " ".join(str(error).split()).rpartition("Error: ")[2]
         stop(f"{reason} (see the docstring of the configuration file)" if "--config" in str(error) else reason)
 
 
 def main() -> None:
-    # JAX reports each accelerator that a machine has not, which looks like a failure.
+    # JAX reports each accelerator that a machine lacks, which looks like a failure.
+    """Parses the flags and runs the experiment."""
     standard_logging.getLogger("jax._src.xla_bridge").setLevel(standard_logging.WARNING)
     flags.mark_flags_as_required(["config", "workdir"])
     app.run(run, flags_parser=parse)

@@ -1,4 +1,4 @@
-"""What every run leaves in its workdir: config.json, metrics.jsonl, summary.json."""
+"""Files that every run leaves in its workdir: config.json, metrics.jsonl, summary.json."""
 
 import importlib.metadata
 import json
@@ -23,7 +23,7 @@ _PACKAGES = ("kvjax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "num
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of what the figures depend on."""
+    """Returns the versions of the packages on which results depend."""
     return {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}}
 
 
@@ -35,13 +35,13 @@ def _version(name: str) -> str | None:
 
 
 def machine() -> dict[str, Any]:
-    """What runs, and what it runs on."""
+    """Returns the software and hardware of the run: versions, commit, device, processor, compiled kernels."""
     return {"versions": versions(), "commit": commit(), "device": str(jax.devices()[0]), "processor": processor(),
             "kernels": kernels.COMPILED}
 
 
 def commit() -> str | None:
-    """The commit that is checked out, "-dirty" if files were changed; None outside a git repository."""
+    """Returns the checked-out commit, with "-dirty" if files were changed; None outside a git repository."""
     asked = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         return subprocess.run(asked, cwd=_ROOT, capture_output=True, text=True, check=True).stdout.strip()
@@ -50,7 +50,7 @@ def commit() -> str | None:
 
 
 def processor() -> str:
-    """Model and number of the processors that this process may use."""
+    """Returns the model and the number of the processors that this process may use."""
     file = pathlib.Path("/proc/cpuinfo")
     lines = file.read_text().splitlines() if file.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -59,23 +59,32 @@ def processor() -> str:
 
 
 def _header(file: pathlib.Path) -> dict[str, Any]:
-    """What a run wrote there. Raises ConfigError where it is something else."""
+    """Returns the header that a run wrote to a file; raises ConfigError if the file has something else."""
     try:
         before = json.loads(file.read_text())
     except ValueError:
         before = None
     if not isinstance(before, dict) or "config" not in before:
-        raise ConfigError(f"{file} is no configuration of a run; remove it, or give another --workdir")
+        raise ConfigError(f"{file} is not the configuration of a run; remove it, or give another --workdir")
     return before
 
 
 class Run:
-    """A workdir in use. Lines of `metrics.jsonl` that are already there are what is done.
+    """A workdir in use; the lines that its metrics.jsonl has are not measured again.
 
-    They have to be of the same configuration, or nobody would know what a table shows. Only fields of the `grid`, by
-    which rows are told apart, may differ, and "methods" by entries of other labels; None = any field. Raises
-    ConfigError for other differences, and for a workdir that cannot be used. Other versions or another machine are a
-    warning, and "before" in the header has what earlier rows were measured on.
+    Args:
+      config: the experiment's; it has to be that of the existing lines, or a table would mix configurations.
+      workdir: the directory; made if missing.
+      grid: fields that may differ, as rows are told apart by them ("methods" may differ by entries of other labels);
+        None = any field.
+
+    Attributes:
+      path: the workdir.
+      header: configuration, versions and machine; "before" has the machines of earlier rows, if others.
+
+    Raises:
+      ConfigError: another configuration has results there, or the workdir cannot be used. Other versions or another
+        machine are a warning.
     """
 
     def __init__(self, config: ml_collections.ConfigDict, workdir: str, grid: Sequence[str] | None = ()):
@@ -111,12 +120,12 @@ class Run:
         logging.info("%s", "  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items()))
 
     def logged(self) -> list[dict[str, Any]]:
-        """Lines of metrics.jsonl written so far."""
+        """Returns the lines of metrics.jsonl written so far."""
         return self._read()[0]
 
     def _read(self) -> tuple[list[dict[str, Any]], int]:
-        """The rows of metrics.jsonl, and the bytes they take: a last line that was cut short is not among them. Raises
-        ConfigError for any other line that is no row."""
+        """Returns the rows of metrics.jsonl and their size in bytes, without a last line that was cut short; raises
+        ConfigError for any other line that is not a row."""
         path, rows, size = self.path / "metrics.jsonl", [], 0
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
         for number, line in enumerate(lines, start=1):
@@ -125,11 +134,12 @@ class Run:
                 rows.append(row)
                 size += len(line)
             elif number < len(lines):
-                raise ConfigError(f"{path}, line {number} is no row of results; remove it, or give another --workdir")
+                raise ConfigError(f"{path}, line {number} is not a row of results; remove it or give another --workdir")
         return rows, size
 
     def _mend(self) -> None:
-        """Cuts off a last line that a run did not get to finish, so that what is appended begins a line."""
+        """Removes a last line that an interrupted run did not finish, so that the next one begins on a line of its
+        own."""
         path = self.path / "metrics.jsonl"
         _, size = self._read()
         if path.exists() and size < path.stat().st_size:
@@ -138,7 +148,7 @@ class Run:
                 file.truncate(size)
 
     def keep_only(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
-        """Drops all other lines of metrics.jsonl: what is going to be measured again."""
+        """Removes all lines of metrics.jsonl that are not wanted, as they will be measured again."""
         rows = self.logged()
         kept = list(filter(wanted, rows))
         if len(kept) < len(rows):
@@ -152,23 +162,24 @@ class Run:
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
-    """A whole line of metrics.jsonl, its end included; None for anything else."""
+    """Returns the row of a complete line of metrics.jsonl; None for anything else."""
     try:
-        found = json.loads(line)
+        row = json.loads(line)
     except ValueError:
         return None
-    return found if isinstance(found, dict) and line.endswith(b"\n") else None
+    return row if isinstance(row, dict) and line.endswith(b"\n") else None
 
 
 def _machines(workdir: str, before: dict[str, Any], here: dict[str, Any]) -> list[dict[str, Any]]:
-    """What rows of a workdir were measured on, each once, but for what is so now. Warns where the last was another."""
+    """Returns the machines, each once, on which earlier rows of a workdir were measured; warns if the last one differs
+    from this one."""
     last = {key: before.get(key) for key in here}
     known = before.get("before", [])
     if last == here:
         return known
     changed = "; ".join(f"{key} was {last[key]} and is {here[key]}" for key in here if last[key] != here[key])
-    logging.warning("%s has rows of another time: %s", workdir, changed)
-    return [one for one in known if one != last] + [last]
+    logging.warning("%s has rows that were measured elsewhere: %s", workdir, changed)
+    return [earlier for earlier in known if earlier != last] + [last]
 
 
 def _check_same(workdir: str, before: dict[str, Any], now: dict[str, Any], grid: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""Texts of several kinds for the distribution-shift experiment, from held-out library files."""
+"""Texts of several kinds, drawn from held-out library files."""
 
 import ast
 
@@ -14,8 +14,18 @@ _FACT_EVERY = 48  # tokens of library code between two facts of a needles text
 
 
 def facts_in_code(rng, llm: kvjax.LLM, code: np.ndarray, length: int, held_out: bool) -> list[int]:
-    """Facts in library code, `length` tokens or a few more; every second one repeats an earlier one, so that there is
-    something to retrieve. Words, values and templates are held-out ones or those of training."""
+    """Mixes facts into library code; every second fact repeats an earlier one, so that there is something to retrieve.
+
+    Args:
+      rng: NumPy's random generator.
+      llm: the model, for its tokenizer.
+      code: token ids of library code.
+      length: least number of tokens.
+      held_out: whether words, values and templates are the held-out ones, or those of training.
+
+    Returns:
+      `length` token ids or a few more.
+    """
     tokens: list[int] = []
     facts: list[needles.Needle] = []
     while len(tokens) < length:
@@ -30,7 +40,7 @@ def facts_in_code(rng, llm: kvjax.LLM, code: np.ndarray, length: int, held_out: 
 
 
 class Texts:
-    """Draws token rows that start with the beginning-of-text token."""
+    """Source of token rows that start with the beginning-of-text token."""
 
     def __init__(self, llm: kvjax.LLM, seed: int):
         self.llm, self.seed = llm, seed
@@ -39,9 +49,19 @@ class Texts:
         self.prose = np.asarray(llm.encode("\n\n".join(prose), start=False))
 
     def draw(self, kind: str, number: int, prompt: int, length: int) -> list[int]:
-        """Text `number` of a kind: `prompt` tokens to read and `length - prompt` to decode.
+        """Draws one text.
 
-        Raises ConfigError on an unknown kind.
+        Args:
+          kind: one of `KINDS`.
+          number: tells texts of one kind apart; the same number gives the same text.
+          prompt: tokens to read.
+          length: tokens of prompt and continuation.
+
+        Returns:
+          `length` token ids.
+
+        Raises:
+          ConfigError: the kind is unknown.
         """
         if kind not in KINDS:
             raise ConfigError(f"unknown kind of text {kind!r}; use some of {', '.join(KINDS)}")
@@ -59,7 +79,7 @@ class Texts:
         return facts_in_code(rng, self.llm, self.code, length, held_out=True)
 
     def _mixed(self, rng, prompt, length):
-        """A prompt of prose; what is decoded changes its kind after every `prompt` tokens."""
+        """Returns a prompt of prose whose continuation changes its kind after every `prompt` tokens."""
         tokens, turn = self._prose(rng, prompt, prompt), 0
         while len(tokens) < length:
             tokens += getattr(self, ("_code", "_needles", "_prose")[turn % 3])(rng, prompt, prompt)[:prompt]
@@ -68,7 +88,7 @@ class Texts:
 
 
 def docstrings(documents: list[str]) -> list[str]:
-    """Docstrings of all modules, classes and functions, in order."""
+    """Returns the docstrings of all modules, classes and functions of Python files, in order."""
     nodes = (node for text in documents for node in ast.walk(ast.parse(text)))
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     return [text for node in nodes if isinstance(node, documented) and (text := ast.get_docstring(node))]

@@ -21,7 +21,7 @@ CASES = {
     "small_budget": ("configs/demo.py:smoke", "--config.methods=({'name':'dynakv','budget':8},)", "budget=8"),
     "small_context": ("configs/demo.py:smoke", "--config.context=5", "do not fit in 5 tokens"),
     "unknown_experiment": ("configs/demo.py:smoke", "--config.experiment=nosuch", "no experiment 'nosuch'"),
-    "no_settings": ("configs/demo.py:smoke", "--config.methods=('quest',)", "'quest' is no method"),
+    "no_settings": ("configs/demo.py:smoke", "--config.methods=('quest',)", "'quest' is not a method"),
     "budget_as_text": ("configs/demo.py:smoke", "--config.methods=({'name':'quest','budget':'64'},)", "budget='64'"),
     "unreadable_file": ("configs/demo.py:smoke", "--config.prompt_file=/proc/self/mem", "cannot be read"),
     "no_needles": ("configs/demo.py:smoke", "--config.needles=()", "needles is empty"),

@@ -1,9 +1,9 @@
 """Decode speed of methods x stores x contexts, beside the physical limits of the machine.
 
 Caches are filled with made-up keys (`experiments.speed.made_up`). Every figure is a median over steps after a warm-up;
-compile time is apart. With several `rounds` methods take turns, so that whatever else slows the machine slows all of
-them. Limits are measured beside each row: memory bandwidth by a matrix-vector product, before and after each turn's
-steps, disk bandwidth by raw threaded reads of the store's block size.
+compile time is separate. With several `rounds` the methods alternate, so that other work on the machine slows all of
+them alike. Limits are measured beside each row: memory bandwidth by a matrix-vector product before and after each
+round's steps, disk bandwidth by raw threaded reads of the store's block size.
 """
 
 import importlib.util
@@ -35,17 +35,17 @@ _GRID = ("models", "methods", "contexts", "batches", "stores", "transformers")
 _EXTRAS = ("label", "slots", "dtype", "replay", "only")  # of a method's settings
 _ONLY = ("contexts", "batches", "stores")  # what "only" of a method's settings may narrow
 _DTYPES = ("float32", "bfloat16", "float16")  # of weights
-_LATE = 0.2  # of an emulated device's commands; beyond it, times are more the host's than the device's
-_WARM_UP = 4  # steps that no median counts, the one that compiles included
+_LATE = 0.2  # share of an emulated device's commands; above it, times are those of the host rather than of the device
+_WARM_UP = 4  # steps left out of medians, including the one that compiles
 
 
 def room(config) -> int:
-    """Tokens that follow the made-up ones in a sequence."""
+    """Returns the tokens that follow the made-up ones in a sequence."""
     return config.rounds * len(config.drivers) * (config.steps + 1) + layer_times.COMMITS
 
 
 class Subject:
-    """One method with a cache of its own, which is timed as often as asked; store and recordings are in directories."""
+    """One method with a cache of its own, timed round by round; the store and the recordings have directories."""
 
     def __init__(self, llm, head: dict, settings, batch: int, config, directory, recordings):
         self.llm, self.head, self.config, self.directory = llm, head, config, directory
@@ -62,23 +62,23 @@ class Subject:
         self.before = self.branch.stats() if self.branch is not None else None
         self.commands = common.commands_of(self.store)
         self.seconds: dict[str, list[np.ndarray]] = {driver: [] for driver in config.drivers}
-        self.stats: list[timing.Moved] = []  # by every token
-        self.bandwidth: list[float] = []  # what a shared machine gives changes within seconds
+        self.stats: list[timing.Moved] = []  # of every token
+        self.bandwidth: list[float] = []  # bytes per second; on a shared machine it changes within seconds
 
     def take_turn(self) -> None:
-        """Decodes `config.steps` tokens with each driver, and one before them, which may compile."""
+        """Decodes one round: with each driver `config.steps` tokens, after one that may compile."""
         tokens = np.random.default_rng(0).integers(self.llm.config.vocab_size, size=self.config.steps + 1).tolist()
         self.bandwidth.append(timing.memory_bandwidth())
         for driver, seconds in self.seconds.items():
-            found, self.state = timing.time_tokens(
+            times, self.state = timing.time_tokens(
                 self.llm, self.plan, self.state, tokens, driver,
                 lambda done: self.stats.append(timing.moved(done)),
             )
-            seconds.append(found)
+            seconds.append(times)
         self.bandwidth.append(timing.memory_bandwidth())
 
     def row(self) -> dict:
-        """All of its figures; the store is closed."""
+        """Returns all figures of the subject and closes its branch of the store."""
         head, llm, batch, row = self.head, self.llm, self.plan.batch, {}
         for driver, turns in self.seconds.items():
             row |= _times(driver, turns, self.config.get("outputs", ()))
@@ -94,25 +94,25 @@ class Subject:
         }
 
     def _parts(self) -> dict:
-        """A layer's times, what the store did and has, and temporary memory if asked for."""
-        branch, found = self.branch, {}
+        """Returns a layer's times, the store's work and size, and temporary memory if the configuration asks for it."""
+        branch, figures = self.branch, {}
         after, disk = branch.stats() if branch is not None else None, common.disk_of(self.store, self.commands)
         if branch is not None:
-            found["store_bytes"] = branch.held_bytes
+            figures["store_bytes"] = branch.held_bytes
         if self.config.get("temporaries", False):
-            found["temporary_bytes"] = decode.temporary_bytes(self.plan, self.llm.params, self.state)
-        found |= layer_times.parts(self.llm, self.plan, self.state, branch)
+            figures["temporary_bytes"] = decode.temporary_bytes(self.plan, self.llm.params, self.state)
+        figures |= layer_times.parts(self.llm, self.plan, self.state, branch)
         if branch is not None:
-            found |= timing.traffic_row(self.before, after, self.stats, self.plan)
-            found |= reuse_row(self.method, self.plan, self.slots, self.head["context"], self.stats)
-            found |= disk | fetch_row(self.store, found.pop("fetch_ms"), self.directory)
+            figures |= timing.traffic_row(self.before, after, self.stats, self.plan)
+            figures |= reuse_row(self.method, self.plan, self.slots, self.head["context"], self.stats)
+            figures |= disk | fetch_row(self.store, figures.pop("fetch_ms"), self.directory)
             branch.close()
-        return found
+        return figures
 
 
 def _times(driver: str, turns: list[np.ndarray], outputs) -> dict:
-    """Of the tokens of all turns but those that warm up. Seconds of so many `outputs` are those of the first turn's
-    tokens, and count every one but the first, which compiles."""
+    """Returns the figures of a driver over all rounds, without the warm-up. For each number in `outputs`, the seconds
+    of that many tokens of the first round, without the first, which compiles."""
     row = {f"{driver}_{tokens}_s": float(np.sum(turns[0][1 : tokens + 1])) for tokens in outputs}
     warm = 1e3 * np.concatenate([seconds[_WARM_UP:] for seconds in turns])
     return row | {f"{driver}_ms": float(np.median(warm)), f"{driver}_p90_ms": float(np.percentile(warm, 90)),
@@ -120,8 +120,8 @@ def _times(driver: str, turns: list[np.ndarray], outputs) -> dict:
 
 
 def reuse_row(method, plan: Plan, slots: Slots, context: int, stats: list[timing.Moved]) -> dict:
-    """Share of the needed blocks that were not read, after the warm-up; of a replay over a FIFO also what it has to be,
-    by the recording alone."""
+    """Returns the share of the needed blocks that were not read, after the warm-up; for a replay over a FIFO also the
+    share that the recording alone implies."""
     row = {"reuse_rate": timing.came_back(stats[_WARM_UP:])}
     if isinstance(method, Replay) and slots.keep and slots.policy == "fifo":
         need = replay.asked(method, len(plan.layers), context, plan.batch, len(stats))
@@ -131,7 +131,8 @@ def reuse_row(method, plan: Plan, slots: Slots, context: int, stats: list[timing
 
 
 def fetch_row(store, fetch: dict, directory) -> dict:
-    """One layer's cold fetch; of a store on disk beside raw reads of as many blocks of as many pages on average."""
+    """Returns the times of one layer's cold fetch; for a store on disk, also those of raw reads of as many blocks of
+    the same average size in whole pages."""
     row = {
         "fetch_ms": fetch["call"], "fetch_in_store_ms": fetch["store"], "fetch_blocks": fetch["blocks"],
         "fetch_beyond_store_us": 1e3 * (fetch["call"] - fetch["store"]), "block_bytes": fetch["block_bytes"],
@@ -144,11 +145,12 @@ def fetch_row(store, fetch: dict, directory) -> dict:
 
 
 def transformers_row(llm, name: str, context: int, steps: int) -> dict | None:
-    """The same checkpoint decoded by transformers over as long a cache; None where it is not installed."""
+    """Returns a row of the same checkpoint decoded by transformers over a cache of equal length; None if it is not
+    installed or cannot be compared."""
     if importlib.util.find_spec("transformers") is None or importlib.util.find_spec("torch") is None:
         return None
     if not llm.config.use_mlp or jax.tree.leaves(llm.params)[0].dtype != jnp.float32:
-        return None  # there is no such transformers model, and the others are compared in f32
+        return None  # transformers has no model without MLP, and the comparison is in f32
     import torch
     from transformers import AutoModelForCausalLM, DynamicCache
     from transformers.utils import logging
@@ -161,7 +163,7 @@ def transformers_row(llm, name: str, context: int, steps: int) -> dict | None:
     for i in range(llm.config.num_layers):
         key, value = (torch.tensor(np.asarray(x)).swapaxes(1, 2) for x in made_up.keys(llm.config, context, i))
         cache.update(key, value, i)
-    torch.set_num_threads(len(os.sched_getaffinity(0)))  # as many as JAX has
+    torch.set_num_threads(len(os.sched_getaffinity(0)))  # as many as JAX uses
     times = []
     with torch.no_grad():
         for i in range(steps):
@@ -169,16 +171,16 @@ def transformers_row(llm, name: str, context: int, steps: int) -> dict | None:
             started = time.perf_counter()
             model(input_ids=torch.tensor([[i % 7]]), past_key_values=cache, position_ids=position)
             times.append(1e3 * (time.perf_counter() - started))
-    found = float(np.median(times[3:]))
+    median = float(np.median(times[3:]))
     return {"model": name, "method": "transformers", "store": "memory", "context": context, "task": "throughput",
-            "budget": None, "seed": 0, "batch": 1, "torch_ms": found, "tokens_per_s": 1e3 / found,
+            "budget": None, "seed": 0, "batch": 1, "torch_ms": median, "tokens_per_s": 1e3 / median,
             "threads": torch.get_num_threads()}
 
 
 def check(config: ml_collections.ConfigDict) -> None:
-    """Raises ConfigError or PromptError on settings with which nothing could be measured."""
+    """Raises ConfigError or PromptError for settings with which nothing could be measured."""
     common.check_some(config, "models", "methods", "stores", "drivers")
-    least_steps = _WARM_UP  # fewer would all be warm-up
+    least_steps = _WARM_UP  # with fewer, all steps would be warm-up
     common.check_counts(config, steps=least_steps, rounds=1, batches=1, contexts=1, slots=0)
     for settings in common.by_label(config.methods).values():
         common.make_method(settings, _EXTRAS)
@@ -189,9 +191,9 @@ def check(config: ml_collections.ConfigDict) -> None:
             raise ConfigError(f"{common.label_of(settings)}: only={sorted(unknown)} is unknown; use some of "
                               f"{', '.join(_ONLY)}")
     if max((0, *config.get("outputs", ()))) > config.steps:
-        raise ConfigError(f"outputs={config.outputs} are tokens of one run of steps={config.steps}; raise steps")
+        raise ConfigError(f"outputs={config.outputs} must be at most steps={config.steps}; raise steps")
     if config.get("dtype", "float32") not in _DTYPES:
-        raise ConfigError(f"dtype={config.dtype!r} is no type of weights; use one of {', '.join(_DTYPES)}")
+        raise ConfigError(f"dtype={config.dtype!r} is not a type of weights; use one of {', '.join(_DTYPES)}")
     for store, driver in itertools.product(config.stores, config.drivers):
         common.check_store(store)
         decode.check_driver(driver)
@@ -202,7 +204,7 @@ def check(config: ml_collections.ConfigDict) -> None:
 
 
 def check_fit(model: ModelConfig, config: ml_collections.ConfigDict) -> None:
-    """Raises ConfigError or PromptError where a method, its type or slots do not fit the model or a context."""
+    """Raises ConfigError or PromptError if a method, its type or its slots do not fit the model or a context."""
     for context, batch, store, settings in _combinations(config):
         slots = None if store == "memory" else common.make_slots(settings, config.slots)
         common.check_fit(model, settings, [context] * batch, context + room(config), slots=slots)
@@ -210,7 +212,7 @@ def check_fit(model: ModelConfig, config: ml_collections.ConfigDict) -> None:
 
 
 def run(config: ml_collections.ConfigDict, workdir: str) -> None:
-    """Measures every combination; re-running skips the rows that are there."""
+    """Measures every combination; rows that the workdir has are skipped."""
     check(config)
     replay.check_model(config)
     run = Run(config, workdir, _GRID)
@@ -234,7 +236,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
 
 
 def in_turns(llm, group: list[tuple], config, path) -> Iterator[dict]:
-    """Rows of (head, settings, batch), which take turns; they are under `path`."""
+    """Yields a row for each (head, settings, batch) after rounds in which they alternate; their files are under
+    `path`."""
     subjects = [
         Subject(llm, head, settings, batch, config, path / f"store_{i}", path / "recordings")
         for i, (head, settings, batch) in enumerate(group)
@@ -247,15 +250,14 @@ def in_turns(llm, group: list[tuple], config, path) -> Iterator[dict]:
 
 
 def _groups(name: str, config, done: set) -> Iterator[list[tuple]]:
-    """What is still to be measured: methods one after the other, or in turns, where they meet the same machine; after
-    an interruption the turns are of those that are left."""
-    found: dict[tuple, list[tuple]] = {}
+    """Yields groups of what is left to measure: one method each, or with several rounds all methods that alternate."""
+    groups: dict[tuple, list[tuple]] = {}
     for context, batch, store, settings in _combinations(config):
         head = {"model": name, "method": common.label_of(settings), "store": store, "context": context}
         if _key({**head, "batch": batch}) not in done:
             apart = () if config.rounds > 1 else (head["method"],)
-            found.setdefault((context, batch, store, *apart), []).append((head, settings, batch))
-    yield from found.values()
+            groups.setdefault((context, batch, store, *apart), []).append((head, settings, batch))
+    yield from groups.values()
 
 
 def _key(row: dict) -> tuple:
@@ -263,8 +265,8 @@ def _key(row: dict) -> tuple:
 
 
 def _combinations(config) -> Iterator[tuple]:
-    """(context, batch, store, settings) of every row; "only" of a method's settings has the contexts, batches and
-    stores that it is measured with, where these are not all."""
+    """Yields (context, batch, store, settings) of every row; "only" in a method's settings limits the contexts, batches
+    and stores that it is measured with."""
     for context, batch, store, settings in itertools.product(
         config.contexts, config.batches, config.stores, config.methods
     ):
@@ -274,7 +276,7 @@ def _combinations(config) -> Iterator[tuple]:
 
 
 def print_table(rows: list[dict]) -> None:
-    """The figures that matter, a line per row."""
+    """Prints the main figures, a line per row."""
     width = 2 + max((len(row["method"]) for row in rows), default=6)
     print(f"{'model':>12}{'method':>{width}}{'store':>24}{'context':>9}{'batch':>6}{'ms/token':>10}{'limit':>8}{'select':>8}"
           f"{'attend':>8}{'commit':>8}{'fetch':>8}{'raw':>8}{'wait':>8}{'reuse %':>8}{'late %':>8}{'KV MiB':>9}"
@@ -290,4 +292,4 @@ def print_table(rows: list[dict]) -> None:
               f"{1e3 / row['tokens_per_s']:10.2f}{shown}{resident}")
     if any(row.get("late_share", 0.0) > _LATE for row in rows):
         print(f"late % above {100 * _LATE:.0f}: the disk under an emulated device is slower than that device; put "
-              "--workdir on a RAM disk (docs/store.md), or other work away")
+              "--workdir on a RAM disk (docs/store.md), or stop other work")

@@ -1,4 +1,4 @@
-"""What tokens and calls take, what the store did for them, and the limits of the machine beside which that stands."""
+"""Times of tokens and calls, counts of the store's work for them, and limits of the machine to compare with."""
 
 import time
 from collections.abc import Callable
@@ -17,9 +17,18 @@ from kvjax.store import interface
 
 
 def time_tokens(llm, plan, state, tokens, driver: str, observe: Callable[[decode.Step], None] | None = None):
-    """Seconds of decoding each of `tokens`, and the state after them; the first one may compile.
+    """Decodes tokens one by one and times each.
 
-    `observe` is called after each token, apart from the time.
+    Args:
+      llm: the model.
+      plan: the cache's.
+      state: the cache; it is donated.
+      tokens: token ids; each goes to all sequences.
+      driver: "staged" or "fused".
+      observe: called after each token, outside the timed part.
+
+    Returns:
+      Seconds of each token (the first may include compiling), and the state after the last.
     """
     times = []
     for token in tokens:
@@ -34,8 +43,8 @@ def time_tokens(llm, plan, state, tokens, driver: str, observe: Callable[[decode
 
 
 class Moved(NamedTuple):
-    """Of a token, in all layers and sequences: blocks that it needed of a store, those of them that were read, and the
-    valid rows in these."""
+    """Blocks of one token, over all layers and sequences: needed from the store, read of those, and the valid rows in
+    the read ones."""
 
     needed: int
     read: int
@@ -43,26 +52,37 @@ class Moved(NamedTuple):
 
 
 def moved(done: decode.Step) -> Moved:
+    """Returns the blocks and rows that a step moved."""
     stats = jax.device_get([report.stats for report in done.reports])
-    return Moved(*(sum(int(getattr(one, name).sum()) for one in stats) for name in ("requested", "missed", "rows")))
+    return Moved(*(sum(int(getattr(layer, name).sum()) for layer in stats) for name in ("requested", "missed", "rows")))
 
 
 def came_back(stats: list[Moved]) -> float:
-    """Share of the blocks needed that were not read."""
-    return 1.0 - sum(one.read for one in stats) / max(1, sum(one.needed for one in stats))
+    """Returns the share of the needed blocks that were not read."""
+    return 1.0 - sum(step.read for step in stats) / max(1, sum(step.needed for step in stats))
 
 
 def traffic_row(before: interface.Stats, after: interface.Stats, stats: list[Moved], plan: Plan) -> dict:
-    """What the store did for each of these steps, of a token in each sequence, or of one sequence.
+    """Returns the store's work per step (a token in each sequence) or per token of one sequence.
 
-    A step waits for `wait_ms_per_step` of the device's `io_ms_per_step`: the rest is hidden behind computing. Of
-    `store_ms_per_step`, inside the store's reads, what is no waiting is finding, verifying and copying. Useful are the
-    bytes of tokens that are in the blocks: neither empty rows nor what lies between blocks that are read at once.
+    A step waits for `wait_ms_per_step` of the device's `io_ms_per_step`: the rest is hidden behind computing.
+    `store_ms_per_step` is the time inside the store's reads; without the waiting, it is finding, verifying and
+    copying. Useful bytes are those of tokens in the blocks: neither empty rows nor gaps between blocks that are read
+    at once.
+
+    Args:
+      before: statistics of the branch before the steps.
+      after: statistics after them.
+      stats: blocks moved in each step.
+      plan: the cache's.
+
+    Returns:
+      Figures by name: bytes, reads, milliseconds, and bytes per second.
     """
     steps, tokens = len(stats), len(stats) * plan.batch
     reads, seconds = after.reads - before.reads, after.io_seconds - before.io_seconds
     spec = plan.layers[-1].spec
-    useful = store_geometry(plan).row_bytes // (spec.kv_heads // spec.block_heads) * sum(one.rows for one in stats)
+    useful = store_geometry(plan).row_bytes // (spec.kv_heads // spec.block_heads) * sum(step.rows for step in stats)
     return {
         "bytes_read_per_token": (after.bytes_read - before.bytes_read) / tokens,
         "useful_bytes_per_read": useful / max(1, reads),
@@ -77,7 +97,7 @@ def traffic_row(before: interface.Stats, after: interface.Stats, stats: list[Mov
 
 
 def call_ms(function, *args, repeats: int = 25) -> np.ndarray:
-    """Milliseconds of each call of a compiled function, warm."""
+    """Returns the milliseconds of each of `repeats` calls of a compiled function, after a call that warms it up."""
     jax.block_until_ready(function(*args))
     times = []
     for _ in range(repeats):
@@ -88,26 +108,26 @@ def call_ms(function, *args, repeats: int = 25) -> np.ndarray:
 
 
 def median_ms(function, *args, repeats: int = 25) -> float:
-    """Median milliseconds of a compiled function, warm."""
+    """Returns the median milliseconds of a compiled function, warm."""
     return float(np.median(call_ms(function, *args, repeats=repeats)))
 
 
 def memory_bandwidth() -> float:
-    """Bytes per second of a product of 256 MiB of f32 with one vector, row by row: what decoding is bound by.
+    """Returns the bytes per second of a product of 256 MiB of f32 with one vector, row by row: the limit of decoding.
 
-    The fastest of some: a limit is what can be had, not what was left by whatever else ran.
+    The fastest of several calls counts, as other work on the machine must not lower the limit.
     """
     matrix, vector = jnp.ones((8192, 8192)), jnp.ones((1, 8192))
     return matrix.nbytes / (1e-3 * float(np.min(call_ms(jax.jit(apply_rows), matrix, vector, repeats=31))))
 
 
 def weight_bytes(llm) -> int:
-    """Bytes of weights that one token reads: all but the embedding rows it does not use."""
+    """Returns the bytes of weights that one token reads: all but the embedding rows it does not use."""
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(llm.params))
     return total if llm.config.tie_embeddings else total - llm.params["embedding"]["embedding"].nbytes
 
 
 def kv_bytes(config: ModelConfig, tokens: float, dtype: str = "float32") -> float:
-    """Bytes of keys and values of `tokens` tokens in all layers."""
+    """Returns the bytes of keys and values of `tokens` tokens in all layers."""
     vector = quantize.width(dtype, config.head_dim) * interface.DTYPES[quantize.stored_type(dtype)].itemsize
     return 2.0 * config.num_layers * config.num_kv_heads * vector * tokens

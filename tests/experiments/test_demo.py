@@ -141,5 +141,5 @@ def test_settings_that_make_no_job_are_refused(changes, words):
 @pytest.mark.parametrize("needle", ["Hello {nokey}", "{", "{}", "{key.x}", 5])
 def test_a_needle_has_at_most_a_key_to_fill_in(needle):
     assert demo._cue("The number of {key} is", "word") == "The number of word is"
-    with pytest.raises(ConfigError, match="is no sentence"):
+    with pytest.raises(ConfigError, match="is not a sentence"):
         demo._cue(needle, "word")

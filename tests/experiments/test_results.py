@@ -58,7 +58,7 @@ def test_lines_of_what_comes_again_are_dropped(used):
 @pytest.mark.parametrize("content", ["", "[]", "{}"])
 def test_a_configuration_that_is_none_is_named(used, content):
     (pathlib.Path(used) / "config.json").write_text(content)
-    with pytest.raises(ConfigError, match=r"config\.json is no configuration of a run"):
+    with pytest.raises(ConfigError, match=r"config\.json is not the configuration of a run"):
         Run(config(), used, GRID)
 
 
@@ -137,5 +137,5 @@ def test_a_summary_that_cannot_be_written_leaves_the_last_one(used, monkeypatch)
 def test_any_other_line_that_is_no_row_is_named(used, bad):
     file = pathlib.Path(used) / "metrics.jsonl"
     file.write_bytes(bad + file.read_bytes())
-    with pytest.raises(ConfigError, match=r"metrics.jsonl, line 1 is no row"):
+    with pytest.raises(ConfigError, match=r"metrics.jsonl, line 1 is not a row"):
         Run(config(), used, GRID)

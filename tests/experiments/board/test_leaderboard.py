@@ -119,7 +119,7 @@ def test_a_question_within_the_prompt_is_answered_from_there(exams):
     ({"methods": ({"name": "quest", "replay": True},)}, "no use for a method's replay"),
     ({"methods": ({"name": "quest", "budget": 64, "slots": {"count": 99}},), "store": "memory"}, "slots are for"),
     ({"methods": ({"name": "pqcache", "parts": 3},)}, "parts=3"), ({"methods": ({"name": "full"},)}, "attends every"),
-    ({"methods": ({"label": "mine"},)}, "unknown method None"), ({"methods": ("quest",)}, "'quest' is no method"),
+    ({"methods": ({"label": "mine"},)}, "unknown method None"), ({"methods": ("quest",)}, "'quest' is not a method"),
 ])
 def test_settings_that_make_no_grid_are_refused(changes, words):
     config = get_config("smoke")

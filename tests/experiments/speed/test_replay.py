@@ -175,7 +175,7 @@ def test_drawn_selections_come_back_at_their_rate():
 
 
 def test_more_than_there_are_cannot_be_drawn_anew():
-    with pytest.raises(ConfigError, match="of 119 groups no step can select 100, 80 of them anew"):
+    with pytest.raises(ConfigError, match="cannot select 100 of 119 groups, 80 of them new"):
         replay.draw(0.2, (4, 1, 1, 100), groups=119, seed=0)
 
 
@@ -237,7 +237,7 @@ def test_without_a_replay_the_method_is_as_it_is(tmp_path):
     ({"replay": "yes"}, {}, "replay='yes'"), ({"replay": 1.5}, {}, "replay=1.5"),
     ({"name": "quest", "replay": True}, {}, "no replay for quest"), ({"dense_layers": 1}, {}, "no replay"),
     ({"reuse": 2}, {}, "no replay"), ({"max_blocks": 3}, {}, "no replay"), ({"budget": None}, {}, "no replay"),
-    ({}, {"steps": TEXT}, "replay.steps"), ({}, {"kinds": ("poems",)}, "poems"), ({}, {"nosuch": 1}, "no more"),
+    ({}, {"steps": TEXT}, "replay.steps"), ({}, {"kinds": ("poems",)}, "poems"), ({}, {"nosuch": 1}, "nothing else"),
     ({}, {"tokens": CONTEXT + 1}, "shorter"),
 ])
 def test_what_cannot_be_replayed_is_refused(settings, changes, words):
