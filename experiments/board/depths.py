@@ -1,4 +1,5 @@
-"""Right answers by where in a context the fact lies, from rows with `by_depth` = [(depth 0 to 1, right 0 to 1)]."""
+"""Share of right answers by depth of the fact in a context, from rows with `by_depth` = [(depth 0 to 1, score 0 to
+1)]."""
 
 from collections.abc import Sequence
 
@@ -10,7 +11,8 @@ TENTHS = 10
 
 
 def by_tenth(row: dict) -> list[float]:
-    """Share of right answers in each tenth of the context, NaN where nothing was asked; depth 1 is in the last."""
+    """Returns the share of right answers in each tenth of the context; NaN where nothing was asked. Depth 1 is in the
+    last."""
     tenths: list[list[float]] = [[] for _ in range(TENTHS)]
     for depth, right in row["by_depth"]:
         tenths[min(TENTHS - 1, int(TENTHS * depth))].append(right)
@@ -18,14 +20,14 @@ def by_tenth(row: dict) -> list[float]:
 
 
 def heatmap(axes: Axes, rows: Sequence[dict], title: str) -> None:
-    """A line for each row."""
+    """Draws a line for each row."""
     axes.imshow([by_tenth(row) for row in rows], vmin=0, vmax=1, aspect="auto", cmap="RdYlGn")
     axes.set_yticks(range(len(rows)), [f"{row['method']} {row['context']}" for row in rows], fontsize=6)
     axes.set(title=title, xlabel="depth, tenths")
 
 
 def figure(rows: Sequence[dict], title: str) -> Figure:
-    """The heat map alone."""
-    made = Figure(figsize=(6, 1 + 0.25 * len(rows)), layout="constrained")
-    heatmap(made.subplots(), rows, title)
-    return made
+    """Returns the heat map as a figure of its own."""
+    heat_map = Figure(figsize=(6, 1 + 0.25 * len(rows)), layout="constrained")
+    heatmap(heat_map.subplots(), rows, title)
+    return heat_map

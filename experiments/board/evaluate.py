@@ -1,8 +1,8 @@
 """Accuracy of methods on retrieval tasks with held-out words, values and templates, and perplexity.
 
-Questions and answers go token by token through the sparse path; only the context is read densely.
-A row of the result is one (task, length, method); rows that the workdir already has are skipped. Needles of `niah_grid`
-also become a picture, depths.png.
+Questions and answers go token by token through the sparse path; only the context is read densely. A row of the result
+is one (task, length, method); rows that the workdir has are skipped. The needles of `niah_grid` are also plotted, in
+depths.png.
 """
 
 import itertools
@@ -27,12 +27,12 @@ _EXTRAS = ("label", "dtype")  # of a method's settings
 def retrieval_row(
     llm: kvjax.LLM, method, samples: Sequence[Sample], config: ml_collections.ConfigDict, dtype: str = "float32"
 ) -> dict:
-    """Accuracy over the samples, `config.batch` prompts at a time."""
+    """Returns the accuracy over the samples, measured on `config.batch` prompts at a time."""
     right, attended, resident = [], [], 0
     for batch in asking.batches(llm, samples, config.batch):
         cache = llm.prefill(asking.contexts(batch), method=method, capacity=asking.capacity(batch), dtype=dtype)
-        found, results = asking.ask(llm, cache, batch)
-        right += [score for scores in found for score in scores]
+        of_batch, results = asking.ask(llm, cache, batch)
+        right += [score for scores in of_batch for score in scores]
         attended += [result.usage.attended_tokens for result in results]
         resident = cache.resident_bytes / len(batch)
     middle = [ok for ok, s in zip(right, samples, strict=True) if 0.2 <= s.depth <= 0.8]
@@ -44,23 +44,23 @@ def retrieval_row(
 
 
 def accuracy(scores: Sequence[float]) -> dict:
-    """Mean and its 95 % interval: exact for scores of 0 and 1, too wide for those between."""
+    """Returns the mean and its 95 % interval: exact for scores of 0 and 1, too wide for scores between."""
     share = float(np.mean(scores))
     return {"accuracy": share, "interval": wilson(share, len(scores)), "samples": len(scores)}
 
 
 def wilson(share: float, count: int, z: float = 1.96) -> tuple[float, float]:
-    """95 % confidence interval of a proportion (Wilson, 1927)."""
+    """Returns the 95 % confidence interval of a proportion (Wilson, 1927)."""
     centre = (share + z * z / (2 * count)) / (1 + z * z / count)
     half = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count)) / (1 + z * z / count)
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
 def share_of(scores: Sequence[float], full: Sequence[float]) -> dict:
-    """What is left of the full cache's score on the same samples, with its 95 % interval.
+    """Returns the share of the full cache's score on the same samples that is kept, with its 95 % interval.
 
-    The interval is of the mean difference, Wald's with half a sample added to each kind of pair (Agresti and Min,
-    2005), so that it does not vanish where no pair differs.
+    The interval is that of the mean difference, Wald's with half a sample added to each kind of pair (Agresti and Min,
+    2005), so that it does not vanish if no pair differs.
     """
     apart, count = np.subtract(scores, full), len(scores) + 2
     difference = float(np.sum(apart)) / count
@@ -74,18 +74,19 @@ def perplexity_row(
     llm: kvjax.LLM, method, stream, length: int, config: ml_collections.ConfigDict, chunk: int | None = None,
     dtype: str = "float32",
 ) -> dict:
-    """Mean negative log-likelihood of held-out text after a prefill of `length` tokens, dense unless in chunks.
+    """Returns the mean negative log-likelihood of held-out text after a prefill of `length` tokens, dense unless in
+    chunks.
 
-    Of each of `config.continuations` texts `config.perplexity_tokens` are fed one by one through the method's cache: a
+    Of each of `config.continuations` texts, `config.perplexity_tokens` are fed one by one through the method's cache: a
     parallel forward pass would never exercise the selection.
     """
     steps, size = config.perplexity_tokens, config.batch
     drawn = common.draw_task(llm, stream, "perplexity", length, config.continuations, config.seed, steps)
     losses = []
     for some in (drawn[start : start + size] for start in range(0, len(drawn), size)):
-        contexts = [list(one.context) for one in some]
+        contexts = [list(text.context) for text in some]
         cache = llm.prefill(contexts, method=method, capacity=length + steps, chunk=chunk, dtype=dtype)
-        losses += [-found for found in llm.score([list(one.tokens) for one in some], cache).logprobs]
+        losses += [-logprobs for logprobs in llm.score([list(text.tokens) for text in some], cache).logprobs]
     losses = np.stack(losses)
     nll = float(np.mean(losses))
     return {"nll": nll, "perplexity": float(np.exp(nll)), "samples": losses.size,
@@ -93,7 +94,7 @@ def perplexity_row(
 
 
 def measure(llm: kvjax.LLM, settings, task: str, length: int, stream, config: ml_collections.ConfigDict) -> dict:
-    """What one method does at one task and length."""
+    """Returns the figures of one method at one task and length."""
     method, dtype = common.make_method(settings, _EXTRAS), common.dtype_of(settings)
     if task == "perplexity":
         return perplexity_row(llm, method, stream, length, config, dtype=dtype)
@@ -102,7 +103,7 @@ def measure(llm: kvjax.LLM, settings, task: str, length: int, stream, config: ml
 
 
 def check(config: ml_collections.ConfigDict) -> None:
-    """Raises ConfigError on tasks or numbers that make no experiment."""
+    """Raises ConfigError for tasks or numbers that make no experiment."""
     common.check_some(config, "tasks", "methods")
     common.check_counts(config, lengths=1, samples=1, batch=1, continuations=1, perplexity_tokens=1, seed=0)
     common.check_names(config, "tasks", TASKS)
@@ -113,19 +114,20 @@ def check(config: ml_collections.ConfigDict) -> None:
 def prompts(
     llm: kvjax.LLM, stream, task: str, length: int, config: ml_collections.ConfigDict
 ) -> list[tuple[list[int], int]]:
-    """Tokens of each prompt, and the capacity, of every batch of a task. Raises ConfigError where it does not fit its
-    length."""
+    """Returns, for every batch of a task, the tokens of each prompt and the capacity; raises ConfigError if the task
+    does not fit its length."""
     if task == "perplexity":
         steps = config.perplexity_tokens
         drawn = common.draw_task(llm, stream, task, length, config.continuations, config.seed, steps)
-        return [([len(one.context) for one in drawn], length + steps)]
+        return [([len(text.context) for text in drawn], length + steps)]
     samples = common.draw_task(llm, stream, task, length, config.samples, config.seed)
     batches = asking.batches(llm, samples, config.batch)
-    return [([len(one) for one in asking.contexts(batch)], asking.capacity(batch)) for batch in batches]
+    return [([len(text) for text in asking.contexts(batch)], asking.capacity(batch)) for batch in batches]
 
 
 def check_fit(llm: kvjax.LLM, stream, config: ml_collections.ConfigDict) -> None:
-    """Raises ConfigError or PromptError where a task does not fit its length, or a method the model or a task."""
+    """Raises ConfigError or PromptError if a task does not fit its length, or a method does not fit the model or a
+    task."""
     common.check_model(llm, config.methods)
     for task, length in itertools.product(config.tasks, config.lengths):
         for tokens, capacity in prompts(llm, stream, task, length, config):
@@ -134,7 +136,7 @@ def check_fit(llm: kvjax.LLM, stream, config: ml_collections.ConfigDict) -> None
 
 
 def run(config: ml_collections.ConfigDict, workdir: str) -> None:
-    """Evaluates every task, length and method; prints one line each."""
+    """Evaluates every task, length and method; logs one line each."""
     check(config)
     methods = common.by_label(config.methods)
     budgets = {label: common.make_method(settings, _EXTRAS).budget for label, settings in methods.items()}
@@ -160,13 +162,13 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
 
 
 def asked_for(rows: list[dict], jobs: list[tuple[str, int, str]]) -> list[dict]:
-    """The rows of these tasks, lengths and methods: a workdir may have others, of an earlier grid."""
+    """Returns the rows of these tasks, lengths and methods; a workdir may also have rows of an earlier grid."""
     return [row for row in rows if (row["task"], row["context"], row["method"]) in jobs]
 
 
 def with_delta_nll(rows: list[dict]) -> list[dict]:
-    """Adds the difference to the full cache, at the same task, length and seed, to each row with a loss; and its 95 %
-    interval where the losses of each text are known."""
+    """Adds to each row with a loss its difference to the full cache at the same task, length and seed, and the 95 %
+    interval of that if the losses of each text are known."""
     def same(row: dict) -> tuple:
         return row["task"], row["context"], row["seed"]
 
@@ -175,10 +177,10 @@ def with_delta_nll(rows: list[dict]) -> list[dict]:
 
 
 def difference(row: dict, full: dict) -> dict:
-    """By how much a loss is larger than another one on the same texts, with Student's interval over texts."""
-    found = {"delta_nll": row["nll"] - full["nll"]}
+    """Returns the excess of a loss over another one on the same texts, with Student's interval over texts."""
+    figures = {"delta_nll": row["nll"] - full["nll"]}
     if len(row.get("nll_by_text", ())) > 1 and "nll_by_text" in full:
         apart = np.subtract(row["nll_by_text"], full["nll_by_text"])
         half = float(stats.t.ppf(0.975, len(apart) - 1) * stats.sem(apart))
-        found["delta_nll_interval"] = (found["delta_nll"] - half, found["delta_nll"] + half)
-    return found
+        figures["delta_nll_interval"] = (figures["delta_nll"] - half, figures["delta_nll"] + half)
+    return figures

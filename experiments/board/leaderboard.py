@@ -1,12 +1,12 @@
-"""Every method under one ruler: methods x tasks x budgets x seeds, ranked.
+"""Leaderboard: every method measured alike over tasks, budgets and seeds.
 
-A row is one cell, of any task of `kvjax.eval.tasks`. Tasks give their mean score with its interval, and from the first
-batch the quality of every step's selection against exact attention; perplexity gives the loss beside that of the full
-cache. Blocks are on a store, so that what a method reads is counted and not estimated. Cells that the workdir has are
-skipped, `shard=i/n` takes every n-th pair of method and budget, and workdirs of several shards may be joined by
-concatenating their metrics.jsonl.
+A row is one cell, of any task of `kvjax.eval.tasks`. A task gives its mean score with a confidence interval, and from
+its first batch the quality of every step's selection against exact attention; perplexity gives the loss beside that of
+the full cache. Blocks are on a store, so that the bytes a method reads are counted and not estimated. Cells that the
+workdir has are skipped, `shard=i/n` takes every n-th pair of method and budget, and workdirs of several shards are
+joined by concatenating their metrics.jsonl.
 
-All tasks of one length get the same capacity, so that a method and budget is compiled once, and contexts that were read
+All tasks of one length get the same capacity, so that a method with a budget is compiled once. Contexts that were read
 once are kept for the next method while they fit in `keep_bytes`.
 """
 
@@ -45,7 +45,7 @@ TITLES = ("accuracy", "recall", "mass", "out error", "delta NLL", "KiB/token", "
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One combination; `budget` None is the whole cache."""
+    """One combination; with `budget` None the whole cache is attended."""
 
     settings: tuple[tuple[str, object], ...]
     label: str
@@ -53,11 +53,11 @@ class Cell:
     context: int
     budget: int | None
     seed: int
-    question: str = "after"  # the prompt, token by token; or "within" it
+    question: str = "after"  # "after": token by token after the prompt; "within": part of the prompt
 
     @property
     def head(self) -> dict:
-        """What tells its row from others."""
+        """Fields that tell its row from others."""
         return {"method": self.label, "task": self.task, "context": self.context, "budget": self.budget,
                 "seed": self.seed, "question": self.question}
 
@@ -67,14 +67,14 @@ class Cell:
 
 
 def cells(config: ml_collections.ConfigDict) -> Iterator[Cell]:
-    """The grid in the order in which it is run: all that shares compiled programs together."""
+    """Yields the grid in the order in which it is run: cells that share compiled programs are neighbours."""
     if config.question not in ("after", "within"):
         raise ConfigError(f"question={config.question!r} must be after or within the prompt")
-    called: dict[str, object] = {}
+    entries: dict[str, object] = {}
     for entry in config.methods:
         settings = dict(entry)
         label, whole = settings.pop("label", settings.get("name")), settings.pop("whole", False)
-        if called.setdefault(label, entry) != entry:
+        if entries.setdefault(label, entry) != entry:
             raise ConfigError(f'two methods are called {label}; give one of them a "label"')
         budgets = (None,) if whole else config.budgets
         for context, budget, task, seed in itertools.product(config.lengths, budgets, config.tasks, config.seeds):
@@ -83,19 +83,20 @@ def cells(config: ml_collections.ConfigDict) -> Iterator[Cell]:
 
 
 def take_shard(jobs: list[Cell], shard: str) -> list[Cell]:
-    """Every n-th method and budget from the i-th for "i/n", i from 0. Raises ConfigError where that makes no sense."""
+    """Returns, for shard "i/n", every n-th group of equal method, context and budget from the i-th (from 0) on; raises
+    ConfigError for any other text."""
     try:
         index, count = map(int, shard.split("/"))
     except ValueError:
-        raise ConfigError(f"shard={shard!r} must be i/n, as 0/4") from None
+        raise ConfigError(f"shard={shard!r} must be i/n, such as 0/4") from None
     if not 0 <= index < count:
         raise ConfigError(f"shard={shard!r}: i must be in 0..{count - 1}")
-    groups = [list(group) for _, group in itertools.groupby(jobs, lambda one: (one.label, one.context, one.budget))]
+    groups = [list(group) for _, group in itertools.groupby(jobs, lambda job: (job.label, job.context, job.budget))]
     return [cell for group in groups[index::count] for cell in group]
 
 
 class Exams:
-    """What the grid asks, drawn once for all methods, and the contexts as the model has read them."""
+    """Questions of the grid, drawn once for all methods, and the contexts as the model has read them."""
 
     def __init__(self, llm: LLM, config: ml_collections.ConfigDict):
         self.llm, self.config, self.stream = llm, config, common.held_out_tokens(llm)
@@ -115,34 +116,34 @@ class Exams:
         return asking.within_prompt(samples) if config.question == "within" else samples
 
     def _asked(self, context: int) -> list[Sample | Continuation]:
-        """Everything that is asked at one length."""
-        return [one for task in self.config.tasks for seed in self.config.seeds
-                for one in self.drawn(task, context, seed)]
+        """Returns all samples of one length."""
+        return [sample for task in self.config.tasks for seed in self.config.seeds
+                for sample in self.drawn(task, context, seed)]
 
     def prompts(self, context: int) -> list[int]:
-        """Tokens of each prompt at one length."""
-        return [len(one.context) for one in self._asked(context)]
+        """Returns the tokens of each prompt of one length."""
+        return [len(sample.context) for sample in self._asked(context)]
 
     def capacity(self, context: int) -> int:
-        """Room for everything that is asked at one length."""
+        """Returns the tokens of the longest prompt of one length with its questions and answers, rounded up."""
         return asking.rounded(max(
-            len(one.context) + (len(one.tokens) if isinstance(one, Continuation) else asking.length(one))
-            for one in self._asked(context)
+            len(sample.context) + (len(sample.tokens) if isinstance(sample, Continuation) else asking.length(sample))
+            for sample in self._asked(context)
         ))
 
     def read(self, contexts: Sequence[Sequence[int]]) -> PromptActivations:
-        """The contexts read densely: kept, if there is room."""
+        """Returns the contexts read densely, and keeps the result if there is room."""
         key = tuple(map(tuple, contexts))
         if key in self.kept:
             return self.kept[key]
-        reading = self.llm.read([list(one) for one in contexts])
-        if sum(one.nbytes for one in self.kept.values()) + reading.nbytes <= self.config.keep_bytes:
+        reading = self.llm.read([list(context) for context in contexts])
+        if sum(context.nbytes for context in self.kept.values()) + reading.nbytes <= self.config.keep_bytes:
             self.kept[key] = reading
         return reading
 
     @contextlib.contextmanager
     def cached(self, cell: Cell, contexts: Sequence[Sequence[int]], directory: pathlib.Path, first: bool):
-        """Contexts in the cell's cache, on its store, and a `Tally` with a probe if they are the first."""
+        """Yields contexts in the cell's cache, on its store, and a `Tally`; the first batch has a probe."""
         store, reading = common.make_store(self.config.store, directory), self.read(contexts)
         capacity, settings = self.capacity(cell.context), dict(cell.settings)
         cache = self.llm.prefill(
@@ -159,18 +160,19 @@ class Exams:
 
 
 def select_ms(cache: Cache) -> float:
-    """Median milliseconds in which one layer chooses its blocks, for all sequences of a batch."""
-    plan, one = next((plan, one) for plan, one in zip(cache.plan.layers, cache.state.layers, strict=True)
+    """Returns the median milliseconds in which one layer selects its blocks, for all sequences of a batch."""
+    plan, layer = next((plan, layer) for plan, layer in zip(cache.plan.layers, cache.state.layers, strict=True)
                      if not plan.follows and plan.method == cache.plan.layers[-1].method)
     config = cache.plan.config
     shape = (cache.plan.batch, config.num_heads, config.head_dim)
     q = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-    return timing.median_ms(choose, plan, one.state, q)
+    return timing.median_ms(choose, plan, layer.state, q)
 
 
 @dataclasses.dataclass
 class Tally:
-    """A batch of contexts being asked: what a token cost, and of the first batch the probe and the time to select."""
+    """Measurements on a batch of contexts: cost of a token, and for the first batch the probe and the time of a
+    selection."""
 
     batch: int
     resident_bytes: float
@@ -178,59 +180,61 @@ class Tally:
     select_ms: float | None = None
 
     def done(self, usages: Sequence[Usage]) -> dict:
-        """Quality if there is a probe, and cost per token of one sequence, of all rounds together."""
+        """Returns the cost per token of one sequence over all rounds, and with a probe the quality."""
         quality = {**dataclasses.asdict(self.probe.quality), "select_ms": self.select_ms} if self.probe else {}
         return {**common.cost_of(usages), "resident_bytes": self.resident_bytes, **quality}
 
 
 def answered(exams: Exams, cell: Cell, directory: pathlib.Path) -> dict:
-    """Mean score of the answers; every question of a context goes to a fork of its cache."""
+    """Returns the mean score of the answers; every question about a context goes to a fork of its cache."""
     scores, runs = [], []
     for batch in asking.batches(exams.llm, exams.drawn(cell.task, cell.context, cell.seed), exams.config.batch):
         with exams.cached(cell, asking.contexts(batch), directory, first=not runs) as (cache, tally):
-            found, results = asking.ask(exams.llm, cache, batch, tally.probe)
-        scores += [score for of_context in found for score in of_context]
+            of_batch, results = asking.ask(exams.llm, cache, batch, tally.probe)
+        scores += [score for of_context in of_batch for score in of_context]
         runs.append(tally.done([result.usage for result in results]))
     return {**evaluate.accuracy(scores), "scores": scores, **together(runs)}
 
 
 def continued(exams: Exams, cell: Cell, directory: pathlib.Path) -> dict:
-    """How well the scored tokens are predicted: the loss where all are scored, else the share of right ones."""
+    """Returns how well the scored tokens are predicted: the loss if all are scored, else the share predicted
+    correctly."""
     samples, size = exams.drawn(cell.task, cell.context, cell.seed), exams.config.batch
     losses, hits, runs = [], [], []
     for start in range(0, len(samples), size):
         batch = samples[start : start + size]
-        with exams.cached(cell, [one.context for one in batch], directory, first=not runs) as (cache, tally):
-            scores = exams.llm.score([list(one.tokens) for one in batch], cache, observer=tally.probe)
+        with exams.cached(cell, [sample.context for sample in batch], directory, first=not runs) as (cache, tally):
+            scores = exams.llm.score([list(sample.tokens) for sample in batch], cache, observer=tally.probe)
             scores.cache.close()
-        for one, logprobs, greedy in zip(batch, scores.logprobs, scores.greedy, strict=True):
-            losses.append(-logprobs[list(one.scored)])
-            hits += greedy[list(one.scored)].tolist()
+        for sample, logprobs, greedy in zip(batch, scores.logprobs, scores.greedy, strict=True):
+            losses.append(-logprobs[list(sample.scored)])
+            hits += greedy[list(sample.scored)].tolist()
         runs.append(tally.done([scores.usage]))
-    if not all(all(one.scored) for one in samples):
+    if not all(all(sample.scored) for sample in samples):
         return {**evaluate.accuracy(hits), **together(runs)}
     nll = float(np.mean(np.concatenate(losses)))
     return {"nll": nll, "perplexity": float(np.exp(nll)), "samples": len(hits),
-            "nll_by_text": [float(np.mean(one)) for one in losses], **together(runs)}
+            "nll_by_text": [float(np.mean(sample)) for sample in losses], **together(runs)}
 
 
 def together(runs: list[dict]) -> dict:
-    """Means over batches of what they have measured."""
+    """Returns the means over batches of their measurements."""
     return {key: report.mean(runs, key) for key in dict.fromkeys(key for one in runs for key in one)}
 
 
 def measure(exams: Exams, cell: Cell, directory: pathlib.Path) -> dict:
-    """One row. A budget that is too small for a method is a row, not the end of the run."""
+    """Returns the row of one cell; a budget that is too small for a method makes a row with "refused", and the run goes
+    on."""
     head = {**cell.head, "store": exams.config.store}
     try:
         return head | (continued if tasks.find(cell.task)[0].continues else answered)(exams, cell, directory)
-    except BudgetTooSmall as cause:  # a finding, where any other bad setting ends the run
+    except BudgetTooSmall as cause:  # a result; any other bad setting ends the run
         logging.warning("%s at budget %s: %s", cell.label, cell.budget, cause)
         return head | {"refused": str(cause)}
 
 
 def check(config: ml_collections.ConfigDict) -> None:
-    """Raises ConfigError on settings that make no grid."""
+    """Raises ConfigError for settings that make no grid."""
     common.check_some(config, "methods", "tasks")
     common.check_counts(config, lengths=1, seeds=0, samples=1, batch=1, continuations=1, max_new_tokens=0,
                         perplexity_tokens=1, recall_k=1, keep_bytes=0)
@@ -238,13 +242,13 @@ def check(config: ml_collections.ConfigDict) -> None:
     for settings in config.methods:
         common.check_extras(settings, _EXTRAS)
     for cell in cells(config):
-        _ = cell.method, tasks.find(cell.task)  # a wrong setting is an error now, not in an hour
+        _ = cell.method, tasks.find(cell.task)  # a wrong setting raises before a long run
 
 
 def check_fit(exams: Exams, jobs: list[Cell]) -> None:
-    """Raises ConfigError or PromptError where a method, its type or slots do not fit the model or what is asked, which
-    is drawn for this. A budget that is too small is none of these."""
-    for _, group in itertools.groupby(jobs, lambda one: (one.label, one.context, one.budget)):
+    """Raises ConfigError or PromptError if a method, its type or its slots do not fit the model or the samples, which
+    are drawn for this; a budget that is too small is not an error."""
+    for _, group in itertools.groupby(jobs, lambda job: (job.label, job.context, job.budget)):
         cell = next(group)
         settings = {**dict(cell.settings), "budget": cell.budget}
         slots, capacity = common.slots_of(settings, exams.config.store), exams.capacity(cell.context)
@@ -253,7 +257,7 @@ def check_fit(exams: Exams, jobs: list[Cell]) -> None:
 
 
 def run(config: ml_collections.ConfigDict, workdir: str) -> None:
-    """Measures every cell of the shard that is not there yet, then writes summary.json and report.html."""
+    """Measures every missing cell of the shard, then writes summary.json and report.html."""
     check(config)
     jobs = take_shard(list(cells(config)), config.shard)
     llm = common.load_model(config.model, config.dtype)
@@ -269,7 +273,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
                 rows.append(measure(exams, cell, run.path / "store"))
                 run.log(**rows[-1])
                 progress.update()
-            jax.clear_caches()  # no other method uses them, and a process may have so many memory maps only
+            jax.clear_caches()  # no other method uses them, and the memory maps of a process are limited
     rows = asked_for(evaluate.with_delta_nll(rows), jobs)
     run.summary(rows)
     (run.path / "report.html").write_text(report.page("kvjax leaderboard", run.header, rows))
@@ -278,12 +282,12 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
 
 
 def asked_for(rows: list[dict], jobs: list[Cell]) -> list[dict]:
-    """The rows of these cells: a workdir may have others, of an earlier grid."""
+    """Returns the rows of these cells; a workdir may also have rows of an earlier grid."""
     return [row for row in rows if any(cell.head.items() <= row.items() for cell in jobs)]
 
 
 def print_table(rows: list[dict]) -> None:
-    """A line per method and budget: means over tasks, contexts and seeds."""
+    """Prints a line per method and budget: means over tasks, contexts and seeds."""
     print(f"{'method':>22}{'budget':>8}" + "".join(f"{title:>11}" for title in TITLES))
     for row in report.summarise(rows):
         shares = [row[key] for key in ("accuracy", "recall", "attention_mass", "output_error", "delta_nll")]

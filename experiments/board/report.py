@@ -1,4 +1,4 @@
-"""A leaderboard as one HTML file without any outside resource: plots as SVG, tables that sort on a click."""
+"""Leaderboard as one HTML file without outside resources: plots as SVG, and tables that sort on a click."""
 
 import html
 import io
@@ -36,13 +36,13 @@ _SORT = """for (const th of document.querySelectorAll('th')) th.onclick = () => 
 
 
 def mean(rows: Iterable[Row], key: str) -> float | None:
-    """Mean of a column where it is there."""
-    found = [row[key] for row in rows if row.get(key) is not None]
-    return sum(found) / len(found) if found else None
+    """Returns the mean of a column over the rows that have it; None if none has."""
+    values = [row[key] for row in rows if row.get(key) is not None]
+    return sum(values) / len(values) if values else None
 
 
 def page(title: str, header: Row, rows: list[Row]) -> str:
-    """The whole file."""
+    """Returns the whole HTML file."""
     figures = "".join(map(_svg, _figures(summarise(rows))))
     parts = [
         f"<h1>{html.escape(title)}</h1>", figures, "<h2>Means over tasks, contexts and seeds</h2>",
@@ -54,7 +54,7 @@ def page(title: str, header: Row, rows: list[Row]) -> str:
 
 
 def summarise(rows: list[Row]) -> list[Row]:
-    """One row per method, budget and place of the question."""
+    """Returns one row per method, budget and position of the question."""
     keys = [key for key, _ in COLUMNS if key not in _NO_MEAN]
     groups: dict[tuple, list[Row]] = {}
     for row in rows:
@@ -64,7 +64,7 @@ def summarise(rows: list[Row]) -> list[Row]:
 
 
 def table(rows: list[Row]) -> str:
-    """A table of the columns that any row has."""
+    """Returns an HTML table of the columns that any row has."""
     used = [(key, title) for key, title in COLUMNS if any(row.get(key) is not None for row in rows)]
     head = "".join(f"<th>{html.escape(title)}</th>" for _, title in used)
     body = "".join(f"<tr>{''.join(_cell(row.get(key)) for key, _ in used)}</tr>" for row in rows)
@@ -83,7 +83,7 @@ def _cell(value) -> str:
 
 
 def pareto(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Those points (cost, gain) that no other beats in both, by cost."""
+    """Returns the points (cost, gain) that no other beats in both, by cost."""
     front: list[tuple[float, float]] = []
     for cost, gain in sorted(points, key=lambda point: (point[0], -point[1])):
         if not front or gain > front[-1][1]:
@@ -100,7 +100,7 @@ def _figures(rows: list[Row]) -> list[Figure]:
 
 
 def _scatter(rows: list[Row], cost: str, title: str) -> Figure | None:
-    """Accuracy against a cost, a colour for each method, with the Pareto front, on which points are named."""
+    """Plots accuracy against a cost, a colour per method, and names the points on the Pareto front."""
     shown = [row for row in rows if row.get("accuracy") is not None and row.get(cost) is not None]
     if not shown:
         return None
@@ -120,20 +120,20 @@ def _scatter(rows: list[Row], cost: str, title: str) -> Figure | None:
 
 
 def _styles(rows: list[Row]) -> dict[str, dict[str, Any]]:
-    """A marker and a colour for each method, no two alike for up to thirty."""
+    """Returns a marker and a colour for each method, all different for up to thirty."""
     methods = dict.fromkeys(row["method"] for row in rows)
     return {method: {"marker": "os^"[i // 10 % 3], "color": f"C{i % 10}"} for i, method in enumerate(methods)}
 
 
 def _with_legend(figure: Figure, axes) -> Figure:
-    """The figure with its legend beside it, where it hides nothing."""
+    """Returns the figure with its legend at the side, where it hides nothing."""
     axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.tight_layout()
     return figure
 
 
 def _recall(rows: list[Row]) -> Figure | None:
-    """Recall of the true top-k against the budget."""
+    """Plots recall of the true top-k against the budget."""
     shown = [row for row in rows if row.get("recall") is not None and row["budget"]]
     if not shown:
         return None
@@ -147,7 +147,7 @@ def _recall(rows: list[Row]) -> Figure | None:
 
 
 def _svg(figure: Figure) -> str:
-    """A figure as inline SVG."""
+    """Returns a figure as inline SVG."""
     text = io.StringIO()
     figure.savefig(text, format="svg")
     return text.getvalue()[text.getvalue().index("<svg") :]

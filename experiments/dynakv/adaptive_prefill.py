@@ -1,9 +1,9 @@
-"""Reading a prompt chunk by chunk through the cache, against reading it densely and clustering all of it at the end.
+"""Prompts read chunk by chunk through the cache, compared with dense reading and clustering at the end.
 
-DynaKV's first discussion: clusters that adapt while the prompt arrives bound the memory that a long prompt needs. A row
-is one (method, chunk, length): accuracy on held-out needles, the loss of held-out text after the prompt, and the time;
-or the most memory that a second, warm prefill took beyond what the process held before, blocks being on flash and at
-most `staging_kib` of them waiting to be written, and what the cache keeps of it.
+DynaKV's first discussion point: clusters that adapt while the prompt arrives bound the memory that a long prompt needs.
+A row is one (method, chunk, length). Rows of accuracy have the score on held-out needles, the loss of held-out text
+after the prompt, and the time. Rows of memory have the peak of a second, warm prefill above the process's memory before
+it (blocks are on flash, and at most `staging_kib` of them wait to be written), and the bytes that the cache keeps.
 """
 
 import ctypes
@@ -27,13 +27,14 @@ from kvjax.eval.tasks import Sample, asking
 
 _EXTRAS = ("label",)  # of a method's settings
 _SIZES = ("peak_bytes", "resident_bytes")
-# glibc then gives freed arrays back at once, and `_resident` has it give back what is smaller, so that the resident set
-# shows what is in use: its arenas, one for each of XLA's threads, keep many times as much after a long prompt.
+# With these settings glibc returns freed arrays at once, and `_resident` makes it return smaller pieces, so that the
+# resident set shows the memory in use: its arenas, one for each of XLA's threads, keep many times as much after a long
+# prompt.
 _RETURN_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 
 def accuracy_row(llm, method, chunk: int | None, samples: Sequence[Sample], config) -> dict:
-    """Share of needles found, and seconds of each prefill after the first."""
+    """Returns the share of needles found, and the median seconds of a prefill, without the first."""
     right, seconds = [], []
     for batch in asking.batches(llm, samples, config.batch):
         capacity, began = asking.capacity(batch), time.perf_counter()
@@ -47,7 +48,7 @@ def accuracy_row(llm, method, chunk: int | None, samples: Sequence[Sample], conf
 def peak_bytes(
     model: str, settings: dict, chunk: int | None, length: int, staging: int, workdir: str
 ) -> tuple[int, int]:
-    """`_peak_bytes` in a process of its own."""
+    """Runs `_peak_bytes` in a process of its own."""
     before = {name: os.environ.get(name) for name in _RETURN_MEMORY}
     os.environ.update(_RETURN_MEMORY)
     try:
@@ -61,7 +62,7 @@ def peak_bytes(
 def _peak_bytes(
     model: str, settings: dict, chunk: int | None, length: int, staging: int, workdir: str
 ) -> tuple[int, int]:
-    """Most bytes that a second prefill takes, and those that a cache goes on keeping in memory."""
+    """Returns the most bytes that a second prefill takes, and the bytes that a cache keeps in memory."""
     llm, method = common.load_model(model), common.make_method(settings, _EXTRAS)
     prompt = np.random.default_rng(0).integers(1, llm.config.vocab_size, length).tolist()
 
@@ -78,7 +79,7 @@ def _peak_bytes(
 
 
 def _growth(call: Callable[[], object]) -> int:
-    """Most bytes that the process is larger during a call than it was before it, looked at every 10 to 20 ms."""
+    """Returns by how many bytes at most the process grows during a call, sampled every 10 to 20 ms."""
     before = peak = _resident()
     done = threading.Event()
 
@@ -96,13 +97,13 @@ def _growth(call: Callable[[], object]) -> int:
 
 
 def _resident() -> int:
-    """Bytes of the process that are in memory and in use (Linux with glibc)."""
+    """Returns the bytes of the process that are in memory and in use (Linux with glibc)."""
     ctypes.CDLL(None).malloc_trim(0)
     return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def check(config: ml_collections.ConfigDict) -> None:
-    """Raises ConfigError on settings with which nothing can be read."""
+    """Raises ConfigError for settings with which nothing can be read."""
     common.check_some(config, "methods")
     common.make_methods(config.methods, _EXTRAS)
     common.check_counts(config, chunks=0, samples=1, batch=1, continuations=1, perplexity_tokens=1, staging_kib=1)
@@ -112,7 +113,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     """Measures every method, chunk and length; rows that the workdir has are skipped."""
     check(config)
     methods = common.by_label(config.methods)
-    made = common.make_methods(config.methods, _EXTRAS)
+    by_label = common.make_methods(config.methods, _EXTRAS)
     llm = common.load_model(config.model)
     common.check_model(llm, config.methods)
     for length, settings, chunk in itertools.product(
@@ -136,18 +137,18 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
             measured = {"peak_bytes": peak, "resident_bytes": kept, "staging_bytes": staging}
         else:
             samples = common.draw_task(llm, stream, "needle", length, config.samples, config.seed)
-            measured = accuracy_row(llm, made[label], chunk or None, samples, config)
-            loss = evaluate.perplexity_row(llm, made[label], stream, length, config, chunk or None)
+            measured = accuracy_row(llm, by_label[label], chunk or None, samples, config)
+            loss = evaluate.perplexity_row(llm, by_label[label], stream, length, config, chunk or None)
             measured["nll"] = loss["nll"]
         store = "flash" if task == "memory" else "memory"
-        rows.append({**head, "store": store, "budget": made[label].budget, "seed": config.seed, **measured})
+        rows.append({**head, "store": store, "budget": by_label[label].budget, "seed": config.seed, **measured})
         run.log(**rows[-1])
     run.summary(rows)
     print_table(rows)
 
 
 def print_table(rows: list[dict]) -> None:
-    """A line per row; chunk 0 is dense prefill and global clustering."""
+    """Prints a line per row; chunk 0 is dense prefill and global clustering."""
     print(f"{'method':>14}{'chunk':>7}{'context':>9}{'found':>8}{'loss':>8}{'s':>8}{'peak MiB':>10}{'kept MiB':>10}")
     for row in rows:
         cells = [f"{row[key]:8.3f}" if key in row else f"{'-':>8}" for key in ("accuracy", "nll", "prefill_s")]

@@ -1,18 +1,18 @@
-"""What a layout on flash is worth: the same tokens decoded over each, and what was read, written and moved.
+"""Layouts on flash compared: the same tokens decoded over each, with bytes and requests read, written and moved.
 
 The reference model decodes held-out text (teacher-forced) with its cache on a `FlashStore` of every layout. All layouts
-give equal bits, and a digest of the logits in each row shows it. Figures that correspond to DynaKV's:
+give equal bits; a digest of the logits in each row shows it. Figures that correspond to DynaKV's:
 
   entries per access (Figure 12)  An entry is one token's key and value of one KV head in one layer. Every
       `probe_every` tokens, all blocks that the step needed are read once more from the store, as if none were in
-      memory; what the requests of that read returned of entries in those blocks, divided by their number, is the
-      average continuous access. The requests of decoding itself (`reads_per_token`) are for blocks that are not in
-      memory, which are fewer and so less often neighbours.
-  bytes moved by updates (Figure 13)  Entries that were on flash before a token and lie elsewhere after it. For the
-      cluster-by-cluster layout, in which the clusters of a stream are packed without gaps and an insertion or a split
-      shifts everything behind it, nobody would run a store: its moves are computed, exactly, from where each token is
-      before and after every step. `packed_stream` takes every stream for a file of its own, the mildest reading;
-      `packed_file` packs the streams of the cache one after the other into one file.
+      memory. The entries of those blocks that the requests returned, over the number of requests, are the average
+      continuous access. The requests of decoding itself (`reads_per_token`) are for blocks that are not in memory,
+      which are fewer and so less often neighbours.
+  bytes moved by updates (Figure 13)  Entries that were on flash before a token and lie elsewhere after it. The
+      cluster-by-cluster layout packs the clusters of a stream without gaps, so that an insertion or a split shifts
+      everything behind it. No store implements it: its moves are computed, exactly, from the place of each token
+      before and after every step. `packed_stream` takes every stream for a file of its own, the most favourable
+      reading; `packed_file` packs the streams of the cache one after the other into one file.
 
 Nothing here is timed.
 """
@@ -38,7 +38,7 @@ from kvjax.store.interface import Branch, Stats
 
 
 class Updates:
-    """Follows every token through the blocks, and through the packed layout that was never made.
+    """Follows every token through the blocks of a store, and through the packed layout, which exists only here.
 
     Attributes:
       inserted: entries that were written for the first time.
@@ -47,7 +47,12 @@ class Updates:
     """
 
     def __init__(self, pos: np.ndarray, tokens: int):
-        """pos: int32[streams, NB, C], position of the token in each row, below `tokens`; -1 = empty."""
+        """Starts from a table of positions.
+
+        Args:
+          pos: int32[streams, NB, C], position of the token in each row, below `tokens`; -1 = empty.
+          tokens: T, upper bound of positions.
+        """
         self.inserted = self.moved = self.packed_stream = self.packed_file = 0
         self._tokens = tokens
         self._count = (pos >= 0).sum(-1)
@@ -55,12 +60,12 @@ class Updates:
         self._home, self._offset, self._length = self._where(pos)
 
     def see(self, pos: np.ndarray) -> None:
-        """Takes note of the tables after a step."""
+        """Counts the changes of the table since the last call."""
         count = (pos >= 0).sum(-1)
         for stream, block in np.argwhere((count > 0) & (self._count == 0)).tolist():
             self._born(stream, block, pos[stream, block])
         for stream, block in np.argwhere((count == 0) & (self._count > 0)).tolist():
-            self._order[stream].remove(block)  # it was merged into another
+            self._order[stream].remove(block)  # merged into another
         self._count = count
         home, offset, length = self._where(pos)
         old = (self._home >= 0) & (home >= 0)
@@ -72,15 +77,16 @@ class Updates:
         self._home, self._offset, self._length = home, offset, length
 
     def _born(self, stream: int, block: int, pos: np.ndarray) -> None:
-        """The second half of a split is packed behind the first; a cluster of new tokens comes last."""
+        """Inserts a block in the packed order: the second half of a split behind the first, a cluster of new tokens at
+        the end."""
         homes = self._home[stream, pos[pos >= 0]]
         parents = homes[homes >= 0] // pos.size
         order = self._order[stream]
         order.insert(order.index(int(parents[0])) + 1 if parents.size else len(order), block)
 
     def _where(self, pos: np.ndarray):
-        """Home[streams, T] (block * C + row) and packed offset[streams, T] of every token, -1 = none; entries per
-        stream."""
+        """Returns home[streams, T] (block * C + row) and packed offset[streams, T] of every token (-1 = none), and
+        entries per stream."""
         start = np.zeros_like(self._count)
         for stream, order in enumerate(self._order):
             start[stream, order] = np.cumsum(self._count[stream, order]) - self._count[stream, order]
@@ -93,11 +99,11 @@ class Updates:
 
 @dataclasses.dataclass
 class Probe:
-    """Reads of everything a step needed, with nothing in memory.
+    """Statistics of reading all blocks that a step needed, with nothing in memory.
 
     Attributes:
-      stats: of these reads; what the writer did meanwhile is left out.
-      blocks, entries: asked for. A few of them wait to be written, and so did not come from flash.
+      stats: of these reads, without what the writer did meanwhile.
+      blocks, entries: asked for. A few of them wait to be written, and so do not come from flash.
     """
 
     stats: Stats = dataclasses.field(default_factory=Stats)
@@ -105,14 +111,14 @@ class Probe:
     entries: int = 0
 
     def read(self, branch: Branch, plan: Plan, state) -> None:
-        """Reads the blocks of the newest step again, a layer at a time, and counts the entries that came."""
+        """Reads the blocks of the newest step again, a layer at a time, and counts the entries returned."""
         before = branch.stats()
-        for i, one in enumerate(state.layers):
+        for i, layer_cache in enumerate(state.layers):
             if not on_store(plan, i):
                 continue
-            block = np.asarray(one.pool.own(one.state.loaded))
+            block = np.asarray(layer_cache.pool.own(layer_cache.state.loaded))
             slot = np.broadcast_to(np.arange(block.shape[-1], dtype=np.int32), block.shape)
-            slots = np.zeros((*block.shape, *one.pool.rows.shape[-2:]), branch.geometry.numpy_dtype)
+            slots = np.zeros((*block.shape, *layer_cache.pool.rows.shape[-2:]), branch.geometry.numpy_dtype)
             if not branch.read_into(i, branch.generation, block, slot, slots):
                 raise branch.failure(f"layer {i}")
             self.blocks += int((block < branch.geometry.num_blocks).sum())
@@ -123,22 +129,23 @@ class Probe:
 
 
 def _combine(one: Stats, other: Stats, sign: int = 1) -> Stats:
-    """Field by field, one + sign * other."""
+    """Returns one + sign * other, field by field."""
     names = [field.name for field in dataclasses.fields(Stats)]
     return Stats(**{name: getattr(one, name) + sign * getattr(other, name) for name in names})
 
 
 def tables(plan: Plan, state: State) -> np.ndarray:
-    """int32[streams, NB, C] position of every row of layers on the store, of heads with blocks of their own; a copy."""
+    """Returns the positions of all rows of the layers on the store, int32[streams, NB, C]; streams are the heads with
+    blocks of their own. The array is a copy."""
     heads = plan.layers[-1].spec.block_heads
-    stored = [one.state for i, one in enumerate(state.layers) if on_store(plan, i)]
-    parts = [np.asarray(one.pos[:, :heads]) for one in stored]
+    stored = [layer.state for i, layer in enumerate(state.layers) if on_store(plan, i)]
+    parts = [np.asarray(layer.pos[:, :heads]) for layer in stored]
     return np.concatenate([part.reshape(-1, *part.shape[2:]) for part in parts])
 
 
 def measure(llm: kvjax.LLM, layout: str, tokens: np.ndarray, config: ml_collections.ConfigDict,
             path: pathlib.Path) -> dict:
-    """One row: decodes tokens[B, context + steps] over a store of this layout."""
+    """Returns one row: decodes tokens[B, context + steps] over a store of this layout."""
     method = common.make_method(config.method)
     store = kvjax.FlashStore(path, layout=layout, threads=1, staging_bytes=config.staging_bytes)
     context, steps = config.context, config.steps
@@ -167,17 +174,17 @@ def measure(llm: kvjax.LLM, layout: str, tokens: np.ndarray, config: ml_collecti
 
 
 def access_row(probe: Probe, row_bytes: int) -> dict[str, float]:
-    """Figure 12: what one contiguous access returns when nothing is in memory."""
+    """Returns Figure 12: entries and bytes of one contiguous access when nothing is in memory."""
     stats = probe.stats
-    came = probe.entries / probe.blocks * stats.blocks_read
-    return {"entries_per_access": came / stats.reads, "bytes_per_access": stats.bytes_read / stats.reads,
+    returned = probe.entries / probe.blocks * stats.blocks_read
+    return {"entries_per_access": returned / stats.reads, "bytes_per_access": stats.bytes_read / stats.reads,
             "blocks_per_access": stats.blocks_read / stats.reads,
-            "useful_share": came * row_bytes / stats.bytes_read}
+            "useful_share": returned * row_bytes / stats.bytes_read}
 
 
 def traffic_row(used: Stats, updates: Updates, layout: str, tokens: int, row_bytes: int) -> dict[str, float]:
-    """Decoding's reads and writes, and Figure 13: bytes moved by updates."""
-    # In token order, whatever is written beyond the new entries would be a moved one.
+    """Returns the reads and writes of decoding, and Figure 13: bytes moved by updates."""
+    # In token order, every entry written beside the new ones counts as moved.
     moved = used.rows_written - updates.inserted if layout == SEQUENTIAL else updates.moved
     return {
         "reads_per_token": used.reads / tokens, "bytes_read_per_token": used.bytes_read / tokens,
@@ -190,17 +197,17 @@ def traffic_row(used: Stats, updates: Updates, layout: str, tokens: int, row_byt
 
 
 def space_row(path: pathlib.Path, entries: int, row_bytes: int) -> dict[str, float]:
-    """Slack within what the file occupies, and holes in its range of offsets."""
+    """Returns the unused share of the space that the file occupies, and the share of holes in its range of offsets."""
     with open(path, "rb") as file:
-        os.fsync(file.fileno())  # delayed allocation: the kernel may not have given blocks yet
-        found = os.fstat(file.fileno())
-    occupied = found.st_blocks * 512
-    return {"file_bytes": found.st_size, "occupied_bytes": occupied,
-            "fragmentation": 1 - entries * row_bytes / occupied, "holes": 1 - occupied / found.st_size}
+        os.fsync(file.fileno())  # delayed allocation: the kernel may not have assigned blocks yet
+        status = os.fstat(file.fileno())
+    occupied = status.st_blocks * 512
+    return {"file_bytes": status.st_size, "occupied_bytes": occupied,
+            "fragmentation": 1 - entries * row_bytes / occupied, "holes": 1 - occupied / status.st_size}
 
 
 def check(config: ml_collections.ConfigDict) -> None:
-    """Raises ConfigError on settings with which nothing can be measured."""
+    """Raises ConfigError for settings with which nothing can be measured."""
     common.check_some(config, "layouts")
     common.check_counts(config, batch=1, context=1, steps=1, slots=0, probe_every=1, staging_bytes=1)
     for layout in config.layouts:
@@ -209,7 +216,7 @@ def check(config: ml_collections.ConfigDict) -> None:
 
 
 def run(config: ml_collections.ConfigDict, workdir: str) -> None:
-    """Measures every layout; re-running skips the rows that are there."""
+    """Measures every layout; rows that the workdir has are skipped."""
     check(config)
     llm = common.load_model(config.model)
     common.check_model(llm, [config.method])
@@ -229,7 +236,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
 
 
 def print_table(rows: list[dict]) -> None:
-    """The figures that matter, a line per layout."""
+    """Prints the main figures, a line per layout."""
     print(f"{'layout':>14}{'entries':>9}{'KiB':>7}{'reads':>8}{'KiB read':>10}{'write':>7}{'slack':>7}{'holes':>7}"
           f"{'KiB moved':>11}{'  packed: stream':>15}{'file':>9}  logits\n{'':>14}{'per access':>16}{'per token':>18}"
           f"{'ampl.':>7}{'':>14}{'per token':>11}{'x as many':>15}")

@@ -1,13 +1,13 @@
 """KV-cache distribution shift (DynaKV, section 2.3): clusters of a prompt's keys, many decoded tokens later.
 
-A prompt is followed by at least eight times as many decoded tokens: those of the text (`teacher`), what the model
-samples with its full cache, the same for every strategy (`sampled`), or what it samples with the strategy's own
-(`free`), so that texts differ. At checkpoints along the way a window of steps is measured for every strategy: `static`,
-`local` and `adaptive` updates of the clusters, `global` = static with k-means over the whole cache every prompt length
-(an offline reference), and `no_cluster` = the exact top-k tokens.
+A prompt is followed by at least eight times as many decoded tokens: those of the text (`teacher`), those that the model
+samples with its full cache, the same for every strategy (`sampled`), or those that it samples with the strategy's own
+cache (`free`), so that texts differ. At checkpoints along the way, a window of steps is measured for every strategy:
+`static`, `local` and `adaptive` updates of the clusters; `global`, which is static with k-means over the whole cache
+every prompt length (an offline reference); and `no_cluster`, the exact top-k tokens.
 
-One (mode, strategy) is decoded at a time, all texts as one batch; those that the workdir already has
-are skipped. What the plots need is kept in `windows/`.
+One (mode, strategy) is decoded at a time, with all texts as one batch; those that the workdir has are skipped. The data
+of the plots is kept in `windows/`.
 """
 
 import functools
@@ -34,7 +34,8 @@ MODES = ("teacher", "sampled", "free")
 
 
 def run_strategy(llm: kvjax.LLM, strategy: str, mode: str, tokens: np.ndarray, config, keep) -> list[dict]:
-    """Rows of one strategy: one per kind of text and checkpoint. `keep(window, plan)` is called for each window."""
+    """Returns the rows of one strategy, one per kind of text and checkpoint; calls `keep(window, plan)` for each
+    window."""
     decoding = Decoding(llm, strategy, tokens, mode, config)
     initial, measured, logits = partitions(decoding.plan, decoding.state), [], []
     for window in decoding.windows(window_starts(config)):
@@ -44,36 +45,36 @@ def run_strategy(llm: kvjax.LLM, strategy: str, mode: str, tokens: np.ndarray, c
     dense = against_dense(llm, decoding, logits)
     rows = []
     for i, checkpoint in enumerate(config.checkpoints):
-        texts = [{**one, **other} for one, other in zip(measured[i], dense[i], strict=True)]
+        texts = [{**figures, **loss} for figures, loss in zip(measured[i], dense[i], strict=True)]
         for n, kind in enumerate(config.kinds):
             mine = texts[n * config.texts : (n + 1) * config.texts]
             rows.append({
                 "method": strategy, "task": f"{mode}/{kind}", "decoded": checkpoint * config.prompt,
                 "context": config.prompt + logits[i][0] + config.steps, "store": "memory",
                 "budget": config.method.budget, "seed": config.seed,
-                **{name: float(np.mean([one[name] for one in mine])) for name in mine[0]},
+                **{name: float(np.mean([figures[name] for figures in mine])) for name in mine[0]},
             })
     return rows
 
 
 def check(config) -> None:
-    """Raises ConfigError on names or sizes that make no experiment."""
+    """Raises ConfigError for names or sizes that make no experiment."""
     for name, known in (("strategies", STRATEGIES), ("modes", MODES), ("kinds", KINDS)):
         if not config[name] or set(config[name]) - set(known):
             raise ConfigError(f"{name}={tuple(config[name])} must be some of {', '.join(known)}")
     common.check_counts(config, texts=1, prompt=1, steps=2, recall_k=1, checkpoints=0)
     if config.pca.kind not in config.kinds:
-        raise ConfigError(f"pca.kind={config.pca.kind} is none of the kinds {', '.join(config.kinds)}")
+        raise ConfigError(f"pca.kind={config.pca.kind} is not among kinds; use one of {', '.join(config.kinds)}")
     starts = window_starts(config)
     if starts[0] != 0 or len(starts) == 1 or any(b - a < config.steps for a, b in itertools.pairwise(starts)):
         raise ConfigError(
-            f"checkpoints={config.checkpoints} must start with 0, be two at least, and lie more than "
-            f"steps={config.steps} tokens apart"
+            f"checkpoints={config.checkpoints} must start with 0, be at least two, and have windows of "
+            f"steps={config.steps} tokens that do not overlap"
         )
 
 
 def check_fit(model: ModelConfig, config) -> None:
-    """Raises ConfigError or PromptError where a strategy, or what is drawn, does not fit the model or the prompts."""
+    """Raises ConfigError or PromptError if a strategy or a plot does not fit the model or the prompts."""
     prompts, capacity = [config.prompt] * config.texts, config.prompt * (1 + max(config.checkpoints))
     for strategy in config.strategies:
         settings = settings_of(strategy, config.method)
@@ -84,7 +85,7 @@ def check_fit(model: ModelConfig, config) -> None:
                               f"{method.window - 1} tokens before the newest; raise it")
     for name, most in (("layer", model.num_layers), ("head", model.num_kv_heads)):
         if not _validate.whole(config.pca[name], 0) or config.pca[name] >= most:
-            raise ConfigError(f"pca.{name}={config.pca[name]!r} is none of the model's, 0 to {most - 1}")
+            raise ConfigError(f"pca.{name}={config.pca[name]!r} must be one of the model's, 0 to {most - 1}")
 
 
 def run(config: ml_collections.ConfigDict, workdir: str) -> None:
@@ -122,7 +123,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
 
 
 def keep_window(directory, name: str, config, window: Window, plan: Plan) -> None:
-    """Writes what the pictures of one window need: keys, clusters and co-retrieval of one head of one text."""
+    """Writes the data of one window's plots: keys, clusters and co-retrieval of one head of one text."""
     i, head, b = config.pca.layer, config.pca.head, config.kinds.index(config.pca.kind) * config.texts
     key, _, cluster = in_token_order(plan.layers[i], window.state.layers[i], plan.capacity)
     stored = config.prompt + window.start + config.steps

@@ -1,4 +1,4 @@
-"""Decoding a batch of texts with one strategy, and recording windows of steps along the way."""
+"""Decoding of a batch of texts with one strategy, and windows of steps recorded along the way."""
 
 import dataclasses
 import functools
@@ -21,19 +21,19 @@ from kvjax.inference.sampling import Sampling
 
 
 def settings_of(strategy: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a strategy's cache method, in the words of a configuration."""
+    """Returns the settings of a strategy's cache method, as a configuration has them."""
     if strategy == "full":
         return {"name": "full"}
     given = dict(settings)
     if strategy == "no_cluster":
-        of_all = {field.name for field in dataclasses.fields(Method)} - {"aggregation"}  # which is of clusters here
+        of_all = {field.name for field in dataclasses.fields(Method)} - {"aggregation"}  # which is for clusters here
         return {"name": "oracle", **{name: value for name, value in given.items() if name in of_all}}
     return {"name": "dynakv", **given, "update": "static" if strategy == "global" else strategy}
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
 def in_token_order(plan: LayerPlan, cache: LayerCache, tokens: int):
-    """Keys, values `[B, T, K, D]` and cluster `[B, T, K]` of every token; cluster NB = not in a block."""
+    """Returns key and value [B, T, K, D] and cluster [B, T, K] of every token; cluster NB = not in a block."""
     state, none = cache.state, plan.spec.num_blocks
     batch, heads, blocks, rows = state.pos.shape
     everything = cache.pool.everything(jnp.broadcast_to(jnp.arange(blocks), (batch, heads, blocks)))
@@ -41,13 +41,13 @@ def in_token_order(plan: LayerPlan, cache: LayerCache, tokens: int):
     owner = getattr(state.index, "cluster", jnp.broadcast_to(jnp.arange(blocks), (batch, heads, blocks)))
     owner = jnp.concatenate([jnp.repeat(owner, rows, axis=-1), jnp.full(state.tail.pos.shape, none)], axis=-1)
     pos = jnp.concatenate([state.pos.reshape(batch, heads, -1), state.tail.pos], axis=-1)
-    at = (jnp.arange(batch)[:, None, None], jnp.where(pos >= 0, pos, tokens), jnp.arange(heads)[:, None])
+    place = (jnp.arange(batch)[:, None, None], jnp.where(pos >= 0, pos, tokens), jnp.arange(heads)[:, None])
 
     def ordered(stored, tail):
         empty = jnp.zeros((batch, tokens, heads, stored.shape[-1]))
-        return empty.at[at].set(jnp.concatenate([stored, tail], axis=2), mode="drop")
+        return empty.at[place].set(jnp.concatenate([stored, tail], axis=2), mode="drop")
 
-    cluster = jnp.full((batch, tokens, heads), none).at[at].set(owner, mode="drop")
+    cluster = jnp.full((batch, tokens, heads), none).at[place].set(owner, mode="drop")
     return ordered(key, state.tail.key), ordered(value, state.tail.value), cluster
 
 
@@ -58,17 +58,17 @@ def _reclustered(plan: LayerPlan, cache: LayerCache, length, tokens):
 
 
 def recluster(plan: Plan, state: State) -> State:
-    """The cache with k-means over all of its keys, as if everything decoded had been in the prompt."""
+    """Returns the cache with k-means over all of its keys, as if all decoded tokens had been in the prompt."""
     layers = [
-        _reclustered(one, cache, state.length, plan.capacity)
-        for one, cache in zip(plan.layers, state.layers, strict=True)
+        _reclustered(layer, cache, state.length, plan.capacity)
+        for layer, cache in zip(plan.layers, state.layers, strict=True)
     ]
     return dataclasses.replace(state, layers=tuple(layers))
 
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """What was recorded of the S steps of one checkpoint. Lists are over layers."""
+    """Recorded data of the S steps of one checkpoint; lists are over layers."""
 
     start: int  # decoded tokens before the first step
     state: State  # after the last step
@@ -80,7 +80,7 @@ class Window:
 
 
 class Decoding:
-    """One strategy over a batch of texts; in mode `free` it writes what it sampled into `tokens`."""
+    """One strategy over a batch of texts; in mode `free`, sampled tokens are written into `tokens`."""
 
     def __init__(self, llm: kvjax.LLM, strategy: str, tokens: np.ndarray, mode: str, config):
         self.llm, self.strategy, self.mode, self.config = llm, strategy, mode, config
@@ -92,15 +92,15 @@ class Decoding:
 
     def windows(self, starts: list[int]) -> Iterator[Window]:
         """Decodes, and yields a window of steps from each start on."""
-        at = 0
+        position = 0
         for start in starts:
-            for step in range(at, start):
+            for step in range(position, start):
                 self._step(step)
             yield self._record(start)
-            at = start + self.config.steps
+            position = start + self.config.steps
 
     def texts(self) -> np.ndarray:
-        """Decodes to the end; the tokens of prompts and what followed."""
+        """Decodes to the end; returns the prompts with the tokens that followed."""
         for step in range(self.tokens.shape[1] - self.prompt):
             self._step(step)
         return self.tokens
@@ -111,18 +111,18 @@ class Decoding:
         counts, steps = [self._counts()], []
         for step in range(start, start + self.config.steps):
             done = self._step(step)
-            retrieved = [one.state.loaded[..., :-1] for one in done.state.layers]  # the last one is forced
+            retrieved = [layer.state.loaded[..., :-1] for layer in done.state.layers]  # the last block is forced
             steps.append(jax.device_get((
                 done.logits, [r.q for r in done.reports], [r.selected for r in done.reports], retrieved,
             )))
             counts.append(self._counts())
         logits, queries, selected, retrieved = zip(*steps, strict=True)
-        by_layer = [[np.stack(one) for one in zip(*part, strict=True)] for part in (queries, selected, retrieved)]
-        counts = [np.stack(one) for one in zip(*counts, strict=True)]
+        by_layer = [[np.stack(layer) for layer in zip(*part, strict=True)] for part in (queries, selected, retrieved)]
+        counts = [np.stack(layer) for layer in zip(*counts, strict=True)]
         return Window(start, self.state, np.stack(logits), *by_layer, counts)
 
     def _counts(self):
-        return [np.array(one.state.count) for one in self.state.layers]  # copies: the next step donates the state
+        return [np.array(layer.state.count) for layer in self.state.layers]  # copies: the next step donates the state
 
     def _step(self, step: int) -> decode.Step:
         if self.strategy == "global" and step % self.prompt == 0 and step:
@@ -138,10 +138,11 @@ class Decoding:
 
 
 def continued(llm: kvjax.LLM, tokens: np.ndarray, config) -> np.ndarray:
-    """The same prompts, continued by what the model samples with its full cache."""
+    """Returns the same prompts, continued with tokens that the model samples with its full cache."""
     return Decoding(llm, "full", tokens, "free", config).texts()
 
 
 def window_starts(config: ml_collections.ConfigDict) -> list[int]:
-    """Each checkpoint's window ends there; that of checkpoint 0 begins there."""
+    """Returns the step at which each checkpoint's window starts; it ends at the checkpoint, except that of checkpoint
+    0."""
     return [max(0, c * config.prompt - config.steps) for c in config.checkpoints]

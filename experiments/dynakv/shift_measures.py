@@ -1,4 +1,4 @@
-"""What is measured of a recorded window: the selection, the clusters, and the loss against dense attention."""
+"""Measures of a recorded window: selection, clusters, and the loss against dense attention."""
 
 import functools
 
@@ -19,7 +19,7 @@ HORIZONS = (1, 2, 4, 8, 16)  # steps t of Table 2
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _selection(plan: LayerPlan, k: int, key, value, queries, selected, at):
-    """Quality of the selection in one layer of one text, means over heads and steps."""
+    """Returns the quality of the selection in one layer of one text, means over heads and steps."""
 
     def one(args):
         q, chosen, at = args
@@ -41,27 +41,28 @@ def _statistics(key, cluster, blocks: int):
 
 
 def partitions(plan: Plan, state: State) -> list[tuple[np.ndarray, ...] | None]:
-    """n_j `[B, K, NB]`, r_j and sigma_j^2 of every layer's clusters, from the keys; None for a layer without."""
+    """Returns n_j [B, K, NB], r_j and sigma_j^2 of every layer's clusters, from the keys; None for a layer without
+    clusters."""
     found: list[tuple[np.ndarray, ...] | None] = []
-    for one, cache in zip(plan.layers, state.layers, strict=True):
+    for layer, cache in zip(plan.layers, state.layers, strict=True):
         if not hasattr(cache.state.index, "cluster"):
             found.append(None)
             continue
-        key, _, cluster = in_token_order(one, cache, plan.capacity)
-        found.append(jax.device_get(_statistics(key, cluster, one.spec.num_blocks)))
+        key, _, cluster = in_token_order(layer, cache, plan.capacity)
+        found.append(jax.device_get(_statistics(key, cluster, layer.spec.num_blocks)))
     return found
 
 
 def measure_window(plan: Plan, window: Window, initial, config) -> list[dict[str, float]]:
-    """The figures of each text, means over those layers that have them, heads and steps; `initial` are the partitions
-    of the prompt."""
-    at = config.prompt + window.start + jnp.arange(config.steps, dtype=jnp.int32)
+    """Returns the figures of each text: means over heads, steps and the layers that have them. `initial` are the
+    partitions of the prompt."""
+    position = config.prompt + window.start + jnp.arange(config.steps, dtype=jnp.int32)
     now, by_layer = partitions(plan, window.state), []
-    for i, one in enumerate(plan.layers):
-        key, value, _ = in_token_order(one, window.state.layers[i], plan.capacity)
+    for i, layer in enumerate(plan.layers):
+        key, value, _ = in_token_order(layer, window.state.layers[i], plan.capacity)
         for b in range(plan.batch):
             asked, chosen = window.queries[i][:, b], window.selected[i][:, b]
-            row = _selection(one, config.recall_k, key[b], value[b], asked, chosen, at)
+            row = _selection(layer, config.recall_k, key[b], value[b], asked, chosen, position)
             clusters, first = now[i], initial[i]
             if clusters is not None and first is not None:
                 row |= partition_figures(*(x[b] for x in clusters), *(x[b] for x in first))
@@ -78,11 +79,10 @@ def _means(rows: list[dict[str, float]]) -> dict[str, float]:
 
 
 def partition_figures(count, centroid, variance, count0, centroid0, variance0) -> dict[str, float]:
-    """Size, variance (Table 5) and drift of the clusters of one layer; arrays are `[K, NB, ...]`.
+    """Returns size, variance (Table 5) and drift of the clusters of one layer; arrays are [K, NB, ...].
 
-    Variance is the mean over keys of the squared distance to their centroid. Drift is the mean over
-    keys of the squared distance from their centroid to the nearest one of the prompt's clusters,
-    over the prompt's own variance.
+    Variance is the mean over keys of the squared distance to their centroid. Drift is the mean over keys of the squared
+    distance from their centroid to the nearest of the prompt's clusters, over the prompt's own variance.
     """
     heads = range(len(count))
     inertia = [np.average(variance[h], weights=count[h]) for h in heads]
@@ -100,9 +100,9 @@ def partition_figures(count, centroid, variance, count0, centroid0, variance0) -
 
 
 def updated_retrieved(retrieved: np.ndarray, counts: np.ndarray) -> dict[str, float]:
-    """Table 2: probability that a cluster updated by a step is retrieved within the next t steps.
+    """Returns Table 2: the probability that a cluster updated by a step is retrieved within the next t steps.
 
-    `retrieved` is `[S, K, M]`, `counts` `[S + 1, K, NB]`. `retrieved_chance_t` is the same of all clusters.
+    `retrieved` is [S, K, M], `counts` [S + 1, K, NB]. `retrieved_chance_t` is the same over all clusters.
     """
     steps, heads, blocks = len(retrieved), counts.shape[1], counts.shape[2]
     hit = np.zeros((steps, heads, blocks + 1), bool)
@@ -120,7 +120,7 @@ def updated_retrieved(retrieved: np.ndarray, counts: np.ndarray) -> dict[str, fl
 
 
 def co_retrieval(retrieved: np.ndarray, blocks: int) -> np.ndarray:
-    """P(ij) of equation 8: how often clusters i and j are retrieved by one step; `retrieved` is `[S, M]`."""
+    """Returns P(ij) of equation 8: how often clusters i and j are retrieved by one step; `retrieved` is [S, M]."""
     hit = np.zeros((len(retrieved), blocks + 1))
     np.put_along_axis(hit, retrieved, 1.0, axis=-1)
     pairs = hit[:, :blocks].T @ hit[:, :blocks]
@@ -130,7 +130,7 @@ def co_retrieval(retrieved: np.ndarray, blocks: int) -> np.ndarray:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _dense_logits(model_config, params, tokens, at):
-    """Logits of dense causal attention at the positions `at`, one text after the other."""
+    """Returns the logits of dense causal attention at the positions `at`, one text after the other."""
     def one(row):
         model = Transformer(model_config)
         return model.apply({"params": params}, row[None], jnp.arange(len(row))[None])[0, at]
@@ -139,10 +139,10 @@ def _dense_logits(model_config, params, tokens, at):
 
 
 def against_dense(llm: kvjax.LLM, decoding: Decoding, windows: list[tuple[int, np.ndarray]]) -> list[list[dict]]:
-    """Per window and text: the negative log-likelihood against that of dense attention over the same tokens.
+    """Returns per window and text the negative log-likelihood against that of dense attention over the same tokens.
 
-    `divergence` is KL(dense || sparse) in nats. `delta_nll` is given for teacher-forced text only: of
-    sampled text it measures the sampling. There, `text_nll` is how likely dense attention finds it.
+    `divergence` is KL(dense || sparse) in nats. `delta_nll` is given for teacher-forced text only: with sampled text it
+    would measure the sampling. There, `text_nll` is the loss of dense attention on the text.
     """
     steps, rows = decoding.config.steps, []
     at = np.concatenate([decoding.prompt + start + np.arange(steps) for start, _ in windows])

@@ -29,20 +29,20 @@ def plot_all(rows: list[dict], path: pathlib.Path, config: ml_collections.Config
 
 
 def _windows(directory: pathlib.Path, name: str) -> list[tuple[int, dict]]:
-    """What was kept of each window, in order: (decoded tokens before it, arrays)."""
-    found = {int(file.stem.rsplit("_", 1)[1]): dict(np.load(file)) for file in directory.glob(f"{name}_*.npz")}
-    return sorted(found.items())
+    """Returns the kept data of each window, in order: (decoded tokens before it, arrays)."""
+    by_start = {int(file.stem.rsplit("_", 1)[1]): dict(np.load(file)) for file in directory.glob(f"{name}_*.npz")}
+    return sorted(by_start.items())
 
 
 def _curves(rows: list[dict], config) -> Figure:
-    """Each figure over the decoded tokens, one line per strategy: means over the kinds of text."""
+    """Plots each figure over the decoded tokens, one line per strategy: means over the kinds of text."""
     figure = Figure(figsize=(14, 7), layout="constrained")
     for axes, (name, title) in zip(figure.subplots(2, 4).flat, CURVES, strict=True):
         for strategy in config.strategies:
             mine = [row for row in rows if row["method"] == strategy and name in row]
-            at = sorted({row["decoded"] for row in mine})
-            if at:
-                axes.plot(at, [np.mean([r[name] for r in mine if r["decoded"] == x]) for x in at], "o-", label=strategy)
+            x = sorted({row["decoded"] for row in mine})
+            if x:
+                axes.plot(x, [np.mean([r[name] for r in mine if r["decoded"] == n]) for n in x], "o-", label=strategy)
         axes.set(title=title, xlabel="decoded tokens")
         axes.set_yscale("log" if name in ("largest_cluster", "divergence") else "linear")
     figure.axes[0].legend(fontsize=8)
@@ -50,14 +50,14 @@ def _curves(rows: list[dict], config) -> Figure:
 
 
 def principal_axes(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and the first two principal axes `[2, D]` of the keys, the largest entry of each axis positive."""
+    """Returns the mean and the first two principal axes [2, D] of the keys, the largest entry of each axis positive."""
     mean = keys.mean(0)
     axes = np.linalg.svd(keys - mean, full_matrices=False)[2][:2]
     return mean, axes * np.sign(axes[np.arange(2), np.abs(axes).argmax(1)])[:, None]
 
 
 def _clusters(stored: dict[str, list[tuple[int, dict]]]) -> Figure:
-    """Figure 4: keys of one head in the plane of their two principal axes, coloured by cluster, and centroids."""
+    """Plots Figure 4: keys of one head in the plane of their two principal axes, coloured by cluster, and centroids."""
     columns = max(map(len, stored.values()))
     figure = Figure(figsize=(3 * columns, 3 * len(stored)), layout="constrained")
     grid = figure.subplots(len(stored), columns, squeeze=False, sharex=True, sharey=True)
@@ -74,7 +74,7 @@ def _clusters(stored: dict[str, list[tuple[int, dict]]]) -> Figure:
 
 
 def _co_retrieval(windows: list[tuple[int, dict]], kinds) -> Figure:
-    """Figure 7: P(ij) of the clusters that the last window retrieved, most frequent first, one panel per kind."""
+    """Plots Figure 7: P(ij) of the clusters that the last window retrieved, most frequent first, one panel per kind."""
     figure = Figure(figsize=(4 * len(kinds), 4), layout="constrained")
     for panel, kind in zip(figure.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True):
         pairs = windows[-1][1][f"pairs_{kind}"]

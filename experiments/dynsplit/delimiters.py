@@ -1,8 +1,8 @@
-"""How important each delimiter is to a model, by kind of text (DynSplit-KV, section 3).
+"""Importance of each delimiter to a model, by kind of text (DynSplit-KV, section 3).
 
-Four results: the table of Appendix B.1 for each kind of text, how far the kinds lie apart (Figure 3 b), after how few
-tokens the scores have converged, and what the method loses when the order of its delimiters is reversed (Figure 3 d).
-The last, which takes longest, is not done again in a workdir that has it.
+Four results: the table of Appendix B.1 for each kind of text, the distance between the kinds (Figure 3 b), the number
+of tokens after which the scores have converged, and the loss of the method when the order of its delimiters is reversed
+(Figure 3 d). The last takes longest; a workdir that has it is not measured again.
 """
 
 import itertools
@@ -25,19 +25,19 @@ from kvjax.methods.shared.delimiters import DelimiterCounts, Delimiters
 
 
 def tallies(llm: kvjax.LLM, kind: str, config) -> list[DelimiterCounts]:
-    """Scores of one kind of text, after each checkpoint's number of texts."""
+    """Returns the scores of one kind of text after each checkpoint's number of texts."""
     texts, rule = Texts(llm, config.seed), Importance(**config.importance)
-    tally, found = DelimiterCounts(llm.config.vocab_size), []
+    tally, snapshots = DelimiterCounts(llm.config.vocab_size), []
     for number in tqdm(range(config.texts), desc=kind, disable=None):
         tokens = np.asarray(texts.draw(kind, number, 0, config.length))
         tally.add(tokens, boundary_scores(llm.config, llm.params, tokens, rule))
         if number + 1 in config.checkpoints:
-            found.append(tally.copy())
-    return found
+            snapshots.append(tally.copy())
+    return snapshots
 
 
 def table_rows(kind: str, table: Delimiters, tally: DelimiterCounts, config) -> list[dict]:
-    """One row for each delimiter that was seen often enough, the most frequent first."""
+    """Returns one row for each delimiter with at least `config.least` occurrences, the most frequent first."""
     error, weight = tally.standard_error(), table.weights()
     columns = zip(table.tokens, table.texts, table.scores, table.counts, strict=True)
     rows = [
@@ -49,7 +49,8 @@ def table_rows(kind: str, table: Delimiters, tally: DelimiterCounts, config) -> 
 
 
 def spread_row(tables: dict[str, Delimiters], config) -> dict:
-    """How far the weights of one delimiter lie apart in two kinds of text, over those that are frequent in all."""
+    """Returns how far the weights of one delimiter differ between kinds of text, over those that are frequent in
+    all."""
     common_to_all = np.min([table.counts for table in tables.values()], axis=0) >= config.least
     tokens = np.asarray(next(iter(tables.values())).tokens)[common_to_all]
     if not len(tokens):
@@ -64,7 +65,7 @@ def spread_row(tables: dict[str, Delimiters], config) -> dict:
 
 
 def _mean_correlation(ranks: np.ndarray) -> float:
-    """Correlation of the rows of ranks[N, X], mean over all pairs."""
+    """Returns the correlation of the rows of ranks[N, X], mean over all pairs."""
     return float(np.corrcoef(ranks)[np.triu_indices(len(ranks), 1)].mean())
 
 
@@ -73,12 +74,12 @@ def _names(tables):
     return table.tokens, table.texts
 
 
-def convergence_rows(kind: str, found: list[DelimiterCounts], tokens: Collection[int], config) -> list[dict]:
-    """Distance of the scores after a few texts from the last ones, over those of these delimiters that are frequent in
-    the end."""
-    final, rows = found[-1], []
+def convergence_rows(kind: str, snapshots: list[DelimiterCounts], tokens: Collection[int], config) -> list[dict]:
+    """Returns the distance of the scores after a few texts from the final ones, over those of the given delimiters that
+    are frequent in the end."""
+    final, rows = snapshots[-1], []
     frequent = np.isin(np.arange(len(final.count)), sorted(tokens)) & (final.count >= 4 * config.least)
-    for texts, tally in zip(config.checkpoints, found, strict=True):
+    for texts, tally in zip(config.checkpoints, snapshots, strict=True):
         known = frequent & (tally.count >= config.least)
         error = np.abs(tally.mean() - final.mean())[known]
         rows.append({
@@ -90,7 +91,8 @@ def convergence_rows(kind: str, found: list[DelimiterCounts], tokens: Collection
 
 
 def control_rows(llm: kvjax.LLM, tables: dict[str, pathlib.Path], config, run: Run) -> list[dict]:
-    """The method with each table on the same samples; those that the workdir has are read from it."""
+    """Returns the rows of the method with each table on the same samples; rows that the workdir has are read from
+    it."""
     control = config.control
     rows = [row for row in run.logged() if row["task"].startswith("control/")]
     done = {(row["task"], row["method"], row["context"]) for row in rows}
@@ -108,7 +110,7 @@ def control_rows(llm: kvjax.LLM, tables: dict[str, pathlib.Path], config, run: R
 
 
 def check(config) -> None:
-    """Raises ConfigError on kinds or numbers that make no experiment."""
+    """Raises ConfigError for kinds or numbers that make no experiment."""
     if not config.kinds or set(config.kinds) - set(KINDS):
         raise ConfigError(f"kinds={tuple(config.kinds)} must be some of {', '.join(KINDS)}")
     if list(config.checkpoints) != sorted(set(config.checkpoints)) or config.checkpoints[-1] != config.texts:
@@ -122,13 +124,13 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     names, together = delimiter_texts(llm.tokenizer.tokenizer), DelimiterCounts(llm.config.vocab_size)
     tables, rows = {}, []
     for kind in config.kinds:
-        found = tallies(llm, kind, config)
-        together.merge(found[-1])
-        tables[kind] = found[-1].table(llm.identity, names, config.least)
+        snapshots = tallies(llm, kind, config)
+        together.merge(snapshots[-1])
+        tables[kind] = snapshots[-1].table(llm.identity, names, config.least)
         tables[kind].save(run.path / f"delimiters_{kind}.json")
-        shown = table_rows(kind, tables[kind], found[-1], config)
+        shown = table_rows(kind, tables[kind], snapshots[-1], config)
         print_table(kind, shown[: config.shown])
-        rows += shown + convergence_rows(kind, found, names, config)
+        rows += shown + convergence_rows(kind, snapshots, names, config)
     rows.append(spread_row(tables, config))
     table = together.table(llm.identity, names, config.least)
     paths = {"estimated": run.path / "delimiters.json", "reversed": run.path / "delimiters_reversed.json"}
@@ -141,7 +143,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
 
 
 def print_table(kind: str, rows: list[dict]) -> None:
-    """The table of Appendix B.1, one delimiter a line."""
+    """Prints the table of Appendix B.1, a line per delimiter."""
     print(f"{kind:>16}  weight  score       count")
     for row in rows:
         score = f"{row['score']:.3f} ±{row['standard_error']:.3f}"
@@ -149,7 +151,7 @@ def print_table(kind: str, rows: list[dict]) -> None:
 
 
 def print_findings(rows: list[dict]) -> None:
-    """Convergence and spread, one line each."""
+    """Prints convergence and spread, a line each."""
     for row in rows:
         if not row["task"].startswith("table/"):
             print("  ".join(f"{name} {value:.3f}" if isinstance(value, float) else f"{name} {value}"
@@ -157,7 +159,7 @@ def print_findings(rows: list[dict]) -> None:
 
 
 def print_control(rows: list[dict]) -> None:
-    """What the method reaches with the estimated and with the reversed order, a line each."""
+    """Prints the scores of the method with the estimated and with the reversed order, a line each."""
     for row in sorted(rows, key=lambda row: (row["task"], row["context"], row["method"])):
         measures = (f"{name} {row[name]:.3f}" for name in ("accuracy", "nll", "delta_nll") if name in row)
         print(f"{row['task']:>20}{row['context']:>7,}  {row['method']:32}" + "  ".join(measures))

@@ -1,8 +1,8 @@
 """Training sequences of the reference model: library text, needles in it, and dense recall tasks.
 
-Each row of a batch is `tokens[T + 1]`, `weights[T]` of the predictions and `positions[T]`. Half of
-the rows skip positions at random boundaries (PoSE, Zhu et al. 2023), so that short rows teach the
-long relative distances of the final context.
+Each row of a batch has `tokens[T + 1]`, `weights[T]` of the predictions, and `positions[T]`. Half of the rows skip
+positions at random boundaries (PoSE, Zhu et al. 2023), so that short rows teach the long relative distances of the
+final context.
 """
 
 import dataclasses
@@ -15,20 +15,20 @@ from kvjax.eval.tasks import corpus, needles
 
 @dataclasses.dataclass(frozen=True)
 class Mixture:
-    """Shares of the row kinds (the rest is plain text) and weights of the loss."""
+    """Shares of the kinds of rows (the rest is plain text), and weights of the loss."""
 
     recall: float = 0.25
     needles: float = 0.5
     passkey: float = 0.1
     max_needles: int = 8
-    made_needles: float = 0.0  # share of rows with needles in which words and template are drawn anew
+    made_needles: float = 0.0  # share of rows with needles whose words and template are made up
     answer_weight: float = 5.0
     text_weight: float = 0.3  # of text with needles in it
     noise_weight: float = 0.0
 
 
 def encode_corpus(tokenizer: Tokenizer, held_out: bool) -> np.ndarray:
-    """One token stream of a split, documents joined by the end-of-text token."""
+    """Returns the token stream of a split, documents joined by the end-of-text token."""
     eos = tokenizer.token_to_id("<|eos|>")
     pieces = []
     for text in corpus.stdlib_documents(held_out):
@@ -36,23 +36,23 @@ def encode_corpus(tokenizer: Tokenizer, held_out: bool) -> np.ndarray:
     return np.concatenate(pieces).astype(np.uint16)
 
 
-_rows: "Rows | None" = None  # of a process that draws
+_rows: "Rows | None" = None  # of a worker process
 
 
 def start_drawing(rows: "Rows") -> None:
-    """What a process that draws begins with: rows are sent to it once."""
+    """Initialises a worker process, so that rows are sent to it once."""
     global _rows
     _rows = rows
 
 
 def draw(seed: tuple[int, ...], rows: int, length: int) -> dict[str, np.ndarray]:
-    """A batch, in a process that `start_drawing` has been called in."""
+    """Returns a batch, in a process initialised by `start_drawing`."""
     assert _rows is not None
     return _rows.batch(seed, rows, length)
 
 
 class Rows:
-    """Draws rows of one length; the stream of draws depends on the seed alone."""
+    """Source of rows; the random numbers depend on the seed alone."""
 
     def __init__(self, tokenizer: Tokenizer, stream: np.ndarray, mixture: Mixture, max_position: int):
         self.tokenizer, self.stream, self.mixture = tokenizer, stream, mixture
@@ -62,6 +62,7 @@ class Rows:
         (self.newline,) = needles.encode(tokenizer, "\n")
 
     def batch(self, seed: tuple[int, ...], rows: int, length: int) -> dict[str, np.ndarray]:
+        """Draws `rows` rows of `length` tokens."""
         rng = np.random.default_rng(seed)
         drawn = [self._row(rng, length) for _ in range(rows)]
         return {
@@ -91,7 +92,7 @@ class Rows:
         return (np.arange(length) + np.cumsum(gaps)).astype(np.int32)
 
     def _recall(self, rng, length):
-        """Pairs over a small random pool, then every pair again in another order (MQAR, Zoology)."""
+        """Returns pairs over a small random pool, then every pair again in another order (MQAR, Zoology)."""
         gap = int(rng.choice([0, 0, 0, 1, 2]))  # fixed tokens between key and value
         alphabet = 600 if rng.random() < 0.75 else self.vocab  # few, frequent tokens teach the circuit first
         frame = rng.integers(300, self.vocab, size=gap)
@@ -118,7 +119,7 @@ class Rows:
             facts = needles.made_needles(rng, self.tokenizer, self.stream, count)
         else:
             facts = needles.draw_needles(rng, count, held_out=False)
-        while len(facts) > 1 and 3 * needles.needle_cost(self.tokenizer, facts) > length:  # each is told and asked
+        while len(facts) > 1 and 3 * needles.needle_cost(self.tokenizer, facts) > length:  # stated and asked for
             facts.pop()
         asked = [facts[i] for i in rng.permutation(len(facts))]
         return self._ask(rng, length, facts, asked)
@@ -128,7 +129,7 @@ class Rows:
         return self._ask(rng, length, [fact], [fact])
 
     def _ask(self, rng, length, facts, asked):
-        """Text with the facts in it, then each question with its answer, weighted."""
+        """Returns text with the facts in it, then each question with its answer, weighted."""
         tail, tail_weights = [], []
         for fact in asked:
             cue = needles.encode(self.tokenizer, "\n" + fact.cue)

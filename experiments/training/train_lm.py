@@ -1,4 +1,4 @@
-"""Trains the reference language model: real text and retrieval, row length growing in stages."""
+"""Training of the reference language model: real text and retrieval, with rows that grow longer in stages."""
 
 import collections
 import functools
@@ -29,7 +29,8 @@ from kvjax.models.transformer import Transformer
 
 
 def read_tokenizer(path: str) -> Tokenizer:
-    """The tokenizer of a file. Raises ConfigError where there is none, or it marks no beginning and end of a text."""
+    """Returns the tokenizer of a file; raises ConfigError if it cannot be read, or does not mark beginning and end of a
+    text."""
     try:
         tokenizer = Tokenizer.from_file(path)
     except Exception as cause:  # tokenizers raises no narrower class
@@ -41,7 +42,7 @@ def read_tokenizer(path: str) -> Tokenizer:
 
 
 def model_config(config: ml_collections.ConfigDict, tokenizer: Tokenizer) -> ModelConfig:
-    """The reference architecture: Llama, tied embeddings."""
+    """Returns the reference architecture: Llama with tied embeddings."""
     shape = dict(config.model)
     theta = shape.pop("rope_theta")
     return ModelConfig(
@@ -51,7 +52,7 @@ def model_config(config: ml_collections.ConfigDict, tokenizer: Tokenizer) -> Mod
 
 
 def optimiser(config: ml_collections.ConfigDict) -> optax.GradientTransformation:
-    """Muon on the matrices of the layers, AdamW on embedding and norms; warm-up, plateau, linear decay."""
+    """Returns Muon for the matrices of the layers and AdamW for embedding and norms; warm-up, plateau, linear decay."""
     total = sum(steps for _, steps in config.stages)
     rate = optax.join_schedules(
         [
@@ -77,14 +78,14 @@ def optimiser(config: ml_collections.ConfigDict) -> optax.GradientTransformation
 
 
 def weighted_loss(logits, targets, weights):
-    """Cross-entropy averaged with the given weights."""
+    """Returns the cross-entropy averaged with the given weights, and that of each token."""
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
     return jnp.sum(loss * weights) / jnp.maximum(jnp.sum(weights), 1.0), loss
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=(3, 4))
 def train_step(model, tx, dtype, params, opt_state, batch, answer_weight):
-    """A step whose products are of the given type; parameters and their updates are f32."""
+    """Takes one step whose products have type `dtype`; parameters and their updates are f32."""
     def objective(params):
         rounded = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
         logits = model.apply({"params": rounded}, batch["tokens"][:, :-1], batch["positions"]).astype(jnp.float32)
@@ -110,9 +111,9 @@ def _predictions(model, params, tokens):
 
 
 def exact_answers(model, params, tokenizer, stream, length, count, samples=64, batch=8, seed=7) -> float:
-    """Share of held-out single questions among `count` needles answered exactly under greedy decoding.
+    """Returns the share of held-out single questions among `count` needles that greedy decoding answers exactly.
 
-    An answer is the greedy one exactly when every one of its tokens is the argmax after the ones before.
+    The greedy answer is exact when every token of it is the argmax after the ones before.
     """
     rng = np.random.default_rng(seed)
     rows, spans = [], []
@@ -133,10 +134,10 @@ def exact_answers(model, params, tokenizer, stream, length, count, samples=64, b
 
 
 def first_params(config: ml_collections.ConfigDict, model: Transformer):
-    """Those of the checkpoint to go on from, or random ones."""
+    """Returns the parameters of the checkpoint to continue from, or random ones."""
     if config.start:
-        found, params = checkpoint.load(config.start, model.config)
-        if found != model.config:
+        stored, params = checkpoint.load(config.start, model.config)
+        if stored != model.config:
             raise ConfigError(f"start={config.start} has an unembedding of its own; give a model with tied embeddings")
         return params
     token = jnp.zeros((1, 8), jnp.int32)
@@ -144,13 +145,13 @@ def first_params(config: ml_collections.ConfigDict, model: Transformer):
 
 
 def row_lengths(config: ml_collections.ConfigDict) -> list[int]:
-    """The row length of every step: drawn from the lengths of its stage."""
+    """Returns the row length of every step: drawn from the lengths of its stage."""
     rng = np.random.default_rng(config.seed)
     return [int(rng.choice(lengths)) for lengths, steps in config.stages for _ in range(steps)]
 
 
 def batches(rows: lm_data.Rows, config: ml_collections.ConfigDict, plan: list[int], start: int):
-    """Yields (step, row length, batch); later batches are drawn meanwhile, by processes of their own."""
+    """Yields (step, row length, batch) while worker processes draw later batches."""
     spawned = multiprocessing.get_context("spawn")  # a fork of a process with JAX's threads may hang
     pool = ProcessPoolExecutor(config.drawers, spawned, lm_data.start_drawing, (rows,))
     upcoming: collections.deque = collections.deque()
@@ -175,7 +176,7 @@ def export(config: ml_collections.ConfigDict, params, directory: pathlib.Path) -
 
 
 def plot_curves(lines: list[dict], path: pathlib.Path) -> None:
-    """Loss and exact answers over the steps."""
+    """Plots the losses and the exact answers over the steps."""
     figure = Figure(figsize=(10, 4))
     left, right = figure.subplots(1, 2)
     for name in ("text_loss", "answer_loss"):
@@ -193,22 +194,22 @@ def plot_curves(lines: list[dict], path: pathlib.Path) -> None:
 
 
 def check(config: ml_collections.ConfigDict) -> None:
-    """Raises ConfigError on settings with which nothing could be trained."""
+    """Raises ConfigError for settings with which nothing could be trained."""
     common.check_some(config, "stages")
     common.check_counts(config, seed=0, drawers=1, batch_tokens=1, log_every=1, eval_every=1, checkpoint_every=1)
     if config.dtype not in ("float32", "bfloat16"):
-        raise ConfigError(f"dtype={config.dtype!r} is no type to train in; use float32 or bfloat16")
+        raise ConfigError(f"dtype={config.dtype!r} is not a type to train in; use float32 or bfloat16")
     for stage in config.stages:
         check_stage(stage, config.batch_tokens)
 
 
 def check_stage(stage, batch_tokens: int) -> None:
-    """Raises ConfigError for what is not the lengths of rows and a number of steps, or a row longer than a batch."""
+    """Raises ConfigError if a stage is not (row lengths, number of steps), or a row is longer than a batch."""
     match stage:
         case (tuple() | list() as rows, steps):
             common.check_counts({"rows": rows, "steps": steps}, rows=1, steps=1)
         case _:
-            raise ConfigError(f"stage {stage!r} must be lengths of rows and a number of steps, as ((128, 256), 100)")
+            raise ConfigError(f"stage {stage!r} must be row lengths and a number of steps, such as ((128, 256), 100)")
     if max(rows) > batch_tokens:
         raise ConfigError(f"a row of {max(rows)} tokens is longer than batch_tokens={batch_tokens}; raise it")
 
@@ -220,12 +221,12 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     model, tx = Transformer(model_config(config, tokenizer)), optimiser(config)
     trained = Transformer(model.config, "cudnn") if config.dtype == "bfloat16" else model
     params = first_params(config, model)
-    run = Run(config, workdir, None)  # longer stages, or another rate, go on from what there is
+    run = Run(config, workdir, None)  # longer stages, or another rate, continue from the checkpoint
     state = {"params": params, "opt_state": tx.init(params)}
     checkpoints = ocp.training.Checkpointer(run.path.absolute() / "checkpoints")
     done = checkpoints.latest.step if checkpoints.latest is not None else 0
     state = checkpoints.load(done, state) if done else state
-    run.keep_only(lambda line: line["step"] <= done)  # later ones come again
+    run.keep_only(lambda line: line["step"] <= done)  # later steps are run again
     stream = lm_data.encode_corpus(tokenizer, held_out=False)
     rows = lm_data.Rows(tokenizer, stream, lm_data.Mixture(**config.mixture), config.model.max_position)
     held_out = lm_data.encode_corpus(tokenizer, held_out=True)

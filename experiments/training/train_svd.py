@@ -1,14 +1,14 @@
-"""Fits low-rank adapters to a model's keys and measures what they make of held-out text of every kind.
+"""Low-rank adapters fitted to a model's keys, and their errors on held-out text of every kind.
 
-A row is one fit on one kind of training text, tried on one kind of test text; the rows that the workdir already has are
-skipped, and adapters are saved as they are fitted. Measures, means over layers:
+A row is one fit on one kind of training text, tried on one kind of test text; rows that the workdir has are skipped,
+and adapters are saved as they are fitted. Measures, means over layers:
 
   reconstruction_error   ||K - K A A^T||^2 / ||K||^2
-  score_error            relative L2 error of the scores, each query's mean taken off, as the softmax does not see it
+  score_error            relative L2 error of the scores without each query's mean, to which the softmax is invariant
   divergence             KL(true || predicted attention), nats
   recall                 share of a query's true top keys among the predicted ones
-  attention_mass         kept by the tokens with the largest predicted attention, summed over all heads as KVSwap does
-                         it, of what the best tokens would keep
+  attention_mass         attention on the tokens with the largest predicted attention, summed over all heads as in
+                         KVSwap, over that on the best tokens
 """
 
 import functools
@@ -36,7 +36,7 @@ Draw = Callable[[np.random.Generator], list[int]]  # a row of tokens
 
 
 def name_of(kind: str) -> str:
-    """What tables and directories call a kind: a file of one's own by its name, and a hash of what is in it."""
+    """Returns the name of a kind in tables and directories; for a user's file its name with a hash of its content."""
     if kind in KINDS:
         return kind
     return f"{pathlib.Path(kind).stem}_{hashlib.sha256(_content(kind)).hexdigest()[:8]}"
@@ -50,7 +50,8 @@ def _content(path: str) -> bytes:
 
 
 def own_rows(llm: kvjax.LLM, path: str, held_out: bool, config) -> Draw:
-    """Draws rows of a text file: to try adapters on, of its last fifth, which they are not fitted to."""
+    """Returns a function that draws rows of a text file; held-out rows come from its last fifth, the others from the
+    rest."""
     stream = np.asarray(llm.encode(_content(path).decode("utf-8", errors="replace"), start=False))
     cut = len(stream) - len(stream) // 5
     part = stream[cut:] if held_out else stream[:cut]
@@ -61,8 +62,8 @@ def own_rows(llm: kvjax.LLM, path: str, held_out: bool, config) -> Draw:
 
 
 def rows_of(llm: kvjax.LLM, kind: str, held_out: bool, config) -> Draw:
-    """Draws rows of library files, of their docstrings alone, of files with facts that come again, or of a user's file.
-    """
+    """Returns a function that draws rows of library files, of their docstrings, of files with repeated facts, or of a
+    user's file."""
     if kind not in KINDS:
         return own_rows(llm, kind, held_out, config)
     texts = corpus.stdlib_documents(held_out)[: config.documents]
@@ -74,14 +75,14 @@ def rows_of(llm: kvjax.LLM, kind: str, held_out: bool, config) -> Draw:
 
 
 def batches(draw: Draw, count: int, config, seed: int) -> Iterator[np.ndarray]:
-    """`count` times tokens[batch, length], each row drawn anew."""
+    """Yields `count` batches of tokens[batch, length], each row drawn anew."""
     rng = np.random.default_rng((config.seed, seed))
     for _ in range(count):
         yield np.asarray([draw(rng) for _ in range(config.batch)], np.int32)
 
 
 def fits(llm: kvjax.LLM, kind: str, config, directory) -> Iterator[tuple[str, int, Adapters]]:
-    """Form, ratio and adapters of every fit on one kind of text; those that are saved are not fitted again."""
+    """Yields form, ratio and adapters of every fit on one kind of text; saved fits are loaded."""
     draw = rows_of(llm, kind, False, config)
     moments = None
     for form in config.forms:
@@ -100,21 +101,21 @@ def fits(llm: kvjax.LLM, kind: str, config, directory) -> Iterator[tuple[str, in
 
 
 def measure(llm: kvjax.LLM, fitted: Adapters, rows: list[np.ndarray], moments, config) -> dict[str, float]:
-    """Means over layers and batches, whose `collect.key_moments` are given."""
-    found = []
+    """Returns the means over layers and batches; `moments` are the batches' `collect_moments.key_moments`."""
+    measures = []
     for tokens in rows:
         for i, query, key in collect_moments.layers_of(llm, tokens):
             sampled = refine_adapters.sample(query, key)
-            found.append(_scores(config.top, config.kept, fitted.joint, jnp.asarray(fitted.layers[i]), *sampled))
-    means = {name: float(np.mean([one[name] for one in found])) for name in found[0]}
+            measures.append(_scores(config.top, config.kept, fitted.joint, jnp.asarray(fitted.layers[i]), *sampled))
+    means = {name: float(np.mean([values[name] for values in measures])) for name in measures[0]}
     errors = fit_adapters.reconstruction_error(moments, fitted)
     return {"reconstruction_error": float(np.mean(errors)), **means}
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _scores(top, kept, joint, basis, query, key, at):
-    """The measures of one layer that need queries."""
-    seen = jnp.arange(key.shape[1]) <= at[:, None]
+def _scores(top, kept, joint, basis, query, key, position):
+    """Returns the measures of one layer that need queries."""
+    seen = jnp.arange(key.shape[1]) <= position[:, None]
     true = _centred(refine_adapters.exact_scores(query, key), seen)
     predicted = _centred(refine_adapters.low_rank_scores(basis, joint, query, key), seen)
     best, guess = (jax.lax.top_k(jnp.where(seen, scores, -jnp.inf), top)[1] for scores in (true, predicted))
@@ -123,31 +124,31 @@ def _scores(top, kept, joint, basis, query, key, at):
     caught = jnp.sum(jnp.take_along_axis(weight, jax.lax.top_k(expected, kept)[1], axis=-1), axis=-1)
     return {
         "score_error": jnp.linalg.norm(predicted - true) / jnp.linalg.norm(true),
-        "divergence": refine_adapters.score_loss(basis, joint, query, key, at),
+        "divergence": refine_adapters.score_loss(basis, joint, query, key, position),
         "recall": jnp.mean(jnp.any(best[..., :, None] == guess[..., None, :], axis=-1)),
         "attention_mass": jnp.mean(caught / most),
     }
 
 
 def _centred(scores, seen):
-    """Scores less each query's mean; zero where a query does not see."""
+    """Returns scores less each query's mean; zero where a query does not see the key."""
     mean = jnp.sum(jnp.where(seen, scores, 0.0), axis=-1, keepdims=True) / jnp.sum(seen, axis=-1, keepdims=True)
     return jnp.where(seen, scores - mean, 0.0)
 
 
 def check(config) -> None:
-    """Raises ConfigError on names and files that do not exist, and on numbers with which nothing could be fitted."""
+    """Raises ConfigError for unknown names, missing files, and numbers with which nothing could be fitted."""
     common.check_counts(config, batch=1, length=2, train_batches=1, test_batches=1, refine_batches=0, ratios=1,
                         documents=1, top=1, kept=1)
     if max(config.top, config.kept) > config.length:
-        raise ConfigError(f"top={config.top} and kept={config.kept} are of length={config.length} tokens at most")
+        raise ConfigError(f"top={config.top} and kept={config.kept} must be at most length={config.length}; lower them")
     if not config.forms or set(config.forms) - set(FORMS):
         raise ConfigError(f"forms={tuple(config.forms)} must be some of {', '.join(FORMS)}")
     missing = [kind for kind in config.kinds if kind not in KINDS and not pathlib.Path(kind).is_file()]
     if not config.kinds or missing:
         raise ConfigError(f"kinds={tuple(config.kinds)} must be some of {', '.join(KINDS)}, or text files")
     if len(set(map(name_of, config.kinds))) < len(config.kinds):
-        raise ConfigError(f"of kinds={tuple(config.kinds)} two are the same")
+        raise ConfigError(f"two of kinds={tuple(config.kinds)} are the same; leave one out")
 
 
 def run(config: ml_collections.ConfigDict, workdir: str) -> None:
@@ -165,14 +166,15 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
         for form, ratio, fitted in fits(llm, kind, config, run.path / "adapters"):
             for task, rows in tests.items():
                 if (form, ratio, name, task) not in done:
-                    found = measure(llm, fitted, rows, moments(task), config)
+                    measured = measure(llm, fitted, rows, moments(task), config)
                     run.log(method=form, ratio=ratio, rank=fitted.rank, fitted_on=name, task=task,
-                            context=config.length, seed=config.seed, **found)
+                            context=config.length, seed=config.seed, **measured)
     run.summary(run.logged())
     print_table(run.logged())
 
 
 def print_table(rows: list[dict]) -> None:
+    """Prints the measures, a line per row."""
     columns = ("reconstruction_error", "score_error", "divergence", "recall", "attention_mass")
     print(f"{'adapters':>18}{'sigma':>6}{'fitted on':>10}{'tried on':>10}" + "".join(f"{name:>22}" for name in columns))
     for row in rows:

@@ -110,7 +110,7 @@ def test_windows_end_at_their_checkpoints():
 @pytest.mark.parametrize(("change", "words"), [
     ({"strategies": ("adaptive", "none")}, "none"), ({"kinds": ()}, "kinds"), ({"checkpoints": (1, 2)}, "start with 0"),
     ({"steps": 200}, "steps=200"), ({"pca": {"kind": "code"}}, "pca.kind=code"),
-    ({"checkpoints": (0,)}, "two at least"), ({"checkpoints": ()}, "checkpoints is empty"),
+    ({"checkpoints": (0,)}, "at least two"), ({"checkpoints": ()}, "checkpoints is empty"),
     ({"texts": 0}, "texts=0"), ({"steps": 1}, "steps=1"),
 ])
 def test_settings_that_make_no_experiment_are_refused(change, words):
