@@ -1,0 +1,1 @@
+"""Experiments of the papers and of the library, run by `experiments.main` from a configuration."""

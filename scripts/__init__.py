@@ -1,0 +1,1 @@
+"""Scripts that are run by hand: benchmarks, checks, goldens, conversions."""

@@ -1,0 +1,1 @@
+"""Comparisons of all methods: leaderboard, evaluation, long generation, and their reports."""

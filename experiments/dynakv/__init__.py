@@ -1,0 +1,1 @@
+"""Experiments of DynaKV: distribution shift, layouts on flash, adaptive prefill."""

@@ -1,0 +1,1 @@
+"""Experiments of DynSplit-KV: importance of delimiters."""

@@ -1,0 +1,1 @@
+"""Experiments of IceCache: accuracy, the DCI-tree alone, and times."""

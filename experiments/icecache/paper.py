@@ -1,6 +1,6 @@
-"""IceCache: passkey grid, task suite, the DCI-tree alone, hit rate of its pages, time to the second token, decode time.
+"""IceCache's experiments: passkeys, a task suite, the DCI-tree alone, hit rates of pages, and times.
 
-Each part writes its rows as it goes; a row that the workdir already has is not measured again.
+Each part logs its rows as they are measured; rows that the workdir has are skipped.
 """
 
 import functools
@@ -25,7 +25,7 @@ Row = dict
 
 
 def passkey(llm: kvjax.LLM, config: ml_collections.ConfigDict) -> Iterator[tuple[Row, Callable[[], Row]]]:
-    """Figure 6: right answers over depth, at every length and budget, beside the full cache and exact top-k."""
+    """Yields Figure 6: right answers over depth at every length and budget, beside the full cache and exact top-k."""
     stream = common.held_out_tokens(llm)
     for length in config.lengths:
         samples = functools.cache(
@@ -48,7 +48,7 @@ def passkey(llm: kvjax.LLM, config: ml_collections.ConfigDict) -> Iterator[tuple
 
 
 def suite(llm: kvjax.LLM, config, directory) -> Iterator[tuple[Row, Callable[[], Row]]]:
-    """The cells of the leaderboards, all of which are checked before the first."""
+    """Yields the cells of the leaderboards, after checking all of them."""
     grids = [(leaderboard.Exams(llm, board), list(leaderboard.cells(board))) for board in boards(config)]
     for exams, cells in grids:
         leaderboard.check_fit(exams, cells)
@@ -58,14 +58,15 @@ def suite(llm: kvjax.LLM, config, directory) -> Iterator[tuple[Row, Callable[[],
 
 
 def boards(config) -> list[ml_collections.ConfigDict]:
-    """Settings of leaderboards: `config.suite`, then with what `config.suite_once` has in place of it; those that have
-    methods."""
+    """Returns the settings of the leaderboards that have methods: `config.suite`, and the same with the changes of
+    `config.suite_once`."""
     both = (ml_collections.ConfigDict({**config.suite, **chosen}) for chosen in ({}, config.suite_once))
     return [board for board in both if board.methods]
 
 
 def shares(rows: list[Row]) -> Iterator[Row]:
-    """Of each method and budget all tasks and seeds together, beside the full cache's score on the same samples."""
+    """Yields for each method and budget the score over all tasks and seeds, beside the full cache's on the same
+    samples."""
     scores = {_exam(row): row["scores"] for row in rows if row["part"] == "suite" and row["method"] == "full"}
     groups: dict[tuple, list[Row]] = {}
     for row in rows:
@@ -86,7 +87,8 @@ def _exam(row: Row) -> tuple:
 
 
 def pages(llm: kvjax.LLM, config) -> Iterator[tuple[Row, Callable[[], Row]]]:
-    """Share of the true top 16 and of the attention mass that the loaded pages hold, in all layers of one text."""
+    """Yields the share of the true top 16 and of the attention mass that the loaded pages hold, in all layers of one
+    text."""
     size = config.key_tokens + config.key_steps
     text = needles.random_span(np.random.default_rng(config.seed), common.held_out_tokens(llm), size)
     for budget in config.budgets:
@@ -115,16 +117,16 @@ def _hit_rate(llm: kvjax.LLM, method, text: list[int], config) -> Row:
 
 
 def run(config: ml_collections.ConfigDict, workdir: str) -> None:
-    """Measures every part; re-running skips the rows that are there."""
-    made = boards(config)
-    for board in made:
+    """Measures every part; rows that the workdir has are skipped."""
+    all_boards = boards(config)
+    for board in all_boards:
         leaderboard.check(board)
     common.check_counts(config, samples=1, batch=1, budgets=1, lengths=1, repeats=1, steps=2, long_steps=1, queries=1,
                         key_tokens=1, key_steps=1)
     common.check_names(config, "timed", times.TIMED)
     common.check_names(config, "trees", tree.SETTINGS)
     llm = common.load_model(config.model)
-    for board in made:
+    for board in all_boards:
         common.check_model(llm, board.methods)
     parts = {
         "passkey": lambda: passkey(llm, config), "suite": lambda: suite(llm, config, run.path),
@@ -147,7 +149,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
 
 
 def plot(rows: list[Row]) -> Figure:
-    """Evaluations per query against the points of the tree, and time per token against context."""
+    """Plots evaluations per query against the points of the tree, time per token against context, and passkeys by
+    depth."""
     figure = Figure(figsize=(15, 4), layout="constrained")
     left, right, grid = figure.subplots(1, 3)
     alone = [row for row in rows if row["part"] == "dci" and row["source"] != "real" and row["built"] == 1]
@@ -155,9 +158,9 @@ def plot(rows: list[Row]) -> Figure:
     left.set(title="keys and projections evaluated per query", xlabel="points", xscale="log", yscale="log")
     _curves(right, [row for row in rows if row["task"] == "tpot"], "token_ms", "task")
     right.set(title="ms per token", xlabel="context", xscale="log", yscale="log")
-    found = [row for row in rows if row["part"] == "passkey" and row["method"].startswith("icecache")]
-    if found:
-        depths.heatmap(grid, found, "passkeys found")  # Figure 6
+    grid_rows = [row for row in rows if row["part"] == "passkey" and row["method"].startswith("icecache")]
+    if grid_rows:
+        depths.heatmap(grid, grid_rows, "passkeys found")  # Figure 6
     return figure
 
 

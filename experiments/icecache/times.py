@@ -1,4 +1,5 @@
-"""IceCache's times: the second token of a prompt, a token's parts, and their growth with context and over a decode."""
+"""IceCache's times: the second token of a prompt, the parts of a token, and their growth with context and over a
+decode."""
 
 import functools
 import itertools
@@ -20,9 +21,10 @@ Row = dict
 
 
 def second_token(config, directory) -> Iterator[tuple[Row, Callable[[], Row]]]:
-    """Figure 7 a: reading a prompt into a store and decoding one token; layers indexed behind, or one by one."""
+    """Yields Figure 7 a: the time to read a prompt into a store and decode one token, with layers indexed in the
+    background or one by one."""
     model = functools.cache(lambda: made_up.make_model(config.model_shape))
-    shared = {"budget": max(config.budgets), "dense_layers": 1}  # one for all: the reuse variant of 4 layers needs it
+    shared = {"budget": max(config.budgets), "dense_layers": 1}  # the same for all, as the variant that reuses needs it
     methods = {
         "full": kvjax.Full(), "quest": kvjax.Quest(**shared), "dynakv": kvjax.DynaKV(**shared, window=config.window),
         "icecache": kvjax.IceCache(**shared, beam=config.beam),
@@ -34,14 +36,14 @@ def second_token(config, directory) -> Iterator[tuple[Row, Callable[[], Row]]]:
 
 
 def _second_token(llm: kvjax.LLM, method, length: int, config, directory) -> Row:
-    """Seconds, medians of warm runs taken in turns, and those of reading the prompt without any cache."""
+    """Returns the seconds, medians of warm alternating runs, and those of reading the prompt without any cache."""
     tokens = jnp.asarray(np.random.default_rng(config.seed).integers(0, llm.config.vocab_size, (1, length)), jnp.int32)
     store, seconds = common.make_store("flash", directory / "store"), {"pipelined": [], "serial": [], "dense": []}
     for _ in range(config.repeats + 1):
         for kind, times in seconds.items():
             started = time.perf_counter()
             if kind == "dense":
-                jax.block_until_ready([one.out for one in prefill.read(llm.config, llm.params, tokens)][-1])
+                jax.block_until_ready([layer.out for layer in prefill.read(llm.config, llm.params, tokens)][-1])
             else:
                 _ask(llm, method, tokens, store, kind == "pipelined")
             times.append(time.perf_counter() - started)
@@ -49,7 +51,7 @@ def _second_token(llm: kvjax.LLM, method, length: int, config, directory) -> Row
 
 
 def _ask(llm: kvjax.LLM, method, tokens, store, pipelined: bool) -> None:
-    """Reads one prompt into the store, decodes a token, and gives everything back."""
+    """Reads one prompt into the store, decodes a token, and closes the branch."""
     length = tokens.shape[1]
     plan = make_plan(llm.config, method, 1, asking.rounded(length + 8))
     branch = store.create(store_geometry(plan), "tt2t")
@@ -64,14 +66,15 @@ def _ask(llm: kvjax.LLM, method, tokens, store, pipelined: bool) -> None:
 # ---------------------------------------------------------------------------------- time per token
 
 
-TIMED = ("full", "icecache", "icecache_frozen", "icecache_reuse3")  # `config.timed` has some of them
+TIMED = ("full", "icecache", "icecache_frozen", "icecache_reuse3")  # the choices of `config.timed`
 
 
 def per_token(config) -> Iterator[tuple[Row, Callable[[], Row]]]:
-    """Figure 8, and the growth over the decode with the index updated and frozen; made-up keys, in memory.
+    """Yields Figure 8, and the growth over the decode with the index updated and frozen; keys are made up, blocks are
+    in memory.
 
-    No layer is dense: two of 32 are in the paper, but would be half of this model and hide what is measured. One
-    layer's index is built and copied for the others, as building one of 256K tokens takes minutes.
+    No layer is dense: the paper has two of 32, which would be half of this model and hide the measured part. One
+    layer's index is built and copied to the others, as building one of 256K tokens takes minutes.
     """
     model = functools.cache(lambda: made_up.make_model(config.model_shape))
     shared = {"budget": max(config.budgets), "beam": config.beam, "dense_layers": 0}
@@ -79,7 +82,7 @@ def per_token(config) -> Iterator[tuple[Row, Callable[[], Row]]]:
         kvjax.Full(), kvjax.IceCache(**shared), kvjax.IceCache(**shared, update=False),
         kvjax.IceCache(**shared | {"dense_layers": 1}, reuse=3),
     ), strict=True))
-    jobs = [("tpot", *one, config.steps) for one in itertools.product(config.contexts, config.timed)]
+    jobs = [("tpot", *combination, config.steps) for combination in itertools.product(config.contexts, config.timed)]
     jobs += [("decode", config.long_context, name, config.long_steps) for name in ("icecache", "icecache_frozen")]
     for task, context, name, steps in jobs:
         head = {"task": task, "method": name, "context": context, "budget": methods[name].budget}
@@ -87,7 +90,7 @@ def per_token(config) -> Iterator[tuple[Row, Callable[[], Row]]]:
 
 
 def _timed(llm: kvjax.LLM, method, context: int, steps: int) -> Row:
-    """Milliseconds of a token: median, of the first and the last quarter, and of one layer's parts."""
+    """Returns the milliseconds of a token: median, of the first and the last quarter, and of one layer's parts."""
     started = time.perf_counter()
     plan, state, _, build = made_up.filled_cache(
         llm, method, context, steps + 2 + layer_times.COMMITS, None, Slots(), copies=True
@@ -105,13 +108,14 @@ def _timed(llm: kvjax.LLM, method, context: int, steps: int) -> Row:
 
 
 def occupancy(plan, state) -> float:
-    """Share of the rows of blocks in use that hold a token, in the last layer."""
+    """Returns the share of rows with a token among those of blocks in use, in the last layer."""
     count = state.layers[-1].state.count
     return float(jnp.sum(count) / jnp.maximum(jnp.sum(count > 0) * plan.layers[-1].spec.block_rows, 1))
 
 
 def breakdown(config, directory) -> Iterator[tuple[Row, Callable[[], Row]]]:
-    """Figure 7 c: one layer's query, loading of all selected pages from flash, and attention; one layer is dense."""
+    """Yields Figure 7 c: one layer's query, loading of all selected pages from flash, and attention; one layer is
+    dense."""
     model = functools.cache(lambda: made_up.make_model(config.model_shape))
     shared = {"budget": max(config.budgets), "dense_layers": 1}
     methods = {
@@ -139,7 +143,8 @@ def _loading(llm: kvjax.LLM, method, config, directory) -> Row:
 
 
 def growth(rows: list[Row], pairs) -> Iterator[Row]:
-    """How many times as long a step takes at the longer of two contexts, for each (figure, context, context)."""
+    """Yields the ratio of a step's time at the longer of two contexts to that at the shorter, for each (figure, short,
+    long)."""
     timed = {(row["method"], row["context"]): row for row in rows if row["task"] == "tpot"}
     for (method, context), row in timed.items():
         for name, short, long in pairs:

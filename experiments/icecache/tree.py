@@ -1,4 +1,4 @@
-"""The DCI-tree alone: recall against brute force, what a query compares, and what trees grown by inserts find."""
+"""The DCI-tree alone: recall against brute force, comparisons per query, and results of trees grown by inserts."""
 
 import functools
 import itertools
@@ -18,24 +18,24 @@ Row = dict
 
 
 def real_keys(llm: kvjax.LLM, config) -> tuple[np.ndarray, np.ndarray]:
-    """Keys [N, T, D] of a prompt and queries [N, Q, D] of the tokens after it, of every layer and KV head."""
+    """Returns keys [N, T, D] of a prompt and queries [N, Q, D] of the tokens after it, of every layer and KV head."""
     stream = common.held_out_tokens(llm)
     size = config.key_tokens + config.key_steps
     text = needles.random_span(np.random.default_rng(config.seed), stream, size)
     reading = llm.read(text[: config.key_tokens])
     cache = llm.prefill(reading, method=kvjax.Full(), capacity=size + 8)
-    asked: list[np.ndarray] = []
+    queries: list[np.ndarray] = []
     llm.generate(
         text[config.key_tokens :], cache, max_new_tokens=1,
-        observer=lambda step, _: asked.append(np.stack([np.asarray(report.q)[0] for report in step.reports])),
+        observer=lambda step, _: queries.append(np.stack([np.asarray(report.q)[0] for report in step.reports])),
     )
     key = np.concatenate([layer.key[0, : config.key_tokens].swapaxes(0, 1) for layer in reading.layers])
-    query = np.stack(asked).transpose(1, 2, 0, 3, 4)  # layers, KV heads, steps, query heads, D
+    query = np.stack(queries).transpose(1, 2, 0, 3, 4)  # layers, KV heads, steps, query heads, D
     return key, query.reshape(len(key), -1, key.shape[-1])
 
 
 def made_up_points(kind: str, points: int, queries: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Keys [1, T, 64] and queries [1, Q, 64]: `clustered` around 256 centres, or `uniform` in a cube."""
+    """Returns keys [1, T, 64] and queries [1, Q, 64]: `clustered` around 256 centres, or `uniform` in a cube."""
     rng = np.random.default_rng(seed)
     query = rng.standard_normal((1, queries, 64), np.float32)
     if kind == "uniform":
@@ -45,7 +45,7 @@ def made_up_points(kind: str, points: int, queries: int, seed: int) -> tuple[np.
     return (centre[rng.integers(0, 256, points)] + noise)[None], query
 
 
-SETTINGS = {  # each at every length, so that its growth and its recall are of the same search
+SETTINGS = {  # each at every length, so that growth and recall are those of the same search
     "shipped": kvjax.IceCache(),
     "narrow": kvjax.IceCache(beam=64),
     "pdci48": kvjax.IceCache(ratio=1 / 32, beam=256, pages=384, projections=48, visit=338),
@@ -53,23 +53,23 @@ SETTINGS = {  # each at every length, so that its growth and its recall are of t
 
 
 def rows(llm: kvjax.LLM, config) -> Iterator[tuple[Row, Callable[[], Row]]]:
-    """Recall against brute force, what a query evaluates, and occupancy; of trees built at once, and of ones that a
-    share `built` of the points began and inserts completed."""
+    """Yields recall against brute force, evaluations per query, and occupancy; of trees built at once, and of trees
+    built from a share `built` of the points and completed by inserts."""
     keys = functools.cache(lambda: real_keys(llm, config))
     sizes = [("real", config.key_tokens), *((kind, n) for kind in ("clustered", "uniform") for n in config.points)]
     grown = [("real", config.key_tokens), *((kind, config.grown_points) for kind in ("clustered", "uniform"))]
     jobs = [(*source, 1.0) for source in sizes] + [(*source, share) for source in grown for share in config.grown]
     for (kind, points, share), name in itertools.product(jobs, config.trees):
         def measured(kind=kind, points=points, share=share, name=name):
-            found = keys() if kind == "real" else made_up_points(kind, points, config.queries, config.seed)
+            points_and_queries = keys() if kind == "real" else made_up_points(kind, points, config.queries, config.seed)
             start = round(share * points)
-            return _mean([tried(SETTINGS[name], start, *pair) for pair in zip(*found, strict=True)])
+            return _mean([tried(SETTINGS[name], start, *pair) for pair in zip(*points_and_queries, strict=True)])
 
         yield {"task": "dci", "method": name, "source": kind, "context": points, "built": share}, measured
 
 
 def tried(method, start: int, key: np.ndarray, query: np.ndarray) -> Row:
-    """Figures of one head's tree, in the shape and with the searches of the method's cache."""
+    """Returns the figures of one head's tree, in the shape and with the searches of the method's cache."""
     points, size = key.shape
     spec = method.spec(kv_heads=1, group=1, head_dim=size, capacity=points)
     shape, searches = method.shape(spec), (method.search(method.insert_beam), method.search(method.beam))
@@ -78,7 +78,7 @@ def tried(method, start: int, key: np.ndarray, query: np.ndarray) -> Row:
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _try(shape: dci.Shape, inserting: dci.Search, search: dci.Search, start: int, key, query):
-    """Means over queries. An evaluation is the product of a query with a key, or with a key's projections."""
+    """Returns means over queries. An evaluation is the product of a query with a key, or with a key's projections."""
     points = key.shape[0]
     tree, place = _grown(shape, inserting, start, key)
     number = jnp.full(shape.points, points, jnp.int32).at[place].set(jnp.arange(points))
@@ -97,7 +97,8 @@ def _try(shape: dci.Shape, inserting: dci.Search, search: dci.Search, start: int
 
 
 def _grown(shape: dci.Shape, search: dci.Search, start: int, key):
-    """A tree of the first `start` keys built at once and the others inserted; where each point is, page * C + row."""
+    """Returns a tree of the first `start` keys built at once and the others inserted, and the place of each point, page
+    * C + row."""
     points = key.shape[0]
     level = dci.draw_levels(jax.random.key(1), jnp.arange(points), shape.ratio, shape.levels)
     tree, page, row = dci.build(shape, jax.random.key(0), key, jnp.arange(points) < start, level)

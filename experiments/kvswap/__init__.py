@@ -1,0 +1,1 @@
+"""Experiments of KVSwap: tuner, reuse, residency policies, overlap of reading and computing."""

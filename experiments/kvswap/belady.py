@@ -1,8 +1,8 @@
-"""The fewest blocks that any replacement policy could have read: Belady's MIN (IBM Systems Journal 5(2), 1966).
+"""Belady's MIN, the fewest blocks that any replacement policy could have read (IBM Systems Journal 5(2), 1966).
 
-It needs the future, so it runs over a recorded trace, as the limit beside which the policies of
-`kvjax.cache.residency` are judged. One step needs several blocks at once, and all of them are pinned while it
-lasts; who leaves is still the block whose next use is farthest.
+It needs the future, so it runs over a recorded trace, as the limit for the policies of `kvjax.cache.residency`. One
+step needs several blocks at once, all of which stay pinned during the step; the evicted block is still that whose next
+use is farthest.
 """
 
 import numpy as np
@@ -13,12 +13,16 @@ NEVER = np.iinfo(np.int64).max
 
 
 def fewest_misses(need: np.ndarray, slots: int, num_blocks: int) -> int:
-    """Blocks that must be read to serve the steps of one head with `slots` slots, all empty at the start.
+    """Returns the number of blocks that must be read to serve the steps of one head with `slots` slots, all empty at
+    first.
 
     Args:
-      need: int[T, M1], different blocks that each step needs; those outside 0..num_blocks-1 mean none.
+      need: int[T, M1], the blocks that each step needs, all different; numbers outside 0..num_blocks-1 mean none.
+      slots: slots of the head.
+      num_blocks: NB.
 
-    Raises ConfigError when one step needs more blocks than there are slots.
+    Raises:
+      ConfigError: one step needs more blocks than there are slots.
     """
     steps = [[int(b) for b in row if 0 <= b < num_blocks] for row in need]
     widest = max(map(len, steps), default=0)
@@ -36,13 +40,13 @@ def fewest_misses(need: np.ndarray, slots: int, num_blocks: int) -> int:
 
 
 def _next_uses(steps: list[list[int]]) -> list[list[int]]:
-    """For each needed block of each step, the next step that needs it."""
+    """Returns, for each needed block of each step, the next step that needs it."""
     upcoming: dict[int, int] = {}
-    found = []
-    for at in range(len(steps) - 1, -1, -1):
-        found.append([upcoming.get(block, NEVER) for block in steps[at]])
-        upcoming.update(dict.fromkeys(steps[at], at))
-    return found[::-1]
+    next_uses = []
+    for step in range(len(steps) - 1, -1, -1):
+        next_uses.append([upcoming.get(block, NEVER) for block in steps[step]])
+        upcoming.update(dict.fromkeys(steps[step], step))
+    return next_uses[::-1]
 
 
 def _make_room(resident: dict[int, int], pinned: set[int], room: int) -> None:

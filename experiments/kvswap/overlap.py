@@ -1,8 +1,8 @@
-"""How much of the store's reading is hidden behind computing when the next layer's blocks are read ahead.
+"""Share of the store's reading that is hidden behind computing when the next layer's blocks are read ahead.
 
 Two devices: a reader that sleeps, so slow that a layer's reads take a given share of a layer's computing, and the disk
-under the workdir with O_DIRECT. The method looks ahead, so that what is prefetched is what is read; its first layer is
-dense, as nothing comes before it. Weights are random; keys are made up as in `experiments.speed.made_up`.
+under the workdir with O_DIRECT. The method looks ahead, so that exactly the prefetched blocks are read; its first layer
+is dense, as it has no predecessor. Weights are random; keys are made up as in `experiments.speed.made_up`.
 """
 
 import itertools
@@ -37,6 +37,7 @@ class SleepingReader(SystemIO):
 
 
 def shape(layers: int, hidden: int) -> ModelConfig:
+    """Returns a model's shape with heads of 64."""
     return ModelConfig(
         family="llama", vocab_size=4096, hidden_size=hidden, intermediate_size=4 * hidden, num_layers=layers,
         num_heads=hidden // 64, num_kv_heads=4, head_dim=64, max_position=131_072, tie_embeddings=True,
@@ -48,7 +49,7 @@ DEVICES = ("sleeping", "disk")
 
 
 def check(config: ml_collections.ConfigDict) -> None:
-    """Raises ConfigError on devices or drivers that there are not."""
+    """Raises ConfigError for unknown devices or drivers."""
     common.check_some(config, "devices", "drivers")
     common.check_names(config, "devices", DEVICES)
     for driver in config.drivers:
@@ -56,6 +57,7 @@ def check(config: ml_collections.ConfigDict) -> None:
 
 
 def make_store(device: str, delay: float, threads: int, directory) -> FlashStore:
+    """Makes a flash store on the device."""
     directory.mkdir(parents=True, exist_ok=True)
     store = FlashStore(directory, direct=device == "disk", threads=threads)
     if device == "sleeping":
@@ -64,7 +66,7 @@ def make_store(device: str, delay: float, threads: int, directory) -> FlashStore
 
 
 def decode_tokens(llm, method, config, driver: str, slots: Slots, store=None) -> dict[str, float]:
-    """Medians over tokens after a warm-up; seconds of I/O and of waiting for it, per token."""
+    """Returns medians over tokens after a warm-up, and the seconds of I/O and of waiting for it per token."""
     plan, state, branch, _ = made_up.filled_cache(llm, method, config.context, config.steps + 8, store, slots)
     tokens = np.random.default_rng(0).integers(0, llm.config.vocab_size, config.steps + 3)
     _, state = timing.time_tokens(llm, plan, state, tokens[:3], driver)
@@ -78,7 +80,7 @@ def decode_tokens(llm, method, config, driver: str, slots: Slots, store=None) ->
 
 
 def run(config: ml_collections.ConfigDict, workdir: str) -> None:
-    """One row per device, prefetch and driver; devices and drivers that the workdir has are skipped."""
+    """Measures one row per device, prefetch and driver; devices and drivers that the workdir has are skipped."""
     check(config)
     run, method = Run(config, workdir), Quest(lookahead=True, dense_layers=1, **config.method)
     done = {(row["device"], row["driver"]) for row in run.logged()}
@@ -94,7 +96,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
             store = make_store(device, delay, config.threads, run.path / "store")
             both[prefetch] = decode_tokens(llm, method, config, driver, Slots(prefetch=prefetch), store)
         for prefetch, row in both.items():
-            # Against the run without prefetch: when an asynchronous read that nobody waited for ended is not known.
+            # Relative to the run without prefetch, as the end of an asynchronous read is only seen by waiting for it.
             hidden = 1 - row["wait_ms_per_step"] / both["off"]["wait_ms_per_step"]
             run.log(device=device, driver=driver, prefetch=prefetch, method="quest", context=config.context,
                     compute_ms_per_token=compute[driver], hidden_io_fraction=hidden, **row)
@@ -103,6 +105,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
 
 
 def print_table(rows: list[dict]) -> None:
+    """Prints the figures, a line per row."""
     print(f"{'device':>10}{'driver':>8}{'prefetch':>10}{'ms/token':>10}{'compute':>9}{'I/O':>8}{'waited':>8}{'hidden':>8}")
     for row in rows:
         print(f"{row['device']:>10}{row['driver']:>8}{row['prefetch']:>10}{row['ms_per_token']:10.1f}"

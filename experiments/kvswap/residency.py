@@ -1,10 +1,10 @@
-"""Hit rate of the residency policies against cache size, on what a real decode asked for, beside Belady's optimum.
+"""Hit rate of the residency policies against cache size, on the requests of a real decode, beside Belady's optimum.
 
-The reference model decodes held-out library text, teacher-forced, with all blocks in memory: what a step needs does
-not depend on what is resident. Every step's needed blocks are recorded for each layer, sequence and head with blocks of
-its own, with the rows in each block and the blocks written. The recording is then replayed through `residency.plan`,
-the function that serves real decoding, for every policy and number of slots. Slots are empty at the start, so that
-first reads count.
+The reference model decodes held-out library text, teacher-forced, with all blocks in memory: the blocks that a step
+needs do not depend on those resident. Every step's needed blocks are recorded for each layer, sequence and head with
+blocks of its own, with the rows in each block and the blocks written. The recording is then replayed through
+`residency.plan`, the function that serves real decoding, for every policy and number of slots. Slots are empty at the
+start, so that first reads count.
 """
 
 import functools
@@ -32,7 +32,7 @@ _EXTRAS = ("label",)  # of a method's settings
 
 @pytree
 class Trace:
-    """What a decode asks of a store; N streams are layers x sequences x heads with blocks of their own, E the most
+    """Requests of a decode to a store. N streams are layers x sequences x heads with blocks of their own; E is the most
     blocks written at once."""
 
     need: Int32[Array, "T N M1"]  # blocks needed by each step, NB = none
@@ -41,7 +41,7 @@ class Trace:
 
 
 def record(llm: kvjax.LLM, cache: kvjax.Cache, tokens: np.ndarray) -> Trace:
-    """Feeds tokens[B, T] one by one and notes what each step needs."""
+    """Feeds tokens[B, T] one by one and records the blocks that each step needs."""
     state, steps = copy_state(cache.state), []
     before = _tables(cache.plan, state)
     for column in tqdm(tokens.T, desc="record", disable=None):
@@ -54,7 +54,8 @@ def record(llm: kvjax.LLM, cache: kvjax.Cache, tokens: np.ndarray) -> Trace:
 
 
 def _tables(plan: Plan, state: State) -> dict[str, np.ndarray]:
-    """Tables of the layers whose blocks a store would hold, as streams: one for each head with blocks of its own."""
+    """Returns tables of the layers whose blocks a store would hold, as streams: one for each head with blocks of its
+    own."""
     heads = plan.layers[-1].spec.block_heads
     stored = [one.state for i, one in enumerate(state.layers) if on_store(plan, i)]
     parts = {name: np.stack([np.asarray(getattr(one, name)) for one in stored]) for name in ("loaded", "count", "pos")}
@@ -62,7 +63,7 @@ def _tables(plan: Plan, state: State) -> dict[str, np.ndarray]:
 
 
 def _listed(changed: np.ndarray) -> np.ndarray:
-    """int32[T, N, E] numbers of the True entries of changed[T, N, NB], ascending, padded with NB."""
+    """Returns the numbers of the True entries of changed[T, N, NB], ascending, padded with NB: int32[T, N, E]."""
     most, blocks = max(1, int(changed.sum(-1).max())), changed.shape[-1]
     numbers = np.where(changed, np.arange(blocks, dtype=np.int32), np.int32(blocks))
     return np.sort(numbers, axis=-1)[..., :most]
@@ -70,7 +71,7 @@ def _listed(changed: np.ndarray) -> np.ndarray:
 
 @functools.partial(jax.jit, static_argnames=("slots", "policy"))
 def replay(trace: Trace, *, slots: int, policy: str) -> Int32[Array, "T"]:
-    """Blocks read in each step when every stream has `slots` slots."""
+    """Returns the blocks read in each step when every stream has `slots` slots."""
     streams, num_blocks = trace.count.shape[1:]
 
     def step(table, now):
@@ -82,14 +83,14 @@ def replay(trace: Trace, *, slots: int, policy: str) -> Int32[Array, "T"]:
 
 
 def best_possible(trace: Trace, slots: int) -> int:
-    """Blocks read under Belady's optimum, over all streams."""
+    """Returns the blocks read under Belady's optimum, over all streams."""
     num_blocks = trace.count.shape[-1]
     need = np.asarray(trace.need)
     return sum(fewest_misses(need[:, stream], slots, num_blocks) for stream in range(need.shape[1]))
 
 
 def draw_text(llm: kvjax.LLM, config: ml_collections.ConfigDict) -> np.ndarray:
-    """tokens[B, context + steps] of held-out library text; each sequence is of its own place."""
+    """Returns tokens[B, context + steps] of held-out library text, each sequence from a random place."""
     rng = np.random.default_rng(config.seed)
     stream = common.held_out_tokens(llm)
     start = llm.encode("", start=True)
@@ -99,7 +100,7 @@ def draw_text(llm: kvjax.LLM, config: ml_collections.ConfigDict) -> np.ndarray:
 
 
 def measure(llm: kvjax.LLM, settings, config: ml_collections.ConfigDict) -> list[dict]:
-    """One row per policy and number of slots."""
+    """Returns one row per policy and number of slots."""
     method, tokens = common.make_method(settings, _EXTRAS), draw_text(llm, config)
     cache = llm.prefill(tokens[:, : config.context].tolist(), method=method, capacity=config.context + config.steps)
     trace = record(llm, cache, tokens[:, config.context :])
@@ -122,7 +123,7 @@ def measure(llm: kvjax.LLM, settings, config: ml_collections.ConfigDict) -> list
 
 
 def check(config: ml_collections.ConfigDict) -> None:
-    """Raises ConfigError where nothing could be recorded or replayed."""
+    """Raises ConfigError if nothing could be recorded or replayed."""
     if min(config.steps, config.context, config.batch) < 1:
         raise ConfigError(f"context={config.context}, steps={config.steps} and batch={config.batch} must be positive")
     if not config.times_needed or min(config.times_needed) < 1:
@@ -152,7 +153,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
 
 
 def plot(rows: list[dict], path) -> None:
-    """Hit rate against slots, a panel per method."""
+    """Plots hit rate against slots, a panel per method."""
     methods = list(dict.fromkeys(row["method"] for row in rows))
     figure = Figure(figsize=(5 * len(methods), 4))
     for axis, method in zip(np.atleast_1d(figure.subplots(1, len(methods), sharey=True)), methods, strict=True):
@@ -168,7 +169,7 @@ def plot(rows: list[dict], path) -> None:
 
 
 def print_table(rows: list[dict]) -> None:
-    """Hit rates, a line per method and number of slots."""
+    """Prints the hit rates, a line per method and number of slots."""
     policies = [*residency.POLICIES, "belady"]
     print(f"{'method':>14}{'slots':>7}" + "".join(f"{policy:>9}" for policy in policies))
     for method, slots in dict.fromkeys((row["method"], row["slots"]) for row in rows):

@@ -1,8 +1,8 @@
-"""How often the groups that KVSwap needs are still in its reuse buffer, for each kind of text (its Table 5).
+"""Share of the groups needed by KVSwap that are still in its reuse buffer, for each kind of text (its Table 5).
 
-The model decodes texts of each kind; which groups it selects is recorded (`experiments.speed.replay`), and a buffer
-that evicts what came first is simulated (`kvjax.calibration.tuner.fifo`). Slots are given as multiples of the selected
-groups; each text, layer and head has its own, empty at first.
+The model decodes texts of each kind, the groups it selects are recorded (`experiments.speed.replay`), and a first-in,
+first-out buffer is simulated (`kvjax.calibration.tuner.fifo`). Slots are given as multiples of the selected groups;
+each text, layer and head has a buffer of its own, empty at first.
 """
 
 import ml_collections
@@ -16,22 +16,24 @@ from kvjax.errors import ConfigError
 
 
 def overlap(need: np.ndarray) -> float:
-    """Share of need[steps, streams, M] that was also needed in the step before (KVSwap, section 3.4.2)."""
+    """Returns the share of need[steps, streams, M] that was also needed in the step before (KVSwap, section 3.4.2)."""
     again = (need[1:, :, :, None] == need[:-1, :, None, :]).any(-1)
     return float(again[need[1:] >= 0].mean())
 
 
 def frequent(need: np.ndarray, share: float = 0.8) -> float:
-    """Of the groups that are ever in need[steps, streams, M], the fewest that make up such a share of it (Figure 8)."""
-    found = []
+    """Returns, of the groups that are ever in need[steps, streams, M], the smallest share that makes up `share` of it
+    (Figure 8)."""
+    fewest = []
     for stream in need.swapaxes(0, 1):
         often = np.sort(np.bincount(stream[stream >= 0]))[::-1]
-        found.append((1 + np.searchsorted(np.cumsum(often), share * often.sum())) / np.count_nonzero(often))
-    return float(np.mean(found))
+        fewest.append((1 + np.searchsorted(np.cumsum(often), share * often.sum())) / np.count_nonzero(often))
+    return float(np.mean(fewest))
 
 
 def record(llm, kind: str, settings, selected: int, config: ml_collections.ConfigDict) -> np.ndarray:
-    """int32[steps, texts, streams, M] groups that a method needs of texts of a kind when it selects so many tokens."""
+    """Returns the groups that a method needs on texts of a kind when it selects `selected` tokens: int32[steps, texts,
+    streams, M]."""
     method = common.make_method(settings, ("label",))
     how = ml_collections.ConfigDict({**config.replay.to_dict(), "kinds": (kind,)})
     texts = replay.draw_texts(llm, how, config.texts)
@@ -40,7 +42,7 @@ def record(llm, kind: str, settings, selected: int, config: ml_collections.Confi
 
 
 def measure(llm, kind: str, settings, selected: int, config: ml_collections.ConfigDict) -> list[dict]:
-    """A row per size of the buffer: the mean over texts, and how far they differ."""
+    """Returns a row per size of the buffer: the mean over texts, and how far they differ."""
     need, how, rows = record(llm, kind, settings, selected, config), config.replay, []
     steps, texts, _, groups = need.shape
     head = {"method": common.label_of(settings), "store": "replay", "task": "reuse", "kind": kind, "budget": selected,
@@ -55,7 +57,7 @@ def measure(llm, kind: str, settings, selected: int, config: ml_collections.Conf
 
 
 def check(config: ml_collections.ConfigDict) -> None:
-    """Raises ConfigError where nothing could be recorded or simulated."""
+    """Raises ConfigError if nothing could be recorded or simulated."""
     for settings in config.methods:
         common.make_method(settings, ("label",))
         replay.check({**settings, "replay": True}, config)
@@ -85,7 +87,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
 
 
 def print_table(rows: list[dict]) -> None:
-    """Reuse in %, a line per row."""
+    """Prints the reuse in %, a line per row."""
     print(f"{'method':>12}{'selected':>10}{'kind':>10}{'slots':>7}{'overlap':>9}{'frequent':>9}{'reuse':>9}"
           f"{'min':>9}{'max':>9}{'std':>9}")
     for row in rows:

@@ -1,7 +1,8 @@
-"""Runs the tuner and shows what it chose; each solution is kept as it is found.
+"""Runs of KVSwap's tuner, with a table of its choices; each solution is kept as it is found.
 
-For some of the pairs also decodes with what was chosen and with the middle of the grid, in turn, beside what the tuner
-expects of either. As many groups come back there as the tuner found on its text (`experiments.speed.replay`).
+For some pairs of batch and context, the choice and the middle of the grid are also decoded with, alternately, and
+compared with what the tuner expects of either. As many groups come back there as the tuner found on its text
+(`experiments.speed.replay`).
 """
 
 import contextlib
@@ -29,12 +30,13 @@ _CHOICE, _MIDDLE = "tuned", "middle of the grid"
 
 
 def make_model(name: str, dtype: str) -> kvjax.LLM:
-    """A shape of `experiments.speed.made_up`, or a model directory; `dtype` is that of its weights."""
+    """Makes a shape of `experiments.speed.made_up`, or loads a model directory; `dtype` is that of its weights."""
     return common.load_model(name, dtype) if pathlib.Path(name).is_dir() else made_up.make_model(name, dtype)
 
 
 def sample_text(llm: kvjax.LLM, count: int, seed: int) -> list[int]:
-    """Token ids of held-out library text; of a model without tokenizer, random ones, which the weights are as well."""
+    """Returns token ids of held-out library text; random ones for a model without tokenizer, whose weights are random,
+    too."""
     rng = np.random.default_rng(seed)
     if llm.tokenizer is None:
         return rng.integers(0, llm.config.vocab_size, count).tolist()
@@ -42,7 +44,7 @@ def sample_text(llm: kvjax.LLM, count: int, seed: int) -> list[int]:
 
 
 def found_adapters(config: ml_collections.ConfigDict) -> dict[int, str]:
-    """Directory of the adapters of each sigma. Raises ConfigError where one is missing."""
+    """Returns the directory of the adapters of each sigma; raises ConfigError if one is missing."""
     if not config.adapters:
         return {}
     paths = {sigma: pathlib.Path(config.adapters) / f"{config.adapted}_{sigma}" for sigma in config.sigmas}
@@ -55,7 +57,7 @@ def found_adapters(config: ml_collections.ConfigDict) -> dict[int, str]:
 
 def check(config: ml_collections.ConfigDict) -> None:
     """Raises ConfigError for settings that do not go together."""
-    common.check_counts(config, steps=2, rounds=2)  # the first token of a turn and the first turn are left out
+    common.check_counts(config, steps=2, rounds=2)  # the first token of a round and the first round are left out
     if not set(config.checked) <= set(itertools.product(config.batches, config.contexts)):
         raise ConfigError(f"checked={config.checked} must be pairs of one of batches={config.batches} and one of "
                           f"contexts={config.contexts}")
@@ -66,6 +68,7 @@ def check(config: ml_collections.ConfigDict) -> None:
 
 
 def space_of(config: ml_collections.ConfigDict) -> tuner.Space:
+    """Returns the grid of the configuration."""
     return tuner.Space(tuple(config.groups), tuple(config.sigmas), tuple(config.reuses))
 
 
@@ -75,22 +78,23 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     adapters, space, llm = found_adapters(config), space_of(config), make_model(config.model, config.dtype)
     run = Run(config, workdir, ("checked",))
     store, started = common.make_store(config.store, run.path / "store"), time.monotonic()
-    found = tuner.tune(
+    tuning = tuner.tune(
         llm, store, sample_text(llm, config.text, config.seed), max_bytes=config.max_mib << 20,
         batches=tuple(config.batches), contexts=tuple(config.contexts), selected=config.selected, bits=config.bits,
         per_head=config.per_head, aggregation=config.aggregation, dtype=config.kv_dtype, relax=config.relax,
         space=space, adapters=adapters, knots=tuple(config.knots), path=run.path / "tuning.json",
     )
-    logging.info("tuned in %.1f minutes, but for what was in the workdir", (time.monotonic() - started) / 60)
-    rows = [row(config, *pair, solution) for pair, solution in sorted(found.solutions.items())]
+    logging.info("tuned in %.1f minutes, beside solutions that the workdir had", (time.monotonic() - started) / 60)
+    rows = [row(config, *pair, solution) for pair, solution in sorted(tuning.solutions.items())]
     print_table(rows)
-    checks = [one for pair in config.checked for one in checked(llm, store, space, found, config, pair, run)]
+    checks = [line for pair in config.checked for line in checked(llm, store, space, tuning, config, pair, run)]
     print_checks(checks)
     run.summary(rows + checks)
 
 
 def checked(llm, store, space: tuner.Space, found: tuner.Tuning, config, pair, run: Run) -> Iterator[dict]:
-    """Expected and measured memory and time of the choice for (batch, context), and of the middle of the grid."""
+    """Yields expected and measured memory and time of the choice for (batch, context), and of the middle of the
+    grid."""
     batch, context = pair
     done = {one["label"] for one in run.logged() if (one["batch"], one["context"]) == pair}
     if done != {_CHOICE, _MIDDLE}:
@@ -114,13 +118,13 @@ class Decoding:
     state: State
     branch: Branch
     bytes: int  # of the cache's arrays
-    store_bytes: int = 0  # the store's own beside them, after the last token
-    seconds: list[float] = dataclasses.field(default_factory=list)  # median of each turn's tokens
-    stats: list[timing.Moved] = dataclasses.field(default_factory=list)  # by each token
+    store_bytes: int = 0  # of the store's own memory, after the last token
+    seconds: list[float] = dataclasses.field(default_factory=list)  # median of each round's tokens
+    stats: list[timing.Moved] = dataclasses.field(default_factory=list)  # of each token
 
 
 def begun(llm, family: tuner.Family, config, solution: tuner.Solution, batch: int, context: int, path) -> Decoding:
-    """A cache of made-up tokens with these settings, of which as many groups come back as expected."""
+    """Returns a cache of made-up tokens with these settings, of which as many groups come back as expected."""
     steps, method = config.rounds * config.steps, family.method(solution.setting)
     replayed = replay.at_random(method, solution.reuse_rate, steps, llm.config, context, config.seed)
     store = common.make_store(config.store, path / "store", staging_bytes=config.staging_mib << 20)
@@ -133,9 +137,9 @@ def begun(llm, family: tuner.Family, config, solution: tuner.Solution, batch: in
 def in_turn(
     llm, family: tuner.Family, config, solutions: dict[str, tuner.Solution], batch: int, context: int, path
 ) -> dict[str, Decoding]:
-    """Decodes some tokens with one solution and then with the other: whatever else the machine does is then the same
-    for both. The first token of a turn, which finds the other's data in the caches, is left out of the times, and the
-    first turn of everything."""
+    """Decodes a few tokens with each solution alternately, so that other work on the machine affects both alike. The
+    first token of a round, which finds the other's data in the CPU's caches, is left out of the times, and the first
+    round of everything."""
     decodings, rng = {}, np.random.default_rng(config.seed)
     with contextlib.ExitStack() as stack:
         for name, solution in solutions.items():
@@ -143,25 +147,25 @@ def in_turn(
             stack.callback(decodings[name].branch.close)
         for turn in range(config.rounds):
             tokens = rng.integers(llm.config.vocab_size, size=config.steps).tolist()
-            for one in decodings.values():
+            for decoding in decodings.values():
                 stats: list[timing.Moved] = []
-                times, one.state = timing.time_tokens(
-                    llm, one.plan, one.state, tokens, "fused",
+                times, decoding.state = timing.time_tokens(
+                    llm, decoding.plan, decoding.state, tokens, "fused",
                     lambda done, to=stats: to.append(timing.moved(done)),
                 )
                 if turn:
-                    one.seconds.append(float(np.median(times[1:])))
-                    one.stats.extend(stats)
-        for one in decodings.values():
-            one.store_bytes = one.branch.held_bytes
+                    decoding.seconds.append(float(np.median(times[1:])))
+                    decoding.stats.extend(stats)
+        for decoding in decodings.values():
+            decoding.store_bytes = decoding.branch.held_bytes
     return decodings
 
 
 def compared(solution: tuner.Solution, one: Decoding, middle: Decoding) -> dict:
-    """Measured figures, and how far off what was expected is: 0.1 = a tenth more was expected.
+    """Returns measured figures, and the relative error of the expected ones: 0.1 = a tenth more was expected.
 
-    A layer's measured time is its share of a whole token, embedding and output included. `over_middle`: how many times
-    as fast as the middle of the grid, the median of the turns.
+    A layer's measured time is its share of a whole token, embedding and output included. `over_middle` is the speed
+    relative to the middle of the grid, a median over rounds.
     """
     seconds = float(np.median(one.seconds))
     block = seconds / len(one.plan.layers)
@@ -176,6 +180,7 @@ def compared(solution: tuner.Solution, one: Decoding, middle: Decoding) -> dict:
 
 
 def row(config, batch: int, context: int, solution: tuner.Solution) -> dict:
+    """Returns a row of a solution."""
     setting = solution.setting
     return {
         "method": "kvswap", "store": config.store, "task": "tune", "batch": batch, "context": context,
@@ -187,19 +192,21 @@ def row(config, batch: int, context: int, solution: tuner.Solution) -> dict:
 
 
 def print_table(rows: list[dict]) -> None:
+    """Prints the solutions, a line each."""
     print(f"{'batch':>6}{'context':>9}{'G':>4}{'sigma':>7}{'C':>7}{'MiB':>9}{'read ms':>9}{'busy ms':>9}"
           f"{'compute ms':>12}")
-    for one in rows:
-        print(f"{one['batch']:6}{one['context']:9,}{one['group']:4}{one['sigma']:7}{one['reuse_tokens']:7}"
-              f"{one['resident_bytes'] / 2**20:9.1f}{one['fetch_ms']:9.2f}{one['busy_ms']:9.2f}"
-              f"{one['compute_ms']:12.2f}")
+    for row in rows:
+        print(f"{row['batch']:6}{row['context']:9,}{row['group']:4}{row['sigma']:7}{row['reuse_tokens']:7}"
+              f"{row['resident_bytes'] / 2**20:9.1f}{row['fetch_ms']:9.2f}{row['busy_ms']:9.2f}"
+              f"{row['compute_ms']:12.2f}")
 
 
 def print_checks(rows: list[dict]) -> None:
+    """Prints measured and expected figures, a line per row."""
     print(f"{'batch':>6}{'context':>9} {'setting':<20}{'tokens/s':>9}{'over middle':>12}{'ms/layer':>9}{'expected':>9}"
           f"{'MiB':>8}{'expected':>9}{'store':>7}{'reuse %':>9}{'expected':>9}")
-    for one in rows:
-        print(f"{one['batch']:6}{one['context']:9,} {one['label']:<20}{one['tokens_per_s']:9.1f}"
-              f"{one['over_middle']:11.2f}x{one['block_ms']:9.1f}{one['expected_block_ms']:9.1f}"
-              f"{one['measured_bytes'] / 2**20:8.1f}{one['resident_bytes'] / 2**20:9.1f}"
-              f"{one['store_bytes'] / 2**20:7.1f}{100 * one['reuse_rate']:9.1f}{100 * one['expected_reuse_rate']:9.1f}")
+    for row in rows:
+        print(f"{row['batch']:6}{row['context']:9,} {row['label']:<20}{row['tokens_per_s']:9.1f}"
+              f"{row['over_middle']:11.2f}x{row['block_ms']:9.1f}{row['expected_block_ms']:9.1f}"
+              f"{row['measured_bytes'] / 2**20:8.1f}{row['resident_bytes'] / 2**20:9.1f}"
+              f"{row['store_bytes'] / 2**20:7.1f}{100 * row['reuse_rate']:9.1f}{100 * row['expected_reuse_rate']:9.1f}")

@@ -1,7 +1,7 @@
 """A learned codec: keys of one head as a few numbers each, by a small autoencoder trained on keys of the same head.
 
-Both halves are a linear map plus a two-layer correction. Keys are best encoded before rotation, where their contents
-are not mixed with their positions.
+Both halves are a linear map plus a two-layer correction. Keys are best encoded before rotation, where content is not
+mixed with position.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from kvjax.typing import Array, Float, PRNGKey, pytree
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """How an autoencoder is trained.
+    """Settings of an autoencoder's training.
 
     Attributes:
       width: numbers per coded key.
@@ -34,7 +34,7 @@ class Training:
 
 @pytree
 class Half:
-    """x W + gelu(x U) V + b."""
+    """The map x W + gelu(x U) V + b."""
 
     linear: Float[Array, "*B X Y"]
     inner: Float[Array, "*B X N"]
@@ -62,7 +62,8 @@ class Autoencoder:
 
 @functools.partial(jax.jit, static_argnums=1)
 def train(key: Float[Array, "T D"], how: Training, seed: PRNGKey) -> Autoencoder:
-    """An autoencoder for one head's keys; map it over heads. ConfigError if the code is no shorter than the key."""
+    """Trains an autoencoder on one head's keys; map it over heads. Raises ConfigError if the code is not shorter than
+    the key."""
     size = key.shape[1]
     if how.width >= size:
         raise ConfigError(f"width={how.width} must be smaller than the head size {size}; else nothing is saved")
@@ -93,5 +94,5 @@ def _half(seed: PRNGKey, into: int, out: int, hidden: int) -> Half:
 
 
 def _loss(model: Autoencoder, key: Float[Array, "T D"]) -> Float[Array, ""]:
-    """Mean squared error of keys divided by their root mean square."""
+    """Returns the mean squared error of keys divided by their root mean square."""
     return jnp.mean(jnp.square((model.decode(model.encode(key)) - key) / model.scale))

@@ -1,8 +1,8 @@
-"""What run-length coded blocks save of a store's reads: the codec "rle" of the flash store under methods, on text.
+"""Reads that run-length coded blocks save: the codec "rle" of the flash store under several methods, on text.
 
-The same tokens are decoded after the same prompt from a cache in memory and from one on flash in each codec, and are to
-be as likely to the last bit. The control plants runs: every so many tokens of the prompt in a row have the key of the
-first of them. It shows what the codec does where there are runs, and nothing about models.
+The same tokens are decoded after the same prompt from a cache in memory and from one on flash in each codec; the
+log-probabilities must be equal to the last bit. The control plants runs: within every stretch of `planted` prompt
+tokens, all have the key of the first. It shows the effect of the codec where there are runs, and nothing about models.
 """
 
 import dataclasses
@@ -22,18 +22,18 @@ from kvjax.store.interface import PAGE_BYTES
 
 
 def plant(reading: PromptActivations, run: int) -> PromptActivations:
-    """With one key for every `run` tokens in a row, in each layer."""
+    """Returns the activations with one key for every `run` tokens in a row, in each layer."""
     first = np.arange(reading.tokens.shape[1]) // run * run
-    layers = tuple(dataclasses.replace(one, key=one.key[:, first]) for one in reading.layers)
+    layers = tuple(dataclasses.replace(layer, key=layer.key[:, first]) for layer in reading.layers)
     return dataclasses.replace(reading, layers=layers)
 
 
 def runs_of(cache: kvjax.Cache) -> dict[str, float]:
-    """Runs per token inside the blocks of a cache in memory, and the share of rows that have a token."""
+    """Returns runs per token inside the blocks of a cache in memory, and the share of rows that have a token."""
     runs, tokens, rows = 0, 0, 0
-    for one in jax.device_get(cache.state.layers):
-        count = one.state.count.reshape(-1)
-        key = np.asarray(one.pool.key).reshape(count.size, -1, one.pool.key.shape[-1])
+    for layer in jax.device_get(cache.state.layers):
+        count = layer.state.count.reshape(-1)
+        key = np.asarray(layer.pool.key).reshape(count.size, -1, layer.pool.key.shape[-1])
         valid = np.arange(key.shape[1]) < count[:, None]
         runs += np.count_nonzero(block_runs.begins(key) & valid)
         tokens += int(count.sum())
@@ -42,13 +42,14 @@ def runs_of(cache: kvjax.Cache) -> dict[str, float]:
 
 
 def decoded(llm: kvjax.LLM, reading: PromptActivations, rest: np.ndarray, store, **settings) -> tuple[np.ndarray, dict]:
-    """Log-probabilities of what follows a prompt, and what was written and read."""
+    """Returns the log-probabilities of the tokens after a prompt, and the runs of a cache in memory or the traffic of a
+    store."""
     cache = llm.prefill(reading, store=store, capacity=int(reading.length[0]) + rest.size, **settings)
     scores = llm.score(rest.tolist(), cache)
-    found = runs_of(cache) if store is None else _moved(cache, scores)
-    for one in (scores.cache, cache):
-        one.close()
-    return scores.logprobs[0], found
+    figures = runs_of(cache) if store is None else _moved(cache, scores)
+    for open_cache in (scores.cache, cache):
+        open_cache.close()
+    return scores.logprobs[0], figures
 
 
 def _moved(cache: kvjax.Cache, scores: Scores) -> dict[str, float]:
@@ -61,7 +62,7 @@ def _moved(cache: kvjax.Cache, scores: Scores) -> dict[str, float]:
 
 
 def rows(llm: kvjax.LLM, kind: str, token: np.ndarray, directory: pathlib.Path, config) -> Iterator[dict]:
-    """One row for each codec, method, type of keys and length of planted runs (1 = as they are)."""
+    """Yields one row for each codec, method, type of keys and length of planted runs (1 = keys as they are)."""
     settings, prompt = config.flash, token.size - config.flash.steps
     readings = {run: plant(llm.read(token[:prompt].tolist()), run) for run in settings.planted}
     for method, dtype, run in itertools.product(settings.methods, settings.dtypes, settings.planted):
@@ -69,9 +70,9 @@ def rows(llm: kvjax.LLM, kind: str, token: np.ndarray, directory: pathlib.Path, 
         expected, runs = decoded(llm, readings[run], token[prompt:], None, **how)
         for codec in ("raw", "rle"):
             store = kvjax.FlashStore(directory, codec=codec)
-            found, moved = decoded(llm, readings[run], token[prompt:], store, **how)
+            logprobs, moved = decoded(llm, readings[run], token[prompt:], store, **how)
             yield {
                 "task": f"flash/{kind}", "store": "flash", "codec": codec, "method": common.label(how["method"]),
                 "budget": how["method"].budget, "context": token.size, "dtype": dtype, "planted": run, **runs, **moved,
-                "equal": bool(np.array_equal(found, expected)),
+                "equal": bool(np.array_equal(logprobs, expected)),
             }

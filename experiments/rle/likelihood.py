@@ -1,4 +1,4 @@
-"""Rows of what codecs of keys cost in likelihood: of all layers at once, and of one layer or one head at a time.
+"""Cost of codecs of keys in likelihood: of all layers at once, and of one layer or one head at a time.
 
 Errors are standard errors of the mean difference per token between the same texts with and without the codec.
 """
@@ -16,7 +16,7 @@ from kvjax.ops.runs import Tolerance
 
 
 def change(nats: np.ndarray, plain: np.ndarray) -> dict[str, float]:
-    """Of nats[texts, T - 1] over those without a codec."""
+    """Returns figures of nats[texts, T - 1] relative to those without a codec."""
     apart, nll = nats - plain, float(plain.mean())
     delta, error = float(apart.mean()), float(apart.std(ddof=1) / np.sqrt(apart.size))
     return {
@@ -26,7 +26,7 @@ def change(nats: np.ndarray, plain: np.ndarray) -> dict[str, float]:
 
 
 def recodings(models, config) -> Iterator[tuple[str, dict, object]]:
-    """Every codec of all layers: its name, what it is set to, and what it does."""
+    """Yields every codec of all layers: its name, its settings, and the recoding."""
     clusters = max(config.lengths) // config.cluster
     for measure, value in sizes.tolerances(config):
         tolerance = Tolerance(**{"absolute": 0.0, "relative": 0.0, measure: value})
@@ -39,21 +39,21 @@ def recodings(models, config) -> Iterator[tuple[str, dict, object]]:
 
 
 def nats(llm: kvjax.LLM, token: np.ndarray, recoding=model.PLAIN) -> np.ndarray:
-    """Nats per token `[texts, T - 1]` of token[texts, T]."""
+    """Returns the nats per token [texts, T - 1] of token[texts, T]."""
     return np.stack([model.run(llm, row, recoding).nats for row in token])
 
 
 def rows(llm: kvjax.LLM, kind: str, token: np.ndarray, models, config) -> Iterator[dict]:
-    """Keys of all layers through each codec, beside those without."""
+    """Yields the likelihood with keys of all layers through each codec, beside that without."""
     plain = nats(llm, token)
     yield {"task": f"likelihood/{kind}", "method": "none", "context": token.shape[1], **change(plain, plain)}
     for name, setting, recoding in tqdm(list(recodings(models, config)), desc=kind, disable=None):
-        found = change(nats(llm, token, recoding), plain)
-        yield {"task": f"likelihood/{kind}", "method": name, "context": token.shape[1], **setting, **found}
+        figures = change(nats(llm, token, recoding), plain)
+        yield {"task": f"likelihood/{kind}", "method": name, "context": token.shape[1], **setting, **figures}
 
 
 def masks(layers: int, heads: int) -> Iterator[tuple[dict, np.ndarray]]:
-    """Each layer alone, and each head alone, `[L, K]`."""
+    """Yields each layer alone, and each head alone, as masks [L, K]."""
     for layer in range(layers):
         on = np.arange(layers)[:, None] == np.full((1, heads), layer)
         yield {"layer": layer}, on
@@ -62,7 +62,8 @@ def masks(layers: int, heads: int) -> Iterator[tuple[dict, np.ndarray]]:
 
 
 def rows_by_part(llm: kvjax.LLM, kind: str, token: np.ndarray, config) -> Iterator[dict]:
-    """Runs before rotation in one layer, or one head, at a time; of the first tokens of each text."""
+    """Yields the likelihood with runs before rotation in one layer, or one head, at a time; on the first tokens of each
+    text."""
     token = token[:, : config.parts.length]
     plain = nats(llm, token)
     settings = [*sizes.tolerances(config), ("absolute", config.parts.wide)]

@@ -1,7 +1,7 @@
 """A model's keys before rotation, and its likelihood with keys that went through a codec.
 
-A *recoding* turns the keys of one layer before rotation `[T, K, D]` into the rotated keys that the model attends to. It
-is a pytree, so that its numbers can change without compiling again.
+A *recoding* turns the keys of one layer before rotation [T, K, D] into the rotated keys that the model attends. It is a
+pytree, so that its numbers can change without compiling again.
 """
 
 import dataclasses
@@ -25,13 +25,13 @@ _BLOCK = 128  # keys of one step of attention; texts are padded to whole blocks
 
 
 def rotated(config: ModelConfig, key: Float[Array, "T K D"]) -> Float[Array, "T K D"]:
-    """Keys as they are at positions 0 .. T - 1."""
-    at = jnp.arange(key.shape[0], dtype=jnp.int32)
-    return rotary.rotate(key, at, rotary.inverse_frequencies(config.head_dim, config.rope))
+    """Returns the keys rotated to positions 0 .. T - 1."""
+    position = jnp.arange(key.shape[0], dtype=jnp.int32)
+    return rotary.rotate(key, position, rotary.inverse_frequencies(config.head_dim, config.rope))
 
 
 def _through_runs(key, tolerance: Tolerance):
-    """Keys `[T, K, D]` as their runs give them back."""
+    """Returns keys [T, K, D] decoded from their runs."""
     def one(key):
         return runs.decode(runs.encode(key, jnp.int32(key.shape[0]), tolerance, key.shape[0]))
 
@@ -40,7 +40,7 @@ def _through_runs(key, tolerance: Tolerance):
 
 @pytree
 class Plain:
-    """No codec."""
+    """Recoding without a codec."""
 
     def __call__(self, config, layer, key):
         return rotated(config, key)
@@ -48,7 +48,7 @@ class Plain:
 
 @pytree
 class RunsAfter:
-    """Runs of rotated keys."""
+    """Recoding by runs of rotated keys."""
 
     tolerance: Tolerance
 
@@ -58,7 +58,7 @@ class RunsAfter:
 
 @pytree
 class RunsBefore:
-    """Runs of keys before rotation, rotated at use."""
+    """Recoding by runs of keys before rotation, rotated at use."""
 
     tolerance: Tolerance
 
@@ -68,7 +68,7 @@ class RunsBefore:
 
 @pytree
 class RunsSorted:
-    """Runs of keys before rotation, sorted by cluster."""
+    """Recoding by runs of keys before rotation, sorted by cluster."""
 
     tolerance: Tolerance
     clusters: int = dataclasses.field(metadata={"static": True})
@@ -83,20 +83,20 @@ class RunsSorted:
 
 @pytree
 class LowbitRuns:
-    """Runs of keys before rotation in codes of few bits; the tolerance is in steps of the scale."""
+    """Recoding by runs of keys before rotation in codes of few bits; the tolerance is in steps of the scale."""
 
     tolerance: Tolerance
     bits: int = dataclasses.field(metadata={"static": True})
 
     def __call__(self, config, layer, key):
-        scale = jax.vmap(lambda one: lowbit.scale_of(one, self.bits), in_axes=1)(key)
+        scale = jax.vmap(lambda of_head: lowbit.scale_of(of_head, self.bits), in_axes=1)(key)
         coded = _through_runs(lowbit.quantise(key, scale, self.bits), self.tolerance)
         return rotated(config, lowbit.dequantise(coded, scale))
 
 
 @pytree
 class Learned:
-    """An autoencoder for each layer and head."""
+    """Recoding by an autoencoder for each layer and head."""
 
     models: Autoencoder  # stacked, [L, K, ...]
 
@@ -108,7 +108,7 @@ class Learned:
 
 @pytree
 class Only:
-    """Another recoding in some layers and heads; none in the others."""
+    """Recoding in some layers and heads by another one; the others have no codec."""
 
     recoding: PyTree
     on: Bool[Array, "L K"]
@@ -121,7 +121,7 @@ PLAIN = Plain()
 
 
 class Pass(NamedTuple):
-    """A model's way through a text: keys before codec and rotation, values, and the nats of tokens 1 .. T - 1."""
+    """Result of reading a text: keys before codec and rotation, values, and the nats of tokens 1 .. T - 1."""
 
     key: np.ndarray  # [L, T, K, D]
     value: np.ndarray
@@ -136,21 +136,21 @@ def run(llm: kvjax.LLM, tokens: np.ndarray, recoding=PLAIN) -> Pass:
     rows = []
     for i, window in enumerate(llm.config.windows):
         x, *row = _layer(llm.config, window, recoding, llm.params[f"layers_{i}"], x, jnp.int32(i))
-        rows.append([np.asarray(one[: len(tokens)]) for one in row])
+        rows.append([np.asarray(array[: len(tokens)]) for array in row])
     logits = Transformer(llm.config).apply({"params": llm.params}, x[: len(tokens) - 1], method="unembed")
     chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.asarray(tokens)[1:, None], axis=-1)
-    return Pass(*(np.stack(one) for one in zip(*rows, strict=True)), -np.asarray(chosen[:, 0]))
+    return Pass(*(np.stack(array) for array in zip(*rows, strict=True)), -np.asarray(chosen[:, 0]))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _layer(
     config: ModelConfig, window: int | None, recoding, params: PyTree, x: Float[Array, "T E"], layer: Int32[Array, ""]
 ):
-    """One layer over a text with recoded keys; returns hidden states, keys before rotation, and values."""
+    """Returns hidden states, keys before rotation and values of one layer over a text with recoded keys."""
     model, tokens = Block(config), x.shape[0]
-    at = jnp.arange(tokens, dtype=jnp.int32)
-    _, key, value = model.apply({"params": params}, x, at * 0, method="project")  # position 0 turns nothing
-    q = model.apply({"params": params}, x, at, method="queries")
+    position = jnp.arange(tokens, dtype=jnp.int32)
+    _, key, value = model.apply({"params": params}, x, position * 0, method="project")  # position 0 rotates nothing
+    q = model.apply({"params": params}, x, position, method="queries")
     q = q.reshape(tokens, config.num_kv_heads, config.group, config.head_dim)
     out = attention.causal(q, recoding(config, layer, key), value, jnp.int32(0), _BLOCK, window)
     x = model.apply({"params": params}, x, out.reshape(tokens, -1, config.head_dim), method="finish")

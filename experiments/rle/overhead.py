@@ -1,11 +1,11 @@
-"""What run-length encoded keys cost: encoding a prompt, and one layer's token, beside the same cache without runs.
+"""Time of run-length encoded keys: encoding a prompt, and one layer's token, beside the same cache without runs.
 
 One layer in the model's shape; made-up keys stand in runs of equal ones. A token is appended and attends all others
-(`kvjax.attend`) with the method `rle`, and with `full`, which it is without its codec; "before RoPE" with runs of keys
-that are kept before rotation and turned as they are used. "Append" is its key's part alone: one comparison with the
-open run, whatever the length. "Of a step" is what a token takes longer in a layer than without the codec, over one
-layer's share of a decode step with the full cache in memory at that context; the source has 2.8 %. The limit is what
-has to be read of keys and values over the memory's bandwidth.
+(`kvjax.attend`) with the method `rle`, and with `full`, which is the same without the codec; "before RoPE" is with runs
+of keys that are kept before rotation and rotated as they are used. "Append" is the encoding of the key alone: one
+comparison with the open run, whatever the length. "Of a step" is the additional time of a token in a layer over one
+layer's share of a decode step with the full cache in memory at that context; the source has 2.8 %. The limit is the
+time to read keys and values at the memory's bandwidth.
 """
 
 import statistics
@@ -31,14 +31,14 @@ _WARM_UP = 2
 
 
 def keys_in_runs(config: ModelConfig, tokens: int, run: int):
-    """Keys [1, T, K, D] in runs, and values."""
+    """Returns keys [1, T, K, D] in runs, and values."""
     rng, shape = np.random.default_rng(0), (1, -(-tokens // run), config.num_kv_heads, config.head_dim)
     key = np.repeat(rng.standard_normal(shape, np.float32), run, axis=1)[:, :tokens]
     return jnp.asarray(key), jnp.asarray(rng.standard_normal(key.shape, np.float32))
 
 
 def cached(config: ModelConfig, method: Method, key, value, more: int) -> kvjax.AttentionCache:
-    """A layer's cache of a prompt, with room for more tokens."""
+    """Returns a layer's cache of a prompt, with room for `more` tokens."""
     tokens, heads, size = key.shape[1:]
     cache = kvjax.init_cache(
         method, batch=1, kv_heads=heads, group=config.group, head_dim=size, capacity=tokens + more, rope=config.rope
@@ -47,7 +47,8 @@ def cached(config: ModelConfig, method: Method, key, value, more: int) -> kvjax.
 
 
 def milliseconds(config: ModelConfig, step, cache, repeats: int) -> float:
-    """Median of a compiled step of (cache, q, key, value) to (out, cache), which is handed on."""
+    """Returns the median of a compiled step from (cache, q, key, value) to (out, cache), which gets its own cache
+    back."""
     rng, times = np.random.default_rng(1), []
     q = jnp.asarray(rng.standard_normal((1, config.num_heads, config.head_dim)), jnp.float32)
     key = jnp.asarray(rng.standard_normal((1, config.num_kv_heads, config.head_dim)), jnp.float32)
@@ -60,28 +61,28 @@ def milliseconds(config: ModelConfig, step, cache, repeats: int) -> float:
 
 
 def append(runs: Runs, q, key, value):
-    """The part of a token that encodes its key."""
-    return (), jax.vmap(lambda one, key: rle.append(one, key, Tolerance()))(runs, key[0])
+    """Encodes the key of a token, and does nothing else."""
+    return (), jax.vmap(lambda head, key: rle.append(head, key, Tolerance()))(runs, key[0])
 
 
 def without_runs(config: ModelConfig, tokens: int, repeats: int) -> float:
-    """Milliseconds of a token with `full`."""
+    """Returns the milliseconds of a token with `full`."""
     cache = cached(config, kvjax.Full(), *keys_in_runs(config, tokens, 1), repeats + _WARM_UP)
     return milliseconds(config, kvjax.attend, cache, repeats)
 
 
 def with_runs(config: ModelConfig, key, value, run: int, repeats: int) -> dict[str, float]:
-    """Microseconds per prompt token of encoding one layer's keys, and of appending one; milliseconds of a token with
-    keys after and before rotation."""
+    """Returns the microseconds per prompt token of encoding one layer's keys, those of appending one, and the
+    milliseconds of a token with keys after and before rotation."""
     more, length = repeats + _WARM_UP, jnp.int32(key.shape[1])
     slots = -(-key.shape[1] // run) + more
-    encode = jax.jit(jax.vmap(lambda one: rle.encode(one, length, Tolerance(), slots)))
+    encode = jax.jit(jax.vmap(lambda head: rle.encode(head, length, Tolerance(), slots)))
     encoded = timing.median_ms(encode, key[0].swapaxes(0, 1), repeats=5)
-    # Rotated first, as a model's keys are; turned back they are equal but for rounding.
+    # Rotated first, as a model's keys are; rotated back they are equal up to rounding.
     rotated = cached(config, kvjax.RLE(slots=slots), key, value, more)
-    freqs, at = rotary.inverse_frequencies(config.head_dim, config.rope), jnp.arange(key.shape[1])[None]
+    freqs, position = rotary.inverse_frequencies(config.head_dim, config.rope), jnp.arange(key.shape[1])[None]
     unrotated = cached(config, kvjax.RLE(slots=slots, before_rotation=True, tolerance=1e-3),
-                       rotary.rotate(key, at, freqs), value, more)
+                       rotary.rotate(key, position, freqs), value, more)
     return {
         "encode_us": 1e3 * encoded / key.shape[1],
         "append_us": 1e3 * milliseconds(config, append, encode(key[0].swapaxes(0, 1)), repeats),
@@ -91,14 +92,14 @@ def with_runs(config: ModelConfig, key, value, run: int, repeats: int) -> dict[s
 
 
 def step_ms(llm, tokens: int, repeats: int) -> float:
-    """One layer's share of a decode step."""
+    """Returns one layer's share of a decode step, in milliseconds."""
     plan, state, _, _ = made_up.filled_cache(llm, kvjax.Full(), tokens, repeats + 4, None, Slots(), copies=True)
     times, _ = timing.time_tokens(llm, plan, state, [0] * (repeats + 3), "fused")
     return 1e3 * float(np.median(times[3:])) / llm.config.num_layers
 
 
 def measure(llm, tokens: int, config, bandwidth: float) -> Iterator[dict]:
-    """A row for each length of the runs."""
+    """Yields a row for each length of the runs."""
     plain, step = without_runs(llm.config, tokens, config.repeats), step_ms(llm, tokens, config.repeats)
     for run in config.runs:
         key, value = keys_in_runs(llm.config, tokens, run)
@@ -122,6 +123,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
 
 
 def print_table(rows: list[dict]) -> None:
+    """Prints the figures, a line per row."""
     print(f"{'tokens':>7}{'run':>5}{'encode us/token':>17}{'append us':>11}{'token ms':>10}{'without':>9}{'limit':>7}"
           f"{'of a step':>11}{'before RoPE':>13}{'of a step':>11}")
     for row in rows:

@@ -1,9 +1,9 @@
-"""What codecs of keys save, and what they cost in likelihood, on three kinds of text.
+"""Bytes that codecs of keys save, and their cost in likelihood, on three kinds of text.
 
-Runs are looked for after rotation, as the source of the run-length cache implies, and before it; per layer and head,
-for each tolerance. Beside them: runs of sorted keys and of keys in few bits, dictionaries of equal keys and values,
-segments of their index, and a learned codec. What the flash store's codec reads and writes is measured by
-`experiments.rle.flash`. At the end comes a table with the source's figures beside ours.
+Runs are searched after rotation, as the source of the run-length cache implies, and before it, per layer and head, for
+each tolerance. Beside them: runs of sorted keys and of keys in few bits, dictionaries of equal keys and values,
+segments of their index, and a learned codec. Reads and writes of the flash store's codec are measured by
+`experiments.rle.flash`. The table at the end has the source's figures beside ours.
 """
 
 import functools
@@ -25,7 +25,7 @@ from kvjax.errors import ConfigError
 
 
 def train_codec(llm: kvjax.LLM, texts: Texts, config) -> autoencoder.Autoencoder:
-    """An autoencoder for every layer and head, `[L, K, ...]`, from texts that are not measured."""
+    """Trains an autoencoder for every layer and head, [L, K, ...], on texts that are not measured."""
     how, length = autoencoder.Training(**config.autoencoder), max(config.lengths)
     keys = [model.run(llm, draw(texts, kind, config.texts, length)).key for kind in config.kinds]
     keys = np.concatenate(keys, axis=1)
@@ -35,9 +35,9 @@ def train_codec(llm: kvjax.LLM, texts: Texts, config) -> autoencoder.Autoencoder
 
 
 def size_rows(llm: kvjax.LLM, kind: str, token: np.ndarray, models, config) -> Iterator[dict]:
-    """What each codec saves of token[texts, T], at every length."""
+    """Yields the savings of each codec on token[texts, T], at every length."""
     read = [model.run(llm, row) for row in token]
-    key, value = (np.stack([getattr(one, name) for one in read]) for name in ("key", "value"))
+    key, value = (np.stack([getattr(text_pass, name) for text_pass in read]) for name in ("key", "value"))
     turn = jax.vmap(jax.vmap(functools.partial(model.rotated, llm.config)))
     after, before, value = (np.moveaxis(rows, 3, 2) for rows in (np.asarray(turn(jnp.asarray(key))), key, value))
     yield sizes.distance_row(kind, "after", after)
@@ -51,7 +51,7 @@ def size_rows(llm: kvjax.LLM, kind: str, token: np.ndarray, models, config) -> I
 
 
 def measure(llm: kvjax.LLM, texts: Texts, kind: str, models, path: pathlib.Path, config) -> Iterator[dict]:
-    """All rows of one kind of text; store files are made in `path`."""
+    """Yields all rows of one kind of text; store files are made in `path`."""
     token = np.asarray([draw(texts, kind, number, max(config.lengths)) for number in range(config.texts)])
     yield from size_rows(llm, kind, token, models, config)
     yield from flash.rows(llm, kind, token[0, : config.flash.length], path, config)
@@ -60,7 +60,7 @@ def measure(llm: kvjax.LLM, texts: Texts, kind: str, models, path: pathlib.Path,
 
 
 def check(config) -> None:
-    """Raises ConfigError on kinds or lengths that make no experiment."""
+    """Raises ConfigError for kinds or lengths that make no experiment."""
     if not config.kinds or set(config.kinds) - set(KINDS):
         raise ConfigError(f"kinds={tuple(config.kinds)} must be some of {', '.join(KINDS)}")
     if any(length % config.span or length < 2 * config.span for length in config.lengths):
@@ -76,7 +76,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     texts = Texts(llm, config.seed)
     models = train_codec(llm, texts, config) if missing else None
     for kind in missing:
-        for row in list(measure(llm, texts, kind, models, run.path, config)):  # logs a kind as a whole or not at all
+        for row in list(measure(llm, texts, kind, models, run.path, config)):  # a kind is logged as a whole, or not
             rows.append({"store": "memory", "budget": None, "seed": config.seed, **row})
             run.log(**rows[-1])
     run.summary(rows)

@@ -1,6 +1,6 @@
-"""Rows of what codecs of keys save on a text: runs, dictionaries, and how far neighbours are apart.
+"""Rows of savings of codecs of keys on a text: runs, dictionaries, and distances of neighbours.
 
-Keys and values are `[texts, L, K, T, D]`, keys before rotation unless said otherwise. Bytes are those of all layers and
+Keys and values are [texts, L, K, T, D], keys before rotation unless said otherwise. Bytes are those of all layers and
 heads of one text, a mean over texts, at `itemsize` bytes per element, with index, counts, header and scales.
 """
 
@@ -20,7 +20,7 @@ from kvjax.ops.runs import Tolerance
 
 
 class Case(NamedTuple):
-    """Runs that were found: by which method, at which tolerance, of vectors of how many bytes."""
+    """Runs found by one method at one tolerance."""
 
     method: str
     tolerance: dict[str, float]
@@ -31,19 +31,19 @@ class Case(NamedTuple):
 
 @jax.jit
 def _begins(key, tolerance):
-    """Whether each key of key[N, T, D] begins a run."""
-    return jax.vmap(lambda one: rle.begins(one, tolerance))(key)
+    """Returns whether each key of key[N, T, D] begins a run."""
+    return jax.vmap(lambda head: rle.begins(head, tolerance))(key)
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def _quantised(key, bits):
-    """Codes of key[N, T, D], with scales of each head."""
-    return jax.vmap(lambda one: lowbit.quantise(one, lowbit.scale_of(one, bits), bits))(key)
+    """Returns codes of key[N, T, D], with scales of each head."""
+    return jax.vmap(lambda head: lowbit.quantise(head, lowbit.scale_of(head, bits), bits))(key)
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def _sorted(key, clusters):
-    """key[N, T, D] in the order in which sorted runs are looked for."""
+    """Returns key[N, T, D] in the order in which sorted runs are searched."""
     def one(key):
         return key[sorted_runs.order(key, jnp.int32(len(key)), clusters, jax.random.key(0))]
 
@@ -52,7 +52,8 @@ def _sorted(key, clusters):
 
 @functools.partial(jax.jit, static_argnums=2)
 def _different(rows, token, span):
-    """Of rows[N, T, X] and token[N, T]: different rows, different segments of their index; if tokens decide rows."""
+    """Counts the different rows of rows[N, T, X] and the different segments of their index; tells whether token[N, T]
+    determines the rows."""
     def one(rows, token):
         runs = dictionary.by_content(rows, jnp.int32(len(rows)), len(rows))
         known = rle.decode(dictionary.by_token(rows, token, jnp.int32(len(rows)), len(rows)))
@@ -62,27 +63,27 @@ def _different(rows, token, span):
 
 
 def tolerances(config) -> list[tuple[str, float]]:
-    """Every tolerance of the experiment, absolute and relative; nought once."""
+    """Returns every tolerance of the experiment, absolute and relative; zero once."""
     some = [value for value in config.tolerances if value > 0]
     return [("absolute", 0.0)] * (0.0 in config.tolerances) + list(itertools.product(("absolute", "relative"), some))
 
 
 def run_lengths(key: np.ndarray, tolerance: dict[str, float]) -> np.ndarray:
-    """Lengths of the runs of key[texts, L, K, T, D], an array of arrays `[texts, L, K]`."""
+    """Returns the lengths of the runs of key[texts, L, K, T, D], an array of arrays [texts, L, K]."""
     begins = np.asarray(_begins(key.reshape(-1, *key.shape[3:]), Tolerance(**tolerance)))
-    found = np.empty(len(begins), object)
-    found[:] = [np.diff([*np.flatnonzero(row), len(row)]) for row in begins]
-    return found.reshape(key.shape[:3])
+    lengths = np.empty(len(begins), object)
+    lengths[:] = [np.diff([*np.flatnonzero(row), len(row)]) for row in begins]
+    return lengths.reshape(key.shape[:3])
 
 
 def histogram(lengths, edges) -> list[int]:
-    """How many runs are so long; bin i has those from edges[i] on that are shorter than edges[i + 1]."""
+    """Returns the number of runs per bin; bin i has lengths from edges[i] to below edges[i + 1]."""
     return np.histogram(np.concatenate(list(lengths)), [*edges, np.inf])[0].tolist()
 
 
 def cases(after: np.ndarray, before: np.ndarray, config) -> Iterator[Case]:
-    """Runs of rotated keys; and of keys before rotation as they are, sorted by cluster, and in codes of few bits, where
-    the tolerance is in steps."""
+    """Yields runs of rotated keys, and of keys before rotation: as they are, sorted by cluster, and in codes of few
+    bits, where the tolerance is in steps."""
     *_, tokens, size = before.shape
     flat = before.reshape(-1, tokens, size)
     ordered = np.asarray(_sorted(flat, tokens // config.cluster)).reshape(before.shape)
@@ -99,13 +100,13 @@ def cases(after: np.ndarray, before: np.ndarray, config) -> Iterator[Case]:
 
 
 def sizes(raw: float, coded: float) -> dict[str, float]:
-    """Bytes of keys, and of keys and as many bytes of values that stay as they are."""
+    """Returns the bytes of keys, and of keys with as many bytes of values that stay as they are."""
     return {"key_bytes": raw, "key_bytes_coded": coded, "saved": 1 - coded / raw, "kv_bytes": 2 * raw,
             "kv_bytes_coded": raw + coded, "kv_saved": (1 - coded / raw) / 2}
 
 
 def runs_row(kind: str, case: Case, length: int, size: int, config) -> dict:
-    """Runs of one case, of keys of `size` numbers; by layer and head, too."""
+    """Returns the row of one case, for keys of `size` numbers; some figures are also given by layer and head."""
     texts, layers, heads = case.lengths.shape
     count = np.vectorize(len)(case.lengths)
     coded = np.vectorize(lambda n: rle.size(length, int(n), case.vector, 1).coded + case.scales)(count)
@@ -123,7 +124,8 @@ def runs_row(kind: str, case: Case, length: int, size: int, config) -> dict:
 
 
 def distance_row(kind: str, place: str, key: np.ndarray) -> dict:
-    """How far neighbours of key[texts, L, K, T, D] are apart: the absolute tolerance at which they would be one run."""
+    """Returns the distances of neighbours of key[texts, L, K, T, D]: the absolute tolerance at which they would be one
+    run."""
     apart = np.abs(np.diff(key, axis=3)).max(-1)
     quantiles = np.quantile(apart, (0.0, 0.01, 0.5), axis=(0, 2, 3)).T
     return {
@@ -133,16 +135,17 @@ def distance_row(kind: str, place: str, key: np.ndarray) -> dict:
 
 
 def dictionary_rows(kind: str, key: np.ndarray, value: np.ndarray, token: np.ndarray, config) -> Iterator[dict]:
-    """Different keys, values, and rows of both, of each layer; and different tokens, of token[texts, T]."""
+    """Yields the different keys, values, and rows of both, of each layer; and the different tokens of token[texts,
+    T]."""
     length = key.shape[3]
     parts = {"key": key, "value": value, "row": np.concatenate([key, value], axis=-1)}
     for (name, part), layer in itertools.product(parts.items(), range(key.shape[1])):
         texts, heads, _, width = part[:, layer].shape
         flat = part[:, layer].reshape(-1, length, width)
         count, segments, decided = map(np.asarray, _different(flat, np.repeat(token, heads, axis=0), config.span))
-        one = [rle.size(length, int(n), width, config.itemsize) for n in count]
+        of_heads = [rle.size(length, int(n), width, config.itemsize) for n in count]
         index = dictionary.index_size(length, int(segments.max()), config.span)
-        raw, coded = (float(sum(getattr(size, field) for size in one) / texts) for field in ("raw", "coded"))
+        raw, coded = (float(sum(getattr(size, field) for size in of_heads) / texts) for field in ("raw", "coded"))
         yield {
             "task": f"dictionary/{kind}", "method": f"dictionary_{name}", "context": length, "layer": layer,
             "bytes": raw, "bytes_coded": coded, "saved": 1 - coded / raw, "lossless_by_token": bool(decided.all()),
@@ -153,7 +156,8 @@ def dictionary_rows(kind: str, key: np.ndarray, value: np.ndarray, token: np.nda
 
 
 def learned_row(kind: str, models: autoencoder.Autoencoder, length: int, config) -> dict:
-    """The codes of all layers and heads, `[L, K, ...]`; and with the codecs' own weights, which all texts share."""
+    """Returns the size of the codes of all layers and heads, [L, K, ...]; also with the codecs' own weights, which all
+    texts share."""
     layers, heads, size, width = models.encoder.linear.shape
     weights = sum(leaf.size for leaf in jax.tree.leaves(models)) * config.itemsize
     raw, coded = (layers * heads * length * numbers * config.itemsize for numbers in (size, width))

@@ -1,4 +1,4 @@
-"""The figures that matter, beside those of the source of the run-length cache (`/` stands for no figure).
+"""Table of the main figures beside those of the source of the run-length cache (`/` stands for no figure).
 
 The source measures Llama 2 7B, Mistral 7B and CodeLlama 7B after quantisation to half precision, and WikiText-103.
 """
@@ -13,7 +13,8 @@ _SETTINGS = {"absolute": "abs", "relative": "rel", "steps": "steps"}
 
 
 def print_table(rows: list[dict], edges: Sequence[int]) -> None:
-    """A line per case: all of the longest context, of shorter ones the source's tolerance; then how long runs are."""
+    """Prints a line per case: all cases of the longest context, of shorter ones the source's tolerance; then the
+    lengths of runs."""
     print(f"{'text':>14}{'codec':>18}{'tokens':>7}{'within':>10}{'runs/token':>11}{'KiB':>7}{'saved %':>8}"
           f"{'of KV %':>8}{'source %':>9}{'ΔNLL %':>9}{'±':>7}{'source: perplexity %':>22}")
     longest, costs = max(row["context"] for row in rows), _costs(rows)
@@ -31,7 +32,7 @@ def print_table(rows: list[dict], edges: Sequence[int]) -> None:
 
 
 def print_histograms(rows: list[dict], edges: Sequence[int]) -> None:
-    """Runs by their length in tokens, of all layers and heads."""
+    """Prints the number of runs by their length in tokens, over all layers and heads."""
     spans = [f"{first}" if first + 1 == after else f"{first}-{after - 1}" for first, after in itertools.pairwise(edges)]
     print(f"{'text':>14}{'runs of':>18}{'within':>10}" + "".join(f"{span:>9}" for span in [*spans, f"{edges[-1]}-"]))
     for row in rows:
@@ -40,7 +41,7 @@ def print_histograms(rows: list[dict], edges: Sequence[int]) -> None:
 
 
 def line(kind: str, row: dict, cost: dict) -> str:
-    """One line of the table."""
+    """Returns one line of the table."""
     value = row.get("absolute") if row["method"] in ("rle_after", "rle_before") else None
     saved, perplexity = SAVED.get((kind, value)), PERPLEXITY.get(value)
     cells = [
@@ -61,7 +62,7 @@ def _cell(value: float | None, width: int, digits: int, times: float = 100) -> s
 
 
 def _shown(row: dict, longest: int) -> bool:
-    if row["method"].startswith("dictionary"):  # deeper layers have next to nothing for it
+    if row["method"].startswith("dictionary"):  # deeper layers have hardly any equal keys
         return row["layer"] == 0 and row["context"] == longest
     if row["context"] < longest:
         return row["method"] in ("rle_after", "rle_before") and row.get("absolute") == 0.01
@@ -69,7 +70,7 @@ def _shown(row: dict, longest: int) -> bool:
 
 
 def _costs(rows: list[dict]) -> dict[tuple, dict]:
-    """What each codec costs, by kind of text and setting."""
+    """Returns the likelihood row of each codec, by kind of text and setting."""
     return {_key(row): row for row in rows if row["task"].startswith("likelihood/")}
 
 

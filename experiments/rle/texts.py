@@ -1,4 +1,5 @@
-"""Texts as the source of the run-length cache has them: chats, documentation and code; from held-out library files."""
+"""Texts of the kinds that the source of the run-length cache has (chats, documentation, code), from held-out library
+files."""
 
 import numpy as np
 
@@ -11,7 +12,7 @@ _TURN = 24  # tokens of one message
 
 
 def draw(texts: Texts, kind: str, number: int, length: int) -> list[int]:
-    """Text `number` of a kind, `length` tokens. ConfigError on an unknown kind."""
+    """Returns text `number` of a kind, `length` tokens; raises ConfigError for an unknown kind."""
     if kind == "documentation":
         return texts.draw("prose", number, 0, length)
     if kind == "code":
@@ -22,13 +23,13 @@ def draw(texts: Texts, kind: str, number: int, length: int) -> list[int]:
 
 
 def _chat(texts: Texts, number: int, length: int) -> list[int]:
-    """Turns of documentation text with the same system message and the same names before each."""
+    """Returns turns of documentation text with the same system message and the same names before each."""
     words = np.asarray(texts.draw("prose", number, 0, length))
     system, user, assistant = (texts.llm.encode(text, start=False) for text in (_SYSTEM, "\nUser: ", "\nAssistant: "))
-    tokens, at = words[:1].tolist(), 1
+    tokens, position = words[:1].tolist(), 1
     while len(tokens) < length:
         tokens += system
         for name in (user, assistant):
-            tokens += [*name, *words[at : at + _TURN].tolist()]
-            at += _TURN
+            tokens += [*name, *words[position : position + _TURN].tolist()]
+            position += _TURN
     return tokens[:length]

@@ -1,0 +1,1 @@
+"""Timed runs: throughput, decoding of real text, parts of a layer, raw reads, replayed selections."""

@@ -1,13 +1,13 @@
-"""What a token costs where a model decodes real text with its blocks on a store.
+"""Time of a token of a model that decodes real text with its blocks on a store.
 
-Held-out library text, teacher-forced. What is selected, and so what comes back, is the model's own choice, where
-`experiments.speed.made_up` makes keys up. The first tokens warm up, until slots hold what such text asks for; the
+The text is held-out library text, teacher-forced. Selections, and so the blocks that come back, are the model's own,
+where `experiments.speed.made_up` makes keys up. The first tokens warm up, until slots hold what such text asks for; the
 others are timed.
 
-In a row, of one layer and token: the blocks that were needed and those that came from the device; `store_us`, inside
-the store's read; `device_us`, from the first request to the device's last answer; `beyond_us`, what finding, verifying
-and copying take besides. The way to the store is not in it (`scripts/bench_fetch.py`). What is read ahead is on its way
-while other things are computed, so that its row has no `beyond_us`.
+Figures of a row, for one layer and token: the blocks that were needed and those read from the device; `store_us`, the
+time inside the store's read; `device_us`, from the first request to the device's last answer; `beyond_us`, the rest,
+which finding, verifying and copying take. The way to the store is not included (`scripts/bench_fetch.py`). Blocks that
+are read ahead arrive while other things are computed, so that such a row has no `beyond_us`.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from kvjax.inference.decode import check_driver
 from kvjax.inference.plan import copy_state, on_store
 
 _EXTRAS = ("label", "slots", "dtype")  # of a method's settings
-_COLUMNS = (  # of a row, titled, in so many places
+_COLUMNS = (  # key, title and format of a row's figures
     ("method", "method", ">24"), ("store", "store", ">14"), ("ms_per_token", "ms/token", ">10.2f"),
     ("limit_ms", "limit", ">8.2f"), ("attended_tokens", "attended", ">10.0f"), ("blocks_needed", "needed", ">8.1f"),
     ("blocks_read", "read", ">8.1f"), ("store_us", "store us", ">10.0f"), ("device_us", "device us", ">11.0f"),
@@ -35,7 +35,7 @@ _COLUMNS = (  # of a row, titled, in so many places
 
 
 def measure(llm: kvjax.LLM, settings, store_name: str, config, directory, bandwidth: float) -> dict[str, Any]:
-    """One row: prompts are read, then the text goes on. `bandwidth` is the memory's, in bytes per second."""
+    """Returns one row: reads the prompts, then continues the text. `bandwidth` is the memory's, in bytes per second."""
     method, slots = common.make_method(settings, _EXTRAS), common.make_slots(settings)
     store, dtype = common.make_store(store_name, directory), common.dtype_of(settings)
     text = common.held_out_rows(llm, config.batch, config.context + config.warm_up + config.steps)
@@ -46,7 +46,7 @@ def measure(llm: kvjax.LLM, settings, store_name: str, config, directory, bandwi
     head = {"method": common.label_of(settings), "store": store_name, "task": "decoding", "context": config.context,
             "budget": method.budget, "batch": config.batch, "seed": 0, "resident_bytes": cache.resident_bytes}
     with contextlib.closing(cache):
-        cache.flush()  # reads are of the device, but for what the text's own tokens write
+        cache.flush()  # reads then come from the device, except for blocks that the text's own tokens write
         commands = common.commands_of(store)
         row = decode(llm, cache, text[:, config.context :].T, config.warm_up, config.driver)
     if slots.prefetch != "off":
@@ -57,7 +57,7 @@ def measure(llm: kvjax.LLM, settings, store_name: str, config, directory, bandwi
 
 
 def decode(llm: kvjax.LLM, cache: kvjax.Cache, tokens: np.ndarray, warm_up: int, driver: str) -> dict[str, float]:
-    """What tokens[T, B] take after so many that warm up."""
+    """Returns the figures of tokens[T, B] after the first `warm_up`."""
     plan, branch, moved, attended = cache.plan, cache.branch, [], []
 
     def see(done) -> None:
@@ -76,14 +76,14 @@ def decode(llm: kvjax.LLM, cache: kvjax.Cache, tokens: np.ndarray, warm_up: int,
     row |= timing.traffic_row(before, after, moved, plan)
     store, device = (1e3 * row[f"{name}_ms_per_step"] / layers for name in ("store", "io"))
     return row | {
-        "blocks_needed": float(np.mean([one.needed for one in moved])) / layers / (spec.kv_heads // spec.block_heads),
+        "blocks_needed": float(np.mean([step.needed for step in moved])) / layers / (spec.kv_heads // spec.block_heads),
         "blocks_read": (after.blocks_read - before.blocks_read) / len(seconds) / layers,
         "store_us": store, "device_us": device, "beyond_us": store - device,
     }
 
 
 def check(config: ml_collections.ConfigDict) -> None:
-    """Raises ConfigError on settings with which nothing could be measured."""
+    """Raises ConfigError for settings with which nothing could be measured."""
     common.check_some(config, "methods", "stores")
     common.check_counts(config, context=1, batch=1, warm_up=1, steps=1, chunk=0)
     check_driver(config.driver)
@@ -95,7 +95,7 @@ def check(config: ml_collections.ConfigDict) -> None:
 
 
 def check_fit(llm: kvjax.LLM, config: ml_collections.ConfigDict) -> None:
-    """Raises ConfigError or PromptError where there is too little text, or a method does not fit it or the model."""
+    """Raises ConfigError or PromptError if there is too little text, or a method does not fit it or the model."""
     common.check_model(llm, config.methods)
     prompts, capacity = [config.context] * config.batch, config.context + config.warm_up + config.steps
     common.held_out_rows(llm, config.batch, capacity)
@@ -105,7 +105,7 @@ def check_fit(llm: kvjax.LLM, config: ml_collections.ConfigDict) -> None:
 
 
 def run(config: ml_collections.ConfigDict, workdir: str) -> None:
-    """Measures every method on every store; re-running skips the rows that are there."""
+    """Measures every method on every store; rows that the workdir has are skipped."""
     check(config)
     llm = common.load_model(config.model, config.dtype)
     check_fit(llm, config)
@@ -122,7 +122,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    """The figures that matter, a line per row."""
+    """Prints the main figures, a line per row."""
     widths = {key: form.partition(".")[0] for key, _, form in _COLUMNS}
     print("".join(format(title, widths[key]) for key, title, _ in _COLUMNS))
     for row in rows:

@@ -1,4 +1,4 @@
-"""Where the time of one layer of a token goes: choosing, reading, attending, and its end."""
+"""Time of one layer of a token by parts: selecting, reading, attending, and committing."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ from kvjax.cache.state import NewToken
 from kvjax.cache.write import write_token
 from kvjax.inference.plan import State
 
-COMMITS = 26  # tokens that a layer's commit is timed with; the first compiles
+COMMITS = 26  # tokens with which a layer's commit is timed; the first compiles
 
 
 @jax.jit
@@ -32,33 +32,34 @@ def _whole_read(layer_plan, cache, q, key, value, at, number, ref):
 
 
 def parts(llm, plan, state: State, branch) -> dict[str, float]:
-    """Milliseconds of one layer's select, fetch, attend and commit; the store is not to be used afterwards."""
-    last = max(i for i, one in enumerate(plan.layers) if not one.follows)  # followers do not select
+    """Returns the milliseconds of one layer's select, fetch, attend and commit; the store must not be used
+    afterwards."""
+    last = max(i for i, layer in enumerate(plan.layers) if not layer.follows)  # followers do not select
     rng, layer_plan = np.random.default_rng(0), plan.layers[last]
-    one = shared_slots.take(state.layers[last], shared_slots.between_steps(state.layers))
+    layer = shared_slots.take(state.layers[last], shared_slots.between_steps(state.layers))
     config, number = llm.config, jnp.int32(last)
     q = jnp.asarray(rng.standard_normal((plan.batch, config.num_heads, config.head_dim), np.float32))
     key = jnp.asarray(rng.standard_normal((plan.batch, config.num_kv_heads, config.head_dim), np.float32))
-    ref, at = state.ref, state.length
-    chosen = choose(layer_plan, one.state, q)
-    pool, slot, _, _ = _fetch(one.pool, chosen.need, one.state.count, number, ref)
-    cache = dataclasses.replace(one, pool=pool)
-    found = {
-        "select_ms": median_ms(choose, layer_plan, one.state, q),
-        "attend_ms": median_ms(attend, layer_plan, cache, chosen, q, key, key, slot, at),
-        "layer_read_ms": median_ms(_whole_read, layer_plan, cache, q, key, key, at, number, ref),
+    ref, position = state.ref, state.length
+    chosen = choose(layer_plan, layer.state, q)
+    pool, slot, _, _ = _fetch(layer.pool, chosen.need, layer.state.count, number, ref)
+    cache = dataclasses.replace(layer, pool=pool)
+    figures = {
+        "select_ms": median_ms(choose, layer_plan, layer.state, q),
+        "attend_ms": median_ms(attend, layer_plan, cache, chosen, q, key, key, slot, position),
+        "layer_read_ms": median_ms(_whole_read, layer_plan, cache, q, key, key, position, number, ref),
     }
     if isinstance(pool, SlotPool):
-        found["plan_ms"] = median_ms(jax.jit(SlotPool.plan), pool, chosen.need, one.state.count)
+        figures["plan_ms"] = median_ms(jax.jit(SlotPool.plan), pool, chosen.need, layer.state.count)
     if branch is not None:
-        found["fetch_ms"] = cold_fetch_ms(one, chosen.need, number, ref, branch)
-    new_token = read_token(layer_plan, cache, q, key, key, at, number, ref, chosen)[2]
-    return found | {"commit_ms": commit_ms(layer_plan, cache, new_token, at, number, ref, branch)}
+        figures["fetch_ms"] = cold_fetch_ms(layer, chosen.need, number, ref, branch)
+    new_token = read_token(layer_plan, cache, q, key, key, position, number, ref, chosen)[2]
+    return figures | {"commit_ms": commit_ms(layer_plan, cache, new_token, position, number, ref, branch)}
 
 
 def commit_ms(layer_plan, cache: LayerCache, new_token: NewToken, at, number, ref: StoreRef, branch) -> float:
-    """One layer's end of a token: its key is placed, clusters are adapted, the store commits. Median of tokens that
-    follow each other."""
+    """Returns the median milliseconds of one layer's end of a token, over consecutive tokens: its key is placed,
+    clusters are adapted, the store commits."""
     write = jax.jit(write_token, static_argnums=0, donate_argnums=1)
     cache, gate, times = jax.tree.map(jnp.copy, cache), jnp.ones(at.shape, bool), []
     for i in range(COMMITS):
@@ -71,7 +72,8 @@ def commit_ms(layer_plan, cache: LayerCache, new_token: NewToken, at, number, re
 
 
 def cold_fetch_ms(cache: LayerCache, need, number, ref, branch, repeats: int = 15) -> dict[str, float]:
-    """One layer's fetch with no block resident: whole call, and the share inside the store's read."""
+    """Returns one layer's fetch with no block resident: milliseconds of the call and inside the store's read, blocks,
+    and bytes per block."""
     empty, count = cache.pool.emptied(), cache.state.count
     donated = jax.jit(lambda pool, need: pool.fetch(need, count, number, ref)[:3], donate_argnums=0)
     jax.block_until_ready(donated(jax.tree.map(jnp.copy, empty), need))
@@ -83,6 +85,6 @@ def cold_fetch_ms(cache: LayerCache, need, number, ref, branch, repeats: int = 1
         calls.append(1e3 * (time.perf_counter() - started))
         after = branch.stats()
         inside.append(1e3 * (after.read_seconds - before.read_seconds))
-    blocks = int(jnp.sum(cache.pool.own(need) < count.shape[-1]))  # of the store: one where heads share it
+    blocks = int(jnp.sum(cache.pool.own(need) < count.shape[-1]))  # of the store: one if heads share it
     size = (after.bytes_read - before.bytes_read) / max(1, blocks)
     return {"call": float(np.median(calls)), "store": float(np.median(inside)), "blocks": blocks, "block_bytes": size}

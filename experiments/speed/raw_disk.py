@@ -1,4 +1,4 @@
-"""What bare system calls can read, with threads or asynchronously: beside these the store is judged."""
+"""Reads with bare system calls, by threads or asynchronously: the limit that the store is compared with."""
 
 import contextlib
 import mmap
@@ -22,7 +22,7 @@ class RawFile:
     A thread reads every request into the same page-aligned memory: separate memory for each is up to a sixth slower.
 
     Attributes:
-      direct: whether reads go past the page cache.
+      direct: whether reads bypass the page cache.
     """
 
     def __init__(self, path, threads: int, direct: bool = True, system: SystemIO | None = None):
@@ -39,12 +39,12 @@ class RawFile:
             self.direct = False
 
     def seconds(self, offsets: Sequence[int], size: int) -> float:
-        """Wall time of reading `size` bytes at every offset, shared out among the threads in turn."""
+        """Returns the wall time of reading `size` bytes at every offset, with offsets dealt to the threads in turn."""
         threads = len(self._arenas)
         if len(self._arenas[0]) != size:
             self._arenas = [memoryview(mmap.mmap(-1, size)) for _ in range(threads)]
             for arena in self._arenas:
-                arena[:] = bytes(size)  # pages are there before anything is timed
+                arena[:] = bytes(size)  # maps the pages before anything is timed
         shares = [offsets[i::threads] for i in range(threads)]
         started = time.perf_counter()
         list(self._pool.map(self._read, self._arenas, shares))
@@ -56,7 +56,7 @@ class RawFile:
                 raise OSError(f"short read at offset {offset}")
 
     def forget_pages(self) -> None:
-        """Makes the next reads cold where they go through the page cache."""
+        """Drops the file's pages from the page cache, so that the next reads are cold."""
         os.fdatasync(self._descriptor)
         os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -66,14 +66,15 @@ class RawFile:
 
 
 class RawRing:
-    """An open file and a kernel context that reads all of it that is asked for at once, past the page cache."""
+    """An open file and a kernel context that reads all requested blocks at once, bypassing the page cache."""
 
     def __init__(self, path):
         self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
         self._ring: Ring | None = None
 
     def seconds(self, offsets: Sequence[int], size: int) -> float:
-        """Wall time of reading `size` bytes at every offset, as many each time."""
+        """Returns the wall time of reading `size` bytes at every offset; every call needs the same number of
+        offsets."""
         count = len(offsets)
         ring = self._ring = self._ring or Ring(SystemIO(), count, size, size)
         control = ring.control.view(IOCB)
@@ -99,7 +100,7 @@ class RawRing:
 
 @contextlib.contextmanager
 def random_file(directory, size: int) -> Iterator[str]:
-    """Path of a temporary file of at least `size` random bytes, on the device."""
+    """Yields the path of a temporary file of at least `size` random bytes, synced to the device."""
     with tempfile.NamedTemporaryFile(dir=directory) as file:
         file.write(os.urandom(1 << 20) * -(-size >> 20))
         file.flush()
@@ -110,7 +111,8 @@ def random_file(directory, size: int) -> Iterator[str]:
 def read_seconds(
     directory: pathlib.Path, size: int, count: int, threads: int, repeats: int = 9, system: SystemIO | None = None
 ) -> float:
-    """Median seconds of reading `count` random extents of `size` bytes, past the page cache where possible."""
+    """Returns the median seconds of reading `count` random extents of `size` bytes, bypassing the page cache where
+    possible."""
     rng, total = np.random.default_rng(0), max(64 << 20, 4 * size * count)
     with random_file(directory, total) as path:
         raw = RawFile(path, threads, system=system)
@@ -120,5 +122,5 @@ def read_seconds(
 
 
 def random_offsets(rng: np.random.Generator, total: int, size: int, count: int) -> list[int]:
-    """Different multiples of `size` below `total`, ascending."""
+    """Returns different multiples of `size` below `total`, ascending."""
     return (np.sort(rng.choice(total // size, count, replace=False)) * size).tolist()

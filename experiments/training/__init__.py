@@ -1,0 +1,1 @@
+"""Training of the reference model, and of low-rank adapters."""
