@@ -1,20 +1,20 @@
-"""Attacks on saved caches, through `Cache.save` and `LLM.restore`: prints a table of what came of them.
+"""Attacks on saved caches, through `Cache.save` and `LLM.restore`, with a table of the outcomes.
 
     python scripts/attack_saves.py [--out=DIR] [--share=1.0]
 
-A cache in memory and one in a store file (once for each way to read it) are saved twice. Then processes that save are
-killed, bits of every file are flipped, files are cut, each system call of a save fails once, and the device is full.
-After each try the directory is restored:
+A cache in memory and one in a store file (once for each way to read it) are saved twice. Then processes are killed
+while they save, bits of every file are flipped, files are cut, each system call of a save fails once, and the device is
+full. After each try the directory is restored:
 
-    right   the tokens that one of the two saves gave; of a save that was interrupted, those of the last one that was
-            confirmed, or of the one under way
+    right   the tokens of one of the two saves; after an interrupted save, those of the last confirmed save or of the
+            one in progress
     typed   an error of kvjax's own (`kvjax.errors`)
-    wrong   other tokens, a save that was confirmed and is not there, files that others may read, threads or descriptors
-            that are left, a process that does not end
+    wrong   other tokens, a confirmed save that is gone, files that others may read, threads or descriptors left
+            open, a process that does not end
     raw     any other error
     hung    no answer within a minute
 
-The last three have to be 0: the exit code is 1 otherwise. `--share` makes all counts smaller, for a quick look.
+The last three must be 0; otherwise the exit code is 1. `--share` makes all counts smaller, for a quick look.
 """
 
 import collections
@@ -57,14 +57,14 @@ CONFIG = ModelConfig(
 )
 CONTEXT = [7 * i % 39 + 1 for i in range(90)]
 QUESTION, NEW_TOKENS, SECONDS = [3, 5], 4, 60
-KINDS = ("memory", "aio", "threads", "mmap")  # a cache in memory, or how the blocks of one in a store are read
-SAVES = 4  # caches of different lengths that a process saves in turns until it is killed
+KINDS = ("memory", "aio", "threads", "mmap")  # a cache in memory, or the engine that reads its blocks from a store
+SAVES = 4  # caches of different lengths that a process saves one after the other until it is killed
 OUTCOMES = ("right", "typed", "wrong", "raw", "hung")
 Counts = dict[tuple[str, str], collections.Counter]
 
 
 class Hung(BaseException):
-    """No answer in time."""
+    """Raised when there is no answer in time."""
 
 
 def model() -> kvjax.LLM:
@@ -74,7 +74,7 @@ def model() -> kvjax.LLM:
 
 
 class Attacked:
-    """A directory with two saves of one kind, and what each of them answers."""
+    """A directory with two saves of one kind, and the answers of each."""
 
     def __init__(self, llm: kvjax.LLM, kind: str, directory: pathlib.Path):
         self.llm, self.kind, self.directory = llm, kind, directory
@@ -106,12 +106,12 @@ class Attacked:
         self.caches[number].save(self.directory)
 
     def close(self) -> None:
-        """Lets go of the store file, so that it can be restored."""
+        """Closes the store file, so that it can be restored."""
         for cache in self.caches:
             cache.close()
 
     def restored(self) -> tuple:
-        """What the directory answers now. Raises what restoring or decoding raises."""
+        """Returns the answer of the directory's save; raises what restoring or decoding raises."""
         settings = {} if self.kind in ("memory", "aio") else {"engine": self.kind}
         cache = self.llm.restore(self.directory, **settings)
         try:
@@ -120,10 +120,10 @@ class Attacked:
             cache.close()
 
     def outcome(self, allowed: tuple[int, ...] = (0, 1)) -> str:
-        """What restoring comes to, given the saves that may be found."""
+        """Restores and returns the outcome, given the numbers of the saves that may be there."""
         try:
             with alarm(SECONDS):
-                found = self.restored()
+                answer = self.restored()
         except KvjaxError:
             return "typed"
         except Hung:
@@ -131,7 +131,7 @@ class Attacked:
         except BaseException as error:
             print(f"raw {self.kind}: {type(error).__name__}: {error}", file=sys.stderr)
             return "raw"
-        return "right" if found in [self.answers[number] for number in allowed] else "wrong"
+        return "right" if answer in [self.answers[number] for number in allowed] else "wrong"
 
 
 @contextlib.contextmanager
@@ -150,7 +150,7 @@ def alarm(seconds: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_it_was(directory: pathlib.Path) -> Iterator[None]:
-    """Brings every file of a directory back to what it was, in place."""
+    """Restores every file of a directory to its former content on exit, in place."""
     kept = {path.name: path.read_bytes() for path in directory.iterdir()}
     try:
         yield
@@ -169,7 +169,7 @@ def as_it_was(directory: pathlib.Path) -> Iterator[None]:
 
 
 def flips(attacked: Attacked, name: str, bits: list[int], count: collections.Counter) -> None:
-    """One bit of a file at a time."""
+    """Flips one bit of a file at a time."""
     path = attacked.directory / name
     good = path.read_bytes()
     for bit in bits:
@@ -188,7 +188,8 @@ def cuts(attacked: Attacked, name: str, lengths: list[int], count: collections.C
 
 
 def damage(attacked: Attacked, share: float, counts: Counts) -> None:
-    """Flips and cuts of every file; all bits of a manifest, and some 800 of the other files of each kind."""
+    """Flips bits of every file, all of a manifest and about 800 of the other files of each kind, and cuts every
+    file."""
     rng = random.Random(0)
     names = sorted(path.name for path in attacked.directory.iterdir())
     each = max(1, round(800 * share / max(1, len([name for name in names if name != "cache.json"]))))
@@ -207,7 +208,7 @@ def damage(attacked: Attacked, share: float, counts: Counts) -> None:
 
 
 class Failing:
-    """Has the n-th call of one system call fail, counted from when it is entered."""
+    """A system call whose n-th call fails, counted from `entered`."""
 
     CALLS = (
         (os, "open"), (os, "fsync"), (os, "replace"), (os, "mkdir"), (os, "fstat"), (os, "stat"), (os, "chmod"),
@@ -236,7 +237,8 @@ class Failing:
 
 
 def failing_calls(attacked: Attacked, share: float, counts: Counts) -> None:
-    """Each call of a save fails once, in three ways; then the last confirmed save, or this one, is restored."""
+    """Makes each call of a save fail once, in three ways; the last confirmed save, or the new one, must then be
+    restored."""
     count = counts[attacked.kind, "system calls that fail"]
     codes = (errno.ENOSPC, errno.EIO, errno.EMFILE)[: max(1, round(3 * share))]
     for (owner, name), code in ((call, code) for call in Failing.CALLS for code in codes):
@@ -267,7 +269,7 @@ def _with_a_failure(attacked: Attacked, failing: Failing) -> str:
         return "wrong"
     attacked.close()
     outcome = attacked.outcome(allowed)
-    return "wrong" if outcome == "typed" else outcome  # nothing is damaged, so it has to be there
+    return "wrong" if outcome == "typed" else outcome  # nothing is damaged, so the save must be there
 
 
 def _left_of_process() -> tuple[int, int]:
@@ -282,7 +284,7 @@ def _is_private(directory: pathlib.Path) -> bool:
 
 
 def full_device(attacked: Attacked, share: float, counts: Counts) -> None:
-    """Saves to a small file system with less and less room, where one can be mounted."""
+    """Saves to a small file system with less and less room, if one can be mounted."""
     count, place = counts[attacked.kind, "full device"], attacked.directory.parent / "small"
     place.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", place], capture_output=True).returncode:
@@ -309,16 +311,17 @@ def _on_full(attacked: Attacked, directory: pathlib.Path) -> str:
     except BaseException as error:
         print(f"raw {attacked.kind} on a full device: {type(error).__name__}: {error}", file=sys.stderr)
         return "raw"
-    os.truncate(directory.with_name("filler"), 0)  # decoding writes, too
+    os.truncate(directory.with_name("filler"), 0)  # makes room, as decoding writes, too
     with contextlib.closing(attacked.llm.restore(directory)) as cache:
         return "right" if attacked._answer(cache) == attacked.answers[0] else "wrong"
 
 
-# ---- processes that are killed, or are to end
+# ---- processes that are killed, or must end
 
 
 def killed(attacked: Attacked, tries: int, counts: Counts) -> None:
-    """SIGKILL at any moment of a process that saves in a loop; what was confirmed last, or comes next, is restored."""
+    """Kills a process that saves in a loop at a random moment; the last confirmed save, or the next, must then be
+    restored."""
     count, rng = counts[attacked.kind, "processes killed"], random.Random(1)
     for _ in range(tries):
         child = subprocess.Popen(
@@ -339,7 +342,7 @@ def killed(attacked: Attacked, tries: int, counts: Counts) -> None:
 
 
 def child(directory: str, kind: str) -> None:
-    """Saves caches of different lengths in turns, and says which was confirmed."""
+    """Saves caches of different lengths one after the other, and prints the number of each confirmed save."""
     attacked = Attacked(model(), kind, pathlib.Path(directory))
     for number in range(10**6):
         attacked.save(number % SAVES)
@@ -347,7 +350,8 @@ def child(directory: str, kind: str) -> None:
 
 
 def slow_ends(attacked: Attacked, counts: Counts) -> None:
-    """A process whose save fails ends within two seconds of it: the quickest of three, as the machine may be busy."""
+    """Checks that a process ends within two seconds of a failed save; the quickest of three counts, as the machine may
+    be busy."""
     program = f"""
 import sys, time
 sys.path.insert(0, {str(pathlib.Path(__file__).resolve().parent.parent)!r})
@@ -373,7 +377,7 @@ except kvjax.errors.KvjaxError:
 
 
 def run(root: pathlib.Path, share: float, kinds: Sequence[str] = KINDS) -> Counts:
-    """All attacks on caches of these kinds, with this share of the tries; returns how often each outcome was seen."""
+    """Runs all attacks on caches of these kinds, with this share of the tries; returns the counts of each outcome."""
     counts: Counts = collections.defaultdict(collections.Counter)
     llm = model()
     for kind in kinds:
@@ -390,15 +394,17 @@ def run(root: pathlib.Path, share: float, kinds: Sequence[str] = KINDS) -> Count
 
 
 def table(counts: Counts) -> list[str]:
-    """Markdown lines, one for each attack and kind."""
+    """Returns Markdown lines, one for each attack and kind."""
     lines = ["| cache | attack | tries | " + " | ".join(OUTCOMES) + " |", "|---|---|" + "---|" * (1 + len(OUTCOMES))]
     for (kind, attack), count in counts.items():
-        lines.append(f"| {kind} | {attack} | {count.total()} | {' | '.join(str(count[one]) for one in OUTCOMES)} |")
+        lines.append(f"| {kind} | {attack} | {count.total()} | "
+                     f"{' | '.join(str(count[outcome]) for outcome in OUTCOMES)} |")
     return lines
 
 
 def failed(counts: Counts) -> int:
-    return sum(count[one] for count in counts.values() for one in ("wrong", "raw", "hung"))
+    """Returns the number of tries that ended wrong, raw or hung."""
+    return sum(count[outcome] for count in counts.values() for outcome in ("wrong", "raw", "hung"))
 
 
 def main(_):
@@ -408,8 +414,8 @@ def main(_):
         counts = run(pathlib.Path(root), SHARE.value)
     print("\n".join(table(counts)))
     if OUT.value is not None:
-        rows = [{"cache": kind, "attack": attack, "tries": count.total(), **{one: count[one] for one in OUTCOMES}}
-                for (kind, attack), count in counts.items()]
+        rows = [{"cache": kind, "attack": attack, "tries": count.total(),
+                 **{outcome: count[outcome] for outcome in OUTCOMES}} for (kind, attack), count in counts.items()]
         pathlib.Path(OUT.value).mkdir(parents=True, exist_ok=True)
         summary = {"experiment": "attack_saves", "config": {"share": SHARE.value}, "rows": rows}
         (pathlib.Path(OUT.value) / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")

@@ -1,18 +1,18 @@
-"""How fast each engine of the flash store reads, cold and warm, beside what the system gives without a store.
+"""Read times of each engine of the flash store, cold and warm, beside those of the system without a store.
 
     python scripts/bench_engines.py [--dir=DIR] [--workdir=runs/engines] [--blocks_kb=4,16,64] [--repeats=15]
 
-One call reads 128 scattered blocks of 4 KB, 64 of 16 KB or 32 of 64 KB of one layer, through compiled code where an
-engine has it. Each engine has a file of its own. In each repeat all of them read once, in turn:
+One call reads 128 scattered blocks of 4 KB, 64 of 16 KB or 32 of 64 KB of one layer, through compiled code if the
+engine has it. Each engine has a file of its own. In each repeat all of them read once, one after the other:
 
-    cold    blocks that nobody has read since they came to the device, after the page cache forgot the file
+    cold    blocks that have not been read since they were written, after the page cache dropped the file
     warm    any blocks of a file that is in the page cache; with O_DIRECT that makes no difference
     limit   cold: one io_submit of as many bare O_DIRECT reads; warm: one thread's preadv of them from the page cache;
-            neither verifies nor copies
+            without verifying or copying
 
-Rows are medians over the repeats, with the quartiles around them. "over the limit" is the median of what a call took
-over what the limit took in the same repeat. The table is printed as Markdown, and `summary.json` in the workdir has it,
-too. Sequential reads of the device, in pieces of 1 MB past the page cache, are told beside it.
+Rows are medians over the repeats, with the quartiles around them. "over the limit" is the median of the ratio of a
+call's time to the limit's in the same repeat. The table is printed as Markdown and stored in `summary.json` of the
+workdir. The rate of sequential reads of the device, in pieces of 1 MB past the page cache, is printed above it.
 """
 
 import json
@@ -49,7 +49,7 @@ ENGINES = {"aio, O_DIRECT": ("aio", True), "threads, O_DIRECT": ("threads", True
 
 
 class Bench:
-    """A store file whose every block is full of random bytes, and one timed call to read some of it."""
+    """A store file full of random bytes, and a timed call that reads some of its blocks."""
 
     def __init__(self, directory: str, block_kb: int, engine: str, direct: bool):
         self.asked = ASKED.get(block_kb, 4)
@@ -65,24 +65,24 @@ class Bench:
         self.pages = RawFile(self.branch.path, threads=1, direct=False)
         self._slot = np.tile(np.arange(self.asked, dtype=np.int32), (1, HEADS, 1))
         slots = (1, HEADS, self.asked + 1, geometry.block_rows, WIDTH)
-        memory = mmap.mmap(-1, int(np.prod(slots)) * 2)  # aligned, as XLA would allocate it
+        memory = mmap.mmap(-1, int(np.prod(slots)) * 2)  # page-aligned, as XLA would allocate it
         memory.write(bytes(len(memory)))
         self._slots = np.frombuffer(memory, np.uint16).reshape(slots)  # bfloat16, as programs hand it over
 
     def picks(self, seed: int) -> np.ndarray:
-        """int32[rounds, 1, HEADS, asked] blocks of each call: none twice, and no two neighbours."""
+        """Returns the blocks of each call, int32[rounds, 1, HEADS, asked]: none twice, and no two neighbours."""
         rng = np.random.default_rng(seed)
         order = [2 * rng.permutation(self.geometry.num_blocks // 2) for _ in range(HEADS)]
         chosen = np.stack(order).reshape(HEADS, self.rounds, 1, self.asked).astype(np.int32)
         return np.ascontiguousarray(np.moveaxis(chosen, 0, 2))
 
     def offsets(self, block: np.ndarray) -> list[int]:
-        """Where in the file blocks lie, ascending: prefill laid heads and blocks in order."""
+        """Returns the offsets of blocks in the file, ascending: prefill writes heads and blocks in order."""
         extents = np.sort((block[0] + np.arange(HEADS)[:, None] * self.geometry.num_blocks).ravel())
         return (HEADER_BYTES + extents.astype(np.int64) * self.geometry.extent_bytes).tolist()
 
     def seconds(self, block: np.ndarray) -> float:
-        """Wall time of reading int32 block[1, HEADS, asked] to slots."""
+        """Returns the wall time of reading int32 block[1, HEADS, asked] to slots."""
         started = time.perf_counter()
         if not self.branch.read_into(0, self.branch.generation, block, self._slot, self._slots):
             raise self.branch.failure("a block")
@@ -98,7 +98,7 @@ class Bench:
 
 
 def measure(benches: dict[str, Bench], limit: Bench, warm: bool) -> dict[str, np.ndarray]:
-    """seconds[repeats] of each engine and of the limit, taken in turn."""
+    """Returns seconds[repeats] of each engine and of the limit, measured alternately."""
     raw, taken = RawRing(limit.branch.path), {name: [] for name in [*benches, "limit"]}
     picks = limit.picks(seed=int(warm))
     everyone = [*benches.values(), limit]
@@ -121,7 +121,7 @@ def measure(benches: dict[str, Bench], limit: Bench, warm: bool) -> dict[str, np
 
 
 def rows_of(block_kb: int, warm: bool, found: dict[str, np.ndarray]) -> list[dict]:
-    """What one size of blocks and kind of read gave, as rows of a summary."""
+    """Returns the rows of one block size, cold or warm."""
     count, rows = HEADS * ASKED.get(block_kb, 4), []
     for name, seconds in found.items():
         low, middle, high = np.quantile(seconds, (0.25, 0.5, 0.75))
@@ -135,7 +135,7 @@ def rows_of(block_kb: int, warm: bool, found: dict[str, np.ndarray]) -> list[dic
 
 
 def table(rows: list[dict]) -> str:
-    """Rows as Markdown."""
+    """Returns the rows as a Markdown table."""
     lines = ["| block | page cache | engine | ms (quartiles) | MB/s | over the limit |", "|---|---|---|---|---|---|"]
     for row in rows:
         low, high = row["fetch_ms_quartiles"]
@@ -145,7 +145,7 @@ def table(rows: list[dict]) -> str:
 
 
 def sequential_bandwidth(directory: str) -> float:
-    """Bytes per second of one thread that reads a file from its beginning to its end, past the page cache."""
+    """Returns the bytes per second of one thread that reads a file from beginning to end, past the page cache."""
     with random_file(directory, FILE_BYTES) as path:
         raw = RawFile(path, threads=1)
         offsets = list(range(0, FILE_BYTES, 1 << 20))
@@ -155,14 +155,14 @@ def sequential_bandwidth(directory: str) -> float:
 
 
 def available(directory: str, block_kb: int) -> dict[str, Bench]:
-    """Benches of the engines that work here; says why the others do not."""
-    made = {}
+    """Returns benches of the engines that work here, and prints why others do not."""
+    benches = {}
     for name, (engine, direct) in ENGINES.items():
         try:
-            made[name] = Bench(directory, block_kb, engine, direct)
+            benches[name] = Bench(directory, block_kb, engine, direct)
         except ConfigError as cause:
             print(f"{name} is left out: {cause}")
-    return made
+    return benches
 
 
 def main(argv):

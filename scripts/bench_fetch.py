@@ -1,13 +1,13 @@
-"""What a layer's fetch takes beyond the disk's own time, inside a compiled token.
+"""Time of a layer's fetch beyond the disk's own, inside a compiled token.
 
     python scripts/bench_fetch.py [--blocks=0,1,4,8,32] [--dir=DIR]
 
-Two programs fetch once and twice for each of some layers of 8 KV heads x 64, each fetch after the one before is there,
-as in a token but for its computing. A fetch is what a further one takes, so that calling a program, and handing its
-arrays over, is in no fetch. Blocks of 16 tokens are drawn anew for every fetch, so that nearly all are read. The disk's
-time is from the first request to the last answer. Beyond the disk are planning, the callback, finding, verifying and
-copying blocks. Beside it are what verifying and copying as many blocks takes that lie in memory, in no cache, and raw
-reads of them by four threads.
+Two programs fetch once and twice for each of a few layers of 8 KV heads x 64, each fetch after the one before has
+finished, as in a token without its computing. The time of a fetch is that of an additional one, so that calling a
+program and passing its arrays is not included. Blocks of 16 tokens are drawn anew for every fetch, so that nearly all
+are read. The disk's time is from the first request to the last answer. The time beyond the disk goes to planning, the
+callback, and finding, verifying and copying blocks. Beside it are the times of verifying and copying as many blocks
+that lie in memory, outside the CPU's caches, and of raw reads of them by four threads.
 """
 
 import functools
@@ -36,10 +36,10 @@ from kvjax.store.io.aio import XXH3, native
 from kvjax.store.io.libaio import EVENT, IOCB
 
 BLOCKS = flags.DEFINE_list("blocks", ["0", "1", "4", "8", "32"], "blocks of each head that a fetch needs")
-LAYERS = flags.DEFINE_integer("layers", 4, "whose blocks a program fetches")
+LAYERS = flags.DEFINE_integer("layers", 4, "layers whose blocks a program fetches")
 CONTEXT = flags.DEFINE_integer("context", 16384, "tokens")
 REPEATS = flags.DEFINE_integer("repeats", 60, "programs timed for each number of blocks")
-DIR = flags.DEFINE_string("dir", "", "where the file is made; by default the system's temporary directory")
+DIR = flags.DEFINE_string("dir", "", "where the file is made; default: the temporary directory")
 
 HEADS, SIZE, ROWS = 8, 64, 16
 
@@ -50,7 +50,7 @@ def make_spec() -> Spec:
 
 
 def filled(directory: str) -> FlashBranch:
-    """A store of random blocks, all of them on the device."""
+    """Returns a branch of a store with random blocks, all of them on the device."""
     blocks = make_spec().num_blocks
     geometry = Geometry(LAYERS.value, 1, HEADS, blocks, ROWS, 2 * SIZE, "float32")
     branch, rng = kvjax.FlashStore(directory).create(geometry, "bench_fetch"), np.random.default_rng(0)
@@ -62,14 +62,14 @@ def filled(directory: str) -> FlashBranch:
 
 
 def pools(needed: int) -> list[SlotPool]:
-    """One of each layer, with slots for half as many again as a fetch needs."""
+    """Returns a pool for each layer, with slots for one and a half times the blocks of a fetch."""
     slots = needed + needed // 2 + 1
     return [SlotPool.zeros(make_spec(), 1, slots, "float32", "lru", default_backend()) for _ in range(LAYERS.value)]
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _token(pools, needs, line):
-    """The pools after fetches for one after the other, each once the one before has come."""
+    """Returns the pools after the fetches of `needs`, each issued once the one before has finished."""
     pools, fine = list(pools), jnp.bool_(True)
     for i, need in enumerate(needs):
         layer = i % len(pools)
@@ -81,8 +81,8 @@ def _token(pools, needs, line):
 
 
 def timed(branch: FlashBranch, state, times: int, needed: int, rng: np.random.Generator):
-    """Pools after a program that fetches so many times for each of them; its seconds, the disk's, and those inside the
-    store's reads."""
+    """Runs a program that fetches `times` times for each pool; returns the pools, and the seconds of the program, of
+    the disk, and inside the store's reads."""
     line, blocks = StoreRef(jnp.int32(branch.handle), jnp.int32(branch.generation)), state[0].num_blocks
     shape = (times * LAYERS.value, 1, HEADS, 1)
     need = rng.permuted(np.tile(np.arange(blocks, dtype=np.int32), shape), axis=-1)[..., :needed]
@@ -96,8 +96,8 @@ def timed(branch: FlashBranch, state, times: int, needed: int, rng: np.random.Ge
 
 
 def one_more(branch: FlashBranch, needed: int) -> np.ndarray:
-    """Milliseconds that a further fetch takes, of the disk in it, and inside the store's read: medians of differences
-    between two programs that take turns."""
+    """Returns the milliseconds of an additional fetch, of the disk in it, and inside the store's read: medians of
+    differences between two programs that alternate."""
     state, rng, rows = pools(max(1, needed)), np.random.default_rng(1), []
     for _ in range(REPEATS.value + 5):
         state, once = timed(branch, state, 1, needed, rng)
@@ -107,16 +107,16 @@ def one_more(branch: FlashBranch, needed: int) -> np.ndarray:
 
 
 def land_seconds(size: int, count: int, repeats: int = 25) -> float:
-    """Of a call of `native.land` for so many blocks with everything out of the caches, median: of many blocks what
-    memory allows, of few mostly the call."""
+    """Returns the median seconds of a call of `native.land` for `count` blocks, with everything out of the CPU's
+    caches: for many blocks limited by memory, for few mostly the call itself."""
     rng, order = np.random.default_rng(2), np.arange(count)
     payloads, out = rng.integers(0, 256, (count, size), np.uint8), np.ones((count, size), np.uint8)
-    sums = np.array([checksum(one) & ~0xFFFF for one in payloads], np.uint64)
+    sums = np.array([checksum(payload) & ~0xFFFF for payload in payloads], np.uint64)
     control, events, results = np.zeros(count, IOCB), np.zeros(count, EVENT), np.zeros(count, np.int64)
     control["nbytes"], events["data"], events["result"] = size, order, size
     targets, times = rng.permutation(count), []
     for _ in range(repeats):
-        np.ones(8 << 20).sum()  # takes the caches
+        np.ones(8 << 20).sum()  # evicts the caches
         done, started = np.zeros(count, np.uint8), time.perf_counter()
         landed = native.land(events.view(np.uint8), control.view(np.uint8), order, sums, targets, results, done, out,
                              count, count, payloads.ctypes.data, count, size, size, PAGE_BYTES, XXH3)

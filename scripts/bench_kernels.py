@@ -1,11 +1,11 @@
-"""What each C kernel saves of a token: every kernel is left out in turn, and XLA's operations take its place.
+"""Time that each C kernel saves of a token: every kernel is left out once, and XLA's operations replace it.
 
     python scripts/bench_kernels.py [--methods=quest,dynakv,kvswap] [--context=32768] [--rounds=9]
 
-`cache-path` (`experiments.speed.made_up`) in memory, or over a store for `assign`, which finds slots. All variants of a
-method decode the same tokens in turns, so that they meet the same noise; a row is the median over the rounds of the
-ratio to the token with all kernels, with its quartiles. The limit is the time to read the weights and what is attended
-at the memory's bandwidth.
+The model is `cache-path` (`experiments.speed.made_up`) in memory, so that `assign`, which finds slots of a store, is
+not called. All variants of a method decode the same tokens alternately, so that they meet the same noise; a row is the
+median over the rounds of the ratio to the token with all kernels, with its quartiles. The limit is the time to read the
+weights and the attended rows at the memory's bandwidth.
 """
 
 import contextlib
@@ -29,10 +29,10 @@ from kvjax.ops import kernels
 
 METHODS = flags.DEFINE_list("methods", ["quest", "dynakv", "kvswap"], "methods to decode with")
 CONTEXT = flags.DEFINE_integer("context", 32768, "tokens of the prompt")
-ROUNDS = flags.DEFINE_integer("rounds", 9, "turns of each variant", lower_bound=5)
+ROUNDS = flags.DEFINE_integer("rounds", 9, "rounds of each variant", lower_bound=5)
 WORKDIR = flags.DEFINE_string("workdir", "runs/kernels", "where summary.json goes")
 
-TOKENS, WARM_UP = 5, 1  # tokens of a turn, the first of which meets cold caches and is left out; turns left out
+TOKENS, WARM_UP = 5, 1  # tokens of a round, of which the first meets cold caches and is left out; rounds left out
 SETTINGS = {
     "quest": {"budget": 512}, "dynakv": {"budget": 512, "cluster": 32, "iterations": 2},
     "kvswap": {"budget": 436, "sigma": 2, "bits": 4, "per_head": True}, "full": {}, "icecache": {"budget": 512},
@@ -41,13 +41,13 @@ SETTINGS = {
 
 @contextlib.contextmanager
 def without(name: str | None):
-    """Has programs that are traced meanwhile do without one kernel."""
+    """Makes programs that are traced in this context work without one kernel."""
     on_cpu = kernels.on_cpu
 
     def chosen(kernel, result, otherwise, *operands):
         if kernel != name:
             return on_cpu(kernel, result, otherwise, *operands)
-        return jax.tree.map(lambda like, found: found.astype(like.dtype), result, otherwise(*operands))
+        return jax.tree.map(lambda like, array: array.astype(like.dtype), result, otherwise(*operands))
 
     kernels.on_cpu = chosen
     jax.clear_caches()
@@ -59,7 +59,7 @@ def without(name: str | None):
 
 
 def called(plan, llm, state) -> list[str]:
-    """Returns the kernels that a token calls, but for attention over rows, which has another form without."""
+    """Returns the kernels that a token calls, except attention over rows, which has another form without its kernel."""
     program = jax.jit(decode.fused_token, static_argnums=0).lower(plan, llm.params, state, *_operands(plan)).as_text()
     return [name for name in kernels.NAMES if f"kvjax_{name}" in program and name != "row_attention"]
 

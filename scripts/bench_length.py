@@ -1,10 +1,11 @@
-"""How much longer a token of DynaKV takes after a long prompt than after a short one, at one budget, in memory.
+"""Ratio of DynaKV's time per token after a long prompt to that after a short one, at one budget, in memory.
 
     python scripts/bench_length.py [--contexts=4096,65536] [--rounds=24]
 
-`cache-path` (`experiments.speed.made_up`) with the clusters of `configs/dynakv_paper.py:length`. The contexts take
-turns, a few tokens each, so that both meet the same noise: on a shared machine runs one after the other differ by more
-than what is measured. The limit is the time to read the weights and what is attended at the memory's bandwidth.
+The model is `cache-path` (`experiments.speed.made_up`) with the clusters of `configs/dynakv_paper.py:length`. The
+contexts alternate, a few tokens each, so that both meet the same noise: on a shared machine consecutive runs differ by
+more than the measured effect. The limit is the time to read the weights and the attended rows at the memory's
+bandwidth.
 """
 
 import pathlib
@@ -20,8 +21,8 @@ from experiments.speed import made_up, timing
 from kvjax.inference.plan import Slots
 
 CONTEXTS = flags.DEFINE_list("contexts", ["4096", "65536"], "tokens of the prompts")
-ROUNDS = flags.DEFINE_integer("rounds", 24, "turns of each context")
-TOKENS = 6  # of a turn; the first one meets cold caches, and is left out
+ROUNDS = flags.DEFINE_integer("rounds", 24, "rounds of each context")
+TOKENS = 6  # of a round; the first one meets cold caches, and is left out
 
 
 def main(argv):

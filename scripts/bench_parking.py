@@ -1,10 +1,10 @@
-"""What it costs to let layers wait on flash, and what memory it saves (`kvjax/inference/layer_offload.py`).
+"""Cost of offloading layers to flash, and the memory it saves (`kvjax/inference/layer_offload.py`).
 
     python scripts/bench_parking.py [--dir=DIR] [--layers=16] [--context=8192] [--steps=20]
 
-The same model with random weights and made-up keys, its blocks on flash, decodes with the caches of all layers in
-memory and with parked ones, in turn. Figures are medians over tokens after a warm-up. "limit" is the time in which the
-device alone would move what a token reads, at the rate of reading all parked layers in the same run.
+One model with random weights and made-up keys, its blocks on flash, decodes with the caches of all layers in memory and
+then with offloaded ones. Figures are medians over tokens after a warm-up. "limit" is the time in which the device alone
+would move the bytes that a token reads, at the rate of reading all offloaded layers in the same run.
 """
 
 import pathlib
@@ -35,7 +35,8 @@ WARM_UP = 3
 
 
 def decode(llm, method, slots: Slots, directory: str) -> dict:
-    """Medians of a token's time, bytes in memory between tokens at most, and what parking moved per token."""
+    """Returns the median time of a token, the most bytes in memory between tokens, and the bytes that offloading moved
+    per token."""
     store = kvjax.FlashStore(directory)
     plan, state, branch, _ = made_up.filled_cache(llm, method, CONTEXT.value, STEPS.value + 8, store, slots)
     resident, tokens = bytes_of(state.layers), np.arange(WARM_UP + STEPS.value) % 7
@@ -56,13 +57,13 @@ def decode(llm, method, slots: Slots, directory: str) -> dict:
 
 
 def read_seconds(state) -> float:
-    """Seconds to read all parked layers once, nothing else being done."""
+    """Returns the seconds to read all offloaded layers once, with no other work."""
     started = time.perf_counter()
-    for one in state.layers:
-        pages = np.empty((1, 1, len(one.sums), 1, layer_offload.PAGE_BYTES), np.int8)
-        where = np.arange(len(one.sums), dtype=np.int32)[None, None]
-        if not one.branch.read_into(one.number, one.generation, where, where, pages):
-            raise one.branch.failure(f"layer {one.number}")
+    for layer in state.layers:
+        pages = np.empty((1, 1, len(layer.sums), 1, layer_offload.PAGE_BYTES), np.int8)
+        where = np.arange(len(layer.sums), dtype=np.int32)[None, None]
+        if not layer.branch.read_into(layer.number, layer.generation, where, where, pages):
+            raise layer.branch.failure(f"layer {layer.number}")
     return time.perf_counter() - started
 
 

@@ -1,16 +1,17 @@
-"""Whether an emulated device is as fast as its profile says.
+"""Check of emulated devices: their speed against that of their profiles.
 
     python scripts/bench_profiles.py [--profiles=nvme,emmc,ufs4.0,ufs3.1] [--seconds=0.3] [--dir=DIR]
 
 Reads a file of which every page is in memory through `EmulatedIO`, at several sizes and numbers of threads, each with
-one request in flight, and compares with the profile's own curve: "ok" within 5 %. Two columns say what the host can do:
-"calls" is the same code with a device that answers at once, "disk" is bare O_DIRECT reads. Where the disk is slower
+one request in flight, and compares with the profile's own curve: "ok" within 5 %. Two columns show the limits of the
+host: "calls" is the same code with a device that answers at once, "disk" is bare O_DIRECT reads. If the disk is slower
 than the curve, or calls are not three times as fast (one that waits costs two, and wakes a thread), the host cannot
-emulate the device at that point, and the line says so. Exit code 1 when a point that the host can do is off. Medians of
-three runs, taken in turn. Other programs on the machine make waiting threads late: run it on an idle one.
+emulate the device at that point, and the line says so. The exit code is 1 if a point within the host's limits is off.
+Figures are medians of three alternating runs. Other programs on the machine make waiting threads late: run it on an
+idle one.
 
-A Python process on two cores answers some 30,000 to 60,000 commands a second from several threads, which is the limit
-of what can be emulated, and of what the store could ask for.
+A Python process on two cores answers some 30,000 to 60,000 commands a second from several threads, which limits the
+devices that can be emulated, and the commands that the store can issue.
 """
 
 import math
@@ -38,7 +39,7 @@ INSTANT = Profile("instant", bandwidth=math.inf, iops=math.inf, latency=0.0, dep
 
 
 def run_once(path: str, system: SystemIO, size: int, depth: int, count: int, direct: bool) -> float:
-    """Bytes per second of `count` random reads."""
+    """Returns the bytes per second of `count` random reads."""
     rng, raw = np.random.default_rng(count), RawFile(path, depth, direct, system)
     raw.seconds(random_offsets(rng, FILE_BYTES, size, 2 * depth), size)  # starts the threads
     offsets = random_offsets(rng, FILE_BYTES, size, min(count, FILE_BYTES // size))
@@ -48,7 +49,7 @@ def run_once(path: str, system: SystemIO, size: int, depth: int, count: int, dir
 
 
 def measure(path: str, profile: Profile, size: int, depth: int) -> tuple[float, float, float]:
-    """Bytes per second: emulated, of calls that are answered at once, of the host's disk."""
+    """Returns bytes per second: emulated, with calls that are answered at once, and of the host's disk."""
     count = max(8 * depth, int(SECONDS.value * profile.bandwidth_at(size, depth) / size))
     runs = [(run_once(path, EmulatedIO(profile), size, depth, count, direct=False),
              run_once(path, EmulatedIO(INSTANT), size, depth, count, direct=False),
@@ -57,7 +58,7 @@ def measure(path: str, profile: Profile, size: int, depth: int) -> tuple[float, 
 
 
 def verdict(curve: float, emulated: float, calls: float, disk: float) -> str:
-    """What a line means."""
+    """Returns the last column of a line: whether the emulation fits the curve, or why it cannot."""
     if abs(emulated / curve - 1) > TOLERANCE:
         return "host's CPU too slow for this device" if calls < CALLS_NEEDED * curve else "OFF"
     return "ok in memory; host's disk slower than this device" if disk < curve else "ok"
@@ -76,11 +77,11 @@ def main(argv):
             for size in (kb << 10 for kb in SIZES_KB):
                 for depth in DEPTHS:
                     curve = PROFILES[name].bandwidth_at(size, depth)
-                    found = measure(path, PROFILES[name], size, depth)
-                    says = verdict(curve, *found)
+                    rates = measure(path, PROFILES[name], size, depth)
+                    says = verdict(curve, *rates)
                     off += says == "OFF"
-                    print(f"{name:8} {size >> 10:5} {depth:6} {curve / 1e6:8.0f} {found[0] / 1e6:9.0f} "
-                          f"{found[0] / curve:6.2f} {found[1] / 1e6:8.0f} {found[2] / 1e6:8.0f}  {says}", flush=True)
+                    print(f"{name:8} {size >> 10:5} {depth:6} {curve / 1e6:8.0f} {rates[0] / 1e6:9.0f} "
+                          f"{rates[0] / curve:6.2f} {rates[1] / 1e6:8.0f} {rates[2] / 1e6:8.0f}  {says}", flush=True)
     return 1 if off else 0
 
 

@@ -1,10 +1,10 @@
-"""What the flash store's read path costs beyond bare system calls, and where it goes.
+"""Cost of the flash store's read path beyond bare system calls, by parts.
 
     python scripts/bench_reads.py [--dir=DIR] [--blocks_kb=16,64,256] [--asked=N] [--engines=aio,threads] [--threads=4]
                                   [--repeats=15] [--profile=native]
 
 One call reads 128 scattered blocks of 16 KB, 64 of 64 KB or 32 of 256 KB, cold: past the page cache with O_DIRECT, or,
-where that is refused, after the pages were dropped. Three ways with each engine, in turn, each time other blocks:
+if that is refused, after the pages were dropped. Three ways with each engine alternate, each time on other blocks:
 
     raw     bare system calls: one io_submit and io_getevents for all blocks (aio), or preadv of each by as many
             threads; no checksum, no copy
@@ -12,11 +12,11 @@ where that is refused, after the pages were dropped. Three ways with each engine
     staged  the same when every block has one committed row that is not in the file yet
 
 Figures are medians over the repeats after a warm-up. The ratio, the effective bandwidth over the raw one, is given for
-the median calls and, less sensitive to other work on the machine, for the fastest ones; the store is meant to reach
-0.85. CPU time is that of the whole process, all threads, per block. "beyond I/O" is what a call takes besides the time
-from the first request to the last answer of the device. An answer to an asynchronous read is seen when
-somebody waits for one, so that copying what landed before counts as I/O there. --cprofile prints where the time of the
-calling thread goes instead.
+the median calls and, less sensitive to other work on the machine, for the fastest ones; the store's target is 0.85. CPU
+time is that of the whole process, all threads, per block. "beyond I/O" is the time of a call less the time from the
+first request to the last answer of the device. The answer to an asynchronous read is only seen by waiting for one, so
+that copying the blocks that arrived before counts as I/O there. With --cprofile the script prints instead where the
+time of the calling thread goes.
 """
 
 import cProfile
@@ -44,14 +44,14 @@ from kvjax.store.interface import Geometry
 DIR = flags.DEFINE_string("dir", None, "directory on the device to measure; default: the temporary directory")
 SIZES = flags.DEFINE_list("blocks_kb", ["16", "64", "256"], "block sizes, KB")
 BLOCKS = flags.DEFINE_integer("asked", None, "blocks per head (of 8) and call, instead of those above", lower_bound=1)
-ENGINES = flags.DEFINE_list("engines", ["aio", "threads"], "how to read, see kvjax/store/io/reader.py")
+ENGINES = flags.DEFINE_list("engines", ["aio", "threads"], "engines that read, see kvjax/store/io/reader.py")
 THREADS = flags.DEFINE_integer("threads", 4, "reading threads, and so requests in flight", lower_bound=1)
 REPEATS = flags.DEFINE_integer("repeats", 15, "timed calls of each way", lower_bound=1)
 PROFILE = flags.DEFINE_string("profile", "native", "device to emulate, see kvjax/store/io/profiles.py")
 CPROFILE = flags.DEFINE_bool("cprofile", False, "profile the calling thread of the store's reads")
 
 HEADS, WIDTH, WARM_UP = 8, 128, 3
-STAGING = 4 << 30  # staged blocks stay staged: the writer must not run beside what is measured
+STAGING = 4 << 30  # staged blocks stay staged: the writer must not run during the measurement
 ASKED = {16: 16, 64: 8, 256: 4}  # blocks per head and call
 
 
@@ -73,7 +73,7 @@ class Bench:
         self._picks = iter(np.stack(order, axis=0).reshape(HEADS, rounds, self.asked).swapaxes(0, 1).astype(np.int32))
         self._slot = np.tile(np.arange(self.asked, dtype=np.int32), (1, HEADS, 1))
         shape = (1, HEADS, self.asked + 1, self.geometry.block_rows, WIDTH)
-        memory = mmap.mmap(-1, int(np.prod(shape)) * 2)  # aligned, as XLA would allocate it
+        memory = mmap.mmap(-1, int(np.prod(shape)) * 2)  # page-aligned, as XLA would allocate it
         memory.write(bytes(len(memory)))
         self._slots = np.frombuffer(memory, np.uint16).reshape(shape)  # bfloat16, as programs hand it over
 
@@ -83,8 +83,8 @@ class Bench:
         return np.ascontiguousarray(next(self._picks))
 
     def read_raw(self) -> tuple[float, float, float]:
-        """Wall and CPU seconds of one call, and what is not I/O, here unknown."""
-        first = np.arange(HEADS)[:, None] * self.geometry.num_blocks  # prefill laid heads and blocks in order
+        """Returns the wall and CPU seconds of one call; NaN for the seconds beyond I/O, which are unknown here."""
+        first = np.arange(HEADS)[:, None] * self.geometry.num_blocks  # prefill writes heads and blocks in order
         extents = np.sort((self._pick() + first).ravel()).astype(np.int64)
         offsets = (HEADER_BYTES + extents * self.geometry.extent_bytes).tolist()
         cpu = time.process_time()
@@ -92,7 +92,8 @@ class Bench:
         return wall, time.process_time() - cpu, np.nan
 
     def read_store(self, staged: bool = False) -> tuple[float, float, float]:
-        """Wall and CPU seconds of one call, and wall seconds beyond I/O, of blocks with a row in memory if `staged`."""
+        """Returns the wall and CPU seconds of one call and the wall seconds beyond I/O; if `staged`, of blocks with a
+        row in memory."""
         block = self._pick()[None]
         if staged:
             self._stage(block)
@@ -116,7 +117,7 @@ class Bench:
 
 
 def filled(store: FlashStore, geometry: Geometry) -> FlashBranch:
-    """A branch whose every block is full of random bytes, written to the device."""
+    """Returns a branch whose every block is full of random bytes, written to the device."""
     branch = store.create(geometry, "bench")
     shape = (1, HEADS, geometry.num_blocks, geometry.block_rows, WIDTH)
     blocks = np.random.default_rng(0).integers(0, 1 << 15, shape, np.uint16).view(geometry.numpy_dtype)
@@ -126,7 +127,7 @@ def filled(store: FlashStore, geometry: Geometry) -> FlashBranch:
 
 
 def measure(benches: dict[str, Bench]) -> dict[tuple[str, str], np.ndarray]:
-    """[repeats, 3] wall, CPU and not-I/O seconds of each engine and way, taken in turn."""
+    """Returns wall, CPU and beyond-I/O seconds, [repeats, 3], of each engine and way, measured alternately."""
     ways: dict[tuple[str, str], Callable] = {}
     for engine, bench in benches.items():
         ways[engine, "raw"] = bench.read_raw
@@ -142,9 +143,9 @@ def measure(benches: dict[str, Bench]) -> dict[tuple[str, str], np.ndarray]:
     return {name: np.array(figures) for name, figures in taken.items()}
 
 
-def report(count: int, block_kb: int, found: dict[tuple[str, str], np.ndarray]) -> None:
-    for (engine, way), figures in found.items():
-        raw, raw_least = np.median(found[engine, "raw"][:, 0]), found[engine, "raw"][:, 0].min()
+def report(count: int, block_kb: int, seconds: dict[tuple[str, str], np.ndarray]) -> None:
+    for (engine, way), figures in seconds.items():
+        raw, raw_least = np.median(seconds[engine, "raw"][:, 0]), seconds[engine, "raw"][:, 0].min()
         (wall, cpu, beyond), least = np.median(figures, axis=0), figures[:, 0].min()
         print(f"{block_kb:8} {engine:>8} {way:>8} {1e3 * wall:9.2f} {1e3 * least:9.2f} "
               f"{count * block_kb * 1.024e-3 / wall:9.0f} {raw / wall:7.2f} {raw_least / least:12.2f} "
@@ -152,7 +153,7 @@ def report(count: int, block_kb: int, found: dict[tuple[str, str], np.ndarray]) 
 
 
 def profile_reads(bench: Bench) -> None:
-    """Functions of the calling thread, by the time spent in each."""
+    """Prints the functions of the calling thread by the time spent in each."""
     profiler = cProfile.Profile()
     for turn in range(WARM_UP + REPEATS.value):
         if turn >= WARM_UP:

@@ -1,12 +1,12 @@
-"""What forking, saving and opening a store file cost, and how that grows with the number of blocks.
+"""Cost of forking, saving and opening a store file, and its growth with the number of blocks.
 
     python scripts/bench_saving.py [--dir=DIR] [--repeats=9]
 
 4 layers of 8 KV heads; blocks of 16 rows of 128 int8, half a page, so that tables are measured and not payload. Before
-each fork and save one token is appended, a row in a block of every layer and head, and written.
-"sync" beside a save is the bare cost of its two syncs: two single-page writes and fdatasyncs of a file of their own,
-measured in turn with the saves; "raw" beside opening is reading as many bytes as the log has from the page cache.
-All figures are medians, in milliseconds.
+each fork and save one token is appended, a row in a block of every layer and head, and written. "sync" beside a save is
+the bare cost of its two syncs: two single-page writes and fdatasyncs of another file, measured alternately with the
+saves. "raw" beside opening is the time to read as many bytes as the log has from the page cache. All figures are
+medians, in milliseconds.
 """
 
 import os
@@ -43,7 +43,8 @@ def filled(path: str, blocks: int):
 
 
 def append_token(branch, step: int) -> None:
-    """One row in one block of every layer and head, as decoding a token does, and all of it in the file."""
+    """Appends one row in one block of every layer and head, as decoding a token does, and writes all of it to the
+    file."""
     rows = np.ones((1, HEADS, branch.geometry.width), np.int8)
     block = np.full((1, HEADS), step % branch.geometry.num_blocks, np.int32)
     for layer in range(LAYERS):

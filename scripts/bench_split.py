@@ -1,11 +1,11 @@
-"""What splitting clusters costs a decode step, and what the possibility of it costs a step without a split.
+"""Cost of splitting clusters in a decode step, and of the mere possibility in a step without a split.
 
     python scripts/bench_split.py [--steps=50] [--capacity=8192]
 
-One layer of 8 KV heads x 4 query heads x 64, blocks in memory. "write" is the half of a step that books the token and
-splits; "never" is the same program without the loop that splits. The cases take turns, each with its own cache, so
-that all of them meet the same noise. CPU time is that of all threads, which other programs disturb less. The limit is
-the time to copy the bytes of the split blocks once, at the bandwidth of a 64 MB copy.
+One layer of 8 KV heads x 4 query heads x 64, blocks in memory. "write" is the half of a step that places the token and
+splits; "never" is the same program without the loop that splits. The cases alternate, each with its own cache, so that
+all of them meet the same noise. CPU time is that of all threads, which other programs disturb less. The limit is the
+time to copy the bytes of the split blocks once, at the bandwidth of a 64 MB copy.
 """
 
 import dataclasses
@@ -30,14 +30,14 @@ from kvjax.cache.write import write_token
 from kvjax.methods import DynaKV
 
 STEPS = flags.DEFINE_integer("steps", 50, "timed steps of each case")
-CAPACITY = flags.DEFINE_integer("capacity", 8192, "tokens the cache is made for; half are in it")
+CAPACITY = flags.DEFINE_integer("capacity", 8192, "capacity of the cache in tokens, half of it filled")
 
 HEADS, GROUP, SIZE = 8, 4, 64
 LINE = StoreRef(jnp.int32(-1), jnp.int32(0))
 
 
 class NeverSplits(DynaKV):
-    """The same appending without `due` and `adapt`."""
+    """DynaKV that appends without `due` and `adapt`."""
 
     adaptive = False  # type: ignore[assignment]
 
@@ -48,7 +48,7 @@ def make_plan(kind: type[DynaKV]) -> LayerPlan:
 
 
 def clumps(length: int) -> np.ndarray:
-    """Keys in clumps of 16 that are far apart."""
+    """Returns keys in clumps of 16 that are far apart."""
     rng = np.random.default_rng(0)
     centre = np.repeat(10 * rng.normal(size=(1, -(-length // 16), HEADS, SIZE)), 16, axis=1)[:, :length]
     return (centre + rng.normal(size=centre.shape)).astype(np.float32)
@@ -60,7 +60,7 @@ def filled(plan: LayerPlan, keys: np.ndarray) -> LayerCache:
 
 
 def flagged(cache: LayerCache, heads: int, clusters: int) -> tuple[LayerCache, jax.Array]:
-    """The cache with `clusters` due in each of the first heads, and the blocks that the step fetched."""
+    """Returns the cache with `clusters` due in each of the first heads, and the blocks that the step fetched."""
     state, loaded = cache.state, np.full(cache.state.loaded.shape, cache.state.count.shape[-1], np.int32)
     split = np.zeros(state.index.split.shape, bool)
     for head in range(HEADS):
@@ -71,7 +71,7 @@ def flagged(cache: LayerCache, heads: int, clusters: int) -> tuple[LayerCache, j
 
 
 def copy_bandwidth() -> float:
-    """Bytes read per second by a copy of 64 MB."""
+    """Returns the bytes per second that a copy of 64 MB reads."""
     source = np.ones(1 << 24, np.float32)
     target, times = np.empty_like(source), []
     for _ in range(10):
@@ -88,9 +88,9 @@ CASES = {  # heads with a due cluster, due clusters of each
 
 
 def timed(writes, caches: dict[str, LayerCache], keys: np.ndarray) -> dict[str, list[tuple[float, float]]]:
-    """Wall and CPU microseconds of every step of every case; every step appends a key to another clump.
+    """Returns the wall and CPU microseconds of every step of every case; every step appends a key to another clump.
 
-    Raises AssertionError where a step split anything but the clusters that were due.
+    Raises AssertionError if a step split other clusters than those due.
     """
     length, gate, zero = keys.shape[1], jnp.ones(1, bool), jnp.int32(0)
     empty, times = (jnp.zeros((1, HEADS, 0), jnp.int32), jnp.zeros((1, HEADS, 0))), {name: [] for name in CASES}

@@ -1,16 +1,16 @@
-"""What one fixed shape for blocks of all lengths (V2F) saves, in selection and in reuse (DynSplit-KV, Figure 12).
+"""Time that one fixed shape for blocks of all lengths (V2F) saves, in selection and in reuse (DynSplit-KV, Figure 12).
 
     python scripts/bench_v2f.py [--tokens 32768] [--repeats 30]
 
 Selection has the three steps of Appendix B.2: the tokens of the best blocks of 10 to 18 tokens are found, loaded, and
-attended. With V2F a block is one vector, whatever its length; all are scored, ranked and mapped to tokens at once, and
-the tokens are loaded and attended at once, as in a step of decoding. Without it each block is looked at by itself, in a
-compiled loop, and attended by itself. It is scored by its own keys, or by V2F's vectors: then both ways attend the same
-tokens, and what is left is what the fixed shape saves. Heads are gone through one after the other, as their blocks are
-not equally long, or side by side, each block filled up to the longest, which is half of what V2F does. The paper has
-2.1x to 6.1x for the three steps.
+attended. With V2F a block is one vector, whatever its length; all blocks are scored, ranked and mapped to tokens at
+once, and the tokens are loaded and attended at once, as in a step of decoding. Without it each block is scored and
+attended by itself, in a compiled loop. It is scored by its own keys, or by V2F's vectors; with the latter both ways
+attend the same tokens, and the difference is what the fixed shape saves. Heads are processed one after the other, as
+their blocks differ in length, or side by side with each block padded to the longest, which is half of what V2F does.
+The paper has 2.1x to 6.1x for the three steps.
 
-Reuse: which of the chosen blocks are in memory already, and which slots the others take, for all heads with one common
+Reuse finds the chosen blocks that are in memory already, and slots for the others: for all heads with one common
 length, or head after head with the length of each. A fifth of the blocks is in memory.
 """
 
@@ -39,7 +39,8 @@ TABLE = str(pathlib.Path(__file__).parents[1] / "kvjax" / "reference" / "delimit
 
 
 def made_up(plan, tokens: int):
-    """A layer's state with blocks of 10 to 18 tokens of random keys, keys and values [K, NB, C, D], and a query."""
+    """Returns a layer's state with blocks of 10 to 18 tokens of random keys, keys and values [K, NB, C, D], and a
+    query."""
     method, spec = plan
     rng = np.random.default_rng(0)
     ends = np.cumsum(rng.integers(method.split.least, method.split.most + 1, spec.num_blocks))
@@ -51,7 +52,7 @@ def made_up(plan, tokens: int):
     layer = caching.empty_layer(spec, method.init(spec, method.weights(0)), jnp.float32)
     key = jnp.asarray(rng.normal(size=(HEADS, len(block), SIZE)), jnp.float32)
     vectors = layer.index.vectors.take(jnp.broadcast_to(block, (HEADS, len(block))), key)
-    table = jnp.asarray(pos)[None]  # one for all heads
+    table = jnp.asarray(pos)[None]  # the same for all heads
     layer = dataclasses.replace(
         layer, index=dataclasses.replace(layer.index, vectors=vectors), positions=table,
         counts=jnp.sum(table >= 0, axis=-1, dtype=jnp.int32),
@@ -62,7 +63,8 @@ def made_up(plan, tokens: int):
 
 
 def found_at_once(spec, layer, q):
-    """Scores of all blocks, the best of them, and the tokens that fit: what a step of decoding does."""
+    """Returns the best blocks and the tokens that fit the budget, from the scores of all blocks, as a step of decoding
+    does."""
     score = jnp.max(layer.index.vectors.scores(q, layer.count), axis=1)
     chosen = top_blocks(score, layer.count > 0, spec.max_blocks)
     none = jnp.full(HEADS, spec.num_blocks, jnp.int32)
@@ -71,13 +73,13 @@ def found_at_once(spec, layer, q):
 
 @functools.partial(jax.jit, static_argnums=0)
 def tokens_at_once(spec, layer, q):
-    """Step 1."""
+    """Runs step 1."""
     return found_at_once(spec, layer, q)[1].pos
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def attended_at_once(spec, layer, key, value, q):
-    """Steps 1 to 3."""
+    """Runs steps 1 to 3."""
     need, rows = found_at_once(spec, layer, q)
     block = jnp.take_along_axis(need, rows.rank, axis=-1)
     chosen = (find_rows(kept[None], "float32", jnp.int32(0), block, rows.row, len(kept), 1)[0] for kept in (key, value))
@@ -85,25 +87,25 @@ def attended_at_once(spec, layer, key, value, q):
 
 
 def bounds_of(layer):
-    """Bounds [K, NB, 2, D] of keys, block after block, as the method keeps them dimension after dimension."""
+    """Returns bounds [K, NB, 2, D] of keys, block after block; the method stores them dimension after dimension."""
     vectors = layer.index.vectors
     return jnp.stack([vectors.low, vectors.high], axis=1).transpose(0, 3, 1, 2)
 
 
 def found_by_vectors(spec, layer, bounds, q):
-    """The best blocks, each scored by itself."""
+    """Returns the best blocks, each scored by itself."""
     def score(block):
-        found = jnp.max(q[:, :, None] * bounds[:, None, block], axis=2)
-        return jnp.max(jnp.sum(found, axis=-1) * SIZE**-0.5, axis=1)
+        bound = jnp.max(q[:, :, None] * bounds[:, None, block], axis=2)
+        return jnp.max(jnp.sum(bound, axis=-1) * SIZE**-0.5, axis=1)
 
     return _best(spec, layer, score)
 
 
 def found_by_keys(spec, layer, key, q):
-    """The blocks with the best keys, each scored by itself."""
+    """Returns the blocks with the best keys, each scored by itself."""
     def score(block):
-        found = jnp.einsum("kgd,kcd->kgc", q, key[:, block])
-        return jnp.max(jnp.where(layer.pos[:, block][:, None] >= 0, found, -jnp.inf), axis=(1, 2))
+        products = jnp.einsum("kgd,kcd->kgc", q, key[:, block])
+        return jnp.max(jnp.where(layer.pos[:, block][:, None] >= 0, products, -jnp.inf), axis=(1, 2))
 
     return _best(spec, layer, score)
 
@@ -112,58 +114,58 @@ def _best(spec, layer, score):
     def one(block, scores):
         return scores.at[:, block].set(score(block))
 
-    filled = jnp.max(jnp.sum(layer.count > 0, axis=-1))  # blocks without a key come last, and are not looked at
+    filled = jnp.max(jnp.sum(layer.count > 0, axis=-1))  # blocks without a key come last, and are skipped
     scores = jax.lax.fori_loop(0, filled, one, jnp.zeros((HEADS, spec.num_blocks)))
     return top_blocks(scores, layer.count > 0, spec.max_blocks)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def tokens_block_by_block(spec, find, layer, *args):
-    """Step 1, each block by itself."""
+    """Runs step 1, each block by itself."""
     chosen = find(spec, layer, *args)
     return jax.vmap(functools.partial(_tokens_of, spec))(chosen, layer.pos, layer.count)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def attended_block_by_block(spec, heads, layer, key, value, bounds, q):
-    """Steps 1 to 3, each block by itself."""
+    """Runs steps 1 to 3, each block by itself."""
     chosen = found_by_vectors(spec, layer, bounds, q)
     return heads(lambda head: _attended(spec, *head), (chosen, layer.count, key, value, q))
 
 
 def side_by_side(function, heads):
-    """`lax.map` of all at once."""
+    """Maps a function over all heads at once; the counterpart of `lax.map`."""
     return jax.vmap(lambda *head: function(head))(*heads)
 
 
 def _attended(spec, chosen, count, key, value, q):
-    """Attention over one head's best blocks, block after block until the budget is used up."""
+    """Returns the attention over one head's best blocks, block after block until the budget is used up."""
     def add(rank, carry):
         part, used = carry
         block = jnp.minimum(chosen[rank], spec.num_blocks - 1)
         rows = jnp.where(chosen[rank] < spec.num_blocks, jnp.minimum(count[block], spec.selected_rows - used), 0)
-        one = attention.attend_part(q, key[block], value[block], jnp.arange(spec.block_rows) < rows)
-        return attention.merge(part, one), used + rows
+        of_block = attention.attend_part(q, key[block], value[block], jnp.arange(spec.block_rows) < rows)
+        return attention.merge(part, of_block), used + rows
 
     empty = Part(jnp.zeros(q.shape), jnp.full(q.shape[:1], attention.NEGATIVE), jnp.zeros(q.shape[:1]))
     return attention.normalise(jax.lax.fori_loop(0, spec.max_blocks, add, (empty, jnp.int32(0)))[0], q.dtype)
 
 
 def _tokens_of(spec, chosen, pos, count):
-    """Tokens of one head's best blocks, appended block after block until the budget is used up."""
+    """Returns the tokens of one head's best blocks, appended block after block until the budget is used up."""
     def add(rank, carry):
         out, used = carry
         block = jnp.minimum(chosen[rank], spec.num_blocks - 1)
         rows = jnp.arange(spec.block_rows)
-        at = jnp.where((rows < count[block]) & (chosen[rank] < spec.num_blocks), used + rows, spec.selected_rows)
-        return out.at[at].set(pos[block], mode="drop"), used + count[block]
+        place = jnp.where((rows < count[block]) & (chosen[rank] < spec.num_blocks), used + rows, spec.selected_rows)
+        return out.at[place].set(pos[block], mode="drop"), used + count[block]
 
     empty = jnp.full(spec.selected_rows, -1, jnp.int32)
     return jax.lax.fori_loop(0, spec.max_blocks, add, (empty, jnp.int32(0)))[0]
 
 
 def resident(spec, need):
-    """A table of slots in which a fifth of the needed blocks is."""
+    """Returns a table of slots that holds a fifth of the needed blocks."""
     other = (need + spec.num_blocks // 2) % spec.num_blocks
     before = jnp.where(jnp.arange(need.shape[-1]) % 5 == 0, need, other)
     count = jnp.ones((HEADS, spec.num_blocks), jnp.int32)
@@ -172,13 +174,13 @@ def resident(spec, need):
 
 @jax.jit
 def heads_at_once(table, need, count):
-    """Plan of all heads, which reuse equally many blocks."""
+    """Plans all heads together, which reuse equally many blocks."""
     return residency.plan(table, need, count, "lru", even=True).slot
 
 
 @jax.jit
 def head_after_head(table, need, count):
-    """Plan of each head by itself."""
+    """Plans each head by itself."""
     def one(args):
         rows = jax.tree.map(lambda leaf: leaf[None], args)
         return residency.plan(dataclasses.replace(rows[0], step=table.step), *rows[1:], "lru", even=True).slot[0]
@@ -188,7 +190,7 @@ def head_after_head(table, need, count):
 
 
 def seconds(function, *args, repeats: int) -> float:
-    """Median time of a call."""
+    """Returns the median seconds of a call."""
     jax.block_until_ready(function(*args))
     times = []
     for _ in range(repeats):

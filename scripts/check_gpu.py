@@ -1,12 +1,12 @@
-"""Compiles a token for a GPU that is not there, and tells where the arrays of the host tier lie.
+"""Compilation of a token for a GPU that need not be present, and a check of where the host tier's arrays are placed.
 
     python scripts/check_gpu.py [--methods=quest,dynakv] [--host=64] [--out=DIR]
 
-Wants JAX's CUDA plugin (`pip install "jax[cuda12]"` of the pinned version, in an environment of its own), but no GPU:
-XLA compiles for the described one (an H100). Nothing is run, so that it shows what XLA accepts and where memory is, and
-neither results nor times. Programs are those of the fused driver, of each half of a staged layer, and of a chunk. A
-program fails the check if an array as large as a layer's host tier lies in device memory. `--out` keeps the compiled
-programs. What is private to JAX here is patched as of 0.10.2.
+Needs JAX's CUDA plugin (`pip install "jax[cuda12]"` of the pinned version, in an environment of its own), but no GPU:
+XLA compiles for a described one (an H100). Nothing is run: the script shows whether XLA accepts the programs and where
+their memory is, but no results and no times. The programs are those of the fused driver, of each half of a staged
+layer, and of a chunk. A program fails the check if an array as large as a layer's host tier lies in device memory.
+`--out` keeps the compiled programs. Private parts of JAX are patched here as of 0.10.2.
 """
 
 import functools
@@ -54,14 +54,17 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 
 
 def described() -> jax.sharding.NamedSharding:
-    """Where arrays are on the GPU that is not there."""
+    """Returns the sharding of arrays on the described GPU."""
     topology = topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=H100)
     return jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(topology.devices), ("x",)), jax.P())
 
 
 def compile_without_a_device(client) -> None:
-    """JAX asks for the device's own backend where a program calls Python, and hands the calls over to XLA, which takes
-    none of a program that is not to be run. kvjax asks for the backend where CPU and accelerators differ."""
+    """Patches JAX to compile without a device.
+
+    JAX asks for the device's own backend where a program calls Python, and hands the calls to XLA, which accepts none
+    for a program that is only compiled. kvjax asks for the backend where CPU and accelerators differ.
+    """
     known, load = xla_bridge.canonicalize_platform, compiler.backend_compile_and_load
     xla_bridge.canonicalize_platform = lambda name: "cuda" if name == "gpu" else known(name)
     mlir.ModuleContext.get_backend = lambda self, optional=False: client
@@ -70,7 +73,8 @@ def compile_without_a_device(client) -> None:
 
 
 def compiled(function: Callable, where: jax.sharding.NamedSharding, cache, *rest):
-    """`function(cache, *rest)` with the cache donated, arrays of it that are in host memory likewise on the GPU."""
+    """Returns the compiled `function(cache, *rest)` with the cache donated; arrays of it in host memory are there on
+    the GPU, too."""
     leaves, tree = jax.tree.flatten(cache)
     on_host = [i for i, leaf in enumerate(leaves) if leaf.sharding.memory_kind == "pinned_host"]
 
@@ -85,42 +89,43 @@ def compiled(function: Callable, where: jax.sharding.NamedSharding, cache, *rest
 
 
 def mark_host(module: ir.Module, numbers: list[int]) -> None:
-    """Says of arguments that they are in host memory: devices that are not there have no memories to name."""
+    """Marks arguments of a program as being in host memory, as the described device has no memories to name."""
     with module.context, ir.Location.unknown(module.context):
-        main = next(one for one in module.body.operations if str(one.name).strip('"') == "main")
+        main = next(entry for entry in module.body.operations if str(entry.name).strip('"') == "main")
         kinds = [{given[i].name: given[i].attr for i in range(len(given))} for given in main.arg_attrs]
         for number in numbers:
             kinds[number]["mhlo.memory_kind"] = ir.StringAttr.get("pinned_host")
-        main.arg_attrs = ir.ArrayAttr.get([ir.DictAttr.get(one) for one in kinds])
+        main.arg_attrs = ir.ArrayAttr.get([ir.DictAttr.get(entry) for entry in kinds])
 
 
 def in_device_memory(program: str, size: int) -> list[str]:
-    """Shapes of `size` numbers in a program that lie in device memory; the host's is S(5), but for its own work."""
-    parts = [one for one in program.split("\n\n") if not one.rstrip().endswith('execution_thread="host"')]
+    """Returns the shapes of `size` numbers in a program that lie in device memory; host memory is S(5), except in the
+    program's own host threads."""
+    parts = [text for text in program.split("\n\n") if not text.rstrip().endswith('execution_thread="host"')]
     shapes = set(re.findall(r"\w+\[[\d,]+\]\{[^}]*\}", "".join(parts)))
-    counts = {one: int(np.prod([int(n) for n in re.search(r"\[([\d,]+)\]", one)[1].split(",")])) for one in shapes}
-    return sorted(one for one, count in counts.items() if count == size and "S(5)" not in one)
+    counts = {text: int(np.prod([int(n) for n in re.search(r"\[([\d,]+)\]", text)[1].split(",")])) for text in shapes}
+    return sorted(text for text, count in counts.items() if count == size and "S(5)" not in text)
 
 
 def programs(llm: kvjax.LLM, name: str) -> Iterator[tuple[str, Callable, tuple, int]]:
-    """(Name, function, its arguments, numbers in a layer's host tier) of each program of a method."""
+    """Yields (name, function, its arguments, numbers in a layer's host tier) for each program of a method."""
     context = pathlib.Path(decode.__file__).read_text()[:1500]
     cache = llm.prefill(context, method=kvjax.METHODS[name](budget=64, window=16), store=kvjax.HostStore(),
                         slots=Slots(host=HOST.value, backend="io"))
     plan, state, params, token = cache.plan, cache.state, llm.params, jnp.zeros(1, jnp.int32)
-    one, block, at, active = plan.layers[0], params["layers_0"], state.length, jnp.ones(1, bool)
+    layer, block, at, active = plan.layers[0], params["layers_0"], state.length, jnp.ones(1, bool)
     size, number, x = state.layers[0].pool.host_rows.size, jnp.int32(0), jnp.zeros((1, plan.config.hidden_size))
 
     def read(kept):
-        token_on_its_way = Token(x, at, active, number, state.ref)
-        return decode.read_layer(plan.config, one, block, kept, None, token_on_its_way, None)
+        operand = Token(x, at, active, number, state.ref)
+        return decode.read_layer(plan.config, layer, block, kept, None, operand, None)
 
     def write(kept, fresh):
-        return write_token(one, kept, fresh, at, active, number, state.ref, token)
+        return write_token(layer, kept, fresh, at, active, number, state.ref, token)
 
     def chunk(kept, fresh):
         many = jax.tree.map(lambda leaf: jnp.stack([leaf] * 8), fresh)
-        return chunked_prefill._write.__wrapped__(one, kept, many, jnp.zeros((1, 8), jnp.int32), at, at, True, number,
+        return chunked_prefill._write.__wrapped__(layer, kept, many, jnp.zeros((1, 8), jnp.int32), at, at, True, number,
                                          state.ref, None)
 
     asked = jax.eval_shape(read, state.layers[0]).pending.new_token
@@ -129,7 +134,7 @@ def programs(llm: kvjax.LLM, name: str) -> Iterator[tuple[str, Callable, tuple, 
     yield "token", lambda kept, given: whole(given, kept, token, active), (state, params), size
     yield "read", read, (state.layers[0],), size
     yield "write", write, (state.layers[0], fresh), size
-    if not one.method.observes:
+    if not layer.method.observes:
         yield "chunk", chunk, (state.layers[0], fresh), size
     cache.close()
 

@@ -1,11 +1,11 @@
-"""Decodes over memory, over two tiers and over three, on whatever device JAX has, and compares.
+"""Comparison of decoding over memory, over two tiers and over three, on any device that JAX has.
 
     python scripts/check_tiers.py [--methods=quest,dynakv] [--drivers=fused,staged] [--host=192]
 
 The reference model reads kvjax's own source and then 40 random tokens, at a budget of 256. For each way of keeping
-blocks it prints how far logits are from those of blocks in memory, blocks read from the store, the kind of memory that
-the host's slots are in before and after, and milliseconds of a token. JAX_DEFAULT_MATMUL_PRECISION=highest keeps a GPU
-from rounding products otherwise in each program.
+blocks the script prints the largest difference of logits from those of blocks in memory, the blocks read from the
+store, the kind of memory of the host's slots before and after, and the milliseconds of a token.
+JAX_DEFAULT_MATMUL_PRECISION=highest keeps a GPU from rounding products differently in each program.
 """
 
 import pathlib
@@ -33,13 +33,14 @@ _TOKENS, _WARM_UP = 40, 4
 
 
 def kinds(state: State) -> str:
-    """Memory of the host's slots, "-" where there are none."""
-    pools = [one.pool for one in state.layers if isinstance(one.pool, TieredPool)]
+    """Returns the memory of the host's slots, "-" without any."""
+    pools = [layer.pool for layer in state.layers if isinstance(layer.pool, TieredPool)]
     return ", ".join({pool.host_rows.sharding.memory_kind for pool in pools}) or "-"
 
 
 def decoded(llm: kvjax.LLM, context: str, name: str, driver: str, **where: Any):
-    """Logits of every token, blocks read, memory before and after, and the median milliseconds of a token."""
+    """Returns the logits of every token, blocks read, memory before and after, and the median milliseconds of a
+    token."""
     cache = llm.prefill(context, method=kvjax.METHODS[name](budget=256, window=32), **where)
     tokens, logits, before = np.random.default_rng(0).integers(10, 2000, _TOKENS), [], kinds(cache.state)
     times, state = timing.time_tokens(

@@ -1,11 +1,12 @@
-"""Turns a GGUF file of the Llama architecture into a Hugging Face directory, which `kvjax.load` takes.
+"""Converter from a GGUF file of the Llama architecture to a Hugging Face directory for `kvjax.load`.
 
     pip install -c constraints.txt --no-build-isolation -e '.[gguf]'
     python scripts/gguf_to_hf.py FILE.gguf DIR
 
-Quantised weights become f32 numbers of the same value. llama.cpp keeps the rows of query and key projections in another
-order, as it rotates neighbouring numbers where the Hugging Face layout rotates halves: they are put back. The tokenizer
-is that of the file, for byte-level BPE (`tokenizer.ggml.model` gpt2) with single digits, as SmolLM2 has it.
+Quantised weights become f32 numbers of the same value. llama.cpp stores the rows of query and key projections in
+another order, as it rotates neighbouring numbers while the Hugging Face layout rotates halves; the script restores the
+order. The tokenizer is that of the file, for byte-level BPE (`tokenizer.ggml.model` gpt2) with single digits, as in
+SmolLM2.
 """
 
 import json
@@ -31,32 +32,33 @@ _CONTROL = 3  # `tokenizer.ggml.token_type` of special tokens
 
 
 def tensor_name(name: str) -> str:
-    """What Hugging Face calls a tensor. ValueError for one that a plain Llama has not."""
-    found = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.weight", name)
-    if found is None or found[2] not in _NAMES:
-        raise ValueError(f"tensor {name} is none of a Llama model's; this file cannot be converted")
-    layer = f"model.layers.{found[1]}." if found[1] else ""
-    return f"{layer}{_NAMES[found[2]]}.weight"
+    """Returns Hugging Face's name of a tensor; raises ValueError for one that a plain Llama does not have."""
+    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.weight", name)
+    if match is None or match[2] not in _NAMES:
+        raise ValueError(f"tensor {name} is not part of a Llama model; this file cannot be converted")
+    layer = f"model.layers.{match[1]}." if match[1] else ""
+    return f"{layer}{_NAMES[match[2]]}.weight"
 
 
 def halves_together(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of a projection as Hugging Face orders them: of each head first those that rotate as first of a pair."""
+    """Returns the rows of a projection in Hugging Face's order: of each head first those that rotate as first of a
+    pair."""
     return weight.reshape(heads, -1, 2, weight.shape[-1]).swapaxes(1, 2).reshape(weight.shape)
 
 
 def weights(reader: gguf.GGUFReader, config: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Every tensor in f32, by its Hugging Face name."""
-    found = {}
+    """Returns every tensor in f32, by its Hugging Face name."""
+    by_name = {}
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     for tensor in reader.tensors:
         weight = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
         part = tensor.name.split(".")[-2]
-        found[tensor_name(tensor.name)] = halves_together(weight, heads[part]) if part in heads else weight
-    return found
+        by_name[tensor_name(tensor.name)] = halves_together(weight, heads[part]) if part in heads else weight
+    return by_name
 
 
 def read_config(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json. ValueError for another architecture, or scaled rotary embeddings."""
+    """Returns the content of config.json; raises ValueError for another architecture, or scaled rotary embeddings."""
     if fields["general.architecture"] != "llama":
         raise ValueError(f"architecture {fields['general.architecture']} is not llama; only that is converted")
     if any(key.startswith("llama.rope.scaling") for key in fields):
@@ -74,24 +76,24 @@ def read_config(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_tokenizer(fields: Mapping[str, Any]) -> Tokenizer:
-    """tokenizer.json. ValueError for one that is not byte-level BPE with single digits."""
+    """Returns the tokenizer; raises ValueError for one that is not byte-level BPE with single digits."""
     kind = fields["tokenizer.ggml.model"], fields.get("tokenizer.ggml.pre")
     if kind != ("gpt2", "smollm"):
         raise ValueError(f"tokenizer {kind} is not byte-level BPE with single digits (gpt2, smollm)")
     tokens = fields["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
-    made = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
-    made.pre_tokenizer = pre_tokenizers.Sequence([
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False),
     ])
-    made.decoder = decoders.ByteLevel()
+    tokenizer.decoder = decoders.ByteLevel()
     special = [t for t, kind in zip(tokens, fields["tokenizer.ggml.token_type"], strict=True) if kind == _CONTROL]
-    made.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    return made
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    return tokenizer
 
 
 def convert(source: pathlib.Path, directory: pathlib.Path) -> None:
-    """Writes config, weights, tokenizer and chat template of a file into a directory that is made."""
+    """Writes config, weights, tokenizer and chat template of a file into a new directory."""
     reader = gguf.GGUFReader(source)
     fields = {name: field.contents() for name, field in reader.fields.items()}
     config, tokenizer = read_config(fields), read_tokenizer(fields)

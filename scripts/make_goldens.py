@@ -1,10 +1,10 @@
-"""Makes the tiny random checkpoints of tests/goldens and what transformers computes from them (seconds).
+"""Generator of the tiny random checkpoints of tests/goldens, with transformers' outputs on them (seconds).
 
     python -m scripts.make_goldens DIRECTORY
 
-Needs the extra `oracles`. Every checkpoint is saved as transformers saves it, read back, and run in f32:
+Needs the extra `oracles`. Every checkpoint is saved by transformers, read back, and run in f32:
 
-    golden.npz: tokens [B, T] int32, logits [B, T, V] f32, greedy [64] int32 (what follows row 0)
+    golden.npz: tokens [B, T] int32, logits [B, T, V] f32, greedy [64] int32 (the continuation of row 0)
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ LLAMA3 = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model, and how its checkpoint is stored."""
+    """A model, and the form of its checkpoint."""
 
     config: PreTrainedConfig
     seed: int
@@ -49,7 +49,7 @@ class Case:
 
 
 def cases() -> dict[str, Case]:
-    """One case for each switch of the four families; every one has fewer KV heads than query heads."""
+    """Returns one case for each switch of the four families, all with fewer KV heads than query heads."""
     return {
         "llama_llama3_rope": Case(LlamaConfig(**SHAPE | {"eos_token_id": [2, 3]}, rope_parameters=LLAMA3), seed=0),
         "llama_linear_biases_tied": Case(
@@ -74,7 +74,7 @@ def cases() -> dict[str, Case]:
 
 
 def build(case: Case) -> PreTrainedModel:
-    """A model whose every parameter matters: random norm scales and biases, logits of order one."""
+    """Returns a model whose every parameter matters: random norm scales and biases, logits of order one."""
     generator = torch.Generator().manual_seed(case.seed)
     model = AutoModelForCausalLM.from_config(case.config)
     with torch.no_grad():
@@ -90,7 +90,7 @@ def build(case: Case) -> PreTrainedModel:
 
 
 def save(case: Case, directory: pathlib.Path) -> None:
-    """Writes the checkpoint as transformers does, then puts its config into the older spelling if asked."""
+    """Writes the checkpoint with transformers, then changes its config to the older spelling if asked."""
     build(case).to(case.dtype).save_pretrained(directory, max_shard_size=case.max_shard_size)
     if case.rope_in_old_spelling:
         path = directory / "config.json"
@@ -101,7 +101,7 @@ def save(case: Case, directory: pathlib.Path) -> None:
 
 
 def load(directory: pathlib.Path) -> PreTrainedModel:
-    """The stored model in evaluation mode, computing in f32 with attention written out."""
+    """Returns the stored model in evaluation mode, in f32 with eager attention."""
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
 
 
@@ -111,12 +111,13 @@ def random_tokens(case: Case, batch: int, length: int) -> np.ndarray:
 
 @torch.no_grad()
 def logits(model: PreTrainedModel, tokens: np.ndarray) -> np.ndarray:
-    """Logits [B, T, V] of tokens [B, T], from one pass without a cache."""
+    """Returns the logits [B, T, V] of tokens [B, T], from one pass without a cache."""
     return model(torch.from_numpy(tokens).long(), use_cache=False).logits.numpy()
 
 
 def greedy(model: PreTrainedModel, tokens: np.ndarray, steps: int) -> np.ndarray:
-    """The `steps` likeliest next tokens after tokens [T]; no step is close enough to hang on rounding."""
+    """Returns the `steps` likeliest next tokens after tokens [T]; raises ValueError if one is close enough to depend on
+    rounding."""
     for _ in range(steps):
         last = logits(model, tokens[None])[0, -1]
         second, first = np.sort(last)[-2:]

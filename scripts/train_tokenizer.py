@@ -1,9 +1,9 @@
-"""Trains the reference model's byte-level BPE on the standard library (about a minute).
+"""Training of the reference model's byte-level BPE on the standard library (about a minute).
 
     python -m scripts.train_tokenizer DIRECTORY
 
-Numbers are split into groups of up to three digits, as Llama 3 does, and every group of one to
-three digits is one token, so that a value is a few tokens long and no digit pair is favoured.
+Numbers are split into groups of up to three digits, as in Llama 3, and every group of one to three digits is one token,
+so that a value is a few tokens long and no digit pair is favoured.
 """
 
 import pathlib

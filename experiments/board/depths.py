@@ -1,5 +1,4 @@
-"""Share of right answers by depth of the fact in a context, from rows with `by_depth` = [(depth 0 to 1, score 0 to
-1)]."""
+"""Share of right answers by depth of the fact in a context, from rows with `by_depth` = [(depth, score), ...]."""
 
 from collections.abc import Sequence
 

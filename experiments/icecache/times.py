@@ -1,5 +1,4 @@
-"""IceCache's times: the second token of a prompt, the parts of a token, and their growth with context and over a
-decode."""
+"""IceCache's times: the second token of a prompt, and the parts of a token with their growth."""
 
 import functools
 import itertools

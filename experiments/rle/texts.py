@@ -1,5 +1,4 @@
-"""Texts of the kinds that the source of the run-length cache has (chats, documentation, code), from held-out library
-files."""
+"""Texts of the kinds that the source of the run-length cache has: chats, documentation and code, all held out."""
 
 import numpy as np
 
