@@ -1,4 +1,4 @@
-"""What a token costs where a model decodes real text, with its own selections, and of that what the store takes.
+"""Time of a token of a model that decodes real text, with its own selections, and the store's share of it.
 
     python -m experiments.main --config=configs/decoding.py --workdir=runs/decoding --config.model=DIR
 

@@ -1,9 +1,9 @@
-"""Importance of a model's delimiters (DynSplit-KV, section 3 and Appendix B.1), and the files that `dynsplit` reads.
+"""Importance of a model's delimiters (DynSplit-KV, section 3 and Appendix B.1), in the files that `dynsplit` reads.
 
     python -m experiments.main --config=configs/delimiters.py --workdir=runs/delimiters
 
-Leaves `delimiters.json` (all kinds of text together) and `delimiters_KIND.json` in the workdir; the first of them is in
-`kvjax/reference/` and `kvjax/reference_8k/` for the reference models. Preset `:smoke` finishes within a minute.
+Writes `delimiters.json` (all kinds of text together) and `delimiters_KIND.json` to the workdir; `kvjax/reference/` and
+`kvjax/reference_8k/` have the former for the reference models. Preset `:smoke` finishes within a minute.
 """
 
 import ml_collections
@@ -19,7 +19,7 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config.length = 1024
     config.importance = {"future": 8, "overlap": 128, "alpha": 1.0}
     config.least = 8  # occurrences below which a delimiter gets the mean score
-    config.checkpoints = (1, 2, 4, 8, 12)  # texts after which the scores are compared with the last ones
+    config.checkpoints = (1, 2, 4, 8, 12)  # texts after which the scores are compared with the final ones
     config.shown = 20  # delimiters in a printed table
     config.control = {  # Figure 3 d: the same method with the order of the delimiters reversed
         "method": {"name": "dynsplit", "budget": 128}, "tasks": ("needle", "passkey", "perplexity"), "lengths": (1024,),

@@ -1,12 +1,12 @@
-"""The main job: a document with needles in it, its KV cache on flash, questions answered by every method.
+"""The main job: a document with needles in it, its KV cache on flash, and questions answered by every method.
 
     python -m experiments.main --config=configs/demo.py --workdir=runs/demo
     python -m experiments.main --config=configs/demo.py --workdir=runs/mine \
         --config.model=DIR --config.prompt_file=FILE --config.question="..." \
         --config.dtype=bfloat16 --config.chat=True --config.chunk=512
 
-The last three fit most models of today: weights in 16 bits, an instruction-tuned model's chat template, and a text that
-is read 512 tokens at a time. Runtime: under three minutes on two cores. Preset `:smoke` is shorter.
+The last three suit most current models: weights in 16 bits, the chat template of an instruction-tuned model, and a text
+that is read 512 tokens at a time. Runtime: under three minutes on two cores. Preset `:smoke` is shorter.
 """
 
 import ml_collections

@@ -1,22 +1,22 @@
-"""DynaKV's tables and figures that can be run here, beside static and local update and retrieval without clusters.
+"""DynaKV's reproducible tables and figures, beside static and local update and retrieval without clusters.
 
     python -m experiments.main --config=configs/dynakv_paper.py:PRESET --workdir=runs/dynakv_paper_PRESET
 
     accuracy   needles and loss (Figure 10 a); the default
     bits       the same with keys and values in 8 and 4 bits
     latency    ms per token and effective bandwidth at 16K tokens on emulated devices (Figures 10 b, c and 17), at one
-               budget, and for the rivals also at budgets with which they are as good
+               budget, and for the rivals also at budgets of equal quality
     length     ms per token from 1K to 64K tokens at one budget, in memory and on UFS 4.0 (section 8.4)
-    decode     seconds of 1K to 16K tokens decoded one after the other, with splits as they come (Table 6)
-    share      ms per token against the tokens that are attended (Figure 15)
+    decode     seconds of 1K to 16K tokens decoded one after the other, with splits as they occur (Table 6)
+    share      ms per token against the number of attended tokens (Figure 15)
     precision  ms and bytes per token with keys and values in 32, 8 and 4 bits (Figure 16)
     ratio      memory, ms and bytes per token against the share of the cache in memory, two policies (Figure 14)
     buffer     bytes read and written per token against B_max (Figure 11)
     smoke      finishes within a minute
 
-No-cluster is exact top-k of single tokens. Static is PQCache's update and local ClusterKV's, as options of the same
-method. Table 2 and Table 5 come from `configs/shift.py`, Figures 12 and 13 from `configs/layouts.py`, hit rates on real
-text from `configs/residency.py`, memory of parked layers (space virtualisation) from `scripts/bench_parking.py`.
+No-cluster is exact top-k of single tokens. Static is PQCache's update and local is ClusterKV's, as options of the same
+method. Tables 2 and 5 come from `configs/shift.py`, Figures 12 and 13 from `configs/layouts.py`, hit rates on real text
+from `configs/residency.py`, and the memory of offloaded layers (space virtualisation) from `scripts/bench_parking.py`.
 """
 
 import ml_collections
@@ -29,18 +29,18 @@ _RIVALS = (
     _DYNAKV,
 )
 _CONTEXT = 16384
-# After decoding eight times the prompt, recall@16 of the true top keys is .480 for DynaKV with 128 tokens, .476 and
-# .505 for local update with 144 and 160, .483 for static with 512 (configs/shift.py with --config.method.budget=).
-# No cluster has it with .26 times the tokens (.499 with 34), DynaKV's recall of as many keys as that attends with .53,
-# its attention mass with .41 times.
+# Share of DynaKV's budget at which each rival has its quality. After decoding eight times the prompt, recall@16 of the
+# true top keys is .480 for DynaKV with 128 tokens, .476 and .505 for local update with 144 and 160, and .483 for static
+# with 512 (configs/shift.py with --config.method.budget=). No cluster reaches that recall with .26 times the tokens
+# (.499 with 34), DynaKV's recall of as many keys as DynaKV attends with .53 times, its attention mass with .41 times.
 _AS_GOOD = (("static", "equal recall", 4.0), ("local", "equal recall", 1.15), ("no cluster", "equal recall", 0.26),
             ("no cluster", "equal recall of 108", 0.53), ("no cluster", "equal mass", 0.41))
 _TOKEN_ORDER, _CLUSTERED = (
     tuple(f"flash:{device}:{layout}" for device in ("nvme", "ufs4.0", "ufs3.1", "emmc"))
     for layout in ("sequential", "dual_head")
 )
-# Neighbouring tokens of made-up keys that are of one clump: with 4, a request for tokens of a cluster, which lie in
-# pages of 8 as they came, brings about as many of them as in the reference model on real text.
+# Mean number of neighbouring made-up keys of one clump. With 4, a request for tokens of a cluster, which lie in pages
+# of 8 in token order, returns about as many of them as with the reference model on real text.
 _CLUMP_RUN = 4.0
 
 
@@ -66,8 +66,8 @@ def _with_budget(budget: int):
 
 
 def _latency():
-    """Static and local update twice: with tokens in token order, as systems of their own, and in DynaKV's layout, where
-    nothing but the update differs."""
+    """Static and local update twice: with tokens in token order, as in systems of their own, and in DynaKV's layout,
+    where only the update differs."""
     no_cluster, *updates, dynakv = _with_budget(512)
     as_good = tuple(
         {**method, "budget": round(share * 512), "label": f"{name}, {measure}"}
@@ -82,20 +82,20 @@ def _latency():
 
 
 def _length():
-    """Larger clusters than elsewhere: ranking them is the one part of computing that grows with the context."""
+    """Larger clusters than elsewhere: ranking them is the only part of computing that grows with the context."""
     methods = ({**_DYNAKV, "budget": 512, "cluster": 32},)
     return _throughput(contexts=(1024, 4096, 16384, 65536), stores=("memory", "flash:ufs4.0"), methods=methods)
 
 
 def _decode():
-    """After 1,024 tokens, with the clusters of `length`."""
+    """Tokens decoded after a context of 1,024, with the clusters of `length`."""
     methods = ({**_DYNAKV, "budget": 512, "cluster": 32},)
     return _throughput(contexts=(1024,), stores=("memory", "flash:ufs4.0"), methods=methods, steps=16384,
                        outputs=(1024, 2048, 4096, 8192, 16384))
 
 
 def _share():
-    """1 % to 12.5 % of the context."""
+    """Budgets of 1 % to 12.5 % of the context."""
     return _throughput(stores=("flash:ufs4.0",), methods=tuple(
         {**method, "budget": budget, "label": f"{method['label']}@{budget}"}
         for budget in (164, 512, 1024, 2048) for method in _RIVALS
@@ -110,7 +110,7 @@ def _precision():
 
 
 def _ratio():
-    """Slots for 5 to 40 % of the blocks that there is room for."""
+    """Slots for 5 to 40 % of the blocks that fit the cache."""
     blocks = 5 * _CONTEXT // (4 * _SIZES["cluster"])
     return _throughput(stores=("flash:ufs4.0",), steps=64, methods=tuple(
         {**_DYNAKV, "budget": 512, "label": f"{percent} % {policy}",
@@ -120,7 +120,7 @@ def _ratio():
 
 
 def _buffer():
-    """A budget of 512 holds the largest buffer beside sinks, window and a block."""
+    """A budget of 512, which holds the largest buffer beside sinks, window and a block."""
     sizes = tuple({**_DYNAKV, "budget": 512, "label": f"dynakv B_max={b}", "buffer": b} for b in (1, 2, 4, 8, 16))
     return _throughput(methods=sizes, steps=128)
 
@@ -133,7 +133,7 @@ def _evaluated(methods):
 
 
 def _accuracy():
-    """With as many iterations of k-means as usual; timed presets have few, which their speed does not depend on."""
+    """The usual number of k-means iterations; timed presets have fewer, as speed does not depend on them."""
     rivals = ({name: value for name, value in one.items() if name != "iterations"} for one in _with_budget(128))
     return _evaluated(({"name": "full"}, *rivals))
 

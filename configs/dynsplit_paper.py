@@ -3,12 +3,13 @@
     python -m experiments.main --config=configs/dynsplit_paper.py[:PRESET] --workdir=runs/dynsplit_paper[_PRESET]
 
     default    accuracy at 7.5 to 15 % of the cache (Figure 6), the ablations of Figure 11 and Table 6 at 10 %
-    tenth      10 % of the cache against all of it, with four times as many samples
+    tenth      10 % of the cache compared with all of it, with four times as many samples
     passkey    passkey retrieval by budget (Table 3)
     latency    ms per token and memory at 32K tokens, 7.5 and 10 % of them, beside the full cache (Figures 8 and 9)
     outputs    seconds for 256 to 4,096 tokens after 32K (Figure 8)
-    memory     memory by batch and length: what is kept, and what a step takes beside it (Figure 10)
-    reuse      ms per token with nothing, or blocks of earlier steps kept, head by head or equally many (Figure 12)
+    memory     memory by batch and length: the cache's, and what a step takes beside it (Figure 10)
+    reuse      ms per token without reuse, and with blocks of earlier steps reused by each head, or equally many by all
+               (Figure 12)
     smoke      finishes within a minute
 """
 
@@ -65,7 +66,8 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
 
 
 def _timed(**changes) -> ml_collections.ConfigDict:
-    """Made-up keys have no token ids, so blocks have the ideal length; sizes and costs are those of any text."""
+    """Timed run. Made-up keys have no token ids, so that blocks have the ideal length; sizes and costs are those of any
+    text."""
     config = ml_collections.ConfigDict({
         "experiment": "speed.throughput", "models": ("cache-path",), "contexts": (32768,), "batches": (1,),
         "stores": ("memory", "flash"), "drivers": ("fused",), "steps": 24, "rounds": 1, "slots": 0,
@@ -77,7 +79,8 @@ def _timed(**changes) -> ml_collections.ConfigDict:
 
 
 def _reused():
-    """Slots for twice what is attended; "even": heads reuse equally much (Appendix B.2). From flash and from memory."""
+    """Slots for twice the attended blocks, over flash and over memory; with "even", heads reuse equally many (Appendix
+    B.2)."""
     method, slots = {**_DYNSPLIT, "budget": 3277}, {"count": 656, "policy": "lru"}
     return _timed(stores=("flash", "host"), methods=(
         {**method, "label": "none", "slots": {"keep": False}}, {**method, "label": "each head", "slots": slots},
@@ -86,7 +89,7 @@ def _reused():
 
 
 def _memory():
-    """A tenth of the tokens, with blocks on flash, beside the full cache in memory."""
+    """A tenth of the tokens with blocks on flash, beside the full cache in memory."""
     contexts, full = (8192, 16384, 32768), {"name": "full", "only": {"stores": ("memory",)}}
     tenth = tuple(
         {**_DYNSPLIT, "budget": round(context / 10), "only": {"stores": ("flash",), "contexts": (context,)}}

@@ -1,4 +1,4 @@
-"""What the reference model can do, and what each method leaves of it.
+"""Accuracy of the reference model on retrieval tasks, and of each method relative to it.
 
     python -m experiments.main --config=configs/evaluate.py --workdir=runs/evaluate
 
@@ -17,7 +17,7 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config.lengths = (512, 2048)
     config.samples = 128
     config.batch = 8
-    config.continuations = 8  # texts that perplexity is of
+    config.continuations = 8  # texts whose perplexity is measured
     config.perplexity_tokens = 64
     config.methods = (
         {"name": "full"},

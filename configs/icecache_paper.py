@@ -7,15 +7,15 @@ Parts:
     passkey    length x depth at three budgets (Figure 6)
     suite      the leaderboard's retrieval tasks: share of the full cache's score with its 95 % interval
     dci        recall, share visited and evaluations of the tree alone, from 1K to 128K points; built at once and by
-               inserts; with what is shipped, a narrower beam, and P-DCI
+               inserts; with the default settings, a narrower beam, and P-DCI
     pages      hit rate of pages against Quest's at one budget, on the same keys
     tt2t       time to the second token (Figure 7 a), layers indexed and written one after the other, or while the next
-               is read
+               one is read
     breakdown  one layer's query, loading of its pages from flash, and attention (Figure 7 c)
     tpot       decode time against context with its parts, a token's commit included (Figure 8); growth over a long
                decode with the index updated and frozen
 
-`summary.json` also has the growth of times between two contexts. The timed parts want a quiet machine. Preset `:smoke`
+`summary.json` also has the growth of times between two contexts. The timed parts need a quiet machine. Preset `:smoke`
 runs every part.
 """
 
@@ -42,24 +42,24 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config.suite.update(
         store="memory", tasks=("passkey", "needle", "needle_of_4"), budgets=(64, 256), samples=100, seeds=(0, 1, 2, 3),
     )
-    for of_the_board in ("experiment", "model", "dtype", "shard"):  # the model is `config.model`, and all cells are run
+    for of_the_board in ("experiment", "model", "dtype", "shard"):  # the model is `config.model`; all cells are run
         del config.suite[of_the_board]
     config.suite.methods = (
         {"name": "full", "whole": True}, {"name": "icecache", "window": 16, "dense_layers": 0},
         {"name": "icecache", "label": "icecache, 2 dense", "window": 16},
     )
-    config.suite_once = {"seeds": (0,), "methods": (  # fewer samples: no claim hangs on them
+    config.suite_once = {"seeds": (0,), "methods": (  # fewer samples: no claim depends on them
         {"name": "icecache", "label": "icecache, 1 dense, reuse 3", "window": 16, "dense_layers": 1, "reuse": 3},
         *(one for one in board.methods if one["name"] in _BASELINES),
     )}
     config.points = (1024, 4096, 16_384, 65_536, 131_072)
     config.trees = ("shipped", "narrow", "pdci48")  # of `experiments.icecache.tree.SETTINGS`
-    config.grown = (0.5, 0.125, 0.0)  # share of the points that are built at once, the others inserted
+    config.grown = (0.5, 0.125, 0.0)  # share of the points that are built at once; the others are inserted
     config.grown_points = 4096
     config.queries = 64
-    config.beam = 192  # as shipped
+    config.beam = 192  # the default
     config.key_tokens = 2048  # real keys: prompt tokens of held-out text
-    config.key_steps = 32  # and decoded tokens, whose queries ask
+    config.key_steps = 32  # and decoded tokens, whose queries are used
     config.model_shape = "cache-path"
     config.prompts = (4096, 8192)  # of `tt2t`
     config.repeats = 3

@@ -1,46 +1,46 @@
-"""KVSwap's tables and figures that can be run here, beside the methods it is compared with.
+"""KVSwap's reproducible tables and figures, beside the methods it is compared with.
 
     python -m experiments.main --config=configs/kvswap_paper.py:PRESET --workdir=runs/kvswap_paper_PRESET
 
-    budget      needles of 8,192 tokens with some 1/13 (relaxed) and 1/34 (tight) of the full cache's bytes in memory
+    budget      needles in 8,192 tokens with about 1/13 (relaxed) and 1/34 (tight) of the full cache's bytes in memory
     accuracy    needles and loss with 1/8 (relaxed) and 1/32 (tight) of the keys' numbers (Table 2); the default
     depths      needles at depths from 0 to 1 of 2,048 to 8,192 tokens, `budget`'s tight settings (Figure 9); depths.png
-    reasoning   questions over several documents (Table 3), for `--config.model=DIR` that can answer them, from
-                LongBench's files: `--config.tasks="('longbench:DIR/hotpotqa.jsonl',)"`
+    reasoning   questions over several documents (Table 3) from LongBench's files, for a model that can answer them:
+                `--config.model=DIR --config.tasks="('longbench:DIR/hotpotqa.jsonl',)"`
     rolling     with and without the rolling buffer, G = 2 to 12 (appendix Table 3)
     entries     needles and loss against the number of selected entries MG (Figure 13 b)
-    sizes       needles and loss against G, 0 for heads that choose for themselves (Figure 12)
+    sizes       needles and loss against G; 0 stands for heads that select for themselves (Figure 12)
     throughput  tokens/s at 32K tokens on emulated NVMe and eMMC, batches of 1 and 8 (Table 4)
     batches     the same for KVSwap in 4 bits and its nearest rival by batch size and context (appendix Table 2)
     heads       the same by batch size and context at the head size of the paper's Llama-3-8B, with weights, keys and
                 values in bfloat16
     models      whole layers of Llama-3.2-1B and 3B and Llama-3-8B in bfloat16 (Figure 10)
     best        as many sequences as fit a total budget, each method with its own paper's settings (Figure 11)
-    groups      tokens/s against G, 0 for heads that choose for themselves, with and without reuse (Figure 12)
+    groups      tokens/s against G, 0 as in `sizes`, with and without reuse (Figure 12)
     selected    tokens/s against MG, groups read each time (Figure 13 b)
     rates       tokens/s against the share of groups that come back, drawn at random (Table 5 from its other end)
     breakdown   where a decode step's time goes, with and without reading ahead (Figure 13 a)
-    pretrained  what keeping groups gains with the selections of a pretrained model (docs/results/real_model.md), by
-                four ways of choosing, which come back as often as in the paper; `--config.replay.model=DIR`
-    gains       what keeping groups gains at batches of 8 and 16 with one of these ways and 1/13 of the full cache's
-                memory, three times in turn
+    pretrained  gain of keeping groups with the selections of a pretrained model (docs/results/real_model.md), by four
+                ways of selecting, with groups that come back as often as in the paper; `--config.replay.model=DIR`
+    gains       gain of keeping groups at batches of 8 and 16 with one of these ways and 1/13 of the full cache's
+                memory, three times alternately
     reuse       how often groups come back in real text, for each kind of it (Table 5); seven minutes on two cores
     smoke       finishes within a minute
 
-FlexGen is the full cache, all of it read in every step. InfiniGen* scores all heads together, "+ru" keeps groups for
+FlexGen is the full cache, all of it read in every step. InfiniGen* scores all heads together; "+ru" keeps groups for
 later steps. Resident bytes are in every row. Adapters of `configs/train_svd.py` are used with `"adapters": DIR` among a
-method's settings; without, each prompt's own keys are decomposed.
+method's settings; otherwise each prompt's own keys are decomposed.
 
 Made-up keys and random weights do not select as real text does. Timed methods that predict attention therefore replay
-what the reference model selected on held-out text, at the same share of tokens (`"replay": True`,
-`experiments/speed/replay.py`). How often groups come back is the reference model's: with C twice what is selected, 17
-to 20 % of 25 of 2,048 tokens (preset reuse, four kinds of text), 32 to 35 % of 100, 63 to 65 % of 400; texts of a kind
-differ by a standard deviation of at most 1 %. The paper's models, thousands of times as large, have 75 to 81 % of 400
-of 32K. Where a model cannot be, `--config.replay.model` may be the directory WORKDIR/recordings of a run elsewhere.
-`"replay": 0.77` draws selections of which that share comes back, as the paper's tuner does (appendix A.3).
+the reference model's selections on held-out text, at the same share of tokens (`"replay": True`,
+`experiments/speed/replay.py`). Groups come back as often as with the reference model: with C twice the selected tokens,
+17 to 20 % of 25 of 2,048 tokens (preset reuse, four kinds of text), 32 to 35 % of 100, and 63 to 65 % of 400; texts of
+a kind differ by a standard deviation of at most 1 %. The paper's models, thousands of times as large, have 75 to 81 %
+of 400 of 32K. On a machine without the model, `--config.replay.model` may be the directory WORKDIR/recordings of a run
+elsewhere. `"replay": 0.77` draws selections of which that share comes back, as the paper's tuner does (appendix A.3).
 
-In a row of times, `block_ms` is one layer's share of a step; select_ms is choosing, plan_ms the slot table (what reuse
-costs), attend_ms attention; of the device's io_ms_per_step a step waits for wait_ms_per_step.
+In a row of times, `block_ms` is one layer's share of a step, `select_ms` selection, `plan_ms` the slot table (the cost
+of reuse), `attend_ms` attention; of the device's `io_ms_per_step` a step waits for `wait_ms_per_step`.
 """
 
 import ml_collections
@@ -61,7 +61,8 @@ def _reuse(group: int, tokens: int = _REUSE_TOKENS) -> dict:
 
 
 def _compared(sigma: int, suffix: str, budget: int) -> tuple[dict, ...]:
-    """Each keeps 1 / sigma of the keys' numbers in memory to choose by, ShadowKV as many again to make keys of."""
+    """Rivals that keep 1 / sigma of the keys' numbers in memory to select by; ShadowKV as many again to rebuild keys
+    from."""
     return tuple({**method, "label": method["label"] + suffix, "budget": budget} for method in (
         {"name": "infinigen", "label": "infinigen", "sigma": sigma},
         {"name": "infinigen", "label": "infinigen*", "sigma": sigma, "shared": True},
@@ -97,14 +98,14 @@ def _timed(methods, **changes) -> ml_collections.ConfigDict:
         "experiment": "speed.throughput", "models": ("cache-path",), "contexts": (32768,),
         "stores": ("flash:nvme", "flash:emmc"), "drivers": ("fused",), "steps": 24, "rounds": 1, "slots": 0,
         "batches": (1,), "transformers": False, "methods": methods, "replay": dict(_REPLAY),
-        "staging_mib": 4,  # a quarter waits to be written in a long decode, which counts as the cache's memory
+        "staging_mib": 4,  # in a long decode a quarter of it waits to be written, and counts as the cache's memory
     })
     config.update(changes)
     return config
 
 
 def _accuracy():
-    """Beside the rivals, variants of KVSwap: section 6 has G = 0 for heads that choose for themselves."""
+    """KVSwap's rivals and variants; G = 0 stands for heads that select for themselves, as in section 6."""
     kvswap = {"name": "kvswap", "budget": 128}
     variants = tuple({**kvswap, **change, "label": f"kvswap {label}"} for label, change in (
         ("own layer", {"lookahead": False}), ("per head", {"shared": False}), ("G=1", {"group": 1}),
@@ -114,8 +115,8 @@ def _accuracy():
 
 
 def _relaxed() -> tuple[dict, ...]:
-    """Methods with some 1/13 of the full cache's bytes at 8,192 tokens, if nothing is kept between steps; the window of
-    the other boards."""
+    """Methods with about 1/13 of the full cache's bytes at 8,192 tokens when nothing is kept between steps, and the
+    window of the other boards."""
     methods = (
         {"name": "kvswap", "sigma": 8},
         {"name": "kvswap", "label": "kvswap, 4 bits", "sigma": 2, "bits": 4, "per_head": True},
@@ -127,7 +128,7 @@ def _relaxed() -> tuple[dict, ...]:
 
 
 def _tight() -> tuple[dict, ...]:
-    """The same with 1/34, labelled "-t"."""
+    """Methods with about 1/34 of the full cache's bytes, labelled "-t"."""
     methods = (
         {"name": "kvswap", "sigma": 32}, {"name": "kvswap", "label": "kvswap, 4 bits", "sigma": 3, "bits": 4},
         {"name": "infinigen", "sigma": 32}, {"name": "infinigen", "label": "infinigen*", "sigma": 32, "shared": True},
@@ -137,7 +138,7 @@ def _tight() -> tuple[dict, ...]:
 
 
 def _within_budgets() -> tuple[dict, ...]:
-    """Nothing is kept between steps. What each method has in memory by then is in its row."""
+    """Methods that keep nothing between steps; their rows have the bytes that each holds in memory."""
     kept = tuple({**one, "slots": {"keep": False}} for one in (*_relaxed(), *_tight()))
     return ({"name": "full", "whole": True}, *kept)
 
@@ -166,7 +167,7 @@ def _reasoning():
 
 
 def _rolling():
-    """The smallest window there is, so that an unfinished group is what is recent."""
+    """The smallest possible window, so that the recent tokens are those of the unfinished group."""
     return _evaluate(tuple(
         {"name": "kvswap", "label": f"G={group} {'with' if rolling else 'no'} buffer", "group": group, "window": 2,
          "budget": 128, "rolling_buffer": rolling}
@@ -186,11 +187,11 @@ def _sizes():
 
 
 def _systems() -> dict[str, dict]:
-    """What is timed, by label: groups or tokens that are read each time, unless it says otherwise."""
+    """Timed methods by label; groups or tokens are read in every step unless the label says otherwise."""
     found = {one["label"]: {**one, "slots": _READ_ONCE, "replay": True} for one in _compared(8, "", _SELECTED + _TAIL)}
     kvswap, shadow = found.pop("kvswap"), {**found.pop("shadowkv"), "label": "shadowkv, chunk 8"}
-    del shadow["replay"]  # nothing is kept of it, and its outliers are in no recording
-    shadow["slots"] = {"keep": False}  # it chooses by its own queries: guesses would be read for nothing
+    del shadow["replay"]  # it keeps nothing, and recordings do not have its outliers
+    shadow["slots"] = {"keep": False}  # it selects by its own queries: reads ahead would be wasted
     half = {**kvswap, "sigma": 2, "bits": 4, "per_head": True}  # four times as many numbers in half the memory
     others = (
         _FLEXGEN, {**found["infinigen*"], "label": "infinigen*+ru", "slots": _reuse(1)},
@@ -203,7 +204,7 @@ def _systems() -> dict[str, dict]:
 
 
 def _throughput():
-    """Batches of 8 for KVSwap and its nearest rival alone: what reads many small pieces takes minutes a step."""
+    """Batches of 8 for KVSwap and its nearest rival only: methods that read many small pieces take minutes a step."""
     flash = ("flash:nvme", "flash:emmc")
     both = ("shadowkv", "shadowkv, chunk 8", "kvswap no reuse", "kvswap", "4 bits no reuse", "4 bits")
     methods = tuple(
@@ -220,7 +221,7 @@ def _batches():
 
 
 def _heads():
-    """A group has as many bytes as in `throughput`: twice the numbers, of half the size."""
+    """Groups of as many bytes as in `throughput`: twice the numbers, of half the size."""
     systems = _systems()
     rivals = ({**systems["flexgen"], "only": {"batches": (1,)}}, systems["shadowkv"], systems["4 bits no reuse"],
               systems["4 bits"])
@@ -229,7 +230,7 @@ def _heads():
 
 
 def _models():
-    """The largest, eight sequences of it, needs some 11 GB of memory beside the file."""
+    """Whole layers of three models; eight sequences of the largest need about 11 GB of memory beside the file."""
     systems = _systems()
     full = {"name": "full", "only": {"stores": ("memory",)}}
     rivals = (systems["shadowkv"], systems["4 bits"])
@@ -239,9 +240,10 @@ def _models():
 
 
 def _best():
-    """250 and 100 MiB of `cache-path`, as the paper has 2,000 and 800 where a sequence of KVSwap's takes 310 and 120.
-    Half of the keys' numbers for InfiniGen, a quarter for Loki and 160 of 1,024 for ShadowKV, as published. Beside each
-    method is how many sequences fit 250 MiB and 100, the store's part included; where none does, it has no row."""
+    """Budgets of 250 and 100 MiB for `cache-path`; the paper has 2,000 and 800 where a sequence of KVSwap's takes 310
+    and 120. Half of the keys' numbers for InfiniGen, a quarter for Loki and 160 of 1,024 for ShadowKV, as published.
+    Beside each method is the number of sequences that fit 250 and 100 MiB, the store's part included; a method without
+    a number has no row."""
     systems = _systems()
     relaxed = {**systems["4 bits"], "slots": _reuse(4, 1100)}
     tight = {**systems["4 bits no reuse"], "label": "4 bits-t", "sigma": 4, "per_head": False}
@@ -279,7 +281,7 @@ def _rates():
 
 
 def _breakdown():
-    """A whole block, MLP included; each method with and without reading the next layer's blocks ahead."""
+    """Whole blocks, MLP included; each method with and without reading the next layer's blocks ahead."""
     systems = _systems()
     return _timed(tuple(
         {**systems[label], "label": f"{label} {prefetch}", "slots": {**systems[label]["slots"], "prefetch": prefetch}}
@@ -289,8 +291,8 @@ def _breakdown():
 
 
 def _pretrained():
-    """Scores summed over heads after each one's softmax, of floats and of 4 bits, and raw scores summed (section 3.3),
-    with an SVD of each head and one of all heads, and of 4 bits."""
+    """Scores summed over heads after each head's softmax, of floats and of 4 bits; and raw scores summed (section 3.3),
+    with an SVD of each head, with one of all heads, and of 4 bits."""
     systems = _systems()
     raw = {**systems["kvswap"], "label": "raw", "aggregation": "mean"}
     ways = (systems["kvswap"], systems["4 bits"], {**raw, "label": "raw, heads", "per_head": True}, raw,
@@ -306,14 +308,14 @@ def _gains():
     raw = {**_systems()["4 bits"], "aggregation": "mean"}
     ways = (("read each time", _READ_ONCE), ("kept", _reuse(4, 1100)))
     methods = tuple({**raw, "label": f"{label} {turn}", "slots": slots} for turn in (1, 2, 3) for label, slots in ways)
-    return _timed(methods, batches=(8, 16), steps=72, replay=dict(_PRETRAINED))  # a buffer is full after some 20
+    return _timed(methods, batches=(8, 16), steps=72, replay=dict(_PRETRAINED))  # a buffer is full after about 20
 
 
 def _reuse_rates():
     return ml_collections.ConfigDict({
         "experiment": "kvswap.reuse", "model": "", "contexts": (_REPLAY["tokens"],), "texts": 16, "warm_up": 4,
-        "selected": (25, 100, 400),  # of 2,048 tokens: the share that 400 are of 32,768, and more
-        "times_selected": (1.0, 1.5, 2.0, 3.0, 4.0),  # C, as multiples of what one step selects
+        "selected": (25, 100, 400),  # of 2,048 tokens: the same share as 400 of 32,768, and more
+        "times_selected": (1.0, 1.5, 2.0, 3.0, 4.0),  # C, as multiples of a step's selection
         "replay": {**_REPLAY, "kinds": ("prose", "code", "needles", "mixed")},
         "methods": ({"name": "kvswap", "label": "kvswap"},),
     })

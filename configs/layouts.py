@@ -18,7 +18,7 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config.context = 2048
     config.steps = 2048  # times batch: 4,096 decoded tokens, up to the longest the reference model was trained on
     config.slots = 0  # 0: as few as one step may need
-    config.staging_bytes = 1 << 20  # rows of a block wait until a quarter of it is used, then become one write
+    config.staging_bytes = 1 << 20  # rows of a block wait until a quarter of this is used, and then become one write
     config.probe_every = 8
     if preset == "smoke":
         config.update(context=256, steps=24)

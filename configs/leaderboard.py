@@ -1,4 +1,4 @@
-"""Every method x task x budget on the reference model, or on a user's with --config.model.
+"""Leaderboard: every method x task x budget on the reference model, or on a user's with --config.model.
 
 `config.tasks` takes any name of `kvjax.eval.tasks.TASKS`; a task that reads a file is written NAME:FILE. Prompts are
 cut to `config.lengths` tokens, long ones in their middle.
@@ -6,8 +6,8 @@ cut to `config.lengths` tokens, long ones in their middle.
     python -m experiments.main --config=configs/leaderboard.py --workdir=runs/leaderboard
 
 Resumable; --config.shard=i/n runs every n-th method and budget. Result: README.md and report.html. Preset `:smoke`
-finishes within three minutes, `:quick` is one task at two budgets, `:long` the second reference model at 8,192 tokens,
-`:ruler` RULER's tasks, `:recall` MQAR and many questions to one context.
+finishes within three minutes; `:quick` is one task at two budgets, `:long` the second reference model at 8,192 tokens,
+`:ruler` RULER's tasks, `:recall` MQAR and many questions about one context.
 """
 
 import ml_collections
@@ -31,11 +31,11 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config.samples = 32
     config.batch = 8
     config.continuations = 16  # contexts of tasks that predict given tokens: perplexity, mqar
-    config.max_new_tokens = 0  # most tokens of an answer; 0 = as many as the task says
+    config.max_new_tokens = 0  # most tokens of an answer; 0 = the task's number
     config.perplexity_tokens = 32
     config.recall_k = 16
-    config.question = "after"  # the prompt, token by token; "within": its end, which what compresses prompts needs
-    config.keep_bytes = 4 << 30  # of contexts that were read, kept for the next method
+    config.question = "after"  # after the prompt, token by token; or "within" it, for methods that compress prompts
+    config.keep_bytes = 4 << 30  # bytes of read contexts that are kept for the next method
     config.methods = (
         {"name": "full", "whole": True},
         {"name": "oracle", "window": 16},
@@ -50,7 +50,7 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
         {"name": "omnikv", "window": 16, "dense_layers": 0, "reuse": 2, "dense_filters": False},
         {"name": "quest", "window": 16},
         {"name": "dynakv", "window": 16},
-        {"name": "icecache", "window": 16, "dense_layers": 0},  # as the others; the paper's two would be half the model
+        {"name": "icecache", "window": 16, "dense_layers": 0},  # the paper's two would be half the model
         {"name": "kvswap", "window": 16},
         {"name": "dynsplit", "window": 16, "table": table},
         {"name": "infinigen", "window": 16},

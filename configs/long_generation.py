@@ -1,4 +1,4 @@
-"""Drift of long generations: what a method writes, judged by full attention window by window.
+"""Drift of long generations: texts written with each method, scored by full attention window by window.
 
     python -m experiments.main --config=configs/long_generation.py --workdir=runs/long_generation
 

@@ -1,4 +1,4 @@
-"""How much reading is hidden behind computing: a sleeping reader and the real disk, with and without prefetch.
+"""Share of reading that is hidden behind computing: a sleeping reader and the real disk, with and without prefetch.
 
     python -m experiments.main --config=configs/overlap.py --workdir=runs/overlap
 

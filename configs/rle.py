@@ -1,4 +1,4 @@
-"""Run-length and other codecs of keys: what they save, and what they cost in likelihood.
+"""Run-length and other codecs of keys: their savings, and their cost in likelihood.
 
     python -m experiments.main --config=configs/rle.py --workdir=runs/rle
 
@@ -21,13 +21,13 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config.span = 32  # tokens of a segment in the hierarchical encoding
     config.cluster = 8  # tokens per cluster where keys are sorted by cluster
     config.bits = (8, 4, 2)  # of keys in few bits
-    config.parts = {"length": 1024, "wide": 1.0}  # likelihood with one layer, or head, in runs, and at a wide tolerance
+    config.parts = {"length": 1024, "wide": 1.0}  # likelihood with runs in one layer or head; also at a wide tolerance
     config.histogram = (1, 2, 3, 5, 9, 17)  # shortest run of each bin
     config.autoencoder = {"width": 12, "hidden": 64, "steps": 400, "batch": 256, "rate": 3e-3}
     config.flash = {  # decodes the last `steps` of the first `length` tokens of a text from a flash store in each codec
         "methods": ({"name": "quest", "budget": 128, "page": 32}, {"name": "dynakv", "budget": 128}),
         "dtypes": ("float32", "int8"),
-        "planted": (1, 8),  # tokens in a row that share a key; 1: text as it is, more: a control
+        "planted": (1, 8),  # tokens in a row that share a key; 1: the text's own keys; more: a control
         "length": 1024, "steps": 64,
     }
     if preset == "smoke":

@@ -1,8 +1,8 @@
-"""How the distribution of keys shifts while decoding, and what each way to update clusters makes of it.
+"""Shift of the distribution of keys during decoding, and its effect with each way to update clusters.
 
     python -m experiments.main --config=configs/shift.py --workdir=runs/shift
 
-Runtime: four of the strategies took 3.5 CPU minutes in one mode. Preset `:smoke` finishes within a minute.
+Runtime: 3.5 CPU minutes for four of the strategies in one mode. Preset `:smoke` finishes within a minute.
 """
 
 import ml_collections

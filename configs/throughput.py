@@ -3,12 +3,12 @@
     python -m experiments.main --config=configs/throughput.py --workdir=runs/throughput
 
 With the `oracles` extra installed, transformers is measured in the same run. Preset `:smoke`
-finishes within a minute; `:quick` is one shape at two contexts, methods in turns.
+finishes within a minute; `:quick` is one shape at two contexts, with alternating methods.
 """
 
 import ml_collections
 
-_DYNAKV = {"name": "dynakv", "budget": 512, "cluster": 32, "iterations": 2}  # a budget of some 15 clusters
+_DYNAKV = {"name": "dynakv", "budget": 512, "cluster": 32, "iterations": 2}  # a budget of about 15 clusters
 
 
 def get_config(preset: str = "default") -> ml_collections.ConfigDict:
@@ -24,7 +24,7 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     )
     config.drivers = ("staged", "fused")
     config.steps = 40
-    config.rounds = 1  # more: the methods of a shape, store, context and batch take turns, and are all held meanwhile
+    config.rounds = 1  # more: methods of one shape, store, context and batch alternate, with all their caches held
     config.slots = 0  # 0: as few as one step may need
     config.transformers = True
     if preset == "smoke":

@@ -1,9 +1,9 @@
-"""Trains the reference model.
+"""Training of the reference model.
 
     python -m experiments.main --config=configs/train_lm.py --workdir=runs/lm
     python -m experiments.main --config=configs/train_lm.py:long --workdir=runs/lm_long
 
-Presets: the default recipe, for two CPU cores; `:long` goes on from the reference model to rows of 8,192 tokens, on
+Presets: the default recipe, for two CPU cores; `:long` continues from the reference model with rows of 8,192 tokens, on
 an NVIDIA GPU; `:smoke`. Runtime and result: see the model cards.
 """
 
@@ -19,7 +19,7 @@ def get_config(preset: str = "cpu") -> ml_collections.ConfigDict:
     config.experiment = "training.train_lm"
     config.seed = 0
     config.tokenizer = str(_REFERENCE / "tokenizer.json")
-    config.start = ""  # a checkpoint to go on from; empty: random weights
+    config.start = ""  # a checkpoint to continue from; empty: random weights
     config.model = ml_collections.ConfigDict({
         "hidden_size": 128, "intermediate_size": 384, "num_layers": 4,
         "num_heads": 4, "num_kv_heads": 2, "head_dim": 64,
@@ -28,7 +28,7 @@ def get_config(preset: str = "cpu") -> ml_collections.ConfigDict:
     config.dtype = "float32"  # of products; bfloat16 with cuDNN's attention, on NVIDIA's GPUs
     config.drawers = 1  # processes that draw batches
     config.batch_tokens = 4096
-    # Stages of (row lengths, steps): each step draws its length, so that the last stage forgets none.
+    # Stages of (row lengths, steps): each step draws its length, so that no length is forgotten.
     config.stages = (
         ((128,), 2700), ((256,), 600), ((512,), 450), ((1024,), 120), ((2048,), 50),
         ((128, 256, 256, 512, 512, 1024, 2048), 680), ((128, 256, 512, 1024, 1024, 2048, 2048), 420),
@@ -49,7 +49,7 @@ def get_config(preset: str = "cpu") -> ml_collections.ConfigDict:
         config.start = str(_REFERENCE)
         config.model.max_position = 16_384
         config.stages = (((512, 2048, 8192, 8192), 20_000),)
-        # Words and templates drawn anew cannot be learnt by heart. Answers are few in long rows, and weigh more.
+        # Made-up words and templates cannot be learnt by heart. Answers are few in long rows, and weigh more.
         config.mixture.update(max_needles=16, made_needles=0.9, answer_weight=50.0, text_weight=0.03)
         config.update(dtype="bfloat16", drawers=12, batch_tokens=32_768, learning_rate=1e-3, warmup_steps=200)
         config.update(decay_steps=6000, eval_every=3000, checkpoint_every=3000, log_every=100)

@@ -1,9 +1,9 @@
-"""Low-rank adapters for KVSwap: fitted by SVD, refined on real queries, tried on text of their own and of another kind.
+"""Low-rank adapters for KVSwap: fitted by SVD, refined on real queries, tried on text of the same and of other kinds.
 
     python -m experiments.main --config=configs/train_svd.py --workdir=runs/train_svd
 
 Writes adapters to WORKDIR/adapters/KIND_joint_RATIO (and `_refined`), for `kvjax.KVSwap(adapters=DIR)`. For text of
-one's own give files as kinds, `--config.kinds="('FILE.txt',)"`; KIND is then FILE_HASH. Preset `:smoke` finishes within
+your own give files as kinds, `--config.kinds="('FILE.txt',)"`; KIND is then FILE_HASH. Preset `:smoke` finishes within
 a minute.
 """
 
@@ -15,7 +15,7 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config.experiment = "training.train_svd"
     config.seed = 0
     config.model = ""  # empty: the reference model
-    config.kinds = ("code", "prose")  # and "needles": code with facts that come again, for what retrieves them
+    config.kinds = ("code", "prose")  # also "needles": code with repeated facts, which retrieval needs
     config.ratios = (4, 8, 16, 32)  # sigma = H_k d / r; those of configs/tune.py
     config.forms = ("joint", "per_head")
     config.length = 1024  # tokens of a row; rotated keys depend on it, so it should be the context to come
