@@ -66,36 +66,36 @@ def _with_budget(budget: int):
 
 
 def _latency():
-    """Static and local update twice: with tokens in token order, as in systems of their own, and in DynaKV's layout,
-    where only the update differs."""
+    """Times static and local update twice: with tokens in token order, as in systems of their own, and in DynaKV's
+    layout, where only the update differs."""
     no_cluster, *updates, dynakv = _with_budget(512)
     as_good = tuple(
         {**method, "budget": round(share * 512), "label": f"{name}, {measure}"}
         for name, measure, share in _AS_GOOD for method in (no_cluster, *updates) if method["label"] == name
     )
-    scattered = tuple({**one, "label": f"{one['label']}, token order", "only": {"stores": _TOKEN_ORDER}}
-                      for one in (no_cluster, *updates, *as_good))
-    clustered = tuple({**one, "only": {"stores": _CLUSTERED}} for one in (*updates, *as_good[:2], dynakv))
+    scattered = tuple({**rival, "label": f"{rival['label']}, token order", "only": {"stores": _TOKEN_ORDER}}
+                      for rival in (no_cluster, *updates, *as_good))
+    clustered = tuple({**rival, "only": {"stores": _CLUSTERED}} for rival in (*updates, *as_good[:2], dynakv))
     return _throughput(
         stores=(*_TOKEN_ORDER, *_CLUSTERED), clump_run=_CLUMP_RUN, methods=(*scattered, *clustered)
     )
 
 
 def _length():
-    """Larger clusters than elsewhere: ranking them is the only part of computing that grows with the context."""
+    """Uses larger clusters than elsewhere: ranking them is the only part of computing that grows with the context."""
     methods = ({**_DYNAKV, "budget": 512, "cluster": 32},)
     return _throughput(contexts=(1024, 4096, 16384, 65536), stores=("memory", "flash:ufs4.0"), methods=methods)
 
 
 def _decode():
-    """Tokens decoded after a context of 1,024, with the clusters of `length`."""
+    """Decodes after a context of 1,024 tokens, with the clusters of `length`."""
     methods = ({**_DYNAKV, "budget": 512, "cluster": 32},)
     return _throughput(contexts=(1024,), stores=("memory", "flash:ufs4.0"), methods=methods, steps=16384,
                        outputs=(1024, 2048, 4096, 8192, 16384))
 
 
 def _share():
-    """Budgets of 1 % to 12.5 % of the context."""
+    """Uses budgets of 1 % to 12.5 % of the context."""
     return _throughput(stores=("flash:ufs4.0",), methods=tuple(
         {**method, "budget": budget, "label": f"{method['label']}@{budget}"}
         for budget in (164, 512, 1024, 2048) for method in _RIVALS
@@ -110,7 +110,7 @@ def _precision():
 
 
 def _ratio():
-    """Slots for 5 to 40 % of the blocks that fit the cache."""
+    """Uses slots for 5 to 40 % of the blocks that fit the cache."""
     blocks = 5 * _CONTEXT // (4 * _SIZES["cluster"])
     return _throughput(stores=("flash:ufs4.0",), steps=64, methods=tuple(
         {**_DYNAKV, "budget": 512, "label": f"{percent} % {policy}",
@@ -120,7 +120,7 @@ def _ratio():
 
 
 def _buffer():
-    """A budget of 512, which holds the largest buffer beside sinks, window and a block."""
+    """Uses a budget of 512, which holds the largest buffer beside sinks, window and a block."""
     sizes = tuple({**_DYNAKV, "budget": 512, "label": f"dynakv B_max={b}", "buffer": b} for b in (1, 2, 4, 8, 16))
     return _throughput(methods=sizes, steps=128)
 
@@ -133,8 +133,8 @@ def _evaluated(methods):
 
 
 def _accuracy():
-    """The usual number of k-means iterations; timed presets have fewer, as speed does not depend on them."""
-    rivals = ({name: value for name, value in one.items() if name != "iterations"} for one in _with_budget(128))
+    """Uses the default number of k-means iterations; timed presets have fewer, as speed does not depend on them."""
+    rivals = ({name: value for name, value in rival.items() if name != "iterations"} for rival in _with_budget(128))
     return _evaluated(({"name": "full"}, *rivals))
 
 

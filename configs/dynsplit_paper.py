@@ -66,8 +66,8 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
 
 
 def _timed(**changes) -> ml_collections.ConfigDict:
-    """Timed run. Made-up keys have no token ids, so that blocks have the ideal length; sizes and costs are those of any
-    text."""
+    """Returns a timed run. Made-up keys have no token ids, so that blocks have the ideal length; sizes and costs are
+    those of any text."""
     config = ml_collections.ConfigDict({
         "experiment": "speed.throughput", "models": ("cache-path",), "contexts": (32768,), "batches": (1,),
         "stores": ("memory", "flash"), "drivers": ("fused",), "steps": 24, "rounds": 1, "slots": 0,
@@ -79,8 +79,8 @@ def _timed(**changes) -> ml_collections.ConfigDict:
 
 
 def _reused():
-    """Slots for twice the attended blocks, over flash and over memory; with "even", heads reuse equally many (Appendix
-    B.2)."""
+    """Uses slots for twice the attended blocks, over flash and over memory; with "even", heads reuse equally many
+    (Appendix B.2)."""
     method, slots = {**_DYNSPLIT, "budget": 3277}, {"count": 656, "policy": "lru"}
     return _timed(stores=("flash", "host"), methods=(
         {**method, "label": "none", "slots": {"keep": False}}, {**method, "label": "each head", "slots": slots},
@@ -89,7 +89,7 @@ def _reused():
 
 
 def _memory():
-    """A tenth of the tokens with blocks on flash, beside the full cache in memory."""
+    """Attends a tenth of the tokens with blocks on flash, beside the full cache in memory."""
     contexts, full = (8192, 16384, 32768), {"name": "full", "only": {"stores": ("memory",)}}
     tenth = tuple(
         {**_DYNSPLIT, "budget": round(context / 10), "only": {"stores": ("flash",), "contexts": (context,)}}

@@ -50,7 +50,7 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     )
     config.suite_once = {"seeds": (0,), "methods": (  # fewer samples: no claim depends on them
         {"name": "icecache", "label": "icecache, 1 dense, reuse 3", "window": 16, "dense_layers": 1, "reuse": 3},
-        *(one for one in board.methods if one["name"] in _BASELINES),
+        *(method for method in board.methods if method["name"] in _BASELINES),
     )}
     config.points = (1024, 4096, 16_384, 65_536, 131_072)
     config.trees = ("shipped", "narrow", "pdci48")  # of `experiments.icecache.tree.SETTINGS`

@@ -20,7 +20,7 @@
     selected    tokens/s against MG, groups read each time (Figure 13 b)
     rates       tokens/s against the share of groups that come back, drawn at random (Table 5 from its other end)
     breakdown   where a decode step's time goes, with and without reading ahead (Figure 13 a)
-    pretrained  gain of keeping groups with the selections of a pretrained model (docs/results/real_model.md), by four
+    pretrained  gain of keeping groups with the selections of a pretrained model (docs/results/real_model.md), by five
                 ways of selecting, with groups that come back as often as in the paper; `--config.replay.model=DIR`
     gains       gain of keeping groups at batches of 8 and 16 with one of these ways and 1/13 of the full cache's
                 memory, three times alternately
@@ -61,8 +61,8 @@ def _reuse(group: int, tokens: int = _REUSE_TOKENS) -> dict:
 
 
 def _compared(sigma: int, suffix: str, budget: int) -> tuple[dict, ...]:
-    """Rivals that keep 1 / sigma of the keys' numbers in memory to select by; ShadowKV as many again to rebuild keys
-    from."""
+    """Returns methods that keep 1 / sigma of the keys' numbers in memory to select by; ShadowKV keeps as many again to
+    rebuild keys from."""
     return tuple({**method, "label": method["label"] + suffix, "budget": budget} for method in (
         {"name": "infinigen", "label": "infinigen", "sigma": sigma},
         {"name": "infinigen", "label": "infinigen*", "sigma": sigma, "shared": True},
@@ -105,7 +105,8 @@ def _timed(methods, **changes) -> ml_collections.ConfigDict:
 
 
 def _accuracy():
-    """KVSwap's rivals and variants; G = 0 stands for heads that select for themselves, as in section 6."""
+    """Compares KVSwap with its rivals and its variants; G = 0 stands for heads that select for themselves, as in
+    section 6."""
     kvswap = {"name": "kvswap", "budget": 128}
     variants = tuple({**kvswap, **change, "label": f"kvswap {label}"} for label, change in (
         ("own layer", {"lookahead": False}), ("per head", {"shared": False}), ("G=1", {"group": 1}),
@@ -115,8 +116,8 @@ def _accuracy():
 
 
 def _relaxed() -> tuple[dict, ...]:
-    """Methods with about 1/13 of the full cache's bytes at 8,192 tokens when nothing is kept between steps, and the
-    window of the other boards."""
+    """Returns methods with about 1/13 of the full cache's bytes at 8,192 tokens when nothing is kept between steps, and
+    the window of the other boards."""
     methods = (
         {"name": "kvswap", "sigma": 8},
         {"name": "kvswap", "label": "kvswap, 4 bits", "sigma": 2, "bits": 4, "per_head": True},
@@ -124,22 +125,22 @@ def _relaxed() -> tuple[dict, ...]:
         {"name": "infinigen", "sigma": 8}, {"name": "infinigen", "label": "infinigen*", "sigma": 8, "shared": True},
         {"name": "loki", "sigma": 8}, {"name": "shadowkv", "chunk": 16, "sigma": 16},
     )
-    return tuple({**one, "window": 16} for one in methods)
+    return tuple({**method, "window": 16} for method in methods)
 
 
 def _tight() -> tuple[dict, ...]:
-    """Methods with about 1/34 of the full cache's bytes, labelled "-t"."""
+    """Returns methods with about 1/34 of the full cache's bytes, labelled "-t"."""
     methods = (
         {"name": "kvswap", "sigma": 32}, {"name": "kvswap", "label": "kvswap, 4 bits", "sigma": 3, "bits": 4},
         {"name": "infinigen", "sigma": 32}, {"name": "infinigen", "label": "infinigen*", "sigma": 32, "shared": True},
         {"name": "loki", "sigma": 32}, {"name": "shadowkv", "chunk": 64, "sigma": 128},
     )
-    return tuple({**one, "window": 16, "label": one.get("label", one["name"]) + "-t"} for one in methods)
+    return tuple({**method, "window": 16, "label": method.get("label", method["name"]) + "-t"} for method in methods)
 
 
 def _within_budgets() -> tuple[dict, ...]:
-    """Methods that keep nothing between steps; their rows have the bytes that each holds in memory."""
-    kept = tuple({**one, "slots": {"keep": False}} for one in (*_relaxed(), *_tight()))
+    """Returns methods that keep nothing between steps; their rows have the bytes that each holds in memory."""
+    kept = tuple({**method, "slots": {"keep": False}} for method in (*_relaxed(), *_tight()))
     return ({"name": "full", "whole": True}, *kept)
 
 
@@ -150,8 +151,8 @@ def _budget():
 
 
 def _depths():
-    """Three samples for each tenth of a context."""
-    methods = ({**one, "budget": 128} for one in _tight() if one["name"] in ("kvswap", "loki", "shadowkv"))
+    """Draws three samples for each tenth of a context."""
+    methods = ({**method, "budget": 128} for method in _tight() if method["name"] in ("kvswap", "loki", "shadowkv"))
     return _evaluate(({"name": "full"}, *methods), model=str(REFERENCE_8K), tasks=("niah_grid",),
                      lengths=(2048, 4096, 8192), samples=30)
 
@@ -167,7 +168,7 @@ def _reasoning():
 
 
 def _rolling():
-    """The smallest possible window, so that the recent tokens are those of the unfinished group."""
+    """Uses the smallest possible window, so that the recent tokens are those of the unfinished group."""
     return _evaluate(tuple(
         {"name": "kvswap", "label": f"G={group} {'with' if rolling else 'no'} buffer", "group": group, "window": 2,
          "budget": 128, "rolling_buffer": rolling}
@@ -187,29 +188,31 @@ def _sizes():
 
 
 def _systems() -> dict[str, dict]:
-    """Timed methods by label; groups or tokens are read in every step unless the label says otherwise."""
-    found = {one["label"]: {**one, "slots": _READ_ONCE, "replay": True} for one in _compared(8, "", _SELECTED + _TAIL)}
-    kvswap, shadow = found.pop("kvswap"), {**found.pop("shadowkv"), "label": "shadowkv, chunk 8"}
+    """Returns the timed methods by label; groups or tokens are read in every step unless the label says otherwise."""
+    systems = {system["label"]: {**system, "slots": _READ_ONCE, "replay": True}
+               for system in _compared(8, "", _SELECTED + _TAIL)}
+    kvswap, shadow = systems.pop("kvswap"), {**systems.pop("shadowkv"), "label": "shadowkv, chunk 8"}
     del shadow["replay"]  # it keeps nothing, and recordings do not have its outliers
     shadow["slots"] = {"keep": False}  # it selects by its own queries: reads ahead would be wasted
     half = {**kvswap, "sigma": 2, "bits": 4, "per_head": True}  # four times as many numbers in half the memory
     others = (
-        _FLEXGEN, {**found["infinigen*"], "label": "infinigen*+ru", "slots": _reuse(1)},
+        _FLEXGEN, {**systems["infinigen*"], "label": "infinigen*+ru", "slots": _reuse(1)},
         {**kvswap, "label": "kvswap no reuse"}, {**kvswap, "slots": _reuse(4)},
         {**half, "label": "4 bits no reuse"}, {**half, "label": "4 bits", "slots": _reuse(4)},
         {**kvswap, "label": "4 bits a third", "sigma": 3, "bits": 4},
         shadow, {**shadow, "label": "shadowkv", "chunk": 16, "sigma": 16},  # within 1/13, half as many reads
     )
-    return found | {one["label"]: one for one in others}
+    return systems | {system["label"]: system for system in others}
 
 
 def _throughput():
-    """Batches of 8 for KVSwap and its nearest rival only: methods that read many small pieces take minutes a step."""
+    """Uses batches of 8 only for KVSwap and its nearest rival: methods that read many small pieces take minutes a
+    step."""
     flash = ("flash:nvme", "flash:emmc")
     both = ("shadowkv", "shadowkv, chunk 8", "kvswap no reuse", "kvswap", "4 bits no reuse", "4 bits")
     methods = tuple(
-        {**one, "only": {"stores": flash, "batches": (1, 8) if label in both else (1,)}}
-        for label, one in _systems().items()
+        {**system, "only": {"stores": flash, "batches": (1, 8) if label in both else (1,)}}
+        for label, system in _systems().items()
     )
     full = {"name": "full", "only": {"stores": ("memory",), "batches": (1,)}}
     return _timed((full, *methods), stores=("memory", *flash), batches=(1, 8))
@@ -221,29 +224,32 @@ def _batches():
 
 
 def _heads():
-    """Groups of as many bytes as in `throughput`: twice the numbers, of half the size."""
+    """Uses groups of as many bytes as in `throughput`: twice the numbers, of half the size."""
     systems = _systems()
     rivals = ({**systems["flexgen"], "only": {"batches": (1,)}}, systems["shadowkv"], systems["4 bits no reuse"],
               systems["4 bits"])
-    methods = tuple({**one, "dtype": "bfloat16"} for one in rivals)
+    methods = tuple({**rival, "dtype": "bfloat16"} for rival in rivals)
     return _timed(methods, models=("cache-path-8b",), dtype="bfloat16", contexts=(16384, 32768), batches=(1, 8))
 
 
 def _models():
-    """Whole layers of three models; eight sequences of the largest need about 11 GB of memory beside the file."""
+    """Times whole layers of three models; eight sequences of the largest need about 11 GB of memory beside the file."""
     systems = _systems()
     full = {"name": "full", "only": {"stores": ("memory",)}}
     rivals = (systems["shadowkv"], systems["4 bits"])
-    methods = tuple({**one, "dtype": "bfloat16", "only": {"stores": ("flash:nvme", "flash:emmc")}} for one in rivals)
+    methods = tuple({**rival, "dtype": "bfloat16", "only": {"stores": ("flash:nvme", "flash:emmc")}}
+                    for rival in rivals)
     return _timed(({**full, "dtype": "bfloat16"}, *methods), models=("llama-1b-4l", "llama-3b-4l", "llama-8b-4l"),
                   stores=("memory", "flash:nvme", "flash:emmc"), dtype="bfloat16", batches=(1, 8))
 
 
 def _best():
-    """Budgets of 250 and 100 MiB for `cache-path`; the paper has 2,000 and 800 where a sequence of KVSwap's takes 310
-    and 120. Half of the keys' numbers for InfiniGen, a quarter for Loki and 160 of 1,024 for ShadowKV, as published.
-    Beside each method is the number of sequences that fit 250 and 100 MiB, the store's part included; a method without
-    a number has no row."""
+    """Times as many sequences as fit 250 and 100 MiB for `cache-path`; the paper has 2,000 and 800 where a sequence of
+    KVSwap's takes 310 and 120.
+
+    Half of the keys' numbers for InfiniGen, a quarter for Loki and 160 of 1,024 for ShadowKV, as published. Beside each
+    method are the numbers of sequences that fit, the store's part included; one that fits no sequence has no row.
+    """
     systems = _systems()
     relaxed = {**systems["4 bits"], "slots": _reuse(4, 1100)}
     tight = {**systems["4 bits no reuse"], "label": "4 bits-t", "sigma": 4, "per_head": False}
@@ -251,7 +257,7 @@ def _best():
         (relaxed, (6, 2)), (tight, (6,)), ({**systems["shadowkv, chunk 8"], "sigma": 6.4}, (3, 1)),
         ({**systems["loki"], "sigma": 4}, (2,)), ({**systems["infinigen"], "sigma": 2}, (1,)),
     )
-    methods = tuple({**one, "only": {"batches": batches}} for one, batches in fits)
+    methods = tuple({**method, "only": {"batches": batches}} for method, batches in fits)
     return _timed(methods, batches=(1, 2, 3, 6))
 
 
@@ -281,7 +287,7 @@ def _rates():
 
 
 def _breakdown():
-    """Whole blocks, MLP included; each method with and without reading the next layer's blocks ahead."""
+    """Times whole blocks, MLP included, of each method with and without reading the next layer's blocks ahead."""
     systems = _systems()
     return _timed(tuple(
         {**systems[label], "label": f"{label} {prefetch}", "slots": {**systems[label]["slots"], "prefetch": prefetch}}
@@ -291,8 +297,8 @@ def _breakdown():
 
 
 def _pretrained():
-    """Scores summed over heads after each head's softmax, of floats and of 4 bits; and raw scores summed (section 3.3),
-    with an SVD of each head, with one of all heads, and of 4 bits."""
+    """Compares scores summed over heads after each head's softmax, of floats and of 4 bits, with raw scores summed
+    (section 3.3), which have an SVD of each head, one of all heads, or 4 bits."""
     systems = _systems()
     raw = {**systems["kvswap"], "label": "raw", "aggregation": "mean"}
     ways = (systems["kvswap"], systems["4 bits"], {**raw, "label": "raw, heads", "per_head": True}, raw,

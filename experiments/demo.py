@@ -210,7 +210,7 @@ def plot(rows: list[dict], path: pathlib.Path) -> None:
 def check(config: ml_collections.ConfigDict) -> None:
     """Raises ConfigError for settings that make no job, before a model is loaded."""
     common.check_some(config, "methods")
-    # No value of one digit is held out, and numbers of more than 18 do not fit in 64 bits.
+    # No value of one digit is held out, and numbers of more than 18 digits do not fit in 64 bits.
     common.check_counts(config, context=1, digits=2, max_new_tokens=0, chunk=0, recall_k=1, seed=0)
     if config.digits > 18:
         raise ConfigError(f"digits={config.digits} must be at most 18")

@@ -68,6 +68,7 @@ class Hung(BaseException):
 
 
 def model() -> kvjax.LLM:
+    """Returns a small model with random weights."""
     tokens = jnp.zeros((1, 1), jnp.int32)
     params = Transformer(CONFIG).init(jax.random.key(3), tokens, tokens)["params"]
     return kvjax.LLM(CONFIG, jax.tree.map(lambda leaf: 4 * leaf if leaf.ndim > 1 else leaf, params))
@@ -136,6 +137,7 @@ class Attacked:
 
 @contextlib.contextmanager
 def alarm(seconds: int) -> Iterator[None]:
+    """Raises Hung in the block once `seconds` have passed."""
     def ring(*_):
         raise Hung
 
@@ -181,6 +183,7 @@ def flips(attacked: Attacked, name: str, bits: list[int], count: collections.Cou
 
 
 def cuts(attacked: Attacked, name: str, lengths: list[int], count: collections.Counter) -> None:
+    """Cuts a file to each of the lengths."""
     for length in lengths:
         with as_it_was(attacked.directory):
             os.truncate(attacked.directory / name, length)

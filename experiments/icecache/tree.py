@@ -85,8 +85,8 @@ def _try(shape: dci.Shape, inserting: dci.Search, search: dci.Search, start: int
 
     def one(q):
         found = dci.query(shape, search, tree, dci.transform_query(q[None]))
-        at = number.at[found.point.reshape(-1)].get(mode="fill", fill_value=points)
-        hit = jnp.zeros(points, bool).at[at].set(True, mode="drop")
+        places = number.at[found.point.reshape(-1)].get(mode="fill", fill_value=points)
+        hit = jnp.zeros(points, bool).at[places].set(True, mode="drop")
         top = jax.lax.top_k(key @ q, min(256, points))[1]
         recalls = {f"recall_{k}": jnp.mean(hit[top[:k]]) for k in (16, 64, 256)}
         bounds = jnp.sum(found.count) * (shape.projections > 0)

@@ -57,8 +57,9 @@ def _tables(plan: Plan, state: State) -> dict[str, np.ndarray]:
     """Returns tables of the layers whose blocks a store would hold, as streams: one for each head with blocks of its
     own."""
     heads = plan.layers[-1].spec.block_heads
-    stored = [one.state for i, one in enumerate(state.layers) if on_store(plan, i)]
-    parts = {name: np.stack([np.asarray(getattr(one, name)) for one in stored]) for name in ("loaded", "count", "pos")}
+    stored = [layer.state for i, layer in enumerate(state.layers) if on_store(plan, i)]
+    parts = {name: np.stack([np.asarray(getattr(layer, name)) for layer in stored])
+             for name in ("loaded", "count", "pos")}
     return {name: part[:, :, :heads].reshape(-1, *part.shape[3:]) for name, part in parts.items()}
 
 

@@ -96,18 +96,18 @@ def checked(llm, store, space: tuner.Space, found: tuner.Tuning, config, pair, r
     """Yields expected and measured memory and time of the choice for (batch, context), and of the middle of the
     grid."""
     batch, context = pair
-    done = {one["label"] for one in run.logged() if (one["batch"], one["context"]) == pair}
+    done = {entry["label"] for entry in run.logged() if (entry["batch"], entry["context"]) == pair}
     if done != {_CHOICE, _MIDDLE}:
-        middle = tuner.Setting(*(one[len(one) // 2] for one in (space.groups, space.sigmas, space.reuses)))
+        middle = tuner.Setting(*(entry[len(entry) // 2] for entry in (space.groups, space.sigmas, space.reuses)))
         solutions = {_CHOICE: found.solutions[pair], _MIDDLE: tuner.expect(
             llm, store, sample_text(llm, config.text, config.seed), found.family, middle, batch=batch, context=context,
             space=space,
         )}
         decodings = in_turn(llm, found.family, config, solutions, batch, context, run.path)
-        for label in (one for one in solutions if one not in done):
+        for label in (entry for entry in solutions if entry not in done):
             head = {**row(config, batch, context, solutions[label]), "task": "check", "label": label}
             run.log(**head, **compared(solutions[label], decodings[label], decodings[_MIDDLE]))
-    yield from (one for one in run.logged() if (one["batch"], one["context"]) == pair)
+    yield from (entry for entry in run.logged() if (entry["batch"], entry["context"]) == pair)
 
 
 @dataclasses.dataclass
