@@ -1,4 +1,4 @@
-"""The three-line API: load a model, prefill a context into a cache, ask.
+"""The three-line API: load a model, prefill a context into a cache, ask questions.
 
     llm = kvjax.load(path)
     cache = llm.prefill(context, method=kvjax.DynaKV(budget=256), store=kvjax.FlashStore(path))
@@ -42,22 +42,22 @@ _SAMPLE = 1024  # weights of each array that enter the fingerprint
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """An answer: its text (one string per sequence for a batch), its tokens, and the cache after it.
+    """An answer and the cache after it.
 
-    A token is fed when the next one is to be drawn. So the last one of an answer is not in the cache's arrays yet: it
-    is `cache.pending`, and whatever is asked of the cache next feeds it first. That is the end-of-text token where the
-    model's chat template puts it behind an answer, and where it does not, such a token is dropped.
+    A token is fed only when the next one is about to be drawn. The last token of an answer is therefore not in the
+    cache's arrays yet: it is in `cache.pending`, and the next call with that cache feeds it first. An end-of-text token
+    is kept this way only if the model's chat template puts one after an answer; otherwise it is dropped.
     """
 
-    text: str | list[str]
-    tokens: list[list[int]]
+    text: str | list[str]  # one string per sequence for a batch
+    tokens: list[list[int]]  # token ids of each sequence
     cache: Cache
     usage: Usage
 
 
 @runtime_checkable
 class PrefillDefaults(Protocol):
-    """What chooses for a run of so many sequences of so many tokens (`kvjax.calibration.tuner.Tuning`)."""
+    """A choice of method and slots by batch size and context length (`kvjax.calibration.tuner.Tuning`)."""
 
     @property
     def fingerprint(self) -> str: ...
@@ -71,17 +71,17 @@ class PrefillDefaults(Protocol):
 
 
 def check_tuning(tuning) -> None:
-    """Raises ConfigError for what is given as a tuning and is none, such as a path."""
+    """Raises ConfigError if `tuning` is neither None nor a tuning (but a path, for example)."""
     if not (tuning is None or isinstance(tuning, PrefillDefaults)):
-        raise ConfigError(f"tuning={tuning!r:.80} is no tuning; give what kvjax.calibration.tuner.load returns")
+        raise ConfigError(f"tuning={tuning!r:.80} is not a tuning; give what kvjax.calibration.tuner.load returns")
 
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """What a model thinks of given continuations, one array per sequence, and the cache after them."""
+    """The scores of given continuations, one array per sequence, and the cache after them."""
 
     logprobs: list[np.ndarray]  # natural logarithm of each token's probability
-    greedy: list[np.ndarray]  # whether it was the likeliest token
+    greedy: list[np.ndarray]  # True where the token was the most likely one
     cache: Cache
     usage: Usage
 
@@ -90,7 +90,7 @@ class Scores:
 class _Prompts:
     """Tokenised prompts of one `LLM.prefill`, on the host."""
 
-    read: PromptActivations  # read densely; without layers if that is still to be done
+    read: PromptActivations  # the part to read densely; without layers until it has been read
     rest: list[list[int]]  # tokens of each prompt that go through the cache in chunks
     chunk: int | None
 
@@ -101,13 +101,25 @@ class _Prompts:
 
 
 class LLM:
-    """A model with its tokenizer; holds no state between calls."""
+    """A model with its tokenizer. It holds no state between calls.
+
+    Attributes:
+      config: configuration of the model.
+      params: weights.
+      tokenizer: tokenizer; None = the model takes token ids only.
+      tuning: choice of method, slots and type when `prefill` is given none; None = full attention.
+    """
 
     def __init__(
         self, config: ModelConfig, params: PyTree, tokenizer: TextTokenizer | None = None,
         tuning: PrefillDefaults | None = None,
     ):
-        """`tuning` chooses method, slots and type where `prefill` is given none; FormatMismatch for another model's."""
+        """Initialises the model; see the class for the arguments.
+
+        Raises:
+          ConfigError: `tuning` is not a tuning.
+          FormatMismatch: `tuning` was made for another model.
+        """
         check_tuning(tuning)
         self.config, self.params, self.tokenizer, self.tuning = config, params, tokenizer, tuning
         if tuning is not None and tuning.fingerprint != self.identity:
@@ -115,10 +127,19 @@ class LLM:
                                  "run configs/tune.py with this model")
 
     def encode(self, text, start: bool) -> list[int]:
-        """Returns the token ids of a text, or those that are given.
+        """Encodes a text.
 
-        With `start` the text has before it what every text begins with, unless it begins with that; else it goes on
-        from another one. Raises PromptError for what is neither, or an id that the model has not.
+        Args:
+          text: a string, or a sequence of token ids, which is returned as a list.
+          start: True = the text begins a sequence, so the tokenizer's start tokens are put before it unless it begins
+            with them; False = it continues another text.
+
+        Returns:
+          Token ids.
+
+        Raises:
+          PromptError: `text` is neither a string nor token ids, or the model does not have one of its tokens.
+          ConfigError: `text` is a string and the model has no tokenizer.
         """
         if not isinstance(text, str):
             return self._known(text)
@@ -127,7 +148,7 @@ class LLM:
         return self._known(self.tokenizer.encode(text) if start else self.tokenizer.encode_continuation(text))
 
     def _known(self, ids) -> list[int]:
-        """Token ids, all of which the model has."""
+        """Returns token ids as a list; raises PromptError unless the model has all of them."""
         try:
             given = np.asarray(ids)
         except ValueError:  # rows of several lengths
@@ -135,56 +156,73 @@ class LLM:
         if given.ndim != 1 or (given.size and not np.issubdtype(given.dtype, np.integer)):
             raise PromptError(f"{ids!r:.80} is no text and no sequence of token ids; give one of them")
         known, size = given.astype(int).tolist(), self.config.vocab_size
-        unknown = [one for one in known if not 0 <= one < size]
+        unknown = [token for token in known if not 0 <= token < size]
         if unknown:
-            raise PromptError(f"token id {unknown[0]} is none of the model's, which are 0 to {size - 1}; encode the "
+            raise PromptError(f"token id {unknown[0]} is outside the model's vocabulary, 0 to {size - 1}; encode the "
                               "text with the model's own tokenizer")
         return known
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """Token ids that end a generation: those of the model's files and the tokenizer's own."""
+        """Token ids that end a generation: those in the model's files and the tokenizer's own."""
         return tuple(dict.fromkeys((*self.config.eos_token_ids, *(self.tokenizer.eos_ids if self.tokenizer else ()))))
 
     def read(self, context) -> PromptActivations:
-        """Reads a context (text, token ids, or a list of either) densely; `prefill` takes the result in its place.
+        """Reads a context densely, so that `prefill` can fill several caches from the result.
 
-        For comparing methods, each of which then is filled from the same activations, and for measuring them
-        (`kvjax.eval.metrics.Probe`). All layers' hidden states, keys and values stay in host memory as long as it does.
-        Raises PromptError.
+        This serves to compare methods on the same activations and to measure them (`kvjax.eval.metrics.Probe`).
+
+        Args:
+          context: text, token ids, or a list of either for a batch.
+
+        Returns:
+          Hidden states, keys and values of all layers, in host memory.
+
+        Raises:
+          PromptError: a prompt is empty, or is neither text nor token ids of the model.
+          ConfigError: the context is text and the model has no tokenizer.
         """
         tokens, length = prefill.batch(self._prompts(context))
         return self._read(PromptActivations(tokens, length, (), self.fingerprint))
 
     def _read(self, reading: PromptActivations) -> PromptActivations:
-        """With the activations of all layers."""
+        """Adds the activations of all layers."""
         tokens = prefill.pad(reading.tokens)
-        layers = tuple(jax.device_get(one) for one in prefill.read(self.config, self.params, tokens))
+        layers = tuple(jax.device_get(layer) for layer in prefill.read(self.config, self.params, tokens))
         return dataclasses.replace(reading, tokens=tokens, layers=layers)
 
     def prefill(
         self, context, *, method: Method | None = None, store: Store | None = None, capacity: int | None = None,
         dtype: str | None = None, slots: Slots | None = None, chunk: int | None = None,
     ) -> Cache:
-        """Reads a context (text, token ids, or a list of either; or what `read` gave) into a new cache.
+        """Reads a context into a new cache.
 
-        With `chunk` only so many tokens are read by dense attention. The rest goes through the cache, so many tokens at
-        a time: each chunk attends what the method selects for it of everything before
-        (`kvjax.inference.chunked_prefill`). That bounds memory for long contexts, and is an approximation as decoding
+        With `chunk`, only the first `chunk` tokens are read by dense attention. The rest goes through the cache in
+        chunks of that size, each of which attends the blocks that the method selects for it
+        (`kvjax.inference.chunked_prefill`). This bounds memory for long contexts and is an approximation, as decoding
         is.
 
         Args:
+          context: text, token ids, or a list of either for a batch; or the result of `read`.
           method: cache method; None = the tuned one, or full attention.
-          store: where blocks live; None = memory.
-          capacity: most tokens of a sequence, question and answer included; None = context + 1024, rounded up to whole
-            256, so that contexts of about one length share compiled programs.
-          dtype: of stored keys and values: float32, bfloat16, float16, int8 or int4 (`kvjax.ops.quantize`); None = the
-            tuned one where the method is, else float32.
+          store: where blocks are kept; None = in memory.
+          capacity: largest number of tokens of a sequence, question and answer included; None = the context rounded up
+            to a multiple of 256, plus 1024, so that contexts of similar length share compiled programs.
+          dtype: type of the keys and values in blocks: float32, bfloat16, float16, int8 or int4
+            (`kvjax.ops.quantize`); None = the tuned type with the tuned method, else float32.
           slots: how many blocks of a store are kept in memory, and by which policy.
-          chunk: see above; None = dense attention over the whole context.
+          chunk: tokens of a chunk; None = dense attention over the whole context.
 
-        Raises PromptError, ConfigError, FormatMismatch for a method or a reading of another model, NotFinite where the
-        model computes NaN, or a StoreError before anything is written.
+        Returns:
+          The cache, with the logits of the next token.
+
+        Raises:
+          PromptError: a prompt is empty, invalid, longer than the capacity, or too short for the method.
+          ConfigError: the settings do not fit together.
+          MethodError: the method breaks the contract of methods.
+          FormatMismatch: the method was fitted to, or the context was read by, another model.
+          NotFinite: the model computed NaN or infinity.
+          StoreError: the store failed.
         """
         arguments.check_kinds(method, store, slots)
         prompts = self._tokenised(context, chunk)
@@ -193,7 +231,7 @@ class LLM:
         return self._filled(plan, prompts, branch, slots)
 
     def _tokenised(self, context, chunk: int | None) -> "_Prompts":
-        """Encodes a context, on the host; what was read already is taken as it is."""
+        """Encodes a context on the host; activations that were read before are taken as they are."""
         if chunk is not None:
             chunked_prefill.check_chunk(chunk)
         if not isinstance(context, PromptActivations):
@@ -202,24 +240,25 @@ class LLM:
             rest = [[] if chunk is None else row[chunk:] for row in rows]
             return _Prompts(PromptActivations(tokens, length, (), self.fingerprint), rest, chunk)
         if chunk is not None:
-            raise ConfigError(f"chunk={chunk}, but what was read already is not read in chunks; give the text")
+            raise ConfigError(f"chunk={chunk}, but a context that was read before cannot be read in chunks; give the "
+                              "text")
         if context.fingerprint != self.fingerprint:
             raise FormatMismatch(f"the context was read by the model {context.fingerprint!r}, not by "
-                                 f"{self.fingerprint!r}; read it with this one")
+                                 f"{self.fingerprint!r}; read it with this model")
         return _Prompts(context, [[]] * len(context.length), None)
 
     def _planned(
         self, prompts: "_Prompts", method: Method | None, store: Store | None, slots: Slots | None,
         capacity: int | None, dtype: str | None,
     ) -> tuple[Plan, Slots | None, "_Prompts"]:
-        """Sizes the cache and checks everything that can be known before something is written.
+        """Sizes the cache and checks everything that can be checked before anything is written.
 
-        Returns the plan, the slots, and the prompts, which a method that fits itself to them has had read.
+        Returns the plan, the slots and the prompts, which are read already if the method fits itself to them.
         """
         longest, batch = max(prompts.lengths), len(prompts.lengths)
         if longest > self.config.max_position:
-            warnings.warn(f"the prompt has {longest} tokens, and the model was made for {self.config.max_position}: "
-                          "expect little of what it says", stacklevel=3)
+            warnings.warn(f"the prompt has {longest} tokens, and the model was made for {self.config.max_position}; "
+                          "expect poor answers", stacklevel=3)
         capacity = _usual_capacity(longest) if capacity is None else capacity
         if method is None:
             method, slots, dtype = self._default(batch, capacity, store, slots, dtype)
@@ -239,11 +278,11 @@ class LLM:
         return plan, slots, prompts
 
     def _created(self, plan: Plan, store: Store, prompts: "_Prompts") -> Branch:
-        """Creates the branch, with room for the prompts. Raises StoreError."""
+        """Creates a branch with room for the prompts; raises StoreError."""
         return store.create(store_geometry(plan), self.fingerprint, _least_blocks(plan, prompts.lengths))
 
     def _filled(self, plan: Plan, prompts: "_Prompts", branch: Branch | None, slots: Slots | None) -> Cache:
-        """Fills a cache from the prompts; the branch is discarded where that fails."""
+        """Fills a cache from the prompts; discards the branch if that fails."""
         read = prompts.read
         try:
             state, logits = prefill.fill_cache(
@@ -266,10 +305,10 @@ class LLM:
         return rows
 
     def _fitted(self, plan: Plan, method: Method, reading: PromptActivations) -> Plan:
-        """The plan with the method as these prompts want it."""
+        """Returns the plan with the method fitted to the prompts."""
         itemsize = np.dtype(quantize.stored_type(plan.dtype)).itemsize
         key_bytes = quantize.width(plan.dtype, self.config.head_dim) * itemsize
-        keys = [one.key for one in reading.layers]
+        keys = [layer.key for layer in reading.layers]
         method = method.for_prompts(plan.layers[-1].spec, keys, np.asarray(reading.length), key_bytes)
         return make_plan(self.config, method, plan.batch, plan.capacity, plan.dtype)
 
@@ -279,23 +318,34 @@ class LLM:
         if self.tuning is None:
             return Full(), slots, dtype
         if store is None:
-            raise ConfigError("the model's tuning is for caches over a store, and only there does its memory hold; "
+            raise ConfigError("the model's tuning is for caches over a store, and its memory limit holds only there; "
                               "give store=, or method= for a cache in memory")
         method, dtype = self.tuning.method(batch, context), self.tuning.dtype if dtype is None else dtype
         return method, slots or self.tuning.slots(batch, context), dtype
 
     def extend(self, cache: Cache, text, *, chunk: int = 64) -> Cache:
-        """The cache after more text (one for each sequence of a batch), read `chunk` tokens at a time
-        (`kvjax.inference.chunked_prefill`).
+        """Reads more text into a copy of a cache, in chunks (`kvjax.inference.chunked_prefill`).
 
-        The given cache stays as it is. Raises PromptError beyond the capacity, ConfigError for methods that need single
-        tokens, or a StoreError.
+        Args:
+          cache: cache of this model; it stays as it is.
+          text: text or token ids, or a list with one of either for each sequence of a batch.
+          chunk: tokens read at a time.
+
+        Returns:
+          The cache after the text.
+
+        Raises:
+          PromptError: the text is invalid or exceeds the capacity.
+          ConfigError: the method needs single tokens, or `chunk` is not a number of tokens.
+          FormatMismatch: the cache belongs to another model.
+          NotFinite: the model computed NaN or infinity.
+          StoreError: the store failed.
         """
         rows = self._asked("texts", text, cache)
         return self._extended(cache.fork(), cache.after_pending(rows), chunk)
 
     def _extended(self, cache: Cache, rows: list[list[int]], chunk: int) -> Cache:
-        """`cache` with more tokens; it must not be used again, and is closed where that fails."""
+        """Reads more tokens into `cache`, which must not be used again and is discarded if that fails."""
         try:
             tokens, length = prefill.batch(rows)
             state, logits = chunked_prefill.extend(cache.plan, self.params, cache.state, tokens, length, chunk)
@@ -311,29 +361,64 @@ class LLM:
         self, directory: str | os.PathLike, *, method: Method | None = None, slots: Slots | None = None,
         read_only: bool = False, **store_settings,
     ) -> Cache:
-        """The cache last saved in a directory; it decodes the tokens that the saved one would.
+        """Restores the cache last saved in a directory; it decodes the same tokens as the saved one.
 
-        Only one process may have it open for writing; any number may with `read_only`, and keep what they add in a
-        private temporary file. `method` is needed for methods of your own, `slots` and `store_settings` (arguments of
-        `FlashStore`) are free to differ. Raises StoreError or ConfigError (`kvjax.inference.checkpoint.restore`).
+        Only one process may have the cache open for writing.
+
+        Args:
+          directory: path given to `Cache.save`.
+          method: method of the saved cache; required only if it is not in `kvjax.METHODS`.
+          slots: how a store's blocks are kept in memory, which may differ from the saved settings; None = as saved,
+            except `offload` and `backend`.
+          read_only: True = any number of processes may open the cache; what each adds goes to a private temporary
+            file.
+          **store_settings: arguments of `kvjax.FlashStore` other than its path.
+
+        Returns:
+          The cache.
+
+        Raises:
+          NothingSaved: the directory holds no saved cache.
+          ConfigError: a setting does not exist or does not apply to this cache, or the method must be given.
+          FormatMismatch: the cache was saved with another model or method, or by another version.
+          StoreLocked: another process has the cache open for writing.
+          StoreError: the saved files are damaged or cannot be read.
         """
         arguments.check_method_and_slots(method, slots)
-        found = persistence.restore(
+        restored = persistence.restore(
             directory, self.config, self.fingerprint, method=method, slots=slots, read_only=read_only,
             store_settings=store_settings,
         )
-        return Cache(found.plan, found.state, found.logits, found.branch, self.fingerprint, found.pending)
+        return Cache(
+            restored.plan, restored.state, restored.logits, restored.branch, self.fingerprint, restored.pending
+        )
 
     def generate(
         self, question, cache: Cache, *, max_new_tokens: int = 64, sampling: Sampling = GREEDY, seed: int = 0,
         driver: Driver = "staged", stop: str | Sequence[str] = (), observer: Observer | None = None,
     ) -> Result:
-        """Feeds the question token by token through the cache, then answers. The given cache stays as it is.
+        """Feeds a question token by token through a copy of the cache, then generates the answer.
 
-        Generation of a sequence ends at an end-of-text token, after text that contains one of `stop` (before it, if
-        there is a special token in it), or after `max_new_tokens`. Raises PromptError if question and answer exceed the
-        capacity, FormatMismatch for another model's cache, NotFinite where the model computes NaN, ConfigError or a
-        StoreError.
+        Args:
+          question: text or token ids, or a list with one of either for each sequence of a batch.
+          cache: cache of this model; it stays as it is.
+          max_new_tokens: largest number of tokens of an answer.
+          sampling: how tokens are drawn.
+          seed: seed of the draws, 0 to 2^32 - 1.
+          driver: how a step is run, "staged" or "fused" (`kvjax.inference.decode`).
+          stop: text or texts that end an answer. The answer includes such a text, unless it contains a special token:
+            then the answer ends before it.
+          observer: function called after every token with its step and its input token ids [B].
+
+        Returns:
+          The answer, which ends at an end-of-text token, at one of `stop`, or after `max_new_tokens`.
+
+        Raises:
+          PromptError: the question is invalid, or question and answer exceed the capacity.
+          ConfigError: a setting is invalid.
+          FormatMismatch: the cache belongs to another model.
+          NotFinite: the model computed NaN or infinity.
+          StoreError: the store failed.
         """
         arguments.check_generation(max_new_tokens, sampling, seed)
         stops = Stops(self.tokenizer, arguments.marks(stop, self.tokenizer))
@@ -351,10 +436,26 @@ class LLM:
     def score(
         self, continuation, cache: Cache, *, driver: Driver = "staged", observer: Observer | None = None
     ) -> Scores:
-        """How likely given texts (one for each sequence of a batch) are, fed token by token through the cache.
+        """Scores given texts by feeding them token by token through a copy of the cache.
 
-        Each token is predicted from what the method selects, which a parallel forward pass never exercises. The last
-        one of each text is pending in the cache after it. The given cache stays as it is. Raises as `generate` does.
+        Each token is predicted from the blocks that the method selects, which a parallel forward pass never exercises.
+        The last token of each text is pending in the resulting cache.
+
+        Args:
+          continuation: text or token ids, or a list with one of either for each sequence of a batch; not empty.
+          cache: cache of this model; it stays as it is.
+          driver: how a step is run, "staged" or "fused" (`kvjax.inference.decode`).
+          observer: function called after every token with its step and its input token ids [B].
+
+        Returns:
+          Log-probability of each token and whether it was the most likely one.
+
+        Raises:
+          PromptError: a text is empty or invalid, or exceeds the capacity.
+          ConfigError: the driver does not exist.
+          FormatMismatch: the cache belongs to another model.
+          NotFinite: the model computed NaN or infinity.
+          StoreError: the store failed.
         """
         rows = self._asked("texts", continuation, cache)
         if not all(rows):
@@ -368,32 +469,35 @@ class LLM:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """What a store checks before it serves another process: model shape, a sample of the weights, tokenizer."""
+        """Digest of model configuration, a sample of the weights, and tokenizer, which a store checks when opened."""
         return self._digest(self._sampled)
 
     @functools.cached_property
     def identity(self) -> str:
-        """The same for what is fitted to a model, as adapters are: weights are rounded to bfloat16 first, so that it is
-        the same model whether it was loaded in that type or in float32."""
+        """Digest for settings fitted to a model, such as adapters.
+
+        Unlike in `fingerprint`, weights are rounded to bfloat16 first, so the model is the same whether it was loaded
+        in that type or in float32.
+        """
         return self._digest([weights.astype(jnp.bfloat16) for weights in self._sampled])
 
     @functools.cached_property
     def _sampled(self) -> list[np.ndarray]:
-        """Some weights of each array."""
+        """A sample of the weights of each array."""
         return [np.asarray(leaf.reshape(-1)[:: max(1, leaf.size // _SAMPLE)]) for leaf in jax.tree.leaves(self.params)]
 
     def _digest(self, weights: list[np.ndarray]) -> str:
         digest = hashlib.sha256(repr(self.config).encode())
-        for some in weights:
-            digest.update(some.tobytes())
+        for sample in weights:
+            digest.update(sample.tobytes())
         return f"{digest.hexdigest()[:16]}-{self.tokenizer.fingerprint if self.tokenizer else 'none'}"
 
     def _asked(self, kind: str, text, cache: Cache) -> list[list[int]]:
-        """The token ids of one text for each sequence of a cache that is this model's."""
+        """Encodes one text for each sequence of the cache, after checking that the cache belongs to this model."""
         arguments.check_cache(cache)
         if cache.fingerprint != self.fingerprint:
             raise FormatMismatch(f"the cache is of the model {cache.fingerprint!r}, not of {self.fingerprint!r}; "
-                                 "prefill with this one")
+                                 "prefill with this model")
         rows = [self.encode(row, start=False) for row in arguments.rows(text)]
         if len(rows) != cache.plan.batch:
             raise PromptError(f"{len(rows)} {kind} for {cache.plan.batch} cached sequences; give one each")
@@ -413,20 +517,31 @@ def _usual_capacity(length: int) -> int:
 
 
 def _least_blocks(plan: Plan, lengths: list[int]) -> int:
-    """How many blocks of a store the prompts fill at least, were every block full."""
+    """Returns the least number of store blocks that the prompts take, reached if every block is full."""
     total = 0
-    for i, one in enumerate(plan.layers):
-        if on_store(plan, i) and not one.method.evicts:
-            middle = [max(0, length - one.spec.sinks - one.spec.window) for length in lengths]
-            total += one.spec.block_heads * sum(-(-tokens // one.spec.block_rows) for tokens in middle)
+    for i, layer in enumerate(plan.layers):
+        if on_store(plan, i) and not layer.method.evicts:
+            middle = [max(0, length - layer.spec.sinks - layer.spec.window) for length in lengths]
+            total += layer.spec.block_heads * sum(-(-tokens // layer.spec.block_rows) for tokens in middle)
     return max(1, total)
 
 
 def load(path: str | os.PathLike, dtype=jnp.float32, tuning: PrefillDefaults | None = None) -> LLM:
-    """Loads a local Hugging Face model directory, to decode as `tuning` says where that is given.
+    """Loads a local Hugging Face model directory.
 
-    `dtype` is that of the weights, as "bfloat16"; `tuning` is what `kvjax.calibration.tuner.load` read of a file.
-    Raises CheckpointError naming file and tensor, and ConfigError for an unknown type.
+    Args:
+      path: directory with config.json, tokenizer.json and safetensors files.
+      dtype: type of the weights in memory: float32, bfloat16 or float16.
+      tuning: result of `kvjax.calibration.tuner.load`, which chooses method, slots and type when `LLM.prefill` is given
+        none; None = full attention.
+
+    Returns:
+      The model with its tokenizer.
+
+    Raises:
+      CheckpointError: the directory cannot be loaded; the message names file and tensor.
+      ConfigError: `dtype` is not one of these types, or `tuning` is not a tuning.
+      FormatMismatch: the tuning was made for another model.
     """
     config = hf_config.read_config(path)
     tokenizer = TextTokenizer.from_directory(path)  # before the weights, which take longer
@@ -435,19 +550,29 @@ def load(path: str | os.PathLike, dtype=jnp.float32, tuning: PrefillDefaults | N
 
 def _float_type(dtype) -> jnp.dtype:
     try:
-        found = jnp.dtype(dtype)
+        kind = jnp.dtype(dtype)
     except TypeError:
-        found = None
-    if found not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        raise ConfigError(f"dtype={dtype!r} is no type of weights; use float32, bfloat16 or float16")
-    return found
+        kind = None
+    if kind not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise ConfigError(f"dtype={dtype!r} is not a type of weights; use float32, bfloat16 or float16")
+    return kind
 
 
 def save(llm: LLM, path: str | os.PathLike, dtype: str = "float32") -> None:
-    """Writes a directory that `load` and transformers read; a model that is there is replaced once all is written.
+    """Writes a model directory that `load` and transformers can read.
 
-    Of a model without tokenizer a tokenizer.json that is there stays, and `load` wants one. Raises CheckpointError
-    where it cannot be written, or transformers has no such model.
+    A model that is already there is replaced once everything is written. For a model without a tokenizer, an existing
+    tokenizer.json stays; `load` needs one.
+
+    Args:
+      llm: model to save.
+      path: directory to write.
+      dtype: type of the weights in the file, float32 or bfloat16.
+
+    Raises:
+      CheckpointError: the directory cannot be written, weights are not finite in that type, or transformers has no such
+        model.
+      ConfigError: another `dtype` is given.
     """
     beside = None if llm.tokenizer is None else llm.tokenizer.saving(path)
     checkpoint.save_params(llm.params, llm.config, path, dtype, beside)

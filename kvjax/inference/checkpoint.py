@@ -1,14 +1,14 @@
 """Saving a cache to a directory, and restoring it in another process.
 
-    DIRECTORY/state-HEX.safetensors   all of the cache but the blocks of a store
-    DIRECTORY/blocks.kv               the blocks of a store, in a store file (`kvjax.store.format.pages`)
-    DIRECTORY/cache.json              only for a cache that is all in memory
+    DIRECTORY/state-HEX.safetensors   everything in the cache except a store's blocks
+    DIRECTORY/blocks.kv               a store's blocks, as a store file (`kvjax.store.format.pages`)
+    DIRECTORY/cache.json              only for a cache that is entirely in memory
 
-A *manifest* (`kvjax.inference.manifest`) says which state counts, and how the cache was made. It is the metadata of the
-store file's commit, or `cache.json`, replaced by renaming. The state is on the device before, so that this one step
-saves both or neither. States that no manifest names are strays: a save removes its own whatever happens to it, and the
-next save or restoration those of a process that was killed. Where something is damaged nothing is removed, as it may be
-needed.
+A *manifest* (`kvjax.inference.manifest`) says which state file is valid and how the cache was made. It is either the
+metadata of the store file's commit, or `cache.json`, which is replaced by a rename. The state file is synced to the
+device first, so this single step saves both or neither. State files that no manifest names are *strays*. A save removes
+its own stray when it fails; the next save or restoration removes those of killed processes. If anything is damaged,
+nothing is removed, because it may still be needed.
 """
 
 import contextlib
@@ -57,11 +57,11 @@ from kvjax.store.interface import Branch
 from kvjax.store.io.system import SystemIO
 from kvjax.typing import Array
 
-_NOT_SAVED = "not saved"  # marks a setting that JSON cannot hold
+_NOT_SAVED = "not saved"  # marks a setting that JSON cannot represent
 BLOCKS, MANIFEST = "blocks.kv", "cache.json"
-# `_new_name` with what it may end with, in this version and in those before; other files are the user's.
+# Names from `_new_name`, with the suffixes of this and earlier versions. Any other file belongs to the user.
 _OURS = re.compile(r"state-[0-9a-f]{12}(\.safetensors|\.kv|\.json|\.orbax-checkpoint-tmp.*)?")
-Pending = tuple[tuple[int, ...], ...]  # tokens of each sequence that are to be fed before anything else
+Pending = tuple[tuple[int, ...], ...]  # tokens of each sequence that must be fed before anything else
 
 
 # ---- saving
@@ -70,12 +70,27 @@ Pending = tuple[tuple[int, ...], ...]  # tokens of each sequence that are to be 
 def save(
     directory, plan: Plan, state: State, logits: Array, pending: Pending, branch: Branch | None, fingerprint: str
 ) -> None:
-    """Makes a cache the saved one of a directory, which is created where it is missing.
+    """Saves a cache to a directory, in place of the cache saved there before.
 
-    A store file that lies elsewhere is copied. Only the owner may read what is saved, and enter the directory if there
-    is nothing else in it. Raises ConfigError when the directory holds a cache of the other kind, FormatMismatch or
-    ReadFailed when it has a `cache.json` that is none, StoreLocked when somebody else writes it, StoreError when the
-    device fails; then what was saved before still is.
+    The directory is created if it is missing. A store file that lies elsewhere is copied into it. Only the owner may
+    read the saved files, and enter the directory if it contains nothing else. If the save fails, the previous one stays
+    intact.
+
+    Args:
+      directory: path of the directory.
+      plan: static part of the cache.
+      state: state of the cache, with every layer in memory.
+      logits: logits [B, V] of the next token.
+      pending: token ids [B][n] that must be fed before anything else; () = none.
+      branch: branch of the store that holds the blocks; None = they are in memory.
+      fingerprint: fingerprint of model and tokenizer.
+
+    Raises:
+      ConfigError: the directory holds a cache of the other kind (in a store, or in memory).
+      FormatMismatch, ReadFailed: the directory has a `cache.json` that is not a manifest, or that cannot be read.
+      StoreLocked: another process is saving to the directory or has its store file open for writing.
+      StaleCache: a token was decoded since the cache was made.
+      StoreError: the device failed.
     """
     directory = _absolute(directory)
     with _saving(directory):
@@ -111,11 +126,11 @@ def _save(
             _save_blocks(directory, branch, int(state.ref.generation), fingerprint, commit)
     except BaseException:
         named = _names_on_device(directory)
-        if named is not None and name not in named:  # else the last step failed, and it may be saved
+        if named is not None and name not in named:  # otherwise the last step failed, and the state may be saved
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
         raise
-    # A copy of a store holds this save alone, as does a manifest.
+    # A copied store file holds only this save, and so does a manifest.
     _remove_strays(directory, _names(directory, branch) if _is_in_place(directory, branch) else {name})
 
 
@@ -131,23 +146,26 @@ def _exists(path: pathlib.Path) -> bool:
     try:
         return path.exists()
     except OSError as cause:
-        raise ReadFailed(f"{path} cannot be looked for: {cause}; choose another directory") from cause
+        raise ReadFailed(f"cannot tell whether {path} exists: {cause}; choose another directory") from cause
 
 
 def _is_of_store(directory: pathlib.Path) -> bool:
-    """Whether blocks are in a store file. One beside a manifest was never saved: then it would have been refused."""
+    """Returns True if the saved blocks are in a store file.
+
+    A store file beside `cache.json` was never saved there, because `save` refuses to mix the two kinds.
+    """
     return _exists(directory / BLOCKS) and not _exists(directory / MANIFEST)
 
 
 def _check_kind(directory: pathlib.Path, store: bool) -> None:
     if _exists(directory / MANIFEST) if store else _is_of_store(directory):
         kinds = ("a store", "memory") if store else ("memory", "a store")
-        raise ConfigError(f"{directory} holds a cache in {kinds[1]}, and this one is in {kinds[0]}; choose another "
+        raise ConfigError(f"{directory} holds a cache in {kinds[1]}, but this cache is in {kinds[0]}; choose another "
                           "directory")
 
 
 def _check_manifest(directory: pathlib.Path) -> None:
-    """Raises FormatMismatch or ReadFailed for a file of somebody else's, which stays; a damaged one may be replaced."""
+    """Raises FormatMismatch or ReadFailed for a file that is not ours; a damaged manifest may be replaced."""
     with contextlib.suppress(NothingSaved, ChecksumMismatch):
         data = _read_manifest(directory)
         if manifest.names_none(data):
@@ -156,7 +174,7 @@ def _check_manifest(directory: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def _saving(directory: pathlib.Path) -> Iterator[None]:
-    """The directory, made and locked: one save or restoration for writing at a time."""
+    """Creates and locks the directory, so that only one save or writable restoration runs at a time."""
     try:
         _make(directory)
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -166,7 +184,8 @@ def _saving(directory: pathlib.Path) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as cause:
-            raise StoreLocked(f"{directory} is being saved to by somebody else; try again or choose another") from cause
+            raise StoreLocked(f"{directory} is being saved to by another process; retry, or choose another directory"
+                              ) from cause
         except OSError as cause:
             raise typed(f"{directory} cannot be locked", cause, remedy="choose one on another file system") from cause
         yield
@@ -175,7 +194,7 @@ def _saving(directory: pathlib.Path) -> Iterator[None]:
 
 
 def _make(directory: pathlib.Path) -> None:
-    """Makes a directory for its owner alone, and those above it, so that their names last."""
+    """Creates a directory that only its owner may enter, and its parents; syncs the names to the device."""
     if not directory.is_dir():
         _make(directory.parent)
         directory.mkdir(mode=0o700, exist_ok=True)
@@ -183,8 +202,10 @@ def _make(directory: pathlib.Path) -> None:
 
 
 def _make_private(directory: pathlib.Path) -> None:
-    """Takes the rights of others to what is saved, and to the directory where nothing else is in it: prompts can be
-    read back from a cache."""
+    """Revokes other users' access to the saved files, and to the directory if it holds nothing else.
+
+    Prompts can be reconstructed from a cache.
+    """
     content = list(directory.iterdir())
     ours = [path for path in content if _OURS.fullmatch(path.name) or path.name in (BLOCKS, MANIFEST)]
     for path in (*ours, directory) if len(ours) == len(content) else ours:
@@ -193,19 +214,20 @@ def _make_private(directory: pathlib.Path) -> None:
             try:
                 path.chmod(mode & 0o700)
             except OSError as cause:
-                warnings.warn(f"{path} may be read by others, and that could not be changed: {cause}", stacklevel=2)
+                warnings.warn(f"{path} may be read by other users, because its permissions could not be changed: "
+                              f"{cause}", stacklevel=2)
 
 
 def _save_blocks(directory: pathlib.Path, branch: Branch, generation: int, fingerprint: str, commit: bytes) -> None:
-    """Commits in the store file of the directory. Raises StaleCache where the branch is not at that generation, or
-    leaves it meanwhile."""
+    """Commits to the directory's store file; raises StaleCache if the branch is not, or does not stay, at `generation`.
+    """
     path = directory / BLOCKS
     if _is_in_place(directory, branch):
         branch.save(commit, generation)  # type: ignore[attr-defined]
         return
-    fresh = directory / f"{_new_name()}.kv"  # a stray like any other if we are killed
+    fresh = directory / f"{_new_name()}.kv"  # an ordinary stray if this process is killed
     with contextlib.ExitStack() as stack:
-        if path.exists():  # replacing it under somebody who writes to it would lose what he saves
+        if path.exists():  # locked, as replacing a file that another process writes to would lose its saves
             stack.callback(open_file(str(path), SystemIO(), direct=False, read_only=False)[0].close)
         stack.callback(fresh.unlink, missing_ok=True)
         with contextlib.closing(_copied(branch, generation, fresh, fingerprint)) as copy:
@@ -215,17 +237,16 @@ def _save_blocks(directory: pathlib.Path, branch: Branch, generation: int, finge
 
 
 def _is_in_place(directory: pathlib.Path, branch: Branch | None) -> bool:
-    """Whether a branch is one of the directory's own store file."""
+    """Returns True if the branch belongs to the directory's own store file."""
     path = directory / BLOCKS
     ours = isinstance(branch, FlashBranch) and branch.writable and path.exists()
     return ours and os.path.samefile(branch.path, path)  # type: ignore[union-attr]
 
 
 def _copied(branch: Branch, generation: int, path: pathlib.Path, fingerprint: str) -> FlashBranch:
-    """A new store file with what a branch holds, in its codec, one layer in memory at a time; blocks of zeros take no
-    space."""
+    """Copies a branch to a new store file with the same codec, one layer at a time; blocks of zeros take no space."""
     copy = FlashStore(path, codec=branch.codec).create(branch.geometry, fingerprint)
-    assert isinstance(copy, FlashBranch), "as of every layout that places blocks"
+    assert isinstance(copy, FlashBranch), "every layout that places blocks has such branches"
     try:
         _copy_layers(branch, generation, copy)
     except BaseException:
@@ -245,11 +266,11 @@ def _copy_layers(branch: Branch, generation: int, copy: FlashBranch) -> None:
         used = rows.reshape(*shape, -1).view(np.uint8).any(-1)
         copy.write_layer(number, rows, np.where(used, geometry.block_rows, 0).astype(np.int32))
     if branch.generation != generation:
-        raise StaleCache(f"a token was committed while generation {generation} was copied; save what came of it")
+        raise StaleCache(f"a token was committed while generation {generation} was copied; save the newer cache")
 
 
 def _replace(path: pathlib.Path, data: bytes) -> None:
-    """Lets a file have these contents, or the old ones if anything fails."""
+    """Replaces a file's contents atomically; the old contents stay if anything fails."""
     fresh = path.with_name(f"{_new_name()}.json")
     try:
         _files.write_private(fresh, data)
@@ -265,21 +286,21 @@ def _replace(path: pathlib.Path, data: bytes) -> None:
 
 
 def _names(directory: pathlib.Path, branch: Branch | None) -> set[str] | None:
-    """`_names_on_device`, without reading the store file of a branch that knows what is saved in it."""
+    """Returns `_names_on_device`, without reading the store file if the branch knows what is saved in it."""
     if _is_in_place(directory, branch) and (saves := branch.saves()):  # type: ignore[union-attr]
-        return _named([one.metadata for one in saves], directory / BLOCKS)
+        return _named([saved.metadata for saved in saves], directory / BLOCKS)
     return _names_on_device(directory)
 
 
 def _names_on_device(directory: pathlib.Path) -> set[str] | None:
-    """States that a directory's manifests name; None where that cannot be told, as something is damaged."""
+    """Returns the names of states in a directory's manifests; None if damage makes that impossible to tell."""
     try:
         if not _is_of_store(directory):
             return _named([_read_manifest(directory)], directory / MANIFEST)
         file, header = open_file(str(directory / BLOCKS), SystemIO(), direct=False, read_only=True)
         with contextlib.closing(file):
-            found, problems = recover(file, make_codec(header.codec, header.geometry))
-        return None if problems else _named([one.metadata for one in found], directory / BLOCKS)
+            saves, problems = recover(file, make_codec(header.codec, header.geometry))
+        return None if problems else _named([saved.metadata for saved in saves], directory / BLOCKS)
     except NothingSaved:
         return set()
     except StoreError:
@@ -288,24 +309,24 @@ def _names_on_device(directory: pathlib.Path) -> set[str] | None:
 
 def _named(manifests: Sequence[bytes], path: pathlib.Path) -> set[str] | None:
     try:
-        return {Manifest.unpack(one, path).state for one in manifests if not manifest.names_none(one)}
+        return {Manifest.unpack(data, path).state for data in manifests if not manifest.names_none(data)}
     except StoreError:
         return None
 
 
 def _strays(directory: pathlib.Path, named: set[str]) -> list[pathlib.Path]:
-    """What saves left behind, given the states that are named."""
+    """Lists the files that failed saves left behind, given the states that manifests name."""
     kept = {_state_path(directory, name).name for name in named}
     return [path for path in directory.iterdir() if _OURS.fullmatch(path.name) and path.name not in kept]
 
 
 def _remove_strays(directory: pathlib.Path, named: set[str] | None) -> None:
-    """Removes what saves left behind, unless it is not known what is named. The directory is locked."""
+    """Removes strays, unless `named` is unknown (None). The directory must be locked."""
     for path in [] if named is None else _strays(directory, named):
         try:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-        except OSError as cause:  # what was to be saved is, and what is left over takes space and nothing else
-            warnings.warn(f"{path} is not needed any more, and could not be removed: {cause}", stacklevel=2)
+        except OSError as cause:  # the save itself has succeeded, and a stray only takes space
+            warnings.warn(f"{path} is no longer needed, but could not be removed: {cause}", stacklevel=2)
 
 
 # ---- restoring
@@ -326,7 +347,7 @@ class _Saved(NamedTuple):
     """One save that a directory holds."""
 
     manifest: bytes
-    path: pathlib.Path  # where it was found
+    path: pathlib.Path  # file that holds the manifest
     branch: FlashBranch | None
 
 
@@ -334,22 +355,31 @@ def restore(
     directory, config: ModelConfig, fingerprint: str, *, method: Method | None = None, slots: Slots | None = None,
     read_only: bool = False, store_settings: dict[str, Any] | None = None,
 ) -> Restored:
-    """Returns the cache that `save` put into a directory.
+    """Restores the cache that `save` put into a directory.
 
-    Of a store the save before the newest is returned, with a warning, where the newest one is damaged.
+    If the newest save in a store file is damaged, the one before it is returned, with a warning.
 
     Args:
-      config, fingerprint: of the model; must be those of the saved cache.
-      method: needed where the saved one is not in `METHODS`; must be equal to it in any case, as it fitted itself to
-        the prompts if it did (`cache.plan.method`).
-      slots: how a store's blocks are kept in memory; None = as when it was saved, but for `offload` and `backend`,
-      which
-        are not saved.
+      directory: path given to `save`.
+      config: configuration of the model, which must be that of the saved cache.
+      fingerprint: fingerprint of model and tokenizer, which must be that of the saved cache.
+      method: method of the saved cache (`cache.plan.method`, that is, as fitted to the prompts). Required only if it is
+        not in `METHODS`; if given, it must equal the saved one.
+      slots: how a store's blocks are kept in memory; None = as saved, except `offload` and `backend`, which are not
+        saved.
       read_only: see `FlashStore.open`.
-      store_settings: arguments of `FlashStore`.
+      store_settings: arguments of `FlashStore` other than its path.
 
-    Raises NothingSaved, FormatMismatch for another model or method, StoreLocked when somebody else has it, and other
-    StoreErrors when something is damaged or cannot be read.
+    Returns:
+      The saved cache, with empty slots.
+
+    Raises:
+      NothingSaved: the directory does not exist or holds no saved cache.
+      ConfigError: the method must be given, a store setting does not exist, or slots or store settings were given for a
+        cache that was saved from memory.
+      FormatMismatch: the cache was saved with another model or method, or by another version.
+      StoreLocked: another process has the cache open for writing.
+      StoreError: the saved files are damaged or cannot be read.
     """
     directory = _absolute(directory)
     if not _exists(directory):
@@ -366,18 +396,21 @@ def restore(
                 _tidy(directory, named)
         return restored
     if store_settings or (slots is not None and not slots.for_memory):
-        raise ConfigError(f"{directory} was saved from memory; leave out slots, which are for blocks on a store, and "
-                          f"settings of a store ({', '.join(store_settings or ('none',))})")
+        raise ConfigError(f"{directory} was saved from memory; leave out `slots`, which are for blocks in a store, and "
+                          f"store settings (given: {', '.join(store_settings or ('none',))})")
     restored, named = _newest(lambda: [_Saved(_read_manifest(directory), directory / MANIFEST, None)], load)
     if not read_only:
-        with contextlib.suppress(StoreError), _saving(directory):  # somebody who saves tidies up by himself
+        with contextlib.suppress(StoreError), _saving(directory):  # a process that is saving removes strays itself
             _tidy(directory, named)
     return restored
 
 
 def _tidy(directory: pathlib.Path, named: set[str] | None) -> None:
-    """Removes what killed saves left, given the states that were found to be named. The directory is locked, and looked
-    through once more if there is anything: a superblock may be damaged, or somebody may have saved meanwhile."""
+    """Removes the strays of killed saves, given the states that manifests named. The directory must be locked.
+
+    If there are any, the manifests are read again first: a superblock may be damaged, or another process may have saved
+    in the meantime.
+    """
     with contextlib.suppress(OSError):
         if named is not None and _strays(directory, named):
             _remove_strays(directory, _names_on_device(directory))
@@ -391,22 +424,23 @@ def _store(path: pathlib.Path, settings: dict[str, Any]) -> FlashStore:
     known = sorted(inspect.signature(FlashStore).parameters.keys() - {"path"})
     unknown = sorted(settings.keys() - set(known))
     if unknown:
-        raise ConfigError(f"{', '.join(unknown)}: no setting of a store; use {', '.join(known)}")
+        raise ConfigError(f"unknown store settings {', '.join(unknown)}; use some of {', '.join(known)}")
     return FlashStore(path, **settings)
 
 
 def _in_store(store: FlashStore, fingerprint: str, read_only: bool) -> list[_Saved]:
-    """The saves in a store file, newest first, each with a branch of its own."""
+    """Lists the saves in a store file, newest first, each with a branch of its own."""
     with contextlib.closing(store.open(fingerprint=fingerprint, read_only=read_only)) as branch:
-        return [_Saved(one.metadata, pathlib.Path(store.path), branch.at(one)) for one in branch.saves()]
+        return [_Saved(saved.metadata, pathlib.Path(store.path), branch.at(saved)) for saved in branch.saves()]
 
 
 def _newest(
     find: Callable[[], list[_Saved]], load: Callable[[_Saved], Restored]
 ) -> tuple[Restored, set[str] | None]:
-    """Loads the newest save that is whole; returns it, and the states that are named, None where something is damaged.
+    """Loads the newest undamaged save.
 
-    Looks once more if somebody saved meanwhile, and so removed what was being read.
+    Returns it with the states that manifests name, or None instead of these if a save is damaged. Searches again if
+    another process saved in the meantime and thereby removed the files being read.
     """
     before: list[bytes] = []
     while True:
@@ -414,7 +448,7 @@ def _newest(
         restored, damage = _first_whole(saves, load)
         if restored is not None:
             if damage:
-                warnings.warn(f"{damage[0]}; going on with the save before it", stacklevel=4)
+                warnings.warn(f"{damage[0]}; restored the save before it", stacklevel=4)
             return restored, None if damage else _named([saved.manifest for saved in saves], saves[0].path)
         manifests = [saved.manifest for saved in saves]
         if manifests == before:
@@ -423,7 +457,7 @@ def _newest(
 
 
 def _first_whole(saves: list[_Saved], load: Callable[[_Saved], Restored]) -> tuple[Restored | None, list[StoreError]]:
-    """The first save that can be loaded, and what is wrong with those before it; branches of the others are closed."""
+    """Loads the first usable save; returns it and the errors of those before it, and closes all other branches."""
     damage: list[StoreError] = []
     restored = None
     try:
@@ -441,14 +475,14 @@ def _first_whole(saves: list[_Saved], load: Callable[[_Saved], Restored]) -> tup
 
 
 def _read_manifest(directory: pathlib.Path) -> bytes:
-    """What a save left there. Raises NothingSaved or ReadFailed."""
+    """Reads a directory's `cache.json`; raises NothingSaved, FormatMismatch or ReadFailed."""
     path = directory / MANIFEST
     try:
         return _files.read_regular(path, _files.MOST_JSON_BYTES)
     except FileNotFoundError as cause:
         raise NothingSaved(f"{directory} holds no saved cache; give the directory of an earlier save") from cause
     except ValueError as cause:
-        raise FormatMismatch(f"{path} is no manifest of a cache: {cause}; choose another directory") from cause
+        raise FormatMismatch(f"{path} is not the manifest of a cache: {cause}; choose another directory") from cause
     except OSError as cause:
         raise ReadFailed(f"{path} cannot be read: {cause}; prefill again") from cause
 
@@ -462,7 +496,7 @@ def _restored(saved: _Saved, config, fingerprint, method, slots) -> Restored:
     plan, saved_slots = _as_saved(path, found, config, method, branch)
     slots = slots or saved_slots
     if branch is not None and (geometry := store_geometry(plan)) != branch.geometry:
-        raise FormatMismatch(f"{path} has blocks of {branch.geometry}, and its manifest is of {geometry}; prefill "
+        raise FormatMismatch(f"{path} has blocks of {branch.geometry}, but its manifest describes {geometry}; prefill "
                              "again")
     state, logits = state_file.load(_state_path(path.parent, found.state), found.checksum, plan, slots, branch)
     if slots.offload is not None:
@@ -474,18 +508,18 @@ def _restored(saved: _Saved, config, fingerprint, method, slots) -> Restored:
 def _as_saved(
     path: pathlib.Path, found: Manifest, config: ModelConfig, method: Method, branch: Branch | None
 ) -> tuple[Plan, Slots]:
-    """Plan and slots of a manifest. Raises FormatMismatch where they are impossible, with a model of these sizes."""
+    """Rebuilds plan and slots from a manifest; raises FormatMismatch if they are impossible for this model."""
     try:
         plan = make_plan(config, method, found.batch, found.capacity, found.dtype)
         slots = Slots(**found.slots)
     except (ConfigError, TypeError) as cause:
-        raise FormatMismatch(f"{path} holds a cache that cannot be made: {cause}; prefill again") from cause
+        raise FormatMismatch(f"{path} describes a cache that cannot be made: {cause}; prefill again") from cause
     most = _most_slots(plan)
     if max(slots.count or 0, slots.host or 0) > most or (branch is None and found.slots):
-        raise FormatMismatch(f"{path} holds slots={found.slots!r:.200}, and {most} is the most that is saved; prefill "
-                             "again")
-    if any(not 0 <= one < config.vocab_size for row in found.pending for one in row):
-        raise FormatMismatch(f"{path} holds pending tokens that the model does not have; prefill again")
+        raise FormatMismatch(f"{path} holds slots={found.slots!r:.200}, but at most {most} are ever saved, and none "
+                             "for a cache in memory; prefill again")
+    if any(not 0 <= token < config.vocab_size for row in found.pending for token in row):
+        raise FormatMismatch(f"{path} holds pending tokens that are not in the model's vocabulary; prefill again")
     return plan, slots
 
 
@@ -493,10 +527,10 @@ def _as_saved(
 
 
 def _describe(method: Method) -> tuple[str, dict[str, Any]]:
-    """Name and settings of a method."""
+    """Returns the name of a method and its settings as JSON holds them."""
     kind = type(method)
     settings = json.loads(json.dumps(dataclasses.asdict(method), default=_plain))
-    for name in kind.files:  # which are to be found from any directory
+    for name in kind.files:  # made absolute, so that they are found from any working directory
         if isinstance(settings[name], str) and settings[name]:
             settings[name] = os.path.abspath(settings[name])
     return name_of(kind) or f"{kind.__module__}.{kind.__qualname__}", settings
@@ -517,27 +551,29 @@ def _same_method(path: pathlib.Path, saved: Manifest, method: Method | None) -> 
 
 
 def _made(path: pathlib.Path, saved: Manifest) -> Method:
-    """The method of a manifest."""
+    """Creates the method that a manifest describes."""
     if saved.method not in METHODS:
-        raise ConfigError(f"{path} was saved with the method {saved.method}; give restore that method")
+        raise ConfigError(f"{path} was saved with the method {saved.method}, which is not in kvjax.METHODS; give "
+                          "restore that method")
     for name, value in saved.settings.items():
         if isinstance(value, dict) and _NOT_SAVED in value:
-            raise ConfigError(f"{path} was saved with {saved.method}({name}={value[_NOT_SAVED]}), which no file holds; "
-                              "give restore that method")
+            raise ConfigError(f"{path} was saved with {saved.method}({name}={value[_NOT_SAVED]}), a setting that is "
+                              "not saved; give restore that method")
     try:
         return METHODS[saved.method](**saved.settings)
     except (ConfigError, TypeError) as cause:
-        raise FormatMismatch(f"{path} was saved with settings that {saved.method} does not have: {cause}; prefill "
+        raise FormatMismatch(f"{path} was saved with settings that {saved.method} does not accept: {cause}; prefill "
                              "again") from cause
 
 
 def _most_slots(plan: Plan) -> int:
-    """Slots of which none can be of use are not saved: there are not as many blocks."""
-    return max(one.spec.num_blocks + one.spec.max_blocks + 1 for one in plan.layers)
+    """Returns the largest number of slots that is saved: more than there are blocks would be useless."""
+    return max(layer.spec.num_blocks + layer.spec.max_blocks + 1 for layer in plan.layers)
 
 
 def _slots(plan: Plan, state: State) -> dict[str, Any]:
-    pools = [one.pool for one in state.layers if isinstance(one.pool, SlotPool)]
+    """Returns the arguments of `Slots` to save; {} for a cache in memory."""
+    pools = [layer.pool for layer in state.layers if isinstance(layer.pool, SlotPool)]
     if not pools:
         return {}
     pool, most = pools[-1], _most_slots(plan)
