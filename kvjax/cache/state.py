@@ -1,10 +1,10 @@
 """The state of one layer's cache for a batch, and the pure functions that read and advance it.
 
-Everything that is not payload lives here: which token is in which row of which block, the tail
-(sinks, the ring of the recent window, held rows), and the method's index. Payload blocks live in a
-`Pool` (`kvjax.cache.pool`), which is memory or slots over a store.
+The state is everything except payload blocks: which token is in which row of which block, the tail (sinks, the ring of
+the recent window, held rows), and the method's index. Payload blocks live in a `Pool` (`kvjax.cache.pool`), which is
+memory or slots over a store.
 
-Functions take one sequence and are mapped over the batch by the caller.
+Functions take one sequence; the caller maps them over the batch.
 """
 
 import dataclasses
@@ -35,13 +35,13 @@ from kvjax.typing import Array, Bool, Float, Int32, Num, UInt, pytree
 
 @pytree
 class Tail:
-    """Rows that are always attended: S sinks ++ W - 1 ring rows ++ U held rows."""
+    """The rows that are always attended: S sinks ++ W - 1 ring rows ++ U held rows."""
 
     key: Float[Array, "*B K R D"]
     value: Float[Array, "*B K R D"]
     pos: Int32[Array, "*B K R"]  # -1 = empty
     held_block: Int32[Array, "*B K U"]  # NB = free
-    token: Int32[Array, "*B S_ring"]  # token ids of sinks and ring, -1 = not known
+    token: Int32[Array, "*B S_ring"]  # token ids of sinks and ring, -1 = unknown
 
 
 @pytree
@@ -49,17 +49,17 @@ class LayerState:
     """One layer's cache without its payload pool."""
 
     index: Any  # the method's arrays, [B, ...]
-    positions: Int32[Array, "*B KT _ C"]  # position of the token in each row, -1 = empty, _ = NB; where blocks are in
-    # token order (`Spec.in_order`) those of the first block's rows, from which all others follow, _ = 1
-    counts: UInt[Array, "*B KT NB"]  # valid rows, a prefix of each block; of the smallest type that holds C
+    positions: Int32[Array, "*B KT _ C"]  # position of the token in each row, -1 = empty, _ = NB; if blocks are in
+    # token order (`Spec.in_order`), only the positions of the first block's rows, which determine the rest, _ = 1
+    counts: UInt[Array, "*B KT NB"]  # valid rows, a prefix of each block, in the smallest type that holds C
     loaded: Int32[Array, "*B K M1"]  # blocks fetched in the newest step
     tail: Tail
     refused: Int32[Array, "*B K"]  # tokens to be held that found no free row (always 0 for a correct method)
-    smoothing: Smoothing | None = None  # of keys in blocks; None where those are floats, or values alone
+    smoothing: Smoothing | None = None  # of keys in blocks; None = keys are stored as floats, or not at all
 
     @property
     def pos(self) -> Int32[Array, "*B K NB C"]:
-        """Positions of every head, whether it has a table of its own, shares one or needs none."""
+        """Positions of every head, whether it has its own table, shares one or needs none."""
         return _for_heads(self.table, self.refused.shape[-1], -3)
 
     @property
@@ -73,14 +73,14 @@ class LayerState:
         blocks, rows = self.counts.shape[-1], self.positions.shape[-1]
         if self.positions.shape[-2] == blocks > 1:
             return self.positions
-        # A table of a single block looks like a first block's rows, and valid rows are a prefix in both.
+        # A table with a single block has the same shape as a first block's rows; valid rows are a prefix in both.
         pos = self.positions + np.arange(blocks, dtype=np.int32)[:, None] * rows
         lib = np if isinstance(pos, np.ndarray) else jnp
         return lib.where(np.arange(rows, dtype=np.int32) < self.counts[..., None], pos, -1)
 
 
 def _for_heads(table: Array, heads: int, axis: int) -> Array:
-    """One table for every head, from one for each or one for all; on the host if the table is."""
+    """Broadcasts a table with one entry per head, or one for all, to every head; NumPy arrays stay NumPy arrays."""
     shape = list(table.shape)
     shape[axis] = heads
     return (np if isinstance(table, np.ndarray) else jnp).broadcast_to(table, shape)
@@ -88,28 +88,37 @@ def _for_heads(table: Array, heads: int, axis: int) -> Array:
 
 @pytree
 class NewToken:
-    """What one step adds to a layer: the newest token and the attention it paid."""
+    """The newest token, as one step adds it to a layer, and the attention weights of its query."""
 
     key: Float[Array, "*B K D"]
     value: Float[Array, "*B K D"]
     loaded: Int32[Array, "*B K M1"]
     seen_pos: Int32[Array, "*B K N"]  # attended positions, -1 = none; empty unless the method observes
     seen_weight: Float[Array, "*B K N"]
-    note: Any = None  # `Selection.note`; None also for tokens of a chunk
+    note: Any = None  # `Selection.note`; always None for tokens of a chunk
 
 
 @pytree
 class Rows:
-    """Selected rows, compacted to tokens: where each is, and whether it fits the budget."""
+    """The selected rows, compacted to tokens: where each one is, and whether it fits the budget."""
 
-    rank: Int32[Array, "*B K N"]  # which of the selected blocks
+    rank: Int32[Array, "*B K N"]  # rank of its block in the selection
     row: Int32[Array, "*B K N"]
     valid: Bool[Array, "*B K N"]
     pos: Int32[Array, "*B K N"]
 
 
 def empty_layer(spec: Spec, index: Any, dtype) -> LayerState:
-    """A layer's state for one sequence around the method's own empty index."""
+    """Returns a layer's empty state for one sequence.
+
+    Args:
+      spec: sizes of the layer's cache.
+      index: the method's empty index.
+      dtype: type of keys and values in the tail.
+
+    Returns:
+      The state.
+    """
     heads, rows = spec.kv_heads, spec.tail_rows
     tail = Tail(
         key=jnp.zeros((heads, rows, spec.head_dim), dtype),
@@ -133,7 +142,7 @@ def empty_layer(spec: Spec, index: Any, dtype) -> LayerState:
 
 
 def view(spec: Spec, layer: LayerState) -> View:
-    """What the method may look at."""
+    """Returns the part of a layer's state that the method may look at."""
     first, tail = spec.sinks + spec.ring, layer.tail
     oldest = spec.sinks + jnp.argmin(tail.pos[0, spec.sinks : first]).astype(jnp.int32)
     return View(
@@ -143,7 +152,7 @@ def view(spec: Spec, layer: LayerState) -> View:
 
 
 def within(spec: Spec, layer: LayerState) -> LayerState:
-    """The layer as the next token sees it: without blocks of which every token has left the model's sliding window."""
+    """Hides the blocks whose tokens have all left the model's sliding window, as the next token sees the layer."""
     if spec.sliding is None:
         return layer
     seen = spec.seen(jnp.max(layer.table, axis=-1), jnp.max(layer.tail.pos) + 1)
@@ -154,7 +163,7 @@ def within(spec: Spec, layer: LayerState) -> LayerState:
 
 
 def tail_sources(spec: Spec, length: Int32[Array, ""]) -> Int32[Array, "S_ring"]:
-    """Position that belongs in each sink and ring row after `length` tokens, -1 = none.
+    """Returns the position that belongs in each sink and ring row after `length` tokens, -1 = none.
 
     Ring row r keeps the newest position p >= S with (p - S) % (W - 1) == r.
     """
@@ -170,7 +179,21 @@ def build(
     spec: Spec, method: Method, layer: LayerState, key: Float[Array, "T K D"], value, length: Int32[Array, ""],
     token: Int32[Array, "T"], query: Float[Array, "Q H D"],
 ) -> tuple[LayerState, Placement]:
-    """Fills an empty layer from a prompt's keys and values; the placement says where payload rows go."""
+    """Fills an empty layer from a prompt.
+
+    Args:
+      spec: sizes of the layer's cache.
+      method: cache method.
+      layer: empty state of one sequence.
+      key: keys [T, K, D] of the prompt.
+      value: values [T, K, D] of the prompt.
+      length: tokens of the prompt; later rows are padding.
+      token: token ids [T], -1 = unknown.
+      query: queries [Q, H, D] of the prompt's last Q tokens.
+
+    Returns:
+      The state, and the row of each token's payload.
+    """
     pos = jnp.arange(key.shape[0], dtype=jnp.int32)
     middle = (pos >= spec.sinks) & (pos < length - spec.ring)
     asked = length - query.shape[0] + jnp.arange(query.shape[0], dtype=jnp.int32)
@@ -184,16 +207,26 @@ def build(
 
 
 def book(spec: Spec, layer: LayerState, placement: Placement, key, value, length, token) -> LayerState:
-    """Fills sinks and ring from a prompt, and enters where the rest was placed."""
+    """Fills sinks and ring from a prompt, and records where the other tokens were placed.
+
+    Args:
+      spec: sizes of the layer's cache.
+      layer: state of one sequence, empty except for its index.
+      placement: row of each token [K, T].
+      key, value, length, token: as for `build`.
+
+    Returns:
+      The state.
+    """
     source = tail_sources(spec, length)
-    at = jnp.maximum(source, 0)
+    pos_kept = jnp.maximum(source, 0)
     kept = slice(0, spec.sinks + spec.ring)
     tail = dataclasses.replace(
         layer.tail,
-        key=layer.tail.key.at[:, kept].set(key[at].swapaxes(0, 1).astype(layer.tail.key.dtype)),
-        value=layer.tail.value.at[:, kept].set(value[at].swapaxes(0, 1).astype(layer.tail.value.dtype)),
+        key=layer.tail.key.at[:, kept].set(key[pos_kept].swapaxes(0, 1).astype(layer.tail.key.dtype)),
+        value=layer.tail.value.at[:, kept].set(value[pos_kept].swapaxes(0, 1).astype(layer.tail.value.dtype)),
         pos=layer.tail.pos.at[:, kept].set(source),
-        token=jnp.where(source >= 0, token[at], -1),
+        token=jnp.where(source >= 0, token[pos_kept], -1),
     )
     table, pos = jnp.arange(spec.tables, dtype=jnp.int32)[:, None], jnp.arange(key.shape[0], dtype=jnp.int32)
     block, row = placement.block[: spec.tables], placement.row[: spec.tables]
@@ -203,28 +236,28 @@ def book(spec: Spec, layer: LayerState, placement: Placement, key, value, length
 
 
 def _entered(spec: Spec, layer: LayerState, table, block, row, pos) -> LayerState:
-    """The layer with positions of tokens in their rows; block NB = nowhere."""
+    """Records the positions of tokens in their rows; block NB = nowhere."""
     if spec.in_order:
         return layer
     return dataclasses.replace(layer, positions=layer.positions.at[table, block, row].set(pos, mode="drop"))
 
 
 def table_of(spec: Spec) -> Int32[Array, "K"]:
-    """Which table of positions and counts each head has."""
+    """Returns the index of each head's table of positions and counts."""
     return jnp.arange(spec.kv_heads, dtype=jnp.int32) % spec.tables
 
 
 def placements(spec: Spec, layer: LayerState, tokens: int) -> Placement:
-    """Where the first `tokens` tokens of a sequence are, read back from a layer's table; block NB = in no block."""
+    """Returns where the first `tokens` tokens of a sequence are, from a layer's table; block NB = in no block."""
     table, pos = jnp.arange(spec.tables, dtype=jnp.int32)[:, None, None], layer.table
-    at = jnp.where(pos >= 0, pos, tokens)
+    token = jnp.where(pos >= 0, pos, tokens)
     block, row = (
         jnp.broadcast_to(axis, pos.shape).astype(jnp.int32)
         for axis in (jnp.arange(spec.num_blocks)[:, None], jnp.arange(spec.block_rows))
     )
     nowhere = jnp.full((spec.tables, tokens), spec.num_blocks, jnp.int32)
-    block = nowhere.at[table, at].set(block, mode="drop")
-    row = (nowhere * 0).at[table, at].set(row, mode="drop")
+    block = nowhere.at[table, token].set(block, mode="drop")
+    row = (nowhere * 0).at[table, token].set(row, mode="drop")
     return Placement(block[table_of(spec)], row[table_of(spec)])
 
 
@@ -237,10 +270,16 @@ def forced(spec: Spec, selection: Selection) -> Int32[Array, "K"]:
 
 
 def needed_blocks(spec: Spec, layer: LayerState, selection: Selection) -> tuple[Int32[Array, "K M1"], Rows]:
-    """Cuts a ranked selection to the rows that fit the budget.
+    """Cuts a ranked selection to the rows that fit the budget; the last block that fits may be attended in part.
 
-    Returns the blocks to fetch (those of which at least one row fits, and the forced one; NB = none)
-    and the compacted rows. The last block that fits may be attended in part.
+    Args:
+      spec: sizes of the layer's cache.
+      layer: state of one sequence.
+      selection: blocks, best first.
+
+    Returns:
+      Blocks to fetch [K, M + 1] (those with at least one row that fits, then the forced one; NB = none), and the
+      compacted rows.
     """
     held = jnp.sum(view(spec, layer).held_pos >= 0, axis=-1, dtype=jnp.int32)
     room = jnp.minimum(spec.selected_rows, spec.budget - spec.sinks - spec.window - held)
@@ -257,7 +296,7 @@ def _cut(
     spec: Spec, chosen: Int32[Array, "K M"], force: Int32[Array, "K"], room: Int32[Array, "K"],
     counts: Int32[Array, "KT NB"], positions: Int32[Array, "KT _ C"],
 ) -> list[Array]:
-    """Blocks to fetch, and ranks, rows, whether they are valid, and positions of what fits the room."""
+    """Returns the blocks to fetch, and rank, row, validity and position of each row that fits the room."""
     none, room = spec.num_blocks, room[:, None]
     head, table = jnp.arange(spec.kv_heads, dtype=jnp.int32)[:, None], table_of(spec)[:, None]
     count = jnp.where(chosen < none, counts[table, jnp.minimum(chosen, none - 1)], 0)
@@ -268,7 +307,7 @@ def _cut(
     force = jnp.where(known, none, force)[:, None]
 
     nth = jnp.arange(spec.selected_rows, dtype=jnp.int32)
-    # Blocks that end before the nth row: a count of ends, as comparing every row with every end is N x M.
+    # Counts the blocks that end before the nth row; comparing every row with every end would be N x M.
     ends = jnp.zeros((spec.kv_heads, spec.selected_rows), jnp.int32).at[head, end].add(1, mode="drop")
     rank = jnp.minimum(jnp.cumsum(ends, axis=-1, dtype=jnp.int32), spec.max_blocks - 1)
     valid = nth[None] < jnp.minimum(end[:, -1:], room)
@@ -279,7 +318,7 @@ def _cut(
 
 
 def every_block(spec: Spec, layer: LayerState, selection: Selection) -> tuple[Int32[Array, "K M1"], Rows]:
-    """`needed_blocks` of a method that attends everything: all blocks, and no list of rows to compact."""
+    """Returns all blocks and no rows: `needed_blocks` for a method that attends everything."""
     none = jnp.zeros((spec.kv_heads, 0), jnp.int32)
     need = jnp.concatenate([selection.block, forced(spec, selection)[:, None]], axis=-1)
     return need, Rows(none, none, none > 0, none)
@@ -289,12 +328,25 @@ def every_block(spec: Spec, layer: LayerState, selection: Selection) -> tuple[In
 
 
 def push(spec: Spec, tail: Tail, key, value, at: Int32[Array, ""], gate: Bool[Array, ""], token: Int32[Array, ""]):
-    """Puts token `at` into its sink or ring row; returns the tail, and what left the ring with its value [K, D]."""
+    """Writes the newest token into its sink or ring row.
+
+    Args:
+      spec: sizes of the layer's cache.
+      tail: tail of one sequence.
+      key: key [K, D] of the token.
+      value: value [K, D] of the token.
+      at: position of the token.
+      gate: False = nothing is written.
+      token: id of the token, -1 = unknown.
+
+    Returns:
+      The tail, the token that leaves the ring, and its value [K, D].
+    """
     row = jnp.where(at < spec.sinks, at, spec.sinks + (at - spec.sinks) % spec.ring)
     left = jnp.where(gate, tail.pos[0, row], -1)
     left_token, left_rows = tail.token[row], written_out(jnp.stack([tail.key[:, row], tail.value[:, row]]))
     left_key, left_value = left_rows
-    # The write waits for the read, of which one number tells: XLA:CPU would copy all keys and values first.
+    # The write depends on one number of the read, so it comes after it: else XLA:CPU would copy all keys and values.
     target = jnp.where(gate & exists(left_rows[0, 0, 0]), row, spec.tail_rows)
     tail = dataclasses.replace(
         tail,
@@ -310,26 +362,33 @@ def push(spec: Spec, tail: Tail, key, value, at: Int32[Array, ""], gate: Bool[Ar
 def place(
     spec: Spec, layer: LayerState, placement: Placement, evicted: WindowEviction, value: Float[Array, "K D"]
 ) -> tuple[LayerState, Placement]:
-    """Books a leaving token into its block, in place of the token that is in its row if there is one, or into a free
-    held row.
+    """Records a token that leaves the window in its block (replacing a token in that row) or in a free held row.
 
-    Returns the placement with every row that is not to be written to a block turned into NB.
+    Args:
+      spec: sizes of the layer's cache.
+      layer: state of one sequence.
+      placement: block and row [K] that the method chose.
+      evicted: token that leaves the window.
+      value: its value [K, D].
+
+    Returns:
+      The state, and the placement in which heads that write no row to a block have block NB.
     """
     stored = (placement.block < spec.num_blocks) & (placement.row < spec.block_rows)
     held = (placement.block < spec.num_blocks) & (placement.row == spec.block_rows)
     block = jnp.where(stored, placement.block, spec.num_blocks)
-    table, at, row = jnp.arange(spec.tables, dtype=jnp.int32), block[: spec.tables], placement.row[: spec.tables]
-    # Valid rows are a prefix. Looking into `positions` would have XLA:CPU copy it: a read with no order to the write.
-    free = row >= layer.counts[table, jnp.minimum(at, spec.num_blocks - 1)]
-    layer = _entered(spec, layer, table, at, row, evicted.pos)
-    layer = dataclasses.replace(layer, counts=layer.counts.at[table, at].add(free, mode="drop"))
+    table, target, row = jnp.arange(spec.tables, dtype=jnp.int32), block[: spec.tables], placement.row[: spec.tables]
+    # Valid rows are a prefix. A read of `positions`, which is not ordered before the write, makes XLA:CPU copy it.
+    free = row >= layer.counts[table, jnp.minimum(target, spec.num_blocks - 1)]
+    layer = _entered(spec, layer, table, target, row, evicted.pos)
+    layer = dataclasses.replace(layer, counts=layer.counts.at[table, target].add(free, mode="drop"))
     if spec.held:
         layer = _hold(spec, layer, placement.block, held, evicted, value)
     return layer, Placement(block, placement.row)
 
 
 def _hold(spec, layer, block, held, evicted, value):
-    """Puts a token into the first free held row of the heads that hold it."""
+    """Writes a token into the first free held row of each head that holds it."""
     head, tail = jnp.arange(spec.kv_heads, dtype=jnp.int32), layer.tail
     free = tail.held_block == spec.num_blocks
     slot = jnp.where(held & jnp.any(free, axis=-1), jnp.argmax(free, axis=-1).astype(jnp.int32), spec.held)
@@ -345,13 +404,14 @@ def _hold(spec, layer, block, held, evicted, value):
 
 
 def with_held(spec: Spec, blocks: list[Num[Array, "K C X"]], held: Num[Array, "K R X"]) -> Num[Array, "K CU X"]:
-    """The first due block's rows, the held rows, and those of the other due blocks: what `Edits.rows` indexes."""
+    """Concatenates the first due block's rows, the held rows and the other due blocks' rows, as `Edits.rows` indexes.
+    """
     held = held[:, spec.sinks + spec.ring :].astype(blocks[0].dtype)
     return jnp.concatenate([blocks[0], held, *blocks[1:]], axis=1)
 
 
 def due_positions(spec: Spec, layer: LayerState, due: Int32[Array, "K P"]) -> Int32[Array, "K CU"]:
-    """Positions of those rows; -1 = empty, or held for another block than the first."""
+    """Returns the positions of the rows of `with_held`; -1 = empty, or held for a block other than the first."""
     mine = (layer.tail.held_block == due[:, :1]) & (due[:, :1] < spec.num_blocks)
     held = jnp.where(mine, layer.tail.pos[:, spec.sinks + spec.ring :], -1)
     first, *others = [_rows_due(spec, layer, block) for block in due.T]
@@ -365,7 +425,17 @@ def _rows_due(spec: Spec, layer: LayerState, block: Int32[Array, "K"]) -> Int32[
 
 
 def apply_edits(spec: Spec, layer: LayerState, edits: Edits, pos: Int32[Array, "K CU"]) -> LayerState:
-    """Books rewritten blocks and frees the held rows that went into them."""
+    """Records rewritten blocks, and frees the held rows that moved into them.
+
+    Args:
+      spec: sizes of the layer's cache.
+      layer: state of one sequence.
+      edits: rewritten blocks.
+      pos: positions of the rows that the edits index (`due_positions`).
+
+    Returns:
+      The state.
+    """
     head = jnp.arange(spec.kv_heads, dtype=jnp.int32)[:, None]
     taken = edits.rows >= 0
     moved = jnp.where(taken, jnp.take_along_axis(pos[:, None], jnp.maximum(edits.rows, 0), axis=-1), -1)
