@@ -1,12 +1,12 @@
-"""Layers that wait in a store: only the layer at work, and the next one on its way, are in memory.
+"""Layer offload: whole layers are kept in a store, and at most two are in memory, one at work and the next being read.
 
-This is DynaKV's space virtualisation (section 6.1): representatives and cached blocks of a layer leave memory when it
-has had its turn, and come back while the layer before it computes. Memory for the cache is then bounded by the layer
-and not by the model. `Slots(offload=FlashStore(directory))` turns it on, for any method.
+This is DynaKV's space virtualisation (section 6.1): representatives and cached blocks of a layer leave memory after its
+part of a step, and return while the layer before it computes. Memory for the cache is then bounded by the layer instead
+of the model. `Slots(offload=FlashStore(directory))` turns it on, for any method.
 
-A parked layer is everything of its `LayerCache` as bytes, but for slots that layers take in turns
-(`kvjax.cache.shared_slots`), cut into pages, which are blocks of a branch of their own: checksums, read-ahead, forks
-and device profiles are the store's. Only pages that changed are written.
+An offloaded layer is its whole `LayerCache` as bytes, except shared slots (`kvjax.cache.shared_slots`). The bytes are
+cut into pages, which are the blocks of a separate branch, so the store provides checksums, read-ahead, forks and device
+profiles. Only changed pages are written.
 """
 
 import dataclasses
@@ -24,19 +24,20 @@ from kvjax.store.format.pages import checksum
 from kvjax.store.interface import Branch, Geometry, Stats, Store
 
 PAGE_BYTES = 16 << 10
-_ALIGN = 64  # bytes between which leaves begin
+_ALIGN = 64  # bytes; every leaf begins at a multiple
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class OffloadedLayer:
-    """A layer's cache that waits in a store; an immutable value without arrays.
+    """A layer's cache that is kept in a store: an immutable value without arrays.
 
     Attributes:
-      branch, generation: where it is, and as of when.
-      number: the layer's.
-      like: the cache with arrays that have shapes and types and take no memory.
-      sums: uint64[pages] of what each page holds.
+      branch: branch that holds its pages.
+      generation: generation of the branch that this value belongs to.
+      number: number of the layer.
+      like: the cache, with arrays that have shapes and types but take no memory.
+      sums: uint64[pages], checksum of each page.
     """
 
     branch: Branch
@@ -59,15 +60,38 @@ class OffloadedLayer:
 
 
 def create(store: Store, outlines: list[LayerCache]) -> Branch:
-    """A branch with room for layers of these outlines. Raises StoreError."""
-    pages = max(_pages(shared_slots.leave(one)[0]) for one in outlines)
+    """Creates a branch for layers of these outlines.
+
+    Args:
+      store: store to create it in.
+      outlines: cache of each layer, with arrays that may take no memory.
+
+    Returns:
+      The branch.
+
+    Raises:
+      StoreError: the branch cannot be created.
+    """
+    pages = max(_pages(shared_slots.leave(layer)[0]) for layer in outlines)
     geometry = Geometry(layers=len(outlines), batch=1, kv_heads=1, num_blocks=pages, block_rows=1, width=PAGE_BYTES,
                         dtype="int8")
     return store.create(geometry, "parked layers")
 
 
 def offload(branch: Branch, number: int, cache: LayerCache) -> OffloadedLayer:
-    """Writes a layer for the first time, without slots that are passed on. Raises StoreError."""
+    """Writes a layer, without shared slots, to its place in a new branch.
+
+    Args:
+      branch: branch from `create`.
+      number: number of the layer.
+      cache: cache of the layer.
+
+    Returns:
+      The offloaded layer.
+
+    Raises:
+      StoreError: the layer cannot be written.
+    """
     cache, _ = shared_slots.leave(cache)
     pages = _to_pages(cache)
     blocks = np.zeros((1, 1, branch.geometry.num_blocks, 1, PAGE_BYTES), np.int8)
@@ -78,50 +102,50 @@ def offload(branch: Branch, number: int, cache: LayerCache) -> OffloadedLayer:
 
 
 def fork(layers: tuple) -> tuple:
-    """The same layers, parked ones in a branch of their own; other ones are shared."""
-    branches = {one.branch for one in layers if isinstance(one, OffloadedLayer)}
+    """Forks the branch of offloaded layers; layers in memory are returned as they are. Raises StoreError."""
+    branches = {layer.branch for layer in layers if isinstance(layer, OffloadedLayer)}
     forks = {branch: branch.fork() for branch in branches}
-    return tuple(dataclasses.replace(one, branch=forks[one.branch]) if isinstance(one, OffloadedLayer) else one
-                 for one in layers)
+    return tuple(dataclasses.replace(layer, branch=forks[layer.branch]) if isinstance(layer, OffloadedLayer) else layer
+                 for layer in layers)
 
 
 def close(layers: tuple) -> None:
-    """Gives back what parked layers take in their store. Never raises."""
-    for one in layers:
-        if isinstance(one, OffloadedLayer):
-            one.branch.discard()
+    """Releases the store space of offloaded layers. Never raises."""
+    for layer in layers:
+        if isinstance(layer, OffloadedLayer):
+            layer.branch.discard()
 
 
 def offload_all(store: Store, layers: tuple[LayerCache, ...]) -> tuple[OffloadedLayer, ...]:
-    """Layers in memory, parked. Raises StoreError."""
-    branch = create(store, [_outline(one) for one in layers])
+    """Offloads layers that are in memory to a new branch of `store`. Raises StoreError."""
+    branch = create(store, [_outline(layer) for layer in layers])
     try:
-        return tuple(offload(branch, i, one) for i, one in enumerate(layers))
+        return tuple(offload(branch, i, layer) for i, layer in enumerate(layers))
     except BaseException:
         branch.discard()
         raise
 
 
 def stats(layers: tuple) -> Stats | None:
-    """What parked layers have moved; None where none is parked."""
-    return next((one.branch.stats() for one in layers if isinstance(one, OffloadedLayer)), None)
+    """Returns what the branch of offloaded layers has read and written; None if no layer is offloaded."""
+    return next((layer.branch.stats() for layer in layers if isinstance(layer, OffloadedLayer)), None)
 
 
 def everything(layers: tuple) -> tuple[LayerCache, ...]:
-    """All layers in memory."""
-    return tuple(_load(one) if isinstance(one, OffloadedLayer) else one for one in layers)
+    """Loads all offloaded layers into memory. Raises StoreError."""
+    return tuple(_load(layer) if isinstance(layer, OffloadedLayer) else layer for layer in layers)
 
 
 def working_set(layers: tuple) -> int:
-    """Bytes that parked layers have in memory at most: two neighbours, as one is read while the other works."""
-    sizes = [one.nbytes for one in layers if isinstance(one, OffloadedLayer)]
+    """Returns the most bytes that offloaded layers take in memory: two neighbours, one at work and one being read."""
+    sizes = [layer.nbytes for layer in layers if isinstance(layer, OffloadedLayer)]
     return max((sum(sizes[i : i + 2]) for i in range(len(sizes))), default=0)
 
 
 class LayerLoader:
-    """The layers of one step, parked ones taken when they are wanted. Either all layers are parked or none.
+    """Loads and stores the layers of one step, of which either all or none are offloaded.
 
-    What is put back becomes visible together, at `commit`; an error leaves the layers as of the last one.
+    Layers that are put back become visible together, at `commit`; an error leaves the layers of the last commit.
     """
 
     def __init__(self, layers: tuple):
@@ -130,68 +154,71 @@ class LayerLoader:
         self._opened: dict[int, LayerCache] = {}
 
     def begin(self, i: int) -> None:
-        """Layer i, if there is one, will be wanted soon."""
-        one = self._fresh[i] if i < len(self._fresh) else None
-        if isinstance(one, OffloadedLayer) and i not in self._opened:
-            one.branch.submit(one.number, one.generation, _all(one))
+        """Starts to read layer i, if there is one."""
+        layer = self._fresh[i] if i < len(self._fresh) else None
+        if isinstance(layer, OffloadedLayer) and i not in self._opened:
+            layer.branch.submit(layer.number, layer.generation, _all(layer))
 
     def open(self, i: int) -> LayerCache:
-        """Layer i in memory, where it stays until it is put back. Raises StoreError."""
-        one = self._fresh[i]
-        if not isinstance(one, OffloadedLayer):
-            return one
+        """Returns layer i in memory, where it stays until it is put back. Raises StoreError."""
+        layer = self._fresh[i]
+        if not isinstance(layer, OffloadedLayer):
+            return layer
         if i not in self._opened:
-            self._opened[i] = _load(one)
+            self._opened[i] = _load(layer)
         return self._opened[i]
 
     def put(self, i: int, cache: LayerCache) -> None:
-        """Puts layer i back as it is now. Raises StoreError."""
+        """Puts back layer i, which is `cache` now; writes the changed pages of an offloaded one. Raises StoreError."""
         before = self._fresh[i]
         self._fresh[i] = _put(before, cache) if isinstance(before, OffloadedLayer) else cache
         self._opened.pop(i, None)
 
     def give_back(self, slots: shared_slots.Space) -> None:
-        """`turns.give_back`; parked layers do without, and the first of them makes some in the next step."""
+        """Hands shared slots to the first layer that uses them (`shared_slots.give_back`).
+
+        If layers are offloaded, the slots are dropped, and the first such layer makes new ones in the next step.
+        """
         if not is_offloaded(self._fresh):
             self._fresh = shared_slots.give_back(self._fresh, slots)
 
     def commit(self) -> None:
-        """What was put back is what the layers are. Raises StoreError."""
-        offloaded = [one for one in self._fresh if isinstance(one, OffloadedLayer)]
+        """Makes the layers that were put back the current ones. Raises StoreError."""
+        offloaded = [layer for layer in self._fresh if isinstance(layer, OffloadedLayer)]
         if offloaded:
             branch = offloaded[0].branch
             branch.commit(branch.generation)
-            self._fresh = [dataclasses.replace(one, generation=branch.generation) for one in offloaded]
+            self._fresh = [dataclasses.replace(layer, generation=branch.generation) for layer in offloaded]
         self.layers = tuple(self._fresh)
 
     def abandon(self) -> None:
-        """Forgets what was put back since the last commit, of parked layers; waits for the callbacks of others."""
-        queued = [one.pool.queued for one in self._fresh if isinstance(one.pool, SlotPool)]
-        jax.block_until_ready([one for one in queued if isinstance(one, jax.Array) and not one.is_deleted()])
-        for one in self.layers:
-            if isinstance(one, OffloadedLayer):
-                one.branch.take_error()
-                one.branch.abort(one.generation)
+        """Drops offloaded layers put back since the last commit; for layers in memory, waits for their callbacks."""
+        queued = [layer.pool.queued for layer in self._fresh if isinstance(layer.pool, SlotPool)]
+        jax.block_until_ready([count for count in queued if isinstance(count, jax.Array) and not count.is_deleted()])
+        for layer in self.layers:
+            if isinstance(layer, OffloadedLayer):
+                layer.branch.take_error()
+                layer.branch.abort(layer.generation)
 
 
 def is_offloaded(layers: Sequence) -> bool:
-    return any(isinstance(one, OffloadedLayer) for one in layers)
+    return any(isinstance(layer, OffloadedLayer) for layer in layers)
 
 
 # ---- one layer
 
 
-def _load(one: OffloadedLayer) -> LayerCache:
-    pages = np.empty((1, 1, len(one.sums), 1, PAGE_BYTES), np.int8)
-    where = _all(one)
-    if not one.branch.read_into(one.number, one.generation, where, where, pages):
-        raise one.branch.failure(f"parked layer {one.number}")
+def _load(layer: OffloadedLayer) -> LayerCache:
+    pages = np.empty((1, 1, len(layer.sums), 1, PAGE_BYTES), np.int8)
+    where = _all(layer)
+    if not layer.branch.read_into(layer.number, layer.generation, where, where, pages):
+        raise layer.branch.failure(f"offloaded layer {layer.number}")
     data, leaves, start = pages.reshape(-1), [], 0
-    shapes, structure = jax.tree.flatten(one.like)
+    shapes, structure = jax.tree.flatten(layer.like)
     for like in shapes:
-        size, turn = math.prod(like.shape) * like.dtype.itemsize, _turned(one.like, like.shape)
+        size, turn = math.prod(like.shape) * like.dtype.itemsize, _turned(layer.like, like.shape)
         leaf = data[start : start + size].view(like.dtype).reshape(turn(like).shape)
-        # A copy: XLA may write to what it is given for good, and this memory would still be Python's.
+        # A copy, because XLA may write to donated arrays, and this memory would still belong to NumPy.
         leaves.append(jnp.array(turn(leaf)))
         start += _rounded(size)
     return jax.tree.unflatten(structure, leaves)
@@ -204,16 +231,16 @@ def _put(before: OffloadedLayer, cache: LayerCache) -> OffloadedLayer:
     if changed.size and not before.branch.put_blocks(
         before.number, before.generation, changed[None, None], pages[changed][None, None, :, None]
     ):
-        raise before.branch.failure(f"parked layer {before.number}")
+        raise before.branch.failure(f"offloaded layer {before.number}")
     return dataclasses.replace(before, sums=sums)
 
 
-def _all(one: OffloadedLayer) -> np.ndarray:
-    return np.arange(len(one.sums), dtype=np.int32)[None, None]
+def _all(layer: OffloadedLayer) -> np.ndarray:
+    return np.arange(len(layer.sums), dtype=np.int32)[None, None]
 
 
 def _to_pages(cache: LayerCache) -> np.ndarray:
-    """int8[pages, PAGE_BYTES]: every array of the cache, one after the other."""
+    """Packs the arrays of a cache, one after the other, into int8[pages, PAGE_BYTES]."""
     pages = np.zeros((_pages(cache), PAGE_BYTES), np.int8)
     data, start = pages.reshape(-1), 0
     for leaf in map(np.asarray, jax.tree.leaves(cache)):
@@ -224,8 +251,11 @@ def _to_pages(cache: LayerCache) -> np.ndarray:
 
 
 def _turned(cache: LayerCache, shape: tuple[int, ...]) -> Callable[[np.ndarray], np.ndarray]:
-    """How an array of a cache is parked, and taken from there. Those that go dimension by dimension through blocks or
-    tokens are turned round: a new key would change a number in nearly all of their pages."""
+    """Returns how an array of this shape is transposed for the store (its own inverse).
+
+    Arrays whose last axis runs over blocks or tokens are transposed; otherwise a new key would change a number in
+    nearly all of their pages.
+    """
     blocks, rows = cache.state.counts.shape[-1], cache.state.positions.shape[-1]
     if len(shape) > 3 and shape[-1] in (blocks, blocks * rows):
         return lambda leaf: leaf.swapaxes(-1, -2)
@@ -241,7 +271,7 @@ def _outline(cache: LayerCache) -> LayerCache:
 
 
 def shape_only(shape: tuple[int, ...], dtype) -> np.ndarray:
-    """An array of zeros that takes no memory."""
+    """Returns an array of zeros that takes no memory."""
     return np.broadcast_to(np.zeros((), dtype), shape)
 
 

@@ -1,4 +1,4 @@
-"""Prefill: prompts read layer by layer, each layer being indexed while the next is read."""
+"""Prefill: prompts are read layer by layer, and each layer is indexed while the next one is read."""
 
 import dataclasses
 import functools
@@ -31,9 +31,9 @@ _CHUNK = 512  # queries of one prefill attention step
 
 @pytree
 class Activations:
-    """What one layer saw and made of prompts, right-padded to T."""
+    """The input and outputs of one layer for prompts, right-padded to T."""
 
-    x: Float[Array, "B T E"]  # its input
+    x: Float[Array, "B T E"]  # the layer's input
     key: Float[Array, "B T K D"]
     value: Float[Array, "B T K D"]
     out: Float[Array, "B T E"]  # the next layer's input
@@ -41,24 +41,35 @@ class Activations:
 
 @dataclasses.dataclass(frozen=True)
 class PromptActivations:
-    """Prompts that were read densely, with the activations of every layer on the host: caches of any method can be
-    filled from it."""
+    """Prompts that were read densely, with the activations of every layer in host memory.
+
+    A cache of any method can be filled from them.
+    """
 
     tokens: Int32[np.ndarray, "B T"]  # right-padded
     length: Int32[np.ndarray, "B"]
     layers: tuple[Activations, ...]
-    fingerprint: str = ""  # of model and tokenizer
+    fingerprint: str = ""  # fingerprint of model and tokenizer
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory; a layer's output is the next one's input."""
-        return sum(one.x.nbytes + one.key.nbytes + one.value.nbytes for one in self.layers)
+        """Bytes in memory; outputs do not count, as each is the next layer's input."""
+        return sum(layer.x.nbytes + layer.key.nbytes + layer.value.nbytes for layer in self.layers)
 
 
 def read(
     config: ModelConfig, params: PyTree, tokens: Int32[Array, "B T"] | Int32[np.ndarray, "B T"]
 ) -> Iterator[Activations]:
-    """Reads prompts densely, layer by layer."""
+    """Reads prompts densely, layer by layer.
+
+    Args:
+      config: configuration of the model.
+      params: weights of the model.
+      tokens: token ids [B, T], right-padded as `pad` does.
+
+    Yields:
+      The activations of each layer.
+    """
     x, size = embed(config, params, tokens), min(_CHUNK, tokens.shape[1])
     for i, sliding in enumerate(config.windows):
         out, key, value = _read_layer(config, sliding, size, params[f"layers_{i}"], x)
@@ -72,9 +83,19 @@ def prefill(
     branch: interface.Branch | None = None, slots: Slots | None = None, layers: Iterable[Activations] | None = None,
     pipelined: bool = True,
 ):
-    """Fills a new cache from prompts one layer at a time, after a check that it can be filled from them.
+    """Checks prompts, pads them and fills a new cache from them.
 
-    Args, Returns and Raises are those of `fill_cache`; tokens may be padded to any T. Raises PromptError, too.
+    Args:
+      tokens: token ids [B, T], right-padded to any T.
+      length: tokens of each prompt [B].
+      plan, params, branch, slots, layers, pipelined: as for `fill_cache`.
+
+    Returns:
+      (State, logits after each prompt's last token [B, V]).
+
+    Raises:
+      PromptError: a prompt is empty, longer than the capacity, or too short for the method.
+      StoreError: the store cannot be written.
     """
     check_prompts(plan, np.asarray(length))
     return fill_cache(plan, params, pad(tokens), np.asarray(length), branch, slots, layers, pipelined)
@@ -87,18 +108,18 @@ def fill_cache(
 ):
     """Fills a new cache from prompts that fit it, one layer at a time.
 
-    While a layer is indexed and written to the store the next one is read (IceCache, section 4.3). Peak memory then is
-    the hidden states of three layers, keys and values of two, and the cache, linear in T.
+    While a layer is indexed and written to the store, the next one is read (IceCache, section 4.3). Peak memory is the
+    cache plus the hidden states of three layers and the keys and values of two, linear in T.
 
     Args:
-      plan: what is static about the cache.
-      params: the model's.
+      plan: static part of the cache.
+      params: weights of the model.
       padded: token ids [B, T], right-padded as `pad` does.
       lengths: tokens of each prompt [B].
-      branch: where the blocks go; None = memory.
+      branch: branch of a store to write the blocks to; None = they stay in memory.
       slots: how a store's blocks are kept in memory.
-      layers: activations of the layers, if the prompts were read already; else they are read one by one.
-      pipelined: False = a layer is read once the one before has been indexed.
+      layers: activations of the layers, if the prompts were read before; None = the prompts are read here.
+      pipelined: False = each layer is read only after the one before it has been indexed.
 
     Returns:
       (State, logits after each prompt's last token [B, V]).
@@ -112,12 +133,14 @@ def fill_cache(
     lot = _offload_branch(plan, branch, slots)
 
     @_as_in_this_thread
-    def index(i, one):
-        """Layer i's cache; layers come in their order."""
+    def index(i, activations):
+        """Adds layer i's cache; must be called layer by layer."""
         nonlocal before
-        prompts = Prompts(one.key, one.value, length, tokens, _last_queries(plan, i, params, one.x, length))
+        prompts = Prompts(
+            activations.key, activations.value, length, tokens, _last_queries(plan, i, params, activations.x, length)
+        )
         leader = before if plan.layers[i].follows else None
-        samples = _sample_queries(plan, i, branch, params, one.x, length)
+        samples = _sample_queries(plan, i, branch, params, activations.x, length)
         cache = fill(plan, i, prompts, leader, branch, slots, samples)
         before = cache.state
         caches.append(layer_offload.offload(lot, i, cache) if lot else cache)
@@ -125,9 +148,9 @@ def fill_cache(
     try:
         with ThreadPoolExecutor(1) as indexer:
             pending = indexer.submit(lambda: None)
-            for i, one in enumerate(layers or read(plan.config, params, tokens)):
-                pending.result()  # one layer waits at most, so that no more are in memory
-                pending, hidden = indexer.submit(index, i, one), one.out
+            for i, activations in enumerate(layers or read(plan.config, params, tokens)):
+                pending.result()  # at most one layer is queued, which bounds memory
+                pending, hidden = indexer.submit(index, i, activations), activations.out
                 if not pipelined:
                     pending.result()
             pending.result()
@@ -142,8 +165,7 @@ def fill_cache(
 
 
 def _as_in_this_thread(function):
-    """The function with the precision, the device and the widest types that this thread has chosen, whichever thread it
-    runs in."""
+    """Wraps a function so that it runs with this thread's JAX settings (precision, device, x64) in any thread."""
     precision, device = jax.config.jax_default_matmul_precision, jax.config.jax_default_device
     wide = jax.config.jax_enable_x64
 
@@ -156,7 +178,7 @@ def _as_in_this_thread(function):
 
 
 def _offload_branch(plan: Plan, branch, slots: Slots):
-    """A branch for layers that wait in a store; None if they stay in memory."""
+    """Creates a branch for offloaded layers; returns None if layers stay in memory."""
     if slots.offload is None:
         return None
     outlines = [outline(plan, i, branch is not None, slots) for i in range(len(plan.layers))]
@@ -164,7 +186,7 @@ def _offload_branch(plan: Plan, branch, slots: Slots):
 
 
 def check_prompts(plan: Plan, length: np.ndarray) -> None:
-    """Raises PromptError for prompts of so many tokens that this plan cannot be filled from."""
+    """Raises PromptError unless prompts of these lengths [B] (tokens) can fill a cache of this plan."""
     if length.min() < 1:
         raise PromptError("a prompt is empty; give at least one token")
     if length.max() > plan.capacity:
@@ -173,18 +195,18 @@ def check_prompts(plan: Plan, length: np.ndarray) -> None:
 
 
 def _round_up(size: int) -> int:
-    """Padded prompt length: a power of two below the chunk, whole chunks above, so that few shapes compile."""
+    """Returns the padded prompt length: a power of two below `_CHUNK`, then multiples of it, so few shapes compile."""
     return max(16, 1 << (size - 1).bit_length()) if size < _CHUNK else -(-size // _CHUNK) * _CHUNK
 
 
 def pad(tokens: Int32[Array, "B T"] | Int32[np.ndarray, "B T"]) -> Int32[np.ndarray, "B T2"]:
-    """Returns prompts, right-padded to one of the lengths that are read; on the host, without a program per length."""
+    """Pads prompts on the right to one of the few lengths that compile; on the host, so no length needs a program."""
     more = _round_up(tokens.shape[1]) - tokens.shape[1]
     return np.pad(np.asarray(tokens, np.int32), ((0, 0), (0, more)))
 
 
 def batch(rows: Sequence[Sequence[int]]) -> tuple[Int32[np.ndarray, "B T"], Int32[np.ndarray, "B"]]:
-    """Returns token ids of sequences side by side, right-padded, and how many each has; on the host."""
+    """Stacks the token ids of sequences on the host; returns them right-padded [B, T], and their lengths [B]."""
     length = np.array([len(row) for row in rows], np.int32)
     tokens = np.zeros((len(rows), length.max()), np.int32)
     for i, row in enumerate(rows):
@@ -194,7 +216,7 @@ def batch(rows: Sequence[Sequence[int]]) -> tuple[Int32[np.ndarray, "B T"], Int3
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _read_layer(config, sliding, size, params, x):
-    """One layer over whole prompts x[B, T, E]; returns the next hidden states, keys and values."""
+    """Applies one layer to whole prompts x[B, T, E]; returns the next hidden states, keys and values."""
     block, length = Block(config), x.shape[1]
     starts = jnp.arange(0, length, size, dtype=jnp.int32)
 
@@ -214,17 +236,20 @@ def _read_layer(config, sliding, size, params, x):
 
 
 def _sample_queries(plan: Plan, i: int, branch, params, x, length):
-    """Queries `[Q, B, H, D]` by which the store's layout sees which blocks go together; None if it does not ask."""
+    """Returns queries [Q, B, H, D] that show the store's layout which blocks are fetched together.
+
+    Returns None if the layout does not ask for any, or layer i does not select.
+    """
     if branch is None or not branch.samples or plan.layers[i].method.attends_all or plan.layers[i].follows:
         return None
-    # Spread evenly over the second half of each prompt, the last token's first.
+    # Spread evenly over the second half of each prompt, beginning with the last token's query.
     stride = jnp.maximum(1, jnp.asarray(length) // (2 * branch.samples))
     back = jnp.arange(branch.samples, dtype=jnp.int32) * stride[:, None]
     return _queries_at(plan.config, params[f"layers_{i}"], x, length, back).swapaxes(0, 1)
 
 
 def _last_queries(plan: Plan, i: int, params, x, length):
-    """Queries `[B, Q, H, D]` of each prompt's last tokens, if the layer's method asks for them."""
+    """Returns queries [B, Q, H, D] of each prompt's last tokens; None if the layer's method does not ask for them."""
     wanted = 0 if plan.layers[i].follows else plan.layers[i].method.observation
     count = x.shape[1] if wanted is None else min(wanted, x.shape[1])
     back = jnp.arange(count, dtype=jnp.int32)[None, ::-1]
@@ -233,15 +258,15 @@ def _last_queries(plan: Plan, i: int, params, x, length):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _queries_at(config, params, x, length, back):
-    """Queries `[B, Q, H, D]` of the tokens that are back[#B, Q] before each prompt's last in x[B, T, E]."""
-    at = jnp.maximum(jnp.asarray(length)[:, None] - 1 - back, 0)
-    rows = jnp.take_along_axis(x, at[..., None], axis=1)
-    return Block(config).apply({"params": params}, rows, at, method="queries")
+    """Returns queries [B, Q, H, D] of the tokens back[#B, Q] positions before each prompt's last, from x[B, T, E]."""
+    pos = jnp.maximum(jnp.asarray(length)[:, None] - 1 - back, 0)
+    rows = jnp.take_along_axis(x, pos[..., None], axis=1)
+    return Block(config).apply({"params": params}, rows, pos, method="queries")
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _retrieved(layer_plan, state, queries):
-    """Blocks `[B, Q, K, M1]` that each of queries[Q, B, H, D] would fetch; a query costs one `select`."""
+    """Returns the blocks [B, Q, K, M1] that each of queries[Q, B, H, D] would fetch; each query costs one `select`."""
     return jax.lax.map(lambda q: choose(layer_plan, state, q).need, queries).swapaxes(0, 1)
 
 
@@ -249,7 +274,24 @@ def fill(
     plan: Plan, i: int, prompts: Prompts, leader: LayerState | None, branch: interface.Branch | None, slots: Slots,
     samples: Array | None = None,
 ) -> LayerCache:
-    """Layer i's cache from its prompts; `leader` is the layer it follows, if any, `samples` as of `_sample_queries`."""
+    """Creates layer i's cache from prompts.
+
+    Args:
+      plan: static part of the cache.
+      i: number of the layer.
+      prompts: the layer's keys and values of the prompts.
+      leader: state of the layer whose placements this one follows; None = it places tokens itself.
+      branch: branch of a store to write the blocks to; None = they stay in memory.
+      slots: how a store's blocks are kept in memory.
+      samples: queries [Q, B, H, D] by which the store's layout finds the blocks that are fetched together; None = it
+        does not ask for any.
+
+    Returns:
+      The layer's cache; over a store, its slots are empty.
+
+    Raises:
+      StoreError: the store cannot be written.
+    """
     layer_plan, weights = plan.layers[i], plan.layers[i].method.weights(i)
     state, placement = _filled(layer_plan, plan.dtype, weights, prompts, leader)
     if branch is None or not on_store(plan, i):
@@ -265,6 +307,6 @@ def fill(
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _filled(layer_plan, dtype, weights, prompts, leader):
-    """The state, and each token's place: what takes long to compile is the same program whatever keeps the blocks."""
+    """Returns the state and each token's place, in a program of its own: it compiles slowly, and once for all pools."""
     state = empty_state(layer_plan, prompts.key.shape[0], dtype, weights)
     return fill_state(layer_plan, state, prompts, leader)
