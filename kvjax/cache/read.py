@@ -1,6 +1,6 @@
-"""One layer's part of a token that only reads: choose blocks, fetch them, attend their rows.
+"""The reading half of a decode step in one layer: choose blocks, fetch them, attend their rows.
 
-Nothing of the cache changes here but what happens to be in a pool's slots.
+The only part of the cache that changes here is which blocks are in a pool's slots.
 """
 
 import dataclasses
@@ -20,47 +20,57 @@ from kvjax.typing import Array, Bool, Float, Int32, PyTree, pytree
 
 @pytree
 class SelectedRows:
-    """What a query needs: blocks to fetch, and the rows of them that fit the budget."""
+    """The blocks to fetch for a query, and those of their rows that fit the budget."""
 
     need: Int32[Array, "*B K M1"]
     rows: Rows
-    bias: Float[Array, "*B K G N"] | None = None  # of each row, for `Method.weigh`; None = the method has none
+    bias: Float[Array, "*B K G N"] | None = None  # bias of each row, for `Method.weigh`; None = the method has none
     note: PyTree | None = None  # `Selection.note`
 
 
 @pytree
 class Fetched:
-    """What a layer attends beside its newest tokens, of a batch or of one of its sequences."""
+    """The rows that a layer attends besides its newest tokens, for a batch or for one of its sequences."""
 
-    number: Int32[Array, "*B"]  # of the sequence in its batch
+    number: Int32[Array, "*B"]  # index of the sequence in its batch
     state: LayerState
     chosen: SelectedRows
-    slot: Int32[Array, "*B K M1"]  # of each block that is needed
-    everything: tuple | None  # keys and values (`packing.Packed`, [*B, K, NB * C, X]) of all blocks, where those are
+    slot: Int32[Array, "*B K M1"]  # slot of each needed block
+    everything: tuple | None  # keys and values (`quantize.Packed`, [*B, K, NB * C, X]) of all blocks; None = only
+    # chosen rows are attended, or all of them where they lie
 
 
 @pytree
 class Report:
-    """What a step of one layer did; enough to measure the selection against exact attention."""
+    """A record of one layer's step, sufficient to measure the selection against exact attention."""
 
-    attended: Int32[Array, "B K"]  # tokens
-    selected: Int32[Array, "B K N"]  # chosen positions beyond sinks and window, -1 = none; those that the model's own
-    # window hides are not attended, and a layer that filters chose for its followers; empty if the method attends all
-    hidden: Bool[Array, "B K G N"] | None  # from which query heads; None = all of a KV head's attend the same
+    attended: Int32[Array, "B K"]  # attended tokens
+    selected: Int32[Array, "B K N"]  # chosen positions beyond sinks and window, -1 = none; empty if the method attends
+    # all. Positions hidden by the model's own window are not attended; a layer that filters chose for its followers.
+    hidden: Bool[Array, "B K G N"] | None  # True = hidden from that query head; None = a KV head's all attend the same
     q: Float[Array, "B K G D"]
-    key: Float[Array, "B K D"]  # of the newest token
+    key: Float[Array, "B K D"]  # key of the newest token
     value: Float[Array, "B K D"]
     stats: FetchStats
 
 
 def _together(plan: LayerPlan) -> bool:
-    """Whether all sequences select at once; not in a sliding window, of which kernels know nothing."""
+    """Returns True if all sequences select at once; kernels do not support a sliding window."""
     return plan.method.selects_together and plan.spec.sliding is None
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def choose(plan: LayerPlan, state: LayerState, q: Float[Array, "B H D"]) -> SelectedRows:
-    """Selects the blocks for a query."""
+    """Selects the blocks for a query.
+
+    Args:
+      plan: static part of the layer's cache.
+      state: state of the layer's cache.
+      q: query [B, H, D] of each sequence.
+
+    Returns:
+      The blocks, and the rows that fit the budget.
+    """
     spec, method = plan.spec, plan.method
 
     def one(args):
@@ -76,7 +86,16 @@ def choose(plan: LayerPlan, state: LayerState, q: Float[Array, "B H D"]) -> Sele
 
 
 def of_active(plan: LayerPlan, chosen: SelectedRows, active: Bool[Array, "B"]) -> SelectedRows:
-    """The choice, and nothing for sequences that take no part in this step: no store should read for them."""
+    """Clears the selection of sequences that do not take part in this step, so that no store reads for them.
+
+    Args:
+      plan: static part of the layer's cache.
+      chosen: selection of every sequence.
+      active: True [B] for sequences that take part.
+
+    Returns:
+      The selection.
+    """
     need = gated(chosen.need, active, plan.spec.num_blocks)
     rows = dataclasses.replace(chosen.rows, valid=chosen.rows.valid & active[:, None, None])
     return dataclasses.replace(chosen, need=need, rows=rows)
@@ -84,7 +103,16 @@ def of_active(plan: LayerPlan, chosen: SelectedRows, active: Bool[Array, "B"]) -
 
 @functools.partial(jax.jit, static_argnums=0)
 def runners_up(plan: LayerPlan, state: LayerState, q: Float[Array, "B H D"]) -> Int32[Array, "B K M"]:
-    """The blocks ranked just below a selection: the likeliest newcomers of the next step. NB = none."""
+    """Returns the blocks ranked just below the selection, the most likely new blocks of the next step.
+
+    Args:
+      plan: static part of the layer's cache.
+      state: state of the layer's cache.
+      q: query [B, H, D] of each sequence.
+
+    Returns:
+      Blocks [B, K, M] in order of rank; NB = none.
+    """
     spec = plan.spec
     wide = dataclasses.replace(spec, max_blocks=min(2 * spec.max_blocks, spec.num_blocks))
 
@@ -98,10 +126,23 @@ def runners_up(plan: LayerPlan, state: LayerState, q: Float[Array, "B H D"]) -> 
 
 @functools.partial(jax.jit, static_argnums=0)
 def attend(plan: LayerPlan, cache: LayerCache, chosen: SelectedRows, q, key, value, slot: Int32[Array, "B K M1"], at):
-    """Attends tail, chosen rows and the newest token; returns (out[B, H, D], NewToken, how many tokens
-    were attended[B, K])."""
-    found = fetched(plan, cache, chosen, slot, in_place=_in_place(plan, cache.pool))
-    args = (found, grouped(q, plan.spec), key, value, at)
+    """Attends the tail, the chosen rows and the newest token.
+
+    Args:
+      plan: static part of the layer's cache.
+      cache: cache of the layer, with the chosen blocks in its slots.
+      chosen: selection.
+      q: query [B, H, D] of the newest token.
+      key: key [B, K, D] of the newest token.
+      value: value [B, K, D] of the newest token.
+      slot: slot of each needed block.
+      at: position [B] of the newest token.
+
+    Returns:
+      (Output [B, H, D], new token to write, number of attended tokens [B, K]).
+    """
+    batch = fetched(plan, cache, chosen, slot, in_place=_in_place(plan, cache.pool))
+    args = (batch, grouped(q, plan.spec), key, value, at)
     out, (seen_pos, seen_weight), seen = each_sequence(lambda one: _attend_one(plan, cache.pool, *one), args)
     new_token = NewToken(key, value, chosen.need, seen_pos, seen_weight, chosen.note)
     return out.reshape(out.shape[0], -1, out.shape[-1]), new_token, seen
@@ -110,27 +151,47 @@ def attend(plan: LayerPlan, cache: LayerCache, chosen: SelectedRows, q, key, val
 def fetched(
     plan: LayerPlan, cache: LayerCache, chosen: SelectedRows, slot: Int32[Array, "B K M1"], in_place: bool = False
 ) -> Fetched:
-    """What was fetched for a batch; `in_place`: of all blocks no array is made."""
+    """Collects what was fetched for a batch.
+
+    Args:
+      plan: static part of the layer's cache.
+      cache: cache of the layer.
+      chosen: selection.
+      slot: slot of each needed block.
+      in_place: True = rows of all blocks are read where they lie, without an array of their own.
+
+    Returns:
+      The rows to attend.
+    """
     at_once = plan.dense and not in_place
     everything = cache.pool.everything(slot[..., : plan.spec.num_blocks]) if at_once else None
     return Fetched(jnp.arange(len(slot), dtype=jnp.int32), cache.state, chosen, slot, everything)
 
 
 def _in_place(plan: LayerPlan, pool: Pool) -> bool:
-    """Whether rows of all blocks are attended where they lie. A layer that filters has no slots of all blocks."""
+    """Returns True if all blocks are attended where they lie; a layer that filters does not have slots for all."""
     return plan.method.attends_all and plan.spec.keeps_keys and attention.reads_in_place(pool.dtype)
 
 
 def _every_row(spec: Spec, pool: Pool, mine: Fetched):
-    """Keys and values (`packing.Scattered`) of all rows of all blocks."""
+    """Returns keys and values (`quantize.Scattered`) of all rows of all blocks."""
     slot = jnp.repeat(mine.slot[:, : spec.num_blocks], spec.block_rows, axis=-1)
     row = jnp.arange(slot.shape[1], dtype=jnp.int32) % spec.block_rows
     return pool.rows_at(mine.number, slot, jnp.broadcast_to(row, slot.shape))
 
 
 def chosen_rows(plan: LayerPlan, pool: Pool, mine: Fetched):
-    """Keys and values `[K, N, D]` of one sequence's chosen rows (`packing.Scattered`, or `packing.Packed` of all),
-    which are valid, and their positions; no keys where the method has the scores (`scored`)."""
+    """Returns the chosen rows of one sequence.
+
+    Args:
+      plan: static part of the layer's cache.
+      pool: payload of the whole batch.
+      mine: what was fetched for this sequence.
+
+    Returns:
+      Keys and values [K, N, D] (`quantize.Scattered`, or `quantize.Packed` if all blocks are attended), True [K, N] for
+      valid rows, and positions [K, N]. Keys are None if the method computes the scores itself (`scored`).
+    """
     spec, state, chosen, rows = plan.spec, mine.state, mine.chosen, mine.chosen.rows
     if plan.dense:
         valid = (jnp.arange(spec.block_rows, dtype=jnp.int32) < state.count[..., None]).reshape(spec.kv_heads, -1)
@@ -145,19 +206,19 @@ def chosen_rows(plan: LayerPlan, pool: Pool, mine: Fetched):
 
 
 def smoothed(smoothing: quantize.Smoothing | None, key):
-    """Keys (`packing.Scattered` or `packing.Packed`) with what they were smoothed by."""
+    """Attaches the smoothing, if there is one, to keys (`quantize.Scattered` or `quantize.Packed`)."""
     return key if smoothing is None else dataclasses.replace(key, smoothing=smoothing)
 
 
 def scored(plan: LayerPlan, mine: Fetched, q: Float[Array, "K G D"]) -> Float[Array, "K G N"] | None:
-    """Scores of all rows by a method that attends everything and keeps no keys in blocks; None for most methods."""
+    """Returns the scores of all rows from a method that attends everything and keeps no keys in blocks; else None."""
     if plan.spec.keeps_keys or not plan.dense:
         return None
     return plan.method.score_rows(plan.spec, mine.state.index, q)
 
 
 def _attend_one(plan, pool, mine: Fetched, q, new_key, new_value, at):
-    """One sequence: log-sum-exp merge of the tail, the selected rows and the newest token."""
+    """Merges the tail, the selected rows and the newest token of one sequence by log-sum-exp."""
     sets = _attended_sets(plan, pool, mine, q, new_key, new_value, at)
     scores = _scores(plan, mine, q, sets)
     part = functools.reduce(attention.merge, (_part(q, *both) for both in zip(sets, scores, strict=True)))
@@ -166,7 +227,7 @@ def _attend_one(plan, pool, mine: Fetched, q, new_key, new_value, at):
 
 
 def _attended_sets(plan, pool, mine: Fetched, q, new_key, new_value, at):
-    """Keys, values, which are valid, positions and bias (None = none) of the tail, the chosen rows and the newest."""
+    """Returns (keys, values, validity, positions, bias or None) of the tail, the chosen rows and the newest token."""
     key, value, valid, pos = chosen_rows(plan, pool, mine)
     tail, bias = mine.state.tail, mine.chosen.bias
     tail_valid = tail.pos >= 0
@@ -182,19 +243,19 @@ def _attended_sets(plan, pool, mine: Fetched, q, new_key, new_value, at):
 
 
 def _scores(plan, mine: Fetched, q, sets) -> list:
-    """Of each set, if the method has them or asks for weights; None where attention is to make them."""
+    """Returns each set's scores if the method has them or asks for weights; None where attention computes them."""
     scores: list = [None] * len(sets)
     made = scored(plan, mine, q)
     if made is not None:
         scores[1] = attention.only_valid(made, sets[1][2])
     if plan.observes:
-        return [attention.scores_of(q, key, valid, bias) if found is None else found
-                for found, (key, _, valid, _, bias) in zip(scores, sets, strict=True)]
+        return [attention.scores_of(q, key, valid, bias) if given is None else given
+                for given, (key, _, valid, _, bias) in zip(scores, sets, strict=True)]
     return scores
 
 
 def _part(q, attended, scores) -> attention.Part:
-    """Attention over one set."""
+    """Computes attention over one set."""
     key, value, valid, _, bias = attended
     if scores is None:
         return attention.attend_part(q, key, value, valid, bias)
@@ -202,7 +263,8 @@ def _part(q, attended, scores) -> attention.Part:
 
 
 def _weights(plan, sets, scores):
-    """Attended positions and their weights for `Method.observe`; empty arrays where it does not ask."""
+    """Returns attended positions and their weights for `Method.observe`; empty arrays if the method does not observe.
+    """
     if not plan.observes:
         return jnp.zeros((plan.spec.kv_heads, 0), jnp.int32), jnp.zeros((plan.spec.kv_heads, 0), jnp.float32)
     pos = jnp.concatenate([jnp.where(valid, pos, -1) for _, _, valid, pos, _ in sets], axis=-1)
@@ -214,9 +276,21 @@ def read_token(
     plan: LayerPlan, cache: LayerCache, q: Float[Array, "B H D"], key: Float[Array, "B K D"], value,
     at: Int32[Array, "B"], layer, ref: StoreRef, chosen: SelectedRows | None = None,
 ):
-    """Attention of the newest token, over a choice made earlier if one is given.
+    """Computes the attention of the newest token in one layer.
 
-    Returns (out[B, H, D], cache, NewToken, ok[], Report).
+    Args:
+      plan: static part of the layer's cache.
+      cache: cache of the layer.
+      q: query [B, H, D] of the newest token.
+      key: key [B, K, D] of the newest token.
+      value: value [B, K, D] of the newest token.
+      at: position [B] of the newest token.
+      layer: number of the layer.
+      ref: branch and generation of the store.
+      chosen: selection made earlier; None = blocks are selected here.
+
+    Returns:
+      (Output [B, H, D], cache, new token to write, ok, report). `ok` is False if the store could not be read.
     """
     chosen = choose(plan, cache.state, q) if chosen is None else chosen
     pool, slot, ok, stats = cache.pool.fetch(chosen.need, cache.state.count, layer, ref)
@@ -226,7 +300,7 @@ def read_token(
 
 
 def report(plan: LayerPlan, state: LayerState, chosen: SelectedRows, q, key, value, seen, stats: FetchStats) -> Report:
-    """What a step did."""
+    """Creates the report of a step."""
     held = state.tail.pos[..., plan.spec.sinks + plan.spec.ring :]
     rows = chosen.rows.pos
     selected = rows if plan.dense else jnp.concatenate([rows, held], axis=-1)
@@ -234,12 +308,12 @@ def report(plan: LayerPlan, state: LayerState, chosen: SelectedRows, q, key, val
 
 
 def _hidden(chosen: SelectedRows, selected) -> Bool[Array, "B K G N"] | None:
-    """What the method's bias takes from a query head; what waits for a block it leaves to all."""
+    """Returns True for selected rows that the method's bias hides from a query head; held rows are hidden from none."""
     if chosen.bias is None:
         return None
     hidden = chosen.bias <= attention.NEGATIVE / 2
-    waiting = selected.shape[-1] - hidden.shape[-1]
-    return jnp.pad(hidden, ((0, 0), (0, 0), (0, 0), (0, waiting)))
+    held = selected.shape[-1] - hidden.shape[-1]
+    return jnp.pad(hidden, ((0, 0), (0, 0), (0, 0), (0, held)))
 
 
 def grouped(q, spec):
