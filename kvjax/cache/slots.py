@@ -1,4 +1,4 @@
-"""A pool of slots over a store: the working set in memory, everything in the file."""
+"""A pool of slots over a store: the working set is in memory, and all blocks are in the store."""
 
 import dataclasses
 import functools
@@ -18,14 +18,15 @@ PREFETCH = ("off", "layer", "step")
 
 @pytree
 class SlotPool:
-    """Slots of packed rows (`kvjax.ops.quantize`, key beside value, or values alone) and the table of what is in them.
+    """Slots of packed rows and the table of which block is in each.
 
-    What is read ahead (`prefetch`) waits in the store, not in slots: a wrong guess evicts nothing.
+    A row is a key followed by its value, or a value alone (`kvjax.ops.quantize`). Blocks that are read ahead
+    (`prefetch`) stay in the store's own memory until they are needed, so a wrong guess evicts nothing.
     """
 
-    rows: Num[Array, "B KB NS C X2"]  # `passing` pools take turns with them (`kvjax.cache.shared_slots`)
+    rows: Num[Array, "B KB NS C X2"]  # shared slots if `passing` (`kvjax.cache.shared_slots`)
     table: Residency
-    queued: Int32[Array, ""]  # writes handed to the store: ready only when the callbacks have run
+    queued: Int32[Array, ""]  # number of writes handed to the store; available only once their callbacks have run
     num_blocks: int = dataclasses.field(metadata={"static": True})
     policy: str = dataclasses.field(metadata={"static": True})
     backend: str = dataclasses.field(metadata={"static": True})
@@ -42,7 +43,24 @@ class SlotPool:
         cls, spec: Spec, batch: int, slots: int, dtype: str, policy: str, backend: str, prefetch: str = "off",
         keep: bool = True, even: bool = False, passing: bool = False, waits: bool = False,
     ) -> "SlotPool":
-        """Slots with nothing in them; a `passing` pool that `waits` gets them from another one."""
+        """Creates empty slots.
+
+        Args:
+          spec: sizes of the layer's cache.
+          batch: number of sequences.
+          slots: slots per head.
+          dtype: type of keys and values (`kvjax.ops.quantize`).
+          policy: name of the eviction policy.
+          backend: how a compiled step calls the store.
+          prefetch: one of `PREFETCH`.
+          keep: False = no block stays for the next step.
+          even: True = all heads reuse the same number of blocks.
+          passing: True = the slots are shared with other layers.
+          waits: True = the pool has no slots yet and takes those of another layer.
+
+        Returns:
+          The pool.
+        """
         shape = (batch, spec.block_heads, 0 if waits else slots, spec.block_rows, row_width(spec, dtype))
         table = residency.empty_all(batch, spec.block_heads, slots, spec.num_blocks)
         rows = jnp.zeros(shape, quantize.array_type(dtype))
@@ -53,41 +71,59 @@ class SlotPool:
 
     @property
     def slots(self) -> int:
-        """NS, for each head that has blocks of its own."""
+        """NS, the slots of each head that has blocks of its own."""
         return self.table.block.shape[-1]
 
     @property
     def waits(self) -> bool:
-        """Whether slots are still to come; a fetch makes them where none do."""
+        """True while the pool has no shared slots; a fetch makes them if no other layer has handed any on."""
         return self.rows.shape[2] < self.slots
 
     @property
     def waits_for_bytes(self) -> int:
-        """Of the slots that are to come."""
+        """Bytes of the shared slots that the pool does not have yet."""
         return self._space().size * self.rows.dtype.itemsize if self.waits else 0
 
     def _space(self) -> jax.ShapeDtypeStruct:
-        """What slots are like."""
+        """Returns shape and type of the slots."""
         return jax.ShapeDtypeStruct((*self.rows.shape[:2], self.slots, *self.rows.shape[3:]), self.rows.dtype)
 
     def emptied(self) -> "SlotPool":
-        """The same pool with nothing resident: every block will be read again."""
+        """Returns the pool with no block resident, so that every block is read again."""
         table = dataclasses.replace(self.table, block=jnp.full_like(self.table.block, self.num_blocks))
         return dataclasses.replace(self, table=table)
 
     def plan(self, need: Int32[Array, "B K M1"], count: Int32[Array, "B K NB"]) -> ReadPlan:
-        """Hits, misses and victims of one fetch; pure."""
+        """Plans one fetch: hits, misses and evictions.
+
+        Args:
+          need: needed blocks, NB = none.
+          count: valid rows of every block.
+
+        Returns:
+          The plan.
+        """
         pool = self if self.keep else self.emptied()
         return residency.plan_all(pool.table, self.own(need), self.own(count), self.policy, self.even)
 
     def own(self, what: Int32[Array, "B K *E"]) -> Int32[Array, "B KB *E"]:
-        """Of the heads that have blocks of their own; where they have not, the first one's is everyone's."""
+        """Reduces [B, K, ...] to [B, KB, ...]; with KB = 1, head 0 stands for all."""
         return what[:, : self.rows.shape[1]]
 
     def settle(
         self, plan: ReadPlan, need: Int32[Array, "B K M1"], count: Int32[Array, "B K NB"], rows, ok: Bool[Array, ""]
     ):
-        """The pool after a fetch, and its traffic."""
+        """Returns the pool after a fetch, and what the fetch read.
+
+        Args:
+          plan: plan of the fetch.
+          need, count: as for `plan`.
+          rows: contents of the slots.
+          ok: False = the store could not be read.
+
+        Returns:
+          (Pool, FetchStats).
+        """
         table, stats = outcome(self.num_blocks, plan, need, self.own(count), ok)
         return dataclasses.replace(self, rows=rows, table=table), stats
 
@@ -109,8 +145,8 @@ class SlotPool:
         return callbacks.effect("submit", self.backend, ref, layer, self.own(missing))
 
     def rows_at(self, number, slot, row):
-        found = find_rows(self.rows, self.dtype, number, slot, row, self.kv_heads, self.parts)
-        return found if self.keeps_keys else (None, *found)
+        parts = find_rows(self.rows, self.dtype, number, slot, row, self.kv_heads, self.parts)
+        return parts if self.keeps_keys else (None, *parts)
 
     def block(self, slot):
         parts = self._parted(take_block(self.rows, self.own(slot)))
@@ -128,7 +164,7 @@ class SlotPool:
         return self.locate_in(self.table, block)
 
     def locate_in(self, table: Residency, block: Int32[Array, "B K *E"]) -> Int32[Array, "B K *E"]:
-        """Slot of each block by a table, as many as it has slots where the block is in none."""
+        """Returns the slot of each block by a table, and the table's number of slots for blocks that are in none."""
         return jnp.broadcast_to(residency.locate_all(table, self.own(block)), block.shape)
 
     def put_row(self, block, row, key, value, layer, ref):
@@ -142,12 +178,12 @@ class SlotPool:
         return self._written(queued, block, rows, None)
 
     def joined(self, key, value):
-        """Rows with values beside keys."""
+        """Joins keys and values (if keys are kept), and heads that share blocks, to rows."""
         return _joined(self.rows.shape[1], [key, value] if self.keeps_keys else [value])
 
     @property
     def parts(self) -> int:
-        """Of a row: keys and values, or values alone."""
+        """Parts of a row: 2 for a key and a value, 1 for a value alone."""
         return 1 + self.keeps_keys
 
     def _parted(self, rows):
@@ -161,14 +197,25 @@ class SlotPool:
 
 
 # ------------------------------------------------------------------------------- parts of a step
-# Compiled, so that what is called outside a program does not go through them operation by operation.
+# Compiled, so that calls outside a program do not dispatch each operation by itself.
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def outcome(
     num_blocks: int, plan: ReadPlan, need: Int32[Array, "B K M1"], count: Int32[Array, "B KB NB"], ok
 ) -> tuple[Residency, FetchStats]:
-    """The tables after a fetch, and what it did."""
+    """Returns the tables after a fetch and what it read.
+
+    Args:
+      num_blocks: NB, which stands for no block.
+      plan: plan of the fetch.
+      need: needed blocks.
+      count: valid rows of every block.
+      ok: False = the store could not be read.
+
+    Returns:
+      (Tables, statistics).
+    """
     table = jax.tree.map(lambda good, bad: jnp.where(ok, good, bad), plan.success, plan.failure)
     requested, missed = (jnp.sum(ids < num_blocks, axis=(1, 2), dtype=jnp.int32) for ids in (need, plan.read))
     rows = jnp.take_along_axis(count, plan.read, axis=-1, mode="fill", fill_value=0).sum((1, 2), jnp.int32)
@@ -178,20 +225,22 @@ def outcome(
 
 @functools.partial(jax.jit, static_argnums=0)
 def filled(num_blocks: int, rows, plan: ReadPlan, fetched: Num[Array, "B KB M1 C X2"], ok):
-    """Slot contents with fetched blocks put in place, if all of them came."""
+    """Writes fetched blocks to their slots if all of them were read (`ok`), and returns the slots' contents."""
     slot = jnp.where(ok & (plan.read < num_blocks), plan.slot, rows.shape[2])
     return rows.at[(*batch_and_head(slot), slot)].set(fetched, mode="drop")
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _joined(heads: int, parts):
-    return jnp.concatenate([join_heads(one, heads) for one in parts], axis=-1)
+    return jnp.concatenate([join_heads(part, heads) for part in parts], axis=-1)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _put(num_blocks: int, rows, table: Residency, block, packed, row):
-    """Slot contents and tables with a packed row of each block, or whole blocks where `row` is None, in the slots that
-    have them; block NB = nothing."""
+    """Writes a packed row of each block, or whole blocks if `row` is None, to the slots of resident blocks.
+
+    Block NB = nothing. Returns the slots' contents and the tables.
+    """
     slot = jnp.where(block < num_blocks, residency.locate_all(table, block), rows.shape[2])
-    at = (*batch_and_head(slot), slot) if row is None else (*batch_and_head(slot), slot, row)
-    return rows.at[at].set(packed, mode="drop"), residency.note_written_all(table, slot)
+    target = (*batch_and_head(slot), slot) if row is None else (*batch_and_head(slot), slot, row)
+    return rows.at[target].set(packed, mode="drop"), residency.note_written_all(table, slot)

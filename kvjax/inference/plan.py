@@ -1,6 +1,6 @@
-"""What is static about decoding with a cache, the cache of a whole model, and how the two are made to fit.
+"""The static plan of a model's cache, the state of that cache, and the settings of its slots.
 
-Nothing here runs a model: `kvjax.inference.prefill` fills a cache, `kvjax.inference.decode` advances it.
+Nothing here runs a model: `kvjax.inference.prefill` fills a cache, and `kvjax.inference.decode` advances it.
 """
 
 import dataclasses
@@ -34,19 +34,19 @@ _MOST_TOKENS = 2**31 - 1  # positions are int32
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Everything static about decoding with one cache."""
+    """The static part of a model's cache."""
 
     config: ModelConfig
-    method: Method  # as it was given, or as it fits the prompts; dense layers have `full` in its place
+    method: Method  # as given, or as fitted to the prompts; dense layers have `Full` instead
     layers: tuple[LayerPlan, ...]
     batch: int
     capacity: int
-    dtype: str = "float32"  # of keys and values in blocks (`kvjax.ops.quantize`)
+    dtype: str = "float32"  # type of keys and values in blocks (`kvjax.ops.quantize`)
 
 
 @pytree
 class State:
-    """The cache of a whole model: an immutable value."""
+    """The cache of a whole model, an immutable value."""
 
     layers: tuple[LayerCache | OffloadedLayer, ...]
     length: Int32[Array, "B"]  # tokens of each sequence
@@ -55,27 +55,29 @@ class State:
 
 @dataclasses.dataclass(frozen=True)
 class Slots:
-    """How a store's blocks are kept in memory.
+    """Settings of how a store's blocks are kept in memory.
 
     Attributes:
-      count: slots per KV head; None = M + 1, what one step needs.
-      host: slots per KV head in host memory (`kvjax.cache.tiers`), where blocks that are not in the others, those of
-        the device, are looked for before the store is asked; None = none.
-      policy: whom to evict (`kvjax.cache.residency.POLICIES`).
-      backend: how a step reaches the store; None = the fastest that the platform has.
-      prefetch: what is read before it is asked for. "layer": while a layer computes, the blocks of the next, chosen
-        with the query that this layer's input would give there. "step": the blocks ranked just below this step's, for
-        the next step. Outputs are the same in all cases.
-      keep: whether blocks stay for later steps, as in KVSwap's reuse buffer; if not, every needed block is read again
-        in every step (FlexGen), into slots that all layers share, and forks copy. An adaptive method, which
-        rewrites blocks once all layers were read, has slots in each layer all the same.
-      even: whether all KV heads reuse equally many blocks, as in DynSplit-KV's reuse (`kvjax.cache.residency.plan`), so
-        that each reads as many as the others; the head that finds the fewest decides.
-      offload: a store to which whole layers are offloaded between their turns, with index, tables and slots
-        (`kvjax.inference.layer_offload`). Memory then is that of two layers, and what its `staging_bytes` allow; each
-        step reads every layer twice and writes what changed.
+      count: slots per KV head; None = M + 1, which one step needs.
+      host: slots per KV head in host memory (`kvjax.cache.tiers`). Blocks that are not in a slot on the device are
+        looked for there before the store is read. None = no such slots.
+      policy: name of the eviction policy (`kvjax.cache.residency.POLICIES`).
+      backend: how a compiled step calls the store, "buffer" (CPU only) or "io"; None = the fastest on this platform.
+      prefetch: which blocks are read in advance. "off": none. "layer": while a layer computes, the blocks of the next
+        one, selected with the query that this layer's input would give there. "step": the blocks ranked just below this
+        step's selection, for the next step. Outputs are the same in all cases.
+      keep: True = blocks stay for later steps, as in KVSwap's reuse buffer. False = every needed block is read again in
+        every step (FlexGen), into slots that all layers share and forks copy; layers of an adaptive method, which
+        rewrites blocks once all layers were read, still have slots of their own.
+      even: True = all KV heads reuse the same number of blocks, that of the head that finds the fewest, so that each
+        reads as many as the others (DynSplit-KV; see `kvjax.cache.residency.plan`).
+      offload: store to which whole layers, with index, tables and slots, are offloaded while other layers are at work
+        (`kvjax.inference.layer_offload`); None = layers stay in memory. The cache then takes the memory of two layers
+        plus the store's `staging_bytes`; each step reads every layer twice and writes what changed.
 
-    Raises ConfigError for a policy, backend or prefetch that does not exist, and for host with offload or keep=False.
+    Raises:
+      ConfigError: `count` or `host` is less than 1, `policy`, `backend` or `prefetch` does not exist, or `host` is
+        combined with `offload` or keep=False.
     """
 
     count: int | None = None
@@ -89,27 +91,41 @@ class Slots:
 
     @property
     def for_memory(self) -> bool:
-        """Whether they have no need of a store: nothing is said but where layers are parked."""
+        """True if these slots make sense for a cache in memory: only `offload` is set."""
         return self.offload is not None and self == Slots(offload=self.offload)
 
     def __post_init__(self):
         _validate.check(self)
         if min(1 if n is None else n for n in (self.count, self.host)) < 1:
-            raise ConfigError(f"count={self.count} and host={self.host} are slots of a head; give at least 1, or None")
+            raise ConfigError(f"count={self.count} and host={self.host} are numbers of slots; give at least 1, or None")
         residency.find_policy(self.policy)
         if self.host is not None and (self.offload is not None or not self.keep):
             raise ConfigError("host= is for blocks that stay in memory; leave it out with offload= or keep=False")
         if self.prefetch not in PREFETCH or self.backend not in (None, *BACKENDS):
-            raise ConfigError(f"prefetch={self.prefetch!r} must be one of {', '.join(PREFETCH)}; "
-                              f"backend={self.backend!r} None or one of {', '.join(BACKENDS)}")
+            raise ConfigError(f"prefetch={self.prefetch!r} must be one of {', '.join(PREFETCH)}, and "
+                              f"backend={self.backend!r} must be None or one of {', '.join(BACKENDS)}")
 
 
 def make_plan(config: ModelConfig, method: Method, batch: int, capacity: int, dtype: str = "float32") -> Plan:
-    """Sizes every layer's cache. Raises ConfigError where they do not fit together, or for a type that there is not."""
+    """Sizes every layer's cache.
+
+    Args:
+      config: configuration of the model.
+      method: cache method.
+      batch: number of sequences.
+      capacity: largest number of tokens of a sequence.
+      dtype: type of keys and values in blocks (`kvjax.ops.quantize`).
+
+    Returns:
+      The plan.
+
+    Raises:
+      ConfigError: the sizes do not fit together, or `dtype` does not exist.
+    """
     quantize.check(dtype, config.head_dim)
     if not _validate.whole(capacity, 2) or capacity > _MOST_TOKENS:
         raise ConfigError(f"capacity={capacity!r} must be a whole number of 2 to {_MOST_TOKENS:,} tokens")
-    capacity = int(capacity)  # not NumPy's: it is saved as JSON
+    capacity = int(capacity)  # not a NumPy integer, as it is saved as JSON
     sizes = {"kv_heads": config.num_kv_heads, "group": config.group, "head_dim": config.head_dim, "capacity": capacity}
     dense = Full()
     layers = []
@@ -125,21 +141,23 @@ def make_plan(config: ModelConfig, method: Method, batch: int, capacity: int, dt
 
 
 def _follows(config: ModelConfig, method: Method, i: int) -> bool:
-    """Whether layer i takes placements and choices of the one before: not with another sliding window, as what is
-    hidden from one of them is none of its choices."""
+    """Returns True if layer i takes placements and selections from the layer before.
+
+    It never does if their sliding windows differ: a layer does not select the tokens that its own window hides.
+    """
     if not method.dense_layers < i < config.num_layers or (i - method.dense_layers) % method.reuse == 0:
         return False
     return config.windows[i] == config.windows[i - 1]
 
 
 def on_store(plan: Plan, index: int) -> bool:
-    """Whether a layer's blocks go to the store: layers that attend everything stay in memory unless all do."""
+    """Returns True if a layer's blocks go to the store: layers that attend everything do not, unless all layers do."""
     dense_prefix = isinstance(plan.layers[index].method, Full) and plan.layers[-1].method != plan.layers[index].method
     return not dense_prefix and not plan.layers[index].filters
 
 
 def store_geometry(plan: Plan) -> interface.Geometry:
-    """What a store has to hold for this plan."""
+    """Returns the sizes of the store that this plan needs."""
     spec = plan.layers[-1].spec
     return interface.Geometry(
         layers=len(plan.layers), batch=plan.batch, kv_heads=spec.block_heads, num_blocks=spec.num_blocks,
@@ -149,23 +167,35 @@ def store_geometry(plan: Plan) -> interface.Geometry:
 
 
 def _slot_count(spec: Spec, slots: Slots) -> int:
-    """Slots of each head. ConfigError when they are too few, or those of the host no more."""
+    """Returns the number of slots per head; raises ConfigError if it is too small, or that of the host not larger."""
     least = spec.max_blocks + 1
     count = least if slots.count is None else slots.count
     if count < least:
-        raise ConfigError(f"slots={count} is fewer than the {least} blocks one step may need; raise it")
+        raise ConfigError(f"slots={count} is fewer than the {least} blocks that one step may need; raise it")
     if slots.host is not None and slots.host <= count:
         raise ConfigError(f"host={slots.host} must be more than the device's {count} slots; raise it")
     return count
 
 
 def slot_pool(plan: Plan, i: int, slots: Slots) -> SlotPool:
-    """A layer's slots with nothing in them. ConfigError when they are too few."""
+    """Creates a layer's empty slots.
+
+    Args:
+      plan: static part of the cache.
+      i: number of the layer.
+      slots: settings.
+
+    Returns:
+      The pool.
+
+    Raises:
+      ConfigError: there are too few slots, or the backend does not exist on this platform.
+    """
     spec = plan.layers[i].spec
     count = _slot_count(spec, slots)
     backend = slots.backend or default_backend()
     if backend == "buffer" and default_backend() != "buffer":
-        raise ConfigError(f"backend='buffer' is CPU's alone, and this is {jax.default_backend()}; leave it out")
+        raise ConfigError(f"backend='buffer' is only for CPU, and this is {jax.default_backend()}; leave it out")
     passing = not slots.keep and not plan.layers[i].method.adaptive
     pool = SlotPool.zeros(
         spec, plan.batch, count, plan.dtype, slots.policy, backend, slots.prefetch, slots.keep, slots.even,
@@ -175,37 +205,59 @@ def slot_pool(plan: Plan, i: int, slots: Slots) -> SlotPool:
 
 
 def outline(plan: Plan, i: int, store: bool, slots: Slots) -> LayerCache:
-    """What layer i's cache will look like, on a store or not, with arrays that take no memory."""
-    one, structures = plan.layers[i], []
+    """Returns the structure of layer i's cache, with arrays that take no memory.
+
+    Args:
+      plan: static part of the cache.
+      i: number of the layer.
+      store: True = the cache is over a store.
+      slots: how a store's blocks are kept in memory.
+
+    Returns:
+      The layer's cache.
+
+    Raises:
+      ConfigError: there are too few slots, or the backend does not exist on this platform.
+    """
+    layer, structures = plan.layers[i], []
     in_memory = not (store and on_store(plan, i))
 
     def leaves(weights):
-        pool = MemoryPool.zeros(one.spec, plan.batch, plan.dtype) if in_memory else slot_pool(plan, i, slots)
-        state = empty_state(one, plan.batch, plan.dtype, weights)
+        pool = MemoryPool.zeros(layer.spec, plan.batch, plan.dtype) if in_memory else slot_pool(plan, i, slots)
+        state = empty_state(layer, plan.batch, plan.dtype, weights)
         flat, structure = jax.tree.flatten(LayerCache(state, pool))
         structures.append(structure)
         return flat
 
-    shapes = jax.eval_shape(leaves, one.method.weights(i))
-    return jax.tree.unflatten(structures[0], [layer_offload.shape_only(one.shape, one.dtype) for one in shapes])
+    shapes = jax.eval_shape(leaves, layer.method.weights(i))
+    return jax.tree.unflatten(structures[0], [layer_offload.shape_only(leaf.shape, leaf.dtype) for leaf in shapes])
 
 
 def check_plan(plan: Plan, store: bool, slots: Slots) -> None:
-    """Raises ConfigError where a layer's cache cannot be made, on a store or not; MethodError for a method that cannot
-    be right; ReadFailed or FormatMismatch for what
-    was fitted beforehand. Of layers that are alike the first is tried."""
+    """Checks that every layer's cache can be made; of identical layers, only the first is tried.
+
+    Args:
+      plan: static part of the cache.
+      store: True = the cache is over a store.
+      slots: how a store's blocks are kept in memory.
+
+    Raises:
+      ConfigError: a layer's cache cannot be made.
+      MethodError: the method breaks the contract of methods.
+      ReadFailed, FormatMismatch: a file that was fitted for the method cannot be used.
+    """
     tried = set()
-    for i, one in enumerate(plan.layers):
-        shapes = tuple(map(np.shape, jax.tree.leaves(one.method.weights(i))))
-        kind = one, on_store(plan, i), shapes
+    for i, layer in enumerate(plan.layers):
+        shapes = tuple(map(np.shape, jax.tree.leaves(layer.method.weights(i))))
+        kind = layer, on_store(plan, i), shapes
         if kind not in tried:
-            check_outputs(one.method, one.spec)
+            check_outputs(layer.method, layer.spec)
             outline(plan, i, store, slots)
         tried.add(kind)
 
 
 def copy_state(state: State) -> State:
-    """A state that shares no memory with the given one, so that either may be donated."""
+    """Copies a state, so that either copy may be donated; offloaded layers are forked. Raises StoreError."""
     leaves, structure = jax.tree.flatten(dataclasses.replace(state, layers=layer_offload.fork(state.layers)))
     return jax.tree.unflatten(structure, _copied(leaves))
 
@@ -216,9 +268,9 @@ def _copied(leaves: list[Array]) -> list[Array]:
 
 
 def bytes_of(layers: tuple) -> int:
-    """Bytes of every array of a cache's layers, or of outlines of them, that is in memory at once, buffers and tables
-    included."""
-    passing = [one.pool.waits_for_bytes for one in layers if isinstance(one.pool, SlotPool) and one.pool.passing]
-    made = min(passing, default=0)  # in each step, where none of the layers has slots to hand on
+    """Returns the bytes that layers, or outlines of them, take in memory at once, buffers and tables included."""
+    passing = [layer.pool.waits_for_bytes for layer in layers
+               if isinstance(layer.pool, SlotPool) and layer.pool.passing]
+    made = min(passing, default=0)  # shared slots that each step makes, if no layer has them
     kept = sum(leaf.nbytes for leaf in jax.tree.leaves(layers))
     return kept + made + layer_offload.working_set(layers)

@@ -131,7 +131,7 @@ def test_asked_extended_saved_and_restored(params, tmp_path):
 
 def test_buffers_of_an_accelerator_are_not_for_python(params, tokens, monkeypatch):
     monkeypatch.setattr(planning, "default_backend", lambda: "io")
-    with pytest.raises(ConfigError, match="backend='buffer' is CPU's alone"):
+    with pytest.raises(ConfigError, match="backend='buffer' is only for CPU"):
         start(params, tokens, METHODS["quest"], HostStore(), backend="buffer")
 
 
