@@ -1,9 +1,9 @@
-"""Reads more text into a filled cache, a chunk of tokens at a time, as DynaKV's first discussion has it for prefill.
+"""Chunked prefill: more text for a filled cache, read a chunk of tokens at a time (DynaKV, Discussion 1).
 
-The tokens of a chunk attend one another, and of everything before them what the cache would give a decoded token:
-sinks, recent window, held rows, and the blocks that one selection for the whole chunk fetches within the budget. Then
-they take their places one after the other as if they had been decoded, so that clusters grow and split while the text
-arrives. Memory is bounded by the chunk and what the cache keeps in memory, whatever the length of the text.
+The tokens of a chunk attend one another and, of everything before them, what the cache would give a decoded token:
+sinks, recent window, held rows, and the blocks that one selection for the whole chunk fetches within the budget. They
+are then placed one after the other as if they had been decoded, so that clusters grow and split while the text arrives.
+Memory is bounded by the chunk and what the cache keeps in memory, whatever the length of the text.
 
 A chunk is one transaction: it is read in all layers before it is written in any.
 """
@@ -36,23 +36,36 @@ from kvjax.ops import attention, quantize
 from kvjax.ops.topk import top_blocks
 from kvjax.typing import Array, Bool, Float, Int32, Logits, PyTree
 
-VOTERS = 8  # queries of a chunk that take part in its selection
+VOTERS = 8  # queries of a chunk that rank blocks for its selection
 
 
 def extend(
     plan: Plan, params: PyTree, state: State, tokens: Int32[Array, "B T"] | Int32[np.ndarray, "B T"],
     length: Int32[Array, "B"] | Int32[np.ndarray, "B"], chunk: int,
 ) -> tuple[State, Logits]:
-    """Reads `length[b]` of the tokens into each sequence, `chunk` at a time; the given state must not be used again.
+    """Reads more tokens into each sequence, a chunk at a time.
 
-    Returns the state and the logits after each sequence's last token, zeros where it got none. Raises PromptError where
-    they do not fit, ConfigError for a method that needs single tokens, and a StoreError. Its `state` holds
-    what was read before the chunk that failed; where a chunk was read and cannot be committed there is none.
+    Args:
+      plan: static part of the cache.
+      params: weights of the model.
+      state: state of the cache, which must not be used again.
+      tokens: token ids [B, T], right-padded.
+      length: tokens to read into each sequence [B], 0 = none.
+      chunk: tokens of a chunk.
+
+    Returns:
+      (State, logits after each sequence's last token [B, V]). Logits are zero for a sequence that got no token.
+
+    Raises:
+      PromptError: the tokens exceed the capacity.
+      ConfigError: the method needs single tokens, or `chunk` is not a number of tokens.
+      StoreError: the store failed. The error's `state` holds everything before the chunk that failed; it is None if a
+        chunk was read but could not be committed.
     """
     counts = np.asarray(length)
     _check(plan, state, counts, chunk)
     chunk = min(chunk, 1 << (max(1, int(counts.max())) - 1).bit_length())  # a short text is not padded to a long chunk
-    # In host memory, as each slice of a JAX array would be a program of its own.
+    # In host memory, because each slice of a JAX array would be a program of its own.
     padded = np.pad(np.asarray(tokens, np.int32), ((0, 0), (0, -tokens.shape[1] % chunk)))
     logits = jnp.zeros((plan.batch, plan.config.vocab_size), jnp.float32)
     forget(state)
@@ -66,23 +79,23 @@ def extend(
 
 
 def check_chunk(chunk) -> None:
-    """Raises ConfigError for a chunk that is no number of tokens."""
+    """Raises ConfigError unless `chunk` is a number of tokens."""
     if not _validate.whole(chunk, 1):
         raise ConfigError(f"chunk={chunk!r} must be a whole number of at least 1 token")
 
 
 def check(plan: Plan, chunk: int) -> None:
-    """Raises ConfigError for a method that needs single tokens, or a chunk that is no number of tokens."""
+    """Raises ConfigError if the method needs single tokens, or `chunk` is not a number of tokens."""
     check_chunk(chunk)
-    if any(one.method.observes or one.method.samples for one in plan.layers):
+    if any(layer.method.observes or layer.method.samples for layer in plan.layers):
         raise ConfigError(f"{plan.method.name} learns from the attention of single tokens, or draws for "
-                          "single queries; decode the text")
+                          "single queries; decode the text token by token")
 
 
 def check_prompt(plan: Plan, chunk: int) -> None:
-    """The same where the text is a prompt, of which a method may have to see all."""
+    """Raises ConfigError as `check` does, and also if the method has to see all of a prompt at once."""
     check(plan, chunk)
-    if any(one.method.whole_prompts for one in plan.layers):
+    if any(layer.method.whole_prompts for layer in plan.layers):
         raise ConfigError(f"{plan.method.name} decides what to keep when it has seen all of a prompt; leave out chunk")
 
 
@@ -90,15 +103,16 @@ def _check(plan: Plan, state: State, length: np.ndarray, chunk: int) -> None:
     check(plan, chunk)
     longest = int((np.asarray(state.length) + length).max())
     if longest > plan.capacity:
-        raise PromptError(f"the text makes {longest} tokens but capacity={plan.capacity}; raise the capacity")
+        raise PromptError(f"with the text a sequence has {longest} tokens but capacity={plan.capacity}; raise the "
+                          "capacity")
 
 
 def _chunk(plan: Plan, params, state: State, tokens, count):
-    """One chunk, of which `count[b]` tokens count; (State, logits of the last of them, ok)."""
+    """Reads one chunk, of which the first `count[b]` tokens are valid; returns (State, logits of their last, ok)."""
     loader = LayerLoader(state.layers)
     try:
         return _layer_by_layer(plan, params, state, loader, tokens, count)
-    except BaseException as error:  # Ctrl-C, or a parked layer cannot be read: the chunk is over
+    except BaseException as error:  # such as Ctrl-C, or an offloaded layer that cannot be read
         drop(state, loader, error)
         raise
 
@@ -150,7 +164,7 @@ def _read(config, plan: LayerPlan, params, cache: LayerCache, x, at, count, numb
 
 
 def _choose(plan: LayerPlan, state: LayerState, q: Float[Array, "B Q H D"], count: Int32[Array, "B"]) -> SelectedRows:
-    """One selection for a chunk: every few queries rank the blocks, and the best are those ranked best by most."""
+    """Makes one selection for a chunk: evenly spaced queries rank the blocks, and their rankings elect the best."""
     spec, method = plan.spec, plan.method
     if method.attends_all:
         return choose(plan, state, q[:, 0])
@@ -168,7 +182,7 @@ def _choose(plan: LayerPlan, state: LayerState, q: Float[Array, "B Q H D"], coun
 
 
 def _elect(spec, ranked: Int32[Array, "V K M"]) -> Int32[Array, "K M"]:
-    """The blocks with most points, M for a first rank down to 1 for the last (Borda)."""
+    """Returns the blocks with most points, which are M for a first rank down to 1 for the last (Borda)."""
     points = jnp.arange(spec.max_blocks, 0, -1, dtype=jnp.float32)
     head = jnp.arange(spec.kv_heads, dtype=jnp.int32)[:, None]
     total = jnp.zeros((spec.kv_heads, spec.num_blocks), jnp.float32).at[head, ranked].add(points, mode="drop")
@@ -176,19 +190,19 @@ def _elect(spec, ranked: Int32[Array, "V K M"]) -> Int32[Array, "K M"]:
 
 
 def _folded(spec: Spec, q: Float[Array, "B Q H D"]) -> Float[Array, "B K GQ D"]:
-    """All queries of a KV head's group, one after the other."""
+    """Concatenates all queries of a KV head's group."""
     return einops.rearrange(q, "b q (k g) d -> b k (g q) d", k=spec.kv_heads)
 
 
 def _unfolded(out: Float[Array, "B K GQ D"], queries: int) -> Float[Array, "B Q H D"]:
-    """What `_folded` was."""
+    """Separates the heads again; the inverse of `_folded`."""
     return einops.rearrange(out, "b k (g q) d -> b q (k g) d", q=queries)
 
 
 def _attend(
     plan: LayerPlan, pool, found: Fetched, q: Float[Array, "K GQ D"], key: Float[Array, "Q K D"], value, at, count
 ) -> Float[Array, "K GQ D"]:
-    """One sequence: log-sum-exp merge of the tail, the chosen rows and, causally, the chunk itself."""
+    """Merges the tail, the chosen rows and, causally, the chunk itself by log-sum-exp, for one sequence."""
     size = key.shape[0]
     mine = at + jnp.arange(size, dtype=jnp.int32)
     own = jnp.broadcast_to(jnp.where(jnp.arange(size, dtype=jnp.int32) < count, mine, -1), (plan.spec.kv_heads, size))
@@ -204,7 +218,7 @@ def _attend(
 
 
 def _seen(plan: LayerPlan, pos: Int32[Array, "K N"], mine: Int32[Array, "Q"]) -> Bool[Array, "K Q N"]:
-    """Which tokens each query may attend: earlier ones and itself, inside the model's own sliding window."""
+    """Returns True for tokens that a query may attend: itself and earlier ones, inside the model's sliding window."""
     seen = (pos[:, None] >= 0) & (pos[:, None] <= mine[:, None])
     return seen & plan.spec.seen(pos[:, None], mine[:, None])
 
@@ -214,7 +228,7 @@ def _seen(plan: LayerPlan, pos: Int32[Array, "K N"], mine: Int32[Array, "Q"]) ->
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
 def _write(plan: LayerPlan, cache: LayerCache, new_token: NewToken, tokens, at, count, ok, number, ref, leader):
-    """Books the chunk's tokens one after the other; where they went is for layers that follow this one."""
+    """Writes the chunk's tokens one after the other; also returns their placements, for layers that follow this one."""
 
     def one(cache, step) -> tuple[LayerCache, Placement]:
         j, new, token, placement = step
