@@ -1,4 +1,4 @@
-"""Loading of what pip compiles where it finds a compiler."""
+"""Loading of the extension modules that pip builds if it finds a C compiler."""
 
 import importlib
 import logging
@@ -6,11 +6,14 @@ from typing import Any
 
 
 def load(name: str) -> Any:
-    """Returns a compiled module by its full name; None where it was left out, or cannot be loaded, which is logged."""
+    """Imports an extension module by its full name.
+
+    Returns None if it was not built or cannot be loaded; the latter is logged.
+    """
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError:
         return None
     except ImportError as cause:
-        logging.warning("programs do without %s, which cannot be loaded: %s; install kvjax again", name, cause)
+        logging.warning("%s cannot be loaded and is not used: %s; install kvjax again", name, cause)
         return None

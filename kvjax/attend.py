@@ -4,11 +4,11 @@
     cache = kvjax.prefill_cache(cache, keys, values, lengths)
     out, cache = kvjax.attend(cache, q, k, v)
 
-Keys and queries come with their position already applied; blocks are kept in memory. All three
-functions are pure and may be used under `jax.jit`; they are compiled where they are not. What a method
-says of other layers (`dense_layers`, `lookahead`, `reuse`) has no effect here, where there is one.
+Keys and queries must already be rotated by their positions; blocks are kept in memory. All three functions are pure and
+may be used under `jax.jit`; outside of it, they compile themselves. Settings of a method that concern several layers
+(`dense_layers`, `lookahead`, `reuse`) have no effect here.
 
-A cache has no numbers of 64 bits: where `jax_enable_x64` makes such arrays, they enter it in 32.
+A cache holds no 64-bit numbers: arrays of float64 or int64 (`jax_enable_x64`) are converted to 32 bits.
 """
 
 import dataclasses
@@ -35,10 +35,10 @@ from kvjax.typing import Array, Float, Int, Int32, pytree
 
 @pytree
 class AttentionCache:
-    """The cache of one attention layer."""
+    """The cache of one attention layer, an immutable value."""
 
     layer: LayerCache
-    length: Int32[Array, "B"]
+    length: Int32[Array, "B"]  # tokens of each sequence
     plan: LayerPlan = dataclasses.field(metadata={"static": True})
 
 
@@ -46,10 +46,26 @@ def init_cache(
     method: Method, *, batch: int, kv_heads: int, group: int, head_dim: int, capacity: int, dtype: str = "float32",
     sliding: int | None = None, rope: RopeConfig | None = None,
 ) -> AttentionCache:
-    """An empty cache; `dtype` is how its blocks keep keys and values (`kvjax.ops.quantize`).
+    """Creates an empty cache.
 
-    `rope` says how keys were rotated, for methods that turn them back (ShadowKV, run-length keys before rotation).
-    Raises ConfigError where budget, window and capacity do not fit together, or for a type that there is not.
+    Args:
+      method: cache method.
+      batch: number of sequences.
+      kv_heads: KV heads.
+      group: query heads per KV head.
+      head_dim: head size.
+      capacity: largest number of tokens of a sequence.
+      dtype: type of keys and values in blocks: float32, bfloat16, float16, int8 or int4 (`kvjax.ops.quantize`).
+      sliding: newest tokens that the model lets a query attend, its own included; None = all.
+      rope: how keys were rotated, for methods that rotate them back (ShadowKV, run-length keys before rotation); None =
+        unknown, or not at all.
+
+    Returns:
+      The cache.
+
+    Raises:
+      ConfigError: a size is not a positive integer, budget, window and capacity do not fit together, or `method`,
+        `dtype` or `rope` is not of its kind.
     """
     sizes = {"batch": batch, "kv_heads": kv_heads, "group": group, "head_dim": head_dim, "capacity": capacity}
     if sliding is not None:
@@ -59,7 +75,7 @@ def init_cache(
             raise ConfigError(f"{name}={size!r} must be a whole number of at least 1")
     arguments.check_method_and_slots(method, None)
     if not isinstance(rope, RopeConfig | None):
-        raise ConfigError(f"rope={rope!r} must be a RopeConfig, or None for keys that no method turns back")
+        raise ConfigError(f"rope={rope!r} must be a RopeConfig, or None for keys that no method rotates back")
     quantize.check(dtype, head_dim)
     spec = method.spec(kv_heads=kv_heads, group=group, head_dim=head_dim, capacity=capacity)
     spec = dataclasses.replace(spec, rope=rope, key_type=quantize.tail_type(dtype), sliding=sliding)
@@ -76,12 +92,25 @@ def prefill_cache(
     cache: AttentionCache, key: Float[Array, "B T K D"], value: Float[Array, "B T K D"], length: Int[Array, "B"],
     query: Float[Array, "B T H D"] | None = None, token: Int[Array, "B T"] | None = None,
 ) -> AttentionCache:
-    """A cache that holds prompts of `length[b] <= T` tokens; what the given cache held is dropped.
+    """Fills a cache with prompts.
 
-    `query` is for methods that look at the prompt's queries (`Method.observation`): InfLLM needs them, InfiniGen goes
-    by the keys alone without them; `token` has the ids of all tokens, which DynSplit-KV and SentenceKV ask for. Raises
-    ConfigError without those, PromptError for lengths beyond T or the capacity, or too short for a method
-    that learns from prompts (`Method.least_prompt`). Under `jax.jit`, where nobody knows them, tokens beyond are lost.
+    Args:
+      cache: cache that gives the settings; its contents are not part of the result.
+      key: rotated keys [B, T, K, D] of the prompts, right-padded.
+      value: values [B, T, K, D].
+      length: tokens of each prompt [B], at most T and the capacity. Under `jax.jit` lengths cannot be checked, and
+        tokens beyond these limits are lost.
+      query: rotated queries [B, T, H, D], for methods that use the prompt's queries (`Method.observation`): InfLLM
+        requires them, and InfiniGen uses the keys alone without them.
+      token: token ids [B, T], which DynSplit-KV and SentenceKV require.
+
+    Returns:
+      The cache.
+
+    Raises:
+      ConfigError: an array has the wrong shape, or the method requires queries or token ids that are missing.
+      PromptError: `length` is not an array [B] of integers, or a prompt has too many tokens, or too few for a method
+        that learns from prompts (`Method.least_prompt`).
     """
     length = jnp.asarray(length)
     if length.ndim != 1:
@@ -103,25 +132,26 @@ def prefill_cache(
 
 
 def _check_shapes(cache: AttentionCache, rows: tuple[int, ...], query, key, value, token) -> None:
-    """Raises ConfigError for arrays that are not of this cache, of which JAX would make others of the right size."""
+    """Raises ConfigError for arrays whose shapes do not fit the cache, which JAX might broadcast silently."""
     spec = cache.plan.spec
     keys, batch = (spec.kv_heads, spec.head_dim), cache.length.shape
     expected = {"q": (*rows, spec.kv_heads * spec.group, spec.head_dim), "key": (*rows, *keys),
                 "value": (*rows, *keys), "token": rows}
     for (name, shape), given in zip(expected.items(), (query, key, value, token), strict=True):
         if given is not None and (given.shape != shape or shape[:1] != batch):
-            raise ConfigError(f"{name} is {list(given.shape)}, and this cache wants {[*batch, *shape[1:]]}")
+            raise ConfigError(f"{name} is {list(given.shape)}, but this cache needs {[*batch, *shape[1:]]}; give an "
+                              "array of that shape")
 
 
 def _in_32_bits(x: Any) -> Any:
-    """An array, if there is one, as a cache takes it: float64 as float32, int64 as int32."""
+    """Converts float64 to float32 and int64 to int32; returns anything else, None included, as it is."""
     narrow = {"float64": jnp.float32, "int64": jnp.int32}
     return x.astype(narrow[x.dtype.name]) if x is not None and x.dtype.name in narrow else x
 
 
 def _check_token(cache: AttentionCache, token) -> None:
     if token is None and cache.plan.method.reads_tokens:
-        raise ConfigError(f"{cache.plan.method.name} ends blocks at delimiters; give token=, the ids of the tokens")
+        raise ConfigError(f"{cache.plan.method.name} ends blocks at delimiter tokens; give the token ids as token=")
 
 
 @jax.jit
@@ -139,10 +169,20 @@ def attend(
     cache: AttentionCache, q: Float[Array, "B H D"], key: Float[Array, "B K D"], value: Float[Array, "B K D"],
     token: Int[Array, "B"] | None = None,
 ) -> tuple[Float[Array, "B H D"], AttentionCache]:
-    """Attention of the newest token over the cache, and the cache with that token in it.
+    """Attends the cache with the newest token of each sequence, and adds that token to the cache.
 
-    A cache that is full has no place for it: the output of a token beyond the capacity is NaN. `token` has its id, for
-    methods that ask for it; raises ConfigError if one does, and is not given it. The output has the type of `q`.
+    Args:
+      cache: cache before the token.
+      q: rotated query [B, H, D].
+      key: rotated key [B, K, D].
+      value: value [B, K, D].
+      token: token id [B], which DynSplit-KV and SentenceKV require.
+
+    Returns:
+      (Output [B, H, D] in the type of `q`, cache with the token). The output is NaN for a sequence that is full.
+
+    Raises:
+      ConfigError: an array has the wrong shape, or the method requires token ids and `token` is None.
     """
     _check_shapes(cache, q.shape[:1], q, key, value, token)
     _check_token(cache, token)

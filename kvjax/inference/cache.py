@@ -1,4 +1,4 @@
-"""A prefilled cache: what `LLM.prefill` gives and every question is asked of."""
+"""The prefilled cache that `LLM.prefill` returns and that questions are asked with."""
 
 import dataclasses
 import os
@@ -16,37 +16,56 @@ from kvjax.typing import Array
 
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """A prefilled cache: an immutable value. Asking it forks it, so one cache serves many questions."""
+    """A prefilled cache, an immutable value; each question is answered on a fork, so one cache serves many.
+
+    Attributes:
+      plan: static part of the cache.
+      state: arrays of the cache.
+      logits: logits [B, V] of the next token.
+      branch: branch of the store that holds the blocks; None = they are in memory.
+      fingerprint: fingerprint of model and tokenizer.
+      pending: token ids [B][n] that must be fed before anything else; () = none.
+    """
 
     plan: Plan
     state: State
-    logits: Array  # [B, V] of the next token
+    logits: Array
     branch: Branch | None = None
-    fingerprint: str = ""  # of model and tokenizer
-    pending: tuple[tuple[int, ...], ...] = ()  # [B][n] tokens that are fed before anything else; () = none
+    fingerprint: str = ""
+    pending: tuple[tuple[int, ...], ...] = ()
 
     @property
     def length(self) -> list[int]:
-        """Tokens of each sequence that were fed; what is pending comes after them."""
+        """Tokens of each sequence that were fed; pending tokens come after them."""
         return np.asarray(self.state.length).tolist()
 
     def after_pending(self, rows: list[list[int]]) -> list[list[int]]:
-        """Returns the token ids of each sequence behind what is pending there."""
+        """Returns the pending tokens of each sequence, followed by the given token ids."""
         return [[*before, *row] for before, row in zip(self.pending or [()] * len(rows), rows, strict=True)]
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of the cache's arrays that are in memory, index, tables and buffers included."""
+        """Bytes of the cache's arrays in memory, index, tables and buffers included."""
         return bytes_of(self.state.layers)
 
     @property
     def store_bytes(self) -> int:
-        """Host memory that its store takes at this moment beside them: where blocks are and what they hash to, rows
-        that wait to be written, and what reads land in. Forks share most of it."""
+        """Bytes of host memory that the store uses now, in addition to `resident_bytes`.
+
+        They hold block offsets and checksums, rows that are not written yet, and read buffers. Forks share most of it.
+        """
         return 0 if self.branch is None else self.branch.held_bytes
 
     def fork(self) -> "Cache":
-        """An independent copy; blocks on flash are shared until either side writes them."""
+        """Creates an independent copy; blocks in a store are shared until either side writes them.
+
+        Returns:
+          The copy.
+
+        Raises:
+          StaleCache: a token was decoded since this cache was made.
+          StoreError: the store failed.
+        """
         self._check_current(self.branch)
         state = copy_state(self.state)
         if self.branch is None:
@@ -54,7 +73,7 @@ class Cache:
         branch = None
         try:
             branch = self.branch.fork()
-            self._check_current(branch)  # nobody has decoded meanwhile
+            self._check_current(branch)  # another thread may have decoded a token in the meantime
         except BaseException:
             layer_offload.close(state.layers)
             if branch is not None:
@@ -64,35 +83,44 @@ class Cache:
         return dataclasses.replace(self, state=dataclasses.replace(state, ref=ref), branch=branch)
 
     def _check_current(self, branch: Branch | None) -> None:
-        """Raises StaleCache where the store has gone on: its blocks are no longer those that this value names."""
+        """Raises StaleCache if the branch has moved past this cache's generation, so that its blocks have changed."""
         own = int(self.state.ref.generation)
         if branch is not None and own != branch.generation:
             raise StaleCache(f"the cache is of generation {own} and its store of {branch.generation}: a token was "
-                             "decoded since; use the cache that came of it, or fork before decoding")
+                             "decoded since; use the newer cache, or fork before decoding")
 
     def flush(self) -> None:
-        """Waits until everything is in the file; raises what failed."""
+        """Waits until all blocks are in the store's file. Raises StoreError if a write failed."""
         if self.branch is not None:
             self.branch.flush()
 
     def save(self, directory: str | os.PathLike) -> None:
-        """Makes this the cache that `LLM.restore` finds in the directory, in any process; all of it or nothing.
+        """Saves this cache to a directory, for `LLM.restore` in any process; the previous save stays if this one fails.
 
-        With a store at `directory/blocks.kv` only what has changed is written; blocks of a store elsewhere are copied.
-        Raises ConfigError or StoreError (`kvjax.inference.checkpoint.save`).
+        With a store at `directory/blocks.kv`, only changes are written; blocks of a store elsewhere are copied.
+
+        Args:
+          directory: path of the directory, which is created if it is missing.
+
+        Raises:
+          ConfigError: the directory holds a cache of the other kind (in a store, or in memory).
+          StaleCache: a token was decoded since this cache was made.
+          FormatMismatch, ReadFailed: the directory has a `cache.json` that is not a manifest, or that cannot be read.
+          StoreLocked: another process is saving to the directory or has its store file open for writing.
+          StoreError: the device failed.
         """
         self._check_current(self.branch)
         state = dataclasses.replace(self.state, layers=layer_offload.everything(self.state.layers))
         checkpoint.save(directory, self.plan, state, self.logits, self.pending, self.branch, self.fingerprint)
 
     def close(self) -> None:
-        """Gives the store's blocks back. Forks live on."""
+        """Releases the cache's blocks in the store; forks are not affected. Raises StoreError if a write failed."""
         layer_offload.close(self.state.layers)
         if self.branch is not None:
             self.branch.close()
 
     def discard(self) -> None:
-        """The same for a cache that nobody wants any more: what waits to be written is dropped. Never raises."""
+        """Releases the cache's blocks and drops writes that are not done yet. Never raises."""
         layer_offload.close(self.state.layers)
         if self.branch is not None:
             self.branch.discard()

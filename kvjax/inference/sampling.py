@@ -1,4 +1,4 @@
-"""Choosing the next token from logits."""
+"""Sampling of the next token from logits."""
 
 import dataclasses
 import functools
@@ -10,13 +10,22 @@ from kvjax import _validate
 from kvjax.errors import ConfigError
 from kvjax.typing import Array, Bool, Float, Int32, Logits, PRNGKey
 
-NONE = -1  # in place of a token where logits are not finite
-_LEAST = 1e-6  # with less, what is drawn is the most likely token for any model, and then f32 does not hold it
+NONE = -1  # replaces a token where logits are not finite
+_LEAST = 1e-6  # below, every draw is the most likely token, and smaller values still do not fit into float32
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """Greedy at temperature 0; otherwise softmax sampling, cut to `top_k` tokens and then to mass `top_p`."""
+    """Settings of how tokens are drawn: greedily, or from the softmax, cut to `top_k` tokens and then to mass `top_p`.
+
+    Attributes:
+      temperature: 0 = greedy; else the logits are divided by it.
+      top_k: number of most likely tokens to draw from; None = all.
+      top_p: probability mass of the most likely tokens to draw from; 1 = all.
+
+    Raises:
+      ConfigError: a value is out of range.
+    """
 
     temperature: float = 0.0
     top_k: int | None = None
@@ -33,9 +42,15 @@ class Sampling:
 
 
 def sample(sampling: Sampling, logits: Logits, key: PRNGKey) -> Int32[Array, "B"]:
-    """Draws one token per row of logits `[B, V]`, or NONE where one of them is NaN or infinite.
+    """Draws one token per sequence.
 
-    Row b uses `fold_in(key, b)`, so rows do not depend on the batch.
+    Args:
+      sampling: how tokens are drawn.
+      logits: logits [B, V].
+      key: random key; row b uses `fold_in(key, b)`, so that a row does not depend on the rest of the batch.
+
+    Returns:
+      Token ids [B], NONE where a row has a logit that is NaN or infinite.
     """
     if sampling.temperature == 0:
         return likeliest(logits)
@@ -45,7 +60,7 @@ def sample(sampling: Sampling, logits: Logits, key: PRNGKey) -> Int32[Array, "B"
 
 @jax.jit
 def likeliest(logits: Logits) -> Int32[Array, "B"]:
-    """The likeliest token of each row, or NONE."""
+    """Returns the most likely token of each row, NONE where a logit is NaN or infinite."""
     return _if_finite(logits, jnp.argmax(logits, axis=-1).astype(jnp.int32))
 
 
@@ -55,17 +70,17 @@ def _if_finite(logits: Logits, token: Int32[Array, "B"]) -> Int32[Array, "B"]:
 
 @jax.jit
 def finite(logits: Logits) -> Bool[Array, "B"]:
-    """Whether all logits of a row are numbers."""
+    """Returns True for rows whose logits are all finite."""
     return jnp.all(jnp.isfinite(logits), axis=-1)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _draw(count, logits, temperature, mass, key):
-    """The same program for every temperature, and for every mass below 1."""
+    """Draws tokens, in one program for all temperatures and all masses below 1."""
     given, token = logits, None
     logits = logits.astype(jnp.float32) / temperature
     if count is not None and count < logits.shape[-1]:
-        logits, token = jax.lax.top_k(logits, count)  # not a threshold, which equal logits would all reach
+        logits, token = jax.lax.top_k(logits, count)  # not by a threshold, which all equal logits would reach
     if mass is not None:
         logits = jnp.where(logits >= _least(logits, mass, ranked=token is not None), logits, -jnp.inf)
     keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(logits.shape[0], dtype=jnp.int32))
@@ -75,7 +90,7 @@ def _draw(count, logits, temperature, mass, key):
 
 
 def _least(logits: Logits, mass, ranked: bool) -> Float[Array, "B 1"]:
-    """The smallest logit of the smallest set of tokens that reaches `mass`; `ranked`: they come best first."""
+    """Returns the smallest logit of the smallest set of tokens that reaches `mass`; `ranked`: logits are sorted."""
     ranks = logits if ranked else jnp.sort(logits, axis=-1, descending=True)
     probability = jax.nn.softmax(ranks, axis=-1)
     before = jnp.cumsum(probability, axis=-1) - probability
