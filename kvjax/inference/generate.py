@@ -1,4 +1,4 @@
-"""One run of a model over a cache, token by token: feeding questions, drawing answers, scoring given text."""
+"""Generation: one run of a model over a cache, token by token, to feed questions, draw answers and score given text."""
 
 import contextlib
 import dataclasses
@@ -18,41 +18,47 @@ from kvjax.inference.sampling import Sampling
 from kvjax.store.interface import Stats
 from kvjax.typing import Array, PyTree
 
-_MOST_PENDING = 256  # steps whose small arrays stay on the device
-Observer = Callable[[Step, np.ndarray], None]  # called after every token with its step and its inputs [B]
+_MOST_PENDING = 256  # steps whose reports may stay on the device before they are counted
+Observer = Callable[[Step, np.ndarray], None]  # called after every token with its step and its input token ids [B]
 
 
 @dataclasses.dataclass(frozen=True)
 class Usage:
-    """What a generation cost; means are over tokens, layers and KV heads."""
+    """The cost of a run."""
 
     steps: int
-    tokens: int  # decoded in all sequences, the questions' included
+    tokens: int  # decoded tokens of all sequences, those of questions included
     seconds: float
-    attended_tokens: float  # per KV head and token
-    blocks_needed: int  # of a store
-    blocks_read: int  # of these, not resident
-    store: Stats | None
-    offloaded: Stats | None = None  # of the layers that wait in a store
+    attended_tokens: float  # mean over tokens, layers and KV heads
+    blocks_needed: int  # blocks of a store that steps needed
+    blocks_read: int  # of these, blocks that were not resident
+    store: Stats | None  # totals of the store; None = no store
+    offloaded: Stats | None = None  # totals of the offloaded layers' store; None = no layer is offloaded
 
     @property
     def hit_rate(self) -> float:
+        """Share of the needed blocks that were resident."""
         return 1.0 - self.blocks_read / max(1, self.blocks_needed)
 
 
 @dataclasses.dataclass
 class Counts:
-    """Totals of a run's steps."""
+    """The totals of a run's steps."""
 
     steps: int = 0
     tokens: int = 0
     heads: int = 0  # tokens times layers times KV heads
-    attended: int = 0  # tokens, by all of these
+    attended: int = 0  # attended tokens, summed over all of these
     needed: int = 0
     missed: int = 0
 
     def add(self, reports: list[tuple[np.ndarray, FetchStats]], active: np.ndarray) -> None:
-        """What each layer attended and read in one step."""
+        """Adds one step.
+
+        Args:
+          reports: attended tokens [B, K] and fetch statistics of each layer.
+          active: True [B] for sequences that took part in the step.
+        """
         self.steps += 1
         self.tokens += int(active.sum())
         for attended, stats in reports:
@@ -63,42 +69,61 @@ class Counts:
 
 
 class Generation:
-    """One run over a cache of its own, which every step replaces by the next one."""
+    """One run over a cache that it owns and that every step replaces."""
 
     def __init__(self, params: PyTree, cache: Cache, driver: Driver, observer: Observer | None):
         self.params, self.cache, self.driver, self.observer = params, cache, driver, observer
         self.counts = Counts()
-        self.pending: list[tuple[list[tuple[Array, FetchStats]], np.ndarray]] = []  # not counted: reports, active ones
+        self.pending: list[tuple[list[tuple[Array, FetchStats]], np.ndarray]] = []  # reports and `active` to count
         self.started = time.perf_counter()
 
     def step(self, tokens: np.ndarray, active: np.ndarray) -> None:
-        """One token of every active sequence; logits of the others stay."""
-        active = active.copy()  # `pending` keeps it, and the caller changes it
+        """Feeds one token of every active sequence; the logits of the others stay.
+
+        Args:
+          tokens: token ids [B].
+          active: True [B] for active sequences.
+
+        Raises:
+          StoreError: the store failed.
+        """
+        active = active.copy()  # `pending` keeps it, but the caller changes it
         done = decode.step(
             self.cache.plan, self.params, self.cache.state, tokens, active, self.driver, donate=True
         )
         logits = done.logits if active.all() else jnp.where(active[:, None], done.logits, self.cache.logits)
         self.cache = dataclasses.replace(self.cache, state=done.state, logits=logits)
-        self.pending.append(([(one.attended, one.stats) for one in done.reports], active))
+        self.pending.append(([(report.attended, report.stats) for report in done.reports], active))
         if len(self.pending) == _MOST_PENDING:
             self.count()
         if self.observer is not None:
             self.observer(done, tokens)
 
     def count(self) -> None:
-        """Adds what is pending to the counts, which waits for it."""
+        """Adds the pending reports to the counts; waits until they are computed."""
         pending, self.pending = self.pending, []
         for reports, active in jax.device_get(pending):
             self.counts.add(reports, active)
 
     def feed(self, questions: list[list[int]]) -> None:
+        """Feeds the token ids of each sequence, which may differ in number. Raises StoreError."""
         for i in range(max(map(len, questions))):
             active = np.array([i < len(q) for q in questions])
             self.step(np.array([q[i] if i < len(q) else 0 for q in questions], np.int32), active)
 
     def force(self, rows: list[list[int]]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Log-probability of every given token, and whether it was the likeliest; the last one of each row is pending.
-        Raises NotFinite."""
+        """Scores given tokens; the last one of each row becomes pending.
+
+        Args:
+          rows: token ids of each sequence.
+
+        Returns:
+          (Log-probability of every token, True where it was the most likely one), one array per sequence.
+
+        Raises:
+          NotFinite: the model computed NaN or infinity.
+          StoreError: the store failed.
+        """
         tokens, length = prefill.batch(rows)
         logprobs, greedy = np.zeros(tokens.shape, np.float32), np.zeros(tokens.shape, bool)
         for i, column in enumerate(tokens.T):
@@ -117,8 +142,23 @@ class Generation:
         self, limit: int, how: Sampling, key: Array, eos_ids: Collection[int], kept_ids: Collection[int],
         complete: Callable[[list[int]], bool],
     ) -> list[list[int]]:
-        """The tokens of every answer, of which the last one is pending. An answer ends before one of `eos_ids`, or
-        where its tokens are `complete`; a token of `kept_ids` that ends it is pending, too. Raises NotFinite."""
+        """Generates an answer in every sequence; its last token becomes pending.
+
+        Args:
+          limit: largest number of tokens of an answer.
+          how: how tokens are drawn.
+          key: random key.
+          eos_ids: token ids before which an answer ends.
+          kept_ids: those of `eos_ids` that become pending when they end an answer; others are dropped.
+          complete: function that returns True once the tokens of an answer are all of it.
+
+        Returns:
+          Token ids of every answer.
+
+        Raises:
+          NotFinite: the model computed NaN or infinity.
+          StoreError: the store failed.
+        """
         tokens: list[list[int]] = [[] for _ in range(self.cache.plan.batch)]
         pending: list[tuple[int, ...]] = [() for _ in tokens]
         active = np.ones(len(tokens), bool)
@@ -138,6 +178,7 @@ class Generation:
         return tokens
 
     def usage(self) -> Usage:
+        """Returns the cost of the run so far; waits until it is computed."""
         jax.block_until_ready(self.cache.state)
         seconds = time.perf_counter() - self.started
         self.count()
@@ -150,28 +191,43 @@ class Generation:
 
 @contextlib.contextmanager
 def running(params: PyTree, cache: Cache, driver: Driver, observer: Observer | None) -> Iterator[Generation]:
-    """A run over a fork of the cache without what is pending there; the fork is closed if the run fails."""
+    """Opens a run over a fork of the cache; the fork is discarded if the run fails.
+
+    Args:
+      params: weights of the model.
+      cache: cache, which stays as it is. The caller feeds its pending tokens; the fork has none.
+      driver: how a step is run, "staged" or "fused" (`kvjax.inference.decode`).
+      observer: function called after every token; None = none.
+
+    Yields:
+      The run.
+
+    Raises:
+      ConfigError: the driver does not exist.
+      StaleCache: a token was decoded since the cache was made.
+      StoreError: the store failed.
+    """
     decode.check_driver(driver)
     run = Generation(params, dataclasses.replace(cache.fork(), pending=()), driver, observer)
     try:
         yield run
     except BaseException:
-        run.cache.discard()  # to write what it has takes time on a device that may not answer, and could fail, too
+        run.cache.discard()  # not `close`: writing takes time on a device that may not answer, and could fail, too
         raise
 
 
 def check_drawn(drawn: np.ndarray, active: np.ndarray, params: PyTree, cache: Cache) -> None:
-    """Raises NotFinite where an active sequence's logits gave no token (`sampling.NONE`)."""
+    """Raises NotFinite if no token could be drawn (`sampling.NONE`) for an active sequence."""
     _refuse(np.flatnonzero(active & (drawn == sampling.NONE)), params, cache)
 
 
 def check_logits(params: PyTree, cache: Cache) -> None:
-    """Raises NotFinite unless the next token's logits are numbers in every sequence."""
+    """Raises NotFinite unless the next token's logits are finite in every sequence."""
     _refuse(np.flatnonzero(~np.asarray(sampling.finite(cache.logits))), params, cache)
 
 
 def _refuse(rows: np.ndarray, params: PyTree, cache: Cache) -> None:
-    """Raises NotFinite for the first of the sequences whose logits are not finite, if there is one."""
+    """Raises NotFinite for the first of these sequences, whose logits are not finite, if there is one."""
     if rows.size:
         config, weights = cache.plan.config, jax.tree.leaves(params)[0].dtype
         raise NotFinite(
@@ -182,5 +238,5 @@ def _refuse(rows: np.ndarray, params: PyTree, cache: Cache) -> None:
 
 
 def _cut(table: np.ndarray, length: np.ndarray) -> list[np.ndarray]:
-    """The first `length` entries of each row."""
+    """Returns the first `length` entries of each row."""
     return [row[:n] for row, n in zip(table, length, strict=True)]

@@ -1,4 +1,4 @@
-"""The manifest of a saved cache: how the cache was made, and which state file counts; sealed by a checksum."""
+"""The manifest of a saved cache: how the cache was made and which state file is valid, sealed by a checksum."""
 
 import dataclasses
 import json
@@ -11,25 +11,25 @@ import xxhash
 from kvjax import _files, _validate
 from kvjax.errors import ChecksumMismatch, ConfigError, FormatMismatch, ReadFailed
 
-# 6: a sealed manifest beside one state file, tokens that are still to be fed, keys less a vector before they are packed
+# 6: a sealed manifest beside one state file, pending tokens, keys that are smoothed before they are packed
 VERSION = 6
-_MOST_TOKENS = 1 << 40  # beyond that sizes of arrays have no number
+_MOST_TOKENS = 1 << 40  # beyond, sizes of arrays overflow
 _STATE = re.compile(r"state-[0-9a-f]{12}")
 
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """How a saved cache was made, and which state file counts.
+    """A description of how a saved cache was made and which state file is valid.
 
     Attributes:
-      state: name of the state file, without what its kind adds.
-      checksum: of the arrays in the state file, in hexadecimal digits.
-      fingerprint: of model and tokenizer.
-      method: its name in `kvjax.METHODS`, or the class of one that is not there.
-      settings: of the method.
-      batch, capacity, dtype: of the plan (`kvjax.inference.plan.Plan`).
+      state: name of the state file, without suffix.
+      checksum: checksum of the arrays in the state file, in hexadecimal digits.
+      fingerprint: fingerprint of model and tokenizer.
+      method: name of the method in `kvjax.METHODS`, or the class of one that is not there.
+      settings: settings of the method.
+      batch, capacity, dtype: sizes of the plan (`kvjax.inference.plan.Plan`).
       slots: arguments of `kvjax.Slots`; empty for a cache in memory.
-      pending: ids[B][n] of tokens that are to be fed before anything else; [] = none.
+      pending: token ids [B][n] that must be fed before anything else; [] = none.
     """
 
     state: str
@@ -47,39 +47,48 @@ class Manifest:
         """Raises ConfigError for a field that is not of its type or range."""
         _validate.check(self)
         if not _STATE.fullmatch(self.state):
-            raise ConfigError(f"state={self.state!r:.80} is no name of a state file")
+            raise ConfigError(f"state={self.state!r:.80} is not the name of a state file")
         if not 1 <= self.batch * self.capacity <= _MOST_TOKENS:
-            raise ConfigError(f"batch={self.batch} sequences of {self.capacity} tokens")
+            raise ConfigError(f"batch={self.batch} sequences of capacity={self.capacity} tokens are out of range")
         if len(self.pending) not in (0, self.batch):
-            raise ConfigError(f"pending tokens of {len(self.pending)} sequences, and batch={self.batch}")
-        if not all(isinstance(row, list) and all(_validate.whole(one, 0) for one in row) for row in self.pending):
+            raise ConfigError(f"pending tokens are of {len(self.pending)} sequences, but batch={self.batch}")
+        if not all(isinstance(row, list) and all(_validate.whole(token, 0) for token in row) for row in self.pending):
             raise ConfigError("pending must be lists of token ids")
 
     def pack(self) -> bytes:
-        """The manifest as JSON, sealed."""
+        """Returns the manifest as sealed JSON."""
         content = dataclasses.asdict(self)
         return _canonical({"version": VERSION, "manifest": content, "seal": _seal(content)})
 
     @classmethod
     def unpack(cls, data: bytes, path: pathlib.Path) -> "Manifest":
-        """Parses what `pack` made and a file at `path` holds.
+        """Parses the result of `pack`.
 
-        Raises ReadFailed for what is no JSON, ChecksumMismatch where it is not what was written, and FormatMismatch for
-        another version, impossible values, or something else than a manifest.
+        Args:
+          data: contents of the file, or the metadata of a store file's commit.
+          path: path of the file, for messages.
+
+        Returns:
+          The manifest.
+
+        Raises:
+          ReadFailed: the data is not JSON.
+          ChecksumMismatch: the data was damaged.
+          FormatMismatch: the data is of another version, has impossible values, or is not a manifest.
         """
         try:
-            found = _files.parse_json(data or b"null")
+            parsed = _files.parse_json(data or b"null")
         except ValueError as cause:
             raise ReadFailed(f"{path} cannot be read: {cause}; prefill again") from cause
-        if not isinstance(found, dict) or not ({"version", "manifest"} <= found.keys() or
-                                               {"version", "state"} <= found.keys()):
+        if not isinstance(parsed, dict) or not ({"version", "manifest"} <= parsed.keys() or
+                                                {"version", "state"} <= parsed.keys()):
             raise FormatMismatch(f"{path} holds something else than a saved cache; choose another directory")
-        if found["version"] != VERSION:
-            raise FormatMismatch(f"{path} was saved in version {found['version']!r:.20}, this library reads {VERSION}; "
-                                 "prefill again, or restore it with the kvjax that saved it")
-        content = found.get("manifest")
-        if not isinstance(content, dict) or found.get("seal") != _seal(content):
-            raise ChecksumMismatch(f"{path} is not what was written; the device or another program damaged it, prefill "
+        if parsed["version"] != VERSION:
+            raise FormatMismatch(f"{path} was saved in version {parsed['version']!r:.20}, but this library reads "
+                                 f"{VERSION}; prefill again, or restore it with the kvjax that saved it")
+        content = parsed.get("manifest")
+        if not isinstance(content, dict) or parsed.get("seal") != _seal(content):
+            raise ChecksumMismatch(f"{path} is not what was written: the device or another program damaged it; prefill "
                                    "again")
         try:
             return cls(**content)
@@ -88,12 +97,12 @@ class Manifest:
 
 
 def names_none(data: bytes) -> bool:
-    """Whether this is no manifest of any version, as of a branch of a store that was saved by itself."""
+    """Returns True if this is not a manifest of any version, as after a branch of a store was saved by itself."""
     try:
-        found = _files.parse_json(data or b"null")
+        parsed = _files.parse_json(data or b"null")
     except ValueError:
         return False
-    return not isinstance(found, dict) or "version" not in found
+    return not isinstance(parsed, dict) or "version" not in parsed
 
 
 def _canonical(content: Any) -> bytes:
