@@ -1,14 +1,14 @@
-"""Calls of the store from inside a compiled program, through two backends that give equal bits.
+"""Calls of the store from inside a compiled program, through two backends with bit-identical results.
 
-`buffer` reads straight into XLA's own memory (CPU), and `io` returns fetched blocks from an `io_callback` (any
-platform that has them; under `jax.disable_jit()` the oracle of both).
-Where it could be compiled, `buffer` is a call of our own (callback.c): JAX's `buffer_callback` takes 15 to 20 us more.
+`buffer` reads straight into XLA's own memory (CPU only). `io` returns fetched blocks from an `io_callback` (on any
+platform that has them; under `jax.disable_jit()` it is the oracle for both). If it could be compiled, `buffer` is our
+own FFI call (callback.c), because JAX's `buffer_callback` takes 15 to 20 us more.
 
-Callbacks never raise and never touch JAX: they save the first error in the branch and answer 0, and the step then
-changes nothing. None has declared side effects: JAX dispatches each call of a program with such effects in Python,
-which takes some 20 us for each array that goes in or out. What keeps XLA from leaving a call out, merging two or
-changing their order is data alone: each has operands of its own, its result is part of what the step returns, and a
-write takes what depends on the reads (`kvjax.ops.barriers`).
+Callbacks never raise and never touch JAX: they keep the first error in the branch and return 0, and the step then
+changes nothing. None declares side effects, as JAX dispatches every call of a program with such effects in Python,
+which takes some 20 us for each array that goes in or out. Only data dependencies keep XLA from removing, merging or
+reordering calls: each call has operands of its own, its result is part of what the step returns, and a write depends on
+the reads before it (`kvjax.ops.barriers`).
 """
 
 from collections.abc import Callable, Sequence
@@ -30,13 +30,13 @@ _OK = jax.ShapeDtypeStruct((), jnp.int32)
 
 
 def default_backend() -> str:
-    """Straight into XLA's buffers where they are host memory, copies elsewhere."""
+    """Returns "buffer" on CPU, where XLA's buffers are host memory, and "io" elsewhere."""
     return "buffer" if jax.default_backend() == "cpu" else "io"
 
 
-# ---------------------------------------------------------------------- what programs call
-# Module-level functions: a callback's identity is part of the compiled program, and a fresh closure per call would
-# compile again. They get numbers, and arrays or anything with memory that NumPy can look at.
+# ---------------------------------------------------------------- functions that programs call
+# These are module-level functions, because a callback's identity is part of the compiled program: a new closure per
+# call would compile again. They get numbers, and arrays or any memory that NumPy can view.
 
 
 def _call(name: str, handle, generation, layer, *arrays) -> np.int32:
@@ -61,9 +61,11 @@ def _put_blocks(handle, generation, layer, block, packed) -> np.int32:
 
 
 def _failed(cause: BaseException, *operands) -> None:
-    """Keeps in the branch what came up outside its own methods: above all Ctrl-C, which Python raises as it enters one
-    of the functions above. Handles are the first numbers of all."""
-    branch = interface.lookup(next(one for one in operands if isinstance(one, int)))
+    """Keeps an error in the branch that was raised outside its methods, above all Ctrl-C.
+
+    Python raises it on entering one of the functions above. The handle is always the first number among the operands.
+    """
+    branch = interface.lookup(next(operand for operand in operands if isinstance(operand, int)))
     if branch is not None:
         branch.keep(cause)
 
@@ -84,11 +86,12 @@ if COMPILED:
 
 
 def _through_jax(function: Callable[..., np.int32]) -> Callable[..., None]:
-    """For `buffer_callback`: results are the memory of as many first operands, and the answer."""
+    """Adapts a function to `buffer_callback`: the results alias as many first operands, followed by the return value.
+    """
     def call(ctx, results, *operands) -> None:
         *written, ok = results if isinstance(results, (tuple, list)) else (results,)
         arrays = map(np.asarray, (*written, *operands[len(written):]))
-        np.asarray(ok)[...] = function(*(one if one.ndim else int(one) for one in arrays))
+        np.asarray(ok)[...] = function(*(array if array.ndim else int(array) for array in arrays))
     return call
 
 
@@ -96,8 +99,8 @@ _THROUGH_JAX = {name: _through_jax(function) for name, function in _FUNCTIONS.it
 
 
 def _in_buffers(name: str, operands: tuple[Array, ...], written: int = 0) -> Sequence[Array]:
-    """What a function left in the first `written` operands, which it may write to, and its answer."""
-    results = [*(jax.ShapeDtypeStruct(one.shape, one.dtype) for one in operands[:written]), _OK]
+    """Calls a function that may write to its first `written` operands; returns these and its return value."""
+    results = [*(jax.ShapeDtypeStruct(operand.shape, operand.dtype) for operand in operands[:written]), _OK]
     aliases = {i: i for i in range(written)}
     if COMPILED:
         call = jax.ffi.ffi_call("kvjax_callback", results, input_output_aliases=aliases)
@@ -106,7 +109,18 @@ def _in_buffers(name: str, operands: tuple[Array, ...], written: int = 0) -> Seq
 
 
 def effect(name: str, backend: str, ref: StoreRef, layer, *arrays) -> Int32[Array, ""]:
-    """Hands something to the branch; 1 if it was taken, else the branch keeps the reason."""
+    """Calls a method of the branch that returns no data.
+
+    Args:
+      name: "submit", "put_rows" or "put_blocks".
+      backend: "buffer" or "io".
+      ref: branch and generation.
+      layer: number of the layer.
+      *arrays: further arguments of the method.
+
+    Returns:
+      1 if the call succeeded; else 0, and the branch keeps the error.
+    """
     operands = (ref.handle, ref.generation, layer, *arrays)
     if backend == "buffer":
         return _in_buffers(name, operands)[0]
@@ -117,7 +131,18 @@ def read_in_place(
     rows: Num[Array, "B KB NS C X2"], ref: StoreRef, layer, block: Int32[Array, "B KB M1"],
     slot: Int32[Array, "B KB M1"],
 ) -> tuple[Num[Array, "B KB NS C X2"], Bool[Array, ""]]:
-    """`rows` with blocks read into their slots (NB = nothing), in the same memory, and whether all came."""
+    """Reads blocks into their slots, in the same memory.
+
+    Args:
+      rows: contents of the slots.
+      ref: branch and generation.
+      layer: number of the layer.
+      block: blocks to read, NB = nothing.
+      slot: slot of each block.
+
+    Returns:
+      (Contents of the slots, True if all blocks were read).
+    """
     rows, ok = _in_buffers("read", (rows, ref.handle, ref.generation, layer, block, slot), written=1)
     return rows, ok > 0
 
@@ -125,7 +150,17 @@ def read_in_place(
 def read_blocks(
     rows: Num[Array, "B KB NS C X2"], ref: StoreRef, layer, block: Int32[Array, "B KB M1"]
 ) -> tuple[Num[Array, "B KB M1 C X2"], Bool[Array, ""]]:
-    """Blocks (NB = nothing) in order, and whether all came; `rows` tells their shape."""
+    """Reads blocks into a new array.
+
+    Args:
+      rows: contents of the slots, which give shape and type of a block.
+      ref: branch and generation.
+      layer: number of the layer.
+      block: blocks to read, NB = nothing.
+
+    Returns:
+      (Blocks in that order, True if all were read).
+    """
     result = (jax.ShapeDtypeStruct((*block.shape, *rows.shape[-2:]), rows.dtype), _OK)
     like = jnp.zeros((1, *rows.shape[-2:]), rows.dtype)
     operands = (like, ref.handle, ref.generation, layer, block)

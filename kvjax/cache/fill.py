@@ -1,4 +1,4 @@
-"""One layer's cache filled from prompts: the index built, every token placed, rows packed as blocks keep them."""
+"""Filling of one layer's cache from prompts: building the index, placing every token, packing rows for blocks."""
 
 import dataclasses
 import functools
@@ -20,36 +20,52 @@ from kvjax.typing import Array, Float, Int32, Num, PyTree, pytree
 
 @pytree
 class Prompts:
-    """What one layer makes of prompts, right-padded to T."""
+    """The keys, values and queries of prompts in one layer, right-padded to T."""
 
     key: Float[Array, "B T K D"]
     value: Float[Array, "B T K D"]
     length: Int32[Array, "B"]
-    token: Int32[Array, "B T"] | None = None  # token ids; None = not known
-    query: Float[Array, "B Q H D"] | None = None  # of each prompt's last Q tokens; None = none, Q = 0
+    token: Int32[Array, "B T"] | None = None  # token ids; None = unknown
+    query: Float[Array, "B Q H D"] | None = None  # queries of each prompt's last Q tokens; None = unknown, Q = 0
 
 
 def empty_state(plan: LayerPlan, batch: int, dtype: str = "float32", weights: PyTree | None = None) -> LayerState:
-    """An empty state for `batch` sequences; `weights` are the method's for this layer, by default those of layer 0."""
+    """Creates an empty state.
+
+    Args:
+      plan: static part of the layer's cache.
+      batch: number of sequences.
+      dtype: type of keys and values in blocks (`kvjax.ops.quantize`).
+      weights: the method's weights for this layer; None = those of layer 0.
+
+    Returns:
+      The state.
+    """
     weights = plan.method.weights(0) if weights is None else weights
     index = () if plan.follows else plan.method.init(plan.spec, weights)
-    one = caching.empty_layer(plan.spec, index, quantize.tail_type(dtype))
+    layer = caching.empty_layer(plan.spec, index, quantize.tail_type(dtype))
     if dtype in quantize.BITS and plan.spec.keeps_keys:
-        one = dataclasses.replace(one, smoothing=unknown_smoothing(plan.spec))
-    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (batch, *leaf.shape)), one)
+        layer = dataclasses.replace(layer, smoothing=unknown_smoothing(plan.spec))
+    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (batch, *leaf.shape)), layer)
 
 
 def last_queries(
     query: Float[Array, "B T H D"], length: Int32[Array, "B"], count: int | None
 ) -> Float[Array, "B Q H D"]:
-    """`Prompts.query` from the queries of all tokens: those of each prompt's last min(count, T) tokens; None = all."""
+    """Returns the queries of each prompt's last min(count, T) tokens.
+
+    Args:
+      query: queries of all tokens.
+      length: tokens of each prompt.
+      count: number of queries; None = T.
+    """
     count = query.shape[1] if count is None else min(count, query.shape[1])
-    at = jnp.maximum(length[:, None] - count + jnp.arange(count, dtype=jnp.int32), 0)
-    return jnp.take_along_axis(query, at[..., None, None], axis=1)
+    pos = jnp.maximum(length[:, None] - count + jnp.arange(count, dtype=jnp.int32), 0)
+    return jnp.take_along_axis(query, pos[..., None, None], axis=1)
 
 
 def check_enough(plan: LayerPlan, length: np.ndarray) -> None:
-    """Raises PromptError for prompts of too few tokens to learn from."""
+    """Raises PromptError if the method learns from prompts and one of them [B] has too few tokens for that."""
     beside = plan.spec.sinks + plan.spec.ring
     least = plan.method.least_prompt(plan.spec)
     if least and length.min() - beside < least:
@@ -58,9 +74,16 @@ def check_enough(plan: LayerPlan, length: np.ndarray) -> None:
 
 
 def fill_state(plan: LayerPlan, state: LayerState, prompts: Prompts, leader: LayerState | None = None):
-    """Fills an empty state from prompts; returns it and where each token's payload goes.
+    """Fills an empty state from prompts.
 
-    A layer that follows another takes the placements of the `leader`.
+    Args:
+      plan: static part of the layer's cache.
+      state: empty state.
+      prompts: keys, values and queries of the layer.
+      leader: state of the layer whose placements this one follows; None = it places tokens itself.
+
+    Returns:
+      (State, block and row of each token's payload).
     """
     state, placement = _placed(plan, state, prompts, leader)
     if state.smoothing is not None:
@@ -69,7 +92,7 @@ def fill_state(plan: LayerPlan, state: LayerState, prompts: Prompts, leader: Lay
 
 
 def _placed(plan: LayerPlan, state: LayerState, prompts: Prompts, leader: LayerState | None):
-    """The state and each token's place."""
+    """Returns the state and each token's place."""
     spec, (batch, tokens) = plan.spec, prompts.key.shape[:2]
     token = jnp.full((batch, tokens), -1, jnp.int32) if prompts.token is None else prompts.token
     filled = (prompts.key, prompts.value, prompts.length, token)
@@ -83,7 +106,7 @@ def _placed(plan: LayerPlan, state: LayerState, prompts: Prompts, leader: LayerS
 
 
 def _smoothing_of(spec: Spec, prompts: Prompts) -> quantize.Smoothing:
-    """Learned from each prompt's tokens after the sinks; unknown where none of them has left the window."""
+    """Learns the smoothing from each prompt's tokens after the sinks; unknown if none of them has left the window."""
     pos = jnp.arange(prompts.key.shape[1], dtype=jnp.int32)
 
     def one(args):
@@ -95,7 +118,7 @@ def _smoothing_of(spec: Spec, prompts: Prompts) -> quantize.Smoothing:
 
 
 def fill_memory(plan: LayerPlan, state: LayerState, prompts: Prompts, dtype: str = "float32") -> LayerCache:
-    """`prefill` into a new memory pool."""
+    """Fills an empty state and a new memory pool from prompts; returns the layer's cache."""
     state, placement = fill_state(plan, state, prompts)
     return LayerCache(state, in_memory(plan, state, placement, prompts, dtype))
 
@@ -103,7 +126,7 @@ def fill_memory(plan: LayerPlan, state: LayerState, prompts: Prompts, dtype: str
 def in_memory(
     plan: LayerPlan, state: LayerState, placement: Placement, prompts: Prompts, dtype: str = "float32"
 ) -> MemoryPool:
-    """The memory pool of prompts that `prefill` has placed."""
+    """Creates the memory pool of prompts that `fill_state` has placed."""
     return _in_memory(plan, state.smoothing, placement, prompts, dtype)
 
 
@@ -116,7 +139,7 @@ def _in_memory(plan: LayerPlan, smoothing, placement: Placement, prompts: Prompt
 def stored_rows(
     plan: LayerPlan, state: LayerState, prompts: Prompts, dtype: str = "float32"
 ) -> Num[Array, "B KB T X2"]:
-    """What blocks of a store hold of each token: values beside keys, or alone."""
+    """Returns each token's row in blocks of a store: a key followed by its value, or a value alone."""
     return _stored_rows(plan, state.smoothing, prompts, dtype)
 
 
@@ -129,6 +152,6 @@ def _stored_rows(plan: LayerPlan, smoothing, prompts: Prompts, dtype: str) -> Nu
 def _kept(
     plan: LayerPlan, smoothing: quantize.Smoothing | None, prompts: Prompts, dtype: str
 ) -> list[Num[Array, "B T K X"]]:
-    """What blocks hold of prompts: keys, if they do, and values."""
+    """Returns the prompts' keys (if blocks hold keys) and values as blocks store them."""
     key, value = kept_rows(plan, smoothing, prompts.key.swapaxes(1, 2), prompts.value.swapaxes(1, 2), dtype)
     return [rows.swapaxes(1, 2) for rows in (key, value) if rows is not None]

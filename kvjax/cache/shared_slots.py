@@ -1,8 +1,9 @@
-"""Slots that layers take in turns: what a layer that keeps nothing has read into, the next one reads into after it.
+"""Shared slots: one slot buffer for all layers that keep no blocks between steps.
 
-Made anew in each layer they were page faults for a fifth of a token. Between steps the first such layer has them; a
-driver lends them from layer to layer. A read of a layer comes after the attention of the one before
-(`kvjax.inference.decode` makes what is needed wait for that), so that XLA copies nothing.
+Layer i + 1 reuses the buffer once layer i has attended. Allocating it anew in each layer costs page faults that take a
+fifth of a token's time. Between steps the first such layer holds the buffer; during a step a driver hands it from layer
+to layer. `kvjax.inference.decode` makes each layer's read depend on the attention of the layer before, so XLA copies
+nothing.
 """
 
 import dataclasses
@@ -14,18 +15,18 @@ from kvjax.cache.pool import Pool
 from kvjax.cache.slots import SlotPool
 from kvjax.typing import Array, Num
 
-Space = Num[Array, "B KB NS C X2"] | None  # slots on their way; None = there are none
+Space = Num[Array, "B KB NS C X2"] | None  # shared slots on their way to the next layer; None = there are none
 
 
 def take(cache: LayerCache, slots: Space) -> LayerCache:
-    """The layer with slots that another one left, if it takes any."""
+    """Gives shared slots to a layer if it uses them; returns the layer."""
     if slots is None or not _passes(cache.pool):
         return cache
     return dataclasses.replace(cache, pool=dataclasses.replace(cache.pool, rows=slots))
 
 
 def leave(cache: LayerCache) -> tuple[LayerCache, Space]:
-    """The layer without its slots, and these; a layer that keeps them as it is, and None."""
+    """Takes the shared slots from a layer; returns the layer and the slots (None if it does not use shared slots)."""
     if not _passes(cache.pool):
         return cache, None
     rows = cache.pool.rows
@@ -33,14 +34,17 @@ def leave(cache: LayerCache) -> tuple[LayerCache, Space]:
 
 
 def give_back(layers: Sequence[LayerCache], slots: Space) -> list[LayerCache]:
-    """The layers after a step: slots are where the next one looks for them first."""
-    first = next((i for i, one in enumerate(layers) if _passes(one.pool)), len(layers))
-    return [take(one, slots) if i == first else one for i, one in enumerate(layers)]
+    """Gives shared slots to the first layer that uses them, where the next step begins; returns the layers."""
+    first = next((i for i, layer in enumerate(layers) if _passes(layer.pool)), len(layers))
+    return [take(layer, slots) if i == first else layer for i, layer in enumerate(layers)]
 
 
 def between_steps(layers: Sequence[LayerCache]) -> Space:
-    """Where `give_back` put them; None where no layer passes any on, or parked ones make them in each step."""
-    return next((one.pool.rows for one in layers if _passes(one.pool) and not one.pool.waits), None)
+    """Returns the shared slots that `give_back` stored.
+
+    Returns None if no layer uses any, or if layers are offloaded, so that each step makes them anew.
+    """
+    return next((layer.pool.rows for layer in layers if _passes(layer.pool) and not layer.pool.waits), None)
 
 
 def _passes(pool: Pool) -> TypeGuard[SlotPool]:

@@ -1,4 +1,4 @@
-"""The part of a cache that is not in a store, as one safetensors file: written to the device, verified when read."""
+"""The state file: the part of a cache that is not in a store, as one safetensors file that is verified when read."""
 
 import contextlib
 import pathlib
@@ -19,7 +19,7 @@ from kvjax.inference.plan import Plan, Slots, State, outline, slot_pool
 from kvjax.store.interface import Branch
 from kvjax.typing import Array, PyTree
 
-_HEADER_BYTES = 1 << 20  # for names, types and shapes of a file's arrays, at most
+_HEADER_BYTES = 1 << 20  # limit for names, types and shapes of a file's arrays
 _TYPES = {
     "BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "U16": np.uint16, "I16": np.int16, "U32": np.uint32,
     "I32": np.int32, "F16": np.float16, "BF16": jnp.bfloat16, "F32": np.float32,
@@ -27,8 +27,8 @@ _TYPES = {
 
 
 def _tree(state: State, logits) -> PyTree:
-    """What is saved beside the store: slots are left out, as they only repeat what the store holds."""
-    layers = [(one.state, one.pool if isinstance(one.pool, MemoryPool) else None) for one in state.layers]
+    """Returns the arrays to save; slots are left out, because the store holds their blocks."""
+    layers = [(layer.state, layer.pool if isinstance(layer.pool, MemoryPool) else None) for layer in state.layers]
     return {"layers": layers, "length": state.length, "logits": logits}
 
 
@@ -37,7 +37,7 @@ def _name(path) -> str:
 
 
 def _checksum(leaves: dict[str, np.ndarray]) -> str:
-    """Digest of names, types, shapes and bytes."""
+    """Computes a digest of names, types, shapes and bytes."""
     total = xxhash.xxh3_64()
     for name, array in sorted(leaves.items()):
         total.update(f"{name} {array.dtype} {array.shape}".encode())
@@ -46,9 +46,18 @@ def _checksum(leaves: dict[str, np.ndarray]) -> str:
 
 
 def save(path: pathlib.Path, state: State, logits: Array) -> str:
-    """Writes a new file that is on the device when this returns, name included, and that only its owner may read.
+    """Writes a state to a new file that only its owner may read, and syncs it and its name to the device.
 
-    Returns the checksum of its arrays. Raises NoSpace or WriteFailed; then there is no file.
+    Args:
+      path: path of the file.
+      state: state, with every layer in memory.
+      logits: logits [B, V] of the next token.
+
+    Returns:
+      The checksum of the arrays.
+
+    Raises:
+      NoSpace, WriteFailed: the file cannot be written; none is left.
     """
     flat, _ = jax.tree_util.tree_flatten_with_path(_tree(state, logits))
     leaves = {_name(path): np.asarray(leaf) for path, leaf in flat}
@@ -62,10 +71,22 @@ def save(path: pathlib.Path, state: State, logits: Array) -> str:
 
 
 def load(path: pathlib.Path, checksum: str, plan: Plan, slots: Slots, branch: Branch | None) -> tuple[State, Array]:
-    """State and logits of a file that `save` wrote, for this branch; slots are empty.
+    """Loads a state that `save` wrote. Nothing is read or allocated that is larger than the plan requires.
 
-    Raises ReadFailed, ChecksumMismatch, or FormatMismatch when the plan is not the one it was saved with. Nothing of a
-    size that the plan does not have is read or made.
+    Args:
+      path: path of the file.
+      checksum: expected checksum of the arrays.
+      plan: static part of the cache.
+      slots: how a store's blocks are kept in memory.
+      branch: branch of the store that holds the blocks; None = they are in memory.
+
+    Returns:
+      (State, logits [B, V]). Slots are empty.
+
+    Raises:
+      ReadFailed: the file cannot be read.
+      ChecksumMismatch: the file was damaged.
+      FormatMismatch: the file was saved with another plan.
     """
     empty = [outline(plan, i, branch is not None, slots) for i in range(len(plan.layers))]
     handle, generation = (-1, 0) if branch is None else (branch.handle, branch.generation)
@@ -78,10 +99,10 @@ def load(path: pathlib.Path, checksum: str, plan: Plan, slots: Slots, branch: Br
     for path_of, like in flat:
         name = _name(path_of)
         leaf = leaves.pop(name, None)
-        alike = leaf is not None and (leaf.dtype == like.dtype or name == "logits")  # which have the weights' type
+        alike = leaf is not None and (leaf.dtype == like.dtype or name == "logits")  # logits have the weights' type
         if leaf is None or leaf.shape != like.shape or not alike:
-            found = "nothing" if leaf is None else f"{leaf.dtype}{list(leaf.shape)}"
-            raise FormatMismatch(f"{path}: {found} was saved as {name}, and this method wants "
+            saved = "nothing" if leaf is None else f"{leaf.dtype}{list(leaf.shape)}"
+            raise FormatMismatch(f"{path}: {saved} was saved as {name}, but this method needs "
                                  f"{like.dtype}{list(like.shape)}; prefill again")
         taken.append(jnp.asarray(leaf))
     tree = jax.tree.unflatten(structure, taken)
@@ -91,10 +112,11 @@ def load(path: pathlib.Path, checksum: str, plan: Plan, slots: Slots, branch: Br
 
 
 def _read(path: pathlib.Path, checksum: str, most: int) -> dict[str, np.ndarray]:
-    """The arrays of a file of at most so many bytes, and a header."""
+    """Reads the arrays of a file, which may take at most `most` bytes besides the header."""
     try:
-        found = safetensors.deserialize(_files.read_regular(path, most + _HEADER_BYTES))
-        leaves = {name: np.frombuffer(one["data"], _TYPES[one["dtype"]]).reshape(one["shape"]) for name, one in found}
+        entries = safetensors.deserialize(_files.read_regular(path, most + _HEADER_BYTES))
+        leaves = {name: np.frombuffer(entry["data"], _TYPES[entry["dtype"]]).reshape(entry["shape"])
+                  for name, entry in entries}
     except (OSError, ValueError, KeyError, safetensors.SafetensorError) as cause:
         raise ReadFailed(f"the state {path} cannot be read: {cause}; prefill again") from cause
     if _checksum(leaves) != checksum:

@@ -6,19 +6,19 @@ from collections.abc import Sequence
 
 from kvjax.models.tokenizer import TextTokenizer
 
-_SPARE = 16  # tokens without text that may stand among those of a mark
+_SPARE = 16  # tokens without text that may occur among those of a mark
 
 
 @dataclasses.dataclass(frozen=True)
 class Stops:
-    """Marks of three kinds that end an answer.
+    """The marks that end an answer, of three kinds.
 
-    A special token ends it as an end-of-text token does: before it. A mark with special tokens and other text in it
-    ends it once all of the mark is there, and is cut from it. Any other mark is text: the answer ends after the token
-    that completes the mark, and keeps both.
+    A mark that is a special token ends the answer before it, as an end-of-text token does. A mark that contains special
+    tokens and other text ends the answer once it is complete, and is cut off. Any other mark is plain text: the answer
+    ends after the token that completes the mark, and keeps both.
     """
 
-    tokenizer: TextTokenizer | None  # None if there are no marks
+    tokenizer: TextTokenizer | None  # may be None if there are no marks
     marks: tuple[str, ...]
 
     @functools.cached_property
@@ -27,7 +27,11 @@ class Stops:
         return tuple(self._special[mark] for mark in self.marks if mark in self._special)
 
     def complete(self, tokens: Sequence[int]) -> bool:
-        """Whether one of the marks is in the text of an answer, up to the last token of which none was."""
+        """Returns True if the last token of an answer completes one of the marks in its text.
+
+        Args:
+          tokens: token ids of the answer, of which the text before the last contains no mark.
+        """
         if self.tokenizer is None or not self.marks:
             return False
         most = max(len(mark.encode()) for mark in self.marks) + _SPARE
@@ -39,9 +43,14 @@ class Stops:
         return any(mark in plain for mark in self._plain) or any(mark in spelled for mark in self._mixed)
 
     def cut(self, tokens: list[int], before: Sequence[int]) -> tuple[list[int], str]:
-        """Returns the tokens of an answer and its text behind `before`, both up to a mark with special tokens.
+        """Cuts an answer before a mark with special tokens, if it contains one.
 
-        Of a token that the mark begins in, only the text is kept.
+        Args:
+          tokens: token ids of the answer.
+          before: token ids that the answer follows.
+
+        Returns:
+          (Token ids, text). If the mark begins inside a token, only that part of its text is kept, not the token.
         """
         if self.tokenizer is None:
             return tokens, ""
@@ -69,10 +78,10 @@ class Stops:
 
     @functools.cached_property
     def _mixed(self) -> list[str]:
-        """Marks with special tokens in them, and as the tokenizer writes them: some put spaces behind these."""
+        """Marks that contain special tokens, and as the tokenizer writes them: some put spaces after special tokens."""
         marks = [mark for mark in self._texts if mark not in self._plain]
         return [*marks, *filter(None, map(self._written, marks))]
 
     def _written(self, mark: str) -> str:
-        assert self.tokenizer is not None, "marks are of one that there is"
+        assert self.tokenizer is not None, "there are no marks without a tokenizer"
         return self.tokenizer.codec.spell(self.tokenizer.encode_continuation(mark))
