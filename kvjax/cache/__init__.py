@@ -1,1 +1,1 @@
-"""The cache of one layer, the contract of methods, and the only door to the store."""
+"""The cache of one layer, the contract of methods, and the calls of the store from compiled programs."""

@@ -1,18 +1,20 @@
-"""Learns by how much keys are shifted and scaled before they are packed in few bits.
+"""Smoothing: the shift and scale that keys get before they are packed in few bits.
 
-A vector's codes share one range (`kvjax.ops.quantize`). Some models add biases to their keys that are a hundred times
-as large as what tells keys apart (Qwen2.5), and the codes would spend their bits on these. So keys are kept as
-(k - shift) / scale. Attention does not change: a query q meets what is kept as q * scale, and q . shift is added to its
-scores (`kvjax.ops.attention.products`). SageAttention (Zhang et al., 2024) smooths keys by their mean in the same way.
+The codes of a vector share one range (`kvjax.ops.quantize`). Some models (Qwen2.5) add biases to their keys that are a
+hundred times larger than the differences between keys, and the codes would spend their bits on these. So keys are
+stored as (k - shift) / scale. Attention does not change: stored keys meet the query q as q * scale, and q . shift is
+added to the scores (`kvjax.ops.attention.products`). SageAttention (Zhang et al., 2024) smooths keys by their mean in
+the same way.
 
-Rotated, a bias is no constant: each pair of dimensions goes round. Turned back from their positions, the first tokens
-of a sequence tell the bias and the spread of each pair; the shift is the mean of the rotated bias over all positions up
-to the capacity, and the scale the root of spread plus variance of the rotated bias. So a pair that has hardly begun to
-turn within a short prompt has room for where it will be later. Where the rotation is not known (`Spec.rope`), shift and
-scale are mean and spread of the first tokens' keys as they are.
+After rotation a bias is not constant, because each pair of dimensions turns with the position. The first tokens of a
+sequence, rotated back from their positions, give the bias and the variance of each pair. The shift is the mean of the
+rotated bias over all positions up to the capacity, and the scale is the root of that variance plus the variance of the
+rotated bias. Thus a pair that has hardly begun to turn within a short prompt has room for its later values. If the
+rotation is unknown (`Spec.rope`), shift and scale are mean and standard deviation of the first tokens' keys as they
+are.
 
-First tokens are those between the sinks and the end when the first of them leaves the window: those of the prompt
-(read in chunks: of its first chunk), or, after a shorter one, of the window. What is packed later is packed alike.
+The first tokens are those after the sinks that are known when the first of them leaves the window: those of the prompt
+(or of its first chunk), or, after a shorter prompt, those of the window. Later keys are packed with the same smoothing.
 """
 
 import jax.numpy as jnp
@@ -23,12 +25,12 @@ from kvjax.ops import rotary
 from kvjax.ops.quantize import Smoothing
 from kvjax.typing import Array, Bool, Float, Int32
 
-_PRIOR = 4  # tokens that the mean spread of all channels counts as in the spread of each
-_LEAST = 1e-2  # spread of a channel over the size of biases, at least: equal tokens say nothing of others
+_PRIOR = 4  # weight, in tokens, of the mean variance of all channels in the variance of each
+_LEAST = 1e-2  # least ratio of a channel's deviation to the size of biases: equal tokens tell nothing about others
 
 
 def unknown_smoothing(spec: Spec) -> Smoothing:
-    """Returns the smoothing of a sequence of which no key is packed yet."""
+    """Returns the smoothing of a sequence without packed keys: zeros, which mean unknown."""
     zeros = jnp.zeros((spec.kv_heads, spec.head_dim), jnp.float32)
     return Smoothing(zeros, zeros)
 
@@ -36,7 +38,17 @@ def unknown_smoothing(spec: Spec) -> Smoothing:
 def learn_smoothing(
     spec: Spec, key: Float[Array, "K N D"], pos: Int32[Array, "N"], valid: Bool[Array, "N"]
 ) -> Smoothing:
-    """Returns the smoothing for a sequence that begins with these keys; unknown where fewer than two are valid."""
+    """Learns the smoothing of a sequence from its first keys.
+
+    Args:
+      spec: sizes of the layer's cache.
+      key: keys, rotated as `spec.rope` says.
+      pos: position of each key.
+      valid: True for keys to learn from.
+
+    Returns:
+      The smoothing; it is unknown (zero scale) if fewer than two keys are valid.
+    """
     key, count = key.astype(jnp.float32), jnp.sum(valid, dtype=jnp.int32)
     freqs = None if spec.rope is None else rotary.inverse_frequencies(spec.head_dim, spec.rope)
     if freqs is not None:
@@ -48,7 +60,7 @@ def learn_smoothing(
         cos, sin = _mean_turn(freqs, spec.capacity)
         shift = rotary.turn(bias, cos, sin)
         variance += _twice(_pairs(jnp.square(bias)) * (1 - jnp.square(cos) - jnp.square(sin)))
-    scale = jnp.where(variance > 0, jnp.sqrt(variance), 1.0)  # where all keys are zero
+    scale = jnp.where(variance > 0, jnp.sqrt(variance), 1.0)  # 1 if all keys are zero
     return Smoothing(shift, jnp.where(count > 1, scale, 0.0))
 
 
@@ -59,7 +71,7 @@ def _mean(x: Float[Array, "K N D"], valid: Bool[Array, "N"], count: Int32[Array,
 def _shrunk(
     variance: Float[Array, "K D"], bias: Float[Array, "K D"], count: Int32[Array, ""], paired: bool
 ) -> Float[Array, "K D"]:
-    """The variance of each channel, or pair of channels, nearer to that of all, as few tokens tell little of one."""
+    """Shrinks the variance of each channel, or pair of channels, towards the mean, as few tokens tell little of one."""
     if paired:
         variance = _twice(_pairs(variance))
     of_all = jnp.mean(variance, axis=-1, keepdims=True)
@@ -68,7 +80,7 @@ def _shrunk(
 
 
 def _pairs(x: Float[Array, "K D"]) -> Float[Array, "K F"]:
-    """The mean over the two dimensions that are turned together."""
+    """Returns the mean over the two dimensions that are rotated together."""
     first, second = jnp.split(x, 2, axis=-1)
     return (first + second) / 2
 
@@ -78,7 +90,7 @@ def _twice(x: Float[Array, "K F"]) -> Float[Array, "K D"]:
 
 
 def _mean_turn(freqs: np.ndarray, count: int) -> Float[Array, "2 F"]:
-    """Mean cosine and sine of each pair's angle over positions 0 to count - 1, as the sum of a geometric series."""
+    """Returns the mean cosine and sine of each pair's angle over positions 0 to count - 1, by a geometric series."""
     step = np.exp(1j * freqs.astype(np.float64))
     mean = (1 - step**count) / (1 - step) / count
     return jnp.asarray(np.stack([mean.real, mean.imag]), jnp.float32)

@@ -1,11 +1,11 @@
 """Three tiers: slots in device memory, more slots in host memory, everything in the store (DynaKV, Discussion 2).
 
 The host's slots are a JAX array in pinned host memory, also on CPU, with a table and a policy of the same kind as the
-device's. A block that is missing on the device comes from the host if it is there, else from the store, and is copied
-to the host. The host's table books what the device asks it for: a block that the device keeps for long may leave the
-host, and one that is written does. Work on the host's slots is done by the host (`compute_on`): only the blocks that a
-step needs cross over to the device. They are read before any is written, as XLA:GPU has what one piece of the host's
-work gives go through the device's memory on its way to the next (`scripts/check_gpu.py`).
+device's. A block that is missing on the device comes from the host if it is there; else it comes from the store and is
+copied to the host. The host's table records only what the device requests: a block that the device keeps for long may
+leave the host, and a block that is written always leaves it. The host itself works on its slots (`compute_on`), so only
+the blocks that a step needs are transferred to the device. Blocks are read before any is written, because XLA:GPU moves
+the result of one host computation through device memory on its way to the next (`scripts/check_gpu.py`).
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from kvjax.typing import Array, Int32, Num, pytree
 
 try:
     from jax.experimental.compute_on import compute_on2 as compute_on
-except ImportError:  # from JAX 0.11 on, the new one has the old one's name
+except ImportError:  # from JAX 0.11 on, the new function has the old name
     from jax.experimental.compute_on import compute_on  # type: ignore[assignment]
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
@@ -32,14 +32,23 @@ _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 @pytree(kw_only=True)
 class TieredPool(SlotPool):
-    """A slot pool with a second, larger one behind it; `rows` and `table` are those of the device."""
+    """A slot pool with more slots in host memory; `rows` and `table` are those of the device."""
 
     host_rows: Num[Array, "B KB NH C X2"]  # in pinned host memory
     host_table: Residency
 
     @classmethod
     def over(cls, pool: SlotPool, spec: Spec, slots: int) -> "TieredPool":
-        """`pool` with `slots` more in host memory per KV head."""
+        """Adds host slots to a pool.
+
+        Args:
+          pool: pool of the device.
+          spec: sizes of the layer's cache.
+          slots: slots per KV head in host memory.
+
+        Returns:
+          The pool.
+        """
         batch = pool.rows.shape[0]
         rows = np.zeros((*pool.rows.shape[:2], slots, *pool.rows.shape[3:]), pool.rows.dtype)  # never on the device
         table = residency.empty_all(batch, spec.block_heads, slots, spec.num_blocks)
@@ -48,7 +57,7 @@ class TieredPool(SlotPool):
 
     @property
     def host_slots(self) -> int:
-        """NH."""
+        """NH, the host slots of each head that has blocks of its own."""
         return self.host_table.block.shape[-1]
 
     def fetch(self, need, count, layer, ref):
@@ -71,7 +80,7 @@ class TieredPool(SlotPool):
         return super().submit(jnp.where(on_host, self.num_blocks, block), layer, ref)
 
     def locate_on_host(self, block: Int32[Array, "B K *E"]) -> Int32[Array, "B K *E"]:
-        """Slot of each block in the host tier, NH where it is not there."""
+        """Returns the host slot of each block, NH where it is in none."""
         return self.locate_in(self.host_table, block)
 
     def put_row(self, block, row, key, value, layer, ref):
@@ -81,35 +90,35 @@ class TieredPool(SlotPool):
         return super().put_blocks(block, key, value, layer, ref)._without(block)
 
     def _without(self, block: Int32[Array, "B K *E"]) -> "TieredPool":
-        """The host without these blocks, which were written a moment ago."""
+        """Drops these blocks, which were just written, from the host's table."""
         slot = self.locate_on_host(block)[:, : self.rows.shape[1]]
         return dataclasses.replace(self, host_table=residency.forget_all(self.host_table, slot, self.num_blocks))
 
     def _flat(self, slot: Int32[Array, "B KB M1"]) -> Int32[Array, "B KB M1"]:
-        """Number of each host slot among those of all sequences and heads; beyond all of them for slot NH."""
+        """Returns the index of each slot in the flattened host slots; out of range for slot NH."""
         batch, heads, slots = self.host_rows.shape[:3]
-        lane = jnp.arange(batch * heads, dtype=jnp.int32).reshape(batch, heads, 1)
-        return jnp.where(slot < slots, lane * slots + slot, batch * heads * slots)
+        head = jnp.arange(batch * heads, dtype=jnp.int32).reshape(batch, heads, 1)
+        return jnp.where(slot < slots, head * slots + slot, batch * heads * slots)
 
 
-# ----------------------------------------------- what the host does with its slots; all operands are in its memory
+# ----------------------------------------------- the host's work on its slots; all operands are in its memory
 
 
 _on_host = functools.partial(compute_on, compute_type="device_host", out_memory_spaces=_HOST)
 
 
-def _to_host(*what: Num[Array, "B KB M1 ..."]):
-    """Block after block, in host memory."""
-    return jax.device_put([one.reshape(-1, *one.shape[3:]) for one in what], _HOST)
+def _to_host(*arrays: Num[Array, "B KB M1 ..."]):
+    """Flattens batch, heads and blocks of arrays, and moves them to host memory."""
+    return jax.device_put([array.reshape(-1, *array.shape[3:]) for array in arrays], _HOST)
 
 
 @_on_host
 def _take(rows, wanted):
-    """Blocks at flat places wanted[n] of slots [B, KB, NH, C, X2]; any block for a place beyond all of them."""
+    """Returns the blocks at flat indices wanted[n] of slots [B, KB, NH, C, X2]; any block for an index out of range."""
     return rows.reshape(-1, *rows.shape[3:]).at[wanted].get(mode="clip")
 
 
 @_on_host
-def _set(rows, at, new):
-    """Slots [B, KB, NH, C, X2] with blocks new[n] at flat places at[n]."""
-    return rows.reshape(-1, *rows.shape[3:]).at[at].set(new, mode="drop").reshape(rows.shape)
+def _set(rows, target, new):
+    """Writes blocks new[n] to flat indices target[n] of slots [B, KB, NH, C, X2]."""
+    return rows.reshape(-1, *rows.shape[3:]).at[target].set(new, mode="drop").reshape(rows.shape)

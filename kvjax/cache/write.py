@@ -1,4 +1,4 @@
-"""One layer's part of a token that writes: observe, append, adapt; only where the whole token has succeeded."""
+"""The writing half of a decode step in one layer: observe, append, adapt; only if the whole token has succeeded."""
 
 import dataclasses
 import functools
@@ -22,9 +22,21 @@ def write_token(
     plan: LayerPlan, cache: LayerCache, new_token: NewToken, at: Int32[Array, "B"], gate: Bool[Array, "B"], layer, ref,
     token: Int32[Array, "B"] | None = None, leader: Placement | None = None,
 ) -> tuple[LayerCache, Placement]:
-    """Books the newest token where `gate` is set; everything else of the cache stays as it is.
+    """Writes the newest token of each sequence and places the token that leaves the window.
 
-    Also returns where the token that left the window went: a layer that follows this one takes it as its `leader`.
+    Args:
+      plan: static part of the layer's cache.
+      cache: cache of the layer.
+      new_token: newest token, from `read_token`.
+      at: position of the token.
+      gate: False = the sequence's cache stays as it is.
+      layer: number of the layer.
+      ref: branch and generation of the store.
+      token: id of the token; None = unknown.
+      leader: placement from the layer that this one follows; None = it places tokens itself.
+
+    Returns:
+      (Cache, placement of the token that left the window, which is the `leader` of layers that follow this one).
     """
     token = jnp.full(at.shape, -1, jnp.int32) if token is None else token
     state, placement, evicted, value = _advance_all(plan, cache.state, new_token, at, gate, token, leader)
@@ -39,15 +51,17 @@ def write_token(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _advance_all(plan: LayerPlan, state: LayerState, new_token: NewToken, at, gate, token, leader):
-    """`_advance` of every sequence."""
+    """Applies `_advance` to every sequence."""
     if state.smoothing is not None:
         state, gate = _smoothing_known(plan.spec, state, new_token, at, gate)
     return jax.vmap(lambda *args: _advance(plan, *args))(state, new_token, at, gate, token, leader)
 
 
 def _smoothing_known(spec: Spec, state, new_token: NewToken, at: Int32[Array, "B"], gate: Bool[Array, "B"]):
-    """The state with a smoothing of every sequence of which the first token leaves the window in this step, and the
-    gate of what is to be written after the window has been read."""
+    """Learns the smoothing of every sequence whose first token leaves the window in this step.
+
+    Returns the state, and the gate with a dependency that orders the write after this read of the window.
+    """
     before = state.smoothing
     first = gate & (at >= spec.sinks + spec.ring) & (before.scale[:, 0, 0] == 0)
     ring = slice(spec.sinks, spec.sinks + spec.ring)
@@ -56,15 +70,15 @@ def _smoothing_known(spec: Spec, state, new_token: NewToken, at: Int32[Array, "B
         newest = new_token.key[:, :, None].astype(state.tail.key.dtype)
         key = jnp.concatenate([state.tail.key[:, :, ring], newest], axis=2)
         pos = jnp.concatenate([state.tail.pos[:, 0, ring], at[:, None]], axis=1)
-        found = each_sequence(lambda one: learn_smoothing(spec, *one), (key, pos, pos >= 0))
-        return jax.tree.map(lambda new, old: jnp.where(first[:, None, None], new, old), found, before)
+        fresh = each_sequence(lambda one: learn_smoothing(spec, *one), (key, pos, pos >= 0))
+        return jax.tree.map(lambda new, old: jnp.where(first[:, None, None], new, old), fresh, before)
 
     known = jax.lax.cond(jnp.any(first), learned, lambda: before)
     return dataclasses.replace(state, smoothing=known), gate & exists(known.scale)
 
 
 def _advance(plan: LayerPlan, layer: LayerState, new_token: NewToken, at, gate, token, leader):
-    """One sequence: observe, push the newest token, give the leaving one its place."""
+    """Observes, pushes the newest token and places the leaving one, for one sequence."""
     spec = plan.spec
     layer = dataclasses.replace(layer, loaded=jnp.where(gate, new_token.loaded, spec.num_blocks))
     tail, evicted, value = caching.push(spec, layer.tail, new_token.key, new_token.value, at, gate, token)
@@ -75,7 +89,7 @@ def _advance(plan: LayerPlan, layer: LayerState, new_token: NewToken, at, gate, 
 
 
 def _place(plan: LayerPlan, layer: LayerState, new_token: NewToken, evicted: WindowEviction, gate):
-    """The method's part: it learns from the attention paid, and finds a place for the leaving token."""
+    """Lets the method observe the attention weights and place the leaving token; returns its index and placement."""
     spec, method, index, view = plan.spec, plan.method, layer.index, caching.view(plan.spec, layer)
     if method.observes and isinstance(method, ObservingMethod):
         pos = jnp.where(gate, new_token.seen_pos, -1)
@@ -84,7 +98,7 @@ def _place(plan: LayerPlan, layer: LayerState, new_token: NewToken, evicted: Win
 
 
 def _adapt_all(plan: LayerPlan, cache: LayerCache, gate, layer, ref) -> LayerCache:
-    """Adapts fetched blocks while any is due. The loop is outside `vmap`: an idle step pays for `due` alone."""
+    """Adapts fetched blocks while any is due. The loop is outside `vmap`, so an idle step only pays for `due`."""
     def step(carry):
         cache, due = carry
         cache = _adapt(plan, cache, due, layer, ref)
@@ -106,22 +120,22 @@ def _due_blocks(plan: LayerPlan, state: LayerState, gate) -> Int32[Array, "B K P
 
 
 def _adapt(plan: LayerPlan, cache: LayerCache, due: Int32[Array, "B K P"], layer, ref) -> LayerCache:
-    """One round: the due block of every head that has one."""
+    """Adapts the due block of every head that has one."""
     state, block, key, value = _adapted(plan, cache, due)
     return LayerCache(state, cache.pool.put_blocks(block, key, value, layer, ref))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _adapted(plan: LayerPlan, cache: LayerCache, due: Int32[Array, "B K P"]):
-    """The state after one round, and the blocks it rewrites: numbers[B, K, E], keys and values[B, K, E, C, X]."""
+    """Returns the state after one round, and the rewritten blocks: ids [B, K, E], keys and values [B, K, E, C, X]."""
     spec, method, tail, smoothing = plan.spec, plan.method, cache.state.tail, cache.state.smoothing
-    found = [cache.pool.block(cache.pool.locate(block)) for block in jnp.moveaxis(due, -1, 0)]
+    blocks = [cache.pool.block(cache.pool.locate(block)) for block in jnp.moveaxis(due, -1, 0)]
     joined = jax.vmap(lambda *args: caching.with_held(spec, *args))
-    seen = joined([smoothed(smoothing, key).unpacked() for key, _ in found], tail.key)
-    # As they are kept: rows that move stay the same bytes.
+    seen = joined([smoothed(smoothing, key).unpacked() for key, _ in blocks], tail.key)
+    # Packed rows are moved as they are, so that their bytes do not change.
     held_key, held_value = kept_rows(plan, smoothing, tail.key, tail.value, cache.pool.dtype)
-    key = joined([key.vectors for key, _ in found], held_key)
-    value = joined([value.vectors for _, value in found], held_value)
+    key = joined([key.vectors for key, _ in blocks], held_key)
+    value = joined([value.vectors for _, value in blocks], held_value)
 
     def one(layer, due, keys):
         pos = caching.due_positions(spec, layer, due)
@@ -134,7 +148,7 @@ def _adapted(plan: LayerPlan, cache: LayerCache, due: Int32[Array, "B K P"]):
 
 
 def _regroup(rows: Num[Array, "B K CU X"], edits) -> Num[Array, "B K E C X"]:
-    """Block contents after the edits; empty rows are zero."""
+    """Returns the blocks' contents after the edits; empty rows are zero."""
     index = jnp.maximum(edits.rows, 0)[..., None]
     taken = jnp.take_along_axis(rows[:, :, None], index, axis=3)
     return jnp.where(edits.rows[..., None] >= 0, taken, 0)
