@@ -1,6 +1,6 @@
 """Generator of goldens for methods that others have, too: tokens that kvpress keeps, and faiss's quantised keys.
 
-    python -m scripts.make_method_goldens tests/goldens
+    python -m scripts.make_method_goldens tests/goldens TEXT_FILE
 
 Needs the extra `oracles`. kvpress prunes a prompt's cache after prefill. The kept tokens are found by comparing its
 keys with those of an unpruned run, so that only kvpress's cache is used.
@@ -110,14 +110,13 @@ def quantised() -> dict[str, np.ndarray]:
             "error": np.square(keys - index.pq.decode(packed)).sum()}
 
 
-def main(root: str) -> None:
+def main(root: str, text_file: str) -> None:
     import kvjax
 
-    package = pathlib.Path(kvjax.__file__).parent
-    text = (package / "decode.py").read_text()
+    package, text = pathlib.Path(kvjax.__file__).parent, pathlib.Path(text_file).read_text()
     np.savez_compressed(pathlib.Path(root) / "pruned.npz", **pruned(str(package / "reference"), text))
     np.savez_compressed(pathlib.Path(root) / "pq.npz", **quantised())
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

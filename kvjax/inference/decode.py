@@ -216,7 +216,7 @@ def write_layers(plan: Plan, loader: LayerLoader, write: Callable[[int, LayerCac
 def _token(plan: Plan, params, state: State, loader: LayerLoader, tokens, active, parts: Parts, one_program: bool):
     """One token through all layers; in one program the writes wait for every read."""
     at, count = state.length, len(plan.layers)
-    numbers = [np.asarray(i, np.int32) for i in range(count)] if one_program else _numbers(count)
+    numbers = [jnp.int32(i) for i in range(count)] if one_program else _numbers(count)
 
     def read(i, cache, x, selected):
         following = lookahead.next_layer(plan.layers, params, state.layers, i, loader.open)

@@ -88,12 +88,13 @@ class Python(Quest):
 
 @pytest.mark.parametrize(("kind", "law"), [
     (Twice, "names a block twice"), (Empty, "a block without tokens"), (TooMany, r"int32\[2, 12\]"),
-    (Floats, "block is float32|cannot be traced"), (NoDataclass, "no frozen dataclass"), (Forgets, "append loses token"),
+    (Floats, "block is float32|cannot be traced"), (NoDataclass, "no frozen dataclass"),
+    (Forgets, "append loses token"),
     (AlwaysAppends, "where none leaves"), (Grows, "other shapes"), (NoPlacement, "build returns|cannot be traced"),
     (Python, "cannot be traced"),
 ])
 def test_a_broken_law_is_named(kind, law):
-    """Types that the checks of this suite see first are not seen as the law's own."""
+    """But for types that the checks of this suite see first."""
     with pytest.raises(MethodError, match=law):
         check_method(kind(budget=96, window=8, page=8))
 
