@@ -117,7 +117,8 @@ def test_a_failed_read_loses_nothing(params, tokens, tmp_path):
     plan, state, _, branch = start(params, tokens, METHODS["quest"], FlashStore(tmp_path))
     _, expected, _, twin = start(params, tokens, METHODS["quest"], FlashStore(tmp_path))
     text, length = following(tokens), jnp.asarray(MORE)
-    unplugged = mock.patch.object(branch, "_read_at_once", side_effect=ReadFailed("unplugged"))
+    failing = mock.Mock(side_effect=ReadFailed("unplugged"))
+    unplugged = mock.patch.multiple(branch, _window=failing, _load=failing)  # of reads in C, and in Python
     with unplugged, pytest.raises(ReadFailed) as caught:
         extend(plan, params, state, text, length, 8)
     np.testing.assert_array_equal(caught.value.state.length, PROMPT)
