@@ -323,7 +323,7 @@ def check_fit(
     prefill.check_prompts(plan, np.minimum(prompts, chunk) if chunk else np.asarray(prompts))
     if chunk:
         check = chunked_prefill.check_prompt if max(prompts) > chunk else chunked_prefill.check
-        check(plan, chunk, () if slots is None else (slots.backend,))
+        check(plan, chunk)
     check_plan(plan, slots is not None, slots or Slots())
 
 

@@ -122,7 +122,7 @@ def test_blocks_hold_values_alone():
 
 
 def test_a_codec_of_keys_is_refused(params, tokens, tmp_path):
-    with pytest.raises(ConfigError, match="'rle' is for keys"):
+    with pytest.raises(ConfigError, match="'rle' compresses keys"):
         start(params, tokens, METHOD, FlashStore(tmp_path, codec="rle"))
 
 
