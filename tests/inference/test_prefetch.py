@@ -115,11 +115,11 @@ def test_heads_that_reuse_evenly_read_equally_many_blocks_and_change_no_bit(para
 
 def test_a_token_without_programs_is_the_same(params, tokens, tmp_path):
     """Operation by operation, callbacks included: the oracle of what compiled programs make of a step."""
-    plan, state, _, branch = start(params, tokens, METHODS["dynakv"], FlashStore(tmp_path), backend="io",
+    plan, state, _, branch = start(params, tokens, METHODS["quest"], FlashStore(tmp_path), backend="io",
                                    prefetch="layer")
     fed = tokens[np.arange(2), np.asarray(PROMPT)]
     expected = decode.step(plan, params, state, fed)
-    again, other, _, other_branch = start(params, tokens, METHODS["dynakv"], FlashStore(tmp_path), backend="io",
+    again, other, _, other_branch = start(params, tokens, METHODS["quest"], FlashStore(tmp_path), backend="io",
                                           prefetch="layer")
     with jax.disable_jit():
         got = decode.step(again, params, other, fed)
