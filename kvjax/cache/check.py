@@ -125,7 +125,7 @@ def _same(method: Method, name: str, before: PyTree, after: PyTree) -> None:
                 "keep every array's shape and type")
 
 
-def _placed(method: Method, name: str, placement: Placement, shape: tuple[int, ...]) -> None:
+def _placed(method: Method, name: str, placement, shape: tuple[int, ...]) -> None:
     if not isinstance(placement, Placement):
         _refuse(method, f"{name} returns {type(placement).__name__}", "return (index, Placement(block, row))")
     for part, array in (("block", placement.block), ("row", placement.row)):
@@ -134,7 +134,7 @@ def _placed(method: Method, name: str, placement: Placement, shape: tuple[int, .
                     f"make it int32{list(shape)}")
 
 
-def _selected(method: Method, spec: Spec, selection: Selection) -> None:
+def _selected(method: Method, spec: Spec, selection) -> None:
     if not isinstance(selection, Selection):
         _refuse(method, f"select returns {type(selection).__name__}", "return Selection(block, force)")
     shapes = {"block": (spec.kv_heads, spec.max_blocks), "force": (spec.kv_heads,)}
