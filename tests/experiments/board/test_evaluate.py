@@ -118,7 +118,7 @@ def test_settings_with_which_nothing_can_be_timed_are_refused(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize(("replayed", "changes", "error", "words"), [
-    (True, {"model": "/nowhere"}, CheckpointError, "/nowhere"), (0.1, {}, ConfigError, "no step can select"),
+    (True, {"model": "/nowhere"}, CheckpointError, "/nowhere"), (0.1, {}, ConfigError, "a step cannot select"),
 ])
 def test_what_cannot_be_replayed_is_found_before_anything_is_written(tmp_path, replayed, changes, error, words):
     config = kvswap_config("smoke")
