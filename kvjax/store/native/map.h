@@ -1,6 +1,6 @@
 /* Reads through a map of the file (map.c), with the interface of a ring's reads (reads.c). */
 #pragma once
-#include "reads.h"
+#include "landing.h"
 
 /* Tells the kernel to begin the next `count` reads. Returns how many were taken: all of them. */
 long submit_mapped(const Reads *reads, int64_t count);

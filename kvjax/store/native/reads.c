@@ -14,12 +14,6 @@
 #define NOWAIT 8 /* RWF_NOWAIT: a read that would block its submission fails with EAGAIN instead */
 #define MOST_TRIES 3
 
-double now(void) {
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return time.tv_sec + 1e-9 * time.tv_nsec;
-}
-
 /* Returns the bytes of the pages that a block takes; `whole` if it takes all, or claims more. */
 static int64_t size_of(uint64_t sum, int64_t page_bytes, int64_t whole) {
     int64_t size = (int64_t)(sum & PAGES) * page_bytes;

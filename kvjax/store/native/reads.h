@@ -1,10 +1,6 @@
 /* Asynchronous reads through a ring (reads.c), for the functions that Python calls (native.c, fetch.c). */
 #pragma once
-#include "../../ffi.h"
-
-#include <linux/aio_abi.h>
-
-typedef uint64_t (*Hash)(const void *, size_t);
+#include "landing.h"
 
 typedef struct { /* memory to read into, and layout of the file */
     int64_t piece, places, arena, extent_bytes, page_bytes, header_bytes, descriptor;
@@ -14,40 +10,8 @@ typedef struct { /* memory to read into, and layout of the file */
 Py_ssize_t fill_control(const int32_t *extents, const uint64_t *sums, Py_ssize_t n, const Reading *from,
                         struct iocb *control, int64_t *starts);
 
-typedef struct { /* the blocks being read, and their destinations */
-    int64_t reads, extents, slots, places, extent_bytes, block_bytes, page_bytes;
-    const char *arena;
-    int64_t map, map_bytes; /* the map of the file, if there is one: then nothing is read into the arena */
-    Hash hash;
-    const struct iocb *control;
-    const int64_t *starts, *targets; /* `targets`: flat slots, -1 = none */
-    const uint64_t *sums;
-    int64_t *results;
-    uint8_t *done;
-    char *out;
-} Landing;
-
 /* Records the results of events, and verifies and copies the blocks of complete reads; returns how many were copied. */
 int64_t land_events(const Landing *to, const struct io_event *events, int64_t count);
-
-typedef struct { /* memory and constants of a ring: `Ring.layout` */
-    int64_t context, places, piece, extent_bytes, block_bytes, header_bytes, page_bytes;
-    int64_t arena, hash, control, pointers, events, extents, sums, targets, starts, results, done, found, staged;
-    int64_t depth;
-    int64_t plain; /* whether it makes the kernel's system calls directly, not through Python methods */
-    int64_t map, map_bytes; /* the map of the file if the ring reads through one, otherwise 0 */
-} RingLayout;
-
-typedef struct { /* reads of one ring in flight */
-    const RingLayout *ring;
-    PyObject *object; /* the Ring */
-    Landing to;
-    int64_t sent, in_flight, copied;
-    double began, ended, waited; /* seconds on `now`'s clock */
-    int tries, raised; /* `raised`: a Python exception is set */
-} Reads;
-
-double now(void);
 
 /* Returns reads of the first `count` extents in the ring's own list; they use no memory but the ring's. */
 Reads reads_of(PyObject *object, const RingLayout *ring, int64_t count);
