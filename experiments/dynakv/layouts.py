@@ -191,7 +191,7 @@ def traffic_row(used: Stats, updates: Updates, layout: str, tokens: int, row_byt
         "bytes_written_per_token": used.bytes_written / tokens,
         "write_amplification": used.bytes_written / (updates.inserted * row_bytes),
         "moved_bytes_per_token": moved * row_bytes / tokens,
-        "packed_lane_moved_bytes_per_token": updates.packed_stream * row_bytes / tokens,
+        "packed_stream_moved_bytes_per_token": updates.packed_stream * row_bytes / tokens,
         "packed_file_moved_bytes_per_token": updates.packed_file * row_bytes / tokens,
     }
 
