@@ -39,7 +39,6 @@ def check_method(method: Method) -> None:
     _check_run(LayerPlan(method, spec))
 
 
-@functools.lru_cache(maxsize=256)
 def check_outputs(method: Method, spec: Spec) -> None:
     """Checks what a method's functions return by shape and type, which needs no data.
 
@@ -47,6 +46,11 @@ def check_outputs(method: Method, spec: Spec) -> None:
       MethodError: the class is no frozen dataclass, or a result is not what the contract says.
     """
     _check_class(method)
+    _check_shapes(method, spec)
+
+
+@functools.lru_cache(maxsize=256)  # of a method that can be hashed
+def _check_shapes(method: Method, spec: Spec) -> None:
     weights = jax.eval_shape(lambda: method.weights(0))
     index = _traced(method, "init", lambda weights: method.init(spec, weights), weights)
     context = _context(method, spec)

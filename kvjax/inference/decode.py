@@ -47,7 +47,7 @@ class Step:
 
 @pytree
 class Pending:
-    """What a layer has to write once every layer has been read."""
+    """A layer's part of a token that is written once every layer has been read."""
 
     new_token: NewToken
     ok: Bool[Array, ""]  # False: its blocks could not be read
@@ -100,8 +100,11 @@ def step(
 
 
 def _operand(x: Array | np.ndarray, kind) -> Array:
-    """What a compiled function is given. An array on the host stays there, as a program to bring it to the device would
-    take longer than the call does with it; a copy, as the call may look at it after the caller has changed it."""
+    """Returns an operand of a compiled function.
+
+    An array on the host stays there, as a program to bring it to the device would take longer than the call does with
+    it; it is copied, as the call may look at it after the caller has changed it.
+    """
     return x.astype(kind) if isinstance(x, jax.Array) else np.array(x, kind)  # type: ignore[return-value]
 
 

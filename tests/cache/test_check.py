@@ -54,6 +54,11 @@ class NoDataclass(Quest):
 
 
 @dataclasses.dataclass(frozen=True)
+class NoHash(Quest):
+    __hash__ = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Forgets(Quest):
     def append(self, spec, index, view, evicted):
         index, placement = super().append(spec, index, view, evicted)
@@ -89,7 +94,7 @@ class Python(Quest):
 
 @pytest.mark.parametrize(("kind", "law"), [
     (Twice, "names a block twice"), (Empty, "a block without tokens"), (TooMany, r"int32\[2, 12\]"),
-    (Floats, "block is float32|cannot be traced"), (NoDataclass, "no frozen dataclass"),
+    (Floats, "block is float32|cannot be traced"), (NoDataclass, "no frozen dataclass"), (NoHash, "cannot be hashed"),
     (Forgets, "append loses token"),
     (AlwaysAppends, "where none leaves"), (Grows, "other shapes"), (NoPlacement, "build returns|cannot be traced"),
     (Python, "cannot be traced"),
