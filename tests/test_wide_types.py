@@ -1,6 +1,5 @@
 """Under `jax_enable_x64` nothing is of 64 bits, and nothing changes; the methods by themselves: `test_laws`."""
 
-import functools
 from concurrent.futures import ThreadPoolExecutor
 
 import harness
@@ -19,7 +18,7 @@ from kvjax.eval.metrics import Probe
 from kvjax.inference import prefill
 from kvjax.methods.dci import draw_levels
 from kvjax.models.transformer import Transformer
-from kvjax.ops import kernels
+from kvjax.ops import topk
 
 PROMPTS, MORE = [list(range(40, 0, -1)), [7, 3] * 11], [[5, 6, 7], [8]]
 
@@ -112,14 +111,12 @@ def test_arrays_of_64_bits_enter_a_cache_in_32(name):
 
 def test_both_branches_of_a_kernel_give_what_is_declared():
     """Of operands of 64 bits, too."""
-    like = jax.ShapeDtypeStruct((3,), jnp.float32)
     with jax.enable_x64(True):
-        vectors, at = jnp.linspace(0, 1, 15).reshape(3, 5), jnp.asarray(4)
-        assert vectors.dtype == jnp.float64 and at.dtype == jnp.int64
-        vector = functools.partial(kernels.on_cpu, "vector", like, lambda vectors, at: vectors[:, at])
-        found = jax.jit(vector)(vectors, at)
+        vectors, q = jnp.linspace(0, 1, 15).reshape(1, 3, 5), jnp.ones((1, 1, 3))
+        assert vectors.dtype == q.dtype == jnp.float64
+        found = jax.jit(topk.vector_products)(vectors, q)
     assert found.dtype == jnp.float32
-    np.testing.assert_array_equal(found, np.linspace(0, 1, 15).reshape(3, 5)[:, 4].astype(np.float32))
+    np.testing.assert_allclose(found[0, 0], np.linspace(0, 1, 15).reshape(3, 5).sum(0), rtol=1e-6)
 
 
 def test_a_prompt_is_indexed_with_the_setting_of_the_thread_that_reads_it():

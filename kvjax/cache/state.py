@@ -8,11 +8,9 @@ Functions take one sequence; the caller maps them over the batch.
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 import einops
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -27,7 +25,6 @@ from kvjax.cache.method import (
     WindowEviction,
     position_in_order,
 )
-from kvjax.ops import kernels
 from kvjax.ops.barriers import computed_once, exists, written_out
 from kvjax.ops.quantize import Smoothing
 from kvjax.typing import Array, Bool, Float, Int32, Num, UInt, pytree
@@ -283,20 +280,8 @@ def needed_blocks(spec: Spec, layer: LayerState, selection: Selection) -> tuple[
     """
     held = jnp.sum(view(spec, layer).held_pos >= 0, axis=-1, dtype=jnp.int32)
     room = jnp.minimum(spec.selected_rows, spec.budget - spec.sinks - spec.window - held)
-    results = [jax.ShapeDtypeStruct((spec.kv_heads, spec.max_blocks + 1), jnp.int32)]
-    results += [jax.ShapeDtypeStruct((spec.kv_heads, spec.selected_rows), kind)
-                for kind in (jnp.int32, jnp.int32, bool, jnp.int32)]
+    chosen, force = computed_once(selection.block), forced(spec, selection)
     counts = layer.counts.astype(jnp.int32)
-    operands = computed_once(selection.block), forced(spec, selection), room, counts, layer.positions
-    need, *rows = kernels.on_cpu("cut", results, functools.partial(_cut, spec), *operands)
-    return need, Rows(*rows)
-
-
-def _cut(
-    spec: Spec, chosen: Int32[Array, "K M"], force: Int32[Array, "K"], room: Int32[Array, "K"],
-    counts: Int32[Array, "KT NB"], positions: Int32[Array, "KT _ C"],
-) -> list[Array]:
-    """Returns the blocks to fetch, and rank, row, validity and position of each row that fits the room."""
     none, room = spec.num_blocks, room[:, None]
     head, table = jnp.arange(spec.kv_heads, dtype=jnp.int32)[:, None], table_of(spec)[:, None]
     count = jnp.where(chosen < none, counts[table, jnp.minimum(chosen, none - 1)], 0)
@@ -313,8 +298,8 @@ def _cut(
     valid = nth[None] < jnp.minimum(end[:, -1:], room)
     row = jnp.where(valid, nth[None] - jnp.take_along_axis(end - count, rank, axis=-1), 0)
     block = jnp.minimum(jnp.take_along_axis(need, rank, axis=-1), none - 1)
-    pos = position_in_order(spec, block, row) if spec.in_order else positions[table, block, row]
-    return [jnp.concatenate([need, force], axis=-1), rank, row, valid, jnp.where(valid, pos, -1)]
+    pos = position_in_order(spec, block, row) if spec.in_order else layer.positions[table, block, row]
+    return jnp.concatenate([need, force], axis=-1), Rows(rank, row, valid, jnp.where(valid, pos, -1))
 
 
 def every_block(spec: Spec, layer: LayerState, selection: Selection) -> tuple[Int32[Array, "K M1"], Rows]:

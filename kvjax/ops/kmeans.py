@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.ops import kernels
 from kvjax.typing import Array, Bool, Float, Int32, PRNGKey
 
 _CHUNK = 1024  # points assigned at once: the distance matrix is _CHUNK x clusters
@@ -138,13 +137,7 @@ def two_means(
     Returns:
       The points of the first part, and those of the second.
     """
-    numbers = jnp.int32(largest), jnp.int32(iterations)
-    like = jax.ShapeDtypeStruct(valid.shape, jnp.bool_)
-    first = kernels.on_cpu("split", like, _first_half, points.astype(jnp.float32), valid, *numbers)
-    return first, valid & ~first
-
-
-def _first_half(points, valid, largest, iterations) -> Bool[Array, "N"]:
+    points = points.astype(jnp.float32)
     total, whole = jnp.sum(valid, dtype=jnp.int32), valid.astype(jnp.float32) @ points
 
     def farthest(origin):
@@ -165,7 +158,8 @@ def _first_half(points, valid, largest, iterations) -> Bool[Array, "N"]:
     difference = jnp.where(valid, margin(*pair), jnp.inf)
     nearer = jnp.sum(difference < 0, dtype=jnp.int32)
     cut = jnp.clip(nearer, jnp.maximum(1, total - largest), jnp.minimum(total - 1, largest))
-    return valid & (_ranks(difference) < cut)
+    first = valid & (_ranks(difference) < cut)
+    return first, valid & ~first
 
 
 def squared_norm(x: Float[Array, "*N D"]) -> Float[Array, "*N"]:

@@ -22,18 +22,6 @@ def _vector_products(vectors: Float[Array, "K D N"], q: Float[Array, "K G D"]) -
     return jnp.einsum("kdn,kgd->kgn", vectors, q, precision="highest")
 
 
-def vector_of(vectors: Float[Array, "D N"], at: Int32[Array, ""]) -> Float[Array, "D"]:
-    """Returns the vector at index `at`.
-
-    Its numbers are far apart in memory: the kernel prefetches them all, where XLA:CPU waits for each in turn.
-    """
-    return kernels.on_cpu("vector", jax.ShapeDtypeStruct(vectors.shape[:1], jnp.float32), _vector_of, vectors, at)
-
-
-def _vector_of(vectors: Float[Array, "D N"], at: Int32[Array, ""]) -> Float[Array, "D"]:
-    return vectors[:, at]
-
-
 def aggregate(scores: Float[Array, "K G N"], rule: str) -> Float[Array, "K N"]:
     """Returns one score per KV head and vector from the scores of its query heads.
 
@@ -43,19 +31,14 @@ def aggregate(scores: Float[Array, "K G N"], rule: str) -> Float[Array, "K N"]:
         head's softmax.
     """
     if rule == "softmax_mean":
-        like = jax.ShapeDtypeStruct((len(scores), scores.shape[-1]), jnp.float32)
-        return kernels.on_cpu("softmax_mean", like, _softmax_mean, scores)
+        weight, share = _softmaxes(scores)
+        return jnp.einsum("kgn,kg->kn", weight, share / scores.shape[1])
     if rule == "softmax_max":
         weight, share = _softmaxes(scores)
         scores = weight * share[..., None]
     # Query heads one by one: a reduction over the middle axis is several times slower on XLA:CPU.
     heads = [scores[:, g] for g in range(scores.shape[1])]
     return sum(heads[1:], heads[0]) / len(heads) if rule.endswith("mean") else functools.reduce(jnp.maximum, heads)
-
-
-def _softmax_mean(scores: Float[Array, "K G N"]) -> Float[Array, "K N"]:
-    weight, share = _softmaxes(scores)
-    return jnp.einsum("kgn,kg->kn", weight, share / scores.shape[1])
 
 
 def _softmaxes(scores: Float[Array, "K G N"]) -> tuple[Float[Array, "K G N"], Float[Array, "K G"]]:
@@ -67,13 +50,8 @@ def _softmaxes(scores: Float[Array, "K G N"]) -> tuple[Float[Array, "K G N"], Fl
 def top_blocks(scores: Float[Array, "K NB"], occupied: Bool[Array, "K NB"], count: int) -> Int32[Array, "K M"]:
     """Returns the `count` occupied blocks with the highest scores, best first.
 
-    Equal scores are ranked by block number. Where fewer than `count` blocks are occupied, NB fills the rest.
+    Equal scores are ranked by block number, 0.0 before -0.0. Where fewer than `count` blocks are occupied, NB fills the
+    rest.
     """
-    like = jax.ShapeDtypeStruct((len(scores), count), jnp.int32)
-    otherwise = functools.partial(_top_blocks, count=count)
-    return kernels.on_cpu("best_blocks", like, otherwise, scores, jnp.broadcast_to(occupied, scores.shape))
-
-
-def _top_blocks(scores: Float[Array, "K NB"], occupied: Bool[Array, "K NB"], count: int) -> Int32[Array, "K M"]:
     ranked, block = jax.lax.top_k(jnp.where(occupied, scores, -jnp.inf), count)
     return jnp.where(ranked > -jnp.inf, block, scores.shape[-1]).astype(jnp.int32)

@@ -164,6 +164,41 @@ def test_held_rows_cost_selected_ones_only_what_the_budget_lacks(budget, rows):
     assert caching.needed_blocks(spec, full, selection)[1].valid.sum() == rows
 
 
+def cut_by_hand(spec: Spec, chosen, force, counts, positions):
+    """Returns the blocks to fetch and the attended (rank, row, position) of one head, token by token."""
+    need, rows, room = [], [], min(spec.selected_rows, spec.budget - spec.sinks - spec.window)
+    for rank, block in enumerate(chosen):
+        count = counts[block] if block < spec.num_blocks else 0
+        took = min(count, room - len(rows))
+        need.append(block if took > 0 else spec.num_blocks)
+        rows += [(rank, row, positions[block, row]) for row in range(max(took, 0))]
+    return [*need, spec.num_blocks if force in need else force], rows
+
+
+@pytest.mark.parametrize("budget", [9, 16, 24])
+@pytest.mark.parametrize("tables", [1, 4])
+def test_a_selection_is_cut_to_the_rows_that_fit(tables, budget):
+    """Given blocks of which none is chosen twice, some of them empty, and ranks without a block."""
+    spec = Spec(kv_heads=4, group=2, head_dim=8, num_blocks=12, block_rows=5, max_blocks=6, held=0, sinks=2, window=4,
+                budget=budget, capacity=60, tables=tables, block_heads=4 if tables > 1 else 1)
+    empty, cut = caching.empty_layer(spec, (), jnp.float32), jax.jit(functools.partial(caching.needed_blocks, spec))
+    for seed in range(50):
+        rng = np.random.default_rng(seed)
+        chosen = np.stack([rng.permutation(12)[:6] for _ in range(4)]).astype(np.int32)
+        chosen = np.where(rng.random(chosen.shape) < rng.choice([0, 0.3]), 12, chosen).astype(np.int32)
+        force = rng.integers(0, 13, 4).astype(np.int32)
+        counts = rng.integers(0, 6, (tables, 12)).astype(empty.counts.dtype)
+        positions = rng.permutation(tables * 60).reshape(tables, 12, 5).astype(np.int32)
+        layer = dataclasses.replace(empty, counts=counts, positions=positions)
+        need, rows = jax.device_get(cut(layer, Selection(chosen, force)))
+        for k in range(4):
+            blocks, expected = cut_by_hand(spec, chosen[k], force[k], counts[k % tables], positions[k % tables])
+            valid = rows.valid[k]
+            assert need[k].tolist() == blocks
+            assert list(zip(rows.rank[k][valid], rows.row[k][valid], rows.pos[k][valid], strict=True)) == expected
+            assert (rows.pos[k][~valid] == -1).all()
+
+
 def test_queries_are_not_sampled_for_who_does_not_ask(params, tokens):
     store = Asking()
     start(params, tokens, METHODS["full"], store)

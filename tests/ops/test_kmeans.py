@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import compiled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.cluster import KMeans
@@ -24,7 +23,6 @@ SEEDS = (0, 1, 2)
 SIZES = (2000, 5000)  # of the larger, a start is drawn from a sample
 _kmeans = jax.jit(clustering.kmeans, static_argnums=(2, 5))
 _two_means = jax.jit(clustering.two_means, static_argnums=(2, 3))
-_first_half = jax.jit(clustering._first_half)
 _pack = jax.jit(clustering.pack, static_argnums=(2, 3, 4))
 
 
@@ -265,29 +263,10 @@ def test_a_part_that_is_too_large_is_cut_along_the_axis_between_the_means(outlie
     np.testing.assert_array_equal(np.flatnonzero(small), np.arange(16, 22))
 
 
-@compiled
-@pytest.mark.parametrize("size", [8, 13])
-@pytest.mark.parametrize("seed", range(8))
-def test_the_kernel_splits_as_xla_does(seed, size):
-    points, valid = isotropic(seed, points=40, size=size), np.random.default_rng(seed).random(40) < 0.8
-    largest = valid.sum() - 2 if seed % 2 else valid.sum() // 2 + 1  # free to choose, or cut off centre
-    expected = _first_half(points, valid, largest, 8)
-    np.testing.assert_array_equal(_two_means(points, valid, int(largest))[0], expected)
-
-
-@compiled
 def test_heads_with_nothing_to_split_have_no_first_half():
     points, valid = np.ones((3, 40, 8), np.float32), np.arange(40) < np.array([[0], [1], [2]])
     first, _ = jax.vmap(lambda *head: clustering.two_means(*head, 16))(points, valid)
     assert first.sum(1).tolist() == [0, 0, 1]
-
-
-@compiled
-def test_threads_share_the_splits_of_many_heads():
-    points, valid = np.stack([isotropic(seed, points=129, size=66) for seed in range(40)]), np.ones((40, 129), bool)
-    found, _ = jax.jit(jax.vmap(lambda *head: clustering.two_means(*head, 100)))(points, valid)
-    for i in range(40):
-        np.testing.assert_array_equal(found[i], _two_means(points[i], valid[i], 100)[0])
 
 
 # The layout in blocks -----------------------------------------------------------------------------

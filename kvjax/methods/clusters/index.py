@@ -6,7 +6,6 @@ import jax.numpy as jnp
 
 from kvjax.cache.types import Spec
 from kvjax.ops.kmeans import squared_norm
-from kvjax.ops.topk import vector_of
 from kvjax.typing import Array, Bool, Float, Int32, pytree
 
 
@@ -75,7 +74,7 @@ def updated_variance(n, variance, squared_distance):
 
 def with_key(index: ClusterIndex, block: Int32[Array, ""], n: Int32[Array, ""], key: Float[Array, "D"]):
     """Returns UPDATESTATS of Algorithm 1: r_j and sigma_j^2 of one head's cluster of n keys after adding a key."""
-    n, centroid = n.astype(jnp.float32), vector_of(index.centroid, block)
+    n, centroid = n.astype(jnp.float32), index.centroid[:, block]
     apart = key - centroid
     return centroid + apart / (n + 1), updated_variance(n, index.variance[block], squared_norm(apart))
 

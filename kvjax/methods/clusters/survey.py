@@ -2,18 +2,15 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
 
-from kvjax.ops import kernels
 from kvjax.ops.indexing import first
 from kvjax.typing import Array, Bool, Float, Int32, pytree
 
 
 @pytree
 class Survey:
-    """Numbers of one head, in the order of the kernel's output; a block that does not exist is given as the last one.
-    """
+    """Numbers of one head; a block that does not exist is given as the last one."""
 
     keys: Int32[Array, ""]  # keys in all clusters
     used: Int32[Array, ""]  # clusters that have keys
@@ -35,22 +32,16 @@ def survey(
       split: bool[NB], flagged clusters; all of them have keys.
       block_rows: keys of a full cluster.
     """
-    like = jax.ShapeDtypeStruct((7,), jnp.int32)
-    numbers = kernels.on_cpu("survey", like, _survey, squared, count, split, jnp.int32(block_rows))
-    return Survey(*numbers)
+    used, free = count > 0, first(count == 0)
+    nearest, flagged, roomy = (_first_least(squared, among) for among in (used, split, has_room(count, block_rows)))
+    roomy = jnp.where(has_room(count[roomy], block_rows), roomy, free)
+    total = functools.partial(jnp.sum, dtype=jnp.int32)
+    return Survey(total(count), total(used), total(split), free, nearest, flagged, roomy)
 
 
 def has_room(count: Int32[Array, "*N"], block_rows: int | Int32[Array, ""]) -> Bool[Array, "*N"]:
     """Returns whether clusters of `count` keys exist and are not full."""
     return (count > 0) & (count < block_rows)
-
-
-def _survey(squared, count, split, block_rows) -> Int32[Array, "7"]:
-    used, free = count > 0, first(count == 0)
-    nearest, flagged, roomy = (_first_least(squared, among) for among in (used, split, has_room(count, block_rows)))
-    roomy = jnp.where(has_room(count[roomy], block_rows), roomy, free)
-    total = functools.partial(jnp.sum, dtype=jnp.int32)
-    return jnp.stack([total(count), total(used), total(split), free, nearest, flagged, roomy])
 
 
 def _first_least(x: Float[Array, "N"], among: Bool[Array, "N"]) -> Int32[Array, ""]:

@@ -13,16 +13,6 @@ runs on other platforms, and where the kernels were not built for want of GCC 12
     queries of each F / G neighbouring heads, 0 for vectors that are not stored. The sums are scratch: each has one of C
     parts of these queries, which threads work on separately. A thread keeps memory for scores of 4 queries;
   - `vector_products`: vectors[F, D, N] and q[F, Q, D] to [F, Q, N];
-  - `vector`: vectors[F, D, N] and an index[F] to [F, D]; exact;
-  - `softmax_mean`: scores[F, G, N] to the mean[F, N] of the softmaxes of each head's queries;
-  - `best_blocks`: scores[F, N] and occupied[F, N] to the M best occupied blocks[F, M] of each head, as in
-    `kvjax.ops.topk.top_blocks`; exact;
-  - `cut`: blocks[K, M], forced[K], room[K], counts[KT, NB] and positions[KT, _, C] to need[K, M1] and rank, row, valid
-    and pos[K, N], as in `kvjax.cache.state.needed_blocks`; exact;
-  - `survey`: squared distances[F, NB], counts[F, NB], split[F, NB] and C[F] to numbers[F, 7], as in
-    `kvjax.methods.clusters.survey.Survey`; exact;
-  - `split`: points[F, N, D], valid[F, N], the largest half[F] and iterations[F], both the same for all heads, to the
-    first half[F, N], as in `kvjax.ops.kmeans.two_means`;
   - `copy`: numbers[*N] to a copy, for `kvjax.ops.barriers.written_out`;
   - `assign`: block[KB, NS], keys[KB, NS, P], need[KB, M], NB to slot[KB, M], read[KB, M], new[KB, NS], pinned[KB, NS],
     as in `kvjax.cache.residency`; exact.
@@ -43,8 +33,7 @@ import jax.numpy as jnp
 from kvjax import _native
 from kvjax.typing import Array
 
-NAMES = ("row_attention", "code_products", "code_softmax", "vector_products", "vector", "softmax_mean", "best_blocks",
-          "cut", "survey", "split", "copy", "assign")
+NAMES = ("row_attention", "code_products", "code_softmax", "vector_products", "copy", "assign")
 _ONE_BY_ONE = ("row_attention",)  # run sequentially under `jax.vmap`, which would else copy a shared pool for each
 NEGATIVE = -1e30  # score of tokens or blocks that do not exist
 TOGETHER = 4  # queries multiplied with a code at a time

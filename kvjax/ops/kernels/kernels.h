@@ -7,12 +7,6 @@ XLA_FFI_Error *on_codes(XLA_FFI_CallFrame *call);
 XLA_FFI_Error *on_softmax(XLA_FFI_CallFrame *call);
 XLA_FFI_Error *on_assign(XLA_FFI_CallFrame *call);
 XLA_FFI_Error *on_vectors(XLA_FFI_CallFrame *call);
-XLA_FFI_Error *on_vector(XLA_FFI_CallFrame *call);
-XLA_FFI_Error *on_softmax_mean(XLA_FFI_CallFrame *call);
-XLA_FFI_Error *on_best(XLA_FFI_CallFrame *call);
-XLA_FFI_Error *on_cut(XLA_FFI_CallFrame *call);
-XLA_FFI_Error *on_split(XLA_FFI_CallFrame *call);
-XLA_FFI_Error *on_survey(XLA_FFI_CallFrame *call);
 XLA_FFI_Error *on_copy(XLA_FFI_CallFrame *call);
 
 /* Returns memory of this thread for a piece of work, or NULL. It is reused for the next piece: one array for all pieces would

@@ -4,10 +4,7 @@
 #include "kernels.h"
 
 static const Target kernels[] = {{"row_attention", on_rows}, {"code_products", on_codes}, {"code_softmax", on_softmax},
-                                 {"assign", on_assign}, {"vector_products", on_vectors}, {"vector", on_vector},
-                                 {"softmax_mean", on_softmax_mean},
-                                 {"best_blocks", on_best}, {"cut", on_cut}, {"copy", on_copy},
-                                 {"survey", on_survey}, {"split", on_split}, {NULL, NULL}};
+                                 {"vector_products", on_vectors}, {"assign", on_assign}, {"copy", on_copy}, {NULL, NULL}};
 
 /* handlers() -> {name: capsule} */
 static PyObject *handlers(PyObject *self, PyObject *none) { return capsules(kernels); }

@@ -1,8 +1,7 @@
-/* Products of a few queries with many vectors stored dimension by dimension, and the mean softmax of such scores. */
+/* Products of a few queries with many vectors stored dimension by dimension. */
 #include "kernels.h"
 #include "lanes.h"
 
-#include <math.h>
 #include <string.h>
 
 #define DIMENSIONS 4 /* dimensions processed together */
@@ -68,63 +67,6 @@ FOR_EACH_PROCESSOR static void segment_products(const void *job, int64_t piece) 
     for (; i < in->size; i++) add_to_all(rows + i * in->count, q + i, out, width, in, 1, 0);
 }
 
-/* ---- the mean of softmaxes */
-
-typedef struct {
-    const float *scores; /* [heads, queries, count] */
-    float *mean;         /* [heads, count] */
-    int64_t queries, count;
-    atomic_int *failed; /* whether there was no memory */
-} Means;
-
-INLINED float highest_of(const float *scores, int64_t count) {
-    Lanes most = (Lanes){0} - INFINITY;
-    float highest = -INFINITY;
-    int64_t at = 0;
-    for (; at + LANES <= count; at += LANES) most = larger(most, *(const Lanes *)(scores + at));
-    for (int i = 0; i < LANES; i++) highest = most[i] > highest ? most[i] : highest;
-    for (; at < count; at++) highest = scores[at] > highest ? scores[at] : highest;
-    return highest;
-}
-
-/* Computes the exponentials of scores minus the highest; returns their sum. */
-INLINED float exponentiate(const float *scores, int64_t count, float highest, float *weights) {
-    Lanes sums = {0};
-    float sum = 0;
-    int64_t at = 0;
-    for (; at + LANES <= count; at += LANES)
-        sums += *(Lanes *)(weights + at) = exponentials(*(const Lanes *)(scores + at) - highest);
-    for (int i = 0; i < LANES; i++) sum += sums[i];
-    for (; at < count; at++) sum += weights[at] = exponentials((Lanes){0} + (scores[at] - highest))[0];
-    return sum;
-}
-
-FOR_EACH_PROCESSOR static void mean_of_softmaxes(const void *job, int64_t head) {
-    const Means *in = job;
-    int64_t count = in->count;
-    float *mean = in->mean + head * count, *weights = room_for(count);
-    if (!weights) {
-        atomic_store(in->failed, 1);
-        return;
-    }
-    memset(mean, 0, count * sizeof *mean);
-    for (int64_t query = 0; query < in->queries; query++) {
-        const float *scores = in->scores + (head * in->queries + query) * count;
-        float share = 1 / (exponentiate(scores, count, highest_of(scores, count), weights) * in->queries);
-        for (int64_t at = 0; at < count; at++) mean[at] += weights[at] * share;
-    }
-}
-
-/* ---- one vector of each head */
-
-/* Copies a vector. Its numbers are far apart in memory: all are prefetched before the first is used. */
-static void take_vector(const float *vectors, int64_t size, int64_t count, int64_t at, float *out) {
-    for (int64_t i = 0; i < size; i++) __builtin_prefetch(vectors + i * count + at, 0, 3);
-    for (int64_t i = 0; i < size; i++) out[i] = vectors[i * count + at];
-}
-
-/* ---- the interface */
-
 /* Handles vectors [F, D, N] and q [F, Q, D]; the result is [F, Q, N]. */
 XLA_FFI_Error *on_vectors(XLA_FFI_CallFrame *call) {
     if (asks_version(call)) return NULL;
@@ -141,41 +83,5 @@ XLA_FFI_Error *on_vectors(XLA_FFI_CallFrame *call) {
         last(out, 1) != in.count)
         return refused(call, "vectors: sizes do not agree");
     in_pieces(call, segment_products, &in, in.heads * in.segments, in.heads * in.size * in.count);
-    return NULL;
-}
-
-/* Handles scores [F, G, N]; the result is the mean [F, N] of the softmaxes of each head's queries. */
-XLA_FFI_Error *on_softmax_mean(XLA_FFI_CallFrame *call) {
-    if (asks_version(call)) return NULL;
-    if (call->args.size != 1 || call->rets.size != 1) return refused(call, "softmax mean: an operand and a result");
-    const XLA_FFI_Buffer *scores = operand(call, 0), *mean = result(call, 0);
-    int64_t rank = scores->rank;
-    if (rank < 3 || !is_of(scores, XLA_FFI_DataType_F32, rank) || !is_of(mean, XLA_FFI_DataType_F32, rank - 1))
-        return refused(call, "softmax mean: types or ranks");
-    int64_t heads = leading(scores, 2);
-    atomic_int failed = 0;
-    Means in = {scores->data, mean->data, last(scores, 2), last(scores, 1), &failed};
-    if (leading(mean, 1) != heads || last(mean, 1) != in.count)
-        return refused(call, "softmax mean: sizes do not agree");
-    in_pieces(call, mean_of_softmaxes, &in, heads, 4 * heads * in.queries * in.count);
-    return atomic_load(&failed) ? refused(call, "softmax mean: there is no memory") : NULL;
-}
-
-/* Handles vectors [F, D, N] and an index [F]; the result is [F, D]. */
-XLA_FFI_Error *on_vector(XLA_FFI_CallFrame *call) {
-    if (asks_version(call)) return NULL;
-    if (call->args.size != 2 || call->rets.size != 1) return refused(call, "vector: 2 operands and a result");
-    const XLA_FFI_Buffer *vectors = operand(call, 0), *at = operand(call, 1), *out = result(call, 0);
-    int64_t rank = vectors->rank;
-    if (rank < 2 || !is_of(vectors, XLA_FFI_DataType_F32, rank) || !is_of(at, XLA_FFI_DataType_S32, rank - 2) ||
-        !is_of(out, XLA_FFI_DataType_F32, rank - 1))
-        return refused(call, "vector: types or ranks");
-    int64_t heads = leading(vectors, 2), size = last(vectors, 2), count = last(vectors, 1);
-    if (leading(at, 0) != heads || leading(out, 1) != heads || last(out, 1) != size || !count)
-        return refused(call, "vector: sizes do not agree");
-    for (int64_t head = 0; head < heads; head++) {
-        int32_t asked = ((const int32_t *)at->data)[head], one = asked < 0 ? 0 : asked < count ? asked : (int32_t)count - 1;
-        take_vector((const float *)vectors->data + head * size * count, size, count, one, (float *)out->data + head * size);
-    }
     return NULL;
 }
