@@ -149,9 +149,7 @@ def make_store(kind: str, directory: pathlib.Path, **settings: Any):
         return None
     if name == "host":
         return kvjax.HostStore()
-    store = kvjax.FlashStore(directory, **named, **settings)
-    directory.mkdir(parents=True, exist_ok=True)
-    return store
+    return kvjax.FlashStore(directory=directory, **named, **settings)
 
 
 def disk_of(store, since: tuple[int, int, float] = (0, 0, 0.0)) -> dict[str, Any]:

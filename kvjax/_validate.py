@@ -1,12 +1,13 @@
 """Checks of settings against the types that their dataclasses declare."""
 
 import dataclasses
+import difflib
 import math
 import numbers
 import os
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,12 @@ def check(settings: Any) -> None:
                               f"{' or '.join(_name(option) for option in allowed)}")
         if isinstance(value, numbers.Real) and math.isnan(value):
             raise ConfigError(f"{name} of {type(settings).__name__} is not a number (NaN); give one")
+
+
+def nearest(name: Any, known: Iterable[str]) -> str:
+    """Returns " (did you mean ...?)" if a name is like one of the known ones, else ""."""
+    alike = difflib.get_close_matches(str(name).lower(), known, n=1)
+    return f" (did you mean {alike[0]}?)" if alike else ""
 
 
 def whole(value: Any, least: int | None = None) -> bool:
@@ -57,7 +64,10 @@ def number(value: Any) -> bool:
 
 
 def path(name: str, given: Any) -> str:
-    """Returns the path `given` for the setting `name` as text. Raises ConfigError if the system cannot use it."""
+    """Returns the path `given` for the setting `name` as text, in which `~` is the user's directory, as in a shell.
+
+    Raises ConfigError if the system cannot use it.
+    """
     text = os.fspath(given) if isinstance(given, str | os.PathLike) else ""
     if not isinstance(text, str) or not text:
         raise ConfigError(f"{name}={given!r} must be a path")
@@ -67,7 +77,7 @@ def path(name: str, given: Any) -> str:
         raise ConfigError(f"{name}={text!r} cannot be a file's name: {cause}; choose another path") from cause
     if b"\0" in encoded:
         raise ConfigError(f"{name}={text!r} contains a NUL character, which no file name may; leave it out")
-    return text
+    return os.path.expanduser(text)
 
 
 def _hints(kind: Any) -> dict[str, Any]:

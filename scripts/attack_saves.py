@@ -96,7 +96,7 @@ class Attacked:
 
     def _store(self) -> kvjax.FlashStore | None:
         engine = None if self.kind == "aio" else self.kind
-        return None if self.kind == "memory" else kvjax.FlashStore(self.directory / "blocks.kv", engine=engine)
+        return None if self.kind == "memory" else kvjax.FlashStore(file=self.directory / "blocks.kv", engine=engine)
 
     def _answer(self, cache: kvjax.Cache) -> tuple:
         result = self.llm.generate([QUESTION], cache, max_new_tokens=NEW_TOKENS)

@@ -57,7 +57,8 @@ class Bench:
         geometry = self.geometry = Geometry(
             layers=1, batch=1, kv_heads=HEADS, num_blocks=2 * self.asked * self.rounds, width=WIDTH, dtype="bfloat16",
             block_rows=block_kb * 1024 // (2 * WIDTH))
-        self.branch: FlashBranch = FlashStore(directory, engine=engine, direct=direct).create(geometry, "bench")
+        self.branch: FlashBranch = FlashStore(directory=directory, engine=engine, direct=direct).create(geometry,
+                                                                                                        "bench")
         shape = (1, HEADS, geometry.num_blocks, geometry.block_rows, WIDTH)
         blocks = np.random.default_rng(0).integers(0, 1 << 15, shape, np.uint16).view(geometry.numpy_dtype)
         self.branch.write_layer(0, blocks, np.full(shape[:3], geometry.block_rows, np.int32))

@@ -53,7 +53,7 @@ def filled(directory: str) -> FlashBranch:
     """Returns a branch of a store with random blocks, all of them on the device."""
     blocks = make_spec().num_blocks
     geometry = Geometry(LAYERS.value, 1, HEADS, blocks, ROWS, 2 * SIZE, "float32")
-    branch, rng = kvjax.FlashStore(directory).create(geometry, "bench_fetch"), np.random.default_rng(0)
+    branch, rng = kvjax.FlashStore(directory=directory).create(geometry, "bench_fetch"), np.random.default_rng(0)
     for layer in range(geometry.layers):
         rows = rng.standard_normal((1, HEADS, blocks, ROWS, 2 * SIZE), dtype=np.float32)
         branch.write_layer(layer, rows, np.full((1, HEADS, blocks), ROWS, np.int32))

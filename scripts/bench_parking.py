@@ -37,7 +37,7 @@ WARM_UP = 3
 def decode(llm, method, slots: Slots, directory: str) -> dict:
     """Returns the median time of a token, the most bytes in memory between tokens, and the bytes that offloading moved
     per token."""
-    store = kvjax.FlashStore(directory)
+    store = kvjax.FlashStore(directory=directory)
     plan, state, branch, _ = made_up.filled_cache(llm, method, CONTEXT.value, STEPS.value + 8, store, slots)
     resident, tokens = bytes_of(state.layers), np.arange(WARM_UP + STEPS.value) % 7
     _, state = timing.time_tokens(llm, plan, state, tokens[:WARM_UP], "staged")
@@ -78,7 +78,7 @@ def main(argv):
           f"{'limit ms':>9} {'waited ms':>10} {'read MiB':>9} {'written MiB':>12}")
     for name, method in METHODS.items():
         plain = decode(llm, method, Slots(), directory)
-        offloaded = decode(llm, method, Slots(offload=kvjax.FlashStore(directory)), directory)
+        offloaded = decode(llm, method, Slots(offload=kvjax.FlashStore(directory=directory)), directory)
         print(f"{name:>8} {plain['resident'] / 2**20:14.1f} {offloaded['resident'] / 2**20:11.1f} "
               f"{plain['resident'] / offloaded['resident']:6.2f} {plain['ms']:8.1f} {offloaded['ms']:10.1f} "
               f"{offloaded['limit']:9.1f} {offloaded['wait']:10.1f} {offloaded['read'] / 2**20:9.1f} "

@@ -64,7 +64,7 @@ class Bench:
         blocks = 2 * self.asked * rounds  # no block is read twice, and no two of a call are neighbours
         self.geometry = Geometry(layers=1, batch=1, kv_heads=HEADS, num_blocks=blocks, width=WIDTH, dtype="bfloat16",
                                  block_rows=block_kb * 1024 // (2 * WIDTH))
-        store = FlashStore(directory, engine=engine, threads=THREADS.value, profile=PROFILE.value,
+        store = FlashStore(directory=directory, engine=engine, threads=THREADS.value, profile=PROFILE.value,
                            staging_bytes=STAGING)
         self.branch: FlashBranch = filled(store, self.geometry)
         path, system = self.branch.path, store.system

@@ -34,7 +34,7 @@ def geometry(blocks: int) -> Geometry:
 
 
 def filled(path: str, blocks: int):
-    branch = FlashStore(path, threads=1).create(geometry(blocks), "bench")
+    branch = FlashStore(file=path, threads=1).create(geometry(blocks), "bench")
     shape = (1, HEADS, branch.geometry.num_blocks, branch.geometry.block_rows, branch.geometry.width)
     payload = np.random.default_rng(0).integers(-99, 99, shape, np.int8)
     for layer in range(LAYERS):
@@ -81,7 +81,7 @@ def measure(directory: str, blocks: int) -> list[float]:
         syncs.append(milliseconds(lambda: bare_syncs(descriptor)))
     branch.close()
     os.close(descriptor)
-    store, opens, reads = FlashStore(path, threads=1), [], []
+    store, opens, reads = FlashStore(file=path, threads=1), [], []
     for _ in range(REPEATS.value):
         started = time.perf_counter()
         again = store.open()

@@ -290,7 +290,7 @@ def check_runs_stored_once(method: Method, directory: pathlib.Path, dtype: str =
     """
     stream = Stream.draw(6)
     stream = dataclasses.replace(stream, k=np.repeat(stream.k[:, ::3], 3, axis=1))
-    store = FlashStore(directory, codec="rle", direct=False, staging_bytes=0)
+    store = FlashStore(directory=directory, codec="rle", direct=False, staging_bytes=0)
     in_memory = Sim(method, stream, [40, 25], dtype=dtype)
     on_flash = Sim(method, stream, [40, 25], store=store, dtype=dtype)
     np.testing.assert_array_equal(in_memory.run(45), on_flash.run(45))

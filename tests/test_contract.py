@@ -210,14 +210,15 @@ def test_followers_on_flash_equal_memory(params, tokens, tmp_path, driver, prefe
     """The last of four layers, a leader again, is left out of what one program would have in it."""
     config = first_layers(3 if driver == "fused" else 4)
     expected, _ = decoded(REUSE, params, tokens, driver=driver, config=config)
-    store = FlashStore(tmp_path)
+    store = FlashStore(directory=tmp_path)
     got, _ = decoded(REUSE, params, tokens, store, driver, config=config, prefetch=prefetch)
     np.testing.assert_array_equal(got, expected)
 
 
 def test_a_prefetch_for_a_follower_is_always_right(params, tokens, tmp_path):
     """Followers' blocks are known for certain; with `lookahead` those of leaders are, too."""
-    plan, state, branch = start(dataclasses.replace(REUSE, lookahead=True), params, tokens, FlashStore(tmp_path),
+    plan, state, branch = start(dataclasses.replace(REUSE, lookahead=True), params, tokens,
+                                FlashStore(directory=tmp_path),
                                 prefetch="layer")
     for i in range(STEPS):
         fed = tokens[np.arange(2), np.asarray(PROMPT) + i]

@@ -31,7 +31,7 @@ OF_ALL_KINDS = ("full", "oracle", "streaming_llm", "quest", "dynakv", "kvswap", 
 def store(request, tmp_path):
     if request.param == "host":
         return HostStore()
-    return FlashStore(tmp_path, engine="mmap" if request.param == "mmap" else None)
+    return FlashStore(directory=tmp_path, engine="mmap" if request.param == "mmap" else None)
 
 
 def unlimited(method):
@@ -219,7 +219,7 @@ def _in_memory(name):
 @pytest.mark.parametrize("layout", [*LAYOUTS, "sequential"])
 def test_every_layout_gives_equal_bits(name, layout, tmp_path):
     """Nothing is staged for long, so that what is read back has been on flash, also of blocks that merging emptied."""
-    store = FlashStore(tmp_path, layout=layout, staging_bytes=0)
+    store = FlashStore(directory=tmp_path, layout=layout, staging_bytes=0)
     stored = Sim(METHODS[name], Stream.draw(6), [40, 25], store=store)
     np.testing.assert_array_equal(stored.run(45), _in_memory(name))
 

@@ -62,7 +62,7 @@ def test_a_saved_model_is_loaded_as_it_was(llm, tmp_path):
 
 
 def test_one_cache_answers_many_questions_and_stays_as_it_was(llm, tmp_path):
-    cache = llm.prefill(CONTEXT, method=METHOD, store=kvjax.FlashStore(tmp_path))
+    cache = llm.prefill(CONTEXT, method=METHOD, store=kvjax.FlashStore(directory=tmp_path))
     first = llm.generate("where", cache, max_new_tokens=8)
     other = llm.generate("who are you", cache, max_new_tokens=8)
     again = llm.generate("where", cache, max_new_tokens=8)
@@ -115,11 +115,11 @@ def test_a_model_in_another_type_is_the_same_for_what_is_fitted_to_it(llm):
 def test_a_method_that_does_not_fit_the_model_costs_no_saved_cache(llm, tmp_path, method):
     """Given a saved cache, and a method for which a new one cannot be made in its file: the file stays as it was."""
     path = tmp_path / "blocks.kv"
-    cache = llm.prefill(CONTEXT, method=METHOD, store=kvjax.FlashStore(path))
+    cache = llm.prefill(CONTEXT, method=METHOD, store=kvjax.FlashStore(file=path))
     cache.save(tmp_path)
     cache.close()
     with pytest.raises(ConfigError):
-        llm.prefill(CONTEXT, method=method, store=kvjax.FlashStore(path))
+        llm.prefill(CONTEXT, method=method, store=kvjax.FlashStore(file=path))
     llm.restore(tmp_path).close()
 
 
@@ -213,7 +213,7 @@ def _spoilt(llm, token: str, value: float):
 def test_logits_that_are_not_finite_are_an_error_wherever_they_come_up(llm, value, driver, tmp_path):
     spoilt = _spoilt(llm, "z", value)
     words = rf"llama.*fingerprint '{spoilt.fingerprint}'.*float32.*float32.*dtype='bfloat16'"
-    for store in (None, kvjax.FlashStore(tmp_path)):
+    for store in (None, kvjax.FlashStore(directory=tmp_path)):
         with pytest.raises(NotFinite, match=words):
             spoilt.prefill("abcz", method=METHOD, store=store, capacity=64)
     with pytest.raises(NotFinite, match=words):
@@ -243,7 +243,7 @@ def test_stores_and_both_drivers_answer_alike(llm, tmp_path):
     """Given a method with small programs: what drivers make of others is in `test_decode`."""
     memory, host, flash = (
         llm.prefill(CONTEXT, method=QUEST, store=store)
-        for store in (None, kvjax.HostStore(), kvjax.FlashStore(tmp_path))
+        for store in (None, kvjax.HostStore(), kvjax.FlashStore(directory=tmp_path))
     )
     expected = llm.generate("abc", memory, max_new_tokens=10).tokens
     assert llm.generate("abc", host, max_new_tokens=10).tokens == expected
@@ -300,7 +300,7 @@ def test_the_probe_finds_full_recall_for_the_full_cache_and_less_for_a_window(ll
 
 def test_scores_are_those_of_a_forward_pass_and_the_cache_stays(llm, tmp_path):
     contexts, texts = [CONTEXT, CONTEXT[:57]], ["abcde", "xy"]
-    cache = llm.prefill(contexts, method=kvjax.Full(page=8), store=kvjax.FlashStore(tmp_path))
+    cache = llm.prefill(contexts, method=kvjax.Full(page=8), store=kvjax.FlashStore(directory=tmp_path))
     scores = llm.score(texts, cache)
     for i, (context, text) in enumerate(zip(contexts, texts, strict=True)):
         ids = np.asarray([llm.encode(context + text, start=True)])
@@ -318,7 +318,7 @@ def test_scores_are_those_of_a_forward_pass_and_the_cache_stays(llm, tmp_path):
 
 
 def test_usage_counts_what_was_read(llm, tmp_path):
-    cache = llm.prefill(CONTEXT, method=METHOD, store=kvjax.FlashStore(tmp_path))
+    cache = llm.prefill(CONTEXT, method=METHOD, store=kvjax.FlashStore(directory=tmp_path))
     usage = llm.generate("abc", cache, max_new_tokens=4).usage
     assert usage.steps == usage.tokens == 3 + 3 and usage.attended_tokens <= 24
     assert 0 < usage.store.blocks_read <= usage.blocks_read  # blocks of which all is yet to be written are in memory
@@ -344,12 +344,12 @@ def starting(llm):
     (lambda llm, tmp: kvjax.LLM(FEWER, make_params(FEWER), llm.tokenizer).prefill("9"), PromptError, "token id 36"),
     (lambda llm, tmp: llm.prefill(CONTEXT, capacity=10), PromptError, "capacity=10"),
     (lambda llm, tmp: llm.prefill(CONTEXT, method=kvjax.Quest(budget=40)), ConfigError, "sinks"),
-    (lambda llm, tmp: llm.prefill(CONTEXT, store=kvjax.FlashStore(tmp / "no" / "such")), StoreError, "such"),
+    (lambda llm, tmp: llm.prefill(CONTEXT, store=kvjax.FlashStore(file=tmp / "no" / "such")), StoreError, "such"),
     (lambda llm, tmp: llm.generate(["a", "b"], llm.prefill(CONTEXT)), PromptError, "2 questions for 1"),
     (lambda llm, tmp: llm.score(["a", ""], llm.prefill([CONTEXT, CONTEXT])), PromptError, "is empty"),
     (lambda llm, tmp: llm.score("abcd", llm.prefill("abc", capacity=6)), PromptError, "7 tokens"),
     (lambda llm, tmp: llm.generate("a" * 50, llm.prefill("ab", capacity=60)), PromptError, "larger capacity"),
-    (lambda llm, tmp: llm.prefill(CONTEXT, store=kvjax.FlashStore(tmp, max_bytes=50_000)), NoSpace,
+    (lambda llm, tmp: llm.prefill(CONTEXT, store=kvjax.FlashStore(directory=tmp, max_bytes=50_000)), NoSpace,
      "are needed, more than"),
     (lambda llm, tmp: kvjax.load(tmp / "nowhere"), CheckpointError, "nowhere"),
     (lambda llm, tmp: kvjax.Quest(aggregation="median"), ConfigError, "median"),
@@ -458,7 +458,7 @@ def test_a_generation_that_fails_closes_its_fork(llm):
 
 def test_a_generation_that_fails_says_why_whatever_the_device_says(llm, tmp_path):
     """Given tokens that wait to be written to a device that is full: nobody wants them any more."""
-    store = kvjax.FlashStore(tmp_path)
+    store = kvjax.FlashStore(directory=tmp_path)
     store.system = FaultySystem()
     cache = llm.prefill(CONTEXT, method=QUEST, store=store)
     cache.flush()
@@ -493,9 +493,10 @@ def test_models_in_sixteen_bits_decode(llm, driver, settings):
 ], ids=["kvswap", "quest", "sequential"])
 def test_a_quota_of_what_is_written_is_enough(llm, tmp_path, method, settings):
     path = tmp_path / "blocks.kv"
-    llm.prefill(CONTEXT, method=method, store=kvjax.FlashStore(path, **settings), capacity=240).close()
+    llm.prefill(CONTEXT, method=method, store=kvjax.FlashStore(file=path, **settings), capacity=240).close()
     least = -(-path.stat().st_size // 4096) * 4096
-    llm.prefill(CONTEXT, method=method, store=kvjax.FlashStore(path, max_bytes=least, **settings), capacity=240).close()
+    llm.prefill(CONTEXT, method=method, store=kvjax.FlashStore(file=path, max_bytes=least, **settings),
+                capacity=240).close()
 
 
 def test_special_tokens_and_chat_template_are_saved(llm, tmp_path):

@@ -50,7 +50,7 @@ def test_a_cache_is_read_saved_and_restored_as_without_it(llm, tmp_path, name, o
         directory = tmp_path / str(wide)
         directory.mkdir()
         with jax.enable_x64(wide):
-            store = kvjax.FlashStore(directory / "blocks.kv") if on_flash else None
+            store = kvjax.FlashStore(file=directory / "blocks.kv") if on_flash else None
             cache = llm.prefill(PROMPTS, method=METHODS[name], store=store, capacity=96, chunk=16 if on_flash else None)
             said = answers(llm, cache)
             cache.save(directory)

@@ -147,7 +147,7 @@ def measure(llm: kvjax.LLM, layout: str, tokens: np.ndarray, config: ml_collecti
             path: pathlib.Path) -> dict:
     """Returns one row: decodes tokens[B, context + steps] over a store of this layout."""
     method = common.make_method(config.method)
-    store = kvjax.FlashStore(path, layout=layout, threads=1, staging_bytes=config.staging_bytes)
+    store = kvjax.FlashStore(file=path, layout=layout, threads=1, staging_bytes=config.staging_bytes)
     context, steps = config.context, config.steps
     cache = llm.prefill(tokens[:, :context].tolist(), method=method, store=store, capacity=context + steps,
                         slots=Slots(count=config.slots or None))

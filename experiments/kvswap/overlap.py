@@ -59,7 +59,7 @@ def check(config: ml_collections.ConfigDict) -> None:
 def make_store(device: str, delay: float, threads: int, directory) -> FlashStore:
     """Makes a flash store on the device."""
     directory.mkdir(parents=True, exist_ok=True)
-    store = FlashStore(directory, direct=device == "disk", threads=threads)
+    store = FlashStore(directory=directory, direct=device == "disk", threads=threads)
     if device == "sleeping":
         store.system = SleepingReader(delay)
     return store

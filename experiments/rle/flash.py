@@ -69,7 +69,7 @@ def rows(llm: kvjax.LLM, kind: str, token: np.ndarray, directory: pathlib.Path, 
         how = {"method": common.make_method(method), "dtype": dtype}
         expected, runs = decoded(llm, readings[run], token[prompt:], None, **how)
         for codec in ("raw", "rle"):
-            store = kvjax.FlashStore(directory, codec=codec)
+            store = kvjax.FlashStore(directory=directory, codec=codec)
             logprobs, moved = decoded(llm, readings[run], token[prompt:], store, **how)
             yield {
                 "task": f"flash/{kind}", "store": "flash", "codec": codec, "method": common.label(how["method"]),

@@ -149,7 +149,7 @@ class KvjaxLM(TemplateLM):
 
 def _store(name: str, directory: str, profile: str):
     made = {
-        "memory": lambda: None, "host": HostStore, "flash": lambda: FlashStore(directory, profile=profile),
+        "memory": lambda: None, "host": HostStore, "flash": lambda: FlashStore(directory=directory, profile=profile),
     }
     if name not in made:
         raise ConfigError(f"unknown store {name!r}; use one of {', '.join(made)}")

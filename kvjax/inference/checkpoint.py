@@ -245,7 +245,7 @@ def _is_in_place(directory: pathlib.Path, branch: Branch | None) -> bool:
 
 def _copied(branch: Branch, generation: int, path: pathlib.Path, fingerprint: str) -> FlashBranch:
     """Copies a branch to a new store file with the same codec, one layer at a time; blocks of zeros take no space."""
-    copy = FlashStore(path, codec=branch.codec).create(branch.geometry, fingerprint)
+    copy = FlashStore(file=path, codec=branch.codec).create(branch.geometry, fingerprint)
     assert isinstance(copy, FlashBranch), "every layout that places blocks has such branches"
     try:
         _copy_layers(branch, generation, copy)
@@ -368,7 +368,7 @@ def restore(
       slots: how a store's blocks are kept in memory; None = as saved, except `offload` and `backend`, which are not
         saved.
       read_only: see `FlashStore.open`.
-      store_settings: arguments of `FlashStore` other than its path.
+      store_settings: arguments of `FlashStore` other than its place.
 
     Returns:
       The saved cache, with empty slots.
@@ -421,11 +421,11 @@ def _absolute(directory) -> pathlib.Path:
 
 
 def _store(path: pathlib.Path, settings: dict[str, Any]) -> FlashStore:
-    known = sorted(inspect.signature(FlashStore).parameters.keys() - {"path"})
+    known = sorted(inspect.signature(FlashStore).parameters.keys() - {"directory", "file"})
     unknown = sorted(settings.keys() - set(known))
     if unknown:
         raise ConfigError(f"unknown store settings {', '.join(unknown)}; use some of {', '.join(known)}")
-    return FlashStore(path, **settings)
+    return FlashStore(file=path, **settings)
 
 
 def _in_store(store: FlashStore, fingerprint: str, read_only: bool) -> list[_Saved]:

@@ -2,7 +2,7 @@
 
 This is DynaKV's space virtualisation (section 6.1): representatives and cached blocks of a layer leave memory after its
 part of a step, and return while the layer before it computes. Memory for the cache is then bounded by the layer instead
-of the model. `Slots(offload=FlashStore(directory))` turns it on, for any method.
+of the model. `Slots(offload=FlashStore(directory=...))` turns it on, for any method.
 
 An offloaded layer is its whole `LayerCache` as bytes, except shared slots (`kvjax.cache.shared_slots`). The bytes are
 cut into pages, which are the blocks of a separate branch, so the store provides checksums, read-ahead, forks and device

@@ -2,17 +2,20 @@
 
 import numpy as np
 
-from kvjax.store.interface import Geometry, whole
+from kvjax.store.interface import Geometry, OpenBranches, whole
 from kvjax.store.transaction import StagedRows, TransactionalBranch
 
 
-class HostStore:
+class HostStore(OpenBranches):
     """A store of branches over plain NumPy arrays; branches share nothing."""
 
     def create(self, geometry: Geometry, fingerprint: str, least_blocks: int = 1) -> "HostBranch":
         """Returns a branch in which every block is zero; `fingerprint` and `least_blocks` are ignored."""
         del fingerprint, least_blocks
-        return HostBranch(geometry, np.zeros((geometry.total_blocks, geometry.block_bytes), np.uint8))
+        return self._opened(HostBranch(geometry, np.zeros((geometry.total_blocks, geometry.block_bytes), np.uint8)))
+
+    def __repr__(self) -> str:
+        return "HostStore()"
 
 
 class HostBranch(TransactionalBranch):
@@ -37,6 +40,10 @@ class HostBranch(TransactionalBranch):
                         bytes_written=written * geometry.block_bytes)
 
     @property
+    def stored_bytes(self):
+        return self._data.nbytes
+
+    @property
     def held_bytes(self):
         return 0
 
@@ -44,7 +51,7 @@ class HostBranch(TransactionalBranch):
         with self._mutex:
             self._raise_saved()
             self._check(self.generation)
-            return HostBranch(self.geometry, self._data.copy(), self.generation)
+            return self._akin(HostBranch(self.geometry, self._data.copy(), self.generation))
 
     def _load(self, layer, ids, targets, out):
         out[targets] = self._data[ids]

@@ -9,11 +9,12 @@ value (`kvjax.cache.pool.row_width`).
 """
 
 import abc
+import contextlib
 import dataclasses
 import itertools
 import threading
 import weakref
-from typing import Any, NamedTuple, Protocol, SupportsInt, runtime_checkable
+from typing import Any, NamedTuple, Protocol, SupportsInt, TypeVar, runtime_checkable
 
 import ml_dtypes
 import numpy as np
@@ -241,19 +242,29 @@ class Branch(abc.ABC):
       generation: committed generation; starts at 0, in a fork at the parent's.
       events: list to which events of reads are appended in order; None (the default) records nothing.
       samples: number Q of the prompt's queries that `Prompt.retrieved` should have.
+      on_flash: whether blocks are stored in a file, not in host memory.
       codec: name of the encoding of blocks in the file, see `kvjax.store.format.codec`.
     """
 
     events: list[Event] | None = None
     reads_in_c: bool = False  # compiled programs may call `kvjax.store.native` with this branch
     samples: int = 0
+    on_flash: bool = False
     codec: str = "raw"
+    family: "weakref.WeakSet[Branch] | None" = None  # open branches of the same store, which `OpenBranches` closes
 
     def __init__(self, geometry: Geometry, generation: int = 0):
         self.geometry = geometry
         self.generation = generation
         self.handle = next(_HANDLES)
         _BRANCHES[self.handle] = self
+
+    def _akin(self, branch: "BranchT") -> "BranchT":
+        """Returns another branch of the same store, which `OpenBranches.close` closes with this one."""
+        branch.family = self.family
+        if self.family is not None:
+            self.family.add(branch)
+        return branch
 
     @abc.abstractmethod
     def write_layer(
@@ -334,6 +345,11 @@ class Branch(abc.ABC):
         Returns:
           Whether the blocks were enqueued; if not, the exception is saved.
         """
+
+    @property
+    @abc.abstractmethod
+    def stored_bytes(self) -> int:
+        """Bytes that blocks take where they are stored; forks may share them."""
 
     @property
     @abc.abstractmethod
@@ -425,6 +441,43 @@ class Store(Protocol):
         Raises:
           NoSpace: not even `least_blocks` blocks would fit.
         """
+
+
+BranchT = TypeVar("BranchT", bound=Branch)
+
+
+class OpenBranches:
+    """Base of stores that can be closed: it knows the branches that are in use.
+
+    A store is a context manager. It holds nothing itself: after `close` it can create or open others.
+    """
+
+    def __init__(self):
+        self._branches: weakref.WeakSet[Branch] = weakref.WeakSet()
+
+    def _opened(self, branch: BranchT) -> BranchT:
+        """Returns a branch that `close` will close, with its forks."""
+        branch.family = self._branches
+        self._branches.add(branch)
+        return branch
+
+    def close(self) -> None:
+        """Closes every branch of the store that is open, those of caches and their forks, as `Branch.close` does.
+
+        Closing twice is allowed.
+
+        Raises:
+          StoreError: what failed first, after all are closed.
+        """
+        with contextlib.ExitStack() as stack:
+            for branch in list(self._branches):
+                stack.callback(branch.close)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *raised) -> None:
+        self.close()
 
 
 def is_store(given) -> bool:

@@ -33,11 +33,11 @@ def test_layers_that_keep_nothing_share_their_slots_unless_they_rewrite_blocks(
     """Given as many tokens as split a cluster: the same logits, and memory of one layer's slots."""
     method, slots = METHODS[name], {"backend": backend, "keep": False}
     expected = teacher_forced(params, tokens, method, steps=8)
-    got = teacher_forced(params, tokens, method, driver, FlashStore(tmp_path / "tokens"), steps=8, **slots)
+    got = teacher_forced(params, tokens, method, driver, FlashStore(file=tmp_path / "tokens"), steps=8, **slots)
     np.testing.assert_allclose(got, expected, atol=1e-5)
     sizes = {}
     for keep in (True, False):
-        plan, state, _, branch = start(params, tokens, method, FlashStore(tmp_path / f"{keep}"), keep=keep)
+        plan, state, _, branch = start(params, tokens, method, FlashStore(file=tmp_path / f"{keep}"), keep=keep)
         done = decode.step(plan, params, state, tokens[:, max(PROMPT)])
         state, stats = done.state, [report.stats for report in done.reports]
         sizes[keep] = bytes_of(state.layers)
@@ -57,7 +57,7 @@ def test_slots_come_back_to_the_first_layer_on_a_store(tokens, driver, donate, t
     """Given a layer in memory before them, and layers with one sequence that takes no part."""
     params, method = make_params(DEEP), dataclasses.replace(METHODS["quest"], dense_layers=1)
     expected = teacher_forced(params, tokens, method, driver, config=DEEP, steps=2)
-    plan, state, _, branch = start(params, tokens, method, FlashStore(tmp_path), DEEP, keep=False)
+    plan, state, _, branch = start(params, tokens, method, FlashStore(directory=tmp_path), DEEP, keep=False)
     for i in range(2):
         assert [one.pool.waits for one in state.layers[1:]] == [False, True]
         fed = tokens[np.arange(2), np.asarray(PROMPT) + i]
@@ -84,7 +84,7 @@ def test_they_are_updated_in_place(params, tokens, name, settings):
 def test_they_stay_where_they_are(tokens, tmp_path):
     """The driver that goes layer by layer, given a state that it may take."""
     params = make_params(DEEP)
-    plan, state, _, branch = start(params, tokens, METHODS["quest"], FlashStore(tmp_path), DEEP, keep=False)
+    plan, state, _, branch = start(params, tokens, METHODS["quest"], FlashStore(directory=tmp_path), DEEP, keep=False)
     before = state.layers[0].pool.rows.unsafe_buffer_pointer()
     state, _ = decoded(plan, params, state, tokens, 3)
     assert state.layers[0].pool.rows.unsafe_buffer_pointer() == before
@@ -94,7 +94,7 @@ def test_they_stay_where_they_are(tokens, tmp_path):
 def test_they_are_not_parked(params, tokens, tmp_path):
     plan, resident, _, branch = start(params, tokens, METHODS["kvswap"], HostStore(), keep=False)
     _, offloaded, _, other = start(
-        params, tokens, METHODS["kvswap"], HostStore(), keep=False, offload=FlashStore(tmp_path)
+        params, tokens, METHODS["kvswap"], HostStore(), keep=False, offload=FlashStore(directory=tmp_path)
     )
     resident, expected = decoded(plan, params, resident, tokens, STEPS)
     offloaded, got = decoded(plan, params, offloaded, tokens, STEPS)
@@ -118,7 +118,7 @@ def waits(cache):
 def test_questions_more_text_and_saving(name, tmp_path):
     """Caches that share a past do not disturb one another, and each has slots in its first layer."""
     llm, context, question = LLM(DEEP, make_params(DEEP, sharper=1)), list(range(1, 50)), [7, 8, 9]
-    settings = {"store": FlashStore(tmp_path / "a"), "slots": kvjax.Slots(keep=False)}
+    settings = {"store": FlashStore(file=tmp_path / "a"), "slots": kvjax.Slots(keep=False)}
     memory, stored = (llm.prefill(context, method=METHODS[name], **more) for more in ({}, settings))
     expected = llm.generate(question, memory, max_new_tokens=8).tokens
     for _ in range(2):
@@ -137,7 +137,7 @@ def test_questions_more_text_and_saving(name, tmp_path):
 @pytest.mark.parametrize("driver", ["staged", "fused"])
 def test_a_token_that_fails_leaves_them_in_the_first_layer(tokens, driver, tmp_path):
     """Whichever layer's read it is: the retry gives the same logits."""
-    params, store = make_params(DEEP), FlashStore(tmp_path, staging_bytes=0, engine="threads")
+    params, store = make_params(DEEP), FlashStore(directory=tmp_path, staging_bytes=0, engine="threads")
     expected = teacher_forced(params, tokens, METHODS["quest"], driver, config=DEEP, steps=3)
     store.system = FaultySystem()
     plan, state, _, branch = start(params, tokens, METHODS["quest"], store, DEEP, keep=False)

@@ -116,7 +116,7 @@ def test_flash_and_memory_give_equal_bits_and_what_they_give_without_a_bias(name
     stream = biased(Stream.draw(6))
     in_memory = Sim(METHODS[name], stream, prompt, dtype=dtype)
     kept = in_memory.run(30)
-    store = kvjax.FlashStore(tmp_path, staging_bytes=0)
+    store = kvjax.FlashStore(directory=tmp_path, staging_bytes=0)
     np.testing.assert_array_equal(kept, Sim(METHODS[name], stream, prompt, store=store, dtype=dtype).run(30))
     if name == "full":
         floats = Sim(METHODS["full"], stream, prompt).run(30)

@@ -34,7 +34,7 @@ def tiers(state) -> list[TieredPool]:
 def test_a_host_tier_changes_no_bit(params, tokens, name, driver, backend, tmp_path):
     """Given methods that append, hold and split, against all blocks in memory with the same driver."""
     expected = teacher_forced(params, tokens, METHODS[name], driver, steps=STEPS)
-    got = teacher_forced(params, tokens, METHODS[name], driver, FlashStore(tmp_path), steps=STEPS, host=HOST,
+    got = teacher_forced(params, tokens, METHODS[name], driver, FlashStore(directory=tmp_path), steps=STEPS, host=HOST,
                          backend=backend)
     np.testing.assert_array_equal(got, expected)
 
@@ -51,7 +51,7 @@ def test_what_left_the_device_comes_from_the_host(params, tokens, tmp_path):
     """Given room for every block in host memory, only what was written is read again."""
     method, reads = METHODS["quest"], {}
     for host in (None, 24):
-        plan, state, _, branch = start(params, tokens, method, FlashStore(tmp_path), host=host)
+        plan, state, _, branch = start(params, tokens, method, FlashStore(directory=tmp_path), host=host)
         state, _ = decoded(plan, params, state, tokens, STEPS)
         reads[host] = branch.stats().blocks_read
         if host:
@@ -93,7 +93,7 @@ def test_device_and_host_hold_what_the_store_holds(params, tokens):
 
 def test_a_failed_read_leaves_both_tiers_as_they_were(params, tokens, tmp_path):
     expected = teacher_forced(params, tokens, METHODS["quest"], steps=STEPS)
-    store = FlashStore(tmp_path)
+    store = FlashStore(directory=tmp_path)
     store.system = FaultySystem()
     plan, state, _, _ = start(params, tokens, METHODS["quest"], store, host=HOST)
     store.system.fail("preadv", errno.EIO)
@@ -114,7 +114,7 @@ def test_asked_extended_saved_and_restored(params, tmp_path):
     answers = []
     for host, prefetch in ((None, "off"), (HOST, "off"), (HOST, "layer")):
         path = tmp_path / f"{host}-{prefetch}"
-        cache = llm.prefill(context, method=METHODS["quest"], store=FlashStore(tmp_path / f"{path.name}.kv"),
+        cache = llm.prefill(context, method=METHODS["quest"], store=FlashStore(file=tmp_path / f"{path.name}.kv"),
                             slots=Slots(host=host, prefetch=prefetch))
         grown = llm.extend(cache, question, chunk=2)
         cache.save(path)

@@ -65,8 +65,8 @@ def content(directory) -> list[str]:
 
 KINDS = {
     "memory": lambda path: None,
-    "flash": lambda path: kvjax.FlashStore(path / "saved" / "blocks.kv"),
-    "elsewhere": lambda path: kvjax.FlashStore(path),
+    "flash": lambda path: kvjax.FlashStore(file=path / "saved" / "blocks.kv"),
+    "elsewhere": lambda path: kvjax.FlashStore(file=path),
 }
 
 
@@ -108,7 +108,7 @@ def test_numbers_of_numpy_are_saved_as_numbers(unchecked, llm, tmp_path):
 
 def test_the_codec_of_a_store_is_kept(llm, small_pages, tmp_path):
     """Also where the file of the directory is a copy. The pages that are not full have a run of empty rows."""
-    store = kvjax.FlashStore(tmp_path, codec="rle", direct=False)
+    store = kvjax.FlashStore(directory=tmp_path, codec="rle", direct=False)
     cache = llm.prefill(CONTEXT, method=METHOD, store=store)
     assert cache.branch.stats().blocks_short > 0
     expected = answers(llm, cache)
@@ -158,7 +158,7 @@ def test_an_answered_cache_is_saved_and_goes_on(llm, make, tmp_path):
 
 def test_another_process_answers_alike(llm, tmp_path):
     kvjax.save(llm, tmp_path / "model")
-    cache = llm.prefill(CONTEXT, method=METHOD, store=kvjax.FlashStore(tmp_path / "blocks.kv"))
+    cache = llm.prefill(CONTEXT, method=METHOD, store=kvjax.FlashStore(file=tmp_path / "blocks.kv"))
     cache.save(tmp_path)
     expected = answers(llm, cache)
     cache.close()
@@ -177,7 +177,7 @@ llm.generate("abc", cache, max_new_tokens=6).cache.save({str(tmp_path)!r})
 
 
 def test_many_readers_and_one_writer(llm, tmp_path):
-    cache = llm.prefill(CONTEXT, method=METHOD, store=kvjax.FlashStore(tmp_path / "blocks.kv"))
+    cache = llm.prefill(CONTEXT, method=METHOD, store=kvjax.FlashStore(file=tmp_path / "blocks.kv"))
     expected = answers(llm, cache)
     cache.save(tmp_path)
     with pytest.raises(StoreLocked):
@@ -254,7 +254,7 @@ def test_what_the_system_refuses_at_the_end_is_typed(llm, tmp_path, monkeypatch,
 @pytest.mark.parametrize("offload", [False, True])
 def test_a_value_that_its_store_has_left_behind_is_refused(llm, tmp_path, offload):
     slots = kvjax.Slots(offload=kvjax.HostStore()) if offload else None
-    cache = llm.prefill(CONTEXT, method=METHOD, store=kvjax.FlashStore(tmp_path), slots=slots)
+    cache = llm.prefill(CONTEXT, method=METHOD, store=kvjax.FlashStore(directory=tmp_path), slots=slots)
     decode.step(cache.plan, llm.params, cache.state, jnp.asarray([5]))
     for use in (lambda: llm.generate("abc", cache), cache.fork, lambda: cache.save(tmp_path / "saved")):
         with pytest.raises(StaleCache, match="fork before decoding"):
@@ -272,7 +272,7 @@ def test_what_does_not_fit_is_refused(llm, make, tmp_path):
     with pytest.raises(NothingSaved, match="does not exist"):
         llm.restore(tmp_path / "missing")
     assert not (tmp_path / "missing").exists()
-    for nothing in (lambda: llm.restore(""), lambda: cache.save(""), lambda: kvjax.FlashStore(""),
+    for nothing in (lambda: llm.restore(""), lambda: cache.save(""), lambda: kvjax.FlashStore(file=""),
                     lambda: llm.restore("a\0b"), lambda: cache.save("a\0b")):
         with pytest.raises(ConfigError, match="path"):
             nothing()
@@ -310,7 +310,7 @@ def test_a_method_of_your_own_is_given_again(llm, tmp_path):
 
 def test_a_directory_keeps_its_kind(llm, tmp_path):
     memory = llm.prefill(CONTEXT, method=METHOD)
-    flash = llm.prefill(CONTEXT, method=METHOD, store=kvjax.FlashStore(tmp_path))
+    flash = llm.prefill(CONTEXT, method=METHOD, store=kvjax.FlashStore(directory=tmp_path))
     memory.save(tmp_path / "memory")
     flash.save(tmp_path / "flash")
     for cache, name in ((memory, "flash"), (flash, "memory")):
@@ -342,7 +342,7 @@ def test_a_file_of_somebody_else_is_no_cache_and_stays(llm, tmp_path, content):
 def test_what_a_directory_holds_is_looked_at_with_the_lock_held(llm, tmp_path, monkeypatch):
     """Given somebody who saves a cache of the other kind just before: that one stays."""
     memory = llm.prefill(CONTEXT, method=METHOD)
-    flash = llm.prefill(CONTEXT, method=METHOD, store=kvjax.FlashStore(tmp_path / "elsewhere.kv"))
+    flash = llm.prefill(CONTEXT, method=METHOD, store=kvjax.FlashStore(file=tmp_path / "elsewhere.kv"))
     saving = checkpoint._saving
 
     @contextlib.contextmanager
@@ -360,7 +360,7 @@ def test_what_a_directory_holds_is_looked_at_with_the_lock_held(llm, tmp_path, m
 
 
 def test_what_a_branch_saved_by_itself_is_no_cache(llm, tmp_path):
-    cache = llm.prefill(CONTEXT, method=METHOD, store=kvjax.FlashStore(tmp_path / "blocks.kv"))
+    cache = llm.prefill(CONTEXT, method=METHOD, store=kvjax.FlashStore(file=tmp_path / "blocks.kv"))
     cache.branch.save()
     cache.save(tmp_path)  # the newest; the one before names no state
     cache.branch.save()
@@ -371,7 +371,7 @@ def test_what_a_branch_saved_by_itself_is_no_cache(llm, tmp_path):
 
 def test_what_is_decoded_while_a_cache_is_saved_is_in_no_save(llm, tmp_path, monkeypatch):
     """Given a token that is committed after the state was written: StaleCache, and the save before it stays."""
-    cache = llm.prefill(CONTEXT, method=METHOD, store=kvjax.FlashStore(tmp_path / "blocks.kv"))
+    cache = llm.prefill(CONTEXT, method=METHOD, store=kvjax.FlashStore(file=tmp_path / "blocks.kv"))
     cache.save(tmp_path)
     written = state_file.save
 
@@ -390,7 +390,7 @@ def test_what_is_decoded_while_a_cache_is_saved_is_in_no_save(llm, tmp_path, mon
 def test_a_store_file_that_was_never_saved_hides_nothing(llm, tmp_path):
     memory = llm.prefill(CONTEXT, method=METHOD)
     memory.save(tmp_path)
-    llm.prefill(CONTEXT, method=METHOD, store=kvjax.FlashStore(tmp_path / "blocks.kv")).close()
+    llm.prefill(CONTEXT, method=METHOD, store=kvjax.FlashStore(file=tmp_path / "blocks.kv")).close()
     again = llm.restore(tmp_path)
     assert again.branch is None and answers(llm, again) == answers(llm, memory)
     memory.save(tmp_path)
@@ -401,7 +401,7 @@ def test_a_store_file_that_was_never_saved_hides_nothing(llm, tmp_path):
     {"chunk": 0},
 ], ids=["count", "host", "chunk"])
 def test_a_prefill_that_is_refused_loses_no_saved_cache(llm, tmp_path, bad):
-    method, store = METHODS["quest"], kvjax.FlashStore(tmp_path / "blocks.kv")
+    method, store = METHODS["quest"], kvjax.FlashStore(file=tmp_path / "blocks.kv")
     cache = llm.prefill(CONTEXT, method=method, store=store)
     cache.save(tmp_path)
     expected = answers(llm, cache)
@@ -413,7 +413,7 @@ def test_a_prefill_that_is_refused_loses_no_saved_cache(llm, tmp_path, bad):
 
 
 def _on_flash(llm, directory):
-    return contextlib.closing(llm.prefill(CONTEXT, method=METHOD, store=kvjax.FlashStore(directory / "blocks.kv")))
+    return contextlib.closing(llm.prefill(CONTEXT, method=METHOD, store=kvjax.FlashStore(file=directory / "blocks.kv")))
 
 
 def test_a_reader_that_is_overtaken_reads_what_was_saved_last(llm, tmp_path, monkeypatch):
@@ -457,8 +457,8 @@ def test_one_save_at_a_time(llm, make, tmp_path):
 
 
 def test_a_file_in_use_is_not_replaced(llm, tmp_path):
-    first = llm.prefill(CONTEXT, method=METHOD, store=kvjax.FlashStore(tmp_path / "blocks.kv"))
-    second = llm.prefill(CONTEXT, method=METHOD, store=kvjax.FlashStore(tmp_path))
+    first = llm.prefill(CONTEXT, method=METHOD, store=kvjax.FlashStore(file=tmp_path / "blocks.kv"))
+    second = llm.prefill(CONTEXT, method=METHOD, store=kvjax.FlashStore(directory=tmp_path))
     first.save(tmp_path)
     with pytest.raises(StoreLocked):
         second.save(tmp_path)

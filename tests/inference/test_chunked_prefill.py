@@ -86,7 +86,8 @@ def test_every_token_has_one_place(params, tokens, name):
 @pytest.mark.parametrize(("name", "backend"), [("dynakv", "buffer"), ("quest", "io")])
 def test_flash_equals_memory(params, tokens, tmp_path, name, backend):
     _, expected, logits, _ = extended(params, tokens, METHODS[name], 8)
-    plan, state, got, branch = extended(params, tokens, METHODS[name], 8, FlashStore(tmp_path), backend=backend)
+    plan, state, got, branch = extended(params, tokens, METHODS[name], 8, FlashStore(directory=tmp_path),
+                                        backend=backend)
     np.testing.assert_array_equal(got, logits)
     for ours, theirs in zip(state.layers, expected.layers, strict=True):
         for pair in zip(*map(jax.tree.leaves, (ours.state, theirs.state)), strict=True):
@@ -114,8 +115,8 @@ def test_a_chunk_refuses_no_split_that_single_tokens_are_granted(params, tokens)
 
 
 def test_a_failed_read_loses_nothing(params, tokens, tmp_path):
-    plan, state, _, branch = start(params, tokens, METHODS["quest"], FlashStore(tmp_path))
-    _, expected, _, twin = start(params, tokens, METHODS["quest"], FlashStore(tmp_path))
+    plan, state, _, branch = start(params, tokens, METHODS["quest"], FlashStore(directory=tmp_path))
+    _, expected, _, twin = start(params, tokens, METHODS["quest"], FlashStore(directory=tmp_path))
     text, length = following(tokens), jnp.asarray(MORE)
     failing = mock.Mock(side_effect=ReadFailed("unplugged"))
     unplugged = mock.patch.multiple(branch, _window=failing, _load=failing)  # of reads in C, and in Python

@@ -43,7 +43,7 @@ def cache(llm, directory):
 def twice(llm, directory):
     """Two saves in one store file; gives the lengths of both."""
     directory.mkdir()
-    first = llm.prefill(CONTEXT, method=METHOD, store=kvjax.FlashStore(directory / "blocks.kv"))
+    first = llm.prefill(CONTEXT, method=METHOD, store=kvjax.FlashStore(file=directory / "blocks.kv"))
     first.save(directory)
     second = llm.generate("abc", first, max_new_tokens=4).cache
     second.save(directory)
@@ -60,7 +60,7 @@ def state_of(directory) -> pathlib.Path:
 
 
 def newest_state(llm, directory) -> pathlib.Path:
-    with contextlib.closing(kvjax.FlashStore(directory / "blocks.kv").open(read_only=True)) as branch:
+    with contextlib.closing(kvjax.FlashStore(file=directory / "blocks.kv").open(read_only=True)) as branch:
         return directory / f"{Manifest.unpack(branch.saves()[0].metadata, directory).state}.safetensors"
 
 
@@ -239,7 +239,7 @@ def _plant(directory) -> None:
 @pytest.mark.parametrize("kind", ["memory", "flash"])
 @pytest.mark.parametrize("how", ["save", "restore", "failed save"])
 def test_strays_of_killed_saves_are_removed(llm, directory, kind, how, monkeypatch):
-    store = None if kind == "memory" else kvjax.FlashStore(directory / "blocks.kv")
+    store = None if kind == "memory" else kvjax.FlashStore(file=directory / "blocks.kv")
     directory.mkdir()
     cache = llm.prefill(CONTEXT, method=METHOD, store=store)
     cache.save(directory)
@@ -264,7 +264,7 @@ def test_strays_of_killed_saves_are_removed(llm, directory, kind, how, monkeypat
 def test_a_stray_beside_a_single_save_is_removed(llm, directory):
     """Of a store that holds one save, and may hold two."""
     directory.mkdir()
-    cache = llm.prefill(CONTEXT, method=METHOD, store=kvjax.FlashStore(directory / "blocks.kv"))
+    cache = llm.prefill(CONTEXT, method=METHOD, store=kvjax.FlashStore(file=directory / "blocks.kv"))
     cache.save(directory)
     cache.close()
     files = content(directory)
@@ -345,7 +345,7 @@ def test_only_the_owner_may_read_what_is_saved(llm, tmp_path, open_umask, kind, 
     if existed or kind == "flash":
         directory.mkdir(parents=True)
     paths = {"flash": directory / "blocks.kv", "elsewhere": tmp_path}
-    store = kvjax.FlashStore(paths[kind]) if kind in paths else None
+    store = kvjax.FlashStore(file=paths[kind]) if kind in paths else None
     cache = llm.prefill(CONTEXT, method=METHOD, store=store)
     cache.save(directory)
     if existed:
@@ -398,7 +398,7 @@ def test_a_store_without_its_state_is_typed(llm, directory, twice):
 def test_prefilling_where_a_cache_is_saved_loses_it_only_once_the_new_one_is_saved(llm, directory, twice):
     _, saved = twice
     files = content(directory)
-    store = kvjax.FlashStore(directory / "blocks.kv")
+    store = kvjax.FlashStore(file=directory / "blocks.kv")
     llm.prefill(CONTEXT[:70], method=METHOD, store=store).close()
     assert content(directory) == files
     again = llm.restore(directory)

@@ -84,7 +84,7 @@ def test_drivers_agree(params, tokens, name, tmp_path):
     """The least alike of the four ways to decode: layer by layer in memory, and in one program on flash."""
     config = CONFIG if name in STORED else SINGLE
     staged = teacher_forced(params, tokens, METHODS[name], config=config)
-    fused = teacher_forced(params, tokens, METHODS[name], "fused", FlashStore(tmp_path), config=config)
+    fused = teacher_forced(params, tokens, METHODS[name], "fused", FlashStore(directory=tmp_path), config=config)
     np.testing.assert_array_equal(staged.argmax(-1), fused.argmax(-1))
     np.testing.assert_allclose(staged, fused, atol=1e-4)
 
@@ -101,13 +101,13 @@ def test_drivers_give_equal_logits_in_bfloat16(params, tokens):
 def test_stores_agree_bit_by_bit(params, tokens, name, driver, tmp_path):
     """In one driver; that every method does so in a layer is law 5."""
     in_memory = teacher_forced(params, tokens, METHODS[name], driver)
-    on_flash = teacher_forced(params, tokens, METHODS[name], driver, FlashStore(tmp_path))
+    on_flash = teacher_forced(params, tokens, METHODS[name], driver, FlashStore(directory=tmp_path))
     np.testing.assert_array_equal(in_memory, on_flash)
 
 
 @pytest.mark.parametrize("layout", ["dual_head", "sequential"])
 def test_layouts_agree(params, tokens, layout, tmp_path):
-    store = FlashStore(tmp_path, layout=layout, staging_bytes=0)
+    store = FlashStore(directory=tmp_path, layout=layout, staging_bytes=0)
     expected = teacher_forced(params, tokens, METHODS["dynakv"])
     np.testing.assert_array_equal(expected, teacher_forced(params, tokens, METHODS["dynakv"], store=store))
 
@@ -251,7 +251,7 @@ def test_what_a_sliding_window_hides_is_not_kept(params, tokens, name):
 
 def test_dense_layers_stay_in_memory_and_exact(params, tokens, tmp_path):
     method = dataclasses.replace(METHODS["quest"], dense_layers=1)
-    plan, state, _, branch = start(params, tokens, method, FlashStore(tmp_path))
+    plan, state, _, branch = start(params, tokens, method, FlashStore(directory=tmp_path))
     assert [type(one.pool).__name__ for one in state.layers] == ["MemoryPool", "SlotPool"]
     decode.step(plan, params, state, tokens[:, 0], donate=True)
     assert branch.stats().blocks_read > 0
@@ -281,7 +281,7 @@ def test_inputs_on_the_host_may_be_changed_after_the_call(params, tokens, driver
 
 
 def test_an_old_value_over_a_moved_store_is_stale(params, tokens, tmp_path):
-    plan, state, _, _ = start(params, tokens, METHODS["quest"], FlashStore(tmp_path))
+    plan, state, _, _ = start(params, tokens, METHODS["quest"], FlashStore(directory=tmp_path))
     new = decode.step(plan, params, state, tokens[:, 50]).state
     with pytest.raises(StaleCache):
         decode.step(plan, params, state, tokens[:, 51])
@@ -473,7 +473,7 @@ def test_one_program_serves_hundreds_of_tokens_while_clusters_split_on_flash(par
     steps = 300
     text = np.random.default_rng(1).integers(0, 64, (2, max(PROMPT) + steps)).astype(np.int32)
     plan = make_plan(CONFIG, METHODS["dynakv"], 2, text.shape[1])
-    branch = FlashStore(tmp_path, staging_bytes=1 << 21).create(store_geometry(plan), "test")
+    branch = FlashStore(directory=tmp_path, staging_bytes=1 << 21).create(store_geometry(plan), "test")
     state, _ = prefill.prefill(plan, params, text[:, : max(PROMPT)], jnp.asarray(PROMPT), branch, Slots())
     program = decode.compiled_token(True)
     with jax.log_compiles():

@@ -29,7 +29,7 @@ def test_the_layers_of_every_method_come_back_as_they_were(name, tmp_path):
     for stored in (False, True):
         outlines = [outline(plan, i, stored, Slots()) for i in range(CONFIG.num_layers)]
         layers = tuple(drawn(one, rng) for one in outlines)
-        offloaded = layer_offload.offload_all(FlashStore(tmp_path), layers)
+        offloaded = layer_offload.offload_all(FlashStore(directory=tmp_path), layers)
         assert not jax.tree.leaves(offloaded)
         back = layer_offload.everything(offloaded)
         assert jax.tree.structure(back) == jax.tree.structure(layers)
@@ -43,7 +43,8 @@ def test_the_layers_of_every_method_come_back_as_they_were(name, tmp_path):
 def test_parked_layers_decode_the_same_bits(params, tokens, name, prefetch, tmp_path):
     plan, resident, logits, branch = start(params, tokens, METHODS[name], HostStore(), prefetch=prefetch)
     _, offloaded, same, other = start(
-        params, tokens, METHODS[name], FlashStore(tmp_path), prefetch=prefetch, offload=FlashStore(tmp_path)
+        params, tokens, METHODS[name], FlashStore(directory=tmp_path), prefetch=prefetch,
+        offload=FlashStore(directory=tmp_path)
     )
     np.testing.assert_array_equal(logits, same)
     resident, expected = decoded(plan, params, resident, tokens, STEPS)
@@ -65,14 +66,14 @@ def _contents(layers):
 def test_layers_in_memory_may_be_parked_too(params, tokens, tmp_path):
     """With no other store: keys and values go to and fro with their layer."""
     plan, resident, *_ = start(params, tokens, METHODS["quest"])
-    _, offloaded, *_ = start(params, tokens, METHODS["quest"], offload=FlashStore(tmp_path))
+    _, offloaded, *_ = start(params, tokens, METHODS["quest"], offload=FlashStore(directory=tmp_path))
     _, expected = decoded(plan, params, resident, tokens, STEPS)
     np.testing.assert_array_equal(expected, decoded(plan, params, offloaded, tokens, STEPS)[1])
 
 
 def test_a_prompt_may_be_parked_with_no_other_store(tmp_path):
     llm, context, method = _model(DEEP), list(range(1, 50)), METHODS["quest"]
-    offloaded = llm.prefill(context, method=method, slots=kvjax.Slots(offload=FlashStore(tmp_path)))
+    offloaded = llm.prefill(context, method=method, slots=kvjax.Slots(offload=FlashStore(directory=tmp_path)))
     assert not jax.tree.leaves(offloaded.state.layers)
     expected = llm.generate([1, 2], llm.prefill(context, method=method), max_new_tokens=4).tokens
     assert llm.generate([1, 2], offloaded, max_new_tokens=4).tokens == expected
@@ -83,7 +84,8 @@ def test_memory_is_that_of_two_layers(tmp_path):
     llm = _model(DEEP)
     context, method = list(range(1, 50)), kvjax.Quest(budget=24, sinks=2, window=4, page=4)
     resident = llm.prefill(context, method=method, store=HostStore())
-    offloaded = llm.prefill(context, method=method, store=HostStore(), slots=kvjax.Slots(offload=FlashStore(tmp_path)))
+    offloaded = llm.prefill(context, method=method, store=HostStore(),
+                            slots=kvjax.Slots(offload=FlashStore(directory=tmp_path)))
     assert not jax.tree.leaves(offloaded.state.layers), "no array is left in memory between steps"
     assert offloaded.resident_bytes == pytest.approx(resident.resident_bytes / 2, rel=0.02)
     resident.close()
@@ -94,7 +96,7 @@ def test_memory_is_that_of_two_layers(tmp_path):
 def test_a_prompt_that_is_not_read_leaves_no_file(tmp_path, monkeypatch):
     """Refused, or failed while layers are offloaded; the exception may be kept, as notebooks do."""
     llm, context = _model(DEEP), list(range(1, 50))
-    slots = kvjax.Slots(offload=FlashStore(tmp_path / "p.kv"))
+    slots = kvjax.Slots(offload=FlashStore(file=tmp_path / "p.kv"))
     with pytest.raises(ConfigError, match="h2o") as kept:
         llm.prefill(context, method=kvjax.H2O(budget=24, sinks=2, window=4), store=HostStore(), slots=slots, chunk=8)
     assert not list(tmp_path.iterdir()), kept
@@ -114,7 +116,7 @@ def test_only_pages_that_changed_are_written(params, tokens, name, tmp_path, mon
     """Of tokens, and of vectors that stand for many blocks, whichever way they lie in memory."""
     monkeypatch.setattr(layer_offload, "PAGE_BYTES", 512)
     plan, length = make_plan(CONFIG, METHODS[name], 2, 4000), jnp.asarray(PROMPT)
-    slots = Slots(offload=FlashStore(tmp_path, staging_bytes=0))
+    slots = Slots(offload=FlashStore(directory=tmp_path, staging_bytes=0))
     state, _ = prefill.prefill(plan, params, tokens[:, : max(PROMPT)], length, None, slots)
     branch = state.layers[0].branch
     pages = sum(len(one.sums) for one in state.layers)
@@ -128,7 +130,7 @@ def test_only_pages_that_changed_are_written(params, tokens, name, tmp_path, mon
 
 def test_a_question_leaves_the_parked_cache_as_it_is(tmp_path):
     llm, question = _model(CONFIG), [7, 8, 9]
-    slots = kvjax.Slots(offload=FlashStore(tmp_path))
+    slots = kvjax.Slots(offload=FlashStore(directory=tmp_path))
     cache = llm.prefill(list(range(1, 50)), method=METHODS["quest"], store=HostStore(), slots=slots)
     first = llm.generate(question, cache, max_new_tokens=8)
     assert first.usage.offloaded.bytes_read > 0
@@ -141,7 +143,7 @@ def test_a_question_leaves_the_parked_cache_as_it_is(tmp_path):
 
 def test_saved_and_restored(tmp_path):
     llm = _model(CONFIG)
-    slots = kvjax.Slots(offload=FlashStore(tmp_path))
+    slots = kvjax.Slots(offload=FlashStore(directory=tmp_path))
     cache = llm.prefill(list(range(1, 50)), method=METHODS["quest"], store=HostStore(), slots=slots)
     cache.save(tmp_path / "saved")
     expected = llm.generate([7, 8], cache, max_new_tokens=8).tokens
@@ -196,7 +198,7 @@ def test_ctrl_c_amid_a_parked_layer_stays_ctrl_c(params, tokens, monkeypatch):
 def test_layers_that_cannot_all_be_parked_leave_no_lock(params, tokens, tmp_path, monkeypatch):
     """While the exception is kept, as notebooks do."""
     _, state, *_ = start(params, tokens, METHODS["quest"])
-    store = FlashStore(tmp_path / "p.kv")
+    store = FlashStore(file=tmp_path / "p.kv")
     with monkeypatch.context() as broken, pytest.raises(ZeroDivisionError) as kept:
         broken.setattr(layer_offload, "offload", lambda *_: 1 / 0)
         layer_offload.offload_all(store, state.layers)

@@ -37,7 +37,8 @@ def looking_ahead(name):
 @pytest.mark.parametrize(("name", "prefetch"), [("quest", "layer"), ("dynakv", "step")])
 def test_reading_ahead_changes_no_bit(params, tokens, name, prefetch, tmp_path):
     expected = teacher_forced(params, tokens, METHODS[name], steps=12)
-    got = teacher_forced(params, tokens, METHODS[name], "staged", FlashStore(tmp_path), steps=12, prefetch=prefetch)
+    got = teacher_forced(params, tokens, METHODS[name], "staged", FlashStore(directory=tmp_path), steps=12,
+                         prefetch=prefetch)
     np.testing.assert_array_equal(got, expected)
 
 
@@ -45,7 +46,8 @@ def test_reading_ahead_changes_no_bit(params, tokens, name, prefetch, tmp_path):
 def test_a_program_that_reads_ahead_gives_the_same_tokens(params, tokens, prefetch, tmp_path):
     expected = teacher_forced(params, tokens, METHODS["quest"], steps=12)
     got = teacher_forced(
-        params, tokens, METHODS["quest"], "fused", FlashStore(tmp_path), steps=12, backend="io", prefetch=prefetch
+        params, tokens, METHODS["quest"], "fused", FlashStore(directory=tmp_path), steps=12, backend="io",
+        prefetch=prefetch
     )
     np.testing.assert_array_equal(got.argmax(-1), expected.argmax(-1))
     np.testing.assert_allclose(got, expected, atol=1e-4)
@@ -55,7 +57,7 @@ def test_slots_that_keep_nothing_read_every_block_in_every_step(params, tokens, 
     """Given more slots than blocks, with reading ahead: the same bits, no hit, and all of it submitted."""
     method, slots = METHODS["kvswap"], {"count": 32, "prefetch": "layer", "keep": False}
     expected = teacher_forced(params, tokens, method, steps=6)
-    plan, state, _, branch = start(params, tokens, method, FlashStore(tmp_path), **slots)
+    plan, state, _, branch = start(params, tokens, method, FlashStore(directory=tmp_path), **slots)
     for i, logits in enumerate(expected):
         done = decode.step(plan, params, state, tokens[np.arange(2), np.asarray(PROMPT) + i], donate=True)
         state = done.state
@@ -89,10 +91,10 @@ def test_rows_of_what_was_read_are_counted(params, tokens, name, slots):
 def test_heads_that_fetch_alike_share_their_blocks(params, tokens, tmp_path):
     """Given blocks that are evicted: the same bits as from memory, and blocks for each head where heads differ."""
     for name, heads in (("kvswap", 1), ("quest", 2)):
-        _, state, _, branch = start(params, tokens, METHODS[name], FlashStore(tmp_path / name))
+        _, state, _, branch = start(params, tokens, METHODS[name], FlashStore(file=tmp_path / name))
         assert {one.pool.rows.shape[1] for one in state.layers} == {branch.geometry.kv_heads} == {heads}
         branch.close()
-        got = teacher_forced(params, tokens, METHODS[name], store=FlashStore(tmp_path / name), steps=8)
+        got = teacher_forced(params, tokens, METHODS[name], store=FlashStore(file=tmp_path / name), steps=8)
         np.testing.assert_array_equal(got, teacher_forced(params, tokens, METHODS[name], steps=8))
 
 
@@ -102,7 +104,7 @@ def test_heads_that_reuse_evenly_read_equally_many_blocks_and_change_no_bit(para
     expected, read = teacher_forced(params, tokens, method, steps=6), {}
     for host, even in ((None, True), (None, False), (64, True)):
         plan, state, _, branch = start(
-            params, tokens, method, FlashStore(tmp_path), count=20, host=host, even=even, backend="io"
+            params, tokens, method, FlashStore(directory=tmp_path), count=20, host=host, even=even, backend="io"
         )
         for i, logits in enumerate(expected):
             done = decode.step(plan, params, state, tokens[np.arange(2), np.asarray(PROMPT) + i], donate=True)
@@ -115,11 +117,12 @@ def test_heads_that_reuse_evenly_read_equally_many_blocks_and_change_no_bit(para
 
 def test_a_token_without_programs_is_the_same(params, tokens, tmp_path):
     """Operation by operation, callbacks included: the oracle of what compiled programs make of a step."""
-    plan, state, _, branch = start(params, tokens, METHODS["quest"], FlashStore(tmp_path), backend="io",
+    plan, state, _, branch = start(params, tokens, METHODS["quest"], FlashStore(directory=tmp_path), backend="io",
                                    prefetch="layer")
     fed = tokens[np.arange(2), np.asarray(PROMPT)]
     expected = decode.step(plan, params, state, fed)
-    again, other, _, other_branch = start(params, tokens, METHODS["quest"], FlashStore(tmp_path), backend="io",
+    again, other, _, other_branch = start(params, tokens, METHODS["quest"], FlashStore(directory=tmp_path),
+                                          backend="io",
                                           prefetch="layer")
     with jax.disable_jit():
         got = decode.step(again, params, other, fed)
@@ -138,7 +141,7 @@ def test_unknown_names():
 @pytest.mark.parametrize("driver", ["staged", "fused"])
 def test_a_method_that_looks_ahead_reads_nothing_late(deep, tokens, driver, tmp_path):
     method = looking_ahead("quest")
-    plan, state, _, branch = start(deep, tokens, method, FlashStore(tmp_path), DEEP, prefetch="layer")
+    plan, state, _, branch = start(deep, tokens, method, FlashStore(directory=tmp_path), DEEP, prefetch="layer")
     for i in range(8):
         state = decode.step(plan, deep, state, tokens[:, max(PROMPT) + i], driver=driver, donate=True).state
     stats = branch.stats()
@@ -169,7 +172,7 @@ def test_groups_are_chosen_by_the_previous_layers_input_or_by_a_layers_own_query
 @pytest.mark.parametrize("prefetch", ["layer", "step"])
 def test_wrong_guesses_are_counted(params, tokens, prefetch, tmp_path):
     method = dataclasses.replace(METHODS["quest"], budget=14)  # two pages of many: the estimate must miss some
-    plan, state, _, branch = start(params, tokens, method, FlashStore(tmp_path), prefetch=prefetch)
+    plan, state, _, branch = start(params, tokens, method, FlashStore(directory=tmp_path), prefetch=prefetch)
     for i in range(20):
         state = decode.step(plan, params, state, tokens[:, max(PROMPT) + i], donate=True).state
     stats = branch.stats()
@@ -179,7 +182,8 @@ def test_wrong_guesses_are_counted(params, tokens, prefetch, tmp_path):
 
 @pytest.mark.parametrize("driver", ["staged", "fused"])
 def test_the_next_layer_is_submitted_before_a_layer_is_read(deep, tokens, driver, tmp_path):
-    plan, state, _, branch = start(deep, tokens, looking_ahead("quest"), FlashStore(tmp_path), DEEP, prefetch="layer")
+    plan, state, _, branch = start(deep, tokens, looking_ahead("quest"), FlashStore(directory=tmp_path), DEEP,
+                                   prefetch="layer")
     expected = [("submit", 0), ("submit", 1), ("read", 0), ("answer", 0), ("submit", 2), ("read", 1), ("answer", 1),
                 ("read", 2), ("answer", 2)]
     for i in range(50):
@@ -194,7 +198,7 @@ def test_the_next_layer_is_submitted_before_a_layer_is_read(deep, tokens, driver
 
 def test_a_broken_prefetch_is_read_again(params, tokens, tmp_path, engine):
     """The device fails only while it is asked ahead: nobody notices but the counters."""
-    method, store = looking_ahead("quest"), FlashStore(tmp_path, engine=engine)
+    method, store = looking_ahead("quest"), FlashStore(directory=tmp_path, engine=engine)
     expected = teacher_forced(params, tokens, method)
     store.system = FaultySystem()
     plan, state, _, branch = start(params, tokens, method, store, prefetch="layer")
@@ -216,7 +220,7 @@ def test_a_broken_prefetch_is_read_again(params, tokens, tmp_path, engine):
 
 def test_a_prefetched_block_that_is_rewritten_is_read_again(tmp_path, engine):
     """Between the hint and the read, the block gets other contents."""
-    driver = Driver(FlashStore(tmp_path, engine=engine, staging_bytes=0).create(GEOMETRY, "test"))
+    driver = Driver(FlashStore(directory=tmp_path, engine=engine, staging_bytes=0).create(GEOMETRY, "test"))
     expected = driver.prefill()
     block = np.tile(np.arange(GEOMETRY.num_blocks, dtype=np.int32), (GEOMETRY.batch, GEOMETRY.kv_heads, 1))
     assert driver.branch.submit(0, 0, block)

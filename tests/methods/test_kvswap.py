@@ -251,7 +251,7 @@ def test_a_batch_chooses_as_each_sequence_alone(bits, joint, shared, aggregation
 def test_sixteen_sequences_on_flash_attend_as_each_alone(tmp_path):
     """Given prompts of unequal lengths and a reuse buffer, which has some of the groups that a step needs."""
     method, stream, lengths = KVSwap(**SMALL, sigma=2, bits=4, per_head=True), Stream.draw(5, 16), range(69, 85)
-    reuse = {"store": kvjax.FlashStore(tmp_path), "slots": 12, "policy": "fifo"}
+    reuse = {"store": kvjax.FlashStore(directory=tmp_path), "slots": 12, "policy": "fifo"}
     sim = Sim(method, stream, lengths, **reuse)
     together, needed, read = [], 0, 0
     for _ in range(12):

@@ -44,7 +44,7 @@ def test_the_layers_after_a_filter_layer_use_its_choice(params, tokens):
 def test_filter_layers_attend_everything_and_the_others_what_they_choose(params, tokens, driver, tmp_path):
     method = dataclasses.replace(METHOD, dense_layers=0, reuse=2)
     spec, logits = tiny.start(params, tokens, method)[0].layers[1].spec, []
-    for store in (None, FlashStore(tmp_path)):
+    for store in (None, FlashStore(directory=tmp_path)):
         plan, state, _, _ = tiny.start(params, tokens, method, store)
         assert isinstance(state.layers[0].pool, MemoryPool)  # the filter layer's blocks are never on the store
         for i in range(10):

@@ -101,7 +101,8 @@ def test_at_full_rank_nothing_is_lost(params, tokens, tmp_path):
     fetched = teacher_forced(params, tokens, dataclasses.replace(METHOD, sigma=None), steps=8)
     whole = dataclasses.replace(METHOD, sigma=1.0)
     np.testing.assert_allclose(teacher_forced(params, tokens, whole, steps=8), fetched, atol=2e-3)
-    lossy = teacher_forced(params, tokens, dataclasses.replace(METHOD, sigma=8.0), "fused", FlashStore(tmp_path), 8)
+    lossy = teacher_forced(params, tokens, dataclasses.replace(METHOD, sigma=8.0), "fused",
+                           FlashStore(directory=tmp_path), 8)
     assert np.abs(lossy - fetched).max() > 0.02
 
 
@@ -123,7 +124,7 @@ def test_blocks_hold_values_alone():
 
 def test_a_codec_of_keys_is_refused(params, tokens, tmp_path):
     with pytest.raises(ConfigError, match="'rle' compresses keys"):
-        start(params, tokens, METHOD, FlashStore(tmp_path, codec="rle"))
+        start(params, tokens, METHOD, FlashStore(directory=tmp_path, codec="rle"))
 
 
 @pytest.mark.parametrize("change", [{"sigma": 0.5}, {"outliers": 0}, {"reuse": 2}], ids=str)

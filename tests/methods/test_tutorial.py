@@ -33,7 +33,7 @@ def test_it_attends_everything_where_the_budget_allows(means):
 
 def test_flash_equals_memory(means, tmp_path):
     method, stream = means(budget=24, sinks=2, window=4, page=4), Stream.draw(1)
-    memory, flash = Sim(method, stream, [40, 3]), Sim(method, stream, [40, 3], FlashStore(tmp_path))
+    memory, flash = Sim(method, stream, [40, 3]), Sim(method, stream, [40, 3], FlashStore(directory=tmp_path))
     np.testing.assert_array_equal(memory.run(8), flash.run(8))
     flash.branch.close()
 

@@ -100,7 +100,7 @@ def test_flash_and_memory_give_equal_bits_near_those_of_floats(name, dtype, tmp_
     floats = Sim(METHODS["full"], stream, [40, 25]).run(30)
     in_memory = Sim(METHODS[name], stream, [40, 25], dtype=dtype)
     kept = in_memory.run(30)
-    store = kvjax.FlashStore(tmp_path, staging_bytes=0)
+    store = kvjax.FlashStore(directory=tmp_path, staging_bytes=0)
     np.testing.assert_array_equal(kept, Sim(METHODS[name], stream, [40, 25], store=store, dtype=dtype).run(30))
     assert in_memory.cache.pool.key.dtype == np.int8 and in_memory.cache.state.tail.key.dtype == np.float32
     if name == "full":
@@ -117,7 +117,7 @@ def test_blocks_with_runs_stored_once_give_equal_bits(name, small_pages, tmp_pat
 def test_a_model_decodes_saves_and_restores(llm, dtype, tmp_path):
     prompt = list(range(1, 40))
     method = METHODS["quest"]  # what splits do to packed rows is compared above
-    store = kvjax.FlashStore(tmp_path / "run")
+    store = kvjax.FlashStore(file=tmp_path / "run")
     (tmp_path / "run").mkdir()
     caches = [llm.prefill(prompt, method=method, store=one, dtype=dtype, capacity=80) for one in (None, store)]
     answers = [llm.generate([5, 6], cache, max_new_tokens=6) for cache in caches]

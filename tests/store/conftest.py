@@ -139,7 +139,7 @@ def open_branch(tmp_path):
 
 def skip_without(engine: str, directory) -> None:
     """Skips a test where files in the directory cannot be read in this way."""
-    store = FlashStore(directory, engine=engine)
+    store = FlashStore(directory=directory, engine=engine)
     try:
         store.create(GEOMETRY, "").close()
     except ConfigError as reason:
@@ -160,11 +160,12 @@ def store(request, tmp_path):
         return HostStore()
     if request.param == "coded":
         request.getfixturevalue("small_pages")
-        return FlashStore(tmp_path, codec="rle", direct=False, threads=2, staging_bytes=0)
+        return FlashStore(directory=tmp_path, codec="rle", direct=False, threads=2, staging_bytes=0)
     if request.param in ("threads", "aio", "mmap"):
         skip_without(request.param, tmp_path)
-        return FlashStore(tmp_path, engine=request.param, threads=2)
-    return FlashStore(tmp_path, direct=False, threads=2, staging_bytes=0 if request.param == "eager" else 64 << 20)
+        return FlashStore(directory=tmp_path, engine=request.param, threads=2)
+    return FlashStore(directory=tmp_path, direct=False, threads=2,
+                      staging_bytes=0 if request.param == "eager" else 64 << 20)
 
 
 @pytest.fixture
@@ -184,7 +185,8 @@ def fragile(request, tmp_path, open_branch, system) -> Driver:
     """A prefilled branch in a named file, on a system that can be made to fail."""
     engine = "threads" if request.param == "buffered" else request.param
     skip_without(engine, tmp_path)
-    store = FlashStore(tmp_path / "cache.kv", engine=engine, direct=request.param != "buffered", threads=2, timeout=5.0)
+    store = FlashStore(file=tmp_path / "cache.kv", engine=engine, direct=request.param != "buffered", threads=2,
+                       timeout=5.0)
     store.system = system
     driver = open_branch(store)
     driver.prefill()
@@ -203,7 +205,7 @@ def reopen(path):
     drivers = []
 
     def make(read_only=False, system=None, **settings) -> Driver:
-        store = FlashStore(path, **settings)
+        store = FlashStore(file=path, **settings)
         if system is not None:
             store.system = system
         drivers.append(Driver(store.open(GEOMETRY, "fingerprint", read_only=read_only)))
@@ -219,7 +221,7 @@ def reopen(path):
 @pytest.fixture
 def saved(path, open_branch) -> np.ndarray:
     """A closed file with save 1 (prefill), save 2 (block 0 changed) and an unsaved row; the blocks of save 2."""
-    driver = open_branch(FlashStore(path))
+    driver = open_branch(FlashStore(file=path))
     driver.prefill()
     assert driver.branch.save(b"first") == 1
     driver.append(0, 0, 5.0)

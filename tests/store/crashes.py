@@ -56,7 +56,7 @@ def expected_saves(seed: int, codec: str) -> dict[int, np.ndarray]:
 def run(path, seed: int, codec: str, system: SystemIO, saved) -> None:
     """The same run on flash; calls saved(step) after each save."""
     geometry = GEOMETRIES[codec]
-    store = FlashStore(path, threads=1, direct=False, staging_bytes=8 * geometry.extent_bytes, codec=codec)
+    store = FlashStore(file=path, threads=1, direct=False, staging_bytes=8 * geometry.extent_bytes, codec=codec)
     store.system = system
     driver = Driver(store.create(geometry, "crash"))
 

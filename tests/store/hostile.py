@@ -55,7 +55,7 @@ class StoreFile:
     """
 
     def __init__(self, path, geometry: Geometry, **settings):
-        driver = Driver(FlashStore(path, direct=False, threads=1, **settings).create(geometry, "fingerprint"))
+        driver = Driver(FlashStore(file=path, direct=False, threads=1, **settings).create(geometry, "fingerprint"))
         driver.prefill()
         driver.branch.save(b"first")
         self.contents = [everything(driver)]

@@ -40,7 +40,7 @@ def check(path, expected: dict, reported: int | None, go_on: bool = True) -> int
     following = [step for step in expected if reported is None or step > reported]
     allowed = {reported, *following[:1]} - {None}
     try:
-        branch = FlashStore(path, threads=1, direct=False).open(fingerprint="crash", read_only=not go_on)
+        branch = FlashStore(file=path, threads=1, direct=False).open(fingerprint="crash", read_only=not go_on)
     except (NothingSaved, FormatMismatch, StoreClosed, ChecksumMismatch):
         assert reported is None, f"save {reported} was reported and is gone"
         return None
@@ -54,7 +54,7 @@ def check(path, expected: dict, reported: int | None, go_on: bool = True) -> int
             driver.branch.save(b"again")
             after = contents(driver)
     if go_on:
-        with contextlib.closing(FlashStore(path, direct=False).open(read_only=True)) as branch:
+        with contextlib.closing(FlashStore(file=path, direct=False).open(read_only=True)) as branch:
             np.testing.assert_array_equal(contents(Driver(branch)), after)
     return step
 
@@ -136,7 +136,7 @@ def test_without_the_first_sync_a_power_cut_would_be_noticed(tmp_path, recorded,
 def saved(tmp_path_factory):
     """A file with two saves, the newest log record at its end; path and contents by save."""
     path = tmp_path_factory.mktemp("saved") / "cache.kv"
-    driver = Driver(FlashStore(path).create(GEOMETRY, "fingerprint"))
+    driver = Driver(FlashStore(file=path).create(GEOMETRY, "fingerprint"))
     driver.prefill()
     driver.branch.save(b"1")
     found = {1: contents(driver)}
@@ -155,12 +155,12 @@ def test_truncation_at_every_byte_of_the_last_record(tmp_path, saved):
     whole, copy = path.read_bytes(), tmp_path / "cut.kv"
     for length in range(start, start + place.bytes):
         copy.write_bytes(whole[:length])
-        with contextlib.closing(FlashStore(copy, direct=False, threads=1).open(read_only=True)) as branch:
+        with contextlib.closing(FlashStore(file=copy, direct=False, threads=1).open(read_only=True)) as branch:
             assert branch.saves()[0].metadata == b"1"
             if length % 16 == 0:
                 np.testing.assert_array_equal(contents(Driver(branch)), found[1])
     copy.write_bytes(whole[:start + place.bytes])
-    with contextlib.closing(FlashStore(copy, direct=False).open(read_only=True)) as branch:
+    with contextlib.closing(FlashStore(file=copy, direct=False).open(read_only=True)) as branch:
         np.testing.assert_array_equal(contents(Driver(branch)), found[2])
 
 
@@ -178,7 +178,7 @@ def region(offset: int, place) -> str:
 def outcome(path, found: dict) -> str:
     """What a user of a damaged file meets; never wrong bytes."""
     try:
-        branch = FlashStore(path, direct=False, threads=1).open(GEOMETRY, "fingerprint", read_only=True)
+        branch = FlashStore(file=path, direct=False, threads=1).open(GEOMETRY, "fingerprint", read_only=True)
     except (ChecksumMismatch, FormatMismatch, NothingSaved, ShortRead) as cause:
         assert str(path) in str(cause)
         return "refused"

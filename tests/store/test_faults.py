@@ -148,7 +148,7 @@ def disk(tmp_path):
 def test_a_device_that_fails(disk, engine):
     """Given a real one, and system calls that nobody replaced, so that C reads where it can."""
     skip_without(engine, disk.directory)
-    driver = Driver(FlashStore(disk.directory / "cache.kv", engine=engine).create(WIDE, ""))
+    driver = Driver(FlashStore(file=disk.directory / "cache.kv", engine=engine).create(WIDE, ""))
     blocks = driver.prefill()
     drop_pages(driver.branch.path)
     disk.lose()
@@ -166,7 +166,7 @@ def test_interrupted_calls_are_repeated(fragile, system):
 
 
 def test_reads_that_hang(tmp_path, open_branch, system, engine):
-    store = FlashStore(tmp_path, engine=engine, threads=2, timeout=1.5)
+    store = FlashStore(directory=tmp_path, engine=engine, threads=2, timeout=1.5)
     store.system = system
     driver = open_branch(store)
     blocks = driver.prefill()
@@ -221,7 +221,7 @@ def assert_reported(driver: Driver, kind: type[StoreError]) -> None:
 @pytest.fixture
 def behind(tmp_path, open_branch, system) -> tuple[Driver, np.ndarray]:
     """A branch whose writer has failed behind its back, on a device that is full; and what it holds."""
-    store = FlashStore(tmp_path / "cache.kv", staging_bytes=64 * EXTENT)
+    store = FlashStore(file=tmp_path / "cache.kv", staging_bytes=64 * EXTENT)
     store.system = system
     driver = open_branch(store)
     driver.prefill()
@@ -266,7 +266,7 @@ def test_what_fails_late_belongs_to_the_call_that_failed(tmp_path, open_branch, 
     """Given a flush of which some blocks cannot be written, and the device then refuses those that were."""
     skip_without("aio", tmp_path)
     monkeypatch.setattr("kvjax.store.flash.writer.Writer.MOST_UNFINISHED", 6)
-    store = FlashStore(tmp_path)
+    store = FlashStore(directory=tmp_path)
     store.system = system
     driver = open_branch(store)
     expected = driver.prefill()
@@ -305,7 +305,7 @@ def test_half_written_block_is_whole_again_after_the_retry(fragile, system):
 
 
 def test_full_staging_raises_before_it_commits(tmp_path, open_branch, system):
-    store = FlashStore(tmp_path, staging_bytes=2 * EXTENT)
+    store = FlashStore(directory=tmp_path, staging_bytes=2 * EXTENT)
     store.system = system
     driver = open_branch(store)
     system.fail("pwrite", errno.ENOSPC)
@@ -323,7 +323,7 @@ def test_full_staging_raises_before_it_commits(tmp_path, open_branch, system):
 
 
 def test_full_staging_of_another_branch(tmp_path, open_branch, system):
-    store = FlashStore(tmp_path, staging_bytes=2 * EXTENT)
+    store = FlashStore(directory=tmp_path, staging_bytes=2 * EXTENT)
     store.system = system
     driver = open_branch(store)
     other = Driver(driver.branch.fork())
@@ -341,7 +341,8 @@ def test_full_staging_of_another_branch(tmp_path, open_branch, system):
 
 @pytest.mark.parametrize("operation, skip", [("pwrite", 0), ("pwrite", 1), ("preadv", 0), ("preadv", 1)])
 def test_rows_that_come_while_their_block_is_being_written(tmp_path, open_branch, system, operation, skip):
-    store = FlashStore(tmp_path, staging_bytes=4 * EXTENT)  # four streams are past a quarter: the writer begins
+    # four streams are past a quarter: the writer begins
+    store = FlashStore(directory=tmp_path, staging_bytes=4 * EXTENT)
     store.system = system
     driver = open_branch(store)
     expected = driver.prefill()
@@ -362,7 +363,7 @@ def test_rows_that_come_while_their_block_is_being_written(tmp_path, open_branch
 
 
 def test_max_bytes(tmp_path, open_branch):
-    driver = open_branch(FlashStore(tmp_path, max_bytes=HEADER_BYTES + 25 * EXTENT))
+    driver = open_branch(FlashStore(directory=tmp_path, max_bytes=HEADER_BYTES + 25 * EXTENT))
     blocks = driver.prefill()
     with pytest.raises(NoSpace, match="max_bytes"):
         driver.prefill(layer=1)
@@ -393,4 +394,4 @@ def test_close_raises_what_failed_and_closes(fragile, system):
         fragile.branch.close()
     fragile.branch.close()
     system.heal()
-    Driver(FlashStore(fragile.branch.path).create(GEOMETRY, "")).branch.close()
+    Driver(FlashStore(file=fragile.branch.path).create(GEOMETRY, "")).branch.close()

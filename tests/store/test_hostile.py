@@ -55,7 +55,7 @@ def attack(file: StoreFile, path, data: bytes, capsys, exact: bool) -> None:
         if mapped.codec.geometry == file.geometry:
             mapped.block(1, 1, 1, 5)
             mapped.block(0, 0, 0, 0)
-    store = FlashStore(path, direct=False, threads=1, timeout=30.0)
+    store = FlashStore(file=path, direct=False, threads=1, timeout=30.0)
     with contextlib.suppress(KvjaxError):  # of whatever geometry
         store.open(read_only=True).close()
     for read_only in (True, False):
@@ -97,7 +97,7 @@ def test_what_is_not_changed_is_sound(file, tmp_path, capsys):
     path = tmp_path / "cache.kv"
     path.write_bytes(file.changed())
     assert path.read_bytes() == file.data and inspect.main([str(path)]) == 0
-    use(file, FlashStore(path, direct=False, threads=1), False, True)
+    use(file, FlashStore(file=path, direct=False, threads=1), False, True)
 
 
 def test_each_number_of_each_page(file, tmp_path, capsys, little_memory):
@@ -136,7 +136,7 @@ def test_many_numbers_at_once(file, tmp_path, capsys, little_memory, seed):
 
 def opened(path, data: bytes, **settings) -> Driver:
     path.write_bytes(data)
-    return Driver(FlashStore(path, direct=False, threads=1, **settings).open(GEOMETRY, "fingerprint"))
+    return Driver(FlashStore(file=path, direct=False, threads=1, **settings).open(GEOMETRY, "fingerprint"))
 
 
 def newest(file: StoreFile) -> tuple[int, list[tuple[int, int]]]:
@@ -171,7 +171,7 @@ def test_a_save_that_contradicts_itself_gives_way_to_the_one_before(plain, path,
     expected = everything(driver)
     assert driver.branch.save() == 4, "a number that was seen is not used again"
     driver.branch.close()
-    again = FlashStore(path).open()
+    again = FlashStore(file=path).open()
     np.testing.assert_array_equal(everything(Driver(again)), expected)
     again.close()
 
@@ -258,7 +258,7 @@ def test_a_header_that_makes_no_sense(plain, path, name, value, capsys):
     path.write_bytes(plain.changed((plain.field(f"header {name}"), value)))
     for read_only in (False, True):
         with pytest.raises(FormatMismatch, match=r"cache\.kv"):
-            FlashStore(path).open(read_only=read_only)
+            FlashStore(file=path).open(read_only=read_only)
     assert inspect.main([str(path)]) == 2 and "error: " in capsys.readouterr().err
 
 
@@ -271,7 +271,7 @@ def test_what_no_file_may_ask_for_is_not_made(tmp_path, change, words):
     with pytest.raises(ConfigError, match=words):
         Header(geometry, "").pack()
     with pytest.raises(ConfigError, match=words):
-        FlashStore(tmp_path / "cache.kv").create(geometry, "")
+        FlashStore(file=tmp_path / "cache.kv").create(geometry, "")
     assert not list(tmp_path.iterdir())
 
 
@@ -283,7 +283,7 @@ def test_a_file_with_a_hole_as_large_as_a_file_can_be_takes_no_memory(plain, pat
         file.truncate(far)
     for layout in LAYOUTS:
         for read_only in (True, False):
-            driver = Driver(FlashStore(path, direct=False, layout=layout).open(read_only=read_only))
+            driver = Driver(FlashStore(file=path, direct=False, layout=layout).open(read_only=read_only))
             with pytest.raises(ChecksumMismatch):
                 everything(driver)
             driver.append(4, 0, 1.0, layer=1)
@@ -305,7 +305,7 @@ def test_coded_blocks_that_are_none(tmp_path):
         told = value & 0xFFFF
         struct.pack_into("<Q", data, sums.offset, checksum(data[start:start + size]) & ~0xFFFF | told)
         path.write_bytes(file.sealed(data))
-        driver = Driver(FlashStore(path, direct=False).open())
+        driver = Driver(FlashStore(file=path, direct=False).open())
         with pytest.raises(ChecksumMismatch):
             everything(driver)
         driver.branch.discard()

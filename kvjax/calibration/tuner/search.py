@@ -141,9 +141,9 @@ def _check(llm: LLM, store: Store, family: Family, space: Space) -> None:
     because the measured rows are artificial, and their compressed size would say nothing.
     """
     if not is_store(store):
-        raise ConfigError(f"store={store!r} is no store; give one such as kvjax.FlashStore(directory)")
-    if isinstance(store, FlashStore) and not os.path.isdir(store.path):
-        raise ConfigError(f"{store.path} is a file, and tuning creates files of its own; give FlashStore a directory "
+        raise ConfigError(f"store={store!r} is no store; give one such as kvjax.FlashStore(directory=...)")
+    if isinstance(store, FlashStore) and not store.temporary:
+        raise ConfigError(f"{store.path} is a file, and tuning creates files of its own; use FlashStore(directory=...) "
                           "on the device")
     if isinstance(store, FlashStore) and store.codec not in (None, "raw"):
         raise ConfigError(f"codec={store.codec!r} makes the size of blocks depend on their keys, which a tuning does "
@@ -155,9 +155,10 @@ def _check(llm: LLM, store: Store, family: Family, space: Space) -> None:
 def _resumed(path, fresh: Tuning) -> Tuning:
     """Returns the tuning in a file, or `fresh` if there is none. Raises WriteFailed now if the file's directory does
     not exist, instead of after minutes of measuring."""
-    if path is not None and not pathlib.Path(path).parent.is_dir():
+    path = None if path is None else pathlib.Path(path).expanduser()
+    if path is not None and not path.parent.is_dir():
         raise WriteFailed(f"{path} is in no directory that exists; create it first, or choose another path")
-    if path is None or not pathlib.Path(path).exists():
+    if path is None or not path.exists():
         return fresh
     saved = tuning.load(path)
     if dataclasses.replace(saved, solutions={}, tables=Tables()) != fresh:

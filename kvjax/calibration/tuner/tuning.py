@@ -145,7 +145,7 @@ class Tuning:
                  "source": self.source, "limits": dataclasses.asdict(self.limits), "tables": self.tables.rows(),
                  "solutions": rows}
         try:
-            with _files.replacing(pathlib.Path(path)) as fresh:
+            with _files.replacing(pathlib.Path(path).expanduser()) as fresh:
                 fresh.write_text(json.dumps(saved, indent=2) + "\n")
         except OSError as cause:
             raise WriteFailed(f"writing {path} failed: {cause}; choose another path") from cause
@@ -159,7 +159,7 @@ def load(path: str | os.PathLike) -> Tuning:
       FormatMismatch: it is of another version.
     """
     try:
-        saved = _files.read_json(path)
+        saved = _files.read_json(pathlib.Path(path).expanduser())
         if saved["version"] != VERSION:
             raise FormatMismatch(f"{path} is a tuning of version {saved['version']}, but this library reads version "
                                  f"{VERSION}; tune again")

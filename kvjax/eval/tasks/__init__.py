@@ -43,7 +43,7 @@ def find(name: str) -> tuple[Task, pathlib.Path]:
     if TASKS[base].reads_file != bool(path):
         wanted = f"write {base}:FILE" if TASKS[base].reads_file else f"write {base}"
         raise ConfigError(f"task {name!r} {'needs a' if TASKS[base].reads_file else 'reads no'} file; {wanted}")
-    return TASKS[base], pathlib.Path(path)
+    return TASKS[base], pathlib.Path(path).expanduser()
 
 
 def number(name: str) -> int:

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 from kvjax.eval.tasks import scoring
 from kvjax.eval.tasks.base import Sample, Text
+from kvjax.inference.answers import Result
 from kvjax.inference.cache import Cache
 from kvjax.inference.generate import Observer
-from kvjax.llm import LLM, Result
+from kvjax.llm import LLM
 
 Questions = tuple[Sample, ...]  # about one context
 

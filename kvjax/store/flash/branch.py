@@ -53,6 +53,8 @@ class FlashBranch(TransactionalBranch):
       codec: how blocks are encoded in the file: "raw" or "rle".
     """
 
+    on_flash = True
+
     def __init__(self, volume: Volume, anchor: Anchor, table: Table, generation: int = 0):
         super().__init__(volume.geometry, generation)
         self._volume = volume
@@ -85,6 +87,12 @@ class FlashBranch(TransactionalBranch):
         return self._volume.codec.name
 
     @property
+    def stored_bytes(self):
+        """The size of the file, which branches share."""
+        with self._volume.lock:
+            return self._volume.extents.offset(self._volume.extents.end)
+
+    @property
     def held_bytes(self):
         """Bytes as `Branch.held_bytes`; the volume's part is included in full in every fork."""
         with self._volume.lock:
@@ -99,7 +107,8 @@ class FlashBranch(TransactionalBranch):
         """Returns a branch that shares table and extents, once everything committed is in the file. The cost depends on
         how much is staged, not on how much the cache holds."""
         with self._mutex:
-            return FlashBranch(self._volume, self._anchor, self._settled(), self.generation)  # type: ignore[arg-type]
+            fork = FlashBranch(self._volume, self._anchor, self._settled(), self.generation)  # type: ignore[arg-type]
+            return self._akin(fork)
 
     def at(self, save: Save) -> "FlashBranch":
         """Returns a new branch at a save that `saves` returned.
@@ -114,7 +123,7 @@ class FlashBranch(TransactionalBranch):
             tables = [saved.table.share() for saved in self._volume.log.saves() if saved.sequence == save.sequence]
         if not tables:
             raise StaleCache(f"{self.path} no longer holds save {save.sequence}; call saves() again")
-        return FlashBranch(self._volume, self._anchor, tables[0], save.generation)  # type: ignore[arg-type]
+        return self._akin(FlashBranch(self._volume, self._anchor, tables[0], save.generation))  # type: ignore[arg-type]
 
     def _settled(self) -> Table:
         """Returns the table, with one more owner, once everything committed is in the file."""
@@ -150,7 +159,7 @@ class FlashBranch(TransactionalBranch):
         if not self.writable:
             raise WriteFailed(f"{file.path} was opened read-only; open it for writing to save")
         if file.temporary:
-            raise ConfigError(f"{file.path} is temporary; to save, give FlashStore the path of a file")
+            raise ConfigError(f"{file.path} is temporary; to save it, use FlashStore(file=...)")
         with self._mutex:
             self._check(self.generation if generation is None else generation)
             self.flush()

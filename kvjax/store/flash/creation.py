@@ -20,9 +20,9 @@ STILLBORN_SECONDS = 60.0  # a temporary file that has been empty for this long w
 _KINDS = ((stat.S_ISDIR, "a directory"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"))
 
 
-def create_file(path, header: Header, system: SystemIO, *, direct: bool, max_bytes: int | None,
+def create_file(path, header: Header, system: SystemIO, *, temporary: bool, direct: bool, max_bytes: int | None,
                 least_blocks: int = 1) -> BlockFile:
-    """Creates `path`, or a temporary file in the directory `path`, and writes its header.
+    """Creates the file `path`, or a temporary file in the directory `path`, and writes its header.
 
     A kvjax file without a writer is replaced; its readers keep reading the old one. If something was saved in it, the
     new file is created beside it and takes its place at its own first save: until then the old one can be restored, and
@@ -33,9 +33,10 @@ def create_file(path, header: Header, system: SystemIO, *, direct: bool, max_byt
     instead.
 
     Args:
-      path: a file, or an existing directory.
+      path: a file, or a directory for a temporary one, which is created if it is missing.
       header: what the file is for.
       system: system calls.
+      temporary: whether `path` is a directory for a temporary file.
       direct: whether to open a descriptor for O_DIRECT.
       max_bytes: the largest size that the file may reach; None = any.
       least_blocks: blocks that have to fit at least.
@@ -51,10 +52,9 @@ def create_file(path, header: Header, system: SystemIO, *, direct: bool, max_byt
       NoSpace: the device or `max_bytes` is too small.
       WriteFailed: the path cannot be written.
     """
-    path, temporary = _validate.path("path", path), False
-    if os.path.isdir(path):
-        remove_orphans(path, system)
-        path, temporary = _name_in(path), True
+    path = _validate.path("path", path)
+    if temporary:
+        path = _place_in(path, system)
     descriptor, made = _open_for_writing(path, system)
     with contextlib.ExitStack() as undo:
         file = _tentative(path, descriptor, made, system, undo)
@@ -77,6 +77,16 @@ def create_file(path, header: Header, system: SystemIO, *, direct: bool, max_byt
     if not made and not kept:
         _close(descriptor, system)
     return file
+
+
+def _place_in(directory: str, system: SystemIO) -> str:
+    """Makes a directory ready for temporary files; returns the path of a new one in it."""
+    try:
+        os.makedirs(directory, mode=0o700, exist_ok=True)
+    except OSError as cause:
+        raise typed(f"cannot use the directory {directory}", cause, remedy="choose another directory") from cause
+    remove_orphans(directory, system)
+    return _name_in(directory)
 
 
 def _name_in(directory: str) -> str:

@@ -152,6 +152,8 @@ class SequentialBranch(TransactionalBranch):
       path, direct, engine, codec: as in `FlashBranch`.
     """
 
+    on_flash = True
+
     def __init__(self, geometry: Geometry, pages: "FlashBranch", log: Log, generation: int = 0):
         super().__init__(geometry, generation)
         self._pages = pages
@@ -180,6 +182,10 @@ class SequentialBranch(TransactionalBranch):
         return self._pages.codec
 
     @property
+    def stored_bytes(self):
+        return self._pages.stored_bytes
+
+    @property
     def held_bytes(self):
         log = self._log
         return self._pages.held_bytes + log.place.nbytes + log.sums.nbytes + log.end.nbytes
@@ -195,7 +201,7 @@ class SequentialBranch(TransactionalBranch):
         with self._mutex:
             self._raise_saved()
             self._check(self.generation)
-            return SequentialBranch(self.geometry, self._pages.fork(), self._log.copy(), self.generation)
+            return self._akin(SequentialBranch(self.geometry, self._pages.fork(), self._log.copy(), self.generation))
 
     # ---- prefill
 

@@ -20,19 +20,20 @@ from kvjax.store.flash.writer import Writer
 from kvjax.store.format.codec import Codec, make_codec
 from kvjax.store.format.extents import ExtentPool
 from kvjax.store.format.pages import CODECS, HEADER_BYTES, Header
-from kvjax.store.interface import Geometry
+from kvjax.store.interface import Geometry, OpenBranches
 from kvjax.store.io import emulation, profiles
 from kvjax.store.io.file import BlockFile
 from kvjax.store.io.reader import ENGINES, Reader
 
 
-class FlashStore:
+class FlashStore(OpenBranches):
     """A store that keeps blocks in files on flash. It touches no disk before `create` or `open`.
 
     Args:
-      path: a file to create, or an existing directory, in which a temporary file is created that is removed when its
-        last branch is closed or collected, and at exit. A kvjax file without a writer is replaced: at once if nothing
-        was saved in it, otherwise by the first save of the new one.
+      directory: directory, which is created if it is missing. Every cache gets a temporary file in it that is removed
+        when its last branch is closed or collected, and at exit.
+      file: in place of a directory, the file to create or open. A kvjax file without a writer is replaced: at once if
+        nothing was saved in it, otherwise by the first save of the new one.
       threads: number of concurrent reads when threads read.
       engine: how blocks are read: "aio", "threads" or "mmap" (see `kvjax.store.io.reader`). None selects "aio" where it
         works, otherwise "threads"; the branch's `engine` says which. Blocks in another codec than "raw" are read by
@@ -52,17 +53,26 @@ class FlashStore:
         Above 0, keys change by at most this much each time a block is written. Blocks are written in the background, so
         results also depend on when that happens.
 
+    In `directory`, `file` and `scratch`, `~` is the user's directory.
+
     Attributes:
+      path: absolute path of the directory or file.
+      temporary: whether it is a directory, in which files are temporary.
       system: its system calls; tests replace it.
 
     Raises:
-      ConfigError: a setting is invalid, or contradicts another one.
+      ConfigError: a setting is invalid or contradicts another one, or not exactly one of `directory` and `file` is
+        given.
     """
 
-    def __init__(self, path, *, threads: int = 4, engine: str | None = None, direct: bool = True,
-                 layout: str = "grouped", max_bytes: int | None = None, staging_bytes: int = 64 << 20,
+    def __init__(self, *, directory: str | os.PathLike | None = None, file: str | os.PathLike | None = None,
+                 threads: int = 4, engine: str | None = None, direct: bool = True, layout: str = "grouped",
+                 max_bytes: int | None = None, staging_bytes: int = 64 << 20,
                  timeout: float = 60.0, scratch: str | os.PathLike | None = None, profile: str = profiles.NATIVE,
                  codec: str | None = None, tolerance: float = 0.0):
+        super().__init__()
+        if (directory is None) == (file is None):
+            raise ConfigError("give either directory=, for temporary files, or file=, for one that can be opened again")
         _check_sizes(threads, max_bytes, staging_bytes, direct)
         if not _validate.number(timeout) or not 0.0 < timeout <= threading.TIMEOUT_MAX:
             raise ConfigError(f"timeout={timeout!r} must be positive, and at most {threading.TIMEOUT_MAX:.0f} seconds")
@@ -78,7 +88,8 @@ class FlashStore:
                               "not have; use another engine")
         if not _validate.number(tolerance) or not 0.0 <= tolerance < math.inf:
             raise ConfigError(f"tolerance={tolerance!r} must be a finite, non-negative number")
-        self.path = _absolute("path", path)
+        self.temporary = file is None
+        self.path = _absolute("directory", directory) if file is None else _absolute("file", file)
         self.threads = threads
         self.engine = engine
         self.direct = direct and engine != "mmap"
@@ -112,12 +123,12 @@ class FlashStore:
             pages = log_geometry(geometry)
             full = max(0, least_blocks - geometry.layers * geometry.streams)  # a stream's last block may have one row
             least_pages = max(1, full * geometry.block_rows // pages.block_rows)
-            return SequentialBranch.over(geometry, self._create(pages, fingerprint, least_pages))
-        return self._create(geometry, fingerprint, least_blocks)
+            return self._opened(SequentialBranch.over(geometry, self._create(pages, fingerprint, least_pages)))
+        return self._opened(self._create(geometry, fingerprint, least_blocks))
 
     def _create(self, geometry: Geometry, fingerprint: str, least_blocks: int) -> "FlashBranch":
         codec = make_codec(self.codec or "raw", geometry, self.tolerance)
-        file = self._create_file(self.path, Header(geometry, fingerprint, codec.name), least_blocks)
+        file = self._create_file(self.path, Header(geometry, fingerprint, codec.name), least_blocks, self.temporary)
         try:
             volume = self._volume(file, codec, self._streams(file, geometry))
         except BaseException:
@@ -144,7 +155,8 @@ class FlashStore:
           A branch at the newest whole save.
 
         Raises:
-          ConfigError: the layout is "sequential", or there is no scratch directory.
+          ConfigError: the layout is "sequential", there is no scratch directory, or the store is a directory, in which
+            nothing stays.
           FormatMismatch: the file is for another model or geometry, in another codec, or no store file.
           ChecksumMismatch: its header is damaged.
           NothingSaved: no save in it is whole.
@@ -154,6 +166,8 @@ class FlashStore:
         """
         if self.layout == SEQUENTIAL:
             raise ConfigError("layout='sequential' cannot be saved or opened; use another layout")
+        if self.temporary:
+            raise ConfigError(f"files in directory={self.path!r} are temporary; give file= to open a saved one")
         file, header = open_file(self.path, self.system, direct=self.direct, read_only=read_only)
         try:
             header.check(file.path, geometry, fingerprint, self.codec)
@@ -169,7 +183,7 @@ class FlashStore:
             raise
         with volume.lock:
             table = volume.log.saves()[0].table.share()
-        return FlashBranch(volume, Anchor(volume), table, found[0].generation)
+        return self._opened(FlashBranch(volume, Anchor(volume), table, found[0].generation))
 
     def _restored(self, file: BlockFile, header: Header, codec: Codec, found: list[Recovered]) -> Volume:
         streams = self._streams(file, header.geometry)
@@ -195,11 +209,11 @@ class FlashStore:
             raise ConfigError(f"there is no temporary directory ({cause}); set scratch to a directory") from cause
         if not os.path.isdir(scratch):
             raise ConfigError(f"scratch={scratch} is not a directory; set it to one in which files can be created")
-        return self._create_file(scratch, header)
+        return self._create_file(scratch, header, temporary=True)
 
-    def _create_file(self, path, header: Header, least_blocks: int = 1) -> BlockFile:
-        return create_file(path, header, self.system, direct=self.direct, max_bytes=self.max_bytes,
-                           least_blocks=least_blocks)
+    def _create_file(self, path, header: Header, least_blocks: int = 1, temporary: bool = False) -> BlockFile:
+        return create_file(path, header, self.system, temporary=temporary, direct=self.direct,
+                           max_bytes=self.max_bytes, least_blocks=least_blocks)
 
     def _streams(self, file: BlockFile, geometry: Geometry) -> StreamPool:
         return StreamPool(geometry, ExtentPool(file.path, geometry.extent_bytes, self.max_bytes))
@@ -213,6 +227,12 @@ class FlashStore:
                         timeout=self.timeout)
         volume.start(Writer(volume).serve)
         return volume
+
+
+    def __repr__(self) -> str:
+        kind = "directory" if self.temporary else "file"
+        device = "" if self.profile == profiles.NATIVE else f", emulated {self.profile}"
+        return f"FlashStore({kind}={self.path!r}, engine={self.engine!r}{device})"
 
 
 def _absolute(name: str, given) -> str:

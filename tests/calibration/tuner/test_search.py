@@ -51,7 +51,7 @@ def test_predicted_memory_is_what_a_cache_takes(llm, setting, bits, per_head, dt
 def test_predicted_memory_has_the_store_in_it(llm, setting, tmp_path):
     """Given two sequences that have decoded, with nothing left to be written."""
     skip_without("aio", tmp_path)
-    family, store = tuner.Family(96), FlashStore(tmp_path)
+    family, store = tuner.Family(96), FlashStore(directory=tmp_path)
     method, slots = family.method(setting), family.slots(setting)
     texts = np.random.default_rng(1).integers(0, CONFIG.vocab_size, (2, 900)).tolist()
     cache = llm.prefill(texts, method=method, slots=slots, store=store, capacity=1024)
@@ -138,7 +138,7 @@ def test_reads_are_timed_with_and_without_being_announced(context, groups):
 def test_what_was_announced_to_flash_is_what_is_landed(dtype, tmp_path):
     """Given asynchronous reads of three sequences, which C begins: only arrays as C takes them do not drop these."""
     skip_without("aio", tmp_path)
-    made = profile.StoredLayer(FlashStore(tmp_path), CONFIG, 4, 3, 96, dtype)
+    made = profile.StoredLayer(FlashStore(directory=tmp_path), CONFIG, 4, 3, 96, dtype)
     made.read_seconds(5, repeats=3)
     stats = made._branch.stats()
     assert stats.prefetch_used == 3 * 3 * 5 and not stats.mispredicted
@@ -182,7 +182,7 @@ def test_solutions_are_kept_as_they_are_found(llm, tmp_path, monkeypatch):
     for change in changes:
         with pytest.raises(FormatMismatch, match=r"selected=24, bits=32, .* relax=0\.1"):
             tuner.tune(llm, HostStore(), TEXT, contexts=(96,), path=path, **{**settings, **change})
-    for store, text in ((FlashStore(tmp_path, profile="emmc"), TEXT), (HostStore(), TEXT[:-1])):
+    for store, text in ((FlashStore(directory=tmp_path, profile="emmc"), TEXT), (HostStore(), TEXT[:-1])):
         with pytest.raises(FormatMismatch, match=r"on HostStore \(no device\), text \w+, .* not for the model"):
             tuner.tune(llm, store, text, contexts=(96,), path=path, **settings)
 
@@ -191,7 +191,7 @@ def test_two_devices_are_two_stores(llm, tmp_path, monkeypatch):
     stores = []
     for device in ("device nvme0n1", "device mmcblk0"):
         monkeypatch.setattr(search, "_device", lambda directory, device=device: device)
-        stores.append(search._source(llm, FlashStore(tmp_path), TEXT))
+        stores.append(search._source(llm, FlashStore(directory=tmp_path), TEXT))
     assert "nvme0n1" in stores[0] and stores[0] != stores[1]
     monkeypatch.undo()
     assert search._device(str(tmp_path)).startswith("device ")
@@ -259,7 +259,7 @@ def test_computing_is_measured_with_the_group_in_the_middle(llm, monkeypatch, tm
     monkeypatch.setattr(profile, "compute_seconds", lambda llm, method, slots, *pair: measured.append(
         (method.group, slots.count)) or 1e-9)
     space = tuner.Space((2, 4, 8), (2,), (24, 48))
-    tuner.tune(llm, FlashStore(tmp_path), TEXT, contexts=(96,), max_bytes=10**8, selected=SELECTED,
+    tuner.tune(llm, FlashStore(directory=tmp_path), TEXT, contexts=(96,), max_bytes=10**8, selected=SELECTED,
                relax=0.0, space=space)
     assert [group for group, _ in measured] == [4, 4] and measured[0][1] < measured[1][1]
 
@@ -319,9 +319,9 @@ def test_bad_settings_are_refused(unchecked, llm, tmp_path):
     with pytest.raises(ConfigError, match="too few"):
         tuner.tune(llm, HostStore(), TEXT[:10], max_bytes=10**8, selected=SELECTED)
     with pytest.raises(ConfigError, match="a directory"):
-        tuner.tune(llm, FlashStore(tmp_path / "one.kv"), TEXT, max_bytes=10**8, selected=SELECTED)
+        tuner.tune(llm, FlashStore(file=tmp_path / "one.kv"), TEXT, max_bytes=10**8, selected=SELECTED)
     with pytest.raises(ConfigError, match="codec='rle'"):
-        tuner.tune(llm, FlashStore(tmp_path, codec="rle"), TEXT, max_bytes=10**8, selected=SELECTED)
+        tuner.tune(llm, FlashStore(directory=tmp_path, codec="rle"), TEXT, max_bytes=10**8, selected=SELECTED)
 
 
 def test_a_short_text_stands_for_a_longer_context(llm, monkeypatch):

@@ -29,7 +29,8 @@ def test_questions_on_forks_are_answered_as_if_each_were_the_only_one(llm, reque
     method = kvjax.Quest(budget=64, window=8, page=4)
 
     def cache():
-        return llm.prefill([list(samples[0].context)], method=method, store=kvjax.FlashStore(tmp_path), capacity=256)
+        return llm.prefill([list(samples[0].context)], method=method, store=kvjax.FlashStore(directory=tmp_path),
+                           capacity=256)
 
     one, steps = cache(), []
     (scores,), results = asking.ask(llm, one, [questions], lambda step, tokens: steps.append(step))

@@ -44,7 +44,8 @@ def test_equal_contexts_are_read_once_and_caches_closed(llm, tmp_path, monkeypat
     caches = []
     prefill = llm.prefill
     monkeypatch.setattr(llm, "prefill", lambda *args, **more: caches.append(prefill(*args, **more)) or caches[-1])
-    endpoint = Endpoint(llm, kvjax.Quest(budget=48, window=8, page=4), kvjax.FlashStore(tmp_path), sparse_tokens=4)
+    endpoint = Endpoint(llm, kvjax.Quest(budget=48, window=8, page=4), kvjax.FlashStore(directory=tmp_path),
+                        sparse_tokens=4)
     a, b = (llm.encode(text, start=True) for text in (CONTEXT, CONTEXT[:60]))
     rest = llm.encode(" 29318", start=False)
     answers = endpoint.loglikelihood([(a, rest), (a, rest), (b, rest)])

@@ -30,7 +30,7 @@ def test_a_replay_reads_what_the_real_cache_reads(llm, trace, policy, tmp_path):
     """Given a decode over a store with few slots, every step misses as many blocks as its replay."""
     slots = trace.need.shape[-1] + 1
     cache = llm.prefill(
-        TOKENS[:, :40].tolist(), method=METHOD, capacity=96, store=kvjax.FlashStore(tmp_path),
+        TOKENS[:, :40].tolist(), method=METHOD, capacity=96, store=kvjax.FlashStore(directory=tmp_path),
         slots=kvjax.Slots(count=slots, policy=policy),
     )
     state, missed = cache.state, []

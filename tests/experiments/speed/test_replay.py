@@ -86,7 +86,7 @@ def test_each_step_reads_and_attends_what_was_recorded(llm, method, tokens, reco
     """Given a batch and more steps than recorded, each row plays its own stretch, and comes back to the start."""
     player, unfinished = replay.replayed(method, recording), []
     cache = {} if where == "memory" else {
-        "store": kvjax.FlashStore(tmp_path),
+        "store": kvjax.FlashStore(directory=tmp_path),
         "slots": kvjax.Slots(count=SLOTS[method.name], policy="fifo", prefetch="layer"),
     }
     for step, done in enumerate(decoded(llm, player, tokens, driver, **cache)):
@@ -122,7 +122,7 @@ def test_reuse_is_that_of_the_recording(llm, method, tokens, recording, tmp_path
     """Given FIFO slots, every step of the store misses as many groups as the simulation in NumPy."""
     player = replay.replayed(method, recording)
     slots = kvjax.Slots(count=SLOTS[method.name], policy="fifo", prefetch="layer", keep=keep)
-    steps = decoded(llm, player, tokens, store=kvjax.FlashStore(tmp_path), slots=slots)
+    steps = decoded(llm, player, tokens, store=kvjax.FlashStore(directory=tmp_path), slots=slots)
     stats = [timing.moved(done) for done in steps]
     need = replay.asked(player, CONFIG.num_layers, CONTEXT, 2, STEPS)
     each = CONFIG.num_kv_heads // recording.block.shape[3]

@@ -33,7 +33,7 @@ def test_removed_file(fragile):
 
 
 def test_locked_file(fragile):
-    store = FlashStore(fragile.branch.path)
+    store = FlashStore(file=fragile.branch.path)
     with pytest.raises(StoreLocked, match=r"cache\.kv is in use"):
         store.create(GEOMETRY, "")
     still_works(fragile)
@@ -45,14 +45,14 @@ def test_foreign_file(tmp_path):
     path = tmp_path / "notes.txt"
     path.write_text("precious")
     with pytest.raises(FormatMismatch, match=r"notes\.txt"):
-        FlashStore(path).create(GEOMETRY, "")
+        FlashStore(file=path).create(GEOMETRY, "")
     assert path.read_text() == "precious"
 
 
 USES = {
-    "create": lambda path: FlashStore(path).create(GEOMETRY, ""),
-    "open": lambda path: FlashStore(path).open(),
-    "read": lambda path: FlashStore(path).open(read_only=True),
+    "create": lambda path: FlashStore(file=path).create(GEOMETRY, ""),
+    "open": lambda path: FlashStore(file=path).open(),
+    "read": lambda path: FlashStore(file=path).open(read_only=True),
     "map": open_saved,
     "inspect": lambda path: inspect(str(path)),
 }
@@ -94,12 +94,12 @@ def test_what_cannot_be_a_path_is_refused(use, path):
 @pytest.mark.parametrize("path", [b"bytes.kv", 3, None])
 def test_what_is_no_path_is_refused(path):
     with pytest.raises(ConfigError, match="must be a path"):
-        FlashStore(path)
+        FlashStore(file=path)
 
 
 def test_scratch_that_cannot_be_a_path_is_refused():
     with pytest.raises(ConfigError, match=r"scratch=.*NUL"):
-        FlashStore("a.kv", scratch="a\0b")
+        FlashStore(file="a.kv", scratch="a\0b")
 
 
 def test_a_path_relative_to_a_directory_that_is_gone(tmp_path, monkeypatch):
@@ -108,7 +108,7 @@ def test_a_path_relative_to_a_directory_that_is_gone(tmp_path, monkeypatch):
     monkeypatch.chdir(gone)
     gone.rmdir()
     with pytest.raises(ConfigError, match="absolute path"):
-        FlashStore("cache.kv")
+        FlashStore(file="cache.kv")
 
 
 @pytest.mark.parametrize("use", ["create", "open"])
@@ -120,7 +120,7 @@ def test_without_a_thread_nothing_is_made(saved, path, tmp_path, monkeypatch, re
     before = os.listdir("/proc/self/fd")
     monkeypatch.setattr(threading.Thread, "start", refuse)
     with pytest.raises(WriteFailed, match="ulimit -u"):
-        FlashStore(tmp_path).create(GEOMETRY, "") if use == "create" else FlashStore(path).open()
+        FlashStore(directory=tmp_path).create(GEOMETRY, "") if use == "create" else FlashStore(file=path).open()
     monkeypatch.undo()
     assert os.listdir("/proc/self/fd") == before
     still_works(reopen(), saved)
@@ -138,7 +138,7 @@ def test_closing_that_fails_loses_nothing(saved, path, reopen):
     assert driver.branch.save() == 3
     driver.branch.close()
     with pytest.raises(FormatMismatch, match="'other'"):
-        store = FlashStore(path)
+        store = FlashStore(file=path)
         store.system = Refusing()
         store.open(fingerprint="other")
     saved[:, :, 1, 1] = 3.0
@@ -153,7 +153,7 @@ def test_files_are_their_owners_alone(path, reopen, tmp_path, umask):
     scratch.mkdir()
     old = os.umask(umask)
     try:
-        branches = [FlashStore(place).create(GEOMETRY, "fingerprint") for place in places]
+        branches = [FlashStore(file=place).create(GEOMETRY, "fingerprint") for place in places]
         branches[0].save()
         branches.append(reopen(read_only=True, scratch=scratch).branch)
     finally:
@@ -168,7 +168,7 @@ def test_files_are_their_owners_alone(path, reopen, tmp_path, umask):
 def test_places_without_a_directory(tmp_path, place):
     (tmp_path / "file").write_text("")
     with pytest.raises(WriteFailed, match="existing, writable directory"):
-        FlashStore(tmp_path / place).create(GEOMETRY, "")
+        FlashStore(file=tmp_path / place).create(GEOMETRY, "")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
@@ -176,7 +176,7 @@ def test_places_without_a_directory(tmp_path, place):
 def test_read_only_directory(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(WriteFailed, match="writable directory"):
-        FlashStore(tmp_path).create(GEOMETRY, "")
+        FlashStore(directory=tmp_path).create(GEOMETRY, "")
 
 
 @pytest.mark.parametrize("operation, code, kind", [
@@ -190,7 +190,7 @@ def test_read_only_directory(tmp_path):
     ("sync_directory", errno.EIO, WriteFailed),
 ])
 def test_failed_creation_leaves_nothing(tmp_path, system, operation, code, kind):
-    store = FlashStore(tmp_path / "cache.kv")
+    store = FlashStore(file=tmp_path / "cache.kv")
     store.system = system
     system.fail(operation, code)
     with pytest.raises(kind, match=r"cache\.kv"):
@@ -204,7 +204,7 @@ def test_failed_creation_leaves_nothing(tmp_path, system, operation, code, kind)
 @pytest.mark.parametrize("use", [
     lambda store: store.create(GEOMETRY, ""), FlashStore.open, lambda store: store.open(read_only=True)])
 def test_the_remedy_is_of_the_cause(saved, path, system, use, code, remedy):
-    store = FlashStore(path)
+    store = FlashStore(file=path)
     store.system = system
     system.fail("open", code)
     with pytest.raises((ReadFailed, WriteFailed), match=remedy) as error:
@@ -217,7 +217,7 @@ def test_the_remedy_is_of_the_cause(saved, path, system, use, code, remedy):
     ("lock", errno.ENOLCK, 1), ("pwrite", errno.ENOSPC, 0),
 ])
 def test_a_failed_replacement_loses_nothing(saved, path, reopen, system, operation, code, skip):
-    store = FlashStore(path)
+    store = FlashStore(file=path)
     store.system = system
     system.fail(operation, code, skip=skip)
     before = os.listdir("/proc/self/fd")
@@ -235,7 +235,7 @@ def _bytes_of(path):
 @pytest.mark.parametrize("end", ["close", "no space", "collected"])
 def test_a_saved_file_stays_until_its_successor_is_saved(saved, path, reopen, system, end):
     """A new file that ends without a save, however it ends, leaves the old one as it was, and nothing beside it."""
-    before, store = _bytes_of(path), FlashStore(path)
+    before, store = _bytes_of(path), FlashStore(file=path)
     store.system = system
     branch = store.create(GEOMETRY, "other")
     assert branch.path == str(path) and len(list(path.parent.iterdir())) == 2
@@ -260,36 +260,36 @@ def test_a_saved_file_stays_until_its_successor_is_saved(saved, path, reopen, sy
 
 def _is_free(path) -> bool:
     try:
-        FlashStore(path).open().close()
+        FlashStore(file=path).open().close()
     except StoreLocked:
         return False
     return True
 
 
 def test_a_saved_file_is_locked_until_its_successor_is_saved(saved, path, open_branch, reopen):
-    new = open_branch(FlashStore(path))
+    new = open_branch(FlashStore(file=path))
     with pytest.raises(StoreLocked):
-        FlashStore(path).open()
+        FlashStore(file=path).open()
     with pytest.raises(StoreLocked):
-        FlashStore(path).create(GEOMETRY, "")
+        FlashStore(file=path).create(GEOMETRY, "")
     expected = new.prefill(seed=1)
     assert new.branch.save() == 1
     assert list(path.parent.iterdir()) == [path]
     with pytest.raises(StoreLocked):
-        FlashStore(path).open()
+        FlashStore(file=path).open()
     new.branch.close()
     still_works(reopen(), expected)
 
 
 def test_a_file_that_was_never_saved_is_replaced_at_once(path):
     for _ in range(2):
-        FlashStore(path).create(GEOMETRY, "").close()
+        FlashStore(file=path).create(GEOMETRY, "").close()
         assert list(path.parent.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("operation", ["replace", "sync_directory"])
 def test_a_successor_that_cannot_take_its_place_tries_again(saved, path, open_branch, reopen, system, operation):
-    store = FlashStore(path)
+    store = FlashStore(file=path)
     store.system = system
     new = open_branch(store)
     expected = new.prefill(seed=1)
@@ -304,16 +304,16 @@ def test_a_successor_that_cannot_take_its_place_tries_again(saved, path, open_br
 
 
 def test_a_successor_does_not_replace_what_somebody_else_has_put_there(saved, path, open_branch):
-    new = open_branch(FlashStore(path))
+    new = open_branch(FlashStore(file=path))
     new.prefill(seed=1)
     path.unlink()
-    other = FlashStore(path).create(GEOMETRY, "other")
+    other = FlashStore(file=path).create(GEOMETRY, "other")
     with pytest.raises(StoreClosed, match="replaced while its successor"):
         new.branch.save()
     other.save()
     other.close()
     new.branch.close()
-    FlashStore(path).open(fingerprint="other").close()
+    FlashStore(file=path).open(fingerprint="other").close()
 
 
 def test_what_a_killed_successor_left_is_removed_by_the_next(saved, path):
@@ -321,13 +321,13 @@ def test_what_a_killed_successor_left_is_removed_by_the_next(saved, path):
 import os
 from kvjax.store.flash.store import FlashStore
 from tests.store.conftest import GEOMETRY
-branch = FlashStore({str(path)!r}).create(GEOMETRY, "")
+branch = FlashStore(file={str(path)!r}).create(GEOMETRY, "")
 os._exit(1)
 """
     root = pathlib.Path(__file__).resolve().parents[3]
     subprocess.run([sys.executable, "-c", program], cwd=root, check=False)
     assert len(list(path.parent.iterdir())) == 2
-    FlashStore(path).create(GEOMETRY, "").close()
+    FlashStore(file=path).create(GEOMETRY, "").close()
     assert list(path.parent.iterdir()) == [path]
 
 
@@ -336,7 +336,7 @@ def test_who_reads_a_file_that_is_replaced_reads_on(saved, path, reopen, open_br
     link.symlink_to(path)
     path.chmod(0o640)
     mapped, reader = open_saved(path), reopen(read_only=True)
-    new = open_branch(FlashStore(link))
+    new = open_branch(FlashStore(file=link))
     other = new.prefill(seed=1)
     new.branch.save()
     still_works(reader, saved)
@@ -344,14 +344,14 @@ def test_who_reads_a_file_that_is_replaced_reads_on(saved, path, reopen, open_br
     np.testing.assert_array_equal(open_saved(path).block(0, 1, 1, 5), other[1, 1, 5])
     assert link.is_symlink() and path.stat().st_mode & 0o777 == 0o600, "whatever the old one's was"
     with pytest.raises(StoreLocked):
-        FlashStore(path).create(GEOMETRY, "")
+        FlashStore(file=path).create(GEOMETRY, "")
     reader.branch.close()
     assert set(path.parent.iterdir()) == {path, link}
 
 
 def test_more_than_the_device_holds_is_refused(tmp_path):
     with pytest.raises(NoSpace, match="lower max_bytes"):
-        FlashStore(tmp_path, max_bytes=1 << 60).create(GEOMETRY, "")
+        FlashStore(directory=tmp_path, max_bytes=1 << 60).create(GEOMETRY, "")
     assert not list(tmp_path.iterdir())
 
 
@@ -359,7 +359,7 @@ def test_more_than_the_device_holds_is_refused(tmp_path):
 def test_a_prefill_that_cannot_fit_is_refused_before(tmp_path, limit):
     blocks = 6 if limit else 1 << 50
     with pytest.raises(NoSpace, match="needed"):
-        FlashStore(tmp_path, max_bytes=limit).create(GEOMETRY, "", least_blocks=blocks)
+        FlashStore(directory=tmp_path, max_bytes=limit).create(GEOMETRY, "", least_blocks=blocks)
     assert not list(tmp_path.iterdir())
 
 
@@ -380,7 +380,7 @@ def test_files_left_by_a_crash_are_removed(tmp_path):
 import os
 from kvjax.store.interface import Geometry
 from kvjax.store.flash.store import FlashStore
-branch = FlashStore({str(tmp_path)!r}).create(Geometry(1, 1, 1, 1, 1, 2, "int8"), "")
+branch = FlashStore(directory={str(tmp_path)!r}).create(Geometry(1, 1, 1, 1, 1, 2, "int8"), "")
 print(branch.path, flush=True)
 os._exit(1)
 """
@@ -395,9 +395,9 @@ os._exit(1)
     fresh.touch()
     stillborn.touch()
     os.utime(stillborn, (0, 0))
-    first = FlashStore(tmp_path).create(GEOMETRY, "")
+    first = FlashStore(directory=tmp_path).create(GEOMETRY, "")
     assert not orphan.exists() and not stillborn.exists()
-    second = FlashStore(tmp_path).create(GEOMETRY, "")
+    second = FlashStore(directory=tmp_path).create(GEOMETRY, "")
     kept = {foreign, named, fresh}
     assert set(tmp_path.iterdir()) == {*kept, pathlib.Path(first.path), pathlib.Path(second.path)}
     first.close()
@@ -409,7 +409,7 @@ def test_replaced_file(fragile, tmp_path):
     """Another file at our path is neither written nor mistaken for ours."""
     path = fragile.branch.path
     os.rename(path, path + ".away")
-    other = FlashStore(path).create(GEOMETRY, "other")
+    other = FlashStore(file=path).create(GEOMETRY, "other")
     np.testing.assert_array_equal(fragile.read(), fragile.full())
     for call in (fragile.branch.flush, fragile.branch.save):
         with pytest.raises(StoreClosed, match="replaced"):
@@ -426,10 +426,10 @@ def test_who_is_quicker_to_lock_a_new_file_keeps_it(tmp_path, open_branch):
     class Slow(SystemIO):
         def lock(self, descriptor):
             if not quicker:
-                quicker.append(open_branch(FlashStore(path)))
+                quicker.append(open_branch(FlashStore(file=path)))
             super().lock(descriptor)
 
-    slower = FlashStore(path)
+    slower = FlashStore(file=path)
     slower.system = Slow()
     with pytest.raises(StoreClosed, match="replaced"):
         slower.create(GEOMETRY, "")
@@ -446,7 +446,7 @@ def test_a_file_that_its_maker_removes_before_we_lock_it_is_not_used(tmp_path):
             path.unlink()
             super().lock(descriptor)
 
-    store = FlashStore(path)
+    store = FlashStore(file=path)
     store.system = Late()
     with pytest.raises(StoreClosed, match="removed"):
         store.create(GEOMETRY, "")
@@ -454,13 +454,13 @@ def test_a_file_that_its_maker_removes_before_we_lock_it_is_not_used(tmp_path):
 
 def test_a_forked_process_does_not_keep_the_lock(tmp_path):
     path = tmp_path / "cache.kv"
-    branch = FlashStore(path).create(GEOMETRY, "")
+    branch = FlashStore(file=path).create(GEOMETRY, "")
     child = os.fork()
     if not child:
         signal.pause()
     try:
         branch.close()
-        FlashStore(path).create(GEOMETRY, "").close()
+        FlashStore(file=path).create(GEOMETRY, "").close()
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)

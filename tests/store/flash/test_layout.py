@@ -28,7 +28,7 @@ def make(kind, geometry=LANES, max_bytes=None):
 
 def test_unknown_layouts_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="dual_head, sequential"):
-        FlashStore(tmp_path, layout="dual-head")
+        FlashStore(directory=tmp_path, layout="dual-head")
 
 
 # ---- correlation
@@ -130,12 +130,12 @@ def test_what_is_added_lies_alike_whether_or_not_a_file_was_opened_again(tmp_pat
     """Given blocks added after a save, by who made it and by who opened it; read-only, they lie elsewhere."""
     found = []
     for name, again in (("kept.kv", False), ("opened.kv", True)):
-        driver = open_branch(FlashStore(tmp_path / name, layout=layout))
+        driver = open_branch(FlashStore(file=tmp_path / name, layout=layout))
         driver.append(0, 0, 1.0)
         driver.branch.save()
         if again:
             driver.branch.close()
-            driver = Driver(FlashStore(tmp_path / name, layout=layout).open())
+            driver = Driver(FlashStore(file=tmp_path / name, layout=layout).open())
         for block in (1, 2, 3):
             driver.append(block, 0, 1.0 + block)
         driver.branch.flush()
@@ -229,7 +229,7 @@ TestPlacing.settings = hypothesis.settings(max_examples=30, stateful_step_count=
 
 @pytest.mark.parametrize("kind", [*LAYOUTS, "sequential"])
 def test_a_prompt_reads_back_and_its_extents_are_where_they_should(tmp_path, open_branch, kind):
-    driver = open_branch(FlashStore(tmp_path, layout=kind))
+    driver = open_branch(FlashStore(directory=tmp_path, layout=kind))
     rng = np.random.default_rng(0)
     shape = (GEOMETRY.batch, GEOMETRY.kv_heads, GEOMETRY.num_blocks)
     counts = rng.integers(0, 5, shape, np.int32)
@@ -248,7 +248,7 @@ def test_correlated_blocks_are_read_at_once(tmp_path, open_branch):
     retrieved = np.full((2, 8, 2, 2), [0, 5], np.int32)
     block = np.broadcast_to(np.array([0, 5], np.int32), (2, 2, 2))
     for kind in ("cluster_major", "dual_head"):
-        driver = open_branch(FlashStore(tmp_path, layout=kind, threads=1))
+        driver = open_branch(FlashStore(directory=tmp_path, layout=kind, threads=1))
         blocks = driver.full()
         counts, pos = np.full(blocks.shape[:3], 4, np.int32), np.zeros(blocks.shape[:4], np.int32)
         driver.branch.write_layer(0, blocks, counts, Prompt(pos, retrieved))
@@ -260,7 +260,7 @@ def test_correlated_blocks_are_read_at_once(tmp_path, open_branch):
 
 
 def test_holes_of_a_layout_take_no_space(tmp_path, open_branch):
-    driver = open_branch(FlashStore(tmp_path / "cache.kv", layout="cluster_major"))
+    driver = open_branch(FlashStore(file=tmp_path / "cache.kv", layout="cluster_major"))
     driver.append(5, 0, 1.0, layer=1)
     driver.branch.flush()
     found = os.stat(tmp_path / "cache.kv")

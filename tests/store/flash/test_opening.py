@@ -46,7 +46,7 @@ def test_another_process_reads_the_same_bytes(saved, path):
 import numpy as np
 from kvjax.store.flash.store import FlashStore
 from tests.store.conftest import Driver
-driver = Driver(FlashStore({str(path)!r}).open())
+driver = Driver(FlashStore(file={str(path)!r}).open())
 driver.append(3, 3, 8.0)
 driver.branch.save(b"third")
 np.save({str(path) + ".npy"!r}, driver.read())
@@ -54,7 +54,7 @@ np.save({str(path) + ".npy"!r}, driver.read())
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
     saved[:, :, 3, 3] = 8.0
     np.testing.assert_array_equal(np.load(str(path) + ".npy"), saved)
-    with contextlib.closing(FlashStore(path).open()) as branch:
+    with contextlib.closing(FlashStore(file=path).open()) as branch:
         np.testing.assert_array_equal(Driver(branch).read(), saved)
 
 
@@ -63,7 +63,7 @@ def test_one_writer_and_many_readers(saved, reopen, path):
     with pytest.raises(StoreLocked, match="in use"):
         reopen()
     with pytest.raises(StoreLocked):
-        FlashStore(path).create(GEOMETRY, "")
+        FlashStore(file=path).create(GEOMETRY, "")
     writer.append(1, 1, 1.0)
     for value, reader in enumerate(readers):
         reader.append(2, 2, float(value))
@@ -100,7 +100,7 @@ def test_a_reader_wants_a_directory_for_what_it_adds(saved, reopen, tmp_path):
 
 
 def test_no_request_spans_shared_and_private_extents(path, open_branch, reopen):
-    writer = open_branch(FlashStore(path))
+    writer = open_branch(FlashStore(file=path))
     expected = writer.prefill()
     for _ in range(40):  # a record behind the blocks, one before them, so that the last extent is a block's
         writer.branch.save()
@@ -116,7 +116,7 @@ def test_no_request_spans_shared_and_private_extents(path, open_branch, reopen):
 
 @pytest.mark.parametrize("read_only", [False, True])
 def test_another_model_or_shape_is_refused(saved, path, read_only):
-    store = FlashStore(path)
+    store = FlashStore(file=path)
     with pytest.raises(FormatMismatch, match="'other'"):
         store.open(GEOMETRY, "other", read_only=read_only)
     with pytest.raises(FormatMismatch, match="num_blocks=7"):
@@ -126,28 +126,28 @@ def test_another_model_or_shape_is_refused(saved, path, read_only):
 
 def test_what_is_no_saved_store_is_refused(tmp_path, path):
     with pytest.raises(StoreClosed, match="does not exist"):
-        FlashStore(path).open()
+        FlashStore(file=path).open()
     for read_only in (False, True):
         with pytest.raises(FormatMismatch, match=str(tmp_path)):
-            FlashStore(tmp_path).open(read_only=read_only)
-    FlashStore(path).create(GEOMETRY, "").close()
+            FlashStore(directory=tmp_path).open(read_only=read_only)
+    FlashStore(file=path).create(GEOMETRY, "").close()
     with pytest.raises(NothingSaved, match="never saved"):
-        FlashStore(path).open()
+        FlashStore(file=path).open()
     page = bytearray(path.read_bytes())
     page[8] = VERSION + 7
     path.write_bytes(page)
     with pytest.raises(FormatMismatch, match=f"version {VERSION + 7}"):
-        FlashStore(path).open()
+        FlashStore(file=path).open()
     path.write_text("precious")
     with pytest.raises(FormatMismatch, match="not a kvjax"):
-        FlashStore(path).open()
+        FlashStore(file=path).open()
     assert path.read_text() == "precious"
 
 
 def test_a_failed_opening_leaves_no_lock(saved, path):
     with pytest.raises(FormatMismatch):
-        FlashStore(path).open(fingerprint="other")
-    FlashStore(path).open().close()
+        FlashStore(file=path).open(fingerprint="other")
+    FlashStore(file=path).open().close()
 
 
 def test_a_failed_read_only_opening_leaves_no_file_and_no_descriptor(saved, path, tmp_path):
@@ -155,7 +155,7 @@ def test_a_failed_read_only_opening_leaves_no_file_and_no_descriptor(saved, path
     scratch, system = tmp_path / "scratch", FaultySystem()
     scratch.mkdir()
     system.fail("io_setup", errno.EAGAIN)
-    store = FlashStore(path, engine="aio", scratch=scratch)
+    store = FlashStore(file=path, engine="aio", scratch=scratch)
     store.system = system
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(ConfigError, match="engine='aio' cannot be used"):
@@ -164,7 +164,7 @@ def test_a_failed_read_only_opening_leaves_no_file_and_no_descriptor(saved, path
 
 
 def test_temporary_files_are_not_saved(tmp_path, open_branch):
-    driver = open_branch(FlashStore(tmp_path))
+    driver = open_branch(FlashStore(directory=tmp_path))
     with pytest.raises(ConfigError, match="temporary"):
         driver.branch.save()
 
@@ -200,7 +200,7 @@ def test_readers_that_come_while_a_writer_saves(saved, reopen, path):
             writer.branch.save(b"%d" % seed)
 
     def look() -> bool:
-        with contextlib.closing(FlashStore(path, threads=1).open(read_only=True)) as branch:
+        with contextlib.closing(FlashStore(file=path, threads=1).open(read_only=True)) as branch:
             metadata, reader = branch.saves()[0].metadata, Driver(branch)
             ok, blocks = reader.try_read()
             if ok:

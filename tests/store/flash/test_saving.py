@@ -28,7 +28,7 @@ EXTENT = GEOMETRY.extent_bytes
 # ---- copy-on-write and space
 
 def test_a_save_is_of_the_generation_that_was_asked_for(path, open_branch):
-    driver = open_branch(FlashStore(path))
+    driver = open_branch(FlashStore(file=path))
     driver.prefill()
     driver.branch.save(b"first", generation=0)
     driver.append(0, 0, 1.0)
@@ -38,7 +38,7 @@ def test_a_save_is_of_the_generation_that_was_asked_for(path, open_branch):
 
 
 def test_saved_blocks_are_not_overwritten(path, open_branch, reopen):
-    driver = open_branch(FlashStore(path))
+    driver = open_branch(FlashStore(file=path))
     expected = driver.prefill()
     driver.branch.save()
     for value in range(3):
@@ -52,7 +52,7 @@ def test_saved_blocks_are_not_overwritten(path, open_branch, reopen):
 def test_the_file_stays_small(path, open_branch, monkeypatch):
     """Two saves are kept; the blocks of older ones are used again, and the log is compacted."""
     monkeypatch.setattr("kvjax.store.flash.log.MAX_RECORDS", 8)
-    driver = open_branch(FlashStore(path))
+    driver = open_branch(FlashStore(file=path))
     driver.prefill()
     sizes, records = [], []
     for value in range(40):
@@ -65,7 +65,7 @@ def test_the_file_stays_small(path, open_branch, monkeypatch):
 
 
 def test_changes_that_outweigh_a_complete_record_become_one(path, open_branch):
-    driver = open_branch(FlashStore(path))
+    driver = open_branch(FlashStore(file=path))
     driver.prefill()
     records = []
     for value in range(5):
@@ -77,7 +77,7 @@ def test_changes_that_outweigh_a_complete_record_become_one(path, open_branch):
 
 def test_a_save_costs_what_changed(tmp_path, open_branch):
     geometry = dataclasses.replace(GEOMETRY, num_blocks=2000)
-    driver = open_branch(FlashStore(tmp_path / "large.kv"), geometry)
+    driver = open_branch(FlashStore(file=tmp_path / "large.kv"), geometry)
     driver.prefill()
     driver.branch.save()
     log = driver.branch._volume.log
@@ -88,7 +88,7 @@ def test_a_save_costs_what_changed(tmp_path, open_branch):
 
 
 def test_closed_branches_leave_saved_blocks(path, open_branch, reopen):
-    driver = open_branch(FlashStore(path))
+    driver = open_branch(FlashStore(file=path))
     expected = driver.prefill()
     child = Driver(driver.branch.fork())
     driver.branch.save()
@@ -100,7 +100,7 @@ def test_closed_branches_leave_saved_blocks(path, open_branch, reopen):
 
 
 def test_any_branch_may_be_saved_and_the_last_one_counts(path, open_branch, reopen):
-    driver = open_branch(FlashStore(path))
+    driver = open_branch(FlashStore(file=path))
     driver.prefill()
     child = Driver(driver.branch.fork())
     child.append(0, 0, 1.0)
@@ -115,7 +115,7 @@ def test_any_branch_may_be_saved_and_the_last_one_counts(path, open_branch, reop
 
 
 def test_saving_under_a_limit(path, open_branch, reopen):
-    driver = open_branch(FlashStore(path, max_bytes=HEADER_BYTES + 26 * EXTENT))
+    driver = open_branch(FlashStore(file=path, max_bytes=HEADER_BYTES + 26 * EXTENT))
     expected = driver.prefill()
     driver.branch.save()
     driver.append(0, 0, 1.0)
@@ -134,17 +134,17 @@ def test_saving_under_a_limit(path, open_branch, reopen):
 @pytest.mark.parametrize("seed", range(3))
 def test_random_history_with_saves(path, open_branch, seed):
     """As `test_history`, and now and then the file is saved, and at last closed and opened again."""
-    history = History(open_branch(FlashStore(path, threads=2, staging_bytes=40 * 4096 * (seed % 2))), seed)
+    history = History(open_branch(FlashStore(file=path, threads=2, staging_bytes=40 * 4096 * (seed % 2))), seed)
     for _ in range(6):
         for _ in range(40):
             history.step()
         line = history.lines[-1]
         line.driver.branch.save()
         contents = dict(line.blocks)
-        check_equals(FlashStore(path).open(read_only=True), contents)
+        check_equals(FlashStore(file=path).open(read_only=True), contents)
     for line in history.lines:
         line.driver.branch.close()
-    again = FlashStore(path).open()
+    again = FlashStore(file=path).open()
     check_equals(again, contents)
     history = History(Driver(again), seed + 100)
     history.lines[0].blocks = contents
@@ -167,7 +167,7 @@ def check_equals(branch, contents: dict) -> None:
 # ---- group commit
 
 def test_saves_that_wait_share_their_syncs(path, open_branch, system, reopen):
-    store = FlashStore(path)
+    store = FlashStore(file=path)
     store.system = system
     driver = open_branch(store)
     driver.prefill()
@@ -203,7 +203,7 @@ def test_saves_that_wait_share_their_syncs(path, open_branch, system, reopen):
 @pytest.fixture
 def writer(path, open_branch, system) -> tuple[Driver, np.ndarray]:
     """A branch saved once, with one more row, on a system that can be made to fail; and the saved blocks."""
-    store = FlashStore(path, timeout=5.0)
+    store = FlashStore(file=path, timeout=5.0)
     store.system = system
     driver = open_branch(store)
     expected = driver.prefill()
@@ -261,7 +261,7 @@ def test_a_failure_of_the_last_step_keeps_both_outcomes_whole(writer, system, re
 
 
 def test_a_device_that_hangs(path, open_branch, system, reopen):
-    store = FlashStore(path, timeout=1.5)
+    store = FlashStore(file=path, timeout=1.5)
     store.system = system
     driver = open_branch(store)
     expected = driver.prefill()
@@ -278,7 +278,7 @@ def test_a_device_that_hangs(path, open_branch, system, reopen):
 
 
 def test_tokens_are_committed_while_a_save_waits_for_the_device(path, open_branch, system, reopen):
-    store = FlashStore(path)
+    store = FlashStore(file=path)
     store.system = system
     driver = open_branch(store)
     expected = driver.prefill()
@@ -297,7 +297,7 @@ def test_tokens_are_committed_while_a_save_waits_for_the_device(path, open_branc
 
 
 def test_a_slow_device_slows_commits_down_and_loses_nothing(path, open_branch, system, reopen):
-    store = FlashStore(path, staging_bytes=2 * EXTENT)
+    store = FlashStore(file=path, staging_bytes=2 * EXTENT)
     store.system = system
     driver = open_branch(store)
     expected = driver.prefill()
@@ -365,7 +365,7 @@ def test_a_file_that_is_cut_amid_a_save_keeps_the_last_one(writer, path, system,
 
 
 def test_a_stormy_system_saves_and_opens(path, open_branch, reopen):
-    store = FlashStore(path)
+    store = FlashStore(file=path)
     store.system = FaultySystem(7, storm=0.5)
     driver = open_branch(store)
     expected = driver.prefill()

@@ -15,7 +15,7 @@ GEOMETRY = Geometry(layers=1, batch=1, kv_heads=2, num_blocks=6, block_rows=8, w
 
 @pytest.fixture
 def driver(tmp_path, open_branch):
-    return open_branch(FlashStore(tmp_path / "cache.kv", layout="sequential", threads=2), GEOMETRY)
+    return open_branch(FlashStore(file=tmp_path / "cache.kv", layout="sequential", threads=2), GEOMETRY)
 
 
 def prefill_striped(driver) -> np.ndarray:
@@ -61,7 +61,7 @@ def test_tokens_count_as_put(driver):
 
 def test_files_are_not_opened(tmp_path):
     with pytest.raises(ConfigError, match="sequential"):
-        FlashStore(tmp_path / "cache.kv", layout="sequential").open()
+        FlashStore(file=tmp_path / "cache.kv", layout="sequential").open()
 
 
 def test_tokens_lie_in_the_file_in_their_order(driver, tmp_path):

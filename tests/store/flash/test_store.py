@@ -30,7 +30,7 @@ def extents_of(driver: Driver) -> int:
 
 @pytest.mark.parametrize("layout", ["grouped", "sequential"])
 def test_settling_waits_for_the_device_and_tells_what_it_refused(tmp_path, open_branch, layout):
-    store = FlashStore(tmp_path / "cache.kv", layout=layout)
+    store = FlashStore(file=tmp_path / "cache.kv", layout=layout)
     store.system = FaultySystem()
     driver = open_branch(store)
     blocks = driver.prefill()
@@ -44,7 +44,7 @@ def test_settling_waits_for_the_device_and_tells_what_it_refused(tmp_path, open_
 # ---- the file
 
 def test_store_touches_no_disk(tmp_path):
-    FlashStore(tmp_path / "missing" / "cache.kv")
+    FlashStore(file=tmp_path / "missing" / "cache.kv")
     assert not list(tmp_path.iterdir())
 
 
@@ -54,13 +54,13 @@ def test_store_touches_no_disk(tmp_path):
                                      {"engine": "aio", "codec": "rle"}])
 def test_impossible_settings(unchecked, tmp_path, setting):
     with pytest.raises(ConfigError):
-        FlashStore(tmp_path, **setting)
+        FlashStore(directory=tmp_path, **setting)
 
 
 def test_a_relative_path_outlives_a_change_of_directory(tmp_path, open_branch, monkeypatch):
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path)
-    named, temporary = open_branch(FlashStore("cache.kv", scratch="other")), open_branch(FlashStore("."))
+    named, temporary = open_branch(FlashStore(file="cache.kv", scratch="other")), open_branch(FlashStore(file="."))
     monkeypatch.chdir("other")
     named.prefill()
     assert named.branch.save() == 1
@@ -71,7 +71,7 @@ def test_a_relative_path_outlives_a_change_of_directory(tmp_path, open_branch, m
 def test_named_file_stays_and_can_be_replaced(tmp_path, open_branch):
     path = tmp_path / "cache.kv"
     for seed in range(2):
-        driver = open_branch(FlashStore(path))
+        driver = open_branch(FlashStore(file=path))
         blocks = driver.prefill(seed=seed)
         np.testing.assert_array_equal(driver.read(), blocks)
         driver.branch.close()
@@ -81,7 +81,7 @@ def test_named_file_stays_and_can_be_replaced(tmp_path, open_branch):
 
 
 def test_directory_gets_temporary_files(tmp_path, open_branch):
-    store = FlashStore(tmp_path)
+    store = FlashStore(directory=tmp_path)
     first, second = open_branch(store), open_branch(store)
     assert len(list(tmp_path.iterdir())) == 2 and first.branch.path != second.branch.path
     child = first.branch.fork()
@@ -94,7 +94,7 @@ def test_directory_gets_temporary_files(tmp_path, open_branch):
 
 def test_forgotten_branch_takes_file_and_threads_along(tmp_path):
     before = threading.active_count()
-    driver = Driver(FlashStore(tmp_path).create(GEOMETRY, ""))
+    driver = Driver(FlashStore(directory=tmp_path).create(GEOMETRY, ""))
     driver.append(0, 0, 1.0)
     driver.read()
     assert threading.active_count() > before
@@ -108,7 +108,7 @@ def test_exit_removes_temporary_files(tmp_path):
     program = f"""
 from kvjax.store.interface import Geometry
 from kvjax.store.flash.store import FlashStore
-branch = FlashStore({str(tmp_path)!r}).create(Geometry(1, 1, 1, 1, 1, 2, "int8"), "")
+branch = FlashStore(directory={str(tmp_path)!r}).create(Geometry(1, 1, 1, 1, 1, 2, "int8"), "")
 import os
 assert os.path.exists(branch.path)
 """
@@ -120,7 +120,7 @@ assert os.path.exists(branch.path)
 # ---- extents
 
 def test_fork_copies_blocks_only_when_they_are_written(tmp_path, open_branch):
-    driver = open_branch(FlashStore(tmp_path))
+    driver = open_branch(FlashStore(directory=tmp_path))
     driver.prefill()
     child = Driver(driver.branch.fork())
     assert extents_of(driver) == 24
@@ -134,7 +134,7 @@ def test_fork_copies_blocks_only_when_they_are_written(tmp_path, open_branch):
 
 
 def test_closed_branches_give_extents_back(tmp_path, open_branch):
-    driver = open_branch(FlashStore(tmp_path))
+    driver = open_branch(FlashStore(directory=tmp_path))
     blocks = driver.prefill()
     for seed in range(3):
         child = Driver(driver.branch.fork())
@@ -149,7 +149,7 @@ def test_closed_branches_give_extents_back(tmp_path, open_branch):
 
 
 def test_replaced_blocks_give_extents_back(tmp_path, open_branch):
-    driver = open_branch(FlashStore(tmp_path))
+    driver = open_branch(FlashStore(directory=tmp_path))
     for seed in range(4):
         driver.prefill(seed=seed)
     assert extents_of(driver) == 48, "the new layer is written before the old one goes"
@@ -163,7 +163,7 @@ def test_replaced_blocks_give_extents_back(tmp_path, open_branch):
 
 
 def test_failed_copies_leak_no_extents(tmp_path, open_branch):
-    store = FlashStore(tmp_path)
+    store = FlashStore(directory=tmp_path)
     store.system = FaultySystem()
     driver = open_branch(store)
     driver.prefill()
@@ -179,7 +179,7 @@ def test_failed_copies_leak_no_extents(tmp_path, open_branch):
 
 
 def test_empty_blocks_take_no_extent(tmp_path, open_branch):
-    driver = open_branch(FlashStore(tmp_path))
+    driver = open_branch(FlashStore(directory=tmp_path))
     counts = np.zeros((2, 2, 6), np.int32)
     counts[:, 0, 2] = 3
     driver.branch.write_layer(0, driver.full(), counts)
@@ -189,7 +189,7 @@ def test_empty_blocks_take_no_extent(tmp_path, open_branch):
 # ---- reading
 
 def test_neighbours_are_read_at_once(tmp_path, open_branch, engine):
-    driver = open_branch(FlashStore(tmp_path, engine=engine, threads=1))
+    driver = open_branch(FlashStore(directory=tmp_path, engine=engine, threads=1))
     driver.prefill()
     settle(driver.branch.path)
     driver.read()
@@ -199,7 +199,7 @@ def test_neighbours_are_read_at_once(tmp_path, open_branch, engine):
 
 def test_large_reads_go_through_several_arenas(tmp_path, open_branch, monkeypatch):
     monkeypatch.setattr("kvjax.store.io.workers.ArenaStack.MAX_BYTES", 5 * EXTENT)
-    driver = open_branch(FlashStore(tmp_path, engine="threads", threads=2))
+    driver = open_branch(FlashStore(directory=tmp_path, engine="threads", threads=2))
     np.testing.assert_array_equal(driver.prefill(), driver.read())
     assert driver.branch.stats().reads == 5
 
@@ -210,12 +210,12 @@ def test_extents_that_are_longer_than_a_piece_are_read(tmp_path, open_branch, si
     for blocks in (2, 3):
         geometry = Geometry(layers=1, batch=1, kv_heads=1, num_blocks=blocks, block_rows=8, width=size // 32,
                             dtype="float32")
-        driver = open_branch(FlashStore(tmp_path, engine="threads", threads=4), geometry)
+        driver = open_branch(FlashStore(directory=tmp_path, engine="threads", threads=4), geometry)
         np.testing.assert_array_equal(driver.prefill(), driver.read())
 
 
 def test_direct_reads_see_buffered_writes(tmp_path, open_branch, engine):
-    driver = open_branch(FlashStore(tmp_path, engine=engine, threads=2))
+    driver = open_branch(FlashStore(directory=tmp_path, engine=engine, threads=2))
     expected = driver.prefill()
     assert driver.branch.direct == (engine != "mmap"), "the tests want a filesystem with O_DIRECT"
     for i in range(20):
@@ -228,7 +228,7 @@ def test_direct_reads_see_buffered_writes(tmp_path, open_branch, engine):
 @pytest.mark.parametrize("operation", ["open_direct", "preadv_direct"])
 def test_refused_direct_reads_fall_back_visibly(tmp_path, open_branch, caplog, operation):
     """Given a filesystem that refuses to open a file with O_DIRECT, or to read it so."""
-    store = FlashStore(tmp_path)
+    store = FlashStore(directory=tmp_path)
     store.system = FaultySystem()
     store.system.fail(operation, errno.EINVAL)
     with caplog.at_level("WARNING", logger="absl"):
@@ -241,7 +241,7 @@ def test_refused_direct_reads_fall_back_visibly(tmp_path, open_branch, caplog, o
 
 
 def test_threads_that_are_refused_together_warn_once(tmp_path, open_branch, caplog):
-    store = FlashStore(tmp_path, engine="threads", threads=2)
+    store = FlashStore(directory=tmp_path, engine="threads", threads=2)
     store.system = FaultySystem()
     driver = open_branch(store)
     blocks = driver.prefill()
@@ -262,7 +262,7 @@ def test_threads_that_are_refused_together_warn_once(tmp_path, open_branch, capl
 # ---- write-behind
 
 def test_rows_of_a_block_become_one_write(tmp_path, open_branch):
-    driver = open_branch(FlashStore(tmp_path))
+    driver = open_branch(FlashStore(directory=tmp_path))
     driver.prefill()
     for row in range(4):
         driver.append(2, row, 1.0)
@@ -273,7 +273,7 @@ def test_rows_of_a_block_become_one_write(tmp_path, open_branch):
 
 
 def test_staging_is_bounded(tmp_path, open_branch):
-    store = FlashStore(tmp_path, staging_bytes=4 * EXTENT, timeout=1.5)
+    store = FlashStore(directory=tmp_path, staging_bytes=4 * EXTENT, timeout=1.5)
     store.system = FaultySystem()
     driver = open_branch(store)
     store.system.hang("pwrite")
@@ -290,7 +290,7 @@ def test_staging_is_bounded(tmp_path, open_branch):
 
 
 def test_forgotten_branches_leave_the_staging(tmp_path, open_branch):
-    driver = open_branch(FlashStore(tmp_path, staging_bytes=64 * EXTENT))
+    driver = open_branch(FlashStore(directory=tmp_path, staging_bytes=64 * EXTENT))
     for _ in range(8):
         child = Driver(driver.branch.fork())
         for block in range(4):  # 16 blocks in 4 streams: a quarter, so that they linger
@@ -359,7 +359,7 @@ def count_reads(system: FaultySystem) -> int:
 def test_torn_block_is_read_again(tmp_path, open_branch, kind):
     """With aio the half-written block is one that threads have to read."""
     engine = "threads" if kind == "buffered" else kind
-    store = FlashStore(tmp_path, direct=kind != "buffered", engine=engine, threads=1)
+    store = FlashStore(directory=tmp_path, direct=kind != "buffered", engine=engine, threads=1)
     store.system = HalfWritten()
     driver = open_branch(store)
     expected = driver.prefill()
@@ -378,7 +378,7 @@ def test_torn_block_is_read_again(tmp_path, open_branch, kind):
 
 
 def test_branches_of_one_file_work_in_parallel(tmp_path, open_branch, engine):
-    driver = open_branch(FlashStore(tmp_path, engine=engine, threads=3, staging_bytes=12 * EXTENT))
+    driver = open_branch(FlashStore(directory=tmp_path, engine=engine, threads=3, staging_bytes=12 * EXTENT))
     driver.prefill()
     failures = []
 

@@ -16,7 +16,7 @@ EXTENT = GEOMETRY.extent_bytes
 
 def test_a_hot_block_stays_in_its_buffer(tmp_path, open_branch):
     """Staging holds two layers' worth of one block per stream; one hot block, a new cold one at every token."""
-    driver = open_branch(FlashStore(tmp_path, staging_bytes=4 * 2 * GEOMETRY.streams * EXTENT))
+    driver = open_branch(FlashStore(directory=tmp_path, staging_bytes=4 * 2 * GEOMETRY.streams * EXTENT))
     driver.prefill()
     before = driver.branch.stats().blocks_written
     hot, cold = 0, (1, 2, 3, 4, 5)
@@ -35,7 +35,7 @@ def test_a_hot_block_stays_in_its_buffer(tmp_path, open_branch):
 @pytest.mark.parametrize("rows", [1, GEOMETRY.block_rows])
 def test_write_amplification(tmp_path, open_branch, rows):
     """A block is one write, however many of its rows were put before the buffer went to the device."""
-    driver = open_branch(FlashStore(tmp_path))
+    driver = open_branch(FlashStore(directory=tmp_path))
     for row in range(rows):
         driver.append(2, row, float(row))
     driver.branch.flush()
@@ -47,7 +47,7 @@ def test_write_amplification(tmp_path, open_branch, rows):
 
 def test_blocks_that_lie_side_by_side_are_one_write(tmp_path, open_branch, system):
     """Given new blocks of every stream, which the layout puts one after the other, and later rows for each of them."""
-    store = FlashStore(tmp_path)
+    store = FlashStore(directory=tmp_path)
     store.system = system
     driver = open_branch(store)
     driver.prefill()
@@ -63,7 +63,7 @@ def test_blocks_that_lie_side_by_side_are_one_write(tmp_path, open_branch, syste
 
 def test_no_more_is_written_of_neighbours_than_they_fill(tmp_path, open_branch, system):
     """Given new blocks of eight pages with one row each, two pages of them."""
-    store = FlashStore(tmp_path)
+    store = FlashStore(directory=tmp_path)
     store.system = system
     driver = open_branch(store, WIDE)
     driver.prefill()
@@ -78,7 +78,7 @@ def test_no_more_is_written_of_neighbours_than_they_fill(tmp_path, open_branch, 
 
 def test_a_failure_that_is_over_when_all_is_written_is_not_told(tmp_path, open_branch, system, monkeypatch):
     """Given a branch that waits for its blocks while another one has those that failed tried again."""
-    store = FlashStore(tmp_path)
+    store = FlashStore(directory=tmp_path)
     store.system = system
     driver = open_branch(store)
     driver.prefill()
@@ -102,7 +102,7 @@ def test_a_failure_that_is_over_when_all_is_written_is_not_told(tmp_path, open_b
 
 
 def test_what_was_written_before_a_failure_is_not_written_again(tmp_path, open_branch, system):
-    store = FlashStore(tmp_path)
+    store = FlashStore(directory=tmp_path)
     store.system = system
     driver = open_branch(store)
     expected = driver.prefill()
@@ -122,7 +122,7 @@ def test_what_was_written_before_a_failure_is_not_written_again(tmp_path, open_b
 
 
 def test_as_many_blocks_are_written_as_there_is_space_for(tmp_path, open_branch):
-    driver = open_branch(FlashStore(tmp_path))
+    driver = open_branch(FlashStore(directory=tmp_path))
     driver.prefill()
     before, extents = driver.branch.stats().blocks_written, driver.branch._volume.extents
     extents._max_bytes = extents.offset(extents.end + GEOMETRY.streams - 1)
@@ -140,7 +140,7 @@ def test_as_many_blocks_are_written_as_there_is_space_for(tmp_path, open_branch)
 def test_a_block_is_read_from_memory_until_the_device_has_it(tmp_path, open_branch, system):
     """Given blocks that are in the file and not yet on the device, and that get a second row meanwhile."""
     skip_without("aio", tmp_path)
-    store = FlashStore(tmp_path, staging_bytes=3 * GEOMETRY.streams * EXTENT)
+    store = FlashStore(directory=tmp_path, staging_bytes=3 * GEOMETRY.streams * EXTENT)
     store.system = system
     driver = open_branch(store)
     expected = driver.prefill()
@@ -165,7 +165,7 @@ def test_a_block_is_read_from_memory_until_the_device_has_it(tmp_path, open_bran
 
 def test_a_branch_is_told_once_of_all_that_was_refused_together(tmp_path, open_branch, system):
     skip_without("aio", tmp_path)
-    store = FlashStore(tmp_path)
+    store = FlashStore(directory=tmp_path)
     store.system = system
     driver = open_branch(store)
     expected = driver.prefill()
@@ -182,7 +182,7 @@ def test_a_branch_is_told_once_of_all_that_was_refused_together(tmp_path, open_b
 def test_blocks_that_the_device_refuses_stay_in_memory(tmp_path, open_branch, system):
     """Given blocks that the file takes and its device does not, of which some have an extent, and some none yet."""
     skip_without("aio", tmp_path)
-    store = FlashStore(tmp_path)
+    store = FlashStore(directory=tmp_path)
     store.system = system
     driver = open_branch(store)
     expected = driver.prefill()

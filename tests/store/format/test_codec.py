@@ -115,7 +115,7 @@ def test_keys_within_the_tolerance_values_exact(dtype, seed, tolerance):
 def coded(request, tmp_path, open_branch) -> Driver:
     """A branch in a named file, in whose blocks some runs are planted."""
     direct, staging = request.param != "buffered", 0 if request.param == "eager" else 64 << 20
-    return open_branch(FlashStore(tmp_path / "cache.kv", codec="rle", direct=direct, staging_bytes=staging), WIDE)
+    return open_branch(FlashStore(file=tmp_path / "cache.kv", codec="rle", direct=direct, staging_bytes=staging), WIDE)
 
 
 def pages_of(driver: Driver, layer: int = 0) -> np.ndarray:
@@ -135,14 +135,14 @@ def test_runs_are_read_and_written_in_fewer_bytes(coded, tmp_path, open_branch):
     assert stats.bytes_read == stats.bytes_written == expected.sum() * PAGE_BYTES < 24 * EXTENT
     assert stats.blocks_short == (expected < 8).sum() and stats.blocks_written == stats.blocks_read == 24
     assert coded.branch.engine == "threads"
-    plain = open_branch(FlashStore(tmp_path), WIDE)
+    plain = open_branch(FlashStore(directory=tmp_path), WIDE)
     plain.prefill()
     plain.read()
     assert plain.branch.stats().bytes_read == 24 * EXTENT and plain.branch.stats().blocks_short == 0
 
 
 def test_blocks_without_runs_are_as_they_were(coded, tmp_path, open_branch):
-    plain = open_branch(FlashStore(tmp_path / "raw.kv"), WIDE)
+    plain = open_branch(FlashStore(file=tmp_path / "raw.kv"), WIDE)
     blocks = np.random.default_rng(0).normal(size=(2, 2, 6, 4, 2048)).astype(np.float32)
     for driver in (coded, plain):
         driver.branch.write_layer(0, blocks.copy(), np.full((2, 2, 6), 4, np.int32))
@@ -210,7 +210,8 @@ class RunHistory(History):
 @pytest.mark.parametrize("seed", range(3))
 def test_random_history_equals_a_dictionary(tmp_path, open_branch, seed, layout):
     """Forks, splits, rows and prompts under a storm of interrupted calls."""
-    store = FlashStore(tmp_path, codec="rle", threads=2, staging_bytes=20 * EXTENT * (seed % 2), direct=seed != 1,
+    store = FlashStore(directory=tmp_path, codec="rle", threads=2, staging_bytes=20 * EXTENT * (seed % 2),
+                       direct=seed != 1,
                        layout=layout)
     store.system = FaultySystem(seed, storm=0.2)
     history = RunHistory(open_branch(store, WIDE), seed)
@@ -229,7 +230,7 @@ def test_random_history_equals_a_dictionary(tmp_path, open_branch, seed, layout)
 @pytest.fixture
 def saved(tmp_path, open_branch):
     """A file with two saves, and the blocks of the second."""
-    driver = open_branch(FlashStore(tmp_path / "cache.kv", codec="rle"), WIDE)
+    driver = open_branch(FlashStore(file=tmp_path / "cache.kv", codec="rle"), WIDE)
     driver.prefill()
     driver.branch.save(b"first")
     driver.append(2, 0, 1.0)
@@ -241,7 +242,7 @@ def saved(tmp_path, open_branch):
 
 @pytest.mark.parametrize("layout", ["grouped", "sequential"])
 def test_blocks_of_values_alone_are_not_coded_as_keys(tmp_path, layout):
-    store, alone = FlashStore(tmp_path, codec="rle", layout=layout), dataclasses.replace(GEOMETRY, keys=False)
+    store, alone = FlashStore(directory=tmp_path, codec="rle", layout=layout), dataclasses.replace(GEOMETRY, keys=False)
     with pytest.raises(ConfigError, match="values alone"):
         store.create(alone, "fingerprint")
 
@@ -251,7 +252,8 @@ def test_blocks_of_values_alone_are_not_coded_as_keys(tmp_path, layout):
 def test_a_saved_file_opens_in_its_codec(saved, codec, read_only):
     path, blocks = saved
     assert inspect_header(path).codec == "rle"
-    with contextlib.closing(FlashStore(path, codec=codec).open(WIDE, "fingerprint", read_only=read_only)) as branch:
+    with contextlib.closing(FlashStore(file=path, codec=codec).open(WIDE, "fingerprint",
+                                                                    read_only=read_only)) as branch:
         assert branch.codec == "rle"
         driver = Driver(branch)
         still_works(driver, blocks)
@@ -263,15 +265,15 @@ def test_a_saved_file_opens_in_its_codec(saved, codec, read_only):
 
 def test_another_codec_is_refused(saved, tmp_path, open_branch):
     with pytest.raises(FormatMismatch, match="codec 'rle', not in 'raw'"):
-        FlashStore(saved[0], codec="raw").open()
-    driver = open_branch(FlashStore(tmp_path / "raw.kv"), WIDE)
+        FlashStore(file=saved[0], codec="raw").open()
+    driver = open_branch(FlashStore(file=tmp_path / "raw.kv"), WIDE)
     driver.branch.save()
     driver.branch.close()
     with pytest.raises(FormatMismatch, match="codec 'raw', not in 'rle'"):
-        FlashStore(tmp_path / "raw.kv", codec="rle").open()
+        FlashStore(file=tmp_path / "raw.kv", codec="rle").open()
     with pytest.raises(ConfigError, match="tolerance"):
-        FlashStore(tmp_path / "raw.kv", tolerance=0.1).open()
-    FlashStore(tmp_path / "raw.kv").open().close()
+        FlashStore(file=tmp_path / "raw.kv", tolerance=0.1).open()
+    FlashStore(file=tmp_path / "raw.kv").open().close()
 
 
 @pytest.mark.parametrize("setting", [
@@ -280,13 +282,13 @@ def test_another_codec_is_refused(saved, tmp_path, open_branch):
 ])
 def test_impossible_settings(tmp_path, setting):
     with pytest.raises(ConfigError, match=next(name for name in ("engine", "tolerance", "codec") if name in setting)):
-        FlashStore(tmp_path, **setting).create(WIDE, "")
+        FlashStore(directory=tmp_path, **setting).create(WIDE, "")
     assert not list(tmp_path.iterdir())
 
 
 def test_packed_keys_take_no_tolerance(tmp_path):
     with pytest.raises(ConfigError, match="int8"):
-        FlashStore(tmp_path, codec="rle", tolerance=0.1).create(SOME["int8"], "")
+        FlashStore(directory=tmp_path, codec="rle", tolerance=0.1).create(SOME["int8"], "")
 
 
 def test_inspection_reads_coded_blocks(saved, capsys):
@@ -351,7 +353,7 @@ def test_a_truncated_file(coded):
 
 
 def test_failed_writes_are_made_again(tmp_path, open_branch, system):
-    store = FlashStore(tmp_path, codec="rle")
+    store = FlashStore(directory=tmp_path, codec="rle")
     store.system = system
     driver = open_branch(store, WIDE)
     expected = driver.prefill()
@@ -368,7 +370,7 @@ def test_failed_writes_are_made_again(tmp_path, open_branch, system):
 # ---- a tolerance
 
 def test_a_tolerance_moves_keys_and_no_values(tmp_path, open_branch):
-    driver = open_branch(FlashStore(tmp_path, codec="rle", tolerance=0.1), WIDE)
+    driver = open_branch(FlashStore(directory=tmp_path, codec="rle", tolerance=0.1), WIDE)
     expected = driver.full()
     expected[..., 1:, :1024] = expected[..., :1, :1024] + np.float32(0.09)
     driver.branch.write_layer(0, expected.copy(), np.full((2, 2, 6), 4, np.int32))

@@ -21,7 +21,7 @@ def images(counts) -> np.ndarray:
 
 @pytest.fixture
 def driver(tmp_path, open_branch, engine) -> Driver:
-    return open_branch(FlashStore(tmp_path / "cache.kv", engine=engine), WIDE)
+    return open_branch(FlashStore(file=tmp_path / "cache.kv", engine=engine), WIDE)
 
 
 def prefill(driver: Driver) -> tuple[np.ndarray, np.ndarray]:

@@ -252,7 +252,7 @@ import numpy as np
 from kvjax.store.interface import Geometry
 from kvjax.store.flash.store import FlashStore
 from tests.store.conftest import settle
-branch = FlashStore({str(tmp_path)!r}).create(Geometry(1, 1, 1, 64, 1, 2, "int8"), "")
+branch = FlashStore(directory={str(tmp_path)!r}).create(Geometry(1, 1, 1, 64, 1, 2, "int8"), "")
 branch.write_layer(0, np.ones((1, 1, 64, 1, 2), np.int8), np.ones((1, 1, 64), np.int32))
 settle(branch.path)
 assert branch.submit(0, 0, np.arange(64, dtype=np.int32)[None, None]) and branch._reads.guesses
@@ -277,7 +277,7 @@ def test_a_hung_fetch_gives_up_and_its_memory_stays_untouched(fixed):
 
 
 def test_closing_ends_every_context_also_of_what_is_in_flight(tmp_path, open_branch):
-    store = FlashStore(tmp_path)
+    store = FlashStore(directory=tmp_path)
     ended, made = [], []
     store.system.io_setup = lambda depth: made.append(SystemIO.io_setup(depth)) or made[-1]
     store.system.io_destroy = lambda context: ended.append(context) or SystemIO.io_destroy(context)
@@ -364,7 +364,7 @@ def test_a_guess_is_left_out_when_the_kernel_has_no_ring_left(fixed):
                                                 ({"engine": "aio"}, "aio")])
 def test_the_engine_that_runs_is_told(tmp_path, open_branch, caplog, settings, expected):
     with caplog.at_level("INFO", logger="absl"):
-        driver = open_branch(FlashStore(tmp_path, **settings))
+        driver = open_branch(FlashStore(directory=tmp_path, **settings))
     assert driver.branch.engine == expected
     assert len([record for record in caplog.records if "threads read" in record.message
                 or "reads are asynchronous" in record.message]) == 1
@@ -373,12 +373,12 @@ def test_the_engine_that_runs_is_told(tmp_path, open_branch, caplog, settings, e
 @pytest.mark.parametrize("settings, words", [({"direct": False}, "page cache"), ({"codec": "rle"}, "codec 'rle'")])
 def test_aio_where_it_cannot_be(tmp_path, settings, words):
     with pytest.raises(ConfigError, match=rf"engine='aio'.*{words}"):
-        FlashStore(tmp_path, engine="aio", **settings).create(GEOMETRY, "")
+        FlashStore(directory=tmp_path, engine="aio", **settings).create(GEOMETRY, "")
     assert not list(tmp_path.iterdir())
 
 
 def test_a_kernel_without_aio(tmp_path, open_branch, caplog):
-    store, strict = FlashStore(tmp_path), FlashStore(tmp_path, engine="aio")
+    store, strict = FlashStore(directory=tmp_path), FlashStore(directory=tmp_path, engine="aio")
     store.system = strict.system = FaultySystem()
     store.system.fail("io_setup", errno.ENOSYS)
     with caplog.at_level("INFO", logger="absl"):
@@ -391,4 +391,4 @@ def test_a_kernel_without_aio(tmp_path, open_branch, caplog):
 
 def test_unknown_engine(tmp_path):
     with pytest.raises(ConfigError, match="unknown engine 'uring'; use one of aio, threads"):
-        FlashStore(tmp_path, engine="uring")
+        FlashStore(directory=tmp_path, engine="uring")

@@ -300,7 +300,7 @@ def test_an_error_is_not_kept_waiting(tmp_path):
 
 
 def test_a_store_on_an_emulated_device_keeps_its_contents(tmp_path, open_branch):
-    store = FlashStore(tmp_path, profile="ufs4.0")
+    store = FlashStore(directory=tmp_path, profile="ufs4.0")
     driver = open_branch(store)
     blocks = driver.prefill()
     np.testing.assert_array_equal(driver.read(), blocks)
@@ -311,7 +311,7 @@ def test_a_store_on_an_emulated_device_keeps_its_contents(tmp_path, open_branch)
 def test_a_fetch_takes_as_long_as_the_device(tmp_path, open_branch, engine):
     """Given either engine, a fetch is never answered before the device would have."""
     skip_without(engine, tmp_path)
-    store = FlashStore(tmp_path, profile="emmc", engine=engine)
+    store = FlashStore(directory=tmp_path, profile="emmc", engine=engine)
     driver = open_branch(store)
     blocks = driver.prefill()
     settle(driver.branch.path)
@@ -325,7 +325,7 @@ def test_a_fetch_takes_as_long_as_the_device(tmp_path, open_branch, engine):
 
 def test_an_unknown_profile_is_refused_by_name(tmp_path):
     with pytest.raises(ConfigError, match=r"unknown device profile 'floppy'; use one of native, nvme, emmc, ufs4.0"):
-        FlashStore(tmp_path, profile="floppy")
+        FlashStore(directory=tmp_path, profile="floppy")
 
 
 def test_native_is_the_system_itself():

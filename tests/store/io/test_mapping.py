@@ -33,7 +33,7 @@ class OneAtATime(SystemIO):
 
 def mapped(open_branch, path, system: SystemIO | None = None, geometry=GEOMETRY, **settings) -> Driver:
     """A branch whose reads go through a map: in one call of C where the system's calls are not replaced."""
-    store = FlashStore(path, engine="mmap", **settings)
+    store = FlashStore(file=path, engine="mmap", **settings)
     if system is not None:
         store.system = system
     return open_branch(store, geometry)
@@ -92,7 +92,7 @@ import numpy as np
 from kvjax.errors import StoreError
 from kvjax.store.flash.store import FlashStore
 from tests.store.conftest import WIDE, Driver
-driver = Driver(FlashStore({str(tmp_path / "cache.kv")!r}, engine="mmap").create(WIDE, ""))
+driver = Driver(FlashStore(file={str(tmp_path / "cache.kv")!r}, engine="mmap").create(WIDE, ""))
 blocks, path = driver.prefill(), driver.branch.path
 with open(path, "rb") as file:
     whole = file.read()
@@ -237,7 +237,7 @@ def test_without_the_compiled_part_threads_read_through_the_map(tmp_path, open_b
     ("copy_mapped", errno.EPERM, r"process_vm_readv\): Operation not permitted"),
 ])
 def test_a_system_that_cannot_is_refused_with_the_reason(tmp_path, operation, code, words):
-    store = FlashStore(tmp_path, engine="mmap")
+    store = FlashStore(directory=tmp_path, engine="mmap")
 
     def refused(*_):
         raise OSError(code, os.strerror(code))
@@ -251,10 +251,10 @@ def test_a_system_that_cannot_is_refused_with_the_reason(tmp_path, operation, co
 def test_pages_larger_than_the_files_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(filemap.mmap, "PAGESIZE", 1 << 16)
     with pytest.raises(ConfigError, match="pages of 65536 bytes"):
-        FlashStore(tmp_path, engine="mmap").create(GEOMETRY, "")
+        FlashStore(directory=tmp_path, engine="mmap").create(GEOMETRY, "")
 
 
 @pytest.mark.parametrize("profile", PROFILES)
 def test_an_emulated_device_has_no_page_cache(tmp_path, profile):
     with pytest.raises(ConfigError, match=f"page cache.*{profile}"):
-        FlashStore(tmp_path, engine="mmap", profile=profile)
+        FlashStore(directory=tmp_path, engine="mmap", profile=profile)

@@ -55,7 +55,7 @@ def filled(open_branch, store):
 
 
 def test_the_usual_read_is_one_call(tmp_path, open_branch, compiled, monkeypatch):
-    driver, blocks = filled(open_branch, FlashStore(tmp_path, engine=compiled))
+    driver, blocks = filled(open_branch, FlashStore(directory=tmp_path, engine=compiled))
     for method in ("_landed", "_load"):
         monkeypatch.setattr(FlashBranch, method, None)
     np.testing.assert_array_equal(driver.read(), blocks)
@@ -66,7 +66,7 @@ def test_the_usual_read_is_one_call(tmp_path, open_branch, compiled, monkeypatch
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_staged_rows_and_blocks_lie_over_what_is_read(tmp_path, open_branch, compiled, quick, whole):
-    driver, blocks = filled(open_branch, FlashStore(tmp_path, engine=compiled))
+    driver, blocks = filled(open_branch, FlashStore(directory=tmp_path, engine=compiled))
     new = np.ones((2, 2, 1, *blocks.shape[3:]), GEOMETRY.numpy_dtype)
     index, expected = np.zeros((2, 2), np.int32), blocks.copy()
     if whole:
@@ -84,7 +84,7 @@ def test_staged_rows_and_blocks_lie_over_what_is_read(tmp_path, open_branch, com
 
 
 def test_what_does_not_come_at_the_first_try_is_read_again_alone(tmp_path, open_branch, compiled, monkeypatch):
-    driver, blocks = filled(open_branch, FlashStore(tmp_path, engine=compiled))
+    driver, blocks = filled(open_branch, FlashStore(directory=tmp_path, engine=compiled))
     told = FlashBranch._landed
 
     def torn(self, layer, started, landed, *rest):
@@ -102,7 +102,7 @@ def test_what_does_not_come_at_the_first_try_is_read_again_alone(tmp_path, open_
 def test_what_the_kernel_puts_off_again_and_again_is_left_to_threads(tmp_path, open_branch, quick):
     """Given a block that was written a moment ago, as it was, and is not on the device; all blocks are one read."""
     path = tmp_path / "dirty.kv"
-    driver, blocks = filled(open_branch, FlashStore(path))
+    driver, blocks = filled(open_branch, FlashStore(file=path))
     with open(path, "r+b") as file:
         offset = driver.branch._volume.extents.offset(driver.branch._lineage.table.extent(0))
         os.pwrite(file.fileno(), os.pread(file.fileno(), GEOMETRY.extent_bytes, offset), offset)
@@ -111,7 +111,7 @@ def test_what_the_kernel_puts_off_again_and_again_is_left_to_threads(tmp_path, o
 
 
 def test_a_kernel_without_another_ring_leaves_reading_to_threads(tmp_path, open_branch, monkeypatch, caplog):
-    driver, blocks = filled(open_branch, FlashStore(tmp_path))
+    driver, blocks = filled(open_branch, FlashStore(directory=tmp_path))
 
     def refused(_):
         raise OSError(errno.EAGAIN, "no more")
@@ -131,7 +131,7 @@ def guessed(driver, size: int):
 @pytest.mark.parametrize("settings", [{}, {"profile": "emmc"}, {"engine": "mmap"}], ids=["aio", "emmc", "mmap"])
 @pytest.mark.parametrize("missing", [0, 1, GEOMETRY.num_blocks])
 def test_what_was_read_ahead_is_used(tmp_path, open_branch, quick, settings, missing):
-    driver, blocks = filled(open_branch, FlashStore(tmp_path, **settings))
+    driver, blocks = filled(open_branch, FlashStore(directory=tmp_path, **settings))
     before, ahead = driver.branch.stats(), guessed(driver, GEOMETRY.num_blocks - missing)
     np.testing.assert_array_equal(driver.read(), blocks)
     stats, late = driver.branch.stats(), 4 * missing
@@ -144,7 +144,7 @@ def test_what_was_read_ahead_is_used(tmp_path, open_branch, quick, settings, mis
 
 def test_a_guess_of_what_has_changed_is_not_used(tmp_path, open_branch, compiled, quick):
     """Given a guess, block 1 of each stream gets other contents, and lies elsewhere when it is asked for."""
-    driver, blocks = filled(open_branch, FlashStore(tmp_path, engine=compiled))
+    driver, blocks = filled(open_branch, FlashStore(directory=tmp_path, engine=compiled))
     guessed(driver, GEOMETRY.num_blocks)
     expected, new = blocks.copy(), np.ones((2, 2, 1, *blocks.shape[3:]), GEOMETRY.numpy_dtype)
     expected[:, :, 1:2] = new
@@ -158,7 +158,7 @@ def test_a_guess_of_what_has_changed_is_not_used(tmp_path, open_branch, compiled
 
 
 def test_a_later_guess_takes_the_place_of_an_earlier_one(tmp_path, open_branch, compiled, quick):
-    driver, blocks = filled(open_branch, FlashStore(tmp_path, engine=compiled))
+    driver, blocks = filled(open_branch, FlashStore(directory=tmp_path, engine=compiled))
     rings = driver.branch._volume.reader.rings.guess_rings
     guessed(driver, 3)
     guessed(driver, 1)
@@ -170,7 +170,7 @@ def test_a_later_guess_takes_the_place_of_an_earlier_one(tmp_path, open_branch, 
 
 def test_what_came_damaged_with_a_guess_is_read_again(tmp_path, open_branch, monkeypatch):
     """Given a bit that is wrong where the guess was read to."""
-    driver, blocks = filled(open_branch, FlashStore(tmp_path))
+    driver, blocks = filled(open_branch, FlashStore(directory=tmp_path))
     before, ahead, window = driver.branch.stats(), guessed(driver, GEOMETRY.num_blocks), aio.Guess.window
 
     def flipped(guess):
@@ -186,7 +186,7 @@ def test_what_came_damaged_with_a_guess_is_read_again(tmp_path, open_branch, mon
 
 @pytest.mark.parametrize("end", ["closed", "forgotten"])
 def test_a_guess_that_nobody_asks_for_gives_its_ring_back(tmp_path, open_branch, compiled, end):
-    driver, _ = filled(open_branch, FlashStore(tmp_path, engine=compiled))
+    driver, _ = filled(open_branch, FlashStore(directory=tmp_path, engine=compiled))
     rings = driver.branch._volume.reader.rings.guess_rings
     guessed(driver, 2)
     ring, = rings._all
@@ -201,7 +201,7 @@ def test_a_guess_that_nobody_asks_for_gives_its_ring_back(tmp_path, open_branch,
 
 def test_a_guess_of_more_reads_than_may_be_in_flight(tmp_path, open_branch, quick, monkeypatch):
     monkeypatch.setattr(aio.RingStack, "GUESS_DEPTH", 1)
-    driver, blocks = filled(open_branch, FlashStore(tmp_path))
+    driver, blocks = filled(open_branch, FlashStore(directory=tmp_path))
     before, block = driver.branch.stats(), np.tile(np.arange(0, GEOMETRY.num_blocks, 2, dtype=np.int32), (2, 2, 1))
     assert driver.branch.submit(0, 0, block)
     np.testing.assert_array_equal(driver.read(), blocks)
@@ -210,7 +210,7 @@ def test_a_guess_of_more_reads_than_may_be_in_flight(tmp_path, open_branch, quic
 
 
 def test_a_device_that_hangs_with_a_guess_is_one_error(tmp_path, open_branch, monkeypatch):
-    driver, blocks = filled(open_branch, FlashStore(tmp_path, profile="emmc", timeout=1.5))
+    driver, blocks = filled(open_branch, FlashStore(directory=tmp_path, profile="emmc", timeout=1.5))
     guessed(driver, 2)
     with monkeypatch.context() as changed:
         changed.setattr(aio.Ring, "wait", lambda *_: 0)
@@ -223,7 +223,7 @@ def test_a_device_that_hangs_with_a_guess_is_one_error(tmp_path, open_branch, mo
 
 
 def test_a_fork_does_not_take_the_guess_of_its_parent(tmp_path, open_branch, compiled):
-    driver, blocks = filled(open_branch, FlashStore(tmp_path, engine=compiled))
+    driver, blocks = filled(open_branch, FlashStore(directory=tmp_path, engine=compiled))
     ahead = guessed(driver, 2)
     fork = type(driver)(driver.branch.fork())
     driver.append(0, 0, 5.0)
@@ -236,7 +236,7 @@ def test_a_fork_does_not_take_the_guess_of_its_parent(tmp_path, open_branch, com
 
 
 def test_a_block_that_was_never_written_is_zeros(tmp_path, open_branch, compiled, quick):
-    driver = open_branch(FlashStore(tmp_path, engine=compiled))
+    driver = open_branch(FlashStore(directory=tmp_path, engine=compiled))
     blocks = driver.full()
     counts = np.full(blocks.shape[:3], GEOMETRY.block_rows, np.int32)
     counts[:, :, 1] = 0
@@ -250,7 +250,7 @@ def test_a_block_that_was_never_written_is_zeros(tmp_path, open_branch, compiled
 
 def test_a_damaged_block_is_not_copied(tmp_path, open_branch, compiled, quick):
     path = tmp_path / "damaged.kv"
-    driver, blocks = filled(open_branch, FlashStore(path, engine=compiled))
+    driver, blocks = filled(open_branch, FlashStore(file=path, engine=compiled))
     extent = driver.branch._lineage.table.extent(0)
     with open(path, "r+b") as file:
         file.seek(driver.branch._volume.extents.offset(extent))
@@ -265,7 +265,7 @@ def test_a_damaged_block_is_not_copied(tmp_path, open_branch, compiled, quick):
 
 
 def test_a_device_that_does_not_answer_is_an_error_and_its_ring_is_not_used_again(tmp_path, open_branch, monkeypatch):
-    driver, blocks = filled(open_branch, FlashStore(tmp_path, timeout=1.5))
+    driver, blocks = filled(open_branch, FlashStore(directory=tmp_path, timeout=1.5))
     rings = driver.branch._volume.reader._rings.rings
     told = FlashBranch._landed
 
@@ -291,7 +291,7 @@ def test_a_device_that_does_not_answer_is_an_error_and_its_ring_is_not_used_agai
 @pytest.mark.parametrize("cause", [OSError(errno.EINVAL, "no"), KeyboardInterrupt()], ids=["refused", "interrupted"])
 def test_what_an_emulated_device_raises(tmp_path, open_branch, monkeypatch, ahead, call, cause):
     """The kernel may not take reads, and others read then; all else is the branch's error, and nothing is lost."""
-    driver, blocks = filled(open_branch, FlashStore(tmp_path, profile="ufs4.0"))
+    driver, blocks = filled(open_branch, FlashStore(directory=tmp_path, profile="ufs4.0"))
     method, raised = getattr(aio.Ring, call), []
 
     def raises_once(*args):
@@ -313,7 +313,7 @@ def test_what_an_emulated_device_raises(tmp_path, open_branch, monkeypatch, ahea
 
 def test_ctrl_c_while_blocks_are_waited_for_loses_no_ring(tmp_path, open_branch, compiled, monkeypatch):
     """It is raised as the first Python function after the wait is entered: before a line of it has run."""
-    driver, blocks = filled(open_branch, FlashStore(tmp_path, engine=compiled))
+    driver, blocks = filled(open_branch, FlashStore(directory=tmp_path, engine=compiled))
     give_back, raised = FlashBranch._give_back, []
 
     def interrupted_once(*args):
@@ -331,7 +331,7 @@ def test_ctrl_c_while_blocks_are_waited_for_loses_no_ring(tmp_path, open_branch,
 
 def test_a_read_that_fails_gives_its_ring_back_once(tmp_path, open_branch, compiled, monkeypatch, quick):
     """By the second time somebody else may have it."""
-    driver, blocks = filled(open_branch, FlashStore(tmp_path, engine=compiled))
+    driver, blocks = filled(open_branch, FlashStore(directory=tmp_path, engine=compiled))
     give_back, given = FlashBranch._give_back, []
     monkeypatch.setattr(FlashBranch, "_give_back", lambda *args: (given.append(args[1]), give_back(*args)))
     with monkeypatch.context() as changed:
@@ -342,7 +342,7 @@ def test_a_read_that_fails_gives_its_ring_back_once(tmp_path, open_branch, compi
 
 
 def test_system_calls_that_are_replaced_are_called(tmp_path, open_branch, quick):
-    store = FlashStore(tmp_path)
+    store = FlashStore(directory=tmp_path)
     store.system = FaultySystem()
     driver, blocks = filled(open_branch, store)
     np.testing.assert_array_equal(driver.read(), blocks)
@@ -352,6 +352,6 @@ def test_system_calls_that_are_replaced_are_called(tmp_path, open_branch, quick)
 def test_without_the_compiled_part_threads_read(tmp_path, open_branch, monkeypatch, caplog):
     monkeypatch.setattr(aio, "native", None)
     with caplog.at_level("INFO", logger="absl"):
-        driver = open_branch(FlashStore(tmp_path))
+        driver = open_branch(FlashStore(directory=tmp_path))
     assert driver.branch.engine == "threads" and "compiled part" in caplog.text
     np.testing.assert_array_equal(driver.prefill(), driver.read())

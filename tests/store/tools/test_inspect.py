@@ -19,7 +19,7 @@ EXTENT = GEOMETRY.extent_bytes
 def path(tmp_path, open_branch):
     """A file with two saves: 24 blocks in order, then 4 of them elsewhere; each save has a log record."""
     path = tmp_path / "cache.kv"
-    driver = open_branch(FlashStore(path))
+    driver = open_branch(FlashStore(file=path))
     driver.prefill()
     driver.branch.save(b"first")
     driver.append(2, 0, 1.0)
@@ -88,7 +88,7 @@ def test_what_is_not_a_store(tmp_path, capsys):
 
 
 def test_a_file_in_use_and_never_saved(tmp_path, open_branch, capsys):
-    driver = open_branch(FlashStore(tmp_path / "cache.kv"))
+    driver = open_branch(FlashStore(file=tmp_path / "cache.kv"))
     driver.prefill()
     assert inspect.main([driver.branch.path]) == 0
     out = capsys.readouterr().out
@@ -100,7 +100,7 @@ def test_a_file_may_be_written_while_it_is_inspected(path, monkeypatch):
     verify = inspect._verify
 
     def write_meanwhile(*arguments):
-        FlashStore(path).open().close()
+        FlashStore(file=path).open().close()
         return verify(*arguments)
 
     monkeypatch.setattr(inspect, "_verify", write_meanwhile)

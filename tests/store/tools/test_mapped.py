@@ -18,7 +18,7 @@ from tests.store.conftest import GEOMETRY, WIDE, plant_runs
 
 def saved(open_branch, path, geometry=GEOMETRY, **settings):
     """A saved file in which layer 0 is written, and its blocks [B, K, NB, C, width]."""
-    driver = open_branch(FlashStore(path, **settings), geometry)
+    driver = open_branch(FlashStore(file=path, **settings), geometry)
     blocks = driver.prefill()
     driver.branch.save()
     return driver, blocks
@@ -109,7 +109,7 @@ def test_other_files_are_refused(tmp_path, open_branch):
     (tmp_path / "text").write_text("no store" * 1000)
     with pytest.raises(FormatMismatch, match="not a kvjax store"):
         open_saved(tmp_path / "text")
-    open_branch(FlashStore(tmp_path / "new.kv")).prefill()
+    open_branch(FlashStore(file=tmp_path / "new.kv")).prefill()
     with pytest.raises(NothingSaved):
         open_saved(tmp_path / "new.kv")
 
@@ -133,7 +133,7 @@ def test_the_cache_of_a_model_can_be_looked_at(tmp_path, params, tokens):
 
     llm = kvjax.LLM(CONFIG, params)
     cache = llm.prefill(tokens[0, :40].tolist(), method=kvjax.Quest(budget=24, sinks=2, window=4, page=4),
-                        store=FlashStore(tmp_path / "blocks.kv"), capacity=64)
+                        store=FlashStore(file=tmp_path / "blocks.kv"), capacity=64)
     cache.save(tmp_path)
     reading = llm.read(tokens[0, :40].tolist())
     mapped = open_saved(tmp_path / "blocks.kv")
