@@ -17,6 +17,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from kvjax.errors import ConfigError, KvjaxError
+from kvjax.inference.programs import keep_programs
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file, with an optional :preset.")
 _QUOTES = "'\""
@@ -33,6 +34,7 @@ def run(argv: list[str]) -> None:
     if len(argv) > 1:
         stop(f"unexpected argument {argv[1]!r}; give --config.FIELD=VALUE, a value with spaces in quotes")
     logging.set_verbosity(logging.INFO)
+    keep_programs()
     try:
         config = _CONFIG.value
         _experiment(config.experiment)(config, _WORKDIR.value)
@@ -77,8 +79,8 @@ def parse(argv: list[str]) -> list[str]:
 
 
 def main() -> None:
-    # JAX reports each accelerator that a machine lacks, which looks like a failure.
     """Parses the flags and runs the experiment."""
+    # JAX reports each accelerator that a machine lacks, which looks like a failure.
     standard_logging.getLogger("jax._src.xla_bridge").setLevel(standard_logging.WARNING)
     flags.mark_flags_as_required(["config", "workdir"])
     app.run(run, flags_parser=parse)

@@ -1,7 +1,7 @@
 """Decoding long sequences in JAX when the KV cache does not fit in memory.
 
     llm = kvjax.load(path)
-    cache = llm.prefill(context, method=kvjax.DynaKV(budget=256), store=kvjax.FlashStore(directory))
+    cache = llm.prefill(context, method=kvjax.DynaKV(budget=256), store=kvjax.FlashStore(directory=directory))
     print(llm.generate(question, cache).text)
 """
 
@@ -10,12 +10,16 @@ from kvjax.cache.check import check_method
 from kvjax.cache.method import Method
 from kvjax.calibration.tuner.search import tune
 from kvjax.errors import KvjaxError, StoreError
+from kvjax.inference.answers import Result, Scores
 from kvjax.inference.cache import Cache
-from kvjax.inference.generate import Usage
+from kvjax.inference.chat import Chat
 from kvjax.inference.plan import Slots
 from kvjax.inference.prefill import PromptActivations
+from kvjax.inference.programs import keep_programs
 from kvjax.inference.sampling import Sampling
-from kvjax.llm import LLM, Result, Scores, load, save
+from kvjax.inference.stream import Piece, Stream
+from kvjax.inference.usage import Usage
+from kvjax.llm import LLM, load, save
 from kvjax.methods import METHODS
 from kvjax.methods.arkvale import ArkVale
 from kvjax.methods.chunkkv import ChunkKV
@@ -53,6 +57,7 @@ __all__ = [
     "ArkVale",
     "AttentionCache",
     "Cache",
+    "Chat",
     "ChunkKV",
     "ClusterKV",
     "DynSplit",
@@ -71,6 +76,7 @@ __all__ = [
     "OmniKV",
     "Oracle",
     "PQCache",
+    "Piece",
     "PromptActivations",
     "Quest",
     "Random",
@@ -82,11 +88,13 @@ __all__ = [
     "Slots",
     "SnapKV",
     "StoreError",
+    "Stream",
     "StreamingLLM",
     "Usage",
     "attend",
     "check_method",
     "init_cache",
+    "keep_programs",
     "load",
     "prefill_cache",
     "save",

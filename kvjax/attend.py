@@ -41,6 +41,12 @@ class AttentionCache:
     length: Int32[Array, "B"]  # tokens of each sequence
     plan: LayerPlan = dataclasses.field(metadata={"static": True})
 
+    def __repr__(self) -> str:
+        spec, (batch,) = self.plan.spec, self.length.shape
+        mib = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.layer)) / 2**20
+        return (f"AttentionCache({self.plan.method.name}, {batch} sequences of up to {spec.capacity:,} tokens, "
+                f"{spec.kv_heads} KV heads of {spec.head_dim}, {mib:,.1f} MiB)")
+
 
 def init_cache(
     method: Method, *, batch: int, kv_heads: int, group: int, head_dim: int, capacity: int, dtype: str = "float32",

@@ -1,7 +1,7 @@
 """The three-line API: load a model, prefill a context into a cache, ask questions.
 
     llm = kvjax.load(path)
-    cache = llm.prefill(context, method=kvjax.DynaKV(budget=256), store=kvjax.FlashStore(path))
+    cache = llm.prefill(context, method=kvjax.DynaKV(budget=256), store=kvjax.FlashStore(file=path))
     llm.generate(question, cache).text
 """
 
@@ -10,24 +10,27 @@ import functools
 import hashlib
 import os
 import warnings
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.method import Method
+from kvjax.cache.method import ENDLESS, Method
 from kvjax.errors import ConfigError, FormatMismatch, PromptError
-from kvjax.inference import arguments, chunked_prefill, prefill
+from kvjax.inference import arguments, chunked_prefill, prefill, progress
 from kvjax.inference import checkpoint as persistence
+from kvjax.inference.answers import Ends, Request, Result, Scores
 from kvjax.inference.cache import Cache
-from kvjax.inference.decode import Driver
-from kvjax.inference.generate import Observer, Usage, check_logits, running
+from kvjax.inference.chat import Chat
+from kvjax.inference.decode import Driver, check_driver
+from kvjax.inference.generate import Observer, check_logits, running
 from kvjax.inference.plan import Plan, Slots, check_plan, make_plan, on_store, store_geometry
 from kvjax.inference.prefill import PromptActivations
 from kvjax.inference.sampling import Sampling
 from kvjax.inference.stops import Stops
+from kvjax.inference.stream import Piece, Stream, TextSoFar
 from kvjax.methods.full import Full
 from kvjax.models import checkpoint, hf_config
 from kvjax.models.config import ModelConfig
@@ -37,22 +40,8 @@ from kvjax.store.interface import Branch, Store
 from kvjax.typing import PyTree
 
 GREEDY = Sampling()
+QUESTION_CHUNK = 64  # tokens of the longest question that is fed token by token
 _SAMPLE = 1024  # weights of each array that enter the fingerprint
-
-
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """An answer and the cache after it.
-
-    A token is fed only when the next one is about to be drawn. The last token of an answer is therefore not in the
-    cache's arrays yet: it is in `cache.pending`, and the next call with that cache feeds it first. An end-of-text token
-    is kept this way only if the model's chat template puts one after an answer; otherwise it is dropped.
-    """
-
-    text: str | list[str]  # one string per sequence for a batch
-    tokens: list[list[int]]  # token ids of each sequence
-    cache: Cache
-    usage: Usage
 
 
 @runtime_checkable
@@ -74,16 +63,6 @@ def check_tuning(tuning) -> None:
     """Raises ConfigError if `tuning` is neither None nor a tuning (but a path, for example)."""
     if not (tuning is None or isinstance(tuning, PrefillDefaults)):
         raise ConfigError(f"tuning={tuning!r:.80} is not a tuning; give what kvjax.calibration.tuner.load returns")
-
-
-@dataclasses.dataclass(frozen=True)
-class Scores:
-    """The scores of given continuations, one array per sequence, and the cache after them."""
-
-    logprobs: list[np.ndarray]  # natural logarithm of each token's probability
-    greedy: list[np.ndarray]  # True where the token was the most likely one
-    cache: Cache
-    usage: Usage
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,6 +104,12 @@ class LLM:
         if tuning is not None and tuning.fingerprint != self.identity:
             raise FormatMismatch(f"the tuning is for the model {tuning.fingerprint!r}, not for {self.identity!r}; "
                                  "run configs/tune.py with this model")
+
+    def __repr__(self) -> str:
+        config, leaves = self.config, jax.tree.leaves(self.params)
+        count, mib = sum(leaf.size for leaf in leaves), sum(leaf.nbytes for leaf in leaves) / 2**20
+        return (f"LLM({config.family}, {config.num_layers} layers, {count / 1e6:,.1f} M parameters in "
+                f"{leaves[0].dtype}, {mib:,.1f} MiB)")
 
     def encode(self, text, start: bool) -> list[int]:
         """Encodes a text.
@@ -206,8 +191,9 @@ class LLM:
           context: text, token ids, or a list of either for a batch; or the result of `read`.
           method: cache method; None = the tuned one, or full attention.
           store: where blocks are kept; None = in memory.
-          capacity: largest number of tokens of a sequence, question and answer included; None = the context rounded up
-            to a multiple of 256, plus 1024, so that contexts of similar length share compiled programs.
+          capacity: largest number of tokens of a sequence, question and answer included; None = room for at least 1,024
+            tokens after the context, in few sizes, so that contexts of similar length share compiled programs; no limit
+            for a method whose cache does not grow (`Method.endless`).
           dtype: type of the keys and values in blocks: float32, bfloat16, float16, int8 or int4
             (`kvjax.ops.quantize`); None = the tuned type with the tuned method, else float32.
           slots: how many blocks of a store are kept in memory, and by which policy.
@@ -259,7 +245,9 @@ class LLM:
         if longest > self.config.max_position:
             warnings.warn(f"the prompt has {longest} tokens, and the model was made for {self.config.max_position}; "
                           "expect poor answers", stacklevel=3)
-        capacity = _usual_capacity(longest) if capacity is None else capacity
+        if capacity is None:
+            grows = method is None or method.dense_layers or not method.endless
+            capacity = _usual_capacity(longest) if grows else ENDLESS
         if method is None:
             method, slots, dtype = self._default(batch, capacity, store, slots, dtype)
         method.check_model(self.identity)
@@ -323,7 +311,7 @@ class LLM:
         method, dtype = self.tuning.method(batch, context), self.tuning.dtype if dtype is None else dtype
         return method, slots or self.tuning.slots(batch, context), dtype
 
-    def extend(self, cache: Cache, text, *, chunk: int = 64) -> Cache:
+    def extend(self, cache: Cache, text, *, chunk: int = QUESTION_CHUNK) -> Cache:
         """Reads more text into a copy of a cache, in chunks (`kvjax.inference.chunked_prefill`).
 
         Args:
@@ -372,7 +360,7 @@ class LLM:
             except `offload` and `backend`.
           read_only: True = any number of processes may open the cache; what each adds goes to a private temporary
             file.
-          **store_settings: arguments of `kvjax.FlashStore` other than its path.
+          **store_settings: arguments of `kvjax.FlashStore` other than its place.
 
         Returns:
           The cache.
@@ -385,19 +373,24 @@ class LLM:
           StoreError: the saved files are damaged or cannot be read.
         """
         arguments.check_method_and_slots(method, slots)
-        restored = persistence.restore(
-            directory, self.config, self.fingerprint, method=method, slots=slots, read_only=read_only,
-            store_settings=store_settings,
-        )
+        with progress.shown("restoring"):
+            restored = persistence.restore(
+                directory, self.config, self.fingerprint, method=method, slots=slots, read_only=read_only,
+                store_settings=store_settings,
+            )
         return Cache(
             restored.plan, restored.state, restored.logits, restored.branch, self.fingerprint, restored.pending
         )
 
     def generate(
         self, question, cache: Cache, *, max_new_tokens: int = 64, sampling: Sampling = GREEDY, seed: int = 0,
-        driver: Driver = "staged", stop: str | Sequence[str] = (), observer: Observer | None = None,
+        driver: Driver = "staged", stop: str | Sequence[str] = (), eos: int | Sequence[int] | None = None,
+        observer: Observer | None = None,
     ) -> Result:
-        """Feeds a question token by token through a copy of the cache, then generates the answer.
+        """Feeds a question through a copy of the cache, then generates the answer.
+
+        A question of more than `QUESTION_CHUNK` tokens is read in chunks, as `extend` does, unless the method needs
+        single tokens or there is an observer; a shorter one is fed token by token.
 
         Args:
           question: text or token ids, or a list with one of either for each sequence of a batch.
@@ -408,6 +401,7 @@ class LLM:
           driver: how a step is run, "staged" or "fused" (`kvjax.inference.decode`).
           stop: text or texts that end an answer. The answer includes such a text, unless it contains a special token:
             then the answer ends before it.
+          eos: token id or ids that end an answer; None = `eos_ids`, () = none.
           observer: function called after every token with its step and its input token ids [B].
 
         Returns:
@@ -420,18 +414,88 @@ class LLM:
           NotFinite: the model computed NaN or infinity.
           StoreError: the store failed.
         """
+        request = self._request(question, cache, max_new_tokens, sampling, seed, stop, eos)
+        with running(self.params, cache, driver, observer) as run:
+            run.feed(request.questions, QUESTION_CHUNK)
+            answers = request.blank()
+            with progress.shown("answering", max_new_tokens) as bar:
+                for _ in run.answer(answers, max_new_tokens, sampling, jax.random.key(seed), *request.until):
+                    bar.update()
+            return request.result(answers, run)
+
+    def stream(
+        self, question, cache: Cache, *, max_new_tokens: int = 64, sampling: Sampling = GREEDY, seed: int = 0,
+        driver: Driver = "staged", stop: str | Sequence[str] = (), eos: int | Sequence[int] | None = None,
+        observer: Observer | None = None,
+    ) -> Stream:
+        """Generates an answer as `generate` does, and gives its text while it grows.
+
+        The pieces together are the text of `generate`. A piece ends with a whole character; text that a `stop` may cut
+        off is held back. The last piece has the result, which says why the answer ended and has the cache after it.
+
+        Args: those of `generate`.
+
+        Returns:
+          An iterator over `kvjax.Piece`. Nothing is computed before the first is asked for.
+
+        Raises:
+          ConfigError: the model has no tokenizer, or a setting is invalid.
+          PromptError, FormatMismatch: as `generate`. NotFinite and StoreError are raised by the iterator.
+        """
+        if self.tokenizer is None:
+            raise ConfigError("this model has no tokenizer.json, so that its answers have no text; use generate")
+        request = self._request(question, cache, max_new_tokens, sampling, seed, stop, eos)
+        check_driver(driver)
+
+        def pieces() -> Generator[Piece, None, None]:
+            texts = [TextSoFar(request.stops, row) for row in request.questions]
+            answers = request.blank()
+            with running(self.params, cache, driver, observer) as run:
+                run.feed(request.questions, QUESTION_CHUNK)
+                for _ in run.answer(answers, max_new_tokens, sampling, jax.random.key(seed), *request.until):
+                    more = [text.more(answer) for text, answer in zip(texts, answers, strict=True)]
+                    if any(more):
+                        yield Piece(request.shaped(more))
+                result = request.result(answers, run)
+                rest = [text.rest(whole) for text, whole in zip(texts, request.texts(result), strict=True)]
+            yield Piece(request.shaped(rest), result)
+
+        return Stream(pieces())
+
+    def chat(self, context: str = "", *, system: str | None = None, template: Mapping[str, Any] | None = None,
+             cache: Cache | None = None, messages: Sequence[Mapping[str, Any]] = (), **prefill_settings) -> Chat:
+        """Opens a conversation in the form that the model was trained on (`kvjax.inference.chat`).
+
+        Args:
+          context: text, such as a document, that comes before the first question in the user's first message. It is
+            read now; the first question must then follow.
+          system: the system's message; None = what the template puts there.
+          template: values of further variables of the chat template, such as enable_thinking or tools.
+          cache: cache of an earlier conversation, with its `messages`, in place of `context` and `system`.
+          messages: `Chat.messages` of that conversation.
+          **prefill_settings: arguments of `prefill`, such as method= and store=.
+
+        Returns:
+          The conversation.
+
+        Raises:
+          CheckpointError: the model has no chat template.
+          PromptError: the template alters the context, or `cache` does not hold these messages.
+          ConfigError, StoreError: as `prefill`.
+        """
+        return Chat.open(self, context, system, dict(template or {}), cache, messages, prefill_settings)
+
+    def _request(self, question, cache, max_new_tokens, sampling, seed, stop, eos) -> Request:
+        """Checks the arguments of `generate` and encodes the questions."""
         arguments.check_generation(max_new_tokens, sampling, seed)
         stops = Stops(self.tokenizer, arguments.marks(stop, self.tokenizer))
-        questions = cache.after_pending(self._asked("questions", question, cache))
+        eos = self.eos_ids if eos is None else arguments.ids("eos", eos, self.config.vocab_size)
+        asked = self._asked("questions", question, cache)
+        questions = cache.after_pending(asked)
         self._check_room(cache, questions, max_new_tokens)
         kept = () if self.tokenizer is None else self.tokenizer.closing_ids
-        with running(self.params, cache, driver, observer) as run:
-            run.feed(questions)
-            tokens = run.answer(
-                max_new_tokens, sampling, jax.random.key(seed), (*self.eos_ids, *stops.ids), kept, stops.complete
-            )
-            tokens, text = map(list, zip(*map(stops.cut, tokens, questions), strict=True))
-            return Result(text if arguments.is_batch(question) else text[0], tokens, run.cache, run.usage())
+        ends = Ends(frozenset(eos), frozenset(stops.ids), frozenset(kept))
+        return Request(questions, arguments.is_batch(question), stops, ends)
 
     def score(
         self, continuation, cache: Cache, *, driver: Driver = "staged", observer: Observer | None = None
@@ -513,7 +577,9 @@ class LLM:
 
 
 def _usual_capacity(length: int) -> int:
-    return -(-length // 256) * 256 + 1024
+    """Returns one of four capacities between one power of two and the next, with room for 1,024 tokens more."""
+    step = max(256, 1 << (length + 1023).bit_length() - 3)
+    return -(-(length + 1024) // step) * step
 
 
 def _least_blocks(plan: Plan, lengths: list[int]) -> int:

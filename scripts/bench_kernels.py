@@ -101,6 +101,7 @@ def rows_of(llm, name: str) -> list[dict]:
 
 
 def main(_):
+    kvjax.keep_programs()
     llm = made_up.make_model("cache-path")
     rows = [row for name in METHODS.value for row in rows_of(llm, name)]
     bandwidth = timing.memory_bandwidth()

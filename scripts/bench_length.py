@@ -26,6 +26,7 @@ TOKENS = 6  # of a round; the first one meets cold caches, and is left out
 
 
 def main(argv):
+    kvjax.keep_programs()
     del argv
     llm, method = made_up.make_model("cache-path"), kvjax.DynaKV(budget=512, cluster=32, iterations=2)
     rounds, contexts = ROUNDS.value + 2, [int(context) for context in CONTEXTS.value]

@@ -140,6 +140,7 @@ def programs(llm: kvjax.LLM, name: str) -> Iterator[tuple[str, Callable, tuple, 
 
 
 def main(argv) -> None:
+    kvjax.keep_programs()
     del argv
     llm = kvjax.load(pathlib.Path(kvjax.__file__).parent / "reference")
     work = [(name, *each) for name in METHODS.value for each in programs(llm, name)]

@@ -52,6 +52,7 @@ def decoded(llm: kvjax.LLM, context: str, name: str, driver: str, **where: Any):
 
 
 def main(argv):
+    kvjax.keep_programs()
     del argv
     llm = common.load_model("")
     context = (pathlib.Path(decode.__file__).read_text() * 3)[:6000]

@@ -25,6 +25,7 @@ the cache as it was.
 
 import abc
 import dataclasses
+import inspect
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, get_args
 
@@ -37,6 +38,7 @@ from kvjax.errors import BudgetTooSmall, ConfigError
 from kvjax.ops.topk import AGGREGATIONS
 from kvjax.typing import Array, Bool, Float, Int32, PyTree
 
+ENDLESS = 2**31 - 1  # most tokens of any sequence, as positions are int32
 Index = Any  # a pytree of arrays, the method's own
 HowPlaced = Literal["per_head", "alike", "in_order"]
 """How the KV heads place a token: each for itself; all in the same row of the same block; or all where `in_token_order`
@@ -76,6 +78,7 @@ class Method(abc.ABC):
     fetches_alike: ClassVar[bool] = False  # all KV heads of a sequence fetch the same blocks
     placement: ClassVar[HowPlaced] = "per_head"
     evicts: ClassVar[bool] = False  # tokens may be dropped for good: not placed, or their row given to another
+    endless: ClassVar[bool] = False  # no array grows with the tokens, so that a sequence needs no limit
     attends_all: ClassVar[bool] = False  # selects every block, in token order
     adaptive: ClassVar[bool] = False  # see `AdaptiveMethod`
     observes: ClassVar[bool] = False  # see `ObservingMethod`
@@ -107,6 +110,14 @@ class Method(abc.ABC):
     def keeps_keys(self) -> bool:
         """Whether blocks hold keys; if not, `rebuild` makes those that are attended, or `score_rows` does without."""
         return True
+
+    def __new__(cls, *positional, **settings):
+        """Raises ConfigError, which names the likely one, for a setting that the method does not have."""
+        known = list(inspect.signature(cls.__init__).parameters)[1:]
+        for name in settings.keys() - set(known):
+            raise ConfigError(f"{cls.__name__} has no setting {name!r}{_validate.nearest(name, known)}; it has "
+                              f"{', '.join(known)}")
+        return super().__new__(cls)
 
     def __post_init__(self):
         _validate.check(self)

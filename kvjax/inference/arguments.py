@@ -15,7 +15,7 @@ def check_kinds(method, store, slots) -> None:
     """Raises ConfigError if arguments of `prefill` are of the wrong kind, or `slots` would have no effect."""
     check_method_and_slots(method, slots)
     if store is not None and not is_store(store):
-        raise ConfigError(f"store={store!r} is no store; give one such as kvjax.FlashStore(path), or None for memory")
+        raise ConfigError(f"store={store!r} is no store; give one such as kvjax.FlashStore(file=path), or None")
     if slots is not None and store is None and not slots.for_memory:
         raise ConfigError("`slots` other than offload= are for blocks in a store; give a store such as "
                           "kvjax.HostStore() with them, or leave them out")
@@ -64,6 +64,16 @@ def marks(stop, tokenizer) -> tuple[str, ...]:
     if texts and tokenizer is None:
         raise ConfigError("stop= is text, but this model has no tokenizer.json; cut the answer's tokens yourself")
     return texts
+
+
+def ids(name: str, given, vocabulary: int) -> tuple[int, ...]:
+    """Returns token ids given as one or several; raises ConfigError if the model does not have one of them."""
+    several = (given,) if _validate.whole(given) else given
+    if not _is_row(several) or isinstance(several, str) or not all(
+        _validate.whole(token, 0) and token < vocabulary for token in several
+    ):
+        raise ConfigError(f"{name}={given!r:.80} must be one or several token ids from 0 to {vocabulary - 1}")
+    return tuple(map(int, several))
 
 
 def is_batch(text) -> bool:

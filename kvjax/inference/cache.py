@@ -6,17 +6,21 @@ import os
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.cache.method import ENDLESS, Method
 from kvjax.cache.pool import StoreRef
 from kvjax.errors import StaleCache
-from kvjax.inference import checkpoint, layer_offload
+from kvjax.inference import checkpoint, layer_offload, progress
+from kvjax.inference.memory import Memory, memory_of
 from kvjax.inference.plan import Plan, State, bytes_of, copy_state
 from kvjax.store.interface import Branch
 from kvjax.typing import Array
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Cache:
     """A prefilled cache, an immutable value; each question is answered on a fork, so one cache serves many.
+
+    It is a context manager, which closes it.
 
     Attributes:
       plan: static part of the cache.
@@ -55,6 +59,26 @@ class Cache:
         They hold block offsets and checksums, rows that are not written yet, and read buffers. Forks share most of it.
         """
         return 0 if self.branch is None else self.branch.held_bytes
+
+    def memory(self) -> Memory:
+        """Returns what the cache takes now, by part and place; it prints as a table."""
+        return memory_of(self.state, self.branch)
+
+    def __repr__(self) -> str:
+        lengths = self.length
+        tokens = f"{lengths[0]:,} tokens" if len(lengths) == 1 else (
+            f"{len(lengths)} sequences of {min(lengths):,} to {max(lengths):,} tokens")
+        stored = "" if self.branch is None else (
+            f", {self.branch.stored_bytes / 2**20:,.1f} MiB in {_place_of(self.branch)}")
+        room = "" if self.plan.capacity == ENDLESS else f" of {self.plan.capacity:,}"
+        plan, mib = self.plan, (self.resident_bytes + self.store_bytes) / 2**20
+        return f"Cache({_brief(plan.method)}, {tokens}{room}, {plan.dtype}, {mib:,.1f} MiB{stored})"
+
+    def __enter__(self) -> "Cache":
+        return self
+
+    def __exit__(self, *raised) -> None:
+        self.close()
 
     def fork(self) -> "Cache":
         """Creates an independent copy; blocks in a store are shared until either side writes them.
@@ -111,7 +135,8 @@ class Cache:
         """
         self._check_current(self.branch)
         state = dataclasses.replace(self.state, layers=layer_offload.everything(self.state.layers))
-        checkpoint.save(directory, self.plan, state, self.logits, self.pending, self.branch, self.fingerprint)
+        with progress.shown("saving"):
+            checkpoint.save(directory, self.plan, state, self.logits, self.pending, self.branch, self.fingerprint)
 
     def close(self) -> None:
         """Releases the cache's blocks in the store; forks are not affected. Raises StoreError if a write failed."""
@@ -124,3 +149,12 @@ class Cache:
         layer_offload.close(self.state.layers)
         if self.branch is not None:
             self.branch.discard()
+
+
+def _place_of(branch: Branch) -> str:
+    return str(getattr(branch, "path", "host memory"))
+
+
+def _brief(method: Method) -> str:
+    budget = "" if method.budget is None else f"budget={method.budget}"
+    return f"{type(method).__name__}({budget})"

@@ -25,7 +25,7 @@ from kvjax.cache.state import LayerState, NewToken
 from kvjax.cache.types import Placement, Selection, Spec
 from kvjax.cache.write import write_token
 from kvjax.errors import ConfigError, PromptError
-from kvjax.inference import decode
+from kvjax.inference import decode, progress
 from kvjax.inference.blocks import embed, unembed
 from kvjax.inference.commit import drop, forget, settle, uses_store
 from kvjax.inference.decode import LayerRead, Pending
@@ -69,12 +69,14 @@ def extend(
     padded = np.pad(np.asarray(tokens, np.int32), ((0, 0), (0, -tokens.shape[1] % chunk)))
     logits = jnp.zeros((plan.batch, plan.config.vocab_size), jnp.float32)
     forget(state)
-    for start in range(0, int(counts.max()), chunk):
-        count = jnp.asarray(np.clip(counts - start, 0, chunk), jnp.int32)
-        state, last, ok = _chunk(plan, params, state, jnp.asarray(padded[:, start : start + chunk]), count)
-        if uses_store(state):
-            settle(state, bool(ok))
-        logits = jnp.where((count > 0)[:, None], last, logits)
+    with progress.shown("reading", int(counts.max())) as bar:
+        for start in range(0, int(counts.max()), chunk):
+            count = jnp.asarray(np.clip(counts - start, 0, chunk), jnp.int32)
+            state, last, ok = _chunk(plan, params, state, jnp.asarray(padded[:, start : start + chunk]), count)
+            if uses_store(state):
+                settle(state, bool(ok))
+            logits = jnp.where((count > 0)[:, None], last, logits)
+            bar.update(min(chunk, int(counts.max()) - start))
     return state, logits
 
 
@@ -84,10 +86,15 @@ def check_chunk(chunk) -> None:
         raise ConfigError(f"chunk={chunk!r} must be a whole number of at least 1 token")
 
 
+def reads(plan: Plan) -> bool:
+    """Returns whether the method can read chunks; one that learns from single tokens, or draws for them, cannot."""
+    return not any(layer.method.observes or layer.method.samples for layer in plan.layers)
+
+
 def check(plan: Plan, chunk: int) -> None:
     """Raises ConfigError if the method needs single tokens, or `chunk` is not a number of tokens."""
     check_chunk(chunk)
-    if any(layer.method.observes or layer.method.samples for layer in plan.layers):
+    if not reads(plan):
         raise ConfigError(f"{plan.method.name} learns from the attention of single tokens, or draws for "
                           "single queries; decode the text token by token")
 

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -11,61 +11,17 @@ import numpy as np
 
 from kvjax.cache.pool import FetchStats
 from kvjax.errors import NotFinite
-from kvjax.inference import decode, layer_offload, prefill, sampling
+from kvjax.inference import chunked_prefill, decode, layer_offload, prefill, progress, sampling
+from kvjax.inference.answers import Answer, Ends
 from kvjax.inference.cache import Cache
 from kvjax.inference.decode import Driver, Step
+from kvjax.inference.progress import CLOCK
 from kvjax.inference.sampling import Sampling
-from kvjax.store.interface import Stats
+from kvjax.inference.usage import Counts, Usage
 from kvjax.typing import Array, PyTree
 
 _MOST_PENDING = 256  # steps whose reports may stay on the device before they are counted
 Observer = Callable[[Step, np.ndarray], None]  # called after every token with its step and its input token ids [B]
-
-
-@dataclasses.dataclass(frozen=True)
-class Usage:
-    """The cost of a run."""
-
-    steps: int
-    tokens: int  # decoded tokens of all sequences, those of questions included
-    seconds: float
-    attended_tokens: float  # mean over tokens, layers and KV heads
-    blocks_needed: int  # blocks of a store that steps needed
-    blocks_read: int  # of these, blocks that were not resident
-    store: Stats | None  # totals of the store; None = no store
-    offloaded: Stats | None = None  # totals of the offloaded layers' store; None = no layer is offloaded
-
-    @property
-    def hit_rate(self) -> float:
-        """Share of the needed blocks that were resident."""
-        return 1.0 - self.blocks_read / max(1, self.blocks_needed)
-
-
-@dataclasses.dataclass
-class Counts:
-    """The totals of a run's steps."""
-
-    steps: int = 0
-    tokens: int = 0
-    heads: int = 0  # tokens times layers times KV heads
-    attended: int = 0  # attended tokens, summed over all of these
-    needed: int = 0
-    missed: int = 0
-
-    def add(self, reports: list[tuple[np.ndarray, FetchStats]], active: np.ndarray) -> None:
-        """Adds one step.
-
-        Args:
-          reports: attended tokens [B, K] and fetch statistics of each layer.
-          active: True [B] for sequences that took part in the step.
-        """
-        self.steps += 1
-        self.tokens += int(active.sum())
-        for attended, stats in reports:
-            self.heads += attended[active].size
-            self.attended += int(attended[active].sum())
-            self.needed += int(stats.requested.sum())
-            self.missed += int(stats.missed.sum())
 
 
 class Generation:
@@ -75,7 +31,7 @@ class Generation:
         self.params, self.cache, self.driver, self.observer = params, cache, driver, observer
         self.counts = Counts()
         self.pending: list[tuple[list[tuple[Array, FetchStats]], np.ndarray]] = []  # reports and `active` to count
-        self.started = time.perf_counter()
+        self.started, self.compiled = time.perf_counter(), CLOCK.seconds
 
     def step(self, tokens: np.ndarray, active: np.ndarray) -> None:
         """Feeds one token of every active sequence; the logits of the others stay.
@@ -105,11 +61,37 @@ class Generation:
         for reports, active in jax.device_get(pending):
             self.counts.add(reports, active)
 
-    def feed(self, questions: list[list[int]]) -> None:
-        """Feeds the token ids of each sequence, which may differ in number. Raises StoreError."""
-        for i in range(max(map(len, questions))):
-            active = np.array([i < len(q) for q in questions])
-            self.step(np.array([q[i] if i < len(q) else 0 for q in questions], np.int32), active)
+    def feed(self, questions: list[list[int]], chunk: int | None = None) -> None:
+        """Feeds the token ids of each sequence, which may differ in number.
+
+        Args:
+          questions: token ids of each sequence.
+          chunk: longest question that is fed token by token; a longer one is read in chunks of that size, unless the
+            method needs single tokens or the run has an observer. None = no limit.
+
+        Raises:
+          NotFinite: the model computed NaN or infinity.
+          StoreError: the store failed.
+        """
+        longest = max(map(len, questions))
+        if chunk is not None and longest > chunk and not self.observer and chunked_prefill.reads(self.cache.plan):
+            return self.read(questions, chunk)
+        with progress.shown("reading the question", longest) as bar:
+            for i in range(longest):
+                active = np.array([i < len(q) for q in questions])
+                self.step(np.array([q[i] if i < len(q) else 0 for q in questions], np.int32), active)
+                bar.update()
+
+    def read(self, rows: list[list[int]], chunk: int) -> None:
+        """Reads token ids of each sequence in chunks; raises as `chunked_prefill.extend` and NotFinite."""
+        tokens, length = prefill.batch(rows)
+        state, logits = chunked_prefill.extend(
+            self.cache.plan, self.params, self.cache.state, tokens, length, chunk
+        )
+        logits = jnp.where(jnp.asarray(length > 0)[:, None], logits, self.cache.logits)
+        self.cache = dataclasses.replace(self.cache, state=state, logits=logits, pending=())
+        check_logits(self.params, self.cache)
+        self.counts.add_read(length, chunk)
 
     def force(self, rows: list[list[int]]) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Scores given tokens; the last one of each row becomes pending.
@@ -126,66 +108,67 @@ class Generation:
         """
         tokens, length = prefill.batch(rows)
         logprobs, greedy = np.zeros(tokens.shape, np.float32), np.zeros(tokens.shape, bool)
-        for i, column in enumerate(tokens.T):
-            logits = self.cache.logits
-            likely = jax.nn.log_softmax(logits.astype(jnp.float32))
-            chosen = jnp.take_along_axis(likely, jnp.asarray(column)[:, None], axis=1)[:, 0]
-            best = np.asarray(sampling.likeliest(logits))
-            check_drawn(best, i < length, self.params, self.cache)
-            logprobs[:, i], greedy[:, i] = chosen, best == column
-            if i + 1 < length.max():
-                self.step(column, i + 1 < length)
+        with progress.shown("scoring", int(length.max())) as bar:
+            for i, column in enumerate(tokens.T):
+                logits = self.cache.logits
+                likely = jax.nn.log_softmax(logits.astype(jnp.float32))
+                chosen = jnp.take_along_axis(likely, jnp.asarray(column)[:, None], axis=1)[:, 0]
+                best = np.asarray(sampling.likeliest(logits))
+                check_drawn(best, i < length, self.params, self.cache)
+                logprobs[:, i], greedy[:, i] = chosen, best == column
+                if i + 1 < length.max():
+                    self.step(column, i + 1 < length)
+                bar.update()
         self.cache = dataclasses.replace(self.cache, pending=tuple((row[-1],) for row in rows))
         return _cut(logprobs, length), _cut(greedy, length)
 
     def answer(
-        self, limit: int, how: Sampling, key: Array, eos_ids: Collection[int], kept_ids: Collection[int],
+        self, answers: list[Answer], limit: int, how: Sampling, key: Array, ends: Ends,
         complete: Callable[[list[int]], bool],
-    ) -> list[list[int]]:
+    ) -> Iterator[None]:
         """Generates an answer in every sequence; its last token becomes pending.
 
         Args:
+          answers: the empty answer of each sequence, to which tokens are added.
           limit: largest number of tokens of an answer.
           how: how tokens are drawn.
           key: random key.
-          eos_ids: token ids before which an answer ends.
-          kept_ids: those of `eos_ids` that become pending when they end an answer; others are dropped.
+          ends: token ids that end an answer.
           complete: function that returns True once the tokens of an answer are all of it.
 
-        Returns:
-          Token ids of every answer.
+        Yields:
+          Nothing, each time that tokens were drawn.
 
         Raises:
           NotFinite: the model computed NaN or infinity.
           StoreError: the store failed.
         """
-        tokens: list[list[int]] = [[] for _ in range(self.cache.plan.batch)]
-        pending: list[tuple[int, ...]] = [() for _ in tokens]
-        active = np.ones(len(tokens), bool)
         for i in range(limit):
             drawn = np.asarray(sampling.sample(how, self.cache.logits, jax.random.fold_in(key, i)))
+            active = np.array([answer.ended is None for answer in answers])
             check_drawn(drawn, active, self.params, self.cache)
             for row in np.flatnonzero(active):
-                token = int(drawn[row])
-                ended = token in eos_ids
-                pending[row] = (token,) if not ended or token in kept_ids else ()
-                tokens[row] += [] if ended else [token]
-                active[row] = not ended and not complete(tokens[row])
+                answers[row].add(int(drawn[row]), ends, complete)
+            yield
+            active = np.array([answer.ended is None for answer in answers])
             if not active.any() or i + 1 == limit:
                 break
             self.step(drawn, active)
-        self.cache = dataclasses.replace(self.cache, pending=tuple(pending))
-        return tokens
+        for answer in answers:
+            answer.ended = answer.ended or "length"
+        self.cache = dataclasses.replace(self.cache, pending=tuple(answer.pending for answer in answers))
 
     def usage(self) -> Usage:
         """Returns the cost of the run so far; waits until it is computed."""
         jax.block_until_ready(self.cache.state)
-        seconds = time.perf_counter() - self.started
+        whole, compiling = time.perf_counter() - self.started, CLOCK.seconds - self.compiled
         self.count()
         counts, branch = self.counts, self.cache.branch
+        stored = None if branch is None else branch.stats()
         return Usage(
-            counts.steps, counts.tokens, seconds, counts.attended / max(1, counts.heads), counts.needed, counts.missed,
-            None if branch is None else branch.stats(), layer_offload.stats(self.cache.state.layers),
+            counts.steps, counts.tokens, max(0.0, whole - compiling), compiling,
+            counts.attended / max(1, counts.heads), counts.needed, counts.missed, stored,
+            layer_offload.stats(self.cache.state.layers),
         )
 
 

@@ -15,7 +15,7 @@ from kvjax.cache.callbacks import BACKENDS, default_backend
 from kvjax.cache.check import check_outputs
 from kvjax.cache.fill import empty_state
 from kvjax.cache.layer import LayerCache, LayerPlan
-from kvjax.cache.method import Method
+from kvjax.cache.method import ENDLESS, Method
 from kvjax.cache.pool import MemoryPool, StoreRef, row_width
 from kvjax.cache.slots import PREFETCH, SlotPool
 from kvjax.cache.tiers import TieredPool
@@ -29,8 +29,6 @@ from kvjax.ops import quantize
 from kvjax.store import interface
 from kvjax.typing import Array, Int32, pytree
 
-_MOST_TOKENS = 2**31 - 1  # positions are int32
-
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -40,7 +38,7 @@ class Plan:
     method: Method  # as given, or as fitted to the prompts; dense layers have `Full` instead
     layers: tuple[LayerPlan, ...]
     batch: int
-    capacity: int
+    capacity: int  # most tokens of a sequence
     dtype: str = "float32"  # type of keys and values in blocks (`kvjax.ops.quantize`)
 
 
@@ -123,8 +121,8 @@ def make_plan(config: ModelConfig, method: Method, batch: int, capacity: int, dt
       ConfigError: the sizes do not fit together, or `dtype` does not exist.
     """
     quantize.check(dtype, config.head_dim)
-    if not _validate.whole(capacity, 2) or capacity > _MOST_TOKENS:
-        raise ConfigError(f"capacity={capacity!r} must be a whole number of 2 to {_MOST_TOKENS:,} tokens")
+    if not _validate.whole(capacity, 2) or capacity > ENDLESS:
+        raise ConfigError(f"capacity={capacity!r} must be a whole number of 2 to {ENDLESS:,} tokens")
     capacity = int(capacity)  # not a NumPy integer, as it is saved as JSON
     sizes = {"kv_heads": config.num_kv_heads, "group": config.group, "head_dim": config.head_dim, "capacity": capacity}
     dense = Full()

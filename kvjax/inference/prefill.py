@@ -16,7 +16,7 @@ from kvjax.cache.pool import StoreRef
 from kvjax.cache.read import choose
 from kvjax.cache.state import LayerState
 from kvjax.errors import PromptError
-from kvjax.inference import layer_offload
+from kvjax.inference import layer_offload, progress
 from kvjax.inference.blocks import embed, unembed
 from kvjax.inference.plan import Plan, Slots, State, on_store, outline, slot_pool
 from kvjax.models.config import ModelConfig
@@ -39,7 +39,7 @@ class Activations:
     out: Float[Array, "B T E"]  # the next layer's input
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class PromptActivations:
     """Prompts that were read densely, with the activations of every layer in host memory.
 
@@ -55,6 +55,10 @@ class PromptActivations:
     def nbytes(self) -> int:
         """Bytes in memory; outputs do not count, as each is the next layer's input."""
         return sum(layer.x.nbytes + layer.key.nbytes + layer.value.nbytes for layer in self.layers)
+
+    def __repr__(self) -> str:
+        return (f"PromptActivations({len(self.length)} prompts of up to {int(self.length.max()):,} tokens, "
+                f"{len(self.layers)} layers, {self.nbytes / 2**20:,.1f} MiB)")
 
 
 def read(
@@ -148,12 +152,14 @@ def fill_cache(
     try:
         with ThreadPoolExecutor(1) as indexer:
             pending = indexer.submit(lambda: None)
-            for i, activations in enumerate(layers or read(plan.config, params, tokens)):
-                pending.result()  # at most one layer is queued, which bounds memory
-                pending, hidden = indexer.submit(index, i, activations), activations.out
-                if not pipelined:
-                    pending.result()
-            pending.result()
+            with progress.shown("reading the prompt", len(plan.layers), "layers") as bar:
+                for i, activations in enumerate(layers or read(plan.config, params, tokens)):
+                    pending.result()  # at most one layer is queued, which bounds memory
+                    pending, hidden = indexer.submit(index, i, activations), activations.out
+                    bar.update()
+                    if not pipelined:
+                        pending.result()
+                pending.result()
         last = jnp.take_along_axis(hidden, (length - 1)[:, None, None], axis=1)[:, 0]
         handle, generation = (-1, 0) if branch is None else (branch.handle, branch.generation)
         ref = StoreRef(jnp.int32(handle), jnp.int32(generation))
@@ -195,8 +201,12 @@ def check_prompts(plan: Plan, length: np.ndarray) -> None:
 
 
 def _round_up(size: int) -> int:
-    """Returns the padded prompt length: a power of two below `_CHUNK`, then multiples of it, so few shapes compile."""
-    return max(16, 1 << (size - 1).bit_length()) if size < _CHUNK else -(-size // _CHUNK) * _CHUNK
+    """Returns the padded prompt length, one of few, so that few shapes compile: a power of two below `_CHUNK`, then
+    multiples of it, and of so much of it that an eighth is added at most."""
+    if size < _CHUNK:
+        return max(16, 1 << (size - 1).bit_length())
+    step = max(_CHUNK, 1 << (size - 1).bit_length() - 4)
+    return -(-size // step) * step
 
 
 def pad(tokens: Int32[Array, "B T"] | Int32[np.ndarray, "B T"]) -> Int32[np.ndarray, "B T2"]:

@@ -57,12 +57,27 @@ class Stops:
         text = self.tokenizer.codec.spell(tokens) if self._mixed else ""
         end = min((text.find(mark) for mark in self._mixed if mark in text), default=None)
         if end is None:
-            return tokens, self.tokenizer.decode_continuation(tokens, before)
+            return tokens, self.text(tokens, before)
         kept = tokens
         while len(text) > end:
             kept, text = kept[:-1], self.tokenizer.codec.spell(kept[:-1])
         rest = self.tokenizer.codec.spell(tokens)[len(text): end]
         return kept, self.tokenizer.decode_continuation(kept, before) + rest
+
+    def text(self, tokens: Sequence[int], before: Sequence[int]) -> str:
+        """Returns the text of a part of an answer, given the token ids before it; "" without a tokenizer."""
+        return "" if self.tokenizer is None else self.tokenizer.decode_continuation(tokens, before)
+
+    def is_open(self, tokens: Sequence[int]) -> bool:
+        """Returns True if tokens that follow may change the text of these, or cut off a part of it."""
+        return self.tokenizer is not None and (self.may_cut(tokens) or self.tokenizer.codec.is_open(tokens))
+
+    def may_cut(self, tokens: Sequence[int]) -> bool:
+        """Returns True if the end of these tokens may be the beginning of a mark that `cut` would cut off."""
+        if self.tokenizer is None or not self._mixed:
+            return False
+        text = self.tokenizer.codec.spell(tokens)
+        return any(text.endswith(mark[:n]) for mark in self._mixed for n in range(1, len(mark) + 1))
 
     @functools.cached_property
     def _special(self) -> dict[str, int]:

@@ -1,9 +1,9 @@
 """Cache methods, one file each; `METHODS` maps the names used in configurations to classes."""
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from kvjax import _validate
 from kvjax.cache.method import Method
 from kvjax.errors import ConfigError
 from kvjax.methods.arkvale import ArkVale
@@ -30,7 +30,15 @@ from kvjax.methods.shadowkv import ShadowKV
 from kvjax.methods.snapkv import SnapKV
 from kvjax.methods.streaming_llm import StreamingLLM
 
-METHODS: dict[str, type[Method]] = {
+
+class _Methods(dict[str, type[Method]]):
+    """Methods by name; an unknown name raises ConfigError."""
+
+    def __missing__(self, name):
+        raise ConfigError(f"unknown method {name!r}{_validate.nearest(name, self)}; use one of {', '.join(self)}")
+
+
+METHODS = _Methods({
     "full": Full,
     "oracle": Oracle,
     "random": Random,
@@ -54,7 +62,7 @@ METHODS: dict[str, type[Method]] = {
     "magicpig": MagicPIG,
     "arkvale": ArkVale,
     "infllm": InfLLM,
-}
+})
 
 
 def name_of(kind: type[Method]) -> str | None:
@@ -72,10 +80,4 @@ def make(name: str | None, settings: Mapping[str, Any]) -> Method:
     Raises:
       ConfigError: the name or a setting is unknown, or a setting is refused by the method.
     """
-    if name not in METHODS:
-        raise ConfigError(f"unknown method {name!r}; use one of {', '.join(METHODS)}")
-    known = {field.name for field in dataclasses.fields(METHODS[name])}
-    unknown = set(settings) - known
-    if unknown:
-        raise ConfigError(f"{name} has no setting {', '.join(sorted(unknown))}; it has {', '.join(sorted(known))}")
-    return METHODS[name](**settings)
+    return METHODS[name](**settings)  # type: ignore[index]  # an unknown name, None included, is refused

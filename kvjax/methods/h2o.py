@@ -14,7 +14,7 @@ Differences from the paper:
     tokens, which fewer queries can see. None = all queries, as in the paper.
 
 Resident: the budget, and one number per kept row and token of the window. Cost per step: attention over the budget, its
-weights, and one number per token of the capacity, to arrange the weights by position. The prompt's sums cost the
+weights, and a comparison of every attended token with every kept one. The prompt's sums cost the
 prompt's attention once more, without values.
 """
 
@@ -71,14 +71,15 @@ class H2O(ObservingMethod, Evictor):
         return index.recent[:, (evicted.pos - spec.sinks) % spec.window]
 
     def observe(self, spec, index, view, pos, weight):
-        head = jnp.arange(spec.kv_heads, dtype=jnp.int32)[:, None]
-        received = jnp.zeros((spec.kv_heads, spec.capacity), jnp.float32)
-        received = received.at[head, jnp.where(pos >= 0, pos, spec.capacity)].add(weight, mode="drop")
+        def received(by):
+            """Returns the weight of the tokens at positions [K, N]."""
+            return jnp.sum(jnp.where(by[:, :, None] == pos[:, None], weight[:, None], 0.0), axis=-1)
+
         kept = view.pos.reshape(spec.kv_heads, -1)[:, : index.worth.shape[-1]]
-        worth = index.worth + received[head, jnp.maximum(kept, 0)]  # a free row stays at -inf
+        worth = index.worth + jnp.where(kept >= 0, received(kept), 0.0)  # a free row stays at -inf
         newest = jnp.max(pos)  # -1 where there was no step
         near = newest - jnp.arange(spec.window, dtype=jnp.int32)
         sums = index.recent[:, (near - spec.sinks) % spec.window]
-        sums = jnp.where(near == newest, 0.0, sums) + received[:, jnp.maximum(near, 0)]
+        sums = jnp.where(near == newest, 0.0, sums) + received(jnp.broadcast_to(near, sums.shape))
         row = jnp.where((near >= spec.sinks) & (near >= 0), (near - spec.sinks) % spec.window, spec.window)
         return dataclasses.replace(index, worth=worth, recent=index.recent.at[:, row].set(sums, mode="drop"))

@@ -21,6 +21,7 @@ class StreamingLLM(Method):
     """A cache of sinks and window only; the setting `window` is ignored, as the window is what the budget leaves."""
 
     evicts: ClassVar[bool] = True
+    endless: ClassVar[bool] = True
     placement: ClassVar[HowPlaced] = "alike"
 
     def spec(self, *, kv_heads, group, head_dim, capacity):

@@ -116,7 +116,7 @@ def save_params(
     """
     if dtype not in _WRITABLE:
         raise ConfigError(f"cannot save as dtype {dtype!r}; use one of {', '.join(_WRITABLE)}")
-    path = pathlib.Path(directory) / WEIGHTS
+    path = pathlib.Path(directory).expanduser() / WEIGHTS
     flat, targets = traverse_util.flatten_dict(params, sep="/"), _targets(config)
     hf_config.check_writable(config, path.with_name(hf_config.CONFIG))
     _check_params(path, flat, targets)

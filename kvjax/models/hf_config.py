@@ -8,6 +8,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import reprlib
 from collections.abc import Mapping
 from typing import Any
@@ -82,7 +83,7 @@ def write_config(config: ModelConfig, directory: Path, dtype: str) -> None:
       CheckpointError: the family has no field for a setting of `config`, which the message names.
       OSError: the files cannot be written.
     """
-    path = pathlib.Path(directory) / CONFIG
+    path = pathlib.Path(directory).expanduser() / CONFIG
     check_writable(config, path)
     path.parent.mkdir(parents=True, exist_ok=True)
     # The ids go to generation_config.json, too: one left by an earlier model would take precedence.
@@ -104,11 +105,14 @@ def check_writable(config: ModelConfig, path: pathlib.Path) -> None:
 
 def model_directory(directory: Path) -> pathlib.Path:
     """Returns `directory` as a path. Raises CheckpointError if it is not a directory."""
-    path = pathlib.Path(directory)
+    path = pathlib.Path(directory).expanduser()
     try:
         is_directory = path.is_dir()
     except OSError as error:  # such as a name that is too long, or a parent without permission
         raise CheckpointError(f"{path}: cannot be looked at ({error}); give the folder that holds {CONFIG}") from error
+    if not is_directory and re.fullmatch(r"[\w.-]+/[\w.-]+", os.fspath(directory)):
+        raise CheckpointError(f"{path}: not a directory, and kvjax downloads nothing; if it is a model on the Hugging "
+                              f"Face hub, run `hf download {path} --local-dir DIR` and load DIR")
     if not is_directory:
         raise CheckpointError(f"{path}: not a directory; download the model and give the directory that holds {CONFIG}")
     return path

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import itertools
 import json
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,7 +12,8 @@ from tokenizers import AddedToken, Tokenizer
 
 from kvjax.errors import CheckpointError, KvjaxError, PromptError
 
-_HALF = "\N{REPLACEMENT CHARACTER}"  # text that part of a character decodes to
+PART_OF_CHARACTER = "\N{REPLACEMENT CHARACTER}"  # text that part of a character decodes to
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _UNKNOWN = "\U000f0000"  # a private-use character, in no vocabulary
 
 
@@ -98,6 +100,12 @@ class TextCodec:
             known_text = self.decode(tail)
         return joint_text[len(known_text):]
 
+    def is_open(self, ids: Sequence[int]) -> bool:
+        """Returns True if ids that follow may change the text of these: they end within a character, or with a byte,
+        as some tokenizers decode neighbouring bytes together."""
+        last = next((i for i in reversed(ids) if i not in self.special), None)
+        return last in self._bytes or self.decode_continuation(ids).endswith(PART_OF_CHARACTER)
+
     def spell(self, ids: Sequence[int]) -> str:
         """Returns the text that ids add to another text, special tokens included."""
         runs = itertools.groupby(ids, self.special.__contains__)
@@ -108,7 +116,7 @@ class TextCodec:
 
     def character_start(self, ids: Sequence[int], at: int) -> int:
         """Returns the last index from 0 to `at` whose token begins with a whole character."""
-        while at > 0 and self.decode([ids[at]]).startswith(_HALF):
+        while at > 0 and self.decode([ids[at]]).startswith(PART_OF_CHARACTER):
             at -= 1
         return max(0, at)
 
@@ -130,6 +138,12 @@ class TextCodec:
     def _added(self) -> dict[int, AddedToken]:
         """Added tokens by id; a text is split at them before anything else."""
         return self.tokenizer.get_added_tokens_decoder()
+
+    @functools.cached_property
+    def _bytes(self) -> frozenset[int]:
+        """Ids of tokens that are a single byte, such as `<0x0A>`."""
+        known = self.tokenizer.get_vocab(with_added_tokens=False).items()
+        return frozenset(i for text, i in known if _BYTE.fullmatch(text))
 
     @functools.cached_property
     def _spaced(self) -> frozenset[int]:
@@ -163,10 +177,9 @@ class TextCodec:
     @functools.cached_property
     def _neutral(self) -> tuple[int, ...]:
         """One token of letters or digits, if there is one, after which decoders remove no space."""
-        by_id = sorted(self.tokenizer.get_vocab(with_added_tokens=False).items(), key=lambda pair: pair[1])
-        for text, i in by_id:
-            byte = text.startswith("<0x")  # decoded together with other bytes
-            if not byte and i not in self._added and self.decode([i]).strip().isalnum():
+        ids = sorted(self.tokenizer.get_vocab(with_added_tokens=False).values())
+        for i in ids:
+            if i not in self._bytes and i not in self._added and self.decode([i]).strip().isalnum():
                 return (i,)
         return ()
 

@@ -91,7 +91,7 @@ class TextTokenizer:
     @contextlib.contextmanager
     def saving(self, directory: hf_config.Path) -> Iterator[None]:
         """Writes files that `from_directory` and transformers read; they replace older ones when the context ends."""
-        root = pathlib.Path(directory)
+        root = pathlib.Path(directory).expanduser()
         settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **self.special_tokens}
         if self.added:
             settings["added_tokens_decoder"] = self.added
@@ -159,25 +159,29 @@ class TextTokenizer:
         behind = self.encode(text.rpartition("\x00")[2], add_special_tokens=False)[:1]
         return tuple(i for i in behind if i in self.special_ids.values())
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
         """Returns a conversation as text in the form that the model was trained on.
 
         Args:
           messages: each with a role and a content.
           add_generation_prompt: whether to append the beginning of the model's answer.
+          **variables: whatever else the template asks for, of JSON's types, such as `enable_thinking`, or `tools` and
+            `documents`, which are None unless they are given.
 
         Raises:
           CheckpointError: the model has no chat template, or one that is broken or exceeds the limits of
             `kvjax.models.chat_template`.
-          PromptError: the template refuses the messages.
+          PromptError: the template refuses the messages, or a variable is not of JSON's types.
         """
         if self.template is None:
             raise CheckpointError(
                 f"{self.directory}: no chat template in {SETTINGS} or {TEMPLATE}; encode plain text for a base model"
             )
         # Templates compare `tools` and `documents` with none, which an undefined name does not equal.
-        names = {"messages": list(messages), "add_generation_prompt": add_generation_prompt, "tools": None,
-                 "documents": None, **self.special_tokens}
+        names = {"tools": None, "documents": None, **self.special_tokens, **variables, "messages": list(messages),
+                 "add_generation_prompt": add_generation_prompt}
         return chat_template.render(self.template, names, str(self.directory))
 
 

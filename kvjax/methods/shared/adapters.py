@@ -87,7 +87,7 @@ class Adapters:
 
         about = {"version": VERSION, "joint": self.joint, "fingerprint": self.fingerprint, "digest": self.digest}
         leaves = {str(i): layer for i, layer in enumerate(self.layers)}
-        path = pathlib.Path(directory).absolute()
+        path = pathlib.Path(directory).expanduser().absolute()
         if path.exists() and not _may_be_replaced(path):
             raise WriteFailed(f"{directory} exists and holds something other than adapters, which is not overwritten; "
                               "choose another directory")
@@ -109,7 +109,7 @@ def load(directory: str | os.PathLike) -> Adapters:
       FormatMismatch: they are of another version.
       ChecksumMismatch: they differ from what was written.
     """
-    about, leaves = _read(pathlib.Path(directory).absolute())
+    about, leaves = _read(pathlib.Path(directory).expanduser().absolute())
     if about.get("version") != VERSION:
         raise FormatMismatch(f"{directory} holds no adapters of version {VERSION}, the one this library reads; fit "
                              "them again (configs/train_svd.py)")

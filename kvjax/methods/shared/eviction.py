@@ -40,6 +40,7 @@ class Evictor(Method):
     observation: int | None = 32
     page: int = 16
     evicts: ClassVar[bool] = True
+    endless: ClassVar[bool] = True
 
     def __post_init__(self):
         super().__post_init__()
