@@ -4,9 +4,21 @@
     cache = kvjax.prefill_cache(cache, keys, values, lengths)
     out, cache = kvjax.attend(cache, q, k, v)
 
-Keys and queries must already be rotated by their positions; blocks are kept in memory. All three functions are pure and
-may be used under `jax.jit`; outside of it, they compile themselves. Settings of a method that concern several layers
-(`dense_layers`, `lookahead`, `reuse`) have no effect here.
+A cache is that of one layer: a model has one for each, and settings of a method that concern several layers
+(`dense_layers`, `lookahead`, `reuse`) have no effect here. Blocks are kept in memory. A cache is a pytree of arrays and
+all three functions are pure, so that they may be used under `jax.jit`, `jax.vmap` and `jax.lax.scan`; outside of
+`jax.jit`, they compile themselves. Caches of equal layers may be stacked along a new first axis, for a scan or a vmap
+over layers. `examples/attend_linen.py` has a list of layers and a scan over tokens, `examples/attend_nnx.py` a scan
+over layers.
+
+What a model must do, and what it must not:
+
+  - rotate keys and queries by their positions before it gives them; the newest token's position is `cache.length`.
+  - leave scaling to `attend`: scores are q . k / sqrt(head_dim). For another scale s, multiply q by s * sqrt(head_dim).
+    Scores are not capped.
+  - order heads so that query head h reads KV head h // group, as Hugging Face's models and
+    `jax.nn.dot_product_attention` do.
+  - compute the attention of the prompt itself: `prefill_cache` stores keys and values, and attends nothing.
 
 A cache holds no 64-bit numbers: arrays of float64 or int64 (`jax_enable_x64`) are converted to 32 bits.
 """
@@ -52,14 +64,14 @@ def init_cache(
     method: Method, *, batch: int, kv_heads: int, group: int, head_dim: int, capacity: int, dtype: str = "float32",
     sliding: int | None = None, rope: RopeConfig | None = None,
 ) -> AttentionCache:
-    """Creates an empty cache.
+    """Creates an empty cache of one layer.
 
     Args:
       method: cache method.
       batch: number of sequences.
       kv_heads: KV heads.
-      group: query heads per KV head.
-      head_dim: head size.
+      group: query heads per KV head; heads `i * group` to `(i + 1) * group - 1` read KV head i.
+      head_dim: head size, by whose square root `attend` divides scores.
       capacity: largest number of tokens of a sequence.
       dtype: type of keys and values in blocks: float32, bfloat16, float16, int8 or int4 (`kvjax.ops.quantize`).
       sliding: newest tokens that the model lets a query attend, its own included; None = all.
@@ -98,7 +110,7 @@ def prefill_cache(
     cache: AttentionCache, key: Float[Array, "B T K D"], value: Float[Array, "B T K D"], length: Int[Array, "B"],
     query: Float[Array, "B T H D"] | None = None, token: Int[Array, "B T"] | None = None,
 ) -> AttentionCache:
-    """Fills a cache with prompts.
+    """Fills a cache with prompts, whose own attention is the model's to compute.
 
     Args:
       cache: cache that gives the settings; its contents are not part of the result.
@@ -177,9 +189,11 @@ def attend(
 ) -> tuple[Float[Array, "B H D"], AttentionCache]:
     """Attends the cache with the newest token of each sequence, and adds that token to the cache.
 
+    The token attends itself, too; it counts among the tokens of the window.
+
     Args:
       cache: cache before the token.
-      q: rotated query [B, H, D].
+      q: query [B, H, D], rotated to the position `cache.length` and not scaled.
       key: rotated key [B, K, D].
       value: value [B, K, D].
       token: token id [B], which DynSplit-KV and SentenceKV require.

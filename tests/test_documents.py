@@ -10,7 +10,7 @@ MANUALS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 CARDS = sorted((ROOT / "kvjax").glob("*/README.md"))
 PAGES = [*MANUALS, *CARDS]
 MOST_LINES = {"README.md": 120, "WORKSPACE_NOTES.md": 150}  # of other documents: 250
-FOLDERS = "kvjax|scripts|configs|experiments|tests|docs"
+FOLDERS = "kvjax|scripts|configs|examples|experiments|tests|docs"
 PLACEHOLDERS = {"configs/NAME.py"}
 
 
