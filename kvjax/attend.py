@@ -130,21 +130,21 @@ def prefill_cache(
       PromptError: `length` is not an array [B] of integers, or a prompt has too many tokens, or too few for a method
         that learns from prompts (`Method.least_prompt`).
     """
-    length = jnp.asarray(length)
+    if not isinstance(length, jax.core.Tracer):
+        length = np.asarray(length)  # known, and with NumPy also within a program that is being traced
     if length.ndim != 1:
         raise PromptError(f"length has the shape {list(length.shape)}; give one number for each sequence, [B]")
     _check_shapes(cache, (length.size, key.shape[1]), query, key, value, token)
-    if not jnp.issubdtype(length.dtype, jnp.integer):
+    if not np.issubdtype(length.dtype, np.integer):
         raise PromptError(f"lengths are {length.dtype}; give whole numbers")
-    length = length.astype(jnp.int32)
-    most = min(key.shape[1], cache.plan.spec.capacity)
-    if not isinstance(length, jax.core.Tracer):
-        if int(jnp.min(length)) < 0:
-            raise PromptError(f"length={int(jnp.min(length))} is negative; give 0 for a sequence without a prompt")
-        if int(jnp.max(length)) > most:
-            raise PromptError(f"length={int(jnp.max(length))} is beyond the {key.shape[1]} given tokens or "
+    length, most = length.astype(np.int32), min(key.shape[1], cache.plan.spec.capacity)
+    if isinstance(length, np.ndarray):
+        if length.min() < 0:
+            raise PromptError(f"length={length.min()} is negative; give 0 for a sequence without a prompt")
+        if length.max() > most:
+            raise PromptError(f"length={length.max()} is beyond the {key.shape[1]} given tokens or "
                               f"capacity={cache.plan.spec.capacity}; give all tokens, or raise the capacity")
-        check_enough(cache.plan, np.asarray(length))
+        check_enough(cache.plan, length)
     _check_token(cache, token)
     return _prefilled(cache, *map(_in_32_bits, (key, value, length, query, token)))
 

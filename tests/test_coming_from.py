@@ -2,31 +2,34 @@
 
 import pathlib
 import re
+import shutil
 from typing import NamedTuple
 
 import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").glob("from_*.md"))
-FENCE = re.compile(r"(<!-- not yet -->\n)?```python\n# (\w+)\n(.*?)```", re.S)
+FENCE = re.compile(r"```python\n# (\w+)\n(.*?)```", re.S)
+TEMPLATE = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
 
 
 class Block(NamedTuple):
     library: str
     code: str
-    waits: bool  # True = marked "not yet": it needs an interface that is to come, and is only compiled
 
 
 def blocks_of(page: pathlib.Path) -> list[Block]:
-    return [Block(library, code, bool(waits)) for waits, library, code in FENCE.findall(page.read_text())]
+    return [Block(library, code) for library, code in FENCE.findall(page.read_text())]
 
 
 def names(tmp_path) -> dict:
     import kvjax
 
     text = (ROOT / "kvjax/inference/decode.py").read_text()
+    shutil.copytree(ROOT / "kvjax/reference", tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text(TEMPLATE)
     return {
-        "kvjax": kvjax, "DIR": ROOT / "kvjax/reference", "SAVED": tmp_path / "saved", "SCRATCH": tmp_path,
+        "kvjax": kvjax, "DIR": tmp_path / "model", "SAVED": tmp_path / "saved", "SCRATCH": tmp_path,
         "document": f"{text[:1000]}\nThe pass key is 29318.\n{text[1000:2000]}", "question": "\nThe pass key is",
         "questions": ["\nThe pass key is", "\nimport"],
     }
@@ -45,9 +48,8 @@ def test_every_block_says_whose_it_is_and_is_python(page):
 def test_blocks_of_kvjax_run(page, tmp_path):
     """From the top of the page to its end, in one namespace."""
     scope = names(tmp_path)
-    ready = [block.code for block in blocks_of(page) if block.library == "kvjax" and not block.waits]
-    scope["llm"] = scope["kvjax"].load(scope["DIR"])  # a page loads its model in a block that may wait
-    for code in ready:
-        exec(code, scope)
+    for block in blocks_of(page):
+        if block.library == "kvjax":
+            exec(block.code, scope)
     answers = [value.text for value in scope.values() if hasattr(value, "text")] + [scope.get("answer", "")]
     assert any("29318" in text for text in answers)

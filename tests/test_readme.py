@@ -6,6 +6,7 @@ import functools
 import pathlib
 import re
 import shlex
+import shutil
 from typing import NamedTuple
 
 import pytest
@@ -75,19 +76,23 @@ def test_the_example_gives_what_it_shows(monkeypatch):
     assert doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test).failed == 0
 
 
-def test_a_model_of_ones_own_answers_and_comes_back(tmp_path):
+def test_a_model_of_ones_own_answers_and_comes_back(tmp_path, monkeypatch, capsys):
     import kvjax
 
     text = (ROOT / "kvjax/inference/decode.py").read_text()
+    shutil.copytree(ROOT / "kvjax/reference", tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    monkeypatch.setattr(kvjax, "keep_programs", lambda: None)  # the tests have a directory of their own
     names = {
-        "kvjax": kvjax, "DIR": ROOT / "kvjax/reference", "SAVED": tmp_path, "question": "The pass key is",
+        "kvjax": kvjax, "DIR": tmp_path / "model", "SAVED": tmp_path / "saved", "SCRATCH": tmp_path / "scratch",
+        "question": "The pass key is",
         "document": f"{text[:1000]}\nThe pass key is 29318.\n{text[1000:2000]}",
     }
     exec(re.search(r"```python\n(?!>>>)(.*?)```", README, re.S).group(1), names)
-    assert "29318" in names["result"].text
-    assert names["cache"].length == [len(names["llm"].tokenizer.encode(names["context"]))]
-    assert names["cache"].plan.layers[-1].method == kvjax.KVSwap(budget=256, sigma=2, bits=4, per_head=True)
-    names["cache"].close()
+    assert "29318" in names["messages"][-1]["content"] and "29318" in capsys.readouterr().out
+    with names["chat"] as chat:
+        assert chat.cache.plan.layers[-1].method == kvjax.KVSwap(budget=256, sigma=2, bits=4, per_head=True)
+        assert chat.ask("And then?", max_new_tokens=3).text and len(chat.messages) == 4
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
