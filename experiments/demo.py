@@ -18,6 +18,8 @@ import time
 
 import ml_collections
 import numpy as np
+from absl import logging
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import kvjax
@@ -29,6 +31,7 @@ from kvjax.inference import decode
 from kvjax.inference.generate import Generation
 from kvjax.inference.plan import Plan, bytes_of, check_plan, make_plan, outline, store_geometry
 from kvjax.ops import quantize
+from kvjax.store.interface import Stats
 
 COLUMNS = (
     ("method", "{:<26}"), ("right", "{:>6}"), ("tokens_per_s", "{:>9}"), ("wait_share", "{:>7}"),
@@ -219,7 +222,7 @@ class Conversation:
     def __init__(self, llm: kvjax.LLM, cache: kvjax.Cache, driver: decode.Driver):
         self.run, self._llm = Generation(llm.params, cache, driver, None), llm
         self.seconds: list[float] = []
-        self._stats: list = []
+        self._before: Stats | None = None  # totals of the store before the first token that is timed
         self.memory_bytes = self._held()
 
     def ask(self, question: str, stop: tuple[str, ...], most: int) -> str:
@@ -241,13 +244,14 @@ class Conversation:
         return self._llm.tokenizer.decode_continuation(answer)
 
     def _feed(self, token: int) -> None:
+        branch = self.run.cache.branch
+        if branch is not None and len(self.seconds) <= _WARM:
+            self._before = branch.stats()
         began = time.perf_counter()
         self.run.step(np.array([token], np.int32), np.ones(1, bool))
         self.run.cache.logits.block_until_ready()
         self.seconds.append(time.perf_counter() - began)
         self.memory_bytes = max(self.memory_bytes, self._held())
-        if self.run.cache.branch is not None and len(self.seconds) == min(_WARM, len(self.seconds)):
-            self._stats = [self.run.cache.branch.stats()]
 
     def _held(self) -> int:
         return self.run.cache.resident_bytes + self.run.cache.store_bytes
@@ -255,13 +259,12 @@ class Conversation:
     def cost(self) -> dict:
         """Returns what a timed token has cost: tokens a second and, with a store, bytes, reads, and the share of the
         time in which the answer waited for reads."""
-        seconds = sum(self.seconds[_WARM:])
-        tokens = len(self.seconds[_WARM:])
+        seconds, tokens = sum(self.seconds[_WARM:]), len(self.seconds[_WARM:])
         cost = {"tokens": tokens, "tokens_per_s": tokens / seconds if tokens else None, "wait_share": None,
                 "bytes_read_per_token": 0.0, "reads_per_token": 0.0, "engine": None, "direct": None}
         branch = self.run.cache.branch
-        if branch is not None and tokens:
-            before, after = self._stats[0], branch.stats()
+        if branch is not None and self._before is not None and tokens:
+            before, after = self._before, branch.stats()
             cost |= {"wait_share": (after.wait_seconds - before.wait_seconds) / seconds,
                      "bytes_read_per_token": (after.bytes_read - before.bytes_read) / tokens,
                      "reads_per_token": (after.reads - before.reads) / tokens,
@@ -331,10 +334,10 @@ def _or_dash(value: float | None, form: str) -> str:
 
 
 def reads_of(row: dict) -> str:
-    """Says what the reads of a row were made from, as times depend on it."""
+    """Names what the reads of a row came from, as times depend on it."""
     if "emulated" in row.get("disk", ""):
         return f"from an emulated device, {row['disk'].partition(' ')[0]}, which answers by a model of its speed"
-    if row["engine"] is None:
+    if common.check_store(row["store"])[0] != "flash":
         return "from memory"
     return ("from this machine's disk, past the page cache (O_DIRECT)" if row["direct"] else
             "through the page cache, as the file system refuses O_DIRECT, so that times are those of memory")
@@ -350,36 +353,44 @@ def title_of(rows: list[dict]) -> str:
 
 def plot(rows: list[dict], path: pathlib.Path) -> None:
     """Draws speed, bytes read and memory of each method as bars, one colour a method."""
-    names = [row["method"] if row["accuracy"] is None else f"{row['method']}\n{row['right']} right" for row in rows]
     figure = Figure(figsize=(8.2, 1.2 + 0.42 * len(rows)), layout="constrained")
     figure.suptitle(title_of(rows), fontsize=10)
     panels = figure.subplots(1, 3, sharey=True)
     values = (
-        ("tokens a second", [row["tokens_per_s"] or 0.0 for row in rows], "{:.0f}"),
-        ("MiB read from flash a token", [row["bytes_read_per_token"] / _MIB for row in rows], "{:.2f}"),
-        ("MiB of memory held, at most", [row["memory_bytes"] / _MIB for row in rows], "{:.1f}"),
+        ("tokens a second", [row["tokens_per_s"] or 0.0 for row in rows], "{:,.0f}"),
+        ("MiB read from flash a token", [row["bytes_read_per_token"] / _MIB for row in rows], "{:,.2f}"),
+        ("MiB of memory held, at most", [row["memory_bytes"] / _MIB for row in rows], "{:,.1f}"),
     )
+    marks = {"all keys and values": max(row["cache_bytes"] for row in rows) / _MIB,
+             "limit": rows[0]["limit_bytes"] / _MIB}
     for axes, (title, numbers, form) in zip(panels, values, strict=True):
-        seen: set[str] = set()
-        for place, (row, number) in enumerate(zip(rows, numbers, strict=True)):
-            again = row["name"] in seen  # the same method with other settings
-            axes.barh(place, number, color=color_of(row["name"]), height=0.66, alpha=0.55 if again else 1.0)
-            axes.annotate(form.format(number), (number, place), xytext=(3, 0), textcoords="offset points", va="center",
-                          fontsize=8)
-            seen.add(row["name"])
         axes.set_title(title, fontsize=9)
-        axes.margins(x=0.24)
         axes.tick_params(labelsize=8)
         axes.tick_params(axis="y", length=0)
         axes.spines[["top", "right"]].set_visible(False)
+        most = max(numbers + (list(marks.values()) if axes is panels[2] else [])) or 1.0
+        axes.set_xlim(0, 1.2 * most)
+        _bars(axes, [row["name"] for row in rows], numbers, form, 0.3 * most)
+    names = [row["method"] if row["accuracy"] is None else f"{row['method']}\n{row['right']} right" for row in rows]
     panels[0].set_yticks(range(len(rows)), names)
-    panels[0].invert_yaxis()
-    if rows[0]["limit_bytes"]:
-        limit = rows[0]["limit_bytes"] / _MIB
-        panels[2].axvline(limit, color="black", linewidth=1, linestyle="--")
-        panels[2].annotate("limit", (limit, 1.0), xycoords=("data", "axes fraction"), xytext=(3, -8),
-                           textcoords="offset points", fontsize=8)
+    panels[0].set_ylim(len(rows) - 0.5, -0.95)  # with room for the marks' names
+    for name, place in marks.items():
+        if place:
+            panels[2].axvline(place, color="black", linewidth=1, linestyle="--" if name == "limit" else ":")
+            panels[2].annotate(name, (place, -0.93), xytext=(-3, 0), textcoords="offset points", ha="right", va="top",
+                               fontsize=8)
     figure.savefig(path, dpi=200)
+
+
+def _bars(axes: Axes, names: list[str], numbers: list[float], form: str, wide: float) -> None:
+    """Draws a bar for each number, and the number in it, or beside a bar that is shorter than `wide`."""
+    for place, (name, number) in enumerate(zip(names, numbers, strict=True)):
+        again = name in names[:place]  # the same method with other settings
+        axes.barh(place, number, color=color_of(name), height=0.66, alpha=0.55 if again else 1.0)
+        inside = number >= wide
+        axes.annotate(form.format(number), (number, place), xytext=(-3 if inside else 3, 0), fontsize=8, va="center",
+                      textcoords="offset points", ha="right" if inside else "left",
+                      color="white" if inside and not again else "black")
 
 
 _COLORS = {"full": "#808080", "quest": "#D55E00", "dynakv": "#0072B2", "kvswap": "#009E73", "streaming_llm": "#AA4499"}
@@ -432,7 +443,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
         raise ConfigError(f"{workdir} has results of another text or model by the same name; give another --workdir")
     for i, (label, settings) in enumerate(entries.items()):
         if label not in done:
-            row = answer_all(llm, job, settings, config, run.path / "store")
+            with _quiet():
+                row = answer_all(llm, job, settings, config, run.path / "store")
             done[label] = {**row, "fingerprint": content}
             run.keep(**done[label])
         if i == 0:
@@ -443,6 +455,17 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     run.summary(rows)
     plot(rows, run.path / "demo.png")
     print(f"results in {run.path / 'summary.json'} and {run.path / 'demo.png'}")
+
+
+@contextlib.contextmanager
+def _quiet():
+    """Keeps notes on how files are read out of the table, which says it itself."""
+    before = logging.get_verbosity()
+    logging.set_verbosity(min(before, logging.WARNING))
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def print_head(job: Job, row: dict) -> None:
