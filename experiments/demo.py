@@ -161,9 +161,14 @@ def fit_slots(plan: Plan, limit: int, label: str) -> kvjax.Slots:
     shared = kvjax.Slots(keep=False)
     needed = min(kept, resident_bytes(plan, shared)) + limit - left
     if needed > limit:
-        raise ConfigError(f"{label} needs {needed / _MIB:.1f} MiB and the limit is {limit / _MIB:.1f}; raise "
+        raise ConfigError(f"{label} needs {_rounded_up(needed):.1f} MiB and the limit is {limit / _MIB:.1f}; raise "
                           "--config.memory, or leave the method out")
     return shared
+
+
+def _rounded_up(size: int) -> float:
+    """Returns MiB that are enough for a size in bytes, with one decimal."""
+    return math.ceil(10 * size / _MIB) / 10
 
 
 def slots_for(llm: kvjax.LLM, job: Job, settings, config: ml_collections.ConfigDict) -> kvjax.Slots | None:
@@ -182,8 +187,8 @@ def slots_for(llm: kvjax.LLM, job: Job, settings, config: ml_collections.ConfigD
     check_plan(plan, True, slots)
     needed = resident_bytes(plan, slots) + store_bytes_at_most(plan)
     if needed > limit:
-        raise ConfigError(f"{common.label_of(settings)} needs {needed / _MIB:.1f} MiB with its slots and the limit is "
-                          f"{limit / _MIB:.1f}; raise --config.memory, or leave its slots out")
+        raise ConfigError(f"{common.label_of(settings)} needs {_rounded_up(needed):.1f} MiB with its slots and the "
+                          f"limit is {limit / _MIB:.1f}; raise --config.memory, or leave its slots out")
     return slots
 
 
@@ -373,12 +378,12 @@ def plot(rows: list[dict], path: pathlib.Path) -> None:
         _bars(axes, [row["name"] for row in rows], numbers, form, 0.3 * most)
     names = [row["method"] if row["accuracy"] is None else f"{row['method']}\n{row['right']} right" for row in rows]
     panels[0].set_yticks(range(len(rows)), names)
-    panels[0].set_ylim(len(rows) - 0.5, -0.95)  # with room for the marks' names
+    panels[0].set_ylim(len(rows) - 0.5, -0.5)
     for name, place in marks.items():
         if place:
             panels[2].axvline(place, color="black", linewidth=1, linestyle="--" if name == "limit" else ":")
-            panels[2].annotate(name, (place, -0.93), xytext=(-3, 0), textcoords="offset points", ha="right", va="top",
-                               fontsize=8)
+            panels[2].annotate(name, (place, len(rows) - 0.55), xytext=(2, 0), textcoords="offset points",
+                               rotation=90, ha="left", va="bottom", fontsize=8)
     figure.savefig(path, dpi=200)
 
 
