@@ -2,7 +2,8 @@
 
 The document is library text with needles in it. Every method reads it into a cache on flash, takes as many slots as the
 memory limit leaves, and answers one question for each needle. The questions follow one another in one cache, of which
-no copy is made, so that what the cache takes is what the process holds of it; this is measured after every token.
+no copy is made, so that what the cache takes is what the process holds of it; this is measured after every token. What
+a compiled program takes while it runs is not part of it.
 
 For every method the table has the answers, how many are right, speed, bytes read and memory. With `prompt_file` and
 `question` the same job runs on a user's text, without a correct answer to compare with. With `chat` both go into the
@@ -446,6 +447,8 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     done = {row["method"]: row for row in run.logged()}
     if any(row["fingerprint"] != content for row in done.values()):
         raise ConfigError(f"{workdir} has results of another text or model by the same name; give another --workdir")
+    if set(entries) - set(done):
+        print(f"each method reads {len(job.context):,} tokens and compiles its programs; then it is timed", flush=True)
     for i, (label, settings) in enumerate(entries.items()):
         if label not in done:
             with _quiet():
