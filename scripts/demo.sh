@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# The main job: the reference model answers questions to a long document, its KV cache on flash.
-#   scripts/demo.sh [--config.model=DIR --config.prompt_file=FILE --config.question="..."]
+# The main job: questions to a document whose KV cache, on flash, does not fit the memory that it is given.
+#   scripts/demo.sh [--config.memory=MIB]
+#   scripts/demo.sh --config.model=DIR --config.prompt_file=FILE --config.question="..."
 # Results go to a directory of their own under runs/ of the repository; WORKDIR=DIR names one, and goes on with what is
 # there. Paths that are given are relative to where this is called.
 set -euo pipefail
