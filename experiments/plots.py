@@ -6,6 +6,7 @@ Ito (2008) without yellow, with grey and Tol's purple; labels of one colour diff
 
 import collections
 import functools
+import itertools
 import pathlib
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -101,8 +102,10 @@ def save(figure: Figure, path: pathlib.Path) -> None:
 
 def legend(figure: Figure) -> None:
     """Puts one legend of all panels below them, in as many columns as fit; a figure that has one keeps it."""
-    handles = {label: handle for axes in figure.axes
-               for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    handles: dict[str, Any] = {}
+    for axes in figure.axes:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
     if not handles or figure.legends:
         return
     inches = 0.6 + 0.075 * max(map(len, handles))  # of a column: line, gap and text
@@ -128,6 +131,26 @@ def steps(axes: Axes, values: Iterable[float], name: str = "x") -> None:
             kept.append(i)
     axis.set_ticks([ticks[i] for i in kept], [short(ticks[i]) for i in kept])
     axis.set_minor_locator(mpl.ticker.NullLocator())
+
+
+def decades(axes: Axes, values: Iterable[float]) -> None:
+    """Gives x a logarithmic scale with ticks at 1, 2 and 5 times the powers of ten; zero has a place of its own."""
+    values = sorted(values)
+    least = min((value for value in values if value > 0), default=1.0)
+    most = max(values[-1], least)
+    powers = [10.0**power for power in range(int(np.floor(np.log10(least))), int(np.ceil(np.log10(most))) + 1)]
+    ticks = [times * power for power in powers for times in (1, 2, 5) if 0.7 * least <= times * power <= 1.4 * most]
+    if most > 200 * least:
+        ticks = [tick for tick in ticks if tick in powers] or ticks
+    if values[0] <= 0:
+        axes.set_xscale("symlog", linthresh=least, linscale=0.3)
+        ticks = [0.0, *ticks]
+        axes.set_xlim(-0.15 * least, 1.4 * most)
+    else:
+        axes.set_xscale("log")
+        axes.set_xlim(0.7 * least, 1.4 * most)
+    axes.xaxis.set_ticks(ticks, [short(tick) for tick in ticks])
+    axes.xaxis.set_minor_locator(mpl.ticker.NullLocator())
 
 
 def short(number: float) -> str:
@@ -203,12 +226,35 @@ def bars(axes: Axes, x: Sequence[float], y: Sequence[float], low: Sequence[float
     axes.errorbar(x, y, yerr=ends, fmt="none", ecolor=color, elinewidth=1, capsize=3, alpha=0.7)
 
 
-def dots(axes: Axes, rows: Sequence[Row], y: Key, by: Key = "method", interval: Key | None = None) -> None:
-    """Draws a dot for each row with its interval, one below the other, with labels at the side."""
+def spread(rows: Iterable[Row], *choices: tuple[str, Callable[[Row], str]]) -> tuple[str, Callable[[Row], str]] | None:
+    """Returns the first of some (field, label of a row) with which a line has more than one point; None for none."""
+    rows = list(rows)
+    for field, by in choices:
+        values: dict[str, set] = {}
+        for row in rows:
+            if row.get(field) is not None:
+                values.setdefault(by(row), set()).add(row[field])
+        if any(len(some) > 1 for some in values.values()):
+            return field, by
+    return None
+
+
+def level(axes: Axes, row: Row, y: Key, label: str, interval: Key | None = None) -> None:
+    """Draws a figure that does not depend on x as a dashed line across the panel, with its interval."""
+    color, around = styles([label])[label]["color"], get(row, interval) if interval is not None else None
+    axes.axhline(get(row, y), color=color, linestyle="--", linewidth=1.2, label=label)
+    if around is not None:
+        axes.axhspan(*around, color=color, alpha=0.1, linewidth=0)
+
+
+def dots(axes: Axes, rows: Sequence[Row], y: Key, by: Key = "method", interval: Key | None = None,
+         label: str | None = None) -> None:
+    """Draws a dot for each row with its interval, one below the other, with names at the side; `label` gives all of
+    them one style."""
     shown = [row for row in rows if get(row, y) is not None]
-    looks = styles(str(get(row, by)) for row in shown)
+    looks = styles(label or str(get(row, by)) for row in shown)
     for place, row in enumerate(shown):
-        look, value = looks[str(get(row, by))], get(row, y)
+        look, value = looks[label or str(get(row, by))], get(row, y)
         around = get(row, interval) if interval is not None else None
         if around is not None:
             axes.plot(around, (place, place), color=look["color"], linewidth=1.5, alpha=0.6)
@@ -261,7 +307,7 @@ def _free(box: Box, inside: Box, taken: Iterable[Box]) -> bool:
 
 
 def name_points(axes: Axes, named: Sequence[tuple[float, float, str]], others: Sequence[tuple[float, float]] = (),
-                colors: dict[str, str] | None = None, size: float = 7.5) -> list[str]:
+                path: Sequence[tuple[float, float]] = (), size: float = 7.5) -> list[str]:
     """Writes names beside points, the first ones first, and a thin line to those that stand farther off.
 
     Limits, scales and the legend must be final.
@@ -270,7 +316,7 @@ def name_points(axes: Axes, named: Sequence[tuple[float, float, str]], others: S
       axes: the panel.
       named: x, y and name of each point.
       others: points that names must not hide, beside those that have one.
-      colors: of the lines, by name.
+      path: corners of a line that names must not hide.
       size: of the text, in points.
 
     Returns:
@@ -284,6 +330,7 @@ def name_points(axes: Axes, named: Sequence[tuple[float, float, str]], others: S
     sizes = [(measure(name)[0] + 3 * scale, measure(name)[1] + 2 * scale) for _, _, name in named]
     half, frame = 3.5 * scale, axes.get_window_extent(renderer).extents
     clear = [(x - half, y - half, x + half, y + half) for x, y in pixels]
+    clear += [(x - 1, y - 1, x + 1, y + 1) for x, y in _along(axes.transData.transform(path))] if path else []
     corners = place_boxes(pixels[: len(named)].tolist(), sizes, tuple(frame), clear)
     back, left_out = axes.transData.inverted(), []
     for (x, y, name), pixel, corner, (width, height) in zip(named, pixels[: len(named)], corners, sizes, strict=True):
@@ -296,8 +343,14 @@ def name_points(axes: Axes, named: Sequence[tuple[float, float, str]], others: S
         text.set_in_layout(False)
         if np.hypot(*(nearest - pixel)) > 1.2 * height:
             ends = np.stack([(x, y), back.transform(nearest)]).T
-            axes.plot(*ends, color=(colors or {}).get(name, "#808080"), linewidth=0.6, alpha=0.7, zorder=1)
+            axes.plot(*ends, color="#808080", linewidth=0.6, alpha=0.7, zorder=1)
     return left_out
+
+
+def _along(corners: np.ndarray) -> Iterable[tuple[float, float]]:
+    """Yields points of a line, four pixels or less apart."""
+    for start, end in itertools.pairwise(corners):
+        yield from np.linspace(start, end, 2 + int(np.hypot(*(end - start)) / 4))
 
 
 def _font(size: float) -> mpl.font_manager.FontProperties:
