@@ -24,10 +24,11 @@ Key = str | Callable[[Row], Any]
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#808080", "#AA4499")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<")
 LINES = ("-", "--", ":", "-.")
-# Place n has colour n mod 8 and marker n div 8. A method keeps its place, and a new one comes last.
+# Place n has colour n mod 8 and marker n div 8. A method keeps its place, and a new one comes last. The first eight are
+# those most often seen together.
 PLACES = (
-    "dynakv", "quest", "kvswap", "icecache", "dynsplit", "oracle", "full", "random",
-    "streaming_llm", "infinigen", "loki", "shadowkv", "pqcache", "arkvale", "h2o", "magicpig",
+    "dynakv", "quest", "kvswap", "icecache", "dynsplit", "oracle", "full", "streaming_llm",
+    "random", "infinigen", "loki", "shadowkv", "pqcache", "arkvale", "h2o", "magicpig",
     "rle", "clusterkv", "infllm", "omnikv", "sentencekv", "snapkv", "chunkkv",
 )
 _DPI = 120
@@ -83,8 +84,8 @@ def _another(color: str, mine: Sequence[dict[str, str]]) -> dict[str, str]:
 
 def panels(count: int, columns: int = 3, size: tuple[float, float] = (4.2, 3.2)) -> tuple[Figure, list[Axes]]:
     """Returns a figure with `count` panels of `size` inches, at most `columns` side by side."""
-    columns = max(1, min(columns, count))
     lines = -(-count // columns)
+    columns = -(-count // lines)  # four panels are two by two
     figure = Figure(figsize=(max(5.0, size[0] * columns), size[1] * lines), layout="constrained")
     FigureCanvasAgg(figure)
     with mpl.rc_context(_PANEL):
@@ -131,6 +132,14 @@ def steps(axes: Axes, values: Iterable[float], name: str = "x") -> None:
             kept.append(i)
     axis.set_ticks([ticks[i] for i in kept], [short(ticks[i]) for i in kept])
     axis.set_minor_locator(mpl.ticker.NullLocator())
+
+
+def logarithmic(axes: Axes) -> None:
+    """Gives y a logarithmic scale with plain numbers; figures that are not positive are left out."""
+    axes.set_yscale("log", nonpositive="mask")
+    axes.yaxis.set_major_formatter(mpl.ticker.LogFormatter())
+    axes.yaxis.set_minor_formatter(mpl.ticker.LogFormatter(minor_thresholds=(1.5, 0.4)))
+    axes.tick_params(axis="y", which="minor", labelsize=7)
 
 
 def decades(axes: Axes, values: Iterable[float]) -> None:

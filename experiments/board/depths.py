@@ -29,9 +29,9 @@ def heatmap(axes: Axes, rows: Sequence[dict], title: str) -> None:
             color = "black" if share > 0.6 else "white"
             axes.text(tenth, line, f"{100 * share:.0f}", ha="center", va="center", fontsize=6.5, color=color)
     axes.set_yticks(range(len(rows)), [f"{row['method']} {row['context']}" for row in rows], fontsize=7)
-    axes.set_xticks(range(0, TENTHS, 2), [f"{10 * tenth}" for tenth in range(0, TENTHS, 2)])
+    axes.set_xticks([tenth - 0.5 for tenth in range(0, TENTHS + 1, 2)], [str(10 * n) for n in range(0, TENTHS + 1, 2)])
     axes.grid(visible=False)
-    axes.set(title=f"{title}, %", xlabel="depth in the context, % (tenths from here on)")
+    axes.set(title=f"{title}, %", xlabel="depth in the context, %")
 
 
 def figure(rows: Sequence[dict], title: str) -> Figure:

@@ -8,8 +8,8 @@ from experiments import plots
 from experiments.plots import Row
 
 _DRIFT = (
-    ("nll", "loss under full attention, nats per token"), ("agreement", "share that full attention would have chosen"),
-    ("repeats", "share of 4 tokens in a row seen before"),
+    ("nll", "loss under full attention, nats"), ("agreement", "agreement with full attention, share"),
+    ("repeats", "4 tokens in a row seen before, share"),
 )
 
 
@@ -68,5 +68,6 @@ def drift(rows: Sequence[Row]) -> Figure:
     looks = plots.styles(row["method"] for row in rows)
     for axes, (y, title) in zip(panels, _DRIFT, strict=True):
         plots.curves(axes, rows, "stop", y, looks=looks)
-        axes.set(xlabel="generated tokens, end of the window", ylabel=title)
+        plots.steps(axes, [row["stop"] for row in rows])
+        axes.set(xlabel="generated tokens, to the end of a window", ylabel=title)
     return figure

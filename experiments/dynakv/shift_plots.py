@@ -44,7 +44,7 @@ def _curves(rows: list[dict]) -> Figure:
     looks = plots.styles(row["method"] for row in rows)
     for axes, (name, title) in zip(panels, CURVES, strict=True):
         if name in ("largest_cluster", "divergence"):
-            axes.set_yscale("log")
+            plots.logarithmic(axes)
         plots.curves(axes, rows, "decoded", name, looks=looks)
         axes.set(title=title, xlabel="decoded tokens")
     return figure

@@ -171,7 +171,7 @@ def plot(rows: list[Row]) -> Figure:
         plots.steps(axes, [row[x] for row in some])
         axes.set(xlabel=xlabel, ylabel=ylabel)
         if y in ("evaluations", "token_ms"):
-            axes.set_yscale("log")
+            plots.logarithmic(axes)
     if grid:
         depths.heatmap(panels[-1], grid, "passkeys found")
     return figure

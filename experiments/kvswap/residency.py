@@ -158,9 +158,11 @@ def plot(rows: list[dict]) -> Figure:
     methods = list(dict.fromkeys(row["method"] for row in rows))
     figure, panels = plots.panels(len(methods))
     looks = plots.styles(row["policy"] for row in rows)
+    looks["belady"]["linestyle"] = "--"
     for axes, method in zip(panels, methods, strict=True):
         mine = [row for row in rows if row["method"] == method]
         plots.curves(axes, mine, "slots", "hit_rate", "policy", looks=looks)
+        plots.steps(axes, [row["slots"] for row in mine])
         plots.shares(axes)
         axes.set(title=f"{method}, {mine[0]['blocks_in_use']:.0f} blocks in use", xlabel="slots per KV head",
                  ylabel="hit rate")

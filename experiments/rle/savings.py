@@ -25,6 +25,8 @@ from experiments.rle.texts import KINDS, draw
 from experiments.texts import Texts
 from kvjax.errors import ConfigError
 
+_PLACES = {"rle_after": "after RoPE", "rle_before": "before RoPE", "rle_sorted": "before RoPE, sorted"}
+
 
 def train_codec(llm: kvjax.LLM, texts: Texts, config) -> autoencoder.Autoencoder:
     """Trains an autoencoder for every layer and head, [L, K, ...], on texts that are not measured."""
@@ -88,18 +90,23 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
 
 def plot(rows: list[dict], kinds: Collection[str]) -> Figure:
     """Plots, for each kind of text, the bytes that runs of keys save and their cost in likelihood with its 95 %
-    interval, against the tolerance."""
+    interval, against the tolerance. A tolerance of zero is absolute and relative."""
     longest = max(row["context"] for row in rows)
     figure, panels = plots.panels(2 * len(kinds), columns=len(kinds))
+    colors = plots.styles(_PLACES.values())
+    looks = {f"{place}, {measure}": {**look, "linestyle": line}
+             for place, look in colors.items() for measure, line in (("absolute", "-"), ("relative", "--"))}
     for axes, (task, kind) in zip(panels, itertools.product(("runs", "likelihood"), kinds), strict=True):
         mine = [row for row in rows if row["task"] == f"{task}/{kind}" and row["context"] == longest]
-        runs = [row | {"tolerance": row[measure], "codec": f"{row['method']}, {measure}"}
-                for row in mine for measure in ("absolute", "relative") if row.get(measure) is not None]
+        runs = [row | {"tolerance": value, "codec": f"{_PLACES[row['method']]}, {measure}"}
+                for row in mine if row["method"] in _PLACES for measure in ("absolute", "relative")
+                if (value := row.get(measure, 0.0 if row.get("absolute") == 0 else None)) is not None]
         y, interval = ("saved", None) if task == "runs" else ("relative_delta_nll", _interval)
-        plots.curves(axes, runs, "tolerance", y, "codec", interval)
+        plots.curves(axes, runs, "tolerance", y, "codec", interval, looks)
         values = sorted({row["tolerance"] for row in runs})
         axes.set_xscale("symlog", linthresh=min((value for value in values if value), default=1.0))
         axes.set_xticks(values, [f"{value:g}" for value in values])
+        axes.set_xticks([], minor=True)
         axes.set(title=f"{kind}, {longest:,} tokens", xlabel="tolerance",
                  ylabel="share of the keys' bytes saved" if task == "runs" else "increase of the loss, relative")
     return figure

@@ -39,17 +39,21 @@ def throughput(rows: Sequence[Row]) -> Figure:
             continue
         x, by = drawn
         looks = plots.styles(map(by, rows))
+        plots.logarithmic(axes)
         plots.curves(axes, mine, x, "tokens_per_s" if x == "batch" else "ms", by, looks=looks)
         if x == "context":
             limits = {name: {**look, "linestyle": ":", "marker": ""} for name, look in looks.items()}
             plots.curves(axes, mine, x, "limit_ms", by, looks=limits)
         plots.steps(axes, [row[x] for row in mine if row[x] is not None])
         axes.set(xlabel={"context": "context, tokens", "batch": "sequences", "budget": "budget, tokens"}[x],
-                 ylabel="tokens per second" if x == "batch" else "ms per token", yscale="log")
+                 ylabel="tokens per second" if x == "batch" else "ms per token")
+    if drawn is not None and drawn[0] == "context":
+        panels[0].plot([], [], color="#808080", linestyle=":", label="limit of the memory's bandwidth")
     if outputs:
         plots.curves(panels[-1], outputs, "tokens", "seconds", "label")
         plots.steps(panels[-1], [row["tokens"] for row in outputs])
-        panels[-1].set(title="many tokens", xlabel="decoded tokens", ylabel="seconds", yscale="log")
+        panels[-1].set(title="many tokens", xlabel="decoded tokens", ylabel="seconds")
+        plots.logarithmic(panels[-1])
     return figure
 
 
