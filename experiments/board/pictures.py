@@ -24,7 +24,7 @@ def scores(rows: Sequence[Row]) -> Figure:
         rows, ("budget", lambda row: _at(row["method"].partition("@")[0], row, several)),
         ("context", lambda row: row["method"]),
     )
-    height = max(3.2, 1.2 + 0.2 * len(rows) / len(of_task)) if drawn is None else 3.2
+    height = max(2.0, 1.1 + 0.22 * len(rows) / len(of_task)) if drawn is None else 3.2
     figure, panels = plots.panels(len(of_task), size=(5.2 if drawn is None else 4.2, height))
     for axes, (task, mine) in zip(panels, of_task.items(), strict=True):
         y, title = _measure(mine)

@@ -27,7 +27,7 @@ def throughput(rows: Sequence[Row]) -> Figure:
         ("budget", _family),
     )
     most = max(sum((row["model"], row["store"]) == group for row in rows) for group in groups)
-    height = 3.2 if drawn else max(3.2, 1.2 + 0.2 * most)
+    height = 3.2 if drawn else max(2.0, 1.1 + 0.22 * most)
     figure, panels = plots.panels(len(groups) + bool(outputs), size=(4.2 if drawn else 5.2, height))
     for axes, group in zip(panels, groups, strict=False):
         mine = [row for row in rows if (row["model"], row["store"]) == group]
@@ -35,7 +35,7 @@ def throughput(rows: Sequence[Row]) -> Figure:
         if drawn is None:
             plots.dots(axes, mine, "ms", lambda row: _name(row, row["method"], batches))
             axes.set_xlabel("ms per token")
-            axes.set_xlim(left=0)
+            axes.set_xlim(0, 1.08 * max(row["ms"] for row in mine))
             continue
         x, by = drawn
         looks = plots.styles(map(by, rows))
