@@ -155,6 +155,7 @@ def plot(rows: list[dict]) -> Figure:
     rows = [{**row, "read": row["chunk"] or row["context"], **{key: row[key] / 2**20 for key in _SIZES if key in row}}
             for row in rows]
     figure, panels = plots.panels(5)
+    looks = plots.styles([*map(_with_context, rows), *map(_with_chunk, rows)])
     for axes, (task, y, title) in zip(panels, (
         ("accuracy", "accuracy", "share of needles found"), ("accuracy", "nll", "loss, nats per token"),
         ("accuracy", "prefill_s", "prefill of a batch, s"), ("memory", "peak_bytes", "peak of a prefill, MiB"),
@@ -163,7 +164,7 @@ def plot(rows: list[dict]) -> Figure:
         mine = [row for row in rows if row["task"] == task]
         x, by, xlabel = (("read", _with_context, "tokens read at a time") if task == "accuracy" else
                          ("context", _with_chunk, "context, tokens"))
-        plots.curves(axes, mine, x, y, by, "interval" if y == "accuracy" else None)
+        plots.curves(axes, mine, x, y, by, "interval" if y == "accuracy" else None, looks)
         plots.steps(axes, [row[x] for row in mine])
         axes.set(xlabel=xlabel, ylabel=title)
     return figure
