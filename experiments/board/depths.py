@@ -6,6 +6,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from experiments import plots
+
 TENTHS = 10
 
 
@@ -19,14 +21,21 @@ def by_tenth(row: dict) -> list[float]:
 
 
 def heatmap(axes: Axes, rows: Sequence[dict], title: str) -> None:
-    """Draws a line for each row."""
-    axes.imshow([by_tenth(row) for row in rows], vmin=0, vmax=1, aspect="auto", cmap="RdYlGn")
-    axes.set_yticks(range(len(rows)), [f"{row['method']} {row['context']}" for row in rows], fontsize=6)
-    axes.set(title=title, xlabel="depth, tenths")
+    """Draws a line for each row, with the per cent of right answers in each tenth."""
+    shares = [by_tenth(row) for row in rows]
+    axes.imshow(shares, vmin=0, vmax=1, aspect="auto", cmap="cividis")
+    for (line, tenth), share in np.ndenumerate(shares):
+        if np.isfinite(share):
+            color = "black" if share > 0.6 else "white"
+            axes.text(tenth, line, f"{100 * share:.0f}", ha="center", va="center", fontsize=6.5, color=color)
+    axes.set_yticks(range(len(rows)), [f"{row['method']} {row['context']}" for row in rows], fontsize=7)
+    axes.set_xticks([tenth - 0.5 for tenth in range(0, TENTHS + 1, 2)], [str(10 * n) for n in range(0, TENTHS + 1, 2)])
+    axes.grid(visible=False)
+    axes.set(title=f"{title}, %", xlabel="depth in the context, %")
 
 
 def figure(rows: Sequence[dict], title: str) -> Figure:
     """Returns the heat map as a figure of its own."""
-    heat_map = Figure(figsize=(6, 1 + 0.25 * len(rows)), layout="constrained")
-    heatmap(heat_map.subplots(), rows, title)
+    heat_map, (axes,) = plots.panels(1, size=(6.5, 1.0 + 0.25 * len(rows)))
+    heatmap(axes, rows, title)
     return heat_map

@@ -1,8 +1,8 @@
 """Accuracy of methods on retrieval tasks with held-out words, values and templates, and perplexity.
 
 Questions and answers go token by token through the sparse path; only the context is read densely. A row of the result
-is one (task, length, method); rows that the workdir has are skipped. The needles of `niah_grid` are also plotted, in
-depths.png.
+is one (task, length, method); rows that the workdir has are skipped. scores.png has a panel for each task; the needles
+of `niah_grid` are also in depths.png.
 """
 
 import itertools
@@ -15,8 +15,8 @@ from scipy import stats
 from tqdm import tqdm
 
 import kvjax
-from experiments import common
-from experiments.board import depths
+from experiments import common, plots
+from experiments.board import depths, pictures
 from experiments.results import Run
 from kvjax.eval.tasks import Sample, asking
 
@@ -156,9 +156,10 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
         run.log(**rows[-1])
     rows = asked_for(with_delta_nll(rows), jobs)
     run.summary(rows)
+    plots.save(pictures.scores(rows), run.path / "scores.png")
     grid = [row for row in rows if row["task"] == "niah_grid"]
     if grid:
-        depths.figure(grid, "needles found").savefig(run.path / "depths.png")
+        plots.save(depths.figure(grid, "needles found"), run.path / "depths.png")
 
 
 def asked_for(rows: list[dict], jobs: list[tuple[str, int, str]]) -> list[dict]:

@@ -9,7 +9,8 @@ import ml_collections
 import numpy as np
 from tqdm import tqdm
 
-from experiments import common
+from experiments import common, plots
+from experiments.board import pictures
 from experiments.results import Run
 from kvjax.eval.tasks import drift, needles
 
@@ -47,6 +48,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
             rows.append({**head, **dataclasses.asdict(window)})
             run.log(**rows[-1])
     run.summary(rows)
+    plots.save(pictures.drift(rows), run.path / "drift.png")
     print_table(rows)
 
 

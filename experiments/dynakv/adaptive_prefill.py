@@ -18,9 +18,10 @@ from collections.abc import Callable, Sequence
 import jax
 import ml_collections
 import numpy as np
+from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from experiments import common
+from experiments import common, plots
 from experiments.board import evaluate
 from experiments.results import Run
 from kvjax.eval.tasks import Sample, asking
@@ -144,7 +145,37 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
         rows.append({**head, "store": store, "budget": by_label[label].budget, "seed": config.seed, **measured})
         run.log(**rows[-1])
     run.summary(rows)
+    plots.save(plot(rows), run.path / "prefill.png")
     print_table(rows)
+
+
+def plot(rows: list[dict]) -> Figure:
+    """Plots answers, loss and time against the chunk (dense prefill is one chunk of the whole context), and memory
+    against the context."""
+    rows = [{**row, "read": row["chunk"] or row["context"], **{key: row[key] / 2**20 for key in _SIZES if key in row}}
+            for row in rows]
+    figure, panels = plots.panels(5)
+    looks = plots.styles([*map(_with_context, rows), *map(_with_chunk, rows)])
+    for axes, (task, y, title) in zip(panels, (
+        ("accuracy", "accuracy", "share of needles found"), ("accuracy", "nll", "loss, nats per token"),
+        ("accuracy", "prefill_s", "prefill of a batch, s"), ("memory", "peak_bytes", "peak of a prefill, MiB"),
+        ("memory", "resident_bytes", "kept by the cache, MiB"),
+    ), strict=True):
+        mine = [row for row in rows if row["task"] == task]
+        x, by, xlabel = (("read", _with_context, "tokens read at a time") if task == "accuracy" else
+                         ("context", _with_chunk, "context, tokens"))
+        plots.curves(axes, mine, x, y, by, "interval" if y == "accuracy" else None, looks)
+        plots.steps(axes, [row[x] for row in mine])
+        axes.set(xlabel=xlabel, ylabel=title)
+    return figure
+
+
+def _with_context(row: dict) -> str:
+    return f"{row['method']}, context {row['context']:,}"
+
+
+def _with_chunk(row: dict) -> str:
+    return f"{row['method']}, {row['chunk']} at a time" if row["chunk"] else f"{row['method']}, dense"
 
 
 def print_table(rows: list[dict]) -> None:

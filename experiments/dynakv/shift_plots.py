@@ -7,6 +7,8 @@ import numpy as np
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
+from experiments import plots
+
 CURVES = (
     ("recall", "recall of the true top-k"), ("attention_mass", "attention mass"),
     ("output_error", "relative L2 error of the output"), ("divergence", "KL(dense || sparse), nats"),
@@ -19,13 +21,14 @@ def plot_all(rows: list[dict], path: pathlib.Path, config: ml_collections.Config
     """Writes every plot into the workdir."""
     for mode in config.modes:
         mine = [row for row in rows if row["task"].startswith(mode)]
-        _curves(mine, config).savefig(path / f"shift_{mode}.png", dpi=100)
+        plots.save(_curves(mine), path / f"shift_{mode}.png")
         clustered = [name for name in config.strategies if name != "no_cluster"]
         if not clustered:
             continue
         stored = {name: _windows(path / "windows", f"{mode}_{name}") for name in clustered}
-        _clusters(stored).savefig(path / f"clusters_{mode}.png", dpi=100)
-        _co_retrieval(next(iter(stored.values())), config.kinds).savefig(path / f"co_retrieval_{mode}.png", dpi=100)
+        plots.save(_clusters(stored), path / f"clusters_{mode}.png")
+        pairs = _co_retrieval(next(iter(stored.values())), config.kinds)
+        plots.save(pairs, path / f"co_retrieval_{mode}.png")
 
 
 def _windows(directory: pathlib.Path, name: str) -> list[tuple[int, dict]]:
@@ -34,18 +37,16 @@ def _windows(directory: pathlib.Path, name: str) -> list[tuple[int, dict]]:
     return sorted(by_start.items())
 
 
-def _curves(rows: list[dict], config) -> Figure:
-    """Plots each figure over the decoded tokens, one line per strategy: means over the kinds of text."""
-    figure = Figure(figsize=(14, 7), layout="constrained")
-    for axes, (name, title) in zip(figure.subplots(2, 4).flat, CURVES, strict=True):
-        for strategy in config.strategies:
-            mine = [row for row in rows if row["method"] == strategy and name in row]
-            x = sorted({row["decoded"] for row in mine})
-            if x:
-                axes.plot(x, [np.mean([r[name] for r in mine if r["decoded"] == n]) for n in x], "o-", label=strategy)
+def _curves(rows: list[dict]) -> Figure:
+    """Plots each figure over the decoded tokens, one line per strategy: means over the kinds of text, with Student's
+    interval if there are several."""
+    figure, panels = plots.panels(len(CURVES), columns=4, size=(3.5, 2.9))
+    looks = plots.styles(row["method"] for row in rows)
+    for axes, (name, title) in zip(panels, CURVES, strict=True):
+        if name in ("largest_cluster", "divergence"):
+            plots.logarithmic(axes)
+        plots.curves(axes, rows, "decoded", name, looks=looks)
         axes.set(title=title, xlabel="decoded tokens")
-        axes.set_yscale("log" if name in ("largest_cluster", "divergence") else "linear")
-    figure.axes[0].legend(fontsize=8)
     return figure
 
 

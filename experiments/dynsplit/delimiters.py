@@ -11,10 +11,11 @@ from collections.abc import Collection
 
 import ml_collections
 import numpy as np
+from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import kvjax
-from experiments import common
+from experiments import common, plots
 from experiments.board import evaluate
 from experiments.results import Run
 from experiments.texts import KINDS, Texts
@@ -139,7 +140,28 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     print_findings(rows)
     control = control_rows(llm, paths, config, run)
     run.summary(rows + control)
+    plots.save(plot(rows, config.kinds, config.shown), run.path / "delimiters.png")
     print_control(control)
+
+
+def plot(rows: list[dict], kinds: Collection[str], shown: int) -> Figure:
+    """Plots the scores of the most frequent delimiters of each kind of text with their 95 % intervals, and how scores
+    converge."""
+    figure, panels = plots.panels(len(kinds) + 1, size=(3.8, max(3.2, 0.8 + 0.17 * shown)))
+    for axes, kind in zip(panels[:-1], kinds, strict=True):
+        table = [row for row in rows if row["task"] == f"table/{kind}"][:shown]
+        plots.dots(axes, table, "score", lambda row: repr(row["text"]), _interval, label=kind)
+        axes.set(title=f"{kind}, the most frequent first", xlabel="importance")
+    converging = [row for row in rows if row["task"].startswith("convergence/")]
+    plots.curves(panels[-1], converging, "tokens", "mean_error", lambda row: row["task"].partition("/")[2])
+    plots.steps(panels[-1], [row["tokens"] for row in converging])
+    panels[-1].set(title="convergence", xlabel="tokens", ylabel="mean distance from the final scores")
+    return figure
+
+
+def _interval(row: dict) -> tuple[float, float]:
+    half = 1.96 * row["standard_error"]
+    return row["score"] - half, row["score"] + half
 
 
 def print_table(kind: str, rows: list[dict]) -> None:

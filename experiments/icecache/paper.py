@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 import kvjax
-from experiments import common
+from experiments import common, plots
 from experiments.board import depths, evaluate, leaderboard
 from experiments.icecache import times, tree
 from experiments.results import Run
@@ -145,28 +145,41 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
                 rows.append({"store": "memory", "seed": config.seed, **head, **measured()})
                 run.log(**rows[-1])
     run.summary([*rows, *shares(rows), *times.growth(rows, config.growth)])
-    plot(rows).savefig(run.path / "icecache.png", dpi=100)
+    if rows:
+        plots.save(plot(rows), run.path / "icecache.png")
 
 
 def plot(rows: list[Row]) -> Figure:
-    """Plots evaluations per query against the points of the tree, time per token against context, and passkeys by
-    depth."""
-    figure = Figure(figsize=(15, 4), layout="constrained")
-    left, right, grid = figure.subplots(1, 3)
-    alone = [row for row in rows if row["part"] == "dci" and row["source"] != "real" and row["built"] == 1]
-    _curves(left, alone, "evaluations", "source")
-    left.set(title="keys and projections evaluated per query", xlabel="points", xscale="log", yscale="log")
-    _curves(right, [row for row in rows if row["task"] == "tpot"], "token_ms", "task")
-    right.set(title="ms per token", xlabel="context", xscale="log", yscale="log")
-    grid_rows = [row for row in rows if row["part"] == "passkey" and row["method"].startswith("icecache")]
-    if grid_rows:
-        depths.heatmap(grid, grid_rows, "passkeys found")  # Figure 6
+    """Plots what was measured: passkeys by depth (Figure 6), the tree alone, pages, and times (Figures 7 a and 8)."""
+    grid = [row for row in rows if row["part"] == "passkey"]
+    tree_rows = [row for row in rows if row["part"] == "dci" and row["built"] == 1]
+    alone = [row for row in tree_rows if row["source"] != "real"]
+    loaded = [row for row in rows if row["part"] == "pages"]
+    second = [row for row in rows if row["part"] == "tt2t"]
+    timed = [row for row in rows if row["part"] == "tpot"]
+    shown = [(some, *how) for some, *how in (
+        (alone, "context", "recall_16", _tree, "points", "recall of the true top 16"),
+        (alone, "context", "evaluations", _tree, "points", "evaluations per query"),
+        (loaded, "budget", "recall", _unbudgeted, "budget, tokens", "pages: recall of the true top 16"),
+        (loaded, "budget", "attention_mass", _unbudgeted, "budget, tokens", "pages: attention mass"),
+        (second, "context", "pipelined_s", "method", "prompt, tokens", "seconds to the second token"),
+        (timed, "context", "token_ms", lambda row: f"{row['method']}, {row['task']}", "context", "ms per token"),
+    ) if some]
+    figure, panels = plots.panels(len(shown) + bool(grid))
+    for axes, (some, x, y, by, xlabel, ylabel) in zip(panels, shown, strict=False):
+        plots.curves(axes, some, x, y, by)
+        plots.steps(axes, [row[x] for row in some])
+        axes.set(xlabel=xlabel, ylabel=ylabel)
+        if y in ("evaluations", "token_ms"):
+            plots.logarithmic(axes)
+    if grid:
+        depths.heatmap(panels[-1], grid, "passkeys found")
     return figure
 
 
-def _curves(axes, rows: list[Row], name: str, group: str) -> None:
-    for label in sorted({(row[group], row["method"]) for row in rows}):
-        mine = sorted((row["context"], row[name]) for row in rows if (row[group], row["method"]) == label)
-        axes.plot(*zip(*mine, strict=True), "o-", label=" ".join(label))
-    if rows:
-        axes.legend(fontsize=8)
+def _tree(row: Row) -> str:
+    return f"{row['source']}, {row['method']}"
+
+
+def _unbudgeted(row: Row) -> str:
+    return row["method"].replace(f"@{row['budget']}", "")

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import kvjax
-from experiments import common
+from experiments import common, plots
 from experiments.kvswap.belady import fewest_misses
 from experiments.results import Run
 from kvjax.cache import residency
@@ -149,24 +149,24 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
             rows.append(row)
             run.log(**row)
     run.summary(rows)
-    plot(rows, run.path / "residency.png")
+    plots.save(plot(rows), run.path / "residency.png")
     print_table(rows)
 
 
-def plot(rows: list[dict], path) -> None:
+def plot(rows: list[dict]) -> Figure:
     """Plots hit rate against slots, a panel per method."""
     methods = list(dict.fromkeys(row["method"] for row in rows))
-    figure = Figure(figsize=(5 * len(methods), 4))
-    for axis, method in zip(np.atleast_1d(figure.subplots(1, len(methods), sharey=True)), methods, strict=True):
+    figure, panels = plots.panels(len(methods))
+    looks = plots.styles(row["policy"] for row in rows)
+    looks["belady"]["linestyle"] = "--"
+    for axes, method in zip(panels, methods, strict=True):
         mine = [row for row in rows if row["method"] == method]
-        for policy in dict.fromkeys(row["policy"] for row in mine):
-            points = sorted((row["slots"], row["hit_rate"]) for row in mine if row["policy"] == policy)
-            axis.plot(*zip(*points, strict=True), "k--" if policy == "belady" else ".-", label=policy)
-        axis.set(title=f"{method}, {mine[0]['blocks_in_use']:.0f} blocks in use", xlabel="slots per KV head")
-        axis.legend()
-    figure.axes[0].set(ylabel="hit rate")
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
+        plots.curves(axes, mine, "slots", "hit_rate", "policy", looks=looks)
+        plots.steps(axes, [row["slots"] for row in mine])
+        plots.shares(axes)
+        axes.set(title=f"{method}, {mine[0]['blocks_in_use']:.0f} blocks in use", xlabel="slots per KV head",
+                 ylabel="hit rate")
+    return figure
 
 
 def print_table(rows: list[dict]) -> None:

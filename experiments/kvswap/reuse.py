@@ -7,8 +7,10 @@ each text, layer and head has a buffer of its own, empty at first.
 
 import ml_collections
 import numpy as np
+from matplotlib.figure import Figure
+from scipy import stats
 
-from experiments import common
+from experiments import common, plots
 from experiments.results import Run
 from experiments.speed import replay
 from kvjax.calibration.tuner import fifo
@@ -83,7 +85,30 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
                     rows.append(row)
                     run.log(**row)
     run.summary(rows)
+    plots.save(plot(rows), run.path / "reuse.png")
     print_table(rows)
+
+
+def plot(rows: list[dict]) -> Figure:
+    """Plots the share that comes back against the size of the buffer, a panel per method and selection, with the 95 %
+    interval over texts."""
+    groups = list(dict.fromkeys((row["method"], row["budget"]) for row in rows))
+    figure, panels = plots.panels(len(groups))
+    for axes, (method, selected) in zip(panels, groups, strict=True):
+        mine = [row for row in rows if (row["method"], row["budget"]) == (method, selected)]
+        plots.curves(axes, mine, "times_selected", "reuse_rate", "kind", _interval)
+        plots.shares(axes)
+        axes.set(title=f"{method}, {selected} of {mine[0]['context']:,} tokens selected",
+                 xlabel="buffer, times the selected groups", ylabel="share of groups that come back")
+    return figure
+
+
+def _interval(row: dict) -> tuple[float, float] | None:
+    """Returns Student's interval of the mean over texts, from their standard deviation."""
+    if row["texts"] < 2:
+        return None
+    half = float(stats.t.ppf(0.975, row["texts"] - 1)) * row["std"] / (row["texts"] - 1) ** 0.5
+    return row["reuse_rate"] - half, row["reuse_rate"] + half
 
 
 def print_table(rows: list[dict]) -> None:

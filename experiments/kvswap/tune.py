@@ -15,9 +15,10 @@ from collections.abc import Iterator
 import ml_collections
 import numpy as np
 from absl import logging
+from matplotlib.figure import Figure
 
 import kvjax
-from experiments import common
+from experiments import common, plots
 from experiments.results import Run
 from experiments.speed import made_up, replay, timing
 from kvjax.calibration import tuner
@@ -90,6 +91,23 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     checks = [line for pair in config.checked for line in checked(llm, store, space, tuning, config, pair, run)]
     print_checks(checks)
     run.summary(rows + checks)
+    plots.save(plot(rows), run.path / "tuning.png")
+
+
+def plot(rows: list[dict]) -> Figure:
+    """Plots the choices against the context, a line per batch size: time of a layer to compute and to read, memory, and
+    the settings."""
+    shown = (("compute_ms", "to compute, ms per layer"), ("fetch_ms", "to read, ms per layer"),
+             ("resident_mib", "memory, MiB"), ("group", "group G, tokens"), ("sigma", "compression sigma"),
+             ("reuse_tokens", "kept for later steps C, tokens"))
+    figure, panels = plots.panels(len(shown))
+    rows = [{**row, "resident_mib": row["resident_bytes"] / 2**20} for row in rows]
+    for axes, (y, title) in zip(panels, shown, strict=True):
+        plots.curves(axes, rows, "context", y, lambda row: f"batch {row['batch']}")
+        plots.steps(axes, [row["context"] for row in rows])
+        axes.set(xlabel="context, tokens", ylabel=title)
+        axes.set_ylim(bottom=0)
+    return figure
 
 
 def checked(llm, store, space: tuner.Space, found: tuner.Tuning, config, pair, run: Run) -> Iterator[dict]:

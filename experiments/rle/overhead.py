@@ -16,8 +16,10 @@ import jax
 import jax.numpy as jnp
 import ml_collections
 import numpy as np
+from matplotlib.figure import Figure
 
 import kvjax
+from experiments import plots
 from experiments.results import Run
 from experiments.speed import made_up, timing
 from kvjax.cache.method import Method
@@ -118,8 +120,30 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
             rows.append({"task": "overhead", "method": "rle", "store": "memory", "budget": None, "seed": 0, **row})
             run.log(**rows[-1])
     run.summary(rows)
+    plots.save(plot(rows), run.path / "overhead.png")
     print(f"memory bandwidth of a matrix-vector product: {bandwidth / 1e9:.1f} GB/s")
     print_table(sorted(rows, key=lambda row: (row["context"], row["run"])))
+
+
+def plot(rows: list[dict]) -> Figure:
+    """Plots the times against the context, a line for each length of the runs."""
+    shown = (("token_ms", "token of a layer, ms"), ("unrotated_ms", "the same, keys before RoPE, ms"),
+             ("token_of_step", "beyond full, share of a step"), ("encode_us", "encoding, us per prompt token"),
+             ("append_us", "appending a key, us"))
+    figure, panels = plots.panels(len(shown))
+    looks = plots.styles(map(_run, rows))
+    for axes, (y, title) in zip(panels, shown, strict=True):
+        plots.curves(axes, rows, "context", y, _run, looks=looks)
+        if y in ("token_ms", "unrotated_ms"):
+            plots.curves(axes, rows, "context", "plain_ms", lambda row: "full",
+                         looks={"full": {**plots.styles(["full"])["full"], "linestyle": "--"}})
+        plots.steps(axes, [row["context"] for row in rows])
+        axes.set(xlabel="context, tokens", ylabel=title)
+    return figure
+
+
+def _run(row: dict) -> str:
+    return f"runs of {row['run']}"
 
 
 def print_table(rows: list[dict]) -> None:

@@ -7,21 +7,25 @@ segments of their index, and a learned codec. Reads and writes of the flash stor
 """
 
 import functools
+import itertools
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import jax
 import jax.numpy as jnp
 import ml_collections
 import numpy as np
+from matplotlib.figure import Figure
 
 import kvjax
-from experiments import common
+from experiments import common, plots
 from experiments.results import Run
 from experiments.rle import autoencoder, flash, likelihood, model, sizes, table
 from experiments.rle.texts import KINDS, draw
 from experiments.texts import Texts
 from kvjax.errors import ConfigError
+
+_PLACES = {"rle_after": "after RoPE", "rle_before": "before RoPE", "rle_sorted": "before RoPE, sorted"}
 
 
 def train_codec(llm: kvjax.LLM, texts: Texts, config) -> autoencoder.Autoencoder:
@@ -80,4 +84,34 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
             rows.append({"store": "memory", "budget": None, "seed": config.seed, **row})
             run.log(**rows[-1])
     run.summary(rows)
+    plots.save(plot(rows, config.kinds), run.path / "savings.png")
     table.print_table(rows, config.histogram)
+
+
+def plot(rows: list[dict], kinds: Collection[str]) -> Figure:
+    """Plots, for each kind of text, the bytes that runs of keys save and their cost in likelihood with its 95 %
+    interval, against the tolerance. A tolerance of zero is absolute and relative."""
+    longest = max(row["context"] for row in rows)
+    figure, panels = plots.panels(2 * len(kinds), columns=len(kinds))
+    colors = plots.styles(_PLACES.values())
+    looks = {f"{place}, {measure}": {**look, "linestyle": line}
+             for place, look in colors.items() for measure, line in (("absolute", "-"), ("relative", "--"))}
+    for axes, (task, kind) in zip(panels, itertools.product(("runs", "likelihood"), kinds), strict=True):
+        mine = [row for row in rows if row["task"] == f"{task}/{kind}" and row["context"] == longest]
+        runs = [row | {"tolerance": value, "codec": f"{_PLACES[row['method']]}, {measure}"}
+                for row in mine if row["method"] in _PLACES for measure in ("absolute", "relative")
+                if (value := row.get(measure, 0.0 if row.get("absolute") == 0 else None)) is not None]
+        y, interval = ("saved", None) if task == "runs" else ("relative_delta_nll", _interval)
+        plots.curves(axes, runs, "tolerance", y, "codec", interval, looks)
+        values = sorted({row["tolerance"] for row in runs})
+        axes.set_xscale("symlog", linthresh=min((value for value in values if value), default=1.0))
+        axes.set_xticks(values, [f"{value:g}" for value in values])
+        axes.set_xticks([], minor=True)
+        axes.set(title=f"{kind}, {longest:,} tokens", xlabel="tolerance",
+                 ylabel="share of the keys' bytes saved" if task == "runs" else "increase of the loss, relative")
+    return figure
+
+
+def _interval(row: dict) -> tuple[float, float]:
+    half = 1.96 * row["relative_error"]
+    return row["relative_delta_nll"] - half, row["relative_delta_nll"] + half

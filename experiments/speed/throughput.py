@@ -19,9 +19,9 @@ import ml_collections
 import numpy as np
 
 import kvjax
-from experiments import common
+from experiments import common, plots
 from experiments.results import Run
-from experiments.speed import layer_times, made_up, raw_disk, replay, timing
+from experiments.speed import layer_times, made_up, pictures, raw_disk, replay, timing
 from experiments.speed.replay import Replay
 from kvjax.cache.callbacks import default_backend
 from kvjax.calibration.tuner import fifo
@@ -232,6 +232,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
                     rows.append(other)
                     run.log(**other)
     run.summary(rows)
+    plots.save(pictures.throughput(rows), run.path / "throughput.png")
     print_table(rows)
 
 

@@ -18,7 +18,8 @@ from orbax.checkpoint import v1 as ocp
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from experiments import common
+from experiments import common, plots
+from experiments.board.evaluate import wilson
 from experiments.results import Run
 from experiments.training import lm_data
 from kvjax.errors import ConfigError
@@ -26,6 +27,8 @@ from kvjax.eval.tasks import needles
 from kvjax.models import checkpoint
 from kvjax.models.config import ModelConfig, RopeConfig
 from kvjax.models.transformer import Transformer
+
+ASKED = 64  # questions of each kind in an evaluation
 
 
 def read_tokenizer(path: str) -> Tokenizer:
@@ -110,7 +113,7 @@ def _predictions(model, params, tokens):
     return jnp.argmax(model.apply({"params": params}, tokens, positions), -1)
 
 
-def exact_answers(model, params, tokenizer, stream, length, count, samples=64, batch=8, seed=7) -> float:
+def exact_answers(model, params, tokenizer, stream, length, count, samples=ASKED, batch=8, seed=7) -> float:
     """Returns the share of held-out single questions among `count` needles that greedy decoding answers exactly.
 
     The greedy answer is exact when every token of it is the argmax after the ones before.
@@ -175,22 +178,20 @@ def export(config: ml_collections.ConfigDict, params, directory: pathlib.Path) -
     (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
-def plot_curves(lines: list[dict], path: pathlib.Path) -> None:
-    """Plots the losses and the exact answers over the steps."""
-    figure = Figure(figsize=(10, 4))
-    left, right = figure.subplots(1, 2)
-    for name in ("text_loss", "answer_loss"):
-        points = [(line["step"], line[name]) for line in lines if line.get(name)]  # 0: no row of the batch had any
-        left.plot(*zip(*points, strict=True), label=name)
-    for name in sorted({key for line in lines for key in line if key.startswith("exact_1_")}, key=len):
-        points = [(line["step"], line[name]) for line in lines if name in line]
-        right.plot(*zip(*points, strict=True), marker=".", label=f"single needle, {name.split('_')[-1]} tokens")
-    left.set(xlabel="step", ylabel="nats per token")
-    right.set(xlabel="step", ylabel="exact answers, held out", ylim=(0, 1.02))
-    for axis in (left, right):
-        axis.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
+def plot(lines: list[dict]) -> Figure:
+    """Plots the losses and the exact answers over the steps, answers with their 95 % interval."""
+    figure, (left, right) = plots.panels(2, size=(5.2, 3.6))
+    names = ("text_loss", "answer_loss")  # 0: no row of the batch had any
+    losses = [{"step": line["step"], "name": name, "nats": line[name]}
+              for line in lines for name in names if line.get(name)]
+    plots.curves(left, losses, "step", "nats", lambda row: row["name"].replace("_", " "))
+    asked = [{"step": line["step"], "name": name, "share": line[name], "interval": wilson(line[name], ASKED)}
+             for line in lines for name in sorted(line, key=len) if name.startswith("exact_1_")]
+    plots.curves(right, asked, "step", "share", lambda row: f"{row['name'].split('_')[-1]} tokens", "interval")
+    left.set(title="training", xlabel="step", ylabel="nats per token")
+    right.set(title="one needle, held out", xlabel="step", ylabel="share of exact answers")
+    plots.shares(right)
+    return figure
 
 
 def check(config: ml_collections.ConfigDict) -> None:
@@ -246,5 +247,5 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
             checkpoints.save(now, state, overwrite=True)
     checkpoints.close()
     export(config, state["params"], run.path / "hf")
-    plot_curves(run.logged(), run.path / "curves.png")
+    plots.save(plot(run.logged()), run.path / "curves.png")
     run.summary([line for line in run.logged() if any(key.startswith("exact") for key in line)])

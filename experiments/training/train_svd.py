@@ -13,6 +13,7 @@ and adapters are saved as they are fitted. Measures, means over layers:
 
 import functools
 import hashlib
+import itertools
 import pathlib
 from collections.abc import Callable, Iterator
 
@@ -20,10 +21,11 @@ import jax
 import jax.numpy as jnp
 import ml_collections
 import numpy as np
+from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import kvjax
-from experiments import common
+from experiments import common, plots
 from experiments.results import Run
 from experiments.texts import docstrings, facts_in_code
 from kvjax.calibration import collect_moments, fit_adapters, refine_adapters
@@ -31,6 +33,7 @@ from kvjax.errors import ConfigError
 from kvjax.eval.tasks import corpus, needles
 from kvjax.methods.shared.adapters import Adapters, load
 
+_MEASURES = ("reconstruction_error", "score_error", "divergence", "recall", "attention_mass")
 KINDS, FORMS = ("code", "prose", "needles"), ("joint", "per_head")
 Draw = Callable[[np.random.Generator], list[int]]  # a row of tokens
 
@@ -170,13 +173,27 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
                     run.log(method=form, ratio=ratio, rank=fitted.rank, fitted_on=name, task=task,
                             context=config.length, seed=config.seed, **measured)
     run.summary(run.logged())
+    plots.save(plot(run.logged()), run.path / "adapters.png")
     print_table(run.logged())
+
+
+def plot(rows: list[dict]) -> Figure:
+    """Plots each measure against sigma, a column for each pair of texts: fitted on one, tried on the other."""
+    pairs = list(dict.fromkeys((row["fitted_on"], row["task"]) for row in rows))
+    figure, panels = plots.panels(len(_MEASURES) * len(pairs), columns=len(pairs), size=(3.4, 2.7))
+    looks = plots.styles(row["method"] for row in rows)
+    for axes, (measure, (fitted, tried)) in zip(panels, itertools.product(_MEASURES, pairs), strict=True):
+        mine = [row for row in rows if (row["fitted_on"], row["task"]) == (fitted, tried)]
+        plots.curves(axes, mine, "ratio", measure, looks=looks)
+        plots.steps(axes, [row["ratio"] for row in mine])
+        axes.set(title=f"{fitted} → {tried}", xlabel="sigma", ylabel=measure.replace("_", " "))
+    return figure
 
 
 def print_table(rows: list[dict]) -> None:
     """Prints the measures, a line per row."""
-    columns = ("reconstruction_error", "score_error", "divergence", "recall", "attention_mass")
-    print(f"{'adapters':>18}{'sigma':>6}{'fitted on':>10}{'tried on':>10}" + "".join(f"{name:>22}" for name in columns))
+    print(f"{'adapters':>18}{'sigma':>6}{'fitted on':>10}{'tried on':>10}"
+          + "".join(f"{name:>22}" for name in _MEASURES))
     for row in rows:
         print(f"{row['method']:>18}{row['ratio']:6}{row['fitted_on']:>10}{row['task']:>10}"
-              + "".join(f"{row[name]:22.3f}" for name in columns))
+              + "".join(f"{row[name]:22.3f}" for name in _MEASURES))

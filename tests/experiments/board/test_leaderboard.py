@@ -1,6 +1,4 @@
-"""The leaderboard: which cells there are, how they are shared out, and what the report says of them."""
-
-import html.parser
+"""The leaderboard: which cells there are and how they are shared out."""
 
 import ml_collections
 import pytest
@@ -8,7 +6,7 @@ import pytest
 import kvjax
 from configs.leaderboard import get_config
 from experiments import common
-from experiments.board import leaderboard, report
+from experiments.board import leaderboard
 from kvjax.errors import ConfigError
 from kvjax.eval.tasks import asking
 
@@ -36,42 +34,6 @@ def test_shards_share_out_the_grid():
     for wrong in ("5/5", "-1/5", "1", "a/b"):
         with pytest.raises(ConfigError, match="shard="):
             leaderboard.take_shard(cells, wrong)
-
-
-def test_nothing_beats_the_pareto_front():
-    points = [(1, 0.2), (2, 0.5), (2, 0.4), (3, 0.5), (4, 0.9), (0.5, 0.2)]
-    assert report.pareto(points) == [(0.5, 0.2), (2, 0.5), (4, 0.9)]
-
-
-class Reader(html.parser.HTMLParser):
-    """Collects the tables of a page, and whatever it would load from elsewhere."""
-
-    def __init__(self):
-        super().__init__()
-        self.values, self.outside = [], []
-
-    def handle_starttag(self, tag, attrs):
-        found = dict(attrs)
-        if tag == "tr":
-            self.values.append([])
-        if tag == "td":
-            self.values[-1].append(found["data-v"])
-        self.outside += [value for name, value in attrs if name in ("src", "href") and not value.startswith("#")]
-
-
-def test_the_report_has_every_figure_and_needs_nothing_else():
-    rows = [
-        {"method": "a<b", "task": "needle", "context": 9, "budget": 4, "seed": s, "accuracy": s / 2,
-         "interval": (0.1, s), "recall": 0.25, "bytes_read_per_token": 2048.0, "resident_bytes": 4096.0} for s in (0, 1)
-    ]
-    reader = Reader()
-    reader.feed(report.page("title", {"versions": {}}, rows))
-    assert reader.outside == []
-    values = [row for row in reader.values if row]
-    assert ["a<b", "4", "0.25", "0.25", "2048.0", "4096.0"] in values
-    assert [row for row in values if "needle" in row] == [
-        ["a<b", "needle", "9", "4", str(s), str(s / 2), "0.1", "0.25", "2048.0", "4096.0"] for s in (0, 1)
-    ]
 
 
 @pytest.fixture(scope="module")
