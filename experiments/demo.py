@@ -24,7 +24,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import kvjax
-from experiments import common
+from experiments import common, plots
 from experiments.results import Run
 from kvjax.errors import ConfigError, PromptError
 from kvjax.eval.tasks import corpus, needles, scoring
@@ -390,21 +390,14 @@ def plot(rows: list[dict], path: pathlib.Path) -> None:
 
 def _bars(axes: Axes, names: list[str], numbers: list[float], form: str, wide: float) -> None:
     """Draws a bar for each number, and the number in it, or beside a bar that is shorter than `wide`."""
+    colors = plots.styles(names)
     for place, (name, number) in enumerate(zip(names, numbers, strict=True)):
         again = name in names[:place]  # the same method with other settings
-        axes.barh(place, number, color=color_of(name), height=0.66, alpha=0.55 if again else 1.0)
+        axes.barh(place, number, color=colors[name]["color"], height=0.66, alpha=0.55 if again else 1.0)
         inside = number >= wide
         axes.annotate(form.format(number), (number, place), xytext=(-3 if inside else 3, 0), fontsize=8, va="center",
                       textcoords="offset points", ha="right" if inside else "left",
                       color="white" if inside and not again else "black")
-
-
-_COLORS = {"full": "#808080", "quest": "#D55E00", "dynakv": "#0072B2", "kvswap": "#009E73", "streaming_llm": "#AA4499"}
-
-
-def color_of(name: str) -> str:
-    """Returns the colour of a method."""
-    return _COLORS.get(name, "#E69F00")
 
 
 def check(config: ml_collections.ConfigDict) -> None:

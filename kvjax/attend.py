@@ -130,23 +130,23 @@ def prefill_cache(
       PromptError: `length` is not an array [B] of integers, or a prompt has too many tokens, or too few for a method
         that learns from prompts (`Method.least_prompt`).
     """
-    if not isinstance(length, jax.core.Tracer):
-        length = np.asarray(length)  # known, and with NumPy also within a program that is being traced
-    if length.ndim != 1:
-        raise PromptError(f"length has the shape {list(length.shape)}; give one number for each sequence, [B]")
-    _check_shapes(cache, (length.size, key.shape[1]), query, key, value, token)
-    if not np.issubdtype(length.dtype, np.integer):
-        raise PromptError(f"lengths are {length.dtype}; give whole numbers")
-    length, most = length.astype(np.int32), min(key.shape[1], cache.plan.spec.capacity)
-    if isinstance(length, np.ndarray):
-        if length.min() < 0:
-            raise PromptError(f"length={length.min()} is negative; give 0 for a sequence without a prompt")
-        if length.max() > most:
-            raise PromptError(f"length={length.max()} is beyond the {key.shape[1]} given tokens or "
+    # With NumPy lengths that are known stay so within a program that is being traced.
+    lengths: Any = length if isinstance(length, jax.core.Tracer) else np.asarray(length)
+    if lengths.ndim != 1:
+        raise PromptError(f"length has the shape {list(lengths.shape)}; give one number for each sequence, [B]")
+    _check_shapes(cache, (lengths.size, key.shape[1]), query, key, value, token)
+    if not np.issubdtype(lengths.dtype, np.integer):
+        raise PromptError(f"lengths are {lengths.dtype}; give whole numbers")
+    lengths, most = lengths.astype(np.int32), min(key.shape[1], cache.plan.spec.capacity)
+    if isinstance(lengths, np.ndarray):
+        if lengths.min() < 0:
+            raise PromptError(f"length={lengths.min()} is negative; give 0 for a sequence without a prompt")
+        if lengths.max() > most:
+            raise PromptError(f"length={lengths.max()} is beyond the {key.shape[1]} given tokens or "
                               f"capacity={cache.plan.spec.capacity}; give all tokens, or raise the capacity")
-        check_enough(cache.plan, length)
+        check_enough(cache.plan, lengths)
     _check_token(cache, token)
-    return _prefilled(cache, *map(_in_32_bits, (key, value, length, query, token)))
+    return _prefilled(cache, *map(_in_32_bits, (key, value, lengths, query, token)))
 
 
 def _check_shapes(cache: AttentionCache, rows: tuple[int, ...], query, key, value, token) -> None:

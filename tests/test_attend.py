@@ -286,3 +286,14 @@ def test_prompts_and_sizes_that_are_none_are_refused(unchecked):
     for name, wrong in ({"sliding": 0, "rope": 5} | dict.fromkeys(sizes, 0)).items():
         with pytest.raises(ConfigError, match=f"{name}={wrong}"):
             kvjax.init_cache(METHODS["full"], **{**sizes, name: wrong})
+
+
+def test_lengths_that_are_known_may_be_part_of_a_program():
+    """Arrays that a jitted function closes over, not only its arguments."""
+    quest = kvjax.Quest(budget=16, sinks=2, window=4, page=4)
+    cache = kvjax.init_cache(quest, batch=2, kv_heads=1, group=1, head_dim=8, capacity=64)
+    key, length, beyond = jnp.ones((2, 20, 1, 8)), jnp.array([20, 7]), jnp.array([21, 7])
+    filled = jax.jit(lambda key: kvjax.prefill_cache(cache, key, key, length))(key)
+    np.testing.assert_array_equal(filled.length, [20, 7])
+    with pytest.raises(PromptError, match="length=21"):
+        jax.jit(lambda key: kvjax.prefill_cache(cache, key, key, beyond))(key)

@@ -199,7 +199,7 @@ def test_what_is_measured_is_what_jax_holds_of_a_cache(model, tmp_path, settings
     before = sum(array.nbytes for array in jax.live_arrays())
     slots = kvjax.Slots(keep=False) if settings["name"] == "full" else None
     cache = llm.prefill([" ".join(f"w{i % 40}" for i in range(60))], method=common.make_method(settings),
-                        store=kvjax.FlashStore(tmp_path), slots=slots, capacity=128)
+                        store=kvjax.FlashStore(directory=tmp_path), slots=slots, capacity=128)
     talk = demo.Conversation(llm, cache, "staged")
     logits = cache.logits.nbytes
     del cache
@@ -218,7 +218,8 @@ def test_what_is_measured_is_what_jax_holds_of_a_cache(model, tmp_path, settings
 def test_answers_are_those_of_the_front_door(model, tmp_path):
     llm, text = kvjax.load(model), " ".join(f"w{i % 40}" for i in range(60))
     for settings in METHODS:
-        cache = llm.prefill([text], method=common.make_method(settings), store=kvjax.FlashStore(tmp_path), capacity=128)
+        cache = llm.prefill([text], method=common.make_method(settings), store=kvjax.FlashStore(directory=tmp_path),
+                            capacity=128)
         first = llm.generate(["w5 w6"], cache, max_new_tokens=4)
         second = llm.generate(["w7"], first.cache, max_new_tokens=4)
         talk = demo.Conversation(llm, cache, "staged")
