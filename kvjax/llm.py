@@ -21,7 +21,7 @@ from kvjax.cache.method import ENDLESS, Method
 from kvjax.errors import ConfigError, FormatMismatch, PromptError
 from kvjax.inference import arguments, chunked_prefill, prefill, progress
 from kvjax.inference import checkpoint as persistence
-from kvjax.inference.answers import Ends, Request, Result, Scores
+from kvjax.inference.answers import Asked, Ends, Result, Scores
 from kvjax.inference.cache import Cache
 from kvjax.inference.chat import Chat
 from kvjax.inference.decode import Driver, check_driver
@@ -485,7 +485,7 @@ class LLM:
         """
         return Chat.open(self, context, system, dict(template or {}), cache, messages, prefill_settings)
 
-    def _request(self, question, cache, max_new_tokens, sampling, seed, stop, eos) -> Request:
+    def _request(self, question, cache, max_new_tokens, sampling, seed, stop, eos) -> Asked:
         """Checks the arguments of `generate` and encodes the questions."""
         arguments.check_generation(max_new_tokens, sampling, seed)
         stops = Stops(self.tokenizer, arguments.marks(stop, self.tokenizer))
@@ -495,7 +495,7 @@ class LLM:
         self._check_room(cache, questions, max_new_tokens)
         kept = () if self.tokenizer is None else self.tokenizer.closing_ids
         ends = Ends(frozenset(eos), frozenset(stops.ids), frozenset(kept))
-        return Request(questions, arguments.is_batch(question), stops, ends)
+        return Asked(questions, arguments.is_batch(question), stops, ends)
 
     def score(
         self, continuation, cache: Cache, *, driver: Driver = "staged", observer: Observer | None = None

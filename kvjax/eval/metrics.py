@@ -6,12 +6,14 @@ order, padded to any length; `at` is the position of the newest token, and token
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.layer import LayerPlan
+from kvjax.cache.method import ENDLESS
 from kvjax.errors import ConfigError
 from kvjax.inference.cache import Cache
 from kvjax.inference.decode import Step
@@ -127,17 +129,24 @@ class Probe:
         if not np.array_equal(self.length, reading.length):
             raise ConfigError(f"the cache has {self.length.tolist()} tokens, but the activations have "
                               f"{np.asarray(reading.length).tolist()}; give a cache that was filled from them alone")
-        room = max(0, cache.plan.capacity - reading.tokens.shape[1])
-        self.keys, self.values = (
-            [np.pad(rows, ((0, 0), (0, room), (0, 0), (0, 0))) for rows in kept]
-            for kept in ([layer.key for layer in reading.layers], [layer.value for layer in reading.layers])
-        )
+        self.keys: list[Any] = [layer.key for layer in reading.layers]
+        self.values: list[Any] = [layer.value for layer in reading.layers]
+        self._make_room(reading.tokens.shape[1] if cache.plan.capacity == ENDLESS else cache.plan.capacity)
         self.recalls: list[float] = []
         self.masses: list[float] = []
         self.errors: list[float] = []
 
+    def _make_room(self, tokens: int) -> None:
+        """Copies what is kept to arrays for sequences of at least so many tokens."""
+        more = max(0, tokens - self.keys[0].shape[1])
+        self.keys, self.values = (
+            [np.pad(rows, ((0, 0), (0, more), (0, 0), (0, 0))) for rows in kept] for kept in (self.keys, self.values)
+        )
+
     def __call__(self, step: Step, tokens: np.ndarray) -> None:
         after = np.asarray(step.state.length)
+        if after.max() > self.keys[0].shape[1]:  # only where a sequence has no limit
+            self._make_room(2 * int(after.max()))
         for row in np.flatnonzero(after > self.length):
             at = self.length[row]
             for keys, values, plan, report in zip(

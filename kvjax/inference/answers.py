@@ -82,7 +82,7 @@ def _short(text: str | list[str], most: int = 60) -> str:
 
 
 @runtime_checkable
-class Run(Protocol):
+class EndedRun(Protocol):
     """What a request needs of a run (`kvjax.inference.generate.Generation`) to make its result."""
 
     cache: Cache
@@ -91,7 +91,7 @@ class Run(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class Asked:
     """The questions of one call, and what ends their answers."""
 
     questions: list[list[int]]  # token ids of each sequence, after those that were pending
@@ -116,7 +116,7 @@ class Request:
         """Returns an empty answer for each sequence."""
         return [Answer() for _ in self.questions]
 
-    def result(self, answers: list[Answer], run: Run) -> Result:
+    def result(self, answers: list[Answer], run: EndedRun) -> Result:
         """Returns the answers and the cache of a run that has ended."""
         tokens, text = map(list, zip(*map(self.stops.cut, (answer.tokens for answer in answers), self.questions),
                                      strict=True))

@@ -65,9 +65,8 @@ class FlashStore(OpenBranches):
         given.
     """
 
-    def __init__(self, *, directory: str | os.PathLike | None = None, file: str | os.PathLike | None = None,
-                 threads: int = 4, engine: str | None = None, direct: bool = True, layout: str = "grouped",
-                 max_bytes: int | None = None, staging_bytes: int = 64 << 20,
+    def __init__(self, *, directory=None, file=None, threads: int = 4, engine: str | None = None, direct: bool = True,
+                 layout: str = "grouped", max_bytes: int | None = None, staging_bytes: int = 64 << 20,
                  timeout: float = 60.0, scratch: str | os.PathLike | None = None, profile: str = profiles.NATIVE,
                  codec: str | None = None, tolerance: float = 0.0):
         super().__init__()

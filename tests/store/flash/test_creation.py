@@ -71,8 +71,6 @@ def test_what_is_no_file_is_refused_unopened(tmp_path, use, kind, monkeypatch):
         listener.close()
     elif kind == "device":
         path.symlink_to("/dev/zero")
-    elif use == "create":
-        pytest.skip("a temporary file is made in a directory")
     else:
         path.mkdir()
     opened = []
@@ -87,14 +85,21 @@ def test_what_is_no_file_is_refused_unopened(tmp_path, use, kind, monkeypatch):
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("path", ["a\0b.kv", "\ud800.kv", ""])
 def test_what_cannot_be_a_path_is_refused(use, path):
-    with pytest.raises(ConfigError, match="path="):
+    with pytest.raises(ConfigError, match="file="):
         USES[use](path)
 
 
-@pytest.mark.parametrize("path", [b"bytes.kv", 3, None])
-def test_what_is_no_path_is_refused(path):
-    with pytest.raises(ConfigError, match="must be a path"):
-        FlashStore(file=path)
+@pytest.mark.parametrize("kind", ["file", "directory"])
+@pytest.mark.parametrize("path", [b"bytes.kv", 3])
+def test_what_is_no_path_is_refused(kind, path):
+    with pytest.raises(ConfigError, match=f"{kind}=.* must be a path"):
+        FlashStore(**{kind: path})
+
+
+def test_a_store_has_one_place(tmp_path):
+    for places in ({}, {"directory": tmp_path, "file": tmp_path / "cache.kv"}):
+        with pytest.raises(ConfigError, match=r"either directory=.* or file="):
+            FlashStore(**places)
 
 
 def test_scratch_that_cannot_be_a_path_is_refused():
@@ -149,11 +154,11 @@ def test_closing_that_fails_loses_nothing(saved, path, reopen):
 
 @pytest.mark.parametrize("umask", [0, 0o022, 0o777])
 def test_files_are_their_owners_alone(path, reopen, tmp_path, umask):
-    scratch, places = tmp_path / "scratch", [path, tmp_path]
+    scratch, places = tmp_path / "scratch", [{"file": path}, {"directory": tmp_path}]
     scratch.mkdir()
     old = os.umask(umask)
     try:
-        branches = [FlashStore(file=place).create(GEOMETRY, "fingerprint") for place in places]
+        branches = [FlashStore(**place).create(GEOMETRY, "fingerprint") for place in places]
         branches[0].save()
         branches.append(reopen(read_only=True, scratch=scratch).branch)
     finally:

@@ -12,19 +12,20 @@ from tests.store.faults import FaultySystem
 
 STORES = {
     "host": lambda path, seed: HostStore(),
-    "buffered": lambda path, seed: FlashStore(file=path, direct=False, threads=2),
-    "direct": lambda path, seed: FlashStore(file=path, staging_bytes=40 * 4096),
-    "threads": lambda path, seed: FlashStore(file=path, engine="threads", threads=3, staging_bytes=40 * 4096),
-    "eager": lambda path, seed: FlashStore(file=path, threads=2, staging_bytes=0),
-    "cluster_major": lambda path, seed: FlashStore(file=path, threads=2, staging_bytes=0, layout="cluster_major"),
-    "dual_head": lambda path, seed: FlashStore(file=path, threads=2, staging_bytes=0, layout="dual_head"),
-    "sequential": lambda path, seed: FlashStore(file=path, threads=2, staging_bytes=20 * 4096, layout="sequential"),
+    "buffered": lambda path, seed: FlashStore(directory=path, direct=False, threads=2),
+    "direct": lambda path, seed: FlashStore(directory=path, staging_bytes=40 * 4096),
+    "threads": lambda path, seed: FlashStore(directory=path, engine="threads", threads=3, staging_bytes=40 * 4096),
+    "eager": lambda path, seed: FlashStore(directory=path, threads=2, staging_bytes=0),
+    "cluster_major": lambda path, seed: FlashStore(directory=path, threads=2, staging_bytes=0, layout="cluster_major"),
+    "dual_head": lambda path, seed: FlashStore(directory=path, threads=2, staging_bytes=0, layout="dual_head"),
+    "sequential": lambda path, seed: FlashStore(directory=path, threads=2, staging_bytes=20 * 4096,
+                                                layout="sequential"),
     "stormy": lambda path, seed: _stormy(path, seed),
 }
 
 
 def _stormy(path, seed: int) -> FlashStore:
-    store = FlashStore(file=path, threads=2, staging_bytes=20 * 4096, direct=bool(seed % 2))
+    store = FlashStore(directory=path, threads=2, staging_bytes=20 * 4096, direct=bool(seed % 2))
     store.system = FaultySystem(seed, storm=0.3)
     return store
 

@@ -60,7 +60,7 @@ def test_impossible_settings(unchecked, tmp_path, setting):
 def test_a_relative_path_outlives_a_change_of_directory(tmp_path, open_branch, monkeypatch):
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path)
-    named, temporary = open_branch(FlashStore(file="cache.kv", scratch="other")), open_branch(FlashStore(file="."))
+    named, temporary = open_branch(FlashStore(file="cache.kv", scratch="other")), open_branch(FlashStore(directory="."))
     monkeypatch.chdir("other")
     named.prefill()
     assert named.branch.save() == 1

@@ -125,7 +125,7 @@ np.testing.assert_array_equal(driver.read(), blocks)
 @pytest.mark.parametrize("operation", ["populate", "copy_mapped"])
 def test_pages_that_the_map_does_not_give_are_read_with_their_own_answer(tmp_path, open_branch, operation):
     system = FaultySystem()
-    driver = mapped(open_branch, tmp_path, system)
+    driver = mapped(open_branch, tmp_path / "cache.kv", system)
     blocks = driver.prefill()
     system.calls.clear()
     np.testing.assert_array_equal(driver.read(), blocks)
@@ -141,7 +141,7 @@ def test_pages_that_the_map_does_not_give_are_read_with_their_own_answer(tmp_pat
 
 @every_way
 def test_pages_come_from_the_device(tmp_path, open_branch, system):
-    driver = mapped(open_branch, tmp_path, system)
+    driver = mapped(open_branch, tmp_path / "cache.kv", system)
     blocks = driver.prefill()
     drop_pages(driver.branch.path)
     np.testing.assert_array_equal(driver.read(), blocks)
@@ -154,7 +154,7 @@ def test_pages_come_from_the_device(tmp_path, open_branch, system):
 def test_the_map_grows_with_the_file(tmp_path, open_branch, monkeypatch, system):
     """Given a map of a few extents, each layer and each fork lies beyond it, and old maps go."""
     monkeypatch.setattr(filemap, "LEAST_BYTES", 4 * EXTENT)
-    driver = mapped(open_branch, tmp_path, system)
+    driver = mapped(open_branch, tmp_path / "cache.kv", system)
     first = driver.branch._volume.file.map
     blocks = [driver.prefill(layer, seed=layer) for layer in range(2)]
     forks = [Driver(driver.branch.fork()) for _ in range(3)]
@@ -184,7 +184,7 @@ def test_a_file_that_outgrows_its_address_space_is_read_without_a_map(tmp_path, 
 
     monkeypatch.setattr(filemap, "LEAST_BYTES", 4 * EXTENT)
     system = Narrow()
-    driver = mapped(open_branch, tmp_path, system)
+    driver = mapped(open_branch, tmp_path / "cache.kv", system)
     blocks = driver.prefill()
     for _ in range(2):
         np.testing.assert_array_equal(driver.read(), blocks)
@@ -213,7 +213,7 @@ def test_a_saved_file_is_read_through_a_map_and_so_is_what_is_added(saved, reope
 
 def test_coded_blocks_are_read_through_a_map(tmp_path, open_branch):
     system = FaultySystem()
-    driver = mapped(open_branch, tmp_path, system, WIDE, codec="rle")
+    driver = mapped(open_branch, tmp_path / "cache.kv", system, WIDE, codec="rle")
     blocks = driver.prefill()
     system.calls.clear()
     np.testing.assert_array_equal(driver.read(), blocks)
@@ -224,7 +224,7 @@ def test_coded_blocks_are_read_through_a_map(tmp_path, open_branch):
 def test_without_the_compiled_part_threads_read_through_the_map(tmp_path, open_branch, monkeypatch):
     monkeypatch.setattr(mapping, "native", None)
     monkeypatch.setattr(FlashBranch, "_landed", None)
-    driver = mapped(open_branch, tmp_path)
+    driver = mapped(open_branch, tmp_path / "cache.kv")
     np.testing.assert_array_equal(driver.prefill(), driver.read())
     assert driver.branch.engine == "mmap" and driver.branch._volume.reader.rings is None
 
