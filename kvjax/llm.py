@@ -462,17 +462,19 @@ class LLM:
 
         return Stream(pieces())
 
-    def chat(self, context: str = "", *, system: str | None = None, template: Mapping[str, Any] | None = None,
-             cache: Cache | None = None, messages: Sequence[Mapping[str, Any]] = (), **prefill_settings) -> Chat:
+    def chat(
+        self, context: str = "", *, system: str | None = None, template: Mapping[str, Any] | None = None,
+        cache: Cache | None = None, **prefill_settings,
+    ) -> Chat:
         """Opens a conversation in the form that the model was trained on (`kvjax.inference.chat`).
 
         Args:
           context: text, such as a document, that comes before the first question in the user's first message. It is
-            read now; the first question must then follow.
+            read now.
           system: the system's message; None = what the template puts there.
           template: values of further variables of the chat template, such as enable_thinking or tools.
-          cache: cache of an earlier conversation, with its `messages`, in place of `context` and `system`.
-          messages: `Chat.messages` of that conversation.
+          cache: cache of an earlier conversation that had read this context and nothing else, so that it is not read
+            again; None = the context is read.
           **prefill_settings: arguments of `prefill`, such as method= and store=.
 
         Returns:
@@ -480,10 +482,31 @@ class LLM:
 
         Raises:
           CheckpointError: the model has no chat template.
-          PromptError: the template alters the context, or `cache` does not hold these messages.
+          PromptError: the template alters the context, or `cache` holds something else.
           ConfigError, StoreError: as `prefill`.
         """
-        return Chat.open(self, context, system, dict(template or {}), cache, messages, prefill_settings)
+        return Chat.open(self, context, system, dict(template or {}), cache, prefill_settings)
+
+    def restore_chat(self, directory: str | os.PathLike, **restore_settings) -> Chat:
+        """Takes up the conversation last saved in a directory (`Chat.save`).
+
+        Args:
+          directory: path given to `Chat.save`.
+          **restore_settings: arguments of `restore`.
+
+        Returns:
+          The conversation.
+
+        Raises:
+          ReadFailed, FormatMismatch: `Chat.save` did not write there, or another cache was saved there since.
+          NothingSaved, ConfigError, StoreLocked, StoreError: as `restore`.
+        """
+        cache = self.restore(directory, **restore_settings)
+        try:
+            return Chat.restored(self, directory, cache)
+        except BaseException:
+            cache.discard()
+            raise
 
     def _request(self, question, cache, max_new_tokens, sampling, seed, stop, eos) -> Asked:
         """Checks the arguments of `generate` and encodes the questions."""

@@ -9,7 +9,6 @@ they are.
 """
 
 import contextlib
-import json
 import pathlib
 import sys
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import kvjax
 from kvjax.errors import KvjaxError
+from kvjax.inference.chat import SAVED
 from kvjax.methods import make
 
 MODEL = flags.DEFINE_string("model", None, "directory of the model; the reference model if it is left out")
@@ -34,7 +34,6 @@ TOKENS = flags.DEFINE_integer("max_new_tokens", 256, "most tokens of an answer",
 
 REFERENCE = pathlib.Path(kvjax.__file__).parent / "reference"
 SETTINGS = {"kvswap": {"sigma": 2, "bits": 4, "per_head": True}}
-MESSAGES = "messages.json"
 
 
 def questions() -> Iterator[str]:
@@ -61,10 +60,9 @@ def say(pieces: kvjax.Stream) -> kvjax.Result:
 
 def opened(llm: kvjax.LLM, document: str) -> kvjax.Chat:
     """Opens the conversation: a saved one, or one that begins with the document."""
-    saved = None if SAVE.value is None else pathlib.Path(SAVE.value).expanduser() / MESSAGES
-    if saved is not None and saved.exists():
+    if SAVE.value is not None and (pathlib.Path(SAVE.value).expanduser() / SAVED).exists():
         print(f"[goes on from {SAVE.value}]", file=sys.stderr)
-        return llm.chat(cache=llm.restore(SAVE.value), messages=json.loads(saved.read_text(encoding="utf-8")))
+        return llm.restore_chat(SAVE.value)
     return llm.chat(document, **cache_settings())
 
 
@@ -81,11 +79,8 @@ def talk(llm: kvjax.LLM, document: str) -> None:
         print(f"[{chat.cache}]", file=sys.stderr)
         for question in questions():
             say(chat.stream(question, max_new_tokens=TOKENS.value, driver="fused"))
-        if SAVE.value is not None and chat.cache is not None:
-            chat.cache.save(SAVE.value)
-            path = pathlib.Path(SAVE.value).expanduser() / MESSAGES
-            path.write_text(json.dumps(chat.messages), encoding="utf-8")
-            path.chmod(0o600)
+        if SAVE.value is not None:
+            chat.save(SAVE.value)
         print(chat.cache.memory(), file=sys.stderr)
 
 

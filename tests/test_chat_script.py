@@ -31,7 +31,7 @@ def test_a_document_is_talked_about_and_the_talk_goes_on(tmp_path):
         done = talk(f"--model={model}", f"--save={tmp_path / 'talk'}", "--question=The pass key is")
         assert done.returncode == 0 and "29318" in done.stdout, done.stderr
         assert ("goes on" in done.stderr) == bool(turn) and "MiB" in done.stderr
-    assert len(json.loads((tmp_path / "talk" / "messages.json").read_text())) == 4
+    assert len(json.loads((tmp_path / "talk" / "chat.json").read_text())["messages"]) == 4
     done = talk(said="The pass key is\n\n")
     assert done.returncode == 0 and "29318" in done.stdout and "no chat template" in done.stderr
     done = talk(f"--model={tmp_path}")

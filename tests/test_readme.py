@@ -89,8 +89,9 @@ def test_a_model_of_ones_own_answers_and_comes_back(tmp_path, monkeypatch, capsy
         "document": f"{text[:1000]}\nThe pass key is 29318.\n{text[1000:2000]}",
     }
     exec(re.search(r"```python\n(?!>>>)(.*?)```", README, re.S).group(1), names)
-    assert "29318" in names["messages"][-1]["content"] and "29318" in capsys.readouterr().out
+    assert "29318" in capsys.readouterr().out
     with names["chat"] as chat:
+        assert "29318" in chat.messages[-1]["content"]
         assert chat.cache.plan.layers[-1].method == kvjax.KVSwap(budget=256, sigma=2, bits=4, per_head=True)
         assert chat.ask("And then?", max_new_tokens=3).text and len(chat.messages) == 4
 

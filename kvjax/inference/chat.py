@@ -2,16 +2,21 @@
 
 import contextlib
 import dataclasses
+import json
+import os
+import pathlib
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from kvjax.errors import ConfigError, PromptError
+from kvjax import _files, _validate
+from kvjax.errors import ConfigError, FormatMismatch, PromptError, ReadFailed, typed
 from kvjax.inference.answers import Result
 from kvjax.inference.cache import Cache
 from kvjax.inference.stream import Piece, Stream
 from kvjax.models.tokenizer import TextTokenizer
 
 Message = Mapping[str, Any]  # a role and a content
+SAVED = "chat.json"  # beside a saved cache
 _MARK = "<<<the question>>>"
 _BETWEEN = "\n\n"  # between the context and the first question
 
@@ -71,25 +76,56 @@ class Chat:
     @classmethod
     def open(
         cls, llm: Model, context: str, system: str | None, template: Mapping[str, Any], cache: Cache | None,
-        messages: Sequence[Message], prefill: Mapping[str, Any],
+        prefill: Mapping[str, Any],
     ) -> "Chat":
         """Opens a conversation; see `LLM.chat`."""
-        if llm.tokenizer is None:
-            raise ConfigError("this model has no tokenizer.json, so that it cannot chat; give token ids to generate")
-        chat = cls(llm, llm.tokenizer, template, prefill)
-        if messages:
-            if context or system is not None or cache is None:
-                raise ConfigError("messages= is a conversation that was held, with its context and system message; "
-                                  "give it with cache=, the one that it left, and without context and system")
-            chat.messages = list(messages)
-            chat._resume(cache)
-            return chat
+        chat = cls(llm, _tokenizer_of(llm), template, prefill)
         chat.messages = [] if system is None else [{"role": "system", "content": system}]
         if context:
             chat._read(f"{context}{_BETWEEN}", cache)
         elif cache is not None:
-            raise ConfigError("cache= is that of an earlier conversation; give its messages, or its context, too")
+            raise ConfigError("cache= holds a context that was read before; give the context, too")
         return chat
+
+    @classmethod
+    def restored(cls, llm: Model, directory: str | os.PathLike, cache: Cache) -> "Chat":
+        """Takes up the conversation that `save` wrote; see `LLM.restore_chat`."""
+        path = pathlib.Path(_validate.path("directory", directory)) / SAVED
+        try:
+            saved = _files.read_json(path)
+            chat = cls(llm, _tokenizer_of(llm), saved["template"], {})
+            chat.messages, chat._context = saved["messages"], saved["context"]
+            chat._start = chat._held = Held(cache, saved["text"], tuple(saved["last"]))
+            expected = int(saved["tokens"])
+        except (OSError, ValueError, KeyError, TypeError) as cause:
+            raise ReadFailed(f"{path} is not a conversation that can be read ({cause}); give the directory of "
+                             "Chat.save") from cause
+        if _tokens_of(cache) != expected:
+            raise FormatMismatch(f"{path} is of a conversation of {expected} tokens, and the cache beside it holds "
+                                 f"{_tokens_of(cache)}: another cache was saved there since; save the conversation")
+        return chat
+
+    def save(self, directory: str | os.PathLike) -> None:
+        """Saves the conversation and its cache to a directory, for `LLM.restore_chat` in any process.
+
+        Args:
+          directory: path of the directory, which is created if it is missing.
+
+        Raises:
+          PromptError: nothing has been read.
+          ConfigError, StoreError: as `Cache.save`.
+        """
+        if self._held is None:
+            raise PromptError("the conversation is empty; ask something before it is saved")
+        self._held.cache.save(directory)
+        path = pathlib.Path(_validate.path("directory", directory)) / SAVED
+        content = {"messages": self.messages, "template": dict(self._template), "context": self._context,
+                   "text": self._held.text, "last": self._held.last, "tokens": _tokens_of(self._held.cache)}
+        try:
+            with _files.replacing(path) as fresh:
+                _files.write_private(fresh, json.dumps(content).encode())
+        except OSError as cause:
+            raise typed(f"saving {path} failed", cause, remedy="choose another directory") from cause
 
     @property
     def cache(self) -> Cache | None:
@@ -167,17 +203,6 @@ class Chat:
         self._context = context
         self._start = self._held = Held(cache, text, tuple(ids[-1:]))
 
-    def _resume(self, cache: Cache) -> None:
-        """Takes the cache that the messages left, which may lack the end of their text."""
-        text = self._rendered(self.messages, add_generation_prompt=False)
-        ids, count = self._tokenizer.encode(text, add_special_tokens=False), _tokens_of(cache)
-        pending = cache.pending[0] if cache.pending else ()
-        held = self._tokenizer.codec.spell(ids[:count])
-        if count > len(ids) or not text.startswith(held) or tuple(ids[count - len(pending) : count]) != pending:
-            raise PromptError(f"the cache holds {count} tokens that are not the beginning of these messages, which "
-                              f"have {len(ids)}; give the messages of the conversation that left it")
-        self._start = self._held = Held(cache, held, tuple(ids[count - 1 : count]))
-
     def _rendered(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
         return self._tokenizer.apply_chat_template(messages, add_generation_prompt, **self._template)
 
@@ -197,6 +222,12 @@ class Chat:
 
     def __repr__(self) -> str:
         return f"Chat({len(self.messages)} messages, {self.cache!r})"
+
+
+def _tokenizer_of(llm: Model) -> TextTokenizer:
+    if llm.tokenizer is None:
+        raise ConfigError("this model has no tokenizer.json, so that it cannot chat; give token ids to generate")
+    return llm.tokenizer
 
 
 def _tokens_of(cache: Cache) -> int:

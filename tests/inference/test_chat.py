@@ -8,7 +8,7 @@ from tiny import make_params
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 import kvjax
-from kvjax.errors import CheckpointError, ConfigError, NotFinite, PromptError
+from kvjax.errors import CheckpointError, ConfigError, FormatMismatch, NotFinite, PromptError, ReadFailed
 from kvjax.models.config import ModelConfig
 
 LETTERS = [*"abcdefghijklmnopqrstuvwxyz0123456789 .\n"]
@@ -60,13 +60,6 @@ def read_at_once(llm, messages, most=10, **more):
 def said(llm, result):
     """Tokens that a cache holds, those that are pending included."""
     return result.cache.length[0] + sum(map(len, result.cache.pending))
-
-
-def is_plain(llm, question):
-    """Whether the answer is plain text: a message says nothing of special tokens."""
-    with llm.chat(DOCUMENT, method=METHOD, capacity=1024) as chat:
-        result = chat.ask(question, max_new_tokens=8)
-        return llm.tokenizer.codec.spell(result.tokens[0]) == result.text and result.ended == "length"
 
 
 @pytest.mark.parametrize("context", ["", DOCUMENT])
@@ -135,20 +128,33 @@ def test_variables_of_the_template(llm):
 def test_a_conversation_goes_on_in_another_process(which, request, tmp_path):
     llm = request.getfixturevalue(which)
     store = kvjax.FlashStore(file=tmp_path / "blocks.kv")
-    question = next(question for question in map(str, range(50)) if is_plain(llm, question))
-    with llm.chat(DOCUMENT, method=METHOD, store=store, capacity=1024) as chat:
-        chat.ask(question, max_new_tokens=8)
-        chat.cache.save(tmp_path)
+    with llm.chat(DOCUMENT, method=METHOD, store=store, template={"think": False}, capacity=1024) as chat:
+        chat.ask("what is it?", max_new_tokens=8)
+        chat.save(tmp_path)
         messages = chat.messages
         expected = chat.ask("and then?", max_new_tokens=8).text
-    restored = llm.restore(tmp_path)
-    if which == "trimming":
-        with pytest.raises(PromptError, match="not the beginning of these messages"):
-            llm.chat(cache=restored, messages=messages)
-        restored.close()
-        return
-    with llm.chat(cache=restored, messages=messages) as chat:
+    with llm.restore_chat(tmp_path) as chat:
+        assert chat.messages == messages
         assert chat.ask("and then?", max_new_tokens=8).text == expected
+    assert (tmp_path / "chat.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_conversation_that_cannot_be_taken_up_is_refused(llm, tmp_path):
+    with llm.chat(DOCUMENT, method=METHOD, capacity=1024) as chat:
+        chat.save(tmp_path)
+        result = chat.ask("why?", max_new_tokens=4)
+        result.cache.save(tmp_path)
+    with pytest.raises(FormatMismatch, match="another cache was saved there since"):
+        llm.restore_chat(tmp_path)
+    for content in (b"{", b"[]", b"{}", b'{"template": {}, "messages": [], "context": "", "text": "", "last": 3}'):
+        (tmp_path / "chat.json").write_bytes(content)
+        with pytest.raises(ReadFailed, match="not a conversation"):
+            llm.restore_chat(tmp_path)
+    (tmp_path / "chat.json").unlink()
+    with pytest.raises(ReadFailed, match="not a conversation"):
+        llm.restore_chat(tmp_path)
+    with llm.chat(method=METHOD) as chat, pytest.raises(PromptError, match="empty"):
+        chat.save(tmp_path)
 
 
 def test_a_context_that_was_read_before_is_taken(llm, tmp_path):
@@ -173,14 +179,11 @@ def test_a_chat_closes_what_it_opened(llm, tmp_path):
 def test_what_cannot_be_a_conversation(llm, tmp_path):
     with llm.chat(method=METHOD, capacity=1024) as chat, pytest.raises(PromptError, match="question="):
         chat.ask("")
-    cache = llm.prefill("the fox", method=METHOD, capacity=64)
-    for settings in ({"cache": cache}, {"messages": [{"role": "user", "content": "a"}]},
-                     {"messages": [{"role": "user", "content": "a"}], "cache": cache, "context": "a"}):
-        with pytest.raises(ConfigError):
-            llm.chat(**settings)
+    with pytest.raises(ConfigError, match="give the context"):
+        llm.chat(cache=llm.prefill("the fox", method=METHOD, capacity=64))
     two = llm.prefill(["the fox", "a dog"], method=METHOD, capacity=64)
     with pytest.raises(ConfigError, match="one sequence"):
-        llm.chat(cache=two, messages=[{"role": "user", "content": "a"}])
+        llm.chat("the fox", cache=two)
     with pytest.raises(ConfigError, match="tokenizer"):
         kvjax.LLM(CONFIG, llm.params).chat("a")
     with pytest.raises(CheckpointError, match="no chat template"):
