@@ -3,7 +3,6 @@ make reads then (kvjax/store/io/reader.py), JAX calls back (kvjax/cache/callback
 (kvjax/ops/kernels/)."""
 
 import glob
-import importlib.metadata
 import importlib.util
 import pathlib
 
@@ -21,7 +20,6 @@ def extensions() -> list[Extension]:
         return Extension(
             f"{package.replace('/', '.')}.{name}", sorted(glob.glob(f"{package}/*.c")), include_dirs=[str(include)],
             optional=True,
-            define_macros=[("JAXLIB", f'"{importlib.metadata.version("jaxlib")}"')],
             depends=[str(include / "xla/ffi/api/c_api.h"), "kvjax/ffi.h", *glob.glob(f"{package}/*.h")],
             extra_compile_args=["-fvisibility=hidden", *flags],
         )

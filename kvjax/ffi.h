@@ -146,8 +146,10 @@ static inline PyObject *capsules(const Target *targets) {
     return found;
 }
 
-/* The module, which tells for which jaxlib it was compiled. */
+/* The module, which tells the version of the interface that it was compiled for. */
 static inline PyObject *with_version(PyObject *made) {
-    if (made && PyModule_AddStringConstant(made, "JAXLIB", JAXLIB) < 0) Py_CLEAR(made);
+    if (made && (PyModule_AddIntConstant(made, "XLA_FFI_API_MAJOR", XLA_FFI_API_MAJOR) < 0 ||
+                 PyModule_AddIntConstant(made, "XLA_FFI_API_MINOR", XLA_FFI_API_MINOR) < 0))
+        Py_CLEAR(made);
     return made;
 }

@@ -200,7 +200,7 @@ def test_followers_keep_every_key(method, params, tokens):
     expected = dense(params, tokens, CONFIG)
     shared, _ = decoded(whole, params, tokens)
     for b, prompt in enumerate(PROMPT):
-        np.testing.assert_allclose(shared[:, b], expected[b, prompt : prompt + STEPS], rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(shared[:, b], expected[b, prompt : prompt + STEPS], rtol=1e-4, atol=3e-4)
 
 
 @pytest.mark.parametrize(("driver", "prefetch"), [

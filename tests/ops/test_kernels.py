@@ -113,10 +113,24 @@ def test_what_replaces_a_kernel_agrees_with_it(dtype, monkeypatch):
 
 
 @compiled
-def test_kernels_newer_than_xla_are_left_out(monkeypatch, caplog):
-    monkeypatch.setattr(kernels._compiled, "JAXLIB", "999.1.2")
+@pytest.mark.parametrize(("part", "version", "said"), [("MAJOR", 9, "interface 9."), ("MINOR", 999, "interface 0.999")])
+def test_kernels_for_another_interface_than_xlas_are_left_out(part, version, said, monkeypatch, caplog):
+    monkeypatch.setattr(kernels._compiled, f"XLA_FFI_API_{part}", version)
     assert not kernels.register(kernels._compiled, ())
-    assert "compiled for jaxlib 999.1.2" in caplog.text
+    assert said in caplog.text and "install kvjax again" in caplog.text
+
+
+@compiled
+def test_kernels_for_an_older_minor_version_of_the_interface_are_used(monkeypatch):
+    monkeypatch.setattr(kernels._compiled, "XLA_FFI_API_MINOR", 0)
+    assert kernels.register(kernels._compiled, kernels.NAMES)
+
+
+@compiled
+def test_kernels_that_do_not_tell_their_interface_are_left_out(monkeypatch, caplog):
+    monkeypatch.delattr(kernels._compiled, "XLA_FFI_API_MINOR")
+    assert not kernels.register(kernels._compiled, kernels.NAMES)
+    assert "compiled without XLA_FFI_API_MINOR; install kvjax again" in caplog.text
 
 
 @compiled

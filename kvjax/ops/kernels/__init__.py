@@ -22,19 +22,22 @@ integers are int32, masks boolean, and all else f32. Kernels have no derivatives
 """
 
 import functools
-import importlib.metadata
 import logging
+import pathlib
+import re
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 
 from kvjax import _native
 from kvjax.typing import Array
 
 NAMES = ("row_attention", "code_products", "code_softmax", "vector_products", "copy", "assign")
 _ONE_BY_ONE = ("row_attention",)  # run sequentially under `jax.vmap`, which would else copy a shared pool for each
+_VERSION = ("XLA_FFI_API_MAJOR", "XLA_FFI_API_MINOR")  # in modules as in the header that they include
 NEGATIVE = -1e30  # score of tokens or blocks that do not exist
 TOGETHER = 4  # queries multiplied with a code at a time
 MOST_CHUNKS = 4  # parts of the queries with separate sums: more can use more processors, and take more memory
@@ -43,8 +46,9 @@ MOST_CHUNKS = 4  # parts of the queries with separate sums: more can use more pr
 def register(module: Any, names: tuple[str, ...]) -> bool:
     """Registers the handlers of a compiled module with XLA, unless it does not fit the installed versions.
 
-    A module compiled for a newer jaxlib would keep XLA's CPU backend from starting; one older than this code lacks some
-    handlers. In both cases a warning is logged.
+    XLA serves modules that were compiled for older minor versions of its interface; one compiled for a newer one would
+    keep its CPU backend from starting. A module older than this code lacks handlers, or does not tell its version. In
+    each of these cases a warning is logged.
 
     Args:
       module: compiled module, or None if it was not built.
@@ -56,16 +60,18 @@ def register(module: Any, names: tuple[str, ...]) -> bool:
     if module is None:
         return False
     handlers = module.handlers()
-    missing = sorted(set(names) - set(handlers))
+    missing = sorted(set(names) - set(handlers)) + [part for part in _VERSION if not hasattr(module, part)]
     if missing:
         logging.warning("programs do without %s: it was compiled without %s; install kvjax again", module.__name__,
                         ", ".join(missing))
         return False
-    compiled, installed = (tuple(map(int, version.split(".")[:3]))
-                           for version in (module.JAXLIB, importlib.metadata.version("jaxlib")))
-    if compiled > installed:
-        logging.warning("programs do without %s: it was compiled for jaxlib %s, and %s is there; install kvjax again",
-                        module.__name__, module.JAXLIB, importlib.metadata.version("jaxlib"))
+    header = (pathlib.Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h").read_text()
+    (major, minor), (served, newest) = ([getattr(module, part) for part in _VERSION],
+                                        [int(re.findall(rf"#define {part} (\d+)", header)[0]) for part in _VERSION])
+    if major != served or minor > newest:
+        logging.warning("programs do without %s: it was compiled for XLA's interface %d.%d, and jaxlib %s has %d.%d; "
+                        "install kvjax again with --no-build-isolation", module.__name__, major, minor,
+                        jaxlib.__version__, served, newest)
         return False
     for name, handler in handlers.items():
         jax.ffi.register_ffi_target(f"kvjax_{name}", handler, platform="cpu")

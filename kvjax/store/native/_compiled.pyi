@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-JAXLIB: str
-"""Version of jaxlib that the module was compiled for."""
+XLA_FFI_API_MAJOR: int
+XLA_FFI_API_MINOR: int
+"""Version of XLA's foreign function interface that the module was compiled for."""
 
 def handlers() -> dict[str, object]:
     """Returns XLA's handlers as capsules by name.
