@@ -17,7 +17,7 @@ _log = logging.getLogger("kvjax")
 _DELAY = 0.8  # seconds before a bar is shown; shorter calls show none
 _REFRESH = 0.5
 _LONG = 2.0  # seconds after which a call is logged
-_TRACED = "/jax/core/compile/jaxpr_trace_duration"
+_LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
@@ -28,7 +28,7 @@ class CompileClock:
         self._spans: list[tuple[float, float]] = []  # disjoint, of one thread each, in order of their ends
         self._lock = threading.Lock()
         self._total = 0.0
-        self.compiling: set[int] = set()  # threads that have traced a program and are compiling it
+        self.compiling: set[int] = set()  # threads that have lowered a program and are compiling it
         jax.monitoring.register_event_duration_secs_listener(self._heard)
 
     def _heard(self, event: str, seconds: float, **_) -> None:
@@ -43,7 +43,7 @@ class CompileClock:
             self._spans = [*self._spans[-99:], (now - seconds, now)]
             self._total += seconds
         thread = threading.get_ident()
-        if event == _TRACED:
+        if event == _LOWERED:
             self.compiling.add(thread)
         elif event == _COMPILED:
             self.compiling.discard(thread)

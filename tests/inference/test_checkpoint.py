@@ -66,7 +66,7 @@ def content(directory) -> list[str]:
 KINDS = {
     "memory": lambda path: None,
     "flash": lambda path: kvjax.FlashStore(file=path / "saved" / "blocks.kv"),
-    "elsewhere": lambda path: kvjax.FlashStore(file=path),
+    "elsewhere": lambda path: kvjax.FlashStore(directory=path),
 }
 
 

@@ -344,8 +344,8 @@ def test_only_the_owner_may_read_what_is_saved(llm, tmp_path, open_umask, kind, 
     directory = tmp_path / "a" / "saved"
     if existed or kind == "flash":
         directory.mkdir(parents=True)
-    paths = {"flash": directory / "blocks.kv", "elsewhere": tmp_path}
-    store = kvjax.FlashStore(file=paths[kind]) if kind in paths else None
+    places = {"flash": {"file": directory / "blocks.kv"}, "elsewhere": {"directory": tmp_path}}
+    store = kvjax.FlashStore(**places[kind]) if kind in places else None
     cache = llm.prefill(CONTEXT, method=METHOD, store=store)
     cache.save(directory)
     if existed:

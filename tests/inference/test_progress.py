@@ -48,7 +48,6 @@ def test_compiling_is_said_while_it_lasts(terminal):
         time.sleep(0.2)
         progress.CLOCK.compiling.discard(-1)
     assert "compiling" in terminal.getvalue()
-    assert not progress.CLOCK.compiling
 
 
 def test_elsewhere_a_long_call_is_one_log_line(monkeypatch, caplog):
@@ -77,6 +76,7 @@ def test_the_clock_counts_what_jax_compiles_and_only_that():
     before = progress.CLOCK.seconds
     jax.block_until_ready(program(x))
     assert progress.CLOCK.seconds == before
+    jax.eval_shape(lambda x: x * 2.5, x)  # traces, and compiles nothing
     assert threading.get_ident() not in progress.CLOCK.compiling
 
 
