@@ -14,8 +14,10 @@ from collections.abc import Sequence
 
 from kvjax.errors import ConfigError
 from kvjax.eval.tasks import (
+    aime,
     files,
     gsm8k,
+    leval,
     longbench,
     longgen,
     niah,
@@ -50,6 +52,8 @@ TASKS: dict[str, Task] = {
     "gsm8k": Task(gsm8k.draw, reads_file=True),
     "qa_1": Task(ruler_qa.squad, reads_file=True),
     "qa_2": Task(ruler_qa.hotpot, reads_file=True),
+    "leval": Task(leval.draw, reads_file=True),
+    "aime": Task(aime.draw, reads_file=True),
 }
 
 
