@@ -27,6 +27,7 @@ from kvjax.eval.tasks import (
     ruler_files,
     ruler_lists,
     ruler_qa,
+    scbench,
 )
 from kvjax.eval.tasks.base import Continuation, Request, Sample, Task
 
@@ -54,6 +55,7 @@ TASKS: dict[str, Task] = {
     "qa_2": Task(ruler_qa.hotpot, reads_file=True),
     "leval": Task(leval.draw, reads_file=True),
     "aime": Task(aime.draw, reads_file=True),
+    "scbench": Task(scbench.draw, reads_file=True),
 }
 
 

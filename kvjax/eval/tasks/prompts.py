@@ -34,17 +34,19 @@ def split(request: Request, context: str, question: str, chat: bool = False) -> 
 
 
 def shared(
-    request: Request, context: str, questions: Sequence[str], chat: bool = False
+    request: Request, context: str, questions: Sequence[str], chat: bool = False, keep_end: bool = False
 ) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
     """Returns the token ids of a context and of each question about it, which can all be asked on forks of one cache.
 
-    A context that is too long loses its end, so that it has at most `request.length` tokens with its longest question.
+    A context that is too long loses its end, or with `keep_end` its middle, so that it has at most `request.length`
+    tokens with its longest question.
 
     Args:
       request: tokenizer and length.
       context: text before the questions.
       questions: texts of the questions.
       chat: whether context and question together are one user message in the model's chat template, if it has one.
+      keep_end: whether a cut keeps as much of the end as of the beginning.
 
     Raises:
       ConfigError: the longest question leaves no room for the context.
@@ -57,7 +59,10 @@ def shared(
     if room < 1:
         raise ConfigError(f"a question of {longest} tokens leaves no room for its context; raise the length, "
                           f"which is {request.length}")
-    return before + first[:room], asked
+    if len(first) > room:
+        half = room // 2 if keep_end else 0
+        first = first[: room - half] + first[len(first) - half :]
+    return before + first, asked
 
 
 def _opened(request: Request, context: str, chat: bool) -> tuple[tuple[int, ...], tuple[int, ...], str]:

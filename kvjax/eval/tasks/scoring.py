@@ -1,8 +1,8 @@
 """Scores of answers; `METRICS` has every metric by name, a function that returns a number in 0..1.
 
 Definitions are those of the benchmarks: RULER (Hsieh et al., 2024), LongBench (Bai et al., 2023; F1 as in SQuAD,
-Rajpurkar et al., 2016), LongBench v2 (Bai et al., 2024), L-Eval (An et al., 2023), GSM8K (Cobbe et al., 2021), AIME. If
-there are several right answers, LongBench's metrics take the best score.
+Rajpurkar et al., 2016), LongBench v2 (Bai et al., 2024), L-Eval (An et al., 2023), SCBench (Li et al., 2024), GSM8K
+(Cobbe et al., 2021), AIME. If there are several right answers, LongBench's metrics take the best score.
 """
 
 import collections
@@ -156,6 +156,26 @@ def contains(text: str, answer: str) -> float:
     return float(answer.lower().replace(" ", "") in text.lower().replace(" ", ""))
 
 
+def book_choice(text: str, answers: Sequence[str]) -> float:
+    """Returns SCBench's score of a choice: whether the answer is the right option or its letter.
+
+    That is its first letter if it is one of A to D; else what follows "answer is" and the like; else its first word
+    that is such a letter.
+    """
+    text = text.strip()
+    if text[:1] in tuple("ABCD"):
+        return float(text[0] in answers)
+    if text in answers:
+        return 1.0
+    text = re.sub(" +", " ", re.sub("[\n\"'.,?!{}]", " ", text))
+    for cue in ("answer is:", "answer:", "answer is", "option is"):
+        if cue in text:
+            said = text.partition(cue)[2][1:]
+            return float(bool(said) and said.startswith(tuple(answers)))
+    letters = (word for word in text.split() if word in "ABCD")
+    return float(next(letters, "") in answers)
+
+
 def aime(text: str, answer: str) -> float:
     r"""Returns AIME's score: whether the last \boxed{}, or the last number if there is no box, is the right integer.
 
@@ -216,6 +236,8 @@ METRICS: dict[str, Metric] = {
     "letters": _best(lambda text, answer: choice_score(chosen_letters(text), answer)),
     "true_false": _best(true_false),
     "contains": _best(contains),
+    "includes": _best(lambda text, answer: float(answer in text)),
+    "book_choice": lambda text, answers, classes: book_choice(text, answers),
     "aime": _best(aime),
     "gsm8k": _best(gsm8k),
     "gsm8k_strict": _best(gsm8k_strict),
