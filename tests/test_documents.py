@@ -5,6 +5,8 @@ import re
 
 import pytest
 
+from kvjax.eval import tasks
+
 ROOT = pathlib.Path(__file__).parent.parent
 MANUALS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 CARDS = sorted((ROOT / "kvjax").glob("*/README.md"))
@@ -70,6 +72,11 @@ def test_a_missing_file_and_heading_are_seen(tmp_path):
     page.write_text("# Title\n[a](other.md) [b](#nowhere) [c](#title) `kvjax/nowhere.py`\n```\n# Nowhere\n```\n")
     assert broken_links(page) == ["other.md#", "#nowhere"]
     assert files_in(page.read_text()) == {"kvjax/nowhere.py"}
+
+
+def test_every_task_is_in_the_table():
+    cells = re.findall(r"^\| (`.*?) \|", (ROOT / "docs/api/evaluation.md").read_text(), re.M)
+    assert {name.removesuffix(":FILE") for cell in cells for name in re.findall(r"`(.*?)`", cell)} == set(tasks.TASKS)
 
 
 def test_functions_of_one_tokens_path_are_there():

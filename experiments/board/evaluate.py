@@ -6,7 +6,6 @@ of `niah_grid` are also in depths.png.
 """
 
 import itertools
-import math
 from collections.abc import Sequence
 
 import ml_collections
@@ -18,6 +17,7 @@ import kvjax
 from experiments import common, plots
 from experiments.board import depths, pictures
 from experiments.results import Run
+from kvjax.eval import intervals
 from kvjax.eval.tasks import Sample, asking
 
 TASKS = ("passkey", "needle", "needle_of_4", "niah_grid", "perplexity")
@@ -37,7 +37,7 @@ def retrieval_row(
         resident = cache.resident_bytes / len(batch)
     middle = [ok for ok, s in zip(right, samples, strict=True) if 0.2 <= s.depth <= 0.8]
     return {
-        **accuracy(right), "accuracy_middle_depth": float(np.mean(middle)),
+        **accuracy(right), "scores": right, "accuracy_middle_depth": float(np.mean(middle)),
         "by_depth": [(sample.depth, score) for sample, score in zip(samples, right, strict=True)],
         "attended_tokens": float(np.mean(attended)), "resident_bytes": resident,
     }
@@ -46,28 +46,16 @@ def retrieval_row(
 def accuracy(scores: Sequence[float]) -> dict:
     """Returns the mean and its 95 % interval: exact for scores of 0 and 1, too wide for scores between."""
     share = float(np.mean(scores))
-    return {"accuracy": share, "interval": wilson(share, len(scores)), "samples": len(scores)}
-
-
-def wilson(share: float, count: int, z: float = 1.96) -> tuple[float, float]:
-    """Returns the 95 % confidence interval of a proportion (Wilson, 1927)."""
-    centre = (share + z * z / (2 * count)) / (1 + z * z / count)
-    half = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count)) / (1 + z * z / count)
-    return max(0.0, centre - half), min(1.0, centre + half)
+    return {"accuracy": share, "interval": intervals.wilson(share, len(scores)), "samples": len(scores)}
 
 
 def share_of(scores: Sequence[float], full: Sequence[float]) -> dict:
-    """Returns the share of the full cache's score on the same samples that is kept, with its 95 % interval.
-
-    The interval is that of the mean difference, Wald's with half a sample added to each kind of pair (Agresti and Min,
-    2005), so that it does not vanish if no pair differs.
+    """Returns the share of the full cache's score on the same samples that is kept, with the 95 % interval of the mean
+    difference.
     """
-    apart, count = np.subtract(scores, full), len(scores) + 2
-    difference = float(np.sum(apart)) / count
-    half = 1.96 * math.sqrt(float(np.sum(np.square(apart))) + 1 - count * difference**2) / count
-    whole, around = float(np.mean(full)), float(np.mean(apart))
-    interval = [1 + (difference - half) / whole, 1 + (difference + half) / whole]
-    return {"share_of_full": 1 + around / whole, "share_interval": interval, "samples": len(scores)}
+    whole = float(np.mean(full))
+    interval = [1 + bound / whole for bound in intervals.paired_bootstrap(scores, full)]
+    return {"share_of_full": float(np.mean(scores)) / whole, "share_interval": interval, "samples": len(scores)}
 
 
 def perplexity_row(
@@ -154,7 +142,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
         head = {"task": task, "context": length, "method": label, "store": "memory"}
         rows.append({**head, "budget": budgets[label], "seed": config.seed, **measured})
         run.log(**rows[-1])
-    rows = asked_for(with_delta_nll(rows), jobs)
+    rows = asked_for(with_differences(rows), jobs)
     run.summary(rows)
     plots.save(pictures.scores(rows), run.path / "scores.png")
     grid = [row for row in rows if row["task"] == "niah_grid"]
@@ -167,18 +155,28 @@ def asked_for(rows: list[dict], jobs: list[tuple[str, int, str]]) -> list[dict]:
     return [row for row in rows if (row["task"], row["context"], row["method"]) in jobs]
 
 
-def with_delta_nll(rows: list[dict]) -> list[dict]:
-    """Adds to each row with a loss its difference to the full cache at the same task, length and seed, and the 95 %
-    interval of that if the losses of each text are known."""
+def with_differences(rows: list[dict]) -> list[dict]:
+    """Adds to each row its difference to the full cache on the same samples, of losses or of scores, and the 95 %
+    interval of that if those of each text or sample are known."""
     def same(row: dict) -> tuple:
-        return row["task"], row["context"], row["seed"]
+        return row["task"], row["context"], row["seed"], row.get("question")
 
-    full = {same(row): row for row in rows if "nll" in row and row["method"] == "full"}
-    return [row | difference(row, full[same(row)]) if "nll" in row and same(row) in full else row for row in rows]
+    full = {same(row): row for row in rows if row["method"] == "full"}
+    return [row | difference(row, full[same(row)]) if same(row) in full else row for row in rows]
 
 
 def difference(row: dict, full: dict) -> dict:
-    """Returns the excess of a loss over another one on the same texts, with Student's interval over texts."""
+    """Returns how much a row's loss or its score exceeds that of the full cache: a loss with Student's interval over
+    texts, a score with the paired bootstrap's over samples."""
+    if "nll" in row and "nll" in full:
+        return _nll_difference(row, full)
+    if "scores" in row and "scores" in full and row is not full:
+        return {"delta_accuracy": row["accuracy"] - full["accuracy"],
+                "delta_accuracy_interval": intervals.paired_bootstrap(row["scores"], full["scores"])}
+    return {}
+
+
+def _nll_difference(row: dict, full: dict) -> dict:
     figures = {"delta_nll": row["nll"] - full["nll"]}
     if len(row.get("nll_by_text", ())) > 1 and "nll_by_text" in full:
         apart = np.subtract(row["nll_by_text"], full["nll_by_text"])

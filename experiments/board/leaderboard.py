@@ -274,7 +274,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
                 run.log(**rows[-1])
                 progress.update()
             jax.clear_caches()  # no other method uses them, and the memory maps of a process are limited
-    rows = asked_for(evaluate.with_delta_nll(rows), jobs)
+    rows = asked_for(evaluate.with_differences(rows), jobs)
     run.summary(rows)
     (run.path / "report.html").write_text(report.page("kvjax leaderboard", run.header, rows))
     print_table(rows)

@@ -11,13 +11,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments import plots
-from experiments.board.evaluate import wilson
 from experiments.plots import Row
+from kvjax.eval.intervals import wilson
 
 COLUMNS = (
     ("method", "method"), ("task", "task"), ("context", "context"), ("budget", "budget"), ("seed", "seed"),
     ("question", "question"),
-    ("accuracy", "accuracy"), ("interval", "95 % interval"), ("delta_nll", "ΔNLL"),
+    ("accuracy", "accuracy"), ("interval", "95 % interval"), ("delta_accuracy", "Δ accuracy"),
+    ("delta_accuracy_interval", "95 % interval of Δ accuracy"), ("delta_nll", "ΔNLL"),
     ("delta_nll_interval", "95 % interval of ΔNLL"), ("recall", "recall@k"),
     ("attention_mass", "attention mass"), ("output_error", "error of the selection"), ("attended_tokens", "attended"),
     ("bytes_read_per_token", "KiB read/token"),
@@ -29,6 +30,7 @@ _MEANINGS = {
     "budget": "tokens whose keys and values enter the attention of one KV head at one step; - = all of them",
     "question": "after the prompt, token by token, or within it",
     "accuracy": "mean score of the answers; the interval is Wilson's of all samples together",
+    "delta_accuracy": "over that of the full cache on the same samples; the interval is a paired bootstrap's",
     "delta_nll": "loss of held-out text over that of the full cache, nats per token; less is better",
     "recall": "share of the k keys with the largest products that were attended",
     "attention_mass": "share of exact attention's weight on what was attended",
@@ -47,7 +49,8 @@ _BEST: dict[str, Callable] = {
     "accuracy": max, "delta_nll": min, "recall": max, "attention_mass": max, "output_error": min,
     "bytes_read_per_token": min, "resident_bytes": min, "select_ms": min,
 }
-_NO_MEAN = ("method", "task", "context", "budget", "seed", "question", "interval", "delta_nll_interval", "refused")
+_NO_MEAN = ("method", "task", "context", "budget", "seed", "question", "interval", "delta_accuracy_interval",
+            "delta_nll_interval", "refused")
 _SIGNS = dict(zip(plots.MARKERS, "●■▲◆▼✚✖◀", strict=True))
 _WIDE, _NARROW = (11.0, 5.6), (4.4, 5.0)  # inches of a plot; a style sheet shows one of the two
 _STYLE = """:root{color-scheme:light dark;--page:#fff;--ink:#1b1f24;--soft:#59636e;--line:#d5dae0;--band:#f5f7f9}

@@ -19,10 +19,10 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from experiments import common, plots
-from experiments.board.evaluate import wilson
 from experiments.results import Run
 from experiments.training import lm_data
 from kvjax.errors import ConfigError
+from kvjax.eval.intervals import wilson
 from kvjax.eval.tasks import needles
 from kvjax.models import checkpoint
 from kvjax.models.config import ModelConfig, RopeConfig

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from experiments.board import pictures as of_boards
-from experiments.board.evaluate import wilson
 from experiments.dynakv import adaptive_prefill, shift_plots
 from experiments.dynsplit import delimiters
 from experiments.icecache import paper
@@ -14,6 +13,7 @@ from experiments.kvswap import residency, reuse, tune
 from experiments.rle import overhead, savings
 from experiments.speed import pictures as of_speed
 from experiments.training import train_lm, train_svd
+from kvjax.eval.intervals import wilson
 
 SIZES = (1024, 4096, 16384)
 

@@ -2,6 +2,9 @@
 
     samples = tasks.draw("niah_multikey_1", tasks.Request(tokenizer, text, 4096, 32, rng))
     samples = tasks.draw("longbench:data/qasper.jsonl", tasks.Request(tokenizer, "", 31500, 200, rng))
+
+RULER has thirteen: eight of needles (with essays from a file: "niah_single_2:essays.txt"), vt, cwe, fwe, and qa_1 and
+qa_2 from files of SQuAD and HotpotQA; "ruler:FILE" reads samples that its own scripts wrote.
 """
 
 import dataclasses
@@ -10,7 +13,22 @@ import pathlib
 from collections.abc import Sequence
 
 from kvjax.errors import ConfigError
-from kvjax.eval.tasks import gsm8k, longbench, longgen, niah, perplexity, recall, ruler, ruler_files, ruler_lists
+from kvjax.eval.tasks import (
+    aime,
+    files,
+    gsm8k,
+    leval,
+    longbench,
+    longgen,
+    niah,
+    perplexity,
+    recall,
+    ruler,
+    ruler_files,
+    ruler_lists,
+    ruler_qa,
+    scbench,
+)
 from kvjax.eval.tasks.base import Continuation, Request, Sample, Task
 
 # A task's index seeds its draws: new tasks go to the end.
@@ -22,7 +40,8 @@ TASKS: dict[str, Task] = {
     "niah_grid": Task(niah.grid),
     "multi_request": Task(niah.multi_request),
     "mqar": Task(recall.draw, continues=True),
-    **{name: Task(functools.partial(ruler.niah, task)) for name, task in ruler.NIAH.items()},
+    **{name: Task(functools.partial(ruler.niah, task), hides_in_file=task.hay == "essay")
+       for name, task in ruler.NIAH.items()},
     "vt": Task(ruler_lists.variable_tracking),
     "cwe": Task(ruler_lists.common_words),
     "fwe": Task(ruler_lists.frequent_words),
@@ -32,18 +51,27 @@ TASKS: dict[str, Task] = {
     "longbench": Task(longbench.draw, reads_file=True),
     "longbench_v2": Task(longbench.draw_v2, reads_file=True),
     "gsm8k": Task(gsm8k.draw, reads_file=True),
+    "qa_1": Task(ruler_qa.squad, reads_file=True),
+    "qa_2": Task(ruler_qa.hotpot, reads_file=True),
+    "leval": Task(leval.draw, reads_file=True),
+    "aime": Task(aime.draw, reads_file=True),
+    "scbench": Task(scbench.draw, reads_file=True),
 }
 
 
 def find(name: str) -> tuple[Task, pathlib.Path]:
-    """Returns the task and the file in a name. Raises ConfigError for an unknown name or a missing file."""
+    """Returns the task and the file in a name; Path() if it has none.
+
+    Raises ConfigError for an unknown name, or a file that is missing or of no use.
+    """
     base, _, path = name.partition(":")
     if base not in TASKS:
         raise ConfigError(f"unknown task {name!r}; use one of {', '.join(TASKS)}")
-    if TASKS[base].reads_file != bool(path):
-        wanted = f"write {base}:FILE" if TASKS[base].reads_file else f"write {base}"
-        raise ConfigError(f"task {name!r} {'needs a' if TASKS[base].reads_file else 'reads no'} file; {wanted}")
-    return TASKS[base], pathlib.Path(path).expanduser()
+    task = TASKS[base]
+    if task.reads_file != bool(path) and not task.hides_in_file:
+        wanted = f"write {base}:FILE" if task.reads_file else f"write {base}"
+        raise ConfigError(f"task {name!r} {'needs a' if task.reads_file else 'reads no'} file; {wanted}")
+    return task, pathlib.Path(path).expanduser()
 
 
 def number(name: str) -> int:
@@ -63,6 +91,8 @@ def draw(name: str, request: Request) -> Sequence[Sample] | Sequence[Continuatio
       TaskFileError: the file cannot be used.
     """
     task, path = find(name)
+    if task.hides_in_file and ":" in name:
+        request = dataclasses.replace(request, text=files.read_essays(path))
     return task.draw(dataclasses.replace(request, path=path))
 
 

@@ -74,3 +74,4 @@ class Task:
     draw: Callable[[Request], Sequence[Sample] | Sequence[Continuation]]
     continues: bool = False  # draws continuations, not samples
     reads_file: bool = False  # its name is followed by a path: "longbench:qasper.jsonl"
+    hides_in_file: bool = False  # its name may be followed by the path of its text: "niah_single_2:essays.txt"

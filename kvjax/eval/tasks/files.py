@@ -1,4 +1,4 @@
-"""Reading of benchmark files: JSON lines, or one JSON list."""
+"""Reading of benchmark files: JSON lines, other JSON, and texts to hide facts in."""
 
 import pathlib
 from collections.abc import Mapping
@@ -16,6 +16,29 @@ def read_text(path: pathlib.Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise TaskFileError(f"{path}: cannot be read as UTF-8 text ({error}); give another file") from error
+
+
+def read_json(path: pathlib.Path) -> Any:
+    """Returns the content of a JSON file. Raises TaskFileError if it cannot be read."""
+    return _parse(str(path), read_text(path))
+
+
+def read_essays(path: pathlib.Path) -> str:
+    """Returns the text of a file, of all *.txt of a folder by name, or of the field "text" of a JSON file.
+
+    Raises TaskFileError if there is none.
+    """
+    text: Any
+    if path.is_dir():
+        text = "\n".join(read_text(file) for file in sorted(path.glob("*.txt")))
+    elif path.suffix == ".json":
+        content = read_json(path)
+        text = content.get("text") if isinstance(content, dict) else None
+    else:
+        text = read_text(path)
+    if not isinstance(text, str) or not text.strip():
+        raise TaskFileError(f"{path}: no text; give a text file, a folder of *.txt, or JSON with the field text")
+    return text
 
 
 def read_rows(

@@ -1,7 +1,8 @@
-"""RULER's needle tasks (Hsieh et al., 2024); its other tasks are in `ruler_lists`, its scripts' files in `ruler_files`.
+"""RULER's needle tasks (Hsieh et al., 2024); its others: `ruler_lists`, `ruler_qa`; its files: `ruler_files`.
 
-Prompts, counts and scores are those of its appendices and published settings. Unlike RULER, key words are pairs of
-words of Python's library and essays are the text of the request, because the original lists and essays are downloads.
+Prompts, counts and scores are those of its generator. Unlike RULER, key words are pairs of words of Python's library,
+because the original list is a download; sentences end at ". ", "! " or "? ". Essays are the text of the request, or the
+files that the task's name contains. Each sample has as much hay as fits.
 The part before the question is the context; question and beginning of the answer go through the cache token by token.
 """
 
@@ -18,7 +19,7 @@ from kvjax.eval.tasks import corpus
 from kvjax.eval.tasks.base import Request, Sample
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-_DEPTHS = 40  # evenly spaced depths, from which those of needles in an essay are drawn
+ESSAY_DEPTHS = np.round(np.linspace(0, 100, 40)) / 100  # from which those of needles in an essay are drawn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +75,6 @@ def sampled(
     return samples
 
 
-
 @dataclasses.dataclass(frozen=True)
 class Niah:
     """Needle task: kinds and numbers of hay, keys and values."""
@@ -112,7 +112,7 @@ def _niah(task: Niah, request: Request):
         values[_draw(rng, task.key)] = [_draw(rng, task.value) for _ in range(task.values)]
     facts = [_fact(task.value, key, value) for key, group in values.items() for value in group]
     rng.shuffle(facts)
-    spread = rng.choice(_DEPTHS, size=len(facts), replace=False) / (_DEPTHS - 1)
+    spread = rng.choice(ESSAY_DEPTHS, size=len(facts), replace=False)
     depths = sorted(spread if task.hay == "essay" else rng.random(len(facts)))
     asked = [str(key) for key in rng.choice(list(values), size=task.queries, replace=False)]
     hay, question = _hay(task, request, values), _question(task, asked)
@@ -148,11 +148,14 @@ def _sentences(text: str) -> list[str]:
     return re.split(r"(?<=[.!?]) ", text) if text else []
 
 
+_ROUNDING = 1e-9  # so that 0.29 of 100 sentences are 29
+
+
 def planted(sentences: Sequence[str], facts: Sequence[str], depths: Sequence[float], joint: str) -> str:
     """Returns the sentences joined, with each fact at its depth; depths ascend."""
     parts, previous = [], 0
     for fact, depth in zip(facts, depths, strict=True):
-        place = int(depth * len(sentences))
+        place = int(depth * len(sentences) + _ROUNDING)
         parts += [*sentences[previous:place], fact]
         previous = place
     return joint.join([*parts, *sentences[previous:]])

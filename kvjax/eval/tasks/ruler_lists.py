@@ -1,7 +1,7 @@
 """RULER's tasks other than needles (Hsieh et al., 2024): variable tracking, common words, frequent words.
 
-Prompts, counts and scores are RULER's. Unlike RULER, lists consist of words of Python's library, followed by made-up
-ones if these are too few, and the solved example of variable tracking is shorter.
+Prompts, counts and scores are those of its generator. Unlike RULER, lists have words of Python's library, followed by
+made-up ones if these are too few.
 """
 
 import dataclasses
@@ -12,11 +12,11 @@ import numpy as np
 
 from kvjax.eval.tasks import corpus
 from kvjax.eval.tasks.base import Request, Sample
-from kvjax.eval.tasks.ruler import NOISE, PlantedPrompt, planted, sampled
+from kvjax.eval.tasks.ruler import NOISE, PlantedPrompt, fitted, planted, sampled
 
 HOPS = 4
 VT_TOKENS = 30
-_EXAMPLE_HAY = 5  # repetitions of the noise in the solved example; RULER fills 500 tokens
+_EXAMPLE_TOKENS = 500  # of the solved example without its answer
 
 
 def variable_tracking(request: Request) -> list[Sample]:
@@ -26,8 +26,8 @@ def variable_tracking(request: Request) -> list[Sample]:
 
 def _variables(request: Request):
     solved, example = _chain(request.rng, 3), _chain(request.rng, 5)
-    shown = solved.prompt(_EXAMPLE_HAY)
-    before = f"{shown.context}{shown.question}{' '.join(solved.names)}\n\n"
+    shown = fitted(dataclasses.replace(request, length=_EXAMPLE_TOKENS), 0, solved.prompt)
+    before = f"{shown.context}{shown.question} {' '.join(solved.names)}\n\n"
 
     def build(n: int) -> PlantedPrompt:
         prompt = example.prompt(n)
@@ -38,21 +38,22 @@ def _variables(request: Request):
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-    """Chain of assignments VAR A = value, VAR B = VAR A, ... at their depths in the noise."""
+    """Chain of assignments VAR A = value, VAR B = VAR A, ... in different places of the noise, drawn with `seed`."""
 
     names: tuple[str, ...]
     value: str
-    depths: tuple[float, ...]
+    seed: int
 
     def prompt(self, n: int) -> PlantedPrompt:
-        sources = (self.value, *(f"VAR {name}" for name in self.names))
+        sources = (self.value, *(f"VAR {name} " for name in self.names))
         lines = [f"VAR {name} = {source}" for name, source in zip(self.names, sources, strict=False)]
-        text = planted([NOISE] * n, lines, self.depths, "\n")
+        places = np.random.default_rng(self.seed).permutation(max(n, len(lines)))[: len(lines)]
+        text = planted([NOISE] * n, lines, sorted(places / max(n, len(lines))), "\n")
         return PlantedPrompt(
             f"Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{text}\n",
             f"Question: Find all variables that are assigned the value {self.value} in the text above. Answer: "
             f"According to the chain(s) of variable assignment in the text above, {len(self.names)} variables are "
-            f"assgined the value {self.value}, they are: ",  # spelled so in the benchmark
+            f"assigned the value {self.value}, they are: ",
         )
 
 
@@ -61,7 +62,7 @@ def _chain(rng: np.random.Generator, letters: int) -> Chain:
     while len(names) <= HOPS:
         name = "".join(rng.choice(list(string.ascii_uppercase), size=letters))
         names += [name] if name not in names else []
-    return Chain(tuple(names), str(rng.integers(10_000, 100_000)), tuple(sorted(rng.random(HOPS + 1))))
+    return Chain(tuple(names), str(rng.integers(10_000, 100_000)), int(rng.integers(2**32)))
 
 
 LONG = 4_096  # tokens of a prompt from which lists are long
@@ -127,14 +128,14 @@ def _coded(rng: np.random.Generator) -> str:
 def frequent_words(request: Request) -> list[Sample]:
     """Draws fwe: coded words whose counts follow a Zeta distribution.
 
-    The most frequent one is noise (....); the next three are to be found.
+    The most frequent one is noise (...); the next three are to be found.
     """
     return sampled(request, FWE_TOKENS, _frequent)
 
 
 def _frequent(request: Request):
     rng, seed = request.rng, int(request.rng.integers(2**32))
-    words = list(dict.fromkeys(["....", *(_coded(rng) for _ in range(max(4, request.length // 50)))]))
+    words = list(dict.fromkeys(["...", *(_coded(rng) for _ in range(max(4, request.length // 50)))]))
     share = np.arange(1, len(words) + 1) ** -_ALPHA / _ZETA
 
     def build(n: int) -> PlantedPrompt:

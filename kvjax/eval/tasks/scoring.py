@@ -1,8 +1,8 @@
 """Scores of answers; `METRICS` has every metric by name, a function that returns a number in 0..1.
 
 Definitions are those of the benchmarks: RULER (Hsieh et al., 2024), LongBench (Bai et al., 2023; F1 as in SQuAD,
-Rajpurkar et al., 2016), LongBench v2 (Bai et al., 2024), GSM8K (Cobbe et al., 2021). If there are several right
-answers, LongBench's metrics take the best score.
+Rajpurkar et al., 2016), LongBench v2 (Bai et al., 2024), L-Eval (An et al., 2023), SCBench (Li et al., 2024), GSM8K
+(Cobbe et al., 2021), AIME. If there are several right answers, LongBench's metrics take the best score.
 """
 
 import collections
@@ -106,6 +106,86 @@ def choice(text: str, answer: str) -> float:
     return float(said is not None and said.group(1) == answer)
 
 
+def chosen_letter(text: str) -> str:
+    """Returns the option that an answer chooses by L-Eval: its first letter of A to D, wherever that stands.
+
+    It is A if there is none, and "" without an answer. Several letters alone, such as "BC", are returned as they are.
+    """
+    text = text.lstrip()
+    if text in "ABCD":
+        return text
+    letter = re.search("[A-D]", text)
+    return letter.group() if letter else "A"
+
+
+def chosen_letters(text: str) -> str:
+    """Returns the options that an answer chooses by L-Eval where several may be right, such as "AC".
+
+    They are the two or more letters with which it begins; or else that letter and those before a space, a full stop or
+    a bracket, up to the word "Question"; or else the first letters; or else A. Without an answer it is "".
+    """
+    text = text.lstrip()
+    if text in "ABCD":
+        return text
+    rest = text.lstrip("ABCD")
+    first = text[: len(text) - len(rest)]
+    if len(first) > 1:
+        return "".join(sorted(set(first)))
+    rest = rest.partition("Question")[0]
+    marked = {*first, *re.findall(r"[A-D](?=[\s.)])", rest)}
+    run = re.search("[A-D]+", rest)
+    return "".join(sorted(marked)) or (run.group() if run else "A")
+
+
+def choice_score(given: str, right: str) -> float:
+    """Returns L-Eval's score of chosen options: 1 for all, 1/4 for some of the right ones and no wrong one, else 0."""
+    return 1.0 if given == right else 0.25 if given and set(given) <= set(right) else 0.0
+
+
+def true_false(text: str, answer: str) -> float:
+    """Returns L-Eval's score of true or false: whether the first word that contains one of them contains the right one.
+
+    A word that contains both is true.
+    """
+    said = re.search(r"\S*(true|false)\S*", text.lower())
+    return float(said is not None and ("true" if "true" in said.group() else "false") == answer)
+
+
+def contains(text: str, answer: str) -> float:
+    """Returns L-Eval's score of names: whether the answer contains the right one, ignoring case and spaces."""
+    return float(answer.lower().replace(" ", "") in text.lower().replace(" ", ""))
+
+
+def book_choice(text: str, answers: Sequence[str]) -> float:
+    """Returns SCBench's score of a choice: whether the answer is the right option or its letter.
+
+    That is its first letter if it is one of A to D; else what follows "answer is" and the like; else its first word
+    that is such a letter.
+    """
+    text = text.strip()
+    if text[:1] in tuple("ABCD"):
+        return float(text[0] in answers)
+    if text in answers:
+        return 1.0
+    text = re.sub(" +", " ", re.sub("[\n\"'.,?!{}]", " ", text))
+    for cue in ("answer is:", "answer:", "answer is", "option is"):
+        if cue in text:
+            said = text.partition(cue)[2][1:]
+            return float(bool(said) and said.startswith(tuple(answers)))
+    letters = (word for word in text.split() if word in "ABCD")
+    return float(next(letters, "") in answers)
+
+
+def aime(text: str, answer: str) -> float:
+    r"""Returns AIME's score: whether the last \boxed{}, or the last number if there is no box, is the right integer.
+
+    In a box, only what is behind the last equals sign counts.
+    """
+    boxes = re.findall(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}", text)
+    given = number(boxes[-1].rpartition("=")[2].strip()) if boxes else last_number(text)
+    return float(given is not None and given == number(answer))
+
+
 def number(text: str) -> Decimal | None:
     """Returns the number that a text is, such as "$1,234.50"; None if it is not one."""
     digits = text.replace(",", "").replace("$", "").rstrip(".")
@@ -152,6 +232,13 @@ METRICS: dict[str, Metric] = {
     "share_of_numbers": _best(share_of_numbers),
     "edit_similarity": _best(edit_similarity),
     "choice": _best(choice),
+    "letter": _best(lambda text, answer: choice_score(chosen_letter(text), answer)),
+    "letters": _best(lambda text, answer: choice_score(chosen_letters(text), answer)),
+    "true_false": _best(true_false),
+    "contains": _best(contains),
+    "includes": _best(lambda text, answer: float(answer in text)),
+    "book_choice": lambda text, answers, classes: book_choice(text, answers),
+    "aime": _best(aime),
     "gsm8k": _best(gsm8k),
     "gsm8k_strict": _best(gsm8k_strict),
     "longgen": lambda text, answers, classes: longgen.check(text, answers).mean,

@@ -1,5 +1,6 @@
 """Contexts read once and asked often: the same answers as when each question has a cache of its own."""
 
+import json
 import pathlib
 
 import pytest
@@ -21,6 +22,15 @@ def test_batches_hold_contexts_that_can_be_asked_side_by_side(llm, request_for):
     flat = [one for batch in found for questions in batch for one in questions]
     assert [one.answers for one in flat] == [one.answers for one in samples]
     assert asking.capacity(found[0]) % 64 == 0 and asking.capacity(found[0]) >= 300 + flat[0].max_new_tokens
+
+
+def test_questions_about_one_document_of_l_eval_are_asked_on_forks_of_one_cache(llm, request_for, tmp_path):
+    asked = {"instructions": ["what\nA. it", "who\nA. it"], "outputs": ["A", "A"], "evaluation": "exam"}
+    rows = [{"input": document, **asked} for document in ("The cat sat.", "A dog ran.")]
+    (tmp_path / "tpo.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (batch,) = asking.batches(llm, tasks.draw(f"leval:{tmp_path / 'tpo.jsonl'}", request_for(count=4)), 8)
+    assert [len(questions) for questions in batch] == [2, 2]
+    assert batch[0][0].context == batch[0][1].context != batch[1][0].context
 
 
 def test_questions_on_forks_are_answered_as_if_each_were_the_only_one(llm, request_for, tmp_path):

@@ -154,7 +154,7 @@ def test_bad_files_are_named_with_line_and_cause(name, content, words, request_f
 
 @pytest.mark.parametrize(("name", "words"), [
     ("nope", "unknown task 'nope'; use one of passkey"), ("longbench", "needs a file; write longbench:FILE"),
-    ("needle:x.txt", "reads no file; write needle"),
+    ("needle:x.txt", "reads no file; write needle"), ("niah_single_1:x.txt", "reads no file"),
 ])
 def test_bad_names_say_what_to_write(name, words):
     with pytest.raises(ConfigError, match=words):

@@ -12,6 +12,7 @@ from experiments import common
 from experiments.board import evaluate
 from experiments.speed import made_up, throughput
 from kvjax.errors import CheckpointError, ConfigError, KvjaxError
+from kvjax.eval import intervals
 
 
 def row(method, losses, **other):
@@ -21,7 +22,7 @@ def row(method, losses, **other):
 
 def test_a_loss_has_its_difference_to_the_full_cache_with_an_interval_over_texts():
     full, other = [1.0, 3.0, 2.0, 5.0], [1.1, 3.3, 1.9, 5.5]
-    found = evaluate.with_delta_nll([row("full", full), row("quest", other), row("quest", other, context=128)])
+    found = evaluate.with_differences([row("full", full), row("quest", other), row("quest", other, context=128)])
     test = stats.ttest_rel(other, full)
     low, high = found[1]["delta_nll_interval"]
     assert found[1]["delta_nll"] == pytest.approx(0.2)
@@ -49,9 +50,24 @@ def test_what_is_left_of_the_full_score_has_an_interval_of_paired_samples():
     found = evaluate.share_of(mine, full)
     assert found["share_of_full"] == pytest.approx(88 / 90) and found["samples"] == 100
     low, high = found["share_interval"]
-    assert low == pytest.approx(1 + (-2 - 1.96 * (5 - 4 / 102) ** 0.5) / 102 / 0.9) and low < 88 / 90 < high
+    apart = intervals.paired_bootstrap(mine, full)
+    assert (low, high) == pytest.approx((1 + apart[0] / 0.9, 1 + apart[1] / 0.9)) and low < 88 / 90 < high
     low, high = evaluate.share_of(full, full)["share_interval"]
-    assert 0.97 < low < 1 < high
+    assert 0.95 < low < 1 < high
+
+
+def test_a_score_has_its_difference_to_the_full_cache_on_the_same_samples():
+    """Given questions after and within the prompt, each is compared with its own."""
+    def answers(method, scores, **other):
+        return {"task": "needle", "context": 64, "seed": 0, "method": method, "scores": scores,
+                **evaluate.accuracy(scores), "question": "after", **other}
+
+    full, within, mine = [1.0] * 9 + [0.0], [0.0] * 10, [1.0] * 7 + [0.0] * 3
+    rows = evaluate.with_differences([answers("full", full), answers("full", within, question="within"),
+                                      answers("quest", mine), answers("quest", mine, question="within"),
+                                      answers("quest", mine, seed=1)])
+    assert [row.get("delta_accuracy") for row in rows] == pytest.approx([None, None, -0.2, 0.7, None])
+    assert rows[2]["delta_accuracy_interval"] == intervals.paired_bootstrap(mine, full)
 
 
 @pytest.mark.parametrize(("changes", "words"), [

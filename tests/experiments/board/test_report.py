@@ -6,8 +6,8 @@ import re
 import pytest
 
 from experiments.board import report
-from experiments.board.evaluate import wilson
 from kvjax import METHODS
+from kvjax.eval.intervals import wilson
 
 VOID = ("meta", "br", "hr", "img", "input", "link")
 
