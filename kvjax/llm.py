@@ -595,6 +595,8 @@ def _least_blocks(plan: Plan, lengths: list[int]) -> int:
 def load(path: str | os.PathLike, dtype=jnp.float32, tuning: PrefillDefaults | None = None) -> LLM:
     """Loads a local Hugging Face model directory.
 
+    Tensors are read one at a time, so that the host needs the memory of the model in `dtype` and of its largest tensor.
+
     Args:
       path: directory with config.json, tokenizer.json and safetensors files.
       dtype: type of the weights in memory: float32, bfloat16 or float16.
@@ -609,9 +611,13 @@ def load(path: str | os.PathLike, dtype=jnp.float32, tuning: PrefillDefaults | N
       ConfigError: `dtype` is not one of these types, or `tuning` is not a tuning.
       FormatMismatch: the tuning was made for another model.
     """
+    kind = _float_type(dtype)
     config = hf_config.read_config(path)
-    tokenizer = TextTokenizer.from_directory(path)  # before the weights, which take longer
-    return LLM(*checkpoint.load(path, config, _float_type(dtype)), tokenizer, tuning)
+    tokenizer = TextTokenizer.from_directory(path)
+    weights = checkpoint.find(path, config)
+    with progress.shown("loading", len(weights.tensors), "tensors") as bar:
+        params = weights.read(kind, bar.update)
+    return LLM(weights.config, params, tokenizer, tuning)
 
 
 def _float_type(dtype) -> jnp.dtype:
