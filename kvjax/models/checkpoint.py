@@ -112,6 +112,7 @@ def find(directory: hf_config.Path, config: ModelConfig) -> Weights:
     if own_head:
         config = dataclasses.replace(config, tie_embeddings=False)
     weights = placed(held, config, weight_map)
+    _warn_of_others(held, weights)
     for file, name, _, dtype, *_ in weights.tensors.values():
         if dtype not in tensor_file.PLAIN:
             raise CheckpointError(f"{file}: tensor {name} has dtype {dtype}; supported: {', '.join(tensor_file.PLAIN)}")
@@ -131,7 +132,7 @@ def placed(
     held: Mapping[str, list[StoredTensor]], config: ModelConfig, weight_map: Mapping[str, str],
     spell: Callable[[str], str] = str,
 ) -> Weights:
-    """Returns the weights of `config` among the tensors in a model's files, and warns of others.
+    """Returns the weights of `config` among the tensors in a model's files.
 
     Args:
       held: every tensor in the files' headers, with each file that has it, by Hugging Face's name.
@@ -144,7 +145,6 @@ def placed(
     """
     targets = _targets(config)
     sources = _sources(held, weight_map, targets, spell)
-    _warn_of_others(held, sources)
     return Weights(config, {targets[name].path: source for name, source in sources.items()})
 
 
@@ -314,14 +314,18 @@ def _check_tensor(source: StoredTensor, target: _Target) -> None:
                               f"configuration asks for {target.shape}")
 
 
-def _warn_of_others(held: Mapping[str, list[StoredTensor]], sources: Mapping[str, StoredTensor]) -> None:
-    """Warns of tensors that are in the files but not in the model."""
-    read = set(sources.values())
-    others = [name for name in sorted(held) if read.isdisjoint(held[name]) and not _DERIVED.fullmatch(name)]
+def others_in(held: Mapping[str, list[StoredTensor]], weights: Weights) -> list[str]:
+    """Returns the names of tensors that are in the files but not in the model."""
+    read = set(weights.tensors.values())
+    return [name for name in sorted(held) if read.isdisjoint(held[name]) and not _DERIVED.fullmatch(name)]
+
+
+def _warn_of_others(held: Mapping[str, list[StoredTensor]], weights: Weights) -> None:
+    others = others_in(held, weights)
     if others:
         names = ", ".join(f"{name:.100}" for name in others[:_FEW])
         warnings.warn(f"{held[others[0]][0].file.parent}: tensors that are not part of the model's "
-                      f"configuration are not read: {names} ({len(others)} in all)", stacklevel=5)
+                      f"configuration are not read: {names} ({len(others)} in all)", stacklevel=4)
 
 
 def _check_params(path: pathlib.Path, flat: Mapping[str, jax.Array], targets: Mapping[str, _Target]) -> None:
