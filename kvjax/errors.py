@@ -28,7 +28,7 @@ class TaskFileError(KvjaxError, ValueError):
 
 
 class CheckpointError(KvjaxError, ValueError):
-    """Model directory that cannot be loaded; the message names file and tensor."""
+    """Model that cannot be loaded; the message names file and tensor."""
 
 
 class NotFinite(KvjaxError, ArithmeticError):

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import hashlib
 import os
+import pathlib
 import warnings
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -32,7 +33,7 @@ from kvjax.inference.sampling import Sampling
 from kvjax.inference.stops import Stops
 from kvjax.inference.stream import Piece, Stream, TextSoFar
 from kvjax.methods.full import Full
-from kvjax.models import checkpoint, hf_config
+from kvjax.models import checkpoint, gguf, hf_config
 from kvjax.models.config import ModelConfig
 from kvjax.models.tokenizer import TextTokenizer
 from kvjax.ops import quantize
@@ -616,10 +617,12 @@ def _least_blocks(plan: Plan, lengths: list[int]) -> int:
 
 
 def load(path: str | os.PathLike, dtype=jnp.float32, tuning: PrefillDefaults | None = None) -> LLM:
-    """Loads a local Hugging Face model directory.
+    """Loads a local model, a Hugging Face directory or a GGUF file.
+
+    Tensors are read one at a time, so that the host needs the memory of the model in `dtype` and of its largest tensor.
 
     Args:
-      path: directory with config.json, tokenizer.json and safetensors files.
+      path: directory with config.json, tokenizer.json and safetensors files, or a GGUF file (`kvjax.models.gguf`).
       dtype: type of the weights in memory: float32, bfloat16 or float16.
       tuning: result of `kvjax.calibration.tuner.load`, which chooses method, slots and type when `LLM.prefill` is given
         none; None = full attention.
@@ -628,13 +631,20 @@ def load(path: str | os.PathLike, dtype=jnp.float32, tuning: PrefillDefaults | N
       The model with its tokenizer.
 
     Raises:
-      CheckpointError: the directory cannot be loaded; the message names file and tensor.
+      CheckpointError: the model cannot be loaded; the message names file and tensor.
       ConfigError: `dtype` is not one of these types, or `tuning` is not a tuning.
       FormatMismatch: the tuning was made for another model.
     """
-    config = hf_config.read_config(path)
-    tokenizer = TextTokenizer.from_directory(path)  # before the weights, which take longer
-    return LLM(*checkpoint.load(path, config, _float_type(dtype)), tokenizer, tuning)
+    kind = _float_type(dtype)
+    if pathlib.Path(path).expanduser().is_file():
+        weights, tokenizer = gguf.find(path)
+    else:
+        config = hf_config.read_config(path)
+        tokenizer = TextTokenizer.from_directory(path)
+        weights = checkpoint.find(path, config)
+    with progress.shown("loading", len(weights.tensors), "tensors") as bar:
+        params = weights.read(kind, bar.update)
+    return LLM(weights.config, params, tokenizer, tuning)
 
 
 def _float_type(dtype) -> jnp.dtype:

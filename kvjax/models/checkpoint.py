@@ -7,8 +7,8 @@ import os
 import pathlib
 import re
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import BinaryIO, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +20,9 @@ from safetensors.numpy import save_file
 
 from kvjax import _files
 from kvjax.errors import CheckpointError, ConfigError
-from kvjax.models import hf_config
+from kvjax.models import hf_config, tensor_file
 from kvjax.models.config import ModelConfig
+from kvjax.models.tensor_file import StoredTensor
 from kvjax.typing import PyTree
 
 WEIGHTS = "model.safetensors"
@@ -31,10 +32,8 @@ _PREFIX = "model."  # of all tensors but the unembedding; files of a bare model 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Older checkpoints carry the rotary frequencies, which follow from the configuration.
 _DERIVED = re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
-_READABLE, _WRITABLE = ("F32", "BF16", "F16"), ("float32", "bfloat16")
 _MOST_HEADER = 8 << 20  # bytes of a file's header; each tensor takes about 100
 _FEW = 5  # names in a warning
-_PIECE = 1 << 17  # values checked at a time, so that they stay in the processor's cache
 
 
 class _Target(NamedTuple):
@@ -44,20 +43,56 @@ class _Target(NamedTuple):
     shape: tuple[int, ...]
 
 
-class _Source(NamedTuple):
-    """File, name, shape and type of a stored tensor, according to the file's header."""
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """Weights of a model in files whose headers have been checked.
 
-    file: pathlib.Path
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
+    config   settings of the model, tied or untied as the weights are
+    tensors  each tensor by its parameter's path
+    """
+
+    config: ModelConfig
+    tensors: Mapping[str, StoredTensor]
+
+    def read(self, dtype: DTypeLike = jnp.float32, advance: Callable[[], object] | None = None) -> PyTree:
+        """Returns the parameters of `Transformer(config)` on the device.
+
+        Tensors are read one at a time, in the order of the files, so that the host holds at most one of them.
+
+        Args:
+          dtype: type of the parameters.
+          advance: function called after each tensor.
+
+        Raises:
+          CheckpointError: a value is not finite in the file or as `dtype`, or a file cannot be read.
+        """
+
+        def file_of(path: str) -> pathlib.Path:
+            return self.tensors[path].file
+
+        params = {}
+        in_order = sorted(self.tensors, key=lambda path: (file_of(path), self.tensors[path].offset))
+        for file, paths in itertools.groupby(in_order, file_of):
+            with _opened(file) as opened:
+                for path in paths:
+                    params[path] = tensor_file.read(opened, self.tensors[path], dtype)
+                    if advance is not None:
+                        advance()
+        return traverse_util.unflatten_dict(params, sep="/")
 
 
 def load(directory: hf_config.Path, config: ModelConfig, dtype: DTypeLike = jnp.float32) -> tuple[ModelConfig, PyTree]:
-    """Reads the weights of a model directory.
+    """Finds and reads the weights of a model directory; see `find` and `Weights.read`.
 
-    All names, shapes and types in the files' headers are checked first. Tensors are read one at a time, so that the
-    host never holds a second copy of the model.
+    Returns:
+      `config`, tied or untied as the weights are, and the parameters of `Transformer(config)`.
+    """
+    weights = find(directory, config)
+    return weights.config, weights.read(dtype)
+
+
+def find(directory: hf_config.Path, config: ModelConfig) -> Weights:
+    """Checks all names, shapes and types in the headers of a model directory's files.
 
     As in transformers, the weights decide whether embedding and unembedding are tied, not the configuration: a tied
     model with a different `lm_head.weight` is untied, with a warning, and one with `lm_head.weight` alone uses it for
@@ -67,31 +102,50 @@ def load(directory: hf_config.Path, config: ModelConfig, dtype: DTypeLike = jnp.
     Args:
       directory: model directory.
       config: settings of the model, from `hf_config.read_config`.
-      dtype: type of the parameters.
-
-    Returns:
-      `config`, tied or untied as the weights are, and the parameters of `Transformer(config)`.
 
     Raises:
-      CheckpointError: a file is missing, not a regular file or truncated, or a tensor is missing, ambiguous, misshapen,
-        or not finite in the file or as `dtype`. The message names file and tensor.
+      CheckpointError: a file is missing, not a regular file or truncated, or a tensor is missing, ambiguous or
+        misshapen. The message names file and tensor.
     """
     held, weight_map = _held(directory)
     own_head = config.tie_embeddings and _HEAD in held and _name_in(held, _EMBEDDING) in held
     if own_head:
         config = dataclasses.replace(config, tie_embeddings=False)
-    targets = _targets(config)
-    sources = _sources(held, weight_map, targets)
-    _warn_of_others(held, sources)
-    if own_head and _are_equal(sources[_EMBEDDING], sources[_HEAD]):
+    weights = placed(held, config, weight_map)
+    _warn_of_others(held, weights)
+    for file, name, _, dtype, *_ in weights.tensors.values():
+        if dtype not in tensor_file.PLAIN:
+            raise CheckpointError(f"{file}: tensor {name} has dtype {dtype}; supported: {', '.join(tensor_file.PLAIN)}")
+    if not own_head:
+        return weights
+    embedding, head = (weights.tensors[path] for path in ("embedding/embedding", "lm_head/weight"))
+    if tensor_file.are_equal(embedding, head):
         # The tied model is the same and takes less memory.
-        config = dataclasses.replace(config, tie_embeddings=True)
-        del sources[_HEAD]
-    elif own_head:
-        warnings.warn(f"{sources[_HEAD].file}: {_HEAD} is not the embedding, although tie_word_embeddings in "
-                      f"{hf_config.CONFIG} is true; both are loaded as they are", stacklevel=3)
-    params = {targets[name].path: value for name, value in _read_all(sources, dtype).items()}
-    return config, traverse_util.unflatten_dict(params, sep="/")
+        tensors = {path: stored for path, stored in weights.tensors.items() if stored is not head}
+        return Weights(dataclasses.replace(config, tie_embeddings=True), tensors)
+    warnings.warn(f"{head.file}: {_HEAD} is not the embedding, although tie_word_embeddings in "
+                  f"{hf_config.CONFIG} is true; both are loaded as they are", stacklevel=3)
+    return weights
+
+
+def placed(
+    held: Mapping[str, list[StoredTensor]], config: ModelConfig, weight_map: Mapping[str, str],
+    spell: Callable[[str], str] = str,
+) -> Weights:
+    """Returns the weights of `config` among the tensors in a model's files.
+
+    Args:
+      held: every tensor in the files' headers, with each file that has it, by Hugging Face's name.
+      config: settings of the model.
+      weight_map: the index's file of each tensor, if there are several files.
+      spell: returns the name in the file of a tensor with Hugging Face's name, for error messages.
+
+    Raises:
+      CheckpointError: a tensor is missing, ambiguous or misshapen.
+    """
+    targets = _targets(config)
+    sources = _sources(held, weight_map, targets, spell)
+    return Weights(config, {targets[name].path: source for name, source in sources.items()})
 
 
 def save_params(
@@ -114,8 +168,8 @@ def save_params(
         it or are not finite as `dtype`, or the files cannot be written.
       ConfigError: another `dtype` is given.
     """
-    if dtype not in _WRITABLE:
-        raise ConfigError(f"cannot save as dtype {dtype!r}; use one of {', '.join(_WRITABLE)}")
+    if dtype not in tensor_file.WRITABLE:
+        raise ConfigError(f"cannot save as dtype {dtype!r}; use one of {', '.join(tensor_file.WRITABLE)}")
     path = pathlib.Path(directory).expanduser() / WEIGHTS
     flat, targets = traverse_util.flatten_dict(params, sep="/"), _targets(config)
     hf_config.check_writable(config, path.with_name(hf_config.CONFIG))
@@ -182,16 +236,13 @@ def _linear_targets(config: ModelConfig) -> dict[str, _Target]:
 # ---- contents of the files
 
 
-def _held(directory: hf_config.Path) -> tuple[dict[str, list[_Source]], Mapping[str, str]]:
+def _held(directory: hf_config.Path) -> tuple[dict[str, list[StoredTensor]], Mapping[str, str]]:
     """Returns every tensor in the files' headers, with each file that has it, and the index's file of each tensor."""
     paths, weight_map = _weight_files(directory)
-    held: dict[str, list[_Source]] = {}
+    held: dict[str, list[StoredTensor]] = {}
     for file in paths:
-        with _open(file) as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - an open file is not a mapping
-                header = tensors.get_slice(name)
-                source = _Source(file, name, tuple(header.get_shape()), header.get_dtype())
-                held.setdefault(name, []).append(source)
+        for stored in _header(file):
+            held.setdefault(stored.name, []).append(stored)
     if not held:
         raise CheckpointError(f"{paths[0]}: no tensors in the file; download it again")
     return held, weight_map
@@ -219,15 +270,16 @@ def _is_plain_name(shard: object) -> bool:
     return isinstance(shard, str) and pathlib.PurePath(shard).name == shard
 
 
-def _name_in(held: Mapping[str, Sequence[_Source]], name: str) -> str:
+def _name_in(held: Mapping[str, Sequence[StoredTensor]], name: str) -> str:
     """Returns the name under which the files hold a tensor, if they hold it."""
     short = name.removeprefix(_PREFIX)
     return short if name not in held and short in held else name
 
 
 def _sources(
-    held: Mapping[str, list[_Source]], weight_map: Mapping[str, str], targets: Mapping[str, _Target]
-) -> dict[str, _Source]:
+    held: Mapping[str, list[StoredTensor]], weight_map: Mapping[str, str], targets: Mapping[str, _Target],
+    spell: Callable[[str], str],
+) -> dict[str, StoredTensor]:
     """Returns the source of each tensor; CheckpointError if one is missing, ambiguous or misshapen."""
     names = {name: _name_in(held, name) for name in targets}
     if _HEAD not in targets and names[_EMBEDDING] not in held:
@@ -236,15 +288,15 @@ def _sources(
     if missing:
         first = next(iter(held.values()))[0].file
         where = first.with_name(INDEX) if weight_map else first
-        raise CheckpointError(f"{where}: tensor {missing[0]} is missing, and {len(missing) - 1} more, which "
-                              f"{hf_config.CONFIG} requires; download the model again")
+        raise CheckpointError(f"{where}: tensor {spell(missing[0])} is missing, and {len(missing) - 1} more, which "
+                              "the model's configuration requires; download the model again")
     sources = {name: _only_one(held[names[name]], weight_map) for name in targets}
     for name, source in sources.items():
         _check_tensor(source, targets[name])
     return sources
 
 
-def _only_one(sources: Sequence[_Source], weight_map: Mapping[str, str]) -> _Source:
+def _only_one(sources: Sequence[StoredTensor], weight_map: Mapping[str, str]) -> StoredTensor:
     """Returns the source that the index names, where several files hold a tensor."""
     first, *others = sources
     if not others:
@@ -256,22 +308,24 @@ def _only_one(sources: Sequence[_Source], weight_map: Mapping[str, str]) -> _Sou
                           "neither; download the model again")
 
 
-def _check_tensor(source: _Source, target: _Target) -> None:
-    file, name, shape, dtype = source
-    if shape != target.shape:
-        raise CheckpointError(f"{file}: tensor {name} has shape {shape}; {hf_config.CONFIG} asks for {target.shape}")
-    if dtype not in _READABLE:
-        raise CheckpointError(f"{file}: tensor {name} has dtype {dtype}; supported: {', '.join(_READABLE)}")
+def _check_tensor(source: StoredTensor, target: _Target) -> None:
+    if source.shape != target.shape:
+        raise CheckpointError(f"{source.file}: tensor {source.name} has shape {source.shape}; the model's "
+                              f"configuration asks for {target.shape}")
 
 
-def _warn_of_others(held: Mapping[str, list[_Source]], sources: Mapping[str, _Source]) -> None:
-    """Warns of tensors that are in the files but not in the model."""
-    read = {source.name for source in sources.values()}
-    others = [name for name in sorted(held) if name not in read and not _DERIVED.fullmatch(name)]
+def others_in(held: Mapping[str, list[StoredTensor]], weights: Weights) -> list[str]:
+    """Returns the names of tensors that are in the files but not in the model."""
+    read = set(weights.tensors.values())
+    return [name for name in sorted(held) if read.isdisjoint(held[name]) and not _DERIVED.fullmatch(name)]
+
+
+def _warn_of_others(held: Mapping[str, list[StoredTensor]], weights: Weights) -> None:
+    others = others_in(held, weights)
     if others:
         names = ", ".join(f"{name:.100}" for name in others[:_FEW])
-        warnings.warn(f"{held[others[0]][0].file.parent}: tensors that are not part of the model in {hf_config.CONFIG} "
-                      f"are not read: {names} ({len(others)} in all)", stacklevel=4)
+        warnings.warn(f"{held[others[0]][0].file.parent}: tensors that are not part of the model's "
+                      f"configuration are not read: {names} ({len(others)} in all)", stacklevel=4)
 
 
 def _check_params(path: pathlib.Path, flat: Mapping[str, jax.Array], targets: Mapping[str, _Target]) -> None:
@@ -285,81 +339,30 @@ def _check_params(path: pathlib.Path, flat: Mapping[str, jax.Array], targets: Ma
 # ---- values
 
 
-def _open(file: pathlib.Path):
+def _header(file: pathlib.Path) -> list[StoredTensor]:
+    """Returns the tensors of a safetensors file."""
+    with _opened(file) as opened:
+        try:
+            size = int.from_bytes(opened.read(8), "little")
+            if size > _MOST_HEADER:
+                raise ValueError(f"its header has {size} bytes; at most {_MOST_HEADER} are read")
+            with safe_open(file, framework="numpy"):  # checks the header
+                entries = _files.parse_json(tensor_file.take(opened, size, f"{file}: the header"))
+        except (SafetensorError, OSError, ValueError) as error:
+            raise CheckpointError(f"{file}: not a complete safetensors file ({error}); download it again") from error
+    return [StoredTensor(file, name, tuple(entry["shape"]), entry["dtype"], 8 + size + entry["data_offsets"][0])
+            for name, entry in entries.items() if name != "__metadata__"]
+
+
+def _opened(file: pathlib.Path) -> BinaryIO:
     try:
-        with _files.open_regular(file) as opened:
-            header = int.from_bytes(opened.read(8), "little")
-        if header > _MOST_HEADER:
-            raise ValueError(f"its header has {header} bytes; at most {_MOST_HEADER} are read")
-        return safe_open(file, framework="numpy")
-    except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(f"{file}: not a complete safetensors file ({error}); download it again") from error
-
-
-def _are_equal(first_source: _Source, second_source: _Source) -> bool:
-    """Returns whether two matrices of equal shape have the same bits, reading a few rows at a time."""
-    if first_source.dtype != second_source.dtype:
-        return False
-    with _open(first_source.file) as first, _open(second_source.file) as second:
-        first_rows, second_rows = first.get_slice(first_source.name), second.get_slice(second_source.name)
-        count, rows = first_source.shape[0], max(1, _PIECE // first_source.shape[1])
-        pieces = (slice(start, min(start + rows, count)) for start in range(0, count, rows))
-        return all(first_rows[piece].tobytes() == second_rows[piece].tobytes() for piece in pieces)
-
-
-def _read_all(sources: Mapping[str, _Source], dtype: DTypeLike) -> dict[str, jax.Array]:
-    """Returns the tensors on the device as `dtype`; each file is opened once."""
-
-    def file_of(name: str) -> pathlib.Path:
-        return sources[name].file
-
-    values = {}
-    for file, names in itertools.groupby(sorted(sources, key=file_of), file_of):
-        with _open(file) as tensors:
-            for name in names:
-                values[name] = _read(tensors, sources[name], dtype)
-    return values
-
-
-def _read(tensors, source: _Source, dtype: DTypeLike) -> jax.Array:
-    """Returns one tensor on the device as `dtype`, cast there so that the host makes no second copy."""
-    stored = tensors.get_tensor(source.name)
-    _check_finite(f"{source.file}: tensor {source.name}", stored, dtype)
-    # Transfers are asynchronous: without waiting, several tensors would be on the host at once.
-    return jnp.asarray(stored).astype(dtype).block_until_ready()
+        return _files.open_regular(file)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file}: cannot be opened ({error}); download it again") from error
 
 
 def _to_tensor(path: pathlib.Path, name: str, value: jax.Array, dtype: str) -> np.ndarray:
     stored = np.asarray(value)
-    _check_finite(f"{path}: parameter {name}", stored, dtype)
+    tensor_file.check_finite(f"{path}: parameter {name}", stored, dtype)
     # save_file ignores strides and writes the bytes from the array's address on, so they must be in C order.
     return stored.astype(jnp.dtype(dtype), order="C")
-
-
-def _check_finite(what: str, stored: np.ndarray, dtype: DTypeLike) -> None:
-    """Raises CheckpointError for a value that is not finite, also as `dtype`: it would make every token NaN."""
-    largest = _largest(stored)
-    if not _is_finite(largest):
-        raise CheckpointError(f"{what} has a value that is {float(largest)}; download the model again, or another one")
-    if not _is_finite(largest, dtype):
-        fitting = " or ".join(name for name in _WRITABLE if _is_finite(largest, name)) or "smaller weights"
-        raise CheckpointError(f"{what} has a value of magnitude {float(largest):.6g}, which is infinite as "
-                              f"{jnp.dtype(dtype)}; use {fitting}")
-
-
-def _is_finite(value: np.ndarray, dtype: DTypeLike = np.float64) -> bool:
-    with np.errstate(over="ignore"):
-        return bool(np.isfinite(value.astype(dtype).astype(np.float64)))
-
-
-def _largest(values: np.ndarray) -> np.ndarray:
-    """Returns the largest magnitude; NaN is above infinity.
-
-    Magnitudes of floats are ordered as their bits without the sign. Comparing these is as fast as reading them, even
-    for types that NumPy has no instructions for.
-    """
-    unsigned = np.dtype(f"u{values.itemsize}")
-    magnitude = unsigned.type(np.iinfo(unsigned).max >> 1)
-    bits = values.reshape(-1).view(unsigned)
-    largest = max((bits[i : i + _PIECE] & magnitude).max() for i in range(0, bits.size, _PIECE))
-    return np.asarray(largest, unsigned).view(values.dtype)

@@ -68,7 +68,7 @@ def read_config(directory: Path) -> ModelConfig:
         message names file, field and value.
     """
     path = model_directory(directory) / CONFIG
-    return _parse(path, read_json(path), read_optional_json(path.with_name(GENERATION)))
+    return parse(path, read_json(path), read_optional_json(path.with_name(GENERATION)))
 
 
 def write_config(config: ModelConfig, directory: Path, dtype: str) -> None:
@@ -94,7 +94,7 @@ def write_config(config: ModelConfig, directory: Path, dtype: str) -> None:
 
 def check_writable(config: ModelConfig, path: pathlib.Path) -> None:
     """Raises CheckpointError for the first setting that would not survive being written and read."""
-    back = _parse(path, _to_fields(config, "float32"), _special_ids(config))
+    back = parse(path, _to_fields(config, "float32"), _special_ids(config))
     for name, value in vars(config).items():
         if getattr(back, name) != value:
             raise CheckpointError(
@@ -206,7 +206,12 @@ class _Section:
         return CheckpointError(f"{self.path}: {self.prefix}{name} is {shown(self.fields.get(name))}; {expected}")
 
 
-def _parse(path: pathlib.Path, raw: Fields, generation: Fields) -> ModelConfig:
+def parse(path: pathlib.Path, raw: Fields, generation: Fields) -> ModelConfig:
+    """Returns the settings in the objects of config.json, at `path`, and of generation_config.json beside it.
+
+    Raises:
+      CheckpointError: as `read_config`.
+    """
     family = _Section(path, raw).require("model_type", FAMILIES)
     section = _Section(path, {**_DEFAULTS[family], **raw})
     section.require("hidden_act", ("silu",))

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kvjax.errors import CheckpointError, ConfigError
-from kvjax.models import checkpoint, hf_config
+from kvjax.models import checkpoint, hf_config, tensor_file
 from kvjax.models.config import ModelConfig
 from kvjax.models.transformer import Transformer
 
@@ -129,7 +129,7 @@ def test_sizes_that_the_weights_do_not_have_are_seen_in_their_headers(tmp_path, 
     directory = made(tmp_path, LLAMA)
     file = directory / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {name: value}))
-    monkeypatch.setattr(checkpoint, "_read", None)  # nothing is read
+    monkeypatch.setattr(tensor_file, "read", None)  # nothing is read
     with pytest.raises(CheckpointError, match=r"model\.safetensors: tensor .*(is missing|has shape)"):
         load(directory)
 

@@ -117,8 +117,7 @@ def test_blocks_with_runs_stored_once_give_equal_bits(name, small_pages, tmp_pat
 def test_a_model_decodes_saves_and_restores(llm, dtype, tmp_path):
     prompt = list(range(1, 40))
     method = METHODS["quest"]  # what splits do to packed rows is compared above
-    store = kvjax.FlashStore(file=tmp_path / "run")
-    (tmp_path / "run").mkdir()
+    store = kvjax.FlashStore(directory=tmp_path / "run")
     caches = [llm.prefill(prompt, method=method, store=one, dtype=dtype, capacity=80) for one in (None, store)]
     answers = [llm.generate([5, 6], cache, max_new_tokens=6) for cache in caches]
     assert answers[0].tokens == answers[1].tokens
