@@ -48,5 +48,6 @@ def test_the_quickstart_runs_and_finds_the_key(capsys, tmp_path, monkeypatch):
             exec(code_of(cell["id"]), names)
     assert set(names["rows"]) == {"StreamingLLM", "Quest", "DynaKV", "KVSwap"}
     lines = capsys.readouterr().out.splitlines()
-    assert sum("29318" in line and "tokens attended" in line for line in lines) == 2, "the answer to both questions"
+    assert sum("29318" in line for line in lines) >= 2, "the answer to both questions"
+    assert any(line.startswith("total ") for line in lines), "what the cache takes"
     names["figure"].savefig(tmp_path / "picture.png")
