@@ -41,7 +41,7 @@ from kvjax.cache.write import write_token
 from kvjax.errors import ConfigError, PromptError
 from kvjax.inference import arguments
 from kvjax.models.config import RopeConfig
-from kvjax.ops import barriers, quantize
+from kvjax.ops import barriers, quantize, rotary
 from kvjax.typing import Array, Float, Int, Int32, pytree
 
 
@@ -76,14 +76,14 @@ def init_cache(
       dtype: type of keys and values in blocks: float32, bfloat16, float16, int8 or int4 (`kvjax.ops.quantize`).
       sliding: newest tokens that the model lets a query attend, its own included; None = all.
       rope: how keys were rotated, for methods that rotate them back (ShadowKV, run-length keys before rotation); None =
-        unknown, or not at all.
+        unknown, or not at all. Where it depends on the length of the text, give `rope.for_length(tokens, head_dim)`.
 
     Returns:
       The cache.
 
     Raises:
       ConfigError: a size is not a positive integer, budget, window and capacity do not fit together, or `method`,
-        `dtype` or `rope` is not of its kind.
+        `dtype` or `rope` is not of its kind or depends on the length of the text.
     """
     sizes = {"batch": batch, "kv_heads": kv_heads, "group": group, "head_dim": head_dim, "capacity": capacity}
     if sliding is not None:
@@ -94,6 +94,9 @@ def init_cache(
     arguments.check_method_and_slots(method, None)
     if not isinstance(rope, RopeConfig | None):
         raise ConfigError(f"rope={rope!r} must be a RopeConfig, or None for keys that no method rotates back")
+    if rope is not None:
+        rope.check(head_dim)
+        rotary.inverse_frequencies(head_dim, rope)  # raises if they depend on the length
     quantize.check(dtype, head_dim)
     spec = method.spec(kv_heads=kv_heads, group=group, head_dim=head_dim, capacity=capacity)
     spec = dataclasses.replace(spec, rope=rope, key_type=quantize.tail_type(dtype), sliding=sliding)

@@ -27,7 +27,7 @@ from kvjax.inference.cache import Cache
 from kvjax.inference.chat import Chat
 from kvjax.inference.decode import Driver, check_driver
 from kvjax.inference.generate import Observer, check_logits, running
-from kvjax.inference.plan import Plan, Slots, check_plan, make_plan, on_store, store_geometry
+from kvjax.inference.plan import Plan, Slots, check_capacity, check_plan, make_plan, on_store, store_geometry
 from kvjax.inference.prefill import PromptActivations
 from kvjax.inference.sampling import Sampling
 from kvjax.inference.stops import Stops
@@ -153,29 +153,43 @@ class LLM:
         """Token ids that end a generation: those in the model's files and the tokenizer's own."""
         return tuple(dict.fromkeys((*self.config.eos_token_ids, *(self.tokenizer.eos_ids if self.tokenizer else ()))))
 
-    def read(self, context) -> PromptActivations:
+    def read(self, context, *, capacity: int | None = None) -> PromptActivations:
         """Reads a context densely, so that `prefill` can fill several caches from the result.
 
         This serves to compare methods on the same activations and to measure them (`kvjax.eval.metrics.Probe`).
 
         Args:
           context: text, token ids, or a list of either for a batch.
+          capacity: capacity of the caches to fill, on which the rotary embedding of some models depends
+            (`RopeConfig.by_length`); None = that of `prefill`.
 
         Returns:
           Hidden states, keys and values of all layers, in host memory.
 
         Raises:
           PromptError: a prompt is empty, or is neither text nor token ids of the model.
-          ConfigError: the context is text and the model has no tokenizer.
+          ConfigError: the context is text and the model has no tokenizer, or `capacity` is no number of tokens.
         """
+        if capacity is not None:
+            check_capacity(capacity)
         tokens, length = prefill.batch(self._prompts(context))
-        return self._read(PromptActivations(tokens, length, (), self.fingerprint))
+        capacity = self._usual_capacity(int(length.max())) if capacity is None else capacity
+        return self._read(PromptActivations(tokens, length, (), self.fingerprint), capacity)
 
-    def _read(self, reading: PromptActivations) -> PromptActivations:
-        """Adds the activations of all layers."""
-        tokens = prefill.pad(reading.tokens)
-        layers = tuple(jax.device_get(layer) for layer in prefill.read(self.config, self.params, tokens))
-        return dataclasses.replace(reading, tokens=tokens, layers=layers)
+    def _read(self, reading: PromptActivations, capacity: int) -> PromptActivations:
+        """Adds the activations of all layers, for caches of this capacity."""
+        tokens, config = prefill.pad(reading.tokens), self.config.for_length(capacity)
+        layers = tuple(jax.device_get(layer) for layer in prefill.read(config, self.params, tokens))
+        return dataclasses.replace(reading, tokens=tokens, layers=layers, capacity=capacity)
+
+    def _usual_capacity(self, length: int) -> int:
+        """Returns the capacity for prompts of up to `length` tokens.
+
+        It stays within the model's original length if the prompt does and rotary embedding depends on the length.
+        """
+        usual, rope = _usual_capacity(length), self.config.rope
+        within = rope.by_length and length <= rope.original_max_position
+        return min(usual, rope.original_max_position) if within else usual
 
     def prefill(
         self, context, *, method: Method | None = None, store: Store | None = None, capacity: int | None = None,
@@ -194,7 +208,9 @@ class LLM:
           store: where blocks are kept; None = in memory.
           capacity: largest number of tokens of a sequence, question and answer included; None = room for at least 1,024
             tokens after the context, in few sizes, so that contexts of similar length share compiled programs; no limit
-            for a method whose cache does not grow (`Method.endless`).
+            for a method whose cache does not grow (`Method.endless`). Where rotary embedding depends on the length
+            (longrope, dynamic), keys are rotated as for a text of `capacity` tokens, and None stays within the model's
+            original length if the context does: then there is less room.
           dtype: type of the keys and values in blocks: float32, bfloat16, float16, int8 or int4
             (`kvjax.ops.quantize`); None = the tuned type with the tuned method, else float32.
           slots: how many blocks of a store are kept in memory, and by which policy.
@@ -243,21 +259,27 @@ class LLM:
         Returns the plan, the slots and the prompts, which are read already if the method fits itself to them.
         """
         longest, batch = max(prompts.lengths), len(prompts.lengths)
-        if longest > self.config.max_position:
+        if longest > self.config.max_position and self.config.rope.kind != "dynamic":
             warnings.warn(f"the prompt has {longest} tokens, and the model was made for {self.config.max_position}; "
                           "expect poor answers", stacklevel=3)
-        if capacity is None:
+        by_length = self.config.rope.by_length
+        if capacity is None and by_length and prompts.read.layers:
+            capacity = prompts.read.capacity
+        elif capacity is None:
             grows = method is None or method.dense_layers or not method.endless
-            capacity = _usual_capacity(longest) if grows else ENDLESS
+            capacity = self._usual_capacity(longest) if grows or by_length else ENDLESS
         if method is None:
             method, slots, dtype = self._default(batch, capacity, store, slots, dtype)
         method.check_model(self.identity)
         plan = make_plan(self.config, method, batch, capacity, "float32" if dtype is None else dtype)
         if longest > plan.capacity:
             raise PromptError(f"the prompt has {longest} tokens but capacity={plan.capacity}; raise the capacity")
+        if prompts.read.layers and plan.config != self.config.for_length(prompts.read.capacity):
+            raise ConfigError(f"the context was read for a cache of capacity={prompts.read.capacity}, and keys are "
+                              f"rotated otherwise for {plan.capacity}; read it with capacity={plan.capacity}")
         if method.fits_prompts:
             if prompts.chunk is None and not prompts.read.layers:
-                prompts = dataclasses.replace(prompts, read=self._read(prompts.read))
+                prompts = dataclasses.replace(prompts, read=self._read(prompts.read, plan.capacity))
             plan = self._fitted(plan, method, prompts.read)
         prefill.check_prompts(plan, np.asarray(prompts.read.length))
         if prompts.chunk is not None:

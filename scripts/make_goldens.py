@@ -4,7 +4,8 @@
 
 Needs the extra `oracles`. Every checkpoint is saved by transformers, read back, and run in f32:
 
-    golden.npz: tokens [B, T] int32, logits [B, T, V] f32, greedy [64] int32 (the continuation of row 0)
+    golden.npz: tokens [B, T] int32, logits [B, T, V] f32, greedy [64] int32 (the continuation of row 0); for models
+    whose rotary embedding depends on the length: long_tokens [N] int32, and long_logits [T, V] f32 of the last ones
 """
 
 import dataclasses
@@ -19,6 +20,7 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
+    Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -27,6 +29,7 @@ from transformers import (
 from transformers.utils import logging
 
 BATCH, LENGTH, STEPS = 2, 24, 64
+ORIGINAL, BEYOND = 96, 120  # a length that no golden but one text of each model by length exceeds, and that text's
 SHAPE = {
     "vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2,
@@ -35,6 +38,8 @@ LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.3, 1.6], "long_factor": [1.2, 2.0, 3.5, 5.0]}
+PHI3 = SHAPE | {"original_max_position_embeddings": ORIGINAL, "pad_token_id": None}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,10 +51,11 @@ class Case:
     dtype: torch.dtype = torch.float32
     max_shard_size: str = "1GB"
     rope_in_old_spelling: bool = False
+    beyond: int | None = None  # tokens of a text that is longer than the model's original length
 
 
 def cases() -> dict[str, Case]:
-    """Returns one case for each switch of the four families, all with fewer KV heads than query heads."""
+    """Returns one case for each switch of the families, all with fewer KV heads than query heads."""
     return {
         "llama_llama3_rope": Case(LlamaConfig(**SHAPE | {"eos_token_id": [2, 3]}, rope_parameters=LLAMA3), seed=0),
         "llama_linear_biases_tied": Case(
@@ -69,6 +75,38 @@ def cases() -> dict[str, Case]:
                 **SHAPE | {"hidden_size": 48}, head_dim=16, rope_parameters={"rope_type": "default", "rope_theta": 1e6}
             ),
             seed=4, dtype=torch.bfloat16,
+        ),
+        "llama_yarn": Case(
+            LlamaConfig(**SHAPE, rope_parameters={
+                "rope_type": "yarn", "factor": 4.0, "rope_theta": 1000.0, "original_max_position_embeddings": 64,
+                "beta_fast": 6.0, "beta_slow": 0.5, "truncate": False,
+            }),
+            seed=5, rope_in_old_spelling=True,
+        ),
+        "qwen2_yarn_mscale": Case(
+            Qwen2Config(**SHAPE, rope_parameters={
+                "rope_type": "yarn", "factor": 4.0, "rope_theta": 10_000.0, "original_max_position_embeddings": 64,
+                "mscale": 1.4, "mscale_all_dim": 0.6,
+            }),
+            seed=6,
+        ),
+        "llama_dynamic": Case(
+            LlamaConfig(
+                **SHAPE | {"max_position_embeddings": ORIGINAL},
+                rope_parameters={"rope_type": "dynamic", "factor": 3.0, "rope_theta": 10_000.0},
+            ),
+            seed=7, beyond=BEYOND,
+        ),
+        "phi3_longrope": Case(
+            Phi3Config(**PHI3, sliding_window=100, rope_parameters=LONGROPE | {"rope_theta": 10_000.0}),
+            seed=8, rope_in_old_spelling=True, beyond=BEYOND,
+        ),
+        "phi3_partial": Case(
+            Phi3Config(
+                **PHI3, partial_rotary_factor=0.75,
+                rope_parameters={name: value if name == "rope_type" else value[:3] for name, value in LONGROPE.items()},
+            ),
+            seed=9, beyond=BEYOND,
         ),
     }
 
@@ -129,7 +167,11 @@ def greedy(model: PreTrainedModel, tokens: np.ndarray, steps: int) -> np.ndarray
 
 def golden(case: Case, directory: pathlib.Path) -> dict[str, Any]:
     model, tokens = load(directory), random_tokens(case, BATCH, LENGTH)
-    return {"tokens": tokens, "logits": logits(model, tokens), "greedy": greedy(model, tokens[0], STEPS)}
+    arrays = {"tokens": tokens, "logits": logits(model, tokens), "greedy": greedy(model, tokens[0], STEPS)}
+    if case.beyond is not None:  # last: transformers does not go back to the frequencies of short texts
+        long_tokens = random_tokens(case, 1, case.beyond)
+        arrays |= {"long_tokens": long_tokens[0], "long_logits": logits(model, long_tokens)[0, -LENGTH:]}
+    return arrays
 
 
 def main(root: str) -> None:

@@ -51,11 +51,11 @@ def decoded(plan, params, state, tokens, steps, driver="staged"):
     return state, np.stack(out)
 
 
-def through_the_cache(llm, tokens, start):
+def through_the_cache(llm, tokens, start, driver="staged", **settings):
     """Logits `[B, T - start, V]` of a prompt of `start` tokens and of all others but the last, one at a time."""
-    cache = llm.prefill(tokens[:, :start].tolist())
+    cache = llm.prefill(tokens[:, :start].tolist(), **settings)
     logits = [cache.logits]
-    llm.score(tokens[:, start:].tolist(), cache, observer=lambda step, _: logits.append(step.logits))
+    llm.score(tokens[:, start:].tolist(), cache, driver=driver, observer=lambda step, _: logits.append(step.logits))
     return np.stack(logits, 1)
 
 
@@ -71,7 +71,7 @@ def drawn(outline, rng):
 
 def dense(params, tokens, config=CONFIG):
     """Logits of every position by one forward pass."""
-    return np.asarray(_forward(config, params, tokens))
+    return np.asarray(_forward(config.for_length(tokens.shape[-1]), params, tokens))
 
 
 @functools.partial(jax.jit, static_argnums=0)

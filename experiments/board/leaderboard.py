@@ -131,12 +131,12 @@ class Exams:
             for sample in self._asked(context)
         ))
 
-    def read(self, contexts: Sequence[Sequence[int]]) -> PromptActivations:
-        """Returns the contexts read densely, and keeps the result if there is room."""
-        key = tuple(map(tuple, contexts))
+    def read(self, contexts: Sequence[Sequence[int]], capacity: int) -> PromptActivations:
+        """Returns the contexts read densely for caches of this capacity, and keeps the result if there is room."""
+        key = capacity, tuple(map(tuple, contexts))
         if key in self.kept:
             return self.kept[key]
-        reading = self.llm.read([list(context) for context in contexts])
+        reading = self.llm.read([list(context) for context in contexts], capacity=capacity)
         if sum(context.nbytes for context in self.kept.values()) + reading.nbytes <= self.config.keep_bytes:
             self.kept[key] = reading
         return reading
@@ -144,8 +144,8 @@ class Exams:
     @contextlib.contextmanager
     def cached(self, cell: Cell, contexts: Sequence[Sequence[int]], directory: pathlib.Path, first: bool):
         """Yields contexts in the cell's cache, on its store, and a `Tally`; the first batch has a probe."""
-        store, reading = common.make_store(self.config.store, directory), self.read(contexts)
         capacity, settings = self.capacity(cell.context), dict(cell.settings)
+        store, reading = common.make_store(self.config.store, directory), self.read(contexts, capacity)
         cache = self.llm.prefill(
             reading, method=cell.method, store=store, capacity=capacity, dtype=common.dtype_of(settings),
             slots=common.slots_of(settings, self.config.store),

@@ -54,12 +54,15 @@ def learn_smoothing(
     if freqs is not None:
         key = rotary.rotate(key.swapaxes(0, 1), -pos, freqs).swapaxes(0, 1)
     bias = _mean(key, valid, count)
-    variance = _shrunk(_mean(jnp.square(key - bias[:, None]), valid, count), bias, count, paired=freqs is not None)
+    pairs = 0 if freqs is None else len(freqs)
+    variance = _shrunk(_mean(jnp.square(key - bias[:, None]), valid, count), bias, count, pairs)
     shift = bias
     if freqs is not None:
         cos, sin = _mean_turn(freqs, spec.capacity)
         shift = rotary.turn(bias, cos, sin)
-        variance += _twice(_pairs(jnp.square(bias)) * (1 - jnp.square(cos) - jnp.square(sin)))
+        spread = 1 - jnp.square(cos) - jnp.square(sin)
+        still = jnp.zeros(spec.head_dim - 2 * pairs, jnp.float32)
+        variance += _of_pairs(jnp.square(bias), pairs) * jnp.concatenate([spread, spread, still])
     scale = jnp.where(variance > 0, jnp.sqrt(variance), 1.0)  # 1 if all keys are zero
     return Smoothing(shift, jnp.where(count > 1, scale, 0.0))
 
@@ -69,24 +72,20 @@ def _mean(x: Float[Array, "K N D"], valid: Bool[Array, "N"], count: Int32[Array,
 
 
 def _shrunk(
-    variance: Float[Array, "K D"], bias: Float[Array, "K D"], count: Int32[Array, ""], paired: bool
+    variance: Float[Array, "K D"], bias: Float[Array, "K D"], count: Int32[Array, ""], pairs: int
 ) -> Float[Array, "K D"]:
     """Shrinks the variance of each channel, or pair of channels, towards the mean, as few tokens tell little of one."""
-    if paired:
-        variance = _twice(_pairs(variance))
+    variance = _of_pairs(variance, pairs)
     of_all = jnp.mean(variance, axis=-1, keepdims=True)
     least = _LEAST**2 * jnp.mean(jnp.square(bias), axis=-1, keepdims=True)
     return jnp.maximum((count * variance + _PRIOR * of_all) / (count + _PRIOR), least)
 
 
-def _pairs(x: Float[Array, "K D"]) -> Float[Array, "K F"]:
-    """Returns the mean over the two dimensions that are rotated together."""
-    first, second = jnp.split(x, 2, axis=-1)
-    return (first + second) / 2
-
-
-def _twice(x: Float[Array, "K F"]) -> Float[Array, "K D"]:
-    return jnp.concatenate([x, x], axis=-1)
+def _of_pairs(x: Float[Array, "K D"], pairs: int) -> Float[Array, "K D"]:
+    """Returns the mean of each two dimensions that rotate together, in both; others stay as they are."""
+    first, second, rest = rotary.split(x, pairs)
+    mean = (first + second) / 2
+    return jnp.concatenate([mean, mean, rest], axis=-1)
 
 
 def _mean_turn(freqs: np.ndarray, count: int) -> Float[Array, "2 F"]:

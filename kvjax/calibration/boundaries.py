@@ -61,6 +61,7 @@ def boundary_scores(
       PromptError: the text has no more than W tokens.
     """
     length = len(tokens)
+    config = config.for_length(length)
     if length <= rule.future:
         raise PromptError(f"no boundary in {length} tokens has {rule.future} tokens after it; take a longer text")
     padded = np.zeros(-(-length // rule.block) * rule.block, np.int32)

@@ -61,13 +61,15 @@ def layers_of(llm: LLM, tokens: np.ndarray) -> Iterator[tuple[int, Array, Array]
       Number of the layer, rotated queries [B, T, H, D] and rotated keys [B, T, K, D].
     """
     length = tokens.shape[1]
+    config = llm.config.for_length(length)
     for i, layer in enumerate(_read(llm, tokens)):
-        yield i, _queries(llm.config, llm.params[f"layers_{i}"], layer.x[:, :length]), layer.key[:, :length]
+        yield i, _queries(config, llm.params[f"layers_{i}"], layer.x[:, :length]), layer.key[:, :length]
 
 
 def _read(llm: LLM, tokens: np.ndarray) -> Iterator[prefill.Activations]:
     """Returns the activations of each layer over tokens[B, T], padded to a length that prefill compiles for."""
-    return prefill.read(llm.config, llm.params, prefill.pad(jnp.asarray(tokens, jnp.int32)))
+    config = llm.config.for_length(tokens.shape[1])
+    return prefill.read(config, llm.params, prefill.pad(jnp.asarray(tokens, jnp.int32)))
 
 
 @functools.partial(jax.jit, static_argnums=0)

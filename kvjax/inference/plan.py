@@ -34,7 +34,7 @@ from kvjax.typing import Array, Int32, pytree
 class Plan:
     """The static part of a model's cache."""
 
-    config: ModelConfig
+    config: ModelConfig  # for texts of the capacity (`ModelConfig.for_length`)
     method: Method  # as given, or as fitted to the prompts; dense layers have `Full` instead
     layers: tuple[LayerPlan, ...]
     batch: int
@@ -104,8 +104,16 @@ class Slots:
                               f"backend={self.backend!r} must be None or one of {', '.join(BACKENDS)}")
 
 
+def check_capacity(capacity: int) -> None:
+    """Raises ConfigError unless a sequence may have so many tokens."""
+    if not _validate.whole(capacity, 2) or capacity > ENDLESS:
+        raise ConfigError(f"capacity={capacity!r} must be a whole number of 2 to {ENDLESS:,} tokens")
+
+
 def make_plan(config: ModelConfig, method: Method, batch: int, capacity: int, dtype: str = "float32") -> Plan:
     """Sizes every layer's cache.
+
+    Keys are rotated once, when they are placed, as for a text of `capacity` tokens.
 
     Args:
       config: configuration of the model.
@@ -121,9 +129,9 @@ def make_plan(config: ModelConfig, method: Method, batch: int, capacity: int, dt
       ConfigError: the sizes do not fit together, or `dtype` does not exist.
     """
     quantize.check(dtype, config.head_dim)
-    if not _validate.whole(capacity, 2) or capacity > ENDLESS:
-        raise ConfigError(f"capacity={capacity!r} must be a whole number of 2 to {ENDLESS:,} tokens")
+    check_capacity(capacity)
     capacity = int(capacity)  # not a NumPy integer, as it is saved as JSON
+    config = config.for_length(capacity)
     sizes = {"kv_heads": config.num_kv_heads, "group": config.group, "head_dim": config.head_dim, "capacity": capacity}
     dense = Full()
     layers = []

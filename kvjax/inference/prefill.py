@@ -50,6 +50,7 @@ class PromptActivations:
     length: Int32[np.ndarray, "B"]
     layers: tuple[Activations, ...]
     fingerprint: str = ""  # fingerprint of model and tokenizer
+    capacity: int = 0  # of the caches it is for, on which rotary embedding may depend; 0 = not read yet
 
     @property
     def nbytes(self) -> int:

@@ -32,15 +32,38 @@ _PREFIX = "model."  # of all tensors but the unembedding; files of a bare model 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Older checkpoints carry the rotary frequencies, which follow from the configuration.
 _DERIVED = re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+_FUSED = {
+    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+}
 _MOST_HEADER = 8 << 20  # bytes of a file's header; each tensor takes about 100
 _FEW = 5  # names in a warning
 
 
 class _Target(NamedTuple):
-    """Parameter path and shape of a tensor in the model."""
+    """Shape of a tensor in the model, and the paths of the parameters that it holds one after another."""
 
-    path: str
+    paths: tuple[str, ...]
     shape: tuple[int, ...]
+    rows: tuple[int, ...]  # rows of each parameter, which make up the tensor's
+
+    @classmethod
+    def of(cls, *parts: tuple[str, tuple[int, ...]]) -> "_Target":
+        """Returns the tensor of parameters, each given by path and shape."""
+        paths, shapes = zip(*parts, strict=True)
+        rows = tuple(shape[0] for shape in shapes)
+        return cls(paths, (sum(rows), *shapes[0][1:]), rows)
+
+    def split(self, stored: StoredTensor) -> dict[str, StoredTensor]:
+        """Returns the parameters in a tensor of this shape, by path; raises CheckpointError for a quantised one."""
+        if len(self.paths) == 1:
+            return {self.paths[0]: stored}
+        _check_plain(stored)
+        parts, start = {}, stored.offset
+        for path, rows in zip(self.paths, self.rows, strict=True):
+            parts[path] = stored._replace(shape=(rows, *stored.shape[1:]), offset=start)
+            start += parts[path].nbytes
+        return parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,9 +136,8 @@ def find(directory: hf_config.Path, config: ModelConfig) -> Weights:
         config = dataclasses.replace(config, tie_embeddings=False)
     weights = placed(held, config, weight_map)
     _warn_of_others(held, weights)
-    for file, name, _, dtype, *_ in weights.tensors.values():
-        if dtype not in tensor_file.PLAIN:
-            raise CheckpointError(f"{file}: tensor {name} has dtype {dtype}; supported: {', '.join(tensor_file.PLAIN)}")
+    for stored in weights.tensors.values():
+        _check_plain(stored)
     if not own_head:
         return weights
     embedding, head = (weights.tensors[path] for path in ("embedding/embedding", "lm_head/weight"))
@@ -145,7 +167,10 @@ def placed(
     """
     targets = _targets(config)
     sources = _sources(held, weight_map, targets, spell)
-    return Weights(config, {targets[name].path: source for name, source in sources.items()})
+    tensors: dict[str, StoredTensor] = {}
+    for name, source in sources.items():
+        tensors |= targets[name].split(source)
+    return Weights(config, tensors)
 
 
 def save_params(
@@ -174,7 +199,7 @@ def save_params(
     flat, targets = traverse_util.flatten_dict(params, sep="/"), _targets(config)
     hf_config.check_writable(config, path.with_name(hf_config.CONFIG))
     _check_params(path, flat, targets)
-    tensors = {name: _to_tensor(path, target.path, flat[target.path], dtype) for name, target in targets.items()}
+    tensors = {name: _to_tensor(path, target, flat, dtype) for name, target in targets.items()}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -195,14 +220,15 @@ def _targets(config: ModelConfig) -> dict[str, _Target]:
     Shapes are derived from the settings: tracing the model could take arbitrarily long for a hostile configuration.
     """
     hidden, vocab = config.hidden_size, config.vocab_size
-    targets = {_EMBEDDING: _Target("embedding/embedding", (vocab, hidden)),
-               "model.norm.weight": _Target("norm/scale", (hidden,))}
+    targets = {_EMBEDDING: _Target.of(("embedding/embedding", (vocab, hidden))),
+               "model.norm.weight": _Target.of(("norm/scale", (hidden,)))}
     if not config.tie_embeddings:
-        targets[_HEAD] = _Target("lm_head/weight", (vocab, hidden))
+        targets[_HEAD] = _Target.of(("lm_head/weight", (vocab, hidden)))
     layer = {**_norm_targets(config), **_linear_targets(config)}
     for i in range(config.num_layers):
-        for name, (path, shape) in layer.items():
-            targets[f"model.layers.{i}.{name}"] = _Target(f"layers_{i}/{path}", shape)
+        for name, target in layer.items():
+            paths = tuple(f"layers_{i}/{path}" for path in target.paths)
+            targets[f"model.layers.{i}.{name}"] = target._replace(paths=paths)
     return targets
 
 
@@ -212,7 +238,7 @@ def _norm_targets(config: ModelConfig) -> dict[str, _Target]:
              "post_attention_layernorm": ("post_norm", config.hidden_size)}
     if config.qk_norm:
         norms |= {f"self_attn.{name}": (name, config.head_dim) for name in ("q_norm", "k_norm")}
-    return {f"{name}.weight": _Target(f"{path}/scale", (size,)) for name, (path, size) in norms.items()}
+    return {f"{name}.weight": _Target.of((f"{path}/scale", (size,))) for name, (path, size) in norms.items()}
 
 
 def _linear_targets(config: ModelConfig) -> dict[str, _Target]:
@@ -228,9 +254,16 @@ def _linear_targets(config: ModelConfig) -> dict[str, _Target]:
         "mlp.up_proj": ("mlp/up_proj", (inner, hidden), config.mlp_bias),
         "mlp.down_proj": ("mlp/down_proj", (hidden, inner), config.mlp_bias),
     }
-    weights = {f"{name}.weight": _Target(f"{path}/weight", shape) for name, (path, shape, _) in maps.items()}
-    biases = {f"{name}.bias": _Target(f"{path}/bias", shape[:1]) for name, (path, shape, bias) in maps.items() if bias}
-    return weights | biases
+    # Phi-3's files hold maps of the same input as one.
+    fused = _FUSED if config.family == "phi3" else {}
+    apart = {name: (name,) for name in maps if not any(name in names for names in fused.values())}
+    targets = {}
+    for tensor, names in {**fused, **apart}.items():
+        parts = [maps[name] for name in names]
+        targets[f"{tensor}.weight"] = _Target.of(*((f"{path}/weight", shape) for path, shape, _ in parts))
+        if parts[0][2]:
+            targets[f"{tensor}.bias"] = _Target.of(*((f"{path}/bias", shape[:1]) for path, shape, _ in parts))
+    return targets
 
 
 # ---- contents of the files
@@ -314,10 +347,17 @@ def _check_tensor(source: StoredTensor, target: _Target) -> None:
                               f"configuration asks for {target.shape}")
 
 
+def _check_plain(stored: StoredTensor) -> None:
+    if stored.dtype not in tensor_file.PLAIN:
+        raise CheckpointError(f"{stored.file}: tensor {stored.name} has dtype {stored.dtype}; supported: "
+                              f"{', '.join(tensor_file.PLAIN)}")
+
+
 def others_in(held: Mapping[str, list[StoredTensor]], weights: Weights) -> list[str]:
     """Returns the names of tensors that are in the files but not in the model."""
-    read = set(weights.tensors.values())
-    return [name for name in sorted(held) if read.isdisjoint(held[name]) and not _DERIVED.fullmatch(name)]
+    read = {(stored.file, stored.name) for stored in weights.tensors.values()}
+    return [name for name in sorted(held) if not _DERIVED.fullmatch(name)
+            and read.isdisjoint((stored.file, stored.name) for stored in held[name])]
 
 
 def _warn_of_others(held: Mapping[str, list[StoredTensor]], weights: Weights) -> None:
@@ -329,7 +369,8 @@ def _warn_of_others(held: Mapping[str, list[StoredTensor]], weights: Weights) ->
 
 
 def _check_params(path: pathlib.Path, flat: Mapping[str, jax.Array], targets: Mapping[str, _Target]) -> None:
-    expected = {target.path: target.shape for target in targets.values()}
+    expected = {path: (rows, *target.shape[1:]) for target in targets.values()
+                for path, rows in zip(target.paths, target.rows, strict=True)}
     for name in sorted(flat.keys() | expected.keys()):
         have = flat[name].shape if name in flat else None
         if have != expected.get(name):
@@ -361,8 +402,11 @@ def _opened(file: pathlib.Path) -> BinaryIO:
         raise CheckpointError(f"{file}: cannot be opened ({error}); download it again") from error
 
 
-def _to_tensor(path: pathlib.Path, name: str, value: jax.Array, dtype: str) -> np.ndarray:
-    stored = np.asarray(value)
-    tensor_file.check_finite(f"{path}: parameter {name}", stored, dtype)
-    # save_file ignores strides and writes the bytes from the array's address on, so they must be in C order.
-    return stored.astype(jnp.dtype(dtype), order="C")
+def _to_tensor(path: pathlib.Path, target: _Target, flat: Mapping[str, jax.Array], dtype: str) -> np.ndarray:
+    parts = []
+    for name in target.paths:
+        stored = np.asarray(flat[name])
+        tensor_file.check_finite(f"{path}: parameter {name}", stored, dtype)
+        # save_file ignores strides and writes the bytes from the array's address on, so they must be in C order.
+        parts.append(stored.astype(jnp.dtype(dtype), order="C"))
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)

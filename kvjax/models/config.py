@@ -5,7 +5,7 @@ import dataclasses
 from kvjax.errors import ConfigError
 from kvjax.ops.rotary import RopeConfig
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3")
 _SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
     "max_position",
@@ -45,8 +45,7 @@ class ModelConfig:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
-        if self.head_dim % 2:
-            raise ConfigError(f"head_dim={self.head_dim} is odd; rotary embedding needs an even head size")
+        self.rope.check(self.head_dim)
         if not self.windows:
             object.__setattr__(self, "windows", (None,) * self.num_layers)
         if len(self.windows) != self.num_layers:
@@ -56,3 +55,7 @@ class ModelConfig:
     def group(self) -> int:
         """Query heads per KV head (G)."""
         return self.num_heads // self.num_kv_heads
+
+    def for_length(self, tokens: int) -> "ModelConfig":
+        """Returns the model for texts of `tokens` tokens, which its rotary embedding may depend on."""
+        return dataclasses.replace(self, rope=self.rope.for_length(tokens, self.head_dim))

@@ -10,7 +10,7 @@ import os
 import pathlib
 import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ import numpy as np
 from kvjax import _files
 from kvjax.errors import CheckpointError, ConfigError
 from kvjax.models.config import FAMILIES, ModelConfig, RopeConfig
+from kvjax.ops.rotary import longrope_attention_factor, yarn_attention_factor
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
@@ -46,10 +47,15 @@ _DEFAULTS: dict[str, Fields] = {
     },
     "qwen2": _QWEN,
     "qwen3": _QWEN | {"head_dim": 128},
+    "phi3": _COMMON | {
+        "vocab_size": 32_064, "hidden_size": 3072, "intermediate_size": 8192, "num_key_value_heads": None,
+        "max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+        "sliding_window": None, "bos_token_id": 1, "eos_token_id": 32_000,
+    },
 }
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "phi3": "Phi3ForCausalLM",
 }
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _REQUIRED = object()
@@ -182,15 +188,29 @@ class _Section:
             raise self.wrong(name, f"expected an integer of at least {least} and at most {most}")
         return value
 
-    def number(self, name: str) -> float:
-        """Returns a positive number that is finite and above zero as f32, too."""
+    def number(self, name: str, default: Any = _REQUIRED, zero_is_none: bool = False) -> Any:
+        """Returns a positive number that is finite and above zero as f32, too.
+
+        Null or no value, and a zero if `zero_is_none`, mean `default` if one is given.
+        """
         value: Any = self.fields.get(name)
-        if type(value) not in (int, float) or not _LEAST_NUMBER <= value <= _MOST_NUMBER:
+        absent = value is None or (zero_is_none and type(value) in (int, float) and value == 0)
+        if absent and default is not _REQUIRED:
+            return default
+        if not _is_positive(value):
             raise self.wrong(name, f"expected a number above zero, at most {_MOST_NUMBER:.2g}")
         return float(value)
 
-    def switch(self, name: str) -> bool:
-        value = self.fields.get(name)
+    def numbers(self, name: str) -> tuple[float, ...]:
+        """Returns a list of numbers, each as `number` allows."""
+        value: Any = self.fields.get(name)
+        if not isinstance(value, list) or not value or not all(map(_is_positive, value)):
+            raise self.wrong(name, f"expected a list of numbers above zero, at most {_MOST_NUMBER:.2g}")
+        return tuple(map(float, value))
+
+    def switch(self, name: str, default: Any = _REQUIRED) -> bool:
+        """Returns true or false; no value means `default` if one is given."""
+        value = self.fields.get(name, default)
         if type(value) is not bool:
             raise self.wrong(name, "expected true or false")
         return value
@@ -204,6 +224,10 @@ class _Section:
 
     def wrong(self, name: str, expected: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: {self.prefix}{name} is {shown(self.fields.get(name))}; {expected}")
+
+
+def _is_positive(value: Any) -> bool:
+    return type(value) in (int, float) and _LEAST_NUMBER <= value <= _MOST_NUMBER
 
 
 def parse(path: pathlib.Path, raw: Fields, generation: Fields) -> ModelConfig:
@@ -224,7 +248,7 @@ def parse(path: pathlib.Path, raw: Fields, generation: Fields) -> ModelConfig:
             **_switches(section, family),
             rms_norm_eps=section.number("rms_norm_eps"),
             windows=_windows(section, family),
-            rope=_rope(section),
+            rope=_rope(section, family),
             bos_token_id=next(iter(token_ids("bos_token_id", *ids)), None),
             eos_token_ids=token_ids("eos_token_id", *ids),
         )
@@ -268,7 +292,7 @@ def _windows(section: _Section, family: str) -> tuple[int | None, ...]:
     if family == "llama":
         return (None,) * layers
     window = section.integer("sliding_window", default=None)
-    if family == "mistral":
+    if family in ("mistral", "phi3"):
         return (window,) * layers
     if not section.switch("use_sliding_window"):
         window = None
@@ -287,7 +311,7 @@ def _typed_windows(section: _Section, layers: int, window: int | None) -> tuple[
     return tuple(window if kind == _SLIDING else None for kind in kinds)
 
 
-def _rope(section: _Section) -> RopeConfig:
+def _rope(section: _Section, family: str) -> RopeConfig:
     """Returns the rotary embedding from `rope_scaling` and `rope_theta`, or from the newer `rope_parameters`."""
     name = "rope_parameters" if section.fields.get("rope_scaling") in (None, {}) else "rope_scaling"
     scaling = section.fields.get(name)
@@ -298,17 +322,78 @@ def _rope(section: _Section) -> RopeConfig:
     inherited = {"rope_type": scaling.get("type", "default"), "rope_theta": section.fields["rope_theta"],
                  "partial_rotary_factor": section.fields.get("partial_rotary_factor")}
     rope = _Section(section.path, inherited | scaling, f"{name}.")
+    if family == "phi3":
+        return _phi3_rope(section, rope)
     rope.require("partial_rotary_factor", (None, 1.0))
-    kind = rope.require("rope_type", ("default", "linear", "llama3"))
-    theta = rope.number("rope_theta")
-    if kind == "default":
-        return RopeConfig(theta)
-    if kind == "linear":
-        return RopeConfig(theta, kind, rope.number("factor"))
+    kind = rope.require("rope_type", ("default", *_STRETCHED))
+    base = RopeConfig(rope.number("rope_theta"))
+    return base if kind == "default" else _STRETCHED[kind](section, rope, base)
+
+
+def _phi3_rope(section: _Section, rope: _Section) -> RopeConfig:
+    """Returns the rotary embedding of Phi-3, whose older files call longrope su, or yarn."""
+    outside = section.fields.get("partial_rotary_factor")
+    inside = rope if outside is None else section  # transformers overwrites the inner one
+    base = RopeConfig(rope.number("rope_theta"), partial=inside.number("partial_rotary_factor", default=1.0))
+    kind = rope.require("rope_type", ("default", "longrope", "su", "yarn"))
+    return base if kind == "default" else _longrope(section, rope, base)
+
+
+def _linear(_: _Section, rope: _Section, base: RopeConfig) -> RopeConfig:
+    return dataclasses.replace(base, kind="linear", factor=rope.number("factor"))
+
+
+def _dynamic(section: _Section, rope: _Section, base: RopeConfig) -> RopeConfig:
+    length = section.integer("max_position_embeddings")
+    return dataclasses.replace(base, kind="dynamic", factor=rope.number("factor"), original_max_position=length)
+
+
+def _llama3(section: _Section, rope: _Section, base: RopeConfig) -> RopeConfig:
     low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
     if not low < high:
         raise rope.wrong("high_freq_factor", f"expected more than low_freq_factor, which is {low}")
-    return RopeConfig(theta, kind, rope.number("factor"), low, high, _original_max_position(section, rope))
+    return dataclasses.replace(
+        base, kind="llama3", factor=rope.number("factor"), low_freq_factor=low, high_freq_factor=high,
+        original_max_position=_original_max_position(section, rope),
+    )
+
+
+def _yarn(section: _Section, rope: _Section, base: RopeConfig) -> RopeConfig:
+    original, factor = _original_and_factor(section, rope)
+    if base.theta <= 1:
+        raise rope.wrong("rope_theta", "yarn expects more than 1")
+    mscale, of_all = (rope.number(name, None, zero_is_none=True) for name in ("mscale", "mscale_all_dim"))
+    recommended = yarn_attention_factor(factor)
+    if mscale and of_all:
+        recommended = yarn_attention_factor(factor, mscale) / yarn_attention_factor(factor, of_all)
+    return dataclasses.replace(
+        base, kind="yarn", factor=factor, original_max_position=original,
+        attention_factor=rope.number("attention_factor", recommended),
+        beta_fast=rope.number("beta_fast", 32.0, zero_is_none=True),
+        beta_slow=rope.number("beta_slow", 1.0, zero_is_none=True), truncate=rope.switch("truncate", True),
+    )
+
+
+def _longrope(section: _Section, rope: _Section, base: RopeConfig) -> RopeConfig:
+    original, factor = _original_and_factor(section, rope)
+    if original < 2:
+        raise rope.wrong("original_max_position_embeddings", "longrope expects at least 2")
+    return dataclasses.replace(
+        base, kind="longrope", original_max_position=original, short_factor=rope.numbers("short_factor"),
+        long_factor=rope.numbers("long_factor"),
+        attention_factor=rope.number("attention_factor", longrope_attention_factor(factor, original)),
+    )
+
+
+_STRETCHED: dict[str, Callable[[_Section, _Section, RopeConfig], RopeConfig]] = {
+    "linear": _linear, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope, "dynamic": _dynamic,
+}
+
+
+def _original_and_factor(section: _Section, rope: _Section) -> tuple[int, float]:
+    """Returns the length first trained on, and how many times as long texts may be."""
+    original = _original_max_position(section, rope)
+    return original, rope.number("factor", section.integer("max_position_embeddings") / original)
 
 
 def _original_max_position(section: _Section, rope: _Section) -> int:
@@ -320,12 +405,6 @@ def _original_max_position(section: _Section, rope: _Section) -> int:
 
 def _to_fields(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """Returns the content of config.json, with rope and dtype in the old spelling, which all of transformers reads."""
-    rope = {"rope_type": config.rope.kind, "factor": config.rope.factor}
-    if config.rope.kind == "llama3":
-        rope |= {
-            "low_freq_factor": config.rope.low_freq_factor, "high_freq_factor": config.rope.high_freq_factor,
-            "original_max_position_embeddings": config.rope.original_max_position,
-        }
     return {
         "architectures": [_ARCHITECTURES[config.family]], "model_type": config.family, "torch_dtype": dtype,
         "vocab_size": config.vocab_size, "hidden_size": config.hidden_size, "hidden_act": "silu",
@@ -334,16 +413,51 @@ def _to_fields(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "head_dim": config.head_dim, "max_position_embeddings": config.max_position,
         "rms_norm_eps": config.rms_norm_eps, "tie_word_embeddings": config.tie_embeddings,
         "attention_bias": config.output_bias, "mlp_bias": config.mlp_bias, "rope_theta": config.rope.theta,
-        "rope_scaling": None if config.rope.kind == "default" else rope,
-        **_window_fields(config), **_special_ids(config),
+        "rope_scaling": _scaling_fields(config),
+        **_phi3_fields(config), **_window_fields(config), **_special_ids(config),
     }
+
+
+def _scaling_fields(config: ModelConfig) -> dict[str, Any] | None:
+    """Returns the content of `rope_scaling`."""
+    rope = config.rope
+    original = {"original_max_position_embeddings": rope.original_max_position}
+    match rope.kind:
+        case "default":
+            return None
+        case "longrope":
+            own: dict[str, Any] = {name: list(getattr(rope, name)) for name in ("short_factor", "long_factor")}
+            factor = config.max_position / rope.original_max_position
+            if config.family != "phi3":
+                own |= original
+            elif rope.attention_factor == longrope_attention_factor(factor, rope.original_max_position):
+                return {"type": "longrope", **own}  # transformers 4 refuses further fields and `rope_type`
+            return {"type": "longrope", **own, "attention_factor": rope.attention_factor}
+        case "yarn":
+            own = {name: getattr(rope, name) for name in ("attention_factor", "beta_fast", "beta_slow", "truncate")}
+            own |= original
+        case "llama3":
+            own = {name: getattr(rope, name) for name in ("low_freq_factor", "high_freq_factor")} | original
+        case _:
+            own = {}
+    return {"rope_type": rope.kind, "factor": rope.factor, **own}
+
+
+def _phi3_fields(config: ModelConfig) -> dict[str, Any]:
+    """Returns the fields that only Phi-3 has."""
+    if config.family != "phi3":
+        return {}
+    # Without pad_token_id, padding is token 32,000, and transformers refuses a smaller vocabulary.
+    original = config.rope.original_max_position if config.rope.kind == "longrope" else config.max_position
+    return {"partial_rotary_factor": config.rope.partial, "original_max_position_embeddings": original,
+            "pad_token_id": None}
 
 
 def _window_fields(config: ModelConfig) -> dict[str, Any]:
     if config.family == "llama":
         return {}
     window = next((w for w in config.windows if w is not None), None)
-    if config.family == "mistral":
+    if config.family in ("mistral", "phi3"):
         return {"sliding_window": window}
     return {
         "use_sliding_window": window is not None,

@@ -139,7 +139,9 @@ class Block(nn.Module):
         return self.finish(x, attended)
 
     def _rotate(self, x, positions):
-        return rotary.rotate(x, positions, rotary.inverse_frequencies(self.config.head_dim, self.config.rope))
+        rope = self.config.rope
+        freqs = rotary.inverse_frequencies(self.config.head_dim, rope)
+        return rotary.rotate(x, positions, freqs, rope.attention_factor)
 
 
 class Transformer(nn.Module):

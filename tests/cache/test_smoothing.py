@@ -153,3 +153,17 @@ def test_a_model_with_biases_scores_as_with_floats(llm, chunk, tmp_path):
     caches["int8"].save(tmp_path)
     again = llm.score(tokens[60:], llm.restore(tmp_path)).logprobs
     np.testing.assert_array_equal(again, likely["int8"])
+
+
+@quantised
+def test_a_bias_where_nothing_rotates_stays_where_it_is(dtype):
+    """With partial rotation, of which a half of the bias knows nothing."""
+    rope, (q, key, bias) = RopeConfig(theta=1e6, partial=0.5), drawn(4)
+    bias[:28] = bias[32:60] = 0  # pairs of 16 would turn them fast; those after 32 do not rotate
+    pos = np.arange(TOKENS, dtype=np.int32)
+    turned = rotary.rotate(jnp.asarray(key + bias).swapaxes(0, 1), pos, rotary.inverse_frequencies(SIZE, rope))
+    key = np.asarray(turned.swapaxes(0, 1))
+    smoothing = learn(spec_of(rope), key[:, :64], pos[:64], np.ones(64, bool))
+    np.testing.assert_allclose(smoothing.shift[0, 60:], bias[60:], atol=0.5)
+    assert (np.asarray(smoothing.scale[0, 60:]) < 2).all()
+    assert error(q, key, kept_by(smoothing, key, dtype)) < 0.3 * error(q, key, kept_by(None, key, dtype))

@@ -28,6 +28,7 @@ TIED = dataclasses.replace(PLAIN, tie_embeddings=True)
 BIASED = dataclasses.replace(PLAIN, qkv_bias=True, output_bias=True, mlp_bias=True)
 QWEN3 = dataclasses.replace(PLAIN, family="qwen3", qk_norm=True, head_dim=8)
 QWEN3_BIASED = dataclasses.replace(BIASED, family="qwen3", qk_norm=True)
+PHI3 = dataclasses.replace(PLAIN, family="phi3")
 QUERY, KEY = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.self_attn.k_proj.weight"
 
 
@@ -48,7 +49,14 @@ def tensors_of(config, dtype=np.float32):
         if config.qk_norm:
             shapes |= {f"{layer}self_attn.{name}_norm.weight": (config.head_dim,) for name in "qk"}
     rng = np.random.default_rng(0)
-    return {name: rng.normal(size=shape).astype(dtype) for name, shape in shapes.items()}
+    tensors = {name: rng.normal(size=shape).astype(dtype) for name, shape in shapes.items()}
+    if config.family == "phi3":
+        for name in [name for name in tensors if re.search("self_attn.q_proj|mlp.gate_proj", name)]:
+            inside = ("q_proj", "k_proj", "v_proj") if "q_proj" in name else ("gate_proj", "up_proj")
+            parts = [tensors.pop(name.replace(inside[0], part)) for part in inside]
+            fused = name.replace("q_proj", "qkv_proj").replace("gate_proj", "gate_up_proj")
+            tensors[fused] = np.concatenate(parts)
+    return tensors
 
 
 @pytest.fixture
@@ -115,7 +123,8 @@ def random_params(config):
 
 
 @pytest.mark.parametrize(
-    "config", [PLAIN, TIED, BIASED, QWEN3, QWEN3_BIASED], ids=["plain", "tied", "biased", "qwen3", "qwen3_biased"]
+    "config", [PLAIN, TIED, BIASED, QWEN3, QWEN3_BIASED, PHI3],
+    ids=["plain", "tied", "biased", "qwen3", "qwen3_biased", "phi3"],
 )
 def test_tree_is_that_of_init(write, config):
     loaded = jax.eval_shape(lambda params: params, load_params(write(tensors_of(config)), config))
@@ -148,6 +157,27 @@ def test_tensors_are_kept_as_they_are(write, config, path, name):
     tensors = tensors_of(config)
     loaded = traverse_util.flatten_dict(load_params(write(tensors), config), sep="/")
     np.testing.assert_array_equal(loaded[path], tensors[name])
+
+
+def test_phi3s_fused_tensors_are_split_and_fused_again(write, tmp_path):
+    apart, fused = tensors_of(PLAIN), tensors_of(PHI3)
+    directory = write(fused)
+    loaded = load_params(directory, PHI3)
+    flat = traverse_util.flatten_dict(loaded["layers_1"], sep="/")
+    for part in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
+        path = part.removeprefix("self_attn.").replace(".", "/")
+        np.testing.assert_array_equal(flat[f"{path}/weight"], apart[f"model.layers.1.{part}.weight"])
+    save_params(loaded, PHI3, tmp_path / "again")
+    saved = load_file(tmp_path / "again" / "model.safetensors")
+    assert saved.keys() == fused.keys()
+    for name, tensor in fused.items():
+        np.testing.assert_array_equal(saved[name], tensor)
+
+
+def test_a_fused_tensor_of_another_size_is_refused(write):
+    tensors = tensors_of(PHI3)
+    name = "model.layers.1.self_attn.qkv_proj.weight"
+    refused(write(tensors | {name: tensors[name][:-1]}), name, "(31, 12)", "(32, 12)", config=PHI3)
 
 
 @pytest.mark.parametrize("stored", [np.float32, np.float16, jnp.bfloat16])

@@ -11,12 +11,14 @@ import pytest
 from tiny import dense, through_the_cache
 
 import kvjax
+from kvjax.errors import ConfigError, PromptError
 from kvjax.models import checkpoint
 from kvjax.models.config import FAMILIES
 from kvjax.models.hf_config import read_config
 from kvjax.models.transformer import Transformer
 
 GOLDENS = sorted(path.parent for path in pathlib.Path(__file__).parents[1].glob("goldens/*/golden.npz"))
+BY_LENGTH = [path for path in GOLDENS if read_config(path).rope.by_length]
 over_goldens = pytest.mark.parametrize("directory", GOLDENS, ids=[path.name for path in GOLDENS])
 
 
@@ -79,5 +81,91 @@ def test_greedy_continuation(directory):
     model, params = load(directory)
     golden = np.load(directory / "golden.npz")
     prompt, expected = golden["tokens"][0], golden["greedy"]
+    model = Transformer(model.config.for_length(len(prompt) + len(expected)))
     tokens = greedy(model, params, jnp.asarray(prompt), len(prompt) + len(expected))
     np.testing.assert_array_equal(tokens[len(prompt) :], expected)
+
+
+# ---------------------------------------------------------------- beyond the length first trained on
+
+FULL_BUDGET = {"budget": 128, "window": 4, "sinks": 2}
+WAYS = {
+    "staged": {},
+    "fused": {"driver": "fused"},
+    "chunks": {"chunk": 24},
+    "quest": {"method": kvjax.Quest(**FULL_BUDGET)},
+    "dynakv": {"method": kvjax.DynaKV(**FULL_BUDGET)},
+    "kvswap": {"method": kvjax.KVSwap(**FULL_BUDGET, sigma=1, bits=32)},
+    "shadowkv": {"method": kvjax.ShadowKV(**FULL_BUDGET, sigma=1)},
+    "rle": {"method": kvjax.RLE(before_rotation=True, tolerance=1e-6)},
+}
+over_models_by_length = pytest.mark.parametrize("directory", BY_LENGTH, ids=[path.name for path in BY_LENGTH])
+
+
+def beyond(directory):
+    """A text that is longer than the model's original length, and the log-probabilities after its last tokens."""
+    golden = np.load(directory / "golden.npz")
+    assert len(golden["long_tokens"]) > read_config(directory).rope.original_max_position
+    return golden["long_tokens"][None], jax.nn.log_softmax(golden["long_logits"])
+
+
+def test_dynamic_longrope_and_partial_rotation_have_goldens():
+    ropes = [read_config(directory).rope for directory in BY_LENGTH]
+    assert {rope.kind for rope in ropes} == {"dynamic", "longrope"} and {rope.partial for rope in ropes} == {0.75, 1.0}
+
+
+@over_models_by_length
+def test_a_long_text_read_at_once(directory):
+    model, params = load(directory)
+    tokens, expected = beyond(directory)
+    found = jax.nn.log_softmax(dense(params, tokens, model.config)[0, -len(expected):])
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+    short = jax.nn.log_softmax(dense(params, tokens[:, -24:], model.config)[0])
+    assert np.abs(short - expected).max() > 0.1
+    cache = kvjax.LLM(model.config, params).prefill(tokens.tolist(), capacity=tokens.shape[1])
+    np.testing.assert_allclose(jax.nn.log_softmax(cache.logits)[0], expected[-1], rtol=0, atol=1e-4)
+
+
+@over_models_by_length
+@pytest.mark.parametrize("way", WAYS)
+def test_a_long_text_of_which_a_part_is_decoded(directory, way):
+    """The prompt alone is within the original length: the capacity says how its keys are rotated."""
+    model, params = load(directory)
+    tokens, expected = beyond(directory)
+    llm = kvjax.LLM(model.config, params)
+    logits = through_the_cache(llm, tokens, 60, capacity=tokens.shape[1], **WAYS[way])
+    found = jax.nn.log_softmax(logits[0, 1 - len(expected):])
+    np.testing.assert_allclose(found, expected[:-1], rtol=0, atol=1e-4)
+
+
+@over_models_by_length
+def test_a_prompt_within_the_original_length_has_a_cache_within_it(directory):
+    model, params = load(directory)
+    llm, original = kvjax.LLM(model.config, params), model.config.rope.original_max_position
+    assert llm.prefill([5] * original, method=kvjax.StreamingLLM(budget=40)).plan.capacity == original
+    cache = llm.prefill([5] * (original - 4))
+    assert len(llm.generate([7], cache, max_new_tokens=3, eos=()).tokens[0]) == 3
+    with pytest.raises(PromptError, match="prefill with a larger capacity"):
+        llm.generate([7], cache, max_new_tokens=4)
+    assert llm.prefill([5] * (original + 1)).plan.capacity >= original + 1024
+
+
+@over_models_by_length
+def test_a_text_read_for_another_capacity_is_refused(directory):
+    model, params = load(directory)
+    llm, tokens = kvjax.LLM(model.config, params), beyond(directory)[0][:, :40].tolist()
+    with pytest.raises(ConfigError, match=r"capacity=96, .* read it with capacity=120"):
+        llm.prefill(llm.read(tokens), capacity=120)
+    read = llm.prefill(llm.read(tokens, capacity=120))
+    np.testing.assert_array_equal(read.logits, llm.prefill(tokens, capacity=120).logits)
+    assert read.plan.capacity == 120
+
+
+@over_models_by_length
+def test_a_restored_cache_rotates_as_before(directory, tmp_path):
+    model, params = load(directory)
+    llm, (tokens, expected) = kvjax.LLM(model.config, params), beyond(directory)
+    llm.prefill(tokens[:, :100].tolist(), capacity=120).save(tmp_path)
+    found = llm.score(tokens[:, 100:].tolist(), llm.restore(tmp_path)).logprobs[0]
+    np.testing.assert_allclose(found, [row[token] for row, token in zip(expected[3:], tokens[0, 100:], strict=False)],
+                               rtol=0, atol=1e-4)

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from kvjax.errors import CheckpointError
-from kvjax.models.config import ModelConfig, RopeConfig
+from kvjax.models.config import FAMILIES, ModelConfig, RopeConfig
 from kvjax.models.hf_config import read_config, write_config
 
 SMALL = {
@@ -14,6 +14,8 @@ SMALL = {
     "num_key_value_heads": 2,
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1, 2.0, 3.0, 4.0]}
 
 
 def model(**changes):
@@ -61,7 +63,7 @@ def test_missing_kv_heads_have_the_familys_default(read, family, expected):
     assert config.num_kv_heads == expected
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_null_kv_heads_are_as_many_as_query_heads(read, family):
     assert read(family, num_key_value_heads=None).num_kv_heads == 4
 
@@ -71,12 +73,12 @@ def test_missing_head_dim(read, family, expected):
     assert read(family).head_dim == expected
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_null_head_dim_is_hidden_size_over_heads(read, family):
     assert read(family, head_dim=None).head_dim == 8
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_explicit_head_dim(read, family):
     assert read(family, head_dim=16).head_dim == 16
 
@@ -166,16 +168,81 @@ def test_original_length_beside_the_rope_settings_comes_first(read):
     assert read(rope_scaling=scaling, original_max_position_embeddings=128).rope.original_max_position == 128
 
 
+def test_yarn_has_the_papers_defaults(read):
+    expected = RopeConfig(1e4, "yarn", 4.0, original_max_position=64, attention_factor=0.1 * math.log(4) + 1)
+    assert read(rope_scaling=YARN).rope == expected
+    assert read(rope_scaling=YARN | {"factor": None}, max_position_embeddings=256).rope == expected
+    zeros = dict.fromkeys(("beta_fast", "beta_slow", "mscale", "mscale_all_dim"), 0)  # as transformers reads them
+    assert read(rope_scaling=YARN | zeros | {"attention_factor": None}).rope == expected
+    assert read(rope_scaling=YARN | {"mscale": 1.0, "mscale_all_dim": 0}).rope == expected
+
+
+def test_every_field_of_yarn(read):
+    given = {"beta_fast": 8, "beta_slow": 2.0, "truncate": False, "attention_factor": 1.5, "mscale": 3.0,
+             "mscale_all_dim": 1.0}
+    rope = read(rope_scaling=YARN | given).rope
+    assert rope == RopeConfig(1e4, "yarn", 4.0, original_max_position=64, attention_factor=1.5, beta_fast=8.0,
+                              beta_slow=2.0, truncate=False)
+    del given["attention_factor"]
+    expected = (0.3 * math.log(4) + 1) / (0.1 * math.log(4) + 1)
+    assert read(rope_scaling=YARN | given).rope.attention_factor == pytest.approx(expected)
+
+
+def test_dynamic_rope_grows_from_the_models_length(read):
+    scaling = {"rope_type": "dynamic", "factor": 3.0, "original_max_position_embeddings": 7}
+    rope = read(rope_scaling=scaling, max_position_embeddings=96).rope
+    assert rope == RopeConfig(1e4, "dynamic", 3.0, original_max_position=96)
+
+
+@pytest.mark.parametrize("kind", ["longrope", "su", "yarn"])
+def test_phi3_has_longrope_under_three_names(read, kind):
+    rope = read("phi3", rope_scaling=LONGROPE | {"type": kind}, original_max_position_embeddings=64,
+                max_position_embeddings=256).rope
+    assert (rope.kind, rope.original_max_position) == ("longrope", 64)
+    assert (rope.short_factor, rope.long_factor) == ((1.0, 1.1, 1.2, 1.3), (1.0, 2.0, 3.0, 4.0))
+    assert rope.attention_factor == pytest.approx(math.sqrt(1 + math.log(4) / math.log(64)))
+
+
+def test_phi3_without_original_length_has_4096(read):
+    assert read("phi3", rope_scaling=LONGROPE, max_position_embeddings=8192).rope.original_max_position == 4096
+
+
+def test_longrope_of_another_family_and_its_factor(read):
+    scaling = LONGROPE | {"factor": 8.0, "original_max_position_embeddings": 64}
+    rope = read(rope_scaling=scaling).rope
+    assert rope.attention_factor == pytest.approx(math.sqrt(1 + math.log(8) / math.log(64)))
+    assert read(rope_scaling=scaling | {"attention_factor": 2.5}).rope.attention_factor == 2.5
+
+
+@pytest.mark.parametrize("fields", [
+    {"partial_rotary_factor": 0.5}, {"rope_parameters": {"partial_rotary_factor": 0.5}},
+    {"partial_rotary_factor": 0.5, "rope_parameters": {"partial_rotary_factor": 1.0}},
+])
+def test_phi3_may_rotate_a_part_of_each_head(read, fields):
+    assert read("phi3", **fields).rope == RopeConfig(partial=0.5)
+
+
+@pytest.mark.parametrize("size, part, pairs", [(80, 0.5, 20), (80, 0.75, 30), (96, 0.5, 24), (96, 0.75, 36)])
+def test_longrope_has_a_factor_for_each_pair_that_rotates(read, size, part, pairs):
+    factors = {"short_factor": [1.0] * pairs, "long_factor": [2.0] * pairs}
+    fields = {"hidden_size": 4 * size, "partial_rotary_factor": part, "family": "phi3"}
+    assert read(**fields, rope_scaling=LONGROPE | factors).rope.rotated(size) == 2 * pairs
+    for name in factors:
+        refused(read, name, f"{pairs + 1} numbers", f"{pairs} pairs", **fields,
+                rope_scaling=LONGROPE | factors | {name: [1.0] * (pairs + 1)})
+
+
 # ---------------------------------------------------------------- sliding windows
 
 
 @pytest.mark.parametrize("window", [None, 16])
-def test_mistral_window_holds_for_every_layer(read, window):
-    assert read("mistral", sliding_window=window).windows == (window,) * 3
+@pytest.mark.parametrize("family", ["mistral", "phi3"])
+def test_mistrals_and_phi3s_window_holds_for_every_layer(read, family, window):
+    assert read(family, sliding_window=window).windows == (window,) * 3
 
 
-def test_mistral_without_window_field_has_4096(read):
-    assert read("mistral").windows == (4096,) * 3
+def test_mistral_without_window_field_has_4096_and_phi3_none(read):
+    assert (read("mistral").windows, read("phi3").windows) == ((4096,) * 3, (None,) * 3)
 
 
 def test_llama_has_no_window(read):
@@ -231,11 +298,27 @@ def test_missing_ids_have_the_familys_default(read, family, bos, eos):
 @pytest.mark.parametrize(
     "words, changes",
     [
-        (["model_type", "'gpt2'", "llama, mistral, qwen2, qwen3"], {"family": "gpt2"}),
+        (["model_type", "'gpt2'", "llama, mistral, qwen2, qwen3, phi3"], {"family": "gpt2"}),
         (["model_type", "None", "qwen3"], {"drop": ["model_type"]}),
         (["hidden_act", "'gelu'", "silu"], {"hidden_act": "gelu"}),
-        (["rope_scaling.rope_type", "'yarn'", "llama3"], {"rope_scaling": {"type": "yarn", "factor": 2.0}}),
-        (["rope_parameters.rope_type", "'dynamic'"], {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}),
+        (["rope_scaling.rope_type", "'su'", "llama3"], {"rope_scaling": {"type": "su", "factor": 2.0}}),
+        (["rope_parameters.rope_type", "'linear'", "longrope"],
+         {"family": "phi3", "rope_parameters": {"rope_type": "linear", "factor": 2.0}}),
+        (["rope_scaling.mscale", "-1"], {"rope_scaling": YARN | {"mscale": -1}}),
+        (["rope_scaling.truncate", "0"], {"rope_scaling": YARN | {"truncate": 0}}),
+        (["rope_scaling.attention_factor", "0"], {"rope_scaling": YARN | {"attention_factor": 0}}),
+        (["rope_scaling.rope_theta", "0.5", "more than 1"], {"rope_theta": 0.5, "rope_scaling": YARN}),
+        (["rope_scaling.factor", "None"], {"rope_scaling": {"type": "dynamic"}}),
+        (["rope_scaling.long_factor", "[]"], {"rope_scaling": LONGROPE | {"long_factor": []}}),
+        (["rope_scaling.short_factor", "None"], {"rope_scaling": LONGROPE | {"short_factor": None}}),
+        (["rope_scaling.short_factor", "-1"], {"rope_scaling": LONGROPE | {"short_factor": [1.0, -1, 1.0, 1.0]}}),
+        (["short_factor", "2 numbers", "4 pairs"], {"rope_scaling": LONGROPE | {"short_factor": [1.0, 2.0]}}),
+        (["original_max_position_embeddings", "1", "at least 2"],
+         {"family": "phi3", "rope_scaling": LONGROPE, "original_max_position_embeddings": 1}),
+        (["partial_rotary_factor=0.4", "3 dimensions"], {"family": "phi3", "partial_rotary_factor": 0.4}),
+        (["partial_rotary_factor=1.5", "12 dimensions"], {"family": "phi3", "partial_rotary_factor": 1.5}),
+        (["partial_rotary_factor", "0"], {"family": "phi3", "partial_rotary_factor": 0}),
+        (["head_dim=2", "dynamic"], {"head_dim": 2, "rope_scaling": {"type": "dynamic", "factor": 2.0}}),
         (["rope_scaling.factor", "None"], {"rope_scaling": {"type": "linear"}}),
         (["rope_scaling.factor", "'x'"], {"rope_scaling": {"type": "linear", "factor": "x"}}),
         (["rope_scaling.low_freq_factor"], {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}),
@@ -318,6 +401,14 @@ WRITABLE = {
     "qwen2": model(family="qwen2", qkv_bias=True),
     "qwen2_window": model(family="qwen2", qkv_bias=True, windows=(None, 16, 16)),
     "qwen3": model(family="qwen3", qk_norm=True, windows=(16, None, 16)),
+    "yarn": model(rope=RopeConfig(1e4, "yarn", 4.0, original_max_position=64, attention_factor=1.2, truncate=False)),
+    "dynamic": model(rope=RopeConfig(1e4, "dynamic", 2.0, original_max_position=96), max_position=96),
+    "longrope": model(rope=RopeConfig(1e4, "longrope", original_max_position=64, attention_factor=1.2,
+                                      short_factor=(1.0,) * 4, long_factor=(2.0,) * 4)),
+    "phi3": model(family="phi3", windows=(16,) * 3),
+    "phi3_longrope": model(family="phi3", rope=RopeConfig(
+        1e4, "longrope", original_max_position=64, attention_factor=1.2, short_factor=(1.0,) * 2,
+        long_factor=(2.0,) * 2, partial=0.5)),
     "qwen3_biased": model(family="qwen3", qk_norm=True, qkv_bias=True, output_bias=True),
 }
 
@@ -332,6 +423,17 @@ def test_written_config_names_architecture_and_dtype(tmp_path):
     write_config(model(), tmp_path, "bfloat16")
     fields = json.loads((tmp_path / "config.json").read_text())
     assert (fields["architectures"], fields["torch_dtype"]) == (["LlamaForCausalLM"], "bfloat16")
+
+
+def test_phi3_is_written_as_transformers_4_has_it(tmp_path):
+    recommended = math.sqrt(1 + math.log(2048 / 64) / math.log(64))
+    rope = RopeConfig(1e4, "longrope", original_max_position=64, attention_factor=recommended,
+                      short_factor=(1.0,) * 4, long_factor=(2.0,) * 4)
+    write_config(model(family="phi3", rope=rope), tmp_path, "float32")
+    fields = json.loads((tmp_path / "config.json").read_text())
+    assert fields["rope_scaling"] == {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    assert (fields["original_max_position_embeddings"], fields["pad_token_id"]) == (64, None)
+    assert read_config(tmp_path).rope == rope
 
 
 def test_ids_of_an_earlier_model_do_not_survive(tmp_path):
@@ -353,6 +455,9 @@ def test_ids_of_an_earlier_model_do_not_survive(tmp_path):
         ("windows", model(family="mistral", windows=(16, None, 16))),
         ("windows", model(family="qwen3", qk_norm=True, windows=(16, 8, 16))),
         ("rope", model(rope=RopeConfig(factor=2.0))),
+        ("rope", model(rope=RopeConfig(partial=0.5))),
+        ("rope", model(rope=RopeConfig(kind="dynamic", original_max_position=64))),
+        ("qkv_bias", model(family="phi3", qkv_bias=True)),
     ],
 )
 def test_setting_without_a_field_is_refused_before_anything_is_written(tmp_path, name, config):

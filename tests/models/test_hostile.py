@@ -27,9 +27,11 @@ MODELS = {
     "mistral": dataclasses.replace(LLAMA, family="mistral", windows=(16, 16)),
     "qwen2": dataclasses.replace(LLAMA, family="qwen2", qkv_bias=True, windows=(None, 16)),
     "qwen3": dataclasses.replace(LLAMA, family="qwen3", qk_norm=True),
+    "phi3": dataclasses.replace(LLAMA, family="phi3"),
 }
 ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.0], "long_factor": [2.0, 2.0], "attention_factor": 1.2}
 # What a field is set to, as it stands in the file.
 VALUES = {
     "null": "null", "minus_one": "-1", "zero": "0", "one": "1", "half": "0.5", "2**31": str(2**31), "2**63": str(2**63),
@@ -98,7 +100,8 @@ def test_any_value_of_any_field(tmp_path, family):
     file = directory / "config.json"
     fields = json.loads(file.read_text())
     # `rope_parameters` is read where there is no `rope_scaling`.
-    fields |= {"rope_scaling": None, "rope_parameters": ROPE | {"rope_theta": 1e4}, "quantization_config": None,
+    rope = LONGROPE if family == "phi3" else ROPE
+    fields |= {"rope_scaling": None, "rope_parameters": rope | {"rope_theta": 1e4}, "quantization_config": None,
                "partial_rotary_factor": 1.0, "original_max_position_embeddings": 64}
     rope = fields["rope_parameters"]
     changed = [fields | {name: "HERE"} for name in fields]

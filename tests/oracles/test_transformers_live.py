@@ -26,9 +26,14 @@ EXTRA = {
         {"attention_bias": True, "head_dim": 24, "use_sliding_window": True, "sliding_window": 5,
          "layer_types": ["sliding_attention", "full_attention"]},
     ),
+    "phi3_tied_window": ("phi3", {"tie_word_embeddings": True, "sliding_window": 5, "pad_token_id": None}),
+    "llama_longrope": ("llama", {"rope_parameters": {
+        "rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [2.0, 4.0, 6.0, 8.0],
+        "factor": 4.0, "original_max_position_embeddings": 20, "rope_theta": 1e4}}),
 }
 GOLDEN_CASES = (
-    "llama_llama3_rope", "llama_linear_biases_tied", "mistral_window", "qwen2_sharded", "qwen3_bf16",
+    "llama_llama3_rope", "llama_linear_biases_tied", "mistral_window", "qwen2_sharded", "qwen3_bf16", "llama_yarn",
+    "qwen2_yarn_mscale", "llama_dynamic", "phi3_longrope", "phi3_partial",
 )
 LENGTH = 80
 
@@ -108,8 +113,11 @@ def test_our_decoded_logits_are_theirs(stored, tokens):
 def test_our_greedy_answer_is_theirs(stored, tokens):
     from scripts import make_goldens
 
-    prompt, llm = tokens[0].tolist(), our_llm(stored)
-    theirs = make_goldens.greedy(make_goldens.load(stored), tokens[0], make_goldens.STEPS).tolist()
+    llm, start = our_llm(stored), tokens[0]
+    if llm.config.rope.by_length:
+        start = start[: make_goldens.LENGTH]  # with the answer, on one side of the model's original length
+    prompt = start.tolist()
+    theirs = make_goldens.greedy(make_goldens.load(stored), start, make_goldens.STEPS).tolist()
     ours = llm.generate(prompt[-1:], llm.prefill(prompt[:-1]), max_new_tokens=make_goldens.STEPS)
     assert ours.tokens == [theirs]
 

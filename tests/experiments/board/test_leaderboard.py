@@ -57,10 +57,10 @@ def test_any_task_is_a_column(exams, task, tmp_path):
 
 def test_contexts_are_read_once_while_they_fit(exams):
     exams.kept.clear()
-    first, second = [exams.read([range(1, n)]) for n in (40, 50)]
-    assert exams.read([range(1, 40)]) is first and exams.read([range(1, 50)]) is second
-    huge = exams.read([range(1, 600)] * 2)
-    assert huge.nbytes > exams.config.keep_bytes and exams.read([range(1, 600)] * 2) is not huge
+    first, second = [exams.read([range(1, n)], 2048) for n in (40, 50)]
+    assert exams.read([range(1, 40)], 2048) is first and exams.read([range(1, 50)], 2048) is second
+    huge = exams.read([range(1, 600)] * 2, 2048)
+    assert huge.nbytes > exams.config.keep_bytes and exams.read([range(1, 600)] * 2, 2048) is not huge
 
 
 def test_a_question_within_the_prompt_is_answered_from_there(exams):
