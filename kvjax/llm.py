@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import hashlib
 import os
-import pathlib
 import warnings
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -658,8 +657,8 @@ def load(path: str | os.PathLike, dtype=jnp.float32, tuning: PrefillDefaults | N
       FormatMismatch: the tuning was made for another model.
     """
     kind = _float_type(dtype)
-    if pathlib.Path(path).expanduser().is_file():
-        weights, tokenizer = gguf.find(path)
+    if os.path.isfile(os.path.expanduser(path)):  # False for a name that the system refuses
+        weights, tokenizer = gguf.find(os.path.expanduser(path))
     else:
         config = hf_config.read_config(path)
         tokenizer = TextTokenizer.from_directory(path)

@@ -17,7 +17,8 @@ from kvjax.errors import ConfigError
 def test_stores_by_name(tmp_path):
     assert common.make_store("memory", tmp_path) is None
     assert isinstance(common.make_store("host", tmp_path), kvjax.HostStore)
-    assert common.make_store("flash", tmp_path / "new").profile == "native" and (tmp_path / "new").is_dir()
+    store = common.make_store("flash", tmp_path / "new")
+    assert (store.profile, store.path, store.temporary) == ("native", str(tmp_path / "new"), True)
     store = common.make_store("flash:emmc", tmp_path)
     assert (store.profile, store.layout) == ("emmc", "grouped")
     store = common.make_store("flash:emmc:sequential", tmp_path)
