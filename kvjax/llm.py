@@ -658,7 +658,7 @@ def load(path: str | os.PathLike, dtype=jnp.float32, tuning: PrefillDefaults | N
     """
     kind = _float_type(dtype)
     if os.path.isfile(os.path.expanduser(path)):  # False for a name that the system refuses
-        weights, tokenizer = gguf.find(os.path.expanduser(path))
+        weights, tokenizer = gguf.find(path)
     else:
         config = hf_config.read_config(path)
         tokenizer = TextTokenizer.from_directory(path)

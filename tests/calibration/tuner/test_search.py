@@ -318,7 +318,7 @@ def test_bad_settings_are_refused(unchecked, llm, tmp_path):
         tuner.tune(llm, HostStore(), TEXT, max_bytes=10**8, path=tmp_path / "nowhere" / "tuning.json")
     with pytest.raises(ConfigError, match="too few"):
         tuner.tune(llm, HostStore(), TEXT[:10], max_bytes=10**8, selected=SELECTED)
-    with pytest.raises(ConfigError, match="a directory"):
+    with pytest.raises(ConfigError, match=r"use FlashStore\(directory="):
         tuner.tune(llm, FlashStore(file=tmp_path / "one.kv"), TEXT, max_bytes=10**8, selected=SELECTED)
     with pytest.raises(ConfigError, match="codec='rle'"):
         tuner.tune(llm, FlashStore(directory=tmp_path, codec="rle"), TEXT, max_bytes=10**8, selected=SELECTED)
