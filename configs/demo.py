@@ -19,7 +19,7 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config.model = ""  # empty: the reference model for 8,192 tokens
     config.dtype = "float32"  # of the weights
     config.store = "flash"
-    config.memory = -1.0  # MiB that a method's cache may take; 0: no limit; -1: 18, none for a text of your own
+    config.memory = -1.0  # MiB that a method's cache may take; 0: no limit; -1: 20, none for a text of your own
     config.context = 7936
     config.digits = 5
     config.needles = (
@@ -42,7 +42,7 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
         {"name": "streaming_llm", "budget": 256},
     )
     if preset == "smoke":
-        config.context, config.needles, config.memory = 400, config.needles[:3], 4.0
+        config.context, config.needles, config.memory = 400, config.needles[:3], 6.0
         config.methods = (
             {"name": "full"},
             {"name": "quest", "budget": 64, "window": 16, "page": 8},

@@ -33,6 +33,7 @@ from kvjax.inference.generate import Generation
 from kvjax.inference.plan import Plan, bytes_of, check_plan, make_plan, outline, store_geometry
 from kvjax.ops import quantize
 from kvjax.store.interface import Stats
+from kvjax.store.io.workers import ArenaStack
 
 COLUMNS = (
     ("method", "{:<26}"), ("right", "{:>6}"), ("tokens_per_s", "{:>9}"), ("wait_share", "{:>7}"),
@@ -41,8 +42,10 @@ COLUMNS = (
 TITLES = ("method", "right", "tokens/s", "waits", "MiB read/token", "MiB held", "slots", "answers")
 _EXTRAS = ("label", "slots", "dtype")  # of a method's settings
 _NEEDLE_TOKENS, _TEXT_TOKENS = 8, 64  # of an answer
-_MEMORY = 18.0  # MiB for the needles: full attention takes up to 17.5, its slots for one layer and what reads land in
+_MEMORY = 20.0  # MiB for the needles: full attention takes up to 19.5, its slots for one layer and what reads land in
 _STAGING_BYTES = 3 << 19  # so that no write is in the way of an answer's reads, and memory has a bound
+# What the store's thread reads into where an asynchronous read was cut short, or met a block that had just been moved.
+_THREADS, _ARENA_BYTES = 1, 2 * ArenaStack.MAX_BYTES
 _TABLE_BYTES = 64  # of the store's tables for each block, at most
 _WARM = 2  # tokens that are not timed: the first one compiles
 _MIB = 2**20
@@ -128,7 +131,7 @@ def store_bytes_at_most(plan: Plan) -> int:
     fetches = 1 + (geometry.layers if plan.method.lookahead else 0)  # at a time; each layer may be guessed ahead
     blocks = geometry.layers * geometry.batch * geometry.kv_heads * geometry.num_blocks
     landing = fetches * geometry.batch * geometry.kv_heads * step * geometry.extent_bytes
-    return _TABLE_BYTES * blocks + _STAGING_BYTES + landing
+    return _TABLE_BYTES * blocks + _STAGING_BYTES + _ARENA_BYTES + landing
 
 
 def resident_bytes(plan: Plan, slots: kvjax.Slots) -> int:
@@ -197,7 +200,8 @@ def answer_all(llm: kvjax.LLM, job: Job, settings, config: ml_collections.Config
     """Returns one row of the table: all questions answered by one method in one cache."""
     method = common.make_method(settings, _EXTRAS)
     limit, slots = limit_of(config), slots_for(llm, job, settings, config)
-    store = common.make_store(config.store, directory, **({"staging_bytes": _STAGING_BYTES} if limit else {}))
+    bounded = {"staging_bytes": _STAGING_BYTES, "threads": _THREADS} if limit else {}
+    store = common.make_store(config.store, directory, **bounded)
     filled = llm.prefill(
         [job.context], method=method, store=store, capacity=capacity(llm, job, config), chunk=config.chunk or None,
         dtype=common.dtype_of(settings), slots=slots,

@@ -40,7 +40,7 @@ def make_config(model, text: str, directory, **settings):
     file.write_text(text)
     config = get_config("smoke")
     config.update(model=str(model), prompt_file=str(file), question="w5 w6", methods=METHODS, max_new_tokens=3,
-                  memory=-1.0 if "store" in settings else 4.0)
+                  memory=-1.0 if "store" in settings else 6.0)
     config.update(settings)
     return config
 
@@ -171,23 +171,23 @@ def test_full_attention_shares_slots_where_its_blocks_do_not_fit_and_is_refused_
     assert demo.fit_slots(plan, whole + store, "full").keep
     for limit in (whole + store - 1, shared + store):
         assert demo.fit_slots(plan, limit, "full") == kvjax.Slots(keep=False)
-    with pytest.raises(ConfigError, match=r"^full needs 2\.7 MiB and the limit is 2\.6; raise --config\.memory"):
+    with pytest.raises(ConfigError, match=r"^full needs 4\.7 MiB and the limit is 4\.6; raise --config\.memory"):
         demo.fit_slots(plan, shared + store - 1, "full")
 
 
 @pytest.mark.parametrize("settings", [{"name": "full"}, {**METHODS[0], "slots": {"count": 20}}])
 def test_a_limit_that_cannot_be_kept_leaves_nothing_behind(model, tmp_path, settings):
-    config = make_config(model, " ".join(f"w{i % 40}" for i in range(60)), tmp_path, memory=1.5)
+    config = make_config(model, " ".join(f"w{i % 40}" for i in range(60)), tmp_path, memory=3.5)
     config.methods = (settings,)
-    with pytest.raises(ConfigError, match=r"the limit is 1\.5; raise --config\.memory"):
+    with pytest.raises(ConfigError, match=r"the limit is 3\.5; raise --config\.memory"):
         demo.run(config, str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
 
 def test_a_cache_that_takes_more_than_was_planned_is_an_error(model, tmp_path, monkeypatch):
     config = make_config(model, "w1 w2 w3 w4", tmp_path)
-    monkeypatch.setattr(demo.Conversation, "_held", lambda self: 5 << 20)
-    with pytest.raises(ConfigError, match=r"held 5\.0 MiB and the limit is 4\.0"):
+    monkeypatch.setattr(demo.Conversation, "_held", lambda self: 7 << 20)
+    with pytest.raises(ConfigError, match=r"held 7\.0 MiB and the limit is 6\.0"):
         demo.run(config, str(tmp_path / "run"))
 
 
