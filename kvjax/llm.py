@@ -25,7 +25,7 @@ from kvjax.inference.answers import Asked, Ends, Result, Scores
 from kvjax.inference.cache import Cache
 from kvjax.inference.chat import Chat
 from kvjax.inference.decode import Driver, check_driver
-from kvjax.inference.generate import Observer, check_logits, running
+from kvjax.inference.generate import Observer, check_logits, extended, running
 from kvjax.inference.plan import Plan, Slots, check_capacity, check_plan, make_plan, on_store, store_geometry
 from kvjax.inference.prefill import PromptActivations
 from kvjax.inference.sampling import Sampling
@@ -357,10 +357,7 @@ class LLM:
     def _extended(self, cache: Cache, rows: list[list[int]], chunk: int) -> Cache:
         """Reads more tokens into `cache`, which must not be used again and is discarded if that fails."""
         try:
-            tokens, length = prefill.batch(rows)
-            state, logits = chunked_prefill.extend(cache.plan, self.params, cache.state, tokens, length, chunk)
-            logits = jnp.where(jnp.asarray(length > 0)[:, None], logits, cache.logits)
-            cache = dataclasses.replace(cache, state=state, logits=logits, pending=())
+            cache = extended(self.params, cache, rows, chunk)
             check_logits(self.params, cache)
             return cache
         except BaseException:

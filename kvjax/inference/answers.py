@@ -83,7 +83,7 @@ def _short(text: str | list[str], most: int = 60) -> str:
 
 @runtime_checkable
 class EndedRun(Protocol):
-    """What a request needs of a run (`kvjax.inference.generate.Generation`) to make its result."""
+    """A run (`kvjax.inference.generate.Generation`), as far as a request needs it to make its result."""
 
     cache: Cache
 
@@ -101,7 +101,7 @@ class Asked:
 
     @property
     def until(self) -> tuple[Ends, Callable[[Sequence[int]], bool]]:
-        """What ends an answer: token ids, and a function that returns True once given all tokens of an answer."""
+        """Token ids that end an answer, and a function that returns True once given all tokens of an answer."""
         return self.ends, self.stops.complete
 
     def texts(self, result: Result) -> list[str]:

@@ -23,7 +23,7 @@ _BETWEEN = "\n\n"  # between the context and the first question
 
 @runtime_checkable
 class Model(Protocol):
-    """What a conversation needs of a model (`kvjax.llm.LLM`)."""
+    """A model (`kvjax.llm.LLM`), as far as a conversation needs it."""
 
     tokenizer: TextTokenizer | None
 

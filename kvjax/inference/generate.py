@@ -84,14 +84,9 @@ class Generation:
 
     def read(self, rows: list[list[int]], chunk: int) -> None:
         """Reads token ids of each sequence in chunks; raises as `chunked_prefill.extend` and NotFinite."""
-        tokens, length = prefill.batch(rows)
-        state, logits = chunked_prefill.extend(
-            self.cache.plan, self.params, self.cache.state, tokens, length, chunk
-        )
-        logits = jnp.where(jnp.asarray(length > 0)[:, None], logits, self.cache.logits)
-        self.cache = dataclasses.replace(self.cache, state=state, logits=logits, pending=())
+        self.cache = extended(self.params, self.cache, rows, chunk)
         check_logits(self.params, self.cache)
-        self.counts.add_read(length, chunk)
+        self.counts.add_read(np.array(list(map(len, rows))), chunk)
 
     def force(self, rows: list[list[int]]) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Scores given tokens; the last one of each row becomes pending.
@@ -197,6 +192,24 @@ def running(params: PyTree, cache: Cache, driver: Driver, observer: Observer | N
     except BaseException:
         run.cache.discard()  # not `close`: writing takes time on a device that may not answer, and could fail, too
         raise
+
+
+def extended(params: PyTree, cache: Cache, rows: list[list[int]], chunk: int) -> Cache:
+    """Reads token ids of each sequence in chunks; raises as `chunked_prefill.extend`.
+
+    Args:
+      params: weights of the model.
+      cache: cache, which must not be used again.
+      rows: token ids of each sequence, those that were pending included.
+      chunk: tokens of a chunk.
+
+    Returns:
+      The cache after them; its logits may not be finite (`check_logits`).
+    """
+    tokens, length = prefill.batch(rows)
+    state, logits = chunked_prefill.extend(cache.plan, params, cache.state, tokens, length, chunk)
+    logits = jnp.where(jnp.asarray(length > 0)[:, None], logits, cache.logits)
+    return dataclasses.replace(cache, state=state, logits=logits, pending=())
 
 
 def check_drawn(drawn: np.ndarray, active: np.ndarray, params: PyTree, cache: Cache) -> None:
