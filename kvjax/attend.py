@@ -15,7 +15,7 @@ What a model must do, and what it must not:
 
   - rotate keys and queries by their positions before it gives them; the newest token's position is `cache.length`.
   - leave scaling to `attend`: scores are q . k / sqrt(head_dim). For another scale s, multiply q by s * sqrt(head_dim).
-    Scores are not capped.
+    `soft_cap` bounds the scores (Gemma 2), and `sink_logits` are gpt-oss's.
   - order heads so that query head h reads KV head h // group, as Hugging Face's models and
     `jax.nn.dot_product_attention` do.
   - compute the attention of the prompt itself: `prefill_cache` stores keys and values, and attends nothing.
@@ -62,7 +62,7 @@ class AttentionCache:
 
 def init_cache(
     method: Method, *, batch: int, kv_heads: int, group: int, head_dim: int, capacity: int, dtype: str = "float32",
-    sliding: int | None = None, rope: RopeConfig | None = None,
+    sliding: int | None = None, rope: RopeConfig | None = None, soft_cap: float | None = None,
 ) -> AttentionCache:
     """Creates an empty cache of one layer.
 
@@ -77,13 +77,14 @@ def init_cache(
       sliding: newest tokens that the model lets a query attend, its own included; None = all.
       rope: how keys were rotated, for methods that rotate them back (ShadowKV, run-length keys before rotation); None =
         unknown, or not at all. Where it depends on the length of the text, give `rope.for_length(tokens, head_dim)`.
+      soft_cap: bound of the model's scores s, which become soft_cap * tanh(s / soft_cap); None = no bound.
 
     Returns:
       The cache.
 
     Raises:
       ConfigError: a size is not a positive integer, budget, window and capacity do not fit together, or `method`,
-        `dtype` or `rope` is not of its kind or depends on the length of the text.
+        `dtype`, `rope` or `soft_cap` is not of its kind, or `rope` depends on the length of the text.
     """
     sizes = {"batch": batch, "kv_heads": kv_heads, "group": group, "head_dim": head_dim, "capacity": capacity}
     if sliding is not None:
@@ -97,9 +98,11 @@ def init_cache(
     if rope is not None:
         rope.check(head_dim)
         rotary.inverse_frequencies(head_dim, rope)  # raises if they depend on the length
+    if soft_cap is not None and not (_validate.number(soft_cap) and soft_cap > 0):
+        raise ConfigError(f"soft_cap={soft_cap!r} must be a number above 0, or None for scores without a bound")
     quantize.check(dtype, head_dim)
     spec = method.spec(kv_heads=kv_heads, group=group, head_dim=head_dim, capacity=capacity)
-    spec = dataclasses.replace(spec, rope=rope, key_type=quantize.tail_type(dtype), sliding=sliding)
+    spec = dataclasses.replace(spec, rope=rope, key_type=quantize.tail_type(dtype), sliding=sliding, soft_cap=soft_cap)
     return _empty(LayerPlan(method, spec), batch, dtype)
 
 
@@ -188,7 +191,7 @@ def _prefilled(cache: AttentionCache, key, value, length, query, token) -> Atten
 @jax.jit
 def attend(
     cache: AttentionCache, q: Float[Array, "B H D"], key: Float[Array, "B K D"], value: Float[Array, "B K D"],
-    token: Int[Array, "B"] | None = None,
+    token: Int[Array, "B"] | None = None, sink_logits: Float[Array, "H"] | None = None,
 ) -> tuple[Float[Array, "B H D"], AttentionCache]:
     """Attends the cache with the newest token of each sequence, and adds that token to the cache.
 
@@ -200,6 +203,8 @@ def attend(
       key: rotated key [B, K, D].
       value: value [B, K, D].
       token: token id [B], which DynSplit-KV and SentenceKV require.
+      sink_logits: learned logit [H] of each query head, which takes a share of its softmax and adds nothing to the
+        output; None = the model has none.
 
     Returns:
       (Output [B, H, D] in the type of `q`, cache with the token). The output is NaN for a sequence that is full.
@@ -212,7 +217,9 @@ def attend(
     kind, ref = q.dtype, StoreRef(jnp.int32(-1), jnp.int32(0))
     q, key, value, token = map(_in_32_bits, (q, key, value, token))
     at, zero = cache.length, jnp.int32(0)
-    out, read, fresh, _, report = read_token(cache.plan, cache.layer, q, key, value, at, zero, ref)
+    if sink_logits is not None:
+        sink_logits = sink_logits.reshape(cache.plan.spec.kv_heads, -1)
+    out, read, fresh, _, report = read_token(cache.plan, cache.layer, q, key, value, at, zero, ref, None, sink_logits)
     gate = jnp.ones(at.shape, bool) & barriers.exists(out) & barriers.positions_exist([report.selected])
     written, _ = write_token(cache.plan, read, fresh, at, gate, zero, ref, token)
     fits = (at < cache.plan.spec.capacity)[:, None, None]

@@ -118,7 +118,7 @@ def programs(llm: kvjax.LLM, name: str) -> Iterator[tuple[str, Callable, tuple, 
 
     def read(kept):
         operand = Token(x, at, active, number, state.ref)
-        return decode.read_layer(plan.config, layer, block, kept, None, operand, None)
+        return decode.read_layer(plan.config.layers[0], layer, block, kept, None, operand, None)
 
     def write(kept, fresh):
         return write_token(layer, kept, fresh, at, active, number, state.ref, token)

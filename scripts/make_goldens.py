@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
     Phi3Config,
@@ -39,6 +41,10 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.3, 1.6], "long_factor": [1.2, 2.0, 3.5, 5.0]}
+GEMMA = SHAPE | {  # untied, as scaled embeddings of random numbers make every token follow itself
+    "num_hidden_layers": 3, "head_dim": 12, "bos_token_id": 2, "eos_token_id": 1, "query_pre_attn_scalar": 9,
+    "tie_word_embeddings": False,
+}
 PHI3 = SHAPE | {"original_max_position_embeddings": ORIGINAL, "pad_token_id": None}
 
 
@@ -108,6 +114,20 @@ def cases() -> dict[str, Case]:
             ),
             seed=9, beyond=BEYOND,
         ),
+        "gemma2_soft_caps": Case(
+            Gemma2Config(**GEMMA, sliding_window=7, attn_logit_softcapping=1.5, final_logit_softcapping=4.0), seed=13,
+        ),
+        "gemma3_two_ropes": Case(
+            Gemma3TextConfig(
+                **GEMMA | {"num_hidden_layers": 4, "num_key_value_heads": 1}, sliding_window=9,
+                layer_types=["sliding_attention", "full_attention"] * 2,
+                rope_parameters={
+                    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+                },
+            ),
+            seed=11,
+        ),
     }
 
 
@@ -119,7 +139,7 @@ def build(case: Case) -> PreTrainedModel:
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if name.endswith("norm.weight"):
-                parameter.copy_(1 + 0.3 * noise)
+                parameter.copy_((0 if "gemma" in case.config.model_type else 1) + 0.3 * noise)
             elif name.endswith("bias"):
                 parameter.copy_(0.3 * noise)
             else:

@@ -301,23 +301,28 @@ def _tail_positions(spec, length):
     return sorted(set(range(min(spec.sinks, length))) | set(range(max(spec.sinks, length - spec.ring), length)))
 
 
-def attention_weights(stream: Stream, b: int, at: int, kept: Sequence[Sequence[int]]) -> np.ndarray:
+def attention_weights(
+    stream: Stream, b: int, at: int, kept: Sequence[Sequence[int]], cap: float = np.inf, sink_logits=-np.inf
+) -> np.ndarray:
     """Weights that token `at` pays to the tokens 0 .. at that each KV head has kept, in float64, `[K, G, at + 1]`."""
     q = stream.q[b, at].astype(np.float64).reshape(HEADS, GROUP, SIZE)
     scores = np.einsum("kgd,tkd->kgt", q, stream.k[b, : at + 1].astype(np.float64)) / np.sqrt(SIZE)
+    scores = cap * np.tanh(scores / cap) if np.isfinite(cap) else scores
     seen = np.zeros((HEADS, 1, at + 1), bool)
     for head, positions in enumerate(kept):
         seen[head, 0, list(positions)] = True
-    weight = np.where(seen, np.exp(scores - scores.max(-1, keepdims=True, where=seen, initial=-np.inf)), 0.0)
-    return weight / weight.sum(-1, keepdims=True)
+    top = scores.max(-1, keepdims=True, where=seen, initial=-np.inf)
+    weight = np.where(seen, np.exp(scores - top), 0.0)
+    unspent = np.exp(np.broadcast_to(sink_logits, HEADS * GROUP).reshape(HEADS, GROUP, 1) - top)
+    return weight / (weight.sum(-1, keepdims=True) + unspent)
 
 
-def attention_over(stream: Stream, b: int, at: int, kept: Sequence[Sequence[int]]) -> np.ndarray:
+def attention_over(stream: Stream, b: int, at: int, kept: Sequence[Sequence[int]], **options) -> np.ndarray:
     """Attention of token `at` over the tokens that each KV head has kept, `[H, D]`."""
-    weight = attention_weights(stream, b, at, kept)
+    weight = attention_weights(stream, b, at, kept, **options)
     return np.einsum("kgt,tkd->kgd", weight, stream.v[b, : at + 1].astype(np.float64)).reshape(HEADS * GROUP, SIZE)
 
 
-def dense_attention(stream: Stream, b: int, at: int) -> np.ndarray:
+def dense_attention(stream: Stream, b: int, at: int, **options) -> np.ndarray:
     """Full attention of token `at` over tokens 0 .. at in float64, `[H, D]`."""
-    return attention_over(stream, b, at, [range(at + 1)] * HEADS)
+    return attention_over(stream, b, at, [range(at + 1)] * HEADS, **options)

@@ -158,7 +158,7 @@ def test_the_last_queries_of_the_prompt_reach_the_method(params, tokens):
     np.testing.assert_array_equal(seen.query_pos, [[36, 37, 38, 39], [-1, 0, 1, 2]])
     x = Transformer(CONFIG).apply({"params": params}, jnp.asarray(tokens), method="embed")
     position = jnp.broadcast_to(jnp.arange(CAPACITY), tokens.shape)
-    q = Block(CONFIG).apply({"params": params["layers_0"]}, x, position, method="queries")
+    q = Block(CONFIG.layers[0]).apply({"params": params["layers_0"]}, x, position, method="queries")
     for b in range(2):
         for i, at in enumerate(np.asarray(seen.query_pos[b])):
             if at >= 0:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from harness import APART, CAPACITY, METHODS, Sim, Stream, check_every_token_has_one_place
 
-from kvjax.attend import AttentionCache, prefill_cache
+from kvjax.attend import AttentionCache, attend, init_cache, prefill_cache
 from kvjax.cache.residency import POLICIES
 from kvjax.cache.types import Placement
 from kvjax.methods import DynaKV, Quest, SnapKV
@@ -53,6 +53,25 @@ def test_a_budget_that_covers_everything_gives_full_attention(method, prompt):
         out, _ = sim.step()
         for b in range(2):
             np.testing.assert_allclose(out[b], harness.dense_attention(stream, b, at[b]), atol=2e-5, rtol=0)
+
+
+@every_method
+def test_capped_scores_and_sink_logits_are_those_of_full_attention(method):
+    """Gemma 2's and gpt-oss's attention: no method knows of them."""
+    stream, prompt, steps, cap = Stream.draw(0), [80, 78], 8, 1.5
+    learned = np.random.default_rng(1).normal(size=harness.HEADS * harness.GROUP).astype(np.float32)
+    cache = init_cache(unlimited(method), batch=2, kv_heads=harness.HEADS, group=harness.GROUP, head_dim=harness.SIZE,
+                       capacity=CAPACITY, soft_cap=cap)
+    k, v, q, token = (array[:, :80] for array in (stream.k, stream.v, stream.q, stream.token))
+    read = k, v, np.asarray(prompt, np.int32), q, token
+    cache = prefill_cache(cache, *map(jnp.asarray, read))
+    for step in range(steps):
+        b, at = np.arange(2), np.asarray(prompt) + step
+        newest = (array[b, at] for array in (stream.q, stream.k, stream.v, stream.token))
+        out, cache = attend(cache, *map(jnp.asarray, newest), sink_logits=jnp.asarray(learned))
+        for row in range(2):
+            expected = harness.dense_attention(stream, row, at[row], cap=cap, sink_logits=learned)
+            np.testing.assert_allclose(out[row], expected, atol=2e-5, rtol=0)
 
 
 # 2. ------------------------------------------------------------------------------------------

@@ -134,8 +134,8 @@ def run(llm: kvjax.LLM, tokens: np.ndarray, recoding=PLAIN) -> Pass:
     padded[: len(tokens)] = tokens
     x = Transformer(llm.config).apply({"params": llm.params}, jnp.asarray(padded), method="embed")
     rows = []
-    for i, window in enumerate(llm.config.windows):
-        x, *row = _layer(llm.config, window, recoding, llm.params[f"layers_{i}"], x, jnp.int32(i))
+    for i, layer in enumerate(llm.config.layers):
+        x, *row = _layer(layer, recoding, llm.params[f"layers_{i}"], x, jnp.int32(i))
         rows.append([np.asarray(array[: len(tokens)]) for array in row])
     logits = Transformer(llm.config).apply({"params": llm.params}, x[: len(tokens) - 1], method="unembed")
     chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.asarray(tokens)[1:, None], axis=-1)
@@ -143,15 +143,16 @@ def run(llm: kvjax.LLM, tokens: np.ndarray, recoding=PLAIN) -> Pass:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _layer(
-    config: ModelConfig, window: int | None, recoding, params: PyTree, x: Float[Array, "T E"], layer: Int32[Array, ""]
-):
+def _layer(config: ModelConfig, recoding, params: PyTree, x: Float[Array, "T E"], layer: Int32[Array, ""]):
     """Returns hidden states, keys before rotation and values of one layer over a text with recoded keys."""
     model, tokens = Block(config), x.shape[0]
     position = jnp.arange(tokens, dtype=jnp.int32)
     _, key, value = model.apply({"params": params}, x, position * 0, method="project")  # position 0 rotates nothing
     q = model.apply({"params": params}, x, position, method="queries")
     q = q.reshape(tokens, config.num_kv_heads, config.group, config.head_dim)
-    out = attention.causal(q, recoding(config, layer, key), value, jnp.int32(0), _BLOCK, window)
+    out = attention.causal(
+        q, recoding(config, layer, key), value, jnp.int32(0), _BLOCK, config.window, config.soft_cap,
+        model.apply({"params": params}, method="sink_logits"),
+    )
     x = model.apply({"params": params}, x, out.reshape(tokens, -1, config.head_dim), method="finish")
     return x, key, value

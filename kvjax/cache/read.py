@@ -52,6 +52,7 @@ class Report:
     key: Float[Array, "B K D"]  # key of the newest token
     value: Float[Array, "B K D"]
     stats: FetchStats
+    sink_logits: Float[Array, "K G"] | None = None  # learned logit of each query head; None = the model has none
 
 
 def _together(plan: LayerPlan) -> bool:
@@ -125,7 +126,10 @@ def runners_up(plan: LayerPlan, state: LayerState, q: Float[Array, "B H D"]) -> 
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def attend(plan: LayerPlan, cache: LayerCache, chosen: SelectedRows, q, key, value, slot: Int32[Array, "B K M1"], at):
+def attend(
+    plan: LayerPlan, cache: LayerCache, chosen: SelectedRows, q, key, value, slot: Int32[Array, "B K M1"], at,
+    sink_logits: Float[Array, "K G"] | None = None,
+):
     """Attends the tail, the chosen rows and the newest token.
 
     Args:
@@ -137,13 +141,15 @@ def attend(plan: LayerPlan, cache: LayerCache, chosen: SelectedRows, q, key, val
       value: value [B, K, D] of the newest token.
       slot: slot of each needed block.
       at: position [B] of the newest token.
+      sink_logits: learned logit of each query head (`kvjax.ops.attention.normalise`); None = none.
 
     Returns:
       (Output [B, H, D], new token to write, number of attended tokens [B, K]).
     """
     batch = fetched(plan, cache, chosen, slot, in_place=_in_place(plan, cache.pool))
-    args = (batch, grouped(q, plan.spec), key, value, at)
-    out, (seen_pos, seen_weight), seen = each_sequence(lambda one: _attend_one(plan, cache.pool, *one), args)
+    args, attend_one = (batch, grouped(q, plan.spec), key, value, at), functools.partial(
+        _attend_one, plan, cache.pool, sink_logits)
+    out, (seen_pos, seen_weight), seen = each_sequence(lambda one: attend_one(*one), args)
     new_token = NewToken(key, value, chosen.need, seen_pos, seen_weight, chosen.note)
     return out.reshape(out.shape[0], -1, out.shape[-1]), new_token, seen
 
@@ -170,7 +176,7 @@ def fetched(
 
 def _in_place(plan: LayerPlan, pool: Pool) -> bool:
     """Returns True if all blocks are attended where they lie; a layer that filters does not have slots for all."""
-    return plan.method.attends_all and plan.spec.keeps_keys and attention.reads_in_place(pool.dtype)
+    return plan.method.attends_all and plan.spec.keeps_keys and attention.reads_in_place(pool.dtype, plan.spec.soft_cap)
 
 
 def _every_row(spec: Spec, pool: Pool, mine: Fetched):
@@ -217,13 +223,13 @@ def scored(plan: LayerPlan, mine: Fetched, q: Float[Array, "K G D"]) -> Float[Ar
     return plan.method.score_rows(plan.spec, mine.state.index, q)
 
 
-def _attend_one(plan, pool, mine: Fetched, q, new_key, new_value, at):
+def _attend_one(plan, pool, sink_logits, mine: Fetched, q, new_key, new_value, at):
     """Merges the tail, the selected rows and the newest token of one sequence by log-sum-exp."""
     sets = _attended_sets(plan, pool, mine, q, new_key, new_value, at)
     scores = _scores(plan, mine, q, sets)
-    part = functools.reduce(attention.merge, (_part(q, *both) for both in zip(sets, scores, strict=True)))
+    part = functools.reduce(attention.merge, (_part(plan, q, *both) for both in zip(sets, scores, strict=True)))
     seen = sum(jnp.sum(valid, axis=-1, dtype=jnp.int32) for _, _, valid, _, _ in sets)
-    return attention.normalise(part, q.dtype), _weights(plan, sets, scores), seen
+    return attention.normalise(part, q.dtype, sink_logits), _weights(plan, sets, scores, sink_logits), seen
 
 
 def _attended_sets(plan, pool, mine: Fetched, q, new_key, new_value, at):
@@ -247,34 +253,35 @@ def _scores(plan, mine: Fetched, q, sets) -> list:
     scores: list = [None] * len(sets)
     made = scored(plan, mine, q)
     if made is not None:
-        scores[1] = attention.only_valid(made, sets[1][2])
+        scores[1] = attention.only_valid(attention.soft_capped(made, plan.spec.soft_cap), sets[1][2])
     if plan.observes:
-        return [attention.scores_of(q, key, valid, bias) if given is None else given
+        return [attention.scores_of(q, key, valid, bias, plan.spec.soft_cap) if given is None else given
                 for given, (key, _, valid, _, bias) in zip(scores, sets, strict=True)]
     return scores
 
 
-def _part(q, attended, scores) -> attention.Part:
+def _part(plan, q, attended, scores) -> attention.Part:
     """Computes attention over one set."""
     key, value, valid, _, bias = attended
     if scores is None:
-        return attention.attend_part(q, key, value, valid, bias)
+        return attention.attend_part(q, key, value, valid, bias, plan.spec.soft_cap)
     return attention.attend_scores(scores, value, valid)
 
 
-def _weights(plan, sets, scores):
+def _weights(plan, sets, scores, sink_logits):
     """Returns attended positions and their weights for `Method.observe`; empty arrays if the method does not observe.
     """
     if not plan.observes:
         return jnp.zeros((plan.spec.kv_heads, 0), jnp.int32), jnp.zeros((plan.spec.kv_heads, 0), jnp.float32)
     pos = jnp.concatenate([jnp.where(valid, pos, -1) for _, _, valid, pos, _ in sets], axis=-1)
-    joint = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)
+    joint = attention.softmax(jnp.concatenate(scores, axis=-1), sink_logits)
     return pos, jnp.sum(jnp.where(pos[:, None] >= 0, joint, 0.0), axis=1)
 
 
 def read_token(
     plan: LayerPlan, cache: LayerCache, q: Float[Array, "B H D"], key: Float[Array, "B K D"], value,
     at: Int32[Array, "B"], layer, ref: StoreRef, chosen: SelectedRows | None = None,
+    sink_logits: Float[Array, "K G"] | None = None,
 ):
     """Computes the attention of the newest token in one layer.
 
@@ -288,6 +295,7 @@ def read_token(
       layer: number of the layer.
       ref: branch and generation of the store.
       chosen: selection made earlier; None = blocks are selected here.
+      sink_logits: learned logit of each query head (`kvjax.ops.attention.normalise`); None = none.
 
     Returns:
       (Output [B, H, D], cache, new token to write, ok, report). `ok` is False if the store could not be read.
@@ -295,16 +303,19 @@ def read_token(
     chosen = choose(plan, cache.state, q) if chosen is None else chosen
     pool, slot, ok, stats = cache.pool.fetch(chosen.need, cache.state.count, layer, ref)
     cache = LayerCache(cache.state, pool)
-    out, new_token, seen = attend(plan, cache, chosen, q, key, value, slot, at)
-    return out, cache, new_token, ok, report(plan, cache.state, chosen, q, key, value, seen, stats)
+    out, new_token, seen = attend(plan, cache, chosen, q, key, value, slot, at, sink_logits)
+    return out, cache, new_token, ok, report(plan, cache.state, chosen, q, key, value, seen, stats, sink_logits)
 
 
-def report(plan: LayerPlan, state: LayerState, chosen: SelectedRows, q, key, value, seen, stats: FetchStats) -> Report:
+def report(
+    plan: LayerPlan, state: LayerState, chosen: SelectedRows, q, key, value, seen, stats: FetchStats,
+    sink_logits: Float[Array, "K G"] | None = None,
+) -> Report:
     """Creates the report of a step."""
     held = state.tail.pos[..., plan.spec.sinks + plan.spec.ring :]
     rows = chosen.rows.pos
     selected = rows if plan.dense else jnp.concatenate([rows, held], axis=-1)
-    return Report(seen, selected, _hidden(chosen, selected), grouped(q, plan.spec), key, value, stats)
+    return Report(seen, selected, _hidden(chosen, selected), grouped(q, plan.spec), key, value, stats, sink_logits)
 
 
 def _hidden(chosen: SelectedRows, selected) -> Bool[Array, "B K G N"] | None:

@@ -30,6 +30,7 @@ class Spec:
     rope: RopeConfig | None = None  # how keys are rotated; None = unknown, or not at all
     key_type: str = "float32"  # type of keys in the window; keys of a prompt come in the model's type
     sliding: int | None = None  # newest tokens that the model lets a query attend, its own included; None = all
+    soft_cap: float | None = None  # bound of the model's scores (`kvjax.ops.attention.soft_capped`); None = none
 
     @property
     def selected_rows(self) -> int:

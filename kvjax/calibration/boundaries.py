@@ -23,6 +23,7 @@ import numpy as np
 from kvjax.errors import PromptError
 from kvjax.models.config import ModelConfig
 from kvjax.models.transformer import Block, Transformer
+from kvjax.ops.attention import soft_capped, softmax
 from kvjax.typing import Array, Float, Int32, PyTree
 
 
@@ -68,8 +69,8 @@ def boundary_scores(
     padded[:length] = tokens
     x = Transformer(config).apply({"params": params}, jnp.asarray(padded), method="embed")
     total = jnp.zeros((len(padded), rule.future), jnp.float32)
-    for i, sliding in enumerate(config.windows):
-        x, gain = _layer(config, sliding, rule, params[f"layers_{i}"], x)
+    for i, layer in enumerate(config.layers):
+        x, gain = _layer(layer, rule, params[f"layers_{i}"], x)
         total += gain
     return mean_over_future(np.asarray(total) / config.num_layers, length)
 
@@ -89,17 +90,19 @@ def mean_over_future(gain: np.ndarray, length: int) -> np.ndarray:
     return np.mean([gain[1 + j : 1 + j + scored, j] for j in range(future)], axis=0)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _layer(config: ModelConfig, sliding: int | None, rule: Importance, params: PyTree, x: Float[Array, "T E"]):
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _layer(config: ModelConfig, rule: Importance, params: PyTree, x: Float[Array, "T E"]):
     """Runs one layer over a text, a block of queries at a time; returns hidden states and gain[T, W], mean over heads.
     """
     model, tokens = Block(config), x.shape[0]
     q, key, value = model.apply({"params": params}, x, jnp.arange(tokens, dtype=jnp.int32), method="project")
     q = q.reshape(tokens, config.num_kv_heads, config.group, config.head_dim)
+    sink_logits = model.apply({"params": params}, method="sink_logits")
 
     def block(start):
         position = start + jnp.arange(rule.block, dtype=jnp.int32)
-        weight = attention_rows(jax.lax.dynamic_slice_in_dim(q, start, rule.block), key, position, sliding)
+        rows = jax.lax.dynamic_slice_in_dim(q, start, rule.block)
+        weight = attention_rows(rows, key, position, config.window, config.soft_cap, sink_logits)
         out = jnp.einsum("kgct,tkd->ckgd", weight, value).reshape(rule.block, -1, config.head_dim)
         rows = jax.lax.dynamic_slice_in_dim(x, start, rule.block)
         after = model.apply({"params": params}, rows, out, method="finish")
@@ -110,7 +113,8 @@ def _layer(config: ModelConfig, sliding: int | None, rule: Importance, params: P
 
 
 def attention_rows(
-    q: Float[Array, "C K G D"], key: Float[Array, "T K D"], at: Int32[Array, "C"], sliding: int | None
+    q: Float[Array, "C K G D"], key: Float[Array, "T K D"], at: Int32[Array, "C"], sliding: int | None,
+    cap: float | None = None, sink_logits: Float[Array, "K G"] | None = None,
 ) -> Float[Array, "K G C T"]:
     """Returns rows of the causal attention map.
 
@@ -119,6 +123,8 @@ def attention_rows(
       key: [T, K, D], keys of the text.
       at: int32[C], positions of the queries.
       sliding: newest tokens that a query sees, its own included; None = all.
+      cap: bound of the scaled scores (`kvjax.ops.attention.soft_capped`).
+      sink_logits: learned logit of each query head, which takes a share of its softmax.
 
     Returns:
       float32[K, G, C, T].
@@ -128,7 +134,8 @@ def attention_rows(
     seen = position <= at[:, None]
     if sliding is not None:
         seen &= position > at[:, None] - sliding
-    return jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+    sink_logits = None if sink_logits is None else jnp.broadcast_to(sink_logits[..., None], scores.shape[:-1])
+    return softmax(jnp.where(seen, soft_capped(scores, cap), -jnp.inf), sink_logits)
 
 
 def gain_of(weight: Float[Array, "C T"], at: Int32[Array, "C"], rule: Importance) -> Float[Array, "C W"]:

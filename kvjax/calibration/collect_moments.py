@@ -63,7 +63,7 @@ def layers_of(llm: LLM, tokens: np.ndarray) -> Iterator[tuple[int, Array, Array]
     length = tokens.shape[1]
     config = llm.config.for_length(length)
     for i, layer in enumerate(_read(llm, tokens)):
-        yield i, _queries(config, llm.params[f"layers_{i}"], layer.x[:, :length]), layer.key[:, :length]
+        yield i, _queries(config.layers[i], llm.params[f"layers_{i}"], layer.x[:, :length]), layer.key[:, :length]
 
 
 def _read(llm: LLM, tokens: np.ndarray) -> Iterator[prefill.Activations]:

@@ -18,16 +18,16 @@ from kvjax.errors import ConfigError
 from kvjax.inference.cache import Cache
 from kvjax.inference.decode import Step
 from kvjax.inference.prefill import PromptActivations
-from kvjax.ops.attention import NEGATIVE
+from kvjax.ops.attention import NEGATIVE, soft_capped, softmax
 from kvjax.typing import Array, Bool, Float, Int32
 
 
 def exact_scores(
     plan: LayerPlan, q: Float[Array, "K G D"], key: Float[Array, "T K D"], at: Int32[Array, ""]
 ) -> Float[Array, "K G T"]:
-    """Returns scaled dot products of the newest token's queries with all keys; NEGATIVE for keys it does not see."""
+    """Returns the scores of the newest token's queries with all keys; NEGATIVE for keys it does not see."""
     scores = jnp.einsum("kgd,tkd->kgt", q, key, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
-    return jnp.where(_seen(plan, key.shape[0], at), scores, NEGATIVE)
+    return jnp.where(_seen(plan, key.shape[0], at), soft_capped(scores, plan.spec.soft_cap), NEGATIVE)
 
 
 def _seen(plan: LayerPlan, tokens: int, at: Int32[Array, ""]) -> Bool[Array, "T"]:
@@ -80,20 +80,27 @@ def recall(
 
 
 def attention_mass(scores: Float[Array, "K G T"], attended: Bool[Array, "K #G T"]) -> Float[Array, "K G"]:
-    """Returns the softmax mass of full attention on the attended tokens."""
+    """Returns the softmax mass of full attention on the attended tokens, of that on all tokens."""
     return jnp.sum(jax.nn.softmax(scores) * attended, axis=-1)
 
 
 def output_error(
-    scores: Float[Array, "K G T"], attended: Bool[Array, "K #G T"], value: Float[Array, "T K D"]
+    scores: Float[Array, "K G T"], attended: Bool[Array, "K #G T"], value: Float[Array, "T K D"],
+    sink_logits: Float[Array, "K G"] | None = None,
 ) -> Float[Array, "K G"]:
     """Returns the relative L2 error of exact attention over the attended tokens against full attention.
 
     This is the error of the selection alone, without other approximations of a method (sampling weights, keys in few
     bits).
+
+    Args:
+      scores: scores from `exact_scores`.
+      attended: tokens from `attended_mask`.
+      value: values of all tokens.
+      sink_logits: learned logit of each query head, if the model has them.
     """
     def output(scores):
-        return jnp.einsum("kgt,tkd->kgd", jax.nn.softmax(scores), value.astype(jnp.float32))
+        return jnp.einsum("kgt,tkd->kgd", softmax(scores, sink_logits), value.astype(jnp.float32))
 
     full, part = output(scores), output(jnp.where(attended, scores, NEGATIVE))
     return jnp.linalg.norm(part - full, axis=-1) / jnp.linalg.norm(full, axis=-1)
@@ -155,7 +162,9 @@ class Probe:
                 keys[row, at], values[row, at] = np.asarray(report.key)[row], np.asarray(report.value)[row]
                 kept = keys[row], values[row]
                 hidden = None if report.hidden is None else report.hidden[row]
-                found, mass, error = _measure(plan, self.k, *kept, report.q[row], report.selected[row], at, hidden)
+                found, mass, error = _measure(
+                    plan, self.k, *kept, report.q[row], report.selected[row], at, hidden, report.sink_logits
+                )
                 self.masses.append(float(mass))
                 self.errors.append(float(error))
                 if not np.isnan(found):
@@ -169,10 +178,10 @@ class Probe:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _measure(plan, k, key, value, q, selected, at, hidden):
+def _measure(plan, k, key, value, q, selected, at, hidden, sink_logits):
     """Returns recall, attention mass and output error of one step, means over heads."""
     scores = exact_scores(plan, q, key, at)
     attended = attended_mask(plan, selected, at, key.shape[0], hidden)
     recalls = recall(plan, scores, attended, at, k)
-    mass, error = attention_mass(scores, attended), output_error(scores, attended, value)
+    mass, error = attention_mass(scores, attended), output_error(scores, attended, value, sink_logits)
     return jnp.mean(recalls), jnp.mean(mass), jnp.mean(error)

@@ -5,11 +5,13 @@ token as several.
 """
 
 import functools
+from typing import Any
 
 import jax
 
 from kvjax.models.transformer import Block, Transformer
 from kvjax.ops.barriers import rounded
+from kvjax.typing import Array
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -35,6 +37,12 @@ def project(config, params, x, at):
     """Returns a layer's queries, keys and values of its input x[B, E] at positions at[B]."""
     made = Block(config).apply({"params": params}, rounded(x), at, method="project")
     return jax.tree.map(rounded, made)
+
+
+def sink_logits(config, params) -> Array | None:
+    """Returns the learned logits [K, G] of a layer's query heads, for `kvjax.ops.attention.normalise`, or None."""
+    logits: Any = Block(config).apply({"params": params}, method="sink_logits")
+    return logits
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -26,7 +26,7 @@ from kvjax.cache.types import Placement, Selection, Spec
 from kvjax.cache.write import write_token
 from kvjax.errors import ConfigError, PromptError
 from kvjax.inference import decode, progress
-from kvjax.inference.blocks import embed, unembed
+from kvjax.inference.blocks import embed, sink_logits, unembed
 from kvjax.inference.commit import drop, forget, settle, uses_store
 from kvjax.inference.decode import LayerRead, Pending
 from kvjax.inference.layer_offload import LayerLoader
@@ -130,7 +130,7 @@ def _layer_by_layer(plan: Plan, params, state: State, loader: LayerLoader, token
     def read(i, cache, x, selected):
         layer_plan = plan.layers[i]
         return _read(
-            plan.config, layer_plan, params[f"layers_{i}"], cache, x, at, count, jnp.int32(i), state.ref,
+            plan.config.layers[i], layer_plan, params[f"layers_{i}"], cache, x, at, count, jnp.int32(i), state.ref,
             selected if layer_plan.follows else None,
         )
 
@@ -160,8 +160,9 @@ def _read(config, plan: LayerPlan, params, cache: LayerCache, x, at, count, numb
         chosen = of_active(plan, _choose(plan, cache.state, q, count), count > 0)
     pool, slot, ok, _ = cache.pool.fetch(chosen.need, cache.state.count, number, ref)
     cache = LayerCache(cache.state, pool)
+    learned = sink_logits(config, params)
     args = (fetched(plan, cache, chosen, slot), _folded(plan.spec, q), key, value, at, count)
-    out = _unfolded(layer.each_sequence(lambda one: _attend(plan, cache.pool, *one), args), size)
+    out = _unfolded(layer.each_sequence(lambda one: _attend(plan, cache.pool, learned, *one), args), size)
     x = block.apply({"params": params}, x, out, method="finish")
     loaded = jnp.broadcast_to(chosen.need, (size, *chosen.need.shape))
     seen = jnp.zeros((size, *chosen.need.shape[:2], 0), jnp.float32)
@@ -207,21 +208,23 @@ def _unfolded(out: Float[Array, "B K GQ D"], queries: int) -> Float[Array, "B Q 
 
 
 def _attend(
-    plan: LayerPlan, pool, found: Fetched, q: Float[Array, "K GQ D"], key: Float[Array, "Q K D"], value, at, count
+    plan: LayerPlan, pool, learned: Float[Array, "K G"] | None, found: Fetched, q: Float[Array, "K GQ D"],
+    key: Float[Array, "Q K D"], value, at, count,
 ) -> Float[Array, "K GQ D"]:
     """Merges the tail, the chosen rows and, causally, the chunk itself by log-sum-exp, for one sequence."""
     size = key.shape[0]
     mine = at + jnp.arange(size, dtype=jnp.int32)
     own = jnp.broadcast_to(jnp.where(jnp.arange(size, dtype=jnp.int32) < count, mine, -1), (plan.spec.kv_heads, size))
     rows, rows_value, valid, pos = chosen_rows(plan, pool, found)
-    scores = functools.partial(attention.scores_of_many, q)
+    cap, scores = plan.spec.soft_cap, functools.partial(attention.scores_of_many, q, cap=plan.spec.soft_cap)
     tail, made = found.state.tail, scored(plan, found, q)
-    made = scores(quantize.all_of(rows)) if made is None else made
+    made = scores(quantize.all_of(rows)) if made is None else attention.soft_capped(made, cap)
     sets = [(scores(tail.key), tail.value, tail.pos),
             (made, quantize.all_of(rows_value), jnp.where(valid, pos, -1)),
             (scores(key.swapaxes(0, 1)), value.swapaxes(0, 1), own)]
     parts = [attention.attend_masked(score, v, _seen(plan, p, mine)) for score, v, p in sets]
-    return attention.normalise(functools.reduce(attention.merge, parts), q.dtype)
+    learned = None if learned is None else jnp.repeat(learned, size, axis=-1)
+    return attention.normalise(functools.reduce(attention.merge, parts), q.dtype, learned)
 
 
 def _seen(plan: LayerPlan, pos: Int32[Array, "K N"], mine: Int32[Array, "Q"]) -> Bool[Array, "K Q N"]:

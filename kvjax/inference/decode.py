@@ -24,7 +24,7 @@ from kvjax.cache.types import Placement
 from kvjax.cache.write import write_token
 from kvjax.errors import ConfigError
 from kvjax.inference import lookahead
-from kvjax.inference.blocks import embed, finish, project, unembed
+from kvjax.inference.blocks import embed, finish, project, sink_logits, unembed
 from kvjax.inference.commit import drop, forget, settle, uses_store
 from kvjax.inference.layer_offload import LayerLoader, is_offloaded
 from kvjax.inference.lookahead import NextLayer, Token
@@ -139,7 +139,7 @@ def read_layer(
     """Reads one layer for a token: selects, fetches, attends, and looks ahead at the next layer.
 
     Args:
-      config: the model's shape.
+      config: this layer's (`ModelConfig.layers`).
       plan: what is static about this layer's cache.
       params: this layer's.
       cache: this layer's.
@@ -150,7 +150,7 @@ def read_layer(
     projected = None
     if selected is None:
         token, projected, selected = lookahead.first_layer(config, plan, params, cache, token)
-    token, for_next = lookahead.look_ahead(config, following, token)
+    token, for_next = lookahead.look_ahead(following, token)
     q, key, value = project(config, params, token.x, token.at) if projected is None else projected
     early = selected is not None
     if selected is None:
@@ -160,7 +160,7 @@ def read_layer(
         ready = barriers.exists(q) & barriers.exists(token.x)
         selected = dataclasses.replace(selected, need=jnp.where(ready, selected.need, plan.spec.num_blocks))
     out, cache, new_token, ok, report = read_token(
-        plan, cache, q, key, value, token.at, token.number, token.ref, selected
+        plan, cache, q, key, value, token.at, token.number, token.ref, selected, sink_logits(config, params)
     )
     out, for_next = lookahead.pass_on(following, selected, token, out, for_next)
     out = lookahead.read_for_next_step(plan, cache, q, ok, token, out)
@@ -222,9 +222,9 @@ def _token(plan: Plan, params, state: State, loader: LayerLoader, tokens, active
     numbers = [jnp.int32(i) for i in range(count)] if one_program else _numbers(count)
 
     def read(i, cache, x, selected):
-        following = lookahead.next_layer(plan.layers, params, state.layers, i, loader.open)
-        token = Token(x, at, active, numbers[i], state.ref)
-        return parts.read(plan.config, plan.layers[i], params[f"layers_{i}"], cache, following, token, selected)
+        following = lookahead.next_layer(plan, params, state.layers, i, loader.open)
+        token, layer = Token(x, at, active, numbers[i], state.ref), plan.config.layers[i]
+        return parts.read(layer, plan.layers[i], params[f"layers_{i}"], cache, following, token, selected)
 
     def write(i, cache, leader):
         return parts.write(

@@ -16,6 +16,7 @@ from kvjax.cache.pool import Pool, StoreRef, gated
 from kvjax.cache.read import SelectedRows, choose, of_active, runners_up
 from kvjax.cache.slots import SlotPool
 from kvjax.inference.blocks import project, queries
+from kvjax.inference.plan import Plan
 from kvjax.models.config import ModelConfig
 from kvjax.ops import barriers
 from kvjax.typing import Array, Bool, Float, Int32, PyTree, pytree
@@ -36,6 +37,7 @@ class Token:
 class NextLayer:
     """The layer after the one at work."""
 
+    config: ModelConfig = dataclasses.field(metadata={"static": True})
     plan: LayerPlan = dataclasses.field(metadata={"static": True})
     params: PyTree
     cache: LayerCache
@@ -51,14 +53,14 @@ def prefetches(pool: Pool, kind: str) -> bool:
     return isinstance(pool, SlotPool) and pool.prefetch == kind
 
 
-def next_layer(layers: tuple[LayerPlan, ...], params, caches, i: int, open_layer) -> NextLayer | None:
+def next_layer(plan: Plan, params, caches, i: int, open_layer) -> NextLayer | None:
     """Returns the layer after layer i if there is anything to select or to read there early, else None."""
-    if i + 1 == len(layers):
+    if i + 1 == len(plan.layers):
         return None
-    plan = layers[i + 1]
-    if not (plan.follows or plan.method.lookahead or prefetches(caches[i + 1].pool, "layer")):
+    layer = plan.layers[i + 1]
+    if not (layer.follows or layer.method.lookahead or prefetches(caches[i + 1].pool, "layer")):
         return None
-    return NextLayer(plan, params[f"layers_{i + 1}"], open_layer(i + 1))
+    return NextLayer(plan.config.layers[i + 1], layer, params[f"layers_{i + 1}"], open_layer(i + 1))
 
 
 def select(plan: LayerPlan, state, q: Float[Array, "B H D"], active: Bool[Array, "B"]) -> SelectedRows:
@@ -79,14 +81,14 @@ def first_layer(config: ModelConfig, plan: LayerPlan, params, cache: LayerCache,
     return dataclasses.replace(token, x=barriers.after(issued, token.x)), projected, chosen
 
 
-def look_ahead(config: ModelConfig, following: NextLayer | None, token: Token) -> tuple[Token, SelectedRows | None]:
+def look_ahead(following: NextLayer | None, token: Token) -> tuple[Token, SelectedRows | None]:
     """Selects for the next layer with this layer's input, and issues its reads if it prefetches.
 
     Returns the token and the selection; None where the next layer selects by its own query.
     """
     if following is None or following.plan.follows:
         return token, None
-    q = queries(config, following.params, token.x, token.at)
+    q = queries(following.config, following.params, token.x, token.at)
     seen = select(following.plan, following.cache.state, q, token.active)
     if following.prefetches:
         issued = following.cache.pool.submit(seen.need, token.number + 1, token.ref)

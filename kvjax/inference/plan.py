@@ -135,12 +135,13 @@ def make_plan(config: ModelConfig, method: Method, batch: int, capacity: int, dt
     sizes = {"kv_heads": config.num_kv_heads, "group": config.group, "head_dim": config.head_dim, "capacity": capacity}
     dense = Full()
     layers = []
-    for i in range(config.num_layers):
+    for i, layer in enumerate(config.layers):
         chosen = dense if i < method.dense_layers else method
         follows = _follows(config, method, i)
         filters = chosen.dense_filters and not follows and _follows(config, method, i + 1)
         spec = dataclasses.replace(
-            chosen.spec(**sizes), rope=config.rope, key_type=quantize.tail_type(dtype), sliding=config.windows[i]
+            chosen.spec(**sizes), rope=layer.rope, key_type=quantize.tail_type(dtype), sliding=layer.window,
+            soft_cap=layer.soft_cap,
         )
         layers.append(LayerPlan(chosen, spec, follows, filters))
     return Plan(config, method, tuple(layers), batch, capacity, dtype)

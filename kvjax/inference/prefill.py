@@ -76,8 +76,8 @@ def read(
       The activations of each layer.
     """
     x, size = embed(config, params, tokens), min(_CHUNK, tokens.shape[1])
-    for i, sliding in enumerate(config.windows):
-        out, key, value = _read_layer(config, sliding, size, params[f"layers_{i}"], x)
+    for i, layer in enumerate(config.layers):
+        out, key, value = _read_layer(layer, size, params[f"layers_{i}"], x)
         yield Activations(x, key, value, out)
         x = out
 
@@ -225,8 +225,8 @@ def batch(rows: Sequence[Sequence[int]]) -> tuple[Int32[np.ndarray, "B T"], Int3
     return tokens, length
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _read_layer(config, sliding, size, params, x):
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _read_layer(config, size, params, x):
     """Applies one layer to whole prompts x[B, T, E]; returns the next hidden states, keys and values."""
     block, length = Block(config), x.shape[1]
     starts = jnp.arange(0, length, size, dtype=jnp.int32)
@@ -234,10 +234,11 @@ def _read_layer(config, sliding, size, params, x):
     def one(x):
         q, key, value = block.apply({"params": params}, x, jnp.arange(length, dtype=jnp.int32), method="project")
         q = q.reshape(length, config.num_kv_heads, config.group, config.head_dim)
+        sink_logits = block.apply({"params": params}, method="sink_logits")
 
         def chunk(start):
             part = jax.lax.dynamic_slice_in_dim(q, start, size)
-            out = attention.causal(part, key, value, start, size, sliding)
+            out = attention.causal(part, key, value, start, size, config.window, config.soft_cap, sink_logits)
             rows = jax.lax.dynamic_slice_in_dim(x, start, size)
             return block.apply({"params": params}, rows, out.reshape(size, -1, config.head_dim), method="finish")
 
@@ -256,7 +257,7 @@ def _sample_queries(plan: Plan, i: int, branch, params, x, length):
     # Spread evenly over the second half of each prompt, beginning with the last token's query.
     stride = jnp.maximum(1, jnp.asarray(length) // (2 * branch.samples))
     back = jnp.arange(branch.samples, dtype=jnp.int32) * stride[:, None]
-    return _queries_at(plan.config, params[f"layers_{i}"], x, length, back).swapaxes(0, 1)
+    return _queries_at(plan.config.layers[i], params[f"layers_{i}"], x, length, back).swapaxes(0, 1)
 
 
 def _last_queries(plan: Plan, i: int, params, x, length):
@@ -264,7 +265,7 @@ def _last_queries(plan: Plan, i: int, params, x, length):
     wanted = 0 if plan.layers[i].follows else plan.layers[i].method.observation
     count = x.shape[1] if wanted is None else min(wanted, x.shape[1])
     back = jnp.arange(count, dtype=jnp.int32)[None, ::-1]
-    return _queries_at(plan.config, params[f"layers_{i}"], x, length, back) if count else None
+    return _queries_at(plan.config.layers[i], params[f"layers_{i}"], x, length, back) if count else None
 
 
 @functools.partial(jax.jit, static_argnums=0)

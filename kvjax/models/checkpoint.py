@@ -28,7 +28,8 @@ from kvjax.typing import PyTree
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-_PREFIX = "model."  # of all tensors but the unembedding; files of a bare model leave it out
+_PREFIX = "model."  # of all tensors but the unembedding; files of a bare model leave it out, and those of a model that
+# also reads images say language_model
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Older checkpoints carry the rotary frequencies, which follow from the configuration.
 _DERIVED = re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
@@ -236,6 +237,10 @@ def _norm_targets(config: ModelConfig) -> dict[str, _Target]:
     """Returns the targets of one layer's normalisations."""
     norms = {"input_layernorm": ("input_norm", config.hidden_size),
              "post_attention_layernorm": ("post_norm", config.hidden_size)}
+    if config.out_norms:
+        norms |= {"post_attention_layernorm": ("attention_out_norm", config.hidden_size),
+                  "pre_feedforward_layernorm": ("post_norm", config.hidden_size),
+                  "post_feedforward_layernorm": ("mlp_out_norm", config.hidden_size)}
     if config.qk_norm:
         norms |= {f"self_attn.{name}": (name, config.head_dim) for name in ("q_norm", "k_norm")}
     return {f"{name}.weight": _Target.of((f"{path}/scale", (size,))) for name, (path, size) in norms.items()}
@@ -306,7 +311,8 @@ def _is_plain_name(shard: object) -> bool:
 def _name_in(held: Mapping[str, Sequence[StoredTensor]], name: str) -> str:
     """Returns the name under which the files hold a tensor, if they hold it."""
     short = name.removeprefix(_PREFIX)
-    return short if name not in held and short in held else name
+    spellings = (name, short, f"language_model.{name}", f"model.language_model.{short}")
+    return next((spelling for spelling in spellings if spelling in held), name)
 
 
 def _sources(

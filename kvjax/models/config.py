@@ -1,20 +1,39 @@
 """Configuration of a decoder-only model of the Llama family, as a hashable value."""
 
 import dataclasses
+import functools
+from typing import Literal
 
 from kvjax.errors import ConfigError
 from kvjax.ops.rotary import RopeConfig
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text")
+Activation = Literal["silu", "gelu_tanh"]
 _SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
     "max_position",
 )
 
 
-@dataclasses.dataclass(frozen=True)
+_SHOWN = 20  # fields that every representation has
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
 class ModelConfig:
-    """Shape and switches of a model; `windows[i]` is layer i's sliding window in tokens, or None."""
+    """Shape and switches of a model.
+
+    windows        sliding window of each layer in tokens, or None
+    rope           rotary embedding
+    local_rope     that of layers with a sliding window; None = as of the others
+    query_scalar   number by whose inverse square root scores are scaled; None = head_dim
+    soft_cap       bound of scores (`kvjax.ops.attention.soft_capped`); None = none
+    logit_cap      bound of the logits, likewise
+    sink_logits    whether query heads have a learned logit without key and value (`kvjax.ops.attention.normalise`)
+    activation     of the feed-forward network
+    norm_offset    number that is added to the scale of a normalisation
+    out_norms      whether outputs of attention and feed-forward network are normalised
+    scaled_embedding  whether embeddings are multiplied by the square root of hidden_size
+    """
 
     family: str
     vocab_size: int
@@ -36,6 +55,22 @@ class ModelConfig:
     rope: RopeConfig = dataclasses.field(default_factory=RopeConfig)
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    local_rope: RopeConfig | None = None
+    query_scalar: float | None = None
+    soft_cap: float | None = None
+    logit_cap: float | None = None
+    sink_logits: bool = False
+    activation: Activation = "silu"
+    norm_offset: float = 0.0
+    out_norms: bool = False
+    scaled_embedding: bool = False
+
+    def __repr__(self) -> str:
+        # `LLM.identity`, which adapters and delimiter tables name, digests this text: fields that came later are left
+        # out where they say nothing.
+        shown = [field.name for i, field in enumerate(dataclasses.fields(self))
+                 if i < _SHOWN or getattr(self, field.name) != field.default]
+        return f"ModelConfig({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
 
     def __post_init__(self):
         if self.family not in FAMILIES:
@@ -45,7 +80,9 @@ class ModelConfig:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
-        self.rope.check(self.head_dim)
+        for rope in (self.rope, self.local_rope):
+            if rope is not None:
+                rope.check(self.head_dim)
         if not self.windows:
             object.__setattr__(self, "windows", (None,) * self.num_layers)
         if len(self.windows) != self.num_layers:
@@ -56,6 +93,23 @@ class ModelConfig:
         """Query heads per KV head (G)."""
         return self.num_heads // self.num_kv_heads
 
+    @functools.cached_property
+    def layers(self) -> tuple["ModelConfig", ...]:
+        """Each layer as a model of that layer alone; equal for layers alike, which then share compiled programs."""
+        kinds = {window: dataclasses.replace(self, num_layers=1, windows=(window,), rope=self._rope(window),
+                                             local_rope=None) for window in set(self.windows)}
+        return tuple(kinds[window] for window in self.windows)
+
+    def _rope(self, window: int | None) -> RopeConfig:
+        return self.rope if window is None or self.local_rope is None else self.local_rope
+
+    @property
+    def window(self) -> int | None:
+        """Sliding window of the only layer (`layers`)."""
+        (window,) = self.windows
+        return window
+
     def for_length(self, tokens: int) -> "ModelConfig":
         """Returns the model for texts of `tokens` tokens, which its rotary embedding may depend on."""
-        return dataclasses.replace(self, rope=self.rope.for_length(tokens, self.head_dim))
+        local = None if self.local_rope is None else self.local_rope.for_length(tokens, self.head_dim)
+        return dataclasses.replace(self, rope=self.rope.for_length(tokens, self.head_dim), local_rope=local)

@@ -36,6 +36,12 @@ _QWEN = _COMMON | {
     "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None,
     "bos_token_id": None, "eos_token_id": None,
 }
+_GEMMA = _COMMON | {
+    "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256, "sliding_window": 4096, "layer_types": None, "use_bidirectional_attention": None,
+    "bos_token_id": 2, "eos_token_id": 1,
+}
 _DEFAULTS: dict[str, Fields] = {
     "llama": _COMMON | {
         "vocab_size": 32_000, "intermediate_size": 11_008, "num_key_value_heads": None, "max_position_embeddings": 2048,
@@ -52,10 +58,27 @@ _DEFAULTS: dict[str, Fields] = {
         "max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
         "sliding_window": None, "bos_token_id": 1, "eos_token_id": 32_000,
     },
+    "gemma2": _GEMMA | {
+        "vocab_size": 256_000, "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    "gemma3_text": _GEMMA | {
+        "vocab_size": 262_208, "max_position_embeddings": 131_072, "attn_logit_softcapping": None,
+        "final_logit_softcapping": None, "rope_theta": 1e6, "rope_local_base_freq": 10_000.0,
+    },
 }
+_GEMMAS = ("gemma2", "gemma3_text")
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "phi3": "Phi3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM", "gemma3_text": "Gemma3ForCausalLM",
+}
+_LATENT = "its attention keeps one latent vector of a token for all heads, and caches here keep keys and values of each"
+_CHUNKED = "some of its layers have no positions, and others attend within chunks"
+_UNSUPPORTED = {
+    "deepseek_v2": _LATENT, "deepseek_v3": _LATENT, "deepseek_v32": _LATENT, "llama4": _CHUNKED,
+    "llama4_text": _CHUNKED, "gemma3n": "its layers share keys and values", "gemma3n_text": "its layers share keys and "
+    "values", "mllama": "some of its layers attend an image",
 }
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _REQUIRED = object()
@@ -101,7 +124,8 @@ def write_config(config: ModelConfig, directory: Path, dtype: str) -> None:
 def check_writable(config: ModelConfig, path: pathlib.Path) -> None:
     """Raises CheckpointError for the first setting that would not survive being written and read."""
     back = parse(path, _to_fields(config, "float32"), _special_ids(config))
-    for name, value in vars(config).items():
+    for name in (field.name for field in dataclasses.fields(config)):
+        value = getattr(config, name)
         if getattr(back, name) != value:
             raise CheckpointError(
                 f"{path}: model_type {config.family!r} cannot express {name}={value!r}; "
@@ -236,24 +260,49 @@ def parse(path: pathlib.Path, raw: Fields, generation: Fields) -> ModelConfig:
     Raises:
       CheckpointError: as `read_config`.
     """
+    if raw.get("model_type") == "gemma3":
+        raw = _text_part(path, raw)
+    if raw.get("model_type") in _UNSUPPORTED:
+        kind = raw["model_type"]
+        raise CheckpointError(f"{path}: model_type is {kind!r}, which is not supported: {_UNSUPPORTED[kind]}")
     family = _Section(path, raw).require("model_type", FAMILIES)
     section = _Section(path, {**_DEFAULTS[family], **raw})
-    section.require("hidden_act", ("silu",))
-    section.require("quantization_config", (None,))
+    _check_unused(section, family)
     ids = (path.with_name(GENERATION), generation), (path, section.fields)
     try:
         return ModelConfig(
             family=family,
             **_shape(section),
             **_switches(section, family),
+            **(_gemma_switches(section, family) if family in _GEMMAS else {}),
             rms_norm_eps=section.number("rms_norm_eps"),
             windows=_windows(section, family),
-            rope=_rope(section, family),
+            **_ropes(section, family),
             bos_token_id=next(iter(token_ids("bos_token_id", *ids)), None),
             eos_token_ids=token_ids("eos_token_id", *ids),
         )
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from error
+
+
+def _text_part(path: pathlib.Path, raw: Fields) -> Fields:
+    """Returns the settings of the language model of a Gemma 3 that also reads images."""
+    text = raw.get("text_config")
+    if not isinstance(text, dict):
+        raise _Section(path, raw).wrong("text_config", "expected the settings of the language model")
+    ids = {name: raw[name] for name in ("bos_token_id", "eos_token_id", "quantization_config") if name in raw}
+    return ids | text | {"model_type": text.get("model_type", "gemma3_text")}
+
+
+def _check_unused(section: _Section, family: str) -> None:
+    """Raises CheckpointError for a value that would change what the model computes and is not supported."""
+    if family in _GEMMAS:
+        section.require("hidden_activation", (None, "gelu_pytorch_tanh"))
+        if section.fields["use_bidirectional_attention"] not in (None, False):
+            raise section.wrong("use_bidirectional_attention", "expected false: tokens attend those before them")
+    else:
+        section.require("hidden_act", ("silu",))
+    section.require("quantization_config", (None,))
 
 
 def _shape(section: _Section) -> dict[str, Any]:
@@ -274,15 +323,24 @@ def _layers(section: _Section) -> int:
     return section.integer("num_hidden_layers", most=_MOST_LAYERS)
 
 
-def _switches(section: _Section, family: str) -> dict[str, bool]:
+def _switches(section: _Section, family: str) -> dict[str, Any]:
     # Mistral's and Qwen2's layers ignore attention_bias, and only Llama's use mlp_bias.
-    bias = section.switch("attention_bias") and family in ("llama", "qwen3")
+    bias = section.switch("attention_bias") and family in ("llama", "qwen3", *_GEMMAS)
     return {
         "tie_embeddings": section.switch("tie_word_embeddings"),
         "qkv_bias": bias or family == "qwen2",
         "output_bias": bias,
         "mlp_bias": section.switch("mlp_bias") and family == "llama",
-        "qk_norm": family == "qwen3",
+        "qk_norm": family in ("qwen3", "gemma3_text"),
+    }
+
+
+def _gemma_switches(section: _Section, family: str) -> dict[str, Any]:
+    return {
+        "query_scalar": section.number("query_pre_attn_scalar"),
+        "soft_cap": section.number("attn_logit_softcapping", None),
+        "logit_cap": section.number("final_logit_softcapping", None),
+        "activation": "gelu_tanh", "norm_offset": 1.0, "out_norms": True, "scaled_embedding": True,
     }
 
 
@@ -294,6 +352,8 @@ def _windows(section: _Section, family: str) -> tuple[int | None, ...]:
     window = section.integer("sliding_window", default=None)
     if family in ("mistral", "phi3"):
         return (window,) * layers
+    if family in _GEMMAS:
+        return _alternating_windows(section, family, layers, window)
     if not section.switch("use_sliding_window"):
         window = None
     if section.fields["layer_types"] is not None:
@@ -302,13 +362,45 @@ def _windows(section: _Section, family: str) -> tuple[int | None, ...]:
     return tuple(window if i >= first else None for i in range(layers))
 
 
+def _alternating_windows(section: _Section, family: str, layers: int, window: int | None) -> tuple[int | None, ...]:
+    """Returns the windows of Gemma's layers; without `layer_types`, every second or sixth one has none."""
+    if section.fields["layer_types"] is not None:
+        return _typed_windows(section, layers, window)
+    if window is None:
+        raise section.wrong("sliding_window", "expected a number of tokens")
+    period = 2
+    if family == "gemma3_text":
+        name = "_sliding_window_pattern" if "_sliding_window_pattern" in section.fields else "sliding_window_pattern"
+        period = section.integer(name, default=6)
+    return tuple(window if (i + 1) % period else None for i in range(layers))
+
+
 def _typed_windows(section: _Section, layers: int, window: int | None) -> tuple[int | None, ...]:
     kinds = section.fields["layer_types"]
     if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in (_FULL, _SLIDING) for kind in kinds):
         raise section.wrong("layer_types", f"expected {_FULL!r} or {_SLIDING!r} for each of {layers} layers")
     if _SLIDING in kinds and window is None:
-        raise section.wrong("layer_types", "sliding layers need use_sliding_window and a sliding_window")
+        raise section.wrong("layer_types", "sliding layers need a sliding_window, and use_sliding_window if there is "
+                            "such a field")
     return tuple(window if kind == _SLIDING else None for kind in kinds)
+
+
+def _ropes(section: _Section, family: str) -> dict[str, Any]:
+    """Returns the rotary embedding, and that of sliding layers if the family has another one for them."""
+    if family != "gemma3_text":
+        return {"rope": _rope(section, family)}
+    newer: Any = section.fields.get("rope_parameters")
+    of_kind = newer if isinstance(newer, dict) and newer.keys() <= {_FULL, _SLIDING} else {}
+
+    def part(kind: str, theta: str) -> RopeConfig:
+        fields = {**section.fields, "rope_theta": section.fields[theta], "rope_parameters": of_kind.get(kind)}
+        if kind == _SLIDING:
+            fields["rope_scaling"] = None
+        return _rope(dataclasses.replace(section, fields=fields), family)
+
+    if newer is not None and not of_kind:
+        raise section.wrong("rope_parameters", f"expected an object with {_FULL!r} and {_SLIDING!r}")
+    return {"rope": part(_FULL, "rope_theta"), "local_rope": part(_SLIDING, "rope_local_base_freq")}
 
 
 def _rope(section: _Section, family: str) -> RopeConfig:
@@ -407,14 +499,14 @@ def _to_fields(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """Returns the content of config.json, with rope and dtype in the old spelling, which all of transformers reads."""
     return {
         "architectures": [_ARCHITECTURES[config.family]], "model_type": config.family, "torch_dtype": dtype,
-        "vocab_size": config.vocab_size, "hidden_size": config.hidden_size, "hidden_act": "silu",
+        "vocab_size": config.vocab_size, "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size, "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads, "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim, "max_position_embeddings": config.max_position,
         "rms_norm_eps": config.rms_norm_eps, "tie_word_embeddings": config.tie_embeddings,
         "attention_bias": config.output_bias, "mlp_bias": config.mlp_bias, "rope_theta": config.rope.theta,
         "rope_scaling": _scaling_fields(config),
-        **_phi3_fields(config), **_window_fields(config), **_special_ids(config),
+        **_phi3_fields(config), **_gemma_fields(config), **_window_fields(config), **_special_ids(config),
     }
 
 
@@ -453,10 +545,22 @@ def _phi3_fields(config: ModelConfig) -> dict[str, Any]:
             "pad_token_id": None}
 
 
+def _gemma_fields(config: ModelConfig) -> dict[str, Any]:
+    """Returns the activation's field, and those that only Gemma has."""
+    if config.family not in _GEMMAS:
+        return {"hidden_act": "silu"}
+    local = {} if config.local_rope is None else {"rope_local_base_freq": config.local_rope.theta}
+    return {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": config.query_scalar,
+            "attn_logit_softcapping": config.soft_cap, "final_logit_softcapping": config.logit_cap, **local}
+
+
 def _window_fields(config: ModelConfig) -> dict[str, Any]:
     if config.family == "llama":
         return {}
     window = next((w for w in config.windows if w is not None), None)
+    kinds = [_FULL if w is None else _SLIDING for w in config.windows]
+    if config.family in _GEMMAS:
+        return {"sliding_window": window, "layer_types": kinds}
     if config.family in ("mistral", "phi3"):
         return {"sliding_window": window}
     return {
@@ -464,7 +568,7 @@ def _window_fields(config: ModelConfig) -> dict[str, Any]:
         "sliding_window": window,
         # For versions of transformers without layer_types, where all layers from this one on slide.
         "max_window_layers": next((i for i, w in enumerate(config.windows) if w is not None), config.num_layers),
-        "layer_types": [_FULL if w is None else _SLIDING for w in config.windows],
+        "layer_types": kinds,
     }
 
 

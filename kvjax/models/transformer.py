@@ -6,6 +6,7 @@ around the KV cache; `Transformer.__call__` calls them around dense attention, f
 sequence.
 """
 
+import functools
 import math
 
 import flax.linen as nn
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.models.config import ModelConfig
-from kvjax.ops import rotary
+from kvjax.ops import attention, rotary
 from kvjax.ops.barriers import computed_once
 from kvjax.typing import Array, Float, Hidden, Int32, Logits
 
@@ -24,12 +25,16 @@ class RMSNorm(nn.Module):
     """Root-mean-square normalisation over the last axis, computed in f32."""
 
     eps: float
+    offset: float = 0.0  # added to the scale
 
     @nn.compact
     def __call__(self, x):
-        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), jnp.float32)
+        start = nn.initializers.constant(1 - self.offset)
+        scale = self.param("scale", start, (x.shape[-1],), jnp.float32)
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
+        if self.offset:  # in few bits the sum would lose those of a small scale
+            return (wide * (scale.astype(jnp.float32) + self.offset)).astype(x.dtype)
         return scale * wide.astype(x.dtype)
 
 
@@ -76,7 +81,7 @@ def _apply_bfloat16(weight: Float[Array, "Y X"], x: Float[Array, "T X"]) -> Floa
 
 
 class GatedMLP(nn.Module):
-    """SwiGLU feed-forward network."""
+    """Gated feed-forward network: SwiGLU, or GeGLU with the approximation by tanh."""
 
     config: ModelConfig
 
@@ -85,7 +90,8 @@ class GatedMLP(nn.Module):
         def dense(size, name):
             return Linear(size, self.config.mlp_bias, name=name)
 
-        wide = nn.silu(dense(self.config.intermediate_size, "gate_proj")(x))
+        act = {"silu": nn.silu, "gelu_tanh": nn.gelu}[self.config.activation]
+        wide = act(dense(self.config.intermediate_size, "gate_proj")(x))
         wide = wide * dense(self.config.intermediate_size, "up_proj")(x)
         return dense(self.config.hidden_size, "down_proj")(wide)
 
@@ -93,55 +99,90 @@ class GatedMLP(nn.Module):
 class Block(nn.Module):
     """Transformer layer with its attention apart: projections before it, and everything after it."""
 
-    config: ModelConfig
+    config: ModelConfig  # of this layer alone (`ModelConfig.layers`)
     attention: str | None = None  # `implementation` of `jax.nn.dot_product_attention`, used for whole sequences
 
     def setup(self):
         c = self.config
-        self.input_norm = RMSNorm(c.rms_norm_eps)
+        norm = functools.partial(RMSNorm, c.rms_norm_eps, c.norm_offset)
+        self.input_norm = norm()
         self.q_proj = Linear(c.num_heads * c.head_dim, c.qkv_bias)
         self.k_proj = Linear(c.num_kv_heads * c.head_dim, c.qkv_bias)
         self.v_proj = Linear(c.num_kv_heads * c.head_dim, c.qkv_bias)
         self.o_proj = Linear(c.hidden_size, c.output_bias)
         if c.qk_norm:
-            self.q_norm = RMSNorm(c.rms_norm_eps)
-            self.k_norm = RMSNorm(c.rms_norm_eps)
+            self.q_norm = norm()
+            self.k_norm = norm()
+        if c.sink_logits:
+            self.sinks = self.param("sinks", nn.initializers.zeros, (c.num_heads,), jnp.float32)
         if c.use_mlp:
-            self.post_norm = RMSNorm(c.rms_norm_eps)
+            self.post_norm = norm()
             self.mlp = GatedMLP(c)
+        if c.out_norms:
+            self.attention_out_norm = norm()
+            self.mlp_out_norm = norm()
 
     def queries(self, x: Hidden, positions: Int32[Array, "*T"]) -> Float[Array, "*T H D"]:
         """Returns rotated queries of the layer's input; look-ahead methods call this one layer early."""
-        q = _heads(self.q_proj(self.input_norm(x)), self.config.num_heads)
-        return self._rotate(self.q_norm(q) if self.config.qk_norm else q, positions)
+        return self._queries(self.input_norm(x), positions)
 
     def project(self, x: Hidden, positions: Int32[Array, "*T"]):
         """Returns rotated queries `[*T, H, D]`, rotated keys and values `[*T, K, D]` of the layer's input."""
         c, h = self.config, self.input_norm(x)
-        q = _heads(self.q_proj(h), c.num_heads)
         k = _heads(self.k_proj(h), c.num_kv_heads)
-        if c.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
+        k = self.k_norm(k) if c.qk_norm else k
         v = _heads(self.v_proj(h), c.num_kv_heads)
-        return self._rotate(q, positions), self._rotate(k, positions), v
+        return self._queries(h, positions), self._rotate(k, positions), v
+
+    def sink_logits(self) -> Float[Array, "K G"] | None:
+        """Returns the learned logit of each query head (`kvjax.ops.attention.normalise`); None if there are none."""
+        return self.sinks.reshape(self.config.num_kv_heads, -1) if self.config.sink_logits else None
 
     def finish(self, x: Hidden, attended: Float[Array, "*T H D"]) -> Hidden:
         """Returns the layer's output: output projection, feed-forward network and both residual additions."""
-        x = x + self.o_proj(attended.reshape(*attended.shape[:-2], -1))
-        return x + self.mlp(self.post_norm(x)) if self.config.use_mlp else x
+        c, out = self.config, self.o_proj(attended.reshape(*attended.shape[:-2], -1))
+        x = x + (self.attention_out_norm(out) if c.out_norms else out)
+        if not c.use_mlp:
+            return x
+        out = self.mlp(self.post_norm(x))
+        return x + (self.mlp_out_norm(out) if c.out_norms else out)
 
-    def __call__(self, x, positions, window):
+    def __call__(self, x, positions):
         q, k, v = self.project(x, positions)
-        local = None if window is None else (window - 1, 0)
+        c, sink_logits = self.config, self.sink_logits()
+        if c.soft_cap is not None or sink_logits is not None:
+            return self.finish(x, _dense_attention(c, q, k, v, sink_logits))
+        local = None if c.window is None else (c.window - 1, 0)
         attended = jax.nn.dot_product_attention(
             q, k, v, is_causal=True, local_window_size=local, implementation=self.attention
         )
         return self.finish(x, attended)
 
+    def _queries(self, h, positions):
+        """Returns rotated queries of the normalised input; attention divides their products by sqrt(D)."""
+        c, q = self.config, _heads(self.q_proj(h), self.config.num_heads)
+        q = self._rotate(self.q_norm(q) if c.qk_norm else q, positions)
+        scale = 1.0 if c.query_scalar is None else (c.head_dim / c.query_scalar) ** 0.5
+        return q if scale == 1 else q * scale
+
     def _rotate(self, x, positions):
         rope = self.config.rope
         freqs = rotary.inverse_frequencies(self.config.head_dim, rope)
         return rotary.rotate(x, positions, freqs, rope.attention_factor)
+
+
+def _dense_attention(config: ModelConfig, q, k, v, sink_logits):
+    """Returns causal attention [B, T, H, D] of whole sequences with capped scores or sink logits."""
+    position, group = jnp.arange(q.shape[1], dtype=jnp.int32), (config.num_kv_heads, config.group)
+    scores = jnp.einsum("btkgd,bskd->btkgs", q.reshape(*q.shape[:2], *group, -1), k,
+                        preferred_element_type=jnp.float32)
+    scores = attention.soft_capped(scores * config.head_dim**-0.5, config.soft_cap)
+    back = position[:, None] - position
+    seen = (back >= 0) & (back < (config.window or len(position)))
+    scores = jnp.where(seen[:, None, None], scores, attention.NEGATIVE)
+    sink_logits = None if sink_logits is None else jnp.broadcast_to(sink_logits, scores.shape[:-1])
+    weight = attention.softmax(scores, sink_logits).astype(v.dtype)
+    return jnp.einsum("btkgs,bskd->btkgd", weight, v).reshape(q.shape)
 
 
 class Transformer(nn.Module):
@@ -153,23 +194,25 @@ class Transformer(nn.Module):
     def setup(self):
         c = self.config
         self.embedding = nn.Embed(c.vocab_size, c.hidden_size, embedding_init=nn.initializers.normal(0.02))
-        self.layers = [Block(c, self.attention, name=f"layers_{i}") for i in range(c.num_layers)]
-        self.norm = RMSNorm(c.rms_norm_eps)
+        self.layers = [Block(layer, self.attention, name=f"layers_{i}") for i, layer in enumerate(c.layers)]
+        self.norm = RMSNorm(c.rms_norm_eps, c.norm_offset)
         if not c.tie_embeddings:
             self.lm_head = Linear(c.vocab_size)
 
     def embed(self, tokens: Int32[Array, "*T"]) -> Hidden:
-        return self.embedding(tokens)
+        x = self.embedding(tokens)
+        return x * jnp.asarray(self.config.hidden_size**0.5, x.dtype) if self.config.scaled_embedding else x
 
     def unembed(self, x: Hidden) -> Logits:
         x = self.norm(x)
-        return apply_rows(self.embedding.embedding, x) if self.config.tie_embeddings else self.lm_head(x)
+        logits = apply_rows(self.embedding.embedding, x) if self.config.tie_embeddings else self.lm_head(x)
+        return attention.soft_capped(logits, self.config.logit_cap)
 
     def __call__(self, tokens: Int32[Array, "B T"], positions: Int32[Array, "B T"]) -> Logits:
         """Returns the logits of every position under dense causal attention, for training and as an oracle."""
         x = self.embed(tokens)
-        for layer, window in zip(self.layers, self.config.windows, strict=True):
-            x = layer(x, positions, window)
+        for layer in self.layers:
+            x = layer(x, positions)
         return self.unembed(x)
 
 

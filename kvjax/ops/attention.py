@@ -2,6 +2,9 @@
 
 Softmax attention over the union of disjoint token sets follows from each set's unnormalised output, maximum and
 normaliser (the online softmax of Milakov and Gimelshein, 2018). Scores and sums are f32, whatever the stored type.
+
+Some models bound their scores (`soft_capped`, Gemma 2), or give a share of each query head's softmax to a learned logit
+without key and value (`sink_logits` of `normalise`, gpt-oss). Other scales than 1 / sqrt(D) are in the queries.
 """
 
 import functools
@@ -109,7 +112,7 @@ def in_bfloat16(x: Float[Array, "*N"]) -> list[Array]:
 
 def scores_of(
     q: Float[Array, "*K G D"], key: Num[Array, "*K N D"] | Packed | Scattered, valid: Bool[Array, "*K N"],
-    bias: Float[Array, "*K G N"] | None = None,
+    bias: Float[Array, "*K G N"] | None = None, cap: float | None = None,
 ):
     """Returns the scaled dot products of queries and keys.
 
@@ -118,12 +121,18 @@ def scores_of(
       key: its keys, as an array or as they are stored.
       valid: which keys count.
       bias: added to the scaled products, if given.
+      cap: bound of the scaled products (`soft_capped`).
 
     Returns:
       Scores `[*K, G, N]` in f32; NEGATIVE for keys that are not valid.
     """
-    scores = products((key, q)) * q.shape[-1] ** -0.5
+    scores = soft_capped(products((key, q)) * q.shape[-1] ** -0.5, cap)
     return only_valid(scores if bias is None else scores + bias, valid)
+
+
+def soft_capped(scores: Float[Array, "*N"], cap: float | None) -> Float[Array, "*N"]:
+    """Returns the scores bent to stay between -cap and cap, as they are where there is no cap."""
+    return scores if cap is None else cap * jnp.tanh(scores / cap)
 
 
 def only_valid(scores: Float[Array, "*K G N"], valid: Bool[Array, "*K N"]) -> Float[Array, "*K G N"]:
@@ -133,7 +142,7 @@ def only_valid(scores: Float[Array, "*K G N"], valid: Bool[Array, "*K N"]) -> Fl
 
 def attend_part(
     q: Float[Array, "*K G D"], key: Float[Array, "*K N D"] | Packed | Scattered, value, valid: Bool[Array, "*K N"],
-    bias: Float[Array, "*K G N"] | None = None,
+    bias: Float[Array, "*K G N"] | None = None, cap: float | None = None,
 ) -> Part:
     """Attends from each query head to the valid rows of its KV head.
 
@@ -143,15 +152,17 @@ def attend_part(
       value: its values `[*K, N, D]`, in any of the forms of `key`.
       valid: which rows count.
       bias: added to the scaled scores, if given.
+      cap: bound of the scaled scores (`soft_capped`).
 
     Returns:
       The part `[*K, G]`, to be merged with others and normalised.
     """
     # The kernel needs one type for both; keys computed by a method may be wider than values.
     alike = str(key.dtype) == str(value.dtype) and valid.ndim == 2
-    if not isinstance(key, Packed) and not isinstance(value, Packed) and alike and reads_in_place(str(value.dtype)):
+    alike &= reads_in_place(str(value.dtype), cap)
+    if not isinstance(key, Packed) and not isinstance(value, Packed) and alike:
         return _attend_in_place(q, _where_it_lies(key), _where_it_lies(value), valid, bias)
-    return attend_scores(scores_of(q, key, valid, bias), value, valid)
+    return attend_scores(scores_of(q, key, valid, bias, cap), value, valid)
 
 
 def attend_scores(
@@ -163,9 +174,10 @@ def attend_scores(
     return Part(_weighted(value, weight), top, jnp.sum(weight, axis=-1))
 
 
-def reads_in_place(dtype: str) -> bool:
-    """Returns whether a compiled kernel can read scattered rows of this type in place; it needs the CPU backend."""
-    return kernels.COMPILED and dtype in ("float32", "bfloat16") and jax.default_backend() == "cpu"
+def reads_in_place(dtype: str, cap: float | None = None) -> bool:
+    """Returns whether a compiled kernel can read scattered rows of this type in place; it needs the CPU backend, and
+    caps no scores."""
+    return cap is None and kernels.COMPILED and dtype in ("float32", "bfloat16") and jax.default_backend() == "cpu"
 
 
 def _where_it_lies(rows: Num[Array, "K N D"] | Scattered) -> Scattered:
@@ -200,14 +212,31 @@ def merge(first: Part, second: Part) -> Part:
     return Part(out, top, first.total * a + second.total * b)
 
 
-def normalise(part: Part, dtype) -> Float[Array, "*N D"]:
-    """Returns the attention output as `dtype`; zero where no token was valid."""
+def normalise(part: Part, dtype, sink_logits: Float[Array, "*N"] | None = None) -> Float[Array, "*N D"]:
+    """Returns the attention output as `dtype`; zero where no token was valid.
+
+    Args:
+      part: attention over all tokens.
+      dtype: type of the result.
+      sink_logits: learned logit of each query that takes a share of its softmax and adds nothing to the output.
+    """
+    if sink_logits is not None:
+        share = sink_logits.astype(jnp.float32)
+        part = merge(part, Part(jnp.zeros_like(part.out), share, jnp.ones_like(share)))
     return (part.out / jnp.maximum(part.total, 1e-30)[..., None]).astype(dtype)
+
+
+def softmax(scores: Float[Array, "*K G N"], sink_logits: Float[Array, "*K G"] | None = None) -> Float[Array, "*K G N"]:
+    """Returns the softmax of scores over the last axis, less the share of the sink logits if there are any."""
+    if sink_logits is None:
+        return jax.nn.softmax(scores)
+    share = jnp.broadcast_to(sink_logits.astype(scores.dtype)[..., None], (*scores.shape[:-1], 1))
+    return jax.nn.softmax(jnp.concatenate([scores, share], axis=-1))[..., :-1]
 
 
 def causal(
     q: Float[Array, "C K G D"], key: Float[Array, "T K D"], value: Float[Array, "T K D"], start: Int32[Array, ""],
-    chunk: int, window: int | None,
+    chunk: int, window: int | None, cap: float | None = None, sink_logits: Float[Array, "K G"] | None = None,
 ) -> Float[Array, "C K G D"]:
     """Computes dense causal attention, one chunk of keys at a time.
 
@@ -221,6 +250,8 @@ def causal(
       start: position of the first query.
       chunk: keys visited at a time; T must be a multiple.
       window: tokens of the sliding window, the query's own included; None for all before it.
+      cap: bound of the scaled scores (`soft_capped`).
+      sink_logits: learned logit of each query head (`normalise`).
 
     Returns:
       The attention output in the type of `q`.
@@ -241,21 +272,25 @@ def causal(
         seen = position[None, :] <= query_position[:, None]
         if window is not None:
             seen &= position[None, :] > query_position[:, None] - window
-        return merge(part, attend_masked(scores_of_many(q, k), v, seen[None]))
+        return merge(part, attend_masked(scores_of_many(q, k, cap), v, seen[None]))
 
     first = 0 if window is None else jnp.maximum(0, start - window + 1) // chunk
     last = (start + queries + chunk - 1) // chunk
     total = jnp.zeros(q.shape[:2], jnp.float32)
     empty = Part(jnp.zeros(q.shape, jnp.float32), jnp.full_like(total, NEGATIVE), total)
-    out = normalise(jax.lax.fori_loop(first, last, visit, empty), q.dtype)
+    if sink_logits is not None:
+        sink_logits = jnp.repeat(sink_logits, queries, axis=-1)
+    out = normalise(jax.lax.fori_loop(first, last, visit, empty), q.dtype, sink_logits)
     return einops.rearrange(out, "k (g c) d -> c k g d", c=queries)
 
 
-def scores_of_many(q: Float[Array, "K GC D"], k: Float[Array, "K N D"]) -> Float[Array, "K GC N"]:
+def scores_of_many(
+    q: Float[Array, "K GC D"], k: Float[Array, "K N D"], cap: float | None = None
+) -> Float[Array, "K GC N"]:
     """Returns the scaled dot products of C queries per query head, in the layout that is fastest for many queries."""
     wider = jnp.promote_types(q.dtype, k.dtype)  # keys wider than the queries are not rounded to the queries' type
     scores = jnp.einsum("kqd,knd->kqn", q.astype(wider), k.astype(wider), preferred_element_type=jnp.float32)
-    return scores * q.shape[-1] ** -0.5
+    return soft_capped(scores * q.shape[-1] ** -0.5, cap)
 
 
 def attend_masked(scores: Float[Array, "K GC N"], v: Float[Array, "K N D"], seen: Bool[Array, "#K C N"]) -> Part:

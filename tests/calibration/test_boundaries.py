@@ -30,16 +30,16 @@ def params():
 def maps(params):
     """Attention maps `[L, H, T, T]` of the whole text."""
     x, found = blocks.embed(CONFIG, params, TOKENS), []
-    for i, window in enumerate(CONFIG.windows):
+    for i, layer in enumerate(CONFIG.layers):
         mine = params[f"layers_{i}"]
-        q, k, v = blocks.project(CONFIG, mine, x, AT)
+        q, k, v = blocks.project(layer, mine, x, AT)
         k, v = np.repeat(k, CONFIG.group, axis=1), np.repeat(v, CONFIG.group, axis=1)
         scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(CONFIG.head_dim)
         behind = AT[:, None] - AT
-        seen = (behind >= 0) & (behind < (window or len(TOKENS)))
+        seen = (behind >= 0) & (behind < (layer.window or len(TOKENS)))
         found.append(scipy.special.softmax(np.where(seen, scores, -np.inf), axis=-1))
         out = np.einsum("hqk,khd->qhd", found[-1], v)
-        x = blocks.finish(CONFIG, mine, x, jnp.asarray(out))
+        x = blocks.finish(layer, mine, x, jnp.asarray(out))
     return np.stack(found)
 
 

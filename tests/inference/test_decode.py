@@ -131,7 +131,7 @@ class Asking(HostStore):
 def _needed(plan, params, state, b, token, at):
     """What one query of a sequence would fetch in layer 0."""
     x = params["embedding"]["embedding"][token]
-    q, _, _ = Block(CONFIG).apply({"params": params["layers_0"]}, x[None], at[None], method="project")
+    q, _, _ = Block(CONFIG.layers[0]).apply({"params": params["layers_0"]}, x[None], at[None], method="project")
     one, (spec, method) = jax.tree.map(lambda leaf: leaf[b], state), (plan.layers[0].spec, plan.layers[0].method)
     selection = method.select(spec, one.index, caching.view(spec, one), q.reshape(2, 2, -1))
     return caching.needed_blocks(spec, one, selection)[0]
@@ -371,7 +371,7 @@ def test_reading_a_prompt_takes_memory_in_proportion_to_it(params):
     """Temporaries of a layer over 2,048 and 8,192 tokens; what grew with the square would be 16 times as much."""
     def used(length):
         x = jax.ShapeDtypeStruct((1, length, CONFIG.hidden_size), jnp.float32)
-        program = prefill._read_layer.lower(CONFIG, None, prefill._CHUNK, params["layers_0"], x).compile()
+        program = prefill._read_layer.lower(CONFIG.layers[0], prefill._CHUNK, params["layers_0"], x).compile()
         return program.memory_analysis().temp_size_in_bytes
 
     assert used(8192) < 5 * used(2048)

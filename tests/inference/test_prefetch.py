@@ -158,7 +158,7 @@ def test_groups_are_chosen_by_the_previous_layers_input_or_by_a_layers_own_query
     for i in range(8):
         token, at = tokens[:, max(PROMPT) + i], state.length
         before = blocks.embed(CONFIG, params, token)
-        early, _, _ = Block(CONFIG).apply({"params": params["layers_1"]}, before, at, method="project")
+        early, _, _ = Block(CONFIG.layers[1]).apply({"params": params["layers_1"]}, before, at, method="project")
         mine = state.layers[1].state
         done = decode.step(plan, params, state, token)
         own = done.reports[1].q.reshape(early.shape)

@@ -138,6 +138,20 @@ def test_a_long_text_of_which_a_part_is_decoded(directory, way):
     np.testing.assert_allclose(found, expected[:-1], rtol=0, atol=1e-4)
 
 
+OPTIONS = [path for path in GOLDENS if read_config(path).query_scalar or read_config(path).sink_logits]
+
+
+@pytest.mark.parametrize("directory", OPTIONS, ids=[path.name for path in OPTIONS])
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "shadowkv"])  # which needs longer prompts
+def test_attention_of_gemma_and_gpt_oss_in_every_way(directory, way):
+    model, params = load(directory)
+    golden = np.load(directory / "golden.npz")
+    tokens, prompt = golden["tokens"], 12
+    logits = through_the_cache(kvjax.LLM(model.config, params), tokens, prompt, capacity=48, **WAYS[way])
+    found, expected = (jax.nn.log_softmax(one) for one in (logits, golden["logits"][:, prompt - 1 : -1]))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+
+
 @over_models_by_length
 def test_a_prompt_within_the_original_length_has_a_cache_within_it(directory):
     model, params = load(directory)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from kvjax.cache.types import Context, Spec
 from kvjax.errors import ConfigError
-from kvjax.ops.attention import NEGATIVE
+from kvjax.ops.attention import NEGATIVE, soft_capped
 from kvjax.ops.topk import AGGREGATIONS, aggregate
 from kvjax.typing import Array, Bool, Float, Int32
 
@@ -55,7 +55,8 @@ def _weights(
     """Returns the attention weights of a few queries, summed over them; queries at position -1 have none."""
     scores = jnp.einsum("kgqd,ktd->kgqt", q, context.key.astype(q.dtype), preferred_element_type=jnp.float32)
     seen = (context.pos <= pos[:, None]) & spec.seen(context.pos, pos[:, None])
-    weight = jax.nn.softmax(jnp.where(seen, scores * q.shape[-1] ** -0.5, NEGATIVE))
+    scores = soft_capped(scores * q.shape[-1] ** -0.5, spec.soft_cap)
+    weight = jax.nn.softmax(jnp.where(seen, scores, NEGATIVE))
     return jnp.sum(jnp.where(seen, weight, 0.0), axis=2)
 
 
