@@ -13,6 +13,12 @@ LAYER = {
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
 }
+# Names that mean something else in some families.
+OF_FAMILY = {
+    "gemma3_text": {"pre_feedforward_layernorm": "ffn_norm", "post_attention_layernorm": "post_attention_norm",
+                    "post_feedforward_layernorm": "post_ffw_norm"},
+    "phi3": {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
+}
 OTHERS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
@@ -57,13 +63,13 @@ def content(fields, tensors, magic=b"GGUF", version=3):
     return header + bytes(-len(header) % 32) + data
 
 
-def name_of(name):
+def name_of(name, family="llama"):
     """The name in a GGUF file of a tensor with Hugging Face's name."""
     base, kind = name.rsplit(".", 1)
     if base in OTHERS:
         return f"{OTHERS[base]}.{kind}"
     _, _, layer, rest = base.split(".", 3)
-    return f"blk.{layer}.{LAYER[rest]}.{kind}"
+    return f"blk.{layer}.{(LAYER | OF_FAMILY.get(family, {}))[rest]}.{kind}"
 
 
 def pairs_together(weight, heads):
@@ -79,19 +85,24 @@ def tensors_of(config, tensors):
         heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(name.split(".")[-2])
         if heads is not None and config.family == "llama":
             tensor = pairs_together(tensor, heads)
-        written[name_of(name)] = tensor
+        if config.family == "gemma3_text" and name.endswith("norm.weight"):
+            tensor = tensor + np.asarray(1, tensor.dtype)
+        written[name_of(name, config.family)] = tensor
     return written
 
 
 def fields_of(config, **others):
     """Fields of a model, without those of the tokenizer."""
-    prefix = config.family
+    prefix = config.family.removesuffix("_text")
+    if config.family in ("gemma3_text", "phi3"):
+        others = {f"{prefix}.attention.sliding_window": max(filter(None, config.windows), default=0)} | others
     return {
         "general.architecture": prefix, f"{prefix}.context_length": config.max_position,
         f"{prefix}.embedding_length": config.hidden_size, f"{prefix}.block_count": config.num_layers,
         f"{prefix}.feed_forward_length": config.intermediate_size, f"{prefix}.attention.head_count": config.num_heads,
         f"{prefix}.attention.head_count_kv": config.num_kv_heads, f"{prefix}.attention.key_length": config.head_dim,
-        f"{prefix}.attention.value_length": config.head_dim, f"{prefix}.rope.dimension_count": config.head_dim,
+        f"{prefix}.attention.value_length": config.head_dim,
+        f"{prefix}.rope.dimension_count": config.rope.rotated(config.head_dim),
         f"{prefix}.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
         f"{prefix}.rope.freq_base": config.rope.theta, "general.file_type": 0, **others,
     }

@@ -1,10 +1,11 @@
-"""Models in GGUF files, llama.cpp's format, of the architectures llama, qwen2 and qwen3.
+"""Models in GGUF files, llama.cpp's format, of the architectures llama, qwen2, qwen3, gemma3 and phi3.
 
 Configuration, weights, tokenizer and chat template are those of the file. `kvjax.save(kvjax.load(FILE), DIRECTORY)`
 makes a Hugging Face directory of it. Quantised weights become numbers of the same value as llama.cpp computes; they are
 read with the package gguf (`pip install gguf`), other files need no package.
 """
 
+import functools
 import pathlib
 import re
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ from kvjax.models.hf_config import shown
 from kvjax.models.tensor_file import StoredTensor
 from kvjax.models.tokenizer import TextTokenizer
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3", "phi3")
 _NAMES = {
     "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
     "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj",
@@ -29,7 +30,14 @@ _NAMES = {
     "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
 }
+# Names that mean something else in some architectures.
+_OTHER_NAMES = {
+    "gemma3": {"ffn_norm": "pre_feedforward_layernorm", "post_attention_norm": "post_attention_layernorm",
+               "post_ffw_norm": "post_feedforward_layernorm"},
+    "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+}
 _EMBEDDING, _HEAD, _FREQUENCIES = "token_embd.weight", "output.weight", "rope_freqs.weight"
+_FACTORS = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
 _TYPES = {0: "F32", 1: "F16", 30: "BF16"}
 # config.json's name of each field, after the architecture's name.
 _FIELDS = {
@@ -37,10 +45,14 @@ _FIELDS = {
     "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads",
     "attention.key_length": "head_dim", "context_length": "max_position_embeddings",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps", "rope.freq_base": "rope_theta",
+    "attention.sliding_window": "sliding_window",
 }
 _REQUIRED = ("embedding_length", "attention.head_count", "block_count", "feed_forward_length", "context_length")
 # Fields that are read elsewhere, or say nothing of what the model computes. Another one that is set is an error.
 _OTHERS = {"vocab_size", "attention.value_length", "rope.dimension_count", "rope.scale_linear", "tensor_data_layout"}
+_OF_GEMMA = {"final_logit_softcapping", "mm.tokens_per_image"}  # tokens of an image, which are not read
+_WITH_WINDOWS = ("gemma3", "phi3")  # llama.cpp ignores the others' windows
+_LARGEST_GEMMA = 62  # layers of the one whose scores are scaled otherwise than by the head size
 _SCALING = {
     "type": "rope_type", "factor": "factor", "original_context_length": "original_max_position_embeddings",
     "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow",
@@ -64,14 +76,14 @@ def find(path: hf_config.Path) -> tuple[Weights, TextTokenizer]:
     architecture = _architecture(file, header)
     held = {}
     for name in header.tensors:
-        theirs = _hf_name(name)
+        theirs = _hf_name(name, architecture)
         if theirs is not None:
             held[theirs] = [_stored(file, header, name, architecture)]
-        elif name != _FREQUENCIES:
+        elif name != _FREQUENCIES and not (architecture == "phi3" and name in _FACTORS.values()):
             raise _not_part(file, name, architecture)
     vocabulary = gguf_tokenizer.read(file, header.fields)
     raw = _config(file, header, architecture) | vocabulary.config
-    weights = checkpoint.placed(held, hf_config.parse(file, raw, {}), {}, _gguf_name)
+    weights = checkpoint.placed(held, hf_config.parse(file, raw, {}), {}, functools.partial(_gguf_name, architecture))
     others, tokens = checkpoint.others_in(held, weights), vocabulary.tokenizer.tokenizer.get_vocab_size()
     if others:
         raise _not_part(file, held[others[0]][0].name, architecture)
@@ -100,20 +112,26 @@ def _not_part(file: pathlib.Path, name: str, architecture: str) -> CheckpointErr
                            "another model")
 
 
-def _hf_name(name: str) -> str | None:
+@functools.cache
+def _names(architecture: str) -> dict[str, str]:
+    """Returns Hugging Face's name of each kind of tensor, by llama.cpp's."""
+    return _NAMES | _OTHER_NAMES.get(architecture, {})
+
+
+def _hf_name(name: str, architecture: str) -> str | None:
     """Returns Hugging Face's name of a tensor; None if it has none."""
-    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
-    if match is None or match[2] not in _NAMES:
+    match, names = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name), _names(architecture)
+    if match is None or match[2] not in names:
         return None
     layer = f"model.layers.{match[1]}." if match[1] else ""
-    return f"{layer}{_NAMES[match[2]]}.{match[3]}"
+    return f"{layer}{names[match[2]]}.{match[3]}"
 
 
-def _gguf_name(name: str) -> str:
+def _gguf_name(architecture: str, name: str) -> str:
     """Returns the name in a GGUF file of a tensor with Hugging Face's name."""
     match = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.+)\.(weight|bias)", name)
     assert match is not None
-    ours = {theirs: ours for ours, theirs in _NAMES.items()}[match[2]]
+    ours = {theirs: ours for ours, theirs in _names(architecture).items()}[match[2]]
     return f"blk.{match[1]}.{ours}.{match[3]}" if match[1] else f"{ours}.{match[3]}"
 
 
@@ -121,9 +139,11 @@ def _stored(file: pathlib.Path, header: GgufHeader, name: str, architecture: str
     """Returns a tensor; raises CheckpointError if its type cannot be read or the file ends before it does."""
     shape, kind, offset = header.tensors[name]
     heads = _heads(file, header, name, shape) if architecture == "llama" else 0
+    # llama.cpp's files have Gemma's scales of normalisations as they are multiplied with, Hugging Face's 1 less.
+    shift = -1.0 if architecture == "gemma3" and name.endswith("norm.weight") else 0.0
     try:
         dtype = _TYPES.get(kind) or tensor_file.quantised_type(kind)
-        stored = StoredTensor(file, name, shape, dtype, offset, heads)
+        stored = StoredTensor(file, name, shape, dtype, offset, heads, shift)
         end = offset + stored.nbytes
     except (CheckpointError, ValueError) as error:
         raise CheckpointError(f"{file}: tensor {name:.100}: {error}") from error
@@ -153,8 +173,11 @@ def _config(file: pathlib.Path, header: GgufHeader, architecture: str) -> dict[s
     """Returns the content of config.json, without the ids of special tokens."""
     prefix = f"{architecture}."
     fields = {name.removeprefix(prefix): value for name, value in header.fields.items() if name.startswith(prefix)}
+    known = {*_FIELDS, *_OTHERS, *(_OF_GEMMA if architecture == "gemma3" else ())}
+    if architecture not in _WITH_WINDOWS:
+        known.discard("attention.sliding_window")
     for name, value in fields.items():
-        if name not in _FIELDS and name not in _OTHERS and not name.startswith("rope.scaling.") and value:
+        if name not in known and not name.startswith("rope.scaling.") and value:
             raise CheckpointError(f"{file}: {prefix}{name} is {shown(value)}; this field is not supported, and may "
                                   "change what the model computes")
     raw = {theirs: fields[ours] for ours, theirs in _FIELDS.items() if ours in fields}
@@ -169,17 +192,58 @@ def _config(file: pathlib.Path, header: GgufHeader, architecture: str) -> dict[s
         raise CheckpointError(f"{file}: {prefix}attention.value_length is {shown(fields['attention.value_length'])}; "
                               f"expected {size}, as for keys")
     rotated = fields.get("rope.dimension_count", size)
-    if rotated != size:
+    if rotated != size and not (architecture == "phi3" and type(rotated) is int):
         raise CheckpointError(f"{file}: {prefix}rope.dimension_count is {shown(rotated)}; expected the head size, "
                               f"{size}")
     tensors = header.tensors
     if _EMBEDDING not in tensors:
         raise CheckpointError(f"{file}: tensor {_EMBEDDING} is missing; download the model again")
-    return raw | {
+    raw |= {
         "model_type": architecture, "hidden_act": "silu", "vocab_size": tensors[_EMBEDDING].shape[0],
         "tie_word_embeddings": _HEAD not in tensors, "attention_bias": "blk.0.attn_output.bias" in tensors,
-        "mlp_bias": "blk.0.ffn_up.bias" in tensors, "rope_scaling": _rope(file, header, fields, prefix),
+        "mlp_bias": "blk.0.ffn_up.bias" in tensors,
     }
+    if architecture == "gemma3":
+        raw |= _gemma(raw, fields)
+    if architecture == "phi3":
+        return raw | _phi3(file, header, fields, raw)
+    return raw | {"rope_scaling": _rope(file, header, fields, prefix)}
+
+
+def _gemma(raw: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields that only Gemma 3 has; what the file does not say is as in llama.cpp."""
+    scalar = raw["head_dim"]
+    if raw["num_hidden_layers"] == _LARGEST_GEMMA:
+        scalar = raw["hidden_size"] // raw["num_attention_heads"]
+    return {"model_type": "gemma3_text", "query_pre_attn_scalar": scalar,
+            "final_logit_softcapping": fields.get("final_logit_softcapping")}
+
+
+def _phi3(
+    file: pathlib.Path, header: GgufHeader, fields: Mapping[str, Any], raw: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns the fields that only Phi-3 has."""
+    original = fields.get("rope.scaling.original_context_length", raw["max_position_embeddings"])
+    found = {"original_max_position_embeddings": original, "sliding_window": raw.get("sliding_window") or None,
+             "partial_rotary_factor": fields.get("rope.dimension_count", raw["head_dim"]) / raw["head_dim"]}
+    if not any(name in header.tensors for name in _FACTORS.values()):
+        return found
+    scaling: dict[str, Any] = {"type": "longrope"}
+    for ours, name in _FACTORS.items():
+        scaling[ours] = _numbers(file, header, name).astype(float).tolist()
+    if "rope.scaling.attn_factor" in fields:
+        scaling["attention_factor"] = fields["rope.scaling.attn_factor"]
+    return found | {"rope_scaling": scaling}
+
+
+def _numbers(file: pathlib.Path, header: GgufHeader, name: str) -> np.ndarray:
+    """Returns a tensor of few numbers in F32, one for each pair of dimensions that rotates."""
+    shape, kind, offset = header.tensors.get(name, ((), None, 0))
+    if kind is None or _TYPES.get(kind) != "F32" or len(shape) != 1 or shape[0] > _MOST_FREQUENCIES:
+        raise CheckpointError(f"{file}: tensor {name} has shape {shape}; expected half a head's size in F32")
+    with _files.open_regular(file) as opened:
+        opened.seek(min(offset, header.size))
+        return np.frombuffer(tensor_file.take(opened, 4 * shape[0], f"{file}: tensor {name}"), "<f4")
 
 
 def _rope(file: pathlib.Path, header: GgufHeader, fields: Mapping[str, Any], prefix: str) -> dict[str, Any] | None:
@@ -199,13 +263,11 @@ def _rope(file: pathlib.Path, header: GgufHeader, fields: Mapping[str, Any], pre
 
 def _llama3(file: pathlib.Path, header: GgufHeader, fields: Mapping[str, Any], length: Any) -> dict[str, Any]:
     """Returns Llama 3's `rope_scaling` if the divisors of the frequencies in the file are those that follow from it."""
-    shape, kind, offset = header.tensors[_FREQUENCIES]
-    count = shape[0]
-    if _TYPES.get(kind) != "F32" or len(shape) != 1 or count > _MOST_FREQUENCIES or type(length) is not int:
-        raise CheckpointError(f"{file}: tensor {_FREQUENCIES} has shape {shape}; expected half a head's size in F32")
-    with _files.open_regular(file) as opened:
-        opened.seek(min(offset, header.size))
-        divisors = np.frombuffer(tensor_file.take(opened, 4 * count, f"{file}: tensor {_FREQUENCIES}"), "<f4")
+    if type(length) is not int:
+        raise CheckpointError(f"{file}: rope.scaling.original_context_length is {shown(length)}; expected a number of "
+                              "tokens")
+    divisors = _numbers(file, header, _FREQUENCIES)
+    count = len(divisors)
     theta = fields.get("rope.freq_base", 10_000.0)
     factor = float(divisors.max())
     turns = length / (2 * np.pi * float(theta) ** (np.arange(count) / count))

@@ -262,8 +262,8 @@ def parse(path: pathlib.Path, raw: Fields, generation: Fields) -> ModelConfig:
     """
     if raw.get("model_type") == "gemma3":
         raw = _text_part(path, raw)
-    if raw.get("model_type") in _UNSUPPORTED:
-        kind = raw["model_type"]
+    kind = raw.get("model_type")
+    if isinstance(kind, str) and kind in _UNSUPPORTED:
         raise CheckpointError(f"{path}: model_type is {kind!r}, which is not supported: {_UNSUPPORTED[kind]}")
     family = _Section(path, raw).require("model_type", FAMILIES)
     section = _Section(path, {**_DEFAULTS[family], **raw})

@@ -31,6 +31,7 @@ class StoredTensor(NamedTuple):
     offset  first byte in the file
     heads   heads whose rows are stored in pairs that rotate together; read in Hugging Face's order, first the rows that
             are the first of a pair; 0 = rows are read as they are
+    shift   number added to each value
     """
 
     file: pathlib.Path
@@ -39,6 +40,7 @@ class StoredTensor(NamedTuple):
     dtype: str
     offset: int
     heads: int = 0
+    shift: float = 0.0
 
     @property
     def rows(self) -> tuple[int, int]:
@@ -81,6 +83,7 @@ def read(file: BinaryIO, stored: StoredTensor, dtype: DTypeLike) -> jax.Array:
     start = 0
     for piece in _pieces(file, stored, what):
         check_finite(what, piece, dtype)
+        piece = piece.astype(np.float32) + stored.shift if stored.shift else piece
         if places is None:
             values[start : start + len(piece)] = piece
         else:

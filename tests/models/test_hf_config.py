@@ -15,6 +15,7 @@ SMALL = {
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+GEMMA = {"activation": "gelu_tanh", "norm_offset": 1.0, "out_norms": True, "scaled_embedding": True}
 LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1, 2.0, 3.0, 4.0]}
 
 
@@ -260,6 +261,54 @@ def test_qwen_window_is_off_unless_in_use(read, family):
     assert read(family, sliding_window=16, max_window_layers=0).windows == (None,) * 3
 
 
+def test_gemmas_layers_alternate(read):
+    """In Gemma 2 every second layer has no window, in Gemma 3 every sixth, or as many as the file says."""
+    six = {"num_hidden_layers": 6, "sliding_window": 16}
+    assert read("gemma2", **six).windows == (16, None) * 3
+    assert read("gemma3_text", **six).windows == (16,) * 5 + (None,)
+    assert read("gemma3_text", **six, sliding_window_pattern=3).windows == (16, 16, None) * 2
+    kinds = ["full_attention", "sliding_attention"] * 3
+    assert read("gemma3_text", **six, layer_types=kinds).windows == (None, 16) * 3
+    refused(read, "sliding_window", family="gemma2", sliding_window=None)
+
+
+def test_gemma_3_has_two_rotary_bases(read):
+    older = read("gemma3_text", rope_scaling={"rope_type": "linear", "factor": 8.0}, rope_local_base_freq=5e3)
+    assert older.rope == RopeConfig(1e6, "linear", 8.0) and older.local_rope == RopeConfig(5e3)
+    newer = read("gemma3_text", rope_parameters={
+        "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 2e4}})
+    assert newer.rope == RopeConfig(1e5, "linear", 4.0) and newer.local_rope == RopeConfig(2e4)
+    assert [layer.rope for layer in read("gemma3_text", num_hidden_layers=6).layers] == [RopeConfig(1e4)] * 5 + [
+        RopeConfig(1e6)]
+    refused(read, "rope_parameters", family="gemma3_text", rope_parameters={"rope_type": "default"})
+
+
+def test_gemma_2_caps_unless_the_file_says_null(read):
+    config = read("gemma2")
+    assert (config.soft_cap, config.logit_cap, config.query_scalar) == (50.0, 30.0, 256.0)
+    config = read("gemma2", attn_logit_softcapping=None, final_logit_softcapping=None, query_pre_attn_scalar=144)
+    assert (config.soft_cap, config.logit_cap, config.query_scalar) == (None, None, 144.0)
+
+
+def test_gemma_with_images_is_read_as_its_language_model(read):
+    text = read("gemma3_text", eos_token_id=[1, 5])
+    both = read("gemma3", text_config=SMALL, vision_config={"hidden_size": 4}, eos_token_id=[1, 5])
+    assert both == text
+    refused(read, "text_config", family="gemma3")
+
+
+@pytest.mark.parametrize("family, reason", [
+    ("deepseek_v3", "latent"), ("llama4", "positions"), ("gemma3n", "share"), ("mamba", "supported: llama")])
+def test_other_attention_is_refused_by_name(read, family, reason):
+    refused(read, family, reason, family=family)
+
+
+@pytest.mark.parametrize("name, value", [("hidden_activation", "relu"), ("use_bidirectional_attention", True)])
+def test_gemma_with_another_activation_or_mask_is_refused(read, name, value):
+    refused(read, name, family="gemma2", **{name: value})
+
+
 def test_layer_types_override_max_window_layers(read):
     config = read(
         "qwen3", use_sliding_window=True, sliding_window=16, max_window_layers=0,
@@ -410,6 +459,10 @@ WRITABLE = {
         1e4, "longrope", original_max_position=64, attention_factor=1.2, short_factor=(1.0,) * 2,
         long_factor=(2.0,) * 2, partial=0.5)),
     "qwen3_biased": model(family="qwen3", qk_norm=True, qkv_bias=True, output_bias=True),
+    "gemma2": model(**GEMMA, family="gemma2", windows=(16, None, 16), query_scalar=9.0, soft_cap=5.0, logit_cap=3.0),
+    "gemma3": model(
+        **GEMMA, family="gemma3_text", windows=(16, 16, None), query_scalar=8.0, qk_norm=True, tie_embeddings=True,
+        rope=RopeConfig(1e6, "linear", 8.0), local_rope=RopeConfig(1e4)),
 }
 
 
@@ -458,6 +511,11 @@ def test_ids_of_an_earlier_model_do_not_survive(tmp_path):
         ("rope", model(rope=RopeConfig(partial=0.5))),
         ("rope", model(rope=RopeConfig(kind="dynamic", original_max_position=64))),
         ("qkv_bias", model(family="phi3", qkv_bias=True)),
+        ("soft_cap", model(soft_cap=5.0)),
+        ("norm_offset", model(norm_offset=1.0)),
+        ("local_rope", model(family="gemma2", **GEMMA, query_scalar=8.0, local_rope=RopeConfig(1e4))),
+        ("local_rope", model(family="gemma3_text", **GEMMA, query_scalar=8.0, qk_norm=True,
+                             local_rope=RopeConfig(1e4, "linear", 2.0))),
     ],
 )
 def test_setting_without_a_field_is_refused_before_anything_is_written(tmp_path, name, config):

@@ -27,13 +27,18 @@ EXTRA = {
          "layer_types": ["sliding_attention", "full_attention"]},
     ),
     "phi3_tied_window": ("phi3", {"tie_word_embeddings": True, "sliding_window": 5, "pad_token_id": None}),
+    "gemma2_one_window": ("gemma2", {"num_hidden_layers": 3, "sliding_window": 5, "attn_logit_softcapping": None,
+                                    "attention_bias": True, "head_dim": 8}),
+    "gemma3_tied": ("gemma3_text", {"num_hidden_layers": 7, "sliding_window": 6, "head_dim": 24,
+                                    "rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
     "llama_longrope": ("llama", {"rope_parameters": {
         "rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [2.0, 4.0, 6.0, 8.0],
         "factor": 4.0, "original_max_position_embeddings": 20, "rope_theta": 1e4}}),
 }
 GOLDEN_CASES = (
     "llama_llama3_rope", "llama_linear_biases_tied", "mistral_window", "qwen2_sharded", "qwen3_bf16", "llama_yarn",
-    "qwen2_yarn_mscale", "llama_dynamic", "phi3_longrope", "phi3_partial",
+    "qwen2_yarn_mscale", "llama_dynamic", "phi3_longrope", "phi3_partial", "gemma2_soft_caps",
+    "gemma3_two_ropes",
 )
 LENGTH = 80
 
