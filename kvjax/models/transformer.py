@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.models.config import ModelConfig
-from kvjax.ops import rotary
+from kvjax.ops import experts, rotary
 from kvjax.ops.barriers import computed_once
 from kvjax.typing import Array, Float, Hidden, Int32, Logits
 
@@ -76,18 +76,52 @@ def _apply_bfloat16(weight: Float[Array, "Y X"], x: Float[Array, "T X"]) -> Floa
 
 
 class GatedMLP(nn.Module):
-    """SwiGLU feed-forward network."""
+    """SwiGLU feed-forward network, of the configuration's intermediate size or another one."""
 
     config: ModelConfig
+    size: int | None = None
 
     @nn.compact
     def __call__(self, x):
         def dense(size, name):
             return Linear(size, self.config.mlp_bias, name=name)
 
-        wide = nn.silu(dense(self.config.intermediate_size, "gate_proj")(x))
-        wide = wide * dense(self.config.intermediate_size, "up_proj")(x)
+        size = self.config.intermediate_size if self.size is None else self.size
+        wide = nn.silu(dense(size, "gate_proj")(x))
+        wide = wide * dense(size, "up_proj")(x)
         return dense(self.config.hidden_size, "down_proj")(wide)
+
+
+class SparseMLP(nn.Module):
+    """Mixture of SwiGLU experts, with one for all tokens beside them if the configuration asks for it."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x):
+        mixture, hidden = self.config.experts, self.config.hidden_size
+        start = nn.initializers.lecun_normal(in_axis=-1, out_axis=-2, batch_axis=0)
+
+        def stacked(name, rows, columns):
+            return self.param(name, start, (mixture.count, rows, columns), jnp.float32)
+
+        gate, up = (stacked(name, mixture.size, hidden) for name in ("gate_proj", "up_proj"))
+        down = stacked("down_proj", hidden, mixture.size)
+
+        def expert(number, rows):
+            def apply(weights, x):
+                return apply_rows(jax.lax.dynamic_index_in_dim(weights, number, keepdims=False), x)
+
+            return apply(down, nn.silu(apply(gate, rows)) * apply(up, rows))
+
+        rows = x.reshape(-1, hidden)
+        scores = Linear(mixture.count, name="router")(rows)
+        chosen, weight = experts.route(scores, mixture.per_token, mixture.normalise)
+        out = experts.mix(expert, mixture.count, rows, chosen, weight).reshape(x.shape)
+        if mixture.shared_size is None:
+            return out
+        shared = GatedMLP(self.config, mixture.shared_size, name="shared")(x)
+        return out + nn.sigmoid(Linear(1, name="shared_gate")(x)) * shared
 
 
 class Block(nn.Module):
@@ -95,6 +129,7 @@ class Block(nn.Module):
 
     config: ModelConfig
     attention: str | None = None  # `implementation` of `jax.nn.dot_product_attention`, used for whole sequences
+    sparse: bool | None = None  # whether the layer has experts; None = its parameters tell
 
     def setup(self):
         c = self.config
@@ -109,6 +144,7 @@ class Block(nn.Module):
         if c.use_mlp:
             self.post_norm = RMSNorm(c.rms_norm_eps)
             self.mlp = GatedMLP(c)
+            self.experts = SparseMLP(c)
 
     def queries(self, x: Hidden, positions: Int32[Array, "*T"]) -> Float[Array, "*T H D"]:
         """Returns rotated queries of the layer's input; look-ahead methods call this one layer early."""
@@ -128,7 +164,10 @@ class Block(nn.Module):
     def finish(self, x: Hidden, attended: Float[Array, "*T H D"]) -> Hidden:
         """Returns the layer's output: output projection, feed-forward network and both residual additions."""
         x = x + self.o_proj(attended.reshape(*attended.shape[:-2], -1))
-        return x + self.mlp(self.post_norm(x)) if self.config.use_mlp else x
+        if not self.config.use_mlp:
+            return x
+        sparse = self.has_variable("params", "experts") if self.sparse is None else self.sparse
+        return x + (self.experts if sparse else self.mlp)(self.post_norm(x))
 
     def __call__(self, x, positions, window):
         q, k, v = self.project(x, positions)
@@ -153,7 +192,7 @@ class Transformer(nn.Module):
     def setup(self):
         c = self.config
         self.embedding = nn.Embed(c.vocab_size, c.hidden_size, embedding_init=nn.initializers.normal(0.02))
-        self.layers = [Block(c, self.attention, name=f"layers_{i}") for i in range(c.num_layers)]
+        self.layers = [Block(c, self.attention, c.is_sparse(i), name=f"layers_{i}") for i in range(c.num_layers)]
         self.norm = RMSNorm(c.rms_norm_eps)
         if not c.tie_embeddings:
             self.lm_head = Linear(c.vocab_size)
