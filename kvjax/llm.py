@@ -660,7 +660,7 @@ def load(path: str | os.PathLike, dtype=jnp.float32, tuning: PrefillDefaults | N
         config = hf_config.read_config(path)
         tokenizer = TextTokenizer.from_directory(path)
         weights = checkpoint.find(path, config)
-    with progress.shown("loading", len(weights.tensors), "tensors") as bar:
+    with progress.shown("loading", len(weights.parts), "tensors") as bar:
         params = weights.read(kind, bar.update)
     return LLM(weights.config, params, tokenizer, tuning)
 

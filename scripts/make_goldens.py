@@ -22,11 +22,14 @@ from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 from transformers.utils import logging
 
@@ -57,6 +60,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     max_shard_size: str = "1GB"
     rope_in_old_spelling: bool = False
+    stacked_experts: bool = False  # in files as they are in memory, not as earlier versions of transformers wrote them
     beyond: int | None = None  # tokens of a text that is longer than the model's original length
 
 
@@ -128,6 +132,26 @@ def cases() -> dict[str, Case]:
             ),
             seed=11,
         ),
+        "mixtral": Case(
+            MixtralConfig(
+                **SHAPE | {"intermediate_size": 20}, num_local_experts=5, num_experts_per_tok=2, sliding_window=9,
+            ),
+            seed=10,
+        ),
+        "qwen2_moe_sharded": Case(
+            Qwen2MoeConfig(
+                **SHAPE, num_experts=7, num_experts_per_tok=3, moe_intermediate_size=12, mlp_only_layers=[0],
+                shared_expert_intermediate_size=20,
+            ),
+            seed=11, max_shard_size="40KB",
+        ),
+        "qwen3_moe_stacked": Case(
+            Qwen3MoeConfig(
+                **SHAPE, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=10, norm_topk_prob=True,
+                head_dim=12,
+            ),
+            seed=12, dtype=torch.bfloat16, stacked_experts=True,
+        ),
     }
 
 
@@ -149,7 +173,9 @@ def build(case: Case) -> PreTrainedModel:
 
 def save(case: Case, directory: pathlib.Path) -> None:
     """Writes the checkpoint with transformers, then changes its config to the older spelling if asked."""
-    build(case).to(case.dtype).save_pretrained(directory, max_shard_size=case.max_shard_size)
+    build(case).to(case.dtype).save_pretrained(
+        directory, max_shard_size=case.max_shard_size, save_original_format=not case.stacked_experts
+    )
     if case.rope_in_old_spelling:
         path = directory / "config.json"
         fields = json.loads(path.read_text())
@@ -159,8 +185,10 @@ def save(case: Case, directory: pathlib.Path) -> None:
 
 
 def load(directory: pathlib.Path) -> PreTrainedModel:
-    """Returns the stored model in evaluation mode, in f32 with eager attention."""
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    """Returns the stored model in evaluation mode and f32, with eager attention; eager experts take any size."""
+    return AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
 
 
 def random_tokens(case: Case, batch: int, length: int) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-import itertools
+import functools
 import os
 import pathlib
 import re
@@ -37,6 +37,11 @@ _FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
 }
+# The module of a mixture of experts, and the maps of an expert in it, first those that read the expert's input.
+_EXPERTS = {"mixtral": ("block_sparse_moe", ("w1", "w3", "w2"))}
+_USUAL_EXPERTS = ("mlp", ("gate_proj", "up_proj", "down_proj"))
+# What transformers 5 has in memory, and so in files that it wrote without going back to the names of earlier versions.
+_STACKED = re.compile(r"(?P<layer>(model\.)?layers\.\d+)\.mlp\.(experts\.(?P<map>gate_up_proj|down_proj)|gate\.weight)")
 _MOST_HEADER = 8 << 20  # bytes of a file's header; each tensor takes about 100
 _FEW = 5  # names in a warning
 
@@ -47,6 +52,7 @@ class _Target(NamedTuple):
     paths: tuple[str, ...]
     shape: tuple[int, ...]
     rows: tuple[int, ...]  # rows of each parameter, which make up the tensor's
+    expert: int | None = None  # the tensor is this element of a parameter that stacks the experts'
 
     @classmethod
     def of(cls, *parts: tuple[str, tuple[int, ...]]) -> "_Target":
@@ -72,35 +78,41 @@ class Weights:
 
     config   settings of the model, tied or untied as the weights are
     tensors  each tensor by its parameter's path
+    stacks   tensors of all experts, by the path of the parameter that they are together
     """
 
     config: ModelConfig
     tensors: Mapping[str, StoredTensor]
+    stacks: Mapping[str, Sequence[StoredTensor]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def parts(self) -> dict[str, Sequence[StoredTensor]]:
+        """The tensors of each parameter, one or an expert's each, by its path."""
+        return {path: (stored,) for path, stored in self.tensors.items()} | dict(self.stacks)
 
     def read(self, dtype: DTypeLike = jnp.float32, advance: Callable[[], object] | None = None) -> PyTree:
         """Returns the parameters of `Transformer(config)` on the device.
 
-        Tensors are read one at a time, in the order of the files, so that the host holds at most one of them.
+        Parameters are read one at a time, in the order of the files, so that the host holds at most one of them.
 
         Args:
           dtype: type of the parameters.
-          advance: function called after each tensor.
+          advance: function called after each parameter.
 
         Raises:
           CheckpointError: a value is not finite in the file or as `dtype`, or a file cannot be read.
         """
 
-        def file_of(path: str) -> pathlib.Path:
-            return self.tensors[path].file
-
         params = {}
-        in_order = sorted(self.tensors, key=lambda path: (file_of(path), self.tensors[path].offset))
-        for file, paths in itertools.groupby(in_order, file_of):
-            with _opened(file) as opened:
-                for path in paths:
-                    params[path] = tensor_file.read(opened, self.tensors[path], dtype)
-                    if advance is not None:
-                        advance()
+        with contextlib.ExitStack() as files:
+            opened = functools.cache(lambda file: files.enter_context(_opened(file)))
+            for path, parts in sorted(self.parts.items(), key=lambda item: (item[1][0].file, item[1][0].offset)):
+                if path in self.stacks:
+                    params[path] = tensor_file.read_stacked(opened, parts, dtype)
+                else:
+                    params[path] = tensor_file.read(opened(parts[0].file), parts[0], dtype)
+                if advance is not None:
+                    advance()
         return traverse_util.unflatten_dict(params, sep="/")
 
 
@@ -131,20 +143,22 @@ def find(directory: hf_config.Path, config: ModelConfig) -> Weights:
         misshapen. The message names file and tensor.
     """
     held, weight_map = _held(directory)
+    held = _expert_by_expert(held, config)
     own_head = config.tie_embeddings and _HEAD in held and _name_in(held, _EMBEDDING) in held
     if own_head:
         config = dataclasses.replace(config, tie_embeddings=False)
     weights = placed(held, config, weight_map)
     _warn_of_others(held, weights)
-    for stored in weights.tensors.values():
-        _check_plain(stored)
+    for parts in weights.parts.values():
+        for stored in parts:
+            _check_plain(stored)
     if not own_head:
         return weights
     embedding, head = (weights.tensors[path] for path in ("embedding/embedding", "lm_head/weight"))
     if tensor_file.are_equal(embedding, head):
         # The tied model is the same and takes less memory.
         tensors = {path: stored for path, stored in weights.tensors.items() if stored is not head}
-        return Weights(dataclasses.replace(config, tie_embeddings=True), tensors)
+        return Weights(dataclasses.replace(config, tie_embeddings=True), tensors, weights.stacks)
     warnings.warn(f"{head.file}: {_HEAD} is not the embedding, although tie_word_embeddings in "
                   f"{hf_config.CONFIG} is true; both are loaded as they are", stacklevel=3)
     return weights
@@ -168,9 +182,13 @@ def placed(
     targets = _targets(config)
     sources = _sources(held, weight_map, targets, spell)
     tensors: dict[str, StoredTensor] = {}
+    stacks: dict[str, list[StoredTensor]] = {}
     for name, source in sources.items():
-        tensors |= targets[name].split(source)
-    return Weights(config, tensors)
+        if targets[name].expert is None:
+            tensors |= targets[name].split(source)
+        else:  # in the experts' order
+            stacks.setdefault(targets[name].paths[0], []).append(source)
+    return Weights(config, tensors, stacks)
 
 
 def save_params(
@@ -224,9 +242,9 @@ def _targets(config: ModelConfig) -> dict[str, _Target]:
                "model.norm.weight": _Target.of(("norm/scale", (hidden,)))}
     if not config.tie_embeddings:
         targets[_HEAD] = _Target.of(("lm_head/weight", (vocab, hidden)))
-    layer = {**_norm_targets(config), **_linear_targets(config)}
-    for i in range(config.num_layers):
-        for name, target in layer.items():
+    norms, dense, sparse = _norm_targets(config), _linear_targets(config), _sparse_targets(config)
+    for i, layer in enumerate(config.layers):
+        for name, target in {**norms, **(sparse if layer.experts else dense)}.items():
             paths = tuple(f"layers_{i}/{path}" for path in target.paths)
             targets[f"model.layers.{i}.{name}"] = target._replace(paths=paths)
     return targets
@@ -245,28 +263,65 @@ def _norm_targets(config: ModelConfig) -> dict[str, _Target]:
     return {f"{name}.weight": _Target.of((f"{path}/scale", (size,))) for name, (path, size) in norms.items()}
 
 
+class _Map(NamedTuple):
+    """Linear map: path of its parameters, shape [out, in], and whether it has a bias."""
+
+    path: str
+    shape: tuple[int, int]
+    bias: bool = False
+
+
 def _linear_targets(config: ModelConfig) -> dict[str, _Target]:
-    """Returns the targets of one layer's linear maps, each [out, in]."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    maps = {
-        "self_attn.q_proj": ("q_proj", (queries, hidden), config.qkv_bias),
-        "self_attn.k_proj": ("k_proj", (keys, hidden), config.qkv_bias),
-        "self_attn.v_proj": ("v_proj", (keys, hidden), config.qkv_bias),
-        "self_attn.o_proj": ("o_proj", (hidden, queries), config.output_bias),
-        "mlp.gate_proj": ("mlp/gate_proj", (inner, hidden), config.mlp_bias),
-        "mlp.up_proj": ("mlp/up_proj", (inner, hidden), config.mlp_bias),
-        "mlp.down_proj": ("mlp/down_proj", (hidden, inner), config.mlp_bias),
-    }
+    """Returns the targets of the linear maps of a layer without experts."""
+    maps = _attention_maps(config) | _gated_maps("mlp", "mlp", config, config.intermediate_size, config.mlp_bias)
     # Phi-3's files hold maps of the same input as one.
-    fused = _FUSED if config.family == "phi3" else {}
+    return _targets_of(maps, _FUSED if config.family == "phi3" else {})
+
+
+def _sparse_targets(config: ModelConfig) -> dict[str, _Target]:
+    """Returns the targets of the linear maps of a layer with experts, if the model has any."""
+    mixture, hidden = config.experts, config.hidden_size
+    if mixture is None:
+        return {}
+    module, names = _EXPERTS.get(config.family, _USUAL_EXPERTS)
+    maps = _attention_maps(config) | {f"{module}.gate": _Map("experts/router", (mixture.count, hidden))}
+    if mixture.shared_size is not None:
+        maps |= _gated_maps(f"{module}.shared_expert", "experts/shared", config, mixture.shared_size)
+        maps[f"{module}.shared_expert_gate"] = _Map("experts/shared_gate", (1, hidden))
+    wide, narrow = (mixture.size, hidden), (hidden, mixture.size)
+    own = zip(names, _USUAL_EXPERTS[1], (wide, wide, narrow), strict=True)
+    experts = {f"{module}.experts.{i}.{name}.weight": _Target((f"experts/{path}",), shape, shape[:1], i)
+               for name, path, shape in own for i in range(mixture.count)}
+    return _targets_of(maps, {}) | experts
+
+
+def _attention_maps(config: ModelConfig) -> dict[str, _Map]:
+    hidden = config.hidden_size
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    return {
+        "self_attn.q_proj": _Map("q_proj", (queries, hidden), config.qkv_bias),
+        "self_attn.k_proj": _Map("k_proj", (keys, hidden), config.qkv_bias),
+        "self_attn.v_proj": _Map("v_proj", (keys, hidden), config.qkv_bias),
+        "self_attn.o_proj": _Map("o_proj", (hidden, queries), config.output_bias),
+    }
+
+
+def _gated_maps(name: str, path: str, config: ModelConfig, inner: int, bias: bool = False) -> dict[str, _Map]:
+    """Returns the maps of a gated feed-forward network, by their names in a file."""
+    shapes = {"gate_proj": (inner, config.hidden_size), "up_proj": (inner, config.hidden_size),
+              "down_proj": (config.hidden_size, inner)}
+    return {f"{name}.{part}": _Map(f"{path}/{part}", shape, bias) for part, shape in shapes.items()}
+
+
+def _targets_of(maps: Mapping[str, _Map], fused: Mapping[str, tuple[str, ...]]) -> dict[str, _Target]:
+    """Returns the targets of linear maps; a fused tensor holds several."""
     apart = {name: (name,) for name in maps if not any(name in names for names in fused.values())}
     targets = {}
     for tensor, names in {**fused, **apart}.items():
         parts = [maps[name] for name in names]
-        targets[f"{tensor}.weight"] = _Target.of(*((f"{path}/weight", shape) for path, shape, _ in parts))
-        if parts[0][2]:
-            targets[f"{tensor}.bias"] = _Target.of(*((f"{path}/bias", shape[:1]) for path, shape, _ in parts))
+        targets[f"{tensor}.weight"] = _Target.of(*((f"{part.path}/weight", part.shape) for part in parts))
+        if parts[0].bias:
+            targets[f"{tensor}.bias"] = _Target.of(*((f"{part.path}/bias", part.shape[:1]) for part in parts))
     return targets
 
 
@@ -283,6 +338,36 @@ def _held(directory: hf_config.Path) -> tuple[dict[str, list[StoredTensor]], Map
     if not held:
         raise CheckpointError(f"{paths[0]}: no tensors in the file; download it again")
     return held, weight_map
+
+
+def _expert_by_expert(held: dict[str, list[StoredTensor]], config: ModelConfig) -> dict[str, list[StoredTensor]]:
+    """Returns tensors of which each is of one expert, under the names that earlier versions of transformers gave them.
+
+    Raises:
+      CheckpointError: a tensor that stacks the experts' is misshapen or of a type that is not supported.
+    """
+    mixture, hidden = config.experts, config.hidden_size
+    if mixture is None:
+        return held
+    module, (gate, up, down) = _EXPERTS.get(config.family, _USUAL_EXPERTS)
+    apart: dict[str, list[StoredTensor]] = {}
+    for name, sources in held.items():
+        match = _STACKED.fullmatch(name)
+        if match is None:
+            apart.setdefault(name, []).extend(sources)
+        elif match["map"] is None:
+            apart.setdefault(f"{match['layer']}.{module}.gate.weight", []).extend(sources)
+        else:
+            names = (gate, up) if match["map"] == "gate_up_proj" else (down,)
+            shape = (mixture.size, hidden) if len(names) == 2 else (hidden, mixture.size)
+            for stored in sources:
+                _check_plain(stored)
+                _check_tensor(stored, _Target((), (mixture.count, len(names) * shape[0], shape[1]), ()))
+                part = stored._replace(shape=shape)
+                for i in range(mixture.count * len(names)):
+                    one = f"{match['layer']}.{module}.experts.{i // len(names)}.{names[i % len(names)]}.weight"
+                    apart.setdefault(one, []).append(part._replace(offset=stored.offset + i * part.nbytes))
+    return apart
 
 
 def _weight_files(directory: hf_config.Path) -> tuple[list[pathlib.Path], Mapping[str, str]]:
@@ -360,7 +445,7 @@ def _check_plain(stored: StoredTensor) -> None:
 
 def others_in(held: Mapping[str, list[StoredTensor]], weights: Weights) -> list[str]:
     """Returns the names of tensors that are in the files but not in the model."""
-    read = {(stored.file, stored.name) for stored in weights.tensors.values()}
+    read = {(stored.file, stored.name) for parts in weights.parts.values() for stored in parts}
     return [name for name in sorted(held) if not _DERIVED.fullmatch(name)
             and read.isdisjoint((stored.file, stored.name) for stored in held[name])]
 
@@ -374,8 +459,9 @@ def _warn_of_others(held: Mapping[str, list[StoredTensor]], weights: Weights) ->
 
 
 def _check_params(path: pathlib.Path, flat: Mapping[str, jax.Array], targets: Mapping[str, _Target]) -> None:
-    expected = {path: (rows, *target.shape[1:]) for target in targets.values()
-                for path, rows in zip(target.paths, target.rows, strict=True)}
+    # The last expert's tensor tells how many there are.
+    expected = {path: (*(() if target.expert is None else (target.expert + 1,)), rows, *target.shape[1:])
+                for target in targets.values() for path, rows in zip(target.paths, target.rows, strict=True)}
     for name in sorted(flat.keys() | expected.keys()):
         have = flat[name].shape if name in flat else None
         if have != expected.get(name):
@@ -410,7 +496,7 @@ def _opened(file: pathlib.Path) -> BinaryIO:
 def _to_tensor(path: pathlib.Path, target: _Target, flat: Mapping[str, jax.Array], dtype: str) -> np.ndarray:
     parts = []
     for name in target.paths:
-        stored = np.asarray(flat[name])
+        stored = np.asarray(flat[name] if target.expert is None else flat[name][target.expert])
         tensor_file.check_finite(f"{path}: parameter {name}", stored, dtype)
         # save_file ignores strides and writes the bytes from the array's address on, so they must be in C order.
         parts.append(stored.astype(jnp.dtype(dtype), order="C"))

@@ -7,7 +7,9 @@ from typing import Literal
 from kvjax.errors import ConfigError
 from kvjax.ops.rotary import RopeConfig
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text")
+FAMILIES = (
+    "llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "mixtral", "qwen2_moe", "qwen3_moe",
+)
 Activation = Literal["silu", "gelu_tanh"]
 _SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
@@ -16,6 +18,35 @@ _SIZES = (
 
 
 _SHOWN = 20  # fields that every representation has
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """Mixture of experts that most or all layers have as their feed-forward network.
+
+    count         experts of a layer
+    per_token     experts that each token goes through
+    size          intermediate size of an expert
+    normalise     whether the weights of a token's experts sum to 1
+    shared_size   intermediate size of the expert that every token goes through; None = there is none
+    dense_layers  layers with an ordinary feed-forward network, in order
+    """
+
+    count: int
+    per_token: int
+    size: int
+    normalise: bool = True
+    shared_size: int | None = None
+    dense_layers: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        for name in ("count", "per_token", "size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} of a mixture of experts must be at least 1")
+        if self.shared_size is not None and self.shared_size < 1:
+            raise ConfigError(f"shared_size={self.shared_size} must be at least 1, or None for no shared expert")
+        if self.per_token > self.count:
+            raise ConfigError(f"{self.per_token} experts per token exceed the {self.count} experts of a layer")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -33,6 +64,7 @@ class ModelConfig:
     norm_offset    number that is added to the scale of a normalisation
     out_norms      whether outputs of attention and feed-forward network are normalised
     scaled_embedding  whether embeddings are multiplied by the square root of hidden_size
+    experts        mixture of experts that layers have as their feed-forward network; None = no layer
     """
 
     family: str
@@ -55,6 +87,7 @@ class ModelConfig:
     rope: RopeConfig = dataclasses.field(default_factory=RopeConfig)
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    experts: Experts | None = None
     local_rope: RopeConfig | None = None
     query_scalar: float | None = None
     soft_cap: float | None = None
@@ -80,6 +113,8 @@ class ModelConfig:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
+        if self.experts and not set(self.experts.dense_layers) <= set(range(self.num_layers)):
+            raise ConfigError(f"dense_layers={self.experts.dense_layers} must be among {self.num_layers} layers")
         for rope in (self.rope, self.local_rope):
             if rope is not None:
                 rope.check(self.head_dim)
@@ -96,12 +131,15 @@ class ModelConfig:
     @functools.cached_property
     def layers(self) -> tuple["ModelConfig", ...]:
         """Each layer as a model of that layer alone; equal for layers alike, which then share compiled programs."""
-        kinds = {window: dataclasses.replace(self, num_layers=1, windows=(window,), rope=self._rope(window),
-                                             local_rope=None) for window in set(self.windows)}
-        return tuple(kinds[window] for window in self.windows)
+        return tuple(map(self._layer, range(self.num_layers)))
 
-    def _rope(self, window: int | None) -> RopeConfig:
-        return self.rope if window is None or self.local_rope is None else self.local_rope
+    def _layer(self, i: int) -> "ModelConfig":
+        experts = None
+        if self.experts is not None and i not in self.experts.dense_layers:
+            experts = dataclasses.replace(self.experts, dense_layers=())
+        rope = self.rope if self.windows[i] is None or self.local_rope is None else self.local_rope
+        return dataclasses.replace(
+            self, num_layers=1, windows=self.windows[i : i + 1], rope=rope, local_rope=None, experts=experts)
 
     @property
     def window(self) -> int | None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvjax import _files
 from kvjax.errors import CheckpointError, ConfigError
-from kvjax.models.config import FAMILIES, ModelConfig, RopeConfig
+from kvjax.models.config import FAMILIES, Experts, ModelConfig, RopeConfig
 from kvjax.ops.rotary import longrope_attention_factor, yarn_attention_factor
 
 CONFIG = "config.json"
@@ -41,6 +41,10 @@ _GEMMA = _COMMON | {
     "num_key_value_heads": 4, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
     "query_pre_attn_scalar": 256, "sliding_window": 4096, "layer_types": None, "use_bidirectional_attention": None,
     "bos_token_id": 2, "eos_token_id": 1,
+}
+_QWEN_MOE = _QWEN | {
+    "hidden_size": 2048, "num_hidden_layers": 24, "norm_topk_prob": False, "decoder_sparse_step": 1,
+    "mlp_only_layers": None,
 }
 _DEFAULTS: dict[str, Fields] = {
     "llama": _COMMON | {
@@ -66,12 +70,27 @@ _DEFAULTS: dict[str, Fields] = {
         "vocab_size": 262_208, "max_position_embeddings": 131_072, "attn_logit_softcapping": None,
         "final_logit_softcapping": None, "rope_theta": 1e6, "rope_local_base_freq": 10_000.0,
     },
+    "mixtral": _COMMON | {
+        "vocab_size": 32_000, "intermediate_size": 14_336, "num_key_value_heads": 8, "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": None, "bos_token_id": 1, "eos_token_id": 2,
+        "num_experts": 8, "num_experts_per_tok": 2,
+    },
+    "qwen2_moe": _QWEN_MOE | {
+        "intermediate_size": 5632, "num_attention_heads": 16, "num_key_value_heads": 16, "qkv_bias": True,
+        "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+    },
+    "qwen3_moe": _QWEN_MOE | {
+        "intermediate_size": 6144, "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    },
 }
 _GEMMAS = ("gemma2", "gemma3_text")
 _ARCHITECTURES = {
-    "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "phi3": "Phi3ForCausalLM",
-    "gemma2": "Gemma2ForCausalLM", "gemma3_text": "Gemma3ForCausalLM",
+    "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "mixtral": "MixtralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM", "qwen2_moe": "Qwen2MoeForCausalLM", "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM", "phi3": "Phi3ForCausalLM", "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
 }
 _LATENT = "its attention keeps one latent vector of a token for all heads, and caches here keep keys and values of each"
 _CHUNKED = "some of its layers have no positions, and others attend within chunks"
@@ -80,12 +99,14 @@ _UNSUPPORTED = {
     "llama4_text": _CHUNKED, "gemma3n": "its layers share keys and values", "gemma3n_text": "its layers share keys and "
     "values", "mllama": "some of its layers attend an image",
 }
+_NO_SWITCH = ("mistral", "mixtral", "phi3")  # families whose sliding window is in use in all layers if there is one
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _REQUIRED = object()
 
 _MOST_BYTES = 8 << 20  # limit for a JSON file; an index of 50,000 tensors takes half of it
 _MOST = 2**30  # the sum of two such numbers fits a 32-bit integer on the device
 _MOST_LAYERS = 10_000
+_MOST_EXPERTS = 50_000  # of all layers, each with tensors of its own
 _LEAST_NUMBER, _MOST_NUMBER = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
@@ -275,6 +296,7 @@ def parse(path: pathlib.Path, raw: Fields, generation: Fields) -> ModelConfig:
             **_shape(section),
             **_switches(section, family),
             **(_gemma_switches(section, family) if family in _GEMMAS else {}),
+            experts=_experts(section, family),
             rms_norm_eps=section.number("rms_norm_eps"),
             windows=_windows(section, family),
             **_ropes(section, family),
@@ -324,14 +346,14 @@ def _layers(section: _Section) -> int:
 
 
 def _switches(section: _Section, family: str) -> dict[str, Any]:
-    # Mistral's and Qwen2's layers ignore attention_bias, and only Llama's use mlp_bias.
-    bias = section.switch("attention_bias") and family in ("llama", "qwen3", *_GEMMAS)
+    # The layers of Mistral, Mixtral, Qwen2 and Phi-3 ignore attention_bias, and only Llama's use mlp_bias.
+    bias = section.switch("attention_bias") and family in ("llama", "qwen3", "qwen3_moe", *_GEMMAS)
     return {
         "tie_embeddings": section.switch("tie_word_embeddings"),
-        "qkv_bias": bias or family == "qwen2",
+        "qkv_bias": bias or family == "qwen2" or (family == "qwen2_moe" and section.switch("qkv_bias")),
         "output_bias": bias,
         "mlp_bias": section.switch("mlp_bias") and family == "llama",
-        "qk_norm": family in ("qwen3", "gemma3_text"),
+        "qk_norm": family in ("qwen3", "qwen3_moe", "gemma3_text"),
     }
 
 
@@ -344,26 +366,57 @@ def _gemma_switches(section: _Section, family: str) -> dict[str, Any]:
     }
 
 
+def _experts(section: _Section, family: str) -> Experts | None:
+    """Returns the mixture of experts of a family that has one."""
+    if family not in ("mixtral", "qwen2_moe", "qwen3_moe"):
+        return None
+    layers = _layers(section)
+    count = section.integer("num_experts", most=_MOST_EXPERTS // layers)
+    if family != "qwen2_moe":  # transformers 5 writes Qwen3's under Mixtral's name, and reads both
+        count = section.integer("num_local_experts", default=count, most=_MOST_EXPERTS // layers)
+    per_token = section.integer("num_experts_per_tok", most=count)
+    if family == "mixtral":
+        return Experts(count, per_token, section.integer("intermediate_size"))
+    return Experts(
+        count, per_token, section.integer("moe_intermediate_size"), normalise=section.switch("norm_topk_prob"),
+        shared_size=section.integer("shared_expert_intermediate_size") if family == "qwen2_moe" else None,
+        dense_layers=_dense_layers(section, layers),
+    )
+
+
+def _dense_layers(section: _Section, layers: int) -> tuple[int, ...]:
+    """Returns the layers with an ordinary feed-forward network, named or between every few with experts."""
+    step, named = section.integer("decoder_sparse_step"), section.fields["mlp_only_layers"]
+    named = [] if named is None else named
+    if not isinstance(named, list) or not all(type(i) is int for i in named):
+        raise section.wrong("mlp_only_layers", "expected null or a list of layers")
+    return tuple(i for i in range(layers) if (i + 1) % step or i in named)
+
+
 def _windows(section: _Section, family: str) -> tuple[int | None, ...]:
     """Returns the sliding window of each layer; `layer_types` overrides `max_window_layers`."""
     layers = _layers(section)
     if family == "llama":
         return (None,) * layers
-    window = section.integer("sliding_window", default=None)
-    if family in ("mistral", "phi3"):
-        return (window,) * layers
+    if family in _NO_SWITCH:
+        return (section.integer("sliding_window", default=None),) * layers
     if family in _GEMMAS:
-        return _alternating_windows(section, family, layers, window)
-    if not section.switch("use_sliding_window"):
-        window = None
+        return _alternating_windows(section, family, layers)
+    # Where it is off, files of transformers 5 have a window of 0.
+    window = section.integer("sliding_window", default=None) if section.switch("use_sliding_window") else None
+    if family == "qwen3_moe":
+        return (window,) * layers
     if section.fields["layer_types"] is not None:
         return _typed_windows(section, layers, window)
     first = section.integer("max_window_layers", least=0)
+    if family == "qwen2_moe":
+        return tuple(window if i < first and i % 2 == 0 else None for i in range(layers))
     return tuple(window if i >= first else None for i in range(layers))
 
 
-def _alternating_windows(section: _Section, family: str, layers: int, window: int | None) -> tuple[int | None, ...]:
+def _alternating_windows(section: _Section, family: str, layers: int) -> tuple[int | None, ...]:
     """Returns the windows of Gemma's layers; without `layer_types`, every second or sixth one has none."""
+    window = section.integer("sliding_window", default=None)
     if section.fields["layer_types"] is not None:
         return _typed_windows(section, layers, window)
     if window is None:
@@ -506,7 +559,8 @@ def _to_fields(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "rms_norm_eps": config.rms_norm_eps, "tie_word_embeddings": config.tie_embeddings,
         "attention_bias": config.output_bias, "mlp_bias": config.mlp_bias, "rope_theta": config.rope.theta,
         "rope_scaling": _scaling_fields(config),
-        **_phi3_fields(config), **_gemma_fields(config), **_window_fields(config), **_special_ids(config),
+        **_expert_fields(config), **_phi3_fields(config), **_gemma_fields(config), **_window_fields(config),
+        **_special_ids(config),
     }
 
 
@@ -535,6 +589,22 @@ def _scaling_fields(config: ModelConfig) -> dict[str, Any] | None:
     return {"rope_type": rope.kind, "factor": rope.factor, **own}
 
 
+def _expert_fields(config: ModelConfig) -> dict[str, Any]:
+    """Returns the fields of a mixture of experts."""
+    mixture = config.experts
+    if mixture is None:
+        return {}
+    if config.family == "mixtral":
+        return {"num_local_experts": mixture.count, "num_experts_per_tok": mixture.per_token}
+    own: dict[str, Any] = {}
+    if config.family == "qwen2_moe":
+        own = {"shared_expert_intermediate_size": mixture.shared_size, "qkv_bias": config.qkv_bias}
+    return own | {
+        "num_experts": mixture.count, "num_experts_per_tok": mixture.per_token, "moe_intermediate_size": mixture.size,
+        "norm_topk_prob": mixture.normalise, "decoder_sparse_step": 1, "mlp_only_layers": list(mixture.dense_layers),
+    }
+
+
 def _phi3_fields(config: ModelConfig) -> dict[str, Any]:
     """Returns the fields that only Phi-3 has."""
     if config.family != "phi3":
@@ -561,7 +631,7 @@ def _window_fields(config: ModelConfig) -> dict[str, Any]:
     kinds = [_FULL if w is None else _SLIDING for w in config.windows]
     if config.family in _GEMMAS:
         return {"sliding_window": window, "layer_types": kinds}
-    if config.family in ("mistral", "phi3"):
+    if config.family in _NO_SWITCH:
         return {"sliding_window": window}
     return {
         "use_sliding_window": window is not None,

@@ -3,7 +3,7 @@
 import functools
 import math
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
 import jax
@@ -76,21 +76,49 @@ def read(file: BinaryIO, stored: StoredTensor, dtype: DTypeLike) -> jax.Array:
     Raises:
       CheckpointError: a value is not finite in the file or as `dtype`, or the file ends too early.
     """
-    what, (rows, columns) = f"{stored.file}: tensor {stored.name}", stored.rows
-    values = _aligned((rows, columns), jnp.dtype(dtype))
+    values = _aligned(stored.rows, jnp.dtype(dtype))
+    _fill(values, file, stored)
+    return _on_device(values.reshape(stored.shape))
+
+
+def read_stacked(
+    opened: Callable[[pathlib.Path], BinaryIO], parts: Sequence[StoredTensor], dtype: DTypeLike
+) -> jax.Array:
+    """Returns tensors of one shape on the device, stacked along a new first axis, and held as `read` says.
+
+    Args:
+      opened: function that opens a tensor's file without a buffer.
+      parts: the tensors.
+      dtype: type to convert them to.
+
+    Raises:
+      CheckpointError: as `read`.
+    """
+    rows, columns = parts[0].rows
+    values = _aligned((len(parts) * rows, columns), jnp.dtype(dtype)).reshape(len(parts), rows, columns)
+    for i, stored in enumerate(parts):
+        _fill(values[i], opened(stored.file), stored)
+    return _on_device(values.reshape(len(parts), *parts[0].shape))
+
+
+def _fill(values: np.ndarray, file: BinaryIO, stored: StoredTensor) -> None:
+    """Reads a tensor into an array [rows, columns] of the type that is asked for."""
+    what, start = f"{stored.file}: tensor {stored.name}", 0
     # [heads, size / 2, 2] in the file, [heads, 2, size / 2] in memory.
-    places = values.reshape(stored.heads, 2, -1, columns).swapaxes(1, 2) if stored.heads else None
-    start = 0
+    places = values.reshape(stored.heads, 2, -1, values.shape[1]).swapaxes(1, 2) if stored.heads else None
     for piece in _pieces(file, stored, what):
-        check_finite(what, piece, dtype)
+        check_finite(what, piece, values.dtype)
         piece = piece.astype(np.float32) + stored.shift if stored.shift else piece
         if places is None:
             values[start : start + len(piece)] = piece
         else:
             places[np.unravel_index(np.arange(start, start + len(piece)), places.shape[:3])] = piece
         start += len(piece)
+
+
+def _on_device(values: np.ndarray) -> jax.Array:
     # Transfers are asynchronous: without waiting, several tensors would be on the host at once.
-    return jax.device_put(values.reshape(stored.shape)).block_until_ready()
+    return jax.device_put(values).block_until_ready()
 
 
 def are_equal(first: StoredTensor, second: StoredTensor) -> bool:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.models.config import ModelConfig
-from kvjax.ops import attention, rotary
+from kvjax.ops import attention, experts, rotary
 from kvjax.ops.barriers import computed_once
 from kvjax.typing import Array, Float, Hidden, Int32, Logits
 
@@ -81,9 +81,13 @@ def _apply_bfloat16(weight: Float[Array, "Y X"], x: Float[Array, "T X"]) -> Floa
 
 
 class GatedMLP(nn.Module):
-    """Gated feed-forward network: SwiGLU, or GeGLU with the approximation by tanh."""
+    """Gated feed-forward network, of the configuration's intermediate size or another one.
+
+    SwiGLU, or GeGLU with the approximation by tanh.
+    """
 
     config: ModelConfig
+    size: int | None = None
 
     @nn.compact
     def __call__(self, x):
@@ -91,9 +95,42 @@ class GatedMLP(nn.Module):
             return Linear(size, self.config.mlp_bias, name=name)
 
         act = {"silu": nn.silu, "gelu_tanh": nn.gelu}[self.config.activation]
-        wide = act(dense(self.config.intermediate_size, "gate_proj")(x))
-        wide = wide * dense(self.config.intermediate_size, "up_proj")(x)
+        size = self.config.intermediate_size if self.size is None else self.size
+        wide = act(dense(size, "gate_proj")(x))
+        wide = wide * dense(size, "up_proj")(x)
         return dense(self.config.hidden_size, "down_proj")(wide)
+
+
+class SparseMLP(nn.Module):
+    """Mixture of SwiGLU experts, with one for all tokens beside them if the configuration asks for it."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x):
+        mixture, hidden = self.config.experts, self.config.hidden_size
+        start = nn.initializers.lecun_normal(in_axis=-1, out_axis=-2, batch_axis=0)
+
+        def stacked(name, rows, columns):
+            return self.param(name, start, (mixture.count, rows, columns), jnp.float32)
+
+        gate, up = (stacked(name, mixture.size, hidden) for name in ("gate_proj", "up_proj"))
+        down = stacked("down_proj", hidden, mixture.size)
+
+        def expert(number, rows):
+            def apply(weights, x):
+                return apply_rows(jax.lax.dynamic_index_in_dim(weights, number, keepdims=False), x)
+
+            return apply(down, nn.silu(apply(gate, rows)) * apply(up, rows))
+
+        rows = x.reshape(-1, hidden)
+        scores = Linear(mixture.count, name="router")(rows)
+        chosen, weight = experts.route(scores, mixture.per_token, mixture.normalise)
+        out = experts.mix(expert, mixture.count, rows, chosen, weight).reshape(x.shape)
+        if mixture.shared_size is None:
+            return out
+        shared = GatedMLP(self.config, mixture.shared_size, name="shared")(x)
+        return out + nn.sigmoid(Linear(1, name="shared_gate")(x)) * shared
 
 
 class Block(nn.Module):
@@ -117,7 +154,10 @@ class Block(nn.Module):
             self.sinks = self.param("sinks", nn.initializers.zeros, (c.num_heads,), jnp.float32)
         if c.use_mlp:
             self.post_norm = norm()
-            self.mlp = GatedMLP(c)
+            if c.experts is None:
+                self.mlp = GatedMLP(c)
+            else:
+                self.experts = SparseMLP(c)
         if c.out_norms:
             self.attention_out_norm = norm()
             self.mlp_out_norm = norm()
@@ -144,7 +184,7 @@ class Block(nn.Module):
         x = x + (self.attention_out_norm(out) if c.out_norms else out)
         if not c.use_mlp:
             return x
-        out = self.mlp(self.post_norm(x))
+        out = (self.mlp if c.experts is None else self.experts)(self.post_norm(x))
         return x + (self.mlp_out_norm(out) if c.out_norms else out)
 
     def __call__(self, x, positions):

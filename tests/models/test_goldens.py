@@ -19,6 +19,7 @@ from kvjax.models.transformer import Transformer
 
 GOLDENS = sorted(path.parent for path in pathlib.Path(__file__).parents[1].glob("goldens/*/golden.npz"))
 BY_LENGTH = [path for path in GOLDENS if read_config(path).rope.by_length]
+MIXTURES = [path for path in GOLDENS if read_config(path).experts]
 over_goldens = pytest.mark.parametrize("directory", GOLDENS, ids=[path.name for path in GOLDENS])
 
 
@@ -99,6 +100,7 @@ WAYS = {
     "shadowkv": {"method": kvjax.ShadowKV(**FULL_BUDGET, sigma=1)},
     "rle": {"method": kvjax.RLE(before_rotation=True, tolerance=1e-6)},
 }
+over_mixtures = pytest.mark.parametrize("directory", MIXTURES, ids=[path.name for path in MIXTURES])
 over_models_by_length = pytest.mark.parametrize("directory", BY_LENGTH, ids=[path.name for path in BY_LENGTH])
 
 
@@ -183,3 +185,23 @@ def test_a_restored_cache_rotates_as_before(directory, tmp_path):
     found = llm.score(tokens[:, 100:].tolist(), llm.restore(tmp_path)).logprobs[0]
     np.testing.assert_allclose(found, [row[token] for row, token in zip(expected[3:], tokens[0, 100:], strict=False)],
                                rtol=0, atol=1e-4)
+
+
+# ---------------------------------------------------------------- mixtures of experts
+
+
+def test_mixtures_have_goldens_with_shared_experts_dense_layers_and_weights_of_both_kinds():
+    mixtures = [read_config(directory).experts for directory in MIXTURES]
+    assert {mixture.normalise for mixture in mixtures} == {True, False}
+    assert any(mixture.shared_size for mixture in mixtures) and any(mixture.dense_layers for mixture in mixtures)
+
+
+@over_mixtures
+@pytest.mark.parametrize("way", ["fused", "chunks", "quest", "dynakv", "kvswap"])
+def test_a_mixture_of_experts_by_every_way_through_the_cache(directory, way):
+    model, params = load(directory)
+    golden = np.load(directory / "golden.npz")
+    settings = {"chunk": 8} if way == "chunks" else WAYS[way]
+    logits = through_the_cache(kvjax.LLM(model.config, params), golden["tokens"], 12, **settings)
+    expected = jax.nn.log_softmax(golden["logits"][:, 11:-1])
+    np.testing.assert_allclose(jax.nn.log_softmax(logits), expected, rtol=0, atol=1e-4)

@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from kvjax.errors import CheckpointError
-from kvjax.models.config import FAMILIES, ModelConfig, RopeConfig
+from kvjax.errors import CheckpointError, ConfigError
+from kvjax.models.config import FAMILIES, Experts, ModelConfig, RopeConfig
 from kvjax.models.hf_config import read_config, write_config
 
 SMALL = {
@@ -237,7 +237,7 @@ def test_longrope_has_a_factor_for_each_pair_that_rotates(read, size, part, pair
 
 
 @pytest.mark.parametrize("window", [None, 16])
-@pytest.mark.parametrize("family", ["mistral", "phi3"])
+@pytest.mark.parametrize("family", ["mistral", "mixtral", "phi3"])
 def test_mistrals_and_phi3s_window_holds_for_every_layer(read, family, window):
     assert read(family, sliding_window=window).windows == (window,) * 3
 
@@ -317,6 +317,74 @@ def test_layer_types_override_max_window_layers(read):
     assert config.windows == (16, None, 16)
 
 
+# ---------------------------------------------------------------- experts
+
+
+def test_mixtrals_experts_have_the_intermediate_size_and_weights_that_sum_to_one(read):
+    assert read("mixtral", num_local_experts=5).experts == Experts(5, 2, 48, normalise=True)
+
+
+def test_experts_without_fields_have_the_familys_defaults(read):
+    assert read("mixtral").experts == Experts(8, 2, 48)
+    assert read("qwen2_moe").experts == Experts(60, 4, 1408, normalise=False, shared_size=5632)
+    assert read("qwen3_moe").experts == Experts(128, 8, 768, normalise=False)
+    assert {family for family in FAMILIES if read(family).experts} == {"mixtral", "qwen2_moe", "qwen3_moe"}
+
+
+def test_a_model_without_experts_prints_as_before_there_were_any(read):
+    """Saved caches and fitted adapters name a digest of this text."""
+    assert repr(read()).endswith("bos_token_id=1, eos_token_ids=(2,))")
+    assert repr(read("mixtral")).endswith("experts=Experts(count=8, per_token=2, size=48, normalise=True, "
+                                          "shared_size=None, dense_layers=()))")
+
+
+@pytest.mark.parametrize("fields, words", [
+    ({"count": 0}, "count=0"), ({"per_token": 9}, "9 experts per token exceed the 5"), ({"shared_size": 0}, "None"),
+    ({"dense_layers": (3,)}, "among 3 layers"),
+])
+def test_a_mixture_of_impossible_sizes_is_refused(fields, words):
+    with pytest.raises(ConfigError, match=words):
+        model(family="qwen3_moe", experts=Experts(**{"count": 5, "per_token": 2, "size": 8} | fields))
+
+
+@pytest.mark.parametrize("name", ["num_experts", "num_local_experts"])
+def test_the_number_of_qwen3s_experts_has_two_names(read, name):
+    assert read("qwen3_moe", **{name: 9}).experts.count == 9
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("fields, dense", [
+    ({}, ()), ({"mlp_only_layers": [2, 0]}, (0, 2)), ({"mlp_only_layers": [7]}, ()),
+    ({"decoder_sparse_step": 2}, (0, 2)), ({"decoder_sparse_step": 3, "mlp_only_layers": [2]}, (0, 1, 2)),
+])
+def test_layers_without_experts_are_named_or_between_every_few(read, family, fields, dense):
+    config = read(family, **fields)
+    assert config.experts.dense_layers == dense
+    assert [layer.experts is not None for layer in config.layers] == [i not in dense for i in range(3)]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_qwen2_moe_has_the_bias_that_it_names(read, bias):
+    config = read("qwen2_moe", qkv_bias=bias, attention_bias=True)
+    assert (config.qkv_bias, config.output_bias) == (bias, False)
+
+
+def test_qwen2_moes_windows_without_types_are_in_every_other_of_the_first_layers(read):
+    fields = {"use_sliding_window": True, "sliding_window": 16, "num_hidden_layers": 6}
+    assert read("qwen2_moe", max_window_layers=4, **fields).windows == (16, None, 16, None, None, None)
+    assert read("qwen2_moe", layer_types=["full_attention"] * 5 + ["sliding_attention"], **fields).windows == (
+        *(None,) * 5, 16)
+
+
+def test_qwen3_moes_window_holds_for_every_layer(read):
+    assert read("qwen3_moe", use_sliding_window=True, sliding_window=16).windows == (16,) * 3
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe"])
+def test_a_window_of_zero_that_is_not_in_use_is_none(read, family):
+    assert read(family, use_sliding_window=False, sliding_window=0).windows == (None,) * 3
+
+
 # ---------------------------------------------------------------- token ids
 
 
@@ -347,7 +415,7 @@ def test_missing_ids_have_the_familys_default(read, family, bos, eos):
 @pytest.mark.parametrize(
     "words, changes",
     [
-        (["model_type", "'gpt2'", "llama, mistral, qwen2, qwen3, phi3"], {"family": "gpt2"}),
+        (["model_type", "'gpt2'", "llama, mistral, qwen2, qwen3, phi3, mixtral"], {"family": "gpt2"}),
         (["model_type", "None", "qwen3"], {"drop": ["model_type"]}),
         (["hidden_act", "'gelu'", "silu"], {"hidden_act": "gelu"}),
         (["rope_scaling.rope_type", "'su'", "llama3"], {"rope_scaling": {"type": "su", "factor": 2.0}}),
@@ -402,6 +470,16 @@ def test_missing_ids_have_the_familys_default(read, family, bos, eos):
         (["rope_scaling", "False"], {"rope_scaling": False}),
         (["rope_parameters", "[]"], {"rope_parameters": []}),
         (["rope_scaling.high_freq_factor", "4.0"], {"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}),
+        (["num_local_experts", "0"], {"family": "mixtral", "num_local_experts": 0}),
+        (["num_experts", "17000", "at most 16666"], {"family": "qwen3_moe", "num_experts": 17_000}),
+        (["num_experts_per_tok", "9", "at most 8"], {"family": "mixtral", "num_experts_per_tok": 9}),
+        (["moe_intermediate_size", "0"], {"family": "qwen3_moe", "moe_intermediate_size": 0}),
+        (["shared_expert_intermediate_size", "'x'"],
+         {"family": "qwen2_moe", "shared_expert_intermediate_size": "x"}),
+        (["norm_topk_prob", "1"], {"family": "qwen2_moe", "norm_topk_prob": 1}),
+        (["decoder_sparse_step", "0"], {"family": "qwen2_moe", "decoder_sparse_step": 0}),
+        (["mlp_only_layers", "[True]", "list of layers"], {"family": "qwen3_moe", "mlp_only_layers": [True]}),
+        (["qkv_bias", "None"], {"family": "qwen2_moe", "qkv_bias": None}),
     ],
 )
 def test_unusable_field_is_named(read, words, changes):
@@ -463,6 +541,12 @@ WRITABLE = {
     "gemma3": model(
         **GEMMA, family="gemma3_text", windows=(16, 16, None), query_scalar=8.0, qk_norm=True, tie_embeddings=True,
         rope=RopeConfig(1e6, "linear", 8.0), local_rope=RopeConfig(1e4)),
+    "mixtral": model(family="mixtral", experts=Experts(5, 2, 48), windows=(16,) * 3),
+    "qwen2_moe": model(family="qwen2_moe", qkv_bias=True, windows=(16, None, 16),
+                       experts=Experts(5, 2, 24, normalise=False, shared_size=20, dense_layers=(0, 2))),
+    "qwen2_moe_unbiased": model(family="qwen2_moe", experts=Experts(5, 2, 24, shared_size=20)),
+    "qwen3_moe": model(family="qwen3_moe", qk_norm=True, qkv_bias=True, output_bias=True, windows=(16,) * 3,
+                       experts=Experts(5, 2, 24, dense_layers=(1,))),
 }
 
 
@@ -516,6 +600,11 @@ def test_ids_of_an_earlier_model_do_not_survive(tmp_path):
         ("local_rope", model(family="gemma2", **GEMMA, query_scalar=8.0, local_rope=RopeConfig(1e4))),
         ("local_rope", model(family="gemma3_text", **GEMMA, query_scalar=8.0, qk_norm=True,
                              local_rope=RopeConfig(1e4, "linear", 2.0))),
+        ("experts", model(experts=Experts(5, 2, 48))),
+        ("experts", model(family="mixtral", experts=Experts(5, 2, 40))),
+        ("experts", model(family="mixtral", experts=Experts(5, 2, 48, normalise=False))),
+        ("experts", model(family="qwen3_moe", qk_norm=True, experts=Experts(5, 2, 24, shared_size=8))),
+        ("windows", model(family="qwen3_moe", qk_norm=True, windows=(16, None, 16), experts=Experts(5, 2, 24))),
     ],
 )
 def test_setting_without_a_field_is_refused_before_anything_is_written(tmp_path, name, config):

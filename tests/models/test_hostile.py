@@ -15,7 +15,7 @@ import pytest
 
 from kvjax.errors import CheckpointError, ConfigError
 from kvjax.models import checkpoint, hf_config, tensor_file
-from kvjax.models.config import ModelConfig
+from kvjax.models.config import Experts, ModelConfig
 from kvjax.models.transformer import Transformer
 
 LLAMA = ModelConfig(
@@ -28,6 +28,10 @@ MODELS = {
     "qwen2": dataclasses.replace(LLAMA, family="qwen2", qkv_bias=True, windows=(None, 16)),
     "qwen3": dataclasses.replace(LLAMA, family="qwen3", qk_norm=True),
     "phi3": dataclasses.replace(LLAMA, family="phi3"),
+    "mixtral": dataclasses.replace(LLAMA, family="mixtral", experts=Experts(3, 2, 16)),
+    "qwen2_moe": dataclasses.replace(
+        LLAMA, family="qwen2_moe", qkv_bias=True, experts=Experts(3, 2, 6, shared_size=8, dense_layers=(0,))),
+    "qwen3_moe": dataclasses.replace(LLAMA, family="qwen3_moe", qk_norm=True, experts=Experts(3, 2, 6)),
 }
 ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64}

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 import kvjax
 from kvjax.models import checkpoint, hf_config
-from kvjax.models.config import ModelConfig
+from kvjax.models.config import Experts, ModelConfig
 
 SMALL = ModelConfig(
     family="llama", vocab_size=20, hidden_size=16, intermediate_size=16, num_layers=1, num_heads=4, num_kv_heads=2,
@@ -22,6 +22,7 @@ LARGE = dataclasses.replace(
     SMALL, vocab_size=8_000, hidden_size=1024, intermediate_size=2816, num_layers=4, num_heads=16, head_dim=64,
     windows=(),
 )
+MIXTURE = dataclasses.replace(LARGE, family="qwen3_moe", qk_norm=True, experts=Experts(8, 2, 352))
 SLACK = 16 << 20  # bytes: pieces of a tensor, and what the allocator keeps
 CHILD = """
 import json, sys
@@ -56,10 +57,11 @@ def written(directory, config):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the peak is in /proc")
-@pytest.mark.parametrize("dtype, width", [("bfloat16", 2), ("float32", 4)])
-def test_a_model_and_one_tensor_are_in_memory(tmp_path, dtype, width):
+@pytest.mark.parametrize("config, dtype, width", [(LARGE, "bfloat16", 2), (LARGE, "float32", 4),
+                                                  (MIXTURE, "bfloat16", 2), (MIXTURE, "float32", 4)])
+def test_a_model_and_one_tensor_are_in_memory(tmp_path, config, dtype, width):
     small, *_ = written(tmp_path / "small", SMALL)
-    large, size, largest = written(tmp_path / "large", LARGE)
+    large, size, largest = written(tmp_path / "large", config)
     assert 4 * size > 180 << 20
     root = pathlib.Path(kvjax.__file__).parents[1]
     run = subprocess.run([sys.executable, "-P", "-c", CHILD, small, large, dtype], check=True, capture_output=True,

@@ -31,14 +31,26 @@ EXTRA = {
                                     "attention_bias": True, "head_dim": 8}),
     "gemma3_tied": ("gemma3_text", {"num_hidden_layers": 7, "sliding_window": 6, "head_dim": 24,
                                     "rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+    "mixtral_tied": ("mixtral", {"tie_word_embeddings": True, "num_local_experts": 3, "num_experts_per_tok": 3}),
+    "qwen2_moe_windows": (
+        "qwen2_moe",
+        {"num_experts": 9, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True,
+         "shared_expert_intermediate_size": 8, "decoder_sparse_step": 2, "qkv_bias": False, "use_sliding_window": True,
+         "sliding_window": 5},
+    ),
+    "qwen3_moe_biased_window": (
+        "qwen3_moe",
+        {"attention_bias": True, "num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 16,
+         "use_sliding_window": True, "sliding_window": 5},
+    ),
     "llama_longrope": ("llama", {"rope_parameters": {
         "rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [2.0, 4.0, 6.0, 8.0],
         "factor": 4.0, "original_max_position_embeddings": 20, "rope_theta": 1e4}}),
 }
 GOLDEN_CASES = (
     "llama_llama3_rope", "llama_linear_biases_tied", "mistral_window", "qwen2_sharded", "qwen3_bf16", "llama_yarn",
-    "qwen2_yarn_mscale", "llama_dynamic", "phi3_longrope", "phi3_partial", "gemma2_soft_caps",
-    "gemma3_two_ropes",
+    "qwen2_yarn_mscale", "llama_dynamic", "phi3_longrope", "phi3_partial", "gemma2_soft_caps", "gemma3_two_ropes",
+    "mixtral", "qwen2_moe_sharded", "qwen3_moe_stacked",
 )
 LENGTH = 80
 
@@ -154,7 +166,7 @@ def test_every_default_is_theirs(family, tmp_path):
     assert (ours.vocab_size, ours.hidden_size, ours.intermediate_size, ours.num_layers) == (
         theirs.vocab_size, theirs.hidden_size, theirs.intermediate_size, theirs.num_hidden_layers
     )
-    head_dim = getattr(theirs, "head_dim", theirs.hidden_size // theirs.num_attention_heads)
+    head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
     assert (ours.num_heads, ours.num_kv_heads, ours.head_dim) == (
         theirs.num_attention_heads, theirs.num_key_value_heads, head_dim
     )
@@ -164,6 +176,13 @@ def test_every_default_is_theirs(family, tmp_path):
     assert (ours.rope.kind, ours.rope.theta) == (
         theirs.rope_parameters["rope_type"], theirs.rope_parameters["rope_theta"]
     )
+    if ours.experts is not None:
+        mixture = ours.experts
+        assert (mixture.count, mixture.per_token, mixture.size, mixture.normalise, mixture.shared_size) == (
+            theirs.num_experts, theirs.num_experts_per_tok,
+            getattr(theirs, "moe_intermediate_size", theirs.intermediate_size),
+            getattr(theirs, "norm_topk_prob", True), getattr(theirs, "shared_expert_intermediate_size", None),
+        )
     eos = () if theirs.eos_token_id is None else (theirs.eos_token_id,)
     assert (ours.bos_token_id, ours.eos_token_ids) == (theirs.bos_token_id, eos)
 
