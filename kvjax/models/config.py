@@ -30,6 +30,8 @@ class Experts:
     normalise     whether the weights of a token's experts sum to 1
     shared_size   intermediate size of the expert that every token goes through; None = there is none
     dense_layers  layers with an ordinary feed-forward network, in order
+    bias          whether the router and all maps of an expert have biases
+    limit         limit of GPT-OSS's SwiGLU; None = the usual one, without a limit
     """
 
     count: int
@@ -38,6 +40,8 @@ class Experts:
     normalise: bool = True
     shared_size: int | None = None
     dense_layers: tuple[int, ...] = ()
+    bias: bool = False
+    limit: float | None = None
 
     def __post_init__(self):
         for name in ("count", "per_token", "size"):
@@ -45,6 +49,8 @@ class Experts:
                 raise ConfigError(f"{name}={getattr(self, name)} of a mixture of experts must be at least 1")
         if self.shared_size is not None and self.shared_size < 1:
             raise ConfigError(f"shared_size={self.shared_size} must be at least 1, or None for no shared expert")
+        if self.limit is not None and not self.limit > 0:
+            raise ConfigError(f"limit={self.limit} of a mixture of experts must be above 0, or None for no limit")
         if self.per_token > self.count:
             raise ConfigError(f"{self.per_token} experts per token exceed the {self.count} experts of a layer")
 

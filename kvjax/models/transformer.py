@@ -110,21 +110,22 @@ class SparseMLP(nn.Module):
     def __call__(self, x):
         mixture, hidden = self.config.experts, self.config.hidden_size
         start = nn.initializers.lecun_normal(in_axis=-1, out_axis=-2, batch_axis=0)
-
-        def stacked(name, rows, columns):
-            return self.param(name, start, (mixture.count, rows, columns), jnp.float32)
-
-        gate, up = (stacked(name, mixture.size, hidden) for name in ("gate_proj", "up_proj"))
-        down = stacked("down_proj", hidden, mixture.size)
+        shapes = {"gate_proj": (mixture.size, hidden), "up_proj": (mixture.size, hidden),
+                  "down_proj": (hidden, mixture.size)}
+        weights = {name: self.param(name, start, (mixture.count, *shape), jnp.float32)
+                   for name, shape in shapes.items()}
+        biases = {name: self.param(f"{name}_bias", nn.initializers.zeros, (mixture.count, shape[0]), jnp.float32)
+                  for name, shape in shapes.items() if mixture.bias}
 
         def expert(number, rows):
-            def apply(weights, x):
-                return apply_rows(jax.lax.dynamic_index_in_dim(weights, number, keepdims=False), x)
+            def apply(name, x):
+                y = apply_rows(jax.lax.dynamic_index_in_dim(weights[name], number, keepdims=False), x)
+                return y + jax.lax.dynamic_index_in_dim(biases[name], number) if mixture.bias else y
 
-            return apply(down, nn.silu(apply(gate, rows)) * apply(up, rows))
+            return apply("down_proj", experts.gated(apply("gate_proj", rows), apply("up_proj", rows), mixture.limit))
 
         rows = x.reshape(-1, hidden)
-        scores = Linear(mixture.count, name="router")(rows)
+        scores = Linear(mixture.count, mixture.bias, name="router")(rows)
         chosen, weight = experts.route(scores, mixture.per_token, mixture.normalise)
         out = experts.mix(expert, mixture.count, rows, chosen, weight).reshape(x.shape)
         if mixture.shared_size is None:

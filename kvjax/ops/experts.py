@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from kvjax.typing import Array, Float, Int32
 
 _LARGEST = 64  # tokens of a tile
+_STEEPNESS = 1.702  # of the sigmoid in GPT-OSS's SwiGLU
 
 
 def route(
@@ -31,6 +32,21 @@ def route(
     """
     weight, chosen = jax.lax.top_k(jax.nn.softmax(scores.astype(jnp.float32), axis=-1), count)
     return chosen, weight / jnp.sum(weight, axis=-1, keepdims=True) if normalise else weight
+
+
+def gated(gate: Float[Array, "C Y"], up: Float[Array, "C Y"], limit: float | None) -> Float[Array, "C Y"]:
+    """Returns the inner numbers of an expert: SwiGLU, or GPT-OSS's form of it.
+
+    Args:
+      gate: what enters the activation.
+      up: what it is multiplied with.
+      limit: None = SwiGLU, silu(gate) up; otherwise GPT-OSS's form: `gate` is at most this, `up` is within it on both
+        sides and has 1 added, and the sigmoid is steeper.
+    """
+    if limit is None:
+        return jax.nn.silu(gate) * up
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return gate * jax.nn.sigmoid(_STEEPNESS * gate) * (up + 1)
 
 
 def mix(
@@ -57,7 +73,8 @@ def mix(
         owner, pair = tile
         # Besides skipping tiles without tokens, the branch keeps XLA:CPU from widening all bfloat16 weights first.
         return jax.lax.cond(
-            owner < experts, lambda: expert(owner, x[pair // each]), lambda: jnp.zeros((rows, x.shape[-1]), x.dtype)
+            owner < experts, lambda: expert(owner, jnp.take(x, pair // each, axis=0)),
+            lambda: jnp.zeros((rows, x.shape[-1]), x.dtype),
         )
 
     out = jax.lax.map(one, (owner, pair)).reshape(-1, x.shape[-1])[at].reshape(tokens, each, -1)

@@ -9,9 +9,10 @@ from tiny import dense, through_the_cache
 
 import kvjax
 from kvjax.models.checkpoint import load, save_params
-from kvjax.models.config import FAMILIES
+from kvjax.models.config import FAMILIES, Experts, ModelConfig
 from kvjax.models.hf_config import read_config
 from kvjax.models.tokenizer import TextTokenizer
+from kvjax.models.transformer import SparseMLP
 
 pytestmark = pytest.mark.oracles
 
@@ -151,6 +152,33 @@ def test_their_logits_of_our_bfloat16_checkpoint(stored, tokens, tmp_path):
     np.testing.assert_allclose(
         our_logits(tmp_path / "ours", tokens), their_logits(tmp_path / "ours", tokens), rtol=0, atol=1e-4
     )
+
+
+def test_gpt_oss_experts_are_theirs():
+    """The feed-forward network alone: their maps are transposed, and those of gate and up alternate."""
+    import torch
+    from transformers import GptOssConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
+
+    config = GptOssConfig(hidden_size=12, intermediate_size=10, num_local_experts=7, num_experts_per_tok=3)
+    config._experts_implementation = "eager"
+    theirs, rng = GptOssMLP(config), np.random.default_rng(0)
+    p = {name: 2 * rng.normal(size=tuple(value.shape)).astype(np.float32) for name, value in theirs.named_parameters()}
+    theirs.load_state_dict({name: torch.from_numpy(value) for name, value in p.items()})
+    x = rng.normal(size=(2, 9, 12)).astype(np.float32)
+    with torch.no_grad():
+        expected = theirs(torch.from_numpy(x))[0].numpy()
+    wide, bias, down = (p[f"experts.{name}"] for name in ("gate_up_proj", "gate_up_proj_bias", "down_proj"))
+    params = {
+        "router": {"weight": p["router.weight"], "bias": p["router.bias"]},
+        "gate_proj": wide[..., ::2].swapaxes(1, 2), "gate_proj_bias": bias[:, ::2],
+        "up_proj": wide[..., 1::2].swapaxes(1, 2), "up_proj_bias": bias[:, 1::2],
+        "down_proj": down.swapaxes(1, 2), "down_proj_bias": p["experts.down_proj_bias"],
+    }
+    ours = SparseMLP(ModelConfig(
+        family="mixtral", vocab_size=20, hidden_size=12, intermediate_size=10, num_layers=1, num_heads=4,
+        num_kv_heads=2, head_dim=4, experts=Experts(7, 3, 10, bias=True, limit=7.0)))
+    np.testing.assert_allclose(ours.apply({"params": params}, x), expected, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
