@@ -20,6 +20,7 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -132,6 +133,16 @@ def cases() -> dict[str, Case]:
             ),
             seed=11,
         ),
+        "gpt_oss": Case(
+            GptOssConfig(
+                **SHAPE | {"num_hidden_layers": 3, "head_dim": 12, "intermediate_size": 20}, num_local_experts=5,
+                num_experts_per_tok=2, sliding_window=7, rope_parameters={
+                    "rope_type": "yarn", "factor": 4.0, "rope_theta": 1000.0, "original_max_position_embeddings": 64,
+                    "beta_fast": 6.0, "beta_slow": 0.5, "truncate": False,
+                },
+            ),
+            seed=13,
+        ),
         "mixtral": Case(
             MixtralConfig(
                 **SHAPE | {"intermediate_size": 20}, num_local_experts=5, num_experts_per_tok=2, sliding_window=9,
@@ -164,7 +175,7 @@ def build(case: Case) -> PreTrainedModel:
             noise = torch.randn(parameter.shape, generator=generator)
             if name.endswith("norm.weight"):
                 parameter.copy_((0 if "gemma" in case.config.model_type else 1) + 0.3 * noise)
-            elif name.endswith("bias"):
+            elif name.endswith(("bias", "sinks")):
                 parameter.copy_(0.3 * noise)
             else:
                 parameter.copy_(1.5 * noise / parameter.shape[-1] ** 0.5)

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 import os
 import pathlib
 import re
@@ -42,6 +43,9 @@ _EXPERTS = {"mixtral": ("block_sparse_moe", ("w1", "w3", "w2"))}
 _USUAL_EXPERTS = ("mlp", ("gate_proj", "up_proj", "down_proj"))
 # What transformers 5 has in memory, and so in files that it wrote without going back to the names of earlier versions.
 _STACKED = re.compile(r"(?P<layer>(model\.)?layers\.\d+)\.mlp\.(experts\.(?P<map>gate_up_proj|down_proj)|gate\.weight)")
+# GPT-OSS's, transposed: the columns of gate and up alternate.
+_TRANSPOSED = re.compile(
+    r"(?P<layer>(model\.)?layers\.\d+)\.mlp\.experts\.(?P<map>gate_up_proj|down_proj)(?P<bias>_bias)?")
 _MOST_HEADER = 8 << 20  # bytes of a file's header; each tensor takes about 100
 _FEW = 5  # names in a warning
 
@@ -217,7 +221,7 @@ def save_params(
     flat, targets = traverse_util.flatten_dict(params, sep="/"), _targets(config)
     hf_config.check_writable(config, path.with_name(hf_config.CONFIG))
     _check_params(path, flat, targets)
-    tensors = {name: _to_tensor(path, target, flat, dtype) for name, target in targets.items()}
+    tensors = _in_files({name: _to_tensor(path, target, flat, dtype) for name, target in targets.items()}, config)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -251,7 +255,7 @@ def _targets(config: ModelConfig) -> dict[str, _Target]:
 
 
 def _norm_targets(config: ModelConfig) -> dict[str, _Target]:
-    """Returns the targets of one layer's normalisations."""
+    """Returns the targets of one layer's vectors: scales of its normalisations, and sink logits."""
     norms = {"input_layernorm": ("input_norm", config.hidden_size),
              "post_attention_layernorm": ("post_norm", config.hidden_size)}
     if config.out_norms:
@@ -260,7 +264,8 @@ def _norm_targets(config: ModelConfig) -> dict[str, _Target]:
                   "post_feedforward_layernorm": ("mlp_out_norm", config.hidden_size)}
     if config.qk_norm:
         norms |= {f"self_attn.{name}": (name, config.head_dim) for name in ("q_norm", "k_norm")}
-    return {f"{name}.weight": _Target.of((f"{path}/scale", (size,))) for name, (path, size) in norms.items()}
+    sinks = {"self_attn.sinks": _Target.of(("sinks", (config.num_heads,)))} if config.sink_logits else {}
+    return sinks | {f"{name}.weight": _Target.of((f"{path}/scale", (size,))) for name, (path, size) in norms.items()}
 
 
 class _Map(NamedTuple):
@@ -284,14 +289,20 @@ def _sparse_targets(config: ModelConfig) -> dict[str, _Target]:
     if mixture is None:
         return {}
     module, names = _EXPERTS.get(config.family, _USUAL_EXPERTS)
-    maps = _attention_maps(config) | {f"{module}.gate": _Map("experts/router", (mixture.count, hidden))}
+    router = "router" if config.family == "gpt_oss" else "gate"
+    maps = _attention_maps(config)
+    maps[f"{module}.{router}"] = _Map("experts/router", (mixture.count, hidden), mixture.bias)
     if mixture.shared_size is not None:
         maps |= _gated_maps(f"{module}.shared_expert", "experts/shared", config, mixture.shared_size)
         maps[f"{module}.shared_expert_gate"] = _Map("experts/shared_gate", (1, hidden))
     wide, narrow = (mixture.size, hidden), (hidden, mixture.size)
-    own = zip(names, _USUAL_EXPERTS[1], (wide, wide, narrow), strict=True)
-    experts = {f"{module}.experts.{i}.{name}.weight": _Target((f"experts/{path}",), shape, shape[:1], i)
-               for name, path, shape in own for i in range(mixture.count)}
+    experts = {}
+    for name, path, shape in zip(names, _USUAL_EXPERTS[1], (wide, wide, narrow), strict=True):
+        for i in range(mixture.count):
+            one = f"{module}.experts.{i}.{name}"
+            experts[f"{one}.weight"] = _Target((f"experts/{path}",), shape, shape[:1], i)
+            if mixture.bias:
+                experts[f"{one}.bias"] = _Target((f"experts/{path}_bias",), shape[:1], shape[:1], i)
     return _targets_of(maps, {}) | experts
 
 
@@ -349,6 +360,8 @@ def _expert_by_expert(held: dict[str, list[StoredTensor]], config: ModelConfig) 
     mixture, hidden = config.experts, config.hidden_size
     if mixture is None:
         return held
+    if config.family == "gpt_oss":
+        return _transposed_experts(held, config)
     module, (gate, up, down) = _EXPERTS.get(config.family, _USUAL_EXPERTS)
     apart: dict[str, list[StoredTensor]] = {}
     for name, sources in held.items():
@@ -368,6 +381,45 @@ def _expert_by_expert(held: dict[str, list[StoredTensor]], config: ModelConfig) 
                     one = f"{match['layer']}.{module}.experts.{i // len(names)}.{names[i % len(names)]}.weight"
                     apart.setdefault(one, []).append(part._replace(offset=stored.offset + i * part.nbytes))
     return apart
+
+
+def _transposed_experts(held: dict[str, list[StoredTensor]], config: ModelConfig) -> dict[str, list[StoredTensor]]:
+    """Returns the tensors of GPT-OSS's files, those of experts one by one; raises CheckpointError as the caller."""
+    mixture, hidden = config.experts, config.hidden_size
+    assert mixture is not None
+    apart: dict[str, list[StoredTensor]] = {}
+    for name, sources in held.items():
+        match = _TRANSPOSED.fullmatch(name)
+        if match is None:
+            apart.setdefault(name, []).extend(sources)
+            continue
+        names = ("gate_proj", "up_proj") if match["map"] == "gate_up_proj" else ("down_proj",)
+        outer, inner = (mixture.size, hidden) if len(names) == 2 else (hidden, mixture.size)
+        shape, kind = ((outer,), "bias") if match["bias"] else ((outer, inner), "weight")
+        for stored in sources:
+            _check_plain(stored)
+            _check_tensor(stored, _Target((), (mixture.count, *shape[1:], len(names) * outer), ()))
+            for i, (first, one) in itertools.product(range(mixture.count), enumerate(names)):
+                part = stored._replace(shape=shape, every=(first, len(names)))
+                apart.setdefault(f"{match['layer']}.mlp.experts.{i}.{one}.{kind}", []).append(
+                    part._replace(offset=stored.offset + i * part.nbytes))
+    return apart
+
+
+def _in_files(tensors: dict[str, np.ndarray], config: ModelConfig) -> dict[str, np.ndarray]:
+    """Returns tensors as files have them: GPT-OSS's have those of all experts in one, transposed."""
+    if config.family != "gpt_oss" or config.experts is None:
+        return tensors
+    count = config.experts.count
+    written = {name: tensor for name, tensor in tensors.items() if ".mlp.experts." not in name}
+    for layer, (kind, end) in itertools.product(range(config.num_layers), (("weight", ""), ("bias", "_bias"))):
+        module = f"model.layers.{layer}.mlp.experts"
+        gate, up, down = (np.stack([tensors[f"{module}.{i}.{name}.{kind}"].T for i in range(count)])
+                          for name in ("gate_proj", "up_proj", "down_proj"))
+        both = np.stack([gate, up], axis=-1)
+        written[f"{module}.gate_up_proj{end}"] = both.reshape(*both.shape[:-2], -1)
+        written[f"{module}.down_proj{end}"] = down
+    return written
 
 
 def _weight_files(directory: hf_config.Path) -> tuple[list[pathlib.Path], Mapping[str, str]]:

@@ -9,6 +9,7 @@ from kvjax.ops.rotary import RopeConfig
 
 FAMILIES = (
     "llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text", "mixtral", "qwen2_moe", "qwen3_moe",
+    "gpt_oss",
 )
 Activation = Literal["silu", "gelu_tanh"]
 _SIZES = (

@@ -84,13 +84,23 @@ _DEFAULTS: dict[str, Fields] = {
         "intermediate_size": 6144, "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8,
         "moe_intermediate_size": 768,
     },
+    "gpt_oss": _COMMON | {
+        "vocab_size": 201_088, "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 36,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5, "rope_theta": 150_000.0, "sliding_window": 128, "layer_types": None,
+        "num_local_experts": 128, "num_experts_per_tok": 4, "bos_token_id": None, "eos_token_id": None,
+        "rope_parameters": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+                            "original_max_position_embeddings": 4096},
+    },
 }
 _GEMMAS = ("gemma2", "gemma3_text")
+_ALTERNATING = (*_GEMMAS, "gpt_oss")  # families in which layers with a sliding window alternate with others
+_GPT_OSS_LIMIT = 7.0  # limit of GPT-OSS's SwiGLU
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "mixtral": "MixtralForCausalLM",
     "qwen2": "Qwen2ForCausalLM", "qwen2_moe": "Qwen2MoeForCausalLM", "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM", "phi3": "Phi3ForCausalLM", "gemma2": "Gemma2ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM", "gpt_oss": "GptOssForCausalLM",
 }
 _LATENT = "its attention keeps one latent vector of a token for all heads, and caches here keep keys and values of each"
 _CHUNKED = "some of its layers have no positions, and others attend within chunks"
@@ -324,6 +334,10 @@ def _check_unused(section: _Section, family: str) -> None:
             raise section.wrong("use_bidirectional_attention", "expected false: tokens attend those before them")
     else:
         section.require("hidden_act", ("silu",))
+    quantised = section.fields.get("quantization_config")
+    if isinstance(quantised, dict) and quantised.get("quant_method") == "mxfp4":
+        raise section.wrong("quantization_config", "weights in MXFP4 are not read; load them in transformers with "
+                            "Mxfp4Config(dequantize=True) and save them, or take a copy in bfloat16")
     section.require("quantization_config", (None,))
 
 
@@ -350,10 +364,11 @@ def _switches(section: _Section, family: str) -> dict[str, Any]:
     bias = section.switch("attention_bias") and family in ("llama", "qwen3", "qwen3_moe", *_GEMMAS)
     return {
         "tie_embeddings": section.switch("tie_word_embeddings"),
-        "qkv_bias": bias or family == "qwen2" or (family == "qwen2_moe" and section.switch("qkv_bias")),
-        "output_bias": bias,
+        "qkv_bias": bias or family in ("qwen2", "gpt_oss") or (family == "qwen2_moe" and section.switch("qkv_bias")),
+        "output_bias": bias or family == "gpt_oss",
         "mlp_bias": section.switch("mlp_bias") and family == "llama",
         "qk_norm": family in ("qwen3", "qwen3_moe", "gemma3_text"),
+        "sink_logits": family == "gpt_oss",
     }
 
 
@@ -368,9 +383,13 @@ def _gemma_switches(section: _Section, family: str) -> dict[str, Any]:
 
 def _experts(section: _Section, family: str) -> Experts | None:
     """Returns the mixture of experts of a family that has one."""
-    if family not in ("mixtral", "qwen2_moe", "qwen3_moe"):
+    if family not in ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"):
         return None
     layers = _layers(section)
+    if family == "gpt_oss":
+        count = section.integer("num_local_experts", most=_MOST_EXPERTS // layers)
+        return Experts(count, section.integer("num_experts_per_tok", most=count), section.integer("intermediate_size"),
+                       bias=True, limit=_GPT_OSS_LIMIT)
     count = section.integer("num_experts", most=_MOST_EXPERTS // layers)
     if family != "qwen2_moe":  # transformers 5 writes Qwen3's under Mixtral's name, and reads both
         count = section.integer("num_local_experts", default=count, most=_MOST_EXPERTS // layers)
@@ -400,7 +419,7 @@ def _windows(section: _Section, family: str) -> tuple[int | None, ...]:
         return (None,) * layers
     if family in _NO_SWITCH:
         return (section.integer("sliding_window", default=None),) * layers
-    if family in _GEMMAS:
+    if family in _ALTERNATING:
         return _alternating_windows(section, family, layers)
     # Where it is off, files of transformers 5 have a window of 0.
     window = section.integer("sliding_window", default=None) if section.switch("use_sliding_window") else None
@@ -415,7 +434,7 @@ def _windows(section: _Section, family: str) -> tuple[int | None, ...]:
 
 
 def _alternating_windows(section: _Section, family: str, layers: int) -> tuple[int | None, ...]:
-    """Returns the windows of Gemma's layers; without `layer_types`, every second or sixth one has none."""
+    """Returns the windows of Gemma's or GPT-OSS's layers; without `layer_types`, every second or sixth has none."""
     window = section.integer("sliding_window", default=None)
     if section.fields["layer_types"] is not None:
         return _typed_windows(section, layers, window)
@@ -594,7 +613,7 @@ def _expert_fields(config: ModelConfig) -> dict[str, Any]:
     mixture = config.experts
     if mixture is None:
         return {}
-    if config.family == "mixtral":
+    if config.family in ("mixtral", "gpt_oss"):
         return {"num_local_experts": mixture.count, "num_experts_per_tok": mixture.per_token}
     own: dict[str, Any] = {}
     if config.family == "qwen2_moe":
@@ -629,7 +648,7 @@ def _window_fields(config: ModelConfig) -> dict[str, Any]:
         return {}
     window = next((w for w in config.windows if w is not None), None)
     kinds = [_FULL if w is None else _SLIDING for w in config.windows]
-    if config.family in _GEMMAS:
+    if config.family in _ALTERNATING:
         return {"sliding_window": window, "layer_types": kinds}
     if config.family in _NO_SWITCH:
         return {"sliding_window": window}

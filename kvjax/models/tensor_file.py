@@ -32,6 +32,8 @@ class StoredTensor(NamedTuple):
     heads   heads whose rows are stored in pairs that rotate together; read in Hugging Face's order, first the rows that
             are the first of a pair; 0 = rows are read as they are
     shift   number added to each value
+    every   (first, step) = the rows are these columns of the matrix in the file, and a vector these elements of the
+            one in the file; None = all of it as it is
     """
 
     file: pathlib.Path
@@ -41,13 +43,21 @@ class StoredTensor(NamedTuple):
     offset: int
     heads: int = 0
     shift: float = 0.0
+    every: tuple[int, int] | None = None
 
     @property
-    def rows(self) -> tuple[int, int]:
+    def matrix(self) -> tuple[int, int]:
         """Number and size of the rows; an array of one axis is one row, unless its numbers are rows of heads."""
         if len(self.shape) == 1 and not self.heads:
             return 1, self.shape[0]
         return self.shape[0], math.prod(self.shape[1:])
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """Number and size of the rows in the file."""
+        if self.every is None:
+            return self.matrix
+        return math.prod(self.shape[1:]), self.every[1] * self.shape[0]
 
     @property
     def nbytes(self) -> int:
@@ -76,7 +86,7 @@ def read(file: BinaryIO, stored: StoredTensor, dtype: DTypeLike) -> jax.Array:
     Raises:
       CheckpointError: a value is not finite in the file or as `dtype`, or the file ends too early.
     """
-    values = _aligned(stored.rows, jnp.dtype(dtype))
+    values = _aligned(stored.matrix, jnp.dtype(dtype))
     _fill(values, file, stored)
     return _on_device(values.reshape(stored.shape))
 
@@ -94,7 +104,7 @@ def read_stacked(
     Raises:
       CheckpointError: as `read`.
     """
-    rows, columns = parts[0].rows
+    rows, columns = parts[0].matrix
     values = _aligned((len(parts) * rows, columns), jnp.dtype(dtype)).reshape(len(parts), rows, columns)
     for i, stored in enumerate(parts):
         _fill(values[i], opened(stored.file), stored)
@@ -109,7 +119,13 @@ def _fill(values: np.ndarray, file: BinaryIO, stored: StoredTensor) -> None:
     for piece in _pieces(file, stored, what):
         check_finite(what, piece, values.dtype)
         piece = piece.astype(np.float32) + stored.shift if stored.shift else piece
-        if places is None:
+        if stored.every is not None:
+            first, step = stored.every
+            if len(stored.shape) == 1:
+                values[:] = piece[:, first::step]
+            else:
+                values[:, start : start + len(piece)] = piece[:, first::step].T
+        elif places is None:
             values[start : start + len(piece)] = piece
         else:
             places[np.unravel_index(np.arange(start, start + len(piece)), places.shape[:3])] = piece
