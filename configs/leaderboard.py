@@ -5,9 +5,11 @@ cut to `config.lengths` tokens, long ones in their middle.
 
     python -m experiments.main --config=configs/leaderboard.py --workdir=runs/leaderboard
 
-Resumable; --config.shard=i/n runs every n-th method and budget. Result: README.md and report.html. Preset `:smoke`
-finishes within three minutes; `:quick` is one task at two budgets, `:long` the second reference model at 8,192 tokens,
-`:ruler` RULER's tasks, `:recall` MQAR and many questions about one context.
+A run prints first what it will hold in memory and how long it will take (--config.estimate_only=True stops there). It
+can be stopped at any time, and goes on when it is started again; --config.shard=i/n runs every n-th task, length and
+seed. Result: docs/results/leaderboard.md and report.html. Preset `:smoke` finishes within three minutes; `:quick` is
+one task at two budgets, `:long` the second reference model at 8,192 tokens, `:ruler` RULER's tasks, `:recall` MQAR and
+many questions about one context.
 """
 
 import ml_collections
@@ -33,9 +35,11 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config.continuations = 16  # contexts of tasks that predict given tokens: perplexity, mqar
     config.max_new_tokens = 0  # most tokens of an answer; 0 = the task's number
     config.perplexity_tokens = 32
-    config.recall_k = 16
+    config.recall_k = 16  # keys of the recall; 0 = steps are not compared with exact attention
     config.question = "after"  # after the prompt, token by token; or "within" it, for methods that compress prompts
-    config.keep_bytes = 4 << 30  # bytes of read contexts that are kept for the next method
+    config.hold_bytes = 4 << 30  # most bytes of activations and caches; batches are cut so that it is true
+    config.parts = ()  # parts of the grid with fields of their own, as in `experiments.board.grid.PART`; () = one part
+    config.estimate_only = False  # stop once the time of the grid is printed
     config.methods = (
         {"name": "full", "whole": True},
         {"name": "oracle", "window": 16},

@@ -18,7 +18,7 @@ Questions = tuple[Sample, ...]  # about one context
 def batches(llm: LLM, samples: Sequence[Sample], size: int) -> list[list[Questions]]:
     """Groups samples into batches of contexts whose questions can be asked side by side, all as token ids.
 
-    Contexts of a batch have equally many questions, of the same answer length and stop texts.
+    Questions of a batch have the same answer length and stop texts.
 
     Args:
       llm: model with a tokenizer.
@@ -27,10 +27,32 @@ def batches(llm: LLM, samples: Sequence[Sample], size: int) -> list[list[Questio
     """
     asked = [tuple(group) for _, group in itertools.groupby(tokenised(llm, samples), lambda item: item.context)]
     groups: list[list[Questions]] = []
-    for _, alike in itertools.groupby(asked, lambda item: (len(item), item[0].max_new_tokens, item[0].stop)):
+    for _, alike in itertools.groupby(asked, lambda item: (item[0].max_new_tokens, item[0].stop)):
         contexts = list(alike)
         groups += [contexts[i : i + size] for i in range(0, len(contexts), size)]
     return groups
+
+
+def rounds(batch: Sequence[Questions]) -> list[tuple[Sample, ...]]:
+    """Returns the questions that are asked side by side, one of each context; a context that has fewer questions than
+    others is asked its last one again, which does not count."""
+    return [tuple(asked[min(i, len(asked) - 1)] for asked in batch) for i in range(max(map(len, batch)))]
+
+
+def spread(batch: Sequence[Questions], size: int) -> tuple[Questions, ...]:
+    """Shares out questions among up to `size` sequences, so that fewer are asked one after the other.
+
+    Contexts then repeat; the questions stay in order.
+
+    Args:
+      batch: questions about each context.
+      size: most sequences.
+    """
+    parts = list(batch)
+    while len(parts) < size and (most := max(map(len, parts))) > 1:
+        i = next(i for i, part in enumerate(parts) if len(part) == most)
+        parts[i : i + 1] = [parts[i][: (most + 1) // 2], parts[i][(most + 1) // 2 :]]
+    return tuple(parts)
 
 
 def tokenised(llm: LLM, samples: Sequence[Sample]) -> list[Sample]:
@@ -86,8 +108,8 @@ def ask(
     Returns:
       Scores by context and question, and the result of each round.
     """
-    rounds, results = list(zip(*batch, strict=True)), []
-    for i, asked in enumerate(rounds):
+    asked_together, results = rounds(batch), []
+    for i, asked in enumerate(asked_together):
         results.append(llm.generate(
             [list(sample.question) for sample in asked], cache, max_new_tokens=asked[0].max_new_tokens,
             stop=asked[0].stop, observer=observer if i == 0 else None,
@@ -96,6 +118,7 @@ def ask(
     scores = [
         [scoring.score(sample.metric, text, sample.answers, sample.classes)
          for sample, text in zip(asked, result.text, strict=True)]
-        for asked, result in zip(rounds, results, strict=True)
+        for asked, result in zip(asked_together, results, strict=True)
     ]
-    return [list(of_context) for of_context in zip(*scores, strict=True)], results
+    return [list(of_context[: len(asked)]) for of_context, asked in zip(zip(*scores, strict=True), batch, strict=True)
+            ], results
