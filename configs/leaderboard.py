@@ -34,8 +34,9 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config.batch = 8
     config.continuations = 16  # contexts of tasks that predict given tokens: perplexity, mqar
     config.max_new_tokens = 0  # most tokens of an answer; 0 = the task's number
-    config.perplexity_tokens = 32
+    config.perplexity_tokens = 32  # predicted by perplexity, or decoded before the questions of decoded_needles
     config.recall_k = 16  # keys of the recall; 0 = steps are not compared with exact attention
+    config.recall_every = 1  # steps of which one is compared
     config.question = "after"  # after the prompt, token by token; or "within" it, for methods that compress prompts
     config.hold_bytes = 4 << 30  # most bytes of activations and caches; batches are cut so that it is true
     config.parts = ()  # parts of the grid with fields of their own, as in `experiments.board.grid.PART`; () = one part

@@ -52,11 +52,17 @@ class Batch:
         return len(set(self.contexts))
 
     @functools.cached_property
+    def decoded(self) -> int:
+        """Tokens of the longest text that is decoded before questions."""
+        return max(len(item[0].decoded) if isinstance(item, tuple) else 0 for item in self.items)
+
+    @functools.cached_property
     def steps(self) -> int:
         """Most tokens that are decoded one after the other."""
         if isinstance(self.items[0], Continuation):
             return max(len(item.tokens) for item in self.items)
-        return sum(max(map(asking.length, asked)) for asked in asking.rounds(self.items))
+        rounds = asking.rounds(self.items)
+        return self.decoded + sum(max(map(asking.length, asked)) - self.decoded for asked in rounds)
 
 
 def _first(item: Questions | Continuation) -> Sample | Continuation:
@@ -127,15 +133,17 @@ class Exams:
 
     def _need(self, context: int) -> int:
         """Returns the most bytes that one sequence of this length takes with any of the methods: its activations, its
-        cache with the fork that decodes and the copies of the probe, and what filling it holds."""
+        cache with the fork that decodes (two after a decoded text), the copies of the probe, and what filling it
+        holds."""
         padded = _padded(max(self.prompts(context)))
         kinds = {(cell.label, cell.budget): cell for cell in grid.cells(self.config) if cell.context == context}
         caches = [self._cache_bytes(cell) for cell in kinds.values()]
+        copies = 3 if any(isinstance(one, Sample) and one.decoded for one in self._asked(context)) else 2
         reading, config = self._reading_bytes(padded), self.llm.config
         probed = 2 * config.num_kv_heads * config.head_dim * self._itemsize * config.num_layers if (
             self.config.recall_k) else 0
         filling = _LAYERS_AT_WORK * (reading + max(caches)) // config.num_layers
-        return reading + 2 * max(caches) + probed * max(padded, self.capacity(context)) + filling
+        return reading + copies * max(caches) + probed * max(padded, self.capacity(context)) + filling
 
     @property
     def _itemsize(self) -> int:
@@ -201,7 +209,10 @@ class Exams:
                 for items, count, end in zip(cut, counts, ends, strict=True)]
 
     def _spread(self, batch: Sequence[Questions], context: int) -> tuple[Questions, ...]:
-        """Shares out the questions of a batch among as many sequences as fit beside the activations of its contexts."""
+        """Shares out the questions of a batch among as many sequences as fit beside the activations of its contexts;
+        not those about a decoded text, which each sequence would have to decode."""
+        if batch[0][0].decoded:
+            return tuple(batch)
         spare = self.config.hold_bytes - len(batch) * self._reading_bytes(_padded(max(self.prompts(context))))
         return asking.spread(batch, max(len(batch), min(self.config.batch, spare // self.need(context))))
 
@@ -239,7 +250,8 @@ class Exams:
         try:
             tally = Tally(count, cache.resident_bytes / count, clock.seconds)
             if probed:
-                tally.probe, tally.select_ms = Probe(cache, reading, k=self.config.recall_k), select_ms(cache)
+                tally.probe = Probe(cache, reading, self.config.recall_k, self.config.recall_every)
+                tally.select_ms = select_ms(cache)
             yield cache, tally
         finally:
             cache.close()
@@ -268,7 +280,7 @@ def _padded(tokens: int) -> int:
 def _by_length(samples: Sequence[Sample]) -> list[Sample]:
     """Returns tokenised samples with contexts of like padded length as neighbours; those of one context stay
     together."""
-    groups = [list(group) for _, group in itertools.groupby(samples, lambda sample: sample.context)]
+    groups = [list(group) for _, group in itertools.groupby(samples, asking.told)]
     groups.sort(key=lambda group: _padded(len(group[0].context)))
     return [sample for group in groups for sample in group]
 

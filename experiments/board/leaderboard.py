@@ -14,23 +14,25 @@ import contextlib
 import itertools
 import pathlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import ml_collections
-import numpy as np
 from absl import logging
 from tqdm import tqdm
 
-from experiments import common
-from experiments.board import evaluate, grid, report
+from experiments import common, plots
+from experiments.board import depths, evaluate, grid, report
 from experiments.board.estimate import Estimate, Unit, table
-from experiments.board.exams import Batch, Exams
+from experiments.board.exams import Batch, Exams, Tally
 from experiments.board.grid import Cell
+from experiments.board.rows import Lines, filed, joined, row_of
+from experiments.board.segments import SEGMENT, Segments, segment_means
 from experiments.results import Run
 from kvjax.errors import BudgetTooSmall
 from kvjax.eval import tasks
 from kvjax.eval.tasks import asking
+from kvjax.inference.cache import Cache
 from kvjax.inference.usage import Usage
 
 _GRID = ("methods", "tasks", "lengths", "budgets", "seeds", "question", "shard", "parts", "hold_bytes", "estimate_only")
@@ -78,75 +80,30 @@ def _seconds(usages: Sequence[Usage], batch: Batch, read_s: float, fill_s: float
             "probed": probed}
 
 
-def _answered(exams: Exams, batch: Batch, cache, tally) -> tuple[dict, list[Usage]]:
-    """Returns the score of each answer; every question about a context goes to a fork of its cache."""
-    scores, results = asking.ask(exams.llm, cache, batch.items, tally.probe)
-    return {"scores": [score for of_context in scores for score in of_context]}, [one.usage for one in results]
+def _answered(exams: Exams, batch: Batch, cache: Cache, tally: Tally) -> tuple[dict, list[Usage]]:
+    """Returns the score of each answer, every question about a context going to a fork of its cache, and the loss of
+    what was decoded before."""
+    probe = Segments(tally.probe, batch.decoded - 1)
+    answers = asking.ask(exams.llm, cache, batch.items, probe.observer)
+    measured = {"scores": [score for of_context in answers.scores for score in of_context]}
+    if answers.decoded is not None:
+        losses = [-logprobs for logprobs in answers.decoded.logprobs]
+        measured |= {"nll_by_segment": [segment_means(of_text) for of_text in losses], **probe.means}
+    return measured, answers.usages
 
 
-def _continued(exams: Exams, batch: Batch, cache, tally) -> tuple[dict, list[Usage]]:
+def _continued(exams: Exams, batch: Batch, cache: Cache, tally: Tally) -> tuple[dict, list[Usage]]:
     """Returns how well the scored tokens of each sample are predicted: losses, and whether each was the likeliest."""
-    scores = exams.llm.score([list(sample.tokens) for sample in batch.items], cache, observer=tally.probe)
+    probe = Segments(tally.probe, batch.steps - 1)
+    scores = exams.llm.score([list(sample.tokens) for sample in batch.items], cache, observer=probe.observer)
     scores.cache.close()
     kept = [list(sample.scored) for sample in batch.items]
-    return {"losses": [(-logprobs[which]).tolist() for logprobs, which in zip(scores.logprobs, kept, strict=True)],
-            "hits": [greedy[which].tolist() for greedy, which in zip(scores.greedy, kept, strict=True)]}, [scores.usage]
-
-
-# --------------------------------------------------------------------------------------- rows from lines
-
-
-Lines = Mapping[tuple, Sequence[dict]]  # by the key of their cell
-
-
-def filed(lines: Sequence[dict]) -> Lines:
-    """Returns the lines of each cell."""
-    by_cell: dict[tuple, list[dict]] = {}
-    for line in lines:
-        by_cell.setdefault(grid.key_of(line), []).append(line)
-    return by_cell
-
-
-def row_of(exams: Exams, cell: Cell, lines: Lines) -> dict | None:
-    """Returns the row of a cell; None as long as a batch is missing."""
-    whole = _tiling(lines.get(cell.key, ()), len(exams.drawn(*cell.exam)))
-    return None if whole is None else _joined(exams, cell, whole)
-
-
-def _joined(exams: Exams, cell: Cell, lines: Sequence[dict]) -> dict:
-    """Returns the row of a cell from the lines of all its batches."""
-    head = {**cell.head, "store": exams.config.store}
-    if "refused" in lines[-1]:
-        return head | {"refused": lines[-1]["refused"]}
-    costs = together([line["cost"] for line in lines])
-    if not _continues(cell):
-        scores = [score for line in lines for score in line["scores"]]
-        return {**head, **evaluate.accuracy(scores), "scores": scores, **costs}
-    losses, hits = ([of_text for line in lines for of_text in line[key]] for key in ("losses", "hits"))
-    flat = list(itertools.chain(*hits))
-    if not all(all(sample.scored) for sample in exams.drawn(*cell.exam)):
-        return {**head, **evaluate.accuracy(flat), **costs}
-    nll = float(np.mean(list(itertools.chain(*losses))))
-    return {**head, "nll": nll, "perplexity": float(np.exp(nll)), "samples": len(flat),
-            "nll_by_text": [float(np.mean(of_text)) for of_text in losses], **costs}
-
-
-def _tiling(lines: Sequence[dict], count: int) -> list[dict] | None:
-    """Returns lines whose spans are `count` samples together, each once and in order; None if there are none.
-
-    Lines of batches that were cut otherwise may be among them.
-    """
-    ways: dict[int, list[dict]] = {0: []}  # lines up to a sample
-    for line in sorted(lines, key=lambda line: tuple(line["span"])):
-        start, stop = line["span"]
-        if start in ways:
-            ways.setdefault(stop, [*ways[start], line])
-    return ways.get(count)
-
-
-def together(runs: list[dict]) -> dict:
-    """Returns the means over batches of their measurements."""
-    return {key: report.mean(runs, key) for key in dict.fromkeys(key for one in runs for key in one)}
+    losses = [-logprobs[which] for logprobs, which in zip(scores.logprobs, kept, strict=True)]
+    hits = [greedy[which].tolist() for greedy, which in zip(scores.greedy, kept, strict=True)]
+    measured = {"losses": [of_text.tolist() for of_text in losses], "hits": hits}
+    if batch.steps > SEGMENT:
+        measured |= {"nll_by_segment": [segment_means(of_text) for of_text in losses], **probe.means}
+    return measured, [scores.usage]
 
 
 def measure(exams: Exams, cell: Cell, directory: pathlib.Path) -> dict:
@@ -156,7 +113,7 @@ def measure(exams: Exams, cell: Cell, directory: pathlib.Path) -> dict:
         lines.append(measure_batch(exams, cell, batch, directory, probed=_probed(exams, i)))
         if "refused" in lines[-1]:
             break
-    return _joined(exams, cell, lines)
+    return joined(exams, cell, lines)
 
 
 def _probed(exams: Exams, number: int) -> bool:
@@ -170,7 +127,7 @@ def _probed(exams: Exams, number: int) -> bool:
 def check(config: ml_collections.ConfigDict) -> None:
     """Raises ConfigError for settings that make no grid."""
     common.check_some(config, "methods")
-    common.check_counts(config, batch=1, recall_k=0, hold_bytes=1)
+    common.check_counts(config, batch=1, recall_k=0, recall_every=1, hold_bytes=1)
     common.check_store(config.store)
     for settings in config.methods:
         common.check_extras(settings, grid.EXTRAS)
@@ -229,7 +186,12 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     rows = evaluate.with_differences(rows)
     run.summary(rows)
     (run.path / "report.html").write_text(report.page("kvjax leaderboard", run.header, rows))
+    places = [row for row in rows if "by_depth" in row]
+    if places:
+        plots.save(depths.figure(places, "needles found in the decoded text", "depth in the decoded text, %"),
+                   run.path / "depths.png")
     print_table(rows)
+    print_segments(rows)
     print(f"results in {run.path / 'summary.json'} and {run.path / 'report.html'}")
 
 
@@ -298,3 +260,12 @@ def print_table(rows: list[dict]) -> None:
         shown = "".join(f"{'-':>11}" if share is None else f"{share:11.3f}" for share in shares)
         shown += "".join(f"{'-':>11}" if size is None else f"{size / 1024:11,.0f}" for size in sizes)
         print(f"{row['method']:>22}{row['budget'] or 'all':>8}{shown}")
+
+
+def print_segments(rows: list[dict]) -> None:
+    """Prints loss and recall of each segment of what was decoded, for rows that have them."""
+    for row in rows:
+        for key in ("nll_by_segment", "recall_by_segment"):
+            if key in row:
+                shown = "".join(f"{'-':>8}" if value is None else f"{value:8.3f}" for value in row[key])
+                print(f"{row['method']:>22}{row['budget'] or 'all':>8} {row['task']} {key}, {SEGMENT} tokens:{shown}")

@@ -9,7 +9,7 @@ import pytest
 import kvjax
 from configs.leaderboard import get_config
 from experiments import common
-from experiments.board import grid, leaderboard
+from experiments.board import grid, leaderboard, rows
 from experiments.board.exams import Exams
 from experiments.board.grid import Cell
 from kvjax.errors import ConfigError
@@ -87,8 +87,8 @@ def llm():
 @pytest.fixture
 def exams(llm):
     return Exams(llm, ml_collections.ConfigDict(DRAWN | {
-        "store": "host", "batch": 2, "recall_k": 4, "tasks": ("multi_request", "mqar"), "lengths": (250,),
-        "budgets": (64,), "seeds": (0,), "question": "after", "hold_bytes": 1 << 28, "methods": METHODS,
+        "store": "host", "batch": 2, "recall_k": 4, "recall_every": 1, "hold_bytes": 1 << 28, "methods": METHODS,
+        "tasks": ("multi_request", "mqar"), "lengths": (250,), "budgets": (64,), "seeds": (0,), "question": "after",
     }))
 
 
@@ -178,8 +178,18 @@ def test_a_question_within_the_prompt_is_answered_from_there(exams):
     answers = []
     for batch in (asking.batches(exams.llm, one, 1)[0] for one in (drawn, [within])):
         cache = exams.llm.prefill(asking.contexts(batch), method=kvjax.Full(), capacity=asking.capacity(batch))
-        answers.append(asking.ask(exams.llm, cache, batch)[1][0].tokens)
+        answers.append(asking.ask(exams.llm, cache, batch).results[0].tokens)
     assert answers[0] == answers[1]
+
+
+def test_needles_in_what_was_decoded_are_a_row_by_place_with_segments(exams, tmp_path):
+    exams.config.update(tasks=("decoded_needles",), lengths=(60,), perplexity_tokens=600, batch=4, recall_every=40)
+    (batch,) = exams.batches("decoded_needles", 60, 0)
+    assert len(batch.items) == 1 and batch.decoded == 600  # shared out, the text would be decoded three times
+    row = leaderboard.measure(exams, cell_of("decoded_needles", context=60), tmp_path)
+    assert [depth for depth, _ in row["by_depth"]] == pytest.approx([1 / 6, 1 / 2, 5 / 6])
+    assert [score for _, score in row["by_depth"]] == row["scores"] and len(row["nll_by_segment"]) == 2
+    assert all(0 < recall <= 1 for recall in row["recall_by_segment"]) and len(row["recall_by_segment"]) == 2
 
 
 @pytest.mark.parametrize(("changes", "words"), [
@@ -225,25 +235,25 @@ def test_a_row_is_made_of_the_lines_of_its_batches(exams):
     lines = [line_of(cell, (2, 3), scores=[1.0], cost={"attended_tokens": 30.0, "recall": None}),
              line_of(cell, (0, 2), scores=[1.0, 0.0], cost={"attended_tokens": 20.0, "recall": 0.5}),
              line_of(cell_of("multi_request", budget=32), (1, 2), scores=[0.0], cost={})]
-    row = leaderboard.row_of(exams, cell, leaderboard.filed(lines))
+    row = rows.row_of(exams, cell, rows.filed(lines))
     assert row["scores"] == [1.0, 0.0, 1.0] and row["accuracy"] == pytest.approx(2 / 3) and row["samples"] == 3
     assert row["attended_tokens"] == 25.0 and row["recall"] == 0.5
-    assert leaderboard.row_of(exams, cell, leaderboard.filed(lines[1:])) is None
+    assert rows.row_of(exams, cell, rows.filed(lines[1:])) is None
 
 
 def test_a_batch_that_was_cut_otherwise_counts_only_where_it_fits(exams):
     cell = cell_of("multi_request")
     lines = [line_of(cell, span, scores=[0.0] * (span[1] - span[0]), cost={}) for span in ((0, 2), (1, 2), (0, 1))]
-    assert leaderboard.row_of(exams, cell, leaderboard.filed(lines)) is None
+    assert rows.row_of(exams, cell, rows.filed(lines)) is None
     lines.append(line_of(cell, (1, 3), scores=[1.0, 1.0], cost={}))
-    assert leaderboard.row_of(exams, cell, leaderboard.filed(lines))["scores"] == [0.0, 1.0, 1.0]
+    assert rows.row_of(exams, cell, rows.filed(lines))["scores"] == [0.0, 1.0, 1.0]
 
 
 def test_lines_of_other_samples_do_not_count(exams):
     cell = cell_of("multi_request")
     other = Cell(cell.settings, cell.label, cell.task, 250, 64, 0, drawn=(32, 1, 3, 0))
     line = line_of(other, (0, 3), scores=[1.0] * 3, cost={})
-    assert leaderboard.row_of(exams, cell, leaderboard.filed([line])) is None
+    assert rows.row_of(exams, cell, rows.filed([line])) is None
 
 
 def test_losses_and_hits_are_those_of_all_batches(exams):
@@ -251,7 +261,7 @@ def test_losses_and_hits_are_those_of_all_batches(exams):
     exams.config.update(continuations=3, perplexity_tokens=2)
     lines = [line_of(cell, (0, 2), losses=[[1.0, 2.0], [3.0, 4.0]], hits=[[True, False]] * 2, cost={}),
              line_of(cell, (2, 3), losses=[[5.0, 6.0]], hits=[[True, True]], cost={})]
-    row = leaderboard.row_of(exams, cell, leaderboard.filed(lines))
+    row = rows.row_of(exams, cell, rows.filed(lines))
     assert row["nll"] == 3.5 and row["nll_by_text"] == [1.5, 3.5, 5.5] and row["samples"] == 6
 
 
@@ -267,8 +277,8 @@ def small(**changes):
 
 def rows_of(workdir):
     """Returns the rows of a summary without what depends on time."""
-    rows = json.loads((workdir / "summary.json").read_text())["rows"]
-    return [{key: value for key, value in row.items() if key != "select_ms"} for row in rows]
+    written = json.loads((workdir / "summary.json").read_text())["rows"]
+    return [{key: value for key, value in row.items() if key != "select_ms"} for row in written]
 
 
 class Killed(BaseException):
