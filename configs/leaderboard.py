@@ -10,12 +10,54 @@ can be stopped at any time, and goes on when it is started again; --config.shard
 seed. Result: docs/results/leaderboard.md and report.html. Preset `:smoke` finishes within three minutes; `:quick` is
 one task at two budgets, `:long` the second reference model at 8,192 tokens, `:ruler` RULER's tasks, `:recall` MQAR and
 many questions about one context.
+
+`:real` is a grid for a model of your own of half a billion parameters or more, for a day and longer on a small machine.
+DATA is a folder with leval/*.jsonl and gsm8k/test.jsonl as their authors publish them; the first command makes the
+table of delimiters that dynsplit and sentencekv need:
+
+    python -m experiments.main --config=configs/delimiters.py --config.model=MODEL --workdir=runs/delimiters
+    python -m experiments.main --config=configs/leaderboard.py:real --config.model=MODEL --config.data=DATA \
+        --config.table=runs/delimiters/delimiters.json --workdir=runs/real
+
+It has RULER's tasks without files at 4,096 tokens for all methods; for ten of them RULER's needles at 8,192, three at
+16,384, L-Eval, GSM8K, and needles in 4,096 decoded tokens, with loss and recall by segment of these. Budgets are 1/32
+and 1/8 of the context, the other methods' 1/8. `:real_decoded`, `:real_ruler`, `:real_long` and `:real_files` are parts
+of it, and `:real_qa` RULER's questions from DATA/squad/dev-v2.0.json and DATA/hotpot/hotpot_dev_distractor_v1.json; all
+may go to one workdir. RULER's prompts are its own plain ones with the beginning of the answer, GSM8K's eight worked
+examples in plain text; L-Eval is asked in the model's chat template, if it has one.
 """
 
 import ml_collections
 
 from experiments.common import REFERENCE, REFERENCE_8K
 from kvjax.eval.tasks import ruler
+
+_EVERYWHERE = ("full", "oracle", "streaming_llm", "quest", "dynakv", "icecache", "kvswap", "dynsplit", "pqcache",
+               "snapkv")
+_SHARES = (1 / 32, 1 / 8)
+_RULER = {"tasks": (*ruler.NIAH, "vt", "cwe", "fwe"), "lengths": (4096,), "samples": 16}
+_RULER_QA = {"tasks": ("qa_1:squad/dev-v2.0.json", "qa_2:hotpot/hotpot_dev_distractor_v1.json"), "lengths": (4096,),
+             "samples": 16}
+_LONG = (
+    {"tasks": tuple(ruler.NIAH), "lengths": (8192,), "samples": 16, "methods": _EVERYWHERE},
+    {"tasks": ("niah_single_2", "niah_multikey_1", "niah_multiquery"), "lengths": (16_384,), "samples": 8,
+     "methods": _EVERYWHERE},
+)
+_FILES = (  # a choice is the first letter of an answer, so that these are short
+    {"tasks": ("leval:leval/tpo.jsonl",), "lengths": (6144,), "samples": 64, "max_new_tokens": 8,
+     "methods": _EVERYWHERE},
+    {"tasks": ("leval:leval/coursera.jsonl", "leval:leval/quality.jsonl"), "lengths": (8192,), "samples": 64,
+     "max_new_tokens": 8, "methods": _EVERYWHERE},
+    {"tasks": ("leval:leval/topic_retrieval_longchat.jsonl",), "lengths": (16_384,), "samples": 24,
+     "max_new_tokens": 32, "methods": _EVERYWHERE},
+    # Of about 1,000 tokens: 1/32 would be less than sinks, window and a page.
+    {"tasks": ("gsm8k:gsm8k/test.jsonl",), "lengths": (1024,), "samples": 64, "budgets": (64, 1 / 8),
+     "methods": _EVERYWHERE},
+)
+_DECODED = {"tasks": ("decoded_needles",), "lengths": (1024,), "perplexity_tokens": 4096, "samples": 32,
+            "budgets": (160, 640), "methods": _EVERYWHERE}  # budgets of 5,120 tokens
+_REAL = {"real": (_RULER, *_LONG, *_FILES, _DECODED), "real_ruler": (_RULER,), "real_qa": (_RULER_QA,),
+         "real_long": _LONG, "real_files": _FILES, "real_decoded": (_DECODED,)}
 
 
 def get_config(preset: str = "default") -> ml_collections.ConfigDict:
@@ -39,6 +81,8 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config.recall_every = 1  # steps of which one is compared
     config.question = "after"  # after the prompt, token by token; or "within" it, for methods that compress prompts
     config.hold_bytes = 4 << 30  # most bytes of activations and caches; batches are cut so that it is true
+    config.data = ""  # folder of the files in names of tasks
+    config.table = ""  # file of the model's delimiters, for methods whose "table" is empty
     config.parts = ()  # parts of the grid with fields of their own, as in `experiments.board.grid.PART`; () = one part
     config.estimate_only = False  # stop once the time of the grid is printed
     config.methods = (
@@ -79,6 +123,16 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
         config.update(tasks=(*ruler.NIAH, "vt", "cwe", "fwe"), budgets=(128, 256), samples=8)
     elif preset == "recall":
         config.update(tasks=("mqar", "multi_request"), budgets=(64, 128, 256))
+    elif preset in _REAL:
+        config.update(parts=_REAL[preset], budgets=_SHARES, hold_bytes=8 << 30, recall_every=16)
+        config.methods = tuple(map(_for_any_model, config.methods))
     elif preset != "default":
-        raise ValueError(f"unknown preset {preset!r}; use default, quick, long, ruler, recall or smoke")
+        known = ", ".join(("default", "quick", "long", "ruler", "recall", "smoke", *_REAL))
+        raise ValueError(f"unknown preset {preset!r}; use one of {known}")
     return config
+
+
+def _for_any_model(settings: dict) -> dict:
+    """Returns a method's settings with `config.table`; and with one budget unless it is among those of all parts."""
+    own = {} if settings["name"] in _EVERYWHERE else {"budgets": _SHARES[1:]}
+    return {**settings, **own, **({"table": ""} if "table" in settings else {})}

@@ -101,7 +101,8 @@ class Exams:
     def _draw(self, task: str, context: int, seed: int) -> Sequence[Sample] | Sequence[Continuation]:
         config, continues = self.config, tasks.find(task)[0].continues
         count = config.continuations if continues else config.samples
-        samples = common.draw_task(self.llm, self.stream, task, context, count, seed, config.perplexity_tokens)
+        named = grid.with_folder(task, config.get("data", ""))
+        samples = common.draw_task(self.llm, self.stream, named, context, count, seed, config.perplexity_tokens)
         if continues:
             return samples
         if config.max_new_tokens:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 
 import ml_collections
@@ -10,7 +11,8 @@ from experiments import common
 from kvjax.cache.method import Method
 from kvjax.errors import ConfigError
 
-EXTRAS = ("label", "dtype", "whole", "slots")  # of a method's settings
+EXTRAS = ("label", "dtype", "whole", "budgets", "slots")  # of a method's settings
+_NOT_THE_METHODS = ("label", "whole", "budgets")
 PART = ("tasks", "lengths", "budgets", "seeds", "samples", "continuations", "max_new_tokens", "perplexity_tokens",
         "question", "methods")  # fields that a part of the grid may have of its own
 DRAWN = ("samples", "continuations", "max_new_tokens", "perplexity_tokens")
@@ -58,12 +60,14 @@ def key_of(line: Mapping) -> tuple:
 
 def parts(config: ml_collections.ConfigDict) -> list[ml_collections.ConfigDict]:
     """Returns the configuration of each part of the grid: `config` with the fields that an entry of `config.parts` has
-    of its own, or `config` itself without such entries. A part's "methods" are labels of those in `config.methods`.
+    of its own, or `config` alone without such entries. A part's "methods" are labels of those in `config.methods`.
+
+    Methods whose "table" is empty get `config.table`.
 
     Raises:
       ConfigError: a part has another field, or a method that `config.methods` does not have.
     """
-    return [_part(config, own) for own in config.get("parts", ())] or [config]
+    return [_part(config, own) for own in config.get("parts", ()) or ({},)]
 
 
 def _part(config: ml_collections.ConfigDict, own: Mapping[str, object]) -> ml_collections.ConfigDict:
@@ -73,12 +77,19 @@ def _part(config: ml_collections.ConfigDict, own: Mapping[str, object]) -> ml_co
     part = config.copy_and_resolve_references()
     changes = dict(own)
     labels = changes.pop("methods", None)
+    methods = tuple({**entry, "table": config.table} if entry.get("table") == "" else entry
+                    for entry in config.methods)
     if labels is not None:
-        known = [label_of(entry) for entry in config.methods]
-        common.check_names({"methods": labels}, "methods", known)
-        changes["methods"] = tuple(entry for entry in config.methods if label_of(entry) in labels)
-    part.update(changes)
+        common.check_names({"methods": labels}, "methods", [label_of(entry) for entry in methods])
+        methods = tuple(entry for entry in methods if label_of(entry) in labels)
+    part.update(**changes, methods=methods)
     return part
+
+
+def with_folder(task: str, folder: str) -> str:
+    """Returns the name of a task with the path of its file, if it has one, within a folder; rows have it without."""
+    base, colon, path = task.partition(":")
+    return f"{base}:{pathlib.Path(folder, path)}" if colon else task
 
 
 def label_of(entry: Mapping[str, object]) -> str:
@@ -98,15 +109,16 @@ def cells(config: ml_collections.ConfigDict) -> Iterator[Cell]:
     for context, task, seed in itertools.product(config.lengths, config.tasks, config.seeds):
         for entry in config.methods:
             for budget in _budgets(config, entry, context):
-                settings = tuple((key, value) for key, value in entry.items() if key not in ("label", "whole"))
+                settings = tuple((key, value) for key, value in entry.items() if key not in _NOT_THE_METHODS)
                 yield Cell(settings, label_of(entry), task, context, budget, seed, config.question, drawn)
 
 
 def _budgets(config: ml_collections.ConfigDict, entry: Mapping[str, object], context: int) -> Sequence[int | None]:
-    """Returns the budgets in tokens of a method at one length, each once."""
+    """Returns the budgets in tokens of a method at one length, its own or the grid's, each once."""
     if entry.get("whole", False):
         return (None,)
-    tokens = (int(budget * context) if isinstance(budget, float) else budget for budget in config.budgets)
+    tokens = (int(budget * context) if isinstance(budget, float) else budget
+              for budget in entry.get("budgets", config.budgets))
     return tuple(dict.fromkeys(tokens))
 
 

@@ -163,9 +163,10 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     """Estimates what is left of the shard, measures it, then writes summary.json and report.html."""
     check(config)
     llm = common.load_model(config.model, config.dtype)
-    common.check_model(llm, config.methods)
     stream = common.held_out_tokens(llm)
     parts = [(Exams(llm, part, stream), list(grid.cells(part))) for part in grid.parts(config)]
+    for exams, _ in parts:
+        common.check_model(llm, exams.config.methods)
     jobs = [cell for _, cells in parts for cell in cells]
     grid.check_apart(jobs)
     mine = {cell.key for cell in grid.take_shard(jobs, config.shard)}

@@ -57,6 +57,30 @@ def test_a_part_with_anything_else_is_refused(own, words):
         grid.parts(ml_collections.ConfigDict({**CONFIG, "parts": (own,)}))
 
 
+def test_a_method_may_have_budgets_of_its_own():
+    methods = ({"name": "quest"}, {"name": "h2o", "budgets": (0.5,)})
+    cells = list(grid.cells(ml_collections.ConfigDict({**CONFIG, "methods": methods})))
+    assert {(cell.label, cell.budget) for cell in cells} == {("quest", 64), ("quest", 100), ("h2o", 500)}
+    assert {cell.method.budget for cell in cells} == {64, 100, 500}
+
+
+def test_an_empty_table_is_that_of_the_configuration():
+    methods = ({"name": "dynsplit", "table": ""}, {"name": "sentencekv", "table": "other.json"}, {"name": "quest"})
+    (part,) = grid.parts(ml_collections.ConfigDict({**CONFIG, "methods": methods, "table": "mine.json"}))
+    assert [entry.get("table") for entry in part.methods] == ["mine.json", "other.json", None]
+
+
+def test_a_file_is_looked_for_in_the_folder_and_named_without_it(llm, tmp_path):
+    (tmp_path / "gsm8k").mkdir()
+    question = {"question": "How many?", "answer": "Two. #### 2"}
+    (tmp_path / "gsm8k" / "test.jsonl").write_text(json.dumps(question))
+    part = {**CONFIG, "tasks": ("gsm8k:gsm8k/test.jsonl",), "data": str(tmp_path)}
+    exams = Exams(llm, ml_collections.ConfigDict(part))
+    (cell, *_) = grid.cells(exams.config)
+    assert exams.drawn(*cell.exam)[0].answers == ("2",) and str(tmp_path) not in str(cell.head)
+    assert grid.with_folder("vt", "data") == "vt" and grid.with_folder("text:/a/b", "data") == "text:/a/b"
+
+
 def test_parts_do_not_overlap():
     cells = list(grid.cells(CONFIG))
     grid.check_apart(cells)
