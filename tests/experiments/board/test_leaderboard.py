@@ -353,3 +353,25 @@ def test_a_run_says_first_what_it_holds_and_takes(tmp_path, capsys):
     assert named >= {"reading", "full", "quest", "passkey at 250", "perplexity at 250"}
     assert printed[-1].startswith("in all ") and "hours" in printed[-1]
     assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_programs_are_dropped_before_a_process_runs_out_of_maps(tmp_path, monkeypatch):
+    dropped, maps = [], tmp_path / "maps"
+    monkeypatch.setattr(leaderboard, "_MAPS", maps)
+    monkeypatch.setattr(leaderboard.jax, "clear_caches", lambda: dropped.append(1))
+    leaderboard.drop_programs()  # where there is no such file
+    maps.write_text("a map\n" * leaderboard._MOST_MAPS)
+    leaderboard.drop_programs()
+    assert not dropped
+    maps.write_text("a map\n" * (leaderboard._MOST_MAPS + 1))
+    leaderboard.drop_programs()
+    assert dropped
+
+
+def test_segments_are_printed_with_their_method_and_budget(capsys):
+    rows_of_two = [{"method": "quest", "budget": 64, "task": "decoded_needles", "nll_by_segment": [1.25, 2.5],
+                    "recall_by_segment": [0.5, None]}, {"method": "full", "budget": None, "task": "needle"}]
+    leaderboard.print_segments(rows_of_two)
+    loss, recall = capsys.readouterr().out.splitlines()
+    assert loss.split()[:2] == ["quest", "64"] and loss.split()[-2:] == ["1.250", "2.500"]
+    assert recall.split()[-2:] == ["0.500", "-"]
