@@ -7,9 +7,9 @@ cut to `config.lengths` tokens, long ones in their middle.
 
 A run prints first what it will hold in memory and how long it will take (--config.estimate_only=True stops there). It
 can be stopped at any time, and goes on when it is started again; --config.shard=i/n runs every n-th task, length and
-seed. Result: docs/results/leaderboard.md and report.html. Preset `:smoke` finishes within three minutes; `:quick` is
-one task at two budgets, `:long` the second reference model at 8,192 tokens, `:ruler` RULER's tasks, `:recall` MQAR and
-many questions about one context.
+seed. Result: docs/results/leaderboard.md and a report.html for each length. Preset `:smoke` finishes within three
+minutes; `:quick` is one task at two budgets, `:long` the second reference model at 8,192 tokens, `:ruler` RULER's
+tasks, `:recall` MQAR and many questions about one context.
 
 `:real` is a grid for a model of your own of half a billion parameters or more, for a day and longer on a small machine.
 DATA is a folder with leval/*.jsonl and gsm8k/test.jsonl as their authors publish them; the first command makes the

@@ -39,7 +39,7 @@ _GRID = ("methods", "tasks", "lengths", "budgets", "seeds", "question", "shard",
 TITLES = ("accuracy", "recall", "mass", "out error", "delta NLL", "KiB/token", "KiB kept")
 _TRIED = 4  # tokens decoded for a first estimate
 _MAPS = pathlib.Path("/proc/self/maps")
-_MOST_MAPS = 20_000  # memory maps of compiled programs; Linux gives a process 65,530
+_MOST_MAPS = 48_000  # of compiled programs, some 50 KiB each; Linux gives a process 65,530
 
 
 # -------------------------------------------------------------------------------- one method on one batch
@@ -160,7 +160,7 @@ def units(exams: Exams, jobs: Sequence[Cell], lines: Lines) -> Iterator[Unit]:
 
 
 def run(config: ml_collections.ConfigDict, workdir: str) -> None:
-    """Estimates what is left of the shard, measures it, then writes summary.json and report.html."""
+    """Estimates what is left of the shard, measures it, then writes summary.json and the reports."""
     check(config)
     llm = common.load_model(config.model, config.dtype)
     stream = common.held_out_tokens(llm)
@@ -186,14 +186,28 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
     rows = [row for exams, cells in parts for cell in cells if (row := row_of(exams, cell, done)) is not None]
     rows = evaluate.with_differences(rows)
     run.summary(rows)
-    (run.path / "report.html").write_text(report.page("kvjax leaderboard", run.header, rows))
+    pages = write_pages(run.path, run.header, rows)
     places = [row for row in rows if "by_depth" in row]
     if places:
         plots.save(depths.figure(places, "needles found in the decoded text", "depth in the decoded text, %"),
                    run.path / "depths.png")
-    print_table(rows)
     print_segments(rows)
-    print(f"results in {run.path / 'summary.json'} and {run.path / 'report.html'}")
+    print(f"results in {run.path / 'summary.json'} and {', '.join(map(str, pages))}")
+
+
+def write_pages(directory: pathlib.Path, header: dict, rows: list[dict]) -> list[pathlib.Path]:
+    """Writes and prints a report for each length, so that no mean is over budgets that are other shares of a context.
+
+    Returns the pages: report.html, or report_LENGTH.html of each length if there are several.
+    """
+    lengths, pages = sorted({row["context"] for row in rows}), []
+    for length in lengths:
+        mine = [row for row in rows if row["context"] == length]
+        pages.append(directory / ("report.html" if len(lengths) == 1 else f"report_{length}.html"))
+        pages[-1].write_text(report.page(f"kvjax leaderboard, {length:,} tokens", header, mine))
+        print(f"contexts of {length:,} tokens")
+        print_table(mine)
+    return pages
 
 
 def announce(parts: Sequence[tuple[Exams, list[Cell]]], left: Sequence[tuple[Exams, list[Unit]]], estimate: Estimate,

@@ -375,3 +375,17 @@ def test_segments_are_printed_with_their_method_and_budget(capsys):
     loss, recall = capsys.readouterr().out.splitlines()
     assert loss.split()[:2] == ["quest", "64"] and loss.split()[-2:] == ["1.250", "2.500"]
     assert recall.split()[-2:] == ["0.500", "-"]
+
+
+@pytest.mark.parametrize(("lengths", "names"), [
+    ((64,), ["report.html"]), ((64, 256), ["report_64.html", "report_256.html"]),
+])
+def test_each_length_has_a_report_of_its_own(lengths, names, tmp_path, capsys):
+    cells = [{"method": "quest", "task": "needle", "context": length, "budget": 32, "seed": 0, "question": "after",
+              "store": "host", "accuracy": length / 256, "samples": 8} for length in lengths]
+    pages = leaderboard.write_pages(tmp_path, {"config": {}}, cells)
+    assert [page.name for page in pages] == names
+    printed = capsys.readouterr().out
+    for length, page in zip(lengths, pages, strict=True):
+        assert f"contexts of {length} tokens" in page.read_text() and f"contexts of {length} tokens" in printed
+        assert f"{length / 256:11.3f}" in printed
