@@ -21,10 +21,12 @@ table of delimiters that dynsplit and sentencekv need:
 
 It has RULER's tasks without files at 4,096 tokens for all methods; for ten of them RULER's needles at 8,192, three at
 16,384, L-Eval, GSM8K, and needles in 4,096 decoded tokens, with loss and recall by segment of these. Budgets are 1/32
-and 1/8 of the context, the other methods' 1/8. `:real_decoded`, `:real_ruler`, `:real_long` and `:real_files` are parts
-of it, and `:real_qa` RULER's questions from DATA/squad/dev-v2.0.json and DATA/hotpot/hotpot_dev_distractor_v1.json; all
-may go to one workdir. RULER's prompts are its own plain ones with the beginning of the answer, GSM8K's eight worked
-examples in plain text; L-Eval is asked in the model's chat template, if it has one.
+and 1/8 of the context (of GSM8K's 1/16 and 1/8, of decoded text 1/8), the other methods' 1/8. Answers of needles end
+after 64 tokens, RULER's after 128. It holds 10 GiB beside the weights and compiled programs (--config.hold_bytes).
+`:real_ruler`, `:real_long`, `:real_files` and `:real_decoded` are parts of it, and `:real_qa` RULER's questions from
+DATA/squad/dev-v2.0.json and DATA/hotpot/hotpot_dev_distractor_v1.json; all may go to one workdir. RULER's prompts are
+its own plain ones with the beginning of the answer, GSM8K's eight worked examples in plain text; L-Eval is asked in the
+model's chat template, if it has one.
 """
 
 import ml_collections
@@ -35,28 +37,31 @@ from kvjax.eval.tasks import ruler
 _EVERYWHERE = ("full", "oracle", "streaming_llm", "quest", "dynakv", "icecache", "kvswap", "dynsplit", "pqcache",
                "snapkv")
 _SHARES = (1 / 32, 1 / 8)
-_RULER = {"tasks": (*ruler.NIAH, "vt", "cwe", "fwe"), "lengths": (4096,), "samples": 16}
+_RULER = (
+    {"tasks": tuple(ruler.NIAH), "lengths": (4096,), "samples": 16, "max_new_tokens": 64},
+    {"tasks": ("vt", "cwe", "fwe"), "lengths": (4096,), "samples": 16},
+)
 _RULER_QA = {"tasks": ("qa_1:squad/dev-v2.0.json", "qa_2:hotpot/hotpot_dev_distractor_v1.json"), "lengths": (4096,),
              "samples": 16}
 _LONG = (
-    {"tasks": tuple(ruler.NIAH), "lengths": (8192,), "samples": 16, "methods": _EVERYWHERE},
-    {"tasks": ("niah_single_2", "niah_multikey_1", "niah_multiquery"), "lengths": (16_384,), "samples": 8,
-     "methods": _EVERYWHERE},
+    {"tasks": tuple(ruler.NIAH), "lengths": (8192,), "samples": 8, "max_new_tokens": 64, "methods": _EVERYWHERE},
+    {"tasks": ("niah_single_2", "niah_multikey_1", "niah_multiquery"), "lengths": (16_384,), "samples": 6,
+     "max_new_tokens": 64, "methods": _EVERYWHERE},
 )
-_FILES = (  # a choice is the first letter of an answer, so that these are short
-    {"tasks": ("leval:leval/tpo.jsonl",), "lengths": (6144,), "samples": 64, "max_new_tokens": 8,
+_FILES = (  # a choice is the first letter of an answer, so that these are short; lengths are about those of the texts
+    {"tasks": ("leval:leval/tpo.jsonl",), "lengths": (4096,), "samples": 64, "max_new_tokens": 8,
      "methods": _EVERYWHERE},
     {"tasks": ("leval:leval/coursera.jsonl", "leval:leval/quality.jsonl"), "lengths": (8192,), "samples": 64,
      "max_new_tokens": 8, "methods": _EVERYWHERE},
-    {"tasks": ("leval:leval/topic_retrieval_longchat.jsonl",), "lengths": (16_384,), "samples": 24,
+    {"tasks": ("leval:leval/topic_retrieval_longchat.jsonl",), "lengths": (8192,), "samples": 24,
      "max_new_tokens": 32, "methods": _EVERYWHERE},
-    # Of about 1,000 tokens: 1/32 would be less than sinks, window and a page.
+    # 1/32 of it would be less than sinks, window and a page.
     {"tasks": ("gsm8k:gsm8k/test.jsonl",), "lengths": (1024,), "samples": 64, "budgets": (64, 1 / 8),
      "methods": _EVERYWHERE},
 )
 _DECODED = {"tasks": ("decoded_needles",), "lengths": (1024,), "perplexity_tokens": 4096, "samples": 32,
-            "budgets": (160, 640), "methods": _EVERYWHERE}  # budgets of 5,120 tokens
-_REAL = {"real": (_RULER, *_LONG, *_FILES, _DECODED), "real_ruler": (_RULER,), "real_qa": (_RULER_QA,),
+            "budgets": (640,), "methods": _EVERYWHERE}  # 1/8 of 5,120 tokens: every token is a step
+_REAL = {"real": (*_RULER, *_LONG, *_FILES, _DECODED), "real_ruler": _RULER, "real_qa": (_RULER_QA,),
          "real_long": _LONG, "real_files": _FILES, "real_decoded": (_DECODED,)}
 
 
@@ -124,7 +129,7 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     elif preset == "recall":
         config.update(tasks=("mqar", "multi_request"), budgets=(64, 128, 256))
     elif preset in _REAL:
-        config.update(parts=_REAL[preset], budgets=_SHARES, hold_bytes=8 << 30, recall_every=16)
+        config.update(parts=_REAL[preset], budgets=_SHARES, hold_bytes=10 << 30, recall_every=16)
         config.methods = tuple(map(_for_any_model, config.methods))
     elif preset != "default":
         known = ", ".join(("default", "quick", "long", "ruler", "recall", "smoke", *_REAL))
