@@ -21,7 +21,8 @@ from kvjax.models.config import ModelConfig
 from kvjax.store.flash.layout import SEQUENTIAL, check_layout
 from kvjax.store.io import emulation, profiles
 
-NOT_FIELDS = ("label", "slots", "dtype", "replay", "only", "whole")  # settings that are not fields: see `make_method`
+# Settings that are not fields: see `make_method`.
+NOT_FIELDS = ("label", "slots", "dtype", "replay", "only", "whole", "budgets")
 REFERENCE = pathlib.Path(kvjax.__file__).parent / "reference"
 REFERENCE_8K = REFERENCE.parent / "reference_8k"
 
@@ -67,7 +68,7 @@ def make_method(settings: Mapping[str, Any], extras: Collection[str] = ()) -> Me
     Some settings are not fields of the method: "label", its name in tables (`label_of`); "slots", how a store's blocks
     are kept (`make_slots`); "dtype", the type of stored keys and values (`dtype_of`); "replay", what timed runs select
     (`experiments.speed.replay`); "only", what it is timed with (`experiments.speed.throughput`); "whole", that it has
-    no budget (`experiments.board.leaderboard`).
+    no budget, and "budgets", its own ones (`experiments.board.grid`).
 
     Args:
       settings: the method's.

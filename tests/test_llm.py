@@ -298,6 +298,16 @@ def test_the_probe_finds_full_recall_for_the_full_cache_and_less_for_a_window(ll
     assert found["oracle"].recall > 0.5 > found["streamingllm"].recall == 0.0
 
 
+def test_a_probe_of_some_steps_measures_them_as_one_of_all_steps_does(llm):
+    reading, layers = llm.read(CONTEXT), CONFIG.num_layers
+    cache = llm.prefill(reading, method=METHOD)
+    every, third = Probe(cache, reading, k=4), Probe(cache, reading, k=4, every=3)
+    for probe in (every, third):
+        llm.score("abcdefgh", cache, observer=probe)
+    assert len(every.masses) == 7 * layers
+    assert third.masses == [mass for step in (0, 3, 6) for mass in every.masses[step * layers : (step + 1) * layers]]
+
+
 def test_scores_are_those_of_a_forward_pass_and_the_cache_stays(llm, tmp_path):
     contexts, texts = [CONTEXT, CONTEXT[:57]], ["abcde", "xy"]
     cache = llm.prefill(contexts, method=kvjax.Full(page=8), store=kvjax.FlashStore(directory=tmp_path))

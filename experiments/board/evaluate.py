@@ -31,9 +31,9 @@ def retrieval_row(
     right, attended, resident = [], [], 0
     for batch in asking.batches(llm, samples, config.batch):
         cache = llm.prefill(asking.contexts(batch), method=method, capacity=asking.capacity(batch), dtype=dtype)
-        of_batch, results = asking.ask(llm, cache, batch)
-        right += [score for scores in of_batch for score in scores]
-        attended += [result.usage.attended_tokens for result in results]
+        answers = asking.ask(llm, cache, batch)
+        right += [score for scores in answers.scores for score in scores]
+        attended += [usage.attended_tokens for usage in answers.usages]
         resident = cache.resident_bytes / len(batch)
     middle = [ok for ok, s in zip(right, samples, strict=True) if 0.2 <= s.depth <= 0.8]
     return {

@@ -2,288 +2,268 @@
 
 A row is one cell, of any task of `kvjax.eval.tasks`. A task gives its mean score with a confidence interval, and from
 its first batch the quality of every step's selection against exact attention; perplexity gives the loss beside that of
-the full cache. Blocks are on a store, so that the bytes a method reads are counted and not estimated. Cells that the
-workdir has are skipped, `shard=i/n` takes every n-th pair of method and budget, and workdirs of several shards are
-joined by concatenating their metrics.jsonl.
+the full cache. Blocks are on a store, so that the bytes a method reads are counted and not estimated.
 
-All tasks of one length get the same capacity, so that a method with a budget is compiled once. Contexts that were read
-once are kept for the next method while they fit in `keep_bytes`.
+The samples of a task are cut into batches that fit in `hold_bytes`. A batch's contexts are read once, and then every
+method answers at every budget; each of these is one line of metrics.jsonl. A run that was stopped at any time goes on
+with the first line that is missing; rows are made of a cell's lines once all of them are there. `shard=i/n` takes every
+n-th task, length and seed, and workdirs of several shards are joined by concatenating their metrics.jsonl.
 """
 
 import contextlib
-import dataclasses
-import functools
 import itertools
 import pathlib
+import time
 from collections.abc import Iterator, Sequence
 
 import jax
 import ml_collections
-import numpy as np
 from absl import logging
 from tqdm import tqdm
 
-from experiments import common
-from experiments.board import evaluate, report
+from experiments import common, plots
+from experiments.board import depths, evaluate, grid, report
+from experiments.board.estimate import Estimate, Unit, table
+from experiments.board.exams import Batch, Exams, Tally
+from experiments.board.grid import Cell
+from experiments.board.rows import Lines, filed, joined, row_of
+from experiments.board.segments import SEGMENT, Segments, segment_means
 from experiments.results import Run
-from experiments.speed import timing
-from kvjax.cache.method import Method
-from kvjax.cache.read import choose
-from kvjax.errors import BudgetTooSmall, ConfigError
+from kvjax.errors import BudgetTooSmall
 from kvjax.eval import tasks
-from kvjax.eval.metrics import Probe
-from kvjax.eval.tasks import Continuation, Sample, asking
+from kvjax.eval.tasks import asking
 from kvjax.inference.cache import Cache
-from kvjax.inference.generate import Usage
-from kvjax.inference.prefill import PromptActivations
-from kvjax.llm import LLM
+from kvjax.inference.usage import Usage
 
-_GRID = ("methods", "tasks", "lengths", "budgets", "seeds", "question", "shard", "keep_bytes")
-_EXTRAS = ("label", "dtype", "whole", "slots")  # of a method's settings
+_GRID = ("methods", "tasks", "lengths", "budgets", "seeds", "question", "shard", "parts", "hold_bytes", "estimate_only")
 TITLES = ("accuracy", "recall", "mass", "out error", "delta NLL", "KiB/token", "KiB kept")
+_TRIED = 4  # tokens decoded for a first estimate
+_MAPS = pathlib.Path("/proc/self/maps")
+_MOST_MAPS = 48_000  # of compiled programs, some 50 KiB each; Linux gives a process 65,530
 
 
-@dataclasses.dataclass(frozen=True)
-class Cell:
-    """One combination; with `budget` None the whole cache is attended."""
-
-    settings: tuple[tuple[str, object], ...]
-    label: str
-    task: str
-    context: int
-    budget: int | None
-    seed: int
-    question: str = "after"  # "after": token by token after the prompt; "within": part of the prompt
-
-    @property
-    def head(self) -> dict:
-        """Fields that tell its row from others."""
-        return {"method": self.label, "task": self.task, "context": self.context, "budget": self.budget,
-                "seed": self.seed, "question": self.question}
-
-    @property
-    def method(self) -> Method:
-        return common.make_method({**dict(self.settings), "budget": self.budget}, _EXTRAS)
+# -------------------------------------------------------------------------------- one method on one batch
 
 
-def cells(config: ml_collections.ConfigDict) -> Iterator[Cell]:
-    """Yields the grid in the order in which it is run: cells that share compiled programs are neighbours."""
-    if config.question not in ("after", "within"):
-        raise ConfigError(f"question={config.question!r} must be after or within the prompt")
-    entries: dict[str, object] = {}
-    for entry in config.methods:
-        settings = dict(entry)
-        label, whole = settings.pop("label", settings.get("name")), settings.pop("whole", False)
-        if entries.setdefault(label, entry) != entry:
-            raise ConfigError(f'two methods are called {label}; give one of them a "label"')
-        budgets = (None,) if whole else config.budgets
-        for context, budget, task, seed in itertools.product(config.lengths, budgets, config.tasks, config.seeds):
-            tokens = int(budget * context) if isinstance(budget, float) else budget
-            yield Cell(tuple(settings.items()), label, task, context, tokens, seed, config.question)
+def measure_batch(exams: Exams, cell: Cell, batch: Batch, directory: pathlib.Path, probed: bool) -> dict:
+    """Returns the line of one cell and one batch; a budget that is too small for the method makes a line with "refused"
+    that stands for all batches.
 
-
-def take_shard(jobs: list[Cell], shard: str) -> list[Cell]:
-    """Returns, for shard "i/n", every n-th group of equal method, context and budget from the i-th (from 0) on; raises
-    ConfigError for any other text."""
+    Args:
+      exams: part of the grid.
+      cell: the cell.
+      batch: some of its samples.
+      directory: place of a flash store.
+      probed: whether every step is compared with exact attention.
+    """
+    head = {**cell.head, "drawn": cell.drawn, "store": exams.config.store, "span": batch.span}
+    exams.read_s = 0.0
     try:
-        index, count = map(int, shard.split("/"))
-    except ValueError:
-        raise ConfigError(f"shard={shard!r} must be i/n, such as 0/4") from None
-    if not 0 <= index < count:
-        raise ConfigError(f"shard={shard!r}: i must be in 0..{count - 1}")
-    groups = [list(group) for _, group in itertools.groupby(jobs, lambda job: (job.label, job.context, job.budget))]
-    return [cell for group in groups[index::count] for cell in group]
+        with exams.cached(cell, batch, directory, probed) as (cache, tally):
+            measured, usages = (_continued if _continues(cell) else _answered)(exams, batch, cache, tally)
+    except BudgetTooSmall as cause:  # a result; any other bad setting ends the run
+        logging.warning("%s at budget %s: %s", cell.label, cell.budget, cause)
+        return {**head, "span": (0, len(exams.drawn(*cell.exam))), "refused": str(cause)}
+    return {**head, **measured, "cost": tally.done(usages),
+            "seconds": _seconds(usages, batch, exams.read_s, tally.fill_s, probed)}
 
 
-class Exams:
-    """Questions of the grid, drawn once for all methods, and the contexts as the model has read them."""
-
-    def __init__(self, llm: LLM, config: ml_collections.ConfigDict):
-        self.llm, self.config, self.stream = llm, config, common.held_out_tokens(llm)
-        self.drawn = functools.cache(self._draw)
-        self.kept: dict[tuple, PromptActivations] = {}
-
-    def _draw(self, task: str, context: int, seed: int) -> Sequence[Sample] | Sequence[Continuation]:
-        config, continues = self.config, tasks.find(task)[0].continues
-        count = config.continuations if continues else config.samples
-        samples = common.draw_task(self.llm, self.stream, task, context, count, seed, config.perplexity_tokens)
-        if continues:
-            return samples
-        if config.max_new_tokens:
-            most = config.max_new_tokens
-            samples = [dataclasses.replace(one, max_new_tokens=min(most, one.max_new_tokens)) for one in samples]
-        samples = asking.tokenised(self.llm, samples)
-        return asking.within_prompt(samples) if config.question == "within" else samples
-
-    def _asked(self, context: int) -> list[Sample | Continuation]:
-        """Returns all samples of one length."""
-        return [sample for task in self.config.tasks for seed in self.config.seeds
-                for sample in self.drawn(task, context, seed)]
-
-    def prompts(self, context: int) -> list[int]:
-        """Returns the tokens of each prompt of one length."""
-        return [len(sample.context) for sample in self._asked(context)]
-
-    def capacity(self, context: int) -> int:
-        """Returns the tokens of the longest prompt of one length with its questions and answers, rounded up."""
-        return asking.rounded(max(
-            len(sample.context) + (len(sample.tokens) if isinstance(sample, Continuation) else asking.length(sample))
-            for sample in self._asked(context)
-        ))
-
-    def read(self, contexts: Sequence[Sequence[int]], capacity: int) -> PromptActivations:
-        """Returns the contexts read densely for caches of this capacity, and keeps the result if there is room."""
-        key = capacity, tuple(map(tuple, contexts))
-        if key in self.kept:
-            return self.kept[key]
-        reading = self.llm.read([list(context) for context in contexts], capacity=capacity)
-        if sum(context.nbytes for context in self.kept.values()) + reading.nbytes <= self.config.keep_bytes:
-            self.kept[key] = reading
-        return reading
-
-    @contextlib.contextmanager
-    def cached(self, cell: Cell, contexts: Sequence[Sequence[int]], directory: pathlib.Path, first: bool):
-        """Yields contexts in the cell's cache, on its store, and a `Tally`; the first batch has a probe."""
-        capacity, settings = self.capacity(cell.context), dict(cell.settings)
-        store, reading = common.make_store(self.config.store, directory), self.read(contexts, capacity)
-        cache = self.llm.prefill(
-            reading, method=cell.method, store=store, capacity=capacity, dtype=common.dtype_of(settings),
-            slots=common.slots_of(settings, self.config.store),
-        )
-        try:
-            tally = Tally(len(contexts), cache.resident_bytes / len(contexts))
-            if first:
-                tally.probe, tally.select_ms = Probe(cache, reading, k=self.config.recall_k), select_ms(cache)
-            yield cache, tally
-        finally:
-            cache.close()
+def _continues(cell: Cell) -> bool:
+    return tasks.find(cell.task)[0].continues
 
 
-def select_ms(cache: Cache) -> float:
-    """Returns the median milliseconds in which one layer selects its blocks, for all sequences of a batch."""
-    plan, layer = next((plan, layer) for plan, layer in zip(cache.plan.layers, cache.state.layers, strict=True)
-                     if not plan.follows and plan.method == cache.plan.layers[-1].method)
-    config = cache.plan.config
-    shape = (cache.plan.batch, config.num_heads, config.head_dim)
-    q = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-    return timing.median_ms(choose, plan, layer.state, q)
+def _seconds(usages: Sequence[Usage], batch: Batch, read_s: float, fill_s: float, probed: bool) -> dict:
+    """Returns the times from which the rest of the grid is estimated."""
+    steps = max(1, sum(usage.steps for usage in usages))
+    return {"read": read_s, "contexts": batch.different, "fill": fill_s, "sequences": len(batch.items),
+            "step": sum(usage.seconds for usage in usages) / steps, "steps": steps, "most_steps": batch.steps,
+            "probed": probed}
 
 
-@dataclasses.dataclass
-class Tally:
-    """Measurements on a batch of contexts: cost of a token, and for the first batch the probe and the time of a
-    selection."""
-
-    batch: int
-    resident_bytes: float
-    probe: Probe | None = None
-    select_ms: float | None = None
-
-    def done(self, usages: Sequence[Usage]) -> dict:
-        """Returns the cost per token of one sequence over all rounds, and with a probe the quality."""
-        quality = {**dataclasses.asdict(self.probe.quality), "select_ms": self.select_ms} if self.probe else {}
-        return {**common.cost_of(usages), "resident_bytes": self.resident_bytes, **quality}
+def _answered(exams: Exams, batch: Batch, cache: Cache, tally: Tally) -> tuple[dict, list[Usage]]:
+    """Returns the score of each answer, every question about a context going to a fork of its cache, and the loss of
+    what was decoded before."""
+    probe = Segments(tally.probe, batch.decoded - 1)
+    answers = asking.ask(exams.llm, cache, batch.items, probe.observer)
+    measured = {"scores": [score for of_context in answers.scores for score in of_context]}
+    if answers.decoded is not None:
+        losses = [-logprobs for logprobs in answers.decoded.logprobs]
+        measured |= {"nll_by_segment": [segment_means(of_text) for of_text in losses], **probe.means}
+    return measured, answers.usages
 
 
-def answered(exams: Exams, cell: Cell, directory: pathlib.Path) -> dict:
-    """Returns the mean score of the answers; every question about a context goes to a fork of its cache."""
-    scores, runs = [], []
-    for batch in asking.batches(exams.llm, exams.drawn(cell.task, cell.context, cell.seed), exams.config.batch):
-        with exams.cached(cell, asking.contexts(batch), directory, first=not runs) as (cache, tally):
-            of_batch, results = asking.ask(exams.llm, cache, batch, tally.probe)
-        scores += [score for of_context in of_batch for score in of_context]
-        runs.append(tally.done([result.usage for result in results]))
-    return {**evaluate.accuracy(scores), "scores": scores, **together(runs)}
-
-
-def continued(exams: Exams, cell: Cell, directory: pathlib.Path) -> dict:
-    """Returns how well the scored tokens are predicted: the loss if all are scored, else the share predicted
-    correctly."""
-    samples, size = exams.drawn(cell.task, cell.context, cell.seed), exams.config.batch
-    losses, hits, runs = [], [], []
-    for start in range(0, len(samples), size):
-        batch = samples[start : start + size]
-        with exams.cached(cell, [sample.context for sample in batch], directory, first=not runs) as (cache, tally):
-            scores = exams.llm.score([list(sample.tokens) for sample in batch], cache, observer=tally.probe)
-            scores.cache.close()
-        for sample, logprobs, greedy in zip(batch, scores.logprobs, scores.greedy, strict=True):
-            losses.append(-logprobs[list(sample.scored)])
-            hits += greedy[list(sample.scored)].tolist()
-        runs.append(tally.done([scores.usage]))
-    if not all(all(sample.scored) for sample in samples):
-        return {**evaluate.accuracy(hits), **together(runs)}
-    nll = float(np.mean(np.concatenate(losses)))
-    return {"nll": nll, "perplexity": float(np.exp(nll)), "samples": len(hits),
-            "nll_by_text": [float(np.mean(sample)) for sample in losses], **together(runs)}
-
-
-def together(runs: list[dict]) -> dict:
-    """Returns the means over batches of their measurements."""
-    return {key: report.mean(runs, key) for key in dict.fromkeys(key for one in runs for key in one)}
+def _continued(exams: Exams, batch: Batch, cache: Cache, tally: Tally) -> tuple[dict, list[Usage]]:
+    """Returns how well the scored tokens of each sample are predicted: losses, and whether each was the likeliest."""
+    probe = Segments(tally.probe, batch.steps - 1)
+    scores = exams.llm.score([list(sample.tokens) for sample in batch.items], cache, observer=probe.observer)
+    scores.cache.close()
+    kept = [list(sample.scored) for sample in batch.items]
+    losses = [-logprobs[which] for logprobs, which in zip(scores.logprobs, kept, strict=True)]
+    hits = [greedy[which].tolist() for greedy, which in zip(scores.greedy, kept, strict=True)]
+    measured = {"losses": [of_text.tolist() for of_text in losses], "hits": hits}
+    if batch.steps > SEGMENT:
+        measured |= {"nll_by_segment": [segment_means(of_text) for of_text in losses], **probe.means}
+    return measured, [scores.usage]
 
 
 def measure(exams: Exams, cell: Cell, directory: pathlib.Path) -> dict:
-    """Returns the row of one cell; a budget that is too small for a method makes a row with "refused", and the run goes
-    on."""
-    head = {**cell.head, "store": exams.config.store}
-    try:
-        return head | (continued if tasks.find(cell.task)[0].continues else answered)(exams, cell, directory)
-    except BudgetTooSmall as cause:  # a result; any other bad setting ends the run
-        logging.warning("%s at budget %s: %s", cell.label, cell.budget, cause)
-        return head | {"refused": str(cause)}
+    """Returns the row of one cell, all of whose batches are measured now."""
+    lines: list[dict] = []
+    for i, batch in enumerate(exams.batches(*cell.exam)):
+        lines.append(measure_batch(exams, cell, batch, directory, probed=_probed(exams, i)))
+        if "refused" in lines[-1]:
+            break
+    return joined(exams, cell, lines)
+
+
+def _probed(exams: Exams, number: int) -> bool:
+    """Returns whether the batch of this number is compared with exact attention: the first is."""
+    return number == 0 and exams.config.recall_k > 0
+
+
+# ------------------------------------------------------------------------------------------- the grid
 
 
 def check(config: ml_collections.ConfigDict) -> None:
     """Raises ConfigError for settings that make no grid."""
-    common.check_some(config, "methods", "tasks")
-    common.check_counts(config, lengths=1, seeds=0, samples=1, batch=1, continuations=1, max_new_tokens=0,
-                        perplexity_tokens=1, recall_k=1, keep_bytes=0)
+    common.check_some(config, "methods")
+    common.check_counts(config, batch=1, recall_k=0, recall_every=1, hold_bytes=1)
     common.check_store(config.store)
     for settings in config.methods:
-        common.check_extras(settings, _EXTRAS)
-    for cell in cells(config):
-        _ = cell.method, tasks.find(cell.task)  # a wrong setting raises before a long run
+        common.check_extras(settings, grid.EXTRAS)
+    for part in grid.parts(config):
+        common.check_some(part, "methods", "tasks")
+        common.check_counts(part, lengths=1, seeds=0, samples=1, continuations=1, max_new_tokens=0, perplexity_tokens=1)
+        for cell in grid.cells(part):
+            _ = cell.method, tasks.find(cell.task)  # a wrong setting raises before a long run
 
 
-def check_fit(exams: Exams, jobs: list[Cell]) -> None:
-    """Raises ConfigError or PromptError if a method, its type or its slots do not fit the model or the samples, which
-    are drawn for this; a budget that is too small is not an error."""
-    for _, group in itertools.groupby(jobs, lambda job: (job.label, job.context, job.budget)):
-        cell = next(group)
+def check_fit(exams: Exams, jobs: Sequence[Cell]) -> None:
+    """Raises ConfigError or PromptError if a method, its type, its slots or its memory do not fit the model, the
+    samples or `hold_bytes`; samples are drawn for this. A budget that is too small is not an error."""
+    for cell in {(job.label, job.context, job.budget): job for job in jobs}.values():
         settings = {**dict(cell.settings), "budget": cell.budget}
         slots, capacity = common.slots_of(settings, exams.config.store), exams.capacity(cell.context)
         with contextlib.suppress(BudgetTooSmall):
             common.check_fit(exams.llm.config, settings, exams.prompts(cell.context), capacity, slots=slots)
+        exams.size(cell.context)
+
+
+def units(exams: Exams, jobs: Sequence[Cell], lines: Lines) -> Iterator[Unit]:
+    """Yields what is left of a part in the order of the run: for each batch, all methods and budgets."""
+    for exam, group in itertools.groupby(jobs, lambda cell: cell.exam):
+        left = [cell for cell in group if row_of(exams, cell, lines) is None]
+        for i, batch in enumerate(exams.batches(*exam) if left else ()):
+            for cell in left:
+                if all(tuple(line["span"]) != batch.span for line in lines.get(cell.key, ())):
+                    yield Unit(cell, batch, _probed(exams, i))
 
 
 def run(config: ml_collections.ConfigDict, workdir: str) -> None:
-    """Measures every missing cell of the shard, then writes summary.json and report.html."""
+    """Estimates what is left of the shard, measures it, then writes summary.json and the reports."""
     check(config)
-    jobs = take_shard(list(cells(config)), config.shard)
     llm = common.load_model(config.model, config.dtype)
-    common.check_model(llm, config.methods)
-    exams = Exams(llm, config)
-    check_fit(exams, jobs)
+    stream = common.held_out_tokens(llm)
+    parts = [(Exams(llm, part, stream), list(grid.cells(part))) for part in grid.parts(config)]
+    for exams, _ in parts:
+        common.check_model(llm, exams.config.methods)
+    jobs = [cell for _, cells in parts for cell in cells]
+    grid.check_apart(jobs)
+    mine = {cell.key for cell in grid.take_shard(jobs, config.shard)}
+    parts = [(exams, [cell for cell in cells if cell.key in mine]) for exams, cells in parts]
+    for exams, cells in parts:
+        check_fit(exams, cells)
     run = Run(config, workdir, _GRID)
-    rows = run.logged()
-    left = [cell for cell in jobs if not any(cell.head.items() <= row.items() for row in rows)]
-    with tqdm(total=len(left), disable=None) as progress:
-        for _, group in itertools.groupby(left, lambda one: one.label):
-            for cell in group:
-                rows.append(measure(exams, cell, run.path / "store"))
-                run.log(**rows[-1])
-                progress.update()
-            jax.clear_caches()  # no other method uses them, and the memory maps of a process are limited
-    rows = asked_for(evaluate.with_differences(rows), jobs)
+    lines, estimate = run.logged(), Estimate(llm.config)
+    for line in lines:
+        estimate.add(line)
+    left = [(exams, list(units(exams, cells, filed(lines)))) for exams, cells in parts]
+    announce(parts, left, estimate, run.path / "store")
+    if config.estimate_only:
+        return
+    work_off(left, estimate, run)
+    done = filed(run.logged())
+    rows = [row for exams, cells in parts for cell in cells if (row := row_of(exams, cell, done)) is not None]
+    rows = evaluate.with_differences(rows)
     run.summary(rows)
-    (run.path / "report.html").write_text(report.page("kvjax leaderboard", run.header, rows))
-    print_table(rows)
-    print(f"results in {run.path / 'summary.json'} and {run.path / 'report.html'}")
+    pages = write_pages(run.path, run.header, rows)
+    places = [row for row in rows if "by_depth" in row]
+    if places:
+        plots.save(depths.figure(places, "needles found in the decoded text", "depth in the decoded text, %"),
+                   run.path / "depths.png")
+    print_segments(rows)
+    print(f"results in {run.path / 'summary.json'} and {', '.join(map(str, pages))}")
 
 
-def asked_for(rows: list[dict], jobs: list[Cell]) -> list[dict]:
-    """Returns the rows of these cells; a workdir may also have rows of an earlier grid."""
-    return [row for row in rows if any(cell.head.items() <= row.items() for cell in jobs)]
+def write_pages(directory: pathlib.Path, header: dict, rows: list[dict]) -> list[pathlib.Path]:
+    """Writes and prints a report for each length, so that no mean is over budgets that are other shares of a context.
+
+    Returns the pages: report.html, or report_LENGTH.html of each length if there are several.
+    """
+    lengths, pages = sorted({row["context"] for row in rows}), []
+    for length in lengths:
+        mine = [row for row in rows if row["context"] == length]
+        pages.append(directory / ("report.html" if len(lengths) == 1 else f"report_{length}.html"))
+        pages[-1].write_text(report.page(f"kvjax leaderboard, {length:,} tokens", header, mine))
+        print(f"contexts of {length:,} tokens")
+        print_table(mine)
+    return pages
+
+
+def announce(parts: Sequence[tuple[Exams, list[Cell]]], left: Sequence[tuple[Exams, list[Unit]]], estimate: Estimate,
+             directory: pathlib.Path) -> None:
+    """Prints what the run holds in memory and, after a short trial of each method, the time that is left."""
+    held = max((exams.held(cell.context) for exams, cells in parts for cell in cells), default=0)
+    print(f"holds at most {held / 2**20:,.0f} MiB of activations and caches, beside the weights and compiled programs")
+    begun = [(exams, todo) for exams, todo in left if todo]
+    for number, (exams, (first, *others)) in enumerate(begun):
+        same = [unit.cell for unit in (first, *others) if unit.batch == first.batch]
+        try_out(exams, [cell for cell in same if not estimate.knows(cell)], first.batch, estimate, directory)
+        if number:  # only the first part goes on with what was read
+            exams.kept.clear()
+    if estimate.costs:
+        print(table(estimate.seconds(unit for _, todo in left for unit in todo)), flush=True)
+
+
+def try_out(exams: Exams, cells: Sequence[Cell], batch: Batch, estimate: Estimate, directory: pathlib.Path) -> None:
+    """Adds to an estimate what filling a cache and a few tokens take for each of the cells, on one batch."""
+    for cell in tqdm(cells, desc="estimating", disable=None):
+        exams.read_s = 0.0
+        with contextlib.suppress(BudgetTooSmall), exams.cached(cell, batch, directory, probed=False) as (cache, tally):
+            for _ in range(2):  # the first loads programs
+                scores = exams.llm.score([list(row[: _TRIED + 1]) for row in batch.contexts], cache)
+                scores.cache.close()
+            seconds = _seconds([scores.usage], batch, exams.read_s, tally.fill_s, probed=False)
+            estimate.add({**cell.head, "seconds": seconds | {"steps": batch.steps}})
+
+
+def work_off(left: Sequence[tuple[Exams, list[Unit]]], estimate: Estimate, run: Run) -> None:
+    """Measures all units and logs a line for each; the bar counts seconds, those done and those estimated."""
+    with tqdm(total=0, unit="s", disable=None) as progress:
+        for number, (exams, todo) in enumerate(left):
+            later = [unit for _, others in left[number + 1 :] for unit in others]
+            refused = set[tuple]()
+            for i, unit in enumerate(todo):
+                if unit.cell.key in refused:
+                    continue
+                started = time.perf_counter()
+                line = measure_batch(exams, unit.cell, unit.batch, run.path / "store", unit.probed)
+                run.keep(**line)
+                logging.info("%s, samples %d to %d: %s", unit.cell.head, *line["span"], line.get("cost", "refused"))
+                if "refused" in line:
+                    refused.add(unit.cell.key)
+                estimate.add(line)
+                progress.update(round(time.perf_counter() - started))
+                if estimate.costs:
+                    progress.total = progress.n + round(estimate.seconds([*todo[i + 1 :], *later]).total())
+                drop_programs()
+            exams.kept.clear()
+
+
+def drop_programs() -> None:
+    """Drops compiled programs before a process runs out of memory maps, of which each holds some."""
+    if _MAPS.exists() and _MAPS.read_bytes().count(b"\n") > _MOST_MAPS:
+        jax.clear_caches()
 
 
 def print_table(rows: list[dict]) -> None:
@@ -295,3 +275,12 @@ def print_table(rows: list[dict]) -> None:
         shown = "".join(f"{'-':>11}" if share is None else f"{share:11.3f}" for share in shares)
         shown += "".join(f"{'-':>11}" if size is None else f"{size / 1024:11,.0f}" for size in sizes)
         print(f"{row['method']:>22}{row['budget'] or 'all':>8}{shown}")
+
+
+def print_segments(rows: list[dict]) -> None:
+    """Prints loss and recall of each segment of what was decoded, for rows that have them."""
+    for row in rows:
+        for key in ("nll_by_segment", "recall_by_segment"):
+            if key in row:
+                shown = "".join(f"{'-':>8}" if value is None else f"{value:8.3f}" for value in row[key])
+                print(f"{row['method']:>22}{row['budget'] or 'all':>8} {row['task']} {key}, {SEGMENT} tokens:{shown}")

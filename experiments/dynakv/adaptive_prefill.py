@@ -42,7 +42,7 @@ def accuracy_row(llm, method, chunk: int | None, samples: Sequence[Sample], conf
         cache = llm.prefill(asking.contexts(batch), method=method, capacity=capacity, chunk=chunk)
         jax.block_until_ready(cache.state)
         seconds.append(time.perf_counter() - began)
-        right += [score for scores in asking.ask(llm, cache, batch)[0] for score in scores]
+        right += [score for scores in asking.ask(llm, cache, batch).scores for score in scores]
     return {**evaluate.accuracy(right), "prefill_s": float(np.median(seconds[1:] or seconds))}
 
 

@@ -12,7 +12,8 @@ from matplotlib.figure import Figure
 
 import kvjax
 from experiments import common, plots
-from experiments.board import depths, evaluate, leaderboard
+from experiments.board import depths, evaluate, grid, leaderboard
+from experiments.board.exams import Exams
 from experiments.icecache import times, tree
 from experiments.results import Run
 from kvjax.eval import metrics
@@ -49,7 +50,7 @@ def passkey(llm: kvjax.LLM, config: ml_collections.ConfigDict) -> Iterator[tuple
 
 def suite(llm: kvjax.LLM, config, directory) -> Iterator[tuple[Row, Callable[[], Row]]]:
     """Yields the cells of the leaderboards, after checking all of them."""
-    grids = [(leaderboard.Exams(llm, board), list(leaderboard.cells(board))) for board in boards(config)]
+    grids = [(Exams(llm, board), list(grid.cells(board))) for board in boards(config)]
     for exams, cells in grids:
         leaderboard.check_fit(exams, cells)
     for exams, cells in grids:

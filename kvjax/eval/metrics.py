@@ -125,13 +125,14 @@ class Probe:
       cache: cache as it was filled from `reading`.
       reading: activations of the prompt, from `LLM.read`.
       k: number of keys of the recall.
+      every: steps of which one is measured, the first of them; all are needed for their keys.
 
     Raises:
       ConfigError: the cache holds other lengths than `reading`.
     """
 
-    def __init__(self, cache: Cache, reading: PromptActivations, k: int = 16):
-        self.plan, self.k = cache.plan, k
+    def __init__(self, cache: Cache, reading: PromptActivations, k: int = 16, every: int = 1):
+        self.plan, self.k, self.every, self.steps = cache.plan, k, every, 0
         self.length = np.asarray(cache.state.length).copy()
         if not np.array_equal(self.length, reading.length):
             raise ConfigError(f"the cache has {self.length.tolist()} tokens, but the activations have "
@@ -154,12 +155,16 @@ class Probe:
         after = np.asarray(step.state.length)
         if after.max() > self.keys[0].shape[1]:  # only where a sequence has no limit
             self._make_room(2 * int(after.max()))
+        measured = self.steps % self.every == 0
+        self.steps += 1
         for row in np.flatnonzero(after > self.length):
             at = self.length[row]
             for keys, values, plan, report in zip(
                 self.keys, self.values, self.plan.layers, step.reports, strict=True
             ):
                 keys[row, at], values[row, at] = np.asarray(report.key)[row], np.asarray(report.value)[row]
+                if not measured:
+                    continue
                 kept = keys[row], values[row]
                 hidden = None if report.hidden is None else report.hidden[row]
                 found, mass, error = _measure(

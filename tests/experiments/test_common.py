@@ -77,7 +77,8 @@ PRESETS = (
     *(f"kvswap_paper:{name}" for name in ("budget", "accuracy", "depths", "reasoning", "rolling", "entries", "sizes",
                                           "throughput", "batches", "heads", "models", "best", "groups", "selected",
                                           "rates", "breakdown", "pretrained", "gains", "reuse", "smoke")),
-    "decoding", "decoding:smoke", "leaderboard:long", "tune", "tune:smoke",
+    "decoding", "decoding:smoke", "leaderboard:long", *(f"leaderboard:real{part}" for part in (
+        "", "_ruler", "_qa", "_long", "_files", "_decoded")), "tune", "tune:smoke",
 )
 
 

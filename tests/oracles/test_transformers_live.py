@@ -50,8 +50,8 @@ EXTRA = {
 }
 GOLDEN_CASES = (
     "llama_llama3_rope", "llama_linear_biases_tied", "mistral_window", "qwen2_sharded", "qwen3_bf16", "llama_yarn",
-    "qwen2_yarn_mscale", "llama_dynamic", "phi3_longrope", "phi3_partial", "gemma2_soft_caps", "gemma3_two_ropes", "gpt_oss",
-    "mixtral", "qwen2_moe_sharded", "qwen3_moe_stacked",
+    "qwen2_yarn_mscale", "llama_dynamic", "phi3_longrope", "phi3_partial", "gemma2_soft_caps", "gemma3_two_ropes",
+    "gpt_oss", "mixtral", "qwen2_moe_sharded", "qwen3_moe_stacked",
 )
 LENGTH = 80
 

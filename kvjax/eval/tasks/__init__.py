@@ -56,6 +56,7 @@ TASKS: dict[str, Task] = {
     "leval": Task(leval.draw, reads_file=True),
     "aime": Task(aime.draw, reads_file=True),
     "scbench": Task(scbench.draw, reads_file=True),
+    "decoded_needles": Task(niah.decoded_needles),
 }
 
 

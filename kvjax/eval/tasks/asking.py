@@ -1,36 +1,88 @@
-"""Running of samples: each context is read once, and each of its questions is asked on a fork of the cache."""
+"""Running of samples: each context is read once, and each of its questions is asked on a fork of the cache.
+
+Text that a sample has decoded before its question goes through the cache one token at a time, once for all questions
+(`LLM.score`): never in chunks, so that a method adapts to it as to a text that it generates.
+"""
 
 import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
 
+from kvjax.errors import ConfigError
 from kvjax.eval.tasks import scoring
 from kvjax.eval.tasks.base import Sample, Text
-from kvjax.inference.answers import Result
+from kvjax.inference.answers import Result, Scores
 from kvjax.inference.cache import Cache
 from kvjax.inference.generate import Observer
+from kvjax.inference.usage import Usage
 from kvjax.llm import LLM
 
-Questions = tuple[Sample, ...]  # about one context
+Questions = tuple[Sample, ...]  # about one context, after one decoded text
+
+
+@dataclasses.dataclass(frozen=True)
+class Answers:
+    """Answers to a batch."""
+
+    scores: list[list[float]]  # by context and question
+    results: list[Result]  # of each round
+    decoded: Scores | None  # of the text that was decoded before the questions, if any; its cache is closed
+
+    @property
+    def usages(self) -> list[Usage]:
+        """Costs of the decoded text and of each round."""
+        return [*([self.decoded.usage] if self.decoded else []), *(result.usage for result in self.results)]
 
 
 def batches(llm: LLM, samples: Sequence[Sample], size: int) -> list[list[Questions]]:
     """Groups samples into batches of contexts whose questions can be asked side by side, all as token ids.
 
-    Contexts of a batch have equally many questions, of the same answer length and stop texts.
+    Questions of a batch have the same answer length and stop texts, and all or none of them follow a decoded text.
 
     Args:
       llm: model with a tokenizer.
       samples: samples; those of one context follow each other.
       size: most contexts of a batch.
     """
-    asked = [tuple(group) for _, group in itertools.groupby(tokenised(llm, samples), lambda item: item.context)]
+    asked = [tuple(group) for _, group in itertools.groupby(tokenised(llm, samples), told)]
     groups: list[list[Questions]] = []
-    for _, alike in itertools.groupby(asked, lambda item: (len(item), item[0].max_new_tokens, item[0].stop)):
+    for _, alike in itertools.groupby(asked, _kind):
         contexts = list(alike)
         groups += [contexts[i : i + size] for i in range(0, len(contexts), size)]
     return groups
+
+
+def _kind(asked: Questions) -> tuple:
+    """Returns what questions of a batch have in common."""
+    return asked[0].max_new_tokens, asked[0].stop, bool(asked[0].decoded)
+
+
+def told(sample: Sample) -> tuple[Text, Text]:
+    """Returns what comes before the question; samples with the same are asked on forks of one cache."""
+    return sample.context, sample.decoded
+
+
+def rounds(batch: Sequence[Questions]) -> list[tuple[Sample, ...]]:
+    """Returns the questions that are asked side by side, one of each context; a context that has fewer questions than
+    others is asked its last one again, which does not count."""
+    return [tuple(asked[min(i, len(asked) - 1)] for asked in batch) for i in range(max(map(len, batch)))]
+
+
+def spread(batch: Sequence[Questions], size: int) -> tuple[Questions, ...]:
+    """Shares out questions among up to `size` sequences, so that fewer are asked one after the other.
+
+    Contexts then repeat; the questions stay in order.
+
+    Args:
+      batch: questions about each context.
+      size: most sequences.
+    """
+    parts = list(batch)
+    while len(parts) < size and (most := max(map(len, parts))) > 1:
+        i = next(i for i, part in enumerate(parts) if len(part) == most)
+        parts[i : i + 1] = [parts[i][: (most + 1) // 2], parts[i][(most + 1) // 2 :]]
+    return tuple(parts)
 
 
 def tokenised(llm: LLM, samples: Sequence[Sample]) -> list[Sample]:
@@ -38,7 +90,8 @@ def tokenised(llm: LLM, samples: Sequence[Sample]) -> list[Sample]:
     encode = functools.cache(lambda text: tuple(llm.encode(text, start=True)))
     return [
         dataclasses.replace(
-            sample, context=encode(sample.context), question=tuple(llm.encode(sample.question, start=False))
+            sample, context=encode(sample.context), question=tuple(llm.encode(sample.question, start=False)),
+            decoded=tuple(llm.encode(sample.decoded, start=False)),
         )
         for sample in samples
     ]
@@ -48,7 +101,12 @@ def within_prompt(samples: Sequence[Sample]) -> list[Sample]:
     """Returns tokenised samples with the question moved to the end of the context.
 
     This is for methods that compress a prompt by its end; the first token of an answer then comes from dense attention.
+
+    Raises:
+      ConfigError: a question comes after a decoded text, and cannot be in the prompt.
     """
+    if any(sample.decoded for sample in samples):
+        raise ConfigError("a question about what was decoded cannot be within the prompt; ask it after")
     return [dataclasses.replace(sample, context=(*sample.context, *sample.question), question=()) for sample in samples]
 
 
@@ -58,8 +116,8 @@ def contexts(batch: Sequence[Questions]) -> list[Text]:
 
 
 def length(sample: Sample) -> int:
-    """Returns the tokens of a question and its longest answer."""
-    return len(sample.question) + sample.max_new_tokens
+    """Returns the tokens after the context: decoded text, question and longest answer."""
+    return len(sample.decoded) + len(sample.question) + sample.max_new_tokens
 
 
 def capacity(batch: Sequence[Questions]) -> int:
@@ -72,22 +130,32 @@ def rounded(room: int) -> int:
     return -(-room // 64) * 64
 
 
-def ask(
-    llm: LLM, cache: Cache, batch: Sequence[Questions], observer: Observer | None = None
-) -> tuple[list[list[float]], list[Result]]:
+def ask(llm: LLM, cache: Cache, batch: Sequence[Questions], observer: Observer | None = None) -> Answers:
     """Asks each question about the contexts in the cache; forks of the store are closed afterwards.
 
     Args:
       llm: model that answers.
       cache: cache with the contexts of `batch`, one sequence each.
       batch: questions about each context.
-      observer: observer of the first round, in which each context is asked its first question.
+      observer: observer of the decoded text and of the first round, in which each context is asked its first question.
 
     Returns:
-      Scores by context and question, and the result of each round.
+      The answers.
     """
-    rounds, results = list(zip(*batch, strict=True)), []
-    for i, asked in enumerate(rounds):
+    decoded = [list(asked[0].decoded) for asked in batch]
+    if not any(decoded):
+        return Answers(*_asked(llm, cache, batch, observer), None)
+    scores = llm.score(decoded, cache, observer=observer)
+    with scores.cache:
+        return Answers(*_asked(llm, scores.cache, batch, observer), scores)
+
+
+def _asked(
+    llm: LLM, cache: Cache, batch: Sequence[Questions], observer: Observer | None
+) -> tuple[list[list[float]], list[Result]]:
+    """Returns scores by context and question, and the result of each round."""
+    asked_together, results = rounds(batch), []
+    for i, asked in enumerate(asked_together):
         results.append(llm.generate(
             [list(sample.question) for sample in asked], cache, max_new_tokens=asked[0].max_new_tokens,
             stop=asked[0].stop, observer=observer if i == 0 else None,
@@ -96,6 +164,7 @@ def ask(
     scores = [
         [scoring.score(sample.metric, text, sample.answers, sample.classes)
          for sample, text in zip(asked, result.text, strict=True)]
-        for asked, result in zip(rounds, results, strict=True)
+        for asked, result in zip(asked_together, results, strict=True)
     ]
-    return [list(of_context) for of_context in zip(*scores, strict=True)], results
+    of_context = zip(zip(*scores, strict=True), batch, strict=True)
+    return [list(mine[: len(asked)]) for mine, asked in of_context], results

@@ -14,7 +14,8 @@ Text = str | tuple[int, ...]  # text, or token ids used unchanged
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """Question about a context. Samples of one context follow each other: it is read once and asked on forks."""
+    """Question about a context. Samples of one context, and one decoded text, follow each other: they are read once and
+    asked on forks."""
 
     context: Text
     question: Text  # goes through the cache token by token
@@ -23,7 +24,8 @@ class Sample:
     max_new_tokens: int
     stop: tuple[str, ...] = ()  # text that ends the answer
     classes: tuple[str, ...] = ()  # all labels of a classification
-    depth: float | None = None  # place of the answer: 0 = start of the context, 1 = its end
+    depth: float | None = None  # place of the answer in the context, or in `decoded` if given: 0 = start, 1 = end
+    decoded: Text = ()  # fed after the context and before the question, always token by token, as if it were generated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Request:
     count: int  # number of samples; files may have fewer
     rng: np.random.Generator
     path: pathlib.Path = pathlib.Path()  # file of a task that reads one
-    new_tokens: int = 32  # tokens predicted by `perplexity`
+    new_tokens: int = 32  # tokens predicted by `perplexity`, or decoded before the questions of `decoded_needles`
 
     @functools.cached_property
     def stream(self) -> np.ndarray:

@@ -1,4 +1,8 @@
-"""Tasks that ask for facts hidden in text: passkey, needles at every depth, and many questions about one context."""
+"""Tasks that ask for facts hidden in text: passkey, needles at every depth, many questions about one context, and
+needles in what was decoded after it.
+"""
+
+import dataclasses
 
 import numpy as np
 
@@ -50,6 +54,33 @@ def multi_request(request: Request, questions: int = 8) -> list[Sample]:
         longest = max(len(_question(request, fact)) for fact in facts)
         hay = _haystack(request, facts, depths, longest)
         samples += [_sample(request, hay, fact, depth) for fact, depth in zip(facts, depths, strict=True)]
+    return samples
+
+
+def decoded_needles(request: Request, questions: int = 8) -> list[Sample]:
+    """Draws texts whose facts come after the prompt, in the `request.new_tokens` tokens that are decoded one by one.
+
+    Each text has `questions` needles, spread evenly over what is decoded, each asked for at its end on a fork of the
+    cache; `Sample.depth` is a needle's place there. The prompt of `request.length` tokens has none, so that a method
+    finds only what it has kept, placed and selected of its own decoding. There are `request.count` questions in all.
+
+    Raises:
+      ConfigError: the needles do not fit in the decoded tokens, or the text is too short.
+    """
+    samples: list[Sample] = []
+    while len(samples) < request.count:
+        facts = needles.draw_needles(request.rng, min(questions, request.count - len(samples)), True, _DIGITS)
+        depths = _depths(len(facts))
+        room = request.new_tokens - needles.needle_cost(request.tokenizer.tokenizer, facts)
+        if room < len(facts):
+            raise ConfigError(f"{len(facts)} needles do not fit in {request.new_tokens} decoded tokens; raise "
+                              "new_tokens")
+        own = request.length - len(request.start)
+        span = needles.random_span(request.rng, request.stream, own + room)
+        context = (*request.start, *span[:own])
+        decoded = tuple(needles.insert_needles(request.tokenizer.tokenizer, span[own:], facts, depths))
+        samples += [dataclasses.replace(_sample(request, context, fact, depth), decoded=decoded)
+                    for fact, depth in zip(facts, depths, strict=True)]
     return samples
 
 

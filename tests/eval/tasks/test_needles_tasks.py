@@ -52,6 +52,20 @@ def test_many_questions_share_one_context(request_for):
     assert len({one.context for one in samples}) == 2 and len({one.question for one in samples}) == 11
 
 
+def test_needles_in_what_is_decoded_are_at_their_places_and_not_in_the_prompt(request_for):
+    request = request_for(count=5, length=100, new_tokens=400)
+    samples = tasks.draw("decoded_needles", request)
+    assert len({(one.context, one.decoded) for one in samples}) == 1
+    assert [one.depth for one in samples] == [0.1, 0.3, 0.5, 0.7, 0.9]
+    for one in samples:
+        prompt, decoded, cue = (request.tokenizer.decode(ids) for ids in (one.context, one.decoded, one.question))
+        assert (len(one.context), len(one.decoded)) == (100, 400)
+        assert decoded.count(f"{cue.strip()} {one.answers[0]}.") == 1 and one.answers[0] not in prompt
+        assert decoded.index(cue.strip()) / len(decoded) == pytest.approx(one.depth, abs=0.15)
+    with pytest.raises(ConfigError, match="raise new_tokens"):
+        tasks.draw("decoded_needles", request_for(new_tokens=20))
+
+
 def test_what_does_not_fit_is_refused(request_for):
     for name in ("multi_request", "niah_grid", "niah_single_1", "cwe", "mqar"):
         with pytest.raises(ConfigError, match="raise"):

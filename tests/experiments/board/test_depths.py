@@ -13,8 +13,9 @@ def test_every_answer_counts_in_its_tenth():
 
 
 def test_the_picture_has_a_line_for_each_row():
-    rows = [{"by_depth": [(0.5, 1.0)], "method": name, "context": 64} for name in ("full", "kvswap")]
+    rows = [{"by_depth": [(0.5, 1.0)], "method": name, "context": 64, "budget": budget}
+            for name, budget in (("full", None), ("kvswap", 32), ("quest@16", 16))]
     figure = depths.figure(rows, "found")
     (axes,) = figure.axes
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["full 64", "kvswap 64"]
-    assert axes.images[0].get_array().shape == (2, depths.TENTHS)
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["full 64", "kvswap@32 64", "quest@16 64"]
+    assert axes.images[0].get_array().shape == (3, depths.TENTHS)
