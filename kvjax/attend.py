@@ -122,7 +122,7 @@ def prefill_cache(
       length: tokens of each prompt [B], at most T and the capacity. Under `jax.jit` lengths cannot be checked, and
         tokens beyond these limits are lost.
       query: rotated queries [B, T, H, D], for methods that use the prompt's queries (`Method.observation`): InfLLM
-        requires them, and InfiniGen uses the keys alone without them.
+        and DynSplit-KV require them, and InfiniGen uses the keys alone without them.
       token: token ids [B, T], which DynSplit-KV and SentenceKV require.
 
     Returns:

@@ -58,10 +58,11 @@ class SentenceKV(DynSplit):
     keep: float | None = 2.0
 
     def __post_init__(self):
+        if self.splitting != "sentence":
+            raise ConfigError(f"splitting={self.splitting!r} of sentencekv must be 'sentence' (dynsplit has others)")
         super().__post_init__()
-        if self.splitting != "sentence" or (self.keep is not None and not 1 <= self.keep < math.inf):
-            raise ConfigError(f"splitting={self.splitting!r} of sentencekv must be 'sentence' (dynsplit has others), "
-                              f"and keep={self.keep} must be finite and at least 1, or None to keep all tokens")
+        if self.keep is not None and not 1 <= self.keep < math.inf:
+            raise ConfigError(f"keep={self.keep} of sentencekv must be finite and at least 1, or None to keep all")
         if self.keep is not None and self.observation == 0:
             raise ConfigError("sentencekv keeps the tokens that a prompt's last queries attend, and observation=0 "
                               "observes no query; raise it, or keep all tokens with keep=None")
