@@ -10,7 +10,7 @@ import ml_collections
 
 def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     config = ml_collections.ConfigDict()
-    config.experiment = "dynakv.shift"
+    config.experiment = "shift.study"
     config.seed = 0
     config.model = ""  # empty: the reference model
     config.kinds = ("code", "prose", "needles", "mixed")

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from experiments.dynakv.shift_decoding import Decoding, Window, in_token_order
+from experiments.shift.decoding import Decoding, Window, in_token_order
 from kvjax.cache.layer import LayerPlan
 from kvjax.eval import metrics
 from kvjax.inference.plan import Plan, State

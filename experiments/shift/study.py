@@ -19,10 +19,10 @@ from tqdm import tqdm
 
 import kvjax
 from experiments import common
-from experiments.dynakv import shift_plots
-from experiments.dynakv.shift_decoding import Decoding, Window, continued, in_token_order, settings_of, window_starts
-from experiments.dynakv.shift_measures import against_dense, co_retrieval, measure_window, partitions
 from experiments.results import Run
+from experiments.shift import pictures
+from experiments.shift.decoding import Decoding, Window, continued, in_token_order, settings_of, window_starts
+from experiments.shift.measures import against_dense, co_retrieval, measure_window, partitions
 from experiments.texts import KINDS, Texts
 from kvjax import _validate
 from kvjax.errors import ConfigError
@@ -119,7 +119,7 @@ def run(config: ml_collections.ConfigDict, workdir: str) -> None:
                 rows.append(row)
                 run.log(**row)
     run.summary(rows)
-    shift_plots.plot_all(rows, run.path, config)
+    pictures.plot_all(rows, run.path, config)
 
 
 def keep_window(directory, name: str, config, window: Window, plan: Plan) -> None:
