@@ -78,7 +78,8 @@ PRESETS = (
     *(f"kvswap_paper:{name}" for name in ("budget", "accuracy", "depths", "reasoning", "rolling", "entries", "sizes",
                                           "throughput", "batches", "heads", "models", "best", "groups", "selected",
                                           "rates", "breakdown", "pretrained", "gains", "reuse", "smoke")),
-    "decoding", "decoding:smoke", "leaderboard:long", "tune", "tune:smoke",
+    "decoding", "decoding:smoke", "leaderboard:long", "tune", "tune:smoke", "shift", "shift:clusters", "shift:large",
+    "shift:smoke",
 )
 
 

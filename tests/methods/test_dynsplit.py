@@ -12,13 +12,19 @@ import pytest
 from harness import CAPACITY, DELIMITERS, GROUP, HEADS, METHODS, SIZE, Sim, Stream, selection
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny import make_params
 
+from kvjax.calibration.boundaries import boundary_scores
 from kvjax.errors import ConfigError, FormatMismatch
+from kvjax.inference import prefill
+from kvjax.inference.plan import make_plan
 from kvjax.methods import DynSplit
 from kvjax.methods.dynsplit import SPLITTINGS, delimiter_weights
 from kvjax.methods.shared.delimiter_texts import PAPER_MARKS
-from kvjax.methods.shared.delimiters import NO_DELIMITER, Delimiters
+from kvjax.methods.shared.delimiters import NO_DELIMITER, DelimiterCounts, Delimiters
+from kvjax.methods.shared.importance import RAREST
 from kvjax.methods.shared.segments import Split, weights_of
+from kvjax.models.config import ModelConfig
 
 PROMPT, SENTENCES = METHODS["dynsplit"], METHODS["dynsplit_sentence_mean"]
 METHOD = dataclasses.replace(PROMPT, importance="table")
@@ -168,6 +174,26 @@ def test_each_prompt_weighs_delimiters_by_its_own_attention():
         edges, last = method.sinks + np.cumsum([0, *lengths]), length - method.window + 1
         expected = [list(range(a, min(z, last))) for a, z in itertools.pairwise(edges) if a < last]
         assert blocks_of(sim, b) == blocks_of(sim, b, 1) == expected
+
+
+def test_weights_of_a_prompt_are_those_of_a_table_made_from_it():
+    """Given a model of one layer, over whose heads alone a table takes means, and prompts of two lengths."""
+    config = ModelConfig(
+        family="llama", vocab_size=64, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=4, num_kv_heads=2,
+        head_dim=8, max_position=128,
+    )
+    params, rng = make_params(config), np.random.default_rng(0)
+    table = Delimiters.load(DELIMITERS)
+    tokens = rng.choice([*table.tokens, *range(40, 46)], (2, 120)).astype(np.int32)
+    length = np.asarray([120, 90], np.int32)
+    method = DynSplit(table=DELIMITERS, observation=None, budget=48, window=12)
+    state, _ = prefill.prefill(make_plan(config, method, 2, 128), params, tokens, length)
+    for row, count, weight in zip(tokens, length, state.layers[0].state.index.weight, strict=True):
+        counts = DelimiterCounts(64)
+        counts.add(row[:count], boundary_scores(config, params, row[:count]))
+        expected = counts.table("", dict(zip(table.tokens, table.texts, strict=True)), RAREST).weights()
+        np.testing.assert_allclose(weight, expected[list(table.tokens)], atol=2e-4)
+        assert 0 < np.median(weight) < 1
 
 
 def test_the_paper_has_thirteen_candidates():
