@@ -8,6 +8,7 @@
     uncapped   the ablations without the cap of 18 tokens, with blocks of up to 64 tokens
     tenth      10 % of the cache compared with all of it, with four times as many samples
     passkey    passkey retrieval by budget (Table 3)
+    passkey_8k the same at 8,192 tokens, the most that the second reference model reads
     latency    ms per token and memory at 32K tokens, 7.5 and 10 % of them, beside the full cache (Figures 8 and 9)
     outputs    seconds for 256 to 4,096 tokens after 32K (Figure 8)
     memory     memory by batch and length: the cache's, and what a step takes beside it (Figure 10)
@@ -16,12 +17,11 @@
     smoke      finishes within a minute
 """
 
-import pathlib
-
 import ml_collections
 
-_TABLE = str(pathlib.Path(__file__).parents[1] / "kvjax" / "reference" / "delimiters.json")
-_DYNSPLIT = {"name": "dynsplit", "table": _TABLE}
+from experiments.common import REFERENCE, REFERENCE_8K
+
+_DYNSPLIT = {"name": "dynsplit", "table": str(REFERENCE / "delimiters.json")}
 _TIMED = {**_DYNSPLIT, "importance": "table"}
 _CHANGES = {
     "dynsplit": {}, "fixed": {"splitting": "fixed"}, "sentence": {"splitting": "sentence"},
@@ -69,12 +69,16 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
     elif preset == "tenth":
         config.update(tasks=("passkey", "needle", "needle_of_4"), samples=128)
         config.methods = ({"name": "full"}, {**_DYNSPLIT, "budget": tenth})
-    elif preset == "passkey":
+    elif preset in ("passkey", "passkey_8k"):
         config.update(tasks=("passkey",))
+        dynsplit = _DYNSPLIT
+        if preset == "passkey_8k":
+            config.update(model=str(REFERENCE_8K), lengths=(8192,), batch=4)
+            dynsplit = {**_DYNSPLIT, "table": str(REFERENCE_8K / "delimiters.json")}
         config.methods = tuple(
             {**method, "budget": budget, "window": 14}  # leaves room for a block in the smallest budget
             for budget in (36, 64, 128, 256, 512)
-            for method in ({"name": "streaming_llm"}, {"name": "quest"}, _DYNSPLIT)
+            for method in ({"name": "streaming_llm"}, {"name": "quest"}, dynsplit)
         )
     elif preset in timed:
         return timed[preset]()
@@ -85,7 +89,7 @@ def get_config(preset: str = "default") -> ml_collections.ConfigDict:
                                               for name in ("prompt", "table")))
     elif preset != "default":
         raise ValueError(f"unknown preset {preset!r}; use default, {', '.join(changes)}, tenth, passkey, "
-                         f"{', '.join(timed)} or smoke")
+                         f"passkey_8k, {', '.join(timed)} or smoke")
     return config
 
 

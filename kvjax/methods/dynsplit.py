@@ -176,6 +176,7 @@ class DynSplit(Method):
 
     def init(self, spec, weights):
         delimiter, weight = map(jnp.asarray, weights)
+        weight = jnp.ones_like(weight) if self.scores_prompts else weight  # until a prompt tells them apart
         zero = jnp.int32(0)
         return DynSplitIndex(VECTORS[self.vectors].empty(spec), delimiter, weight, zero, zero, zero)
 

@@ -265,6 +265,13 @@ def test_a_table_of_another_model_is_refused():
     DynSplit(splitting="fixed").check_model("another")
 
 
+def test_weights_of_the_file_are_used_where_asked_for_alone():
+    """Given an empty cache."""
+    index = [method.init(harness.plan_of(method).spec, method.weights(0)) for method in (PROMPT, METHOD)]
+    assert set(np.asarray(index[0].weight)) == {1.0}
+    np.testing.assert_array_equal(index[1].weight, METHOD.weights(0)[1])
+
+
 def test_a_missing_table_is_named(tmp_path):
     with pytest.raises(ConfigError, match="needs table="):
         DynSplit().weights(0)
