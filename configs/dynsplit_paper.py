@@ -28,7 +28,8 @@ _CHANGES = {
     "no length": {"splitting": "no_length"}, "no weight": {"splitting": "no_weight"}, "mean": {"vectors": "mean"},
 }
 _WEIGHTS = {
-    "prompt": {}, "whole prompt": {"observation": None}, "table": {"importance": "table"},
+    "prompt": {}, **{f"last {count} of the prompt": {"observation": count} for count in (256, 1024)},
+    "table": {"importance": "table"},
     "equal": {"splitting": "no_weight"}, "prompt, 13 marks": {"candidates": "paper"},
     "table, 13 marks": {"candidates": "paper", "importance": "table"},
     "equal, 13 marks": {"candidates": "paper", "splitting": "no_weight"}, "fixed": {"splitting": "fixed"},

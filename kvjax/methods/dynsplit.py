@@ -22,15 +22,15 @@ one that leaves it, so the end of a block is known when its first possible last 
 Differences from the paper:
   - Importance is a mean over the heads of one layer, so that each layer has blocks of its own; the paper's is over all
     layers. A layer is placed while the next one is read, before the attention of all layers is known.
-  - The delimiters among the last `observation` tokens are scored; the paper scores all (`observation=None`), which
-    computes every layer's attention map twice. A prompt that is read in chunks is scored by its first chunk.
+  - A prompt that is read in chunks is scored by its first chunk, since methods see the queries of no other.
   - Candidates are all tokens of punctuation and line breaks; the paper's Table 7 has 13 marks (`candidates="paper"`).
 
 Choices the paper leaves open: alpha = 0.5 and Delta = 4 (C = 14 is its "window length parameter"). `sentence` and
 `no_length` have no shortest block, so `shortest` bounds the number of blocks there, and `longest` their arrays.
 
-Resident: 2 D numbers per block, D with `vectors="mean"`. Cost of a prompt: one row of attention scores per observed
-query and query head in each layer, `observation` / T of those of reading it. Cost per step: a score per block, then the
+Resident: 2 D numbers per block, D with `vectors="mean"`. Cost of a prompt: its T^2 scores per query head in each layer
+are computed once more, about what its attention costs; `observation` queries instead of all T take `observation` / T of
+that, and weigh delimiters by the end of the prompt alone, which differs. Cost per step: a score per block, then the
 selected blocks.
 """
 
@@ -80,7 +80,8 @@ class DynSplit(Method):
       importance: where the delimiters' weights come from: "prompt", each prompt's own attention in each layer, or
         "table", the scores in the file, which were found on other texts.
       candidates: which delimiters of the file count: "all", or "paper", the 13 marks of Table 7.
-      observation: last queries of the prompt by which `importance="prompt"` scores delimiters; None = all.
+      observation: last queries of the prompt by which `importance="prompt"` scores delimiters; None = all, as in the
+        paper.
       splitting: how blocks are cut, one of SPLITTINGS.
       vectors: vectors that represent a block's keys: "minmax", or "mean" (Appendix A.2).
       chunk: C, ideal tokens of a block.
@@ -94,7 +95,7 @@ class DynSplit(Method):
       ConfigError: a setting is unknown or out of range, or the window is too short to decide where a block ends.
     """
 
-    observation: int | None = 1024
+    observation: int | None = None
     table: str | os.PathLike = ""
     importance: str = "prompt"
     candidates: str = "all"

@@ -186,7 +186,7 @@ def test_weights_of_a_prompt_are_those_of_a_table_made_from_it():
     table = Delimiters.load(DELIMITERS)
     tokens = rng.choice([*table.tokens, *range(40, 46)], (2, 120)).astype(np.int32)
     length = np.asarray([120, 90], np.int32)
-    method = DynSplit(table=DELIMITERS, observation=None, budget=48, window=12)
+    method = DynSplit(table=DELIMITERS, budget=48, window=12)
     state, _ = prefill.prefill(make_plan(config, method, 2, 128), params, tokens, length)
     for row, count, weight in zip(tokens, length, state.layers[0].state.index.weight, strict=True):
         counts = DelimiterCounts(64)

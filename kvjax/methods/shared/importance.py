@@ -14,7 +14,7 @@ layer while it is read.
 Choices the paper leaves open: D_i is empty for i < R, where the paper's max(0, i-R) would count token 0 twice. A
 boundary is only scored if all of F_i is in the text. A delimiter's score is the mean over its occurrences, and its
 weight w that score stretched to [0, 1]; a delimiter that is too rare has the mean over all occurrences of all
-delimiters.
+delimiters. Nothing corrects for where a boundary is, although more is further back the later it is.
 """
 
 import dataclasses
