@@ -152,6 +152,11 @@ class DynSplit(Method):
         return self.importance == "prompt" and self.splitting in ("dynamic", "no_length")
 
     @property
+    def observed(self) -> int | None:
+        """Queries by which a prompt's delimiters are scored, if they are."""
+        return self.observation if self.scores_prompts else 0
+
+    @property
     def split(self) -> Split:
         """The rule that cuts blocks."""
         chunk, most = self.chunk, self.chunk + self.deviation

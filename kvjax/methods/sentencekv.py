@@ -77,6 +77,11 @@ class SentenceKV(DynSplit):
         return self.keep is not None
 
     @property
+    def observed(self) -> int | None:
+        """Queries by which the tokens to keep are chosen, if not all are kept."""
+        return 0 if self.keep is None else self.observation
+
+    @property
     def whole_prompts(self) -> bool:  # type: ignore[override]
         """Whether the whole prompt has to be seen at once, because tokens are dropped when it is read."""
         return self.keep is not None

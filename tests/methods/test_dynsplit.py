@@ -272,6 +272,14 @@ def test_weights_of_the_file_are_used_where_asked_for_alone():
     np.testing.assert_array_equal(index[1].weight, METHOD.weights(0)[1])
 
 
+@pytest.mark.parametrize(("change", "observed"), [
+    ({}, None), ({"observation": 64}, 64), ({"splitting": "no_length"}, None), ({"importance": "table"}, 0),
+    ({"splitting": "no_weight"}, 0), ({"splitting": "fixed"}, 0),
+], ids=str)
+def test_a_prompt_computes_queries_only_where_they_weigh_delimiters(change, observed):
+    assert dataclasses.replace(PROMPT, **change).observed == observed
+
+
 def test_a_missing_table_is_named(tmp_path):
     with pytest.raises(ConfigError, match="needs table="):
         DynSplit().weights(0)
